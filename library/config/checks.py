@@ -1,0 +1,127 @@
+"""Rules across options; each names the options it speaks of and says the way out."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from .schema import RunConfig
+
+Conflict = tuple[tuple[str, ...], str]
+"""The options concerned, the one to change first, and what is wrong."""
+
+Given = frozenset[str]
+"""Names of the options that somebody wrote down."""
+
+
+def conflicts(config: RunConfig, given: Given) -> Iterator[Conflict]:
+    """Everything in ``config`` that cannot be honoured together."""
+    for rule in _RULES:
+        yield from rule(config, given)
+
+
+def _needs_data(config: RunConfig, given: Given) -> Iterator[Conflict]:
+    path = config.data.dataset_config
+    if path is None:
+        yield ("dataset_config",), "missing; name a TOML file, for example dataset_configs/demo.toml"
+    elif not Path(path).is_file():
+        yield ("dataset_config",), f"{path}: no such file (looked in {Path(path).resolve().parent})"
+
+
+def _text_encoder_stays(config: RunConfig, given: Given) -> Iterator[Conflict]:
+    if not config.adapter.network_train_unet_only:
+        yield ("network_train_unet_only",), "not yet: training text encoders; leave this option out"
+
+
+def _network_module(config: RunConfig, given: Given) -> Iterator[Conflict]:
+    if config.adapter.network_module != "networks.lora":
+        yield ("network_module",), f"not yet: {config.adapter.network_module!r}; this version trains networks.lora"
+
+
+def _warmup_needs_a_schedule(config: RunConfig, given: Given) -> Iterator[Conflict]:
+    optim = config.optim
+    if optim.lr_scheduler == "constant" and optim.lr_warmup_steps.amount > 0:
+        yield (
+            ("lr_warmup_steps", "lr_scheduler"),
+            "lr_scheduler constant has no warm-up; use lr_scheduler constant_with_warmup",
+        )
+    if "lr_scheduler_num_cycles" in given and optim.lr_scheduler != "cosine_with_restarts":
+        yield ("lr_scheduler_num_cycles", "lr_scheduler"), "only lr_scheduler cosine_with_restarts has cycles"
+    if "lr_scheduler_power" in given and optim.lr_scheduler != "polynomial":
+        yield ("lr_scheduler_power", "lr_scheduler"), "only lr_scheduler polynomial has a power"
+    if not optim.lr_warmup_steps.of_whole and config.train.max_train_epochs is None:
+        if optim.lr_warmup_steps.amount >= config.train.max_train_steps:
+            yield (
+                ("lr_warmup_steps", "max_train_steps"),
+                f"the warm-up of {optim.lr_warmup_steps} steps lasts longer than the run of "
+                f"{config.train.max_train_steps} steps",
+            )
+
+
+def _length_once(config: RunConfig, given: Given) -> Iterator[Conflict]:
+    if {"max_train_steps", "max_train_epochs"} <= given:
+        yield ("max_train_steps", "max_train_epochs"), "max_train_epochs decides the length, too; give one of the two"
+
+
+def _buckets(config: RunConfig, given: Given) -> Iterator[Conflict]:
+    data = config.data
+    if data.min_bucket_reso > data.max_bucket_reso:
+        yield (
+            ("min_bucket_reso", "max_bucket_reso"),
+            f"min_bucket_reso {data.min_bucket_reso} is above max_bucket_reso {data.max_bucket_reso}",
+        )
+
+
+def _tracker_has_a_place(config: RunConfig, given: Given) -> Iterator[Conflict]:
+    log = config.log
+    if log.log_with in ("tensorboard", "all") and log.logging_dir is None:
+        yield ("log_with", "logging_dir"), f"log_with {log.log_with} needs a logging_dir to write to"
+    tracked = log.log_with not in (None, "none") or (log.log_with is None and log.logging_dir is not None)
+    for name in ("log_prefix", "log_tracker_name", "log_tracker_config", "wandb_run_name", "log_config"):
+        if name in given and getattr(log, name) and not tracked:
+            yield (name, "log_with"), "there is no tracker to use it; set log_with, or logging_dir for tensorboard"
+    if log.wandb_run_name and tracked and log.log_with not in ("wandb", "all"):
+        yield ("wandb_run_name", "log_with"), "wandb is not used; set log_with to wandb or all"
+    if log.log_tracker_config and not Path(log.log_tracker_config).is_file():
+        yield ("log_tracker_config",), f"{log.log_tracker_config}: no such file"
+    if log.quiet and {"console_log_level", "quiet"} <= given and log.console_log_level in ("DEBUG", "INFO"):
+        yield ("quiet", "console_log_level"), f"quiet hides what console_log_level {log.console_log_level} asks for"
+
+
+def _previews_have_prompts(config: RunConfig, given: Given) -> Iterator[Conflict]:
+    preview = config.preview
+    asked = [name for name in ("sample_every_n_steps", "sample_every_n_epochs", "sample_at_first")
+             if getattr(preview, name)]  # fmt: skip
+    if preview.sample_prompts is None:
+        if asked:
+            yield (asked[0], "sample_prompts"), "needs prompts; name a file with --sample_prompts"
+    elif not Path(preview.sample_prompts).is_file():
+        yield ("sample_prompts",), f"{preview.sample_prompts}: no such file"
+
+
+def _compile_is_on(config: RunConfig, given: Given) -> Iterator[Conflict]:
+    names = ("dynamo_backend", "dynamo_mode", "dynamo_fullgraph", "dynamo_dynamic", "dynamo_use_regional_compilation")
+    if not config.distributed.torch_compile:
+        for name in names:
+            if name in given and name != "dynamo_backend":
+                yield (name, "torch_compile"), "nothing is compiled; set torch_compile"
+
+
+def _output_name(config: RunConfig, given: Given) -> Iterator[Conflict]:
+    name = config.save.output_name
+    if not name or Path(name).name != name:
+        yield ("output_name",), f"{name!r} is no file name; folders go into output_dir"
+    elif name.endswith(".safetensors"):
+        yield ("output_name",), "the ending is added; write the name without .safetensors"
+
+
+_RULES: tuple[Callable[[RunConfig, Given], Iterator[Conflict]], ...] = (
+    _needs_data,
+    _network_module,
+    _text_encoder_stays,
+    _warmup_needs_a_schedule,
+    _length_once,
+    _buckets,
+    _tracker_has_a_place,
+    _previews_have_prompts,
+    _compile_is_on,
+    _output_name,
+)

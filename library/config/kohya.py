@@ -1,0 +1,241 @@
+"""What becomes of each option of sd-scripts that is not one of ours: an alias, not yet there, or refused for good.
+
+Options of the same name and meaning stand in ``schema.py``; a test holds both against the full list.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Alias:
+    """Another way to write one of our options; with a ``value``, a switch that sets it."""
+
+    option: str
+    value: str | None = None
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Not taken, with what to do instead; ``harmless`` values ask for what happens anyway."""
+
+    why: str
+    harmless: tuple[Any, ...] = ()
+
+    def allows(self, value: Any) -> bool:
+        return value in (False, None, *self.harmless)
+
+
+class NotYet(Refused):
+    """Not taken by this version; a coming one will."""
+
+
+def _later(what: str, *harmless: Any) -> NotYet:
+    return NotYet(f"not yet: {what}", harmless)
+
+
+_TEXT_ENCODER = _later("training text encoders; only the denoiser is trained")
+_CACHE = _later("keeping latents; pictures are encoded as they are used")
+_TEXT_CACHE = _later("keeping encoded captions; captions are encoded as they are used")
+_STATE = _later("saving and resuming the state of a run; LoRA files are saved")
+_VALIDATION = _later("validation")
+_DEEPSPEED = _later("DeepSpeed")
+_FP8 = _later("a base model in fp8")
+_BLOCKS = _later("moving blocks between host and device")
+_UPLOAD = _later("uploading; use `hf upload` on the written file")
+_FLOW = _later("models trained by flow matching (SD3, FLUX); this version knows Stable Diffusion 1")
+_OTHER_FAMILY = Refused("belongs to a model family that is not supported")
+_FULL = Refused("trains whole models or embeddings; this program trains LoRA adapters")
+_BROKEN = Refused("does not work in sd-scripts either")
+_METADATA = _later("free metadata fields; training_comment is kept in the file")
+
+VERDICTS: dict[str, Alias | Refused] = {
+    # aliases
+    "caption_extention": Alias("caption_extension"),
+    "use_8bit_adam": Alias("optimizer_type", "AdamW8bit"),
+    "use_lion_optimizer": Alias("optimizer_type", "Lion"),
+    "sdpa": Refused("cannot be switched off: it is how attention is computed", (True,)),
+    "persistent_data_loader_workers": Refused("cannot be switched off: workers always live as long as the run", (True,)),
+    # secrets
+    "wandb_api_key": Refused("a key in a flag ends in logs and shell histories; run `wandb login` or set WANDB_API_KEY"),
+    "huggingface_token": Refused("a token in a flag ends in logs; run `hf auth login` or set HF_TOKEN"),
+    # model
+    "v2": _later("Stable Diffusion 2; this version knows Stable Diffusion 1"),
+    "v_parameterization": _later("v-prediction as an option; what the model's scheduler file says is followed"),
+    "tokenizer_cache_dir": Refused("use HF_HOME; a model folder brings its own tokenizer"),
+    "vae": _later("another VAE than the model's own"),
+    "no_half_vae": Refused("cannot be switched off: the VAE always runs in fp32", (True,)),
+    "clip_skip": _later("clip_skip", 1),
+    "max_token_length": _later("captions of more than 75 tokens", 75),
+    # where pictures come from
+    "train_data_dir": Refused("write a dataset file and name it with --dataset_config; image_dir = 'FOLDER' is enough"),
+    "reg_data_dir": Refused("write a dataset file: is_reg = true in a subset, and name it with --dataset_config"),
+    "in_json": Refused("write a dataset file: metadata_file = 'FILE' in a subset, and name it with --dataset_config"),
+    "dataset_class": Refused("classes of sd-scripts cannot run here; describe the data in --dataset_config"),
+    "conditioning_data_dir": Refused("sd-scripts does not read this flag; set conditioning_data_dir in the dataset file"),
+    "cache_info": Refused("cannot be switched on or off: what was read is kept by content", ()),
+    "debug_dataset": Refused("use --dry_run to see what would be trained"),
+    # pictures
+    "weighted_captions": _later("weights inside captions, such as (tag:1.3)"),
+    "color_aug": _later("colour augmentation"),
+    "face_crop_aug_range": Refused("cut faces out beforehand; the file names of face_crop are not read"),
+    "alpha_mask": _later("masks"),
+    "masked_loss": _later("masks"),
+    "cache_latents": _CACHE,
+    "cache_latents_to_disk": _CACHE,
+    "vae_batch_size": _later("a batch size of its own for the VAE", 1),
+    "skip_cache_check": _CACHE,
+    # loop
+    "initial_epoch": Refused("a resumed run knows where it was"),
+    "initial_step": Refused("a resumed run knows where it was"),
+    "skip_until_initial_step": Refused("a resumed run knows where it was"),
+    "full_fp16": _later("adapters in half precision; they are trained in fp32"),
+    "full_bf16": _later("adapters in half precision; they are trained in fp32"),
+    "fp8_base": _FP8,
+    "fp8_base_unet": _FP8,
+    "cpu_offload_checkpointing": _later("checkpoints in host memory; gradient_checkpointing keeps them on the device"),
+    "lowram": Refused("models are always loaded without a second copy"),
+    "highvram": Refused("memory is never given back during a run, so there is nothing to switch"),
+    "mem_eff_attn": Refused("attention is always computed by PyTorch's memory-saving kernels"),
+    "xformers": _later("xformers attention; PyTorch's own (sdpa) is used"),
+    "fused_backward_pass": Refused("sd-scripts does not use it for LoRA either; optimizer_args can hold fused=True"),
+    # several processes
+    "deepspeed": _DEEPSPEED,
+    "zero_stage": _DEEPSPEED,
+    "offload_optimizer_device": _DEEPSPEED,
+    "offload_optimizer_nvme_path": _DEEPSPEED,
+    "offload_param_device": _DEEPSPEED,
+    "offload_param_nvme_path": _DEEPSPEED,
+    "zero3_init_flag": _DEEPSPEED,
+    "zero3_save_16bit_model": _DEEPSPEED,
+    "fp16_master_weights_and_gradients": _DEEPSPEED,
+    # optimizer and schedule
+    "unet_lr": Alias("learning_rate"),
+    "text_encoder_lr": _TEXT_ENCODER,
+    "lr_decay_steps": _later("the schedules that decay at their end", 0),
+    "lr_scheduler_timescale": _later("the inverse_sqrt schedule"),
+    "lr_scheduler_min_lr_ratio": _later("schedules with a lowest learning rate"),
+    "lr_scheduler_type": _later("schedules of your own", ""),
+    "lr_scheduler_args": _later("schedules of your own"),
+    # loss and noise
+    "loss_type": _later("other losses than l2", "l2"),
+    "huber_schedule": _later("other losses than l2"),
+    "huber_c": _later("other losses than l2"),
+    "huber_scale": _later("other losses than l2"),
+    "min_snr_gamma": _later("loss weights by timestep"),
+    "debiased_estimation_loss": _later("loss weights by timestep"),
+    "scale_v_pred_loss_like_noise_pred": _later("loss weights by timestep"),
+    "v_pred_like_loss": _later("loss weights by timestep"),
+    "noise_offset": _later("noise offset", 0),
+    "noise_offset_random_strength": _later("noise offset"),
+    "adaptive_noise_scale": _later("noise offset"),
+    "multires_noise_iterations": _later("multi-resolution noise", 0),
+    "multires_noise_discount": _later("multi-resolution noise"),
+    "ip_noise_gamma": _later("input perturbation", 0),
+    "ip_noise_gamma_random_strength": _later("input perturbation"),
+    "zero_terminal_snr": _later("zero terminal SNR"),
+    "min_timestep": _later("a limited range of timesteps", 0),
+    "max_timestep": _later("a limited range of timesteps", 1000),
+    # network
+    "network_dropout": _later("dropout in the adapter", 0),
+    "network_args": _later("arguments for the adapter"),
+    "network_weights": _later("starting from a LoRA file"),
+    "dim_from_weights": _later("starting from a LoRA file"),
+    "network_train_text_encoder_only": _TEXT_ENCODER,
+    "scale_weight_norms": _later("limits on the norm of the update"),
+    "base_weights": _later("LoRA files merged into the base model"),
+    "base_weights_multiplier": _later("LoRA files merged into the base model"),
+    # files
+    "save_model_as": Refused("LoRA files are safetensors; ckpt and pt files can run code when they are opened",
+                             ("safetensors",)),
+    "save_n_epoch_ratio": Refused("use save_every_n_epochs"),
+    "save_last_n_epochs": _later("removing old LoRA files; all are kept"),
+    "save_last_n_steps": _later("removing old LoRA files; all are kept"),
+    "save_state": _STATE,
+    "save_state_on_train_end": _STATE,
+    "save_last_n_epochs_state": _STATE,
+    "save_last_n_steps_state": _STATE,
+    "resume": _STATE,
+    "resume_from_huggingface": _STATE,
+    "save_state_to_huggingface": _STATE,
+    "metadata_title": _METADATA,
+    "metadata_author": _METADATA,
+    "metadata_description": _METADATA,
+    "metadata_license": _METADATA,
+    "metadata_tags": _METADATA,
+    "metadata_usage_hint": _METADATA,
+    "metadata_thumbnail": _METADATA,
+    "metadata_merged_from": _METADATA,
+    "metadata_trigger_phrase": _METADATA,
+    "metadata_preprocessor": _METADATA,
+    "metadata_is_negative_embedding": Refused("a LoRA is no embedding"),
+    "huggingface_repo_id": _UPLOAD,
+    "huggingface_repo_type": _UPLOAD,
+    "huggingface_path_in_repo": _UPLOAD,
+    "huggingface_repo_visibility": _UPLOAD,
+    "async_upload": _UPLOAD,
+    # validation
+    "validation_split": _later("validation", 0, 0.0),
+    "validation_seed": _VALIDATION,
+    "validate_every_n_steps": _VALIDATION,
+    "validate_every_n_epochs": _VALIDATION,
+    "max_validation_steps": _VALIDATION,
+    # transformer families and SDXL
+    "cache_text_encoder_outputs": _TEXT_CACHE,
+    "cache_text_encoder_outputs_to_disk": _TEXT_CACHE,
+    "text_encoder_batch_size": _TEXT_CACHE,
+    "disable_mmap_load_safetensors": Refused("memory mapping is safetensors' own way to load; copy the file to a local disk"),
+    "weighting_scheme": _FLOW,
+    "logit_mean": _FLOW,
+    "logit_std": _FLOW,
+    "mode_scale": _FLOW,
+    "blocks_to_swap": _BLOCKS,
+    "split_mode": Refused("old name of sd-scripts for moving blocks between host and device, which comes as blocks_to_swap"),
+    "clip_l": _FLOW,
+    "clip_g": _FLOW,
+    "t5xxl": _FLOW,
+    "ae": _FLOW,
+    "controlnet_model_name_or_path": Refused("trains beside a ControlNet; this program trains LoRA adapters alone"),
+    "t5xxl_max_token_length": _FLOW,
+    "apply_t5_attn_mask": _FLOW,
+    "apply_lg_attn_mask": _FLOW,
+    "guidance_scale": _FLOW,
+    "timestep_sampling": _FLOW,
+    "sigmoid_scale": _FLOW,
+    "model_prediction_type": _FLOW,
+    "discrete_flow_shift": _FLOW,
+    "training_shift": _FLOW,
+    "model_type": _FLOW,
+    "clip_l_dropout_rate": _FLOW,
+    "clip_g_dropout_rate": _FLOW,
+    "t5_dropout_rate": _FLOW,
+    "pos_emb_random_crop_rate": _FLOW,
+    "enable_scaled_pos_embed": _FLOW,
+    "save_clip": _BROKEN,
+    "save_t5xxl": _BROKEN,
+    "t5xxl_device": _BROKEN,
+    "t5xxl_dtype": _BROKEN,
+    "fp8_scaled": _FP8,
+    "fp8_vl": _FP8,
+    "attn_mode": _later("a choice of attention kernels; PyTorch's own (sdpa) is used", "torch", "sdpa"),
+    "split_attn": _later("a choice of attention kernels; PyTorch's own (sdpa) is used"),
+    "use_flash_attn": _later("a choice of attention kernels; PyTorch's own (sdpa) is used"),
+    "use_sage_attn": _later("a choice of attention kernels; PyTorch's own (sdpa) is used"),
+    "text_encoder_cpu": Refused("text encoders run on the device that trains"),
+    "unsloth_offload_checkpointing": _later("checkpoints in host memory; gradient_checkpointing keeps them on the device"),
+    **dict.fromkeys(
+        ["gemma2", "gemma2_max_token_length", "system_prompt", "sample_batch_size", "text_encoder", "byt5",
+         "vae_chunk_size", "qwen3", "llm_adapter_path", "llm_adapter_lr", "self_attn_lr", "cross_attn_lr", "mlp_lr",
+         "mod_lr", "t5_tokenizer_path", "qwen3_max_token_length", "t5_max_token_length", "vae_disable_cache"],
+        _OTHER_FAMILY,
+    ),
+    # other programs of sd-scripts
+    **dict.fromkeys(
+        ["block_lr", "learning_rate_te", "learning_rate_te1", "learning_rate_te2", "learning_rate_te3",
+         "train_text_encoder", "train_t5xxl", "stop_text_encoder_training", "no_token_padding",
+         "fused_optimizer_groups", "blockwise_fused_optimizers", "mem_eff_save", "num_last_block_to_freeze",
+         "diffusers_xformers", "use_safetensors", "token_string", "init_word", "num_vectors_per_token", "weights",
+         "use_object_template", "use_style_template"],
+        _FULL,
+    ),
+}  # fmt: skip

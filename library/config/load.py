@@ -1,0 +1,185 @@
+"""Defaults < TOML file < flags, into one ``RunConfig``; everything that is wrong is collected, nothing is guessed."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from ..registry import did_you_mean
+from .checks import conflicts
+from .kohya import VERDICTS, Alias
+from .options import Option, build, options_of
+from .schema import RunConfig
+from .toml_lines import read_toml
+
+COMMAND_OPTIONS = {"config_file": True, "output_config": False}
+"""What is said to the program, not about the run; True where a value follows."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One option as somebody wrote it."""
+
+    name: str
+    value: Any  # the words behind a flag, or a TOML value
+    place: str  # "--network_dim" or "run.toml:3: network_dim"
+    is_flag: bool
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The configuration, and where each value that is no default was set."""
+
+    config: RunConfig
+    places: dict[str, str]
+    problems: list[str]
+    config_file: Path | None = None
+    output_config: bool = False
+
+    def require(self) -> RunConfig:
+        """The configuration, if nothing was wrong."""
+        if self.problems:
+            raise ConfigError(self.problems)
+        return self.config
+
+
+def load_options(argv: Sequence[str], root: type = RunConfig) -> Loaded:
+    """Read flags, and the TOML file that ``--config_file`` names."""
+    known = {option.name: option for option in options_of(root)}
+    problems: list[str] = []
+    flags = list(_flags(argv, known, problems))
+    commands = {setting.name: setting for setting in flags if setting.name in COMMAND_OPTIONS}
+    path = None
+    settings: list[Setting] = []
+    if "config_file" in commands and commands["config_file"].value:
+        path = Path(commands["config_file"].value[0])
+        path = path if path.suffix else path.with_suffix(".toml")
+        if "output_config" not in commands:
+            settings += _file_settings(path, problems)
+    settings += [setting for setting in flags if setting.name not in COMMAND_OPTIONS]
+
+    values: dict[str, Any] = {}
+    places: dict[str, str] = {}
+    wrong: set[str] = set()
+    for setting in settings:
+        option = known.get(setting.name)
+        try:
+            name, value = _translated(setting, known) if option is None else (setting.name, _converted(setting, option))
+        except ValueError as error:
+            problems.append(f"{setting.place}: {error}")
+            wrong.add(setting.name)
+            continue
+        if name is not None:
+            values[name], places[name] = value, setting.place
+    config = build(root, values)
+    if root is RunConfig:
+        for names, message in conflicts(config, frozenset(places)):
+            if not wrong.intersection(names):
+                problems.append(f"{places.get(names[0], f'--{names[0]}')}: {message}")
+    return Loaded(config, places, problems, path, "output_config" in commands)
+
+
+def _flags(argv: Sequence[str], known: dict[str, Option], problems: list[str]) -> Iterator[Setting]:
+    """Cut the command line into options with the words that belong to each."""
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--") or word == "--":
+            problems.append(f"{word}: unexpected; options start with -- and take one value")
+            continue
+        name, equals, glued = word[2:].partition("=")
+        behind = [glued] if equals else []
+        while words and not words[0].startswith("--") and not equals:
+            behind.append(words.pop(0))
+        option = known.get(name) or known.get(name.removeprefix("no-"))
+        if option is not None and option.kind is bool:
+            if behind:
+                problems.append(f"--{name}: takes no value, got {behind[0]!r}; write --{option.name} or --no-{option.name}")
+                continue
+            behind = ["" if name.startswith("no-") else "true"]
+            name = option.name
+        elif option is not None and not option.many and len(behind) != 1:
+            problems.append(f"--{name}: {'needs a value' if not behind else f'takes one value, got {len(behind)}'}"
+                            f" ({option.syntax})")  # fmt: skip
+            continue
+        elif option is not None and option.many and not behind:
+            problems.append(f"--{name}: needs at least one value ({option.syntax})")
+            continue
+        elif COMMAND_OPTIONS.get(name) and len(behind) != 1:
+            problems.append(f"--{name}: needs one value, a path")
+            continue
+        yield Setting(name, behind, f"--{name}", is_flag=True)
+
+
+def _file_settings(path: Path, problems: list[str]) -> Iterator[Setting]:
+    """The keys of a TOML file; section names are for the reader only, as in sd-scripts."""
+    try:
+        data, lines = read_toml(path)
+    except ConfigError as error:
+        problems += error.problems
+        return
+    first_lines: dict[str, int] = {}
+    for key, item in data.items():
+        members = {(key, name): value for name, value in item.items()} if isinstance(item, dict) else {(key,): item}
+        for key_path, value in members.items():
+            name, line = str(key_path[-1]), lines[key_path]
+            place = f"{path}:{line}: {name}"
+            if name in first_lines:
+                problems.append(f"{place}: given twice; it stands in line {first_lines[name]} already")
+            elif name in COMMAND_OPTIONS:
+                problems.append(f"{place}: belongs on the command line")
+            elif isinstance(value, dict) or (isinstance(value, list) and any(isinstance(v, dict) for v in value)):
+                problems.append(f"{place}: a table; options take plain values{_is_dataset_file(key_path)}")
+            else:
+                yield Setting(name, value, place, is_flag=False)
+            first_lines.setdefault(name, line)
+
+
+def _is_dataset_file(key_path: tuple[str, ...]) -> str:
+    is_dataset = "datasets" in key_path or "subsets" in key_path
+    return "; this looks like a dataset file: name it with --dataset_config" if is_dataset else ""
+
+
+def _converted(setting: Setting, option: Option) -> Any:
+    if not setting.is_flag:
+        return option.from_toml(setting.value)
+    return bool(setting.value[0]) if option.kind is bool else option.from_text(setting.value)
+
+
+def _translated(setting: Setting, known: dict[str, Option]) -> tuple[str | None, Any]:
+    """What an option of sd-scripts that is none of ours stands for; ``ValueError`` when it is refused."""
+    underscored = setting.name.replace("-", "_")
+    if underscored != setting.name and underscored in known:
+        raise ValueError(f"unknown option; did you mean {_dashes(setting)}{underscored}?")
+    verdict = VERDICTS.get(setting.name)
+    if verdict is None:
+        names = [*known, *VERDICTS, *COMMAND_OPTIONS]
+        raise ValueError(f"unknown option{did_you_mean(setting.name, names, _dashes(setting))}")
+    if not isinstance(verdict, Alias):
+        if not verdict.allows(_plain(setting)):
+            raise ValueError(verdict.why)
+        return None, None
+    if verdict.value is not None:
+        return (verdict.option, verdict.value) if _plain(setting) is True else (None, None)
+    if setting.is_flag and len(setting.value) != 1:
+        raise ValueError("takes one value")
+    return verdict.option, _converted(setting, known[verdict.option])
+
+
+def _plain(setting: Setting) -> Any:
+    """The value as TOML would have it: a flag alone is true, one word may be a number."""
+    if not setting.is_flag:
+        return setting.value
+    if not setting.value:
+        return True
+    word = setting.value[0]
+    try:
+        return float(word)
+    except ValueError:
+        return word
+
+
+def _dashes(setting: Setting) -> str:
+    return "--" if setting.is_flag else ""
+

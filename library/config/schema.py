@@ -1,0 +1,175 @@
+"""Every option of the trainer, once, in typed frozen groups; a field's name is its flag and its TOML key."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .options import opt
+from .values import Share, Size
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What is fine-tuned."""
+
+    pretrained_model_name_or_path: str | None = opt(
+        None, "diffusers folder or hub id of the base model; without it the built-in model is used"
+    )
+    family: str | None = opt(None, "model family; without it, found from the model's own files")
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """What is trained."""
+
+    network_module: str = opt("networks.lora", "kind of adapter: networks.lora")
+    network_dim: int = opt(4, "rank of the LoRA matrices", minimum=1)
+    network_alpha: float = opt(1.0, "the update is scaled by alpha / rank", minimum=0)
+    network_train_unet_only: bool = opt(True, "train the denoiser and leave the text encoders as they are")
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """How weights follow gradients."""
+
+    optimizer_type: str = opt("AdamW", "AdamW, SGD, or any package.module.Class")
+    optimizer_args: tuple[str, ...] = opt((), "arguments for the optimizer as name=value, such as weight_decay=0.01")
+    learning_rate: float = opt(1e-4, "peak learning rate", minimum=0)
+    max_grad_norm: float = opt(1.0, "gradients longer than this are shortened to it; 0 turns it off", minimum=0)
+    lr_scheduler: Literal[
+        "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial"
+    ] = opt("constant", "course of the learning rate over the run")
+    lr_warmup_steps: Share = opt(Share(0, False), "steps until the peak is reached: a number, a ratio, or N%")
+    lr_scheduler_num_cycles: int = opt(1, "restarts of cosine_with_restarts", minimum=1)
+    lr_scheduler_power: float = opt(1.0, "power of the polynomial schedule", minimum=0)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which pictures and captions, and how they are shown; most can be set in the dataset file as well."""
+
+    dataset_config: str | None = opt(None, "TOML file that names the folders of pictures and how to use them")
+    train_batch_size: int = opt(1, "pictures per device and micro-step", minimum=1)
+    resolution: Size | None = opt(None, "training size in pixels: 512, or 512,768 as width,height")
+    dataset_repeats: int = opt(1, "how often each picture is shown per epoch", minimum=1)
+    enable_bucket: bool = opt(False, "keep the aspect ratio: train each picture at the nearest of several sizes")
+    min_bucket_reso: int = opt(256, "shortest side of a bucket", minimum=1)
+    max_bucket_reso: int = opt(1024, "longest side of a bucket", minimum=1)
+    bucket_reso_steps: int = opt(64, "bucket sides are multiples of this", minimum=1)
+    bucket_no_upscale: bool = opt(False, "never enlarge a picture; make buckets from the sizes that are there")
+    resize_interpolation: Literal["lanczos", "nearest", "bilinear", "linear", "bicubic", "cubic", "area", "box"] | None = (
+        opt(None, "how pictures are resized; without it, area when shrinking and Lanczos when enlarging")
+    )
+    flip_aug: bool = opt(False, "mirror half of the pictures, another half in each epoch")
+    random_crop: bool = opt(False, "cut what does not fit the bucket at a random place, not evenly")
+    caption_extension: str = opt(".caption", "ending of caption files")
+    caption_separator: str = opt(",", "what stands between the tags of a caption")
+    shuffle_caption: bool = opt(False, "shuffle the tags of a caption each time it is shown")
+    keep_tokens: int = opt(0, "this many tags at the start stay where they are", minimum=0)
+    keep_tokens_separator: str = opt("", "mark in a caption that ends the part that stays, such as |||")
+    secondary_separator: str | None = opt(None, "mark inside a tag that is replaced by the separator at the end")
+    enable_wildcard: bool = opt(False, "{a|b} in a caption means one of these; of several lines one is taken")
+    caption_prefix: str | None = opt(None, "text before every caption")
+    caption_suffix: str | None = opt(None, "text after every caption")
+    caption_dropout_rate: float = opt(0.0, "share of captions replaced by the empty one", minimum=0, maximum=1)
+    caption_dropout_every_n_epochs: int = opt(0, "in every n-th epoch all captions are empty", minimum=0)
+    caption_tag_dropout_rate: float = opt(0.0, "share of tags left out", minimum=0, maximum=1)
+    token_warmup_min: int = opt(1, "number of tags shown at the start of a token warm-up", minimum=1)
+    token_warmup_step: float = opt(0.0, "step (or, below 1, share of the run) from which all tags show", minimum=0)
+    prior_loss_weight: float = opt(1.0, "weight of the loss on regularisation pictures", minimum=0)
+    on_bad_data: Literal["fail", "skip"] = opt("fail", "what to do with pictures that cannot be used")
+    max_data_loader_n_workers: int = opt(8, "processes that read pictures ahead; never more than CPU cores", minimum=0)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How long, and in which portions."""
+
+    max_train_steps: int = opt(1600, "optimizer steps, counted once however many devices there are", minimum=1)
+    max_train_epochs: int | None = opt(None, "train this many epochs; takes the place of max_train_steps", minimum=1)
+    gradient_accumulation_steps: int = opt(1, "micro-steps per optimizer step", minimum=1)
+    gradient_checkpointing: bool = opt(False, "compute activations twice to save memory")
+    seed: int = opt(42, "all randomness of a run follows from it", minimum=0)
+    dry_run: bool = opt(False, "check everything, print the plan, and stop before any model is loaded")
+
+
+@dataclass(frozen=True)
+class DistributedConfig:
+    """How the work is spread over devices, and with which precision."""
+
+    mixed_precision: Literal["no", "fp16", "bf16", "fp8"] | None = opt(
+        None, "compute precision; without it, accelerate launch or accelerate config decides"
+    )
+    ddp_timeout: int | None = opt(None, "minutes that one process waits for the others", minimum=1)
+    ddp_gradient_as_bucket_view: bool = opt(False, "DDP: gradients share memory with the exchange buffers")
+    ddp_static_graph: bool = opt(False, "DDP: the graph never changes, which saves work")
+    torch_compile: bool = opt(False, "compile the denoiser")
+    dynamo_backend: Literal[
+        "eager", "aot_eager", "inductor", "aot_ts_nvfuser", "nvprims_nvfuser", "cudagraphs", "ofi", "fx2trt", "onnxrt",
+        "tensorrt", "aot_torchxla_trace_once", "torchxla_trace_once", "tvm", "hpu_backend", "neuron"
+    ] = opt("inductor", "what torch_compile compiles with")  # fmt: skip
+    dynamo_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = opt(
+        "default", "how much time compiling may take"
+    )
+    dynamo_fullgraph: bool = opt(False, "fail where a model cannot be compiled in one piece")
+    dynamo_dynamic: bool | None = opt(None, "compile for changing sizes; without it, decided at the first change")
+    dynamo_use_regional_compilation: bool = opt(False, "compile the repeated blocks once, not the model as a whole")
+
+
+@dataclass(frozen=True)
+class SaveConfig:
+    """What is written, and when."""
+
+    output_dir: str = opt("output", "folder for LoRA files and previews")
+    output_name: str = opt("lora", "file name without its ending")
+    save_precision: Literal["float", "fp16", "bf16"] | None = opt(None, "precision in the file; without it, as trained")
+    save_every_n_epochs: int | None = opt(None, "save a LoRA file every n epochs", minimum=1)
+    save_every_n_steps: int | None = opt(None, "save a LoRA file every n steps", minimum=1)
+    training_comment: str | None = opt(None, "remark kept in the file's metadata")
+    no_metadata: bool = opt(False, "write only the metadata that loaders need")
+
+
+@dataclass(frozen=True)
+class PreviewConfig:
+    """Pictures drawn while training."""
+
+    sample_prompts: str | None = opt(None, "file with prompts: .txt (a line each), .toml or .json")
+    sample_every_n_steps: int | None = opt(None, "draw them every n steps", minimum=1)
+    sample_every_n_epochs: int | None = opt(None, "draw them every n epochs; goes before steps", minimum=1)
+    sample_at_first: bool = opt(False, "draw them before training, too")
+    sample_sampler: Literal["ddim", "euler", "euler_a", "heun", "dpmsolver++", "lms", "pndm"] = opt(
+        "ddim", "sampler for the pictures"
+    )
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What is told, and to whom."""
+
+    logging_dir: str | None = opt(None, "folder for trackers; each run gets a folder in it")
+    log_with: Literal[
+        "none", "tensorboard", "wandb", "all", "aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "trackio"
+    ] | None = opt(None, "experiment tracker; without it, tensorboard when there is a logging_dir")  # fmt: skip
+    log_prefix: str | None = opt(None, "start of the name of the run's folder in logging_dir")
+    log_tracker_name: str | None = opt(None, "project name for the tracker; without it, network_train")
+    log_tracker_config: str | None = opt(None, "TOML file with arguments for the tracker, a table for each")
+    wandb_run_name: str | None = opt(None, "name of the run in wandb")
+    log_config: bool = opt(False, "send the settings to the tracker, without secrets and paths")
+    console_log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = opt("INFO", "how much is told")
+    console_log_file: str | None = opt(None, "write messages to this file and not to the terminal")
+    console_log_simple: bool = opt(False, "messages without time and colour")
+    quiet: bool = opt(False, "warnings and errors only, no progress bar")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One training run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    save: SaveConfig = field(default_factory=SaveConfig)
+    preview: PreviewConfig = field(default_factory=PreviewConfig)
+    log: LogConfig = field(default_factory=LogConfig)

@@ -1,0 +1,70 @@
+"""Option values that are more than a number or a word."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True)
+class Size:
+    """Width and height in pixels: ``512`` or ``"512,768"``; in TOML also ``[512, 768]``."""
+
+    width: int
+    height: int
+
+    syntax: ClassVar[str] = "SIZE or WIDTH,HEIGHT"
+
+    @classmethod
+    def parse(cls, value: Any) -> "Size":
+        if type(value) is int:
+            value = [value]
+        elif isinstance(value, str):
+            try:
+                value = [int(part) for part in value.split(",")]
+            except ValueError:
+                value = None
+        numbers = value if isinstance(value, list) and all(type(item) is int for item in value) else []
+        if len(numbers) not in (1, 2) or any(number < 1 for number in numbers):
+            raise ValueError("expected a size in pixels, such as 512 or 512,768 (width, height)")
+        return cls(numbers[0], numbers[-1])
+
+    def __str__(self) -> str:
+        return f"{self.width},{self.height}"
+
+
+@dataclass(frozen=True)
+class Share:
+    """A length in steps: ``100`` steps, or ``0.1`` or ``"10%"`` of the whole run."""
+
+    amount: float
+    of_whole: bool
+
+    syntax: ClassVar[str] = "STEPS, RATIO or N%"
+
+    @classmethod
+    def parse(cls, value: Any) -> "Share":
+        share = cls._read(value)
+        if share is None or share.amount < 0 or (share.of_whole and share.amount > 1):
+            raise ValueError("expected steps (100), a ratio of the run below 1 (0.1), or a percentage ('10%')")
+        return share
+
+    @classmethod
+    def _read(cls, value: Any) -> "Share | None":
+        if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+            return None
+        text = str(value).strip()
+        try:
+            if text.endswith("%"):
+                return cls(float(text[:-1]) / 100, of_whole=True)
+            number = float(text)
+        except ValueError:
+            return None
+        if 0 < number < 1:
+            return cls(number, of_whole=True)
+        return cls(number, of_whole=False) if number.is_integer() else None
+
+    def steps(self, whole: int) -> int:
+        """In optimizer steps, of a run of ``whole`` steps."""
+        return round(self.amount * whole) if self.of_whole else int(self.amount)
+
+    def __str__(self) -> str:
+        return f"{self.amount:g}" if not self.of_whole else f"{self.amount * 100:g}%"

@@ -1,0 +1,1 @@
+"""From folders of pictures and captions to batches."""

@@ -1,0 +1,1 @@
+"""Mathematics of diffusion: noise processes, timestep densities, losses; pure functions on tensors."""

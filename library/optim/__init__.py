@@ -1,0 +1,1 @@
+"""Learning: optimizers and the course of the learning rate."""

@@ -1,0 +1,1 @@
+"""Programs beside training, each started as ``python -m library NAME``."""
