@@ -9,10 +9,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Alias:
-    """Another way to write one of our options; with a ``value``, a switch that sets it."""
+    """Another way to write one of our options."""
 
     option: str
-    value: str | None = None
 
 
 @dataclass(frozen=True)
@@ -52,8 +51,6 @@ _METADATA = _later("free metadata fields; training_comment is kept in the file")
 VERDICTS: dict[str, Alias | Refused] = {
     # aliases
     "caption_extention": Alias("caption_extension"),
-    "use_8bit_adam": Alias("optimizer_type", "AdamW8bit"),
-    "use_lion_optimizer": Alias("optimizer_type", "Lion"),
     "sdpa": Refused("cannot be switched off: it is how attention is computed", (True,)),
     "persistent_data_loader_workers": Refused("cannot be switched off: workers always live as long as the run", (True,)),
     # secrets
@@ -112,6 +109,8 @@ VERDICTS: dict[str, Alias | Refused] = {
     # optimizer and schedule
     "unet_lr": Alias("learning_rate"),
     "text_encoder_lr": _TEXT_ENCODER,
+    "use_8bit_adam": _later("this name; with bitsandbytes installed, optimizer_type bitsandbytes.optim.AdamW8bit works"),
+    "use_lion_optimizer": _later("this name; optimizer_type takes any package.module.Class"),
     "lr_decay_steps": _later("the schedules that decay at their end", 0),
     "lr_scheduler_timescale": _later("the inverse_sqrt schedule"),
     "lr_scheduler_min_lr_ratio": _later("schedules with a lowest learning rate"),

@@ -1,5 +1,6 @@
 """Defaults < TOML file < flags, into one ``RunConfig``; everything that is wrong is collected, nothing is guessed."""
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from .toml_lines import read_toml
 
 COMMAND_OPTIONS = {"config_file": True, "output_config": False}
 """What is said to the program, not about the run; True where a value follows."""
+
+_OPTION = re.compile(r"--|-[A-Za-z]")  # -1 and - are values
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ def load_options(argv: Sequence[str], root: type = RunConfig) -> Loaded:
         path = Path(commands["config_file"].value[0])
         path = path if path.suffix else path.with_suffix(".toml")
         if "output_config" not in commands:
-            settings += _file_settings(path, problems)
+            settings += _file_settings(path, known, problems)
     settings += [setting for setting in flags if setting.name not in COMMAND_OPTIONS]
 
     values: dict[str, Any] = {}
@@ -90,7 +93,7 @@ def _flags(argv: Sequence[str], known: dict[str, Option], problems: list[str]) -
             continue
         name, equals, glued = word[2:].partition("=")
         behind = [glued] if equals else []
-        while words and not words[0].startswith("--") and not equals:
+        while words and not equals and not _OPTION.match(words[0]):
             behind.append(words.pop(0))
         option = known.get(name) or known.get(name.removeprefix("no-"))
         if option is not None and option.kind is bool:
@@ -112,7 +115,7 @@ def _flags(argv: Sequence[str], known: dict[str, Option], problems: list[str]) -
         yield Setting(name, behind, f"--{name}", is_flag=True)
 
 
-def _file_settings(path: Path, problems: list[str]) -> Iterator[Setting]:
+def _file_settings(path: Path, known: dict[str, Option], problems: list[str]) -> Iterator[Setting]:
     """The keys of a TOML file; section names are for the reader only, as in sd-scripts."""
     try:
         data, lines = read_toml(path)
@@ -121,7 +124,8 @@ def _file_settings(path: Path, problems: list[str]) -> Iterator[Setting]:
         return
     first_lines: dict[str, int] = {}
     for key, item in data.items():
-        members = {(key, name): value for name, value in item.items()} if isinstance(item, dict) else {(key,): item}
+        is_section = isinstance(item, dict) and key not in known
+        members = {(key, name): value for name, value in item.items()} if is_section else {(key,): item}
         for key_path, value in members.items():
             name, line = str(key_path[-1]), lines[key_path]
             place = f"{path}:{line}: {name}"
@@ -160,8 +164,6 @@ def _translated(setting: Setting, known: dict[str, Option]) -> tuple[str | None,
         if not verdict.allows(_plain(setting)):
             raise ValueError(verdict.why)
         return None, None
-    if verdict.value is not None:
-        return (verdict.option, verdict.value) if _plain(setting) is True else (None, None)
     if setting.is_flag and len(setting.value) != 1:
         raise ValueError("takes one value")
     return verdict.option, _converted(setting, known[verdict.option])

@@ -79,7 +79,9 @@ class _Scanner:
         self.at = self.text.index("]", self.at) + (2 if is_array else 1)
         path: KeyPath = ()
         for name in parents:
-            path = self.newest((*path, name))
+            path = (*path, name)
+            self.note(path, start)
+            path = self.newest(path)
         path = (*path, last)
         self.note(path, start)
         if is_array:

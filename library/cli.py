@@ -1,0 +1,99 @@
+"""From a command line to a run; the only module that prints, and that decides the exit code."""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from .errors import ConfigError, UserError
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train; return the exit code."""
+    if "--help" in argv or "-h" in argv:
+        from .config.describe import help_text
+
+        print(help_text("accelerate launch train_lora.py"))
+        return 0
+    try:
+        return _train(argv)
+    except UserError as error:
+        _say_why_not(error)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def tool(argv: Sequence[str]) -> int:
+    """Run ``python -m library NAME ...``; return the exit code."""
+    from .registry import did_you_mean
+    from .tools import TOOLS
+
+    if not argv or argv[0] in ("--help", "-h"):
+        print("usage: python -m library TOOL ...\n")
+        for name, (what, _) in TOOLS.items():
+            print(f"  {name:<10} {what}")
+        print("\nTraining is started with: accelerate launch train_lora.py --dataset_config x.toml")
+        return 0
+    name, *rest = argv
+    if name not in TOOLS:
+        print(f"library: no tool {name!r}{did_you_mean(name, TOOLS)}; there are: {', '.join(TOOLS)}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    try:
+        text, code = TOOLS[name][1](rest)
+    except UserError as error:
+        print(f"library {name}:\n{_indented(error)}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    print(text)
+    return code
+
+
+def _train(argv: Sequence[str]) -> int:
+    from .config import load_options
+    from .config.describe import to_toml
+    from .data.prepare import check
+
+    loaded = load_options(argv)
+    if loaded.output_config:
+        return _write_config(loaded.config_file, to_toml(loaded.config), loaded.problems)
+    problems = [*loaded.problems, *check(loaded.config.data)]
+    if problems:
+        raise ConfigError(problems)
+    from .training.run import run
+
+    run(loaded.config, frozenset(loaded.places))
+    return 0
+
+
+def _write_config(path: Path | None, text: str, problems: list[str]) -> int:
+    """``--output_config``: keep the settings as a file instead of training, as in sd-scripts."""
+    if path is None:
+        problems = [*problems, "--output_config: needs --config_file, the file to write"]
+    elif path.exists():
+        problems = [*problems, f"--output_config: {path} is there already; it is not overwritten"]
+    problems = [problem for problem in problems if not problem.startswith("--dataset_config: missing")]
+    if path is None or problems:
+        raise ConfigError(problems)
+    path.write_text(text, encoding="utf-8")
+    print(f"settings written to {path}")
+    return 0
+
+
+def _say_why_not(error: UserError) -> None:
+    """All processes find the same mistakes; one on each machine tells them."""
+    if int(os.environ.get("LOCAL_RANK", "0")) != 0:
+        return
+    rank = int(os.environ.get("RANK", "0"))
+    where = f" on the machine of rank {rank}" if rank else ""
+    count = f"{len(error.problems)} problems:" if isinstance(error, ConfigError) and len(error.problems) > 1 else ""
+    lines = [f"train_lora: stopped{where}. {count}".rstrip(), _indented(error)]
+    if "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by accelerate launch for the programs it starts
+        lines.append("(accelerate launch reports below that this program ended; the cause is told above.)")
+    print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def _indented(error: UserError) -> str:
+    return "\n".join(f"  {line}" for line in str(error).splitlines())

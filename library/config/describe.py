@@ -1,0 +1,89 @@
+"""The options as text: ``--help``, docs/options.md, and a TOML file of a run's settings."""
+
+import argparse
+import dataclasses
+from typing import Any, get_type_hints
+
+from .options import Option, flat, options_of
+from .schema import RunConfig
+
+
+def help_text(program: str) -> str:
+    """What ``--help`` prints."""
+    parser = argparse.ArgumentParser(
+        prog=program,
+        usage=f"{program} --dataset_config FILE [--config_file FILE] [--option value ...]",
+        description="Train a LoRA. Every option can also stand in the TOML file that --config_file names; flags win.",
+        add_help=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=110),
+    )
+    parser.add_argument("--config_file", metavar="FILE", help="TOML file with any of the options below")
+    parser.add_argument("--output_config", action="store_true", help="write the settings to config_file and stop")
+    for name, title in _groups():
+        section = parser.add_argument_group(f"{name}: {title}")
+        for option in options_of(RunConfig):
+            if option.group == name:
+                text = f"{option.help}{_default(option)}".replace("%", "%%")
+                action: dict[str, Any] = {"action": "store_true"} if option.kind is bool else {"metavar": _value(option)}
+                section.add_argument(f"--{option.name}", help=text, **action)
+    return parser.format_help().rstrip()
+
+
+def options_page() -> str:
+    """docs/options.md."""
+    lines = [
+        "# Options",
+        "",
+        "Written by `python -m library options`; edit `library/config/schema.py` instead.",
+        "Each option is a flag (`--network_dim 8`) and a key of the file that `--config_file` names (`network_dim = 8`).",
+        "A switch is turned on by `--name` and off by `--no-name`.",
+        "Defaults < file < flags. Section names in the file are for the reader only.",
+        "",
+    ]
+    for name, title in _groups():
+        lines += [f"## {name}", "", title, "", "| option | value | default | meaning |", "|---|---|---|---|"]
+        for option in options_of(RunConfig):
+            if option.group == name:
+                value, default = _value(option).replace("|", r"\|"), _shown(option.default)
+                lines.append(f"| `{option.name}` | {value} | {f'`{default}`' if default else ''} | "
+                             f"{option.help.replace('|', chr(92) + '|')} |")  # fmt: skip
+        lines.append("")
+    return "\n".join(lines)
+
+
+def to_toml(config: RunConfig) -> str:
+    """The settings that differ from the defaults, by group, as a file for ``--config_file``."""
+    import toml
+
+    values = flat(config)
+    tables: dict[str, dict[str, Any]] = {}
+    for option in options_of(RunConfig):
+        value = values[option.name]
+        if value != option.default:
+            plain = list(value) if isinstance(value, tuple) else value
+            is_plain = isinstance(plain, (bool, int, float, str, list))
+            tables.setdefault(option.group, {})[option.name] = plain if is_plain else str(plain)
+    return str(toml.dumps(tables))
+
+
+def _groups() -> list[tuple[str, str]]:
+    hints = get_type_hints(RunConfig)
+    return [(group.name, (hints[group.name].__doc__ or "").strip()) for group in dataclasses.fields(RunConfig)]
+
+
+def _value(option: Option) -> str:
+    return f"{option.syntax} ..." if option.many else option.syntax
+
+
+def _default(option: Option) -> str:
+    default = _shown(option.default)
+    return f" (default: {default})" if default and option.kind is not bool else ""
+
+
+def _shown(value: Any) -> str:
+    """Empty for what has no default."""
+    if value is None or value == () or value == "":
+        return ""
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value).lower() if isinstance(value, bool) else str(value)

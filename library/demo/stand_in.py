@@ -1,0 +1,125 @@
+"""Stands in for a trained built-in model: a tiny Stable Diffusion 1 pipeline with random weights made from a seed.
+
+It draws nothing recognisable.  It has every part of the real one and the same names, so that a whole run can be tried
+in seconds on a CPU.
+"""
+
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+from tokenizers.pre_tokenizers import ByteLevel
+from torch import nn
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
+from ..randomness import seed_for
+
+PARTS = ("vae", "text_encoder", "tokenizer", "unet")
+_TEXT_WIDTH = 64
+_MAX_TOKENS = 77
+_START, _END = "<|startoftext|>", "<|endoftext|>"
+
+
+def build(parts: Sequence[str] = PARTS, dtype: torch.dtype = torch.float32, seed: int = 0) -> StableDiffusionPipeline:
+    """The pipeline with only the named parts; each has the same weights whichever others are built."""
+    makers: dict[str, Callable[[], nn.Module]] = {"vae": _vae, "text_encoder": _text_encoder, "unet": _unet}
+    modules: dict[str, Any] = {name: _seeded(make, seed, name) for name, make in makers.items() if name in parts}
+    for name, module in modules.items():
+        module.eval().to(torch.float32 if name == "vae" else dtype)
+    return StableDiffusionPipeline(
+        vae=modules.get("vae"),
+        text_encoder=modules.get("text_encoder"),
+        tokenizer=_tokenizer() if "tokenizer" in parts else None,
+        unet=modules.get("unet"),
+        scheduler=_scheduler(),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+
+
+def _seeded(make: Callable[[], nn.Module], seed: int, name: str) -> nn.Module:
+    # Modules initialise themselves from the global generator, which is left as it was.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed_for(seed, f"stand-in/{name}"))
+        return make()
+
+
+def _scheduler() -> DDIMScheduler:
+    """The noise table of Stable Diffusion 1."""
+    return DDIMScheduler(
+        beta_start=0.00085,
+        beta_end=0.012,
+        beta_schedule="scaled_linear",
+        clip_sample=False,
+        set_alpha_to_one=False,
+        steps_offset=1,
+    )
+
+
+def _unet() -> nn.Module:
+    return UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(32, 64),
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        layers_per_block=1,
+        norm_num_groups=8,
+        attention_head_dim=8,
+        cross_attention_dim=_TEXT_WIDTH,
+    )
+
+
+def _vae() -> nn.Module:
+    """Eight pixels become one latent, as in Stable Diffusion 1."""
+    vae = AutoencoderKL(
+        block_out_channels=(8, 16, 32, 32),
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        layers_per_block=1,
+        norm_num_groups=4,
+        latent_channels=4,
+        scaling_factor=4.0,
+    )
+    with torch.no_grad():
+        # The second half of the encoder's output is the log variance.  Without training it is near 0, and its noise
+        # would bury the picture.
+        vae.quant_conv.bias[4:] -= 6
+    return vae
+
+
+def _text_encoder() -> nn.Module:
+    words = _vocabulary()
+    return CLIPTextModel(
+        CLIPTextConfig(
+            vocab_size=len(words),
+            hidden_size=_TEXT_WIDTH,
+            intermediate_size=2 * _TEXT_WIDTH,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=_MAX_TOKENS,
+            bos_token_id=words[_START],
+            eos_token_id=words[_END],
+            pad_token_id=words[_END],
+        )
+    )
+
+
+def _tokenizer() -> CLIPTokenizer:
+    """A token for each byte of the text; any caption can be written with it."""
+    # Through files, since versions of transformers differ in what the constructor takes.
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "vocab.json").write_text(json.dumps(_vocabulary()), encoding="utf-8")
+        Path(folder, "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
+        tokenizer: CLIPTokenizer = CLIPTokenizer.from_pretrained(folder, model_max_length=_MAX_TOKENS)
+        return tokenizer
+
+
+def _vocabulary() -> dict[str, int]:
+    letters = sorted(ByteLevel.alphabet())
+    tokens = [*letters, *(f"{letter}</w>" for letter in letters), _START, _END]
+    return {token: number for number, token in enumerate(tokens)}

@@ -1,0 +1,85 @@
+"""What one optimizer step means on however many processes."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from ..data.batch import PixelBatch
+
+LossFunction = Callable[[PixelBatch, int], Tensor]
+"""(batch, optimizer step) -> one weighted loss a sample."""
+
+
+class DataParallel:
+    """Every process holds the whole model and sees its own part of each global batch: one process, or DDP."""
+
+    def __init__(self, accelerator: Accelerator):
+        self.accelerator = accelerator
+        self.device = accelerator.device
+        self.rank = accelerator.process_index
+        self.size = accelerator.num_processes
+        self.is_main = accelerator.is_main_process
+
+    @property
+    def scales_gradients(self) -> bool:
+        """Whether losses are scaled against underflow (fp16), so that a gradient may be infinite now and then."""
+        return self.accelerator.scaler is not None
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        """Hand figures to the trackers."""
+        self.accelerator.log(values, step=step)
+
+    def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
+        """Place, wrap and compile the model as the accelerator was told; return it with its optimizer."""
+        with self._regions_compiled(model):
+            self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        return self.model, self.optimizer
+
+    @contextmanager
+    def _regions_compiled(self, model: nn.Module) -> Iterator[None]:
+        """Regional compilation by diffusers, which knows its repeated blocks and compiles them in place.
+
+        accelerate's own way wraps each block, which puts ``_orig_mod`` into every name and fails on UNets, where
+        diffusers asks an optional block for its truth value; so it is told that there is nothing to compile.
+        """
+        plugin = self.accelerator.state.dynamo_plugin
+        wanted = plugin.backend
+        if wanted.value == "NO" or not plugin.use_regional_compilation:
+            yield
+            return
+        model.compile_repeated_blocks(**plugin.to_kwargs())
+        plugin.backend = type(wanted).NO
+        try:
+            yield
+        finally:
+            plugin.backend = wanted
+
+    def gradients(self, loss_function: LossFunction, work: Sequence[PixelBatch], samples: int, step: int) -> Tensor:
+        """Forward and backward of one step; return its loss, the mean over the ``samples`` of all processes."""
+        total = torch.zeros((), device=self.device)
+        # accelerate divides by the number of micro-steps and DDP takes the mean over processes; both are undone here,
+        # because the plan knows the true number of samples in the step and the loss is divided by that, once.
+        undo = self.accelerator.gradient_accumulation_steps * self.size
+        for batch in work:
+            with self.accelerator.accumulate(self.model):
+                with self.accelerator.autocast():
+                    share = loss_function(batch, step).sum() / samples
+                self.accelerator.backward(share * undo)
+            total += share.detach()
+        if not self.accelerator.sync_gradients:
+            raise AssertionError(f"step {step}: {len(work)} micro-batches did not complete an optimizer step")
+        return self.accelerator.reduce(total, reduction="sum")
+
+    def clip(self, parameters: Iterable[nn.Parameter], longest: float) -> Tensor:
+        """Shorten the gradient to ``longest`` (0: leave it) and return the length it had."""
+        norm = self.accelerator.clip_grad_norm_(parameters, longest or float("inf"))
+        return torch.as_tensor(norm, device=self.device)
+
+    def unwrapped(self, model: nn.Module) -> nn.Module:
+        """The model without any wrapper, for reading names and weights."""
+        inner: nn.Module = self.accelerator.unwrap_model(model, keep_torch_compile=False)
+        return inner

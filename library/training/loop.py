@@ -1,0 +1,87 @@
+"""The training loop: all that happens in a run happens here, in this order."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..config import RunConfig
+from ..data.loader import Loader
+from ..distributed.strategy import DataParallel
+from ..optim.optimizers import set_learning_rate
+from ..optim.schedules import learning_rate
+from .health import check
+from .plan import RunPlan
+from .task import Task
+
+
+class Action(Protocol):
+    """Something that is done between steps; it knows itself when it is due."""
+
+    def __call__(self, run: "Run", figures: "Figures") -> None: ...
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a step was like; the tensors stay on the device until somebody has to read them."""
+
+    loss: Tensor
+    gradient_norm: Tensor
+    learning_rate: float
+
+
+@dataclass
+class State:
+    """What must be known to go on, besides adapter and optimizer."""
+
+    step: int = 0
+    samples: int = 0
+
+
+@dataclass
+class Run:
+    """Everything a run consists of."""
+
+    config: RunConfig
+    plan: RunPlan
+    strategy: DataParallel
+    task: Task
+    loader: Loader
+    adapter: nn.Module  # the denoiser with its adapters, as wrapped by the strategy
+    parameters: list[nn.Parameter]
+    optimizer: Any
+    actions: Sequence[Action] = ()
+    state: State = field(default_factory=State)
+
+
+def train(run: Run) -> None:
+    """Run every step from the state's on to the last."""
+    config, state, strategy = run.config, run.state, run.strategy
+    if state.step >= run.plan.steps:
+        return
+    for work in run.loader.steps(state.step):
+        rate = learning_rate(config.optim, state.step, run.plan.steps)
+        set_learning_rate(run.optimizer, rate)
+        loss = strategy.gradients(run.task, work.batches, work.samples, state.step)
+        norm = strategy.clip(run.parameters, config.optim.max_grad_norm)
+        check(loss, norm, work.batches, state.step, scaled=strategy.scales_gradients)
+        run.optimizer.step()
+        run.optimizer.zero_grad(set_to_none=True)
+        state.step += 1
+        state.samples += work.samples
+        for action in run.actions:
+            action(run, Figures(loss, norm, rate))
+        if state.step >= run.plan.steps:
+            return
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that learn, in the model's order."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def count(parameters: Sequence[torch.Tensor]) -> int:
+    """Numbers in all tensors together."""
+    return sum(parameter.numel() for parameter in parameters)

@@ -1,0 +1,41 @@
+"""How many steps and epochs a run has, and how this is said."""
+
+from dataclasses import dataclass
+
+from ..config.schema import TrainConfig
+from ..data.batches import BatchPlan
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """The length of a run in optimizer steps, and where its epochs end."""
+
+    batches: BatchPlan
+    steps: int
+
+    @classmethod
+    def of(cls, batches: BatchPlan, train: TrainConfig) -> "RunPlan":
+        if train.max_train_epochs is not None:
+            return cls(batches, batches.steps_for_epochs(train.max_train_epochs))
+        return cls(batches, train.max_train_steps)
+
+    @property
+    def epochs(self) -> int:
+        """Epochs that the run touches."""
+        return self.batches.epoch_of(self.steps - 1) + 1
+
+    def epochs_done(self, step: int) -> int:
+        """Whole epochs after ``step`` optimizer steps."""
+        return step * self.batches.accumulation // self.batches.batches_per_epoch
+
+    def epoch_just_ended(self, step: int) -> int | None:
+        """The number, from 1, of the epoch that step ``step`` (counted from 1) completed."""
+        done = self.epochs_done(step)
+        return done if done > self.epochs_done(step - 1) else None
+
+
+def is_due(plan: RunPlan, step: int, every_steps: int | None, every_epochs: int | None) -> bool:
+    """Whether something that happens every n epochs, or else every n steps, happens after ``step`` steps."""
+    if every_epochs is not None:
+        return plan.epochs_done(step) // every_epochs > plan.epochs_done(step - 1) // every_epochs
+    return every_steps is not None and step % every_steps == 0

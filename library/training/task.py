@@ -1,0 +1,62 @@
+"""One batch to one loss per sample: encode, draw noise, predict, compare."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..data.batch import Batch, PixelBatch
+from ..diffusion.process import Process
+from ..families.base import Family
+from ..randomness import seed_for
+
+
+@dataclass
+class Task:
+    """What one sample means; how samples are spread over processes is the strategy's business."""
+
+    family: Family
+    pipe: Any
+    denoiser: nn.Module  # as wrapped by the strategy
+    process: Process
+    seed: int
+    device: torch.device
+
+    def __call__(self, pixels: PixelBatch, step: int) -> Tensor:
+        """Weighted losses (B,) of a batch in optimizer step ``step``."""
+        batch = self.encode(pixels, step)
+        t, noise = self.draw(batch, step)
+        noisy, target = self.process.add_noise(batch.latents, noise, t)
+        predicted = self.family.predict(self.pipe, self.denoiser, noisy, t, batch)
+        loss = F.mse_loss(predicted.float(), target.float(), reduction="none")
+        if batch.mask is not None:
+            loss = loss * batch.mask
+        return loss.flatten(1).mean(1) * batch.weight
+
+    @torch.no_grad()
+    def encode(self, pixels: PixelBatch, step: int) -> Batch:
+        """Pictures to latents and captions to conditioning; both encoders are frozen."""
+        draws = self.generators("vae", step, pixels.places)
+        with torch.autocast(self.device.type, enabled=False):  # the VAE overflows in half precision
+            latents = self.family.encode_pixels(self.pipe, pixels.pixels.to(self.device, non_blocking=True), draws)
+        cond = self.family.encode_prompts(self.pipe, list(pixels.captions))
+        frame, weight = pixels.frame.to(self.device, non_blocking=True), pixels.weight.to(self.device, non_blocking=True)
+        return Batch(latents, cond, frame, weight, pixels.places, pixels.ids, pixels.mask)
+
+    def draw(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
+        """Timesteps and noise, a function of (seed, step, place in the step) and of nothing else.
+
+        So one device with four micro-steps, four devices with one, and a resumed run all draw the same.
+        They are drawn on the CPU, whose generator gives the same numbers beside every kind of device.
+        """
+        shape = batch.latents.shape[1:]
+        draws = self.generators("noise", step, batch.places)
+        t = torch.cat([self.process.sample_timesteps(1, draw) for draw in draws])
+        noise = torch.stack([torch.randn(shape, generator=draw) for draw in draws])
+        return t.to(self.device, non_blocking=True), noise.to(batch.latents, non_blocking=True)
+
+    def generators(self, purpose: str, step: int, places: tuple[int, ...]) -> list[torch.Generator]:
+        """A generator of its own for each sample."""
+        return [torch.Generator().manual_seed(seed_for(self.seed, purpose, step, place)) for place in places]

@@ -1,0 +1,283 @@
+"""Settings: defaults < file < flags, and every mistake told at once with its place and the way out."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from library.config import RunConfig, load_options
+from library.config.describe import help_text, options_page, to_toml
+from library.config.kohya import VERDICTS, Alias, NotYet, Refused
+from library.config.options import flat, options_of
+from library.config.values import Share, Size
+from library.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parent.parent
+KOHYA = json.loads((Path(__file__).parent / "data" / "kohya_options.json").read_text())
+DATA = ["--dataset_config", str(ROOT / "pyproject.toml")]
+"""Any file that is there: what a dataset file holds is read elsewhere."""
+
+
+def run_file(folder: Path, text: str) -> str:
+    path = folder / "run.toml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
+    path = run_file(tmp_path, "[anything]\nnetwork_dim = 8\nlearning_rate = 1\n")
+
+    loaded = load_options([*DATA, "--config_file", path, "--network_dim", "16"])
+
+    assert loaded.require().adapter.network_dim == 16
+    assert loaded.config.optim.learning_rate == 1.0
+    assert loaded.config.train.seed == 42
+    assert loaded.places["network_dim"] == "--network_dim"
+    assert loaded.places["learning_rate"] == f"{path}:3: learning_rate"
+
+
+def test_a_file_with_five_mistakes_of_five_kinds_gives_five_lines(tmp_path):
+    path = run_file(tmp_path, f"""\
+[model]
+network_dimm = 8
+
+[learning]
+learning_rate = "1e-4"   # in quotes
+mixed_precision = 'bf61'
+resume = "some/state"
+lr_warmup_steps = 10
+dataset_config = '{DATA[1]}'
+""")
+
+    assert load_options(["--config_file", path]).problems == [
+        f"{path}:2: network_dimm: unknown option; did you mean network_dim?",
+        f"{path}:5: learning_rate: expected a number, got the text '1e-4'; write 1e-4 without quotes",
+        f"{path}:6: mixed_precision: the text 'bf61' is not one of no, fp16, bf16, fp8",
+        f"{path}:7: resume: not yet: saving and resuming the state of a run; LoRA files are saved",
+        f"{path}:8: lr_warmup_steps: lr_scheduler constant has no warm-up; use lr_scheduler constant_with_warmup",
+    ]
+
+
+@pytest.mark.parametrize(("argv", "problem"), [
+    (["--network_dimm", "3"], "--network_dimm: unknown option; did you mean --network_dim?"),
+    (["--network-dim", "3"], "--network-dim: unknown option; did you mean --network_dim?"),
+    (["--network_dim"], "--network_dim: needs a value (INTEGER)"),
+    (["--network_dim", "3", "4"], "--network_dim: takes one value, got 2 (INTEGER)"),
+    (["--network_dim", "3.5"], "--network_dim: expected a whole number, got '3.5'"),
+    (["--network_dim", "0"], "--network_dim: 0 is too small; at least 1"),
+    (["--caption_dropout_rate", "1.5"], "--caption_dropout_rate: 1.5 is too large; at most 1"),
+    (["--learning_rate", "nan"], "--learning_rate: not a number (nan) is no value for this option"),
+    (["--enable_bucket", "true"], "--enable_bucket: takes no value, got 'true'; write --enable_bucket or "
+                                  "--no-enable_bucket"),
+    (["--optimizer_args"], "--optimizer_args: needs at least one value (TEXT)"),
+    (["--resolution", "5x5"], "--resolution: expected a size in pixels, such as 512 or 512,768 (width, height)"),
+    (["--lr_warmup_steps", "1.5"], "--lr_warmup_steps: expected steps (100), a ratio of the run below 1 (0.1), or a "
+                                   "percentage ('10%')"),
+    (["-x"], "-x: unexpected; options start with -- and take one value"),
+    (["--no-network_dim", "3"], "--no-network_dim: unknown option; did you mean --network_dim?"),
+    (["--config_file"], "--config_file: needs one value, a path"),
+    (["--max_train_steps", "5", "--max_train_epochs", "1"],
+     "--max_train_steps: max_train_epochs decides the length, too; give one of the two"),
+    (["--log_with", "tensorboard"], "--log_with: log_with tensorboard needs a logging_dir to write to"),
+    (["--sample_at_first"], "--sample_at_first: needs prompts; name a file with --sample_prompts"),
+    (["--output_name", "a/b"], "--output_name: 'a/b' is no file name; folders go into output_dir"),
+    (["--wandb_api_key", "k"], "--wandb_api_key: a key in a flag ends in logs and shell histories; run `wandb login` or "
+                               "set WANDB_API_KEY"),
+])  # fmt: skip
+def test_a_mistake_on_the_command_line_is_named(argv, problem):
+    assert load_options([*DATA, *argv]).problems == [problem]
+
+
+@pytest.mark.parametrize(("line", "problem"), [
+    ("enable_bucket = 1", "enable_bucket: expected true or false, got 1"),
+    ("enable_bucket = 'True'", "enable_bucket: expected true or false, got the text 'True'; write true without quotes"),
+    ("network_dim = 4.0", "network_dim: expected a whole number, got 4.0"),
+    ("network_dim = true", "network_dim: expected a whole number, got true"),
+    ("output_name = 3", "output_name: expected a text, got 3"),
+    ("optimizer_args = [1]", "optimizer_args: expected a text, got 1"),
+    ("network_dim = {a = 1}", "network_dim: a table; options take plain values"),
+    ("a = 1\n[x]\na = 2", "a: given twice; it stands in line 1 already"),
+    ("config_file = 'b'", "config_file: belongs on the command line"),
+])  # fmt: skip
+def test_a_mistake_in_the_file_is_named_with_its_line(tmp_path, line, problem):
+    path = run_file(tmp_path, line)
+    number = line.count("\n") + 1
+
+    problems = load_options([*DATA, "--config_file", path]).problems
+
+    assert f"{path}:{number}: {problem}" in problems
+
+
+def test_a_dataset_file_given_as_config_file_is_recognised(tmp_path):
+    path = run_file(tmp_path, "[[datasets]]\nresolution = 512\n")
+
+    assert load_options([*DATA, "--config_file", path]).problems == [
+        f"{path}:1: datasets: a table; options take plain values; this looks like a dataset file: name it with "
+        "--dataset_config"
+    ]
+
+
+def test_a_file_that_is_not_there_or_no_toml_is_one_line(tmp_path):
+    missing = tmp_path / "none.toml"
+    broken = run_file(tmp_path, "a = 1\nb = = 2\n")
+
+    assert load_options([*DATA, "--config_file", str(missing)]).problems == [
+        f"{missing}: no such file (looked in {tmp_path})"
+    ]
+    assert load_options([*DATA, "--config_file", broken]).problems == [f"{broken}:2: not valid TOML: Invalid value"]
+
+
+def test_the_name_of_the_file_may_lack_its_ending_as_in_sd_scripts(tmp_path):
+    path = run_file(tmp_path, "network_dim = 8\n")
+
+    assert load_options([*DATA, "--config_file", path.removesuffix(".toml")]).require().adapter.network_dim == 8
+
+
+def test_the_last_of_several_equal_flags_counts_as_in_argparse():
+    assert load_options([*DATA, "--network_dim", "2", "--network_dim=3"]).require().adapter.network_dim == 3
+
+
+def test_a_switch_in_the_file_can_be_turned_off_by_a_flag(tmp_path):
+    path = run_file(tmp_path, "enable_bucket = true\n")
+
+    assert load_options([*DATA, "--config_file", path]).require().data.enable_bucket
+    assert not load_options([*DATA, "--config_file", path, "--no-enable_bucket"]).require().data.enable_bucket
+
+
+def test_negative_numbers_are_values_and_not_options():
+    assert load_options([*DATA, "--learning_rate", "-1"]).problems == ["--learning_rate: -1.0 is too small; at least 0"]
+
+
+def test_every_option_of_sd_scripts_is_ours_an_alias_or_refused_with_a_reason():
+    names = {option.name for option in options_of(RunConfig)} | {"config_file", "output_config"}
+    everything = [*KOHYA["train_network"], *KOHYA["family_additions"], *KOHYA["full_finetuning_only"]]
+
+    assert len(KOHYA["train_network"]) == 193
+    assert [name for name in everything if name not in names and name not in VERDICTS] == []
+    assert [name for name in VERDICTS if name in names] == []
+    assert all(isinstance(verdict, (Alias, Refused)) for verdict in VERDICTS.values())
+    assert all(len(verdict.why) > 10 for verdict in VERDICTS.values() if isinstance(verdict, Refused))
+
+
+@pytest.mark.parametrize("name", [name for name, verdict in VERDICTS.items() if isinstance(verdict, Refused)])
+def test_a_refused_option_is_never_accepted_in_silence(name, tmp_path):
+    verdict = VERDICTS[name]
+    switch, value = f"--{name}", run_file(tmp_path, f"{name} = 'surely not harmless'\n")
+    is_always_on = True in verdict.harmless
+
+    flagged = load_options([*DATA, switch]).problems
+    assert flagged == ([] if is_always_on else [f"{switch}: {verdict.why}"])
+    assert load_options([*DATA, "--config_file", value]).problems == [f"{value}:1: {name}: {verdict.why}"]
+
+
+def test_a_refused_option_may_ask_for_what_happens_anyway(tmp_path):
+    path = run_file(tmp_path, "cache_latents = false\nsdpa = true\nloss_type = 'l2'\nmin_timestep = 0\nnoise_offset = 0.0")
+
+    assert load_options([*DATA, "--config_file", path]).problems == []
+    assert load_options([*DATA, "--max_timestep", "1000", "--save_model_as", "safetensors"]).problems == []
+
+
+def test_aliases_set_the_option_they_stand_for(tmp_path):
+    path = run_file(tmp_path, "unet_lr = 3e-4\ncaption_extention = '.txt'\n")
+
+    config = load_options([*DATA, "--config_file", path]).require()
+
+    assert config.optim.learning_rate == 3e-4
+    assert config.data.caption_extension == ".txt"
+    assert {name: verdict.option for name, verdict in VERDICTS.items() if isinstance(verdict, Alias)} == {
+        "caption_extention": "caption_extension", "unet_lr": "learning_rate",
+    }  # fmt: skip
+
+
+def test_not_yet_is_said_in_these_words():
+    assert all(verdict.why.startswith("not yet: ") == isinstance(verdict, NotYet)
+               for verdict in VERDICTS.values() if isinstance(verdict, Refused))  # fmt: skip
+
+
+def test_the_configuration_is_frozen_all_the_way_down():
+    config = RunConfig()
+    for group in dataclasses.fields(config):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(getattr(config, group.name), "anything", 1)
+
+
+def test_the_name_of_an_option_is_used_once():
+    names = [option.name for option in options_of(RunConfig)]
+
+    assert len(names) == len(set(names))
+
+
+def test_every_default_is_a_value_that_may_be_written():
+    for option in options_of(RunConfig):
+        if option.default is None:
+            assert option.optional, option.name
+        elif not isinstance(option.default, (Share, Size)):
+            plain = list(option.default) if option.many else option.default
+            assert option.from_toml(plain) == option.default, option.name
+
+
+def test_settings_written_to_a_file_are_read_back_as_they_were(tmp_path):
+    argv = [*DATA, "--resolution", "512,768", "--lr_warmup_steps", "10%", "--lr_scheduler", "cosine", "--enable_bucket",
+            "--optimizer_args", "weight_decay=0.1", "betas=0.9,0.99", "--caption_prefix", 'a "quoted" [text]', "--seed",
+            "7", "--network_alpha", "2.5", "--mixed_precision", "bf16"]  # fmt: skip
+    config = load_options(argv).require()
+    path = run_file(tmp_path, to_toml(config))
+
+    assert load_options(["--config_file", path]).require() == config
+
+
+def test_output_config_writes_the_file_and_starts_nothing(tmp_path):
+    path = tmp_path / "mine.toml"
+    command = [sys.executable, "train_lora.py", "--config_file", str(path), "--output_config", "--network_dim", "9"]
+
+    first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
+
+    assert first.returncode == 0, first.stderr
+    assert path.read_text() == "[adapter]\nnetwork_dim = 9\n"
+    assert again.returncode == 2 and "is there already; it is not overwritten" in again.stderr
+
+
+def test_the_page_of_options_is_fresh():
+    assert (ROOT / "docs" / "options.md").read_text(encoding="utf-8") == options_page() + "\n", (
+        "run: python -m library options > docs/options.md"
+    )
+
+
+def test_help_names_every_option():
+    text = help_text("train")
+
+    assert [option.name for option in options_of(RunConfig) if f"--{option.name}" not in text] == []
+
+
+def test_flat_is_the_other_direction_of_build():
+    config = load_options([*DATA, "--network_dim", "9"]).require()
+
+    assert flat(config)["network_dim"] == 9
+    assert len(flat(config)) == len(list(options_of(RunConfig)))
+
+
+@pytest.mark.parametrize(("written", "steps"), [("0", 0), (100, 100), ("100", 100), (0.1, 20), ("10%", 20), ("0%", 0)])
+def test_a_share_is_steps_or_a_part_of_the_run(written, steps):
+    assert Share.parse(written).steps(200) == steps
+
+
+@pytest.mark.parametrize("written", [-1, "-5%", "150%", 1.5, True, None, [1], "many", "inf"])
+def test_what_is_no_share_is_refused(written):
+    with pytest.raises(ValueError, match="expected steps"):
+        Share.parse(written)
+
+
+@pytest.mark.parametrize(("written", "size"), [(512, (512, 512)), ("512,768", (512, 768)), ([640, 384], (640, 384))])
+def test_a_size_is_width_and_height(written, size):
+    assert (Size.parse(written).width, Size.parse(written).height) == size
+
+
+def test_problems_of_one_run_are_one_exception():
+    with pytest.raises(ConfigError) as caught:
+        load_options([*DATA, "--a", "1", "--b", "2"]).require()
+
+    assert len(caught.value.problems) == 2

@@ -1,0 +1,20 @@
+"""Train a LoRA.  Usage: accelerate launch train_lora.py --dataset_config x.toml [--option value ...]"""
+
+import sys
+from pathlib import Path
+
+import library
+
+if Path(library.__file__ or ".").resolve().parent != Path(__file__).resolve().parent / "library":
+    print(
+        f"train_lora: nothing was started: the name 'library' belongs to {library.__file__ or library.__path__} here.\n"
+        "  Another project (sd-scripts?) has it in this environment.  Use a virtual environment of its own,\n"
+        f"  or start with PYTHONPATH={Path(__file__).resolve().parent}",
+        file=sys.stderr,
+    )
+    raise SystemExit(2)
+
+from library.cli import main  # noqa: E402
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
