@@ -14,7 +14,7 @@ if Path(library.__file__ or ".").resolve().parent != Path(__file__).resolve().pa
     )
     raise SystemExit(2)
 
-from library.cli import main  # noqa: E402
+from library.cli import main
 
 if __name__ == "__main__":
     raise SystemExit(main(sys.argv[1:]))

@@ -4,8 +4,12 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from .config import RunConfig
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -55,17 +59,48 @@ def _train(argv: Sequence[str]) -> int:
     from .config import load_options
     from .config.describe import to_toml
     from .data.prepare import check
+    from .log import set_up
 
     loaded = load_options(argv)
     if loaded.output_config:
         return _write_config(loaded.config_file, to_toml(loaded.config), loaded.problems)
-    problems = [*loaded.problems, *check(loaded.config.data)]
+    config = loaded.config
+    problems = [*loaded.problems, *check(config.data), *_of_model_and_prompts(config)]
     if problems:
         raise ConfigError(problems)
+    log, rank = config.log, int(os.environ.get("RANK", "0"))
+    set_up(level=log.console_log_level, file=log.console_log_file, simple=log.console_log_simple, quiet=log.quiet,
+           rank=rank)  # fmt: skip
+    if config.train.dry_run:
+        from .training.outline import outline_of
+
+        text = outline_of(config, int(os.environ.get("WORLD_SIZE", "1")))
+        if rank == 0:
+            print(text)
+        return 0
     from .training.run import run
 
-    run(loaded.config, frozenset(loaded.places))
+    run(config, frozenset(loaded.places))
     return 0
+
+
+def _of_model_and_prompts(config: "RunConfig") -> list[str]:
+    """What is wrong with the model's folder and the file of prompts, as far as small files tell."""
+    from .data.prompts import read_prompts
+    from .families.detect import detect
+
+    problems = []
+    prompts = config.preview.sample_prompts
+    try:
+        detect(config.model.pretrained_model_name_or_path, config.model.family)
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        if prompts and Path(prompts).is_file():
+            read_prompts(Path(prompts))
+    except ConfigError as error:
+        problems += error.problems
+    return problems
 
 
 def _write_config(path: Path | None, text: str, problems: list[str]) -> int:

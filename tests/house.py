@@ -132,7 +132,7 @@ def _acts(node: ast.stmt) -> bool:
         return not isinstance(node.value, ast.Constant)
     if isinstance(node, ast.If):
         test = ast.unparse(node.test)
-        return test not in ("TYPE_CHECKING", "__name__ == '__main__'")
+        return test not in ("TYPE_CHECKING", "__name__ == '__main__'") and "sys.version_info" not in test
     if isinstance(node, ast.Try):
         return not all(isinstance(item, (ast.Import, ast.ImportFrom)) for item in node.body)
     return isinstance(node, (ast.For, ast.While, ast.With, ast.AugAssign, ast.Delete))

@@ -63,7 +63,7 @@ def test_a_module_without_a_docstring_is_caught():
 
 
 def test_a_harmless_module_is_not_caught():
-    source = '"""Fine."""\nimport math\nfrom ..config import schema\nNAMES = {"a": 1}\n\ndef f() -> float:\n    return math.pi'
+    source = '"""Fine."""\nimport math\nfrom ..config import schema\nNAMES = {"a": 1}\ndef f():\n    return math.pi'
 
     assert problems(PurePosixPath("data/x.py"), source) == []
 
@@ -74,18 +74,19 @@ import numpy, torch, PIL.Image, diffusers, transformers, peft, accelerate, tqdm,
 def refuse(*_): raise OSError("a module opened a connection while it was imported")
 socket.socket.connect = refuse
 import importlib
+def process_state():
+    return (dict(os.environ), len(logging.getLogger().handlers), threading.active_count(), torch.get_num_threads(),
+            torch.random.get_rng_state().sum().item())
 failures = {}
 for name in sys.argv[1:]:
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(read)
-        before = (dict(os.environ), len(logging.getLogger().handlers), threading.active_count(), torch.get_num_threads())
-        state = torch.random.get_rng_state().sum().item()
+        before = process_state()
         try:
             importlib.import_module(name)
-            after = (dict(os.environ), len(logging.getLogger().handlers), threading.active_count(), torch.get_num_threads())
-            said = "" if before == after and state == torch.random.get_rng_state().sum().item() else "importing it changed the process"
+            said = "" if process_state() == before else "importing it changed the process"
         except BaseException as error:
             said = f"{type(error).__name__}: {error}"
         os.write(write, said.encode()[:4000]); os._exit(0)
@@ -112,7 +113,8 @@ def test_settings_are_read_and_checked_before_anything_heavy_is_imported():
     script = (
         "import sys; from library.config import load_options; from library.data.prepare import check\n"
         "loaded = load_options(['--dataset_config', 'dataset_configs/demo.toml']); check(loaded.require().data)\n"
-        "print([name for name in ('torch', 'diffusers', 'transformers', 'peft', 'accelerate', 'PIL') if name in sys.modules])"
+        "heavy = ('torch', 'diffusers', 'transformers', 'peft', 'accelerate', 'PIL')\n"
+        "print([name for name in heavy if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
 

@@ -91,7 +91,9 @@ def test_every_key_that_the_parser_sees_has_a_line(data):
     except (tomllib.TOMLDecodeError, ValueError, IndexError, TypeError):
         return  # the writer of this test cannot write everything; what it writes must be located
     lines = key_lines(text)
-    simple = [path for path in paths(parsed) if all(isinstance(k, int) or ("\\" not in k and '"' not in k) for k in path)]
+    simple = [
+        path for path in paths(parsed) if all(isinstance(k, int) or ("\\" not in k and '"' not in k) for k in path)
+    ]
 
     missing = [path for path in simple if path not in lines]
 

@@ -24,7 +24,9 @@ def help_text(program: str) -> str:
         for option in options_of(RunConfig):
             if option.group == name:
                 text = f"{option.help}{_default(option)}".replace("%", "%%")
-                action: dict[str, Any] = {"action": "store_true"} if option.kind is bool else {"metavar": _value(option)}
+                action: dict[str, Any] = (
+                    {"action": "store_true"} if option.kind is bool else {"metavar": _value(option)}
+                )
                 section.add_argument(f"--{option.name}", help=text, **action)
     return parser.format_help().rstrip()
 
@@ -35,7 +37,7 @@ def options_page() -> str:
         "# Options",
         "",
         "Written by `python -m library options`; edit `library/config/schema.py` instead.",
-        "Each option is a flag (`--network_dim 8`) and a key of the file that `--config_file` names (`network_dim = 8`).",
+        "Each option is a flag (`--network_dim 8`) and a key of the file behind `--config_file` (`network_dim = 8`).",
         "A switch is turned on by `--name` and off by `--no-name`.",
         "Defaults < file < flags. Section names in the file are for the reader only.",
         "",

@@ -46,15 +46,17 @@ _FLOW = _later("models trained by flow matching (SD3, FLUX); this version knows 
 _OTHER_FAMILY = Refused("belongs to a model family that is not supported")
 _FULL = Refused("trains whole models or embeddings; this program trains LoRA adapters")
 _BROKEN = Refused("does not work in sd-scripts either")
+_HOST_CHECKPOINTS = _later("checkpoints in host memory; gradient_checkpointing keeps them on the device")
+_ATTENTION = _later("a choice of attention kernels; PyTorch's own (sdpa) is used")
 _METADATA = _later("free metadata fields; training_comment is kept in the file")
 
 VERDICTS: dict[str, Alias | Refused] = {
     # aliases
     "caption_extention": Alias("caption_extension"),
     "sdpa": Refused("cannot be switched off: it is how attention is computed", (True,)),
-    "persistent_data_loader_workers": Refused("cannot be switched off: workers always live as long as the run", (True,)),
+    "persistent_data_loader_workers": Refused("cannot be switched off: workers live as long as the run", (True,)),
     # secrets
-    "wandb_api_key": Refused("a key in a flag ends in logs and shell histories; run `wandb login` or set WANDB_API_KEY"),
+    "wandb_api_key": Refused("a key in a flag ends in logs; run `wandb login` or set WANDB_API_KEY"),
     "huggingface_token": Refused("a token in a flag ends in logs; run `hf auth login` or set HF_TOKEN"),
     # model
     "v2": _later("Stable Diffusion 2; this version knows Stable Diffusion 1"),
@@ -69,7 +71,7 @@ VERDICTS: dict[str, Alias | Refused] = {
     "reg_data_dir": Refused("write a dataset file: is_reg = true in a subset, and name it with --dataset_config"),
     "in_json": Refused("write a dataset file: metadata_file = 'FILE' in a subset, and name it with --dataset_config"),
     "dataset_class": Refused("classes of sd-scripts cannot run here; describe the data in --dataset_config"),
-    "conditioning_data_dir": Refused("sd-scripts does not read this flag; set conditioning_data_dir in the dataset file"),
+    "conditioning_data_dir": Refused("sd-scripts does not read it either; it belongs into the dataset file"),
     "cache_info": Refused("cannot be switched on or off: what was read is kept by content", ()),
     "debug_dataset": Refused("use --dry_run to see what would be trained"),
     # pictures
@@ -90,7 +92,7 @@ VERDICTS: dict[str, Alias | Refused] = {
     "full_bf16": _later("adapters in half precision; they are trained in fp32"),
     "fp8_base": _FP8,
     "fp8_base_unet": _FP8,
-    "cpu_offload_checkpointing": _later("checkpoints in host memory; gradient_checkpointing keeps them on the device"),
+    "cpu_offload_checkpointing": _HOST_CHECKPOINTS,
     "lowram": Refused("models are always loaded without a second copy"),
     "highvram": Refused("memory is never given back during a run, so there is nothing to switch"),
     "mem_eff_attn": Refused("attention is always computed by PyTorch's memory-saving kernels"),
@@ -109,7 +111,7 @@ VERDICTS: dict[str, Alias | Refused] = {
     # optimizer and schedule
     "unet_lr": Alias("learning_rate"),
     "text_encoder_lr": _TEXT_ENCODER,
-    "use_8bit_adam": _later("this name; with bitsandbytes installed, optimizer_type bitsandbytes.optim.AdamW8bit works"),
+    "use_8bit_adam": _later("this name; optimizer_type bitsandbytes.optim.AdamW8bit works where bitsandbytes is"),
     "use_lion_optimizer": _later("this name; optimizer_type takes any package.module.Class"),
     "lr_decay_steps": _later("the schedules that decay at their end", 0),
     "lr_scheduler_timescale": _later("the inverse_sqrt schedule"),
@@ -183,13 +185,13 @@ VERDICTS: dict[str, Alias | Refused] = {
     "cache_text_encoder_outputs": _TEXT_CACHE,
     "cache_text_encoder_outputs_to_disk": _TEXT_CACHE,
     "text_encoder_batch_size": _TEXT_CACHE,
-    "disable_mmap_load_safetensors": Refused("memory mapping is safetensors' own way to load; copy the file to a local disk"),
+    "disable_mmap_load_safetensors": Refused("safetensors maps files into memory; copy a file from a slow disk first"),
     "weighting_scheme": _FLOW,
     "logit_mean": _FLOW,
     "logit_std": _FLOW,
     "mode_scale": _FLOW,
     "blocks_to_swap": _BLOCKS,
-    "split_mode": Refused("old name of sd-scripts for moving blocks between host and device, which comes as blocks_to_swap"),
+    "split_mode": Refused("an old name; moving blocks between host and device comes as blocks_to_swap"),
     "clip_l": _FLOW,
     "clip_g": _FLOW,
     "t5xxl": _FLOW,
@@ -217,11 +219,11 @@ VERDICTS: dict[str, Alias | Refused] = {
     "fp8_scaled": _FP8,
     "fp8_vl": _FP8,
     "attn_mode": _later("a choice of attention kernels; PyTorch's own (sdpa) is used", "torch", "sdpa"),
-    "split_attn": _later("a choice of attention kernels; PyTorch's own (sdpa) is used"),
-    "use_flash_attn": _later("a choice of attention kernels; PyTorch's own (sdpa) is used"),
-    "use_sage_attn": _later("a choice of attention kernels; PyTorch's own (sdpa) is used"),
+    "split_attn": _ATTENTION,
+    "use_flash_attn": _ATTENTION,
+    "use_sage_attn": _ATTENTION,
     "text_encoder_cpu": Refused("text encoders run on the device that trains"),
-    "unsloth_offload_checkpointing": _later("checkpoints in host memory; gradient_checkpointing keeps them on the device"),
+    "unsloth_offload_checkpointing": _HOST_CHECKPOINTS,
     **dict.fromkeys(
         ["gemma2", "gemma2_max_token_length", "system_prompt", "sample_batch_size", "text_encoder", "byt5",
          "vae_chunk_size", "qwen3", "llm_adapter_path", "llm_adapter_lr", "self_attn_lr", "cross_attn_lr", "mlp_lr",

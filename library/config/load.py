@@ -98,7 +98,9 @@ def _flags(argv: Sequence[str], known: dict[str, Option], problems: list[str]) -
         option = known.get(name) or known.get(name.removeprefix("no-"))
         if option is not None and option.kind is bool:
             if behind:
-                problems.append(f"--{name}: takes no value, got {behind[0]!r}; write --{option.name} or --no-{option.name}")
+                problems.append(
+                    f"--{name}: takes no value, got {behind[0]!r}; write --{option.name} or --no-{option.name}"
+                )
                 continue
             behind = ["" if name.startswith("no-") else "true"]
             name = option.name
@@ -184,4 +186,3 @@ def _plain(setting: Setting) -> Any:
 
 def _dashes(setting: Setting) -> str:
     return "--" if setting.is_flag else ""
-

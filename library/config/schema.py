@@ -56,9 +56,9 @@ class DataConfig:
     max_bucket_reso: int = opt(1024, "longest side of a bucket", minimum=1)
     bucket_reso_steps: int = opt(64, "bucket sides are multiples of this", minimum=1)
     bucket_no_upscale: bool = opt(False, "never enlarge a picture; make buckets from the sizes that are there")
-    resize_interpolation: Literal["lanczos", "nearest", "bilinear", "linear", "bicubic", "cubic", "area", "box"] | None = (
-        opt(None, "how pictures are resized; without it, area when shrinking and Lanczos when enlarging")
-    )
+    resize_interpolation: (
+        Literal["lanczos", "nearest", "bilinear", "linear", "bicubic", "cubic", "area", "box"] | None
+    ) = opt(None, "how pictures are resized; without it, area when shrinking and Lanczos when enlarging")
     flip_aug: bool = opt(False, "mirror half of the pictures, another half in each epoch")
     random_crop: bool = opt(False, "cut what does not fit the bucket at a random place, not evenly")
     caption_extension: str = opt(".caption", "ending of caption files")

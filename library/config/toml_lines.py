@@ -1,16 +1,17 @@
 """Where each key of a TOML text stands, so that a message can name the line; tomllib keeps no positions."""
 
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
 
-try:
+if sys.version_info >= (3, 11):
     import tomllib
-except ModuleNotFoundError:  # Python 3.10
-    import tomli as tomllib  # type: ignore[no-redef]
+else:
+    import tomli as tomllib
 
 KeyPath = tuple[str | int, ...]
 """Keys and array positions from the root: ``("datasets", 0, "subsets", 1, "image_dir")``."""
@@ -122,7 +123,8 @@ class _Scanner:
         if opening in "[{":
             self.at += 1
             index = 0
-            while self.skip(_BLANK) or self.text[self.at] not in "]}":
+            self.skip(_BLANK)
+            while self.text[self.at] not in "]}":
                 if opening == "[":
                     self.note((*path, index), self.at)
                     self.value((*path, index))
@@ -132,6 +134,7 @@ class _Scanner:
                 self.skip(_BLANK)
                 if self.text[self.at] == ",":
                     self.at += 1
+                    self.skip(_BLANK)
             self.at += 1
         else:
             self.skip(_STRING if opening in "\"'" else _SCALAR)

@@ -24,13 +24,15 @@ _MAX_TOKENS = 77
 _START, _END = "<|startoftext|>", "<|endoftext|>"
 
 
-def build(parts: Sequence[str] = PARTS, dtype: torch.dtype = torch.float32, seed: int = 0) -> StableDiffusionPipeline:
+def build(parts: Sequence[str] = PARTS, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
     """The pipeline with only the named parts; each has the same weights whichever others are built."""
-    makers: dict[str, Callable[[], nn.Module]] = {"vae": _vae, "text_encoder": _text_encoder, "unet": _unet}
+    makers: dict[str, Callable[[], Any]] = {"vae": _vae, "text_encoder": _text_encoder, "unet": _unet}
     modules: dict[str, Any] = {name: _seeded(make, seed, name) for name, make in makers.items() if name in parts}
     for name, module in modules.items():
-        module.eval().to(torch.float32 if name == "vae" else dtype)
-    return StableDiffusionPipeline(
+        # Not by the model's own ``to``: diffusers' warns of layers that must stay float32, of which there are none.
+        nn.Module.to(module.eval(), dtype=torch.float32 if name == "vae" else dtype)
+    return _made(
+        StableDiffusionPipeline,
         vae=modules.get("vae"),
         text_encoder=modules.get("text_encoder"),
         tokenizer=_tokenizer() if "tokenizer" in parts else None,
@@ -42,16 +44,22 @@ def build(parts: Sequence[str] = PARTS, dtype: torch.dtype = torch.float32, seed
     )
 
 
-def _seeded(make: Callable[[], nn.Module], seed: int, name: str) -> nn.Module:
+def _seeded(make: Callable[[], Any], seed: int, name: str) -> Any:
     # Modules initialise themselves from the global generator, which is left as it was.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_for(seed, f"stand-in/{name}"))
         return make()
 
 
-def _scheduler() -> DDIMScheduler:
+def _made(cls: Any, **settings: Any) -> Any:
+    """diffusers' classes are untyped, so their types end here."""
+    return cls(**settings)
+
+
+def _scheduler() -> Any:
     """The noise table of Stable Diffusion 1."""
-    return DDIMScheduler(
+    return _made(
+        DDIMScheduler,
         beta_start=0.00085,
         beta_end=0.012,
         beta_schedule="scaled_linear",
@@ -61,8 +69,9 @@ def _scheduler() -> DDIMScheduler:
     )
 
 
-def _unet() -> nn.Module:
-    return UNet2DConditionModel(
+def _unet() -> Any:
+    return _made(
+        UNet2DConditionModel,
         sample_size=8,
         block_out_channels=(32, 64),
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
@@ -74,9 +83,10 @@ def _unet() -> nn.Module:
     )
 
 
-def _vae() -> nn.Module:
+def _vae() -> Any:
     """Eight pixels become one latent, as in Stable Diffusion 1."""
-    vae = AutoencoderKL(
+    vae = _made(
+        AutoencoderKL,
         block_out_channels=(8, 16, 32, 32),
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
@@ -92,7 +102,7 @@ def _vae() -> nn.Module:
     return vae
 
 
-def _text_encoder() -> nn.Module:
+def _text_encoder() -> Any:
     words = _vocabulary()
     return CLIPTextModel(
         CLIPTextConfig(

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
 from ..data.batch import PixelBatch
@@ -28,6 +29,37 @@ class DataParallel:
     def scales_gradients(self) -> bool:
         """Whether losses are scaled against underflow (fp16), so that a gradient may be infinite now and then."""
         return self.accelerator.scaler is not None
+
+    @property
+    def precision(self) -> str:
+        """``no``, ``fp16``, ``bf16`` or ``fp8``, as it came out of flags, launcher and accelerate's own file."""
+        return str(self.accelerator.mixed_precision)
+
+    def on_main(self, work: Callable[[], None]) -> None:
+        """Do something on one process while the others wait; when it fails there, it fails on all."""
+        failure: list[Exception | None] = [None]
+        if self.is_main:
+            try:
+                work()
+            except Exception as error:
+                failure[0] = error
+        broadcast_object_list(failure)
+        if failure[0] is not None:
+            raise failure[0]
+
+    @property
+    def pins_memory(self) -> bool:
+        """Whether copies from pinned host memory are faster, which they are on devices with memory of their own."""
+        return self.device.type in ("cuda", "xpu")
+
+    def start_trackers(self, project: str, settings: dict[str, Any], arguments: dict[str, Any]) -> None:
+        """Open the trackers that ``prepare_accelerator`` chose, on the main process."""
+        self.accelerator.init_trackers(project, config=settings, init_kwargs=arguments)
+
+    def finish(self) -> None:
+        """Close trackers and leave the process group."""
+        self.accelerator.wait_for_everyone()
+        self.accelerator.end_training()
 
     def log(self, values: dict[str, Any], step: int) -> None:
         """Hand figures to the trackers."""

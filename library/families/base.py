@@ -42,9 +42,14 @@ class Family(ABC):
     picture_scale: ClassVar[float]
     """Classifier-free guidance of a preview whose prompt names none."""
 
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """All that ``load`` can load, beside the scheduler."""
+        return (*self.text_parts, "vae", self.denoiser)
+
     @abstractmethod
-    def load(self, source: str | None, dtype: torch.dtype, parts: Sequence[str]) -> Any:
-        """Load only ``parts`` of the pipeline (and its scheduler) to the CPU; the VAE is always float32.
+    def load(self, source: str | None, dtype: torch.dtype, parts: Sequence[str] | None = None) -> Any:
+        """Load the pipeline, or only ``parts`` of it and its scheduler, to the CPU; the VAE is always float32.
 
         Without a source it is the built-in model.
         """

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from . import FAMILIES
 
-_OPTION = "pretrained_model_name_or_path"
-_HUB_ID = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
+Json = dict[str, Any]
+Reader = Callable[[str], Json | None]
+"""Path inside the model to its JSON data, or None when there is no such file."""
+
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -20,39 +22,83 @@ class Detected:
 
     family: str
     reason: str
-    pixel_step: int  # sides of training pictures are multiples of this
+    pixel_step: int
+    """Sides of training pictures are multiples of this."""
 
 
-def detect(source: str | None, family: str | None = None) -> Detected:
-    """Find the family of a diffusers folder or hub id; a named family is taken as right.
-
-    Without a source it is the built-in model.
-    """
+def detect(source: str | None) -> Detected:
+    """Look at a diffusers folder or hub id; without a source it is the built-in model."""
     if source is None:
-        # An eighth of the size by the VAE and a half by the UNet, against an eighth more in the real ones.
-        found = Detected("sd1", "no model is named, so the built-in one is used", pixel_step=16)
-    else:
-        found = _read(source, _reader(source), family)
-    if family not in (None, found.family):
-        FAMILIES.get(str(family))
-        raise ConfigError([f"family: {family!r} is asked for, but it is {found.family!r}: {found.reason}"])
-    return found
+        # Its VAE divides sizes by 8 and its UNet by 2.
+        return Detected("sd1", "no model is named, so the built-in one is used", pixel_step=16)
+    try:
+        return _from_json(_reader(source))
+    except _Problem as problem:
+        raise ConfigError([f"pretrained_model_name_or_path: {source}: {problem}"]) from None
 
 
-def _read(source: str, read: "Reader", family: str | None) -> Detected:
+class _Problem(Exception):
+    """Why a model cannot be used."""
+
+
+def _from_json(read: Reader) -> Detected:
     index = read("model_index.json")
     if index is None:
-        raise ConfigError([f"{_OPTION}: {source}: no model_index.json in it, so it is no diffusers model; "
-                           "name the folder that has one"])  # fmt: skip
+        raise _Problem("no model_index.json in it, so it is no diffusers model; name the folder that has one")
     name = index.get("_class_name")
     if name != "StableDiffusionPipeline":
-        raise ConfigError([f"{_OPTION}: {source}: its model_index.json says {name}; not yet: this version trains "
-                           "Stable Diffusion 1 (StableDiffusionPipeline)"])  # fmt: skip
+        raise _Problem(f"its model_index.json says {name}; not yet: this version trains StableDiffusionPipeline, "
+                       "that is Stable Diffusion 1")  # fmt: skip
     unet, vae = read("unet/config.json"), read("vae/config.json")
     if unet is None or vae is None:
-        missing = "unet/config.json" if unet is None else "vae/config.json"
-        raise ConfigError([f"{_OPTION}: {source}: {missing} is missing; the model is not complete"])
-    if problem := _not_sd1(index, unet):
-        raise ConfigError([f"{_OPTION}: {source}: {problem}"])
-    reason = f"model_index.json says {name}, the text encoder is CLIP-L"
-    return Detected("sd1", reason, _shrinks(vae) * _shrinks(unet))
+        raise _Problem(f"{'unet' if unet is None else 'vae'}/config.json is missing; the model is not complete")
+    if unet.get("cross_attention_dim") == 1024:
+        raise _Problem("its UNet reads text of width 1024, so it is Stable Diffusion 2; not yet: this version trains "
+                       "Stable Diffusion 1")  # fmt: skip
+    if unet.get("in_channels", 4) != 4:
+        raise _Problem(f"its UNet takes {unet['in_channels']} channels and not 4; inpainting and editing models "
+                       "cannot be trained")  # fmt: skip
+    reason = f"model_index.json says {name}, and the UNet reads text of width {unet.get('cross_attention_dim')}"
+    return Detected("sd1", reason, pixel_step=_shrinks(vae) * _shrinks(unet))
+
+
+def _shrinks(config: Json) -> int:
+    """By what a VAE's or UNet's sizes are divided: every block but the last halves them."""
+    return int(2 ** (len(config["block_out_channels"]) - 1))
+
+
+def _reader(source: str) -> Reader:
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return lambda name: _local(path / name)
+    if path.is_file():
+        raise _Problem("it is a single file; not yet: this version reads diffusers folders and hub ids")
+    if _HUB_ID.fullmatch(source) and not source.endswith((".safetensors", ".ckpt")):
+        return lambda name: _remote(source, name)
+    raise _Problem(f"no such folder (looked in {path.absolute().parent}), and no hub id such as owner/name")
+
+
+def _local(path: Path) -> Json | None:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise _Problem(f"{path.name} cannot be read: {error}") from None
+    if not isinstance(data, dict):
+        raise _Problem(f"{path.name} is no JSON object")
+    return data
+
+
+def _remote(repository: str, name: str) -> Json | None:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    try:
+        return _local(Path(hf_hub_download(repository, name)))
+    except LocalEntryNotFoundError:
+        raise _Problem("no such folder here, and the hub cannot be reached; check the path or the network") from None
+    except EntryNotFoundError:
+        return None
+    except OSError as error:  # the hub's own errors are among these
+        raise _Problem(f"no such folder here, and the hub says: {str(error).strip().splitlines()[0]}") from None

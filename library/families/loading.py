@@ -1,4 +1,4 @@
-"""Reading some parts of a diffusers pipeline, and leaving the others out."""
+"""Reading some parts of a diffusers pipeline, leaving the others out, and the VAE in float32 always."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,8 +17,15 @@ def load_parts(cls: Any, source: str, dtype: torch.dtype, parts: Sequence[str], 
         # Safetensors only: reading a pickle would run code from the file.
         return cls.from_pretrained(source, dtype=precisions, use_safetensors=True, **absent, **options)
     except OSError as error:
-        raise ConfigError([f"pretrained_model_name_or_path: {source}: cannot be loaded: {_first_line(error)}"]) from error
+        raise ConfigError(
+            [f"pretrained_model_name_or_path: {source}: cannot be loaded: {_first_line(error)}"]
+        ) from error
 
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0]
+
+
+def full_precision(vae: Any) -> torch.autocast:
+    """A context in which autocast, if it is on, leaves the VAE alone."""
+    return torch.autocast(vae.device.type, enabled=False)

@@ -13,7 +13,7 @@ from ..data.prompts import Prompt
 from ..demo import stand_in
 from ..diffusion.process import Process, from_scheduler
 from .base import Family
-from .loading import load_parts
+from .loading import full_precision, load_parts
 from .sampling import evaluating, scheduler_for
 
 
@@ -32,10 +32,11 @@ class StableDiffusion1(Family):
     picture_steps = 30
     picture_scale = 7.5
 
-    def load(self, source: str | None, dtype: torch.dtype, parts: Sequence[str]) -> Any:
+    def load(self, source: str | None, dtype: torch.dtype, parts: Sequence[str] | None = None) -> Any:
+        wanted = self.parts if parts is None else parts
         if source is None:
-            return stand_in.build(parts, dtype)
-        return load_parts(StableDiffusionPipeline, source, dtype, parts, requires_safety_checker=False)
+            return stand_in.build(wanted, dtype)
+        return load_parts(StableDiffusionPipeline, source, dtype, wanted, requires_safety_checker=False)
 
     def process(self, pipe: Any) -> Process:
         return from_scheduler(pipe.scheduler.config)
@@ -49,16 +50,20 @@ class StableDiffusion1(Family):
 
     @torch.no_grad()
     def encode_pixels(self, pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
-        spread = pipe.vae.encode(pixels.to(pipe.vae.device, pipe.vae.dtype)).latent_dist
+        with full_precision(pipe.vae):
+            spread = pipe.vae.encode(pixels.to(pipe.vae.device, pipe.vae.dtype)).latent_dist
         shape = spread.mean.shape[1:]
         noise = [torch.randn(shape, generator=each, device=each.device) for each in generators]
-        latents: Tensor = spread.mean + spread.std * torch.stack(noise).to(spread.mean)
-        return latents * pipe.vae.config.scaling_factor
+        latents: Tensor = (
+            spread.mean + spread.std * torch.stack(noise).to(spread.mean)
+        ) * pipe.vae.config.scaling_factor
+        return latents
 
     @torch.no_grad()
     def decode_latents(self, pipe: Any, latents: Tensor) -> Tensor:
         latents = latents.to(pipe.vae.device, pipe.vae.dtype) / pipe.vae.config.scaling_factor
-        pixels: Tensor = pipe.vae.decode(latents, return_dict=False)[0]
+        with full_precision(pipe.vae):
+            pixels: Tensor = pipe.vae.decode(latents, return_dict=False)[0]
         return pixels
 
     def predict(self, pipe: Any, denoiser: nn.Module, noisy: Tensor, t: Tensor, batch: Batch) -> Tensor:
@@ -72,7 +77,7 @@ class StableDiffusion1(Family):
         width, height = self.picture_size
         # A pipeline of its own: the scheduler keeps the course of the sampling, and the other must not see it.
         parts = {**pipe.components, "scheduler": scheduler_for(sampler, pipe.scheduler), "safety_checker": None}
-        artist = StableDiffusionPipeline(**parts, requires_safety_checker=False)
+        artist = type(pipe)(**parts, requires_safety_checker=False)
         artist.set_progress_bar_config(disable=True)
         with evaluating(pipe.unet):
             latents = artist(

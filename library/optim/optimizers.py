@@ -3,7 +3,7 @@
 import ast
 import importlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,7 @@ def make_optimizer(config: OptimConfig, parameters: Sequence[torch.nn.Parameter]
         raise ConfigError([f"--optimizer_args: {config.optimizer_type} does not take them: {error}"]) from None
 
 
-def find_class(name: str) -> type[torch.optim.Optimizer]:
+def find_class(name: str) -> Callable[..., torch.optim.Optimizer]:
     """The class that ``--optimizer_type`` means."""
     known = {entry.lower(): entry for entry in OPTIMIZERS}
     info = OPTIMIZERS.get(known.get(name.lower(), name))

@@ -38,6 +38,7 @@ class State:
 
     step: int = 0
     samples: int = 0
+    has_learnt: bool = False  # whether any step had a learning rate above 0
 
 
 @dataclass
@@ -71,6 +72,7 @@ def train(run: Run) -> None:
         run.optimizer.zero_grad(set_to_none=True)
         state.step += 1
         state.samples += work.samples
+        state.has_learnt |= rate > 0
         for action in run.actions:
             action(run, Figures(loss, norm, rate))
         if state.step >= run.plan.steps:

@@ -42,7 +42,10 @@ class Task:
         with torch.autocast(self.device.type, enabled=False):  # the VAE overflows in half precision
             latents = self.family.encode_pixels(self.pipe, pixels.pixels.to(self.device, non_blocking=True), draws)
         cond = self.family.encode_prompts(self.pipe, list(pixels.captions))
-        frame, weight = pixels.frame.to(self.device, non_blocking=True), pixels.weight.to(self.device, non_blocking=True)
+        frame, weight = (
+            pixels.frame.to(self.device, non_blocking=True),
+            pixels.weight.to(self.device, non_blocking=True),
+        )
         return Batch(latents, cond, frame, weight, pixels.places, pixels.ids, pixels.mask)
 
     def draw(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:

@@ -3,8 +3,13 @@
 import logging
 import time
 from collections import deque
+from pathlib import Path
 from typing import Any
 
+from ..config import RunConfig
+from ..config.options import flat
+from ..config.toml_lines import read_toml
+from ..distributed.strategy import DataParallel
 from ..log import Progress
 from .loop import Figures, Run
 
@@ -67,3 +72,22 @@ class Track:
         except Exception as error:
             self.tracker_works = False
             logger.warning("the tracker failed and is not used any more; training goes on: %s", error)
+
+
+def start_trackers(config: RunConfig, strategy: DataParallel) -> None:
+    """Open the trackers that were asked for; settings go to them only when ``log_config`` says so."""
+    log = config.log
+    settings = shareable(config) if log.log_config else {}
+    arguments: dict[str, Any] = read_toml(Path(log.log_tracker_config))[0] if log.log_tracker_config else {}
+    if log.wandb_run_name:
+        arguments.setdefault("wandb", {}).setdefault("name", log.wandb_run_name)
+    strategy.start_trackers(log.log_tracker_name or "network_train", settings, arguments)
+
+
+def shareable(config: RunConfig) -> dict[str, Any]:
+    """The settings without paths and free text, in types that every tracker takes."""
+    private = {"pretrained_model_name_or_path", "dataset_config", "output_dir", "logging_dir", "sample_prompts",
+               "log_tracker_config", "console_log_file", "training_comment"}  # fmt: skip
+    plain = (bool, int, float, str)
+    return {name: value if isinstance(value, plain) else str(value)
+            for name, value in flat(config).items() if name not in private and value is not None}  # fmt: skip

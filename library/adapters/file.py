@@ -1,0 +1,60 @@
+"""Writes a LoRA file: under a temporary name, to the disk, checked, then renamed; an older good file is never lost."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..errors import UserError
+from .verify import verify
+
+PRECISIONS = {"float": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def cast(tensors: Mapping[str, Tensor], precision: str | None) -> dict[str, Tensor]:
+    """Weights in the precision of the file; None leaves them.  Alphas stay float32: they are exact, and tiny."""
+    if precision is None:
+        return dict(tensors)
+    done = {key: each if key.endswith(".alpha") else each.to(PRECISIONS[precision]) for key, each in tensors.items()}
+    for key, tensor in done.items():
+        if not bool(tensor.isfinite().all()) and bool(tensors[key].isfinite().all()):
+            largest = tensors[key].abs().max().item()
+            raise UserError(f"{key}: {largest:g} is too large for {precision}; use save_precision bf16 or float")
+    return done
+
+
+def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], trained: bool = True) -> None:
+    """Write ``tensors`` so that ``path`` is at every moment either the old file or the new one, whole and checked."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(dict(tensors), part, dict(metadata))
+        _flush(part)
+        verify(part, tensors, metadata, trained)
+        os.replace(part, path)
+        _flush_folder(path.parent)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: cannot be written: {error}") from error
+    finally:
+        if part.exists():
+            part.unlink()
+
+
+def _flush(path: Path) -> None:
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
+def _flush_folder(path: Path) -> None:
+    """Make the new name itself safe against a power cut, where the system can."""
+    if not hasattr(os, "O_DIRECTORY"):  # Windows
+        return
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

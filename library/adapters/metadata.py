@@ -1,0 +1,143 @@
+"""What a LoRA file says of itself: sd-scripts' ``ss_*`` keys, ModelSpec 1.0.1, and the hashes that web UIs look for.
+
+Only what is known to be true is written, and never a path: of every path only the last part.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path, PureWindowsPath
+from typing import Any
+
+from safetensors.torch import save
+from torch import Tensor
+
+from ..config.schema import RunConfig
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the family knows of the model that was trained on."""
+
+    base_model_version: str  # sd_v1
+    architecture: str  # stable-diffusion-v1
+    prediction: str  # epsilon or v
+    implementation: str = "diffusers"
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What the run knows of itself when a file is written."""
+
+    step: int
+    epoch: int
+    steps: int  # of the whole run
+    epochs: int
+    started_at: float  # seconds since 1970
+    saved_at: float
+    session_id: int
+    pictures: int  # with repeats, without regularisation
+    regularisation_pictures: int
+    batches_per_epoch: int
+    resolution: tuple[int, int]  # width, height
+    optimizer: str  # module.Class(name=value,...)
+    mixed_precision: str  # as it came out of flags, launcher and accelerate's own file
+
+
+def describe(config: RunConfig, model: ModelFacts, run: RunFacts, software: str) -> dict[str, str]:
+    """The metadata of one file, without hashes; ``software`` is a name and a version, ``name/1.0``."""
+    least = _minimum(config, model)
+    if config.save.no_metadata:
+        return _as_text(least)
+    return _as_text({**least, **_training(config, run), **_modelspec(config, model, run, software)})
+
+
+def with_hashes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, str]:
+    """``metadata`` with sd-scripts' two hashes of the tensors as they are going to be saved."""
+    # Only ss_ keys count: they never change, while titles and the like may be edited.
+    payload = save(dict(tensors), {key: value for key, value in metadata.items() if key.startswith("ss_")})
+    start = 8 + int.from_bytes(payload[:8], "little")
+    return {
+        **metadata,
+        "sshs_model_hash": hashlib.sha256(memoryview(payload)[start:]).hexdigest(),
+        "sshs_legacy_hash": hashlib.sha256(payload[0x100000:0x110000]).hexdigest()[:8],
+    }
+
+
+def _minimum(config: RunConfig, model: ModelFacts) -> dict[str, Any]:
+    """What loaders and UIs read."""
+    return {
+        "ss_v2": False,
+        "ss_base_model_version": model.base_model_version,
+        "ss_network_module": config.adapter.network_module,
+        "ss_network_dim": config.adapter.network_dim,
+        "ss_network_alpha": config.adapter.network_alpha or float(config.adapter.network_dim),  # 0 is the rank
+        "ss_network_args": "{}",
+    }
+
+
+def _training(config: RunConfig, run: RunFacts) -> dict[str, Any]:
+    optim, train, data = config.optim, config.train, config.data
+    return {
+        "ss_session_id": run.session_id,
+        "ss_training_started_at": run.started_at,
+        "ss_training_finished_at": run.saved_at,
+        "ss_output_name": config.save.output_name,
+        "ss_sd_model_name": _model_name(config.model.pretrained_model_name_or_path),
+        "ss_learning_rate": optim.learning_rate,
+        "ss_unet_lr": optim.learning_rate,
+        "ss_text_encoder_lr": None,
+        "ss_optimizer": run.optimizer,
+        "ss_max_grad_norm": optim.max_grad_norm,
+        "ss_lr_scheduler": optim.lr_scheduler,
+        "ss_lr_warmup_steps": optim.lr_warmup_steps,
+        "ss_steps": run.step,
+        "ss_max_train_steps": run.steps,
+        "ss_epoch": run.epoch,
+        "ss_num_epochs": run.epochs,
+        "ss_num_train_images": run.pictures,
+        "ss_num_reg_images": run.regularisation_pictures,
+        "ss_num_batches_per_epoch": run.batches_per_epoch,
+        "ss_gradient_accumulation_steps": train.gradient_accumulation_steps,
+        "ss_gradient_checkpointing": train.gradient_checkpointing,
+        "ss_seed": train.seed,
+        "ss_mixed_precision": run.mixed_precision,
+        "ss_prior_loss_weight": data.prior_loss_weight,
+        "ss_caption_dropout_rate": data.caption_dropout_rate,
+        "ss_caption_dropout_every_n_epochs": data.caption_dropout_every_n_epochs,
+        "ss_caption_tag_dropout_rate": data.caption_tag_dropout_rate,
+        "ss_resize_interpolation": data.resize_interpolation,
+        "ss_loss_type": "l2",
+        "ss_training_comment": config.save.training_comment,
+    }
+
+
+def _modelspec(config: RunConfig, model: ModelFacts, run: RunFacts, software: str) -> dict[str, Any]:
+    width, height = run.resolution
+    saved = datetime.fromtimestamp(int(run.saved_at), tz=timezone.utc)
+    return {
+        "modelspec.sai_model_spec": "1.0.1",
+        "modelspec.architecture": f"{model.architecture}/lora",
+        "modelspec.implementation": model.implementation,
+        "modelspec.implementation_version": software,
+        "modelspec.title": config.save.output_name,
+        "modelspec.date": saved.isoformat(),
+        "modelspec.resolution": f"{width}x{height}",
+        "modelspec.prediction_type": model.prediction,
+        "modelspec.encoder_layer": "1",
+    }
+
+
+def _as_text(values: Mapping[str, Any]) -> dict[str, str]:
+    return {key: value if isinstance(value, str) else str(value) for key, value in values.items()}
+
+
+def _model_name(source: str | None) -> str:
+    """Of a path the last part; a hub id as it is."""
+    if source is None:
+        return "built-in"
+    if PureWindowsPath(source).is_absolute():
+        return PureWindowsPath(source).name
+    path = Path(source).expanduser()
+    return path.name if path.is_absolute() or path.exists() else source

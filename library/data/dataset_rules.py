@@ -1,0 +1,169 @@
+"""Rules across the keys of a dataset file, the folders it names, and what this version cannot do with it yet."""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..registry import did_you_mean
+from .dataset_schema import DatasetConfig, Kind, SubsetConfig
+
+
+@dataclass(frozen=True)
+class Found:
+    """A value and where it was written; values by default stand nowhere."""
+
+    value: Any
+    place: str | None
+    is_wrong: bool = False  # the value in the file is not usable; this is the one behind it
+
+    @property
+    def is_in_file(self) -> bool:
+        return self.place is not None and not self.place.startswith("--")
+
+
+def kind_of(subsets: Sequence[Mapping[str, Found]]) -> Kind:
+    """What sd-scripts makes of a dataset with these subsets."""
+    kinds = {_subset_kind(subset) for subset in subsets}
+    return next(iter(kinds)) if len(kinds) == 1 else "dreambooth"
+
+
+def _subset_kind(subset: Mapping[str, Found]) -> Kind:
+    if subset["conditioning_data_dir"].place is not None:
+        return "controlnet"
+    return "finetuning" if subset["metadata_file"].place is not None else "dreambooth"
+
+
+LACKS: Mapping[Kind, tuple[str, ...]] = {
+    "finetuning": ("is_reg", "class_tokens", "caption_extension", "cache_info", "conditioning_data_dir"),
+    "controlnet": ("is_reg", "class_tokens", "alpha_mask", "metadata_file"),
+    "dreambooth": ("metadata_file", "conditioning_data_dir"),
+}
+"""Keys of a subset that a kind does not have."""
+_DECIDED_BY: Mapping[Kind, str] = {"finetuning": "metadata_file", "controlnet": "conditioning_data_dir"}
+
+
+def subset_problems(found: Mapping[str, Found], own: Mapping[str, Found], where: str) -> Iterator[str]:
+    """What is wrong inside one subset; ``own`` are the keys written in it."""
+    kind = _subset_kind(found)
+    for name in LACKS[kind]:
+        if name in own:
+            yield f"{own[name].place}: {name}: has no meaning beside {_DECIDED_BY[kind]}; take one of the two out"
+    if kind != "finetuning" and not found["image_dir"].value and not found["image_dir"].is_wrong:
+        yield f"{found['image_dir'].place or where}: image_dir: missing; name the folder of pictures: image_dir = 'FOLDER'"
+    if not found["caption_separator"].value:
+        yield f"{found['caption_separator'].place or where}: caption_separator: is empty; the usual one is ','"
+
+
+def dataset_problems(found: Mapping[str, Found], subsets: Sequence[Mapping[str, Found]], where: str) -> Iterator[str]:
+    """What is wrong across the keys of one dataset and between its subsets."""
+    kinds = {_subset_kind(subset): subset[""].place for subset in reversed(subsets)}
+    if len(kinds) > 1:
+        seen = ", ".join(f"{_DECIDED_BY.get(kind, 'neither')} ({place})" for kind, place in sorted(kinds.items()))
+        yield (f"{where}: subsets of different kinds in one dataset: {seen}; metadata_file or conditioning_data_dir"
+               " stands in all of them or in none; use a [[datasets]] for each kind")  # fmt: skip
+    yield from _duplicates(subsets)
+    if found["resolution"].is_wrong:
+        return
+    if found["resolution"].value is None:
+        yield f"{where}: resolution: missing; set it here, in [general] or with --resolution, such as 512 or [512, 768]"
+    elif found["enable_bucket"].value:
+        yield from _bucket_limits(found, where)
+
+
+def _bucket_limits(found: Mapping[str, Found], where: str) -> Iterator[str]:
+    """sd-scripts rounds the limits to steps and wants the resolution between them."""
+    names = ("min_bucket_reso", "max_bucket_reso", "bucket_reso_steps")
+    smallest, largest, step = (found[name].value for name in names)
+    if any(found[name].is_wrong for name in names):
+        return
+    size = found["resolution"].value
+    place = {name: (item.place if item.is_in_file else where) for name, item in found.items()}
+    if found["bucket_no_upscale"].value:
+        if size.width * size.height < step * step:
+            yield f"{place['resolution']}: resolution: {size} has no room for one bucket of bucket_reso_steps {step}"
+        return
+    if smallest > largest:
+        if found["min_bucket_reso"].is_in_file or found["max_bucket_reso"].is_in_file:
+            blamed = "min_bucket_reso" if found["min_bucket_reso"].is_in_file else "max_bucket_reso"
+            yield f"{place[blamed]}: {blamed}: min_bucket_reso {smallest} is above max_bucket_reso {largest}"
+        return
+    if smallest - smallest % step > min(size.width, size.height):
+        yield (f"{place['min_bucket_reso']}: min_bucket_reso: {smallest} is above the shorter side of resolution {size};"
+               f" at most {min(size.width, size.height)}")  # fmt: skip
+    if largest + -largest % step < max(size.width, size.height):
+        yield (f"{place['max_bucket_reso']}: max_bucket_reso: {largest} is below the longer side of resolution {size};"
+               f" at least {max(size.width, size.height)}")  # fmt: skip
+    if smallest < step:
+        yield (f"{place['min_bucket_reso']}: min_bucket_reso: {smallest} is below bucket_reso_steps {step};"
+               f" at least {step}")  # fmt: skip
+
+
+def _duplicates(subsets: Sequence[Mapping[str, Found]]) -> Iterator[str]:
+    first: dict[str, str] = {}
+    for subset in subsets:
+        name = _DECIDED_BY["finetuning"] if _subset_kind(subset) == "finetuning" else "image_dir"
+        value, place = subset[name].value, subset[name].place
+        if not value:
+            continue
+        path = os.path.normpath(value)
+        if path in first:
+            yield f"{place}: {name}: {value!r} stands in {first[path]} already; for more repeats raise num_repeats there"
+        first.setdefault(path, str(place))
+
+
+def missing_folders(datasets: Sequence[DatasetConfig]) -> Iterator[str]:
+    """Folders and files that the dataset file names and that are not there, with what was seen in their place."""
+    for subset in _subsets(datasets):
+        folder, metadata = subset.folder(), subset.metadata()
+        if folder is not None and not folder.is_dir():
+            yield f"{subset.place('image_dir')}: image_dir: {_absence(folder, subset.file)}"
+        if metadata is not None and not metadata.is_file():
+            yield f"{subset.place('metadata_file')}: metadata_file: {_absence(metadata, subset.file)}"
+
+
+def _absence(path: Path, file: Path) -> str:
+    if path.exists():
+        return f"{path} is a {'file' if path.is_file() else 'folder'}, not a {'folder' if path.is_file() else 'file'}"
+    there = path.absolute().parent
+    while not there.is_dir():
+        there = there.parent
+    missing = path.absolute().relative_to(there).parts[0]
+    try:
+        names = sorted(entry.name + ("/" if entry.is_dir() else "") for entry in os.scandir(there))
+    except OSError as error:
+        return f"{path} cannot be looked for: {there}: {error.strerror}"
+    seen = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") if names else "nothing"
+    also = "" if path.is_absolute() else f" (also looked beside {file})"
+    hint = did_you_mean(missing, [name.rstrip("/") for name in names])
+    return f"{str(path)!r} is not there{also}; {there} has {seen}{hint}"
+
+
+def not_yet(datasets: Sequence[DatasetConfig]) -> Iterator[str]:
+    """What the file asks for and training cannot do yet; nothing is accepted and then ignored."""
+    for dataset in datasets:
+        if dataset.network_multiplier != 1:
+            yield f"{dataset.place('network_multiplier')}: network_multiplier: not yet: other values than 1"
+        if dataset.validation_split > 0 or dataset.validation_seed is not None:
+            key = "validation_split" if dataset.validation_split > 0 else "validation_seed"
+            yield f"{dataset.place(key)}: {key}: not yet: validation; take this key out"
+    for subset in _subsets(datasets):
+        for key, what in _NOT_YET.items():
+            if getattr(subset, key):
+                yield f"{subset.place(key)}: {key}: not yet: {what}"
+
+
+_NOT_YET = {
+    "conditioning_data_dir": "masks",
+    "alpha_mask": "masks; transparent parts are trained as white",
+    "color_aug": "colour augmentation",
+    "face_crop_aug_range": "cutting around faces; cut them out beforehand",
+    "cache_info": "keeping sizes and captions in a file; they are read at each start",
+    "custom_attributes": "free attributes",
+}
+
+
+def _subsets(datasets: Iterable[DatasetConfig]) -> Iterator[SubsetConfig]:
+    for dataset in datasets:
+        yield from dataset.subsets

@@ -1,0 +1,197 @@
+"""What a dataset file may say: each key of sd-scripts with its type, the levels it may stand on and its flag."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from ..config.options import Option, opt, options_of
+from ..config.schema import DataConfig, RunConfig
+from ..config.values import Size
+
+GENERAL, DATASET, SUBSET = "[general]", "[[datasets]]", "[[datasets.subsets]]"
+Kind = Literal["dreambooth", "finetuning", "controlnet"]
+"""Captions in files beside the pictures, captions in a metadata file, or pictures with masks."""
+
+
+@dataclass(frozen=True)
+class SubsetConfig:
+    """One folder of pictures, or one metadata file, with everything that is said about it."""
+
+    image_dir: str | None
+    metadata_file: str | None
+    conditioning_data_dir: str | None
+    is_reg: bool
+    alpha_mask: bool
+    num_repeats: int
+    class_tokens: str | None
+    caption_extension: str
+    caption_separator: str
+    shuffle_caption: bool
+    keep_tokens: int
+    keep_tokens_separator: str
+    secondary_separator: str | None
+    enable_wildcard: bool
+    caption_prefix: str | None
+    caption_suffix: str | None
+    caption_dropout_rate: float
+    caption_dropout_every_n_epochs: int
+    caption_tag_dropout_rate: float
+    token_warmup_min: int
+    token_warmup_step: float
+    color_aug: bool
+    flip_aug: bool
+    random_crop: bool
+    face_crop_aug_range: tuple[float, float] | None
+    resize_interpolation: str | None
+    custom_attributes: Mapping[str, Any] | None
+    cache_info: bool
+    file: Path = field(compare=False)  # the dataset file
+    places: Mapping[str, str] = field(compare=False, repr=False)  # "file:line" of each key; "" for the subset itself
+
+    def place(self, key: str) -> str:
+        """Where the value of ``key`` was set, for the start of a message."""
+        return self.places.get(key, self.places[""])
+
+    def folder(self) -> Path | None:
+        """The folder of pictures: seen from the working directory as in sd-scripts, or else from the dataset file."""
+        return None if self.image_dir is None else found_from(self.file, self.image_dir)
+
+    def metadata(self) -> Path | None:
+        """The metadata file, looked for in the same two places."""
+        return None if self.metadata_file is None else found_from(self.file, self.metadata_file)
+
+    @property
+    def caption_ending(self) -> str:
+        """``caption_extension`` with its dot, which may be left out."""
+        extension = self.caption_extension
+        return extension if extension.startswith(".") or not extension else f".{extension}"
+
+
+@dataclass(frozen=True)
+class DatasetConfig:
+    """Subsets that are trained at one resolution with one batch size."""
+
+    kind: Kind
+    resolution: Size
+    batch_size: int
+    enable_bucket: bool
+    min_bucket_reso: int
+    max_bucket_reso: int
+    bucket_reso_steps: int
+    bucket_no_upscale: bool
+    network_multiplier: float
+    validation_split: float
+    validation_seed: int | None
+    resize_interpolation: str | None
+    prior_loss_weight: float
+    subsets: tuple[SubsetConfig, ...]
+    places: Mapping[str, str] = field(compare=False, repr=False)
+
+    def place(self, key: str) -> str:
+        """Where the value of ``key`` was set, for the start of a message."""
+        return self.places.get(key, self.places[""])
+
+
+def found_from(file: Path, name: str) -> Path:
+    """``name`` seen from the working directory; if nothing is there but beside ``file`` there is, that."""
+    path = Path(name).expanduser()
+    beside = file.parent / path
+    return beside if not path.exists() and beside.exists() else path
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of the file."""
+
+    option: Option  # how its value is read
+    levels: tuple[str, ...]
+    flag: str | None = None  # the option of the run that stands in where the file is silent
+
+    @property
+    def name(self) -> str:
+        return self.option.name
+
+
+class _Range:
+    syntax: ClassVar[str] = "[SMALLEST, LARGEST]"
+
+    @classmethod
+    def parse(cls, value: Any) -> tuple[float, float]:
+        if not isinstance(value, list) or len(value) != 2 or any(type(item) not in (int, float) for item in value):
+            raise ValueError("expected two numbers, such as [2.0, 4.0]")
+        return float(value[0]), float(value[1])
+
+
+class _Table:
+    syntax: ClassVar[str] = "TABLE"
+
+    @classmethod
+    def parse(cls, value: Any) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise ValueError("expected a table, such as { name = 'value' }")
+        return value
+
+
+@dataclass(frozen=True)
+class _DatasetKeys:
+    network_multiplier: float = opt(1.0, "strength of the adapter while training")
+    validation_split: float = opt(0.0, "share of the pictures kept for validation", minimum=0, maximum=1)
+    validation_seed: int | None = opt(None, "seed for the choice of those pictures")
+
+
+@dataclass(frozen=True)
+class _SharedKeys:
+    class_tokens: str | None = opt(None, "caption of pictures that have none")
+    color_aug: bool = opt(False, "change colours a little")
+    face_crop_aug_range: _Range | None = opt(None, "cut around faces")
+    custom_attributes: _Table | None = opt(None, "free table")
+    cache_info: bool = opt(False, "keep sizes and captions in a file")
+
+
+@dataclass(frozen=True)
+class _SubsetKeys:
+    image_dir: str | None = opt(None, "folder of pictures")
+    metadata_file: str | None = opt(None, "captions of all pictures in one .json or .jsonl file")
+    conditioning_data_dir: str | None = opt(None, "folder of masks")
+    is_reg: bool = opt(False, "regularisation pictures")
+    alpha_mask: bool = opt(False, "transparency is the mask")
+
+
+@dataclass(frozen=True)
+class _FileOnly:
+    dataset: _DatasetKeys = field(default_factory=_DatasetKeys)
+    shared: _SharedKeys = field(default_factory=_SharedKeys)
+    subset: _SubsetKeys = field(default_factory=_SubsetKeys)
+
+
+_DATASET_FLAGS = {
+    "resolution", "train_batch_size", "enable_bucket", "min_bucket_reso", "max_bucket_reso", "bucket_reso_steps",
+    "bucket_no_upscale",
+}  # fmt: skip
+_RENAMED = {"train_batch_size": "batch_size", "dataset_repeats": "num_repeats"}
+
+
+def _keys() -> dict[str, Key]:
+    levels = {"dataset": (GENERAL, DATASET), "shared": (GENERAL, DATASET, SUBSET), "subset": (SUBSET,)}
+    keys = {option.name: Key(option, levels[option.group]) for option in options_of(_FileOnly)}
+    wanted = {item.name for item in (*fields(SubsetConfig), *fields(DatasetConfig))}
+    for option in options_of(RunConfig):
+        name = _RENAMED.get(option.name, option.name)
+        if option.group == "data" and name in wanted:
+            level: tuple[str, ...] = levels["dataset"] if option.name in _DATASET_FLAGS else levels["shared"]
+            level = () if name == "prior_loss_weight" else level  # sd-scripts takes it from the run alone
+            keys[name] = Key(_named(option, name), level, option.name)
+    return keys
+
+
+def _named(option: Option, name: str) -> Option:
+    return Option(**{**{item.name: getattr(option, item.name) for item in fields(Option)}, "name": name})
+
+
+KEYS: Mapping[str, Key] = _keys()
+
+
+def flags_of(config: DataConfig) -> dict[str, Any]:
+    """What the run's options say for keys that the file leaves out."""
+    return {key.name: getattr(config, key.flag) for key in KEYS.values() if key.flag is not None}

@@ -1,0 +1,148 @@
+"""Every picture that will be trained, looked at once: decoded, measured, with its caption, or named as unusable."""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from ..errors import ConfigError
+from .buckets import Place, place_for
+from .dataset_schema import DatasetConfig
+from .files import Found, find_pictures
+from .inspection import Seen, look_at_all
+
+SHOWN_NAMES = 5
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One picture of one subset."""
+
+    key: str  # folder and file name; unique, and free of the rest of the path
+    image: Path
+    size: tuple[int, int]  # (width, height) as it is seen, after EXIF orientation
+    caption: str  # lines are alternatives
+    dataset: int
+    subset: int
+    repeats: int
+    weight: float  # of its loss
+    is_reg: bool
+    content: str  # hash of the file
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The pictures of a run and what has to be said about them."""
+
+    datasets: tuple[DatasetConfig, ...]
+    samples: tuple[Sample, ...]
+    notes: tuple[str, ...]
+    endings: tuple[tuple[int, int, str, int, int], ...]  # dataset, subset, caption ending, captions found, pictures
+
+    def fingerprint(self) -> str:
+        """Changes when anything changes that training sees: pictures, captions, repeats, weights."""
+        digest = hashlib.blake2b(digest_size=16)
+        for sample in self.samples:
+            row = (sample.key, sample.content, sample.size, sample.caption, sample.dataset, sample.subset,
+                   sample.repeats, sample.weight)  # fmt: skip
+            digest.update(json.dumps(row).encode())
+        return digest.hexdigest()
+
+
+def scan(datasets: Sequence[DatasetConfig], on_bad_data: Literal["fail", "skip"]) -> Manifest:
+    """Look at every picture and caption; all that cannot be used are named together, or skipped and noted."""
+    problems: list[str] = []
+    notes: list[str] = []
+    endings = []
+    found: list[Found] = []
+    for number, dataset in enumerate(datasets):
+        for index, subset in enumerate(dataset.subsets):
+            listing = find_pictures(subset, number, index)
+            problems += listing.problems
+            notes += listing.notes
+            endings.append((number, index, listing.caption_ending, listing.captions, len(listing.found)))
+            found += listing.found
+    if problems:  # nothing to skip: a folder or a metadata file as a whole cannot be used
+        raise ConfigError(problems)
+    samples, bad = _samples(datasets, found, look_at_all(list(dict.fromkeys(item.image for item in found))))
+    if bad and on_bad_data == "fail":
+        raise ConfigError([*bad, f"{len(bad)} of {len(found)} pictures cannot be used;"
+                                 " mend or remove them, or leave them out with --on_bad_data skip"])  # fmt: skip
+    notes += _skipped(bad)
+    for number in range(len(datasets)):
+        samples, more = balanced(samples, number)
+        notes += more
+    if not any(not sample.is_reg for sample in samples):
+        raise ConfigError([*bad, "no picture is left to train on"])
+    return Manifest(tuple(datasets), tuple(samples), tuple(notes), tuple(endings))
+
+
+def _samples(datasets: Sequence[DatasetConfig], found: Iterable[Found],
+             seen: dict[Path, Seen]) -> tuple[list[Sample], list[str]]:  # fmt: skip
+    """What was found, as samples; and a line for each that cannot be one."""
+    places = [place_for(dataset) for dataset in datasets]
+    names: Counter[str] = Counter()
+    samples, bad = [], []
+    for item in found:
+        picture = seen[item.image]
+        reason = picture.problem or item.problem or _misfit(places[item.dataset], picture.size)
+        if reason:
+            bad.append(f"{item.image}: {reason}" if not item.problem or picture.problem else item.problem)
+            continue
+        dataset = datasets[item.dataset]
+        subset = dataset.subsets[item.subset]
+        name = f"{item.image.parent.name}/{item.image.name}"
+        names[name] += 1
+        key = name if names[name] == 1 else f"{name}#{names[name]}"
+        samples.append(Sample(key, item.image, picture.size, item.caption, item.dataset, item.subset,
+                              subset.num_repeats, dataset.prior_loss_weight if subset.is_reg else 1.0, subset.is_reg,
+                              picture.content))  # fmt: skip
+    return samples, bad
+
+
+def _misfit(place: Place, size: tuple[int, int]) -> str | None:
+    try:
+        place(*size)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _skipped(bad: Sequence[str]) -> list[str]:
+    if not bad:
+        return []
+    more = f"\n  and {len(bad) - SHOWN_NAMES} more" if len(bad) > SHOWN_NAMES else ""
+    return [f"{len(bad)} pictures are skipped:" + "".join(f"\n  {line}" for line in bad[:SHOWN_NAMES]) + more]
+
+
+def balanced(samples: Sequence[Sample], dataset: int) -> tuple[list[Sample], list[str]]:
+    """As many regularisation pictures as training pictures in a dataset, repeats counted, as sd-scripts does it.
+
+    They are taken in turn: first each with its repeats, then each once more, until there are enough.
+    """
+    mine = [sample for sample in samples if sample.dataset == dataset]
+    regularisation = [sample for sample in mine if sample.is_reg]
+    wanted = sum(sample.repeats for sample in mine if not sample.is_reg)
+    if not regularisation:
+        return list(samples), []
+    repeats: list[int] = []
+    have = 0
+    for sample in regularisation:
+        if have >= wanted:
+            break
+        repeats.append(sample.repeats)
+        have += sample.repeats
+    rounds, rest = divmod(max(wanted - have, 0), len(regularisation))
+    repeats = [count + rounds + (index < rest) for index, count in enumerate(repeats)]
+    used = dict(zip((sample.key for sample in regularisation), repeats))
+    kept = [replace(sample, repeats=used[sample.key]) if sample.is_reg and sample.dataset == dataset else sample
+            for sample in samples if not (sample.is_reg and sample.dataset == dataset) or sample.key in used]  # fmt: skip
+    dropped = len(regularisation) - len(used)
+    note = (f"dataset {dataset + 1}: {len(used)} regularisation pictures, shown {sum(repeats)} times an epoch beside"
+            f" {wanted} training pictures")  # fmt: skip
+    if dropped:
+        note += f"; {dropped} more are not needed and not used, the first of them {regularisation[len(used)].image}"
+    return kept, [note]

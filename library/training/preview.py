@@ -1,0 +1,59 @@
+"""Pictures drawn while training, to see what the LoRA has learnt so far; shared over the processes."""
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from ..config.schema import PreviewConfig
+from ..data.batch import Cond
+from ..data.prompts import Prompt
+from ..randomness import seed_for
+from .loop import Figures, Run
+from .plan import is_due
+
+logger = logging.getLogger(__name__)
+
+
+class Preview:
+    """Draws the prompts of a file when they are due."""
+
+    def __init__(self, config: PreviewConfig, prompts: Sequence[Prompt], folder: Path, name: str):
+        self.config, self.prompts, self.folder, self.name = config, prompts, folder, name
+        self.written: list[Path] = []
+
+    def __call__(self, run: Run, figures: Figures) -> None:
+        if is_due(run.plan, run.state.step, self.config.sample_every_n_steps, self.config.sample_every_n_epochs):
+            self.draw(run)
+
+    @torch.no_grad()
+    def draw(self, run: Run) -> None:
+        """Draw this process's share of the prompts; a picture that fails is a warning and no more."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for index, prompt in enumerate(self.prompts):
+            if index % run.strategy.size != run.strategy.rank:
+                continue
+            try:
+                self.written.append(self._draw_one(run, index, prompt))
+            except Exception as error:  # out of memory, a sampler's limits: nothing here may end a training run
+                logger.warning("preview %d (%s) failed and is left out: %s", index, prompt.text, error)
+
+    def _draw_one(self, run: Run, index: int, prompt: Prompt) -> Path:
+        task, seed = run.task, prompt.seed
+        if seed is None:
+            seed = seed_for(run.config.train.seed, "preview", index) % 2**32
+        with run.strategy.accelerator.autocast():
+            cond, negative = self._encoded(run, prompt.text), self._encoded(run, prompt.negative)
+            generator = torch.Generator().manual_seed(seed)
+            sampler = prompt.sampler or self.config.sample_sampler
+            picture = task.family.draw(task.pipe, prompt, cond, negative, generator, sampler)
+        epoch = run.plan.epoch_just_ended(run.state.step)
+        when = f"e{epoch:06d}" if self.config.sample_every_n_epochs and epoch else f"{run.state.step:06d}"
+        path = self.folder / f"{self.name}_{when}_{index:02d}_{time.strftime('%Y%m%d%H%M%S')}_{seed}.png"
+        picture.save(path)
+        return path
+
+    def _encoded(self, run: Run, text: str) -> Cond:
+        return run.task.family.encode_prompts(run.task.pipe, [text])

@@ -1,0 +1,115 @@
+"""A training run as a whole: check, plan, load, train, say where the files are."""
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from ..adapters import lora
+from ..config import RunConfig
+from ..config.schema import PreviewConfig
+from ..data.prepare import Prepared, prepare
+from ..data.prompts import Prompt, read_prompts
+from ..distributed.accelerator import prepare_accelerator
+from ..distributed.contradictions import contradictions_of_this_run
+from ..distributed.strategy import DataParallel
+from ..families import FAMILIES
+from ..families.base import Family
+from ..families.detect import detect
+from ..log import Progress
+from ..optim.optimizers import make_optimizer
+from .export import Export
+from .loop import Run, count, train, trainable
+from .outline import outline
+from .plan import RunPlan
+from .preview import Preview
+from .task import Task
+from .track import Track, start_trackers
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
+"""Precision of the frozen model; the adapters in it are always float32."""
+
+
+def run(config: RunConfig, given: frozenset[str]) -> None:
+    """Train from beginning to end; ``given`` names the options that somebody wrote down."""
+    started_at = time.time()
+    make_optimizer(config.optim, [torch.nn.Parameter(torch.zeros(1))])  # a mistake in its settings shows before loading
+    accelerator = prepare_accelerator(config)
+    strategy = DataParallel(accelerator)
+    for line in contradictions_of_this_run(config, given):
+        logger.warning("%s", line)
+    detected = detect(config.model.pretrained_model_name_or_path, config.model.family)
+    logger.info("model family %s: %s", detected.family, detected.reason)
+    strategy.on_main(lambda: _check_folder(Path(config.save.output_dir)))
+    prompts = read_prompts(Path(config.preview.sample_prompts)) if config.preview.sample_prompts else []
+    prepared = prepare(config.data, detected.pixel_step)
+    plan = RunPlan.of(prepared.batch_plan(strategy.size, config.train), config.train)
+    for line in outline(prepared, plan, strategy.size).splitlines():
+        logger.info("%s", line)
+
+    job, adapter = _assemble(config, strategy, FAMILIES.get(detected.family)(), prepared, plan)
+    preview = _preview(config, prompts)
+    export = Export(adapter, prepared.pictures, prepared.resolution, started_at)
+    start_trackers(config, strategy)
+    with Progress(plan.steps, job.state.step, "training", wanted=strategy.is_main) as progress:
+        job.actions = [Track(progress), preview, export]
+        if config.preview.sample_at_first:
+            preview.draw(job)
+        train(job)
+    strategy.finish()
+    _say_where(export.written, preview)
+
+
+def _check_folder(folder: Path) -> None:
+    """That LoRA files can be written is known before training, not after it."""
+    from ..errors import UserError
+
+    probe = folder / f".writable-{time.time_ns()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"--output_dir: {folder} cannot be written to: {error.strerror}") from None
+
+
+def _assemble(
+    config: RunConfig, strategy: DataParallel, family: Family, prepared: Prepared, plan: RunPlan
+) -> tuple[Run, lora.Adapter]:
+    """Load the model, put the adapters in, and hand both to the strategy."""
+    parts = ("vae", *family.text_parts, family.denoiser)
+    pipe = family.load(config.model.pretrained_model_name_or_path, DTYPES[strategy.precision], parts)
+    for part in parts:
+        module = getattr(pipe, part)
+        if isinstance(module, torch.nn.Module):
+            module.requires_grad_(False).to(strategy.device)
+    denoiser = getattr(pipe, family.denoiser)
+    adapter = lora.inject(denoiser, config.adapter, family.lora_targets, config.train.seed)
+    if config.train.gradient_checkpointing:
+        denoiser.enable_gradient_checkpointing()
+    denoiser.train()
+    parameters = trainable(denoiser)
+    share = count(parameters) / count(list(denoiser.parameters()))
+    logger.info("training %d LoRA modules of rank %d in %s: %s numbers, %.2f %% of the model", len(adapter.modules),
+                adapter.rank, type(denoiser).__name__, f"{count(parameters):,}", 100 * share)  # fmt: skip
+    optimizer = make_optimizer(config.optim, parameters)
+    wrapped, optimizer = strategy.wrap(denoiser, optimizer)
+    task = Task(family, pipe, wrapped, family.process(pipe), config.train.seed, strategy.device)
+    loader = prepared.loader(plan.batches, strategy.rank, config.train.seed, pin_memory=strategy.pins_memory)
+    return Run(config, plan, strategy, task, loader, wrapped, parameters, optimizer), adapter
+
+
+def _preview(config: RunConfig, prompts: Sequence[Prompt]) -> Preview:
+    settings: PreviewConfig = config.preview
+    return Preview(settings, prompts, Path(config.save.output_dir) / "sample", config.save.output_name)
+
+
+def _say_where(files: Sequence[Path], preview: Preview) -> None:
+    """The last lines: what to open."""
+    logger.info("LoRA file: %s", files[-1])
+    if preview.written:
+        logger.info("pictures: %s", preview.folder)

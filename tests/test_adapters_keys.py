@@ -1,0 +1,91 @@
+"""Names in files: sd-scripts' golden list, round trips, and nothing of a wrapper ever in them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+
+from library.adapters import keys, lora
+from library.config.schema import AdapterConfig
+from library.errors import UserError
+from library.families import FAMILIES
+
+GOLDEN = json.loads((Path(__file__).parent / "data/kohya_keys_sd15.json").read_text())
+FAMILY = FAMILIES.get("sd1")
+
+
+@pytest.fixture(scope="module")
+def real():
+    """The real UNet of Stable Diffusion 1.5, without its weights, with a LoRA of the golden list's rank."""
+    with torch.device("meta"):
+        model = UNet2DConditionModel(cross_attention_dim=768)
+    return model, lora.inject(model, AdapterConfig(network_dim=16, network_alpha=8), FAMILY.lora_targets, seed=1)
+
+
+def filled(model):
+    draw = torch.Generator().manual_seed(0)
+    return {name: torch.rand(tensor.shape, generator=draw) for name, tensor in lora.state(model).items()}
+
+
+def test_names_and_shapes_of_the_real_unet_are_sd_scripts_own(real):
+    model, adapter = real
+    ours = keys.to_kohya(filled(model), adapter.alpha, FAMILY.lora_prefix)
+    golden = {name: shape for name, shape in GOLDEN.items() if name.startswith("lora_unet_")}
+    assert {name: list(tensor.shape) for name, tensor in ours.items()} == golden
+    assert len(golden) == 3 * 192
+    assert {float(tensor) for name, tensor in ours.items() if name.endswith(".alpha")} == {8.0}
+
+
+def test_names_go_to_kohya_and_back_without_loss(real):
+    model, adapter = real
+    state = filled(model)
+    back, alphas = keys.from_kohya(keys.to_kohya(state, adapter.alpha, "lora_unet"), adapter.modules, "lora_unet")
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[name], state[name]) for name in state)
+    assert alphas == dict.fromkeys(adapter.modules, 8.0)
+
+
+def test_a_file_with_keys_of_another_model_is_refused(real):
+    _, adapter = real
+    stranger = {"lora_te_text_model_encoder_layers_0_mlp_fc1.alpha": torch.tensor(1.0)}
+    with pytest.raises(UserError, match="1 of 1 keys are none of this model's, for example lora_te_text"):
+        keys.from_kohya(stranger, adapter.modules, "lora_unet")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "module.mid_block.attentions.0.to_q.lora_A.default.weight",
+        "_orig_mod.mid_block.attentions.0.to_q.lora_A.default.weight",
+        "module._orig_mod.mid_block.attentions.0.to_q.lora_A.weight",
+        "_orig_mod.module.mid_block._orig_mod.attentions.0.to_q.lora_A.weight",
+    ],
+)
+def test_what_wrappers_add_is_taken_off(name):
+    assert keys.clean(name) == "mid_block.attentions.0.to_q.lora_A.weight"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lora_unet__orig_mod_mid_block_to_q.alpha",
+        "lora_unet_mid_block__orig_mod_to_q.alpha",
+        "lora_unet_module_mid_block_to_q.alpha",
+        "lora_unet_mid_block_to_q.lora_down.default.weight",
+        "lora_unet_mid_block_to_q_base_layer.alpha",
+        "module.lora_unet_mid_block_to_q.alpha",
+    ],
+)
+def test_what_is_left_of_a_wrapper_is_found(name):
+    assert keys.stray([name]) == [name]
+
+
+def test_a_state_that_is_not_clean_is_never_exported():
+    with pytest.raises(ValueError, match="not clean"):
+        keys.to_kohya({"_orig_mod.to_q.lora_A.weight": torch.ones(1)}, 1.0, "lora_unet")
+
+
+def test_the_golden_names_are_all_clean():
+    assert keys.stray(GOLDEN) == []

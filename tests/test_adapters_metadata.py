@@ -1,0 +1,116 @@
+"""What a LoRA file says of itself: true, all text, without paths, with sd-scripts' hashes."""
+
+import dataclasses
+import hashlib
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from library.adapters.file import write
+from library.adapters.metadata import ModelFacts, RunFacts, describe, with_hashes
+from library.adapters.verify import read
+from library.config.schema import AdapterConfig, ModelConfig, RunConfig, SaveConfig, TrainConfig
+
+MODEL = ModelFacts("sd_v1", "stable-diffusion-v1", "epsilon")
+RUN = RunFacts(
+    step=30, epoch=2, steps=100, epochs=7, started_at=1_700_000_000.5, saved_at=1_700_000_900.0, session_id=7,
+    pictures=32, regularisation_pictures=0, batches_per_epoch=16, resolution=(96, 64),
+    optimizer="torch.optim.adamw.AdamW(weight_decay=0.01)", mixed_precision="bf16",
+)  # fmt: skip
+CONFIG = RunConfig(
+    adapter=AdapterConfig(network_dim=8, network_alpha=4.0),
+    train=TrainConfig(seed=11, gradient_accumulation_steps=3),
+    save=SaveConfig(output_name="cat", training_comment="first try"),
+)
+
+
+def described(config=CONFIG):
+    return describe(config, MODEL, RUN, "lorikeet-lora/0.1.0")
+
+
+def test_the_keys_that_loaders_read_are_always_there():
+    least = {
+        "ss_v2": "False",
+        "ss_base_model_version": "sd_v1",
+        "ss_network_module": "networks.lora",
+        "ss_network_dim": "8",
+        "ss_network_alpha": "4.0",
+        "ss_network_args": "{}",
+    }
+    quiet = dataclasses.replace(CONFIG, save=dataclasses.replace(CONFIG.save, no_metadata=True))
+    assert described(quiet) == least
+    assert described().items() >= least.items()
+
+
+def test_the_run_is_described_with_sd_scripts_keys():
+    found = described()
+    expected = {
+        "ss_steps": "30", "ss_max_train_steps": "100", "ss_epoch": "2", "ss_num_epochs": "7", "ss_seed": "11",
+        "ss_gradient_accumulation_steps": "3", "ss_learning_rate": "0.0001", "ss_mixed_precision": "bf16",
+        "ss_output_name": "cat", "ss_training_comment": "first try", "ss_num_train_images": "32",
+        "ss_optimizer": "torch.optim.adamw.AdamW(weight_decay=0.01)",
+        "modelspec.sai_model_spec": "1.0.1", "modelspec.architecture": "stable-diffusion-v1/lora",
+        "modelspec.title": "cat", "modelspec.resolution": "96x64", "modelspec.prediction_type": "epsilon",
+        "modelspec.date": "2023-11-14T22:28:20+00:00", "modelspec.implementation_version": "lorikeet-lora/0.1.0",
+    }  # fmt: skip
+    assert found.items() >= expected.items()
+    assert all(type(value) is str for value in found.values())
+
+
+def test_alpha_zero_is_written_as_the_rank_it_stands_for():
+    assert described(RunConfig(adapter=AdapterConfig(network_dim=8, network_alpha=0)))["ss_network_alpha"] == "8.0"
+
+
+@pytest.mark.parametrize(
+    "source, name",
+    [
+        ("/home/someone/models/sd15/", "sd15"),
+        ("C:\\Users\\someone\\sd15", "sd15"),
+        ("owner/name", "owner/name"),
+        (None, "built-in"),
+    ],
+)
+def test_of_a_path_only_the_last_part_is_told(source, name):
+    found = described(dataclasses.replace(CONFIG, model=ModelConfig(source)))
+    assert found["ss_sd_model_name"] == name
+    assert "someone" not in json.dumps(found)
+
+
+def test_of_a_relative_path_only_the_last_part_is_told(tmp_path, monkeypatch):
+    (tmp_path / "private/sd15").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    found = described(dataclasses.replace(CONFIG, model=ModelConfig(os.path.join("private", "sd15"))))
+    assert found["ss_sd_model_name"] == "sd15"
+
+
+def test_the_hashes_follow_sd_scripts_rules(tmp_path):
+    tensors = {"lora_unet_a.alpha": torch.tensor(1.0), "lora_unet_a.lora_down.weight": torch.rand(600, 600)}
+    found = with_hashes(tensors, described())
+
+    # The rules anew, on a real file that has only the ss_ keys.
+    save_file(tensors, tmp_path / "plain.safetensors", {k: v for k, v in described().items() if k.startswith("ss_")})
+    content = (tmp_path / "plain.safetensors").read_bytes()
+    header = int.from_bytes(content[:8], "little")
+    assert found["sshs_model_hash"] == hashlib.sha256(content[8 + header :]).hexdigest()
+    legacy = hashlib.sha256()
+    with (tmp_path / "plain.safetensors").open("rb") as file:
+        file.seek(0x100000)
+        legacy.update(file.read(0x10000))
+    assert found["sshs_legacy_hash"] == legacy.hexdigest()[:8]
+
+    other = with_hashes(tensors, {**described(), "modelspec.title": "another"})
+    assert other["sshs_model_hash"] == found["sshs_model_hash"]
+
+
+def test_the_metadata_arrives_in_the_file(tmp_path):
+    tensors = {
+        "lora_unet_a.alpha": torch.tensor(1.0),
+        "lora_unet_a.lora_down.weight": torch.rand(2, 3),
+        "lora_unet_a.lora_up.weight": torch.rand(4, 2),
+    }
+    metadata = with_hashes(tensors, described())
+    write(tmp_path / "cat.safetensors", tensors, metadata)
+    assert read(tmp_path / "cat.safetensors")[1] == metadata

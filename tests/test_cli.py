@@ -1,0 +1,94 @@
+"""The command line as a user meets it: one program, plain messages, exit codes that mean something."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TRAIN = str(ROOT / "train_lora.py")
+
+
+def call(*words, cwd=ROOT, **environment):
+    return subprocess.run([sys.executable, *map(str, words)], cwd=cwd, env=os.environ | environment,
+                          capture_output=True, text=True, timeout=120)  # fmt: skip
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    """Another project's package that is called library, too."""
+    (tmp_path / "site" / "library").mkdir(parents=True)
+    (tmp_path / "site" / "library" / "__init__.py").write_text("STRANGER = True\n")
+    return tmp_path / "site"
+
+
+def test_a_mistake_ends_with_code_2_and_one_line_for_each_problem(tmp_path):
+    done = call(TRAIN, "--network_dimm", "4", "--dataset_config", tmp_path / "none.toml")
+
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.splitlines() == [
+        "train_lora: stopped. 2 problems:",
+        "  --network_dimm: unknown option; did you mean --network_dim?",
+        f"  --dataset_config: {tmp_path}/none.toml: no such file (looked in {tmp_path})",
+    ]
+
+
+def test_a_mistake_is_told_once_for_each_machine():
+    argv = (TRAIN, "--network_dimm", "4")
+
+    assert "network_dimm" in call(*argv, RANK="0", LOCAL_RANK="0", WORLD_SIZE="4").stderr
+    assert call(*argv, RANK="1", LOCAL_RANK="1", WORLD_SIZE="4").stderr == ""
+    assert "stopped on the machine of rank 2" in call(*argv, RANK="2", LOCAL_RANK="0", WORLD_SIZE="4").stderr
+    assert call(*argv, RANK="1", LOCAL_RANK="1", WORLD_SIZE="4").returncode == 2
+
+
+def test_under_accelerate_launch_it_is_said_that_its_own_report_is_not_the_cause():
+    done = call(TRAIN, "--network_dimm", "4", ACCELERATE_MIXED_PRECISION="no")
+
+    assert done.stderr.splitlines()[-1].startswith("(accelerate launch reports below")
+
+
+def test_it_runs_from_another_folder(tmp_path):
+    assert call(TRAIN, "--help", cwd=tmp_path).returncode == 0
+
+
+def test_a_foreign_library_on_the_path_does_not_get_in_the_way(foreign, tmp_path):
+    done = call(TRAIN, "--help", cwd=tmp_path, PYTHONPATH=str(foreign))
+
+    assert done.returncode == 0 and "--dataset_config" in done.stdout
+
+
+def test_a_foreign_library_that_comes_first_is_named(foreign):
+    script = f"import runpy, sys; sys.path.insert(0, {str(foreign)!r}); import library; " \
+             f"sys.argv = ['train_lora.py', '--help']; runpy.run_path({TRAIN!r}, run_name='__main__')"  # fmt: skip
+    done = call("-c", script)
+
+    assert done.returncode == 2
+    assert f"the name 'library' belongs to {foreign}/library/__init__.py here" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_foreign_library_without_a_file_is_named(tmp_path):
+    (tmp_path / "library").mkdir()
+    script = f"import runpy, sys; sys.path[:] = [{str(tmp_path)!r}, *sys.path]; import library; " \
+             f"runpy.run_path({TRAIN!r}, run_name='__main__')"  # fmt: skip
+    done = call("-c", script, cwd=tmp_path)
+
+    assert done.returncode == 2 and "nothing was started" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_tool_that_is_not_there_is_answered_with_the_nearest():
+    done = call("-m", "library", "docter")
+
+    assert done.returncode == 2
+    assert done.stderr == "library: no tool 'docter'; did you mean doctor?; there are: doctor, plan, options\n"
+
+
+def test_a_tool_tells_mistakes_as_training_does():
+    done = call("-m", "library", "plan", "--network_dimm", "4")
+
+    assert done.returncode == 2
+    assert "  --network_dimm: unknown option; did you mean --network_dim?" in done.stderr.splitlines()

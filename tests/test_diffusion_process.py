@@ -1,0 +1,79 @@
+"""The noise processes against diffusers' own schedulers and their closed forms."""
+
+import pytest
+import torch
+from diffusers import DDIMScheduler, DDPMScheduler
+
+from library.diffusion.process import alphas_cumprod, from_scheduler
+from library.errors import ConfigError
+
+SD1 = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+
+
+def draws(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("schedule", ["linear", "scaled_linear", "squaredcos_cap_v2"])
+def test_the_noise_table_is_diffusers_own_to_the_bit(schedule):
+    theirs = DDPMScheduler(beta_schedule=schedule, beta_start=0.001, beta_end=0.013)
+    assert torch.equal(alphas_cumprod(theirs.config), theirs.alphas_cumprod)
+
+
+def test_a_table_given_by_hand_and_one_without_terminal_signal_are_diffusers_own():
+    betas = torch.linspace(0.001, 0.02, 1000).tolist()
+    theirs = DDPMScheduler(trained_betas=betas)
+    assert torch.equal(alphas_cumprod(theirs.config), theirs.alphas_cumprod)
+
+    theirs = DDIMScheduler(**SD1, rescale_betas_zero_snr=True)
+    ours = alphas_cumprod(theirs.config)
+    torch.testing.assert_close(ours, theirs.alphas_cumprod)
+    assert ours[-1] == 0
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+def test_noising_and_target_are_diffusers_own(prediction):
+    theirs = DDPMScheduler(**SD1, prediction_type=prediction)
+    latents, noise = draws(4, 4, 8, 12), draws(4, 4, 8, 12, seed=1)
+    t = torch.tensor([0, 1, 437, 999])
+    noisy, target = from_scheduler(theirs.config).add_noise(latents, noise, t.float())
+    torch.testing.assert_close(noisy, theirs.add_noise(latents, noise, t), rtol=0, atol=1e-6)
+    expected = noise if prediction == "epsilon" else theirs.get_velocity(latents, noise, t)
+    torch.testing.assert_close(target, expected, rtol=0, atol=1e-6)
+
+
+def test_velocity_in_closed_form():
+    process = from_scheduler({**SD1, "prediction_type": "v_prediction"})
+    a = process.alphas_cumprod[500].item()
+    noisy, target = process.add_noise(
+        torch.full((1, 1, 1, 1), 2.0), torch.full((1, 1, 1, 1), 3.0), torch.tensor([500.0])
+    )
+    assert noisy.item() == pytest.approx(a**0.5 * 2 + (1 - a) ** 0.5 * 3)
+    assert target.item() == pytest.approx(a**0.5 * 3 - (1 - a) ** 0.5 * 2, abs=1e-6)
+
+
+def test_noising_keeps_the_dtype_and_mixes_in_full_precision():
+    process, t = from_scheduler(SD1), torch.tensor([999.0])
+    latents = draws(1, 4, 2, 3)
+    noisy, _ = process.add_noise(latents.bfloat16(), torch.zeros(1, 4, 2, 3, dtype=torch.bfloat16), t)
+    assert noisy.dtype == torch.bfloat16
+    torch.testing.assert_close(noisy.float(), latents * process.alphas_cumprod[999].sqrt(), rtol=2e-2, atol=1e-4)
+
+
+def test_timesteps_are_whole_numbers_over_the_full_range_and_follow_the_generator():
+    process = from_scheduler(SD1)
+    drawn = process.sample_timesteps(20_000, torch.Generator().manual_seed(1))
+    assert drawn.dtype == torch.float32
+    assert torch.equal(drawn, drawn.round())
+    assert (drawn.min(), drawn.max()) == (0, 999)
+    assert abs(drawn.mean().item() - 499.5) < 5
+    assert torch.equal(drawn, process.sample_timesteps(20_000, torch.Generator().manual_seed(1)))
+
+
+@pytest.mark.parametrize(
+    "change", [{"prediction_type": "sample"}, {"beta_schedule": "sigmoid"}, {"num_train_timesteps": 50}]
+)
+def test_a_process_that_is_not_known_is_refused_by_name(change):
+    ((name, value),) = change.items()
+    with pytest.raises(ConfigError, match=f"{name} '?{value}"):
+        from_scheduler({**SD1, **change})

@@ -1,0 +1,94 @@
+"""One set-up of messages: rank 0 speaks, warnings are named, progress is a line now and then without a terminal."""
+
+import logging
+
+import pytest
+
+from library import log
+
+
+@pytest.fixture(autouse=True)
+def as_before():
+    logger = logging.getLogger("library")
+    before = (list(logger.handlers), logger.level, logger.propagate)
+    yield
+    logger.handlers[:], logger.level, logger.propagate = before
+
+
+def said(capsys, **settings):
+    log.set_up(**settings)
+    logger = logging.getLogger("library.some.module")
+    logger.info("for your information")
+    logger.warning("look out")
+    logger.error("broken")
+    return capsys.readouterr().err
+
+
+def test_messages_go_to_the_terminal_with_their_time(capsys):
+    lines = said(capsys).splitlines()
+
+    assert [line.split("  ", 1)[1] for line in lines if not line.startswith(("warning", "error"))] == [
+        "for your information"
+    ]
+    assert lines[1].startswith("warning: ") and lines[1].endswith("  look out")
+
+
+def test_simple_messages_are_the_message_alone(capsys):
+    assert said(capsys, simple=True) == "for your information\nwarning: look out\nerror: broken\n"
+
+
+def test_quiet_leaves_warnings_and_errors(capsys):
+    assert said(capsys, simple=True, quiet=True) == "warning: look out\nerror: broken\n"
+
+
+def test_the_level_decides(capsys):
+    assert said(capsys, simple=True, level="ERROR") == "error: broken\n"
+
+
+def test_other_ranks_tell_errors_only_and_say_who_they_are(capsys):
+    assert said(capsys, simple=True, rank=3) == "[rank 3] error: broken\n"
+
+
+def test_messages_can_go_to_a_file_instead(capsys, tmp_path):
+    path = tmp_path / "logs" / "run.log"
+
+    assert said(capsys, simple=True, file=str(path)) == ""
+    assert path.read_text() == "for your information\nwarning: look out\nerror: broken\n"
+
+
+def test_setting_up_twice_does_not_say_things_twice(capsys):
+    log.set_up(simple=True)
+
+    assert said(capsys, simple=True).count("look out") == 1
+
+
+def test_other_packages_are_left_alone():
+    before = (list(logging.getLogger().handlers), logging.getLogger().level)
+    log.set_up()
+
+    assert (list(logging.getLogger().handlers), logging.getLogger().level) == before
+
+
+def test_progress_without_a_terminal_is_first_and_last_line_when_it_is_quick(capsys):
+    log.set_up(simple=True)
+    with log.Progress(5, 0, "training", wanted=True) as progress:
+        for step in range(5):
+            progress.advance({"loss": f"{step / 10:.1f}"})
+
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(",")[0] for line in lines] == ["training 1/5", "training 5/5"]
+    assert "loss 0.4" in lines[1] and lines[1].endswith("0:00 left")
+
+
+def test_progress_of_other_ranks_and_of_quiet_runs_is_not_shown(capsys):
+    for settings, wanted in (({"simple": True}, False), ({"quiet": True}, True)):
+        log.set_up(**settings)
+        with log.Progress(1, 0, "training", wanted=wanted) as progress:
+            progress.advance({})
+
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(0, "0:00"), (59.6, "1:00"), (3599, "59:59"), (3723, "1:02:03")])
+def test_a_length_of_time_is_shown_as_on_a_clock(seconds, shown):
+    assert log.clock(seconds) == shown

@@ -1,0 +1,234 @@
+"""A whole run: the same LoRA however the work is spread, in a file that diffusers loads, and pictures beside it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from ranks import on_ranks
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from library.config import load_options
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def pictures(folder: Path, sizes: dict[tuple[int, int], int]) -> Path:
+    """A dataset file for pictures of given sizes, each with its own colours and caption."""
+    (folder / "pictures").mkdir(parents=True)
+    number = 0
+    for (width, height), count in sizes.items():
+        for _ in range(count):
+            number += 1
+            picture = Image.radial_gradient("L").resize((width, height)).convert("RGB")
+            picture.putpixel((number, 1), (255, 10 * number, 0))
+            picture = Image.blend(picture, Image.new("RGB", picture.size, (7 * number, 255 - 11 * number, 90)), 0.5)
+            picture.save(folder / "pictures" / f"{number:02d}.png")
+            (folder / "pictures" / f"{number:02d}.txt").write_text(f"picture {number}, a {number * 17} b", "utf-8")
+    path = folder / "dataset.toml"
+    path.write_text(f"""
+[general]
+enable_bucket = true
+caption_extension = ".txt"
+[[datasets]]
+resolution = 64
+min_bucket_reso = 32
+max_bucket_reso = 128
+bucket_reso_steps = 16
+[[datasets.subsets]]
+image_dir = '{folder / "pictures"}'
+""")
+    return path
+
+
+def train(*flags: str) -> str:
+    """One process's part in a run; the path of the LoRA file."""
+    from library.training.run import run
+
+    loaded = load_options([*flags, "--quiet", "--max_data_loader_n_workers", "0"])
+    run(loaded.require(), frozenset(loaded.places))
+    return str(Path(loaded.config.save.output_dir) / f"{loaded.config.save.output_name}.safetensors")
+
+
+def trained(folder: Path, ranks: int, batch: int, accumulation: int, *flags: str, dataset: Path) -> dict[str, torch.Tensor]:
+    name = f"r{ranks}b{batch}a{accumulation}"
+    files = on_ranks(ranks, train, "--dataset_config", str(dataset), "--train_batch_size", str(batch),
+                     "--gradient_accumulation_steps", str(accumulation), "--output_dir", str(folder), "--output_name",
+                     name, "--max_train_steps", "6", "--learning_rate", "0.5", "--network_dim", "4", "--network_alpha",
+                     "3", *flags)  # fmt: skip
+    return load_file(files[0])
+
+
+def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """The largest difference in any tensor, relative to the largest value in it."""
+    assert one.keys() == other.keys()
+    return max(float((one[key] - other[key]).abs().max() / one[key].abs().max().clamp_min(1e-12)) for key in one)
+
+
+@pytest.fixture(scope="module")
+def even(tmp_path_factory):
+    """Two buckets that divide evenly into steps of four."""
+    return pictures(tmp_path_factory.mktemp("even"), {(96, 64): 8, (64, 96): 4})
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory):
+    """Three buckets with remainders."""
+    return pictures(tmp_path_factory.mktemp("uneven"), {(96, 64): 5, (64, 96): 3, (64, 64): 2})
+
+
+@pytest.fixture(scope="module")
+def reference(even, tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("reference"), 1, 4, 1, "--optimizer_type", "SGD", dataset=even)
+
+
+@pytest.mark.parametrize(("ranks", "batch", "accumulation"), [(1, 1, 4), (1, 2, 2), (2, 2, 1), (2, 1, 2), (4, 1, 1)])
+def test_four_pictures_a_step_train_alike_however_they_are_split(ranks, batch, accumulation, even, reference, tmp_path):
+    # Plain gradient descent: Adam divides by the gradient's size and would hide a wrong scale.
+    found = trained(tmp_path, ranks, batch, accumulation, "--optimizer_type", "SGD", dataset=even)
+
+    assert difference(reference, found) < 1e-4
+    assert max(float(tensor.abs().max()) for key, tensor in found.items() if "lora_up" in key) > 1e-4
+
+
+def test_short_batches_weigh_by_their_pictures_on_any_number_of_ranks(uneven, tmp_path):
+    one = trained(tmp_path, 1, 4, 1, "--optimizer_type", "SGD", dataset=uneven)
+    two = trained(tmp_path, 2, 2, 1, "--optimizer_type", "SGD", dataset=uneven)
+    four = trained(tmp_path, 4, 1, 1, "--optimizer_type", "SGD", dataset=uneven)
+
+    assert difference(one, two) < 1e-4
+    assert difference(one, four) < 1e-4
+
+
+def test_the_same_settings_give_the_same_file_to_the_bit_and_another_seed_another(even, tmp_path):
+    first = trained(tmp_path / "a", 1, 2, 1, dataset=even)
+    again = trained(tmp_path / "b", 1, 2, 1, dataset=even)
+    other = trained(tmp_path / "c", 1, 2, 1, "--seed", "43", dataset=even)
+
+    assert difference(first, again) == 0.0
+    assert difference(first, other) > 1e-3
+
+
+def test_gradient_checkpointing_changes_nothing_but_rounding(even, reference, tmp_path):
+    found = trained(tmp_path, 1, 4, 1, "--optimizer_type", "SGD", "--gradient_checkpointing", dataset=even)
+
+    assert difference(reference, found) < 1e-4
+
+
+def test_bf16_trains_the_same_adapters_in_float32(even, reference, tmp_path):
+    found = trained(tmp_path, 1, 4, 1, "--optimizer_type", "SGD", "--mixed_precision", "bf16", dataset=even)
+
+    assert {tensor.dtype for tensor in found.values()} == {torch.float32}
+    assert 1e-6 < difference(reference, found) < 0.3
+
+
+def test_a_network_of_another_kind_than_the_launcher_asked_for_is_never_taken(even, tmp_path):
+    with pytest.raises(AssertionError, match="fp16"):
+        trained(tmp_path, 1, 1, 1, "--mixed_precision", "fp16", dataset=even)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """The main job as users start it, only shorter."""
+    folder = tmp_path_factory.mktemp("demo")
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1",
+               "--mixed_precision", "no", "--dynamo_backend", "no", str(ROOT / "train_lora.py"), "--dataset_config",
+               str(ROOT / "dataset_configs/demo.toml"), "--config_file", str(ROOT / "dataset_configs/demo_run.toml"),
+               "--max_train_steps", "12", "--save_every_n_steps", "5", "--output_dir", str(folder / "out"),
+               "--logging_dir", str(folder / "logs"), "--sample_prompts",
+               str(ROOT / "dataset_configs/demo_prompts.txt"), "--sample_every_n_steps", "12"]  # fmt: skip
+    done = subprocess.run(command, cwd=folder, env=os.environ | {"PYTHONWARNINGS": "default"}, capture_output=True,
+                          text=True, timeout=300)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return folder, done.stderr
+
+
+def test_the_run_says_what_it_does_and_where_the_files_are(demo):
+    folder, said = demo
+
+    assert "Traceback" not in said
+    assert "no model is named, so the built-in one is used" in said
+    assert "training 12/12" in said
+    assert f"LoRA file: {folder / 'out' / 'demo.safetensors'}" in said
+    assert f"pictures: {folder / 'out' / 'sample'}" in said
+
+
+def test_the_files_have_the_names_of_sd_scripts(demo):
+    folder, _ = demo
+
+    assert sorted(path.name for path in (folder / "out").glob("*.safetensors")) == [
+        "demo-step00000005.safetensors", "demo-step00000010.safetensors", "demo.safetensors",
+    ]  # fmt: skip
+    pictures_drawn = sorted((folder / "out" / "sample").glob("demo_000012_*.png"))
+    assert len(pictures_drawn) == 2
+    assert [Image.open(path).size for path in pictures_drawn] == [(64, 96), (96, 64)]
+
+
+def test_diffusers_loads_the_file_and_it_changes_the_picture(demo):
+    from library.demo import stand_in
+
+    folder, _ = demo
+    pipe = stand_in.build()
+    pipe.set_progress_bar_config(disable=True)
+    call = {"prompt": "a red circle", "num_inference_steps": 2, "width": 64, "height": 64, "output_type": "pt"}
+    before = pipe(**call, generator=torch.Generator().manual_seed(0)).images
+    pipe.load_lora_weights(str(folder / "out" / "demo.safetensors"))
+    after = pipe(**call, generator=torch.Generator().manual_seed(0)).images
+
+    active = [name for name, _ in pipe.unet.named_parameters() if "lora_B" in name]
+    assert len(active) * 3 == len(load_file(folder / "out" / "demo.safetensors"))
+    assert float((torch.as_tensor(before) - torch.as_tensor(after)).abs().max()) > 1e-4
+
+
+def test_the_metadata_tells_the_run_and_no_paths(demo):
+    folder, _ = demo
+    with safe_open(folder / "out" / "demo-step00000005.safetensors", "pt") as file:
+        metadata = file.metadata()
+
+    assert metadata["ss_steps"] == "5" and metadata["ss_max_train_steps"] == "12"
+    assert metadata["ss_base_model_version"] == "sd_v1"
+    assert not [key for key, value in metadata.items() if str(folder) in value or str(ROOT) in value]
+
+
+def test_the_tracker_has_every_step(demo):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder, _ = demo
+    (run,) = (folder / "logs").iterdir()
+    events = EventAccumulator(str(next(run.rglob("events.*")).parent))
+    events.Reload()
+
+    assert [event.step for event in events.Scalars("loss/current")] == list(range(1, 13))
+
+
+def test_the_plan_tool_says_what_the_run_does():
+    command = [sys.executable, "-m", "library", "plan", "--dataset_config", "dataset_configs/demo.toml",
+               "--max_train_epochs", "3"]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+    assert done.returncode == 0, done.stderr
+    assert "16" in done.stdout
+
+
+def test_dry_run_writes_nothing_and_imports_no_model(tmp_path):
+    script = ("import sys; from library.cli import main; code = main(sys.argv[1:]); "
+              "print(code, 'diffusers' in sys.modules, 'accelerate' in sys.modules)")  # fmt: skip
+    command = [sys.executable, "-c", script, "--dataset_config", str(ROOT / "dataset_configs/demo.toml"), "--dry_run",
+               "--output_dir", str(tmp_path / "out")]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+    assert done.stdout.splitlines()[-1] == "0 False False", done.stdout + done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_folder_that_cannot_be_written_is_known_before_training(tmp_path, even):
+    (tmp_path / "out").write_text("a file is in the way")
+
+    with pytest.raises(AssertionError, match="--output_dir: .* cannot be written to"):
+        on_ranks(1, train, "--dataset_config", str(even), "--output_dir", str(tmp_path / "out"))
+
+
