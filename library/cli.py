@@ -92,7 +92,7 @@ def _of_model_and_prompts(config: "RunConfig") -> list[str]:
     problems = []
     prompts = config.preview.sample_prompts
     try:
-        detect(config.model.pretrained_model_name_or_path, config.model.family)
+        detect(config.model.pretrained_model_name_or_path)
     except ConfigError as error:
         problems += error.problems
     try:

@@ -31,6 +31,12 @@ def set_up(*, level: str = "INFO", file: str | None = None, simple: bool = False
     logger.addHandler(handler)
     logger.setLevel(logging.ERROR if rank else "WARNING" if quiet else level)
     logger.propagate = False
+    # It would send users after a package that nothing here needs.
+    logging.getLogger("transformers.utils.import_utils").addFilter(_not_about_torchvision)
+
+
+def _not_about_torchvision(record: logging.LogRecord) -> bool:
+    return "torchvision" not in record.getMessage()
 
 
 class _BesideProgress(logging.Handler):

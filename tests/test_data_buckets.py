@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from library.config.schema import DataConfig
 from library.config.values import Size
 from library.data.buckets import Placement, bucket_sizes, place_for
@@ -37,7 +38,7 @@ def test_every_golden_picture_gets_the_bucket_and_the_size_of_sd_scripts(case: d
         placement = place(width, height)
         assert [*placement.bucket, *placement.resized] == expected, (width, height)
         left, top = placement.crop
-        trim_x, trim_y = (resized - bucket for resized, bucket in zip(placement.resized, placement.bucket))
+        trim_x, trim_y = (resized - bucket for resized, bucket in zip(placement.resized, placement.bucket, strict=True))
         assert (left, top) == (trim_x // 2, trim_y // 2) and min(trim_x, trim_y) >= 0
 
 
@@ -67,7 +68,7 @@ def test_a_placed_picture_covers_its_bucket(width: int, height: int, upscale: bo
     except ValueError:
         assert bucketed and not upscale and (min(width, height) < 64 or max(width / height, height / width) > 40)
         return
-    for bucket, resized, offset in zip(placement.bucket, placement.resized, placement.crop):
+    for bucket, resized, offset in zip(placement.bucket, placement.resized, placement.crop, strict=True):
         assert bucket > 0 and bucket % 64 == 0 and 0 <= offset <= resized - bucket
     if bucketed and not upscale:
         assert placement.resized[0] <= width and placement.resized[1] <= height

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from library.config import load_options
 from library.config.schema import DataConfig
 from library.config.values import Size
@@ -43,3 +44,176 @@ def test_every_golden_file_resolves_to_the_values_of_sd_scripts_or_is_rejected_a
     assert (not reading.problems) == expected["ok"], reading.problems
     if expected["ok"]:
         assert resolved(reading.datasets) == expected["resolved"]
+
+
+GOOD = "[[datasets]]\nresolution = 512\n[[datasets.subsets]]\nimage_dir = 'a'\n"
+
+
+def test_every_mistake_is_told_at_once_with_file_line_and_key(tmp_path):
+    text = """\
+[general]
+enable_buckets = true
+flip_aug = "true"
+image_dir = 'a'
+
+[[datasets]]
+batch_size = "4"
+keep_tokens = -1
+prior_loss_weight = 0.5
+train_batch_size = 2
+  [[datasets.subsets]]
+  resolution = 512
+  num_repeats = 0
+  caption_dropout_rate = 1.5
+  [[datasets.subsets]]
+  image_dir = ['a']
+  face_crop_aug_range = [1.0]
+[extra]
+"""
+    assert problems(tmp_path, text) == [
+        "set.toml:18: extra: unknown; there are [general] and [[datasets]]",
+        "set.toml:2: enable_buckets: unknown key; did you mean enable_bucket?",
+        "set.toml:3: flip_aug: expected true or false, got the text 'true'; write true without quotes",
+        "set.toml:4: image_dir: belongs in [[datasets.subsets]], not in [general]",
+        "set.toml:7: batch_size: expected a whole number, got the text '4'; write 4 without quotes",
+        "set.toml:8: keep_tokens: -1 is too small; at least 0",
+        "set.toml:9: prior_loss_weight: not a key of dataset files; set it for the run: --prior_loss_weight",
+        "set.toml:10: train_batch_size: unknown key; in dataset files it is called batch_size",
+        "set.toml:12: resolution: belongs in [general] or [[datasets]], not in [[datasets.subsets]]",
+        "set.toml:13: num_repeats: 0 is too small; at least 1",
+        "set.toml:14: caption_dropout_rate: 1.5 is too large; at most 1",
+        "set.toml:11: image_dir: missing; name the folder of pictures: image_dir = 'FOLDER'",
+        "set.toml:16: image_dir: expected a text, got ['a']",
+        "set.toml:17: face_crop_aug_range: expected two numbers, such as [2.0, 4.0]",
+        "set.toml:6: resolution: missing; set it here, in [general] or with --resolution, such as 512 or [512, 768]",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    {
+        "": "set.toml: no [[datasets]]; add one, and [[datasets.subsets]] with image_dir",
+        "datasets = 1": "set.toml:1: datasets: expected tables, each headed [[datasets]]",
+        "general = 1\n" + GOOD: "set.toml:1: general: expected the table [general], got 1",
+        "[[datasets]]\nresolution = 512": "set.toml:1: no [[datasets.subsets]]; add one with image_dir = 'FOLDER'",
+        "[[datasets]]\nresolution = 512\nsubsets = 3": "set.toml:3: subsets: expected tables, each headed"
+        " [[datasets.subsets]]",
+        GOOD + "is_rge = true": "set.toml:5: is_rge: unknown key; did you mean is_reg?",
+        GOOD + "is_reg = true": "set.toml:1: all subsets are regularisation pictures (is_reg); add a subset of pictures"
+        " to train on",
+        GOOD + "[[datasets.subsets]]\nimage_dir = './a'": "set.toml:6: image_dir: './a' stands in set.toml:4, too; for"
+        " more repeats raise num_repeats there",
+        GOOD + "[[datasets.subsets]]\nmetadata_file = 'm.json'": "set.toml:1: subsets of different kinds in one"
+        " dataset: neither (set.toml:3), metadata_file (set.toml:5); metadata_file or conditioning_data_dir stands"
+        " in all of them or in none; use a [[datasets]] for each kind",
+        GOOD + "metadata_file = 'm.json'\nclass_tokens = 'x'": "set.toml:6: class_tokens: has no meaning beside"
+        " metadata_file; take one of the two out",
+        GOOD + "caption_separator = ''": "set.toml:5: caption_separator: is empty; the usual one is ','",
+        "general.enable_bucket = true\ngeneral.min_bucket_reso = 640\n" + GOOD: "set.toml:2: min_bucket_reso: 640 is"
+        " above the shorter side of resolution 512,512; at most 512",
+        "general.enable_bucket = true\n" + GOOD.replace("512", "[512, 1300]"): "set.toml:2: max_bucket_reso: 1024 is"
+        " below the longer side of resolution 512,1300; at least 1300",
+        "general.enable_bucket = true\ngeneral.min_bucket_reso = 600\ngeneral.max_bucket_reso = 576\n"
+        + GOOD: "set.toml:2: min_bucket_reso: min_bucket_reso 600 is above max_bucket_reso 576",
+        "general.enable_bucket = true\ngeneral.min_bucket_reso = 32\n" + GOOD: "set.toml:2: min_bucket_reso: 32 is"
+        " below bucket_reso_steps 64; at least 64",
+        GOOD + "image_directory = 'b'": "set.toml:5: image_directory: goes with [[datasets]] that has no subsets; in a"
+        " subset it is called image_dir",
+        "[[datasets]]\nresolution = 512\nimage_directory = 'a'\ncache_directory = 'c'": "set.toml:4: cache_directory:"
+        " not yet: this key of musubi-tuner; take it out",
+        "a = = 1": "set.toml:1: not valid TOML: Invalid value",
+    }.items(),
+)
+def test_a_mistake_is_told_with_the_way_out(tmp_path, text: str, expected: str):
+    assert problems(tmp_path, text) == [expected]
+
+
+def test_whole_numbers_and_mixed_arrays_are_taken_for_numbers(tmp_path):
+    text = "general.network_multiplier = 1\ngeneral.face_crop_aug_range = [2, 4.0]\n" + GOOD.replace("512", "'512,768'")
+    (dataset,) = read(tmp_path, text + "caption_dropout_rate = 1").require()
+    assert dataset.network_multiplier == 1.0 and dataset.resolution == Size(512, 768)
+    assert dataset.subsets[0].face_crop_aug_range == (2.0, 4.0)
+    assert dataset.subsets[0].caption_dropout_rate == 1.0
+
+
+def test_the_value_nearest_to_the_subset_wins_even_when_it_is_false(tmp_path):
+    text = "[general]\nflip_aug = true\nnum_repeats = 7\nkeep_tokens = 3\n"
+    text += "[[datasets]]\nresolution = 512\nkeep_tokens = 2\n"
+    text += "[[datasets.subsets]]\nimage_dir = 'a'\nflip_aug = false\n"
+    text += "[[datasets.subsets]]\nimage_dir = 'b'\nkeep_tokens = 0\n"
+    (dataset,) = read(tmp_path, text, dataset_repeats=9, random_crop=True, caption_suffix="x").require()
+    first, second = dataset.subsets
+    assert (first.flip_aug, first.num_repeats, first.keep_tokens, first.random_crop) == (False, 7, 2, True)
+    assert (second.flip_aug, second.num_repeats, second.keep_tokens, second.caption_suffix) == (True, 7, 0, "x")
+    assert second.place("keep_tokens").endswith("set.toml:13") and first.place("keep_tokens").endswith("set.toml:7")
+    assert first.place("random_crop") == "--random_crop" and first.place("is_reg").endswith("set.toml:8")
+
+
+def test_a_flat_dataset_of_musubi_tuner_is_a_dataset_with_one_subset(tmp_path):
+    text = "[general]\nresolution = [960, 544]\ncaption_extension = '.txt'\nbatch_size = 2\n"
+    folders = "[[datasets]]\nimage_directory = 'a'\nnum_repeats = 3\n[[datasets]]\nimage_jsonl_file = 'b.jsonl'\n"
+    one, other = read(tmp_path, text + folders).require()
+    assert (one.kind, one.batch_size, one.resolution) == ("dreambooth", 2, Size(960, 544))
+    assert (one.subsets[0].image_dir, one.subsets[0].num_repeats) == ("a", 3)
+    assert (other.kind, other.subsets[0].metadata_file, other.subsets[0].image_dir) == ("finetuning", "b.jsonl", None)
+
+
+def test_missing_folders_are_told_with_what_is_there_instead(tmp_path):
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "file").write_text("")
+    text = "[[datasets]]\nresolution = 512\n" + "".join(
+        f"[[datasets.subsets]]\nimage_dir = '{tmp_path / name}'\n" for name in ("pictrues/deep", "file", "pictures")
+    )
+    found = [line.replace(f"{tmp_path}/", "") for line in missing_folders(read(tmp_path, text).require())]
+    assert found == [
+        f"set.toml:4: image_dir: '{tmp_path}/pictrues/deep' is not there; {tmp_path} has file, pictures/, set.toml;"
+        " did you mean pictures?".replace(f"{tmp_path}/", ""),
+        "set.toml:6: image_dir: file is a file, not a folder",
+    ]
+
+
+def test_a_relative_folder_is_looked_for_here_first_and_then_beside_the_file(tmp_path, monkeypatch):
+    home, work = tmp_path / "home", tmp_path / "work"
+    (home / "a").mkdir(parents=True)
+    work.mkdir()
+    monkeypatch.chdir(work)
+    (dataset,) = read(home, GOOD).require()
+    assert dataset.subsets[0].folder() == home / "a"
+    (work / "a").mkdir()
+    assert dataset.subsets[0].folder() == Path("a")
+
+
+def test_what_training_cannot_do_yet_is_refused_by_name(tmp_path):
+    text = """\
+[general]
+color_aug = true
+[[datasets]]
+resolution = 512
+network_multiplier = 0.5
+validation_split = 0.1
+validation_seed = 3
+face_crop_aug_range = [2.0, 4.0]
+  [[datasets.subsets]]
+  image_dir = 'a'
+  cache_info = true
+  alpha_mask = true
+  custom_attributes = { a = 1 }
+[[datasets]]
+resolution = 512
+color_aug = false
+  [[datasets.subsets]]
+  image_dir = 'a'
+  conditioning_data_dir = 'masks'
+"""
+    found = [line.replace(f"{tmp_path}/", "") for line in not_yet(read(tmp_path, text).require())]
+    assert [line.partition(": not yet: ")[0] for line in found] == [
+        "set.toml:5: network_multiplier", "set.toml:6: validation_split", "set.toml:12: alpha_mask",
+        "set.toml:2: color_aug", "set.toml:8: face_crop_aug_range", "set.toml:11: cache_info",
+        "set.toml:13: custom_attributes", "set.toml:19: conditioning_data_dir",
+    ]  # fmt: skip
+    assert list(not_yet(read(tmp_path, GOOD).require())) == []
+
+
+def test_a_dataset_file_in_json_is_refused_with_the_way_out(tmp_path):
+    reading = read_datasets(tmp_path / "set.json", flags_of(DataConfig()))
+    assert reading.problems == [f"{tmp_path}/set.json: not yet: dataset files in JSON; write the same as TOML"]

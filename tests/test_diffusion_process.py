@@ -52,12 +52,12 @@ def test_velocity_in_closed_form():
     assert target.item() == pytest.approx(a**0.5 * 3 - (1 - a) ** 0.5 * 2, abs=1e-6)
 
 
-def test_noising_keeps_the_dtype_and_mixes_in_full_precision():
-    process, t = from_scheduler(SD1), torch.tensor([999.0])
-    latents = draws(1, 4, 2, 3)
-    noisy, _ = process.add_noise(latents.bfloat16(), torch.zeros(1, 4, 2, 3, dtype=torch.bfloat16), t)
+def test_noising_keeps_the_dtype_and_its_factors_are_found_in_full_precision():
+    """1 - a is 0.00085 at t = 0, and nothing at all when a is first rounded to bfloat16."""
+    process, noise = from_scheduler(SD1), draws(1, 4, 2, 3)
+    noisy, _ = process.add_noise(torch.zeros(1, 4, 2, 3).bfloat16(), noise.bfloat16(), torch.tensor([0.0]))
     assert noisy.dtype == torch.bfloat16
-    torch.testing.assert_close(noisy.float(), latents * process.alphas_cumprod[999].sqrt(), rtol=2e-2, atol=1e-4)
+    torch.testing.assert_close(noisy.float(), noise * 0.00085**0.5, rtol=2e-2, atol=1e-5)
 
 
 def test_timesteps_are_whole_numbers_over_the_full_range_and_follow_the_generator():

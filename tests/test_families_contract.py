@@ -159,14 +159,17 @@ def test_latents_of_a_sample_do_not_depend_on_the_others_in_the_batch(case):
     assert not torch.allclose(together[:1], family.encode_pixels(tiny.pipe, pixels()[:1], generators()[1:]))
 
 
-def test_the_vae_stays_in_float32_in_a_bfloat16_run(case):
+def test_the_vae_stays_in_float32_in_a_bfloat16_run(case, tmp_path):
     family, tiny = case
     exact = family.encode_pixels(tiny.pipe, pixels(), generators())
-    low = family.load(None, torch.bfloat16)
-    assert getattr(low, family.denoiser).dtype == torch.bfloat16
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(family.encode_pixels(low, pixels(), generators()), exact)
-        assert family.decode_latents(low, exact).dtype == torch.float32
+    picture = family.decode_latents(tiny.pipe, exact)
+    tiny.pipe.save_pretrained(tmp_path)
+    for source in (str(tmp_path), None):
+        low = family.load(source, torch.bfloat16)
+        assert getattr(low, family.denoiser).dtype == low.text_encoder.dtype == torch.bfloat16
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.testing.assert_close(family.encode_pixels(low, pixels(), generators()), exact)
+            torch.testing.assert_close(family.decode_latents(low, exact), picture)
 
 
 def test_only_the_named_parts_are_loaded(case, tmp_path):

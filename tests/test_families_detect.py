@@ -71,6 +71,7 @@ def test_what_is_no_model_is_told_with_the_way_out(tmp_path):
 
 def test_a_hub_id_without_network_is_one_clear_line():
     assert "the hub cannot be reached" in problem("nobody/nothing")
+    assert "the hub says: " in problem("no--body/nothing")
 
 
 def test_looking_at_a_folder_loads_neither_torch_nor_diffusers(tmp_path):

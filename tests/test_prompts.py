@@ -68,19 +68,22 @@ def test_all_mistakes_of_a_text_file_are_told_at_once_with_their_lines(tmp_path)
         "four --cn pose.png --fs 3 --g 3.5",
         "five --ss eular",
         "six --w 64 --w 128 --h",
+        "seven --rcg 1",
     ])  # fmt: skip
     assert problems(tmp_path, "p.txt", text) == [
         ":2: --w: 100 is no multiple of 8; write 96 or 104",
         ":2: --d: expected at least 0, got -1",
-        ":3: --widht: unknown option; did you mean --width?",
+        ":3: --widht: unknown option; there are: --n negative_prompt, --w width, --h height, --d seed, "
+        "--s sample_steps, --l scale, --ss sample_sampler",
         ":4: --s: expected a whole number, got 'many'",
-        ":4: --l: expected a number that is not negative, got 'inf'",
+        ":4: --l: expected a number that is not negative, got inf",
         ":5: --cn: control pictures are not supported",
         ":5: --fs: only flow-matching models have it; leave it out",
         ":5: --g: only models with built-in guidance, such as FLUX, have it; use --l for this one",
-        ":6: --ss: 'eular' is not one of ddim, euler, euler_a, heun, dpmsolver++, lms, pndm",
+        ":6: --ss: 'eular' is not one of ddim, euler, euler_a, heun, dpmsolver++, pndm",
         ":7: --w: given twice",
         ":7: --h: no value behind it",
+        ":8: --rcg: unknown option; did you mean --rcfg?",
     ]
 
 

@@ -14,7 +14,6 @@ class ModelConfig:
     pretrained_model_name_or_path: str | None = opt(
         None, "diffusers folder or hub id of the base model; without it the built-in model is used"
     )
-    family: str | None = opt(None, "model family; without it, found from the model's own files")
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ class PreviewConfig:
     sample_every_n_steps: int | None = opt(None, "draw them every n steps", minimum=1)
     sample_every_n_epochs: int | None = opt(None, "draw them every n epochs; goes before steps", minimum=1)
     sample_at_first: bool = opt(False, "draw them before training, too")
-    sample_sampler: Literal["ddim", "euler", "euler_a", "heun", "dpmsolver++", "lms", "pndm"] = opt(
+    sample_sampler: Literal["ddim", "euler", "euler_a", "heun", "dpmsolver++", "pndm"] = opt(
         "ddim", "sampler for the pictures"
     )
 

@@ -1,6 +1,6 @@
 """What flows from the loader to the loss."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -22,6 +22,12 @@ class PixelBatch:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def pin_memory(self) -> "PixelBatch":
+        """In memory from which an accelerator copies by itself; torch's DataLoader calls this."""
+        mask = None if self.mask is None else self.mask.pin_memory()
+        return replace(self, pixels=self.pixels.pin_memory(), frame=self.frame.pin_memory(),
+                       weight=self.weight.pin_memory(), mask=mask)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -72,25 +72,20 @@ def _warmed_up(count: int, subset: SubsetConfig, step: int, steps: int) -> int:
     return math.floor(step * ((count - subset.token_warmup_min) / length)) + subset.token_warmup_min
 
 
-def read_caption(path: Path, all_lines: bool) -> str:
-    """The first line of a caption file, or all that are not empty; ``ValueError`` says what is wrong with the file."""
+def read_caption(path: Path) -> list[str]:
+    """The lines of a caption file that are not empty; ``ValueError`` says what is wrong with the file."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 at byte {error.start}; save the file as UTF-8") from None
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror}") from None
-    lines = [line.strip() for line in re.split(r"\r\n|\r|\n", text)]
-    written = [line for line in lines if line]
-    if not written:
-        raise ValueError("is empty; write a caption, or delete the file if the picture has none")
     if "\0" in text:
         raise ValueError("is no text: it holds zero bytes")
-    if all_lines:
-        return "\n".join(written)
-    if not lines[0]:
-        raise ValueError("the first line is empty, and only the first line is read; remove it, or set enable_wildcard")
-    return lines[0]
+    lines = [line.strip() for line in re.split(r"\r\n|\r|\n", text) if line.strip()]
+    if not lines:
+        raise ValueError("is empty; write a caption, or delete the file if the picture has none")
+    return lines
 
 
 def caption_names(stem: str, extension: str) -> list[str]:

@@ -66,7 +66,7 @@ class _Reader:
         if not self.is_tables(("datasets",), tables, DATASET):
             return []
         if not tables:
-            self.problems.append(f"{self.path}: no [[datasets]]; add one, with [[datasets.subsets]] and image_dir in it")
+            self.problems.append(f"{self.path}: no [[datasets]]; add one, and [[datasets.subsets]] with image_dir")
         return [self.dataset(("datasets", index), table, general) for index, table in enumerate(tables)]
 
     def dataset(self, at: KeyPath, table: Mapping[str, Any], general: Mapping[str, Found]) -> DatasetConfig:
@@ -110,7 +110,7 @@ class _Reader:
 
     def keys(self, at: KeyPath, table: Any, level: str) -> dict[str, Found]:
         """The values of one table; what is wrong is noted and left out."""
-        found = {}
+        found: dict[str, Found] = {}
         if not isinstance(table, dict):
             self.wrong(at, f"expected the table {level}, got {table!r}")
             return found

@@ -51,7 +51,8 @@ def subset_problems(found: Mapping[str, Found], own: Mapping[str, Found], where:
         if name in own:
             yield f"{own[name].place}: {name}: has no meaning beside {_DECIDED_BY[kind]}; take one of the two out"
     if kind != "finetuning" and not found["image_dir"].value and not found["image_dir"].is_wrong:
-        yield f"{found['image_dir'].place or where}: image_dir: missing; name the folder of pictures: image_dir = 'FOLDER'"
+        place = found["image_dir"].place or where
+        yield f"{place}: image_dir: missing; name the folder of pictures: image_dir = 'FOLDER'"
     if not found["caption_separator"].value:
         yield f"{found['caption_separator'].place or where}: caption_separator: is empty; the usual one is ','"
 
@@ -64,6 +65,8 @@ def dataset_problems(found: Mapping[str, Found], subsets: Sequence[Mapping[str, 
         yield (f"{where}: subsets of different kinds in one dataset: {seen}; metadata_file or conditioning_data_dir"
                " stands in all of them or in none; use a [[datasets]] for each kind")  # fmt: skip
     yield from _duplicates(subsets)
+    if subsets and all(subset["is_reg"].value for subset in subsets):
+        yield f"{where}: all subsets are regularisation pictures (is_reg); add a subset of pictures to train on"
     if found["resolution"].is_wrong:
         return
     if found["resolution"].value is None:
@@ -79,6 +82,7 @@ def _bucket_limits(found: Mapping[str, Found], where: str) -> Iterator[str]:
     if any(found[name].is_wrong for name in names):
         return
     size = found["resolution"].value
+    shortest, longest = min(size.width, size.height), max(size.width, size.height)
     place = {name: (item.place if item.is_in_file else where) for name, item in found.items()}
     if found["bucket_no_upscale"].value:
         if size.width * size.height < step * step:
@@ -89,12 +93,12 @@ def _bucket_limits(found: Mapping[str, Found], where: str) -> Iterator[str]:
             blamed = "min_bucket_reso" if found["min_bucket_reso"].is_in_file else "max_bucket_reso"
             yield f"{place[blamed]}: {blamed}: min_bucket_reso {smallest} is above max_bucket_reso {largest}"
         return
-    if smallest - smallest % step > min(size.width, size.height):
-        yield (f"{place['min_bucket_reso']}: min_bucket_reso: {smallest} is above the shorter side of resolution {size};"
-               f" at most {min(size.width, size.height)}")  # fmt: skip
-    if largest + -largest % step < max(size.width, size.height):
-        yield (f"{place['max_bucket_reso']}: max_bucket_reso: {largest} is below the longer side of resolution {size};"
-               f" at least {max(size.width, size.height)}")  # fmt: skip
+    if smallest - smallest % step > shortest:
+        yield (f"{place['min_bucket_reso']}: min_bucket_reso: {smallest} is above the shorter side of resolution"
+               f" {size}; at most {shortest}")  # fmt: skip
+    if largest + -largest % step < longest:
+        yield (f"{place['max_bucket_reso']}: max_bucket_reso: {largest} is below the longer side of resolution"
+               f" {size}; at least {longest}")  # fmt: skip
     if smallest < step:
         yield (f"{place['min_bucket_reso']}: min_bucket_reso: {smallest} is below bucket_reso_steps {step};"
                f" at least {step}")  # fmt: skip
@@ -109,7 +113,7 @@ def _duplicates(subsets: Sequence[Mapping[str, Found]]) -> Iterator[str]:
             continue
         path = os.path.normpath(value)
         if path in first:
-            yield f"{place}: {name}: {value!r} stands in {first[path]} already; for more repeats raise num_repeats there"
+            yield f"{place}: {name}: {value!r} stands in {first[path]}, too; for more repeats raise num_repeats there"
         first.setdefault(path, str(place))
 
 

@@ -144,8 +144,8 @@ class _DatasetKeys:
 class _SharedKeys:
     class_tokens: str | None = opt(None, "caption of pictures that have none")
     color_aug: bool = opt(False, "change colours a little")
-    face_crop_aug_range: _Range | None = opt(None, "cut around faces")
-    custom_attributes: _Table | None = opt(None, "free table")
+    face_crop_aug_range: _Range | None = opt(None, "cut around faces")  # noqa: RUF009
+    custom_attributes: _Table | None = opt(None, "free table")  # noqa: RUF009
     cache_info: bool = opt(False, "keep sizes and captions in a file")
 
 

@@ -23,7 +23,7 @@ class Found:
     caption: str
     dataset: int
     subset: int
-    problem: str | None = None  # a whole line
+    problem: str | None = None  # with the caption: a whole line
 
 
 @dataclass
@@ -31,7 +31,8 @@ class Listing:
     """What one subset holds."""
 
     found: list[Found] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    absent: list[str] = field(default_factory=list)  # a line for each picture that is named and not there
+    problems: list[str] = field(default_factory=list)  # with the subset as a whole
     notes: list[str] = field(default_factory=list)
     caption_ending: str = ""
     captions: int = 0
@@ -51,13 +52,14 @@ def find_pictures(subset: SubsetConfig, dataset: int, index: int) -> Listing:
 def _from_folder(subset: SubsetConfig, folder: Path, dataset: int, index: int) -> Listing:
     listing = Listing()
     names = sorted(entry.name for entry in os.scandir(folder) if not entry.is_dir())
+    names = [name for name in names if not name.startswith(".")]  # such as the "._a.png" that macOS leaves behind
     pictures = [name for name in names if name.lower().endswith(PICTURE_ENDINGS)]
     if not pictures:
         listing.problems.append(f"{subset.place('image_dir')}: image_dir: no pictures; {_what_is_there(folder, names)}")
         return listing
     present = set(names)
     listing.caption_ending, is_fallback = caption_ending(subset, present)
-    without = []
+    without, several = [], 0
     for name in pictures:
         text = next((folder / other for other in caption_names(name.rpartition(".")[0], listing.caption_ending)
                      if other in present), None)  # fmt: skip
@@ -67,12 +69,17 @@ def _from_folder(subset: SubsetConfig, folder: Path, dataset: int, index: int) -
         else:
             listing.captions += 1
             try:
-                caption = read_caption(text, subset.enable_wildcard)
+                lines = read_caption(text)
+                several += len(lines) > 1
+                caption = "\n".join(lines) if subset.enable_wildcard else lines[0]
             except ValueError as error:
                 problem = f"{text}: {error}"
         listing.found.append(Found(folder / name, caption, dataset, index, problem))
     if is_fallback:
         listing.notes.append(f"{folder}: no {subset.caption_ending} files; captions are read from .txt")
+    if several and not subset.enable_wildcard:
+        listing.notes.append(f"{folder}: {several} captions have several lines, of which the first is used;"
+                             " enable_wildcard takes one of them each time")  # fmt: skip
     if without:
         instead = f"{subset.class_tokens!r} is their caption" if subset.class_tokens else "their caption is empty"
         listing.notes.append(f"{folder}: {len(without)} of {len(pictures)} pictures have no {listing.caption_ending}"
@@ -115,14 +122,16 @@ def _from_metadata(subset: SubsetConfig, metadata: Path, dataset: int, index: in
     folder = subset.folder()
     for name, values, place in entries:
         image = _located(name, folder, metadata)
-        problem = f"{place}: {name!r} is not there; looked in {_folders(folder, metadata)}" if image is None else None
-        caption = ""
+        if image is None:
+            listing.absent.append(f"{place}: {name!r} is not there; looked in {_folders(folder, metadata)}")
+            continue
+        caption, problem = "", None
         try:
             caption = _with_tags(values, subset)
+            listing.captions += 1
         except ValueError as error:
-            problem = problem or f"{place}: {name!r}: {error}"
-        listing.captions += problem is None
-        listing.found.append(Found(image or Path(name), caption, dataset, index, problem))
+            problem = f"{place}: {name!r}: {error}"
+        listing.found.append(Found(image, caption, dataset, index, problem))
     return listing
 
 

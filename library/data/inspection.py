@@ -26,7 +26,7 @@ def look_at_all(paths: Sequence[Path]) -> dict[Path, Seen]:
     """Look at every file, several at a time: Pillow decodes outside Python's lock."""
     logging.getLogger(__name__).info("checking %d pictures", len(paths))
     with ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_THREADS)) as pool:
-        return dict(zip(paths, pool.map(look_at, paths)))
+        return dict(zip(paths, pool.map(look_at, paths), strict=True))
 
 
 def look_at(path: Path) -> Seen:

@@ -58,6 +58,7 @@ def scan(datasets: Sequence[DatasetConfig], on_bad_data: Literal["fail", "skip"]
     notes: list[str] = []
     endings = []
     found: list[Found] = []
+    absent: list[str] = []
     for number, dataset in enumerate(datasets):
         for index, subset in enumerate(dataset.subsets):
             listing = find_pictures(subset, number, index)
@@ -65,12 +66,14 @@ def scan(datasets: Sequence[DatasetConfig], on_bad_data: Literal["fail", "skip"]
             notes += listing.notes
             endings.append((number, index, listing.caption_ending, listing.captions, len(listing.found)))
             found += listing.found
+            absent += listing.absent
     if problems:  # nothing to skip: a folder or a metadata file as a whole cannot be used
         raise ConfigError(problems)
-    samples, bad = _samples(datasets, found, look_at_all(list(dict.fromkeys(item.image for item in found))))
+    samples, unusable = _samples(datasets, found, look_at_all(list(dict.fromkeys(item.image for item in found))))
+    bad = [*absent, *dict.fromkeys(unusable)]
     if bad and on_bad_data == "fail":
-        raise ConfigError([*bad, f"{len(bad)} of {len(found)} pictures cannot be used;"
-                                 " mend or remove them, or leave them out with --on_bad_data skip"])  # fmt: skip
+        way_out = "mend or remove them, or leave them out with --on_bad_data skip"
+        raise ConfigError([*bad, f"{len(bad)} of {len(found) + len(absent)} pictures cannot be used; {way_out}"])
     notes += _skipped(bad)
     for number in range(len(datasets)):
         samples, more = balanced(samples, number)
@@ -88,9 +91,10 @@ def _samples(datasets: Sequence[DatasetConfig], found: Iterable[Found],
     samples, bad = [], []
     for item in found:
         picture = seen[item.image]
-        reason = picture.problem or item.problem or _misfit(places[item.dataset], picture.size)
-        if reason:
-            bad.append(f"{item.image}: {reason}" if not item.problem or picture.problem else item.problem)
+        reason = picture.problem or _misfit(places[item.dataset], picture.size)
+        if reason or item.problem:
+            bad += [f"{item.image}: {reason}"] if reason else []
+            bad += [item.problem] if item.problem else []
             continue
         dataset = datasets[item.dataset]
         subset = dataset.subsets[item.subset]
@@ -115,7 +119,8 @@ def _skipped(bad: Sequence[str]) -> list[str]:
     if not bad:
         return []
     more = f"\n  and {len(bad) - SHOWN_NAMES} more" if len(bad) > SHOWN_NAMES else ""
-    return [f"{len(bad)} pictures are skipped:" + "".join(f"\n  {line}" for line in bad[:SHOWN_NAMES]) + more]
+    lines = "".join(f"\n  {line}" for line in bad[:SHOWN_NAMES])
+    return [f"{len(bad)} problems, whose pictures are skipped:{lines}{more}"]
 
 
 def balanced(samples: Sequence[Sample], dataset: int) -> tuple[list[Sample], list[str]]:
@@ -137,9 +142,10 @@ def balanced(samples: Sequence[Sample], dataset: int) -> tuple[list[Sample], lis
         have += sample.repeats
     rounds, rest = divmod(max(wanted - have, 0), len(regularisation))
     repeats = [count + rounds + (index < rest) for index, count in enumerate(repeats)]
-    used = dict(zip((sample.key for sample in regularisation), repeats))
-    kept = [replace(sample, repeats=used[sample.key]) if sample.is_reg and sample.dataset == dataset else sample
-            for sample in samples if not (sample.is_reg and sample.dataset == dataset) or sample.key in used]  # fmt: skip
+    used = {sample.key: count for sample, count in zip(regularisation, repeats, strict=False)}
+    left_out = {sample.key for sample in regularisation[len(used) :]}
+    kept = [replace(sample, repeats=used.get(sample.key, sample.repeats)) for sample in samples
+            if sample.key not in left_out]  # fmt: skip
     dropped = len(regularisation) - len(used)
     note = (f"dataset {dataset + 1}: {len(used)} regularisation pictures, shown {sum(repeats)} times an epoch beside"
             f" {wanted} training pictures")  # fmt: skip

@@ -142,8 +142,8 @@ def _from_line(line: str, place: str, problems: list[str]) -> Prompt | None:
         name, _, value = option.strip().partition(" ")
         key = _LETTERS.get(name.lower())
         if key is None:
-            known = [*_LETTERS, *_KEYS]
-            hint = did_you_mean(name, known, "--") or f"; there are: {', '.join(f'--{each}' for each in _LETTERS)}"
+            known = ", ".join(f"--{letter} {each}" for letter, each in _LETTERS.items() if each not in _REFUSED)
+            hint = did_you_mean(name, _LETTERS, "--") or f"; there are: {known}"
             found.append(f"{place}: --{name}: unknown option{hint}")
         elif key in values:
             found.append(f"{place}: --{name}: given twice")

@@ -37,13 +37,15 @@ def spread(repeats: Indices, chunk: int, seed: int, purpose: str, *numbers: int)
     if len(owners) == len(repeats) or not chunks:  # no copies, or a single chunk
         return entries if counts.max(initial=1) == 1 else entries[order(len(entries), seed, "mix", *numbers)]
     draws = keys(len(owners), seed, "deal", *numbers)
+    rows, last_rows = order(chunk, seed, "rows", *numbers), order(rest, seed, "last", *numbers)
     dealt = np.empty_like(entries)
     at, before = 0, np.empty(0, np.int64)
     for turn in range(chunk):
         width = chunks + (turn < rest)
         turns = np.argsort(draws[at : at + width], kind="stable")
         _mend(turns, before, owners, at)
-        dealt[turns * chunk + turn] = entries[at : at + width]
+        row = np.where(turns < chunks, rows[turn], last_rows[turn] if turn < rest else 0)
+        dealt[turns * chunk + row] = entries[at : at + width]
         at, before = at + width, turns
     return dealt
 
@@ -57,5 +59,5 @@ def _mend(turns: Indices, before: Indices, owners: Indices, at: int) -> None:
     here = min(int(last) - at, len(turns))
     clashing = [index for index in range(here) if int(turns[index]) in taken]
     free = [index for index in range(here, len(turns)) if int(turns[index]) not in taken]
-    for mine, other in zip(clashing, free):
+    for mine, other in zip(clashing, free, strict=False):
         turns[mine], turns[other] = turns[other], turns[mine]

@@ -83,7 +83,8 @@ class DataParallel:
         if wanted.value == "NO" or not plugin.use_regional_compilation:
             yield
             return
-        model.compile_repeated_blocks(**plugin.to_kwargs())
+        compile_blocks: Any = model.compile_repeated_blocks
+        compile_blocks(**plugin.to_kwargs())
         plugin.backend = type(wanted).NO
         try:
             yield
@@ -104,7 +105,8 @@ class DataParallel:
             total += share.detach()
         if not self.accelerator.sync_gradients:
             raise AssertionError(f"step {step}: {len(work)} micro-batches did not complete an optimizer step")
-        return self.accelerator.reduce(total, reduction="sum")
+        mean: Tensor = self.accelerator.reduce(total, reduction="sum")
+        return mean
 
     def clip(self, parameters: Iterable[nn.Parameter], longest: float) -> Tensor:
         """Shorten the gradient to ``longest`` (0: leave it) and return the length it had."""

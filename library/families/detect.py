@@ -100,5 +100,5 @@ def _remote(repository: str, name: str) -> Json | None:
         raise _Problem("no such folder here, and the hub cannot be reached; check the path or the network") from None
     except EntryNotFoundError:
         return None
-    except OSError as error:  # the hub's own errors are among these
+    except (OSError, ValueError) as error:  # the hub's own errors are among these
         raise _Problem(f"no such folder here, and the hub says: {str(error).strip().splitlines()[0]}") from None

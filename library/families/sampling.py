@@ -16,7 +16,6 @@ SAMPLERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "euler_a": ("EulerAncestralDiscreteScheduler", {}),
     "heun": ("HeunDiscreteScheduler", {}),
     "dpmsolver++": ("DPMSolverMultistepScheduler", {"algorithm_type": "dpmsolver++"}),
-    "lms": ("LMSDiscreteScheduler", {}),
     "pndm": ("PNDMScheduler", {"skip_prk_steps": True}),
 }
 """Sampler names to a diffusers class and the settings that differ from the model's own scheduler."""

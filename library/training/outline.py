@@ -13,7 +13,7 @@ def outline(prepared: Prepared, plan: RunPlan, ranks: int) -> str:
 
 def outline_of(config: RunConfig, ranks: int) -> str:
     """Look at the pictures and make the plan for ``ranks`` processes, without loading a model."""
-    detected = detect(config.model.pretrained_model_name_or_path, config.model.family)
+    detected = detect(config.model.pretrained_model_name_or_path)
     prepared = prepare(config.data, detected.pixel_step)
     plan = RunPlan.of(prepared.batch_plan(ranks, config.train), config.train)
     return f"model family {detected.family}: {detected.reason}\n{outline(prepared, plan, ranks)}"

@@ -13,7 +13,7 @@ from ..config.schema import PreviewConfig
 from ..data.prepare import Prepared, prepare
 from ..data.prompts import Prompt, read_prompts
 from ..distributed.accelerator import prepare_accelerator
-from ..distributed.contradictions import contradictions_of_this_run
+from ..distributed.launch import contradictions_of_this_run
 from ..distributed.strategy import DataParallel
 from ..families import FAMILIES
 from ..families.base import Family
@@ -42,7 +42,7 @@ def run(config: RunConfig, given: frozenset[str]) -> None:
     strategy = DataParallel(accelerator)
     for line in contradictions_of_this_run(config, given):
         logger.warning("%s", line)
-    detected = detect(config.model.pretrained_model_name_or_path, config.model.family)
+    detected = detect(config.model.pretrained_model_name_or_path)
     logger.info("model family %s: %s", detected.family, detected.reason)
     strategy.on_main(lambda: _check_folder(Path(config.save.output_dir)))
     prompts = read_prompts(Path(config.preview.sample_prompts)) if config.preview.sample_prompts else []
@@ -99,7 +99,7 @@ def _assemble(
     optimizer = make_optimizer(config.optim, parameters)
     wrapped, optimizer = strategy.wrap(denoiser, optimizer)
     task = Task(family, pipe, wrapped, family.process(pipe), config.train.seed, strategy.device)
-    loader = prepared.loader(plan.batches, strategy.rank, config.train.seed, pin_memory=strategy.pins_memory)
+    loader = prepared.loader(plan.batches, strategy.rank, total_steps=plan.steps, pin_memory=strategy.pins_memory)
     return Run(config, plan, strategy, task, loader, wrapped, parameters, optimizer), adapter
 
 

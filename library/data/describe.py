@@ -1,0 +1,54 @@
+"""What will be trained, in words and in one table; for the start of a run and for --dry_run."""
+
+from collections import Counter
+
+from .batches import BatchPlan
+from .manifest import Manifest
+
+
+def described(manifest: Manifest, plan: BatchPlan, steps: int) -> str:
+    """The pictures, the buckets and the arithmetic of a run of ``steps`` optimizer steps, as text."""
+    return "\n".join([_pictures(manifest), *manifest.notes, _buckets(plan), _arithmetic(plan, steps)])
+
+
+def _pictures(manifest: Manifest) -> str:
+    counts = Counter((sample.dataset, sample.subset) for sample in manifest.samples)
+    shown: Counter[tuple[int, int]] = Counter()
+    for sample in manifest.samples:
+        shown[sample.dataset, sample.subset] += sample.repeats
+    lines = []
+    for number, index, ending, captions, found in manifest.endings:
+        subset = manifest.datasets[number].subsets[index]
+        source = subset.metadata_file or subset.image_dir
+        used, times = counts[number, index], shown[number, index]
+        kind = "regularisation pictures" if subset.is_reg else "pictures"
+        lines.append(f"dataset {number + 1}, {source}: {used} {kind}, shown {times} times an epoch,"
+                     f" captions found {captions}/{found} ({ending or 'no ending'})")  # fmt: skip
+    return "\n".join(lines)
+
+
+def _buckets(plan: BatchPlan) -> str:
+    """A line a bucket; the remainder is what does not fill whole steps, padding weighs nothing."""
+    head = ("dataset", "bucket", "pictures", "x repeats", "batch size", "micro-batches", "remainder", "padding")
+    rows: list[tuple[str, ...]] = [head]
+    for index, bucket in enumerate(plan.buckets):
+        shown = sum(bucket.repeats)
+        remainder = shown % (bucket.batch_size * plan.ranks * plan.accumulation)
+        cells = (bucket.dataset + 1, f"{bucket.size[0]}x{bucket.size[1]}", len(bucket.samples), shown,
+                 bucket.batch_size, plan.batches_of(index), remainder, plan.padding_per_epoch(index))  # fmt: skip
+        rows.append(tuple(map(str, cells)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def _arithmetic(plan: BatchPlan, steps: int) -> str:
+    batches = sorted({bucket.batch_size for bucket in plan.buckets})
+    batch = " or ".join(map(str, batches))
+    pictures = sum(len(bucket.samples) for bucket in plan.buckets)
+    layout = f"batch {batch} x {plan.ranks} ranks x {plan.accumulation} accumulation"
+    per_epoch = plan.batches_per_epoch / plan.accumulation
+    return "\n".join([
+        f"one epoch: {pictures} pictures, with repeats {plan.samples_per_epoch} samples",
+        f"  / ({layout}), bucket by bucket = {plan.batches_per_epoch} micro-steps = {per_epoch:g} steps",
+        f"the run: {steps} steps = {steps / per_epoch:.4g} epochs",
+    ])  # fmt: skip

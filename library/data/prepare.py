@@ -1,0 +1,111 @@
+"""From the settings to placed pictures: ``check`` before anything is loaded, then ``prepare``."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..config.schema import DataConfig, TrainConfig
+from ..errors import ConfigError
+from .batches import BatchPlan, BucketSamples
+from .buckets import Placement, place_for
+from .dataset_config import Reading, read_datasets
+from .dataset_rules import missing_folders, not_yet
+from .dataset_schema import DatasetConfig, flags_of
+from .describe import described
+from .manifest import Manifest, scan
+
+if TYPE_CHECKING:
+    from .loader import Loader
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The pictures of a run, each with its place, and the buckets they make."""
+
+    config: DataConfig
+    manifest: Manifest
+    placements: tuple[Placement, ...]  # of each sample
+    buckets: tuple[BucketSamples, ...]
+
+    @property
+    def pictures(self) -> tuple[int, int]:
+        """How many are shown in an epoch, repeats counted: for training, and for regularisation."""
+        shown = [sum(sample.repeats for sample in self.manifest.samples if sample.is_reg == is_reg)
+                 for is_reg in (False, True)]  # fmt: skip
+        return shown[0], shown[1]
+
+    @property
+    def resolution(self) -> tuple[int, int]:
+        """Width and height of the first dataset, as set."""
+        size = self.manifest.datasets[0].resolution
+        return size.width, size.height
+
+    def batch_plan(self, ranks: int, train: TrainConfig, *, one_bucket_per_step: bool = False) -> BatchPlan:
+        """Which sample is trained where, on ``ranks`` processes."""
+        return BatchPlan(self.buckets, ranks, train.gradient_accumulation_steps, train.seed,
+                         one_bucket_per_step=one_bucket_per_step)  # fmt: skip
+
+    def describe(self, plan: BatchPlan, steps: int) -> str:
+        """What a run of ``steps`` optimizer steps trains, as text."""
+        return described(self.manifest, plan, steps)
+
+    def loader(self, plan: BatchPlan, rank: int, *, total_steps: int, pin_memory: bool) -> "Loader":
+        """One rank's batches; ``total_steps`` is the length of the run, of which a token warm-up may be a share."""
+        from .loader import Loader  # torch is not needed for looking at pictures
+
+        return Loader(self.manifest, self.placements, plan, rank, seed=plan.seed, total_steps=total_steps,
+                      workers=self.config.max_data_loader_n_workers, pin_memory=pin_memory)  # fmt: skip
+
+
+def check(config: DataConfig) -> list[str]:
+    """Everything that is wrong with the dataset file, without opening a picture or importing anything heavy."""
+    if config.dataset_config is None or not Path(config.dataset_config).is_file():
+        return []  # the rules across options say so
+    reading = _read(config)
+    found = [*reading.problems, *missing_folders(reading.datasets), *not_yet(reading.datasets)]
+    return list(dict.fromkeys(found))
+
+
+def prepare(config: DataConfig, pixel_step: int) -> Prepared:
+    """Look at all pictures and place them; sizes are multiples of ``pixel_step``, which the model family needs."""
+    if config.dataset_config is None:
+        raise ConfigError(["--dataset_config: missing; it names the folders of pictures"])
+    reading = _read(config)
+    problems = [*check(config), *_unfit(reading.datasets, pixel_step)]
+    if problems or reading.problems:
+        raise ConfigError(problems or reading.problems)
+    manifest = scan(reading.datasets, config.on_bad_data)
+    places = [place_for(dataset) for dataset in manifest.datasets]
+    placements = tuple(places[sample.dataset](*sample.size) for sample in manifest.samples)
+    return Prepared(config, manifest, placements, _buckets(manifest, placements))
+
+
+def _read(config: DataConfig) -> Reading:
+    return read_datasets(Path(str(config.dataset_config)), flags_of(config))
+
+
+def _unfit(datasets: Sequence[DatasetConfig], pixel_step: int) -> list[str]:
+    """Sizes that the model cannot take."""
+    problems = []
+    for dataset in datasets:
+        if dataset.enable_bucket:
+            if dataset.bucket_reso_steps % pixel_step:
+                problems.append(f"{dataset.place('bucket_reso_steps')}: bucket_reso_steps: {dataset.bucket_reso_steps}"
+                                f" is no multiple of {pixel_step}, as this model needs")  # fmt: skip
+        elif dataset.resolution.width % pixel_step or dataset.resolution.height % pixel_step:
+            problems.append(f"{dataset.place('resolution')}: resolution: {dataset.resolution} is no multiple of"
+                            f" {pixel_step} on each side, as this model needs")  # fmt: skip
+    return problems
+
+
+def _buckets(manifest: Manifest, placements: Sequence[Placement]) -> tuple[BucketSamples, ...]:
+    members: defaultdict[tuple[int, tuple[int, int]], list[int]] = defaultdict(list)
+    for index, (sample, placement) in enumerate(zip(manifest.samples, placements, strict=True)):
+        members[sample.dataset, placement.bucket].append(index)
+    return tuple(
+        BucketSamples(size, samples, [manifest.samples[index].repeats for index in samples],
+                      manifest.datasets[dataset].batch_size, dataset)
+        for (dataset, size), samples in sorted(members.items())
+    )  # fmt: skip

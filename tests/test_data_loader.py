@@ -1,0 +1,176 @@
+"""What a rank is handed is a function of data, seed and position: not of workers, of resuming, or of other ranks."""
+
+import itertools
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from library.config.schema import DataConfig, TrainConfig
+from library.data.batch import PixelBatch
+from library.data.images import cut_out, upright
+from library.data.loader import Loader, StepWork, _leave_signals_to_the_main_process
+from library.data.prepare import Prepared, prepare
+from library.errors import UserError
+
+SIZES = [(150, 100), (160, 90), (90, 150), (100, 100), (101, 99), (300, 100), (128, 128)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "train").mkdir()
+    (folder / "reg").mkdir()
+    draw = np.random.default_rng(0)
+    for number, (width, height) in enumerate(SIZES):
+        picture = Image.fromarray(draw.integers(0, 256, (height, width, 3), np.uint8))
+        picture.save(folder / "train" / f"{number}.png")
+        (folder / "train" / f"{number}.txt").write_text(f"number {number}, a, b, c, d", encoding="utf-8")
+    Image.fromarray(draw.integers(0, 256, (100, 100, 3), np.uint8)).save(folder / "reg" / "r.png")
+    (folder / "set.toml").write_text("""
+[general]
+shuffle_caption = true
+keep_tokens = 1
+flip_aug = true
+random_crop = true
+enable_bucket = true
+bucket_reso_steps = 32
+min_bucket_reso = 32
+[[datasets]]
+resolution = 96
+batch_size = 3
+  [[datasets.subsets]]
+  image_dir = 'train'
+  num_repeats = 2
+  [[datasets.subsets]]
+  image_dir = 'reg'
+  is_reg = true
+""")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prepared(folder: Path) -> Prepared:
+    return prepare(DataConfig(dataset_config=str(folder / "set.toml"), prior_loss_weight=0.25), 8)
+
+
+def loader(prepared: Prepared, rank: int = 0, ranks: int = 1, workers: int = 0, accumulation: int = 2) -> Loader:
+    plan = prepared.batch_plan(ranks, TrainConfig(gradient_accumulation_steps=accumulation, seed=7))
+    return Loader(prepared.manifest, prepared.placements, plan, rank, seed=7, total_steps=50, workers=workers,
+                  pin_memory=False)  # fmt: skip
+
+
+def some(loader: Loader, count: int, first: int = 0) -> list[StepWork]:
+    return list(itertools.islice(loader.steps(first), count))
+
+
+def are_equal(one: PixelBatch, other: PixelBatch) -> bool:
+    plain = [name for name in ("captions", "places", "ids") if getattr(one, name) != getattr(other, name)]
+    return not plain and all(
+        torch.equal(getattr(one, name), getattr(other, name)) for name in ("pixels", "frame", "weight")
+    )
+
+
+def assert_equal(one: list[StepWork], other: list[StepWork]) -> None:
+    assert [work.samples for work in one] == [work.samples for work in other]
+    for mine, theirs in zip(one, other, strict=True):
+        assert all(are_equal(*pair) for pair in zip(mine.batches, theirs.batches, strict=True))
+
+
+def test_the_number_of_workers_and_resuming_change_nothing(prepared):
+    alone = some(loader(prepared), 9)
+    assert_equal(alone, some(loader(prepared, workers=2), 9))
+    assert_equal(alone[5:], some(loader(prepared, workers=2), 4, first=5))
+    assert not are_equal(alone[0].batches[0], alone[-1].batches[0])
+
+
+def test_the_ranks_together_see_what_one_process_sees(prepared):
+    def by_place(works: list[list[StepWork]], step: int) -> dict:
+        return {place: (caption, name, weight.item(), frame.tolist(), pixels.sum().item())
+                for work in works for batch in work[step].batches
+                for place, caption, name, weight, frame, pixels in zip(
+                    batch.places, batch.captions, batch.ids, batch.weight, batch.frame, batch.pixels, strict=True)}  # fmt: skip
+
+    three = [some(loader(prepared, rank, 3), 3) for rank in range(3)]
+    plan = loader(prepared, 0, 3).plan
+    for step in range(3):
+        assert {work[step].samples for work in three} == {plan.real_samples(step)}
+        assert sorted(by_place(three, step)) == list(range(18))
+    single = Loader(prepared.manifest, prepared.placements, type(plan)(
+        [type(bucket)(bucket.size, bucket.samples, bucket.repeats, 9) for bucket in plan.buckets], 1, 2, 7), 0, seed=7,
+        total_steps=50, workers=0, pin_memory=False)  # fmt: skip
+    one = [some(single, 3)]
+    assert all(by_place(three, step) == by_place(one, step) for step in range(3))
+
+
+def test_a_batch_tells_truly_what_it_holds(prepared, folder):
+    """The pixels are found again in the picture by the frame alone."""
+    flips, padded, names = set(), 0, set()
+    for work in some(loader(prepared), 12):
+        assert work.samples == sum(int((batch.weight > 0).sum()) for batch in work.batches)
+        for batch in work.batches:
+            assert batch.pixels.dtype == torch.float32 and len(batch.captions) == len(batch) == 3
+            for row in range(len(batch)):
+                height, width, top, left, target_height, target_width = map(int, batch.frame[row])
+                name = batch.ids[row]
+                sample = next(sample for sample in prepared.manifest.samples if sample.key == name)
+                placement = prepared.placements[prepared.manifest.samples.index(sample)]
+                image = upright(folder / name)
+                assert (width, height) == image.size == sample.size
+                assert tuple(batch.pixels.shape[1:]) == (3, target_height, target_width)
+                found = ((batch.pixels[row].permute(1, 2, 0) + 1) * 127.5).round().to(torch.uint8).numpy()
+                straight = cut_out(image, placement, (left, top), None)
+                whole = cut_out(image, type(placement)(placement.resized, placement.resized, (0, 0)), (0, 0), None)
+                mirrored = whole[:, ::-1][top : top + target_height, left : left + target_width]
+                flips.add((bool((found == straight).all()), bool((found == mirrored).all())))
+                padded += float(batch.weight[row]) == 0
+                names.add(name)
+                assert float(batch.weight[row]) in (0.0, 0.25 if name == "reg/r.png" else 1.0)
+                if name != "reg/r.png":
+                    assert batch.captions[row].startswith(f"number {Path(name).stem}, ")
+                    assert sorted(batch.captions[row].split(", ")[1:]) == ["a", "b", "c", "d"]
+    assert flips == {(True, False), (False, True)}
+    assert padded > 0 and len(names) == 8
+
+
+def test_crops_flips_and_captions_differ_from_showing_to_showing(prepared):
+    seen: dict[str, set] = {}
+    for work in some(loader(prepared), 40):
+        for batch in work.batches:
+            for name, caption, frame in zip(batch.ids, batch.captions, batch.frame.tolist(), strict=True):
+                seen.setdefault(name, set()).add((caption, *frame))
+    assert all(len(ways) > 5 for name, ways in seen.items() if name in ("train/0.png", "train/5.png"))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_picture_that_breaks_or_changes_during_the_run_is_named(tmp_path, workers):
+    (tmp_path / "a").mkdir()
+    path = tmp_path / "a" / "1.png"
+    Image.new("RGB", (64, 64)).save(path)
+    (tmp_path / "set.toml").write_text("[[datasets]]\nresolution = 64\n[[datasets.subsets]]\nimage_dir = 'a'\n")
+    prepared = prepare(DataConfig(dataset_config=str(tmp_path / "set.toml")), 8)
+    Image.new("RGB", (64, 65)).save(path)
+    with pytest.raises(UserError, match=r"1\.png: was \(64, 64\) at the start of the run, now it is \(64, 65\)"):
+        some(loader(prepared, workers=workers), 1)
+    path.write_bytes(path.read_bytes()[:-60])
+    with pytest.raises(UserError, match=r"^[^\n]*1\.png: was fine at the start and cannot be read now: [^\n]*$"):
+        some(loader(prepared, workers=workers), 1)
+
+
+def test_workers_leave_signals_to_the_main_process():
+    child = os.fork()
+    if child == 0:
+        _leave_signals_to_the_main_process(0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_there_are_never_more_workers_than_cores(prepared, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    assert [loader(prepared, workers=workers).workers for workers in (0, 2, 8)] == [0, 2, 3]

@@ -1,0 +1,234 @@
+"""Every picture that was found is trained or named, with its caption and as often as it was asked for."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from library.config.schema import DataConfig, TrainConfig
+from library.data.prepare import Prepared, check, prepare
+from library.errors import ConfigError
+
+
+def save(path: Path, width: int = 80, height: int = 70, caption: str | None = None, ending: str = ".txt", **options):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(sum(map(ord, path.name))).integers(0, 256, (height, width, 3), np.uint8)
+    Image.fromarray(pixels).save(path, **options)
+    if caption is not None:
+        path.with_suffix(ending).write_text(caption, encoding="utf-8")
+
+
+def config(folder: Path, *subsets: str, head: str = "", **options) -> DataConfig:
+    body = "".join(f"[[datasets.subsets]]\n{subset}\n" for subset in subsets)
+    folder.mkdir(parents=True, exist_ok=True)
+    text = f"[[datasets]]\nresolution = 64\nenable_bucket = true\nmin_bucket_reso = 64\n{head}\n{body}"
+    (folder / "set.toml").write_text(text, encoding="utf-8")
+    return DataConfig(dataset_config=str(folder / "set.toml"), **options)
+
+
+def made(*arguments, **options) -> Prepared:
+    return prepare(config(*arguments, **options), 8)
+
+
+def captions(prepared: Prepared) -> dict[str, str]:
+    return {sample.key: sample.caption for sample in prepared.manifest.samples}
+
+
+def test_pictures_are_found_in_the_order_of_their_names_with_captions_from_files_and_class_tokens(tmp_path):
+    save(tmp_path / "a" / "b.png", caption="bee\nsecond", ending=".caption")
+    save(tmp_path / "a" / "a.jpg", caption="ay")  # of another ending
+    save(tmp_path / "a" / "猫 🐈.WEBP", caption="cat", ending=".caption")
+    save(tmp_path / "a" / "face_1_2_3_4.png")
+    (tmp_path / "a" / "face.caption").write_text("a face", encoding="utf-8")
+    save(tmp_path / "a" / "below" / "c.png")
+    (tmp_path / "a" / "._b.png").write_bytes(b"left behind by macOS")
+    prepared = made(tmp_path, "image_dir = 'a'\nclass_tokens = 'thing'\nnum_repeats = 3")
+    assert captions(prepared) == {"a/a.jpg": "thing", "a/b.png": "bee", "a/face_1_2_3_4.png": "a face",
+                                  "a/猫 🐈.WEBP": "cat"}  # fmt: skip
+    assert {(sample.repeats, sample.weight, sample.is_reg) for sample in prepared.manifest.samples} == {(3, 1.0, False)}
+    assert prepared.manifest.notes == (
+        f"{tmp_path}/a: 1 captions have several lines, of which the first is used; enable_wildcard takes one of them"
+        " each time",
+        f"{tmp_path}/a: 1 of 4 pictures have no .caption file, 'thing' is their caption: a.jpg",
+    )
+
+
+def test_captions_are_read_from_txt_when_no_other_is_there_and_this_is_said(tmp_path):
+    save(tmp_path / "a" / "a.png", caption="one\n\ntwo")
+    prepared = made(tmp_path, "image_dir = 'a'\nenable_wildcard = true")
+    assert captions(prepared) == {"a/a.png": "one\ntwo"}
+    assert prepared.manifest.notes == (f"{tmp_path}/a: no .caption files; captions are read from .txt",)
+
+
+def test_names_that_differ_only_in_their_ending_or_folder_or_dataset_have_keys_of_their_own(tmp_path):
+    for name in ("x/a/1.png", "x/a/1.jpg", "y/a/1.png"):
+        save(tmp_path / name, caption=name)
+    settings = config(tmp_path, "image_dir = 'x/a'", "image_dir = 'y/a'")
+    again = "[[datasets]]\nresolution = 128\n[[datasets.subsets]]\nimage_dir = 'x/a'\n"
+    path = Path(str(settings.dataset_config))
+    path.write_text(path.read_text() + again)
+    keys = [sample.key for sample in prepare(settings, 8).manifest.samples]
+    assert keys == ["a/1.jpg", "a/1.png", "a/1.png#2", "a/1.jpg#2", "a/1.png#3"]
+
+
+def test_all_that_cannot_be_used_is_named_in_one_report(tmp_path):
+    save(tmp_path / "a" / "good.png", caption="good")
+    save(tmp_path / "a" / "cut.png", caption="cut")
+    data = (tmp_path / "a" / "cut.png").read_bytes()
+    (tmp_path / "a" / "cut.png").write_bytes(data[: len(data) // 2])
+    save(tmp_path / "a" / "empty.png", caption="")
+    save(tmp_path / "a" / "latin.png")
+    (tmp_path / "a" / "latin.txt").write_bytes(b"caf\xe9")
+    save(tmp_path / "a" / "thin.png", 5000, 3, caption="thin")
+    settings = config(
+        tmp_path, "image_dir = 'a'\ncaption_extension = '.txt'", head="bucket_no_upscale = true\nbucket_reso_steps = 16"
+    )
+    with pytest.raises(ConfigError) as caught:
+        prepare(settings, 8)
+    start = [problem.replace(f"{tmp_path}/", "")[:46] for problem in caught.value.problems]
+    assert start == [
+        "a/cut.png: cannot be decoded: image file is tr",
+        "a/empty.txt: is empty; write a caption, or del",
+        "a/latin.txt: not UTF-8 at byte 3; save the fil",
+        "a/thin.png: 5000x3 pixels leave no bucket with",
+        "4 of 5 pictures cannot be used; mend or remove",
+    ]
+
+
+def test_bad_pictures_are_skipped_and_noted_when_that_is_asked_for(tmp_path):
+    save(tmp_path / "a" / "good.png", caption="good")
+    (tmp_path / "a" / "bad.png").write_bytes(b"bad")
+    prepared = made(tmp_path, "image_dir = 'a'\ncaption_extension = 'txt'", on_bad_data="skip")
+    assert [sample.key for sample in prepared.manifest.samples] == ["a/good.png"]
+    assert prepared.manifest.notes[-1].startswith("1 problems, whose pictures are skipped:\n  ")
+    assert "bad.png: is no picture" in prepared.manifest.notes[-1]
+    (tmp_path / "a" / "good.png").write_bytes(b"bad")
+    with pytest.raises(ConfigError, match="no picture is left to train on"):
+        made(tmp_path, "image_dir = 'a'", on_bad_data="skip")
+
+
+def test_a_folder_without_pictures_says_what_is_there_and_what_to_do(tmp_path):
+    save(tmp_path / "a" / "10_cat" / "1.png")
+    (tmp_path / "a" / "1.txt").write_text("x")
+    (tmp_path / "b").mkdir()
+    with pytest.raises(ConfigError) as caught:
+        made(tmp_path, "image_dir = 'a'", "image_dir = 'b'")
+    assert [problem.replace(f"{tmp_path}/", "") for problem in caught.value.problems] == [
+        "set.toml:7: image_dir: no pictures; a has 1 .txt, 1 pictures one level down in 10_cat/; folders are not"
+        " searched below: set image_dir = 'a/10_cat'",
+        "set.toml:9: image_dir: no pictures; b has nothing in it; pictures end in .png .jpg .jpeg .webp .bmp .avif"
+        " .jxl",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("train", "reg", "repeats", "expected"),
+    [(5, 2, 1, [3, 2]), (4, 2, 1, [2, 2]), (7, 2, 3, [4, 3]), (3, 5, 1, [1, 1, 1]), (3, 5, 2, [2, 2])],
+)
+def test_regularisation_pictures_are_shown_in_turn_until_they_are_as_many(tmp_path, train, reg, repeats, expected):
+    """The expected numbers follow from the loop in sd-scripts' DreamBoothDataset."""
+    for number in range(train):
+        save(tmp_path / "t" / f"{number}.png")
+    for number in range(reg):
+        save(tmp_path / "r" / f"{number}.png")
+    prepared = made(tmp_path, f"image_dir = 'r'\nis_reg = true\nnum_repeats = {repeats}", "image_dir = 't'",
+                    prior_loss_weight=0.25)  # fmt: skip
+    regularisation = [sample for sample in prepared.manifest.samples if sample.is_reg]
+    assert [sample.repeats for sample in regularisation] == expected
+    assert {sample.weight for sample in regularisation} == {0.25}
+    assert [sample.key for sample in regularisation] == [f"r/{number}.png" for number in range(len(expected))]
+    assert prepared.pictures == (train, sum(expected))
+    note = prepared.manifest.notes[-1]
+    assert ("are not needed and not used" in note) == (reg > len(expected))
+
+
+def test_metadata_files_name_pictures_and_captions(tmp_path):
+    for name in ("p/a.png", "p/b.jpg", "elsewhere/c.png"):
+        save(tmp_path / name)
+    entries = {"a": {"caption": "ay", "tags": "x, y", "image_size": [1, 1]}, "b.jpg": {"tags": "z"},
+               str(tmp_path / "elsewhere" / "c.png"): {"caption": "see\nsea"}}  # fmt: skip
+    (tmp_path / "p" / "m.json").write_text(json.dumps(entries), encoding="utf-8")
+    lines = [json.dumps({"image_path": name, **values}) for name, values in entries.items()]
+    (tmp_path / "p" / "m.jsonl").write_text("\ufeff" + "\n".join(lines) + "\n\n", encoding="utf-8")
+    expected = {"p/a.png": "ay;x, y", "p/b.jpg": "z", "elsewhere/c.png": "see\nsea"}
+    for subset in ("image_dir = 'p'\nmetadata_file = 'p/m.json'", "metadata_file = 'p/m.jsonl'"):
+        assert captions(made(tmp_path, subset + "\ncaption_separator = ';'")) == expected
+    wild = made(tmp_path, "metadata_file = 'p/m.json'\nenable_wildcard = true")
+    assert captions(wild)["p/b.jpg"] == "z" and captions(wild)["elsewhere/c.png"] == "see\nsea"
+
+
+def test_mistakes_in_metadata_files_are_named_with_their_lines(tmp_path):
+    save(tmp_path / "a.png")
+    rows = [{"image_path": "a.png"}, {"image_path": "b.png", "caption": "x"}, {"image_path": "a.png", "caption": 3}]
+    (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(ConfigError) as caught:
+        made(tmp_path, "metadata_file = 'm.jsonl'")
+    assert [problem.replace(f"{tmp_path}/", "") for problem in caught.value.problems] == [
+        f"m.jsonl:2: 'b.png' is not there; looked in {Path.cwd()}, {tmp_path}",
+        "m.jsonl:1: 'a.png': has neither caption nor tags",
+        "m.jsonl:3: 'a.png': caption is no text: 3",
+        "3 of 3 pictures cannot be used; mend or remove them, or leave them out with --on_bad_data skip",
+    ]
+    for text, problem in {"{": "is no JSON", "[]": "expected an object", "": "names no pictures"}.items():
+        (tmp_path / "m.jsonl").write_text(text)
+        with pytest.raises(ConfigError, match=rf"set.toml:7: metadata_file: .*{problem}"):
+            made(tmp_path, "metadata_file = 'm.jsonl'")
+
+
+def test_the_fingerprint_follows_what_training_sees(tmp_path):
+    save(tmp_path / "a" / "1.png", caption="one")
+    save(tmp_path / "a" / "2.png", caption="two")
+
+    def fingerprint(subset: str = "image_dir = 'a'") -> str:
+        return made(tmp_path, subset).manifest.fingerprint()
+
+    first = fingerprint()
+    assert fingerprint() == first == fingerprint("image_dir = './a'")
+    assert fingerprint("image_dir = 'a'\nnum_repeats = 2") != first
+    (tmp_path / "a" / "1.txt").write_text("won")
+    second = fingerprint()
+    Image.new("RGB", (80, 70)).save(tmp_path / "a" / "2.png")
+    assert len({first, second, fingerprint()}) == 3
+
+
+def test_sizes_that_the_model_cannot_take_are_refused(tmp_path):
+    save(tmp_path / "a" / "1.png")
+    with pytest.raises(ConfigError, match=r"set.toml:5: bucket_reso_steps: 32 is no multiple of 64"):
+        prepare(config(tmp_path, "image_dir = 'a'", head="bucket_reso_steps = 32"), 64)
+    text = "[[datasets]]\nresolution = [64, 72]\n[[datasets.subsets]]\nimage_dir = 'a'\n"
+    (tmp_path / "set.toml").write_text(text)
+    settings = DataConfig(dataset_config=str(tmp_path / "set.toml"))
+    with pytest.raises(ConfigError, match=r"set.toml:2: resolution: 64,72 is no multiple of 16 on each side"):
+        prepare(settings, 16)
+    assert prepare(settings, 8).resolution == (64, 72)
+
+
+def test_check_tells_all_of_the_file_without_torch_or_pillow(tmp_path):
+    (tmp_path / "a").mkdir()
+    settings = config(tmp_path, "image_dir = 'a'\ncache_info = true", "image_dir = 'b'", head="batch_size = 'x'")
+    found = [line.replace(f"{tmp_path}/", "").partition(";")[0] for line in check(settings)]
+    assert found == [
+        "set.toml:5: batch_size: expected a whole number, got the text 'x'",
+        "set.toml:10: image_dir: 'b' is not there (also looked beside set.toml)",
+        "set.toml:8: cache_info: not yet: keeping sizes and captions in a file",
+    ]
+    assert check(DataConfig()) == [] == check(DataConfig(dataset_config="nowhere.toml"))  # told with the options
+    source = "import sys, library.data.prepare\nassert not {'torch', 'PIL'} & set(sys.modules), sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", source], check=True, cwd=Path(__file__).parent.parent)
+
+
+def test_the_description_tells_pictures_buckets_and_the_arithmetic(tmp_path):
+    for number in range(5):
+        save(tmp_path / "a" / f"{number}.png", 80 + number, 70, caption="x")
+    save(tmp_path / "a" / "wide.png", 200, 60, caption="x")
+    prepared = made(tmp_path, "image_dir = 'a'\nnum_repeats = 2", head="batch_size = 2\nbucket_reso_steps = 32")
+    plan = prepared.batch_plan(2, TrainConfig(gradient_accumulation_steps=2, seed=1))
+    lines = prepared.describe(plan, 9).splitlines()
+    assert lines[0] == "dataset 1, a: 6 pictures, shown 12 times an epoch, captions found 6/6 (.txt)"
+    assert "12 samples" in lines[-3] and "batch 2 x 2 ranks x 2 accumulation" in lines[-2]
+    assert f"{plan.batches_per_epoch} micro-steps" in lines[-2] and lines[-1].startswith("the run: 9 steps")
+    assert plan.steps_for_epochs(2) == plan.batches_per_epoch
