@@ -32,6 +32,7 @@ DOORS: dict[str, set[str]] = {
     "transformers": {"families", "demo"},
     "tqdm": {"log"},
     "wandb": {"distributed"},
+    "yaml": {"distributed"},
 }
 """One third-party library, one door."""
 

@@ -175,6 +175,23 @@ def test_two_copies_share_a_chunk_only_where_there_is_no_other_way(repeats, chun
         assert len(set(members)) == len(members)
 
 
+@given(bucket_lists(), layouts, seeds)
+def test_blocks_are_whole_steps_but_for_one_an_epoch_that_completes_an_open_step(buckets, layout, seed):
+    ranks, accumulation = layout
+    plan = BatchPlan(buckets, *layout, seed)
+    blocks = sum(sum(bucket.repeats) // (bucket.batch_size * ranks * accumulation) for bucket in buckets)
+    singles = plan.batches_per_epoch - blocks * accumulation
+    whole = Counter(plan.epoch_of(step) for step in range(plan.steps_for_epochs(accumulation))
+                    if _is_block(plan.step(step)))  # fmt: skip
+    for epoch in range(accumulation):
+        is_open = -epoch * plan.batches_per_epoch % accumulation > singles
+        assert whole[epoch] >= blocks - is_open
+
+
+def _is_block(parts: tuple[MicroBatch, ...]) -> bool:
+    return len({(part.bucket, part.epoch) for part in parts}) == 1 and all(all(part.weights) for part in parts)
+
+
 def test_samples_meet_in_all_combinations_over_the_epochs():
     plan = BatchPlan([BucketSamples((64, 64), range(6), [2] * 6, 3)], 1, 1, seed=1)
     pairs = Counter(frozenset(pair) for step in range(400) for batch in plan.step(step)

@@ -3,6 +3,8 @@
 import itertools
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -90,10 +92,10 @@ def test_the_number_of_workers_and_resuming_change_nothing(prepared):
 
 def test_the_ranks_together_see_what_one_process_sees(prepared):
     def by_place(works: list[list[StepWork]], step: int) -> dict:
-        return {place: (caption, name, weight.item(), frame.tolist(), pixels.sum().item())
-                for work in works for batch in work[step].batches
-                for place, caption, name, weight, frame, pixels in zip(
-                    batch.places, batch.captions, batch.ids, batch.weight, batch.frame, batch.pixels, strict=True)}  # fmt: skip
+        batches = [batch for work in works for batch in work[step].batches]
+        return {place: (batch.captions[row], batch.ids[row], batch.weight[row].item(), batch.frame[row].tolist(),
+                        batch.pixels[row].sum().item())
+                for batch in batches for row, place in enumerate(batch.places)}  # fmt: skip
 
     three = [some(loader(prepared, rank, 3), 3) for rank in range(3)]
     plan = loader(prepared, 0, 3).plan
@@ -144,6 +146,25 @@ def test_crops_flips_and_captions_differ_from_showing_to_showing(prepared):
             for name, caption, frame in zip(batch.ids, batch.captions, batch.frame.tolist(), strict=True):
                 seen.setdefault(name, set()).add((caption, *frame))
     assert all(len(ways) > 5 for name, ways in seen.items() if name in ("train/0.png", "train/5.png"))
+    assert all(max(len({way[axis] for way in ways}) for ways in seen.values()) > 3 for axis in (3, 4))
+
+
+@pytest.mark.parametrize("place", [lambda number: (number, 0), lambda number: (0, number)], ids=["epoch", "copy"])
+def test_every_epoch_and_every_copy_is_cut_mirrored_and_captioned_in_its_own_way(prepared, place):
+    reader = loader(prepared).reader
+    index = next(i for i, sample in enumerate(prepared.manifest.samples) if sample.key == "train/5.png")
+    shown = [reader.picture(place(n)[0], index, place(n)[1]) for n in range(24)]
+    assert len({frame for _, frame in shown}) > 6
+    captions = {reader.caption(place(n)[0], 0, index, place(n)[1]) for n in range(24)}
+    assert len(captions) > 6
+    placement = prepared.placements[index]
+    whole = cut_out(upright(prepared.manifest.samples[index].image),
+                    type(placement)(placement.resized, placement.resized, (0, 0)), (0, 0), None)  # fmt: skip
+    straight = 0
+    for pixels, (_, _, top, left, height, width) in shown:
+        found = ((pixels.permute(1, 2, 0) + 1) * 127.5).round().to(torch.uint8).numpy()
+        straight += bool((found == whole[top : top + height, left : left + width]).all())
+    assert 4 < straight < 20
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -174,3 +195,20 @@ def test_workers_leave_signals_to_the_main_process():
 def test_there_are_never_more_workers_than_cores(prepared, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
     assert [loader(prepared, workers=workers).workers for workers in (0, 2, 8)] == [0, 2, 3]
+
+
+def test_a_program_that_dies_with_workers_ends(folder):
+    """An exception that nobody catches keeps the iterator alive until the interpreter goes."""
+    source = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
+from library.config.schema import DataConfig, TrainConfig
+from library.data.prepare import prepare
+prepared = prepare(DataConfig(dataset_config={str(folder / "set.toml")!r}, max_data_loader_n_workers=1), 8)
+loader = prepared.loader(prepared.batch_plan(1, TrainConfig()), 0, total_steps=9, pin_memory=False)
+steps = loader.steps(0)
+next(steps)
+raise RuntimeError("the end")
+"""
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "RuntimeError: the end" in done.stderr

@@ -64,6 +64,21 @@ def test_captions_are_read_from_txt_when_no_other_is_there_and_this_is_said(tmp_
     assert prepared.manifest.notes == (f"{tmp_path}/a: no .caption files; captions are read from .txt",)
 
 
+def test_keys_that_change_nothing_beside_the_others_are_noted(tmp_path):
+    save(tmp_path / "a" / "1.png", caption="x", ending=".caption")
+    head = "bucket_no_upscale = true\nbucket_reso_steps = 8"
+    assert made(tmp_path, "image_dir = 'a'", head=head).manifest.notes == (
+        f"{tmp_path}/set.toml:4: min_bucket_reso: not used, because bucket_no_upscale is set",
+    )
+    text = (tmp_path / "set.toml").read_text().replace("enable_bucket = true", "enable_bucket = false")
+    (tmp_path / "set.toml").write_text(text)
+    prepared = prepare(DataConfig(dataset_config=str(tmp_path / "set.toml")), 8)
+    assert [note.split(":")[1:3] for note in prepared.manifest.notes] == [
+        ["4", " min_bucket_reso"],
+        ["6", " bucket_reso_steps"],
+    ]
+
+
 def test_names_that_differ_only_in_their_ending_or_folder_or_dataset_have_keys_of_their_own(tmp_path):
     for name in ("x/a/1.png", "x/a/1.jpg", "y/a/1.png"):
         save(tmp_path / name, caption=name)
@@ -199,12 +214,12 @@ def test_sizes_that_the_model_cannot_take_are_refused(tmp_path):
     save(tmp_path / "a" / "1.png")
     with pytest.raises(ConfigError, match=r"set.toml:5: bucket_reso_steps: 32 is no multiple of 64"):
         prepare(config(tmp_path, "image_dir = 'a'", head="bucket_reso_steps = 32"), 64)
-    text = "[[datasets]]\nresolution = [64, 72]\n[[datasets.subsets]]\nimage_dir = 'a'\n"
+    text = "[[datasets]]\nresolution = [72, 64]\n[[datasets.subsets]]\nimage_dir = 'a'\n"
     (tmp_path / "set.toml").write_text(text)
     settings = DataConfig(dataset_config=str(tmp_path / "set.toml"))
-    with pytest.raises(ConfigError, match=r"set.toml:2: resolution: 64,72 is no multiple of 16 on each side"):
+    with pytest.raises(ConfigError, match=r"set.toml:2: resolution: 72,64 is no multiple of 16 on each side"):
         prepare(settings, 16)
-    assert prepare(settings, 8).resolution == (64, 72)
+    assert prepare(settings, 8).resolution == (72, 64)
 
 
 def test_check_tells_all_of_the_file_without_torch_or_pillow(tmp_path):

@@ -86,6 +86,7 @@ def test_area_averaging_is_the_exact_mean_of_what_each_pixel_covers(width: int, 
 def test_resizing_is_area_when_shrinking_and_lanczos_when_a_side_grows():
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (20, 30, 3), np.uint8))
     assert (resized(image, (17, 20), None) == area_averaged(np.asarray(image), (17, 20))).all()
+    assert (resized(image, (30, 11), None) == area_averaged(np.asarray(image), (30, 11))).all()
     assert (resized(image, (31, 10), None) == np.asarray(image.resize((31, 10), Image.Resampling.LANCZOS))).all()
     assert (resized(image, (9, 9), "bicubic") == np.asarray(image.resize((9, 9), Image.Resampling.BICUBIC))).all()
     assert (resized(image, (40, 9), "area") == np.asarray(image.resize((40, 9), Image.Resampling.BILINEAR))).all()

@@ -50,11 +50,13 @@ def train(*flags: str) -> str:
     from library.training.run import run
 
     loaded = load_options([*flags, "--quiet", "--max_data_loader_n_workers", "0"])
-    run(loaded.require(), frozenset(loaded.places))
+    run(loaded.require())
     return str(Path(loaded.config.save.output_dir) / f"{loaded.config.save.output_name}.safetensors")
 
 
-def trained(folder: Path, ranks: int, batch: int, accumulation: int, *flags: str, dataset: Path) -> dict[str, torch.Tensor]:
+def trained(
+    folder: Path, ranks: int, batch: int, accumulation: int, *flags: str, dataset: Path
+) -> dict[str, torch.Tensor]:
     name = f"r{ranks}b{batch}a{accumulation}"
     files = on_ranks(ranks, train, "--dataset_config", str(dataset), "--train_batch_size", str(batch),
                      "--gradient_accumulation_steps", str(accumulation), "--output_dir", str(folder), "--output_name",
@@ -232,3 +234,92 @@ def test_an_output_folder_that_cannot_be_written_is_known_before_training(tmp_pa
         on_ranks(1, train, "--dataset_config", str(even), "--output_dir", str(tmp_path / "out"))
 
 
+@pytest.mark.parametrize("flags", [(), ("--dynamo_use_regional_compilation",)], ids=["whole", "by blocks"])
+def test_a_compiled_model_trains_the_same_and_is_saved_under_the_same_names(flags, even, reference, tmp_path):
+    found = trained(tmp_path, 1, 4, 1, "--optimizer_type", "SGD", "--torch_compile", "--dynamo_backend", "aot_eager",
+                    *flags, dataset=even)  # fmt: skip
+
+    assert difference(reference, found) < 1e-4
+
+
+def test_a_compiled_model_trains_the_same_on_two_ranks(even, reference, tmp_path):
+    found = trained(tmp_path, 2, 2, 1, "--optimizer_type", "SGD", "--torch_compile", "--dynamo_backend", "eager",
+                    dataset=even)  # fmt: skip
+
+    assert difference(reference, found) < 1e-4
+
+
+def failing_preview(*flags: str) -> str:
+    from library.families.sd1 import StableDiffusion1
+
+    def draw(*_, **__):
+        raise RuntimeError("out of memory, let us say")
+
+    StableDiffusion1.draw = draw
+    return train(*flags)
+
+
+def test_a_preview_that_fails_does_not_end_the_run(even, tmp_path):
+    (file,) = on_ranks(1, failing_preview, "--dataset_config", str(even), "--output_dir", str(tmp_path),
+                       "--max_train_steps", "2", "--sample_prompts", str(ROOT / "dataset_configs/demo_prompts.txt"),
+                       "--sample_every_n_steps", "1")  # fmt: skip
+
+    assert Path(file).is_file()
+
+
+def failing_tracker(*flags: str) -> str:
+    from accelerate import Accelerator
+
+    def log(*_, **__):
+        raise ConnectionError("the tracker is gone")
+
+    Accelerator.log = log
+    return train(*flags)
+
+
+def test_a_tracker_that_fails_does_not_end_the_run(even, tmp_path):
+    (file,) = on_ranks(1, failing_tracker, "--dataset_config", str(even), "--output_dir", str(tmp_path),
+                       "--max_train_steps", "3", "--logging_dir", str(tmp_path / "logs"))  # fmt: skip
+
+    assert Path(file).is_file()
+
+
+def failing_write(*flags: str) -> str:
+    from library.adapters import file
+
+    def write(*_, **__):
+        raise OSError("no space left on device")
+
+    file.write = write
+    return train(*flags)
+
+
+def test_a_file_that_cannot_be_written_ends_the_run_on_every_rank(even, tmp_path):
+    with pytest.raises(AssertionError, match="no space left on device"):
+        on_ranks(2, failing_write, "--dataset_config", str(even), "--output_dir", str(tmp_path), "--max_train_steps",
+                 "2", seconds=60)  # fmt: skip
+
+
+def poisoned(*flags: str) -> str:
+    """One rank's model predicts something that is no number in the third step."""
+    from library.training.task import Task
+
+    honest = Task.__call__
+
+    def loss(self, pixels, step):
+        value = honest(self, pixels, step)
+        return value * float("nan") if step == 2 and os.environ.get("RANK", "1") == "1" else value
+
+    Task.__call__ = loss
+    return train(*flags)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_loss_that_is_no_number_ends_the_run_before_it_reaches_the_weights(ranks, even, tmp_path):
+    with pytest.raises(AssertionError, match=r"step 3: the loss is nan.*the weights were not changed") as caught:
+        on_ranks(ranks, poisoned, "--dataset_config", str(even), "--output_dir", str(tmp_path), "--max_train_steps",
+                 "5", "--save_every_n_steps", "2")  # fmt: skip
+
+    assert "pictures of this step on this process: " in str(caught.value)
+    saved = load_file(tmp_path / "lora-step00000002.safetensors")
+    assert all(bool(tensor.isfinite().all()) for tensor in saved.values())

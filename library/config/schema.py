@@ -101,7 +101,9 @@ class DistributedConfig:
     ddp_timeout: int | None = opt(None, "minutes that one process waits for the others", minimum=1)
     ddp_gradient_as_bucket_view: bool = opt(False, "DDP: gradients share memory with the exchange buffers")
     ddp_static_graph: bool = opt(False, "DDP: the graph never changes, which saves work")
-    torch_compile: bool = opt(False, "compile the denoiser")
+    torch_compile: bool | None = opt(
+        None, "compile the denoiser; without it, accelerate launch or accelerate config decides"
+    )
     dynamo_backend: Literal[
         "eager", "aot_eager", "inductor", "aot_ts_nvfuser", "nvprims_nvfuser", "cudagraphs", "ofi", "fx2trt", "onnxrt",
         "tensorrt", "aot_torchxla_trace_once", "torchxla_trace_once", "tvm", "hpu_backend", "neuron"

@@ -158,6 +158,21 @@ def not_yet(datasets: Sequence[DatasetConfig]) -> Iterator[str]:
                 yield f"{subset.place(key)}: {key}: not yet: {what}"
 
 
+def unused(datasets: Sequence[DatasetConfig]) -> Iterator[str]:
+    """Keys of the file that change nothing beside the others; they are no mistakes in sd-scripts, so they are said."""
+    for dataset in datasets:
+        keys: tuple[str, ...]
+        if not dataset.enable_bucket:
+            keys, why = ("min_bucket_reso", "max_bucket_reso", "bucket_reso_steps"), "enable_bucket is not set"
+        elif dataset.bucket_no_upscale:
+            keys, why = ("min_bucket_reso", "max_bucket_reso"), "bucket_no_upscale is set"
+        else:
+            continue
+        for key in keys:
+            if key in dataset.places and not dataset.places[key].startswith("--"):
+                yield f"{dataset.places[key]}: {key}: not used, because {why}"
+
+
 _NOT_YET = {
     "conditioning_data_dir": "masks",
     "alpha_mask": "masks; transparent parts are trained as white",

@@ -16,7 +16,7 @@ SHOWN_NAMES = 3
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundPicture:
     """A picture file and its caption."""
 
     image: Path
@@ -30,7 +30,7 @@ class Found:
 class Listing:
     """What one subset holds."""
 
-    found: list[Found] = field(default_factory=list)
+    found: list[FoundPicture] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)  # a line for each picture that is named and not there
     problems: list[str] = field(default_factory=list)  # with the subset as a whole
     notes: list[str] = field(default_factory=list)
@@ -74,7 +74,7 @@ def _from_folder(subset: SubsetConfig, folder: Path, dataset: int, index: int) -
                 caption = "\n".join(lines) if subset.enable_wildcard else lines[0]
             except ValueError as error:
                 problem = f"{text}: {error}"
-        listing.found.append(Found(folder / name, caption, dataset, index, problem))
+        listing.found.append(FoundPicture(folder / name, caption, dataset, index, problem))
     if is_fallback:
         listing.notes.append(f"{folder}: no {subset.caption_ending} files; captions are read from .txt")
     if several and not subset.enable_wildcard:
@@ -131,7 +131,7 @@ def _from_metadata(subset: SubsetConfig, metadata: Path, dataset: int, index: in
             listing.captions += 1
         except ValueError as error:
             problem = f"{place}: {name!r}: {error}"
-        listing.found.append(Found(image, caption, dataset, index, problem))
+        listing.found.append(FoundPicture(image, caption, dataset, index, problem))
     return listing
 
 

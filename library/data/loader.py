@@ -1,5 +1,6 @@
 """Read ahead what a plan wants: pictures decoded, cut and mirrored, captions as they are shown."""
 
+import atexit
 import itertools
 import os
 import signal
@@ -58,9 +59,21 @@ class Loader:
             pin_memory=self.pin_memory,
         )
         items = iter(loader)
-        for step in itertools.count(from_step):
-            batches = tuple(_usable(next(items)) for _ in range(self.plan.accumulation))
-            yield StepWork(batches, self.plan.real_samples(step))
+        # Workers do not react to SIGTERM, with which Python ends what is left of them at exit, and it would wait for
+        # them for ever; a traceback that somebody keeps is enough for them to be left.
+        stop = getattr(items, "_shutdown_workers", _nothing)  # not there without workers
+        atexit.register(stop)
+        try:
+            for step in itertools.count(from_step):
+                batches = tuple(_usable(next(items)) for _ in range(self.plan.accumulation))
+                yield StepWork(batches, self.plan.real_samples(step))
+        finally:
+            atexit.unregister(stop)
+            stop()
+
+
+def _nothing() -> None:
+    pass
 
 
 class _Positions:
@@ -129,9 +142,7 @@ class MicroBatchReader(Dataset[PixelBatch | Unreadable]):
         try:
             image = upright(sample.image)
         except Exception as error:  # decoders raise whatever they like on broken data
-            raise UserError(
-                f"{sample.image}: was fine at the start of the run, now it cannot be read: {error}"
-            ) from error
+            raise UserError(f"{sample.image}: was fine at the start and cannot be read now: {error}") from error
         if image.size != sample.size:
             raise UserError(f"{sample.image}: was {sample.size} at the start of the run, now it is {image.size}")
         picture = cut_out(image, placement, (left, top), subset.resize_interpolation)

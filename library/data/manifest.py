@@ -10,8 +10,9 @@ from typing import Literal
 
 from ..errors import ConfigError
 from .buckets import Place, place_for
+from .dataset_rules import unused
 from .dataset_schema import DatasetConfig
-from .files import Found, find_pictures
+from .files import FoundPicture, find_pictures
 from .inspection import Seen, look_at_all
 
 SHOWN_NAMES = 5
@@ -55,9 +56,9 @@ class Manifest:
 def scan(datasets: Sequence[DatasetConfig], on_bad_data: Literal["fail", "skip"]) -> Manifest:
     """Look at every picture and caption; all that cannot be used are named together, or skipped and noted."""
     problems: list[str] = []
-    notes: list[str] = []
+    notes = list(dict.fromkeys(unused(datasets)))
     endings = []
-    found: list[Found] = []
+    found: list[FoundPicture] = []
     absent: list[str] = []
     for number, dataset in enumerate(datasets):
         for index, subset in enumerate(dataset.subsets):
@@ -83,7 +84,7 @@ def scan(datasets: Sequence[DatasetConfig], on_bad_data: Literal["fail", "skip"]
     return Manifest(tuple(datasets), tuple(samples), tuple(notes), tuple(endings))
 
 
-def _samples(datasets: Sequence[DatasetConfig], found: Iterable[Found],
+def _samples(datasets: Sequence[DatasetConfig], found: Iterable[FoundPicture],
              seen: dict[Path, Seen]) -> tuple[list[Sample], list[str]]:  # fmt: skip
     """What was found, as samples; and a line for each that cannot be one."""
     places = [place_for(dataset) for dataset in datasets]

@@ -104,7 +104,7 @@ def _vae() -> Any:
 
 def _text_encoder() -> Any:
     words = _vocabulary()
-    return CLIPTextModel(
+    encoder = CLIPTextModel(
         CLIPTextConfig(
             vocab_size=len(words),
             hidden_size=_TEXT_WIDTH,
@@ -117,6 +117,12 @@ def _text_encoder() -> Any:
             pad_token_id=words[_END],
         )
     )
+    # Versions of transformers draw the first weights in different ways, and all are to give the same model.
+    torch.manual_seed(torch.initial_seed())
+    for weight in encoder.parameters():
+        if weight.ndim > 1:
+            nn.init.normal_(weight, std=0.1)
+    return encoder
 
 
 def _tokenizer() -> CLIPTokenizer:

@@ -1,5 +1,7 @@
 """What one optimizer step means on however many processes."""
 
+import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +15,17 @@ from ..data.batch import PixelBatch
 
 LossFunction = Callable[[PixelBatch, int], Tensor]
 """(batch, optimizer step) -> one weighted loss a sample."""
+
+SECONDS_TO_LET_GO = 0.2
+
+
+def let_go_of_messages() -> None:
+    """Give the threads that carry messages the time to drop the last one; call it before the process group ends.
+
+    A gloo thread needs Python's lock to drop a message that holds a tensor, and the end of the group waits for the
+    thread while it holds that lock: a process that ends too soon after its last message can wait forever.
+    """
+    time.sleep(SECONDS_TO_LET_GO)
 
 
 class DataParallel:
@@ -57,8 +70,9 @@ class DataParallel:
         self.accelerator.init_trackers(project, config=settings, init_kwargs=arguments)
 
     def finish(self) -> None:
-        """Close trackers and leave the process group."""
+        """Close trackers and leave the process group, when all are done."""
         self.accelerator.wait_for_everyone()
+        let_go_of_messages()
         self.accelerator.end_training()
 
     def log(self, values: dict[str, Any], step: int) -> None:
@@ -67,7 +81,9 @@ class DataParallel:
 
     def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
         """Place, wrap and compile the model as the accelerator was told; return it with its optimizer."""
-        with self._regions_compiled(model):
+        with self._regions_compiled(model), warnings.catch_warnings():
+            # torch has a new name for it that accelerate does not know; the old one still does what is meant.
+            warnings.filterwarnings("ignore", message=".*broadcast_buffers.* is deprecated", category=FutureWarning)
             self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         return self.model, self.optimizer
 

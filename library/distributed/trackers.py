@@ -1,57 +1,76 @@
-"""Which experiment tracker is used, and whether it can be."""
+"""Which experiment trackers a run uses, where they write, and whether they can start at all."""
 
+import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+from accelerate.utils import LoggerType
 
 from ..config.schema import LogConfig
-from ..errors import ConfigError, UserError
+from .world import truth
 
-PACKAGES = {"comet_ml": "comet_ml", "mlflow": "mlflow", "aim": "aim", "clearml": "clearml", "dvclive": "dvclive",
-            "swanlab": "swanlab", "trackio": "trackio", "wandb": "wandb", "tensorboard": "tensorboard"}  # fmt: skip
-"""What to install for each."""
+PACKAGES = {"comet_ml": "comet_ml", "tensorboard": "tensorboard"}
+"""What to install, where the package is not called like the tracker in all cases."""
 
 
-def wanted(log: LogConfig) -> str | None:
-    """The tracker's name for accelerate; a folder without a tracker means tensorboard."""
-    if log.log_with == "none" or (log.log_with is None and log.logging_dir is None):
+def tracker_of(log: LogConfig) -> str | None:
+    """``log_with`` after its default: a folder alone means tensorboard."""
+    if log.log_with is None:
+        return "tensorboard" if log.logging_dir is not None else None
+    return None if log.log_with == "none" else log.log_with
+
+
+def run_folder(log: LogConfig, started: str) -> str | None:
+    """The run's own folder for trackers: ``<logging_dir>/<log_prefix><YYYYmmddHHMMSS>``."""
+    if log.logging_dir is None or tracker_of(log) is None:
         return None
-    return log.log_with or "tensorboard"
+    return str(Path(log.logging_dir) / f"{log.log_prefix or ''}{started}")
 
 
-def problems(log: LogConfig) -> Iterator[str]:
-    """Why the tracker cannot work on this machine."""
-    name = wanted(log)
-    if name is None or name == "all":
-        return
-    if name not in {str(known) for known in LOGGER_TYPE_TO_CLASS}:
-        yield f"--log_with: this version of accelerate does not know {name}"
-    elif name not in {str(known) for known in get_available_trackers()}:
-        yield f"--log_with: {name} is not installed; pip install {PACKAGES[name]}"
-    elif LOGGER_TYPE_TO_CLASS[name].requires_logging_directory and log.logging_dir is None:
-        yield f"--log_with: {name} needs a --logging_dir to write to"
+def tracker_problems(log: LogConfig, environment: Mapping[str, str]) -> list[str]:
+    """What keeps the trackers from starting; asked on the main process, which is the one that runs them."""
+    name = tracker_of(log)
+    if name is None:
+        return []
+    names = [str(item) for item in get_available_trackers()] if name == "all" else [name]
+    return [problem for item in names for problem in _problems_of(item, log, environment)]
 
 
-def open_folder(log: LogConfig, directory: Path | None) -> None:
-    """Make the run's folder, and see that wandb will let us in; on the one process that talks to trackers."""
-    if directory is not None:
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"--logging_dir: {directory} cannot be made: {error.strerror}") from None
-        os.environ["WANDB_DIR"] = str(directory)  # wandb reads it when its run starts
-    if wanted(log) in ("wandb", "all"):
-        _check_wandb()
+def _problems_of(name: str, log: LogConfig, environment: Mapping[str, str]) -> list[str]:
+    place = f"--log_with {log.log_with}" if log.log_with else f"--logging_dir {log.logging_dir}"
+    if name not in LoggerType:
+        return [f"{place}: this version of accelerate does not know {name}; pip install -U accelerate"]
+    if LoggerType(name) not in get_available_trackers():
+        return [f"{place}: the package {name} is not installed; pip install {name}"]
+    if LOGGER_TYPE_TO_CLASS[name].requires_logging_directory and log.logging_dir is None:
+        return [f"{place}: {name} writes to a folder; name one with --logging_dir"]
+    if name == "wandb" and not wandb_is_ready(environment):
+        return [f"{place}: not logged in to wandb; run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline"]
+    return []
 
 
-def _check_wandb() -> None:
-    """A run that would stop and ask for a key must say so at once; offline runs need none."""
-    if os.environ.get("WANDB_MODE", "").lower() in ("offline", "disabled", "dryrun"):
-        return
+def wandb_is_ready(environment: Mapping[str, str]) -> bool:
+    """Whether wandb could start without asking anybody anything."""
+    mode = environment.get("WANDB_MODE", "online").lower()
+    if mode in ("offline", "disabled", "dryrun") or truth(environment.get("WANDB_DISABLED")):
+        return True
+    if environment.get("WANDB_API_KEY") or environment.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
     import wandb
 
-    if not wandb.login(prompt=False, verify=False):
-        raise ConfigError(["--log_with: wandb is not logged in; run `wandb login`, set WANDB_API_KEY, or set "
-                           "WANDB_MODE=offline"])  # fmt: skip
+    login: Any = wandb.login
+    if "prompt" in inspect.signature(login).parameters:
+        return bool(login(prompt=False, verify=False))  # to verify would need the network
+    return wandb.api.api_key is not None  # releases before ``prompt`` have no other way to look without asking
+
+
+def open_folder(folder: str | None, log: LogConfig) -> None:
+    """Make the run's folder, and keep wandb's files in it."""
+    if folder is None:
+        return
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    if tracker_of(log) in ("wandb", "all"):
+        os.environ["WANDB_DIR"] = folder

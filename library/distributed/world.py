@@ -1,67 +1,130 @@
-"""What the launcher and the machine say, read once: how many processes, which of them this is, on what device."""
+"""Where this process stands among the others, read from its surroundings once."""
 
 import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from datetime import datetime
 
 import torch
 
-MANY_NODES = "/sys/devices/system/node"
-_OURS = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "WANDB_", "MASTER_")
+from ..errors import ConfigError
+from .devices import Machine, this_machine
+from .launch_command import LaunchCommand, launch_of_this_process
+
+ENGINES = {
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism config",
+}
+"""Variables by which a launcher asks for something else than plain data parallelism."""
+
+SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
+LOCAL_RANKS = ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
+LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
+"""Names under which torchrun and the MPI launchers tell the same; accelerate reads them in this order."""
 
 
 @dataclass(frozen=True)
 class World:
-    """One process's place among all; made up in tests, read from the environment in a run."""
+    """The launcher's word, the machine, and the time that the run started at."""
 
     size: int = 1
     rank: int = 0
-    local_rank: int = 0
-    device: str = "cpu"  # kind of device that accelerate takes
-    is_windows: bool = False
-    torch_version: tuple[int, int] = (2, 13)
-    numa_nodes: int = 1
-    environment: Mapping[str, str] = field(default_factory=dict)
+    local_rank: int | None = None
+    """``None`` when no launcher gave one."""
+    local_size: int = 1
+    device: str = "cpu"
+    """Kind of device that this process computes on."""
+    machine: Machine = field(default_factory=Machine)
+    windows: bool = False
+    torch: tuple[int, int] = (2, 7)
+    precision: str | None = None
+    """What the launcher says; ``None`` when it says nothing.  The same for the next three."""
+    accumulation: int | None = None
+    dynamo: str | None = None
+    affinity: bool | None = None
+    engines: tuple[str, ...] = ()
+    launch: LaunchCommand | None = None
+    """The command that started this process, where it can be seen."""
+    started: str = ""
+    """YYYYmmddHHMMSS, the same on every rank; empty until the ranks have agreed."""
 
     @classmethod
-    def from_environment(cls) -> "World":
-        environment = {name: value for name, value in os.environ.items() if name.startswith(_OURS)}
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> "World":
+        """This process."""
+        env = os.environ if environment is None else environment
+        machine = this_machine(env)
+        size = _first(env, SIZES) or 1
         return cls(
-            size=int(os.environ.get("WORLD_SIZE", "1")),
-            rank=int(os.environ.get("RANK", "0")),
-            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-            device=device_kind(environment),
-            is_windows=sys.platform == "win32",
-            torch_version=version_of(torch.__version__),
-            numa_nodes=numa_nodes(),
-            environment=environment,
+            size=size,
+            rank=_first(env, RANKS) or 0,
+            local_rank=_first(env, LOCAL_RANKS),
+            local_size=_first(env, LOCAL_SIZES) or size,
+            device=chosen_device(env, machine),
+            machine=machine,
+            windows=sys.platform == "win32",
+            torch=torch_version(),
+            precision=env.get("ACCELERATE_MIXED_PRECISION"),
+            accumulation=_number(env, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
+            dynamo=env.get("ACCELERATE_DYNAMO_BACKEND"),
+            affinity=truth(env.get("ACCELERATE_CPU_AFFINITY")),
+            engines=tuple(name for key, name in ENGINES.items() if truth(env.get(key))),
+            launch=launch_of_this_process(),
         )
 
-    def says(self, name: str) -> bool:
-        """Whether the launcher switched something on by an environment variable."""
-        return self.environment.get(name, "").lower() in ("1", "true", "yes", "on", "y", "t")
+    @property
+    def machines(self) -> int:
+        """How many machines take part, as far as the launcher tells."""
+        return max(1, self.size // max(1, self.local_size))
 
     @property
-    def is_cpu(self) -> bool:
-        return self.device == "cpu"
+    def joins_group(self) -> bool:
+        """accelerate forms a process group also for one process that was given a local rank."""
+        return self.size > 1 or self.local_rank is not None
 
 
-def device_kind(environment: Mapping[str, str]) -> str:
-    """The kind of device that accelerate works on: the CPU when it is told so or finds nothing else."""
-    if environment.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on", "y", "t"):
-        return "cpu"
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return found.type if found else "cpu"
+def now() -> str:
+    """The local time as it stands in folder names."""
+    return datetime.now().strftime("%Y%m%d%H%M%S")
 
 
-def version_of(text: str) -> tuple[int, int]:
-    """``2.13.0+cpu`` -> (2, 13)."""
-    major, minor, *_ = text.split("+")[0].split(".")
+def torch_version() -> tuple[int, int]:
+    """Major and minor number."""
+    major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)
 
 
-def numa_nodes(folder: str = MANY_NODES) -> int:
-    """NUMA nodes of this machine; 1 where the system does not say."""
-    return max(1, sum(1 for path in Path(folder).glob("node[0-9]*"))) if Path(folder).is_dir() else 1
+def chosen_device(environment: Mapping[str, str], machine: Machine) -> str:
+    """The kind of device, after what the environment may forbid."""
+    if forced := environment.get("ACCELERATE_TORCH_DEVICE"):
+        return torch.device(forced).type
+    return "cpu" if truth(environment.get("ACCELERATE_USE_CPU")) else machine.device
+
+
+def truth(word: str | None) -> bool | None:
+    """A yes or no as accelerate reads it; ``None`` when nothing was said."""
+    if word is None or not word.strip():
+        return None
+    if word.strip().lower() in ("y", "yes", "t", "true", "on", "1"):
+        return True
+    return False
+
+
+def _first(environment: Mapping[str, str], names: tuple[str, ...]) -> int | None:
+    for name in names:
+        if (number := _number(environment, name)) is not None and number >= 0:
+            return number
+    return None
+
+
+def _number(environment: Mapping[str, str], name: str) -> int | None:
+    word = environment.get(name)
+    if word is None or not word.strip():
+        return None
+    try:
+        return int(word)
+    except ValueError:
+        raise ConfigError([f"environment variable {name}: expected a whole number, got {word!r}"]) from None

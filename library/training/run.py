@@ -13,8 +13,9 @@ from ..config.schema import PreviewConfig
 from ..data.prepare import Prepared, prepare
 from ..data.prompts import Prompt, read_prompts
 from ..distributed.accelerator import prepare_accelerator
-from ..distributed.launch import contradictions_of_this_run
+from ..distributed.contradictions import contradictions_of_this_run
 from ..distributed.strategy import DataParallel
+from ..errors import UserError
 from ..families import FAMILIES
 from ..families.base import Family
 from ..families.detect import detect
@@ -34,7 +35,7 @@ DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "f
 """Precision of the frozen model; the adapters in it are always float32."""
 
 
-def run(config: RunConfig, given: frozenset[str]) -> None:
+def run(config: RunConfig, given: frozenset[str] = frozenset()) -> None:
     """Train from beginning to end; ``given`` names the options that somebody wrote down."""
     started_at = time.time()
     make_optimizer(config.optim, [torch.nn.Parameter(torch.zeros(1))])  # a mistake in its settings shows before loading
@@ -66,8 +67,6 @@ def run(config: RunConfig, given: frozenset[str]) -> None:
 
 def _check_folder(folder: Path) -> None:
     """That LoRA files can be written is known before training, not after it."""
-    from ..errors import UserError
-
     probe = folder / f".writable-{time.time_ns()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)

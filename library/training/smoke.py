@@ -24,7 +24,7 @@ def one_step(device: str) -> float:
     pixels = torch.linspace(-1, 1, 3 * height * width).view(1, 3, height, width)
     frame = torch.tensor([[height, width, 0, 0, height, width]], dtype=torch.float32)
     loss = task(PixelBatch(pixels, ("a test",), frame, torch.ones(1), (0,), ("test",)), step=0).sum()
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     if not any(bool(parameter.grad.abs().sum() > 0) for parameter in trainable(denoiser) if parameter.grad is not None):
         raise RuntimeError("no gradient reached the adapters")
     optimizer.step()

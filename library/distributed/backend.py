@@ -1,0 +1,29 @@
+"""How processes talk to each other: backend, meeting point and patience."""
+
+from datetime import timedelta
+
+from accelerate.utils import InitProcessGroupKwargs
+
+from .world import World
+
+LIBUV_SINCE = (2, 4)
+"""From this torch on the store is built on libuv, which torch for Windows comes without."""
+
+
+def group_backend(device: str, windows: bool) -> str | None:
+    """gloo works everywhere, nccl with CUDA but not on Windows; ``None``: accelerate knows what the device needs."""
+    if windows or device == "cpu":
+        return "gloo"
+    return "nccl" if device == "cuda" else None
+
+
+def process_group(world: World, minutes: int | None) -> InitProcessGroupKwargs | None:
+    """How this process joins the others; ``None`` when the launcher started it alone."""
+    if not world.joins_group:
+        return None
+    without_libuv = world.windows and world.torch >= LIBUV_SINCE
+    return InitProcessGroupKwargs(
+        backend=group_backend(world.device, world.windows),
+        init_method="env://?use_libuv=False" if without_libuv else None,
+        timeout=timedelta(minutes=minutes) if minutes is not None else None,
+    )

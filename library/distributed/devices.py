@@ -1,0 +1,91 @@
+"""What this machine has: its devices, processors and NUMA nodes, read without starting anything."""
+
+import importlib.util
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+NODES = Path("/sys/devices/system/node")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Facts that no setting changes."""
+
+    device: str = "cpu"
+    """Kind of the accelerator; without one, the processor itself."""
+    device_count: int = 0
+    cores: int = 1
+    processors: int = 1
+    numa_nodes: int = 1
+    affinity_obstacle: str = ""
+    """Why accelerate could not bind a process to the NUMA node of its device; empty when it could."""
+
+
+def this_machine(environment: Mapping[str, str]) -> Machine:
+    """Look around once."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = accelerator.type if accelerator is not None else "cpu"
+    return Machine(
+        device=device,
+        device_count=torch.accelerator.device_count() if accelerator is not None else 0,
+        cores=psutil.cpu_count(logical=False) or os.cpu_count() or 1,
+        processors=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        numa_nodes=count_numa_nodes(NODES),
+        affinity_obstacle=affinity_obstacle(device, environment),
+    )
+
+
+def count_numa_nodes(folder: Path) -> int:
+    """Nodes that have processors; 1 where the system does not tell."""
+    nodes = [node for node in folder.glob("node*") if re.fullmatch(r"node\d+", node.name)]
+    return max(1, sum(bool(_text(node / "cpulist")) for node in nodes))
+
+
+def affinity_obstacle(device: str, environment: Mapping[str, str]) -> str:
+    """What keeps accelerate from binding processes to NUMA nodes, with the way out; empty when nothing does."""
+    if device != "cuda":
+        return f"accelerate does it for CUDA devices only, this is {device}"
+    if not hasattr(os, "sched_setaffinity"):
+        return "this operating system cannot bind a process to processors"
+    package, install = ("amdsmi", "comes with ROCm") if torch.version.hip else ("pynvml", "pip install nvidia-ml-py")
+    if importlib.util.find_spec(package) is None:
+        return f"the package {package} is missing ({install})"
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.split(",") != [str(index) for index in range(len(visible.split(",")))]:
+        return f"accelerate counts devices from 0 and does not know of CUDA_VISIBLE_DEVICES={visible}"
+    return ""
+
+
+def trial_devices(machine: Machine) -> tuple[str, ...]:
+    """Every kind of device that training can be tried on."""
+    return ("cpu",) if machine.device == "cpu" else (machine.device, "cpu")
+
+
+def group_backends(machine: Machine) -> tuple[tuple[str, str], ...]:
+    """(process-group backend, device it exchanges tensors of) for all that can be tried here."""
+    backends = [("gloo", "cpu")]
+    if torch.distributed.is_available() and torch.distributed.is_nccl_available() and machine.device == "cuda":
+        backends.append(("nccl", "cuda"))
+    if machine.device == "xpu" and torch.distributed.is_xccl_available():
+        backends.append(("xccl", "xpu"))
+    return tuple(backends)
+
+
+def compute_toolkit() -> str:
+    """The toolkit that torch was built for."""
+    if torch.version.hip:
+        return f"ROCm {torch.version.hip}"
+    return f"CUDA {torch.version.cuda}" if torch.version.cuda else "none (this torch computes on the CPU)"
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""

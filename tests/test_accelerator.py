@@ -1,0 +1,377 @@
+"""prepare_accelerator: the pure part in every branch, and what two real processes get."""
+
+import os
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from accelerate.utils import DistributedDataParallelKwargs, DynamoBackend, InitProcessGroupKwargs
+from ranks import on_ranks
+
+from library.config import load_options
+from library.config.schema import RunConfig
+from library.distributed.accelerator import accelerator_kwargs, binds_to_numa_node, group_kwargs
+from library.distributed.backend import process_group
+from library.distributed.devices import Machine, affinity_obstacle, count_numa_nodes
+from library.distributed.refusals import Came, before_joining, mismatches
+from library.distributed.trackers import run_folder, tracker_of, tracker_problems
+from library.distributed.world import World
+from library.errors import ConfigError
+
+ALONE = World(started="20260203040506")
+TWO = replace(ALONE, size=2, local_size=2, local_rank=1, rank=1)
+CUDA = replace(TWO, device="cuda", machine=Machine(device="cuda", device_count=4))
+
+
+def config(*flags: str) -> RunConfig:
+    return load_options([*flags]).config
+
+
+def kwargs(world: World, *flags: str):
+    return accelerator_kwargs(config(*flags), world)
+
+
+def handler(world: World, kind: type, *flags: str):
+    return next((item for item in kwargs(world, *flags)["kwargs_handlers"] if isinstance(item, kind)), None)
+
+
+# the process group
+
+
+@pytest.mark.parametrize(
+    ("world", "backend", "init_method"),
+    [
+        (TWO, "gloo", None),
+        (CUDA, "nccl", None),
+        (replace(CUDA, windows=True, torch=(2, 3)), "gloo", None),
+        (replace(CUDA, windows=True, torch=(2, 4)), "gloo", "env://?use_libuv=False"),
+        (replace(TWO, windows=True, torch=(2, 13)), "gloo", "env://?use_libuv=False"),
+        (replace(CUDA, torch=(2, 13)), "nccl", None),
+        (replace(CUDA, device="cpu"), "gloo", None),
+        (replace(TWO, device="xpu"), None, None),
+        (replace(ALONE, local_rank=0), "gloo", None),
+    ],
+)
+def test_the_process_group_fits_system_and_device(world, backend, init_method):
+    group = process_group(world, None)
+
+    assert (group.backend, group.init_method) == (backend, init_method)
+
+
+@pytest.mark.parametrize("world", [ALONE, replace(ALONE, device="cuda", machine=Machine("cuda", device_count=8))])
+def test_one_process_forms_no_group_however_many_devices_there_are(world):
+    assert process_group(world, 5) is None
+    assert kwargs(world, "--ddp_timeout", "5", "--ddp_static_graph")["kwargs_handlers"] == []
+    assert group_kwargs(config("--ddp_timeout", "5"), world) == {"cpu": world.device == "cpu"}
+
+
+def test_the_timeout_is_in_minutes_and_reaches_the_process_group():
+    assert handler(CUDA, InitProcessGroupKwargs, "--ddp_timeout", "7").timeout == timedelta(minutes=7)
+    assert group_kwargs(config("--ddp_timeout", "7"), CUDA)["timeout"] == timedelta(minutes=7)
+
+
+def test_ddp_settings_reach_ddp_and_frozen_buffers_stay_where_they_are():
+    plain = handler(TWO, DistributedDataParallelKwargs)
+    asked = handler(TWO, DistributedDataParallelKwargs, "--ddp_gradient_as_bucket_view", "--ddp_static_graph")
+
+    assert (plain.gradient_as_bucket_view, plain.static_graph, plain.broadcast_buffers) == (False, False, False)
+    assert (asked.gradient_as_bucket_view, asked.static_graph, asked.find_unused_parameters) == (True, True, False)
+
+
+# trackers and their folder
+
+
+@pytest.mark.parametrize(
+    ("flags", "tracker", "folder"),
+    [
+        ((), None, None),
+        (("--logging_dir", "logs"), "tensorboard", "logs/20260203040506"),
+        (("--logging_dir", "logs", "--log_prefix", "cat_"), "tensorboard", "logs/cat_20260203040506"),
+        (("--logging_dir", "logs", "--log_with", "tensorboard"), "tensorboard", "logs/20260203040506"),
+        (("--logging_dir", "logs", "--log_with", "wandb"), "wandb", "logs/20260203040506"),
+        (("--log_with", "wandb"), "wandb", None),
+        (("--logging_dir", "logs", "--log_with", "all"), "all", "logs/20260203040506"),
+        (("--logging_dir", "logs", "--log_with", "none"), None, None),
+        (("--logging_dir", "logs", "--log_with", "mlflow"), "mlflow", "logs/20260203040506"),
+    ],
+)
+def test_tracker_and_folder_follow_from_the_options(flags, tracker, folder):
+    made = kwargs(ALONE, *flags)
+
+    assert (made["log_with"], made["project_dir"]) == (tracker, folder and str(Path(folder)))
+    assert (tracker_of(config(*flags).log), run_folder(config(*flags).log, ALONE.started)) == (
+        tracker, folder and str(Path(folder)))  # fmt: skip
+
+
+@pytest.mark.parametrize("tracker", ["tensorboard", "all"])
+def test_a_tracker_that_writes_needs_a_folder(tracker):
+    (problem,) = [line for line in load_options(["--log_with", tracker]).problems if "dataset" not in line]
+
+    assert "needs a logging_dir" in problem
+
+
+def test_a_tracker_that_is_not_installed_is_one_line():
+    (problem,) = tracker_problems(config("--log_with", "mlflow").log, {})
+
+    assert problem == "--log_with mlflow: the package mlflow is not installed; pip install mlflow"
+
+
+def test_wandb_without_login_is_one_line_and_any_login_is_enough(tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    log = config("--log_with", "wandb").log
+    (problem,) = tracker_problems(log, {"NETRC": str(tmp_path / "none")})
+
+    assert "not logged in to wandb; run `wandb login`" in problem
+    assert tracker_problems(log, {"WANDB_API_KEY": "a" * 40}) == []
+    assert tracker_problems(log, {"WANDB_MODE": "offline"}) == []
+    (tmp_path / "netrc").write_text(f"machine api.wandb.ai\n  login user\n  password {'b' * 40}\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    assert tracker_problems(log, {}) == []
+
+
+# dynamo
+
+
+def test_without_torch_compile_the_launcher_decides():
+    assert kwargs(ALONE)["dynamo_plugin"] is None
+
+
+def test_no_torch_compile_keeps_the_launcher_from_compiling(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
+
+    assert kwargs(ALONE, "--no-torch_compile")["dynamo_plugin"].backend == DynamoBackend.NO
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ((), ("INDUCTOR", "default", False, None, False)),
+        (("--dynamo_backend", "aot_eager"), ("AOT_EAGER", "default", False, None, False)),
+        (("--dynamo_mode", "max-autotune"), ("INDUCTOR", "max-autotune", False, None, False)),
+        (("--dynamo_fullgraph", "--dynamo_dynamic"), ("INDUCTOR", "default", True, True, False)),
+        (("--no-dynamo_dynamic",), ("INDUCTOR", "default", False, False, False)),
+        (("--dynamo_use_regional_compilation",), ("INDUCTOR", "default", False, None, True)),
+    ],
+)
+def test_torch_compile_takes_nothing_from_the_launcher(flags, expected, monkeypatch):
+    for name, value in {"BACKEND": "EAGER", "MODE": "reduce-overhead", "USE_FULLGRAPH": "true",
+                        "USE_DYNAMIC": "False", "USE_REGIONAL_COMPILATION": "true"}.items():  # fmt: skip
+        if not (expected[2] and name == "USE_FULLGRAPH"):
+            monkeypatch.setenv(f"ACCELERATE_DYNAMO_{name}", value)
+    plugin = kwargs(ALONE, "--torch_compile", *flags)["dynamo_plugin"]
+
+    found = (plugin.backend.value, plugin.mode, plugin.fullgraph, plugin.dynamic, plugin.use_regional_compilation)
+    assert found == expected
+
+
+# precision, accumulation, devices
+
+
+@pytest.mark.parametrize(
+    ("world", "flags", "expected"),
+    [
+        (ALONE, (), None),
+        (ALONE, ("--mixed_precision", "bf16"), "bf16"),
+        (replace(ALONE, precision="bf16"), (), None),
+        (replace(ALONE, precision="bf16"), ("--mixed_precision", "no"), "no"),
+        (replace(ALONE, precision="fp16"), (), "no"),
+        (replace(CUDA, precision="fp16"), (), None),
+        (CUDA, ("--mixed_precision", "fp16"), "fp16"),
+    ],
+)
+def test_precision_is_ours_or_the_launchers_and_a_cpu_never_claims_fp16(world, flags, expected):
+    assert kwargs(world, *flags)["mixed_precision"] == expected
+
+
+def test_nothing_steps_the_schedule_and_accumulation_is_handed_on():
+    made = kwargs(CUDA, "--gradient_accumulation_steps", "3")
+
+    assert (made["step_scheduler_with_optimizer"], made["gradient_accumulation_steps"], made["cpu"]) == (
+        False,
+        3,
+        False,
+    )
+    assert kwargs(TWO)["cpu"] is True
+
+
+@pytest.mark.parametrize(
+    ("world", "flags", "expected"),
+    [
+        (ALONE, ("--mixed_precision", "fp16"), "a CPU has none, and accelerate would compute in fp32 without a word"),
+        (replace(ALONE, precision="half"), (), "'half' is not one of no, fp16, bf16, fp8"),
+        (ALONE, ("--mixed_precision", "fp8"), "fp8: needs a CUDA device, and this is cpu"),
+        (replace(ALONE, precision="fp8"), (), "the launcher's mixed_precision fp8: needs a CUDA device"),
+        (CUDA, ("--mixed_precision", "fp8"), "needs torchao, transformer-engine or MS-AMP"),
+        (replace(ALONE, accumulation=4), (), "ACCELERATE_GRADIENT_ACCUMULATION_STEPS says 4"),
+        (replace(ALONE, engines=("FSDP",)), (), "not yet: FSDP, which the launcher asks for; use --multi_gpu"),
+        (replace(ALONE, engines=("DeepSpeed",)), (), "not yet: DeepSpeed"),
+        (replace(CUDA, machine=Machine("cuda", 1)), (), "2 processes on this machine, but 1 devices (cuda)"),
+        (replace(TWO, device="mps", machine=Machine("mps", 1)), (), "2 processes cannot share the device mps"),
+        (replace(CUDA, affinity=True, machine=Machine("cuda", 4, affinity_obstacle="the package pynvml is missing")),
+         (), "NUMA affinity is switched on, but the package pynvml is missing"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_told_before_joining_the_others(world, flags, expected):
+    (problem,) = before_joining(config(*flags), world)
+
+    assert expected in problem
+
+
+def test_what_can_work_is_not_stopped():
+    for world in (ALONE, TWO, CUDA, replace(ALONE, precision="fp16"), replace(CUDA, precision="fp16", accumulation=1)):
+        assert before_joining(config(), world) == []
+    assert before_joining(config("--mixed_precision", "fp16"), CUDA) == []
+
+
+CAME = Came(size=2, rank=1, device="cpu", kind="MULTI_CPU", precision="no", accumulation=1, dynamo="no")
+
+
+def test_what_came_as_asked_is_no_problem():
+    assert mismatches(config(), TWO, CAME) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "came", "expected"),
+    [
+        ((), replace(CAME, size=1), "processes: 2 was asked for, and accelerate came up with 1"),
+        ((), replace(CAME, rank=0), "rank: 1 was asked for"),
+        ((), replace(CAME, device="cuda"), "device: cpu was asked for"),
+        ((), replace(CAME, accumulation=2), "gradient accumulation: 1 was asked for"),
+        ((), replace(CAME, kind="FSDP"), "not yet: FSDP"),
+        (("--mixed_precision", "bf16"), CAME, "precision: bf16 was asked for"),
+        (("--torch_compile",), CAME, "dynamo backend: inductor was asked for"),
+        (("--no-torch_compile",), replace(CAME, dynamo="eager"), "dynamo backend: no was asked for"),
+    ],
+)
+def test_what_did_not_come_as_asked_stops_the_run(flags, came, expected):
+    (problem,) = mismatches(config(*flags), TWO, came)
+
+    assert expected in problem
+
+
+# NUMA
+
+
+def test_affinity_is_switched_on_where_it_helps_and_is_possible_and_nobody_has_decided():
+    several = replace(CUDA, machine=Machine("cuda", 4, numa_nodes=2))
+
+    assert binds_to_numa_node(several)
+    assert not binds_to_numa_node(CUDA)
+    assert not binds_to_numa_node(replace(several, affinity=False))
+    assert not binds_to_numa_node(replace(several, machine=Machine("cuda", 4, numa_nodes=2, affinity_obstacle="no")))
+
+
+def test_numa_nodes_with_processors_are_counted(tmp_path):
+    for name, cpus in {"node0": "0-3\n", "node1": "4-7\n", "node2": "\n"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "cpulist").write_text(cpus)
+    (tmp_path / "nodes_online").mkdir()
+
+    assert count_numa_nodes(tmp_path) == 2
+    assert count_numa_nodes(tmp_path / "nothing") == 1
+
+
+def test_affinity_is_not_for_devices_that_accelerate_would_count_wrongly(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+
+    assert affinity_obstacle("cuda", {}) == ""
+    assert affinity_obstacle("cuda", {"CUDA_VISIBLE_DEVICES": "0,1"}) == ""
+    assert "does not know of CUDA_VISIBLE_DEVICES=4,5" in affinity_obstacle("cuda", {"CUDA_VISIBLE_DEVICES": "4,5"})
+    assert "CUDA devices only" in affinity_obstacle("cpu", {})
+
+
+# the world
+
+
+def test_the_world_is_read_from_what_launchers_set():
+    world = World.from_environment({"WORLD_SIZE": "6", "RANK": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3",
+                                    "ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_USE_FSDP": "true",
+                                    "ACCELERATE_USE_DEEPSPEED": "false", "ACCELERATE_CPU_AFFINITY": "0",
+                                    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "3"})  # fmt: skip
+
+    assert (world.size, world.rank, world.local_rank, world.local_size, world.machines) == (6, 4, 1, 3, 2)
+    assert (world.precision, world.engines, world.affinity, world.accumulation) == ("bf16", ("FSDP",), False, 3)
+
+
+def test_an_mpi_launcher_is_understood():
+    world = World.from_environment({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3",
+                                    "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"})  # fmt: skip
+
+    assert (world.size, world.rank, world.local_rank, world.machines) == (4, 3, 1, 2)
+
+
+def test_a_number_that_is_none_is_a_line_and_no_traceback():
+    with pytest.raises(ConfigError, match="WORLD_SIZE: expected a whole number, got 'two'"):
+        World.from_environment({"WORLD_SIZE": "two"})
+
+
+# for real
+
+
+def prepared(*flags: str) -> tuple:
+    from library.distributed.accelerator import came_of, prepare_accelerator
+
+    accelerator = prepare_accelerator(config(*flags))
+    tracker = (accelerator.logging_dir, os.environ.get("WANDB_DIR"), [str(name) for name in accelerator.log_with])
+    dynamo = accelerator.state.dynamo_plugin
+    return came_of(accelerator), tracker, (dynamo.backend.value, dynamo.dynamic), accelerator.state.backend
+
+
+def test_two_processes_write_into_one_folder_though_their_clocks_differ(tmp_path):
+    ranks = on_ranks(2, at_another_time, "--logging_dir", str(tmp_path / "logs"), "--log_prefix", "run_")
+
+    assert ranks[0][1][0] == ranks[1][1][0] and ranks[0][1][0].startswith(str(tmp_path / "logs" / "run_2"))
+    assert [rank[0].size for rank in ranks] == [2, 2] and ranks[0][3] == "gloo"
+    assert len(list((tmp_path / "logs").iterdir())) == 1
+
+
+def at_another_time(*flags: str) -> tuple:
+    import library.distributed.accelerator as module
+
+    module.now = lambda: f"2026010203040{os.environ['RANK']}"
+    return prepared(*flags)
+
+
+def test_wandb_writes_inside_the_logging_folder(tmp_path):
+    flags = ("--logging_dir", str(tmp_path), "--log_with", "wandb")
+    ((_, (folder, wandb_folder, log_with), _, _),) = on_ranks(
+        1, prepared, *flags, environment={"WANDB_MODE": "offline"}
+    )
+
+    assert (wandb_folder, log_with) == (folder, ["wandb"]) and Path(folder).is_dir()
+
+
+def test_a_tracker_that_cannot_start_stops_all_processes_with_the_same_line():
+    lines = on_ranks(2, stopped, "--log_with", "mlflow")
+
+    assert lines == ["--log_with mlflow: the package mlflow is not installed; pip install mlflow"] * 2
+
+
+def stopped(*flags: str) -> str:
+    try:
+        prepared(*flags)
+    except ConfigError as error:
+        return str(error)
+    return "not stopped"
+
+
+def test_what_the_launcher_compiles_with_is_kept_without_torch_compile():
+    environment = {"ACCELERATE_DYNAMO_BACKEND": "AOT_EAGER", "ACCELERATE_DYNAMO_USE_DYNAMIC": "False"}
+    ((_, _, launcher, _),) = on_ranks(1, prepared, environment=environment)
+    ((_, _, ours, _),) = on_ranks(1, prepared, "--torch_compile", "--dynamo_backend", "eager", environment=environment)
+
+    assert (launcher, ours) == (("AOT_EAGER", False), ("EAGER", None))
+
+
+def test_settings_of_an_earlier_accelerator_in_the_process_stop_the_run():
+    (line,) = on_ranks(1, twice)
+
+    assert "dynamo backend: eager was asked for, and accelerate came up with no" in line
+
+
+def twice() -> str:
+    prepared()
+    return stopped("--torch_compile", "--dynamo_backend", "eager")

@@ -1,0 +1,51 @@
+"""Twenty steps whose losses are known: a change that should not change numbers leaves them alone.
+
+One that should: say why in CHANGELOG.md, then write them anew with ``python tests/test_golden.py``.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+GOLDEN = Path(__file__).parent / "data" / "golden_losses.json"
+FLAGS = ["--dataset_config", str(ROOT / "dataset_configs" / "demo.toml"), "--max_train_steps", "20", "--network_dim",
+         "8", "--network_alpha", "3", "--learning_rate", "2e-3", "--lr_scheduler", "cosine", "--lr_warmup_steps", "3",
+         "--gradient_accumulation_steps", "2", "--seed", "11", "--flip_aug", "--shuffle_caption", "--optimizer_args",
+         "weight_decay=0.1", "--mixed_precision", "no", "--quiet", "--max_data_loader_n_workers", "0"]  # fmt: skip
+
+
+def losses(*flags: str) -> list[float]:
+    """The loss of each step of a run."""
+    from library.config import load_options
+    from library.distributed.strategy import DataParallel
+    from library.training.run import run
+
+    seen: list[float] = []
+    honest = DataParallel.gradients
+
+    def gradients(self, *arguments):
+        loss = honest(self, *arguments)
+        seen.append(float(loss))
+        return loss
+
+    DataParallel.gradients = gradients
+    run(load_options(flags).require())
+    return seen
+
+
+def test_losses_are_those_of_the_golden_run(tmp_path):
+    from ranks import on_ranks
+
+    (found,) = on_ranks(1, losses, *FLAGS, "--output_dir", str(tmp_path))
+
+    assert found == pytest.approx(json.loads(GOLDEN.read_text()), rel=2e-4)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    with tempfile.TemporaryDirectory() as folder:
+        GOLDEN.write_text(json.dumps([round(loss, 6) for loss in losses(*FLAGS, "--output_dir", folder)]) + "\n")
