@@ -118,11 +118,12 @@ def _write_config(path: Path | None, text: str, problems: list[str]) -> int:
 
 
 def _say_why_not(error: UserError) -> None:
-    """All processes find the same mistakes; one on each machine tells them."""
-    if int(os.environ.get("LOCAL_RANK", "0")) != 0:
+    """Mistakes in settings are found by all processes and told by one on each machine; others by the one they hit."""
+    is_everywhere = isinstance(error, ConfigError) and int(os.environ.get("LOCAL_RANK", "0")) != 0
+    if error.is_told or is_everywhere:
         return
     rank = int(os.environ.get("RANK", "0"))
-    where = f" on the machine of rank {rank}" if rank else ""
+    where = f" on rank {rank}" if rank else ""
     count = f"{len(error.problems)} problems:" if isinstance(error, ConfigError) and len(error.problems) > 1 else ""
     lines = [f"train_lora: stopped{where}. {count}".rstrip(), _indented(error)]
     if "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by accelerate launch for the programs it starts

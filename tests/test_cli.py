@@ -41,7 +41,7 @@ def test_a_mistake_is_told_once_for_each_machine():
 
     assert "network_dimm" in call(*argv, RANK="0", LOCAL_RANK="0", WORLD_SIZE="4").stderr
     assert call(*argv, RANK="1", LOCAL_RANK="1", WORLD_SIZE="4").stderr == ""
-    assert "stopped on the machine of rank 2" in call(*argv, RANK="2", LOCAL_RANK="0", WORLD_SIZE="4").stderr
+    assert "stopped on rank 2" in call(*argv, RANK="2", LOCAL_RANK="0", WORLD_SIZE="4").stderr
     assert call(*argv, RANK="1", LOCAL_RANK="1", WORLD_SIZE="4").returncode == 2
 
 
@@ -92,3 +92,17 @@ def test_a_tool_tells_mistakes_as_training_does():
 
     assert done.returncode == 2
     assert "  --network_dimm: unknown option; did you mean --network_dim?" in done.stderr.splitlines()
+
+
+def test_what_only_one_process_runs_into_is_told_by_that_process(monkeypatch, capsys):
+    from library import cli
+    from library.errors import ConfigError, UserError
+
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    told_elsewhere = UserError("the disk is full")
+    told_elsewhere.is_told = True
+    for error in (UserError("a.png: broken"), told_elsewhere, ConfigError(["network_dimm: unknown"])):
+        cli._say_why_not(error)
+
+    assert capsys.readouterr().err == "train_lora: stopped on rank 3.\n  a.png: broken\n"

@@ -114,16 +114,16 @@ class MicroBatchReader(Dataset[PixelBatch | Unreadable]):
     def __getitem__(self, position: int) -> PixelBatch | Unreadable:
         batch = self.plan.micro_batch(position).share(self.rank, self.plan.ranks)
         step = position // self.plan.accumulation
-        shown = list(zip(batch.samples, batch.copies, strict=True))
+        entries = list(zip(batch.samples, batch.copies, strict=True))
         try:
-            pictures = [self.picture(batch.epoch, sample, copy) for sample, copy in shown]
+            pictures = [self.picture(batch.epoch, sample, copy) for sample, copy in entries]
         except UserError as error:
             return Unreadable(str(error))
         samples = [self.manifest.samples[index] for index in batch.samples]
         weights = [sample.weight * real for sample, real in zip(samples, batch.weights, strict=True)]
         return PixelBatch(
             pixels=torch.stack([picture for picture, _ in pictures]),
-            captions=tuple(self.caption(batch.epoch, step, sample, copy) for sample, copy in shown),
+            captions=tuple(self.caption(batch.epoch, step, sample, copy) for sample, copy in entries),
             frame=torch.tensor([frame for _, frame in pictures], dtype=torch.float32),
             weight=torch.tensor(weights, dtype=torch.float32),
             places=batch.places,

@@ -12,6 +12,7 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
 from ..data.batch import PixelBatch
+from ..errors import UserError
 
 LossFunction = Callable[[PixelBatch, int], Tensor]
 """(batch, optimizer step) -> one weighted loss a sample."""
@@ -57,8 +58,11 @@ class DataParallel:
             except Exception as error:
                 failure[0] = error
         broadcast_object_list(failure)
-        if failure[0] is not None:
-            raise failure[0]
+        if failure[0] is None:
+            return
+        if isinstance(failure[0], UserError):
+            failure[0].is_told = not self.is_main
+        raise failure[0]
 
     @property
     def pins_memory(self) -> bool:
@@ -70,10 +74,15 @@ class DataParallel:
         self.accelerator.init_trackers(project, config=settings, init_kwargs=arguments)
 
     def finish(self) -> None:
-        """Close trackers and leave the process group, when all are done."""
+        """Wait for all, and close the trackers."""
         self.accelerator.wait_for_everyone()
         let_go_of_messages()
         self.accelerator.end_training()
+
+    def leave(self) -> None:
+        """Leave the process group, whatever happened; processes that still wait for this one learn it at once."""
+        let_go_of_messages()
+        self.accelerator.state.destroy_process_group()
 
     def log(self, values: dict[str, Any], step: int) -> None:
         """Hand figures to the trackers."""

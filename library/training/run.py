@@ -39,8 +39,14 @@ def run(config: RunConfig, given: frozenset[str] = frozenset()) -> None:
     """Train from beginning to end; ``given`` names the options that somebody wrote down."""
     started_at = time.time()
     make_optimizer(config.optim, [torch.nn.Parameter(torch.zeros(1))])  # a mistake in its settings shows before loading
-    accelerator = prepare_accelerator(config)
-    strategy = DataParallel(accelerator)
+    strategy = DataParallel(prepare_accelerator(config))
+    try:
+        _run(config, given, strategy, started_at)
+    finally:
+        strategy.leave()
+
+
+def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, started_at: float) -> None:
     for line in contradictions_of_this_run(config, given):
         logger.warning("%s", line)
     detected = detect(config.model.pretrained_model_name_or_path)
