@@ -23,6 +23,7 @@ DOORS: dict[str, set[str]] = {
     "argparse": {"config"},
     "deepspeed": {"distributed"},
     "diffusers": {"families", "demo"},
+    "huggingface_hub": {"families"},
     "peft": {"adapters"},
     "psutil": {"distributed"},
     "toml": {"config"},

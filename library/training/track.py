@@ -33,7 +33,8 @@ class Track:
     def __call__(self, run: Run, figures: Figures) -> None:
         self.waiting.append((run.state.step, figures))
         now = time.monotonic()
-        if now - self.read_at >= SECONDS_BETWEEN_READINGS or run.state.step >= run.plan.steps:
+        is_late = now - self.read_at >= SECONDS_BETWEEN_READINGS
+        if is_late or not self.shown or run.state.step >= run.plan.steps:
             self._read(run, now)
         self.progress.advance(self.shown)
 
