@@ -16,7 +16,7 @@ from library.distributed.backend import process_group
 from library.distributed.devices import Machine, affinity_obstacle, count_numa_nodes
 from library.distributed.refusals import Came, before_joining, mismatches
 from library.distributed.trackers import run_folder, tracker_of, tracker_problems
-from library.distributed.world import World
+from library.distributed.world import World, chosen_device
 from library.errors import ConfigError
 
 ALONE = World(started="20260203040506")
@@ -301,6 +301,15 @@ def test_an_mpi_launcher_is_understood():
                                     "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"})  # fmt: skip
 
     assert (world.size, world.rank, world.local_rank, world.machines) == (4, 3, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("environment", "device"),
+    [({}, "cuda"), ({"ACCELERATE_USE_CPU": "true"}, "cpu"), ({"ACCELERATE_USE_CPU": "False"}, "cuda"),
+     ({"ACCELERATE_TORCH_DEVICE": "xpu:1", "ACCELERATE_USE_CPU": "1"}, "xpu")],
+)  # fmt: skip
+def test_the_device_is_what_there_is_unless_the_environment_says_otherwise(environment, device):
+    assert chosen_device(environment, Machine("cuda", 1)) == device
 
 
 def test_a_number_that_is_none_is_a_line_and_no_traceback():

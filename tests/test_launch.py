@@ -1,49 +1,23 @@
-"""Which setting counts: the table says what accelerate does, held against accelerate itself and real launches."""
+"""Which setting counts: the table says what accelerate does, held against accelerate's own code."""
 
-import json
 import os
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from accelerate.commands import launch as accelerate_launch
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+from launching import file_of, table
 from ranks import free_port
 
 from library.config import load_options
-from library.distributed.claims import Claim, Sources, Verdict
+from library.distributed.claims import Claim, Sources
 from library.distributed.contradictions import sources_of
 from library.distributed.devices import Machine
-from library.distributed.launch_command import LaunchCommand, parse_launch, working_command
+from library.distributed.launch_command import LaunchCommand, launch_of_this_process, parse_launch, working_command
 from library.distributed.launch_file import default_path, read_launch_file
 from library.distributed.verdicts import verdicts
 from library.errors import ConfigError
-
-ROOT = Path(__file__).resolve().parent.parent
-BIN = Path(sys.executable).parent
-ACCELERATE, TORCHRUN = f"{BIN / 'accelerate'} launch", str(BIN / "torchrun")
-
-FILE = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "num_processes": 1, "num_machines": 1,
-        "machine_rank": 0, "use_cpu": False}  # fmt: skip
-
-
-def file_of(folder: Path, **settings) -> Path:
-    path = folder / "accelerate" / "default_config.yaml"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(yaml.safe_dump({**FILE, **settings}))
-    return path
-
-
-def table(command: str, environment: dict[str, str], places: bool = True) -> dict[str, Verdict]:
-    launch = parse_launch(shlex.split(command), environment)
-    arguments = launch.arguments if launch else shlex.split(command)[2:]
-    loaded = load_options(list(arguments))
-    sources = sources_of(launch, environment, loaded.config, loaded.places if places else {})
-    return {verdict.setting: verdict for verdict in verdicts(sources)}
-
 
 # taking commands apart
 
@@ -98,6 +72,48 @@ def test_the_working_command_keeps_everything_else():
     assert working_command(launch, 3, on_cpu=True) == f"ACCELERATE_USE_CPU=true {expected}"
 
 
+class Parent:
+    """A process above this one."""
+
+    def __init__(self, *words: str):
+        self.words = list(words)
+
+    def cmdline(self) -> list[str]:
+        return self.words
+
+    def environ(self) -> dict[str, str]:
+        return {"FROM": "launcher"}
+
+
+@pytest.mark.parametrize(
+    ("between", "is_found"),
+    [
+        ([], True),
+        ([["sh", "-c", "python t.py"], ["mpirun", "-n", "2", "python", "t.py"]], True),
+        ([["python", "schedule.py"]], False),
+        ([["C:/venv/Scripts/python.exe", "t.py", "--seed", "1"]], True),
+    ],
+    ids=["its child", "shells between", "another program between", "a virtual environment on Windows"],
+)
+def test_the_launcher_of_this_process_is_found_and_no_other(between, is_found, monkeypatch):
+    own = Parent("C:/Python/python.exe", "t.py", "--seed", "1")
+    above = [*(Parent(*words) for words in between), Parent("python", "/bin/accelerate", "launch", "--cpu", "t.py")]
+    own.parents = lambda: above
+    monkeypatch.setattr("library.distributed.launch_command.psutil.Process", lambda: own)
+    launch = launch_of_this_process()
+
+    assert (launch is not None) == is_found
+    assert launch is None or (dict(launch.given), launch.environment) == ({"cpu": True}, {"FROM": "launcher"})
+
+
+def test_what_the_launcher_was_started_with_counts_and_not_what_it_made_of_it():
+    launch = parse_launch("accelerate launch t.py".split(), {"ACCELERATE_MIXED_PRECISION": "bf16"})
+    hidden = parse_launch("accelerate launch t.py".split(), {})
+
+    assert sources_of(launch, {"OMP_NUM_THREADS": "1"}).environment == {"ACCELERATE_MIXED_PRECISION": "bf16"}
+    assert sources_of(hidden, {"OMP_NUM_THREADS": "1"}).environment == {"OMP_NUM_THREADS": "1"}
+
+
 # accelerate's file
 
 
@@ -142,6 +158,8 @@ COMMANDS = {
     "several on a CPU": ("--multi_gpu --num_processes 2", {}, {"ACCELERATE_USE_CPU": "true"}),
     "a CPU by a variable that is overwritten": ("", {}, {"ACCELERATE_USE_CPU": "true"}),
     "a CPU by file": ("", {"use_cpu": True}, {}),
+    "--cpu with a file that says several": ("--config_file {file} --cpu",
+                                            {"distributed_type": "MULTI_GPU", "num_processes": 2}, {}),
     "threads by flag": ("--num_cpu_threads_per_process 5", {}, {"OMP_NUM_THREADS": "3"}),
     "threads by a variable": ("", {}, {"OMP_NUM_THREADS": "3"}),
     "threads by cores": ("--cpu --num_processes 1", {}, {}),
@@ -308,132 +326,9 @@ def test_on_a_machine_with_several_devices_the_defaults_are_others():
     assert (windows["backend"].value, windows["backend"].winner) == ("gloo", "Windows")
 
 
-# for real
-
-
-SCRIPT = f"""
-import json, sys
-sys.path.insert(0, {str(ROOT)!r})
-import torch
-from library.config import load_options
-from library.distributed.accelerator import prepare_accelerator
-from library.distributed.contradictions import contradictions_of_this_run
-from library.errors import UserError
-loaded = load_options(sys.argv[1:])
-try:
-    a = prepare_accelerator(loaded.config)
-except UserError as error:
-    sys.exit("STOPPED " + str(error))
-total = a.reduce(torch.tensor(float(a.process_index + 1)), reduction="sum").item()
-said = contradictions_of_this_run(loaded.config, frozenset(loaded.places))
-layer = torch.nn.Linear(2, 2, device=a.device)
-with a.autocast(): kind = str(layer(torch.ones(1, 2, device=a.device)).dtype)
-result = dict(rank=a.process_index, size=a.num_processes, device=a.device.type, total=total, said=said, computes=kind,
-              kind=a.distributed_type.value, precision=a.mixed_precision, folder=a.logging_dir)
-sys.stdout.write("\\nRESULT " + json.dumps(result) + "\\n")
-sys.stdout.flush()
-a.wait_for_everyone()
-a.end_training()
-"""
-
-
-@pytest.fixture
-def start(tmp_path):
-    """Start the script with a command, away from the user's own settings; what each rank had, and all that was said."""
-    (tmp_path / "script.py").write_text(SCRIPT)
-
-    def run(command: str, *arguments: str, **environment: str) -> tuple[list[dict], str]:
-        clean = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "MASTER_"))}
-        env = {**clean, "HF_HOME": str(tmp_path / "home"), **environment}
-        words = [*shlex.split(command), str(tmp_path / "script.py"), *arguments]
-        done = subprocess.run(words, cwd=tmp_path, timeout=90, env=env, capture_output=True, text=True)
-        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-        results = sorted((json.loads(line[7:]) for line in lines), key=lambda one: one["rank"])
-        return results, done.stdout + done.stderr
-
-    return run
-
-
-def port() -> str:
-    return f"--main_process_port {free_port()}"
-
-
-def assert_two_that_work_together(results: list[dict], said: str) -> None:
-    assert [(one["rank"], one["size"], one["total"], one["device"], one["kind"]) for one in results] == [
-        (0, 2, 3.0, "cpu", "MULTI_CPU"), (1, 2, 3.0, "cpu", "MULTI_CPU")], said  # fmt: skip
-
-
-def test_the_command_that_works_gives_two_processes_in_one_folder(start):
-    command = f"{ACCELERATE} --multi_gpu --num_processes 2 --mixed_precision bf16 {port()}"
-    results, said = start(command, "--logging_dir", "logs", ACCELERATE_USE_CPU="true")
-
-    assert_two_that_work_together(results, said)
-    assert results[0]["folder"] == results[1]["folder"] and results[0]["folder"].startswith("logs/2")
-    assert {(one["precision"], one["computes"]) for one in results} == {("bf16", "torch.bfloat16")}
-
-
-def test_torchrun_gives_two_processes_without_any_variable(start):
-    results, said = start(f"{TORCHRUN} --standalone --nproc_per_node 2")
-
-    assert_two_that_work_together(results, said)
-
-
-def test_the_obvious_command_that_gives_one_process_stops_and_names_one_that_works(start, tmp_path):
-    results, said = start(f"{ACCELERATE} --cpu --num_processes 2", "--seed", "3")
-    (working,) = [line.strip() for line in said.splitlines() if line.strip().startswith("ACCELERATE_USE_CPU=true")]
-
-    assert results == [] and "asks for 2 processes and gets 1" in said
-    variable, command = working.split(" ", 1)
-    command = command.replace("accelerate launch", f"{ACCELERATE} {port()}", 1).split(f" {tmp_path}")[0]
-    assert working.endswith(f"{tmp_path / 'script.py'} --seed 3")
-    assert_two_that_work_together(*start(command, "--seed", "3", **dict([variable.split("=")])))
-
-
-def test_a_file_that_asks_for_several_cpu_processes_stops_too(start, tmp_path):
-    file_of(tmp_path / "home", distributed_type="MULTI_CPU", num_processes=2, use_cpu=True)
-    results, said = start(ACCELERATE)
-
-    assert results == [] and "default_config.yaml: num_processes asks for 2 processes and gets 1" in said
-
-
-def test_accumulation_said_to_accelerate_only_stops(start):
-    results, said = start(f"{ACCELERATE} --gradient_accumulation_steps 4")
-
-    assert results == [] and "STOPPED accelerate launch --gradient_accumulation_steps 4" in said
-    results, said = start(sys.executable, ACCELERATE_GRADIENT_ACCUMULATION_STEPS="4")
-    assert results == [] and "ACCELERATE_GRADIENT_ACCUMULATION_STEPS says 4" in said
-
-
-def test_fp16_on_a_cpu_is_said(start):
-    results, said = start(sys.executable, "--mixed_precision", "fp16")
-    assert results == [] and "STOPPED --mixed_precision fp16: a CPU has none" in said
-
-    results, said = start(f"{ACCELERATE} --mixed_precision fp16")
-    assert [(one["precision"], one["computes"]) for one in results] == [("no", "torch.float32")], said
-    assert any("a CPU does not have; it computes in fp32" in line for line in results[0]["said"])
-
-
 PLACES = [
     (flag, file, code) for flag in ("", "no", "bf16") for file in ("", "no", "bf16") for code in ("", "no", "bf16")
 ]
-LAUNCHED_FOR_REAL = [("bf16", "", ""), ("", "bf16", ""), ("", "no", "bf16"), ("bf16", "no", "no"), ("no", "bf16", "")]
-
-
-@pytest.mark.parametrize(("flag", "file", "code"), LAUNCHED_FOR_REAL)
-def test_the_winner_in_the_table_is_what_a_launched_accelerator_has(flag, file, code, start, tmp_path):
-    if file:
-        file_of(tmp_path / "home", mixed_precision=file)
-    flags, arguments = f"--mixed_precision {flag}" if flag else "", ["--mixed_precision", code] if code else []
-    results, said = start(f"{ACCELERATE} {flags}", *arguments)
-    command = shlex.join([*f"accelerate launch {flags}".split(), "script.py", *arguments])
-    verdict = table(command, {"HF_HOME": str(tmp_path / "home")})["precision"]
-
-    assert [one["precision"] for one in results] == [verdict.value], said
-    assert results[0]["computes"] == {"no": "torch.float32", "bf16": "torch.bfloat16"}[verdict.value]
-    says = [(name, value) for name, value in (("--mixed", code), ("launch flag", flag), (str(tmp_path), file)) if value]
-    assert verdict.winner.startswith(says[0][0]) and len(verdict.losers) == len(says) - 1
-    disagree = len({value for _, value in says}) > 1
-    assert bool(verdict.contradiction) == bool(results[0]["said"]) == disagree
 
 
 @pytest.mark.parametrize(("flag", "file", "code"), PLACES)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,7 +71,8 @@ def as_text(findings: Sequence[Finding], verdicts: "Sequence[Verdict]") -> str:
 
 def as_json(findings: Sequence[Finding], verdicts: "Sequence[Verdict]") -> str:
     """For machines."""
-    return json.dumps({"findings": [dataclasses.asdict(finding) for finding in findings],
+    return json.dumps({"findings": [dataclasses.asdict(replace(finding, fix="" if finding.ok else finding.fix))
+                                    for finding in findings],
                        "settings": [dataclasses.asdict(verdict) for verdict in verdicts]}, indent=2)  # fmt: skip
 
 
