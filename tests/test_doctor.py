@@ -1,7 +1,10 @@
 """The doctor: what it tries is really tried, what hangs or crashes is only reported, and its exit code is honest."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +16,7 @@ from library.distributed.attempt import Attempt, attempt, found_elsewhere
 from library.distributed.claims import Verdict
 from library.distributed.devices import Machine
 from library.errors import ConfigError
-from library.tools import doctor, doctor_checks
+from library.tools import doctor, doctor_checks, doctor_packages
 from library.tools.doctor_finding import Finding
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,6 +56,56 @@ def test_what_crashes_or_fails_is_reported_with_its_reason(modules):
     assert attempt("misbehaving", "leave", seconds=20).reason == "ended with exit code 3"
 
 
+def test_what_ends_without_an_answer_and_what_leaves_children_behind_is_no_trouble(modules):
+    (modules / "odd.py").write_text(
+        "import os, subprocess, sys\n"
+        "def silent(): sys.exit(0)\n"
+        "def parent(): subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(30)']); return 1\n"
+        "def advised(): sys.stderr.write('Traceback\\nsome.BackendError: no compiler\\n\\nSet VERBOSE=1 for more\\n'); "
+        "os._exit(1)\n"
+    )
+    began = time.monotonic()
+
+    assert attempt("odd", "silent", seconds=20).reason == "ended without an answer"
+    assert attempt("odd", "parent", seconds=20).answer == 1
+    assert attempt("odd", "advised", seconds=20).reason == "some.BackendError: no compiler"
+    assert time.monotonic() - began < 15
+
+
+@pytest.mark.parametrize("package", ["wandb", "torch", "psutil"])
+def test_a_package_that_cannot_be_imported_is_a_finding_and_no_traceback(package, tmp_path):
+    (tmp_path / f"{package}.py").write_text("raise ImportError('libsomething.so: not found')\n")
+    done = subprocess.run([sys.executable, "-m", "library", "doctor"], cwd=ROOT, capture_output=True, text=True,
+                          env=os.environ | {"PYTHONPATH": str(tmp_path)}, timeout=120)  # fmt: skip
+
+    assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.split()[1:2] == [f"{package}:"]]
+    assert (
+        line.startswith("BROKEN") and "libsomething.so: not found" in line and "pip install --force-reinstall" in line
+    )
+
+
+def test_a_compiler_that_does_nothing_is_no_compiler(monkeypatch):
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+
+    assert "did nothing" in attempt(TRIALS, "compile_one_kernel", "cpu", seconds=120).reason
+
+
+def test_a_step_whose_loss_is_no_number_is_broken(monkeypatch):
+    monkeypatch.setattr(doctor_checks, "attempt", lambda *_, **__: Attempt(True, float("nan"), "", 1.0))
+
+    assert doctor_checks._step("cpu").is_broken
+
+
+def test_every_device_gets_its_own_step_and_several_need_their_backend(monkeypatch):
+    monkeypatch.setattr(doctor_checks, "attempt", lambda *_, **__: Attempt(False, None, "no", 1.0))
+    monkeypatch.setattr(doctor_checks, "group_backends", lambda machine: (("nccl", "cuda"),))
+    found = {finding.name: finding for finding in doctor_checks.trials(Machine("cuda", 3))}
+
+    assert {"a training step on cuda", "a training step on cuda:1", "a training step on cuda:2"} <= set(found)
+    assert found["nccl on cuda"].is_broken
+
+
 def test_an_answer_comes_back_and_no_launcher_shines_through(modules, monkeypatch):
     monkeypatch.setenv("RANK", "3")
 
@@ -70,7 +123,8 @@ def test_trials_are_real():
 
 
 def test_a_foreign_package_of_our_name_is_found_out(tmp_path, monkeypatch):
-    assert not found_elsewhere("library", str(tmp_path)).ok
+    tried = found_elsewhere("library", str(tmp_path))
+    assert not tried.ok or Path(tried.answer).parent == ROOT / "library"  # where it is installed, ours is found
     (tmp_path / "library").mkdir()
     (tmp_path / "library" / "__init__.py").write_text("")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -104,9 +158,11 @@ def test_accelerates_file_is_shown_and_a_broken_one_is_told(tmp_path):
 
 def test_old_and_missing_packages_are_broken_with_the_command_that_helps(monkeypatch):
     installed = {"torch": "2.6.1+cu124", "peft": None}
-    real = doctor_checks._version
-    monkeypatch.setattr(doctor_checks, "_version", lambda name: installed[name] if name in installed else real(name))
-    found = {finding.name: finding for finding in doctor_checks.versions()}
+    real = doctor_packages.version_of
+    monkeypatch.setattr(
+        doctor_packages, "version_of", lambda name: installed[name] if name in installed else real(name)
+    )
+    found = {finding.name: finding for finding in doctor_packages.packages()}
 
     assert found["torch"].is_broken and found["torch"].fix == "pip install -U 'torch>=2.7'"
     assert found["peft"].is_broken and found["peft"].value == "not installed"
@@ -115,7 +171,7 @@ def test_old_and_missing_packages_are_broken_with_the_command_that_helps(monkeyp
 
 def test_the_oldest_packages_are_those_of_the_package_file():
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    for name, oldest in doctor_checks.NEEDED.items():
+    for name, oldest in doctor_packages.NEEDED.items():
         assert re.search(rf'"{name}>=([\d.]+)"', text)[1] == ".".join(map(str, oldest)), name
 
 

@@ -347,3 +347,11 @@ def test_the_winner_in_the_table_is_what_an_accelerator_would_have(flag, file, c
     # for None, AcceleratorState takes the variable that accelerate launch has set
     expected = given["ACCELERATE_MIXED_PRECISION"] if asked is None else asked
     assert table(command, {"HF_HOME": str(tmp_path)})["precision"].value == expected
+
+
+def test_a_launch_flag_over_accelerates_file_is_no_contradiction(tmp_path):
+    file_of(tmp_path, mixed_precision="no")
+    verdict = table("accelerate launch --mixed_precision bf16 t.py", {"HF_HOME": str(tmp_path)})["precision"]
+
+    assert (verdict.value, verdict.contradiction) == ("bf16", "")
+    assert [claim.value for claim in verdict.losers] == ["no"]

@@ -101,7 +101,7 @@ def _compile_is_on(config: RunConfig, given: Given) -> Iterator[Conflict]:
     names = ("dynamo_backend", "dynamo_mode", "dynamo_fullgraph", "dynamo_dynamic", "dynamo_use_regional_compilation")
     if not config.distributed.torch_compile:
         for name in names:
-            if name in given and name != "dynamo_backend":
+            if name in given:
                 yield (name, "torch_compile"), "nothing is compiled; set torch_compile"
 
 

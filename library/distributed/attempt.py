@@ -1,15 +1,19 @@
 """Try something that may hang or crash, in a process of its own, and tell how it went."""
 
+import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,18 +42,35 @@ def attempt(module: str, function: str, *arguments: str, seconds: float) -> Atte
     """Call ``function`` of ``module`` with texts; its answer has to fit into JSON."""
     command = [sys.executable, "-c", CALL, module, function, *arguments]
     started = time.monotonic()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8",
-                               errors="replace", stdin=subprocess.DEVNULL, env=_environment(os.environ),
-                               start_new_session=True)  # fmt: skip
+    # Into files: a pipe would stay open as long as anything lives that the trial started.
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        process = subprocess.Popen(command, stdout=out, stderr=err, stdin=subprocess.DEVNULL,
+                                   env=_environment(os.environ), start_new_session=True)  # fmt: skip
+        try:
+            code = process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return Attempt(False, None, f"no answer within {seconds:g} s", time.monotonic() - started)
+        finally:
+            _end(process)
+        took = time.monotonic() - started
+        if code != 0:
+            return Attempt(False, None, _why(code, _all_of(err)), took)
+        last = _all_of(out).rpartition("\n")[2]
     try:
-        out, err = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        _end(process)
-        return Attempt(False, None, f"no answer within {seconds:g} s", time.monotonic() - started)
-    took = time.monotonic() - started
-    if process.returncode != 0:
-        return Attempt(False, None, _why(process.returncode, err), took)
-    return Attempt(True, json.loads(out.rpartition("\n")[2]), "", took)
+        return Attempt(True, json.loads(last), "", took)
+    except json.JSONDecodeError:
+        return Attempt(False, None, "ended without an answer", took)
+
+
+def import_all(*modules: str) -> dict[str, str]:
+    """Import each, and say why those that failed did."""
+    failed = {}
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            failed[module] = f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error) else ''}"
+    return failed
 
 
 def found_elsewhere(name: str, folder: str) -> Attempt:
@@ -78,18 +99,25 @@ def _environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {**clean, "PYTHONPATH": path, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
-def _end(process: "subprocess.Popen[str]") -> None:
-    """End it with all that it started."""
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """End what is left of it, with all that it started."""
     if hasattr(os, "killpg"):
-        os.killpg(process.pid, signal.SIGKILL)
-    else:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    elif process.poll() is None:
         process.kill()
-    process.communicate()
+    process.wait()
+
+
+def _all_of(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode("utf-8", errors="replace")
 
 
 def _why(code: int, err: str) -> str:
-    """The last line of a traceback; for a crash, the signal."""
+    """The error that a traceback ends with, without the advice below it; for a crash, the signal."""
     lines = [line.strip() for line in err.splitlines() if line.strip()]
     if code < 0:
         return f"crashed with {signal.Signals(-code).name}"
-    return lines[-1][:300] if lines else f"ended with exit code {code}"
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Exit|Interrupt)\b", line)]
+    return (errors or lines)[-1][:300] if lines else f"ended with exit code {code}"

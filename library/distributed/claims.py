@@ -10,6 +10,8 @@ from .devices import Machine
 from .launch_command import ACCELERATE, TORCHRUN, LaunchCommand
 from .launch_file import LaunchFile
 
+FLAG = "launch flag"
+
 
 @dataclass(frozen=True)
 class Claim:
@@ -17,6 +19,8 @@ class Claim:
 
     place: str
     value: str
+    is_filed: bool = field(default=False, compare=False)
+    """Whether it stands in accelerate's own file."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +71,14 @@ class Sources:
     def flag(self, name: str) -> Claim | None:
         """What stands between ``accelerate launch`` and the script."""
         given = self.launch.given if self.launch is not None else {}
-        return Claim(f"launch flag --{name}", word(given[name])) if name in given else None
+        return Claim(f"{FLAG} --{name}", word(given[name])) if name in given else None
 
     def filed(self, name: str) -> Claim | None:
         """What accelerate's own file says."""
         if self.file is None:
             return None
         table = self.file.dynamo if name.startswith("dynamo_") else self.file.content
-        return Claim(f"{self.file.path}: {name}", word(table[name])) if name in table else None
+        return Claim(f"{self.file.path}: {name}", word(table[name]), is_filed=True) if name in table else None
 
     def variable(self, name: str, note: str = "") -> Claim | None:
         """What the environment says."""
@@ -89,11 +93,16 @@ class Sources:
 def decide(
     setting: str, claims: Iterable[Claim | None], default: Claim, unread: Iterable[Claim | None] = ()
 ) -> Verdict:
-    """The first claim wins; ``unread`` ones never could.  Who says something else than the winner contradicts it."""
+    """The first claim wins; ``unread`` ones never could.  Who says something else than the winner contradicts it.
+
+    A flag of the launcher over the launcher's own file is no contradiction: that is what such flags are for.
+    """
     said = [claim for claim in claims if claim is not None]
     winner = said[0] if said else default
     losers = (*said[1:], *(claim for claim in unread if claim is not None))
-    others = [f"{loser.place} says {loser.value}" for loser in losers if loser.value != winner.value]
+    by_flag = winner.place.startswith(FLAG)
+    others = [f"{loser.place} says {loser.value}" for loser in losers
+              if loser.value != winner.value and not (by_flag and loser.is_filed)]  # fmt: skip
     contradiction = f"{setting}: {winner.place} says {winner.value} and counts; {', '.join(others)}" if others else ""
     return Verdict(setting, winner.value, winner.place, losers, contradiction)
 

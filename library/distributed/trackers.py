@@ -1,10 +1,8 @@
 """Which experiment trackers a run uses, where they write, and whether they can start at all."""
 
-import inspect
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import LoggerType
@@ -61,10 +59,7 @@ def wandb_is_ready(environment: Mapping[str, str]) -> bool:
         return True
     import wandb
 
-    login: Any = wandb.login
-    if "prompt" in inspect.signature(login).parameters:
-        return bool(login(prompt=False, verify=False))  # to verify would need the network
-    return wandb.api.api_key is not None  # releases before ``prompt`` have no other way to look without asking
+    return bool(wandb.login(prompt=False, verify=False))  # to verify would need the network
 
 
 def open_folder(folder: str | None, log: LogConfig) -> None:

@@ -1,5 +1,6 @@
 """Small real computations that show whether something works here; each raises when it does not."""
 
+import os
 import tempfile
 from datetime import timedelta
 from pathlib import Path
@@ -45,7 +46,16 @@ def precision(device: str, kind: str) -> str:
 
 
 def compile_one_kernel(device: str) -> str:
-    """Compile something that becomes one kernel, and compare with the uncompiled result."""
+    """Compile something that becomes one kernel, from nothing, and compare with the uncompiled result."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder  # a kernel from an earlier day would prove nothing
+        _compile_and_compare(device)
+        if not any(Path(folder).rglob("*")):
+            raise RuntimeError("torch.compile did nothing; is it switched off by an environment variable?")
+    return "inductor"
+
+
+def _compile_and_compare(device: str) -> None:
     torch.manual_seed(0)
     values = torch.randn(1024, device=device)
 
@@ -54,7 +64,6 @@ def compile_one_kernel(device: str) -> str:
 
     compiled = torch.compile(sum_of_waves, backend="inductor")
     torch.testing.assert_close(compiled(values), sum_of_waves(values), rtol=1e-4, atol=1e-4)
-    return "inductor"
 
 
 def all_reduce(backend: str, device: str) -> str:

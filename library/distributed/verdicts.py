@@ -105,7 +105,7 @@ def _device(sources: Sources, start: Start) -> Verdict:
 
 def _cpu(claim: Claim | None, note: str = "") -> Claim | None:
     """Only a yes says something about the device."""
-    return Claim(claim.place + note, "cpu") if claim is not None and truth(claim.value) else None
+    return replace(claim, place=claim.place + note, value="cpu") if claim is not None and truth(claim.value) else None
 
 
 def _backend(sources: Sources, start: Start) -> Verdict:
@@ -148,7 +148,7 @@ def _affinity(sources: Sources, start: Start) -> Verdict:
 
 
 def _yes(claim: Claim | None, note: str = "") -> Claim | None:
-    return Claim(claim.place + note, "on") if claim is not None and truth(claim.value) else None
+    return replace(claim, place=claim.place + note, value="on") if claim is not None and truth(claim.value) else None
 
 
 def _threads(sources: Sources, start: Start) -> Verdict:
@@ -194,7 +194,7 @@ def _of_dynamo(sources: Sources, setting: str, option: str, flag: str, variable:
 
 
 def _small(claim: Claim | None) -> Claim | None:
-    return Claim(claim.place, claim.value.lower()) if claim is not None else None
+    return replace(claim, value=claim.value.lower()) if claim is not None else None
 
 
 def _engines(sources: Sources) -> list[Verdict]:

@@ -32,13 +32,19 @@ def run(argv: list[str]) -> tuple[str, int]:
 
 
 def examine(command: Sequence[str]) -> tuple[list[Finding], "list[Verdict]"]:
-    """Look at everything; the command first, because its mistakes are told at once."""
+    """Look at everything; at the packages first, because all the rest is done with them."""
+    from . import doctor_packages
+
+    packages = doctor_packages.packages()
+    if any(finding.is_broken for finding in packages):
+        rest = Finding("everything else", "not looked at while packages are broken", needed=False)
+        return [*packages, rest], []
     from ..distributed.devices import this_machine
     from . import doctor_checks as checks
 
     problems, verdicts = of_command(command) if command else ([], [])
     machine = this_machine(os.environ)
-    return [*problems, *checks.versions(), *checks.toolkit(machine), *checks.machine_facts(machine),
+    return [*problems, *packages, *checks.toolkit(machine), *checks.machine_facts(machine),
             *checks.places(checks.working_folder(), os.environ), *checks.trials(machine)], verdicts  # fmt: skip
 
 
@@ -71,9 +77,10 @@ def as_text(findings: Sequence[Finding], verdicts: "Sequence[Verdict]") -> str:
 
 def as_json(findings: Sequence[Finding], verdicts: "Sequence[Verdict]") -> str:
     """For machines."""
-    return json.dumps({"findings": [dataclasses.asdict(replace(finding, fix="" if finding.ok else finding.fix))
-                                    for finding in findings],
-                       "settings": [dataclasses.asdict(verdict) for verdict in verdicts]}, indent=2)  # fmt: skip
+    is_fine = not any(finding.is_broken for finding in findings) and not any(verdict.is_error for verdict in verdicts)
+    shown = [dataclasses.asdict(replace(finding, fix="" if finding.ok else finding.fix)) for finding in findings]
+    settings = [dataclasses.asdict(verdict) for verdict in verdicts]
+    return json.dumps({"ok": is_fine, "findings": shown, "settings": settings}, indent=2)
 
 
 def _line(finding: Finding) -> str:

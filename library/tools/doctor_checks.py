@@ -1,11 +1,9 @@
 """The doctor's checks: each looks at one thing, by trying it where that is possible."""
 
 import importlib.metadata
+import math
 import os
-import platform
-import re
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,31 +16,12 @@ from ..distributed.launch_file import default_path, read_launch_file
 from ..errors import ConfigError
 from .doctor_finding import Finding
 
-NEEDED = {"torch": (2, 7), "accelerate": (1, 12), "diffusers": (0, 41), "transformers": (5, 0), "peft": (0, 18),
-          "safetensors": (0, 6), "wandb": (0, 30), "tensorboard": (2, 17)}  # fmt: skip
-"""The oldest releases that pyproject.toml allows."""
-OPTIONAL = {"deepspeed": "pip install deepspeed", "bitsandbytes": "pip install bitsandbytes",
-            "nvidia-ml-py": "pip install nvidia-ml-py", "torchao": "pip install torchao"}  # fmt: skip
-PYTHONS = ((3, 10), (3, 13))
 PACKAGE = __package__.split(".")[0]
+DISTRIBUTION = "lorikeet-lora"
 TRIALS = f"{PACKAGE}.distributed.trials"
 SECONDS = {"memory": 60.0, "precision": 120.0, "all_reduce": 60.0, "compile_one_kernel": 240.0, "one_step": 240.0}
 """How long a trial may take before it counts as hanging."""
 ENOUGH_DISK = 2 * 2**30
-
-
-def versions() -> list[Finding]:
-    """Python and the packages."""
-    found = [_python()]
-    for name, oldest in NEEDED.items():
-        version = _version(name)
-        ok = version is not None and _numbers(version) >= oldest
-        found.append(Finding(name, version or "not installed", ok,
-                             f"pip install -U '{name}>={'.'.join(map(str, oldest))}'"))  # fmt: skip
-    for name, install in OPTIONAL.items():
-        version = _version(name)
-        found.append(Finding(name, version or "not installed (optional)", True, "" if version else install, False))
-    return found
 
 
 def toolkit(machine: Machine) -> list[Finding]:
@@ -78,28 +57,10 @@ def trials(machine: Machine) -> list[Finding]:
     for device in trial_devices(machine):
         calls += [partial(_memory, device), partial(_precision, device, "bf16"), partial(_precision, device, "fp16"),
                   partial(_compile, device), partial(_step, device)]  # fmt: skip
-    calls += [partial(_group, backend, device) for backend, device in group_backends(machine)]
+    calls += [partial(_step, f"{machine.device}:{index}") for index in range(1, machine.device_count)]
+    calls += [partial(_group, backend, device, machine) for backend, device in group_backends(machine)]
     with ThreadPoolExecutor(max_workers=2) as pool:
         return list(pool.map(lambda call: call(), calls))
-
-
-def _python() -> Finding:
-    here = sys.version_info[:2]
-    ok = PYTHONS[0] <= here <= PYTHONS[1]
-    return Finding("python", f"{platform.python_version()} ({sys.executable})", ok, "use Python 3.10 to 3.13")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _numbers(version: str) -> tuple[int, int]:
-    """``2.13.0+cpu`` -> (2, 13)."""
-    major, minor = [*re.findall(r"\d+", version), "0", "0"][:2]
-    return int(major), int(minor)
 
 
 def _disk(folder: Path) -> Finding:
@@ -113,10 +74,11 @@ def _library() -> Finding:
     owners = sorted(set(importlib.metadata.packages_distributions().get(PACKAGE, [])))
     name = f"`{PACKAGE}` is ours"
     ours = str(ROOT / PACKAGE)
-    if tried.ok and not str(tried.answer).startswith(ours):
-        return Finding(name, f"Python finds {tried.answer} elsewhere", False, "use a virtual environment of its own")
-    if len(owners) > 1:
-        return Finding(name, f"installed by {' and '.join(owners)}", False, "use a virtual environment of its own")
+    fix = "use a virtual environment of its own"
+    if tried.ok and Path(str(tried.answer)).resolve() not in (ROOT / PACKAGE / "__init__.py", ROOT / PACKAGE):
+        return Finding(name, f"Python finds {tried.answer} elsewhere", False, fix)
+    if foreign := [owner for owner in owners if owner.lower().replace("_", "-") != DISTRIBUTION]:
+        return Finding(name, f"installed by {' and '.join(foreign)}, too", False, fix)
     return Finding(name, ours if tried.ok else f"{ours} (used from its folder, not installed)")
 
 
@@ -149,16 +111,17 @@ def _compile(device: str) -> Finding:
                    "--torch_compile", needed=False)  # fmt: skip
 
 
-def _group(backend: str, device: str) -> Finding:
+def _group(backend: str, device: str, machine: Machine) -> Finding:
     tried = _try("all_reduce", backend, device)
     return _worked(f"{backend} on {device}", tried, "several processes cannot work together; train with one",
-                   needed=False)  # fmt: skip
+                   needed=machine.device_count > 1 and device == machine.device)  # fmt: skip
 
 
 def _step(device: str) -> Finding:
     tried = attempt(f"{PACKAGE}.training.smoke", "one_step", device, seconds=SECONDS["one_step"])
     value = f"loss {tried.answer:.4f} ({tried.seconds:.0f} s)" if tried.ok else tried.reason
-    return Finding(f"a training step on {device}", value, tried.ok, "see the lines above for what is broken")
+    is_sane = tried.ok and math.isfinite(tried.answer)
+    return Finding(f"a training step on {device}", value, is_sane, "run the tests (make test) and see what they say")
 
 
 def _try(function: str, *arguments: str) -> Attempt:
