@@ -10,7 +10,7 @@ from ..distributed.attempt import Attempt, attempt
 from .doctor_finding import Finding
 
 NEEDED = {"torch": (2, 7), "accelerate": (1, 12), "diffusers": (0, 41), "transformers": (5, 0), "peft": (0, 18),
-          "safetensors": (0, 6), "wandb": (0, 30), "tensorboard": (2, 17)}  # fmt: skip
+          "safetensors": (0, 6), "wandb": (0, 30), "tensorboard": (2, 18)}  # fmt: skip
 """The oldest releases that pyproject.toml allows."""
 ALSO_NEEDED = {"numpy": "numpy", "PIL": "pillow", "psutil": "psutil", "toml": "toml", "tqdm": "tqdm", "yaml": "pyyaml"}
 """Module and package of what is needed in whatever release came with the rest."""
