@@ -12,3 +12,8 @@ os.environ |= {
     "WANDB_MODE": "offline",
     "WANDB_SILENT": "true",
 }
+
+from hypothesis import settings  # noqa: E402 - it reads the environment that is set above
+
+settings.register_profile("house", deadline=None)  # how long an example takes says more of the machine than of the code
+settings.load_profile("house")
