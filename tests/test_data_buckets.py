@@ -77,7 +77,8 @@ def test_a_placed_picture_covers_its_bucket(width: int, height: int, upscale: bo
 def _dataset(bucketed: bool, no_upscale: bool) -> DatasetConfig:
     return DatasetConfig(
         kind="dreambooth", resolution=Size(512, 768), batch_size=1, enable_bucket=bucketed, min_bucket_reso=256,
-        max_bucket_reso=1024, bucket_reso_steps=64, bucket_no_upscale=no_upscale, network_multiplier=1.0,
+        max_bucket_reso=1024, bucket_reso_steps=64, bucket_no_upscale=no_upscale, bucket_mode="kohya",
+        bucket_max_crop=1.0, bucket_min_pictures=1, network_multiplier=1.0,
         validation_split=0.0, validation_seed=None, resize_interpolation=None, prior_loss_weight=1.0, subsets=(),
         places={"": "set.toml:1"},
     )  # fmt: skip

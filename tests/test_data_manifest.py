@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -247,3 +248,45 @@ def test_the_description_tells_pictures_buckets_and_the_arithmetic(tmp_path):
     assert "12 samples" in lines[-3] and "batch 2 x 2 ranks x 2 accumulation" in lines[-2]
     assert f"{plan.batches_per_epoch} micro-steps" in lines[-2] and lines[-1].startswith("the run: 9 steps")
     assert plan.steps_for_epochs(2) == plan.batches_per_epoch
+
+
+def symmetric(folder: Path, settings: str = "", **options) -> Prepared:
+    """Of the pictures in a; buckets from 32 to 128 pixels in steps of 8."""
+    config(folder, "image_dir = 'a'", **options)
+    text = (folder / "set.toml").read_text(encoding="utf-8")
+    own = f"min_bucket_reso = 32\nmax_bucket_reso = 128\nbucket_mode = 'symmetric'\nbucket_reso_steps = 8\n{settings}"
+    (folder / "set.toml").write_text(text.replace("min_bucket_reso = 64", own), encoding="utf-8")
+    return prepare(DataConfig(dataset_config=str(folder / "set.toml"), **options), 8)
+
+
+def test_pictures_that_would_lose_too_much_are_named_or_skipped(tmp_path):
+    save(tmp_path / "a" / "good.png", 80, 70, caption="x")
+    save(tmp_path / "a" / "thin.png", 300, 40, caption="x")
+    with pytest.raises(ConfigError) as caught:
+        symmetric(tmp_path, "bucket_max_crop = 0.3")
+    assert len(caught.value.problems) == 2
+    assert caught.value.problems[0].startswith(
+        f"{tmp_path}/a/thin.png: 300x40 pixels would lose 46.7% in the nearest bucket 128x32, more than bucket_max_crop"
+    )
+    skipped = symmetric(tmp_path, "bucket_max_crop = 0.3", on_bad_data="skip")
+    assert [sample.key for sample in skipped.manifest.samples] == ["a/good.png"]
+    assert "thin.png: 300x40 pixels would lose" in skipped.manifest.notes[-1]
+    assert len(symmetric(tmp_path, "bucket_max_crop = 0.47").placements) == 2
+
+
+def test_the_table_tells_what_is_cut_away_and_merging_is_noted(tmp_path):
+    for name, width in {"0": 64, "1": 66, "2": 81, "wide": 128}.items():
+        save(tmp_path / "a" / f"{name}.png", width, 64, caption="x")
+    plain, joined = symmetric(tmp_path), symmetric(tmp_path, "bucket_min_pictures = 4")
+    assert len(plain.buckets) == 3 and len(plain.manifest.notes) == 1
+    (bucket,) = joined.buckets
+    assert sorted(bucket.samples) == [0, 1, 2, 3]
+    assert [note.partition(" has fewer")[0] for note in joined.manifest.notes[1:]] == [
+        "dataset 1: bucket 88x48",
+        "dataset 1: bucket 72x56",
+    ]
+    lines = joined.describe(joined.batch_plan(1, TrainConfig()), 9).splitlines()
+    head, row = next((head, row) for head, row in pairwise(lines) if "worst crop" in head)
+    losses = [placement.crop_loss for placement in joined.placements]
+    assert head.split()[-6:] == ["mean", "crop", "worst", "crop", "worst", "picture"]
+    assert row.split()[-3:] == [f"{sum(losses) / 4:.1%}", "50.0%", "a/wide.png"] and max(losses) == 0.5

@@ -134,6 +134,6 @@ def test_the_winner_in_the_table_is_what_a_launched_accelerator_has(flag, file, 
     assert results[0]["computes"] == {"no": "torch.float32", "bf16": "torch.bfloat16"}[verdict.value]
     says = [(name, value) for name, value in (("--mixed", code), ("launch flag", flag), (str(tmp_path), file)) if value]
     assert verdict.winner.startswith(says[0][0]) and len(verdict.losers) == len(says) - 1
-    # A launch flag over accelerate's file is what such flags are for; our own option beside either is one word too many.
+    # A launch flag over accelerate's file is what such flags are for; our own option beside either is too much.
     disagree = bool(code) and len({value for _, value in says}) > 1
     assert bool(verdict.contradiction) == bool(results[0]["said"]) == disagree

@@ -55,6 +55,15 @@ class DataConfig:
     max_bucket_reso: int = opt(1024, "longest side of a bucket", minimum=1)
     bucket_reso_steps: int = opt(64, "bucket sides are multiples of this", minimum=1)
     bucket_no_upscale: bool = opt(False, "never enlarge a picture; make buckets from the sizes that are there")
+    bucket_mode: Literal["kohya", "symmetric"] = opt(
+        "kohya", "kohya: sd-scripts' buckets; symmetric: all of one area, upright as lying, nearest by log aspect ratio"
+    )
+    bucket_max_crop: float = opt(
+        1.0, "bucket_mode symmetric: a picture that loses a larger share of itself cannot be used", minimum=0, maximum=1
+    )
+    bucket_min_pictures: int = opt(
+        1, "bucket_mode symmetric: buckets with fewer pictures (repeats not counted) join the nearest one", minimum=1
+    )
     resize_interpolation: (
         Literal["lanczos", "nearest", "bilinear", "linear", "bicubic", "cubic", "area", "box"] | None
     ) = opt(None, "how pictures are resized; without it, area when shrinking and Lanczos when enlarging")

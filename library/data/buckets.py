@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ..config.values import Size
 from .dataset_schema import DatasetConfig
+from .symmetric import covering, lying_sizes, nearest
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,11 @@ class Placement:
         """With the cut in the middle, as sd-scripts makes it without random_crop."""
         return cls(bucket, resized, ((resized[0] - bucket[0]) // 2, (resized[1] - bucket[1]) // 2))
 
+    @property
+    def crop_loss(self) -> float:
+        """The share of the resized picture that is cut away; on which sides is another matter."""
+        return 1 - self.bucket[0] * self.bucket[1] / (self.resized[0] * self.resized[1])
+
 
 Place = Callable[[int, int], Placement]
 """From the width and height of a picture; ``ValueError`` says why it fits nowhere."""
@@ -30,6 +36,8 @@ def place_for(dataset: DatasetConfig) -> Place:
     """How the pictures of a dataset are placed."""
     if not dataset.enable_bucket:
         return lambda width, height: _single(width, height, dataset.resolution)
+    if dataset.bucket_mode == "symmetric":
+        return _symmetric(dataset)
     area, step = dataset.resolution.width * dataset.resolution.height, dataset.bucket_reso_steps
     if dataset.bucket_no_upscale:
         return lambda width, height: _never_enlarged(width, height, area, step)
@@ -96,6 +104,29 @@ def _never_enlarged(width: int, height: int, area: int, step: int) -> Placement:
 def _floored(length: float, step: int) -> int:
     rounded = int(length + 0.5)
     return rounded - rounded % step
+
+
+def _symmetric(dataset: DatasetConfig) -> Place:
+    """The nearest bucket by log aspect ratio, if it leaves enough of the picture."""
+    resolution, step = dataset.resolution, dataset.bucket_reso_steps
+    sizes = lying_sizes(resolution.width * resolution.height, dataset.min_bucket_reso, dataset.max_bucket_reso, step)
+
+    def place(width: int, height: int) -> Placement:
+        placement = covered((width, height), nearest(width, height, sizes))
+        if placement.crop_loss > dataset.bucket_max_crop:
+            raise ValueError(
+                f"{width}x{height} pixels would lose {placement.crop_loss:.1%} in the nearest bucket"
+                f" {placement.bucket[0]}x{placement.bucket[1]}, more than bucket_max_crop {dataset.bucket_max_crop:g}"
+                " allows; cut the picture, or raise max_bucket_reso or bucket_max_crop"
+            )
+        return placement
+
+    return place
+
+
+def covered(picture: tuple[int, int], bucket: tuple[int, int]) -> Placement:
+    """A picture in a bucket of ``bucket_mode symmetric``."""
+    return Placement.centred(bucket, covering(picture, bucket))
 
 
 def _single(width: int, height: int, resolution: Size) -> Placement:

@@ -184,7 +184,7 @@ class _Reader:
 
 
 def _as_sd_scripts(dataset: DatasetConfig) -> dict[str, Any]:
-    own = {"kind", "subsets", "places", "file"}
+    own = {"kind", "subsets", "places", "file", "bucket_mode", "bucket_max_crop", "bucket_min_pictures"}
     params = {item.name: getattr(dataset, item.name) for item in fields(dataset) if item.name not in own}
     params["resolution"] = [dataset.resolution.width, dataset.resolution.height]
     params["debug_dataset"] = False

@@ -67,12 +67,36 @@ def dataset_problems(found: Mapping[str, Found], subsets: Sequence[Mapping[str, 
     yield from _duplicates(subsets)
     if subsets and all(subset["is_reg"].value for subset in subsets):
         yield f"{where}: all subsets are regularisation pictures (is_reg); add a subset of pictures to train on"
+    yield from _bucket_mode(found, where)
     if found["resolution"].is_wrong:
         return
     if found["resolution"].value is None:
         yield f"{where}: resolution: missing; set it here, in [general] or with --resolution, such as 512 or [512, 768]"
     elif found["enable_bucket"].value:
         yield from _bucket_limits(found, where)
+
+
+_SYMMETRIC_ONLY = {"bucket_max_crop": 1, "bucket_min_pictures": 1}
+"""Keys of bucket_mode symmetric, with the values that ask for nothing."""
+
+
+def _bucket_mode(found: Mapping[str, Found], where: str) -> Iterator[str]:
+    """What the modes of buckets do not have; it is refused, since neither key nor flag is one of sd-scripts."""
+
+    def named(name: str) -> str:
+        return f"{found[name].place}: {name}" if found[name].is_in_file else f"--{name} (for {where})"
+
+    if any(found[name].is_wrong for name in ("bucket_mode", "enable_bucket", "bucket_no_upscale", *_SYMMETRIC_ONLY)):
+        return
+    if found["bucket_mode"].value == "kohya":
+        for name, nothing in _SYMMETRIC_ONLY.items():
+            if found[name].value != nothing:
+                yield f"{named(name)}: needs bucket_mode symmetric; set bucket_mode = 'symmetric', or take it out"
+    elif not found["enable_bucket"].value:
+        yield f"{named('bucket_mode')}: there are no buckets; set enable_bucket = true"
+    elif found["bucket_no_upscale"].value:
+        yield (f"{named('bucket_mode')}: all buckets have one area in bucket_mode symmetric, so that small pictures"
+               " are enlarged; take out bucket_no_upscale")  # fmt: skip
 
 
 def _bucket_limits(found: Mapping[str, Found], where: str) -> Iterator[str]:

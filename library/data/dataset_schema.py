@@ -80,6 +80,9 @@ class DatasetConfig:
     max_bucket_reso: int
     bucket_reso_steps: int
     bucket_no_upscale: bool
+    bucket_mode: Literal["kohya", "symmetric"]
+    bucket_max_crop: float
+    bucket_min_pictures: int
     network_multiplier: float
     validation_split: float
     validation_seed: int | None
@@ -167,7 +170,7 @@ class _FileOnly:
 
 _DATASET_FLAGS = {
     "resolution", "train_batch_size", "enable_bucket", "min_bucket_reso", "max_bucket_reso", "bucket_reso_steps",
-    "bucket_no_upscale",
+    "bucket_no_upscale", "bucket_mode", "bucket_max_crop", "bucket_min_pictures",
 }  # fmt: skip
 _RENAMED = {"train_batch_size": "batch_size", "dataset_repeats": "num_repeats"}
 

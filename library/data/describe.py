@@ -1,14 +1,18 @@
 """What will be trained, in words and in one table; for the start of a run and for --dry_run."""
 
 from collections import Counter
+from collections.abc import Sequence
 
 from .batches import BatchPlan
+from .bucket_facts import BucketFacts, facts_of
+from .buckets import Placement
 from .manifest import Manifest
 
 
-def described(manifest: Manifest, plan: BatchPlan, steps: int) -> str:
+def described(manifest: Manifest, placements: Sequence[Placement], plan: BatchPlan, steps: int) -> str:
     """The pictures, the buckets and the arithmetic of a run of ``steps`` optimizer steps, as text."""
-    return "\n".join([_pictures(manifest), *manifest.notes, _buckets(plan), _arithmetic(plan, steps)])
+    table = _buckets(manifest, facts_of(placements, plan))
+    return "\n".join([_pictures(manifest), *manifest.notes, table, _arithmetic(plan, steps)])
 
 
 def _pictures(manifest: Manifest) -> str:
@@ -27,18 +31,20 @@ def _pictures(manifest: Manifest) -> str:
     return "\n".join(lines)
 
 
-def _buckets(plan: BatchPlan) -> str:
+def _buckets(manifest: Manifest, buckets: Sequence[BucketFacts]) -> str:
     """A line a bucket; the remainder is what does not fill whole steps, padding weighs nothing."""
-    head = ("dataset", "bucket", "pictures", "x repeats", "batch size", "micro-batches", "remainder", "padding")
+    head = ("dataset", "bucket", "pictures", "x repeats", "batch size", "micro-batches", "remainder", "padding",
+            "mean crop", "worst crop")  # fmt: skip
     rows: list[tuple[str, ...]] = [head]
-    for index, bucket in enumerate(plan.buckets):
-        shown = sum(bucket.repeats)
-        remainder = shown % (bucket.batch_size * plan.ranks * plan.accumulation)
-        cells = (bucket.dataset + 1, f"{bucket.size[0]}x{bucket.size[1]}", len(bucket.samples), shown,
-                 bucket.batch_size, plan.batches_of(index), remainder, plan.padding_per_epoch(index))  # fmt: skip
+    for bucket in buckets:
+        cells = (bucket.dataset + 1, f"{bucket.size[0]}x{bucket.size[1]}", len(bucket.samples), bucket.shown,
+                 bucket.batch_size, bucket.micro_batches, bucket.remainder, bucket.padding,
+                 f"{bucket.mean_loss:.1%}", f"{bucket.worst_loss:.1%}")  # fmt: skip
         rows.append(tuple(map(str, cells)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    worst = ["worst picture", *(manifest.samples[bucket.worst].key if bucket.worst_loss else "" for bucket in buckets)]
+    return "\n".join(f"{line}  {name}".rstrip() for line, name in zip(lines, worst, strict=True))
 
 
 def _arithmetic(plan: BatchPlan, steps: int) -> str:

@@ -2,19 +2,22 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config.schema import DataConfig, TrainConfig
 from ..errors import ConfigError
 from .batches import BatchPlan, BucketSamples
+from .bucket_facts import facts_of
 from .buckets import Placement, place_for
 from .dataset_config import Reading, read_datasets
 from .dataset_rules import missing_folders, not_yet
 from .dataset_schema import DatasetConfig, flags_of
 from .describe import described
 from .manifest import Manifest, scan
+from .merging import merged
+from .record import Record, recorded
 
 if TYPE_CHECKING:
     from .loader import Loader
@@ -49,7 +52,19 @@ class Prepared:
 
     def describe(self, plan: BatchPlan, steps: int) -> str:
         """What a run of ``steps`` optimizer steps trains, as text."""
-        return described(self.manifest, plan, steps)
+        return described(self.manifest, self.placements, plan, steps)
+
+    def record(self, plan: BatchPlan) -> list[Record]:
+        """The datasets as plain data, with every bucket and every picture."""
+        return recorded(self.manifest, self.placements, plan)
+
+    def preview(self, plan: BatchPlan, path: Path, limit: int) -> str:
+        """Draw the pictures as the model will see them, up to ``limit`` of each bucket, and say what was drawn."""
+        from .contact_sheet import draw_sheet, write_sheet
+
+        sheet, count = draw_sheet(self.manifest, self.placements, facts_of(self.placements, plan), limit)
+        write_sheet(sheet, path)
+        return f"contact sheet: {path}, {count} of {len(self.manifest.samples)} pictures"
 
     def loader(self, plan: BatchPlan, rank: int, *, total_steps: int, pin_memory: bool) -> "Loader":
         """One rank's batches; ``total_steps`` is the length of the run, of which a token warm-up may be a share."""
@@ -63,7 +78,7 @@ def check(config: DataConfig) -> list[str]:
     """Everything that is wrong with the dataset file, without opening a picture or importing anything heavy."""
     if config.dataset_config is None or not Path(config.dataset_config).is_file():
         return []  # the rules across options say so
-    reading = _read(config)
+    reading = read(config)
     found = [*reading.problems, *missing_folders(reading.datasets), *not_yet(reading.datasets)]
     return list(dict.fromkeys(found))
 
@@ -72,17 +87,20 @@ def prepare(config: DataConfig, pixel_step: int) -> Prepared:
     """Look at all pictures and place them; sizes are multiples of ``pixel_step``, which the model family needs."""
     if config.dataset_config is None:
         raise ConfigError(["--dataset_config: missing; it names the folders of pictures"])
-    reading = _read(config)
+    reading = read(config)
     problems = [*check(config), *_unfit(reading.datasets, pixel_step)]
     if problems or reading.problems:
         raise ConfigError(problems or reading.problems)
     manifest = scan(reading.datasets, config.on_bad_data)
     places = [place_for(dataset) for dataset in manifest.datasets]
-    placements = tuple(places[sample.dataset](*sample.size) for sample in manifest.samples)
+    alone = [places[sample.dataset](*sample.size) for sample in manifest.samples]
+    placements, notes = merged(manifest.samples, alone, manifest.datasets)
+    manifest = replace(manifest, notes=(*manifest.notes, *notes))
     return Prepared(config, manifest, placements, _buckets(manifest, placements))
 
 
-def _read(config: DataConfig) -> Reading:
+def read(config: DataConfig) -> Reading:
+    """The dataset file alone, with the run's options where it is silent; looks at no folder."""
     return read_datasets(Path(str(config.dataset_config)), flags_of(config))
 
 

@@ -1,29 +1,123 @@
-"""``python -m library plan --dataset_config x.toml [--world_size N]``: what would be trained, without training."""
+"""``python -m library plan --dataset_config x.toml [...]``: what would be trained, without training."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, cast
 
-from ..config import load_options
-from ..data.prepare import check
+from ..config import RunConfig, load_options
+from ..config.kohya import VERDICTS
+from ..config.load import COMMAND_OPTIONS
+from ..config.options import opt, options_of
+from ..config.schema import DataConfig
+from ..data.dataset_config import resolved
+from ..data.prepare import check, read
 from ..errors import ConfigError
+
+PREVIEW_ENDINGS = (".png", ".jpg", ".webp")
+USAGE = "usage: python -m library plan --dataset_config FILE [--option value ...]"
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What the tool itself is told."""
+
+    world_size: int = opt(1, "plan for this many processes", minimum=1)
+    json: bool = opt(False, "everything as JSON: settings, buckets, every picture, steps")
+    resolve_only: bool = opt(False, "with json: the dataset file alone, in sd-scripts' names; looks at no folder")
+    preview: str | None = opt(None, "draw the pictures as they will be trained into this file (.png, .jpg, .webp)")
+    preview_limit: int = opt(12, "pictures of each bucket in the preview, those that lose most first", minimum=1)
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    plan: PlanOptions = field(default_factory=PlanOptions)
 
 
 def run(argv: Sequence[str]) -> tuple[str, int]:
-    """Takes every option of training, and the number of processes to plan for."""
-    ranks, rest = _world_size(list(argv))
-    loaded = load_options(rest)
-    problems = [*loaded.problems, *check(loaded.config.data)]
+    """Takes every option of training beside its own."""
+    if set(argv) & {"--help", "-h"}:
+        return _help(), 0
+    mine, theirs = _dealt(argv)
+    own, training = load_options(mine, _Arguments), load_options(theirs)
+    options: PlanOptions = cast(Any, own.config).plan
+    data = training.config.data
+    problems = [*own.problems, *_conflicts(options, frozenset(own.places)), *training.problems]
+    if options.resolve_only:
+        return _resolved(data, problems), 0
+    problems += check(data)
+    path = Path(options.preview).expanduser() if options.preview else None
+    if path is not None:
+        problems += _unfit_for_a_preview(path, data)
     if problems:
-        raise ConfigError(problems)
-    from ..training.outline import outline_of
+        raise ConfigError(list(dict.fromkeys(problems)))
+    from ..training.outline import look_ahead
 
-    return outline_of(loaded.config, ranks), 0
+    outlook = look_ahead(training.config, options.world_size)
+    said = outlook.prepared.preview(outlook.plan.batches, path, options.preview_limit) if path is not None else ""
+    if options.json:
+        return json.dumps(outlook.record(), indent=1), 0
+    return "\n".join(filter(None, [outlook.text(), said])), 0
 
 
-def _world_size(argv: list[str]) -> tuple[int, list[str]]:
-    if "--world_size" not in argv:
-        return 1, argv
-    at = argv.index("--world_size")
-    word = argv[at + 1] if at + 1 < len(argv) else ""
-    if not word.isdigit() or int(word) < 1:
-        raise ConfigError([f"--world_size: expected the number of processes, got {word or 'nothing'}"])
-    return int(word), argv[:at] + argv[at + 2 :]
+def _resolved(data: DataConfig, problems: list[str]) -> str:
+    """The dataset file alone, as JSON."""
+    has_file = data.dataset_config is not None and Path(data.dataset_config).is_file()
+    reading = read(data) if has_file else None
+    problems = [*problems, *(reading.problems if reading else [])]
+    if problems or reading is None:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return json.dumps({"datasets": [{"resolved": settings} for settings in resolved(reading.datasets)]}, indent=1)
+
+
+def _dealt(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words for the tool and those for training; a misspelt option goes to the one that it resembles."""
+    own = {option.name for option in options_of(_Arguments)}
+    training = {*(option.name for option in options_of(RunConfig)), *VERDICTS, *COMMAND_OPTIONS}
+    mine: list[str] = []
+    theirs: list[str] = []
+    words = theirs
+    for word in argv:
+        if word.startswith("--"):
+            name = word[2:].partition("=")[0].removeprefix("no-")
+            near = get_close_matches(name, [name] if name in training else [*own, *training], n=1, cutoff=0.7)
+            words = mine if near and near[0] in own else theirs
+        words.append(word)
+    return mine, theirs
+
+
+def _conflicts(options: PlanOptions, given: frozenset[str]) -> Iterator[str]:
+    if options.resolve_only and not options.json:
+        yield "--resolve_only: is told as JSON; add --json"
+    if options.resolve_only and options.preview is not None:
+        yield "--preview: needs the pictures, which --resolve_only does not look at; take one of the two out"
+    if options.resolve_only and "world_size" in given:
+        yield "--world_size: means nothing to --resolve_only, which plans nothing; take one of the two out"
+    if "preview_limit" in given and options.preview is None:
+        yield "--preview_limit: there is no preview; name a file with --preview"
+
+
+def _unfit_for_a_preview(path: Path, data: DataConfig) -> Iterator[str]:
+    """Told before the pictures are looked at, which takes its time."""
+    if path.suffix.lower() not in PREVIEW_ENDINGS:
+        yield f"--preview: {path}: expected a file that ends in {', '.join(PREVIEW_ENDINGS)}"
+    elif path.is_dir():
+        yield f"--preview: {path} is a folder; name a file in it"
+    if not path.absolute().parent.is_dir():
+        yield f"--preview: {path.absolute().parent} is no folder; make it first"
+    if data.dataset_config is None or not Path(data.dataset_config).is_file():
+        return
+    folders = {subset.folder() for dataset in read(data).datasets for subset in dataset.subsets} - {None}
+    if any(folder is not None and path.resolve().parent == folder.resolve() for folder in folders):
+        yield f"--preview: {path} lies among the pictures and would be trained next time; name another folder"
+
+
+def _help() -> str:
+    """Of the options of training only that they exist: they have their own page."""
+    lines = [USAGE, "", "What would be trained, without training. Every option of training is understood, and:", ""]
+    for option in options_of(_Arguments):
+        value = "" if option.kind is bool else f" {option.syntax}"
+        lines.append(f"  {'--' + option.name + value:<24} {option.help}")
+    return "\n".join(lines)

@@ -1,0 +1,108 @@
+"""The contact sheet shows every bucket in its place, the worst pictures first, and text stays where it belongs."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image, ImageDraw, ImageFont
+
+from library.data.bucket_facts import BucketFacts
+from library.data.buckets import Placement
+from library.data.contact_sheet import (
+    LONGEST,
+    MARGIN,
+    MOST_PICTURES,
+    NARROWEST,
+    SHEET_WIDTH,
+    _Pen,
+    blocks_of,
+    shelves_of,
+    thumb_size,
+    write_sheet,
+)
+from library.errors import UserError
+
+
+def bucket(size: tuple[int, int], samples: range, dataset: int = 0) -> BucketFacts:
+    return BucketFacts(dataset, size, tuple(samples), len(samples), 1, 1, 0, 0, 0.0, samples[0], 0.0)
+
+
+@st.composite
+def buckets(draw) -> list[BucketFacts]:
+    sizes = st.tuples(st.sampled_from([64, 256, 512, 832, 2048]), st.sampled_from([32, 64, 512, 1024]))
+    found, first = [], 0
+    for size in draw(st.lists(sizes, min_size=1, max_size=9, unique=True)):
+        count = draw(st.integers(1, 30))
+        found.append(bucket(size, range(first, first + count), len(found) % 2))
+        first += count
+    return found
+
+
+def placements_of(found: list[BucketFacts], losses: list[int]) -> list[Placement]:
+    count = sum(len(item.samples) for item in found)
+    return [Placement((100, 100), (100 + losses[index % len(losses)], 100), (0, 0)) for index in range(count)]
+
+
+@given(buckets(), st.lists(st.integers(0, 90), min_size=1, max_size=20), st.integers(1, 15))
+def test_every_bucket_shows_its_worst_pictures_once_and_fits_on_the_sheet(found, losses, limit):
+    placements = placements_of(found, losses)
+    shelves = shelves_of(blocks_of(found, placements, limit))
+    shown: dict[BucketFacts, list[int]] = {item: [] for item in found}
+    for shelf in shelves:
+        assert shelf.blocks and shelf.width <= SHEET_WIDTH - 2 * MARGIN
+        for block in shelf.blocks:
+            assert block.is_first == (not shown[block.facts])
+            assert block.size[1] <= shelf.height and block.cell[0] >= NARROWEST
+            shown[block.facts] += block.samples
+    for item in found:
+        assert len(shown[item]) == min(limit, len(item.samples)) == len(set(shown[item]))
+        left_out = set(item.samples) - set(shown[item])
+        loss = [placements[index].crop_loss for index in shown[item]]
+        assert all(one >= other for one, other in pairwise(loss))
+        assert all(placements[index].crop_loss <= loss[-1] for index in left_out)
+
+
+def test_a_sheet_of_many_buckets_shows_fewer_of_each():
+    many = [bucket((64 + 8 * number, 64), range(number * 20, number * 20 + 20)) for number in range(100)]
+    blocks = blocks_of(many, placements_of(many, [3]), limit=12)
+    assert len(blocks) == 100 and {block.shown for block in blocks} == {MOST_PICTURES // 100}
+    more = [bucket((64 + 8 * number, 64), range(number, number + 1)) for number in range(MOST_PICTURES + 5)]
+    assert len(blocks_of(more, placements_of(more, [3]), limit=12)) == MOST_PICTURES
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [((64, 64), (192, 192)), ((1024, 1024), (200, 200)), ((1344, 768), (265, 151)), ((4096, 64), (LONGEST, 7))],
+)
+def test_thumbnails_have_about_one_area_and_are_enlarged_by_whole_numbers(size, expected):
+    assert thumb_size(size) == expected
+
+
+@given(st.text(max_size=80), st.integers(60, 300))
+def test_text_is_cut_to_fit(text, width):
+    pen = _Pen(ImageDraw.Draw(Image.new("RGB", (9, 9))))
+    font = ImageFont.load_default(13)
+    fitted = pen.fitted(text, width)
+    assert font.getlength(fitted) <= width
+    assert len(pen.wrapped(text, width, 2)) <= 2
+    line = " ".join(text.split())
+    assert (fitted == line) == (font.getlength(line) <= width) and "\n" not in fitted
+
+
+def test_a_long_caption_is_broken_between_words_and_ends_in_dots():
+    pen = _Pen(ImageDraw.Draw(Image.new("RGB", (9, 9))))
+    lines = pen.wrapped("one two three four five six seven eight nine ten eleven twelve", 120, 2)
+    assert " ".join(lines) == "one two three four five six seven eight nine ten eleven twelve"
+    assert len(lines) == 2 and ImageFont.load_default(13).getlength(lines[0]) <= 120
+    assert pen.fitted(lines[1], 120).endswith("...") and not pen.fitted(lines[0], 120).endswith("...")
+
+
+def test_a_sheet_is_written_whole_or_not_at_all(tmp_path):
+    sheet = Image.new("RGB", (20, 10), (9, 8, 7))
+    write_sheet(sheet, tmp_path / "sheet.png")
+    assert Image.open(tmp_path / "sheet.png").size == (20, 10)
+    (tmp_path / "folder.png").mkdir()
+    with pytest.raises(UserError, match=r"--preview: .*folder.png cannot be written"):
+        write_sheet(sheet, tmp_path / "folder.png")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder.png", "sheet.png"]

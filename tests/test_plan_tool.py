@@ -1,0 +1,222 @@
+"""``python -m library plan`` says what a run would do, as text, as JSON and as a sheet of pictures."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from library.config import load_options
+from library.data.images import cut_out, upright
+from library.data.prepare import prepare
+from library.families.detect import detect
+from library.training.plan import RunPlan
+
+ROOT = Path(__file__).resolve().parent.parent
+GOLDEN = Path(__file__).parent / "data" / "dataset_configs"
+REFUSED = {"--color_aug": "color_aug", "--masked_loss": None}
+"""Flags of sd-scripts that the trainer refuses, with the key of a subset that they set."""
+
+
+def plan(*words, cwd=ROOT):
+    command = [sys.executable, "-m", "library", "plan", *map(str, words)]
+    return subprocess.run(command, cwd=cwd, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+                          timeout=120)  # fmt: skip
+
+
+def as_json(*words):
+    done = plan(*words, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture
+def pictures(tmp_path) -> list[str]:
+    """Two datasets with pictures of many shapes, one of them turned by EXIF, and repeats; as options."""
+    draw = np.random.default_rng(3)
+    shapes = {
+        "a": [(200, 90), (80, 80), (70, 160), (90, 90), (120, 80), (64, 64), (130, 60)],
+        "b": [(99, 70), (70, 99)],
+    }
+    for folder, sizes in shapes.items():
+        (tmp_path / folder).mkdir()
+        for number, (width, height) in enumerate(sizes):
+            exif = Image.Exif()
+            if (folder, number) == ("a", 0):
+                exif[0x0112] = 6
+            image = Image.fromarray(draw.integers(0, 256, (height, width, 3), np.uint8))
+            image.save(tmp_path / folder / f"{number}.png", exif=exif)
+            (tmp_path / folder / f"{number}.txt").write_text(f"{folder} {number} 猫", encoding="utf-8")
+    (tmp_path / "set.toml").write_text(
+        "[general]\nenable_bucket = true\nmin_bucket_reso = 32\nbucket_reso_steps = 16\ncaption_extension = '.txt'\n"
+        f"[[datasets]]\nresolution = 64\nbatch_size = 2\n[[datasets.subsets]]\nimage_dir = '{tmp_path}/a'\n"
+        f"num_repeats = 3\n[[datasets]]\nresolution = [64, 96]\n[[datasets.subsets]]\nimage_dir = '{tmp_path}/b'\n"
+        "random_crop = true\n",
+        encoding="utf-8",
+    )
+    return ["--dataset_config", str(tmp_path / "set.toml")]
+
+
+def of_a_run(options: list[str], ranks: int):
+    """The pictures and the plan as training makes them."""
+    config = load_options(options).require()
+    prepared = prepare(config.data, detect(None).pixel_step)
+    return prepared, RunPlan.of(prepared.batch_plan(ranks, config.train), config.train)
+
+
+@pytest.mark.parametrize("golden", sorted(GOLDEN.glob("*.json")), ids=lambda path: path.stem)
+def test_resolve_only_prints_the_values_of_sd_scripts_without_any_folder(golden: Path, tmp_path):
+    expected = json.loads(golden.read_text(encoding="utf-8"))
+    flags = [word for word in expected["cli"] if word not in REFUSED]
+    done = plan("--resolve_only", "--json", "--dataset_config", golden.with_suffix(".toml"), *flags, cwd=tmp_path)
+    if not expected["ok"]:
+        assert done.returncode == 2 and done.stdout == "" and f"{golden.stem}.toml:" in done.stderr
+        return
+    for dataset in expected["resolved"]:
+        for subset in dataset["subsets"]:
+            subset.update({REFUSED[word]: False for word in expected["cli"] if REFUSED.get(word)})
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"datasets": [{"resolved": dataset} for dataset in expected["resolved"]]}
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("length", [["--max_train_epochs", "5"], ["--max_train_steps", "17"]])
+def test_the_steps_are_those_of_a_run_on_as_many_processes(pictures, ranks, length):
+    options = [*pictures, *length, "--gradient_accumulation_steps", "2", "--seed", "5"]
+    said = as_json(*options, "--world_size", ranks)
+    _, run = of_a_run(options, ranks)
+    assert said["ranks"] == ranks == run.batches.ranks and said["gradient_accumulation_steps"] == 2
+    assert (said["steps"], said["epochs"]) == (run.steps, run.epochs)
+    assert said["steps_per_epoch"] == run.batches.steps_per_epoch
+    assert said["micro_batches_per_epoch"] == run.batches.batches_per_epoch
+    assert said["samples_per_epoch"] == 7 * 3 + 2 and said["pictures_per_epoch"] == 9
+    shown = [run.batches.micro_batch(position) for position in range(run.batches.batches_per_epoch)]
+    assert said["padding_per_epoch"] == sum(batch.weights.count(False) for batch in shown)
+    buckets = [bucket for dataset in said["datasets"] for bucket in dataset["buckets"]]
+    for index, bucket in enumerate(buckets):
+        mine = [batch for batch in shown if batch.bucket == index]
+        assert bucket["size"] == list(run.batches.buckets[index].size)
+        assert bucket["micro_batches"] == len(mine)
+        assert bucket["samples"] == sum(sum(batch.weights) for batch in mine)
+        assert bucket["padding"] == sum(batch.weights.count(False) for batch in mine)
+        assert bucket["remainder"] == bucket["samples"] % (bucket["batch_size"] * ranks * 2)
+
+
+def test_every_picture_is_listed_as_it_is_trained(pictures):
+    said = as_json(*pictures)
+    prepared, _ = of_a_run(pictures, 1)
+    listed = [sample for dataset in said["datasets"] for sample in dataset["samples"]]
+    assert len(listed) == 9
+    for sample, placement, item in zip(prepared.manifest.samples, prepared.placements, listed, strict=True):
+        assert item["image"] == str(sample.image) and item["caption"] == sample.caption
+        assert item["repeats"] == (3, 1)[sample.dataset]
+        assert (item["bucket"], item["resized"]) == (list(placement.bucket), list(placement.resized))
+        assert item["crop"] == (None if sample.dataset == 1 else list(placement.crop))
+    assert listed[0]["size"] == [90, 200] and listed[0]["caption"] == "a 0 猫"  # turned by EXIF
+    first = said["datasets"][0]
+    assert first["resolved"]["params"]["resolution"] == [64, 64] and first["bucket_mode"] == "kohya"
+    for bucket in first["buckets"]:
+        members = [sample for sample in first["samples"] if sample["bucket"] == bucket["size"]]
+        losses = {sample["image"]: sample["crop_loss"] for sample in members}
+        assert bucket["pictures"] == len(members)
+        assert bucket["crop_loss"]["worst"] == max(losses.values()) == losses[bucket["crop_loss"]["worst_image"]]
+        assert bucket["crop_loss"]["mean"] == pytest.approx(sum(losses.values()) / len(losses))
+
+
+def test_all_mistakes_are_told_together_those_of_the_tool_and_those_of_training(tmp_path):
+    done = plan("--jsn", "--resolve-only", "--world_size", "0", "--network_dimm", "4", "--preveiw", "x.png", "--json=1",
+                "--preview_limit", "3", "--color_aug", "--learning_rate", "fast")  # fmt: skip
+    assert done.returncode == 2 and done.stdout == ""
+    assert [line.strip().partition(";")[0] for line in done.stderr.splitlines()[1:]] == [
+        "--json: takes no value, got '1'",
+        "--jsn: unknown option",
+        "--resolve-only: unknown option",
+        "--world_size: 0 is too small",
+        "--preveiw: unknown option",
+        "--preview_limit: there is no preview",
+        "--network_dimm: unknown option",
+        "--color_aug: not yet: colour augmentation",
+        "--learning_rate: expected a number, got 'fast'",
+        "--dataset_config: missing",
+    ]
+    for right in ("--json?", "--resolve_only?", "--preview?", "--network_dim?"):
+        assert f"did you mean {right}" in done.stderr
+
+
+def test_mistakes_in_the_dataset_file_are_told_with_those_of_the_options(pictures, tmp_path):
+    text = (tmp_path / "set.toml").read_text(encoding="utf-8").replace("batch_size = 2", "batch_sise = 2")
+    (tmp_path / "set.toml").write_text(text.replace("/b'", "/c'"), encoding="utf-8")
+    done = plan(*pictures, "--network_dim", "0", "--world_size", "two")
+    assert [line.strip().partition(";")[0] for line in done.stderr.splitlines()[1:]] == [
+        "--world_size: expected a whole number, got 'two'",
+        "--network_dim: 0 is too small",
+        f"{tmp_path}/set.toml:8: batch_sise: unknown key",
+        f"{tmp_path}/set.toml:15: image_dir: '{tmp_path}/c' is not there",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--resolve_only"], "--resolve_only: is told as JSON; add --json"),
+        (["--resolve_only", "--json", "--preview", "x.png"], "--preview: needs the pictures"),
+        (["--resolve_only", "--json", "--world_size", "2"], "--world_size: means nothing to --resolve_only"),
+        (["--preview", "x.tiff"], "--preview: x.tiff: expected a file that ends in .png"),
+        (["--preview", "nowhere/x.png"], "nowhere is no folder; make it first"),
+        (["--preview", "a/x.png"], "--preview: a/x.png lies among the pictures"),
+        (["--preview"], "--preview: needs a value"),
+        (["--bucket_max_crop", "0.5"], "--bucket_max_crop (for {folder}/set.toml:6): needs bucket_mode symmetric"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused_before_pictures_are_looked_at(pictures, tmp_path, words, problem):
+    (tmp_path / "a" / "0.png").write_bytes(b"would be told, too")
+    done = plan(*pictures, *words, cwd=tmp_path)
+    assert done.returncode == 2 and problem.format(folder=tmp_path) in done.stderr, done.stderr
+    assert "0.png" not in done.stderr
+
+
+def test_help_names_the_options_of_the_tool():
+    done = plan("--help")
+    assert done.returncode == 0
+    for name in ("--world_size", "--json", "--resolve_only", "--preview", "--preview_limit"):
+        assert name in done.stdout
+
+
+def test_nothing_heavy_is_imported_for_resolving():
+    script = "import sys; from library.tools import TOOLS; TOOLS['plan'][1](sys.argv[1:]);" \
+             "print([name for name in ('torch', 'PIL', 'diffusers', 'accelerate') if name in sys.modules])"  # fmt: skip
+    words = ["--resolve_only", "--json", "--dataset_config", str(GOLDEN / "basic.toml")]
+    done = subprocess.run([sys.executable, "-c", script, *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_looking_at_pictures_needs_no_torch(pictures, tmp_path):
+    script = (
+        "import sys; from library.tools import TOOLS; TOOLS['plan'][1](sys.argv[1:]); print('torch' in sys.modules)"
+    )
+    words = [*pictures, "--json", "--preview", str(tmp_path / "x.png")]
+    done = subprocess.run([sys.executable, "-c", script, *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "False", done.stderr
+
+
+def test_the_preview_shows_each_picture_as_the_model_sees_it(pictures, tmp_path):
+    done = plan(*pictures, "--preview", tmp_path / "sheet.png")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == f"contact sheet: {tmp_path}/sheet.png, 9 of 9 pictures"
+    sheet = np.asarray(Image.open(tmp_path / "sheet.png"))
+    prepared, _ = of_a_run(pictures, 1)
+    for sample, placement in zip(prepared.manifest.samples, prepared.placements, strict=True):
+        pixels = cut_out(upright(sample.image), placement, placement.crop, None)
+        scale = 2 if placement.bucket[0] * placement.bucket[1] > 4600 else 3
+        wanted = pixels.repeat(scale, axis=0).repeat(scale, axis=1)
+        assert is_in(wanted, sheet), (sample.key, placement)
+
+
+def is_in(part: np.ndarray, whole: np.ndarray) -> bool:
+    height, width = part.shape[:2]
+    corners = np.argwhere((whole[:-height, :-width] == part[0, 0]).all(axis=-1))
+    return any(np.array_equal(whole[y : y + height, x : x + width], part) for y, x in corners)
