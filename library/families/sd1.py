@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from diffusers import StableDiffusionPipeline
+from diffusers import DDPMScheduler, StableDiffusionPipeline
 from PIL.Image import Image
 from torch import Tensor, nn
 
 from ..data.batch import Batch, Cond
 from ..data.prompts import Prompt
 from ..demo import stand_in
-from ..diffusion.process import Process, from_scheduler
+from ..diffusion.process import Process, from_table
 from .base import Family
 from .loading import full_precision, load_parts
 from .sampling import evaluating, scheduler_for
@@ -39,7 +39,10 @@ class StableDiffusion1(Family):
         return load_parts(StableDiffusionPipeline, source, dtype, wanted, requires_safety_checker=False)
 
     def process(self, pipe: Any) -> Process:
-        return from_scheduler(pipe.scheduler.config)
+        # A folder may name any scheduler; this one has the noise table of training, whatever draws pictures.
+        scheduler: Any = DDPMScheduler
+        trained = scheduler.from_config(pipe.scheduler.config)
+        return from_table(trained.alphas_cumprod, trained.config.prediction_type)
 
     @torch.no_grad()
     def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
