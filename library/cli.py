@@ -112,7 +112,10 @@ def _write_config(path: Path | None, text: str, problems: list[str]) -> int:
     problems = [problem for problem in problems if not problem.startswith("--dataset_config: missing")]
     if path is None or problems:
         raise ConfigError(problems)
-    path.write_text(text, encoding="utf-8")
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError([f"--config_file: {path} cannot be written: {error.strerror}"]) from None
     print(f"settings written to {path}")
     return 0
 

@@ -9,6 +9,8 @@ from types import TracebackType
 
 from tqdm import tqdm
 
+from .errors import ConfigError
+
 ROOT = __name__.rpartition(".")[0]
 SECONDS_BETWEEN_LINES = 15.0
 """How often progress is told where there is no terminal to draw a bar on."""
@@ -24,9 +26,7 @@ def set_up(*, level: str = "INFO", file: str | None = None, simple: bool = False
         logger.removeHandler(handler)
         handler.close()
     to_file = file is not None and rank == 0
-    if to_file:
-        Path(str(file)).parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(str(file), mode="w", encoding="utf-8") if to_file else _BesideProgress()
+    handler = _file_handler(Path(str(file))) if to_file else _BesideProgress()
     handler.setFormatter(_Format(simple, colour=not to_file and sys.stderr.isatty(), rank=rank))
     logger.addHandler(handler)
     logger.setLevel(logging.ERROR if rank else "WARNING" if quiet else level)
@@ -37,6 +37,14 @@ def set_up(*, level: str = "INFO", file: str | None = None, simple: bool = False
 
 def _not_about_torchvision(record: logging.LogRecord) -> bool:
     return "torchvision" not in record.getMessage()
+
+
+def _file_handler(path: Path) -> logging.Handler:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return logging.FileHandler(path, mode="w", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError([f"--console_log_file: {path} cannot be written: {error.strerror}"]) from None
 
 
 class _BesideProgress(logging.Handler):

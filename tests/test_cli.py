@@ -106,3 +106,17 @@ def test_what_only_one_process_runs_into_is_told_by_that_process(monkeypatch, ca
         cli._say_why_not(error)
 
     assert capsys.readouterr().err == "train_lora: stopped on rank 3.\n  a.png: broken\n"
+
+
+def test_mistakes_of_all_kinds_are_told_together_before_torch_is_imported(tmp_path):
+    (tmp_path / "prompts.txt").write_text("a cat --w 100\n")
+    (tmp_path / "data.toml").write_text("[[datasets]]\nresolutoin = 512\n[[datasets.subsets]]\nimage_dir = 'nowhere'\n")
+    script = ("import sys; from library.cli import main; code = main(sys.argv[1:]); "
+              "print(code, [name for name in ('torch', 'diffusers') if name in sys.modules])")  # fmt: skip
+    done = call("-c", script, "--network_dim", "x", "--pretrained_model_name_or_path", "/no/where", "--sample_prompts",
+                tmp_path / "prompts.txt", "--dataset_config", tmp_path / "data.toml")  # fmt: skip
+
+    assert done.stdout.strip() == "2 []"
+    for part in ("--network_dim: expected a whole number", "data.toml:2: resolutoin: ", "prompts.txt:1: --w: 100 is no",
+                 "pretrained_model_name_or_path: /no/where: no such folder", "data.toml:4: image_dir"):  # fmt: skip
+        assert part in done.stderr, (part, done.stderr)

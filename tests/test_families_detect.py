@@ -10,13 +10,16 @@ from library.errors import ConfigError
 from library.families.detect import detect
 
 
-def model(folder, name="StableDiffusionPipeline", unet=None, vae=None):
+def model(folder, name="StableDiffusionPipeline", unet=None, vae=None, scheduler=None):
     """The JSON files of a diffusers folder with the sizes of Stable Diffusion 1.5."""
     sizes = {"cross_attention_dim": 768, "block_out_channels": [320, 640, 1280, 1280], "in_channels": 4}
     files = {
         "model_index.json": {"_class_name": name},
         "unet/config.json": {**sizes, **(unet or {})},
         "vae/config.json": {"block_out_channels": [128, 256, 512, 512], **(vae or {})},
+        "scheduler/scheduler_config.json": scheduler or {},
+        "text_encoder/config.json": {},
+        "tokenizer/tokenizer_config.json": {},
     }
     for path, data in files.items():
         (folder / path).parent.mkdir(exist_ok=True, parents=True)
@@ -82,3 +85,33 @@ def test_looking_at_a_folder_loads_neither_torch_nor_diffusers(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize("part", ["unet/config.json", "vae/config.json", "scheduler/scheduler_config.json",
+                                  "text_encoder/config.json", "tokenizer/tokenizer_config.json"])  # fmt: skip
+def test_a_model_that_lacks_a_part_is_told_before_it_is_loaded(part, tmp_path):
+    source = model(tmp_path)
+    (tmp_path / part).unlink()
+
+    assert f"{part} is missing; the model is not complete" in problem(source)
+
+
+def test_what_training_cannot_use_is_told_before_it_is_loaded(tmp_path):
+    assert "predict" in problem(model(tmp_path / "a", scheduler={"prediction_type": "sample"}))
+    assert "num_train_timesteps 500" in problem(model(tmp_path / "b", scheduler={"num_train_timesteps": 500}))
+    assert "names no block_out_channels" in problem(model(tmp_path / "c", unet={"block_out_channels": None}))
+
+
+def test_a_damaged_file_of_weights_is_told_in_one_line_and_a_tilde_is_the_home(tmp_path, monkeypatch):
+    import torch
+
+    from library.demo import stand_in
+    from library.families.sd1 import StableDiffusion1
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    stand_in.build().save_pretrained(tmp_path / "model")
+    assert StableDiffusion1().load("~/model", torch.float32, ["vae"]).vae is not None
+    (tmp_path / "model" / "vae" / "diffusion_pytorch_model.safetensors").write_bytes(b"no weights")
+
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        StableDiffusion1().load("~/model", torch.float32, ["vae"])

@@ -5,6 +5,7 @@ import logging
 import pytest
 
 from library import log
+from library.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +55,13 @@ def test_messages_can_go_to_a_file_instead(capsys, tmp_path):
 
     assert said(capsys, simple=True, file=str(path)) == ""
     assert path.read_text() == "for your information\nwarning: look out\nerror: broken\n"
+
+
+def test_a_file_that_cannot_be_written_is_a_mistake_of_the_user(tmp_path):
+    for path in (tmp_path, tmp_path / "file" / "run.log"):
+        (tmp_path / "file").touch()
+        with pytest.raises(ConfigError, match=r"--console_log_file: .* cannot be written"):
+            log.set_up(file=str(path))
 
 
 def test_setting_up_twice_does_not_say_things_twice(capsys):

@@ -52,7 +52,7 @@ def test_a_learning_rate_of_zero_has_a_schedule():
     assert learning_rate(OptimConfig(learning_rate=0.0, lr_scheduler="polynomial"), 3, 10) == 0.0
 
 
-@pytest.mark.parametrize("name", ["AdamW", "adamw", "SGD", "torch.optim.Adamax", "torch.optim:RAdam"])
+@pytest.mark.parametrize("name", ["", "AdamW", "adamw", "SGD", "torch.optim.Adamax", "torch.optim:RAdam"])
 def test_an_optimizer_walks_down_a_quadratic(name):
     weight = torch.nn.Parameter(torch.tensor([3.0, -2.0]))
     optimizer = make_optimizer(OptimConfig(optimizer_type=name, learning_rate=0.1), [weight])
@@ -76,6 +76,7 @@ def test_optimizer_args_reach_the_optimizer():
 
 @pytest.mark.parametrize(("name", "arguments", "message"), [
     ("Adamw8", (), "no optimizer 'Adamw8'; did you mean AdamW"),
+    ("AdamW8bit", (), "where its package is installed, write bitsandbytes.optim.AdamW8bit"),
     ("Prodigyy", (), "no optimizer 'Prodigyy'; known are AdamW, SGD and any package.module.Class"),
     ("nowhere.Optimizer", (), "No module named 'nowhere'"),
     ("torch.optim.Nothing", (), "module torch.optim has no 'Nothing'"),

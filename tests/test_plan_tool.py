@@ -65,7 +65,7 @@ def of_a_run(options: list[str], ranks: int):
     """The pictures and the plan as training makes them."""
     config = load_options(options).require()
     prepared = prepare(config.data, detect(None).pixel_step)
-    return prepared, RunPlan.of(prepared.batch_plan(ranks, config.train), config.train)
+    return prepared, RunPlan.of(prepared.batch_plan(ranks, config.train), config.train, config.optim)
 
 
 @pytest.mark.parametrize("golden", sorted(GOLDEN.glob("*.json")), ids=lambda path: path.stem)

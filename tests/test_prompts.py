@@ -125,3 +125,11 @@ def test_a_file_that_is_none_is_one_line(tmp_path, name, text, problem):
 def test_a_missing_file_is_one_line():
     with pytest.raises(ConfigError, match=r"absent\.txt: no such file"):
         read_prompts(Path("absent.txt"))
+
+
+def test_a_seed_that_no_generator_takes_is_named(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("a cat --d 99999999999999999999\n")
+
+    with pytest.raises(ConfigError, match="--d: 99999999999999999999 is too large"):
+        read_prompts(path)

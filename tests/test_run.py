@@ -323,3 +323,63 @@ def test_a_loss_that_is_no_number_ends_the_run_before_it_reaches_the_weights(ran
     assert "pictures of this step on this process: " in str(caught.value)
     saved = load_file(tmp_path / "lora-step00000002.safetensors")
     assert all(bool(tensor.isfinite().all()) for tensor in saved.values())
+
+
+def test_a_log_folder_that_cannot_be_made_stops_every_rank_with_one_line(even, tmp_path):
+    (tmp_path / "file").touch()
+
+    with pytest.raises(AssertionError, match=r"ConfigError: --logging_dir .*file: no folder can be made there"):
+        on_ranks(2, train, "--dataset_config", str(even), "--output_dir", str(tmp_path), "--logging_dir",
+                 str(tmp_path / "file"), seconds=60)  # fmt: skip
+
+
+def test_an_argument_that_a_tracker_does_not_take_is_a_mistake_of_the_user(even, tmp_path):
+    (tmp_path / "tracker.toml").write_text("[tensorboard]\nmax_queu = 3\n")
+
+    with pytest.raises(AssertionError, match=r"UserError: --log_with: the tracker could not start: .*max_queu"):
+        on_ranks(1, train, "--dataset_config", str(even), "--output_dir", str(tmp_path), "--logging_dir",
+                 str(tmp_path / "logs"), "--log_tracker_config", str(tmp_path / "tracker.toml"))  # fmt: skip
+
+
+def test_a_warm_up_longer_than_the_epochs_of_a_run_is_refused(even, tmp_path):
+    with pytest.raises(AssertionError, match="5000 steps of warm-up do not fit into a run of 12 steps"):
+        on_ranks(1, train, "--dataset_config", str(even), "--output_dir", str(tmp_path), "--max_train_epochs", "1",
+                 "--lr_scheduler", "constant_with_warmup", "--lr_warmup_steps", "5000")  # fmt: skip
+
+
+def test_epochs_decide_length_and_names_of_files_and_pictures(even, tmp_path):
+    on_ranks(1, train, "--dataset_config", str(even), "--output_dir", str(tmp_path), "--max_train_epochs", "3",
+             "--train_batch_size", "4", "--save_every_n_epochs", "2", "--sample_prompts",
+             str(ROOT / "dataset_configs/demo_prompts.txt"), "--sample_every_n_epochs", "3", "--sample_at_first",
+             "--sample_every_n_steps", "1")  # fmt: skip
+
+    assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == [
+        "lora-000002.safetensors",
+        "lora.safetensors",
+    ]
+    drawn = sorted(path.name.rsplit("_", 2)[0] for path in (tmp_path / "sample").glob("*.png"))
+    assert drawn == ["lora_000000_00", "lora_000000_01", "lora_e000003_00", "lora_e000003_01"]
+
+
+def test_a_lora_file_may_be_read_by_whom_other_files_may_be_read_by(even, tmp_path):
+    trained(tmp_path, 1, 4, 1, dataset=even)
+    (tmp_path / "other").touch()
+
+    assert (tmp_path / "r1b4a1.safetensors").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+def test_nothing_private_goes_to_trackers(even, tmp_path):
+    command = [sys.executable, str(ROOT / "train_lora.py"), "--dataset_config", str(even), "--output_dir",
+               str(tmp_path / "secret_folder"), "--log_with", "wandb", "--logging_dir", str(tmp_path / "logs"),
+               "--log_config", "--training_comment", "secret_comment", "--caption_prefix", "/home/alice/secret_prefix",
+               "--wandb_run_name", "a_run_of_mine", "--log_tracker_name", "a_project_of_mine", "--max_train_steps",
+               "2", "--max_data_loader_n_workers", "0"]  # fmt: skip
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"WANDB_MODE": "offline"}, capture_output=True,
+                          text=True, timeout=120)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+    (record,) = (tmp_path / "logs").rglob("*.wandb")
+    sent = record.read_bytes()
+    assert b"a_run_of_mine" in sent and b"a_project_of_mine" in sent and b"learning_rate" in sent
+    for private in (b"secret_folder", b"secret_comment", b"secret_prefix", b"--training_comment", b"dataset.toml"):
+        assert private not in sent, private

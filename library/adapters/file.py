@@ -32,7 +32,10 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        part.touch()
+        mode = part.stat().st_mode  # as the user wants new files to be; safetensors makes private ones
         save_file(dict(tensors), part, dict(metadata))
+        part.chmod(mode)
         _flush(part)
         verify(part, tensors, metadata, trained)
         os.replace(part, path)

@@ -3,7 +3,9 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from .schema import RunConfig
+from ..errors import ConfigError
+from .schema import DistributedConfig, LogConfig, RunConfig
+from .toml_lines import read_toml
 
 Conflict = tuple[tuple[str, ...], str]
 """The options concerned, the one to change first, and what is wrong."""
@@ -22,6 +24,8 @@ def _needs_data(config: RunConfig, given: Given) -> Iterator[Conflict]:
     path = config.data.dataset_config
     if path is None:
         yield ("dataset_config",), "missing; name a TOML file, for example dataset_configs/demo.toml"
+    elif Path(path).is_dir():
+        yield ("dataset_config",), f"{path} is a folder; name the TOML file that speaks of it"
     elif not Path(path).is_file():
         yield ("dataset_config",), f"{path}: no such file (looked in {Path(path).resolve().parent})"
 
@@ -43,9 +47,9 @@ def _warmup_needs_a_schedule(config: RunConfig, given: Given) -> Iterator[Confli
             ("lr_warmup_steps", "lr_scheduler"),
             "lr_scheduler constant has no warm-up; use lr_scheduler constant_with_warmup",
         )
-    if "lr_scheduler_num_cycles" in given and optim.lr_scheduler != "cosine_with_restarts":
+    if optim.lr_scheduler_num_cycles != 1 and optim.lr_scheduler != "cosine_with_restarts":
         yield ("lr_scheduler_num_cycles", "lr_scheduler"), "only lr_scheduler cosine_with_restarts has cycles"
-    if "lr_scheduler_power" in given and optim.lr_scheduler != "polynomial":
+    if optim.lr_scheduler_power != 1 and optim.lr_scheduler != "polynomial":
         yield ("lr_scheduler_power", "lr_scheduler"), "only lr_scheduler polynomial has a power"
     if not optim.lr_warmup_steps.of_whole and config.train.max_train_epochs is None:
         if optim.lr_warmup_steps.amount >= config.train.max_train_steps:
@@ -80,10 +84,26 @@ def _tracker_has_a_place(config: RunConfig, given: Given) -> Iterator[Conflict]:
             yield (name, "log_with"), "there is no tracker to use it; set log_with, or logging_dir for tensorboard"
     if log.wandb_run_name and tracked and log.log_with not in ("wandb", "all"):
         yield ("wandb_run_name", "log_with"), "wandb is not used; set log_with to wandb or all"
-    if log.log_tracker_config and not Path(log.log_tracker_config).is_file():
-        yield ("log_tracker_config",), f"{log.log_tracker_config}: no such file"
+    if log.log_tracker_config and tracked:
+        for problem in _tracker_arguments(log, log.log_tracker_config):
+            yield ("log_tracker_config",), problem
     if log.quiet and {"console_log_level", "quiet"} <= given and log.console_log_level in ("DEBUG", "INFO"):
         yield ("quiet", "console_log_level"), f"quiet hides what console_log_level {log.console_log_level} asks for"
+
+
+def _tracker_arguments(log: LogConfig, path: str) -> Iterator[str]:
+    """The file holds a table for each tracker that is used, and nothing else."""
+    try:
+        tables, lines = read_toml(Path(path))
+    except ConfigError as error:
+        yield from error.problems
+        return
+    used = log.log_with or "tensorboard"
+    for name, table in tables.items():
+        if used not in ("all", name):
+            yield f"{path}:{lines[(name,)]}: {name} is not the tracker that is used, which is {used}"
+        elif not isinstance(table, dict):
+            yield f"{path}:{lines[(name,)]}: {name}: expected a table, [{name}]"
 
 
 def _previews_have_prompts(config: RunConfig, given: Given) -> Iterator[Conflict]:
@@ -101,7 +121,7 @@ def _compile_is_on(config: RunConfig, given: Given) -> Iterator[Conflict]:
     names = ("dynamo_backend", "dynamo_mode", "dynamo_fullgraph", "dynamo_dynamic", "dynamo_use_regional_compilation")
     if not config.distributed.torch_compile:
         for name in names:
-            if name in given:
+            if name in given and getattr(config.distributed, name) != getattr(DistributedConfig, name):
                 yield (name, "torch_compile"), "nothing is compiled; set torch_compile"
 
 

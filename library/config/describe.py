@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import json
 from typing import Any, get_type_hints
 
 from .options import Option, flat, options_of
@@ -65,7 +66,14 @@ def to_toml(config: RunConfig) -> str:
             plain = list(value) if isinstance(value, tuple) else value
             is_plain = isinstance(plain, (bool, int, float, str, list))
             tables.setdefault(option.group, {})[option.name] = plain if is_plain else str(plain)
-    return str(toml.dumps(tables))
+    encoder = toml.TomlEncoder()
+    encoder.dump_funcs[str] = _quoted  # the package's own way breaks texts in which x follows a backslash
+    return str(toml.dumps(tables, encoder))
+
+
+def _quoted(text: str) -> str:
+    """A text as JSON writes it, which is a TOML string, too, but for one character."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _groups() -> list[tuple[str, str]]:

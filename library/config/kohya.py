@@ -22,7 +22,11 @@ class Refused:
     harmless: tuple[Any, ...] = ()
 
     def allows(self, value: Any) -> bool:
-        return value in (False, None, *self.harmless)
+        """Whether ``value`` asks for what is done anyway; a switch that is off does, unless it is always on."""
+        is_always_on = any(one is True for one in self.harmless)  # not ``in``: a 1 is equal to True
+        harmless = self.harmless if is_always_on else (False, *self.harmless)
+        return value in ([], ()) or any(isinstance(value, bool) == isinstance(one, bool) and value == one
+                                        for one in harmless)  # fmt: skip
 
 
 class NotYet(Refused):
@@ -100,7 +104,7 @@ VERDICTS: dict[str, Alias | Refused] = {
     "fused_backward_pass": Refused("sd-scripts does not use it for LoRA either; optimizer_args can hold fused=True"),
     # several processes
     "deepspeed": _DEEPSPEED,
-    "zero_stage": _DEEPSPEED,
+    "zero_stage": _later("DeepSpeed", 2),
     "offload_optimizer_device": _DEEPSPEED,
     "offload_optimizer_nvme_path": _DEEPSPEED,
     "offload_param_device": _DEEPSPEED,
@@ -120,9 +124,9 @@ VERDICTS: dict[str, Alias | Refused] = {
     "lr_scheduler_args": _later("schedules of your own"),
     # loss and noise
     "loss_type": _later("other losses than l2", "l2"),
-    "huber_schedule": _later("other losses than l2"),
-    "huber_c": _later("other losses than l2"),
-    "huber_scale": _later("other losses than l2"),
+    "huber_schedule": _later("other losses than l2", "snr"),
+    "huber_c": _later("other losses than l2", 0.1),
+    "huber_scale": _later("other losses than l2", 1),
     "min_snr_gamma": _later("loss weights by timestep"),
     "debiased_estimation_loss": _later("loss weights by timestep"),
     "scale_v_pred_loss_like_noise_pred": _later("loss weights by timestep"),
@@ -131,7 +135,7 @@ VERDICTS: dict[str, Alias | Refused] = {
     "noise_offset_random_strength": _later("noise offset"),
     "adaptive_noise_scale": _later("noise offset"),
     "multires_noise_iterations": _later("multi-resolution noise", 0),
-    "multires_noise_discount": _later("multi-resolution noise"),
+    "multires_noise_discount": _later("multi-resolution noise", 0.3),
     "ip_noise_gamma": _later("input perturbation", 0),
     "ip_noise_gamma_random_strength": _later("input perturbation"),
     "zero_terminal_snr": _later("zero terminal SNR"),
@@ -176,7 +180,7 @@ VERDICTS: dict[str, Alias | Refused] = {
     "huggingface_repo_visibility": _UPLOAD,
     "async_upload": _UPLOAD,
     # validation
-    "validation_split": _later("validation", 0, 0.0),
+    "validation_split": _later("validation", 0),
     "validation_seed": _VALIDATION,
     "validate_every_n_steps": _VALIDATION,
     "validate_every_n_epochs": _VALIDATION,

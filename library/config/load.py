@@ -55,8 +55,11 @@ def load_options(argv: Sequence[str], root: type = RunConfig) -> Loaded:
     commands = {setting.name: setting for setting in flags if setting.name in COMMAND_OPTIONS}
     path = None
     settings: list[Setting] = []
-    if "config_file" in commands and commands["config_file"].value:
-        path = Path(commands["config_file"].value[0])
+    named = commands["config_file"].value[0] if "config_file" in commands else ""
+    if "config_file" in commands and (not named or Path(named).name in ("", "..") or Path(named).is_dir()):
+        problems.append(f"--config_file: {named or 'nothing'!r} is no file; name a TOML file")
+    elif named:
+        path = Path(named)
         path = path if path.suffix else path.with_suffix(".toml")
         if "output_config" not in commands:
             settings += _file_settings(path, known, problems)
@@ -113,6 +116,9 @@ def _flags(argv: Sequence[str], known: dict[str, Option], problems: list[str]) -
             continue
         elif COMMAND_OPTIONS.get(name) and len(behind) != 1:
             problems.append(f"--{name}: needs one value, a path")
+            continue
+        elif COMMAND_OPTIONS.get(name) is False and behind:
+            problems.append(f"--{name}: takes no value, got {behind[0]!r}")
             continue
         yield Setting(name, behind, f"--{name}", is_flag=True)
 

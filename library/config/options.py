@@ -1,6 +1,7 @@
 """Bind flat, kohya-style options (flags and TOML) to frozen groups; knows no option by name."""
 
 import dataclasses
+import math
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -75,8 +76,8 @@ class Option:
         return value if self.kind is str else self.kind.parse(value)
 
     def _checked(self, value: Any) -> Any:
-        if isinstance(value, float) and value != value:
-            raise ValueError("not a number (nan) is no value for this option")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"expected a finite number, got {value}")
         if self.minimum is not None and value < self.minimum:
             raise ValueError(f"{value} is too small; at least {self.minimum:g}")
         if self.maximum is not None and value > self.maximum:

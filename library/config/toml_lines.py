@@ -48,6 +48,13 @@ def key_lines(text: str) -> dict[KeyPath, int]:
     return _Scanner(text).scan()
 
 
+def _unquoted(key: str) -> str:
+    """A part of a key as the parser sees it."""
+    if key[0] not in "\"'":
+        return key
+    return str(tomllib.loads(f"key = {key}")["key"])
+
+
 class _Scanner:
     """Reads just enough of TOML to follow keys; the text is known to be valid."""
 
@@ -111,7 +118,7 @@ class _Scanner:
             match = _KEY.match(self.text, self.at)
             if match is None:
                 raise AssertionError(f"no key at offset {self.at} of a text that was parsed as TOML")
-            names.append(match[0][1:-1] if match[0][0] in "\"'" else match[0])
+            names.append(_unquoted(match[0]))
             self.at = match.end()
             self.skip(_SPACES)
             if not self.text.startswith(".", self.at):

@@ -1,5 +1,6 @@
 """Option values that are more than a number or a word."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -43,7 +44,7 @@ class Share:
     @classmethod
     def parse(cls, value: Any) -> "Share":
         share = cls._read(value)
-        if share is None or share.amount < 0 or (share.of_whole and share.amount > 1):
+        if share is None or not 0 <= share.amount < math.inf or (share.of_whole and share.amount > 1):
             raise ValueError("expected steps (100), a ratio of the run below 1 (0.1), or a percentage ('10%')")
         return share
 
@@ -67,4 +68,6 @@ class Share:
         return round(self.amount * whole) if self.of_whole else int(self.amount)
 
     def __str__(self) -> str:
-        return f"{self.amount:g}" if not self.of_whole else f"{self.amount * 100:g}%"
+        if not self.of_whole:
+            return str(int(self.amount))
+        return repr(self.amount) if 0 < self.amount < 1 else f"{self.amount * 100:g}%"

@@ -64,6 +64,13 @@ def _whole(value: Any, least: int, most: int | None = None) -> int:
     return value
 
 
+def _seed(value: Any) -> int:
+    number = _whole(value, 0)
+    if number >= 2**63:
+        raise _Problem(f"{number} is too large; at most {2**63 - 1}")
+    return number
+
+
 def _side(value: Any) -> int:
     pixels = _whole(value, SIZE_STEP)
     if pixels % SIZE_STEP:
@@ -96,7 +103,7 @@ _KEYS: Mapping[str, _Field] = {
     "negative_prompt": _Field("negative", _text),
     "width": _Field("width", _side),
     "height": _Field("height", _side),
-    "seed": _Field("seed", lambda value: _whole(value, 0)),
+    "seed": _Field("seed", _seed),
     "sample_steps": _Field("steps", lambda value: _whole(value, 1, 1000)),
     "scale": _Field("scale", _number),
     "sample_sampler": _Field("sampler", _sampler),

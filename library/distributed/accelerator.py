@@ -44,8 +44,6 @@ def prepare_accelerator(args: RunConfig) -> Accelerator:
 def _with_others(args: RunConfig, world: World, state: PartialState) -> Accelerator:
     _refuse(differences({"processes": (world.size, state.num_processes), "rank": (world.rank, state.process_index)}))
     world = replace(world, started=_agree(args, state))
-    if state.is_main_process:
-        open_folder(run_folder(args.log, world.started), args.log)
     accelerator = Accelerator(**accelerator_kwargs(args, world))
     _refuse(mismatches(args, world, came_of(accelerator)))
     return accelerator
@@ -126,7 +124,9 @@ def _agree(args: RunConfig, state: PartialState) -> str:
     """One start time for all ranks; and what is wrong with the main rank's trackers stops all of them."""
     word: list[tuple[str, list[str]]] = [("", [])]
     if state.is_main_process:
-        word = [(now(), tracker_problems(args.log, os.environ))]
+        started = now()
+        problems = tracker_problems(args.log, os.environ)
+        word = [(started, problems or open_folder(run_folder(args.log, started), args.log))]
     if state.num_processes > 1:
         broadcast_object_list(word)
     started, problems = word[0]

@@ -71,7 +71,13 @@ class DataParallel:
 
     def start_trackers(self, project: str, settings: dict[str, Any], arguments: dict[str, Any]) -> None:
         """Open the trackers that ``prepare_accelerator`` chose, on the main process."""
-        self.accelerator.init_trackers(project, config=settings, init_kwargs=arguments)
+        self.on_main(lambda: self._start_trackers(project, settings, arguments))
+
+    def _start_trackers(self, project: str, settings: dict[str, Any], arguments: dict[str, Any]) -> None:
+        try:
+            self.accelerator.init_trackers(project, config=settings, init_kwargs=arguments)
+        except Exception as error:  # each tracker has its own kinds
+            raise UserError(f"--log_with: the tracker could not start: {type(error).__name__}: {error}") from error
 
     def finish(self) -> None:
         """Wait for all, and close the trackers."""

@@ -62,10 +62,14 @@ def wandb_is_ready(environment: Mapping[str, str]) -> bool:
     return bool(wandb.login(prompt=False, verify=False))  # to verify would need the network
 
 
-def open_folder(folder: str | None, log: LogConfig) -> None:
-    """Make the run's folder, and keep wandb's files in it."""
+def open_folder(folder: str | None, log: LogConfig) -> list[str]:
+    """Make the run's folder, and keep wandb's files in it; say what is in the way."""
     if folder is None:
-        return
-    Path(folder).mkdir(parents=True, exist_ok=True)
+        return []
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return [f"--logging_dir {log.logging_dir}: no folder can be made there: {error.strerror}"]
     if tracker_of(log) in ("wandb", "all"):
         os.environ["WANDB_DIR"] = folder
+    return []

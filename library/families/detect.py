@@ -49,9 +49,11 @@ def _from_json(read: Reader) -> Detected:
     if name != "StableDiffusionPipeline":
         raise _Problem(f"its model_index.json says {name}; not yet: this version trains StableDiffusionPipeline, "
                        "that is Stable Diffusion 1")  # fmt: skip
-    unet, vae = read("unet/config.json"), read("vae/config.json")
-    if unet is None or vae is None:
-        raise _Problem(f"{'unet' if unet is None else 'vae'}/config.json is missing; the model is not complete")
+    unet, vae, scheduler = (_part(read, file) for file in (
+        "unet/config.json", "vae/config.json", "scheduler/scheduler_config.json"))  # fmt: skip
+    for file in ("text_encoder/config.json", "tokenizer/tokenizer_config.json"):
+        _part(read, file)
+    _check_scheduler(scheduler)
     if unet.get("cross_attention_dim") == 1024:
         raise _Problem("its UNet reads text of width 1024, so it is Stable Diffusion 2; not yet: this version trains "
                        "Stable Diffusion 1")  # fmt: skip
@@ -62,9 +64,28 @@ def _from_json(read: Reader) -> Detected:
     return Detected("sd1", reason, pixel_step=_shrinks(vae) * _shrinks(unet))
 
 
+def _part(read: Reader, name: str) -> Json:
+    config = read(name)
+    if config is None:
+        raise _Problem(f"{name} is missing; the model is not complete")
+    return config
+
+
+def _check_scheduler(config: Json) -> None:
+    """What training takes from the scheduler, known before any weights are loaded."""
+    predicts, steps = config.get("prediction_type", "epsilon"), config.get("num_train_timesteps", 1000)
+    if predicts not in ("epsilon", "v_prediction"):
+        raise _Problem(f"its scheduler says prediction_type {predicts!r}; only epsilon and v_prediction can be trained")
+    if steps != 1000:
+        raise _Problem(f"its scheduler says num_train_timesteps {steps}; only 1000 is supported")
+
+
 def _shrinks(config: Json) -> int:
     """By what a VAE's or UNet's sizes are divided: every block but the last halves them."""
-    return int(2 ** (len(config["block_out_channels"]) - 1))
+    blocks = config.get("block_out_channels")
+    if not isinstance(blocks, list) or not blocks:
+        raise _Problem("the config.json of its UNet or VAE names no block_out_channels; the file is damaged")
+    return int(2 ** (len(blocks) - 1))
 
 
 def _reader(source: str) -> Reader:

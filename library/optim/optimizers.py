@@ -27,6 +27,17 @@ OPTIMIZERS = {
     "SGD": OptimizerInfo("torch.optim.SGD"),
 }
 
+ELSEWHERE = {
+    "AdamW8bit": "bitsandbytes.optim.AdamW8bit",
+    "PagedAdamW": "bitsandbytes.optim.PagedAdamW",
+    "PagedAdamW8bit": "bitsandbytes.optim.PagedAdamW8bit",
+    "PagedAdamW32bit": "bitsandbytes.optim.PagedAdamW32bit",
+    "Lion8bit": "bitsandbytes.optim.Lion8bit",
+    "PagedLion8bit": "bitsandbytes.optim.PagedLion8bit",
+    "Lion": "bitsandbytes.optim.Lion",
+}
+"""Names of sd-scripts for classes that its users have installed."""
+
 
 def make_optimizer(config: OptimConfig, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
     """Build the optimizer that the settings name; every mistake in its name or arguments is a ``ConfigError``."""
@@ -42,8 +53,12 @@ def make_optimizer(config: OptimConfig, parameters: Sequence[torch.nn.Parameter]
 def find_class(name: str) -> Callable[..., torch.optim.Optimizer]:
     """The class that ``--optimizer_type`` means."""
     known = {entry.lower(): entry for entry in OPTIMIZERS}
+    name = name or "AdamW"  # as in sd-scripts, where the default is written as nothing
     info = OPTIMIZERS.get(known.get(name.lower(), name))
-    if info is None and "." not in name:
+    if info is None and name in ELSEWHERE:
+        raise ConfigError([f"--optimizer_type: not yet: {name} by this name; where its package is installed, write "
+                           f"{ELSEWHERE[name]}"])  # fmt: skip
+    if info is None and "." not in name and ":" not in name:
         hint = did_you_mean(name, OPTIMIZERS) or f"; known are {', '.join(OPTIMIZERS)} and any package.module.Class"
         raise ConfigError([f"--optimizer_type: no optimizer {name!r}{hint}"])
     info = info or OptimizerInfo(name)

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from ..config.schema import TrainConfig
+from ..config.schema import OptimConfig, TrainConfig
 from ..data.batches import BatchPlan
+from ..errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -14,10 +15,13 @@ class RunPlan:
     steps: int
 
     @classmethod
-    def of(cls, batches: BatchPlan, train: TrainConfig) -> "RunPlan":
+    def of(cls, batches: BatchPlan, train: TrainConfig, optim: OptimConfig) -> "RunPlan":
+        steps = train.max_train_steps
         if train.max_train_epochs is not None:
-            return cls(batches, batches.steps_for_epochs(train.max_train_epochs))
-        return cls(batches, train.max_train_steps)
+            steps = batches.steps_for_epochs(train.max_train_epochs)
+        if (warmup := optim.lr_warmup_steps).steps(steps) >= steps and not warmup.of_whole and warmup.amount:
+            raise ConfigError([f"--lr_warmup_steps: {warmup} steps of warm-up do not fit into a run of {steps} steps"])
+        return cls(batches, steps)
 
     @property
     def epochs(self) -> int:

@@ -54,7 +54,7 @@ def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, start
     strategy.on_main(lambda: _check_folder(Path(config.save.output_dir)))
     prompts = read_prompts(Path(config.preview.sample_prompts)) if config.preview.sample_prompts else []
     prepared = prepare(config.data, detected.pixel_step)
-    plan = RunPlan.of(prepared.batch_plan(strategy.size, config.train), config.train)
+    plan = RunPlan.of(prepared.batch_plan(strategy.size, config.train), config.train, config.optim)
     for line in outline(prepared, plan, strategy.size).splitlines():
         logger.info("%s", line)
 

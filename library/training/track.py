@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import RunConfig
-from ..config.options import flat
+from ..config.options import flat, options_of
 from ..config.toml_lines import read_toml
 from ..distributed.strategy import DataParallel
 from ..log import Progress
@@ -80,15 +80,26 @@ def start_trackers(config: RunConfig, strategy: DataParallel) -> None:
     log = config.log
     settings = shareable(config) if log.log_config else {}
     arguments: dict[str, Any] = read_toml(Path(log.log_tracker_config))[0] if log.log_tracker_config else {}
+    wandb = arguments.setdefault("wandb", {})
+    wandb["settings"] = PRIVATE | wandb.get("settings", {})
     if log.wandb_run_name:
-        arguments.setdefault("wandb", {}).setdefault("name", log.wandb_run_name)
+        wandb.setdefault("name", log.wandb_run_name)
     strategy.start_trackers(log.log_tracker_name or "network_train", settings, arguments)
 
 
+PRIVATE = {"x_disable_meta": True, "disable_git": True, "disable_code": True, "disable_job_creation": True,
+           "console": "off"}  # fmt: skip
+"""wandb sends the command line, the program's path, the git remote and the terminal unless it is told not to."""
+
+SHAREABLE_TEXTS = {"network_module", "optimizer_type", "optimizer_args"}
+"""Texts that hold no path and nothing a person wrote."""
+
+
 def shareable(config: RunConfig) -> dict[str, Any]:
-    """The settings without paths and free text, in types that every tracker takes."""
-    private = {"pretrained_model_name_or_path", "dataset_config", "output_dir", "logging_dir", "sample_prompts",
-               "log_tracker_config", "console_log_file", "training_comment"}  # fmt: skip
+    """The settings that are numbers, switches and choices, in types that every tracker takes."""
+    values = flat(config)
+    open_ones = [option.name for option in options_of(RunConfig)
+                 if option.kind is not str or option.name in SHAREABLE_TEXTS]  # fmt: skip
     plain = (bool, int, float, str)
-    return {name: value if isinstance(value, plain) else str(value)
-            for name, value in flat(config).items() if name not in private and value is not None}  # fmt: skip
+    return {name: values[name] if isinstance(values[name], plain) else str(values[name])
+            for name in open_ones if values[name] is not None}  # fmt: skip
