@@ -16,3 +16,7 @@ class ConfigError(UserError):
     def __init__(self, problems: Iterable[str]):
         self.problems = list(problems)
         super().__init__("\n".join(self.problems))
+
+    def __reduce__(self) -> tuple[type, tuple[list[str]]]:
+        """An exception is sent to other processes by what it was made from, and that is not its text."""
+        return type(self), (self.problems,)

@@ -1,5 +1,7 @@
 """Names that are imported on demand, and randomness as a function."""
 
+import pickle
+
 import pytest
 
 from library.errors import ConfigError
@@ -54,3 +56,7 @@ def test_a_generator_is_its_own():
     first = [generator_for(1, "caption", 2).random() for _ in range(2)]
 
     assert first[0] == first[1] != generator_for(1, "caption", 3).random()
+
+
+def test_problems_survive_the_way_to_another_process():
+    assert pickle.loads(pickle.dumps(ConfigError(["one", "two"]))).problems == ["one", "two"]
