@@ -30,7 +30,8 @@ def detect(source: str | None) -> Detected:
     """Look at a diffusers folder or hub id; without a source it is the built-in model."""
     if source is None:
         # Its VAE divides sizes by 8 and its UNet by 2.
-        return Detected("sd1", "no model is named, so the built-in one is used", pixel_step=16)
+        reason = "no model is named, so the built-in one is used: a stand-in of random weights, which draws nothing yet"
+        return Detected("sd1", reason, pixel_step=16)
     try:
         return _from_json(_reader(source))
     except _Problem as problem:
