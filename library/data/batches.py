@@ -197,4 +197,6 @@ class BatchPlan:
         grouped = singles[missing : missing + groups * self.accumulation].reshape(groups, self.accumulation)
         steps = np.concatenate([blocks[:, None] + within, grouped])
         step_keys = np.concatenate([block_keys, keys(groups, self.seed, "groups", number)])
-        return np.concatenate([head, steps[np.argsort(step_keys, kind="stable")].ravel(), tail]).astype(np.int64)
+        ordered = steps[np.argsort(step_keys, kind="stable")].ravel()
+        arranged: Indices = np.concatenate([head, ordered, tail]).astype(np.int64)
+        return arranged

@@ -33,16 +33,20 @@ def spread(repeats: Indices, chunk: int, seed: int, purpose: str, *numbers: int)
     counts = repeats[samples]
     starts = (np.cumsum(repeats) - repeats)[samples]
     owners = np.repeat(np.arange(len(samples)), counts)
-    entries = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts) + starts[owners]
+    entries: Indices = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts) + starts[owners]
     if len(owners) == len(repeats) or not chunks:  # no copies, or a single chunk
-        return entries if counts.max(initial=1) == 1 else entries[order(len(entries), seed, "mix", *numbers)]
+        if counts.max(initial=1) == 1:
+            return entries
+        mixed: Indices = entries[order(len(entries), seed, "mix", *numbers)]
+        return mixed
     draws = keys(len(owners), seed, "deal", *numbers)
     rows, last_rows = order(chunk, seed, "rows", *numbers), order(rest, seed, "last", *numbers)
-    dealt = np.empty_like(entries)
-    at, before = 0, np.empty(0, np.int64)
+    dealt: Indices = np.empty_like(entries)
+    before: Indices = np.empty(0, np.int64)
+    at = 0
     for turn in range(chunk):
         width = chunks + (turn < rest)
-        turns = np.argsort(draws[at : at + width], kind="stable")
+        turns: Indices = np.argsort(draws[at : at + width], kind="stable")
         _mend(turns, before, owners, at)
         row = np.where(turns < chunks, rows[turn], last_rows[turn] if turn < rest else 0)
         dealt[turns * chunk + row] = entries[at : at + width]
