@@ -10,6 +10,7 @@ from typing import Any
 
 from .captions import caption_ending, caption_names, read_caption
 from .dataset_schema import SubsetConfig
+from .origin import Origin
 
 PICTURE_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".avif", ".jxl")
 SHOWN_NAMES = 3
@@ -19,7 +20,7 @@ SHOWN_NAMES = 3
 class FoundPicture:
     """A picture file and its caption."""
 
-    image: Path
+    image: Origin
     caption: str
     dataset: int
     subset: int
@@ -74,7 +75,7 @@ def _from_folder(subset: SubsetConfig, folder: Path, dataset: int, index: int) -
                 caption = "\n".join(lines) if subset.enable_wildcard else lines[0]
             except ValueError as error:
                 problem = f"{text}: {error}"
-        listing.found.append(FoundPicture(folder / name, caption, dataset, index, problem))
+        listing.found.append(FoundPicture(Origin(folder, name), caption, dataset, index, problem))
     if is_fallback:
         listing.notes.append(f"{folder}: no {subset.caption_ending} files; captions are read from .txt")
     if several and not subset.enable_wildcard:
@@ -131,7 +132,7 @@ def _from_metadata(subset: SubsetConfig, metadata: Path, dataset: int, index: in
             listing.captions += 1
         except ValueError as error:
             problem = f"{place}: {name!r}: {error}"
-        listing.found.append(FoundPicture(image, caption, dataset, index, problem))
+        listing.found.append(FoundPicture(Origin(image.parent, image.name), caption, dataset, index, problem))
     return listing
 
 

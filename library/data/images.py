@@ -1,7 +1,7 @@
 """From a picture file to the pixels a model is trained on: upright, without transparency, resized and cut."""
 
-from pathlib import Path
-from typing import TYPE_CHECKING
+import io
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,11 +19,17 @@ _FILTERS = {"nearest": "NEAREST", "bilinear": "BILINEAR", "linear": "BILINEAR", 
             "cubic": "BICUBIC", "lanczos": "LANCZOS", "box": "BOX"}  # fmt: skip
 
 
-def upright(path: Path) -> "Image":
+class Readable(Protocol):
+    """A ``Path`` or an ``Origin``."""
+
+    def read_bytes(self) -> bytes: ...
+
+
+def upright(source: Readable) -> "Image":
     """The picture as a viewer shows it, in RGB; transparent parts are white."""
     from PIL import Image, ImageOps
 
-    with Image.open(path) as opened:
+    with Image.open(io.BytesIO(source.read_bytes())) as opened:
         image = ImageOps.exif_transpose(opened)
         image.load()
     if image.mode.startswith("I"):  # 16 bits of grey, which Pillow's own conversion would cut off at 255

@@ -7,7 +7,9 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
+
+from .images import Readable
+from .origin import Origin
 
 _EXIF_ORIENTATION = 0x0112
 _MOST_THREADS = 16
@@ -22,19 +24,19 @@ class Seen:
     problem: str | None = None
 
 
-def look_at_all(paths: Sequence[Path]) -> dict[Path, Seen]:
+def look_at_all(pictures: Sequence[Origin]) -> dict[Origin, Seen]:
     """Look at every file, several at a time: Pillow decodes outside Python's lock."""
-    logging.getLogger(__name__).info("checking %d pictures", len(paths))
+    logging.getLogger(__name__).info("checking %d pictures", len(pictures))
     with ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_THREADS)) as pool:
-        return dict(zip(paths, pool.map(look_at, paths), strict=True))
+        return dict(zip(pictures, pool.map(look_at, pictures), strict=True))
 
 
-def look_at(path: Path) -> Seen:
-    """Read and decode one file."""
+def look_at(picture: Readable) -> Seen:
+    """Read and decode one picture."""
     from PIL import Image, UnidentifiedImageError
 
     try:
-        data = path.read_bytes()
+        data = picture.read_bytes()
     except OSError as error:
         return Seen((0, 0), "", f"cannot be read: {error.strerror}")
     content = hashlib.blake2b(data, digest_size=16).hexdigest()

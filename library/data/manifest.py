@@ -5,7 +5,6 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 from ..errors import ConfigError
@@ -14,6 +13,7 @@ from .dataset_rules import unused
 from .dataset_schema import DatasetConfig
 from .files import FoundPicture, find_pictures
 from .inspection import Seen, look_at_all
+from .origin import Origin
 
 SHOWN_NAMES = 5
 
@@ -23,7 +23,7 @@ class Sample:
     """One picture of one subset."""
 
     key: str  # folder and file name; unique, and free of the rest of the path
-    image: Path
+    image: Origin
     size: tuple[int, int]  # (width, height) as it is seen, after EXIF orientation
     caption: str  # lines are alternatives
     dataset: int
@@ -85,7 +85,7 @@ def scan(datasets: Sequence[DatasetConfig], on_bad_data: Literal["fail", "skip"]
 
 
 def _samples(datasets: Sequence[DatasetConfig], found: Iterable[FoundPicture],
-             seen: dict[Path, Seen]) -> tuple[list[Sample], list[str]]:  # fmt: skip
+             seen: dict[Origin, Seen]) -> tuple[list[Sample], list[str]]:  # fmt: skip
     """What was found, as samples; and a line for each that cannot be one."""
     places = [place_for(dataset) for dataset in datasets]
     names: Counter[str] = Counter()
@@ -99,7 +99,7 @@ def _samples(datasets: Sequence[DatasetConfig], found: Iterable[FoundPicture],
             continue
         dataset = datasets[item.dataset]
         subset = dataset.subsets[item.subset]
-        name = f"{item.image.parent.name}/{item.image.name}"
+        name = item.image.key
         names[name] += 1
         key = name if names[name] == 1 else f"{name}#{names[name]}"
         samples.append(Sample(key, item.image, picture.size, item.caption, item.dataset, item.subset,

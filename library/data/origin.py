@@ -1,0 +1,48 @@
+"""Where the bytes of a picture are: a file of its own, or a stretch of a larger one."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A stretch of a file that holds many pictures."""
+
+    name: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """One picture; small, because there may be a million of them: the folder is one object for all of its pictures."""
+
+    folder: Path
+    file: str  # as seen from the folder
+    part: Part | None = None
+
+    @property
+    def path(self) -> Path:
+        """The file that holds the bytes."""
+        return self.folder / self.file
+
+    @property
+    def name(self) -> str:
+        """The last part of what a person would call it."""
+        return (self.file if self.part is None else self.part.name).rpartition("/")[2]
+
+    @property
+    def key(self) -> str:
+        """Folder and name, free of the rest of the path."""
+        return f"{self.path.parent.name}/{self.name}" if self.part is None else f"{self.path.name}/{self.part.name}"
+
+    def read_bytes(self) -> bytes:
+        """All bytes of the picture."""
+        if self.part is None:
+            return self.path.read_bytes()
+        with self.path.open("rb") as file:
+            file.seek(self.part.offset)
+            return file.read(self.part.length)
+
+    def __str__(self) -> str:
+        return str(self.path) if self.part is None else f"{self.path}:{self.part.name}"
