@@ -30,6 +30,11 @@ def _needs_data(config: RunConfig, given: Given) -> Iterator[Conflict]:
         yield ("dataset_config",), f"{path}: no such file (looked in {Path(path).resolve().parent})"
 
 
+def _captions_in_chunks(config: RunConfig, given: Given) -> Iterator[Conflict]:
+    if config.model.max_token_length not in (75, 150, 225):
+        yield ("max_token_length",), f"{config.model.max_token_length}: CLIP reads 75, 150 or 225 tokens"
+
+
 def _text_encoder_stays(config: RunConfig, given: Given) -> Iterator[Conflict]:
     if not config.adapter.network_train_unet_only:
         yield ("network_train_unet_only",), "not yet: training text encoders; leave this option out"
@@ -135,6 +140,7 @@ def _output_name(config: RunConfig, given: Given) -> Iterator[Conflict]:
 
 _RULES: tuple[Callable[[RunConfig, Given], Iterator[Conflict]], ...] = (
     _needs_data,
+    _captions_in_chunks,
     _network_module,
     _text_encoder_stays,
     _warmup_needs_a_schedule,

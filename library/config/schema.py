@@ -12,8 +12,23 @@ class ModelConfig:
     """What is fine-tuned."""
 
     pretrained_model_name_or_path: str | None = opt(
-        None, "diffusers folder or hub id of the base model; without it the built-in model is used"
+        None,
+        "diffusers folder, .safetensors file or hub id of the base model, or random:FAMILY[:tiny] for random weights; "
+        "without it the built-in model is used",
     )
+    family: str | None = opt(None, "kind of model, or your own package.module:Class; without it, found in its files")
+    v2: bool = opt(False, "say that the model is Stable Diffusion 2; an error when it is not")
+    v_parameterization: bool | None = opt(None, "the model predicts velocity; without it, as its files say")
+    vae: str | None = opt(None, "VAE in the place of the model's own: file, diffusers folder or hub id")
+    clip_l: str | None = opt(None, "CLIP-L text encoder: file, folder or hub id")
+    clip_g: str | None = opt(None, "CLIP-G text encoder: file, folder or hub id")
+    t5xxl: str | None = opt(None, "T5-XXL text encoder: file, folder or hub id")
+    ae: str | None = opt(None, "VAE of FLUX: file, diffusers folder or hub id")
+    tokenizer_cache_dir: str | None = opt(
+        None, "folder for the tokenizers that single files need; filled from the hub when they are not in it yet"
+    )
+    clip_skip: int | None = opt(None, "use the n-th last layer of CLIP (Stable Diffusion 1 and 2)", minimum=1)
+    max_token_length: int = opt(75, "longest caption in tokens: 75, 150 or 225 (Stable Diffusion 1, 2, XL)", minimum=1)
 
 
 @dataclass(frozen=True)

@@ -7,5 +7,7 @@ FAMILIES = Registry(
     __package__,
     {
         "sd1": ".sd1:StableDiffusion1",
+        "sd2": ".sd2:StableDiffusion2",
+        "sdxl": ".sdxl:StableDiffusionXL",
     },
 )

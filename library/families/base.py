@@ -1,40 +1,59 @@
 """The contract of a model family: what training asks of a kind of model, and nothing else.
 
-A family is stateless: its modules live in a diffusers pipeline ``pipe`` that is passed in and may be loaded in
-parts.  The denoiser is passed apart, because a strategy may have wrapped it: call ``denoiser``, but read attributes
-only from ``pipe``.
+A family keeps nothing but the frozen options that it was made with: its modules live in a diffusers pipeline ``pipe``
+that is passed in and may be loaded in parts.  The denoiser is passed apart, because a strategy may have wrapped it:
+call ``denoiser``, but read attributes only from ``pipe``.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from PIL.Image import Image
 from torch import Tensor, nn
 
+from ..config.schema import ModelConfig
 from ..data.batch import Batch, Cond
 from ..data.prompts import Prompt
 from ..diffusion.process import Process
+from .detect import Detected
+from .facts import Facts
+from .loading import load
+
+
+@dataclass(frozen=True)
+class Titles:
+    """What a LoRA file says of the model that it was trained on."""
+
+    base_model_version: str
+    """``ss_base_model_version``."""
+    architecture: str
+    """``modelspec.architecture``, without ``/lora``."""
 
 
 class Family(ABC):
     """Subclass once for each family, directly."""
 
-    pipeline: ClassVar[str]
-    """Name of the diffusers pipeline class."""
+    facts: ClassVar[Facts]
+    """What is known without importing the family."""
     denoiser: ClassVar[str]
     """The part of the pipeline that is trained."""
     text_parts: ClassVar[tuple[str, ...]]
     """The parts that ``encode_prompts`` needs; they can be freed before the denoiser is loaded."""
+    tokenizers: ClassVar[Mapping[str, str]]
+    """Hub ids of the tokenizers, for single files, which bring none."""
     lora_targets: ClassVar[tuple[str, ...]]
     """Ends of the names of the denoiser's modules that get a LoRA, cut at dots; sd-scripts' choice."""
     lora_prefix: ClassVar[str]
     """What stands before the names of the denoiser's modules in a kohya file."""
-    base_model_version: ClassVar[str]
-    """``ss_base_model_version`` in a LoRA file."""
-    architecture: ClassVar[str]
-    """``modelspec.architecture`` in a LoRA file, without ``/lora``."""
+    lora_names: ClassVar[str] = "diffusers"
+    """How a kohya file names the denoiser's modules: ``diffusers``, or ``ldm`` for the original names of SDXL."""
+    text_lora_targets: ClassVar[tuple[str, ...]] = ()
+    """The same as ``lora_targets`` for text encoders."""
+    text_lora_prefixes: ClassVar[Mapping[str, str]] = {}
+    """Text encoder -> what stands before the names of its modules in a kohya file."""
     picture_size: ClassVar[tuple[int, int]]
     """Width and height of a preview whose prompt names none."""
     picture_steps: ClassVar[int]
@@ -42,25 +61,44 @@ class Family(ABC):
     picture_scale: ClassVar[float]
     """Classifier-free guidance of a preview whose prompt names none."""
 
+    def __init__(self, options: ModelConfig | None = None):
+        self.options = options or ModelConfig()
+
     @property
     def parts(self) -> tuple[str, ...]:
         """All that ``load`` can load, beside the scheduler."""
         return (*self.text_parts, "vae", self.denoiser)
 
-    @abstractmethod
-    def load(self, source: str | None, dtype: torch.dtype, parts: Sequence[str] | None = None) -> Any:
-        """Load the pipeline, or only ``parts`` of it and its scheduler, to the CPU; the VAE is always float32.
+    def load(
+        self,
+        model: Detected | str | None,
+        dtype: torch.dtype,
+        parts: Sequence[str] | None = None,
+        *,
+        into: Any = None,
+        device: torch.device | None = None,
+    ) -> Any:
+        """Load ``parts``, or all, straight to dtype and device (without one: the CPU); the VAE is always float32.
 
-        Without a source it is the built-in model.
+        ``into`` is a pipeline of which other parts are loaded: it gets the new ones beside them.  So text encoders
+        can come first, and go (set them to None) before the denoiser comes.
         """
+        return load(self, model, dtype, self.parts if parts is None else parts, into, device)
 
     @abstractmethod
     def process(self, pipe: Any) -> Process:
         """The noise process that the model was made with."""
 
     @abstractmethod
+    def titles(self, pipe: Any) -> Titles:
+        """What LoRA files say of this model."""
+
+    @abstractmethod
     def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
-        """Text to conditioning, a row for each prompt; the keys are the family's own."""
+        """Text to conditioning, a row for each prompt; the keys are the family's own.
+
+        Gradients are not switched off here: text encoders may be trained.
+        """
 
     @abstractmethod
     def encode_pixels(self, pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:

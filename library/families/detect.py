@@ -1,126 +1,231 @@
-"""Which family a model belongs to, read from its small JSON files, and why; loads no weights and no torch."""
+"""Which family a model belongs to, and why, read from its small JSON files or the header of its single file.
 
-import json
+Loads no weights and no torch, so that a wrong model is told before anything slow begins.
+"""
+
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
+from ..config.schema import ModelConfig
 from ..errors import ConfigError
-
-Json = dict[str, Any]
-Reader = Callable[[str], Json | None]
-"""Path inside the model to its JSON data, or None when there is no such file."""
+from ..registry import did_you_mean
+from . import FAMILIES
+from .configs import names, names_of, read_config
+from .contents import config_for, is_denoiser_of, parts_in, pieces_in, refuse_odd_sizes, refuse_others, said
+from .facts import Facts, Look
+from .header import Header, read_header
+from .known import FACTS
+from .reading import Problem, Reader, from_config, from_folder, from_hub, needed
+from .separate import Separate, separate
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+
+Kind = Literal["built-in", "folder", "hub", "file", "random"]
 
 
 @dataclass(frozen=True)
 class Detected:
-    """What can be known of a model before it is loaded."""
+    """What can be known of a model before it is loaded; ``Family.load`` takes it."""
 
     family: str
     reason: str
     pixel_step: int
     """Sides of training pictures are multiples of this."""
+    prediction: str = "epsilon"
+    """What the model predicts: ``epsilon``, ``v`` or ``flow``."""
+    kind: Kind = "built-in"
+    place: str = ""
+    """The folder, hub id or file."""
+    config: str | None = None
+    """Name of the shipped configuration, for a single file and for random weights."""
+    inside: tuple[str, ...] = ()
+    """Parts whose weights are in a single file."""
+    separate: Mapping[str, Separate] = field(default_factory=dict)
+    """Parts that come from files of their own."""
 
 
-def detect(source: str | None) -> Detected:
-    """Look at a diffusers folder or hub id; without a source it is the built-in model."""
-    if source is None:
-        # Its VAE divides sizes by 8 and its UNet by 2.
-        reason = "no model is named, so the built-in one is used: a stand-in of random weights, which draws nothing yet"
-        return Detected("sd1", reason, pixel_step=16)
-    try:
-        return _from_json(_reader(source))
-    except _Problem as problem:
-        raise ConfigError([f"pretrained_model_name_or_path: {source}: {problem}"]) from None
+def detect(model: ModelConfig | str | None) -> Detected:
+    """Look at a model; a path or hub id alone is enough, and None is the built-in model."""
+    if not isinstance(model, ModelConfig):
+        model = ModelConfig(pretrained_model_name_or_path=model)
+    if model.pretrained_model_name_or_path is None and model.family is None:
+        found = _built_in()
+    else:
+        try:
+            found = _detected(model)
+        except Problem as problem:
+            place = model.pretrained_model_name_or_path
+            raise ConfigError([f"pretrained_model_name_or_path: {place}: {problem}"]) from None
+    return _with_options(found, model)
 
 
-class _Problem(Exception):
-    """Why a model cannot be used."""
+def facts_of(family: str) -> Facts:
+    """The facts of a family by its name, or of the user's own ``package.module:Class``."""
+    facts: Facts = FACTS[family] if family in FACTS else FAMILIES.get(family).facts
+    return facts
 
 
-def _from_json(read: Reader) -> Detected:
+def _built_in() -> Detected:
+    # Its VAE divides sizes by 8 and its UNet by 2.
+    reason = "no model is named, so the built-in one is used: a stand-in of random weights, which draws nothing yet"
+    return Detected("sd1", reason, pixel_step=16)
+
+
+def _detected(model: ModelConfig) -> Detected:
+    place = model.pretrained_model_name_or_path
+    if place is None:
+        raise Problem("missing; --family is of no use without a model")
+    if place.startswith("random:"):
+        return _random(place)
+    path = Path(place).expanduser()  # a path from a file has not been through a shell
+    if path.is_dir():
+        return _from_json(from_folder(path), "folder", str(path), model.family)
+    if path.is_file():
+        return _from_file(path, model.family)
+    if _HUB_ID.fullmatch(place) and not place.endswith((".safetensors", ".ckpt")):
+        return _from_json(from_hub(place), "hub", place, model.family)
+    raise Problem(f"no such file or folder (looked in {path.absolute().parent}), and no hub id such as owner/name")
+
+
+def _from_json(read: Reader, kind: Kind, place: str, chosen: str | None) -> Detected:
     index = read("model_index.json")
     if index is None:
-        raise _Problem("no model_index.json in it, so it is no diffusers model; name the folder that has one")
+        raise Problem("no model_index.json in it, so it is no diffusers model; name the folder that has one"
+                      + _hint_of_part(read))  # fmt: skip
     name = index.get("_class_name")
-    if name != "StableDiffusionPipeline":
-        raise _Problem(f"its model_index.json says {name}; not yet: this version trains StableDiffusionPipeline, "
-                       "that is Stable Diffusion 1")  # fmt: skip
-    unet, vae, scheduler = (_part(read, file) for file in (
-        "unet/config.json", "vae/config.json", "scheduler/scheduler_config.json"))  # fmt: skip
-    for file in ("text_encoder/config.json", "tokenizer/tokenizer_config.json"):
-        _part(read, file)
-    _check_scheduler(scheduler)
-    if unet.get("cross_attention_dim") == 1024:
-        raise _Problem("its UNet reads text of width 1024, so it is Stable Diffusion 2; not yet: this version trains "
-                       "Stable Diffusion 1")  # fmt: skip
-    if unet.get("in_channels", 4) != 4:
-        raise _Problem(f"its UNet takes {unet['in_channels']} channels and not 4; inpainting and editing models "
-                       "cannot be trained")  # fmt: skip
-    reason = f"model_index.json says {name}, and the UNet reads text of width {unet.get('cross_attention_dim')}"
-    return Detected("sd1", reason, pixel_step=_shrinks(vae) * _shrinks(unet))
+    for family in [chosen] if chosen else [key for key, facts in FACTS.items() if facts.pipeline == name]:
+        facts = facts_of(family)
+        look = facts.look(read)
+        if look is None:
+            continue
+        for part in facts.parts:
+            needed(read, f"{part}/{'tokenizer_config' if part.startswith('tokenizer') else 'config'}.json")
+        why = f"--family says so; model_index.json says {name}" if chosen else f"model_index.json says {name}"
+        return Detected(family, f"{why}, and {look.reason}", look.pixel_step, look.prediction, kind, place)
+    if chosen:
+        raise Problem(f"its files are not those of family {chosen}")
+    raise Problem(f"its model_index.json says {name}; not yet: this version trains {_titles()}")
 
 
-def _part(read: Reader, name: str) -> Json:
-    config = read(name)
-    if config is None:
-        raise _Problem(f"{name} is missing; the model is not complete")
-    return config
+def _hint_of_part(read: Reader) -> str:
+    config = read("config.json")
+    kind = config and (config.get("_class_name") or (config.get("architectures") or [None])[0])
+    return f"; this one holds only {kind}" if kind else ""
 
 
-def _check_scheduler(config: Json) -> None:
-    """What training takes from the scheduler, known before any weights are loaded."""
-    predicts, steps = config.get("prediction_type", "epsilon"), config.get("num_train_timesteps", 1000)
-    if predicts not in ("epsilon", "v_prediction"):
-        raise _Problem(f"its scheduler says prediction_type {predicts!r}; only epsilon and v_prediction can be trained")
-    if steps != 1000:
-        raise _Problem(f"its scheduler says num_train_timesteps {steps}; only 1000 is supported")
+def _titles() -> str:
+    return ", ".join(facts.title for facts in FACTS.values())
 
 
-def _shrinks(config: Json) -> int:
-    """By what a VAE's or UNet's sizes are divided: every block but the last halves them."""
-    blocks = config.get("block_out_channels")
-    if not isinstance(blocks, list) or not blocks:
-        raise _Problem("the config.json of its UNet or VAE names no block_out_channels; the file is damaged")
-    return int(2 ** (len(blocks) - 1))
+def _from_file(path: Path, chosen: str | None) -> Detected:
+    header = read_header(path)
+    refuse_others(header)
+    refuse_odd_sizes(header)
+    candidates = [family for family in ([chosen] if chosen else FACTS) if is_denoiser_of(header, facts_of(family))]
+    for family in candidates:
+        config = config_for(header, family, facts_of(family))
+        if config is not None:
+            return _of_file(path, header, family, config, chosen is not None)
+    if candidates:
+        raise Problem(f"looks like {facts_of(candidates[0]).title}, but of sizes that are not known; use the model as "
+                      "a diffusers folder")  # fmt: skip
+    raise Problem(_not_a_model(header))
 
 
-def _reader(source: str) -> Reader:
-    path = Path(source).expanduser()
-    if path.is_dir():
-        return lambda name: _local(path / name)
-    if path.is_file():
-        raise _Problem("it is a single file; not yet: this version reads diffusers folders and hub ids")
-    if _HUB_ID.fullmatch(source) and not source.endswith((".safetensors", ".ckpt")):
-        return lambda name: _remote(source, name)
-    raise _Problem(f"no such folder (looked in {path.absolute().parent}), and no hub id such as owner/name")
+def _of_file(path: Path, header: Header, family: str, config: str, is_chosen: bool) -> Detected:
+    facts = facts_of(family)
+    look = _look(facts, from_config(read_config(config)))
+    found = Detected(family, "", look.pixel_step, look.prediction, "file", str(path), config, parts_in(header, facts))
+    told = header.metadata.get("modelspec.prediction_type", "")
+    if told.startswith("v") or "v_pred" in header.shapes:
+        found = replace(found, prediction="v")
+    elif told.startswith("eps"):
+        found = replace(found, prediction="epsilon")
+    why = "--family says so" if is_chosen else f"the file holds {facts.keys[-1]} with the sizes of {facts.title}"
+    return replace(found, reason=f"{why} (configuration {config})")
 
 
-def _local(path: Path) -> Json | None:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise _Problem(f"{path.name} cannot be read: {error}") from None
-    if not isinstance(data, dict):
-        raise _Problem(f"{path.name} is no JSON object")
-    return data
+def _look(facts: Facts, read: Reader) -> Look:
+    look = facts.look(read)
+    if look is None:
+        raise Problem(f"its files are not those of {facts.title}")
+    return look
 
 
-def _remote(repository: str, name: str) -> Json | None:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+def _not_a_model(header: Header) -> str:
+    pieces = [said(piece) for piece in pieces_in(header)]
+    if pieces:
+        return f"is no whole model; it holds a {' and a '.join(pieces)}"
+    example = next(iter(header.shapes), None)
+    return f"is no model that is known; it holds {len(header.shapes)} weights, the first is {example}"
 
-    try:
-        return _local(Path(hf_hub_download(repository, name)))
-    except LocalEntryNotFoundError:
-        raise _Problem("no such folder here, and the hub cannot be reached; check the path or the network") from None
-    except EntryNotFoundError:
-        return None
-    except (OSError, ValueError) as error:  # the hub's own errors are among these
-        raise _Problem(f"no such folder here, and the hub says: {str(error).strip().splitlines()[0]}") from None
+
+def _random(place: str) -> Detected:
+    """``random:FAMILY`` has the published sizes, ``random:FAMILY:VARIANT`` those of another shipped configuration."""
+    wanted = place.removeprefix("random:")
+    config = wanted.replace(":", "_")
+    family = wanted.partition(":")[0]
+    if config not in names() or family not in FACTS:
+        known = [f"random:{name}" for family in FACTS for name in (
+            each.replace(f"{family}_", f"{family}:", 1) for each in names_of(family))]  # fmt: skip
+        raise Problem(f"there is no such model{did_you_mean(place, known) or '; there are: ' + ', '.join(known)}")
+    look = _look(FACTS[family], from_config(read_config(config)))
+    reason = f"{place} was asked for: random weights from the seed, in the sizes of {config}"
+    return Detected(family, reason, look.pixel_step, look.prediction, "random", place, config)
+
+
+def _with_options(found: Detected, model: ModelConfig) -> Detected:
+    """Check the options for parts and for the family, and take them in; all problems together."""
+    facts, problems = facts_of(found.family), []
+    pieces = {}
+    for option in ("vae", "clip_l", "clip_g", "t5xxl", "ae"):
+        place = getattr(model, option)
+        if place is None:
+            continue
+        part = facts.files.get(option)
+        if part is None:
+            problems.append(f"{option}: {facts.title} has no such part")
+            continue
+        try:
+            pieces[part] = separate(place, part, _main_reader(found))
+        except Problem as problem:
+            problems.append(f"{option}: {place}: {problem}")
+    problems += _without_meaning(model, facts)
+    if found.kind == "file":
+        problems += _missing(found, facts, pieces)
+    if model.v2 and found.family != "sd2":
+        problems.append(f"v2: the model is {facts.title}; leave this option out")
+    if problems:
+        raise ConfigError(problems)
+    prediction = found.prediction
+    if model.v_parameterization is not None and prediction != "flow":
+        prediction = "v" if model.v_parameterization else "epsilon"
+    return replace(found, separate=pieces, prediction=prediction)
+
+
+def _without_meaning(model: ModelConfig, facts: Facts) -> list[str]:
+    """Options that only other families have, and that are set."""
+    special = {option for each in FACTS.values() for option in each.options} - set(facts.options)
+    return [f"{option}: means nothing for {facts.title}; leave this option out"
+            for option in sorted(special) if getattr(model, option) != getattr(ModelConfig, option)]  # fmt: skip
+
+
+def _missing(found: Detected, facts: Facts, pieces: Mapping[str, Separate]) -> list[str]:
+    """Parts that neither the single file nor another one has."""
+    options = {part: option for option, part in facts.files.items()}
+    lacks = [part for part in facts.parts
+             if part not in found.inside and part not in pieces and not part.startswith("tokenizer")]  # fmt: skip
+    return [f"pretrained_model_name_or_path: {found.place}: the file has no {part}"
+            + (f"; name one with --{options[part]}" if part in options else "") for part in lacks]  # fmt: skip
+
+
+def _main_reader(found: Detected) -> Reader:
+    """The JSON files of the model itself."""
+    if found.kind == "built-in":
+        return lambda name: None
+    if found.config is not None:
+        return from_config(read_config(found.config))
+    return from_hub(found.place) if found.kind == "hub" else from_folder(Path(found.place))

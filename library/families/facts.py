@@ -1,0 +1,46 @@
+"""What is known of a family before its code is imported: its parts, its options, how its files look; no torch."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from .reading import Reader
+
+
+@dataclass(frozen=True)
+class Look:
+    """What the JSON files of a model say."""
+
+    reason: str
+    pixel_step: int
+    """Sides of training pictures are multiples of this."""
+    prediction: str
+    """What the model predicts: ``epsilon``, ``v`` or ``flow``."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One family."""
+
+    title: str
+    """Its name in messages."""
+    pipeline: str
+    """Name of the diffusers pipeline class."""
+    denoiser: str
+    """The part that is trained."""
+    parts: tuple[str, ...]
+    """Folders that a complete model has, beside the scheduler's."""
+    look: Callable[[Reader], Look | None]
+    """What the JSON files say; None when they are those of another family with the same pipeline class."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Options that name a file or folder for one part -> that part."""
+    options: tuple[str, ...] = ()
+    """Further options of ``ModelConfig`` that mean something for this family and not for every one."""
+    prefixes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Part -> what stands before the names of its weights in a single file; the first that is there counts."""
+    keys: tuple[str, ...] = ()
+    """Names of weights, without prefix, that the denoiser has in a single file."""
+    sizes: Mapping[tuple[str, int], tuple[str | int, ...]] = field(default_factory=dict)
+    """Name of such a weight and an axis -> where a shipped configuration says its length.
+
+    This tells families and variants apart: ``("x_embedder.weight", 0): ("transformer", "hidden_size")``.
+    """

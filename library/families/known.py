@@ -1,0 +1,12 @@
+"""The facts of every family by its name; no torch."""
+
+from collections.abc import Mapping
+
+from .facts import Facts
+from .unet_facts import SD1, SD2, SDXL
+
+FACTS: Mapping[str, Facts] = {
+    "sd1": SD1,
+    "sd2": SD2,
+    "sdxl": SDXL,
+}
