@@ -19,7 +19,7 @@ PEERS = {"families", "adapters", "optim", "distributed"}
 """These stand on one floor and do not know each other."""
 
 DOORS: dict[str, set[str]] = {
-    "accelerate": {"distributed"},
+    "accelerate": {"distributed", "families"},
     "argparse": {"config"},
     "deepspeed": {"distributed"},
     "diffusers": {"families", "demo"},

@@ -68,7 +68,7 @@ def with_hashes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> d
 def _minimum(config: RunConfig, model: ModelFacts) -> dict[str, Any]:
     """What loaders and UIs read."""
     return {
-        "ss_v2": False,
+        "ss_v2": model.base_model_version.startswith("sd_v2"),
         "ss_base_model_version": model.base_model_version,
         "ss_network_module": config.adapter.network_module,
         "ss_network_dim": config.adapter.network_dim,

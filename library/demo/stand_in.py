@@ -103,7 +103,7 @@ def _vae() -> Any:
 
 
 def _text_encoder() -> Any:
-    words = _vocabulary()
+    words = vocabulary()
     encoder = CLIPTextModel(
         CLIPTextConfig(
             vocab_size=len(words),
@@ -129,13 +129,14 @@ def _tokenizer() -> CLIPTokenizer:
     """A token for each byte of the text; any caption can be written with it."""
     # Through files, since versions of transformers differ in what the constructor takes.
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "vocab.json").write_text(json.dumps(_vocabulary()), encoding="utf-8")
+        Path(folder, "vocab.json").write_text(json.dumps(vocabulary()), encoding="utf-8")
         Path(folder, "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
         tokenizer: CLIPTokenizer = CLIPTokenizer.from_pretrained(folder, model_max_length=_MAX_TOKENS)
         return tokenizer
 
 
-def _vocabulary() -> dict[str, int]:
+def vocabulary() -> dict[str, int]:
+    """A token for each letter of byte-level text, inside and at the end of a word, and two special ones."""
     letters = sorted(ByteLevel.alphabet())
     tokens = [*letters, *(f"{letter}</w>" for letter in letters), _START, _END]
     return {token: number for number, token in enumerate(tokens)}

@@ -45,6 +45,8 @@ class Detected:
     """Parts whose weights are in a single file."""
     separate: Mapping[str, Separate] = field(default_factory=dict)
     """Parts that come from files of their own."""
+    scheduler: Mapping[str, object] = field(default_factory=dict)
+    """Settings in the place of those of the model's scheduler."""
 
 
 def detect(model: ModelConfig | str | None) -> Detected:
@@ -140,10 +142,12 @@ def _of_file(path: Path, header: Header, family: str, config: str, is_chosen: bo
     look = _look(facts, from_config(read_config(config)))
     found = Detected(family, "", look.pixel_step, look.prediction, "file", str(path), config, parts_in(header, facts))
     told = header.metadata.get("modelspec.prediction_type", "")
-    if told.startswith("v") or "v_pred" in header.shapes:
-        found = replace(found, prediction="v")
-    elif told.startswith("eps"):
-        found = replace(found, prediction="epsilon")
+    if found.prediction != "flow" and (told.startswith("v") or "v_pred" in header.shapes):
+        found = _predicting(found, "v")
+    elif found.prediction != "flow" and told.startswith("eps"):
+        found = _predicting(found, "epsilon")
+    if "ztsnr" in header.shapes:  # SDXL models by NovelAI and others are marked so
+        found = replace(found, scheduler={**found.scheduler, "rescale_betas_zero_snr": True})
     why = "--family says so" if is_chosen else f"the file holds {facts.keys[-1]} with the sizes of {facts.title}"
     return replace(found, reason=f"{why} (configuration {config})")
 
@@ -190,7 +194,7 @@ def _with_options(found: Detected, model: ModelConfig) -> Detected:
             problems.append(f"{option}: {facts.title} has no such part")
             continue
         try:
-            pieces[part] = separate(place, part, _main_reader(found))
+            pieces[part] = separate(place, part, reader_of(found))
         except Problem as problem:
             problems.append(f"{option}: {place}: {problem}")
     problems += _without_meaning(model, facts)
@@ -200,10 +204,16 @@ def _with_options(found: Detected, model: ModelConfig) -> Detected:
         problems.append(f"v2: the model is {facts.title}; leave this option out")
     if problems:
         raise ConfigError(problems)
-    prediction = found.prediction
-    if model.v_parameterization is not None and prediction != "flow":
-        prediction = "v" if model.v_parameterization else "epsilon"
-    return replace(found, separate=pieces, prediction=prediction)
+    if model.v_parameterization is not None:
+        found = _predicting(found, "v" if model.v_parameterization else "epsilon")
+    return replace(found, separate=pieces)
+
+
+def _predicting(found: Detected, prediction: str) -> Detected:
+    """The same model, said to predict this."""
+    kinds = {"v": "v_prediction", "epsilon": "epsilon"}
+    return replace(found, prediction=prediction,
+                   scheduler={**found.scheduler, "prediction_type": kinds[prediction]})  # fmt: skip
 
 
 def _without_meaning(model: ModelConfig, facts: Facts) -> list[str]:
@@ -222,7 +232,7 @@ def _missing(found: Detected, facts: Facts, pieces: Mapping[str, Separate]) -> l
             + (f"; name one with --{options[part]}" if part in options else "") for part in lacks]  # fmt: skip
 
 
-def _main_reader(found: Detected) -> Reader:
+def reader_of(found: Detected) -> Reader:
     """The JSON files of the model itself."""
     if found.kind == "built-in":
         return lambda name: None

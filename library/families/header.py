@@ -54,6 +54,6 @@ def _named(start: bytes) -> str:
         return "is a GGUF file, made for drawing; use the .safetensors file of this model"
     if start.startswith(b"version https://git-lfs"):
         return "is only a pointer of git-lfs; run `git lfs pull` where it lies"
-    if start.lstrip().lower().startswith((b"<!doctype", b"<html", b"{\"error", b"<?xml")):
+    if start.lstrip().lower().startswith((b"<!doctype", b"<html", b'{"error', b"<?xml")):
         return "is a web page and no model; the download went wrong"
     return "is empty" if not start else "is no safetensors file"

@@ -1,4 +1,4 @@
-"""Reading the small JSON files of a model, from a folder, the hub, or what is shipped; loads no weights and no torch."""
+"""Reading the small JSON files of a model, from a folder, the hub, or what is shipped; no torch."""
 
 import json
 from collections.abc import Callable, Mapping

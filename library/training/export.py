@@ -46,7 +46,8 @@ class Export:
         family = run.task.family
         tensors = keys.to_kohya(state, self.adapter.alpha, family.lora_prefix)
         tensors = file.cast(tensors, run.config.save.save_precision)
-        model = ModelFacts(family.base_model_version, family.architecture, run.task.process.prediction)
+        titles = family.titles(run.task.pipe)
+        model = ModelFacts(titles.base_model_version, titles.architecture, run.task.process.prediction)
         metadata = with_hashes(tensors, describe(run.config, model, self._facts(run), SOFTWARE))
         # A learning rate of 0, as in the first step of a warm-up, leaves the update at zero, and rightly so.
         file.write(path, tensors, metadata, trained=run.state.has_learnt)

@@ -18,7 +18,7 @@ from ..distributed.strategy import DataParallel
 from ..errors import UserError
 from ..families import FAMILIES
 from ..families.base import Family
-from ..families.detect import detect
+from ..families.detect import Detected, detect
 from ..log import Progress
 from ..optim.optimizers import make_optimizer
 from .export import Export
@@ -49,7 +49,7 @@ def run(config: RunConfig, given: frozenset[str] = frozenset()) -> None:
 def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, started_at: float) -> None:
     for line in contradictions_of_this_run(config, given):
         logger.warning("%s", line)
-    detected = detect(config.model.pretrained_model_name_or_path)
+    detected = detect(config.model)
     logger.info("model family %s: %s", detected.family, detected.reason)
     strategy.on_main(lambda: _check_folder(Path(config.save.output_dir)))
     prompts = read_prompts(Path(config.preview.sample_prompts)) if config.preview.sample_prompts else []
@@ -58,7 +58,7 @@ def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, start
     for line in outline(prepared, plan, strategy.size).splitlines():
         logger.info("%s", line)
 
-    job, adapter = _assemble(config, strategy, FAMILIES.get(detected.family)(), prepared, plan)
+    job, adapter = _assemble(config, strategy, detected, prepared, plan)
     preview = _preview(config, prompts)
     export = Export(adapter, prepared.pictures, prepared.resolution, started_at)
     start_trackers(config, strategy)
@@ -83,11 +83,12 @@ def _check_folder(folder: Path) -> None:
 
 
 def _assemble(
-    config: RunConfig, strategy: DataParallel, family: Family, prepared: Prepared, plan: RunPlan
+    config: RunConfig, strategy: DataParallel, detected: Detected, prepared: Prepared, plan: RunPlan
 ) -> tuple[Run, lora.Adapter]:
     """Load the model, put the adapters in, and hand both to the strategy."""
+    family: Family = FAMILIES.get(detected.family)(config.model)
     parts = ("vae", *family.text_parts, family.denoiser)
-    pipe = family.load(config.model.pretrained_model_name_or_path, DTYPES[strategy.precision], parts)
+    pipe = family.load(detected, DTYPES[strategy.precision], parts, device=strategy.device)
     for part in parts:
         module = getattr(pipe, part)
         if isinstance(module, torch.nn.Module):

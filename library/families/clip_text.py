@@ -1,0 +1,51 @@
+"""Captions through CLIP text encoders, in one piece of 75 tokens or in several, as sd-scripts does."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config.schema import ModelConfig
+
+PIECE = 75
+"""Tokens of a caption that CLIP reads at once, between the start and the end token."""
+
+
+def token_rows(tokenizer: Any, prompts: Sequence[str], length: int) -> Tensor:
+    """Token numbers (B x pieces, 77): each prompt cut to ``length`` tokens, and these into pieces of 75.
+
+    Each piece is made a caption of its own; where a prompt is shorter, its last pieces are empty captions.
+    """
+    rows = []
+    for words in tokenizer(list(prompts), add_special_tokens=False, truncation=False, verbose=False).input_ids:
+        for start in range(0, length, PIECE):
+            piece = words[:length][start : start + PIECE]
+            row = [tokenizer.bos_token_id, *piece, tokenizer.eos_token_id]
+            rows.append(row + [tokenizer.pad_token_id] * (PIECE + 2 - len(row)))
+    return torch.tensor(rows)
+
+
+def joined(states: Tensor, pieces: int) -> Tensor:
+    """What was read of each piece (B x pieces, 77, width), as one text (B, 75 x pieces + 2, width).
+
+    Of the start and end tokens only the first and the last stay.
+    """
+    states = states.view(-1, pieces, *states.shape[1:])
+    inner = states[:, :, 1:-1].flatten(1, 2)
+    return torch.cat([states[:, 0, :1], inner, states[:, -1, -1:]], dim=1)
+
+
+def encode_with_one(pipe: Any, prompts: Sequence[str], options: ModelConfig) -> Tensor:
+    """Prompts through the pipeline's only text encoder; ``clip_skip`` is sd-scripts', where 1 is the last layer."""
+    rows = token_rows(pipe.tokenizer, prompts, options.max_token_length)
+    output = pipe.text_encoder(rows.to(pipe.text_encoder.device), output_hidden_states=True)
+    states = layer_from_end(pipe.text_encoder, output, options.clip_skip or 1)
+    return joined(states, options.max_token_length // PIECE)
+
+
+def layer_from_end(encoder: Any, output: Any, number: int) -> Tensor:
+    """The states after the n-th last layer, normed as the last ones are."""
+    # Newer versions of transformers have the layers in the model itself.
+    normed: Tensor = getattr(encoder, "text_model", encoder).final_layer_norm(output.hidden_states[-number])
+    return normed

@@ -1,0 +1,30 @@
+"""A part of a model from a diffusers folder or the hub."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def load_from_folder(cls: Any, place: str, subfolder: str, dtype: torch.dtype, device: torch.device | None) -> Any:
+    """Load the part in ``subfolder`` of a folder or hub id."""
+    if not issubclass(cls, nn.Module):
+        return cls.from_pretrained(place, subfolder=subfolder)
+    options = {} if device is None else {"device_map": {"": device}}
+    # Safetensors only: reading a pickle would run code from the file.
+    return cls.from_pretrained(place, subfolder=subfolder, use_safetensors=True, variant=_variant(place, subfolder),
+                               **_precision(cls, dtype), **options).eval()  # fmt: skip
+
+
+def _precision(cls: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """transformers calls it dtype; diffusers did not before 0.36."""
+    return {"dtype": dtype} if cls.__module__.startswith("transformers.") else {"torch_dtype": dtype}
+
+
+def _variant(place: str, subfolder: str) -> str | None:
+    """``fp16`` where a folder has ``model.fp16.safetensors`` and no ``model.safetensors``."""
+    names = [path.name.split(".") for path in Path(place, subfolder).glob("*.safetensors")]
+    if any(len(name) == 2 for name in names):
+        return None
+    return next((name[1] for name in names if len(name) == 3), None)

@@ -1,0 +1,59 @@
+"""Stable Diffusion 2.x: UNet, one OpenCLIP text encoder without its last layer, prediction of noise or velocity."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from PIL.Image import Image
+from torch import Tensor, nn
+
+from ..data.batch import Batch, Cond
+from ..data.prompts import Prompt
+from ..diffusion.process import Process
+from . import kl_latents
+from .base import Family, Titles
+from .clip_text import encode_with_one
+from .sampling import draw_with
+from .unet import LORA_TARGETS, TEXT_LORA_TARGETS, noise_process
+from .unet_facts import SD2
+
+
+class StableDiffusion2(Family):
+    facts = SD2
+    denoiser = "unet"
+    text_parts = ("text_encoder", "tokenizer")
+    tokenizers = {"tokenizer": "stabilityai/stable-diffusion-2-1:tokenizer"}  # noqa: RUF012
+    lora_targets = LORA_TARGETS
+    lora_prefix = "lora_unet"
+    text_lora_targets = TEXT_LORA_TARGETS
+    text_lora_prefixes = {"text_encoder": "lora_te"}  # noqa: RUF012
+    picture_size = (512, 512)
+    picture_steps = 30
+    picture_scale = 7.5
+
+    def process(self, pipe: Any) -> Process:
+        return noise_process(pipe)
+
+    def titles(self, pipe: Any) -> Titles:
+        if pipe.scheduler.config.prediction_type == "v_prediction":
+            return Titles("sd_v2_v", "stable-diffusion-v2-768-v")
+        return Titles("sd_v2", "stable-diffusion-v2-512")
+
+    def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        return {"embeds": encode_with_one(pipe, prompts, self.options)}
+
+    def encode_pixels(self, pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+        return kl_latents.encode(pipe.vae, pixels, generators)
+
+    def decode_latents(self, pipe: Any, latents: Tensor) -> Tensor:
+        return kl_latents.decode(pipe.vae, latents)
+
+    def predict(self, pipe: Any, denoiser: nn.Module, noisy: Tensor, t: Tensor, batch: Batch) -> Tensor:
+        predicted: Tensor = denoiser(noisy, t, encoder_hidden_states=batch.cond["embeds"], return_dict=False)[0]
+        return predicted
+
+    def draw(
+        self, pipe: Any, prompt: Prompt, cond: Cond, negative: Cond, generator: torch.Generator, sampler: str
+    ) -> Image:
+        return draw_with(self, pipe, prompt, generator, sampler,
+                         prompt_embeds=cond["embeds"], negative_prompt_embeds=negative["embeds"])  # fmt: skip

@@ -1,0 +1,22 @@
+"""What the families with a UNet have in common: the noise process, and the layers that get a LoRA."""
+
+from typing import Any
+
+from diffusers import DDPMScheduler
+
+from ..diffusion.process import Process, from_table
+
+LORA_TARGETS = (
+    "proj_in", "proj_out", "to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2",
+)  # fmt: skip
+"""Every linear layer and 1x1 convolution inside the UNet's Transformer2DModel blocks."""
+
+TEXT_LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
+"""Every linear layer inside the attentions and MLPs of CLIP's layers."""
+
+
+def noise_process(pipe: Any) -> Process:
+    """The process with the noise table of training; a folder may name any scheduler to draw with."""
+    scheduler: Any = DDPMScheduler
+    trained = scheduler.from_config(pipe.scheduler.config)
+    return from_table(trained.alphas_cumprod, trained.config.prediction_type)
