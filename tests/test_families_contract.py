@@ -1,75 +1,42 @@
 """Every family keeps the contract of library.families.base; diffusers' own pipelines are the judge."""
 
-import inspect
-from types import SimpleNamespace
+from dataclasses import replace
 
-import diffusers
-import pytest
 import torch
+from family_cases import SIZE, Recorder, Wrapped, case, generators, pixels, same_call
 from tiny import HEIGHT, TINY, WIDTH
 from torch import nn
 
+from library.config.schema import ModelConfig
 from library.data.prompts import Prompt
 from library.families import FAMILIES
 from library.families.base import Family
+from library.families.known import FACTS
 
-
-class Wrapped(nn.Module):
-    """Like DDP or FSDP: only ``forward`` works; the attributes of the inner module are hidden."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner, self.calls = inner, 0
-
-    def forward(self, *args, **kwargs):
-        self.calls += 1
-        return self.inner(*args, **kwargs)
-
-
-class Recorder:
-    """Remembers each call of a module, bound to the parameter names, and what came out."""
-
-    def __init__(self, module):
-        self.calls, self.outputs, self.signature = [], [], inspect.signature(module.forward)
-        module.register_forward_hook(self.note, with_kwargs=True)
-
-    def note(self, module, args, kwargs, output):
-        self.calls.append(self.signature.bind(*args, **kwargs).arguments)
-        self.outputs.append(output[0])
-
-
-def tensors(value):
-    """The tensors inside ``value``, in order, in one comparable dtype."""
-    if isinstance(value, torch.Tensor):
-        return [value.double()]
-    if isinstance(value, dict):
-        return [tensor for key in sorted(value) for tensor in tensors(value[key])]
-    return [tensor for item in value for tensor in tensors(item)] if isinstance(value, list | tuple) else []
-
-
-@pytest.fixture(params=TINY)
-def case(request):
-    tiny = TINY[request.param]()
-    tiny.pipe.set_progress_bar_config(disable=True)
-    return FAMILIES.get(tiny.family)(), tiny
-
-
-def pixels(count=2):
-    return torch.rand(count, 3, HEIGHT, WIDTH, generator=torch.Generator().manual_seed(5)) * 2 - 1
-
-
-def generators(count=2):
-    return [torch.Generator().manual_seed(100 + number) for number in range(count)]
+__all__ = ["case"]  # a fixture
 
 
 def test_every_family_has_a_tiny_pipeline():
     assert {make().family for make in TINY.values()} == set(FAMILIES.names())
 
 
-def test_a_family_is_a_direct_stateless_subclass(case):
+def test_a_family_is_a_direct_subclass_and_keeps_its_frozen_options_and_nothing_else(case):
     family, _ = case
     assert type(family).__bases__ == (Family,)
-    assert not vars(family)
+    assert vars(family) == {"options": ModelConfig()}
+
+
+def test_the_facts_of_a_family_fit_its_class(case):
+    family, tiny = case
+    facts = family.facts
+    assert facts is FACTS[tiny.family]
+    assert facts.pipeline == type(tiny.pipe).__name__
+    assert (facts.denoiser, sorted(facts.parts)) == (family.denoiser, sorted(family.parts))
+    assert set(facts.files.values()) <= set(facts.parts)
+    assert set(family.tokenizers) == {part for part in family.text_parts if part.startswith("tokenizer")}
+    assert set(family.text_lora_prefixes) <= set(family.text_parts)
+    for option in (*facts.files, *facts.options):
+        assert hasattr(ModelConfig(), option)
 
 
 @torch.no_grad()
@@ -80,22 +47,18 @@ def test_the_denoiser_is_called_as_the_diffusers_pipeline_calls_it(case):
     record, steps = Recorder(denoiser), []
     step = pipe.scheduler.step
     pipe.scheduler.step = lambda out, t, *args, **kw: (steps.append((out, t)), step(out, t, *args, **kw))[1]
-    pipe(**tiny.call, latents=batch.latents, num_inference_steps=2, guidance_scale=1.0, height=HEIGHT, width=WIDTH,
+    pipe(**tiny.call, latents=tiny.packed(batch.latents), **SIZE, num_inference_steps=2, guidance_scale=1.0,
          output_type="latent")  # fmt: skip
     theirs, t = steps[0]
 
     wrapped = Wrapped(denoiser)
-    noisy = batch.latents * pipe.scheduler.init_noise_sigma
+    noisy = batch.latents * getattr(pipe.scheduler, "init_noise_sigma", 1.0)
     ours = family.predict(pipe, wrapped, noisy, torch.full((len(batch),), float(t)), batch)
 
     assert wrapped.calls == 1, "predict calls the denoiser it is given, once"
-    their_call, our_call = record.calls[0], record.calls[-1]
-    assert {name for name in their_call if tensors(their_call[name])} == {n for n in our_call if tensors(our_call[n])}
-    for name, value in our_call.items():
-        for a, b in zip(tensors(value), tensors(their_call[name]), strict=True):
-            torch.testing.assert_close(a, b.expand_as(a), msg=lambda text, name=name: f"argument {name!r}: {text}")
+    same_call(record.calls[-1], record.calls[0])
     assert ours.shape == batch.latents.shape
-    torch.testing.assert_close(ours.double(), theirs.double())
+    torch.testing.assert_close(tiny.packed(ours).double(), theirs.double())
 
 
 @torch.no_grad()
@@ -103,31 +66,48 @@ def test_a_perfect_model_is_stepped_back_to_the_clean_latents(case):
     """The target is in the form that the model's own scheduler expects of the model."""
     family, tiny = case
     clean, noise = tiny.batch.latents, torch.randn(tiny.batch.latents.shape, generator=generators()[0])
-    t = 601
-    noisy, target = family.process(tiny.pipe).add_noise(clean, noise, torch.full((len(clean),), float(t)))
-    tiny.pipe.scheduler.set_timesteps(1000)
-    recovered = tiny.pipe.scheduler.step(target, t, noisy).pred_original_sample
+    t, scheduler = 601.0, tiny.pipe.scheduler
+    noisy, target = family.process(tiny.pipe).add_noise(clean, noise, torch.full((len(clean),), t))
+    if hasattr(scheduler, "alphas_cumprod"):
+        scheduler.set_timesteps(1000)
+        recovered = scheduler.step(target, int(t), noisy).pred_original_sample
+    else:  # of flow matching: one step from here to the end
+        scheduler.set_shift(1.0)
+        scheduler.set_timesteps(sigmas=[t / 1000], mu=0.0)
+        recovered = scheduler.step(target, scheduler.timesteps[0], noisy).prev_sample
     torch.testing.assert_close(recovered, clean, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
 def test_prompts_are_encoded_as_the_diffusers_pipeline_encodes_them(case):
     family, tiny = case
-    record = Recorder(getattr(tiny.pipe, family.denoiser))
+    pipe, latents, denoiser = tiny.pipe, tiny.batch.latents, getattr(tiny.pipe, family.denoiser)
+    record = Recorder(denoiser)
     texts = ["a red circle on white ground", "Blau, 7"]
-    tiny.pipe(texts, num_inference_steps=1, guidance_scale=1.0, height=HEIGHT, width=WIDTH, output_type="latent")
-    family.predict(tiny.pipe, getattr(tiny.pipe, family.denoiser), tiny.batch.latents, torch.zeros(2),
-                   SimpleNamespace(cond=family.encode_prompts(tiny.pipe, texts)))  # fmt: skip
-    theirs, ours = (call["encoder_hidden_states"] for call in record.calls)
-    torch.testing.assert_close(ours, theirs)
-    assert not torch.allclose(ours[0], ours[1])
+    pipe(texts, **tiny.sizes, latents=tiny.packed(latents), **SIZE, num_inference_steps=1, guidance_scale=1.0,
+         output_type="latent")  # fmt: skip
+    t = torch.full((len(texts),), float(pipe.scheduler.timesteps[0]))
+    batch = replace(tiny.batch, cond=family.encode_prompts(pipe, texts))
+    family.predict(pipe, denoiser, latents * getattr(pipe.scheduler, "init_noise_sigma", 1.0), t, batch)
+    same_call(record.calls[1], record.calls[0])
+    for value in batch.cond.values():
+        assert len(value) == len(texts)
+    assert any(not torch.equal(value[0], value[1]) for value in batch.cond.values())
+
+
+def test_a_text_encoder_can_be_trained_through_the_prompts(case):
+    family, tiny = case
+    sum(value.float().square().sum() for value in family.encode_prompts(tiny.pipe, ["a red circle"]).values()
+        if value.requires_grad).backward()  # fmt: skip
+    for name in family.text_lora_prefixes:
+        encoder = getattr(tiny.pipe, name)
+        assert any(bool(p.grad.abs().sum() > 0) for p in encoder.parameters() if p.grad is not None), name
 
 
 @torch.no_grad()
 def test_pixels_are_encoded_as_diffusers_own_inpainting_encodes_them(case):
     family, tiny = case
-    judge = diffusers.StableDiffusionInpaintPipeline(**tiny.pipe.components, requires_safety_checker=False)
-    theirs = judge._encode_vae_image(pixels(), generators())
+    theirs = tiny.encode(tiny.pipe, pixels(), generators())
     ours = family.encode_pixels(tiny.pipe, pixels(), generators())
     torch.testing.assert_close(ours, theirs)
     assert ours.shape == tiny.batch.latents.shape
@@ -136,10 +116,10 @@ def test_pixels_are_encoded_as_diffusers_own_inpainting_encodes_them(case):
 @torch.no_grad()
 def test_latents_are_decoded_as_the_diffusers_pipeline_decodes_them(case):
     family, tiny = case
-    options = dict(latents=tiny.batch.latents, num_inference_steps=1, guidance_scale=1.0, height=HEIGHT, width=WIDTH)
+    options = dict(latents=tiny.packed(tiny.batch.latents), num_inference_steps=1, guidance_scale=1.0, **SIZE)
     theirs = tiny.pipe(**tiny.call, **options, output_type="pt").images
     latents = tiny.pipe(**tiny.call, **options, output_type="latent").images
-    ours = family.decode_latents(tiny.pipe, latents)
+    ours = family.decode_latents(tiny.pipe, tiny.unpacked(latents))
     torch.testing.assert_close((ours / 2 + 0.5).clamp(0, 1), theirs)
 
 
@@ -159,55 +139,7 @@ def test_latents_of_a_sample_do_not_depend_on_the_others_in_the_batch(case):
     assert not torch.allclose(together[:1], family.encode_pixels(tiny.pipe, pixels()[:1], generators()[1:]))
 
 
-def test_the_vae_stays_in_float32_in_a_bfloat16_run(case, tmp_path):
-    family, tiny = case
-    exact = family.encode_pixels(tiny.pipe, pixels(), generators())
-    picture = family.decode_latents(tiny.pipe, exact)
-    tiny.pipe.save_pretrained(tmp_path)
-    for source in (str(tmp_path), None):
-        low = family.load(source, torch.bfloat16)
-        assert getattr(low, family.denoiser).dtype == low.text_encoder.dtype == torch.bfloat16
-        with torch.autocast("cpu", torch.bfloat16):
-            torch.testing.assert_close(family.encode_pixels(low, pixels(), generators()), exact)
-            torch.testing.assert_close(family.decode_latents(low, exact), picture)
-
-
-def test_only_the_named_parts_are_loaded(case, tmp_path):
-    family, tiny = case
-    tiny.pipe.save_pretrained(tmp_path)
-    for parts in [family.text_parts, ("vae",), (family.denoiser,)]:
-        for source in (str(tmp_path), None):
-            pipe = family.load(source, torch.float32, parts)
-            present = {name for name in family.parts if getattr(pipe, name) is not None}
-            assert present == set(parts)
-            assert pipe.scheduler is not None
-    assert {name for name in family.parts if getattr(family.load(str(tmp_path), torch.float32), name)} == {
-        *family.parts
-    }
-
-
 @torch.no_grad()
-def test_a_saved_model_loads_with_the_same_weights(case, tmp_path):
-    family, tiny = case
-    tiny.pipe.save_pretrained(tmp_path)
-    pipe = family.load(str(tmp_path), torch.float32)
-    for name in ("text_encoder", "vae", family.denoiser):
-        for a, b in zip(getattr(pipe, name).parameters(), getattr(tiny.pipe, name).parameters(), strict=True):
-            assert torch.equal(a, b)
-    assert pipe.tokenizer("a red circle").input_ids == tiny.pipe.tokenizer("a red circle").input_ids
-    assert family.process(pipe).prediction == family.process(tiny.pipe).prediction
-
-
-def test_a_broken_model_is_the_users_to_mend(case, tmp_path):
-    from library.errors import ConfigError
-
-    family, tiny = case
-    tiny.pipe.save_pretrained(tmp_path)
-    (tmp_path / family.denoiser / "diffusion_pytorch_model.safetensors").unlink()
-    with pytest.raises(ConfigError, match="cannot be loaded"):
-        family.load(str(tmp_path), torch.float32)
-
-
 def draw(family, pipe, sampler="ddim", **options):
     prompt = Prompt("a red circle", "blue", width=WIDTH, height=HEIGHT, **{"steps": 3, "scale": 3.0, **options})
     cond, negative = (family.encode_prompts(pipe, [text]) for text in (prompt.text, prompt.negative))
@@ -216,8 +148,8 @@ def draw(family, pipe, sampler="ddim", **options):
 
 def test_a_preview_is_the_picture_that_the_diffusers_pipeline_draws(case):
     family, tiny = case
-    theirs = tiny.pipe("a red circle", negative_prompt="blue", width=WIDTH, height=HEIGHT, num_inference_steps=3,
-                       guidance_scale=3.0, generator=torch.Generator().manual_seed(1)).images[0]  # fmt: skip
+    theirs = tiny.pipe("a red circle", negative_prompt="blue", **SIZE, num_inference_steps=3, guidance_scale=3.0,
+                       generator=torch.Generator().manual_seed(1)).images[0]  # fmt: skip
     ours = draw(family, tiny.pipe)
     assert ours.size == (WIDTH, HEIGHT)
     assert ours.tobytes() == theirs.tobytes()
@@ -238,11 +170,13 @@ def test_a_preview_leaves_no_trace(case):
 
 
 def test_a_preview_needs_no_text_encoder_and_draws_in_bfloat16(case):
-    family, _ = case
-    pipe = family.load(None, torch.bfloat16)
+    family, tiny = case
+    pipe = family.load(tiny.source, torch.bfloat16)
     prompt = Prompt("a", width=WIDTH, height=HEIGHT, steps=2)
-    cond, negative = (family.encode_prompts(pipe, [text]) for text in ("a", ""))
-    pipe.text_encoder = pipe.tokenizer = None
+    with torch.no_grad():
+        cond, negative = (family.encode_prompts(pipe, [text]) for text in ("a", ""))
+    for part in family.text_parts:
+        setattr(pipe, part, None)
     picture = family.draw(pipe, prompt, cond, negative, torch.Generator().manual_seed(1), "ddim")
     assert picture.size == (WIDTH, HEIGHT)
 

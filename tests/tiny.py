@@ -1,7 +1,7 @@
 """Tiny pipelines with random weights for the contract test, one or more for each family, and a batch for each."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import diffusers
@@ -37,6 +37,8 @@ class Tiny:
     """``Family.load`` makes the same kind of model from it."""
     packed: Callable[[Tensor], Tensor] = _same
     """Latents as the family has them -> as the diffusers pipeline and its scheduler have them."""
+    unpacked: Callable[[Tensor], Tensor] = _same
+    """The way back."""
 
 
 def batch_of(latents: torch.Tensor, cond: Cond) -> Batch:
@@ -105,7 +107,7 @@ def sdxl_velocity() -> Tiny:
     tiny = sdxl()
     tiny.pipe.scheduler = diffusers.DDIMScheduler.from_config(tiny.pipe.scheduler.config,
                                                               prediction_type="v_prediction")  # fmt: skip
-    return replace(tiny)
+    return tiny
 
 
 TINY: dict[str, Callable[[], Tiny]] = {

@@ -1,11 +1,11 @@
 """Models without weights, and what fills them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from torch import Tensor, nn
+from torch import Tensor
 
 
 def empty(cls: Any, config: Mapping[str, Any]) -> Any:
@@ -16,7 +16,7 @@ def empty(cls: Any, config: Mapping[str, Any]) -> Any:
         return cls.from_config(dict(config)).eval()
 
 
-def fill(model: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device | None) -> list[str]:
+def fill(model: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device | None) -> list[str]:
     """Put tensors into an empty model, one by one; returns the names of weights that are still missing.
 
     Tensors that the model does not know are left out.
@@ -27,8 +27,8 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype, de
             raise ValueError(f"{name} is {list(tensor.shape)} in the file and {list(known[name].shape)} in the model")
     ready = {name: tensor.to(device=device, dtype=dtype) for name, tensor in tensors.items() if name in known}
     model.load_state_dict(ready, strict=False, assign=True)
-    if isinstance(tie := getattr(model, "tie_weights", None), Callable):
-        tie()
+    if hasattr(model, "tie_weights"):
+        model.tie_weights()
     if device is not None:
         for buffer in model.buffers():
             buffer.data = buffer.data.to(device)

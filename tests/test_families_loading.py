@@ -1,0 +1,82 @@
+"""Models are loaded in parts, straight to dtype and device, from wherever they are."""
+
+import pytest
+import torch
+from family_cases import case, generators, modules_of, pixels
+
+from library.errors import ConfigError
+
+__all__ = ["case"]  # a fixture
+
+
+def test_the_vae_stays_in_float32_in_a_bfloat16_run(case, tmp_path):
+    family, tiny = case
+    exact = family.encode_pixels(tiny.pipe, pixels(), generators())
+    picture = family.decode_latents(tiny.pipe, exact)
+    tiny.pipe.save_pretrained(tmp_path)
+    low = family.load(str(tmp_path), torch.bfloat16)
+    for pipe in (low, family.load(tiny.source, torch.bfloat16)):
+        dtypes = {name: {p.dtype for p in part.parameters()} for name, part in modules_of(family, pipe).items()}
+        assert dtypes.pop("vae") == {torch.float32}
+        assert all(each == {torch.bfloat16} for each in dtypes.values()), dtypes
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(family.encode_pixels(low, pixels(), generators()), exact)
+        torch.testing.assert_close(family.decode_latents(low, exact), picture)
+
+
+def test_only_the_named_parts_are_loaded_and_others_can_come_later(case, tmp_path):
+    family, tiny = case
+    tiny.pipe.save_pretrained(tmp_path)
+    for source in (str(tmp_path), tiny.source):
+        whole = family.load(source, torch.float32)
+        pipe = family.load(source, torch.float32, family.text_parts)
+        assert present(family, pipe) == set(family.text_parts)
+        encoder, scheduler = getattr(pipe, family.text_parts[0]), pipe.scheduler
+        assert family.load(source, torch.float32, ("vae",), into=pipe) is pipe
+        assert present(family, pipe) == {*family.text_parts, "vae"}
+        assert getattr(pipe, family.text_parts[0]) is encoder and pipe.scheduler is scheduler
+        for part in family.text_parts:
+            setattr(pipe, part, None)
+        family.load(source, torch.float32, (family.denoiser,), into=pipe)
+        assert present(family, pipe) == {"vae", family.denoiser}
+        assert pipe.vae_scale_factor == whole.vae_scale_factor
+        assert dict(pipe.config).keys() == dict(whole.config).keys()
+        same_weights(family, pipe, whole)
+
+
+def present(family, pipe):
+    return {name for name in family.parts if getattr(pipe, name) is not None}
+
+
+def same_weights(family, pipe, whole):
+    """What is loaded in ``pipe`` has the weights that it has in ``whole``."""
+    for name, part in modules_of(family, pipe).items():
+        theirs = getattr(whole, name).state_dict()
+        assert part.state_dict().keys() == theirs.keys()
+        assert all(torch.equal(tensor, theirs[key]) for key, tensor in part.state_dict().items()), name
+
+
+@torch.no_grad()
+def test_a_saved_model_loads_with_the_same_weights(case, tmp_path):
+    family, tiny = case
+    tiny.pipe.save_pretrained(tmp_path)
+    pipe = family.load(str(tmp_path), torch.float32)
+    same_weights(family, pipe, tiny.pipe)
+    assert not any(part.training for part in modules_of(family, pipe).values())
+    for name in family.tokenizers:
+        assert getattr(pipe, name)("a red circle").input_ids == getattr(tiny.pipe, name)("a red circle").input_ids
+    assert family.process(pipe).prediction == family.process(tiny.pipe).prediction
+
+
+def test_a_model_saved_in_half_precision_alone_is_found(case, tmp_path):
+    family, tiny = case
+    tiny.pipe.save_pretrained(tmp_path, variant="fp16")
+    same_weights(family, family.load(str(tmp_path), torch.float32), tiny.pipe)
+
+
+def test_a_broken_model_is_the_users_to_mend(case, tmp_path):
+    family, tiny = case
+    tiny.pipe.save_pretrained(tmp_path)
+    (tmp_path / family.denoiser / "diffusion_pytorch_model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=f"its {family.denoiser} cannot be loaded"):
+        family.load(str(tmp_path), torch.float32)
