@@ -44,10 +44,10 @@ def load(
         with _told(model, part):
             # The VAE of SD 1.x and SDXL overflows in half precision; it is small and runs once for each picture.
             precision = torch.float32 if part == "vae" else dtype
-            loaded[part] = _part(family, model, read, _class(*index[part]), part, precision, device)
+            loaded[part] = _part(family, model, read, class_of(*index[part]), part, precision, device)
     with _told(model, "scheduler"):
         settings = {**needed(read, "scheduler/scheduler_config.json"), **model.scheduler}
-        loaded["scheduler"] = _class(*index["scheduler"]).from_config(settings)
+        loaded["scheduler"] = class_of(*index["scheduler"]).from_config(settings)
     return _joined(into, _pipeline(family.facts.pipeline, index, loaded), None)
 
 
@@ -72,7 +72,7 @@ def _part(
     return load_from_file(cls, place, config, family.facts.prefixes.get(part, ()), dtype, device)
 
 
-def _class(library: str, name: str) -> Any:
+def class_of(library: str, name: str) -> Any:
     """What model_index.json names."""
     if library not in ("diffusers", "transformers"):
         raise ValueError(f"model_index.json names {name} of {library}, and only diffusers and transformers are used")
@@ -81,7 +81,7 @@ def _class(library: str, name: str) -> Any:
 
 def _pipeline(name: str, index: Json, loaded: dict[str, Any]) -> Any:
     """The pipeline around what is loaded; everything else in it is None."""
-    cls = _class("diffusers", name)
+    cls = class_of("diffusers", name)
     modules, settings = cls._get_signature_keys(cls)
     wanted = {key: value for key, value in index.items() if key in settings and not isinstance(value, list)}
     if "requires_safety_checker" in settings:

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from .. import __version__
@@ -38,13 +39,14 @@ class Export:
         """Write one file; an error on the process that writes is raised on all."""
         path = Path(run.config.save.output_dir) / name
         model = run.strategy.unwrapped(run.adapter)
-        run.strategy.on_main(lambda: self._write(run, path, lora.state(model)))
+        names = keys.file_names((name for name, _ in model.named_modules()), run.task.family.lora_names)
+        run.strategy.on_main(lambda: self._write(run, path, lora.state(model), names))
         self.written.append(path)
         logger.info("saved %s", path)
 
-    def _write(self, run: Run, path: Path, state: lora.State) -> None:
+    def _write(self, run: Run, path: Path, state: lora.State, names: Mapping[str, str]) -> None:
         family = run.task.family
-        tensors = keys.to_kohya(state, self.adapter.alpha, family.lora_prefix)
+        tensors = keys.to_kohya(state, self.adapter.alpha, family.lora_prefix, names)
         tensors = file.cast(tensors, run.config.save.save_precision)
         titles = family.titles(run.task.pipe)
         model = ModelFacts(titles.base_model_version, titles.architecture, run.task.process.prediction)

@@ -1,0 +1,116 @@
+"""The shipped configurations are the published models: counted, and named as sd-scripts names them."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from library.adapters import keys, lora
+from library.config.schema import AdapterConfig
+from library.families import FAMILIES, loading
+from library.families.configs import names, read_config
+from library.families.empty import empty
+from library.families.known import FACTS
+
+DATA = Path(__file__).parent / "data"
+
+COUNTS = {
+    ("sd1", "unet"): 859_520_964,
+    ("sd1", "vae"): 83_653_863,
+    ("sd1", "text_encoder"): 123_060_480,
+    ("sd2", "unet"): 865_910_724,
+    ("sd2", "vae"): 83_653_863,
+    ("sd2", "text_encoder"): 340_387_840,
+    ("sd2_base", "unet"): 865_910_724,
+    ("sd2_base", "text_encoder"): 340_387_840,
+    ("sdxl", "unet"): 2_567_463_684,
+    ("sdxl", "vae"): 83_653_863,
+    ("sdxl", "text_encoder"): 123_060_480,
+    ("sdxl", "text_encoder_2"): 694_659_840,
+}
+"""Parameters of the published models."""
+
+
+def part_of(config: str, part: str) -> nn.Module:
+    """One part in its real size, without weights."""
+    data = read_config(config)
+    return empty(loading.class_of(*data["model_index.json"][part]), data[f"{part}/config.json"])
+
+
+@pytest.mark.parametrize("config, part", COUNTS)
+def test_a_shipped_configuration_has_as_many_parameters_as_the_published_model(config, part):
+    assert sum(parameter.numel() for parameter in part_of(config, part).parameters()) == COUNTS[config, part]
+
+
+def test_every_configuration_belongs_to_a_family_and_is_complete():
+    for name in names():
+        data = read_config(name)
+        (family,) = [family for family in FACTS if name == family or name.startswith(f"{family}_")]
+        facts = FACTS[family]
+        index = data["model_index.json"]
+        assert index["_class_name"] == facts.pipeline
+        assert {*facts.parts, "scheduler"} == {key for key, value in index.items() if isinstance(value, list)}
+        assert facts.look(data.get) is not None, name
+
+
+def golden(name: str) -> dict[str, list[int]]:
+    return json.loads((DATA / f"kohya_keys_{name}.json").read_text())
+
+
+def of(prefix: str, keys_and_shapes: Mapping[str, list[int]]) -> dict[str, list[int]]:
+    return {key: shape for key, shape in keys_and_shapes.items() if key.startswith(f"{prefix}_")}
+
+
+def exported(model: nn.Module, targets, prefix: str, style: str) -> tuple[lora.State, dict[str, torch.Tensor]]:
+    """The state of a LoRA in a model without weights, and what a kohya file would hold."""
+    adapter = lora.inject(model, AdapterConfig(network_dim=16, network_alpha=8), targets, seed=1)
+    state = {name: torch.zeros(tensor.shape) for name, tensor in lora.state(model).items()}
+    files = keys.file_names((name for name, _ in model.named_modules()), style)
+    tensors = keys.to_kohya(state, adapter.alpha, prefix, files)
+    back, alphas = keys.from_kohya(tensors, adapter.modules, prefix, files)
+    assert back.keys() == state.keys() and alphas == dict.fromkeys(adapter.modules, 8.0)
+    return state, tensors
+
+
+@pytest.mark.parametrize("family, config, name", [("sd1", "sd1", "sd15"), ("sdxl", "sdxl", "sdxl")])
+def test_names_and_shapes_of_the_denoiser_are_sd_scripts_own(family, config, name):
+    family = FAMILIES.get(family)
+    _, tensors = exported(part_of(config, family.denoiser), family.lora_targets, family.lora_prefix, family.lora_names)
+    assert {key: list(tensor.shape) for key, tensor in tensors.items()} == of(family.lora_prefix, golden(name))
+
+
+@pytest.mark.parametrize("family, config, name", [("sd1", "sd1", "sd15"), ("sdxl", "sdxl", "sdxl")])
+def test_names_and_shapes_of_the_text_encoders_are_sd_scripts_own(family, config, name):
+    family = FAMILIES.get(family)
+    for part, prefix in family.text_lora_prefixes.items():
+        _, tensors = exported(part_of(config, part), family.text_lora_targets, prefix, "clip")
+        assert {key: list(tensor.shape) for key, tensor in tensors.items()} == of(prefix, golden(name))
+    assert {key.split("_")[1] for key in golden(name)} == {
+        prefix.split("_")[1] for prefix in (family.lora_prefix, *family.text_lora_prefixes.values())
+    }
+
+
+def test_original_names_of_convolutions_are_sd_scripts_own():
+    """LoRA on convolutions is not trained yet, but their names are all of the rest that a UNet has."""
+    model = part_of("sdxl", "unet")
+    files = keys.file_names((name for name, _ in model.named_modules()), "ldm")
+    wanted = {key.split(".")[0] for key in of("lora_unet", golden("sdxl_conv"))}
+    ours = {keys.kohya_name(files[name], "lora_unet") for name, module in model.named_modules()
+            if isinstance(module, nn.Linear | nn.Conv2d)}  # fmt: skip
+    assert wanted <= ours
+    assert len({*files.values()}) == len(files), "no two modules have one name"
+    outside = {"time_embed", "label_emb", "input_blocks_0_0", "out_2"}
+    assert all(re.sub("^lora_unet_", "", name).startswith(tuple(outside)) for name in ours - wanted)
+
+
+def test_sd2_has_the_modules_of_sd1_and_its_projections_are_linear():
+    family = FAMILIES.get("sd2")
+    _, tensors = exported(part_of("sd2", "unet"), family.lora_targets, family.lora_prefix, family.lora_names)
+    assert tensors.keys() == of("lora_unet", golden("sd15")).keys()
+    assert {tensor.ndim for tensor in tensors.values()} == {0, 2}
+    _, text = exported(part_of("sd2", "text_encoder"), family.text_lora_targets, "lora_te", "clip")
+    assert len(text) == 23 * 6 * 3
