@@ -74,6 +74,17 @@ def test_a_model_saved_in_half_precision_alone_is_found(case, tmp_path):
     same_weights(family, family.load(str(tmp_path), torch.float32), tiny.pipe)
 
 
+def test_a_tokenizer_without_its_vocabulary_is_told(case, tmp_path):
+    family, tiny = case
+    tiny.pipe.save_pretrained(tmp_path)
+    (part, *_) = family.tokenizers
+    for path in (tmp_path / part).iterdir():
+        if path.name != "tokenizer_config.json":
+            path.unlink()
+    with pytest.raises(ConfigError, match=f"its {part} cannot be loaded: there is no vocabulary in it"):
+        family.load(str(tmp_path), torch.float32, (part,))
+
+
 def test_a_broken_model_is_the_users_to_mend(case, tmp_path):
     family, tiny = case
     tiny.pipe.save_pretrained(tmp_path)

@@ -5,9 +5,7 @@ NAME is the family, or the family and a variant: ``sdxl``, ``sdxl_tiny``.
 """
 
 import json
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 from .reading import Json
@@ -30,14 +28,3 @@ def names_of(family: str) -> list[str]:
 def read_config(name: str) -> Config:
     data: Config = json.loads((_FOLDER / f"{name}.json").read_text(encoding="utf-8"))
     return data
-
-
-@contextmanager
-def as_folder(config: Config) -> Iterator[Path]:
-    """A folder with these files, for as long as the context lasts; diffusers reads configurations from folders."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for path, data in config.items():
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            (folder / path).write_text(json.dumps(data), encoding="utf-8")
-        yield folder

@@ -6,11 +6,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from .tokenizers import read_tokenizer
+
 
 def load_from_folder(cls: Any, place: str, subfolder: str, dtype: torch.dtype, device: torch.device | None) -> Any:
     """Load the part in ``subfolder`` of a folder or hub id."""
     if not issubclass(cls, nn.Module):
-        return cls.from_pretrained(place, subfolder=subfolder)
+        return read_tokenizer(cls, place, subfolder)
     options = {} if device is None else {"device_map": {"": device}}
     # Safetensors only: reading a pickle would run code from the file.
     return cls.from_pretrained(place, subfolder=subfolder, use_safetensors=True, variant=_variant(place, subfolder),

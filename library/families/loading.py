@@ -64,7 +64,8 @@ def _part(
     if part.startswith("tokenizer"):
         if model.kind == "random":
             return small_tokenizer(cls, needed(read, f"{part}/tokenizer_config.json"))
-        return load_tokenizer(cls, family.tokenizers[part], family.options.tokenizer_cache_dir)
+        settings = needed(read, f"{part}/tokenizer_config.json")
+        return load_tokenizer(cls, settings, family.tokenizers[part], family.options.tokenizer_cache_dir)
     config = needed(read, f"{part}/config.json")
     if separate is None and model.kind == "random":
         return random_part(cls, config, part, dtype, device)

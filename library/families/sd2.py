@@ -22,7 +22,7 @@ class StableDiffusion2(Family):
     facts = SD2
     denoiser = "unet"
     text_parts = ("text_encoder", "tokenizer")
-    tokenizers = {"tokenizer": "stabilityai/stable-diffusion-2-1:tokenizer"}  # noqa: RUF012
+    tokenizers = {"tokenizer": "stabilityai/stable-diffusion-2:tokenizer"}  # noqa: RUF012
     lora_targets = LORA_TARGETS
     lora_prefix = "lora_unet"
     text_lora_targets = TEXT_LORA_TARGETS

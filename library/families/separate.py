@@ -9,12 +9,12 @@ from .contents import Piece, pieces_in, refuse_others, said
 from .header import read_header
 from .reading import Json, Problem, Reader, from_folder, from_hub
 
-_WIDTHS: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "AutoencoderKL": ("vae", ("latent_channels",)),
-    "CLIPTextModel": ("clip", ("hidden_size",)),
-    "CLIPTextModelWithProjection": ("clip", ("hidden_size",)),
-    "T5EncoderModel": ("t5", ("d_model",)),
-    "T5ForConditionalGeneration": ("t5", ("d_model",)),
+_WIDTHS: Mapping[str, tuple[str, str]] = {
+    "AutoencoderKL": ("vae", "latent_channels"),
+    "CLIPTextModel": ("clip", "hidden_size"),
+    "CLIPTextModelWithProjection": ("clip", "hidden_size"),
+    "T5EncoderModel": ("t5", "d_model"),
+    "T5ForConditionalGeneration": ("t5", "d_model"),
 }
 """Class of a part -> what kind of piece it is, and where its config says its width."""
 
@@ -31,7 +31,8 @@ class Separate:
 def separate(place: str, part: str, read_model: Reader) -> Separate:
     """Look at the file, folder or hub id for ``part`` of a model; what cannot be that part is named."""
     path = Path(place).expanduser()
-    wanted = _piece(read_model(f"{part}/config.json"))
+    index = read_model("model_index.json") or {}
+    wanted = _piece(read_model(f"{part}/config.json"), (index.get(part) or ["", ""])[1])
     if path.is_file():
         header = read_header(path)
         refuse_others(header)
@@ -45,7 +46,7 @@ def separate(place: str, part: str, read_model: Reader) -> Separate:
     for subfolder in ("", part):
         config = read(f"{subfolder}/config.json".removeprefix("/"))
         if config is not None:
-            piece = _piece(config)
+            piece = _piece(config, config.get("_class_name") or (config.get("architectures") or [""])[0])
             _compare([piece] if piece else [], wanted, part)
             return Separate(kind, str(path) if path.is_dir() else place, subfolder)
     raise Problem(f"no config.json in it, and none in a folder {part} in it, so it is no {part} in diffusers' form")
@@ -58,13 +59,10 @@ def _compare(found: list[Piece], wanted: Piece | None, part: str) -> None:
         raise Problem(f"is a {' and a '.join(map(said, found))}, where the model has a {said(wanted)}")
 
 
-def _piece(config: Json | None) -> Piece | None:
-    """What a part's config says it is; None when that is not known."""
-    if config is None:
+def _piece(config: Json | None, name: str) -> Piece | None:
+    """What a part is that has this config and is of the class ``name``; None when that is not known."""
+    if config is None or name not in _WIDTHS:
         return None
-    name = config.get("_class_name") or (config.get("architectures") or [""])[0]
-    if name not in _WIDTHS:
-        return None
-    kind, (key, *_) = _WIDTHS[name]
+    kind, key = _WIDTHS[name]
     width = config.get(key)
     return Piece(kind, width) if isinstance(width, int) else None

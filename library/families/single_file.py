@@ -7,7 +7,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from .configs import as_folder
+from .contents import DENOISER_PREFIX
 from .empty import empty, fill
 
 
@@ -16,34 +16,49 @@ def load_from_file(
     device: torch.device | None,
 ) -> Any:  # fmt: skip
     """Make the part of ``config`` and fill it from a file, where its weights' names may begin with a prefix."""
-    tensors = _read(place, prefixes)
-    if cls.__module__.startswith("transformers."):
-        model = empty(cls, config)
-        missing = fill(model, _text_names(model, tensors), dtype, device)
-    else:
-        with as_folder({"config.json": dict(config)}) as folder:
-            model = cls.from_single_file(tensors, config=str(folder), torch_dtype=dtype, device=device)
-        missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    prefix, tensors = _read(place, prefixes)
+    model = empty(cls, config)
+    rename = _text_names if cls.__module__.startswith("transformers.") else _diffusers_names
+    try:
+        missing = fill(model, rename(model, tensors, prefix), dtype, device)
+    except KeyError as error:
+        missing = [str(error.args[0])]
     if missing:
         raise ValueError(f"{len(missing)} weights are missing in the file, for example {missing[0]}")
-    return model.eval()
+    return model
 
 
-def _read(place: str, prefixes: Sequence[str]) -> dict[str, Tensor]:
-    """The weights that begin with a prefix, without it; all of them when no prefix is there."""
+def _read(place: str, prefixes: Sequence[str]) -> tuple[str, dict[str, Tensor]]:
+    """The weights that begin with one of the prefixes, and with which; all of them when none does."""
     with safe_open(place, framework="pt") as file:
         names = list(file.keys())
         prefix = next((each for each in prefixes if any(name.startswith(each) for name in names)), "")
-        return {name.removeprefix(prefix): file.get_tensor(name) for name in names if name.startswith(prefix)}
+        return prefix, {name: file.get_tensor(name) for name in names if name.startswith(prefix)}
 
 
-def _text_names(model: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def _diffusers_names(model: Any, tensors: dict[str, Tensor], prefix: str) -> Mapping[str, Tensor]:
+    """diffusers knows the original names of its models; it only wants to see a UNet's prefix."""
+    from diffusers.loaders import single_file_model
+
+    if model.state_dict().keys() <= tensors.keys():
+        return tensors
+    if "input_blocks.0.0.weight" in tensors:
+        tensors = {DENOISER_PREFIX + name: tensor for name, tensor in tensors.items()}
+    table: Any = single_file_model.SINGLE_FILE_LOADABLE_CLASSES
+    renamed: Mapping[str, Tensor] = table[type(model).__name__]["checkpoint_mapping_fn"](
+        checkpoint=tensors, config=dict(model.config)
+    )
+    return renamed
+
+
+def _text_names(model: Any, tensors: dict[str, Tensor], prefix: str) -> Mapping[str, Tensor]:
     """Names as the installed transformers has them."""
     from diffusers.loaders import single_file_utils
 
+    tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
     if any(".resblocks." in name for name in tensors):
         convert: Any = single_file_utils.convert_open_clip_checkpoint
-        tensors = convert(model, dict(tensors), prefix="")
+        tensors = convert(model, tensors, prefix="")
     known = model.state_dict()
     inner = "text_model."
     has_inner = any(name.startswith(inner) for name in known)

@@ -11,19 +11,36 @@ from ..demo.stand_in import vocabulary
 _CLIP_END = "<|endoftext|>"
 
 
-def load_tokenizer(cls: Any, hub_id: str, cache: str | None) -> Any:
-    """The tokenizer of a published model, from sd-scripts' kind of cache folder, or from the hub and into it."""
-    kept = Path(cache).expanduser() / hub_id.replace("/", "_") if cache else None
+_FEWEST = 200
+"""Tokens that every vocabulary has; transformers makes an empty one, silently, where it finds no files."""
+
+
+def read_tokenizer(cls: Any, place: str, subfolder: str = "", **options: Any) -> Any:
+    """The tokenizer in a folder or hub id, which must have a vocabulary."""
+    tokenizer = cls.from_pretrained(place, subfolder=subfolder, **options)
+    if len(tokenizer) < _FEWEST:
+        raise OSError("there is no vocabulary in it (vocab.json and merges.txt, or tokenizer.json)")
+    return tokenizer
+
+
+def load_tokenizer(cls: Any, config: Mapping[str, Any], hub_id: str, cache: str | None) -> Any:
+    """The tokenizer of a published model, from sd-scripts' kind of cache folder, or from the hub and into it.
+
+    ``hub_id`` may name a folder in it: ``owner/name:tokenizer``.  What ``config`` says of padding and length counts.
+    """
+    options = {name: config[name] for name in ("pad_token", "model_max_length") if name in config}
     repository, _, subfolder = hub_id.partition(":")
+    name = repository.replace("/", "_")
+    kept = Path(cache).expanduser() / name if cache else None
     if kept is not None and kept.is_dir():
-        return cls.from_pretrained(str(kept))
+        return read_tokenizer(cls, str(kept), **options)
     try:
-        tokenizer = cls.from_pretrained(repository, subfolder=subfolder)
+        tokenizer = read_tokenizer(cls, repository, subfolder, **options)
     except (OSError, ValueError):
         raise OSError(
             f"a single file brings no tokenizer, and {repository} cannot be reached on the hub; with a network it is "
-            f"downloaded once; without one, put it into FOLDER/{hub_id.replace('/', '_')} and use "
-            "--tokenizer_cache_dir FOLDER, or use the model as a diffusers folder"
+            f"downloaded once; without one, put it into FOLDER/{name} and use --tokenizer_cache_dir FOLDER, or use "
+            "the model as a diffusers folder"
         ) from None
     if kept is not None:
         tokenizer.save_pretrained(str(kept))
