@@ -1,17 +1,24 @@
 """The family of a model is found from its small files, without torch, with a reason; or the message says why not."""
 
 import json
+import math
 import subprocess
 import sys
 
 import pytest
 
+from library.config.schema import ModelConfig
 from library.errors import ConfigError
+from library.families import FAMILIES
+from library.families.configs import names, read_config
 from library.families.detect import detect
+from library.families.known import FACTS
 
 
-def model(folder, name="StableDiffusionPipeline", unet=None, vae=None, scheduler=None):
-    """The JSON files of a diffusers folder with the sizes of Stable Diffusion 1.5."""
+def model(folder, name="StableDiffusionPipeline", unet=None, vae=None, scheduler=None, config=None):
+    """The JSON files of a diffusers folder with the sizes of Stable Diffusion 1.5, or of a shipped configuration."""
+    if config is not None:
+        return written(folder, read_config(config))
     sizes = {"cross_attention_dim": 768, "block_out_channels": [320, 640, 1280, 1280], "in_channels": 4}
     files = {
         "model_index.json": {"_class_name": name},
@@ -21,17 +28,21 @@ def model(folder, name="StableDiffusionPipeline", unet=None, vae=None, scheduler
         "text_encoder/config.json": {},
         "tokenizer/tokenizer_config.json": {},
     }
+    return written(folder, files)
+
+
+def written(folder, files):
     for path, data in files.items():
         (folder / path).parent.mkdir(exist_ok=True, parents=True)
         (folder / path).write_text(json.dumps(data))
     return str(folder)
 
 
-def problem(source):
+def problem(source, **options):
     with pytest.raises(ConfigError) as caught:
-        detect(source)
+        detect(ModelConfig(source, **options))
     (line,) = caught.value.problems
-    assert line.startswith(f"pretrained_model_name_or_path: {source}: ")
+    assert options or line.startswith(f"pretrained_model_name_or_path: {source}: ")
     return line
 
 
@@ -39,7 +50,22 @@ def test_a_diffusers_folder_of_stable_diffusion_1_is_known_with_a_reason(tmp_pat
     found = detect(model(tmp_path))
     assert found.family == "sd1"
     assert "StableDiffusionPipeline" in found.reason and "768" in found.reason
-    assert found.pixel_step == 64
+    assert (found.pixel_step, found.prediction, found.kind) == (64, "epsilon", "folder")
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_shipped_configuration_is_known_as_what_it_is(name, tmp_path):
+    read, told = detect(model(tmp_path, config=name)), detect(f"random:{name}".replace("_", ":"))
+    assert read.family == told.family == name.partition("_")[0]
+    assert (read.pixel_step, read.prediction) == (told.pixel_step, told.prediction)
+    assert FACTS[read.family].pipeline in read.reason and f"sizes of {name}" in told.reason
+
+
+def test_steps_and_predictions_are_those_of_the_published_models():
+    found = {name: detect(f"random:{name}") for name in ("sd1", "sd2", "sd2:base", "sdxl")}
+    assert {name: (each.pixel_step, each.prediction) for name, each in found.items()} == {
+        "sd1": (64, "epsilon"), "sd2": (64, "v"), "sd2:base": (64, "epsilon"), "sdxl": (32, "epsilon"),
+    }  # fmt: skip
 
 
 def test_the_built_in_model_is_what_its_saved_files_say(tmp_path):
@@ -52,24 +78,157 @@ def test_the_built_in_model_is_what_its_saved_files_say(tmp_path):
 
 
 def test_other_models_are_named_and_refused(tmp_path):
-    assert "FluxPipeline; not yet" in problem(model(tmp_path / "a", name="FluxPipeline"))
-    assert "Stable Diffusion 2; not yet" in problem(model(tmp_path / "b", unet={"cross_attention_dim": 1024}))
+    assert "KolorsPipeline; not yet: this version trains Stable Diffusion 1, " in problem(
+        model(tmp_path / "a", name="KolorsPipeline")
+    )
     assert "takes 9 channels" in problem(model(tmp_path / "c", unet={"in_channels": 9}))
+    assert "takes no sizes" in problem(model(tmp_path / "d", name="StableDiffusionXLPipeline"))
+    refiner = {"addition_embed_type": "text_time", "projection_class_embeddings_input_dim": 2560}
+    assert "refiner" in problem(model(tmp_path / "e", name="StableDiffusionXLPipeline", unet=refiner))
 
 
 def test_what_is_no_model_is_told_with_the_way_out(tmp_path):
     assert "no model_index.json" in problem(str(tmp_path))
-    file = tmp_path / "model.safetensors"
-    file.touch()
-    assert "single file; not yet" in problem(str(file))
-    assert "no such folder (looked in" in problem(str(tmp_path / "absent"))
-    assert "no such folder (looked in" in problem("absent.safetensors")
+    (tmp_path / "config.json").write_text('{"_class_name": "AutoencoderKL"}')
+    assert "this one holds only AutoencoderKL" in problem(str(tmp_path))
+    assert "no such file or folder (looked in" in problem(str(tmp_path / "absent"))
+    assert "no such file or folder (looked in" in problem("absent.safetensors")
+    assert "did you mean random:sdxl:tiny?" in problem("random:sdxl:tini")
+    assert "did you mean random:sd" in problem("random:sd")
+    assert "there are: random:" in problem("random:what")
+    assert "--family is of no use without a model" in problem(None, family="sdxl")
     broken = tmp_path / "broken"
     model(broken)
     (broken / "unet/config.json").write_text("{")
     assert "config.json cannot be read" in problem(str(broken))
     (broken / "unet/config.json").unlink()
     assert "unet/config.json is missing" in problem(str(broken))
+
+
+def header_only(path, shapes, metadata=None, cut=0):
+    """A safetensors file with these names and shapes, whose weights take no room on the disk."""
+    head, end = {"__metadata__": metadata} if metadata else {}, 0
+    for name, shape in shapes.items():
+        size = 2 * math.prod(shape)
+        head[name] = {"dtype": "F16", "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    raw = json.dumps(head).encode()
+    with path.open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        file.truncate(8 + len(raw) + end - cut)
+    return str(path)
+
+
+UNET = "model.diffusion_model."
+XL = {f"{UNET}input_blocks.0.0.weight": [320, 4, 3, 3], f"{UNET}label_emb.0.0.weight": [1280, 2816],
+      "first_stage_model.decoder.conv_in.weight": [512, 4, 3, 3],
+      "conditioner.embedders.0.transformer.text_model.embeddings.token_embedding.weight": [49408, 768],
+      "conditioner.embedders.1.model.token_embedding.weight": [49408, 1280]}  # fmt: skip
+ATTENTION = f"{UNET}input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight"
+ONE = {f"{UNET}input_blocks.0.0.weight": [320, 4, 3, 3], ATTENTION: [320, 768],
+       "first_stage_model.decoder.conv_in.weight": [512, 4, 3, 3],
+       "cond_stage_model.transformer.text_model.embeddings.token_embedding.weight": [49408, 768]}  # fmt: skip
+TWO = {**ONE, ATTENTION: [320, 1024], "cond_stage_model.model.token_embedding.weight": [49408, 1024]}
+
+
+@pytest.mark.parametrize("shapes, family, config", [(ONE, "sd1", "sd1"), (TWO, "sd2", "sd2"), (XL, "sdxl", "sdxl")])
+def test_a_single_file_is_known_by_names_and_sizes(shapes, family, config, tmp_path):
+    found = detect(header_only(tmp_path / "model.safetensors", shapes))
+    assert (found.family, found.config, found.kind) == (family, config, "file")
+    assert {*found.inside} == {part for part in FACTS[family].parts if not part.startswith("tokenizer")}
+    assert FACTS[family].title in found.reason
+
+
+def test_what_a_single_file_predicts_is_taken_from_its_own_word_and_from_the_option(tmp_path):
+    def prediction(shapes, metadata=None, **options):
+        path = header_only(tmp_path / "model.safetensors", shapes, metadata)
+        found = detect(ModelConfig(path, **options))
+        assert found.scheduler.get("prediction_type", "").startswith(found.prediction) or not found.scheduler
+        return found.prediction
+
+    assert prediction(XL) == "epsilon"
+    assert prediction(XL, {"modelspec.prediction_type": "v"}) == "v"
+    assert prediction({**XL, "v_pred": [0]}) == "v"
+    assert prediction(TWO) == "v", "as the published 768 model"
+    assert prediction(TWO, {"modelspec.prediction_type": "epsilon"}) == "epsilon"
+    assert prediction(TWO, v_parameterization=False) == "epsilon"
+    assert prediction(ONE, v_parameterization=True) == "v"
+    zero = detect(header_only(tmp_path / "zero.safetensors", {**XL, "v_pred": [0], "ztsnr": [0]}))
+    assert zero.scheduler["rescale_betas_zero_snr"] is True
+
+
+OTHERS = {
+    "a LoRA file and no model": {"lora_unet_x.lora_down.weight": [4, 4]},
+    "a LoRA file": {"transformer.blocks.0.to_q.lora_A.weight": [4, 4]},
+    "a textual inversion": {"emb_params": [2, 768]},
+    "textual inversion": {"clip_l": [2, 768], "clip_g": [2, 1280]},
+    "a ControlNet": {"control_model.input_blocks.0.0.weight": [320, 4, 3, 3]},
+    "an IP-Adapter": {"image_proj.proj.weight": [4, 4]},
+    "scaled fp8": {**XL, "scaled_fp8": [0]},
+    "a VAE with 4 latent channels": {"decoder.conv_in.weight": [512, 4, 3, 3]},
+    "a CLIP text encoder of width 1280": {"text_model.embeddings.token_embedding.weight": [49408, 1280]},
+    "a T5 text encoder of width 4096": {"encoder.block.0.layer.0.SelfAttention.q.weight": [4096, 4096]},
+    "an inpainting model": {**ONE, f"{UNET}input_blocks.0.0.weight": [320, 9, 3, 3]},
+    "the refiner": {**XL, f"{UNET}label_emb.0.0.weight": [1280, 2560]},
+    "of sizes that are not known": {**XL, f"{UNET}input_blocks.0.0.weight": [640, 4, 3, 3]},
+    "no model that is known; it holds 1 weights, the first is bias": {"bias": [3]},
+}
+
+
+@pytest.mark.parametrize("words", OTHERS)
+def test_another_single_file_is_named_by_what_it_is(words, tmp_path):
+    assert words in problem(header_only(tmp_path / "model.safetensors", OTHERS[words]))
+
+
+BROKEN = {
+    "is empty": b"",
+    "is a pickle (.ckpt, .pt, .bin), which can run code": b"PK\x03\x04" + bytes(100),
+    "is a pickle": b"\x80\x02" + bytes(100),
+    "is a GGUF file": b"GGUF" + bytes(100),
+    "is only a pointer of git-lfs; run": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+    "is a web page": b"<!DOCTYPE html><html>Sign in</html>",
+    "is no safetensors file": b"Hello, this is some text",
+    "is cut off": (500).to_bytes(8, "little") + b'{"a":',
+    "is a damaged safetensors file": (20).to_bytes(8, "little") + b'{"a": {"shape": [1]}' + b"}",
+}
+
+
+@pytest.mark.parametrize("words", BROKEN)
+def test_a_file_that_is_no_safetensors_file_is_named_by_what_it_is(words, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(BROKEN[words])
+    assert words in problem(str(tmp_path / "model.safetensors"))
+
+
+def test_a_file_whose_end_is_missing_is_told_before_it_is_loaded(tmp_path):
+    assert "is cut off: " in problem(header_only(tmp_path / "model.safetensors", XL, cut=10))
+
+
+def test_the_family_can_be_named_and_must_fit(tmp_path):
+    folder = model(tmp_path / "one", config="sdxl", name="")
+    found = detect(ModelConfig(folder, family="sdxl"))
+    assert found.family == "sdxl" and "--family says so" in found.reason
+    assert "unknown model family 'sdxll'; did you mean sdxl?" in problem(folder, family="sdxll")
+    assert "its files are not those of family sd2" in problem(model(tmp_path / "b"), family="sd2")
+    own = detect(ModelConfig(folder, family="library.families.sdxl:StableDiffusionXL"))
+    assert own.family == "library.families.sdxl:StableDiffusionXL"
+    assert FAMILIES.get(own.family).denoiser == "unet"
+    file = header_only(tmp_path / "model.safetensors", XL)
+    assert "has not the weights of family sd1" in problem(file, family="sd1")
+    assert "is of family sdxl and not sd1" in problem("random:sdxl:tiny", family="sd1")
+
+
+def test_options_of_other_families_are_refused_all_together(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        detect(ModelConfig(model(tmp_path), clip_g="x", ae="y", v2=True))
+    assert caught.value.problems == [
+        "clip_g: Stable Diffusion 1 has no such part",
+        "ae: Stable Diffusion 1 has no such part",
+        "v2: the model is Stable Diffusion 1; leave this option out",
+    ]
+    assert "clip_skip: means nothing for Stable Diffusion XL; leave this option out" in problem(
+        "random:sdxl:tiny", clip_skip=2
+    )
+    assert detect(ModelConfig("random:sd2:tiny", v2=True, clip_skip=2)).family == "sd2"
 
 
 def test_a_hub_id_without_network_is_one_clear_line():
@@ -80,7 +239,8 @@ def test_a_hub_id_without_network_is_one_clear_line():
 def test_looking_at_a_folder_loads_neither_torch_nor_diffusers(tmp_path):
     script = (
         "import sys; from library.families.detect import detect; from library.families import FAMILIES;"
-        f"detect({model(tmp_path)!r}); detect(None); FAMILIES.names();"
+        f"detect({model(tmp_path / 'a')!r}); detect(None); FAMILIES.names(); detect('random:sdxl:tiny');"
+        f"detect({header_only(tmp_path / 'model.safetensors', XL)!r});"
         "print({'torch', 'diffusers', 'transformers', 'huggingface_hub'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -81,7 +81,7 @@ def _detected(model: ModelConfig) -> Detected:
     if place is None:
         raise Problem("missing; --family is of no use without a model")
     if place.startswith("random:"):
-        return _random(place)
+        return _random(place, model.family)
     path = Path(place).expanduser()  # a path from a file has not been through a shell
     if path.is_dir():
         return _from_json(from_folder(path), "folder", str(path), model.family)
@@ -134,6 +134,8 @@ def _from_file(path: Path, chosen: str | None) -> Detected:
     if candidates:
         raise Problem(f"looks like {facts_of(candidates[0]).title}, but of sizes that are not known; use the model as "
                       "a diffusers folder")  # fmt: skip
+    if chosen and any(is_denoiser_of(header, facts) for facts in FACTS.values()):
+        raise Problem(f"has not the weights of family {chosen}; leave --family out to see what it is")
     raise Problem(_not_a_model(header))
 
 
@@ -167,7 +169,7 @@ def _not_a_model(header: Header) -> str:
     return f"is no model that is known; it holds {len(header.shapes)} weights, the first is {example}"
 
 
-def _random(place: str) -> Detected:
+def _random(place: str, chosen: str | None) -> Detected:
     """``random:FAMILY`` has the published sizes, ``random:FAMILY:VARIANT`` those of another shipped configuration."""
     wanted = place.removeprefix("random:")
     config = wanted.replace(":", "_")
@@ -176,6 +178,8 @@ def _random(place: str) -> Detected:
         known = [f"random:{name}" for family in FACTS for name in (
             each.replace(f"{family}_", f"{family}:", 1) for each in names_of(family))]  # fmt: skip
         raise Problem(f"there is no such model{did_you_mean(place, known) or '; there are: ' + ', '.join(known)}")
+    if chosen not in (None, family):
+        raise Problem(f"is of family {family} and not {chosen}; leave --family out")
     look = _look(FACTS[family], from_config(read_config(config)))
     reason = f"{place} was asked for: random weights from the seed, in the sizes of {config}"
     return Detected(family, reason, look.pixel_step, look.prediction, "random", place, config)
