@@ -1,0 +1,74 @@
+"""Long captions and layers of CLIP, as sd-scripts has them; diffusers' own encoding of each piece is the judge."""
+
+import pytest
+import torch
+from tiny import TINY
+
+from library.config import load_options
+from library.config.schema import ModelConfig
+from library.families import FAMILIES
+
+# A token for each letter and mark: 75 tokens are one piece.
+FIRST, SECOND = " ".join("abcdefghijklmnopqrstuvwxyz" * 2 + "abcdefghijklmnopqrstuvw"), "the rest of it"
+assert len(FIRST.split()) == 75
+
+
+def encoded_by_diffusers(pipe, text, **options):
+    found = pipe.encode_prompt(text, device="cpu", num_images_per_prompt=1, do_classifier_free_guidance=False,
+                               **options)  # fmt: skip
+    return found[0], found[2] if len(found) > 2 else None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["sd1", "sd2"])
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_clip_skip_takes_the_nth_last_layer(name, number):
+    pipe = TINY[name]().pipe
+    if not hasattr(pipe.text_encoder, "text_model"):  # where diffusers 0.42 looks for the last norm
+        object.__setattr__(pipe.text_encoder, "text_model", pipe.text_encoder)
+    family = FAMILIES.get(name)(ModelConfig(clip_skip=number))
+    theirs, _ = encoded_by_diffusers(pipe, ["a red circle"], clip_skip=number - 1 or None)
+    torch.testing.assert_close(family.encode_prompts(pipe, ["a red circle"])["embeds"], theirs)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["sd1", "sd2", "sdxl"])
+@pytest.mark.parametrize("length", [150, 225])
+def test_a_long_caption_is_read_in_pieces_of_75_tokens(name, length):
+    pipe = TINY[name]().pipe
+    family = FAMILIES.get(name)(ModelConfig(max_token_length=length))
+    ours = family.encode_prompts(pipe, [f"{FIRST} {SECOND}", "short"])
+    embeds = ours["embeds"]
+    assert embeds.shape[:2] == (2, length + 2)
+    for row, pieces in enumerate([(FIRST, SECOND, ""), ("short", "", "")]):
+        states = [encoded_by_diffusers(pipe, [piece])[0][0] for piece in pieces[: length // 75]]
+        expected = torch.cat([states[0][:1], *[piece[1:-1] for piece in states], states[-1][-1:]])
+        torch.testing.assert_close(embeds[row], expected)
+    if "pooled" in ours:
+        for row, first in enumerate([FIRST, "short"]):
+            torch.testing.assert_close(ours["pooled"][row], encoded_by_diffusers(pipe, [first])[1][0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["sd1", "sd2", "sdxl"])
+def test_what_is_too_long_is_cut_off_where_diffusers_cuts_it(name):
+    pipe, family = TINY[name]().pipe, FAMILIES.get(name)()
+    theirs, _ = encoded_by_diffusers(pipe, [f"{FIRST} {SECOND}"])
+    torch.testing.assert_close(family.encode_prompts(pipe, [f"{FIRST} {SECOND}"])["embeds"], theirs)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["sd1", "sdxl"])
+def test_a_picture_is_drawn_with_long_captions(name):
+    from library.data.prompts import Prompt
+
+    pipe, family = TINY[name]().pipe, FAMILIES.get(name)(ModelConfig(max_token_length=150))
+    cond, negative = (family.encode_prompts(pipe, [text]) for text in (f"{FIRST} {SECOND}", "blue"))
+    prompt = Prompt("", width=64, height=96, steps=1)
+    assert family.draw(pipe, prompt, cond, negative, torch.Generator().manual_seed(1), "ddim").size == (64, 96)
+
+
+def test_the_settings_are_checked_with_all_others(tmp_path):
+    problems = load_options(["--max_token_length", "100", "--clip_skip", "0"]).problems
+    assert "--max_token_length: 100: CLIP reads 75, 150 or 225 tokens" in problems
+    assert any(line.startswith("--clip_skip: ") and "at least 1" in line for line in problems)
