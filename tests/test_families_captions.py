@@ -55,6 +55,9 @@ def test_what_is_too_long_is_cut_off_where_diffusers_cuts_it(name):
     pipe, family = TINY[name]().pipe, FAMILIES.get(name)()
     theirs, _ = encoded_by_diffusers(pipe, [f"{FIRST} {SECOND}"])
     torch.testing.assert_close(family.encode_prompts(pipe, [f"{FIRST} {SECOND}"])["embeds"], theirs)
+    assert family.too_long(pipe, [FIRST, f"{FIRST} {SECOND}", ""]) == [f"{FIRST} {SECOND}"]
+    longer = FAMILIES.get(name)(ModelConfig(max_token_length=150))
+    assert longer.too_long(pipe, [f"{FIRST} {SECOND}"]) == []
 
 
 @torch.no_grad()

@@ -108,6 +108,8 @@ def _training(config: RunConfig, run: RunFacts) -> dict[str, Any]:
         "ss_caption_dropout_every_n_epochs": data.caption_dropout_every_n_epochs,
         "ss_caption_tag_dropout_rate": data.caption_tag_dropout_rate,
         "ss_resize_interpolation": data.resize_interpolation,
+        "ss_clip_skip": config.model.clip_skip,
+        "ss_max_token_length": config.model.max_token_length if config.model.max_token_length > 75 else None,
         "ss_loss_type": "l2",
         "ss_training_comment": config.save.training_comment,
     }

@@ -100,6 +100,10 @@ class Family(ABC):
         Gradients are not switched off here: text encoders may be trained.
         """
 
+    def too_long(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
+        """Those of the prompts whose ends ``encode_prompts`` leaves out."""
+        return []
+
     @abstractmethod
     def encode_pixels(self, pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
         """Pixels (B, 3, height, width) in -1..1 to latents as the denoiser expects them.

@@ -26,6 +26,12 @@ def token_rows(tokenizer: Any, prompts: Sequence[str], length: int) -> Tensor:
     return torch.tensor(rows)
 
 
+def too_long(tokenizer: Any, prompts: Sequence[str], length: int) -> list[str]:
+    """The prompts of more than ``length`` tokens, of which ``token_rows`` leaves out the end."""
+    words = tokenizer(list(prompts), add_special_tokens=False, truncation=False, verbose=False).input_ids
+    return [prompt for prompt, each in zip(prompts, words, strict=True) if len(each) > length]
+
+
 def joined(states: Tensor, pieces: int) -> Tensor:
     """What was read of each piece (B x pieces, 77, width), as one text (B, 75 x pieces + 2, width).
 

@@ -4,12 +4,15 @@ Weights never lie in memory twice: models are made empty, and filled from mapped
 """
 
 import importlib
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from diffusers.utils import logging as diffusers_logging
 from safetensors import SafetensorError
+from transformers.utils import logging as transformers_logging
 
 from ..demo import stand_in
 from ..errors import ConfigError
@@ -22,6 +25,8 @@ from .tokenizers import load_tokenizer, small_tokenizer
 
 if TYPE_CHECKING:
     from .base import Family
+
+logger = logging.getLogger(__name__)
 
 
 def load(
@@ -40,8 +45,9 @@ def load(
     read = reader_of(model)
     index = needed(read, "model_index.json")
     loaded = {}
+    logger.info("loading %s of %s", ", ".join(parts), model.place)
     for part in parts:
-        with _told(model, part):
+        with _told(model, part), _without_bars():
             # The VAE of SD 1.x and SDXL overflows in half precision; it is small and runs once for each picture.
             precision = torch.float32 if part == "vae" else dtype
             loaded[part] = _part(family, model, read, class_of(*index[part]), part, precision, device)
@@ -114,6 +120,19 @@ def _told(model: Detected, part: str) -> Iterator[None]:
         raise ConfigError(
             [f"pretrained_model_name_or_path: {place}: its {part} cannot be loaded: {_first_line(error)}"]
         ) from error
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """No progress bars of other libraries for as long as this lasts: every process would draw its own."""
+    shown = [each for each in (diffusers_logging, transformers_logging) if each.is_progress_bar_enabled()]
+    for each in shown:
+        each.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for each in shown:
+            each.enable_progress_bar()
 
 
 def _first_line(error: Exception) -> str:

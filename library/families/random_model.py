@@ -23,7 +23,7 @@ def random_part(
     """One part with the sizes of ``config``; parameters are made in their dtype and where they belong."""
     model = empty(cls, config)
     numbers = torch.randn(_LENGTH, generator=torch.Generator().manual_seed(seed_for(seed, "random weights")))
-    numbers = numbers.to(device=device)
+    numbers = numbers.to(device=device, dtype=dtype)
     made: dict[int, nn.Parameter] = {}  # by the empty one: some layers share theirs
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if id(parameter) not in made:
@@ -45,7 +45,7 @@ def _fill(weight: Tensor, name: str, numbers: Tensor, place: int) -> None:
     flat, start, done = weight.view(-1), place % _LENGTH, 0
     while done < len(flat):
         count = min(_LENGTH - start, len(flat) - done)
-        flat[done : done + count] = numbers[start : start + count] * scale
+        torch.mul(numbers[start : start + count], scale, out=flat[done : done + count])
         done, start = done + count, 0
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..data.batch import Batch, Cond
 from ..data.prompts import Prompt
 from ..diffusion.process import Process
-from . import kl_latents
+from . import clip_text, kl_latents
 from .base import Family, Titles
 from .clip_text import encode_with_one
 from .sampling import draw_with
@@ -41,6 +41,9 @@ class StableDiffusion2(Family):
 
     def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
         return {"embeds": encode_with_one(pipe, prompts, self.options)}
+
+    def too_long(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
+        return clip_text.too_long(pipe.tokenizer, prompts, self.options.max_token_length)
 
     def encode_pixels(self, pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
         return kl_latents.encode(pipe.vae, pixels, generators)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..data.batch import Batch, Cond
 from ..data.prompts import Prompt
 from ..diffusion.process import Process
-from . import kl_latents
+from . import clip_text, kl_latents
 from .base import Family, Titles
 from .clip_text import PIECE, joined, token_rows
 from .sampling import draw_with
@@ -50,6 +50,9 @@ class StableDiffusionXL(Family):
             states.append(joined(output.hidden_states[-2], length // PIECE))
         pooled = output.text_embeds[:: length // PIECE]  # of the first piece of each prompt
         return {"embeds": torch.cat(states, dim=-1), "pooled": pooled}
+
+    def too_long(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
+        return clip_text.too_long(pipe.tokenizer, prompts, self.options.max_token_length)
 
     def encode_pixels(self, pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
         return kl_latents.encode(pipe.vae, pixels, generators)

@@ -4,12 +4,14 @@ import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ..adapters import lora
 from ..config import RunConfig
 from ..config.schema import PreviewConfig
+from ..data.loader import Loader
 from ..data.prepare import Prepared, prepare
 from ..data.prompts import Prompt, read_prompts
 from ..distributed.accelerator import prepare_accelerator
@@ -106,7 +108,17 @@ def _assemble(
     wrapped, optimizer = strategy.wrap(denoiser, optimizer)
     task = Task(family, pipe, wrapped, family.process(pipe), config.train.seed, strategy.device)
     loader = prepared.loader(plan.batches, strategy.rank, total_steps=plan.steps, pin_memory=strategy.pins_memory)
+    if strategy.is_main:
+        _tell_long_captions(family, pipe, loader)
     return Run(config, plan, strategy, task, loader, wrapped, parameters, optimizer), adapter
+
+
+def _tell_long_captions(family: Family, pipe: Any, loader: Loader) -> None:
+    """Captions of which the model reads only the beginning, as they are shown in the first epoch."""
+    captions = [loader.reader.caption(0, 0, index, 0) for index in range(len(loader.reader.manifest.samples))]
+    if found := family.too_long(pipe, captions):
+        logger.warning("%d of %d captions are longer than what the text encoder reads; their ends are left out, for "
+                       "example of: %s", len(found), len(captions), found[0])  # fmt: skip
 
 
 def _preview(config: RunConfig, prompts: Sequence[Prompt]) -> Preview:
