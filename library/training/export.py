@@ -8,6 +8,7 @@ from .. import __version__
 from ..adapters import file, keys, lora
 from ..adapters.lora import Adapter
 from ..adapters.metadata import ModelFacts, RunFacts, describe, with_hashes
+from ..optim.optimizers import weights_as_used
 from ..randomness import seed_for
 from .loop import Figures, Run
 from .plan import is_due
@@ -37,9 +38,16 @@ class Export:
     def save(self, run: Run, name: str) -> None:
         """Write one file; an error on the process that writes is raised on all."""
         path = Path(run.config.save.output_dir) / name
+        with weights_as_used(run.optimizer):
+            self._save_one(run, path)
+        if run.average is not None:
+            with run.average.in_place():
+                self._save_one(run, path.with_name(f"{path.stem}-ema{path.suffix}"))
+        self.written.append(path)
+
+    def _save_one(self, run: Run, path: Path) -> None:
         model = run.strategy.unwrapped(run.adapter)
         run.strategy.on_main(lambda: self._write(run, path, lora.state(model)))
-        self.written.append(path)
         logger.info("saved %s", path)
 
     def _write(self, run: Run, path: Path, state: lora.State) -> None:

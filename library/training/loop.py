@@ -1,6 +1,6 @@
 """The training loop: all that happens in a run happens here, in this order."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from ..config import RunConfig
 from ..data.loader import Loader
 from ..distributed.strategy import DataParallel
-from ..optim.optimizers import set_learning_rate
-from ..optim.schedules import learning_rate
+from ..optim.average import RunningAverage
+from ..optim.optimizers import Group, learning_rates, set_learning_rates
+from ..optim.schedules import Schedule
 from .health import check
 from .plan import RunPlan
 from .task import Task
@@ -29,7 +30,7 @@ class Figures:
 
     loss: Tensor
     gradient_norm: Tensor
-    learning_rate: float
+    learning_rates: Mapping[str, Any]  # of each group that has one
 
 
 @dataclass
@@ -51,10 +52,17 @@ class Run:
     task: Task
     loader: Loader
     adapter: nn.Module  # the denoiser with its adapters, as wrapped by the strategy
-    parameters: list[nn.Parameter]
+    groups: Sequence[Group]  # the parameters that learn
     optimizer: Any
+    schedule: Schedule
+    average: RunningAverage | None = None
     actions: Sequence[Action] = ()
     state: State = field(default_factory=State)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Everything that learns."""
+        return [parameter for group in self.groups for parameter in group.parameters]
 
 
 def train(run: Run) -> None:
@@ -62,19 +70,26 @@ def train(run: Run) -> None:
     config, state, strategy = run.config, run.state, run.strategy
     if state.step >= run.plan.steps:
         return
+    parameters, peaks, names = (
+        run.parameters,
+        [group.rate for group in run.groups],
+        [group.name for group in run.groups],
+    )
     for work in run.loader.steps(state.step):
-        rate = learning_rate(config.optim, state.step, run.plan.steps)
-        set_learning_rate(run.optimizer, rate)
+        factor = run.schedule(state.step)
+        set_learning_rates(run.optimizer, peaks, factor)
         loss = strategy.gradients(run.task, work.batches, work.samples, state.step)
-        norm = strategy.clip(run.parameters, config.optim.max_grad_norm)
+        norm = strategy.clip(parameters, config.optim.max_grad_norm)
         check(loss, norm, work.batches, state.step, scaled=strategy.scales_gradients)
         run.optimizer.step()
         run.optimizer.zero_grad(set_to_none=True)
         state.step += 1
         state.samples += work.samples
-        state.has_learnt |= rate > 0
+        state.has_learnt |= factor > 0
+        if run.average is not None:
+            run.average.update(state.step)
         for action in run.actions:
-            action(run, Figures(loss, norm, rate))
+            action(run, Figures(loss, norm, learning_rates(run.optimizer, names)))
         if state.step >= run.plan.steps:
             return
 

@@ -10,6 +10,7 @@ import torch
 from ..config.schema import PreviewConfig
 from ..data.batch import Cond
 from ..data.prompts import Prompt
+from ..optim.optimizers import weights_as_used
 from ..randomness import seed_for
 from .loop import Figures, Run
 from .plan import is_due
@@ -32,6 +33,10 @@ class Preview:
     def draw(self, run: Run) -> None:
         """Draw this process's share of the prompts; a picture that fails is a warning and no more."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        with weights_as_used(run.optimizer):
+            self._draw_all(run)
+
+    def _draw_all(self, run: Run) -> None:
         for index, prompt in enumerate(self.prompts):
             if index % run.strategy.size != run.strategy.rank:
                 continue

@@ -20,7 +20,8 @@ from ..families import FAMILIES
 from ..families.base import Family
 from ..families.detect import detect
 from ..log import Progress
-from ..optim.optimizers import make_optimizer
+from ..optim import optimizers, schedules
+from ..optim.average import RunningAverage
 from .export import Export
 from .loop import Run, count, train, trainable
 from .outline import outline
@@ -38,7 +39,8 @@ DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "f
 def run(config: RunConfig, given: frozenset[str] = frozenset()) -> None:
     """Train from beginning to end; ``given`` names the options that somebody wrote down."""
     started_at = time.time()
-    make_optimizer(config.optim, [torch.nn.Parameter(torch.zeros(1))])  # a mistake in its settings shows before loading
+    optimizers.rehearse(config.optim)
+    schedules.rehearse(config.optim)
     strategy = DataParallel(prepare_accelerator(config))
     try:
         _run(config, given, strategy, started_at)
@@ -101,11 +103,20 @@ def _assemble(
     share = count(parameters) / count(list(denoiser.parameters()))
     logger.info("training %d LoRA modules of rank %d in %s: %s numbers, %.2f %% of the model", len(adapter.modules),
                 adapter.rank, type(denoiser).__name__, f"{count(parameters):,}", 100 * share)  # fmt: skip
-    optimizer = make_optimizer(config.optim, parameters)
+    groups = [optimizers.Group("unet", parameters, config.optim.learning_rate)]
+    for line in optimizers.remarks(config.optim, groups):
+        logger.warning("%s", line)
+    optimizer = optimizers.make_optimizer(config.optim, groups)
     wrapped, optimizer = strategy.wrap(denoiser, optimizer)
     task = Task(family, pipe, wrapped, family.process(pipe), config.train.seed, strategy.device)
     loader = prepared.loader(plan.batches, strategy.rank, total_steps=plan.steps, pin_memory=strategy.pins_memory)
-    return Run(config, plan, strategy, task, loader, wrapped, parameters, optimizer), adapter
+    schedule = schedules.make_schedule(config.optim, plan.steps)
+    job = Run(config, plan, strategy, task, loader, wrapped, groups, optimizer, schedule)
+    if config.optim.ema_decay is not None:
+        job.average = RunningAverage(job.parameters, config.optim.ema_decay)
+    if callable(getattr(optimizer, "train", None)):  # schedule-free ones have two sets of weights
+        optimizer.train()
+    return job, adapter
 
 
 def _preview(config: RunConfig, prompts: Sequence[Prompt]) -> Preview:

@@ -50,14 +50,17 @@ class Track:
             values = {
                 "loss/current": loss,
                 "loss/average": sum(self.recent) / len(self.recent),
-                "lr/unet": figures.learning_rate,
+                **{f"lr/{name}": float(rate) for name, rate in figures.learning_rates.items()},
                 "gradient_norm": float(figures.gradient_norm),
                 "epoch": run.plan.batches.epoch_of(step - 1) + 1,
             }
             self._send(run, {**values, **rates}, step)
         self.shown = {
             "loss": f"{sum(self.recent) / len(self.recent):.4f}",
-            "lr": f"{self.waiting[-1][1].learning_rate:.2e}",
+            **{
+                "lr" if name == "unet" else f"lr {name}": f"{float(rate):.2e}"
+                for name, rate in self.waiting[-1][1].learning_rates.items()
+            },
             "steps/s": f"{rates['speed/steps_per_second']:.2f}",
             "samples/s": f"{rates['speed/samples_per_second']:.1f}",
         }
