@@ -120,6 +120,10 @@ class TrainConfig:
     gradient_accumulation_steps: int = opt(1, "micro-steps per optimizer step", minimum=1)
     gradient_checkpointing: bool = opt(False, "compute activations twice to save memory")
     seed: int = opt(42, "all randomness of a run follows from it", minimum=0)
+    max_bad_steps: int = opt(
+        10, "stop after this many steps whose loss or gradient is no number; each of them is left out", minimum=1
+    )
+    replay: str | None = opt(None, "do the step in this folder again, which was left out before, and stop")
     dry_run: bool = opt(False, "check everything, print the plan, and stop before any model is loaded")
 
 

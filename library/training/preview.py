@@ -12,7 +12,7 @@ from ..data.batch import Cond
 from ..data.prompts import Prompt
 from ..optim.optimizers import weights_as_used
 from ..randomness import seed_for
-from .loop import Figures, Run
+from .loop import Run
 from .plan import is_due
 
 logger = logging.getLogger(__name__)
@@ -25,9 +25,11 @@ class Preview:
         self.config, self.prompts, self.folder, self.name = config, prompts, folder, name
         self.written: list[Path] = []
 
-    def __call__(self, run: Run, figures: Figures) -> None:
-        if is_due(run.plan, run.state.step, self.config.sample_every_n_steps, self.config.sample_every_n_epochs):
-            self.draw(run)
+    def is_due(self, run: Run) -> bool:
+        return is_due(run.plan, run.state.step, self.config.sample_every_n_steps, self.config.sample_every_n_epochs)
+
+    def __call__(self, run: Run) -> None:
+        self.draw(run)
 
     @torch.no_grad()
     def draw(self, run: Run) -> None:

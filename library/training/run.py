@@ -22,8 +22,11 @@ from ..families.detect import detect
 from ..log import Progress
 from ..optim import optimizers, schedules
 from ..optim.average import RunningAverage
+from .bundle import read_bundle, replay
 from .export import Export
-from .loop import Run, count, train, trainable
+from .health import NoMore, Watch
+from .loop import Run, Silence, count, train, trainable
+from .metrics import MetricsFile
 from .outline import outline
 from .plan import RunPlan
 from .preview import Preview
@@ -63,12 +66,24 @@ def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, start
     job, adapter = _assemble(config, strategy, FAMILIES.get(detected.family)(), prepared, plan)
     preview = _preview(config, prompts)
     export = Export(adapter, prepared.pictures, prepared.resolution, started_at)
+    if config.train.replay is not None:
+        for line in replay(job, read_bundle(Path(config.train.replay))):
+            logger.info("%s", line)
+        return
     start_trackers(config, strategy)
     with Progress(plan.steps, job.state.step, "training", wanted=strategy.is_main) as progress:
-        job.actions = [Track(progress), preview, export]
+        name = f"{config.save.output_name}.metrics.jsonl"
+        path = Path(config.save.output_dir) / name
+        job.teller = Track(progress, MetricsFile(path, job.state.step) if strategy.is_main else None)
+        job.actions = [preview, export]
         if config.preview.sample_at_first:
             preview.draw(job)
-        train(job)
+        try:
+            train(job)
+        except NoMore:
+            if job.state.has_learnt:
+                export.save(job, f"{config.save.output_name}-step{job.state.step:08d}.safetensors")
+            raise
     strategy.finish()
     _say_where(export.written, preview)
 
@@ -111,7 +126,8 @@ def _assemble(
     task = Task(family, pipe, wrapped, family.process(pipe), config.train.seed, strategy.device)
     loader = prepared.loader(plan.batches, strategy.rank, total_steps=plan.steps, pin_memory=strategy.pins_memory)
     schedule = schedules.make_schedule(config.optim, plan.steps)
-    job = Run(config, plan, strategy, task, loader, wrapped, groups, optimizer, schedule)
+    watch = Watch(config.train.max_bad_steps, Path(config.save.output_dir))
+    job = Run(config, plan, strategy, task, loader, wrapped, groups, optimizer, schedule, watch, Silence())
     if config.optim.ema_decay is not None:
         job.average = RunningAverage(job.parameters, config.optim.ema_decay)
     if callable(getattr(optimizer, "train", None)):  # schedule-free ones have two sets of weights
