@@ -75,15 +75,16 @@ class _Format(logging.Formatter):
 class Progress:
     """A bar on a terminal, now and then a line elsewhere, nothing when it is not wanted."""
 
-    def __init__(self, total: int, done: int, what: str, *, wanted: bool):
-        self.total, self.done, self.what = total, done, what
+    def __init__(self, total: int, done: int, what: str, *, wanted: bool, unit: str = "step", ends: bool = True):
+        """Without ``ends``, the first and the last of all get no line of their own, as for what is mostly quick."""
+        self.total, self.done, self.what, self.ends = total, done, what, ends
         self.logger = logging.getLogger(f"{ROOT}.progress")
         self.started, self.first = time.monotonic(), done
         self.told = self.started
         shown = wanted and self.logger.isEnabledFor(logging.INFO)
         self.on_terminal = shown and sys.stderr.isatty()
         self.in_lines = shown and not self.on_terminal
-        self.bar = tqdm(total=total, initial=done, unit="step", disable=not self.on_terminal, dynamic_ncols=True)
+        self.bar = tqdm(total=total, initial=done, unit=unit, disable=not self.on_terminal, dynamic_ncols=True)
         self.bar.set_description(what)
 
     def __enter__(self) -> "Progress":
@@ -92,14 +93,15 @@ class Progress:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.bar.close()
 
-    def advance(self, figures: Mapping[str, str]) -> None:
-        """One step further; ``figures`` stand beside the bar."""
-        self.done += 1
+    def advance(self, figures: Mapping[str, str], count: int = 1) -> None:
+        """One or more further; ``figures`` stand beside the bar."""
+        is_end = self.done == self.first or self.done + count == self.total
+        self.done += count
         if self.on_terminal:
             self.bar.set_postfix(figures, refresh=False)
-            self.bar.update()
+            self.bar.update(count)
         now = time.monotonic()
-        if self.in_lines and (now - self.told >= SECONDS_BETWEEN_LINES or self.done in (self.first + 1, self.total)):
+        if self.in_lines and (now - self.told >= SECONDS_BETWEEN_LINES or (self.ends and is_end)):
             self.told = now
             seconds = (now - self.started) / (self.done - self.first) * (self.total - self.done)
             parts = [f"{self.done}/{self.total}", *(f"{name} {value}" for name, value in figures.items())]

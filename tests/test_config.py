@@ -327,6 +327,24 @@ def test_a_zero_is_not_taken_for_a_switch_that_is_off(tmp_path):
      "--min_bucket_reso: min_bucket_reso 900 is above max_bucket_reso 600"),
     (["--output_name", "a.safetensors"], "--output_name: the ending is added; write the name without .safetensors"),
     (["--dynamo_backend", "eager"], "--dynamo_backend: nothing is compiled; set torch_compile"),
+    (["--lr_decay_steps", "5"], "--lr_decay_steps: only lr_scheduler warmup_stable_decay has a decay of its own"),
+    (["--lr_scheduler_timescale", "5"], "--lr_scheduler_timescale: only lr_scheduler inverse_sqrt has a time scale"),
+    (["--lr_scheduler_args", "a=1"],
+     "--lr_scheduler_args: only piecewise_constant and lr_scheduler_type take arguments"),
+    (["--lr_scheduler_type", "StepLR", "--lr_warmup_steps", "3"],
+     "--lr_warmup_steps: a scheduler class has its own course; it gets no warm-up"),
+    (["--lr_scheduler", "cosine_with_min_lr"],
+     "--lr_scheduler: cosine_with_min_lr needs lr_scheduler_min_lr_ratio, such as 0.1"),
+    (["--optimizer_type", "AdamWScheduleFree", "--lr_scheduler", "cosine"],
+     "--lr_scheduler: AdamWScheduleFree needs none; use constant_with_warmup"),
+    (["--optimizer_type", "adafactor", "--learning_rate", "1e-3"],
+     "--learning_rate: Adafactor finds its own learning rate; add relative_step=False to optimizer_args to use this "
+     "one"),
+    (["--optimizer_type", "adafactor", "--lr_scheduler", "cosine"],
+     "--lr_scheduler: Adafactor finds its own learning rate; add relative_step=False to optimizer_args to have a "
+     "schedule"),
+    (["--lr_scheduler", "adafactor"],
+     "--lr_scheduler: adafactor means that Adafactor finds its own rate; use constant"),
     (["--dataset_config", str(ROOT)], f"--dataset_config: {ROOT} is a folder; name the TOML file that speaks of it"),
 ])  # fmt: skip
 def test_more_mistakes_on_the_command_line_are_named(argv, problem):

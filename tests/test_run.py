@@ -300,31 +300,6 @@ def test_a_file_that_cannot_be_written_ends_the_run_on_every_rank(even, tmp_path
                  "2", seconds=60)  # fmt: skip
 
 
-def poisoned(*flags: str) -> str:
-    """One rank's model predicts something that is no number in the third step."""
-    from library.training.task import Task
-
-    honest = Task.__call__
-
-    def loss(self, pixels, step):
-        value = honest(self, pixels, step)
-        return value * float("nan") if step == 2 and os.environ.get("RANK", "1") == "1" else value
-
-    Task.__call__ = loss
-    return train(*flags)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_loss_that_is_no_number_ends_the_run_before_it_reaches_the_weights(ranks, even, tmp_path):
-    with pytest.raises(AssertionError, match=r"step 3: the loss is nan.*the weights were not changed") as caught:
-        on_ranks(ranks, poisoned, "--dataset_config", str(even), "--output_dir", str(tmp_path), "--max_train_steps",
-                 "5", "--save_every_n_steps", "2")  # fmt: skip
-
-    assert "pictures of this step on this process: " in str(caught.value)
-    saved = load_file(tmp_path / "lora-step00000002.safetensors")
-    assert all(bool(tensor.isfinite().all()) for tensor in saved.values())
-
-
 def test_a_log_folder_that_cannot_be_made_stops_every_rank_with_one_line(even, tmp_path):
     (tmp_path / "file").touch()
 

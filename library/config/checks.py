@@ -6,6 +6,7 @@ from pathlib import Path
 from ..errors import ConfigError
 from .schema import DistributedConfig, LogConfig, RunConfig
 from .toml_lines import read_toml
+from .values import Share
 
 Conflict = tuple[tuple[str, ...], str]
 """The options concerned, the one to change first, and what is wrong."""
@@ -45,17 +46,28 @@ def _network_module(config: RunConfig, given: Given) -> Iterator[Conflict]:
         yield ("network_module",), f"not yet: {config.adapter.network_module!r}; this version trains networks.lora"
 
 
-def _warmup_needs_a_schedule(config: RunConfig, given: Given) -> Iterator[Conflict]:
+def _schedule(config: RunConfig, given: Given) -> Iterator[Conflict]:
     optim = config.optim
-    if optim.lr_scheduler == "constant" and optim.lr_warmup_steps.amount > 0:
+    if optim.lr_scheduler_type:
+        if optim.lr_warmup_steps.amount:
+            yield ("lr_warmup_steps", "lr_scheduler_type"), "a scheduler class has its own course; it gets no warm-up"
+        if "lr_scheduler" in given:
+            yield ("lr_scheduler", "lr_scheduler_type"), "lr_scheduler_type takes its place; give one of the two"
+    elif optim.lr_scheduler in ("constant", "adafactor") and optim.lr_warmup_steps.amount > 0:
         yield (
             ("lr_warmup_steps", "lr_scheduler"),
-            "lr_scheduler constant has no warm-up; use lr_scheduler constant_with_warmup",
+            f"lr_scheduler {optim.lr_scheduler} has no warm-up; use lr_scheduler constant_with_warmup",
         )
-    if optim.lr_scheduler_num_cycles != 1 and optim.lr_scheduler != "cosine_with_restarts":
-        yield ("lr_scheduler_num_cycles", "lr_scheduler"), "only lr_scheduler cosine_with_restarts has cycles"
-    if optim.lr_scheduler_power != 1 and optim.lr_scheduler != "polynomial":
-        yield ("lr_scheduler_power", "lr_scheduler"), "only lr_scheduler polynomial has a power"
+    for name, nothing, takers, what in _OF_SCHEDULES:
+        if getattr(optim, name) != nothing and (optim.lr_scheduler not in takers or optim.lr_scheduler_type):
+            yield (name, "lr_scheduler"), f"only lr_scheduler {' and '.join(takers)} has {what}"
+    if optim.lr_scheduler_args and not optim.lr_scheduler_type and optim.lr_scheduler != "piecewise_constant":
+        yield ("lr_scheduler_args", "lr_scheduler"), "only piecewise_constant and lr_scheduler_type take arguments"
+    if optim.lr_scheduler == "cosine_with_min_lr" and optim.lr_scheduler_min_lr_ratio is None:
+        yield (
+            ("lr_scheduler", "lr_scheduler_min_lr_ratio"),
+            "cosine_with_min_lr needs lr_scheduler_min_lr_ratio, such as 0.1",
+        )
     if not optim.lr_warmup_steps.of_whole and config.train.max_train_epochs is None:
         if optim.lr_warmup_steps.amount >= config.train.max_train_steps:
             yield (
@@ -63,6 +75,40 @@ def _warmup_needs_a_schedule(config: RunConfig, given: Given) -> Iterator[Confli
                 f"the warm-up of {optim.lr_warmup_steps} steps lasts longer than the run of "
                 f"{config.train.max_train_steps} steps",
             )
+
+
+_OF_SCHEDULES = (
+    ("lr_scheduler_num_cycles", 1, ("cosine_with_restarts",), "cycles"),
+    ("lr_scheduler_power", 1, ("polynomial",), "a power"),
+    ("lr_scheduler_timescale", None, ("inverse_sqrt",), "a time scale"),
+    ("lr_scheduler_min_lr_ratio", None, ("cosine_with_min_lr", "warmup_stable_decay"), "a lowest rate"),
+    ("lr_decay_steps", Share(0, False), ("warmup_stable_decay",), "a decay of its own"),
+)
+"""Options, what says nothing, the schedules that read them, and what they are for."""
+
+
+def _optimizers_with_a_will(config: RunConfig, given: Given) -> Iterator[Conflict]:
+    """Schedule-free optimizers need no schedule; Adafactor finds a rate of its own unless it is told not to."""
+    optim = config.optim
+    name = optim.optimizer_type.lower().replace(":", ".").rpartition(".")[2]
+    scheduled = bool(optim.lr_scheduler_type) or optim.lr_scheduler not in ("constant", "constant_with_warmup")
+    if "schedulefree" in name and scheduled:
+        yield ("lr_scheduler", "optimizer_type"), f"{optim.optimizer_type} needs none; use constant_with_warmup"
+    relative = [word.partition("=")[2].strip() for word in optim.optimizer_args
+                if word.partition("=")[0].strip() == "relative_step"]  # fmt: skip
+    finds_its_rate = name == "adafactor" and relative != ["False"]
+    if finds_its_rate and "learning_rate" in given and not relative:
+        yield (
+            ("learning_rate", "optimizer_args"),
+            "Adafactor finds its own learning rate; add relative_step=False to optimizer_args to use this one",
+        )
+    if finds_its_rate and (optim.lr_scheduler_type or optim.lr_scheduler not in ("constant", "adafactor")):
+        yield (
+            ("lr_scheduler", "optimizer_args"),
+            "Adafactor finds its own learning rate; add relative_step=False to optimizer_args to have a schedule",
+        )
+    if optim.lr_scheduler == "adafactor" and not finds_its_rate:
+        yield ("lr_scheduler", "optimizer_type"), "adafactor means that Adafactor finds its own rate; use constant"
 
 
 def _length_once(config: RunConfig, given: Given) -> Iterator[Conflict]:
@@ -143,7 +189,8 @@ _RULES: tuple[Callable[[RunConfig, Given], Iterator[Conflict]], ...] = (
     _captions_in_chunks,
     _network_module,
     _text_encoder_stays,
-    _warmup_needs_a_schedule,
+    _schedule,
+    _optimizers_with_a_will,
     _length_once,
     _buckets,
     _tracker_has_a_place,

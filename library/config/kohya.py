@@ -109,13 +109,8 @@ VERDICTS: dict[str, Alias | Refused] = {
     # optimizer and schedule
     "unet_lr": Alias("learning_rate"),
     "text_encoder_lr": _TEXT_ENCODER,
-    "use_8bit_adam": _later("this name; optimizer_type bitsandbytes.optim.AdamW8bit works where bitsandbytes is"),
-    "use_lion_optimizer": _later("this name; optimizer_type takes any package.module.Class"),
-    "lr_decay_steps": _later("the schedules that decay at their end", 0),
-    "lr_scheduler_timescale": _later("the inverse_sqrt schedule"),
-    "lr_scheduler_min_lr_ratio": _later("schedules with a lowest learning rate"),
-    "lr_scheduler_type": _later("schedules of your own", ""),
-    "lr_scheduler_args": _later("schedules of your own"),
+    "use_8bit_adam": Refused("an old name; write optimizer_type AdamW8bit"),
+    "use_lion_optimizer": Refused("an old name; write optimizer_type Lion"),
     # loss and noise
     "loss_type": _later("other losses than l2", "l2"),
     "huber_schedule": _later("other losses than l2", "snr"),

@@ -45,16 +45,39 @@ class AdapterConfig:
 class OptimConfig:
     """How weights follow gradients."""
 
-    optimizer_type: str = opt("AdamW", "AdamW, SGD, or any package.module.Class")
+    optimizer_type: str = opt(
+        "AdamW", "AdamW, AdamW8bit, Lion, Adafactor, Prodigy, AdamWScheduleFree ..., or any package.module.Class"
+    )
     optimizer_args: tuple[str, ...] = opt((), "arguments for the optimizer as name=value, such as weight_decay=0.01")
     learning_rate: float = opt(1e-4, "peak learning rate", minimum=0)
     max_grad_norm: float = opt(1.0, "gradients longer than this are shortened to it; 0 turns it off", minimum=0)
     lr_scheduler: Literal[
-        "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial"
-    ] = opt("constant", "course of the learning rate over the run")
+        "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr",
+        "polynomial", "rex", "inverse_sqrt", "warmup_stable_decay", "piecewise_constant", "adafactor"
+    ] = opt("constant", "course of the learning rate over the run")  # fmt: skip
     lr_warmup_steps: Share = opt(Share(0, False), "steps until the peak is reached: a number, a ratio, or N%")
+    lr_decay_steps: Share = opt(
+        Share(0, False), "warmup_stable_decay: steps of the decay at the end: a number, a ratio, or N%"
+    )
     lr_scheduler_num_cycles: int = opt(1, "restarts of cosine_with_restarts", minimum=1)
     lr_scheduler_power: float = opt(1.0, "power of the polynomial schedule", minimum=0)
+    lr_scheduler_timescale: int | None = opt(
+        None, "inverse_sqrt: the larger, the slower it falls; without it, the steps of the warm-up", minimum=1
+    )
+    lr_scheduler_min_lr_ratio: float | None = opt(
+        None, "cosine_with_min_lr, warmup_stable_decay: lowest learning rate as a share of the peak",
+        minimum=0, maximum=1
+    )  # fmt: skip
+    lr_scheduler_type: str = opt(
+        "", "a scheduler class instead of lr_scheduler, of torch.optim.lr_scheduler or as package.module.Class"
+    )
+    lr_scheduler_args: tuple[str, ...] = opt(
+        (), "arguments for lr_scheduler_type or piecewise_constant as name=value, such as gamma=0.99"
+    )
+    ema_decay: float | None = opt(
+        None, "keep a running average of the adapter with this decay, such as 0.999, and save it beside the adapter",
+        minimum=0, maximum=1
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -112,6 +135,10 @@ class TrainConfig:
     gradient_accumulation_steps: int = opt(1, "micro-steps per optimizer step", minimum=1)
     gradient_checkpointing: bool = opt(False, "compute activations twice to save memory")
     seed: int = opt(42, "all randomness of a run follows from it", minimum=0)
+    max_bad_steps: int = opt(
+        10, "stop after this many steps whose loss or gradient is no number; each of them is left out", minimum=1
+    )
+    replay: str | None = opt(None, "do the step in this folder again, which was left out before, and stop")
     dry_run: bool = opt(False, "check everything, print the plan, and stop before any model is loaded")
 
 

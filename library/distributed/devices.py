@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,3 +90,21 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="ascii").strip()
     except OSError:
         return ""
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes that this process ever held on ``device``; on a processor, of the machine's memory."""
+    module = getattr(torch, device.type, None)
+    if device.type != "cpu" and module is not None and hasattr(module, "max_memory_allocated"):
+        return int(module.max_memory_allocated(device))
+    info = psutil.Process().memory_info()
+    return int(getattr(info, "peak_wset", 0) or _peak_resident() or info.rss)
+
+
+def _peak_resident() -> int:
+    try:
+        import resource
+    except ImportError:  # Windows, which has told its peak above
+        return 0
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

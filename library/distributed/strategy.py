@@ -94,6 +94,11 @@ class DataParallel:
         """Hand figures to the trackers."""
         self.accelerator.log(values, step=step)
 
+    def gathered(self, tensor: Tensor) -> Tensor:
+        """The tensors of all processes, one after the other; all have the same shape."""
+        everything: Tensor = self.accelerator.gather(tensor)
+        return everything
+
     def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
         """Place, wrap and compile the model as the accelerator was told; return it with its optimizer."""
         with self._regions_compiled(model), warnings.catch_warnings():

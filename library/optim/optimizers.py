@@ -1,9 +1,7 @@
 """Optimizers by name: a table of what is known, and any class by its import path."""
 
-import ast
-import importlib
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,92 +10,132 @@ import torch
 from ..config.schema import OptimConfig
 from ..errors import ConfigError
 from ..registry import did_you_mean
+from .arguments import imported, read_arguments, unknown_names
+from .table import OPTIMIZERS, OptimizerInfo
+
+USUAL_FACTOR = 0.1
+"""Optimizers that find their rate take a factor near 1; below this somebody has most likely written a rate."""
 
 
 @dataclass(frozen=True)
-class OptimizerInfo:
-    """Where an optimizer comes from."""
+class Group:
+    """Parameters that share a peak learning rate, under the name that figures give it."""
 
-    path: str
-    extra: str | None = None  # the package to install when it is missing
-
-
-OPTIMIZERS = {
-    "AdamW": OptimizerInfo("torch.optim.AdamW"),
-    "SGD": OptimizerInfo("torch.optim.SGD"),
-}
-
-ELSEWHERE = {
-    "AdamW8bit": "bitsandbytes.optim.AdamW8bit",
-    "PagedAdamW": "bitsandbytes.optim.PagedAdamW",
-    "PagedAdamW8bit": "bitsandbytes.optim.PagedAdamW8bit",
-    "PagedAdamW32bit": "bitsandbytes.optim.PagedAdamW32bit",
-    "Lion8bit": "bitsandbytes.optim.Lion8bit",
-    "PagedLion8bit": "bitsandbytes.optim.PagedLion8bit",
-    "Lion": "bitsandbytes.optim.Lion",
-}
-"""Names of sd-scripts for classes that its users have installed."""
+    name: str
+    parameters: Sequence[torch.nn.Parameter]
+    rate: float
 
 
-def make_optimizer(config: OptimConfig, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
+def make_optimizer(config: OptimConfig, groups: Sequence[Group]) -> torch.optim.Optimizer:
     """Build the optimizer that the settings name; every mistake in its name or arguments is a ``ConfigError``."""
-    optimizer_class = find_class(config.optimizer_type)
-    arguments = read_arguments(config.optimizer_args)
+    info = find(config.optimizer_type)
+    optimizer_class = _class_of(info, config.optimizer_type)
+    arguments = _arguments(config, info, optimizer_class)
+    tables = [{"params": list(group.parameters), "lr": group.rate} for group in groups]
+    # A group without a rate of its own is how Adafactor is told to find one; it refuses any other.
+    if finds_rate_from_step(config):
+        tables, rate = [{"params": list(group.parameters)} for group in groups], None
+    else:
+        rate = config.learning_rate
     try:
-        inspect.signature(optimizer_class).bind(parameters, lr=config.learning_rate, **arguments)
-        return optimizer_class(parameters, lr=config.learning_rate, **arguments)
-    except (TypeError, ValueError) as error:
-        raise ConfigError([f"--optimizer_args: {config.optimizer_type} does not take them: {error}"]) from None
+        return _built(optimizer_class, tables, {"lr": rate, **arguments})
+    except (TypeError, ValueError, AssertionError, NotImplementedError) as error:
+        named = config.optimizer_type or "AdamW"
+        raise ConfigError([f"--optimizer_args: {named} does not take them: {error}"]) from None
 
 
-def find_class(name: str) -> Callable[..., torch.optim.Optimizer]:
-    """The class that ``--optimizer_type`` means."""
-    known = {entry.lower(): entry for entry in OPTIMIZERS}
+def _built(kind: type[torch.optim.Optimizer], groups: list[dict[str, Any]],
+           arguments: dict[str, Any]) -> torch.optim.Optimizer:  # fmt: skip
+    """Torch's AdamW in its fused form wherever the device has it, unless the settings speak of it."""
+    if kind is torch.optim.AdamW and not {"fused", "foreach", "capturable", "differentiable"} & set(arguments):
+        try:
+            return kind([dict(group) for group in groups], **{**arguments, "fused": True})
+        except RuntimeError:  # how torch says that this device has none
+            pass
+    return kind(groups, **arguments)
+
+
+def find(name: str) -> OptimizerInfo:
+    """What ``--optimizer_type`` means: a name of the table, of ``torch.optim``, or the path of a class."""
     name = name or "AdamW"  # as in sd-scripts, where the default is written as nothing
-    info = OPTIMIZERS.get(known.get(name.lower(), name))
-    if info is None and name in ELSEWHERE:
-        raise ConfigError([f"--optimizer_type: not yet: {name} by this name; where its package is installed, write "
-                           f"{ELSEWHERE[name]}"])  # fmt: skip
-    if info is None and "." not in name and ":" not in name:
-        hint = did_you_mean(name, OPTIMIZERS) or f"; known are {', '.join(OPTIMIZERS)} and any package.module.Class"
-        raise ConfigError([f"--optimizer_type: no optimizer {name!r}{hint}"])
-    info = info or OptimizerInfo(name)
-    module_name, _, attribute = info.path.replace(":", ".").rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module_name), attribute)
-    except ModuleNotFoundError as error:
-        install = f"; pip install {info.extra}" if info.extra else ""
-        raise ConfigError([f"--optimizer_type: {name}: {error}{install}"]) from None
-    except AttributeError:
-        raise ConfigError([f"--optimizer_type: {name}: module {module_name} has no {attribute!r}"]) from None
+    known = {entry.lower(): info for entry, info in OPTIMIZERS.items()}
+    if name.lower() in known:
+        return known[name.lower()]
+    if "." in name or ":" in name:
+        return OptimizerInfo(name)
+    if isinstance(getattr(torch.optim, name, None), type):
+        return OptimizerInfo(f"torch.optim.{name}")
+    hint = did_you_mean(name, OPTIMIZERS) or f"; known are {', '.join(OPTIMIZERS)} and any package.module.Class"
+    raise ConfigError([f"--optimizer_type: no optimizer {name!r}{hint}"])
+
+
+def _class_of(info: OptimizerInfo, name: str) -> type[torch.optim.Optimizer]:
+    found = imported(info.path, "optimizer_type", name, info.install)
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise ConfigError([f"--optimizer_type: {name} is no optimizer"])
     return found
 
 
-def read_arguments(words: Sequence[str]) -> dict[str, Any]:
-    """``["weight_decay=0.01", "betas=0.9,0.99"]`` as keyword arguments, values written as in Python."""
-    arguments: dict[str, Any] = {}
-    problems = []
-    for word in words:
-        name, equals, text = word.partition("=")
-        if not equals or not name.strip().isidentifier():
-            problems.append(f"--optimizer_args: {word!r} is not name=value")
-            continue
-        try:
-            arguments[name.strip()] = ast.literal_eval(text.strip())
-        except (ValueError, SyntaxError):
-            problems.append(f"--optimizer_args: {name}: {text!r} is no number, true/false word, list or 'text'; "
-                            "write it as in Python")  # fmt: skip
-    if problems:
-        raise ConfigError(problems)
+def _arguments(config: OptimConfig, info: OptimizerInfo, kind: type) -> dict[str, Any]:
+    written = read_arguments(config.optimizer_args, "optimizer_args")
+    arguments = {**info.defaults, **{info.renamed.get(name, name): value for name, value in written.items()}}
+    unknown = unknown_names(kind, [info.renamed.get(name, name) for name in written])
+    if unknown or "lr" in written:
+        named = ", ".join(map(repr, unknown)) or "'lr', which is --learning_rate"
+        raise ConfigError([f"--optimizer_args: {config.optimizer_type or 'AdamW'} does not take {named}"])
     return arguments
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Give every group this rate; in place where it is a tensor, so that compiled steps keep it."""
-    for group in optimizer.param_groups:
+def finds_rate_from_step(config: OptimConfig) -> bool:
+    """Adafactor without ``relative_step=False`` goes by a rate of its own and takes none."""
+    if find(config.optimizer_type) is not OPTIMIZERS["Adafactor"]:
+        return False
+    return bool(read_arguments(config.optimizer_args, "optimizer_args").get("relative_step", True))
+
+
+def remarks(config: OptimConfig, groups: Sequence[Group]) -> list[str]:
+    """What is allowed and most likely not meant."""
+    if not find(config.optimizer_type).finds_its_rate:
+        return []
+    rates = sorted({group.rate for group in groups})
+    found = []
+    if rates[0] < USUAL_FACTOR:
+        found.append(f"{config.optimizer_type} finds its learning rate by itself and multiplies it by learning_rate;"
+                     f" {rates[0]:g} is very small for that, 1 is usual")  # fmt: skip
+    if len(rates) > 1:
+        found.append(f"{config.optimizer_type} finds one learning rate for all; here it is multiplied by different"
+                     f" factors: {', '.join(f'{rate:g}' for rate in rates)}")  # fmt: skip
+    return found
+
+
+def set_learning_rates(optimizer: torch.optim.Optimizer, peaks: Sequence[float], factor: float) -> None:
+    """Give every group its peak times ``factor``; in place where it is a tensor, so that compiled steps keep it."""
+    for group, peak in zip(optimizer.param_groups, peaks, strict=True):
         if isinstance(group["lr"], torch.Tensor):
-            group["lr"].fill_(rate)
-        else:
-            group["lr"] = rate
+            group["lr"].fill_(peak * factor)
+        elif group["lr"] is not None:
+            group["lr"] = peak * factor
+
+
+def learning_rates(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> Mapping[str, Any]:
+    """The rate each group really has, what the optimizer found by itself included; none where it does not tell."""
+    return {name: group["lr"] * group.get("d", 1.0)
+            for name, group in zip(names, optimizer.param_groups, strict=True) if group["lr"] is not None}  # fmt: skip
+
+
+@contextmanager
+def weights_as_used(optimizer: Any) -> Iterator[None]:
+    """Schedule-free optimizers train other weights than those that are to be used; inside, these are in place."""
+    if not callable(getattr(optimizer, "eval", None)):
+        yield
+        return
+    optimizer.eval()
+    try:
+        yield
+    finally:
+        optimizer.train()
+
+
+def rehearse(config: OptimConfig) -> None:
+    """Build the optimizer for nothing, so that a mistake in its settings shows before a model is loaded."""
+    make_optimizer(config, [Group("nothing", [torch.nn.Parameter(torch.zeros(2, 2))], 1.0)])

@@ -1,52 +1,172 @@
 """The learning rate as a pure function of the optimizer step, so that ranks, accumulation and resume cannot move it."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
 
 from ..config.schema import OptimConfig
+from ..errors import ConfigError
+from .arguments import imported, read_arguments, unknown_names
 
-Factor = Callable[[float, OptimConfig], float]
+Schedule = Callable[[int], float]
+"""From an optimizer step, from 0, to a share of the peak learning rate."""
+
+
+@dataclass(frozen=True)
+class Course:
+    """The run as a schedule sees it, lengths in optimizer steps."""
+
+    config: OptimConfig
+    steps: int
+    warmup: int
+    decay: int
+
+    @property
+    def lowest(self) -> float:
+        return self.config.lr_scheduler_min_lr_ratio or 0.0
+
+
+Factor = Callable[[float, Course], float]
 """From progress after the warm-up, 0 to 1, to a share of the peak."""
 
 
-def _constant(progress: float, config: OptimConfig) -> float:
+def _constant(progress: float, course: Course) -> float:
     return 1.0
 
 
-def _linear(progress: float, config: OptimConfig) -> float:
+def _linear(progress: float, course: Course) -> float:
     return 1.0 - progress
 
 
-def _cosine(progress: float, config: OptimConfig) -> float:
+def _cosine(progress: float, course: Course) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def _cosine_with_restarts(progress: float, config: OptimConfig) -> float:
+def _cosine_with_restarts(progress: float, course: Course) -> float:
     if progress >= 1.0:
         return 0.0
-    return 0.5 * (1.0 + math.cos(math.pi * (config.lr_scheduler_num_cycles * progress % 1.0)))
+    return 0.5 * (1.0 + math.cos(math.pi * (course.config.lr_scheduler_num_cycles * progress % 1.0)))
 
 
-def _polynomial(progress: float, config: OptimConfig) -> float:
+def _cosine_with_min_lr(progress: float, course: Course) -> float:
+    return _cosine(progress, course) * (1.0 - course.lowest) + course.lowest
+
+
+def _polynomial(progress: float, course: Course) -> float:
     """Ends at the floor that transformers gives this schedule, 1e-7 in absolute terms."""
-    floor = min(1e-7 / config.learning_rate, 1.0) if config.learning_rate else 0.0
-    return float((1.0 - floor) * (1.0 - progress) ** config.lr_scheduler_power + floor)
+    peak = course.config.learning_rate
+    floor = min(1e-7 / peak, 1.0) if peak else 0.0
+    return float((1.0 - floor) * (1.0 - progress) ** course.config.lr_scheduler_power + floor)
 
 
-SCHEDULES: dict[str, Factor] = {
+def _rex(progress: float, course: Course) -> float:
+    """Stays high for long and falls fast at the end (reflected exponential)."""
+    return (1.0 - progress) / (1.0 - progress / 2)
+
+
+FACTORS: Mapping[str, Factor] = {
     "constant": _constant,
     "constant_with_warmup": _constant,
+    "adafactor": _constant,  # the rate is the optimizer's own
     "linear": _linear,
     "cosine": _cosine,
     "cosine_with_restarts": _cosine_with_restarts,
+    "cosine_with_min_lr": _cosine_with_min_lr,
     "polynomial": _polynomial,
+    "rex": _rex,
 }
+"""Schedules that know only how far the run has come."""
 
 
-def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
-    """The rate of optimizer step ``step`` (from 0) in a run of ``steps``."""
-    warmup = config.lr_warmup_steps.steps(steps)
-    if step < warmup:
-        return config.learning_rate * step / warmup
-    progress = min((step - warmup) / max(1, steps - warmup), 1.0)
-    return config.learning_rate * SCHEDULES[config.lr_scheduler](progress, config)
+def _inverse_sqrt(course: Course) -> Schedule:
+    """Falls with the root of the steps, counted as if they had begun ``timescale`` before the warm-up's end."""
+    timescale = course.config.lr_scheduler_timescale or course.warmup or 10_000
+    return lambda step: math.sqrt(timescale / (step - course.warmup + timescale))
+
+
+def _warmup_stable_decay(course: Course) -> Schedule:
+    """At the peak until the decay, which ends with the run."""
+    start = course.steps - course.decay
+
+    def factor(step: int) -> float:
+        if step < start:
+            return 1.0
+        return _cosine_with_min_lr(min((step - start) / max(1, course.decay), 1.0), course)
+
+    return factor
+
+
+def _piecewise_constant(course: Course) -> Schedule:
+    """``step_rules=1:10,0.1:20,0.01``: the peak until step 10, a tenth until 20, a hundredth from there on."""
+    words = dict(word.partition("=")[::2] for word in course.config.lr_scheduler_args)
+    rules = words.pop("step_rules", "").strip().strip("'\"").split(",")
+    try:
+        if words:
+            raise ValueError
+        limits = [(int(rule.split(":")[1]), float(rule.split(":")[0])) for rule in rules[:-1]]
+        last = float(rules[-1])
+        if [limit for limit, _ in limits] != sorted({limit for limit, _ in limits}):
+            raise ValueError
+    except (ValueError, IndexError):
+        raise ConfigError(["--lr_scheduler_args: piecewise_constant takes step_rules=1:10,0.1:20,0.01 (the peak until"
+                           " step 10, a tenth until 20, then a hundredth) and nothing else"]) from None  # fmt: skip
+    return lambda step: next((factor for limit, factor in limits if step < limit), last)
+
+
+WHOLE: Mapping[str, Callable[[Course], Schedule]] = {
+    "inverse_sqrt": _inverse_sqrt,
+    "warmup_stable_decay": _warmup_stable_decay,
+    "piecewise_constant": _piecewise_constant,
+}
+"""Schedules that count steps."""
+
+
+def make_schedule(config: OptimConfig, steps: int) -> Schedule:
+    """The course of the learning rate over a run of ``steps``; mistakes in its settings are a ``ConfigError``."""
+    if config.lr_scheduler_type:
+        return _of_class(config, steps)
+    course = Course(config, steps, config.lr_warmup_steps.steps(steps), config.lr_decay_steps.steps(steps))
+    if config.lr_scheduler in WHOLE:
+        after = WHOLE[config.lr_scheduler](course)
+    else:
+        factor, rest = FACTORS[config.lr_scheduler], max(1, steps - course.warmup)
+
+        def after(step: int) -> float:
+            return factor(min((step - course.warmup) / rest, 1.0), course)
+
+    lowest = course.lowest if config.lr_scheduler == "warmup_stable_decay" else 0.0
+
+    def factor_of(step: int) -> float:
+        if step < course.warmup:
+            return lowest + (1.0 - lowest) * step / course.warmup
+        return after(step)
+
+    return factor_of
+
+
+def _of_class(config: OptimConfig, steps: int) -> Schedule:
+    """A scheduler of torch or of the user's own, walked through once beforehand, which makes it a function, too."""
+    name = config.lr_scheduler_type
+    kind = imported(name if "." in name else f"torch.optim.lr_scheduler.{name}", "lr_scheduler_type", name)
+    arguments = read_arguments(config.lr_scheduler_args, "lr_scheduler_args")
+    peak = config.learning_rate or 1.0
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=peak)
+    if unknown := unknown_names(kind, list(arguments)):
+        raise ConfigError([f"--lr_scheduler_args: {name} does not take {', '.join(unknown)}"])
+    try:
+        scheduler = kind(optimizer, **arguments)
+        rates = []
+        for _ in range(steps):
+            rates.append(optimizer.param_groups[0]["lr"] / peak)
+            optimizer.step()
+            scheduler.step()
+    except Exception as error:  # a class of the user's own raises what it likes
+        raise ConfigError([f"--lr_scheduler_type: {name}: {error}"]) from None
+    return lambda step: float(rates[min(step, len(rates) - 1)])
+
+
+def rehearse(config: OptimConfig) -> None:
+    """Build the schedule for nothing, so that a mistake in its settings shows before a model is loaded."""
+    make_schedule(config, 2)

@@ -9,8 +9,9 @@ from .. import __version__
 from ..adapters import file, keys, lora
 from ..adapters.lora import Adapter
 from ..adapters.metadata import ModelFacts, RunFacts, describe, with_hashes
+from ..optim.optimizers import weights_as_used
 from ..randomness import seed_for
-from .loop import Figures, Run
+from .loop import Run
 from .plan import is_due
 
 logger = logging.getLogger(__name__)
@@ -25,23 +26,39 @@ class Export:
         self.adapter, self.pictures, self.resolution, self.started_at = adapter, pictures, resolution, started_at
         self.written: list[Path] = []
 
-    def __call__(self, run: Run, figures: Figures) -> None:
+    def is_due(self, run: Run) -> bool:
+        return bool(self._names(run))
+
+    def __call__(self, run: Run) -> None:
+        for name in self._names(run):
+            self.save(run, name)
+
+    def _names(self, run: Run) -> list[str]:
+        """The files that are due after this step."""
         save, step = run.config.save, run.state.step
         if step >= run.plan.steps:
-            self.save(run, f"{save.output_name}.safetensors")
-            return
+            return [f"{save.output_name}.safetensors"]
+        names = []
         if save.save_every_n_epochs and is_due(run.plan, step, None, save.save_every_n_epochs):
-            self.save(run, f"{save.output_name}-{run.plan.epochs_done(step):06d}.safetensors")
+            names.append(f"{save.output_name}-{run.plan.epochs_done(step):06d}.safetensors")
         if is_due(run.plan, step, save.save_every_n_steps, None):
-            self.save(run, f"{save.output_name}-step{step:08d}.safetensors")
+            names.append(f"{save.output_name}-step{step:08d}.safetensors")
+        return names
 
     def save(self, run: Run, name: str) -> None:
         """Write one file; an error on the process that writes is raised on all."""
         path = Path(run.config.save.output_dir) / name
+        with weights_as_used(run.optimizer):
+            self._save_one(run, path)
+        if run.average is not None:
+            with run.average.in_place():
+                self._save_one(run, path.with_name(f"{path.stem}-ema{path.suffix}"))
+        self.written.append(path)
+
+    def _save_one(self, run: Run, path: Path) -> None:
         model = run.strategy.unwrapped(run.adapter)
         names = keys.file_names((name for name, _ in model.named_modules()), run.task.family.lora_names)
         run.strategy.on_main(lambda: self._write(run, path, lora.state(model), names))
-        self.written.append(path)
         logger.info("saved %s", path)
 
     def _write(self, run: Run, path: Path, state: lora.State, names: Mapping[str, str]) -> None:

@@ -1,26 +1,100 @@
-"""Is the step fit to change the weights?  A number that is none must never reach them."""
+"""Is the run well?  A number that is none must not stay in the weights, and nobody waits for the device to learn it.
 
+The steps run on without anybody looking.  At a reading all figures since the one before are looked at together; if one
+of them is no number, everything goes back to the reading before and comes again step by step, and the step at fault
+changes nothing.  All processes do the same, because loss and gradient norm are the same on all of them.
+"""
+
+import logging
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from ..data.batch import PixelBatch
+from ..distributed.host_copy import HostCopy
 from ..errors import UserError
+from .bundle import write_bundle
+
+if TYPE_CHECKING:
+    from ..data.loader import StepWork
+    from .loop import Figures, Run
+
+logger = logging.getLogger(__name__)
+
+STEPS_BETWEEN_READINGS = 10
 
 
-def check(loss: Tensor, gradient_norm: Tensor, work: Sequence[PixelBatch], step: int, *, scaled: bool) -> None:
-    """Stop before the update when loss or gradient is not finite; both are the same on all ranks.
+@dataclass(frozen=True)
+class BadStep:
+    """A step whose update was left out."""
 
-    With gradient scaling (fp16) an infinite gradient is how the scaler finds its scale; it skips that update itself.
-    """
-    fit = torch.isfinite(loss) if scaled else torch.isfinite(loss) & torch.isfinite(gradient_norm)
-    if bool(fit):
-        return
-    names = ", ".join(name for batch in work for name in batch.ids)
-    raise UserError(
-        f"step {step + 1}: the loss is {loss.item():g} and the gradient's length {gradient_norm.item():g}; "
-        "the weights were not changed.\n"
-        f"pictures of this step on this process: {names}\n"
-        "Try a lower learning_rate, or mixed_precision bf16 in the place of fp16."
+    step: int  # from 0
+    loss: float
+    gradient_norm: float
+
+
+class NoMore(UserError):
+    """Too many steps went wrong; the weights are still those of the last good one."""
+
+
+class Watch:
+    """Knows the run as it was at the last reading, and which steps were left out."""
+
+    def __init__(self, most: int, folder: Path):
+        self.most, self.folder = most, folder
+        self.bad: list[BadStep] = []
+        self.careful_until = 0
+        """Steps before this one are looked at one by one."""
+        self.read_at = 0
+        self._copy = HostCopy()
+
+    def remember(self, run: "Run") -> None:
+        """This is how the run was when it was last seen to be well."""
+        self.read_at = run.state.step
+        average = run.average.values if run.average is not None else []
+        parameters = [parameter.detach() for parameter in run.parameters]
+        self._copy.take({"parameters": parameters, "average": average, "optimizer": run.optimizer.state_dict()})
+        self._state = replace(run.state)
+
+    def is_well(self, run: "Run", figures: Sequence["Figures"]) -> bool:
+        """Read what the device computed; when it is not well, take everything back to the last reading."""
+        if all(item.is_left_out or fit(run, item) for item in figures):
+            return True
+        self.careful_until = run.state.step
+        kept = self._copy.give()
+        for parameter, value in zip(run.parameters, kept["parameters"], strict=True):
+            parameter.data.copy_(value)
+        if run.average is not None:
+            for mine, value in zip(run.average.values, kept["average"], strict=True):
+                mine.copy_(value)
+        run.optimizer.load_state_dict(kept["optimizer"])
+        run.optimizer.zero_grad(set_to_none=True)
+        run.state = replace(self._state)
+        return False
+
+    def may_learn_from(self, run: "Run", work: "StepWork", figures: "Figures") -> bool:
+        """Whether this step may change the weights, as far as that is known; a bad one is told and counted."""
+        step = run.state.step
+        if step >= self.careful_until or fit(run, figures):
+            return True
+        bad = BadStep(step, float(figures.loss), float(figures.gradient_norm))
+        self.bad.append(bad)
+        names = ", ".join(name for batch in work.batches for name in batch.ids)
+        bundle = write_bundle(run, work, bad.loss, bad.gradient_norm, self.folder / f"bad-step{step + 1:08d}")
+        logger.warning("step %d: the loss is %g and the gradient's length %g; the step is left out. Pictures on this"
+                       " process: %s. To look into it: --config_file %s --replay %s", step + 1, bad.loss,
+                       bad.gradient_norm, names, bundle / "run.toml", bundle)  # fmt: skip
+        if len(self.bad) >= self.most:
+            raise NoMore(f"{len(self.bad)} steps had a loss or gradient that is no number, which is the limit that"
+                            f" --max_bad_steps sets.\nThe weights are those before step {step + 1}. Try a lower"
+                            " learning_rate, or mixed_precision bf16 in the place of fp16.")  # fmt: skip
+        return False
+
+
+def fit(run: "Run", figures: "Figures") -> bool:
+    """Loss and gradient norm are numbers.  With gradient scaling (fp16) an infinite gradient is how the scaler finds
+    its scale; it skips that update itself."""
+    return math.isfinite(float(figures.loss)) and (
+        run.strategy.scales_gradients or math.isfinite(float(figures.gradient_norm))
     )

@@ -1,35 +1,62 @@
 """The training loop: all that happens in a run happens here, in this order."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..config import RunConfig
-from ..data.loader import Loader
+from ..data.loader import Loader, StepWork
 from ..distributed.strategy import DataParallel
-from ..optim.optimizers import set_learning_rate
-from ..optim.schedules import learning_rate
-from .health import check
+from ..optim.average import RunningAverage
+from ..optim.optimizers import Group, learning_rates, set_learning_rates
+from ..optim.schedules import Schedule
+from .health import STEPS_BETWEEN_READINGS, Watch
 from .plan import RunPlan
-from .task import Task
+from .probe import probe
+from .task import Seen, Task
 
 
 class Action(Protocol):
     """Something that is done between steps; it knows itself when it is due."""
 
-    def __call__(self, run: "Run", figures: "Figures") -> None: ...
+    def is_due(self, run: "Run") -> bool: ...
+
+    def __call__(self, run: "Run") -> None: ...
+
+
+class Teller(Protocol):
+    """Gets to know how the run goes."""
+
+    def stepped(self, run: "Run") -> None:
+        """A step was sent on its way; nobody knows yet how it went."""
+
+    def told(self, run: "Run", figures: Sequence["Figures"]) -> None:
+        """These steps are done, and their figures may be read."""
+
+
+class Silence:
+    """Tells nobody."""
+
+    def stepped(self, run: "Run") -> None: ...
+
+    def told(self, run: "Run", figures: Sequence["Figures"]) -> None: ...
 
 
 @dataclass(frozen=True)
 class Figures:
     """What a step was like; the tensors stay on the device until somebody has to read them."""
 
+    step: int  # from 0
     loss: Tensor
     gradient_norm: Tensor
-    learning_rate: float
+    learning_rates: Mapping[str, Any]  # of each group that has one
+    seen: tuple[Seen, ...]  # the micro-batches of this process
+    waited: float  # seconds until the loader had them
+    is_left_out: bool = False  # it changed nothing, because something in it was no number
 
 
 @dataclass
@@ -51,32 +78,83 @@ class Run:
     task: Task
     loader: Loader
     adapter: nn.Module  # the denoiser with its adapters, as wrapped by the strategy
-    parameters: list[nn.Parameter]
+    groups: Sequence[Group]  # the parameters that learn
     optimizer: Any
+    schedule: Schedule
+    watch: Watch
+    teller: Teller
+    average: RunningAverage | None = None
     actions: Sequence[Action] = ()
     state: State = field(default_factory=State)
+    is_probed: bool = False
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Everything that learns."""
+        return [parameter for group in self.groups for parameter in group.parameters]
 
 
 def train(run: Run) -> None:
-    """Run every step from the state's on to the last."""
-    config, state, strategy = run.config, run.state, run.strategy
-    if state.step >= run.plan.steps:
+    """Run every step from the state's on to the last; what goes wrong is taken back and left out."""
+    if run.state.step >= run.plan.steps:
         return
-    for work in run.loader.steps(state.step):
-        rate = learning_rate(config.optim, state.step, run.plan.steps)
-        set_learning_rate(run.optimizer, rate)
-        loss = strategy.gradients(run.task, work.batches, work.samples, state.step)
-        norm = strategy.clip(run.parameters, config.optim.max_grad_norm)
-        check(loss, norm, work.batches, state.step, scaled=strategy.scales_gradients)
+    while not _ran_on(run):
+        pass
+
+
+def _ran_on(run: Run) -> bool:
+    """Go on to the end, or to where something turned out to have gone wrong, which is undone by then."""
+    first, unread = run.state.step, list[Figures]()
+    run.watch.remember(run)
+    for work, waited in _timed(run.loader.steps(first)):
+        if not run.is_probed:
+            probe(run, work.batches[0])
+            run.is_probed = True
+        unread.append(_step(run, work, waited))
+        run.teller.stepped(run)
+        due = [action for action in run.actions if action.is_due(run)]
+        is_last = run.state.step >= run.plan.steps
+        if due or is_last or run.state.step == 1 or len(unread) >= STEPS_BETWEEN_READINGS:
+            if not run.watch.is_well(run, unread):
+                return False
+            run.teller.told(run, unread)
+            unread = []
+            if not is_last:
+                run.watch.remember(run)
+        for action in due:
+            action(run)
+        if is_last:
+            return True
+    raise AssertionError("the loader goes on without end")
+
+
+def _timed(steps: Iterator[StepWork]) -> Iterator[tuple[StepWork, float]]:
+    """Each step's work with the seconds that it was waited for."""
+    while True:
+        started = time.perf_counter()
+        work = next(steps)
+        yield work, time.perf_counter() - started
+
+
+def _step(run: Run, work: StepWork, waited: float) -> Figures:
+    """One optimizer step; nothing in it waits for the device."""
+    state, strategy = run.state, run.strategy
+    factor = run.schedule(state.step)
+    set_learning_rates(run.optimizer, [group.rate for group in run.groups], factor)
+    loss = strategy.gradients(run.task, work.batches, work.samples, state.step)
+    norm = strategy.clip(run.parameters, run.config.optim.max_grad_norm)
+    figures = Figures(state.step, loss, norm, {}, tuple(run.task.seen), waited)
+    learns = run.watch.may_learn_from(run, work, figures)
+    if learns:
         run.optimizer.step()
-        run.optimizer.zero_grad(set_to_none=True)
-        state.step += 1
-        state.samples += work.samples
-        state.has_learnt |= rate > 0
-        for action in run.actions:
-            action(run, Figures(loss, norm, rate))
-        if state.step >= run.plan.steps:
-            return
+    run.optimizer.zero_grad(set_to_none=True)
+    state.step += 1
+    state.samples += work.samples
+    state.has_learnt |= learns and factor > 0
+    if learns and run.average is not None:
+        run.average.update(state.step)
+    rates = learning_rates(run.optimizer, [group.name for group in run.groups])
+    return replace(figures, learning_rates=rates, is_left_out=not learns)
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:

@@ -21,6 +21,9 @@ class RunPlan:
             steps = batches.steps_for_epochs(train.max_train_epochs)
         if (warmup := optim.lr_warmup_steps).steps(steps) >= steps and not warmup.of_whole and warmup.amount:
             raise ConfigError([f"--lr_warmup_steps: {warmup} steps of warm-up do not fit into a run of {steps} steps"])
+        if (decay := optim.lr_decay_steps).steps(steps) + warmup.steps(steps) > steps:
+            raise ConfigError([f"--lr_decay_steps: warm-up ({warmup}) and decay ({decay}) do not fit into a run of"
+                               f" {steps} steps"])  # fmt: skip
         return cls(batches, steps)
 
     @property

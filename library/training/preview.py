@@ -10,8 +10,9 @@ import torch
 from ..config.schema import PreviewConfig
 from ..data.batch import Cond
 from ..data.prompts import Prompt
+from ..optim.optimizers import weights_as_used
 from ..randomness import seed_for
-from .loop import Figures, Run
+from .loop import Run
 from .plan import is_due
 
 logger = logging.getLogger(__name__)
@@ -24,14 +25,20 @@ class Preview:
         self.config, self.prompts, self.folder, self.name = config, prompts, folder, name
         self.written: list[Path] = []
 
-    def __call__(self, run: Run, figures: Figures) -> None:
-        if is_due(run.plan, run.state.step, self.config.sample_every_n_steps, self.config.sample_every_n_epochs):
-            self.draw(run)
+    def is_due(self, run: Run) -> bool:
+        return is_due(run.plan, run.state.step, self.config.sample_every_n_steps, self.config.sample_every_n_epochs)
+
+    def __call__(self, run: Run) -> None:
+        self.draw(run)
 
     @torch.no_grad()
     def draw(self, run: Run) -> None:
         """Draw this process's share of the prompts; a picture that fails is a warning and no more."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        with weights_as_used(run.optimizer):
+            self._draw_all(run)
+
+    def _draw_all(self, run: Run) -> None:
         for index, prompt in enumerate(self.prompts):
             if index % run.strategy.size != run.strategy.rank:
                 continue

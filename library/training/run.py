@@ -22,9 +22,13 @@ from ..families import FAMILIES
 from ..families.base import Family
 from ..families.detect import Detected, detect
 from ..log import Progress
-from ..optim.optimizers import make_optimizer
+from ..optim import optimizers, schedules
+from ..optim.average import RunningAverage
+from .bundle import read_bundle, replay
 from .export import Export
-from .loop import Run, count, train, trainable
+from .health import NoMore, Watch
+from .loop import Run, Silence, count, train, trainable
+from .metrics import MetricsFile
 from .outline import outline
 from .plan import RunPlan
 from .preview import Preview
@@ -40,7 +44,8 @@ DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "f
 def run(config: RunConfig, given: frozenset[str] = frozenset()) -> None:
     """Train from beginning to end; ``given`` names the options that somebody wrote down."""
     started_at = time.time()
-    make_optimizer(config.optim, [torch.nn.Parameter(torch.zeros(1))])  # a mistake in its settings shows before loading
+    optimizers.rehearse(config.optim)
+    schedules.rehearse(config.optim)
     strategy = DataParallel(prepare_accelerator(config))
     try:
         _run(config, given, strategy, started_at)
@@ -63,12 +68,24 @@ def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, start
     job, adapter = _assemble(config, strategy, detected, prepared, plan)
     preview = _preview(config, prompts)
     export = Export(adapter, prepared.pictures, prepared.resolution, started_at)
+    if config.train.replay is not None:
+        for line in replay(job, read_bundle(Path(config.train.replay))):
+            logger.info("%s", line)
+        return
     start_trackers(config, strategy)
     with Progress(plan.steps, job.state.step, "training", wanted=strategy.is_main) as progress:
-        job.actions = [Track(progress), preview, export]
+        name = f"{config.save.output_name}.metrics.jsonl"
+        path = Path(config.save.output_dir) / name
+        job.teller = Track(progress, MetricsFile(path, job.state.step) if strategy.is_main else None)
+        job.actions = [preview, export]
         if config.preview.sample_at_first:
             preview.draw(job)
-        train(job)
+        try:
+            train(job)
+        except NoMore:
+            if job.state.has_learnt:
+                export.save(job, f"{config.save.output_name}-step{job.state.step:08d}.safetensors")
+            raise
     strategy.finish()
     _say_where(export.written, preview)
 
@@ -104,13 +121,23 @@ def _assemble(
     share = count(parameters) / count(list(denoiser.parameters()))
     logger.info("training %d LoRA modules of rank %d in %s: %s numbers, %.2f %% of the model", len(adapter.modules),
                 adapter.rank, type(denoiser).__name__, f"{count(parameters):,}", 100 * share)  # fmt: skip
-    optimizer = make_optimizer(config.optim, parameters)
+    groups = [optimizers.Group("unet", parameters, config.optim.learning_rate)]
+    for line in optimizers.remarks(config.optim, groups):
+        logger.warning("%s", line)
+    optimizer = optimizers.make_optimizer(config.optim, groups)
     wrapped, optimizer = strategy.wrap(denoiser, optimizer)
     task = Task(family, pipe, wrapped, family.process(pipe), config.train.seed, strategy.device)
     loader = prepared.loader(plan.batches, strategy.rank, total_steps=plan.steps, pin_memory=strategy.pins_memory)
     if strategy.is_main:
         _tell_long_captions(family, pipe, loader)
-    return Run(config, plan, strategy, task, loader, wrapped, parameters, optimizer), adapter
+    schedule = schedules.make_schedule(config.optim, plan.steps)
+    watch = Watch(config.train.max_bad_steps, Path(config.save.output_dir))
+    job = Run(config, plan, strategy, task, loader, wrapped, groups, optimizer, schedule, watch, Silence())
+    if config.optim.ema_decay is not None:
+        job.average = RunningAverage(job.parameters, config.optim.ema_decay)
+    if callable(getattr(optimizer, "train", None)):  # schedule-free ones have two sets of weights
+        optimizer.train()
+    return job, adapter
 
 
 def _tell_long_captions(family: Family, pipe: Any, loader: Loader) -> None:

@@ -1,6 +1,6 @@
 """One batch to one loss per sample: encode, draw noise, predict, compare."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +13,16 @@ from ..families.base import Family
 from ..randomness import seed_for
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What one micro-batch was like; the tensors stay on the device until somebody reads them."""
+
+    t: Tensor  # (B,): the time of each sample, 0..1, where 1 is noise
+    loss: Tensor  # (B,): its loss before the sample's own weight
+    weight: Tensor  # (B,): 0 for padding
+    ids: tuple[str, ...]
+
+
 @dataclass
 class Task:
     """What one sample means; how samples are spread over processes is the strategy's business."""
@@ -23,6 +33,10 @@ class Task:
     process: Process
     seed: int
     device: torch.device
+    seen: list[Seen] = field(default_factory=list)
+    """The micro-batches of the latest optimizer step on this process."""
+    seen_in: int = -1
+    """The optimizer step that ``seen`` is of."""
 
     def __call__(self, pixels: PixelBatch, step: int) -> Tensor:
         """Weighted losses (B,) of a batch in optimizer step ``step``."""
@@ -33,7 +47,14 @@ class Task:
         loss = F.mse_loss(predicted.float(), target.float(), reduction="none")
         if batch.mask is not None:
             loss = loss * batch.mask
-        return loss.flatten(1).mean(1) * batch.weight
+        losses = loss.flatten(1).mean(1)
+        self._note(Seen(t / 1000, losses.detach(), batch.weight, batch.ids), step)
+        return losses * batch.weight
+
+    def _note(self, seen: Seen, step: int) -> None:
+        if step != self.seen_in:
+            self.seen, self.seen_in = [], step
+        self.seen.append(seen)
 
     @torch.no_grad()
     def encode(self, pixels: PixelBatch, step: int) -> Batch:

@@ -1,68 +1,81 @@
-"""Figures for the person who waits and for experiment trackers."""
+"""Figures for the person who waits, for a file, and for experiment trackers."""
 
 import logging
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..config import RunConfig
 from ..config.options import flat, options_of
 from ..config.toml_lines import read_toml
+from ..distributed.devices import peak_memory
 from ..distributed.strategy import DataParallel
 from ..log import Progress
 from .loop import Figures, Run
+from .metrics import MetricsFile
+from .shares import losses_by_kind
 
 logger = logging.getLogger(__name__)
 
-SECONDS_BETWEEN_READINGS = 0.5
-"""Reading a figure makes the device finish its work first, so figures are read together."""
-
 
 class Track:
-    """Collects the figures of each step and tells them, all of them, a little later."""
+    """Shows each step when it is sent on its way, and tells its figures when they are known."""
 
-    def __init__(self, progress: Progress):
-        self.progress, self.tracker_works = progress, True
-        self.waiting: list[tuple[int, Figures]] = []
+    def __init__(self, progress: Progress, file: MetricsFile | None):
+        self.progress, self.file, self.tracker_works = progress, file, True
         self.recent: deque[float] = deque(maxlen=100)
         self.shown: dict[str, str] = {}
-        self.read_at = time.monotonic()
-        self.samples_at = 0
+        self.told_at, self.samples_then = time.monotonic(), 0
 
-    def __call__(self, run: Run, figures: Figures) -> None:
-        self.waiting.append((run.state.step, figures))
+    def stepped(self, run: Run) -> None:
+        """The bar goes on, or back where steps were taken back."""
+        self.progress.advance(self.shown, run.state.step - self.progress.done)
+
+    def told(self, run: Run, figures: Sequence[Figures]) -> None:
+        """Tell the figures of these steps; every process has to call this."""
+        together = {**losses_by_kind(run, figures), **self._pace(run, figures)}
+        for item in figures:
+            values = self._of_step(run, item)
+            if item is figures[-1]:
+                values |= together
+            if self.file is not None:
+                self.file.add(item.step + 1, values)
+            self._send(run, values, item.step + 1)
+        self.shown = self._beside_the_bar(figures[-1], together)
+
+    def _of_step(self, run: Run, item: Figures) -> dict[str, Any]:
+        loss = float(item.loss)
+        self.recent.append(loss)
+        return {
+            "loss/current": loss,
+            "loss/average": sum(self.recent) / len(self.recent),
+            **{f"lr/{name}": float(rate) for name, rate in item.learning_rates.items()},
+            "gradient_norm": float(item.gradient_norm),
+            "epoch": run.plan.batches.epoch_of(item.step) + 1,
+            "data_wait_seconds": item.waited,
+        }
+
+    def _pace(self, run: Run, figures: Sequence[Figures]) -> dict[str, float]:
         now = time.monotonic()
-        is_late = now - self.read_at >= SECONDS_BETWEEN_READINGS
-        if is_late or not self.shown or run.state.step >= run.plan.steps:
-            self._read(run, now)
-        self.progress.advance(self.shown)
+        seconds, samples = max(now - self.told_at, 1e-9), run.state.samples - self.samples_then
+        self.told_at, self.samples_then = now, run.state.samples
+        return {
+            "speed/steps_per_second": len(figures) / seconds,
+            "speed/samples_per_second": samples / seconds,
+            "memory/peak_gb": peak_memory(run.strategy.device) / 1e9,
+        }
 
-    def _read(self, run: Run, now: float) -> None:
-        seconds = max(now - self.read_at, 1e-9)
-        rates = {
-            "speed/steps_per_second": len(self.waiting) / seconds,
-            "speed/samples_per_second": (run.state.samples - self.samples_at) / seconds,
-        }
-        for step, figures in self.waiting:
-            loss = float(figures.loss)
-            self.recent.append(loss)
-            values = {
-                "loss/current": loss,
-                "loss/average": sum(self.recent) / len(self.recent),
-                "lr/unet": figures.learning_rate,
-                "gradient_norm": float(figures.gradient_norm),
-                "epoch": run.plan.batches.epoch_of(step - 1) + 1,
-            }
-            self._send(run, {**values, **rates}, step)
-        self.shown = {
+    def _beside_the_bar(self, last: Figures, together: dict[str, float]) -> dict[str, str]:
+        rates = {"lr" if name == "unet" else f"lr {name}": f"{float(rate):.2e}"
+                 for name, rate in last.learning_rates.items()}  # fmt: skip
+        return {
             "loss": f"{sum(self.recent) / len(self.recent):.4f}",
-            "lr": f"{self.waiting[-1][1].learning_rate:.2e}",
-            "steps/s": f"{rates['speed/steps_per_second']:.2f}",
-            "samples/s": f"{rates['speed/samples_per_second']:.1f}",
+            **rates,
+            "steps/s": f"{together['speed/steps_per_second']:.2f}",
+            "samples/s": f"{together['speed/samples_per_second']:.1f}",
         }
-        self.waiting.clear()
-        self.read_at, self.samples_at = now, run.state.samples
 
     def _send(self, run: Run, values: dict[str, Any], step: int) -> None:
         """Trackers are company, not crew: one that fails is left behind and the run goes on."""

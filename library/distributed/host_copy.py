@@ -1,0 +1,41 @@
+"""Copies of tensors in host memory, made without making anybody wait."""
+
+from typing import Any
+
+import torch
+
+
+class HostCopy:
+    """A nest of dicts, lists and tensors as it was; on an accelerator its memory there is not touched.
+
+    Copies go to pinned memory in the order of the device's own work, so the program does not wait for them; the
+    buffers are kept from one copy to the next.
+    """
+
+    def __init__(self) -> None:
+        self._copy: Any = None
+
+    def take(self, tree: Any) -> None:
+        """Copy ``tree`` as it is now in the device's order of work."""
+        self._copy = _copied(tree, self._copy)
+
+    def give(self) -> Any:
+        """The copy; wait until it is complete.  What is inside belongs to this object."""
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        return self._copy
+
+
+def _copied(tree: Any, old: Any) -> Any:
+    if isinstance(tree, torch.Tensor):
+        fits = isinstance(old, torch.Tensor) and old.shape == tree.shape and old.dtype == tree.dtype
+        with torch.no_grad():
+            target = old if fits else torch.empty_like(tree, device="cpu", pin_memory=tree.device.type == "cuda")
+            return target.copy_(tree.detach(), non_blocking=True)
+    if isinstance(tree, dict):
+        before = old if isinstance(old, dict) else {}
+        return {key: _copied(value, before.get(key)) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        olds = old if isinstance(old, (list, tuple)) and len(old) == len(tree) else [None] * len(tree)
+        return type(tree)(_copied(value, before) for value, before in zip(tree, olds, strict=True))
+    return tree

@@ -1,0 +1,102 @@
+"""A step that went wrong, kept whole in a folder, so that it can be looked into later and elsewhere."""
+
+import json
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from .. import __version__
+from ..adapters import lora
+from ..config.describe import to_toml
+from ..data.batch import PixelBatch
+from ..errors import UserError
+
+if TYPE_CHECKING:
+    from ..data.loader import StepWork
+    from .loop import Run
+
+logger = logging.getLogger(__name__)
+
+TENSORS = ("pixels", "frame", "weight", "mask")
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """What a step was made of, on one process."""
+
+    step: int  # from 0
+    samples: int  # over all processes
+    batches: tuple[PixelBatch, ...]
+    adapter: lora.State
+    folder: Path
+
+
+def write_bundle(run: "Run", work: "StepWork", loss: float, gradient_norm: float, folder: Path) -> Path:
+    """Every process writes its own part; what cannot be written is no reason to stop."""
+    own = folder / f"rank{run.strategy.rank}"
+    try:
+        own.mkdir(parents=True, exist_ok=True)
+        tensors: dict[str, torch.Tensor] = {}
+        words = []
+        for number, batch in enumerate(work.batches):
+            tensors |= {f"{number}.{name}": getattr(batch, name).contiguous() for name in TENSORS
+                        if getattr(batch, name) is not None}  # fmt: skip
+            words.append({"captions": batch.captions, "places": batch.places, "ids": batch.ids})
+        save_file(tensors, own / "batches.safetensors")
+        adapter = lora.state(run.strategy.unwrapped(run.adapter))
+        save_file({name: tensor.contiguous() for name, tensor in adapter.items()}, own / "adapter.safetensors")
+        facts = {
+            "step": run.state.step,
+            "samples": work.samples,
+            "loss": str(loss),
+            "gradient_norm": str(gradient_norm),
+            "bucket": work.batches[0].frame[0, 4:].tolist(),  # height, width
+            "batches": words,
+            "times": [seen.t.tolist() for seen in run.task.seen],
+            "version": __version__,
+            "torch": torch.__version__,
+        }
+        (own / "step.json").write_text(json.dumps(facts, indent=1, ensure_ascii=False), "utf-8")
+        (own / "run.toml").write_text(to_toml(run.config), "utf-8")
+    except OSError as error:
+        logger.warning("%s: cannot be written: %s", own, error.strerror)
+    return own
+
+
+def read_bundle(folder: Path) -> Bundle:
+    """A folder that ``write_bundle`` made; anything else is a ``UserError``."""
+    try:
+        facts: dict[str, Any] = json.loads((folder / "step.json").read_text("utf-8"))
+        tensors = load_file(folder / "batches.safetensors")
+        adapter = load_file(folder / "adapter.safetensors")
+    except (OSError, ValueError) as error:
+        raise UserError(f"--replay: {folder}: {error}; name the folder of one process, such as .../rank0") from None
+    batches = []
+    for number, words in enumerate(facts["batches"]):
+        parts = {name: tensors.get(f"{number}.{name}") for name in TENSORS}
+        batches.append(PixelBatch(captions=tuple(words["captions"]), places=tuple(words["places"]),
+                                  ids=tuple(words["ids"]), **parts))  # type: ignore[arg-type]  # fmt: skip
+    return Bundle(facts["step"], facts["samples"], tuple(batches), adapter, folder)
+
+
+def replay(run: "Run", bundle: Bundle) -> list[str]:
+    """Do the step again with the adapter as it was; say each picture's loss and where numbers end."""
+    model = run.strategy.unwrapped(run.adapter)
+    lora.load_state(model, bundle.adapter)
+    task = replace(run.task, denoiser=model)
+    lines = [f"step {bundle.step + 1} of {bundle.folder}"]
+    for batch in bundle.batches:
+        with run.strategy.accelerator.autocast():
+            losses = task(batch, bundle.step)
+        losses.sum().backward()  # type: ignore[no-untyped-call]
+        for name, loss, t in zip(batch.ids, losses.tolist(), task.seen[-1].t.tolist(), strict=True):
+            lines.append(f"  {name}: loss {loss:g} at time {t:.3f}")
+    gradients = {name: item.grad for name, item in lora.parameters(model) if item.grad is not None}
+    broken = [name for name, gradient in gradients.items() if not bool(torch.isfinite(gradient).all())]
+    lines.append(f"gradients: {len(broken)} of {len(gradients)} tensors hold something that is no number"
+                 + (f", the first of them {broken[0]}" if broken else ""))  # fmt: skip
+    return lines

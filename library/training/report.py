@@ -1,0 +1,168 @@
+"""A page about a run, one file that needs nothing else: curves, losses by kind, previews, settings, environment."""
+
+import base64
+import io
+import platform
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from .charts import Line, bars, curves
+from .metrics import read_lines
+from .report_style import STYLE
+
+Metrics = Sequence[Mapping[str, Any]]
+
+SHOWN_PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "safetensors", "numpy", "pillow")
+PREVIEW_WIDTH, MOST_COLUMNS, MOST_ROWS = 192, 8, 16
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What the page is about, besides the figures."""
+
+    name: str
+    steps: int
+    plan: str  # the pictures, buckets and steps in words
+    settings: Mapping[str, Any]
+    started_at: float
+    processes: int
+    precision: str
+    rows: Mapping[str, Mapping[str, Path]]  # prompt -> when a preview was drawn -> its file
+
+
+def write_report(subject: Subject, metrics_file: Path, target: Path) -> None:
+    """Make the page anew from all figures there are so far."""
+    lines = read_lines(metrics_file)
+    parts = [_head(subject, lines), _curves(lines), _kinds(lines), _previews(subject.rows), _data(subject),
+             _environment(subject)]  # fmt: skip
+    page = (f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(subject.name)}</title>'
+            f"<style>{STYLE}</style></head><body>{''.join(parts)}</body></html>\n")  # fmt: skip
+    new = target.with_name(target.name + ".new")
+    new.write_text(page, "utf-8")
+    new.replace(target)
+
+
+def series(lines: Metrics, name: str) -> list[tuple[float, float]]:
+    """The values of one figure over the steps, where there are any."""
+    return [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+
+
+def _head(subject: Subject, lines: Metrics) -> str:
+    done = lines[-1]["step"] if lines else 0
+    losses = series(lines, "loss/average")
+    began = time.strftime("%Y-%m-%d %H:%M", time.localtime(subject.started_at))
+    loss = f", loss {losses[-1][1]:.4f} (mean of the last 100 steps)" if losses else ""
+    bad = sum(line.get("loss/current") is None for line in lines)
+    left_out = f"; {bad} steps left out because their loss was no number" if bad else ""
+    return (f"<h1>{escape(subject.name)}</h1><p class=facts>step {done} of {subject.steps}{loss}; started {began},"
+            f" {subject.processes} process{'es' if subject.processes > 1 else ''}, precision"
+            f" {escape(subject.precision)}{left_out}</p>")  # fmt: skip
+
+
+def _curves(lines: Metrics) -> str:
+    rates = [Line(name, series(lines, name)) for name in _names(lines, "lr/")]
+    validation = [Line(name, series(lines, name)) for name in _names(lines, "validation/")]
+    charts = {
+        "Loss": curves([Line("mean of 100 steps", series(lines, "loss/average")),
+                        Line("each step", series(lines, "loss/current"), is_faint=True)][::-1]),
+        "Validation": curves(validation),
+        "Learning rate": curves(rates),
+        "Gradient norm": curves([Line("gradient norm", series(lines, "gradient_norm"))]),
+        "Samples a second": curves([Line("samples/s", series(lines, "speed/samples_per_second"))]),
+        "Seconds waited for data in a step": curves([Line("seconds", series(lines, "data_wait_seconds"))]),
+        "Peak memory (GB)": curves([Line("GB", series(lines, "memory/peak_gb"))]),
+    }  # fmt: skip
+    shown = "".join(f"<div><h3>{escape(title)}</h3>{chart}</div>" for title, chart in charts.items() if chart)
+    return f"<h2>Curves</h2><div class=charts>{shown or '<p>no step is done yet</p>'}</div>"
+
+
+def _kinds(lines: Metrics) -> str:
+    """How the loss of each kind of picture changed from the first part of the run to the last."""
+    halves = (lines[: (len(lines) + 1) // 2], lines[(len(lines) + 1) // 2 :])
+    parts = []
+    for prefix, title in (("loss/time/", "Loss by the share of noise"), ("loss/bucket/", "Loss by bucket"),
+                          ("loss/dataset/", "Loss by dataset")):  # fmt: skip
+        means = [_means(half, prefix) for half in halves]
+        names = sorted({name for mean in means for name in mean}, key=_in_order)
+        if len(names) > 1:
+            groups = {name: [mean.get(name) for mean in means] for name in names}
+            parts.append(f"<div><h3>{title}</h3>{bars(groups, ('first half', 'second half'))}</div>")
+    return f"<h2>Losses by kind</h2><div class=charts>{''.join(parts)}</div>" if parts else ""
+
+
+def _means(lines: Metrics, prefix: str) -> dict[str, float]:
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    for name in _names(lines, prefix):
+        values[name.removeprefix(prefix)] += [value for _, value in series(lines, name)]
+    return {name: sum(found) / len(found) for name, found in values.items() if found}
+
+
+def _in_order(name: str) -> tuple[float, str]:
+    """Sizes by their area, shares by their start, and whatever has no number by name."""
+    numbers = [float(part) for part in name.replace("-", "x").split("x") if part.replace(".", "", 1).isdigit()]
+    return (numbers[0] * (numbers[1] if "x" in name else 1.0) if numbers else 0.0, name)
+
+
+def _names(lines: Metrics, prefix: str) -> list[str]:
+    return sorted({name for line in lines for name in line if name.startswith(prefix)})
+
+
+def _previews(rows: Mapping[str, Mapping[str, Path]]) -> str:
+    longest: Mapping[str, Path] = max(rows.values(), key=len, default={})
+    times = list(longest)
+    if not times:
+        return ""
+    if len(times) > MOST_COLUMNS:
+        times = [times[round(place * (len(times) - 1) / (MOST_COLUMNS - 1))] for place in range(MOST_COLUMNS)]
+    head = "".join(f"<th>{escape(_when(time))}</th>" for time in times)
+    body = ""
+    for prompt, row in list(rows.items())[:MOST_ROWS]:
+        cells = "".join(f"<td>{_picture(row[time]) if time in row else ''}</td>" for time in times)
+        body += f"<tr><td>{escape(prompt)}</td>{cells}</tr>"
+    return f"<h2>Previews</h2><div class=previews><table><tr><th></th>{head}</tr>{body}</table></div>"
+
+
+def _when(name: str) -> str:
+    number = int(name.lstrip("e"))
+    return "before" if number == 0 else f"epoch {number}" if name.startswith("e") else f"step {number}"
+
+
+def _picture(path: Path) -> str:
+    from PIL import Image
+
+    try:
+        with Image.open(path) as opened:
+            picture = opened.convert("RGB")
+    except OSError:
+        return "(gone)"
+    picture.thumbnail((PREVIEW_WIDTH * 2, PREVIEW_WIDTH * 2))
+    data = io.BytesIO()
+    picture.save(data, "JPEG", quality=88)
+    text = base64.b64encode(data.getvalue()).decode()
+    return f'<img width="{min(PREVIEW_WIDTH, picture.width * 2)}" src="data:image/jpeg;base64,{text}" alt="">'
+
+
+def _data(subject: Subject) -> str:
+    return f"<h2>Pictures and steps</h2><pre>{escape(subject.plan)}</pre>"
+
+
+def _environment(subject: Subject) -> str:
+    settings = "".join(f"<tr><td>{escape(name)}</td><td>{escape(str(value))}</td></tr>"
+                       for name, value in subject.settings.items())  # fmt: skip
+    found = {"lorikeet": __version__, "Python": platform.python_version(), "system": platform.platform(terse=True)}
+    for package in SHOWN_PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    rows = "".join(f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in found.items())
+    return ("<h2>Settings</h2><p class=facts>numbers, switches and choices; texts and paths are left out</p>"
+            f"<details><summary>show</summary><table>{settings}</table></details>"
+            f"<h2>Environment</h2><table>{rows}</table>")  # fmt: skip

@@ -1,0 +1,151 @@
+"""A step that goes wrong changes nothing, is named, and can be played again; the probe finds what is idle."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import on_ranks
+from safetensors.torch import load_file
+from test_run import pictures, train
+
+from library.errors import UserError
+from library.training import health
+from library.training.bundle import read_bundle
+from library.training.metrics import MetricsFile, read_lines
+from library.training.probe import _judge
+from library.training.task import Task
+
+SETTINGS = ("--max_train_steps", "14", "--network_dim", "2", "--learning_rate", "0.5", "--seed", "5")
+SPOILT = 12  # two after a reading
+
+
+def train_with_a_spoilt_step(rank: int, step: int, careful: bool, *flags: str) -> str:
+    """As ``train``, but the loss of one step, or with a negative number of all from there on, is none on one rank."""
+    whole, start = Task.__call__, health.Watch.__init__
+
+    def spoilt(self: Task, batch, at: int):
+        here = self.device is not None and torch.distributed.get_rank() == rank if _several() else True
+        is_bad = at == step if step >= 0 else at >= -step
+        return whole(self, batch, at) * (float("nan") if here and is_bad else 1.0)
+
+    def watch(self, most, folder):
+        start(self, most, folder)
+        self.careful_until = 10**9 if careful else 0
+
+    Task.__call__, health.Watch.__init__ = spoilt, watch
+    try:
+        return train(*flags)
+    finally:
+        Task.__call__, health.Watch.__init__ = whole, start
+
+
+def _several() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    return pictures(tmp_path_factory.mktemp("health"), {(64, 64): 4})
+
+
+def same(one: str, other: str) -> bool:
+    first, second = load_file(one), load_file(other)
+    return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+
+
+@pytest.mark.parametrize(("ranks", "batch"), [(1, "4"), (2, "2")])
+def test_a_bad_step_on_one_rank_is_left_out_on_all(dataset, tmp_path, ranks, batch):
+    """With plain SGD that is the same as a learning rate of 0 in that step, bit for bit."""
+    flags = ("--dataset_config", str(dataset), *SETTINGS, "--optimizer_type", "SGD", "--train_batch_size", batch,
+             "--output_dir", str(tmp_path))  # fmt: skip
+    bad = on_ranks(ranks, train_with_a_spoilt_step, ranks - 1, SPOILT, False, *flags, "--output_name", "bad")
+    expected = on_ranks(ranks, train, *flags, "--output_name", "expected", "--lr_scheduler", "piecewise_constant",
+                        "--lr_scheduler_args", f"step_rules=1:{SPOILT},0:{SPOILT + 1},1")  # fmt: skip
+
+    assert same(bad[0], expected[0])
+    folder = tmp_path / f"bad-step{SPOILT + 1:08d}"
+    assert sorted(item.name for item in folder.iterdir()) == [f"rank{rank}" for rank in range(ranks)]
+    facts = json.loads((folder / "rank0" / "step.json").read_text("utf-8"))
+    assert facts["step"] == SPOILT and len(facts["batches"][0]["ids"]) == int(batch) and facts["loss"] == "nan"
+    lines = read_lines(tmp_path / "bad.metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, 15))
+    assert [line["step"] for line in lines if line["loss/current"] is None] == [SPOILT + 1]
+
+
+def test_taking_steps_back_gives_what_watching_each_step_gives(dataset, tmp_path):
+    """With an optimizer that has a memory, and a running average."""
+    flags = ("--dataset_config", str(dataset), *SETTINGS, "--learning_rate", "0.01", "--train_batch_size", "4",
+             "--ema_decay", "0.9", "--output_dir", str(tmp_path))  # fmt: skip
+    back = on_ranks(1, train_with_a_spoilt_step, 0, SPOILT, False, *flags, "--output_name", "back")
+    careful = on_ranks(1, train_with_a_spoilt_step, 0, SPOILT, True, *flags, "--output_name", "careful")
+
+    assert same(back[0], careful[0])
+    assert same(back[0].replace(".safetensors", "-ema.safetensors"), careful[0].replace(".saf", "-ema.saf"))
+
+
+def test_too_many_bad_steps_end_the_run_with_the_last_good_weights(dataset, tmp_path):
+    flags = ("--dataset_config", str(dataset), *SETTINGS, "--train_batch_size", "4", "--output_dir", str(tmp_path))
+
+    with pytest.raises(AssertionError, match="3 steps had a loss or gradient that is no number"):
+        on_ranks(1, train_with_a_spoilt_step, 0, -6, False, *flags, "--output_name", "stopped", "--max_bad_steps", "3")
+
+    on_ranks(1, train, *flags, "--output_name", "good", "--save_every_n_steps", "6")
+    assert same(str(tmp_path / "stopped-step00000008.safetensors"), str(tmp_path / "good-step00000006.safetensors"))
+    bundle = read_bundle(tmp_path / "bad-step00000007" / "rank0")
+    assert bundle.step == 6 and bundle.batches[0].pixels.shape[0] == 4
+
+
+def test_a_bundle_is_played_again(dataset, tmp_path):
+    flags = ("--dataset_config", str(dataset), *SETTINGS, "--train_batch_size", "4", "--output_dir", str(tmp_path))
+    on_ranks(1, train_with_a_spoilt_step, 0, 2, False, *flags)
+
+    text = on_ranks(1, told, tmp_path, *flags, "--replay", str(tmp_path / "bad-step00000003" / "rank0"))[0]
+
+    assert "step 3 of" in text and text.count(": loss 0.") + text.count(": loss 1.") == 4
+    assert "gradients: 0 of" in text  # the loss was spoilt from outside
+
+
+def told(folder: Path, *flags: str) -> str:
+    """The messages of a run."""
+    from library.config import load_options
+    from library.log import set_up
+    from library.training.run import run
+
+    set_up(simple=True, file=str(folder / "log"))
+    run(load_options([*flags, "--max_data_loader_n_workers", "0"]).require())
+    return (folder / "log").read_text("utf-8")
+
+
+def test_what_is_no_bundle_is_said(tmp_path):
+    with pytest.raises(UserError, match=r"--replay: .*name the folder of one process"):
+        read_bundle(tmp_path)
+
+
+def test_the_probe_names_what_is_idle_or_broken(caplog):
+    fine, idle, broken = torch.ones(2), torch.zeros(2), torch.tensor([1.0, float("inf")])
+
+    _judge(0.5, {"a": fine, "b": idle, "c": None})
+    assert "2 of 3 tensors that are to learn get no gradient and will stay as they are: b, c" in caplog.text
+    with pytest.raises(UserError, match=r"1 of 2 gradients hold .*: ?b|b$"):
+        _judge(0.5, {"a": fine, "b": broken})
+    with pytest.raises(UserError, match="the loss is nan"):
+        _judge(float("nan"), {"a": fine})
+    with pytest.raises(UserError, match="no gradient reaches any"):
+        _judge(0.5, {"a": idle})
+
+
+def test_metrics_of_a_run_that_goes_on_follow_those_of_its_past(tmp_path):
+    path = tmp_path / "a.metrics.jsonl"
+    first = MetricsFile(path, 0)
+    for step in (1, 2, 3):
+        first.add(step, {"loss": float(step), "text": "ü"})
+    with path.open("a") as file:
+        file.write('{"step": 4, "lo')  # killed while it wrote
+
+    again = MetricsFile(path, 2)
+    again.add(3, {"loss": float("nan")})
+
+    assert read_lines(path) == [{"step": 1, "loss": 1.0, "text": "ü"}, {"step": 2, "loss": 2.0, "text": "ü"},
+                                {"step": 3, "loss": None}]  # fmt: skip
+    assert Path(path).read_text("utf-8").endswith("\n")
