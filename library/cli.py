@@ -85,14 +85,14 @@ def _train(argv: Sequence[str]) -> int:
 
 
 def _of_model_and_prompts(config: "RunConfig") -> list[str]:
-    """What is wrong with the model's folder and the file of prompts, as far as small files tell."""
+    """What is wrong with the model's files and the file of prompts, as far as small files and headers tell."""
     from .data.prompts import read_prompts
     from .families.detect import detect
 
     problems = []
     prompts = config.preview.sample_prompts
     try:
-        detect(config.model.pretrained_model_name_or_path)
+        detect(config.model)
     except ConfigError as error:
         problems += error.problems
     try:

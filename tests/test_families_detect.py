@@ -207,7 +207,8 @@ def test_the_family_can_be_named_and_must_fit(tmp_path):
     folder = model(tmp_path / "one", config="sdxl", name="")
     found = detect(ModelConfig(folder, family="sdxl"))
     assert found.family == "sdxl" and "--family says so" in found.reason
-    assert "unknown model family 'sdxll'; did you mean sdxl?" in problem(folder, family="sdxll")
+    assert problem(folder, family="sdxll") == "family: unknown model family 'sdxll'; did you mean sdxl?"
+    assert "pathlib:Path is no model family" in problem(folder, family="pathlib:Path")
     assert "its files are not those of family sd2" in problem(model(tmp_path / "b"), family="sd2")
     own = detect(ModelConfig(folder, family="library.families.sdxl:StableDiffusionXL"))
     assert own.family == "library.families.sdxl:StableDiffusionXL"

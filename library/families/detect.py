@@ -66,7 +66,14 @@ def detect(model: ModelConfig | str | None) -> Detected:
 
 def facts_of(family: str) -> Facts:
     """The facts of a family by its name, or of the user's own ``package.module:Class``."""
-    facts: Facts = FACTS[family] if family in FACTS else FAMILIES.get(family).facts
+    if family in FACTS:
+        return FACTS[family]
+    try:
+        facts = getattr(FAMILIES.get(family), "facts", None)
+    except ConfigError as error:
+        raise ConfigError([f"family: {line}" for line in error.problems]) from None
+    if not isinstance(facts, Facts):
+        raise ConfigError([f"family: {family} is no model family; subclass library.families.base.Family"])
     return facts
 
 
