@@ -139,10 +139,9 @@ def test_a_single_file_is_known_by_names_and_sizes(shapes, family, config, tmp_p
     assert FACTS[family].title in found.reason
 
 
-def test_what_a_single_file_predicts_is_taken_from_its_own_word_and_from_the_option(tmp_path):
-    def prediction(shapes, metadata=None, **options):
-        path = header_only(tmp_path / "model.safetensors", shapes, metadata)
-        found = detect(ModelConfig(path, **options))
+def test_what_a_single_file_predicts_is_taken_from_its_own_word(tmp_path):
+    def prediction(shapes, metadata=None):
+        found = detect(header_only(tmp_path / "model.safetensors", shapes, metadata))
         assert found.scheduler.get("prediction_type", "").startswith(found.prediction) or not found.scheduler
         return found.prediction
 
@@ -151,8 +150,6 @@ def test_what_a_single_file_predicts_is_taken_from_its_own_word_and_from_the_opt
     assert prediction({**XL, "v_pred": [0]}) == "v"
     assert prediction(TWO) == "v", "as the published 768 model"
     assert prediction(TWO, {"modelspec.prediction_type": "epsilon"}) == "epsilon"
-    assert prediction(TWO, v_parameterization=False) == "epsilon"
-    assert prediction(ONE, v_parameterization=True) == "v"
     zero = detect(header_only(tmp_path / "zero.safetensors", {**XL, "v_pred": [0], "ztsnr": [0]}))
     assert zero.scheduler["rescale_betas_zero_snr"] is True
 

@@ -63,6 +63,7 @@ VERDICTS: dict[str, Alias | Refused] = {
     "wandb_api_key": Refused("a key in a flag ends in logs; run `wandb login` or set WANDB_API_KEY"),
     "huggingface_token": Refused("a token in a flag ends in logs; run `hf auth login` or set HF_TOKEN"),
     # model
+    "v_parameterization": _later("v-prediction as an option; what the model's scheduler file says is followed"),
     "no_half_vae": Refused("cannot be switched off: the VAE always runs in fp32", (True,)),
     # where pictures come from
     "train_data_dir": Refused("write a dataset file and name it with --dataset_config; image_dir = 'FOLDER' is enough"),

@@ -18,7 +18,6 @@ class ModelConfig:
     )
     family: str | None = opt(None, "kind of model, or your own package.module:Class; without it, found in its files")
     v2: bool = opt(False, "say that the model is Stable Diffusion 2; an error when it is not")
-    v_parameterization: bool | None = opt(None, "the model predicts velocity; without it, as its files say")
     vae: str | None = opt(None, "VAE in the place of the model's own: file, diffusers folder or hub id")
     clip_l: str | None = opt(None, "CLIP-L text encoder: file, folder or hub id")
     clip_g: str | None = opt(None, "CLIP-G text encoder: file, folder or hub id")

@@ -215,8 +215,6 @@ def _with_options(found: Detected, model: ModelConfig) -> Detected:
         problems.append(f"v2: the model is {facts.title}; leave this option out")
     if problems:
         raise ConfigError(problems)
-    if model.v_parameterization is not None:
-        found = _predicting(found, "v" if model.v_parameterization else "epsilon")
     return replace(found, separate=pieces)
 
 

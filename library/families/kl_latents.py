@@ -13,14 +13,19 @@ def full_precision(vae: Any) -> torch.autocast:
 
 
 @torch.no_grad()
-def encode(vae: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
-    """Pixels in -1..1 to latents, drawn with a generator for each sample, shifted and scaled for the denoiser."""
+def moments(vae: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of the latents of pixels in -1..1, shifted and scaled for the denoiser."""
     with full_precision(vae):
         spread = vae.encode(pixels.to(vae.device, vae.dtype)).latent_dist
-    shape = spread.mean.shape[1:]
-    noise = [torch.randn(shape, generator=each, device=each.device) for each in generators]
-    latents: Tensor = spread.mean + spread.std * torch.stack(noise).to(spread.mean)
-    return (latents - _shift(vae)) * float(vae.config.scaling_factor)
+    scale = float(vae.config.scaling_factor)
+    return (spread.mean - _shift(vae)) * scale, spread.std * scale
+
+
+def encode(vae: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+    """Pixels in -1..1 to latents, drawn with a generator for each sample."""
+    mean, spread = moments(vae, pixels)
+    noise = [torch.randn(mean.shape[1:], generator=each, device=each.device) for each in generators]
+    return mean + spread * torch.stack(noise).to(mean)
 
 
 @torch.no_grad()

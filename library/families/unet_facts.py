@@ -60,7 +60,7 @@ SD1 = Facts(
     parts=("unet", "vae", "text_encoder", "tokenizer"),
     look=look_at_sd1,
     files={"vae": "vae", "clip_l": "text_encoder"},
-    options=("clip_skip", "max_token_length", "v_parameterization"),
+    options=("clip_skip", "max_token_length"),
     prefixes={"unet": _UNET, "vae": _VAE, "text_encoder": ("cond_stage_model.transformer.",)},
     keys=("input_blocks.0.0.weight", "input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight"),
     sizes={
@@ -77,7 +77,7 @@ SD2 = Facts(
     parts=("unet", "vae", "text_encoder", "tokenizer"),
     look=look_at_sd2,
     files={"vae": "vae"},
-    options=("clip_skip", "max_token_length", "v_parameterization"),
+    options=("clip_skip", "max_token_length"),
     prefixes={"unet": _UNET, "vae": _VAE, "text_encoder": ("cond_stage_model.model.",)},
     keys=SD1.keys,
     sizes=SD1.sizes,
@@ -90,7 +90,7 @@ SDXL = Facts(
     parts=("unet", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
     look=look_at_sdxl,
     files={"vae": "vae", "clip_l": "text_encoder", "clip_g": "text_encoder_2"},
-    options=("max_token_length", "v_parameterization"),
+    options=("max_token_length",),
     prefixes={
         "unet": _UNET,
         "vae": _VAE,
