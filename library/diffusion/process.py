@@ -1,17 +1,20 @@
 """Noise processes: how latents are noised at time ``t``, and what a model is to predict.
 
-``t`` is a float tensor on diffusers' scale of 0..1000, one value a sample.
+``t`` is a float tensor on diffusers' scale of 0..1000, one value a sample; 0 is the picture.
 The letters follow Ho et al. 2020 (arXiv 2006.11239): ``x_t = sqrt(a) x_0 + sqrt(1 - a) e`` with ``a`` the
 cumulative product of ``1 - beta`` up to ``t``.
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Size, Tensor
 
 from ..errors import ConfigError
+from .shift import UNSHIFTED, Shift, shift_of
 
 STEPS = 1000
 """Length of the noise schedule that every supported model is trained with."""
@@ -22,7 +25,7 @@ class Process(Protocol):
 
     @property
     def prediction(self) -> str:
-        """What the model predicts: ``epsilon`` or ``v``."""
+        """What the model predicts: ``epsilon``, ``v`` or ``flow``."""
         ...
 
     def sample_timesteps(self, count: int, generator: torch.Generator) -> Tensor:
@@ -31,6 +34,14 @@ class Process(Protocol):
 
     def add_noise(self, latents: Tensor, noise: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``(noisy, target)``; the target is what a family's ``predict`` is compared with."""
+        ...
+
+    def clean(self, noisy: Tensor, predicted: Tensor, t: Tensor) -> Tensor:
+        """The latents that ``predicted`` says are below the noise; undoes ``add_noise`` for a perfect model."""
+        ...
+
+    def snr(self, t: Tensor) -> Tensor:
+        """Signal to noise ratio of each sample: the square of how the two are mixed."""
         ...
 
 
@@ -45,9 +56,16 @@ class Discrete:
 
     def coefficients(self, t: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """``sqrt(a)`` and ``sqrt(1 - a)`` for each sample, shaped to be multiplied with ``like``."""
+        a = self._a(t)
+        return _beside(a.sqrt(), like), _beside((1 - a).sqrt(), like)
+
+    def snr(self, t: Tensor) -> Tensor:
+        a = self._a(t)
+        return a / (1 - a)
+
+    def _a(self, t: Tensor) -> Tensor:
         # The table goes to t and not t to the table: the other way round waits for the device.
-        a = self.alphas_cumprod.to(t.device)[t.long()].view(-1, *[1] * (like.ndim - 1))
-        return a.sqrt().to(like), (1 - a).sqrt().to(like)
+        return self.alphas_cumprod.to(t.device)[t.long()]
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +78,10 @@ class Epsilon(Discrete):
         signal, spread = self.coefficients(t, latents)
         return signal * latents + spread * noise, noise
 
+    def clean(self, noisy: Tensor, predicted: Tensor, t: Tensor) -> Tensor:
+        signal, spread = self.coefficients(t, noisy)
+        return (noisy - spread * predicted) / signal
+
 
 @dataclass(frozen=True, eq=False)
 class Velocity(Discrete):
@@ -70,6 +92,51 @@ class Velocity(Discrete):
     def add_noise(self, latents: Tensor, noise: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         signal, spread = self.coefficients(t, latents)
         return signal * latents + spread * noise, signal * noise - spread * latents
+
+    def clean(self, noisy: Tensor, predicted: Tensor, t: Tensor) -> Tensor:
+        signal, spread = self.coefficients(t, noisy)
+        return signal * noisy - spread * predicted
+
+
+@dataclass(frozen=True)
+class FlowMatching:
+    """A straight line ``x_s = (1 - s) x_0 + s e`` with ``s = t / 1000``; the model predicts its direction ``e - x_0``.
+
+    (Liu et al. 2022, arXiv 2209.03003.)  Families turn ``t`` and the prediction into their model's own convention.
+    """
+
+    shift: Shift = UNSHIFTED
+    """How the model's own pipeline moves times towards noise."""
+    patch: int = 2
+    """A square of this many latents on each side is one token of the model."""
+    prediction: str = "flow"
+
+    @classmethod
+    def from_scheduler(cls, scheduler: Mapping[str, Any], patch: int = 2) -> "FlowMatching":
+        """The process of a pipeline whose flow scheduler has these settings."""
+        return cls(shift_of(scheduler), patch)
+
+    def sample_timesteps(self, count: int, generator: torch.Generator) -> Tensor:
+        return STEPS * (1 - torch.rand(count, generator=generator, device=generator.device))
+
+    def sigma(self, t: Tensor) -> Tensor:
+        """The share of noise ``s``, in float32 at least."""
+        return t.float() / STEPS
+
+    def add_noise(self, latents: Tensor, noise: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        s = self.sigma(t)
+        return _beside(1 - s, latents) * latents + _beside(s, latents) * noise, noise - latents
+
+    def clean(self, noisy: Tensor, predicted: Tensor, t: Tensor) -> Tensor:
+        return noisy - _beside(self.sigma(t), noisy) * predicted
+
+    def snr(self, t: Tensor) -> Tensor:
+        s = self.sigma(t)
+        return ((1 - s) / s) ** 2
+
+    def tokens(self, latents: Size) -> int:
+        """Into how many patches the model cuts latents of this shape (B, C, ..., H, W)."""
+        return math.prod(latents[2:]) // self.patch**2
 
 
 def from_table(alphas_cumprod: Tensor, prediction_type: str) -> Epsilon | Velocity:
@@ -82,3 +149,8 @@ def from_table(alphas_cumprod: Tensor, prediction_type: str) -> Epsilon | Veloci
         raise ConfigError([f"the model's scheduler says prediction_type {prediction_type!r}; "
                            "only epsilon and v_prediction can be trained"])  # fmt: skip
     return kinds[prediction_type](alphas_cumprod)
+
+
+def _beside(values: Tensor, like: Tensor) -> Tensor:
+    """One value a sample, shaped to be multiplied with ``like``."""
+    return values.view(-1, *[1] * (like.ndim - 1)).to(like)
