@@ -37,9 +37,11 @@ class Recorder:
 
 
 def tensors(value):
-    """The tensors inside ``value``, in order, in one comparable dtype."""
+    """The tensors and whole numbers inside ``value``, in order, in one comparable dtype."""
     if isinstance(value, torch.Tensor):
         return [value.double()]
+    if type(value) is int:
+        return [torch.tensor(value).double()]
     if isinstance(value, dict):
         return [tensor for key in sorted(value) for tensor in tensors(value[key])]
     return [tensor for item in value for tensor in tensors(item)] if isinstance(value, list | tuple) else []

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from library.adapters.keys import file_names
 from library.adapters.ldm_names import ldm_names
 
 _VAE = (
@@ -76,8 +77,109 @@ def with_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
     return {f"{prefix}{name}": tensor.clone() for name, tensor in tensors.items()}
 
 
+def sd3_transformer(model: nn.Module) -> dict[str, Tensor]:
+    state, found = model.state_dict(), {}
+    linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
+    for group in file_names((), "sd3").groups(linear):
+        for end in ("weight", "bias"):
+            parts = [state[f"{module}.{end}"] for module in group.modules]
+            is_pair = group.original.pair and state[f"{group.modules[0]}.bias"].numel() == 2 * model.inner_dim
+            found[f"{group.name}.{end}"] = torch.cat(parts[0].chunk(2)[::-1]) if is_pair else torch.cat(parts)
+    ends = {"attn.norm_q": "x_block.attn.ln_q", "attn.norm_k": "x_block.attn.ln_k",
+            "attn2.norm_q": "x_block.attn2.ln_q", "attn2.norm_k": "x_block.attn2.ln_k",
+            "attn.norm_added_q": "context_block.attn.ln_q", "attn.norm_added_k": "context_block.attn.ln_k"}  # fmt: skip
+    for name, tensor in state.items():
+        if "norm_" in name and name.startswith("transformer_blocks"):
+            _, number, part = name.removesuffix(".weight").split(".", 2)
+            found[f"joint_blocks.{number}.{ends[part]}.weight"] = tensor
+    found["pos_embed"] = state["pos_embed.pos_embed"]
+    for end in ("weight", "bias"):
+        found[f"x_embedder.proj.{end}"] = state[f"pos_embed.proj.{end}"]
+    return found
+
+
+def flux_transformer(model: nn.Module) -> dict[str, Tensor]:
+    state, found = model.state_dict(), {}
+    linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
+    for group in file_names((), "flux").groups(linear):
+        for end in ("weight", "bias"):
+            found[f"{group.name}.{end}"] = torch.cat([state[f"{module}.{end}"] for module in group.modules])
+    ends = {"attn.norm_q": "img_attn.norm.query_norm", "attn.norm_k": "img_attn.norm.key_norm",
+            "attn.norm_added_q": "txt_attn.norm.query_norm", "attn.norm_added_k": "txt_attn.norm.key_norm"}  # fmt: skip
+    for name, tensor in state.items():
+        if "attn.norm_" in name:
+            kind, number, part = name.removesuffix(".weight").split(".", 2)
+            end = ends[part].replace("img_attn.", "") if kind.startswith("single") else ends[part]
+            blocks = "single_blocks" if kind.startswith("single") else "double_blocks"
+            found[f"{blocks}.{number}.{end}.scale"] = tensor
+    return found
+
+
+def z_image_transformer(model: nn.Module) -> dict[str, Tensor]:
+    state, found = model.state_dict(), {}
+    for name, tensor in state.items():
+        new = _replaced(name, _Z_IMAGE)
+        if ".attention.to_q." in name:
+            parts = [state[name.replace("to_q", each)] for each in ("to_q", "to_k", "to_v")]
+            found[new.replace("to_q", "qkv")] = torch.cat(parts)
+        elif not re.search(r"attention\.to_[kv]\.", name):
+            found[new] = tensor
+    return found
+
+
+_Z_IMAGE = ((r"all_(final_layer|x_embedder)\.2-1\.", r"\1."), (r"\.attention\.to_out\.0\.", ".attention.out."),
+            (r"\.attention\.norm_([qk])\.", r".attention.\1_norm."))  # fmt: skip
+_WAN = (
+    (r"\.norm1\.", ".residual.0."), (r"\.conv1\.", ".residual.2."), (r"\.norm2\.", ".residual.3."),
+    (r"\.conv2\.", ".residual.6."), (r"\.conv_shortcut\.", ".shortcut."), (r"^quant_conv\.", "conv1."),
+    (r"^post_quant_conv\.", "conv2."), (r"\.conv_in\.", ".conv1."), (r"\.norm_out\.", ".head.0."),
+    (r"\.conv_out\.", ".head.2."), (r"\.mid_block\.resnets\.0\.", ".middle.0."),
+    (r"\.mid_block\.attentions\.0\.", ".middle.1."), (r"\.mid_block\.resnets\.1\.", ".middle.2."),
+    (r"\.down_blocks\.", ".downsamples."),
+)  # fmt: skip
+
+
+def wan_vae(vae: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for name, tensor in vae.state_dict().items():
+        name = re.sub(r"up_blocks\.(\d)\.resnets\.(\d)", lambda m: f"upsamples.{4 * int(m[1]) + int(m[2])}", name)
+        name = re.sub(r"up_blocks\.(\d)\.upsamplers\.0", lambda m: f"upsamples.{4 * int(m[1]) + 3}", name)
+        found[_replaced(name, _WAN)] = tensor
+    return found
+
+
+def flow_checkpoint(family: str, pipe: Any) -> dict[str, Tensor]:
+    """All of a model in one file, as ComfyUI writes them."""
+    transformer, vae, texts = {
+        "sd3": (sd3_transformer, ("first_stage_model.", ldm_vae), {
+            "clip_l.transformer.": pipe.text_encoder, "clip_g.transformer.": getattr(pipe, "text_encoder_2", None),
+            "t5xxl.transformer.": getattr(pipe, "text_encoder_3", None)}),
+        "z_image": (z_image_transformer, ("vae.", ldm_vae), {"qwen3_4b.transformer.": pipe.text_encoder}),
+        "qwen_image": (nn.Module.state_dict, ("vae.", wan_vae), {"qwen25_7b.transformer.": pipe.text_encoder}),
+    }[family]  # fmt: skip
+    found = with_prefix("model.diffusion_model.", transformer(pipe.transformer)) | with_prefix(vae[0], vae[1](pipe.vae))
+    for name, encoder in texts.items():
+        found |= with_prefix(f"text_encoders.{name}", text(encoder))
+    return found
+
+
+def text(encoder: nn.Module) -> dict[str, Tensor]:
+    """Names as they are in files of text encoders."""
+    if type(encoder).__name__.startswith("CLIP"):
+        return clip(encoder)
+    found = {}
+    for name, tensor in encoder.state_dict().items():
+        name = name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
+        is_qwen3 = type(encoder).__name__ == "Qwen3Model"
+        found[f"model.{name}" if is_qwen3 else name] = tensor
+    found.pop("encoder.embed_tokens.weight", None)
+    return found
+
+
 def checkpoint(family: str, pipe: Any) -> dict[str, Tensor]:
     """All of a model in one file."""
+    if hasattr(pipe, "transformer"):
+        return flow_checkpoint(family, pipe)
     texts = {
         "sd1": lambda: with_prefix("cond_stage_model.transformer.", clip(pipe.text_encoder)),
         "sd2": lambda: with_prefix("cond_stage_model.model.", open_clip(pipe.text_encoder, more_layers=1)),

@@ -1,17 +1,21 @@
 """Every family keeps the contract of library.families.base; diffusers' own pipelines are the judge."""
 
+import re
 from dataclasses import replace
 
+import pytest
 import torch
 from family_cases import SIZE, Recorder, Wrapped, case, generators, pixels, same_call
 from tiny import HEIGHT, TINY, WIDTH
 from torch import nn
 
-from library.config.schema import ModelConfig
+from library.config.schema import AdapterConfig, ModelConfig
 from library.data.prompts import Prompt
 from library.families import FAMILIES
 from library.families.base import Family
+from library.families.configs import read_config
 from library.families.known import FACTS
+from library.families.reading import from_config
 
 __all__ = ["case"]  # a fixture
 
@@ -39,6 +43,11 @@ def test_the_facts_of_a_family_fit_its_class(case):
         assert hasattr(ModelConfig(), option)
 
 
+def unguided(tiny):
+    """No comparison with a negative prompt."""
+    return {tiny.scale: tiny.unguided}
+
+
 @torch.no_grad()
 def test_the_denoiser_is_called_as_the_diffusers_pipeline_calls_it(case):
     family, tiny = case
@@ -47,7 +56,7 @@ def test_the_denoiser_is_called_as_the_diffusers_pipeline_calls_it(case):
     record, steps = Recorder(denoiser), []
     step = pipe.scheduler.step
     pipe.scheduler.step = lambda out, t, *args, **kw: (steps.append((out, t)), step(out, t, *args, **kw))[1]
-    pipe(**tiny.call, latents=tiny.packed(batch.latents), **SIZE, num_inference_steps=2, guidance_scale=1.0,
+    pipe(**tiny.call, **unguided(tiny), latents=tiny.packed(batch.latents), **SIZE, num_inference_steps=2,
          output_type="latent")  # fmt: skip
     theirs, t = steps[0]
 
@@ -72,8 +81,9 @@ def test_a_perfect_model_is_stepped_back_to_the_clean_latents(case):
         scheduler.set_timesteps(1000)
         recovered = scheduler.step(target, int(t), noisy).pred_original_sample
     else:  # of flow matching: one step from here to the end
-        scheduler.set_shift(1.0)
-        scheduler.set_timesteps(sigmas=[t / 1000], mu=0.0)
+        scheduler = type(scheduler).from_config(scheduler.config, shift=1.0, use_dynamic_shifting=False,
+                                                shift_terminal=None)  # fmt: skip
+        scheduler.set_timesteps(sigmas=[t / 1000])
         recovered = scheduler.step(target, scheduler.timesteps[0], noisy).prev_sample
     torch.testing.assert_close(recovered, clean, rtol=1e-4, atol=1e-4)
 
@@ -84,21 +94,58 @@ def test_prompts_are_encoded_as_the_diffusers_pipeline_encodes_them(case):
     pipe, latents, denoiser = tiny.pipe, tiny.batch.latents, getattr(tiny.pipe, family.denoiser)
     record = Recorder(denoiser)
     texts = ["a red circle on white ground", "Blau, 7"]
-    pipe(texts, **tiny.sizes, latents=tiny.packed(latents), **SIZE, num_inference_steps=1, guidance_scale=1.0,
-         output_type="latent")  # fmt: skip
+    pipe(list(texts), **tiny.sizes, **tiny.texts, **unguided(tiny), latents=tiny.packed(latents), **SIZE,
+         num_inference_steps=2, output_type="latent")  # fmt: skip
     t = torch.full((len(texts),), float(pipe.scheduler.timesteps[0]))
     batch = replace(tiny.batch, cond=family.encode_prompts(pipe, texts))
     family.predict(pipe, denoiser, latents * getattr(pipe.scheduler, "init_noise_sigma", 1.0), t, batch)
-    same_call(record.calls[1], record.calls[0])
+    same_call(record.calls[-1], record.calls[0])
     for value in batch.cond.values():
         assert len(value) == len(texts)
     assert any(not torch.equal(value[0], value[1]) for value in batch.cond.values())
 
 
+@torch.no_grad()
+def test_a_sample_does_not_depend_on_the_texts_beside_it(case):
+    """Texts of different lengths in one batch are read, and predicted with, as if each were alone."""
+    family, tiny = case
+    pipe, denoiser, batch = tiny.pipe, getattr(tiny.pipe, family.denoiser), tiny.batch
+    texts, t = ["a red circle on white ground", "Blau, 7"], torch.tensor([700.0, 250.0])
+    together = family.encode_prompts(pipe, list(texts))
+    pair = family.predict(pipe, denoiser, batch.latents, t, replace(batch, cond=together))
+    for number, text in enumerate(texts):
+        row = slice(number, number + 1)
+        alone = family.encode_prompts(pipe, [text])
+        for name, value in alone.items():
+            torch.testing.assert_close(value[0], together[name][number], rtol=1e-4, atol=1e-5)
+        single = replace(batch, cond=alone, frame=batch.frame[row])
+        predicted = family.predict(pipe, denoiser, batch.latents[row], t[row], single)
+        torch.testing.assert_close(predicted, pair[row], rtol=1e-3, atol=1e-4)
+
+
+@torch.no_grad()
+def test_sides_of_pictures_are_multiples_of_no_less_than_needed(case):
+    family, tiny = case
+    step = family.facts.look(from_config(read_config(config_of(tiny)))).pixel_step // 8
+    pipe, denoiser, batch = tiny.pipe, getattr(tiny.pipe, family.denoiser), tiny.batch
+    t, channels = torch.tensor([700.0, 250.0]), batch.latents.shape[1]
+    for height, width in ((step, 3 * step), (5 * step, 2 * step)):
+        noisy = torch.zeros(2, channels, height, width)
+        assert family.predict(pipe, denoiser, noisy, t, batch).shape == noisy.shape
+    if family.process(pipe).prediction == "flow":
+        with pytest.raises((RuntimeError, AssertionError)):
+            noisy = torch.zeros(2, channels, step, 3 * step // 2)
+            assert family.predict(pipe, denoiser, noisy, t, batch).shape == noisy.shape
+
+
+def config_of(tiny):
+    return tiny.source.removeprefix("random:").replace(":", "_")
+
+
 def test_a_text_encoder_can_be_trained_through_the_prompts(case):
     family, tiny = case
-    sum(value.float().square().sum() for value in family.encode_prompts(tiny.pipe, ["a red circle"]).values()
-        if value.requires_grad).backward()  # fmt: skip
+    cond = family.encode_prompts(tiny.pipe, ["a red circle"])
+    sum(value.float().square().sum() for row in cond.values() for value in row if value.requires_grad).backward()
     for name in family.text_lora_prefixes:
         encoder = getattr(tiny.pipe, name)
         assert any(bool(p.grad.abs().sum() > 0) for p in encoder.parameters() if p.grad is not None), name
@@ -116,7 +163,7 @@ def test_pixels_are_encoded_as_diffusers_own_inpainting_encodes_them(case):
 @torch.no_grad()
 def test_latents_are_decoded_as_the_diffusers_pipeline_decodes_them(case):
     family, tiny = case
-    options = dict(latents=tiny.packed(tiny.batch.latents), num_inference_steps=1, guidance_scale=1.0, **SIZE)
+    options = dict(latents=tiny.packed(tiny.batch.latents), num_inference_steps=2, **unguided(tiny), **SIZE)
     theirs = tiny.pipe(**tiny.call, **options, output_type="pt").images
     latents = tiny.pipe(**tiny.call, **options, output_type="latent").images
     ours = family.decode_latents(tiny.pipe, tiny.unpacked(latents))
@@ -126,9 +173,12 @@ def test_latents_are_decoded_as_the_diffusers_pipeline_decodes_them(case):
 @torch.no_grad()
 def test_decoding_undoes_encoding_as_far_as_the_vae_can(case):
     family, tiny = case
+    vae = tiny.pipe.vae
     back = family.decode_latents(tiny.pipe, family.encode_pixels(tiny.pipe, pixels(1), generators(1)))
-    alone = tiny.pipe.vae.decode(tiny.pipe.vae.encode(pixels(1)).latent_dist.sample(generators(1)[0])).sample
-    torch.testing.assert_close(back, alone)
+    is_for_videos = "temperal_downsample" in vae.config
+    shown = pixels(1).unsqueeze(2) if is_for_videos else pixels(1)
+    alone = vae.decode(vae.encode(shown).latent_dist.sample(generators(1)[0])).sample
+    torch.testing.assert_close(back, alone.squeeze(2) if is_for_videos else alone, rtol=1e-3, atol=1e-4)
 
 
 def test_latents_of_a_sample_do_not_depend_on_the_others_in_the_batch(case):
@@ -140,7 +190,7 @@ def test_latents_of_a_sample_do_not_depend_on_the_others_in_the_batch(case):
 
 
 @torch.no_grad()
-def draw(family, pipe, sampler="ddim", **options):
+def draw(family, pipe, sampler=None, **options):
     prompt = Prompt("a red circle", "blue", width=WIDTH, height=HEIGHT, **{"steps": 3, "scale": 3.0, **options})
     cond, negative = (family.encode_prompts(pipe, [text]) for text in (prompt.text, prompt.negative))
     return family.draw(pipe, prompt, cond, negative, torch.Generator().manual_seed(1), sampler)
@@ -148,8 +198,8 @@ def draw(family, pipe, sampler="ddim", **options):
 
 def test_a_preview_is_the_picture_that_the_diffusers_pipeline_draws(case):
     family, tiny = case
-    theirs = tiny.pipe("a red circle", negative_prompt="blue", **SIZE, num_inference_steps=3, guidance_scale=3.0,
-                       generator=torch.Generator().manual_seed(1)).images[0]  # fmt: skip
+    theirs = tiny.pipe("a red circle", negative_prompt="blue", **SIZE, **tiny.texts, num_inference_steps=3,
+                       **{tiny.scale: 3.0}, generator=torch.Generator().manual_seed(1)).images[0]  # fmt: skip
     ours = draw(family, tiny.pipe)
     assert ours.size == (WIDTH, HEIGHT)
     assert ours.tobytes() == theirs.tobytes()
@@ -160,10 +210,10 @@ def test_a_preview_leaves_no_trace(case):
     """Neither the global generator, nor the pipeline's scheduler, nor who is in training mode changes."""
     family, tiny = case
     denoiser = getattr(tiny.pipe, family.denoiser).train()
-    resting = next(module for module in denoiser.modules() if isinstance(module, nn.GroupNorm)).eval()
+    resting = list(denoiser.modules())[-1].eval()
     before, scheduler = torch.random.get_rng_state(), tiny.pipe.scheduler
     table = dict(vars(scheduler))
-    draw(family, tiny.pipe, "euler_a")
+    draw(family, tiny.pipe, "euler")
     assert torch.equal(before, torch.random.get_rng_state())
     assert tiny.pipe.scheduler is scheduler and vars(scheduler) == table
     assert denoiser.training and not resting.training
@@ -177,21 +227,47 @@ def test_a_preview_needs_no_text_encoder_and_draws_in_bfloat16(case):
         cond, negative = (family.encode_prompts(pipe, [text]) for text in ("a", ""))
     for part in family.text_parts:
         setattr(pipe, part, None)
-    picture = family.draw(pipe, prompt, cond, negative, torch.Generator().manual_seed(1), "ddim")
+    picture = family.draw(pipe, prompt, cond, negative, torch.Generator().manual_seed(1), None)
     assert picture.size == (WIDTH, HEIGHT)
 
 
+def test_a_gradient_reaches_every_lora(case):
+    """DDP waits for ever for one that none reaches."""
+    from library.adapters import lora
+
+    family, tiny = case
+    denoiser = getattr(tiny.pipe, family.denoiser)
+    config, draw = AdapterConfig(network_dim=3, network_alpha=2), torch.Generator().manual_seed(0)
+    lora.inject(denoiser, config, family.lora_targets, 0, family.lora_names, family.idle_layers(denoiser))
+    with torch.no_grad():
+        for name, weight in lora.parameters(denoiser):
+            if "lora_B" in name:
+                weight.copy_(torch.randn(weight.shape, generator=draw))
+    t = torch.tensor([700.0, 250.0])
+    family.predict(tiny.pipe, Wrapped(denoiser), tiny.batch.latents, t, tiny.batch).square().sum().backward()
+    without = [name for name, weight in lora.parameters(denoiser) if weight.grad is None or not weight.grad.any()]
+    assert without == []
+
+
+BLOCKS = {"Transformer2DModel", "JointTransformerBlock", "FluxTransformerBlock", "FluxSingleTransformerBlock",
+          "ZImageTransformerBlock", "QwenImageTransformerBlock"}  # fmt: skip
+"""Classes that sd-scripts and musubi-tuner look into for layers to train, as diffusers calls them."""
+LEFT_OUT = {"z_image": r"_modulation|_refiner", "qwen_image": r"_mod\."}
+"""What musubi-tuner leaves out of them."""
+
+
 def test_lora_targets_are_the_layers_that_sd_scripts_trains(case):
-    """Linear layers and 1x1 convolutions inside blocks of the classes that networks/lora.py names."""
+    """Linear layers and 1x1 convolutions inside blocks of the classes that its network modules name."""
     from library.adapters.lora import matching
 
     family, tiny = case
     denoiser = getattr(tiny.pipe, family.denoiser)
-    blocks = [name for name, module in denoiser.named_modules() if type(module).__name__ == "Transformer2DModel"]
+    blocks = [name for name, module in denoiser.named_modules() if type(module).__name__ in BLOCKS]
     expected = {
         name
         for name, module in denoiser.named_modules()
         if any(name.startswith(f"{block}.") for block in blocks)
         and (isinstance(module, nn.Linear) or (isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1)))
+        and not (tiny.family in LEFT_OUT and re.search(LEFT_OUT[tiny.family], name))
     }
     assert set(matching(denoiser, family.lora_targets)) == expected

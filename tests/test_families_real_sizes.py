@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+import original_names
 import pytest
 import torch
 from torch import nn
@@ -13,8 +14,11 @@ from library.adapters import keys, lora
 from library.config.schema import AdapterConfig
 from library.families import FAMILIES, loading
 from library.families.configs import names, read_config
+from library.families.contents import config_for, is_denoiser_of, parts_in, refuse_odd_sizes, refuse_others
 from library.families.empty import empty
+from library.families.header import Header
 from library.families.known import FACTS
+from library.families.single_file import _diffusers_names
 
 DATA = Path(__file__).parent / "data"
 
@@ -31,6 +35,21 @@ COUNTS = {
     ("sdxl", "vae"): 83_653_863,
     ("sdxl", "text_encoder"): 123_060_480,
     ("sdxl", "text_encoder_2"): 694_659_840,
+    ("sd3", "transformer"): 2_028_328_000,
+    ("sd3", "text_encoder_2"): 694_659_840,
+    ("sd3", "text_encoder_3"): 4_762_310_656,
+    ("sd3_5_large", "transformer"): 8_056_627_520,
+    ("sd3_5_medium", "transformer"): 2_243_171_520,
+    ("flux", "transformer"): 11_901_408_320,
+    ("flux", "vae"): 83_819_683,
+    ("flux", "text_encoder"): 123_060_480,
+    ("flux", "text_encoder_2"): 4_762_310_656,
+    ("flux_schnell", "transformer"): 11_891_178_560,
+    ("z_image", "transformer"): 6_154_908_736,
+    ("z_image", "text_encoder"): 4_022_468_096,
+    ("qwen_image", "transformer"): 20_430_401_088,
+    ("qwen_image", "vae"): 126_892_531,
+    ("qwen_image", "text_encoder"): 8_292_166_656,
 }
 """Parameters of the published models."""
 
@@ -38,7 +57,10 @@ COUNTS = {
 def part_of(config: str, part: str) -> nn.Module:
     """One part in its real size, without weights."""
     data = read_config(config)
-    return empty(loading.class_of(*data["model_index.json"][part]), data[f"{part}/config.json"])
+    settings = dict(data[f"{part}/config.json"])
+    if "pos_embed_max_size" in settings:
+        settings["pos_embed_max_size"] = 8  # SD3 computes a large grid of places, which are no weights
+    return empty(loading.class_of(*data["model_index.json"][part]), settings)
 
 
 @pytest.mark.parametrize("config, part", COUNTS)
@@ -83,7 +105,8 @@ def test_names_and_shapes_of_the_denoiser_are_sd_scripts_own(family, config, nam
     assert {key: list(tensor.shape) for key, tensor in tensors.items()} == of(family.lora_prefix, golden(name))
 
 
-@pytest.mark.parametrize("family, config, name", [("sd1", "sd1", "sd15"), ("sdxl", "sdxl", "sdxl")])
+@pytest.mark.parametrize("family, config, name", [("sd1", "sd1", "sd15"), ("sdxl", "sdxl", "sdxl"),
+                                                  ("sd3", "sd3", "sd3_medium"), ("flux", "flux", "flux")])  # fmt: skip
 def test_names_and_shapes_of_the_text_encoders_are_sd_scripts_own(family, config, name):
     family = FAMILIES.get(family)
     for part, prefix in family.text_lora_prefixes.items():
@@ -99,10 +122,10 @@ def test_original_names_of_convolutions_are_sd_scripts_own():
     model = part_of("sdxl", "unet")
     files = keys.file_names((name for name, _ in model.named_modules()), "ldm")
     wanted = {key.split(".")[0] for key in of("lora_unet", golden("sdxl_conv"))}
-    ours = {keys.kohya_name(files[name], "lora_unet") for name, module in model.named_modules()
+    ours = {keys.kohya_name(files.single[name], "lora_unet") for name, module in model.named_modules()
             if isinstance(module, nn.Linear | nn.Conv2d)}  # fmt: skip
     assert wanted <= ours
-    assert len({*files.values()}) == len(files), "no two modules have one name"
+    assert len({*files.single.values()}) == len(files.single), "no two modules have one name"
     outside = {"time_embed", "label_emb", "input_blocks_0_0", "out_2"}
     assert all(re.sub("^lora_unet_", "", name).startswith(tuple(outside)) for name in ours - wanted)
 
@@ -114,3 +137,35 @@ def test_sd2_has_the_modules_of_sd1_and_its_projections_are_linear():
     assert {tensor.ndim for tensor in tensors.values()} == {0, 2}
     _, text = exported(part_of("sd2", "text_encoder"), family.text_lora_targets, "lora_te", "clip")
     assert len(text) == 23 * 6 * 3
+
+
+TRANSFORMERS = {
+    "sd3": original_names.sd3_transformer,
+    "flux": original_names.flux_transformer,
+    "z_image": original_names.z_image_transformer,
+    "qwen_image": nn.Module.state_dict,
+}
+
+
+@pytest.mark.parametrize("config", [name for name in names() if name.startswith(tuple(TRANSFORMERS))])
+def test_files_of_real_size_are_known_by_their_names_in_either_form(config):
+    family = next(name for name in TRANSFORMERS if config.startswith(name))
+    model = part_of(config, "transformer")
+    for prefix, tensors in (("", TRANSFORMERS[family](model)), ("model.diffusion_model.", TRANSFORMERS[family](model)),
+                            ("", model.state_dict())):  # fmt: skip
+        header = Header({prefix + name: tuple(tensor.shape) for name, tensor in tensors.items()}, {})
+        refuse_others(header)
+        refuse_odd_sizes(header)
+        assert [name for name, facts in FACTS.items() if is_denoiser_of(header, facts)] == [family]
+        assert config_for(header, family, FACTS[family]) == config
+        assert parts_in(header, FACTS[family]) == ("transformer",)
+
+
+@pytest.mark.parametrize("config", ["sd3", "sd3_5_medium", "flux", "flux_schnell", "z_image"])
+def test_original_weights_of_real_size_become_diffusers_own(config):
+    """Names and shapes alone, since diffusers' conversion of FLUX knows no other size."""
+    family = next(name for name in TRANSFORMERS if config.startswith(name))
+    model = part_of(config, "transformer")
+    renamed = _diffusers_names(model, TRANSFORMERS[family](model), "")
+    known = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    assert {name: tensor.shape for name, tensor in renamed.items()} == known

@@ -1,10 +1,13 @@
 """Single files: the same model as the diffusers folder, known by its names, whole or in parts."""
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import original_names
 import pytest
 import torch
+from family_cases import modules_of
 from safetensors.torch import save_file
 from test_families_loading import present, same_weights
 from tiny import TINY
@@ -19,14 +22,14 @@ from library.families.detect import detect
 def cache(tmp_path_factory):
     """A folder of tokenizers as sd-scripts keeps them."""
     folder = tmp_path_factory.mktemp("tokenizers")
-    for name in ("sd1", "sd2", "sdxl"):
+    for name in FAMILIES.names():
         family, pipe = FAMILIES.get(name), TINY[name]().pipe
         for part, hub_id in family.tokenizers.items():
             getattr(pipe, part).save_pretrained(folder / hub_id.partition(":")[0].replace("/", "_"))
     return folder
 
 
-@pytest.fixture(params=["sd1", "sd2", "sdxl"])
+@pytest.fixture(params=["sd1", "sd2", "sdxl", "sd3", "z_image", "qwen_image"])
 def single(request, cache, tmp_path):
     """A family for single files, a model in memory, and the same in one file."""
     tiny = TINY[request.param]()
@@ -46,7 +49,7 @@ def test_a_single_file_is_the_same_model_as_the_folder(single):
     same_weights(family, pipe, tiny.pipe)
     ours, theirs = (family.encode_prompts(each, ["a red circle", "7"]) for each in (pipe, tiny.pipe))
     for key, value in theirs.items():
-        assert torch.equal(ours[key], value)
+        assert all(torch.equal(a, b) for a, b in zip(ours[key], value, strict=True))
     assert family.process(pipe).prediction == family.process(tiny.pipe).prediction == found.prediction
 
 
@@ -64,22 +67,23 @@ def test_half_precision_in_the_file_becomes_what_is_asked_for(single, tmp_path):
     half = {name: tensor.half() for name, tensor in original_names.checkpoint(tiny.family, tiny.pipe).items()}
     save_file(half, path)
     pipe = family.load(detect(str(path)), torch.bfloat16)
-    dtypes = {part: {p.dtype for p in getattr(pipe, part).parameters()} for part in ("unet", "vae", "text_encoder")}
-    assert dtypes == {"unet": {torch.bfloat16}, "vae": {torch.float32}, "text_encoder": {torch.bfloat16}}
+    dtypes = {part: {p.dtype for p in module.parameters()} for part, module in modules_of(family, pipe).items()}
+    assert dtypes.pop("vae") == {torch.float32}
+    assert family.denoiser in dtypes and all(each == {torch.bfloat16} for each in dtypes.values()), dtypes
 
 
 def test_a_file_that_lacks_weights_is_told(single):
     family, tiny, path = single
     tensors = original_names.checkpoint(tiny.family, tiny.pipe)
-    lost = next(name for name in tensors if "transformer_blocks.0.attn1.to_q" in name)
+    lost = [name for name in tensors if name.startswith("model.diffusion_model.") and name.endswith("bias")][-1]
     del tensors[lost]
     save_file(tensors, path)
-    with pytest.raises(ConfigError, match="its unet cannot be loaded: 1 weights are missing in the file"):
-        family.load(detect(str(path)), torch.float32, ("unet",))
-    text = next(name for name in tensors if "ln_1.weight" in name or "layer_norm1.weight" in name)
+    with pytest.raises(ConfigError, match=f"its {family.denoiser} cannot be loaded: 1 weights are missing in the fi"):
+        family.load(detect(str(path)), torch.float32, (family.denoiser,))
+    text = next(name for name in tensors if re.search(r"(ln_1|layer_norm1|post_attention_layernorm).weight", name))
     del tensors[text]
     save_file(tensors, path)
-    with pytest.raises(ConfigError, match=r"weights are missing in the file, for example .*layer_norm1"):
+    with pytest.raises(ConfigError, match=r"weights are missing in the file, for example .*(norm1|layernorm)"):
         family.load(detect(str(path)), torch.float32, ("text_encoder",))
 
 
@@ -163,3 +167,44 @@ def test_a_wrong_part_is_named_by_what_it_is(tmp_path):
     assert "no such file or folder" in wrong(tmp_path, vae=str(tmp_path / "absent"))
     assert "no config.json in it" in wrong(tmp_path, vae=str(tmp_path))
     assert wrong(tmp_path, ae=path) == "ae: Stable Diffusion XL has no such part"
+
+
+def test_flux_comes_in_four_files_and_its_transformer_in_diffusers_own_names(tmp_path, cache):
+    tiny = TINY["flux_schnell"]()
+    files = {name: str(tmp_path / f"{name}.safetensors") for name in ("flux", "ae", "clip_l", "t5xxl")}
+    save_file(tiny.pipe.transformer.state_dict(), files["flux"])
+    save_file(original_names.ldm_vae(tiny.pipe.vae), files["ae"])
+    save_file(original_names.text(tiny.pipe.text_encoder), files["clip_l"])
+    save_file(original_names.text(tiny.pipe.text_encoder_2), files["t5xxl"])
+    with pytest.raises(ConfigError) as caught:
+        detect(files["flux"])
+    assert [line.split("; name one with ")[1] for line in caught.value.problems] == ["--vae", "--clip_l", "--t5xxl"]
+    options = ModelConfig(files.pop("flux"), **files, tokenizer_cache_dir=str(cache))
+    family, found = FAMILIES.get("flux")(options), detect(options)
+    assert (found.family, found.config) == ("flux", "flux_schnell_tiny")
+    same_weights(family, family.load(found, torch.float32), tiny.pipe)
+    with pytest.raises(ConfigError, match=r"guidance_scale: FLUX.1 schnell is told no guidance"):
+        detect(replace(options, guidance_scale=3.5))
+
+
+@pytest.mark.parametrize("name", ["z_image", "qwen_image"])
+def test_text_encoder_and_vae_are_taken_from_files_of_their_own(name, tmp_path, cache):
+    tiny = TINY[name]()
+    transformer = {"z_image": original_names.z_image_transformer, "qwen_image": torch.nn.Module.state_dict}[name]
+    vae = {"z_image": original_names.ldm_vae, "qwen_image": original_names.wan_vae}[name]
+    files = {part: str(tmp_path / f"{part}.safetensors") for part in ("transformer", "vae", "text_encoder")}
+    save_file(transformer(tiny.pipe.transformer), files["transformer"])
+    save_file(vae(tiny.pipe.vae), files["vae"])
+    words = original_names.text(tiny.pipe.text_encoder)
+    words.pop("lm_head.weight", None)  # some files leave it out
+    save_file(words, files["text_encoder"])
+    options = ModelConfig(files["transformer"], vae=files["vae"], text_encoder=files["text_encoder"],
+                          tokenizer_cache_dir=str(cache))  # fmt: skip
+    family, found = FAMILIES.get(name)(options), detect(options)
+    assert found.config == f"{name}_tiny"
+    pipe = family.load(found, torch.float32)
+    for part in ("transformer", "vae"):
+        theirs = getattr(tiny.pipe, part).state_dict()
+        assert all(torch.equal(tensor, theirs[key]) for key, tensor in getattr(pipe, part).state_dict().items()), part
+    ours, theirs = (family.encode_prompts(each, ["a red circle"])["embeds"][0] for each in (pipe, tiny.pipe))
+    assert torch.equal(ours, theirs)

@@ -1,7 +1,7 @@
 """Tiny pipelines with random weights for the contract test, one or more for each family, and a batch for each."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import diffusers
@@ -39,6 +39,12 @@ class Tiny:
     """Latents as the family has them -> as the diffusers pipeline and its scheduler have them."""
     unpacked: Callable[[Tensor], Tensor] = _same
     """The way back."""
+    scale: str = "guidance_scale"
+    """What the diffusers pipeline calls the guidance that compares with a negative prompt."""
+    unguided: float = 1.0
+    """The value that switches it off."""
+    texts: dict[str, Any] = field(default_factory=dict)
+    """How the diffusers pipeline is told to read texts as the family does."""
 
 
 def batch_of(latents: torch.Tensor, cond: Cond) -> Batch:
@@ -56,11 +62,11 @@ def _load(source: str) -> Any:
     return FAMILIES.get(source.split(":")[1])().load(source, torch.float32)
 
 
-def _inpainted(name: str) -> Callable[[Any, Tensor, Sequence[torch.Generator]], Tensor]:
+def _inpainted(name: str, **others: Any) -> Callable[[Any, Tensor, Sequence[torch.Generator]], Tensor]:
     """How diffusers' own inpainting encodes pictures."""
 
     def encode(pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
-        judge = getattr(diffusers, name)(**pipe.components)
+        judge = getattr(diffusers, name)(**{**pipe.components, **others})
         return judge._encode_vae_image(pixels, list(generators))
 
     return encode
@@ -110,7 +116,62 @@ def sdxl_velocity() -> Tiny:
     return tiny
 
 
+def _patches(latents: Tensor) -> Tensor:
+    """Written anew, not by diffusers: a patch of 2 x 2 becomes one row, channels first."""
+    rows = latents.unfold(2, 2, 2).unfold(3, 2, 2).permute(0, 2, 3, 1, 4, 5)
+    return rows.flatten(3).flatten(1, 2)
+
+
+def _unpatched(rows: Tensor) -> Tensor:
+    count, _, channels = rows.shape
+    grid = rows.view(count, HEIGHT // 16, WIDTH // 16, channels // 4, 2, 2)
+    return grid.permute(0, 3, 1, 4, 2, 5).reshape(count, channels // 4, HEIGHT // 8, WIDTH // 8)
+
+
+def sd3() -> Tiny:
+    embeds, pooled, latents = _draws((77 + 9, 48), (40,), (4, HEIGHT // 8, WIDTH // 8))
+    return Tiny("sd3", _load("random:sd3:tiny"), batch_of(latents, {"embeds": embeds, "pooled": pooled}),
+                {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}, {},
+                _inpainted("StableDiffusion3InpaintPipeline"), "random:sd3:tiny")  # fmt: skip
+
+
+def flux(source: str = "random:flux:tiny") -> Tiny:
+    embeds, pooled, latents = _draws((9, 48), (16,), (4, HEIGHT // 8, WIDTH // 8))
+    return Tiny("flux", _load(source), batch_of(latents, {"embeds": embeds, "pooled": pooled}),
+                {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled, "guidance_scale": 1.0},
+                {"guidance_scale": 1.0}, _inpainted("FluxInpaintPipeline"), source, _patches, _unpatched,
+                scale="true_cfg_scale")  # fmt: skip
+
+
+def flux_schnell() -> Tiny:
+    return replace(flux("random:flux:schnell:tiny"), texts={"max_sequence_length": 256})
+
+
+def z_image() -> Tiny:
+    texts, latents = _draws((43, 32), (4, HEIGHT // 8, WIDTH // 8))
+    embeds = [texts[0], texts[1, :17]]
+    # diffusers' own inpainting for Z-Image hides its encoding; that of FLUX has the same VAE.
+    judge = _inpainted("FluxInpaintPipeline", **dict.fromkeys(("text_encoder_2", "tokenizer_2")))
+    return Tiny("z_image", _load("random:z_image:tiny"), batch_of(latents, {"embeds": embeds}),
+                {"prompt_embeds": embeds}, {}, judge, "random:z_image:tiny", unguided=0.0)  # fmt: skip
+
+
+def qwen_image() -> Tiny:
+    texts, latents = _draws((13, 32), (4, HEIGHT // 8, WIDTH // 8))
+    embeds = [texts[0], texts[1, :7]]
+    mask = torch.tensor([[1] * 13, [1] * 7 + [0] * 6])
+    call = {"prompt_embeds": texts * mask.unsqueeze(2), "prompt_embeds_mask": mask}
+    inpainting = _inpainted("QwenImageInpaintPipeline")
+
+    def judge(pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+        return inpainting(pipe, pixels.unsqueeze(2), generators).squeeze(2)
+
+    return Tiny("qwen_image", _load("random:qwen_image:tiny"), batch_of(latents, {"embeds": embeds}), call, {}, judge,
+                "random:qwen_image:tiny", _patches, _unpatched, scale="true_cfg_scale")  # fmt: skip
+
+
 TINY: dict[str, Callable[[], Tiny]] = {
     "built_in": built_in, "sd1": sd1, "sd1_velocity": sd1_velocity, "sd2": sd2, "sd2_epsilon": sd2_epsilon,
-    "sdxl": sdxl, "sdxl_velocity": sdxl_velocity,
+    "sdxl": sdxl, "sdxl_velocity": sdxl_velocity, "sd3": sd3, "flux": flux, "flux_schnell": flux_schnell,
+    "z_image": z_image, "qwen_image": qwen_image,
 }  # fmt: skip

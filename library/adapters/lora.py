@@ -17,6 +17,7 @@ from ..config.schema import AdapterConfig
 from ..errors import ConfigError
 from ..randomness import seed_for
 from .keys import clean
+from .layouts import LAYOUTS, Group, groups
 
 State = dict[str, Tensor]
 
@@ -30,13 +31,21 @@ class Adapter:
     modules: tuple[str, ...]  # names of the modules that got a LoRA, in the model's own order
 
 
-def inject(model: nn.Module, config: AdapterConfig, targets: Sequence[str], seed: int) -> Adapter:
-    """Freeze ``model`` and give a LoRA to each module whose name ends in one of ``targets``.
+def inject(
+    model: nn.Module,
+    config: AdapterConfig,
+    targets: Sequence[str],
+    seed: int,
+    style: str = "diffusers",
+    idle: Sequence[str] = (),
+) -> Adapter:
+    """Freeze ``model`` and give a LoRA to each module whose name ends in one of ``targets``, but not to ``idle`` ones.
 
-    The start is a function of the seed and the module's name, so that every process makes the same one; the update is
-    zero.  The new weights are float32 whatever the model is.
+    Modules that are one in the original model share their down matrix, as when sd-scripts trains them; ``style`` is
+    ``Family.lora_names``.  The start is a function of the seed and the module's name, so that every process makes the
+    same one; the update is zero.  The new weights are float32 whatever the model is.
     """
-    modules = matching(model, targets)
+    modules = tuple(name for name in matching(model, targets) if name not in idle)
     alpha = config.network_alpha or config.network_dim  # sd-scripts: 0 stands for the rank
     model.requires_grad_(False)
     # On the meta device peft draws no random numbers; the weights are made below.
@@ -44,6 +53,7 @@ def inject(model: nn.Module, config: AdapterConfig, targets: Sequence[str], seed
     inject_adapter_in_model(settings, model, low_cpu_mem_usage=True)
     for name in modules:
         _start(model.get_submodule(name), name, seed)
+    _share(model, groups(modules, LAYOUTS[style]) if style in LAYOUTS else ())
     return Adapter(config.network_dim, float(alpha), modules)
 
 
@@ -58,7 +68,11 @@ def matching(model: nn.Module, targets: Sequence[str]) -> tuple[str, ...]:
 
 
 def _ends(name: str, target: str) -> bool:
-    return name == target or name.endswith(f".{target}")
+    """Whether the last parts of a name are those of a target, in which ``*`` is any one part."""
+    parts, wanted = name.split("."), target.split(".")
+    return len(parts) >= len(wanted) and all(
+        want in ("*", part) for part, want in zip(parts[::-1], wanted[::-1], strict=False)
+    )
 
 
 def _start(layer: Any, name: str, seed: int) -> None:
@@ -74,16 +88,26 @@ def _start(layer: Any, name: str, seed: int) -> None:
         up.weight.zero_()
 
 
+def _share(model: nn.Module, found: Sequence[Group]) -> None:
+    """One down matrix for all modules of a group."""
+    for group in found:
+        first, *others = (model.get_submodule(name) for name in group.modules if name is not None)
+        for layer in others:
+            layer.lora_A["default"] = first.lora_A["default"]  # type: ignore[index, operator]
+
+
 def parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The LoRA weights of a model, wrapped or not, with their names in a state."""
-    for name, parameter in model.named_parameters():
+    """The LoRA weights of a model, wrapped or not, with their names in a state; a shared one under each name."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
         if ".lora_A." in name or ".lora_B." in name:
             yield clean(name), parameter
 
 
 def state(model: nn.Module) -> State:
-    """The LoRA weights as they are now; they share memory with the model."""
-    return {name: parameter.detach() for name, parameter in parameters(model)}
+    """The LoRA weights as they are now; they share memory with the model, and shared ones are one tensor."""
+    found = dict(parameters(model))
+    once = {id(parameter): parameter.detach() for parameter in found.values()}
+    return {name: once[id(parameter)] for name, parameter in found.items()}
 
 
 def load_state(model: nn.Module, given: Mapping[str, Tensor]) -> None:
@@ -95,3 +119,6 @@ def load_state(model: nn.Module, given: Mapping[str, Tensor]) -> None:
         raise ValueError(f"the LoRA weights do not fit the model, for example {', '.join(examples)}")
     for name, tensor in own.items():
         tensor.copy_(given[name])
+    torn = [name for name, tensor in own.items() if not torch.equal(tensor, given[name].to(tensor))]
+    if torn:
+        raise ValueError(f"modules that share a matrix were given different ones, for example {torn[0]}")

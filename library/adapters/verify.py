@@ -1,6 +1,6 @@
-"""Reopens a LoRA file in kohya's form and says everything that is wrong with it."""
+"""Reopens a LoRA file, with the names of sd-scripts or of diffusers, and says everything that is wrong with it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -10,7 +10,9 @@ from torch import Tensor
 from ..errors import UserError
 from .keys import stray
 
-_ENDS = ("lora_down.weight", "lora_up.weight", "alpha")
+_KOHYA = ("lora_down.weight", "lora_up.weight", "alpha")
+_DIFFUSERS = ("lora_A.weight", "lora_B.weight")  # what alpha does is in lora_B
+_UP = ("lora_up", "lora_B")
 
 
 class BrokenFileError(UserError):
@@ -33,8 +35,8 @@ def verify(path: Path, expected: Mapping[str, Tensor], metadata: Mapping[str, st
     """
     tensors, written = read(path)
     problems = [*_differences(tensors, expected), *_faults(tensors)]
-    if not problems and trained and not any(bool(each.any()) for key, each in tensors.items() if "lora_up" in key):
-        problems.append("every lora_up is zero: the LoRA does nothing")
+    if not problems and trained and not any(bool(each.any()) for key, each in tensors.items() if _is_up(key)):
+        problems.append("every lora_up or lora_B is zero: the LoRA does nothing")
     if written != metadata:
         keys = sorted(key for key in {*written, *metadata} if written.get(key) != metadata.get(key))
         problems.append(f"metadata differs: {', '.join(keys[:3])}")
@@ -66,19 +68,29 @@ def _faults(tensors: Mapping[str, Tensor]) -> Iterator[str]:
     for key, tensor in tensors.items():
         if not bool(tensor.isfinite().all()):
             yield f"{key} has values that are not finite"
-        elif "lora_up" not in key and not bool(tensor.any()):
+        elif not _is_up(key) and not bool(tensor.any()):
             yield f"{key} is zero"
-    for module in sorted({key.partition(".")[0] for key in tensors}):
-        yield from _module_faults(module, tensors)
+    ends = _DIFFUSERS if any(key.endswith(_DIFFUSERS) for key in tensors) else _KOHYA
+    for module in sorted({_module(key, ends) for key in tensors}):
+        yield from _module_faults(module, tensors, ends)
 
 
-def _module_faults(module: str, tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    down, up, alpha = (tensors.get(f"{module}.{end}") for end in _ENDS)
-    for end, tensor in zip(_ENDS, (down, up, alpha), strict=True):
-        if tensor is None:
-            yield f"{module} has no {end}"
+def _module(key: str, ends: Sequence[str]) -> str:
+    """What stands before one of the ends; a key that ends otherwise is taken whole, and then lacks them all."""
+    return next((key.removesuffix(f".{end}") for end in ends if key.endswith(f".{end}")), key)
+
+
+def _is_up(key: str) -> bool:
+    return any(f".{part}." in key for part in _UP)
+
+
+def _module_faults(module: str, tensors: Mapping[str, Tensor], ends: Sequence[str]) -> Iterator[str]:
+    found = {end: tensors.get(f"{module}.{end}") for end in ends}
+    yield from (f"{module} has no {end}" for end, tensor in found.items() if tensor is None)
+    down, up = (found[end] for end in ends[:2])
     if down is not None and up is not None and down.shape[:1] != up.shape[1:2]:
-        yield f"{module}: rank {down.shape[0]} in lora_down, {up.shape[1]} in lora_up"
+        first, second = (end.partition(".")[0] for end in ends[:2])
+        yield f"{module}: rank {down.shape[0]} in {first}, {up.shape[1]} in {second}"
 
 
 def _shape(tensor: Tensor) -> str:

@@ -47,6 +47,9 @@ _FP8 = _later("a base model in fp8")
 _BLOCKS = _later("moving blocks between host and device")
 _UPLOAD = _later("uploading; use `hf upload` on the written file")
 _FLOW = _later("models trained by flow matching (SD3, FLUX); this version knows Stable Diffusion 1")
+_TEXT_MASK = _later("masking the padding of texts; as in diffusers' pipelines, it is read like text")
+_TEXT_DROPOUT = _later("leaving out single text encoders; caption_dropout_rate leaves out captions", 0, 0.0)
+_POSITIONS = _later("other places of pictures in SD3's grid; they are in its middle, as when it draws", 0, 0.0)
 _OTHER_FAMILY = Refused("belongs to a model family that is not supported")
 _FULL = Refused("trains whole models or embeddings; this program trains LoRA adapters")
 _BROKEN = Refused("does not work in sd-scripts either")
@@ -187,21 +190,19 @@ VERDICTS: dict[str, Alias | Refused] = {
     "blocks_to_swap": _BLOCKS,
     "split_mode": Refused("an old name; moving blocks between host and device comes as blocks_to_swap"),
     "controlnet_model_name_or_path": Refused("trains beside a ControlNet; this program trains LoRA adapters alone"),
-    "t5xxl_max_token_length": _FLOW,
-    "apply_t5_attn_mask": _FLOW,
-    "apply_lg_attn_mask": _FLOW,
-    "guidance_scale": _FLOW,
+    "apply_t5_attn_mask": _TEXT_MASK,
+    "apply_lg_attn_mask": _TEXT_MASK,
     "timestep_sampling": _FLOW,
     "sigmoid_scale": _FLOW,
     "model_prediction_type": _FLOW,
     "discrete_flow_shift": _FLOW,
     "training_shift": _FLOW,
-    "model_type": _FLOW,
-    "clip_l_dropout_rate": _FLOW,
-    "clip_g_dropout_rate": _FLOW,
-    "t5_dropout_rate": _FLOW,
-    "pos_emb_random_crop_rate": _FLOW,
-    "enable_scaled_pos_embed": _FLOW,
+    "model_type": Refused("the model is found by its files; Chroma is not supported", ("flux",)),
+    "clip_l_dropout_rate": _TEXT_DROPOUT,
+    "clip_g_dropout_rate": _TEXT_DROPOUT,
+    "t5_dropout_rate": _TEXT_DROPOUT,
+    "pos_emb_random_crop_rate": _POSITIONS,
+    "enable_scaled_pos_embed": _POSITIONS,
     "save_clip": _BROKEN,
     "save_t5xxl": _BROKEN,
     "t5xxl_device": _BROKEN,
@@ -215,7 +216,7 @@ VERDICTS: dict[str, Alias | Refused] = {
     "text_encoder_cpu": Refused("text encoders run on the device that trains"),
     "unsloth_offload_checkpointing": _HOST_CHECKPOINTS,
     **dict.fromkeys(
-        ["gemma2", "gemma2_max_token_length", "system_prompt", "sample_batch_size", "text_encoder", "byt5",
+        ["gemma2", "gemma2_max_token_length", "system_prompt", "sample_batch_size", "byt5",
          "vae_chunk_size", "qwen3", "llm_adapter_path", "llm_adapter_lr", "self_attn_lr", "cross_attn_lr", "mlp_lr",
          "mod_lr", "t5_tokenizer_path", "qwen3_max_token_length", "t5_max_token_length", "vae_disable_cache"],
         _OTHER_FAMILY,

@@ -22,12 +22,20 @@ class ModelConfig:
     clip_l: str | None = opt(None, "CLIP-L text encoder: file, folder or hub id")
     clip_g: str | None = opt(None, "CLIP-G text encoder: file, folder or hub id")
     t5xxl: str | None = opt(None, "T5-XXL text encoder: file, folder or hub id")
-    ae: str | None = opt(None, "VAE of FLUX: file, diffusers folder or hub id")
+    text_encoder: str | None = opt(None, "text encoder of Z-Image or Qwen-Image: file, folder or hub id")
+    ae: str | None = opt(None, "VAE of FLUX or Z-Image: file, diffusers folder or hub id")
     tokenizer_cache_dir: str | None = opt(
         None, "folder for the tokenizers that single files need; filled from the hub when they are not in it yet"
     )
     clip_skip: int | None = opt(None, "use the n-th last layer of CLIP (Stable Diffusion 1 and 2)", minimum=1)
     max_token_length: int = opt(75, "longest caption in tokens: 75, 150 or 225 (Stable Diffusion 1, 2, XL)", minimum=1)
+    t5xxl_max_token_length: int | None = opt(
+        None,
+        "length of T5's text in tokens; without it 256 for SD3 and FLUX.1 schnell, 512 for FLUX.1 dev",
+        minimum=1,
+        maximum=512,
+    )
+    guidance_scale: float = opt(1.0, "guidance that FLUX.1 dev is told while it is trained", minimum=0)
 
 
 @dataclass(frozen=True)
@@ -187,8 +195,8 @@ class PreviewConfig:
     sample_every_n_steps: int | None = opt(None, "draw them every n steps", minimum=1)
     sample_every_n_epochs: int | None = opt(None, "draw them every n epochs; goes before steps", minimum=1)
     sample_at_first: bool = opt(False, "draw them before training, too")
-    sample_sampler: Literal["ddim", "euler", "euler_a", "heun", "dpmsolver++", "pndm"] = opt(
-        "ddim", "sampler for the pictures"
+    sample_sampler: Literal["ddim", "euler", "euler_a", "heun", "dpmsolver++", "pndm"] | None = opt(
+        None, "sampler for the pictures; without it ddim, or for flow matching the model's own"
     )
 
 

@@ -27,6 +27,8 @@ class Prompt:
     seed: int | None = None
     steps: int | None = None
     scale: float | None = None
+    guidance: float | None = None
+    flow_shift: float | None = None
     sampler: str | None = None
 
 
@@ -85,6 +87,12 @@ def _number(value: Any) -> float:
     return float(value)
 
 
+def _above_zero(value: Any) -> float:
+    if not _number(value):
+        raise _Problem("expected a number above 0, got 0")
+    return float(value)
+
+
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise _Problem(f"expected text, got {value!r}")
@@ -106,6 +114,8 @@ _KEYS: Mapping[str, _Field] = {
     "seed": _Field("seed", _seed),
     "sample_steps": _Field("steps", lambda value: _whole(value, 1, 1000)),
     "scale": _Field("scale", _number),
+    "guidance_scale": _Field("guidance", _number),
+    "flow_shift": _Field("flow_shift", _above_zero),
     "sample_sampler": _Field("sampler", _sampler),
 }
 _TEXTS = frozenset({"prompt", "negative_prompt", "sample_sampler"})
@@ -124,11 +134,9 @@ _LETTERS: Mapping[str, str] = {
     "fs": "flow_shift",
 }
 _REFUSED: Mapping[str, str] = {
-    "guidance_scale": "only models with built-in guidance, such as FLUX, have it; use {scale} for this one",
     "controlnet_image": "control pictures are not supported",
     "cfg_trunc_ratio": "only Lumina has it; leave it out",
     "renorm_cfg": "only Lumina has it; leave it out",
-    "flow_shift": "only flow-matching models have it; leave it out",
 }
 
 

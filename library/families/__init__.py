@@ -9,5 +9,9 @@ FAMILIES = Registry(
         "sd1": ".sd1:StableDiffusion1",
         "sd2": ".sd2:StableDiffusion2",
         "sdxl": ".sdxl:StableDiffusionXL",
+        "sd3": ".sd3:StableDiffusion3",
+        "flux": ".flux:Flux",
+        "z_image": ".z_image:ZImage",
+        "qwen_image": ".qwen_image:QwenImage",
     },
 )

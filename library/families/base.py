@@ -49,7 +49,10 @@ class Family(ABC):
     lora_prefix: ClassVar[str]
     """What stands before the names of the denoiser's modules in a kohya file."""
     lora_names: ClassVar[str] = "diffusers"
-    """How a kohya file names the denoiser's modules: ``diffusers``, or ``ldm`` for the original names of SDXL."""
+    """How a kohya file names the denoiser's modules: ``diffusers``, or the original names of ``ldm`` (SDXL), ``flux``
+    or ``sd3``, where some of them are one."""
+    lora_format: ClassVar[str] = "kohya"
+    """What LoRA files every loader reads: sd-scripts' (``kohya``), or ``diffusers`` with names as in diffusers."""
     text_lora_targets: ClassVar[tuple[str, ...]] = ()
     """The same as ``lora_targets`` for text encoders."""
     text_lora_prefixes: ClassVar[Mapping[str, str]] = {}
@@ -84,6 +87,10 @@ class Family(ABC):
         can come first, and go (set them to None) before the denoiser comes.
         """
         return load(self, model, dtype, self.parts if parts is None else parts, into, device)
+
+    def idle_layers(self, denoiser: Any) -> tuple[str, ...]:
+        """Names of layers that no gradient reaches, since the model leaves out what they make; they get no LoRA."""
+        return ()
 
     @abstractmethod
     def process(self, pipe: Any) -> Process:
@@ -121,10 +128,10 @@ class Family(ABC):
 
     @abstractmethod
     def draw(
-        self, pipe: Any, prompt: Prompt, cond: Cond, negative: Cond, generator: torch.Generator, sampler: str
+        self, pipe: Any, prompt: Prompt, cond: Cond, negative: Cond, generator: torch.Generator, sampler: str | None
     ) -> Image:
         """One picture by the diffusers pipeline with the modules in memory.
 
         ``cond`` and ``negative`` are ``encode_prompts`` of the prompt's two texts, so that no text encoder is needed
-        here.  All randomness comes from ``generator``.
+        here.  All randomness comes from ``generator``.  Without a sampler the family chooses.
         """

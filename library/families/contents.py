@@ -27,6 +27,8 @@ _ODD_SIZES: Mapping[tuple[str, int, int], str] = {
     ("input_blocks.0.0.weight", 1, 9): "an inpainting model; its UNet takes 9 channels and not 4",
     ("input_blocks.0.0.weight", 1, 8): "a model for editing pictures; its UNet takes 8 channels and not 4",
     ("input_blocks.0.0.weight", 1, 5): "a depth model; its UNet takes 5 channels and not 4",
+    ("img_in.weight", 1, 384): "FLUX.1 Fill, which fills in parts of pictures; use FLUX.1 dev",
+    ("img_in.weight", 1, 128): "FLUX.1 for depth or edges; use FLUX.1 dev",
     ("label_emb.0.0.weight", 1, 2560): "the refiner of Stable Diffusion XL; LoRAs are trained on the base model",
 }
 """Name of a weight, an axis and its length -> what the file is, when it cannot be trained."""
@@ -41,7 +43,7 @@ class Piece:
 
 
 _PIECES: Mapping[str, tuple[str, str, int]] = {
-    "vae": (r"(?:^|\.)decoder\.conv_in\.weight$", "VAE with {} latent channels", 1),
+    "vae": (r"(?:^|\.)decoder\.(?:conv_in|conv1)\.weight$", "VAE with {} latent channels", 1),
     "clip": (r"(?:^|\.)(?:token_embedding\.weight)$", "CLIP text encoder of width {}", 1),
     "t5": (r"(?:^|\.)encoder\.block\.0\.layer\.0\.SelfAttention\.q\.weight$", "T5 text encoder of width {}", 1),
     "qwen": (r"(?:^|\.)embed_tokens\.weight$", "language model of width {}", 1),
@@ -72,7 +74,7 @@ def said(piece: Piece) -> str:
 
 def is_denoiser_of(header: Header, facts: Facts) -> bool:
     """Whether the denoiser of a family is in the file."""
-    return all(_shape(header, key) is not None for key in facts.keys)
+    return all(_shape(header, key, facts) is not None for key in facts.keys)
 
 
 def config_for(header: Header, family: str, facts: Facts) -> str | None:
@@ -107,9 +109,15 @@ def _sizes(header: Header, facts: Facts, config: Config) -> Iterator[tuple[objec
         for step in steps:
             if isinstance(value, dict) or (isinstance(value, list) and isinstance(step, int) and step < len(value)):
                 value = value.get(step) if isinstance(value, dict) else value[int(step)]
-        shape = _shape(header, key)
+        shape = _shape(header, key, facts)
+        if axis is None:
+            yield shape is not None, bool(value)
+            continue
         yield (shape[axis] if shape is not None and axis < len(shape) else None), value
 
 
-def _shape(header: Header, key: str) -> tuple[int, ...] | None:
-    return header.shapes.get(DENOISER_PREFIX + key, header.shapes.get(key))
+def _shape(header: Header, key: str, facts: Facts | None = None) -> tuple[int, ...] | None:
+    """The shape of a weight by its original name, under which, or under diffusers' own, it is in the file."""
+    own = facts.own_names.get(key, key) if facts else key
+    places = (DENOISER_PREFIX + key, key, own)
+    return next((header.shapes[place] for place in places if place in header.shapes), None)

@@ -196,7 +196,7 @@ def _with_options(found: Detected, model: ModelConfig) -> Detected:
     """Check the options for parts and for the family, and take them in; all problems together."""
     facts, problems = facts_of(found.family), []
     pieces = {}
-    for option in ("vae", "clip_l", "clip_g", "t5xxl", "ae"):
+    for option in ("vae", "clip_l", "clip_g", "t5xxl", "ae", "text_encoder"):
         place = getattr(model, option)
         if place is None:
             continue
@@ -208,7 +208,7 @@ def _with_options(found: Detected, model: ModelConfig) -> Detected:
             pieces[part] = separate(place, part, reader_of(found))
         except Problem as problem:
             problems.append(f"{option}: {place}: {problem}")
-    problems += _without_meaning(model, facts)
+    problems += [*_without_meaning(model, facts), *facts.refused(reader_of(found), model)]
     if found.kind == "file":
         problems += _missing(found, facts, pieces)
     if model.v2 and found.family != "sd2":

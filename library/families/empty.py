@@ -11,9 +11,11 @@ from torch import Tensor
 def empty(cls: Any, config: Mapping[str, Any]) -> Any:
     """A diffusers or transformers model whose parameters are on the meta device, and its buffers are not."""
     with init_empty_weights(include_buffers=False):
-        if cls.__module__.startswith("transformers."):
-            return cls(cls.config_class(**config)).eval()
-        return cls.from_config(dict(config)).eval()
+        if not cls.__module__.startswith("transformers."):
+            return cls.from_config(dict(config)).eval()
+        model = cls(cls.config_class(**config)).eval()
+    model.tie_weights()  # each has become a weight of its own on the way to the meta device
+    return model
 
 
 def fill(model: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device | None) -> list[str]:

@@ -1,8 +1,9 @@
 """What is known of a family before its code is imported: its parts, its options, how its files look; no torch."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from ..config.schema import ModelConfig
 from .reading import Reader
 
 
@@ -35,12 +36,17 @@ class Facts:
     """Options that name a file or folder for one part -> that part."""
     options: tuple[str, ...] = ()
     """Further options of ``ModelConfig`` that mean something for this family and not for every one."""
+    refused: Callable[[Reader, ModelConfig], Iterator[str]] = lambda read, options: iter(())
+    """Options that this very model cannot honour, in words."""
     prefixes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Part -> what stands before the names of its weights in a single file; the first that is there counts."""
     keys: tuple[str, ...] = ()
     """Names of weights, without prefix, that the denoiser has in a single file."""
-    sizes: Mapping[tuple[str, int], tuple[str | int, ...]] = field(default_factory=dict)
+    own_names: Mapping[str, str] = field(default_factory=dict)
+    """Such a name -> diffusers' own, which files of the denoiser alone may have, too."""
+    sizes: Mapping[tuple[str, int | None], tuple[str | int, ...]] = field(default_factory=dict)
     """Name of such a weight and an axis -> where a shipped configuration says its length.
 
-    This tells families and variants apart: ``("x_embedder.weight", 0): ("transformer", "hidden_size")``.
+    Without an axis: whether the weight is there at all.  This tells families and variants apart:
+    ``("x_embedder.weight", 0): ("transformer", "hidden_size")``.
     """

@@ -23,7 +23,11 @@ def moments(vae: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
 
 def encode(vae: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
     """Pixels in -1..1 to latents, drawn with a generator for each sample."""
-    mean, spread = moments(vae, pixels)
+    return drawn(*moments(vae, pixels), generators)
+
+
+def drawn(mean: Tensor, spread: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+    """One sample of each of the distributions."""
     noise = [torch.randn(mean.shape[1:], generator=each, device=each.device) for each in generators]
     return mean + spread * torch.stack(noise).to(mean)
 

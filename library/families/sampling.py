@@ -38,6 +38,23 @@ def scheduler_for(sampler: str, model_scheduler: Any) -> Any:
         raise ConfigError([f"sampler {sampler}: {str(error).strip()}"]) from None
 
 
+def flow_scheduler_for(sampler: str | None, model_scheduler: Any, flow_shift: float | None = None) -> Any:
+    """A new scheduler as the model's own, or one that moves its times by ``flow_shift``."""
+    if sampler not in (None, "euler"):
+        raise ConfigError([f"sampler {sampler}: flow-matching models draw with euler; leave it out"])
+    settings = {} if flow_shift is None else {"shift": flow_shift, "use_dynamic_shifting": False}
+    return type(model_scheduler).from_config(model_scheduler.config, **settings)
+
+
+def artist_of(pipe: Any, scheduler: Any) -> Any:
+    """A pipeline around the same modules with a scheduler of its own, which keeps the course of the drawing."""
+    _, settings = type(pipe)._get_signature_keys(type(pipe))
+    options = {name: pipe.config[name] for name in settings if name in pipe.config}
+    artist = type(pipe)(**{**pipe.components, **options, "scheduler": scheduler})
+    artist.set_progress_bar_config(disable=True)
+    return artist
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Switch dropout and the like off, and back on where it was on."""
@@ -50,27 +67,32 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-@torch.no_grad()
 def draw_with(
-    family: "Family", pipe: Any, prompt: Prompt, generator: torch.Generator, sampler: str, **conditioning: Any
+    family: "Family", pipe: Any, prompt: Prompt, generator: torch.Generator, sampler: str | None, **conditioning: Any
 ) -> Image:
     """One picture by the pipeline's class with another scheduler; ``conditioning`` is given to it as it is."""
-    width, height = family.picture_size
-    _, settings = type(pipe)._get_signature_keys(type(pipe))
-    options = {name: pipe.config[name] for name in settings if name in pipe.config}
-    # A pipeline of its own: the scheduler keeps the course of the sampling, and the other must not see it.
-    artist = type(pipe)(**{**pipe.components, **options, "scheduler": scheduler_for(sampler, pipe.scheduler)})
-    artist.set_progress_bar_config(disable=True)
-    with evaluating(getattr(pipe, family.denoiser)):
-        latents = artist(
-            width=prompt.width or width,
-            height=prompt.height or height,
-            num_inference_steps=prompt.steps or family.picture_steps,
-            guidance_scale=family.picture_scale if prompt.scale is None else prompt.scale,
-            generator=generator,
-            output_type="latent",
-            **conditioning,
-        ).images
+    artist = artist_of(pipe, scheduler_for(sampler or "ddim", pipe.scheduler))
+    scale = family.picture_scale if prompt.scale is None else prompt.scale
+    return _drawn(family, artist, prompt, generator, guidance_scale=scale, **conditioning)
+
+
+def draw_flow(
+    family: "Family", pipe: Any, prompt: Prompt, generator: torch.Generator, sampler: str | None, **conditioning: Any
+) -> Image:
+    """The same for flow matching, with the model's own scheduler; ``conditioning`` names the guidance, too."""
+    artist = artist_of(pipe, flow_scheduler_for(sampler, pipe.scheduler, prompt.flow_shift))
+    return _drawn(family, artist, prompt, generator, **conditioning)
+
+
+@torch.no_grad()
+def _drawn(family: "Family", artist: Any, prompt: Prompt, generator: torch.Generator, **call: Any) -> Image:
+    width, height = prompt.width or family.picture_size[0], prompt.height or family.picture_size[1]
+    call.setdefault("num_inference_steps", prompt.steps or family.picture_steps)
+    with evaluating(getattr(artist, family.denoiser)):
+        latents = artist(width=width, height=height, generator=generator, output_type="latent", **call).images
+    if latents.ndim == 3:  # in a row of patches
+        latents = artist._unpack_latents(latents, height, width, artist.vae_scale_factor)
+        latents = latents.squeeze(2) if latents.ndim == 5 else latents  # a video of one frame
     # Decoded here and not by the pipeline, which would give a float32 VAE the denoiser's dtype.
-    picture: Image = artist.image_processor.postprocess(family.decode_latents(pipe, latents), output_type="pil")[0]
+    picture: Image = artist.image_processor.postprocess(family.decode_latents(artist, latents), output_type="pil")[0]
     return picture

@@ -54,7 +54,7 @@ class StableDiffusion1(Family):
         return predicted
 
     def draw(
-        self, pipe: Any, prompt: Prompt, cond: Cond, negative: Cond, generator: torch.Generator, sampler: str
+        self, pipe: Any, prompt: Prompt, cond: Cond, negative: Cond, generator: torch.Generator, sampler: str | None
     ) -> Image:
         return draw_with(self, pipe, prompt, generator, sampler,
                          prompt_embeds=cond["embeds"], negative_prompt_embeds=negative["embeds"])  # fmt: skip

@@ -69,7 +69,7 @@ class StableDiffusionXL(Family):
         return predicted
 
     def draw(
-        self, pipe: Any, prompt: Prompt, cond: Cond, negative: Cond, generator: torch.Generator, sampler: str
+        self, pipe: Any, prompt: Prompt, cond: Cond, negative: Cond, generator: torch.Generator, sampler: str | None
     ) -> Image:
         # The pipeline tells the UNet an uncropped picture of the size that is drawn.
         return draw_with(

@@ -11,10 +11,14 @@ from .reading import Json, Problem, Reader, from_folder, from_hub
 
 _WIDTHS: Mapping[str, tuple[str, str]] = {
     "AutoencoderKL": ("vae", "latent_channels"),
+    "AutoencoderKLQwenImage": ("vae", "z_dim"),
     "CLIPTextModel": ("clip", "hidden_size"),
     "CLIPTextModelWithProjection": ("clip", "hidden_size"),
     "T5EncoderModel": ("t5", "d_model"),
     "T5ForConditionalGeneration": ("t5", "d_model"),
+    "Qwen3Model": ("qwen", "hidden_size"),
+    "Qwen3ForCausalLM": ("qwen", "hidden_size"),
+    "Qwen2_5_VLForConditionalGeneration": ("qwen", "hidden_size"),
 }
 """Class of a part -> what kind of piece it is, and where its config says its width."""
 
@@ -64,5 +68,5 @@ def _piece(config: Json | None, name: str) -> Piece | None:
     if config is None or name not in _WIDTHS:
         return None
     kind, key = _WIDTHS[name]
-    width = config.get(key)
+    width = config.get("text_config", {}).get(key, config.get(key))  # of models that see, too
     return Piece(kind, width) if isinstance(width, int) else None

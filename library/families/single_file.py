@@ -40,15 +40,23 @@ def _diffusers_names(model: Any, tensors: dict[str, Tensor], prefix: str) -> Map
     """diffusers knows the original names of its models; it only wants to see a UNet's prefix."""
     from diffusers.loaders import single_file_model
 
-    if model.state_dict().keys() <= tensors.keys():
-        return tensors
+    bare = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    if model.state_dict().keys() <= bare.keys():
+        return bare
     if "input_blocks.0.0.weight" in tensors:
         tensors = {DENOISER_PREFIX + name: tensor for name, tensor in tensors.items()}
+    kind = _SAME_NAMES.get(type(model).__name__, type(model).__name__)
     table: Any = single_file_model.SINGLE_FILE_LOADABLE_CLASSES
-    renamed: Mapping[str, Tensor] = table[type(model).__name__]["checkpoint_mapping_fn"](
-        checkpoint=tensors, config=dict(model.config)
+    renamed: Mapping[str, Tensor] = table[kind]["checkpoint_mapping_fn"](
+        checkpoint=bare if kind in _BARE else tensors, config=dict(model.config)
     )
     return renamed
+
+
+_SAME_NAMES: Mapping[str, str] = {"AutoencoderKLQwenImage": "AutoencoderKLWan"}
+"""Qwen-Image's VAE is Wan's with other weights, and files name them alike."""
+_BARE = {"AutoencoderKLWan", "QwenImageTransformer2DModel"}
+"""diffusers does not expect a prefix in these."""
 
 
 def _text_names(model: Any, tensors: dict[str, Tensor], prefix: str) -> Mapping[str, Tensor]:
@@ -60,12 +68,18 @@ def _text_names(model: Any, tensors: dict[str, Tensor], prefix: str) -> Mapping[
         convert: Any = single_file_utils.convert_open_clip_checkpoint
         tensors = convert(model, tensors, prefix="")
     known = model.state_dict()
-    inner = "text_model."
-    has_inner = any(name.startswith(inner) for name in known)
-    named = {}
-    for name, tensor in tensors.items():
-        bare = name.removeprefix(inner)
-        named[inner + bare if has_inner and inner + bare in known else bare] = tensor
+    places = {_inner(name): name for name in known}
+    named = {places.get(_inner(name), name): tensor for name, tensor in tensors.items()}
     if "text_projection.weight" in known and "text_projection.weight" not in named:
         named["text_projection.weight"] = torch.eye(len(known["text_projection.weight"]))  # files of SD3 leave it out
+    if "lm_head.weight" in known and "lm_head.weight" not in named:  # says the next word, which nobody asks for
+        named["lm_head.weight"] = torch.zeros(1).expand(known["lm_head.weight"].shape)
     return named
+
+
+def _inner(name: str) -> str:
+    """A weight's name without the models around its own, which differ between versions of transformers."""
+    parts = name.split(".")
+    while parts[0] in ("model", "text_model", "language_model"):
+        parts = parts[1:]
+    return ".".join(parts)

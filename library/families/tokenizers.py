@@ -6,12 +6,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers.pre_tokenizers import ByteLevel
+
 from ..demo.stand_in import vocabulary
 
 _CLIP_END = "<|endoftext|>"
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+_CHAT = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 
-
-_FEWEST = 200
+_FEWEST = 150
 """Tokens that every vocabulary has; transformers makes an empty one, silently, where it finds no files."""
 
 
@@ -49,7 +56,7 @@ def load_tokenizer(cls: Any, config: Mapping[str, Any], hub_id: str, cache: str 
 
 def small_tokenizer(cls: Any, config: Mapping[str, Any]) -> Any:
     """A token for each byte of the text, for a model with random weights, which has no words to know."""
-    makers = {"CLIPTokenizer": _clip}
+    makers = {"CLIPTokenizer": _clip, "T5Tokenizer": _t5, "T5TokenizerFast": _t5, "Qwen2Tokenizer": _qwen}
     return makers[cls.__name__](cls, config)
 
 
@@ -60,3 +67,37 @@ def _clip(cls: Any, config: Mapping[str, Any]) -> Any:
         Path(folder, "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
         return cls.from_pretrained(folder, model_max_length=config.get("model_max_length", 77),
                                    pad_token=config.get("pad_token", _CLIP_END))  # fmt: skip
+
+
+def _t5(cls: Any, config: Mapping[str, Any]) -> Any:
+    """A token for each letter of Western languages; all others are one unknown token."""
+    letters = [_SPACE, *map(chr, [*range(33, 127), *range(161, 256)])]
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -2.0), *((letter, -3.0) for letter in letters)]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=2))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    settings = {"tokenizer_class": "T5TokenizerFast", "extra_ids": 0, "eos_token": "</s>", "unk_token": "<unk>",
+                "pad_token": "<pad>", "model_max_length": config.get("model_max_length", 512)}  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(str(Path(folder, "tokenizer.json")))
+        _write(folder, "tokenizer_config.json", settings)
+        return cls.from_pretrained(folder)
+
+
+def _qwen(cls: Any, config: Mapping[str, Any]) -> Any:
+    """A token for each byte of the text, and Qwen's marks of who speaks."""
+    settings = {
+        "tokenizer_class": "Qwen2Tokenizer", "unk_token": None, "pad_token": _CLIP_END, "eos_token": "<|im_end|>",
+        "additional_special_tokens": ["<|im_start|>", "<|im_end|>"], "chat_template": _CHAT,
+        "model_max_length": config.get("model_max_length", 4096),
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        _write(folder, "vocab.json", {letter: number for number, letter in enumerate(sorted(ByteLevel.alphabet()))})
+        Path(folder, "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
+        _write(folder, "tokenizer_config.json", settings)
+        return cls.from_pretrained(folder)
+
+
+def _write(folder: str, name: str, data: Any) -> None:
+    Path(folder, name).write_text(json.dumps(data), encoding="utf-8")

@@ -2,11 +2,11 @@
 
 import logging
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 from .. import __version__
 from ..adapters import file, keys, lora
+from ..adapters.layouts import Names
 from ..adapters.lora import Adapter
 from ..adapters.metadata import ModelFacts, RunFacts, describe, with_hashes
 from ..optim.optimizers import weights_as_used
@@ -61,9 +61,12 @@ class Export:
         run.strategy.on_main(lambda: self._write(run, path, lora.state(model), names))
         logger.info("saved %s", path)
 
-    def _write(self, run: Run, path: Path, state: lora.State, names: Mapping[str, str]) -> None:
+    def _write(self, run: Run, path: Path, state: lora.State, names: Names) -> None:
         family = run.task.family
-        tensors = keys.to_kohya(state, self.adapter.alpha, family.lora_prefix, names)
+        if family.lora_format == "diffusers":
+            tensors = keys.to_diffusers(state, self.adapter.alpha, family.denoiser)
+        else:
+            tensors = keys.to_kohya(state, self.adapter.alpha, family.lora_prefix, names)
         tensors = file.cast(tensors, run.config.save.save_precision)
         titles = family.titles(run.task.pipe)
         model = ModelFacts(titles.base_model_version, titles.architecture, run.task.process.prediction)

@@ -113,7 +113,8 @@ def _assemble(
         if isinstance(module, torch.nn.Module):
             module.requires_grad_(False).to(strategy.device)
     denoiser = getattr(pipe, family.denoiser)
-    adapter = lora.inject(denoiser, config.adapter, family.lora_targets, config.train.seed)
+    adapter = lora.inject(denoiser, config.adapter, family.lora_targets, config.train.seed, family.lora_names,
+                          family.idle_layers(denoiser))  # fmt: skip
     if config.train.gradient_checkpointing:
         denoiser.enable_gradient_checkpointing()
     denoiser.train()

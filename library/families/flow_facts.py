@@ -1,0 +1,168 @@
+"""Facts of the families that learn by flow matching: Stable Diffusion 3, FLUX.1, Z-Image and Qwen-Image."""
+
+from collections.abc import Iterator, Mapping
+
+from ..config.schema import ModelConfig
+from .facts import Facts, Look
+from .reading import Json, Problem, Reader, needed
+
+_WHOLE = ("model.diffusion_model.",)
+"""What stands before the transformer in whole checkpoints; a file of the transformer alone has nothing there."""
+
+
+def _looked(read: Reader, channels: int, said: str) -> Look:
+    """The checks that all share; ``channels`` are those of the transformer's input for each of the VAE's."""
+    transformer, vae, scheduler = (needed(read, file) for file in (
+        "transformer/config.json", "vae/config.json", "scheduler/scheduler_config.json"))  # fmt: skip
+    takes, makes = transformer.get("in_channels"), vae.get("latent_channels", vae.get("z_dim"))
+    if isinstance(takes, int) and isinstance(makes, int) and takes != makes * channels:
+        raise Problem(f"its transformer takes {takes} channels and not {makes * channels}; models that fill in, edit "
+                      "or follow a drawing cannot be trained")  # fmt: skip
+    name, steps = scheduler.get("_class_name", ""), scheduler.get("num_train_timesteps", 1000)
+    if "FlowMatch" not in name:
+        raise Problem(f"its scheduler is {name}, and only flow matching fits {said}")
+    if steps != 1000:
+        raise Problem(f"its scheduler says num_train_timesteps {steps}; only 1000 is supported")
+    # The VAE divides sizes by 8 or what its blocks say, and the transformer reads patches of 2 x 2.
+    return Look(said, _shrinks(vae) * 2, "flow")
+
+
+def _shrinks(vae: Json) -> int:
+    halvings = vae.get("temperal_downsample")  # Qwen-Image's spelling
+    if isinstance(halvings, list):
+        return int(2 ** len(halvings))
+    blocks = vae.get("block_out_channels")
+    if not isinstance(blocks, list) or not blocks:
+        raise Problem("the config.json of its VAE names no block_out_channels; the file is damaged")
+    return int(2 ** (len(blocks) - 1))
+
+
+def _look_at_sd3(read: Reader) -> Look:
+    depth = needed(read, "transformer/config.json").get("num_layers")
+    return _looked(read, 1, f"the transformer has {depth} joint blocks")
+
+
+def _look_at_flux(read: Reader) -> Look:
+    guided = needed(read, "transformer/config.json").get("guidance_embeds", False)
+    kind = "is told a guidance, as dev is" if guided else "is told no guidance, as schnell is not"
+    return _looked(read, 4, f"the transformer {kind}")
+
+
+def _look_at_z_image(read: Reader) -> Look:
+    config = needed(read, "transformer/config.json")
+    if config.get("siglip_feat_dim") is not None:
+        raise Problem("it is Z-Image-Omni, which reads pictures, too; use Z-Image or Z-Image-Turbo")
+    return _looked(read, 1, f"the transformer has {config.get('n_layers')} blocks")
+
+
+def _look_at_qwen_image(read: Reader) -> Look:
+    config = needed(read, "transformer/config.json")
+    if config.get("zero_cond_t") or config.get("use_layer3d_rope") or config.get("use_additional_t_cond"):
+        raise Problem("it is Qwen-Image-Edit or Qwen-Image-Layered; use Qwen-Image")
+    return _looked(read, 4, f"the transformer has {config.get('num_layers')} blocks")
+
+
+def _schnell_has_no_guidance(read: Reader, options: ModelConfig) -> Iterator[str]:
+    guided = (read("transformer/config.json") or {}).get("guidance_embeds", False)
+    if not guided and options.guidance_scale != ModelConfig.guidance_scale:
+        yield "guidance_scale: FLUX.1 schnell is told no guidance; leave this option out"
+
+
+_CLIPS: Mapping[str, tuple[str, ...]] = {
+    "text_encoder": ("text_encoders.clip_l.transformer.",),
+    "text_encoder_2": ("text_encoders.clip_g.transformer.",),
+}
+
+_SD3_TEXT = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3")
+
+SD3 = Facts(
+    title="Stable Diffusion 3",
+    pipeline="StableDiffusion3Pipeline",
+    denoiser="transformer",
+    parts=("transformer", "vae", *_SD3_TEXT),
+    look=_look_at_sd3,
+    files={"vae": "vae", "clip_l": "text_encoder", "clip_g": "text_encoder_2", "t5xxl": "text_encoder_3"},
+    options=("t5xxl_max_token_length",),
+    prefixes={
+        "transformer": _WHOLE,
+        "vae": ("first_stage_model.",),
+        **_CLIPS,
+        "text_encoder_3": ("text_encoders.t5xxl.transformer.",),
+    },
+    keys=("joint_blocks.0.x_block.attn.qkv.weight", "context_embedder.weight", "x_embedder.proj.weight"),
+    own_names={
+        "joint_blocks.0.x_block.attn.qkv.weight": "transformer_blocks.0.attn.to_q.weight",
+        "joint_blocks.0.x_block.attn.ln_q.weight": "transformer_blocks.0.attn.norm_q.weight",
+        "joint_blocks.0.x_block.attn2.qkv.weight": "transformer_blocks.0.attn2.to_q.weight",
+        "x_embedder.proj.weight": "pos_embed.proj.weight",
+    },
+    sizes={
+        ("context_embedder.weight", 0): ("transformer", "caption_projection_dim"),
+        ("context_embedder.weight", 1): ("transformer", "joint_attention_dim"),
+        ("x_embedder.proj.weight", 1): ("transformer", "in_channels"),
+        ("joint_blocks.0.x_block.attn.ln_q.weight", None): ("transformer", "qk_norm"),
+        ("joint_blocks.0.x_block.attn2.qkv.weight", None): ("transformer", "dual_attention_layers"),
+    },
+)
+
+FLUX = Facts(
+    title="FLUX.1",
+    pipeline="FluxPipeline",
+    denoiser="transformer",
+    parts=("transformer", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
+    look=_look_at_flux,
+    files={"ae": "vae", "vae": "vae", "clip_l": "text_encoder", "t5xxl": "text_encoder_2"},
+    options=("t5xxl_max_token_length", "guidance_scale"),
+    refused=_schnell_has_no_guidance,
+    prefixes={
+        "transformer": _WHOLE,
+        "vae": ("vae.",),
+        "text_encoder": _CLIPS["text_encoder"],
+        "text_encoder_2": ("text_encoders.t5xxl.transformer.",),
+    },
+    keys=("double_blocks.0.img_attn.qkv.weight", "vector_in.in_layer.weight", "img_in.weight"),
+    own_names={
+        "double_blocks.0.img_attn.qkv.weight": "single_transformer_blocks.0.proj_mlp.weight",
+        "vector_in.in_layer.weight": "time_text_embed.text_embedder.linear_1.weight",
+        "guidance_in.in_layer.weight": "time_text_embed.guidance_embedder.linear_1.weight",
+        "img_in.weight": "x_embedder.weight",
+        "txt_in.weight": "context_embedder.weight",
+    },
+    sizes={
+        ("img_in.weight", 1): ("transformer", "in_channels"),
+        ("txt_in.weight", 1): ("transformer", "joint_attention_dim"),
+        ("vector_in.in_layer.weight", 1): ("transformer", "pooled_projection_dim"),
+        ("guidance_in.in_layer.weight", None): ("transformer", "guidance_embeds"),
+    },
+)
+
+Z_IMAGE = Facts(
+    title="Z-Image",
+    pipeline="ZImagePipeline",
+    denoiser="transformer",
+    parts=("transformer", "vae", "text_encoder", "tokenizer"),
+    look=_look_at_z_image,
+    files={"ae": "vae", "vae": "vae", "text_encoder": "text_encoder"},
+    prefixes={"transformer": _WHOLE, "vae": ("vae.",), "text_encoder": ("text_encoders.qwen3_4b.transformer.",)},
+    keys=("noise_refiner.0.attention.qkv.weight", "cap_embedder.1.weight", "layers.0.adaLN_modulation.0.weight"),
+    own_names={"noise_refiner.0.attention.qkv.weight": "noise_refiner.0.attention.to_q.weight"},
+    sizes={
+        ("cap_embedder.1.weight", 0): ("transformer", "dim"),
+        ("cap_embedder.1.weight", 1): ("transformer", "cap_feat_dim"),
+    },
+)
+
+QWEN_IMAGE = Facts(
+    title="Qwen-Image",
+    pipeline="QwenImagePipeline",
+    denoiser="transformer",
+    parts=("transformer", "vae", "text_encoder", "tokenizer"),
+    look=_look_at_qwen_image,
+    files={"vae": "vae", "text_encoder": "text_encoder"},
+    prefixes={"transformer": _WHOLE, "vae": ("vae.",), "text_encoder": ("text_encoders.qwen25_7b.transformer.",)},
+    keys=("transformer_blocks.0.img_mlp.net.0.proj.weight", "transformer_blocks.0.attn.add_q_proj.weight"),
+    sizes={
+        ("img_in.weight", 1): ("transformer", "in_channels"),
+        ("txt_in.weight", 1): ("transformer", "joint_attention_dim"),
+    },
+)

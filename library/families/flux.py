@@ -1,0 +1,95 @@
+"""FLUX.1 dev and schnell: patches of 2 x 2 latents in a row, CLIP's pooled text and T5; flow matching.
+
+dev has its guidance distilled in and is told how strong it is to be; schnell is not, and draws in four steps.
+"""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from PIL.Image import Image
+from torch import Tensor, nn
+
+from ..data.batch import Batch, Cond
+from ..data.prompts import Prompt
+from ..diffusion.process import FlowMatching, Process
+from . import kl_latents
+from .base import Family, Titles
+from .flow_facts import FLUX
+from .sampling import draw_flow
+from .unet import TEXT_LORA_TARGETS
+
+
+class Flux(Family):
+    facts = FLUX
+    denoiser = "transformer"
+    text_parts = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+    tokenizers = {"tokenizer": "openai/clip-vit-large-patch14", "tokenizer_2": "google/t5-v1_1-xxl"}  # noqa: RUF012
+    # Every linear layer of the double and single blocks; proj_out is also a name outside of them.
+    lora_targets = (
+        "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
+        "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2", "norm1.linear",
+        "norm1_context.linear", "norm.linear", "proj_mlp", "single_transformer_blocks.*.proj_out",
+    )  # fmt: skip
+    lora_prefix = "lora_unet"
+    lora_format = "diffusers"
+    lora_names = "flux"
+    text_lora_targets = TEXT_LORA_TARGETS
+    text_lora_prefixes = {"text_encoder": "lora_te1"}  # noqa: RUF012
+    picture_size = (1024, 1024)
+    picture_steps = 20
+    picture_scale = 1.0
+
+    def process(self, pipe: Any) -> Process:
+        return FlowMatching.from_scheduler(pipe.scheduler.config)
+
+    def titles(self, pipe: Any) -> Titles:
+        return Titles("flux1", "flux-1-dev" if _is_guided(pipe) else "flux-1-schnell")
+
+    def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        # The transformer, which knows better, may not be loaded yet.
+        usual = 512 if pipe.scheduler.config.use_dynamic_shifting else 256
+        embeds, pooled, _ = pipe.encode_prompt(
+            list(prompts), device=pipe.text_encoder.device,
+            max_sequence_length=self.options.t5xxl_max_token_length or usual,
+        )  # fmt: skip
+        return {"embeds": embeds, "pooled": pooled}
+
+    def encode_pixels(self, pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+        return kl_latents.encode(pipe.vae, pixels, generators)
+
+    def decode_latents(self, pipe: Any, latents: Tensor) -> Tensor:
+        return kl_latents.decode(pipe.vae, latents)
+
+    def predict(self, pipe: Any, denoiser: nn.Module, noisy: Tensor, t: Tensor, batch: Batch) -> Tensor:
+        count, channels, height, width = noisy.shape
+        embeds = cast(Tensor, batch.cond["embeds"])
+        predicted = denoiser(
+            hidden_states=pipe._pack_latents(noisy, count, channels, height, width),
+            timestep=t / 1000,
+            guidance=torch.full_like(t, self.options.guidance_scale) if _is_guided(pipe) else None,
+            encoder_hidden_states=embeds,
+            pooled_projections=batch.cond["pooled"],
+            txt_ids=noisy.new_zeros(embeds.shape[1], 3),
+            img_ids=pipe._prepare_latent_image_ids(count, height // 2, width // 2, noisy.device, noisy.dtype),
+            return_dict=False,
+        )[0]
+        unpacked: Tensor = pipe._unpack_latents(predicted, height, width, vae_scale_factor=1)
+        return unpacked
+
+    def draw(
+        self, pipe: Any, prompt: Prompt, cond: Cond, negative: Cond, generator: torch.Generator, sampler: str | None
+    ) -> Image:
+        return draw_flow(
+            self, pipe, prompt, generator, sampler,
+            num_inference_steps=prompt.steps or (self.picture_steps if _is_guided(pipe) else 4),
+            true_cfg_scale=self.picture_scale if prompt.scale is None else prompt.scale,
+            guidance_scale=3.5 if prompt.guidance is None else prompt.guidance,
+            prompt_embeds=cond["embeds"], pooled_prompt_embeds=cond["pooled"],
+            negative_prompt_embeds=negative["embeds"], negative_pooled_prompt_embeds=negative["pooled"],
+        )  # fmt: skip
+
+
+def _is_guided(pipe: Any) -> bool:
+    """dev is, schnell is not."""
+    return bool(pipe.transformer.config.guidance_embeds)

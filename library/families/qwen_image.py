@@ -1,0 +1,108 @@
+"""Qwen-Image: patches of 2 x 2 latents in a row, Qwen2.5-VL's text of any length, a video VAE; flow matching."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from PIL.Image import Image
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from ..data.batch import Batch, Cond
+from ..data.prompts import Prompt
+from ..diffusion.process import FlowMatching, Process
+from . import kl_latents
+from .base import Family, Titles
+from .flow_facts import QWEN_IMAGE
+from .sampling import draw_flow
+
+
+class QwenImage(Family):
+    facts = QWEN_IMAGE
+    denoiser = "transformer"
+    text_parts = ("text_encoder", "tokenizer")
+    tokenizers = {"tokenizer": "Qwen/Qwen-Image:tokenizer"}  # noqa: RUF012
+    # The linear layers of the blocks; the modulation stays as it is.
+    lora_targets = (
+        "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
+        "img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2",
+    )  # fmt: skip
+    lora_prefix = "lora_unet"
+    lora_format = "diffusers"
+    picture_size = (1024, 1024)
+    picture_steps = 50
+    picture_scale = 4.0
+
+    def idle_layers(self, denoiser: Any) -> tuple[str, ...]:
+        # What the last block makes of the text is not looked at.
+        last = f"transformer_blocks.{len(denoiser.transformer_blocks) - 1}"
+        return tuple(f"{last}.{end}" for end in (
+            "attn.add_q_proj", "attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2"))  # fmt: skip
+
+    def process(self, pipe: Any) -> Process:
+        return FlowMatching.from_scheduler(pipe.scheduler.config)
+
+    def titles(self, pipe: Any) -> Titles:
+        return Titles("qwen_image", "qwen-image")
+
+    def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        embeds, mask = pipe.encode_prompt(list(prompts), pipe.text_encoder.device, max_sequence_length=512)
+        lengths = [embeds.shape[1]] * len(embeds) if mask is None else mask.sum(1).tolist()
+        return {"embeds": [each[:length] for each, length in zip(embeds, lengths, strict=True)]}
+
+    @torch.no_grad()
+    def encode_pixels(self, pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+        frames = pixels.to(pipe.vae.device, pipe.vae.dtype).unsqueeze(2)
+        with kl_latents.full_precision(pipe.vae):
+            found = pipe.vae.encode(frames).latent_dist
+        mean, std = _statistics(pipe.vae, found.mean)
+        return kl_latents.drawn((found.mean - mean) / std, found.std / std, generators).squeeze(2)
+
+    @torch.no_grad()
+    def decode_latents(self, pipe: Any, latents: Tensor) -> Tensor:
+        frames = latents.to(pipe.vae.device, pipe.vae.dtype).unsqueeze(2)
+        mean, std = _statistics(pipe.vae, frames)
+        with kl_latents.full_precision(pipe.vae):
+            pixels: Tensor = pipe.vae.decode(frames * std + mean, return_dict=False)[0]
+        return pixels.squeeze(2)
+
+    def predict(self, pipe: Any, denoiser: nn.Module, noisy: Tensor, t: Tensor, batch: Batch) -> Tensor:
+        count, channels, height, width = noisy.shape
+        embeds, mask = padded(batch.cond["embeds"])
+        is_even = all(len(each) == embeds.shape[1] for each in batch.cond["embeds"])
+        predicted = denoiser(
+            hidden_states=pipe._pack_latents(noisy, count, channels, height, width),
+            timestep=t / 1000,
+            encoder_hidden_states=embeds,
+            encoder_hidden_states_mask=None if is_even else mask,
+            img_shapes=[[(1, height // 2, width // 2)]] * count,
+            return_dict=False,
+        )[0]
+        frames: Tensor = pipe._unpack_latents(predicted, height, width, vae_scale_factor=1)
+        return frames.squeeze(2)
+
+    def draw(
+        self, pipe: Any, prompt: Prompt, cond: Cond, negative: Cond, generator: torch.Generator, sampler: str | None
+    ) -> Image:
+        embeds, mask = padded(cond["embeds"])
+        negative_embeds, negative_mask = padded(negative["embeds"])
+        scale = self.picture_scale if prompt.scale is None else prompt.scale
+        return draw_flow(
+            self, pipe, prompt, generator, sampler, true_cfg_scale=scale,
+            prompt_embeds=embeds, prompt_embeds_mask=mask,
+            negative_prompt_embeds=negative_embeds if scale > 1 else None, negative_prompt_embeds_mask=negative_mask,
+        )  # fmt: skip
+
+
+def padded(embeds: Tensor | Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Texts in one tensor (B, longest, width), and a mask of what is text."""
+    marks = [each.new_ones(len(each), dtype=torch.long) for each in embeds]
+    return pad_sequence(list(embeds), batch_first=True), pad_sequence(marks, batch_first=True)
+
+
+def _statistics(vae: Any, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and spread of each channel of the VAE's latents (B, C, 1, H, W)."""
+    shape = (1, -1, 1, 1, 1)
+    mean, std = (torch.tensor(numbers).view(shape).to(like) for numbers in (
+        vae.config.latents_mean, vae.config.latents_std))  # fmt: skip
+    return mean, std

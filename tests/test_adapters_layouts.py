@@ -1,0 +1,185 @@
+"""Files with sd-scripts' names for models that diffusers has cut up: its golden lists, and no loss on the way."""
+
+import json
+from pathlib import Path
+
+import original_names
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_families_real_sizes import part_of
+from tiny import TINY
+from torch import nn
+
+from library.adapters import keys, layouts, lora
+from library.adapters.fusing import Lora, fuse, split
+from library.adapters.layouts import Original
+from library.config.schema import AdapterConfig
+from library.errors import UserError
+from library.families import FAMILIES
+
+DATA = Path(__file__).parent / "data"
+NAMES = {style: keys.file_names((), style) for style in ("flux", "sd3")}
+GOLDEN = {"flux": "kohya_keys_flux.json", "sd3": "kohya_keys_sd3_medium.json"}
+
+
+@pytest.fixture(scope="module", params=GOLDEN)
+def real(request):
+    """The denoiser of a published model, without its weights, with a LoRA of the golden list's rank."""
+    name = request.param
+    family = FAMILIES.get(name)
+    model = part_of(name, family.denoiser)
+    lora.inject(model, AdapterConfig(network_dim=16, network_alpha=8), family.lora_targets, 1, family.lora_names,
+                family.idle_layers(family, model))  # fmt: skip
+    golden = json.loads((DATA / GOLDEN[name]).read_text())
+    return model, family, {key: shape for key, shape in golden.items() if key.startswith(f"{family.lora_prefix}_")}
+
+
+def test_names_and_shapes_of_the_real_model_are_sd_scripts_own(real):
+    model, family, golden = real
+    there = {key: torch.zeros((), dtype=torch.int8).expand(each.shape) for key, each in lora.state(model).items()}
+    ours = keys.to_kohya(there, 8.0, family.lora_prefix, NAMES[family.lora_names])
+    assert {key: list(tensor.shape) for key, tensor in ours.items()} == golden
+    assert {float(tensor) for key, tensor in ours.items() if key.endswith(".alpha")} == {8.0}
+
+
+def test_what_is_trained_is_what_sd_scripts_trains_down_to_the_number_of_parameters(real):
+    model, family, golden = real
+    idle = sum(16 * model.get_submodule(name).out_features for name in family.idle_layers(family, model))
+    theirs = sum(torch.Size(shape).numel() for key, shape in golden.items() if not key.endswith(".alpha"))
+    assert sum(each.numel() for each in model.parameters() if each.requires_grad) == theirs - idle
+
+
+def state_of(shapes, layout, rank=3, shared=True, seed=0):
+    """Random LoRA weights for modules of these shapes (outputs, inputs)."""
+    draw = torch.Generator().manual_seed(seed)
+    down = {}
+    for group in NAMES[layout].groups(shapes):
+        for module in group.modules:
+            if module is not None:
+                same = down.setdefault(group.name, torch.randn(rank, shapes[module][1], generator=draw))
+                down[module] = same if shared else torch.randn(rank, shapes[module][1], generator=draw)
+    state = {}
+    for module, (outputs, _) in shapes.items():
+        state[f"{module}.lora_A.weight"] = down[module]
+        state[f"{module}.lora_B.weight"] = torch.randn(outputs, rank, generator=draw)
+    return state
+
+
+def update(state, module, scale, a="lora_A", b="lora_B"):
+    return scale * state[f"{module}.{b}.weight"] @ state[f"{module}.{a}.weight"]
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.parametrize("shared", [True, False])
+def test_names_go_to_the_original_ones_and_back_without_loss(name, shared):
+    model, family = tiny_denoiser(name)
+    shapes = {module: model.get_submodule(module).weight.shape for module in lora.matching(model, family.lora_targets)}
+    state = state_of(shapes, name, shared=shared)
+    file = keys.to_kohya(state, 5.0, "lora_unet", NAMES[name])
+    back, alphas = keys.from_kohya(file, shapes, "lora_unet", NAMES[name])
+    assert back.keys() == state.keys() and all(torch.equal(back[key], state[key]) for key in state)
+    assert alphas == dict.fromkeys(shapes, 5.0)
+    again = keys.to_kohya(back, 5.0, "lora_unet", NAMES[name])
+    assert again.keys() == file.keys() and all(torch.equal(again[key], file[key]) for key in file)
+
+
+def tiny_denoiser(name):
+    family = FAMILIES.get(name)
+    return getattr(TINY[name]().pipe, family.denoiser), family
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_diffusers_reads_a_flux_file_as_we_mean_it(shared):
+    """Its converter knows the sizes of the real model only, so one block of each kind has them."""
+    from diffusers.loaders.lora_conversion_utils import _convert_kohya_flux_lora_to_diffusers
+
+    size, family = 3072, FAMILIES.get("flux")
+    shapes = {}
+    for part in (*layouts.PICTURE, *layouts.TEXT):
+        outputs = {"norm1": 6, "norm1_context": 6, "ff": 4, "ff_context": 4}.get(part.split(".")[0], 1)
+        is_outer = part.endswith("net.2")
+        shapes[f"transformer_blocks.0.{part}"] = (size if is_outer else size * outputs, size * 4 if is_outer else size)
+    for part, (outputs, inputs) in {"attn.to_q": (1, 1), "attn.to_k": (1, 1), "attn.to_v": (1, 1), "proj_mlp": (4, 1),
+                                    "proj_out": (1, 5), "norm.linear": (3, 1)}.items():  # fmt: skip
+        shapes[f"single_transformer_blocks.0.{part}"] = (size * outputs, size * inputs)
+    state = {key: each.double() for key, each in state_of(shapes, "flux", rank=2, shared=shared).items()}
+    theirs = _convert_kohya_flux_lora_to_diffusers(keys.to_kohya(state, 3.0, family.lora_prefix, NAMES["flux"]))
+    ours = keys.to_diffusers(state, 3.0, "transformer")
+    assert theirs.keys() == ours.keys()
+    probe = {inputs: torch.randn(inputs, 1).double() for inputs in (size, 4 * size, 5 * size)}
+    for module, (_, inputs) in shapes.items():
+        moved = [f[f"transformer.{module}.lora_B.weight"] @ (f[f"transformer.{module}.lora_A.weight"] @ probe[inputs])
+                 for f in (theirs, ours)]  # fmt: skip
+        torch.testing.assert_close(*moved, msg=lambda text, module=module: f"{module}: {text}")
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_file_for_sd3_changes_the_original_weights_as_the_lora_changes_those_of_diffusers(shared):
+    """diffusers' own conversion of checkpoints is the judge: of the order of parts, and of shift and scale."""
+    from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoint_to_diffusers as convert
+
+    model, family = tiny_denoiser("sd3")
+    modules = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
+    shapes = {module: model.get_submodule(module).weight.shape for module in modules}
+    state = state_of(shapes, "sd3", shared=shared)
+    file = keys.to_kohya(state, 4.0, family.lora_prefix, NAMES["sd3"])
+    before = original_names.sd3_transformer(model)
+    after = dict(before)
+    for group in NAMES["sd3"].groups(modules):
+        start = keys.kohya_name(group.name, family.lora_prefix)
+        scale = file[f"{start}.alpha"] / len(file[f"{start}.lora_down.weight"])
+        after[f"{group.name}.weight"] = before[f"{group.name}.weight"] + update(file, start, scale, "lora_down",
+                                                                               "lora_up")  # fmt: skip
+    converted = convert(after)
+    for module in modules:
+        expected = model.get_submodule(module).weight + update(state, module, 4 / 3)
+        torch.testing.assert_close(converted[f"{module}.weight"], expected, msg=lambda t, m=module: f"{m}: {t}")
+
+
+@given(st.integers(1, 4), st.booleans(), st.lists(st.booleans(), min_size=4, max_size=4).filter(any), st.booleans(),
+       st.integers(0, 99))  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_fused_parts_do_what_they_do_alone_and_come_apart_again(rank, shared, there, zero, seed):
+    draw = torch.Generator().manual_seed(seed)
+    original = Original("whole", ("q", "k", "v", "mlp"), outputs=(1, 1, 1, 4))
+    inputs, common = 5, torch.randn(rank, 5, generator=draw)
+    parts = []
+    for size, is_there in zip(original.outputs, there, strict=True):
+        down = common if shared else torch.randn(rank, inputs, generator=draw)
+        up = torch.randn(size * inputs, rank, generator=draw) * (0 if zero else 1)
+        parts.append(Lora(down, up, 3.0) if is_there else None)
+    whole = fuse(parts, original)
+    alone = [torch.zeros(size * inputs, inputs) if part is None else part.alpha / rank * part.up @ part.down
+             for part, size in zip(parts, original.outputs, strict=True)]  # fmt: skip
+    expected = torch.cat(alone)
+    torch.testing.assert_close(whole.alpha / whole.rank * whole.up @ whole.down, expected)
+    if all(there):
+        torch.testing.assert_close(torch.cat([part.alpha / part.rank * part.up @ part.down
+                                              for part in split(whole, original)]), expected)  # fmt: skip
+        if not zero and rank > 1:
+            assert [part.rank for part in split(whole, original)] == [rank] * 4
+
+
+def test_a_file_of_another_model_or_half_a_file_is_refused():
+    model, family = tiny_denoiser("flux")
+    modules = lora.matching(model, family.lora_targets)
+    with pytest.raises(UserError, match="1 of 1 keys are none of this model's, for example lora_unet_joint"):
+        keys.from_kohya({"lora_unet_joint_blocks_0_x_block_attn_qkv.alpha": torch.tensor(1.0)}, modules, "lora_unet",
+                        NAMES["flux"])  # fmt: skip
+    half = {"lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight": torch.ones(2, 32)}
+    with pytest.raises(UserError, match="one of lora_down and lora_up is missing"):
+        keys.from_kohya(half, modules, "lora_unet", NAMES["flux"])
+    with pytest.raises(ValueError, match="has no name in the files of sd-scripts"):
+        NAMES["sd3"].groups(["a.b"])
+
+
+def test_every_layer_that_sd_scripts_can_train_has_its_name():
+    """Every linear layer of the two models is in the table once, and so is what the real model calls it."""
+    for name in GOLDEN:
+        model, _ = tiny_denoiser(name)
+        linear = [module for module, part in model.named_modules() if isinstance(part, nn.Linear)]
+        found = NAMES[name].groups(linear)
+        assert sorted(module for group in found for module in group.modules if module) == sorted(linear)
+        assert len({keys.kohya_name(group.name, "") for group in found}) == len(found)
