@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from .errors import ConfigError, UserError
 
 if TYPE_CHECKING:
-    from .config import RunConfig
+    from .config.load import Loaded
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -65,7 +65,7 @@ def _train(argv: Sequence[str]) -> int:
     if loaded.output_config:
         return _write_config(loaded.config_file, to_toml(loaded.config), loaded.problems)
     config = loaded.config
-    problems = [*loaded.problems, *check(config.data), *_of_model_and_prompts(config)]
+    problems = [*loaded.problems, *check(config.data), *_of_model_and_prompts(loaded)]
     if problems:
         raise ConfigError(problems)
     log, rank = config.log, int(os.environ.get("RANK", "0"))
@@ -84,15 +84,19 @@ def _train(argv: Sequence[str]) -> int:
     return 0
 
 
-def _of_model_and_prompts(config: "RunConfig") -> list[str]:
+def _of_model_and_prompts(loaded: "Loaded") -> list[str]:
     """What is wrong with the model's files and the file of prompts, as far as small files and headers tell."""
+    from .config.objective_rules import misfits
     from .data.prompts import read_prompts
     from .families.detect import detect
 
+    config, places = loaded.config, loaded.places
     problems = []
     prompts = config.preview.sample_prompts
     try:
-        detect(config.model)
+        found = detect(config.model)
+        problems += [f"{places.get(names[0], f'--{names[0]}')}: {problem}"
+                     for names, problem in misfits(config, found.family, found.prediction)]  # fmt: skip
     except ConfigError as error:
         problems += error.problems
     try:

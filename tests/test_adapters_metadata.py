@@ -12,7 +12,15 @@ from safetensors.torch import save_file
 from library.adapters.file import write
 from library.adapters.metadata import ModelFacts, RunFacts, describe, with_hashes
 from library.adapters.verify import read
-from library.config.schema import AdapterConfig, ModelConfig, RunConfig, SaveConfig, TrainConfig
+from library.config.schema import (
+    AdapterConfig,
+    LossConfig,
+    ModelConfig,
+    NoiseConfig,
+    RunConfig,
+    SaveConfig,
+    TrainConfig,
+)  # fmt: skip
 
 MODEL = ModelFacts("sd_v1", "stable-diffusion-v1", "epsilon")
 RUN = RunFacts(
@@ -58,6 +66,24 @@ def test_the_run_is_described_with_sd_scripts_keys():
     }  # fmt: skip
     assert found.items() >= expected.items()
     assert all(type(value) is str for value in found.values())
+
+
+def test_noise_times_and_loss_are_told_and_those_of_flow_matching_for_models_trained_by_it():
+    config = dataclasses.replace(
+        CONFIG,
+        noise=NoiseConfig(noise_offset=0.1, ip_noise_gamma=0.0, weighting_scheme="cosmap"),
+        loss=LossConfig(loss_type="huber", min_snr_gamma=5.0),
+    )
+    found = described(config)
+    expected = {"ss_noise_offset": "0.1", "ss_ip_noise_gamma": "None", "ss_adaptive_noise_scale": "None",
+                "ss_loss_type": "huber", "ss_huber_c": "0.1", "ss_min_snr_gamma": "5.0",
+                "ss_zero_terminal_snr": "False", "ss_multires_noise_iterations": "None"}  # fmt: skip
+    assert found.items() >= expected.items()
+    assert "ss_timestep_sampling" not in found
+    flow = describe(config, dataclasses.replace(MODEL, prediction="flow"), RUN, "x")
+    expected |= {"ss_timestep_sampling": "sigma", "ss_weighting_scheme": "cosmap", "ss_discrete_flow_shift": "None",
+                 "ss_model_prediction_type": "raw"}  # fmt: skip
+    assert flow.items() >= expected.items()
 
 
 def test_alpha_zero_is_written_as_the_rank_it_stands_for():

@@ -194,6 +194,7 @@ def test_aliases_set_the_option_they_stand_for(tmp_path):
     assert config.data.caption_extension == ".txt"
     assert {name: verdict.option for name, verdict in VERDICTS.items() if isinstance(verdict, Alias)} == {
         "caption_extention": "caption_extension", "unet_lr": "learning_rate",
+        "training_shift": "discrete_flow_shift",
     }  # fmt: skip
 
 
@@ -309,7 +310,7 @@ def test_what_sd_scripts_does_by_default_may_be_written_down(name, tmp_path):
 
 
 def test_a_zero_is_not_taken_for_a_switch_that_is_off(tmp_path):
-    path = run_file(tmp_path, "max_timestep = 0\nmin_snr_gamma = 0\n")
+    path = run_file(tmp_path, "debug_dataset = 0\ninitial_epoch = 0\n")
 
     assert len(load_options([*DATA, "--config_file", path]).problems) == 2
 

@@ -1,12 +1,16 @@
 """The noise processes against diffusers' own schedulers and their closed forms."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
 import torch
-from diffusers import DDIMScheduler, DDPMScheduler, EulerDiscreteScheduler
+from diffusers import DDIMScheduler, DDPMScheduler, EulerDiscreteScheduler, FlowMatchEulerDiscreteScheduler
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+from diffusers.training_utils import compute_snr
 
-from library.diffusion.process import from_table
+from library.diffusion.process import Epsilon, FlowMatching, Velocity, from_table
+from library.diffusion.shift import FLUX, FixedShift, GrowingShift, shift_of, shifted
 from library.errors import ConfigError
 from library.families.sd1 import StableDiffusion1
 
@@ -63,14 +67,41 @@ def test_noising_keeps_the_dtype_and_its_factors_are_found_in_full_precision():
     torch.testing.assert_close(noisy.float(), noise * 0.00085**0.5, rtol=2e-2, atol=1e-5)
 
 
-def test_timesteps_are_whole_numbers_over_the_full_range_and_follow_the_generator():
-    process = process_of()
-    drawn = process.sample_timesteps(20_000, torch.Generator().manual_seed(1))
-    assert drawn.dtype == torch.float32
-    assert torch.equal(drawn, drawn.round())
-    assert (drawn.min(), drawn.max()) == (0, 999)
-    assert abs(drawn.mean().item() - 499.5) < 5
-    assert torch.equal(drawn, process.sample_timesteps(20_000, torch.Generator().manual_seed(1)))
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_flow_is_noised_as_diffusers_flow_scheduler_does_and_its_target_is_the_way_to_noise(shift):
+    theirs = FlowMatchEulerDiscreteScheduler(shift=shift)
+    t = theirs.timesteps[[0, 1, 437, 998, 999]]
+    latents, noise = draws(5, 16, 6, 10), draws(5, 16, 6, 10, seed=1)
+    noisy, target = FlowMatching().add_noise(latents, noise, t)
+    torch.testing.assert_close(noisy, theirs.scale_noise(latents, t, noise), rtol=0, atol=1e-6)
+    assert torch.equal(target, noise - latents)
+    assert torch.equal(FlowMatching().sigma(t), theirs.sigmas[[0, 1, 437, 998, 999]])
+
+
+def test_a_perfect_flow_model_is_stepped_back_to_the_picture_by_diffusers():
+    theirs = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    theirs.set_timesteps(7)
+    latents, noise = draws(1, 4, 6, 10), draws(1, 4, 6, 10, seed=1)
+    noisy, target = FlowMatching().add_noise(latents, noise, theirs.timesteps[:1])
+    for t in theirs.timesteps:
+        torch.testing.assert_close(FlowMatching().clean(noisy, target, t[None]), latents, rtol=1e-4, atol=1e-5)
+        noisy = theirs.step(target, t, noisy).prev_sample
+    torch.testing.assert_close(noisy, latents, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [Epsilon, Velocity, FlowMatching])
+@pytest.mark.parametrize("shape", [(3, 4, 6, 10), (3, 16, 2, 6, 10)])
+def test_the_clean_latents_are_found_again_from_noise_and_target(kind, shape):
+    process = kind() if kind is FlowMatching else kind(DDPMScheduler(**SD1).alphas_cumprod)
+    latents, noise, t = draws(*shape), draws(*shape, seed=1), torch.tensor([3.0, 500.0, 900.0])
+    noisy, target = process.add_noise(latents, noise, t)
+    torch.testing.assert_close(process.clean(noisy, target, t), latents, rtol=1e-3, atol=1e-4)
+
+
+def test_the_ratio_of_signal_to_noise_is_diffusers_own():
+    theirs, t = DDPMScheduler(**SD1), torch.tensor([0, 1, 437, 999])
+    torch.testing.assert_close(process_of().snr(t.float()), compute_snr(theirs, t), rtol=1e-4, atol=0)
+    assert FlowMatching().snr(torch.tensor([250.0, 500.0, 1000.0])).tolist() == pytest.approx([9, 1, 0])
 
 
 @pytest.mark.parametrize("change", [{"prediction_type": "sample"}, {"num_train_timesteps": 50}])
@@ -78,3 +109,37 @@ def test_a_process_that_is_not_known_is_refused_by_name(change):
     ((name, value),) = change.items()
     with pytest.raises(ConfigError, match=f"{name} '?{value}"):
         process_of(**change)
+
+
+FLUX_DEV = {"shift": 3.0, "use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 1.15,
+            "base_image_seq_len": 256, "max_image_seq_len": 4096}  # fmt: skip
+QWEN = FLUX_DEV | {"shift": 1.0, "max_shift": 0.9, "max_image_seq_len": 8192, "shift_terminal": 0.02}
+
+
+@pytest.mark.parametrize("settings", [FLUX_DEV, QWEN, FLUX_DEV | {"time_shift_type": "linear"}])
+@pytest.mark.parametrize("tokens", [256, 1500, 4096, 6000])
+def test_a_shift_that_grows_with_the_picture_is_the_pipelines_own(settings, tokens):
+    theirs = FlowMatchEulerDiscreteScheduler(**settings)
+    names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
+    mu = calculate_shift(tokens, *(settings[name] for name in names))
+    s = torch.linspace(0.01, 1, 23, dtype=torch.float64)
+    found = shifted(s, shift_of(theirs.config).at(tokens))
+    torch.testing.assert_close(found, theirs.time_shift(mu, 1.0, s))
+
+
+def test_a_fixed_shift_is_the_one_of_the_schedulers_levels():
+    theirs = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    levels = torch.arange(1000, 0, -1) / 1000
+    torch.testing.assert_close(shifted(levels, shift_of(theirs.config).at(4096)), theirs.sigmas)
+
+
+def test_the_shift_comes_from_the_schedulers_settings():
+    flux = FlowMatching.from_scheduler(FlowMatchEulerDiscreteScheduler(**FLUX_DEV).config)
+    assert flux.shift == FLUX == GrowingShift((256, 0.5), (4096, 1.15))
+    assert FlowMatching.from_scheduler(FlowMatchEulerDiscreteScheduler(shift=3.0).config).shift == FixedShift(3.0)
+    assert FLUX.at(4096) == pytest.approx(math.exp(1.15))
+
+
+def test_tokens_are_the_patches_of_the_latents():
+    assert FlowMatching().tokens(torch.Size((7, 16, 128, 96))) == 64 * 48
+    assert FlowMatching(patch=1).tokens(torch.Size((7, 16, 3, 12, 10))) == 3 * 12 * 10

@@ -97,6 +97,16 @@ def test_four_pictures_a_step_train_alike_however_they_are_split(ranks, batch, a
     assert max(float(tensor.abs().max()) for key, tensor in found.items() if "lora_up" in key) > 1e-4
 
 
+def test_noise_and_losses_of_every_kind_train_alike_on_two_ranks(even, tmp_path):
+    flags = ["--optimizer_type", "SGD", "--noise_offset", "0.1", "--noise_offset_random_strength",
+             "--adaptive_noise_scale", "0.1", "--multires_noise_iterations", "3", "--ip_noise_gamma", "0.2",
+             "--ip_noise_gamma_random_strength", "--loss_type", "huber", "--v_parameterization", "--zero_terminal_snr",
+             "--min_snr_gamma", "5", "--min_timestep", "100"]  # fmt: skip
+    one = trained(tmp_path, 1, 4, 1, *flags, dataset=even)
+
+    assert difference(one, trained(tmp_path, 2, 1, 2, *flags, dataset=even)) < 1e-4
+
+
 def test_short_batches_weigh_by_their_pictures_on_any_number_of_ranks(uneven, tmp_path):
     one = trained(tmp_path, 1, 4, 1, "--optimizer_type", "SGD", dataset=uneven)
     two = trained(tmp_path, 2, 2, 1, "--optimizer_type", "SGD", dataset=uneven)

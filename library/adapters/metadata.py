@@ -50,7 +50,9 @@ def describe(config: RunConfig, model: ModelFacts, run: RunFacts, software: str)
     least = _minimum(config, model)
     if config.save.no_metadata:
         return _as_text(least)
-    return _as_text({**least, **_training(config, run), **_modelspec(config, model, run, software)})
+    return _as_text(
+        {**least, **_training(config, run), **_objective(config, model), **_modelspec(config, model, run, software)}
+    )
 
 
 def with_hashes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, str]:
@@ -110,8 +112,41 @@ def _training(config: RunConfig, run: RunFacts) -> dict[str, Any]:
         "ss_resize_interpolation": data.resize_interpolation,
         "ss_clip_skip": config.model.clip_skip,
         "ss_max_token_length": config.model.max_token_length if config.model.max_token_length > 75 else None,
-        "ss_loss_type": "l2",
         "ss_training_comment": config.save.training_comment,
+    }
+
+
+def _objective(config: RunConfig, model: ModelFacts) -> dict[str, Any]:
+    """Noise, times and loss; like sd-scripts, those of flow matching only for models that are trained by it."""
+    noise, loss = config.noise, config.loss
+    always = {
+        "ss_noise_offset": noise.noise_offset or None,
+        "ss_noise_offset_random_strength": noise.noise_offset_random_strength,
+        "ss_adaptive_noise_scale": noise.adaptive_noise_scale,
+        "ss_multires_noise_iterations": noise.multires_noise_iterations or None,
+        "ss_multires_noise_discount": noise.multires_noise_discount,
+        "ss_ip_noise_gamma": noise.ip_noise_gamma or None,
+        "ss_ip_noise_gamma_random_strength": noise.ip_noise_gamma_random_strength,
+        "ss_zero_terminal_snr": noise.zero_terminal_snr,
+        "ss_min_snr_gamma": loss.min_snr_gamma,
+        "ss_debiased_estimation": loss.debiased_estimation_loss,
+        "ss_loss_type": loss.loss_type,
+        "ss_huber_schedule": loss.huber_schedule,
+        "ss_huber_c": loss.huber_c,
+        "ss_huber_scale": loss.huber_scale,
+    }
+    if model.prediction != "flow":
+        return always
+    return {
+        **always,
+        "ss_timestep_sampling": noise.flow_sampling,
+        "ss_sigmoid_scale": noise.sigmoid_scale,
+        "ss_discrete_flow_shift": noise.discrete_flow_shift,
+        "ss_weighting_scheme": noise.weighting_scheme or "none",
+        "ss_logit_mean": noise.logit_mean,
+        "ss_logit_std": noise.logit_std,
+        "ss_mode_scale": noise.mode_scale,
+        "ss_model_prediction_type": "raw",
     }
 
 

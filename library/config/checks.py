@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ..errors import ConfigError
+from .objective_rules import contradictions
 from .schema import DistributedConfig, LogConfig, RunConfig
 from .toml_lines import read_toml
 from .values import Share
@@ -168,6 +169,10 @@ def _previews_have_prompts(config: RunConfig, given: Given) -> Iterator[Conflict
         yield ("sample_prompts",), f"{preview.sample_prompts}: no such file"
 
 
+def _objective(config: RunConfig, given: Given) -> Iterator[Conflict]:
+    yield from contradictions(config)
+
+
 def _compile_is_on(config: RunConfig, given: Given) -> Iterator[Conflict]:
     names = ("dynamo_backend", "dynamo_mode", "dynamo_fullgraph", "dynamo_dynamic", "dynamo_use_regional_compilation")
     if not config.distributed.torch_compile:
@@ -195,6 +200,7 @@ _RULES: tuple[Callable[[RunConfig, Given], Iterator[Conflict]], ...] = (
     _buckets,
     _tracker_has_a_place,
     _previews_have_prompts,
+    _objective,
     _compile_is_on,
     _output_name,
 )

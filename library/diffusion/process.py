@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Size, Tensor
 
 from ..errors import ConfigError
@@ -26,10 +25,6 @@ class Process(Protocol):
     @property
     def prediction(self) -> str:
         """What the model predicts: ``epsilon``, ``v`` or ``flow``."""
-        ...
-
-    def sample_timesteps(self, count: int, generator: torch.Generator) -> Tensor:
-        """Draw ``count`` times on the generator's device."""
         ...
 
     def add_noise(self, latents: Tensor, noise: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
@@ -50,9 +45,6 @@ class Discrete:
     """A process with a table of 1000 noise levels; ``t`` is a whole number from 0 to 999."""
 
     alphas_cumprod: Tensor
-
-    def sample_timesteps(self, count: int, generator: torch.Generator) -> Tensor:
-        return torch.randint(0, STEPS, (count,), generator=generator, device=generator.device).float()
 
     def coefficients(self, t: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """``sqrt(a)`` and ``sqrt(1 - a)`` for each sample, shaped to be multiplied with ``like``."""
@@ -115,9 +107,6 @@ class FlowMatching:
     def from_scheduler(cls, scheduler: Mapping[str, Any], patch: int = 2) -> "FlowMatching":
         """The process of a pipeline whose flow scheduler has these settings."""
         return cls(shift_of(scheduler), patch)
-
-    def sample_timesteps(self, count: int, generator: torch.Generator) -> Tensor:
-        return STEPS * (1 - torch.rand(count, generator=generator, device=generator.device))
 
     def sigma(self, t: Tensor) -> Tensor:
         """The share of noise ``s``, in float32 at least."""

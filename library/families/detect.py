@@ -35,7 +35,7 @@ class Detected:
     pixel_step: int
     """Sides of training pictures are multiples of this."""
     prediction: str = "epsilon"
-    """What the model predicts: ``epsilon``, ``v`` or ``flow``."""
+    """What the model was made to predict: ``epsilon``, ``v`` or ``flow``."""
     kind: Kind = "built-in"
     place: str = ""
     """The folder, hub id or file."""

@@ -1,6 +1,7 @@
 """What drawing pictures needs beside a pipeline: a scheduler by kohya's sampler name, and modules at rest."""
 
 import importlib
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -32,8 +33,12 @@ def scheduler_for(sampler: str, model_scheduler: Any) -> Any:
     if sampler not in SAMPLERS:
         raise ConfigError([f"unknown sampler {sampler!r}{did_you_mean(sampler, SAMPLERS)}"])
     name, settings = SAMPLERS[sampler]
+    kind = getattr(importlib.import_module("diffusers"), name)
+    zero_snr = "rescale_betas_zero_snr"
+    if model_scheduler.config.get(zero_snr) and zero_snr not in inspect.signature(kind.__init__).parameters:
+        raise ConfigError([f"sampler {sampler} cannot start from noise alone, as zero terminal SNR needs it; use ddim"])
     try:
-        return getattr(importlib.import_module("diffusers"), name).from_config(model_scheduler.config, **settings)
+        return kind.from_config(model_scheduler.config, **settings)
     except ImportError as error:
         raise ConfigError([f"sampler {sampler}: {str(error).strip()}"]) from None
 

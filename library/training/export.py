@@ -69,7 +69,7 @@ class Export:
             tensors = keys.to_kohya(state, self.adapter.alpha, family.lora_prefix, names)
         tensors = file.cast(tensors, run.config.save.save_precision)
         titles = family.titles(run.task.pipe)
-        model = ModelFacts(titles.base_model_version, titles.architecture, run.task.process.prediction)
+        model = ModelFacts(titles.base_model_version, titles.architecture, run.task.objective.process.prediction)
         metadata = with_hashes(tensors, describe(run.config, model, self._facts(run), SOFTWARE))
         # A learning rate of 0, as in the first step of a warm-up, leaves the update at zero, and rightly so.
         file.write(path, tensors, metadata, trained=run.state.has_learnt)

@@ -29,6 +29,7 @@ from .export import Export
 from .health import NoMore, Watch
 from .loop import Run, Silence, count, train, trainable
 from .metrics import MetricsFile
+from .objective import objective_of
 from .outline import outline
 from .plan import RunPlan
 from .preview import Preview
@@ -108,6 +109,7 @@ def _assemble(
     family: Family = FAMILIES.get(detected.family)(config.model)
     parts = ("vae", *family.text_parts, family.denoiser)
     pipe = family.load(detected, DTYPES[strategy.precision], parts, device=strategy.device)
+    objective = objective_of(config, family, pipe)
     for part in parts:
         module = getattr(pipe, part)
         if isinstance(module, torch.nn.Module):
@@ -127,7 +129,7 @@ def _assemble(
         logger.warning("%s", line)
     optimizer = optimizers.make_optimizer(config.optim, groups)
     wrapped, optimizer = strategy.wrap(denoiser, optimizer)
-    task = Task(family, pipe, wrapped, family.process(pipe), config.train.seed, strategy.device)
+    task = Task(family, pipe, wrapped, objective, config.train.seed, strategy.device)
     loader = prepared.loader(plan.batches, strategy.rank, total_steps=plan.steps, pin_memory=strategy.pins_memory)
     if strategy.is_main:
         _tell_long_captions(family, pipe, loader)

@@ -3,8 +3,9 @@
 import torch
 
 from ..adapters.lora import inject
-from ..config.schema import AdapterConfig
+from ..config.schema import AdapterConfig, LossConfig, NoiseConfig
 from ..data.batch import PixelBatch
+from ..diffusion.objective import Objective
 from ..families import FAMILIES
 from .loop import trainable
 from .task import Task
@@ -18,7 +19,8 @@ def one_step(device: str) -> float:
     pipe.to(place)
     denoiser = getattr(pipe, family.denoiser)
     inject(denoiser, AdapterConfig(), family.lora_targets, seed=0)
-    task = Task(family, pipe, denoiser, family.process(pipe), seed=0, device=place)
+    objective = Objective(family.process(pipe), NoiseConfig(), LossConfig())
+    task = Task(family, pipe, denoiser, objective, seed=0, device=place)
     optimizer = torch.optim.SGD(trainable(denoiser), lr=1e-3)
     height, width = 64, 128
     pixels = torch.linspace(-1, 1, 3 * height * width).view(1, 3, height, width)

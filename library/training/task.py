@@ -1,14 +1,14 @@
 """One batch to one loss per sample: encode, draw noise, predict, compare."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..data.batch import Batch, PixelBatch
-from ..diffusion.process import Process
+from ..diffusion.objective import Objective
 from ..families.base import Family
 from ..randomness import seed_for
 
@@ -30,7 +30,7 @@ class Task:
     family: Family
     pipe: Any
     denoiser: nn.Module  # as wrapped by the strategy
-    process: Process
+    objective: Objective
     seed: int
     device: torch.device
     seen: list[Seen] = field(default_factory=list)
@@ -41,14 +41,13 @@ class Task:
     def __call__(self, pixels: PixelBatch, step: int) -> Tensor:
         """Weighted losses (B,) of a batch in optimizer step ``step``."""
         batch = self.encode(pixels, step)
-        t, noise = self.draw(batch, step)
-        noisy, target = self.process.add_noise(batch.latents, noise, t)
-        predicted = self.family.predict(self.pipe, self.denoiser, noisy, t, batch)
-        loss = F.mse_loss(predicted.float(), target.float(), reduction="none")
+        noised = self.objective.noised(batch.latents, partial(self.generators, step=step, places=batch.places))
+        predicted = self.family.predict(self.pipe, self.denoiser, noised.latents, noised.t, batch)
+        loss = self.objective.elementwise(predicted, noised)
         if batch.mask is not None:
             loss = loss * batch.mask
-        losses = loss.flatten(1).mean(1)
-        self._note(Seen(t / 1000, losses.detach(), batch.weight, batch.ids), step)
+        losses = loss.flatten(1).mean(1) * self.objective.weights(noised.t)
+        self._note(Seen(noised.t / 1000, losses.detach(), batch.weight, batch.ids), step)
         return losses * batch.weight
 
     def _note(self, seen: Seen, step: int) -> None:
@@ -69,18 +68,9 @@ class Task:
         )
         return Batch(latents, cond, frame, weight, pixels.places, pixels.ids, pixels.mask)
 
-    def draw(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
-        """Timesteps and noise, a function of (seed, step, place in the step) and of nothing else.
+    def generators(self, purpose: str, step: int, places: tuple[int, ...]) -> list[torch.Generator]:
+        """A generator of its own for each sample: a function of (seed, purpose, step, place in the step).
 
         So one device with four micro-steps, four devices with one, and a resumed run all draw the same.
-        They are drawn on the CPU, whose generator gives the same numbers beside every kind of device.
         """
-        shape = batch.latents.shape[1:]
-        draws = self.generators("noise", step, batch.places)
-        t = torch.cat([self.process.sample_timesteps(1, draw) for draw in draws])
-        noise = torch.stack([torch.randn(shape, generator=draw) for draw in draws])
-        return t.to(self.device, non_blocking=True), noise.to(batch.latents, non_blocking=True)
-
-    def generators(self, purpose: str, step: int, places: tuple[int, ...]) -> list[torch.Generator]:
-        """A generator of its own for each sample."""
         return [torch.Generator().manual_seed(seed_for(self.seed, purpose, step, place)) for place in places]

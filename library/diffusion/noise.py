@@ -1,0 +1,79 @@
+"""What is added to the normal noise of a sample; every sample has generators of its own.
+
+Random numbers come from the CPU, whose generators give the same beside every device; only what depends on the latents
+is computed where they are.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..config.schema import NoiseConfig
+
+Draws = Callable[[str], list[torch.Generator]]
+"""Purpose -> a generator for each sample, so that what is drawn for one thing never moves another."""
+
+
+def coloured(noise: Tensor, latents: Tensor, config: NoiseConfig, draws: Draws) -> Tensor:
+    """The noise that is mixed with the latents and, by its process, asked of the model."""
+    if config.noise_offset:
+        noise = with_offset(noise, latents, config, draws("noise offset"))
+    if config.multires_noise_iterations:
+        noise = with_pyramid(noise, config, draws("multires noise"))
+    return noise
+
+
+def perturbed(noise: Tensor, config: NoiseConfig, draws: Draws) -> Tensor:
+    """Noise for the model's input that its target knows nothing of (Ning et al. 2023, arXiv 2301.11706)."""
+    if not config.ip_noise_gamma:
+        return noise
+    generators = draws("input noise")
+    strength = _strengths(config.ip_noise_gamma, generators, config.ip_noise_gamma_random_strength)
+    extra = torch.stack([torch.randn(noise.shape[1:], generator=each) for each in generators])
+    return noise + (_beside(strength, extra) * extra).to(noise, non_blocking=True)
+
+
+def with_offset(noise: Tensor, latents: Tensor, config: NoiseConfig, generators: Sequence[torch.Generator]) -> Tensor:
+    """Each channel as a whole moved by a normal number, so that the model learns to make pictures darker or lighter.
+
+    With ``adaptive_noise_scale`` by more where the channel's mean is far from 0.
+    """
+    strength = _strengths(config.noise_offset, generators, config.noise_offset_random_strength)
+    moves = torch.stack([torch.randn(noise.shape[1], generator=each) for each in generators]).to(noise)
+    strength = strength.to(noise).view(-1, 1)
+    if config.adaptive_noise_scale:
+        strength = (strength + config.adaptive_noise_scale * latents.flatten(2).mean(2).abs()).clamp(min=0)
+    return noise + _beside(strength * moves, noise)
+
+
+def with_pyramid(noise: Tensor, config: NoiseConfig, generators: Sequence[torch.Generator]) -> Tensor:
+    """Coarser and coarser noise added, fainter by ``multires_noise_discount`` each time; spread 1 for each sample."""
+    rows, columns = noise.shape[-2:]
+    layers = torch.stack([_pyramid(noise.shape[1], rows, columns, config, each) for each in generators])
+    noise = noise + layers.to(noise, non_blocking=True)
+    return noise / _beside(noise.flatten(1).std(1), noise)
+
+
+def _pyramid(channels: int, rows: int, columns: int, config: NoiseConfig, generator: torch.Generator) -> Tensor:
+    total = torch.zeros(channels, rows, columns)
+    for level in range(config.multires_noise_iterations):
+        smaller = (2 + 2 * float(torch.rand((), generator=generator))) ** level
+        size = max(1, int(rows / smaller)), max(1, int(columns / smaller))
+        layer = torch.randn(1, channels, *size, generator=generator)
+        total += config.multires_noise_discount**level * F.interpolate(layer, (rows, columns), mode="bilinear")[0]
+        if 1 in size:
+            break
+    return total
+
+
+def _strengths(amount: float, generators: Sequence[torch.Generator], is_random: bool) -> Tensor:
+    """``amount`` for each sample, or a random share of it."""
+    if not is_random:
+        return torch.full((len(generators),), amount)
+    return amount * torch.stack([torch.rand((), generator=each) for each in generators])
+
+
+def _beside(values: Tensor, like: Tensor) -> Tensor:
+    return values.view(*values.shape, *[1] * (like.ndim - values.ndim))

@@ -1,0 +1,84 @@
+"""What one batch means in training, on the stand-in's real parts."""
+
+import pytest
+import torch
+from torch import nn
+
+from library.config.schema import LossConfig, NoiseConfig
+from library.data.batch import PixelBatch
+from library.demo import stand_in
+from library.diffusion.objective import Objective
+from library.families import FAMILIES
+from library.training.task import Task
+
+HEIGHT, WIDTH = 32, 48
+
+
+class Silent(nn.Module):
+    """Says 0 of everything, so that the loss is the target's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.said = nn.Parameter(torch.zeros(()))
+
+    def forward(self, noisy, t, **conditioning):
+        self.noisy, self.t = noisy, t
+        return (self.said.expand(noisy.shape),)
+
+
+@pytest.fixture
+def task():
+    family, pipe = FAMILIES.get("sd1")(), stand_in.build()
+    objective = Objective(family.process(pipe), NoiseConfig(), LossConfig(loss_type="l1", min_snr_gamma=2.0))
+    return Task(family, pipe, Silent(), objective, seed=7, device=torch.device("cpu"))
+
+
+def pixels(places, weights, mask=None):
+    count = len(places)
+    draw = torch.Generator().manual_seed(2)
+    pictures = torch.rand(9, 3, HEIGHT, WIDTH, generator=draw)[list(places)] * 2 - 1
+    frame = torch.tensor([[HEIGHT, WIDTH, 0, 0, HEIGHT, WIDTH]] * count, dtype=torch.float32)
+    names = tuple(f"picture {place}" for place in places)
+    return PixelBatch(pictures, names, frame, torch.tensor(weights), tuple(places), names, mask)
+
+
+def test_the_loss_of_a_sample_is_its_mean_times_the_weight_of_its_time_times_its_own(task):
+    losses = task(pixels((0, 1, 2), [1.0, 0.25, 0.0]), step=5)
+    draws = [
+        torch.Generator().manual_seed(generator.initial_seed()) for generator in task.generators("noise", 5, (0, 1, 2))
+    ]
+    for row, draw in enumerate(draws):
+        t = torch.randint(0, 1000, (1,), generator=draw)
+        noise = torch.randn(4, HEIGHT // 8, WIDTH // 8, generator=draw)
+        a = task.objective.process.alphas_cumprod[t].item()
+        weight = min(a / (1 - a), 2.0) / (a / (1 - a))
+        assert task.denoiser.t[row] == t
+        assert losses[row].item() == pytest.approx(noise.abs().mean().item() * weight * (1.0, 0.25, 0.0)[row])
+
+
+def test_a_masked_place_counts_nothing_and_the_mean_is_over_all_places(task):
+    mask = torch.ones(2, 1, HEIGHT // 8, WIDTH // 8)
+    mask[0, :, :, :4] = 0
+    mask[1, :, :, :] = 0.5
+    plain, masked = (task(pixels((0, 1), [1.0, 1.0], each), step=0) for each in (None, mask))
+    assert masked[1].item() == pytest.approx(plain[1].item() / 2)
+    assert 0.1 * plain[0] < masked[0] < 0.6 * plain[0]
+
+
+def test_what_was_seen_in_the_latest_step_is_kept_and_no_more(task):
+    for step in (0, 1):
+        losses = [task(pixels(places, weights), step) for places, weights in (((0, 1), [1.0, 0.5]), ((2,), [0.0]))]
+    first, second = task.seen
+    assert first.ids == ("picture 0", "picture 1") and second.ids == ("picture 2",)
+    assert second.weight.tolist() == [0.0]
+    torch.testing.assert_close(first.loss * first.weight, losses[0].detach())
+    assert losses[0].requires_grad and not first.loss.requires_grad and second.loss.item() > 0
+    assert torch.equal(second.t, task.denoiser.t / 1000)
+    assert all(0 <= t < 1 for seen in task.seen for t in seen.t)
+
+
+def test_places_and_steps_have_numbers_of_their_own_and_a_batch_is_the_sum_of_its_samples(task):
+    together = task(pixels((3, 4), [1.0, 1.0]), step=1)
+    alone = [task(pixels((place,), [1.0]), step=1) for place in (3, 4)]
+    torch.testing.assert_close(together, torch.cat(alone))
+    assert not torch.isclose(task(pixels((3,), [1.0]), step=2), alone[0])
