@@ -35,16 +35,21 @@ def draws(places):
     return generators
 
 
+def groups(settings):
+    """The two groups of options with these values."""
+    return (kind(**{name: value for name, value in settings.items() if name in vars(kind())})
+            for kind in (NoiseConfig, LossConfig))  # fmt: skip
+
+
 def result(kind, settings, places=range(5)):
     """Noisy latents, target, time and loss of each sample, for a model that says what it sees."""
-    groups = {group: {option.name: settings[option.name] for option in options_of(RunConfig)
-                      if option.group == group and option.name in settings} for group in ("noise", "loss")}  # fmt: skip
+    noise, loss = groups(settings)
     process = PROCESSES[kind]
     if kind != "flow":
-        scheduler = DDIMScheduler(**SD1, prediction_type="epsilon" if kind == "epsilon" else "v_prediction")
-        pipe = SimpleNamespace(scheduler=following(scheduler, NoiseConfig(**groups["noise"])))
-        process = StableDiffusion1().process(pipe)
-    objective = Objective(process, NoiseConfig(**groups["noise"]), LossConfig(**groups["loss"]))
+        predicts = {"epsilon": "epsilon", "v": "v_prediction"}[kind]
+        scheduler = following(DDIMScheduler(**SD1, prediction_type=predicts), noise)
+        process = StableDiffusion1().process(SimpleNamespace(scheduler=scheduler))
+    objective = Objective(process, noise, loss)
     noised = objective.noised(LATENTS[list(places)], draws(places))
     losses = objective.elementwise(noised.latents, noised).flatten(1).mean(1) * objective.weights(noised.t)
     return noised.latents, noised.target, noised.t, losses
@@ -127,6 +132,17 @@ def test_input_noise_is_mixed_in_by_the_process_and_the_target_stays(kind):
     share = process.sigma(t) if kind == "flow" else (1 - TABLE[t.long()]).sqrt()
     torch.testing.assert_close(noisy, plain + 0.2 * share.view(-1, 1, 1, 1) * extra, rtol=1e-4, atol=1e-5)
     assert torch.equal(target, same)
+
+
+@pytest.mark.parametrize("kind", PROCESSES)
+def test_nothing_waits_for_the_device(kind):
+    """A meta tensor has no numbers, so whatever asks for one of them fails here."""
+    settings = {**INPUT, "weighting_scheme": "cosmap"} if kind == "flow" else EVERYTHING
+    latents = LATENTS.to("meta")
+    objective = Objective(PROCESSES[kind], *groups(settings))
+    noised = objective.noised(latents, draws(range(5)))
+    loss = objective.elementwise(noised.latents, noised).flatten(1).mean(1) * objective.weights(noised.t)
+    assert loss.device.type == noised.target.device.type == "meta"
 
 
 def test_given_times_and_noise_are_taken_as_they_are():

@@ -41,8 +41,8 @@ def with_offset(noise: Tensor, latents: Tensor, config: NoiseConfig, generators:
     With ``adaptive_noise_scale`` by more where the channel's mean is far from 0.
     """
     strength = _strengths(config.noise_offset, generators, config.noise_offset_random_strength)
-    moves = torch.stack([torch.randn(noise.shape[1], generator=each) for each in generators]).to(noise)
-    strength = strength.to(noise).view(-1, 1)
+    moves = torch.stack([torch.randn(noise.shape[1], generator=each) for each in generators])
+    strength, moves = (each.to(noise, non_blocking=True) for each in (strength.view(-1, 1), moves))
     if config.adaptive_noise_scale:
         strength = (strength + config.adaptive_noise_scale * latents.flatten(2).mean(2).abs()).clamp(min=0)
     return noise + _beside(strength * moves, noise)

@@ -57,7 +57,7 @@ class Discrete:
 
     def _a(self, t: Tensor) -> Tensor:
         # The table goes to t and not t to the table: the other way round waits for the device.
-        return self.alphas_cumprod.to(t.device)[t.long()]
+        return self.alphas_cumprod.to(t.device, non_blocking=True)[t.long()]
 
 
 @dataclass(frozen=True, eq=False)
