@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from library.config.schema import DataConfig
-from library.data.captions import read_caption, shown
+from library.data.caption_files import read_caption
+from library.data.captions import shown
 from library.data.dataset_config import read_datasets
 from library.data.dataset_schema import SubsetConfig, flags_of
 

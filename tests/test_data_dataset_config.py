@@ -8,9 +8,10 @@ import pytest
 from library.config import load_options
 from library.config.schema import DataConfig
 from library.config.values import Size
-from library.data.dataset_config import read_datasets, resolved
+from library.data.dataset_config import read_datasets
 from library.data.dataset_rules import missing_folders, not_yet
 from library.data.dataset_schema import flags_of
+from library.data.resolved import resolved
 
 GOLDEN = Path(__file__).parent / "data" / "dataset_configs"
 

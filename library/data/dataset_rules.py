@@ -8,6 +8,7 @@ from typing import Any
 
 from ..registry import did_you_mean
 from .dataset_schema import DatasetConfig, Kind, SubsetConfig
+from .sources.shards import missing_shards
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ def subset_problems(found: Mapping[str, Found], own: Mapping[str, Found], where:
     for name in LACKS[kind]:
         if name in own:
             yield f"{own[name].place}: {name}: has no meaning beside {_DECIDED_BY[kind]}; take one of the two out"
-    if kind != "finetuning" and not found["image_dir"].value and not found["image_dir"].is_wrong:
+    sources = [found[name] for name in ("image_dir", "parquet", "webdataset")]
+    if kind != "finetuning" and not any(item.value or item.is_wrong for item in sources):
         place = found["image_dir"].place or where
         yield f"{place}: image_dir: missing; name the folder of pictures: image_dir = 'FOLDER'"
     if not found["caption_separator"].value:
@@ -149,6 +151,7 @@ def missing_folders(datasets: Sequence[DatasetConfig]) -> Iterator[str]:
             yield f"{subset.place('image_dir')}: image_dir: {_absence(folder, subset.file)}"
         if metadata is not None and not metadata.is_file():
             yield f"{subset.place('metadata_file')}: metadata_file: {_absence(metadata, subset.file)}"
+        yield from missing_shards(subset)
 
 
 def _absence(path: Path, file: Path) -> str:

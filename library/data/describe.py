@@ -23,10 +23,9 @@ def _pictures(manifest: Manifest) -> str:
     lines = []
     for number, index, ending, captions, found in manifest.endings:
         subset = manifest.datasets[number].subsets[index]
-        source = subset.metadata_file or subset.image_dir
         used, times = counts[number, index], shown[number, index]
         kind = "regularisation pictures" if subset.is_reg else "pictures"
-        lines.append(f"dataset {number + 1}, {source}: {used} {kind}, shown {times} times an epoch,"
+        lines.append(f"dataset {number + 1}, {subset.source}: {used} {kind}, shown {times} times an epoch,"
                      f" captions found {captions}/{found} ({ending or 'no ending'})")  # fmt: skip
     return "\n".join(lines)
 

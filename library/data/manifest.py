@@ -11,8 +11,9 @@ from ..errors import ConfigError
 from .buckets import Place, place_for
 from .dataset_rules import unused
 from .dataset_schema import DatasetConfig
-from .files import FoundPicture, find_pictures
+from .files import find_all
 from .inspection import Seen, look_at_all
+from .listing import FoundPicture
 from .origin import Origin
 
 SHOWN_NAMES = 5
@@ -60,14 +61,12 @@ def scan(datasets: Sequence[DatasetConfig], on_bad_data: Literal["fail", "skip"]
     endings = []
     found: list[FoundPicture] = []
     absent: list[str] = []
-    for number, dataset in enumerate(datasets):
-        for index, subset in enumerate(dataset.subsets):
-            listing = find_pictures(subset, number, index)
-            problems += listing.problems
-            notes += listing.notes
-            endings.append((number, index, listing.caption_ending, listing.captions, len(listing.found)))
-            found += listing.found
-            absent += listing.absent
+    for number, index, listing in find_all(datasets):
+        problems += listing.problems
+        notes += listing.notes
+        endings.append((number, index, listing.caption_ending, listing.captions, len(listing.found)))
+        found += listing.found
+        absent += listing.absent
     if problems:  # nothing to skip: a folder or a metadata file as a whole cannot be used
         raise ConfigError(problems)
     samples, unusable = _samples(datasets, found, look_at_all(list(dict.fromkeys(item.image for item in found))))

@@ -6,8 +6,8 @@ from typing import Any
 from .batches import BatchPlan
 from .bucket_facts import as_plain, facts_of
 from .buckets import Placement
-from .dataset_config import resolved
 from .manifest import Manifest
+from .resolved import resolved
 
 Record = dict[str, Any]
 

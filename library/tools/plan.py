@@ -12,8 +12,8 @@ from ..config.kohya import VERDICTS
 from ..config.load import COMMAND_OPTIONS
 from ..config.options import opt, options_of
 from ..config.schema import DataConfig
-from ..data.dataset_config import resolved
 from ..data.prepare import check, read
+from ..data.resolved import resolved
 from ..errors import ConfigError
 
 PREVIEW_ENDINGS = (".png", ".jpg", ".webp")
