@@ -66,7 +66,7 @@ class _Reader:
         own = {name: value for name, value in table.items() if name != "subsets" and not (flat and name in FLAT)}
         values = {**general, **self.keys(at, own, DATASET)}
         if flat:
-            subsets = [self.flat_subset(at, table, values)]
+            subsets = [{**self.flat_subset(at, table, values), "joins_lines": Found(True, None)}]
         else:
             tables = table.get("subsets", [])
             if not self.is_tables((*at, "subsets"), tables, SUBSET):
@@ -160,7 +160,9 @@ class _Reader:
 
     def built(self, found: Mapping[str, Found]) -> SubsetConfig:
         where = found[""].place or ""
-        return SubsetConfig(file=self.path, **self.members(SubsetConfig, found, where))
+        return SubsetConfig(
+            file=self.path, joins_lines="joins_lines" in found, **self.members(SubsetConfig, found, where)
+        )
 
     def members(self, kind: type, found: Mapping[str, Found], where: str) -> dict[str, Any]:
         names = [item.name for item in fields(kind) if item.name in KEYS]

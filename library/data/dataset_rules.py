@@ -133,6 +133,8 @@ def _bucket_limits(found: Mapping[str, Found], where: str) -> Iterator[str]:
 def _duplicates(subsets: Sequence[Mapping[str, Found]]) -> Iterator[str]:
     first: dict[str, str] = {}
     for subset in subsets:
+        if subset["include"].value or subset["exclude"].value:
+            continue  # parts of one folder; whether they overlap shows when they are listed
         name = _DECIDED_BY["finetuning"] if _subset_kind(subset) == "finetuning" else "image_dir"
         value, place = subset[name].value, subset[name].place
         if not value:

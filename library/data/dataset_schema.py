@@ -53,6 +53,7 @@ class SubsetConfig:
     resize_interpolation: str | None
     custom_attributes: Mapping[str, Any] | None
     cache_info: bool
+    joins_lines: bool  # a caption of several lines is one, as for musubi-tuner; no key says so
     file: Path = field(compare=False)  # the dataset file
     places: Mapping[str, str] = field(compare=False, repr=False)  # "file:line" of each key; "" for the subset itself
 

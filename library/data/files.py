@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from .dataset_schema import DatasetConfig, SubsetConfig
 from .listing import Listing
+from .overlaps import overlaps
 from .sources.folder import from_folder
 from .sources.metadata import from_metadata
 from .sources.parquet import from_parquet
@@ -33,4 +34,7 @@ def find_all(datasets: Sequence[DatasetConfig]) -> list[tuple[int, int, Listing]
     for _, _, listing in found:
         listing.problems += [line for setting, line in listing.unused.items() if setting not in used]
         used |= listing.unused.keys()  # told once
+    for number, dataset in enumerate(datasets):
+        mine = [listing for at, _, listing in found if at == number]
+        mine[-1].problems += overlaps(dataset, mine)
     return found

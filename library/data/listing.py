@@ -51,6 +51,8 @@ class Listing:
     def caption_of(self, lines: Sequence[str], source: str, subset: SubsetConfig) -> str:
         """Count a caption that was read, and return what of it may be shown."""
         self.captions_from[source] += 1
+        if subset.joins_lines and not subset.enable_wildcard:
+            return " ".join("\n".join(lines).split("\n"))
         self.with_lines += len(lines) > 1 or "\n" in lines[0]
         return "\n".join(lines) if subset.enable_wildcard else lines[0]
 

@@ -29,7 +29,7 @@ class Sample:
     caption: str  # lines are alternatives
     dataset: int
     subset: int
-    repeats: int
+    repeats: float  # in an epoch; 2.5 is twice and three times, in turns
     weight: float  # of its loss
     is_reg: bool
     content: str  # hash of the file
@@ -133,14 +133,14 @@ def balanced(samples: Sequence[Sample], dataset: int) -> tuple[list[Sample], lis
     wanted = sum(sample.repeats for sample in mine if not sample.is_reg)
     if not regularisation:
         return list(samples), []
-    repeats: list[int] = []
-    have = 0
+    repeats: list[float] = []
+    have = 0.0
     for sample in regularisation:
         if have >= wanted:
             break
         repeats.append(sample.repeats)
         have += sample.repeats
-    rounds, rest = divmod(max(wanted - have, 0), len(regularisation))
+    rounds, rest = divmod(int(max(wanted - have, 0)), len(regularisation))
     repeats = [count + rounds + (index < rest) for index, count in enumerate(repeats)]
     used = {sample.key: count for sample, count in zip(regularisation, repeats, strict=False)}
     left_out = {sample.key for sample in regularisation[len(used) :]}

@@ -9,7 +9,7 @@ from .dataset_schema import KEYS, DatasetConfig, SubsetConfig
 
 _OF_DATASETS = ("bucket_mode", "bucket_max_crop", "bucket_min_pictures", "weight")
 _OF_SUBSETS = ("parquet", "webdataset", "recursive", "include", "exclude", "image_column", "caption_column")
-_NO_KEYS = ("kind", "subsets", "places", "file")
+_NO_KEYS = ("kind", "subsets", "places", "file", "joins_lines")
 
 
 def resolved(datasets: Sequence[DatasetConfig]) -> list[dict[str, Any]]:

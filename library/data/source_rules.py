@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from .dataset_rules import Found
 from .dataset_schema import DatasetConfig, SubsetConfig
+from .sources.patterns import Pattern
 
 _SOURCES = ("image_dir", "parquet", "webdataset")
 _LACKS: Mapping[str, tuple[str, ...]] = {
@@ -39,6 +40,16 @@ def source_problems(found: Mapping[str, Found], own: Mapping[str, Found]) -> Ite
         # an ending may be nothing: sd-scripts reads captions from files without one, then
         if is_empty or (name != "caption_extension" and "" in item.value):
             yield f"{item.place}: {name}: is empty; name at least one, or take it out"
+    for name in ("include", "exclude"):
+        yield from (f"{found[name].place}: {name}: {reason}" for reason in _no_patterns(found[name].value))
+
+
+def _no_patterns(texts: Sequence[str]) -> Iterator[str]:
+    for text in texts:
+        try:
+            Pattern.of(text)
+        except ValueError as error:
+            yield str(error)
 
 
 def file_problems(datasets: Sequence[DatasetConfig]) -> Iterator[str]:

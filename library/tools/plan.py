@@ -13,7 +13,7 @@ from ..config.load import COMMAND_OPTIONS
 from ..config.options import opt, options_of
 from ..config.schema import DataConfig
 from ..data.prepare import check, read
-from ..data.resolved import resolved
+from ..data.resolved import beyond, resolved
 from ..errors import ConfigError
 
 PREVIEW_ENDINGS = (".png", ".jpg", ".webp")
@@ -69,7 +69,11 @@ def _resolved(data: DataConfig, problems: list[str]) -> str:
     problems = [*problems, *(reading.problems if reading else [])]
     if problems or reading is None:
         raise ConfigError(list(dict.fromkeys(problems)))
-    return json.dumps({"datasets": [{"resolved": settings} for settings in resolved(reading.datasets)]}, indent=1)
+    records = []
+    for dataset, settings in zip(reading.datasets, resolved(reading.datasets), strict=True):
+        further = beyond(dataset)
+        records.append({"resolved": settings, **({"beyond": further} if further else {})})
+    return json.dumps({"datasets": records}, indent=1)
 
 
 def _dealt(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -6,25 +6,26 @@ from pathlib import Path
 from typing import Any
 
 from ..dataset_schema import SubsetConfig
-from ..listing import FoundPicture, Listing
+from ..listing import FoundPicture, Listing, first_of
 from ..origin import Origin, Row
 from .arrow import failures, first_line, parquet_module
-from .columns import caption_column, known, lines_in
+from .columns import lines_in
+from .parquet_columns import Columns, columns_of
 from .rows import RowReader
 from .shards import shards_of
 
-IMAGE_COLUMN = "image"
-_LARGE_GROUP = 256 * 2**20
+LARGE_GROUP = 256 * 2**20
 _BATCH = 4096
-_INSTEAD = "python -c \"import pyarrow.parquet as p; p.write_table(p.read_table('OLD'), 'NEW', row_group_size=100)\""
+_REWRITTEN = "import pyarrow.parquet as p; p.write_table(p.read_table('OLD'), 'NEW', row_group_size=100)"
 
 
 @dataclass(frozen=True)
-class Columns:
-    """Which columns of one file are used."""
+class Cells:
+    """What one row says, but for the picture itself."""
 
-    image: str
-    caption: str
+    lines: Sequence[str]
+    path: str | None = None  # of the picture, if that is a file
+    problem: str | None = None
 
 
 def from_parquet(subset: SubsetConfig, dataset: int, index: int) -> Listing:
@@ -37,93 +38,68 @@ def from_parquet(subset: SubsetConfig, dataset: int, index: int) -> Listing:
     for path in shards.files:
         try:
             with parquet_module().ParquetFile(path) as file:
-                columns = _columns(file.schema_arrow, subset)
-                reader = readers.setdefault(columns.image, RowReader(columns.image))
+                columns = _columns(file, path, subset, listing)
+                if columns is None:
+                    continue
                 rows = list(_rows(file, path, columns))
-                size = _largest_group(file, columns.image)
-        except _ColumnError as error:
-            listing.problems.append(f"{subset.place('parquet')}: parquet: {path}: {error}")
-            continue
+                size = 0 if columns.has_paths else _largest_group(file.metadata, columns.image)
         except failures() as error:
             listing.absent.append(f"{path}: cannot be read as parquet: {first_line(error)}")
             continue
-        if size > _LARGE_GROUP:
-            large.append(f"{path} ({size / 2**20:.0f} MiB)")
-        folder = path.parent
-        for number, (lines, problem) in enumerate(rows):
+        large += [f"{path} ({size / 2**20:.0f} MiB)"] if size > LARGE_GROUP else []
+        reader, folder = readers.setdefault(columns.image, RowReader(columns.image)), path.parent
+        for number, cells in enumerate(rows):
             caption = subset.class_tokens or ""
-            if lines:
-                caption = listing.caption_of(lines, columns.caption, subset)
-            elif problem is None:
+            if cells.lines:
+                caption = listing.caption_of(cells.lines, columns.caption, subset)
+            elif cells.problem is None:
                 listing.without.append(f"{path.name} row {number}")
-            origin = Origin(folder, path.name, Row(reader, number))
-            listing.found.append(FoundPicture(origin, caption, dataset, index, problem))
+            image = Origin(folder, path.name, Row(reader, number)) if cells.path is None else Origin(folder, cells.path)
+            listing.found.append(FoundPicture(image, caption, dataset, index, cells.problem))
     if not listing.found and not listing.problems and not listing.absent:
-        listing.problems.append(f"{subset.place('parquet')}: parquet: no rows in {len(shards.files)} files")
+        listing.problems.append(f"{subset.place('parquet')}: parquet: {len(shards.files)} files without a row")
     if large:
-        listing.notes.append(f"row groups are large, and one is read for every picture that is not in the one before;"
-                             f" smaller ones are faster ({_INSTEAD}): {', '.join(large[:3])}")  # fmt: skip
+        listing.notes.append("for a picture its whole row group is read, and some are large; smaller ones are faster:"
+                             f' python -c "{_REWRITTEN}": {first_of(large)}')  # fmt: skip
     listing.conclude(subset.source, subset, "text")
     return listing
 
 
-class _ColumnError(Exception):
-    """A file does not have the columns that are needed, which is a matter of the settings."""
-
-
-def _columns(schema: Any, subset: SubsetConfig) -> Columns:
-    kinds = {field.name: str(field.type) for field in schema}
-    names = list(kinds)
+def _columns(file: Any, path: Path, subset: SubsetConfig, listing: Listing) -> Columns | None:
     try:
-        image = _image_column(kinds, subset.image_column)
-        caption = caption_column([name for name in names if name != image], subset.caption_column)
+        columns = columns_of(file.schema_arrow, subset)
+        if columns.has_paths:
+            first = next(file.iter_batches(batch_size=1, columns=[columns.image], use_threads=False), None)
+            name = str(first.column(0)[0].as_py()) if first else ""
+            if "://" in name:
+                raise ValueError(f"column {columns.image!r} holds addresses, such as {name!r}; download the pictures")
+        return columns
     except ValueError as error:
-        raise _ColumnError(str(error)) from None
-    if not _may_be_pictures(kinds[image]):
-        raise _ColumnError(f"column {image!r} holds {kinds[image]}, no pictures; image_column names another one")
-    if not _may_be_text(kinds[caption]):
-        raise _ColumnError(f"column {caption!r} holds {kinds[caption]}, no text; caption_column names another one")
-    return Columns(image, caption)
+        listing.problems.append(f"{subset.place('parquet')}: parquet: {path}: {first_line(error)}")
+        return None
 
 
-def _image_column(kinds: dict[str, str], wanted: str | None) -> str:
-    """The named one, or ``image``, or the only one that holds bytes."""
-    if wanted is not None:
-        return known(list(kinds), wanted, "image_column")
-    if IMAGE_COLUMN in kinds:
-        return IMAGE_COLUMN
-    found = [name for name, kind in kinds.items() if "binary" in kind and _may_be_pictures(kind)]
-    if len(found) == 1:
-        return found[0]
-    described = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
-    raise ValueError(f"which column holds pictures? there are {described or 'none'}; say so: image_column = 'NAME'")
-
-
-def _may_be_pictures(kind: str) -> bool:
-    """Bytes, paths, or a pair of these."""
-    if kind.startswith("struct<"):
-        return "bytes: " in kind or "path: " in kind
-    return not kind.startswith("list") and ("binary" in kind or "string" in kind)
-
-
-def _may_be_text(kind: str) -> bool:
-    return ("string" in kind and not kind.startswith("struct")) or kind == "null"
-
-
-def _rows(file: Any, path: Path, columns: Columns) -> Iterator[tuple[Sequence[str], str | None]]:
-    """Caption of each row, and what is wrong with it."""
+def _rows(file: Any, path: Path, columns: Columns) -> Iterator[Cells]:
+    read = [columns.caption, *([columns.image] if columns.has_paths else [])]
     number = 0
-    for batch in file.iter_batches(batch_size=_BATCH, columns=[columns.caption], use_threads=False):
-        for cell in batch.column(0).to_pylist():
-            try:
-                yield lines_in(cell), None
-            except ValueError as error:
-                yield (), f"{path}: row {number}: {columns.caption} {error}"
+    for batch in file.iter_batches(batch_size=_BATCH, columns=read, use_threads=False):
+        texts = batch.column(columns.caption).to_pylist()
+        names = batch.column(columns.image).to_pylist() if columns.has_paths else [None] * len(texts)
+        for text, name in zip(texts, names, strict=True):
+            yield _cells(text, name or None, f"{path}: row {number}: {columns.caption}")
             number += 1
 
 
-def _largest_group(file: Any, image: str) -> int:
+def _cells(text: object, name: str | None, where: str) -> Cells:
+    try:
+        return Cells(lines_in(text), name)
+    except ValueError as error:
+        return Cells((), name, f"{where} {error}")
+
+
+def _largest_group(metadata: Any, image: str) -> int:
     """Bytes of the pictures in a row group, unpacked."""
-    groups = (file.metadata.row_group(index) for index in range(file.metadata.num_row_groups))
-    return max((sum(group.column(index).total_uncompressed_size for index in range(group.num_columns)
-                    if group.column(index).path_in_schema.split(".")[0] == image) for group in groups), default=0)  # fmt: skip
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    parts = [[group.column(number) for number in range(group.num_columns)] for group in groups]
+    return max((sum(part.total_uncompressed_size for part in group if part.path_in_schema.split(".")[0] == image)
+                for group in parts), default=0)  # fmt: skip

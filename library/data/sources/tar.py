@@ -1,5 +1,6 @@
-"""The members of a tar file and where their bytes are; nothing is unpacked, and nothing that is wrong is passed over."""
+"""The members of a tar file and where their bytes are; nothing is unpacked, and what is wrong is told."""
 
+import re
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -8,6 +9,7 @@ from pathlib import Path
 _PACKED = {b"\x1f\x8b": ("gzip", "gunzip"), b"BZh": ("bzip2", "bunzip2"), b"\xfd7zXZ": ("xz", "unxz"),
            b"(\xb5/\xfd": ("zstd", "unzstd")}  # fmt: skip
 _BLOCK = 512
+_DRIVE = re.compile(r"[A-Za-z]:[\\/]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ def read_archive(path: Path) -> Archive:
             start = file.read(6)
         packed = next((names for magic, names in _PACKED.items() if start.startswith(magic)), None)
         if packed is not None:
-            archive.problems.append(f"{path}: is compressed ({packed[0]}); pictures are read where they lie, which needs"
+            archive.problems.append(f"{path}: is compressed ({packed[0]}); pictures are read in place, which needs"
                                     f" a plain tar file: {packed[1]} {path.name}")  # fmt: skip
             return archive
         size = path.stat().st_size
@@ -60,7 +62,7 @@ def _infos(tar: tarfile.TarFile, path: Path, archive: Archive) -> Iterator[tarfi
             return
         if info is None:
             break
-        tar.members.clear()  # they are kept here
+        tar.members.clear()  # type: ignore[attr-defined]  # it would keep them all
         last = info.name
         yield info
     with path.open("rb") as file:
@@ -76,13 +78,11 @@ def _take(info: tarfile.TarInfo, path: Path, size: int, archive: Archive) -> Non
     name = info.name.removeprefix("./")
     if info.isdir() or name.rpartition("/")[2].startswith("."):
         return
-    if name.startswith(("/", "\\")) or ".." in name.replace("\\", "/").split("/") or name[1:2] == ":":
-        archive.problems.append(
-            f"{path}: member {info.name!r} points outside the archive; pack it again with plain names"
-        )
+    if name.startswith(("/", "\\")) or ".." in name.replace("\\", "/").split("/") or _DRIVE.match(name):
+        archive.problems.append(f"{path}: member {info.name!r} points outside of it; pack it again with plain names")
     elif info.issym() or info.islnk():
-        archive.problems.append(f"{path}: member {name!r} is a link to {info.linkname!r}; pack it again with --dereference"
-                                " --hard-dereference")  # fmt: skip
+        archive.problems.append(f"{path}: member {name!r} is a link to {info.linkname!r}; pack it again with"
+                                " --dereference --hard-dereference")  # fmt: skip
     elif not info.isreg() or info.issparse():
         archive.problems.append(f"{path}: member {name!r} is no plain file; take it out")
     elif info.offset_data + info.size > size:
