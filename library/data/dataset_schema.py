@@ -53,9 +53,9 @@ class SubsetConfig:
     resize_interpolation: str | None
     custom_attributes: Mapping[str, Any] | None
     cache_info: bool
-    joins_lines: bool  # a caption of several lines is one, as for musubi-tuner; no key says so
     file: Path = field(compare=False)  # the dataset file
     places: Mapping[str, str] = field(compare=False, repr=False)  # "file:line" of each key; "" for the subset itself
+    joins_lines: bool = False  # a caption of several lines is one, as for musubi-tuner; no key says so
 
     def place(self, key: str) -> str:
         """Where the value of ``key`` was set, for the start of a message."""
@@ -102,9 +102,9 @@ class DatasetConfig:
     validation_seed: int | None
     resize_interpolation: str | None
     prior_loss_weight: float
-    weight: float | None
     subsets: tuple[SubsetConfig, ...]
     places: Mapping[str, str] = field(compare=False, repr=False)
+    weight: float | None = None  # share of an epoch, beside those of the other datasets
 
     def place(self, key: str) -> str:
         """Where the value of ``key`` was set, for the start of a message."""

@@ -1,4 +1,4 @@
-"""Pictures that two subsets of a dataset mean at once, and that would be trained more often than either of them says."""
+"""Pictures that two subsets of a dataset mean at once, and that would be trained more often than either says."""
 
 import os
 from collections.abc import Iterator, Sequence

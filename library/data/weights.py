@@ -29,13 +29,13 @@ def weighted(samples: Sequence[Sample], datasets: Sequence[DatasetConfig]) -> tu
     if total > MOST_SAMPLES:
         heaviest = max(present, key=lambda item: item[1] / shown[item[0]])[0]
         raise ConfigError([
-            f"{datasets[heaviest].place('weight')}: weight: an epoch would show {total:.3g} pictures, repeats counted, to"
-            f" give the datasets these weights; at most {MOST_SAMPLES}: choose weights nearer to each other"
+            f"{datasets[heaviest].place('weight')}: weight: for these shares an epoch would show {total:.3g} pictures,"
+            f" repeats counted; at most {MOST_SAMPLES}: choose weights nearer to each other"
         ])  # fmt: skip
     factors = {number: weight * scale / shown[number] for number, weight in present}
     found = tuple(replace(sample, repeats=_times(sample.repeats, factors[sample.dataset])) for sample in samples)
-    notes = [f"dataset {number + 1}: weight {weight:g} is {weight * scale / total:.1%} of an epoch: each picture is shown"
-             f" {factors[number]:.4g} times as often as by its repeats alone" for number, weight in present]  # fmt: skip
+    notes = [f"dataset {number + 1}: weight {weight:g} is {weight * scale / total:.1%} of an epoch: pictures are shown"
+             f" {factors[number]:.4g} times as often as by their repeats" for number, weight in present]  # fmt: skip
     return found, notes
 
 

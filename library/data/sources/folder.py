@@ -69,7 +69,7 @@ def _chosen(subset: SubsetConfig, folder: Path, tree: Tree, listing: Listing) ->
         listing.notes.append(f"{folder}: include and exclude leave {len(choice.chosen)} of {len(pictures)} pictures")
     if not subset.recursive and pictures and (below := _with_pictures(folder, tree.folders)):
         listing.notes.append(f"{folder}: pictures in folders below it are not taken; recursive = true takes them:"
-                             f" {first_of(below)}")  # fmt: skip
+                             f" {first_of([f'{name}/' for name in below])}")  # fmt: skip
     return choice.chosen
 
 

@@ -56,7 +56,7 @@ class Pattern:
         try:
             return cls(text, re.compile("|".join(ways), re.DOTALL))
         except re.error as error:
-            raise ValueError(f"{text!r} is no pattern: {error}") from None
+            raise ValueError(f"{text!r} is no pattern: {error.msg}") from None
 
     def matches(self, path: str) -> bool:
         return self.regex.fullmatch(path) is not None
