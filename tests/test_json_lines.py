@@ -19,7 +19,7 @@ VALUES = st.recursive(
 def lines_of(value, path=(), line=1) -> tuple[dict, int]:
     """Where ``json.dumps(indent=1)`` puts each key, and the line on which the value ends."""
     found = {}
-    items = list(value.items()) if isinstance(value, dict) else list(enumerate(value)) if isinstance(value, list) else []
+    items = list(value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else []))
     for name, item in items:
         line += 1
         found[(*path, name)] = line

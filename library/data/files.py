@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 
 from .dataset_schema import DatasetConfig, SubsetConfig
-from .listing import Listing
+from .listing import PICTURE_ENDINGS, FoundPicture, Listing
 from .overlaps import overlaps
 from .sources.folder import from_folder
 from .sources.metadata import from_metadata
 from .sources.parquet import from_parquet
 from .sources.webdataset import from_webdataset
+
+__all__ = ["PICTURE_ENDINGS", "FoundPicture", "Listing", "find_all", "find_pictures"]
 
 
 def find_pictures(subset: SubsetConfig, dataset: int, index: int) -> Listing:

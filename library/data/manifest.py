@@ -11,9 +11,8 @@ from ..errors import ConfigError
 from .buckets import Place, place_for
 from .dataset_rules import unused
 from .dataset_schema import DatasetConfig
-from .files import find_all
+from .files import FoundPicture, find_all
 from .inspection import Seen, look_at_all
-from .listing import FoundPicture
 from .origin import Origin
 
 SHOWN_NAMES = 5

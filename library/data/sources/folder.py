@@ -57,8 +57,8 @@ def _chosen(subset: SubsetConfig, folder: Path, tree: Tree, listing: Listing) ->
     choice = selected(pictures, subset.include, subset.exclude)
     there = f"the {len(pictures)} pictures in {folder.absolute()}; there are {first_of(pictures)}"
     if pictures and not choice.chosen:
-        listing.problems.append(f"{subset.place('include' if subset.include else 'exclude')}: include and exclude leave"
-                                f" none of {there}")  # fmt: skip
+        key = "include" if subset.include else "exclude"
+        listing.problems.append(f"{subset.place(key)}: {key}: include and exclude leave none of {there}")
         return []
     for key, text in choice.busy:
         listing.used.add(f"{subset.place(key)}: {key}: {text}")
@@ -89,6 +89,7 @@ def _add_pictures(subset: SubsetConfig, folder: Path, beside: dict[str, tuple[st
                 lines, source, problem = cell.lines, cell.source, cell.problem
         except ColumnError as error:
             listing.problems.append(f"{subset.place('caption_extension')}: caption_extension: {error}")
+            listing.used.add(f"{subset.place('caption_column')}: caption_column")
             return
         except ValueError as error:
             problem = str(error)

@@ -3,34 +3,50 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 MOST_EXPANDED = 1_000_000
-_BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
 _PIECE = re.compile(r"\*\*/|\*\*|\*|\?|\[!?\]?[^\]]*\]|.", re.DOTALL)
 
 
 def expanded(pattern: str) -> list[str]:
     """What a shell makes of ``{a,b}`` and ``{000..012}``; other braces stay. ``ValueError`` when it has no end."""
-    for match in _BRACES.finditer(pattern):
-        choices = _choices(match[1])
+    for start in (at for at, character in enumerate(pattern) if character == "{"):
+        commas, end = _inside(pattern, start)
+        choices = _choices(pattern, [start, *commas, end]) if end else None
         if choices is not None:
             found: list[str] = []
             for choice in choices:
-                found += expanded(pattern[: match.start()] + choice + pattern[match.end() :])
+                found += expanded(pattern[:start] + choice + pattern[end + 1 :])
                 if len(found) > MOST_EXPANDED:
                     raise ValueError(f"{pattern!r} stands for more than {MOST_EXPANDED} names")
             return found
     return [pattern]
 
 
-def _choices(inside: str) -> list[str] | None:
-    span = _RANGE.fullmatch(inside)
-    if span is None:
-        return inside.split(",") if "," in inside else None
+def _inside(pattern: str, start: int) -> tuple[list[int], int]:
+    """The commas between a brace and the one that closes it, and that one; 0 when none does."""
+    depth = 0
+    commas: list[int] = []
+    for at in range(start, len(pattern)):
+        depth += {"{": 1, "}": -1}.get(pattern[at], 0)
+        if depth == 0:
+            return commas, at
+        if depth == 1 and pattern[at] == ",":
+            commas.append(at)
+    return commas, 0
+
+
+def _choices(pattern: str, edges: Sequence[int]) -> list[str] | None:
+    """What stands between the edges, or the numbers of a range; nothing if it is neither."""
+    parts = [pattern[one + 1 : other] for one, other in pairwise(edges)]
+    span = _RANGE.fullmatch(parts[0])
+    if len(parts) > 1 or span is None:
+        return parts if len(parts) > 1 else None
     first, last = int(span[1]), int(span[2])
     if abs(last - first) >= MOST_EXPANDED:
-        raise ValueError(f"{{{inside}}} stands for more than {MOST_EXPANDED} names")
+        raise ValueError(f"{{{parts[0]}}} stands for more than {MOST_EXPANDED} names")
     is_padded = any(len(text.lstrip("-")) > 1 and text.lstrip("-").startswith("0") for text in span.groups())
     width = max(len(span[1]), len(span[2])) if is_padded else 0
     step = 1 if last >= first else -1
