@@ -21,8 +21,9 @@ def overlaps(dataset: DatasetConfig, listings: Sequence[Listing]) -> Iterator[st
             shared = [shown for name, shown in _names(listing) if name in taken]
             if shared:
                 key = source_key(subset)
+                way_out = "leave them out of one of the two with exclude" if key == "image_dir" else "name files once"
                 yield (f"{subset.place(key)}: {key}: {len(shared)} pictures are in {other.place(source_key(other))},"
-                       f" too: {first_of(shared)}; leave them out of one of the two with exclude")  # fmt: skip
+                       f" too: {first_of(shared)}; {way_out}")  # fmt: skip
 
 
 def _roots(listing: Listing) -> set[str]:

@@ -107,5 +107,6 @@ def _absence(names: list[str], file: Path) -> str:
     hint = did_you_mean(Path(names[0]).name, [name.rstrip("/") for name in there])
     what = f"{folders[0].absolute()} has {first_of(there) or 'nothing in it'}{hint}" if folders else f"nor is {folder}"
     also = "" if Path(names[0]).is_absolute() else f" (also looked beside {file})"
-    count = f" ({len(names)} files)" if len(names) > 1 else ""
-    return f"{first_of(names)} {'are' if len(names) > 1 else 'is'} not there{count}{also}; {what}"
+    if len(names) > 1:
+        return f"{len(names)} files are not there{also}: {first_of(names)}; {what}"
+    return f"{names[0]!r} is not there{also}; {what}"

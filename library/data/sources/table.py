@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...errors import UserError
 from ..caption_files import decoded
 from .arrow import failures, first_line, parquet_module
 
@@ -86,7 +87,10 @@ def _csv_rows(path: Path, wanted: Collection[str]) -> Iterator[tuple[int, dict[s
 
 
 def _parquet_rows(path: Path, wanted: Collection[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    parquet = parquet_module()
+    try:
+        parquet = parquet_module()
+    except UserError as error:
+        raise ValueError(f"{path}: {error}") from None
     try:
         with parquet.ParquetFile(path) as file:
             columns = file.schema_arrow.names
