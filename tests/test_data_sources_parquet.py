@@ -74,10 +74,10 @@ def test_what_is_not_there_is_told_before_anything_is_read(tmp_path):
         " p/train-2.parquet; p has train-0.parquet",
         "['p', 'p/*.parquet']": "'p/*.parquet' names what was named already: p/train-0.parquet",
         "'https://a/b.parquet'": "'https://a/b.parquet' is an address; download the files and name the folder",
-        "'.'": ". has no .parquet files; there are set.toml, p/; recursive = true searches folders below, too",
+        "'{here}'": ". has no .parquet files; there are set.toml, p/; recursive = true searches folders below, too",
     }
     for value, expected in cases.items():
-        (problem,) = missing(tmp_path, f"parquet = {value}")
+        (problem,) = missing(tmp_path, f"parquet = {value.replace('{here}', str(tmp_path))}")
         assert problem.startswith(f"set.toml:4: parquet: {expected}"), problem
 
 

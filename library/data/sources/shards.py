@@ -104,9 +104,9 @@ def _absence(names: list[str], file: Path) -> str:
     folders = [path for path in (folder, file.parent / folder) if path.is_dir()]
     seen = tree_of(folders[0], recursive=False) if folders else Tree()
     there = [*seen.files, *(f"{name}/" for name in seen.folders)]
-    hint = did_you_mean(Path(names[0]).name, [name.rstrip("/") for name in there])
-    what = f"{folders[0].absolute()} has {first_of(there) or 'nothing in it'}{hint}" if folders else f"nor is {folder}"
+    what = f"{folders[0].absolute()} has {first_of(there) or 'nothing in it'}" if folders else f"nor is {folder}"
     also = "" if Path(names[0]).is_absolute() else f" (also looked beside {file})"
     if len(names) > 1:
         return f"{len(names)} files are not there{also}: {first_of(names)}; {what}"
-    return f"{names[0]!r} is not there{also}; {what}"
+    hint = did_you_mean(Path(names[0]).name, [name.rstrip("/") for name in there])
+    return f"{names[0]!r} is not there{also}; {what}{hint}"

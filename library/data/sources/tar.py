@@ -42,8 +42,8 @@ def read_archive(path: Path) -> Archive:
             return archive
         size = path.stat().st_size
         with tarfile.open(path, "r:") as tar:
-            for info in _infos(tar, path, archive):
-                _take(info, path, size, archive)
+            for info in _infos(tar, path, size, archive):
+                _take(info, path, archive)
     except tarfile.ReadError as error:
         archive.problems.append(f"{path}: is no tar file: {error}" if size else f"{path}: is empty")
     except OSError as error:
@@ -51,42 +51,48 @@ def read_archive(path: Path) -> Archive:
     return archive
 
 
-def _infos(tar: tarfile.TarFile, path: Path, archive: Archive) -> Iterator[tarfile.TarInfo]:
+def _infos(tar: tarfile.TarFile, path: Path, size: int, archive: Archive) -> Iterator[tarfile.TarInfo]:
     """Each header; then whether the archive ends where it says so, since tarfile takes any bad header for the end."""
     last = "its start"
     while True:
         try:
             info = tar.next()
         except tarfile.ReadError as error:
-            archive.problems.append(f"{path}: is cut off behind {last} ({error}); what follows is lost")
+            archive.problems.append(f"{path}: cannot be read behind {last} ({error}); what follows is lost")
             return
         if info is None:
             break
         tar.members.clear()  # type: ignore[attr-defined]  # it would keep them all
         last = info.name
+        missing = info.offset_data + info.size - size
+        if info.isreg() and missing > 0:
+            archive.problems.append(f"{path}: is cut off in {last}, {missing} bytes of it are missing; what follows is"
+                                    " lost")  # fmt: skip
+            return
         yield info
     with path.open("rb") as file:
         file.seek(tar.offset)
         block = file.read(_BLOCK)
     if not block:
-        archive.problems.append(f"{path}: has no end mark behind {last}; it may have been cut off there")
+        archive.problems.append(f"{path}: has no end mark behind {last}; it may be cut off there")
+    elif len(block) < _BLOCK:
+        archive.problems.append(f"{path}: is cut off behind {last}; what follows is lost")
     elif block.strip(b"\0"):
         archive.problems.append(f"{path}: is damaged behind {last}, at byte {tar.offset}; what follows is lost")
 
 
-def _take(info: tarfile.TarInfo, path: Path, size: int, archive: Archive) -> None:
+def _take(info: tarfile.TarInfo, path: Path, archive: Archive) -> None:
     name = info.name.removeprefix("./")
-    if info.isdir() or name.rpartition("/")[2].startswith("."):
+    if info.isdir():
         return
     if name.startswith(("/", "\\")) or ".." in name.replace("\\", "/").split("/") or _DRIVE.match(name):
         archive.problems.append(f"{path}: member {info.name!r} points outside of it; pack it again with plain names")
+    elif name.rpartition("/")[2].startswith("."):  # such as the "._a.png" that macOS packs, too
+        return
     elif info.issym() or info.islnk():
         archive.problems.append(f"{path}: member {name!r} is a link to {info.linkname!r}; pack it again with"
                                 " --dereference --hard-dereference")  # fmt: skip
     elif not info.isreg() or info.issparse():
         archive.problems.append(f"{path}: member {name!r} is no plain file; take it out")
-    elif info.offset_data + info.size > size:
-        missing = info.offset_data + info.size - size
-        archive.problems.append(f"{path}: member {name!r} is cut off: {missing} bytes are missing")
     else:
         archive.members.append(Member(name, info.offset_data, info.size))
