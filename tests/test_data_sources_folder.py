@@ -166,7 +166,6 @@ def test_each_picture_takes_the_first_of_several_endings(tmp_path):
     assert captions(listing) == {"1.png": "one", "2.png": "two", "3.png": "three", "4.png": "", "s/1.png": "s",
                                  "s_1_2_3_4/5_1_2_3_4.png": "face"}  # fmt: skip
     assert shortened(tmp_path, listing.notes) == [
-        "a: captions are read from 4 .txt, 1 .caption",
         "a: 1 of 6 pictures have no .caption or .txt file, their caption is empty: 4.png",
     ]
     ready = prepared(tmp_path, subset)

@@ -55,7 +55,6 @@ def test_a_picture_and_its_caption_share_what_stands_before_the_first_dot(tmp_pa
     assert listing.notes == [
         "a.tar: also holds what is not used: 1 .cls",
         "a.tar: 1 captions have several lines, of which the first is used; enable_wildcard takes one of them each time",
-        "a.tar: captions are read from 2 .txt, 1 .v1.txt",
         "a.tar: 1 of 4 pictures have no caption, 'cls' is their caption: 猫 🐈.png",
     ]
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 _LINE_ENDS = re.compile(r"\r\n|\r|\n")
 _OTHER_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\x00\x00\xfe\xff")
-FALLBACK = ".txt"
+DEFAULT, FALLBACK = ".caption", ".txt"
+"""sd-scripts looks for .caption; where there is none, .txt is what nearly everybody has."""
 
 
 def read_caption(path: Path) -> list[str]:
@@ -42,7 +43,8 @@ def lines_of(text: str) -> list[str]:
 class CaptionFiles:
     """The caption files among the files of a subset, by the names of their pictures.
 
-    A picture takes the first of the endings that it has a file with.  Upper and lower case of an ending are one; a
+    A picture takes the first of the endings that it has a file with; .txt stands in where .caption was looked for and
+    no picture has a file with any of the endings.  Upper and lower case of an ending are one; a
     file that is written as the ending itself goes first.
     """
 
@@ -51,7 +53,7 @@ class CaptionFiles:
         names = list(names)
         self.is_fallback = False
         self.by_stem = {ending: _by_stem(names, ending) for ending in endings}
-        if FALLBACK not in endings and not any(self.by_stem.values()) and (texts := _by_stem(names, FALLBACK)):
+        if DEFAULT in endings and FALLBACK not in endings and not any(self.by_stem.values()) and (texts := _by_stem(names, FALLBACK)):
             self.by_stem, self.is_fallback = {FALLBACK: texts}, True
 
     @property

@@ -61,8 +61,6 @@ class Listing:
         if self.with_lines and not subset.enable_wildcard:
             self.notes.append(f"{place}: {self.with_lines} captions have several lines, of which the first is used;"
                               " enable_wildcard takes one of them each time")  # fmt: skip
-        if len(self.captions_from) > 1:
-            self.notes.append(f"{place}: captions are read from {self.caption_ending}")
         if self.without:
             instead = f"{subset.class_tokens!r} is their caption" if subset.class_tokens else "their caption is empty"
             self.notes.append(f"{place}: {len(self.without)} of {len(self.found)} pictures have no"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from ..caption_files import FALLBACK, decoded, lines_of
+from ..caption_files import DEFAULT, FALLBACK, decoded, lines_of
 from ..dataset_schema import SubsetConfig
 from ..listing import PICTURE_ENDINGS, FoundPicture, Listing
 from ..origin import Origin, Part
@@ -82,7 +82,8 @@ def _add(subset: SubsetConfig, path: Path, file: BinaryIO, groups: dict[str, Gro
     folder = path.parent
     for key, group in groups.items():
         pictures = group.with_ending(PICTURE_ENDINGS)
-        text = next((found[0] for ending in endings if (found := group.with_ending([ending]))), None)
+        text, source = next(((found[0], ending) for ending in endings if (found := group.with_ending([ending]))),
+                            (None, ""))  # fmt: skip
         others.update(ending for ending in group.members if ending != text and ending not in pictures[:1])
         if len(pictures) > 1:
             listing.absent.append(f"{path}: {key!r} has several pictures: {', '.join(pictures)}; what stands before the"
@@ -100,7 +101,7 @@ def _add(subset: SubsetConfig, path: Path, file: BinaryIO, groups: dict[str, Gro
         except ValueError as error:
             problem = str(error)
         if lines:
-            caption = listing.caption_of(lines, str(text), subset)
+            caption = listing.caption_of(lines, source, subset)
         elif problem is None:
             listing.without.append(picture.name)
         origin = Origin(folder, path.name, Part(picture.name, picture.offset, picture.size))
@@ -108,8 +109,8 @@ def _add(subset: SubsetConfig, path: Path, file: BinaryIO, groups: dict[str, Gro
 
 
 def _caption_endings(wanted: Sequence[str], groups: dict[str, Group]) -> Sequence[str]:
-    """Those that were asked for; if none of a shard's members has one, .txt, or else .json."""
-    for endings in (wanted, [FALLBACK], [_OBJECT]):
+    """Those that were asked for; where .caption was and none of a shard's members has one, .txt, or else .json."""
+    for endings in (wanted, *(([FALLBACK], [_OBJECT]) if DEFAULT in wanted else ())):
         if any(group.with_ending(endings) for group in groups.values()):
             return [ending.lower() for ending in endings]
     return wanted
