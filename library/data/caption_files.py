@@ -53,8 +53,9 @@ class CaptionFiles:
         names = list(names)
         self.is_fallback = False
         self.by_stem = {ending: _by_stem(names, ending) for ending in endings}
-        if DEFAULT in endings and FALLBACK not in endings and not any(self.by_stem.values()) and (texts := _by_stem(names, FALLBACK)):
-            self.by_stem, self.is_fallback = {FALLBACK: texts}, True
+        if DEFAULT in endings and FALLBACK not in endings and not any(self.by_stem.values()):
+            texts = _by_stem(names, FALLBACK)
+            self.by_stem, self.is_fallback = ({FALLBACK: texts}, True) if texts else (self.by_stem, False)
 
     @property
     def endings(self) -> tuple[str, ...]:

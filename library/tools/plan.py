@@ -113,8 +113,10 @@ def _unfit_for_a_preview(path: Path, data: DataConfig) -> Iterator[str]:
         yield f"--preview: {path.absolute().parent} is no folder; make it first"
     if data.dataset_config is None or not Path(data.dataset_config).is_file():
         return
-    folders = {subset.folder() for dataset in read(data).datasets for subset in dataset.subsets} - {None}
-    if any(folder is not None and path.resolve().parent == folder.resolve() for folder in folders):
+    target = path.resolve().parent
+    subsets = [subset for dataset in read(data).datasets for subset in dataset.subsets]
+    folders = [(folder.resolve(), subset.recursive) for subset in subsets if (folder := subset.folder()) is not None]
+    if any(target == folder or (deep and folder in target.parents) for folder, deep in folders):
         yield f"--preview: {path} lies among the pictures and would be trained next time; name another folder"
 
 

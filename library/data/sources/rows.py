@@ -29,6 +29,7 @@ class RowReader:
         self._lock = threading.Lock()
         self._ends: dict[Path, list[int]] = {}
         self._held: OrderedDict[tuple[Path, int], Any] = OrderedDict()
+        self._size = 0
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RowReader) and self.column == other.column
@@ -62,9 +63,10 @@ class RowReader:
         if key not in self._held:
             with parquet_module().ParquetFile(path) as file:
                 self._held[key] = file.read_row_group(group, columns=[self.column], use_threads=False).column(0)
+            self._size += self._held[key].nbytes
         self._held.move_to_end(key)
-        while len(self._held) > 2 and sum(column.nbytes for column in self._held.values()) > HELD_BYTES:
-            self._held.popitem(last=False)
+        while len(self._held) > 2 and self._size > HELD_BYTES:
+            self._size -= self._held.popitem(last=False)[1].nbytes
         first = ends[group - 1] if group else 0
         return self._held[key][number - first].as_py()
 
