@@ -51,7 +51,7 @@ def tool(argv: Sequence[str]) -> int:
     except UserError as error:
         print(f"library {name}:\n{_indented(error)}", file=sys.stderr)
         return EXIT_USER_ERROR
-    print(text)
+    _say(text)
     return code
 
 
@@ -76,7 +76,7 @@ def _train(argv: Sequence[str]) -> int:
 
         text = outline_of(config, int(os.environ.get("WORLD_SIZE", "1")))
         if rank == 0:
-            print(text)
+            _say(text)
         return 0
     from .training.run import run
 
@@ -122,6 +122,12 @@ def _write_config(path: Path | None, text: str, problems: list[str]) -> int:
         raise ConfigError([f"--config_file: {path} cannot be written: {error.strerror}"]) from None
     print(f"settings written to {path}")
     return 0
+
+
+def _say(text: str) -> None:
+    """File names may hold bytes that are no text, which some terminals refuse."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding))
 
 
 def _say_why_not(error: UserError) -> None:

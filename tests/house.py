@@ -26,6 +26,7 @@ DOORS: dict[str, set[str]] = {
     "huggingface_hub": {"families"},
     "peft": {"adapters"},
     "psutil": {"distributed"},
+    "pyarrow": {"data"},
     "toml": {"config"},
     "tomli": {"config"},
     "tomllib": {"config"},

@@ -191,7 +191,7 @@ def test_aliases_set_the_option_they_stand_for(tmp_path):
     config = load_options([*DATA, "--config_file", path]).require()
 
     assert config.optim.learning_rate == 3e-4
-    assert config.data.caption_extension == ".txt"
+    assert config.data.caption_extension == (".txt",)
     assert {name: verdict.option for name, verdict in VERDICTS.items() if isinstance(verdict, Alias)} == {
         "caption_extention": "caption_extension", "unet_lr": "learning_rate",
         "training_shift": "discrete_flow_shift",

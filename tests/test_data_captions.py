@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from library.config.schema import DataConfig
-from library.data.captions import read_caption, shown
+from library.data.caption_files import read_caption
+from library.data.captions import shown
 from library.data.dataset_config import read_datasets
 from library.data.dataset_schema import SubsetConfig, flags_of
 
@@ -118,7 +119,8 @@ def test_caption_files_are_utf8_with_or_without_its_mark(tmp_path: Path, data: b
         (b"", "is empty"),
         (b" \n\t\n", "is empty"),
         (b"caf\xe9", "not UTF-8 at byte 3; save the file as UTF-8"),
-        ("a".encode("utf-16"), "not UTF-8 at byte 0"),
+        ("a".encode("utf-16"), "is UTF-16 or UTF-32; save the file as UTF-8"),
+        ("a".encode("utf-16-be"), "holds zero bytes, as UTF-16 does"),
         ("a".encode("utf-16-le"), "holds zero bytes"),
     ],
 )

@@ -8,9 +8,10 @@ import pytest
 from library.config import load_options
 from library.config.schema import DataConfig
 from library.config.values import Size
-from library.data.dataset_config import read_datasets, resolved
+from library.data.dataset_config import read_datasets
 from library.data.dataset_rules import missing_folders, not_yet
 from library.data.dataset_schema import flags_of
+from library.data.resolved import beyond, resolved
 
 GOLDEN = Path(__file__).parent / "data" / "dataset_configs"
 
@@ -214,6 +215,135 @@ color_aug = false
     assert list(not_yet(read(tmp_path, GOOD).require())) == []
 
 
-def test_a_dataset_file_in_json_is_refused_with_the_way_out(tmp_path):
+JSON = """{
+  "general": {"enable_bucket": true, "caption_extension": [".caption", ".txt"]},
+  "datasets": [
+    {"resolution": [512, 768], "weight": 2,
+     "subsets": [
+       {"image_dir": "a", "num_repeats": 3},
+       {"image_dir": "b", "keep_tokens": 1}]}]
+}"""
+
+
+def test_a_dataset_file_in_json_means_what_it_means_in_toml(tmp_path):
+    (tmp_path / "set.json").write_text(JSON, encoding="utf-8-sig")
+    text = "[general]\nenable_bucket = true\ncaption_extension = ['.caption', '.txt']\n"
+    text += "[[datasets]]\nresolution = [512, 768]\nweight = 2\n[[datasets.subsets]]\nimage_dir = 'a'\n"
+    text += "num_repeats = 3\n[[datasets.subsets]]\nimage_dir = 'b'\nkeep_tokens = 1\n"
     reading = read_datasets(tmp_path / "set.json", flags_of(DataConfig()))
-    assert reading.problems == [f"{tmp_path}/set.json: not yet: dataset files in JSON; write the same as TOML"]
+    assert reading.require() == read(tmp_path, text).require()
+    assert reading.datasets[0].subsets[1].place("keep_tokens") == f"{tmp_path}/set.json:7"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        (
+            '"num_repeats": 3',
+            '"num_repeats": "3"',
+            "6: num_repeats: expected a whole number, got the text '3'; write 3",
+        ),
+        ('"num_repeats": 3', '"num_repeats": null', "6: num_repeats: expected a whole number, got null"),
+        ('"keep_tokens"', '"keep_token"', "7: keep_token: unknown key; did you mean keep_tokens?"),
+        ('"num_repeats": 3', '"image_dir": "c"', "6: image_dir: given twice; it stands in line 6 already"),
+        ('"weight": 2', '"weight": NaN', " not valid JSON: NaN is no number that JSON knows"),
+        ("}]}]", "}]}", "8: not valid JSON: Expecting ',' delimiter (column 1)"),
+        (JSON, "[1]", " expected an object {...}"),
+        (JSON, "", "1: not valid JSON: Expecting value (column 1)"),
+        (JSON, "[" * 100_000, " nested too deeply for a file of settings"),
+    ],
+)
+def test_a_mistake_in_json_is_told_with_its_line(tmp_path, old: str, new: str, expected: str):
+    assert old in JSON
+    (tmp_path / "set.json").write_text(JSON.replace(old, new), encoding="utf-8")
+    (problem,) = read_datasets(tmp_path / "set.json", flags_of(DataConfig())).problems
+    assert problem.startswith(f"{tmp_path}/set.json:{expected}")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    {
+        GOOD + "parquet = 'b'": "5: parquet: stands beside image_dir; a subset has one of the two, so write another"
+        " [[datasets.subsets]]",
+        GOOD.replace("image_dir = 'a'", "webdataset = ['b']\nimage_column = 'x'"): "5: image_column: has no meaning"
+        " beside webdataset; take it out",
+        "general.include = 'x'\n" + GOOD.replace("image_dir", "parquet"): "1: include: has no meaning beside parquet;"
+        " take it out",
+        GOOD.replace("image_dir", "metadata_file") + "recursive = true": "5: recursive: has no meaning beside"
+        " metadata_file; take it out",
+        GOOD.replace("image_dir", "parquet") + "caption_extension = '.txt'": "5: caption_extension: has no meaning"
+        " beside parquet; take one of the two out",
+        GOOD + "caption_extension = []": "5: caption_extension: is empty; name at least one, or take it out",
+        GOOD + "include = ['a', '']": "5: include: is empty; name at least one, or take it out",
+        GOOD + "exclude = '[z-a]'": "5: exclude: '[z-a]' is no pattern: bad character range z-a",
+        GOOD + "include = 'a{1..99999999}'": "5: include: {1..99999999} stands for more than 1000000 names",
+        GOOD + "recursive = 'yes'": "5: recursive: expected true or false, got the text 'yes'",
+        GOOD + "recursif = true": "5: recursif: unknown key; did you mean recursive?",
+        GOOD + "weight = 2": "5: weight: belongs in [general] or [[datasets]], not in [[datasets.subsets]]",
+        GOOD.replace("512", "512\nweight = 0"): "3: weight: 0 would leave the dataset out; write a share such as 0.5",
+        GOOD.replace("512", "512\nweight = -1"): "3: weight: -1 would leave the dataset out; write a share such as 0.5",
+        GOOD.replace("512", "512\nweight = 2") + GOOD: "6: weight: missing here; {file}:3 has one: give all"
+        " [[datasets]] one, or none",
+        "[[datasets]]\nresolution = 512\nimage_directory = 3": "3: image_directory: expected a text, got 3",
+        "[[datasets]]\nresolution = 512\nvideo_directory = 'v'": "3: video_directory: not yet: videos; take it out",
+        "[[datasets]]\nresolution = 512\nimage_directory = 'a'\ncontrol_directory = 'c'": "4: control_directory: not"
+        " yet: control pictures, as editing models take them; take it out",
+    }.items(),
+)
+def test_a_mistake_in_keys_that_sd_scripts_does_not_know_is_told_with_the_way_out(tmp_path, text: str, expected: str):
+    file = f"{tmp_path}/set.toml"
+    assert read(tmp_path, text).problems == [f"{file}:{expected.replace('{file}', file)}"]
+
+
+def test_further_keys_above_the_subsets_may_miss_some_of_them(tmp_path):
+    text = "general.exclude = 'x'\ngeneral.recursive = true\n" + GOOD + "[[datasets.subsets]]\nparquet = 'b'\n"
+    (dataset,) = read(tmp_path, text).require()
+    assert [subset.recursive for subset in dataset.subsets] == [True, True] and dataset.kind == "dreambooth"
+
+
+def test_what_goes_beyond_sd_scripts_is_told_beside_its_values(tmp_path):
+    text = "general.recursive = true\n" + GOOD.replace("512", "512\nweight = 2") + "include = '*.png'\n"
+    (plain,), (dataset,) = read(tmp_path, GOOD).require(), read(tmp_path, text).require()
+    assert resolved([plain]) == resolved([dataset]) and beyond(plain) == {}
+    assert beyond(dataset) == {"weight": 2.0, "subsets": [{"recursive": True, "include": ["*.png"]}]}
+
+
+def test_several_caption_extensions_stand_in_the_file_or_behind_the_flag(tmp_path):
+    (dataset,) = read(tmp_path, GOOD + "caption_extension = ['cap', '.txt']").require()
+    assert dataset.subsets[0].caption_endings == (".cap", ".txt")
+    assert resolved([dataset])[0]["subsets"][0]["caption_extension"] == ["cap", ".txt"]
+    path = tmp_path / "set.toml"
+    path.write_text(GOOD, encoding="utf-8")
+    (dataset,) = read_datasets(path, flags(["--caption_extension", ".caption", ".txt"])).require()
+    assert dataset.subsets[0].caption_endings == (".caption", ".txt")
+    (dataset,) = read_datasets(path, flags(["--caption_extention", "txt"])).require()
+    assert resolved([dataset])[0]["subsets"][0]["caption_extension"] == "txt"
+
+
+def test_every_key_of_musubi_tuner_for_pictures_is_known(tmp_path):
+    """Its image schema, but for the keys that are refused by name."""
+    text = """\
+[general]
+resolution = [960, 544]
+caption_extension = ".txt"
+batch_size = 2
+enable_bucket = true
+bucket_no_upscale = false
+num_repeats = 2
+[[datasets]]
+image_directory = "a"
+resolution = 512
+batch_size = 3
+num_repeats = 4
+enable_bucket = false
+bucket_no_upscale = true
+caption_extension = ".cap"
+"""
+    (dataset,) = read(tmp_path, text).require()
+    (subset,) = dataset.subsets
+    assert (dataset.batch_size, dataset.enable_bucket, dataset.bucket_no_upscale) == (3, False, True)
+    assert (subset.num_repeats, subset.caption_endings, subset.joins_lines) == (4, (".cap",), True)
+    later = ("control_directory", "multiple_target", "no_resize_control", "control_resolution", "fp_latent_window_size",
+             "fp_1f_clean_indices", "fp_1f_target_index", "fp_1f_no_post", "skip_corrupted_cache")  # fmt: skip
+    found = read(tmp_path, text + "".join(f"{name} = 1\n" for name in later)).problems
+    assert [line.split(": ")[1:3] for line in found] == [[name, "not yet"] for name in later]

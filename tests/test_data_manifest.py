@@ -52,9 +52,12 @@ def test_pictures_are_found_in_the_order_of_their_names_with_captions_from_files
                                   "a/猫 🐈.WEBP": "cat"}  # fmt: skip
     assert {(sample.repeats, sample.weight, sample.is_reg) for sample in prepared.manifest.samples} == {(3, 1.0, False)}
     assert prepared.manifest.notes == (
+        f"{tmp_path}/a: pictures in folders below it are not taken; recursive = true takes them: below/",
         f"{tmp_path}/a: 1 captions have several lines, of which the first is used; enable_wildcard takes one of them"
         " each time",
         f"{tmp_path}/a: 1 of 4 pictures have no .caption file, 'thing' is their caption: a.jpg",
+        f"{tmp_path}/a: 1 of the pictures without a caption have a .txt file: caption_extension = ['.caption', '.txt']"
+        " takes these, too",
     )
 
 
@@ -135,7 +138,7 @@ def test_a_folder_without_pictures_says_what_is_there_and_what_to_do(tmp_path):
         made(tmp_path, "image_dir = 'a'", "image_dir = 'b'")
     assert [problem.replace(f"{tmp_path}/", "") for problem in caught.value.problems] == [
         "set.toml:7: image_dir: no pictures; a has 1 .txt, 1 pictures one level down in 10_cat/; folders are not"
-        " searched below: set image_dir = 'a/10_cat'",
+        " searched below: set recursive = true, or image_dir = 'a/10_cat'",
         "set.toml:9: image_dir: no pictures; b has nothing in it; pictures end in .png .jpg .jpeg .webp .bmp .avif"
         " .jxl",
     ]

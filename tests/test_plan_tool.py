@@ -168,15 +168,43 @@ def test_mistakes_in_the_dataset_file_are_told_with_those_of_the_options(picture
         (["--preview", "x.tiff"], "--preview: x.tiff: expected a file that ends in .png"),
         (["--preview", "nowhere/x.png"], "nowhere is no folder; make it first"),
         (["--preview", "a/x.png"], "--preview: a/x.png lies among the pictures"),
+        (["--preview", "deep/s/x.png"], "--preview: deep/s/x.png lies among the pictures"),
         (["--preview"], "--preview: needs a value"),
         (["--bucket_max_crop", "0.5"], "--bucket_max_crop (for {folder}/set.toml:6): needs bucket_mode symmetric"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused_before_pictures_are_looked_at(pictures, tmp_path, words, problem):
     (tmp_path / "a" / "0.png").write_bytes(b"would be told, too")
+    (tmp_path / "deep" / "s").mkdir(parents=True)
+    with (tmp_path / "set.toml").open("a", encoding="utf-8") as file:
+        file.write(f"[[datasets.subsets]]\nimage_dir = '{tmp_path}/deep'\nrecursive = true\n")
     done = plan(*pictures, *words, cwd=tmp_path)
     assert done.returncode == 2 and problem.format(folder=tmp_path) in done.stderr, done.stderr
     assert "0.png" not in done.stderr
+
+
+def test_names_that_are_no_text_are_told_all_the_same(tmp_path):
+    (tmp_path / "a").mkdir()
+    Image.new("RGB", (64, 64)).save(tmp_path / "a" / "猫.png")
+    (tmp_path / "a" / "猫.png").rename(os.fsdecode(os.fsencode(tmp_path / "a") + b"/\xff.png"))
+    (tmp_path / "set.toml").write_text("[[datasets]]\nresolution = 64\n[[datasets.subsets]]\nimage_dir = 'a'\n")
+    words = [sys.executable, "-m", "library", "plan", "--dataset_config", str(tmp_path / "set.toml")]
+    environment = os.environ | {"PYTHONIOENCODING": "utf-8:strict"}
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "their caption is empty: \\udcff.png" in done.stdout, done.stderr
+
+
+def test_keys_beyond_sd_scripts_are_resolved_beside_its_values(pictures, tmp_path):
+    text = (tmp_path / "set.toml").read_text(encoding="utf-8").replace("[general]\n", "[general]\nweight = 1\n")
+    (tmp_path / "set.toml").write_text(text + "recursive = true\n", encoding="utf-8")
+    words = ["--resolve_only", "--json", *pictures]
+    first, second = json.loads(plan(*words).stdout)["datasets"]
+    assert first["beyond"] == {"weight": 1.0} and second["beyond"]["subsets"] == [{"recursive": True}]
+    assert "weight" not in first["resolved"]["params"] and "recursive" not in second["resolved"]["subsets"][0]
+    said = as_json(*pictures)
+    assert [dataset["beyond"] for dataset in said["datasets"]] == [first["beyond"], second["beyond"]]
+    assert {sample["repeats"] for sample in said["datasets"][1]["samples"]} == {7 * 3 / 2}
+    assert said["samples_per_epoch"] == 2 * 7 * 3
 
 
 def test_help_names_the_options_of_the_tool():

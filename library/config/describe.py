@@ -96,4 +96,6 @@ def _shown(value: Any) -> str:
         return ""
     if isinstance(value, float):
         return f"{value:g}"
+    if isinstance(value, tuple):
+        return " ".join(map(str, value))
     return str(value).lower() if isinstance(value, bool) else str(value)

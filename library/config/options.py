@@ -131,6 +131,8 @@ def _a(kind: type) -> str:
 def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
+    if value is None:
+        return "null"
     return f"the text {value!r}" if isinstance(value, str) else repr(value)
 
 

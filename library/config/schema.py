@@ -114,7 +114,9 @@ class DataConfig:
     ) = opt(None, "how pictures are resized; without it, area when shrinking and Lanczos when enlarging")
     flip_aug: bool = opt(False, "mirror half of the pictures, another half in each epoch")
     random_crop: bool = opt(False, "cut what does not fit the bucket at a random place, not evenly")
-    caption_extension: str = opt(".caption", "ending of caption files")
+    caption_extension: tuple[str, ...] = opt(
+        (".caption",), "ending of caption files; of several, the first that a picture has"
+    )
     caption_separator: str = opt(",", "what stands between the tags of a caption")
     shuffle_caption: bool = opt(False, "shuffle the tags of a caption each time it is shown")
     keep_tokens: int = opt(0, "this many tags at the start stay where they are", minimum=0)

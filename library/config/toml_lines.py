@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from .file_text import text_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -25,14 +26,7 @@ _SCALAR = re.compile(r"[^\s,\]}#]+(?: [^\s,\]}#]+)?")  # a date and its time may
 
 def read_toml(path: Path) -> tuple[dict[str, Any], Mapping[KeyPath, int]]:
     """Return the data of a TOML file and the line of each key."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise ConfigError([f"{path}: no such file (looked in {path.resolve().parent})"]) from None
-    except UnicodeDecodeError as error:
-        raise ConfigError([f"{path}: not UTF-8 at byte {error.start}; save the file as UTF-8"]) from None
-    except OSError as error:
-        raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from None
+    text = text_of(path)
     try:
         return tomllib.loads(text), key_lines(text)
     except tomllib.TOMLDecodeError as error:

@@ -20,15 +20,19 @@ from typing import NamedTuple
 import numpy as np
 
 from .spread import Indices, keys, order, spread
+from .turns import turns_of
 
 
 @dataclass(frozen=True)
 class BucketSamples:
-    """The samples of one dataset that are trained at one size, each as often in an epoch as its repeats say."""
+    """The samples of one dataset that are trained at one size, each as often in an epoch as its repeats say.
+
+    With repeats of 2.5 some are shown twice and some three times, in turns from epoch to epoch.
+    """
 
     size: tuple[int, int]
     samples: Sequence[int]
-    repeats: Sequence[int]
+    repeats: Sequence[float]
     batch_size: int
     dataset: int = 0
 
@@ -55,6 +59,7 @@ class MicroBatch:
 class _Epoch(NamedTuple):
     """One epoch laid out; micro-batch k is ``real[k]`` entries of ``entries[buckets[k]]`` from ``starts[k]`` on."""
 
+    samples: list[Indices]  # of each bucket, in the order of its repeats
     entries: list[Indices]
     buckets: Indices
     starts: Indices
@@ -68,7 +73,8 @@ class BatchPlan:
                  one_bucket_per_step: bool = False):  # fmt: skip
         self.buckets, self.ranks, self.accumulation, self.seed = tuple(buckets), ranks, accumulation, seed
         self.one_bucket_per_step = one_bucket_per_step
-        self._repeats = [np.asarray(bucket.repeats, np.int64) for bucket in self.buckets]
+        self._turns = turns_of([bucket.repeats for bucket in buckets], [bucket.dataset for bucket in buckets])
+        self._repeats = [turns.repeats for turns in self._turns]
         self._samples = [np.asarray(bucket.samples, np.int64) for bucket in self.buckets]
         self._globals = np.asarray([bucket.batch_size * ranks for bucket in self.buckets], np.int64)
         self._totals = np.asarray([int(repeats.sum()) for repeats in self._repeats], np.int64)
@@ -102,6 +108,10 @@ class BatchPlan:
         """Samples that weigh nothing, in one epoch of a bucket."""
         return self.batches_of(bucket) * int(self._globals[bucket]) - int(self._totals[bucket])
 
+    def samples_of(self, bucket: int) -> int:
+        """Samples of a bucket in one epoch, repeats counted."""
+        return int(self._totals[bucket])
+
     def batches_of(self, bucket: int) -> int:
         """Global micro-batches of a bucket in one epoch."""
         return int(self._blocks[bucket] * self.accumulation + self._singles[bucket])
@@ -117,7 +127,7 @@ class BatchPlan:
         owners = np.searchsorted(self._ends[bucket], entries, side="right")
         copies = entries - (self._ends[bucket] - self._repeats[bucket])[owners]
         first = self._places_before(position)
-        return MicroBatch(bucket, number, tuple(self._samples[bucket][owners].tolist()), tuple(copies.tolist()),
+        return MicroBatch(bucket, number, tuple(epoch.samples[bucket][owners].tolist()), tuple(copies.tolist()),
                           (True,) * real + (False,) * (size - real), tuple(range(first, first + size)))  # fmt: skip
 
     def step(self, step: int) -> tuple[MicroBatch, ...]:
@@ -163,7 +173,9 @@ class BatchPlan:
             real = np.clip(self._totals[bucket] - starts, 0, size)
             cuts.append(np.stack([np.full(count, bucket, np.int64), starts, real]))
         table = np.concatenate(cuts, axis=1)[:, self._arranged(number)]
-        return _Epoch(entries, table[0], table[1], table[2])
+        samples = [mine[turns.positions(number, self.seed, bucket)] if turns.groups else mine
+                   for bucket, (mine, turns) in enumerate(zip(self._samples, self._turns, strict=True))]  # fmt: skip
+        return _Epoch(samples, entries, table[0], table[1], table[2])
 
     def _remainder(self, entries: Indices, bucket: int, number: int) -> Indices:
         """What is left over after the blocks, with copies spread over its micro-batches, too."""

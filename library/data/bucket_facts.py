@@ -30,7 +30,7 @@ def facts_of(placements: Sequence[Placement], plan: BatchPlan) -> list[BucketFac
     found = []
     for index, bucket in enumerate(plan.buckets):
         losses = [placements[sample].crop_loss for sample in bucket.samples]
-        worst_loss, shown = max(losses), sum(bucket.repeats)
+        worst_loss, shown = max(losses), plan.samples_of(index)
         found.append(
             BucketFacts(
                 dataset=bucket.dataset,

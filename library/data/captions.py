@@ -1,9 +1,8 @@
-"""Captions: reading them as sd-scripts reads them, and what the model is shown of them, text in and text out."""
+"""What the model is shown of a caption: text in, text out, and a generator decides chance."""
 
 import math
 import random
 import re
-from pathlib import Path
 
 from .dataset_schema import SubsetConfig
 
@@ -70,33 +69,3 @@ def _warmed_up(count: int, subset: SubsetConfig, step: int, steps: int) -> int:
     if not length or step >= length:
         return count
     return math.floor(step * ((count - subset.token_warmup_min) / length)) + subset.token_warmup_min
-
-
-def read_caption(path: Path) -> list[str]:
-    """The lines of a caption file that are not empty; ``ValueError`` says what is wrong with the file."""
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 at byte {error.start}; save the file as UTF-8") from None
-    except OSError as error:
-        raise ValueError(f"cannot be read: {error.strerror}") from None
-    if "\0" in text:
-        raise ValueError("is no text: it holds zero bytes")
-    lines = [line.strip() for line in re.split(r"\r\n|\r|\n", text) if line.strip()]
-    if not lines:
-        raise ValueError("is empty; write a caption, or delete the file if the picture has none")
-    return lines
-
-
-def caption_names(stem: str, extension: str) -> list[str]:
-    """Names that a picture's caption file may have; face cutters add four numbers to the name of the picture."""
-    parts = stem.split("_")
-    return [stem + extension] + (["_".join(parts[:-4]) + extension] if len(parts) > 4 else [])
-
-
-def caption_ending(subset: SubsetConfig, names: set[str]) -> tuple[str, bool]:
-    """The ending of a folder's caption files, and whether it is .txt because none has the one that was set."""
-    ending = subset.caption_ending
-    if ending == ".txt" or any(name.endswith(ending) for name in names):
-        return ending, False
-    return (".txt", True) if any(name.endswith(".txt") for name in names) else (ending, False)

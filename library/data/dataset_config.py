@@ -1,21 +1,20 @@
-"""Read a dataset file in sd-scripts' format; everything that is wrong with it is found at once, with its line."""
+"""Read a dataset file in sd-scripts' format, TOML or JSON; what is wrong with it is found at once."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ..config.json_lines import read_json
 from ..config.toml_lines import KeyPath, read_toml
 from ..config.values import Size
 from ..errors import ConfigError
 from ..registry import did_you_mean
-from .dataset_rules import LACKS, Found, dataset_problems, kind_of, subset_problems
+from .dataset_rules import Found, dataset_problems, kind_of, subset_problems
 from .dataset_schema import DATASET, GENERAL, KEYS, SUBSET, DatasetConfig, SubsetConfig
+from .musubi import FLAT, is_flat, refusal
+from .source_rules import file_problems, source_problems
 
-_FLAT = {"image_directory": "image_dir", "image_jsonl_file": "metadata_file"}
-"""musubi-tuner's names; a dataset there has no subsets."""
-_FLAT_NOT_YET = ("cache_directory", "control_directory", "multiple_target", "no_resize_control", "control_resolution",
-                 "video_directory", "video_jsonl_file")  # fmt: skip
 _NO_RESOLUTION = Size(1, 1)  # stands in a configuration that is refused anyway
 
 
@@ -35,20 +34,13 @@ class Reading:
 
 def read_datasets(path: Path, flags: Mapping[str, Any]) -> Reading:
     """Read the file; ``flags`` (see ``flags_of``) stand in where it is silent. Looks at no folder."""
-    if path.suffix.lower() == ".json":
-        return Reading((), [f"{path}: not yet: dataset files in JSON; write the same as TOML"])
     try:
-        data, lines = read_toml(path)
+        data, lines = read_json(path) if path.suffix.lower() == ".json" else read_toml(path)
     except ConfigError as error:
         return Reading((), error.problems)
     reader = _Reader(path, lines, flags)
     datasets = tuple(reader.file(data))
-    return Reading(datasets, reader.problems)
-
-
-def resolved(datasets: Sequence[DatasetConfig]) -> list[dict[str, Any]]:
-    """The datasets in sd-scripts' own names and values, as its config_util makes them."""
-    return [_as_sd_scripts(dataset) for dataset in datasets]
+    return Reading(datasets, [*reader.problems, *file_problems(datasets)])
 
 
 class _Reader:
@@ -70,11 +62,11 @@ class _Reader:
         return [self.dataset(("datasets", index), table, general) for index, table in enumerate(tables)]
 
     def dataset(self, at: KeyPath, table: Mapping[str, Any], general: Mapping[str, Found]) -> DatasetConfig:
-        is_flat = "subsets" not in table and any(name in table for name in _FLAT)
-        own = {name: value for name, value in table.items() if name != "subsets" and not (is_flat and name in _FLAT)}
+        flat = is_flat(table)
+        own = {name: value for name, value in table.items() if name != "subsets" and not (flat and name in FLAT)}
         values = {**general, **self.keys(at, own, DATASET)}
-        if is_flat:
-            subsets = [self.flat_subset(at, table, values)]
+        if flat:
+            subsets = [{**self.flat_subset(at, table, values), "joins_lines": Found(True, None)}]
         else:
             tables = table.get("subsets", [])
             if not self.is_tables((*at, "subsets"), tables, SUBSET):
@@ -90,12 +82,15 @@ class _Reader:
 
     def flat_subset(self, at: KeyPath, table: Mapping[str, Any], above: Mapping[str, Found]) -> dict[str, Found]:
         """musubi-tuner's way to write a dataset: the folder stands in it, there are no subsets."""
-        own = {name: table[name] for name in table if name in _FLAT}
         values = dict(above)
-        for name, value in own.items():
-            if isinstance(value, str):
-                values[_FLAT[name]] = Found(value, self.where((*at, name)))
-            else:
+        named = [name for name in FLAT if name in table]
+        if not named:  # pictures are not what it is about, which is told with the key that says so
+            values["image_dir"] = Found(None, self.where(at), is_wrong=True)
+        for name in named:
+            value = table[name]
+            is_wrong = not isinstance(value, str)
+            values[FLAT[name]] = Found(None if is_wrong else value, self.where((*at, name)), is_wrong=is_wrong)
+            if is_wrong:
                 self.wrong((*at, name), f"expected a text, got {value!r}")
         return self.checked_subset(self.with_flags(values), {}, self.where(at))
 
@@ -105,7 +100,7 @@ class _Reader:
 
     def checked_subset(self, found: dict[str, Found], own: Mapping[str, Found], where: str) -> dict[str, Found]:
         found[""] = Found(None, where)
-        self.problems += subset_problems(found, own, where)
+        self.problems += [*subset_problems(found, own, where), *source_problems(found, own)]
         return found
 
     def keys(self, at: KeyPath, table: Any, level: str) -> dict[str, Found]:
@@ -128,10 +123,10 @@ class _Reader:
 
     def level_hint(self, name: str, level: str) -> str | None:
         """For names that are right, but not here."""
-        if name in _FLAT_NOT_YET:
-            return "not yet: this key of musubi-tuner; take it out"
-        if name in _FLAT:
-            return f"goes with {DATASET} that has no subsets; in a subset it is called {_FLAT[name]}"
+        if later := refusal(name):
+            return later
+        if name in FLAT:
+            return f"goes with {DATASET} that has no subsets; in a subset it is called {FLAT[name]}"
         key = KEYS.get(name)
         if key is None or level in key.levels:
             return None
@@ -165,7 +160,9 @@ class _Reader:
 
     def built(self, found: Mapping[str, Found]) -> SubsetConfig:
         where = found[""].place or ""
-        return SubsetConfig(file=self.path, **self.members(SubsetConfig, found, where))
+        return SubsetConfig(
+            file=self.path, joins_lines="joins_lines" in found, **self.members(SubsetConfig, found, where)
+        )
 
     def members(self, kind: type, found: Mapping[str, Found], where: str) -> dict[str, Any]:
         names = [item.name for item in fields(kind) if item.name in KEYS]
@@ -181,23 +178,3 @@ class _Reader:
     def wrong(self, at: KeyPath, message: str) -> None:
         name = f"{at[-1]}: " if isinstance(at[-1], str) else ""
         self.problems.append(f"{self.where(at)}: {name}{message}")
-
-
-def _as_sd_scripts(dataset: DatasetConfig) -> dict[str, Any]:
-    own = {"kind", "subsets", "places", "file", "bucket_mode", "bucket_max_crop", "bucket_min_pictures"}
-    params = {item.name: getattr(dataset, item.name) for item in fields(dataset) if item.name not in own}
-    params["resolution"] = [dataset.resolution.width, dataset.resolution.height]
-    params["debug_dataset"] = False
-    if dataset.kind != "dreambooth":
-        del params["prior_loss_weight"]
-    left_out = {*own, *LACKS[dataset.kind]}
-    subsets = []
-    for subset in dataset.subsets:
-        values = {item.name: getattr(subset, item.name) for item in fields(subset) if item.name not in left_out}
-        if subset.face_crop_aug_range is not None:
-            values["face_crop_aug_range"] = list(subset.face_crop_aug_range)
-        # sd-scripts keeps these two fields in its subsets, where no key sets them
-        subsets.append({**values, "validation_seed": 0, "validation_split": 0.0})
-    # its masked datasets count as dreambooth ones
-    kind = "finetuning" if dataset.kind == "finetuning" else "dreambooth"
-    return {"kind": kind, "params": params, "subsets": subsets}

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..registry import did_you_mean
 from .dataset_schema import DatasetConfig, Kind, SubsetConfig
+from .sources.shards import missing_shards
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ def subset_problems(found: Mapping[str, Found], own: Mapping[str, Found], where:
     for name in LACKS[kind]:
         if name in own:
             yield f"{own[name].place}: {name}: has no meaning beside {_DECIDED_BY[kind]}; take one of the two out"
-    if kind != "finetuning" and not found["image_dir"].value and not found["image_dir"].is_wrong:
+    sources = [found[name] for name in ("image_dir", "parquet", "webdataset")]
+    if kind != "finetuning" and not any(item.value or item.is_wrong for item in sources):
         place = found["image_dir"].place or where
         yield f"{place}: image_dir: missing; name the folder of pictures: image_dir = 'FOLDER'"
     if not found["caption_separator"].value:
@@ -131,6 +133,8 @@ def _bucket_limits(found: Mapping[str, Found], where: str) -> Iterator[str]:
 def _duplicates(subsets: Sequence[Mapping[str, Found]]) -> Iterator[str]:
     first: dict[str, str] = {}
     for subset in subsets:
+        if subset["include"].value or subset["exclude"].value:
+            continue  # parts of one folder; whether they overlap shows when they are listed
         name = _DECIDED_BY["finetuning"] if _subset_kind(subset) == "finetuning" else "image_dir"
         value, place = subset[name].value, subset[name].place
         if not value:
@@ -149,6 +153,7 @@ def missing_folders(datasets: Sequence[DatasetConfig]) -> Iterator[str]:
             yield f"{subset.place('image_dir')}: image_dir: {_absence(folder, subset.file)}"
         if metadata is not None and not metadata.is_file():
             yield f"{subset.place('metadata_file')}: metadata_file: {_absence(metadata, subset.file)}"
+        yield from missing_shards(subset)
 
 
 def _absence(path: Path, file: Path) -> str:

@@ -20,12 +20,19 @@ class SubsetConfig:
 
     image_dir: str | None
     metadata_file: str | None
+    parquet: tuple[str, ...]
+    webdataset: tuple[str, ...]
+    recursive: bool
+    include: tuple[str, ...]
+    exclude: tuple[str, ...]
+    image_column: str | None
+    caption_column: str | None
     conditioning_data_dir: str | None
     is_reg: bool
     alpha_mask: bool
     num_repeats: int
     class_tokens: str | None
-    caption_extension: str
+    caption_extension: tuple[str, ...]
     caption_separator: str
     shuffle_caption: bool
     keep_tokens: int
@@ -48,6 +55,7 @@ class SubsetConfig:
     cache_info: bool
     file: Path = field(compare=False)  # the dataset file
     places: Mapping[str, str] = field(compare=False, repr=False)  # "file:line" of each key; "" for the subset itself
+    joins_lines: bool = False  # a caption of several lines is one, as for musubi-tuner; no key says so
 
     def place(self, key: str) -> str:
         """Where the value of ``key`` was set, for the start of a message."""
@@ -62,10 +70,16 @@ class SubsetConfig:
         return None if self.metadata_file is None else found_from(self.file, self.metadata_file)
 
     @property
-    def caption_ending(self) -> str:
-        """``caption_extension`` with its dot, which may be left out."""
-        extension = self.caption_extension
-        return extension if extension.startswith(".") or not extension else f".{extension}"
+    def caption_endings(self) -> tuple[str, ...]:
+        """``caption_extension`` with the dots, which may be left out."""
+        return tuple(ending if ending.startswith(".") or not ending else f".{ending}"
+                     for ending in self.caption_extension)  # fmt: skip
+
+    @property
+    def source(self) -> str:
+        """Where the pictures come from, as it was written."""
+        shards = self.parquet or self.webdataset
+        return ", ".join(shards) if shards else str(self.metadata_file or self.image_dir)
 
 
 @dataclass(frozen=True)
@@ -90,6 +104,7 @@ class DatasetConfig:
     prior_loss_weight: float
     subsets: tuple[SubsetConfig, ...]
     places: Mapping[str, str] = field(compare=False, repr=False)
+    weight: float | None = None  # share of an epoch, beside those of the other datasets
 
     def place(self, key: str) -> str:
         """Where the value of ``key`` was set, for the start of a message."""
@@ -141,6 +156,7 @@ class _DatasetKeys:
     network_multiplier: float = opt(1.0, "strength of the adapter while training")
     validation_split: float = opt(0.0, "share of the pictures kept for validation", minimum=0, maximum=1)
     validation_seed: int | None = opt(None, "seed for the choice of those pictures")
+    weight: float | None = opt(None, "share of an epoch, beside the weights of the other datasets")
 
 
 @dataclass(frozen=True)
@@ -150,12 +166,19 @@ class _SharedKeys:
     face_crop_aug_range: _Range | None = opt(None, "cut around faces")  # noqa: RUF009
     custom_attributes: _Table | None = opt(None, "free table")  # noqa: RUF009
     cache_info: bool = opt(False, "keep sizes and captions in a file")
+    recursive: bool = opt(False, "search folders below the folder, too")
+    include: tuple[str, ...] = opt((), "patterns of which a picture's path has to match one")
+    exclude: tuple[str, ...] = opt((), "patterns of which a picture's path must match none")
+    image_column: str | None = opt(None, "column of pictures, or of their file names")
+    caption_column: str | None = opt(None, "column of captions")
 
 
 @dataclass(frozen=True)
 class _SubsetKeys:
     image_dir: str | None = opt(None, "folder of pictures")
-    metadata_file: str | None = opt(None, "captions of all pictures in one .json or .jsonl file")
+    metadata_file: str | None = opt(None, "captions of all pictures in one .json, .jsonl, .csv or .parquet file")
+    parquet: tuple[str, ...] = opt((), "parquet files that hold the pictures")
+    webdataset: tuple[str, ...] = opt((), "tar files that hold the pictures")
     conditioning_data_dir: str | None = opt(None, "folder of masks")
     is_reg: bool = opt(False, "regularisation pictures")
     alpha_mask: bool = opt(False, "transparency is the mask")

@@ -1,6 +1,6 @@
 """What will be trained, in words and in one table; for the start of a run and for --dry_run."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from .batches import BatchPlan
@@ -17,18 +17,22 @@ def described(manifest: Manifest, placements: Sequence[Placement], plan: BatchPl
 
 def _pictures(manifest: Manifest) -> str:
     counts = Counter((sample.dataset, sample.subset) for sample in manifest.samples)
-    shown: Counter[tuple[int, int]] = Counter()
+    shown: defaultdict[tuple[int, int], float] = defaultdict(float)
     for sample in manifest.samples:
         shown[sample.dataset, sample.subset] += sample.repeats
     lines = []
     for number, index, ending, captions, found in manifest.endings:
         subset = manifest.datasets[number].subsets[index]
-        source = subset.metadata_file or subset.image_dir
         used, times = counts[number, index], shown[number, index]
         kind = "regularisation pictures" if subset.is_reg else "pictures"
-        lines.append(f"dataset {number + 1}, {source}: {used} {kind}, shown {times} times an epoch,"
+        lines.append(f"dataset {number + 1}, {subset.source}: {used} {kind}, shown {_number(times)} times an epoch,"
                      f" captions found {captions}/{found} ({ending or 'no ending'})")  # fmt: skip
     return "\n".join(lines)
+
+
+def _number(value: float) -> str:
+    """Weights of datasets make parts of repeats."""
+    return str(round(value)) if abs(value - round(value)) < 0.05 else f"{value:.1f}"
 
 
 def _buckets(manifest: Manifest, buckets: Sequence[BucketFacts]) -> str:

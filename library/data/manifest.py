@@ -11,7 +11,7 @@ from ..errors import ConfigError
 from .buckets import Place, place_for
 from .dataset_rules import unused
 from .dataset_schema import DatasetConfig
-from .files import FoundPicture, find_pictures
+from .files import FoundPicture, find_all
 from .inspection import Seen, look_at_all
 from .origin import Origin
 
@@ -28,7 +28,7 @@ class Sample:
     caption: str  # lines are alternatives
     dataset: int
     subset: int
-    repeats: int
+    repeats: float  # in an epoch; 2.5 is twice and three times, in turns
     weight: float  # of its loss
     is_reg: bool
     content: str  # hash of the file
@@ -60,14 +60,12 @@ def scan(datasets: Sequence[DatasetConfig], on_bad_data: Literal["fail", "skip"]
     endings = []
     found: list[FoundPicture] = []
     absent: list[str] = []
-    for number, dataset in enumerate(datasets):
-        for index, subset in enumerate(dataset.subsets):
-            listing = find_pictures(subset, number, index)
-            problems += listing.problems
-            notes += listing.notes
-            endings.append((number, index, listing.caption_ending, listing.captions, len(listing.found)))
-            found += listing.found
-            absent += listing.absent
+    for number, index, listing in find_all(datasets):
+        problems += listing.problems
+        notes += listing.notes
+        endings.append((number, index, listing.caption_ending, listing.captions, len(listing.found)))
+        found += listing.found
+        absent += listing.absent
     if problems:  # nothing to skip: a folder or a metadata file as a whole cannot be used
         raise ConfigError(problems)
     samples, unusable = _samples(datasets, found, look_at_all(list(dict.fromkeys(item.image for item in found))))
@@ -134,14 +132,14 @@ def balanced(samples: Sequence[Sample], dataset: int) -> tuple[list[Sample], lis
     wanted = sum(sample.repeats for sample in mine if not sample.is_reg)
     if not regularisation:
         return list(samples), []
-    repeats: list[int] = []
-    have = 0
+    repeats: list[float] = []
+    have = 0.0
     for sample in regularisation:
         if have >= wanted:
             break
         repeats.append(sample.repeats)
         have += sample.repeats
-    rounds, rest = divmod(max(wanted - have, 0), len(regularisation))
+    rounds, rest = divmod(int(max(wanted - have, 0)), len(regularisation))
     repeats = [count + rounds + (index < rest) for index, count in enumerate(repeats)]
     used = {sample.key: count for sample, count in zip(regularisation, repeats, strict=False)}
     left_out = {sample.key for sample in regularisation[len(used) :]}

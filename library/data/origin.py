@@ -1,7 +1,8 @@
-"""Where the bytes of a picture are: a file of its own, or a stretch of a larger one."""
+"""Where the bytes of a picture are: a file of its own, a stretch of a larger one, or a row of a table."""
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,13 +14,31 @@ class Part:
     length: int
 
 
+class Rows(Protocol):
+    """Reads rows of files; one object for all pictures of a subset."""
+
+    def read(self, path: Path, number: int) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row of a file that holds pictures in a column."""
+
+    rows: Rows
+    number: int  # in the file, from 0
+
+    @property
+    def name(self) -> str:
+        return str(self.number)
+
+
 @dataclass(frozen=True, slots=True)
 class Origin:
     """One picture; small, because there may be a million of them: the folder is one object for all of its pictures."""
 
     folder: Path
     file: str  # as seen from the folder
-    part: Part | None = None
+    part: Part | Row | None = None
 
     @property
     def path(self) -> Path:
@@ -40,6 +59,8 @@ class Origin:
         """All bytes of the picture."""
         if self.part is None:
             return self.path.read_bytes()
+        if isinstance(self.part, Row):
+            return self.part.rows.read(self.path, self.part.number)
         with self.path.open("rb") as file:
             file.seek(self.part.offset)
             return file.read(self.part.length)

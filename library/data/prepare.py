@@ -18,6 +18,7 @@ from .describe import described
 from .manifest import Manifest, scan
 from .merging import merged
 from .record import Record, recorded
+from .weights import weighted
 
 if TYPE_CHECKING:
     from .loader import Loader
@@ -37,7 +38,7 @@ class Prepared:
         """How many are shown in an epoch, repeats counted: for training, and for regularisation."""
         shown = [sum(sample.repeats for sample in self.manifest.samples if sample.is_reg == is_reg)
                  for is_reg in (False, True)]  # fmt: skip
-        return shown[0], shown[1]
+        return round(shown[0]), round(shown[1])
 
     @property
     def resolution(self) -> tuple[int, int]:
@@ -95,7 +96,8 @@ def prepare(config: DataConfig, pixel_step: int) -> Prepared:
     places = [place_for(dataset) for dataset in manifest.datasets]
     alone = [places[sample.dataset](*sample.size) for sample in manifest.samples]
     placements, notes = merged(manifest.samples, alone, manifest.datasets)
-    manifest = replace(manifest, notes=(*manifest.notes, *notes))
+    samples, shares = weighted(manifest.samples, manifest.datasets)
+    manifest = replace(manifest, samples=samples, notes=(*manifest.notes, *notes, *shares))
     return Prepared(config, manifest, placements, _buckets(manifest, placements))
 
 

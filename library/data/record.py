@@ -6,8 +6,8 @@ from typing import Any
 from .batches import BatchPlan
 from .bucket_facts import as_plain, facts_of
 from .buckets import Placement
-from .dataset_config import resolved
 from .manifest import Manifest
+from .resolved import beyond, resolved
 
 Record = dict[str, Any]
 
@@ -20,6 +20,7 @@ def recorded(manifest: Manifest, placements: Sequence[Placement], plan: BatchPla
         records.append(
             {
                 "resolved": settings,
+                "beyond": beyond(dataset),
                 "bucket_mode": dataset.bucket_mode,
                 "bucket_max_crop": dataset.bucket_max_crop,
                 "bucket_min_pictures": dataset.bucket_min_pictures,

@@ -12,8 +12,8 @@ from ..config.kohya import VERDICTS
 from ..config.load import COMMAND_OPTIONS
 from ..config.options import opt, options_of
 from ..config.schema import DataConfig
-from ..data.dataset_config import resolved
 from ..data.prepare import check, read
+from ..data.resolved import beyond, resolved
 from ..errors import ConfigError
 
 PREVIEW_ENDINGS = (".png", ".jpg", ".webp")
@@ -69,7 +69,11 @@ def _resolved(data: DataConfig, problems: list[str]) -> str:
     problems = [*problems, *(reading.problems if reading else [])]
     if problems or reading is None:
         raise ConfigError(list(dict.fromkeys(problems)))
-    return json.dumps({"datasets": [{"resolved": settings} for settings in resolved(reading.datasets)]}, indent=1)
+    records = []
+    for dataset, settings in zip(reading.datasets, resolved(reading.datasets), strict=True):
+        further = beyond(dataset)
+        records.append({"resolved": settings, **({"beyond": further} if further else {})})
+    return json.dumps({"datasets": records}, indent=1)
 
 
 def _dealt(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -109,8 +113,10 @@ def _unfit_for_a_preview(path: Path, data: DataConfig) -> Iterator[str]:
         yield f"--preview: {path.absolute().parent} is no folder; make it first"
     if data.dataset_config is None or not Path(data.dataset_config).is_file():
         return
-    folders = {subset.folder() for dataset in read(data).datasets for subset in dataset.subsets} - {None}
-    if any(folder is not None and path.resolve().parent == folder.resolve() for folder in folders):
+    target = path.resolve().parent
+    subsets = [subset for dataset in read(data).datasets for subset in dataset.subsets]
+    folders = [(folder.resolve(), subset.recursive) for subset in subsets if (folder := subset.folder()) is not None]
+    if any(target == folder or (deep and folder in target.parents) for folder, deep in folders):
         yield f"--preview: {path} lies among the pictures and would be trained next time; name another folder"
 
 

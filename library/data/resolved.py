@@ -1,0 +1,54 @@
+"""Dataset files in sd-scripts' own names and values, as its config_util resolves them; and what goes beyond them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from .dataset_rules import LACKS
+from .dataset_schema import KEYS, DatasetConfig, SubsetConfig
+
+_OF_DATASETS = ("bucket_mode", "bucket_max_crop", "bucket_min_pictures", "weight")
+_OF_SUBSETS = ("parquet", "webdataset", "recursive", "include", "exclude", "image_column", "caption_column")
+_NO_KEYS = ("kind", "subsets", "places", "file", "joins_lines")
+
+
+def resolved(datasets: Sequence[DatasetConfig]) -> list[dict[str, Any]]:
+    """Each dataset with the keys that sd-scripts knows."""
+    return [_as_sd_scripts(dataset) for dataset in datasets]
+
+
+def beyond(dataset: DatasetConfig) -> dict[str, Any]:
+    """The keys that sd-scripts does not know, of a dataset and of its subsets, where they are not as by default."""
+    own = _changed(dataset, _OF_DATASETS)
+    subsets = [_changed(subset, _OF_SUBSETS) for subset in dataset.subsets]
+    return {**own, "subsets": subsets} if any(subsets) else own
+
+
+def _changed(config: DatasetConfig | SubsetConfig, names: Sequence[str]) -> dict[str, Any]:
+    values = {name: getattr(config, name) for name in names}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()
+            if value != KEYS[name].option.default}  # fmt: skip
+
+
+def _as_sd_scripts(dataset: DatasetConfig) -> dict[str, Any]:
+    params = _values(dataset, _OF_DATASETS)
+    params["resolution"] = [dataset.resolution.width, dataset.resolution.height]
+    params["debug_dataset"] = False
+    if dataset.kind != "dreambooth":
+        del params["prior_loss_weight"]
+    subsets = []
+    for subset in dataset.subsets:
+        values = _values(subset, (*_OF_SUBSETS, *LACKS[dataset.kind]))
+        if len(subset.caption_extension) == 1 and "caption_extension" in values:
+            (values["caption_extension"],) = subset.caption_extension
+        # sd-scripts keeps these two fields in its subsets, where no key sets them
+        subsets.append({**values, "validation_seed": 0, "validation_split": 0.0})
+    # its masked datasets count as dreambooth ones
+    kind = "finetuning" if dataset.kind == "finetuning" else "dreambooth"
+    return {"kind": kind, "params": params, "subsets": subsets}
+
+
+def _values(config: DatasetConfig | SubsetConfig, left_out: Sequence[str]) -> dict[str, Any]:
+    names = [item.name for item in fields(config) if item.name not in (*left_out, *_NO_KEYS)]
+    values: Mapping[str, Any] = {name: getattr(config, name) for name in names}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}

@@ -1,0 +1,164 @@
+"""Pictures in a folder, with caption files beside them or with a table of HF datasets."""
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+
+from ..caption_files import CaptionFiles, decoded, read_caption
+from ..dataset_schema import SubsetConfig
+from ..listing import PICTURE_ENDINGS, FoundPicture, Listing, first_of, is_picture
+from ..origin import Origin
+from .folder_tables import FolderTables, read_tables
+from .json_captions import ColumnError, JsonCaptions
+from .patterns import selected
+from .tree import Tree, tree_of
+
+_COMMON_ENDINGS = (".txt", ".caption")
+_MOST_FOLDERS = 50  # that are looked into to find out where the pictures are
+
+
+def from_folder(subset: SubsetConfig, folder: Path, dataset: int, index: int) -> Listing:
+    """The pictures of the folder in the order of their paths."""
+    listing = Listing()
+    tree = tree_of(folder, recursive=subset.recursive)
+    listing.problems += tree.problems
+    pictures = _chosen(subset, folder, tree, listing)
+    files = CaptionFiles(tree.files, subset.caption_endings)
+    listing.wanted_ending = " or ".join(files.endings)
+    beside = {picture: files.of(picture) for picture in pictures}
+    is_asked_for = subset.caption_column is not None or subset.image_column is not None
+    tables = read_tables(subset, folder, tree, beside.keys(), is_asked_for or None in beside.values(), listing)
+    if listing.problems:
+        return listing
+    _add_pictures(subset, folder, beside, tables, dataset, index, listing)
+    if files.is_fallback:
+        endings = " or ".join(subset.caption_endings)
+        listing.notes.append(f"{folder}: no {endings} files; captions are read from {files.endings[0]}")
+    looked_for = f"{listing.wanted_ending} file" + (f" and no text in {', '.join(tables.names)}" * bool(tables.names))
+    listing.conclude(str(folder), subset, looked_for)
+    _hint_at_others(folder, tree, files, listing)
+    for key in ("image_column", "caption_column"):
+        if key in subset.places:
+            listing.unused[f"{subset.places[key]}: {key}"] = (
+                f"{subset.places[key]}: {key}: there is no table in {folder.absolute()} to which it could belong"
+            )
+    return listing
+
+
+def _chosen(subset: SubsetConfig, folder: Path, tree: Tree, listing: Listing) -> list[str]:
+    """The pictures among the files that ``include`` and ``exclude`` leave."""
+    pictures = [name for name in tree.files if is_picture(name)]
+    if not pictures and not tree.problems:
+        listing.problems.append(f"{subset.place('image_dir')}: image_dir: no pictures; {_what_is_there(folder, tree)}")
+    if tree.loops:
+        listing.notes.append(f"{folder}: links to folders that are searched anyway are not followed:"
+                             f" {first_of(tree.loops)}")  # fmt: skip
+    choice = selected(pictures, subset.include, subset.exclude)
+    there = f"the {len(pictures)} pictures in {folder.absolute()}; there are {first_of(pictures)}"
+    if pictures and not choice.chosen:
+        key = "include" if subset.include else "exclude"
+        listing.problems.append(f"{subset.place(key)}: {key}: include and exclude leave none of {there}")
+        return []
+    for key, text in choice.busy:
+        listing.used.add(f"{subset.place(key)}: {key}: {text}")
+    for key, text in choice.idle if pictures else ():
+        line = f"{subset.place(key)}: {key}: {text!r} matches none of {there}"
+        listing.unused[f"{subset.place(key)}: {key}: {text}"] = line
+    if subset.include or subset.exclude:
+        listing.notes.append(f"{folder}: include and exclude leave {len(choice.chosen)} of {len(pictures)} pictures")
+    if not subset.recursive and pictures and (below := _with_pictures(folder, tree.folders)):
+        listing.notes.append(f"{folder}: pictures in folders below it are not taken; recursive = true takes them:"
+                             f" {first_of([f'{name}/' for name in below])}")  # fmt: skip
+    return choice.chosen
+
+
+def _add_pictures(subset: SubsetConfig, folder: Path, beside: dict[str, tuple[str, str] | None], tables: FolderTables,
+                  dataset: int, index: int, listing: Listing) -> None:  # fmt: skip
+    objects = JsonCaptions(subset.caption_column)
+    for picture, found in beside.items():
+        caption, problem = subset.class_tokens or "", None
+        lines: Sequence[str] = ()
+        source = ""
+        try:
+            if found is not None:
+                path, source = found
+                lines = _lines_of(folder / path, objects)
+            elif picture in tables.cells:
+                cell = tables.cells[picture]
+                lines, source, problem = cell.lines, cell.source, cell.problem
+        except ColumnError as error:
+            listing.problems.append(f"{subset.place('caption_extension')}: caption_extension: {error}")
+            listing.used.add(f"{subset.place('caption_column')}: caption_column")
+            return
+        except ValueError as error:
+            problem = str(error)
+        if lines:
+            caption = listing.caption_of(lines, source, subset)
+        elif problem is None:
+            listing.without.append(picture)
+        listing.found.append(FoundPicture(Origin(folder, picture), caption, dataset, index, problem))
+    if objects.column is not None:
+        listing.used.add(f"{subset.place('caption_column')}: caption_column")
+
+
+def _lines_of(path: Path, objects: JsonCaptions) -> Sequence[str]:
+    try:
+        if path.suffix.lower() != ".json":
+            return read_caption(path)
+        return objects.lines(decoded(path.read_bytes()), str(path))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
+    except ColumnError:
+        raise
+    except ValueError as error:
+        raise ValueError(str(error) if str(error).startswith(str(path)) else f"{path}: {error}") from None
+
+
+def _hint_at_others(folder: Path, tree: Tree, files: CaptionFiles, listing: Listing) -> None:
+    """Pictures without a caption that have a file of the other usual ending."""
+    for ending in _COMMON_ENDINGS:
+        if listing.without and ending not in files.endings:
+            others = CaptionFiles(tree.files, [ending])
+            count = sum(others.of(name) is not None for name in listing.without) if ending in others.endings else 0
+            if count:
+                both = [*files.endings, ending]
+                listing.notes.append(f"{folder}: {count} of the pictures without a caption have a {ending} file:"
+                                     f" caption_extension = {both} takes these, too")  # fmt: skip
+
+
+def _what_is_there(folder: Path, tree: Tree) -> str:
+    """What was seen in a folder without pictures, and the way out."""
+    kinds = Counter(PurePosixPath(name).suffix.lower() or "without an ending" for name in tree.files)
+    seen = [f"{count} {kind}" for kind, count in kinds.most_common(4)]
+    below = {name: _count(folder / name) for name in _with_pictures(folder, tree.folders)}
+    seen += [f"{count} pictures one level down in {name}/" for name, count in list(below.items())[:3]]
+    seen += [f"folder {name}/" for name in tree.folders[:3] if name not in below]
+    what = f"{folder.absolute()} has {', '.join(seen) if seen else 'nothing in it'}"
+    if below:
+        return (f"{what}; folders are not searched below: set recursive = true, or image_dir ="
+                f" {str(folder / next(iter(below)))!r}")  # fmt: skip
+    for key, ending in (("parquet", ".parquet"), ("webdataset", ".tar")):
+        if kinds[ending]:
+            return f"{what}; pictures in {ending} files are named by {key} = {str(folder)!r} in the place of image_dir"
+    if kinds[".arrow"]:
+        return f"{what}; write what save_to_disk wrote with to_parquet, and name it: parquet = 'FILE'"
+    return f"{what}; pictures end in {' '.join(PICTURE_ENDINGS)}"
+
+
+def _with_pictures(folder: Path, names: Sequence[str]) -> list[str]:
+    """The folders in a folder that hold pictures."""
+    return [name for name in names[:_MOST_FOLDERS] if _has_pictures(folder / name)]
+
+
+def _has_pictures(folder: Path) -> bool:
+    try:
+        with os.scandir(folder) as entries:
+            return any(is_picture(entry.name) for entry in entries)
+    except OSError:
+        return False
+
+
+def _count(folder: Path) -> int:
+    with os.scandir(folder) as entries:
+        return sum(is_picture(entry.name) for entry in entries)

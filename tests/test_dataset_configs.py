@@ -1,0 +1,87 @@
+"""Every example of dataset_configs is planned as it stands, and docs/datasets.md knows it, and every key."""
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from library.config import load_options
+from library.config.schema import TrainConfig
+from library.config.toml_lines import read_toml
+from library.data.dataset_schema import KEYS
+from library.data.musubi import FLAT
+from library.data.prepare import Prepared, check, prepare
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "dataset_configs"
+PAGE = (ROOT / "docs" / "datasets.md").read_text(encoding="utf-8")
+RUNS = {"demo_run.toml"}
+"""Settings of a run, which are no dataset files."""
+
+
+def examples() -> list[Path]:
+    return sorted(path for path in FOLDER.iterdir() if path.suffix in (".toml", ".json") and path.name not in RUNS)
+
+
+def planned(path: Path) -> Prepared:
+    if "parquet" in path.read_text(encoding="utf-8") and importlib.util.find_spec("pyarrow") is None:
+        pytest.skip("needs pyarrow")
+    words = ["--dataset_config", str(path)]
+    command = re.search(r"python -m library plan --dataset_config \S+(.*)", path.read_text(encoding="utf-8"))
+    config = load_options([*words, *(command[1].split() if command else [])]).require()
+    assert check(config.data) == []
+    return prepare(config.data, 16)
+
+
+@pytest.mark.parametrize("path", examples(), ids=lambda path: path.name)
+def test_an_example_is_planned_from_wherever_one_is(path: Path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    prepared = planned(path)
+    plan = prepared.batch_plan(2, TrainConfig())
+    assert prepared.describe(plan, 10).startswith("dataset 1, ")
+    samples = prepared.manifest.samples
+    assert all(sample.caption for sample in samples if "drafts" not in sample.image.file)
+    assert json.loads(json.dumps(prepared.record(plan)))[0]["samples"]
+
+
+EXPECTED = {
+    "folder.toml": {"circles/blue.png": 10, "circles/red.png": 10},
+    "folder.json": {"circles/blue.png": 10, "circles/red.png": 10},
+    "class_tokens.toml": {"drafts/cross.png": 4, "regularisation/cross.png": 4},
+    "captions.toml": {"circles/blue.png": 1, "circles/red.png": 1, "squares/green.png": 2, "squares/yellow.png": 2},
+    "recursive.toml": {"circles/red.png": 1, "squares/green.png": 1, "squares/yellow.png": 1},
+    "resolutions.toml": {"circles/blue.png": 1, "circles/red.png": 1, "circles/blue.png#2": 1, "circles/red.png#2": 1},
+    "weights.toml": {"circles/blue.png": 1, "circles/red.png": 1, "drafts/cross.png": 1, "squares/green.png": 1,
+                     "squares/yellow.png": 1, "table/1.png": 1.25, "table/2.png": 1.25},
+    "symmetric.toml": {"circles/blue.png": 1, "circles/red.png": 1, "table/1.png": 1, "table/2.png": 1},
+    "metadata.toml": {"circles/red.png": 1, "squares/green.png": 1},
+    "hf_folder.toml": {"table/1.png": 1, "table/2.png": 1},
+    "parquet.toml": {"shapes.parquet/0": 1, "shapes.parquet/1": 1},
+    "webdataset.toml": {"000.tar/00.png": 1, "000.tar/01.png": 1, "001.tar/10.png": 1, "001.tar/11.png": 1},
+    "musubi.toml": {"circles/blue.png": 2, "circles/red.png": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_an_example_means_what_it_says(name: str):
+    assert {sample.key: sample.repeats for sample in planned(FOLDER / name).manifest.samples} == EXPECTED[name]
+
+
+def test_the_page_names_every_key_and_every_example():
+    named = set(re.findall(r"`([a-z_]+)`", PAGE))
+    written = {key.name for key in KEYS.values() if key.levels}
+    assert written - named == set() and set(FLAT) - named == set()
+    assert [path.name for path in examples() if path.name not in PAGE] == []
+
+
+def test_the_toml_of_the_page_is_right(tmp_path):
+    texts = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
+    assert len(texts) > 5
+    for text in texts:
+        (tmp_path / "x.toml").write_text(text, encoding="utf-8")
+        data, _ = read_toml(tmp_path / "x.toml")
+        tables = [data.get("general", {}), *data.get("datasets", [])]
+        tables += [subset for table in tables for subset in table.get("subsets", [])]
+        assert {name for table in tables for name in table} <= {*KEYS, *FLAT, "subsets"}, text
