@@ -61,6 +61,10 @@ class SubsetConfig:
         """The metadata file, looked for in the same two places."""
         return None if self.metadata_file is None else found_from(self.file, self.metadata_file)
 
+    def mask_folder(self) -> Path | None:
+        """The folder of masks, looked for in the same two places."""
+        return None if self.conditioning_data_dir is None else found_from(self.file, self.conditioning_data_dir)
+
     @property
     def caption_ending(self) -> str:
         """``caption_extension`` with its dot, which may be left out."""
@@ -146,7 +150,6 @@ class _DatasetKeys:
 @dataclass(frozen=True)
 class _SharedKeys:
     class_tokens: str | None = opt(None, "caption of pictures that have none")
-    color_aug: bool = opt(False, "change colours a little")
     face_crop_aug_range: _Range | None = opt(None, "cut around faces")  # noqa: RUF009
     custom_attributes: _Table | None = opt(None, "free table")  # noqa: RUF009
     cache_info: bool = opt(False, "keep sizes and captions in a file")
@@ -158,7 +161,6 @@ class _SubsetKeys:
     metadata_file: str | None = opt(None, "captions of all pictures in one .json or .jsonl file")
     conditioning_data_dir: str | None = opt(None, "folder of masks")
     is_reg: bool = opt(False, "regularisation pictures")
-    alpha_mask: bool = opt(False, "transparency is the mask")
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,7 @@ _DATASET_FLAGS = {
     "resolution", "train_batch_size", "enable_bucket", "min_bucket_reso", "max_bucket_reso", "bucket_reso_steps",
     "bucket_no_upscale", "bucket_mode", "bucket_max_crop", "bucket_min_pictures",
 }  # fmt: skip
+_SUBSET_FLAGS = {"alpha_mask"}
 _RENAMED = {"train_batch_size": "batch_size", "dataset_repeats": "num_repeats"}
 
 
@@ -183,6 +186,7 @@ def _keys() -> dict[str, Key]:
         name = _RENAMED.get(option.name, option.name)
         if option.group == "data" and name in wanted:
             level: tuple[str, ...] = levels["dataset"] if option.name in _DATASET_FLAGS else levels["shared"]
+            level = levels["subset"] if option.name in _SUBSET_FLAGS else level
             level = () if name == "prior_loss_weight" else level  # sd-scripts takes it from the run alone
             keys[name] = Key(_named(option, name), level, option.name)
     return keys

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..data.batch import Batch, PixelBatch
+from ..data.batch import Batch, PixelBatch, as_model_input
+from ..diffusion.masking import in_latents, mean_loss
 from ..diffusion.process import Process
 from ..families.base import Family
 from ..randomness import seed_for
@@ -33,6 +34,7 @@ class Task:
     process: Process
     seed: int
     device: torch.device
+    masks_by_area: bool = False  # a picture weighs the same however much of it a mask leaves
     seen: list[Seen] = field(default_factory=list)
     """The micro-batches of the latest optimizer step on this process."""
     seen_in: int = -1
@@ -45,9 +47,7 @@ class Task:
         noisy, target = self.process.add_noise(batch.latents, noise, t)
         predicted = self.family.predict(self.pipe, self.denoiser, noisy, t, batch)
         loss = F.mse_loss(predicted.float(), target.float(), reduction="none")
-        if batch.mask is not None:
-            loss = loss * batch.mask
-        losses = loss.flatten(1).mean(1)
+        losses = mean_loss(loss, batch.mask, by_area=self.masks_by_area)
         self._note(Seen(t / 1000, losses.detach(), batch.weight, batch.ids), step)
         return losses * batch.weight
 
@@ -61,13 +61,17 @@ class Task:
         """Pictures to latents and captions to conditioning; both encoders are frozen."""
         draws = self.generators("vae", step, pixels.places)
         with torch.autocast(self.device.type, enabled=False):  # the VAE overflows in half precision
-            latents = self.family.encode_pixels(self.pipe, pixels.pixels.to(self.device, non_blocking=True), draws)
+            values = as_model_input(pixels.pixels.to(self.device, non_blocking=True))
+            latents = self.family.encode_pixels(self.pipe, values, draws)
         cond = self.family.encode_prompts(self.pipe, list(pixels.captions))
         frame, weight = (
             pixels.frame.to(self.device, non_blocking=True),
             pixels.weight.to(self.device, non_blocking=True),
         )
-        return Batch(latents, cond, frame, weight, pixels.places, pixels.ids, pixels.mask)
+        mask = pixels.mask
+        if mask is not None:
+            mask = in_latents(mask.to(self.device, non_blocking=True), (latents.shape[-2], latents.shape[-1]))
+        return Batch(latents, cond, frame, weight, pixels.places, pixels.ids, mask)
 
     def draw(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
         """Timesteps and noise, a function of (seed, step, place in the step) and of nothing else.
