@@ -2,21 +2,24 @@
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 
 from library.data.bucket_facts import BucketFacts
 from library.data.buckets import Placement
 from library.data.contact_sheet import (
+    COVER,
+    COVER_SHARE,
     LONGEST,
     MARGIN,
     MOST_PICTURES,
     NARROWEST,
     SHEET_WIDTH,
-    _Pen,
     blocks_of,
+    covered_where_masked,
     shelves_of,
     thumb_size,
     write_sheet,
@@ -79,23 +82,15 @@ def test_thumbnails_have_about_one_area_and_are_enlarged_by_whole_numbers(size, 
     assert thumb_size(size) == expected
 
 
-@given(st.text(max_size=80), st.integers(60, 300))
-def test_text_is_cut_to_fit(text, width):
-    pen = _Pen(ImageDraw.Draw(Image.new("RGB", (9, 9))))
-    font = ImageFont.load_default(13)
-    fitted = pen.fitted(text, width)
-    assert font.getlength(fitted) <= width
-    assert len(pen.wrapped(text, width, 2)) <= 2
-    line = " ".join(text.split())
-    assert (fitted == line) == (font.getlength(line) <= width) and "\n" not in fitted
-
-
-def test_a_long_caption_is_broken_between_words_and_ends_in_dots():
-    pen = _Pen(ImageDraw.Draw(Image.new("RGB", (9, 9))))
-    lines = pen.wrapped("one two three four five six seven eight nine ten eleven twelve", 120, 2)
-    assert " ".join(lines) == "one two three four five six seven eight nine ten eleven twelve"
-    assert len(lines) == 2 and ImageFont.load_default(13).getlength(lines[0]) <= 120
-    assert pen.fitted(lines[1], 120).endswith("...") and not pen.fitted(lines[0], 120).endswith("...")
+def test_what_a_mask_leaves_out_is_covered_and_the_rest_stays():
+    pixels = np.random.default_rng(0).integers(0, 256, (4, 6, 3), np.uint8)
+    mask = np.array([[255, 255, 255, 128, 0, 0]] * 4, np.uint8)
+    found = covered_where_masked(pixels, mask)
+    assert (found[:, :3] == pixels[:, :3]).all()
+    expected = pixels[:, 4:] * (1 - COVER_SHARE) + np.array(COVER) * COVER_SHARE
+    assert np.abs(found[:, 4:] - expected).max() <= 0.51
+    half = COVER_SHARE * 127 / 255
+    assert np.abs(found[:, 3] - (pixels[:, 3] * (1 - half) + np.array(COVER) * half)).max() <= 0.51
 
 
 def test_a_sheet_is_written_whole_or_not_at_all(tmp_path):

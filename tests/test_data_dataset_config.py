@@ -9,23 +9,17 @@ from library.config import load_options
 from library.config.schema import DataConfig
 from library.config.values import Size
 from library.data.dataset_config import read_datasets
-from library.data.dataset_rules import missing_folders, not_yet
+from library.data.dataset_rules import missing_folders, not_yet, unused
 from library.data.dataset_schema import flags_of
 from library.data.resolved import beyond, resolved
 
 GOLDEN = Path(__file__).parent / "data" / "dataset_configs"
 
-NO_FLAGS_OF_OURS = {"--color_aug": {"color_aug": True}, "--masked_loss": {}}
-"""Flags of sd-scripts that the trainer refuses; what they do to the resolved values stands here."""
-
 
 def flags(argv: list[str]) -> dict:
-    refused = {}
-    for word in [word for word in argv if word in NO_FLAGS_OF_OURS]:
-        refused.update(NO_FLAGS_OF_OURS[word])
-    loaded = load_options([word for word in argv if word not in NO_FLAGS_OF_OURS])
+    loaded = load_options(argv)
     assert [problem for problem in loaded.problems if "--dataset_config: missing" not in problem] == []
-    return {**flags_of(loaded.config.data), **refused}
+    return flags_of(loaded.config.data)
 
 
 def read(tmp_path: Path, text: str, **options):
@@ -208,11 +202,28 @@ color_aug = false
 """
     found = [line.replace(f"{tmp_path}/", "") for line in not_yet(read(tmp_path, text).require())]
     assert [line.partition(": not yet: ")[0] for line in found] == [
-        "set.toml:5: network_multiplier", "set.toml:6: validation_split", "set.toml:12: alpha_mask",
-        "set.toml:2: color_aug", "set.toml:8: face_crop_aug_range", "set.toml:11: cache_info",
-        "set.toml:13: custom_attributes", "set.toml:19: conditioning_data_dir",
+        "set.toml:5: network_multiplier", "set.toml:6: validation_split", "set.toml:8: face_crop_aug_range",
+        "set.toml:11: cache_info",
     ]  # fmt: skip
     assert list(not_yet(read(tmp_path, GOOD).require())) == []
+
+
+def test_attributes_are_refused_where_they_would_mean_something_and_noted_where_not(tmp_path):
+    def subset(attributes: str) -> tuple:
+        return read(tmp_path, GOOD + f"custom_attributes = {{ {attributes} }}").require()
+
+    place = f"{tmp_path}/set.toml:5: custom_attributes: "
+    assert list(not_yet(subset("diff_output_preservation = true"))) == [
+        f"{place}diff_output_preservation: not yet: comparing with the model as it was"
+    ]
+    assert list(not_yet(subset("diff_output_preservaton = true"))) == [
+        f"{place}diff_output_preservaton: no attribute that means anything; did you mean diff_output_preservation?"
+    ]
+    assert list(not_yet(subset("mood = 'calm', diff_output_preservation = false"))) == []
+    assert list(unused(subset("mood = 'calm', hour = 3"))) == [
+        f"{place}hour, mood: not used; training reads no such attributes"
+    ]
+    assert list(unused(subset(""))) == [] == list(unused(subset("diff_output_preservation = false")))
 
 
 JSON = """{

@@ -1,10 +1,7 @@
 """What a rank is handed is a function of data, seed and position: not of workers, of resuming, or of other ranks."""
 
 import itertools
-import os
-import signal
-import subprocess
-import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +12,8 @@ from PIL import Image
 from library.config.schema import DataConfig, TrainConfig
 from library.data.batch import PixelBatch
 from library.data.images import cut_out, upright
-from library.data.loader import Loader, StepWork, _leave_signals_to_the_main_process
+from library.data.loader import Loader, MicroBatchReader, StepWork
 from library.data.prepare import Prepared, prepare
-from library.errors import UserError
 
 SIZES = [(150, 100), (160, 90), (90, 150), (100, 100), (101, 99), (300, 100), (128, 128)]
 
@@ -62,8 +58,7 @@ def prepared(folder: Path) -> Prepared:
 
 def loader(prepared: Prepared, rank: int = 0, ranks: int = 1, workers: int = 0, accumulation: int = 2) -> Loader:
     plan = prepared.batch_plan(ranks, TrainConfig(gradient_accumulation_steps=accumulation, seed=7))
-    return Loader(prepared.manifest, prepared.placements, plan, rank, seed=7, total_steps=50, workers=workers,
-                  pin_memory=False)  # fmt: skip
+    return Loader(MicroBatchReader(prepared.manifest, prepared.placements, plan, rank, 7, 50), plan, workers=workers)
 
 
 def some(loader: Loader, count: int, first: int = 0) -> list[StepWork]:
@@ -102,9 +97,8 @@ def test_the_ranks_together_see_what_one_process_sees(prepared):
     for step in range(3):
         assert {work[step].samples for work in three} == {plan.real_samples(step)}
         assert sorted(by_place(three, step)) == list(range(18))
-    single = Loader(prepared.manifest, prepared.placements, type(plan)(
-        [type(bucket)(bucket.size, bucket.samples, bucket.repeats, 9) for bucket in plan.buckets], 1, 2, 7), 0, seed=7,
-        total_steps=50, workers=0, pin_memory=False)  # fmt: skip
+    whole = type(plan)([replace(bucket, batch_size=9) for bucket in plan.buckets], 1, 2, 7)
+    single = Loader(MicroBatchReader(prepared.manifest, prepared.placements, whole, 0, 7, 50), whole, workers=0)
     one = [some(single, 3)]
     assert all(by_place(three, step) == by_place(one, step) for step in range(3))
 
@@ -115,7 +109,7 @@ def test_a_batch_tells_truly_what_it_holds(prepared, folder):
     for work in some(loader(prepared), 12):
         assert work.samples == sum(int((batch.weight > 0).sum()) for batch in work.batches)
         for batch in work.batches:
-            assert batch.pixels.dtype == torch.float32 and len(batch.captions) == len(batch) == 3
+            assert batch.pixels.dtype == torch.uint8 and len(batch.captions) == len(batch) == 3
             for row in range(len(batch)):
                 height, width, top, left, target_height, target_width = map(int, batch.frame[row])
                 name = batch.ids[row]
@@ -124,7 +118,7 @@ def test_a_batch_tells_truly_what_it_holds(prepared, folder):
                 image = upright(folder / name)
                 assert (width, height) == image.size == sample.size
                 assert tuple(batch.pixels.shape[1:]) == (3, target_height, target_width)
-                found = ((batch.pixels[row].permute(1, 2, 0) + 1) * 127.5).round().to(torch.uint8).numpy()
+                found = batch.pixels[row].permute(1, 2, 0).numpy()
                 straight = cut_out(image, placement, (left, top), None)
                 whole = cut_out(image, type(placement)(placement.resized, placement.resized, (0, 0)), (0, 0), None)
                 mirrored = whole[:, ::-1][top : top + target_height, left : left + target_width]
@@ -154,61 +148,14 @@ def test_every_epoch_and_every_copy_is_cut_mirrored_and_captioned_in_its_own_way
     reader = loader(prepared).reader
     index = next(i for i, sample in enumerate(prepared.manifest.samples) if sample.key == "train/5.png")
     shown = [reader.picture(place(n)[0], index, place(n)[1]) for n in range(24)]
-    assert len({frame for _, frame in shown}) > 6
+    assert len({picture.frame for picture in shown}) > 6
     captions = {reader.caption(place(n)[0], 0, index, place(n)[1]) for n in range(24)}
     assert len(captions) > 6
     placement = prepared.placements[index]
     whole = cut_out(upright(prepared.manifest.samples[index].image),
                     type(placement)(placement.resized, placement.resized, (0, 0)), (0, 0), None)  # fmt: skip
     straight = 0
-    for pixels, (_, _, top, left, height, width) in shown:
-        found = ((pixels.permute(1, 2, 0) + 1) * 127.5).round().to(torch.uint8).numpy()
-        straight += bool((found == whole[top : top + height, left : left + width]).all())
+    for picture in shown:
+        _, _, top, left, height, width = picture.frame
+        straight += bool((picture.pixels == whole[top : top + height, left : left + width]).all())
     assert 4 < straight < 20
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_picture_that_breaks_or_changes_during_the_run_is_named(tmp_path, workers):
-    (tmp_path / "a").mkdir()
-    path = tmp_path / "a" / "1.png"
-    Image.new("RGB", (64, 64)).save(path)
-    (tmp_path / "set.toml").write_text("[[datasets]]\nresolution = 64\n[[datasets.subsets]]\nimage_dir = 'a'\n")
-    prepared = prepare(DataConfig(dataset_config=str(tmp_path / "set.toml")), 8)
-    Image.new("RGB", (64, 65)).save(path)
-    with pytest.raises(UserError, match=r"1\.png: was \(64, 64\) at the start of the run, now it is \(64, 65\)"):
-        some(loader(prepared, workers=workers), 1)
-    path.write_bytes(path.read_bytes()[:-60])
-    with pytest.raises(UserError, match=r"^[^\n]*1\.png: was fine at the start and cannot be read now: [^\n]*$"):
-        some(loader(prepared, workers=workers), 1)
-
-
-def test_workers_leave_signals_to_the_main_process():
-    child = os.fork()
-    if child == 0:
-        _leave_signals_to_the_main_process(0)
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGINT)
-        os._exit(7)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-
-
-def test_there_are_never_more_workers_than_cores(prepared, monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 3)
-    assert [loader(prepared, workers=workers).workers for workers in (0, 2, 8)] == [0, 2, 3]
-
-
-def test_a_program_that_dies_with_workers_ends(folder):
-    """An exception that nobody catches keeps the iterator alive until the interpreter goes."""
-    source = f"""
-import sys
-sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
-from library.config.schema import DataConfig, TrainConfig
-from library.data.prepare import prepare
-prepared = prepare(DataConfig(dataset_config={str(folder / "set.toml")!r}, max_data_loader_n_workers=1), 8)
-loader = prepared.loader(prepared.batch_plan(1, TrainConfig()), 0, total_steps=9, pin_memory=False)
-steps = loader.steps(0)
-next(steps)
-raise RuntimeError("the end")
-"""
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and "RuntimeError: the end" in done.stderr

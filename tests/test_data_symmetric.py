@@ -122,6 +122,20 @@ def test_a_picture_that_would_lose_too_much_is_refused_with_its_loss():
         place(3000, 500)
 
 
+@given(lengths, lengths, st.sampled_from([64, 128, 256, 512]), st.floats(0.02, 0.9))
+def test_the_limit_on_cropping_holds_however_coarse_the_steps_are(width, height, step, most):
+    """Coarse steps leave few buckets, so that more is cut away: then more pictures are refused, and none slips by."""
+    settings = {"resolution": (1024, 1024), "smallest": 512, "largest": 2048, "step": step}
+    loss = place_for(symmetric(**settings))(width, height).crop_loss
+    place = place_for(symmetric(**settings, bucket_max_crop=most))
+    if loss <= most:
+        assert place(width, height).crop_loss == loss
+    else:
+        said = rf"{width}x{height} pixels would lose {loss:.1%} .* more than bucket_max_crop {most:g}"
+        with pytest.raises(ValueError, match=said):
+            place(width, height)
+
+
 def sample(number: int, size: tuple[int, int], dataset: int = 0, repeats: int = 1) -> Sample:
     return Sample(f"{number}", None, size, "", dataset, 0, repeats, 1.0, False, "")
 

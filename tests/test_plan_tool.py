@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from library.config import load_options
+from library.data.contact_sheet import covered_where_masked
 from library.data.images import cut_out, upright
 from library.data.prepare import prepare
 from library.families.detect import detect
@@ -18,8 +19,6 @@ from library.training.plan import RunPlan
 
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = Path(__file__).parent / "data" / "dataset_configs"
-REFUSED = {"--color_aug": "color_aug", "--masked_loss": None}
-"""Flags of sd-scripts that the trainer refuses, with the key of a subset that they set."""
 
 
 def plan(*words, cwd=ROOT):
@@ -71,14 +70,11 @@ def of_a_run(options: list[str], ranks: int):
 @pytest.mark.parametrize("golden", sorted(GOLDEN.glob("*.json")), ids=lambda path: path.stem)
 def test_resolve_only_prints_the_values_of_sd_scripts_without_any_folder(golden: Path, tmp_path):
     expected = json.loads(golden.read_text(encoding="utf-8"))
-    flags = [word for word in expected["cli"] if word not in REFUSED]
-    done = plan("--resolve_only", "--json", "--dataset_config", golden.with_suffix(".toml"), *flags, cwd=tmp_path)
+    words = ["--dataset_config", golden.with_suffix(".toml"), *expected["cli"]]
+    done = plan("--resolve_only", "--json", *words, cwd=tmp_path)
     if not expected["ok"]:
         assert done.returncode == 2 and done.stdout == "" and f"{golden.stem}.toml:" in done.stderr
         return
-    for dataset in expected["resolved"]:
-        for subset in dataset["subsets"]:
-            subset.update({REFUSED[word]: False for word in expected["cli"] if REFUSED.get(word)})
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {"datasets": [{"resolved": dataset} for dataset in expected["resolved"]]}
 
@@ -129,7 +125,7 @@ def test_every_picture_is_listed_as_it_is_trained(pictures):
 
 def test_all_mistakes_are_told_together_those_of_the_tool_and_those_of_training(tmp_path):
     done = plan("--jsn", "--resolve-only", "--world_size", "0", "--network_dimm", "4", "--preveiw", "x.png", "--json=1",
-                "--preview_limit", "3", "--color_aug", "--learning_rate", "fast")  # fmt: skip
+                "--preview_limit", "3", "--v_parameterization", "--learning_rate", "fast")  # fmt: skip
     assert done.returncode == 2 and done.stdout == ""
     assert [line.strip().partition(";")[0] for line in done.stderr.splitlines()[1:]] == [
         "--json: takes no value, got '1'",
@@ -139,7 +135,7 @@ def test_all_mistakes_are_told_together_those_of_the_tool_and_those_of_training(
         "--preveiw: unknown option",
         "--preview_limit: there is no preview",
         "--network_dimm: unknown option",
-        "--color_aug: not yet: colour augmentation",
+        "--v_parameterization: not yet: v-prediction as an option",
         "--learning_rate: expected a number, got 'fast'",
         "--dataset_config: missing",
     ]
@@ -242,6 +238,28 @@ def test_the_preview_shows_each_picture_as_the_model_sees_it(pictures, tmp_path)
         scale = 2 if placement.bucket[0] * placement.bucket[1] > 4600 else 3
         wanted = pixels.repeat(scale, axis=0).repeat(scale, axis=1)
         assert is_in(wanted, sheet), (sample.key, placement)
+
+
+def test_masks_are_listed_counted_and_seen(tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
+    mask = np.zeros((64, 64), np.uint8)
+    mask[:16] = 255
+    for folder, picture in {"p": pixels, "m": mask}.items():
+        (tmp_path / folder).mkdir()
+        Image.fromarray(picture).save(tmp_path / folder / "1.png")
+    text = f"image_dir = '{tmp_path}/p'\nconditioning_data_dir = '{tmp_path}/m'\n"
+    (tmp_path / "set.toml").write_text(f"[[datasets]]\nresolution = 64\n[[datasets.subsets]]\n{text}")
+    words = ["--dataset_config", tmp_path / "set.toml", "--masked_loss"]
+    (sample,) = as_json(*words)["datasets"][0]["samples"]
+    assert sample["mask"] == {"image": f"{tmp_path}/m/1.png", "is_alpha": False, "share": 0.25}
+    done = plan(*words, "--preview", tmp_path / "sheet.png")
+    assert (
+        f"dataset 1, {tmp_path}/p: 1 pictures, shown 1 times an epoch" in done.stdout and ", masks 1/1" in done.stdout
+    )
+    wanted = covered_where_masked(pixels, mask).repeat(3, axis=0).repeat(3, axis=1)
+    assert is_in(wanted, np.asarray(Image.open(tmp_path / "sheet.png")))
+    without = plan("--dataset_config", tmp_path / "set.toml")
+    assert without.returncode == 2 and "masks in a folder are used with --masked_loss" in without.stderr
 
 
 def is_in(part: np.ndarray, whole: np.ndarray) -> bool:

@@ -126,6 +126,11 @@ def _buckets(config: RunConfig, given: Given) -> Iterator[Conflict]:
         )
 
 
+def _workers_read_ahead(config: RunConfig, given: Given) -> Iterator[Conflict]:
+    if "prefetch_factor" in given and not config.data.max_data_loader_n_workers:
+        yield ("prefetch_factor", "max_data_loader_n_workers"), "without workers nothing is read ahead"
+
+
 def _tracker_has_a_place(config: RunConfig, given: Given) -> Iterator[Conflict]:
     log = config.log
     if log.log_with in ("tensorboard", "all") and log.logging_dir is None:
@@ -198,6 +203,7 @@ _RULES: tuple[Callable[[RunConfig, Given], Iterator[Conflict]], ...] = (
     _optimizers_with_a_will,
     _length_once,
     _buckets,
+    _workers_read_ahead,
     _tracker_has_a_place,
     _previews_have_prompts,
     _objective,

@@ -76,10 +76,7 @@ VERDICTS: dict[str, Alias | Refused] = {
     "debug_dataset": Refused("use --dry_run to see what would be trained"),
     # pictures
     "weighted_captions": _later("weights inside captions, such as (tag:1.3)"),
-    "color_aug": _later("colour augmentation"),
     "face_crop_aug_range": Refused("cut faces out beforehand; the file names of face_crop are not read"),
-    "alpha_mask": _later("masks"),
-    "masked_loss": _later("masks"),
     "cache_latents": _CACHE,
     "cache_latents_to_disk": _CACHE,
     "vae_batch_size": _later("a batch size of its own for the VAE", 1),

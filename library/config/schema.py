@@ -114,6 +114,10 @@ class DataConfig:
     ) = opt(None, "how pictures are resized; without it, area when shrinking and Lanczos when enlarging")
     flip_aug: bool = opt(False, "mirror half of the pictures, another half in each epoch")
     random_crop: bool = opt(False, "cut what does not fit the bucket at a random place, not evenly")
+    color_aug: bool = opt(False, "change hue or brightness a little in a third of the pictures, others in each epoch")
+    alpha_mask: bool = opt(False, "a picture's opacity is its mask: what is transparent is not trained")
+    masked_loss: bool = opt(False, "train only what masks leave bright; masks lie in conditioning_data_dir of a subset")
+    masked_loss_normalize: bool = opt(False, "pictures weigh alike however much of them a mask leaves")
     caption_extension: tuple[str, ...] = opt(
         (".caption",), "ending of caption files; of several, the first that a picture has"
     )
@@ -132,7 +136,11 @@ class DataConfig:
     token_warmup_step: float = opt(0.0, "step (or, below 1, share of the run) from which all tags show", minimum=0)
     prior_loss_weight: float = opt(1.0, "weight of the loss on regularisation pictures", minimum=0)
     on_bad_data: Literal["fail", "skip"] = opt("fail", "what to do with pictures that cannot be used")
+    max_bad_samples: int = opt(
+        10, "end the run when more pictures than this, or half of all, become unreadable; 0: at the first", minimum=0
+    )
     max_data_loader_n_workers: int = opt(8, "processes that read pictures ahead; never more than CPU cores", minimum=0)
+    prefetch_factor: int = opt(2, "batches that each of these processes reads ahead", minimum=1)
 
 
 @dataclass(frozen=True)

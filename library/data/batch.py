@@ -1,7 +1,10 @@
 """What flows from the loader to the loss."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
 Cond = dict[str, Tensor | list[Tensor]]
@@ -9,25 +12,52 @@ Cond = dict[str, Tensor | list[Tensor]]
 
 
 @dataclass(frozen=True)
-class PixelBatch:
-    """Pictures of one bucket as the loader hands them out, before the VAE and the text encoders."""
+class BadSample:
+    """A picture that was fine when it was looked at, and cannot be used now."""
 
-    pixels: Tensor  # (B, 3, height, width), -1..1
+    name: str
+    problem: str
+
+
+@dataclass(frozen=True)
+class PixelBatch:
+    """Pictures of one bucket as the loader hands them out, before the VAE and the text encoders.
+
+    Pixels and masks are bytes until they are on the device, a quarter of what the same numbers would be in floats.
+    """
+
+    pixels: Tensor  # (B, 3, height, width), 0..255
     captions: tuple[str, ...]
     frame: Tensor  # (B, 6): original height, width; crop top, left; target height, width; in pixels
     weight: Tensor  # (B,): weight of each sample's loss; 0 for padding
     places: tuple[int, ...]  # of each sample in the whole optimizer step, over all ranks
     ids: tuple[str, ...]  # names of the samples, for messages
-    mask: Tensor | None = None  # (B, 1, height, width): 1 where the loss counts
+    mask: Tensor | None = None  # (B, 1, height, width), 0..255: 255 where the loss counts in full
+    problems: tuple[BadSample, ...] = ()  # of pictures in whose places others stand, with weight 0
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def pin_memory(self) -> "PixelBatch":
         """In memory from which an accelerator copies by itself; torch's DataLoader calls this."""
-        mask = None if self.mask is None else self.mask.pin_memory()
-        return replace(self, pixels=self.pixels.pin_memory(), frame=self.frame.pin_memory(),
-                       weight=self.weight.pin_memory(), mask=mask)  # fmt: skip
+        return self._with_tensors(Tensor.pin_memory)
+
+    def share_memory(self) -> "PixelBatch":
+        """In memory that other processes see, too; ``RuntimeError`` when there is no more of it."""
+        return self._with_tensors(Tensor.share_memory_)
+
+    def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> "PixelBatch":
+        values = [(item.name, getattr(self, item.name)) for item in fields(self)]
+        changed: dict[str, Any] = {name: change(value) for name, value in values if isinstance(value, Tensor)}
+        return replace(self, **changed)
+
+
+def as_model_input(pixels: Tensor) -> Tensor:
+    """Bytes as numbers from -1 to 1, the same to the bit on every device.
+
+    The divisor is a tensor, because on CUDA torch multiplies by the inverse of a plain number and rounds differently.
+    """
+    return pixels.float().div(torch.full((), 127.5, device=pixels.device)).sub(1)
 
 
 @dataclass(frozen=True)
@@ -40,7 +70,7 @@ class Batch:
     weight: Tensor
     places: tuple[int, ...]
     ids: tuple[str, ...]
-    mask: Tensor | None = None
+    mask: Tensor | None = None  # (B, 1, H, W), 0..1: how much of the loss counts
 
     def __len__(self) -> int:
         return len(self.ids)

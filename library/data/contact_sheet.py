@@ -6,16 +6,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ..errors import UserError
 from .bucket_facts import BucketFacts
 from .buckets import Placement
-from .images import cut_out, upright
+from .images import Pixels, cut_out
 from .manifest import Manifest
+from .masks import MaskPixels, picture_and_mask, placed_mask
+from .sheet_text import Pen
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-    from PIL.ImageDraw import ImageDraw
-    from PIL.ImageFont import FreeTypeFont, ImageFont
 
 MOST_PICTURES = 480
 """On one sheet; with many buckets, each shows fewer."""
@@ -27,8 +29,10 @@ NARROWEST = 160  # of a cell, for the text
 GAP, MARGIN, BLOCK_GAP = 14, 24, 36
 LINE, HEADING = 17, 56
 CAPTION_LINES = 2
-PAPER, INK, QUIET, ALARM, RULE = (250, 250, 248), (25, 25, 25), (105, 105, 105), (190, 40, 20), (200, 200, 195)
+PAPER, QUIET, ALARM = (250, 250, 248), (105, 105, 105), (190, 40, 20)
 ALARMING_LOSS = 0.2
+COVER, COVER_SHARE = (205, 40, 160), 0.6
+"""What a mask leaves out is covered with this colour, to this degree."""
 
 
 @dataclass(frozen=True)
@@ -123,12 +127,11 @@ def draw_sheet(manifest: Manifest, placements: Sequence[Placement], buckets: Seq
     width = 2 * MARGIN + max(TITLE_WIDTH, *(shelf.width for shelf in shelves))
     height = 2 * MARGIN + HEADING + sum(shelf.height + BLOCK_GAP for shelf in shelves) - BLOCK_GAP
     sheet = Image.new("RGB", (width, height), PAPER)
-    pen = _Pen(ImageDraw.Draw(sheet))
+    pen = Pen(ImageDraw.Draw(sheet))
     left_out = len(buckets) - len(blocks)
     title = f"{count} of {len(manifest.samples)} pictures, as they are trained"
     title += f"; {left_out} buckets more" if left_out else ""
     pen.write((MARGIN, MARGIN - 4), title, width - 2 * MARGIN, 20)
-    pen.write((MARGIN, MARGIN + 24), "in each bucket those that lose most come first", width - 2 * MARGIN, colour=QUIET)
     top = MARGIN + HEADING
     for shelf in shelves:
         left = MARGIN
@@ -136,6 +139,9 @@ def draw_sheet(manifest: Manifest, placements: Sequence[Placement], buckets: Seq
             _draw_block(sheet, pen, (left, top), block, manifest, placements)
             left += block.size[0] + BLOCK_GAP
         top += shelf.height + BLOCK_GAP
+    said = "in each bucket those that lose most come first"
+    said += "; characters that no font here has are written as codes" if pen.wrote_codes else ""
+    pen.write((MARGIN, MARGIN + 24), said, width - 2 * MARGIN, colour=QUIET)
     return sheet, count
 
 
@@ -150,7 +156,7 @@ def write_sheet(sheet: "Image", path: Path) -> None:
         raise UserError(f"--preview: {path} cannot be written: {error}") from error
 
 
-def _draw_block(sheet: "Image", pen: "_Pen", corner: tuple[int, int], block: Block, manifest: Manifest,
+def _draw_block(sheet: "Image", pen: Pen, corner: tuple[int, int], block: Block, manifest: Manifest,
                 placements: Sequence[Placement]) -> None:  # fmt: skip
     left, top = corner
     facts, width = block.facts, block.size[0]
@@ -166,12 +172,13 @@ def _draw_block(sheet: "Image", pen: "_Pen", corner: tuple[int, int], block: Blo
     pen.write((left, top + 29), said if block.is_first else "continued", width, colour=QUIET)
     for number, index in enumerate(block.samples):
         x, y = left + number * (block.cell[0] + GAP), top + HEADING
-        sheet.paste(_thumb(manifest, placements[index], index, block.thumb), (x, y))
-        _draw_text(pen, (x, y + block.thumb[1] + 4), block.cell[0], manifest, placements[index], index)
+        pixels, masked = _as_trained(manifest, placements[index], index)
+        sheet.paste(_thumb(pixels, block.thumb), (x, y))
+        _draw_text(pen, (x, y + block.thumb[1] + 4), block.cell[0], manifest, placements[index], index, masked)
 
 
-def _draw_text(pen: "_Pen", corner: tuple[int, int], width: int, manifest: Manifest, placement: Placement,
-               index: int) -> None:  # fmt: skip
+def _draw_text(pen: Pen, corner: tuple[int, int], width: int, manifest: Manifest, placement: Placement, index: int,
+               masked: float) -> None:  # fmt: skip
     sample = manifest.samples[index]
     subset = manifest.datasets[sample.dataset].subsets[sample.subset]
     x, y = corner
@@ -179,68 +186,36 @@ def _draw_text(pen: "_Pen", corner: tuple[int, int], width: int, manifest: Manif
     where = ", at random" if subset.random_crop and loss else ""
     pen.write((x, y), sample.image.name, width)
     said = f"{loss:.1%} cut away{where}" if loss else "nothing cut away"
+    if sample.mask is not None:
+        said = f"{loss:.1%} cut{where}, {masked:.0%} masked"
     pen.write((x, y + LINE), said, width, colour=ALARM if loss > ALARMING_LOSS else QUIET)
     caption = sample.caption.replace("\n", " | ") or "(no caption)"
     for number, line in enumerate(pen.wrapped(caption, width, CAPTION_LINES)):
         pen.write((x, y + (2 + number) * LINE), line, width, colour=QUIET)
 
 
-def _thumb(manifest: Manifest, placement: Placement, index: int, size: tuple[int, int]) -> "Image":
-    from PIL import Image
-
+def _as_trained(manifest: Manifest, placement: Placement, index: int) -> tuple[Pixels, float]:
+    """The bucket's pixels, covered where a mask leaves them out, and how much that is."""
     sample = manifest.samples[index]
     subset = manifest.datasets[sample.dataset].subsets[sample.subset]
-    pixels = cut_out(upright(sample.image), placement, placement.crop, subset.resize_interpolation)
+    image, values = picture_and_mask(sample.image, sample.mask)
+    pixels = cut_out(image, placement, placement.crop, subset.resize_interpolation)
+    if sample.mask is None or values is None:
+        return pixels, 0.0
+    mask = placed_mask(sample.mask, values, placement, placement.crop, is_mirrored=False)
+    return covered_where_masked(pixels, mask), 1 - float(mask.mean(dtype=np.float64)) / 255
+
+
+def covered_where_masked(pixels: Pixels, mask: MaskPixels) -> Pixels:
+    """What is trained in full stays as it is."""
+    cover = COVER_SHARE * (1 - mask[..., None].astype(np.float64) / 255)
+    covered: Pixels = np.rint(pixels * (1 - cover) + np.asarray(COVER) * cover).astype(np.uint8)
+    return covered
+
+
+def _thumb(pixels: Pixels, size: tuple[int, int]) -> "Image":
+    from PIL import Image
+
     image = Image.fromarray(pixels)
     grows = size[0] > image.width
     return image.resize(size, Image.Resampling.NEAREST if grows else Image.Resampling.LANCZOS)
-
-
-class _Pen:
-    """Text that never leaves the width it is given."""
-
-    def __init__(self, draw: "ImageDraw"):
-        self.draw = draw
-        self.fonts: dict[int, FreeTypeFont | ImageFont] = {}
-
-    def write(self, corner: tuple[int, int], text: str, width: int, size: int = 13,
-              colour: tuple[int, int, int] = INK) -> None:  # fmt: skip
-        self.draw.text(corner, self.fitted(text, width, size), fill=colour, font=self.font(size))
-
-    def line(self, corner: tuple[int, int], width: int) -> None:
-        self.draw.line([corner, (corner[0] + width, corner[1])], fill=RULE)
-
-    def length(self, text: str, size: int) -> int:
-        return math.ceil(self.font(size).getlength(text))
-
-    def font(self, size: int) -> "FreeTypeFont | ImageFont":
-        from PIL import ImageFont
-
-        if size not in self.fonts:
-            self.fonts[size] = ImageFont.load_default(size)
-        return self.fonts[size]
-
-    def fitted(self, text: str, width: int, size: int = 13) -> str:
-        """The text, or its start and three dots."""
-        text = _drawable(text)
-        if self.font(size).getlength(text) <= width:
-            return text
-        while text and self.font(size).getlength(f"{text}...") > width:
-            text = text[:-1]
-        return f"{text.rstrip()}..."
-
-    def wrapped(self, text: str, width: int, lines: int) -> list[str]:
-        """Broken between words; the last line takes the rest, which is cut to fit when it is drawn."""
-        words, found = _drawable(text).split(), [""]
-        for word in words:
-            longer = f"{found[-1]} {word}".strip()
-            if not found[-1] or len(found) == lines or self.font(13).getlength(longer) <= width:
-                found[-1] = longer
-            else:
-                found.append(word)
-        return found
-
-
-def _drawable(text: str) -> str:
-    """On one line, without bytes of a file name that are no text, and not without end."""
-    return " ".join(text[:400].encode("utf-8", "replace").decode("utf-8").split())

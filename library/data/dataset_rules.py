@@ -148,9 +148,10 @@ def _duplicates(subsets: Sequence[Mapping[str, Found]]) -> Iterator[str]:
 def missing_folders(datasets: Sequence[DatasetConfig]) -> Iterator[str]:
     """Folders and files that the dataset file names and that are not there, with what was seen in their place."""
     for subset in _subsets(datasets):
-        folder, metadata = subset.folder(), subset.metadata()
-        if folder is not None and not folder.is_dir():
-            yield f"{subset.place('image_dir')}: image_dir: {_absence(folder, subset.file)}"
+        metadata = subset.metadata()
+        for key, folder in (("image_dir", subset.folder()), ("conditioning_data_dir", subset.mask_folder())):
+            if folder is not None and not folder.is_dir():
+                yield f"{subset.place(key)}: {key}: {_absence(folder, subset.file)}"
         if metadata is not None and not metadata.is_file():
             yield f"{subset.place('metadata_file')}: metadata_file: {_absence(metadata, subset.file)}"
         yield from missing_shards(subset)
@@ -185,6 +186,12 @@ def not_yet(datasets: Sequence[DatasetConfig]) -> Iterator[str]:
         for key, what in _NOT_YET.items():
             if getattr(subset, key):
                 yield f"{subset.place(key)}: {key}: not yet: {what}"
+        for name, value in (subset.custom_attributes or {}).items():
+            place = f"{subset.place('custom_attributes')}: custom_attributes: {name}"
+            if name == _READ_ATTRIBUTE and value:
+                yield f"{place}: not yet: comparing with the model as it was"
+            elif name != _READ_ATTRIBUTE and (hint := did_you_mean(name, [_READ_ATTRIBUTE])):
+                yield f"{place}: no attribute that means anything{hint}"
 
 
 def unused(datasets: Sequence[DatasetConfig]) -> Iterator[str]:
@@ -200,16 +207,18 @@ def unused(datasets: Sequence[DatasetConfig]) -> Iterator[str]:
         for key in keys:
             if key in dataset.places and not dataset.places[key].startswith("--"):
                 yield f"{dataset.places[key]}: {key}: not used, because {why}"
+    for subset in _subsets(datasets):
+        if names := set(subset.custom_attributes or {}) - {_READ_ATTRIBUTE}:
+            place = subset.place("custom_attributes")
+            yield f"{place}: custom_attributes: {', '.join(sorted(names))}: not used; training reads no such attributes"
 
 
 _NOT_YET = {
-    "conditioning_data_dir": "masks",
-    "alpha_mask": "masks; transparent parts are trained as white",
-    "color_aug": "colour augmentation",
     "face_crop_aug_range": "cutting around faces; cut them out beforehand",
     "cache_info": "keeping sizes and captions in a file; they are read at each start",
-    "custom_attributes": "free attributes",
 }
+_READ_ATTRIBUTE = "diff_output_preservation"
+"""The one attribute that means something in sd-scripts; all others are carried along and read by nobody."""
 
 
 def _subsets(datasets: Iterable[DatasetConfig]) -> Iterator[SubsetConfig]:

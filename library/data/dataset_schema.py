@@ -69,6 +69,10 @@ class SubsetConfig:
         """The metadata file, looked for in the same two places."""
         return None if self.metadata_file is None else found_from(self.file, self.metadata_file)
 
+    def mask_folder(self) -> Path | None:
+        """The folder of masks, looked for in the same two places."""
+        return None if self.conditioning_data_dir is None else found_from(self.file, self.conditioning_data_dir)
+
     @property
     def caption_endings(self) -> tuple[str, ...]:
         """``caption_extension`` with the dots, which may be left out."""
@@ -162,7 +166,6 @@ class _DatasetKeys:
 @dataclass(frozen=True)
 class _SharedKeys:
     class_tokens: str | None = opt(None, "caption of pictures that have none")
-    color_aug: bool = opt(False, "change colours a little")
     face_crop_aug_range: _Range | None = opt(None, "cut around faces")  # noqa: RUF009
     custom_attributes: _Table | None = opt(None, "free table")  # noqa: RUF009
     cache_info: bool = opt(False, "keep sizes and captions in a file")
@@ -181,7 +184,6 @@ class _SubsetKeys:
     webdataset: tuple[str, ...] = opt((), "tar files that hold the pictures")
     conditioning_data_dir: str | None = opt(None, "folder of masks")
     is_reg: bool = opt(False, "regularisation pictures")
-    alpha_mask: bool = opt(False, "transparency is the mask")
 
 
 @dataclass(frozen=True)
@@ -195,6 +197,7 @@ _DATASET_FLAGS = {
     "resolution", "train_batch_size", "enable_bucket", "min_bucket_reso", "max_bucket_reso", "bucket_reso_steps",
     "bucket_no_upscale", "bucket_mode", "bucket_max_crop", "bucket_min_pictures",
 }  # fmt: skip
+_SUBSET_FLAGS = {"alpha_mask"}
 _RENAMED = {"train_batch_size": "batch_size", "dataset_repeats": "num_repeats"}
 
 
@@ -206,6 +209,7 @@ def _keys() -> dict[str, Key]:
         name = _RENAMED.get(option.name, option.name)
         if option.group == "data" and name in wanted:
             level: tuple[str, ...] = levels["dataset"] if option.name in _DATASET_FLAGS else levels["shared"]
+            level = levels["subset"] if option.name in _SUBSET_FLAGS else level
             level = () if name == "prior_loss_weight" else level  # sd-scripts takes it from the run alone
             keys[name] = Key(_named(option, name), level, option.name)
     return keys

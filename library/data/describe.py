@@ -7,6 +7,7 @@ from .batches import BatchPlan
 from .bucket_facts import BucketFacts, facts_of
 from .buckets import Placement
 from .manifest import Manifest
+from .mask_files import mask_source
 
 
 def described(manifest: Manifest, placements: Sequence[Placement], plan: BatchPlan, steps: int) -> str:
@@ -18,15 +19,18 @@ def described(manifest: Manifest, placements: Sequence[Placement], plan: BatchPl
 def _pictures(manifest: Manifest) -> str:
     counts = Counter((sample.dataset, sample.subset) for sample in manifest.samples)
     shown: defaultdict[tuple[int, int], float] = defaultdict(float)
+    masks: Counter[tuple[int, int]] = Counter()
     for sample in manifest.samples:
         shown[sample.dataset, sample.subset] += sample.repeats
+        masks[sample.dataset, sample.subset] += sample.mask is not None
     lines = []
     for number, index, ending, captions, found in manifest.endings:
         subset = manifest.datasets[number].subsets[index]
         used, times = counts[number, index], shown[number, index]
         kind = "regularisation pictures" if subset.is_reg else "pictures"
+        masked = f", masks {masks[number, index]}/{used}" if mask_source(subset) else ""
         lines.append(f"dataset {number + 1}, {subset.source}: {used} {kind}, shown {_number(times)} times an epoch,"
-                     f" captions found {captions}/{found} ({ending or 'no ending'})")  # fmt: skip
+                     f" captions found {captions}/{found} ({ending or 'no ending'}){masked}")  # fmt: skip
     return "\n".join(lines)
 
 

@@ -15,6 +15,7 @@ Pixels = NDArray[np.uint8]
 """(height, width, 3), RGB."""
 
 _LARGEST_16_BIT = 65535
+_EXIF_ORIENTATION = 0x0112
 _FILTERS = {"nearest": "NEAREST", "bilinear": "BILINEAR", "linear": "BILINEAR", "bicubic": "BICUBIC",
             "cubic": "BICUBIC", "lanczos": "LANCZOS", "box": "BOX"}  # fmt: skip
 
@@ -27,6 +28,18 @@ class Readable(Protocol):
 
 def upright(source: Readable) -> "Image":
     """The picture as a viewer shows it, in RGB; transparent parts are white."""
+    from PIL import Image
+
+    image = turned(source)
+    if is_transparent(image):
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+        image = Image.alpha_composite(white, image)
+    return image.convert("RGB")
+
+
+def turned(source: Readable) -> "Image":
+    """The picture as it is stored, but in the orientation in which a viewer shows it, and with 8 bits a channel."""
     from PIL import Image, ImageOps
 
     with Image.open(io.BytesIO(source.read_bytes())) as opened:
@@ -35,11 +48,26 @@ def upright(source: Readable) -> "Image":
     if image.mode.startswith("I"):  # 16 bits of grey, which Pillow's own conversion would cut off at 255
         grey = np.asarray(image).astype(np.float64) * (255 / _LARGEST_16_BIT)
         image = Image.fromarray(np.clip(np.rint(grey), 0, 255).astype(np.uint8))
-    if "A" in image.getbands() or "transparency" in image.info:
-        image = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
-        image = Image.alpha_composite(white, image)
-    return image.convert("RGB")
+    return image
+
+
+def orientation_of(source: Readable) -> int:
+    """What EXIF says of how a viewer has to turn the picture; 1 is not at all."""
+    from PIL import Image
+
+    with Image.open(io.BytesIO(source.read_bytes())) as image:
+        return int(image.getexif().get(_EXIF_ORIENTATION, 1))
+
+
+def is_transparent(image: "Image") -> bool:
+    """Whether anything in the file speaks of transparency; it may still be opaque everywhere."""
+    return "A" in image.getbands() or "transparency" in image.info
+
+
+def without_transparency(image: "Image") -> "tuple[Image, Image]":
+    """The colours that lie under the transparency, as sd-scripts takes them, and the opacity."""
+    both = image.convert("RGBA")
+    return both.convert("RGB"), both.getchannel("A")
 
 
 def cut_out(image: "Image", placement: Placement, crop: tuple[int, int], interpolation: str | None) -> Pixels:

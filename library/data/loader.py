@@ -1,25 +1,27 @@
 """Read ahead what a plan wants: pictures decoded, cut and mirrored, captions as they are shown."""
 
-import atexit
 import itertools
 import os
-import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from ..errors import UserError
 from ..randomness import generator_for
-from .batch import PixelBatch
+from .batch import BadSample, PixelBatch
 from .batches import BatchPlan
 from .buckets import Placement
 from .captions import shown
-from .images import cut_out, upright
+from .colours import varied
+from .images import Pixels, cut_out
 from .manifest import Manifest
+from .masks import MaskPixels, picture_and_mask, placed_mask
+from .workers import ReadAhead, Unreadable
+
+Reader = Dataset[PixelBatch | Unreadable]
+"""Position of the plan -> this rank's batch: a function of nothing else, so that anybody may read anything ahead."""
 
 
 @dataclass(frozen=True)
@@ -27,84 +29,58 @@ class StepWork:
     """What this rank does in one optimizer step."""
 
     batches: tuple[PixelBatch, ...]
-    samples: int  # in the step, over all ranks, without those that only fill up
+    samples: int  # in the step as it was planned, over all ranks, without those that only fill up
 
-
-@dataclass(frozen=True)
-class Unreadable:
-    """What a worker hands over in the place of a batch."""
-
-    problem: str
+    @property
+    def problems(self) -> tuple[BadSample, ...]:
+        """Pictures that could not be used."""
+        return tuple(problem for batch in self.batches for problem in batch.problems)
 
 
 class Loader:
     """This rank's part of every step; the number of workers changes nothing in it."""
 
-    def __init__(self, manifest: Manifest, placements: Sequence[Placement], plan: BatchPlan, rank: int, *, seed: int,
-                 total_steps: int, workers: int, pin_memory: bool):  # fmt: skip
-        self.plan = plan
-        self.reader = MicroBatchReader(manifest, placements, plan, rank, seed, total_steps)
-        self.workers = min(workers, os.cpu_count() or 1)
-        self.pin_memory = pin_memory
+    def __init__(self, reader: Reader, plan: BatchPlan, *, workers: int, prefetch: int = 2, pin_memory: bool = False,
+                 start_method: str | None = None):  # fmt: skip
+        self.reader, self.plan = reader, plan
+        self.workers = min(workers, _cores())
+        self.prefetch, self.pin_memory, self.start_method = prefetch, pin_memory, start_method
 
     def steps(self, from_step: int) -> Iterator[StepWork]:
         """The work of each step from ``from_step`` on, without end; workers live as long as the iterator."""
-        loader: DataLoader[PixelBatch | Unreadable] = DataLoader(
-            self.reader,
-            batch_size=None,  # the plan made the batches
-            sampler=_Positions(from_step * self.plan.accumulation),
-            num_workers=self.workers,
-            collate_fn=_as_it_is,
-            worker_init_fn=_leave_signals_to_the_main_process,
-            pin_memory=self.pin_memory,
-        )
-        items = iter(loader)
-        # Workers do not react to SIGTERM, with which Python ends what is left of them at exit, and it would wait for
-        # them for ever; a traceback that somebody keeps is enough for them to be left.
-        stop = getattr(items, "_shutdown_workers", _nothing)  # not there without workers
-        atexit.register(stop)
+        items: ReadAhead[PixelBatch] = ReadAhead(
+            self.reader, from_step * self.plan.accumulation, workers=self.workers, prefetch=self.prefetch,
+            pin_memory=self.pin_memory, start_method=self.start_method
+        )  # fmt: skip
         try:
             for step in itertools.count(from_step):
-                batches = tuple(_usable(next(items)) for _ in range(self.plan.accumulation))
+                batches = tuple(itertools.islice(items, self.plan.accumulation))
                 yield StepWork(batches, self.plan.real_samples(step))
         finally:
-            atexit.unregister(stop)
-            stop()
+            items.stop()
 
 
-def _nothing() -> None:
-    pass
+def _cores() -> int:
+    """Those that this process may use, which in a container may be few of those that there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class _Positions:
-    """Every position of the plan from ``first`` on."""
+@dataclass(frozen=True)
+class Shown:
+    """A picture as it is shown once."""
 
-    def __init__(self, first: int):
-        self.first = first
-
-    def __iter__(self) -> Iterator[int]:
-        return itertools.count(self.first)
-
-
-def _as_it_is(item: Any) -> Any:
-    return item
-
-
-def _usable(item: PixelBatch | Unreadable) -> PixelBatch:
-    """Raised here and not in a worker, whose traceback would become a part of the message."""
-    if isinstance(item, Unreadable):
-        raise UserError(item.problem)
-    return item
-
-
-def _leave_signals_to_the_main_process(worker: int) -> None:
-    """A signal goes to the whole process group; the main process decides what it means, and needs its workers."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    pixels: Pixels
+    mask: MaskPixels | None
+    frame: tuple[int, ...]  # original height, width; crop top, left; target height, width
 
 
 class MicroBatchReader(Dataset[PixelBatch | Unreadable]):
-    """Position of the plan -> this rank's batch, a function of nothing else."""
+    """Batches of pixels.
+
+    A picture that cannot be used any more is replaced by its nearest neighbour in the batch, or by black where there is
+    none, and weighs nothing.  The loss of the step is divided by its samples as planned all the same: that needs no
+    word between processes, and the others weigh as they would have.
+    """
 
     def __init__(self, manifest: Manifest, placements: Sequence[Placement], plan: BatchPlan, rank: int, seed: int,
                  total_steps: int):  # fmt: skip
@@ -115,23 +91,26 @@ class MicroBatchReader(Dataset[PixelBatch | Unreadable]):
         batch = self.plan.micro_batch(position).share(self.rank, self.plan.ranks)
         step = position // self.plan.accumulation
         entries = list(zip(batch.samples, batch.copies, strict=True))
-        try:
-            pictures = [self.picture(batch.epoch, sample, copy) for sample, copy in entries]
-        except UserError as error:
-            return Unreadable(str(error))
-        samples = [self.manifest.samples[index] for index in batch.samples]
-        weights = [sample.weight * real for sample, real in zip(samples, batch.weights, strict=True)]
+        rows = [self.picture(batch.epoch, sample, copy) for sample, copy in entries]
+        stand_ins = [_stand_in(rows, row) for row in range(len(rows))]
+        entries = [entries[row] for row in stand_ins]
+        pictures = [self._usable(rows[row], entry) for row, entry in zip(stand_ins, entries, strict=True)]
+        samples = [self.manifest.samples[index] for index, _ in entries]
+        weights = [sample.weight * real * isinstance(row, Shown)
+                   for sample, real, row in zip(samples, batch.weights, rows, strict=True)]  # fmt: skip
         return PixelBatch(
-            pixels=torch.stack([picture for picture, _ in pictures]),
+            pixels=torch.from_numpy(np.stack([picture.pixels.transpose(2, 0, 1) for picture in pictures])),
             captions=tuple(self.caption(batch.epoch, step, sample, copy) for sample, copy in entries),
-            frame=torch.tensor([frame for _, frame in pictures], dtype=torch.float32),
+            frame=torch.tensor([picture.frame for picture in pictures], dtype=torch.float32),
             weight=torch.tensor(weights, dtype=torch.float32),
             places=batch.places,
             ids=tuple(sample.key for sample in samples),
+            mask=_stacked([picture.mask for picture in pictures], self.plan.buckets[batch.bucket].size),
+            problems=tuple(row for row in rows if isinstance(row, BadSample)),
         )
 
-    def picture(self, epoch: int, index: int, copy: int) -> tuple[torch.Tensor, tuple[int, ...]]:
-        """(3, height, width) in -1..1, and (original height, width, crop top, left, target height, width)."""
+    def picture(self, epoch: int, index: int, copy: int) -> Shown | BadSample:
+        """The picture as it is shown this time."""
         sample, placement = self.manifest.samples[index], self.placements[index]
         subset = self.manifest.datasets[sample.dataset].subsets[sample.subset]
         width, height = placement.bucket
@@ -139,18 +118,22 @@ class MicroBatchReader(Dataset[PixelBatch | Unreadable]):
         if subset.random_crop:
             draw = generator_for(self.seed, "crop", epoch, index, copy)
             left, top = draw.randint(0, placement.resized[0] - width), draw.randint(0, placement.resized[1] - height)
+        is_mirrored = subset.flip_aug and generator_for(self.seed, "flip", epoch, index, copy).random() < 0.5
         try:
-            image = upright(sample.image)
+            image, values = picture_and_mask(sample.image, sample.mask)
+            mask = values if sample.mask is None or values is None else placed_mask(
+                sample.mask, values, placement, (left, top), is_mirrored=is_mirrored)  # fmt: skip
         except Exception as error:  # decoders raise whatever they like on broken data
-            raise UserError(f"{sample.image}: was fine at the start and cannot be read now: {error}") from error
+            return BadSample(str(sample.image), f"was fine at the start and cannot be read now: {error}")
         if image.size != sample.size:
-            raise UserError(f"{sample.image}: was {sample.size} at the start of the run, now it is {image.size}")
-        picture = cut_out(image, placement, (left, top), subset.resize_interpolation)
-        if subset.flip_aug and generator_for(self.seed, "flip", epoch, index, copy).random() < 0.5:
-            picture = picture[:, ::-1]
+            return BadSample(str(sample.image), f"was {sample.size} at the start of the run, now it is {image.size}")
+        pixels = cut_out(image, placement, (left, top), subset.resize_interpolation)
+        if subset.color_aug:
+            pixels = varied(pixels, generator_for(self.seed, "colour", epoch, index, copy))
+        if is_mirrored:
+            pixels = pixels[:, ::-1]
             left = placement.resized[0] - width - left  # as cut out of the mirrored picture
-        tensor = torch.from_numpy(np.ascontiguousarray(picture.transpose(2, 0, 1))).float().div(127.5).sub(1)
-        return tensor, (sample.size[1], sample.size[0], top, left, height, width)
+        return Shown(pixels, mask, (sample.size[1], sample.size[0], top, left, height, width))
 
     def caption(self, epoch: int, step: int, index: int, copy: int) -> str:
         """As it is shown this time."""
@@ -158,3 +141,26 @@ class MicroBatchReader(Dataset[PixelBatch | Unreadable]):
         subset = self.manifest.datasets[sample.dataset].subsets[sample.subset]
         draw = generator_for(self.seed, "caption", epoch, index, copy)
         return shown(sample.caption, subset, draw, epoch=epoch, step=step, steps=self.total_steps)
+
+    def _usable(self, row: Shown | BadSample, entry: tuple[int, int]) -> Shown:
+        """The row, or black of the right size."""
+        if isinstance(row, Shown):
+            return row
+        sample, placement = self.manifest.samples[entry[0]], self.placements[entry[0]]
+        (width, height), (left, top) = placement.bucket, placement.crop
+        frame = (sample.size[1], sample.size[0], top, left, height, width)
+        return Shown(np.zeros((height, width, 3), np.uint8), None, frame)
+
+
+def _stand_in(rows: Sequence[Shown | BadSample], row: int) -> int:
+    """The row itself, or the nearest that can be used; itself again when there is none."""
+    usable = [other for other, item in enumerate(rows) if isinstance(item, Shown)]
+    return min(usable, key=lambda other: abs(other - row), default=row)
+
+
+def _stacked(masks: Sequence[MaskPixels | None], size: tuple[int, int]) -> torch.Tensor | None:
+    """The masks of a batch; of a picture without one everything counts."""
+    if all(mask is None for mask in masks):
+        return None
+    whole = np.full((size[1], size[0]), 255, np.uint8)
+    return torch.from_numpy(np.stack([whole if mask is None else mask for mask in masks])[:, None])

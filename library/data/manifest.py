@@ -13,6 +13,8 @@ from .dataset_rules import unused
 from .dataset_schema import DatasetConfig
 from .files import FoundPicture, find_all
 from .inspection import Seen, look_at_all
+from .mask_audit import MaskAudit, audit_masks, without_masks
+from .mask_files import Mask
 from .origin import Origin
 
 SHOWN_NAMES = 5
@@ -32,6 +34,7 @@ class Sample:
     weight: float  # of its loss
     is_reg: bool
     content: str  # hash of the file
+    mask: Mask | None = None
 
 
 @dataclass(frozen=True)
@@ -44,12 +47,13 @@ class Manifest:
     endings: tuple[tuple[int, int, str, int, int], ...]  # dataset, subset, caption ending, captions found, pictures
 
     def fingerprint(self) -> str:
-        """Changes when anything changes that training sees: pictures, captions, repeats, weights."""
+        """Changes when anything changes that training sees: pictures, masks, captions, repeats, weights."""
         digest = hashlib.blake2b(digest_size=16)
         for sample in self.samples:
             row = (sample.key, sample.content, sample.size, sample.caption, sample.dataset, sample.subset,
                    sample.repeats, sample.weight)  # fmt: skip
-            digest.update(json.dumps(row).encode())
+            mask = sample.mask and (sample.mask.is_alpha, sample.mask.content)
+            digest.update(json.dumps((*row, mask)).encode())
         return digest.hexdigest()
 
 
@@ -68,32 +72,39 @@ def scan(datasets: Sequence[DatasetConfig], on_bad_data: Literal["fail", "skip"]
         absent += listing.absent
     if problems:  # nothing to skip: a folder or a metadata file as a whole cannot be used
         raise ConfigError(problems)
-    samples, unusable = _samples(datasets, found, look_at_all(list(dict.fromkeys(item.image for item in found))))
+    seen = look_at_all(list(dict.fromkeys(item.image for item in found)))
+    masks = audit_masks(datasets, found, seen)
+    notes += masks.notes
+    samples, unusable = _samples(datasets, found, seen, masks)
     bad = [*absent, *dict.fromkeys(unusable)]
-    if bad and on_bad_data == "fail":
+    if (bad or masks.strays) and on_bad_data == "fail":
         way_out = "mend or remove them, or leave them out with --on_bad_data skip"
-        raise ConfigError([*bad, f"{len(bad)} of {len(found) + len(absent)} pictures cannot be used; {way_out}"])
-    notes += _skipped(bad)
+        count = [f"{len(bad)} of {len(found) + len(absent)} pictures cannot be used; {way_out}"] if bad else []
+        raise ConfigError([*bad, *masks.strays, *count])
+    notes += [*_skipped(bad), *masks.strays]
     for number in range(len(datasets)):
         samples, more = balanced(samples, number)
         notes += more
     if not any(not sample.is_reg for sample in samples):
         raise ConfigError([*bad, "no picture is left to train on"])
+    if maskless := without_masks(datasets, [sample.mask for sample in samples]):
+        raise ConfigError([*bad, *maskless])
     return Manifest(tuple(datasets), tuple(samples), tuple(notes), tuple(endings))
 
 
 def _samples(datasets: Sequence[DatasetConfig], found: Iterable[FoundPicture],
-             seen: dict[Origin, Seen]) -> tuple[list[Sample], list[str]]:  # fmt: skip
+             seen: dict[Origin, Seen], masks: MaskAudit) -> tuple[list[Sample], list[str]]:  # fmt: skip
     """What was found, as samples; and a line for each that cannot be one."""
     places = [place_for(dataset) for dataset in datasets]
     names: Counter[str] = Counter()
     samples, bad = [], []
     for item in found:
         picture = seen[item.image]
-        reason = picture.problem or _misfit(places[item.dataset], picture.size)
-        if reason or item.problem:
-            bad += [f"{item.image}: {reason}"] if reason else []
-            bad += [item.problem] if item.problem else []
+        place = (item.dataset, item.subset, item.image)
+        reasons = [picture.problem or _misfit(places[item.dataset], picture.size), masks.problems.get(place)]
+        problems = [*(f"{item.image}: {reason}" for reason in reasons if reason), *filter(None, [item.problem])]
+        if problems:
+            bad += problems
             continue
         dataset = datasets[item.dataset]
         subset = dataset.subsets[item.subset]
@@ -102,7 +113,7 @@ def _samples(datasets: Sequence[DatasetConfig], found: Iterable[FoundPicture],
         key = name if names[name] == 1 else f"{name}#{names[name]}"
         samples.append(Sample(key, item.image, picture.size, item.caption, item.dataset, item.subset,
                               subset.num_repeats, dataset.prior_loss_weight if subset.is_reg else 1.0, subset.is_reg,
-                              picture.content))  # fmt: skip
+                              picture.content, masks.masks.get(place)))  # fmt: skip
     return samples, bad
 
 

@@ -16,12 +16,13 @@ from .dataset_rules import missing_folders, not_yet
 from .dataset_schema import DatasetConfig, flags_of
 from .describe import described
 from .manifest import Manifest, scan
+from .mask_rules import mask_problems
 from .merging import merged
 from .record import Record, recorded
 from .weights import weighted
 
 if TYPE_CHECKING:
-    from .loader import Loader
+    from .loader import Loader, MicroBatchReader
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,18 @@ class Prepared:
         """One rank's batches; ``total_steps`` is the length of the run, of which a token warm-up may be a share."""
         from .loader import Loader  # torch is not needed for looking at pictures
 
-        return Loader(self.manifest, self.placements, plan, rank, seed=plan.seed, total_steps=total_steps,
-                      workers=self.config.max_data_loader_n_workers, pin_memory=pin_memory)  # fmt: skip
+        return Loader(self._reader(plan, rank, total_steps), plan, workers=self.config.max_data_loader_n_workers,
+                      prefetch=self.config.prefetch_factor, pin_memory=pin_memory)  # fmt: skip
+
+    def first_captions(self, plan: BatchPlan, total_steps: int) -> list[str]:
+        """Each picture's caption as it is shown in the first epoch."""
+        reader = self._reader(plan, 0, total_steps)
+        return [reader.caption(0, 0, index, 0) for index in range(len(self.manifest.samples))]
+
+    def _reader(self, plan: BatchPlan, rank: int, total_steps: int) -> "MicroBatchReader":
+        from .loader import MicroBatchReader
+
+        return MicroBatchReader(self.manifest, self.placements, plan, rank, plan.seed, total_steps)
 
 
 def check(config: DataConfig) -> list[str]:
@@ -80,7 +91,8 @@ def check(config: DataConfig) -> list[str]:
     if config.dataset_config is None or not Path(config.dataset_config).is_file():
         return []  # the rules across options say so
     reading = read(config)
-    found = [*reading.problems, *missing_folders(reading.datasets), *not_yet(reading.datasets)]
+    datasets = reading.datasets
+    found = [*reading.problems, *missing_folders(datasets), *not_yet(datasets), *mask_problems(datasets, config)]
     return list(dict.fromkeys(found))
 
 

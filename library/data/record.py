@@ -7,6 +7,7 @@ from .batches import BatchPlan
 from .bucket_facts import as_plain, facts_of
 from .buckets import Placement
 from .manifest import Manifest
+from .mask_files import Mask
 from .resolved import beyond, resolved
 
 Record = dict[str, Any]
@@ -47,4 +48,10 @@ def _sample(manifest: Manifest, placements: Sequence[Placement], index: int) -> 
         "subset": sample.subset,
         "is_reg": sample.is_reg,
         "weight": sample.weight,
+        "mask": None if sample.mask is None else _mask(sample.mask),
     }
+
+
+def _mask(mask: Mask) -> Record:
+    """Its file, which is the picture itself where its opacity is the mask, and how much of the picture counts."""
+    return {"image": str(mask.image), "is_alpha": mask.is_alpha, "share": mask.share}

@@ -4,11 +4,11 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor, nn
 
 from ..data.batch import PixelBatch
@@ -18,6 +18,7 @@ LossFunction = Callable[[PixelBatch, int], Tensor]
 """(batch, optimizer step) -> one weighted loss a sample."""
 
 SECONDS_TO_LET_GO = 0.2
+Item = TypeVar("Item")
 
 
 def let_go_of_messages() -> None:
@@ -63,6 +64,17 @@ class DataParallel:
         if isinstance(failure[0], UserError):
             failure[0].is_told = not self.is_main
         raise failure[0]
+
+    def total(self, count: int) -> int:
+        """The sum over all processes; with several of them it waits for the device."""
+        if self.size == 1:
+            return count
+        return int(self.accelerator.reduce(torch.tensor(count, device=self.device), reduction="sum"))
+
+    def from_all(self, items: Sequence[Item]) -> list[Item]:
+        """The items of all processes in the order of ranks, on each of them."""
+        everything: list[Item] = gather_object(list(items))
+        return everything
 
     @property
     def pins_memory(self) -> bool:

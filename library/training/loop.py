@@ -14,6 +14,7 @@ from ..distributed.strategy import DataParallel
 from ..optim.average import RunningAverage
 from ..optim.optimizers import Group, learning_rates, set_learning_rates
 from ..optim.schedules import Schedule
+from .bad_samples import BadSamples
 from .health import STEPS_BETWEEN_READINGS, Watch
 from .plan import RunPlan
 from .probe import probe
@@ -82,6 +83,7 @@ class Run:
     optimizer: Any
     schedule: Schedule
     watch: Watch
+    bad_samples: BadSamples
     teller: Teller
     average: RunningAverage | None = None
     actions: Sequence[Action] = ()
@@ -111,12 +113,14 @@ def _ran_on(run: Run) -> bool:
             probe(run, work.batches[0])
             run.is_probed = True
         unread.append(_step(run, work, waited))
+        run.bad_samples.note(work.problems)
         run.teller.stepped(run)
         due = [action for action in run.actions if action.is_due(run)]
         is_last = run.state.step >= run.plan.steps
         if due or is_last or run.state.step == 1 or len(unread) >= STEPS_BETWEEN_READINGS:
             if not run.watch.is_well(run, unread):
                 return False
+            run.bad_samples.settle(run.strategy)
             run.teller.told(run, unread)
             unread = []
             if not is_last:

@@ -34,7 +34,8 @@ def probe(run: "Run", batch: PixelBatch) -> None:
                     item.copy_(torch.randn(item.shape, generator=generator) * STIR)
         task = replace(run.task, denoiser=model)
         with run.strategy.accelerator.autocast():
-            loss = task(replace(batch, weight=torch.ones_like(batch.weight)), run.state.step).mean()
+            whole = replace(batch, weight=torch.ones_like(batch.weight), mask=None)
+            loss = task(whole, run.state.step).mean()
         loss.backward()  # type: ignore[no-untyped-call]
         _judge(float(loss.detach()), {name: item.grad for name, item in weights.items()})
     finally:

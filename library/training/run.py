@@ -11,7 +11,6 @@ import torch
 from ..adapters import lora
 from ..config import RunConfig
 from ..config.schema import PreviewConfig
-from ..data.loader import Loader
 from ..data.prepare import Prepared, prepare
 from ..data.prompts import Prompt, read_prompts
 from ..distributed.accelerator import prepare_accelerator
@@ -24,6 +23,7 @@ from ..families.detect import Detected, detect
 from ..log import Progress
 from ..optim import optimizers, schedules
 from ..optim.average import RunningAverage
+from .bad_samples import BadSamples
 from .bundle import read_bundle, replay
 from .export import Export
 from .health import NoMore, Watch
@@ -84,11 +84,21 @@ def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, start
         try:
             train(job)
         except NoMore:
-            if job.state.has_learnt:
-                export.save(job, f"{config.save.output_name}-step{job.state.step:08d}.safetensors")
+            _keep(export, job)
             raise
+    job.bad_samples.tell_all()
     strategy.finish()
     _say_where(export.written, preview)
+
+
+def _keep(export: Export, job: Run) -> None:
+    """What was learnt until a run could not go on; why it could not is what the user has to read."""
+    if not job.state.has_learnt:
+        return
+    try:
+        export.save(job, f"{job.config.save.output_name}-step{job.state.step:08d}.safetensors")
+    except UserError as error:
+        logger.warning("what was learnt so far is not saved: %s", error)
 
 
 def _check_folder(folder: Path) -> None:
@@ -129,13 +139,15 @@ def _assemble(
         logger.warning("%s", line)
     optimizer = optimizers.make_optimizer(config.optim, groups)
     wrapped, optimizer = strategy.wrap(denoiser, optimizer)
-    task = Task(family, pipe, wrapped, objective, config.train.seed, strategy.device)
+    task = Task(family, pipe, wrapped, objective, config.train.seed, strategy.device,
+                config.data.masked_loss_normalize)  # fmt: skip
     loader = prepared.loader(plan.batches, strategy.rank, total_steps=plan.steps, pin_memory=strategy.pins_memory)
     if strategy.is_main:
-        _tell_long_captions(family, pipe, loader)
+        _tell_long_captions(family, pipe, prepared.first_captions(plan.batches, plan.steps))
     schedule = schedules.make_schedule(config.optim, plan.steps)
     watch = Watch(config.train.max_bad_steps, Path(config.save.output_dir))
-    job = Run(config, plan, strategy, task, loader, wrapped, groups, optimizer, schedule, watch, Silence())
+    bad_samples = BadSamples(config.data.max_bad_samples, len({sample.image for sample in prepared.manifest.samples}))
+    job = Run(config, plan, strategy, task, loader, wrapped, groups, optimizer, schedule, watch, bad_samples, Silence())
     if config.optim.ema_decay is not None:
         job.average = RunningAverage(job.parameters, config.optim.ema_decay)
     if callable(getattr(optimizer, "train", None)):  # schedule-free ones have two sets of weights
@@ -143,9 +155,8 @@ def _assemble(
     return job, adapter
 
 
-def _tell_long_captions(family: Family, pipe: Any, loader: Loader) -> None:
-    """Captions of which the model reads only the beginning, as they are shown in the first epoch."""
-    captions = [loader.reader.caption(0, 0, index, 0) for index in range(len(loader.reader.manifest.samples))]
+def _tell_long_captions(family: Family, pipe: Any, captions: Sequence[str]) -> None:
+    """Captions of which the model reads only the beginning."""
     if found := family.too_long(pipe, captions):
         logger.warning("%d of %d captions are longer than what the text encoder reads; their ends are left out, for "
                        "example of: %s", len(found), len(captions), found[0])  # fmt: skip

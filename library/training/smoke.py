@@ -23,7 +23,7 @@ def one_step(device: str) -> float:
     task = Task(family, pipe, denoiser, objective, seed=0, device=place)
     optimizer = torch.optim.SGD(trainable(denoiser), lr=1e-3)
     height, width = 64, 128
-    pixels = torch.linspace(-1, 1, 3 * height * width).view(1, 3, height, width)
+    pixels = torch.linspace(0, 255, 3 * height * width).to(torch.uint8).view(1, 3, height, width)
     frame = torch.tensor([[height, width, 0, 0, height, width]], dtype=torch.float32)
     loss = task(PixelBatch(pixels, ("a test",), frame, torch.ones(1), (0,), ("test",)), step=0).sum()
     loss.backward()  # type: ignore[no-untyped-call]

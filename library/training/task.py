@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data.batch import Batch, PixelBatch
+from ..data.batch import Batch, PixelBatch, as_model_input
+from ..diffusion.masking import in_latents, mean_loss
 from ..diffusion.objective import Objective
 from ..families.base import Family
 from ..randomness import seed_for
@@ -33,6 +34,7 @@ class Task:
     objective: Objective
     seed: int
     device: torch.device
+    masks_by_area: bool = False  # a picture weighs the same however much of it a mask leaves
     seen: list[Seen] = field(default_factory=list)
     """The micro-batches of the latest optimizer step on this process."""
     seen_in: int = -1
@@ -44,9 +46,7 @@ class Task:
         noised = self.objective.noised(batch.latents, partial(self.generators, step=step, places=batch.places))
         predicted = self.family.predict(self.pipe, self.denoiser, noised.latents, noised.t, batch)
         loss = self.objective.elementwise(predicted, noised)
-        if batch.mask is not None:
-            loss = loss * batch.mask
-        losses = loss.flatten(1).mean(1) * self.objective.weights(noised.t)
+        losses = mean_loss(loss, batch.mask, by_area=self.masks_by_area) * self.objective.weights(noised.t)
         self._note(Seen(noised.t / 1000, losses.detach(), batch.weight, batch.ids), step)
         return losses * batch.weight
 
@@ -60,13 +60,17 @@ class Task:
         """Pictures to latents and captions to conditioning; both encoders are frozen."""
         draws = self.generators("vae", step, pixels.places)
         with torch.autocast(self.device.type, enabled=False):  # the VAE overflows in half precision
-            latents = self.family.encode_pixels(self.pipe, pixels.pixels.to(self.device, non_blocking=True), draws)
+            values = as_model_input(pixels.pixels.to(self.device, non_blocking=True))
+            latents = self.family.encode_pixels(self.pipe, values, draws)
         cond = self.family.encode_prompts(self.pipe, list(pixels.captions))
         frame, weight = (
             pixels.frame.to(self.device, non_blocking=True),
             pixels.weight.to(self.device, non_blocking=True),
         )
-        return Batch(latents, cond, frame, weight, pixels.places, pixels.ids, pixels.mask)
+        mask = pixels.mask
+        if mask is not None:
+            mask = in_latents(mask.to(self.device, non_blocking=True), (latents.shape[-2], latents.shape[-1]))
+        return Batch(latents, cond, frame, weight, pixels.places, pixels.ids, mask)
 
     def generators(self, purpose: str, step: int, places: tuple[int, ...]) -> list[torch.Generator]:
         """A generator of its own for each sample: a function of (seed, purpose, step, place in the step).
