@@ -57,11 +57,11 @@ def test_the_loss_of_a_sample_is_its_mean_times_the_weight_of_its_time_times_its
 
 
 def test_a_masked_place_counts_nothing_and_the_mean_is_over_all_places(task):
-    mask = torch.ones(2, 1, HEIGHT // 8, WIDTH // 8)
-    mask[0, :, :, :4] = 0
-    mask[1, :, :, :] = 0.5
+    mask = torch.full((2, 1, HEIGHT, WIDTH), 255, dtype=torch.uint8)
+    mask[0, :, :, :32] = 0
+    mask[1, :, :, :] = 51
     plain, masked = (task(pixels((0, 1), [1.0, 1.0], each), step=0) for each in (None, mask))
-    assert masked[1].item() == pytest.approx(plain[1].item() / 2)
+    assert masked[1].item() == pytest.approx(plain[1].item() / 5)
     assert 0.1 * plain[0] < masked[0] < 0.6 * plain[0]
 
 
