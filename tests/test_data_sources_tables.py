@@ -106,6 +106,15 @@ def test_all_that_is_wrong_with_rows_is_told_with_their_lines(tmp_path):
     ]
 
 
+def test_a_row_of_parquet_is_told_by_its_number(tmp_path):
+    write(tmp_path / "a", ["1.png"])
+    rows = [ROWS[0], {"file_name": "gone.png", "text": "x"}]
+    write(tmp_path / "a", {"metadata.parquet": table(rows, ".parquet")})
+    assert shortened(tmp_path, listed(tmp_path, "image_dir = 'a'").absent) == [
+        "a/metadata.parquet: row 1: 'gone.png' is not there; looked in a"
+    ]
+
+
 @pytest.mark.parametrize(
     ("files", "keys", "expected"),
     [
