@@ -179,6 +179,16 @@ def test_a_table_of_other_things_is_left_alone_and_this_is_said(tmp_path):
     )
 
 
+def test_a_table_without_captions_is_no_mistake_where_the_class_tokens_are_the_caption(tmp_path):
+    write(tmp_path / "a", ["1.png"])
+    write(tmp_path / "a", {"metadata.jsonl": '{"file_name": "1.png", "label": 3}'})
+    listing = listed(tmp_path, "image_dir = 'a'\nclass_tokens = 'cls'")
+    assert captions(listing) == {"1.png": "cls"} and listing.problems == []
+    assert shortened(tmp_path, listing.notes)[0] == (
+        "a/metadata.jsonl: not used: no column is called text, caption, prompt; there are file_name, label"
+    )
+
+
 def test_a_list_of_captions_is_a_choice_of_lines(tmp_path):
     write(tmp_path / "a", ["1.png"])
     write(tmp_path / "a", {"metadata.jsonl": '{"file_name": "1.png", "text": ["one\\nuno", null, "zwei"]}'})
