@@ -146,6 +146,11 @@ def test_a_pattern_means_what_a_shell_means_by_it(path, text):
     assert Pattern.of(text).matches(path) == any(fits(text, start) for start in starts)
 
 
+def test_a_slash_at_the_end_asks_for_a_folder():
+    assert [Pattern.of(text).matches("a/b.png") for text in ("a/", "b.png/", "a/b.png/", "b.png", "/a", "/b.png")] == [
+        True, False, False, True, True, False]  # fmt: skip
+
+
 def test_braces_stand_for_what_a_shell_makes_of_them():
     assert expanded("a{000..002}.tar") == ["a000.tar", "a001.tar", "a002.tar"]
     assert expanded("{9..11}") == ["9", "10", "11"] and expanded("{09..11}") == ["09", "10", "11"]
@@ -158,18 +163,18 @@ def test_braces_stand_for_what_a_shell_makes_of_them():
 
 
 def test_each_picture_takes_the_first_of_several_endings(tmp_path):
-    write(tmp_path / "a", ["1.png", "2.png", "3.png", "4.png", "s/1.png", "s_1_2_3_4/5_1_2_3_4.png"])
+    write(tmp_path / "a", ["1.png", "2.png", "3.png", "4.png", "s/1.png", "s_1_2_3_4/5_1_2_3_4.png", "s_1_2_3_4/6.png"])
     write(tmp_path / "a", {"1.caption": "one", "1.txt": "not me", "2.txt": "two", "3.TXT": "three", "s/1.txt": "s",
                            "s_1_2_3_4/5.txt": "face", "s.txt": "not me"})  # fmt: skip
     subset = "image_dir = 'a'\nrecursive = true\ncaption_extension = ['caption', '.txt']"
     listing = listed(tmp_path, subset)
     assert captions(listing) == {"1.png": "one", "2.png": "two", "3.png": "three", "4.png": "", "s/1.png": "s",
-                                 "s_1_2_3_4/5_1_2_3_4.png": "face"}  # fmt: skip
+                                 "s_1_2_3_4/5_1_2_3_4.png": "face", "s_1_2_3_4/6.png": ""}  # fmt: skip
     assert shortened(tmp_path, listing.notes) == [
-        "a: 1 of 6 pictures have no .caption or .txt file, their caption is empty: 4.png",
+        "a: 2 of 7 pictures have no .caption or .txt file, their caption is empty: 4.png, s_1_2_3_4/6.png",
     ]
     ready = prepared(tmp_path, subset)
-    assert ready.manifest.endings == ((0, 0, "4 .txt, 1 .caption", 5, 6),)
+    assert ready.manifest.endings == ((0, 0, "4 .txt, 1 .caption", 5, 7),)
 
 
 @pytest.mark.parametrize("ending", ["", ".TXT", ".wd14.txt"])
@@ -186,6 +191,13 @@ def test_the_file_in_the_case_that_was_asked_for_goes_first():
         assert CaptionFiles(order, [".txt"]).of("a.png") == ("a.txt", ".txt")
         assert CaptionFiles(order, [".TXT"]).of("a.png") == ("a.TXT", ".TXT")
         assert CaptionFiles(order, [".caption"]).of("b.png") == ("b.TXT", ".txt")
+
+
+def test_another_ending_than_caption_is_not_replaced_by_txt(tmp_path):
+    write(tmp_path / "a", ["1.png"])
+    write(tmp_path / "a", {"1.txt": "one"})
+    listing = listed(tmp_path, "image_dir = 'a'\ncaption_extension = '.tags'\nclass_tokens = 'cls'")
+    assert captions(listing) == {"1.png": "cls"} and "have a .txt file" in listing.notes[-1]
 
 
 def test_captions_of_another_ending_are_pointed_out(tmp_path):

@@ -4,6 +4,7 @@ import io
 import os
 import pickle
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -130,6 +131,18 @@ def test_captions_may_be_lists_dictionaries_or_missing(tmp_path):
     assert listing.notes == ["a.parquet: 1 of 7 pictures have no text, 'cls' is their caption: a.parquet row 6"]
 
 
+def test_captions_that_are_no_text_are_told_for_their_rows(tmp_path):
+    lengths, data = arrow.array([0, 1, 2, 5], arrow.int32()).buffers()[1], arrow.py_buffer(b"abc\xe9d")
+    broken = arrow.StringArray.from_buffers(3, lengths, data)
+    cases = [(broken, {2: "b'c\\xe9d'"}), ([[["a"]], [], [["c"]]], {0: "['a']", 2: "['c']"})]
+    for column, expected in cases:
+        save(tmp_path / "a.parquet", {"image": PICTURES[:3], "text": column})
+        found = listed(tmp_path, "parquet = 'a.parquet'").found
+        assert shortened(tmp_path, [item.problem for item in found if item.problem]) == [
+            f"a.parquet: row {row}: text is no text: {shown}" for row, shown in expected.items()
+        ]
+
+
 def test_pictures_may_be_files_beside_the_table(tmp_path):
     write(tmp_path / "p", {"x/1.png": PICTURES[1], "x/2.png": PICTURES[2]})
     save(tmp_path / "p" / "a.parquet", {"image": ["x/1.png", "x/2.png", None], "text": ["one", "two", "three"]})
@@ -172,12 +185,13 @@ def test_broken_files_and_rows_are_named_and_can_be_skipped(tmp_path):
 class Counting:
     """How often row groups are read."""
 
-    def __init__(self, monkeypatch):
+    def __init__(self, monkeypatch, seconds: float = 0):
         self.reads: list[tuple] = []
         whole = parquet.ParquetFile.read_row_group
 
         def read_row_group(file, group, *arguments, **options):
             self.reads.append(group)
+            time.sleep(seconds)
             return whole(file, group, *arguments, **options)
 
         monkeypatch.setattr(parquet.ParquetFile, "read_row_group", read_row_group)
@@ -218,6 +232,14 @@ def test_threads_and_processes_read_the_right_rows(tmp_path, monkeypatch):
     for thread in threads:
         thread.join()
     assert wrong == []
+    counting = Counting(monkeypatch, seconds=0.05)
+    fresh = pickle.loads(pickle.dumps([item.image for item in found]))
+    threads = [threading.Thread(target=fresh[number % 2].read_bytes) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert counting.reads == [0]  # one reads the group, the others wait for it
     reader = found[0].image.part.rows
     with reader._lock:  # as it may be in the moment of a fork
         child = os.fork()

@@ -106,6 +106,15 @@ def test_all_that_is_wrong_with_rows_is_told_with_their_lines(tmp_path):
     ]
 
 
+def test_a_row_of_parquet_is_told_by_its_number(tmp_path):
+    write(tmp_path / "a", ["1.png"])
+    rows = [ROWS[0], {"file_name": "gone.png", "text": "x"}]
+    write(tmp_path / "a", {"metadata.parquet": table(rows, ".parquet")})
+    assert shortened(tmp_path, listed(tmp_path, "image_dir = 'a'").absent) == [
+        "a/metadata.parquet: row 1: 'gone.png' is not there; looked in a"
+    ]
+
+
 @pytest.mark.parametrize(
     ("files", "keys", "expected"),
     [
@@ -167,6 +176,16 @@ def test_a_table_of_other_things_is_left_alone_and_this_is_said(tmp_path):
     assert captions(listing) == {"1.png": ""} and listing.problems == []
     assert shortened(tmp_path, listing.notes)[0] == (
         "a/metadata.jsonl: not used: it has no column file_name; metadata_file names files of other kinds"
+    )
+
+
+def test_a_table_without_captions_is_no_mistake_where_the_class_tokens_are_the_caption(tmp_path):
+    write(tmp_path / "a", ["1.png"])
+    write(tmp_path / "a", {"metadata.jsonl": '{"file_name": "1.png", "label": 3}'})
+    listing = listed(tmp_path, "image_dir = 'a'\nclass_tokens = 'cls'")
+    assert captions(listing) == {"1.png": "cls"} and listing.problems == []
+    assert shortened(tmp_path, listing.notes)[0] == (
+        "a/metadata.jsonl: not used: no column is called text, caption, prompt; there are file_name, label"
     )
 
 

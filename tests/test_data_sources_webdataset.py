@@ -97,6 +97,20 @@ def test_captions_come_from_the_wanted_ending_or_txt_or_json(tmp_path):
     ]
 
 
+def test_another_ending_than_caption_is_not_replaced(tmp_path):
+    pack(tmp_path / "a.tar", [("1.png", PNG[1]), ("1.txt", b"one"), ("1.json", b"{}")])
+    listing = listed(tmp_path, "webdataset = 'a.tar'\ncaption_extension = '.tags'")
+    assert captions(listing) == {"1.png": ""}
+    assert listing.notes[0] == "a.tar: also holds what is not used: 1 .txt, 1 .json"
+
+
+def test_a_picture_of_another_kind_beside_it_is_not_trained(tmp_path):
+    pack(tmp_path / "a.tar", [("1.png", PNG[1]), ("1.seg.png", PNG[2]), ("1.txt", b"one")])
+    listing = listed(tmp_path, "webdataset = 'a.tar'")
+    assert captions(listing) == {"1.png": "one"}
+    assert listing.notes == ["a.tar: also holds what is not used: 1 .seg.png"]
+
+
 def test_shards_are_named_by_braces_pattern_folder_or_list(tmp_path):
     for number in range(3):
         pack(tmp_path / "s" / f"00{number}.tar", [(f"{number}.png", PNG[number])])

@@ -13,9 +13,16 @@ class Part:
     offset: int
     length: int
 
+    @property
+    def mark(self) -> str:
+        """What tells it apart within its file, as long as the file stays as it is."""
+        return f"{self.offset}+{self.length}"
+
 
 class Rows(Protocol):
     """Reads rows of files; one object for all pictures of a subset."""
+
+    column: str
 
     def read(self, path: Path, number: int) -> bytes: ...
 
@@ -30,6 +37,16 @@ class Row:
     @property
     def name(self) -> str:
         return str(self.number)
+
+    @property
+    def length(self) -> int:
+        """Not known before it is read."""
+        return 0
+
+    @property
+    def mark(self) -> str:
+        """What tells it apart within its file, as long as the file stays as it is."""
+        return f"{self.rows.column}:{self.number}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ ALSO_NEEDED = {"numpy": "numpy", "PIL": "pillow", "psutil": "psutil", "toml": "t
 """Module and package of what is needed in whatever release came with the rest."""
 OPTIONAL = {"deepspeed": "pip install deepspeed", "bitsandbytes": "pip install bitsandbytes",
             "nvidia-ml-py": "pip install nvidia-ml-py", "torchao": "pip install torchao",
-            "optimum-quanto": "pip install optimum-quanto", "lycoris-lora": "pip install lycoris-lora"}  # fmt: skip
+            "optimum-quanto": "pip install optimum-quanto", "lycoris-lora": "pip install lycoris-lora",
+            "pyarrow": "pip install pyarrow"}  # fmt: skip
 PYTHONS = ((3, 10), (3, 13))
 SECONDS = 180.0
 

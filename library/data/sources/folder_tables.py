@@ -72,6 +72,10 @@ def _read(subset: SubsetConfig, folder: Path, path: str, files: set[str], pictur
                              " other kinds")  # fmt: skip
         return
     names = _FILE_NAME if subset.image_column is None else file_column(table, subset.image_column)
+    if subset.caption_column is None and subset.class_tokens and not set(CAPTION_COLUMNS) & set(table.columns):
+        listing.notes.append(f"{table.path}: not used: no column is called {', '.join(CAPTION_COLUMNS)}; there are"
+                             f" {', '.join(table.columns)}")  # fmt: skip
+        return
     try:
         captions = caption_column(table.columns, subset.caption_column)
     except ValueError as error:

@@ -83,11 +83,26 @@ def _rows(file: Any, path: Path, columns: Columns) -> Iterator[Cells]:
     read = [columns.caption, *([columns.image] if columns.has_paths else [])]
     number = 0
     for batch in file.iter_batches(batch_size=_BATCH, columns=read, use_threads=False):
-        texts = batch.column(columns.caption).to_pylist()
+        texts = _values(batch.column(columns.caption))
         names = batch.column(columns.image).to_pylist() if columns.has_paths else [None] * len(texts)
         for text, name in zip(texts, names, strict=True):
             yield _cells(text, name or None, f"{path}: row {number}: {columns.caption}")
             number += 1
+
+
+def _values(column: Any) -> list[Any]:
+    """Text that is no UTF-8 as bytes, so that it is told for its row and not for the file."""
+    try:
+        return list(column.to_pylist())
+    except UnicodeDecodeError:
+        return [_value(cell) for cell in column]
+
+
+def _value(cell: Any) -> Any:
+    try:
+        return cell.as_py()
+    except UnicodeDecodeError:
+        return cell.as_buffer().to_pybytes() if hasattr(cell, "as_buffer") else b""
 
 
 def _cells(text: object, name: str | None, where: str) -> Cells:
