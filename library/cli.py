@@ -88,7 +88,7 @@ def _of_model_and_prompts(loaded: "Loaded") -> list[str]:
     """What is wrong with the model's files and the file of prompts, as far as small files and headers tell."""
     from .config.objective_rules import misfits
     from .data.prompts import read_prompts
-    from .families.detect import detect
+    from .families.detect import detect, facts_of
 
     config, places = loaded.config, loaded.places
     problems = []
@@ -96,7 +96,7 @@ def _of_model_and_prompts(loaded: "Loaded") -> list[str]:
     try:
         found = detect(config.model)
         problems += [f"{places.get(names[0], f'--{names[0]}')}: {problem}"
-                     for names, problem in misfits(config, found.family, found.prediction)]  # fmt: skip
+                     for names, problem in misfits(config, facts_of(found.family).title, found.prediction)]  # fmt: skip
     except ConfigError as error:
         problems += error.problems
     try:

@@ -118,5 +118,5 @@ def test_mistakes_of_all_kinds_are_told_together_before_torch_is_imported(tmp_pa
 
     assert done.stdout.strip() == "2 []"
     for part in ("--network_dim: expected a whole number", "data.toml:2: resolutoin: ", "prompts.txt:1: --w: 100 is no",
-                 "pretrained_model_name_or_path: /no/where: no such folder", "data.toml:4: image_dir"):  # fmt: skip
+                 "pretrained_model_name_or_path: /no/where: no such file", "data.toml:4: image_dir"):  # fmt: skip
         assert part in done.stderr, (part, done.stderr)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from diffusers import DDIMScheduler, DDPMScheduler, EulerDiscreteScheduler, PNDMScheduler
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from diffusers.schedulers.scheduling_ddim import rescale_zero_terminal_snr
 
 from library.config.options import options_of
@@ -16,6 +17,8 @@ from library.diffusion.objective import Objective
 from library.diffusion.process import Epsilon, FlowMatching, Velocity
 from library.diffusion.shift import FixedShift
 from library.errors import ConfigError
+from library.families import FAMILIES
+from library.families.detect import detect
 from library.families.sampling import SAMPLERS, scheduler_for
 from library.families.scheduler import following
 from library.families.sd1 import StableDiffusion1
@@ -203,6 +206,27 @@ def test_what_shows_only_in_the_loaded_model_is_refused_then():
     assert first.startswith("--scale_v_pred_loss_like_noise_pred: needs a model that predicts v")
     assert second == ("--debiased_estimation_loss: the model's last time has no signal, and so a weight without end; "
                       "leave it out")  # fmt: skip
+
+
+@pytest.mark.parametrize("source", ["random:sd3:tiny", "random:flux:tiny", "random:z_image:tiny",
+                                    "random:qwen_image:tiny"])  # fmt: skip
+def test_flow_families_train_as_they_draw_unless_they_are_told_otherwise(source):
+    model = detect(source)
+    family = FAMILIES.get(model.family)()
+    pipe = family.load(model, torch.float32, ())
+    objective, settings = objective_of(RunConfig(), family, pipe), pipe.scheduler.config
+    u, shape, tokens = torch.linspace(0.1, 0.9, 9, dtype=torch.float64), torch.Size((1, 16, 64, 96)), 32 * 48
+    plain = torch.sigmoid(torch.special.ndtri(u))
+    expected = settings.shift * plain / (1 + (settings.shift - 1) * plain)
+    if settings.use_dynamic_shifting:
+        names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
+        expected = pipe.scheduler.time_shift(calculate_shift(tokens, *(settings[n] for n in names)), 1.0, plain)
+    torch.testing.assert_close(objective.times(u, shape).double() / 1000, expected, rtol=0, atol=1e-6)
+
+    told = objective_of(RunConfig(noise=NoiseConfig(timestep_sampling="uniform")), family, pipe)
+    torch.testing.assert_close(told.times(u, shape).double() / 1000, u, rtol=0, atol=1e-6)
+    with pytest.raises(ConfigError, match=f"min_snr_gamma: means nothing for {family.facts.title}"):
+        objective_of(RunConfig(loss=LossConfig(min_snr_gamma=5.0)), family, pipe)
 
 
 def test_a_scheduler_that_says_the_same_is_left_alone(caplog):

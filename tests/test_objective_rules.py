@@ -142,5 +142,5 @@ def test_a_misfit_is_told_with_its_place_before_anything_is_loaded(tmp_path):
     assert done.returncode == 2
     lines = [line.strip() for line in done.stderr.splitlines()]
     assert lines[0] == "train_lora: stopped. 2 problems:"
-    assert lines[1].startswith(f"{path}:2: discrete_flow_shift: means nothing for sd1")
+    assert lines[1].startswith(f"{path}:2: discrete_flow_shift: means nothing for Stable Diffusion 1: ")
     assert lines[2].startswith(f"{path}:4: scale_v_pred_loss_like_noise_pred: needs a model that predicts v")

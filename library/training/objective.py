@@ -21,7 +21,7 @@ def objective_of(config: RunConfig, family: Family, pipe: Any) -> Objective:
     process = family.process(pipe)
     # Small files need not tell what a model predicts, so this is certain only now that it is loaded.
     problems = [f"--{names[0]}: {problem}"
-                for names, problem in misfits(config, type(family).__name__, process.prediction)]  # fmt: skip
+                for names, problem in misfits(config, family.facts.title, process.prediction)]  # fmt: skip
     problems += [f"--{name}: the model's last time has no signal, and so a weight without end; leave it out"
                  for name in endless(process, config.loss)]  # fmt: skip
     if problems:
