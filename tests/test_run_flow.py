@@ -76,3 +76,11 @@ def test_modules_that_are_one_in_the_original_share_a_matrix_to_the_end(even, tm
     down = [one[f"{name}.{part}.lora_A.weight"] for part in ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")]
     assert all(torch.equal(each, down[0]) for each in down)
     assert not torch.equal(one[f"{name}.attn.to_q.lora_B.weight"], one[f"{name}.attn.to_k.lora_B.weight"])
+
+
+def test_a_model_that_is_compiled_by_blocks_learns_the_same(even, tmp_path):
+    """diffusers does not say which blocks of SD3 repeat."""
+    flags = ("--pretrained_model_name_or_path", SOURCES["sd3"], "--optimizer_type", "SGD", "--max_train_steps", "2")
+    compiled = ("--torch_compile", "--dynamo_backend", "eager", "--dynamo_use_regional_compilation")
+    plain = trained(tmp_path / "plain", 1, 4, 1, *flags, dataset=even)
+    assert difference(plain, trained(tmp_path / "compiled", 1, 4, 1, *flags, *compiled, dataset=even)) < 1e-4
