@@ -89,22 +89,22 @@ def _of_model_and_prompts(loaded: "Loaded") -> list[str]:
     from .config.objective_rules import misfits
     from .data.prompts import read_prompts
     from .families.detect import detect, facts_of
+    from .families.drawable import undrawable
 
     config, places = loaded.config, loaded.places
-    problems = []
+    problems: list[str] = []
     prompts = config.preview.sample_prompts
     try:
         found = detect(config.model)
         problems += [f"{places.get(names[0], f'--{names[0]}')}: {problem}"
                      for names, problem in misfits(config, facts_of(found.family).title, found.prediction)]  # fmt: skip
     except ConfigError as error:
-        problems += error.problems
+        found, problems = None, error.problems
     try:
-        if prompts and Path(prompts).is_file():
-            read_prompts(Path(prompts))
+        asked = read_prompts(Path(prompts)) if prompts and Path(prompts).is_file() else []
     except ConfigError as error:
-        problems += error.problems
-    return problems
+        return [*problems, *error.problems]
+    return [*problems, *undrawable(asked, config.preview.sample_sampler, found)] if found else problems
 
 
 def _write_config(path: Path | None, text: str, problems: list[str]) -> int:

@@ -75,3 +75,30 @@ def test_the_settings_are_checked_with_all_others(tmp_path):
     problems = load_options(["--max_token_length", "100", "--clip_skip", "0"]).problems
     assert "--max_token_length: 100: CLIP reads 75, 150 or 225 tokens" in problems
     assert any(line.startswith("--clip_skip: ") and "at least 1" in line for line in problems)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["sd3", "flux", "flux_schnell", "z_image", "qwen_image"])
+def test_the_end_of_a_text_is_read_unless_it_is_told_to_be_too_long(name):
+    tiny = TINY[name]()
+    pipe, family = tiny.pipe, FAMILIES.get(tiny.family)()
+    lengths = range(1, 1100)
+    most = max(length for length in lengths if not family.too_long(pipe, ["a" * length]))
+    assert 100 < most < max(lengths)
+    for length, is_read in ((most, True), (most + 1, False)):
+        one, other = (family.encode_prompts(pipe, ["a" * (length - 1) + last])["embeds"][0] for last in "bc")
+        assert torch.equal(one, other) is not is_read
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["sd3", "flux"])
+def test_the_length_of_t5s_text_is_an_option(name):
+    tiny = TINY[name]()
+    family = FAMILIES.get(name)(ModelConfig(t5xxl_max_token_length=20))
+    texts = ["a red circle", "a text of twenty letters"]
+    theirs = tiny.pipe.encode_prompt(texts, **{"prompt_2": None, "prompt_3": None} if name == "sd3" else {},
+                                     device=torch.device("cpu"), max_sequence_length=20)  # fmt: skip
+    embeds = family.encode_prompts(tiny.pipe, texts)["embeds"]
+    assert torch.equal(embeds, theirs[0])
+    assert embeds.shape[1] == 20 + (77 if name == "sd3" else 0)
+    assert family.too_long(tiny.pipe, texts) == texts[1:]

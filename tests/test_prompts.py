@@ -7,6 +7,8 @@ import pytest
 
 from library.data.prompts import Prompt, read_prompts
 from library.errors import ConfigError
+from library.families.detect import detect
+from library.families.drawable import undrawable
 
 
 def read(tmp_path, name, text):
@@ -65,7 +67,7 @@ def test_all_mistakes_of_a_text_file_are_told_at_once_with_their_lines(tmp_path)
         "one --w 100 --d -1",
         "two --widht 64",
         "three --s many --l inf",
-        "four --cn pose.png --fs 3 --g 3.5",
+        "four --cn pose.png --fs 0 --g -3.5",
         "five --ss eular",
         "six --w 64 --w 128 --h",
         "seven --rcg 1",
@@ -74,12 +76,12 @@ def test_all_mistakes_of_a_text_file_are_told_at_once_with_their_lines(tmp_path)
         ":2: --w: 100 is no multiple of 8; write 96 or 104",
         ":2: --d: expected at least 0, got -1",
         ":3: --widht: unknown option; there are: --n negative_prompt, --w width, --h height, --d seed, "
-        "--s sample_steps, --l scale, --ss sample_sampler",
+        "--s sample_steps, --l scale, --ss sample_sampler, --g guidance_scale, --fs flow_shift",
         ":4: --s: expected a whole number, got 'many'",
         ":4: --l: expected a number that is not negative, got inf",
         ":5: --cn: control pictures are not supported",
-        ":5: --fs: only flow-matching models have it; leave it out",
-        ":5: --g: only models with built-in guidance, such as FLUX, have it; use --l for this one",
+        ":5: --fs: expected a number above 0, got 0",
+        ":5: --g: expected a number that is not negative, got -3.5",
         ":6: --ss: 'eular' is not one of ddim, euler, euler_a, heun, dpmsolver++, pndm",
         ":7: --w: given twice",
         ":7: --h: no value behind it",
@@ -133,3 +135,24 @@ def test_a_seed_that_no_generator_takes_is_named(tmp_path):
 
     with pytest.raises(ConfigError, match="--d: 99999999999999999999 is too large"):
         read_prompts(path)
+
+
+def test_what_a_model_cannot_draw_is_told_with_its_place(tmp_path):
+    path = tmp_path / "p.txt"
+    path.write_text("a --w 72 --h 8 --g 3 --fs 2 --ss ddim\nb --w 64 --h 48 --ss euler\n", "utf-8")
+    prompts = read_prompts(path)
+    assert undrawable(prompts, None, detect("random:flux:tiny")) == [
+        f"{path}:1: --w: 72 is no multiple of 16, as FLUX.1 needs it; write 80 or 64",
+        f"{path}:1: --h: 8 is no multiple of 16, as FLUX.1 needs it; write 16",
+        f"{path}:1: --ss: ddim is not for flow matching, by which FLUX.1 works; use euler",
+    ]
+    assert undrawable(prompts[1:], "pndm", detect("random:sd3:tiny")) == [
+        "sample_sampler: pndm is not for flow matching, by which Stable Diffusion 3 works; use euler"
+    ]
+    assert undrawable(prompts, "pndm", detect(None)) == [
+        f"{path}:1: --fs: only flow-matching models have it, and Stable Diffusion 1 is none; leave it out",
+        f"{path}:1: --g: only FLUX.1 dev is told a guidance; use --l for this model",
+    ]
+    assert [line.split(": ")[1] for line in undrawable(prompts[:1], None, detect("random:flux:schnell:tiny"))] == [
+        "--w", "--h", "--g", "--ss",
+    ]  # fmt: skip

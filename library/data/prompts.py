@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -30,6 +30,8 @@ class Prompt:
     guidance: float | None = None
     flow_shift: float | None = None
     sampler: str | None = None
+    where: Callable[[str], str] = field(default=str, compare=False, repr=False)
+    """The key of a property -> where it is written, for messages."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ def _text(value: Any) -> str:
 
 
 def _sampler(value: Any) -> str:
-    known = get_args(get_type_hints(PreviewConfig)["sample_sampler"])
+    known = [name for kind in get_args(get_type_hints(PreviewConfig)["sample_sampler"]) for name in get_args(kind)]
     if value not in known:
         raise _Problem(f"{value!r} is not one of {', '.join(known)}")
     return str(value)
@@ -166,7 +168,7 @@ def _from_line(line: str, place: str, problems: list[str]) -> Prompt | None:
             found.append(f"{place}: --{name}: no value behind it")
         else:
             values[key] = value.strip() if key in _TEXTS else _literal(value.strip())
-    return _prompt(values, lambda key: f"{place}: {_shown(key, letters=True)}", found, problems, letters=True)
+    return _prompt(values, lambda key: f"{place}: {_shown(key)}", found, problems)
 
 
 def _literal(word: str) -> int | float | str:
@@ -223,13 +225,13 @@ def _from_json(path: Path, problems: list[str]) -> Iterator[Prompt]:
 
 
 def _prompt(
-    values: Mapping[str, Any], where: Callable[[str], str], found: list[str], problems: list[str], letters: bool = False
+    values: Mapping[str, Any], where: Callable[[str], str], found: list[str], problems: list[str]
 ) -> Prompt | None:
     """The prompt, or None and what is wrong with it; ``found`` are problems that are known already."""
     fields: dict[str, Any] = {}
     for key, value in values.items():
         if key in _REFUSED:
-            found.append(f"{where(key)}: {_REFUSED[key].format(scale=_shown('scale', letters))}")
+            found.append(f"{where(key)}: {_REFUSED[key]}")
         elif key not in _KEYS:
             found.append(f"{where(key)}: unknown key{did_you_mean(key, _KEYS)}")
         else:
@@ -240,13 +242,13 @@ def _prompt(
     if "prompt" not in values:
         found.append(f"{where('prompt')}: missing")
     problems.extend(found)
-    return None if found else Prompt(**fields)
+    return None if found else Prompt(**fields, where=where)
 
 
-def _shown(key: str, letters: bool) -> str:
-    """A key as the user writes it."""
+def _shown(key: str) -> str:
+    """A key as it is written in a line."""
     short = next((letter for letter, name in _LETTERS.items() if name == key), None)
-    return f"--{short}" if letters and short else key
+    return f"--{short}" if short else key
 
 
 def _read(path: Path) -> str:

@@ -131,6 +131,8 @@ class DataParallel:
         if wanted.value == "NO" or not plugin.use_regional_compilation:
             yield
             return
+        if not getattr(model, "_repeated_blocks", None):  # diffusers names none for SD3, but what stays together
+            model._repeated_blocks = getattr(model, "_no_split_modules", None)  # type: ignore[assignment]
         compile_blocks: Any = model.compile_repeated_blocks
         compile_blocks(**plugin.to_kwargs())
         plugin.backend = type(wanted).NO

@@ -36,6 +36,8 @@ class Detected:
     """Sides of training pictures are multiples of this."""
     prediction: str = "epsilon"
     """What the model was made to predict: ``epsilon``, ``v`` or ``flow``."""
+    is_guided: bool = False
+    """Whether the denoiser is told how strong the guidance is to be."""
     kind: Kind = "built-in"
     place: str = ""
     """The folder, hub id or file."""
@@ -113,7 +115,8 @@ def _from_json(read: Reader, kind: Kind, place: str, chosen: str | None) -> Dete
         for part in facts.parts:
             needed(read, f"{part}/{'tokenizer_config' if part.startswith('tokenizer') else 'config'}.json")
         why = f"--family says so; model_index.json says {name}" if chosen else f"model_index.json says {name}"
-        return Detected(family, f"{why}, and {look.reason}", look.pixel_step, look.prediction, kind, place)
+        reason = f"{why}, and {look.reason}"
+        return Detected(family, reason, look.pixel_step, look.prediction, look.is_guided, kind, place)
     if chosen:
         raise Problem(f"its files are not those of family {chosen}")
     raise Problem(f"its model_index.json says {name}; not yet: this version trains {_titles()}")
@@ -149,7 +152,8 @@ def _from_file(path: Path, chosen: str | None) -> Detected:
 def _of_file(path: Path, header: Header, family: str, config: str, is_chosen: bool) -> Detected:
     facts = facts_of(family)
     look = _look(facts, from_config(read_config(config)))
-    found = Detected(family, "", look.pixel_step, look.prediction, "file", str(path), config, parts_in(header, facts))
+    found = Detected(family, "", look.pixel_step, look.prediction, look.is_guided, "file", str(path), config,
+                     parts_in(header, facts))  # fmt: skip
     told = header.metadata.get("modelspec.prediction_type", "")
     if found.prediction != "flow" and (told.startswith("v") or "v_pred" in header.shapes):
         found = _predicting(found, "v")
@@ -189,7 +193,7 @@ def _random(place: str, chosen: str | None) -> Detected:
         raise Problem(f"is of family {family} and not {chosen}; leave --family out")
     look = _look(FACTS[family], from_config(read_config(config)))
     reason = f"{place} was asked for: random weights from the seed, in the sizes of {config}"
-    return Detected(family, reason, look.pixel_step, look.prediction, "random", place, config)
+    return Detected(family, reason, look.pixel_step, look.prediction, look.is_guided, "random", place, config)
 
 
 def _with_options(found: Detected, model: ModelConfig) -> Detected:

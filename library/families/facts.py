@@ -16,6 +16,8 @@ class Look:
     """Sides of training pictures are multiples of this."""
     prediction: str
     """What the model predicts: ``epsilon``, ``v`` or ``flow``."""
+    is_guided: bool = False
+    """Whether the denoiser is told how strong the guidance is to be."""
 
 
 @dataclass(frozen=True)

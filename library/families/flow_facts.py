@@ -1,6 +1,7 @@
 """Facts of the families that learn by flow matching: Stable Diffusion 3, FLUX.1, Z-Image and Qwen-Image."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from ..config.schema import ModelConfig
 from .facts import Facts, Look
@@ -44,8 +45,8 @@ def _look_at_sd3(read: Reader) -> Look:
 
 def _look_at_flux(read: Reader) -> Look:
     guided = needed(read, "transformer/config.json").get("guidance_embeds", False)
-    kind = "is told a guidance, as dev is" if guided else "is told no guidance, as schnell is not"
-    return _looked(read, 4, f"the transformer {kind}")
+    kind = "a guidance, so it is dev" if guided else "no guidance, so it is schnell"
+    return replace(_looked(read, 4, f"the transformer is told {kind}"), is_guided=bool(guided))
 
 
 def _look_at_z_image(read: Reader) -> Look:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..data.batch import Batch, Cond
 from ..data.prompts import Prompt
 from ..diffusion.process import FlowMatching, Process
-from . import kl_latents
+from . import clip_text, kl_latents
 from .base import Family, Titles
 from .flow_facts import FLUX
 from .sampling import draw_flow
@@ -47,13 +47,17 @@ class Flux(Family):
         return Titles("flux1", "flux-1-dev" if _is_guided(pipe) else "flux-1-schnell")
 
     def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
-        # The transformer, which knows better, may not be loaded yet.
-        usual = 512 if pipe.scheduler.config.use_dynamic_shifting else 256
         embeds, pooled, _ = pipe.encode_prompt(
-            list(prompts), device=pipe.text_encoder.device,
-            max_sequence_length=self.options.t5xxl_max_token_length or usual,
-        )  # fmt: skip
+            list(prompts), device=pipe.text_encoder.device, max_sequence_length=self._length(pipe)
+        )
         return {"embeds": embeds, "pooled": pooled}
+
+    def too_long(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
+        return clip_text.too_long(pipe.tokenizer_2, prompts, self._length(pipe) - 1)  # and one for the end of the text
+
+    def _length(self, pipe: Any) -> int:
+        # dev and schnell differ; the transformer, which knows better than the scheduler, may not be loaded yet.
+        return self.options.t5xxl_max_token_length or (512 if pipe.scheduler.config.use_dynamic_shifting else 256)
 
     def encode_pixels(self, pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
         return kl_latents.encode(pipe.vae, pixels, generators)

@@ -11,10 +11,13 @@ from torch.nn.utils.rnn import pad_sequence
 from ..data.batch import Batch, Cond
 from ..data.prompts import Prompt
 from ..diffusion.process import FlowMatching, Process
-from . import kl_latents
+from . import clip_text, kl_latents
 from .base import Family, Titles
 from .flow_facts import QWEN_IMAGE
 from .sampling import draw_flow
+
+LENGTH = 512
+"""Tokens of text, as in diffusers' pipeline."""
 
 
 class QwenImage(Family):
@@ -46,9 +49,15 @@ class QwenImage(Family):
         return Titles("qwen_image", "qwen-image")
 
     def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
-        embeds, mask = pipe.encode_prompt(list(prompts), pipe.text_encoder.device, max_sequence_length=512)
+        embeds, mask = pipe.encode_prompt(list(prompts), pipe.text_encoder.device, max_sequence_length=LENGTH)
         lengths = [embeds.shape[1]] * len(embeds) if mask is None else mask.sum(1).tolist()
         return {"embeds": [each[:length] for each, length in zip(embeds, lengths, strict=True)]}
+
+    def too_long(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
+        before, _, _ = pipe.prompt_template_encode.partition("{}")
+        most = LENGTH + pipe.prompt_template_encode_start_idx
+        cut = set(clip_text.too_long(pipe.tokenizer, [before + prompt for prompt in prompts], most))
+        return [prompt for prompt in prompts if before + prompt in cut]
 
     @torch.no_grad()
     def encode_pixels(self, pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:

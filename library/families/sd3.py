@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..data.batch import Batch, Cond
 from ..data.prompts import Prompt
 from ..diffusion.process import FlowMatching, Process
-from . import kl_latents
+from . import clip_text, kl_latents
 from .base import Family, Titles
 from .flow_facts import SD3
 from .sampling import draw_flow
@@ -55,9 +55,16 @@ class StableDiffusion3(Family):
     def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
         embeds, _, pooled, _ = pipe.encode_prompt(
             list(prompts), None, None, pipe.text_encoder.device, do_classifier_free_guidance=False,
-            max_sequence_length=self.options.t5xxl_max_token_length or 256,
+            max_sequence_length=self._length,
         )  # fmt: skip
         return {"embeds": embeds, "pooled": pooled}
+
+    def too_long(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
+        return clip_text.too_long(pipe.tokenizer_3, prompts, self._length - 1)  # and one for the end of the text
+
+    @property
+    def _length(self) -> int:
+        return self.options.t5xxl_max_token_length or 256
 
     def encode_pixels(self, pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
         return kl_latents.encode(pipe.vae, pixels, generators)

@@ -10,10 +10,13 @@ from torch import Tensor, nn
 from ..data.batch import Batch, Cond
 from ..data.prompts import Prompt
 from ..diffusion.process import FlowMatching, Process
-from . import kl_latents
+from . import clip_text, kl_latents
 from .base import Family, Titles
 from .flow_facts import Z_IMAGE
 from .sampling import draw_flow
+
+LENGTH = 512
+"""Tokens of text with the marks of who speaks, as in diffusers' pipeline."""
 
 
 class ZImage(Family):
@@ -41,8 +44,17 @@ class ZImage(Family):
         return Titles("z_image", "z-image")
 
     def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
-        embeds, _ = pipe.encode_prompt(list(prompts), pipe.text_encoder.device, do_classifier_free_guidance=False)
+        embeds, _ = pipe.encode_prompt(list(prompts), pipe.text_encoder.device, do_classifier_free_guidance=False,
+                                       max_sequence_length=LENGTH)  # fmt: skip
         return {"embeds": embeds}
+
+    def too_long(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
+        said = {}
+        for prompt in prompts:
+            message = [{"role": "user", "content": prompt}]
+            text = pipe.tokenizer.apply_chat_template(message, tokenize=False, enable_thinking=True)
+            said[text[: text.rindex(prompt) + len(prompt)]] = prompt
+        return [said[text] for text in clip_text.too_long(pipe.tokenizer, list(said), LENGTH)]
 
     def encode_pixels(self, pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
         return kl_latents.encode(pipe.vae, pixels, generators)

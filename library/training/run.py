@@ -16,10 +16,11 @@ from ..data.prompts import Prompt, read_prompts
 from ..distributed.accelerator import prepare_accelerator
 from ..distributed.contradictions import contradictions_of_this_run
 from ..distributed.strategy import DataParallel
-from ..errors import UserError
+from ..errors import ConfigError, UserError
 from ..families import FAMILIES
 from ..families.base import Family
 from ..families.detect import Detected, detect
+from ..families.drawable import undrawable
 from ..log import Progress
 from ..optim import optimizers, schedules
 from ..optim.average import RunningAverage
@@ -60,7 +61,7 @@ def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, start
     detected = detect(config.model)
     logger.info("model family %s: %s", detected.family, detected.reason)
     strategy.on_main(lambda: _check_folder(Path(config.save.output_dir)))
-    prompts = read_prompts(Path(config.preview.sample_prompts)) if config.preview.sample_prompts else []
+    prompts = _prompts(config.preview, detected)
     prepared = prepare(config.data, detected.pixel_step)
     plan = RunPlan.of(prepared.batch_plan(strategy.size, config.train), config.train, config.optim)
     for line in outline(prepared, plan, strategy.size).splitlines():
@@ -99,6 +100,14 @@ def _keep(export: Export, job: Run) -> None:
         export.save(job, f"{job.config.save.output_name}-step{job.state.step:08d}.safetensors")
     except UserError as error:
         logger.warning("what was learnt so far is not saved: %s", error)
+
+
+def _prompts(preview: PreviewConfig, detected: Detected) -> list[Prompt]:
+    """The prompts of previews, all of which this model can draw."""
+    prompts = read_prompts(Path(preview.sample_prompts)) if preview.sample_prompts else []
+    if problems := undrawable(prompts, preview.sample_sampler, detected):
+        raise ConfigError(problems)
+    return prompts
 
 
 def _check_folder(folder: Path) -> None:
