@@ -5,13 +5,14 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+import original_names
 import pytest
 import torch
 from torch import nn
 
 from library.adapters import keys, lora
 from library.config.schema import AdapterConfig
-from library.families import FAMILIES, loading
+from library.families import FAMILIES, loading, single_file
 from library.families.configs import names, read_config
 from library.families.empty import empty
 from library.families.known import FACTS
@@ -114,3 +115,25 @@ def test_sd2_has_the_modules_of_sd1_and_its_projections_are_linear():
     assert {tensor.ndim for tensor in tensors.values()} == {0, 2}
     _, text = exported(part_of("sd2", "text_encoder"), family.text_lora_targets, "lora_te", "clip")
     assert len(text) == 23 * 6 * 3
+
+
+ORIGINAL = {
+    "unet": original_names.ldm_unet,
+    "vae": original_names.ldm_vae,
+    "CLIPTextModel": original_names.clip,
+    "OpenCLIP": lambda model: original_names.open_clip(model, more_layers=1),
+}
+
+
+@pytest.mark.parametrize("config, part, original", [
+    ("sd1", "unet", "unet"), ("sd1", "vae", "vae"), ("sd1", "text_encoder", "CLIPTextModel"),
+    ("sd2", "unet", "unet"), ("sd2", "text_encoder", "OpenCLIP"),
+    ("sdxl", "unet", "unet"), ("sdxl", "text_encoder_2", "OpenCLIP"),
+])  # fmt: skip
+def test_a_single_file_of_the_real_size_has_every_weight(config, part, original):
+    model = part_of(config, part)
+    tensors = {name: tensor.to("meta") for name, tensor in ORIGINAL[original](model).items()}
+    rename = single_file.text_names if part.startswith("text") else single_file.diffusers_names
+    found = rename(model, tensors, "")
+    known = model.state_dict()
+    assert {name: found[name].shape for name in known} == {name: tensor.shape for name, tensor in known.items()}
