@@ -133,7 +133,7 @@ ORIGINAL = {
 def test_a_single_file_of_the_real_size_has_every_weight(config, part, original):
     model = part_of(config, part)
     tensors = {name: tensor.to("meta") for name, tensor in ORIGINAL[original](model).items()}
-    rename = single_file.text_names if part.startswith("text") else single_file.diffusers_names
+    rename = single_file._text_names if part.startswith("text") else single_file._diffusers_names
     found = rename(model, tensors, "")
     known = model.state_dict()
     assert {name: found[name].shape for name in known} == {name: tensor.shape for name, tensor in known.items()}

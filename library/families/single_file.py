@@ -18,7 +18,7 @@ def load_from_file(
     """Make the part of ``config`` and fill it from a file, where its weights' names may begin with a prefix."""
     prefix, tensors = _read(place, prefixes)
     model = empty(cls, config)
-    rename = text_names if cls.__module__.startswith("transformers.") else diffusers_names
+    rename = _text_names if cls.__module__.startswith("transformers.") else _diffusers_names
     try:
         missing = fill(model, rename(model, tensors, prefix), dtype, device)
     except KeyError as error:
@@ -36,7 +36,7 @@ def _read(place: str, prefixes: Sequence[str]) -> tuple[str, dict[str, Tensor]]:
         return prefix, {name: file.get_tensor(name) for name in names if name.startswith(prefix)}
 
 
-def diffusers_names(model: Any, tensors: dict[str, Tensor], prefix: str) -> Mapping[str, Tensor]:
+def _diffusers_names(model: Any, tensors: dict[str, Tensor], prefix: str) -> Mapping[str, Tensor]:
     """diffusers knows the original names of its models; it only wants to see a UNet's prefix."""
     from diffusers.loaders import single_file_model
 
@@ -51,7 +51,7 @@ def diffusers_names(model: Any, tensors: dict[str, Tensor], prefix: str) -> Mapp
     return renamed
 
 
-def text_names(model: Any, tensors: dict[str, Tensor], prefix: str) -> Mapping[str, Tensor]:
+def _text_names(model: Any, tensors: dict[str, Tensor], prefix: str) -> Mapping[str, Tensor]:
     """Names as the installed transformers has them."""
     from diffusers.loaders import single_file_utils
 
