@@ -49,7 +49,18 @@ def tensors(value):
 
 @pytest.fixture(params=TINY)
 def case(request):
-    tiny = TINY[request.param]()
+    """Every family, in every form in which its call of the denoiser or its targets differ."""
+    return _made(request.param)
+
+
+@pytest.fixture(params=[name for name in TINY if name in FAMILIES.names()])
+def plain(request):
+    """Every family once."""
+    return _made(request.param)
+
+
+def _made(name):
+    tiny = TINY[name]()
     tiny.pipe.set_progress_bar_config(disable=True)
     return FAMILIES.get(tiny.family)(), tiny
 

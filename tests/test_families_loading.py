@@ -1,16 +1,24 @@
 """Models are loaded in parts, straight to dtype and device, from wherever they are."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
-from family_cases import case, generators, modules_of, pixels
+from family_cases import generators, modules_of, pixels, plain
+from safetensors.torch import load_file
+from tiny import TINY
 
 from library.errors import ConfigError
+from library.families import FAMILIES
 
-__all__ = ["case"]  # a fixture
+__all__ = ["plain"]  # a fixture
 
 
-def test_the_vae_stays_in_float32_in_a_bfloat16_run(case, tmp_path):
-    family, tiny = case
+def test_the_vae_stays_in_float32_in_a_bfloat16_run(plain, tmp_path):
+    family, tiny = plain
     exact = family.encode_pixels(tiny.pipe, pixels(), generators())
     picture = family.decode_latents(tiny.pipe, exact)
     tiny.pipe.save_pretrained(tmp_path)
@@ -24,8 +32,8 @@ def test_the_vae_stays_in_float32_in_a_bfloat16_run(case, tmp_path):
         torch.testing.assert_close(family.decode_latents(low, exact), picture)
 
 
-def test_only_the_named_parts_are_loaded_and_others_can_come_later(case, tmp_path):
-    family, tiny = case
+def test_only_the_named_parts_are_loaded_and_others_can_come_later(plain, tmp_path):
+    family, tiny = plain
     tiny.pipe.save_pretrained(tmp_path)
     for source in (str(tmp_path), tiny.source):
         whole = family.load(source, torch.float32)
@@ -57,8 +65,8 @@ def same_weights(family, pipe, whole):
 
 
 @torch.no_grad()
-def test_a_saved_model_loads_with_the_same_weights(case, tmp_path):
-    family, tiny = case
+def test_a_saved_model_loads_with_the_same_weights(plain, tmp_path):
+    family, tiny = plain
     tiny.pipe.save_pretrained(tmp_path)
     pipe = family.load(str(tmp_path), torch.float32)
     same_weights(family, pipe, tiny.pipe)
@@ -68,14 +76,14 @@ def test_a_saved_model_loads_with_the_same_weights(case, tmp_path):
     assert family.process(pipe).prediction == family.process(tiny.pipe).prediction
 
 
-def test_a_model_saved_in_half_precision_alone_is_found(case, tmp_path):
-    family, tiny = case
+def test_a_model_saved_in_half_precision_alone_is_found(plain, tmp_path):
+    family, tiny = plain
     tiny.pipe.save_pretrained(tmp_path, variant="fp16")
     same_weights(family, family.load(str(tmp_path), torch.float32), tiny.pipe)
 
 
-def test_a_tokenizer_without_its_vocabulary_is_told(case, tmp_path):
-    family, tiny = case
+def test_a_tokenizer_without_its_vocabulary_is_told(plain, tmp_path):
+    family, tiny = plain
     tiny.pipe.save_pretrained(tmp_path)
     (part, *_) = family.tokenizers
     for path in (tmp_path / part).iterdir():
@@ -85,9 +93,42 @@ def test_a_tokenizer_without_its_vocabulary_is_told(case, tmp_path):
         family.load(str(tmp_path), torch.float32, (part,))
 
 
-def test_a_broken_model_is_the_users_to_mend(case, tmp_path):
-    family, tiny = case
+def test_a_broken_model_is_the_users_to_mend(plain, tmp_path):
+    family, tiny = plain
     tiny.pipe.save_pretrained(tmp_path)
     (tmp_path / family.denoiser / "diffusion_pytorch_model.safetensors").unlink()
     with pytest.raises(ConfigError, match=f"its {family.denoiser} cannot be loaded"):
         family.load(str(tmp_path), torch.float32)
+
+
+@pytest.mark.parametrize("part", ["unet", "vae", "text_encoder", "text_encoder_2"])
+def test_pickled_weights_are_never_read(part, tmp_path):
+    tiny = TINY["sdxl"]()
+    tiny.pipe.save_pretrained(tmp_path)
+    (path,) = (tmp_path / part).glob("*.safetensors")
+    name = "pytorch_model.bin" if path.name == "model.safetensors" else "diffusion_pytorch_model.bin"
+    torch.save(load_file(path), path.with_name(name))
+    path.unlink()
+    with pytest.raises(ConfigError, match=f"its {part} cannot be loaded: .*safetensors"):
+        FAMILIES.get("sdxl")().load(str(tmp_path), torch.float32, (part,))
+
+
+@pytest.mark.parametrize("variant", [None, "fp16"])
+def test_a_hub_id_is_loaded_from_what_was_downloaded_before(variant, tmp_path):
+    tiny = TINY["sdxl"]()
+    commit = "0" * 40
+    repository = tmp_path / "hub" / "models--me--tiny"
+    tiny.pipe.save_pretrained(repository / "snapshots" / commit, variant=variant)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    script = (
+        "import torch; from library.families import FAMILIES; from library.families.detect import detect;"
+        "found = detect('me/tiny'); pipe = FAMILIES.get(found.family)().load(found, torch.float32);"
+        "print(found.family, found.kind, sum(float(p.detach().double().sum()) for p in pipe.unet.parameters()),"
+        "pipe.tokenizer_2('a').input_ids)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], env=os.environ | {"HF_HOME": str(tmp_path)}, text=True,
+                          capture_output=True, cwd=Path(__file__).parent.parent)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    total = sum(float(p.detach().double().sum()) for p in tiny.pipe.unet.parameters())
+    assert done.stdout.strip() == f"sdxl hub {total} {tiny.pipe.tokenizer_2('a').input_ids}"

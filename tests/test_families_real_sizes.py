@@ -12,7 +12,7 @@ from torch import nn
 
 from library.adapters import keys, lora
 from library.config.schema import AdapterConfig
-from library.families import FAMILIES, loading
+from library.families import FAMILIES, loading, single_file
 from library.families.configs import names, read_config
 from library.families.contents import config_for, is_denoiser_of, parts_in, refuse_odd_sizes, refuse_others
 from library.families.empty import empty
@@ -169,3 +169,25 @@ def test_original_weights_of_real_size_become_diffusers_own(config):
     renamed = _diffusers_names(model, TRANSFORMERS[family](model), "")
     known = {name: tensor.shape for name, tensor in model.state_dict().items()}
     assert {name: tensor.shape for name, tensor in renamed.items()} == known
+
+
+ORIGINAL = {
+    "unet": original_names.ldm_unet,
+    "vae": original_names.ldm_vae,
+    "CLIPTextModel": original_names.clip,
+    "OpenCLIP": lambda model: original_names.open_clip(model, more_layers=1),
+}
+
+
+@pytest.mark.parametrize("config, part, original", [
+    ("sd1", "unet", "unet"), ("sd1", "vae", "vae"), ("sd1", "text_encoder", "CLIPTextModel"),
+    ("sd2", "unet", "unet"), ("sd2", "text_encoder", "OpenCLIP"),
+    ("sdxl", "unet", "unet"), ("sdxl", "text_encoder_2", "OpenCLIP"),
+])  # fmt: skip
+def test_a_single_file_of_the_real_size_has_every_weight(config, part, original):
+    model = part_of(config, part)
+    tensors = {name: tensor.to("meta") for name, tensor in ORIGINAL[original](model).items()}
+    rename = single_file._text_names if part.startswith("text") else single_file._diffusers_names
+    found = rename(model, tensors, "")
+    known = model.state_dict()
+    assert {name: found[name].shape for name in known} == {name: tensor.shape for name, tensor in known.items()}

@@ -13,10 +13,18 @@ def load_from_folder(cls: Any, place: str, subfolder: str, dtype: torch.dtype, d
     """Load the part in ``subfolder`` of a folder or hub id."""
     if not issubclass(cls, nn.Module):
         return read_tokenizer(cls, place, subfolder)
-    options = {} if device is None else {"device_map": {"": device}}
+    options = {**_precision(cls, dtype), **({} if device is None else {"device_map": {"": device}})}
     # Safetensors only: reading a pickle would run code from the file.
-    return cls.from_pretrained(place, subfolder=subfolder, use_safetensors=True, variant=_variant(place, subfolder),
-                               **_precision(cls, dtype), **options).eval()  # fmt: skip
+    options |= {"subfolder": subfolder, "use_safetensors": True}
+    if Path(place).is_dir():
+        return cls.from_pretrained(place, variant=_variant(Path(place, subfolder)), **options).eval()
+    try:
+        return cls.from_pretrained(place, **options).eval()
+    except OSError as error:
+        try:  # many hub models have their weights in half precision alone
+            return cls.from_pretrained(place, variant="fp16", **options).eval()
+        except OSError:
+            raise error from None
 
 
 def _precision(cls: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
@@ -24,9 +32,9 @@ def _precision(cls: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
     return {"dtype": dtype} if cls.__module__.startswith("transformers.") else {"torch_dtype": dtype}
 
 
-def _variant(place: str, subfolder: str) -> str | None:
+def _variant(folder: Path) -> str | None:
     """``fp16`` where a folder has ``model.fp16.safetensors`` and no ``model.safetensors``."""
-    names = [path.name.split(".") for path in Path(place, subfolder).glob("*.safetensors")]
+    names = [path.name.split(".") for path in folder.glob("*.safetensors")]
     if any(len(name) == 2 for name in names):
         return None
     return next((name[1] for name in names if len(name) == 3), None)
