@@ -5,13 +5,14 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
-from ..caption_files import CaptionFiles, decoded, read_caption
+from ..caption_files import CaptionFiles, read_caption
 from ..dataset_schema import SubsetConfig
-from ..listing import PICTURE_ENDINGS, FoundPicture, Listing, first_of, is_picture
+from ..listing import PICTURE_ENDINGS, CaptionLines, Listing, first_of, is_picture
 from ..origin import Origin
 from .folder_tables import FolderTables, read_tables
-from .json_captions import ColumnError, JsonCaptions
+from .json_captions import ENDING, ColumnError, JsonCaptions
 from .patterns import selected
+from .table import text_of
 from .tree import Tree, tree_of
 
 _COMMON_ENDINGS = (".txt", ".caption")
@@ -20,51 +21,47 @@ _MOST_FOLDERS = 50  # that are looked into to find out where the pictures are
 
 def from_folder(subset: SubsetConfig, folder: Path, dataset: int, index: int) -> Listing:
     """The pictures of the folder in the order of their paths."""
-    listing = Listing()
+    listing = Listing(subset, dataset, index)
     tree = tree_of(folder, recursive=subset.recursive)
     listing.problems += tree.problems
-    pictures = _chosen(subset, folder, tree, listing)
+    pictures = _chosen(folder, tree, listing)
     files = CaptionFiles(tree.files, subset.caption_endings)
     listing.wanted_ending = " or ".join(files.endings)
     beside = {picture: files.of(picture) for picture in pictures}
     is_asked_for = subset.caption_column is not None or subset.image_column is not None
-    tables = read_tables(subset, folder, tree, beside.keys(), is_asked_for or None in beside.values(), listing)
+    tables = read_tables(folder, tree, beside.keys(), is_asked_for or None in beside.values(), listing)
     if listing.problems:
         return listing
-    _add_pictures(subset, folder, beside, tables, dataset, index, listing)
+    _add_pictures(folder, beside, tables, listing)
     if files.is_fallback:
         endings = " or ".join(subset.caption_endings)
         listing.notes.append(f"{folder}: no {endings} files; captions are read from {files.endings[0]}")
     looked_for = f"{listing.wanted_ending} file" + (f" and no text in {', '.join(tables.names)}" * bool(tables.names))
-    listing.conclude(str(folder), subset, looked_for)
+    listing.conclude(str(folder), looked_for)
     _hint_at_others(folder, tree, files, listing)
     for key in ("image_column", "caption_column"):
-        if key in subset.places:
-            listing.unused[f"{subset.places[key]}: {key}"] = (
-                f"{subset.places[key]}: {key}: there is no table in {folder.absolute()} to which it could belong"
-            )
+        listing.has_no_use_for(key, f"there is no table in {folder.absolute()} to which it could belong")
     return listing
 
 
-def _chosen(subset: SubsetConfig, folder: Path, tree: Tree, listing: Listing) -> list[str]:
+def _chosen(folder: Path, tree: Tree, listing: Listing) -> list[str]:
     """The pictures among the files that ``include`` and ``exclude`` leave."""
+    subset = listing.subset
     pictures = [name for name in tree.files if is_picture(name)]
     if not pictures and not tree.problems:
-        listing.problems.append(f"{subset.place('image_dir')}: image_dir: no pictures; {_what_is_there(folder, tree)}")
+        listing.wrong("image_dir", f"no pictures; {_what_is_there(folder, tree)}")
     if tree.loops:
         listing.notes.append(f"{folder}: links to folders that are searched anyway are not followed:"
                              f" {first_of(tree.loops)}")  # fmt: skip
     choice = selected(pictures, subset.include, subset.exclude)
     there = f"the {len(pictures)} pictures in {folder.absolute()}; there are {first_of(pictures)}"
     if pictures and not choice.chosen:
-        key = "include" if subset.include else "exclude"
-        listing.problems.append(f"{subset.place(key)}: {key}: include and exclude leave none of {there}")
+        listing.wrong("include" if subset.include else "exclude", f"include and exclude leave none of {there}")
         return []
     for key, text in choice.busy:
-        listing.used.add(f"{subset.place(key)}: {key}: {text}")
+        listing.uses(key, text)
     for key, text in choice.idle if pictures else ():
-        line = f"{subset.place(key)}: {key}: {text!r} matches none of {there}"
-        listing.unused[f"{subset.place(key)}: {key}: {text}"] = line
+        listing.has_no_use_for(key, f"{text!r} matches none of {there}", text)
     if subset.include or subset.exclude:
         listing.notes.append(f"{folder}: include and exclude leave {len(choice.chosen)} of {len(pictures)} pictures")
     if not subset.recursive and pictures and (below := _with_pictures(folder, tree.folders)):
@@ -73,46 +70,30 @@ def _chosen(subset: SubsetConfig, folder: Path, tree: Tree, listing: Listing) ->
     return choice.chosen
 
 
-def _add_pictures(subset: SubsetConfig, folder: Path, beside: dict[str, tuple[str, str] | None], tables: FolderTables,
-                  dataset: int, index: int, listing: Listing) -> None:  # fmt: skip
-    objects = JsonCaptions(subset.caption_column)
+def _add_pictures(folder: Path, beside: dict[str, tuple[str, str] | None], tables: FolderTables,
+                  listing: Listing) -> None:  # fmt: skip
+    objects = JsonCaptions(listing.subset.caption_column)
     for picture, found in beside.items():
-        caption, problem = subset.class_tokens or "", None
-        lines: Sequence[str] = ()
-        source = ""
         try:
-            if found is not None:
-                path, source = found
-                lines = _lines_of(folder / path, objects)
-            elif picture in tables.cells:
-                cell = tables.cells[picture]
-                lines, source, problem = cell.lines, cell.source, cell.problem
+            caption = tables.captions.get(picture, CaptionLines()) if found is None else _read(folder, *found, objects)
         except ColumnError as error:
-            listing.problems.append(f"{subset.place('caption_extension')}: caption_extension: {error}")
-            listing.used.add(f"{subset.place('caption_column')}: caption_column")
+            listing.wrong("caption_extension", str(error))
+            listing.uses("caption_column")
             return
-        except ValueError as error:
-            problem = str(error)
-        if lines:
-            caption = listing.caption_of(lines, source, subset)
-        elif problem is None:
-            listing.without.append(picture)
-        listing.found.append(FoundPicture(Origin(folder, picture), caption, dataset, index, problem))
+        listing.add(Origin(folder, picture), picture, caption)
     if objects.column is not None:
-        listing.used.add(f"{subset.place('caption_column')}: caption_column")
+        listing.uses("caption_column")
 
 
-def _lines_of(path: Path, objects: JsonCaptions) -> Sequence[str]:
+def _read(folder: Path, name: str, ending: str, objects: JsonCaptions) -> CaptionLines:
+    path = folder / name
     try:
-        if path.suffix.lower() != ".json":
-            return read_caption(path)
-        return objects.lines(decoded(path.read_bytes()), str(path))
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
-    except ColumnError:
-        raise
+        if ending.lower() == ENDING:
+            return CaptionLines(objects.lines(text_of(path), str(path)), ending)
+        return CaptionLines(read_caption(path), ending)
     except ValueError as error:
-        raise ValueError(str(error) if str(error).startswith(str(path)) else f"{path}: {error}") from None
+        told = str(error)
+        return CaptionLines((), ending, told if told.startswith(str(path)) else f"{path}: {told}")
 
 
 def _hint_at_others(folder: Path, tree: Tree, files: CaptionFiles, listing: Listing) -> None:

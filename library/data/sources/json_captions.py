@@ -3,8 +3,10 @@
 from .columns import caption_column, lines_in
 from .table import parsed
 
+ENDING = ".json"
 
-class ColumnError(ValueError):
+
+class ColumnError(Exception):
     """Which column is the caption cannot be told: a matter of the subset, not of one picture."""
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..caption_files import lines_of
 from ..dataset_schema import SubsetConfig
-from ..listing import PICTURE_ENDINGS, FoundPicture, Listing
+from ..listing import PICTURE_ENDINGS, CaptionLines, Listing
 from ..origin import Origin
 from .columns import CAPTION_COLUMNS, caption_column, known, lines_in
 from .table import Table, parsed, read_table, text_of
@@ -39,28 +39,26 @@ class Entries:
 
 def from_metadata(subset: SubsetConfig, metadata: Path, dataset: int, index: int) -> Listing:
     """The pictures that the file names, in its order."""
-    listing = Listing(wanted_ending=metadata.suffix.lower())
+    listing = Listing(subset, dataset, index, wanted_ending=metadata.suffix.lower())
     try:
         found = _entries(subset, metadata)
     except ValueError as error:
-        listing.problems.append(f"{subset.place('metadata_file')}: metadata_file: {error}")
+        listing.wrong("metadata_file", str(error))
         return listing
     if not found.entries:
-        listing.problems.append(f"{subset.place('metadata_file')}: metadata_file: {metadata} names no pictures")
+        listing.wrong("metadata_file", f"{metadata} names no pictures")
     for entry in found.entries:
         image = _located(entry.name, found.folders)
         if image is None:
             looked = ", ".join(dict.fromkeys(str(folder.absolute()) for folder in found.folders))
             listing.absent.append(f"{entry.place}: {entry.name!r} is not there; looked in {looked}")
             continue
-        caption, problem = "", None
         try:
-            lines = _lines(entry.values, found.column, subset)
-            caption = listing.caption_of(lines, listing.wanted_ending, subset)
+            caption = CaptionLines(_lines(entry.values, found.column, subset), listing.wanted_ending)
         except ValueError as error:
-            problem = f"{entry.place}: {entry.name!r}: {error}"
-        listing.found.append(FoundPicture(Origin(image.parent, image.name), caption, dataset, index, problem))
-    listing.conclude(str(metadata), subset)
+            caption = CaptionLines(problem=f"{entry.place}: {entry.name!r}: {error}")
+        listing.add(Origin(image.parent, image.name), entry.name, caption)
+    listing.conclude(str(metadata))
     return listing
 
 

@@ -1,12 +1,11 @@
 """Pictures and captions in the columns of parquet files, as HF datasets write them."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ..dataset_schema import SubsetConfig
-from ..listing import FoundPicture, Listing, first_of
+from ..listing import CaptionLines, Listing, first_of
 from ..origin import Origin, Row
 from .arrow import failures, first_line, parquet_module
 from .columns import lines_in
@@ -19,18 +18,9 @@ _BATCH = 4096
 _REWRITTEN = "import pyarrow.parquet as p; p.write_table(p.read_table('OLD'), 'NEW', row_group_size=100)"
 
 
-@dataclass(frozen=True)
-class Cells:
-    """What one row says, but for the picture itself."""
-
-    lines: Sequence[str]
-    path: str | None = None  # of the picture, if that is a file
-    problem: str | None = None
-
-
 def from_parquet(subset: SubsetConfig, dataset: int, index: int) -> Listing:
     """Every row of every file, in order."""
-    listing = Listing(wanted_ending="parquet")
+    listing = Listing(subset, dataset, index, wanted_ending="parquet")
     shards = shards_of(subset)
     listing.problems += shards.problems
     readers: dict[str, RowReader] = {}
@@ -38,7 +28,7 @@ def from_parquet(subset: SubsetConfig, dataset: int, index: int) -> Listing:
     for path in shards.files:
         try:
             with parquet_module().ParquetFile(path) as file:
-                columns = _columns(file, path, subset, listing)
+                columns = _columns(file, path, listing)
                 if columns is None:
                     continue
                 rows = list(_rows(file, path, columns))
@@ -48,26 +38,21 @@ def from_parquet(subset: SubsetConfig, dataset: int, index: int) -> Listing:
             continue
         large += [f"{path} ({size / 2**20:.0f} MiB)"] if size > LARGE_GROUP else []
         reader, folder = readers.setdefault(columns.image, RowReader(columns.image)), path.parent
-        for number, cells in enumerate(rows):
-            caption = subset.class_tokens or ""
-            if cells.lines:
-                caption = listing.caption_of(cells.lines, columns.caption, subset)
-            elif cells.problem is None:
-                listing.without.append(f"{path.name} row {number}")
-            image = Origin(folder, path.name, Row(reader, number)) if cells.path is None else Origin(folder, cells.path)
-            listing.found.append(FoundPicture(image, caption, dataset, index, cells.problem))
+        for number, (caption, name) in enumerate(rows):
+            image = Origin(folder, path.name, Row(reader, number)) if name is None else Origin(folder, name)
+            listing.add(image, f"{path.name} row {number}", caption)
     if not listing.found and not listing.problems and not listing.absent:
-        listing.problems.append(f"{subset.place('parquet')}: parquet: {len(shards.files)} files without a row")
+        listing.wrong("parquet", f"{len(shards.files)} files without a row")
     if large:
         listing.notes.append("for a picture its whole row group is read, and some are large; smaller ones are faster:"
                              f' python -c "{_REWRITTEN}": {first_of(large)}')  # fmt: skip
-    listing.conclude(subset.source, subset, "text")
+    listing.conclude(subset.source, "text")
     return listing
 
 
-def _columns(file: Any, path: Path, subset: SubsetConfig, listing: Listing) -> Columns | None:
+def _columns(file: Any, path: Path, listing: Listing) -> Columns | None:
     try:
-        columns = columns_of(file.schema_arrow, subset)
+        columns = columns_of(file.schema_arrow, listing.subset)
         if columns.has_paths:
             first = next(file.iter_batches(batch_size=1, columns=[columns.image], use_threads=False), None)
             name = str(first.column(0)[0].as_py()) if first else ""
@@ -75,18 +60,19 @@ def _columns(file: Any, path: Path, subset: SubsetConfig, listing: Listing) -> C
                 raise ValueError(f"column {columns.image!r} holds addresses, such as {name!r}; download the pictures")
         return columns
     except ValueError as error:
-        listing.problems.append(f"{subset.place('parquet')}: parquet: {path}: {first_line(error)}")
+        listing.wrong("parquet", f"{path}: {first_line(error)}")
         return None
 
 
-def _rows(file: Any, path: Path, columns: Columns) -> Iterator[Cells]:
+def _rows(file: Any, path: Path, columns: Columns) -> Iterator[tuple[CaptionLines, str | None]]:
+    """The caption of each row, and the path of its picture, if that is a file."""
     read = [columns.caption, *([columns.image] if columns.has_paths else [])]
     number = 0
     for batch in file.iter_batches(batch_size=_BATCH, columns=read, use_threads=False):
         texts = _values(batch.column(columns.caption))
         names = batch.column(columns.image).to_pylist() if columns.has_paths else [None] * len(texts)
         for text, name in zip(texts, names, strict=True):
-            yield _cells(text, name or None, f"{path}: row {number}: {columns.caption}")
+            yield _caption(text, columns.caption, f"{path}: row {number}: {columns.caption}"), name or None
             number += 1
 
 
@@ -105,11 +91,11 @@ def _value(cell: Any) -> Any:
         return cell.as_buffer().to_pybytes() if hasattr(cell, "as_buffer") else b""
 
 
-def _cells(text: object, name: str | None, where: str) -> Cells:
+def _caption(text: object, column: str, where: str) -> CaptionLines:
     try:
-        return Cells(lines_in(text), name)
+        return CaptionLines(lines_in(text), column)
     except ValueError as error:
-        return Cells((), name, f"{where} {error}")
+        return CaptionLines(problem=f"{where} {error}")
 
 
 def _largest_group(metadata: Any, image: str) -> int:
