@@ -47,9 +47,7 @@ class Listing:
     with_lines: int = 0  # captions of several lines
     without: list[str] = field(default_factory=list)  # names of pictures that have no caption
     used: set[str] = field(default_factory=set)  # settings that had an effect
-    unused: dict[str, str] = field(
-        default_factory=dict
-    )  # those that had none, with what to say if none had one anywhere
+    unused: dict[str, str] = field(default_factory=dict)  # those without; what to say if they have none anywhere
 
     @property
     def captions(self) -> int:
