@@ -59,13 +59,8 @@ class QwenImage(Family):
         cut = set(clip_text.too_long(pipe.tokenizer, [before + prompt for prompt in prompts], most))
         return [prompt for prompt in prompts if before + prompt in cut]
 
-    @torch.no_grad()
     def encode_pixels(self, pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
-        frames = pixels.to(pipe.vae.device, pipe.vae.dtype).unsqueeze(2)
-        with kl_latents.full_precision(pipe.vae):
-            found = pipe.vae.encode(frames).latent_dist
-        mean, std = _statistics(pipe.vae, found.mean)
-        return kl_latents.drawn((found.mean - mean) / std, found.std / std, generators).squeeze(2)
+        return kl_latents.drawn(*moments(pipe.vae, pixels), generators)
 
     @torch.no_grad()
     def decode_latents(self, pipe: Any, latents: Tensor) -> Tensor:
@@ -101,6 +96,16 @@ class QwenImage(Family):
             prompt_embeds=embeds, prompt_embeds_mask=mask,
             negative_prompt_embeds=negative_embeds if scale > 1 else None, negative_prompt_embeds_mask=negative_mask,
         )  # fmt: skip
+
+
+@torch.no_grad()
+def moments(vae: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of the latents of pixels in -1..1, as the denoiser expects them."""
+    frames = pixels.to(vae.device, vae.dtype).unsqueeze(2)
+    with kl_latents.full_precision(vae):
+        found = vae.encode(frames).latent_dist
+    mean, std = _statistics(vae, found.mean)
+    return ((found.mean - mean) / std).squeeze(2), (found.std / std).squeeze(2)
 
 
 def padded(embeds: Tensor | Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -53,7 +53,8 @@ class ZImage(Family):
         for prompt in prompts:
             message = [{"role": "user", "content": prompt}]
             text = pipe.tokenizer.apply_chat_template(message, tokenize=False, enable_thinking=True)
-            said[text[: text.rindex(prompt) + len(prompt)]] = prompt
+            end = text.rfind(prompt)
+            said[text[: end + len(prompt)] if end >= 0 else text] = prompt
         return [said[text] for text in clip_text.too_long(pipe.tokenizer, list(said), LENGTH)]
 
     def encode_pixels(self, pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
