@@ -8,7 +8,7 @@ from PIL.Image import Image
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from ..data.batch import Batch, Cond
+from ..data.batch import Batch, Cond, Moments
 from ..data.prompts import Prompt
 from ..diffusion.process import FlowMatching, Process
 from . import clip_text, kl_latents
@@ -60,12 +60,12 @@ class QwenImage(Family):
         return [prompt for prompt in prompts if before + prompt in cut]
 
     @torch.no_grad()
-    def encode_pixels(self, pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+    def encode_moments(self, pipe: Any, pixels: Tensor) -> Moments:
         frames = pixels.to(pipe.vae.device, pipe.vae.dtype).unsqueeze(2)
         with kl_latents.full_precision(pipe.vae):
             found = pipe.vae.encode(frames).latent_dist
         mean, std = _statistics(pipe.vae, found.mean)
-        return kl_latents.drawn((found.mean - mean) / std, found.std / std, generators).squeeze(2)
+        return Moments.of(((found.mean - mean) / std).squeeze(2), (found.std / std).squeeze(2))
 
     @torch.no_grad()
     def decode_latents(self, pipe: Any, latents: Tensor) -> Tensor:
