@@ -93,8 +93,14 @@ class Progress:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.bar.close()
 
+    def expect(self, total: int) -> None:
+        """There is more, or less, to do than was thought."""
+        self.total = self.bar.total = total
+
     def advance(self, figures: Mapping[str, str], count: int = 1) -> None:
         """One or more further; ``figures`` stand beside the bar."""
+        if not count:
+            return
         is_end = self.done == self.first or self.done + count == self.total
         self.done += count
         if self.on_terminal:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from library.tools import TOOLS
+
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN = str(ROOT / "train_lora.py")
 
@@ -84,7 +86,7 @@ def test_a_tool_that_is_not_there_is_answered_with_the_nearest():
     done = call("-m", "library", "docter")
 
     assert done.returncode == 2
-    assert done.stderr == "library: no tool 'docter'; did you mean doctor?; there are: doctor, plan, options\n"
+    assert done.stderr == f"library: no tool 'docter'; did you mean doctor?; there are: {', '.join(TOOLS)}\n"
 
 
 def test_a_tool_tells_mistakes_as_training_does():

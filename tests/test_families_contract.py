@@ -181,6 +181,30 @@ def test_decoding_undoes_encoding_as_far_as_the_vae_can(case):
     torch.testing.assert_close(back, alone.squeeze(2) if is_for_videos else alone, rtol=1e-3, atol=1e-4)
 
 
+@torch.no_grad()
+def test_what_is_kept_of_a_prompt_does_not_depend_on_the_others(case):
+    family, tiny = case
+    texts = ["a red circle on white ground", "", "Blau, 7"]
+    together = family.encode_prompts(tiny.pipe, texts)
+    for row, text in enumerate(texts):
+        alone = family.encode_prompts(tiny.pipe, [text])
+        assert alone.keys() == together.keys()
+        for name, value in alone.items():
+            assert isinstance(value, list) == isinstance(together[name], list)
+            torch.testing.assert_close(value[0], together[name][row])
+
+
+@torch.no_grad()
+def test_latents_are_drawn_around_their_mean_with_their_spread(case):
+    family, tiny = case
+    moments = family.encode_moments(tiny.pipe, pixels(1))
+    draws = family.encode_pixels(tiny.pipe, pixels(1).expand(400, -1, -1, -1), generators(400))
+    mean, std = moments.both[0]
+    assert float(std.min()) > 0
+    assert float(((draws.mean(0) - mean) / std).abs().max()) < 0.35  # 400 draws: 7 standard errors
+    assert float((draws.std(0) / std - 1).abs().max()) < 0.25
+
+
 def test_latents_of_a_sample_do_not_depend_on_the_others_in_the_batch(case):
     family, tiny = case
     together = family.encode_pixels(tiny.pipe, pixels(), generators())

@@ -131,6 +131,27 @@ def _workers_read_ahead(config: RunConfig, given: Given) -> Iterator[Conflict]:
         yield ("prefetch_factor", "max_data_loader_n_workers"), "without workers nothing is read ahead"
 
 
+def _kept_text_is_frozen(config: RunConfig, given: Given) -> Iterator[Conflict]:
+    for name in ("cache_text_encoder_outputs", "cache_text_encoder_outputs_to_disk"):
+        if getattr(config.cache, name) and not config.adapter.network_train_unet_only:
+            yield (
+                (name, "network_train_unet_only"),
+                "captions that are encoded once cannot follow a text encoder that is trained; leave"
+                f" network_train_unet_only on, or take {name} out",
+            )
+
+
+def _cache_is_used(config: RunConfig, given: Given) -> Iterator[Conflict]:
+    cache = config.cache
+    if cache.skip_cache_check and not (cache.cache_latents_to_disk or cache.cache_text_encoder_outputs_to_disk):
+        yield (
+            ("skip_cache_check", "cache_latents_to_disk"),
+            "nothing is kept on disk that could be checked; set cache_latents_to_disk, or take this out",
+        )
+    if "cache_precision" in given and not (cache.cache_latents or cache.cache_latents_to_disk):
+        yield ("cache_precision", "cache_latents"), "no latents are kept; set cache_latents or cache_latents_to_disk"
+
+
 def _tracker_has_a_place(config: RunConfig, given: Given) -> Iterator[Conflict]:
     log = config.log
     if log.log_with in ("tensorboard", "all") and log.logging_dir is None:
@@ -204,6 +225,8 @@ _RULES: tuple[Callable[[RunConfig, Given], Iterator[Conflict]], ...] = (
     _length_once,
     _buckets,
     _workers_read_ahead,
+    _kept_text_is_frozen,
+    _cache_is_used,
     _tracker_has_a_place,
     _previews_have_prompts,
     _objective,

@@ -38,8 +38,6 @@ def _later(what: str, *harmless: Any) -> NotYet:
 
 
 _TEXT_ENCODER = _later("training text encoders; only the denoiser is trained")
-_CACHE = _later("keeping latents; pictures are encoded as they are used")
-_TEXT_CACHE = _later("keeping encoded captions; captions are encoded as they are used")
 _STATE = _later("saving and resuming the state of a run; LoRA files are saved")
 _VALIDATION = _later("validation")
 _DEEPSPEED = _later("DeepSpeed")
@@ -77,10 +75,6 @@ VERDICTS: dict[str, Alias | Refused] = {
     # pictures
     "weighted_captions": _later("weights inside captions, such as (tag:1.3)"),
     "face_crop_aug_range": Refused("cut faces out beforehand; the file names of face_crop are not read"),
-    "cache_latents": _CACHE,
-    "cache_latents_to_disk": _CACHE,
-    "vae_batch_size": _later("a batch size of its own for the VAE", 1),
-    "skip_cache_check": _CACHE,
     # loop
     "initial_epoch": Refused("a resumed run knows where it was"),
     "initial_step": Refused("a resumed run knows where it was"),
@@ -155,9 +149,6 @@ VERDICTS: dict[str, Alias | Refused] = {
     "validate_every_n_epochs": _VALIDATION,
     "max_validation_steps": _VALIDATION,
     # transformer families and SDXL
-    "cache_text_encoder_outputs": _TEXT_CACHE,
-    "cache_text_encoder_outputs_to_disk": _TEXT_CACHE,
-    "text_encoder_batch_size": _TEXT_CACHE,
     "disable_mmap_load_safetensors": Refused("safetensors maps files into memory; copy a file from a slow disk first"),
     "blocks_to_swap": _BLOCKS,
     "split_mode": Refused("an old name; moving blocks between host and device comes as blocks_to_swap"),

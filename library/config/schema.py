@@ -211,6 +211,37 @@ class LossConfig:
 
 
 @dataclass(frozen=True)
+class CacheConfig:
+    """What is computed once before training and then kept: latents of pictures, encoded captions."""
+
+    cache_latents: bool = opt(False, "encode each picture once, before training, and keep its latents for this run")
+    cache_latents_to_disk: bool = opt(False, "the same, and keep them on disk for other runs; by content, never stale")
+    cache_text_encoder_outputs: bool = opt(
+        False, "encode every caption that will be shown once, before training, and keep them for this run"
+    )
+    cache_text_encoder_outputs_to_disk: bool = opt(False, "the same, and keep them on disk for other runs")
+    cache_dir: str | None = opt(
+        None, "folder for what is kept; without it, .cache-lorikeet in each folder of pictures, for one run a temporary"
+    )
+    cache_precision: Literal["float", "fp16", "bf16"] = opt(
+        "float", "precision of kept latents; float trains as if nothing were kept, the others need half the room"
+    )
+    skip_cache_check: bool = opt(False, "do not read through what is on disk to see whether it is undamaged")
+    vae_batch_size: int = opt(1, "pictures that the VAE encodes at once, kept or not", minimum=1)
+    text_encoder_batch_size: int = opt(1, "captions that are encoded at once, kept or not", minimum=1)
+
+    @property
+    def latents(self) -> bool:
+        """Whether latents are kept, on disk or for this run."""
+        return self.cache_latents or self.cache_latents_to_disk
+
+    @property
+    def texts(self) -> bool:
+        """Whether encoded captions are kept, on disk or for this run."""
+        return self.cache_text_encoder_outputs or self.cache_text_encoder_outputs_to_disk
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """How long, and in which portions."""
 
@@ -302,6 +333,7 @@ class RunConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     noise: NoiseConfig = field(default_factory=NoiseConfig)

@@ -1,6 +1,6 @@
 """What flows from the loader to the loss."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -20,13 +20,33 @@ class BadSample:
 
 
 @dataclass(frozen=True)
+class Moments:
+    """What a VAE says of pictures: each latent lies around its mean, as far off as its standard deviation says."""
+
+    both: Tensor  # (B, 2, C, H, W): mean and standard deviation, in the model's latent space
+
+    @classmethod
+    def of(cls, mean: Tensor, std: Tensor) -> "Moments":
+        """Both as (B, C, H, W)."""
+        return cls(torch.stack([mean, std], dim=1))
+
+    def drawn(self, generators: Sequence[torch.Generator]) -> Tensor:
+        """Latents (B, C, H, W), of each sample by its own generator, so that none depends on the others."""
+        mean, std = self.both.float().unbind(1)
+        noise = [torch.randn(mean.shape[1:], generator=each, device=each.device) for each in generators]
+        return mean + std * torch.stack(noise).to(mean)
+
+
+@dataclass(frozen=True)
 class PixelBatch:
     """Pictures of one bucket as the loader hands them out, before the VAE and the text encoders.
 
     Pixels and masks are bytes until they are on the device, a quarter of what the same numbers would be in floats.
+    What was kept takes the place of what it was made from: ``moments`` of ``pixels``, ``latent_mask`` of ``mask``, and
+    ``cond`` stands beside the captions.
     """
 
-    pixels: Tensor  # (B, 3, height, width), 0..255
+    pixels: Tensor | None  # (B, 3, height, width), 0..255
     captions: tuple[str, ...]
     frame: Tensor  # (B, 6): original height, width; crop top, left; target height, width; in pixels
     weight: Tensor  # (B,): weight of each sample's loss; 0 for padding
@@ -34,6 +54,9 @@ class PixelBatch:
     ids: tuple[str, ...]  # names of the samples, for messages
     mask: Tensor | None = None  # (B, 1, height, width), 0..255: 255 where the loss counts in full
     problems: tuple[BadSample, ...] = ()  # of pictures in whose places others stand, with weight 0
+    moments: Moments | None = None
+    latent_mask: Tensor | None = None  # (B, 1, H, W), 0..1: the mask of what was kept, as a share of each latent
+    cond: Cond | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -49,7 +72,9 @@ class PixelBatch:
     def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> "PixelBatch":
         values = [(item.name, getattr(self, item.name)) for item in fields(self)]
         changed: dict[str, Any] = {name: change(value) for name, value in values if isinstance(value, Tensor)}
-        return replace(self, **changed)
+        moments = None if self.moments is None else Moments(change(self.moments.both))
+        cond = None if self.cond is None else each_tensor(self.cond, change)
+        return replace(self, moments=moments, cond=cond, **changed)
 
 
 def as_model_input(pixels: Tensor) -> Tensor:
@@ -58,6 +83,26 @@ def as_model_input(pixels: Tensor) -> Tensor:
     The divisor is a tensor, because on CUDA torch multiplies by the inverse of a plain number and rounds differently.
     """
     return pixels.float().div(torch.full((), 127.5, device=pixels.device)).sub(1)
+
+
+def joined(parts: Sequence[Cond]) -> Cond:
+    """The conditioning of several lists of captions as that of all of them."""
+    if len(parts) == 1:
+        return parts[0]
+    whole: Cond = {}
+    for name, first in parts[0].items():
+        values = [part[name] for part in parts]
+        if isinstance(first, list):
+            whole[name] = [item for value in values for item in value]
+        else:
+            whole[name] = torch.cat([value for value in values if isinstance(value, Tensor)])
+    return whole
+
+
+def each_tensor(cond: Cond, change: Callable[[Tensor], Tensor]) -> Cond:
+    """``cond`` with ``change`` done to every tensor in it."""
+    return {name: [change(item) for item in value] if isinstance(value, list) else change(value)
+            for name, value in cond.items()}  # fmt: skip
 
 
 @dataclass(frozen=True)

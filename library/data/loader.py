@@ -4,6 +4,7 @@ import itertools
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,11 +14,11 @@ from ..randomness import generator_for
 from .batch import BadSample, PixelBatch
 from .batches import BatchPlan
 from .buckets import Placement
-from .captions import shown
-from .colours import varied
-from .images import Pixels, cut_out
+from .cutting import Cut, cut
+from .images import Pixels
 from .manifest import Manifest
-from .masks import MaskPixels, picture_and_mask, placed_mask
+from .masks import MaskPixels
+from .showing import Showing, Visit
 from .workers import ReadAhead, Unreadable
 
 Reader = Dataset[PixelBatch | Unreadable]
@@ -35,6 +36,13 @@ class StepWork:
     def problems(self) -> tuple[BadSample, ...]:
         """Pictures that could not be used."""
         return tuple(problem for batch in self.batches for problem in batch.problems)
+
+
+class StepLoader(Protocol):
+    """Whatever hands out the work of steps."""
+
+    def steps(self, from_step: int) -> Iterator[StepWork]:
+        """The work of each step from ``from_step`` on, without end."""
 
 
 class Loader:
@@ -84,23 +92,22 @@ class MicroBatchReader(Dataset[PixelBatch | Unreadable]):
 
     def __init__(self, manifest: Manifest, placements: Sequence[Placement], plan: BatchPlan, rank: int, seed: int,
                  total_steps: int):  # fmt: skip
-        self.manifest, self.placements, self.plan, self.rank = manifest, placements, plan, rank
-        self.seed, self.total_steps = seed, total_steps
+        self.showing = Showing(manifest, placements, seed, total_steps)
+        self.plan, self.rank = plan, rank
 
     def __getitem__(self, position: int) -> PixelBatch | Unreadable:
         batch = self.plan.micro_batch(position).share(self.rank, self.plan.ranks)
-        step = position // self.plan.accumulation
-        entries = list(zip(batch.samples, batch.copies, strict=True))
-        rows = [self.picture(batch.epoch, sample, copy) for sample, copy in entries]
+        visits = self.showing.visits(batch, position // self.plan.accumulation)
+        rows = [self._picture(visit) for visit in visits]
         stand_ins = [_stand_in(rows, row) for row in range(len(rows))]
-        entries = [entries[row] for row in stand_ins]
-        pictures = [self._usable(rows[row], entry) for row, entry in zip(stand_ins, entries, strict=True)]
-        samples = [self.manifest.samples[index] for index, _ in entries]
+        visits = [visits[row] for row in stand_ins]
+        pictures = [self._usable(rows[row], visit.sample) for row, visit in zip(stand_ins, visits, strict=True)]
+        samples = [self.showing.manifest.samples[visit.sample] for visit in visits]
         weights = [sample.weight * real * isinstance(row, Shown)
                    for sample, real, row in zip(samples, batch.weights, rows, strict=True)]  # fmt: skip
         return PixelBatch(
             pixels=torch.from_numpy(np.stack([picture.pixels.transpose(2, 0, 1) for picture in pictures])),
-            captions=tuple(self.caption(batch.epoch, step, sample, copy) for sample, copy in entries),
+            captions=tuple(map(self.showing.caption, visits)),
             frame=torch.tensor([picture.frame for picture in pictures], dtype=torch.float32),
             weight=torch.tensor(weights, dtype=torch.float32),
             places=batch.places,
@@ -111,44 +118,31 @@ class MicroBatchReader(Dataset[PixelBatch | Unreadable]):
 
     def picture(self, epoch: int, index: int, copy: int) -> Shown | BadSample:
         """The picture as it is shown this time."""
-        sample, placement = self.manifest.samples[index], self.placements[index]
-        subset = self.manifest.datasets[sample.dataset].subsets[sample.subset]
-        width, height = placement.bucket
-        left, top = placement.crop
-        if subset.random_crop:
-            draw = generator_for(self.seed, "crop", epoch, index, copy)
-            left, top = draw.randint(0, placement.resized[0] - width), draw.randint(0, placement.resized[1] - height)
-        is_mirrored = subset.flip_aug and generator_for(self.seed, "flip", epoch, index, copy).random() < 0.5
-        try:
-            image, values = picture_and_mask(sample.image, sample.mask)
-            mask = values if sample.mask is None or values is None else placed_mask(
-                sample.mask, values, placement, (left, top), is_mirrored=is_mirrored)  # fmt: skip
-        except Exception as error:  # decoders raise whatever they like on broken data
-            return BadSample(str(sample.image), f"was fine at the start and cannot be read now: {error}")
-        if image.size != sample.size:
-            return BadSample(str(sample.image), f"was {sample.size} at the start of the run, now it is {image.size}")
-        pixels = cut_out(image, placement, (left, top), subset.resize_interpolation)
-        if subset.color_aug:
-            pixels = varied(pixels, generator_for(self.seed, "colour", epoch, index, copy))
-        if is_mirrored:
-            pixels = pixels[:, ::-1]
-            left = placement.resized[0] - width - left  # as cut out of the mirrored picture
-        return Shown(pixels, mask, (sample.size[1], sample.size[0], top, left, height, width))
+        return self._picture(Visit(epoch, 0, index, copy))
 
     def caption(self, epoch: int, step: int, index: int, copy: int) -> str:
         """As it is shown this time."""
-        sample = self.manifest.samples[index]
-        subset = self.manifest.datasets[sample.dataset].subsets[sample.subset]
-        draw = generator_for(self.seed, "caption", epoch, index, copy)
-        return shown(sample.caption, subset, draw, epoch=epoch, step=step, steps=self.total_steps)
+        return self.showing.caption(Visit(epoch, step, index, copy))
 
-    def _usable(self, row: Shown | BadSample, entry: tuple[int, int]) -> Shown:
+    def _picture(self, visit: Visit) -> Shown | BadSample:
+        showing, index = self.showing, visit.sample
+        subset = showing.subset(index)
+        way = Cut(showing.crop(visit), showing.is_mirrored(visit), subset.resize_interpolation)
+        colours = None
+        if subset.color_aug:
+            colours = generator_for(showing.seed, "colour", visit.epoch, index, visit.copy)
+        found = cut(showing.manifest.samples[index], showing.placements[index], way, colours)
+        if isinstance(found, BadSample):
+            return found
+        return Shown(*found, showing.frame(index, way.crop, is_mirrored=way.is_mirrored))
+
+    def _usable(self, row: Shown | BadSample, index: int) -> Shown:
         """The row, or black of the right size."""
         if isinstance(row, Shown):
             return row
-        sample, placement = self.manifest.samples[entry[0]], self.placements[entry[0]]
-        (width, height), (left, top) = placement.bucket, placement.crop
-        frame = (sample.size[1], sample.size[0], top, left, height, width)
+        placement = self.showing.placements[index]
+        width, height = placement.bucket
+        frame = self.showing.frame(index, placement.crop, is_mirrored=False)
         return Shown(np.zeros((height, width, 3), np.uint8), None, frame)
 
 

@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config.schema import DataConfig, TrainConfig
+from ..config.schema import CacheConfig, DataConfig, TrainConfig
 from ..errors import ConfigError
 from .batches import BatchPlan, BucketSamples
 from .bucket_facts import facts_of
 from .buckets import Placement, place_for
+from .cache.rules import cache_problems
 from .dataset_config import Reading, read_datasets
 from .dataset_rules import missing_folders, not_yet
 from .dataset_schema import DatasetConfig, flags_of
@@ -19,10 +20,13 @@ from .manifest import Manifest, scan
 from .mask_rules import mask_problems
 from .merging import merged
 from .record import Record, recorded
+from .showing import Showing, Visit
 from .weights import weighted
 
 if TYPE_CHECKING:
-    from .loader import Loader, MicroBatchReader
+    from .cache.latents import LatentReader
+    from .cache.texts import TextReader
+    from .loader import StepLoader
 
 
 @dataclass(frozen=True)
@@ -68,31 +72,50 @@ class Prepared:
         write_sheet(sheet, path)
         return f"contact sheet: {path}, {count} of {len(self.manifest.samples)} pictures"
 
-    def loader(self, plan: BatchPlan, rank: int, *, total_steps: int, pin_memory: bool) -> "Loader":
-        """One rank's batches; ``total_steps`` is the length of the run, of which a token warm-up may be a share."""
-        from .loader import Loader  # torch is not needed for looking at pictures
+    def loader(self, plan: BatchPlan, rank: int, *, total_steps: int, pin_memory: bool,
+               latents: "LatentReader | None" = None, texts: "TextReader | None" = None) -> "StepLoader":  # fmt: skip
+        """One rank's batches; ``total_steps`` is the length of the run, of which a token warm-up may be a share.
 
-        return Loader(self._reader(plan, rank, total_steps), plan, workers=self.config.max_data_loader_n_workers,
-                      prefetch=self.config.prefetch_factor, pin_memory=pin_memory)  # fmt: skip
+        With ``latents`` no picture is opened, with ``texts`` captions come encoded.
+        """
+        from .cache.loader import CachedLoader, WithTexts
+        from .loader import Loader, MicroBatchReader  # torch is not needed for looking at pictures
+
+        if latents is not None:
+            return CachedLoader(self.showing(plan, total_steps), plan, rank, latents, texts, pin_memory=pin_memory)
+        reader = MicroBatchReader(self.manifest, self.placements, plan, rank, plan.seed, total_steps)
+        loader = Loader(reader, plan, workers=self.config.max_data_loader_n_workers,
+                        prefetch=self.config.prefetch_factor, pin_memory=pin_memory)  # fmt: skip
+        return loader if texts is None else WithTexts(loader, texts)
 
     def first_captions(self, plan: BatchPlan, total_steps: int) -> list[str]:
         """Each picture's caption as it is shown in the first epoch."""
-        reader = self._reader(plan, 0, total_steps)
-        return [reader.caption(0, 0, index, 0) for index in range(len(self.manifest.samples))]
+        showing = self.showing(plan, total_steps)
+        return [showing.caption(Visit(0, 0, index, 0)) for index in range(len(self.manifest.samples))]
 
-    def _reader(self, plan: BatchPlan, rank: int, total_steps: int) -> "MicroBatchReader":
-        from .loader import MicroBatchReader
+    def showing(self, plan: BatchPlan, total_steps: int) -> Showing:
+        """How the samples are shown in a run of so many steps."""
+        return Showing(self.manifest, self.placements, plan.seed, total_steps)
 
-        return MicroBatchReader(self.manifest, self.placements, plan, rank, plan.seed, total_steps)
+    def without(self, indexes: frozenset[int]) -> "Prepared":
+        """Some pictures fewer."""
+        kept = [index for index in range(len(self.manifest.samples)) if index not in indexes]
+        samples = tuple(self.manifest.samples[index] for index in kept)
+        if all(sample.is_reg for sample in samples):
+            raise ConfigError(["no picture is left to train on"])
+        placements = tuple(self.placements[index] for index in kept)
+        manifest = replace(self.manifest, samples=samples)
+        return Prepared(self.config, manifest, placements, _buckets(manifest, placements))
 
 
-def check(config: DataConfig) -> list[str]:
+def check(config: DataConfig, cache: CacheConfig | None = None) -> list[str]:
     """Everything that is wrong with the dataset file, without opening a picture or importing anything heavy."""
     if config.dataset_config is None or not Path(config.dataset_config).is_file():
         return []  # the rules across options say so
     reading = read(config)
     datasets = reading.datasets
     found = [*reading.problems, *missing_folders(datasets), *not_yet(datasets), *mask_problems(datasets, config)]
+    found += cache_problems(datasets, cache or CacheConfig())
     return list(dict.fromkeys(found))
 
 

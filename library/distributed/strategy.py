@@ -9,11 +9,14 @@ from typing import Any, TypeVar
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 
 from ..data.batch import PixelBatch
 from ..errors import UserError
+from .board import Board
 
+T = TypeVar("T")
 LossFunction = Callable[[PixelBatch, int], Tensor]
 """(batch, optimizer step) -> one weighted loss a sample."""
 
@@ -75,6 +78,14 @@ class DataParallel:
         """The items of all processes in the order of ranks, on each of them."""
         everything: list[Item] = gather_object(list(items))
         return everything
+
+    def board(self, topic: str) -> Board:
+        """For processes that work for long and do not wait in a collective."""
+        return Board(topic)
+
+    def free_memory(self) -> None:
+        """Give back what nothing refers to any more."""
+        clear_device_cache(garbage_collection=True)
 
     @property
     def pins_memory(self) -> bool:

@@ -15,7 +15,7 @@ from PIL.Image import Image
 from torch import Tensor, nn
 
 from ..config.schema import ModelConfig
-from ..data.batch import Batch, Cond
+from ..data.batch import Batch, Cond, Moments
 from ..data.prompts import Prompt
 from ..diffusion.process import Process
 from .detect import Detected
@@ -104,6 +104,7 @@ class Family(ABC):
     def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
         """Text to conditioning, a row for each prompt; the keys are the family's own.
 
+        A row does not depend on the other prompts, its length included: where texts differ in length, it is a list.
         Gradients are not switched off here: text encoders may be trained.
         """
 
@@ -112,11 +113,16 @@ class Family(ABC):
         return []
 
     @abstractmethod
-    def encode_pixels(self, pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
-        """Pixels (B, 3, height, width) in -1..1 to latents as the denoiser expects them.
+    def encode_moments(self, pipe: Any, pixels: Tensor) -> Moments:
+        """Pixels (B, 3, height, width) in -1..1 to what the VAE says of them, as the denoiser expects latents.
 
-        Each sample has its own generator, so that its latents do not depend on the others in the batch.
+        Shift and scale are done: to the mean both, to the standard deviation the scale.  Nothing is random here, so
+        that what comes out can be kept, and training with it is training without it.
         """
+
+    def encode_pixels(self, pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+        """Pixels to latents as the denoiser expects them, drawn for each sample by its own generator."""
+        return self.encode_moments(pipe, pixels).drawn(generators)
 
     @abstractmethod
     def decode_latents(self, pipe: Any, latents: Tensor) -> Tensor:

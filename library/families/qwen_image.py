@@ -8,7 +8,7 @@ from PIL.Image import Image
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from ..data.batch import Batch, Cond
+from ..data.batch import Batch, Cond, Moments
 from ..data.prompts import Prompt
 from ..diffusion.process import FlowMatching, Process
 from . import clip_text, kl_latents
@@ -59,8 +59,13 @@ class QwenImage(Family):
         cut = set(clip_text.too_long(pipe.tokenizer, [before + prompt for prompt in prompts], most))
         return [prompt for prompt in prompts if before + prompt in cut]
 
-    def encode_pixels(self, pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
-        return kl_latents.drawn(*moments(pipe.vae, pixels), generators)
+    @torch.no_grad()
+    def encode_moments(self, pipe: Any, pixels: Tensor) -> Moments:
+        frames = pixels.to(pipe.vae.device, pipe.vae.dtype).unsqueeze(2)
+        with kl_latents.full_precision(pipe.vae):
+            found = pipe.vae.encode(frames).latent_dist
+        mean, std = _statistics(pipe.vae, found.mean)
+        return Moments.of(((found.mean - mean) / std).squeeze(2), (found.std / std).squeeze(2))
 
     @torch.no_grad()
     def decode_latents(self, pipe: Any, latents: Tensor) -> Tensor:
@@ -96,16 +101,6 @@ class QwenImage(Family):
             prompt_embeds=embeds, prompt_embeds_mask=mask,
             negative_prompt_embeds=negative_embeds if scale > 1 else None, negative_prompt_embeds_mask=negative_mask,
         )  # fmt: skip
-
-
-@torch.no_grad()
-def moments(vae: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of the latents of pixels in -1..1, as the denoiser expects them."""
-    frames = pixels.to(vae.device, vae.dtype).unsqueeze(2)
-    with kl_latents.full_precision(vae):
-        found = vae.encode(frames).latent_dist
-    mean, std = _statistics(vae, found.mean)
-    return ((found.mean - mean) / std).squeeze(2), (found.std / std).squeeze(2)
 
 
 def padded(embeds: Tensor | Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ import torch
 from PIL.Image import Image
 from torch import Tensor, nn
 
-from ..data.batch import Batch, Cond
+from ..data.batch import Batch, Cond, Moments
 from ..data.prompts import Prompt
 from ..diffusion.process import FlowMatching, Process
 from . import clip_text, kl_latents
@@ -66,8 +66,8 @@ class StableDiffusion3(Family):
     def _length(self) -> int:
         return self.options.t5xxl_max_token_length or 256
 
-    def encode_pixels(self, pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
-        return kl_latents.encode(pipe.vae, pixels, generators)
+    def encode_moments(self, pipe: Any, pixels: Tensor) -> Moments:
+        return kl_latents.moments(pipe.vae, pixels)
 
     def decode_latents(self, pipe: Any, latents: Tensor) -> Tensor:
         return kl_latents.decode(pipe.vae, latents)

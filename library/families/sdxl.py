@@ -7,7 +7,7 @@ import torch
 from PIL.Image import Image
 from torch import Tensor, nn
 
-from ..data.batch import Batch, Cond
+from ..data.batch import Batch, Cond, Moments
 from ..data.prompts import Prompt
 from ..diffusion.process import Process
 from . import clip_text, kl_latents
@@ -54,8 +54,8 @@ class StableDiffusionXL(Family):
     def too_long(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
         return clip_text.too_long(pipe.tokenizer, prompts, self.options.max_token_length)
 
-    def encode_pixels(self, pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
-        return kl_latents.encode(pipe.vae, pixels, generators)
+    def encode_moments(self, pipe: Any, pixels: Tensor) -> Moments:
+        return kl_latents.moments(pipe.vae, pixels)
 
     def decode_latents(self, pipe: Any, latents: Tensor) -> Tensor:
         return kl_latents.decode(pipe.vae, latents)

@@ -1,6 +1,6 @@
 """A part of a model from a single .safetensors file, in diffusers' or the original names."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,9 +31,15 @@ def load_from_file(
 def _read(place: str, prefixes: Sequence[str]) -> tuple[str, dict[str, Tensor]]:
     """The weights that begin with one of the prefixes, and with which; all of them when none does."""
     with safe_open(place, framework="pt") as file:
-        names = list(file.keys())
-        prefix = next((each for each in prefixes if any(name.startswith(each) for name in names)), "")
-        return prefix, {name: file.get_tensor(name) for name in names if name.startswith(prefix)}
+        prefix, names = names_of_part(file.keys(), prefixes)
+        return prefix, {name: file.get_tensor(name) for name in names}
+
+
+def names_of_part(names: Iterable[str], prefixes: Sequence[str]) -> tuple[str, list[str]]:
+    """The names that begin with one of the prefixes, and with which; all of them when none does."""
+    every = list(names)
+    prefix = next((each for each in prefixes if any(name.startswith(each) for name in every)), "")
+    return prefix, [name for name in every if name.startswith(prefix)]
 
 
 def _diffusers_names(model: Any, tensors: dict[str, Tensor], prefix: str) -> Mapping[str, Tensor]:

@@ -17,6 +17,12 @@ def _plan(argv: Sequence[str]) -> tuple[str, int]:
     return run(argv)
 
 
+def _cache(argv: Sequence[str]) -> tuple[str, int]:
+    from .cache import run
+
+    return run(argv)
+
+
 def _options(argv: Sequence[str]) -> tuple[str, int]:
     from ..config.describe import options_page
 
@@ -26,5 +32,6 @@ def _options(argv: Sequence[str]) -> tuple[str, int]:
 TOOLS: dict[str, tuple[str, Tool]] = {
     "doctor": ("what works on this machine, and which of several settings counts", _doctor),
     "plan": ("what would be trained, without training", _plan),
+    "cache": ("latents and captions kept on disk: build, verify, repair, prune, info", _cache),
     "options": ("the page docs/options.md", _options),
 }

@@ -1,5 +1,6 @@
 """A step that went wrong, kept whole in a folder, so that it can be looked into later and elsewhere."""
 
+import itertools
 import json
 import logging
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from .. import __version__
 from ..adapters import lora
 from ..config.describe import to_toml
-from ..data.batch import PixelBatch
+from ..data.batch import Cond, Moments, PixelBatch
 from ..errors import UserError
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TENSORS = ("pixels", "frame", "weight", "mask")
+TENSORS = ("pixels", "frame", "weight", "mask", "latent_mask")
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ def write_bundle(run: "Run", work: "StepWork", loss: float, gradient_norm: float
         for number, batch in enumerate(work.batches):
             tensors |= {f"{number}.{name}": getattr(batch, name).contiguous() for name in TENSORS
                         if getattr(batch, name) is not None}  # fmt: skip
+            tensors |= _of_encoded(batch, str(number))
             words.append({"captions": batch.captions, "places": batch.places, "ids": batch.ids})
         save_file(tensors, own / "batches.safetensors")
         adapter = lora.state(run.strategy.unwrapped(run.adapter))
@@ -77,10 +79,30 @@ def read_bundle(folder: Path) -> Bundle:
         raise UserError(f"--replay: {folder}: {error}; name the folder of one process, such as .../rank0") from None
     batches = []
     for number, words in enumerate(facts["batches"]):
-        parts = {name: tensors.get(f"{number}.{name}") for name in TENSORS}
+        parts: dict[str, Any] = {name: tensors.get(f"{number}.{name}") for name in TENSORS}
         batches.append(PixelBatch(captions=tuple(words["captions"]), places=tuple(words["places"]),
-                                  ids=tuple(words["ids"]), **parts))  # type: ignore[arg-type]  # fmt: skip
+                                  ids=tuple(words["ids"]), **parts, **_encoded(tensors, str(number))))  # fmt: skip
     return Bundle(facts["step"], facts["samples"], tuple(batches), adapter, folder)
+
+
+def _of_encoded(batch: PixelBatch, number: str) -> dict[str, torch.Tensor]:
+    """What came out of a cache: ``0.moments``, ``0.cond.embeds``, and ``0.cond.embeds.1`` for the second of a list."""
+    tensors = {} if batch.moments is None else {f"{number}.moments": batch.moments.both.contiguous()}
+    for name, value in (batch.cond or {}).items():
+        items = {f".{row}": item for row, item in enumerate(value)} if isinstance(value, list) else {"": value}
+        tensors |= {f"{number}.cond.{name}{row}": item.contiguous() for row, item in items.items()}
+    return tensors
+
+
+def _encoded(tensors: dict[str, torch.Tensor], number: str) -> dict[str, Any]:
+    """The other way round, as arguments for a batch."""
+    start = f"{number}.cond."
+    cond: Cond = {}
+    for name in {key.removeprefix(start).split(".")[0] for key in tensors if key.startswith(start)}:
+        rows = itertools.takewhile(tensors.__contains__, (f"{start}{name}.{row}" for row in itertools.count()))
+        cond[name] = tensors[start + name] if start + name in tensors else [tensors[row] for row in rows]
+    moments = tensors.get(f"{number}.moments")
+    return {"moments": None if moments is None else Moments(moments), "cond": cond or None}
 
 
 def replay(run: "Run", bundle: Bundle) -> list[str]:

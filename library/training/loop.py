@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import RunConfig
-from ..data.loader import Loader, StepWork
+from ..data.loader import StepLoader, StepWork
 from ..distributed.strategy import DataParallel
 from ..optim.average import RunningAverage
 from ..optim.optimizers import Group, learning_rates, set_learning_rates
@@ -77,7 +77,7 @@ class Run:
     plan: RunPlan
     strategy: DataParallel
     task: Task
-    loader: Loader
+    loader: StepLoader
     adapter: nn.Module  # the denoiser with its adapters, as wrapped by the strategy
     groups: Sequence[Group]  # the parameters that learn
     optimizer: Any

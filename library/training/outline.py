@@ -1,11 +1,14 @@
 """What would be trained, in words or as data; told at the start of a run, by --dry_run, and by the plan tool."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..config import RunConfig
 from ..data.prepare import Prepared, prepare
-from ..families.detect import Detected, detect
+from ..families.detect import Detected, detect, reader_of
+from ..families.sizes import BUILT_IN, sizes
+from .expected import Expected, expected
 from .plan import RunPlan
 
 
@@ -16,11 +19,13 @@ class Outlook:
     detected: Detected
     prepared: Prepared
     plan: RunPlan
+    kept: Sequence[Expected] = ()
 
     def text(self) -> str:
         """In words and a table."""
         said = outline(self.prepared, self.plan, self.plan.batches.ranks)
-        return f"model family {self.detected.family}: {self.detected.reason}\n{said}"
+        lines = [f"model family {self.detected.family}: {self.detected.reason}", said]
+        return "\n".join([*lines, *(item.text() for item in self.kept)])
 
     def record(self) -> dict[str, Any]:
         """As plain data; ``epochs`` counts those that the run touches, ``epochs_done`` those it completes."""
@@ -38,6 +43,7 @@ class Outlook:
             "epochs": self.plan.epochs,
             "epochs_done": self.plan.epochs_done(self.plan.steps),
             "notes": list(self.prepared.manifest.notes),
+            "kept": {item.what: item.record() for item in self.kept},
             "datasets": self.prepared.record(batches),
         }
 
@@ -46,7 +52,9 @@ def look_ahead(config: RunConfig, ranks: int) -> Outlook:
     """Look at the pictures and make the plan for ``ranks`` processes, without loading a model."""
     detected = detect(config.model)
     prepared = prepare(config.data, detected.pixel_step)
-    return Outlook(detected, prepared, RunPlan.of(prepared.batch_plan(ranks, config.train), config.train, config.optim))
+    plan = RunPlan.of(prepared.batch_plan(ranks, config.train), config.train, config.optim)
+    known = BUILT_IN if detected.kind == "built-in" else sizes(reader_of(detected))
+    return Outlook(detected, prepared, plan, expected(config, prepared, plan, known))
 
 
 def outline(prepared: Prepared, plan: RunPlan, ranks: int) -> str:

@@ -2,13 +2,14 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from ..config.schema import PreviewConfig
-from ..data.batch import Cond
 from ..data.prompts import Prompt
 from ..optim.optimizers import weights_as_used
 from ..randomness import seed_for
@@ -16,6 +17,17 @@ from .loop import Run
 from .plan import is_due
 
 logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def at(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Have ``module`` on the device for a while, and back where it rests."""
+    home = next(module.parameters()).device
+    module.to(device)
+    try:
+        yield
+    finally:
+        module.to(home)
 
 
 class Preview:
@@ -52,15 +64,13 @@ class Preview:
         if seed is None:
             seed = seed_for(run.config.train.seed, "preview", index) % 2**32
         with run.strategy.accelerator.autocast():
-            cond, negative = self._encoded(run, prompt.text), self._encoded(run, prompt.negative)
+            cond, negative = task.text([prompt.text]), task.text([prompt.negative])
             generator = torch.Generator().manual_seed(seed)
             sampler = prompt.sampler or self.config.sample_sampler
-            picture = task.family.draw(task.pipe, prompt, cond, negative, generator, sampler)
+            with at(task.pipe.vae, task.device):
+                picture = task.family.draw(task.pipe, prompt, cond, negative, generator, sampler)
         epoch = run.plan.epoch_just_ended(run.state.step)
         when = f"e{epoch:06d}" if self.config.sample_every_n_epochs and epoch else f"{run.state.step:06d}"
         path = self.folder / f"{self.name}_{when}_{index:02d}_{time.strftime('%Y%m%d%H%M%S')}_{seed}.png"
         picture.save(path)
         return path
-
-    def _encoded(self, run: Run, text: str) -> Cond:
-        return run.task.family.encode_prompts(run.task.pipe, [text])

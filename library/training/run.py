@@ -26,6 +26,7 @@ from ..optim import optimizers, schedules
 from ..optim.average import RunningAverage
 from .bad_samples import BadSamples
 from .bundle import read_bundle, replay
+from .caching import Kept, keep_latents, keep_texts
 from .export import Export
 from .health import NoMore, Watch
 from .loop import Run, Silence, count, train, trainable
@@ -33,14 +34,12 @@ from .metrics import MetricsFile
 from .objective import objective_of
 from .outline import outline
 from .plan import RunPlan
+from .precision import DTYPES
 from .preview import Preview
 from .task import Task
 from .track import Track, start_trackers
 
 logger = logging.getLogger(__name__)
-
-DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
-"""Precision of the frozen model; the adapters in it are always float32."""
 
 
 def run(config: RunConfig, given: frozenset[str] = frozenset()) -> None:
@@ -67,7 +66,14 @@ def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, start
     for line in outline(prepared, plan, strategy.size).splitlines():
         logger.info("%s", line)
 
-    job, adapter = _assemble(config, strategy, detected, prepared, plan)
+    family: Family = FAMILIES.get(detected.family)(config.model)
+    pictures = len(prepared.manifest.samples)
+    prepared, latents = keep_latents(config, strategy, family, detected, prepared)
+    if len(prepared.manifest.samples) < pictures:
+        plan = RunPlan.of(prepared.batch_plan(strategy.size, config.train), config.train, config.optim)
+    texts = keep_texts(config, strategy, family, detected, prepared, plan, prompts)
+    pipe = _load(strategy, family, detected, Kept(latents, texts), prompts)
+    job, adapter = _assemble(config, strategy, family, pipe, prepared, plan, Kept(latents, texts))
     preview = _preview(config, prompts)
     export = Export(adapter, prepared.pictures, prepared.resolution, started_at)
     if config.train.replay is not None:
@@ -121,18 +127,31 @@ def _check_folder(folder: Path) -> None:
         raise UserError(f"--output_dir: {folder} cannot be written to: {error.strerror}") from None
 
 
-def _assemble(
-    config: RunConfig, strategy: DataParallel, detected: Detected, prepared: Prepared, plan: RunPlan
-) -> tuple[Run, lora.Adapter]:
-    """Load the model, put the adapters in, and hand both to the strategy."""
-    family: Family = FAMILIES.get(detected.family)(config.model)
-    parts = ("vae", *family.text_parts, family.denoiser)
-    pipe = family.load(detected, DTYPES[strategy.precision], parts, device=strategy.device)
-    objective = objective_of(config, family, pipe)
-    for part in parts:
+def _load(strategy: DataParallel, family: Family, detected: Detected, kept: Kept, prompts: Sequence[Prompt]) -> Any:
+    """The parts that training needs, on the device; what was kept needs no encoder any more.
+
+    A VAE that only previews need rests in host memory between them.
+    """
+    needed = [part for part in family.parts if part == family.denoiser or part.startswith("tokenizer")
+              or (kept.latents is None if part == "vae" else kept.texts is None)]  # fmt: skip
+    dtype = DTYPES[strategy.precision]
+    pipe = family.load(detected, dtype, needed, device=strategy.device)
+    if "vae" not in needed and prompts:
+        pipe = family.load(detected, dtype, ("vae",), into=pipe)
+    for part in family.parts:
         module = getattr(pipe, part)
         if isinstance(module, torch.nn.Module):
-            module.requires_grad_(False).to(strategy.device)
+            module.requires_grad_(False)
+            if part in needed:
+                module.to(strategy.device)
+    return pipe
+
+
+def _assemble(
+    config: RunConfig, strategy: DataParallel, family: Family, pipe: Any, prepared: Prepared, plan: RunPlan, kept: Kept
+) -> tuple[Run, lora.Adapter]:
+    """Put the adapters into the model, and hand both to the strategy."""
+    objective = objective_of(config, family, pipe)
     denoiser = getattr(pipe, family.denoiser)
     adapter = lora.inject(denoiser, config.adapter, family.lora_targets, config.train.seed, family.lora_names,
                           family.idle_layers(denoiser))  # fmt: skip
@@ -149,8 +168,10 @@ def _assemble(
     optimizer = optimizers.make_optimizer(config.optim, groups)
     wrapped, optimizer = strategy.wrap(denoiser, optimizer)
     task = Task(family, pipe, wrapped, objective, config.train.seed, strategy.device,
-                config.data.masked_loss_normalize)  # fmt: skip
-    loader = prepared.loader(plan.batches, strategy.rank, total_steps=plan.steps, pin_memory=strategy.pins_memory)
+                config.data.masked_loss_normalize, config.cache.vae_batch_size, config.cache.text_encoder_batch_size,
+                kept.texts)  # fmt: skip
+    loader = prepared.loader(plan.batches, strategy.rank, total_steps=plan.steps, pin_memory=strategy.pins_memory,
+                             latents=kept.latents, texts=kept.texts)  # fmt: skip
     if strategy.is_main:
         _tell_long_captions(family, pipe, prepared.first_captions(plan.batches, plan.steps))
     schedule = schedules.make_schedule(config.optim, plan.steps)

@@ -1,5 +1,6 @@
 """One batch to one loss per sample: encode, draw noise, predict, compare."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -7,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data.batch import Batch, PixelBatch, as_model_input
+from ..data.batch import Batch, Cond, Moments, PixelBatch, as_model_input, each_tensor, joined
+from ..data.cache.texts import TextReader
 from ..diffusion.masking import in_latents, mean_loss
 from ..diffusion.objective import Objective
 from ..families.base import Family
@@ -35,6 +37,9 @@ class Task:
     seed: int
     device: torch.device
     masks_by_area: bool = False  # a picture weighs the same however much of it a mask leaves
+    pictures_at_once: int = 1
+    captions_at_once: int = 1
+    texts: TextReader | None = None  # where captions are encoded already
     seen: list[Seen] = field(default_factory=list)
     """The micro-batches of the latest optimizer step on this process."""
     seen_in: int = -1
@@ -57,20 +62,37 @@ class Task:
 
     @torch.no_grad()
     def encode(self, pixels: PixelBatch, step: int) -> Batch:
-        """Pictures to latents and captions to conditioning; both encoders are frozen."""
-        draws = self.generators("vae", step, pixels.places)
-        with torch.autocast(self.device.type, enabled=False):  # the VAE overflows in half precision
-            values = as_model_input(pixels.pixels.to(self.device, non_blocking=True))
-            latents = self.family.encode_pixels(self.pipe, values, draws)
-        cond = self.family.encode_prompts(self.pipe, list(pixels.captions))
-        frame, weight = (
-            pixels.frame.to(self.device, non_blocking=True),
-            pixels.weight.to(self.device, non_blocking=True),
-        )
-        mask = pixels.mask
-        if mask is not None:
-            mask = in_latents(mask.to(self.device, non_blocking=True), (latents.shape[-2], latents.shape[-1]))
+        """Pictures to latents and captions to conditioning, as far as that is not done; both encoders are frozen."""
+        kept = pixels.moments
+        moments = self.moments(pixels.pixels) if kept is None else Moments(self._here(kept.both))
+        latents = moments.drawn(self.generators("vae", step, pixels.places))
+        cond = self.text(pixels.captions) if pixels.cond is None else each_tensor(pixels.cond, self._here)
+        frame, weight = self._here(pixels.frame), self._here(pixels.weight)
+        mask = None if pixels.latent_mask is None else self._here(pixels.latent_mask)
+        if pixels.mask is not None:
+            mask = in_latents(self._here(pixels.mask), (latents.shape[-2], latents.shape[-1]))
         return Batch(latents, cond, frame, weight, pixels.places, pixels.ids, mask)
+
+    def moments(self, pixels: Tensor | None) -> Moments:
+        """What the VAE says of pictures, as many at once as it is to take."""
+        if pixels is None:
+            raise AssertionError("a batch has pixels or moments")
+        with torch.autocast(self.device.type, enabled=False):  # the VAE overflows in half precision
+            parts = [self.family.encode_moments(self.pipe, as_model_input(self._here(part))).both
+                     for part in torch.split(pixels, self.pictures_at_once)]  # fmt: skip
+        return Moments(torch.cat(parts))
+
+    def text(self, captions: Sequence[str]) -> Cond:
+        """Conditioning for captions: what was kept, or else as many at once as the text encoders are to take."""
+        if self.texts is not None:
+            return each_tensor(self.texts.cond(captions), self._here)
+        size = self.captions_at_once
+        parts = [self.family.encode_prompts(self.pipe, list(captions[first : first + size]))
+                 for first in range(0, len(captions), size)]  # fmt: skip
+        return joined(parts)
+
+    def _here(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, non_blocking=True)
 
     def generators(self, purpose: str, step: int, places: tuple[int, ...]) -> list[torch.Generator]:
         """A generator of its own for each sample: a function of (seed, purpose, step, place in the step).

@@ -1,0 +1,56 @@
+"""The content of large files as a hash, computed once and remembered by path, size and time of change."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+_CHUNK = 2**24
+
+
+class FileHashes:
+    """Hashes, and a file that remembers them; where it cannot be read or written, they are computed each time."""
+
+    def __init__(self, memory: Path):
+        self.memory = memory
+        self._known: dict[str, list[object]] = _read(memory)
+
+    def of(self, file: Path, what: str = "", compute: Callable[[Path], str] | None = None) -> str:
+        """The hash of a file; or what ``compute`` makes of it, which ``what`` is the name of."""
+        status, place = file.stat(), f"{file.resolve()} {what}".rstrip()
+        stamp = [status.st_size, status.st_mtime_ns]
+        known = self._known.get(place)
+        if known is None or known[:2] != stamp:
+            known = self._known[place] = [*stamp, (compute or _hash)(file)]
+            self._write()
+        return str(known[2])
+
+    def _write(self) -> None:
+        """All at once, so that nobody reads a half; of several processes the last one wins, and all are right."""
+        draft = self.memory.with_name(f"{self.memory.name}.{os.getpid()}-{os.urandom(4).hex()}")
+        try:
+            self.memory.parent.mkdir(parents=True, exist_ok=True)
+            draft.write_text(json.dumps(self._known), encoding="utf-8")
+            draft.replace(self.memory)
+        except OSError:  # it only saves time
+            with suppress(OSError):
+                draft.unlink()
+
+
+def _read(memory: Path) -> dict[str, list[object]]:
+    try:
+        known = json.loads(memory.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    usable = isinstance(known, dict) and all(isinstance(item, list) and len(item) == 3 for item in known.values())
+    return known if usable else {}
+
+
+def _hash(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as opened:
+        while chunk := opened.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()

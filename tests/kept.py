@@ -1,0 +1,120 @@
+"""For the tests of caches: a family whose numbers can be read back, and keeping in processes of their own."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import avg_pool2d
+
+from library.config import RunConfig, load_options
+from library.data.batch import Cond, Moments
+from library.data.prepare import Prepared, prepare
+from library.distributed.accelerator import prepare_accelerator
+from library.distributed.strategy import DataParallel
+from library.families.detect import detect
+from library.training import encoding
+from library.training.caching import keep_latents, keep_texts
+from library.training.plan import RunPlan
+
+
+class Plain:
+    """Latents are means of 8 x 8 pixels; a caption is the numbers in it, as many as there are."""
+
+    text_parts = ("text_encoder",)
+    lora_prefix = ""
+
+    def __init__(self, vae_dtype: torch.dtype = torch.float32):
+        self.vae_dtype = vae_dtype
+        self.loaded: list[tuple[str, ...]] = []
+
+    def load(self, model: Any, dtype: torch.dtype, parts: Sequence[str], **_: Any) -> Any:
+        self.loaded.append(tuple(parts))
+        pipe = SimpleNamespace(vae=nn.Linear(1, 1, dtype=self.vae_dtype), text_encoder=nn.Linear(1, 1))
+        for module in (pipe.vae, pipe.text_encoder):
+            nn.init.zeros_(module.weight)
+            nn.init.zeros_(module.bias)
+        pipe.vae.dtype = self.vae_dtype
+        pipe.vae.config = pipe.text_encoder.config = {}
+        return pipe
+
+    def encode_moments(self, pipe: Any, pixels: Tensor) -> Moments:
+        mean = avg_pool2d(pixels, 8)
+        if pipe.vae.weight.dtype == torch.float16:  # as if white were too much for it
+            mean = mean.masked_fill(mean.amax((1, 2, 3), keepdim=True) > 0.99, torch.inf)
+        return Moments.of(mean, torch.full_like(mean, 0.25))
+
+    def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        numbers = [torch.tensor([float(word) for word in prompt.replace(",", " ").split() if word.isdigit()])
+                   for prompt in prompts]  # fmt: skip
+        return {"numbers": numbers, "sums": torch.stack([item.sum() for item in numbers])}
+
+
+class Encoded:
+    """Notes which pictures and captions were encoded, in this process."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        for maker in (encoding.PictureMaker, encoding.TextMaker):
+            self._note(maker)
+
+    def _note(self, maker: Any) -> None:
+        honest = maker.made
+
+        def made(itself: Any, groups: Any) -> Any:
+            for count, entries in honest(itself, groups):
+                mirrored = getattr(itself.wanted, "mirrored", None)
+                self.names += [f"{entry.name}{' mirrored' if mirrored is not None and mirrored[entry.number] else ''}"
+                               for entry in entries]  # fmt: skip
+                yield count, entries
+
+        maker.made = made
+
+    def taken(self) -> list[str]:
+        """What was encoded since the last time."""
+        names, self.names = sorted(self.names), []
+        return names
+
+
+class Kept:
+    """One run's caches, in a process that may be one of several."""
+
+    def __init__(self, family: Any, *flags: str, strategy: DataParallel | None = None):
+        self.config: RunConfig = load_options([*flags, "--quiet"]).require()
+        self.strategy = strategy or DataParallel(prepare_accelerator(self.config))
+        self.prepared: Prepared = prepare(self.config.data, 8)
+        model = detect(self.config.model)
+        self.prepared, self.latents = keep_latents(self.config, self.strategy, family, model, self.prepared)
+        batches = self.prepared.batch_plan(self.strategy.size, self.config.train)
+        self.plan = RunPlan.of(batches, self.config.train, self.config.optim)
+        self.texts = keep_texts(self.config, self.strategy, family, model, self.prepared, self.plan, [])
+
+    def loader(self) -> Any:
+        return self.prepared.loader(self.plan.batches, self.strategy.rank, total_steps=self.plan.steps,
+                                    pin_memory=False, latents=self.latents, texts=self.texts)  # fmt: skip
+
+
+def with_flags(config: RunConfig, **cache: Any) -> RunConfig:
+    return replace(config, cache=replace(config.cache, **cache))
+
+
+def dataset(folder: Path, lines: str = "", subset: str = "", resolution: str = "64") -> str:
+    """A dataset file over ``folder``/pictures."""
+    path = folder / "set.toml"
+    path.write_text(f"""
+[general]
+enable_bucket = true
+min_bucket_reso = 32
+bucket_reso_steps = 16
+caption_extension = ".txt"
+{lines}
+[[datasets]]
+resolution = {resolution}
+  [[datasets.subsets]]
+  image_dir = '{folder / "pictures"}'
+  {subset}
+""", encoding="utf-8")  # fmt: skip
+    return str(path)
