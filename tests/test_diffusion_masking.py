@@ -4,8 +4,10 @@ import pytest
 import torch
 from tiny import TINY
 
+from library.config.schema import LossConfig, NoiseConfig
 from library.data.batch import PixelBatch, as_model_input
 from library.diffusion.masking import in_latents, mean_loss
+from library.diffusion.objective import Objective
 from library.families import FAMILIES
 from library.training.task import Task
 
@@ -58,7 +60,8 @@ def test_bytes_become_the_numbers_that_they_always_became():
 def task(**options) -> Task:
     family = FAMILIES.get("sd1")()
     pipe = TINY["sd1"]().pipe
-    return Task(family, pipe, pipe.unet, family.process(pipe), 5, torch.device("cpu"), **options)
+    objective = Objective(family.process(pipe), NoiseConfig(), LossConfig())
+    return Task(family, pipe, pipe.unet, objective, 5, torch.device("cpu"), **options)
 
 
 def batch(mask: torch.Tensor | None) -> PixelBatch:
