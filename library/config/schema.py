@@ -39,6 +39,15 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class CacheConfig:
+    """What is kept between runs."""
+
+    cache_dir: str | None = opt(
+        None, "folder for what is kept between runs; without it, .cache-lorikeet in each folder of pictures"
+    )
+
+
+@dataclass(frozen=True)
 class AdapterConfig:
     """What is trained."""
 
@@ -302,6 +311,7 @@ class RunConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     noise: NoiseConfig = field(default_factory=NoiseConfig)

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from ..data.batch import PixelBatch
 from ..errors import UserError
+from .turns import first_here
 
+T = TypeVar("T")
 LossFunction = Callable[[PixelBatch, int], Tensor]
 """(batch, optimizer step) -> one weighted loss a sample."""
 
@@ -75,6 +77,17 @@ class DataParallel:
         """The items of all processes in the order of ranks, on each of them."""
         everything: list[Item] = gather_object(list(items))
         return everything
+
+    def gather(self, value: T) -> list[T]:
+        """What every process has, by rank, on every process; all call it, and soon after each other."""
+        values: list[T] = gather_object([value])
+        return values
+
+    def first_on_each_machine(self, work: Callable[[], T]) -> T:
+        """Long work that leaves something on disk: by one process of each machine, then by the others."""
+        if self.size == 1:
+            return work()
+        return first_here(work, self.accelerator.is_local_main_process, self.gather)
 
     @property
     def pins_memory(self) -> bool:

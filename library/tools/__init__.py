@@ -17,6 +17,12 @@ def _plan(argv: Sequence[str]) -> tuple[str, int]:
     return run(argv)
 
 
+def _bench(argv: Sequence[str]) -> tuple[str, int]:
+    from .bench import run
+
+    return run(argv)
+
+
 def _options(argv: Sequence[str]) -> tuple[str, int]:
     from ..config.describe import options_page
 
@@ -26,5 +32,6 @@ def _options(argv: Sequence[str]) -> tuple[str, int]:
 TOOLS: dict[str, tuple[str, Tool]] = {
     "doctor": ("what works on this machine, and which of several settings counts", _doctor),
     "plan": ("what would be trained, without training", _plan),
+    "bench": ("how fast it is on this machine", _bench),
     "options": ("the page docs/options.md", _options),
 }

@@ -45,7 +45,7 @@ class Outlook:
 def look_ahead(config: RunConfig, ranks: int) -> Outlook:
     """Look at the pictures and make the plan for ``ranks`` processes, without loading a model."""
     detected = detect(config.model)
-    prepared = prepare(config.data, detected.pixel_step)
+    prepared = prepare(config.data, detected.pixel_step, config.cache.cache_dir)
     return Outlook(detected, prepared, RunPlan.of(prepared.batch_plan(ranks, config.train), config.train, config.optim))
 
 
