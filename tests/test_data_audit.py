@@ -118,6 +118,16 @@ def test_another_reader_believes_nothing(folder, work, monkeypatch):
     assert did(work, folder) == (0, 0)
 
 
+def test_facts_in_another_shape_are_not_believed(folder, work, monkeypatch):
+    did(work, folder)
+    packed = inspection._packed
+    with monkeypatch.context() as patch:
+        patch.setattr(inspection, "_packed", lambda seen: packed(seen)[:2])
+        write(folder / "3.bmp", 77)
+        look(folder)
+    assert did(work, folder) == (1, 1) and did(work, folder) == (0, 0)
+
+
 def test_a_broken_store_is_named_and_replaced(folder, work, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("library"), "propagate", True)
     did(work, folder)
@@ -302,7 +312,7 @@ def test_a_name_that_is_no_text_is_kept_as_well_as_any(folder, work):
 
 def test_a_row_costs_little_memory(folder):
     """Sizes and traits are shared; a million rows have to fit."""
-    kept = {f"{number}.bmp": scan_store.Row((number, number, number), f"{number:032x}", [64, 48, ""])
+    kept = {f"{number}.bmp": scan_store.Row((number, number, number), f"{number:032x}", [64, 48, 1, ""])
             for number in range(2000)}  # fmt: skip
     inspector = pictures_inspected()
     tracemalloc.start()
