@@ -1,8 +1,11 @@
 """Every picture that was found is trained or named, with its caption and as often as it was asked for."""
 
+import gc
+import io
 import json
 import subprocess
 import sys
+import tracemalloc
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,6 +14,7 @@ import pytest
 from PIL import Image
 
 from library.config.schema import DataConfig, TrainConfig
+from library.data import audit, inspection
 from library.data.prepare import Prepared, check, prepare
 from library.errors import ConfigError
 
@@ -110,7 +114,7 @@ def test_all_that_cannot_be_used_is_named_in_one_report(tmp_path):
         prepare(settings, 8)
     start = [problem.replace(f"{tmp_path}/", "")[:46] for problem in caught.value.problems]
     assert start == [
-        "a/cut.png: cannot be decoded: image file is tr",
+        "a/cut.png: is truncated: it ends before the pi",
         "a/empty.txt: is empty; write a caption, or del",
         "a/latin.txt: not UTF-8 at byte 3; save the fil",
         "a/thin.png: 5000x3 pixels leave no bucket with",
@@ -123,7 +127,7 @@ def test_bad_pictures_are_skipped_and_noted_when_that_is_asked_for(tmp_path):
     (tmp_path / "a" / "bad.png").write_bytes(b"bad")
     prepared = made(tmp_path, "image_dir = 'a'\ncaption_extension = 'txt'", on_bad_data="skip")
     assert [sample.key for sample in prepared.manifest.samples] == ["a/good.png"]
-    assert prepared.manifest.notes[-1].startswith("1 problems, whose pictures are skipped:\n  ")
+    assert prepared.manifest.notes[-1].startswith("1 pictures are skipped (1 no picture):\n  ")
     assert "bad.png: is no picture" in prepared.manifest.notes[-1]
     (tmp_path / "a" / "good.png").write_bytes(b"bad")
     with pytest.raises(ConfigError, match="no picture is left to train on"):
@@ -214,6 +218,90 @@ def test_the_fingerprint_follows_what_training_sees(tmp_path):
     assert len({first, second, fingerprint()}) == 3
 
 
+def test_the_fingerprint_follows_how_pictures_are_shown_and_not_where_they_lie(tmp_path):
+    for folder in ("here/a", "there/a"):
+        save(tmp_path / folder / "1.png", caption="one")
+
+    def fingerprint(subset: str = "image_dir = 'here/a'", head: str = "", **options) -> str:
+        return made(tmp_path, subset, head=head, **options).manifest.fingerprint()
+
+    shown = [
+        fingerprint(),
+        fingerprint(head="bucket_reso_steps = 8"),
+        fingerprint(head="max_bucket_reso = 128"),
+        fingerprint(head="bucket_no_upscale = true\nbucket_reso_steps = 16"),
+        fingerprint("image_dir = 'here/a'\nflip_aug = true"),
+        fingerprint("image_dir = 'here/a'\nrandom_crop = true"),
+        fingerprint("image_dir = 'here/a'\nresize_interpolation = 'nearest'"),
+        fingerprint("image_dir = 'here/a'\ncaption_prefix = 'x'"),
+        fingerprint(flip_aug=True, shuffle_caption=True),
+    ]
+    assert len(set(shown)) == len(shown)
+    assert fingerprint("image_dir = 'there/a'") == fingerprint(head="batch_size = 3") == shown[0]
+
+
+def test_one_folder_by_several_ways_is_looked_at_once(tmp_path, monkeypatch):
+    """Whichever way it was the last time."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(audit, "SETTLED_AFTER", -(10**15))
+    save(tmp_path / "a" / "1.png", caption="one")
+    save(tmp_path / "a" / "2.png", caption="two")
+    (tmp_path / "link").symlink_to("a")
+    examined: list[str] = []
+    real = inspection.examined
+    monkeypatch.setattr(inspection, "examined", lambda *given: (examined.append(given[1]), real(*given))[1])
+    for _ in range(2):
+        settings = config(tmp_path, f"image_dir = '{tmp_path}/a'")
+        for way in ("a", "./a", "link", f"{tmp_path}/link"):
+            path = Path(str(settings.dataset_config))
+            path.write_text(
+                path.read_text() + f"[[datasets]]\nresolution = 64\n[[datasets.subsets]]\nimage_dir = '{way}'\n"
+            )
+        assert len(prepare(settings, 8).manifest.samples) == 10
+    assert len(examined) <= 10  # the first time each way finds them anew
+    examined.clear()
+    prepare(settings, 8)
+    assert examined == []
+    assert len((tmp_path / "a/.cache-lorikeet/scan/pictures.json").read_text().splitlines()[1].split("],[")) == 2
+
+
+def test_a_picture_takes_less_than_a_kilobyte_of_memory(tmp_path):
+    """With a caption of 100 letters; all that is kept of it, its place and its part in the plan among it."""
+    (tmp_path / "a").mkdir()
+    data = encoded_sizes()
+    for number in range(1500):
+        (tmp_path / "a" / f"picture_{number:05}.bmp").write_bytes(data[number % len(data)] + b"%d" % number)
+        (tmp_path / "a" / f"picture_{number:05}.txt").write_text(f"{number:05} {'word ' * 19}", encoding="utf-8")
+    settings = config(tmp_path, "image_dir = 'a'\ncaption_extension = '.txt'")
+
+    def prepared_and_planned() -> tuple:
+        prepared = prepare(settings, 8)
+        plan = prepared.batch_plan(64, TrainConfig())
+        plan.micro_batch(0)
+        return prepared, plan
+
+    prepared_and_planned()  # what is imported and filled once does not count
+    gc.collect()
+    tracemalloc.start()
+    kept = prepared_and_planned()
+    gc.collect()
+    # the table of all names in the process, which pathlib fills, grows by doubling, now or at another time
+    own = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(False, "*pathlib*")])
+    tracemalloc.stop()
+    used = sum(trace.size for trace in own.traces)
+    assert len(kept[0].manifest.samples) == 1500
+    assert used / 1500 < 1000
+
+
+def encoded_sizes() -> list[bytes]:
+    found = []
+    for width in range(60, 100):
+        stream = io.BytesIO()
+        Image.new("RGB", (width, 70)).save(stream, "BMP")
+        found.append(stream.getvalue())
+    return found
+
+
 def test_sizes_that_the_model_cannot_take_are_refused(tmp_path):
     save(tmp_path / "a" / "1.png")
     with pytest.raises(ConfigError, match=r"set.toml:5: bucket_reso_steps: 32 is no multiple of 64"):
@@ -228,12 +316,14 @@ def test_sizes_that_the_model_cannot_take_are_refused(tmp_path):
 
 def test_check_tells_all_of_the_file_without_torch_or_pillow(tmp_path):
     (tmp_path / "a").mkdir()
-    settings = config(tmp_path, "image_dir = 'a'\ncache_info = true", "image_dir = 'b'", head="batch_size = 'x'")
+    settings = config(
+        tmp_path, "image_dir = 'a'\nface_crop_aug_range = [2.0, 4.0]", "image_dir = 'b'", head="batch_size = 'x'"
+    )
     found = [line.replace(f"{tmp_path}/", "").partition(";")[0] for line in check(settings)]
     assert found == [
         "set.toml:5: batch_size: expected a whole number, got the text 'x'",
         "set.toml:10: image_dir: 'b' is not there (also looked beside set.toml)",
-        "set.toml:8: cache_info: not yet: keeping sizes and captions in a file",
+        "set.toml:8: face_crop_aug_range: not yet: cutting around faces",
     ]
     assert check(DataConfig()) == [] == check(DataConfig(dataset_config="nowhere.toml"))  # told with the options
     source = "import sys, library.data.prepare\nassert not {'torch', 'PIL'} & set(sys.modules), sys.modules.keys()"

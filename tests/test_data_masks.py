@@ -1,6 +1,7 @@
 """Masks lie where their pictures lie, whatever is cut and mirrored; those that cannot be used are named."""
 
 import unicodedata
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from library.config.schema import DataConfig, TrainConfig
+from library.data import audit, inspection, mask_audit
 from library.data.batch import PixelBatch
 from library.data.buckets import Placement
 from library.data.loader import MicroBatchReader, Shown
@@ -251,7 +253,7 @@ def test_every_mask_that_cannot_be_used_is_named_in_one_report(zoo):
         " skip",
         "6 of 7 pictures cannot be used; mend or remove them, or leave them out with --on_bad_data skip",
     ]
-    assert found[1].startswith("p/broken.png: its mask m/broken.png cannot be decoded: ")
+    assert found[1].startswith("p/broken.png: its mask m/broken.png is truncated: ")
     assert found[3] == "p/missing.png: has no mask; there is no missing.png, or with another ending, in m"
 
 
@@ -259,7 +261,7 @@ def test_pictures_without_a_good_mask_are_skipped_and_noted_when_that_is_asked_f
     prepared = prepare(config(zoo, dataset(FOLDER), masked_loss=True, on_bad_data="skip"), 8)
     assert [sample.key for sample in prepared.manifest.samples] == ["p/good.png"]
     notes = "\n".join(prepared.manifest.notes)
-    assert "6 problems, whose pictures are skipped" in notes and "1 masks have no picture of their name" in notes
+    assert "6 pictures are skipped (6 mask)" in notes and "1 masks have no picture of their name" in notes
 
 
 def test_a_run_that_asks_for_masks_does_not_go_on_without_any(zoo):
@@ -393,3 +395,35 @@ def test_plan_tells_how_many_have_masks(tmp_path):
     share = float(np.asarray(Image.open(tmp_path / "p" / "1.png"))[..., 3].mean()) / 255
     assert first["mask"] == {"image": str(tmp_path / "p" / "1.png"), "is_alpha": True, "share": pytest.approx(share)}
     assert second["mask"] is None
+
+
+def test_what_was_found_out_about_masks_is_kept_and_followed_when_they_change(tmp_path, monkeypatch):
+    monkeypatch.setattr(audit, "SETTLED_AFTER", -(10**15))
+    for number in range(3):
+        save(tmp_path / "p" / f"{number}.png", noise(80, 70, seed=number))
+        save(tmp_path / "m" / f"{number}.png", noise(80, 70, 1, seed=number))
+        transparent(80, 70).save(tmp_path / "m" / f"alpha_{number}.png")
+    (tmp_path / "alpha").mkdir()
+    for number in range(2):
+        (tmp_path / "m" / f"alpha_{number}.png").rename(tmp_path / "alpha" / f"{number}.png")
+    (tmp_path / "m" / "alpha_2.png").unlink()
+    settings = config(tmp_path, dataset(FOLDER), dataset("image_dir = 'alpha'\nalpha_mask = true"), masked_loss=True)
+    looked: list[str] = []
+    for module, name in ((mask_audit, "look_at_mask"), (mask_audit, "look_at_opacity"), (inspection, "examined")):
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *given, real=real, name=name: (looked.append(name), real(*given))[1])
+
+    def again() -> tuple[Prepared, Counter]:
+        looked.clear()
+        return prepare(settings, 8), Counter(looked)
+
+    first, work = again()
+    assert work["look_at_mask"] == 3 and work["look_at_opacity"] == 2
+    second, work = again()
+    assert second == first and not work
+    save(tmp_path / "m" / "1.png", noise(80, 70, 1, seed=9))
+    third, work = again()
+    assert work == {"look_at_mask": 1, "examined": 1}
+    masks = [[sample.mask.content for sample in ready.manifest.samples] for ready in (second, third)]
+    assert [one == other for one, other in zip(*masks, strict=True)] == [True, False, True, True, True]
+    assert not any("trained as white" in note for note in third.manifest.notes)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from odd_pictures import png
 from PIL import Image
 
 from library.data.buckets import Placement
@@ -109,14 +110,18 @@ def test_broken_files_are_told_and_not_raised(tmp_path: Path):
     (tmp_path / "empty.png").write_bytes(b"")
     (tmp_path / "text.png").write_text("no picture")
     (tmp_path / "gone.png").symlink_to(tmp_path / "nowhere")
-    expected = {"cut.jpg": "truncated", "cut.png": "cannot be decoded", "empty.png": "is empty",
+    expected = {"cut.jpg": "truncated", "cut.png": "truncated", "empty.png": "is empty",
                 "text.png": "is no picture", "gone.png": "cannot be read"}  # fmt: skip
     for name, problem in expected.items():
         assert problem in str(look_at(tmp_path / name).problem), name
     assert look_at(tmp_path / "whole.jpg").problem is None
 
 
-def test_a_picture_of_too_many_pixels_is_told_and_not_decoded(tmp_path: Path, monkeypatch):
-    picture(300, 200).save(tmp_path / "large.png")
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10_000)
-    assert "20000 pixels" in str(look_at(tmp_path / "large.png").problem)
+@pytest.mark.parametrize("limit", [Image.MAX_IMAGE_PIXELS, None], ids=["as it is", "none"])
+def test_a_picture_of_too_many_pixels_is_told_and_not_decoded(tmp_path: Path, monkeypatch, limit):
+    """Whatever Pillow's own limit; they hold no pixels at all, which whoever tries to decode them would find out."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
+    (tmp_path / "huge.png").write_bytes(png(60_000, 60_000))
+    assert "3,600,000,000 pixels" in str(look_at(tmp_path / "huge.png").problem)
+    (tmp_path / "large.png").write_bytes(png(15_000, 12_000))
+    assert "180,000,000 pixels" in str(look_at(tmp_path / "large.png").problem)

@@ -160,8 +160,8 @@ def test_what_is_wrong_with_members_is_named_and_can_be_skipped(tmp_path):
         "a.tar: member 'twice.png' stands twice in it; give it a name of its own",
         "a.tar: 'two' has several pictures: .png, .jpg; what stands before the first dot of a name tells pictures"
         " apart",
-        "a.tar:empty.png: is empty",
-        "a.tar:bad.png: is no picture that Pillow can read",
+        "a.tar:empty.png: is empty; copy it again, or delete it",
+        "a.tar:bad.png: is no picture that Pillow can read; convert it to PNG or JPEG, or delete it",
         "a.tar: member 'latin.txt' not UTF-8 at byte 0; save the file as UTF-8",
         "a.tar: member 'blank.txt' is empty; write a caption, or leave it out if the picture has none",
         "a.tar: member 'wide.txt' is UTF-16 or UTF-32; save the file as UTF-8",

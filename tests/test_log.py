@@ -88,6 +88,30 @@ def test_progress_without_a_terminal_is_first_and_last_line_when_it_is_quick(cap
     assert "loss 0.4" in lines[1] and lines[1].endswith("0:00 left")
 
 
+def test_progress_may_go_several_at_a_time_and_say_nothing_when_it_is_quick(capsys):
+    log.set_up(simple=True)
+    for ends in (True, False):
+        with log.Progress(50, 0, "looking", wanted=True, unit="file", ends=ends) as progress:
+            for count in (20, 20, 10):
+                progress.advance({}, count)
+        lines = [line.split(",")[0] for line in capsys.readouterr().err.splitlines()]
+        assert lines == (["looking 20/50", "looking 50/50"] if ends else [])
+        assert progress.done == 50
+
+
+def test_a_length_of_time_passed_is_told_in_lines(capsys, monkeypatch):
+    log.set_up(simple=True)
+    monkeypatch.setattr(log, "SECONDS_BETWEEN_LINES", 0.0)
+    with log.Progress(30, 0, "looking", wanted=True, ends=False) as progress:
+        for _ in range(3):
+            progress.advance({}, 10)
+    assert [line.split(",")[0] for line in capsys.readouterr().err.splitlines()] == [
+        "looking 10/30",
+        "looking 20/30",
+        "looking 30/30",
+    ]
+
+
 def test_progress_of_other_ranks_and_of_quiet_runs_is_not_shown(capsys):
     for settings, wanted in (({"simple": True}, False), ({"quiet": True}, True)):
         log.set_up(**settings)

@@ -266,3 +266,12 @@ def is_in(part: np.ndarray, whole: np.ndarray) -> bool:
     height, width = part.shape[:2]
     corners = np.argwhere((whole[:-height, :-width] == part[0, 0]).all(axis=-1))
     return any(np.array_equal(whole[y : y + height, x : x + width], part) for y, x in corners)
+
+
+def test_messages_go_beside_what_was_asked_for(pictures, tmp_path):
+    (tmp_path / "a" / ".cache-lorikeet" / "scan").mkdir(parents=True)
+    (tmp_path / "a" / ".cache-lorikeet" / "scan" / "pictures.json").write_text("torn")
+    done = plan(*pictures, "--json")
+    assert f"{tmp_path}/a/.cache-lorikeet/scan/pictures.json cannot be used" in done.stderr
+    assert len(json.loads(done.stdout)["datasets"]) == 2
+    assert plan(*pictures, "--json").stderr == ""

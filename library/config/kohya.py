@@ -70,7 +70,7 @@ VERDICTS: dict[str, Alias | Refused] = {
     "in_json": Refused("write a dataset file: metadata_file = 'FILE' in a subset, and name it with --dataset_config"),
     "dataset_class": Refused("classes of sd-scripts cannot run here; describe the data in --dataset_config"),
     "conditioning_data_dir": Refused("sd-scripts does not read it either; it belongs into the dataset file"),
-    "cache_info": Refused("cannot be switched on or off: what was read is kept by content", ()),
+    "cache_info": Refused("cannot be switched off: what was found out about pictures is kept", (True, False)),
     "debug_dataset": Refused("use --dry_run to see what would be trained"),
     # pictures
     "weighted_captions": _later("weights inside captions, such as (tag:1.3)"),

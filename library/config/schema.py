@@ -221,7 +221,7 @@ class CacheConfig:
     )
     cache_text_encoder_outputs_to_disk: bool = opt(False, "the same, and keep them on disk for other runs")
     cache_dir: str | None = opt(
-        None, "folder for what is kept; without it, .cache-lorikeet in each folder of pictures, for one run a temporary"
+        None, "folder for what is kept; without it, .cache-lorikeet beside the pictures (for one run, a temporary one)"
     )
     cache_precision: Literal["float", "fp16", "bf16"] = opt(
         "float", "precision of kept latents; float trains as if nothing were kept, the others need half the room"

@@ -9,7 +9,7 @@ from .dataset_schema import DatasetConfig
 from .symmetric import covering, lying_sizes, nearest
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Placement:
     """A picture is resized, then the bucket is cut out of it; (width, height), and (left, top) of the cut."""
 
@@ -33,7 +33,19 @@ Place = Callable[[int, int], Placement]
 
 
 def place_for(dataset: DatasetConfig) -> Place:
-    """How the pictures of a dataset are placed."""
+    """How the pictures of a dataset are placed; all of one size have one and the same place."""
+    place = _place_for(dataset)
+    known: dict[tuple[int, int], Placement] = {}
+
+    def remembered(width: int, height: int) -> Placement:
+        if (width, height) not in known:
+            known[width, height] = place(width, height)
+        return known[width, height]
+
+    return remembered
+
+
+def _place_for(dataset: DatasetConfig) -> Place:
     if not dataset.enable_bucket:
         return lambda width, height: _single(width, height, dataset.resolution)
     if dataset.bucket_mode == "symmetric":

@@ -1,25 +1,39 @@
 """Caption files: which of them belongs to a picture, and what stands in it."""
 
+import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+_PIECE = 2**16
 _LINE_ENDS = re.compile(r"\r\n|\r|\n")
 _OTHER_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\x00\x00\xfe\xff")
 DEFAULT, FALLBACK = ".caption", ".txt"
 """sd-scripts looks for .caption; where there is none, .txt is what nearly everybody has."""
 
 
-def read_caption(path: Path) -> list[str]:
+def read_caption(path: str | Path) -> list[str]:
     """The lines of a caption file that are not empty; ``ValueError`` says what is wrong with the file."""
     try:
-        data = path.read_bytes()
+        data = _bytes_of(path)
     except OSError as error:
-        raise ValueError(f"cannot be read: {error.strerror}") from None
+        raise ValueError(f"cannot be read: {error.strerror}; mend the file, or delete it") from None
     lines = lines_of(decoded(data))
     if not lines:
         raise ValueError("is empty; write a caption, or delete the file if the picture has none")
     return lines
+
+
+def _bytes_of(path: str | Path) -> bytes:
+    """A small file; half as long as Python's own file objects take, and at once if it is a pipe."""
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0))
+    try:
+        pieces = [os.read(handle, _PIECE)]
+        while pieces[-1]:
+            pieces.append(os.read(handle, _PIECE))
+    finally:
+        os.close(handle)
+    return b"".join(pieces)
 
 
 def decoded(data: bytes) -> str:

@@ -215,7 +215,6 @@ def unused(datasets: Sequence[DatasetConfig]) -> Iterator[str]:
 
 _NOT_YET = {
     "face_crop_aug_range": "cutting around faces; cut them out beforehand",
-    "cache_info": "keeping sizes and captions in a file; they are read at each start",
 }
 _READ_ATTRIBUTE = "diff_output_preservation"
 """The one attribute that means something in sd-scripts; all others are carried along and read by nobody."""

@@ -15,7 +15,7 @@ Pixels = NDArray[np.uint8]
 """(height, width, 3), RGB."""
 
 _LARGEST_16_BIT = 65535
-_EXIF_ORIENTATION = 0x0112
+EXIF_ORIENTATION = 0x0112
 _FILTERS = {"nearest": "NEAREST", "bilinear": "BILINEAR", "linear": "BILINEAR", "bicubic": "BICUBIC",
             "cubic": "BICUBIC", "lanczos": "LANCZOS", "box": "BOX"}  # fmt: skip
 
@@ -49,14 +49,6 @@ def turned(source: Readable) -> "Image":
         grey = np.asarray(image).astype(np.float64) * (255 / _LARGEST_16_BIT)
         image = Image.fromarray(np.clip(np.rint(grey), 0, 255).astype(np.uint8))
     return image
-
-
-def orientation_of(source: Readable) -> int:
-    """What EXIF says of how a viewer has to turn the picture; 1 is not at all."""
-    from PIL import Image
-
-    with Image.open(io.BytesIO(source.read_bytes())) as image:
-        return int(image.getexif().get(_EXIF_ORIENTATION, 1))
 
 
 def is_transparent(image: "Image") -> bool:

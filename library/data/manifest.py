@@ -1,26 +1,29 @@
 """Every picture that will be trained, looked at once: decoded, measured, with its caption, or named as unusable."""
 
 import hashlib
-import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal
 
 from ..errors import ConfigError
-from .buckets import Place, place_for
+from .audit import audited
+from .bad_data import Problem, counted, in_short, is_cut_short, written_in_full
+from .buckets import Placement, place_for
 from .dataset_rules import unused
-from .dataset_schema import DatasetConfig
+from .dataset_schema import DatasetConfig, SubsetConfig
 from .files import FoundPicture, find_all
-from .inspection import Seen, look_at_all
+from .homes import Homes
+from .inspection import Seen, pictures_inspected
 from .mask_audit import MaskAudit, audit_masks, without_masks
 from .mask_files import Mask
+from .notices import noted
 from .origin import Origin
+from .whole_files import Flaw
 
-SHOWN_NAMES = 5
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Sample:
     """One picture of one subset."""
 
@@ -47,90 +50,144 @@ class Manifest:
     endings: tuple[tuple[int, int, str, int, int], ...]  # dataset, subset, caption ending, captions found, pictures
 
     def fingerprint(self) -> str:
-        """Changes when anything changes that training sees: pictures, masks, captions, repeats, weights."""
+        """Changes when anything changes that training sees: pictures, masks, captions, repeats, weights, settings.
+
+        Where files lie does not count, and neither does the batch size, in which processes may divide the work anew.
+        """
         digest = hashlib.blake2b(digest_size=16)
+        for dataset in self.datasets:
+            rows = [_settings(dataset), *map(_settings, dataset.subsets)]
+            digest.update(ascii(rows).encode())
         for sample in self.samples:
             row = (sample.key, sample.content, sample.size, sample.caption, sample.dataset, sample.subset,
                    sample.repeats, sample.weight)  # fmt: skip
             mask = sample.mask and (sample.mask.is_alpha, sample.mask.content)
-            digest.update(json.dumps((*row, mask)).encode())
+            digest.update(ascii((*row, mask)).encode())
         return digest.hexdigest()
 
 
-def scan(datasets: Sequence[DatasetConfig], on_bad_data: Literal["fail", "skip"]) -> Manifest:
-    """Look at every picture and caption; all that cannot be used are named together, or skipped and noted."""
-    problems: list[str] = []
+_NOT_SEEN = {
+    *("subsets", "places", "file", "batch_size"),
+    *(
+        "image_dir",
+        "metadata_file",
+        "conditioning_data_dir",
+        "parquet",
+        "webdataset",
+        "recursive",
+        "include",
+        "exclude",
+    ),
+    *("image_column", "caption_column", "caption_extension"),
+    *("class_tokens", "cache_info"),
+    *("weight", "num_repeats", "is_reg", "prior_loss_weight"),
+}
+"""Fields of datasets and subsets that change nothing beside what their samples say."""
+
+
+def _settings(table: DatasetConfig | SubsetConfig) -> list[tuple[str, Any]]:
+    return [(item.name, getattr(table, item.name)) for item in fields(table) if item.name not in _NOT_SEEN]
+
+
+def scan(datasets: Sequence[DatasetConfig], on_bad_data: Literal["fail", "skip"],
+         cache_dir: Path | None = None) -> Manifest:  # fmt: skip
+    """Look at every picture and caption; all that cannot be used are named together, or skipped and noted.
+
+    What was found out is kept in ``cache_dir``, or else beside the pictures.
+    """
+    broken: list[str] = []
     notes = list(dict.fromkeys(unused(datasets)))
     endings = []
     found: list[FoundPicture] = []
-    absent: list[str] = []
+    bad: list[Problem] = []
     for number, index, listing in find_all(datasets):
-        problems += listing.problems
+        broken += listing.problems
         notes += listing.notes
         endings.append((number, index, listing.caption_ending, listing.captions, len(listing.found)))
         found += listing.found
-        absent += listing.absent
-    if problems:  # nothing to skip: a folder or a metadata file as a whole cannot be used
-        raise ConfigError(problems)
-    seen = look_at_all(list(dict.fromkeys(item.image for item in found)))
-    masks = audit_masks(datasets, found, seen)
-    notes += masks.notes
-    samples, unusable = _samples(datasets, found, seen, masks)
-    bad = [*absent, *dict.fromkeys(unusable)]
-    if (bad or masks.strays) and on_bad_data == "fail":
-        way_out = "mend or remove them, or leave them out with --on_bad_data skip"
-        count = [f"{len(bad)} of {len(found) + len(absent)} pictures cannot be used; {way_out}"] if bad else []
-        raise ConfigError([*bad, *masks.strays, *count])
-    notes += [*_skipped(bad), *masks.strays]
+        bad += [Problem("missing", line) for line in listing.absent]
+    homes = Homes(datasets)
+    audit = audited(pictures_inspected(), homes.sorted(found), cache_dir)
+    masks = audit_masks(datasets, found, audit.found, homes, cache_dir)
+    total = len(found) + len(bad)
+    sorted_out = _sorted_out(datasets, found, audit.found, masks)
+    bad += sorted_out.problems
+    unusable = len(found) - len(sorted_out.samples) + len(bad) - len(sorted_out.problems)
+    if broken or ((bad or masks.strays) and on_bad_data == "fail"):  # a folder as a whole is nothing to skip
+        raise ConfigError([*broken, *_refusal(bad, masks.strays, unusable, total, audit.folders)])
+    notices = noted(datasets, sorted_out.samples, sorted_out.placements, audit.found)
+    notes += dict.fromkeys([*audit.notes, *masks.notes, *(notice.text for notice in notices)])
+    if is_cut_short(bad, notices) and (where := written_in_full(bad, notices, audit.folders)):
+        notes.append(f"not all names are shown above{where}")
+    if bad:
+        notes.append("\n  ".join([f"{unusable} pictures are skipped ({counted(bad)}):", *in_short(bad)]))
+    notes += masks.strays
+    samples = sorted_out.samples
     for number in range(len(datasets)):
         samples, more = balanced(samples, number)
         notes += more
     if not any(not sample.is_reg for sample in samples):
-        raise ConfigError([*bad, "no picture is left to train on"])
+        raise ConfigError([*in_short(bad), "no picture is left to train on"])
     if maskless := without_masks(datasets, [sample.mask for sample in samples]):
-        raise ConfigError([*bad, *maskless])
+        raise ConfigError([*in_short(bad), *maskless])
     return Manifest(tuple(datasets), tuple(samples), tuple(notes), tuple(endings))
 
 
-def _samples(datasets: Sequence[DatasetConfig], found: Iterable[FoundPicture],
-             seen: dict[Origin, Seen], masks: MaskAudit) -> tuple[list[Sample], list[str]]:  # fmt: skip
-    """What was found, as samples; and a line for each that cannot be one."""
+@dataclass
+class _SortedOut:
+    """What was found, as samples with their places; and a line for each that cannot be one."""
+
+    samples: list[Sample] = field(default_factory=list)
+    placements: list[Placement] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def _sorted_out(datasets: Sequence[DatasetConfig], found: Iterable[FoundPicture],
+                seen: Mapping[Origin, Seen], masks: MaskAudit) -> _SortedOut:  # fmt: skip
+    result = _SortedOut()
     places = [place_for(dataset) for dataset in datasets]
     names: Counter[str] = Counter()
-    samples, bad = [], []
+    told: set[tuple[Origin, str]] = set()
     for item in found:
         picture = seen[item.image]
-        place = (item.dataset, item.subset, item.image)
-        reasons = [picture.problem or _misfit(places[item.dataset], picture.size), masks.problems.get(place)]
-        problems = [*(f"{item.image}: {reason}" for reason in reasons if reason), *filter(None, [item.problem])]
-        if problems:
-            bad += problems
+        flaw, placement = picture.flaw, None
+        try:
+            placement = places[item.dataset](*picture.size) if flaw is None else None
+        except ValueError as error:
+            flaw = Flaw("of a size that fits no bucket", str(error))
+        if flaw is not None and (item.image, flaw.text) not in told:
+            told.add((item.image, flaw.text))
+            result.problems.append(Problem(flaw.kind, f"{item.image}: {flaw.text}"))
+        mask = (item.dataset, item.subset, item.image)
+        if reason := masks.problems.get(mask):
+            result.problems.append(Problem("mask", f"{item.image}: {reason}"))
+        if item.problem:
+            result.problems.append(Problem("caption", item.problem))
+        if placement is None or reason or item.problem:
             continue
         dataset = datasets[item.dataset]
         subset = dataset.subsets[item.subset]
         name = item.image.key
         names[name] += 1
         key = name if names[name] == 1 else f"{name}#{names[name]}"
-        samples.append(Sample(key, item.image, picture.size, item.caption, item.dataset, item.subset,
-                              subset.num_repeats, dataset.prior_loss_weight if subset.is_reg else 1.0, subset.is_reg,
-                              picture.content, masks.masks.get(place)))  # fmt: skip
-    return samples, bad
+        weight = dataset.prior_loss_weight if subset.is_reg else 1.0
+        result.samples.append(Sample(key, item.image, picture.size, item.caption, item.dataset, item.subset,
+                                     subset.num_repeats, weight, subset.is_reg, picture.content,
+                                     masks.masks.get(mask)))  # fmt: skip
+        result.placements.append(placement)
+    return result
 
 
-def _misfit(place: Place, size: tuple[int, int]) -> str | None:
-    try:
-        place(*size)
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-def _skipped(bad: Sequence[str]) -> list[str]:
+def _refusal(bad: Sequence[Problem], strays: Sequence[str], unusable: int, total: int,
+             folders: Sequence[Path]) -> list[str]:  # fmt: skip
+    """The report of a run that does not start."""
     if not bad:
-        return []
-    more = f"\n  and {len(bad) - SHOWN_NAMES} more" if len(bad) > SHOWN_NAMES else ""
-    lines = "".join(f"\n  {line}" for line in bad[:SHOWN_NAMES])
-    return [f"{len(bad)} problems, whose pictures are skipped:{lines}{more}"]
+        return list(strays)
+    end = f"{unusable} of {total} pictures cannot be used; mend or remove them, or leave them out with" \
+          " --on_bad_data skip"  # fmt: skip
+    if is_cut_short(bad, []):
+        end += f" ({counted(bad)}){written_in_full(bad, [], folders)}"
+    return [*in_short(bad), *strays, end]
 
 
 def balanced(samples: Sequence[Sample], dataset: int) -> tuple[list[Sample], list[str]]:

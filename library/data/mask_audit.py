@@ -2,27 +2,31 @@
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .audit import Inspection, audited
 from .dataset_schema import DatasetConfig, SubsetConfig
 from .files import FoundPicture
-from .images import is_transparent, orientation_of, turned, without_transparency
-from .inspection import Seen, look_at
+from .homes import Homes
+from .images import Readable, is_transparent, turned, without_transparency
+from .inspection import Bytes, Seen, is_large, look_at, reader
 from .mask_files import Mask, mask_source, match
 from .masks import MaskPixels, brightness
 from .origin import Origin
+from .whole_files import Flaw, content_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 SHOWN_NAMES = 5
-_MOST_THREADS = 16
+VERSION = 1
+"""Of what is found out about masks here; what an earlier one found out is not believed."""
 _COLOURFUL = 48
 """Red, green and blue of a grey pixel lie closer together than this, even after JPEG."""
 Place = tuple[int, int, Origin]
@@ -51,21 +55,22 @@ class MaskAudit:
     notes: list[str] = field(default_factory=list)
 
 
-def audit_masks(datasets: Sequence[DatasetConfig], found: Sequence[FoundPicture],
-                seen: Mapping[Origin, Seen]) -> MaskAudit:  # fmt: skip
+def audit_masks(datasets: Sequence[DatasetConfig], found: Sequence[FoundPicture], seen: Mapping[Origin, Seen],
+                homes: Homes, cache_dir: Path | None) -> MaskAudit:  # fmt: skip
     """The masks of the pictures that were ``found``; the fitness of a picture itself is not judged here."""
     audit = MaskAudit()
-    pictures: defaultdict[tuple[int, int], list[Origin]] = defaultdict(list)
+    pictures: defaultdict[tuple[int, int], list[FoundPicture]] = defaultdict(list)
     for item in found:
-        pictures[item.dataset, item.subset].append(item.image)
+        pictures[item.dataset, item.subset].append(item)
     for (dataset, index), members in pictures.items():
         subset = datasets[dataset].subsets[index]
         source = mask_source(subset)
         if source == "alpha":
-            readable = [image for image in members if seen[image].problem is None]
-            _from_alpha(audit, subset, (dataset, index), readable, seen)
+            readable = [item for item in members if seen[item.image].problem is None]
+            looks = _looked_at(audit, "opacity", look_at_opacity, homes.sorted(readable), cache_dir)
+            _from_alpha(audit, subset, (dataset, index), looks)
         elif source == "folder":
-            _from_folder(audit, subset, (dataset, index), members, seen)
+            _from_folder(audit, subset, (dataset, index), [item.image for item in members], seen, cache_dir)
     return audit
 
 
@@ -85,7 +90,7 @@ def without_masks(datasets: Sequence[DatasetConfig], masks: Sequence[Mask | None
     return lines
 
 
-def look_at_mask(image: Origin) -> SeenMask:
+def look_at_mask(image: Readable) -> SeenMask:
     """A mask in a file of its own."""
     seen = look_at(image)
     if seen.problem:
@@ -96,17 +101,17 @@ def look_at_mask(image: Origin) -> SeenMask:
         problem = "has transparent parts; the brightness of a mask counts: save it without transparency"
     elif not values.any():
         problem = "is black everywhere, so that nothing of the picture would be trained"
-    return SeenMask(seen.size, seen.content, _share(values), problem, _is_coloured(stored), orientation_of(image))
+    return SeenMask(seen.size, seen.content, _share(values), problem, _is_coloured(stored), seen.orientation)
 
 
-def look_at_opacity(image: Origin, seen: Seen) -> SeenMask:
+def look_at_opacity(image: Readable) -> SeenMask:
     """The mask that a picture brings along; a share of 1 is none."""
-    stored = turned(image)
+    stored, content = turned(image), content_of(image.read_bytes())
     if not is_transparent(stored):
-        return SeenMask(seen.size, seen.content, 1.0)
+        return SeenMask(stored.size, content, 1.0)
     values = np.asarray(without_transparency(stored)[1])
     problem = None if values.any() else "is transparent everywhere, so that nothing of it would be trained"
-    return SeenMask(seen.size, seen.content, _share(values), problem)
+    return SeenMask(stored.size, content, _share(values), problem)
 
 
 def _share(values: MaskPixels) -> float:
@@ -118,9 +123,8 @@ def _is_coloured(image: "Image") -> bool:
     return bool((pixels.max(axis=2) - pixels.min(axis=2) > _COLOURFUL).any())
 
 
-def _from_alpha(audit: MaskAudit, subset: SubsetConfig, where: tuple[int, int], pictures: Sequence[Origin],
-                seen: Mapping[Origin, Seen]) -> None:  # fmt: skip
-    looks = _looked_at(lambda image: look_at_opacity(image, seen[image]), pictures)
+def _from_alpha(audit: MaskAudit, subset: SubsetConfig, where: tuple[int, int],
+                looks: Mapping[Origin, SeenMask]) -> None:  # fmt: skip
     opaque = []
     for picture, look in looks.items():
         if look.problem:
@@ -131,17 +135,18 @@ def _from_alpha(audit: MaskAudit, subset: SubsetConfig, where: tuple[int, int], 
             audit.masks[(*where, picture)] = Mask(picture, True, look.size, look.content, look.share)
     if opaque:
         names = _first([picture.name for picture in opaque])
-        audit.notes.append(f"{_named(subset)}: alpha_mask: {len(opaque)} of {len(pictures)} pictures have no"
+        audit.notes.append(f"{_named(subset)}: alpha_mask: {len(opaque)} of {len(looks)} pictures have no"
                            f" transparent parts and are trained whole: {names}")  # fmt: skip
 
 
 def _from_folder(audit: MaskAudit, subset: SubsetConfig, where: tuple[int, int], pictures: Sequence[Origin],
-                 seen: Mapping[Origin, Seen]) -> None:  # fmt: skip
+                 seen: Mapping[Origin, Seen], cache_dir: Path | None) -> None:  # fmt: skip
     folder, masks = subset.folder(), subset.mask_folder()
     if folder is None or masks is None:
         raise AssertionError("a subset with masks in a folder has both folders")
     matched = match(pictures, folder, masks)
-    looks = _looked_at(look_at_mask, list(dict.fromkeys(matched.masks.values())))
+    home = {Path(os.path.realpath(masks)): dict.fromkeys(matched.masks.values())}
+    looks = _looked_at(audit, "masks", look_at_mask, home, cache_dir)
     for picture, reason in matched.missing.items():
         audit.problems[(*where, picture)] = reason
     for picture, mask in matched.masks.items():
@@ -165,18 +170,17 @@ def _note_doubts(audit: MaskAudit, masks: Path, found: Mapping[Origin, Origin], 
         audit.notes.append(f"{masks}: {len(coloured)} masks are in colour, of which the red channel is used, as in"
                            f" sd-scripts: {_first(coloured)}")  # fmt: skip
     upright = [mask.name for picture, mask in found.items() if not seen[picture].problem and not looks[mask].problem
-               and _may_be_turned(picture, seen[picture].size, looks[mask])]  # fmt: skip
+               and _may_be_turned(seen[picture], looks[mask])]  # fmt: skip
     if upright:
         audit.notes.append(f"{masks}: {len(upright)} masks belong to pictures that EXIF turns, and say nothing of it"
                            f" themselves; they are taken as upright: {_first(upright)}")  # fmt: skip
 
 
-def _may_be_turned(picture: Origin, size: tuple[int, int], mask: SeenMask) -> bool:
+def _may_be_turned(picture: Seen, mask: SeenMask) -> bool:
     """Whether the mask may have been made of the picture as it is stored, and its shape does not tell."""
     if mask.orientation != 1:
         return False
-    orientation = orientation_of(picture)
-    return orientation in (2, 3, 4) or (orientation != 1 and size[0] == size[1])
+    return picture.orientation in (2, 3, 4) or (picture.orientation != 1 and picture.size[0] == picture.size[1])
 
 
 def _misfit(mask: tuple[int, int], picture: Seen) -> str | None:
@@ -196,15 +200,36 @@ def _is_same_shape(mask: tuple[int, int], picture: tuple[int, int]) -> bool:
     return smallest < largest
 
 
-def _looked_at(look: Callable[[Origin], SeenMask], images: Sequence[Origin]) -> dict[Origin, SeenMask]:
-    def told(image: Origin) -> SeenMask:
-        try:
-            return look(image)
-        except Exception as error:  # decoders raise whatever they like on broken data
-            return SeenMask((0, 0), "", problem=f"cannot be read: {error}")
+def _looked_at(audit: MaskAudit, name: str, look: Callable[[Readable], SeenMask],
+               images: Mapping[Path, Iterable[Origin]], cache_dir: Path | None) -> dict[Origin, SeenMask]:  # fmt: skip
+    """By the pool of threads, and not again next time; ``images`` are given with the folders that keep it."""
 
-    with ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_THREADS)) as pool:
-        return dict(zip(images, pool.map(told, images), strict=True))
+    def examined(data: bytes, content: str, alone: AbstractContextManager[object]) -> SeenMask:
+        try:
+            with alone if is_large(data) else nullcontext():
+                return look(Bytes(data))
+        except MemoryError:
+            raise
+        except Exception as error:  # decoders raise whatever they like on broken data
+            return SeenMask((0, 0), content, problem=f"cannot be read: {error}")
+
+    inspection = Inspection(name, f"{VERSION} {reader()}", examined, _failed, _packed, _unpacked)
+    result = audited(inspection, images, cache_dir)
+    audit.notes += result.notes
+    return result.found
+
+
+def _failed(flaw: Flaw) -> SeenMask:
+    return SeenMask((0, 0), "", problem=flaw.text)
+
+
+def _packed(seen: SeenMask) -> list[Any]:
+    return [*seen.size, seen.share, seen.problem, seen.is_coloured, seen.orientation]
+
+
+def _unpacked(facts: list[Any], content: str) -> SeenMask:
+    width, height, *others = facts
+    return SeenMask((width, height), content, *others)
 
 
 def _named(subset: SubsetConfig) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .buckets import Placement
-from .images import area_averaged, turned, upright, without_transparency
+from .images import Readable, area_averaged, turned, upright, without_transparency
 from .mask_files import Mask
 from .origin import Origin
 
@@ -51,12 +51,12 @@ def picture_and_mask(image: Origin, mask: Mask | None) -> "tuple[Image, MaskPixe
     return upright(image), brightness(mask.image)
 
 
-def brightness(image: Origin) -> MaskPixels:
+def brightness(image: Readable) -> MaskPixels:
     """The red channel, as in sd-scripts; in a grey picture all three are alike."""
     return np.asarray(turned(image).convert("RGB"))[..., 0]
 
 
-def opacity(image: Origin) -> MaskPixels:
+def opacity(image: Readable) -> MaskPixels:
     """The alpha channel."""
     return np.asarray(without_transparency(turned(image))[1])
 

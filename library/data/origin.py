@@ -70,7 +70,10 @@ class Origin:
     @property
     def key(self) -> str:
         """Folder and name, free of the rest of the path."""
-        return f"{self.path.parent.name}/{self.name}" if self.part is None else f"{self.path.name}/{self.part.name}"
+        if self.part is not None:
+            return f"{self.path.name}/{self.part.name}"
+        below, _, name = self.file.rpartition("/")
+        return f"{below.rpartition('/')[2] or self.folder.name}/{name}"
 
     def read_bytes(self) -> bytes:
         """All bytes of the picture."""

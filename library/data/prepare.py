@@ -1,5 +1,6 @@
 """From the settings to placed pictures: ``check`` before anything is loaded, then ``prepare``."""
 
+from array import array
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from .batches import BatchPlan, BucketSamples
 from .bucket_facts import facts_of
 from .buckets import Placement, place_for
 from .cache.rules import cache_problems
+from .collector import collector_paused
 from .dataset_config import Reading, read_datasets
 from .dataset_rules import missing_folders, not_yet
 from .dataset_schema import DatasetConfig, flags_of
@@ -119,15 +121,23 @@ def check(config: DataConfig, cache: CacheConfig | None = None) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def prepare(config: DataConfig, pixel_step: int) -> Prepared:
-    """Look at all pictures and place them; sizes are multiples of ``pixel_step``, which the model family needs."""
+def prepare(config: DataConfig, pixel_step: int, cache_dir: str | None = None) -> Prepared:
+    """Look at all pictures and place them; sizes are multiples of ``pixel_step``, which the model family needs.
+
+    What is found out about files is kept in ``cache_dir``, or else beside the pictures, for the next time.
+    """
     if config.dataset_config is None:
         raise ConfigError(["--dataset_config: missing; it names the folders of pictures"])
     reading = read(config)
     problems = [*check(config), *_unfit(reading.datasets, pixel_step)]
     if problems or reading.problems:
         raise ConfigError(problems or reading.problems)
-    manifest = scan(reading.datasets, config.on_bad_data)
+    with collector_paused():
+        return _looked_at(config, reading.datasets, Path(cache_dir).expanduser() if cache_dir else None)
+
+
+def _looked_at(config: DataConfig, datasets: Sequence[DatasetConfig], cache_dir: Path | None) -> Prepared:
+    manifest = scan(datasets, config.on_bad_data, cache_dir)
     places = [place_for(dataset) for dataset in manifest.datasets]
     alone = [places[sample.dataset](*sample.size) for sample in manifest.samples]
     placements, notes = merged(manifest.samples, alone, manifest.datasets)
@@ -160,7 +170,7 @@ def _buckets(manifest: Manifest, placements: Sequence[Placement]) -> tuple[Bucke
     for index, (sample, placement) in enumerate(zip(manifest.samples, placements, strict=True)):
         members[sample.dataset, placement.bucket].append(index)
     return tuple(
-        BucketSamples(size, samples, [manifest.samples[index].repeats for index in samples],
+        BucketSamples(size, array("q", samples), array("d", [manifest.samples[index].repeats for index in samples]),
                       manifest.datasets[dataset].batch_size, dataset)
         for (dataset, size), samples in sorted(members.items())
     )  # fmt: skip

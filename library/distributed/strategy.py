@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..data.batch import PixelBatch
 from ..errors import UserError
 from .board import Board
+from .turns import first_here
 
 T = TypeVar("T")
 LossFunction = Callable[[PixelBatch, int], Tensor]
@@ -86,6 +87,17 @@ class DataParallel:
     def free_memory(self) -> None:
         """Give back what nothing refers to any more."""
         clear_device_cache(garbage_collection=True)
+
+    def gather(self, value: T) -> list[T]:
+        """What every process has, by rank, on every process; all call it, and soon after each other."""
+        values: list[T] = gather_object([value])
+        return values
+
+    def first_on_each_machine(self, work: Callable[[], T]) -> T:
+        """Long work that leaves something on disk: by one process of each machine, then by the others."""
+        if self.size == 1:
+            return work()
+        return first_here(work, self.accelerator.is_local_main_process, self.gather)
 
     @property
     def pins_memory(self) -> bool:

@@ -23,6 +23,12 @@ def _cache(argv: Sequence[str]) -> tuple[str, int]:
     return run(argv)
 
 
+def _bench(argv: Sequence[str]) -> tuple[str, int]:
+    from .bench import run
+
+    return run(argv)
+
+
 def _options(argv: Sequence[str]) -> tuple[str, int]:
     from ..config.describe import options_page
 
@@ -33,5 +39,6 @@ TOOLS: dict[str, tuple[str, Tool]] = {
     "doctor": ("what works on this machine, and which of several settings counts", _doctor),
     "plan": ("what would be trained, without training", _plan),
     "cache": ("latents and captions kept on disk: build, verify, repair, prune, info", _cache),
+    "bench": ("how fast it is on this machine", _bench),
     "options": ("the page docs/options.md", _options),
 }

@@ -15,6 +15,7 @@ from ..config.schema import DataConfig
 from ..data.prepare import check, read
 from ..data.resolved import beyond, resolved
 from ..errors import ConfigError
+from ..log import set_up
 
 PREVIEW_ENDINGS = (".png", ".jpg", ".webp")
 USAGE = "usage: python -m library plan --dataset_config FILE [--option value ...]"
@@ -55,6 +56,8 @@ def run(argv: Sequence[str]) -> tuple[str, int]:
         raise ConfigError(list(dict.fromkeys(problems)))
     from ..training.outline import look_ahead
 
+    log = training.config.log
+    set_up(level=log.console_log_level, simple=True, quiet=log.quiet)  # on standard error, beside what is asked for
     outlook = look_ahead(training.config, options.world_size)
     said = outlook.prepared.preview(outlook.plan.batches, path, options.preview_limit) if path is not None else ""
     if options.json:

@@ -149,7 +149,7 @@ def _folders(shelf: Shelf) -> list[Path]:
 def _shelves(config: RunConfig, strategy: DataParallel) -> Iterator[tuple[Shelf, Maker]]:
     model = detect(config.model)
     family: Family = FAMILIES.get(model.family)(config.model)
-    prepared = prepare(config.data, model.pixel_step)
+    prepared = prepare(config.data, model.pixel_step, config.cache.cache_dir)
     bases = homes(prepared.manifest, config.cache)
     kitchen = Kitchen(strategy, family, model, config.cache)
     if config.cache.latents:

@@ -51,7 +51,7 @@ class Outlook:
 def look_ahead(config: RunConfig, ranks: int) -> Outlook:
     """Look at the pictures and make the plan for ``ranks`` processes, without loading a model."""
     detected = detect(config.model)
-    prepared = prepare(config.data, detected.pixel_step)
+    prepared = prepare(config.data, detected.pixel_step, config.cache.cache_dir)
     plan = RunPlan.of(prepared.batch_plan(ranks, config.train), config.train, config.optim)
     known = BUILT_IN if detected.kind == "built-in" else sizes(reader_of(detected))
     return Outlook(detected, prepared, plan, expected(config, prepared, plan, known))

@@ -11,7 +11,7 @@ import torch
 from ..adapters import lora
 from ..config import RunConfig
 from ..config.schema import PreviewConfig
-from ..data.prepare import Prepared, prepare
+from ..data.prepare import Prepared
 from ..data.prompts import Prompt, read_prompts
 from ..distributed.accelerator import prepare_accelerator
 from ..distributed.contradictions import contradictions_of_this_run
@@ -33,6 +33,7 @@ from .loop import Run, Silence, count, train, trainable
 from .metrics import MetricsFile
 from .objective import objective_of
 from .outline import outline
+from .pictures import same_pictures
 from .plan import RunPlan
 from .precision import DTYPES
 from .preview import Preview
@@ -61,7 +62,7 @@ def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, start
     logger.info("model family %s: %s", detected.family, detected.reason)
     strategy.on_main(lambda: _check_folder(Path(config.save.output_dir)))
     prompts = _prompts(config.preview, detected)
-    prepared = prepare(config.data, detected.pixel_step)
+    prepared = same_pictures(config, strategy, detected.pixel_step)
     plan = RunPlan.of(prepared.batch_plan(strategy.size, config.train), config.train, config.optim)
     for line in outline(prepared, plan, strategy.size).splitlines():
         logger.info("%s", line)

@@ -86,14 +86,14 @@ def _add_pictures(folder: Path, beside: dict[str, tuple[str, str] | None], table
 
 
 def _read(folder: Path, name: str, ending: str, objects: JsonCaptions) -> CaptionLines:
-    path = folder / name
+    path = os.path.join(folder, name)
     try:
         if ending.lower() == ENDING:
-            return CaptionLines(objects.lines(text_of(path), str(path)), ending)
+            return CaptionLines(objects.lines(text_of(Path(path)), path), ending)
         return CaptionLines(read_caption(path), ending)
     except ValueError as error:
         told = str(error)
-        return CaptionLines((), ending, told if told.startswith(str(path)) else f"{path}: {told}")
+        return CaptionLines((), ending, told if told.startswith(path) else f"{path}: {told}")
 
 
 def _hint_at_others(folder: Path, tree: Tree, files: CaptionFiles, listing: Listing) -> None:

@@ -1,0 +1,31 @@
+"""``python -m library bench NAME``: how fast it is here, with the command and the machine beside the figures."""
+
+from collections.abc import Callable, Sequence
+
+from ..errors import ConfigError
+from ..registry import did_you_mean
+
+Bench = Callable[[Sequence[str]], str]
+"""From the words behind its name to the report."""
+
+
+def _data(argv: Sequence[str]) -> str:
+    from .bench_data import run
+
+    return run(argv)
+
+
+BENCHES: dict[str, tuple[str, Bench]] = {
+    "data": ("looking at pictures, the second start, memory, the batch plan", _data),
+}
+
+
+def run(argv: Sequence[str]) -> tuple[str, int]:
+    """Each bench takes ``--help``, ``--json`` and options of its own."""
+    if not argv or argv[0] in ("--help", "-h"):
+        lines = [f"  {name:<8} {what}" for name, (what, _) in BENCHES.items()]
+        return "\n".join(["usage: python -m library bench NAME [--json] [--help]", "", *lines]), 0
+    name, *rest = argv
+    if name not in BENCHES:
+        raise ConfigError([f"no bench {name!r}{did_you_mean(name, BENCHES)}; there are: {', '.join(BENCHES)}"])
+    return BENCHES[name][1](rest), 0

@@ -1,0 +1,15 @@
+"""Picture files that no program would write: PNG files put together by hand."""
+
+import struct
+import zlib
+
+
+def chunk(name: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+
+def png(width: int, height: int, *chunks: bytes, bits: int = 8, colour: int = 2, rows: bytes | None = None) -> bytes:
+    """With ``chunks`` before the pixels, of which there are none unless ``rows`` brings them."""
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, 0))
+    pixels = chunk(b"IDAT", zlib.compress(rows)) if rows is not None else b""
+    return b"\x89PNG\r\n\x1a\n" + header + b"".join(chunks) + pixels + chunk(b"IEND", b"")

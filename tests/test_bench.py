@@ -1,0 +1,83 @@
+"""A bench measures what it says, on a folder of its own that it removes, and tells it as a table or as JSON."""
+
+import json
+
+import pytest
+
+from library.errors import ConfigError
+from library.tools import bench, bench_data, bench_scale
+from library.tools.bench_figure import Figure, as_text, interleaved
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+    monkeypatch.setattr(bench_scale, "SECONDS_TO_SETTLE", 0.0)
+
+
+def test_everything_is_measured_as_often_as_asked_and_nothing_is_left(tmp_path):
+    words = ["--pictures", "100", "--entries", "1000", "--repetitions", "2", "--only", "audit", "plan", "--folder",
+             str(tmp_path), "--json"]  # fmt: skip
+    text, code = bench.run(["data", *words])
+    said = json.loads(text)
+    assert code == 0 and list(tmp_path.iterdir()) == []
+    assert said["command"] == "python -m library bench data " + " ".join(words)
+    assert {"machine", "load", "versions"} < said.keys()
+    found = {figure["name"]: figure for figure in said["figures"]}
+    for name in (
+        "first start, 100 pictures",
+        "second start, 100 pictures",
+        "second start with one change, 100 pictures",
+    ):
+        assert len(found[name]["values"]) == 2 and min(found[name]["values"]) > 0
+    assert found["memory of placed pictures"]["unit"] == "bytes a picture"
+    assert found["plan of 1,000 pictures for 64 processes: memory"]["median"] > 0
+    assert not any(figure["target"] for name, figure in found.items() if "start" in name)  # it is for 100,000 pictures
+
+
+def test_pools_are_measured_in_turn(tmp_path):
+    text, _ = bench.run(["data", "--pictures", "100", "--only", "pool", "--folder", str(tmp_path)])
+    assert sum("thread" in line or "processes:" in line for line in text.splitlines()) >= 4
+    calls: list[str] = []
+    seconds = interleaved({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 3)
+    assert calls == ["a", "b"] * 3 and {name: len(values) for name, values in seconds.items()} == {"a": 3, "b": 3}
+
+
+def test_a_table_tells_median_spread_and_whether_the_target_is_met():
+    figures = [Figure("x", (3.0, 1.0, 2.0), "s", 2.5), Figure("y", (1234.0,), "MB", 1000.0)]
+    lines = as_text("command", figures, {"machine": "this"}).splitlines()
+    assert lines[:2] == ["command", "machine: this"]
+    assert [line.split() for line in lines[4:]] == [
+        ["x", "2", "s", "1", "to", "3", "under", "2.5:", "yes"],
+        ["y", "1,234", "MB", "under", "1,000:", "NO"],
+    ]
+
+
+def test_the_pictures_are_real_and_differ(tmp_path):
+    from library.data.prepare import prepare
+
+    config = bench_scale.make_pictures(tmp_path / "p", 60, 80)
+    samples = prepare(config, 8).manifest.samples
+    assert len({sample.content for sample in samples}) == len({sample.caption for sample in samples}) == 60
+    assert len({sample.size for sample in samples}) > 10
+
+
+@pytest.mark.parametrize(
+    ("words", "problems"),
+    [
+        (["dat"], ["no bench 'dat'; did you mean data?; there are: data"]),
+        (["data", "--only", "loder", "--picture", "5", "--entries", "1"], [
+            "--picture: unknown option; did you mean --pictures?", "--entries: 1 is too small; at least 1000",
+            "--only: 'loder' is not one of audit, pool, plan"]),
+        (["data", "--folder", "nowhere"], ["--folder: nowhere is no folder; make it first"]),
+    ],
+)  # fmt: skip
+def test_mistakes_are_told_together(words, problems):
+    with pytest.raises(ConfigError) as caught:
+        bench.run(words)
+    assert caught.value.problems == problems
+
+
+def test_help_names_what_there_is():
+    assert "data" in bench.run([])[0]
+    text, _ = bench.run(["data", "--help"])
+    assert all(name in text for name in (*bench_data.PARTS, "--pictures", "(100,000)"))
