@@ -27,7 +27,9 @@ from .building.subjects import SUBJECTS, UNSEEN
 
 SEED = 0
 BANK = 6000
-VAE_STEPS, DECODER_STEPS = 1800, 4000
+VAE_ROUNDS = ((1800, 2e-3), (2600, 1.5e-3))
+"""Steps and peak learning rate; each begins with small crops and a rising rate again."""
+DECODER_STEPS = 4000
 DENOISER_STEPS, BATCH = 12000, 16
 
 Pictures = Mapping[int, Image.Image]
@@ -59,7 +61,8 @@ def train_vae(sources: Sources, work: Path) -> None:
     """Encoder and decoder together; the latents are fixed from here on."""
     shown = bank(sources)
     vae = autoencoder.make(SEED)
-    autoencoder.train(vae, shown, VAE_STEPS, SEED)
+    for number, (steps, peak) in enumerate(VAE_ROUNDS):
+        autoencoder.train(vae, shown, steps, SEED + 2 * number, peak=peak)
     autoencoder.whiten(vae, _stacked(map(Image.open, _pictures(sources, work)[1])))
     vae.save_pretrained(work / "vae")
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..config.schema import ModelConfig
+from ..demo import built_in
 from ..errors import ConfigError
 from ..registry import did_you_mean
 from . import FAMILIES
@@ -80,9 +81,8 @@ def facts_of(family: str) -> Facts:
 
 
 def _built_in() -> Detected:
-    # Its VAE divides sizes by 8 and its UNet by 2.
-    reason = "no model is named, so the built-in one is used: a stand-in of random weights, which draws nothing yet"
-    return Detected("sd1", reason, pixel_step=16)
+    reason = "no model is named, so the built-in one is used, which draws 64 emoji and nothing else"
+    return replace(_from_json(from_folder(built_in.FOLDER), "folder", str(built_in.FOLDER), None), reason=reason)
 
 
 def _detected(model: ModelConfig) -> Detected:

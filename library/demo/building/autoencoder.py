@@ -93,7 +93,8 @@ def whiten(vae: Any, pictures: Tensor) -> None:
     rows = means.permute(0, 2, 3, 1).reshape(-1, means.shape[1]).double()
     centre = rows.mean(0)
     values, vectors = torch.linalg.eigh(torch.cov((rows - centre).T))
-    into, back = (vectors / values.sqrt()).T, vectors * values.sqrt()  # new = into (old - centre); old = back new + centre
+    # new = into (old - centre), and old = back new + centre
+    into, back = (vectors / values.sqrt()).T, vectors * values.sqrt()
     count = means.shape[1]
     quant, post = vae.quant_conv, vae.post_quant_conv
     weight, bias = quant.weight[:, :, 0, 0].double(), quant.bias.double()
