@@ -24,7 +24,7 @@ from .separate import Separate, separate
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
-Kind = Literal["built-in", "folder", "hub", "file", "random"]
+Kind = Literal["folder", "hub", "file", "random"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Detected:
     """What the model was made to predict: ``epsilon``, ``v`` or ``flow``."""
     is_guided: bool = False
     """Whether the denoiser is told how strong the guidance is to be."""
-    kind: Kind = "built-in"
+    kind: Kind = "folder"
     place: str = ""
     """The folder, hub id or file."""
     config: str | None = None
@@ -247,8 +247,6 @@ def _missing(found: Detected, facts: Facts, pieces: Mapping[str, Separate]) -> l
 
 def reader_of(found: Detected) -> Reader:
     """The JSON files of the model itself."""
-    if found.kind == "built-in":
-        return lambda name: None
     if found.config is not None:
         return from_config(read_config(found.config))
     return from_hub(found.place) if found.kind == "hub" else from_folder(Path(found.place))

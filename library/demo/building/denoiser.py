@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from diffusers import DDIMScheduler, DDPMScheduler, UNet2DConditionModel
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
@@ -168,7 +169,8 @@ def train(learner: Learner, lessons: Lessons, steps: int, seed: int, save: Calla
         draw = torch.Generator().manual_seed(seed_for(seed, "demo/noise", step))
         t, noise = noises.sample_timesteps(len(latents), draw), torch.randn(latents.shape, generator=draw)
         noisy, target = noises.add_noise(latents, noise, t)
-        with torch.autocast(latents.device.type, torch.bfloat16):
+        # On CPUs, the backward pass of fused attention takes longer than all the rest of attention.
+        with torch.autocast(latents.device.type, torch.bfloat16), sdpa_kernel(SDPBackend.MATH):
             predicted = learner.model(noisy, t, tokens)
         loss = F.mse_loss(predicted.float(), target)
         loss.backward()
