@@ -10,8 +10,12 @@ from ...randomness import generator_for
 from . import emoji
 from .captions import wordings
 
-SHAPES: Mapping[tuple[int, int], int] = {(96, 96): 6, (112, 80): 3, (80, 112): 3, (128, 64): 3, (64, 128): 3}
-"""Width and height, and how many pictures of each subject there are of it."""
+SHAPES: Mapping[tuple[int, int], tuple[int, int]] = {
+    (96, 96): (80, 4), (112, 80): (72, 2), (80, 112): (72, 2), (128, 64): (56, 1), (64, 128): (56, 1),
+}  # fmt: skip
+"""Width and height; side of the square that holds the emoji, and how many pictures of each subject there are."""
+LATENT = 8
+"""Places differ by whole latents: the same drawing moved by less is another one to the denoiser."""
 DATASET = """\
 [general]
 enable_bucket = true
@@ -37,17 +41,22 @@ def write(subjects: Mapping[str, int], style: Mapping[int, Image.Image], folder:
     for number, (name, code) in enumerate(subjects.items()):
         draw = generator_for(seed, "demo/pictures", number)
         caption = "\n".join(wordings(name)) + "\n"
-        for size, count in SHAPES.items():
+        for size, (side, count) in SHAPES.items():
             for variant in range(count):
                 path = folder / "pictures" / f"{code:05x}-{size[0]}x{size[1]}-{variant}.png"
-                placed(style[code], size, draw).save(path)
+                placed(style[code], size, side, draw if variant else None).save(path)
                 path.with_suffix(".txt").write_text(caption, encoding="utf-8")
     file = folder / "dataset.toml"
     file.write_text(DATASET.format(batch=batch), encoding="utf-8")
     return file
 
 
-def placed(picture: Image.Image, size: tuple[int, int], draw: random.Random) -> Image.Image:
-    """On white, about in the middle and about as large as there is room."""
-    return emoji.composed(picture, size, emoji.WHITE, margin=draw.uniform(0.04, 0.12),
-                          at=(draw.uniform(0.3, 0.7), draw.uniform(0.3, 0.7)))  # fmt: skip
+def placed(picture: Image.Image, size: tuple[int, int], side: int, draw: random.Random | None) -> Image.Image:
+    """On white: in the middle, or a little beside it."""
+    inner = emoji.composed(picture, (side, side), emoji.WHITE, margin=0.0)
+    canvas = Image.new("RGB", size, emoji.WHITE)
+    left, top = ((whole - side) // 2 for whole in size)
+    if draw is not None:
+        left, top = (least + LATENT * draw.randint(-(least // LATENT), least // LATENT) for least in (left, top))
+    canvas.paste(inner, (left, top))
+    return canvas
