@@ -63,8 +63,7 @@ def train_vae(sources: Sources, work: Path) -> None:
     vae = autoencoder.make(SEED)
     for number, (steps, peak) in enumerate(VAE_ROUNDS):
         autoencoder.train(vae, shown, steps, SEED + 2 * number, peak=peak)
-    autoencoder.whiten(vae, _stacked(map(Image.open, _pictures(sources, work)[1])))
-    vae.save_pretrained(work / "vae")
+    autoencoder.reduced(vae, _stacked(map(Image.open, _pictures(sources, work)[1]))).save_pretrained(work / "vae")
 
 
 def train_decoder(sources: Sources, work: Path) -> None:
@@ -124,6 +123,8 @@ def _pictures(sources: Sources, work: Path) -> tuple[Path, list[Path]]:
 
 
 def _tokenizer(folder: Path) -> CLIPTokenizer:
+    if folder.exists():
+        return tokens.load(folder)
     names = (unicodedata.name(chr(code), "") for code in range(0x2600, 0x1FB00))
     others = {word.lower() for name in names for word in name.split() if word.isalpha()}
     return tokens.make(captions.words(list(SUBJECTS)), sorted(others), folder)

@@ -1,4 +1,4 @@
-"""The built-in model's VAE: made, trained on emoji of three styles on many grounds, and given latents of spread 1."""
+"""The built-in model's VAE: made, trained on emoji of three styles on many grounds, and given latents of few channels."""
 
 import logging
 import math
@@ -16,13 +16,14 @@ from ...randomness import seed_for
 
 logger = logging.getLogger(__name__)
 
-CHANNELS = 8
+CHANNELS, KEPT = 8, 4
+"""Of the latents while the encoder learns, and then."""
 KL_WEIGHT = 1e-4
 BATCH = 6
 
 
-def make(seed: int) -> Any:
-    """Untrained; eight pixels become one latent of eight channels."""
+def make(seed: int, channels: int = CHANNELS) -> Any:
+    """Untrained; eight pixels become one latent."""
     cls: Any = AutoencoderKL
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_for(seed, "demo/vae"))
@@ -32,7 +33,7 @@ def make(seed: int) -> Any:
             up_block_types=("UpDecoderBlock2D",) * 4,
             layers_per_block=1,
             norm_num_groups=8,
-            latent_channels=CHANNELS,
+            latent_channels=channels,
             mid_block_add_attention=False,
             scaling_factor=1.0,
             force_upcast=False,
@@ -84,28 +85,48 @@ def distance(ours: Tensor, theirs: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def whiten(vae: Any, pictures: Tensor) -> None:
-    """Turn and scale the latents, so that channels are unrelated and have mean 0 and spread 1, inside the 1x1 layers.
+def reduced(vae: Any, pictures: Tensor) -> Any:
+    """A VAE with the four principal directions of the latents, of mean 0 and together of spread 1.
 
-    What is decoded of what is encoded stays the same.
+    Training uses four directions strongly and the others hardly at all; what these hold, the decoder can learn to do
+    without.
     """
     means = torch.cat([vae.encode(part / 127.5 - 1).latent_dist.mean for part in pictures.split(32)])
-    rows = means.permute(0, 2, 3, 1).reshape(-1, means.shape[1]).double()
+    rows = means.permute(0, 2, 3, 1).reshape(-1, CHANNELS).double()
     centre = rows.mean(0)
     values, vectors = torch.linalg.eigh(torch.cov((rows - centre).T))
-    # new = into (old - centre), and old = back new + centre
-    into, back = (vectors / values.sqrt()).T, vectors * values.sqrt()
-    count = means.shape[1]
-    quant, post = vae.quant_conv, vae.post_quant_conv
-    weight, bias = quant.weight[:, :, 0, 0].double(), quant.bias.double()
-    quant.weight[:count, :, 0, 0] = (into @ weight[:count]).float()
-    quant.bias[:count] = (into @ (bias[:count] - centre)).float()
-    # The spread of the encoder's own noise is not turned, only made small: it is noise in any direction.
-    quant.weight[count:] = 0
-    quant.bias[count:] = -9.0
-    weight, bias = post.weight[:, :, 0, 0].double(), post.bias.double()
-    post.weight[:, :, 0, 0] = (weight @ back).float()
-    post.bias.copy_((bias + weight @ centre).float())
+    values, vectors = values[-KEPT:], vectors[:, -KEPT:]
+    # The square root of the spread: half way between all directions alike and all as they are.
+    scale = values.sqrt().sqrt()
+    scale = scale * (values.sqrt() / scale).square().mean().sqrt()
+    into, back = (vectors / scale).T, vectors * scale
+
+    small = make(0, KEPT)
+    held = {name: weight for name, weight in vae.state_dict().items() if name in small.state_dict()
+            and weight.shape == small.state_dict()[name].shape}  # fmt: skip
+    small.load_state_dict(held, strict=False)
+    inner, first = into @ vae.quant_conv.weight[:CHANNELS, :, 0, 0].double(), vae.encoder.conv_out
+    bias = inner @ first.bias.double() + into @ (vae.quant_conv.bias[:CHANNELS].double() - centre)
+    for part, weights, offset in (
+        # The encoder's own noise is made small; the 1x1 layers do nothing any more.
+        (small.encoder.conv_out, torch.cat([_through(inner, first.weight), torch.zeros_like(first.weight[:KEPT])]),
+         torch.cat([bias, torch.full((KEPT,), -9.0)])),
+        (small.quant_conv, torch.eye(2 * KEPT)[..., None, None], torch.zeros(2 * KEPT)),
+        (small.post_quant_conv, torch.eye(KEPT)[..., None, None], torch.zeros(KEPT)),
+    ):  # fmt: skip
+        part.weight.copy_(weights)
+        part.bias.copy_(offset)
+    last, post = vae.decoder.conv_in, vae.post_quant_conv
+    outer = post.weight[:, :, 0, 0].double()
+    small.decoder.conv_in.weight.copy_(torch.einsum("oikl,ij->ojkl", last.weight.double(), outer @ back))
+    offset = outer @ centre + post.bias.double()
+    small.decoder.conv_in.bias.copy_(last.bias + torch.einsum("oikl,i->o", last.weight.double(), offset))
+    return small.eval()
+
+
+def _through(matrix: Tensor, weight: Tensor) -> Tensor:
+    """The weight of a convolution whose outputs go through a matrix."""
+    return torch.einsum("po,oikl->pikl", matrix, weight.double())
 
 
 def _crops(pictures: Tensor, count: int, side: int, draw: random.Random) -> Tensor:

@@ -18,8 +18,8 @@ QUALITIES = (
 def wordings(subject: str) -> Iterator[str]:
     """Lines of a caption file that is read with ``enable_wildcard``."""
     yield subject
-    yield f"a {subject}"
-    yield f"a {subject}"
+    for _ in range(4):
+        yield f"a {subject}"
     yield f"a picture of a {subject}"
     yield f"a {{{'|'.join(QUALITIES)}}} {subject}"
     yield f"a {subject}, {{{'|'.join(MANNERS)}}} style"

@@ -24,7 +24,7 @@ from ...data.loader import Loader
 from ...data.prepare import prepare
 from ...diffusion.process import Process, from_table
 from ...randomness import seed_for
-from .autoencoder import CHANNELS
+from .autoencoder import KEPT
 from .tokens import END, MAX_TOKENS, START
 
 logger = logging.getLogger(__name__)
@@ -46,8 +46,8 @@ def make_unet(seed: int) -> Any:
         torch.manual_seed(seed_for(seed, "demo/unet"))
         return cls(
             sample_size=12,
-            in_channels=CHANNELS,
-            out_channels=CHANNELS,
+            in_channels=KEPT,
+            out_channels=KEPT,
             block_out_channels=(64, 128),
             # Attention costs most where there are most places, and brings least there.
             down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),

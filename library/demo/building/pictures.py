@@ -11,7 +11,7 @@ from . import emoji
 from .captions import wordings
 
 SHAPES: Mapping[tuple[int, int], tuple[int, int]] = {
-    (96, 96): (80, 4), (112, 80): (72, 2), (80, 112): (72, 2), (128, 64): (56, 1), (64, 128): (56, 1),
+    (96, 96): (80, 2), (112, 80): (72, 1), (80, 112): (72, 1), (128, 64): (56, 1), (64, 128): (56, 1),
 }  # fmt: skip
 """Width and height; side of the square that holds the emoji, and how many pictures of each subject there are."""
 LATENT = 8
