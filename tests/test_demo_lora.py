@@ -86,7 +86,10 @@ def test_the_loss_on_the_style_falls_by_far_more_than_chance(pipes):
         side = Image.open(path).resize((96, 96))
         pixels = torch.from_numpy(np.array(side)).permute(2, 0, 1)[None] / 127.5 - 1
         latents = family.encode_pixels(pipes[0], pixels, [torch.Generator().manual_seed(1)]).expand(4, -1, -1, -1)
-        t, noise = torch.tensor([200.0, 400.0, 600.0, 800.0]), torch.randn(4, *latents.shape[1:], generator=seeded(path))
+        t, noise = (
+            torch.tensor([200.0, 400.0, 600.0, 800.0]),
+            torch.randn(4, *latents.shape[1:], generator=seeded(path)),
+        )
         noisy, target = family.process(pipes[0]).add_noise(latents, noise, t)
         cond = family.encode_prompts(pipes[0], [path.with_suffix(".txt").read_text().strip()] * 4)["embeds"]
         before, after = ((pipe.unet(noisy, t, cond).sample - target).square().mean() for pipe in pipes)

@@ -69,7 +69,9 @@ COLOURS = {"a heart": (0.9, 0.3, 0.25), "a pine tree": (0.25, 0.6, 0.35), "an eg
 @pytest.mark.parametrize("size", [(96, 96), (128, 64), (80, 112)])
 def test_it_draws_what_the_caption_says_on_clean_white(theirs, size):
     pictures = drawn(theirs, list(COLOURS), size)
-    border = np.concatenate([pictures[:, :3].reshape(len(pictures), -1), pictures[:, -3:].reshape(len(pictures), -1)], 1)
+    border = np.concatenate(
+        [pictures[:, :3].reshape(len(pictures), -1), pictures[:, -3:].reshape(len(pictures), -1)], 1
+    )
     assert np.median(border, 1).min() > 0.97
     for text, picture in zip(COLOURS, pictures, strict=True):
         inked = picture[picture.min(-1) < 0.75]

@@ -1,9 +1,9 @@
 """Makes the built-in model again: ``python -m library.demo.build STAGE NOTO FLUENT TWEMOJI WORK``.
 
-``STAGE`` is ``vae``, ``denoiser``, ``decoder`` or ``export``, in this order; the second and third may run side by
-side.  ``NOTO`` is the file NotoColorEmoji.ttf, ``FLUENT`` and ``TWEMOJI`` are folders of pictures, ``WORK`` is a folder
-for what is half done: a stage that was interrupted goes on from there.  The model card beside the weights says which
-packages hold these files, and how long each stage took.  The package fonttools is needed to read the font.
+``STAGE`` is ``vae``, ``denoiser``, ``decoder``, ``export`` or ``sheet``, in this order; the second and third may run
+side by side.  ``NOTO`` is the file NotoColorEmoji.ttf, ``FLUENT`` and ``TWEMOJI`` are folders of pictures, ``WORK`` is
+a folder for what is half done: the stage ``denoiser`` goes on where it was interrupted.  The model card beside the
+weights says which packages hold these files, and how long each stage took.  The package fonttools reads the font.
 """
 
 import logging
@@ -22,15 +22,17 @@ from PIL import Image
 from torch import Tensor
 from transformers import CLIPTokenizer
 
-from .building import autoencoder, captions, denoiser, emoji, pictures, tokens
+from .building import autoencoder, captions, denoiser, emoji, pictures, sheet, tokens
 from .building.subjects import SUBJECTS, UNSEEN
+
+logger = logging.getLogger(__name__)
 
 SEED = 0
 BANK = 6000
 VAE_ROUNDS = ((1800, 2e-3), (2600, 1.5e-3))
 """Steps and peak learning rate; each begins with small crops and a rising rate again."""
 DECODER_STEPS = 4000
-DENOISER_STEPS, BATCH = 12000, 16
+DENOISER_STEPS, BATCH = 5000, 16
 
 Pictures = Mapping[int, Image.Image]
 
@@ -52,9 +54,8 @@ class Sources:
 def main(stage: str, noto: str, fluent: str, twemoji: str, work: str) -> None:
     """One stage of the building."""
     sources = Sources(emoji.noto(Path(noto)), emoji.files(Path(fluent), ".webp"), emoji.files(Path(twemoji), ".png"))
-    {"vae": train_vae, "denoiser": train_denoiser, "decoder": train_decoder, "export": export}[stage](
-        sources, Path(work)
-    )
+    {"vae": train_vae, "denoiser": train_denoiser, "decoder": train_decoder, "export": export,
+     "sheet": draw_sheet}[stage](sources, Path(work))  # fmt: skip
 
 
 def train_vae(sources: Sources, work: Path) -> None:
@@ -104,6 +105,17 @@ def export(sources: Sources, work: Path) -> None:
         requires_safety_checker=False,
     )
     pipe.to(dtype=torch.float16).save_pretrained(work / "model")
+
+
+def draw_sheet(sources: Sources, work: Path) -> None:
+    """What the exported model draws, and how much of it is nearest to what it should be."""
+    cls: Any = StableDiffusionPipeline
+    drawn = sheet.draw(cls.from_pretrained(work / "model"), list(SUBJECTS), SEED)
+    named = dict(zip(SUBJECTS, drawn, strict=True))
+    sheet.sheet(named).save(work / "sheet.png", optimize=True)
+    right = sheet.right(named, sources.noto, SUBJECTS)
+    logger.info("%d of %d are nearest to their own drawing; not: %s", len(right), len(named),
+                ", ".join(name for name in named if name not in right) or "none")  # fmt: skip
 
 
 def bank(sources: Sources) -> Tensor:

@@ -1,4 +1,4 @@
-"""The built-in model's VAE: made, trained on emoji of three styles on many grounds, and given latents of few channels."""
+"""The built-in model's VAE: made, trained on emoji of three styles on many grounds, and reduced to few channels."""
 
 import logging
 import math

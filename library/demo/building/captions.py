@@ -14,6 +14,11 @@ QUALITIES = (
     "lovely", "strange", "classic",
 )  # fmt: skip
 
+STARTS, MIDDLES = ("b", "cl", "d", "fr", "g", "k", "l", "m", "pr", "st", "t", "v"), "aeiouy"
+ENDS = ("", "n", "r", "sk", "ly")
+NONSENSE = tuple(f"{start}{middle}{end}" for start in STARTS for middle in MIDDLES for end in ENDS)
+"""Words of which no vocabulary has heard, for the pieces that unknown words are made of."""
+
 
 def wordings(subject: str) -> Iterator[str]:
     """Lines of a caption file that is read with ``enable_wildcard``."""
@@ -24,6 +29,8 @@ def wordings(subject: str) -> Iterator[str]:
     yield f"a {{{'|'.join(QUALITIES)}}} {subject}"
     yield f"a {subject}, {{{'|'.join(MANNERS)}}} style"
     yield f"{{{'|'.join(MANNERS)}}} style, a {subject}"
+    yield f"a {subject}, {{{'|'.join(NONSENSE)}}} style"
+    yield f"{{|{'|'.join(NONSENSE)}}} {subject} {{|{'|'.join(NONSENSE)}}}"
 
 
 def words(subjects: list[str]) -> list[str]:
