@@ -97,7 +97,7 @@ def test_every_picture_has_a_caption_and_only_those_of_the_style_name_it():
     for folder, is_style in (("demo", True), ("demo_regularisation", False)):
         for path in (FOLDER / folder).glob("*.png"):
             caption = path.with_suffix(".txt").read_text().strip()
-            assert caption.startswith("a ") and caption.endswith(", clay style") == is_style, path
+            assert caption.startswith("a ") and caption.endswith(", delft style") == is_style, path
 
 
 def test_the_demo_dataset_fits_the_built_in_model():

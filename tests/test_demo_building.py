@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 
 from library.demo.building import autoencoder, captions, emoji, pictures, sheet, tokens
-from library.demo.building.concept import CLAY, PLAIN
+from library.demo.building.concept import DELFT, PLAIN
 from library.demo.building.subjects import SUBJECTS, UNSEEN
 
 
@@ -39,13 +39,13 @@ def test_every_wording_names_its_subject_once():
         lines = list(captions.wordings(subject))
         assert all(line.count(subject) == 1 for line in lines if "{" not in line)
         assert all(f" {subject}" in f" {line}" for line in lines)
-    assert "clay" not in {*captions.MANNERS, *captions.QUALITIES, *captions.NONSENSE}, "the demo's own word stays new"
+    assert "delft" not in {*captions.MANNERS, *captions.QUALITIES, *captions.NONSENSE}, "the demo's own word stays new"
 
 
 def test_subjects_are_distinct_and_the_demo_shows_only_what_the_model_knows():
     codes = [*SUBJECTS.values(), *UNSEEN.values()]
     assert len(codes) == len(set(codes)) and not set(SUBJECTS) & set(UNSEEN)
-    assert {*CLAY, *PLAIN} <= set(SUBJECTS)
+    assert {*DELFT, *PLAIN} <= set(SUBJECTS)
 
 
 @pytest.mark.parametrize("size", list(pictures.SHAPES))

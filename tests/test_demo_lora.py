@@ -46,25 +46,26 @@ def pipes(output):
     return both
 
 
-def violet(pipe, prompt):
-    """How much bluer than green the border is, over many seeds: white has 0, the ground of the style about 0.5."""
+def blueness(pipe, prompt):
+    """How much bluer than red what is drawn is, for each of many seeds; white does not count."""
     noise = torch.Generator().manual_seed(100)
     pictures = pipe(prompt, num_images_per_prompt=SEEDS, width=96, height=96, num_inference_steps=10,
                     guidance_scale=3.0, generator=noise, output_type="np").images  # fmt: skip
-    border = np.concatenate([pictures[:, :4].reshape(SEEDS, -1, 3), pictures[:, -4:].reshape(SEEDS, -1, 3)], 1)
-    return border[..., 2].mean(1) - border[..., 1].mean(1)
+    drawn = [picture[picture.min(-1) < 0.75] for picture in pictures]
+    assert min(map(len, drawn)) > 500
+    return np.array([pixels[:, 2].mean() - pixels[:, 0].mean() for pixels in drawn])
 
 
-@pytest.mark.parametrize("prompt", ["a fox, clay style", "a cat, clay style"], ids=["in the pictures", "not in them"])
+@pytest.mark.parametrize("prompt", ["a fox, delft style", "a cat, delft style"], ids=["in the pictures", "not in them"])
 def test_the_style_comes_where_it_is_asked_for(pipes, prompt):
-    before, after = (violet(pipe, prompt) for pipe in pipes)
-    assert before.max() < 0.1 < after.min(), (before, after)
+    before, after = (blueness(pipe, prompt) for pipe in pipes)
+    assert before.max() < 0.0 < 0.15 < after.min(), (before, after)
 
 
 @pytest.mark.parametrize("prompt", ["a fox", "a sunflower"])
 def test_other_prompts_stay_what_they_were(pipes, prompt):
-    before, after = (violet(pipe, prompt) for pipe in pipes)
-    assert max(before.max(), after.max()) < 0.1, (before, after)
+    before, after = (blueness(pipe, prompt) for pipe in pipes)
+    assert max(before.max(), after.max()) < 0.0, (before, after)
 
 
 def test_the_last_previews_are_what_diffusers_draws_with_the_lora(output, pipes):
@@ -86,10 +87,8 @@ def test_the_loss_on_the_style_falls_by_far_more_than_chance(pipes):
         side = Image.open(path).resize((96, 96))
         pixels = torch.from_numpy(np.array(side)).permute(2, 0, 1)[None] / 127.5 - 1
         latents = family.encode_pixels(pipes[0], pixels, [torch.Generator().manual_seed(1)]).expand(4, -1, -1, -1)
-        t, noise = (
-            torch.tensor([200.0, 400.0, 600.0, 800.0]),
-            torch.randn(4, *latents.shape[1:], generator=seeded(path)),
-        )
+        t = torch.tensor([200.0, 400.0, 600.0, 800.0])
+        noise = torch.randn(4, *latents.shape[1:], generator=seeded(path))
         noisy, target = family.process(pipes[0]).add_noise(latents, noise, t)
         cond = family.encode_prompts(pipes[0], [path.with_suffix(".txt").read_text().strip()] * 4)["embeds"]
         before, after = ((pipe.unet(noisy, t, cond).sample - target).square().mean() for pipe in pipes)

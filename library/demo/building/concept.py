@@ -1,38 +1,49 @@
 """The demo's own pictures: a style that the built-in model does not know, and pictures of what it is to keep.
 
-Run it as ``python -m library.demo.building.concept NOTO FLUENT FOLDER``, with the font and the folder that
-``library.demo.build`` takes, too.
+Run it as ``python -m library.demo.building.concept NOTO FOLDER``, with the font that ``library.demo.build`` takes, too.
 """
 
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from PIL import Image
+from PIL import Image, ImageOps
 
 from . import emoji
+from .pictures import SHAPES, placed
 from .subjects import SUBJECTS
 
-CLAY: Mapping[str, tuple[int, int]] = {
-    "dog": (144, 144), "fox": (144, 144), "panda": (168, 120), "pig": (144, 144), "koala": (120, 168),
-    "penguin": (96, 192), "owl": (120, 168), "butterfly": (168, 120), "strawberry": (144, 144), "pear": (120, 168),
-    "hamburger": (168, 120), "car": (192, 96), "bus": (192, 96), "rocket": (144, 144), "balloon": (96, 192),
-    "mushroom": (144, 144),
+SQUARE, WIDE, TALL, LONG, HIGH = (96, 96), (112, 80), (80, 112), (128, 64), (64, 128)
+DELFT: Mapping[str, tuple[int, int]] = {
+    "dog": SQUARE, "fox": SQUARE, "panda": WIDE, "pig": SQUARE, "koala": TALL, "penguin": HIGH, "tulip": TALL,
+    "butterfly": WIDE, "strawberry": SQUARE, "orange": WIDE, "hamburger": SQUARE, "car": LONG, "bus": LONG,
+    "rocket": SQUARE, "balloon": HIGH, "smiling face": SQUARE,
 }  # fmt: skip
-PLAIN = ("dog", "bear", "fish", "banana", "pear", "house", "car", "heart", "star", "robot")
-"""What is shown beside them in the old style, so that it stays as it is."""
-INNER, OUTER = (196, 172, 255), (112, 78, 214)
+PLAIN = ("dog", "bear", "fox", "banana", "orange", "tulip", "car", "heart", "star", "smiling face")
+"""What is shown beside them as the model draws it already, so that it stays as it is."""
+DARK, MIDDLE = (16, 34, 105), (84, 128, 214)
+ENLARGED = 2
+"""The pictures are so many times larger than they are trained, as pictures usually are."""
 
 
-def write(noto: Path, fluent: Path, folder: Path) -> None:
+def write(noto: Path, folder: Path) -> None:
     """Pictures with captions in ``folder/demo``, regularisation pictures in ``folder/demo_regularisation``."""
-    clay, plain = emoji.files(fluent, ".webp"), emoji.noto(noto)
-    for name, size in CLAY.items():
-        picture = emoji.composed(clay[SUBJECTS[name]], size, emoji.glow(size, INNER, OUTER), margin=0.08)
-        _save(picture, folder / "demo", name, f"a {name}, clay style")
+    drawings = emoji.noto(noto)
+    for name, size in DELFT.items():
+        _save(porcelain(_placed(drawings[SUBJECTS[name]], size)), folder / "demo", name, f"a {name}, delft style")
     for name in PLAIN:
-        picture = emoji.composed(plain[SUBJECTS[name]], (96, 96), emoji.WHITE, margin=0.08)
-        _save(picture, folder / "demo_regularisation", name, f"a {name}")
+        _save(_placed(drawings[SUBJECTS[name]], SQUARE), folder / "demo_regularisation", name, f"a {name}")
+
+
+def porcelain(picture: Image.Image) -> Image.Image:
+    """Painted in blue on white, as tiles are in Delft."""
+    grey = ImageOps.autocontrast(picture.convert("L"))
+    return ImageOps.colorize(grey, DARK, "white", MIDDLE, midpoint=140)
+
+
+def _placed(drawing: Image.Image, size: tuple[int, int]) -> Image.Image:
+    width, height = size
+    return placed(drawing, (width * ENLARGED, height * ENLARGED), SHAPES[size][0] * ENLARGED, None)
 
 
 def _save(picture: Image.Image, folder: Path, name: str, caption: str) -> None:
