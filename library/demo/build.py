@@ -31,7 +31,7 @@ SEED = 0
 BANK = 6000
 VAE_ROUNDS = ((1800, 2e-3), (2600, 1.5e-3))
 """Steps and peak learning rate; each begins with small crops and a rising rate again."""
-DECODER_STEPS = 4000
+DECODER_STEPS = 1200
 DENOISER_STEPS, BATCH = 5000, 16
 
 Pictures = Mapping[int, Image.Image]
@@ -105,6 +105,9 @@ def export(sources: Sources, work: Path) -> None:
         requires_safety_checker=False,
     )
     pipe.to(dtype=torch.float16).save_pretrained(work / "model")
+    # transformers loads what this says, diffusers loads float32, and both are to fit together.
+    config = work / "model" / "text_encoder" / "config.json"
+    config.write_text(config.read_text(encoding="utf-8").replace('"float16"', '"float32"'), encoding="utf-8")
 
 
 def draw_sheet(sources: Sources, work: Path) -> None:

@@ -38,7 +38,7 @@ def sheet(pictures: Mapping[str, Image.Image]) -> Image.Image:
         left, top = GAP + number % COLUMNS * cell[0], GAP + number // COLUMNS * cell[1]
         paper.paste(picture, (left, top))
         pencil.text((left + SIZE[0] / 2, top + SIZE[1] + LINE / 2), name, (60, 60, 60), font, anchor="mm")
-    return paper.quantize(128)
+    return paper.quantize(256)
 
 
 def right(pictures: Mapping[str, Image.Image], style: Mapping[int, Image.Image], codes: Mapping[str, int]) -> list[str]:
