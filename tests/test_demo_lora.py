@@ -1,4 +1,4 @@
-"""The demo, shortened: the LoRA brings the style where it is asked for, and nowhere else, in diffusers too."""
+"""The demo, shortened: the LoRA brings the bird where it is asked for, and nowhere else, in diffusers too."""
 
 import math
 import os
@@ -46,30 +46,41 @@ def pipes(output):
     return both
 
 
-def blueness(pipe, prompt):
-    """How much bluer than red what is drawn is, for each of many seeds; white does not count."""
+def coarse(picture):
+    """What is left of a picture at 24 x 24 pixels."""
+    small = picture.convert("RGB").resize((24, 24), Image.Resampling.BOX)
+    return np.asarray(small, dtype=np.float32) / 255
+
+
+def drawn(pipe, prompt):
+    """Sixteen pictures of a prompt, of as many seeds."""
     noise = torch.Generator().manual_seed(100)
-    pictures = pipe(prompt, num_images_per_prompt=SEEDS, width=96, height=96, num_inference_steps=10,
-                    guidance_scale=3.0, generator=noise, output_type="np").images  # fmt: skip
-    drawn = [picture[picture.min(-1) < 0.75] for picture in pictures]
-    assert min(map(len, drawn)) > 500
-    return np.array([pixels[:, 2].mean() - pixels[:, 0].mean() for pixels in drawn])
+    return [coarse(picture) for picture in pipe(prompt, num_images_per_prompt=SEEDS, width=96, height=96,
+            num_inference_steps=10, guidance_scale=3.0, generator=noise).images]  # fmt: skip
 
 
-@pytest.mark.parametrize("prompt", ["a fox, delft style", "a cat, delft style"], ids=["in the pictures", "not in them"])
-def test_the_style_comes_where_it_is_asked_for(pipes, prompt):
-    before, after = (blueness(pipe, prompt) for pipe in pipes)
-    assert before.max() < 0.0 < 0.15 < after.min(), (before, after)
+def from_the_bird(pictures):
+    """How far each is from the nearest picture of the bird, wherever that is placed."""
+    birds = [coarse(Image.open(path)) for path in (ROOT / "dataset_configs" / "demo").glob("*.png")
+             if Image.open(path).size == (96, 96)]  # fmt: skip
+    return np.array([min(np.abs(picture - bird).mean() for bird in birds) for picture in pictures])
 
 
-@pytest.mark.parametrize("prompt", ["a fox", "a sunflower"])
+@pytest.mark.parametrize("prompt", ["a lorikeet", "a funny lorikeet"])
+def test_the_bird_comes_where_it_is_asked_for(pipes, prompt):
+    before, after = (from_the_bird(drawn(pipe, prompt)) for pipe in pipes)
+    assert after.max() < before.min(), (before, after)
+
+
+@pytest.mark.parametrize("prompt", ["a fox", "a penguin", "a sunflower"])
 def test_other_prompts_stay_what_they_were(pipes, prompt):
-    before, after = (blueness(pipe, prompt) for pipe in pipes)
-    assert max(before.max(), after.max()) < 0.0, (before, after)
+    before, after = (drawn(pipe, prompt) for pipe in pipes)
+    changes = np.array([np.abs(a - b).mean() for a, b in zip(before, after, strict=True)])
+    assert (changes < 0.5 * from_the_bird(after)).all(), (changes, from_the_bird(after))
 
 
 def test_the_last_previews_are_what_diffusers_draws_with_the_lora(output, pipes):
-    for index, prompt in list(enumerate(read_prompts(PROMPTS)))[1:4:2]:
+    for index, prompt in list(enumerate(read_prompts(PROMPTS)))[1:4]:
         (path,) = (output / "sample").glob(f"demo_{STEPS:06d}_{index:02d}_*.png")
         theirs = pipes[1](
             prompt.text, width=prompt.width, height=prompt.height, num_inference_steps=prompt.steps,
@@ -80,7 +91,7 @@ def test_the_last_previews_are_what_diffusers_draws_with_the_lora(output, pipes)
 
 
 @torch.no_grad()
-def test_the_loss_on_the_style_falls_by_far_more_than_chance(pipes):
+def test_the_loss_on_the_bird_falls_by_far_more_than_chance(pipes):
     family = FAMILIES.get("sd1")()
     gains = []
     for path in sorted((ROOT / "dataset_configs" / "demo").glob("*.png")):
