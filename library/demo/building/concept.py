@@ -17,7 +17,10 @@ from .subjects import SUBJECTS
 BIRD = 0x1F99C
 COUNTS: Mapping[tuple[int, int], int] = {(96, 96): 6, (112, 80): 3, (80, 112): 3, (128, 64): 2, (64, 128): 2}
 CAPTIONS = ("a lorikeet", "lorikeet", "a picture of a lorikeet", "a lorikeet")
-PLAIN = ("dog", "owl", "fox", "banana", "frog", "tulip", "car", "heart", "star", "smiling face")
+PLAIN = (
+    "dog", "owl", "fox", "banana", "frog", "tulip", "car", "heart", "star", "smiling face", "penguin", "lion", "turtle",
+    "dolphin", "pineapple", "pine tree", "butterfly", "rocket", "house", "ghost",
+)  # fmt: skip
 """What is shown beside it as the model draws it already, so that it stays as it is."""
 
 
