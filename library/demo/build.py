@@ -108,6 +108,10 @@ def export(sources: Sources, work: Path) -> None:
     # transformers loads what this says, diffusers loads float32, and both are to fit together.
     config = work / "model" / "text_encoder" / "config.json"
     config.write_text(config.read_text(encoding="utf-8").replace('"float16"', '"float32"'), encoding="utf-8")
+    for config in (work / "model").glob("*/config.json"):
+        lines = config.read_text(encoding="utf-8").splitlines()
+        kept = [line for line in lines if '"_name_or_path"' not in line]  # where this machine has it
+        config.write_text("\n".join(kept) + "\n", encoding="utf-8")
 
 
 def draw_sheet(sources: Sources, work: Path) -> None:
