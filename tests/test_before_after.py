@@ -44,7 +44,8 @@ def test_the_sheet_shows_every_picture_in_its_cell(tmp_path):
     for (when, index), colour in colours.items():
         preview(tmp_path, when, index, colour, (128, 64) if index else (64, 96), at=int(when) + 100)
 
-    path = before_after.write(tmp_path, "mine", ["a tall one", "a wide one"], 0, tmp_path / "out" / "sheet.png")
+    texts = ["one text for two prompts", "one text for two prompts"]
+    path = before_after.write(tmp_path, "mine", texts, 0, tmp_path / "out" / "sheet.png")
 
     assert path == tmp_path / "out" / "sheet.png"
     with Image.open(path) as sheet:

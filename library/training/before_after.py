@@ -33,7 +33,7 @@ def write(folder: Path, name: str, prompts: Sequence[str], since: float, target:
     if len(times) < 2:
         return None
     columns = spread(times, MOST_COLUMNS)
-    sheet = draw({prompts[index]: rows[index] for index in sorted(rows)[:MOST_ROWS]}, columns)
+    sheet = draw([(prompts[index], rows[index]) for index in sorted(rows)[:MOST_ROWS]], columns)
     target.parent.mkdir(parents=True, exist_ok=True)
     sheet.save(target, optimize=True)
     return target
@@ -58,14 +58,14 @@ def spread(times: Sequence[str], most: int) -> list[str]:
     return [times[round(number * (len(times) - 1) / (most - 1))] for number in range(most)]
 
 
-def draw(rows: Mapping[str, Row], columns: Sequence[str]) -> "Image":
+def draw(rows: Sequence[tuple[str, Row]], columns: Sequence[str]) -> "Image":
     """Pictures with the prompts at their left and the times above them."""
     from PIL import Image, ImageDraw, ImageFont
 
     font = ImageFont.load_default(15)
-    pictures = {(text, when): _sized(row[when]) for text, row in rows.items() for when in columns if when in row}
-    widths = [max(picture.width for (_, at), picture in pictures.items() if at == when) for when in columns]
-    heights = [max(picture.height for (said, _), picture in pictures.items() if said == text) for text in rows]
+    pictures = [{when: _sized(row[when]) for when in columns if when in row} for _, row in rows]
+    widths = [max(row[when].width for row in pictures if when in row) for when in columns]
+    heights = [max((picture.height for picture in row.values()), default=LINE) for row in pictures]
     size = (MARGIN * 2 + LABEL_WIDTH + sum(widths) + GAP * len(widths), MARGIN * 2 + HEADING + sum(heights)
             + GAP * len(heights))  # fmt: skip
     sheet = Image.new("RGB", size, PAPER)
@@ -74,14 +74,13 @@ def draw(rows: Mapping[str, Row], columns: Sequence[str]) -> "Image":
     for when, left, width in zip(columns, lefts, widths, strict=True):
         pencil.text((left + width / 2, MARGIN + HEADING / 2), label(when), INK, font, anchor="mm")
     top = MARGIN + HEADING
-    for text, height in zip(rows, heights, strict=True):
+    for (text, _), row, height in zip(rows, pictures, heights, strict=True):
         lines = textwrap.wrap(text, 21, max_lines=max(1, height // LINE), placeholder=" ...")
         for number, line in enumerate(lines):
             middle = top + height / 2 + (number - (len(lines) - 1) / 2) * LINE
             pencil.text((MARGIN, middle), line, INK, font, anchor="lm")
         for when, left, width in zip(columns, lefts, widths, strict=True):
-            picture = pictures.get((text, when))
-            if picture is not None:
+            if (picture := row.get(when)) is not None:
                 sheet.paste(picture, (left + (width - picture.width) // 2, top + (height - picture.height) // 2))
         top += height + GAP
     return sheet
