@@ -4,11 +4,12 @@ It is made of the preview files that the run wrote, whichever process wrote them
 """
 
 import re
-import textwrap
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..data.sheet_text import Pen
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
 MOST_COLUMNS, MOST_ROWS = 6, 16
 AREA = 208 * 208
 """Of each picture on the sheet, in pixels; small ones are enlarged."""
-MARGIN, GAP, LABEL_WIDTH, HEADING, LINE = 20, 8, 170, 34, 20
-PAPER, INK, QUIET = (255, 255, 255), (25, 25, 25), (110, 110, 110)
+MARGIN, GAP, LABEL_WIDTH, HEADING, LINE, TEXT = 20, 8, 170, 34, 20, 15
+PAPER = (255, 255, 255)
 
 Row = dict[str, Path]
 """When a picture was drawn, as its file name says it, and the file."""
@@ -60,25 +61,25 @@ def spread(times: Sequence[str], most: int) -> list[str]:
 
 def draw(rows: Sequence[tuple[str, Row]], columns: Sequence[str]) -> "Image":
     """Pictures with the prompts at their left and the times above them."""
-    from PIL import Image, ImageDraw, ImageFont
+    from PIL import Image, ImageDraw
 
-    font = ImageFont.load_default(15)
     pictures = [{when: _sized(row[when]) for when in columns if when in row} for _, row in rows]
     widths = [max(row[when].width for row in pictures if when in row) for when in columns]
     heights = [max((picture.height for picture in row.values()), default=LINE) for row in pictures]
     size = (MARGIN * 2 + LABEL_WIDTH + sum(widths) + GAP * len(widths), MARGIN * 2 + HEADING + sum(heights)
             + GAP * len(heights))  # fmt: skip
     sheet = Image.new("RGB", size, PAPER)
-    pencil: Any = ImageDraw.Draw(sheet)
+    pen = Pen(ImageDraw.Draw(sheet))
     lefts = [MARGIN + LABEL_WIDTH + sum(widths[:number]) + GAP * number for number in range(len(widths))]
     for when, left, width in zip(columns, lefts, widths, strict=True):
-        pencil.text((left + width / 2, MARGIN + HEADING / 2), label(when), INK, font, anchor="mm")
+        title = pen.fitted(label(when), width, TEXT)
+        pen.write((left + (width - pen.length(title, TEXT)) // 2, MARGIN), title, width, TEXT)
     top = MARGIN + HEADING
     for (text, _), row, height in zip(rows, pictures, heights, strict=True):
-        lines = textwrap.wrap(text, 21, max_lines=max(1, height // LINE), placeholder=" ...")
+        lines = pen.wrapped(text, LABEL_WIDTH - GAP, max(1, height // LINE), TEXT)
         for number, line in enumerate(lines):
-            middle = top + height / 2 + (number - (len(lines) - 1) / 2) * LINE
-            pencil.text((MARGIN, middle), line, INK, font, anchor="lm")
+            place = MARGIN, top + (height - len(lines) * LINE) // 2 + number * LINE
+            pen.write(place, line, LABEL_WIDTH - GAP, TEXT)
         for when, left, width in zip(columns, lefts, widths, strict=True):
             if (picture := row.get(when)) is not None:
                 sheet.paste(picture, (left + (width - picture.width) // 2, top + (height - picture.height) // 2))
