@@ -1,19 +1,18 @@
-"""The stand-in for a built-in model, and the pictures to try it with."""
+"""The random stand-in for a model, and the pictures of the demo."""
 
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image, ImageChops, ImageStat
+from PIL import Image
 from torch import nn
 
 from library.adapters import lora
 from library.config.schema import AdapterConfig
 from library.data.batch import Batch
-from library.data.prompts import read_prompts
+from library.data.prompts import Prompt
 from library.demo import stand_in
-from library.demo.make_pictures import make
 from library.families import FAMILIES
 from library.families.detect import detect
 
@@ -87,26 +86,18 @@ def test_a_training_step_is_quick_and_a_lora_on_it_learns():
     assert min(times) < 0.2, "far more than it takes, for machines that are busy"
 
 
-def test_the_committed_pictures_are_what_the_script_draws(tmp_path):
-    make(tmp_path)
-    drawn = {path.name for path in tmp_path.iterdir()}
-    assert drawn == {path.name for path in (FOLDER / "demo").iterdir()}
-    assert len(drawn) == 32
-    for name in drawn:
-        ours, theirs = tmp_path / name, FOLDER / "demo" / name
-        if name.endswith(".txt"):
-            assert ours.read_text() == theirs.read_text()
-        else:
-            a, b = Image.open(ours), Image.open(theirs)
-            assert a.size == b.size
-            # Versions of Pillow may draw an edge a little differently.
-            assert max(ImageStat.Stat(ImageChops.difference(a, b)).mean) < 1
-
-
 def test_the_pictures_are_upright_wide_and_square_and_small_on_disk():
-    shapes = {Image.open(path).size for path in (FOLDER / "demo").glob("*.png")}
+    shapes = [Image.open(path).size for path in (FOLDER / "demo").glob("*.png")]
+    assert 10 <= len(shapes) <= 20
     assert {(width > height) - (width < height) for width, height in shapes} == {-1, 0, 1}
-    assert sum(path.stat().st_size for path in (FOLDER / "demo").iterdir()) < 200_000
+    assert sum(path.stat().st_size for path in FOLDER.rglob("*.png")) < 1_000_000
+
+
+def test_every_picture_has_a_caption_and_only_those_of_the_bird_name_it():
+    for folder, is_bird in (("demo", True), ("demo_regularisation", False)):
+        for path in (FOLDER / folder).glob("*.png"):
+            caption = path.with_suffix(".txt").read_text().split()
+            assert ("lorikeet" in caption) == is_bird and caption, path
 
 
 def test_the_demo_dataset_fits_the_built_in_model():
@@ -116,25 +107,13 @@ def test_the_demo_dataset_fits_the_built_in_model():
     (dataset,) = data["datasets"]
     assert dataset["bucket_reso_steps"] % detect(None).pixel_step == 0
     assert all(dataset[key] % dataset["bucket_reso_steps"] == 0 for key in ("min_bucket_reso", "max_bucket_reso"))
-    (subset,) = dataset["subsets"]
-    assert (FOLDER / subset["image_dir"]).is_dir()
-
-
-def test_the_demo_prompts_can_be_drawn():
-    family, pipe = FAMILIES.get("sd1")(), stand_in.build()
-    prompts = read_prompts(FOLDER / "demo_prompts.txt")
-    assert len(prompts) >= 2
-    for prompt in prompts:
-        cond, negative = (family.encode_prompts(pipe, [text]) for text in (prompt.text, prompt.negative))
-        picture = family.draw(pipe, prompt, cond, negative, torch.Generator().manual_seed(prompt.seed), "ddim")
-        assert picture.size == (prompt.width, prompt.height)
-        assert max(ImageStat.Stat(picture).stddev) > 1, "not one plain colour"
+    assert all((FOLDER / subset["image_dir"]).is_dir() for subset in dataset["subsets"])
 
 
 @pytest.mark.parametrize("sampler", ["ddim", "euler", "euler_a", "heun", "dpmsolver++", "pndm"])
 def test_every_sampler_draws_and_its_own_picture(sampler):
     family, pipe = FAMILIES.get("sd1")(), stand_in.build()
-    (prompt, *_) = read_prompts(FOLDER / "demo_prompts.txt")
+    prompt = Prompt("a red circle", width=64, height=96, steps=8, scale=3)
     cond, negative = (family.encode_prompts(pipe, [text]) for text in (prompt.text, ""))
     drawn = [family.draw(pipe, prompt, cond, negative, torch.Generator().manual_seed(4), name)
              for name in (sampler, sampler, "ddim" if sampler != "ddim" else "euler")]  # fmt: skip

@@ -11,10 +11,15 @@ from PIL import Image
 from ranks import on_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file
+from tiny import stand_in_folder
 
 from library.config import load_options
 
 ROOT = Path(__file__).resolve().parent.parent
+PROMPTS = """\
+a red circle on white ground --w 64 --h 96 --d 1 --s 8 --l 3
+a blue triangle on black ground --n red --w 96 --h 64 --d 2 --s 8 --l 3
+"""
 
 
 def pictures(folder: Path, sizes: dict[tuple[int, int], int]) -> Path:
@@ -45,11 +50,19 @@ image_dir = '{folder / "pictures"}'
     return path
 
 
+def prompts(folder: Path) -> str:
+    """A file of two prompts, for pictures of two shapes."""
+    path = folder / "prompts.txt"
+    path.write_text(PROMPTS)
+    return str(path)
+
+
 def train(*flags: str) -> str:
     """One process's part in a run; the path of the LoRA file."""
     from library.training.run import run
 
-    loaded = load_options([*flags, "--quiet", "--max_data_loader_n_workers", "0"])
+    loaded = load_options(["--pretrained_model_name_or_path", stand_in_folder(), *flags, "--quiet",
+                           "--max_data_loader_n_workers", "0"])  # fmt: skip
     run(loaded.require())
     return str(Path(loaded.config.save.output_dir) / f"{loaded.config.save.output_name}.safetensors")
 
@@ -151,8 +164,8 @@ def demo(tmp_path_factory):
                "--mixed_precision", "no", "--dynamo_backend", "no", str(ROOT / "train_lora.py"), "--dataset_config",
                str(ROOT / "dataset_configs/demo.toml"), "--config_file", str(ROOT / "dataset_configs/demo_run.toml"),
                "--max_train_steps", "12", "--save_every_n_steps", "5", "--output_dir", str(folder / "out"),
-               "--logging_dir", str(folder / "logs"), "--sample_prompts",
-               str(ROOT / "dataset_configs/demo_prompts.txt"), "--sample_every_n_steps", "12"]  # fmt: skip
+               "--logging_dir", str(folder / "logs"), "--sample_prompts", prompts(folder),
+               "--sample_every_n_steps", "12"]  # fmt: skip
     done = subprocess.run(command, cwd=folder, env=os.environ | {"PYTHONWARNINGS": "default"}, capture_output=True,
                           text=True, timeout=300)  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -167,6 +180,8 @@ def test_the_run_says_what_it_does_and_where_the_files_are(demo):
     assert "training 12/12" in said
     assert f"LoRA file: {folder / 'out' / 'demo.safetensors'}" in said
     assert f"pictures: {folder / 'out' / 'sample'}" in said
+    sheet = folder / "out" / "before_after.png"
+    assert f"before and after, side by side: {sheet}" in said and sheet.is_file()
 
 
 def test_the_files_have_the_names_of_sd_scripts(demo):
@@ -181,10 +196,12 @@ def test_the_files_have_the_names_of_sd_scripts(demo):
 
 
 def test_diffusers_loads_the_file_and_it_changes_the_picture(demo):
-    from library.demo import stand_in
+    from diffusers import StableDiffusionPipeline
+
+    from library.demo import built_in
 
     folder, _ = demo
-    pipe = stand_in.build()
+    pipe = StableDiffusionPipeline.from_pretrained(built_in.FOLDER)
     pipe.set_progress_bar_config(disable=True)
     call = {"prompt": "a red circle", "num_inference_steps": 2, "width": 64, "height": 64, "output_type": "pt"}
     before = pipe(**call, generator=torch.Generator().manual_seed(0)).images
@@ -271,7 +288,7 @@ def failing_preview(*flags: str) -> str:
 
 def test_a_preview_that_fails_does_not_end_the_run(even, tmp_path):
     (file,) = on_ranks(1, failing_preview, "--dataset_config", str(even), "--output_dir", str(tmp_path),
-                       "--max_train_steps", "2", "--sample_prompts", str(ROOT / "dataset_configs/demo_prompts.txt"),
+                       "--max_train_steps", "2", "--sample_prompts", prompts(tmp_path),
                        "--sample_every_n_steps", "1")  # fmt: skip
 
     assert Path(file).is_file()
@@ -335,7 +352,7 @@ def test_a_warm_up_longer_than_the_epochs_of_a_run_is_refused(even, tmp_path):
 def test_epochs_decide_length_and_names_of_files_and_pictures(even, tmp_path):
     on_ranks(1, train, "--dataset_config", str(even), "--output_dir", str(tmp_path), "--max_train_epochs", "3",
              "--train_batch_size", "4", "--save_every_n_epochs", "2", "--sample_prompts",
-             str(ROOT / "dataset_configs/demo_prompts.txt"), "--sample_every_n_epochs", "3", "--sample_at_first",
+             prompts(tmp_path), "--sample_every_n_epochs", "3", "--sample_at_first",
              "--sample_every_n_steps", "1")  # fmt: skip
 
     assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == [

@@ -1,7 +1,12 @@
 """Tiny pipelines with random weights for the contract test, one or more for each family, and a batch for each."""
 
+import hashlib
+import os
+import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -175,3 +180,21 @@ TINY: dict[str, Callable[[], Tiny]] = {
     "sdxl": sdxl, "sdxl_velocity": sdxl_velocity, "sd3": sd3, "flux": flux, "flux_schnell": flux_schnell,
     "z_image": z_image, "qwen_image": qwen_image,
 }  # fmt: skip
+
+
+def stand_in_folder() -> str:
+    """The random Stable Diffusion 1 pipeline as a folder, for runs in which the model's drawings do not matter.
+
+    It is written once and found again by every process and every later test run.
+    """
+    source = Path(stand_in.__file__).read_bytes() + f"{torch.__version__}/{diffusers.__version__}".encode()
+    name = f"lorikeet-stand-in-{os.getuid()}-{hashlib.sha256(source).hexdigest()[:16]}"
+    folder = Path(tempfile.gettempdir()) / name
+    if not folder.exists():
+        fresh = tempfile.mkdtemp(prefix=name)
+        stand_in.build().save_pretrained(fresh)
+        try:
+            os.rename(fresh, folder)
+        except OSError:  # another process was quicker
+            shutil.rmtree(fresh)
+    return str(folder)

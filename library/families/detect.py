@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..config.schema import ModelConfig
+from ..demo import built_in
 from ..errors import ConfigError
 from ..registry import did_you_mean
 from . import FAMILIES
@@ -23,7 +24,7 @@ from .separate import Separate, separate
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
-Kind = Literal["built-in", "folder", "hub", "file", "random"]
+Kind = Literal["folder", "hub", "file", "random"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Detected:
     """What the model was made to predict: ``epsilon``, ``v`` or ``flow``."""
     is_guided: bool = False
     """Whether the denoiser is told how strong the guidance is to be."""
-    kind: Kind = "built-in"
+    kind: Kind = "folder"
     place: str = ""
     """The folder, hub id or file."""
     config: str | None = None
@@ -80,9 +81,8 @@ def facts_of(family: str) -> Facts:
 
 
 def _built_in() -> Detected:
-    # Its VAE divides sizes by 8 and its UNet by 2.
-    reason = "no model is named, so the built-in one is used: a stand-in of random weights, which draws nothing yet"
-    return Detected("sd1", reason, pixel_step=16)
+    reason = "no model is named, so the built-in one is used, which draws 64 emoji and nothing else"
+    return replace(_from_json(from_folder(built_in.FOLDER), "folder", str(built_in.FOLDER), None), reason=reason)
 
 
 def _detected(model: ModelConfig) -> Detected:
@@ -247,8 +247,6 @@ def _missing(found: Detected, facts: Facts, pieces: Mapping[str, Separate]) -> l
 
 def reader_of(found: Detected) -> Reader:
     """The JSON files of the model itself."""
-    if found.kind == "built-in":
-        return lambda name: None
     if found.config is not None:
         return from_config(read_config(found.config))
     return from_hub(found.place) if found.kind == "hub" else from_folder(Path(found.place))

@@ -14,7 +14,6 @@ from diffusers.utils import logging as diffusers_logging
 from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
-from ..demo import stand_in
 from ..errors import ConfigError
 from .detect import Detected, detect, reader_of
 from .folder import load_from_folder
@@ -40,8 +39,6 @@ def load(
     """A pipeline with ``parts`` and the scheduler, or ``into`` with them added; see ``Family.load``."""
     if not isinstance(model, Detected):
         model = detect(model)
-    if model.kind == "built-in":
-        return _joined(into, stand_in.build(parts, dtype), device)
     read = reader_of(model)
     index = needed(read, "model_index.json")
     loaded = {}

@@ -24,6 +24,7 @@ from ..families.drawable import undrawable
 from ..log import Progress
 from ..optim import optimizers, schedules
 from ..optim.average import RunningAverage
+from . import before_after
 from .bad_samples import BadSamples
 from .bundle import read_bundle, replay
 from .caching import Kept, keep_latents, keep_texts
@@ -96,7 +97,7 @@ def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, start
             raise
     job.bad_samples.tell_all()
     strategy.finish()
-    _say_where(export.written, preview)
+    _say_where(export.written, preview, _sheet(config, prompts, started_at) if strategy.is_main else None)
 
 
 def _keep(export: Export, job: Run) -> None:
@@ -198,8 +199,21 @@ def _preview(config: RunConfig, prompts: Sequence[Prompt]) -> Preview:
     return Preview(settings, prompts, Path(config.save.output_dir) / "sample", config.save.output_name)
 
 
-def _say_where(files: Sequence[Path], preview: Preview) -> None:
+def _sheet(config: RunConfig, prompts: Sequence[Prompt], started_at: float) -> Path | None:
+    """All previews of the run side by side; that they cannot be drawn does not spoil the run."""
+    folder = Path(config.save.output_dir)
+    try:
+        return before_after.write(folder / "sample", config.save.output_name, [prompt.text for prompt in prompts],
+                                  started_at, folder / "before_after.png")  # fmt: skip
+    except OSError as error:
+        logger.warning("before_after.png could not be written: %s", error)
+        return None
+
+
+def _say_where(files: Sequence[Path], preview: Preview, sheet: Path | None) -> None:
     """The last lines: what to open."""
     logger.info("LoRA file: %s", files[-1])
     if preview.written:
         logger.info("pictures: %s", preview.folder)
+    if sheet is not None:
+        logger.info("before and after, side by side: %s", sheet)

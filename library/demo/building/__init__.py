@@ -1,0 +1,1 @@
+"""How the built-in model was made; nothing here is needed for using it."""
