@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from diffusers import AutoencoderKL
 from family_cases import generators, modules_of, pixels, plain
 from safetensors.torch import load_file
 from tiny import TINY
@@ -50,6 +51,17 @@ def test_only_the_named_parts_are_loaded_and_others_can_come_later(plain, tmp_pa
         assert pipe.vae_scale_factor == whole.vae_scale_factor
         assert dict(pipe.config).keys() == dict(whole.config).keys()
         same_weights(family, pipe, whole)
+
+
+def test_a_pipeline_measures_a_vae_that_comes_later(tmp_path):
+    family, tiny = FAMILIES.get("sd1")(), TINY["sd1"]()
+    tiny.pipe.save_pretrained(tmp_path)
+    kinds = {"down_block_types": ["DownEncoderBlock2D"] * 3, "up_block_types": ["UpDecoderBlock2D"] * 3}
+    shallow = AutoencoderKL.from_config(tiny.pipe.vae.config, block_out_channels=[8, 16, 32], **kinds)
+    shallow.save_pretrained(tmp_path / "vae")
+    pipe = family.load(str(tmp_path), torch.float32, family.text_parts)
+    family.load(str(tmp_path), torch.float32, ("vae",), into=pipe)
+    assert pipe.vae_scale_factor == pipe.image_processor.config.vae_scale_factor == 4
 
 
 def present(family, pipe):

@@ -25,7 +25,10 @@ def cache(tmp_path_factory):
     for name in FAMILIES.names():
         family, pipe = FAMILIES.get(name), TINY[name]().pipe
         for part, hub_id in family.tokenizers.items():
-            getattr(pipe, part).save_pretrained(folder / hub_id.partition(":")[0].replace("/", "_"))
+            tokenizer = getattr(pipe, part)
+            if "CLIP" in type(tokenizer).__name__:
+                tokenizer.pad_token = tokenizer.eos_token  # as published ones have it, whatever the model pads with
+            tokenizer.save_pretrained(folder / hub_id.partition(":")[0].replace("/", "_"))
     return folder
 
 
