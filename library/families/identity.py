@@ -31,7 +31,7 @@ def _texts(family: Family, model: Detected, part: str, hashes: FileHashes) -> It
     place = model.place if separate is None else separate.place
     if separate is None and model.kind == "random":
         yield place
-    elif (separate is None and model.kind == "built-in") or (is_in_file and part.startswith("tokenizer")):
+    elif is_in_file and part.startswith("tokenizer"):
         yield _looked_at(getattr(family.load(model, torch.float32, (part,)), part))
     elif is_in_file:
         prefixes = family.facts.prefixes.get(part, ())

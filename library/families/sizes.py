@@ -23,9 +23,6 @@ class Sizes:
         return 2 * self.channels * (size[0] // self.shrinks) * (size[1] // self.shrinks)
 
 
-BUILT_IN = Sizes(channels=4, shrinks=8, text=77 * 64)
-
-
 def sizes(read: Callable[[str], Json | None]) -> Sizes | None:
     """``read`` gives a JSON file of the model; nothing when they do not tell."""
     vae = read("vae/config.json") or {}

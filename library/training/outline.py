@@ -7,7 +7,7 @@ from typing import Any
 from ..config import RunConfig
 from ..data.prepare import Prepared, prepare
 from ..families.detect import Detected, detect, reader_of
-from ..families.sizes import BUILT_IN, sizes
+from ..families.sizes import sizes
 from .expected import Expected, expected
 from .plan import RunPlan
 
@@ -53,8 +53,7 @@ def look_ahead(config: RunConfig, ranks: int) -> Outlook:
     detected = detect(config.model)
     prepared = prepare(config.data, detected.pixel_step, config.cache.cache_dir)
     plan = RunPlan.of(prepared.batch_plan(ranks, config.train), config.train, config.optim)
-    known = BUILT_IN if detected.kind == "built-in" else sizes(reader_of(detected))
-    return Outlook(detected, prepared, plan, expected(config, prepared, plan, known))
+    return Outlook(detected, prepared, plan, expected(config, prepared, plan, sizes(reader_of(detected))))
 
 
 def outline(prepared: Prepared, plan: RunPlan, ranks: int) -> str:

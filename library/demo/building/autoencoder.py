@@ -60,7 +60,7 @@ def train(vae: Any, pictures: Tensor, steps: int, seed: int, *, whole: bool = Tr
             latents = spread.mean + spread.std * torch.randn(spread.mean.shape, generator=noise)
             back = vae.decode(latents if whole else latents.detach()).sample
         loss = distance(back.float(), batch) + (KL_WEIGHT * spread.kl().mean() / latents[0].numel() if whole else 0)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -91,7 +91,7 @@ def reduced(vae: Any, pictures: Tensor) -> Any:
     Training uses four directions strongly and the others hardly at all; what these hold, the decoder can learn to do
     without.
     """
-    means = torch.cat([vae.encode(part / 127.5 - 1).latent_dist.mean for part in pictures.split(32)])
+    means = torch.cat([vae.encode(part / 127.5 - 1).latent_dist.mean for part in torch.split(pictures, 32)])
     rows = means.permute(0, 2, 3, 1).reshape(-1, CHANNELS).double()
     centre = rows.mean(0)
     values, vectors = torch.linalg.eigh(torch.cov((rows - centre).T))

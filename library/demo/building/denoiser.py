@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from diffusers import DDIMScheduler, DDPMScheduler, UNet2DConditionModel
@@ -19,10 +20,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
-from ...config.schema import DataConfig, TrainConfig
-from ...data.loader import Loader
+from ...config.schema import DataConfig, NoiseConfig, TrainConfig
+from ...data.batch import BadSample, as_model_input
+from ...data.batches import BatchPlan
+from ...data.loader import MicroBatchReader
 from ...data.prepare import prepare
 from ...diffusion.process import Process, from_table
+from ...diffusion.timesteps import times
+from ...errors import UserError
 from ...randomness import seed_for
 from .autoencoder import KEPT
 from .tokens import END, MAX_TOKENS, START
@@ -70,7 +75,8 @@ def make_text_encoder(tokenizer: CLIPTokenizer, seed: int) -> CLIPTextModel:
                 eos_token_id=words[END], pad_token_id=words[END],
             )
         )  # fmt: skip
-        nn.init.normal_(encoder.get_input_embeddings().weight, std=0.3)
+        weights: Any = encoder.get_input_embeddings().weight
+        nn.init.normal_(weights, std=0.3)
     return encoder
 
 
@@ -98,7 +104,7 @@ class Learner:
 
     @classmethod
     def of(cls, model: Both) -> "Learner":
-        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999))
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999))  # type: ignore[no-untyped-call]
         optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, betas=(0.9, 0.99), weight_decay=0.01)
         return cls(model, average, optimizer)
 
@@ -119,7 +125,8 @@ class Learner:
 class Lessons:
     """The work of each step: latents and tokens by the project's own batch plan."""
 
-    loader: Loader
+    plan: BatchPlan
+    reader: MicroBatchReader
     latents: list[Tensor]
     tokenizer: CLIPTokenizer
 
@@ -127,19 +134,22 @@ class Lessons:
     def of(cls, dataset: Path, vae: Any, tokenizer: CLIPTokenizer, seed: int, steps: int) -> "Lessons":
         prepared = prepare(DataConfig(dataset_config=str(dataset)), PIXEL_STEP)
         plan = prepared.batch_plan(1, TrainConfig(seed=seed))
-        loader = prepared.loader(plan, 0, total_steps=steps, pin_memory=False)
+        reader = MicroBatchReader(prepared.manifest, prepared.placements, plan, 0, seed, steps)
         latents = []
         with torch.no_grad():
             for index in range(len(prepared.manifest.samples)):
-                pixels, _ = loader.reader.picture(0, index, 0)
+                shown = reader.picture(0, index, 0)
+                if isinstance(shown, BadSample):
+                    raise UserError(shown.problem)
+                pixels = as_model_input(torch.from_numpy(np.ascontiguousarray(shown.pixels.transpose(2, 0, 1))))
                 latents.append(vae.encode(pixels[None]).latent_dist.mean[0])
-        return cls(loader, latents, tokenizer)
+        return cls(plan, reader, latents, tokenizer)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Latents and tokens; samples that only fill up are left out."""
-        micro = self.loader.plan.micro_batch(step)
+        micro = self.plan.micro_batch(step)
         real = [entry for entry in zip(micro.samples, micro.copies, micro.weights, strict=True) if entry[2]]
-        captions = [self.loader.reader.caption(micro.epoch, step, index, copy) for index, copy, _ in real]
+        captions = [self.reader.caption(micro.epoch, step, index, copy) for index, copy, _ in real]
         tokens = self.tokenizer(captions, padding="max_length", truncation=True, max_length=MAX_TOKENS,
                                 return_tensors="pt").input_ids  # fmt: skip
         return torch.stack([self.latents[index] for index, _, _ in real]), tokens
@@ -167,13 +177,14 @@ def train(learner: Learner, lessons: Lessons, steps: int, seed: int, save: Calla
             group["lr"] = rate(step, steps, peak)
         latents, tokens = lessons.batch(step)
         draw = torch.Generator().manual_seed(seed_for(seed, "demo/noise", step))
-        t, noise = noises.sample_timesteps(len(latents), draw), torch.randn(latents.shape, generator=draw)
+        t = times(torch.rand(len(latents), generator=draw), NoiseConfig(), noises, latents.shape[1:])
+        noise = torch.randn(latents.shape, generator=draw)
         noisy, target = noises.add_noise(latents, noise, t)
         # On CPUs, the backward pass of fused attention takes longer than all the rest of attention.
         with torch.autocast(latents.device.type, torch.bfloat16), sdpa_kernel(SDPBackend.MATH):
             predicted = learner.model(noisy, t, tokens)
         loss = F.mse_loss(predicted.float(), target)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(learner.model.parameters(), 1.0)
         learner.optimizer.step()
         learner.optimizer.zero_grad(set_to_none=True)

@@ -70,9 +70,9 @@ def any_picture(styles: Mapping[str, Mapping[int, Image.Image]], codes: list[int
     """A random emoji in a random style and place, half of the time on white."""
     style = styles[draw.choice(sorted(styles))]
     emoji = style[draw.choice(codes)]
-    colours = [tuple(draw.randrange(256) for _ in range(3)) for _ in range(2)]
+    first, second = ((draw.randrange(256), draw.randrange(256), draw.randrange(256)) for _ in range(2))
     kind = draw.random()
-    ground: Any = WHITE if kind < 0.5 else colours[0] if kind < 0.75 else glow(size, *colours)
+    ground: Any = WHITE if kind < 0.5 else first if kind < 0.75 else glow(size, first, second)
     if draw.random() < 0.3:
         emoji = emoji.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     return composed(emoji, size, ground, margin=draw.choice((0.03, 0.05, 0.05, 0.15, 0.25)),
