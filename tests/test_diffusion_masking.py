@@ -1,11 +1,15 @@
 """Masks weigh the loss as sd-scripts weighs it, or by their area; the task brings them to the latents they cover."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tiny import TINY
 
+from library.config.schema import LossConfig, NoiseConfig
 from library.data.batch import PixelBatch, as_model_input
 from library.diffusion.masking import in_latents, mean_loss
+from library.diffusion.objective import Objective
 from library.families import FAMILIES
 from library.training.task import Task
 
@@ -58,7 +62,8 @@ def test_bytes_become_the_numbers_that_they_always_became():
 def task(**options) -> Task:
     family = FAMILIES.get("sd1")()
     pipe = TINY["sd1"]().pipe
-    return Task(family, pipe, pipe.unet, family.process(pipe), 5, torch.device("cpu"), **options)
+    objective = Objective(family.process(pipe), NoiseConfig(), LossConfig())
+    return Task(family, pipe, pipe.unet, objective, 5, torch.device("cpu"), **options)
 
 
 def batch(mask: torch.Tensor | None) -> PixelBatch:
@@ -84,7 +89,5 @@ def test_the_losses_of_the_parts_of_a_picture_add_up_to_that_of_the_whole():
 def test_a_picture_of_weight_zero_stays_so_whatever_its_mask():
     half = torch.zeros(2, 1, 64, 96, dtype=torch.uint8)
     half[..., 32:, :] = 255
-    from dataclasses import replace
-
     losses = task(masks_by_area=True)(replace(batch(half), weight=torch.tensor([0.0, 1.0])), 3)
     assert losses[0] == 0 < losses[1]
