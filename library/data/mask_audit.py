@@ -131,7 +131,7 @@ def _from_alpha(audit: MaskAudit, subset: SubsetConfig, where: tuple[int, int], 
             audit.masks[(*where, picture)] = Mask(picture, True, look.size, look.content, look.share)
     if opaque:
         names = _first([picture.name for picture in opaque])
-        audit.notes.append(f"{_named(subset)}: alpha_mask: {len(opaque)} of {len(pictures)} pictures have no"
+        audit.notes.append(f"{subset.source}: alpha_mask: {len(opaque)} of {len(pictures)} pictures have no"
                            f" transparent parts and are trained whole: {names}")  # fmt: skip
 
 
@@ -205,10 +205,6 @@ def _looked_at(look: Callable[[Origin], SeenMask], images: Sequence[Origin]) -> 
 
     with ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_THREADS)) as pool:
         return dict(zip(images, pool.map(told, images), strict=True))
-
-
-def _named(subset: SubsetConfig) -> str:
-    return str(subset.metadata_file or subset.image_dir)
 
 
 def _first(names: Sequence[str]) -> str:
