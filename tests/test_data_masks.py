@@ -1,5 +1,6 @@
 """Masks lie where their pictures lie, whatever is cut and mirrored; those that cannot be used are named."""
 
+import tarfile
 import unicodedata
 from collections import Counter
 from pathlib import Path
@@ -274,6 +275,22 @@ def test_a_run_that_asks_for_masks_does_not_go_on_without_any(zoo):
     assert caught.value.problems[-1] == said and len(caught.value.problems) == 8
 
 
+def test_pictures_in_a_tar_bring_their_masks_along_too(tmp_path):
+    rgba = transparent(64, 64)
+    (tmp_path / "p").mkdir()
+    rgba.save(tmp_path / "p" / "1.png")
+    save(tmp_path / "p" / "2.png", noise(64, 64))
+    with tarfile.open(tmp_path / "s.tar", "w") as shard:
+        for name in ("1.png", "2.png"):
+            shard.add(tmp_path / "p" / name, name)
+    prepared = prepare(config(tmp_path, dataset("webdataset = 's.tar'\nalpha_mask = true")), 8)
+    (batch,) = [batch for batch in batches(prepared, epochs=1) if batch.mask is not None]
+    assert (batch.mask[0, 0].numpy() == np.asarray(rgba)[..., 3]).all()
+    assert (batch.pixels[0].permute(1, 2, 0).numpy() == np.asarray(rgba)[..., :3]).all()
+    assert any("s.tar: alpha_mask: 1 of 2 pictures have no transparent parts" in note
+               for note in prepared.manifest.notes)  # fmt: skip
+
+
 def test_a_mask_in_colour_is_read_by_its_red_channel_and_this_is_said(tmp_path):
     save(tmp_path / "p" / "1.png", noise(64, 64))
     pixels = np.zeros((64, 64, 3), np.uint8)
@@ -350,14 +367,19 @@ def test_the_fingerprint_follows_masks(tmp_path):
         ("image_dir = 'p'", {"masked_loss": True}, "--masked_loss: no subset has masks; set conditioning_data_dir or"),
         ("image_dir = 'p'", {"masked_loss_normalize": True}, "--masked_loss_normalize: no subset has masks; set"),
         (FOLDER.replace("'m'", "'./p'"), {"masked_loss": True}, "set.toml:9: conditioning_data_dir: is the folder of"),
+        (
+            FOLDER.replace("'m'", "'p/m'") + "\nrecursive = true",
+            {"masked_loss": True},
+            "set.toml:9: conditioning_data_dir: lies below image_dir, where recursive takes masks for pictures",
+        ),
         (FOLDER.replace("'m'", "'q'"), {"masked_loss": True}, "set.toml:9: conditioning_data_dir: 'q' is not there"),
         (FOLDER, {"masked_loss": True, "alpha_mask": True}, "--alpha_mask: every subset has its masks in"),
         (FOLDER + "\nalpha_mask = true", {"masked_loss": True}, "set.toml:10: alpha_mask: has no meaning beside"),
     ],
 )
 def test_settings_of_masks_that_do_nothing_are_refused_before_any_picture_is_read(tmp_path, subset, options, expected):
-    for name in ("p", "m"):
-        (tmp_path / name).mkdir()
+    for name in ("p/m", "m"):
+        (tmp_path / name).mkdir(parents=True)
     (tmp_path / "p" / "1.png").write_bytes(b"would be told, too")
     (found,) = check(config(tmp_path, dataset(subset), **options))
     assert found.replace(f"{tmp_path}/", "").startswith(expected)
@@ -382,6 +404,20 @@ def test_a_mask_that_goes_away_during_the_run_is_a_bad_sample(tmp_path):
     (tmp_path / "m" / "1.png").unlink()
     (batch,) = [reader[0]]
     assert batch.weight.tolist() == [0] and "m/1.png" in batch.problems[0].problem
+    (tmp_path / "m" / "1.png").write_bytes(b"no picture")
+    assert f"its mask {tmp_path}/m/1.png: cannot identify image" in reader[0].problems[0].problem
+
+
+def test_masks_below_the_pictures_are_found_where_they_are_not_taken_for_pictures(tmp_path):
+    for name in ("1", "deep/1"):
+        save(tmp_path / "p" / f"{name}.png", noise(64, 64))
+        save(tmp_path / "p" / "m" / f"{name}.png", noise(64, 64, 1, seed=len(name)))
+    subset = "image_dir = 'p'\nconditioning_data_dir = 'p/m'\nrecursive = true\nexclude = ['m/**']"
+    found = batches(prepare(config(tmp_path, dataset(subset), masked_loss=True), 8), epochs=1)
+    assert len(found) == 2
+    for batch in found:
+        name = batch.ids[0].removeprefix("p/").removesuffix(".png")
+        assert (batch.mask[0, 0].numpy() == noise(64, 64, 1, seed=len(name))[..., 0]).all(), batch.ids
 
 
 def test_plan_tells_how_many_have_masks(tmp_path):

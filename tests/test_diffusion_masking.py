@@ -1,5 +1,7 @@
 """Masks weigh the loss as sd-scripts weighs it, or by their area; the task brings them to the latents they cover."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tiny import TINY
@@ -87,7 +89,5 @@ def test_the_losses_of_the_parts_of_a_picture_add_up_to_that_of_the_whole():
 def test_a_picture_of_weight_zero_stays_so_whatever_its_mask():
     half = torch.zeros(2, 1, 64, 96, dtype=torch.uint8)
     half[..., 32:, :] = 255
-    from dataclasses import replace
-
     losses = task(masks_by_area=True)(replace(batch(half), weight=torch.tensor([0.0, 1.0])), 3)
     assert losses[0] == 0 < losses[1]

@@ -135,7 +135,7 @@ def _from_alpha(audit: MaskAudit, subset: SubsetConfig, where: tuple[int, int],
             audit.masks[(*where, picture)] = Mask(picture, True, look.size, look.content, look.share)
     if opaque:
         names = _first([picture.name for picture in opaque])
-        audit.notes.append(f"{_named(subset)}: alpha_mask: {len(opaque)} of {len(looks)} pictures have no"
+        audit.notes.append(f"{subset.source}: alpha_mask: {len(opaque)} of {len(looks)} pictures have no"
                            f" transparent parts and are trained whole: {names}")  # fmt: skip
 
 
@@ -230,10 +230,6 @@ def _packed(seen: SeenMask) -> list[Any]:
 def _unpacked(facts: list[Any], content: str) -> SeenMask:
     width, height, *others = facts
     return SeenMask((width, height), content, *others)
-
-
-def _named(subset: SubsetConfig) -> str:
-    return str(subset.metadata_file or subset.image_dir)
 
 
 def _first(names: Sequence[str]) -> str:

@@ -20,8 +20,14 @@ def mask_problems(datasets: Sequence[DatasetConfig], config: DataConfig) -> Iter
             continue
         if not config.masked_loss:
             yield f"{place}: conditioning_data_dir: masks in a folder are used with --masked_loss; set it for the run"
-        if folder is not None and folder.is_dir() and masks.is_dir() and folder.samefile(masks):
+        if folder is None or not folder.is_dir() or not masks.is_dir():
+            continue  # which is told elsewhere
+        if folder.samefile(masks):
             yield f"{place}: conditioning_data_dir: is the folder of the pictures; masks need a folder of their own"
+        elif subset.recursive and not subset.exclude and masks.resolve().is_relative_to(folder.resolve()):
+            pattern = masks.resolve().relative_to(folder.resolve()).as_posix() + "/**"
+            yield (f"{place}: conditioning_data_dir: lies below image_dir, where recursive takes masks for pictures;"
+                   f" move it, or set exclude = ['{pattern}']")  # fmt: skip
     if not subsets:
         return
     way_out = "set conditioning_data_dir or alpha_mask in a subset, or take this option out"

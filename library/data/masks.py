@@ -48,7 +48,11 @@ def picture_and_mask(image: Origin, mask: Mask | None) -> "tuple[Image, MaskPixe
     if mask.is_alpha:
         colours, values = without_transparency(turned(image))
         return colours, np.asarray(values)
-    return upright(image), brightness(mask.image)
+    picture = upright(image)
+    try:
+        return picture, brightness(mask.image)
+    except Exception as error:  # decoders raise whatever they like, and do not say of which file
+        raise ValueError(f"its mask {mask.image}: {error}") from error
 
 
 def brightness(image: Readable) -> MaskPixels:
