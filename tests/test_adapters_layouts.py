@@ -158,8 +158,17 @@ def test_fused_parts_do_what_they_do_alone_and_come_apart_again(rank, shared, th
     if all(there):
         torch.testing.assert_close(torch.cat([part.alpha / part.rank * part.up @ part.down
                                               for part in split(whole, original)]), expected)  # fmt: skip
-        if (not zero and rank > 1) or (zero and shared):
+        if not zero and rank > 1:
             assert [part.rank for part in split(whole, original)] == [rank] * 4
+
+
+def test_a_shared_matrix_that_has_learnt_nothing_yet_stays_whole():
+    """Its rank could be that of four blocks, and nothing but zeros is beside them."""
+    down = torch.randn(4, 5)
+    parts = split(
+        Lora(down, torch.zeros(7 * 5, 4), 2.0), Original("whole", ("q", "k", "v", "mlp"), outputs=(1, 1, 1, 4))
+    )
+    assert all(torch.equal(part.down, down) and part.alpha == 2.0 for part in parts)
 
 
 def test_a_file_of_another_model_or_half_a_file_is_refused():
