@@ -15,7 +15,9 @@ from PIL import Image
 from ranks import CONTEXT, on_ranks
 from test_run import pictures
 
+from library.data.batch import as_model_input
 from library.data.cache.store import Store
+from library.diffusion.masking import in_latents
 from library.errors import ConfigError, UserError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -81,7 +83,7 @@ def test_losses_are_those_without_a_cache_to_the_bit(flags, uneven, uncached, tm
         ((again, loaded, encoded),) = on_ranks(1, losses, *words)
         assert again == found and not encoded
     if flags in (ON_DISK, FOR_THE_RUN):
-        assert loaded[-1] == ("unet",)
+        assert sorted(loaded[-1]) == ["tokenizer", "unet"]
 
 
 @pytest.mark.parametrize("flags", [ON_DISK, FOR_THE_RUN])
@@ -106,19 +108,24 @@ def test_previews_need_no_text_encoder_and_the_vae_only_while_they_are_drawn(une
         path.unlink()
     ((_, loaded, _),) = on_ranks(1, losses, *flags, *ON_DISK)
 
-    assert sorted(loaded[-1]) == ["unet", "vae"]
+    assert [sorted(parts) for parts in loaded[-2:]] == [["tokenizer", "unet"], ["vae"]]
     again = [np.asarray(Image.open(path)) for path in sorted((tmp_path / "sample").iterdir())]
     assert len(drawn) == len(again) == 2
     assert all(np.array_equal(*pair) for pair in zip(drawn, again, strict=True))
 
 
-def numbered(folder: Path, count: int) -> None:
-    """Pictures that say their number in every pixel, dark on the left, in two sizes; captions that say it, too."""
+def numbered(folder: Path, count: int, *, with_masks: bool = False) -> None:
+    """Pictures that say their number in every pixel, dark on the left, in two sizes; captions that say it, too.
+
+    ``with_masks`` every other one is more and more transparent to the right.
+    """
     (folder / "pictures").mkdir(parents=True)
     for number in range(count):
         width, height = (96, 64) if number % 3 else (64, 96)
         pixels = np.full((height, width, 3), 10 * number + 20, np.uint8)
         pixels[:, : width // 2] = 0
+        if with_masks and number % 2:
+            pixels = np.dstack([pixels, (255 - np.arange(width) - number)[None].repeat(height, 0).astype(np.uint8)])
         Image.fromarray(pixels).save(folder / "pictures" / f"{(number * 7) % count:02d}.png")
         (folder / "pictures" / f"{(number * 7) % count:02d}.txt").write_text(f"{number}, 100, 1000")
 
@@ -132,7 +139,10 @@ def paired(dataset_file: str, *flags: str) -> list[tuple[int, int, int, bool, in
     rows = []
     for step, work in enumerate(itertools.islice(kept.loader().steps(0), kept.plan.steps)):
         for batch in work.batches:
-            moments = batch.moments or family.encode_moments(pipe, batch.pixels)
+            moments = batch.moments or family.encode_moments(pipe, as_model_input(batch.pixels))
+            mask = batch.latent_mask
+            if batch.mask is not None:
+                mask = in_latents(batch.mask, (moments.both.shape[-2], moments.both.shape[-1]))
             cond = batch.cond or family.encode_prompts(pipe, batch.captions)
             for row, (name, weight) in enumerate(zip(batch.ids, batch.weight.tolist(), strict=True)):
                 latent = moments.both[row, 0, 0]
@@ -141,13 +151,14 @@ def paired(dataset_file: str, *flags: str) -> list[tuple[int, int, int, bool, in
                 order = tuple(int(number) for number in cond["numbers"][row])
                 caption = sum(order) - 1100
                 rows.append((name, round(((value + 1) * 127.5 - 20) / 10), caption, is_mirrored, order, weight,
-                             batch.places[row], step, tuple(batch.frame[row].tolist())))  # fmt: skip
+                             batch.places[row], step, tuple(batch.frame[row].tolist()),
+                             None if mask is None else mask[row].tolist()))  # fmt: skip
     return rows
 
 
 def test_picture_caption_and_latent_stay_together_for_three_epochs(tmp_path):
-    numbered(tmp_path, 11)
-    file = dataset(tmp_path)
+    numbered(tmp_path, 11, with_masks=True)
+    file = dataset(tmp_path, subset="alpha_mask = true")
     plain = on_ranks(2, paired, file)
     cached = on_ranks(2, paired, file, *ON_DISK)
     assert cached == plain
@@ -157,6 +168,7 @@ def test_picture_caption_and_latent_stay_together_for_three_epochs(tmp_path):
     assert all(latent == caption == truth[name] for name, latent, caption, *_ in shown)
     counts = {name: sum(row[0] == name and row[5] > 0 for row in shown) for name in truth}
     assert set(counts.values()) == {3}
+    assert len({str(row[-1]) for row in shown}) > 10  # those of five pictures, straight and mirrored, and none
     assert {row[3] for row in shown} == {True, False} and len({row[4][0] for row in shown}) > 3
 
 
@@ -276,7 +288,7 @@ def with_a_picture_that_breaks(dataset_file: str, on_bad_data: str) -> Any:
     honest = kept.keep_latents
 
     def breaking(config, strategy, *others):
-        strategy.gather(None)  # all have looked at the pictures
+        strategy.from_all([None])  # all have looked at the pictures
         (Path(dataset_file).parent / "pictures" / "03.png").write_bytes(b"broken since")
         return honest(config, strategy, *others)
 
