@@ -13,7 +13,7 @@ CONTEXT.set_forkserver_preload(["torch", "diffusers", "transformers", "peft", "a
 
 
 def on_ranks(size: int, work: Callable[..., Any], *arguments: Any, environment: Mapping[str, str] | None = None,
-             seconds: float = 120) -> list[Any]:  # fmt: skip
+             seconds: float = 300) -> list[Any]:  # fmt: skip
     """``work(*arguments)`` on ``size`` ranks; the results by rank.  The first error that is none of gloo's is raised.
 
     One rank is a run without any process group, as when a script is started alone.

@@ -237,7 +237,7 @@ def test_the_tracker_has_every_step(demo):
 def test_the_plan_tool_says_what_the_run_does():
     command = [sys.executable, "-m", "library", "plan", "--dataset_config", "dataset_configs/demo.toml",
                "--max_train_epochs", "3"]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
     assert done.returncode == 0, done.stderr
     assert "16" in done.stdout
@@ -248,7 +248,7 @@ def test_dry_run_writes_nothing_and_imports_no_model(tmp_path):
               "print(code, 'diffusers' in sys.modules, 'accelerate' in sys.modules)")  # fmt: skip
     command = [sys.executable, "-c", script, "--dataset_config", str(ROOT / "dataset_configs/demo.toml"), "--dry_run",
                "--output_dir", str(tmp_path / "out")]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
     assert done.stdout.splitlines()[-1] == "0 False False", done.stdout + done.stderr
     assert not (tmp_path / "out").exists()
@@ -377,7 +377,7 @@ def test_nothing_private_goes_to_trackers(even, tmp_path):
                "--wandb_run_name", "a_run_of_mine", "--log_tracker_name", "a_project_of_mine", "--max_train_steps",
                "2", "--max_data_loader_n_workers", "0"]  # fmt: skip
     done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"WANDB_MODE": "offline"}, capture_output=True,
-                          text=True, timeout=120)  # fmt: skip
+                          text=True, timeout=300)  # fmt: skip
     assert done.returncode == 0, done.stderr
 
     # Some releases of accelerate start an offline run a second time, for its settings.
