@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
+from .before_after import label, spread
 from .charts import Line, bars, curves
 from .metrics import read_lines
 from .report_style import STYLE
@@ -34,7 +35,7 @@ class Subject:
     started_at: float
     processes: int
     precision: str
-    rows: Mapping[str, Mapping[str, Path]]  # prompt -> when a preview was drawn -> its file
+    rows: Sequence[tuple[str, Mapping[str, Path]]]  # of each prompt, when previews were drawn and their files
 
 
 def write_report(subject: Subject, metrics_file: Path, target: Path) -> None:
@@ -114,24 +115,17 @@ def _names(lines: Metrics, prefix: str) -> list[str]:
     return sorted({name for line in lines for name in line if name.startswith(prefix)})
 
 
-def _previews(rows: Mapping[str, Mapping[str, Path]]) -> str:
-    longest: Mapping[str, Path] = max(rows.values(), key=len, default={})
-    times = list(longest)
+def _previews(rows: Sequence[tuple[str, Mapping[str, Path]]]) -> str:
+    times = list(max((row for _, row in rows), key=len, default={}))
     if not times:
         return ""
-    if len(times) > MOST_COLUMNS:
-        times = [times[round(place * (len(times) - 1) / (MOST_COLUMNS - 1))] for place in range(MOST_COLUMNS)]
-    head = "".join(f"<th>{escape(_when(time))}</th>" for time in times)
+    times = spread(times, MOST_COLUMNS)
+    head = "".join(f"<th>{escape(label(when))}</th>" for when in times)
     body = ""
-    for prompt, row in list(rows.items())[:MOST_ROWS]:
-        cells = "".join(f"<td>{_picture(row[time]) if time in row else ''}</td>" for time in times)
+    for prompt, row in rows[:MOST_ROWS]:
+        cells = "".join(f"<td>{_picture(row[when]) if when in row else ''}</td>" for when in times)
         body += f"<tr><td>{escape(prompt)}</td>{cells}</tr>"
     return f"<h2>Previews</h2><div class=previews><table><tr><th></th>{head}</tr>{body}</table></div>"
-
-
-def _when(name: str) -> str:
-    number = int(name.lstrip("e"))
-    return "before" if number == 0 else f"epoch {number}" if name.startswith("e") else f"step {number}"
 
 
 def _picture(path: Path) -> str:

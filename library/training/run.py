@@ -38,6 +38,7 @@ from .pictures import same_pictures
 from .plan import RunPlan
 from .precision import DTYPES
 from .preview import Preview
+from .reporting import Report
 from .task import Task
 from .track import Track, start_trackers
 
@@ -87,7 +88,9 @@ def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, start
         name = f"{config.save.output_name}.metrics.jsonl"
         path = Path(config.save.output_dir) / name
         job.teller = Track(progress, MetricsFile(path, job.state.step) if strategy.is_main else None)
-        job.actions = [preview, export]
+        told = outline(prepared, plan, strategy.size)
+        report = Report(export, told, [prompt.text for prompt in prompts], path, started_at)
+        job.actions = [preview, export, report]
         if config.preview.sample_at_first:
             preview.draw(job)
         try:
@@ -97,7 +100,8 @@ def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, start
             raise
     job.bad_samples.tell_all()
     strategy.finish()
-    _say_where(export.written, preview, _sheet(config, prompts, started_at) if strategy.is_main else None)
+    sheet = _sheet(config, prompts, started_at) if strategy.is_main else None
+    _say_where(export.written, preview, sheet, report.path)
 
 
 def _keep(export: Export, job: Run) -> None:
@@ -210,10 +214,11 @@ def _sheet(config: RunConfig, prompts: Sequence[Prompt], started_at: float) -> P
         return None
 
 
-def _say_where(files: Sequence[Path], preview: Preview, sheet: Path | None) -> None:
+def _say_where(files: Sequence[Path], preview: Preview, sheet: Path | None, report: Path) -> None:
     """The last lines: what to open."""
     logger.info("LoRA file: %s", files[-1])
     if preview.written:
         logger.info("pictures: %s", preview.folder)
     if sheet is not None:
         logger.info("before and after, side by side: %s", sheet)
+    logger.info("all about this run: %s", report)
