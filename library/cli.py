@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .errors import ConfigError, UserError
+from .errors import ConfigError, Stopped, UserError
 
 if TYPE_CHECKING:
     from .config.load import Loaded
@@ -27,6 +27,10 @@ def main(argv: Sequence[str]) -> int:
     except UserError as error:
         _say_why_not(error)
         return EXIT_USER_ERROR
+    except Stopped as stopped:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"train_lora: {stopped}", file=sys.stderr, flush=True)
+        return stopped.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
 

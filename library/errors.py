@@ -10,6 +10,14 @@ class UserError(Exception):
     """Whether another process tells it, so that the user does not read it once for each process."""
 
 
+class Stopped(Exception):
+    """A signal ended the run after a whole step; the message says what was kept and how to go on."""
+
+    def __init__(self, message: str, exit_code: int):
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
 class ConfigError(UserError):
     """The settings are wrong: one line for each problem, all of them together."""
 

@@ -207,6 +207,19 @@ def _compile_is_on(config: RunConfig, given: Given) -> Iterator[Conflict]:
                 yield (name, "torch_compile"), "nothing is compiled; set torch_compile"
 
 
+def _one_way_to_go_on(config: RunConfig, given: Given) -> Iterator[Conflict]:
+    state = config.state
+    if state.resume is not None and state.auto_resume:
+        yield ("resume", "auto_resume"), "name a state with resume, or leave it to auto_resume; not both"
+    if state.resume not in (None, "latest") and not Path(str(state.resume)).is_dir():
+        yield ("resume",), f"{state.resume}: no such folder; name a folder that ends in -state, or write latest"
+    if state.resume_anyway and state.resume is None and not state.auto_resume:
+        yield ("resume_anyway",), "nothing is resumed; add resume or auto_resume"
+    for name in ("save_last_n_epochs_state", "save_last_n_steps_state"):
+        if getattr(state, name) is not None and not state.save_state:
+            yield (name, "save_state"), "no states are saved on the way; set save_state"
+
+
 def _output_name(config: RunConfig, given: Given) -> Iterator[Conflict]:
     name = config.save.output_name
     if not name or Path(name).name != name:
@@ -231,5 +244,6 @@ _RULES: tuple[Callable[[RunConfig, Given], Iterator[Conflict]], ...] = (
     _previews_have_prompts,
     _objective,
     _compile_is_on,
+    _one_way_to_go_on,
     _output_name,
 )

@@ -38,7 +38,7 @@ def _later(what: str, *harmless: Any) -> NotYet:
 
 
 _TEXT_ENCODER = _later("training text encoders; only the denoiser is trained")
-_STATE = _later("saving and resuming the state of a run; LoRA files are saved")
+_STATE = _later("states of runs on the hub; --save_state keeps them in output_dir, --resume reads them there")
 _VALIDATION = _later("validation")
 _DEEPSPEED = _later("DeepSpeed")
 _FP8 = _later("a base model in fp8")
@@ -119,11 +119,6 @@ VERDICTS: dict[str, Alias | Refused] = {
     "save_n_epoch_ratio": Refused("use save_every_n_epochs"),
     "save_last_n_epochs": _later("removing old LoRA files; all are kept"),
     "save_last_n_steps": _later("removing old LoRA files; all are kept"),
-    "save_state": _STATE,
-    "save_state_on_train_end": _STATE,
-    "save_last_n_epochs_state": _STATE,
-    "save_last_n_steps_state": _STATE,
-    "resume": _STATE,
     "resume_from_huggingface": _STATE,
     "save_state_to_huggingface": _STATE,
     "metadata_title": _METADATA,

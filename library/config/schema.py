@@ -296,6 +296,23 @@ class SaveConfig:
 
 
 @dataclass(frozen=True)
+class StateConfig:
+    """How a run goes on after it was ended."""
+
+    save_state: bool = opt(False, "beside every LoRA file that is saved, save what is needed to go on from there")
+    save_state_on_train_end: bool = opt(False, "save it at the end, too, so that the run can be made longer")
+    save_last_n_epochs_state: int | None = opt(None, "keep states of the last n epochs only", minimum=1)
+    save_last_n_steps_state: int | None = opt(None, "keep states of the last n steps only", minimum=1)
+    resume: str | None = opt(None, "go on from this state, or from the latest one in output_dir: latest")
+    auto_resume: bool = opt(False, "go on from the latest state if there is one, and begin anew if there is none")
+    resume_anyway: bool = opt(False, "go on although settings or pictures have changed that the result depends on")
+    requeue_exit_code: int | None = opt(
+        None, "exit code after a signal ended the run and its state was saved; without it 128 + the signal's number",
+        minimum=0, maximum=255,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
 class PreviewConfig:
     """Pictures drawn while training."""
 
@@ -341,5 +358,6 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     save: SaveConfig = field(default_factory=SaveConfig)
+    state: StateConfig = field(default_factory=StateConfig)
     preview: PreviewConfig = field(default_factory=PreviewConfig)
     log: LogConfig = field(default_factory=LogConfig)

@@ -39,3 +39,21 @@ def _copied(tree: Any, old: Any) -> Any:
         olds = old if isinstance(old, (list, tuple)) and len(old) == len(tree) else [None] * len(tree)
         return type(tree)(_copied(value, before) for value, before in zip(tree, olds, strict=True))
     return tree
+
+
+class LateWord:
+    """One number on its way from the device; whoever reads it waits for what the device did until then, no more."""
+
+    def __init__(self, number: torch.Tensor):
+        self._event = None
+        self._copy = number.detach()
+        if number.device.type != "cpu":
+            self._copy = torch.empty((), dtype=number.dtype, pin_memory=True).copy_(self._copy, non_blocking=True)
+            self._event = torch.Event(number.device)
+            self._event.record()
+
+    def read(self) -> float:
+        """The number."""
+        if self._event is not None:
+            self._event.synchronize()
+        return float(self._copy)

@@ -2,9 +2,10 @@
 
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from accelerate import Accelerator
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from ..data.batch import PixelBatch
 from ..errors import UserError
 from .board import Board
+from .host_copy import LateWord
 from .turns import first_here
 
 T = TypeVar("T")
@@ -22,6 +24,7 @@ LossFunction = Callable[[PixelBatch, int], Tensor]
 """(batch, optimizer step) -> one weighted loss a sample."""
 
 SECONDS_TO_LET_GO = 0.2
+STEPS_UNTIL_KNOWN = 2
 Item = TypeVar("Item")
 
 
@@ -43,6 +46,9 @@ class DataParallel:
         self.rank = accelerator.process_index
         self.size = accelerator.num_processes
         self.is_main = accelerator.is_main_process
+        self.is_asked: Callable[[], bool] = lambda: False
+        """Whether this process was asked to end the run."""
+        self._asked: deque[LateWord] = deque()
 
     @property
     def scales_gradients(self) -> bool:
@@ -56,18 +62,23 @@ class DataParallel:
 
     def on_main(self, work: Callable[[], None]) -> None:
         """Do something on one process while the others wait; when it fails there, it fails on all."""
-        failure: list[Exception | None] = [None]
+        self.from_main(work)
+
+    def from_main(self, work: Callable[[], T]) -> T:
+        """The same, and what came out of it, on all."""
+        outcome: list[Any] = [None, None]
         if self.is_main:
             try:
-                work()
+                outcome[0] = work()
             except Exception as error:
-                failure[0] = error
-        broadcast_object_list(failure)
-        if failure[0] is None:
-            return
-        if isinstance(failure[0], UserError):
-            failure[0].is_told = not self.is_main
-        raise failure[0]
+                outcome[1] = error
+        broadcast_object_list(outcome)
+        result, failure = outcome
+        if failure is None:
+            return cast(T, result)
+        if isinstance(failure, UserError):
+            failure.is_told = not self.is_main
+        raise failure
 
     def total(self, count: int) -> int:
         """The sum over all processes; with several of them it waits for the device."""
@@ -178,8 +189,21 @@ class DataParallel:
             total += share.detach()
         if not self.accelerator.sync_gradients:
             raise AssertionError(f"step {step}: {len(work)} micro-batches did not complete an optimizer step")
-        mean: Tensor = self.accelerator.reduce(total, reduction="sum")
-        return mean
+        # Whether anybody was asked to end the run travels with the loss: no message more, and all know the same.
+        asked = total.new_full((), float(self.is_asked()))
+        sums: Tensor = self.accelerator.reduce(torch.stack([total, asked]), reduction="sum")
+        self._asked.append(LateWord(sums[1]))
+        return sums[0]
+
+    def must_end(self) -> bool:
+        """Whether any process was asked to end the run, some steps ago; the same on all after the same step.
+
+        Called once after each step.  So late a step is done anyway, and nobody waits for the device.
+        """
+        is_late = self.device.type != "cpu"
+        if is_late and len(self._asked) <= STEPS_UNTIL_KNOWN:
+            return False
+        return self._asked.popleft().read() > 0
 
     def clip(self, parameters: Iterable[nn.Parameter], longest: float) -> Tensor:
         """Shorten the gradient to ``longest`` (0: leave it) and return the length it had."""

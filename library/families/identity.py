@@ -18,11 +18,29 @@ from .single_file import names_of_part
 
 _ENDINGS = (".json", ".txt", ".model", ".safetensors")
 """What a part is loaded from: configuration, vocabulary, weights."""
+_SEEN = 2**20  # bytes
 
 
 def identity(family: Family, model: Detected, parts: Sequence[str], hashes: FileHashes) -> list[str]:
     """Texts that change when anything changes that ``parts`` of a model are made of, and with little else."""
     return [f"{part} {text}" for part in parts for text in _texts(family, model, part, hashes)]
+
+
+def glance(model: Detected) -> str:
+    """What is seen of a model's weights at a glance: sizes, beginnings and ends of its files, or the id on the hub."""
+    digest = hashlib.sha256()
+    for kind, place in [(model.kind, model.place), *((part.kind, part.place) for part in model.separate.values())]:
+        path = Path(place)
+        files = [path] if path.is_file() else sorted(path.rglob("*.safetensors")) if path.is_dir() else []
+        if kind in ("random", "hub") or not files:
+            digest.update(place.encode())
+        for file in files:
+            digest.update(f"{file.name} {file.stat().st_size}".encode())
+            with file.open("rb") as opened:
+                digest.update(opened.read(_SEEN))
+                opened.seek(max(0, file.stat().st_size - _SEEN))
+                digest.update(opened.read(_SEEN))
+    return digest.hexdigest()
 
 
 def _texts(family: Family, model: Detected, part: str, hashes: FileHashes) -> Iterator[str]:

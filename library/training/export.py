@@ -22,18 +22,20 @@ SOFTWARE = f"lorikeet/{__version__}"
 class Export:
     """Saves every n steps or epochs, and at the end; the names are sd-scripts'."""
 
+    can_wait = False
+
     def __init__(self, adapter: Adapter, pictures: tuple[int, int], resolution: tuple[int, int], started_at: float):
         self.adapter, self.pictures, self.resolution, self.started_at = adapter, pictures, resolution, started_at
         self.written: list[Path] = []
 
     def is_due(self, run: Run) -> bool:
-        return bool(self._names(run))
+        return bool(self.names(run))
 
     def __call__(self, run: Run) -> None:
-        for name in self._names(run):
+        for name in self.names(run):
             self.save(run, name)
 
-    def _names(self, run: Run) -> list[str]:
+    def names(self, run: Run) -> list[str]:
         """The files that are due after this step."""
         save, step = run.config.save, run.state.step
         if step >= run.plan.steps:

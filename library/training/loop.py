@@ -24,6 +24,9 @@ from .task import Seen, Task
 class Action(Protocol):
     """Something that is done between steps; it knows itself when it is due."""
 
+    can_wait: bool
+    """Whether a run that is told to end may leave it to the run that goes on."""
+
     def is_due(self, run: "Run") -> bool: ...
 
     def __call__(self, run: "Run") -> None: ...
@@ -37,6 +40,14 @@ class Teller(Protocol):
 
     def told(self, run: "Run", figures: Sequence["Figures"]) -> None:
         """These steps are done, and their figures may be read."""
+
+
+class Ended(Exception):
+    """The run was asked to end; the step is whole, and what was left to do at it is ``owed``."""
+
+    def __init__(self, owed: Sequence[str]):
+        super().__init__()
+        self.owed = tuple(owed)
 
 
 class Silence:
@@ -117,7 +128,8 @@ def _ran_on(run: Run) -> bool:
         run.teller.stepped(run)
         due = [action for action in run.actions if action.is_due(run)]
         is_last = run.state.step >= run.plan.steps
-        if due or is_last or run.state.step == 1 or len(unread) >= STEPS_BETWEEN_READINGS:
+        must_end = run.strategy.must_end() and not is_last
+        if due or is_last or must_end or run.state.step == 1 or len(unread) >= STEPS_BETWEEN_READINGS:
             if not run.watch.is_well(run, unread):
                 return False
             run.bad_samples.settle(run.strategy)
@@ -126,7 +138,10 @@ def _ran_on(run: Run) -> bool:
             if not is_last:
                 run.watch.remember(run)
         for action in due:
-            action(run)
+            if not (must_end and action.can_wait):
+                action(run)
+        if must_end:
+            raise Ended([type(action).__name__ for action in due if action.can_wait])
         if is_last:
             return True
     raise AssertionError("the loader goes on without end")

@@ -33,6 +33,8 @@ def at(module: nn.Module, device: torch.device) -> Iterator[None]:
 class Preview:
     """Draws the prompts of a file when they are due."""
 
+    can_wait = True
+
     def __init__(self, config: PreviewConfig, prompts: Sequence[Prompt], folder: Path, name: str):
         self.config, self.prompts, self.folder, self.name = config, prompts, folder, name
         self.written: list[Path] = []

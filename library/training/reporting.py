@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 class Report:
     """Comes after ``export`` among the actions of a run."""
 
+    can_wait = False
+
     def __init__(self, export: Export, plan: str, prompts: Sequence[str], metrics: Path, started_at: float):
         self.export, self.prompts, self.metrics = export, prompts, metrics
         self.plan = plan.replace(f"{Path.cwd()}/", "").replace(f"{Path.home()}/", "~/")  # the page may be shown around

@@ -15,6 +15,8 @@ from ..data.prepare import Prepared
 from ..data.prompts import Prompt, read_prompts
 from ..distributed.accelerator import prepare_accelerator
 from ..distributed.contradictions import contradictions_of_this_run
+from ..distributed.lock import FolderLock
+from ..distributed.signals import Signals
 from ..distributed.strategy import DataParallel
 from ..errors import ConfigError, UserError
 from ..families import FAMILIES
@@ -24,13 +26,15 @@ from ..families.drawable import undrawable
 from ..log import Progress
 from ..optim import optimizers, schedules
 from ..optim.average import RunningAverage
-from . import before_after
+from . import before_after, state_folder
 from .bad_samples import BadSamples
 from .bundle import read_bundle, replay
 from .caching import Kept, keep_latents, keep_texts
 from .export import Export
+from .going_on import GoingOn
 from .health import NoMore, Watch
-from .loop import Run, Silence, count, train, trainable
+from .keep_state import KeepState
+from .loop import Ended, Run, Silence, count, train, trainable
 from .metrics import MetricsFile
 from .objective import objective_of
 from .outline import outline
@@ -51,8 +55,11 @@ def run(config: RunConfig, given: frozenset[str] = frozenset()) -> None:
     optimizers.rehearse(config.optim)
     schedules.rehearse(config.optim)
     strategy = DataParallel(prepare_accelerator(config))
+    folder, name = Path(config.save.output_dir), config.save.output_name
     try:
-        _run(config, given, strategy, started_at)
+        with FolderLock(folder, name) as lock:
+            strategy.on_main(lambda: _make_ready(folder, name, lock))
+            _run(config, given, strategy, started_at)
     finally:
         strategy.leave()
 
@@ -62,12 +69,14 @@ def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, start
         logger.warning("%s", line)
     detected = detect(config.model)
     logger.info("model family %s: %s", detected.family, detected.reason)
-    strategy.on_main(lambda: _check_folder(Path(config.save.output_dir)))
     prompts = _prompts(config.preview, detected)
     prepared = same_pictures(config, strategy, detected.pixel_step)
     plan = RunPlan.of(prepared.batch_plan(strategy.size, config.train), config.train, config.optim)
     for line in outline(prepared, plan, strategy.size).splitlines():
         logger.info("%s", line)
+    going_on = GoingOn(config, strategy, detected, prepared, plan, started_at)
+    if going_on.is_complete(plan):
+        return
 
     family: Family = FAMILIES.get(detected.family)(config.model)
     pictures = len(prepared.manifest.samples)
@@ -78,29 +87,37 @@ def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, start
     pipe = _load(strategy, family, detected, Kept(latents, texts), prompts)
     job, adapter = _assemble(config, strategy, family, pipe, prepared, plan, Kept(latents, texts))
     preview = _preview(config, prompts)
-    export = Export(adapter, prepared.pictures, prepared.resolution, started_at)
+    export = Export(adapter, prepared.pictures, prepared.resolution, going_on.started_at)
     if config.train.replay is not None:
         for line in replay(job, read_bundle(Path(config.train.replay))):
             logger.info("%s", line)
         return
+    going_on.restore(job)
+    keeper = KeepState(config.state, export, Path(config.save.output_dir), going_on.facts)
     start_trackers(config, strategy)
-    with Progress(plan.steps, job.state.step, "training", wanted=strategy.is_main) as progress:
+    with Signals() as signals, Progress(plan.steps, job.state.step, "training", wanted=strategy.is_main) as progress:
         name = f"{config.save.output_name}.metrics.jsonl"
         path = Path(config.save.output_dir) / name
-        job.teller = Track(progress, MetricsFile(path, job.state.step) if strategy.is_main else None)
+        job.teller = Track(progress, MetricsFile(path, job.state.step) if strategy.is_main else None,
+                           job.state.samples)  # fmt: skip
         told = outline(prepared, plan, strategy.size)
-        report = Report(export, told, [prompt.text for prompt in prompts], path, started_at)
-        job.actions = [preview, export, report]
-        if config.preview.sample_at_first:
+        report = Report(export, told, [prompt.text for prompt in prompts], path, going_on.started_at)
+        job.actions = [preview, export, report, keeper]
+        strategy.is_asked = lambda: signals.asked is not None
+        if config.preview.sample_at_first and going_on.found is None:
             preview.draw(job)
+        going_on.pay(job)
         try:
             train(job)
         except NoMore:
             _keep(export, job)
             raise
+        except Ended as end:
+            raise going_on.stop(job, keeper, end.owed, signals) from None
+    keeper.finish(job)
     job.bad_samples.tell_all()
     strategy.finish()
-    sheet = _sheet(config, prompts, started_at) if strategy.is_main else None
+    sheet = _sheet(config, prompts, going_on.started_at) if strategy.is_main else None
     _say_where(export.written, preview, sheet, report.path)
 
 
@@ -122,8 +139,8 @@ def _prompts(preview: PreviewConfig, detected: Detected) -> list[Prompt]:
     return prompts
 
 
-def _check_folder(folder: Path) -> None:
-    """That LoRA files can be written is known before training, not after it."""
+def _make_ready(folder: Path, name: str, lock: FolderLock) -> None:
+    """That files can be written, and by this run alone, is known before training, not after it."""
     probe = folder / f".writable-{time.time_ns()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -131,6 +148,8 @@ def _check_folder(folder: Path) -> None:
         probe.unlink()
     except OSError as error:
         raise UserError(f"--output_dir: {folder} cannot be written to: {error.strerror}") from None
+    lock.take()
+    state_folder.remove_leftovers(folder, name)
 
 
 def _load(strategy: DataParallel, family: Family, detected: Detected, kept: Kept, prompts: Sequence[Prompt]) -> Any:

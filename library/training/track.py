@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 class Track:
     """Shows each step when it is sent on its way, and tells its figures when they are known."""
 
-    def __init__(self, progress: Progress, file: MetricsFile | None):
+    def __init__(self, progress: Progress, file: MetricsFile | None, samples: int = 0):
         self.progress, self.file, self.tracker_works = progress, file, True
-        self.recent: deque[float] = deque(maxlen=100)
+        self.recent: deque[float] = deque(file.losses if file is not None else (), maxlen=100)
         self.shown: dict[str, str] = {}
-        self.told_at, self.samples_then = time.monotonic(), 0
+        self.told_at, self.samples_then = time.monotonic(), samples
 
     def stepped(self, run: Run) -> None:
         """The bar goes on, or back where steps were taken back."""

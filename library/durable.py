@@ -1,0 +1,21 @@
+"""What is on disk stays there: files and names handed to the disk, not only to the system's memory."""
+
+import os
+from pathlib import Path
+
+
+def flush(path: Path) -> None:
+    """The contents of a file."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
+def flush_folder(path: Path) -> None:
+    """The names in a folder, where the system can."""
+    if not hasattr(os, "O_DIRECTORY"):  # Windows
+        return
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -1,0 +1,94 @@
+"""Saving the state of a run: copied at once, written in the background, an older one never lost."""
+
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from ..config.schema import StateConfig
+from ..distributed.host_copy import HostCopy
+from ..errors import UserError
+from . import state_folder
+from .export import Export
+from .loop import Run
+from .run_state import facts_of_run, kept, tree_of
+
+logger = logging.getLogger(__name__)
+
+
+class KeepState:
+    """Comes last among the actions of a run: what is kept is a step with which everything was done."""
+
+    can_wait = False
+
+    def __init__(self, config: StateConfig, export: Export, folder: Path, facts: Mapping[str, Any]):
+        self.config, self.export, self.folder, self.facts = config, export, folder, facts
+        self._copy = HostCopy()
+        self._writer: threading.Thread | None = None
+        self._error: str | None = None
+        self.latest: Path | None = None
+
+    def is_due(self, run: Run) -> bool:
+        if run.state.step >= run.plan.steps:
+            return self.config.save_state or self.config.save_state_on_train_end
+        return self.config.save_state and self.export.is_due(run)
+
+    def __call__(self, run: Run) -> None:
+        self.save(run, self.export.names(run)[-1].removesuffix(".safetensors"))
+
+    def save(self, run: Run, name: str, owed: Sequence[str] = ()) -> None:
+        """Begin to write the state; one process does, for all have the same."""
+        if not run.strategy.is_main:
+            return
+        self._join()
+        if self._error is not None:
+            logger.warning("%s; training goes on, and the next state is tried when it is due", self._error)
+        self._copy.take(tree_of(run))
+        facts = {**self.facts, **facts_of_run(run), "owed": list(owed), "saved_at": time.time()}
+        path = self.folder / f"{name}-state"
+        self._writer = threading.Thread(target=self._write, args=(path, facts, run), daemon=False)
+        self._writer.start()
+
+    def finish(self, run: Run) -> None:
+        """Wait until the last state is on disk; if it is not, every process ends with the reason."""
+        run.strategy.on_main(self._end)
+
+    def _end(self) -> None:
+        self._join()
+        if self._error is not None:
+            raise UserError(self._error)
+
+    def _join(self) -> None:
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+
+    def _write(self, path: Path, facts: dict[str, Any], run: Run) -> None:
+        try:
+            tree, tensors = kept(self._copy.give())
+            state_folder.write(path, {**facts, "tree": tree}, tensors)
+            self._error, self.latest = None, path
+            logger.info("state saved: %s", path)
+            self._remove_old(facts["step"], run)
+        except (OSError, SafetensorError, UserError) as error:
+            shutil.rmtree(path.with_name(f".{path.name}.new"), ignore_errors=True)
+            why = getattr(error, "strerror", None) or error
+            self._error = f"{path}: the state cannot be saved: {why}"
+
+    def _remove_old(self, step: int, run: Run) -> None:
+        """As for LoRA files: of epochs so many, of steps those that are not older."""
+        name, config, done = run.config.save.output_name, self.config, run.plan.epochs_done(step)
+        for path in state_folder.states(self.folder, name):
+            number = path.name.removeprefix(name).removesuffix("-state").removeprefix("-")
+            is_old = False
+            if number.startswith("step") and config.save_last_n_steps_state:
+                is_old = int(number.removeprefix("step")) < step - config.save_last_n_steps_state
+            elif number.isdecimal() and config.save_last_n_epochs_state:
+                is_old = int(number) <= done - config.save_last_n_epochs_state
+            if is_old and path != self.latest:
+                shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,105 @@
+"""The state of a run on disk: a folder that is either whole or does not count.
+
+It is written under another name, every file to the disk, a list of the files with their hashes last, and renamed.
+"""
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ..durable import flush, flush_folder
+
+FORMAT = 1
+TENSORS, FACTS, LIST = "tensors.safetensors", "state.json", "files.json"
+_MEGABYTE = 2**20
+
+
+@dataclass(frozen=True)
+class Found:
+    """A state as its list of files describes it."""
+
+    path: Path
+    facts: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        return int(self.facts["step"])
+
+
+def write(path: Path, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """``path`` is at every moment the old state or the new one; ``OSError`` and ``SafetensorError`` come through."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new, old = path.with_name(f".{path.name}.new"), path.with_name(f".{path.name}.old")
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir()
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, new / TENSORS)
+    (new / FACTS).write_text(json.dumps({"format": FORMAT, **facts}, ensure_ascii=False, indent=1), "utf-8")
+    listed = {name: {"size": (new / name).stat().st_size, "sha256": _hash(new / name)} for name in (TENSORS, FACTS)}
+    for name in listed:
+        flush(new / name)
+    (new / LIST).write_text(json.dumps(listed, indent=1), "utf-8")
+    flush(new / LIST)
+    flush_folder(new)
+    if path.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        path.rename(old)
+    new.rename(path)
+    flush_folder(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def facts_of(path: Path) -> Found | str:
+    """A state whose files all are what its list says, or what is wrong with it."""
+    try:
+        listed = json.loads((path / LIST).read_text("utf-8"))
+        for name, told in listed.items():
+            if (path / name).stat().st_size != told["size"] or _hash(path / name) != told["sha256"]:
+                return f"{name} is damaged"
+        facts = json.loads((path / FACTS).read_text("utf-8"))
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"it cannot be read: {error}"
+    if facts["format"] != FORMAT:
+        return f"it is in format {facts['format']}, and this version reads format {FORMAT}"
+    return Found(path, facts)
+
+
+def tensors_of(found: Found) -> dict[str, Tensor]:
+    """Everything that was kept as tensors."""
+    try:
+        return load_file(found.path / TENSORS)
+    except SafetensorError as error:
+        raise OSError(f"{found.path / TENSORS}: {error}") from error
+
+
+def states(folder: Path, name: str) -> Iterator[Path]:
+    """Folders that may be states of the runs called ``name``; one that was being replaced counts, too."""
+    pattern = re.compile(rf"\.?{re.escape(name)}(-\d{{6}}|-step\d{{8}})?-state(\.old)?")
+    try:
+        yield from sorted(path for path in folder.iterdir() if pattern.fullmatch(path.name) and path.is_dir())
+    except FileNotFoundError:
+        return
+
+
+def remove_leftovers(folder: Path, name: str) -> None:
+    """What a run that was killed had begun to write."""
+    for path in folder.glob(f".{name}*-state.new"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _hash(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_MEGABYTE):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,240 @@
+"""A run that was ended goes on as if it had not been: the same weights to the bit, the same figures, the same files."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import on_ranks
+from safetensors.torch import load_file
+from test_run import pictures, train
+
+from library.config import load_options
+from library.errors import ConfigError
+from library.training import state_folder
+from library.training.changes import changes, plain_settings
+
+STEPS = 12
+TIMES = ("data_wait_seconds", "speed/", "memory/")
+SETTINGS = ("--max_train_steps", str(STEPS), "--network_dim", "2", "--learning_rate", "1e-2", "--lr_scheduler",
+            "cosine", "--lr_warmup_steps", "2", "--gradient_accumulation_steps", "2", "--shuffle_caption", "--flip_aug",
+            "--caption_dropout_rate", "0.2", "--ema_decay", "0.9", "--save_every_n_steps", "3", "--save_state",
+            "--seed", "3")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory) -> Path:
+    return pictures(tmp_path_factory.mktemp("resume"), {(96, 64): 5, (64, 64): 3})
+
+
+@pytest.fixture(scope="module")
+def whole(dataset, tmp_path_factory) -> Path:
+    """The folder of a run that nobody disturbed, with a state after every third step."""
+    folder = tmp_path_factory.mktemp("whole")
+    on_ranks(1, train, *flags(dataset, folder))
+    return folder
+
+
+def flags(dataset: Path, folder: Path, *more: str) -> tuple[str, ...]:
+    return ("--dataset_config", str(dataset), "--output_dir", str(folder), *SETTINGS, *more)
+
+
+def cut(whole: Path, folder: Path, step: int) -> Path:
+    """The folder as it is when the run was killed after ``step`` steps and some more."""
+    shutil.copytree(whole, folder, ignore=lambda _, names: [
+        name for name in names if ("-step" in name and int(name.split("-step")[1][:8]) > step) or name in
+        ("lora.safetensors", "lora-ema.safetensors", "lora-state", "report.html")])  # fmt: skip
+    return folder
+
+
+def same_files(one: Path, other: Path) -> None:
+    names = sorted(path.name for path in one.glob("*.safetensors"))
+    assert names == sorted(path.name for path in other.glob("*.safetensors")) and len(names) == 8
+    for name in names:
+        first, second = load_file(one / name), load_file(other / name)
+        assert first.keys() == second.keys()
+        assert all(torch.equal(first[key], second[key]) for key in first), name
+
+
+def figures(folder: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (folder / "lora.metrics.jsonl").read_text("utf-8").splitlines()]
+    return [{name: value for name, value in line.items() if not name.startswith(TIMES)} for line in lines]
+
+
+@pytest.mark.parametrize("step", [3, 9])
+def test_weights_average_and_figures_are_those_of_the_whole_run(whole, dataset, tmp_path, step):
+    folder = cut(whole, tmp_path / "cut", step)
+    on_ranks(1, train, *flags(dataset, folder, "--auto_resume"))
+
+    same_files(whole, folder)
+    assert figures(folder) == figures(whole)
+    assert len(figures(whole)) == STEPS
+
+
+def test_after_several_ends_and_on_two_ranks(whole, dataset, tmp_path):
+    """Ranks divide the accumulation among them, so the samples of a step stay the same."""
+    on_ranks(2, train, *flags(dataset, tmp_path, "--gradient_accumulation_steps", "1", "--save_state"))
+    two = load_file(tmp_path / "lora.safetensors")
+    for step in (9, 6, 3):
+        for name in (f"lora-step{step + 3:08d}-state", "lora-state"):
+            shutil.rmtree(tmp_path / name, ignore_errors=True)
+        on_ranks(2, train, *flags(dataset, tmp_path, "--gradient_accumulation_steps", "1", "--auto_resume"))
+        found = load_file(tmp_path / "lora.safetensors")
+        assert all(torch.equal(two[key], found[key]) for key in two)
+
+
+OPTIMIZERS = [("SGD", "momentum=0.9"), ("Adafactor", "relative_step=False"), ("AdamWScheduleFree", ""), ("Prodigy", ""),
+              ("Lion", ""), ("CAME", ""), ("DAdaptAdam", "")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "argument"), OPTIMIZERS)
+def test_every_kind_of_optimizer_goes_on(dataset, tmp_path, name, argument):
+    pytest.importorskip("pytorch_optimizer")
+    more = ["--optimizer_type", name, "--max_train_steps", "6", "--lr_scheduler", "constant", "--lr_warmup_steps", "0",
+            *(["--optimizer_args", argument] if argument else [])]  # fmt: skip
+    more += ["--learning_rate", "1"] if name in ("Prodigy", "DAdaptAdam") else []
+    on_ranks(1, train, *flags(dataset, tmp_path, *more))
+    wanted = load_file(tmp_path / "lora.safetensors")
+    shutil.rmtree(tmp_path / "lora-state")
+    (tmp_path / "lora.safetensors").unlink()
+    on_ranks(1, train, *flags(dataset, tmp_path, *more, "--resume", "latest"))
+    found = load_file(tmp_path / "lora.safetensors")
+    assert all(torch.equal(wanted[key], found[key]) for key in wanted)
+
+
+def test_a_complete_run_says_so_and_a_longer_one_goes_on(whole, dataset, tmp_path):
+    folder = cut(whole, tmp_path / "cut", STEPS)
+    shutil.copytree(whole / "lora-state", folder / "lora-state")
+    before = sorted(path.name for path in folder.iterdir())
+    text = on_ranks(1, told, *flags(dataset, folder, "--auto_resume"))[0]
+    assert "the run is complete: 12 of 12 steps" in text and "loading" not in text
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*before, "log"])
+
+    text = on_ranks(1, told, *flags(dataset, folder, "--auto_resume", "--max_train_steps", "14"))[0]
+    assert "since the state was saved: max_train_steps: 12 -> 14" in text and "going on after step 12" in text
+    assert len(figures(folder)) == 14 and (folder / "lora-state").is_dir()
+
+
+def told(*words: str) -> str:
+    """The messages of a run."""
+    from library.log import set_up
+
+    path = Path(words[words.index("--output_dir") + 1]) / "log"
+    set_up(simple=True, file=str(path))
+    train(*words)
+    return path.read_text("utf-8")
+
+
+def test_what_changes_the_result_needs_a_word(whole, dataset, tmp_path):
+    folder = cut(whole, tmp_path / "cut", 3)
+    with pytest.raises(
+        AssertionError, match=r"pictures in a step: \[2\] -> \[4\]; with it the result is another(.|\n)*seed: 3 -> 4"
+    ):
+        on_ranks(1, train, *flags(dataset, folder, "--resume", "latest", "--seed", "4", "--train_batch_size", "2"))
+    on_ranks(1, train, *flags(dataset, folder, "--resume", "latest", "--seed", "4", "--resume_anyway"))
+    assert len(figures(folder)) == STEPS
+
+
+def test_an_adapter_of_another_size_is_refused_with_its_name(whole, dataset, tmp_path):
+    folder = cut(whole, tmp_path / "cut", 3)
+    with pytest.raises(AssertionError, match=r"the adapter of the state is another one: 96 of 96 weights differ"):
+        on_ranks(1, train, *flags(dataset, folder, "--resume", "latest", "--network_dim", "3", "--resume_anyway"))
+
+
+def test_broken_states_are_named_and_passed_over(whole, dataset, tmp_path):
+    folder = cut(whole, tmp_path / "cut", 9)
+    damaged = folder / "lora-step00000009-state" / "tensors.safetensors"
+    data = bytearray(damaged.read_bytes())
+    data[len(data) // 2] ^= 1
+    damaged.write_bytes(data)
+    (folder / "lora-step00000006-state" / "state.json").unlink()
+    (folder / ".lora-step00000012-state.new").mkdir()
+
+    text = on_ranks(1, told, *flags(dataset, folder, "--auto_resume"))[0]
+    assert "lora-step00000009-state is passed over: tensors.safetensors is damaged" in text
+    assert "lora-step00000006-state is passed over: state.json is missing" in text
+    assert "going on after step 3" in text
+    same_files(whole, folder)
+    assert not list(folder.glob(".lora*"))
+    with pytest.raises(
+        AssertionError, match=r"is no whole state: files\.json is missing; in .* there are lora-state, "
+    ):
+        on_ranks(1, train, *flags(dataset, folder, "--resume", str(tmp_path)))
+
+
+def test_no_state_is_an_error_for_latest_and_a_beginning_for_auto(dataset, tmp_path):
+    with pytest.raises(AssertionError, match="there is no state called lora"):
+        on_ranks(1, train, *flags(dataset, tmp_path, "--resume", "latest"))
+    assert "no state in" in on_ranks(1, told, *flags(dataset, tmp_path, "--auto_resume", "--max_train_steps", "3"))[0]
+
+
+def test_old_states_go(dataset, tmp_path):
+    on_ranks(1, train, *flags(dataset, tmp_path, "--save_last_n_steps_state", "3"))
+    assert sorted(path.name for path in tmp_path.glob("*-state")) == ["lora-state", "lora-step00000009-state"]
+
+
+def test_a_state_is_replaced_whole(tmp_path):
+    path = tmp_path / "a-state"
+    for number in (1, 2):
+        state_folder.write(path, {"step": number, "tree": {}}, {"x": torch.full((3,), float(number))})
+        found = state_folder.facts_of(path)
+        assert found.step == number and state_folder.tensors_of(found)["x"].tolist() == [number] * 3
+    path.rename(tmp_path / ".a-state.old")  # killed between two names
+    assert [state_folder.facts_of(each).step for each in state_folder.states(tmp_path, "a")] == [2]
+    assert list(state_folder.states(tmp_path, "b")) == []
+
+
+def test_states_of_a_longer_name_are_not_ours(tmp_path):
+    for name in ("mika-state", "mika-000002-state", "mika-step00000010-state", "mika-red-state", "mika"):
+        (tmp_path / name).mkdir()
+    assert [path.name for path in state_folder.states(tmp_path, "mika")] == [
+        "mika-000002-state", "mika-state", "mika-step00000010-state"]  # fmt: skip
+
+
+def test_settings_of_how_and_where_may_change():
+    def settings(*words: str) -> dict:
+        return {"settings": plain_settings(load_options(["--dataset_config", "x", *words]).config), "model": "a",
+                "data": "b", "batch": [4]}  # fmt: skip
+
+    now = settings("--output_dir", "elsewhere", "--gradient_checkpointing", "--mixed_precision", "no", "--network_dim",
+                   "8", "--resume", "latest")  # fmt: skip
+    found = {str(change): change.matters for change in changes(settings(), now)}
+    assert found == {"output_dir: output -> elsewhere": False, "gradient_checkpointing: false -> true": False,
+                     "mixed_precision: not set -> no": False, "network_dim: 4 -> 8": True}  # fmt: skip
+    (change,) = changes(settings(), {**settings(), "data": "other"})
+    assert change.matters and "pictures" in str(change)
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--resume", "latest", "--auto_resume"], "not both"),
+    (["--resume", "nowhere"], "no such folder"),
+    (["--resume_anyway"], "nothing is resumed"),
+    (["--save_last_n_steps_state", "3"], "set save_state"),
+])  # fmt: skip
+def test_options_that_do_not_fit_are_told(words, said):
+    with pytest.raises(ConfigError, match=said):
+        load_options(["--dataset_config", __file__, *words]).require()
+
+
+def test_a_state_that_cannot_be_written_is_told_and_the_run_goes_on(dataset, tmp_path, caplog):
+    (text,) = on_ranks(1, with_a_full_disk, *flags(dataset, tmp_path))
+    assert text.count("the state cannot be saved: No space left") == 1 and "training goes on" in text
+    assert (tmp_path / "lora-state").is_dir() and (tmp_path / "lora.safetensors").is_file()
+    assert not (tmp_path / "lora-step00000003-state").exists() and not list(tmp_path.glob(".lora*"))
+
+
+def with_a_full_disk(*words: str) -> str:
+    """The messages of a run whose first state finds no room."""
+    from library.training import state_folder
+
+    honest, calls = state_folder.save_file, []
+
+    def save(tensors, path):
+        calls.append(path)
+        if len(calls) == 1:
+            raise OSError(28, "No space left on device")
+        return honest(tensors, path)
+
+    state_folder.save_file = save
+    return told(*words)
