@@ -78,7 +78,7 @@ class FolderLock:
     def _lives(self, found: dict[str, Any]) -> bool:
         if found.get("host") == socket.gethostname():
             with suppress(psutil.Error):
-                return abs(psutil.Process(found["pid"]).create_time() - found["began"]) < 1
+                return bool(abs(psutil.Process(found["pid"]).create_time() - found["began"]) < 1)
             return False
         try:
             return self._time_now() - self.path.stat().st_mtime < SECONDS_OF_SILENCE

@@ -1,0 +1,122 @@
+"""A run that is told to end finishes its step, keeps its state, and says how to go on; the next run goes on exactly."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import free_port, on_ranks
+from safetensors.torch import load_file
+from test_resume import figures
+from test_run import pictures, train
+from tiny import stand_in_folder
+
+ROOT = Path(__file__).resolve().parent.parent
+STEPS = 30
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory) -> list[str]:
+    dataset = pictures(tmp_path_factory.mktemp("signals"), {(64, 64): 4})
+    return ["--dataset_config", str(dataset), "--pretrained_model_name_or_path", stand_in_folder(),
+            "--max_train_steps", str(STEPS), "--network_dim", "2", "--learning_rate", "1e-2", "--lr_scheduler", "cosine", "--train_batch_size", "2",
+            "--mixed_precision", "no", "--max_data_loader_n_workers", "0"]  # fmt: skip
+
+
+def launcher(ranks: int) -> list[str]:
+    if ranks == 1:
+        return [sys.executable]
+    return [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port",
+            str(free_port())]  # fmt: skip
+
+
+def started(ranks: int, settings: list[str], folder: Path, *more: str) -> subprocess.Popen[str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.Popen([*launcher(ranks), "train_lora.py", *settings, "--output_dir", str(folder), *more], cwd=ROOT, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+                            env=environment | {"OMP_NUM_THREADS": "1"})  # fmt: skip
+
+
+def when_it_trains(process: subprocess.Popen[str], folder: Path) -> None:
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline and process.poll() is None:
+        if (folder / "lora.metrics.jsonl").is_file() and len(figures(folder)) > 2:
+            return
+        time.sleep(0.02)
+    raise AssertionError(process.communicate()[0])
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    text, _ = process.communicate(timeout=240)
+    return process.returncode, text
+
+
+@pytest.mark.parametrize(("ranks", "number", "words", "code"), [
+    (1, signal.SIGUSR1, ["--requeue_exit_code", "75"], 75), (2, signal.SIGTERM, [], None),
+])  # fmt: skip
+def test_a_signal_keeps_the_state_and_the_next_run_goes_on_exactly(settings, tmp_path, ranks, number, words, code):
+    first = started(ranks, settings, tmp_path / "ended", *words)
+    when_it_trains(first, tmp_path / "ended")
+    os.killpg(first.pid, number)
+    found, text = ended(first)
+
+    assert found == code or (code is None and found != 0), text
+    (state,) = (tmp_path / "ended").glob("lora-step*-state")
+    assert f"{number.name} after step" in text and str(state) in text
+    assert text.count("the same command with --auto_resume") == 1
+    assert not (tmp_path / "ended" / "lora.safetensors").exists()
+
+    for folder in ("whole", "ended"):
+        on_ranks(ranks, train, *settings, "--output_dir", str(tmp_path / folder), "--auto_resume")
+    one, other = (load_file(tmp_path / name / "lora.safetensors") for name in ("whole", "ended"))
+    assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_a_second_run_in_the_same_folder_is_refused_and_a_dead_one_is_not_waited_for(settings, tmp_path):
+    first = started(1, settings, tmp_path, "--max_train_steps", "100000")
+    when_it_trains(first, tmp_path)
+    code, text = ended(started(1, settings, tmp_path))
+    assert code == 2 and f"another run writes files of this name into {tmp_path}: process {first.pid} on" in text
+    code, text = ended(started(1, settings, tmp_path, "--output_name", "other", "--max_train_steps", "1"))
+    assert code == 0, text
+
+    os.killpg(first.pid, signal.SIGKILL)
+    first.communicate()
+    assert (tmp_path / ".lora.lock").is_file()
+    code, text = ended(started(1, settings, tmp_path, "--max_train_steps", "1"))
+    assert code == 0 and not list(tmp_path.glob(".*lock*")), text
+
+
+def test_a_lock_of_another_machine_holds_while_it_is_young(tmp_path):
+    from library.distributed.lock import SECONDS_OF_SILENCE, FolderLock
+    from library.errors import UserError
+
+    lock = tmp_path / ".a.lock"
+    lock.write_text(json.dumps({"host": "elsewhere", "pid": 1, "began": 0.0, "token": "x"}))
+    with pytest.raises(UserError, match="process 1 on elsewhere"), FolderLock(tmp_path, "a") as held:
+        held.take()
+    os.utime(lock, (0, time.time() - SECONDS_OF_SILENCE - 5))
+    with FolderLock(tmp_path, "a") as held:
+        held.take()
+        with pytest.raises(UserError, match=f"process {os.getpid()} on"), FolderLock(tmp_path, "a") as second:
+            second.take()
+        assert lock.is_file()
+    assert not lock.exists() and not list(tmp_path.iterdir())
+
+
+def test_a_second_signal_ends_at_once(tmp_path):
+    script = (
+        "import os, signal, time; from library.distributed import signals; signals.SECONDS_OF_ONE = 0.2\n"
+        "with signals.Signals() as asked:\n"
+        "    os.kill(os.getpid(), signal.SIGTERM); os.kill(os.getpid(), signal.SIGTERM); time.sleep(0.3)\n"
+        "    print(asked.asked, flush=True); os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGTERM and done.stdout == "15\n"
+    assert "SIGTERM: the step is finished" in done.stderr
