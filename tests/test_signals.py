@@ -24,9 +24,9 @@ STEPS = 30
 def settings(tmp_path_factory) -> list[str]:
     dataset = pictures(tmp_path_factory.mktemp("signals"), {(64, 64): 4})
     return ["--dataset_config", str(dataset), "--pretrained_model_name_or_path", stand_in_folder(),
-            "--max_train_steps", str(STEPS), "--network_dim", "2", "--learning_rate", "1e-2", "--lr_scheduler", "cosine",
-            "--train_batch_size", "2",
-            "--mixed_precision", "no", "--max_data_loader_n_workers", "0"]  # fmt: skip
+            "--max_train_steps", str(STEPS), "--network_dim", "2", "--learning_rate", "1e-2", "--lr_scheduler",
+            "cosine", "--train_batch_size", "2", "--mixed_precision", "no", "--max_data_loader_n_workers",
+            "0"]  # fmt: skip
 
 
 def launcher(ranks: int) -> list[str]:
@@ -40,8 +40,8 @@ def started(ranks: int, settings: list[str], folder: Path, *more: str) -> subpro
     folder.mkdir(parents=True, exist_ok=True)
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     return subprocess.Popen([*launcher(ranks), "train_lora.py", *settings, "--output_dir", str(folder), *more],
-                            cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-                            env=environment | {"OMP_NUM_THREADS": "1"})  # fmt: skip
+                            cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                            start_new_session=True, env=environment | {"OMP_NUM_THREADS": "1"})  # fmt: skip
 
 
 def when_it_trains(process: subprocess.Popen[str], folder: Path) -> None:
