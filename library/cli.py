@@ -4,12 +4,8 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from .errors import ConfigError, UserError
-
-if TYPE_CHECKING:
-    from .config.load import Loaded
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -59,13 +55,14 @@ def _train(argv: Sequence[str]) -> int:
     from .config import load_options
     from .config.describe import to_toml
     from .data.prepare import check
+    from .families.fitting import problems_with_model
     from .log import set_up
 
     loaded = load_options(argv)
     if loaded.output_config:
         return _write_config(loaded.config_file, to_toml(loaded.config), loaded.problems)
     config = loaded.config
-    problems = [*loaded.problems, *check(config.data, config.cache), *_of_model_and_prompts(loaded)]
+    problems = [*loaded.problems, *check(config.data, config.cache), *problems_with_model(config, loaded.places)]
     if problems:
         raise ConfigError(problems)
     log, rank = config.log, int(os.environ.get("RANK", "0"))
@@ -82,29 +79,6 @@ def _train(argv: Sequence[str]) -> int:
 
     run(config, frozenset(loaded.places))
     return 0
-
-
-def _of_model_and_prompts(loaded: "Loaded") -> list[str]:
-    """What is wrong with the model's files and the file of prompts, as far as small files and headers tell."""
-    from .config.objective_rules import misfits
-    from .data.prompts import read_prompts
-    from .families.detect import detect, facts_of
-    from .families.drawable import undrawable
-
-    config, places = loaded.config, loaded.places
-    problems: list[str] = []
-    prompts = config.preview.sample_prompts
-    try:
-        found = detect(config.model)
-        problems += [f"{places.get(names[0], f'--{names[0]}')}: {problem}"
-                     for names, problem in misfits(config, facts_of(found.family).title, found.prediction)]  # fmt: skip
-    except ConfigError as error:
-        found, problems = None, error.problems
-    try:
-        asked = read_prompts(Path(prompts)) if prompts and Path(prompts).is_file() else []
-    except ConfigError as error:
-        return [*problems, *error.problems]
-    return [*problems, *undrawable(asked, config.preview.sample_sampler, found)] if found else problems
 
 
 def _write_config(path: Path | None, text: str, problems: list[str]) -> int:

@@ -166,6 +166,8 @@ def test_mistakes_in_the_dataset_file_are_told_with_those_of_the_options(picture
         (["--preview", "a/x.png"], "--preview: a/x.png lies among the pictures"),
         (["--preview", "deep/s/x.png"], "--preview: deep/s/x.png lies among the pictures"),
         (["--preview"], "--preview: needs a value"),
+        (["--discrete_flow_shift", "3"], "--discrete_flow_shift: means nothing for Stable Diffusion 1"),
+        (["--pretrained_model_name_or_path", "nowhere.safetensors"], "nowhere.safetensors"),
         (["--bucket_max_crop", "0.5"], "--bucket_max_crop (for {folder}/set.toml:6): needs bucket_mode symmetric"),
     ],
 )

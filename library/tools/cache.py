@@ -31,8 +31,10 @@ def run(argv: Sequence[str]) -> tuple[str, int]:
     problems = list(loaded.problems)
     if YES in words and command != "prune":
         problems.append(f"{YES}: belongs to prune")
+    from ..families.fitting import problems_with_model
+
     config = _on_disk(loaded.config)
-    problems += check(config.data, config.cache)
+    problems += [*check(config.data, config.cache), *problems_with_model(config, loaded.places)]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     from ..log import set_up
