@@ -116,6 +116,7 @@ def scan(datasets: Sequence[DatasetConfig], on_bad_data: Literal["fail", "skip"]
     if broken or ((bad or masks.strays) and on_bad_data == "fail"):  # a folder as a whole is nothing to skip
         raise ConfigError([*broken, *_refusal(bad, masks.strays, unusable, total, audit.folders)])
     notices = noted(datasets, sorted_out.samples, sorted_out.placements, audit.found)
+    notes = list(dict.fromkeys(notes))  # two datasets may show the same folder
     notes += dict.fromkeys([*audit.notes, *masks.notes, *(notice.text for notice in notices)])
     if is_cut_short(bad, notices) and (where := written_in_full(bad, notices, audit.folders)):
         notes.append(f"not all names are shown above{where}")
