@@ -38,9 +38,10 @@ def run(argv: Sequence[str]) -> tuple[str, int]:
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     from ..log import set_up
-    from ..training import cache_care
 
     set_up(level=config.log.console_log_level, file=config.log.console_log_file, simple=True, quiet=config.log.quiet)
+    from ..training import cache_care  # what is imported with it may have something to say
+
     works: Mapping[str, Callable[[cache_care.Care], tuple[str, int]]] = {
         "build": cache_care.build,
         "verify": cache_care.verify,
