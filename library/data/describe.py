@@ -66,6 +66,10 @@ def _buckets(manifest: Manifest, buckets: Sequence[BucketFacts]) -> str:
     return "\n".join(f"{line}  {name}".rstrip() for line, name in zip(lines, worst, strict=True))
 
 
+def _filling(padding: int, filled: int) -> str:
+    return f", and {padding} that fill up the last batches of buckets and weigh nothing: {filled}" if padding else ""
+
+
 def _arithmetic(plan: BatchPlan, steps: int) -> str:
     batch = " or ".join(map(str, sorted({bucket.batch_size for bucket in plan.buckets})))
     pictures = sum(len(bucket.samples) for bucket in plan.buckets)
@@ -73,8 +77,7 @@ def _arithmetic(plan: BatchPlan, steps: int) -> str:
     filled = plan.samples_per_epoch + padding
     per_epoch = plan.batches_per_epoch / plan.accumulation
     return "\n".join([
-        f"one epoch: {_counted(pictures, 'picture')}, with repeats {plan.samples_per_epoch}, and {padding} that fill up"
-        f" the last batches of buckets and weigh nothing: {filled}",
+        f"one epoch: {_counted(pictures, 'picture')}, with repeats {plan.samples_per_epoch}{_filling(padding, filled)}",
         f"  {filled} / (batch {batch} x {plan.ranks} process{'es' * (plan.ranks != 1)}"
         f" x accumulation {plan.accumulation}) = {_rounded(per_epoch)} steps",
         f"the run: {steps} steps = {_rounded(steps / per_epoch)} epochs",
