@@ -47,6 +47,9 @@ def tool(argv: Sequence[str]) -> int:
     except UserError as error:
         print(f"library {name}:\n{_indented(error)}", file=sys.stderr)
         return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print(f"library {name}: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
     _say(text)
     return code
 
