@@ -45,12 +45,14 @@ def tool(argv: Sequence[str]) -> int:
     try:
         text, code = TOOLS[name][1](rest)
     except UserError as error:
-        print(f"library {name}:\n{_indented(error)}", file=sys.stderr)
+        if not _is_told_by_another(error):
+            print(f"library {name}:\n{_indented(error)}", file=sys.stderr)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         print(f"library {name}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    _say(text)
+    if text:
+        _say(text)
     return code
 
 
@@ -107,10 +109,13 @@ def _say(text: str) -> None:
     print(text.encode(encoding, "backslashreplace").decode(encoding))
 
 
-def _say_why_not(error: UserError) -> None:
+def _is_told_by_another(error: UserError) -> bool:
     """Mistakes in settings are found by all processes and told by one on each machine; others by the one they hit."""
-    is_everywhere = isinstance(error, ConfigError) and int(os.environ.get("LOCAL_RANK", "0")) != 0
-    if error.is_told or is_everywhere:
+    return error.is_told or (isinstance(error, ConfigError) and int(os.environ.get("LOCAL_RANK", "0")) != 0)
+
+
+def _say_why_not(error: UserError) -> None:
+    if _is_told_by_another(error):
         return
     rank = int(os.environ.get("RANK", "0"))
     where = f" on rank {rank}" if rank else ""

@@ -220,3 +220,14 @@ def test_a_dataset_with_a_cache_directory_keeps_everything_of_its_pictures_there
     assert counts == {"own": [3, 4], "cache": [1, 1]}  # three of the four are in both folders
     assert [len(list((tmp_path / folder / "scan").glob("*.json"))) for folder in ("own", "cache")] == [1, 1]
     assert not list(tmp_path.rglob(".cache-lorikeet"))
+
+
+def built(file: str, cache: str) -> list[tuple[str, int]]:
+    return tools(["build", "--dataset_config", file, "--cache_dir", cache])
+
+
+def test_several_processes_build_together_and_one_of_them_tells(tmp_path):
+    numbered(tmp_path, 6)
+    said = on_ranks(2, built, dataset(tmp_path), str(tmp_path / "cache"))
+    assert said == [[("latents: 6 of 6 wanted are there", 0)], [("", 0)]]
+    assert len(Store([tmp_path / "cache" / "latents"]).writers()) == 2
