@@ -4,12 +4,8 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from .errors import ConfigError, Stopped, UserError
-
-if TYPE_CHECKING:
-    from .config.load import Loaded
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -53,9 +49,14 @@ def tool(argv: Sequence[str]) -> int:
     try:
         text, code = TOOLS[name][1](rest)
     except UserError as error:
-        print(f"library {name}:\n{_indented(error)}", file=sys.stderr)
+        if not _is_told_by_another(error):
+            print(f"library {name}:\n{_indented(error)}", file=sys.stderr)
         return EXIT_USER_ERROR
-    _say(text)
+    except KeyboardInterrupt:
+        print(f"library {name}: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    if text:
+        _say(text)
     return code
 
 
@@ -63,13 +64,14 @@ def _train(argv: Sequence[str]) -> int:
     from .config import load_options
     from .config.describe import to_toml
     from .data.prepare import check
+    from .families.fitting import problems_with_model
     from .log import set_up
 
     loaded = load_options(argv)
     if loaded.output_config:
         return _write_config(loaded.config_file, to_toml(loaded.config), loaded.problems)
     config = loaded.config
-    problems = [*loaded.problems, *check(config.data, config.cache), *_of_model_and_prompts(loaded)]
+    problems = [*loaded.problems, *check(config.data, config.cache), *problems_with_model(config, loaded.places)]
     if problems:
         raise ConfigError(problems)
     log, rank = config.log, int(os.environ.get("RANK", "0"))
@@ -86,29 +88,6 @@ def _train(argv: Sequence[str]) -> int:
 
     run(config, frozenset(loaded.places))
     return 0
-
-
-def _of_model_and_prompts(loaded: "Loaded") -> list[str]:
-    """What is wrong with the model's files and the file of prompts, as far as small files and headers tell."""
-    from .config.objective_rules import misfits
-    from .data.prompts import read_prompts
-    from .families.detect import detect, facts_of
-    from .families.drawable import undrawable
-
-    config, places = loaded.config, loaded.places
-    problems: list[str] = []
-    prompts = config.preview.sample_prompts
-    try:
-        found = detect(config.model)
-        problems += [f"{places.get(names[0], f'--{names[0]}')}: {problem}"
-                     for names, problem in misfits(config, facts_of(found.family).title, found.prediction)]  # fmt: skip
-    except ConfigError as error:
-        found, problems = None, error.problems
-    try:
-        asked = read_prompts(Path(prompts)) if prompts and Path(prompts).is_file() else []
-    except ConfigError as error:
-        return [*problems, *error.problems]
-    return [*problems, *undrawable(asked, config.preview.sample_sampler, found)] if found else problems
 
 
 def _write_config(path: Path | None, text: str, problems: list[str]) -> int:
@@ -134,10 +113,13 @@ def _say(text: str) -> None:
     print(text.encode(encoding, "backslashreplace").decode(encoding))
 
 
-def _say_why_not(error: UserError) -> None:
+def _is_told_by_another(error: UserError) -> bool:
     """Mistakes in settings are found by all processes and told by one on each machine; others by the one they hit."""
-    is_everywhere = isinstance(error, ConfigError) and int(os.environ.get("LOCAL_RANK", "0")) != 0
-    if error.is_told or is_everywhere:
+    return error.is_told or (isinstance(error, ConfigError) and int(os.environ.get("LOCAL_RANK", "0")) != 0)
+
+
+def _say_why_not(error: UserError) -> None:
+    if _is_told_by_another(error):
         return
     rank = int(os.environ.get("RANK", "0"))
     where = f" on rank {rank}" if rank else ""

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from library.errors import ConfigError
-from library.tools import bench, bench_data, bench_scale
+from library.tools import bench, bench_cache, bench_data, bench_scale
 from library.tools.bench_figure import Figure, as_text, interleaved
 
 
@@ -42,13 +42,30 @@ def test_pools_are_measured_in_turn(tmp_path):
     assert calls == ["a", "b"] * 3 and {name: len(values) for name, values in seconds.items()} == {"a": 3, "b": 3}
 
 
+def test_latents_are_read_in_four_ways_that_all_read_every_picture(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_cache, "KINDS", (bench_cache.Kind(512, 64, 4, "fp16"),))
+    read: list[int] = []
+    honest = bench_cache._all_read
+    monkeypatch.setattr(bench_cache, "_all_read", lambda way, count: (read.append(count), honest(way, count)))
+    text, _ = bench.run(["data", "--pictures", "100", "--only", "cache", "--folder", str(tmp_path), "--json"])
+    figures = {figure["name"]: figure for figure in json.loads(text)["figures"]}
+    assert read == [100] * 4 * 6 and len(figures) == 8
+    kind = "latents of 64 x 64 pixels, 4 channels, fp16"
+    ours, other = (figures[f"{kind}: {name}"]["median"] for name in ("cache, whole loader", "npz files, compressed"))
+    ratio = figures["  cache, whole loader beside npz files, compressed"]
+    assert ratio["median"] == pytest.approx(other / ours) and ratio["at_least"] == 10
+
+
 def test_a_table_tells_median_spread_and_whether_the_target_is_met():
-    figures = [Figure("x", (3.0, 1.0, 2.0), "s", 2.5), Figure("y", (1234.0,), "MB", 1000.0)]
+    figures = [Figure("x", (3.0, 1.0, 2.0), "s", 2.5), Figure("y", (1234.0,), "MB", 1000.0),
+               Figure("z", (9.0,), "times", at_least=10.0), Figure("a", (10.0,), "times", at_least=10.0)]  # fmt: skip
     lines = as_text("command", figures, {"machine": "this"}).splitlines()
     assert lines[:2] == ["command", "machine: this"]
     assert [line.split() for line in lines[4:]] == [
         ["x", "2", "s", "1", "to", "3", "under", "2.5:", "yes"],
         ["y", "1,234", "MB", "under", "1,000:", "NO"],
+        ["z", "9", "times", "at", "least", "10:", "NO"],
+        ["a", "10", "times", "at", "least", "10:", "yes"],
     ]
 
 
@@ -67,7 +84,7 @@ def test_the_pictures_are_real_and_differ(tmp_path):
         (["dat"], ["no bench 'dat'; did you mean data?; there are: data"]),
         (["data", "--only", "loder", "--picture", "5", "--entries", "1"], [
             "--picture: unknown option; did you mean --pictures?", "--entries: 1 is too small; at least 1000",
-            "--only: 'loder' is not one of audit, pool, plan"]),
+            "--only: 'loder' is not one of audit, pool, cache, plan"]),
         (["data", "--folder", "nowhere"], ["--folder: nowhere is no folder; make it first"]),
     ],
 )  # fmt: skip

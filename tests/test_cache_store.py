@@ -297,6 +297,7 @@ def test_a_damaged_entry_does_not_survive_pruning(tmp_path):
 
 def test_the_hash_of_a_file_is_computed_again_only_when_the_file_changed(tmp_path, monkeypatch):
     file, memory = tmp_path / "weights", tmp_path / "cache" / "files.json"
+    monkeypatch.setattr("library.data.cache.file_hashes.SETTLED_AFTER", 0)
     file.write_bytes(b"one")
     first = FileHashes(memory).of(file)
     monkeypatch.setattr("library.data.cache.file_hashes._hash", lambda path: path.read_bytes().decode())
@@ -306,3 +307,25 @@ def test_the_hash_of_a_file_is_computed_again_only_when_the_file_changed(tmp_pat
     memory.write_text("{broken")
     assert FileHashes(memory).of(file) == "another" == FileHashes(file / "no folder").of(file)
     assert sorted(path.name for path in memory.parent.iterdir()) == ["files.json"]
+
+
+def test_a_file_changed_without_a_trace_in_size_and_time_is_hashed_again(tmp_path, monkeypatch):
+    """As by ``cp -p`` or ``rsync -t`` of another model."""
+    file, memory = tmp_path / "weights", tmp_path / "cache" / "files.json"
+    monkeypatch.setattr("library.data.cache.file_hashes.SETTLED_AFTER", 0)
+    file.write_bytes(b"one")
+    os.utime(file, ns=(10**18, 10**18))
+    first = FileHashes(memory).of(file)
+    file.write_bytes(b"two")
+    os.utime(file, ns=(10**18, 10**18))
+    second = FileHashes(memory).of(file)
+    assert first != second
+
+
+def test_the_hash_of_a_file_that_has_just_been_written_is_not_remembered(tmp_path, monkeypatch):
+    """Clocks of file systems tick slowly: a change within the tick shows in no time."""
+    file, memory = tmp_path / "weights", tmp_path / "files.json"
+    file.write_bytes(b"one")
+    FileHashes(memory).of(file)
+    monkeypatch.setattr("library.data.cache.file_hashes._hash", lambda path: "looked at again")
+    assert FileHashes(memory).of(file) == "looked at again"

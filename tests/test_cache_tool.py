@@ -200,3 +200,34 @@ def test_captions_that_are_too_many_for_the_disk_are_told_with_the_way_out(tmp_p
     assert re.search(r"captions of \d+ captions need about \d+ bytes, and 400 bytes are free in", said)
     assert "there are fewer of them without shuffle_caption (--shuffle_caption)" in said
     assert "take --cache_text_encoder_outputs out" in said
+
+
+def kept_apart(file: str, cache: str) -> list[tuple[str, int]]:
+    return tools(["build", "--dataset_config", file, "--cache_dir", cache, "--cache_latents",
+                  "--cache_text_encoder_outputs"])  # fmt: skip
+
+
+def test_a_dataset_with_a_cache_directory_keeps_everything_of_its_pictures_there(tmp_path):
+    numbered(tmp_path / "one", 3)
+    numbered(tmp_path / "two", 4)
+    table = "[[datasets]]\nresolution = 64\ncaption_extension = '.txt'\nimage_directory = '{}/pictures'\n"
+    file = tmp_path / "musubi.toml"
+    file.write_text(table.format(tmp_path / "one") + f"cache_directory = '{tmp_path}/own'\n"
+                    + table.format(tmp_path / "two"))  # fmt: skip
+    on_ranks(1, kept_apart, str(file), str(tmp_path / "cache"))
+    counts = {folder: [len(Store([tmp_path / folder / what])) for what in ("latents", "texts")]
+              for folder in ("own", "cache")}  # fmt: skip
+    assert counts == {"own": [3, 4], "cache": [1, 1]}  # three of the four are in both folders
+    assert [len(list((tmp_path / folder / "scan").glob("*.json"))) for folder in ("own", "cache")] == [1, 1]
+    assert not list(tmp_path.rglob(".cache-lorikeet"))
+
+
+def built(file: str, cache: str) -> list[tuple[str, int]]:
+    return tools(["build", "--dataset_config", file, "--cache_dir", cache])
+
+
+def test_several_processes_build_together_and_one_of_them_tells(tmp_path):
+    numbered(tmp_path, 6)
+    said = on_ranks(2, built, dataset(tmp_path), str(tmp_path / "cache"))
+    assert said == [[("latents: 6 of 6 wanted are there", 0)], [("", 0)]]
+    assert len(Store([tmp_path / "cache" / "latents"]).writers()) == 2

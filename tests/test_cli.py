@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from library import cli
 from library.tools import TOOLS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -122,3 +123,12 @@ def test_mistakes_of_all_kinds_are_told_together_before_torch_is_imported(tmp_pa
     for part in ("--network_dim: expected a whole number", "data.toml:2: resolutoin: ", "prompts.txt:1: --w: 100 is no",
                  "pretrained_model_name_or_path: /no/where: no such file", "data.toml:4: image_dir"):  # fmt: skip
         assert part in done.stderr, (part, done.stderr)
+
+
+def test_a_tool_that_is_interrupted_says_so_and_nothing_else(monkeypatch, capsys):
+    def interrupted(argv):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("library.tools.TOOLS", {"plan": ("", interrupted)})
+    assert cli.tool(["plan"]) == 130
+    assert capsys.readouterr().err == "library plan: interrupted\n"

@@ -52,7 +52,7 @@ def work(monkeypatch) -> Counter:
 
 
 def look(folder: Path, pictures: list[Origin] | None = None, cache_dir: Path | None = None) -> dict[Origin, Seen]:
-    return audited(pictures_inspected(), {folder: pictures or origins(folder)}, cache_dir).found
+    return audited(pictures_inspected(), {folder: pictures or origins(folder)}, lambda _: cache_dir).found
 
 
 def did(work: Counter, folder: Path, **options) -> tuple[int, int]:
@@ -158,7 +158,7 @@ def test_a_folder_of_its_own_takes_the_store_of_every_folder(folder, tmp_path, w
     write(tmp_path / "other" / "a" / "0.bmp", 60)
     for _ in range(2):
         audited(pictures_inspected(), {where: origins(where) for where in (folder, tmp_path / "other" / "a")},
-                tmp_path / "kept")  # fmt: skip
+                lambda _: tmp_path / "kept")  # fmt: skip
     assert work["decoded"] == 11
     assert len(list((tmp_path / "kept" / "scan").iterdir())) == 2
     assert not (folder / ".cache-lorikeet").exists()
@@ -166,7 +166,7 @@ def test_a_folder_of_its_own_takes_the_store_of_every_folder(folder, tmp_path, w
 
 def test_where_nothing_can_be_written_the_users_own_cache_takes_it_and_this_is_said(folder, tmp_path, work):
     (folder / ".cache-lorikeet").write_text("in the way")
-    first = audited(pictures_inspected(), {folder: origins(folder)}, None)
+    first = audited(pictures_inspected(), {folder: origins(folder)}, lambda _: None)
     (note,) = first.notes
     assert note.startswith(f"{folder}/.cache-lorikeet/scan cannot be written to: ")
     assert f"is kept in {tmp_path}/user/lorikeet/scan/a-" in note
@@ -196,7 +196,7 @@ def test_of_two_stores_the_newer_one_counts(folder, work, monkeypatch):
 def test_where_nothing_can_be_written_at_all_the_run_goes_on(folder, tmp_path, work):
     (folder / ".cache-lorikeet").write_text("in the way")
     (tmp_path / "user").write_text("in the way")
-    result = audited(pictures_inspected(), {folder: origins(folder)}, None)
+    result = audited(pictures_inspected(), {folder: origins(folder)}, lambda _: None)
     assert len(result.found) == 10 and result.folders == []
     assert result.notes[0].endswith("at the next start, all files have to be read again")
 

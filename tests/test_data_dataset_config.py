@@ -114,13 +114,20 @@ train_batch_size = 2
         " below bucket_reso_steps 64; at least 64",
         GOOD + "image_directory = 'b'": "set.toml:5: image_directory: goes with [[datasets]] that has no subsets; in a"
         " subset it is called image_dir",
-        "[[datasets]]\nresolution = 512\nimage_directory = 'a'\ncache_directory = 'c'": "set.toml:4: cache_directory:"
+        "[[datasets]]\nresolution = 512\nimage_directory = 'a'\nskip_corrupted_cache = true": "set.toml:4: skip_corrupted_cache:"
         " not yet: this key of musubi-tuner; take it out",
         "a = = 1": "set.toml:1: not valid TOML: Invalid value",
     }.items(),
 )
 def test_a_mistake_is_told_with_the_way_out(tmp_path, text: str, expected: str):
     assert problems(tmp_path, text) == [expected]
+
+
+def test_a_misspelt_table_of_subsets_is_told_by_its_name(tmp_path):
+    assert problems(tmp_path, GOOD.replace(".subsets", ".subset")) == [
+        "set.toml:3: subset: unknown key; did you mean subsets?",
+        "set.toml:1: no [[datasets.subsets]]; add one with image_dir = 'FOLDER'",
+    ]
 
 
 def test_whole_numbers_and_mixed_arrays_are_taken_for_numbers(tmp_path):

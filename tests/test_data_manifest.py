@@ -334,12 +334,14 @@ def test_the_description_tells_pictures_buckets_and_the_arithmetic(tmp_path):
     for number in range(5):
         save(tmp_path / "a" / f"{number}.png", 80 + number, 70, caption="x")
     save(tmp_path / "a" / "wide.png", 200, 60, caption="x")
-    prepared = made(tmp_path, "image_dir = 'a'\nnum_repeats = 2", head="batch_size = 2\nbucket_reso_steps = 32")
+    prepared = made(tmp_path, "image_dir = 'a'\nnum_repeats = 2", head="batch_size = 5\nbucket_reso_steps = 32")
     plan = prepared.batch_plan(2, TrainConfig(gradient_accumulation_steps=2, seed=1))
     lines = prepared.describe(plan, 9).splitlines()
-    assert lines[0] == "dataset 1, a: 6 pictures, shown 12 times an epoch, captions found 6/6 (.txt)"
-    assert "12 samples" in lines[-3] and "batch 2 x 2 ranks x 2 accumulation" in lines[-2]
-    assert f"{plan.batches_per_epoch} micro-steps" in lines[-2] and lines[-1].startswith("the run: 9 steps")
+    assert lines[0] == "dataset 1, a: 6 pictures x 2 repeats = 12 in an epoch, captions found 6/6 (.txt)"
+    assert lines[-3].startswith("one epoch: 6 pictures, with repeats 12, and 8 that fill up the last batches")
+    assert lines[-3].endswith(": 20")
+    assert lines[-2] == "  20 / (batch 5 x 2 processes x accumulation 2) = 1 steps"
+    assert lines[-1] == "the run: 9 steps = 9 epochs"
     assert plan.steps_for_epochs(2) == plan.batches_per_epoch
 
 

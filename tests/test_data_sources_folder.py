@@ -257,7 +257,7 @@ def test_pictures_that_two_subsets_of_a_dataset_share_are_told(tmp_path):
 def test_a_folder_without_pictures_names_the_key_for_what_it_holds(tmp_path):
     write(tmp_path, {"a/x.tar": "", "b/x.parquet": "", "c/x.arrow": ""})
     found = [problem for name in "abc" for problem in listed(tmp_path, f"image_dir = '{name}'").problems]
-    hints = ("webdataset = 'a'", "parquet = 'b'", "with to_parquet, and name it: parquet = 'FILE'")
+    hints = ("webdataset = 'a'", "parquet = 'b'", "parquet = 'c'")
     assert all(hint in line.replace(f"{tmp_path}/", "") for hint, line in zip(hints, found, strict=True))
 
 

@@ -1,6 +1,7 @@
 """Pictures in parquet files: every row is found, read back to the byte, and cheap when rows are read in their order."""
 
 import io
+import json
 import os
 import pickle
 import threading
@@ -75,7 +76,8 @@ def test_what_is_not_there_is_told_before_anything_is_read(tmp_path):
         " p/train-2.parquet; p has train-0.parquet",
         "['p', 'p/*.parquet']": "'p/*.parquet' names what was named already: p/train-0.parquet",
         "'https://a/b.parquet'": "'https://a/b.parquet' is an address; download the files and name the folder",
-        "'{here}'": ". has no .parquet files; there are set.toml, p/; recursive = true searches folders below, too",
+        "'{here}'": ". has no .parquet files and nothing that save_to_disk wrote; there are set.toml, p/;"
+        " recursive = true searches folders below, too",
     }
     for value, expected in cases.items():
         (problem,) = missing(tmp_path, f"parquet = {value.replace('{here}', str(tmp_path))}")
@@ -307,3 +309,40 @@ def test_a_file_that_two_subsets_name_is_told(tmp_path):
         "set.toml:6: parquet: 7 pictures are in set.toml:4, too: p/a.parquet:0, p/a.parquet:1, p/a.parquet:2, ...; name"
         " files once"
     ]
+
+
+def save_to_disk(folder: Path, shards: list[tuple[list[bytes], list[str]]]) -> None:
+    """As HF datasets does it: streams in batches, a list of them, and beside them a cache of its own."""
+    folder.mkdir(parents=True)
+    names = [f"data-{number:05d}-of-{len(shards):05d}.arrow" for number in range(len(shards))]
+    for name, (pictures, words) in zip([*names, "cache-1.arrow"], [*shards, shards[0]], strict=True):
+        table = arrow.table({"image": pairs(pictures), "text": words})
+        with arrow.ipc.new_stream(folder / name, table.schema) as stream:
+            stream.write_table(table, max_chunksize=2)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+
+
+@pytest.mark.parametrize("source", ["'deep/saved'", "'deep/saved/data-*.arrow'", "'deep'\nrecursive = true"])
+def test_what_save_to_disk_wrote_is_read_as_it_is(tmp_path, source):
+    save_to_disk(tmp_path / "deep" / "saved", [(PICTURES[:4], texts()[:4]), (PICTURES[4:], texts()[4:])])
+    listing = listed(tmp_path, f"parquet = {source}")
+    assert (listing.problems, listing.absent, listing.notes) == ([], [], [])
+    assert [item.caption for item in listing.found] == texts()
+    for position in (6, 0, 3, 5, 1, 4, 2):
+        assert listing.found[position].image.read_bytes() == PICTURES[position]
+    fresh = pickle.loads(pickle.dumps([item.image for item in listing.found]))
+    assert [image.read_bytes() for image in fresh] == PICTURES
+    samples = prepared(tmp_path, f"parquet = {source}").manifest.samples
+    assert len({sample.content for sample in samples}) == 7
+
+
+def test_a_broken_arrow_file_is_named_and_a_foreign_state_file_is_none(tmp_path):
+    save_to_disk(tmp_path / "saved", [(PICTURES, texts())])
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "state.json").write_text("[]")
+    (path,) = (tmp_path / "saved").glob("data-*")
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    (absent,) = listed(tmp_path, "parquet = 'saved'").absent
+    assert absent.startswith(f"{path}: cannot be read as what save_to_disk writes: ")
+    (problem,) = listed(tmp_path, "parquet = 'other'").problems
+    assert "has no .parquet files and nothing that save_to_disk wrote; there are state.json" in problem

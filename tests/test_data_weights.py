@@ -111,7 +111,7 @@ def test_the_plan_says_what_came_of_the_weights(tmp_path):
     )
     plan = ready.batch_plan(1, TrainConfig())
     text = ready.describe(plan, 5)
-    assert "12 pictures, shown 12 times an epoch" in text and "3 pictures, shown 8 times an epoch" in text
+    assert "12 pictures x 1 repeats = 12 in an epoch" in text and "3 pictures x 2.667 repeats = 8 in an epoch" in text
     records = ready.record(plan)
     assert [record["beyond"] for record in records] == [{"weight": 3.0}, {"weight": 2.0}]
     assert records[0]["samples"][0]["repeats"] == 1 and records[1]["samples"][0]["repeats"] == pytest.approx(8 / 3)

@@ -263,7 +263,7 @@ enable_buckets = true                              # unknown key; did you mean e
 shuffle_caption = 1                                # expected true or false, got 1
 image_dir = "nowhere"                              # belongs in [[datasets.subsets]], not in [general]
 prior_loss_weight = 0.5                            # set it for the run: --prior_loss_weight
-cache_directory = "x"                              # not yet: this key of musubi-tuner
+skip_corrupted_cache = true                        # not yet: this key of musubi-tuner
 keep_tokens = -1                                   # -1 is too small; at least 0
 [[datasets]]                                       # subsets of different kinds in one dataset
 resolution = [512, 512, 512]                       # expected

@@ -166,6 +166,8 @@ def test_mistakes_in_the_dataset_file_are_told_with_those_of_the_options(picture
         (["--preview", "a/x.png"], "--preview: a/x.png lies among the pictures"),
         (["--preview", "deep/s/x.png"], "--preview: deep/s/x.png lies among the pictures"),
         (["--preview"], "--preview: needs a value"),
+        (["--discrete_flow_shift", "3"], "--discrete_flow_shift: means nothing for Stable Diffusion 1"),
+        (["--pretrained_model_name_or_path", "nowhere.safetensors"], "nowhere.safetensors"),
         (["--bucket_max_crop", "0.5"], "--bucket_max_crop (for {folder}/set.toml:6): needs bucket_mode symmetric"),
     ],
 )
@@ -253,9 +255,8 @@ def test_masks_are_listed_counted_and_seen(tmp_path):
     (sample,) = as_json(*words)["datasets"][0]["samples"]
     assert sample["mask"] == {"image": f"{tmp_path}/m/1.png", "is_alpha": False, "share": 0.25}
     done = plan(*words, "--preview", tmp_path / "sheet.png")
-    assert (
-        f"dataset 1, {tmp_path}/p: 1 pictures, shown 1 times an epoch" in done.stdout and ", masks 1/1" in done.stdout
-    )
+    assert f"dataset 1, {tmp_path}/p: 1 picture x 1 repeats = 1 in an epoch" in done.stdout
+    assert ", masks 1/1" in done.stdout
     wanted = covered_where_masked(pixels, mask).repeat(3, axis=0).repeat(3, axis=1)
     assert is_in(wanted, np.asarray(Image.open(tmp_path / "sheet.png")))
     without = plan("--dataset_config", tmp_path / "set.toml")

@@ -61,17 +61,20 @@ class _Outcome(Generic[T]):
     row: Row | None  # None when it is not to be kept
 
 
-def audited(inspection: Inspection[T], pictures: Mapping[Path, Iterable[Origin]], cache_dir: Path | None) -> Audit[T]:
-    """Look at the pictures, given with the folders in which what is found out about them is kept."""
+def audited(inspection: Inspection[T], pictures: Mapping[Path, Iterable[Origin]],
+            cache_dir: Callable[[Path], Path | None]) -> Audit[T]:  # fmt: skip
+    """Look at the pictures, given with the folders beside which what is found out about them is kept, or in the folder
+    that ``cache_dir`` gives for each."""
     return _Pass(inspection, pictures, cache_dir).run()
 
 
 class _Pass(Generic[T]):
-    def __init__(self, inspection: Inspection[T], pictures: Mapping[Path, Iterable[Origin]], cache_dir: Path | None):
+    def __init__(self, inspection: Inspection[T], pictures: Mapping[Path, Iterable[Origin]],
+                 cache_dir: Callable[[Path], Path | None]):  # fmt: skip
         self.inspection = inspection
         self.started = time.time_ns()
         self.stores = [
-            FolderScan(home, kept_in(home, cache_dir, inspection.name, inspection.reader)) for home in pictures
+            FolderScan(home, kept_in(home, cache_dir(home), inspection.name, inspection.reader)) for home in pictures
         ]
         self.tasks = [self._task(store, picture) for store, members in zip(self.stores, pictures.values(), strict=True)
                       for picture in members]  # fmt: skip

@@ -188,6 +188,7 @@ def _draw_text(pen: Pen, corner: tuple[int, int], width: int, manifest: Manifest
     said = f"{loss:.1%} cut away{where}" if loss else "nothing cut away"
     if sample.mask is not None:
         said = f"{loss:.1%} cut{where}, {masked:.0%} masked"
+    said += ", regularisation" if sample.is_reg else ""
     pen.write((x, y + LINE), said, width, colour=ALARM if loss > ALARMING_LOSS else QUIET)
     caption = sample.caption.replace("\n", " | ") or "(no caption)"
     for number, line in enumerate(pen.wrapped(caption, width, CAPTION_LINES)):

@@ -139,6 +139,7 @@ class _Reader:
             if name == key.flag:
                 return f"unknown key; in dataset files it is called {key.name}"
         here = [key.name for key in KEYS.values() if level in key.levels]
+        here += ["subsets"] if level == DATASET else []
         hint = did_you_mean(name, here) or did_you_mean(name, KEYS)
         return f"unknown key{hint or '; allowed in ' + level + ': ' + ', '.join(sorted(here))}"
 

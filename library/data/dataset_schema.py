@@ -53,6 +53,7 @@ class SubsetConfig:
     resize_interpolation: str | None
     custom_attributes: Mapping[str, Any] | None
     cache_info: bool
+    cache_directory: str | None
     file: Path = field(compare=False)  # the dataset file
     places: Mapping[str, str] = field(compare=False, repr=False)  # "file:line" of each key; "" for the subset itself
     joins_lines: bool = False  # a caption of several lines is one, as for musubi-tuner; no key says so
@@ -68,6 +69,10 @@ class SubsetConfig:
     def metadata(self) -> Path | None:
         """The metadata file, looked for in the same two places."""
         return None if self.metadata_file is None else found_from(self.file, self.metadata_file)
+
+    def cache_folder(self) -> Path | None:
+        """For what is kept, looked for in the same two places."""
+        return None if self.cache_directory is None else found_from(self.file, self.cache_directory)
 
     def mask_folder(self) -> Path | None:
         """The folder of masks, looked for in the same two places."""
@@ -169,6 +174,7 @@ class _SharedKeys:
     face_crop_aug_range: _Range | None = opt(None, "cut around faces")  # noqa: RUF009
     custom_attributes: _Table | None = opt(None, "free table")  # noqa: RUF009
     cache_info: bool = opt(False, "keep sizes and captions in a file")
+    cache_directory: str | None = opt(None, "folder for what is kept of these pictures")
     recursive: bool = opt(False, "search folders below the folder, too")
     include: tuple[str, ...] = opt((), "patterns of which a picture's path has to match one")
     exclude: tuple[str, ...] = opt((), "patterns of which a picture's path must match none")

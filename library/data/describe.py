@@ -17,26 +17,37 @@ def described(manifest: Manifest, placements: Sequence[Placement], plan: BatchPl
 
 
 def _pictures(manifest: Manifest) -> str:
-    counts = Counter((sample.dataset, sample.subset) for sample in manifest.samples)
-    shown: defaultdict[tuple[int, int], float] = defaultdict(float)
+    repeats: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
     masks: Counter[tuple[int, int]] = Counter()
     for sample in manifest.samples:
-        shown[sample.dataset, sample.subset] += sample.repeats
+        repeats[sample.dataset, sample.subset].append(sample.repeats)
         masks[sample.dataset, sample.subset] += sample.mask is not None
     lines = []
     for number, index, ending, captions, found in manifest.endings:
         subset = manifest.datasets[number].subsets[index]
-        used, times = counts[number, index], shown[number, index]
-        kind = "regularisation pictures" if subset.is_reg else "pictures"
-        masked = f", masks {masks[number, index]}/{used}" if mask_source(subset) else ""
-        lines.append(f"dataset {number + 1}, {subset.source}: {used} {kind}, shown {_number(times)} times an epoch,"
-                     f" captions found {captions}/{found} ({ending or 'no ending'}){masked}")  # fmt: skip
+        mine = repeats[number, index]
+        kind = "regularisation picture" if subset.is_reg else "picture"
+        masked = f", masks {masks[number, index]}/{len(mine)}" if mask_source(subset) else ""
+        lines.append(f"dataset {number + 1}, {subset.source}: {_counted(len(mine), kind)}{_repeated(mine)}, captions"
+                     f" found {captions}/{found} ({ending or 'no ending'}){masked}")  # fmt: skip
     return "\n".join(lines)
 
 
-def _number(value: float) -> str:
-    """Weights of datasets make parts of repeats."""
-    return str(round(value)) if abs(value - round(value)) < 0.05 else f"{value:.1f}"
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" + "s" * (count != 1)
+
+
+def _rounded(number: float) -> str:
+    return f"{number:.2f}".rstrip("0").rstrip(".")
+
+
+def _repeated(repeats: Sequence[float]) -> str:
+    """Regularisation, and weights of datasets, give pictures of one subset different repeats, or parts of them."""
+    if not repeats:
+        return ""
+    least, most = min(repeats), max(repeats)
+    times = f"{least:.4g}" if least == most else f"{least:.4g} to {most:.4g}"
+    return f" x {times} repeats = {_rounded(sum(repeats))} in an epoch"
 
 
 def _buckets(manifest: Manifest, buckets: Sequence[BucketFacts]) -> str:
@@ -55,14 +66,19 @@ def _buckets(manifest: Manifest, buckets: Sequence[BucketFacts]) -> str:
     return "\n".join(f"{line}  {name}".rstrip() for line, name in zip(lines, worst, strict=True))
 
 
+def _filling(padding: int, filled: int) -> str:
+    return f", and {padding} that fill up the last batches of buckets and weigh nothing: {filled}" if padding else ""
+
+
 def _arithmetic(plan: BatchPlan, steps: int) -> str:
-    batches = sorted({bucket.batch_size for bucket in plan.buckets})
-    batch = " or ".join(map(str, batches))
+    batch = " or ".join(map(str, sorted({bucket.batch_size for bucket in plan.buckets})))
     pictures = sum(len(bucket.samples) for bucket in plan.buckets)
-    layout = f"batch {batch} x {plan.ranks} ranks x {plan.accumulation} accumulation"
+    padding = sum(map(plan.padding_per_epoch, range(len(plan.buckets))))
+    filled = plan.samples_per_epoch + padding
     per_epoch = plan.batches_per_epoch / plan.accumulation
     return "\n".join([
-        f"one epoch: {pictures} pictures, with repeats {plan.samples_per_epoch} samples",
-        f"  / ({layout}), bucket by bucket = {plan.batches_per_epoch} micro-steps = {per_epoch:g} steps",
-        f"the run: {steps} steps = {steps / per_epoch:.4g} epochs",
+        f"one epoch: {_counted(pictures, 'picture')}, with repeats {plan.samples_per_epoch}{_filling(padding, filled)}",
+        f"  {filled} / (batch {batch} x {plan.ranks} process{'es' * (plan.ranks != 1)}"
+        f" x accumulation {plan.accumulation}) = {_rounded(per_epoch)} steps",
+        f"the run: {steps} steps = {_rounded(steps / per_epoch)} epochs",
     ])  # fmt: skip

@@ -79,7 +79,7 @@ _NOT_SEEN = {
         "exclude",
     ),
     *("image_column", "caption_column", "caption_extension"),
-    *("class_tokens", "cache_info"),
+    *("class_tokens", "cache_info", "cache_directory"),
     *("weight", "num_repeats", "is_reg", "prior_loss_weight"),
 }
 """Fields of datasets and subsets that change nothing beside what their samples say."""
@@ -106,9 +106,9 @@ def scan(datasets: Sequence[DatasetConfig], on_bad_data: Literal["fail", "skip"]
         endings.append((number, index, listing.caption_ending, listing.captions, len(listing.found)))
         found += listing.found
         bad += [Problem("missing", line) for line in listing.absent]
-    homes = Homes(datasets)
-    audit = audited(pictures_inspected(), homes.sorted(found), cache_dir)
-    masks = audit_masks(datasets, found, audit.found, homes, cache_dir)
+    homes = Homes(datasets, cache_dir)
+    audit = audited(pictures_inspected(), homes.sorted(found), homes.cache_dir)
+    masks = audit_masks(datasets, found, audit.found, homes)
     total = len(found) + len(bad)
     sorted_out = _sorted_out(datasets, found, audit.found, masks)
     bad += sorted_out.problems
@@ -116,6 +116,7 @@ def scan(datasets: Sequence[DatasetConfig], on_bad_data: Literal["fail", "skip"]
     if broken or ((bad or masks.strays) and on_bad_data == "fail"):  # a folder as a whole is nothing to skip
         raise ConfigError([*broken, *_refusal(bad, masks.strays, unusable, total, audit.folders)])
     notices = noted(datasets, sorted_out.samples, sorted_out.placements, audit.found)
+    notes = list(dict.fromkeys(notes))  # two datasets may show the same folder
     notes += dict.fromkeys([*audit.notes, *masks.notes, *(notice.text for notice in notices)])
     if is_cut_short(bad, notices) and (where := written_in_full(bad, notices, audit.folders)):
         notes.append(f"not all names are shown above{where}")

@@ -56,7 +56,7 @@ class MaskAudit:
 
 
 def audit_masks(datasets: Sequence[DatasetConfig], found: Sequence[FoundPicture], seen: Mapping[Origin, Seen],
-                homes: Homes, cache_dir: Path | None) -> MaskAudit:  # fmt: skip
+                homes: Homes) -> MaskAudit:  # fmt: skip
     """The masks of the pictures that were ``found``; the fitness of a picture itself is not judged here."""
     audit = MaskAudit()
     pictures: defaultdict[tuple[int, int], list[FoundPicture]] = defaultdict(list)
@@ -67,10 +67,10 @@ def audit_masks(datasets: Sequence[DatasetConfig], found: Sequence[FoundPicture]
         source = mask_source(subset)
         if source == "alpha":
             readable = [item for item in members if seen[item.image].problem is None]
-            looks = _looked_at(audit, "opacity", look_at_opacity, homes.sorted(readable), cache_dir)
+            looks = _looked_at(audit, "opacity", look_at_opacity, homes.sorted(readable), homes.cache_dir)
             _from_alpha(audit, subset, (dataset, index), looks)
         elif source == "folder":
-            _from_folder(audit, subset, (dataset, index), [item.image for item in members], seen, cache_dir)
+            _from_folder(audit, subset, (dataset, index), [item.image for item in members], seen, homes)
     return audit
 
 
@@ -140,13 +140,13 @@ def _from_alpha(audit: MaskAudit, subset: SubsetConfig, where: tuple[int, int],
 
 
 def _from_folder(audit: MaskAudit, subset: SubsetConfig, where: tuple[int, int], pictures: Sequence[Origin],
-                 seen: Mapping[Origin, Seen], cache_dir: Path | None) -> None:  # fmt: skip
+                 seen: Mapping[Origin, Seen], homes: Homes) -> None:  # fmt: skip
     folder, masks = subset.folder(), subset.mask_folder()
     if folder is None or masks is None:
         raise AssertionError("a subset with masks in a folder has both folders")
     matched = match(pictures, folder, masks)
     home = {Path(os.path.realpath(masks)): dict.fromkeys(matched.masks.values())}
-    looks = _looked_at(audit, "masks", look_at_mask, home, cache_dir)
+    looks = _looked_at(audit, "masks", look_at_mask, home, lambda home: subset.cache_folder() or homes.cache_dir(home))
     for picture, reason in matched.missing.items():
         audit.problems[(*where, picture)] = reason
     for picture, mask in matched.masks.items():
@@ -201,8 +201,9 @@ def _is_same_shape(mask: tuple[int, int], picture: tuple[int, int]) -> bool:
 
 
 def _looked_at(audit: MaskAudit, name: str, look: Callable[[Readable], SeenMask],
-               images: Mapping[Path, Iterable[Origin]], cache_dir: Path | None) -> dict[Origin, SeenMask]:  # fmt: skip
-    """By the pool of threads, and not again next time; ``images`` are given with the folders that keep it."""
+               images: Mapping[Path, Iterable[Origin]],
+               cache_dir: Callable[[Path], Path | None]) -> dict[Origin, SeenMask]:  # fmt: skip
+    """By the pool of threads, and not again next time; ``images`` are given as to ``audited``."""
 
     def examined(data: bytes, content: str, alone: AbstractContextManager[object]) -> SeenMask:
         try:

@@ -9,7 +9,6 @@ _CONTROL = "control pictures, as editing models take them"
 _VIDEO = "videos"
 _FRAMES = "one-frame training of FramePack"
 _NOT_YET: Mapping[str, str] = {
-    "cache_directory": "this key of musubi-tuner",
     "skip_corrupted_cache": "this key of musubi-tuner",
     "control_directory": _CONTROL,
     "no_resize_control": _CONTROL,

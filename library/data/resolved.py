@@ -8,7 +8,8 @@ from .dataset_rules import LACKS
 from .dataset_schema import KEYS, DatasetConfig, SubsetConfig
 
 _OF_DATASETS = ("bucket_mode", "bucket_max_crop", "bucket_min_pictures", "weight")
-_OF_SUBSETS = ("parquet", "webdataset", "recursive", "include", "exclude", "image_column", "caption_column")
+_OF_SUBSETS = ("parquet", "webdataset", "recursive", "include", "exclude", "image_column", "caption_column",
+               "cache_directory")  # fmt: skip
 _NO_KEYS = ("kind", "subsets", "places", "file", "joins_lines")
 
 

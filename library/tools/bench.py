@@ -16,7 +16,7 @@ def _data(argv: Sequence[str]) -> str:
 
 
 BENCHES: dict[str, tuple[str, Bench]] = {
-    "data": ("looking at pictures, the second start, memory, the batch plan", _data),
+    "data": ("looking at pictures, the second start, memory, latents out of a cache, the batch plan", _data),
 }
 
 

@@ -8,11 +8,10 @@ The rounds are interleaved, so that whatever else the machine does meets all of 
 """
 
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -28,78 +27,71 @@ from ..data.cache.wanted import wanted_pictures
 from ..data.cache.writer import Writer
 from ..data.prepare import Prepared, prepare
 from ..data.showing import Showing
+from .bench_figure import Figure, interleaved
+from .bench_scale import Scale
 
 BATCH = 4
 SHRINKS = 8
 DTYPES = {"float": torch.float32, "fp16": torch.float16}
+READING, LOADER, NPZ, COMPRESSED = "cache, reading alone", "cache, whole loader", "npz files", "npz files, compressed"
+TIMES_AS_FAST = 10.0
 Latents = NDArray[np.float32]
-Way = Callable[[], Iterator[int]]
-"""Reads batches and tells how many pictures are in each."""
 
 
 @dataclass(frozen=True)
-class CacheBench:
-    """Pictures a second, the median of the rounds."""
+class Kind:
+    """What is kept of how many pictures."""
 
     pictures: int
     size: int  # of a side, in pixels
     channels: int
     precision: str  # of ours; npz files hold float32
-    rounds: int
-    reading: float
-    loader: float
-    npz: float
-    npz_compressed: float
 
-    def record(self) -> dict[str, Any]:
-        """As plain data, with how often ours is another's."""
-        ratios = {f"{ours}_times_{other}": getattr(self, ours) / getattr(self, other)
-                  for ours in ("reading", "loader") for other in ("npz", "npz_compressed")}  # fmt: skip
-        return {**asdict(self), **ratios}
-
-    def text(self) -> str:
-        """In words."""
-        head = (f"latents of {self.pictures} pictures of {self.size} x {self.size} with {self.channels} channels, kept"
-                f" in {self.precision}, one process, median of {self.rounds} rounds")  # fmt: skip
-        names = {"reading": "cache, reading alone", "loader": "cache, whole loader", "npz": "npz files",
-                 "npz_compressed": "npz, compressed"}  # fmt: skip
-        return "\n".join([head, *(self._line(name, getattr(self, key)) for key, name in names.items())])
-
-    def _line(self, name: str, speed: float) -> str:
-        return (f"  {name:<21} {speed:8.0f} pictures/s, {speed / self.npz:5.1f} x npz,"
-                f" {speed / self.npz_compressed:5.1f} x compressed")  # fmt: skip
+    def __str__(self) -> str:
+        return f"latents of {self.size} x {self.size} pixels, {self.channels} channels, {self.precision}"
 
 
-def measure(folder: Path, *, pictures: int = 512, size: int = 512, channels: int = 4,
-            precision: Literal["float", "fp16"] = "float", rounds: int = 7) -> CacheBench:  # fmt: skip
-    """Make the pictures and all kinds of files in ``folder``, which is empty, and read them."""
-    prepared = _prepared(folder, pictures, size)
-    shape = (channels, size // SHRINKS, size // SHRINKS)
+KINDS = (Kind(512, 512, 4, "float"), Kind(256, 1024, 4, "float"), Kind(256, 1024, 4, "fp16"))
+
+
+def measured(scale: Scale) -> list[Figure]:
+    """Each kind by itself; the first round of each only warms up."""
+    found = []
+    for number, kind in enumerate(KINDS):
+        kind = replace(kind, pictures=min(kind.pictures, scale.pictures))
+        seconds = _seconds(scale.folder / f"latents_{number}", kind, max(5, scale.repetitions) + 1)
+        each = {name: tuple(1e6 * value / kind.pictures for value in values[1:]) for name, values in seconds.items()}
+        found += [Figure(f"{kind}: {name}", values, "µs a picture") for name, values in each.items()]
+        for name in (READING, LOADER):
+            for other in (NPZ, COMPRESSED):
+                ratio = statistics.median(each[other]) / statistics.median(each[name])
+                found.append(Figure(f"  {name} beside {other}", (ratio,), "times as fast", at_least=TIMES_AS_FAST))
+    return found
+
+
+def _seconds(folder: Path, kind: Kind, rounds: int) -> dict[str, tuple[float, ...]]:
+    """Of each way and round, to read every picture once."""
+    prepared = _prepared(folder, kind.pictures, kind.size)
+    shape = (kind.channels, kind.size // SHRINKS, kind.size // SHRINKS)
     latents = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-    reader, showing = _kept(folder / "cache", prepared, latents, DTYPES[precision])
+    reader, showing = _kept(folder / "cache", prepared, latents, DTYPES[kind.precision])
     plan = prepared.batch_plan(1, TrainConfig())
-    order = np.random.default_rng(1).permutation(pictures).tolist()
+    order = np.random.default_rng(1).permutation(kind.pictures).tolist()
     steps = CachedLoader(showing, plan, 0, reader, None, pin_memory=False).steps(0)
     plain, compressed = (_npz(folder / save.__name__, save, latents, order) for save in (np.savez, np.savez_compressed))
-    ways: dict[str, Way] = {
-        "reading": lambda: _alone(reader, order),
-        "loader": lambda: (len(batch) for work in steps for batch in work.batches),
-        "npz": lambda: _from_npz(plain),
-        "npz_compressed": lambda: _from_npz(compressed),
+    ways: dict[str, Callable[[], Iterator[int]]] = {
+        READING: lambda: _alone(reader, order),
+        LOADER: lambda: (len(batch) for work in steps for batch in work.batches),
+        NPZ: lambda: _from_npz(plain),
+        COMPRESSED: lambda: _from_npz(compressed),
     }
-    return CacheBench(pictures, size, channels, precision, rounds, **_raced(ways, pictures, rounds))
+    return interleaved({name: partial(_all_read, way, kind.pictures) for name, way in ways.items()}, rounds)
 
 
-def _raced(ways: dict[str, Way], pictures: int, rounds: int) -> dict[str, float]:
-    speeds: dict[str, list[float]] = {name: [] for name in ways}
-    for round_ in range(rounds + 1):
-        for name, way in ways.items():
-            started, batches, count = time.perf_counter(), way(), 0
-            while count < pictures:
-                count += next(batches)
-            if round_:  # the first one only warms up
-                speeds[name].append(count / (time.perf_counter() - started))
-    return {name: statistics.median(values) for name, values in speeds.items()}
+def _all_read(way: Callable[[], Iterator[int]], pictures: int) -> None:
+    batches, count = way(), 0
+    while count < pictures:
+        count += next(batches)
 
 
 def _prepared(folder: Path, pictures: int, size: int) -> Prepared:

@@ -14,9 +14,17 @@ from . import bench_audit, bench_plan
 from .bench_figure import Figure, as_json, as_text, environment
 from .bench_scale import Scale
 
+
+def _latents(scale: Scale) -> list[Figure]:
+    from .bench_cache import measured  # and torch with it
+
+    return measured(scale)
+
+
 PARTS: dict[str, tuple[str, Callable[[Scale], list[Figure]]]] = {
     "audit": ("looking at pictures: the first start, the second, one change; memory", bench_audit.measured),
     "pool": ("decoding by one thread, by threads and by processes", bench_audit.pools_measured),
+    "cache": ("latents out of a cache, beside one npz file for each picture", _latents),
     "plan": ("the batch plan for 64 processes, and one of many entries", bench_plan.measured),
 }
 

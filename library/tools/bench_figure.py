@@ -23,6 +23,7 @@ class Figure:
     values: tuple[float, ...]
     unit: str
     target: float | None = None  # no more than this
+    at_least: float | None = None
     remark: str = ""
 
     @property
@@ -35,6 +36,8 @@ class Figure:
         verdict = ""
         if self.target is not None:
             verdict = f"under {_short(self.target)}: {'yes' if self.median < self.target else 'NO'}"
+        if self.at_least is not None:
+            verdict = f"at least {_short(self.at_least)}: {'yes' if self.median >= self.at_least else 'NO'}"
         return self.name, _short(self.median), self.unit, spread, verdict, self.remark
 
     def plain(self) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """``python -m library cache build|verify|repair|prune|info``: what is kept on disk, without training."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -31,14 +32,18 @@ def run(argv: Sequence[str]) -> tuple[str, int]:
     problems = list(loaded.problems)
     if YES in words and command != "prune":
         problems.append(f"{YES}: belongs to prune")
+    from ..families.fitting import problems_with_model
+
     config = _on_disk(loaded.config)
-    problems += check(config.data, config.cache)
+    problems += [*check(config.data, config.cache), *problems_with_model(config, loaded.places)]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     from ..log import set_up
-    from ..training import cache_care
 
-    set_up(level=config.log.console_log_level, file=config.log.console_log_file, simple=True, quiet=config.log.quiet)
+    log, rank = config.log, int(os.environ.get("RANK", "0"))
+    set_up(level=log.console_log_level, file=log.console_log_file, simple=True, quiet=log.quiet, rank=rank)
+    from ..training import cache_care  # what is imported with it may have something to say
+
     works: Mapping[str, Callable[[cache_care.Care], tuple[str, int]]] = {
         "build": cache_care.build,
         "verify": cache_care.verify,
@@ -47,7 +52,8 @@ def run(argv: Sequence[str]) -> tuple[str, int]:
         "info": cache_care.info,
     }
     with cache_care.opened(config) as care:
-        return works[command](care)
+        said, code = works[command](care)
+        return (said if care.strategy.is_main else ""), code
 
 
 def _on_disk(config: RunConfig) -> RunConfig:

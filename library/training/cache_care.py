@@ -9,7 +9,7 @@ import numpy as np
 
 from ..config import RunConfig
 from ..data.cache.places import homes, size_of
-from ..data.cache.pruning import Bulk, bulks, orphans
+from ..data.cache.pruning import SECONDS_OF_REST, Bulk, bulks, orphans
 from ..data.cache.pruning import prune as prune_bulk
 from ..data.cache.store import Store
 from ..data.cache.writer import Writer
@@ -107,7 +107,8 @@ def prune(care: Care, *, is_sure: bool) -> tuple[str, int]:
         count += len(ready) + len(left)
         lines += [_pruned(shelf, store, bulk) for bulk in ready]
         lines += [f"{path}: left behind, {size_of(path.stat().st_size)}" for path in left]
-        lines += [f"{bulk.folder}: {bulk.writer:016x} is being written to and is left alone" for bulk in found
+        lines += [f"{bulk.folder}: {bulk.entries - len(bulk.stay)} of {bulk.entries} {shelf.what} not wanted, and left"
+                  f" alone: somebody wrote to their files less than {SECONDS_OF_REST:.0f} seconds ago" for bulk in found
                   if bulk.is_busy]  # fmt: skip
         if is_sure:
             for bulk in ready:
@@ -118,6 +119,8 @@ def prune(care: Care, *, is_sure: bool) -> tuple[str, int]:
         return "there is nothing that is not wanted", 0
     if count:
         lines.append("removed" if is_sure else "nothing was removed; add --yes to remove it")
+    else:
+        lines.append("nothing was removed; try again in a minute")
     return "\n".join(lines), 0
 
 

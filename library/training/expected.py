@@ -36,7 +36,7 @@ class Expected:
         room = "of a size that the model's files do not tell" if self.size is None else (
             f"{'at most ' if self.is_most else ''}{size_of(self.size)}")  # fmt: skip
         first = f"in {self.folders[0]}" if self.folders else "for this run only"
-        more = f" and {len(self.folders) - 1} more folders" if len(self.folders) > 1 else ""
+        more = f" and {len(self.folders) - 1} more" if len(self.folders) > 1 else ""
         return f"kept {self.what}: {self.entries}, {room}, {first}{more}"
 
     def record(self) -> dict[str, Any]:

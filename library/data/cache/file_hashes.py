@@ -1,11 +1,14 @@
-"""The content of large files as a hash, computed once and remembered by path, size and time of change."""
+"""The content of large files as a hash, computed once and remembered by path, size and times of change."""
 
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+
+from ..scan_store import SETTLED_AFTER
 
 _CHUNK = 2**24
 
@@ -20,12 +23,16 @@ class FileHashes:
     def of(self, file: Path, what: str = "", compute: Callable[[Path], str] | None = None) -> str:
         """The hash of a file; or what ``compute`` makes of it, which ``what`` is the name of."""
         status, place = file.stat(), f"{file.resolve()} {what}".rstrip()
-        stamp = [status.st_size, status.st_mtime_ns]
+        stamp = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
         known = self._known.get(place)
-        if known is None or known[:2] != stamp:
-            known = self._known[place] = [*stamp, (compute or _hash)(file)]
+        if known is not None and known[:-1] == stamp:
+            return str(known[-1])
+        is_settled = max(stamp[1:]) < time.time_ns() - SETTLED_AFTER
+        found = (compute or _hash)(file)
+        if is_settled:
+            self._known[place] = [*stamp, found]
             self._write()
-        return str(known[2])
+        return found
 
     def _write(self) -> None:
         """All at once, so that nobody reads a half; of several processes the last one wins, and all are right."""
@@ -44,7 +51,7 @@ def _read(memory: Path) -> dict[str, list[object]]:
         known = json.loads(memory.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    usable = isinstance(known, dict) and all(isinstance(item, list) and len(item) == 3 for item in known.values())
+    usable = isinstance(known, dict) and all(isinstance(item, list) and len(item) == 4 for item in known.values())
     return known if usable else {}
 
 

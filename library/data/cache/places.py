@@ -16,8 +16,6 @@ LATENTS, TEXTS = "latents", "texts"
 
 def homes(manifest: Manifest, config: CacheConfig) -> list[Path]:
     """Where what belongs to each sample is kept on disk: beside its folder's pictures, unless a folder is named."""
-    if config.cache_dir is not None:
-        return [Path(config.cache_dir).expanduser()] * len(manifest.samples)
     of_subset: dict[tuple[int, int], Path] = {}
     for sample in manifest.samples:
         place = (sample.dataset, sample.subset)
@@ -25,7 +23,8 @@ def homes(manifest: Manifest, config: CacheConfig) -> list[Path]:
             subset = manifest.datasets[sample.dataset].subsets[sample.subset]
             metadata = subset.metadata()
             home = subset.folder() or (metadata.parent if metadata is not None else sample.image.folder)
-            of_subset[place] = (home if home.is_dir() else home.parent) / FOLDER
+            named = None if config.cache_dir is None else Path(config.cache_dir).expanduser()
+            of_subset[place] = subset.cache_folder() or named or (home if home.is_dir() else home.parent) / FOLDER
     return [of_subset[sample.dataset, sample.subset] for sample in manifest.samples]
 
 

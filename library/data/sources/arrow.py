@@ -1,4 +1,4 @@
-"""The door to pyarrow, which is needed for parquet files only and may be missing."""
+"""The door to pyarrow, which is needed for parquet and Arrow files only and may be missing."""
 
 import importlib
 import importlib.util
@@ -16,8 +16,17 @@ def is_missing() -> bool:
 
 def parquet_module() -> Any:
     """``pyarrow.parquet``, imported when it is needed."""
+    return _imported("pyarrow.parquet")
+
+
+def arrow_module() -> Any:
+    """``pyarrow``, imported when it is needed."""
+    return _imported("pyarrow")
+
+
+def _imported(name: str) -> Any:
     try:
-        return importlib.import_module("pyarrow.parquet")
+        return importlib.import_module(name)
     except ImportError as error:
         raise UserError(f"parquet files need pyarrow: {INSTALL} ({error})") from None
 

@@ -119,11 +119,9 @@ def _what_is_there(folder: Path, tree: Tree) -> str:
     if below:
         return (f"{what}; folders are not searched below: set recursive = true, or image_dir ="
                 f" {str(folder / next(iter(below)))!r}")  # fmt: skip
-    for key, ending in (("parquet", ".parquet"), ("webdataset", ".tar")):
+    for key, ending in (("parquet", ".parquet"), ("parquet", ".arrow"), ("webdataset", ".tar")):
         if kinds[ending]:
             return f"{what}; pictures in {ending} files are named by {key} = {str(folder)!r} in the place of image_dir"
-    if kinds[".arrow"]:
-        return f"{what}; write what save_to_disk wrote with to_parquet, and name it: parquet = 'FILE'"
     return f"{what}; pictures end in {' '.join(PICTURE_ENDINGS)}"
 
 

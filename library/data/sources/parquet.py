@@ -1,4 +1,4 @@
-"""Pictures and captions in the columns of parquet files, as HF datasets write them."""
+"""Pictures and captions in the columns of parquet files, and of what HF datasets save to disk."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,14 +7,14 @@ from typing import Any
 from ..dataset_schema import SubsetConfig
 from ..listing import CaptionLines, Listing, first_of
 from ..origin import Origin, Row
-from .arrow import failures, first_line, parquet_module
+from .arrow import failures, first_line
 from .columns import lines_in
 from .parquet_columns import Columns, columns_of
 from .rows import RowReader
 from .shards import shards_of
+from .table_files import ARROW, TableFile, table_file
 
 LARGE_GROUP = 256 * 2**20
-_BATCH = 4096
 _REWRITTEN = "import pyarrow.parquet as p; p.write_table(p.read_table('OLD'), 'NEW', row_group_size=100)"
 
 
@@ -27,14 +27,15 @@ def from_parquet(subset: SubsetConfig, dataset: int, index: int) -> Listing:
     large: list[str] = []
     for path in shards.files:
         try:
-            with parquet_module().ParquetFile(path) as file:
-                columns = _columns(file, path, listing)
-                if columns is None:
-                    continue
-                rows = list(_rows(file, path, columns))
-                size = 0 if columns.has_paths else _largest_group(file.metadata, columns.image)
+            file = table_file(path)
+            columns = _columns(file, path, listing)
+            if columns is None:
+                continue
+            rows = list(_rows(file, path, columns))
+            size = 0 if columns.has_paths else file.largest_group(columns.image)
         except failures() as error:
-            listing.absent.append(f"{path}: cannot be read as parquet: {first_line(error)}")
+            kind = "what save_to_disk writes" if path.suffix.lower() == ARROW else "parquet"
+            listing.absent.append(f"{path}: cannot be read as {kind}: {first_line(error)}")
             continue
         large += [f"{path} ({size / 2**20:.0f} MiB)"] if size > LARGE_GROUP else []
         reader, folder = readers.setdefault(columns.image, RowReader(columns.image)), path.parent
@@ -50,11 +51,11 @@ def from_parquet(subset: SubsetConfig, dataset: int, index: int) -> Listing:
     return listing
 
 
-def _columns(file: Any, path: Path, listing: Listing) -> Columns | None:
+def _columns(file: TableFile, path: Path, listing: Listing) -> Columns | None:
     try:
-        columns = columns_of(file.schema_arrow, listing.subset)
+        columns = columns_of(file.schema, listing.subset)
         if columns.has_paths:
-            first = next(file.iter_batches(batch_size=1, columns=[columns.image], use_threads=False), None)
+            first = next((batch for batch in file.batches([columns.image]) if len(batch)), None)
             name = str(first.column(0)[0].as_py()) if first else ""
             if "://" in name:
                 raise ValueError(f"column {columns.image!r} holds addresses, such as {name!r}; download the pictures")
@@ -64,11 +65,11 @@ def _columns(file: Any, path: Path, listing: Listing) -> Columns | None:
         return None
 
 
-def _rows(file: Any, path: Path, columns: Columns) -> Iterator[tuple[CaptionLines, str | None]]:
+def _rows(file: TableFile, path: Path, columns: Columns) -> Iterator[tuple[CaptionLines, str | None]]:
     """The caption of each row, and the path of its picture, if that is a file."""
     read = [columns.caption, *([columns.image] if columns.has_paths else [])]
     number = 0
-    for batch in file.iter_batches(batch_size=_BATCH, columns=read, use_threads=False):
+    for batch in file.batches(read):
         texts = _values(batch.column(columns.caption))
         names = batch.column(columns.image).to_pylist() if columns.has_paths else [None] * len(texts)
         for text, name in zip(texts, names, strict=True):
@@ -96,11 +97,3 @@ def _caption(text: object, column: str, where: str) -> CaptionLines:
         return CaptionLines(lines_in(text), column)
     except ValueError as error:
         return CaptionLines(problem=f"{where} {error}")
-
-
-def _largest_group(metadata: Any, image: str) -> int:
-    """Bytes of the pictures in a row group, unpacked."""
-    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-    parts = [[group.column(number) for number in range(group.num_columns)] for group in groups]
-    return max((sum(part.total_uncompressed_size for part in group if part.path_in_schema.split(".")[0] == image)
-                for group in parts), default=0)  # fmt: skip

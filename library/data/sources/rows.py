@@ -1,13 +1,15 @@
-"""Pictures out of the rows of parquet files, which can be read by row group only."""
+"""Pictures out of the rows of tables; of parquet files, only whole groups of rows can be read."""
 
 import os
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from .arrow import failures, first_line, parquet_module
+from .arrow import failures, first_line
+from .table_files import TableFile, table_file
 
 HELD_BYTES = 128 * 2**20
 """A process keeps the row groups that it read last up to this size, but two of them at least."""
@@ -28,7 +30,7 @@ class RowReader:
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._ends: dict[Path, list[int]] = {}
-        self._held: OrderedDict[tuple[Path, int], Any] = OrderedDict()
+        self._held: OrderedDict[tuple[Path, int], tuple[Any, int]] = OrderedDict()
         self._size = 0
 
     def __eq__(self, other: object) -> bool:
@@ -53,31 +55,25 @@ class RowReader:
 
     def _cell(self, path: Path, number: int) -> Any:
         if path not in self._ends:
-            with parquet_module().ParquetFile(path) as file:
-                self._ends[path] = group_ends(file)
+            self._ends[path] = group_ends(table_file(path))
         ends = self._ends[path]
         group = bisect_right(ends, number)
         if group == len(ends):
             raise ValueError("is not there any more")
         key = path, group
         if key not in self._held:
-            with parquet_module().ParquetFile(path) as file:
-                self._held[key] = file.read_row_group(group, columns=[self.column], use_threads=False).column(0)
-            self._size += self._held[key].nbytes
+            self._held[key] = table_file(path).group(group, self.column)
+            self._size += self._held[key][1]
         self._held.move_to_end(key)
         while len(self._held) > 2 and self._size > HELD_BYTES:
-            self._size -= self._held.popitem(last=False)[1].nbytes
+            self._size -= self._held.popitem(last=False)[1][1]
         first = ends[group - 1] if group else 0
-        return self._held[key][number - first].as_py()
+        return self._held[key][0][number - first].as_py()
 
 
-def group_ends(file: Any) -> list[int]:
-    """The number behind the last row of each group of an open file."""
-    ends, end = [], 0
-    for group in range(file.metadata.num_row_groups):
-        end += file.metadata.row_group(group).num_rows
-        ends.append(end)
-    return ends
+def group_ends(file: TableFile) -> list[int]:
+    """The number behind the last row of each group."""
+    return list(accumulate(file.group_rows))
 
 
 def bytes_of(cell: Any, file: Path) -> bytes:

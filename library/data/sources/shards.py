@@ -11,6 +11,7 @@ from ..dataset_schema import SubsetConfig, found_from
 from ..listing import first_of
 from .arrow import INSTALL, is_missing
 from .patterns import expanded
+from .table_files import saved_by_datasets
 from .tree import Tree, by_name, tree_of
 
 ENDINGS = {
@@ -80,10 +81,13 @@ def _inside(folder: Path, key: str, *, recursive: bool) -> list[Path]:
     if tree.problems:
         raise ValueError(tree.problems[0])
     found = [folder / name for name in tree.files if name.lower().endswith(ENDINGS[key])]
+    if not found and key == "parquet":
+        found = saved_by_datasets(folder, tree.files)
     if not found:
         seen = [*tree.files, *(f"{name}/" for name in tree.folders)]
         deeper = "; recursive = true searches folders below, too" if tree.folders and not recursive else ""
-        raise ValueError(f"{folder.absolute()} has no {ENDINGS[key][0]} files; there are"
+        also = " and nothing that save_to_disk wrote" if key == "parquet" else ""
+        raise ValueError(f"{folder.absolute()} has no {ENDINGS[key][0]} files{also}; there are"
                          f" {first_of(seen) or 'none at all'}{deeper}")  # fmt: skip
     return found
 
