@@ -207,6 +207,13 @@ def _compile_is_on(config: RunConfig, given: Given) -> Iterator[Conflict]:
                 yield (name, "torch_compile"), "nothing is compiled; set torch_compile"
 
 
+def _old_files_are_written(config: RunConfig, given: Given) -> Iterator[Conflict]:
+    for what in ("epochs", "steps"):
+        last, every = f"save_last_n_{what}", f"save_every_n_{what}"
+        if getattr(config.save, last) is not None and getattr(config.save, every) is None:
+            yield (last, every), f"nothing is saved that could be too old; set {every}"
+
+
 def _output_name(config: RunConfig, given: Given) -> Iterator[Conflict]:
     name = config.save.output_name
     if not name or Path(name).name != name:
@@ -232,4 +239,5 @@ _RULES: tuple[Callable[[RunConfig, Given], Iterator[Conflict]], ...] = (
     _objective,
     _compile_is_on,
     _output_name,
+    _old_files_are_written,
 )

@@ -117,8 +117,6 @@ VERDICTS: dict[str, Alias | Refused] = {
     "save_model_as": Refused("LoRA files are safetensors; ckpt and pt files can run code when they are opened",
                              ("safetensors",)),
     "save_n_epoch_ratio": Refused("use save_every_n_epochs"),
-    "save_last_n_epochs": _later("removing old LoRA files; all are kept"),
-    "save_last_n_steps": _later("removing old LoRA files; all are kept"),
     "save_state": _STATE,
     "save_state_on_train_end": _STATE,
     "save_last_n_epochs_state": _STATE,

@@ -25,6 +25,7 @@ class StableDiffusion2(Family):
     tokenizers = {"tokenizer": "stabilityai/stable-diffusion-2:tokenizer"}  # noqa: RUF012
     lora_targets = LORA_TARGETS
     lora_prefix = "lora_unet"
+    lora_other_names = ("ldm",)
     text_lora_targets = TEXT_LORA_TARGETS
     text_lora_prefixes = {"text_encoder": "lora_te"}  # noqa: RUF012
     picture_size = (512, 512)

@@ -79,6 +79,7 @@ def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, start
     job, adapter = _assemble(config, strategy, family, pipe, prepared, plan, Kept(latents, texts))
     preview = _preview(config, prompts)
     export = Export(adapter, prepared.pictures, prepared.resolution, started_at)
+    strategy.on_main(lambda: export.rehearse(job))
     if config.train.replay is not None:
         for line in replay(job, read_bundle(Path(config.train.replay))):
             logger.info("%s", line)
