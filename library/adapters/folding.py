@@ -16,6 +16,10 @@ TOLD = "lorikeet.alphas"
 WIDENED = "lorikeet.widened"
 """Metadata: the precision of tensors that are float32 in the file because alpha / rank cannot be undone otherwise."""
 
+ALPHA_DTYPE = "lorikeet.alpha_dtype"
+"""Metadata: the precision that the alphas had."""
+ALL_TOLD = (TOLD, WIDENED, ALPHA_DTYPE)
+
 _FACTORS = (UP, "lokr_w1", "lokr_w1_a")
 """What alpha / rank is multiplied into."""
 
@@ -38,17 +42,29 @@ def is_exact(update: Update) -> bool:
     return torch.equal(_over(after.tensors[name], update.scale, tensor.dtype), tensor)
 
 
-def told(updates: Mapping[str, Update]) -> dict[str, str]:
-    """The metadata that ``unfolded`` needs."""
-    if all(update.scale == 1 or _factor(update) is None for update in updates.values()):
-        return {}
-    usual, _ = Counter(update.alpha for update in updates.values()).most_common(1)[0]
-    alphas = {"*": usual, **{module: update.alpha for module, update in updates.items() if update.alpha != usual}}
-    half = {tensor.dtype for update in updates.values() for tensor in update.tensors.values()} - {torch.float32}
-    told = {TOLD: json.dumps(alphas)}
-    if len(half) == 1:
-        told[WIDENED] = str(half.pop()).removeprefix("torch.")
-    return told
+def told(updates: Mapping[str, Update], alpha_dtype: torch.dtype = torch.float32) -> dict[str, str]:
+    """The metadata that ``unfolded`` and ``alpha_dtype_told`` need."""
+    found = {}
+    if alpha_dtype != torch.float32:
+        found[ALPHA_DTYPE] = _name(alpha_dtype)
+    if any(update.scale != 1 and _factor(update) is not None for update in updates.values()):
+        usual, _ = Counter(update.alpha for update in updates.values()).most_common(1)[0]
+        alphas = {"*": usual, **{module: update.alpha for module, update in updates.items() if update.alpha != usual}}
+        found[TOLD] = json.dumps(alphas)
+        half = {tensor.dtype for update in updates.values() for tensor in update.tensors.values()} - {torch.float32}
+        if len(half) == 1:
+            found[WIDENED] = _name(half.pop())
+    return found
+
+
+def alpha_dtype_told(metadata: Mapping[str, str]) -> torch.dtype:
+    """The precision in which the alphas were written before."""
+    dtype = getattr(torch, metadata.get(ALPHA_DTYPE, "float32"), None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def unfolded(updates: Mapping[str, Update], metadata: Mapping[str, str]) -> dict[str, Update]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from .folding import folded, told, unfolded
+from .folding import alpha_dtype_told, folded, told, unfolded
 from .fusing import NotOneError, fuse, split
 from .keys import PartNames, kohya_name, stray
 from .layouts import Group
@@ -45,6 +45,8 @@ class Content:
     alphas: dict[str, float]
     """Of each module of the state, part included."""
     format: Format
+    alpha_dtype: torch.dtype = torch.float32
+    """How the file wrote its alphas."""
 
 
 def usual_format(kinds: Iterable[str], family: Format) -> Format:
@@ -67,8 +69,8 @@ def refusals(kinds: Iterable[str], form: Format) -> list[str]:
     return found
 
 
-def to_file(state: Tensors, alphas: Mapping[str, float], parts: Sequence[PartNames],
-            form: Format) -> tuple[dict[str, Tensor], dict[str, str]]:  # fmt: skip
+def to_file(state: Tensors, alphas: Mapping[str, float], parts: Sequence[PartNames], form: Format,
+            alpha_dtype: torch.dtype = torch.float32) -> tuple[dict[str, Tensor], dict[str, str]]:  # fmt: skip
     """The tensors of a file, on the CPU, each in one piece, and the metadata that is needed to undo it.
 
     Files of sd-scripts and ComfyUI hold alphas.  diffusers' do not: what alpha does is multiplied into the update.
@@ -85,7 +87,7 @@ def to_file(state: Tensors, alphas: Mapping[str, float], parts: Sequence[PartNam
         for name, tensor in _written(own, part, form):
             if name in tensors:
                 raise ValueError(f"two tensors are called {name} in the file")
-            tensors[name] = tensor.contiguous()
+            tensors[name] = tensor.to(alpha_dtype) if name.endswith(f".{ALPHA}") else tensor.contiguous()
     if strangers := [module for module in updates if not module.startswith(tuple(f"{part.name}." for part in parts))]:
         raise ValueError(f"{strangers[0]} is in no part that files can hold")
     # Modules may share a matrix in memory, and a file has it once for each of them.
@@ -94,7 +96,7 @@ def to_file(state: Tensors, alphas: Mapping[str, float], parts: Sequence[PartNam
         if tensor.data_ptr() in taken:
             tensors[name] = tensor.clone()
         taken.add(tensor.data_ptr())
-    return tensors, told(updates) if form == "diffusers" else {}
+    return tensors, told(updates, alpha_dtype) if form == "diffusers" else {}
 
 
 def _on_cpu(update: Update) -> Update:
@@ -153,7 +155,9 @@ def from_file(tensors: Tensors, metadata: Mapping[str, str], parts: Sequence[Par
         raise UserError(f"{len(unknown)} of {len(tensors)} keys are none of this model's, for example {unknown[0]}")
     updates = unfolded(updates, metadata)
     state = {key: tensor for module, update in updates.items() for key, tensor in named(module, update, STATE)}
-    return Content(state, {module: update.alpha for module, update in updates.items()}, format_of(tensors))
+    written = {tensor.dtype for key, tensor in tensors.items() if key.endswith(f".{ALPHA}")}
+    dtype = written.pop() if len(written) == 1 else alpha_dtype_told(metadata)
+    return Content(state, {module: update.alpha for module, update in updates.items()}, format_of(tensors), dtype)
 
 
 def known_names(parts: Iterable[PartNames]) -> dict[str, tuple[PartNames, Group]]:

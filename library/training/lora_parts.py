@@ -15,16 +15,11 @@ from ..families.loading import class_of
 def parts_of(family: Family | type[Family], pipe: Any) -> list[PartNames]:
     """Those parts of a pipeline that are loaded and may be trained."""
     found = [(name, getattr(pipe, name, None)) for name in _names(family)]
-    return [_part(family, name, module) for name, module in found if isinstance(module, nn.Module)]
-
-
-def parts_of_config(family: type[Family], config: str) -> list[PartNames]:
-    """The same for a shipped configuration, without weights."""
-    return [_part(family, name, model) for name, model in models_of_config(family, config)]
+    return [part_names(family, name, module) for name, module in found if isinstance(module, nn.Module)]
 
 
 def models_of_config(family: type[Family], config: str) -> Iterator[tuple[str, nn.Module]]:
-    """The parts themselves, without weights."""
+    """The same parts of a shipped configuration, without weights."""
     data = read_config(config)
     for name in _names(family):
         settings = dict(data[f"{name}/config.json"])
@@ -37,7 +32,8 @@ def _names(family: Family | type[Family]) -> tuple[str, ...]:
     return (family.denoiser, *family.text_lora_prefixes)
 
 
-def _part(family: Family | type[Family], name: str, model: nn.Module) -> PartNames:
+def part_names(family: Family | type[Family], name: str, model: nn.Module) -> PartNames:
+    """Those of one part."""
     if name == family.denoiser:
         return PartNames.of(model, name, family.lora_prefix, family.lora_names, family.lora_other_names)
     return PartNames.of(model, name, family.text_lora_prefixes[name], "clip")
