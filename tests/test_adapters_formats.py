@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapted import names_of
+from adapted import merge, names_of
 from safetensors.torch import load_file, save_file
 from test_adapters_layouts import tiny_denoiser
 from tiny import TINY
@@ -25,13 +25,13 @@ EVERY = ("sd1", "sd2", "sdxl", "sd3", "flux", "z_image", "qwen_image")
 FORMATS = ("kohya", "diffusers", "comfy")
 
 
-def draw_state(name, kind="lora", dtype=torch.float32, seed=0):
+def draw_state(name, kind="lora", dtype=torch.float32, seed=0, pipe=None):
     """A whole family's state, text encoders included, of several ranks and alphas, and what files call its parts."""
-    tiny, family, draw = TINY[name](), FAMILIES.get(name), torch.Generator().manual_seed(seed)
-    parts = parts_of(family, tiny.pipe)
+    pipe, family, draw = pipe or TINY[name]().pipe, FAMILIES.get(name), torch.Generator().manual_seed(seed)
+    parts = parts_of(family, pipe)
     state, alphas = {}, {}
     for part in parts:
-        model = getattr(tiny.pipe, part.name)
+        model = getattr(pipe, part.name)
         targets = family.lora_targets if part.name == family.denoiser else ("q_proj", "fc1")
         for module in lora.matching(model, targets):
             shape = model.get_submodule(module).weight.shape
@@ -57,7 +57,8 @@ def sizes(kind, shape, rank):
             return {"hada_w1_a": (outputs, rank), "hada_w1_b": (rank, inputs), "hada_w2_a": (outputs, rank),
                     "hada_w2_b": (rank, inputs)}  # fmt: skip
         case "lokr":
-            return {"lokr_w1": (2, 2), "lokr_w2_a": (outputs // 2, rank), "lokr_w2_b": (rank, inputs // 2)}
+            out, into = (2 - size % 2 for size in (outputs, inputs))
+            return {"lokr_w1": (out, into), "lokr_w2_a": (outputs // out, rank), "lokr_w2_b": (rank, inputs // into)}
 
 
 def equal(one, other):
@@ -85,6 +86,41 @@ def test_other_kinds_go_to_the_formats_that_know_them_and_back(name, kind, forms
     for form in forms:
         back = from_file(*to_file(state, alphas, parts, form), parts)
         assert equal(back.state, state) and back.alphas == alphas
+
+
+IN_DIFFUSERS = [*((name, "lora") for name in EVERY), ("sd1", "dora"), ("sd3", "dora"), ("flux", "dora"), ("sd1", "lokr"),
+                ("flux", "lokr")]  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name, kind", IN_DIFFUSERS)
+def test_diffusers_computes_with_the_file_what_a_model_with_merged_weights_does(name, kind, tmp_path):
+    """Text encoders included, in the usual format of a LoRA, and in diffusers' own of what it alone reads."""
+    tiny, family = TINY[name](), FAMILIES.get(name)()
+    state, alphas, parts = draw_state(name, kind, pipe=tiny.pipe)
+    state = {key: 0.1 * each if "lora_B" in key or "lokr_w1" in key else each.abs() if "magn" in key else each
+             for key, each in state.items()}  # fmt: skip
+    form = usual_format([kind], family.lora_format) if kind == "lora" else "diffusers"
+    save_file(to_file(state, alphas, parts, form)[0], tmp_path / "lora.safetensors")
+    base = outputs(family, tiny.pipe, tiny.batch)
+    theirs = family.load(tiny.source, torch.float32)
+    theirs.load_lora_weights(str(tmp_path), weight_name="lora.safetensors")
+    found = outputs(family, theirs, tiny.batch)
+    merge(tiny.pipe, state, alphas)
+    wanted = outputs(family, tiny.pipe, tiny.batch)
+    for what, tensor in wanted.items():
+        assert (tensor - base[what]).abs().max() > 1e-2, what
+        torch.testing.assert_close(found[what], tensor, rtol=2e-3, atol=2e-3, msg=lambda text, at=what: f"{at}: {text}")
+
+
+def outputs(family, pipe, batch):
+    t = torch.tensor([300.0, 700.0])
+    found = {"denoiser": family.predict(pipe, getattr(pipe, family.denoiser), batch.latents, t, batch)}
+    for part in family.text_lora_prefixes:
+        encoder = getattr(pipe, part)
+        ids = torch.tensor([[5, 7, 11, encoder.config.eos_token_id]])
+        found[part] = encoder(ids, output_hidden_states=True).hidden_states[-1]
+    return found
 
 
 def test_a_lora_kind_is_not_written_where_nobody_would_read_it():

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import UserError
 from .folding import alpha_dtype_told, folded, told, unfolded
-from .fusing import NotOneError, fuse, split
+from .fusing import NotOneError, fuse, is_turned, split
 from .keys import PartNames, kohya_name, stray
 from .layouts import Group
 from .updates import (
@@ -34,6 +34,7 @@ from .updates import (
 Format = Literal["kohya", "diffusers", "comfy"]
 Tensors = Mapping[str, Tensor]
 
+_FOR_COMFY = "lora_transformer"
 _OLD_ATTENTION = re.compile(r"\.to_(q|k|v|out)_lora\.")
 
 
@@ -109,16 +110,36 @@ def _written(own: Mapping[str, Update], part: PartNames, form: Format) -> Iterat
         names = part.names("clip" if part.is_text else "diffusers").single
         for module, update in own.items():
             yield from named(f"{part.name}.{names.get(module, module)}", folded(update), DIFFUSERS)
+        for group in _turned_groups(own, part):
+            turned = folded(fuse([own[str(group.modules[0])]], group.original))
+            yield from named(kohya_name(str(group.modules[0]), _FOR_COMFY), turned, KOHYA)
     elif form == "comfy" and not part.is_text and part.name != "unet":
+        apart = {str(group.modules[0]) for group in _turned_groups(own, part)}
         for module, update in own.items():
-            yield from _with_alpha(f"{part.name}.{module}", update, COMFY)
+            if module not in apart:
+                yield from _with_alpha(f"{part.name}.{module}", update, COMFY)
+        yield from _as_kohya({module: own[module] for module in own if module in apart}, part)
     else:
-        for group in part.names().groups(own):
-            try:
-                whole = fuse([None if module is None else own[module] for module in group.modules], group.original)
-            except NotOneError as error:
-                raise UserError(f"{part.name}.{group.name}: {error}; take save_format comfy") from None
-            yield from _with_alpha(kohya_name(group.name, part.prefix), whole, KOHYA)
+        yield from _as_kohya(own, part)
+
+
+def _turned_groups(own: Mapping[str, Update], part: PartNames) -> list[Group]:
+    """Modules whose halves stand in another order than in the original.
+
+    ComfyUI forgets it when it reads diffusers' names of them.  So it gets them by the original name, or, in a file for
+    diffusers, which passes over it, by one that it reads after diffusers' own.
+    """
+    groups = part.names().groups(own) if part.names().layout else []
+    return [group for group in groups if group.original.pair and is_turned(own[str(group.modules[0])], group.original)]
+
+
+def _as_kohya(own: Mapping[str, Update], part: PartNames) -> Iterator[tuple[str, Tensor]]:
+    for group in part.names().groups(own):
+        try:
+            whole = fuse([None if module is None else own[module] for module in group.modules], group.original)
+        except NotOneError as error:
+            raise UserError(f"{part.name}.{group.name}: {error}; take save_format comfy") from None
+        yield from _with_alpha(kohya_name(group.name, part.prefix), whole, KOHYA)
 
 
 def _with_alpha(name: str, update: Update, ends: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
@@ -135,6 +156,10 @@ def from_file(tensors: Tensors, metadata: Mapping[str, str], parts: Sequence[Par
     """What a file of any of these programs holds, for a model with these parts."""
     known = known_names(parts)
     found, unknown = _by_module(tensors, known)
+    for name in [name for name in found if name.startswith(f"{_FOR_COMFY}_")]:
+        part, group = known[name]
+        if any(f"{part.name}.{module}" in found for module in group.modules):  # it is there for ComfyUI, once more
+            del found[name]
     updates: dict[str, Update] = {}
     for name, whole in found.items():
         part, group = known[name]
@@ -172,8 +197,8 @@ def known_names(parts: Iterable[PartNames]) -> dict[str, tuple[PartNames, Group]
 def format_of(tensors: Iterable[str]) -> Format:
     """Whose file has such keys."""
     modules = {named[0] for key in tensors if (named := part_of_name(modern(key))) is not None}
-    if not all("." in module for module in modules):
-        return "comfy" if any("." in module for module in modules) else "kohya"
+    if not any("." in module for module in modules):
+        return "kohya"
     return "comfy" if any(key.endswith(f".{ALPHA}") for key in tensors) else "diffusers"
 
 

@@ -23,7 +23,7 @@ def fuse(parts: Sequence[Update | None], original: Original) -> Update:
     """The update of the original module; None for a part that has none."""
     there = [part for part in parts if part is not None]
     if len(original.parts) == 1:
-        return _swapped(there[0]) if original.pair else there[0]
+        return _swapped(there[0]) if is_turned(there[0], original) else there[0]
     kinds = {part.kind for part in there}
     if not kinds <= {"lora", "dora"}:
         raise NotOneError(f"{len(original.parts)} modules trained by {'/'.join(sorted(kinds))} are no single one")
@@ -48,7 +48,7 @@ def fuse(parts: Sequence[Update | None], original: Original) -> Update:
 def split(whole: Update, original: Original) -> list[Update | None]:
     """The update of each part, None for one that has none; undoes ``fuse``."""
     if len(original.parts) == 1:
-        return [_swapped(whole) if original.pair else whole]
+        return [_swapped(whole) if is_turned(whole, original) else whole]
     if whole.kind not in ("lora", "dora"):
         raise NotOneError(f"a {whole.kind} update of {len(original.parts)} modules at once cannot be taken apart")
     down = whole.tensors[DOWN]
@@ -118,14 +118,21 @@ def _is_block_diagonal(ups: Sequence[Tensor], ranks: Sequence[int]) -> bool:
     return sum(bool(rank) for rank in ranks) > 1
 
 
+def is_turned(update: Update, original: Original) -> bool:
+    """Whether the module makes just shift and scale, which the original has in the other order."""
+    outputs, inputs = update.shape
+    return original.pair and outputs == 2 * inputs
+
+
 def _swapped(update: Update) -> Update:
     """The other order of shift and scale, where the module makes just these two."""
-    if update.kind not in ("lora", "dora"):
-        raise NotOneError(f"shift and scale of {update.kind} stand in another order")
-    if update.tensors[UP].shape[0] != 2 * update.tensors[DOWN].shape[1]:
-        return update
-    turned = {name: torch.cat(tensor.chunk(2)[::-1]) for name, tensor in update.tensors.items() if name != DOWN}
-    return Update({DOWN: update.tensors[DOWN], **turned}, update.alpha)
+    names = {"loha": ("hada_w1_a", "hada_w2_a"), "lora": (UP,), "dora": (UP, MAGNITUDE)}.get(update.kind, ())
+    if update.kind == "lokr":
+        names = tuple(name for name in ("lokr_w1", "lokr_w1_a") if name in update.tensors)
+    if not names or any(len(update.tensors[name]) % 2 for name in names):
+        raise NotOneError(f"shift and scale stand in another order, in which {update.kind} cannot be brought")
+    turned = {name: torch.cat(update.tensors[name].chunk(2)[::-1]) for name in names}
+    return Update({**update.tensors, **turned}, update.alpha)
 
 
 def _cut(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:

@@ -60,6 +60,20 @@ class Update:
         return 1
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs of the module; zeros where they cannot be told."""
+        found = self.tensors
+        if self.kind in ("lora", "dora"):
+            return len(found[UP]), found[DOWN].shape[1]
+        if self.kind == "loha":
+            return len(found["hada_w1_a"]), found["hada_w1_b"].shape[1]
+        if self.kind == "lokr":
+            sizes = [found[half].shape[:2] if half in found else (len(found[f"{half}_a"]), found[f"{half}_b"].shape[1])
+                     for half in ("lokr_w1", "lokr_w2")]  # fmt: skip
+            return sizes[0][0] * sizes[1][0], sizes[0][1] * sizes[1][1]
+        return 0, 0
+
+    @property
     def scale(self) -> float:
         return self.alpha / self.rank
 
