@@ -25,22 +25,22 @@ EVERY = ("sd1", "sd2", "sdxl", "sd3", "flux", "z_image", "qwen_image")
 FORMATS = ("kohya", "diffusers", "comfy")
 
 
-def draw_state(name, kind="lora", dtype=torch.float32, seed=0, pipe=None):
+def draw_state(name, kind="lora", dtype=torch.float32, seed=0, pipe=None, scale=None):
     """A whole family's state, text encoders included, of several ranks and alphas, and what files call its parts."""
     pipe, family, draw = pipe or TINY[name]().pipe, FAMILIES.get(name), torch.Generator().manual_seed(seed)
     parts = parts_of(family, pipe)
     state, alphas = {}, {}
     for part in parts:
         model = getattr(pipe, part.name)
-        targets = family.lora_targets if part.name == family.denoiser else ("q_proj", "fc1")
+        targets = family.lora_targets if part.name == family.denoiser else family.text_lora_targets
         for module in lora.matching(model, targets):
             shape = model.get_submodule(module).weight.shape
-            # One rank and one alpha for all that may be one module in the original.
-            rank = 2 + len(module.split(".")[1]) % 2 if kind == "lora" else 2
+            # Several ranks, but one alpha: diffusers mixes up those of a UNet's blocks in sd-scripts' files.
+            rank = 2 if kind != "lora" or module.split(".")[1] == "1" else 3
             full = f"{part.name}.{module}"
             for end, size in sizes(kind, shape, rank).items():
                 state[f"{full}.{end}"] = torch.randn(size, generator=draw).to(dtype)
-            alphas[full] = 0.5 * rank if kind == "lora" else 1.0
+            alphas[full] = 1.5 if scale is None else scale * rank
     return state, alphas, parts
 
 
@@ -71,7 +71,8 @@ def equal(one, other):
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_family_goes_to_every_format_and_back_to_the_bit(name, form, dtype):
-    state, alphas, parts = draw_state(name, dtype=dtype)
+    # In 16 bits any alpha can be multiplied in and taken out again, in 32 bits powers of two.
+    state, alphas, parts = draw_state(name, dtype=dtype, scale=0.5 if dtype == torch.float32 else None)
     tensors, told = to_file(state, alphas, parts, form)
     assert all(tensor.is_contiguous() for tensor in tensors.values())
     back = from_file(tensors, told, parts)
@@ -80,25 +81,24 @@ def test_every_family_goes_to_every_format_and_back_to_the_bit(name, form, dtype
 
 
 @pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize("kind, forms", [("dora", FORMATS), ("loha", ("comfy",)), ("lokr", ("diffusers", "comfy"))])
+@pytest.mark.parametrize("kind, forms", [("dora", FORMATS), ("loha", ("comfy",)), ("lokr", ("comfy",))])
 def test_other_kinds_go_to_the_formats_that_know_them_and_back(name, kind, forms):
-    state, alphas, parts = draw_state(name, kind)
+    state, alphas, parts = draw_state(name, kind, scale=0.25)
     for form in forms:
         back = from_file(*to_file(state, alphas, parts, form), parts)
         assert equal(back.state, state) and back.alphas == alphas
 
 
-IN_DIFFUSERS = [*((name, "lora") for name in EVERY), ("sd1", "dora"), ("sd3", "dora"), ("flux", "dora"), ("sd1", "lokr"),
-                ("flux", "lokr")]  # fmt: skip
+IN_DIFFUSERS = [*((name, "lora") for name in EVERY), ("sd1", "dora"), ("sd3", "dora"), ("flux", "dora")]
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name, kind", IN_DIFFUSERS)
 def test_diffusers_computes_with_the_file_what_a_model_with_merged_weights_does(name, kind, tmp_path):
-    """Text encoders included, in the usual format of a LoRA, and in diffusers' own of what it alone reads."""
+    """Text encoders included, but for DoRA, whose magnitudes it leaves out there."""
     tiny, family = TINY[name](), FAMILIES.get(name)()
     state, alphas, parts = draw_state(name, kind, pipe=tiny.pipe)
-    state = {key: 0.1 * each if "lora_B" in key or "lokr_w1" in key else each.abs() if "magn" in key else each
+    state = {key: 0.1 * each if "lora_B" in key else each.abs() if "magnitude" in key else each
              for key, each in state.items()}  # fmt: skip
     form = usual_format([kind], family.lora_format) if kind == "lora" else "diffusers"
     save_file(to_file(state, alphas, parts, form)[0], tmp_path / "lora.safetensors")
@@ -109,6 +109,8 @@ def test_diffusers_computes_with_the_file_what_a_model_with_merged_weights_does(
     merge(tiny.pipe, state, alphas)
     wanted = outputs(family, tiny.pipe, tiny.batch)
     for what, tensor in wanted.items():
+        if kind == "dora" and what != "denoiser":
+            continue
         assert (tensor - base[what]).abs().max() > 1e-2, what
         torch.testing.assert_close(found[what], tensor, rtol=2e-3, atol=2e-3, msg=lambda text, at=what: f"{at}: {text}")
 

@@ -65,8 +65,8 @@ def refusals(kinds: Iterable[str], form: Format) -> list[str]:
         if kind in ("oft", "boft") and form != "diffusers":
             found.append(f"{kind} turns what goes into a layer, and the files of sd-scripts and ComfyUI what comes out "
                          "of it; take save_format auto, which peft reads")  # fmt: skip
-        if kind == "loha" and form == "diffusers":
-            found.append("diffusers does not load loha; take save_format kohya or comfy")
+        if kind in ("loha", "lokr") and form == "diffusers":
+            found.append(f"diffusers does not load {kind}; take save_format kohya or comfy")
     return found
 
 
