@@ -1,11 +1,14 @@
-"""LoRA through peft: put into a model, found again in it, read out of it and back into it.
+"""LoRA through peft: put into the parts of a pipeline, found again in them, read out and back in.
 
-A state is a dict of tensors named by peft, without the adapter's own name: ``<module>.lora_A.weight`` (rank, in) and
-``<module>.lora_B.weight`` (out, rank), with two more dimensions where the module is a convolution.
+A state is a dict of tensors named by peft, without the adapter's own name, behind the part of the pipeline:
+``<part>.<module>.lora_A.weight`` (rank, in) and ``<part>.<module>.lora_B.weight`` (out, rank), with two more
+dimensions where the module is a convolution.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,21 +17,59 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
 from ..config.schema import AdapterConfig
-from ..errors import ConfigError
 from ..randomness import seed_for
 from .keys import clean
 from .layouts import LAYOUTS, Group, groups
+from .sites import Part, Site, matching, sites_of
+
+__all__ = ["Adapter", "Part", "Site", "Size", "State", "inject", "load_state", "matching", "parameters", "put", "state"]
 
 State = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Adapter:
-    """What was put into a model."""
+class Size:
+    """How large the adapter of one module is: its update is ``alpha / rank * up @ down``."""
 
     rank: int
     alpha: float
-    modules: tuple[str, ...]  # names of the modules that got a LoRA, in the model's own order
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What was put into the parts of a pipeline."""
+
+    rank: int
+    alpha: float
+    """These two hold where nothing else was asked for."""
+    sizes: Mapping[str, Size]
+    """Of each module, named as in a state, in the models' own order."""
+    sites: tuple[Site, ...]
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        return tuple(self.sizes)
+
+    @property
+    def alphas(self) -> dict[str, float]:
+        """Of each module, named as in a state."""
+        return {name: size.alpha for name, size in self.sizes.items()}
+
+
+def put(parts: Sequence[Part], config: AdapterConfig, seed: int) -> Adapter:
+    """Freeze all parts and give a LoRA to their sites.
+
+    Modules that are one in the original model share their down matrix, as when sd-scripts trains them.  The start is
+    a function of the seed and the module's name, so that every process makes the same one; the update is zero.  The
+    new weights are float32 whatever the model is.
+    """
+    alpha = float(config.network_alpha or config.network_dim)  # sd-scripts: 0 stands for the rank
+    sites = [site for part in parts for site in sites_of(part)]
+    sizes = {site.name: Size(config.network_dim, alpha) for site in sites}
+    for part in parts:
+        own = {site.module: sizes[site.name] for site in sites if site.part == part.name}
+        _put_into(part, own, seed)
+    return Adapter(config.network_dim, alpha, sizes, tuple(sites))
 
 
 def inject(
@@ -39,40 +80,35 @@ def inject(
     style: str = "diffusers",
     idle: Sequence[str] = (),
 ) -> Adapter:
-    """Freeze ``model`` and give a LoRA to each module whose name ends in one of ``targets``, but not to ``idle`` ones.
+    """The same for one model alone, whose modules then have no part before their names."""
+    found = put([Part("", model, targets, style, idle=idle)], config, seed)
+    sizes = {name.removeprefix("."): size for name, size in found.sizes.items()}
+    return Adapter(found.rank, found.alpha, sizes, found.sites)
 
-    Modules that are one in the original model share their down matrix, as when sd-scripts trains them; ``style`` is
-    ``Family.lora_names``.  The start is a function of the seed and the module's name, so that every process makes the
-    same one; the update is zero.  The new weights are float32 whatever the model is.
-    """
-    modules = tuple(name for name in matching(model, targets) if name not in idle)
-    alpha = config.network_alpha or config.network_dim  # sd-scripts: 0 stands for the rank
-    model.requires_grad_(False)
+
+def _put_into(part: Part, sizes: Mapping[str, Size], seed: int) -> None:
+    part.model.requires_grad_(False)
+    ranks = {name: size.rank for name, size in sizes.items()}
+    alphas = {name: size.alpha for name, size in sizes.items()}
     # On the meta device peft draws no random numbers; the weights are made below.
-    settings = LoraConfig(r=config.network_dim, lora_alpha=alpha, target_modules=list(modules))  # type: ignore[arg-type]
-    inject_adapter_in_model(settings, model, low_cpu_mem_usage=True)
-    for name in modules:
-        _start(model.get_submodule(name), name, seed)
-    _share(model, groups(modules, LAYOUTS[style]) if style in LAYOUTS else ())
-    return Adapter(config.network_dim, float(alpha), modules)
+    settings = LoraConfig(target_modules=_any_of(sizes), rank_pattern=_patterns(ranks), alpha_pattern=_patterns(alphas))
+    inject_adapter_in_model(settings, part.model, low_cpu_mem_usage=True)
+    for name in sizes:
+        # Text encoders have the same names inside, and must not start alike.
+        _start(part.model.get_submodule(name), f"{part.name}.{name}" if part.is_text else name, seed)
+    _share(part.model, groups(sizes, LAYOUTS[part.style]) if part.style in LAYOUTS else ())
 
 
-def matching(model: nn.Module, targets: Sequence[str]) -> tuple[str, ...]:
-    """Names of the linear layers and convolutions that a target names; a target without any is an error."""
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
-    idle = [target for target in targets if not any(_ends(name, target) for name in names)]
-    if idle or not targets:
-        found = ", ".join(map(repr, idle)) or "no target"
-        raise ConfigError([f"LoRA targets: {found} matches no layer of {type(model).__name__}"])
-    return tuple(name for name in names if any(_ends(name, target) for target in targets))
+def _patterns(values: Mapping[str, Any]) -> dict[str, Any]:
+    """One pattern for all modules that have the same value: peft looks through all patterns for each module."""
+    names = defaultdict(list)
+    for name, value in values.items():
+        names[value].append(name)
+    return {f"^{_any_of(each)}": value for value, each in names.items()}
 
 
-def _ends(name: str, target: str) -> bool:
-    """Whether the last parts of a name are those of a target, in which ``*`` is any one part."""
-    parts, wanted = name.split("."), target.split(".")
-    return len(parts) >= len(wanted) and all(
-        want in ("*", part) for part, want in zip(parts[::-1], wanted[::-1], strict=False)
-    )
+def _any_of(names: Iterable[str]) -> str:
+    return f"(?:{'|'.join(map(re.escape, names))})"
 
 
 def _start(layer: Any, name: str, seed: int) -> None:
@@ -94,6 +130,11 @@ def _share(model: nn.Module, found: Sequence[Group]) -> None:
         first, *others = (model.get_submodule(name) for name in group.modules if name is not None)
         for layer in others:
             layer.lora_A["default"] = first.lora_A["default"]  # type: ignore[index, operator]
+
+
+def module_of(name: str) -> str:
+    """The module that a weight of a state belongs to."""
+    return re.split(r"\.lora_[AB]\.", name)[0]
 
 
 def parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

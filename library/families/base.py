@@ -53,8 +53,10 @@ class Family(ABC):
     or ``sd3``, where some of them are one."""
     lora_format: ClassVar[str] = "kohya"
     """What LoRA files every loader reads: sd-scripts' (``kohya``), or ``diffusers`` with names as in diffusers."""
-    text_lora_targets: ClassVar[tuple[str, ...]] = ()
-    """The same as ``lora_targets`` for text encoders."""
+    conv_lora_targets: ClassVar[tuple[str, ...]] = ()
+    """What joins ``lora_targets`` when convolutions are trained, too."""
+    text_lora_targets: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Each of ``facts.text_encoders`` -> the same as ``lora_targets`` for it."""
     text_lora_prefixes: ClassVar[Mapping[str, str]] = {}
     """Text encoder -> what stands before the names of its modules in a kohya file."""
     picture_size: ClassVar[tuple[int, int]]
@@ -90,6 +92,10 @@ class Family(ABC):
 
     def idle_layers(self, denoiser: Any) -> tuple[str, ...]:
         """Names of layers that no gradient reaches, since the model leaves out what they make; they get no LoRA."""
+        return ()
+
+    def idle_text_layers(self, encoder: Any, part: str) -> tuple[str, ...]:
+        """The same for a text encoder: what comes after the layer that is read."""
         return ()
 
     @abstractmethod

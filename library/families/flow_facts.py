@@ -83,6 +83,8 @@ SD3 = Facts(
     parts=("transformer", "vae", *_SD3_TEXT),
     look=_look_at_sd3,
     files={"vae": "vae", "clip_l": "text_encoder", "clip_g": "text_encoder_2", "t5xxl": "text_encoder_3"},
+    text_encoders=("text_encoder", "text_encoder_2", "text_encoder_3"),
+    t5="text_encoder_3",
     options=("t5xxl_max_token_length",),
     prefixes={
         "transformer": _WHOLE,
@@ -113,6 +115,8 @@ FLUX = Facts(
     parts=("transformer", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
     look=_look_at_flux,
     files={"ae": "vae", "vae": "vae", "clip_l": "text_encoder", "t5xxl": "text_encoder_2"},
+    text_encoders=("text_encoder", "text_encoder_2"),
+    t5="text_encoder_2",
     options=("t5xxl_max_token_length", "guidance_scale"),
     refused=_schnell_has_no_guidance,
     prefixes={

@@ -4,11 +4,13 @@ import logging
 import time
 from pathlib import Path
 
+from torch import Tensor, nn
+
 from .. import __version__
 from ..adapters import file, keys, lora
-from ..adapters.layouts import Names
 from ..adapters.lora import Adapter
 from ..adapters.metadata import ModelFacts, RunFacts, describe, with_hashes
+from ..families.base import Family
 from ..optim.optimizers import weights_as_used
 from ..randomness import seed_for
 from .loop import Run
@@ -57,22 +59,29 @@ class Export:
 
     def _save_one(self, run: Run, path: Path) -> None:
         model = run.strategy.unwrapped(run.adapter)
-        names = keys.file_names((name for name, _ in model.named_modules()), run.task.family.lora_names)
-        run.strategy.on_main(lambda: self._write(run, path, lora.state(model), names))
+        run.strategy.on_main(lambda: self._write(run, path, model))
         logger.info("saved %s", path)
 
-    def _write(self, run: Run, path: Path, state: lora.State, names: Names) -> None:
-        family = run.task.family
-        if family.lora_format == "diffusers":
-            tensors = keys.to_diffusers(state, self.adapter.alpha, family.denoiser)
-        else:
-            tensors = keys.to_kohya(state, self.adapter.alpha, family.lora_prefix, names)
+    def _write(self, run: Run, path: Path, trained: nn.Module) -> None:
+        family, tensors = run.task.family, dict[str, Tensor]()
+        whole = lora.state(trained)
+        for part, child in trained.named_children():
+            state = {name.removeprefix(f"{part}."): each for name, each in whole.items() if name.startswith(f"{part}.")}
+            tensors |= self._of_part(family, part, child, state)
         tensors = file.cast(tensors, run.config.save.save_precision)
         titles = family.titles(run.task.pipe)
         model = ModelFacts(titles.base_model_version, titles.architecture, run.task.objective.process.prediction)
         metadata = with_hashes(tensors, describe(run.config, model, self._facts(run), SOFTWARE))
         # A learning rate of 0, as in the first step of a warm-up, leaves the update at zero, and rightly so.
         file.write(path, tensors, metadata, trained=run.state.has_learnt)
+
+    def _of_part(self, family: Family, part: str, model: nn.Module, state: lora.State) -> dict[str, Tensor]:
+        if family.lora_format == "diffusers":
+            return keys.to_diffusers(state, self.adapter.alpha, part)
+        own = part == family.denoiser
+        names = keys.file_names((name for name, _ in model.named_modules()), family.lora_names if own else "clip")
+        prefix = family.lora_prefix if own else family.text_lora_prefixes[part]
+        return keys.to_kohya(state, self.adapter.alpha, prefix, names)
 
     def _facts(self, run: Run) -> RunFacts:
         trained, regularising = self.pictures

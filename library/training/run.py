@@ -29,8 +29,9 @@ from .bad_samples import BadSamples
 from .bundle import read_bundle, replay
 from .caching import Kept, keep_latents, keep_texts
 from .export import Export
+from .groups import groups_of
 from .health import NoMore, Watch
-from .loop import Run, Silence, count, train, trainable
+from .loop import Run, Silence, train
 from .metrics import MetricsFile
 from .objective import objective_of
 from .outline import outline
@@ -41,6 +42,7 @@ from .preview import Preview
 from .reporting import Report
 from .task import Task
 from .track import Track, start_trackers
+from .trained import described, put_adapters
 
 logger = logging.getLogger(__name__)
 
@@ -158,24 +160,17 @@ def _assemble(
 ) -> tuple[Run, lora.Adapter]:
     """Put the adapters into the model, and hand both to the strategy."""
     objective = objective_of(config, family, pipe)
-    denoiser = getattr(pipe, family.denoiser)
-    adapter = lora.inject(denoiser, config.adapter, family.lora_targets, config.train.seed, family.lora_names,
-                          family.idle_layers(denoiser))  # fmt: skip
-    if config.train.gradient_checkpointing:
-        denoiser.enable_gradient_checkpointing()
-    denoiser.train()
-    parameters = trainable(denoiser)
-    share = count(parameters) / count(list(denoiser.parameters()))
-    logger.info("training %d LoRA modules of rank %d in %s: %s numbers, %.2f %% of the model", len(adapter.modules),
-                adapter.rank, type(denoiser).__name__, f"{count(parameters):,}", 100 * share)  # fmt: skip
-    groups = [optimizers.Group("unet", parameters, config.optim.learning_rate)]
+    trained, adapter = put_adapters(config, family, pipe)
+    for line in described(trained, adapter):
+        logger.info("%s", line)
+    groups = groups_of(trained, adapter, config.optim, family.facts)
     for line in optimizers.remarks(config.optim, groups):
         logger.warning("%s", line)
     optimizer = optimizers.make_optimizer(config.optim, groups)
-    wrapped, optimizer = strategy.wrap(denoiser, optimizer)
+    wrapped, optimizer = strategy.wrap(trained, optimizer, trained.denoiser)
     task = Task(family, pipe, wrapped, objective, config.train.seed, strategy.device,
                 config.data.masked_loss_normalize, config.cache.vae_batch_size, config.cache.text_encoder_batch_size,
-                kept.texts)  # fmt: skip
+                kept.texts, trains_texts=config.adapter.trains_texts)  # fmt: skip
     loader = prepared.loader(plan.batches, strategy.rank, total_steps=plan.steps, pin_memory=strategy.pins_memory,
                              latents=kept.latents, texts=kept.texts)  # fmt: skip
     if strategy.is_main:

@@ -40,6 +40,7 @@ class Task:
     pictures_at_once: int = 1
     captions_at_once: int = 1
     texts: TextReader | None = None  # where captions are encoded already
+    trains_texts: bool = False
     seen: list[Seen] = field(default_factory=list)
     """The micro-batches of the latest optimizer step on this process."""
     seen_in: int = -1
@@ -60,13 +61,17 @@ class Task:
             self.seen, self.seen_in = [], step
         self.seen.append(seen)
 
-    @torch.no_grad()
     def encode(self, pixels: PixelBatch, step: int) -> Batch:
-        """Pictures to latents and captions to conditioning, as far as that is not done; both encoders are frozen."""
+        """Pictures to latents and captions to conditioning, as far as that is not done."""
+        with torch.set_grad_enabled(self.trains_texts and torch.is_grad_enabled()):
+            cond = self.text(pixels.captions) if pixels.cond is None else each_tensor(pixels.cond, self._here)
+        with torch.no_grad():
+            return self._encoded(pixels, cond, step)
+
+    def _encoded(self, pixels: PixelBatch, cond: Cond, step: int) -> Batch:
         kept = pixels.moments
         moments = self.moments(pixels.pixels) if kept is None else Moments(self._here(kept.both))
         latents = moments.drawn(self.generators("vae", step, pixels.places))
-        cond = self.text(pixels.captions) if pixels.cond is None else each_tensor(pixels.cond, self._here)
         frame, weight = self._here(pixels.frame), self._here(pixels.weight)
         mask = None if pixels.latent_mask is None else self._here(pixels.latent_mask)
         if pixels.mask is not None:
