@@ -98,7 +98,7 @@ def _of_model_and_prompts(loaded: "Loaded") -> list[str]:
         found = detect(config.model)
         facts = facts_of(found.family)
         misfits = [*objective_rules.misfits(config, facts.title, found.prediction),
-                   *adapter_rules.misfits(config, facts.title, facts.text_encoders, facts.t5)]  # fmt: skip
+                   *adapter_rules.misfits(config, facts.name, facts.title, facts.text_encoders, facts.t5)]  # fmt: skip
         problems += [f"{places.get(names[0], f'--{names[0]}')}: {problem}" for names, problem in misfits]
     except ConfigError as error:
         found, problems = None, error.problems

@@ -12,7 +12,7 @@ from tiny import TINY
 
 from library.adapters import lora
 from library.config import load_options
-from library.config.schema import OptimConfig
+from library.config.schema import OptimConfig, RunConfig
 from library.errors import ConfigError
 from library.families import FAMILIES
 from library.training.groups import groups_of
@@ -120,8 +120,8 @@ def test_two_text_encoders_do_not_start_alike_and_the_denoiser_starts_as_alone()
 
 
 def rates(case, **options):
-    return {group.name: group.rate for group in groups_of(case.model, case.adapter, OptimConfig(**options),
-                                                          case.family.facts)}  # fmt: skip
+    config = RunConfig(optim=OptimConfig(**options))
+    return {group.name: group.rate for group in groups_of(case.model, case.adapter, config, case.family.facts)}
 
 
 def test_each_part_has_its_rate():
@@ -131,7 +131,7 @@ def test_each_part_has_its_rate():
     assert rates(case, unet_lr=2e-3) == {**same, "unet": 2e-3}
     assert rates(case, text_encoder_lr=(5e-5,)) == {**same, "text_encoder": 5e-5, "text_encoder_2": 5e-5}
     assert rates(case, text_encoder_lr=(5e-5, 6e-5)) == {**same, "text_encoder": 5e-5, "text_encoder_2": 6e-5}
-    groups = groups_of(case.model, case.adapter, OptimConfig(), case.family.facts)
+    groups = groups_of(case.model, case.adapter, RunConfig(), case.family.facts)
     assert sum(len(group.parameters) for group in groups) == len(lora.state(case.model))
 
 

@@ -2,6 +2,17 @@
 
 from collections.abc import Iterator, Sequence
 
+from .block_args import wrong_counts
+from .network_args import (
+    MODULE_OF_FAMILY,
+    UNETS,
+    arguments_of,
+    foreign,
+    given_arguments,
+    kind_of,
+    misplaced,
+    read_network_args,
+)
 from .schema import RunConfig
 
 Conflict = tuple[tuple[str, ...], str]
@@ -13,8 +24,12 @@ KEPT_TEXTS = ("cache_text_encoder_outputs", "cache_text_encoder_outputs_to_disk"
 def contradictions(config: RunConfig, given: frozenset[str]) -> Iterator[Conflict]:
     """Options of the adapter that cannot be honoured together, whatever the model."""
     adapter, optim = config.adapter, config.optim
-    if adapter.network_module != "networks.lora":
-        yield ("network_module",), f"not yet: {adapter.network_module!r}; this version trains networks.lora"
+    _, problems = read_network_args(adapter.network_args)
+    if problems:
+        yield from ((("network_args",), problem) for problem in problems)
+        return
+    yield from ((("network_args", "network_module"), problem) for problem in misplaced(adapter))
+    yield from _kind(config, given)
     both = ("network_train_text_encoder_only", "network_train_unet_only")
     if adapter.network_train_text_encoder_only and both[1] in given and adapter.network_train_unet_only:
         yield both, "together with network_train_unet_only nothing would be trained; leave one out"
@@ -40,8 +55,42 @@ def contradictions(config: RunConfig, given: frozenset[str]) -> Iterator[Conflic
         yield ("unet_lr",), "0 trains no denoiser; set network_train_text_encoder_only"
 
 
-def misfits(config: RunConfig, title: str, text_encoders: Sequence[str], t5: str | None) -> Iterator[Conflict]:
+def _kind(config: RunConfig, given: frozenset[str]) -> Iterator[Conflict]:
+    """Options that only some kinds of adapters have."""
+    adapter, kind = config.adapter, kind_of(config.adapter)
+    for name in ("network_dropout", "scale_weight_norms"):
+        if getattr(adapter, name) and kind != "lora":
+            yield (name, "network_module"), f"{kind} does not have it, only lora; leave it out"
+    if "network_alpha" in given and kind in ("oft", "boft"):
+        yield ("network_alpha", "network_module"), f"{kind} has no alpha; leave it out"
+    if adapter.scale_weight_norms and "schedulefree" in config.optim.optimizer_type.lower():
+        yield (
+            ("scale_weight_norms", "optimizer_type"),
+            f"{config.optim.optimizer_type} keeps weights of its own that it would not reach; leave it out",
+        )
+    arguments = arguments_of(adapter)
+    if arguments.train_t5xxl and not adapter.trains_texts:
+        yield (
+            ("network_args", "network_train_unet_only"),
+            "train_t5xxl: text encoders are not trained; write network_train_unet_only = false",
+        )
+    if "conv_alpha" in given_arguments(adapter.network_args) and arguments.conv_dim is None:
+        yield ("network_args",), "conv_alpha: no convolutions are trained; add conv_dim"
+    if (arguments.conv_block_dims or arguments.conv_block_alphas) and arguments.conv_dim is None:
+        yield ("network_args",), "conv_block_dims: no convolutions are trained; add conv_dim"
+
+
+def misfits(config: RunConfig, family: str, title: str, text_encoders: Sequence[str],
+            t5: str | None) -> Iterator[Conflict]:  # fmt: skip
     """Options of the adapter that this model cannot honour; ``text_encoders`` are those that can be trained."""
+    arguments, problems = read_network_args(config.adapter.network_args)
+    if not problems:
+        yield from ((("network_args",), problem) for problem in foreign(config.adapter, family, title))
+        if family in UNETS:
+            yield from ((("network_args",), problem) for problem in wrong_counts(arguments, family))
+    wanted = MODULE_OF_FAMILY.get(config.adapter.network_module, family)
+    if wanted != family:
+        yield ("network_module",), f"{config.adapter.network_module} is not for {title}; write networks.lora"
     if not config.adapter.trains_texts:
         return
     if not text_encoders:
@@ -49,6 +98,7 @@ def misfits(config: RunConfig, title: str, text_encoders: Sequence[str], t5: str
         name = name if getattr(config.adapter, name) else "network_train_unet_only"
         yield (name,), f"the text encoders of {title} cannot be trained; leave this option out"
         return
-    rates, needed = len(config.optim.text_encoder_lr), sum(part != t5 for part in text_encoders)
+    needed = len(text_encoders) if arguments.train_t5xxl else sum(part != t5 for part in text_encoders)
+    rates = len(config.optim.text_encoder_lr)
     if rates > 1 and not needed <= rates <= len(text_encoders):
         yield ("text_encoder_lr",), f"{rates} rates; give one for all, or one for each of {', '.join(text_encoders)}"

@@ -102,11 +102,8 @@ VERDICTS: dict[str, Alias | Refused] = {
     "use_8bit_adam": Refused("an old name; write optimizer_type AdamW8bit"),
     "use_lion_optimizer": Refused("an old name; write optimizer_type Lion"),
     # network
-    "network_dropout": _later("dropout in the adapter", 0),
-    "network_args": _later("arguments for the adapter"),
     "network_weights": _later("starting from a LoRA file"),
     "dim_from_weights": _later("starting from a LoRA file"),
-    "scale_weight_norms": _later("limits on the norm of the update"),
     "base_weights": _later("LoRA files merged into the base model"),
     "base_weights_multiplier": _later("LoRA files merged into the base model"),
     # files

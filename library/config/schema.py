@@ -42,9 +42,20 @@ class ModelConfig:
 class AdapterConfig:
     """What is trained."""
 
-    network_module: str = opt("networks.lora", "kind of adapter: networks.lora")
+    network_module: Literal[
+        "networks.lora", "networks.lora_flux", "networks.lora_sd3", "networks.loha", "networks.lokr", "networks.oft",
+        "networks.oft_flux", "lycoris.kohya"
+    ] = opt("networks.lora", "kind of adapter; with lycoris.kohya algo in network_args says which")  # fmt: skip
     network_dim: int = opt(4, "rank of the LoRA matrices", minimum=1)
     network_alpha: float = opt(1.0, "the update is scaled by alpha / rank", minimum=0)
+    network_dropout: float = opt(0.0, "share of what the down matrices of a LoRA say that is left out",
+                                 minimum=0, maximum=0.999)  # fmt: skip
+    network_args: tuple[str, ...] = opt(
+        (), "more about the adapter as name=value, such as conv_dim=4; docs/adapters.md lists them"
+    )
+    scale_weight_norms: float | None = opt(
+        None, "no module's update becomes longer than this; LoRA only", minimum=0.000001
+    )
     network_train_unet_only: bool = opt(
         True, "train the denoiser and leave the text encoders as they are; off: train both"
     )

@@ -94,6 +94,10 @@ class Family(ABC):
         """Names of layers that no gradient reaches, since the model leaves out what they make; they get no LoRA."""
         return ()
 
+    def outer_lora_targets(self, denoiser: Any) -> tuple[str, ...]:
+        """What joins ``lora_targets`` when layers outside of the blocks are trained, too."""
+        return ()
+
     def idle_text_layers(self, encoder: Any, part: str) -> tuple[str, ...]:
         """The same for a text encoder: what comes after the layer that is read."""
         return ()

@@ -36,6 +36,8 @@ class Facts:
     """What the JSON files say; None when they are those of another family with the same pipeline class."""
     files: Mapping[str, str] = field(default_factory=dict)
     """Options that name a file or folder for one part -> that part."""
+    name: str = ""
+    """Its name in ``network_args``' rules and among the families; one of the user's own needs none."""
     text_encoders: tuple[str, ...] = ()
     """The text encoders that can be trained."""
     t5: str | None = None

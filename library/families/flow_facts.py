@@ -77,6 +77,7 @@ _CLIPS: Mapping[str, tuple[str, ...]] = {
 _SD3_TEXT = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3")
 
 SD3 = Facts(
+    name="sd3",
     title="Stable Diffusion 3",
     pipeline="StableDiffusion3Pipeline",
     denoiser="transformer",
@@ -109,6 +110,7 @@ SD3 = Facts(
 )
 
 FLUX = Facts(
+    name="flux",
     title="FLUX.1",
     pipeline="FluxPipeline",
     denoiser="transformer",
@@ -142,6 +144,7 @@ FLUX = Facts(
 )
 
 Z_IMAGE = Facts(
+    name="z_image",
     title="Z-Image",
     pipeline="ZImagePipeline",
     denoiser="transformer",
@@ -158,6 +161,7 @@ Z_IMAGE = Facts(
 )
 
 QWEN_IMAGE = Facts(
+    name="qwen_image",
     title="Qwen-Image",
     pipeline="QwenImagePipeline",
     denoiser="transformer",

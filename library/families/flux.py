@@ -40,6 +40,11 @@ class Flux(Family):
     picture_steps = 20
     picture_scale = 1.0
 
+    def outer_lora_targets(self, denoiser: Any) -> tuple[str, ...]:
+        embedders = ("timestep", "text", "guidance") if denoiser.config.guidance_embeds else ("timestep", "text")
+        layers = (f"time_text_embed.{each}_embedder.linear_{number}" for each in embedders for number in (1, 2))
+        return "x_embedder", "context_embedder", *layers
+
     def process(self, pipe: Any) -> Process:
         return FlowMatching.from_scheduler(pipe.scheduler.config)
 

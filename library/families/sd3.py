@@ -49,6 +49,11 @@ class StableDiffusion3(Family):
         # The last block asks nothing on behalf of the text.
         return (f"transformer_blocks.{len(denoiser.transformer_blocks) - 1}.attn.add_q_proj",)
 
+    def outer_lora_targets(self, denoiser: Any) -> tuple[str, ...]:
+        embedders = (f"time_text_embed.{each}_embedder.linear_{number}" for each in ("timestep", "text")
+                     for number in (1, 2))  # fmt: skip
+        return "pos_embed.proj", "context_embedder", *embedders, "norm_out.linear", "proj_out"
+
     def process(self, pipe: Any) -> Process:
         return FlowMatching.from_scheduler(pipe.scheduler.config)
 

@@ -54,6 +54,7 @@ def _shrinks(config: Json) -> int:
 _UNET, _VAE = ("model.diffusion_model.",), ("first_stage_model.",)
 
 SD1 = Facts(
+    name="sd1",
     title="Stable Diffusion 1",
     pipeline="StableDiffusionPipeline",
     denoiser="unet",
@@ -72,6 +73,7 @@ SD1 = Facts(
 )
 
 SD2 = Facts(
+    name="sd2",
     title="Stable Diffusion 2",
     pipeline="StableDiffusionPipeline",
     denoiser="unet",
@@ -86,6 +88,7 @@ SD2 = Facts(
 )
 
 SDXL = Facts(
+    name="sdxl",
     title="Stable Diffusion XL",
     pipeline="StableDiffusionXLPipeline",
     denoiser="unet",

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..adapters import lora
+from ..adapters.norms import Limit
 from ..config import RunConfig
 from ..config.schema import PreviewConfig
 from ..data.prepare import Prepared
@@ -42,7 +43,7 @@ from .preview import Preview
 from .reporting import Report
 from .task import Task
 from .track import Track, start_trackers
-from .trained import described, put_adapters
+from .trained import described, dropout_of, put_adapters
 
 logger = logging.getLogger(__name__)
 
@@ -163,14 +164,14 @@ def _assemble(
     trained, adapter = put_adapters(config, family, pipe)
     for line in described(trained, adapter):
         logger.info("%s", line)
-    groups = groups_of(trained, adapter, config.optim, family.facts)
+    groups = groups_of(trained, adapter, config, family.facts)
     for line in optimizers.remarks(config.optim, groups):
         logger.warning("%s", line)
     optimizer = optimizers.make_optimizer(config.optim, groups)
     wrapped, optimizer = strategy.wrap(trained, optimizer, trained.denoiser)
     task = Task(family, pipe, wrapped, objective, config.train.seed, strategy.device,
                 config.data.masked_loss_normalize, config.cache.vae_batch_size, config.cache.text_encoder_batch_size,
-                kept.texts, trains_texts=config.adapter.trains_texts)  # fmt: skip
+                kept.texts, config.adapter.trains_texts, dropout_of(config.adapter, trained, adapter))  # fmt: skip
     loader = prepared.loader(plan.batches, strategy.rank, total_steps=plan.steps, pin_memory=strategy.pins_memory,
                              latents=kept.latents, texts=kept.texts)  # fmt: skip
     if strategy.is_main:
@@ -179,6 +180,8 @@ def _assemble(
     watch = Watch(config.train.max_bad_steps, Path(config.save.output_dir))
     bad_samples = BadSamples(config.data.max_bad_samples, len({sample.image for sample in prepared.manifest.samples}))
     job = Run(config, plan, strategy, task, loader, wrapped, groups, optimizer, schedule, watch, bad_samples, Silence())
+    if config.adapter.scale_weight_norms is not None:
+        job.limit = Limit(trained, adapter, config.adapter.scale_weight_norms)
     if config.optim.ema_decay is not None:
         job.average = RunningAverage(job.parameters, config.optim.ema_decay)
     if callable(getattr(optimizer, "train", None)):  # schedule-free ones have two sets of weights

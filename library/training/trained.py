@@ -8,8 +8,11 @@ from typing import Any
 from torch import nn
 
 from ..adapters import lora
+from ..adapters.dropout import Dropout
 from ..config import RunConfig
 from ..config.adapter_rules import misfits
+from ..config.network_args import arguments_of
+from ..config.schema import AdapterConfig
 from ..errors import ConfigError
 from ..families.base import Family
 from ..families.facts import Facts
@@ -43,7 +46,8 @@ def trained_text_parts(config: RunConfig, facts: Facts) -> tuple[str, ...]:
     """The text encoders that get an adapter; a rate of 0 leaves one out."""
     if not config.adapter.trains_texts:
         return ()
-    parts = [part for part in facts.text_encoders if part != facts.t5]
+    with_t5 = arguments_of(config.adapter).train_t5xxl
+    parts = [part for part in facts.text_encoders if with_t5 or part != facts.t5]
     return tuple(part for part in parts if not config.optim.text_encoder_lr or rate_of(part, config.optim, facts))
 
 
@@ -51,8 +55,11 @@ def parts_of(config: RunConfig, family: Family, pipe: Any) -> list[lora.Part]:
     """The parts of the pipeline that get an adapter."""
     parts = []
     if config.adapter.trains_denoiser:
-        denoiser = getattr(pipe, family.denoiser)
-        parts.append(lora.Part(family.denoiser, denoiser, family.lora_targets, family.lora_names, family.lora_prefix,
+        denoiser, arguments = getattr(pipe, family.denoiser), arguments_of(config.adapter)
+        outside = arguments.in_dims or arguments.emb_dims
+        targets = (*family.lora_targets, *(family.conv_lora_targets if arguments.conv_dim is not None else ()),
+                   *(family.outer_lora_targets(denoiser) if outside is not None else ()))  # fmt: skip
+        parts.append(lora.Part(family.denoiser, denoiser, targets, family.lora_names, family.lora_prefix,
                                family.idle_layers(denoiser)))  # fmt: skip
     for name in trained_text_parts(config, family.facts):
         encoder = getattr(pipe, name)
@@ -64,13 +71,14 @@ def parts_of(config: RunConfig, family: Family, pipe: Any) -> list[lora.Part]:
 
 def put_adapters(config: RunConfig, family: Family, pipe: Any) -> tuple[Trained, lora.Adapter]:
     """Give the pipeline its adapters and make it ready to be trained."""
-    problems = misfits(config, family.facts.title, family.facts.text_encoders, family.facts.t5)
+    facts = family.facts
+    problems = misfits(config, facts.name, facts.title, facts.text_encoders, facts.t5)
     if found := [f"--{names[0]}: {problem}" for names, problem in problems]:
         raise ConfigError(found)
     parts = parts_of(config, family, pipe)
     denoiser = getattr(pipe, family.denoiser)
     denoiser.requires_grad_(False)
-    adapter = lora.put(parts, config.adapter, config.train.seed)
+    adapter = lora.put(parts, config.adapter, config.train.seed, facts.name)
     trained = Trained(family.denoiser, {family.denoiser: denoiser, **{part.name: part.model for part in parts}})
     if config.train.gradient_checkpointing:
         denoiser.enable_gradient_checkpointing()
@@ -81,6 +89,18 @@ def put_adapters(config: RunConfig, family: Family, pipe: Any) -> tuple[Trained,
                 part.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     trained.train()
     return trained, adapter
+
+
+def dropout_of(config: AdapterConfig, trained: Trained, adapter: lora.Adapter) -> Dropout | None:
+    """What leaves out parts of the adapter, if anything is to be left out."""
+    arguments = arguments_of(config)
+    rates = config.network_dropout, arguments.rank_dropout, arguments.module_dropout
+    if not any(rates):
+        return None
+    dropout = Dropout(*rates)
+    layers: list[Any] = [trained.get_submodule(name) for name in adapter.modules]
+    dropout.attach(layer.lora_A["default"] for layer in layers)
+    return dropout
 
 
 def _without_dropout(encoder: nn.Module) -> None:
