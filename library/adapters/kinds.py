@@ -135,7 +135,8 @@ def _start(layer: Any, name: str, seed: int) -> None:
 def _value(layer: Any, kind: str, shape: torch.Size, name: str, seed: int) -> torch.Tensor:
     if kind == "lora_magnitude_vector":
         rows: torch.Tensor = layer.get_base_layer().weight.detach().float().flatten(1)
-        return rows.norm(dim=1).reshape(shape)
+        norms: torch.Tensor = torch.linalg.vector_norm(rows, dim=1)
+        return norms.reshape(shape)
     if kind == "boft_s":
         return torch.ones(shape)
     if kind not in DRAWN:

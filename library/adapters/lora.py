@@ -59,8 +59,7 @@ def put(parts: Sequence[Part], config: AdapterConfig, seed: int, family: str = "
     new weights are float32 whatever the model is.
     """
     kind = kind_of(config)
-    sites = [site for part in parts for site in sites_of(part)]
-    wanted = sizes_of(sites, config, family)
+    sites, wanted = chosen(parts, config, family)
     built: dict[str, Size] = {}
     for part in parts:
         part.model.requires_grad_(False)
@@ -74,6 +73,12 @@ def put(parts: Sequence[Part], config: AdapterConfig, seed: int, family: str = "
             _share(part.model, groups(names, LAYOUTS[part.style]))
     alpha = float(config.network_alpha or config.network_dim)
     return Adapter(kind, config.network_dim, alpha, built, tuple(site for site in sites if site.name in built))
+
+
+def chosen(parts: Sequence[Part], config: AdapterConfig, family: str) -> tuple[list[Site], dict[str, Size]]:
+    """All sites, and the sizes of those that are to have an adapter; mistakes in ``network_args`` are told."""
+    sites = [site for part in parts for site in sites_of(part)]
+    return sites, sizes_of(sites, config, family)
 
 
 def inject(

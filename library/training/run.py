@@ -43,7 +43,7 @@ from .preview import Preview
 from .reporting import Report
 from .task import Task
 from .track import Track, start_trackers
-from .trained import described, dropout_of, put_adapters
+from .trained import described, dropout_of, put_adapters, rehearse
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +65,8 @@ def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, start
         logger.warning("%s", line)
     detected = detect(config.model)
     logger.info("model family %s: %s", detected.family, detected.reason)
+    family: Family = FAMILIES.get(detected.family)(config.model)
+    rehearse(config, family, detected)
     strategy.on_main(lambda: _check_folder(Path(config.save.output_dir)))
     prompts = _prompts(config.preview, detected)
     prepared = same_pictures(config, strategy, detected.pixel_step)
@@ -72,7 +74,6 @@ def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, start
     for line in outline(prepared, plan, strategy.size).splitlines():
         logger.info("%s", line)
 
-    family: Family = FAMILIES.get(detected.family)(config.model)
     pictures = len(prepared.manifest.samples)
     prepared, latents = keep_latents(config, strategy, family, detected, prepared)
     if len(prepared.manifest.samples) < pictures:

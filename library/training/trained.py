@@ -15,7 +15,9 @@ from ..config.network_args import arguments_of
 from ..config.schema import AdapterConfig
 from ..errors import ConfigError
 from ..families.base import Family
+from ..families.detect import Detected
 from ..families.facts import Facts
+from ..families.unloaded import unloaded
 from .groups import rate_of
 
 logger = logging.getLogger(__name__)
@@ -69,16 +71,27 @@ def parts_of(config: RunConfig, family: Family, pipe: Any) -> list[lora.Part]:
     return parts
 
 
-def put_adapters(config: RunConfig, family: Family, pipe: Any) -> tuple[Trained, lora.Adapter]:
-    """Give the pipeline its adapters and make it ready to be trained."""
-    facts = family.facts
+def rehearse(config: RunConfig, family: Family, model: Detected) -> None:
+    """Choose what gets an adapter for nothing, so that a mistake in it shows before anything is loaded."""
+    _refuse_misfits(config, family.facts)
+    if config.adapter.network_args:
+        parts = parts_of(config, family, unloaded(model, (family.denoiser, *trained_text_parts(config, family.facts))))
+        lora.chosen(parts, config.adapter, family.facts.name)
+
+
+def _refuse_misfits(config: RunConfig, facts: Facts) -> None:
     problems = misfits(config, facts.name, facts.title, facts.text_encoders, facts.t5)
     if found := [f"--{names[0]}: {problem}" for names, problem in problems]:
         raise ConfigError(found)
+
+
+def put_adapters(config: RunConfig, family: Family, pipe: Any) -> tuple[Trained, lora.Adapter]:
+    """Give the pipeline its adapters and make it ready to be trained."""
+    _refuse_misfits(config, family.facts)
     parts = parts_of(config, family, pipe)
     denoiser = getattr(pipe, family.denoiser)
     denoiser.requires_grad_(False)
-    adapter = lora.put(parts, config.adapter, config.train.seed, facts.name)
+    adapter = lora.put(parts, config.adapter, config.train.seed, family.facts.name)
     trained = Trained(family.denoiser, {family.denoiser: denoiser, **{part.name: part.model for part in parts}})
     if config.train.gradient_checkpointing:
         denoiser.enable_gradient_checkpointing()
