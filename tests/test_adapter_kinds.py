@@ -72,7 +72,7 @@ def test_the_start_is_a_function_of_the_seed_and_leaves_the_global_generator_alo
     assert not any(torch.equal(one[name], other[name]) for name in random)
 
 
-@pytest.mark.parametrize(("kind", "scale"), [("lora", 1 / 4), ("rslora", 1 / 2), ("loha", 1 / 4), ("lokr", 1 / 4)])
+@pytest.mark.parametrize(("kind", "scale"), [("lora", 1 / 4), ("rslora", 1 / 2), ("loha", 1 / 4)])
 def test_alpha_over_rank_is_what_the_update_is_scaled_by(kind, scale):
     adapter = trained("sd1", *flags_of(kind)).adapter
     narrow = [adapter.sizes[site.name] for site in adapter.sites if not site.is_wide]
@@ -81,6 +81,13 @@ def test_alpha_over_rank_is_what_the_update_is_scaled_by(kind, scale):
     assert {(size.rank, size.alpha) for size in wide} == (
         {(2, 3.0)} if kind == "lora" else {(2, 1.0)} if wide else set()
     )
+
+
+def test_a_lokr_of_whole_matrices_is_not_scaled_as_other_programs_do_not():
+    case = trained("sd1", *flags_of("lokr"))
+    for site in case.adapter.sites:
+        layer, size = case.model.get_submodule(site.name), case.adapter.sizes[site.name]
+        assert layer.scaling["default"] == size.alpha / size.rank == (1 if "default" in layer.lokr_w2 else 1 / 4)
 
 
 def test_the_magnitude_of_dora_is_the_length_of_each_row():

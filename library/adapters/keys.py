@@ -53,6 +53,7 @@ _STYLES: Mapping[str, Callable[[Iterable[str]], Mapping[str, str]]] = {
     "diffusers": _own_names,
     "ldm": ldm_names,
     "clip": _clip_names,
+    "t5": _own_names,
 }
 
 

@@ -152,7 +152,8 @@ def _as_built(layer: Any, kind: str, size: Size) -> Size:
     """Rank and alpha of which the scale is made: one over the other, whatever it was computed from."""
     if kind not in HAS_ALPHA:
         return Size(layer.r["default"] if kind == "oft" else size.rank, 1.0)
-    rank = size.rank
     if kind == "lokr" and "default" in layer.lokr_w1 and "default" in layer.lokr_w2:
-        rank = 1  # two whole matrices, which have none
-    return Size(rank, float(layer.scaling["default"] * rank))
+        # Two whole matrices have no rank; other programs do not scale them either.
+        layer.scaling["default"] = 1.0
+        return Size(1, 1.0)
+    return Size(size.rank, float(layer.scaling["default"] * size.rank))

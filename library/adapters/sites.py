@@ -18,12 +18,15 @@ class Part:
     model: nn.Module
     targets: Sequence[str]
     style: str = "diffusers"
-    """``Family.lora_names``."""
+    """``Family.lora_names``, or ``Family.text_style``."""
     prefix: str = "lora_unet"
     """What stands before the names of its modules in sd-scripts' files."""
     idle: Sequence[str] = ()
     """Layers that no gradient reaches; they get no adapter."""
-    is_text: bool = False
+
+    @property
+    def is_text(self) -> bool:
+        return self.style in ("clip", "t5")
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,11 @@ class Family(ABC):
         """Names of layers that no gradient reaches, since the model leaves out what they make; they get no LoRA."""
         return ()
 
+    @classmethod
+    def text_style(cls, part: str) -> str:
+        """How a kohya file names a text encoder's modules: as ``clip`` or ``t5``."""
+        return "t5" if part == cls.facts.t5 else "clip"
+
     def outer_lora_targets(self, denoiser: Any) -> tuple[str, ...]:
         """What joins ``lora_targets`` when layers outside of the blocks are trained, too."""
         return ()

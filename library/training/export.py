@@ -79,7 +79,9 @@ class Export:
         if family.lora_format == "diffusers":
             return keys.to_diffusers(state, self.adapter.alpha, part)
         own = part == family.denoiser
-        names = keys.file_names((name for name, _ in model.named_modules()), family.lora_names if own else "clip")
+        names = keys.file_names(
+            (name for name, _ in model.named_modules()), family.lora_names if own else family.text_style(part)
+        )
         prefix = family.lora_prefix if own else family.text_lora_prefixes[part]
         return keys.to_kohya(state, self.adapter.alpha, prefix, names)
 

@@ -65,9 +65,8 @@ def parts_of(config: RunConfig, family: Family, pipe: Any) -> list[lora.Part]:
                                family.idle_layers(denoiser)))  # fmt: skip
     for name in trained_text_parts(config, family.facts):
         encoder = getattr(pipe, name)
-        style = "diffusers" if name == family.facts.t5 else "clip"
-        parts.append(lora.Part(name, encoder, family.text_lora_targets[name], style, family.text_lora_prefixes[name],
-                               family.idle_text_layers(encoder, name), is_text=True))  # fmt: skip
+        parts.append(lora.Part(name, encoder, family.text_lora_targets[name], family.text_style(name),
+                               family.text_lora_prefixes[name], family.idle_text_layers(encoder, name)))  # fmt: skip
     return parts
 
 
