@@ -86,7 +86,7 @@ def _train(argv: Sequence[str]) -> int:
 
 def _of_model_and_prompts(loaded: "Loaded") -> list[str]:
     """What is wrong with the model's files and the file of prompts, as far as small files and headers tell."""
-    from .config.objective_rules import misfits
+    from .config import adapter_rules, objective_rules
     from .data.prompts import read_prompts
     from .families.detect import detect, facts_of
     from .families.drawable import undrawable
@@ -96,8 +96,10 @@ def _of_model_and_prompts(loaded: "Loaded") -> list[str]:
     prompts = config.preview.sample_prompts
     try:
         found = detect(config.model)
-        problems += [f"{places.get(names[0], f'--{names[0]}')}: {problem}"
-                     for names, problem in misfits(config, facts_of(found.family).title, found.prediction)]  # fmt: skip
+        facts = facts_of(found.family)
+        misfits = [*objective_rules.misfits(config, facts.title, found.prediction),
+                   *adapter_rules.misfits(config, facts.name, facts.title, facts.text_encoders, facts.t5)]  # fmt: skip
+        problems += [f"{places.get(names[0], f'--{names[0]}')}: {problem}" for names, problem in misfits]
     except ConfigError as error:
         found, problems = None, error.problems
     try:

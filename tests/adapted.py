@@ -21,7 +21,7 @@ def names_of(model: nn.Module, family: Any = None) -> PartNames:
 def state_of(model: nn.Module, adapter: lora.Adapter, part: str = "unet") -> tuple[dict[str, Tensor], dict[str, float]]:
     """State and alphas as files are written from them."""
     state = {f"{part}.{name}": tensor for name, tensor in lora.state(model).items()}
-    return state, {f"{part}.{module}": adapter.alpha for module in adapter.modules}
+    return state, {f"{part}.{module}": alpha for module, alpha in adapter.alphas.items()}
 
 
 def written(model: nn.Module, adapter: lora.Adapter, form: Format, family: Any = None) -> dict[str, Tensor]:

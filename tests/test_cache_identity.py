@@ -118,7 +118,7 @@ def test_exactly_what_changed_is_encoded_again(folder):
         "another UNet, and the model elsewhere": [],
     }
     assert sorted(path.name for path in (folder / "pictures" / ".cache-lorikeet").iterdir()) == [
-        "files.json", "latents", "texts",
+        "files.json", "latents", "scan", "texts",
     ]  # fmt: skip
 
 

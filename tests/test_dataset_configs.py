@@ -13,16 +13,20 @@ from library.config.toml_lines import read_toml
 from library.data.dataset_schema import KEYS
 from library.data.musubi import FLAT
 from library.data.prepare import Prepared, check, prepare
+from library.tools import TOOLS
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "dataset_configs"
 PAGE = (ROOT / "docs" / "datasets.md").read_text(encoding="utf-8")
-RUNS = {"demo_run.toml"}
-"""Settings of a run, which are no dataset files."""
+RUNS = {"sdxl_run.toml": ("sdxl.toml", "random:sdxl"), "flux_run.toml": ("flux.toml", "random:flux"),
+        "several_machines_run.toml": ("sdxl.toml", "random:sdxl")}  # fmt: skip
+"""Settings of runs, each with a dataset and the model it is for."""
 
 
 def examples() -> list[Path]:
-    return sorted(path for path in FOLDER.iterdir() if path.suffix in (".toml", ".json") and path.name not in RUNS)
+    return sorted(
+        path for path in FOLDER.iterdir() if path.suffix in (".toml", ".json") and not path.stem.endswith("_run")
+    )
 
 
 def planned(path: Path) -> Prepared:
@@ -30,7 +34,8 @@ def planned(path: Path) -> Prepared:
         pytest.skip("needs pyarrow")
     words = ["--dataset_config", str(path)]
     command = re.search(r"python -m library plan --dataset_config \S+(.*)", path.read_text(encoding="utf-8"))
-    config = load_options([*words, *(command[1].split() if command else [])]).require()
+    more = command[1].replace("dataset_configs/", f"{FOLDER}/").split() if command else []
+    config = load_options([*words, *more]).require()
     assert check(config.data) == []
     return prepare(config.data, 16)
 
@@ -60,6 +65,11 @@ EXPECTED = {
     "hf_folder.toml": {"table/1.png": 1, "table/2.png": 1},
     "parquet.toml": {"shapes.parquet/0": 1, "shapes.parquet/1": 1},
     "webdataset.toml": {"000.tar/00.png": 1, "000.tar/01.png": 1, "001.tar/10.png": 1, "001.tar/11.png": 1},
+    "character.toml": {"circles/blue.png": 10, "circles/red.png": 10, "regularisation/cross.png": 20},
+    "style.toml": {"circles/blue.png": 1, "circles/red.png": 1, "squares/green.png": 1, "squares/yellow.png": 1},
+    "masked.toml": {"circles/blue.png": 1, "circles/red.png": 1},
+    "sdxl.toml": {"circles/blue.png": 10, "circles/red.png": 10},
+    "flux.toml": {"circles/blue.png": 1, "circles/red.png": 1, "circles/blue.png#2": 1, "circles/red.png#2": 1},
     "musubi.toml": {"circles/blue.png": 2, "circles/red.png": 2},
 }  # fmt: skip
 
@@ -67,6 +77,24 @@ EXPECTED = {
 @pytest.mark.parametrize("name", EXPECTED)
 def test_an_example_means_what_it_says(name: str):
     assert {sample.key: sample.repeats for sample in planned(FOLDER / name).manifest.samples} == EXPECTED[name]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_settings_of_a_run_fit_their_data_and_model(name: str, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    data, model = RUNS[name]
+    words = ["--dataset_config", f"dataset_configs/{data}", "--config_file", f"dataset_configs/{name}",
+             "--pretrained_model_name_or_path", model, "--world_size", "24", "--cache_dir", str(tmp_path), "--json"]  # fmt: skip
+    text, code = TOOLS["plan"][1](words)
+    assert code == 0 and json.loads(text)["steps"] > 0
+    assert {path.name for path in FOLDER.glob("*_run.toml")} == {*RUNS, "demo_run.toml"}
+
+
+def test_the_file_for_several_machines_is_one_that_the_launcher_reads():
+    launcher = pytest.importorskip("accelerate.commands.config.config_args")
+    config = launcher.load_config_from_file(str(FOLDER / "several_machines.yaml"))
+    assert (config.num_machines, config.num_processes, config.mixed_precision) == (3, 24, "bf16")
+    assert config.dynamo_config["dynamo_use_regional_compilation"] is True
 
 
 def test_the_page_names_every_key_and_every_example():

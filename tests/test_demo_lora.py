@@ -59,24 +59,38 @@ def drawn(pipe, prompt):
             num_inference_steps=10, guidance_scale=3.0, generator=noise).images]  # fmt: skip
 
 
-def from_the_bird(pictures):
-    """How far each is from the nearest picture of the bird, wherever that is placed."""
+OTHERS = ["a fox", "a penguin", "a sunflower"]
+
+
+@pytest.fixture(scope="module")
+def known(pipes):
+    """What pictures are compared with: the bird that was trained, and other things as the model draws them itself."""
     birds = [coarse(Image.open(path)) for path in (ROOT / "dataset_configs" / "demo").glob("*.png")
              if Image.open(path).size == (96, 96)]  # fmt: skip
-    return np.array([min(np.abs(picture - bird).mean() for bird in birds) for picture in pictures])
+    return {"bird": birds} | {prompt: drawn(pipes[0], prompt) for prompt in OTHERS}
+
+
+def kinds(pictures, known):
+    """What each is most like; a picture of the same noise is not looked at, since it may be alike for that alone."""
+    found = []
+    for number, picture in enumerate(pictures):
+        distances = {name: min(np.abs(picture - other).mean() for place, other in enumerate(others) if place != number)
+                     for name, others in known.items()}  # fmt: skip
+        found.append(min(distances, key=distances.get))
+    return found
 
 
 @pytest.mark.parametrize("prompt", ["a lorikeet", "a funny lorikeet"])
-def test_the_bird_comes_where_it_is_asked_for(pipes, prompt):
-    before, after = (from_the_bird(drawn(pipe, prompt)) for pipe in pipes)
-    assert after.max() < before.min(), (before, after)
+def test_the_bird_comes_where_it_is_asked_for(pipes, known, prompt):
+    before, after = (kinds(drawn(pipe, prompt), known) for pipe in pipes)
+    assert before.count("bird") == 0
+    assert after.count("bird") == SEEDS
 
 
-@pytest.mark.parametrize("prompt", ["a fox", "a penguin", "a sunflower"])
-def test_other_prompts_stay_what_they_were(pipes, prompt):
-    before, after = (drawn(pipe, prompt) for pipe in pipes)
-    changes = np.array([np.abs(a - b).mean() for a, b in zip(before, after, strict=True)])
-    assert (changes < 0.5 * from_the_bird(after)).all(), (changes, from_the_bird(after))
+@pytest.mark.parametrize("prompt", OTHERS)
+def test_other_prompts_stay_what_they_were(pipes, known, prompt):
+    assert kinds(drawn(pipes[1], prompt), known) == [prompt] * SEEDS
+    assert kinds(known[prompt], known) == [prompt] * SEEDS
 
 
 def test_the_last_previews_are_what_diffusers_draws_with_the_lora(output, pipes):

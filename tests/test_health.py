@@ -108,12 +108,10 @@ def test_a_bundle_is_played_again(dataset, tmp_path):
 
 def told(folder: Path, *flags: str) -> str:
     """The messages of a run."""
-    from library.config import load_options
     from library.log import set_up
-    from library.training.run import run
 
     set_up(simple=True, file=str(folder / "log"))
-    run(load_options([*flags, "--max_data_loader_n_workers", "0"]).require())
+    train(*flags)
     return (folder / "log").read_text("utf-8")
 
 

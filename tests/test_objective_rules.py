@@ -136,7 +136,7 @@ def test_a_misfit_is_told_with_its_place_before_anything_is_loaded(tmp_path):
     path.write_text("[noise]\ndiscrete_flow_shift = 3\n[loss]\nscale_v_pred_loss_like_noise_pred = true\n")
     done = subprocess.run(
         [sys.executable, ROOT / "train_lora.py", "--config_file", path, "--dataset_config",
-         ROOT / "dataset_configs" / "demo.toml", "--dry_run"],
+         ROOT / "dataset_configs" / "demo.toml", "--pretrained_model_name_or_path", "random:sd1:tiny", "--dry_run"],
         capture_output=True, text=True, timeout=120, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 2

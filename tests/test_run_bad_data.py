@@ -36,11 +36,11 @@ def test_masked_pictures_train_alike_on_one_rank_and_two(masked, tmp_path):
 
 def losing(names: tuple[str, ...], *flags: str) -> tuple[int, str, bool]:
     """A rank of a run in which pictures become unreadable: its last step, what it said, whether others tell it."""
-    from library.data import loader
+    from library.data import cutting
     from library.errors import UserError
     from library.training import loop
 
-    honest, step_of, steps = loader.picture_and_mask, loop._step, []
+    honest, step_of, steps = cutting.picture_and_mask, loop._step, []
 
     def read(image, mask):
         if image.name in names:
@@ -51,7 +51,7 @@ def losing(names: tuple[str, ...], *flags: str) -> tuple[int, str, bool]:
         steps.append(run.state.step)
         return step_of(run, work, waited)
 
-    loader.picture_and_mask, loop._step = read, counted
+    cutting.picture_and_mask, loop._step = read, counted
     try:
         train(*flags)
     except UserError as error:

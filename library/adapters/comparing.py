@@ -26,6 +26,8 @@ def differences(trained: nn.Module, content: Content, alphas: Mapping[str, float
     parameters = {name: parameter for name, parameter in lora.parameters(trained)}
     if parameters.keys() != content.state.keys():
         return
+    was_training = trained.training
+    trained.eval()  # nothing is to be left out
     before = {module: _outputs(trained.get_submodule(module)) for module in common}
     kept = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     try:
@@ -35,6 +37,7 @@ def differences(trained: nn.Module, content: Content, alphas: Mapping[str, float
     finally:
         for name, parameter in parameters.items():
             parameter.copy_(kept[name])
+        trained.train(was_training)
     precision = {tensor.dtype for tensor in content.state.values()}
     tolerance = max(TOLERANCE.get(dtype, 1e-4) for dtype in precision)
     for module, (adapted, plain) in before.items():

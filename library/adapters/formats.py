@@ -107,7 +107,7 @@ def _on_cpu(update: Update) -> Update:
 def _written(own: Mapping[str, Update], part: PartNames, form: Format) -> Iterator[tuple[str, Tensor]]:
     """One part's updates as tensors of a file."""
     if form == "diffusers":
-        names = part.names("clip" if part.is_text else "diffusers").single
+        names = part.names(part.style if part.is_text else "diffusers").single
         for module, update in own.items():
             yield from named(f"{part.name}.{names.get(module, module)}", folded(update), DIFFUSERS)
         for group in _turned_groups(own, part):

@@ -42,18 +42,16 @@ def _own_names(modules: Iterable[str]) -> Mapping[str, str]:
 
 
 def _clip_names(modules: Iterable[str]) -> Mapping[str, str]:
-    """Some versions of transformers have the layers of CLIP inside ``text_model``, and files always do.
-
-    T5 has blocks and no layers, and keeps its names.
-    """
-    own = ("text_model.", "text_projection", "encoder.block.", "shared")
-    return {name: name if name.startswith(own) else f"text_model.{name}" for name in modules}
+    """Some versions of transformers have the layers of CLIP inside ``text_model``, and files always do."""
+    return {name: name if name.startswith(("text_model.", "text_projection")) else f"text_model.{name}"
+            for name in modules}  # fmt: skip
 
 
 _STYLES: Mapping[str, Callable[[Iterable[str]], Mapping[str, str]]] = {
     "diffusers": _own_names,
     "ldm": ldm_names,
     "clip": _clip_names,
+    "t5": _own_names,
 }
 
 
@@ -73,7 +71,7 @@ class PartNames:
     prefix: str
     """What stands before them in a kohya file."""
     style: str = "diffusers"
-    """What kohya files call them: see ``Family.lora_names``; ``clip`` for text encoders."""
+    """What kohya files call them: see ``Family.lora_names``; ``clip`` and ``t5`` for text encoders."""
     others: tuple[str, ...] = ()
     """More styles in which files are met."""
 
@@ -88,7 +86,7 @@ class PartNames:
 
     @property
     def is_text(self) -> bool:
-        return self.style == "clip"
+        return self.style in ("clip", "t5")
 
     def names(self, style: str | None = None) -> Names:
         """What its modules are called."""

@@ -16,7 +16,7 @@ WHOLE: Mapping[str, tuple[str, ...]] = {
     "oft": ("oft_R",), "boft": ("boft_R", "boft_s"),
 }  # fmt: skip
 """What must be there of each kind; halves of a LoKr may be whole or in two."""
-FROM_ZERO = (UP, "hada_w2_a", "lokr_w1", "lokr_w1_a", "oft_R", "boft_R")
+FROM_ZERO = (UP, "hada_w2_b", "lokr_w1", "lokr_w1_a", "oft_R", "boft_R")
 """What is zero at the start of training."""
 
 

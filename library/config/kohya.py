@@ -37,7 +37,6 @@ def _later(what: str, *harmless: Any) -> NotYet:
     return NotYet(f"not yet: {what}", harmless)
 
 
-_TEXT_ENCODER = _later("training text encoders; only the denoiser is trained")
 _STATE = _later("saving and resuming the state of a run; LoRA files are saved")
 _VALIDATION = _later("validation")
 _DEEPSPEED = _later("DeepSpeed")
@@ -100,17 +99,11 @@ VERDICTS: dict[str, Alias | Refused] = {
     "zero3_save_16bit_model": _DEEPSPEED,
     "fp16_master_weights_and_gradients": _DEEPSPEED,
     # optimizer and schedule
-    "unet_lr": Alias("learning_rate"),
-    "text_encoder_lr": _TEXT_ENCODER,
     "use_8bit_adam": Refused("an old name; write optimizer_type AdamW8bit"),
     "use_lion_optimizer": Refused("an old name; write optimizer_type Lion"),
     # network
-    "network_dropout": _later("dropout in the adapter", 0),
-    "network_args": _later("arguments for the adapter"),
     "network_weights": _later("starting from a LoRA file"),
     "dim_from_weights": _later("starting from a LoRA file"),
-    "network_train_text_encoder_only": _TEXT_ENCODER,
-    "scale_weight_norms": _later("limits on the norm of the update"),
     "base_weights": _later("LoRA files merged into the base model"),
     "base_weights_multiplier": _later("LoRA files merged into the base model"),
     # files

@@ -42,10 +42,32 @@ class ModelConfig:
 class AdapterConfig:
     """What is trained."""
 
-    network_module: str = opt("networks.lora", "kind of adapter: networks.lora")
+    network_module: Literal[
+        "networks.lora", "networks.lora_flux", "networks.lora_sd3", "networks.loha", "networks.lokr", "networks.oft",
+        "networks.oft_flux", "lycoris.kohya"
+    ] = opt("networks.lora", "kind of adapter; with lycoris.kohya algo in network_args says which")  # fmt: skip
     network_dim: int = opt(4, "rank of the LoRA matrices", minimum=1)
     network_alpha: float = opt(1.0, "the update is scaled by alpha / rank", minimum=0)
-    network_train_unet_only: bool = opt(True, "train the denoiser and leave the text encoders as they are")
+    network_dropout: float = opt(0.0, "share of what the down matrices of a LoRA say that is left out",
+                                 minimum=0, maximum=0.999)  # fmt: skip
+    network_args: tuple[str, ...] = opt(
+        (), "more about the adapter as name=value, such as conv_dim=4; docs/adapters.md lists them"
+    )
+    scale_weight_norms: float | None = opt(
+        None, "no module's update becomes longer than this; LoRA only", minimum=0.000001
+    )
+    network_train_unet_only: bool = opt(
+        True, "train the denoiser and leave the text encoders as they are; off: train both"
+    )
+    network_train_text_encoder_only: bool = opt(False, "train the text encoders and leave the denoiser as it is")
+
+    @property
+    def trains_denoiser(self) -> bool:
+        return not self.network_train_text_encoder_only
+
+    @property
+    def trains_texts(self) -> bool:
+        return self.network_train_text_encoder_only or not self.network_train_unet_only
 
 
 @dataclass(frozen=True)
@@ -57,6 +79,10 @@ class OptimConfig:
     )
     optimizer_args: tuple[str, ...] = opt((), "arguments for the optimizer as name=value, such as weight_decay=0.01")
     learning_rate: float = opt(1e-4, "peak learning rate", minimum=0)
+    unet_lr: float | None = opt(None, "peak learning rate of the denoiser; without it learning_rate", minimum=0)
+    text_encoder_lr: tuple[float, ...] = opt(
+        (), "peak learning rate of the text encoders, one for all or one for each; without it learning_rate", minimum=0
+    )
     max_grad_norm: float = opt(1.0, "gradients longer than this are shortened to it; 0 turns it off", minimum=0)
     lr_scheduler: Literal[
         "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr",

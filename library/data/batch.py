@@ -7,16 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .cutting import BadSample
+
 Cond = dict[str, Tensor | list[Tensor]]
 """The text side, with a family's own keys; a list where lengths differ from sample to sample."""
-
-
-@dataclass(frozen=True)
-class BadSample:
-    """A picture that was fine when it was looked at, and cannot be used now."""
-
-    name: str
-    problem: str
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .batch import BadSample
 from .buckets import Placement
 from .colours import varied
 from .images import Pixels, cut_out
 from .manifest import Sample
 from .masks import MaskPixels, picture_and_mask, placed_mask
+
+
+@dataclass(frozen=True)
+class BadSample:
+    """A picture that was fine when it was looked at, and cannot be used now."""
+
+    name: str
+    problem: str
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ import torch
 from torch.utils.data import Dataset
 
 from ..randomness import generator_for
-from .batch import BadSample, PixelBatch
+from .batch import PixelBatch
 from .batches import BatchPlan
 from .buckets import Placement
-from .cutting import Cut, cut
+from .cutting import BadSample, Cut, cut
 from .images import Pixels
 from .manifest import Manifest
 from .masks import MaskPixels

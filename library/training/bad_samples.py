@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..data.batch import BadSample
+from ..data.cutting import BadSample
 from ..distributed.strategy import DataParallel
 from .health import NoMore
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from ..config.schema import CacheConfig
-from ..data.batch import BadSample, as_model_input
+from ..data.batch import as_model_input
 from ..data.cache.latents import MASK, MOMENTS
 from ..data.cache.texts import rows_of
 from ..data.cache.wanted import WantedPictures, WantedTexts, way_kept
-from ..data.cutting import cut
+from ..data.cutting import BadSample, cut
 from ..data.images import Pixels
 from ..data.masks import MaskPixels
 from ..data.showing import Showing

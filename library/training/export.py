@@ -74,23 +74,16 @@ class Export:
 
     def rehearse(self, run: Run) -> None:
         """Raise before anything is trained if what is trained cannot be written in the format that is asked for."""
-        form = self._tensors(run, self._trained(run))[2]
+        form = self._tensors(run, run.strategy.unwrapped(run.adapter))[2]
         logger.info("LoRA files are written as %s does", {"kohya": "sd-scripts", "comfy": "ComfyUI"}.get(form, form))
 
-    def _trained(self, run: Run) -> nn.Module:
-        """What is trained, with the parts of the pipeline as its children."""
-        return nn.ModuleDict({run.task.family.denoiser: run.strategy.unwrapped(run.adapter)})
-
-    def _alphas(self, run: Run) -> dict[str, float]:
-        return {f"{run.task.family.denoiser}.{module}": self.adapter.alpha for module in self.adapter.modules}
-
     def _save_one(self, run: Run, path: Path) -> None:
-        trained = self._trained(run)
+        trained = run.strategy.unwrapped(run.adapter)
         run.strategy.on_main(lambda: self._write(run, path, trained))
         logger.info("saved %s", path)
 
     def _tensors(self, run: Run, trained: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], Format]:
-        state, alphas, family = lora.state(trained), self._alphas(run), run.task.family
+        state, alphas, family = lora.state(trained), self.adapter.alphas, run.task.family
         chosen = run.config.save.save_format
         kinds = {update.kind for update in updates_of(state, alphas).values()}
         form = usual_format(kinds, family.lora_format) if chosen == "auto" else chosen
@@ -110,7 +103,7 @@ class Export:
         """Read anew, does the file do in each layer what the adapter in memory does?"""
         tensors, metadata = read(path)
         content = from_file(tensors, {**metadata, **told}, parts_of(run.task.family, run.task.pipe))
-        found = list(differences(trained, content, self._alphas(run)))
+        found = list(differences(trained, content, self.adapter.alphas))
         if found:
             more = f" (and {len(found) - SHOWN} more)" if len(found) > SHOWN else ""
             raise BrokenFileError(f"{path.name} is not what was trained: {'; '.join(found[:SHOWN])}{more}")

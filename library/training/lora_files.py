@@ -52,7 +52,7 @@ def identified(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Id
                         + (f"; the first is {first}" if first else ""))  # fmt: skip
     named: Identified | None = None
     for family, config in _candidates():
-        models = dict(models_of_config(FAMILIES.get(family), config))
+        models = models_of_config(FAMILIES.get(family), config)
         parts = [part_names(FAMILIES.get(family), name, model) for name, model in models.items()]
         try:
             content = from_file(tensors, metadata, parts)

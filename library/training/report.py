@@ -116,7 +116,7 @@ def _names(lines: Metrics, prefix: str) -> list[str]:
 
 
 def _previews(rows: Sequence[tuple[str, Mapping[str, Path]]]) -> str:
-    times = list(max((row for _, row in rows), key=len, default={}))
+    times: list[str] = max((list(row) for _, row in rows), key=len, default=[])
     if not times:
         return ""
     times = spread(times, MOST_COLUMNS)

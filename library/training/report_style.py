@@ -32,8 +32,10 @@ STYLE = """
   table { border-collapse: collapse }
   td, th { padding: .25em .8em; text-align: right; border-bottom: 1px solid #eee }
   td:first-child, th:first-child { text-align: left }
-  .previews td { text-align: center; vertical-align: middle }
-  .previews td:first-child { max-width: 16em; text-align: left }
+  .previews table { width: 100% }
+  .previews td, .previews th { text-align: center; vertical-align: middle; padding: .25em .4em }
+  .previews td:first-child { width: 12%; text-align: left }
+  .previews img { max-width: 100%; min-width: 72px }
   .previews { overflow-x: auto }
   pre { background: white; border: 1px solid #e3e3e8; padding: 1em; overflow-x: auto;
         font-size: 13px; line-height: 1.35 }

@@ -17,7 +17,8 @@ class Report:
     """Comes after ``export`` among the actions of a run."""
 
     def __init__(self, export: Export, plan: str, prompts: Sequence[str], metrics: Path, started_at: float):
-        self.export, self.plan, self.prompts, self.metrics = export, plan, prompts, metrics
+        self.export, self.prompts, self.metrics = export, prompts, metrics
+        self.plan = plan.replace(f"{Path.cwd()}/", "").replace(f"{Path.home()}/", "~/")  # the page may be shown around
         self.started_at = started_at
         self.path = metrics.with_name("report.html")
 

@@ -80,7 +80,7 @@ def tried(family: str, kind: str, form: Any) -> str:
     from library.errors import UserError
 
     pipe = small(family)
-    state, alphas, parts = draw_state(family, kind, pipe=pipe)
+    state, alphas, parts = draw_state(family, kind, pipe=pipe, with_t5=False)
     try:
         file, _ = to_file(state, alphas, parts, form)
     except UserError as error:

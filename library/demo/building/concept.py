@@ -3,8 +3,9 @@
 Run it as ``python -m library.demo.building.concept NOTO FOLDER``, with the font that ``library.demo.build`` takes, too.
 """
 
+import itertools
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from PIL import Image
@@ -29,14 +30,23 @@ def write(noto: Path, folder: Path) -> None:
     drawings = emoji.noto(noto)
     number = 0
     for size, count in COUNTS.items():
-        for variant in range(count):
-            draw = generator_for(0, "demo/concept", *size, variant) if variant else None
-            picture = placed(drawings[BIRD], size, SHAPES[size][0], draw)
+        for picture in itertools.islice(_different(drawings[BIRD], size), count):
             _save(picture, folder / "demo", f"lorikeet_{number:02d}", CAPTIONS[number % len(CAPTIONS)])
             number += 1
     for name in PLAIN:
         picture = placed(drawings[SUBJECTS[name]], (96, 96), SHAPES[96, 96][0], None)
         _save(picture, folder / "demo_regularisation", name.replace(" ", "_"), f"a {name}")
+
+
+def _different(drawing: Image.Image, size: tuple[int, int]) -> Iterator[Image.Image]:
+    """As large as fits first, then a little smaller and elsewhere; no picture comes twice."""
+    seen = set()
+    for variant in itertools.count():
+        draw = generator_for(0, "demo/concept", *size, variant) if variant else None
+        picture = placed(drawing, size, SHAPES[size][0], draw)
+        if picture.tobytes() not in seen:
+            seen.add(picture.tobytes())
+            yield picture
 
 
 def _save(picture: Image.Image, folder: Path, name: str, caption: str) -> None:

@@ -21,8 +21,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from ...config.schema import DataConfig, NoiseConfig, TrainConfig
-from ...data.batch import BadSample, as_model_input
+from ...data.batch import as_model_input
 from ...data.batches import BatchPlan
+from ...data.cutting import BadSample
 from ...data.loader import MicroBatchReader
 from ...data.prepare import prepare
 from ...diffusion.process import Process, from_table
