@@ -11,10 +11,11 @@ from test_adapters_layouts import tiny_denoiser
 from tiny import TINY
 
 from library.adapters import lora
-from library.adapters.formats import from_file, refusals, to_file, usual_format
+from library.adapters.formats import from_file, to_file, usual_format
 from library.adapters.keys import PartNames
 from library.adapters.updates import updates_of
 from library.cli import tool
+from library.config.save_rules import unwritable
 from library.errors import UserError
 from library.families import FAMILIES
 from library.training.lora_files import read_lora
@@ -132,9 +133,9 @@ def test_a_lora_kind_is_not_written_where_nobody_would_read_it():
     with pytest.raises(UserError, match=r"transformer\.double_blocks.* lokr .*take save_format comfy"):
         to_file(state, alphas, parts, "kohya")
     state, alphas, parts = draw_state("sd1", "loha")
-    with pytest.raises(UserError, match="diffusers does not load loha; take save_format kohya or comfy"):
+    with pytest.raises(UserError, match="diffusers does not load loha; take save_format auto or comfy"):
         to_file(state, alphas, parts, "diffusers")
-    assert "turns what goes into a layer" in refusals(["oft"], "kohya")[0] and not refusals(["boft"], "diffusers")
+    assert "turns what goes into a layer" in unwritable(["oft"], "kohya")[0] and not unwritable(["boft"], "diffusers")
 
 
 def test_the_usual_format_is_the_one_that_most_programs_read():

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..config.save_rules import unwritable
 from ..errors import UserError
 from .folding import alpha_dtype_told, folded, told, unfolded
 from .fusing import NotOneError, fuse, is_turned, split
@@ -58,18 +59,6 @@ def usual_format(kinds: Iterable[str], family: Format) -> Format:
     return family if found <= {"lora"} else "comfy"
 
 
-def refusals(kinds: Iterable[str], form: Format) -> list[str]:
-    """Why updates of these kinds cannot be written so."""
-    found = []
-    for kind in sorted(set(kinds)):
-        if kind in ("oft", "boft") and form != "diffusers":
-            found.append(f"{kind} turns what goes into a layer, and the files of sd-scripts and ComfyUI what comes out "
-                         "of it; take save_format auto, which peft reads")  # fmt: skip
-        if kind in ("loha", "lokr") and form == "diffusers":
-            found.append(f"diffusers does not load {kind}; take save_format kohya or comfy")
-    return found
-
-
 def to_file(state: Tensors, alphas: Mapping[str, float], parts: Sequence[PartNames], form: Format,
             alpha_dtype: torch.dtype = torch.float32) -> tuple[dict[str, Tensor], dict[str, str]]:  # fmt: skip
     """The tensors of a file, on the CPU, each in one piece, and the metadata that is needed to undo it.
@@ -79,7 +68,7 @@ def to_file(state: Tensors, alphas: Mapping[str, float], parts: Sequence[PartNam
     if left := stray(state):
         raise ValueError(f"{len(left)} names of weights are not clean, for example {left[0]}")
     updates = {module: _on_cpu(update) for module, update in updates_of(state, alphas).items()}
-    if problems := refusals((update.kind for update in updates.values()), form):
+    if problems := unwritable((update.kind for update in updates.values()), form):
         raise UserError("; ".join(problems))
     tensors: dict[str, Tensor] = {}
     for part in parts:

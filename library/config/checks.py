@@ -6,6 +6,7 @@ from pathlib import Path
 from ..errors import ConfigError
 from . import adapter_rules
 from .objective_rules import contradictions
+from .save_rules import save_conflicts
 from .schema import DistributedConfig, LogConfig, RunConfig
 from .toml_lines import read_toml
 from .values import Share
@@ -192,13 +193,6 @@ def _compile_is_on(config: RunConfig, given: Given) -> Iterator[Conflict]:
                 yield (name, "torch_compile"), "nothing is compiled; set torch_compile"
 
 
-def _old_files_are_written(config: RunConfig, given: Given) -> Iterator[Conflict]:
-    for what in ("epochs", "steps"):
-        last, every = f"save_last_n_{what}", f"save_every_n_{what}"
-        if getattr(config.save, last) is not None and getattr(config.save, every) is None:
-            yield (last, every), f"nothing is saved that could be too old; set {every}"
-
-
 def _output_name(config: RunConfig, given: Given) -> Iterator[Conflict]:
     name = config.save.output_name
     if not name or Path(name).name != name:
@@ -222,5 +216,5 @@ _RULES: tuple[Callable[[RunConfig, Given], Iterator[Conflict]], ...] = (
     _objective,
     _compile_is_on,
     _output_name,
-    _old_files_are_written,
+    save_conflicts,
 )

@@ -328,6 +328,16 @@ class SaveConfig:
     )
     training_comment: str | None = opt(None, "remark kept in the file's metadata")
     no_metadata: bool = opt(False, "write only the metadata that loaders need")
+    metadata_title: str | None = opt(None, "title in the file's metadata; without it, output_name")
+    metadata_author: str | None = opt(None, "author in the file's metadata")
+    metadata_description: str | None = opt(None, "description in the file's metadata")
+    metadata_license: str | None = opt(None, "license in the file's metadata")
+    metadata_tags: str | None = opt(None, "tags in the file's metadata, with commas between them")
+    metadata_usage_hint: str | None = opt(None, "how to use the LoRA, in the file's metadata")
+    metadata_thumbnail: str | None = opt(None, "picture of up to 4 MiB that is put into the file's metadata")
+    metadata_merged_from: str | None = opt(None, "what was merged into the LoRA, in the file's metadata")
+    metadata_trigger_phrase: str | None = opt(None, "words that call the LoRA, in the file's metadata")
+    metadata_preprocessor: str | None = opt(None, "what pictures have to go through, in the file's metadata")
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,13 @@ from ..adapters.lora import Adapter
 from ..adapters.metadata import ModelFacts, RunFacts, describe, with_hashes
 from ..adapters.updates import updates_of
 from ..adapters.verify import BrokenFileError, read
+from ..data.prepare import Prepared
+from ..data.told import told as told_of_data
 from ..optim.optimizers import weights_as_used
 from ..randomness import seed_for
 from .loop import Run
 from .lora_parts import parts_of
+from .model_told import model_told
 from .plan import is_due
 from .retention import Retention
 
@@ -31,10 +34,12 @@ SHOWN = 3
 class Export:
     """Saves every n steps or epochs, and at the end; the names are sd-scripts'."""
 
-    def __init__(self, adapter: Adapter, pictures: tuple[int, int], resolution: tuple[int, int], started_at: float):
-        self.adapter, self.pictures, self.resolution, self.started_at = adapter, pictures, resolution, started_at
+    def __init__(self, adapter: Adapter, prepared: Prepared, ranks: int, started_at: float):
+        self.adapter, self.prepared, self.ranks, self.started_at = adapter, prepared, ranks, started_at
         self.written: list[Path] = []
         self.kept: Retention | None = None
+        self.data: dict[str, str] = {}
+        self.model: dict[str, str] = {}
 
     def is_due(self, run: Run) -> bool:
         return run.state.step >= run.plan.steps or self._is_epoch(run) or self._is_step(run)
@@ -73,7 +78,13 @@ class Export:
         return paths
 
     def rehearse(self, run: Run) -> None:
-        """Raise before anything is trained if what is trained cannot be written in the format that is asked for."""
+        """Raise before anything is trained if what is trained cannot be written in the format that is asked for.
+
+        Here the model's files are read through once, for their hashes; only the process that writes comes here.
+        """
+        if not run.config.save.no_metadata:
+            self.data = told_of_data(self.prepared.manifest, self.prepared.placements, self.ranks)
+            self.model = model_told(run.config.model)
         form = self._tensors(run, run.strategy.unwrapped(run.adapter))[2]
         logger.info("LoRA files are written as %s does", {"kohya": "sd-scripts", "comfy": "ComfyUI"}.get(form, form))
 
@@ -114,7 +125,7 @@ class Export:
         return describe(run.config, model, self._facts(run), SOFTWARE)
 
     def _facts(self, run: Run) -> RunFacts:
-        trained, regularising = self.pictures
+        trained, regularising = self.prepared.pictures
         return RunFacts(
             step=run.state.step,
             epoch=run.plan.batches.epoch_of(max(run.state.step - 1, 0)) + 1,
@@ -126,7 +137,9 @@ class Export:
             pictures=trained,
             regularisation_pictures=regularising,
             batches_per_epoch=run.plan.batches.batches_per_epoch,
-            resolution=self.resolution,
+            resolution=self.prepared.resolution,
+            data=self.data,
+            model=self.model,
             optimizer=_described(run),
             mixed_precision=run.strategy.precision,
         )
