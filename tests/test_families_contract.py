@@ -38,7 +38,9 @@ def test_the_facts_of_a_family_fit_its_class(case):
     assert (facts.denoiser, sorted(facts.parts)) == (family.denoiser, sorted(family.parts))
     assert set(facts.files.values()) <= set(facts.parts)
     assert set(family.tokenizers) == {part for part in family.text_parts if part.startswith("tokenizer")}
-    assert set(family.text_lora_prefixes) <= set(family.text_parts)
+    assert tuple(family.text_lora_prefixes) == tuple(family.text_lora_targets) == facts.text_encoders
+    assert {*facts.text_encoders} <= {*family.text_parts}
+    assert facts.t5 is None or facts.t5 in facts.text_encoders
     for option in (*facts.files, *facts.options):
         assert hasattr(ModelConfig(), option)
 

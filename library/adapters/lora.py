@@ -1,34 +1,84 @@
-"""LoRA through peft: put into a model, found again in it, read out of it and back into it.
+"""Adapters put into the parts of a pipeline, found again in them, read out and back in.
 
-A state is a dict of tensors named by peft, without the adapter's own name: ``<module>.lora_A.weight`` (rank, in) and
-``<module>.lora_B.weight`` (out, rank), with two more dimensions where the module is a convolution.
+A state is a dict of tensors named by peft, without the adapter's own name, behind the part of the pipeline:
+``<part>.<module>.lora_A.weight`` (rank, in) and ``<part>.<module>.lora_B.weight`` (out, rank), with two more
+dimensions where the module is a convolution; other kinds have other tensors.
 """
 
-import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-from peft import LoraConfig, inject_adapter_in_model
-from torch import Tensor, nn
+from torch import Tensor, equal, nn
 
+from ..config.network_args import LORAS, arguments_of, kind_of
 from ..config.schema import AdapterConfig
-from ..errors import ConfigError
-from ..randomness import seed_for
 from .keys import clean
+from .kinds import MARKS, Size, put_in
 from .layouts import LAYOUTS, Group, groups
+from .sites import Part, Site, matching, sites_of
+from .sizing import sizes_of
+
+__all__ = [
+    "Adapter", "Part", "Site", "Size", "State", "inject", "load_state", "matching", "module_of", "parameters", "put",
+    "state",
+]  # fmt: skip
 
 State = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """What was put into a model."""
+    """What was put into the parts of a pipeline."""
 
+    kind: str
+    """lora, dora, loha, lokr, oft or boft."""
     rank: int
     alpha: float
-    modules: tuple[str, ...]  # names of the modules that got a LoRA, in the model's own order
+    """These two hold where nothing else was asked for."""
+    sizes: Mapping[str, Size]
+    """Of each module, named as in a state, in the models' own order."""
+    sites: tuple[Site, ...]
+    """The modules of ``sizes``, and what they are."""
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        return tuple(self.sizes)
+
+    @property
+    def alphas(self) -> dict[str, float]:
+        """Of each module, named as in a state."""
+        return {name: size.alpha for name, size in self.sizes.items()}
+
+
+def put(parts: Sequence[Part], config: AdapterConfig, seed: int, family: str = "") -> Adapter:
+    """Freeze all parts and give an adapter to those of their sites that are to have one.
+
+    Modules that are one in the original model share their down matrix, as when sd-scripts trains them.  The start is
+    a function of the seed and the module's name, so that every process makes the same one; the update is zero.  The
+    new weights are float32 whatever the model is.
+    """
+    kind = kind_of(config)
+    sites, wanted = chosen(parts, config, family)
+    built: dict[str, Size] = {}
+    for part in parts:
+        part.model.requires_grad_(False)
+        names = {site.module: site.name for site in sites if site.part == part.name and site.name in wanted}
+        # Text encoders have the same names inside, and must not start alike.
+        seeds = {module: name if part.is_text else module for module, name in names.items()}
+        sizes = {module: wanted[name] for module, name in names.items()}
+        found = put_in(part.model, kind, arguments_of(config), sizes, seeds, seed)
+        built |= {names[module]: size for module, size in found.items()}
+        if kind in LORAS and part.style in LAYOUTS:
+            _share(part.model, groups(names, LAYOUTS[part.style]))
+    alpha = float(config.network_alpha or config.network_dim)
+    return Adapter(kind, config.network_dim, alpha, built, tuple(site for site in sites if site.name in built))
+
+
+def chosen(parts: Sequence[Part], config: AdapterConfig, family: str) -> tuple[list[Site], dict[str, Size]]:
+    """All sites, and the sizes of those that are to have an adapter; mistakes in ``network_args`` are told."""
+    sites = [site for part in parts for site in sites_of(part)]
+    return sites, sizes_of(sites, config, family)
 
 
 def inject(
@@ -39,53 +89,10 @@ def inject(
     style: str = "diffusers",
     idle: Sequence[str] = (),
 ) -> Adapter:
-    """Freeze ``model`` and give a LoRA to each module whose name ends in one of ``targets``, but not to ``idle`` ones.
-
-    Modules that are one in the original model share their down matrix, as when sd-scripts trains them; ``style`` is
-    ``Family.lora_names``.  The start is a function of the seed and the module's name, so that every process makes the
-    same one; the update is zero.  The new weights are float32 whatever the model is.
-    """
-    modules = tuple(name for name in matching(model, targets) if name not in idle)
-    alpha = config.network_alpha or config.network_dim  # sd-scripts: 0 stands for the rank
-    model.requires_grad_(False)
-    # On the meta device peft draws no random numbers; the weights are made below.
-    settings = LoraConfig(r=config.network_dim, lora_alpha=alpha, target_modules=list(modules))  # type: ignore[arg-type]
-    inject_adapter_in_model(settings, model, low_cpu_mem_usage=True)
-    for name in modules:
-        _start(model.get_submodule(name), name, seed)
-    _share(model, groups(modules, LAYOUTS[style]) if style in LAYOUTS else ())
-    return Adapter(config.network_dim, float(alpha), modules)
-
-
-def matching(model: nn.Module, targets: Sequence[str]) -> tuple[str, ...]:
-    """Names of the linear layers and convolutions that a target names; a target without any is an error."""
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
-    idle = [target for target in targets if not any(_ends(name, target) for name in names)]
-    if idle or not targets:
-        found = ", ".join(map(repr, idle)) or "no target"
-        raise ConfigError([f"LoRA targets: {found} matches no layer of {type(model).__name__}"])
-    return tuple(name for name in names if any(_ends(name, target) for target in targets))
-
-
-def _ends(name: str, target: str) -> bool:
-    """Whether the last parts of a name are those of a target, in which ``*`` is any one part."""
-    parts, wanted = name.split("."), target.split(".")
-    return len(parts) >= len(wanted) and all(
-        want in ("*", part) for part, want in zip(parts[::-1], wanted[::-1], strict=False)
-    )
-
-
-def _start(layer: Any, name: str, seed: int) -> None:
-    """Make the weights of one LoRA: down as nn.Linear makes its own, up zero."""
-    down, up = layer.lora_A["default"], layer.lora_B["default"]
-    for half in (down, up):
-        half.float().to_empty(device=layer.base_layer.weight.device).requires_grad_(True)
-    weight = torch.empty(down.weight.shape)
-    generator = torch.Generator().manual_seed(seed_for(seed, f"lora/{name}"))
-    nn.init.kaiming_uniform_(weight, a=math.sqrt(5), generator=generator)
-    with torch.no_grad():
-        down.weight.copy_(weight)
-        up.weight.zero_()
+    """The same for one model alone, whose modules then have no part before their names."""
+    found = put([Part("", model, targets, style, idle=idle)], config, seed)
+    return Adapter(found.kind, found.rank, found.alpha,
+                   {name.removeprefix("."): size for name, size in found.sizes.items()}, found.sites)  # fmt: skip
 
 
 def _share(model: nn.Module, found: Sequence[Group]) -> None:
@@ -96,22 +103,27 @@ def _share(model: nn.Module, found: Sequence[Group]) -> None:
             layer.lora_A["default"] = first.lora_A["default"]  # type: ignore[index, operator]
 
 
+def module_of(name: str) -> str:
+    """The module that a weight of a state belongs to."""
+    return re.split(MARKS, name)[0]
+
+
 def parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The LoRA weights of a model, wrapped or not, with their names in a state; a shared one under each name."""
+    """The adapters' weights of a model, wrapped or not, with their names in a state; a shared one under each name."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if ".lora_A." in name or ".lora_B." in name:
+        if re.search(MARKS, name):
             yield clean(name), parameter
 
 
 def state(model: nn.Module) -> State:
-    """The LoRA weights as they are now; they share memory with the model, and shared ones are one tensor."""
+    """The adapters' weights as they are now; they share memory with the model, and shared ones are one tensor."""
     found = dict(parameters(model))
     once = {id(parameter): parameter.detach() for parameter in found.values()}
     return {name: once[id(parameter)] for name, parameter in found.items()}
 
 
 def load_state(model: nn.Module, given: Mapping[str, Tensor]) -> None:
-    """Put weights into a model that has its LoRA; names and shapes must be the same."""
+    """Put weights into a model that has its adapters; names and shapes must be the same."""
     own = state(model)
     wrong = [name for name in own.keys() & given.keys() if own[name].shape != given[name].shape]
     if own.keys() != given.keys() or wrong:
@@ -119,6 +131,6 @@ def load_state(model: nn.Module, given: Mapping[str, Tensor]) -> None:
         raise ValueError(f"the LoRA weights do not fit the model, for example {', '.join(examples)}")
     for name, tensor in own.items():
         tensor.copy_(given[name])
-    torn = [name for name, tensor in own.items() if not torch.equal(tensor, given[name].to(tensor))]
+    torn = [name for name, tensor in own.items() if not equal(tensor, given[name].to(tensor))]
     if torn:
         raise ValueError(f"modules that share a matrix were given different ones, for example {torn[0]}")

@@ -4,7 +4,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ..errors import ConfigError
+from . import adapter_rules
 from .objective_rules import contradictions
+from .save_rules import save_conflicts
 from .schema import DistributedConfig, LogConfig, RunConfig
 from .toml_lines import read_toml
 from .values import Share
@@ -37,14 +39,8 @@ def _captions_in_chunks(config: RunConfig, given: Given) -> Iterator[Conflict]:
         yield ("max_token_length",), f"{config.model.max_token_length}: CLIP reads 75, 150 or 225 tokens"
 
 
-def _text_encoder_stays(config: RunConfig, given: Given) -> Iterator[Conflict]:
-    if not config.adapter.network_train_unet_only:
-        yield ("network_train_unet_only",), "not yet: training text encoders; leave this option out"
-
-
-def _network_module(config: RunConfig, given: Given) -> Iterator[Conflict]:
-    if config.adapter.network_module != "networks.lora":
-        yield ("network_module",), f"not yet: {config.adapter.network_module!r}; this version trains networks.lora"
+def _adapter(config: RunConfig, given: Given) -> Iterator[Conflict]:
+    yield from adapter_rules.contradictions(config, given)
 
 
 def _schedule(config: RunConfig, given: Given) -> Iterator[Conflict]:
@@ -129,16 +125,6 @@ def _buckets(config: RunConfig, given: Given) -> Iterator[Conflict]:
 def _workers_read_ahead(config: RunConfig, given: Given) -> Iterator[Conflict]:
     if "prefetch_factor" in given and not config.data.max_data_loader_n_workers:
         yield ("prefetch_factor", "max_data_loader_n_workers"), "without workers nothing is read ahead"
-
-
-def _kept_text_is_frozen(config: RunConfig, given: Given) -> Iterator[Conflict]:
-    for name in ("cache_text_encoder_outputs", "cache_text_encoder_outputs_to_disk"):
-        if getattr(config.cache, name) and not config.adapter.network_train_unet_only:
-            yield (
-                (name, "network_train_unet_only"),
-                "captions that are encoded once cannot follow a text encoder that is trained; leave"
-                f" network_train_unet_only on, or take {name} out",
-            )
 
 
 def _cache_is_used(config: RunConfig, given: Given) -> Iterator[Conflict]:
@@ -231,14 +217,12 @@ def _output_name(config: RunConfig, given: Given) -> Iterator[Conflict]:
 _RULES: tuple[Callable[[RunConfig, Given], Iterator[Conflict]], ...] = (
     _needs_data,
     _captions_in_chunks,
-    _network_module,
-    _text_encoder_stays,
+    _adapter,
     _schedule,
     _optimizers_with_a_will,
     _length_once,
     _buckets,
     _workers_read_ahead,
-    _kept_text_is_frozen,
     _cache_is_used,
     _tracker_has_a_place,
     _previews_have_prompts,
@@ -246,4 +230,5 @@ _RULES: tuple[Callable[[RunConfig, Given], Iterator[Conflict]], ...] = (
     _compile_is_on,
     _one_way_to_go_on,
     _output_name,
+    save_conflicts,
 )

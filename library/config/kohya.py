@@ -37,7 +37,6 @@ def _later(what: str, *harmless: Any) -> NotYet:
     return NotYet(f"not yet: {what}", harmless)
 
 
-_TEXT_ENCODER = _later("training text encoders; only the denoiser is trained")
 _STATE = _later("states of runs on the hub; --save_state keeps them in output_dir, --resume reads them there")
 _VALIDATION = _later("validation")
 _DEEPSPEED = _later("DeepSpeed")
@@ -52,7 +51,6 @@ _FULL = Refused("trains whole models or embeddings; this program trains LoRA ada
 _BROKEN = Refused("does not work in sd-scripts either")
 _HOST_CHECKPOINTS = _later("checkpoints in host memory; gradient_checkpointing keeps them on the device")
 _ATTENTION = _later("a choice of attention kernels; PyTorch's own (sdpa) is used")
-_METADATA = _later("free metadata fields; training_comment is kept in the file")
 
 VERDICTS: dict[str, Alias | Refused] = {
     # aliases
@@ -100,37 +98,19 @@ VERDICTS: dict[str, Alias | Refused] = {
     "zero3_save_16bit_model": _DEEPSPEED,
     "fp16_master_weights_and_gradients": _DEEPSPEED,
     # optimizer and schedule
-    "unet_lr": Alias("learning_rate"),
-    "text_encoder_lr": _TEXT_ENCODER,
     "use_8bit_adam": Refused("an old name; write optimizer_type AdamW8bit"),
     "use_lion_optimizer": Refused("an old name; write optimizer_type Lion"),
     # network
-    "network_dropout": _later("dropout in the adapter", 0),
-    "network_args": _later("arguments for the adapter"),
     "network_weights": _later("starting from a LoRA file"),
     "dim_from_weights": _later("starting from a LoRA file"),
-    "network_train_text_encoder_only": _TEXT_ENCODER,
-    "scale_weight_norms": _later("limits on the norm of the update"),
     "base_weights": _later("LoRA files merged into the base model"),
     "base_weights_multiplier": _later("LoRA files merged into the base model"),
     # files
     "save_model_as": Refused("LoRA files are safetensors; ckpt and pt files can run code when they are opened",
                              ("safetensors",)),
     "save_n_epoch_ratio": Refused("use save_every_n_epochs"),
-    "save_last_n_epochs": _later("removing old LoRA files; all are kept"),
-    "save_last_n_steps": _later("removing old LoRA files; all are kept"),
     "resume_from_huggingface": _STATE,
     "save_state_to_huggingface": _STATE,
-    "metadata_title": _METADATA,
-    "metadata_author": _METADATA,
-    "metadata_description": _METADATA,
-    "metadata_license": _METADATA,
-    "metadata_tags": _METADATA,
-    "metadata_usage_hint": _METADATA,
-    "metadata_thumbnail": _METADATA,
-    "metadata_merged_from": _METADATA,
-    "metadata_trigger_phrase": _METADATA,
-    "metadata_preprocessor": _METADATA,
     "metadata_is_negative_embedding": Refused("a LoRA is no embedding"),
     "huggingface_repo_id": _UPLOAD,
     "huggingface_repo_type": _UPLOAD,

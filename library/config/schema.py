@@ -42,10 +42,32 @@ class ModelConfig:
 class AdapterConfig:
     """What is trained."""
 
-    network_module: str = opt("networks.lora", "kind of adapter: networks.lora")
+    network_module: Literal[
+        "networks.lora", "networks.lora_flux", "networks.lora_sd3", "networks.loha", "networks.lokr", "networks.oft",
+        "networks.oft_flux", "lycoris.kohya"
+    ] = opt("networks.lora", "kind of adapter; with lycoris.kohya algo in network_args says which")  # fmt: skip
     network_dim: int = opt(4, "rank of the LoRA matrices", minimum=1)
     network_alpha: float = opt(1.0, "the update is scaled by alpha / rank", minimum=0)
-    network_train_unet_only: bool = opt(True, "train the denoiser and leave the text encoders as they are")
+    network_dropout: float = opt(0.0, "share of what the down matrices of a LoRA say that is left out",
+                                 minimum=0, maximum=0.999)  # fmt: skip
+    network_args: tuple[str, ...] = opt(
+        (), "more about the adapter as name=value, such as conv_dim=4; docs/adapters.md lists them"
+    )
+    scale_weight_norms: float | None = opt(
+        None, "no module's update becomes longer than this; LoRA only", minimum=0.000001
+    )
+    network_train_unet_only: bool = opt(
+        True, "train the denoiser and leave the text encoders as they are; off: train both"
+    )
+    network_train_text_encoder_only: bool = opt(False, "train the text encoders and leave the denoiser as it is")
+
+    @property
+    def trains_denoiser(self) -> bool:
+        return not self.network_train_text_encoder_only
+
+    @property
+    def trains_texts(self) -> bool:
+        return self.network_train_text_encoder_only or not self.network_train_unet_only
 
 
 @dataclass(frozen=True)
@@ -57,6 +79,10 @@ class OptimConfig:
     )
     optimizer_args: tuple[str, ...] = opt((), "arguments for the optimizer as name=value, such as weight_decay=0.01")
     learning_rate: float = opt(1e-4, "peak learning rate", minimum=0)
+    unet_lr: float | None = opt(None, "peak learning rate of the denoiser; without it learning_rate", minimum=0)
+    text_encoder_lr: tuple[float, ...] = opt(
+        (), "peak learning rate of the text encoders, one for all or one for each; without it learning_rate", minimum=0
+    )
     max_grad_norm: float = opt(1.0, "gradients longer than this are shortened to it; 0 turns it off", minimum=0)
     lr_scheduler: Literal[
         "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr",
@@ -289,10 +315,29 @@ class SaveConfig:
     output_dir: str = opt("output", "folder for LoRA files and previews")
     output_name: str = opt("lora", "file name without its ending")
     save_precision: Literal["float", "fp16", "bf16"] | None = opt(None, "precision in the file; without it, as trained")
+    save_format: Literal["auto", "kohya", "diffusers", "comfy"] = opt(
+        "auto", "names in the file: as sd-scripts, diffusers or ComfyUI; auto is what all of them read for the model"
+    )
     save_every_n_epochs: int | None = opt(None, "save a LoRA file every n epochs", minimum=1)
     save_every_n_steps: int | None = opt(None, "save a LoRA file every n steps", minimum=1)
+    save_last_n_epochs: int | None = opt(
+        None, "of the files of save_every_n_epochs only the last n are kept", minimum=1
+    )
+    save_last_n_steps: int | None = opt(
+        None, "of the files of save_every_n_steps only those of the last n steps are kept", minimum=1
+    )
     training_comment: str | None = opt(None, "remark kept in the file's metadata")
     no_metadata: bool = opt(False, "write only the metadata that loaders need")
+    metadata_title: str | None = opt(None, "title in the file's metadata; without it, output_name")
+    metadata_author: str | None = opt(None, "author in the file's metadata")
+    metadata_description: str | None = opt(None, "description in the file's metadata")
+    metadata_license: str | None = opt(None, "license in the file's metadata")
+    metadata_tags: str | None = opt(None, "tags in the file's metadata, with commas between them")
+    metadata_usage_hint: str | None = opt(None, "how to use the LoRA, in the file's metadata")
+    metadata_thumbnail: str | None = opt(None, "picture of up to 4 MiB that is put into the file's metadata")
+    metadata_merged_from: str | None = opt(None, "what was merged into the LoRA, in the file's metadata")
+    metadata_trigger_phrase: str | None = opt(None, "words that call the LoRA, in the file's metadata")
+    metadata_preprocessor: str | None = opt(None, "what pictures have to go through, in the file's metadata")
 
 
 @dataclass(frozen=True)

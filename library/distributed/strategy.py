@@ -145,9 +145,14 @@ class DataParallel:
         everything: Tensor = self.accelerator.gather(tensor)
         return everything
 
-    def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
-        """Place, wrap and compile the model as the accelerator was told; return it with its optimizer."""
-        with self._regions_compiled(model), warnings.catch_warnings():
+    def wrap(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, denoiser: nn.Module | None = None
+    ) -> tuple[nn.Module, Any]:
+        """Place, wrap and compile the model as the accelerator was told; return it with its optimizer.
+
+        ``denoiser`` is the part of it whose blocks are compiled where only blocks are to be; without it, the model.
+        """
+        with self._regions_compiled(model if denoiser is None else denoiser), warnings.catch_warnings():
             # torch has a new name for it that accelerate does not know; the old one still does what is meant.
             warnings.filterwarnings("ignore", message=".*broadcast_buffers.* is deprecated", category=FutureWarning)
             self.model, self.optimizer = self.accelerator.prepare(model, optimizer)

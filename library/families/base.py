@@ -8,7 +8,7 @@ call ``denoiser``, but read attributes only from ``pipe``.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from PIL.Image import Image
@@ -51,10 +51,14 @@ class Family(ABC):
     lora_names: ClassVar[str] = "diffusers"
     """How a kohya file names the denoiser's modules: ``diffusers``, or the original names of ``ldm`` (SDXL), ``flux``
     or ``sd3``, where some of them are one."""
-    lora_format: ClassVar[str] = "kohya"
+    lora_other_names: ClassVar[tuple[str, ...]] = ()
+    """More of these, in which LoRA files by others name the denoiser's modules."""
+    lora_format: ClassVar[Literal["kohya", "diffusers"]] = "kohya"
     """What LoRA files every loader reads: sd-scripts' (``kohya``), or ``diffusers`` with names as in diffusers."""
-    text_lora_targets: ClassVar[tuple[str, ...]] = ()
-    """The same as ``lora_targets`` for text encoders."""
+    conv_lora_targets: ClassVar[tuple[str, ...]] = ()
+    """What joins ``lora_targets`` when convolutions are trained, too."""
+    text_lora_targets: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Each of ``facts.text_encoders`` -> the same as ``lora_targets`` for it."""
     text_lora_prefixes: ClassVar[Mapping[str, str]] = {}
     """Text encoder -> what stands before the names of its modules in a kohya file."""
     picture_size: ClassVar[tuple[int, int]]
@@ -90,6 +94,19 @@ class Family(ABC):
 
     def idle_layers(self, denoiser: Any) -> tuple[str, ...]:
         """Names of layers that no gradient reaches, since the model leaves out what they make; they get no LoRA."""
+        return ()
+
+    @classmethod
+    def text_style(cls, part: str) -> str:
+        """How a kohya file names a text encoder's modules: as ``clip`` or ``t5``."""
+        return "t5" if part == cls.facts.t5 else "clip"
+
+    def outer_lora_targets(self, denoiser: Any) -> tuple[str, ...]:
+        """What joins ``lora_targets`` when layers outside of the blocks are trained, too."""
+        return ()
+
+    def idle_text_layers(self, encoder: Any, part: str) -> tuple[str, ...]:
+        """The same for a text encoder: what comes after the layer that is read."""
         return ()
 
     @abstractmethod

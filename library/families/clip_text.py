@@ -8,8 +8,22 @@ from torch import Tensor
 
 from ..config.schema import ModelConfig
 
+CLIP_LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
+"""Every linear layer inside the attentions and MLPs of CLIP's layers."""
+T5_LORA_TARGETS = (
+    "SelfAttention.q", "SelfAttention.k", "SelfAttention.v", "SelfAttention.o", "DenseReluDense.wi_0",
+    "DenseReluDense.wi_1", "DenseReluDense.wo",
+)  # fmt: skip
+"""The same of T5's."""
 PIECE = 75
 """Tokens of a caption that CLIP reads at once, between the start and the end token."""
+
+
+def last_layers(encoder: Any, count: int) -> tuple[str, ...]:
+    """Names of everything in the last layers of CLIP, which nothing sees where an earlier layer is read."""
+    total = encoder.config.num_hidden_layers
+    marks = tuple(f"layers.{number}" for number in range(total - count, total))
+    return tuple(name for name, _ in encoder.named_modules() if any(f".{mark}." in f".{name}." for mark in marks))
 
 
 def token_rows(tokenizer: Any, prompts: Sequence[str], length: int) -> Tensor:

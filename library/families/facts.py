@@ -36,6 +36,12 @@ class Facts:
     """What the JSON files say; None when they are those of another family with the same pipeline class."""
     files: Mapping[str, str] = field(default_factory=dict)
     """Options that name a file or folder for one part -> that part."""
+    name: str = ""
+    """Its name in ``network_args``' rules and among the families; one of the user's own needs none."""
+    text_encoders: tuple[str, ...] = ()
+    """The text encoders that can be trained."""
+    t5: str | None = None
+    """Of these the T5, which is so large that it is trained only when somebody asks for it."""
     options: tuple[str, ...] = ()
     """Further options of ``ModelConfig`` that mean something for this family and not for every one."""
     refused: Callable[[Reader, ModelConfig], Iterator[str]] = lambda read, options: iter(())

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..config import RunConfig
-from ..config.objective_rules import misfits
+from ..config import RunConfig, adapter_rules, objective_rules
 from ..data.prompts import Prompt, read_prompts
 from ..errors import ConfigError
 from .detect import Detected, detect, facts_of
@@ -18,8 +17,10 @@ def problems_with_model(config: RunConfig, places: Mapping[str, str]) -> list[st
     found: Detected | None = None
     try:
         found = detect(config.model)
-        problems += [f"{places.get(names[0], f'--{names[0]}')}: {problem}"
-                     for names, problem in misfits(config, facts_of(found.family).title, found.prediction)]  # fmt: skip
+        facts = facts_of(found.family)
+        misfits = [*objective_rules.misfits(config, facts.title, found.prediction),
+                   *adapter_rules.misfits(config, facts.name, facts.title, facts.text_encoders, facts.t5)]  # fmt: skip
+        problems += [f"{places.get(names[0], f'--{names[0]}')}: {problem}" for names, problem in misfits]
     except ConfigError as error:
         problems += error.problems
     asked, unreadable = _prompts(config.preview.sample_prompts)

@@ -77,12 +77,15 @@ _CLIPS: Mapping[str, tuple[str, ...]] = {
 _SD3_TEXT = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3")
 
 SD3 = Facts(
+    name="sd3",
     title="Stable Diffusion 3",
     pipeline="StableDiffusion3Pipeline",
     denoiser="transformer",
     parts=("transformer", "vae", *_SD3_TEXT),
     look=_look_at_sd3,
     files={"vae": "vae", "clip_l": "text_encoder", "clip_g": "text_encoder_2", "t5xxl": "text_encoder_3"},
+    text_encoders=("text_encoder", "text_encoder_2", "text_encoder_3"),
+    t5="text_encoder_3",
     options=("t5xxl_max_token_length",),
     prefixes={
         "transformer": _WHOLE,
@@ -107,12 +110,15 @@ SD3 = Facts(
 )
 
 FLUX = Facts(
+    name="flux",
     title="FLUX.1",
     pipeline="FluxPipeline",
     denoiser="transformer",
     parts=("transformer", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
     look=_look_at_flux,
     files={"ae": "vae", "vae": "vae", "clip_l": "text_encoder", "t5xxl": "text_encoder_2"},
+    text_encoders=("text_encoder", "text_encoder_2"),
+    t5="text_encoder_2",
     options=("t5xxl_max_token_length", "guidance_scale"),
     refused=_schnell_has_no_guidance,
     prefixes={
@@ -138,6 +144,7 @@ FLUX = Facts(
 )
 
 Z_IMAGE = Facts(
+    name="z_image",
     title="Z-Image",
     pipeline="ZImagePipeline",
     denoiser="transformer",
@@ -154,6 +161,7 @@ Z_IMAGE = Facts(
 )
 
 QWEN_IMAGE = Facts(
+    name="qwen_image",
     title="Qwen-Image",
     pipeline="QwenImagePipeline",
     denoiser="transformer",

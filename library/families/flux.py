@@ -15,9 +15,9 @@ from ..data.prompts import Prompt
 from ..diffusion.process import FlowMatching, Process
 from . import clip_text, kl_latents
 from .base import Family, Titles
+from .clip_text import CLIP_LORA_TARGETS, T5_LORA_TARGETS
 from .flow_facts import FLUX
 from .sampling import draw_flow
-from .unet import TEXT_LORA_TARGETS
 
 
 class Flux(Family):
@@ -34,11 +34,16 @@ class Flux(Family):
     lora_prefix = "lora_unet"
     lora_format = "diffusers"
     lora_names = "flux"
-    text_lora_targets = TEXT_LORA_TARGETS
-    text_lora_prefixes = {"text_encoder": "lora_te1"}  # noqa: RUF012
+    text_lora_targets = {"text_encoder": CLIP_LORA_TARGETS, "text_encoder_2": T5_LORA_TARGETS}  # noqa: RUF012
+    text_lora_prefixes = {"text_encoder": "lora_te1", "text_encoder_2": "lora_te3"}  # noqa: RUF012
     picture_size = (1024, 1024)
     picture_steps = 20
     picture_scale = 1.0
+
+    def outer_lora_targets(self, denoiser: Any) -> tuple[str, ...]:
+        embedders = ("timestep", "text", "guidance") if denoiser.config.guidance_embeds else ("timestep", "text")
+        layers = (f"time_text_embed.{each}_embedder.linear_{number}" for each in embedders for number in (1, 2))
+        return "x_embedder", "context_embedder", *layers
 
     def process(self, pipe: Any) -> Process:
         return FlowMatching.from_scheduler(pipe.scheduler.config)

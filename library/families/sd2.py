@@ -12,9 +12,9 @@ from ..data.prompts import Prompt
 from ..diffusion.process import Process
 from . import clip_text, kl_latents
 from .base import Family, Titles
-from .clip_text import encode_with_one
+from .clip_text import CLIP_LORA_TARGETS, encode_with_one
 from .sampling import draw_with
-from .unet import LORA_TARGETS, TEXT_LORA_TARGETS, noise_process
+from .unet import CONV_LORA_TARGETS, LORA_TARGETS, noise_process
 from .unet_facts import SD2
 
 
@@ -24,8 +24,10 @@ class StableDiffusion2(Family):
     text_parts = ("text_encoder", "tokenizer")
     tokenizers = {"tokenizer": "stabilityai/stable-diffusion-2:tokenizer"}  # noqa: RUF012
     lora_targets = LORA_TARGETS
+    conv_lora_targets = CONV_LORA_TARGETS
     lora_prefix = "lora_unet"
-    text_lora_targets = TEXT_LORA_TARGETS
+    lora_other_names = ("ldm",)
+    text_lora_targets = {"text_encoder": CLIP_LORA_TARGETS}  # noqa: RUF012
     text_lora_prefixes = {"text_encoder": "lora_te"}  # noqa: RUF012
     picture_size = (512, 512)
     picture_steps = 30
@@ -41,6 +43,9 @@ class StableDiffusion2(Family):
 
     def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
         return {"embeds": encode_with_one(pipe, prompts, self.options)}
+
+    def idle_text_layers(self, encoder: Any, part: str) -> tuple[str, ...]:
+        return clip_text.last_layers(encoder, (self.options.clip_skip or 1) - 1)
 
     def too_long(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
         return clip_text.too_long(pipe.tokenizer, prompts, self.options.max_token_length)

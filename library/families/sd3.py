@@ -12,9 +12,9 @@ from ..data.prompts import Prompt
 from ..diffusion.process import FlowMatching, Process
 from . import clip_text, kl_latents
 from .base import Family, Titles
+from .clip_text import CLIP_LORA_TARGETS, T5_LORA_TARGETS
 from .flow_facts import SD3
 from .sampling import draw_flow
-from .unet import TEXT_LORA_TARGETS
 
 
 class StableDiffusion3(Family):
@@ -35,8 +35,12 @@ class StableDiffusion3(Family):
     lora_prefix = "lora_unet"
     lora_format = "diffusers"
     lora_names = "sd3"
-    text_lora_targets = TEXT_LORA_TARGETS
-    text_lora_prefixes = {"text_encoder": "lora_te1", "text_encoder_2": "lora_te2"}  # noqa: RUF012
+    text_lora_targets = {  # noqa: RUF012
+        "text_encoder": CLIP_LORA_TARGETS, "text_encoder_2": CLIP_LORA_TARGETS, "text_encoder_3": T5_LORA_TARGETS,
+    }  # fmt: skip
+    text_lora_prefixes = {  # noqa: RUF012
+        "text_encoder": "lora_te1", "text_encoder_2": "lora_te2", "text_encoder_3": "lora_te3",
+    }  # fmt: skip
     picture_size = (1024, 1024)
     picture_steps = 28
     picture_scale = 7.0
@@ -44,6 +48,11 @@ class StableDiffusion3(Family):
     def idle_layers(self, denoiser: Any) -> tuple[str, ...]:
         # The last block asks nothing on behalf of the text.
         return (f"transformer_blocks.{len(denoiser.transformer_blocks) - 1}.attn.add_q_proj",)
+
+    def outer_lora_targets(self, denoiser: Any) -> tuple[str, ...]:
+        embedders = (f"time_text_embed.{each}_embedder.linear_{number}" for each in ("timestep", "text")
+                     for number in (1, 2))  # fmt: skip
+        return "pos_embed.proj", "context_embedder", *embedders, "norm_out.linear", "proj_out"
 
     def process(self, pipe: Any) -> Process:
         return FlowMatching.from_scheduler(pipe.scheduler.config)

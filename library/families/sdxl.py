@@ -12,9 +12,9 @@ from ..data.prompts import Prompt
 from ..diffusion.process import Process
 from . import clip_text, kl_latents
 from .base import Family, Titles
-from .clip_text import PIECE, joined, token_rows
+from .clip_text import CLIP_LORA_TARGETS, PIECE, joined, token_rows
 from .sampling import draw_with
-from .unet import LORA_TARGETS, TEXT_LORA_TARGETS, noise_process
+from .unet import CONV_LORA_TARGETS, LORA_TARGETS, noise_process
 from .unet_facts import SDXL
 
 
@@ -27,9 +27,10 @@ class StableDiffusionXL(Family):
         "tokenizer_2": "laion/CLIP-ViT-bigG-14-laion2B-39B-b160k",
     }
     lora_targets = LORA_TARGETS
+    conv_lora_targets = CONV_LORA_TARGETS
     lora_prefix = "lora_unet"
     lora_names = "ldm"
-    text_lora_targets = TEXT_LORA_TARGETS
+    text_lora_targets = dict.fromkeys(("text_encoder", "text_encoder_2"), CLIP_LORA_TARGETS)
     text_lora_prefixes = {"text_encoder": "lora_te1", "text_encoder_2": "lora_te2"}  # noqa: RUF012
     picture_size = (1024, 1024)
     picture_steps = 30
@@ -50,6 +51,10 @@ class StableDiffusionXL(Family):
             states.append(joined(output.hidden_states[-2], length // PIECE))
         pooled = output.text_embeds[:: length // PIECE]  # of the first piece of each prompt
         return {"embeds": torch.cat(states, dim=-1), "pooled": pooled}
+
+    def idle_text_layers(self, encoder: Any, part: str) -> tuple[str, ...]:
+        # Only the second one's last layer is read, for the text as a whole.
+        return clip_text.last_layers(encoder, 1) if part == "text_encoder" else ()
 
     def too_long(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
         return clip_text.too_long(pipe.tokenizer, prompts, self.options.max_token_length)

@@ -11,8 +11,11 @@ LORA_TARGETS = (
 )  # fmt: skip
 """Every linear layer and 1x1 convolution inside the UNet's Transformer2DModel blocks."""
 
-TEXT_LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
-"""Every linear layer inside the attentions and MLPs of CLIP's layers."""
+CONV_LORA_TARGETS = (
+    "resnets.*.conv1", "resnets.*.conv2", "resnets.*.conv_shortcut", "resnets.*.time_emb_proj", "downsamplers.*.conv",
+    "upsamplers.*.conv",
+)  # fmt: skip
+"""What gets a LoRA besides when convolutions are to have one: all layers between the transformers."""
 
 
 def noise_process(pipe: Any) -> Process:

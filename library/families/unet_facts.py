@@ -54,12 +54,14 @@ def _shrinks(config: Json) -> int:
 _UNET, _VAE = ("model.diffusion_model.",), ("first_stage_model.",)
 
 SD1 = Facts(
+    name="sd1",
     title="Stable Diffusion 1",
     pipeline="StableDiffusionPipeline",
     denoiser="unet",
     parts=("unet", "vae", "text_encoder", "tokenizer"),
     look=look_at_sd1,
     files={"vae": "vae", "clip_l": "text_encoder"},
+    text_encoders=("text_encoder",),
     options=("clip_skip", "max_token_length"),
     prefixes={"unet": _UNET, "vae": _VAE, "text_encoder": ("cond_stage_model.transformer.",)},
     keys=("input_blocks.0.0.weight", "input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight"),
@@ -71,12 +73,14 @@ SD1 = Facts(
 )
 
 SD2 = Facts(
+    name="sd2",
     title="Stable Diffusion 2",
     pipeline="StableDiffusionPipeline",
     denoiser="unet",
     parts=("unet", "vae", "text_encoder", "tokenizer"),
     look=look_at_sd2,
     files={"vae": "vae"},
+    text_encoders=("text_encoder",),
     options=("clip_skip", "max_token_length"),
     prefixes={"unet": _UNET, "vae": _VAE, "text_encoder": ("cond_stage_model.model.",)},
     keys=SD1.keys,
@@ -84,12 +88,14 @@ SD2 = Facts(
 )
 
 SDXL = Facts(
+    name="sdxl",
     title="Stable Diffusion XL",
     pipeline="StableDiffusionXLPipeline",
     denoiser="unet",
     parts=("unet", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
     look=look_at_sdxl,
     files={"vae": "vae", "clip_l": "text_encoder", "clip_g": "text_encoder_2"},
+    text_encoders=("text_encoder", "text_encoder_2"),
     options=("max_token_length",),
     prefixes={
         "unet": _UNET,

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..adapters.norms import Limit
 from ..config import RunConfig
 from ..data.loader import StepLoader, StepWork
 from ..distributed.strategy import DataParallel
@@ -97,6 +98,7 @@ class Run:
     bad_samples: BadSamples
     teller: Teller
     average: RunningAverage | None = None
+    limit: Limit | None = None  # on the length of updates
     actions: Sequence[Action] = ()
     state: State = field(default_factory=State)
     is_probed: bool = False
@@ -166,6 +168,8 @@ def _step(run: Run, work: StepWork, waited: float) -> Figures:
     learns = run.watch.may_learn_from(run, work, figures)
     if learns:
         run.optimizer.step()
+        if run.limit is not None:
+            run.limit()
     run.optimizer.zero_grad(set_to_none=True)
     state.step += 1
     state.samples += work.samples

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..config.schema import PreviewConfig
 from ..data.prompts import Prompt
+from ..families.sampling import evaluating
 from ..optim.optimizers import weights_as_used
 from ..randomness import seed_for
 from .loop import Run
@@ -49,7 +50,7 @@ class Preview:
     def draw(self, run: Run) -> None:
         """Draw this process's share of the prompts; a picture that fails is a warning and no more."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with weights_as_used(run.optimizer):
+        with weights_as_used(run.optimizer), evaluating(run.strategy.unwrapped(run.adapter)):
             self._draw_all(run)
 
     def _draw_all(self, run: Run) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..adapters import lora
+from ..adapters.norms import Limit
 from ..config import RunConfig
 from ..config.schema import PreviewConfig
 from ..data.prepare import Prepared
@@ -32,9 +33,10 @@ from .bundle import read_bundle, replay
 from .caching import Kept, keep_latents, keep_texts
 from .export import Export
 from .going_on import GoingOn
+from .groups import groups_of
 from .health import NoMore, Watch
 from .keep_state import KeepState
-from .loop import Ended, Run, Silence, count, train, trainable
+from .loop import Ended, Run, Silence, train
 from .metrics import MetricsFile
 from .objective import objective_of
 from .outline import outline
@@ -45,6 +47,7 @@ from .preview import Preview
 from .reporting import Report
 from .task import Task
 from .track import Track, start_trackers
+from .trained import described, dropout_of, put_adapters, rehearse
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +72,8 @@ def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, start
         logger.warning("%s", line)
     detected = detect(config.model)
     logger.info("model family %s: %s", detected.family, detected.reason)
+    family: Family = FAMILIES.get(detected.family)(config.model)
+    rehearse(config, family, detected)
     prompts = _prompts(config.preview, detected)
     prepared = same_pictures(config, strategy, detected.pixel_step)
     plan = RunPlan.of(prepared.batch_plan(strategy.size, config.train), config.train, config.optim)
@@ -78,7 +83,6 @@ def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, start
     if going_on.is_complete(plan):
         return
 
-    family: Family = FAMILIES.get(detected.family)(config.model)
     pictures = len(prepared.manifest.samples)
     prepared, latents = keep_latents(config, strategy, family, detected, prepared)
     if len(prepared.manifest.samples) < pictures:
@@ -87,7 +91,8 @@ def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, start
     pipe = _load(strategy, family, detected, Kept(latents, texts), prompts)
     job, adapter = _assemble(config, strategy, family, pipe, prepared, plan, Kept(latents, texts))
     preview = _preview(config, prompts)
-    export = Export(adapter, prepared.pictures, prepared.resolution, going_on.started_at)
+    export = Export(adapter, prepared, strategy.size, going_on.started_at)
+    strategy.on_main(lambda: export.rehearse(job))
     if config.train.replay is not None:
         for line in replay(job, read_bundle(Path(config.train.replay))):
             logger.info("%s", line)
@@ -177,24 +182,17 @@ def _assemble(
 ) -> tuple[Run, lora.Adapter]:
     """Put the adapters into the model, and hand both to the strategy."""
     objective = objective_of(config, family, pipe)
-    denoiser = getattr(pipe, family.denoiser)
-    adapter = lora.inject(denoiser, config.adapter, family.lora_targets, config.train.seed, family.lora_names,
-                          family.idle_layers(denoiser))  # fmt: skip
-    if config.train.gradient_checkpointing:
-        denoiser.enable_gradient_checkpointing()
-    denoiser.train()
-    parameters = trainable(denoiser)
-    share = count(parameters) / count(list(denoiser.parameters()))
-    logger.info("training %d LoRA modules of rank %d in %s: %s numbers, %.2f %% of the model", len(adapter.modules),
-                adapter.rank, type(denoiser).__name__, f"{count(parameters):,}", 100 * share)  # fmt: skip
-    groups = [optimizers.Group("unet", parameters, config.optim.learning_rate)]
+    trained, adapter = put_adapters(config, family, pipe)
+    for line in described(trained, adapter):
+        logger.info("%s", line)
+    groups = groups_of(trained, adapter, config, family.facts)
     for line in optimizers.remarks(config.optim, groups):
         logger.warning("%s", line)
     optimizer = optimizers.make_optimizer(config.optim, groups)
-    wrapped, optimizer = strategy.wrap(denoiser, optimizer)
+    wrapped, optimizer = strategy.wrap(trained, optimizer, trained.denoiser)
     task = Task(family, pipe, wrapped, objective, config.train.seed, strategy.device,
                 config.data.masked_loss_normalize, config.cache.vae_batch_size, config.cache.text_encoder_batch_size,
-                kept.texts)  # fmt: skip
+                kept.texts, config.adapter.trains_texts, dropout_of(config.adapter, trained, adapter))  # fmt: skip
     loader = prepared.loader(plan.batches, strategy.rank, total_steps=plan.steps, pin_memory=strategy.pins_memory,
                              latents=kept.latents, texts=kept.texts)  # fmt: skip
     if strategy.is_main:
@@ -203,6 +201,8 @@ def _assemble(
     watch = Watch(config.train.max_bad_steps, Path(config.save.output_dir))
     bad_samples = BadSamples(config.data.max_bad_samples, len({sample.image for sample in prepared.manifest.samples}))
     job = Run(config, plan, strategy, task, loader, wrapped, groups, optimizer, schedule, watch, bad_samples, Silence())
+    if config.adapter.scale_weight_norms is not None:
+        job.limit = Limit(trained, adapter, config.adapter.scale_weight_norms)
     if config.optim.ema_decay is not None:
         job.average = RunningAverage(job.parameters, config.optim.ema_decay)
     if callable(getattr(optimizer, "train", None)):  # schedule-free ones have two sets of weights

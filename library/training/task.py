@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..adapters.dropout import Dropout
 from ..data.batch import Batch, Cond, Moments, PixelBatch, as_model_input, each_tensor, joined
 from ..data.cache.texts import TextReader
 from ..diffusion.masking import in_latents, mean_loss
@@ -40,6 +41,8 @@ class Task:
     pictures_at_once: int = 1
     captions_at_once: int = 1
     texts: TextReader | None = None  # where captions are encoded already
+    trains_texts: bool = False
+    dropout: Dropout | None = None
     seen: list[Seen] = field(default_factory=list)
     """The micro-batches of the latest optimizer step on this process."""
     seen_in: int = -1
@@ -47,6 +50,9 @@ class Task:
 
     def __call__(self, pixels: PixelBatch, step: int) -> Tensor:
         """Weighted losses (B,) of a batch in optimizer step ``step``."""
+        if self.dropout is not None:
+            keys = [seed_for(self.seed, "dropout", step, place) % 2**62 for place in pixels.places]
+            self.dropout.keys = self._here(torch.tensor(keys))
         batch = self.encode(pixels, step)
         noised = self.objective.noised(batch.latents, partial(self.generators, step=step, places=batch.places))
         predicted = self.family.predict(self.pipe, self.denoiser, noised.latents, noised.t, batch)
@@ -60,13 +66,17 @@ class Task:
             self.seen, self.seen_in = [], step
         self.seen.append(seen)
 
-    @torch.no_grad()
     def encode(self, pixels: PixelBatch, step: int) -> Batch:
-        """Pictures to latents and captions to conditioning, as far as that is not done; both encoders are frozen."""
+        """Pictures to latents and captions to conditioning, as far as that is not done."""
+        with torch.set_grad_enabled(self.trains_texts and torch.is_grad_enabled()):
+            cond = self.text(pixels.captions) if pixels.cond is None else each_tensor(pixels.cond, self._here)
+        with torch.no_grad():
+            return self._encoded(pixels, cond, step)
+
+    def _encoded(self, pixels: PixelBatch, cond: Cond, step: int) -> Batch:
         kept = pixels.moments
         moments = self.moments(pixels.pixels) if kept is None else Moments(self._here(kept.both))
         latents = moments.drawn(self.generators("vae", step, pixels.places))
-        cond = self.text(pixels.captions) if pixels.cond is None else each_tensor(pixels.cond, self._here)
         frame, weight = self._here(pixels.frame), self._here(pixels.weight)
         mask = None if pixels.latent_mask is None else self._here(pixels.latent_mask)
         if pixels.mask is not None:
@@ -86,7 +96,7 @@ class Task:
         """Conditioning for captions: what was kept, or else as many at once as the text encoders are to take."""
         if self.texts is not None:
             return each_tensor(self.texts.cond(captions), self._here)
-        size = self.captions_at_once
+        size = len(captions) if self.trains_texts else self.captions_at_once  # their graph is kept for all of them
         parts = [self.family.encode_prompts(self.pipe, list(captions[first : first + size]))
                  for first in range(0, len(captions), size)]  # fmt: skip
         return joined(parts)
