@@ -4,13 +4,13 @@ import os
 
 import pytest
 import torch
+from adapted import kohya
 from diffusers import StableDiffusionPipeline
 from safetensors.torch import load_file, save_file
 from test_adapters_lora import CONFIG, TARGETS, call, randomise
 
 from library.adapters import lora
 from library.adapters.file import cast, write
-from library.adapters.keys import to_kohya
 from library.adapters.verify import BrokenFileError, read, verify
 from library.demo import stand_in
 from library.errors import UserError
@@ -23,7 +23,7 @@ def trained(seed=0):
     model = stand_in.build(("unet",)).unet
     adapter = lora.inject(model, CONFIG, TARGETS, seed=1)
     randomise(model, seed)
-    return model, to_kohya(lora.state(model), adapter.alpha, "lora_unet")
+    return model, kohya(model, adapter)
 
 
 @pytest.fixture(scope="module")

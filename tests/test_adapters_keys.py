@@ -8,6 +8,7 @@ import torch
 from diffusers import UNet2DConditionModel
 
 from library.adapters import keys, lora
+from library.adapters.formats import from_file, to_file
 from library.config.schema import AdapterConfig
 from library.errors import UserError
 from library.families import FAMILIES
@@ -26,32 +27,41 @@ def real():
 
 def filled(model):
     draw = torch.Generator().manual_seed(0)
-    return {name: torch.rand(tensor.shape, generator=draw) for name, tensor in lora.state(model).items()}
+    return {f"unet.{name}": torch.rand(tensor.shape, generator=draw) for name, tensor in lora.state(model).items()}
+
+
+def alphas(adapter):
+    return {f"unet.{name}": adapter.alpha for name in adapter.modules}
+
+
+def names(model):
+    return keys.PartNames.of(model, "unet", FAMILY.lora_prefix)
 
 
 def test_names_and_shapes_of_the_real_unet_are_sd_scripts_own(real):
     model, adapter = real
-    ours = keys.to_kohya(filled(model), adapter.alpha, FAMILY.lora_prefix)
+    ours, _ = to_file(filled(model), alphas(adapter), [names(model)], "kohya")
     golden = {name: shape for name, shape in GOLDEN.items() if name.startswith("lora_unet_")}
     assert {name: list(tensor.shape) for name, tensor in ours.items()} == golden
     assert len(golden) == 3 * 192
     assert {float(tensor) for name, tensor in ours.items() if name.endswith(".alpha")} == {8.0}
 
 
-def test_names_go_to_kohya_and_back_without_loss(real):
+@pytest.mark.parametrize("form", ["kohya", "diffusers", "comfy"])
+def test_names_go_to_the_file_and_back_without_loss(real, form):
     model, adapter = real
     state = filled(model)
-    back, alphas = keys.from_kohya(keys.to_kohya(state, adapter.alpha, "lora_unet"), adapter.modules, "lora_unet")
-    assert back.keys() == state.keys()
-    assert all(torch.equal(back[name], state[name]) for name in state)
-    assert alphas == dict.fromkeys(adapter.modules, 8.0)
+    back = from_file(*to_file(state, alphas(adapter), [names(model)], form), [names(model)])
+    assert back.state.keys() == state.keys()
+    assert all(torch.equal(back.state[name], state[name]) for name in state)
+    assert back.alphas == alphas(adapter)
 
 
 def test_a_file_with_keys_of_another_model_is_refused(real):
-    _, adapter = real
+    model, _ = real
     stranger = {"lora_te_text_model_encoder_layers_0_mlp_fc1.alpha": torch.tensor(1.0)}
     with pytest.raises(UserError, match="1 of 1 keys are none of this model's, for example lora_te_text"):
-        keys.from_kohya(stranger, adapter.modules, "lora_unet")
+        from_file(stranger, {}, [names(model)])
 
 
 @pytest.mark.parametrize(
@@ -84,7 +94,7 @@ def test_what_is_left_of_a_wrapper_is_found(name):
 
 def test_a_state_that_is_not_clean_is_never_exported():
     with pytest.raises(ValueError, match="not clean"):
-        keys.to_kohya({"_orig_mod.to_q.lora_A.weight": torch.ones(1)}, 1.0, "lora_unet")
+        to_file({"unet._orig_mod.to_q.lora_A.weight": torch.ones(1)}, {}, [], "kohya")
 
 
 def test_the_golden_names_are_all_clean():

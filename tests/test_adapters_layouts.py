@@ -6,6 +6,7 @@ from pathlib import Path
 import original_names
 import pytest
 import torch
+from adapted import names_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_families_real_sizes import part_of
@@ -13,8 +14,11 @@ from tiny import TINY
 from torch import nn
 
 from library.adapters import keys, layouts, lora
-from library.adapters.fusing import Lora, fuse, split
+from library.adapters.formats import from_file, to_file
+from library.adapters.fusing import fuse, split
+from library.adapters.keys import PartNames
 from library.adapters.layouts import Original
+from library.adapters.updates import Update
 from library.config.schema import AdapterConfig
 from library.errors import UserError
 from library.families import FAMILIES
@@ -38,8 +42,8 @@ def real(request):
 
 def test_names_and_shapes_of_the_real_model_are_sd_scripts_own(real):
     model, family, golden = real
-    there = {key: torch.zeros((), dtype=torch.int8).expand(each.shape) for key, each in lora.state(model).items()}
-    ours = keys.to_kohya(there, 8.0, family.lora_prefix, NAMES[family.lora_names])
+    there = {key: torch.zeros(each.shape, dtype=torch.int8) for key, each in lora.state(model).items()}
+    ours = as_kohya(there, 8.0, names_of(model, family))
     assert {key: list(tensor.shape) for key, tensor in ours.items()} == golden
     assert {float(tensor) for key, tensor in ours.items() if key.endswith(".alpha")} == {8.0}
 
@@ -49,6 +53,22 @@ def test_what_is_trained_is_what_sd_scripts_trains_down_to_the_number_of_paramet
     idle = sum(16 * model.get_submodule(name).out_features for name in family.idle_layers(family, model))
     theirs = sum(torch.Size(shape).numel() for key, shape in golden.items() if not key.endswith(".alpha"))
     assert sum(each.numel() for each in model.parameters() if each.requires_grad) == theirs - idle
+
+
+def prefixed(values, part):
+    return {f"{part.name}.{key}": value for key, value in values.items()}
+
+
+def modules_in(state):
+    return dict.fromkeys(key.rsplit(".", 2)[0] for key in state)
+
+
+def as_kohya(state, alpha, part):
+    return to_file(prefixed(state, part), prefixed(dict.fromkeys(modules_in(state), alpha), part), [part], "kohya")[0]
+
+
+def part_with(modules, style, name="transformer"):
+    return PartNames(name, tuple(modules), "lora_unet", style)
 
 
 def state_of(shapes, layout, rank=3, shared=True, seed=0):
@@ -77,11 +97,14 @@ def test_names_go_to_the_original_ones_and_back_without_loss(name, shared):
     model, family = tiny_denoiser(name)
     shapes = {module: model.get_submodule(module).weight.shape for module in lora.matching(model, family.lora_targets)}
     state = state_of(shapes, name, shared=shared)
-    file = keys.to_kohya(state, 5.0, "lora_unet", NAMES[name])
-    back, alphas = keys.from_kohya(file, shapes, "lora_unet", NAMES[name])
-    assert back.keys() == state.keys() and all(torch.equal(back[key], state[key]) for key in state)
-    assert alphas == dict.fromkeys(shapes, 5.0)
-    again = keys.to_kohya(back, 5.0, "lora_unet", NAMES[name])
+    part = names_of(model, family)
+    state = prefixed(state, part)
+    alphas = prefixed(dict.fromkeys(shapes, 5.0), part)
+    file, _ = to_file(state, alphas, [part], "kohya")
+    back = from_file(file, {}, [part])
+    assert back.state.keys() == state.keys() and all(torch.equal(back.state[key], state[key]) for key in state)
+    assert back.alphas == alphas
+    again, _ = to_file(back.state, back.alphas, [part], "kohya")
     assert again.keys() == file.keys() and all(torch.equal(again[key], file[key]) for key in file)
 
 
@@ -105,8 +128,9 @@ def test_diffusers_reads_a_flux_file_as_we_mean_it(shared):
                                     "proj_out": (1, 5), "norm.linear": (3, 1)}.items():  # fmt: skip
         shapes[f"single_transformer_blocks.0.{part}"] = (size * outputs, size * inputs)
     state = {key: each.double() for key, each in state_of(shapes, "flux", rank=2, shared=shared).items()}
-    theirs = _convert_kohya_flux_lora_to_diffusers(keys.to_kohya(state, 3.0, family.lora_prefix, NAMES["flux"]))
-    ours = keys.to_diffusers(state, 3.0, "transformer")
+    part = part_with(shapes, family.lora_names)
+    theirs = _convert_kohya_flux_lora_to_diffusers(as_kohya(state, 3.0, part))
+    ours, _ = to_file(prefixed(state, part), prefixed(dict.fromkeys(shapes, 3.0), part), [part], "diffusers")
     assert theirs.keys() == ours.keys()
     probe = {inputs: torch.randn(inputs, 1).double() for inputs in (size, 4 * size, 5 * size)}
     for module, (_, inputs) in shapes.items():
@@ -124,7 +148,7 @@ def test_a_file_for_sd3_changes_the_original_weights_as_the_lora_changes_those_o
     modules = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
     shapes = {module: model.get_submodule(module).weight.shape for module in modules}
     state = state_of(shapes, "sd3", shared=shared)
-    file = keys.to_kohya(state, 4.0, family.lora_prefix, NAMES["sd3"])
+    file = as_kohya(state, 4.0, names_of(model, family))
     before = original_names.sd3_transformer(model)
     after = dict(before)
     for group in NAMES["sd3"].groups(modules):
@@ -138,48 +162,55 @@ def test_a_file_for_sd3_changes_the_original_weights_as_the_lora_changes_those_o
         torch.testing.assert_close(converted[f"{module}.weight"], expected, msg=lambda t, m=module: f"{m}: {t}")
 
 
-@given(st.integers(1, 4), st.booleans(), st.lists(st.booleans(), min_size=4, max_size=4).filter(any), st.booleans(),
+@given(st.lists(st.integers(1, 4), min_size=4, max_size=4), st.booleans(),
+       st.lists(st.booleans(), min_size=4, max_size=4).filter(any), st.booleans(), st.booleans(),
        st.integers(0, 99))  # fmt: skip
-@settings(max_examples=60, deadline=None)
-def test_fused_parts_do_what_they_do_alone_and_come_apart_again(rank, shared, there, zero, seed):
+@settings(max_examples=100, deadline=None)
+def test_fused_parts_do_what_they_do_alone_and_come_apart_again(ranks, shared, there, zero, decomposed, seed):
+    """Of whatever ranks, as long as alpha / rank is one."""
     draw = torch.Generator().manual_seed(seed)
     original = Original("whole", ("q", "k", "v", "mlp"), outputs=(1, 1, 1, 4))
-    inputs, common = 5, torch.randn(rank, 5, generator=draw)
+    inputs, common = 5, torch.randn(ranks[0], 5, generator=draw)
     parts = []
-    for size, is_there in zip(original.outputs, there, strict=True):
+    for size, rank, is_there in zip(original.outputs, ranks, there, strict=True):
         down = common if shared else torch.randn(rank, inputs, generator=draw)
-        up = torch.randn(size * inputs, rank, generator=draw) * (0 if zero else 1)
-        parts.append(Lora(down, up, 3.0) if is_there else None)
+        tensors = {"down": down, "up": torch.randn(size * inputs, len(down), generator=draw) * (0 if zero else 1)}
+        if decomposed and all(there):
+            tensors["magnitude"] = torch.rand(size * inputs, generator=draw)
+        parts.append(Update(tensors, 0.5 * len(down)) if is_there else None)
     whole = fuse(parts, original)
-    alone = [torch.zeros(size * inputs, inputs) if part is None else part.alpha / rank * part.up @ part.down
+    alone = [torch.zeros(size * inputs, inputs) if part is None else moved(part)
              for part, size in zip(parts, original.outputs, strict=True)]  # fmt: skip
-    expected = torch.cat(alone)
-    torch.testing.assert_close(whole.alpha / whole.rank * whole.up @ whole.down, expected)
-    if all(there):
-        torch.testing.assert_close(torch.cat([part.alpha / part.rank * part.up @ part.down
-                                              for part in split(whole, original)]), expected)  # fmt: skip
-        if not zero and rank > 1:
-            assert [part.rank for part in split(whole, original)] == [rank] * 4
+    torch.testing.assert_close(moved(whole), torch.cat(alone))
+    back = split(whole, original)
+    if zero:  # nothing tells whose the ranks are
+        return
+    assert [each is None for each in back] == [not each for each in there]
+    for part, each in zip(parts, back, strict=True):
+        if part is not None:
+            assert part.alpha == each.alpha and part.tensors.keys() == each.tensors.keys()
+            assert all(torch.equal(part.tensors[name], each.tensors[name]) for name in part.tensors)
+
+
+def moved(update):
+    return update.scale * update.tensors["up"] @ update.tensors["down"]
 
 
 def test_a_shared_matrix_that_has_learnt_nothing_yet_stays_whole():
     """Its rank could be that of four blocks, and nothing but zeros is beside them."""
     down = torch.randn(4, 5)
-    parts = split(
-        Lora(down, torch.zeros(7 * 5, 4), 2.0), Original("whole", ("q", "k", "v", "mlp"), outputs=(1, 1, 1, 4))
-    )
-    assert all(torch.equal(part.down, down) and part.alpha == 2.0 for part in parts)
+    parts = split(Update({"down": down, "up": torch.zeros(7 * 5, 4)}, 2.0),
+                  Original("whole", ("q", "k", "v", "mlp"), outputs=(1, 1, 1, 4)))  # fmt: skip
+    assert all(torch.equal(part.tensors["down"], down) and part.alpha == 2.0 for part in parts)
 
 
 def test_a_file_of_another_model_or_half_a_file_is_refused():
-    model, family = tiny_denoiser("flux")
-    modules = lora.matching(model, family.lora_targets)
+    part = names_of(*tiny_denoiser("flux"))
     with pytest.raises(UserError, match="1 of 1 keys are none of this model's, for example lora_unet_joint"):
-        keys.from_kohya({"lora_unet_joint_blocks_0_x_block_attn_qkv.alpha": torch.tensor(1.0)}, modules, "lora_unet",
-                        NAMES["flux"])  # fmt: skip
+        from_file({"lora_unet_joint_blocks_0_x_block_attn_qkv.alpha": torch.tensor(1.0)}, {}, [part])
     half = {"lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight": torch.ones(2, 32)}
     with pytest.raises(UserError, match="one of lora_down and lora_up is missing"):
-        keys.from_kohya(half, modules, "lora_unet", NAMES["flux"])
+        from_file(half, {}, [part])
     with pytest.raises(ValueError, match="has no name in the files of sd-scripts"):
         NAMES["sd3"].groups(["a.b"])
 

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from library.adapters.file import write
 from library.adapters.metadata import ModelFacts, RunFacts, describe, with_hashes
+from library.adapters.modelspec import OWN_WORDS
 from library.adapters.verify import read
 from library.config.schema import (
     AdapterConfig,
@@ -21,11 +22,13 @@ from library.config.schema import (
     SaveConfig,
     TrainConfig,
 )  # fmt: skip
+from library.training.model_told import model_told
 
 MODEL = ModelFacts("sd_v1", "stable-diffusion-v1", "epsilon")
 RUN = RunFacts(
     step=30, epoch=2, steps=100, epochs=7, started_at=1_700_000_000.5, saved_at=1_700_000_900.0, session_id=7,
     pictures=32, regularisation_pictures=0, batches_per_epoch=16, resolution=(96, 64),
+    data={"ss_tag_frequency": '{"cats": {"a cat": 3}}'}, model={"ss_sd_model_name": "sd15"},
     optimizer="torch.optim.adamw.AdamW(weight_decay=0.01)", mixed_precision="bf16",
 )  # fmt: skip
 CONFIG = RunConfig(
@@ -100,16 +103,37 @@ def test_alpha_zero_is_written_as_the_rank_it_stands_for():
     ],
 )
 def test_of_a_path_only_the_last_part_is_told(source, name):
-    found = described(dataclasses.replace(CONFIG, model=ModelConfig(source)))
-    assert found["ss_sd_model_name"] == name
-    assert "someone" not in json.dumps(found)
+    assert model_told(ModelConfig(source, vae=source)).items() >= {"ss_sd_model_name": name}.items()
+    assert "someone" not in json.dumps(model_told(ModelConfig(source, vae=source)))
 
 
 def test_of_a_relative_path_only_the_last_part_is_told(tmp_path, monkeypatch):
     (tmp_path / "private/sd15").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    found = described(dataclasses.replace(CONFIG, model=ModelConfig(os.path.join("private", "sd15"))))
-    assert found["ss_sd_model_name"] == "sd15"
+    assert model_told(ModelConfig(os.path.join("private", "sd15"))) == {"ss_sd_model_name": "sd15"}
+
+
+def test_a_single_file_is_told_with_the_two_hashes_that_web_uis_look_for(tmp_path):
+    content = os.urandom(0x110010)
+    (tmp_path / "sd.safetensors").write_bytes(content)
+    found = model_told(ModelConfig(str(tmp_path / "sd.safetensors"), vae=str(tmp_path / "sd.safetensors")))
+    whole, old = hashlib.sha256(content).hexdigest(), hashlib.sha256(content[0x100000:0x110000]).hexdigest()[:8]
+    assert found == {"ss_sd_model_name": "sd.safetensors", "ss_sd_model_hash": old, "ss_new_sd_model_hash": whole,
+                     "ss_vae_name": "sd.safetensors", "ss_vae_hash": old, "ss_new_vae_hash": whole}  # fmt: skip
+
+
+def test_what_the_user_says_of_the_lora_stands_in_the_file(tmp_path):
+    (tmp_path / "cat.png").write_bytes(b"picture")
+    words = {name: f"my {name}" for name in OWN_WORDS}
+    save = dataclasses.replace(CONFIG.save, metadata_title="Cat", metadata_thumbnail=str(tmp_path / "cat.png"),
+                               **{f"metadata_{name}": text for name, text in words.items()})  # fmt: skip
+    adapter = dataclasses.replace(CONFIG.adapter, network_args=("conv_dim=4", "verbose = True"))
+    found = described(dataclasses.replace(CONFIG, save=save, adapter=adapter))
+    assert found["modelspec.title"] == "Cat" and found["modelspec.thumbnail"] == "data:image/png;base64,cGljdHVyZQ=="
+    assert {name: found[f"modelspec.{name}"] for name in words} == words
+    assert json.loads(found["ss_network_args"]) == {"conv_dim": "4", "verbose": "True"}
+    assert found["ss_tag_frequency"] == RUN.data["ss_tag_frequency"] and found["ss_sd_model_name"] == "sd15"
+    assert "modelspec.author" not in described()
 
 
 def test_the_hashes_follow_sd_scripts_rules(tmp_path):

@@ -4,13 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapted import kohya
 from PIL import Image
 from ranks import on_ranks
 from safetensors import safe_open
 from test_adapters_lora import randomise
 from tiny import TINY
 
-from library.adapters import keys, lora
+from library.adapters import lora
 from library.adapters.file import write
 from library.config.schema import AdapterConfig
 from library.families import FAMILIES
@@ -31,9 +32,7 @@ def test_diffusers_computes_with_the_file_what_the_model_in_memory_does(name, tm
     base = predicted(family, tiny.pipe, tiny.batch)
     adapter = lora.inject(denoiser, AdapterConfig(network_dim=6, network_alpha=2.5), family.lora_targets, seed=1)
     randomise(denoiser)
-    names = keys.file_names((each for each, _ in denoiser.named_modules()), family.lora_names)
-    tensors = keys.to_kohya(lora.state(denoiser), adapter.alpha, family.lora_prefix, names)
-    write(tmp_path / "lora.safetensors", tensors, {})
+    write(tmp_path / "lora.safetensors", kohya(denoiser, adapter, family), {})
 
     theirs = family.load(tiny.source, torch.float32)
     theirs.load_lora_weights(str(tmp_path), weight_name="lora.safetensors")

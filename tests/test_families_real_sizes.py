@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from library.adapters import keys, lora
+from library.adapters.formats import from_file, to_file
 from library.config.schema import AdapterConfig
 from library.families import FAMILIES, loading, single_file
 from library.families.configs import names, read_config
@@ -91,10 +92,12 @@ def exported(model: nn.Module, targets, prefix: str, style: str) -> tuple[lora.S
     """The state of a LoRA in a model without weights, and what a kohya file would hold."""
     adapter = lora.inject(model, AdapterConfig(network_dim=16, network_alpha=8), targets, seed=1)
     state = {name: torch.zeros(tensor.shape) for name, tensor in lora.state(model).items()}
-    files = keys.file_names((name for name, _ in model.named_modules()), style)
-    tensors = keys.to_kohya(state, adapter.alpha, prefix, files)
-    back, alphas = keys.from_kohya(tensors, adapter.modules, prefix, files)
-    assert back.keys() == state.keys() and alphas == dict.fromkeys(adapter.modules, 8.0)
+    part = keys.PartNames.of(model, "part", prefix, style)
+    named = {f"part.{name}": tensor for name, tensor in state.items()}
+    tensors, _ = to_file(named, {f"part.{name}": adapter.alpha for name in adapter.modules}, [part], "kohya")
+    back = from_file(tensors, {}, [part])
+    assert back.state.keys() == named.keys()
+    assert back.alphas == dict.fromkeys((f"part.{name}" for name in adapter.modules), 8.0)
     return state, tensors
 
 

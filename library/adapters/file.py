@@ -1,7 +1,7 @@
 """Writes a LoRA file: under a temporary name, to the disk, checked, then renamed; an older good file is never lost."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -27,8 +27,17 @@ def cast(tensors: Mapping[str, Tensor], precision: str | None) -> dict[str, Tens
     return done
 
 
-def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], trained: bool = True) -> None:
-    """Write ``tensors`` so that ``path`` is at every moment either the old file or the new one, whole and checked."""
+def write(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+    trained: bool = True,
+    check: Callable[[Path], None] | None = None,
+) -> None:
+    """Write ``tensors`` so that ``path`` is at every moment either the old file or the new one, whole and checked.
+
+    ``check`` raises when it does not like what was written; it gets the file before it has its name.
+    """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -38,6 +47,8 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
         part.chmod(mode)
         _flush(part)
         verify(part, tensors, metadata, trained)
+        if check is not None:
+            check(part)
         os.replace(part, path)
         _flush_folder(path.parent)
     except (OSError, SafetensorError) as error:

@@ -1,92 +1,143 @@
-"""One LoRA for several modules that are one in the original model, and back, without loss.
+"""One update for several modules that are one in the original model, and back, without loss.
 
 Where the parts share their down matrix, as sd-scripts trains them, the whole has the same rank and the up matrices
 stand one below the other.  Where they do not, the whole has the sum of their ranks, and zeros beside each block.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from ..errors import UserError
 from .layouts import Original
+from .updates import DOWN, MAGNITUDE, UP, Update
 
 
-@dataclass(frozen=True)
-class Lora:
-    """The update ``alpha / rank * up @ down`` of one module."""
-
-    down: Tensor
-    up: Tensor
-    alpha: float
-
-    @property
-    def rank(self) -> int:
-        return self.down.shape[0]
+class NotOneError(UserError):
+    """Parts that cannot be written as one module; says why, without a name."""
 
 
-def fuse(parts: Sequence[Lora | None], original: Original) -> Lora:
-    """The LoRA of the original module; None for a part that has none."""
+def fuse(parts: Sequence[Update | None], original: Original) -> Update:
+    """The update of the original module; None for a part that has none."""
     there = [part for part in parts if part is not None]
     if len(original.parts) == 1:
-        (only,) = there
-        return Lora(only.down, _swapped(only.down, only.up) if original.pair else only.up, only.alpha)
-    inputs = there[0].down.shape[1]
-    ups = [_rows(part, inputs * size, there[0]) for part, size in zip(parts, original.outputs, strict=True)]
+        return _swapped(there[0]) if is_turned(there[0], original) else there[0]
+    kinds = {part.kind for part in there}
+    if not kinds <= {"lora", "dora"}:
+        raise NotOneError(f"{len(original.parts)} modules trained by {'/'.join(sorted(kinds))} are no single one")
+    if len(kinds) > 1 or ("dora" in kinds and None in parts):
+        raise NotOneError("DoRA has to train all parts of the module, or none")
     first = there[0]
-    if all(_same(part.down, first.down) and part.alpha == first.alpha for part in there):
-        return Lora(first.down, torch.cat(ups), first.alpha)
-    if len({(part.rank, part.alpha) for part in there}) > 1:
-        raise ValueError("parts of one module have different ranks or alphas")
-    blocks = [up if part is not None else up[:, :0] for part, up in zip(parts, ups, strict=True)]
-    # More ranks over the same alpha would weaken the update.
-    return Lora(torch.cat([part.down for part in there]), _diagonal(blocks), first.alpha * len(there))
+    inputs = first.tensors[DOWN].shape[1]
+    ups = [_rows(part, inputs * size, first) for part, size in zip(parts, original.outputs, strict=True)]
+    if all(_same(part.tensors[DOWN], first.tensors[DOWN]) and part.alpha == first.alpha for part in there):
+        down, up, alpha = first.tensors[DOWN], torch.cat(ups), first.alpha
+    else:
+        blocks = [up if part is not None else up[:, :0] for part, up in zip(parts, ups, strict=True)]
+        # More ranks over the same alpha would weaken the update.
+        down, up = torch.cat([part.tensors[DOWN] for part in there]), _diagonal(blocks)
+        alpha = _common_alpha(there)
+    whole = {DOWN: down, UP: up}
+    if "dora" in kinds:
+        whole[MAGNITUDE] = torch.cat([part.tensors[MAGNITUDE].flatten() for part in there])
+    return Update(whole, alpha)
 
 
-def split(whole: Lora, original: Original) -> list[Lora]:
-    """The LoRA of each part; undoes ``fuse``."""
+def split(whole: Update, original: Original) -> list[Update | None]:
+    """The update of each part, None for one that has none; undoes ``fuse``."""
     if len(original.parts) == 1:
-        return [Lora(whole.down, _swapped(whole.down, whole.up) if original.pair else whole.up, whole.alpha)]
-    inputs, count = whole.down.shape[1], len(original.parts)
-    ups = _cut(whole.up, [inputs * size for size in original.outputs])
-    if whole.rank % count == 0 and _is_block_diagonal(ups, whole.rank // count):
-        rank = whole.rank // count
-        downs = _cut(whole.down, [rank] * count)
-        own = [up[:, number * rank : (number + 1) * rank] for number, up in enumerate(ups)]
-        return [Lora(down.contiguous(), up.contiguous(), whole.alpha / count)
-                for down, up in zip(downs, own, strict=True)]  # fmt: skip
-    return [Lora(whole.down, up.contiguous(), whole.alpha) for up in ups]
+        return [_swapped(whole) if is_turned(whole, original) else whole]
+    if whole.kind not in ("lora", "dora"):
+        raise NotOneError(f"a {whole.kind} update of {len(original.parts)} modules at once cannot be taken apart")
+    down = whole.tensors[DOWN]
+    sizes = [down.shape[1] * size for size in original.outputs]
+    if sum(sizes) != len(whole.tensors[UP]):
+        raise NotOneError(f"{len(whole.tensors[UP])} outputs are not {sum(sizes)}, as its parts have together")
+    ups = _cut(whole.tensors[UP], sizes)
+    ranks = next((ranks for ranks in _candidates(ups) if _is_block_diagonal(ups, ranks)), None)
+    if ranks is None:
+        is_told = any(bool(up.any()) for up in ups) and MAGNITUDE not in whole.tensors
+        found: list[dict[str, Tensor] | None] = [None if is_told and not bool(up.any()) else
+                                                 {DOWN: down, UP: up.contiguous()} for up in ups]  # fmt: skip
+        alphas = [whole.alpha] * len(ups)
+    else:
+        starts = [end - rank for end, rank in zip(accumulate(ranks), ranks, strict=True)]
+        found = [{DOWN: down[start : start + rank].contiguous(), UP: up[:, start : start + rank].contiguous()}
+                 if rank else None for up, start, rank in zip(ups, starts, ranks, strict=True)]  # fmt: skip
+        alphas = [whole.alpha * rank / sum(ranks) for rank in ranks]
+    if MAGNITUDE in whole.tensors:
+        for part, magnitude in zip(found, _cut(whole.tensors[MAGNITUDE].flatten(), sizes), strict=True):
+            if part is not None:
+                part[MAGNITUDE] = magnitude.contiguous()
+    return [None if part is None else Update(part, alpha) for part, alpha in zip(found, alphas, strict=True)]
 
 
-def _rows(part: Lora | None, count: int, like: Lora) -> Tensor:
+def _common_alpha(there: Sequence[Update]) -> float:
+    """The alpha of all ranks together."""
+    if len({part.scale for part in there}) > 1:
+        raise NotOneError("its parts have different alpha / rank")
+    if len({part.rank for part in there}) == 1:
+        return there[0].alpha * len(there)
+    return there[0].scale * sum(part.rank for part in there)
+
+
+def _rows(part: Update | None, count: int, like: Update) -> Tensor:
     if part is None:
-        return like.up.new_zeros(count, like.rank)
-    if part.up.shape[0] != count:
-        raise ValueError(f"a part of a fused module has {part.up.shape[0]} outputs and not {count}")
-    return part.up
+        return like.tensors[UP].new_zeros(count, like.rank)
+    up = part.tensors[UP]
+    if up.shape[0] != count:
+        raise ValueError(f"a part of a fused module has {up.shape[0]} outputs and not {count}")
+    return up
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
     return one is other or torch.equal(one, other)
 
 
-def _is_block_diagonal(ups: Sequence[Tensor], rank: int) -> bool:
-    """Whether each part uses ranks of its own; a LoRA that is all zero could be either, and is taken as shared."""
-    beside = [torch.cat([up[:, : number * rank], up[:, (number + 1) * rank :]], dim=1)
-              for number, up in enumerate(ups)]  # fmt: skip
-    return any(bool(up.any()) for up in ups) and not any(bool(each.any()) for each in beside)
+def _candidates(ups: Sequence[Tensor]) -> Iterator[list[int]]:
+    """The ranks that each part may have of its own: as many as each other part, or those that only it uses."""
+    rank, used = ups[0].shape[1], [bool(up.any()) for up in ups]
+    if not any(used):  # could be either, and is taken as shared
+        return
+    if rank % len(ups) == 0:
+        yield [rank // len(ups)] * len(ups)
+    if rank % sum(used) == 0:
+        yield [rank // sum(used) if each else 0 for each in used]
+    owners = [[number for number, up in enumerate(ups) if bool(up[:, column].any())] for column in range(rank)]
+    if all(len(each) == 1 for each in owners):
+        yield [sum(owner == [number] for owner in owners) for number in range(len(ups))]
 
 
-def _swapped(down: Tensor, up: Tensor) -> Tensor:
+def _is_block_diagonal(ups: Sequence[Tensor], ranks: Sequence[int]) -> bool:
+    """Whether each part uses only ranks of its own."""
+    for up, end, rank in zip(ups, accumulate(ranks), ranks, strict=True):
+        if bool(up[:, : end - rank].any()) or bool(up[:, end:].any()):
+            return False
+    return sum(bool(rank) for rank in ranks) > 1
+
+
+def is_turned(update: Update, original: Original) -> bool:
+    """Whether the module makes just shift and scale, which the original has in the other order."""
+    outputs, inputs = update.shape
+    return original.pair and outputs == 2 * inputs
+
+
+def _swapped(update: Update) -> Update:
     """The other order of shift and scale, where the module makes just these two."""
-    return torch.cat(up.chunk(2)[::-1]) if up.shape[0] == 2 * down.shape[1] else up
+    names = {"loha": ("hada_w1_a", "hada_w2_a"), "lora": (UP,), "dora": (UP, MAGNITUDE)}.get(update.kind, ())
+    if update.kind == "lokr":
+        names = tuple(name for name in ("lokr_w1", "lokr_w1_a") if name in update.tensors)
+    if not names or any(len(update.tensors[name]) % 2 for name in names):
+        raise NotOneError(f"shift and scale stand in another order, in which {update.kind} cannot be brought")
+    turned = {name: torch.cat(update.tensors[name].chunk(2)[::-1]) for name in names}
+    return Update({**update.tensors, **turned}, update.alpha)
 
 
 def _cut(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     """Rows of a matrix in portions of these sizes."""
-    ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
-    return [tensor[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+    return [tensor[end - size : end] for end, size in zip(accumulate(sizes), sizes, strict=True)]
 
 
 def _diagonal(blocks: Sequence[Tensor]) -> Tensor:

@@ -1,17 +1,14 @@
-"""Names of LoRA weights: as modules carry them, as peft's states have them, and as files do."""
+"""Names of adapter weights: as modules carry them, and as files call the modules of each part of a pipeline."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+from torch import nn
 
-from ..errors import UserError
-from .fusing import Lora, fuse, split
-from .layouts import LAYOUTS, Names
+from .layouts import LAYOUTS, Group, Names
 from .ldm_names import ldm_names
 
-_ENDS = ("lora_down.weight", "lora_up.weight", "alpha")
 _ADDED = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer", "default"}
 _STRAY = re.compile(rf"(?:^|[._])(?:module|{'|'.join(_ADDED)})(?=[._])")
 
@@ -46,7 +43,8 @@ def _own_names(modules: Iterable[str]) -> Mapping[str, str]:
 
 def _clip_names(modules: Iterable[str]) -> Mapping[str, str]:
     """Some versions of transformers have the layers of CLIP inside ``text_model``, and files always do."""
-    return {name: name if name.startswith("text_model.") else f"text_model.{name}" for name in modules}
+    return {name: name if name.startswith(("text_model.", "text_projection")) else f"text_model.{name}"
+            for name in modules}  # fmt: skip
 
 
 _STYLES: Mapping[str, Callable[[Iterable[str]], Mapping[str, str]]] = {
@@ -57,78 +55,66 @@ _STYLES: Mapping[str, Callable[[Iterable[str]], Mapping[str, str]]] = {
 }
 
 
-def to_kohya(state: Mapping[str, Tensor], alpha: float, prefix: str, names: Names = SAME) -> dict[str, Tensor]:
-    """A peft state as sd-scripts saves it, with the alpha of each module; tensors are on the CPU, in one piece.
-
-    ``names`` are ``file_names``.
-    """
-    _refuse_stray(state)
-    parts = {module: Lora(state[f"{module}.lora_A.weight"], state[f"{module}.lora_B.weight"], alpha)
-             for module in _modules(state)}  # fmt: skip
-    tensors = {}
-    for group in names.groups(parts):
-        whole = fuse([None if module is None else parts[module] for module in group.modules], group.original)
-        start = kohya_name(group.name, prefix)
-        if f"{start}.alpha" in tensors:
-            raise ValueError("two modules have the same name in a kohya file")
-        tensors[f"{start}.lora_down.weight"] = whole.down.detach().cpu().contiguous()
-        tensors[f"{start}.lora_up.weight"] = whole.up.detach().cpu().contiguous()
-        tensors[f"{start}.alpha"] = torch.tensor(float(whole.alpha))
-    return tensors
-
-
-def from_kohya(
-    tensors: Mapping[str, Tensor], modules: Iterable[str], prefix: str, names: Names = SAME
-) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """A kohya file's tensors as a peft state, and the alpha of each module.
-
-    ``modules`` are the names in the model: a kohya name alone does not say which underscores were dots.
-    """
-    known = {kohya_name(group.name, prefix): group for group in names.groups(modules)}
-    state: dict[str, Tensor] = {}
-    alphas: dict[str, float] = {}
-    unknown = [key for key in tensors if key.partition(".")[0] not in known or key.partition(".")[2] not in _ENDS]
-    for start in dict.fromkeys(key.partition(".")[0] for key in tensors if key not in unknown):
-        down, up, alpha = (tensors.get(f"{start}.{end}") for end in _ENDS)
-        if down is None or up is None:
-            raise UserError(f"{start}: one of lora_down and lora_up is missing")
-        whole = Lora(down, up, float(len(down) if alpha is None else alpha))
-        for module, part in zip(known[start].modules, split(whole, known[start].original), strict=True):
-            if module is not None:
-                state[f"{module}.lora_A.weight"], state[f"{module}.lora_B.weight"] = part.down, part.up
-                alphas[module] = part.alpha
-            elif bool(part.up.any()):
-                unknown.append(start)
-    if unknown:
-        raise UserError(f"{len(unknown)} of {len(tensors)} keys are none of this model's, for example {unknown[0]}")
-    return state, alphas
-
-
-def to_diffusers(state: Mapping[str, Tensor], alpha: float, part: str) -> dict[str, Tensor]:
-    """A peft state with diffusers' names, ``part`` being the pipeline's: ``transformer.<module>.lora_A.weight``.
-
-    Such files have no alpha; what it does is multiplied into ``lora_B``, which every loader understands.
-    """
-    _refuse_stray(state)
-    tensors = {}
-    for module in _modules(state):
-        down, up = state[f"{module}.lora_A.weight"], state[f"{module}.lora_B.weight"]
-        # A copy of each: modules may share a matrix in memory, and a file has it once for each of them.
-        tensors[f"{part}.{module}.lora_A.weight"] = down.detach().cpu().clone().contiguous()
-        tensors[f"{part}.{module}.lora_B.weight"] = (up.detach().cpu() * (alpha / len(down))).contiguous()
-    return tensors
-
-
 def kohya_name(module: str, prefix: str) -> str:
     """``mid_block.attentions.0.proj_in`` -> ``lora_unet_mid_block_attentions_0_proj_in``."""
     return f"{prefix}_{module.replace('.', '_')}"
 
 
-def _modules(state: Mapping[str, Tensor]) -> list[str]:
-    """The modules in a state, in its order."""
-    return list(dict.fromkeys(name.rsplit(".", 2)[0] for name in state))
+@dataclass(frozen=True)
+class PartNames:
+    """A part of a pipeline in which something may be trained, and what files call its modules."""
 
+    name: str
+    """In the pipeline: ``unet``, ``transformer``, ``text_encoder``."""
+    modules: tuple[str, ...]
+    """All of them, by their names in the part, containers included."""
+    prefix: str
+    """What stands before them in a kohya file."""
+    style: str = "diffusers"
+    """What kohya files call them: see ``Family.lora_names``; ``clip`` and ``t5`` for text encoders."""
+    others: tuple[str, ...] = ()
+    """More styles in which files are met."""
 
-def _refuse_stray(tensors: Mapping[str, Tensor]) -> None:
-    if left := stray(tensors):
-        raise ValueError(f"{len(left)} LoRA names are not clean, for example {left[0]}")
+    @classmethod
+    def of(
+        cls, model: nn.Module, name: str, prefix: str, style: str = "diffusers", others: tuple[str, ...] = ()
+    ) -> "PartNames":
+        """The part that ``model`` is, wrapped or not, with an adapter or without."""
+        inside = tuple(f"{name}." for name, module in model.named_modules() if hasattr(module, "base_layer"))
+        names = (clean(name) for name, _ in model.named_modules() if name and not name.startswith(inside))
+        return cls(name, tuple(dict.fromkeys(names)), prefix, style, others)
+
+    @property
+    def is_text(self) -> bool:
+        return self.style in ("clip", "t5")
+
+    def names(self, style: str | None = None) -> Names:
+        """What its modules are called."""
+        return file_names(self.modules, style or self.style)
+
+    def known_as(self) -> Iterator[tuple[str, Group]]:
+        """Every name under which files are known to keep an original module, the usual ones first."""
+        styles = dict.fromkeys((self.style, *self.others, "diffusers"))
+        for style in styles:
+            for group in self._groups(style):
+                yield kohya_name(group.name, self.prefix), group
+                for start in self._dotted:
+                    yield f"{start}{group.name}", group
+                for start in self._underscored:
+                    yield kohya_name(group.name, start), group
+
+    @property
+    def _dotted(self) -> tuple[str, ...]:
+        return (f"{self.name}.",) if self.is_text else (f"{self.name}.", "diffusion_model.", "base_model.model.")
+
+    @property
+    def _underscored(self) -> tuple[str, ...]:
+        if self.is_text:  # with one text encoder, sd-scripts and others differ about the number
+            return ("lora_te1",) if self.prefix == "lora_te" else ()
+        return ("lora_transformer", "lycoris")
+
+    def _groups(self, style: str) -> list[Group]:
+        names = self.names(style)
+        containers = {name.rpartition(".")[0] for name in self.modules}
+        layers = [name for name in self.modules if name not in containers]
+        return names.groups(names.known(layers) if names.layout else layers)

@@ -91,7 +91,20 @@ SD3: tuple[Original, ...] = (
     Original("final_layer.linear", ("proj_out",)),
 )
 
-LAYOUTS: Mapping[str, tuple[Original, ...]] = {"flux": FLUX, "sd3": SD3}
+Z_IMAGE: tuple[Original, ...] = tuple(
+    original
+    for blocks in ("layers", "noise_refiner", "context_refiner")
+    for original in (
+        Original(
+            f"{blocks}.{{}}.attention.qkv",
+            tuple(f"{blocks}.{{}}.attention.{part}" for part in ("to_q", "to_k", "to_v")),
+        ),
+        Original(f"{blocks}.{{}}.attention.out", (f"{blocks}.{{}}.attention.to_out.0",)),
+    )
+)
+"""What is called otherwise in the original Z-Image; everything else keeps its name."""
+
+LAYOUTS: Mapping[str, tuple[Original, ...]] = {"flux": FLUX, "sd3": SD3, "z_image": Z_IMAGE}
 """Style of names -> the modules of the original model, where some of them are several in diffusers."""
 
 
@@ -109,6 +122,11 @@ class Names:
         if self.layout:
             return groups(modules, self.layout)
         return [Group(self.single.get(module, module), (module,), Original(module, (module,))) for module in modules]
+
+    def known(self, modules: Iterable[str]) -> list[str]:
+        """Those that have a name in the layout."""
+        patterns = {part for original in self.layout for part in original.parts}
+        return [module for module in modules if _abstract(module)[0] in patterns]
 
 
 def groups(modules: Iterable[str], layout: Sequence[Original]) -> list[Group]:

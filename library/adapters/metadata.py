@@ -4,16 +4,16 @@ Only what is known to be true is written, and never a path: of every path only t
 """
 
 import hashlib
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
-from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from safetensors.torch import save
 from torch import Tensor
 
 from ..config.schema import RunConfig
+from .modelspec import modelspec
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,8 @@ class RunFacts:
     regularisation_pictures: int
     batches_per_epoch: int
     resolution: tuple[int, int]  # width, height
+    data: Mapping[str, str]  # what is told of the pictures
+    model: Mapping[str, str]  # what is told of the model's files
     optimizer: str  # module.Class(name=value,...)
     mixed_precision: str  # as it came out of flags, launcher and accelerate's own file
 
@@ -50,9 +52,9 @@ def describe(config: RunConfig, model: ModelFacts, run: RunFacts, software: str)
     least = _minimum(config, model)
     if config.save.no_metadata:
         return _as_text(least)
-    return _as_text(
-        {**least, **_training(config, run), **_objective(config, model), **_modelspec(config, model, run, software)}
-    )
+    spec = modelspec(config, model.architecture, model.implementation, model.prediction, software, run.saved_at,
+                     run.resolution)  # fmt: skip
+    return _as_text({**least, **run.model, **run.data, **_training(config, run), **_objective(config, model), **spec})
 
 
 def with_hashes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, str]:
@@ -75,7 +77,7 @@ def _minimum(config: RunConfig, model: ModelFacts) -> dict[str, Any]:
         "ss_network_module": config.adapter.network_module,
         "ss_network_dim": config.adapter.network_dim,
         "ss_network_alpha": config.adapter.network_alpha or float(config.adapter.network_dim),  # 0 is the rank
-        "ss_network_args": "{}",
+        "ss_network_args": json.dumps(dict(_argument(word) for word in config.adapter.network_args)),
     }
 
 
@@ -86,10 +88,12 @@ def _training(config: RunConfig, run: RunFacts) -> dict[str, Any]:
         "ss_training_started_at": run.started_at,
         "ss_training_finished_at": run.saved_at,
         "ss_output_name": config.save.output_name,
-        "ss_sd_model_name": _model_name(config.model.pretrained_model_name_or_path),
         "ss_learning_rate": optim.learning_rate,
-        "ss_unet_lr": optim.learning_rate,
-        "ss_text_encoder_lr": None,
+        "ss_unet_lr": optim.unet_lr,
+        "ss_text_encoder_lr": _one_or_all(optim.text_encoder_lr),
+        "ss_network_dropout": config.adapter.network_dropout or None,
+        "ss_scale_weight_norms": config.adapter.scale_weight_norms,
+        "ss_cache_latents": config.cache.latents,
         "ss_optimizer": run.optimizer,
         "ss_max_grad_norm": optim.max_grad_norm,
         "ss_lr_scheduler": optim.lr_scheduler,
@@ -114,6 +118,16 @@ def _training(config: RunConfig, run: RunFacts) -> dict[str, Any]:
         "ss_max_token_length": config.model.max_token_length if config.model.max_token_length > 75 else None,
         "ss_training_comment": config.save.training_comment,
     }
+
+
+def _argument(word: str) -> tuple[str, str]:
+    name, _, value = word.partition("=")
+    return name.strip(), value.strip()
+
+
+def _one_or_all(rates: Sequence[float]) -> Any:
+    """As sd-scripts writes it: nothing, a number, or a list."""
+    return list(rates) if len(rates) > 1 else rates[0] if rates else None
 
 
 def _objective(config: RunConfig, model: ModelFacts) -> dict[str, Any]:
@@ -147,34 +161,9 @@ def _objective(config: RunConfig, model: ModelFacts) -> dict[str, Any]:
         "ss_logit_std": noise.logit_std,
         "ss_mode_scale": noise.mode_scale,
         "ss_model_prediction_type": "raw",
-    }
-
-
-def _modelspec(config: RunConfig, model: ModelFacts, run: RunFacts, software: str) -> dict[str, Any]:
-    width, height = run.resolution
-    saved = datetime.fromtimestamp(int(run.saved_at), tz=timezone.utc)
-    return {
-        "modelspec.sai_model_spec": "1.0.1",
-        "modelspec.architecture": f"{model.architecture}/lora",
-        "modelspec.implementation": model.implementation,
-        "modelspec.implementation_version": software,
-        "modelspec.title": config.save.output_name,
-        "modelspec.date": saved.isoformat(),
-        "modelspec.resolution": f"{width}x{height}",
-        "modelspec.prediction_type": model.prediction,
-        "modelspec.encoder_layer": "1",
+        "ss_guidance_scale": config.model.guidance_scale,
     }
 
 
 def _as_text(values: Mapping[str, Any]) -> dict[str, str]:
     return {key: value if isinstance(value, str) else str(value) for key, value in values.items()}
-
-
-def _model_name(source: str | None) -> str:
-    """Of a path the last part; a hub id as it is."""
-    if source is None:
-        return "built-in"
-    if PureWindowsPath(source).is_absolute():
-        return PureWindowsPath(source).name
-    path = Path(source).expanduser()
-    return path.name if path.is_absolute() or path.exists() else source

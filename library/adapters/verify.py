@@ -1,6 +1,6 @@
-"""Reopens a LoRA file, with the names of sd-scripts or of diffusers, and says everything that is wrong with it."""
+"""Reopens a LoRA file, in any of the formats, and says everything that is wrong with it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -9,10 +9,15 @@ from torch import Tensor
 
 from ..errors import UserError
 from .keys import stray
+from .updates import ALPHA, COMFY, DOWN, KOHYA, UP, Update, part_of_name
 
-_KOHYA = ("lora_down.weight", "lora_up.weight", "alpha")
-_DIFFUSERS = ("lora_A.weight", "lora_B.weight")  # what alpha does is in lora_B
-_UP = ("lora_up", "lora_B")
+WHOLE: Mapping[str, tuple[str, ...]] = {
+    "lora": (DOWN, UP), "dora": (DOWN, UP), "loha": ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"),
+    "oft": ("oft_R",), "boft": ("boft_R", "boft_s"),
+}  # fmt: skip
+"""What must be there of each kind; halves of a LoKr may be whole or in two."""
+FROM_ZERO = (UP, "hada_w2_b", "lokr_w1", "lokr_w1_a", "oft_R", "boft_R")
+"""What is zero at the start of training."""
 
 
 class BrokenFileError(UserError):
@@ -35,7 +40,7 @@ def verify(path: Path, expected: Mapping[str, Tensor], metadata: Mapping[str, st
     """
     tensors, written = read(path)
     problems = [*_differences(tensors, expected), *_faults(tensors)]
-    if not problems and trained and not any(bool(each.any()) for key, each in tensors.items() if _is_up(key)):
+    if not problems and trained and not _moves(tensors):
         problems.append("every lora_up or lora_B is zero: the LoRA does nothing")
     if written != metadata:
         keys = sorted(key for key in {*written, *metadata} if written.get(key) != metadata.get(key))
@@ -65,32 +70,48 @@ def _faults(tensors: Mapping[str, Tensor]) -> Iterator[str]:
         yield "there is nothing in it"
     for key in stray(tensors):
         yield f"{key}: no loader knows this name"
+    modules: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
+        place = part_of_name(key)
+        if place is None:
+            yield f"{key}: no loader knows this name"
+            continue
+        modules.setdefault(place[0], {})[place[1]] = tensor
         if not bool(tensor.isfinite().all()):
             yield f"{key} has values that are not finite"
-        elif not _is_up(key) and not bool(tensor.any()):
+        elif place[1] not in FROM_ZERO and not bool(tensor.any()):
             yield f"{key} is zero"
-    ends = _DIFFUSERS if any(key.endswith(_DIFFUSERS) for key in tensors) else _KOHYA
-    for module in sorted({_module(key, ends) for key in tensors}):
-        yield from _module_faults(module, tensors, ends)
+    ends = KOHYA if any(key.endswith((".lora_down.weight", ".lora_up.weight")) for key in tensors) else COMFY
+    has_alphas = ends is KOHYA or any(ALPHA in found for found in modules.values())
+    for module, found in sorted(modules.items()):
+        yield from _module_faults(module, found, ends, has_alphas)
 
 
-def _module(key: str, ends: Sequence[str]) -> str:
-    """What stands before one of the ends; a key that ends otherwise is taken whole, and then lacks them all."""
-    return next((key.removesuffix(f".{end}") for end in ends if key.endswith(f".{end}")), key)
-
-
-def _is_up(key: str) -> bool:
-    return any(f".{part}." in key for part in _UP)
-
-
-def _module_faults(module: str, tensors: Mapping[str, Tensor], ends: Sequence[str]) -> Iterator[str]:
-    found = {end: tensors.get(f"{module}.{end}") for end in ends}
-    yield from (f"{module} has no {end}" for end, tensor in found.items() if tensor is None)
-    down, up = (found[end] for end in ends[:2])
+def _module_faults(
+    module: str, found: Mapping[str, Tensor], ends: Mapping[str, str], has_alphas: bool
+) -> Iterator[str]:
+    kind = Update(found, 0).kind
+    wanted = (
+        [WHOLE[kind]]
+        if kind != "lokr"
+        else [
+            (f"lokr_{half}",) if f"lokr_{half}" in found else (f"lokr_{half}_a", f"lokr_{half}_b")
+            for half in ("w1", "w2")
+        ]
+    )
+    for name in (*(name for names in wanted for name in names), *([ALPHA] if has_alphas else [])):
+        if name not in found:
+            yield f"{module} has no {ends.get(name, name)}"
+    down, up = found.get(DOWN), found.get(UP)
     if down is not None and up is not None and down.shape[:1] != up.shape[1:2]:
-        first, second = (end.partition(".")[0] for end in ends[:2])
+        first, second = (ends[name].partition(".")[0] for name in (DOWN, UP))
         yield f"{module}: rank {down.shape[0]} in {first}, {up.shape[1]} in {second}"
+
+
+def _moves(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether anything in it has left the zero at which training begins."""
+    places = ((part_of_name(key), tensor) for key, tensor in tensors.items())
+    return any(place is not None and place[1] in FROM_ZERO and bool(tensor.any()) for place, tensor in places)
 
 
 def _shape(tensor: Tensor) -> str:

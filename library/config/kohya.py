@@ -51,7 +51,6 @@ _FULL = Refused("trains whole models or embeddings; this program trains LoRA ada
 _BROKEN = Refused("does not work in sd-scripts either")
 _HOST_CHECKPOINTS = _later("checkpoints in host memory; gradient_checkpointing keeps them on the device")
 _ATTENTION = _later("a choice of attention kernels; PyTorch's own (sdpa) is used")
-_METADATA = _later("free metadata fields; training_comment is kept in the file")
 
 VERDICTS: dict[str, Alias | Refused] = {
     # aliases
@@ -110,8 +109,6 @@ VERDICTS: dict[str, Alias | Refused] = {
     "save_model_as": Refused("LoRA files are safetensors; ckpt and pt files can run code when they are opened",
                              ("safetensors",)),
     "save_n_epoch_ratio": Refused("use save_every_n_epochs"),
-    "save_last_n_epochs": _later("removing old LoRA files; all are kept"),
-    "save_last_n_steps": _later("removing old LoRA files; all are kept"),
     "save_state": _STATE,
     "save_state_on_train_end": _STATE,
     "save_last_n_epochs_state": _STATE,
@@ -119,16 +116,6 @@ VERDICTS: dict[str, Alias | Refused] = {
     "resume": _STATE,
     "resume_from_huggingface": _STATE,
     "save_state_to_huggingface": _STATE,
-    "metadata_title": _METADATA,
-    "metadata_author": _METADATA,
-    "metadata_description": _METADATA,
-    "metadata_license": _METADATA,
-    "metadata_tags": _METADATA,
-    "metadata_usage_hint": _METADATA,
-    "metadata_thumbnail": _METADATA,
-    "metadata_merged_from": _METADATA,
-    "metadata_trigger_phrase": _METADATA,
-    "metadata_preprocessor": _METADATA,
     "metadata_is_negative_embedding": Refused("a LoRA is no embedding"),
     "huggingface_repo_id": _UPLOAD,
     "huggingface_repo_type": _UPLOAD,

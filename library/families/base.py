@@ -8,7 +8,7 @@ call ``denoiser``, but read attributes only from ``pipe``.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from PIL.Image import Image
@@ -51,7 +51,9 @@ class Family(ABC):
     lora_names: ClassVar[str] = "diffusers"
     """How a kohya file names the denoiser's modules: ``diffusers``, or the original names of ``ldm`` (SDXL), ``flux``
     or ``sd3``, where some of them are one."""
-    lora_format: ClassVar[str] = "kohya"
+    lora_other_names: ClassVar[tuple[str, ...]] = ()
+    """More of these, in which LoRA files by others name the denoiser's modules."""
+    lora_format: ClassVar[Literal["kohya", "diffusers"]] = "kohya"
     """What LoRA files every loader reads: sd-scripts' (``kohya``), or ``diffusers`` with names as in diffusers."""
     conv_lora_targets: ClassVar[tuple[str, ...]] = ()
     """What joins ``lora_targets`` when convolutions are trained, too."""

@@ -26,6 +26,7 @@ class StableDiffusion2(Family):
     lora_targets = LORA_TARGETS
     conv_lora_targets = CONV_LORA_TARGETS
     lora_prefix = "lora_unet"
+    lora_other_names = ("ldm",)
     text_lora_targets = {"text_encoder": CLIP_LORA_TARGETS}  # noqa: RUF012
     text_lora_prefixes = {"text_encoder": "lora_te"}  # noqa: RUF012
     picture_size = (512, 512)

@@ -32,6 +32,7 @@ class ZImage(Family):
         )
     )  # fmt: skip
     lora_prefix = "lora_unet"
+    lora_other_names = ("z_image",)
     lora_format = "diffusers"
     picture_size = (1024, 1024)
     picture_steps = 9

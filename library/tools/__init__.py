@@ -29,6 +29,12 @@ def _bench(argv: Sequence[str]) -> tuple[str, int]:
     return run(argv)
 
 
+def _convert(argv: Sequence[str]) -> tuple[str, int]:
+    from .convert import run
+
+    return run(argv)
+
+
 def _options(argv: Sequence[str]) -> tuple[str, int]:
     from ..config.describe import options_page
 
@@ -40,5 +46,6 @@ TOOLS: dict[str, tuple[str, Tool]] = {
     "plan": ("what would be trained, without training", _plan),
     "cache": ("latents and captions kept on disk: build, verify, repair, prune, info", _cache),
     "bench": ("how fast it is on this machine", _bench),
+    "convert": ("a LoRA file with the names of another program", _convert),
     "options": ("the page docs/options.md", _options),
 }

@@ -2,91 +2,130 @@
 
 import logging
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from torch import Tensor, nn
 
 from .. import __version__
-from ..adapters import file, keys, lora
+from ..adapters import file, lora
+from ..adapters.comparing import differences
+from ..adapters.formats import Format, from_file, to_file, usual_format
 from ..adapters.lora import Adapter
 from ..adapters.metadata import ModelFacts, RunFacts, describe, with_hashes
-from ..families.base import Family
+from ..adapters.updates import updates_of
+from ..adapters.verify import BrokenFileError, read
+from ..data.prepare import Prepared
+from ..data.told import told as told_of_data
 from ..optim.optimizers import weights_as_used
 from ..randomness import seed_for
 from .loop import Run
+from .lora_parts import parts_of
+from .model_told import model_told
 from .plan import is_due
+from .retention import Retention
 
 logger = logging.getLogger(__name__)
 
 SOFTWARE = f"lorikeet/{__version__}"
+SHOWN = 3
 
 
 class Export:
     """Saves every n steps or epochs, and at the end; the names are sd-scripts'."""
 
-    def __init__(self, adapter: Adapter, pictures: tuple[int, int], resolution: tuple[int, int], started_at: float):
-        self.adapter, self.pictures, self.resolution, self.started_at = adapter, pictures, resolution, started_at
+    def __init__(self, adapter: Adapter, prepared: Prepared, ranks: int, started_at: float):
+        self.adapter, self.prepared, self.ranks, self.started_at = adapter, prepared, ranks, started_at
         self.written: list[Path] = []
+        self.kept: Retention | None = None
+        self.data: dict[str, str] = {}
+        self.model: dict[str, str] = {}
 
     def is_due(self, run: Run) -> bool:
-        return bool(self._names(run))
+        return run.state.step >= run.plan.steps or self._is_epoch(run) or self._is_step(run)
+
+    def _is_epoch(self, run: Run) -> bool:
+        every = run.config.save.save_every_n_epochs
+        return every is not None and is_due(run.plan, run.state.step, None, every)
+
+    def _is_step(self, run: Run) -> bool:
+        return is_due(run.plan, run.state.step, run.config.save.save_every_n_steps, None)
 
     def __call__(self, run: Run) -> None:
-        for name in self._names(run):
-            self.save(run, name)
-
-    def _names(self, run: Run) -> list[str]:
-        """The files that are due after this step."""
-        save, step = run.config.save, run.state.step
+        name, step = run.config.save.output_name, run.state.step
+        kept = self.kept = self.kept or Retention(run.config.save)
         if step >= run.plan.steps:
-            return [f"{save.output_name}.safetensors"]
-        names = []
-        if save.save_every_n_epochs and is_due(run.plan, step, None, save.save_every_n_epochs):
-            names.append(f"{save.output_name}-{run.plan.epochs_done(step):06d}.safetensors")
-        if is_due(run.plan, step, save.save_every_n_steps, None):
-            names.append(f"{save.output_name}-step{step:08d}.safetensors")
-        return names
+            self.save(run, f"{name}.safetensors")
+            return
+        if self._is_epoch(run):
+            epoch = run.plan.epochs_done(step)
+            paths = self.save(run, f"{name}-{epoch:06d}.safetensors")
+            run.strategy.on_main(lambda: kept.wrote_epoch(epoch, paths))
+        if self._is_step(run):
+            written = self.save(run, f"{name}-step{step:08d}.safetensors")
+            run.strategy.on_main(lambda: kept.wrote_step(step, written))
 
-    def save(self, run: Run, name: str) -> None:
-        """Write one file; an error on the process that writes is raised on all."""
-        path = Path(run.config.save.output_dir) / name
+    def save(self, run: Run, name: str) -> list[Path]:
+        """Write one file, and one of the average; an error on the process that writes is raised on all."""
+        paths = [Path(run.config.save.output_dir) / name]
         with weights_as_used(run.optimizer):
-            self._save_one(run, path)
+            self._save_one(run, paths[0])
         if run.average is not None:
+            paths.append(paths[0].with_name(f"{paths[0].stem}-ema{paths[0].suffix}"))
             with run.average.in_place():
-                self._save_one(run, path.with_name(f"{path.stem}-ema{path.suffix}"))
-        self.written.append(path)
+                self._save_one(run, paths[1])
+        self.written.append(paths[0])
+        return paths
+
+    def rehearse(self, run: Run) -> None:
+        """Raise before anything is trained if what is trained cannot be written in the format that is asked for.
+
+        Here the model's files are read through once, for their hashes; only the process that writes comes here.
+        """
+        if not run.config.save.no_metadata:
+            self.data = told_of_data(self.prepared.manifest, self.prepared.placements, self.ranks)
+            self.model = model_told(run.config.model)
+        form = self._tensors(run, run.strategy.unwrapped(run.adapter))[2]
+        logger.info("LoRA files are written as %s does", {"kohya": "sd-scripts", "comfy": "ComfyUI"}.get(form, form))
 
     def _save_one(self, run: Run, path: Path) -> None:
-        model = run.strategy.unwrapped(run.adapter)
-        run.strategy.on_main(lambda: self._write(run, path, model))
+        trained = run.strategy.unwrapped(run.adapter)
+        run.strategy.on_main(lambda: self._write(run, path, trained))
         logger.info("saved %s", path)
 
-    def _write(self, run: Run, path: Path, trained: nn.Module) -> None:
-        family, tensors = run.task.family, dict[str, Tensor]()
-        whole = lora.state(trained)
-        for part, child in trained.named_children():
-            state = {name.removeprefix(f"{part}."): each for name, each in whole.items() if name.startswith(f"{part}.")}
-            tensors |= self._of_part(family, part, child, state)
-        tensors = file.cast(tensors, run.config.save.save_precision)
-        titles = family.titles(run.task.pipe)
-        model = ModelFacts(titles.base_model_version, titles.architecture, run.task.objective.process.prediction)
-        metadata = with_hashes(tensors, describe(run.config, model, self._facts(run), SOFTWARE))
-        # A learning rate of 0, as in the first step of a warm-up, leaves the update at zero, and rightly so.
-        file.write(path, tensors, metadata, trained=run.state.has_learnt)
+    def _tensors(self, run: Run, trained: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], Format]:
+        state, alphas, family = lora.state(trained), self.adapter.alphas, run.task.family
+        chosen = run.config.save.save_format
+        kinds = {update.kind for update in updates_of(state, alphas).values()}
+        form = usual_format(kinds, family.lora_format) if chosen == "auto" else chosen
+        tensors, told = to_file(state, alphas, parts_of(family, run.task.pipe), form)
+        return file.cast(tensors, run.config.save.save_precision), told, form
 
-    def _of_part(self, family: Family, part: str, model: nn.Module, state: lora.State) -> dict[str, Tensor]:
-        if family.lora_format == "diffusers":
-            return keys.to_diffusers(state, self.adapter.alpha, part)
-        own = part == family.denoiser
-        names = keys.file_names(
-            (name for name, _ in model.named_modules()), family.lora_names if own else family.text_style(part)
-        )
-        prefix = family.lora_prefix if own else family.text_lora_prefixes[part]
-        return keys.to_kohya(state, self.adapter.alpha, prefix, names)
+    def _write(self, run: Run, path: Path, trained: nn.Module) -> None:
+        tensors, told, _ = self._tensors(run, trained)
+        metadata = with_hashes(tensors, {**self._described(run), **({} if run.config.save.no_metadata else told)})
+        # Two of the files are compared with the model in memory, which would take too long for all.
+        is_compared = not self.written or run.state.step >= run.plan.steps
+        # A learning rate of 0, as in the first step of a warm-up, leaves the update at zero, and rightly so.
+        file.write(path, tensors, metadata, trained=run.state.has_learnt,
+                   check=(lambda part: self._compare(run, part, trained, told)) if is_compared else None)  # fmt: skip
+
+    def _compare(self, run: Run, path: Path, trained: nn.Module, told: Mapping[str, str]) -> None:
+        """Read anew, does the file do in each layer what the adapter in memory does?"""
+        tensors, metadata = read(path)
+        content = from_file(tensors, {**metadata, **told}, parts_of(run.task.family, run.task.pipe))
+        found = list(differences(trained, content, self.adapter.alphas))
+        if found:
+            more = f" (and {len(found) - SHOWN} more)" if len(found) > SHOWN else ""
+            raise BrokenFileError(f"{path.name} is not what was trained: {'; '.join(found[:SHOWN])}{more}")
+
+    def _described(self, run: Run) -> dict[str, str]:
+        titles = run.task.family.titles(run.task.pipe)
+        model = ModelFacts(titles.base_model_version, titles.architecture, run.task.objective.process.prediction)
+        return describe(run.config, model, self._facts(run), SOFTWARE)
 
     def _facts(self, run: Run) -> RunFacts:
-        trained, regularising = self.pictures
+        trained, regularising = self.prepared.pictures
         return RunFacts(
             step=run.state.step,
             epoch=run.plan.batches.epoch_of(max(run.state.step - 1, 0)) + 1,
@@ -98,7 +137,9 @@ class Export:
             pictures=trained,
             regularisation_pictures=regularising,
             batches_per_epoch=run.plan.batches.batches_per_epoch,
-            resolution=self.resolution,
+            resolution=self.prepared.resolution,
+            data=self.data,
+            model=self.model,
             optimizer=_described(run),
             mixed_precision=run.strategy.precision,
         )

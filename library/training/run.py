@@ -82,7 +82,8 @@ def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, start
     pipe = _load(strategy, family, detected, Kept(latents, texts), prompts)
     job, adapter = _assemble(config, strategy, family, pipe, prepared, plan, Kept(latents, texts))
     preview = _preview(config, prompts)
-    export = Export(adapter, prepared.pictures, prepared.resolution, started_at)
+    export = Export(adapter, prepared, strategy.size, started_at)
+    strategy.on_main(lambda: export.rehearse(job))
     if config.train.replay is not None:
         for line in replay(job, read_bundle(Path(config.train.replay))):
             logger.info("%s", line)

@@ -1,0 +1,57 @@
+"""Whether a file does in each layer what the adapter in memory does there."""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from . import lora
+from .formats import Content
+
+TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+"""How far the update of a layer may be off, as a share of itself, in a file of this precision."""
+
+
+@torch.no_grad()
+def differences(trained: nn.Module, content: Content, alphas: Mapping[str, float]) -> Iterator[str]:
+    """Run each layer on one input, with the weights in memory and with those of the file; say where they differ.
+
+    ``trained`` holds the parts of the pipeline as its children; it is afterwards as it was.
+    """
+    for module in sorted(alphas.keys() ^ content.alphas.keys()):
+        yield f"{module} is {'missing' if module in alphas else 'not trained'}"
+    common = [module for module in alphas if module in content.alphas]
+    yield from (f"{module} has alpha {content.alphas[module]:g} and not {alphas[module]:g}" for module in common
+                if abs(content.alphas[module] - alphas[module]) > 1e-6 * alphas[module])  # fmt: skip
+    parameters = {name: parameter for name, parameter in lora.parameters(trained)}
+    if parameters.keys() != content.state.keys():
+        return
+    was_training = trained.training
+    trained.eval()  # nothing is to be left out
+    before = {module: _outputs(trained.get_submodule(module)) for module in common}
+    kept = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    try:
+        for name, parameter in parameters.items():
+            parameter.copy_(content.state[name])
+        after = {module: _outputs(trained.get_submodule(module))[0] for module in common}
+    finally:
+        for name, parameter in parameters.items():
+            parameter.copy_(kept[name])
+        trained.train(was_training)
+    precision = {tensor.dtype for tensor in content.state.values()}
+    tolerance = max(TOLERANCE.get(dtype, 1e-4) for dtype in precision)
+    for module, (adapted, plain) in before.items():
+        update, error = (adapted - plain).abs().max(), (after[module] - adapted).abs().max()
+        noise = 16 * torch.finfo(adapted.dtype).eps * adapted.abs().max()
+        if not bool(error <= tolerance * update + noise):
+            yield f"{module} does something else in the file: off by {float(error):.2g}, of {float(update):.2g}"
+
+
+def _outputs(layer: nn.Module) -> tuple[Tensor, Tensor]:
+    """What the layer makes of one input with its adapter, and without."""
+    base = layer.base_layer
+    weight: Tensor = base.weight  # type: ignore[assignment, union-attr]
+    draw = torch.Generator().manual_seed(weight.numel())
+    shape = (1, weight.shape[1], *weight.shape[2:]) if weight.dim() == 4 else (1, weight.shape[1])
+    given = torch.randn(shape, generator=draw).to(weight)
+    return layer(given), base(given)  # type: ignore[operator]

@@ -1,0 +1,52 @@
+"""Rules across the options about files; no torch."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from .network_args import kind_of, read_network_args
+from .schema import RunConfig
+
+PICTURES: Mapping[str, str] = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
+"""What a thumbnail may be."""
+LARGEST_THUMBNAIL = 2**22
+METADATA = ("title", "author", "description", "license", "tags", "usage_hint", "thumbnail", "merged_from",
+            "trigger_phrase", "preprocessor")  # fmt: skip
+
+
+def unwritable(kinds: Iterable[str], form: str) -> list[str]:
+    """Why adapters of these kinds cannot be written so."""
+    found = []
+    for kind in sorted(set(kinds)):
+        if kind in ("oft", "boft") and form in ("kohya", "comfy"):
+            found.append(f"{kind} turns what goes into a layer, and the files of sd-scripts and ComfyUI what comes out "
+                         "of it; take save_format auto, which peft reads")  # fmt: skip
+        if kind in ("loha", "lokr") and form == "diffusers":
+            found.append(f"diffusers does not load {kind}; take save_format auto or comfy")
+    return found
+
+
+def save_conflicts(config: RunConfig, given: frozenset[str]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """What cannot be honoured together."""
+    save = config.save
+    for what in ("epochs", "steps"):
+        last, every = f"save_last_n_{what}", f"save_every_n_{what}"
+        if getattr(save, last) is not None and getattr(save, every) is None:
+            yield (last, every), f"nothing is saved that could be too old; set {every}"
+    if save.save_format != "auto" and not read_network_args(config.adapter.network_args)[1]:
+        for problem in unwritable([kind_of(config.adapter)], save.save_format):
+            yield ("save_format", "network_module"), problem
+    for name in METADATA:
+        if getattr(save, f"metadata_{name}") is not None and save.no_metadata:
+            yield (f"metadata_{name}", "no_metadata"), "no_metadata leaves it out; take one of the two out"
+    if save.metadata_thumbnail is not None:
+        for problem in _thumbnail(Path(save.metadata_thumbnail).expanduser()):
+            yield ("metadata_thumbnail",), problem
+
+
+def _thumbnail(path: Path) -> Iterator[str]:
+    if not path.is_file():
+        yield f"{path}: no such file"
+    elif path.suffix.lower() not in PICTURES:
+        yield f"{path}: expected a picture, {', '.join(PICTURES)}"
+    elif path.stat().st_size > LARGEST_THUMBNAIL:
+        yield f"{path}: larger than 4 MiB, and it would stand in every file; make it smaller"

@@ -1,0 +1,260 @@
+"""Files of sd-scripts, diffusers and ComfyUI from one state and back: no bit and no alpha is lost on the way."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from adapted import merge, names_of
+from safetensors.torch import load_file, save_file
+from test_adapters_layouts import tiny_denoiser
+from tiny import TINY
+
+from library.adapters import lora
+from library.adapters.formats import from_file, to_file, usual_format
+from library.adapters.keys import PartNames
+from library.adapters.updates import updates_of
+from library.cli import tool
+from library.config.save_rules import unwritable
+from library.errors import UserError
+from library.families import FAMILIES
+from library.training.lora_files import read_lora
+from library.training.lora_parts import parts_of
+
+DATA = Path(__file__).parent / "data"
+EVERY = ("sd1", "sd2", "sdxl", "sd3", "flux", "z_image", "qwen_image")
+FORMATS = ("kohya", "diffusers", "comfy")
+
+
+def draw_state(name, kind="lora", dtype=torch.float32, seed=0, pipe=None, scale=None, with_t5=True):
+    """A whole family's state, text encoders included, of several ranks and alphas, and what files call its parts."""
+    pipe, family, draw = pipe or TINY[name]().pipe, FAMILIES.get(name), torch.Generator().manual_seed(seed)
+    parts = [part for part in parts_of(family, pipe) if with_t5 or part.style != "t5"]
+    state, alphas = {}, {}
+    for part in parts:
+        model = getattr(pipe, part.name)
+        targets = family.lora_targets if part.name == family.denoiser else family.text_lora_targets[part.name]
+        for module in lora.matching(model, targets):
+            shape = model.get_submodule(module).weight.shape
+            # Several ranks, but one alpha: diffusers mixes up those of a UNet's blocks in sd-scripts' files.
+            rank = 2 if kind != "lora" or module.split(".")[1] == "1" else 3
+            full = f"{part.name}.{module}"
+            for end, size in sizes(kind, shape, rank).items():
+                state[f"{full}.{end}"] = torch.randn(size, generator=draw).to(dtype)
+            alphas[full] = 1.5 if scale is None else scale * rank
+    return state, alphas, parts
+
+
+def sizes(kind, shape, rank):
+    outputs, inputs = shape[:2]
+    more = shape[2:]
+    match kind:
+        case "lora":
+            return {"lora_A.weight": (rank, inputs, *more), "lora_B.weight": (outputs, rank, *[1] * len(more))}
+        case "dora":
+            magnitude = (1, outputs, 1, 1) if more else (outputs,)
+            return {**sizes("lora", shape, rank), "lora_magnitude_vector.weight": magnitude}
+        case "loha":
+            return {"hada_w1_a": (outputs, rank), "hada_w1_b": (rank, inputs), "hada_w2_a": (outputs, rank),
+                    "hada_w2_b": (rank, inputs)}  # fmt: skip
+        case "lokr":
+            out, into = (2 - size % 2 for size in (outputs, inputs))
+            return {"lokr_w1": (out, into), "lokr_w2_a": (outputs // out, rank), "lokr_w2_b": (rank, inputs // into)}
+
+
+def equal(one, other):
+    return one.keys() == other.keys() and all(
+        one[key].dtype == other[key].dtype and torch.equal(one[key], other[key]) for key in one
+    )
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_family_goes_to_every_format_and_back_to_the_bit(name, form, dtype):
+    # In 16 bits any alpha can be multiplied in and taken out again, in 32 bits powers of two.
+    state, alphas, parts = draw_state(name, dtype=dtype, scale=0.5 if dtype == torch.float32 else None)
+    tensors, told = to_file(state, alphas, parts, form)
+    assert all(tensor.is_contiguous() for tensor in tensors.values())
+    back = from_file(tensors, told, parts)
+    assert equal(back.state, state) and back.alphas == alphas
+    assert back.format == ("kohya" if form == "comfy" and parts[0].name == "unet" else form)
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("kind, forms", [("dora", FORMATS), ("loha", ("comfy",)), ("lokr", ("comfy",))])
+def test_other_kinds_go_to_the_formats_that_know_them_and_back(name, kind, forms):
+    state, alphas, parts = draw_state(name, kind, scale=0.25)
+    for form in forms:
+        back = from_file(*to_file(state, alphas, parts, form), parts)
+        assert equal(back.state, state) and back.alphas == alphas
+
+
+IN_DIFFUSERS = [*((name, "lora") for name in EVERY), ("sd1", "dora"), ("sd3", "dora"), ("flux", "dora")]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name, kind", IN_DIFFUSERS)
+def test_diffusers_computes_with_the_file_what_a_model_with_merged_weights_does(name, kind, tmp_path):
+    """Text encoders included, but for DoRA, whose magnitudes it leaves out there."""
+    tiny, family = TINY[name](), FAMILIES.get(name)()
+    state, alphas, parts = draw_state(name, kind, pipe=tiny.pipe, with_t5=False)
+    state = {key: 0.1 * each if "lora_B" in key else each.abs() if "magnitude" in key else each
+             for key, each in state.items()}  # fmt: skip
+    form = usual_format([kind], family.lora_format) if kind == "lora" else "diffusers"
+    save_file(to_file(state, alphas, parts, form)[0], tmp_path / "lora.safetensors")
+    base = outputs(family, tiny.pipe, tiny.batch)
+    theirs = family.load(tiny.source, torch.float32)
+    theirs.load_lora_weights(str(tmp_path), weight_name="lora.safetensors")
+    found = outputs(family, theirs, tiny.batch)
+    merge(tiny.pipe, state, alphas)
+    wanted = outputs(family, tiny.pipe, tiny.batch)
+    for what, tensor in wanted.items():
+        if kind == "dora" and what != "denoiser":
+            continue
+        assert (tensor - base[what]).abs().max() > 1e-2, what
+        torch.testing.assert_close(found[what], tensor, rtol=2e-3, atol=2e-3, msg=lambda text, at=what: f"{at}: {text}")
+
+
+def outputs(family, pipe, batch):
+    t = torch.tensor([300.0, 700.0])
+    found = {"denoiser": family.predict(pipe, getattr(pipe, family.denoiser), batch.latents, t, batch)}
+    for part in family.text_lora_prefixes:
+        if family.text_style(part) == "t5":  # which diffusers trains no LoRA in
+            continue
+        encoder = getattr(pipe, part)
+        ids = torch.tensor([[5, 7, 11, encoder.config.eos_token_id]])
+        found[part] = encoder(ids, output_hidden_states=True).hidden_states[-1]
+    return found
+
+
+def test_a_lora_kind_is_not_written_where_nobody_would_read_it():
+    state, alphas, parts = draw_state("flux", "lokr")
+    with pytest.raises(UserError, match=r"transformer\.double_blocks.* lokr .*take save_format comfy"):
+        to_file(state, alphas, parts, "kohya")
+    state, alphas, parts = draw_state("sd1", "loha")
+    with pytest.raises(UserError, match="diffusers does not load loha; take save_format auto or comfy"):
+        to_file(state, alphas, parts, "diffusers")
+    assert "turns what goes into a layer" in unwritable(["oft"], "kohya")[0] and not unwritable(["boft"], "diffusers")
+
+
+def test_the_usual_format_is_the_one_that_most_programs_read():
+    assert usual_format(["lora"], "kohya") == "kohya" and usual_format(["lora"], "diffusers") == "diffusers"
+    assert usual_format(["dora"], "diffusers") == usual_format(["loha"], "diffusers") == "comfy"
+    assert usual_format(["oft"], "kohya") == "diffusers"
+
+
+@pytest.mark.parametrize("rank, alpha", [(3, 1.0), (6, 5.0), (4, 16.0)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_what_alpha_does_can_be_taken_out_again_to_the_bit_where_it_is_no_power_of_two(rank, alpha, dtype):
+    part = PartNames("transformer", ("a", "a.b"), "lora_unet")
+    draw = torch.Generator().manual_seed(1)
+    state = {"transformer.a.b.lora_A.weight": torch.randn(rank, 50, generator=draw).to(dtype),
+             "transformer.a.b.lora_B.weight": torch.randn(400, rank, generator=draw).to(dtype)}  # fmt: skip
+    alphas = {"transformer.a.b": alpha}
+    tensors, told = to_file(state, alphas, [part], "diffusers", torch.float16)
+    up, down = tensors["transformer.a.b.lora_B.weight"], tensors["transformer.a.b.lora_A.weight"]
+    wanted = (
+        alpha / rank * state["transformer.a.b.lora_B.weight"].double() @ state["transformer.a.b.lora_A.weight"].double()
+    )
+    torch.testing.assert_close(up.double() @ down.double(), wanted, rtol=1e-6, atol=1e-6)
+    back = from_file(tensors, told, [part])
+    assert equal(back.state, state) and back.alphas == alphas and back.alpha_dtype == torch.float16
+    assert from_file(tensors, {}, [part]).alphas == {"transformer.a.b": rank}, "without the metadata it still works"
+
+
+def test_names_of_older_diffusers_of_peft_and_of_other_trainers_are_read():
+    state, _, parts = draw_state("sd1")
+    module = "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
+    down, up = state[f"{module}.lora_A.weight"], state[f"{module}.lora_B.weight"]
+    short = module.removeprefix("unet.")
+    for first, second in (
+        (f"{module[:-5]}.processor.to_q_lora.down.weight", f"{module[:-5]}.processor.to_q_lora.up.weight"),
+        (f"base_model.model.{short}.lora_A.weight", f"base_model.model.{short}.lora_B.weight"),
+        (f"{module}.lora.down.weight", f"{module}.lora.up.weight"),
+        (f"lycoris_{short.replace('.', '_')}.lora_down.weight", f"lycoris_{short.replace('.', '_')}.lora_up.weight"),
+        ("lora_unet_input_blocks_1_1_transformer_blocks_0_attn1_to_q.lora_down.weight",
+         "lora_unet_input_blocks_1_1_transformer_blocks_0_attn1_to_q.lora_up.weight"),
+        ("diffusion_model.input_blocks.1.1.transformer_blocks.0.attn1.to_q.lora_A.weight",
+         "diffusion_model.input_blocks.1.1.transformer_blocks.0.attn1.to_q.lora_B.weight"),
+    ):  # fmt: skip
+        back = from_file({first: down, second: up}, {}, parts)
+        assert equal(back.state, {f"{module}.lora_A.weight": down, f"{module}.lora_B.weight": up}), first
+        assert back.alphas == {module: len(down)}
+    text = "text_encoder.encoder.layers.0.self_attn.q_proj"
+    old = "text_encoder.text_model.encoder.layers.0.self_attn.to_q_lora"
+    back = from_file({f"{old}.down.weight": down[:, :1], f"{old}.up.weight": up}, {}, parts)
+    (found,) = {name.rpartition(".lora_")[0] for name in back.state}
+    assert found.replace("text_model.", "") == text
+
+
+def test_fused_attention_of_z_image_comes_apart():
+    model, family = tiny_denoiser("z_image")
+    part = names_of(model, family)
+    size = model.layers[0].attention.to_q.weight.shape[1]
+    rows = [model.layers[0].attention.get_submodule(end).weight.shape[0] for end in ("to_q", "to_k", "to_v")]
+    if rows != [size] * 3:
+        pytest.skip("the tiny model shares keys")
+    down, up = torch.randn(4, size), torch.randn(3 * size, 4)
+    found = from_file({"diffusion_model.layers.0.attention.qkv.lora_A.weight": down,
+                       "diffusion_model.layers.0.attention.qkv.lora_B.weight": up}, {}, [part])  # fmt: skip
+    parts = updates_of(found.state, found.alphas)
+    moved = [parts[f"transformer.layers.0.attention.to_{end}"] for end in "qkv"]
+    torch.testing.assert_close(torch.cat([each.tensors["up"] @ each.tensors["down"] for each in moved]), up @ down)
+
+
+def golden_file(path, name, dtype=torch.float16):
+    """As sd-scripts would save it: its names and shapes, alphas in the precision of the weights."""
+    draw = torch.Generator().manual_seed(3)
+    shapes = json.loads((DATA / f"kohya_keys_{name}.json").read_text())
+    few = {key: shape for key, shape in shapes.items() if any(f"_{n}_" in key for n in (0, 1))}
+    tensors = {
+        key: (
+            torch.tensor(8.0)
+            if key.endswith("alpha")
+            else 0.1 * torch.randn([min(side, 5000) for side in shape] if False else shape, generator=draw)
+        ).to(dtype)
+        for key, shape in few.items()
+    }
+    save_file(tensors, path, {"ss_network_dim": "16", "ss_output_name": "x", "modelspec.title": "my LoRA"})
+
+
+FAMILY_OF = {"sd15": "sd1", "sdxl": "sdxl", "sd3_medium": "sd3", "flux": "flux"}
+
+
+@pytest.mark.parametrize("name", ["sd15", "flux"])
+def test_the_tool_converts_sd_scripts_files_there_and_back_to_the_bit(name, tmp_path, capsys):
+    source = tmp_path / "a.safetensors"
+    golden_file(source, name)
+    for form in ("diffusers", "comfy"):
+        there, back = tmp_path / f"{form}.safetensors", tmp_path / f"{form}-back.safetensors"
+        assert tool(["convert", str(source), str(there), "--to", form]) == 0
+        assert f"a.safetensors: {FAMILY_OF[name]}, " in capsys.readouterr().out
+        assert tool(["convert", str(there), str(back), "--to", "kohya"]) == 0
+        assert equal(load_file(back), load_file(source))
+        kept = read_lora(back).metadata
+        assert kept["modelspec.title"] == "my LoRA" and kept["ss_network_dim"] == "16"
+        assert not [key for key in kept if key.startswith("lorikeet.")]
+        hashes = [read_lora(path).metadata["sshs_model_hash"] for path in (there, back)]
+        assert (hashes[0] == hashes[1]) == (form == "comfy" and name == "sd15"), "they are those of the new tensors"
+
+
+def test_the_tool_says_what_is_no_lora_and_overwrites_nothing(tmp_path, capsys):
+    model, adapter = tmp_path / "model.safetensors", tmp_path / "lora.safetensors"
+    save_file({"first.weight": torch.ones(2)}, model)
+    save_file(
+        {"lora_unet_x.lora_down.weight": torch.ones(1, 2), "lora_unet_x.lora_up.weight": torch.ones(2, 1)}, adapter
+    )
+    (tmp_path / "text.safetensors").write_text("no")
+    for name, message in (
+        ("model.safetensors", "is no LoRA file: it holds 1 tensors, and no name is that of an adapter's"),
+        ("lora.safetensors", "is a LoRA file of a model that is not known here; among its 2 keys is lora_unet_x"),
+        ("text.safetensors", "cannot be read as safetensors"),
+        ("none.safetensors", "no such file"),
+    ):
+        assert tool(["convert", str(tmp_path / name), str(tmp_path / "out.safetensors"), "--to", "kohya"]) == 2
+        assert message in capsys.readouterr().err
+    assert tool(["convert", str(model), str(adapter), "--to", "kohyo", "--fast"]) == 2
+    said = capsys.readouterr().err
+    assert "no format 'kohyo'; did you mean kohya?" in said and "is not overwritten" in said and "--fast" in said
+    assert not (tmp_path / "out.safetensors").exists()
