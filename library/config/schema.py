@@ -54,6 +54,10 @@ class AdapterConfig:
     network_args: tuple[str, ...] = opt(
         (), "more about the adapter as name=value, such as conv_dim=4; docs/adapters.md lists them"
     )
+    network_weights: str | None = opt(None, "LoRA file, of any program, from which the adapter starts")
+    dim_from_weights: bool = opt(False, "train the modules of network_weights, with their ranks and alphas")
+    base_weights: tuple[str, ...] = opt((), "LoRA files that are merged into the model before anything is trained")
+    base_weights_multiplier: tuple[float, ...] = opt((), "strengths of base_weights, one for each; without it 1")
     scale_weight_norms: float | None = opt(
         None, "no module's update becomes longer than this; LoRA only", minimum=0.000001
     )

@@ -2,8 +2,9 @@
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from torch import Tensor, nn
 
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 SOFTWARE = f"lorikeet/{__version__}"
 SHOWN = 3
+T = TypeVar("T")
 
 
 class Export:
@@ -128,6 +130,7 @@ class Export:
 
     def _facts(self, run: Run) -> RunFacts:
         trained, regularising = self.prepared.pictures
+        sizes, is_from_file = self.adapter.sizes.values(), run.config.adapter.dim_from_weights
         return RunFacts(
             step=run.state.step,
             epoch=run.plan.batches.epoch_of(max(run.state.step - 1, 0)) + 1,
@@ -142,9 +145,17 @@ class Export:
             resolution=self.prepared.resolution,
             data=self.data,
             model=self.model,
+            rank=_one(size.rank for size in sizes) if is_from_file else self.adapter.rank,
+            alpha=_one(size.alpha for size in sizes) if is_from_file else self.adapter.alpha,
             optimizer=_described(run),
             mixed_precision=run.strategy.precision,
         )
+
+
+def _one(values: Iterable[T]) -> T | str:
+    """What all have, or sd-scripts' word for that they differ."""
+    found = set(values)
+    return found.pop() if len(found) == 1 else "Dynamic"
 
 
 def _described(run: Run) -> str:
