@@ -29,7 +29,7 @@ RUN = RunFacts(
     step=30, epoch=2, steps=100, epochs=7, started_at=1_700_000_000.5, saved_at=1_700_000_900.0, session_id=7,
     pictures=32, regularisation_pictures=0, batches_per_epoch=16, resolution=(96, 64),
     data={"ss_tag_frequency": '{"cats": {"a cat": 3}}'}, model={"ss_sd_model_name": "sd15"},
-    optimizer="torch.optim.adamw.AdamW(weight_decay=0.01)", mixed_precision="bf16",
+    rank=8, alpha=4.0, optimizer="torch.optim.adamw.AdamW(weight_decay=0.01)", mixed_precision="bf16",
 )  # fmt: skip
 CONFIG = RunConfig(
     adapter=AdapterConfig(network_dim=8, network_alpha=4.0),
@@ -87,10 +87,6 @@ def test_noise_times_and_loss_are_told_and_those_of_flow_matching_for_models_tra
     expected |= {"ss_timestep_sampling": "sigma", "ss_weighting_scheme": "cosmap", "ss_discrete_flow_shift": "None",
                  "ss_model_prediction_type": "raw"}  # fmt: skip
     assert flow.items() >= expected.items()
-
-
-def test_alpha_zero_is_written_as_the_rank_it_stands_for():
-    assert described(RunConfig(adapter=AdapterConfig(network_dim=8, network_alpha=0)))["ss_network_alpha"] == "8.0"
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from torch import Tensor, equal, nn
 
 from ..config.network_args import LORAS, arguments_of, kind_of
 from ..config.schema import AdapterConfig
+from ..errors import ConfigError
 from .keys import clean
 from .kinds import MARKS, Size, put_in
 from .layouts import LAYOUTS, Group, groups
@@ -51,8 +52,11 @@ class Adapter:
         return {name: size.alpha for name, size in self.sizes.items()}
 
 
-def put(parts: Sequence[Part], config: AdapterConfig, seed: int, family: str = "") -> Adapter:
-    """Freeze all parts and give an adapter to those of their sites that are to have one.
+def put(
+    parts: Sequence[Part], config: AdapterConfig, seed: int, family: str = "",
+    given: Mapping[str, Size] | None = None,
+) -> Adapter:  # fmt: skip
+    """Freeze all parts and give an adapter to those of their sites that are to have one, or that are ``given``.
 
     Modules that are one in the original model share their down matrix, as when sd-scripts trains them.  The start is
     a function of the seed and the module's name, so that every process makes the same one; the update is zero.  The
@@ -60,6 +64,10 @@ def put(parts: Sequence[Part], config: AdapterConfig, seed: int, family: str = "
     """
     kind = kind_of(config)
     sites, wanted = chosen(parts, config, family)
+    if given is not None:
+        if strangers := sorted(given.keys() - {site.name for site in sites}):
+            raise ConfigError([f"--network_weights: it trains {strangers[0]}, and this run would not"])
+        wanted = dict(given)
     built: dict[str, Size] = {}
     for part in parts:
         part.model.requires_grad_(False)

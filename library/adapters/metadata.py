@@ -43,13 +43,15 @@ class RunFacts:
     resolution: tuple[int, int]  # width, height
     data: Mapping[str, str]  # what is told of the pictures
     model: Mapping[str, str]  # what is told of the model's files
+    rank: int | str  # a word where modules differ because a file says so
+    alpha: float | str
     optimizer: str  # module.Class(name=value,...)
     mixed_precision: str  # as it came out of flags, launcher and accelerate's own file
 
 
 def describe(config: RunConfig, model: ModelFacts, run: RunFacts, software: str) -> dict[str, str]:
     """The metadata of one file, without hashes; ``software`` is a name and a version, ``name/1.0``."""
-    least = _minimum(config, model)
+    least = _minimum(config, model, run)
     if config.save.no_metadata:
         return _as_text(least)
     spec = modelspec(config, model.architecture, model.implementation, model.prediction, software, run.saved_at,
@@ -69,14 +71,14 @@ def with_hashes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> d
     }
 
 
-def _minimum(config: RunConfig, model: ModelFacts) -> dict[str, Any]:
+def _minimum(config: RunConfig, model: ModelFacts, run: RunFacts) -> dict[str, Any]:
     """What loaders and UIs read."""
     return {
         "ss_v2": model.base_model_version.startswith("sd_v2"),
         "ss_base_model_version": model.base_model_version,
         "ss_network_module": config.adapter.network_module,
-        "ss_network_dim": config.adapter.network_dim,
-        "ss_network_alpha": config.adapter.network_alpha or float(config.adapter.network_dim),  # 0 is the rank
+        "ss_network_dim": run.rank,
+        "ss_network_alpha": run.alpha,
         "ss_network_args": json.dumps(dict(_argument(word) for word in config.adapter.network_args)),
     }
 

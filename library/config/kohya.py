@@ -101,10 +101,6 @@ VERDICTS: dict[str, Alias | Refused] = {
     "use_8bit_adam": Refused("an old name; write optimizer_type AdamW8bit"),
     "use_lion_optimizer": Refused("an old name; write optimizer_type Lion"),
     # network
-    "network_weights": _later("starting from a LoRA file"),
-    "dim_from_weights": _later("starting from a LoRA file"),
-    "base_weights": _later("LoRA files merged into the base model"),
-    "base_weights_multiplier": _later("LoRA files merged into the base model"),
     # files
     "save_model_as": Refused("LoRA files are safetensors; ckpt and pt files can run code when they are opened",
                              ("safetensors",)),

@@ -43,6 +43,26 @@ def save_conflicts(config: RunConfig, given: frozenset[str]) -> Iterator[tuple[t
             yield ("metadata_thumbnail",), problem
 
 
+def start_conflicts(config: RunConfig, given: frozenset[str]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """LoRA files that a run starts from."""
+    adapter = config.adapter
+    for name in ("network_weights", "base_weights"):
+        places = getattr(adapter, name)
+        for place in [places] if isinstance(places, str) else places or ():
+            if not Path(place).expanduser().is_file():
+                yield (name,), f"{place}: no such file (looked in {Path(place).expanduser().absolute().parent})"
+    if adapter.dim_from_weights and adapter.network_weights is None:
+        yield ("dim_from_weights", "network_weights"), "there is no file that could say; name it with network_weights"
+    given_sizes = [name for name in ("network_dim", "network_alpha") if name in given]
+    if adapter.dim_from_weights and given_sizes:
+        yield (given_sizes[0], "dim_from_weights"), "dim_from_weights takes it from the file; give one of the two"
+    if len(adapter.base_weights_multiplier) > len(adapter.base_weights):
+        yield (
+            ("base_weights_multiplier", "base_weights"),
+            f"{len(adapter.base_weights_multiplier)} strengths for {len(adapter.base_weights)} files",
+        )
+
+
 def _thumbnail(path: Path) -> Iterator[str]:
     if not path.is_file():
         yield f"{path}: no such file"

@@ -42,10 +42,11 @@ class ModelConfig:
 class AdapterConfig:
     """What is trained."""
 
-    network_module: Literal[
-        "networks.lora", "networks.lora_flux", "networks.lora_sd3", "networks.loha", "networks.lokr", "networks.oft",
-        "networks.oft_flux", "lycoris.kohya"
-    ] = opt("networks.lora", "kind of adapter; with lycoris.kohya algo in network_args says which")  # fmt: skip
+    network_module: str = opt(
+        "networks.lora",
+        "kind of adapter: networks.lora, networks.loha, networks.lokr, networks.oft, or lycoris.kohya with algo in "
+        "network_args",
+    )
     network_dim: int = opt(4, "rank of the LoRA matrices", minimum=1)
     network_alpha: float = opt(1.0, "the update is scaled by alpha / rank", minimum=0)
     network_dropout: float = opt(0.0, "share of what the down matrices of a LoRA say that is left out",
@@ -53,6 +54,10 @@ class AdapterConfig:
     network_args: tuple[str, ...] = opt(
         (), "more about the adapter as name=value, such as conv_dim=4; docs/adapters.md lists them"
     )
+    network_weights: str | None = opt(None, "LoRA file, of any program, from which the adapter starts")
+    dim_from_weights: bool = opt(False, "train the modules of network_weights, with their ranks and alphas")
+    base_weights: tuple[str, ...] = opt((), "LoRA files that are merged into the model before anything is trained")
+    base_weights_multiplier: tuple[float, ...] = opt((), "strengths of base_weights, one for each; without it 1")
     scale_weight_norms: float | None = opt(
         None, "no module's update becomes longer than this; LoRA only", minimum=0.000001
     )

@@ -2,8 +2,9 @@
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from torch import Tensor, nn
 
@@ -17,6 +18,7 @@ from ..adapters.updates import updates_of
 from ..adapters.verify import BrokenFileError, read
 from ..data.prepare import Prepared
 from ..data.told import told as told_of_data
+from ..families.sampling import evaluating
 from ..optim.optimizers import weights_as_used
 from ..randomness import seed_for
 from .loop import Run
@@ -29,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 SOFTWARE = f"lorikeet/{__version__}"
 SHOWN = 3
+T = TypeVar("T")
 
 
 class Export:
@@ -100,7 +103,8 @@ class Export:
 
     def _save_one(self, run: Run, path: Path) -> None:
         trained = run.strategy.unwrapped(run.adapter)
-        run.strategy.on_main(lambda: self._write(run, path, trained))
+        with evaluating(trained):  # what is left out at random in training is not in the file
+            run.strategy.on_main(lambda: self._write(run, path, trained))
         logger.info("saved %s", path)
 
     def _tensors(self, run: Run, trained: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], Format]:
@@ -136,6 +140,7 @@ class Export:
 
     def _facts(self, run: Run) -> RunFacts:
         trained, regularising = self.prepared.pictures
+        sizes, is_from_file = self.adapter.sizes.values(), run.config.adapter.dim_from_weights
         return RunFacts(
             step=run.state.step,
             epoch=run.plan.batches.epoch_of(max(run.state.step - 1, 0)) + 1,
@@ -150,9 +155,17 @@ class Export:
             resolution=self.prepared.resolution,
             data=self.data,
             model=self.model,
+            rank=_one(size.rank for size in sizes) if is_from_file else self.adapter.rank,
+            alpha=_one(size.alpha for size in sizes) if is_from_file else self.adapter.alpha,
             optimizer=_described(run),
             mixed_precision=run.strategy.precision,
         )
+
+
+def _one(values: Iterable[T]) -> T | str:
+    """What all have, or sd-scripts' word for that they differ."""
+    found = set(values)
+    return found.pop() if len(found) == 1 else "Dynamic"
 
 
 def _described(run: Run) -> str:

@@ -45,6 +45,7 @@ from .plan import RunPlan
 from .precision import DTYPES
 from .preview import Preview
 from .reporting import Report
+from .starting import Starts, merge_bases, read_starts, start_from
 from .task import Task
 from .track import Track, start_trackers
 from .trained import described, dropout_of, put_adapters, rehearse
@@ -74,6 +75,7 @@ def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, start
     logger.info("model family %s: %s", detected.family, detected.reason)
     family: Family = FAMILIES.get(detected.family)(config.model)
     rehearse(config, family, detected)
+    starts = read_starts(config, family, detected)
     prompts = _prompts(config.preview, detected)
     prepared = same_pictures(config, strategy, detected.pixel_step)
     plan = RunPlan.of(prepared.batch_plan(strategy.size, config.train), config.train, config.optim)
@@ -89,7 +91,8 @@ def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, start
         plan = RunPlan.of(prepared.batch_plan(strategy.size, config.train), config.train, config.optim)
     texts = keep_texts(config, strategy, family, detected, prepared, plan, prompts)
     pipe = _load(strategy, family, detected, Kept(latents, texts), prompts)
-    job, adapter = _assemble(config, strategy, family, pipe, prepared, plan, Kept(latents, texts))
+    merge_bases(pipe, starts)
+    job, adapter = _assemble(config, strategy, family, pipe, prepared, plan, Kept(latents, texts), starts)
     preview = _preview(config, prompts)
     export = Export(adapter, prepared, strategy.size, going_on.started_at)
     strategy.on_main(lambda: export.rehearse(job))
@@ -178,11 +181,19 @@ def _load(strategy: DataParallel, family: Family, detected: Detected, kept: Kept
 
 
 def _assemble(
-    config: RunConfig, strategy: DataParallel, family: Family, pipe: Any, prepared: Prepared, plan: RunPlan, kept: Kept
+    config: RunConfig,
+    strategy: DataParallel,
+    family: Family,
+    pipe: Any,
+    prepared: Prepared,
+    plan: RunPlan,
+    kept: Kept,
+    starts: Starts,
 ) -> tuple[Run, lora.Adapter]:
     """Put the adapters into the model, and hand both to the strategy."""
     objective = objective_of(config, family, pipe)
-    trained, adapter = put_adapters(config, family, pipe)
+    trained, adapter = put_adapters(config, family, pipe, starts.sizes)
+    start_from(trained, adapter, starts)
     for line in described(trained, adapter):
         logger.info("%s", line)
     groups = groups_of(trained, adapter, config, family.facts)

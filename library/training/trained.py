@@ -84,13 +84,14 @@ def _refuse_misfits(config: RunConfig, facts: Facts) -> None:
         raise ConfigError(found)
 
 
-def put_adapters(config: RunConfig, family: Family, pipe: Any) -> tuple[Trained, lora.Adapter]:
-    """Give the pipeline its adapters and make it ready to be trained."""
+def put_adapters(config: RunConfig, family: Family, pipe: Any,
+                 given: Mapping[str, lora.Size] | None = None) -> tuple[Trained, lora.Adapter]:  # fmt: skip
+    """Give the pipeline its adapters, or those of ``given`` sizes, and make it ready to be trained."""
     _refuse_misfits(config, family.facts)
     parts = parts_of(config, family, pipe)
     denoiser = getattr(pipe, family.denoiser)
     denoiser.requires_grad_(False)
-    adapter = lora.put(parts, config.adapter, config.train.seed, family.facts.name)
+    adapter = lora.put(parts, config.adapter, config.train.seed, family.facts.name, given)
     trained = Trained(family.denoiser, {family.denoiser: denoiser, **{part.name: part.model for part in parts}})
     if config.train.gradient_checkpointing:
         denoiser.enable_gradient_checkpointing()
@@ -98,9 +99,15 @@ def put_adapters(config: RunConfig, family: Family, pipe: Any) -> tuple[Trained,
         if part.is_text:
             _without_dropout(part.model)
             if config.train.gradient_checkpointing:
-                part.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+                _checkpoint(part.model)
     trained.train()
     return trained, adapter
+
+
+def _checkpoint(encoder: Any) -> None:
+    """Newer versions of transformers have another word for it."""
+    enable = getattr(encoder, "activation_checkpointing_enable", None) or encoder.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
 
 
 def dropout_of(config: AdapterConfig, trained: Trained, adapter: lora.Adapter) -> Dropout | None:

@@ -1,0 +1,140 @@
+"""Runs that start from LoRA files: what the file does is in the model, or in the adapter, before the first step."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from adapted import merge
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from test_adapters_formats import draw_state
+from test_run import pictures, train
+from tiny import TINY, stand_in_folder
+
+from library.adapters.formats import from_file, to_file
+from library.adapters.updates import updates_of
+from library.config import load_options
+from library.config.schema import AdapterConfig, RunConfig
+from library.errors import ConfigError, UserError
+from library.families import FAMILIES
+from library.families.detect import detect
+from library.training.lora_parts import parts_of
+from library.training.starting import merge_bases, read_starts, start_from
+from library.training.trained import put_adapters
+
+
+def scene(name, **adapter):
+    tiny, family = TINY[name](), FAMILIES.get(name)()
+    return tiny, family, RunConfig(adapter=AdapterConfig(**adapter)), detect(tiny.source)
+
+
+def saved(path, name, form, kind="lora", parts=None, **more):
+    state, alphas, every = draw_state(name, kind, **more)
+    if parts is not None:
+        state = {key: tensor for key, tensor in state.items() if key.startswith(parts)}
+        alphas = {key: alpha for key, alpha in alphas.items() if key.startswith(parts)}
+    save_file(to_file(state, alphas, every, form)[0], path)
+    return state, alphas
+
+
+@pytest.mark.parametrize("name, form", [("sd1", "kohya"), ("sdxl", "diffusers"), ("sd3", "comfy"), ("flux", "kohya")])
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+@torch.no_grad()
+def test_base_weights_are_in_the_model_at_their_strength(name, form, kind, tmp_path):
+    one, other = tmp_path / "one.safetensors", tmp_path / "other.safetensors"
+    state, alphas = saved(one, name, form, kind)
+    more, its = saved(other, name, "comfy", seed=7)
+    tiny, family, config, model = scene(name, base_weights=(str(one), str(other)), base_weights_multiplier=(1.0, -0.5))
+    merge_bases(tiny.pipe, read_starts(config, family, model))
+    wanted = TINY[name]().pipe
+    merge(wanted, state, alphas)
+    merge(wanted, more, {module: -0.5 * alpha for module, alpha in its.items()})
+    for part in parts_of(family, wanted):
+        theirs = getattr(wanted, part.name).state_dict()
+        for key, tensor in getattr(tiny.pipe, part.name).state_dict().items():
+            torch.testing.assert_close(
+                tensor, theirs[key], rtol=1e-4, atol=1e-4, msg=lambda text, at=key: f"{at}: {text}"
+            )
+
+
+@pytest.mark.parametrize("name, form", [("sd1", "kohya"), ("sdxl", "comfy"), ("qwen_image", "diffusers")])
+@torch.no_grad()
+def test_the_adapter_starts_where_the_file_ends_whatever_its_alphas(name, form, tmp_path):
+    path = tmp_path / "lora.safetensors"
+    denoiser = f"{FAMILIES.get(name).denoiser}."
+    state, alphas = saved(path, name, form, parts=denoiser)
+    tiny, family, config, model = scene(name, network_weights=str(path), dim_from_weights=True)
+    starts = read_starts(config, family, model)
+    trained, adapter = put_adapters(config, family, tiny.pipe, starts.sizes)
+    start_from(trained, adapter, starts)
+    assert adapter.sizes.keys() == alphas.keys() and len({size.rank for size in adapter.sizes.values()}) == 2
+    wanted = updates_of(state, alphas)
+    for module, update in wanted.items():
+        layer = trained.get_submodule(module)
+        down, up = layer.lora_A["default"].weight.flatten(1), layer.lora_B["default"].weight.flatten(1)
+        expected = update.scale * update.tensors["up"].flatten(1) @ update.tensors["down"].flatten(1)
+        torch.testing.assert_close(layer.scaling["default"] * up @ down, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_file_that_does_not_fit_is_told_and_the_way_out(tmp_path):
+    path = tmp_path / "lora.safetensors"
+    saved(path, "sd1", "kohya")
+    tiny, family, config, model = scene("sd1", network_weights=str(path), network_dim=4)
+    starts = read_starts(config, family, model)
+    with pytest.raises(ConfigError) as error:
+        start_from(*put_adapters(config, family, tiny.pipe, starts.sizes), starts)
+    assert "has rank 3 in it and 4 here; add dim_from_weights" in str(error.value) and "... and" in str(error.value)
+    with pytest.raises(ConfigError, match="it trains text_encoder"):
+        put_adapters(config, family, TINY["sd1"]().pipe, replace(starts, decides_sizes=True).sizes)
+    tiny, family, config, model = scene("sd1", network_weights=str(path), network_args=("use_dora=True",))
+    with pytest.raises(ConfigError, match="is of kind lora, and dora is to be trained"):
+        read_starts(config, family, model)
+    saved(path, "sdxl", "kohya")
+    with pytest.raises(ConfigError, match=r"--network_weights: .*lora.safetensors: \d+ of \d+ keys are none of this"):
+        read_starts(config, family, model)
+
+
+def test_parts_that_share_a_matrix_here_cannot_start_with_several(tmp_path):
+    path = tmp_path / "lora.safetensors"
+    saved(path, "flux", "diffusers", parts="transformer.")
+    tiny, family, config, model = scene("flux", network_weights=str(path), dim_from_weights=True)
+    starts = read_starts(config, family, model)
+    with pytest.raises(UserError, match="cannot be represented here: modules that share a matrix"):
+        start_from(*put_adapters(config, family, tiny.pipe, starts.sizes), starts)
+
+
+def test_options_that_contradict_each_other_are_told(tmp_path):
+    words = ["--dim_from_weights", "--base_weights", str(tmp_path / "no.safetensors"), "--base_weights_multiplier", "1",
+             "2", "--network_dim", "4"]  # fmt: skip
+    problems = " ".join(load_options(words).problems)
+    for text in ("no file that could say", "no such file", "2 strengths for 1 files", "takes it from the file"):
+        assert text in problems, text
+
+
+def test_a_run_goes_on_where_the_files_end_and_old_ones_go(tmp_path):
+    """Of three epochs two stay; a run that learns nothing writes what it started from, in another format."""
+    data = pictures(tmp_path / "data", {(64, 64): 4})
+    flags = ["--dataset_config", str(data), "--train_batch_size", "2", "--output_dir", str(tmp_path)]
+    (tmp_path / "a-000000.safetensors").write_text("somebody else's")
+    first = train(*flags, "--output_name", "a", "--max_train_epochs", "4", "--save_every_n_epochs", "1",
+                  "--save_last_n_epochs", "2", "--save_every_n_steps", "2", "--save_last_n_steps", "2",
+                  "--network_dim", "3", "--learning_rate", "1e-2", "--metadata_author", "me")  # fmt: skip
+    assert sorted(path.name for path in tmp_path.glob("a*.safetensors")) == [
+        "a-000000.safetensors", "a-000002.safetensors", "a-000003.safetensors", "a-step00000004.safetensors",
+        "a-step00000006.safetensors", "a.safetensors"]  # fmt: skip
+    second = train(*flags, "--output_name", "b", "--max_train_steps", "1", "--network_weights", first,
+                   "--dim_from_weights", "--learning_rate", "0", "--save_format", "diffusers")  # fmt: skip
+    parts = parts_of(FAMILIES.get("sd1"), FAMILIES.get("sd1")().load(stand_in_folder(), torch.float32))
+    told = []
+    for path in (first, second):
+        with safe_open(path, "pt") as file:
+            told.append(file.metadata())
+    one, other = (
+        from_file(load_file(path), metadata, parts) for path, metadata in zip((first, second), told, strict=True)
+    )
+    assert (one.format, other.format) == ("kohya", "diffusers") and one.alphas == other.alphas
+    for key, tensor in one.state.items():
+        torch.testing.assert_close(other.state[key], tensor)
+    assert told[0]["modelspec.author"] == "me" and told[0]["ss_num_epochs"] == "4"
+    assert '"pictures": {' in told[0]["ss_tag_frequency"] and told[1]["ss_network_dim"] == "3"
+    assert str(tmp_path) not in str(told)
