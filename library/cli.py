@@ -65,7 +65,7 @@ def _train(argv: Sequence[str]) -> int:
     if loaded.output_config:
         return _write_config(loaded.config_file, to_toml(loaded.config), loaded.problems)
     config = loaded.config
-    problems = [*loaded.problems, *check(config.data, config.cache), *_of_model_and_prompts(loaded)]
+    problems = [*loaded.problems, *check(config.data, config.cache, config.validate), *_of_model_and_prompts(loaded)]
     if problems:
         raise ConfigError(problems)
     log, rank = config.log, int(os.environ.get("RANK", "0"))

@@ -185,8 +185,6 @@ color_aug = true
 [[datasets]]
 resolution = 512
 network_multiplier = 0.5
-validation_split = 0.1
-validation_seed = 3
 face_crop_aug_range = [2.0, 4.0]
   [[datasets.subsets]]
   image_dir = 'a'
@@ -202,7 +200,7 @@ color_aug = false
 """
     found = [line.replace(f"{tmp_path}/", "") for line in not_yet(read(tmp_path, text).require())]
     assert [line.partition(": not yet: ")[0] for line in found] == [
-        "set.toml:5: network_multiplier", "set.toml:6: validation_split", "set.toml:8: face_crop_aug_range",
+        "set.toml:5: network_multiplier", "set.toml:6: face_crop_aug_range",
     ]  # fmt: skip
     assert list(not_yet(read(tmp_path, GOOD).require())) == []
 

@@ -39,7 +39,6 @@ def _later(what: str, *harmless: Any) -> NotYet:
 
 _TEXT_ENCODER = _later("training text encoders; only the denoiser is trained")
 _STATE = _later("saving and resuming the state of a run; LoRA files are saved")
-_VALIDATION = _later("validation")
 _DEEPSPEED = _later("DeepSpeed")
 _FP8 = _later("a base model in fp8")
 _BLOCKS = _later("moving blocks between host and device")
@@ -142,12 +141,6 @@ VERDICTS: dict[str, Alias | Refused] = {
     "huggingface_path_in_repo": _UPLOAD,
     "huggingface_repo_visibility": _UPLOAD,
     "async_upload": _UPLOAD,
-    # validation
-    "validation_split": _later("validation", 0),
-    "validation_seed": _VALIDATION,
-    "validate_every_n_steps": _VALIDATION,
-    "validate_every_n_epochs": _VALIDATION,
-    "max_validation_steps": _VALIDATION,
     # transformer families and SDXL
     "disable_mmap_load_safetensors": Refused("safetensors maps files into memory; copy a file from a slow disk first"),
     "blocks_to_swap": _BLOCKS,

@@ -135,6 +135,11 @@ class DataConfig:
     token_warmup_min: int = opt(1, "number of tags shown at the start of a token warm-up", minimum=1)
     token_warmup_step: float = opt(0.0, "step (or, below 1, share of the run) from which all tags show", minimum=0)
     prior_loss_weight: float = opt(1.0, "weight of the loss on regularisation pictures", minimum=0)
+    validation_split: float = opt(
+        0.0, "share of the pictures that is not trained on, but measured; in the dataset file for each subset",
+        minimum=0, maximum=1
+    )  # fmt: skip
+    validation_seed: int | None = opt(None, "seed of the choice of these pictures; without it, 0")
     on_bad_data: Literal["fail", "skip"] = opt("fail", "what to do with pictures that cannot be used")
     max_bad_samples: int = opt(
         10, "end the run when more pictures than this, or half of all, become unreadable; 0: at the first", minimum=0
@@ -309,6 +314,19 @@ class PreviewConfig:
 
 
 @dataclass(frozen=True)
+class ValidateConfig:
+    """When the pictures are measured that are kept for validation."""
+
+    validate_every_n_steps: int | None = opt(None, "measure every n steps, and at the end", minimum=1)
+    validate_every_n_epochs: int | None = opt(
+        None, "measure every n epochs, and at the end; every epoch when nothing is said", minimum=1
+    )
+    max_validation_steps: int | None = opt(
+        None, "measure at most so many batches, over all devices; without it, all pictures", minimum=1
+    )
+
+
+@dataclass(frozen=True)
 class LogConfig:
     """What is told, and to whom."""
 
@@ -342,4 +360,5 @@ class RunConfig:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     save: SaveConfig = field(default_factory=SaveConfig)
     preview: PreviewConfig = field(default_factory=PreviewConfig)
+    validate: ValidateConfig = field(default_factory=ValidateConfig)
     log: LogConfig = field(default_factory=LogConfig)

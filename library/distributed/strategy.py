@@ -134,6 +134,11 @@ class DataParallel:
         everything: Tensor = self.accelerator.gather(tensor)
         return everything
 
+    def measured(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The same for several tensors that an evaluation made."""
+        everything: tuple[Tensor, ...] = self.accelerator.gather_for_metrics(tensors)
+        return everything
+
     def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
         """Place, wrap and compile the model as the accelerator was told; return it with its optimizer."""
         with self._regions_compiled(model), warnings.catch_warnings():

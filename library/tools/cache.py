@@ -32,7 +32,7 @@ def run(argv: Sequence[str]) -> tuple[str, int]:
     if YES in words and command != "prune":
         problems.append(f"{YES}: belongs to prune")
     config = _on_disk(loaded.config)
-    problems += check(config.data, config.cache)
+    problems += check(config.data, config.cache, config.validate)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     from ..log import set_up

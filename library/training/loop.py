@@ -38,6 +38,9 @@ class Teller(Protocol):
     def told(self, run: "Run", figures: Sequence["Figures"]) -> None:
         """These steps are done, and their figures may be read."""
 
+    def noted(self, run: "Run", values: Mapping[str, float]) -> None:
+        """What else was found out about the run as it is now."""
+
 
 class Silence:
     """Tells nobody."""
@@ -45,6 +48,8 @@ class Silence:
     def stepped(self, run: "Run") -> None: ...
 
     def told(self, run: "Run", figures: Sequence["Figures"]) -> None: ...
+
+    def noted(self, run: "Run", values: Mapping[str, float]) -> None: ...
 
 
 @dataclass(frozen=True)

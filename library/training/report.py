@@ -60,7 +60,7 @@ def _head(subject: Subject, lines: Metrics) -> str:
     losses = series(lines, "loss/average")
     began = time.strftime("%Y-%m-%d %H:%M", time.localtime(subject.started_at))
     loss = f", loss {losses[-1][1]:.4f} (mean of the last 100 steps)" if losses else ""
-    bad = sum(line.get("loss/current") is None for line in lines)
+    bad = sum(line.get("loss/current", 0.0) is None for line in lines)
     left_out = f"; {bad} steps left out because their loss was no number" if bad else ""
     return (f"<h1>{escape(subject.name)}</h1><p class=facts>step {done} of {subject.steps}{loss}; started {began},"
             f" {subject.processes} process{'es' if subject.processes > 1 else ''}, precision"

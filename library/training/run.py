@@ -41,6 +41,7 @@ from .preview import Preview
 from .reporting import Report
 from .task import Task
 from .track import Track, start_trackers
+from .validation import Validation
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +91,10 @@ def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, start
         job.teller = Track(progress, MetricsFile(path, job.state.step) if strategy.is_main else None)
         told = outline(prepared, plan, strategy.size)
         report = Report(export, told, [prompt.text for prompt in prompts], path, started_at)
-        job.actions = [preview, export, report]
+        validation = _validation(config, prepared, Kept(latents, texts))
+        job.actions = [*validation, preview, export, report]
+        for measure in validation:
+            measure.begin(job)
         if config.preview.sample_at_first:
             preview.draw(job)
         try:
@@ -201,6 +205,12 @@ def _tell_long_captions(family: Family, pipe: Any, captions: Sequence[str]) -> N
 def _preview(config: RunConfig, prompts: Sequence[Prompt]) -> Preview:
     settings: PreviewConfig = config.preview
     return Preview(settings, prompts, Path(config.save.output_dir) / "sample", config.save.output_name)
+
+
+def _validation(config: RunConfig, prepared: Prepared, kept: Kept) -> list[Validation]:
+    """One, where pictures are kept for it."""
+    found = prepared.held_out_batches(config.validate.max_validation_steps, kept.latents, kept.texts)
+    return [] if found is None else [Validation(config.validate, *found)]
 
 
 def _sheet(config: RunConfig, prompts: Sequence[Prompt], started_at: float) -> Path | None:

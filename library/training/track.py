@@ -1,9 +1,10 @@
 """Figures for the person who waits, for a file, and for experiment trackers."""
 
 import logging
+import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,18 @@ class Track:
             values = self._of_step(run, item)
             if item is figures[-1]:
                 values |= together
-            if self.file is not None:
-                self.file.add(item.step + 1, values)
-            self._send(run, values, item.step + 1)
+            self._hand_on(run, values, item.step + 1)
         self.shown = self._beside_the_bar(figures[-1], together)
+
+    def noted(self, run: Run, values: Mapping[str, float]) -> None:
+        """Figures that are not of each step; what has no end is left out."""
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        self._hand_on(run, finite, run.state.step)
+
+    def _hand_on(self, run: Run, values: dict[str, Any], step: int) -> None:
+        if self.file is not None:
+            self.file.add(step, values)
+        self._send(run, values, step)
 
     def _of_step(self, run: Run, item: Figures) -> dict[str, Any]:
         loss = float(item.loss)
