@@ -216,6 +216,41 @@ def test_an_option_that_nothing_is_kept_for_is_refused(option, data, tmp_path):
     assert unasked("--dataset_config", str(data), f"--{option}", "3", "--validation_split", "0.5") == []
 
 
+def watched(*flags: str) -> list[float]:
+    """A run that lets the optimizer or the average have other weights; how far the adapter moved in evaluations."""
+    from library.training import validation
+
+    honest, moved = validation.evaluate, []
+
+    def evaluate(run, *rest):
+        used = [parameter.detach().clone() for parameter in run.parameters]
+        moved.append(max(float((one - two).abs().max()) for one, two in zip(used, begun, strict=True)) if begun else 0)
+        begun[:] = begun or used
+        return honest(run, *rest)
+
+    begun: list = []
+    validation.evaluate = evaluate
+    train(*flags)
+    return moved
+
+
+def test_what_is_measured_is_the_average_where_there_is_one(data, tmp_path):
+    ((base, plain, _),) = on_ranks(1, watched, *flags(data, tmp_path / "plain"))
+    ((_, averaged, _),) = on_ranks(1, watched, *flags(data, tmp_path / "ema", "--ema_decay", "0.999"))
+
+    assert base == 0 and 0 < averaged < plain
+    assert run_lines(tmp_path / "plain")[-2]["loss/current"] == run_lines(tmp_path / "ema")[-2]["loss/current"]
+
+
+def test_a_schedule_free_optimizer_goes_on_as_if_nobody_had_looked(data, tmp_path):
+    more = ("--optimizer_type", "AdamWScheduleFree")
+    on_ranks(1, train, *flags(data, tmp_path / "often", *more, "--validate_every_n_steps", "1"))
+    on_ranks(1, train, *flags(data, tmp_path / "never", *more, "--validate_every_n_steps", "1000"))
+    often, never = (load_file(tmp_path / name / "lora.safetensors") for name in ("often", "never"))
+
+    assert difference(often, never) == 0.0
+
+
 @pytest.mark.parametrize(("values", "interval"), [([1.0, 2.0, 3.0], 4.3027 / 3**0.5), ([5.0] * 40, 0.0)])
 def test_an_interval_is_that_of_student(values, interval):
     mean = Mean.of(values)
