@@ -159,7 +159,7 @@ def _step(run: Run, work: StepWork, waited: float) -> Figures:
     run.optimizer.zero_grad(set_to_none=True)
     state.step += 1
     state.samples += work.samples
-    state.has_learnt |= learns and factor > 0
+    state.has_learnt |= learns and factor > 0 and any(group.rate for group in run.groups)
     if learns and run.average is not None:
         run.average.update(state.step)
     rates = learning_rates(run.optimizer, [group.name for group in run.groups])

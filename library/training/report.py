@@ -16,11 +16,12 @@ from .. import __version__
 from .before_after import label, spread
 from .charts import Line, bars, curves
 from .metrics import read_lines
-from .report_figures import Metrics, names, series
+from .report_figures import Metrics, last, names, series
 from .report_style import STYLE
 from .report_validation import validation
 
 SHOWN_PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "safetensors", "numpy", "pillow")
+LEARNT = "update/kind/"
 PREVIEW_WIDTH, MOST_COLUMNS, MOST_ROWS = 192, 8, 16
 
 
@@ -41,8 +42,8 @@ class Subject:
 def write_report(subject: Subject, metrics_file: Path, target: Path) -> None:
     """Make the page anew from all figures there are so far."""
     lines = read_lines(metrics_file)
-    parts = [_head(subject, lines), _curves(lines), validation(lines), _kinds(lines), _previews(subject.rows),
-             _data(subject), _environment(subject)]  # fmt: skip
+    parts = [_head(subject, lines), _curves(lines), validation(lines), _kinds(lines), _learnt(lines),
+             _previews(subject.rows), _data(subject), _environment(subject)]  # fmt: skip
     page = (f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(subject.name)}</title>'
             f"<style>{STYLE}</style></head><body>{''.join(parts)}</body></html>\n")  # fmt: skip
     new = target.with_name(target.name + ".new")
@@ -69,6 +70,7 @@ def _curves(lines: Metrics) -> str:
                         Line("each step", series(lines, "loss/current"), is_faint=True)][::-1]),
         "Learning rate": curves(rates),
         "Gradient norm": curves([Line("gradient norm", series(lines, "gradient_norm"))]),
+        "Length of the update": curves([Line("all layers", series(lines, "update/norm"))]),
         "Samples a second": curves([Line("samples/s", series(lines, "speed/samples_per_second"))]),
         "Seconds waited for data in a step": curves([Line("seconds", series(lines, "data_wait_seconds"))]),
         "Peak memory (GB)": curves([Line("GB", series(lines, "memory/peak_gb"))]),
@@ -89,6 +91,18 @@ def _kinds(lines: Metrics) -> str:
             groups = {name: [mean.get(name) for mean in means] for name in kinds}
             parts.append(f"<div><h3>{title}</h3>{bars(groups, ('first half', 'second half'))}</div>")
     return f"<h2>Losses by kind</h2><div class=charts>{''.join(parts)}</div>" if parts else ""
+
+
+def _learnt(lines: Metrics) -> str:
+    """How far each kind of layer moved; known at the end."""
+    kinds = names(lines, LEARNT)
+    if not kinds:
+        return ""
+    dead, layers = last(lines, "update/dead_layers"), last(lines, "update/layers")
+    rows = "".join(f"<tr><td>{escape(kind.removeprefix(LEARNT))}</td><td>{last(lines, kind):.3g}</td></tr>"
+                   for kind in kinds)  # fmt: skip
+    return (f"<h2>What was learnt</h2><p class=facts>length of the update by kind of layer; {dead:g} of {layers:g}"
+            f" layers learnt nothing</p><table>{rows}</table>")  # fmt: skip
 
 
 def _means(lines: Metrics, prefix: str) -> dict[str, float]:

@@ -30,6 +30,7 @@ from .bundle import read_bundle, replay
 from .caching import Kept, keep_latents, keep_texts
 from .export import Export
 from .health import NoMore, Watch
+from .learnt import Learnt
 from .loop import Run, Silence, count, train, trainable
 from .metrics import MetricsFile
 from .objective import objective_of
@@ -92,7 +93,8 @@ def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, start
         told = outline(prepared, plan, strategy.size)
         report = Report(export, told, [prompt.text for prompt in prompts], path, started_at)
         validation = _validation(config, prepared, Kept(latents, texts))
-        job.actions = [*validation, preview, export, report]
+        learnt = Learnt()
+        job.actions = [*validation, preview, learnt, export, report]
         for measure in validation:
             measure.begin(job)
         if config.preview.sample_at_first:
@@ -106,6 +108,7 @@ def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, start
     strategy.finish()
     sheet = _sheet(config, prompts, started_at) if strategy.is_main else None
     _say_where(export.written, preview, sheet, report.path)
+    learnt.refuse_nothing(job)
 
 
 def _keep(export: Export, job: Run) -> None:

@@ -8,12 +8,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..adapters.norms import update_norms
 from ..config import RunConfig
 from ..config.options import flat, options_of
 from ..config.toml_lines import read_toml
 from ..distributed.devices import peak_memory
 from ..distributed.strategy import DataParallel
 from ..log import Progress
+from .learnt import together
 from .loop import Figures, Run
 from .metrics import MetricsFile
 from .shares import losses_by_kind
@@ -36,13 +38,14 @@ class Track:
 
     def told(self, run: Run, figures: Sequence[Figures]) -> None:
         """Tell the figures of these steps; every process has to call this."""
-        together = {**losses_by_kind(run, figures), **self._pace(run, figures)}
+        length = together(update_norms(run.strategy.unwrapped(run.adapter)).values())
+        read = {**losses_by_kind(run, figures), **self._pace(run, figures), "update/norm": length}
         for item in figures:
             values = self._of_step(run, item)
             if item is figures[-1]:
-                values |= together
+                values |= read
             self._hand_on(run, values, item.step + 1)
-        self.shown = self._beside_the_bar(figures[-1], together)
+        self.shown = self._beside_the_bar(figures[-1], read)
 
     def noted(self, run: Run, values: Mapping[str, float]) -> None:
         """Figures that are not of each step; what has no end is left out."""
