@@ -1,8 +1,9 @@
 """What one optimizer step means on however many processes."""
 
+import logging
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -15,7 +16,10 @@ from torch import Tensor, nn
 from ..data.batch import PixelBatch
 from ..errors import UserError
 from .board import Board
+from .tracker_pictures import hand_over
 from .turns import first_here
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 LossFunction = Callable[[PixelBatch, int], Tensor]
@@ -118,7 +122,10 @@ class DataParallel:
         """Wait for all, and close the trackers."""
         self.accelerator.wait_for_everyone()
         let_go_of_messages()
-        self.accelerator.end_training()
+        try:
+            self.accelerator.end_training()
+        except Exception as error:  # all is done and written by now
+            logger.warning("a tracker could not be closed: %s", error)
 
     def leave(self) -> None:
         """Leave the process group, whatever happened; processes that still wait for this one learn it at once."""
@@ -128,6 +135,16 @@ class DataParallel:
     def log(self, values: dict[str, Any], step: int) -> None:
         """Hand figures to the trackers."""
         self.accelerator.log(values, step=step)
+
+    @property
+    def is_tracked(self) -> bool:
+        """Whether there are trackers; they run on the main process, and all processes know."""
+        return bool(self.accelerator.log_with)
+
+    def log_pictures(self, pictures: Mapping[str, bytes], step: int) -> None:
+        """Hand pictures, as PNG files, to the trackers."""
+        for tracker in self.accelerator.trackers:
+            hand_over(tracker, pictures, step)
 
     def gathered(self, tensor: Tensor) -> Tensor:
         """The tensors of all processes, one after the other; all have the same shape."""

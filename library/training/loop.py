@@ -41,6 +41,9 @@ class Teller(Protocol):
     def noted(self, run: "Run", values: Mapping[str, float]) -> None:
         """What else was found out about the run as it is now."""
 
+    def pictured(self, run: "Run", pictures: Mapping[str, bytes]) -> None:
+        """Previews of all processes, as PNG files."""
+
 
 class Silence:
     """Tells nobody."""
@@ -50,6 +53,8 @@ class Silence:
     def told(self, run: "Run", figures: Sequence["Figures"]) -> None: ...
 
     def noted(self, run: "Run", values: Mapping[str, float]) -> None: ...
+
+    def pictured(self, run: "Run", pictures: Mapping[str, bytes]) -> None: ...
 
 
 @dataclass(frozen=True)

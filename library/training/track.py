@@ -4,7 +4,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ class Track:
     def _hand_on(self, run: Run, values: dict[str, Any], step: int) -> None:
         if self.file is not None:
             self.file.add(step, values)
-        self._send(run, values, step)
+        self._company(lambda: run.strategy.log(values, step))
 
     def _of_step(self, run: Run, item: Figures) -> dict[str, Any]:
         loss = float(item.loss)
@@ -89,12 +89,16 @@ class Track:
             "samples/s": f"{together['speed/samples_per_second']:.1f}",
         }
 
-    def _send(self, run: Run, values: dict[str, Any], step: int) -> None:
+    def pictured(self, run: Run, pictures: Mapping[str, bytes]) -> None:
+        """Previews go to trackers; their files are there anyway."""
+        self._company(lambda: run.strategy.log_pictures(pictures, run.state.step))
+
+    def _company(self, work: Callable[[], None]) -> None:
         """Trackers are company, not crew: one that fails is left behind and the run goes on."""
         if not self.tracker_works:
             return
         try:
-            run.strategy.log(values, step)
+            work()
         except Exception as error:
             self.tracker_works = False
             logger.warning("the tracker failed and is not used any more; training goes on: %s", error)
