@@ -88,6 +88,7 @@ def _of_model_and_prompts(loaded: "Loaded") -> list[str]:
     """What is wrong with the model's files and the file of prompts, as far as small files and headers tell."""
     from .config.objective_rules import misfits
     from .data.prompts import read_prompts
+    from .families.attention import attention_misfit
     from .families.detect import detect, facts_of
     from .families.drawable import undrawable
 
@@ -98,6 +99,8 @@ def _of_model_and_prompts(loaded: "Loaded") -> list[str]:
         found = detect(config.model)
         problems += [f"{places.get(names[0], f'--{names[0]}')}: {problem}"
                      for names, problem in misfits(config, facts_of(found.family).title, found.prediction)]  # fmt: skip
+        if problem := attention_misfit(config.distributed.attn_mode, found):
+            problems.append(f"{places.get('attn_mode', '--attn_mode')}: {problem}")
     except ConfigError as error:
         found, problems = None, error.problems
     try:

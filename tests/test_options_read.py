@@ -75,7 +75,7 @@ def test_every_option_is_read_by_something_that_acts_on_it():
 def _has_one_value_only(name: str) -> bool:
     """A switch that cannot be moved: the other position is refused."""
     problems = load_options(["--dataset_config", str(ROOT / "pyproject.toml"), f"--no-{name}"]).problems
-    return any(problem.startswith(f"--no-{name}") for problem in problems)
+    return any(problem.startswith(f"--{name}:") for problem in problems)
 
 
 @pytest.mark.parametrize("name", ["network_dim", "max_grad_norm", "flip_aug", "save_every_n_steps", "cache_precision",

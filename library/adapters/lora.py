@@ -112,6 +112,13 @@ def state(model: nn.Module) -> State:
     return {name: once[id(parameter)] for name, parameter in found.items()}
 
 
+def in_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Have what is learnt in another precision; call it before an optimizer knows the weights."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+
+
 @contextmanager
 def switched_off(model: nn.Module) -> Iterator[None]:
     """Inside, the model is the one that was there before."""

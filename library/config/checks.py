@@ -207,6 +207,12 @@ def _compile_is_on(config: RunConfig, given: Given) -> Iterator[Conflict]:
                 yield (name, "torch_compile"), "nothing is compiled; set torch_compile"
 
 
+def _half_adapters(config: RunConfig, given: Given) -> Iterator[Conflict]:
+    precision = config.distributed.mixed_precision
+    if config.distributed.full_bf16 and precision not in (None, "bf16"):
+        yield ("full_bf16", "mixed_precision"), f"needs mixed_precision bf16, and it is {precision}"
+
+
 def _output_name(config: RunConfig, given: Given) -> Iterator[Conflict]:
     name = config.save.output_name
     if not name or Path(name).name != name:
@@ -231,5 +237,6 @@ _RULES: tuple[Callable[[RunConfig, Given], Iterator[Conflict]], ...] = (
     _previews_have_prompts,
     _objective,
     _compile_is_on,
+    _half_adapters,
     _output_name,
 )

@@ -269,6 +269,13 @@ class DistributedConfig:
     mixed_precision: Literal["no", "fp16", "bf16", "fp8"] | None = opt(
         None, "compute precision; without it, accelerate launch or accelerate config decides"
     )
+    full_bf16: bool = opt(
+        False, "adapter, gradients and optimizer in bf16, too: half their memory, and small steps are lost in rounding"
+    )
+    attn_mode: Literal["sdpa", "torch", "math", "efficient", "cudnn", "flash", "flash3", "xformers"] = opt(
+        "sdpa",
+        "how attention is computed: sdpa and torch let PyTorch choose; others where model and device have them",
+    )
     ddp_timeout: int | None = opt(None, "minutes that one process waits for the others", minimum=1)
     ddp_gradient_as_bucket_view: bool = opt(False, "DDP: gradients share memory with the exchange buffers")
     ddp_static_graph: bool = opt(False, "DDP: the graph never changes, which saves work")

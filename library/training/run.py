@@ -18,6 +18,7 @@ from ..distributed.contradictions import contradictions_of_this_run
 from ..distributed.strategy import DataParallel
 from ..errors import ConfigError, UserError
 from ..families import FAMILIES
+from ..families.attention import attention_misfit, use_attention
 from ..families.base import Family
 from ..families.detect import Detected, detect
 from ..families.drawable import undrawable
@@ -64,6 +65,8 @@ def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, start
         logger.warning("%s", line)
     detected = detect(config.model)
     logger.info("model family %s: %s", detected.family, detected.reason)
+    if problem := attention_misfit(config.distributed.attn_mode, detected):
+        raise ConfigError([f"--attn_mode: {problem}"])
     strategy.on_main(lambda: _check_folder(Path(config.save.output_dir)))
     prompts = _prompts(config.preview, detected)
     prepared = same_pictures(config, strategy, detected.pixel_step)
@@ -166,11 +169,14 @@ def _assemble(
     """Put the adapters into the model, and hand both to the strategy."""
     objective = objective_of(config, family, pipe)
     denoiser = getattr(pipe, family.denoiser)
+    use_attention(denoiser, config.distributed.attn_mode)
     adapter = lora.inject(denoiser, config.adapter, family.lora_targets, config.train.seed, family.lora_names,
                           family.idle_layers(denoiser))  # fmt: skip
     if config.train.gradient_checkpointing:
         denoiser.enable_gradient_checkpointing()
     denoiser.train()
+    if config.distributed.full_bf16:
+        lora.in_dtype(denoiser, torch.bfloat16)
     parameters = trainable(denoiser)
     share = count(parameters) / count(list(denoiser.parameters()))
     logger.info("training %d LoRA modules of rank %d in %s: %s numbers, %.2f %% of the model", len(adapter.modules),
