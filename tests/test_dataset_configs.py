@@ -24,9 +24,7 @@ RUNS = {"sdxl_run.toml": ("sdxl.toml", "random:sdxl"), "flux_run.toml": ("flux.t
 
 
 def examples() -> list[Path]:
-    return sorted(
-        path for path in FOLDER.iterdir() if path.suffix in (".toml", ".json") and not path.stem.endswith("_run")
-    )
+    return sorted(path for path in FOLDER.iterdir() if path.suffix in (".toml", ".json") and not path.stem.endswith("_run"))
 
 
 def planned(path: Path) -> Prepared:

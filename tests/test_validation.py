@@ -1,6 +1,7 @@
 """Pictures that are kept for validation are never trained on, and what is measured on them is always the same."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -262,3 +263,11 @@ def test_an_interval_is_that_of_student(values, interval):
 @pytest.mark.parametrize(("freedom", "quantile"), [(1, 12.706), (9, 2.262), (10, 2.228), (30, 2.042), (100, 1.984)])
 def test_the_quantile_of_student_is_that_of_the_tables(freedom, quantile):
     assert student(freedom) == pytest.approx(quantile, abs=6e-4)
+
+
+@pytest.mark.parametrize(("mean", "said"), [
+    (Mean(0.96548, 0.0823), "0.965 +- 0.082"), (Mean(12.3456, 1.04), "12.3 +- 1.0"), (Mean(1234.5, 260), "1234 +- 260"),
+    (Mean(0.5, math.inf), "0.5"), (Mean(0.25, 0.0), "0.25"),
+])  # fmt: skip
+def test_a_mean_is_told_as_exactly_as_it_is_known(mean, said):
+    assert str(mean) == said

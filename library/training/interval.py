@@ -27,7 +27,10 @@ class Mean:
         return cls(mean, student(count - 1) * math.sqrt(variance / count))
 
     def __str__(self) -> str:
-        return f"{self.value:.5g} +- {self.interval:.2g}" if math.isfinite(self.interval) else f"{self.value:.5g}"
+        if not 0 < self.interval < math.inf:
+            return f"{self.value:.5g}"
+        places = max(0, 1 - math.floor(math.log10(self.interval)))  # two of the interval's digits are meaningful
+        return f"{self.value:.{places}f} +- {self.interval:.{places}f}"
 
 
 def student(freedom: int) -> float:

@@ -17,7 +17,7 @@ def validation(lines: Metrics) -> str:
     charts = {
         "Loss on pictures that are not trained": curves([Line("with the LoRA", losses), Line("base model", base)]),
         "Gain over the base model, with its 95 % interval": curves(
-            [Line("interval", lower, is_faint=True), Line("interval", upper, is_faint=True), Line("gain", gains)]),
+            [Line("lower end", lower, is_faint=True), Line("upper end", upper, is_faint=True), Line("gain", gains)]),
         "By the quantile of the time": bars(
             {name.removeprefix(TIMES): [last(lines, name.replace("validation/", "validation/base/")), last(lines, name)]
              for name in names(lines, TIMES)}, ("base model", "with the LoRA")),
