@@ -10,7 +10,7 @@ from ranks import on_ranks
 from test_run import pictures, train
 from torch import nn
 
-from library.adapters.norms import update_norms
+from library.adapters.update_norms import update_norms
 from library.training.learnt import Learnt, by_kind
 
 

@@ -6,13 +6,11 @@ A state is a dict of tensors named by peft, without the adapter's own name: ``<m
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from ..config.schema import AdapterConfig
@@ -110,29 +108,6 @@ def state(model: nn.Module) -> State:
     found = dict(parameters(model))
     once = {id(parameter): parameter.detach() for parameter in found.values()}
     return {name: once[id(parameter)] for name, parameter in found.items()}
-
-
-def in_dtype(model: nn.Module, dtype: torch.dtype) -> None:
-    """Have what is learnt in another precision; call it before an optimizer knows the weights."""
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.to(dtype)
-
-
-@contextmanager
-def switched_off(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is the one that was there before."""
-    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-    learning = {parameter: parameter.requires_grad for parameter in model.parameters()}
-    for layer in layers:
-        layer.enable_adapters(False)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.enable_adapters(True)
-        for parameter, learns in learning.items():
-            parameter.requires_grad_(learns)
 
 
 def load_state(model: nn.Module, given: Mapping[str, Tensor]) -> None:

@@ -48,7 +48,7 @@ def run(argv: Sequence[str]) -> tuple[str, int]:
     problems = [*own.problems, *_conflicts(options, frozenset(own.places)), *training.problems]
     if options.resolve_only:
         return _resolved(data, problems), 0
-    problems += check(data, training.config.cache)
+    problems += check(data, training.config.cache, training.config.validate)
     path = Path(options.preview).expanduser() if options.preview else None
     if path is not None:
         problems += _unfit_for_a_preview(path, data)

@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from ..adapters.norms import update_norms
+from ..adapters.update_norms import update_norms
 from ..errors import UserError
 from ..optim.optimizers import weights_as_used
 from .loop import Run

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..adapters import lora
+from ..adapters.switching import in_dtype
 from ..config import RunConfig
 from ..config.schema import PreviewConfig
 from ..data.prepare import Prepared
@@ -176,7 +177,7 @@ def _assemble(
         denoiser.enable_gradient_checkpointing()
     denoiser.train()
     if config.distributed.full_bf16:
-        lora.in_dtype(denoiser, torch.bfloat16)
+        in_dtype(denoiser, torch.bfloat16)
     parameters = trainable(denoiser)
     share = count(parameters) / count(list(denoiser.parameters()))
     logger.info("training %d LoRA modules of rank %d in %s: %s numbers, %.2f %% of the model", len(adapter.modules),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..adapters.norms import update_norms
+from ..adapters.update_norms import update_norms
 from ..config import RunConfig
 from ..config.options import flat, options_of
 from ..config.toml_lines import read_toml

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-from ..adapters import lora
+from ..adapters.switching import switched_off
 from ..config.schema import ValidateConfig
 from ..data.fixed_batches import FixedBatches, Read
 from ..optim.optimizers import weights_as_used
@@ -72,7 +72,7 @@ class Validation:
 
     def begin(self, run: Run) -> None:
         """Measure the model without what is learnt."""
-        with lora.switched_off(run.strategy.unwrapped(run.adapter)):
+        with switched_off(run.strategy.unwrapped(run.adapter)):
             self.base = evaluate(run, self.batches, self.read)
         if not self.base:
             logger.warning("validation: none of the pictures can be used")
