@@ -71,7 +71,8 @@ def _train(argv: Sequence[str]) -> int:
     if loaded.output_config:
         return _write_config(loaded.config_file, to_toml(loaded.config), loaded.problems)
     config = loaded.config
-    problems = [*loaded.problems, *check(config.data, config.cache), *problems_with_model(config, loaded.places)]
+    problems = [*loaded.problems, *check(config.data, config.cache, config.validate),
+                *problems_with_model(config, loaded.places)]  # fmt: skip
     if problems:
         raise ConfigError(problems)
     log, rank = config.log, int(os.environ.get("RANK", "0"))

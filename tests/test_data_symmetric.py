@@ -14,8 +14,8 @@ from library.config.values import Size
 from library.data.buckets import Placement, place_for
 from library.data.dataset_config import read_datasets
 from library.data.dataset_schema import DatasetConfig, flags_of
-from library.data.manifest import Sample
 from library.data.merging import merged
+from library.data.sample import Sample
 from library.data.symmetric import CLOSEST, TOLERANCE, WIDEST_GAP, lying_sizes, nearest, ratio_of
 
 lengths = st.integers(1, 9000)

@@ -1,5 +1,6 @@
 """The demo, shortened: the LoRA brings the bird where it is asked for, and nowhere else, in diffusers too."""
 
+import json
 import math
 import os
 import subprocess
@@ -27,7 +28,8 @@ def output(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo")
     command = [sys.executable, "train_lora.py", "--dataset_config", "dataset_configs/demo.toml", "--config_file",
                "dataset_configs/demo_run.toml", "--max_train_steps", str(STEPS), "--sample_every_n_steps", str(STEPS),
-               "--output_dir", str(folder), "--mixed_precision", "no", "--max_data_loader_n_workers", "0"]  # fmt: skip
+               "--validation_split", "0.3", "--output_dir", str(folder), "--mixed_precision", "no",
+               "--max_data_loader_n_workers", "0"]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return folder
@@ -123,6 +125,15 @@ def test_the_loss_on_the_bird_falls_by_far_more_than_chance(pipes):
 
 def seeded(path):
     return torch.Generator().manual_seed(sum(path.name.encode()))
+
+
+def test_pictures_that_were_not_trained_get_better_by_more_than_their_interval_and_the_run_says_so(output):
+    lines = [json.loads(line) for line in (output / "demo.metrics.jsonl").read_text().splitlines()]
+    last = [line for line in lines if "validation/loss" in line][-1]
+
+    assert last["step"] == STEPS
+    assert last["validation/base"] - last["validation/loss"] > last["validation/gain_interval"] > 0, last
+    assert "better than the base model" in (output / "report.html").read_text("utf-8")
 
 
 def test_the_sheet_of_before_and_after_is_there(output):

@@ -68,7 +68,7 @@ def test_a_bad_step_on_one_rank_is_left_out_on_all(dataset, tmp_path, ranks, bat
     assert sorted(item.name for item in folder.iterdir()) == [f"rank{rank}" for rank in range(ranks)]
     facts = json.loads((folder / "rank0" / "step.json").read_text("utf-8"))
     assert facts["step"] == SPOILT and len(facts["batches"][0]["ids"]) == int(batch) and facts["loss"] == "nan"
-    lines = read_lines(tmp_path / "bad.metrics.jsonl")
+    lines = [line for line in read_lines(tmp_path / "bad.metrics.jsonl") if "loss/current" in line]
     assert [line["step"] for line in lines] == list(range(1, 15))
     assert [line["step"] for line in lines if line["loss/current"] is None] == [SPOILT + 1]
 

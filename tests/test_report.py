@@ -7,6 +7,7 @@ from PIL import Image
 
 from library.training.charts import Line, bars, curves
 from library.training.report import Subject, write_report
+from library.training.report_validation import validation
 
 PLACE = re.compile(r'points="([^"]+)"')
 
@@ -60,3 +61,18 @@ def test_a_page_can_be_made_before_anything_was_learnt(tmp_path):
     write_report(subject, tmp_path / "none.jsonl", tmp_path / "report.html")
 
     assert "no step is done yet" in (tmp_path / "report.html").read_text("utf-8")
+
+
+def test_the_page_says_whether_validation_is_better_than_the_base_and_by_more_than_chance():
+    base = {"step": 0, "validation/base": 0.5, "validation/base/time/0.1": 0.2, "validation/base/time/0.9": 0.8}
+    line = {"step": 7, "validation/loss": 0.4, "validation/base": 0.5, "validation/gain": 0.1,
+            "validation/gain_interval": 0.02, "validation/time/0.1": 0.15, "validation/time/0.9": 0.65}  # fmt: skip
+
+    assert validation([{"step": 3, "loss/current": 1.0}]) == "" == validation([base])
+    page = validation([base, line])
+    assert "0.1 below the base model" in page and "better than the base model" in page
+    assert ">0.9: 0.8<" in page and ">0.9: 0.65<" in page and "By dataset" not in page
+    assert "not to be told from it" in validation([base, line | {"validation/gain_interval": 0.2}])
+    worse = line | {"validation/gain": -0.1, "validation/dataset/1": 0.4}
+    assert "0.1 above" in validation([base, worse]) and "worse than the base model" in validation([base, worse])
+    assert "By dataset" in validation([base, worse])

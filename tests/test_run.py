@@ -294,23 +294,6 @@ def test_a_preview_that_fails_does_not_end_the_run(even, tmp_path):
     assert Path(file).is_file()
 
 
-def failing_tracker(*flags: str) -> str:
-    from accelerate import Accelerator
-
-    def log(*_, **__):
-        raise ConnectionError("the tracker is gone")
-
-    Accelerator.log = log
-    return train(*flags)
-
-
-def test_a_tracker_that_fails_does_not_end_the_run(even, tmp_path):
-    (file,) = on_ranks(1, failing_tracker, "--dataset_config", str(even), "--output_dir", str(tmp_path),
-                       "--max_train_steps", "3", "--logging_dir", str(tmp_path / "logs"))  # fmt: skip
-
-    assert Path(file).is_file()
-
-
 def failing_write(*flags: str) -> str:
     from library.adapters import file
 

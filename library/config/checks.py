@@ -206,6 +206,12 @@ def _one_way_to_go_on(config: RunConfig, given: Given) -> Iterator[Conflict]:
             yield (name, "save_state"), "no states are saved on the way; set save_state"
 
 
+def _half_adapters(config: RunConfig, given: Given) -> Iterator[Conflict]:
+    precision = config.distributed.mixed_precision
+    if config.distributed.full_bf16 and precision not in (None, "bf16"):
+        yield ("full_bf16", "mixed_precision"), f"needs mixed_precision bf16, and it is {precision}"
+
+
 def _output_name(config: RunConfig, given: Given) -> Iterator[Conflict]:
     name = config.save.output_name
     if not name or Path(name).name != name:
@@ -229,6 +235,7 @@ _RULES: tuple[Callable[[RunConfig, Given], Iterator[Conflict]], ...] = (
     _objective,
     _compile_is_on,
     _one_way_to_go_on,
+    _half_adapters,
     _output_name,
     save_conflicts,
     start_conflicts,

@@ -9,9 +9,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Alias:
-    """Another way to write one of our options."""
+    """Another way to write one of our options; or, with a value, a switch that gives an option this value."""
 
     option: str
+    value: Any = None
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,6 @@ def _later(what: str, *harmless: Any) -> NotYet:
 
 
 _STATE = _later("states of runs on the hub; --save_state keeps them in output_dir, --resume reads them there")
-_VALIDATION = _later("validation")
 _DEEPSPEED = _later("DeepSpeed")
 _FP8 = _later("a base model in fp8")
 _BLOCKS = _later("moving blocks between host and device")
@@ -50,12 +50,11 @@ _OTHER_FAMILY = Refused("belongs to a model family that is not supported")
 _FULL = Refused("trains whole models or embeddings; this program trains LoRA adapters")
 _BROKEN = Refused("does not work in sd-scripts either")
 _HOST_CHECKPOINTS = _later("checkpoints in host memory; gradient_checkpointing keeps them on the device")
-_ATTENTION = _later("a choice of attention kernels; PyTorch's own (sdpa) is used")
 
 VERDICTS: dict[str, Alias | Refused] = {
     # aliases
     "caption_extention": Alias("caption_extension"),
-    "sdpa": Refused("cannot be switched off: it is how attention is computed", (True,)),
+    "sdpa": Refused("cannot be switched off alone: choose another attn_mode", (True,)),
     "persistent_data_loader_workers": Refused("cannot be switched off: workers live as long as the run", (True,)),
     # secrets
     "wandb_api_key": Refused("a key in a flag ends in logs; run `wandb login` or set WANDB_API_KEY"),
@@ -77,15 +76,14 @@ VERDICTS: dict[str, Alias | Refused] = {
     "initial_epoch": Refused("a resumed run knows where it was"),
     "initial_step": Refused("a resumed run knows where it was"),
     "skip_until_initial_step": Refused("a resumed run knows where it was"),
-    "full_fp16": _later("adapters in half precision; they are trained in fp32"),
-    "full_bf16": _later("adapters in half precision; they are trained in fp32"),
+    "full_fp16": Refused("torch scales no gradients in fp16, and Adam's squares of them vanish; use full_bf16"),
     "fp8_base": _FP8,
     "fp8_base_unet": _FP8,
     "cpu_offload_checkpointing": _HOST_CHECKPOINTS,
     "lowram": Refused("models are always loaded without a second copy"),
     "highvram": Refused("memory is never given back during a run, so there is nothing to switch"),
     "mem_eff_attn": Refused("attention is always computed by PyTorch's memory-saving kernels"),
-    "xformers": _later("xformers attention; PyTorch's own (sdpa) is used"),
+    "xformers": Alias("attn_mode", "xformers"),
     "fused_backward_pass": Refused("sd-scripts does not use it for LoRA either; optimizer_args can hold fused=True"),
     # several processes
     "deepspeed": _DEEPSPEED,
@@ -113,12 +111,6 @@ VERDICTS: dict[str, Alias | Refused] = {
     "huggingface_path_in_repo": _UPLOAD,
     "huggingface_repo_visibility": _UPLOAD,
     "async_upload": _UPLOAD,
-    # validation
-    "validation_split": _later("validation", 0),
-    "validation_seed": _VALIDATION,
-    "validate_every_n_steps": _VALIDATION,
-    "validate_every_n_epochs": _VALIDATION,
-    "max_validation_steps": _VALIDATION,
     # transformer families and SDXL
     "disable_mmap_load_safetensors": Refused("safetensors maps files into memory; copy a file from a slow disk first"),
     "blocks_to_swap": _BLOCKS,
@@ -140,10 +132,9 @@ VERDICTS: dict[str, Alias | Refused] = {
     "t5xxl_dtype": _BROKEN,
     "fp8_scaled": _FP8,
     "fp8_vl": _FP8,
-    "attn_mode": _later("a choice of attention kernels; PyTorch's own (sdpa) is used", "torch", "sdpa"),
-    "split_attn": _ATTENTION,
-    "use_flash_attn": _ATTENTION,
-    "use_sage_attn": _ATTENTION,
+    "split_attn": Refused("attention is computed piece by piece anyway, with masks where texts differ in length"),
+    "use_flash_attn": Alias("attn_mode", "flash"),
+    "use_sage_attn": Refused("SageAttention has no backward pass, so nothing is trained with it; use attn_mode flash"),
     "text_encoder_cpu": Refused("text encoders run on the device that trains"),
     "unsloth_offload_checkpointing": _HOST_CHECKPOINTS,
     **dict.fromkeys(

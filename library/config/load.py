@@ -172,9 +172,19 @@ def _translated(setting: Setting, known: dict[str, Option]) -> tuple[str | None,
         if not verdict.allows(_plain(setting)):
             raise ValueError(verdict.why)
         return None, None
+    if verdict.value is not None:
+        return _switched(setting, verdict)
     if setting.is_flag and len(setting.value) != 1:
         raise ValueError("takes one value")
     return verdict.option, _converted(setting, known[verdict.option])
+
+
+def _switched(setting: Setting, alias: Alias) -> tuple[str | None, Any]:
+    """A switch that stands for a value of an option; off, it says nothing."""
+    value = _plain(setting)
+    if not isinstance(value, bool):
+        raise ValueError("expected true or false; it is a switch" if not setting.is_flag else "takes no value")
+    return (alias.option, alias.value) if value else (None, None)
 
 
 def _plain(setting: Setting) -> Any:

@@ -166,6 +166,11 @@ class DataConfig:
     token_warmup_min: int = opt(1, "number of tags shown at the start of a token warm-up", minimum=1)
     token_warmup_step: float = opt(0.0, "step (or, below 1, share of the run) from which all tags show", minimum=0)
     prior_loss_weight: float = opt(1.0, "weight of the loss on regularisation pictures", minimum=0)
+    validation_split: float = opt(
+        0.0, "share of the pictures that is not trained on, but measured; in the dataset file for each subset",
+        minimum=0, maximum=1
+    )  # fmt: skip
+    validation_seed: int | None = opt(None, "seed of the choice of these pictures; without it, 0")
     on_bad_data: Literal["fail", "skip"] = opt("fail", "what to do with pictures that cannot be used")
     max_bad_samples: int = opt(
         10, "end the run when more pictures than this, or half of all, become unreadable; 0: at the first", minimum=0
@@ -295,6 +300,13 @@ class DistributedConfig:
     mixed_precision: Literal["no", "fp16", "bf16", "fp8"] | None = opt(
         None, "compute precision; without it, accelerate launch or accelerate config decides"
     )
+    full_bf16: bool = opt(
+        False, "adapter, gradients and optimizer in bf16, too: half their memory, and small steps are lost in rounding"
+    )
+    attn_mode: Literal["sdpa", "torch", "math", "efficient", "cudnn", "flash", "flash3", "xformers"] = opt(
+        "sdpa",
+        "how attention is computed: sdpa and torch let PyTorch choose; others where model and device have them",
+    )
     ddp_timeout: int | None = opt(None, "minutes that one process waits for the others", minimum=1)
     ddp_gradient_as_bucket_view: bool = opt(False, "DDP: gradients share memory with the exchange buffers")
     ddp_static_graph: bool = opt(False, "DDP: the graph never changes, which saves work")
@@ -376,6 +388,19 @@ class PreviewConfig:
 
 
 @dataclass(frozen=True)
+class ValidateConfig:
+    """When the pictures are measured that are kept for validation."""
+
+    validate_every_n_steps: int | None = opt(None, "measure every n steps, and at the end", minimum=1)
+    validate_every_n_epochs: int | None = opt(
+        None, "measure every n epochs, and at the end; every epoch when nothing is said", minimum=1
+    )
+    max_validation_steps: int | None = opt(
+        None, "measure at most so many batches, over all devices; without it, all pictures", minimum=1
+    )
+
+
+@dataclass(frozen=True)
 class LogConfig:
     """What is told, and to whom."""
 
@@ -410,4 +435,5 @@ class RunConfig:
     save: SaveConfig = field(default_factory=SaveConfig)
     state: StateConfig = field(default_factory=StateConfig)
     preview: PreviewConfig = field(default_factory=PreviewConfig)
+    validate: ValidateConfig = field(default_factory=ValidateConfig)
     log: LogConfig = field(default_factory=LogConfig)

@@ -15,7 +15,7 @@ is broken up.  With ``one_bucket_per_step`` the remainder of a bucket is filled 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -54,6 +54,23 @@ class MicroBatch:
         mine = slice(rank * size, (rank + 1) * size)
         return MicroBatch(self.bucket, self.epoch, self.samples[mine], self.copies[mine], self.weights[mine],
                           self.places[mine])  # fmt: skip
+
+
+class Layout(Protocol):
+    """Whatever says which samples are in which micro-batch."""
+
+    @property
+    def buckets(self) -> tuple[BucketSamples, ...]: ...
+    @property
+    def ranks(self) -> int: ...
+    @property
+    def accumulation(self) -> int: ...
+
+    def micro_batch(self, position: int) -> MicroBatch:
+        """The samples of all ranks."""
+
+    def real_samples(self, step: int) -> int:
+        """Samples in a step over all ranks, without those that only fill up."""
 
 
 class _Epoch(NamedTuple):

@@ -8,8 +8,8 @@ import numpy as np
 from .buckets import Placement
 from .colours import varied
 from .images import Pixels, cut_out
-from .manifest import Sample
 from .masks import MaskPixels, picture_and_mask, placed_mask
+from .sample import Sample
 
 
 @dataclass(frozen=True)

@@ -179,9 +179,6 @@ def not_yet(datasets: Sequence[DatasetConfig]) -> Iterator[str]:
     for dataset in datasets:
         if dataset.network_multiplier != 1:
             yield f"{dataset.place('network_multiplier')}: network_multiplier: not yet: other values than 1"
-        if dataset.validation_split > 0 or dataset.validation_seed is not None:
-            key = "validation_split" if dataset.validation_split > 0 else "validation_seed"
-            yield f"{dataset.place(key)}: {key}: not yet: validation; take this key out"
     for subset in _subsets(datasets):
         for key, what in _NOT_YET.items():
             if getattr(subset, key):

@@ -54,6 +54,7 @@ class SubsetConfig:
     custom_attributes: Mapping[str, Any] | None
     cache_info: bool
     cache_directory: str | None
+    validation_split: float
     file: Path = field(compare=False)  # the dataset file
     places: Mapping[str, str] = field(compare=False, repr=False)  # "file:line" of each key; "" for the subset itself
     joins_lines: bool = False  # a caption of several lines is one, as for musubi-tuner; no key says so
@@ -163,8 +164,6 @@ class _Table:
 @dataclass(frozen=True)
 class _DatasetKeys:
     network_multiplier: float = opt(1.0, "strength of the adapter while training")
-    validation_split: float = opt(0.0, "share of the pictures kept for validation", minimum=0, maximum=1)
-    validation_seed: int | None = opt(None, "seed for the choice of those pictures")
     weight: float | None = opt(None, "share of an epoch, beside the weights of the other datasets")
 
 
@@ -201,7 +200,7 @@ class _FileOnly:
 
 _DATASET_FLAGS = {
     "resolution", "train_batch_size", "enable_bucket", "min_bucket_reso", "max_bucket_reso", "bucket_reso_steps",
-    "bucket_no_upscale", "bucket_mode", "bucket_max_crop", "bucket_min_pictures",
+    "bucket_no_upscale", "bucket_mode", "bucket_max_crop", "bucket_min_pictures", "validation_seed",
 }  # fmt: skip
 _SUBSET_FLAGS = {"alpha_mask"}
 _RENAMED = {"train_batch_size": "batch_size", "dataset_repeats": "num_repeats"}

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from ..randomness import generator_for
 from .batch import PixelBatch
-from .batches import BatchPlan
+from .batches import BatchPlan, Layout
 from .buckets import Placement
 from .cutting import BadSample, Cut, cut
 from .images import Pixels
@@ -90,12 +90,12 @@ class MicroBatchReader(Dataset[PixelBatch | Unreadable]):
     word between processes, and the others weigh as they would have.
     """
 
-    def __init__(self, manifest: Manifest, placements: Sequence[Placement], plan: BatchPlan, rank: int, seed: int,
+    def __init__(self, manifest: Manifest, placements: Sequence[Placement], plan: Layout, rank: int, seed: int,
                  total_steps: int):  # fmt: skip
         self.showing = Showing(manifest, placements, seed, total_steps)
         self.plan, self.rank = plan, rank
 
-    def __getitem__(self, position: int) -> PixelBatch | Unreadable:
+    def __getitem__(self, position: int) -> PixelBatch:
         batch = self.plan.micro_batch(position).share(self.rank, self.plan.ranks)
         visits = self.showing.visits(batch, position // self.plan.accumulation)
         rows = [self._picture(visit) for visit in visits]

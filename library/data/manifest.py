@@ -14,30 +14,14 @@ from .buckets import Placement, place_for
 from .dataset_rules import unused
 from .dataset_schema import DatasetConfig, SubsetConfig
 from .files import FoundPicture, find_all
+from .held_out import parted
 from .homes import Homes
 from .inspection import Seen, pictures_inspected
 from .mask_audit import MaskAudit, audit_masks, without_masks
-from .mask_files import Mask
 from .notices import noted
 from .origin import Origin
+from .sample import Sample
 from .whole_files import Flaw
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One picture of one subset."""
-
-    key: str  # folder and file name; unique, and free of the rest of the path
-    image: Origin
-    size: tuple[int, int]  # (width, height) as it is seen, after EXIF orientation
-    caption: str  # lines are alternatives
-    dataset: int
-    subset: int
-    repeats: float  # in an epoch; 2.5 is twice and three times, in turns
-    weight: float  # of its loss
-    is_reg: bool
-    content: str  # hash of the file
-    mask: Mask | None = None
 
 
 @dataclass(frozen=True)
@@ -48,6 +32,7 @@ class Manifest:
     samples: tuple[Sample, ...]
     notes: tuple[str, ...]
     endings: tuple[tuple[int, int, str, int, int], ...]  # dataset, subset, caption ending, captions found, pictures
+    held_out: tuple[Sample, ...] = ()  # for validation; none of them is trained on
 
     def fingerprint(self) -> str:
         """Changes when anything changes that training sees: pictures, masks, captions, repeats, weights, settings.
@@ -58,7 +43,7 @@ class Manifest:
         for dataset in self.datasets:
             rows = [_settings(dataset), *map(_settings, dataset.subsets)]
             digest.update(ascii(rows).encode())
-        for sample in self.samples:
+        for sample in (*self.samples, *self.held_out):
             row = (sample.key, sample.content, sample.size, sample.caption, sample.dataset, sample.subset,
                    sample.repeats, sample.weight)  # fmt: skip
             mask = sample.mask and (sample.mask.is_alpha, sample.mask.content)
@@ -123,15 +108,18 @@ def scan(datasets: Sequence[DatasetConfig], on_bad_data: Literal["fail", "skip"]
     if bad:
         notes.append("\n  ".join([f"{unusable} pictures are skipped ({counted(bad)}):", *in_short(bad)]))
     notes += masks.strays
-    samples = sorted_out.samples
+    parts = parted(sorted_out.samples, datasets)
+    samples = list(parts.training)
+    notes += parts.notes
     for number in range(len(datasets)):
         samples, more = balanced(samples, number)
         notes += more
     if not any(not sample.is_reg for sample in samples):
-        raise ConfigError([*in_short(bad), "no picture is left to train on"])
-    if maskless := without_masks(datasets, [sample.mask for sample in samples]):
+        why = "; validation_split keeps all of them for validation" if parts.held_out else ""
+        raise ConfigError([*in_short(bad), f"no picture is left to train on{why}"])
+    if maskless := without_masks(datasets, [sample.mask for sample in (*samples, *parts.held_out)]):
         raise ConfigError([*in_short(bad), *maskless])
-    return Manifest(tuple(datasets), tuple(samples), tuple(notes), tuple(endings))
+    return Manifest(tuple(datasets), tuple(samples), tuple(notes), tuple(endings), parts.held_out)
 
 
 @dataclass

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from .buckets import Placement, covered
 from .dataset_schema import DatasetConfig
-from .manifest import Sample
+from .sample import Sample
 from .symmetric import Pair, ratio_of
 
 

@@ -13,7 +13,7 @@ from .inspection import TRAITS, Seen
 from .origin import Origin
 
 if TYPE_CHECKING:
-    from .manifest import Sample
+    from .sample import Sample
 
 SHOWN_NAMES = 3
 ENLARGED = 2.0

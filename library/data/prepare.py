@@ -2,12 +2,12 @@
 
 from array import array
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config.schema import CacheConfig, DataConfig, TrainConfig
+from ..config.schema import CacheConfig, DataConfig, TrainConfig, ValidateConfig
 from ..errors import ConfigError
 from .batches import BatchPlan, BucketSamples
 from .bucket_facts import facts_of
@@ -18,6 +18,7 @@ from .dataset_config import Reading, read_datasets
 from .dataset_rules import missing_folders, not_yet
 from .dataset_schema import DatasetConfig, flags_of
 from .describe import described
+from .held_out import idle, quiet
 from .manifest import Manifest, scan
 from .mask_rules import mask_problems
 from .merging import merged
@@ -28,6 +29,7 @@ from .weights import weighted
 if TYPE_CHECKING:
     from .cache.latents import LatentReader
     from .cache.texts import TextReader
+    from .fixed_batches import FixedBatches, Read
     from .loader import StepLoader
 
 
@@ -39,6 +41,8 @@ class Prepared:
     manifest: Manifest
     placements: tuple[Placement, ...]  # of each sample
     buckets: tuple[BucketSamples, ...]
+    held_out: "Prepared | None" = None
+    """The pictures for validation, which are not among the others."""
 
     @property
     def pictures(self) -> tuple[int, int]:
@@ -74,6 +78,31 @@ class Prepared:
         write_sheet(sheet, path)
         return f"contact sheet: {path}, {count} of {len(self.manifest.samples)} pictures"
 
+    def whole(self) -> "Prepared":
+        """All pictures that are ever shown: first those to train on, then those to validate on."""
+        if self.held_out is None:
+            return self
+        mine, others = self.manifest, self.held_out.manifest
+        shifted = [replace(sample, dataset=sample.dataset + len(mine.datasets)) for sample in others.samples]
+        manifest = replace(mine, datasets=(*mine.datasets, *others.datasets), samples=(*mine.samples, *shifted))
+        return replace(self, manifest=manifest, placements=(*self.placements, *self.held_out.placements))
+
+    def held_out_batches(self, most: int | None, latents: "LatentReader | None",
+                         texts: "TextReader | None") -> "tuple[FixedBatches, Read] | None":  # fmt: skip
+        """The pictures for validation, if any, in ``most`` batches at most, and what reads them, as for ``loader``."""
+        if self.held_out is None:
+            return None
+        from .cache.loader import CachedLoader
+        from .fixed_batches import fixed_batches
+        from .loader import MicroBatchReader
+
+        whole = self.whole()
+        batches = fixed_batches(self.held_out.manifest, self.held_out.placements, len(self.manifest.samples), most)
+        showing = Showing(whole.manifest, whole.placements, 0, 0)  # nothing in it is drawn
+        if latents is not None:
+            return batches, CachedLoader(showing, batches, 0, latents, texts, pin_memory=False).batch
+        return batches, MicroBatchReader(whole.manifest, whole.placements, batches, 0, 0, 0).__getitem__
+
     def loader(self, plan: BatchPlan, rank: int, *, total_steps: int, pin_memory: bool,
                latents: "LatentReader | None" = None, texts: "TextReader | None" = None) -> "StepLoader":  # fmt: skip
         """One rank's batches; ``total_steps`` is the length of the run, of which a token warm-up may be a share.
@@ -100,17 +129,26 @@ class Prepared:
         return Showing(self.manifest, self.placements, plan.seed, total_steps)
 
     def without(self, indexes: frozenset[int]) -> "Prepared":
-        """Some pictures fewer."""
-        kept = [index for index in range(len(self.manifest.samples)) if index not in indexes]
+        """Some pictures fewer, by their numbers in ``whole``."""
+        first = len(self.manifest.samples)
+        kept = [index for index in range(first) if index not in indexes]
         samples = tuple(self.manifest.samples[index] for index in kept)
         if all(sample.is_reg for sample in samples):
             raise ConfigError(["no picture is left to train on"])
         placements = tuple(self.placements[index] for index in kept)
         manifest = replace(self.manifest, samples=samples)
-        return Prepared(self.config, manifest, placements, _buckets(manifest, placements))
+        others = self.held_out and self.held_out.apart_from({index - first for index in indexes})
+        return Prepared(self.config, manifest, placements, _buckets(manifest, placements), others)
+
+    def apart_from(self, indexes: Set[int]) -> "Prepared | None":
+        """The same for pictures that are measured only; nothing when none is left."""
+        kept = [index for index in range(len(self.manifest.samples)) if index not in indexes]
+        manifest = replace(self.manifest, samples=tuple(self.manifest.samples[index] for index in kept))
+        placements = tuple(self.placements[index] for index in kept)
+        return replace(self, manifest=manifest, placements=placements) if kept else None
 
 
-def check(config: DataConfig, cache: CacheConfig | None = None) -> list[str]:
+def check(config: DataConfig, cache: CacheConfig | None = None, validate: ValidateConfig | None = None) -> list[str]:
     """Everything that is wrong with the dataset file, without opening a picture or importing anything heavy."""
     if config.dataset_config is None or not Path(config.dataset_config).is_file():
         return []  # the rules across options say so
@@ -118,6 +156,7 @@ def check(config: DataConfig, cache: CacheConfig | None = None) -> list[str]:
     datasets = reading.datasets
     found = [*reading.problems, *missing_folders(datasets), *not_yet(datasets), *mask_problems(datasets, config)]
     found += cache_problems(datasets, cache or CacheConfig())
+    found += idle(datasets, validate or ValidateConfig())
     return list(dict.fromkeys(found))
 
 
@@ -143,7 +182,11 @@ def _looked_at(config: DataConfig, datasets: Sequence[DatasetConfig], cache_dir:
     placements, notes = merged(manifest.samples, alone, manifest.datasets)
     samples, shares = weighted(manifest.samples, manifest.datasets)
     manifest = replace(manifest, samples=samples, notes=(*manifest.notes, *notes, *shares))
-    return Prepared(config, manifest, placements, _buckets(manifest, placements))
+    held_out = Manifest(tuple(map(quiet, manifest.datasets)), manifest.held_out, (), ())
+    # A bucket of few pictures joins no other one here: that would depend on the pictures that are trained.
+    apart = tuple(places[sample.dataset](*sample.size) for sample in held_out.samples)
+    return Prepared(config, manifest, placements, _buckets(manifest, placements),
+                    Prepared(config, held_out, apart, ()) if apart else None)  # fmt: skip
 
 
 def read(config: DataConfig) -> Reading:

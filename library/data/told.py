@@ -8,7 +8,8 @@ from typing import Any
 
 from .buckets import Placement
 from .dataset_schema import DatasetConfig, SubsetConfig
-from .manifest import Manifest, Sample
+from .manifest import Manifest
+from .sample import Sample
 
 Rows = Sequence[tuple[Sample, Placement]]
 

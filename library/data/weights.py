@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from ..errors import ConfigError
 from .dataset_schema import DatasetConfig
-from .manifest import Sample
+from .sample import Sample
 
 MOST_SAMPLES = 100_000_000
 """In an epoch; a weight far out of proportion asks for more."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from accelerate.utils import DynamoBackend, is_fp8_available
 
 from ..config import RunConfig
+from .attention import attention_problems
 from .world import World
 
 
@@ -33,8 +34,9 @@ def effective_precision(args: RunConfig, world: World) -> str | None:
 
 def before_joining(args: RunConfig, world: World) -> list[str]:
     """Everything that is known to go wrong from settings and surroundings alone.  Pure."""
+    asked = args.distributed.mixed_precision or world.precision
     return [*_engines(world), *_precision(args, world), *_accumulation(args, world), *_dynamo(args), *_devices(world),
-            *_affinity(world)]  # fmt: skip
+            *_affinity(world), *attention_problems(args.distributed.attn_mode, world, asked)]  # fmt: skip
 
 
 def mismatches(args: RunConfig, world: World, came: Came) -> list[str]:
@@ -51,6 +53,8 @@ def mismatches(args: RunConfig, world: World, came: Came) -> list[str]:
                            came.dynamo),
     }  # fmt: skip
     problems = differences(asked_and_came)
+    if args.distributed.full_bf16 and came.precision != "bf16":
+        problems.append(f"--full_bf16: needs mixed_precision bf16, and it is {came.precision}")
     if came.kind != "NO" and not came.kind.startswith("MULTI_"):
         problems.append(f"not yet: {came.kind}, which accelerate set up; use --multi_gpu")
     return problems

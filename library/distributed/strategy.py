@@ -1,9 +1,10 @@
 """What one optimizer step means on however many processes."""
 
+import logging
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
@@ -17,7 +18,10 @@ from ..data.batch import PixelBatch
 from ..errors import UserError
 from .board import Board
 from .host_copy import LateWord
+from .tracker_pictures import hand_over
 from .turns import first_here
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 LossFunction = Callable[[PixelBatch, int], Tensor]
@@ -129,7 +133,10 @@ class DataParallel:
         """Wait for all, and close the trackers."""
         self.accelerator.wait_for_everyone()
         let_go_of_messages()
-        self.accelerator.end_training()
+        try:
+            self.accelerator.end_training()
+        except Exception as error:  # all is done and written by now
+            logger.warning("a tracker could not be closed: %s", error)
 
     def leave(self) -> None:
         """Leave the process group, whatever happened; processes that still wait for this one learn it at once."""
@@ -140,9 +147,24 @@ class DataParallel:
         """Hand figures to the trackers."""
         self.accelerator.log(values, step=step)
 
+    @property
+    def is_tracked(self) -> bool:
+        """Whether there are trackers; they run on the main process, and all processes know."""
+        return bool(self.accelerator.log_with)
+
+    def log_pictures(self, pictures: Mapping[str, bytes], step: int) -> None:
+        """Hand pictures, as PNG files, to the trackers."""
+        for tracker in self.accelerator.trackers:
+            hand_over(tracker, pictures, step)
+
     def gathered(self, tensor: Tensor) -> Tensor:
         """The tensors of all processes, one after the other; all have the same shape."""
         everything: Tensor = self.accelerator.gather(tensor)
+        return everything
+
+    def measured(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The same for several tensors that an evaluation made."""
+        everything: tuple[Tensor, ...] = self.accelerator.gather_for_metrics(tensors)
         return everything
 
     def wrap(

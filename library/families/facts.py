@@ -46,6 +46,8 @@ class Facts:
     """Further options of ``ModelConfig`` that mean something for this family and not for every one."""
     refused: Callable[[Reader, ModelConfig], Iterator[str]] = lambda read, options: iter(())
     """Options that this very model cannot honour, in words."""
+    attention: tuple[str, ...] = ("xformers",)
+    """Values of ``attn_mode`` beside torch's own that the denoiser can be switched to."""
     prefixes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Part -> what stands before the names of its weights in a single file; the first that is there counts."""
     keys: tuple[str, ...] = ()

@@ -6,6 +6,7 @@ from pathlib import Path
 from ..config import RunConfig, adapter_rules, objective_rules
 from ..data.prompts import Prompt, read_prompts
 from ..errors import ConfigError
+from .attention import attention_misfit
 from .detect import Detected, detect, facts_of
 from .drawable import undrawable
 
@@ -20,6 +21,8 @@ def problems_with_model(config: RunConfig, places: Mapping[str, str]) -> list[st
         facts = facts_of(found.family)
         misfits = [*objective_rules.misfits(config, facts.title, found.prediction),
                    *adapter_rules.misfits(config, facts.name, facts.title, facts.text_encoders, facts.t5)]  # fmt: skip
+        if problem := attention_misfit(config.distributed.attn_mode, found):
+            misfits.append((("attn_mode",), problem))
         problems += [f"{places.get(names[0], f'--{names[0]}')}: {problem}" for names, problem in misfits]
     except ConfigError as error:
         problems += error.problems

@@ -109,6 +109,9 @@ SD3 = Facts(
     },
 )
 
+_WITH_MASKS = ("xformers", "efficient", "cudnn", "math")
+"""Ways to compute attention that can leave out the padding of texts."""
+
 FLUX = Facts(
     name="flux",
     title="FLUX.1",
@@ -120,6 +123,7 @@ FLUX = Facts(
     text_encoders=("text_encoder", "text_encoder_2"),
     t5="text_encoder_2",
     options=("t5xxl_max_token_length", "guidance_scale"),
+    attention=(*_WITH_MASKS, "flash", "flash3"),
     refused=_schnell_has_no_guidance,
     prefixes={
         "transformer": _WHOLE,
@@ -151,6 +155,7 @@ Z_IMAGE = Facts(
     parts=("transformer", "vae", "text_encoder", "tokenizer"),
     look=_look_at_z_image,
     files={"ae": "vae", "vae": "vae", "text_encoder": "text_encoder"},
+    attention=_WITH_MASKS,
     prefixes={"transformer": _WHOLE, "vae": ("vae.",), "text_encoder": ("text_encoders.qwen3_4b.transformer.",)},
     keys=("noise_refiner.0.attention.qkv.weight", "cap_embedder.1.weight", "layers.0.adaLN_modulation.0.weight"),
     own_names={"noise_refiner.0.attention.qkv.weight": "noise_refiner.0.attention.to_q.weight"},
@@ -168,6 +173,7 @@ QWEN_IMAGE = Facts(
     parts=("transformer", "vae", "text_encoder", "tokenizer"),
     look=_look_at_qwen_image,
     files={"vae": "vae", "text_encoder": "text_encoder"},
+    attention=_WITH_MASKS,
     prefixes={"transformer": _WHOLE, "vae": ("vae.",), "text_encoder": ("text_encoders.qwen25_7b.transformer.",)},
     keys=("transformer_blocks.0.img_mlp.net.0.proj.weight", "transformer_blocks.0.attn.add_q_proj.weight"),
     sizes={

@@ -125,15 +125,23 @@ def learning_rates(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> Ma
 
 @contextmanager
 def weights_as_used(optimizer: Any) -> Iterator[None]:
-    """Schedule-free optimizers train other weights than those that are to be used; inside, these are in place."""
+    """Schedule-free optimizers train other weights than those that are to be used; inside, these are in place.
+
+    Their own way back is exact but for rounding; so that looking changes nothing, the weights are copied back.
+    """
     if not callable(getattr(optimizer, "eval", None)):
         yield
         return
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    kept = [parameter.detach().clone() for parameter in trained]
     optimizer.eval()
     try:
         yield
     finally:
         optimizer.train()
+        with torch.no_grad():
+            for parameter, value in zip(trained, kept, strict=True):
+                parameter.copy_(value)
 
 
 def rehearse(config: OptimConfig) -> None:

@@ -50,7 +50,8 @@ def run(argv: Sequence[str]) -> tuple[str, int]:
         return _resolved(data, problems), 0
     from ..families.fitting import problems_with_model
 
-    problems += [*check(data, training.config.cache), *problems_with_model(training.config, training.places)]
+    problems += check(data, training.config.cache, training.config.validate)
+    problems += problems_with_model(training.config, training.places)
     path = Path(options.preview).expanduser() if options.preview else None
     if path is not None:
         problems += _unfit_for_a_preview(path, data)

@@ -153,7 +153,7 @@ def _shelves(config: RunConfig, strategy: DataParallel) -> Iterator[tuple[Shelf,
     model = detect(config.model)
     family: Family = FAMILIES.get(model.family)(config.model)
     prepared = prepare(config.data, model.pixel_step, config.cache.cache_dir)
-    bases = homes(prepared.manifest, config.cache)
+    bases = homes(prepared.whole().manifest, config.cache)
     kitchen = Kitchen(strategy, family, model, config.cache)
     if config.cache.latents:
         encoder = latent_encoder(config, strategy, family, model, bases[0])

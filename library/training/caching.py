@@ -71,9 +71,9 @@ def keep_latents(
         if bad:
             by_sample = {int(wanted.samples[number]): why for number, why in bad.items()}
             prepared = _without(prepared, by_sample, config)
-            wanted = wanted_pictures(Showing(prepared.manifest, prepared.placements, 0, 0), encoder)
+            wanted = wanted_pictures(_still(prepared.whole()), encoder)
         _open(store, strategy, to_disk=to_disk)
-        return prepared, LatentReader(store, wanted, len(prepared.manifest.samples))
+        return prepared, LatentReader(store, wanted, len(prepared.whole().manifest.samples))
 
 
 def keep_texts(
@@ -97,7 +97,8 @@ def keep_texts(
 def latents_to_keep(config: RunConfig, kitchen: Kitchen, prepared: Prepared, bases: Sequence[Path],
                     encoder: str) -> tuple[Shelf, PictureMaker]:  # fmt: skip
     """The latents of all pictures, below the folder in ``bases`` of each, and who makes them."""
-    showing = Showing(prepared.manifest, prepared.placements, 0, 0)  # nothing in it is drawn
+    prepared = prepared.whole()
+    showing = _still(prepared)
     wanted = wanted_pictures(showing, encoder)
     option = "cache_latents_to_disk" if config.cache.cache_latents_to_disk else "cache_latents"
     shelf = Shelf(
@@ -118,6 +119,7 @@ def texts_to_keep(
     bases: Sequence[Path], encoder: str,
 ) -> tuple[Shelf, TextMaker]:  # fmt: skip
     """The captions of a run and the prompts of its previews, and who encodes them."""
+    prepared = prepared.whole()
     showing = Showing(prepared.manifest, prepared.placements, config.train.seed, plan.steps)
     also = [text for prompt in prompts for text in (prompt.text, prompt.negative)]
     captions = captions_of_run(showing, plan.batches, plan.steps, also)
@@ -177,11 +179,11 @@ def _folders(config: RunConfig, strategy: DataParallel, prepared: Prepared, *,
     One that is for this run only is emptied on leaving: who has opened the files in it can still read them.
     """
     if to_disk:
-        yield homes(prepared.manifest, config.cache)
+        yield homes(prepared.whole().manifest, config.cache)
         return
     folder = temporary(config.cache, strategy.from_all([secrets.token_hex(4)])[0])
     try:
-        yield [folder] * len(prepared.manifest.samples)
+        yield [folder] * len(prepared.whole().manifest.samples)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         if folder.exists():  # Windows keeps files that somebody reads
@@ -212,6 +214,11 @@ def _fewer_captions(prepared: Prepared, option: str) -> str:
     fewer = f"there are fewer of them without {', '.join(keys[:SHOWN_KEYS])}; else " if keys else ""
     return (f"{fewer}make room, name another folder with --cache_dir, or encode captions as they are used: take"
             f" --{option} out")  # fmt: skip
+
+
+def _still(prepared: Prepared) -> Showing:
+    """The samples where nothing is drawn about how they are shown."""
+    return Showing(prepared.manifest, prepared.placements, 0, 0)
 
 
 def _area(size: tuple[int, int]) -> int:

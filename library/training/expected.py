@@ -46,7 +46,7 @@ class Expected:
 
 def expected(config: RunConfig, prepared: Prepared, plan: RunPlan, sizes: Sizes | None) -> list[Expected]:
     """Of latents and of captions, as far as they are kept."""
-    cache = config.cache
+    cache, prepared = config.cache, prepared.whole()
     showing = Showing(prepared.manifest, prepared.placements, config.train.seed, plan.steps)
     folders = list(dict.fromkeys(homes(prepared.manifest, cache)))
     found = []

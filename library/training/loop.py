@@ -42,6 +42,12 @@ class Teller(Protocol):
     def told(self, run: "Run", figures: Sequence["Figures"]) -> None:
         """These steps are done, and their figures may be read."""
 
+    def noted(self, run: "Run", values: Mapping[str, float]) -> None:
+        """What else was found out about the run as it is now."""
+
+    def pictured(self, run: "Run", pictures: Mapping[str, bytes]) -> None:
+        """Previews of all processes, as PNG files."""
+
 
 class Ended(Exception):
     """The run was asked to end; the step is whole, and what was left to do at it is ``owed``."""
@@ -57,6 +63,10 @@ class Silence:
     def stepped(self, run: "Run") -> None: ...
 
     def told(self, run: "Run", figures: Sequence["Figures"]) -> None: ...
+
+    def noted(self, run: "Run", values: Mapping[str, float]) -> None: ...
+
+    def pictured(self, run: "Run", pictures: Mapping[str, bytes]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -173,7 +183,7 @@ def _step(run: Run, work: StepWork, waited: float) -> Figures:
     run.optimizer.zero_grad(set_to_none=True)
     state.step += 1
     state.samples += work.samples
-    state.has_learnt |= learns and factor > 0
+    state.has_learnt |= learns and factor > 0 and any(group.rate for group in run.groups)
     if learns and run.average is not None:
         run.average.update(state.step)
     rates = learning_rates(run.optimizer, [group.name for group in run.groups])

@@ -1,5 +1,6 @@
 """Pictures drawn while training, to see what the LoRA has learnt so far; shared over the processes."""
 
+import io
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -46,23 +47,33 @@ class Preview:
     def __call__(self, run: Run) -> None:
         self.draw(run)
 
+    def begin(self, run: Run) -> None:
+        """Draw before the first step, if that was asked for."""
+        if self.config.sample_at_first and not run.state.step:
+            self.draw(run)
+
     @torch.no_grad()
     def draw(self, run: Run) -> None:
         """Draw this process's share of the prompts; a picture that fails is a warning and no more."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         with weights_as_used(run.optimizer), evaluating(run.strategy.unwrapped(run.adapter)):
-            self._draw_all(run)
+            drawn = self._draw_all(run)
+        if run.strategy.is_tracked:
+            everybody = run.strategy.from_all(drawn)
+            run.teller.pictured(run, {f"preview/{index:02d}": picture for index, picture in sorted(everybody)})
 
-    def _draw_all(self, run: Run) -> None:
+    def _draw_all(self, run: Run) -> list[tuple[int, bytes]]:
+        """The numbers of prompts, and the pictures as PNG files."""
+        drawn = []
         for index, prompt in enumerate(self.prompts):
             if index % run.strategy.size != run.strategy.rank:
                 continue
             try:
-                self.written.append(self._draw_one(run, index, prompt))
+                drawn.append((index, self._draw_one(run, index, prompt)))
             except Exception as error:  # out of memory, a sampler's limits: nothing here may end a training run
                 logger.warning("preview %d (%s) failed and is left out: %s", index, prompt.text, error)
+        return drawn
 
-    def _draw_one(self, run: Run, index: int, prompt: Prompt) -> Path:
+    def _draw_one(self, run: Run, index: int, prompt: Prompt) -> bytes:
         task, seed = run.task, prompt.seed
         if seed is None:
             seed = seed_for(run.config.train.seed, "preview", index) % 2**32
@@ -75,5 +86,9 @@ class Preview:
         epoch = run.plan.epoch_just_ended(run.state.step)
         when = f"e{epoch:06d}" if self.config.sample_every_n_epochs and epoch else f"{run.state.step:06d}"
         path = self.folder / f"{self.name}_{when}_{index:02d}_{time.strftime('%Y%m%d%H%M%S')}_{seed}.png"
-        picture.save(path)
-        return path
+        data = io.BytesIO()
+        picture.save(data, "PNG")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data.getvalue())
+        self.written.append(path)
+        return data.getvalue()

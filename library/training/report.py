@@ -16,11 +16,12 @@ from .. import __version__
 from .before_after import label, spread
 from .charts import Line, bars, curves
 from .metrics import read_lines
+from .report_figures import Metrics, last, names, series
 from .report_style import STYLE
-
-Metrics = Sequence[Mapping[str, Any]]
+from .report_validation import validation
 
 SHOWN_PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "safetensors", "numpy", "pillow")
+LEARNT = "update/kind/"
 PREVIEW_WIDTH, MOST_COLUMNS, MOST_ROWS = 192, 8, 16
 
 
@@ -41,8 +42,8 @@ class Subject:
 def write_report(subject: Subject, metrics_file: Path, target: Path) -> None:
     """Make the page anew from all figures there are so far."""
     lines = read_lines(metrics_file)
-    parts = [_head(subject, lines), _curves(lines), _kinds(lines), _previews(subject.rows), _data(subject),
-             _environment(subject)]  # fmt: skip
+    parts = [_head(subject, lines), _curves(lines), validation(lines), _kinds(lines), _learnt(lines),
+             _previews(subject.rows), _data(subject), _environment(subject)]  # fmt: skip
     page = (f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(subject.name)}</title>'
             f"<style>{STYLE}</style></head><body>{''.join(parts)}</body></html>\n")  # fmt: skip
     new = target.with_name(target.name + ".new")
@@ -50,17 +51,12 @@ def write_report(subject: Subject, metrics_file: Path, target: Path) -> None:
     new.replace(target)
 
 
-def series(lines: Metrics, name: str) -> list[tuple[float, float]]:
-    """The values of one figure over the steps, where there are any."""
-    return [(line["step"], line[name]) for line in lines if line.get(name) is not None]
-
-
 def _head(subject: Subject, lines: Metrics) -> str:
     done = lines[-1]["step"] if lines else 0
     losses = series(lines, "loss/average")
     began = time.strftime("%Y-%m-%d %H:%M", time.localtime(subject.started_at))
     loss = f", loss {losses[-1][1]:.4f} (mean of the last 100 steps)" if losses else ""
-    bad = sum(line.get("loss/current") is None for line in lines)
+    bad = sum(line.get("loss/current", 0.0) is None for line in lines)
     left_out = f"; {bad} steps left out because their loss was no number" if bad else ""
     return (f"<h1>{escape(subject.name)}</h1><p class=facts>step {done} of {subject.steps}{loss}; started {began},"
             f" {subject.processes} process{'es' if subject.processes > 1 else ''}, precision"
@@ -68,14 +64,13 @@ def _head(subject: Subject, lines: Metrics) -> str:
 
 
 def _curves(lines: Metrics) -> str:
-    rates = [Line(name, series(lines, name)) for name in _names(lines, "lr/")]
-    validation = [Line(name, series(lines, name)) for name in _names(lines, "validation/")]
+    rates = [Line(name, series(lines, name)) for name in names(lines, "lr/")]
     charts = {
         "Loss": curves([Line("mean of 100 steps", series(lines, "loss/average")),
                         Line("each step", series(lines, "loss/current"), is_faint=True)][::-1]),
-        "Validation": curves(validation),
         "Learning rate": curves(rates),
         "Gradient norm": curves([Line("gradient norm", series(lines, "gradient_norm"))]),
+        "Length of the update": curves([Line("all layers", series(lines, "update/norm"))]),
         "Samples a second": curves([Line("samples/s", series(lines, "speed/samples_per_second"))]),
         "Seconds waited for data in a step": curves([Line("seconds", series(lines, "data_wait_seconds"))]),
         "Peak memory (GB)": curves([Line("GB", series(lines, "memory/peak_gb"))]),
@@ -91,16 +86,28 @@ def _kinds(lines: Metrics) -> str:
     for prefix, title in (("loss/time/", "Loss by the share of noise"), ("loss/bucket/", "Loss by bucket"),
                           ("loss/dataset/", "Loss by dataset")):  # fmt: skip
         means = [_means(half, prefix) for half in halves]
-        names = sorted({name for mean in means for name in mean}, key=_in_order)
-        if len(names) > 1:
-            groups = {name: [mean.get(name) for mean in means] for name in names}
+        kinds = sorted({name for mean in means for name in mean}, key=_in_order)
+        if len(kinds) > 1:
+            groups = {name: [mean.get(name) for mean in means] for name in kinds}
             parts.append(f"<div><h3>{title}</h3>{bars(groups, ('first half', 'second half'))}</div>")
     return f"<h2>Losses by kind</h2><div class=charts>{''.join(parts)}</div>" if parts else ""
 
 
+def _learnt(lines: Metrics) -> str:
+    """How far each kind of layer moved; known at the end."""
+    kinds = names(lines, LEARNT)
+    if not kinds:
+        return ""
+    dead, layers = last(lines, "update/dead_layers"), last(lines, "update/layers")
+    rows = "".join(f"<tr><td>{escape(kind.removeprefix(LEARNT))}</td><td>{last(lines, kind):.3g}</td></tr>"
+                   for kind in kinds)  # fmt: skip
+    return (f"<h2>What was learnt</h2><p class=facts>length of the update by kind of layer; {dead:g} of {layers:g}"
+            f" layers learnt nothing</p><table>{rows}</table>")  # fmt: skip
+
+
 def _means(lines: Metrics, prefix: str) -> dict[str, float]:
     values: defaultdict[str, list[float]] = defaultdict(list)
-    for name in _names(lines, prefix):
+    for name in names(lines, prefix):
         values[name.removeprefix(prefix)] += [value for _, value in series(lines, name)]
     return {name: sum(found) / len(found) for name, found in values.items() if found}
 
@@ -109,10 +116,6 @@ def _in_order(name: str) -> tuple[float, str]:
     """Sizes by their area, shares by their start, and whatever has no number by name."""
     numbers = [float(part) for part in name.replace("-", "x").split("x") if part.replace(".", "", 1).isdigit()]
     return (numbers[0] * (numbers[1] if "x" in name else 1.0) if numbers else 0.0, name)
-
-
-def _names(lines: Metrics, prefix: str) -> list[str]:
-    return sorted({name for line in lines for name in line if name.startswith(prefix)})
 
 
 def _previews(rows: Sequence[tuple[str, Mapping[str, Path]]]) -> str:

@@ -4,12 +4,7 @@ import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from ..adapters import lora
-from ..adapters.norms import Limit
 from ..config import RunConfig
 from ..config.schema import PreviewConfig
 from ..data.prepare import Prepared
@@ -26,29 +21,26 @@ from ..families.detect import Detected, detect
 from ..families.drawable import undrawable
 from ..log import Progress
 from ..optim import optimizers, schedules
-from ..optim.average import RunningAverage
 from . import before_after, state_folder
-from .bad_samples import BadSamples
+from .assembly import assemble, load
 from .bundle import read_bundle, replay
 from .caching import Kept, keep_latents, keep_texts
 from .export import Export
 from .going_on import GoingOn
-from .groups import groups_of
-from .health import NoMore, Watch
+from .health import NoMore
 from .keep_state import KeepState
-from .loop import Ended, Run, Silence, train
+from .learnt import Learnt
+from .loop import Ended, Run, train
 from .metrics import MetricsFile
-from .objective import objective_of
 from .outline import outline
 from .pictures import same_pictures
 from .plan import RunPlan
-from .precision import DTYPES
 from .preview import Preview
 from .reporting import Report
-from .starting import Starts, merge_bases, read_starts, start_from
-from .task import Task
+from .starting import merge_bases, read_starts
 from .track import Track, start_trackers
-from .trained import described, dropout_of, put_adapters, rehearse
+from .trained import rehearse
+from .validation import Validation
 
 logger = logging.getLogger(__name__)
 
@@ -90,9 +82,9 @@ def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, start
     if len(prepared.manifest.samples) < pictures:
         plan = RunPlan.of(prepared.batch_plan(strategy.size, config.train), config.train, config.optim)
     texts = keep_texts(config, strategy, family, detected, prepared, plan, prompts)
-    pipe = _load(strategy, family, detected, Kept(latents, texts), prompts)
+    pipe = load(strategy, family, detected, Kept(latents, texts), prompts)
     merge_bases(pipe, starts)
-    job, adapter = _assemble(config, strategy, family, pipe, prepared, plan, Kept(latents, texts), starts)
+    job, adapter = assemble(config, strategy, family, pipe, prepared, plan, Kept(latents, texts), starts)
     preview = _preview(config, prompts)
     export = Export(adapter, prepared, strategy.size, going_on.started_at)
     strategy.on_main(lambda: export.rehearse(job))
@@ -101,19 +93,27 @@ def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, start
             logger.info("%s", line)
         return
     going_on.restore(job)
-    keeper = KeepState(config.state, export, Path(config.save.output_dir), going_on.facts)
+    validation = _validation(config, prepared, Kept(latents, texts))
+    told = outline(prepared, plan, strategy.size)
+    _train(job, export, going_on, [*validation, preview], told, [prompt.text for prompt in prompts])
+
+
+def _train(job: Run, export: Export, going_on: GoingOn, looks: Sequence[Validation | Preview], told: str,
+           prompts: Sequence[str]) -> None:  # fmt: skip
+    """From the first step to the last, with all that is done between steps, and what is told in the end."""
+    config, strategy, folder = job.config, job.strategy, Path(job.config.save.output_dir)
+    metrics = folder / f"{config.save.output_name}.metrics.jsonl"
+    keeper = KeepState(config.state, export, folder, going_on.facts)
+    report, learnt = Report(export, told, prompts, metrics, going_on.started_at), Learnt()
     start_trackers(config, strategy)
-    with Signals() as signals, Progress(plan.steps, job.state.step, "training", wanted=strategy.is_main) as progress:
-        name = f"{config.save.output_name}.metrics.jsonl"
-        path = Path(config.save.output_dir) / name
-        job.teller = Track(progress, MetricsFile(path, job.state.step) if strategy.is_main else None,
-                           job.state.samples)  # fmt: skip
-        told = outline(prepared, plan, strategy.size)
-        report = Report(export, told, [prompt.text for prompt in prompts], path, going_on.started_at)
-        job.actions = [preview, export, report, keeper]
+    wanted = strategy.is_main
+    with Signals() as signals, Progress(job.plan.steps, job.state.step, "training", wanted=wanted) as progress:
+        file = MetricsFile(metrics, job.state.step) if wanted else None
+        job.teller = Track(progress, file, job.state.samples)
+        job.actions = [*looks, learnt, export, report, keeper]
         strategy.is_asked = lambda: signals.asked is not None
-        if config.preview.sample_at_first and going_on.found is None:
-            preview.draw(job)
+        for look in looks:
+            look.begin(job)
         going_on.pay(job)
         try:
             train(job)
@@ -126,7 +126,9 @@ def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, start
     job.bad_samples.tell_all()
     strategy.finish()
     sheet = _sheet(config, prompts, going_on.started_at) if strategy.is_main else None
-    _say_where(export.written, preview, sheet, report.path)
+    previews = folder / "sample"
+    _say_where(export.written, previews if previews.is_dir() else None, sheet, report.path)
+    learnt.refuse_nothing(job)
 
 
 def _keep(export: Export, job: Run) -> None:
@@ -160,95 +162,33 @@ def _make_ready(folder: Path, name: str, lock: FolderLock) -> None:
     state_folder.remove_leftovers(folder, name)
 
 
-def _load(strategy: DataParallel, family: Family, detected: Detected, kept: Kept, prompts: Sequence[Prompt]) -> Any:
-    """The parts that training needs, on the device; what was kept needs no encoder any more.
-
-    A VAE that only previews need rests in host memory between them.
-    """
-    needed = [part for part in family.parts if part == family.denoiser or part.startswith("tokenizer")
-              or (kept.latents is None if part == "vae" else kept.texts is None)]  # fmt: skip
-    dtype = DTYPES[strategy.precision]
-    pipe = family.load(detected, dtype, needed, device=strategy.device)
-    if "vae" not in needed and prompts:
-        pipe = family.load(detected, dtype, ("vae",), into=pipe)
-    for part in family.parts:
-        module = getattr(pipe, part)
-        if isinstance(module, torch.nn.Module):
-            module.requires_grad_(False)
-            if part in needed:
-                module.to(strategy.device)
-    return pipe
-
-
-def _assemble(
-    config: RunConfig,
-    strategy: DataParallel,
-    family: Family,
-    pipe: Any,
-    prepared: Prepared,
-    plan: RunPlan,
-    kept: Kept,
-    starts: Starts,
-) -> tuple[Run, lora.Adapter]:
-    """Put the adapters into the model, and hand both to the strategy."""
-    objective = objective_of(config, family, pipe)
-    trained, adapter = put_adapters(config, family, pipe, starts.sizes)
-    start_from(trained, adapter, starts)
-    for line in described(trained, adapter):
-        logger.info("%s", line)
-    groups = groups_of(trained, adapter, config, family.facts)
-    for line in optimizers.remarks(config.optim, groups):
-        logger.warning("%s", line)
-    optimizer = optimizers.make_optimizer(config.optim, groups)
-    wrapped, optimizer = strategy.wrap(trained, optimizer, trained.denoiser)
-    task = Task(family, pipe, wrapped, objective, config.train.seed, strategy.device,
-                config.data.masked_loss_normalize, config.cache.vae_batch_size, config.cache.text_encoder_batch_size,
-                kept.texts, config.adapter.trains_texts, dropout_of(config.adapter, trained, adapter))  # fmt: skip
-    loader = prepared.loader(plan.batches, strategy.rank, total_steps=plan.steps, pin_memory=strategy.pins_memory,
-                             latents=kept.latents, texts=kept.texts)  # fmt: skip
-    if strategy.is_main:
-        _tell_long_captions(family, pipe, prepared.first_captions(plan.batches, plan.steps))
-    schedule = schedules.make_schedule(config.optim, plan.steps)
-    watch = Watch(config.train.max_bad_steps, Path(config.save.output_dir))
-    bad_samples = BadSamples(config.data.max_bad_samples, len({sample.image for sample in prepared.manifest.samples}))
-    job = Run(config, plan, strategy, task, loader, wrapped, groups, optimizer, schedule, watch, bad_samples, Silence())
-    if config.adapter.scale_weight_norms is not None:
-        job.limit = Limit(trained, adapter, config.adapter.scale_weight_norms)
-    if config.optim.ema_decay is not None:
-        job.average = RunningAverage(job.parameters, config.optim.ema_decay)
-    if callable(getattr(optimizer, "train", None)):  # schedule-free ones have two sets of weights
-        optimizer.train()
-    return job, adapter
-
-
-def _tell_long_captions(family: Family, pipe: Any, captions: Sequence[str]) -> None:
-    """Captions of which the model reads only the beginning."""
-    if found := family.too_long(pipe, captions):
-        logger.warning("%d of %d captions are longer than what the text encoder reads; their ends are left out, for "
-                       "example of: %s", len(found), len(captions), found[0])  # fmt: skip
-
-
 def _preview(config: RunConfig, prompts: Sequence[Prompt]) -> Preview:
     settings: PreviewConfig = config.preview
     return Preview(settings, prompts, Path(config.save.output_dir) / "sample", config.save.output_name)
 
 
-def _sheet(config: RunConfig, prompts: Sequence[Prompt], started_at: float) -> Path | None:
+def _validation(config: RunConfig, prepared: Prepared, kept: Kept) -> list[Validation]:
+    """One, where pictures are kept for it."""
+    found = prepared.held_out_batches(config.validate.max_validation_steps, kept.latents, kept.texts)
+    return [] if found is None else [Validation(config.validate, *found)]
+
+
+def _sheet(config: RunConfig, prompts: Sequence[str], started_at: float) -> Path | None:
     """All previews of the run side by side; that they cannot be drawn does not spoil the run."""
     folder = Path(config.save.output_dir)
     try:
-        return before_after.write(folder / "sample", config.save.output_name, [prompt.text for prompt in prompts],
-                                  started_at, folder / "before_after.png")  # fmt: skip
+        return before_after.write(folder / "sample", config.save.output_name, prompts, started_at,
+                                  folder / "before_after.png")  # fmt: skip
     except OSError as error:
         logger.warning("before_after.png could not be written: %s", error)
         return None
 
 
-def _say_where(files: Sequence[Path], preview: Preview, sheet: Path | None, report: Path) -> None:
+def _say_where(files: Sequence[Path], previews: Path | None, sheet: Path | None, report: Path) -> None:
     """The last lines: what to open."""
     logger.info("LoRA file: %s", files[-1])
-    if preview.written:
-        logger.info("pictures: %s", preview.folder)
+    if previews is not None:
+        logger.info("pictures: %s", previews)
     if sheet is not None:
         logger.info("before and after, side by side: %s", sheet)
     logger.info("all about this run: %s", report)

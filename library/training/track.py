@@ -1,18 +1,21 @@
 """Figures for the person who waits, for a file, and for experiment trackers."""
 
 import logging
+import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..adapters.update_norms import update_norms
 from ..config import RunConfig
 from ..config.options import flat, options_of
 from ..config.toml_lines import read_toml
 from ..distributed.devices import peak_memory
 from ..distributed.strategy import DataParallel
 from ..log import Progress
+from .learnt import together
 from .loop import Figures, Run
 from .metrics import MetricsFile
 from .shares import losses_by_kind
@@ -35,15 +38,24 @@ class Track:
 
     def told(self, run: Run, figures: Sequence[Figures]) -> None:
         """Tell the figures of these steps; every process has to call this."""
-        together = {**losses_by_kind(run, figures), **self._pace(run, figures)}
+        length = together(update_norms(run.strategy.unwrapped(run.adapter)).values())
+        read = {**losses_by_kind(run, figures), **self._pace(run, figures), "update/norm": length}
         for item in figures:
             values = self._of_step(run, item)
             if item is figures[-1]:
-                values |= together
-            if self.file is not None:
-                self.file.add(item.step + 1, values)
-            self._send(run, values, item.step + 1)
-        self.shown = self._beside_the_bar(figures[-1], together)
+                values |= read
+            self._hand_on(run, values, item.step + 1)
+        self.shown = self._beside_the_bar(figures[-1], read)
+
+    def noted(self, run: Run, values: Mapping[str, float]) -> None:
+        """Figures that are not of each step; what has no end is left out."""
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        self._hand_on(run, finite, run.state.step)
+
+    def _hand_on(self, run: Run, values: dict[str, Any], step: int) -> None:
+        if self.file is not None:
+            self.file.add(step, values)
+        self._company(lambda: run.strategy.log(values, step))
 
     def _of_step(self, run: Run, item: Figures) -> dict[str, Any]:
         loss = float(item.loss)
@@ -77,12 +89,16 @@ class Track:
             "samples/s": f"{together['speed/samples_per_second']:.1f}",
         }
 
-    def _send(self, run: Run, values: dict[str, Any], step: int) -> None:
+    def pictured(self, run: Run, pictures: Mapping[str, bytes]) -> None:
+        """Previews go to trackers; their files are there anyway."""
+        self._company(lambda: run.strategy.log_pictures(pictures, run.state.step))
+
+    def _company(self, work: Callable[[], None]) -> None:
         """Trackers are company, not crew: one that fails is left behind and the run goes on."""
         if not self.tracker_works:
             return
         try:
-            run.strategy.log(values, step)
+            work()
         except Exception as error:
             self.tracker_works = False
             logger.warning("the tracker failed and is not used any more; training goes on: %s", error)

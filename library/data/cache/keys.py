@@ -7,7 +7,7 @@ import hashlib
 
 from ..buckets import Placement
 from ..cutting import Cut
-from ..manifest import Sample
+from ..sample import Sample
 from .records import KEY_BYTES
 
 LATENT_CODE = 1

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from ..batch import PixelBatch
-from ..batches import BatchPlan
+from ..batches import Layout
 from ..loader import Loader, StepWork
 from ..showing import Showing
 from .latents import LatentReader
@@ -26,7 +26,7 @@ STEPS_AHEAD = 2
 class CachedLoader:
     """This rank's part of every step, with latents; with captions as text, or encoded where ``texts`` has them."""
 
-    def __init__(self, showing: Showing, plan: BatchPlan, rank: int, latents: LatentReader, texts: TextReader | None, *,
+    def __init__(self, showing: Showing, plan: Layout, rank: int, latents: LatentReader, texts: TextReader | None, *,
                  pin_memory: bool):  # fmt: skip
         self.showing, self.rank, self.latents, self.texts = showing, rank, latents, texts
         self.plan = copy.deepcopy(plan)  # it lays out epochs as they come, and not for two threads

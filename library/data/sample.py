@@ -1,0 +1,23 @@
+"""A picture as it is trained: where it is, what is said of it, and how much it counts."""
+
+from dataclasses import dataclass
+
+from .mask_files import Mask
+from .origin import Origin
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One picture of one subset."""
+
+    key: str  # folder and file name; unique, and free of the rest of the path
+    image: Origin
+    size: tuple[int, int]  # (width, height) as it is seen, after EXIF orientation
+    caption: str  # lines are alternatives
+    dataset: int
+    subset: int
+    repeats: float  # in an epoch; 2.5 is twice and three times, in turns
+    weight: float  # of its loss
+    is_reg: bool
+    content: str  # hash of the file
+    mask: Mask | None = None

@@ -1,0 +1,105 @@
+"""From settings to a run that is ready: the model's parts loaded, adapters put in, optimizer and loader made."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..adapters import lora
+from ..adapters.norms import Limit
+from ..adapters.switching import in_dtype
+from ..config import RunConfig
+from ..data.prepare import Prepared
+from ..data.prompts import Prompt
+from ..distributed.strategy import DataParallel
+from ..families.attention import use_attention
+from ..families.base import Family
+from ..families.detect import Detected
+from ..optim import optimizers, schedules
+from ..optim.average import RunningAverage
+from .bad_samples import BadSamples
+from .caching import Kept
+from .groups import groups_of
+from .health import Watch
+from .loop import Run, Silence
+from .objective import objective_of
+from .plan import RunPlan
+from .precision import DTYPES
+from .starting import Starts, start_from
+from .task import Task
+from .trained import described, dropout_of, put_adapters
+
+logger = logging.getLogger(__name__)
+
+
+def load(strategy: DataParallel, family: Family, detected: Detected, kept: Kept, prompts: Sequence[Prompt]) -> Any:
+    """The parts that training needs, on the device; what was kept needs no encoder any more.
+
+    A VAE that only previews need rests in host memory between them.
+    """
+    needed = [part for part in family.parts if part == family.denoiser or part.startswith("tokenizer")
+              or (kept.latents is None if part == "vae" else kept.texts is None)]  # fmt: skip
+    dtype = DTYPES[strategy.precision]
+    pipe = family.load(detected, dtype, needed, device=strategy.device)
+    if "vae" not in needed and prompts:
+        pipe = family.load(detected, dtype, ("vae",), into=pipe)
+    for part in family.parts:
+        module = getattr(pipe, part)
+        if isinstance(module, torch.nn.Module):
+            module.requires_grad_(False)
+            if part in needed:
+                module.to(strategy.device)
+    return pipe
+
+
+def assemble(
+    config: RunConfig,
+    strategy: DataParallel,
+    family: Family,
+    pipe: Any,
+    prepared: Prepared,
+    plan: RunPlan,
+    kept: Kept,
+    starts: Starts,
+) -> tuple[Run, lora.Adapter]:
+    """Put the adapters into the model, and hand both to the strategy."""
+    objective = objective_of(config, family, pipe)
+    use_attention(getattr(pipe, family.denoiser), config.distributed.attn_mode)
+    trained, adapter = put_adapters(config, family, pipe, starts.sizes)
+    start_from(trained, adapter, starts)
+    if config.distributed.full_bf16:
+        in_dtype(trained, torch.bfloat16)
+    for line in described(trained, adapter):
+        logger.info("%s", line)
+    groups = groups_of(trained, adapter, config, family.facts)
+    for line in optimizers.remarks(config.optim, groups):
+        logger.warning("%s", line)
+    optimizer = optimizers.make_optimizer(config.optim, groups)
+    wrapped, optimizer = strategy.wrap(trained, optimizer, trained.denoiser)
+    task = Task(family, pipe, wrapped, objective, config.train.seed, strategy.device,
+                config.data.masked_loss_normalize, config.cache.vae_batch_size, config.cache.text_encoder_batch_size,
+                kept.texts, config.adapter.trains_texts, dropout_of(config.adapter, trained, adapter))  # fmt: skip
+    loader = prepared.loader(plan.batches, strategy.rank, total_steps=plan.steps, pin_memory=strategy.pins_memory,
+                             latents=kept.latents, texts=kept.texts)  # fmt: skip
+    if strategy.is_main:
+        _tell_long_captions(family, pipe, prepared.first_captions(plan.batches, plan.steps))
+    schedule = schedules.make_schedule(config.optim, plan.steps)
+    watch = Watch(config.train.max_bad_steps, Path(config.save.output_dir))
+    bad_samples = BadSamples(config.data.max_bad_samples, len({sample.image for sample in prepared.manifest.samples}))
+    job = Run(config, plan, strategy, task, loader, wrapped, groups, optimizer, schedule, watch, bad_samples, Silence())
+    if config.adapter.scale_weight_norms is not None:
+        job.limit = Limit(trained, adapter, config.adapter.scale_weight_norms)
+    if config.optim.ema_decay is not None:
+        job.average = RunningAverage(job.parameters, config.optim.ema_decay)
+    if callable(getattr(optimizer, "train", None)):  # schedule-free ones have two sets of weights
+        optimizer.train()
+    return job, adapter
+
+
+def _tell_long_captions(family: Family, pipe: Any, captions: Sequence[str]) -> None:
+    """Captions of which the model reads only the beginning."""
+    if found := family.too_long(pipe, captions):
+        logger.warning("%d of %d captions are longer than what the text encoder reads; their ends are left out, for "
+                       "example of: %s", len(found), len(captions), found[0])  # fmt: skip

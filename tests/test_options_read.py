@@ -1,0 +1,133 @@
+"""Accepted means honoured: every option is read by something that acts on it, and all of sd-scripts' have a verdict."""
+
+import ast
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+from library.config import load_options
+from library.config.kohya import VERDICTS, Alias, NotYet
+from library.config.options import options_of
+from library.config.schema import RunConfig
+from library.data.dataset_schema import KEYS
+
+ROOT = Path(__file__).resolve().parent.parent
+KOHYA = json.loads((ROOT / "tests" / "data" / "kohya_options.json").read_text())["train_network"]
+PAGE = ROOT / "docs" / "sd_scripts_options.md"
+GROUPS = {option.group for option in options_of(RunConfig)}
+HOLDERS = GROUPS | {"config", "settings", "options", "subset", "dataset"}
+"""What the objects are called that hold options: ``run.config.train.seed``, ``subset.flip_aug``."""
+IN_FILES = {key.flag: name for name, key in KEYS.items() if key.flag is not None}
+"""Options that dataset files know by another name."""
+
+
+def sources() -> list[tuple[Path, str]]:
+    return [(path.relative_to(ROOT / "library"), path.read_text("utf-8")) for path in (ROOT / "library").rglob("*.py")]
+
+
+def reads(files: Iterable[tuple[Path, str]]) -> set[str]:
+    """Names of options that are read; to check or to describe them, as ``config`` does, is not to honour them."""
+    found: set[str] = set()
+    for path, source in files:
+        tree = ast.parse(source)
+        if path.parts[0] != "config":
+            found |= set(_attributes(tree, HOLDERS)) | set(_tables(tree))
+        elif path.name == "schema.py":  # its properties are read in place of what they are made of
+            found |= set(_attributes(tree, {"self"}))
+    return found
+
+
+def _attributes(tree: ast.AST, holders: set[str]) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and _last(node.value) in holders:
+            yield node.attr
+
+
+def _last(node: ast.AST) -> str:
+    if isinstance(node, ast.Call):
+        return _last(node.func)
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def _tables(tree: ast.AST) -> Iterator[str]:
+    """Names in a module that asks for options by the names in its tables: ``getattr(loss, name)``."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _last(node.func) == "getattr"]
+    if any(_last(call.args[0]) in HOLDERS and not isinstance(call.args[1], ast.Constant) for call in calls):
+        values = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+        yield from (value for value in values if isinstance(value, str))
+
+
+def unread(names: Iterable[str], files: Iterable[tuple[Path, str]]) -> list[str]:
+    found = reads(files)
+    return [name for name in names if name not in found and IN_FILES.get(name) not in found]
+
+
+def test_every_option_is_read_by_something_that_acts_on_it():
+    found = unread([option.name for option in options_of(RunConfig)], sources())
+
+    assert [name for name in found if not _has_one_value_only(name)] == []
+
+
+def _has_one_value_only(name: str) -> bool:
+    """A switch that cannot be moved: the other position is refused."""
+    problems = load_options(["--dataset_config", str(ROOT / "pyproject.toml"), f"--no-{name}"]).problems
+    return any(problem.startswith(f"--{name}:") for problem in problems)
+
+
+@pytest.mark.parametrize("name", ["network_dim", "max_grad_norm", "flip_aug", "save_every_n_steps", "cache_precision",
+                                  "train_batch_size", "min_snr_gamma", "vae", "seed"])  # fmt: skip
+def test_an_option_that_nobody_reads_any_more_is_found(name):
+    other = IN_FILES.get(name, name)
+    word = re.compile(rf"(?<=[.\"])({name}|{other})\b")
+    spoilt = [(path, text if path.parts[0] == "config" else word.sub("something_else", text))
+              for path, text in sources()]  # fmt: skip
+
+    assert name in unread([option.name for option in options_of(RunConfig)], spoilt)
+    assert unread(["a_new_option_that_is_not_built"], sources()) == ["a_new_option_that_is_not_built"]
+
+
+def fates() -> dict[str, tuple[str, str]]:
+    """What becomes of each of sd-scripts' options for LoRA, and what is to be said of it."""
+    ours = {option.name for option in options_of(RunConfig)} | {"config_file", "output_config"}
+    found = {}
+    for name in KOHYA:
+        verdict = None if name in ours else VERDICTS[name]
+        if verdict is None:
+            found[name] = ("supported", "")
+        elif isinstance(verdict, Alias):
+            found[name] = ("alias", f"the same as `{verdict.option}`")
+        else:
+            found[name] = (
+                "not yet" if isinstance(verdict, NotYet) else "refused",
+                verdict.why.removeprefix("not yet: "),
+            )
+    return found
+
+
+def page() -> str:
+    """docs/sd_scripts_options.md."""
+    found = fates()
+    count = Counter(fate for fate, _ in found.values())
+    lines = [
+        "# The options of sd-scripts", "",
+        "Written by `python tests/test_options_read.py`; edit `library/config/kohya.py` instead.", "",
+        f"`train_network.py` has {len(found)} options: {count['supported']} are supported under the same name,"
+        f" {count['alias']} are aliases, {count['refused']} are refused with a reason, {count['not yet']} are not there"
+        " yet and are refused, too.",
+        "None is accepted and ignored.", "", "| option | | |", "|---|---|---|",
+        *(f"| `{name}` | {fate} | {what} |" for name, (fate, what) in found.items()), "",
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def test_all_options_of_sd_scripts_have_a_fate_and_the_page_tells_it():
+    assert len(fates()) == 193
+    assert PAGE.read_text("utf-8") == page(), "write it anew: python tests/test_options_read.py"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), "utf-8")
