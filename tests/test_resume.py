@@ -62,6 +62,10 @@ def figures(folder: Path) -> list[dict]:
     return [{name: value for name, value in line.items() if not name.startswith(TIMES)} for line in lines]
 
 
+def steps_done(folder: Path) -> int:
+    return sum("loss/current" in line for line in figures(folder))
+
+
 @pytest.mark.parametrize("step", [3, 9])
 def test_weights_average_and_figures_are_those_of_the_whole_run(whole, dataset, tmp_path, step):
     folder = cut(whole, tmp_path / "cut", step)
@@ -69,7 +73,7 @@ def test_weights_average_and_figures_are_those_of_the_whole_run(whole, dataset, 
 
     same_files(whole, folder)
     assert figures(folder) == figures(whole)
-    assert len(figures(whole)) == STEPS
+    assert steps_done(whole) == STEPS
 
 
 def test_after_several_ends_and_on_two_ranks(whole, dataset, tmp_path):
@@ -113,7 +117,7 @@ def test_a_complete_run_says_so_and_a_longer_one_goes_on(whole, dataset, tmp_pat
 
     text = on_ranks(1, told, *flags(dataset, folder, "--auto_resume", "--max_train_steps", "14"))[0]
     assert "since the state was saved: max_train_steps: 12 -> 14" in text and "going on after step 12" in text
-    assert len(figures(folder)) == 14 and (folder / "lora-state").is_dir()
+    assert steps_done(folder) == 14 and (folder / "lora-state").is_dir()
 
 
 def told(*words: str) -> str:
@@ -133,7 +137,7 @@ def test_what_changes_the_result_needs_a_word(whole, dataset, tmp_path):
     ):
         on_ranks(1, train, *flags(dataset, folder, "--resume", "latest", "--seed", "4", "--train_batch_size", "2"))
     on_ranks(1, train, *flags(dataset, folder, "--resume", "latest", "--seed", "4", "--resume_anyway"))
-    assert len(figures(folder)) == STEPS
+    assert steps_done(folder) == STEPS
 
 
 def test_an_adapter_of_another_size_is_refused_with_its_name(whole, dataset, tmp_path):
