@@ -42,8 +42,8 @@ def _as_sd_scripts(dataset: DatasetConfig) -> dict[str, Any]:
         values = _values(subset, (*_OF_SUBSETS, *LACKS[dataset.kind]))
         if len(subset.caption_extension) == 1 and "caption_extension" in values:
             (values["caption_extension"],) = subset.caption_extension
-        # sd-scripts keeps these two fields in its subsets, where no key sets them
-        subsets.append({**values, "validation_seed": 0, "validation_split": 0.0})
+        # sd-scripts keeps these two in its subsets, too
+        subsets.append({**values, "validation_seed": 0, "validation_split": subset.validation_split})
     # its masked datasets count as dreambooth ones
     kind = "finetuning" if dataset.kind == "finetuning" else "dreambooth"
     return {"kind": kind, "params": params, "subsets": subsets}
