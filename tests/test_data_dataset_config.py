@@ -114,8 +114,8 @@ train_batch_size = 2
         " below bucket_reso_steps 64; at least 64",
         GOOD + "image_directory = 'b'": "set.toml:5: image_directory: goes with [[datasets]] that has no subsets; in a"
         " subset it is called image_dir",
-        "[[datasets]]\nresolution = 512\nimage_directory = 'a'\nskip_corrupted_cache = true": "set.toml:4: skip_corrupted_cache:"
-        " not yet: this key of musubi-tuner; take it out",
+        "[[datasets]]\nresolution = 512\nimage_directory = 'a'\nskip_corrupted_cache = true": "set.toml:4:"
+        " skip_corrupted_cache: not yet: this key of musubi-tuner; take it out",
         "a = = 1": "set.toml:1: not valid TOML: Invalid value",
     }.items(),
 )
