@@ -24,7 +24,9 @@ RUNS = {"sdxl_run.toml": ("sdxl.toml", "random:sdxl"), "flux_run.toml": ("flux.t
 
 
 def examples() -> list[Path]:
-    return sorted(path for path in FOLDER.iterdir() if path.suffix in (".toml", ".json") and not path.stem.endswith("_run"))
+    return sorted(
+        path for path in FOLDER.iterdir() if path.suffix in (".toml", ".json") and not path.stem.endswith("_run")
+    )
 
 
 def planned(path: Path) -> Prepared:
@@ -82,7 +84,8 @@ def test_settings_of_a_run_fit_their_data_and_model(name: str, tmp_path, monkeyp
     monkeypatch.chdir(ROOT)
     data, model = RUNS[name]
     words = ["--dataset_config", f"dataset_configs/{data}", "--config_file", f"dataset_configs/{name}",
-             "--pretrained_model_name_or_path", model, "--world_size", "24", "--cache_dir", str(tmp_path), "--json"]  # fmt: skip
+             "--pretrained_model_name_or_path", model, "--world_size", "24", "--cache_dir", str(tmp_path),
+             "--json"]  # fmt: skip
     text, code = TOOLS["plan"][1](words)
     assert code == 0 and json.loads(text)["steps"] > 0
     assert {path.name for path in FOLDER.glob("*_run.toml")} == {*RUNS, "demo_run.toml"}
