@@ -15,7 +15,7 @@ from ranks import CONTEXT
 
 from library.data.cache.blobs import stacked, unpacked
 from library.data.cache.file_hashes import FileHashes
-from library.data.cache.pruning import bulks, orphans, prune
+from library.data.cache.pruning import bulks, orphans, prune, removable
 from library.data.cache.records import KEY_BYTES, RECORD, as_keys
 from library.data.cache.store import Store
 from library.data.cache.writer import Writer
@@ -275,7 +275,7 @@ def test_pruning_keeps_what_is_wanted_once_and_nothing_else(tmp_path):
     age(tmp_path)
     found_bulks = bulks(before, as_keys(map(key, wanted)))
     assert sorted(len(bulk.stay) for bulk in found_bulks) == [0, 1, 2] and len(orphans(before)) == 1
-    for bulk in found_bulks:
+    for bulk in removable(found_bulks):
         prune(before, bulk)
     assert found(tmp_path, range(10)) == {0, 3, 5} and len(Store([tmp_path])) == 3
     assert_same(unpacked(reader), content(5))  # who reads on is not disturbed
@@ -290,9 +290,31 @@ def test_a_damaged_entry_does_not_survive_pruning(tmp_path):
     shard.write_bytes(bytes(data))
     age(tmp_path)
     store = Store([tmp_path])
-    for bulk in bulks(store, as_keys([key(1), key(2)])):
+    for bulk in removable(bulks(store, as_keys([key(1), key(2)]))):
         prune(store, bulk)
     assert found(tmp_path, range(3)) == {2} and len(Store([tmp_path])) == 1
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_a_dropped_entry_does_not_come_back_when_who_dropped_it_is_pruned(is_busy, tmp_path):
+    fill(tmp_path, range(3))
+    first = next(tmp_path.glob("*.shard"))
+    store = Store([tmp_path])
+    with Writer(tmp_path) as writer:
+        writer.drop(store.entries[store.find(as_keys([key(1)]))])
+        writer.put(key(7), content(7), "picture 7")
+    age(tmp_path)
+    if is_busy:
+        first.touch()
+    store, wanted = Store([tmp_path]), as_keys([key(0), key(2)])
+    before = sum(path.stat().st_size for path in tmp_path.glob("*.shard"))
+    for bulk in removable(bulks(store, wanted)):
+        prune(store, bulk)
+    assert found(tmp_path, [0, 1, 2, 7]) == ({0, 2, 7} if is_busy else {0, 2})
+    if not is_busy:  # its room is free again
+        assert sum(path.stat().st_size for path in tmp_path.glob("*.shard")) < 0.7 * before
+        age(tmp_path)
+        assert removable(bulks(Store([tmp_path]), wanted)) == []
 
 
 def test_the_hash_of_a_file_is_computed_again_only_when_the_file_changed(tmp_path, monkeypatch):

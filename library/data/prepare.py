@@ -199,13 +199,19 @@ def _unfit(datasets: Sequence[DatasetConfig], pixel_step: int) -> list[str]:
     problems = []
     for dataset in datasets:
         if dataset.enable_bucket:
-            if dataset.bucket_reso_steps % pixel_step:
-                problems.append(f"{dataset.place('bucket_reso_steps')}: bucket_reso_steps: {dataset.bucket_reso_steps}"
-                                f" is no multiple of {pixel_step}, as this model needs")  # fmt: skip
+            if (step := dataset.bucket_reso_steps) % pixel_step:
+                problems.append(f"{dataset.place('bucket_reso_steps')}: bucket_reso_steps: {step} is no multiple of"
+                                f" {pixel_step}, as this model needs; write {_near(step, pixel_step)}")  # fmt: skip
         elif dataset.resolution.width % pixel_step or dataset.resolution.height % pixel_step:
+            sides = [_near(side, pixel_step) for side in (dataset.resolution.width, dataset.resolution.height)]
             problems.append(f"{dataset.place('resolution')}: resolution: {dataset.resolution} is no multiple of"
-                            f" {pixel_step} on each side, as this model needs")  # fmt: skip
+                            f" {pixel_step} on each side, as this model needs; write {sides}")  # fmt: skip
     return problems
+
+
+def _near(number: int, step: int) -> int:
+    """The multiple of ``step`` that is nearest, but not nothing."""
+    return max(step, round(number / step) * step)
 
 
 def _buckets(manifest: Manifest, placements: Sequence[Placement]) -> tuple[BucketSamples, ...]:

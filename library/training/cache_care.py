@@ -9,7 +9,7 @@ import numpy as np
 
 from ..config import RunConfig
 from ..data.cache.places import homes, size_of
-from ..data.cache.pruning import SECONDS_OF_REST, Bulk, bulks, orphans
+from ..data.cache.pruning import SECONDS_OF_REST, Bulk, bulks, orphans, removable
 from ..data.cache.pruning import prune as prune_bulk
 from ..data.cache.store import Store
 from ..data.cache.writer import Writer
@@ -101,15 +101,15 @@ def prune(care: Care, *, is_sure: bool) -> tuple[str, int]:
     count = 0
     for shelf, _ in care.shelves if care.strategy.is_main else ():
         store = Store(_folders(shelf))
-        found = [bulk for bulk in bulks(store, shelf.keys) if len(bulk.stay) < bulk.entries or not bulk.entries]
-        ready = [bulk for bulk in found if not bulk.is_busy]
+        found = bulks(store, shelf.keys)
+        ready = removable(found)
         left = orphans(store)
         count += len(ready) + len(left)
         lines += [_pruned(shelf, store, bulk) for bulk in ready]
         lines += [f"{path}: left behind, {size_of(path.stat().st_size)}" for path in left]
         lines += [f"{bulk.folder}: {bulk.entries - len(bulk.stay)} of {bulk.entries} {shelf.what} not wanted, and left"
                   f" alone: somebody wrote to their files less than {SECONDS_OF_REST:.0f} seconds ago" for bulk in found
-                  if bulk.is_busy]  # fmt: skip
+                  if bulk.is_wasteful and bulk.is_busy]  # fmt: skip
         if is_sure:
             for bulk in ready:
                 prune_bulk(store, bulk)

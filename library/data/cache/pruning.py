@@ -1,7 +1,7 @@
 """Making a cache smaller: what nobody wants is left behind when the rest of a writer's files moves into new ones."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,9 +23,15 @@ class Bulk:
     writer: int
     files: tuple[Path, ...]
     size: int  # of the files
-    entries: int
+    entries: int  # damaged ones among them
     stay: Rows
     is_busy: bool
+    dropped_from: frozenset[int]  # other writers, whose damaged entries would be believed again without this one
+
+    @property
+    def is_wasteful(self) -> bool:
+        """Whether something in it is not wanted."""
+        return len(self.stay) < self.entries or not self.entries
 
 
 def bulks(store: Store, wanted: Keys) -> list[Bulk]:
@@ -34,11 +40,24 @@ def bulks(store: Store, wanted: Keys) -> list[Bulk]:
     stays = np.zeros(len(store), np.bool_)
     stays[rows[rows >= 0]] = True
     found = []
-    for writer, folder in store.writers().items():
+    for writer, index in store.writers().items():
         mine = np.flatnonzero(store.entries["writer"] == np.uint64(writer))
-        files = tuple(sorted(folder.glob(f"{writer:016x}*")))
-        found.append(Bulk(folder, writer, files, _size(files), len(mine), mine[stays[mine]], _is_busy(files)))
+        files = tuple(sorted(index.folder.glob(f"{writer:016x}*")))
+        found.append(Bulk(index.folder, writer, files, _size(files), index.entries, mine[stays[mine]],
+                          _is_busy(files), index.dropped_from))  # fmt: skip
     return found
+
+
+def removable(found: Sequence[Bulk]) -> list[Bulk]:
+    """Those that ``prune`` may be given, in this order: damaged entries go before what says that they are damaged."""
+    there = {bulk.writer for bulk in found}
+    waiting = [bulk for bulk in found if bulk.is_wasteful and not bulk.is_busy]
+    ordered: list[Bulk] = []
+    while ready := [bulk for bulk in waiting if not (bulk.dropped_from - {bulk.writer}) & there]:
+        ordered += ready
+        there -= {bulk.writer for bulk in ready}
+        waiting = [bulk for bulk in waiting if bulk.writer in there]
+    return ordered
 
 
 def orphans(store: Store) -> list[Path]:

@@ -24,10 +24,14 @@ _EMPTY = np.zeros(0, RECORD)
 
 
 @dataclass
-class _IndexFile:
+class IndexFile:
+    """What one writer announced."""
+
     folder: Path
     read: int = 0  # bytes
     is_ours: bool = True
+    entries: int = 0  # that it ever announced
+    dropped_from: frozenset[int] = frozenset()  # writers of whose entries it said that they are damaged
 
 
 class Store:
@@ -37,7 +41,7 @@ class Store:
         self.folders = tuple(dict.fromkeys(folders))
         self.entries: Records = _EMPTY
         self._announced: list[Records] = []
-        self._files: dict[int, _IndexFile] = {}  # by writer
+        self._files: dict[int, IndexFile] = {}  # by writer
         self._maps: dict[tuple[int, int], Bytes] = {}
         self._first: NDArray[np.uint64] = np.zeros(0, np.uint64)
         self._order: Rows = np.zeros(0, np.int64)
@@ -115,9 +119,9 @@ class Store:
         """The cache folder that an entry is in."""
         return self._files[int(self.entries["writer"][row])].folder
 
-    def writers(self) -> dict[int, Path]:
-        """Everybody who announced something, and where."""
-        return {writer: file.folder for writer, file in self._files.items() if file.is_ours}
+    def writers(self) -> dict[int, IndexFile]:
+        """Everybody who announced something, and what."""
+        return {writer: file for writer, file in self._files.items() if file.is_ours}
 
     def _indexes(self) -> Iterable[tuple[int, Path]]:
         for folder in self.folders:
@@ -132,7 +136,7 @@ class Store:
                     writer = int(name.removesuffix(".index"), 16)
                 except ValueError:
                     continue
-                self._files.setdefault(writer, _IndexFile(folder))
+                self._files.setdefault(writer, IndexFile(folder))
                 yield writer, folder
 
     def _news(self, writer: int, folder: Path) -> Records:
@@ -150,7 +154,10 @@ class Store:
         if file.read == 0:
             file.is_ours = is_header(records) and int(records["writer"][0]) == writer
         file.read += records.nbytes
-        return records[sound(records)] if file.is_ours else _EMPTY
+        records = records[sound(records)] if file.is_ours else _EMPTY
+        file.entries += int((records["kind"] == ENTRY).sum())
+        file.dropped_from |= set(records["writer"][records["kind"] == DROPPED].tolist())
+        return records
 
     def _usable(self, records: Records) -> Records:
         """Entries that nobody dropped and whose shards are long enough to hold them."""

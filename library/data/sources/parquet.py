@@ -28,7 +28,7 @@ def from_parquet(subset: SubsetConfig, dataset: int, index: int) -> Listing:
     for path in shards.files:
         try:
             file = table_file(path)
-            columns = _columns(file, path, listing)
+            columns = _columns(file, file.schema, path, listing)
             if columns is None:
                 continue
             rows = list(_rows(file, path, columns))
@@ -51,9 +51,9 @@ def from_parquet(subset: SubsetConfig, dataset: int, index: int) -> Listing:
     return listing
 
 
-def _columns(file: TableFile, path: Path, listing: Listing) -> Columns | None:
+def _columns(file: TableFile, schema: Any, path: Path, listing: Listing) -> Columns | None:
     try:
-        columns = columns_of(file.schema, listing.subset)
+        columns = columns_of(schema, listing.subset)
         if columns.has_paths:
             first = next((batch for batch in file.batches([columns.image]) if len(batch)), None)
             name = str(first.column(0)[0].as_py()) if first else ""

@@ -15,10 +15,15 @@ _MAPPED_BYTES = 2 * 2**20
 
 
 class TableFile(Protocol):
-    """One open file."""
+    """One file."""
 
-    schema: Any
-    group_rows: Sequence[int]  # how many rows each group has
+    @property
+    def schema(self) -> Any:
+        """Its columns, as Arrow describes them."""
+
+    @property
+    def group_rows(self) -> Sequence[int]:
+        """How many rows each group has."""
 
     def group(self, number: int, column: str) -> tuple[Any, int]:
         """The cells of a column, and how many bytes of memory they keep."""
@@ -31,7 +36,7 @@ class TableFile(Protocol):
 
 
 def table_file(path: Path) -> TableFile:
-    """Open a file by its ending."""
+    """A file of the kind that its ending says."""
     return _Arrow(path) if path.suffix.lower() == ARROW else _Parquet(path)
 
 
@@ -50,14 +55,19 @@ def saved_by_datasets(folder: Path, names: Sequence[str]) -> list[Path]:
 
 
 class _Parquet:
-    """Opened anew for each group, so that thousands of shards need no thousands of open files."""
+    """Open only while it is read, so that thousands of shards need no thousands of open files."""
 
     def __init__(self, path: Path):
         self.path = path
-        with parquet_module().ParquetFile(path) as file:
-            self.schema, self._metadata = file.schema_arrow, file.metadata
-        self._groups = [self._metadata.row_group(number) for number in range(self._metadata.num_row_groups)]
-        self.group_rows: Sequence[int] = [group.num_rows for group in self._groups]
+
+    @property
+    def schema(self) -> Any:
+        with parquet_module().ParquetFile(self.path) as file:
+            return file.schema_arrow
+
+    @property
+    def group_rows(self) -> Sequence[int]:
+        return [group.num_rows for group in self._groups()]
 
     def group(self, number: int, column: str) -> tuple[Any, int]:
         with parquet_module().ParquetFile(self.path) as file:
@@ -69,9 +79,13 @@ class _Parquet:
             yield from file.iter_batches(batch_size=_BATCH, columns=list(columns), use_threads=False)
 
     def largest_group(self, column: str) -> int:
-        parts = [[group.column(number) for number in range(group.num_columns)] for group in self._groups]
+        parts = [[group.column(number) for number in range(group.num_columns)] for group in self._groups()]
         return max((sum(part.total_uncompressed_size for part in group if part.path_in_schema.split(".")[0] == column)
                     for group in parts), default=0)  # fmt: skip
+
+    def _groups(self) -> list[Any]:
+        with parquet_module().ParquetFile(self.path) as file:
+            return [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
 
 
 class _Arrow:
@@ -80,7 +94,7 @@ class _Arrow:
     def __init__(self, path: Path):
         arrow = arrow_module()
         self._table = arrow.ipc.open_stream(arrow.memory_map(str(path))).read_all()
-        self.schema = self._table.schema
+        self.schema: Any = self._table.schema
         self.group_rows: Sequence[int] = [self._table.num_rows]
 
     def group(self, number: int, column: str) -> tuple[Any, int]:
