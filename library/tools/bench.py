@@ -15,8 +15,15 @@ def _data(argv: Sequence[str]) -> str:
     return run(argv)
 
 
+def _saves(argv: Sequence[str]) -> str:
+    from .bench_saves import run
+
+    return run(argv)
+
+
 BENCHES: dict[str, tuple[str, Bench]] = {
     "data": ("looking at pictures, the second start, memory, latents out of a cache, the batch plan", _data),
+    "saves": ("LoRA files and states: what saving costs of a run's time", _saves),
 }
 
 

@@ -1,6 +1,5 @@
 """What saving costs: the share of a run's time that it waits for LoRA files and states, on the built-in model."""
 
-import json
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -10,7 +9,8 @@ from typing import Any, cast
 
 from ..config import load_options
 from ..config.options import opt
-from .bench_machine import machine
+from ..log import set_up
+from .bench_figure import Figure, as_json, as_text, environment
 
 PICTURES, SIDE = 16, 96
 
@@ -31,6 +31,7 @@ class _Arguments:
 
 def run(argv: Sequence[str]) -> str:
     """One run with saves and one without, in this process; what each save held up is measured, not guessed."""
+    set_up(quiet=True, simple=True)
     options: SaveOptions = cast(Any, load_options(argv, _Arguments).require()).bench
     with tempfile.TemporaryDirectory() as folder:
         data = _pictures(Path(folder))
@@ -38,23 +39,16 @@ def run(argv: Sequence[str]) -> str:
         plain, _ = _trained(data, Path(folder) / "plain", options.steps, None)
         saving, held_up = _trained(data, Path(folder) / "saving", options.steps, options.every)
     saves = options.steps // options.every
-    figures = {
-        "steps": options.steps,
-        "saves": saves,
-        "seconds a step": plain / options.steps,
-        "seconds held up by LoRA files, each": held_up["Export"] / saves,
-        "seconds held up by states, each": held_up["KeepState"] / saves,
-        "share of the run, LoRA files": held_up["Export"] / saving,
-        "share of the run, states": held_up["KeepState"] / saving,
-        "run with saves / run without": saving / plain,
-        "machine": machine(),
-    }
-    return json.dumps(figures, indent=1) if options.json else _as_text(figures)
-
-
-def _as_text(figures: dict[str, Any]) -> str:
-    shown = {name: f"{value:.4f}" if isinstance(value, float) else str(value) for name, value in figures.items()}
-    return "\n".join(f"{name:<38} {value}" for name, value in shown.items())
+    figures = [
+        Figure("a step", (plain / options.steps,), "s"),
+        Figure("held up by a LoRA file", (held_up["Export"] / saves,), "s"),
+        Figure("held up by a state", (held_up["KeepState"] / saves,), "s", remark="the rest is written meanwhile"),
+        Figure("LoRA files, share of the run", (100 * held_up["Export"] / saving,), "%"),
+        Figure("states, share of the run", (100 * held_up["KeepState"] / saving,), "%"),
+        Figure("run with saves / run without", (saving / plain,), ""),
+    ]
+    command = " ".join(["python -m library bench saves", *argv])
+    return (as_json if options.json else as_text)(command, figures, environment())
 
 
 def _pictures(folder: Path) -> Path:
@@ -72,43 +66,42 @@ def _pictures(folder: Path) -> Path:
 
 def _trained(data: Path, folder: Path, steps: int, every: int | None) -> tuple[float, dict[str, float]]:
     """Seconds of the steps with what happens between them, and how many of them each kind of saving held up."""
-    from ..training import loop, run
     from ..training.export import Export
     from ..training.keep_state import KeepState
+    from ..training.run import run as train
 
     words = ["--dataset_config", str(data), "--output_dir", str(folder), "--max_train_steps", str(steps), "--quiet",
              "--network_dim", "16", "--max_data_loader_n_workers", "1"]  # fmt: skip
     words += ["--save_every_n_steps", str(every), "--save_state"] if every else []
     held_up = {"Export": 0.0, "KeepState": 0.0}
-    seconds = [0.0]
-    honest: dict[Any, Callable[..., Any]] = {kind: kind.__call__ for kind in (Export, KeepState)}
-    train = run.train
+    kinds: list[Any] = [Export, KeepState]
+    honest = [kind.__call__ for kind in kinds]
     try:
-        for kind in honest:
-            cast(Any, kind).__call__ = _timed(honest[kind], held_up, kind.__name__)
-        run.train = cast(Any, _whole(loop.train, seconds))
-        run.run(load_options(words).require())
+        for kind, call in zip(kinds, honest, strict=True):
+            kind.__call__ = _timed(call, held_up, kind.__name__)
+        train(load_options(words).require())
     finally:
-        run.train = train
-        for kind, call in honest.items():
-            cast(Any, kind).__call__ = call
-    return seconds[0], held_up
+        for kind, call in zip(kinds, honest, strict=True):
+            kind.__call__ = call
+    return _seconds(folder / "lora.metrics.jsonl"), held_up
 
 
-def _timed(call: Callable[..., Any], held_up: dict[str, float], name: str) -> Callable[..., Any]:
+def _timed(call: Callable[..., None], held_up: dict[str, float], name: str) -> Callable[..., None]:
     def timed(self: Any, job: Any) -> None:
         started = time.perf_counter()
         call(self, job)
-        if job.state.step < job.plan.steps or name in held_up:
-            held_up[name] += time.perf_counter() - started
+        held_up[name] += time.perf_counter() - started
 
     return timed
 
 
-def _whole(train: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
-    def timed(job: Any) -> None:
-        started = time.perf_counter()
-        train(job)
-        seconds[0] = time.perf_counter() - started
+def _seconds(metrics: Path) -> float:
+    """From reading to reading, as the run itself measured them."""
+    from ..training.metrics import read_lines
 
-    return timed
+    seconds, since = 0.0, 0
+    for line in read_lines(metrics):
+        if "speed/steps_per_second" in line:
+            seconds += (line["step"] - since) / line["speed/steps_per_second"]
+            since = line["step"]
+    return seconds
