@@ -36,7 +36,7 @@ def reads(files: Iterable[tuple[Path, str]]) -> set[str]:
         tree = ast.parse(source)
         if path.parts[0] != "config":
             found |= set(_attributes(tree, HOLDERS)) | set(_tables(tree))
-        elif path.name == "schema.py":  # its properties are read in place of what they are made of
+        elif path.stem.endswith("schema"):  # its properties are read in place of what they are made of
             found |= set(_attributes(tree, {"self"}))
     return found
 
