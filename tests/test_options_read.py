@@ -36,7 +36,7 @@ def reads(files: Iterable[tuple[Path, str]]) -> set[str]:
         tree = ast.parse(source)
         if path.parts[0] != "config":
             found |= set(_attributes(tree, HOLDERS)) | set(_tables(tree))
-        elif path.name == "schema.py":  # its properties are read in place of what they are made of
+        elif path.stem.endswith("schema"):  # its properties are read in place of what they are made of
             found |= set(_attributes(tree, {"self"}))
     return found
 
@@ -56,9 +56,16 @@ def _last(node: ast.AST) -> str:
 def _tables(tree: ast.AST) -> Iterator[str]:
     """Names in a module that asks for options by the names in its tables: ``getattr(loss, name)``."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _last(node.func) == "getattr"]
-    if any(_last(call.args[0]) in HOLDERS and not isinstance(call.args[1], ast.Constant) for call in calls):
-        values = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
-        yield from (value for value in values if isinstance(value, str))
+    asked = [call.args[1] for call in calls if _last(call.args[0]) in HOLDERS]
+    constants = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    values = [value for value in constants if isinstance(value, str)]
+    for name in asked:
+        if isinstance(name, ast.JoinedStr):  # f"metadata_{name}"
+            yield from (
+                f"{name.values[0].value}{value}" for value in values if isinstance(name.values[0], ast.Constant)
+            )
+        elif not isinstance(name, ast.Constant):
+            yield from values
 
 
 def unread(names: Iterable[str], files: Iterable[tuple[Path, str]]) -> list[str]:

@@ -32,6 +32,8 @@ def parted(samples: Sequence[Sample], datasets: Sequence[DatasetConfig]) -> Part
     """
     held: dict[tuple[int, str], Sample] = {}  # each picture once in a dataset
     for number, dataset in enumerate(datasets):
+        if not any(subset.validation_split for subset in dataset.subsets):
+            continue
         mine = [sample for sample in samples if sample.dataset == number and not sample.is_reg]
         for sample in _drawn(mine, dataset):
             held.setdefault((number, sample.content), sample)
