@@ -233,6 +233,14 @@ def test_mistakes_are_told_when_settings_are_read(words, problem):
     assert found.startswith(problem)
 
 
+@pytest.mark.parametrize(("name", "problem"), [
+    ("networks.dylora", "ranks that are trained in turns (DyLoRA) are not supported; write networks.lora"),
+    ("networks.lra", "no adapter 'networks.lra'; did you mean networks.lora?"),
+])  # fmt: skip
+def test_a_module_that_is_not_there_is_refused_with_a_reason(name, problem):
+    assert load_options([*DATA, "--network_module", name]).problems == [f"--network_module: {problem}"]
+
+
 @pytest.mark.parametrize(("name", "words", "problem"), [
     ("sdxl", ["img_attn_dim=4"], "img_attn_dim means nothing for Stable Diffusion XL; leave it out"),
     ("flux", ["conv_dim=4"], "conv_dim means nothing for FLUX.1; leave it out"),

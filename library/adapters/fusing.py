@@ -121,7 +121,7 @@ def _is_block_diagonal(ups: Sequence[Tensor], ranks: Sequence[int]) -> bool:
 def is_turned(update: Update, original: Original) -> bool:
     """Whether the module makes just shift and scale, which the original has in the other order."""
     outputs, inputs = update.shape
-    return original.pair and outputs == 2 * inputs
+    return original.pair and 0 < outputs == 2 * inputs
 
 
 def _swapped(update: Update) -> Update:

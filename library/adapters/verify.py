@@ -81,7 +81,11 @@ def _faults(tensors: Mapping[str, Tensor]) -> Iterator[str]:
             yield f"{key} has values that are not finite"
         elif place[1] not in FROM_ZERO and not bool(tensor.any()):
             yield f"{key} is zero"
-    ends = KOHYA if any(key.endswith((".lora_down.weight", ".lora_up.weight")) for key in tensors) else COMFY
+    # A file for diffusers may hold a few modules once more, for ComfyUI; these have sd-scripts' names and no alpha.
+    is_kohya = any(key.endswith(".lora_down.weight") for key in tensors) and not any(
+        key.endswith(".lora_A.weight") for key in tensors
+    )
+    ends = KOHYA if is_kohya else COMFY
     has_alphas = ends is KOHYA or any(ALPHA in found for found in modules.values())
     for module, found in sorted(modules.items()):
         yield from _module_faults(module, found, ends, has_alphas)

@@ -11,6 +11,7 @@ from .network_args import (
     given_arguments,
     kind_of,
     misplaced,
+    module_problem,
     read_network_args,
 )
 from .schema import RunConfig
@@ -24,6 +25,9 @@ KEPT_TEXTS = ("cache_text_encoder_outputs", "cache_text_encoder_outputs_to_disk"
 def contradictions(config: RunConfig, given: frozenset[str]) -> Iterator[Conflict]:
     """Options of the adapter that cannot be honoured together, whatever the model."""
     adapter, optim = config.adapter, config.optim
+    if (wrong := module_problem(adapter.network_module)) is not None:
+        yield ("network_module",), wrong
+        return
     _, problems = read_network_args(adapter.network_args)
     if problems:
         yield from ((("network_args",), problem) for problem in problems)

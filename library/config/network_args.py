@@ -19,6 +19,10 @@ MODULES = {
     "networks.lokr": "lokr", "networks.oft": "oft", "networks.oft_flux": "oft", "lycoris.kohya": "lora",
 }  # fmt: skip
 """sd-scripts' modules -> what they train; for lycoris.kohya, without ``algo``."""
+REFUSED_MODULES = {
+    "networks.dylora": "ranks that are trained in turns (DyLoRA) are not supported; write networks.lora",
+    "networks.lora_fa": "down matrices that stay as they start (LoRA-FA) are not supported; write networks.lora",
+}
 MODULE_OF_FAMILY = {"networks.lora_flux": "flux", "networks.oft_flux": "flux", "networks.lora_sd3": "sd3"}
 ALGORITHMS = {"lora": "lora", "locon": "lora", "dora": "dora", "loha": "loha", "lokr": "lokr", "diag-oft": "oft",
               "boft": "boft"}  # fmt: skip
@@ -222,6 +226,15 @@ def kind_of(config: AdapterConfig) -> str:
     if config.network_module == "lycoris.kohya":
         kind = ALGORITHMS[arguments.algo]
     return "dora" if kind == "lora" and (arguments.use_dora or arguments.dora_wd) else kind
+
+
+def module_problem(name: str) -> str | None:
+    """What is wrong with ``network_module``."""
+    if name in MODULES:
+        return None
+    if name in REFUSED_MODULES:
+        return REFUSED_MODULES[name]
+    return f"no adapter {name!r}" + (did_you_mean(name, MODULES) or f"; there are {', '.join(MODULES)}")
 
 
 def given_arguments(words: Sequence[str]) -> list[str]:

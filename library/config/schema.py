@@ -43,10 +43,11 @@ class ModelConfig:
 class AdapterConfig:
     """What is trained."""
 
-    network_module: Literal[
-        "networks.lora", "networks.lora_flux", "networks.lora_sd3", "networks.loha", "networks.lokr", "networks.oft",
-        "networks.oft_flux", "lycoris.kohya"
-    ] = opt("networks.lora", "kind of adapter; with lycoris.kohya algo in network_args says which")  # fmt: skip
+    network_module: str = opt(
+        "networks.lora",
+        "kind of adapter: networks.lora, networks.loha, networks.lokr, networks.oft, or lycoris.kohya with algo in "
+        "network_args",
+    )
     network_dim: int = opt(4, "rank of the LoRA matrices", minimum=1)
     network_alpha: float = opt(1.0, "the update is scaled by alpha / rank", minimum=0)
     network_dropout: float = opt(0.0, "share of what the down matrices of a LoRA say that is left out",

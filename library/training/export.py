@@ -18,6 +18,7 @@ from ..adapters.updates import updates_of
 from ..adapters.verify import BrokenFileError, read
 from ..data.prepare import Prepared
 from ..data.told import told as told_of_data
+from ..families.sampling import evaluating
 from ..families.upload import Upload
 from ..optim.optimizers import weights_as_used
 from ..randomness import seed_for
@@ -106,7 +107,8 @@ class Export:
 
     def _save_one(self, run: Run, path: Path) -> None:
         trained = run.strategy.unwrapped(run.adapter)
-        run.strategy.on_main(lambda: self._write(run, path, trained))
+        with evaluating(trained):  # what is left out at random in training is not in the file
+            run.strategy.on_main(lambda: self._write(run, path, trained))
         logger.info("saved %s", path)
 
     def _tensors(self, run: Run, trained: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], Format]:

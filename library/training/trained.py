@@ -99,9 +99,15 @@ def put_adapters(config: RunConfig, family: Family, pipe: Any,
         if part.is_text:
             _without_dropout(part.model)
             if config.train.gradient_checkpointing:
-                part.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+                _checkpoint(part.model)
     trained.train()
     return trained, adapter
+
+
+def _checkpoint(encoder: Any) -> None:
+    """Newer versions of transformers have another word for it."""
+    enable = getattr(encoder, "activation_checkpointing_enable", None) or encoder.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
 
 
 def dropout_of(config: AdapterConfig, trained: Trained, adapter: lora.Adapter) -> Dropout | None:
