@@ -103,6 +103,11 @@ class Export:
             self.upload = Upload(run.config.save, run.config.save.huggingface_repo_id)
             self.upload.open()
         form = self._tensors(run, run.strategy.unwrapped(run.adapter))[2]
+        if form != "diffusers" and run.task.family.denoiser == "unet" and len(set(self.adapter.alphas.values())) > 1:
+            logger.warning(
+                "diffusers, as of 0.42, mixes up alphas that differ between the blocks of a UNet when it reads "
+                "such files; for diffusers, convert them: python -m library convert IN OUT --to diffusers"
+            )
         logger.info("LoRA files are written as %s does", {"kohya": "sd-scripts", "comfy": "ComfyUI"}.get(form, form))
 
     def _save_one(self, run: Run, path: Path) -> None:
