@@ -1,6 +1,6 @@
 """Our LoRA files in stable-diffusion.cpp: how many tensors it takes, and whether it draws as with merged weights.
 
-    python tests/peers/stable_diffusion_cpp.py FOLDER_OF_THE_PACKAGE WORK_FOLDER
+    python tests/peers/sdcpp.py FOLDER_OF_THE_PACKAGE WORK_FOLDER
 
 Run it from the repository's folder, after ``pip install --target FOLDER stable-diffusion-cpp-python``.  It builds a
 Stable Diffusion 1.5 of the real size with random weights (2 GB, twice) and draws three pictures of one step.
@@ -62,7 +62,7 @@ def draw(folder: Path, model: str, words: str) -> Any:
     from stable_diffusion_cpp import StableDiffusion
 
     program = StableDiffusion(str(folder / f"{model}.safetensors"), lora_model_dir=str(folder / "loras"), n_threads=1,
-                              wtype="f16", lora_apply_mode="immediately", verbose=True)  # fmt: skip
+                              wtype="f32", lora_apply_mode="immediately", verbose=True)  # fmt: skip
     picture = program.generate_image(f"{PROMPT}{words}", width=64, height=64, sample_steps=1, cfg_scale=1, seed=1,
                                      sample_method="euler")[0]  # fmt: skip
     return np.asarray(picture, dtype=np.float32)
