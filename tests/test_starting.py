@@ -11,6 +11,8 @@ from test_adapters_formats import draw_state
 from test_run import pictures, train
 from tiny import TINY, stand_in_folder
 
+from library.adapters import lora
+from library.adapters.comparing import differences
 from library.adapters.formats import from_file, to_file
 from library.adapters.updates import updates_of
 from library.config import load_options
@@ -86,7 +88,8 @@ def test_the_adapter_starts_where_the_file_ends_whatever_its_alphas(name, form, 
 def test_a_file_that_does_not_fit_is_told_and_the_way_out(tmp_path):
     path = tmp_path / "lora.safetensors"
     saved(path, "sd1", "kohya", parts="unet.")
-    tiny, family, config, model = scene("sd1", network_weights=str(path), network_dim=4)
+    tiny, family, config, model = scene("sd1", network_weights=str(path), network_dim=4,
+                                        network_args=("conv_dim=4",))  # fmt: skip
     starts = read_starts(config, family, model)
     with pytest.raises(ConfigError) as error:
         start_from(*put_adapters(config, family, tiny.pipe, starts.sizes), starts)
@@ -112,11 +115,32 @@ def test_parts_that_share_a_matrix_here_cannot_start_with_several(tmp_path):
         start_from(*put_adapters(config, family, tiny.pipe, starts.sizes), starts)
 
 
+@torch.no_grad()
+def test_a_file_without_some_of_the_parts_that_share_a_matrix_is_a_start(tmp_path):
+    """As files of sd-scripts have them whose queries learnt nothing."""
+    path, tiny, family = tmp_path / "lora.safetensors", TINY["flux"](), FAMILIES.get("flux")()
+    source, adapter = put_adapters(RunConfig(adapter=AdapterConfig(network_dim=3)), family, tiny.pipe)
+    for name, parameter in lora.parameters(source):
+        parameter.normal_() if "lora_B" in name and not name.endswith("to_q.lora_B.weight") else None
+    parts = parts_of(family, tiny.pipe)
+    save_file(to_file(lora.state(source), adapter.alphas, parts, "kohya")[0], path)
+    content = from_file(load_file(path), {}, parts)
+    assert len(content.alphas) < len(adapter.alphas)
+    assert not list(differences(source, content, adapter.alphas))
+
+    other, family, config, model = scene("flux", network_weights=str(path), network_dim=3)
+    trained, sizes = put_adapters(replace(config, train=replace(config.train, seed=5)), family, other.pipe)
+    start_from(trained, sizes, read_starts(config, family, model))
+    for (name, one), (_, two) in zip(lora.parameters(source), lora.parameters(trained), strict=True):
+        assert torch.equal(one, two) or not any(module in name for module in content.alphas), name
+
+
 def test_options_that_contradict_each_other_are_told(tmp_path):
     words = ["--dim_from_weights", "--base_weights", str(tmp_path / "no.safetensors"), "--base_weights_multiplier", "1",
-             "2", "--network_dim", "4"]  # fmt: skip
+             "2", "--network_dim", "4", "--network_args", "conv_dim=4"]  # fmt: skip
     problems = " ".join(load_options(words).problems)
-    for text in ("no file that could say", "no such file", "2 strengths for 1 files", "takes it from the file"):
+    for text in ("no file that could say", "no such file", "2 strengths for 1 files", "takes it from the file; give one",
+                 "conv_dim: dim_from_weights"):  # fmt: skip
         assert text in problems, text
 
 

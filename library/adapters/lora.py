@@ -63,8 +63,10 @@ def put(
     new weights are float32 whatever the model is.
     """
     kind = kind_of(config)
-    sites, wanted = chosen(parts, config, family)
-    if given is not None:
+    if given is None:
+        sites, wanted = chosen(parts, config, family)
+    else:
+        sites = [site for part in parts for site in sites_of(part)]
         if strangers := sorted(given.keys() - {site.name for site in sites}):
             raise ConfigError([f"--network_weights: it trains {strangers[0]}, and this run would not"])
         wanted = dict(given)

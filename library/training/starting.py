@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..adapters import lora
 from ..adapters.formats import Content, from_file
@@ -126,11 +126,13 @@ def start_from(trained: nn.Module, adapter: Adapter, starts: Starts) -> None:
                             "dim_from_weights, or change network_dim")  # fmt: skip
     if problems:
         raise ConfigError([*problems[:3], *([f"... and {len(problems) - 3} more"] if len(problems) > 3 else [])])
-    state = dict(lora.state(trained))
+    own, given = lora.state(trained), dict[str, Tensor]()
     for module, update in updates.items():
-        state |= dict(named(module, _of_alpha(update, adapter.sizes[module].alpha), STATE))
+        given |= dict(named(module, _of_alpha(update, adapter.sizes[module].alpha), STATE))
+    # What the file does not hold keeps its start, but for a matrix that it shares with what the file holds.
+    shared = {id(own[name]): tensor for name, tensor in given.items() if name in own}
     try:
-        lora.load_state(trained, state)
+        lora.load_state(trained, {**{name: shared.get(id(each), each) for name, each in own.items()}, **given})
     except ValueError as error:
         raise UserError(f"--network_weights: cannot be represented here: {error}; parts of one layer of the original "
                         "model have one down matrix here, as in sd-scripts") from None  # fmt: skip
