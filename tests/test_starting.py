@@ -139,7 +139,7 @@ def test_options_that_contradict_each_other_are_told(tmp_path):
     words = ["--dim_from_weights", "--base_weights", str(tmp_path / "no.safetensors"), "--base_weights_multiplier", "1",
              "2", "--network_dim", "4", "--network_args", "conv_dim=4"]  # fmt: skip
     problems = " ".join(load_options(words).problems)
-    for text in ("no file that could say", "no such file", "2 strengths for 1 files", "takes it from the file; give one",
+    for text in ("no file that could say", "no such file", "2 strengths for 1 files", "takes it from the file; give",
                  "conv_dim: dim_from_weights"):  # fmt: skip
         assert text in problems, text
 
