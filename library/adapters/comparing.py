@@ -16,7 +16,7 @@ TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.float16: 1e
 def differences(trained: nn.Module, content: Content, alphas: Mapping[str, float]) -> Iterator[str]:
     """Run each layer on one input, with the weights in memory and with those of the file; say where they differ.
 
-    ``trained`` holds the parts of the pipeline as its children; it is afterwards as it was.
+    ``trained`` holds the parts of the pipeline as its children, not in training; it is afterwards as it was.
     """
     for module in sorted(alphas.keys() ^ content.alphas.keys()):
         yield f"{module} is {'missing' if module in alphas else 'not trained'}"
@@ -26,8 +26,6 @@ def differences(trained: nn.Module, content: Content, alphas: Mapping[str, float
     parameters = {name: parameter for name, parameter in lora.parameters(trained)}
     if parameters.keys() != content.state.keys():
         return
-    was_training = trained.training
-    trained.eval()  # nothing is to be left out
     before = {module: _outputs(trained.get_submodule(module)) for module in common}
     kept = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     try:
@@ -37,7 +35,6 @@ def differences(trained: nn.Module, content: Content, alphas: Mapping[str, float
     finally:
         for name, parameter in parameters.items():
             parameter.copy_(kept[name])
-        trained.train(was_training)
     precision = {tensor.dtype for tensor in content.state.values()}
     tolerance = max(TOLERANCE.get(dtype, 1e-4) for dtype in precision)
     for module, (adapted, plain) in before.items():

@@ -1,5 +1,6 @@
 """Rules across the options about files; no torch."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -8,6 +9,8 @@ from .schema import RunConfig
 
 PICTURES: Mapping[str, str] = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
 """What a thumbnail may be."""
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_OF_UPLOADS = ("huggingface_repo_type", "huggingface_path_in_repo", "huggingface_repo_visibility", "async_upload")
 LARGEST_THUMBNAIL = 2**22
 METADATA = ("title", "author", "description", "license", "tags", "usage_hint", "thumbnail", "merged_from",
             "trigger_phrase", "preprocessor")  # fmt: skip
@@ -41,6 +44,24 @@ def save_conflicts(config: RunConfig, given: frozenset[str]) -> Iterator[tuple[t
     if save.metadata_thumbnail is not None:
         for problem in _thumbnail(Path(save.metadata_thumbnail).expanduser()):
             yield ("metadata_thumbnail",), problem
+
+
+def upload_conflicts(config: RunConfig, given: frozenset[str]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Where files are sent."""
+    save = config.save
+    if save.huggingface_repo_id is None:
+        for name in (
+            "huggingface_repo_type",
+            "huggingface_path_in_repo",
+            "huggingface_repo_visibility",
+            "async_upload",
+        ):
+            if name in given and getattr(save, name):
+                yield (name, "huggingface_repo_id"), "nothing is sent anywhere; name a repository"
+    elif not _REPOSITORY.fullmatch(save.huggingface_repo_id):
+        yield ("huggingface_repo_id",), f"{save.huggingface_repo_id!r} is no repository of the hub; write OWNER/NAME"
+    if ".." in (save.huggingface_path_in_repo or "").split("/"):
+        yield ("huggingface_path_in_repo",), f"{save.huggingface_path_in_repo}: leads out of the repository"
 
 
 def start_conflicts(config: RunConfig, given: frozenset[str]) -> Iterator[tuple[tuple[str, ...], str]]:

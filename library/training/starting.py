@@ -2,10 +2,11 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..adapters import lora
@@ -50,7 +51,8 @@ def read_starts(config: RunConfig, family: Family, model: Detected) -> Starts:
     adapter = config.adapter
     if not adapter.base_weights and adapter.network_weights is None:
         return Starts()
-    parts = parts_of(family, unloaded(model, (family.denoiser, *family.text_lora_prefixes)))
+    pipe = unloaded(model, (family.denoiser, *family.text_lora_prefixes))
+    parts = parts_of(family, pipe)
     problems: list[str] = []
     bases, weights = [], None
     strengths = [*adapter.base_weights_multiplier, *[1.0] * len(adapter.base_weights)]
@@ -65,6 +67,7 @@ def read_starts(config: RunConfig, family: Family, model: Detected) -> Starts:
     if adapter.network_weights is not None:
         weights = _content("network_weights", adapter.network_weights, parts, problems)
         if weights is not None:
+            weights = _without_idle(weights, family, pipe)
             kinds = {update.kind for update in updates_of(weights.state, weights.alphas).values()}
             if kinds != {kind_of(adapter)}:
                 problems.append(f"--network_weights: {adapter.network_weights}: is of kind {'/'.join(sorted(kinds))},"
@@ -82,6 +85,19 @@ def _content(option: str, place: str, parts: Sequence[PartNames], problems: list
         text = str(error)
         problems.append(f"--{option}: {text if text.startswith(place) else f'{place}: {text}'}")
         return None
+
+
+def _without_idle(content: Content, family: Family, pipe: Any) -> Content:
+    """Others give layers a LoRA that no gradient reaches; it is zero, and not missed."""
+    idle = [f"{family.denoiser}.{module}" for module in family.idle_layers(getattr(pipe, family.denoiser))]
+    for part in family.text_lora_prefixes:
+        idle += [f"{part}.{module}" for module in family.idle_text_layers(getattr(pipe, part), part)]
+    gone = {module for module in idle if module in content.alphas
+            and not bool(content.state.get(f"{module}.{STATE[UP]}", torch.ones(1)).any())}  # fmt: skip
+    state = {key: tensor for key, tensor in content.state.items() if not key.startswith(tuple(f"{m}." for m in gone))}
+    return replace(
+        content, state=state, alphas={key: alpha for key, alpha in content.alphas.items() if key not in gone}
+    )
 
 
 def merge_bases(pipe: Any, starts: Starts) -> None:
