@@ -99,9 +99,15 @@ def test_the_magnitude_of_dora_is_the_length_of_each_row():
                                    weight.flatten(1).norm(dim=1))  # fmt: skip
 
 
-def test_boft_says_which_rank_it_cannot_have():
-    with pytest.raises(ConfigError, match=r"--network_dim: 6 does not divide the \d+ inputs of"):
-        trained("sd1", *KINDS["boft"], "--network_dim", "6")
+@pytest.mark.parametrize(("flags", "problem"), [
+    (["--network_dim", "6"], r"--network_dim: 6 does not divide the \d+ inputs of"),
+    (["--network_dim", "5"], "--network_dim: boft needs an even number, and 5 is none"),
+    (["--network_dim", "4", "--network_args", "algo=boft", "network_reg_dims=ff=8"],
+     "--network_args: boft has one size for all layers, and here there are 4, 8"),
+])  # fmt: skip
+def test_boft_says_which_sizes_it_cannot_have(flags, problem):
+    with pytest.raises(ConfigError, match=problem):
+        trained("sd1", *KINDS["boft"], *flags)
 
 
 def test_uniform_numbers_are_uniform_and_independent_of_neighbours():

@@ -1,16 +1,20 @@
 """LoRA files: what is written is right, is what was trained, and never costs an older good file."""
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
-from adapted import kohya
+from adapted import kohya, names_of
 from diffusers import StableDiffusionPipeline
 from safetensors.torch import load_file, save_file
 from test_adapters_lora import CONFIG, TARGETS, call, randomise
+from torch import nn
 
 from library.adapters import lora
+from library.adapters.comparing import differences
 from library.adapters.file import cast, write
+from library.adapters.formats import from_file
 from library.adapters.verify import BrokenFileError, read, verify
 from library.demo import stand_in
 from library.errors import UserError
@@ -184,3 +188,78 @@ def test_a_folder_that_cannot_be_made_is_one_clear_line(tmp_path, tensors):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot be written"):
         write(tmp_path / "file" / "lora.safetensors", tensors, META)
+
+
+def lora_in_memory():
+    """A trained LoRA as a run has it, and what its file holds."""
+    model, tensors = trained()
+    part = names_of(model)
+    return nn.ModuleDict({"unet": model}), from_file(tensors, {}, [part])
+
+
+def test_a_file_does_in_each_layer_what_the_adapter_in_memory_does():
+    holder, content = lora_in_memory()
+    before = {key: tensor.clone() for key, tensor in lora.state(holder).items()}
+    assert not list(differences(holder, content, content.alphas))
+    assert all(torch.equal(before[key], tensor) for key, tensor in lora.state(holder).items())
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_what_a_file_in_half_precision_does_is_near_enough(precision):
+    holder, content = lora_in_memory()
+    assert not list(differences(holder, replace(content, state=cast(content.state, precision)), content.alphas))
+
+
+@pytest.mark.parametrize("fault", ["values", "alpha", "exchanged", "missing", "more"])
+def test_a_file_that_does_something_else_in_one_layer_is_caught(fault):
+    holder, content = lora_in_memory()
+    first, second = [module for module in content.alphas if module.endswith("attn1.to_q")][:2]
+    state, alphas = dict(content.state), dict(content.alphas)
+    match fault:
+        case "values":
+            state[f"{first}.lora_B.weight"] = 1.2 * state[f"{first}.lora_B.weight"]
+        case "alpha":
+            alphas[first] *= 2
+        case "exchanged":
+            one, other = f"{first}.lora_B.weight", f"{first[:-4]}to_k.lora_B.weight"
+            first = f"{first[:-4]}to_"
+            state[one], state[other] = state[other], state[one]
+        case "missing":
+            del alphas[first]
+        case "more":
+            alphas[f"{second}.more"] = 1.0
+            first = f"{second}.more"
+    found = list(differences(holder, replace(content, state=state, alphas=alphas), content.alphas))
+    assert found and all(first in line for line in found)
+
+
+def test_a_file_that_its_check_refuses_gets_no_name(tmp_path, tensors):
+    def refuse(path):
+        assert load_file(path).keys() == tensors.keys()
+        raise BrokenFileError("not what was trained")
+
+    write(tmp_path / "lora.safetensors", tensors, META)
+    before = (tmp_path / "lora.safetensors").read_bytes()
+    with pytest.raises(BrokenFileError, match="not what was trained"):
+        write(tmp_path / "lora.safetensors", tensors, {**META, "ss_v2": "True"}, check=refuse)
+    assert (tmp_path / "lora.safetensors").read_bytes() == before and os.listdir(tmp_path) == ["lora.safetensors"]
+
+
+PIECES = {
+    "loha": ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"), "lokr": ("lokr_w1", "lokr_w2_a", "lokr_w2_b"),
+    "dora": ("lora_down.weight", "lora_up.weight", "dora_scale"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", PIECES)
+def test_files_of_other_kinds_are_looked_at_piece_by_piece(kind, tmp_path):
+    path = tmp_path / "lora.safetensors"
+    whole = {f"lora_unet_a.{end}": torch.ones(2, 2) for end in PIECES[kind]} | {"lora_unet_a.alpha": torch.tensor(1.0)}
+    write(path, whole, META)
+    for end in PIECES[kind]:
+        if end == "dora_scale":  # without it, it is a LoRA
+            continue
+        with pytest.raises(BrokenFileError, match="has no"):
+            write(path, {key: tensor for key, tensor in whole.items() if not key.endswith(f".{end}")}, META)
+    with pytest.raises(BrokenFileError, match="no loader knows this name"):
+        write(path, {**whole, "lora_unet_a.hada_w3": torch.ones(1)}, META)

@@ -34,6 +34,8 @@ def draw_state(name, kind="lora", dtype=torch.float32, seed=0, pipe=None, scale=
     for part in parts:
         model = getattr(pipe, part.name)
         targets = family.lora_targets if part.name == family.denoiser else family.text_lora_targets[part.name]
+        if part.name == "unet" and kind in ("lora", "dora"):
+            targets = (*targets, *family.conv_lora_targets)
         for module in lora.matching(model, targets):
             shape = model.get_submodule(module).weight.shape
             # Several ranks, but one alpha: diffusers mixes up those of a UNet's blocks in sd-scripts' files.

@@ -11,6 +11,8 @@ from test_adapters_formats import draw_state
 from test_run import pictures, train
 from tiny import TINY, stand_in_folder
 
+from library.adapters import lora
+from library.adapters.comparing import differences
 from library.adapters.formats import from_file, to_file
 from library.adapters.updates import updates_of
 from library.config import load_options
@@ -28,8 +30,11 @@ def scene(name, **adapter):
     return tiny, family, RunConfig(adapter=AdapterConfig(**adapter)), detect(tiny.source)
 
 
-def saved(path, name, form, kind="lora", parts=None, **more):
+def saved(path, name, form, kind="lora", parts=None, idle=(), **more):
+    """With an update of zero for what is idle, as other programs write it."""
     state, alphas, every = draw_state(name, kind, **more)
+    state = {key: tensor * (not (key.endswith("lora_B.weight") and any(f".{module}." in key for module in idle)))
+             for key, tensor in state.items()}  # fmt: skip
     if parts is not None:
         state = {key: tensor for key, tensor in state.items() if key.startswith(parts)}
         alphas = {key: alpha for key, alpha in alphas.items() if key.startswith(parts)}
@@ -61,8 +66,12 @@ def test_base_weights_are_in_the_model_at_their_strength(name, form, kind, tmp_p
 @torch.no_grad()
 def test_the_adapter_starts_where_the_file_ends_whatever_its_alphas(name, form, tmp_path):
     path = tmp_path / "lora.safetensors"
-    denoiser = f"{FAMILIES.get(name).denoiser}."
-    state, alphas = saved(path, name, form, parts=denoiser)
+    denoiser, family = f"{FAMILIES.get(name).denoiser}.", FAMILIES.get(name)()
+    idle = family.idle_layers(getattr(TINY[name]().pipe, family.denoiser))
+    state, alphas = saved(path, name, form, parts=denoiser, idle=idle)
+    for module in idle:
+        del alphas[f"{denoiser}{module}"], state[f"{denoiser}{module}.lora_A.weight"]
+        del state[f"{denoiser}{module}.lora_B.weight"]
     tiny, family, config, model = scene(name, network_weights=str(path), dim_from_weights=True)
     starts = read_starts(config, family, model)
     trained, adapter = put_adapters(config, family, tiny.pipe, starts.sizes)
@@ -78,14 +87,17 @@ def test_the_adapter_starts_where_the_file_ends_whatever_its_alphas(name, form, 
 
 def test_a_file_that_does_not_fit_is_told_and_the_way_out(tmp_path):
     path = tmp_path / "lora.safetensors"
-    saved(path, "sd1", "kohya")
-    tiny, family, config, model = scene("sd1", network_weights=str(path), network_dim=4)
+    saved(path, "sd1", "kohya", parts="unet.")
+    tiny, family, config, model = scene("sd1", network_weights=str(path), network_dim=4,
+                                        network_args=("conv_dim=4",))  # fmt: skip
     starts = read_starts(config, family, model)
     with pytest.raises(ConfigError) as error:
         start_from(*put_adapters(config, family, tiny.pipe, starts.sizes), starts)
     assert "has rank 3 in it and 4 here; add dim_from_weights" in str(error.value) and "... and" in str(error.value)
+    saved(path, "sd1", "kohya")
+    starts = replace(read_starts(config, family, model), decides_sizes=True)
     with pytest.raises(ConfigError, match="it trains text_encoder"):
-        put_adapters(config, family, TINY["sd1"]().pipe, replace(starts, decides_sizes=True).sizes)
+        put_adapters(config, family, TINY["sd1"]().pipe, starts.sizes)
     tiny, family, config, model = scene("sd1", network_weights=str(path), network_args=("use_dora=True",))
     with pytest.raises(ConfigError, match="is of kind lora, and dora is to be trained"):
         read_starts(config, family, model)
@@ -103,11 +115,32 @@ def test_parts_that_share_a_matrix_here_cannot_start_with_several(tmp_path):
         start_from(*put_adapters(config, family, tiny.pipe, starts.sizes), starts)
 
 
+@torch.no_grad()
+def test_a_file_without_some_of_the_parts_that_share_a_matrix_is_a_start(tmp_path):
+    """As files of sd-scripts have them whose queries learnt nothing."""
+    path, tiny, family = tmp_path / "lora.safetensors", TINY["flux"](), FAMILIES.get("flux")()
+    source, adapter = put_adapters(RunConfig(adapter=AdapterConfig(network_dim=3)), family, tiny.pipe)
+    for name, parameter in lora.parameters(source):
+        parameter.normal_() if "lora_B" in name and not name.endswith("to_q.lora_B.weight") else None
+    parts = parts_of(family, tiny.pipe)
+    save_file(to_file(lora.state(source), adapter.alphas, parts, "kohya")[0], path)
+    content = from_file(load_file(path), {}, parts)
+    assert len(content.alphas) < len(adapter.alphas)
+    assert not list(differences(source, content, adapter.alphas))
+
+    other, family, config, model = scene("flux", network_weights=str(path), network_dim=3)
+    trained, sizes = put_adapters(replace(config, train=replace(config.train, seed=5)), family, other.pipe)
+    start_from(trained, sizes, read_starts(config, family, model))
+    for (name, one), (_, two) in zip(lora.parameters(source), lora.parameters(trained), strict=True):
+        assert torch.equal(one, two) or not any(module in name for module in content.alphas), name
+
+
 def test_options_that_contradict_each_other_are_told(tmp_path):
     words = ["--dim_from_weights", "--base_weights", str(tmp_path / "no.safetensors"), "--base_weights_multiplier", "1",
-             "2", "--network_dim", "4"]  # fmt: skip
+             "2", "--network_dim", "4", "--network_args", "conv_dim=4"]  # fmt: skip
     problems = " ".join(load_options(words).problems)
-    for text in ("no file that could say", "no such file", "2 strengths for 1 files", "takes it from the file"):
+    for text in ("no file that could say", "no such file", "2 strengths for 1 files", "takes it from the file; give",
+                 "conv_dim: dim_from_weights"):  # fmt: skip
         assert text in problems, text
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from library.adapters.dropout import Dropout
 from library.config.schema import LossConfig, NoiseConfig
 from library.data.batch import PixelBatch
 from library.demo import stand_in
@@ -82,3 +83,14 @@ def test_places_and_steps_have_numbers_of_their_own_and_a_batch_is_the_sum_of_it
     alone = [task(pixels((place,), [1.0]), step=1) for place in (3, 4)]
     torch.testing.assert_close(together, torch.cat(alone))
     assert not torch.isclose(task(pixels((3,), [1.0]), step=2), alone[0])
+
+
+def test_what_an_adapter_leaves_out_is_a_function_of_step_and_place(task):
+    task.dropout = Dropout(0.5, 0, 0)
+    task(pixels((0, 1, 2), [1.0, 1.0, 1.0]), step=5)
+    whole = task.dropout.keys
+    assert len(set(whole.tolist())) == 3
+    task(pixels((2,), [1.0]), step=5)
+    assert task.dropout.keys.tolist() == whole[2:].tolist()
+    task(pixels((2,), [1.0]), step=6)
+    assert task.dropout.keys.tolist() != whole[2:].tolist()

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from . import lora
 from .formats import Content
+from .updates import STATE, UP
 
 TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 """How far the update of a layer may be off, as a share of itself, in a file of this precision."""
@@ -16,28 +17,29 @@ TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.float16: 1e
 def differences(trained: nn.Module, content: Content, alphas: Mapping[str, float]) -> Iterator[str]:
     """Run each layer on one input, with the weights in memory and with those of the file; say where they differ.
 
-    ``trained`` holds the parts of the pipeline as its children; it is afterwards as it was.
+    ``trained`` holds the parts of the pipeline as its children, not in training; it is afterwards as it was.
     """
+    parameters = {name: parameter for name, parameter in lora.parameters(trained)}
+    ups = {module: parameters.get(f"{module}.{STATE[UP]}") for module in alphas}
     for module in sorted(alphas.keys() ^ content.alphas.keys()):
-        yield f"{module} is {'missing' if module in alphas else 'not trained'}"
+        # What does nothing cannot be told from what is not there, in a file that has one LoRA for several modules.
+        if module not in alphas or (up := ups[module]) is None or bool(up.any()):
+            yield f"{module} is {'missing' if module in alphas else 'not trained'}"
     common = [module for module in alphas if module in content.alphas]
     yield from (f"{module} has alpha {content.alphas[module]:g} and not {alphas[module]:g}" for module in common
                 if abs(content.alphas[module] - alphas[module]) > 1e-6 * alphas[module])  # fmt: skip
-    parameters = {name: parameter for name, parameter in lora.parameters(trained)}
-    if parameters.keys() != content.state.keys():
+    if strangers := sorted(content.state.keys() - parameters.keys()):
+        yield f"{strangers[0]} is not trained"
         return
-    was_training = trained.training
-    trained.eval()  # nothing is to be left out
     before = {module: _outputs(trained.get_submodule(module)) for module in common}
     kept = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     try:
-        for name, parameter in parameters.items():
-            parameter.copy_(content.state[name])
+        for name, tensor in content.state.items():
+            parameters[name].copy_(tensor)
         after = {module: _outputs(trained.get_submodule(module))[0] for module in common}
     finally:
         for name, parameter in parameters.items():
             parameter.copy_(kept[name])
-        trained.train(was_training)
     precision = {tensor.dtype for tensor in content.state.values()}
     tolerance = max(TOLERANCE.get(dtype, 1e-4) for dtype in precision)
     for module, (adapted, plain) in before.items():

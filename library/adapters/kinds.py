@@ -13,7 +13,6 @@ from peft import BOFTConfig, LoHaConfig, LoKrConfig, LoraConfig, OFTConfig, Peft
 from torch import nn
 
 from ..config.network_args import NetworkArguments
-from ..errors import ConfigError
 from ..randomness import seed_for
 
 MARKS = r"\.(?:lora_[AB]|lora_magnitude_vector|hada_[wt]\d|lokr_[wt]\d|oft_R|boft_[Rs])(?:_[ab])?(?:\.|$)"
@@ -56,7 +55,8 @@ def _settings(
 ) -> Iterator[PeftConfig]:
     targets = _any_of(sizes)
     if kind == "boft":
-        yield BOFTConfig(boft_block_size=_block_size(model, sizes), target_modules=targets)
+        (size,) = {size.rank for size in sizes.values()}
+        yield BOFTConfig(boft_block_size=size, target_modules=targets)
         return
     if kind == "oft":
         for blocks, names in _by_value({name: _blocks(model, name, size.rank) for name, size in sizes.items()}):
@@ -100,16 +100,19 @@ def _blocks(model: nn.Module, name: str, wanted: int) -> int:
     return max(count for count in range(1, min(wanted, inputs) + 1) if inputs % count == 0)
 
 
-def _block_size(model: nn.Module, sizes: Mapping[str, Size]) -> int:
-    """BOFT has one size of blocks for all layers: the rank."""
-    (size,) = {size.rank for size in sizes.values()}
-    odd = [name for name in sizes if _inputs(model.get_submodule(name)) % size]
-    if size % 2:
-        raise ConfigError([f"--network_dim: boft needs an even number, and {size} is none"])
-    if odd:
-        inputs = _inputs(model.get_submodule(odd[0]))
-        raise ConfigError([f"--network_dim: {size} does not divide the {inputs} inputs of {odd[0]}, as boft needs it"])
-    return size
+def unfit(model: nn.Module, kind: str, sizes: Mapping[str, Size]) -> list[str]:
+    """Why adapters of these sizes cannot be put into a model: BOFT has one size of blocks for all its layers."""
+    if kind != "boft" or not sizes:
+        return []
+    found = sorted({size.rank for size in sizes.values()})
+    if len(found) > 1:
+        return [f"--network_args: boft has one size for all layers, and here there are {', '.join(map(str, found))}"]
+    if found[0] % 2:
+        return [f"--network_dim: boft needs an even number, and {found[0]} is none"]
+    inputs = {name: _inputs(model.get_submodule(name)) for name in sizes}
+    odd = [name for name, count in inputs.items() if count % found[0]]
+    return [f"--network_dim: {found[0]} does not divide the {inputs[odd[0]]} inputs of {odd[0]}, as boft needs it"
+            ] if odd else []  # fmt: skip
 
 
 def _start(layer: Any, name: str, seed: int) -> None:

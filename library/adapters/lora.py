@@ -15,7 +15,7 @@ from ..config.network_args import LORAS, arguments_of, kind_of
 from ..config.schema import AdapterConfig
 from ..errors import ConfigError
 from .keys import clean
-from .kinds import MARKS, Size, put_in
+from .kinds import MARKS, Size, put_in, unfit
 from .layouts import LAYOUTS, Group, groups
 from .sites import Part, Site, matching, sites_of
 from .sizing import sizes_of
@@ -63,8 +63,10 @@ def put(
     new weights are float32 whatever the model is.
     """
     kind = kind_of(config)
-    sites, wanted = chosen(parts, config, family)
-    if given is not None:
+    if given is None:
+        sites, wanted = chosen(parts, config, family)
+    else:
+        sites = [site for part in parts for site in sites_of(part)]
         if strangers := sorted(given.keys() - {site.name for site in sites}):
             raise ConfigError([f"--network_weights: it trains {strangers[0]}, and this run would not"])
         wanted = dict(given)
@@ -86,7 +88,12 @@ def put(
 def chosen(parts: Sequence[Part], config: AdapterConfig, family: str) -> tuple[list[Site], dict[str, Size]]:
     """All sites, and the sizes of those that are to have an adapter; mistakes in ``network_args`` are told."""
     sites = [site for part in parts for site in sites_of(part)]
-    return sites, sizes_of(sites, config, family)
+    sizes = sizes_of(sites, config, family)
+    for part in parts:
+        own = {site.module: sizes[site.name] for site in sites if site.part == part.name and site.name in sizes}
+        if problems := unfit(part.model, kind_of(config), own):
+            raise ConfigError(problems)
+    return sites, sizes
 
 
 def inject(

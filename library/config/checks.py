@@ -6,7 +6,7 @@ from pathlib import Path
 from ..errors import ConfigError
 from . import adapter_rules
 from .objective_rules import contradictions
-from .save_rules import save_conflicts, start_conflicts
+from .save_rules import save_conflicts, start_conflicts, upload_conflicts
 from .schema import DistributedConfig, LogConfig, RunConfig
 from .toml_lines import read_toml
 from .values import Share
@@ -239,4 +239,5 @@ _RULES: tuple[Callable[[RunConfig, Given], Iterator[Conflict]], ...] = (
     _output_name,
     save_conflicts,
     start_conflicts,
+    upload_conflicts,
 )

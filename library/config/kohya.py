@@ -42,7 +42,6 @@ _STATE = _later("states of runs on the hub; --save_state keeps them in output_di
 _DEEPSPEED = _later("DeepSpeed")
 _FP8 = _later("a base model in fp8")
 _BLOCKS = _later("moving blocks between host and device")
-_UPLOAD = _later("uploading; use `hf upload` on the written file")
 _TEXT_MASK = _later("masking the padding of texts; as in diffusers' pipelines, it is read like text")
 _TEXT_DROPOUT = _later("leaving out single text encoders; caption_dropout_rate leaves out captions", 0, 0.0)
 _POSITIONS = _later("other places of pictures in SD3's grid; they are in its middle, as when it draws", 0, 0.0)
@@ -106,11 +105,6 @@ VERDICTS: dict[str, Alias | Refused] = {
     "resume_from_huggingface": _STATE,
     "save_state_to_huggingface": _STATE,
     "metadata_is_negative_embedding": Refused("a LoRA is no embedding"),
-    "huggingface_repo_id": _UPLOAD,
-    "huggingface_repo_type": _UPLOAD,
-    "huggingface_path_in_repo": _UPLOAD,
-    "huggingface_repo_visibility": _UPLOAD,
-    "async_upload": _UPLOAD,
     # transformer families and SDXL
     "disable_mmap_load_safetensors": Refused("safetensors maps files into memory; copy a file from a slow disk first"),
     "blocks_to_swap": _BLOCKS,

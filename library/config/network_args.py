@@ -1,18 +1,16 @@
 """``network_args``: what sd-scripts' network modules take as name=value, read into one typed record; no torch."""
 
-import ast
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..registry import did_you_mean
+from . import argument_forms as forms
 from .schema import AdapterConfig
 
 UNETS = ("sd1", "sd2", "sdxl")
 LORAS = ("lora", "dora")
 RANKED = ("lora", "dora", "loha", "lokr")
-PRESETS = ("cosine", "sine", "linear", "reverse_linear", "zeros")
 
 MODULES = {
     "networks.lora": "lora", "networks.lora_flux": "lora", "networks.lora_sd3": "lora", "networks.loha": "loha",
@@ -29,99 +27,6 @@ ALGORITHMS = {"lora": "lora", "locon": "lora", "dora": "dora", "loha": "loha", "
 """lycoris' names of what is trained."""
 
 
-def _flag(text: str) -> bool:
-    words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-    if text.lower() not in words:
-        raise ValueError("expected True or False")
-    return words[text.lower()]
-
-
-def _number(least: float, most: float = float("inf"), kind: type = float) -> Callable[[str], Any]:
-    def read(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            raise ValueError("expected a whole number" if kind is int else "expected a number") from None
-        if not least <= value <= most:
-            raise ValueError(f"expected {least:g} {'or more' if most == float('inf') else f'to {most:g}'}")
-        return value
-
-    return read
-
-
-_rank = _number(0, kind=int)
-_positive = _number(1e-12)
-_share = _number(0, 0.999)
-
-
-def _list_of(read: Callable[[str], Any], count: int | None = None) -> Callable[[str], tuple[Any, ...]]:
-    def read_all(text: str) -> tuple[Any, ...]:
-        items = tuple(read(item.strip()) for item in text.strip("[]() ").split(",") if item.strip())
-        if not items or count not in (None, len(items)):
-            raise ValueError(f"expected {count or 'some'} values with commas between them")
-        return items
-
-    return read_all
-
-
-def _weights(text: str) -> tuple[float, ...] | str:
-    """Numbers, or the name of a curve with a number that is added, such as ``sine+0.5``."""
-    name, _, base = text.partition("+")
-    if name in PRESETS:
-        _number(0)(base or "0")
-        return text
-    found: tuple[float, ...] = _list_of(_number(0))(text)
-    return found
-
-
-def _patterns(text: str) -> tuple[str, ...]:
-    """One regular expression, or a list of them as in Python."""
-    try:
-        found = ast.literal_eval(text) if text.startswith(("[", "(")) else [text]
-        patterns = tuple(found)
-        for pattern in patterns:
-            re.compile(pattern)
-    except (ValueError, SyntaxError, TypeError, re.error) as error:
-        raise ValueError(f"expected a list of regular expressions such as ['.*ff.*']: {error}") from None
-    return patterns
-
-
-def _by_pattern(read: Callable[[str], Any]) -> Callable[[str], tuple[tuple[str, Any], ...]]:
-    """``pattern=value,pattern=value``."""
-
-    def read_all(text: str) -> tuple[tuple[str, Any], ...]:
-        found = []
-        for item in text.split(","):
-            pattern, equals, value = item.strip().rpartition("=")
-            if not equals:
-                raise ValueError("expected pattern=value, with commas between several")
-            _patterns(f"[{pattern!r}]")
-            found.append((pattern, read(value)))
-        return tuple(found)
-
-    return read_all
-
-
-def _blocks(text: str) -> tuple[tuple[int, int], ...]:
-    """``all``, ``none``, or numbers and ranges such as ``0,3-7``, as pairs of first and last."""
-    if text in ("all", "none"):
-        return ((0, 10**6),) if text == "all" else ()
-    try:
-        ends = [item.strip().partition("-") for item in text.split(",")]
-        return tuple((int(first), int(last) if dash else int(first)) for first, dash, last in ends)
-    except ValueError:
-        raise ValueError("expected all, none, or numbers such as 0,3-7") from None
-
-
-def _one_of(*words: str) -> Callable[[str], str]:
-    def read(text: str) -> str:
-        if text not in words:
-            raise ValueError(f"expected one of {', '.join(words)}")
-        return text
-
-    return read
-
-
 def _arg(
     read: Callable[[str], Any], default: Any = None, families: Sequence[str] = (), kinds: Sequence[str] = ()
 ) -> Any:
@@ -132,53 +37,53 @@ def _arg(
 class NetworkArguments:
     """One field for each name; what belongs to some families or kinds only says so."""
 
-    algo: str = _arg(_one_of(*ALGORITHMS), "lora")
-    use_dora: bool = _arg(_flag, False, kinds=LORAS)
-    dora_wd: bool = _arg(_flag, False, kinds=LORAS)
-    use_rslora: bool = _arg(_flag, False, kinds=LORAS)
-    rs_lora: bool = _arg(_flag, False, kinds=LORAS)
-    factor: int = _arg(_number(-1, kind=int), -1, kinds=("lokr",))
-    decompose_both: bool = _arg(_flag, False, kinds=("lokr",))
-    conv_dim: int | None = _arg(_number(1, kind=int), families=UNETS, kinds=RANKED)
-    conv_alpha: float = _arg(_number(0), 1.0, families=UNETS, kinds=RANKED)
-    rank_dropout: float = _arg(_share, 0.0, kinds=("lora",))
-    module_dropout: float = _arg(_share, 0.0, kinds=("lora",))
-    block_dims: tuple[int, ...] | None = _arg(_list_of(_rank), families=UNETS)
-    block_alphas: tuple[float, ...] | None = _arg(_list_of(_number(0)), families=UNETS, kinds=RANKED)
-    conv_block_dims: tuple[int, ...] | None = _arg(_list_of(_rank), families=UNETS, kinds=RANKED)
-    conv_block_alphas: tuple[float, ...] | None = _arg(_list_of(_number(0)), families=UNETS, kinds=RANKED)
-    down_lr_weight: tuple[float, ...] | str | None = _arg(_weights, families=UNETS)
-    mid_lr_weight: tuple[float, ...] | str | None = _arg(_weights, families=UNETS)
-    up_lr_weight: tuple[float, ...] | str | None = _arg(_weights, families=UNETS)
-    block_lr_zero_threshold: float = _arg(_number(0), 0.0, families=UNETS)
-    loraplus_lr_ratio: float | None = _arg(_positive, kinds=LORAS)
-    loraplus_unet_lr_ratio: float | None = _arg(_positive, kinds=LORAS)
-    loraplus_text_encoder_lr_ratio: float | None = _arg(_positive, kinds=LORAS)
-    network_reg_dims: tuple[tuple[str, int], ...] = _arg(_by_pattern(_rank), ())
-    network_reg_lrs: tuple[tuple[str, float], ...] = _arg(_by_pattern(_number(0)), ())
-    exclude_patterns: tuple[str, ...] = _arg(_patterns, ())
-    include_patterns: tuple[str, ...] = _arg(_patterns, ())
-    train_t5xxl: bool = _arg(_flag, False, families=("flux", "sd3"))
-    train_blocks: str = _arg(_one_of("all", "double", "single"), "all", families=("flux",))
-    train_double_block_indices: tuple[tuple[int, int], ...] | None = _arg(_blocks, families=("flux",))
-    train_single_block_indices: tuple[tuple[int, int], ...] | None = _arg(_blocks, families=("flux",))
-    train_block_indices: tuple[tuple[int, int], ...] | None = _arg(_blocks, families=("sd3",))
-    img_attn_dim: int | None = _arg(_rank, families=("flux",))
-    txt_attn_dim: int | None = _arg(_rank, families=("flux",))
-    img_mlp_dim: int | None = _arg(_rank, families=("flux",))
-    txt_mlp_dim: int | None = _arg(_rank, families=("flux",))
-    img_mod_dim: int | None = _arg(_rank, families=("flux",))
-    txt_mod_dim: int | None = _arg(_rank, families=("flux",))
-    single_dim: int | None = _arg(_rank, families=("flux",))
-    single_mod_dim: int | None = _arg(_rank, families=("flux",))
-    in_dims: tuple[int, ...] | None = _arg(_list_of(_rank, 5), families=("flux",))
-    context_attn_dim: int | None = _arg(_rank, families=("sd3",))
-    context_mlp_dim: int | None = _arg(_rank, families=("sd3",))
-    context_mod_dim: int | None = _arg(_rank, families=("sd3",))
-    x_attn_dim: int | None = _arg(_rank, families=("sd3",))
-    x_mlp_dim: int | None = _arg(_rank, families=("sd3",))
-    x_mod_dim: int | None = _arg(_rank, families=("sd3",))
-    emb_dims: tuple[int, ...] | None = _arg(_list_of(_rank, 6), families=("sd3",))
+    algo: str = _arg(forms.one_of(*ALGORITHMS), "lora")
+    use_dora: bool = _arg(forms.flag, False, kinds=LORAS)
+    dora_wd: bool = _arg(forms.flag, False, kinds=LORAS)
+    use_rslora: bool = _arg(forms.flag, False, kinds=LORAS)
+    rs_lora: bool = _arg(forms.flag, False, kinds=LORAS)
+    factor: int = _arg(forms.number(-1, kind=int), -1, kinds=("lokr",))
+    decompose_both: bool = _arg(forms.flag, False, kinds=("lokr",))
+    conv_dim: int | None = _arg(forms.number(1, kind=int), families=UNETS, kinds=RANKED)
+    conv_alpha: float = _arg(forms.number(0), 1.0, families=UNETS, kinds=RANKED)
+    rank_dropout: float = _arg(forms.share, 0.0, kinds=("lora",))
+    module_dropout: float = _arg(forms.share, 0.0, kinds=("lora",))
+    block_dims: tuple[int, ...] | None = _arg(forms.list_of(forms.rank), families=UNETS)
+    block_alphas: tuple[float, ...] | None = _arg(forms.list_of(forms.number(0)), families=UNETS, kinds=RANKED)
+    conv_block_dims: tuple[int, ...] | None = _arg(forms.list_of(forms.rank), families=UNETS, kinds=RANKED)
+    conv_block_alphas: tuple[float, ...] | None = _arg(forms.list_of(forms.number(0)), families=UNETS, kinds=RANKED)
+    down_lr_weight: tuple[float, ...] | str | None = _arg(forms.weights, families=UNETS)
+    mid_lr_weight: tuple[float, ...] | str | None = _arg(forms.weights, families=UNETS)
+    up_lr_weight: tuple[float, ...] | str | None = _arg(forms.weights, families=UNETS)
+    block_lr_zero_threshold: float = _arg(forms.number(0), 0.0, families=UNETS)
+    loraplus_lr_ratio: float | None = _arg(forms.positive, kinds=LORAS)
+    loraplus_unet_lr_ratio: float | None = _arg(forms.positive, kinds=LORAS)
+    loraplus_text_encoder_lr_ratio: float | None = _arg(forms.positive, kinds=LORAS)
+    network_reg_dims: tuple[tuple[str, int], ...] = _arg(forms.by_pattern(forms.rank), ())
+    network_reg_lrs: tuple[tuple[str, float], ...] = _arg(forms.by_pattern(forms.number(0)), ())
+    exclude_patterns: tuple[str, ...] = _arg(forms.patterns, ())
+    include_patterns: tuple[str, ...] = _arg(forms.patterns, ())
+    train_t5xxl: bool = _arg(forms.flag, False, families=("flux", "sd3"))
+    train_blocks: str = _arg(forms.one_of("all", "double", "single"), "all", families=("flux",))
+    train_double_block_indices: tuple[tuple[int, int], ...] | None = _arg(forms.blocks, families=("flux",))
+    train_single_block_indices: tuple[tuple[int, int], ...] | None = _arg(forms.blocks, families=("flux",))
+    train_block_indices: tuple[tuple[int, int], ...] | None = _arg(forms.blocks, families=("sd3",))
+    img_attn_dim: int | None = _arg(forms.rank, families=("flux",))
+    txt_attn_dim: int | None = _arg(forms.rank, families=("flux",))
+    img_mlp_dim: int | None = _arg(forms.rank, families=("flux",))
+    txt_mlp_dim: int | None = _arg(forms.rank, families=("flux",))
+    img_mod_dim: int | None = _arg(forms.rank, families=("flux",))
+    txt_mod_dim: int | None = _arg(forms.rank, families=("flux",))
+    single_dim: int | None = _arg(forms.rank, families=("flux",))
+    single_mod_dim: int | None = _arg(forms.rank, families=("flux",))
+    in_dims: tuple[int, ...] | None = _arg(forms.list_of(forms.rank, 5), families=("flux",))
+    context_attn_dim: int | None = _arg(forms.rank, families=("sd3",))
+    context_mlp_dim: int | None = _arg(forms.rank, families=("sd3",))
+    context_mod_dim: int | None = _arg(forms.rank, families=("sd3",))
+    x_attn_dim: int | None = _arg(forms.rank, families=("sd3",))
+    x_mlp_dim: int | None = _arg(forms.rank, families=("sd3",))
+    x_mod_dim: int | None = _arg(forms.rank, families=("sd3",))
+    emb_dims: tuple[int, ...] | None = _arg(forms.list_of(forms.rank, 6), families=("sd3",))
 
 
 REFUSED = {

@@ -1,13 +1,17 @@
 """Rules across the options about files; no torch."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from .network_args import kind_of, read_network_args
+from .network_args import given_arguments, kind_of, read_network_args
 from .schema import RunConfig
 
 PICTURES: Mapping[str, str] = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
 """What a thumbnail may be."""
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_SIZES = ("_dim", "_dims", "_alpha", "_alphas", "_patterns", "_indices", "train_blocks")
+_OF_UPLOADS = ("huggingface_repo_type", "huggingface_path_in_repo", "huggingface_repo_visibility", "async_upload")
 LARGEST_THUMBNAIL = 2**22
 METADATA = ("title", "author", "description", "license", "tags", "usage_hint", "thumbnail", "merged_from",
             "trigger_phrase", "preprocessor")  # fmt: skip
@@ -43,6 +47,24 @@ def save_conflicts(config: RunConfig, given: frozenset[str]) -> Iterator[tuple[t
             yield ("metadata_thumbnail",), problem
 
 
+def upload_conflicts(config: RunConfig, given: frozenset[str]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Where files are sent."""
+    save = config.save
+    if save.huggingface_repo_id is None:
+        for name in (
+            "huggingface_repo_type",
+            "huggingface_path_in_repo",
+            "huggingface_repo_visibility",
+            "async_upload",
+        ):
+            if name in given and getattr(save, name):
+                yield (name, "huggingface_repo_id"), "nothing is sent anywhere; name a repository"
+    elif not _REPOSITORY.fullmatch(save.huggingface_repo_id):
+        yield ("huggingface_repo_id",), f"{save.huggingface_repo_id!r} is no repository of the hub; write OWNER/NAME"
+    if ".." in (save.huggingface_path_in_repo or "").split("/"):
+        yield ("huggingface_path_in_repo",), f"{save.huggingface_path_in_repo}: leads out of the repository"
+
+
 def start_conflicts(config: RunConfig, given: frozenset[str]) -> Iterator[tuple[tuple[str, ...], str]]:
     """LoRA files that a run starts from."""
     adapter = config.adapter
@@ -53,6 +75,9 @@ def start_conflicts(config: RunConfig, given: frozenset[str]) -> Iterator[tuple[
                 yield (name,), f"{place}: no such file (looked in {Path(place).expanduser().absolute().parent})"
     if adapter.dim_from_weights and adapter.network_weights is None:
         yield ("dim_from_weights", "network_weights"), "there is no file that could say; name it with network_weights"
+    sizes = [word for word in given_arguments(adapter.network_args) if word.endswith(_SIZES)]
+    if adapter.dim_from_weights and sizes:
+        yield ("network_args", "dim_from_weights"), f"{sizes[0]}: dim_from_weights takes it from the file; leave it out"
     given_sizes = [name for name in ("network_dim", "network_alpha") if name in given]
     if adapter.dim_from_weights and given_sizes:
         yield (given_sizes[0], "dim_from_weights"), "dim_from_weights takes it from the file; give one of the two"

@@ -6,6 +6,7 @@ from typing import Literal
 from .objective_schema import LossConfig as LossConfig
 from .objective_schema import NoiseConfig as NoiseConfig
 from .options import opt
+from .save_schema import SaveConfig as SaveConfig
 from .values import Share, Size
 
 
@@ -258,38 +259,6 @@ class DistributedConfig:
     dynamo_fullgraph: bool = opt(False, "fail where a model cannot be compiled in one piece")
     dynamo_dynamic: bool | None = opt(None, "compile for changing sizes; without it, decided at the first change")
     dynamo_use_regional_compilation: bool = opt(False, "compile the repeated blocks once, not the model as a whole")
-
-
-@dataclass(frozen=True)
-class SaveConfig:
-    """What is written, and when."""
-
-    output_dir: str = opt("output", "folder for LoRA files and previews")
-    output_name: str = opt("lora", "file name without its ending")
-    save_precision: Literal["float", "fp16", "bf16"] | None = opt(None, "precision in the file; without it, as trained")
-    save_format: Literal["auto", "kohya", "diffusers", "comfy"] = opt(
-        "auto", "names in the file: as sd-scripts, diffusers or ComfyUI; auto is what all of them read for the model"
-    )
-    save_every_n_epochs: int | None = opt(None, "save a LoRA file every n epochs", minimum=1)
-    save_every_n_steps: int | None = opt(None, "save a LoRA file every n steps", minimum=1)
-    save_last_n_epochs: int | None = opt(
-        None, "of the files of save_every_n_epochs only the last n are kept", minimum=1
-    )
-    save_last_n_steps: int | None = opt(
-        None, "of the files of save_every_n_steps only those of the last n steps are kept", minimum=1
-    )
-    training_comment: str | None = opt(None, "remark kept in the file's metadata")
-    no_metadata: bool = opt(False, "write only the metadata that loaders need")
-    metadata_title: str | None = opt(None, "title in the file's metadata; without it, output_name")
-    metadata_author: str | None = opt(None, "author in the file's metadata")
-    metadata_description: str | None = opt(None, "description in the file's metadata")
-    metadata_license: str | None = opt(None, "license in the file's metadata")
-    metadata_tags: str | None = opt(None, "tags in the file's metadata, with commas between them")
-    metadata_usage_hint: str | None = opt(None, "how to use the LoRA, in the file's metadata")
-    metadata_thumbnail: str | None = opt(None, "picture of up to 4 MiB that is put into the file's metadata")
-    metadata_merged_from: str | None = opt(None, "what was merged into the LoRA, in the file's metadata")
-    metadata_trigger_phrase: str | None = opt(None, "words that call the LoRA, in the file's metadata")
-    metadata_preprocessor: str | None = opt(None, "what pictures have to go through, in the file's metadata")
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from ..adapters.verify import BrokenFileError, read
 from ..data.prepare import Prepared
 from ..data.told import told as told_of_data
 from ..families.sampling import evaluating
+from ..families.upload import Upload
 from ..optim.optimizers import weights_as_used
 from ..randomness import seed_for
 from .loop import Run
@@ -43,6 +44,7 @@ class Export:
         self.adapter, self.prepared, self.ranks, self.started_at = adapter, prepared, ranks, started_at
         self.written: list[Path] = []
         self.kept: Retention | None = None
+        self.upload: Upload | None = None
         self.data: dict[str, str] = {}
         self.model: dict[str, str] = {}
 
@@ -88,7 +90,16 @@ class Export:
             with run.average.in_place():
                 self._save_one(run, paths[1])
         self.written.append(paths[0])
+        run.strategy.on_main(lambda: self._send(paths, is_last=run.state.step >= run.plan.steps))
         return paths
+
+    def _send(self, paths: list[Path], is_last: bool) -> None:
+        """To the hub; what was sent before is there before the next, so that no old file goes too early."""
+        if self.upload is not None:
+            self.upload.settle()
+            self.upload.send(paths)
+            if is_last:
+                self.upload.settle()
 
     def rehearse(self, run: Run) -> None:
         """Raise before anything is trained if what is trained cannot be written in the format that is asked for.
@@ -98,7 +109,15 @@ class Export:
         if not run.config.save.no_metadata:
             self.data = told_of_data(self.prepared.manifest, self.prepared.placements, self.ranks)
             self.model = model_told(run.config.model)
+        if run.config.save.huggingface_repo_id is not None:
+            self.upload = Upload(run.config.save, run.config.save.huggingface_repo_id)
+            self.upload.open()
         form = self._tensors(run, run.strategy.unwrapped(run.adapter))[2]
+        if form != "diffusers" and run.task.family.denoiser == "unet" and len(set(self.adapter.alphas.values())) > 1:
+            logger.warning(
+                "diffusers, as of 0.42, mixes up alphas that differ between the blocks of a UNet when it reads "
+                "such files; for diffusers, convert them: python -m library convert IN OUT --to diffusers"
+            )
         logger.info("LoRA files are written as %s does", {"kohya": "sd-scripts", "comfy": "ComfyUI"}.get(form, form))
 
     def _save_one(self, run: Run, path: Path) -> None:

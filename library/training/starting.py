@@ -2,11 +2,12 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..adapters import lora
 from ..adapters.formats import Content, from_file
@@ -50,7 +51,8 @@ def read_starts(config: RunConfig, family: Family, model: Detected) -> Starts:
     adapter = config.adapter
     if not adapter.base_weights and adapter.network_weights is None:
         return Starts()
-    parts = parts_of(family, unloaded(model, (family.denoiser, *family.text_lora_prefixes)))
+    pipe = unloaded(model, (family.denoiser, *family.text_lora_prefixes))
+    parts = parts_of(family, pipe)
     problems: list[str] = []
     bases, weights = [], None
     strengths = [*adapter.base_weights_multiplier, *[1.0] * len(adapter.base_weights)]
@@ -65,6 +67,7 @@ def read_starts(config: RunConfig, family: Family, model: Detected) -> Starts:
     if adapter.network_weights is not None:
         weights = _content("network_weights", adapter.network_weights, parts, problems)
         if weights is not None:
+            weights = _without_idle(weights, family, pipe)
             kinds = {update.kind for update in updates_of(weights.state, weights.alphas).values()}
             if kinds != {kind_of(adapter)}:
                 problems.append(f"--network_weights: {adapter.network_weights}: is of kind {'/'.join(sorted(kinds))},"
@@ -82,6 +85,19 @@ def _content(option: str, place: str, parts: Sequence[PartNames], problems: list
         text = str(error)
         problems.append(f"--{option}: {text if text.startswith(place) else f'{place}: {text}'}")
         return None
+
+
+def _without_idle(content: Content, family: Family, pipe: Any) -> Content:
+    """Others give layers a LoRA that no gradient reaches; it is zero, and not missed."""
+    idle = [f"{family.denoiser}.{module}" for module in family.idle_layers(getattr(pipe, family.denoiser))]
+    for part in family.text_lora_prefixes:
+        idle += [f"{part}.{module}" for module in family.idle_text_layers(getattr(pipe, part), part)]
+    gone = {module for module in idle if module in content.alphas
+            and not bool(content.state.get(f"{module}.{STATE[UP]}", torch.ones(1)).any())}  # fmt: skip
+    state = {key: tensor for key, tensor in content.state.items() if not key.startswith(tuple(f"{m}." for m in gone))}
+    return replace(
+        content, state=state, alphas={key: alpha for key, alpha in content.alphas.items() if key not in gone}
+    )
 
 
 def merge_bases(pipe: Any, starts: Starts) -> None:
@@ -110,11 +126,13 @@ def start_from(trained: nn.Module, adapter: Adapter, starts: Starts) -> None:
                             "dim_from_weights, or change network_dim")  # fmt: skip
     if problems:
         raise ConfigError([*problems[:3], *([f"... and {len(problems) - 3} more"] if len(problems) > 3 else [])])
-    state = dict(lora.state(trained))
+    own, given = lora.state(trained), dict[str, Tensor]()
     for module, update in updates.items():
-        state |= dict(named(module, _of_alpha(update, adapter.sizes[module].alpha), STATE))
+        given |= dict(named(module, _of_alpha(update, adapter.sizes[module].alpha), STATE))
+    # What the file does not hold keeps its start, but for a matrix that it shares with what the file holds.
+    shared = {id(own[name]): tensor for name, tensor in given.items() if name in own}
     try:
-        lora.load_state(trained, state)
+        lora.load_state(trained, {**{name: shared.get(id(each), each) for name, each in own.items()}, **given})
     except ValueError as error:
         raise UserError(f"--network_weights: cannot be represented here: {error}; parts of one layer of the original "
                         "model have one down matrix here, as in sd-scripts") from None  # fmt: skip

@@ -53,14 +53,15 @@ def trained_text_parts(config: RunConfig, facts: Facts) -> tuple[str, ...]:
     return tuple(part for part in parts if not config.optim.text_encoder_lr or rate_of(part, config.optim, facts))
 
 
-def parts_of(config: RunConfig, family: Family, pipe: Any) -> list[lora.Part]:
-    """The parts of the pipeline that get an adapter."""
+def parts_of(config: RunConfig, family: Family, pipe: Any, *, every_layer: bool = False) -> list[lora.Part]:
+    """The parts of the pipeline that get an adapter, with the layers that are asked for, or all that could be."""
     parts = []
     if config.adapter.trains_denoiser:
         denoiser, arguments = getattr(pipe, family.denoiser), arguments_of(config.adapter)
-        outside = arguments.in_dims or arguments.emb_dims
-        targets = (*family.lora_targets, *(family.conv_lora_targets if arguments.conv_dim is not None else ()),
-                   *(family.outer_lora_targets(denoiser) if outside is not None else ()))  # fmt: skip
+        has_wide = every_layer or arguments.conv_dim is not None
+        has_outside = every_layer or (arguments.in_dims or arguments.emb_dims) is not None
+        targets = (*family.lora_targets, *(family.conv_lora_targets if has_wide else ()),
+                   *(family.outer_lora_targets(denoiser) if has_outside else ()))  # fmt: skip
         parts.append(lora.Part(family.denoiser, denoiser, targets, family.lora_names, family.lora_prefix,
                                family.idle_layers(denoiser)))  # fmt: skip
     for name in trained_text_parts(config, family.facts):
@@ -88,7 +89,7 @@ def put_adapters(config: RunConfig, family: Family, pipe: Any,
                  given: Mapping[str, lora.Size] | None = None) -> tuple[Trained, lora.Adapter]:  # fmt: skip
     """Give the pipeline its adapters, or those of ``given`` sizes, and make it ready to be trained."""
     _refuse_misfits(config, family.facts)
-    parts = parts_of(config, family, pipe)
+    parts = parts_of(config, family, pipe, every_layer=given is not None)
     denoiser = getattr(pipe, family.denoiser)
     denoiser.requires_grad_(False)
     adapter = lora.put(parts, config.adapter, config.train.seed, family.facts.name, given)
