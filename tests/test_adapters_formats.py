@@ -289,3 +289,15 @@ def test_the_tool_says_what_is_no_lora_and_overwrites_nothing(tmp_path, capsys):
     said = capsys.readouterr().err
     assert "no format 'kohyo'; did you mean kohya?" in said and "is not overwritten" in said and "--fast" in said
     assert not (tmp_path / "out.safetensors").exists()
+
+
+@pytest.mark.parametrize("form, start", [("diffusers", "lora_transformer_transformer_blocks_1_norm1_context_linear"),
+                                         ("comfy", "lora_unet_joint_blocks_1_context_block_adaLN_modulation_1")])  # fmt: skip
+def test_comfyui_gets_shift_and_scale_of_sd3_in_the_order_of_the_original(form, start):
+    """It reads diffusers' name as if the order were the same; a name that it reads later says it right."""
+    state, alphas, parts = draw_state("sd3", scale=0.5)
+    tensors, _ = to_file(state, alphas, parts, form)
+    up = state["transformer.transformer_blocks.1.norm1_context.linear.lora_B.weight"]
+    factor = 0.5 if form == "diffusers" else 1.0
+    assert torch.equal(tensors[f"{start}.lora_up.weight"], factor * torch.cat(up.chunk(2)[::-1]))
+    assert ("transformer.transformer_blocks.1.norm1_context.linear.lora_B.weight" in tensors) == (form == "diffusers")
