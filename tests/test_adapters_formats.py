@@ -291,8 +291,11 @@ def test_the_tool_says_what_is_no_lora_and_overwrites_nothing(tmp_path, capsys):
     assert not (tmp_path / "out.safetensors").exists()
 
 
-@pytest.mark.parametrize("form, start", [("diffusers", "lora_transformer_transformer_blocks_1_norm1_context_linear"),
-                                         ("comfy", "lora_unet_joint_blocks_1_context_block_adaLN_modulation_1")])  # fmt: skip
+LATER = {"diffusers": "lora_transformer_transformer_blocks_1_norm1_context_linear",
+         "comfy": "lora_unet_joint_blocks_1_context_block_adaLN_modulation_1"}  # fmt: skip
+
+
+@pytest.mark.parametrize("form, start", LATER.items())
 def test_comfyui_gets_shift_and_scale_of_sd3_in_the_order_of_the_original(form, start):
     """It reads diffusers' name as if the order were the same; a name that it reads later says it right."""
     state, alphas, parts = draw_state("sd3", scale=0.5)
