@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from adapted import merge, names_of
+from diffusers import UNet2DConditionModel
 from safetensors.torch import load_file, save_file
 from test_adapters_layouts import tiny_denoiser
 from tiny import TINY
@@ -18,7 +19,10 @@ from library.cli import tool
 from library.config.save_rules import unwritable
 from library.errors import UserError
 from library.families import FAMILIES
-from library.training.lora_files import read_lora
+from library.families.detect import detect
+from library.families.empty import empty
+from library.families.unloaded import unloaded
+from library.training.lora_files import identified, read_lora
 from library.training.lora_parts import parts_of
 
 DATA = Path(__file__).parent / "data"
@@ -241,6 +245,31 @@ def test_the_tool_converts_sd_scripts_files_there_and_back_to_the_bit(name, tmp_
         assert (hashes[0] == hashes[1]) == (form == "comfy" and name == "sd15"), "they are those of the new tensors"
 
 
+def test_a_model_of_a_size_of_its_own_is_found_by_its_names_and_by_what_the_file_says():
+    unet = empty(UNet2DConditionModel, {"cross_attention_dim": 24, "block_out_channels": (32, 64), "norm_num_groups": 8,
+                                        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+                                        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D")})  # fmt: skip
+    family = FAMILIES.get("sd1")
+    state, alphas = {}, {}
+    for module in lora.matching(unet, family.lora_targets):
+        for end, size in sizes("lora", unet.get_submodule(module).weight.shape, 2).items():
+            state[f"unet.{module}.{end}"] = torch.ones(size)
+        alphas[f"unet.{module}"] = 1.0
+    tensors, _ = to_file(state, alphas, [names_of(unet)], "kohya")
+    found = identified(tensors, {"modelspec.architecture": "stable-diffusion-v2-512/lora"})
+    assert (found.family, found.is_of_known_size) == ("sd2", False)
+    assert equal(found.content.state, state)
+    built_in = unloaded(detect(None), ("unet",)).unet
+    state = {f"unet.{name}.lora_{end}.weight": torch.ones(2, 2) for name in lora.matching(built_in, family.lora_targets)
+             for end in "AB"}  # fmt: skip
+    alphas = {key.removesuffix(".lora_A.weight"): 1.0 for key in state if "lora_A" in key}
+    for module in alphas:
+        shape = built_in.get_submodule(module.removeprefix("unet.")).weight.shape
+        state |= {f"{module}.{end}": torch.ones(size) for end, size in sizes("lora", shape, 2).items()}
+    found = identified(to_file(state, alphas, [names_of(built_in)], "kohya")[0], {})
+    assert (found.family, found.is_of_known_size) == ("sd1", True)
+
+
 def test_the_tool_says_what_is_no_lora_and_overwrites_nothing(tmp_path, capsys):
     model, adapter = tmp_path / "model.safetensors", tmp_path / "lora.safetensors"
     save_file({"first.weight": torch.ones(2)}, model)
@@ -260,3 +289,18 @@ def test_the_tool_says_what_is_no_lora_and_overwrites_nothing(tmp_path, capsys):
     said = capsys.readouterr().err
     assert "no format 'kohyo'; did you mean kohya?" in said and "is not overwritten" in said and "--fast" in said
     assert not (tmp_path / "out.safetensors").exists()
+
+
+LATER = {"diffusers": "lora_transformer_transformer_blocks_1_norm1_context_linear",
+         "comfy": "lora_unet_joint_blocks_1_context_block_adaLN_modulation_1"}  # fmt: skip
+
+
+@pytest.mark.parametrize("form, start", LATER.items())
+def test_comfyui_gets_shift_and_scale_of_sd3_in_the_order_of_the_original(form, start):
+    """It reads diffusers' name as if the order were the same; a name that it reads later says it right."""
+    state, alphas, parts = draw_state("sd3", scale=0.5)
+    tensors, _ = to_file(state, alphas, parts, form)
+    up = state["transformer.transformer_blocks.1.norm1_context.linear.lora_B.weight"]
+    factor = 0.5 if form == "diffusers" else 1.0
+    assert torch.equal(tensors[f"{start}.lora_up.weight"], factor * torch.cat(up.chunk(2)[::-1]))
+    assert ("transformer.transformer_blocks.1.norm1_context.linear.lora_B.weight" in tensors) == (form == "diffusers")

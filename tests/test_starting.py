@@ -85,6 +85,22 @@ def test_the_adapter_starts_where_the_file_ends_whatever_its_alphas(name, form, 
         torch.testing.assert_close(layer.scaling["default"] * up @ down, expected, rtol=1e-5, atol=1e-5)
 
 
+@torch.no_grad()
+def test_another_alpha_does_not_change_what_the_adapter_starts_with(tmp_path):
+    path = tmp_path / "lora.safetensors"
+    tiny, family, config, model = scene("sd1", network_weights=str(path), network_dim=3, network_alpha=2.0)
+    trained, adapter = put_adapters(config, family, tiny.pipe)
+    source = {name: torch.randn(tensor.shape) for name, tensor in lora.state(trained).items()}
+    alphas = dict.fromkeys(adapter.sizes, 0.7)
+    save_file(to_file(source, alphas, parts_of(family, tiny.pipe), "kohya")[0], path)
+    start_from(trained, adapter, read_starts(config, family, model))
+    for module, update in updates_of(source, alphas).items():
+        layer = trained.get_submodule(module)
+        up, down = layer.lora_B["default"].weight.flatten(1), layer.lora_A["default"].weight.flatten(1)
+        expected = update.scale * update.tensors["up"].flatten(1) @ update.tensors["down"].flatten(1)
+        torch.testing.assert_close(layer.scaling["default"] * up @ down, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_a_file_that_does_not_fit_is_told_and_the_way_out(tmp_path):
     path = tmp_path / "lora.safetensors"
     saved(path, "sd1", "kohya", parts="unet.")

@@ -13,8 +13,9 @@ from ..adapters.verify import BrokenFileError, read
 from ..errors import UserError
 from ..families import FAMILIES
 from ..families.configs import names_of
+from ..families.detect import Detected, detect
 from ..families.known import FACTS
-from .lora_parts import models_of_config, part_names
+from .lora_parts import models_of, part_names
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,11 @@ def identified(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Id
         raise UserError(f"is no LoRA file: it holds {len(tensors)} tensors, and no name is that of an adapter's"
                         + (f"; the first is {first}" if first else ""))  # fmt: skip
     named: Identified | None = None
-    for family, config in _candidates():
-        models = models_of_config(FAMILIES.get(family), config)
+    said = next((family for start, family in _ARCHITECTURES.items()
+                 if metadata.get("modelspec.architecture", "").startswith(start)), None)  # fmt: skip
+    for model in _candidates():
+        family = model.family
+        models = models_of(FAMILIES.get(family), model)
         parts = [part_names(FAMILIES.get(family), name, model) for name, model in models.items()]
         try:
             content = from_file(tensors, metadata, parts)
@@ -60,16 +64,31 @@ def identified(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Id
             continue
         if _fits(content, models):
             return Identified(family, content, parts, metadata, True)
-        named = named or Identified(family, content, parts, metadata, False)
+        if named is None or (named.family != said and family == said):
+            named = Identified(family, content, parts, metadata, False)
     if named is None:
         raise UserError(f"is a LoRA file of a model that is not known here; among its {len(tensors)} keys is {own[0]}")
     return named
 
 
-def _candidates() -> Iterator[tuple[str, str]]:
-    """Published sizes before tiny ones."""
+def _candidates() -> Iterator[Detected]:
+    """Published sizes and the built-in model before tiny ones."""
     every = [(family, config) for family in FACTS for config in names_of(family)]
-    yield from sorted(every, key=lambda one: "tiny" in one[1])
+    published, tiny = (
+        [_of_config(*one) for one in every if ("tiny" in one[1]) == is_tiny] for is_tiny in (False, True)
+    )
+    yield from (*published, detect(None), *tiny)
+
+
+def _of_config(family: str, config: str) -> Detected:
+    return Detected(family, "", 8, kind="random", config=config)
+
+
+_ARCHITECTURES = {
+    "stable-diffusion-v1": "sd1", "stable-diffusion-v2": "sd2", "stable-diffusion-xl": "sdxl",
+    "stable-diffusion-3": "sd3", "flux-1": "flux", "z-image": "z_image", "qwen-image": "qwen_image",
+}  # fmt: skip
+"""What the metadata may say; only asked where no size is known."""
 
 
 def _fits(content: Content, models: Mapping[str, nn.Module]) -> bool:

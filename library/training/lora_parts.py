@@ -16,10 +16,10 @@ def parts_of(family: Family | type[Family], pipe: Any) -> list[PartNames]:
     return [part_names(family, name, module) for name, module in found if isinstance(module, nn.Module)]
 
 
-def models_of_config(family: type[Family], config: str) -> dict[str, nn.Module]:
-    """The same parts of a shipped configuration, without weights."""
+def models_of(family: type[Family], model: Detected) -> dict[str, nn.Module]:
+    """The same parts of a model that is not loaded, without weights."""
     names = _names(family)
-    pipe = unloaded(Detected(family.facts.name, "", 8, kind="random", config=config), names)
+    pipe = unloaded(model, names)
     return {name: getattr(pipe, name) for name in names}
 
 

@@ -129,10 +129,8 @@ def start_from(trained: nn.Module, adapter: Adapter, starts: Starts) -> None:
     own, given = lora.state(trained), dict[str, Tensor]()
     for module, update in updates.items():
         given |= dict(named(module, _of_alpha(update, adapter.sizes[module].alpha), STATE))
-    # What the file does not hold keeps its start, but for a matrix that it shares with what the file holds.
-    shared = {id(own[name]): tensor for name, tensor in given.items() if name in own}
     try:
-        lora.load_state(trained, {**{name: shared.get(id(each), each) for name, each in own.items()}, **given})
+        lora.load_state(trained, {**own, **given})
     except ValueError as error:
         raise UserError(f"--network_weights: cannot be represented here: {error}; parts of one layer of the original "
                         "model have one down matrix here, as in sd-scripts") from None  # fmt: skip
