@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .errors import ConfigError, Stopped, UserError
+from .errors import ConfigError, Crash, Stopped, UserError
+from .traceback_file import sentence, write_traceback
 
 if TYPE_CHECKING:
     from .config.load import Loaded
 
+EXIT_BUG = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 
@@ -33,6 +35,15 @@ def main(argv: Sequence[str]) -> int:
         return stopped.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except Crash as crash:
+        if not crash.is_told:
+            _say_what_broke("train_lora", str(crash))
+        return EXIT_BUG
+    except Exception as error:
+        # Nobody knows the others yet; what breaks so early breaks on all of them.
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            _say_what_broke("train_lora", f"{sentence(error)}\n{write_traceback(error, Path('train_lora.error.txt'))}")
+        return EXIT_BUG
 
 
 def tool(argv: Sequence[str]) -> int:
@@ -55,6 +66,10 @@ def tool(argv: Sequence[str]) -> int:
     except UserError as error:
         print(f"library {name}:\n{_indented(error)}", file=sys.stderr)
         return EXIT_USER_ERROR
+    except Exception as error:
+        report = write_traceback(error, Path(f"library-{name}.error.txt"))
+        _say_what_broke(f"library {name}", f"{sentence(error)}\n{report}")
+        return EXIT_BUG
     _say(text)
     return code
 
@@ -148,5 +163,12 @@ def _say_why_not(error: UserError) -> None:
     print("\n".join(lines), file=sys.stderr, flush=True)
 
 
-def _indented(error: UserError) -> str:
+def _say_what_broke(program: str, text: str) -> None:
+    """The last lines that a user sees: the cause, where, what was kept, what to do."""
+    rank = int(os.environ.get("RANK", "0"))
+    where = f" on rank {rank}" if rank else ""
+    print(f"{program}: ended{where} by an error.\n{_indented(text)}", file=sys.stderr, flush=True)
+
+
+def _indented(error: UserError | str) -> str:
     return "\n".join(f"  {line}" for line in str(error).splitlines())

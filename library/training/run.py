@@ -30,10 +30,12 @@ from . import before_after, state_folder
 from .bad_samples import BadSamples
 from .bundle import read_bundle, replay
 from .caching import Kept, keep_latents, keep_texts
+from .ending import Ending
 from .export import Export
 from .going_on import GoingOn
 from .health import NoMore, Watch
 from .keep_state import KeepState
+from .ladder import Ladder
 from .loop import Ended, Run, Silence, count, train, trainable
 from .metrics import MetricsFile
 from .objective import objective_of
@@ -59,12 +61,18 @@ def run(config: RunConfig, given: frozenset[str] = frozenset()) -> None:
     try:
         with FolderLock(folder, name) as lock:
             strategy.on_main(lambda: _make_ready(folder, name, lock))
-            _run(config, given, strategy, started_at)
+            ending = Ending(strategy, config)
+            try:
+                _run(config, given, strategy, started_at, ending)
+            except Exception as error:
+                if (end := ending.of(error)) is error:
+                    raise
+                raise end from error
     finally:
         strategy.leave()
 
 
-def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, started_at: float) -> None:
+def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, started_at: float, ending: Ending) -> None:
     for line in contradictions_of_this_run(config, given):
         logger.warning("%s", line)
     detected = detect(config.model)
@@ -114,6 +122,9 @@ def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, start
             raise
         except Ended as end:
             raise going_on.stop(job, keeper, end.owed, signals) from None
+        except Exception as error:
+            signals.ignore()
+            raise ending.of(error, job, keeper) from error
     keeper.finish(job)
     job.bad_samples.tell_all()
     strategy.finish()
@@ -202,7 +213,10 @@ def _assemble(
     schedule = schedules.make_schedule(config.optim, plan.steps)
     watch = Watch(config.train.max_bad_steps, Path(config.save.output_dir))
     bad_samples = BadSamples(config.data.max_bad_samples, len({sample.image for sample in prepared.manifest.samples}))
-    job = Run(config, plan, strategy, task, loader, wrapped, groups, optimizer, schedule, watch, bad_samples, Silence())
+    compute_twice = None if config.train.gradient_checkpointing else denoiser.enable_gradient_checkpointing
+    ladder = Ladder(config.train.on_oom == "ladder", compute_twice)
+    job = Run(config, plan, strategy, task, loader, wrapped, groups, optimizer, schedule, watch, ladder, bad_samples,
+              Silence())  # fmt: skip
     if config.optim.ema_decay is not None:
         job.average = RunningAverage(job.parameters, config.optim.ema_decay)
     if callable(getattr(optimizer, "train", None)):  # schedule-free ones have two sets of weights

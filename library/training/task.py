@@ -12,6 +12,7 @@ from ..data.batch import Batch, Cond, Moments, PixelBatch, as_model_input, each_
 from ..data.cache.texts import TextReader
 from ..diffusion.masking import in_latents, mean_loss
 from ..diffusion.objective import Objective
+from ..distributed.memory import phase
 from ..families.base import Family
 from ..randomness import seed_for
 
@@ -47,7 +48,8 @@ class Task:
 
     def __call__(self, pixels: PixelBatch, step: int) -> Tensor:
         """Weighted losses (B,) of a batch in optimizer step ``step``."""
-        batch = self.encode(pixels, step)
+        with phase("encode", pixels):
+            batch = self.encode(pixels, step)
         noised = self.objective.noised(batch.latents, partial(self.generators, step=step, places=batch.places))
         predicted = self.family.predict(self.pipe, self.denoiser, noised.latents, noised.t, batch)
         loss = self.objective.elementwise(predicted, noised)
@@ -59,6 +61,10 @@ class Task:
         if step != self.seen_in:
             self.seen, self.seen_in = [], step
         self.seen.append(seen)
+
+    def forget(self) -> None:
+        """The step comes again from its first micro-batch on."""
+        self.seen_in = -1
 
     @torch.no_grad()
     def encode(self, pixels: PixelBatch, step: int) -> Batch:
