@@ -206,6 +206,19 @@ def test_a_bug_before_anything_is_known_is_told_as_well(tmp_path):
     assert "Traceback" not in text and "load_options" in (tmp_path / "train_lora.error.txt").read_text("utf-8")
 
 
+def ends_while_it_still_speaks() -> int:
+    from library.distributed.signals import Signals
+
+    with Signals() as signals:
+        signals.ignore()
+    os.kill(os.getpid(), signal.SIGTERM)
+    return os.getpid()
+
+
+def test_the_launchers_signal_does_not_cut_off_the_last_words():
+    assert on_ranks(1, ends_while_it_still_speaks)[0] != os.getpid()
+
+
 def test_a_process_that_is_killed_is_named_and_the_others_end(dataset, tmp_path):
     settings = ["--pretrained_model_name_or_path", stand_in_folder(), *flags(dataset, tmp_path, 2)]
     run = started(2, settings, tmp_path, "--max_train_steps", "100000", "--max_data_loader_n_workers", "0")
