@@ -157,9 +157,12 @@ def _say_why_not(error: UserError) -> None:
     rank = int(os.environ.get("RANK", "0"))
     where = f" on rank {rank}" if rank else ""
     count = f"{len(error.problems)} problems:" if isinstance(error, ConfigError) and len(error.problems) > 1 else ""
-    lines = [f"train_lora: stopped{where}. {count}".rstrip(), _indented(error)]
+    _tell(f"train_lora: stopped{where}. {count}".rstrip(), _indented(error))
+
+
+def _tell(*lines: str) -> None:
     if "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by accelerate launch for the programs it starts
-        lines.append("(accelerate launch reports below that this program ended; the cause is told above.)")
+        lines += ("(accelerate launch reports below that this program ended; the cause is told above.)",)
     print("\n".join(lines), file=sys.stderr, flush=True)
 
 
@@ -167,7 +170,7 @@ def _say_what_broke(program: str, text: str) -> None:
     """The last lines that a user sees: the cause, where, what was kept, what to do."""
     rank = int(os.environ.get("RANK", "0"))
     where = f" on rank {rank}" if rank else ""
-    print(f"{program}: ended{where} by an error.\n{_indented(text)}", file=sys.stderr, flush=True)
+    _tell(f"{program}: ended{where} by an error.", _indented(text))
 
 
 def _indented(error: UserError | str) -> str:
