@@ -161,6 +161,7 @@ def _say_why_not(error: UserError) -> None:
 
 
 def _tell(*lines: str) -> None:
+    """The last lines of this program, though not always of what started it."""
     if "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by accelerate launch for the programs it starts
         lines += ("(accelerate launch reports below that this program ended; the cause is told above.)",)
     print("\n".join(lines), file=sys.stderr, flush=True)
