@@ -5,8 +5,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .errors import ConfigError, Stopped, UserError
+from .errors import ConfigError, Crash, Stopped, UserError
+from .traceback_file import sentence, write_traceback
 
+EXIT_BUG = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 
@@ -29,6 +31,15 @@ def main(argv: Sequence[str]) -> int:
         return stopped.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except Crash as crash:
+        if not crash.is_told:
+            _say_what_broke("train_lora", str(crash))
+        return EXIT_BUG
+    except Exception as error:
+        # Nobody knows the others yet; what breaks so early breaks on all of them.
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            _say_what_broke("train_lora", f"{sentence(error)}\n{write_traceback(error, Path('train_lora.error.txt'))}")
+        return EXIT_BUG
 
 
 def tool(argv: Sequence[str]) -> int:
@@ -55,6 +66,10 @@ def tool(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print(f"library {name}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except Exception as error:
+        report = write_traceback(error, Path(f"library-{name}.error.txt"))
+        _say_what_broke(f"library {name}", f"{sentence(error)}\n{report}")
+        return EXIT_BUG
     if text:
         _say(text)
     return code
@@ -125,11 +140,22 @@ def _say_why_not(error: UserError) -> None:
     rank = int(os.environ.get("RANK", "0"))
     where = f" on rank {rank}" if rank else ""
     count = f"{len(error.problems)} problems:" if isinstance(error, ConfigError) and len(error.problems) > 1 else ""
-    lines = [f"train_lora: stopped{where}. {count}".rstrip(), _indented(error)]
+    _tell(f"train_lora: stopped{where}. {count}".rstrip(), _indented(error))
+
+
+def _tell(*lines: str) -> None:
+    """The last lines of this program, though not always of what started it."""
     if "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by accelerate launch for the programs it starts
-        lines.append("(accelerate launch reports below that this program ended; the cause is told above.)")
+        lines += ("(accelerate launch reports below that this program ended; the cause is told above.)",)
     print("\n".join(lines), file=sys.stderr, flush=True)
 
 
-def _indented(error: UserError) -> str:
+def _say_what_broke(program: str, text: str) -> None:
+    """The last lines that a user sees: the cause, where, what was kept, what to do."""
+    rank = int(os.environ.get("RANK", "0"))
+    where = f" on rank {rank}" if rank else ""
+    _tell(f"{program}: ended{where} by an error.", _indented(text))
+
+
+def _indented(error: UserError | str) -> str:
     return "\n".join(f"  {line}" for line in str(error).splitlines())

@@ -10,6 +10,13 @@ class UserError(Exception):
     """Whether another process tells it, so that the user does not read it once for each process."""
 
 
+class Crash(Exception):
+    """An error that nobody foresaw ended the run; the message says what, where, what was kept, and what to do."""
+
+    is_told = False
+    """As for ``UserError``."""
+
+
 class Stopped(Exception):
     """A signal ended the run after a whole step; the message says what was kept and how to go on."""
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 
 FLOORS: list[set[str]] = [
-    {"errors", "registry", "randomness", "log", "durable", "__init__"},
+    {"errors", "registry", "randomness", "log", "durable", "traceback_file", "__init__"},
     {"config"},
     {"data", "diffusion"},
     {"demo"},

@@ -49,7 +49,7 @@ network_dimm = 8
 [learning]
 learning_rate = "1e-4"   # in quotes
 mixed_precision = 'bf61'
-resume = "some/state"
+blocks_to_swap = 4
 lr_warmup_steps = 10
 dataset_config = '{DATA[1]}'
 """,
@@ -59,7 +59,7 @@ dataset_config = '{DATA[1]}'
         f"{path}:2: network_dimm: unknown option; did you mean network_dim?",
         f"{path}:5: learning_rate: expected a number, got the text '1e-4'; write 1e-4 without quotes",
         f"{path}:6: mixed_precision: the text 'bf61' is not one of no, fp16, bf16, fp8",
-        f"{path}:7: resume: not yet: saving and resuming the state of a run; LoRA files are saved",
+        f"{path}:7: blocks_to_swap: not yet: moving blocks between host and device",
         f"{path}:8: lr_warmup_steps: lr_scheduler constant has no warm-up; use lr_scheduler constant_with_warmup",
     ]
 

@@ -86,7 +86,7 @@ def kinds(pictures, known):
 def test_the_bird_comes_where_it_is_asked_for(pipes, known, prompt):
     before, after = (kinds(drawn(pipe, prompt), known) for pipe in pipes)
     assert before.count("bird") == 0
-    assert after.count("bird") == SEEDS
+    assert after.count("bird") >= 0.75 * SEEDS  # a quarter of the demo's steps
 
 
 @pytest.mark.parametrize("prompt", OTHERS)

@@ -225,6 +225,9 @@ class TrainConfig:
     max_bad_steps: int = opt(
         10, "stop after this many steps whose loss or gradient is no number; each of them is left out", minimum=1
     )
+    on_oom: Literal["fail", "ladder"] = opt(
+        "fail", "ladder: where memory does not suffice, cut batches in parts, then turn gradient_checkpointing on"
+    )
     replay: str | None = opt(None, "do the step in this folder again, which was left out before, and stop")
     dry_run: bool = opt(False, "check everything, print the plan, and stop before any model is loaded")
 

@@ -63,6 +63,16 @@ class PixelBatch:
         """In memory that other processes see, too; ``RuntimeError`` when there is no more of it."""
         return self._with_tensors(Tensor.share_memory_)
 
+    def cut(self, size: int) -> list["PixelBatch"]:
+        """The same samples in batches of at most ``size``."""
+        return [self._rows(slice(first, first + size)) for first in range(0, len(self), size)]
+
+    def _rows(self, rows: slice) -> "PixelBatch":
+        part = self._with_tensors(lambda tensor: tensor[rows])
+        cond = None if self.cond is None else {name: value[rows] for name, value in self.cond.items()}
+        return replace(part, cond=cond, captions=self.captions[rows], places=self.places[rows], ids=self.ids[rows],
+                       problems=self.problems if rows.start == 0 else ())  # fmt: skip
+
     def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> "PixelBatch":
         values = [(item.name, getattr(self, item.name)) for item in fields(self)]
         changed: dict[str, Any] = {name: change(value) for name, value in values if isinstance(value, Tensor)}

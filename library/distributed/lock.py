@@ -6,16 +6,14 @@ renewed, does.
 
 import json
 import os
-import socket
 import threading
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import psutil
-
 from ..errors import UserError
+from .processes import Process
 
 SECONDS_BETWEEN_SIGNS = 20.0
 SECONDS_OF_SILENCE = 120.0
@@ -35,8 +33,7 @@ class FolderLock:
         """Take the lock; a run that lives and holds it is a ``UserError``."""
         if self.path.exists():
             self._put_aside()
-        mine = {"host": socket.gethostname(), "pid": os.getpid(), "began": psutil.Process().create_time(),
-                "token": self._token}  # fmt: skip
+        mine = {**Process.own().as_json(), "token": self._token}
         try:
             with self.path.open("x", encoding="utf-8") as file:
                 json.dump(mine, file)
@@ -76,10 +73,9 @@ class FolderLock:
             aside.unlink()
 
     def _lives(self, found: dict[str, Any]) -> bool:
-        if found.get("host") == socket.gethostname():
-            with suppress(psutil.Error):
-                return bool(abs(psutil.Process(found["pid"]).create_time() - found["began"]) < 1)
-            return False
+        process = Process.from_json(found)
+        if process is not None and process.is_here:
+            return process.lives()
         try:
             return self._time_now() - self.path.stat().st_mtime < SECONDS_OF_SILENCE
         except FileNotFoundError:

@@ -31,6 +31,11 @@ class Signals:
         for number, handler in self._before.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
+    def ignore(self) -> None:
+        """A launcher ends all processes as soon as one of them ended; what is still to be said takes seconds only."""
+        if self._before.pop(signal.SIGTERM, None) is not None:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.asked is None:
             self.asked, self._asked_at = number, time.monotonic()

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from ..data.batch import PixelBatch
 from ..errors import UserError
 from .board import Board
+from .flat import FlatGradients
 from .host_copy import LateWord
+from .memory import OutOfMemory, phase
 from .tracker_pictures import hand_over
 from .turns import first_here
 
@@ -205,18 +207,66 @@ class DataParallel:
     def gradients(self, loss_function: LossFunction, work: Sequence[PixelBatch], samples: int, step: int) -> Tensor:
         """Forward and backward of one step; return its loss, the mean over the ``samples`` of all processes."""
         total = torch.zeros((), device=self.device)
+        for batch in work:
+            with self.accelerator.accumulate(self.model):
+                total += self._one_batch(loss_function, batch, samples, step)
+        if not self.accelerator.sync_gradients:
+            raise AssertionError(f"step {step}: {len(work)} micro-batches did not complete an optimizer step")
+        return self._summed(total)
+
+    def gradients_that_fit(
+        self, loss_function: LossFunction, work: Sequence[PixelBatch], samples: int, step: int
+    ) -> Tensor | OutOfMemory:
+        """The same; but when any process is out of memory, all of them learn it, and have no gradients.
+
+        A process that fails in the middle of an exchange would leave the others waiting in it.  So gradients are
+        exchanged after all have said that they have theirs, for which several processes wait for their devices.
+        """
+
+        def of_this_process() -> tuple[Tensor, FlatGradients | None]:
+            total = torch.zeros((), device=self.device)
+            for batch in work:  # of which there may be more than accelerate's accumulate counts
+                with self.accelerator.no_sync(self.model):
+                    total += self._one_batch(loss_function, batch, samples, step)
+            with phase("exchange"):
+                return total, FlatGradients(self.model) if self.size > 1 else None
+
+        found = self.if_it_fits(of_this_process)
+        if isinstance(found, OutOfMemory):
+            return found
+        total, gradients = found
+        if gradients is not None:
+            gradients.become_the_mean(self.size)
+        self.accelerator.sync_gradients = True
+        return self._summed(total)
+
+    def if_it_fits(self, work: Callable[[], T]) -> T | OutOfMemory:
+        """What ``work`` gives, or that it found no memory on some process; in ``work`` nobody waits for others."""
+        failure = result = None
+        try:
+            result = work()
+        except OutOfMemory as error:
+            failure = error.alone()
+        if not self.total(int(failure is not None)):
+            return cast(T, result)
+        del result
+        self.model.zero_grad(set_to_none=True)
+        self.free_memory()
+        return failure or OutOfMemory("another process")
+
+    def _one_batch(self, loss_function: LossFunction, batch: PixelBatch, samples: int, step: int) -> Tensor:
+        """Forward and backward of a micro-batch; its share of the loss."""
         # accelerate divides by the number of micro-steps and DDP takes the mean over processes; both are undone here,
         # because the plan knows the true number of samples in the step and the loss is divided by that, once.
         undo = self.accelerator.gradient_accumulation_steps * self.size
-        for batch in work:
-            with self.accelerator.accumulate(self.model):
-                with self.accelerator.autocast():
-                    share = loss_function(batch, step).sum() / samples
-                self.accelerator.backward(share * undo)
-            total += share.detach()
-        if not self.accelerator.sync_gradients:
-            raise AssertionError(f"step {step}: {len(work)} micro-batches did not complete an optimizer step")
-        # Whether anybody was asked to end the run travels with the loss: no message more, and all know the same.
+        with phase("forward", batch), self.accelerator.autocast():
+            share = loss_function(batch, step).sum() / samples
+        with phase("backward", batch):
+            self.accelerator.backward(share * undo)
+        return share.detach()
+
+    def _summed(self, total: Tensor) -> Tensor:
+        """The sum over all processes; whether anybody was asked to end the run travels with it."""
         asked = total.new_full((), float(self.is_asked()))
         sums: Tensor = self.accelerator.reduce(torch.stack([total, asked]), reduction="sum")
         self._asked.append(LateWord(sums[1]))

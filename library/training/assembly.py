@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,14 @@ from .bad_samples import BadSamples
 from .caching import Kept
 from .groups import groups_of
 from .health import Watch
+from .ladder import Ladder
 from .loop import Run, Silence
 from .objective import objective_of
 from .plan import RunPlan
 from .precision import DTYPES
 from .starting import Starts, start_from
 from .task import Task
-from .trained import described, dropout_of, put_adapters
+from .trained import compute_twice, described, dropout_of, put_adapters
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +90,10 @@ def assemble(
     schedule = schedules.make_schedule(config.optim, plan.steps)
     watch = Watch(config.train.max_bad_steps, Path(config.save.output_dir))
     bad_samples = BadSamples(config.data.max_bad_samples, len({sample.image for sample in prepared.manifest.samples}))
-    job = Run(config, plan, strategy, task, loader, wrapped, groups, optimizer, schedule, watch, bad_samples, Silence())
+    can_save = None if config.train.gradient_checkpointing else partial(compute_twice, trained)
+    ladder = Ladder(config.train.on_oom == "ladder", can_save)
+    job = Run(config, plan, strategy, task, loader, wrapped, groups, optimizer, schedule, watch, ladder, bad_samples,
+              Silence())  # fmt: skip
     if config.adapter.scale_weight_norms is not None:
         job.limit = Limit(trained, adapter, config.adapter.scale_weight_norms)
     if config.optim.ema_decay is not None:

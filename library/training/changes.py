@@ -10,7 +10,7 @@ from ..config.options import flat, options_of
 FREE_GROUPS = {"distributed", "save", "state", "preview", "validate", "log", "cache"}
 """Where and how the work is done, what is written and told."""
 FREE = {
-    *("max_train_steps", "max_train_epochs", "gradient_checkpointing", "max_bad_steps", "replay", "dry_run"),
+    *("max_train_steps", "max_train_epochs", "gradient_checkpointing", "max_bad_steps", "on_oom", "replay", "dry_run"),
     *("max_data_loader_n_workers", "prefetch_factor", "on_bad_data", "max_bad_samples"),
     # batch and pictures are compared themselves, wherever they come from
     *("gradient_accumulation_steps", "train_batch_size", "dataset_config"),

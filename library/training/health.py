@@ -62,6 +62,11 @@ class Watch:
         if all(item.is_left_out or fit(run, item) for item in figures):
             return True
         self.careful_until = run.state.step
+        self.take_back(run)
+        return False
+
+    def take_back(self, run: "Run") -> None:
+        """Make ``run`` what it was when it was remembered."""
         kept = self._copy.give()
         for parameter, value in zip(run.parameters, kept["parameters"], strict=True):
             parameter.data.copy_(value)
@@ -71,7 +76,6 @@ class Watch:
         run.optimizer.load_state_dict(kept["optimizer"])
         run.optimizer.zero_grad(set_to_none=True)
         run.state = replace(self._state)
-        return False
 
     def may_learn_from(self, run: "Run", work: "StepWork", figures: "Figures") -> bool:
         """Whether this step may change the weights, as far as that is known; a bad one is told and counted."""

@@ -45,6 +45,18 @@ class KeepState:
         """Begin to write the state; one process does, for all have the same."""
         if not run.strategy.is_main:
             return
+        self._begin(run, name, owed)
+
+    def save_here(self, run: Run, name: str) -> Path:
+        """Write the state on this process, whichever it is, and wait until it is on disk; talk to nobody."""
+        path = self.folder / f"{name}-state"
+        if path == self.latest or not isinstance(state_folder.facts_of(path), str):
+            return path
+        self._begin(run, name, ())
+        self._end()
+        return path
+
+    def _begin(self, run: Run, name: str, owed: Sequence[str]) -> None:
         self._join()
         if self._error is not None:
             logger.warning("%s; training goes on, and the next state is tried when it is due", self._error)
@@ -76,7 +88,7 @@ class KeepState:
             logger.info("state saved: %s", path)
             self._remove_old(facts["step"], run)
         except (OSError, SafetensorError, UserError) as error:
-            shutil.rmtree(path.with_name(f".{path.name}.new"), ignore_errors=True)
+            state_folder.remove_begun(path)
             why = getattr(error, "strerror", None) or error
             self._error = f"{path}: the state cannot be saved: {why}"
 

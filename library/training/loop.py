@@ -11,14 +11,15 @@ from torch import Tensor, nn
 from ..adapters.norms import Limit
 from ..config import RunConfig
 from ..data.loader import StepLoader, StepWork
+from ..distributed.memory import phase
 from ..distributed.strategy import DataParallel
 from ..optim.average import RunningAverage
 from ..optim.optimizers import Group, learning_rates, set_learning_rates
 from ..optim.schedules import Schedule
 from .bad_samples import BadSamples
 from .health import STEPS_BETWEEN_READINGS, Watch
+from .ladder import Ladder
 from .plan import RunPlan
-from .probe import probe
 from .task import Seen, Task
 
 
@@ -105,6 +106,7 @@ class Run:
     optimizer: Any
     schedule: Schedule
     watch: Watch
+    ladder: Ladder
     bad_samples: BadSamples
     teller: Teller
     average: RunningAverage | None = None
@@ -112,6 +114,8 @@ class Run:
     actions: Sequence[Action] = ()
     state: State = field(default_factory=State)
     is_probed: bool = False
+    work: StepWork | None = None
+    """What the step that is being done consists of."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -132,8 +136,9 @@ def _ran_on(run: Run) -> bool:
     first, unread = run.state.step, list[Figures]()
     run.watch.remember(run)
     for work, waited in _timed(run.loader.steps(first)):
+        run.work = work
         if not run.is_probed:
-            probe(run, work.batches[0])
+            run.ladder.probe(run, work.batches[0])
             run.is_probed = True
         unread.append(_step(run, work, waited))
         run.bad_samples.note(work.problems)
@@ -172,14 +177,15 @@ def _step(run: Run, work: StepWork, waited: float) -> Figures:
     state, strategy = run.state, run.strategy
     factor = run.schedule(state.step)
     set_learning_rates(run.optimizer, [group.rate for group in run.groups], factor)
-    loss = strategy.gradients(run.task, work.batches, work.samples, state.step)
+    loss = run.ladder.gradients(run, work)
     norm = strategy.clip(run.parameters, run.config.optim.max_grad_norm)
     figures = Figures(state.step, loss, norm, {}, tuple(run.task.seen), waited)
     learns = run.watch.may_learn_from(run, work, figures)
     if learns:
-        run.optimizer.step()
-        if run.limit is not None:
-            run.limit()
+        with phase("optimizer"):
+            run.optimizer.step()
+            if run.limit is not None:
+                run.limit()
     run.optimizer.zero_grad(set_to_none=True)
     state.step += 1
     state.samples += work.samples

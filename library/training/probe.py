@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..data.batch import PixelBatch
+from ..distributed.memory import phase
 from ..errors import UserError
 from ..randomness import seed_for
 
@@ -33,10 +34,11 @@ def probe(run: "Run", batch: PixelBatch) -> None:
                 if not bool(item.any()):
                     item.copy_(torch.randn(item.shape, generator=generator) * STIR)
         task = replace(run.task, denoiser=model)
-        with run.strategy.accelerator.autocast():
+        with phase("forward", batch), run.strategy.accelerator.autocast():
             whole = replace(batch, weight=torch.ones_like(batch.weight), mask=None)
             loss = task(whole, run.state.step).mean()
-        loss.backward()  # type: ignore[no-untyped-call]
+        with phase("backward", batch):
+            loss.backward()  # type: ignore[no-untyped-call]
         _judge(float(loss.detach()), {name: item.grad for name, item in weights.items()})
     finally:
         with torch.no_grad():

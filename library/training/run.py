@@ -16,6 +16,7 @@ from ..distributed.signals import Signals
 from ..distributed.strategy import DataParallel
 from ..errors import ConfigError, UserError
 from ..families import FAMILIES
+from ..families.attention import attention_misfit
 from ..families.base import Family
 from ..families.detect import Detected, detect
 from ..families.drawable import undrawable
@@ -25,6 +26,7 @@ from . import before_after, state_folder
 from .assembly import assemble, load
 from .bundle import read_bundle, replay
 from .caching import Kept, keep_latents, keep_texts
+from .ending import Ending
 from .export import Export
 from .going_on import GoingOn
 from .health import NoMore
@@ -55,16 +57,24 @@ def run(config: RunConfig, given: frozenset[str] = frozenset()) -> None:
     try:
         with FolderLock(folder, name) as lock:
             strategy.on_main(lambda: _make_ready(folder, name, lock))
-            _run(config, given, strategy, started_at)
+            ending = Ending(strategy, config)
+            try:
+                _run(config, given, strategy, started_at, ending)
+            except Exception as error:
+                if (end := ending.of(error)) is error:
+                    raise
+                raise end from error
     finally:
         strategy.leave()
 
 
-def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, started_at: float) -> None:
+def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, started_at: float, ending: Ending) -> None:
     for line in contradictions_of_this_run(config, given):
         logger.warning("%s", line)
     detected = detect(config.model)
     logger.info("model family %s: %s", detected.family, detected.reason)
+    if problem := attention_misfit(config.distributed.attn_mode, detected):
+        raise ConfigError([f"--attn_mode: {problem}"])
     family: Family = FAMILIES.get(detected.family)(config.model)
     rehearse(config, family, detected)
     starts = read_starts(config, family, detected)
@@ -95,11 +105,11 @@ def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, start
     going_on.restore(job)
     validation = _validation(config, prepared, Kept(latents, texts))
     told = outline(prepared, plan, strategy.size)
-    _train(job, export, going_on, [*validation, preview], told, [prompt.text for prompt in prompts])
+    _train(job, ending, export, going_on, [*validation, preview], told, [prompt.text for prompt in prompts])
 
 
-def _train(job: Run, export: Export, going_on: GoingOn, looks: Sequence[Validation | Preview], told: str,
-           prompts: Sequence[str]) -> None:  # fmt: skip
+def _train(job: Run, ending: Ending, export: Export, going_on: GoingOn, looks: Sequence[Validation | Preview],
+           told: str, prompts: Sequence[str]) -> None:  # fmt: skip
     """From the first step to the last, with all that is done between steps, and what is told in the end."""
     config, strategy, folder = job.config, job.strategy, Path(job.config.save.output_dir)
     metrics = folder / f"{config.save.output_name}.metrics.jsonl"
@@ -122,6 +132,9 @@ def _train(job: Run, export: Export, going_on: GoingOn, looks: Sequence[Validati
             raise
         except Ended as end:
             raise going_on.stop(job, keeper, end.owed, signals) from None
+        except Exception as error:
+            signals.ignore()
+            raise ending.of(error, job, keeper) from error
     keeper.finish(job)
     job.bad_samples.tell_all()
     strategy.finish()

@@ -5,6 +5,7 @@ It is written under another name, every file to the disk, a list of the files wi
 
 import hashlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -38,7 +39,7 @@ class Found:
 def write(path: Path, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """``path`` is at every moment the old state or the new one; ``OSError`` and ``SafetensorError`` come through."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    new, old = path.with_name(f".{path.name}.new"), path.with_name(f".{path.name}.old")
+    new, old = _begun(path), path.with_name(f".{path.name}.old")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir()
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, new / TENSORS)
@@ -91,9 +92,19 @@ def states(folder: Path, name: str) -> Iterator[Path]:
         return
 
 
+def remove_begun(path: Path) -> None:
+    """What this process had begun to write at ``path``."""
+    shutil.rmtree(_begun(path), ignore_errors=True)
+
+
+def _begun(path: Path) -> Path:
+    """When a run fails, any of its processes may be the one that writes."""
+    return path.with_name(f".{path.name}.{os.getpid()}.new")
+
+
 def remove_leftovers(folder: Path, name: str) -> None:
     """What a run that was killed had begun to write."""
-    for path in folder.glob(f".{name}*-state.new"):
+    for path in folder.glob(f".{name}*-state*.new"):
         shutil.rmtree(path, ignore_errors=True)
 
 

@@ -13,6 +13,7 @@ from ..data.batch import Batch, Cond, Moments, PixelBatch, as_model_input, each_
 from ..data.cache.texts import TextReader
 from ..diffusion.masking import in_latents, mean_loss
 from ..diffusion.objective import Objective
+from ..distributed.memory import phase
 from ..families.base import Family
 from ..randomness import seed_for
 
@@ -53,7 +54,8 @@ class Task:
         if self.dropout is not None:
             keys = [seed_for(self.seed, "dropout", step, place) % 2**62 for place in pixels.places]
             self.dropout.keys = self._here(torch.tensor(keys))
-        batch = self.encode(pixels, step)
+        with phase("encode", pixels):
+            batch = self.encode(pixels, step)
         noised = self.objective.noised(batch.latents, partial(self.generators, step=step, places=batch.places))
         predicted = self.family.predict(self.pipe, self.denoiser, noised.latents, noised.t, batch)
         loss = self.objective.elementwise(predicted, noised)
@@ -65,6 +67,10 @@ class Task:
         if step != self.seen_in:
             self.seen, self.seen_in = [], step
         self.seen.append(seen)
+
+    def forget(self) -> None:
+        """The step comes again from its first micro-batch on."""
+        self.seen_in = -1
 
     def encode(self, pixels: PixelBatch, step: int) -> Batch:
         """Pictures to latents and captions to conditioning, as far as that is not done."""

@@ -94,21 +94,24 @@ def put_adapters(config: RunConfig, family: Family, pipe: Any,
     denoiser.requires_grad_(False)
     adapter = lora.put(parts, config.adapter, config.train.seed, family.facts.name, given)
     trained = Trained(family.denoiser, {family.denoiser: denoiser, **{part.name: part.model for part in parts}})
-    if config.train.gradient_checkpointing:
-        denoiser.enable_gradient_checkpointing()
     for part in parts:
         if part.is_text:
             _without_dropout(part.model)
-            if config.train.gradient_checkpointing:
-                _checkpoint(part.model)
+    if config.train.gradient_checkpointing:
+        compute_twice(trained)
     trained.train()
     return trained, adapter
 
 
-def _checkpoint(encoder: Any) -> None:
-    """Newer versions of transformers have another word for it."""
-    enable = getattr(encoder, "activation_checkpointing_enable", None) or encoder.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
+def compute_twice(trained: Trained) -> None:
+    """Gradient checkpointing, in all that is trained."""
+    for model in trained.children():
+        if model is trained.denoiser:
+            model.enable_gradient_checkpointing()  # type: ignore[operator]
+            continue
+        # newer versions of transformers have another word for it
+        enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
 
 
 def dropout_of(config: AdapterConfig, trained: Trained, adapter: lora.Adapter) -> Dropout | None:

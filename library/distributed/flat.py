@@ -1,0 +1,21 @@
+"""The gradients of a model in one piece of memory, which is exchanged in one go."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+class FlatGradients:
+    """A copy of all gradients; making it may need memory, exchanging it does not."""
+
+    def __init__(self, model: nn.Module):
+        self._gradients = [item.grad for item in model.parameters() if item.grad is not None]
+        self._flat = torch.cat([gradient.reshape(-1) for gradient in self._gradients])
+
+    def become_the_mean(self, processes: int) -> None:
+        """The model's gradients become the mean over all processes."""
+        dist.all_reduce(self._flat)
+        self._flat /= processes
+        parts = torch.split(self._flat, [gradient.numel() for gradient in self._gradients])
+        for gradient, part in zip(self._gradients, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))

@@ -1,0 +1,38 @@
+"""Out of memory, whatever device says it, with the part of a step that it came in."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from accelerate.utils.memory import should_reduce_batch_size
+
+from ..data.batch import PixelBatch
+
+
+class OutOfMemory(Exception):
+    """The device, or the machine, had no memory left for a part of a step."""
+
+    def __init__(self, phase: str, batch: PixelBatch | None = None, reason: str = ""):
+        super().__init__(phase, reason)
+        self.phase, self.batch, self.reason = phase, batch, reason
+
+    def alone(self) -> "OutOfMemory":
+        """The same without the frames that it came through, which hold on to the memory that is missing."""
+        return OutOfMemory(self.phase, self.batch, self.reason)
+
+
+@contextmanager
+def phase(name: str, batch: PixelBatch | None = None) -> Iterator[None]:
+    """Whatever runs out of memory inside becomes ``OutOfMemory`` in this phase; the innermost counts."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, OutOfMemory) or not is_out_of_memory(error):
+            raise
+        raise OutOfMemory(name, batch, str(error).partition("\n")[0]) from None
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Devices have a type for it, the machine's own memory a sentence."""
+    kinds = (OutOfMemory, torch.OutOfMemoryError, MemoryError)
+    return isinstance(error, kinds) or should_reduce_batch_size(error)

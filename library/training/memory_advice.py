@@ -1,0 +1,58 @@
+"""What to tell when memory did not suffice: where it was, and which switch to try next."""
+
+from collections.abc import Iterator
+
+from ..config import RunConfig
+from ..data.batch import PixelBatch
+from ..distributed.memory import OutOfMemory
+
+PHASES = {
+    "encode": "while pictures and captions were encoded",
+    "forward": "in the forward pass",
+    "backward": "in the backward pass",
+    "optimizer": "while the optimizer changed the weights",
+    "exchange": "while gradients were put together for the other processes",
+    "another process": "on another process",
+}
+SHOWN_NAMES = 4
+
+
+def advice(error: Exception, config: RunConfig, step: int | None) -> str:
+    """Lines for a user; ``step`` counts from 0, and without one the run had not begun."""
+    phase, batch, reason = "", None, str(error).partition("\n")[0]
+    if isinstance(error, OutOfMemory):
+        phase, batch, reason = error.phase, error.batch, error.reason
+    when = "before the first step" if step is None else f"in step {step + 1} {PHASES.get(phase, '')}".rstrip()
+    what = f", with {_pictures(batch)}" if batch is not None else ""
+    first, *others = switches(config, phase, len(batch) if batch is not None else 1)
+    rest = f"\nIf that is not enough: {'; '.join(others)}." if others else ""
+    return f"out of memory {when}{what}{f' ({reason})' if reason else ''}.\nTry next: {first}.{rest}"
+
+
+def _pictures(batch: PixelBatch) -> str:
+    height, width = (int(number) for number in batch.frame[0, -2:].tolist())
+    more = f" and {len(batch) - SHOWN_NAMES} more" if len(batch) > SHOWN_NAMES else ""
+    count = "1 picture" if len(batch) == 1 else f"{len(batch)} pictures"
+    return f"{count} of {width}x{height}: {', '.join(batch.ids[:SHOWN_NAMES])}{more}"
+
+
+def switches(config: RunConfig, phase: str, pictures: int) -> Iterator[str]:
+    """Settings that save memory and are not set yet: first those that cost nothing, last those that change the LoRA."""
+    cache, train = config.cache, config.train
+    if phase == "encode" and cache.vae_batch_size > 1:
+        yield "--vae_batch_size 1"
+    if phase == "encode" and cache.text_encoder_batch_size > 1:
+        yield "--text_encoder_batch_size 1"
+    if not cache.latents:
+        yield "--cache_latents, after which the VAE is not needed"
+    if not cache.texts:
+        yield "--cache_text_encoder_outputs, after which the text encoders are not needed"
+    if config.distributed.mixed_precision == "no":
+        yield "--mixed_precision bf16"
+    if train.on_oom == "fail" and pictures > 1 and phase != "optimizer":
+        yield "--on_oom ladder, which cuts batches in parts as far as needed, with the same result"
+    if not train.gradient_checkpointing:
+        yield "--gradient_checkpointing, which computes activations twice"
+    if config.optim.optimizer_type.lower() in ("adamw", "adam"):
+        yield "--optimizer_type AdamW8bit"
+    yield "a smaller resolution in the dataset file, or a smaller --network_dim"
