@@ -242,3 +242,18 @@ def with_a_full_disk(*words: str) -> str:
 
     state_folder.save_file = save
     return told(*words)
+
+
+def test_other_numbers_of_processes_go_on_with_the_same_pictures(dataset, tmp_path):
+    """Two, then one, then four, with as many pictures in a step; sums are rounded in another order, and no more."""
+    more = ["--optimizer_type", "SGD", "--lr_scheduler", "constant", "--lr_warmup_steps", "0", "--learning_rate", "0.5",
+            "--gradient_accumulation_steps", "1"]  # fmt: skip
+    on_ranks(2, train, *flags(dataset, tmp_path / "2", *more, "--train_batch_size", "2"))
+    folder = tmp_path / "2"
+    for ranks, batch, step in ((1, "4", 3), (4, "1", 6)):
+        folder = cut(folder, tmp_path / str(ranks), step)
+        on_ranks(ranks, train, *flags(dataset, folder, *more, "--train_batch_size", batch, "--auto_resume"))
+    one, other = (load_file(path / "lora.safetensors") for path in (tmp_path / "2", folder))
+    assert max(float((one[key] - other[key]).abs().max() / one[key].abs().max().clamp_min(1e-12)) for key in one) < 1e-6
+    assert [line["epoch"] for line in figures(folder) if "epoch" in line] == [
+        line["epoch"] for line in figures(tmp_path / "2") if "epoch" in line]  # fmt: skip

@@ -69,7 +69,7 @@ VERDICTS: dict[str, Alias | Refused] = {
     "cache_info": Refused("cannot be switched off: what was found out about pictures is kept", (True, False)),
     "debug_dataset": Refused("use --dry_run to see what would be trained"),
     # pictures
-    "weighted_captions": _later("weights inside captions, such as (tag:1.3)"),
+    "weighted_captions": Refused("captions are text; (tag:1.3) is read as it is written, as the encoders were trained"),
     "face_crop_aug_range": Refused("cut faces out beforehand; the file names of face_crop are not read"),
     # loop
     "initial_epoch": Refused("a resumed run knows where it was"),
