@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from .. import __version__
@@ -50,7 +51,8 @@ def write_bundle(run: "Run", work: "StepWork", loss: float, gradient_norm: float
             words.append({"captions": batch.captions, "places": batch.places, "ids": batch.ids})
         save_file(tensors, own / "batches.safetensors")
         adapter = lora.state(run.strategy.unwrapped(run.adapter))
-        save_file({name: tensor.contiguous() for name, tensor in adapter.items()}, own / "adapter.safetensors")
+        # Modules may share a matrix in memory, and a file has it once for each of them.
+        save_file({name: tensor.clone() for name, tensor in adapter.items()}, own / "adapter.safetensors")
         facts = {
             "step": run.state.step,
             "samples": work.samples,
@@ -64,8 +66,8 @@ def write_bundle(run: "Run", work: "StepWork", loss: float, gradient_norm: float
         }
         (own / "step.json").write_text(json.dumps(facts, indent=1, ensure_ascii=False), "utf-8")
         (own / "run.toml").write_text(to_toml(run.config), "utf-8")
-    except OSError as error:
-        logger.warning("%s: cannot be written: %s", own, error.strerror)
+    except (OSError, SafetensorError) as error:
+        logger.warning("%s: cannot be written: %s", own, getattr(error, "strerror", None) or error)
     return own
 
 
