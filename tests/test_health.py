@@ -71,6 +71,7 @@ def test_a_bad_step_on_one_rank_is_left_out_on_all(dataset, tmp_path, ranks, bat
     lines = [line for line in read_lines(tmp_path / "bad.metrics.jsonl") if "loss/current" in line]
     assert [line["step"] for line in lines] == list(range(1, 15))
     assert [line["step"] for line in lines if line["loss/current"] is None] == [SPOILT + 1]
+    assert not [line["step"] for line in lines if line["loss/average"] is None], "a mean of the steps that were left"
 
 
 def test_taking_steps_back_gives_what_watching_each_step_gives(dataset, tmp_path):
@@ -104,6 +105,17 @@ def test_a_bundle_is_played_again(dataset, tmp_path):
 
     assert "step 3 of" in text and text.count(": loss 0.") + text.count(": loss 1.") == 4
     assert "gradients: 0 of" in text  # the loss was spoilt from outside
+
+
+def test_a_bundle_holds_modules_that_share_a_matrix(dataset, tmp_path):
+    """As queries, keys and values of FLUX.1 do; such tensors cannot be written as they are."""
+    flags = ("--dataset_config", str(dataset), "--pretrained_model_name_or_path", "random:flux:tiny", "--network_dim",
+             "2", "--max_train_steps", "3", "--train_batch_size", "2", "--output_dir", str(tmp_path))  # fmt: skip
+    on_ranks(1, train_with_a_spoilt_step, 0, 1, False, *flags)
+
+    assert (tmp_path / "lora.safetensors").is_file()
+    text = on_ranks(1, told, tmp_path, *flags, "--replay", str(tmp_path / "bad-step00000002" / "rank0"))[0]
+    assert "step 2 of" in text and "gradients: 0 of" in text
 
 
 def told(folder: Path, *flags: str) -> str:

@@ -16,7 +16,7 @@ class MetricsFile:
     def __init__(self, path: Path, from_step: int):
         self.path, self.works = path, True
         self.losses: list[float] = []
-        """Those of the steps before, in a run that goes on."""
+        """Those of the steps before, in a run that goes on, but for steps that were left out."""
         self._guarded(lambda: self._begin(from_step))
 
     def add(self, step: int, figures: Mapping[str, Any]) -> None:
@@ -28,8 +28,7 @@ class MetricsFile:
 
     def _begin(self, from_step: int) -> None:
         kept = [line for line in read_lines(self.path) if line["step"] <= from_step] if from_step else []
-        self.losses = [math.nan if line["loss/current"] is None else line["loss/current"] for line in kept
-                       if "loss/current" in line]  # fmt: skip
+        self.losses = [line["loss/current"] for line in kept if line.get("loss/current") is not None]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         new = self.path.with_name(self.path.name + ".new")
         new.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept), "utf-8")

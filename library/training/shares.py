@@ -1,5 +1,6 @@
 """Losses of single pictures, told apart by how much noise there was, by bucket and by dataset."""
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -29,7 +30,7 @@ def losses_by_kind(run: "Run", figures: Sequence["Figures"]) -> Mapping[str, flo
             for index, is_real in enumerate(batch.weights):
                 rank, offset = divmod(index, share)
                 time, loss = everybody[rank * each + place + offset]
-                if is_real:
+                if is_real and math.isfinite(loss):
                     low = min(int(time * BINS), BINS - 1)
                     sums[f"loss/time/{low / BINS:.1f}-{(low + 1) / BINS:.1f}"].append(loss)
                     sums[f"loss/bucket/{bucket.size[0]}x{bucket.size[1]}"].append(loss)

@@ -59,15 +59,19 @@ class Track:
 
     def _of_step(self, run: Run, item: Figures) -> dict[str, Any]:
         loss = float(item.loss)
-        self.recent.append(loss)
+        if math.isfinite(loss):  # what was left out is in no mean
+            self.recent.append(loss)
         return {
             "loss/current": loss,
-            "loss/average": sum(self.recent) / len(self.recent),
+            "loss/average": self._average(),
             **{f"lr/{name}": float(rate) for name, rate in item.learning_rates.items()},
             "gradient_norm": float(item.gradient_norm),
             "epoch": run.plan.batches.epoch_of(item.step) + 1,
             "data_wait_seconds": item.waited,
         }
+
+    def _average(self) -> float:
+        return sum(self.recent) / len(self.recent) if self.recent else math.nan
 
     def _pace(self, run: Run, figures: Sequence[Figures]) -> dict[str, float]:
         now = time.monotonic()
@@ -83,7 +87,7 @@ class Track:
         rates = {"lr" if name == "unet" else f"lr {name}": f"{float(rate):.2e}"
                  for name, rate in last.learning_rates.items()}  # fmt: skip
         return {
-            "loss": f"{sum(self.recent) / len(self.recent):.4f}",
+            "loss": f"{self._average():.4f}",
             **rates,
             "steps/s": f"{together['speed/steps_per_second']:.2f}",
             "samples/s": f"{together['speed/samples_per_second']:.1f}",
