@@ -14,6 +14,7 @@ from tiny import TINY, stand_in_folder
 from library.adapters import lora
 from library.adapters.comparing import differences
 from library.adapters.formats import from_file, to_file
+from library.adapters.merging import merge as merge_one
 from library.adapters.updates import updates_of
 from library.config import load_options
 from library.config.schema import AdapterConfig, RunConfig
@@ -85,20 +86,22 @@ def test_the_adapter_starts_where_the_file_ends_whatever_its_alphas(name, form, 
         torch.testing.assert_close(layer.scaling["default"] * up @ down, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["lora", "loha", "lokr"])
 @torch.no_grad()
-def test_another_alpha_does_not_change_what_the_adapter_starts_with(tmp_path):
+def test_another_alpha_does_not_change_what_the_adapter_starts_with(kind, tmp_path):
     path = tmp_path / "lora.safetensors"
-    tiny, family, config, model = scene("sd1", network_weights=str(path), network_dim=3, network_alpha=2.0)
+    tiny, family, config, model = scene("sd1", network_weights=str(path), network_dim=3, network_alpha=2.0,
+                                        network_module=f"networks.{kind}")  # fmt: skip
     trained, adapter = put_adapters(config, family, tiny.pipe)
     source = {name: torch.randn(tensor.shape) for name, tensor in lora.state(trained).items()}
-    alphas = dict.fromkeys(adapter.sizes, 0.7)
-    save_file(to_file(source, alphas, parts_of(family, tiny.pipe), "kohya")[0], path)
+    alphas = {name: 1.0 if size.rank == 1 else 0.7 for name, size in adapter.sizes.items()}
+    save_file(to_file(source, alphas, parts_of(family, tiny.pipe), "comfy")[0], path)
     start_from(trained, adapter, read_starts(config, family, model))
     for module, update in updates_of(source, alphas).items():
         layer = trained.get_submodule(module)
-        up, down = layer.lora_B["default"].weight.flatten(1), layer.lora_A["default"].weight.flatten(1)
-        expected = update.scale * update.tensors["up"].flatten(1) @ update.tensors["down"].flatten(1)
-        torch.testing.assert_close(layer.scaling["default"] * up @ down, expected, rtol=1e-5, atol=1e-5)
+        expected = torch.zeros_like(layer.get_base_layer().weight)
+        merge_one(expected, update, 1.0)
+        torch.testing.assert_close(layer.get_delta_weight("default"), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_file_that_does_not_fit_is_told_and_the_way_out(tmp_path):
@@ -119,6 +122,15 @@ def test_a_file_that_does_not_fit_is_told_and_the_way_out(tmp_path):
         read_starts(config, family, model)
     saved(path, "sdxl", "kohya")
     with pytest.raises(ConfigError, match=r"--network_weights: .*lora.safetensors: \d+ of \d+ keys are none of this"):
+        read_starts(config, family, model)
+
+
+def test_rotations_are_no_base_and_that_is_told_before_the_model_is_loaded(tmp_path):
+    path, tiny, family = tmp_path / "oft.safetensors", TINY["sd1"](), FAMILIES.get("sd1")()
+    source, adapter = put_adapters(RunConfig(adapter=AdapterConfig(network_module="networks.oft")), family, tiny.pipe)
+    save_file(to_file(lora.state(source), adapter.alphas, parts_of(family, tiny.pipe), "diffusers")[0], path)
+    _, family, config, model = scene("sd1", base_weights=(str(path),))
+    with pytest.raises(ConfigError, match=r"--base_weights: .*oft.safetensors: is of kind oft, which cannot be merged"):
         read_starts(config, family, model)
 
 

@@ -20,7 +20,7 @@ ALPHA_DTYPE = "lorikeet.alpha_dtype"
 """Metadata: the precision that the alphas had."""
 ALL_TOLD = (TOLD, WIDENED, ALPHA_DTYPE)
 
-_FACTORS = (UP, "lokr_w1", "lokr_w1_a")
+_FACTORS = (UP, "lokr_w1", "lokr_w1_a", "hada_w1_a")
 """What alpha / rank is multiplied into."""
 
 
@@ -31,6 +31,14 @@ def folded(update: Update) -> Update:
         return replace(update, alpha=float(update.rank))
     product = _times(update.tensors[name], update.scale)
     return Update({**update.tensors, name: product}, float(update.rank))
+
+
+def of_alpha(update: Update, alpha: float) -> Update:
+    """The same update for another alpha; kinds that have none stay as they are."""
+    name = _factor(update)
+    if name is None or alpha == update.alpha:
+        return update
+    return Update({**update.tensors, name: update.tensors[name] * (update.alpha / alpha)}, alpha)
 
 
 def is_exact(update: Update) -> bool:

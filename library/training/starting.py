@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from ..adapters import lora
+from ..adapters.folding import of_alpha
 from ..adapters.formats import Content, from_file
 from ..adapters.keys import PartNames
 from ..adapters.lora import Adapter, Size
 from ..adapters.merging import merge
-from ..adapters.updates import STATE, UP, Update, named, updates_of
+from ..adapters.updates import STATE, UP, named, updates_of
 from ..adapters.verify import BrokenFileError, read
 from ..config import RunConfig
 from ..config.network_args import kind_of
@@ -25,6 +26,8 @@ from ..families.unloaded import unloaded
 from .lora_parts import parts_of
 
 logger = logging.getLogger(__name__)
+
+ROTATIONS = {"oft", "boft"}
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,9 @@ def read_starts(config: RunConfig, family: Family, model: Detected) -> Starts:
             if kept and config.cache.texts:
                 problems.append(f"--base_weights: {place}: changes {kept[0]}, and captions are encoded without it;"
                                 " take cache_text_encoder_outputs out")  # fmt: skip
+            if turning := {update.kind for update in updates_of(content.state, content.alphas).values()} & ROTATIONS:
+                problems.append(f"--base_weights: {place}: is of kind {'/'.join(sorted(turning))}, which cannot be"
+                                " merged into a model here; LoRA, DoRA, LoHa and LoKr can")  # fmt: skip
             bases.append((Path(place).name, content, strength))
     if adapter.network_weights is not None:
         weights = _content("network_weights", adapter.network_weights, parts, problems)
@@ -128,17 +134,10 @@ def start_from(trained: nn.Module, adapter: Adapter, starts: Starts) -> None:
         raise ConfigError([*problems[:3], *([f"... and {len(problems) - 3} more"] if len(problems) > 3 else [])])
     own, given = lora.state(trained), dict[str, Tensor]()
     for module, update in updates.items():
-        given |= dict(named(module, _of_alpha(update, adapter.sizes[module].alpha), STATE))
+        given |= dict(named(module, of_alpha(update, adapter.sizes[module].alpha), STATE))
     try:
         lora.load_state(trained, {**own, **given})
     except ValueError as error:
         raise UserError(f"--network_weights: cannot be represented here: {error}; parts of one layer of the original "
                         "model have one down matrix here, as in sd-scripts") from None  # fmt: skip
     logger.info("network_weights: %d of %d modules start where the file ends", len(updates), len(adapter.sizes))
-
-
-def _of_alpha(update: Update, alpha: float) -> Update:
-    """The same update, for another alpha."""
-    if update.alpha == alpha or UP not in update.tensors:
-        return update
-    return Update({**update.tensors, UP: update.tensors[UP] * (update.alpha / alpha)}, alpha)
