@@ -229,6 +229,21 @@ def golden_file(path, name, dtype=torch.float16):
 FAMILY_OF = {"sd15": "sd1", "sdxl": "sdxl", "sd3_medium": "sd3", "flux": "flux"}
 
 
+@pytest.mark.parametrize(
+    "kind, zero, form", [("lora", "lora_down.weight", "diffusers"), ("lokr", "lokr_w2_b", "comfy")]
+)
+def test_the_tool_converts_files_in_which_a_layer_does_nothing(kind, zero, form, tmp_path):
+    """LyCORIS begins with zeros in other places than peft, and leaves them there in layers that nothing reaches."""
+    source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+    state, alphas, parts = draw_state("sd1", kind)
+    tensors = to_file(state, alphas, parts, "kohya")[0]
+    idle = next(key for key in tensors if key.endswith(zero))
+    save_file({**tensors, idle: torch.zeros_like(tensors[idle])}, source)
+
+    assert tool(["convert", str(source), str(target), "--to", form]) == 0
+    assert len(load_file(target)) == len(tensors) - len(alphas) * (form == "diffusers")
+
+
 @pytest.mark.parametrize("name", ["sd15", "flux"])
 def test_the_tool_converts_sd_scripts_files_there_and_back_to_the_bit(name, tmp_path, capsys):
     source = tmp_path / "a.safetensors"

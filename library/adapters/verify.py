@@ -36,10 +36,11 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 def verify(path: Path, expected: Mapping[str, Tensor], metadata: Mapping[str, str], trained: bool = True) -> None:
     """Raise unless the file holds exactly ``expected``, loaders will understand it, and it changes the model.
 
-    ``trained`` false allows an update of zero: a file from before the first step.
+    ``trained`` false allows what is zero: a file from before the first step, or of another program, which may have
+    begun with zeros elsewhere.
     """
     tensors, written = read(path)
-    problems = [*_differences(tensors, expected), *_faults(tensors)]
+    problems = [*_differences(tensors, expected), *_faults(tensors, trained)]
     if not problems and trained and not _moves(tensors):
         problems.append("every lora_up or lora_B is zero: the LoRA does nothing")
     if written != metadata:
@@ -64,7 +65,7 @@ def _differences(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
             yield f"{key} has other values than the model in memory"
 
 
-def _faults(tensors: Mapping[str, Tensor]) -> Iterator[str]:
+def _faults(tensors: Mapping[str, Tensor], trained: bool) -> Iterator[str]:
     """Against what any loader needs."""
     if not tensors:
         yield "there is nothing in it"
@@ -79,7 +80,7 @@ def _faults(tensors: Mapping[str, Tensor]) -> Iterator[str]:
         modules.setdefault(place[0], {})[place[1]] = tensor
         if not bool(tensor.isfinite().all()):
             yield f"{key} has values that are not finite"
-        elif place[1] not in FROM_ZERO and not bool(tensor.any()):
+        elif not bool(tensor.any()) and (place[1] == ALPHA or (trained and place[1] not in FROM_ZERO)):
             yield f"{key} is zero"
     # A file for diffusers may hold a few modules once more, for ComfyUI; these have sd-scripts' names and no alpha.
     is_kohya = any(key.endswith(".lora_down.weight") for key in tensors) and not any(
