@@ -341,6 +341,11 @@ def test_a_zero_is_not_taken_for_a_switch_that_is_off(tmp_path):
     (["--optimizer_type", "adafactor", "--learning_rate", "1e-3"],
      "--learning_rate: Adafactor finds its own learning rate; add relative_step=False to optimizer_args to use this "
      "one"),
+    (["--optimizer_type", "adafactor", "--unet_lr", "1e-3"],
+     "--unet_lr: Adafactor finds one learning rate for all; add relative_step=False to optimizer_args to have several"),
+    (["--optimizer_type", "adafactor", "--network_args", "loraplus_lr_ratio=4"],
+     "--network_args: Adafactor finds one learning rate for all; add relative_step=False to optimizer_args to have "
+     "several"),
     (["--optimizer_type", "adafactor", "--lr_scheduler", "cosine"],
      "--lr_scheduler: Adafactor finds its own learning rate; add relative_step=False to optimizer_args to have a "
      "schedule"),

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ..errors import ConfigError
 from . import adapter_rules
+from .network_args import given_arguments
 from .objective_rules import contradictions
 from .save_rules import save_conflicts, start_conflicts, upload_conflicts
 from .schema import DistributedConfig, LogConfig, RunConfig
@@ -84,6 +85,13 @@ _OF_SCHEDULES = (
 """Options, what says nothing, the schedules that read them, and what they are for."""
 
 
+OF_RATES = {
+    *("loraplus_lr_ratio", "loraplus_unet_lr_ratio", "loraplus_text_encoder_lr_ratio", "network_reg_lrs"),
+    *("down_lr_weight", "mid_lr_weight", "up_lr_weight"),
+}
+"""network_args that give some weights a learning rate of their own."""
+
+
 def _optimizers_with_a_will(config: RunConfig, given: Given) -> Iterator[Conflict]:
     """Schedule-free optimizers need no schedule; Adafactor finds a rate of its own unless it is told not to."""
     optim = config.optim
@@ -99,6 +107,14 @@ def _optimizers_with_a_will(config: RunConfig, given: Given) -> Iterator[Conflic
             ("learning_rate", "optimizer_args"),
             "Adafactor finds its own learning rate; add relative_step=False to optimizer_args to use this one",
         )
+    if finds_its_rate:
+        has_own = {"unet_lr": optim.unet_lr, "text_encoder_lr": optim.text_encoder_lr,
+                   "network_args": OF_RATES.intersection(given_arguments(config.adapter.network_args))}  # fmt: skip
+        for name in (name for name, rates in has_own.items() if rates):
+            yield (
+                (name, "optimizer_args"),
+                "Adafactor finds one learning rate for all; add relative_step=False to optimizer_args to have several",
+            )
     if finds_its_rate and (optim.lr_scheduler_type or optim.lr_scheduler not in ("constant", "adafactor")):
         yield (
             ("lr_scheduler", "optimizer_args"),
