@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from diffusers.optimization import get_scheduler as diffusers_scheduler
+from test_run import pictures, train
 from transformers.optimization import get_scheduler
 
 from library.config.schema import OptimConfig
@@ -198,6 +199,17 @@ def test_prodigy_takes_the_arguments_that_users_of_sd_scripts_write():
     group = make_optimizer(config, [Group("unet", [torch.nn.Parameter(torch.zeros(2))], 1.0)]).param_groups[0]
 
     assert group["weight_decouple"] is False and group["bias_correction"] is True and group["d_coef"] == 2.0
+
+
+def test_a_schedule_that_is_too_short_for_the_run_is_told_before_the_model_is_loaded(tmp_path, monkeypatch):
+    def load(*_):
+        raise AssertionError("the model is loaded")
+
+    monkeypatch.setattr("library.training.run.load", load)
+    data = pictures(tmp_path, {(64, 64): 2})
+    with pytest.raises(ConfigError, match="Tried to step 4 times"):
+        train("--dataset_config", str(data), "--max_train_steps", "4", "--output_dir", str(tmp_path / "out"),
+              "--lr_scheduler_type", "OneCycleLR", "--lr_scheduler_args", "total_steps=3", "max_lr=1e-3")  # fmt: skip
 
 
 def test_adafactor_finds_its_rate_unless_it_is_told_not_to():

@@ -83,6 +83,7 @@ def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, start
     plan = RunPlan.of(prepared.batch_plan(strategy.size, config.train), config.train, config.optim)
     for line in outline(prepared, plan, strategy.size).splitlines():
         logger.info("%s", line)
+    schedules.make_schedule(config.optim, plan.steps)  # some are made for so many steps and no more
     going_on = GoingOn(config, strategy, detected, prepared, plan, started_at)
     if going_on.is_complete(plan):
         return
