@@ -1,5 +1,6 @@
 """Optimizers by name: a table of what is known, and any class by its import path."""
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -142,6 +143,23 @@ def weights_as_used(optimizer: Any) -> Iterator[None]:
         with torch.no_grad():
             for parameter, value in zip(trained, kept, strict=True):
                 parameter.copy_(value)
+
+
+def remember(optimizer: Any, memory: Mapping[str, Any]) -> None:
+    """Give an optimizer the memory that its ``state_dict`` once told.
+
+    torch takes tensors over as they are where it can, and gives the others the parameter's own precision.  Here the
+    memory stays apart from what is made of it, and optimizers that keep more than that precision get it back.
+    """
+    memory = copy.deepcopy(dict(memory))
+    optimizer.load_state_dict(memory)
+    for group, theirs in zip(optimizer.param_groups, memory["param_groups"], strict=True):
+        for parameter, number in zip(group["params"], theirs["params"], strict=True):
+            now = optimizer.state.get(parameter, {})
+            for key, value in memory["state"].get(number, {}).items():
+                found = now.get(key)
+                if isinstance(value, torch.Tensor) and isinstance(found, torch.Tensor) and found.dtype != value.dtype:
+                    now[key] = value.to(found.device)
 
 
 def rehearse(config: OptimConfig) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from ..distributed.host_copy import HostCopy
 from ..errors import UserError
+from ..optim.optimizers import remember
 from .bundle import write_bundle
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class Watch:
         if run.average is not None:
             for mine, value in zip(run.average.values, kept["average"], strict=True):
                 mine.copy_(value)
-        run.optimizer.load_state_dict(kept["optimizer"])
+        remember(run.optimizer, kept["optimizer"])
         run.optimizer.zero_grad(set_to_none=True)
         run.state = replace(self._state)
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..adapters.keys import clean
 from ..errors import UserError
+from ..optim.optimizers import remember
 from .health import BadStep
 from .loop import Run, State
 from .packing import packed, unpacked
@@ -118,17 +119,7 @@ def _restore_optimizer(run: Run, names: Mapping[nn.Parameter, str], saved: dict[
         groups.append({**mine, **{key: value for key, value in theirs.items() if key not in changed},
                        "params": mine["params"]})  # fmt: skip
     state = {numbers[name]: value for name, value in saved["state"].items()}
-    run.optimizer.load_state_dict({**saved, "state": state, "param_groups": groups})
-    _restore_precision(run, names, saved["state"])
-
-
-def _restore_precision(run: Run, names: Mapping[nn.Parameter, str], saved: Mapping[str, Mapping[str, Any]]) -> None:
-    """torch gives what it loads the parameter's own precision; some optimizers keep more of it than that."""
-    for parameter, name in names.items():
-        now = run.optimizer.state.get(parameter, {})
-        for key, value in saved.get(name, {}).items():
-            if isinstance(value, Tensor) and isinstance(now.get(key), Tensor) and now[key].dtype != value.dtype:
-                now[key] = value.to(now[key].device)
+    remember(run.optimizer, {**saved, "state": state, "param_groups": groups})
 
 
 def _plain(defaults: Mapping[str, Any]) -> dict[str, Any]:
