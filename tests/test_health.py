@@ -20,13 +20,14 @@ SETTINGS = ("--max_train_steps", "14", "--network_dim", "2", "--learning_rate", 
 SPOILT = 12  # two after a reading
 
 
-def train_with_a_spoilt_step(rank: int, step: int, careful: bool, *flags: str) -> str:
-    """As ``train``, but the loss of one step, or with a negative number of all from there on, is none on one rank."""
+def train_with_a_spoilt_step(rank: int, step: int | tuple[int, ...], careful: bool, *flags: str) -> str:
+    """As ``train``, but the loss of one step or of several is none on one rank, with a negative number of all from
+    there on."""
     whole, start = Task.__call__, health.Watch.__init__
 
     def spoilt(self: Task, batch, at: int):
         here = self.device is not None and torch.distributed.get_rank() == rank if _several() else True
-        is_bad = at == step if step >= 0 else at >= -step
+        is_bad = at in step if isinstance(step, tuple) else at == step if step >= 0 else at >= -step
         return whole(self, batch, at) * (float("nan") if here and is_bad else 1.0)
 
     def watch(self, most, folder):
@@ -82,6 +83,16 @@ def test_taking_steps_back_gives_what_watching_each_step_gives(dataset, tmp_path
 
     assert same(back[0], careful[0])
     assert same(back[0].replace(".safetensors", "-ema.safetensors"), careful[0].replace(".saf", "-ema.saf"))
+
+
+def test_steps_are_taken_back_a_second_time_as_they_were_the_first(dataset, tmp_path):
+    """What an optimizer was given back is its own; the copy that it came from must not change with it."""
+    flags = ("--dataset_config", str(dataset), *SETTINGS, "--learning_rate", "0.01", "--train_batch_size", "4",
+             "--max_train_steps", "22", "--output_dir", str(tmp_path))  # fmt: skip
+    back = on_ranks(1, train_with_a_spoilt_step, 0, (5, 15), False, *flags, "--output_name", "back")
+    careful = on_ranks(1, train_with_a_spoilt_step, 0, (5, 15), True, *flags, "--output_name", "careful")
+
+    assert same(back[0], careful[0])
 
 
 def test_too_many_bad_steps_end_the_run_with_the_last_good_weights(dataset, tmp_path):

@@ -8,6 +8,7 @@ changes nothing.  All processes do the same, because loss and gradient norm are 
 import logging
 import math
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,7 +74,8 @@ class Watch:
         if run.average is not None:
             for mine, value in zip(run.average.values, kept["average"], strict=True):
                 mine.copy_(value)
-        run.optimizer.load_state_dict(kept["optimizer"])
+        # An optimizer keeps the very tensors that it is given, and would change the copy with its next step.
+        run.optimizer.load_state_dict(deepcopy(kept["optimizer"]))
         run.optimizer.zero_grad(set_to_none=True)
         run.state = replace(self._state)
 
