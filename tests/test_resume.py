@@ -196,6 +196,15 @@ def test_states_of_a_longer_name_are_not_ours(tmp_path):
         "mika-000002-state", "mika-state", "mika-step00000010-state"]  # fmt: skip
 
 
+def test_only_what_runs_of_this_name_had_begun_is_removed(tmp_path):
+    """Another run may be writing its state beside this one at the moment."""
+    begun = [f".{name}.77.new" for name in ("mika-state", "mika-step00000010-state", "mika2-state", "mika-red-state")]
+    for name in begun:
+        (tmp_path / name).mkdir()
+    state_folder.remove_leftovers(tmp_path, "mika")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".mika-red-state.77.new", ".mika2-state.77.new"]
+
+
 def test_settings_of_how_and_where_may_change():
     def settings(*words: str) -> dict:
         return {"settings": plain_settings(load_options(["--dataset_config", "x", *words]).config), "model": "a",

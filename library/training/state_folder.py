@@ -85,11 +85,16 @@ def tensors_of(found: Found) -> dict[str, Tensor]:
 
 def states(folder: Path, name: str) -> Iterator[Path]:
     """Folders that may be states of the runs called ``name``; one that was being replaced counts, too."""
-    pattern = re.compile(rf"\.?{re.escape(name)}(-\d{{6}}|-step\d{{8}})?-state(\.old)?")
+    pattern = re.compile(rf"\.?{_names_of(name)}(\.old)?")
     try:
         yield from sorted(path for path in folder.iterdir() if pattern.fullmatch(path.name) and path.is_dir())
     except FileNotFoundError:
         return
+
+
+def _names_of(name: str) -> str:
+    """A pattern for the states of the runs called ``name``, and not for those of a longer name."""
+    return rf"{re.escape(name)}(-\d{{6}}|-step\d{{8}})?-state"
 
 
 def remove_begun(path: Path) -> None:
@@ -104,7 +109,8 @@ def _begun(path: Path) -> Path:
 
 def remove_leftovers(folder: Path, name: str) -> None:
     """What a run that was killed had begun to write."""
-    for path in folder.glob(f".{name}*-state*.new"):
+    pattern = re.compile(rf"\.{_names_of(name)}(\.\d+)?\.new")
+    for path in [path for path in folder.iterdir() if pattern.fullmatch(path.name)]:
         shutil.rmtree(path, ignore_errors=True)
 
 
