@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from test_run import pictures, train
 
 from library.config import load_options
-from library.errors import ConfigError
+from library.errors import ConfigError, UserError
 from library.training import state_folder
 from library.training.changes import changes, plain_settings
 
@@ -74,6 +74,27 @@ def test_weights_average_and_figures_are_those_of_the_whole_run(whole, dataset, 
     same_files(whole, folder)
     assert figures(folder) == figures(whole)
     assert steps_done(whole) == STEPS
+
+
+def test_a_file_that_could_not_be_written_is_written_by_the_run_that_goes_on(whole, dataset, tmp_path):
+    on_ranks(1, without_room_at_first, *flags(dataset, tmp_path, "--auto_resume"))
+    same_files(whole, tmp_path)
+
+
+def without_room_at_first(*words: str) -> None:
+    """A run that finds no room for its first LoRA file, and one that goes on."""
+    from library.training.export import Export
+
+    def no_room(*_):
+        raise UserError("no room")
+
+    honest, Export._save_one = Export._save_one, no_room
+    try:
+        train(*words)
+    except UserError as error:
+        assert "no room" in str(error) and "lora-step00000003-state" in str(error)
+    Export._save_one = honest
+    train(*words)
 
 
 def test_after_several_ends_and_on_two_ranks(whole, dataset, tmp_path):

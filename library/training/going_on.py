@@ -77,7 +77,7 @@ class GoingOn:
         """Do what the run before left undone at its last step."""
         owed = self.found.facts["owed"] if self.found is not None else ()
         for action in run.actions:
-            if type(action).__name__ in owed:
+            if type(action).__name__ in owed and action.is_due(run):
                 action(run)
 
     def stop(self, run: Run, keeper: KeepState, owed: tuple[str, ...], signals: Signals) -> Stopped:

@@ -47,12 +47,12 @@ class KeepState:
             return
         self._begin(run, name, owed)
 
-    def save_here(self, run: Run, name: str) -> Path:
+    def save_here(self, run: Run, name: str, owed: Sequence[str] = ()) -> Path:
         """Write the state on this process, whichever it is, and wait until it is on disk; talk to nobody."""
         path = self.folder / f"{name}-state"
         if path == self.latest or not isinstance(state_folder.facts_of(path), str):
             return path
-        self._begin(run, name, ())
+        self._begin(run, name, owed)
         self._end()
         return path
 
