@@ -188,6 +188,17 @@ def test_broken_states_are_named_and_passed_over(whole, dataset, tmp_path):
         on_ranks(1, train, *flags(dataset, folder, "--resume", str(tmp_path)))
 
 
+def test_a_run_that_began_anew_goes_on_from_its_own_states(whole, dataset, tmp_path):
+    """Those of the run before it are of later steps, and are none of its own."""
+    folder = tmp_path / "anew"
+    shutil.copytree(whole, folder)
+    text = on_ranks(1, told, *flags(dataset, folder, "--seed", "4", "--max_train_steps", "3", "--no-save_state",
+                                    "--save_state_on_train_end"))[0]  # fmt: skip
+    assert "holds states of an earlier run, and this one begins anew" in text
+    text = on_ranks(1, told, *flags(dataset, folder, "--seed", "4", "--max_train_steps", "4", "--auto_resume"))[0]
+    assert "going on after step 3" in text
+
+
 def test_no_state_is_an_error_for_latest_and_a_beginning_for_auto(dataset, tmp_path):
     with pytest.raises(AssertionError, match="there is no state called lora"):
         on_ranks(1, train, *flags(dataset, tmp_path, "--resume", "latest"))

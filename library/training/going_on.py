@@ -42,6 +42,7 @@ class GoingOn:
             "batch": [size * together for _, size in sorted(sizes.items())],
             "split": [plan.batches.ranks, plan.batches.accumulation],
             "started_at": started_at,
+            "run": strategy.from_main(lambda: state_folder.next_run(self.folder, name)),
             "versions": {"lorikeet": __version__, "torch": torch.__version__},
         }
         self.found = strategy.from_main(lambda: chosen(config.state, self.folder, name))

@@ -50,8 +50,9 @@ class KeepState:
     def save_here(self, run: Run, name: str, owed: Sequence[str] = ()) -> Path:
         """Write the state on this process, whichever it is, and wait until it is on disk; talk to nobody."""
         path = self.folder / f"{name}-state"
-        if path == self.latest or not isinstance(state_folder.facts_of(path), str):
-            return path
+        there = state_folder.facts_of(path)
+        if not isinstance(there, str) and there.facts.get("run") == self.facts["run"]:
+            return path  # another process of this run wrote it
         self._begin(run, name, owed)
         self._end()
         return path

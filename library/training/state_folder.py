@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,11 @@ class Found:
     @property
     def step(self) -> int:
         return int(self.facts["step"])
+
+    @property
+    def age(self) -> tuple[int, int, float]:
+        """Grows from state to state; no clock is asked, unless all else is the same."""
+        return int(self.facts.get("run", 0)), self.step, float(self.facts["saved_at"])
 
 
 def write(path: Path, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -90,6 +96,15 @@ def states(folder: Path, name: str) -> Iterator[Path]:
         yield from sorted(path for path in folder.iterdir() if pattern.fullmatch(path.name) and path.is_dir())
     except FileNotFoundError:
         return
+
+
+def next_run(folder: Path, name: str) -> int:
+    """The number of a run that begins now: one more than that of any whose state is there, whole or not."""
+    numbers = [0]
+    for path in states(folder, name):
+        with suppress(OSError, ValueError, AttributeError, TypeError):
+            numbers.append(int(json.loads((path / FACTS).read_text("utf-8")).get("run", 0)))
+    return 1 + max(numbers)
 
 
 def _names_of(name: str) -> str:
