@@ -161,6 +161,20 @@ def test_what_changes_the_result_needs_a_word(whole, dataset, tmp_path):
     assert steps_done(folder) == STEPS
 
 
+def test_rates_for_other_parts_and_an_average_may_begin_later(whole, dataset, tmp_path):
+    """A run without learning from there on: the average that begins with it is the adapter, as it was."""
+    folder = cut(whole, tmp_path / "cut", 9)
+    state = load_file(folder / "lora-step00000009-state" / "tensors.safetensors")
+    without = [key for key in state if not key.startswith("average/")]
+    facts = state_folder.facts_of(folder / "lora-step00000009-state").facts
+    facts["tree"]["average"] = {"dict": []}
+    state_folder.write(folder / "lora-step00000009-state", facts, {key: state[key] for key in without})
+    on_ranks(1, train, *flags(dataset, folder, "--auto_resume", "--resume_anyway", "--learning_rate", "1e-30",
+                              "--network_args", "loraplus_lr_ratio=4"))  # fmt: skip
+    average, before = (load_file(folder / name) for name in ("lora-ema.safetensors", "lora-step00000009.safetensors"))
+    assert all(torch.allclose(average[key], before[key], atol=1e-6) for key in before)
+
+
 def test_an_adapter_of_another_size_is_refused_with_its_name(whole, dataset, tmp_path):
     folder = cut(whole, tmp_path / "cut", 3)
     with pytest.raises(AssertionError, match=r"the adapter of the state is another one: 96 of 96 weights differ"):
