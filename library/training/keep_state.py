@@ -39,7 +39,7 @@ class KeepState:
         return self.config.save_state and self.export.is_due(run)
 
     def __call__(self, run: Run) -> None:
-        self.save(run, self.export.names(run)[-1])
+        self.save(run, self.export.names(run)[-1], [name for name in run.owed if name != type(self).__name__])
 
     def save(self, run: Run, name: str, owed: Sequence[str] = ()) -> None:
         """Begin to write the state; one process does, for all have the same."""
