@@ -247,8 +247,12 @@ def test_only_what_runs_of_this_name_had_begun_is_removed(tmp_path):
     begun = [f".{name}.77.new" for name in ("mika-state", "mika-step00000010-state", "mika2-state", "mika-red-state")]
     for name in begun:
         (tmp_path / name).mkdir()
+    for name in ("mika", "mika-ema", "mika-step00000010-ema", "mika-000001", "mika2", "mika-red"):
+        (tmp_path / f".{name}.safetensors.77.part").touch()
     state_folder.remove_leftovers(tmp_path, "mika")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".mika-red-state.77.new", ".mika2-state.77.new"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".mika-red-state.77.new", ".mika-red.safetensors.77.part", ".mika2-state.77.new",
+        ".mika2.safetensors.77.part"]  # fmt: skip
 
 
 def test_settings_of_how_and_where_may_change():

@@ -91,7 +91,7 @@ def tensors_of(found: Found) -> dict[str, Tensor]:
 
 def states(folder: Path, name: str) -> Iterator[Path]:
     """Folders that may be states of the runs called ``name``; one that was being replaced counts, too."""
-    pattern = re.compile(rf"\.?{_names_of(name)}(\.old)?")
+    pattern = re.compile(rf"\.?{_names_of(name)}-state(\.old)?")
     try:
         yield from sorted(path for path in folder.iterdir() if pattern.fullmatch(path.name) and path.is_dir())
     except FileNotFoundError:
@@ -108,8 +108,8 @@ def next_run(folder: Path, name: str) -> int:
 
 
 def _names_of(name: str) -> str:
-    """A pattern for the states of the runs called ``name``, and not for those of a longer name."""
-    return rf"{re.escape(name)}(-\d{{6}}|-step\d{{8}})?-state"
+    """A pattern for what runs called ``name`` write, and not for what those of a longer name do."""
+    return rf"{re.escape(name)}(-\d{{6}}|-step\d{{8}})?"
 
 
 def remove_begun(path: Path) -> None:
@@ -124,9 +124,13 @@ def _begun(path: Path) -> Path:
 
 def remove_leftovers(folder: Path, name: str) -> None:
     """What a run that was killed had begun to write."""
-    pattern = re.compile(rf"\.{_names_of(name)}(\.\d+)?\.new")
+    begun = _names_of(name)
+    pattern = re.compile(rf"\.{begun}(-state(\.\d+)?\.new|(-ema)?\.safetensors\.\d+\.part)")
     for path in [path for path in folder.iterdir() if pattern.fullmatch(path.name)]:
-        shutil.rmtree(path, ignore_errors=True)
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def _hash(path: Path) -> str:
