@@ -224,6 +224,14 @@ def test_old_states_go(dataset, tmp_path):
     assert sorted(path.name for path in tmp_path.glob("*-state")) == ["lora-state", "lora-step00000009-state"]
 
 
+def test_old_lora_files_go_in_a_run_that_goes_on_as_well(dataset, tmp_path):
+    few = ("--save_last_n_steps", "3", "--ema_decay", "0.5")
+    on_ranks(1, train, *flags(dataset, tmp_path, *few, "--max_train_steps", "7"))
+    on_ranks(1, train, *flags(dataset, tmp_path, *few, "--auto_resume"))
+    assert {path.name.removesuffix(".safetensors").removesuffix("-ema") for path in tmp_path.glob("*-step*.saf*")} == {
+        "lora-step00000006", "lora-step00000009"}  # fmt: skip
+
+
 def test_a_state_is_replaced_whole(tmp_path):
     path = tmp_path / "a-state"
     for number in (1, 2):

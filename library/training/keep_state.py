@@ -63,6 +63,7 @@ class KeepState:
             logger.warning("%s; training goes on, and the next state is tried when it is due", self._error)
         self._copy.take(tree_of(run))
         facts = {**self.facts, **facts_of_run(run), "owed": list(owed), "saved_at": time.time()}
+        facts["files"] = self.export.kept.names() if self.export.kept is not None else [[], []]
         path = self.folder / f"{name}-state"
         self._writer = threading.Thread(target=self._write, args=(path, facts, run), daemon=False)
         self._writer.start()
