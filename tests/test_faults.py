@@ -293,7 +293,7 @@ def test_a_process_is_known_again_when_the_clock_was_set(monkeypatch):
     me, boot = Process.own(), psutil._psplatform.boot_time
     monkeypatch.setattr(psutil._psplatform, "boot_time", lambda: boot() + 3600)
     assert me.lives() and me.is_here and Process.from_json(me.as_json()) == me
-    assert not Process(me.host, me.pid, me.began - 60).lives()
+    assert not Process(me.host, me.system, me.pid, me.began - 60).lives()
 
 
 def test_the_page_about_faults_names_tests_that_exist():

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from test_run import pictures, train
 
 from library.config import load_options
-from library.errors import ConfigError
+from library.errors import ConfigError, UserError
 from library.training import state_folder
 from library.training.changes import changes, plain_settings
 
@@ -74,6 +74,27 @@ def test_weights_average_and_figures_are_those_of_the_whole_run(whole, dataset, 
     same_files(whole, folder)
     assert figures(folder) == figures(whole)
     assert steps_done(whole) == STEPS
+
+
+def test_a_file_that_could_not_be_written_is_written_by_the_run_that_goes_on(whole, dataset, tmp_path):
+    on_ranks(1, without_room_at_first, *flags(dataset, tmp_path, "--auto_resume"))
+    same_files(whole, tmp_path)
+
+
+def without_room_at_first(*words: str) -> None:
+    """A run that finds no room for its first LoRA file, and one that goes on."""
+    from library.training.export import Export
+
+    def no_room(*_):
+        raise UserError("no room")
+
+    honest, Export._save_one = Export._save_one, no_room
+    try:
+        train(*words)
+    except UserError as error:
+        assert "no room" in str(error) and "lora-step00000003-state" in str(error)
+    Export._save_one = honest
+    train(*words)
 
 
 def test_after_several_ends_and_on_two_ranks(whole, dataset, tmp_path):
@@ -140,6 +161,20 @@ def test_what_changes_the_result_needs_a_word(whole, dataset, tmp_path):
     assert steps_done(folder) == STEPS
 
 
+def test_rates_for_other_parts_and_an_average_may_begin_later(whole, dataset, tmp_path):
+    """A run without learning from there on: the average that begins with it is the adapter, as it was."""
+    folder = cut(whole, tmp_path / "cut", 9)
+    state = load_file(folder / "lora-step00000009-state" / "tensors.safetensors")
+    without = [key for key in state if not key.startswith("average/")]
+    facts = state_folder.facts_of(folder / "lora-step00000009-state").facts
+    facts["tree"]["average"] = {"dict": []}
+    state_folder.write(folder / "lora-step00000009-state", facts, {key: state[key] for key in without})
+    on_ranks(1, train, *flags(dataset, folder, "--auto_resume", "--resume_anyway", "--learning_rate", "1e-30",
+                              "--network_args", "loraplus_lr_ratio=4"))  # fmt: skip
+    average, before = (load_file(folder / name) for name in ("lora-ema.safetensors", "lora-step00000009.safetensors"))
+    assert all(torch.allclose(average[key], before[key], atol=1e-6) for key in before)
+
+
 def test_an_adapter_of_another_size_is_refused_with_its_name(whole, dataset, tmp_path):
     folder = cut(whole, tmp_path / "cut", 3)
     with pytest.raises(AssertionError, match=r"the adapter of the state is another one: 96 of 96 weights differ"):
@@ -167,6 +202,17 @@ def test_broken_states_are_named_and_passed_over(whole, dataset, tmp_path):
         on_ranks(1, train, *flags(dataset, folder, "--resume", str(tmp_path)))
 
 
+def test_a_run_that_began_anew_goes_on_from_its_own_states(whole, dataset, tmp_path):
+    """Those of the run before it are of later steps, and are none of its own."""
+    folder = tmp_path / "anew"
+    shutil.copytree(whole, folder)
+    text = on_ranks(1, told, *flags(dataset, folder, "--seed", "4", "--max_train_steps", "3", "--no-save_state",
+                                    "--save_state_on_train_end"))[0]  # fmt: skip
+    assert "holds states of an earlier run, and this one begins anew" in text
+    text = on_ranks(1, told, *flags(dataset, folder, "--seed", "4", "--max_train_steps", "4", "--auto_resume"))[0]
+    assert "going on after step 3" in text
+
+
 def test_no_state_is_an_error_for_latest_and_a_beginning_for_auto(dataset, tmp_path):
     with pytest.raises(AssertionError, match="there is no state called lora"):
         on_ranks(1, train, *flags(dataset, tmp_path, "--resume", "latest"))
@@ -176,6 +222,14 @@ def test_no_state_is_an_error_for_latest_and_a_beginning_for_auto(dataset, tmp_p
 def test_old_states_go(dataset, tmp_path):
     on_ranks(1, train, *flags(dataset, tmp_path, "--save_last_n_steps_state", "3"))
     assert sorted(path.name for path in tmp_path.glob("*-state")) == ["lora-state", "lora-step00000009-state"]
+
+
+def test_old_lora_files_go_in_a_run_that_goes_on_as_well(dataset, tmp_path):
+    few = ("--save_last_n_steps", "3", "--ema_decay", "0.5")
+    on_ranks(1, train, *flags(dataset, tmp_path, *few, "--max_train_steps", "7"))
+    on_ranks(1, train, *flags(dataset, tmp_path, *few, "--auto_resume"))
+    assert {path.name.removesuffix(".safetensors").removesuffix("-ema") for path in tmp_path.glob("*-step*.saf*")} == {
+        "lora-step00000006", "lora-step00000009"}  # fmt: skip
 
 
 def test_a_state_is_replaced_whole(tmp_path):
@@ -194,6 +248,19 @@ def test_states_of_a_longer_name_are_not_ours(tmp_path):
         (tmp_path / name).mkdir()
     assert [path.name for path in state_folder.states(tmp_path, "mika")] == [
         "mika-000002-state", "mika-state", "mika-step00000010-state"]  # fmt: skip
+
+
+def test_only_what_runs_of_this_name_had_begun_is_removed(tmp_path):
+    """Another run may be writing its state beside this one at the moment."""
+    begun = [f".{name}.77.new" for name in ("mika-state", "mika-step00000010-state", "mika2-state", "mika-red-state")]
+    for name in begun:
+        (tmp_path / name).mkdir()
+    for name in ("mika", "mika-ema", "mika-step00000010-ema", "mika-000001", "mika2", "mika-red"):
+        (tmp_path / f".{name}.safetensors.77.part").touch()
+    state_folder.remove_leftovers(tmp_path, "mika")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".mika-red-state.77.new", ".mika-red.safetensors.77.part", ".mika2-state.77.new",
+        ".mika2.safetensors.77.part"]  # fmt: skip
 
 
 def test_settings_of_how_and_where_may_change():

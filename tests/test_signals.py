@@ -111,6 +111,21 @@ def test_a_lock_of_another_machine_holds_while_it_is_young(tmp_path):
     assert not lock.exists() and not list(tmp_path.iterdir())
 
 
+def test_a_lock_of_another_container_or_machine_of_the_same_name_holds_as_well(tmp_path):
+    """Whose processes have numbers that say nothing here."""
+    from library.distributed.lock import FolderLock
+    from library.distributed.processes import Process
+    from library.errors import UserError
+
+    other = {**Process.own().as_json(), "pid": 2**22 + 1, "token": "x"}
+    (tmp_path / ".a.lock").write_text(json.dumps({**other, "system": "elsewhere pid:[1]"}))
+    with pytest.raises(UserError, match="another run"), FolderLock(tmp_path, "a") as held:
+        held.take()
+    (tmp_path / ".a.lock").write_text(json.dumps(other))  # dead, and known to be
+    with FolderLock(tmp_path, "a") as held:
+        held.take()
+
+
 def test_a_second_signal_ends_at_once(tmp_path):
     script = (
         "import os, signal, time; from library.distributed import signals; signals.SECONDS_OF_ONE = 0.2\n"

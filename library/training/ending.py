@@ -53,7 +53,7 @@ class Ending:
         try:
             run.watch.take_back(run)
             name = f"{self.config.save.output_name}-step{run.state.step:08d}"
-            path = keeper.save_here(run, name) if run.state.step else None
+            path = keeper.save_here(run, name, run.owed) if run.state.step else None
         except Exception as failure:  # the device may be in no state to give anything back
             why = str(failure) if isinstance(failure, UserError) else sentence(failure)
             return f"the state after step {run.state.step} cannot be kept: {why}"

@@ -17,10 +17,12 @@ from ..families.detect import Detected
 from ..families.identity import glance
 from . import state_folder
 from .changes import plain_settings
+from .export import Export
 from .keep_state import KeepState
 from .loop import Run
 from .plan import RunPlan
 from .resume import check_changes, chosen
+from .retention import Retention
 from .run_state import put_back
 
 logger = logging.getLogger(__name__)
@@ -42,6 +44,7 @@ class GoingOn:
             "batch": [size * together for _, size in sorted(sizes.items())],
             "split": [plan.batches.ranks, plan.batches.accumulation],
             "started_at": started_at,
+            "run": strategy.from_main(lambda: state_folder.next_run(self.folder, name)),
             "versions": {"lorikeet": __version__, "torch": torch.__version__},
         }
         self.found = strategy.from_main(lambda: chosen(config.state, self.folder, name))
@@ -74,10 +77,15 @@ class GoingOn:
         put_back(run, found.facts, tensors)
 
     def pay(self, run: Run) -> None:
-        """Do what the run before left undone at its last step."""
-        owed = self.found.facts["owed"] if self.found is not None else ()
+        """Do what the run before left undone at its last step; what it wrote is this run's to remove."""
+        if self.found is None:
+            return
+        facts, save = self.found.facts, self.config.save
+        owed, is_here = facts["owed"], facts["settings"]["output_dir"] == save.output_dir
         for action in run.actions:
-            if type(action).__name__ in owed:
+            if isinstance(action, Export) and is_here:
+                action.kept = Retention.of_names(save, facts.get("files", [[], []]))
+            if type(action).__name__ in owed and action.is_due(run):
                 action(run)
 
     def stop(self, run: Run, keeper: KeepState, owed: tuple[str, ...], signals: Signals) -> Stopped:

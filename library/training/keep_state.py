@@ -39,7 +39,7 @@ class KeepState:
         return self.config.save_state and self.export.is_due(run)
 
     def __call__(self, run: Run) -> None:
-        self.save(run, self.export.names(run)[-1])
+        self.save(run, self.export.names(run)[-1], [name for name in run.owed if name != type(self).__name__])
 
     def save(self, run: Run, name: str, owed: Sequence[str] = ()) -> None:
         """Begin to write the state; one process does, for all have the same."""
@@ -47,12 +47,13 @@ class KeepState:
             return
         self._begin(run, name, owed)
 
-    def save_here(self, run: Run, name: str) -> Path:
+    def save_here(self, run: Run, name: str, owed: Sequence[str] = ()) -> Path:
         """Write the state on this process, whichever it is, and wait until it is on disk; talk to nobody."""
         path = self.folder / f"{name}-state"
-        if path == self.latest or not isinstance(state_folder.facts_of(path), str):
-            return path
-        self._begin(run, name, ())
+        there = state_folder.facts_of(path)
+        if not isinstance(there, str) and there.facts.get("run") == self.facts["run"]:
+            return path  # another process of this run wrote it
+        self._begin(run, name, owed)
         self._end()
         return path
 
@@ -62,6 +63,7 @@ class KeepState:
             logger.warning("%s; training goes on, and the next state is tried when it is due", self._error)
         self._copy.take(tree_of(run))
         facts = {**self.facts, **facts_of_run(run), "owed": list(owed), "saved_at": time.time()}
+        facts["files"] = self.export.kept.names() if self.export.kept is not None else [[], []]
         path = self.folder / f"{name}-state"
         self._writer = threading.Thread(target=self._write, args=(path, facts, run), daemon=False)
         self._writer.start()

@@ -116,6 +116,8 @@ class Run:
     is_probed: bool = False
     work: StepWork | None = None
     """What the step that is being done consists of."""
+    owed: tuple[str, ...] = ()
+    """What is due after the step that was just done, and is not done yet."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -136,7 +138,7 @@ def _ran_on(run: Run) -> bool:
     first, unread = run.state.step, list[Figures]()
     run.watch.remember(run)
     for work, waited in _timed(run.loader.steps(first)):
-        run.work = work
+        run.work, run.owed = work, ()
         if not run.is_probed:
             run.ladder.probe(run, work.batches[0])
             run.is_probed = True
@@ -154,11 +156,13 @@ def _ran_on(run: Run) -> bool:
             unread = []
             if not is_last:
                 run.watch.remember(run)
+                run.owed = tuple(type(action).__name__ for action in due)
         for action in due:
             if not (must_end and action.can_wait):
                 action(run)
+                run.owed = tuple(name for name in run.owed if name != type(action).__name__)
         if must_end:
-            raise Ended([type(action).__name__ for action in due if action.can_wait])
+            raise Ended(run.owed)
         if is_last:
             return True
     raise AssertionError("the loader goes on without end")

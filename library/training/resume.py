@@ -23,6 +23,9 @@ def chosen(config: StateConfig, folder: Path, name: str) -> Found | None:
             raise UserError(f"--resume: {config.resume} is no whole state: {found}{_others(folder, name)}")
         return found
     if config.resume is None and not config.auto_resume:
+        if _names(folder, name):
+            logger.warning("%s holds states of an earlier run, and this one begins anew; to go on from them, add"
+                           " --auto_resume", folder)  # fmt: skip
         return None
     whole = []
     for path in states(folder, name):
@@ -32,7 +35,7 @@ def chosen(config: StateConfig, folder: Path, name: str) -> Found | None:
         else:
             whole.append(found)
     if whole:
-        return max(whole, key=lambda found: (found.step, found.facts["saved_at"]))
+        return max(whole, key=lambda found: found.age)
     if config.resume == LATEST:
         raise UserError(f"--resume latest: there is no state called {name}...-state in {folder.resolve()}; states are"
                         " written with --save_state, and when a signal ends a run")  # fmt: skip
@@ -41,8 +44,12 @@ def chosen(config: StateConfig, folder: Path, name: str) -> Found | None:
 
 
 def _others(folder: Path, name: str) -> str:
-    there = [path.name for path in states(folder, name)]
+    there = _names(folder, name)
     return f"; in {folder} there are {', '.join(there)}" if there else ""
+
+
+def _names(folder: Path, name: str) -> list[str]:
+    return [path.name for path in states(folder, name)]
 
 
 def check_changes(found: Found, now: Mapping[str, Any], config: StateConfig) -> None:

@@ -3,6 +3,7 @@
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ..config.schema import SaveConfig
 
@@ -11,11 +12,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Retention:
-    """Knows what this run wrote, and never touches anything else; on the process that writes."""
+    """Knows what this run wrote, with those that it goes on from, and never touches anything else; on the process
+    that writes."""
 
     save: SaveConfig
     of_epochs: dict[int, list[Path]] = field(default_factory=dict)
     of_steps: dict[int, list[Path]] = field(default_factory=dict)
+
+    def names(self) -> list[list[Any]]:
+        """All that was written, for a state."""
+        return [[[number, [path.name for path in paths]] for number, paths in written.items()]
+                for written in (self.of_epochs, self.of_steps)]  # fmt: skip
+
+    @classmethod
+    def of_names(cls, save: SaveConfig, names: list[list[Any]]) -> "Retention":
+        """As it was when a state was saved."""
+        folder = Path(save.output_dir)
+        return cls(save, *({number: [folder / name for name in each] for number, each in part} for part in names))
 
     def wrote_epoch(self, epoch: int, paths: list[Path]) -> None:
         """Of the epochs that were saved, the last n stay."""

@@ -60,9 +60,9 @@ def put_back(run: Run, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
     with torch.no_grad():
         for parameter, name in names.items():
             parameter.copy_(tree["adapter"][name])
-        if run.average is not None and tree["average"]:
+        if run.average is not None:  # one that nobody asked for before begins where the state ends
             for mine, name in zip(run.average.values, names.values(), strict=True):
-                mine.copy_(tree["average"][name])
+                mine.copy_((tree["average"] or tree["adapter"])[name])
     if facts["settings"]["optimizer_type"] == run.config.optim.optimizer_type:
         _restore_optimizer(run, names, tree["optimizer"], unpacked(facts["optimizer_defaults"], {}))
     else:
@@ -112,10 +112,14 @@ def _restore_optimizer(run: Run, names: Mapping[nn.Parameter, str], saved: dict[
                        defaults: Mapping[str, Any]) -> None:  # fmt: skip
     """Its memory is that of the state; settings that were changed since are those of now."""
     own = run.optimizer.state_dict()
-    numbers = {name: number for number, name in _numbers(run, names, own["param_groups"]).items()}
+    number_names = _numbers(run, names, own["param_groups"])
+    numbers = {name: number for number, name in number_names.items()}
     changed = {key for key, value in _plain(run.optimizer.defaults).items() if defaults.get(key, value) != value}
+    before = {frozenset(group["params"]): group for group in saved["param_groups"]}
     groups = []
-    for mine, theirs in zip(own["param_groups"], saved["param_groups"], strict=True):
+    for mine in own["param_groups"]:
+        members = frozenset(number_names[number] for number in mine["params"])
+        theirs = before.get(members, {})  # none where rates are now given to other parts of the adapter
         groups.append({**mine, **{key: value for key, value in theirs.items() if key not in changed},
                        "params": mine["params"]})  # fmt: skip
     state = {numbers[name]: value for name, value in saved["state"].items()}

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,11 @@ class Found:
     @property
     def step(self) -> int:
         return int(self.facts["step"])
+
+    @property
+    def age(self) -> tuple[int, int, float]:
+        """Grows from state to state; no clock is asked, unless all else is the same."""
+        return int(self.facts.get("run", 0)), self.step, float(self.facts["saved_at"])
 
 
 def write(path: Path, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -85,11 +91,25 @@ def tensors_of(found: Found) -> dict[str, Tensor]:
 
 def states(folder: Path, name: str) -> Iterator[Path]:
     """Folders that may be states of the runs called ``name``; one that was being replaced counts, too."""
-    pattern = re.compile(rf"\.?{re.escape(name)}(-\d{{6}}|-step\d{{8}})?-state(\.old)?")
+    pattern = re.compile(rf"\.?{_names_of(name)}-state(\.old)?")
     try:
         yield from sorted(path for path in folder.iterdir() if pattern.fullmatch(path.name) and path.is_dir())
     except FileNotFoundError:
         return
+
+
+def next_run(folder: Path, name: str) -> int:
+    """The number of a run that begins now: one more than that of any whose state is there, whole or not."""
+    numbers = [0]
+    for path in states(folder, name):
+        with suppress(OSError, ValueError, AttributeError, TypeError):
+            numbers.append(int(json.loads((path / FACTS).read_text("utf-8")).get("run", 0)))
+    return 1 + max(numbers)
+
+
+def _names_of(name: str) -> str:
+    """A pattern for what runs called ``name`` write, and not for what those of a longer name do."""
+    return rf"{re.escape(name)}(-\d{{6}}|-step\d{{8}})?"
 
 
 def remove_begun(path: Path) -> None:
@@ -104,8 +124,13 @@ def _begun(path: Path) -> Path:
 
 def remove_leftovers(folder: Path, name: str) -> None:
     """What a run that was killed had begun to write."""
-    for path in folder.glob(f".{name}*-state*.new"):
-        shutil.rmtree(path, ignore_errors=True)
+    begun = _names_of(name)
+    pattern = re.compile(rf"\.{begun}(-state(\.\d+)?\.new|(-ema)?\.safetensors\.\d+\.part)")
+    for path in [path for path in folder.iterdir() if pattern.fullmatch(path.name)]:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def _hash(path: Path) -> str:
