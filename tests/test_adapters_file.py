@@ -4,6 +4,7 @@ import os
 from dataclasses import replace
 
 import pytest
+import stand_in
 import torch
 from adapted import kohya, names_of
 from diffusers import StableDiffusionPipeline
@@ -16,7 +17,6 @@ from library.adapters.comparing import differences
 from library.adapters.file import cast, write
 from library.adapters.formats import from_file
 from library.adapters.verify import BrokenFileError, read, verify
-from library.demo import stand_in
 from library.errors import UserError
 
 META = {"ss_network_dim": "6", "ss_v2": "False"}

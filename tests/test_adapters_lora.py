@@ -1,6 +1,7 @@
 """LoRA in a model: where it is put, how it starts, what is trained, and how it is read out."""
 
 import pytest
+import stand_in
 import torch
 from diffusers import UNet2DConditionModel
 from tiny import TINY
@@ -8,7 +9,6 @@ from torch import nn
 
 from library.adapters import lora
 from library.config.schema import AdapterConfig
-from library.demo import stand_in
 from library.errors import ConfigError
 from library.families import FAMILIES
 

@@ -35,7 +35,8 @@ def folder(tmp_path) -> Path:
 
 def encoded_after_each_change(folder: str) -> dict[str, list[str]]:
     """The names of what was encoded, change by change, on one folder with one cache."""
-    from library.demo import stand_in
+    import stand_in
+
     from library.families.sd1 import StableDiffusion1
 
     root, pictures = Path(folder), Path(folder) / "pictures"
@@ -194,9 +195,9 @@ PIXELS = [
 
 
 def test_sizes_that_a_plan_tells_are_those_that_come_out(tmp_path):
+    import stand_in
     import torch
 
-    from library.demo import stand_in
     from library.families.sd1 import StableDiffusion1
 
     pipe = stand_in.build()

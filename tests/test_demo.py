@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 
 import pytest
+import stand_in
 import torch
 from PIL import Image
 from torch import nn
@@ -12,7 +13,6 @@ from library.adapters import lora
 from library.config.schema import AdapterConfig
 from library.data.batch import Batch
 from library.data.prompts import Prompt
-from library.demo import stand_in
 from library.families import FAMILIES
 from library.families.detect import detect
 

@@ -70,7 +70,7 @@ def test_steps_and_predictions_are_those_of_the_published_models():
 
 
 def test_the_built_in_model_is_what_its_saved_files_say(tmp_path):
-    from library.demo import stand_in
+    import stand_in
 
     stand_in.build().save_pretrained(tmp_path)
     read, told = detect(str(tmp_path)), detect(None)
@@ -262,9 +262,9 @@ def test_what_training_cannot_use_is_told_before_it_is_loaded(tmp_path):
 
 
 def test_a_damaged_file_of_weights_is_told_in_one_line_and_a_tilde_is_the_home(tmp_path, monkeypatch):
+    import stand_in
     import torch
 
-    from library.demo import stand_in
     from library.families.sd1 import StableDiffusion1
 
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -5,6 +5,7 @@ import logging
 from types import SimpleNamespace
 
 import pytest
+import stand_in
 import torch
 from diffusers import DDIMScheduler, DDPMScheduler, EulerDiscreteScheduler, PNDMScheduler
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
@@ -12,7 +13,6 @@ from diffusers.schedulers.scheduling_ddim import rescale_zero_terminal_snr
 
 from library.config.options import options_of
 from library.config.schema import LossConfig, NoiseConfig, RunConfig
-from library.demo import stand_in
 from library.diffusion.objective import Objective
 from library.diffusion.process import Epsilon, FlowMatching, Velocity
 from library.diffusion.shift import FixedShift

@@ -1,13 +1,13 @@
 """What one batch means in training, on the stand-in's real parts."""
 
 import pytest
+import stand_in
 import torch
 from torch import nn
 
 from library.adapters.dropout import Dropout
 from library.config.schema import LossConfig, NoiseConfig
 from library.data.batch import PixelBatch
-from library.demo import stand_in
 from library.diffusion.objective import Objective
 from library.families import FAMILIES
 from library.training.task import Task

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import stand_in
 import torch
 from torch import Tensor
 
 from library.data.batch import Batch, Cond
-from library.demo import stand_in
 from library.families import FAMILIES
 
 HEIGHT, WIDTH = 64, 96  # never square, and FRAME never symmetric: a swap must show

@@ -9,9 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from tokenizers.pre_tokenizers import ByteLevel
 
-from ..demo.stand_in import vocabulary
-
-_CLIP_END = "<|endoftext|>"
+START, END = "<|startoftext|>", "<|endoftext|>"
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 _CHAT = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
@@ -66,7 +64,14 @@ def _clip(cls: Any, config: Mapping[str, Any]) -> Any:
         Path(folder, "vocab.json").write_text(json.dumps(vocabulary()), encoding="utf-8")
         Path(folder, "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
         return cls.from_pretrained(folder, model_max_length=config.get("model_max_length", 77),
-                                   pad_token=config.get("pad_token", _CLIP_END))  # fmt: skip
+                                   pad_token=config.get("pad_token", END))  # fmt: skip
+
+
+def vocabulary() -> dict[str, int]:
+    """A token for each letter of byte-level text, inside and at the end of a word, and two special ones."""
+    letters = sorted(ByteLevel.alphabet())
+    tokens = [*letters, *(f"{letter}</w>" for letter in letters), START, END]
+    return {token: number for number, token in enumerate(tokens)}
 
 
 def _t5(cls: Any, config: Mapping[str, Any]) -> Any:
@@ -88,7 +93,7 @@ def _t5(cls: Any, config: Mapping[str, Any]) -> Any:
 def _qwen(cls: Any, config: Mapping[str, Any]) -> Any:
     """A token for each byte of the text, and Qwen's marks of who speaks."""
     settings = {
-        "tokenizer_class": "Qwen2Tokenizer", "unk_token": None, "pad_token": _CLIP_END, "eos_token": "<|im_end|>",
+        "tokenizer_class": "Qwen2Tokenizer", "unk_token": None, "pad_token": END, "eos_token": "<|im_end|>",
         "additional_special_tokens": ["<|im_start|>", "<|im_end|>"], "chat_template": _CHAT,
         "model_max_length": config.get("model_max_length", 4096),
     }  # fmt: skip

@@ -1,27 +1,23 @@
-"""Stands in for a trained built-in model: a tiny Stable Diffusion 1 pipeline with random weights made from a seed.
+"""Stands in for a trained model: a tiny Stable Diffusion 1 pipeline with random weights made from a seed.
 
 It draws nothing recognisable.  It has every part of the real one and the same names, so that a whole run can be tried
 in seconds on a CPU.
 """
 
-import json
-import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
-from tokenizers.pre_tokenizers import ByteLevel
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
-from ..randomness import seed_for
+from library.families.tokenizers import END, START, small_tokenizer, vocabulary
+from library.randomness import seed_for
 
 PARTS = ("vae", "text_encoder", "tokenizer", "unet")
 _TEXT_WIDTH = 64
 _MAX_TOKENS = 77
-_START, _END = "<|startoftext|>", "<|endoftext|>"
 
 
 def build(parts: Sequence[str] = PARTS, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
@@ -112,9 +108,9 @@ def _text_encoder() -> Any:
             num_hidden_layers=2,
             num_attention_heads=4,
             max_position_embeddings=_MAX_TOKENS,
-            bos_token_id=words[_START],
-            eos_token_id=words[_END],
-            pad_token_id=words[_END],
+            bos_token_id=words[START],
+            eos_token_id=words[END],
+            pad_token_id=words[END],
         )
     )
     # Versions of transformers draw the first weights in different ways, and all are to give the same model.
@@ -126,17 +122,5 @@ def _text_encoder() -> Any:
 
 
 def _tokenizer() -> CLIPTokenizer:
-    """A token for each byte of the text; any caption can be written with it."""
-    # Through files, since versions of transformers differ in what the constructor takes.
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "vocab.json").write_text(json.dumps(vocabulary()), encoding="utf-8")
-        Path(folder, "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
-        tokenizer: CLIPTokenizer = CLIPTokenizer.from_pretrained(folder, model_max_length=_MAX_TOKENS)
-        return tokenizer
-
-
-def vocabulary() -> dict[str, int]:
-    """A token for each letter of byte-level text, inside and at the end of a word, and two special ones."""
-    letters = sorted(ByteLevel.alphabet())
-    tokens = [*letters, *(f"{letter}</w>" for letter in letters), _START, _END]
-    return {token: number for number, token in enumerate(tokens)}
+    tokenizer: CLIPTokenizer = small_tokenizer(CLIPTokenizer, {"model_max_length": _MAX_TOKENS})
+    return tokenizer
