@@ -19,3 +19,15 @@ def flush_folder(path: Path) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def why_not_writable(folder: Path) -> str | None:
+    """What keeps files from being made in ``folder``, which is made if need be; nothing where all is well."""
+    probe = folder / f".writable-{os.getpid()}-{os.urandom(4).hex()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        return error.strerror or str(error)
+    return None

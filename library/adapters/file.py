@@ -9,6 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..durable import flush, flush_folder
 from ..errors import UserError
 from .verify import verify
 
@@ -45,30 +46,14 @@ def write(
         mode = part.stat().st_mode  # as the user wants new files to be; safetensors makes private ones
         save_file(dict(tensors), part, dict(metadata))
         part.chmod(mode)
-        _flush(part)
+        flush(part)
         verify(part, tensors, metadata, trained)
         if check is not None:
             check(part)
         os.replace(part, path)
-        _flush_folder(path.parent)
+        flush_folder(path.parent)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: cannot be written: {error}") from error
     finally:
         if part.exists():
             part.unlink()
-
-
-def _flush(path: Path) -> None:
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
-
-
-def _flush_folder(path: Path) -> None:
-    """Make the new name itself safe against a power cut, where the system can."""
-    if not hasattr(os, "O_DIRECTORY"):  # Windows
-        return
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

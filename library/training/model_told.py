@@ -4,8 +4,7 @@ import hashlib
 from pathlib import Path, PureWindowsPath
 
 from ..config.schema import ModelConfig
-
-_CHUNK = 2**24
+from ..data.cache.file_hashes import hash_of
 
 
 def model_told(model: ModelConfig) -> dict[str, str]:
@@ -18,7 +17,7 @@ def model_told(model: ModelConfig) -> dict[str, str]:
                             (vae, "ss_vae_hash", "ss_new_vae_hash")):  # fmt: skip
         path = Path(place).expanduser() if place is not None else None
         if path is not None and path.is_file():
-            told |= {old: _old_hash(path), new: _whole(path)}
+            told |= {old: _old_hash(path), new: hash_of(path)}
     return told
 
 
@@ -37,11 +36,3 @@ def _old_hash(path: Path) -> str:
     with path.open("rb") as file:
         file.seek(0x100000)
         return hashlib.sha256(file.read(0x10000)).hexdigest()[:8]
-
-
-def _whole(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()

@@ -14,6 +14,7 @@ from ..distributed.contradictions import contradictions_of_this_run
 from ..distributed.lock import FolderLock
 from ..distributed.signals import Signals
 from ..distributed.strategy import DataParallel
+from ..durable import why_not_writable
 from ..errors import ConfigError, UserError
 from ..families import FAMILIES
 from ..families.attention import attention_misfit
@@ -165,13 +166,8 @@ def _prompts(preview: PreviewConfig, detected: Detected) -> list[Prompt]:
 
 def _make_ready(folder: Path, name: str, lock: FolderLock) -> None:
     """That files can be written, and by this run alone, is known before training, not after it."""
-    probe = folder / f".writable-{time.time_ns()}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"")
-        probe.unlink()
-    except OSError as error:
-        raise UserError(f"--output_dir: {folder} cannot be written to: {error.strerror}") from None
+    if why := why_not_writable(folder):
+        raise UserError(f"--output_dir: {folder} cannot be written to: {why}")
     lock.take()
     state_folder.remove_leftovers(folder, name)
 

@@ -3,7 +3,6 @@
 It is written under another name, every file to the disk, a list of the files with their hashes last, and renamed.
 """
 
-import hashlib
 import json
 import os
 import re
@@ -18,11 +17,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ..data.cache.file_hashes import hash_of
 from ..durable import flush, flush_folder
 
 FORMAT = 1
 TENSORS, FACTS, LIST = "tensors.safetensors", "state.json", "files.json"
-_MEGABYTE = 2**20
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ def write(path: Path, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -
     new.mkdir()
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, new / TENSORS)
     (new / FACTS).write_text(json.dumps({"format": FORMAT, **facts}, ensure_ascii=False, indent=1), "utf-8")
-    listed = {name: {"size": (new / name).stat().st_size, "sha256": _hash(new / name)} for name in (TENSORS, FACTS)}
+    listed = {name: {"size": (new / name).stat().st_size, "sha256": hash_of(new / name)} for name in (TENSORS, FACTS)}
     for name in listed:
         flush(new / name)
     (new / LIST).write_text(json.dumps(listed, indent=1), "utf-8")
@@ -69,7 +68,7 @@ def facts_of(path: Path) -> Found | str:
     try:
         listed = json.loads((path / LIST).read_text("utf-8"))
         for name, told in listed.items():
-            if (path / name).stat().st_size != told["size"] or _hash(path / name) != told["sha256"]:
+            if (path / name).stat().st_size != told["size"] or hash_of(path / name) != told["sha256"]:
                 return f"{name} is damaged"
         facts = json.loads((path / FACTS).read_text("utf-8"))
     except FileNotFoundError as error:
@@ -131,11 +130,3 @@ def remove_leftovers(folder: Path, name: str) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
-
-
-def _hash(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_MEGABYTE):
-            digest.update(block)
-    return digest.hexdigest()

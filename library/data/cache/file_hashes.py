@@ -28,7 +28,7 @@ class FileHashes:
         if known is not None and known[:-1] == stamp:
             return str(known[-1])
         is_settled = max(stamp[1:]) < time.time_ns() - SETTLED_AFTER
-        found = (compute or _hash)(file)
+        found = (compute or hash_of)(file)
         if is_settled:
             self._known[place] = [*stamp, found]
             self._write()
@@ -55,7 +55,8 @@ def _read(memory: Path) -> dict[str, list[object]]:
     return known if usable else {}
 
 
-def _hash(file: Path) -> str:
+def hash_of(file: Path) -> str:
+    """SHA-256 of what is in a file, however large it is."""
     digest = hashlib.sha256()
     with file.open("rb") as opened:
         while chunk := opened.read(_CHUNK):

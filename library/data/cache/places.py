@@ -1,11 +1,11 @@
 """In which folders a run keeps what it computes: beside the pictures, in one that was named, or for this run only."""
 
-import os
 import shutil
 import tempfile
 from pathlib import Path
 
 from ...config.schema import CacheConfig
+from ...durable import why_not_writable
 from ...errors import UserError
 from ..manifest import Manifest
 
@@ -36,15 +36,8 @@ def temporary(config: CacheConfig, token: str) -> Path:
 
 def check_writable(folder: Path, option: str) -> None:
     """``UserError`` when nothing can be written into ``folder``, which is made if need be."""
-    probe = folder / f".writable-{os.getpid()}-{os.urandom(4).hex()}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"")
-        probe.unlink()
-    except OSError as error:
-        raise UserError(
-            f"--{option}: {folder} cannot be written to: {error.strerror}; name another folder with --cache_dir"
-        ) from None
+    if why := why_not_writable(folder):
+        raise UserError(f"--{option}: {folder} cannot be written to: {why}; name another folder with --cache_dir")
 
 
 def check_room(folder: Path, wanted: int, what: str, way_out: str) -> None:
