@@ -322,7 +322,7 @@ def test_the_hash_of_a_file_is_computed_again_only_when_the_file_changed(tmp_pat
     monkeypatch.setattr("library.data.cache.file_hashes.SETTLED_AFTER", 0)
     file.write_bytes(b"one")
     first = FileHashes(memory).of(file)
-    monkeypatch.setattr("library.data.cache.file_hashes._hash", lambda path: path.read_bytes().decode())
+    monkeypatch.setattr("library.data.cache.file_hashes.hash_of", lambda path: path.read_bytes().decode())
     assert FileHashes(memory).of(file) == first
     file.write_bytes(b"another")
     assert FileHashes(memory).of(file) == "another"
@@ -349,5 +349,5 @@ def test_the_hash_of_a_file_that_has_just_been_written_is_not_remembered(tmp_pat
     file, memory = tmp_path / "weights", tmp_path / "files.json"
     file.write_bytes(b"one")
     FileHashes(memory).of(file)
-    monkeypatch.setattr("library.data.cache.file_hashes._hash", lambda path: "looked at again")
+    monkeypatch.setattr("library.data.cache.file_hashes.hash_of", lambda path: "looked at again")
     assert FileHashes(memory).of(file) == "looked at again"

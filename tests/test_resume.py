@@ -288,15 +288,19 @@ def test_options_that_do_not_fit_are_told(words, said):
         load_options(["--dataset_config", __file__, *words]).require()
 
 
-def test_a_state_that_cannot_be_written_is_told_and_the_run_goes_on(dataset, tmp_path, caplog):
-    (text,) = on_ranks(1, with_a_full_disk, *flags(dataset, tmp_path))
-    assert text.count("the state cannot be saved: No space left") == 1 and "training goes on" in text
+@pytest.mark.parametrize(("error", "said"), [
+    (OSError(28, "No space left on device"), "No space left"),
+    (RuntimeError("nobody thought of it"), "RuntimeError: nobody thought of it"),
+])  # fmt: skip
+def test_a_state_that_cannot_be_written_is_told_and_the_run_goes_on(dataset, tmp_path, error, said):
+    (text,) = on_ranks(1, with_a_broken_disk, error, *flags(dataset, tmp_path))
+    assert text.count(f"the state cannot be saved: {said}") == 1 and "training goes on" in text
     assert (tmp_path / "lora-state").is_dir() and (tmp_path / "lora.safetensors").is_file()
     assert not (tmp_path / "lora-step00000003-state").exists() and not list(tmp_path.glob(".lora*"))
 
 
-def with_a_full_disk(*words: str) -> str:
-    """The messages of a run whose first state finds no room."""
+def with_a_broken_disk(error: Exception, *words: str) -> str:
+    """The messages of a run whose first state cannot be written."""
     from library.training import state_folder
 
     honest, calls = state_folder.save_file, []
@@ -304,7 +308,7 @@ def with_a_full_disk(*words: str) -> str:
     def save(tensors, path):
         calls.append(path)
         if len(calls) == 1:
-            raise OSError(28, "No space left on device")
+            raise error
         return honest(tensors, path)
 
     state_folder.save_file = save

@@ -14,16 +14,26 @@ class HostCopy:
 
     def __init__(self) -> None:
         self._copy: Any = None
+        self._devices = set[torch.device]()
 
     def take(self, tree: Any) -> None:
         """Copy ``tree`` as it is now in the device's order of work."""
         self._copy = _copied(tree, self._copy)
+        self._devices = _devices_in(tree)
 
     def give(self) -> Any:
         """The copy; wait until it is complete.  What is inside belongs to this object."""
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
+        for device in self._devices:  # by name, for each thread has its own current device
+            torch.accelerator.synchronize(device)
         return self._copy
+
+
+def _devices_in(tree: Any) -> set[torch.device]:
+    """Where tensors are, but for the host, which is never waited for."""
+    if isinstance(tree, torch.Tensor):
+        return set() if tree.device.type == "cpu" else {tree.device}
+    inside = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
+    return {device for value in inside for device in _devices_in(value)}
 
 
 def _copied(tree: Any, old: Any) -> Any:

@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from ..config.schema import StateConfig
 from ..distributed.host_copy import HostCopy
 from ..errors import UserError
+from ..traceback_file import sentence
 from . import state_folder
 from .export import Export
 from .loop import Run
@@ -89,10 +88,10 @@ class KeepState:
             self._error, self.latest = None, path
             logger.info("state saved: %s", path)
             self._remove_old(facts["step"], run)
-        except (OSError, SafetensorError, UserError) as error:
-            state_folder.remove_begun(path)
-            why = getattr(error, "strerror", None) or error
+        except Exception as error:  # whatever ends this thread must reach the one that waits for it
+            why = error if isinstance(error, UserError) else getattr(error, "strerror", None) or sentence(error)
             self._error = f"{path}: the state cannot be saved: {why}"
+            state_folder.remove_begun(path)
 
     def _remove_old(self, step: int, run: Run) -> None:
         """As for LoRA files: of epochs so many, of steps those that are not older."""
