@@ -17,6 +17,7 @@ from ..config.schema import DistributedConfig
 from ..errors import ConfigError
 from .backend import process_group
 from .contradictions import launch_problems
+from .engines import hidden_from_accelerate
 from .refusals import Came, before_joining, differences, effective_precision, mismatches
 from .trackers import open_folder, run_folder, tracker_of, tracker_problems
 from .world import World, now
@@ -31,14 +32,14 @@ def prepare_accelerator(args: RunConfig) -> Accelerator:
     _refuse([*before_joining(args, world), *launch_problems(args, world)])
     if binds_to_numa_node(world):
         os.environ["ACCELERATE_CPU_AFFINITY"] = "1"
-    # The ranks meet here, before the Accelerator: the folder that its constructor takes needs a time they agree on.
-    # A plugin for another engine than DDP has to be announced in the environment before this line.
-    state = PartialState(**group_kwargs(args, world))
-    try:
-        return _with_others(args, world, state)
-    except ConfigError:
-        state.destroy_process_group()  # all ranks stop for the same reason, so none is left waiting
-        raise
+    with hidden_from_accelerate():
+        # The ranks meet here, before the Accelerator: the folder that its constructor takes needs a time they agree on.
+        state = PartialState(**group_kwargs(args, world))
+        try:
+            return _with_others(args, world, state)
+        except ConfigError:
+            state.destroy_process_group()  # all ranks stop for the same reason, so none is left waiting
+            raise
 
 
 def _with_others(args: RunConfig, world: World, state: PartialState) -> Accelerator:

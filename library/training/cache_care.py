@@ -15,7 +15,7 @@ from ..data.cache.store import Store
 from ..data.cache.writer import Writer
 from ..data.prepare import prepare
 from ..data.prompts import read_prompts
-from ..distributed.accelerator import prepare_accelerator
+from ..distributed.choice import strategy_of
 from ..distributed.strategy import DataParallel
 from ..families import FAMILIES
 from ..families.base import Family
@@ -40,7 +40,7 @@ class Care:
 @contextmanager
 def opened(config: RunConfig) -> Iterator[Care]:
     """What the run of these settings would keep; nothing is encoded yet."""
-    strategy = DataParallel(prepare_accelerator(config))
+    strategy = strategy_of(config)
     try:
         yield Care(strategy, tuple(_shelves(config, strategy)), not config.cache.skip_cache_check)
     finally:

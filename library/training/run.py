@@ -9,7 +9,7 @@ from ..config import RunConfig
 from ..config.schema import PreviewConfig
 from ..data.prepare import Prepared
 from ..data.prompts import Prompt, read_prompts
-from ..distributed.accelerator import prepare_accelerator
+from ..distributed.choice import strategy_of
 from ..distributed.contradictions import contradictions_of_this_run
 from ..distributed.lock import FolderLock
 from ..distributed.signals import Signals
@@ -53,7 +53,7 @@ def run(config: RunConfig, given: frozenset[str] = frozenset()) -> None:
     started_at = time.time()
     optimizers.rehearse(config.optim)
     schedules.rehearse(config.optim)
-    strategy = DataParallel(prepare_accelerator(config))
+    strategy = strategy_of(config)
     folder, name = Path(config.save.output_dir), config.save.output_name
     try:
         with FolderLock(folder, name) as lock:

@@ -1,0 +1,21 @@
+"""Engines that a launcher may ask for by the environment, kept away from accelerate, which would take over the model.
+
+accelerate sets FSDP and DeepSpeed up for models that are trained as a whole, on some devices only, and elsewhere falls
+back to plain data parallel without a word.  Here the strategy of a run does it, in the same way on every device.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from .world import ENGINES
+
+
+@contextmanager
+def hidden_from_accelerate() -> Iterator[None]:
+    """Inside, the environment asks for no engine, so that an ``Accelerator`` is one of plain data parallel."""
+    hidden = {name: os.environ.pop(name) for name in ENGINES if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
