@@ -18,7 +18,7 @@ def main(argv: Sequence[str]) -> int:
     if "--help" in argv or "-h" in argv:
         from .config.describe import help_text
 
-        print(help_text("accelerate launch train_lora.py"))
+        _say(help_text("accelerate launch train_lora.py"))
         return 0
     try:
         return _train(argv)
@@ -48,10 +48,9 @@ def tool(argv: Sequence[str]) -> int:
     from .tools import TOOLS
 
     if not argv or argv[0] in ("--help", "-h"):
-        print("usage: python -m library TOOL ...\n")
-        for name, (what, _) in TOOLS.items():
-            print(f"  {name:<10} {what}")
-        print("\nTraining is started with: accelerate launch train_lora.py --dataset_config x.toml")
+        tools = "\n".join(f"  {name:<10} {what}" for name, (what, _) in TOOLS.items())
+        _say(f"usage: python -m library TOOL ...\n\n{tools}\n\n"
+             "Training is started with: accelerate launch train_lora.py --dataset_config x.toml")  # fmt: skip
         return 0
     name, *rest = argv
     if name not in TOOLS:
@@ -126,7 +125,10 @@ def _write_config(path: Path | None, text: str, problems: list[str]) -> int:
 def _say(text: str) -> None:
     """File names may hold bytes that are no text, which some terminals refuse."""
     encoding = sys.stdout.encoding or "utf-8"
-    print(text.encode(encoding, "backslashreplace").decode(encoding))
+    try:
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    except BrokenPipeError:  # the reader, such as head, has read enough; nobody is there for the rest
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _is_told_by_another(error: UserError) -> bool:

@@ -58,6 +58,16 @@ def test_it_runs_from_another_folder(tmp_path):
     assert call(TRAIN, "--help", cwd=tmp_path).returncode == 0
 
 
+@pytest.mark.parametrize("words", [(TRAIN, "--help"), ("-m", "library", "options")])
+def test_a_reader_that_has_read_enough_is_no_error(words):
+    """As ``head`` does; the pipe is closed before anything is written to it."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_foreign_library_on_the_path_does_not_get_in_the_way(foreign, tmp_path):
     done = call(TRAIN, "--help", cwd=tmp_path, PYTHONPATH=str(foreign))
 

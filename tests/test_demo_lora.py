@@ -133,9 +133,9 @@ def test_pictures_that_were_not_trained_get_better_by_more_than_their_interval_a
 
     assert last["step"] == STEPS
     assert last["validation/base"] - last["validation/loss"] > last["validation/gain_interval"] > 0, last
-    assert "better than the base model" in (output / "report.html").read_text("utf-8")
+    assert "better than the base model" in (output / "demo.report.html").read_text("utf-8")
 
 
 def test_the_sheet_of_before_and_after_is_there(output):
-    with Image.open(output / "before_after.png") as sheet:
+    with Image.open(output / "demo.before_after.png") as sheet:
         assert sheet.width > 400 and sheet.height > 800

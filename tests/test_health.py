@@ -164,6 +164,8 @@ def test_metrics_of_a_run_that_goes_on_follow_those_of_its_past(tmp_path):
     first = MetricsFile(path, 0)
     for step in (1, 2, 3):
         first.add(step, {"loss": float(step), "text": "ü"})
+        with path.open("ab") as file:  # what a broken disk or another program left there
+            file.write(b'12\n{"loss": 3}\n\xff\xfe\n')
     with path.open("a") as file:
         file.write('{"step": 4, "lo')  # killed while it wrote
 

@@ -90,7 +90,7 @@ def test_a_run_without_a_learning_rate_ends_with_an_error_after_it_wrote_everyth
         on_ranks(1, train, "--dataset_config", str(data), "--output_dir", str(tmp_path), "--max_train_steps", "2",
                  "--learning_rate", "0")  # fmt: skip
 
-    assert (tmp_path / "lora.safetensors").is_file() and (tmp_path / "report.html").is_file()
+    assert (tmp_path / "lora.safetensors").is_file() and (tmp_path / "lora.report.html").is_file()
     lines = [json.loads(line) for line in (tmp_path / "lora.metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["update/dead_layers"] == lines[-1]["update/layers"] > 0
     assert [line["update/norm"] for line in lines if "update/norm" in line] == [0.0, 0.0]

@@ -166,6 +166,18 @@ def test_types_and_blocks_of_sd3(sites):
     assert outer["lora_unet_x_embedder_proj"] == 3 and outer["lora_unet_y_embedder_mlp_2"] == 4
 
 
+@pytest.mark.parametrize(("family", "words", "problem"), [
+    ("flux", ["train_double_block_indices=0,4-19"], "double_block_indices: there is no block 19; the last one is 18"),
+    ("flux", ["train_single_block_indices=38"], "train_single_block_indices: there is no block 38; the last one is 37"),
+    ("sd3", ["train_block_indices=24"], "train_block_indices: there is no block 24; the last one is 23"),
+])  # fmt: skip
+def test_a_block_that_the_model_does_not_have_is_an_error(sites, family, words, problem):
+    with pytest.raises(ConfigError) as caught:
+        sizes(sites, family, *words)
+    assert problem in str(caught.value)
+    sizes(sites, family, words[0].partition("=")[0] + "=all")
+
+
 def test_patterns_choose_modules_ranks_and_rates(sites):
     found = originals(sites, "sd1", "exclude_patterns=['.*ff.*', '.*proj.*']", "include_patterns=['.*mid_block.*']",
                       "network_reg_dims=attn2=4,te_text=2", "network_reg_lrs=mid_block=5e-3")  # fmt: skip
@@ -221,6 +233,7 @@ def test_parts_of_one_module_cannot_have_two_ranks(sites):
     ("rank_dropout=1", "--network_args: rank_dropout: expected 0 to 0.999, got '1'"),
     ("use_dora=maybe", "--network_args: use_dora: expected True or False, got 'maybe'"),
     ("split_qkv=True", "--network_args: split_qkv: queries, keys and values always share"),
+    ("factor=0", "--network_args: factor: expected 1 or more, or -1 for as even as can be"),
     ("factor=4", "--network_args: factor: lora does not have it, only lokr"),
     ("conv_alpha=4", "--network_args: conv_alpha: no convolutions are trained; add conv_dim"),
     ("train_t5xxl=True", "--network_args: train_t5xxl: text encoders are not trained; write network_train_unet_only"),

@@ -44,7 +44,7 @@ def cut(whole: Path, folder: Path, step: int) -> Path:
     """The folder as it is when the run was killed after ``step`` steps and some more."""
     shutil.copytree(whole, folder, ignore=lambda _, names: [
         name for name in names if ("-step" in name and int(name.split("-step")[1][:8]) > step) or name in
-        ("lora.safetensors", "lora-ema.safetensors", "lora-state", "report.html")])  # fmt: skip
+        ("lora.safetensors", "lora-ema.safetensors", "lora-state", "lora.report.html")])  # fmt: skip
     return folder
 
 
@@ -280,6 +280,7 @@ def test_settings_of_how_and_where_may_change():
 @pytest.mark.parametrize(("words", "said"), [
     (["--resume", "latest", "--auto_resume"], "not both"),
     (["--resume", "nowhere"], "no such folder"),
+    (["--resume", ""], "empty: no such folder"),
     (["--resume_anyway"], "nothing is resumed"),
     (["--save_last_n_steps_state", "3"], "set save_state"),
 ])  # fmt: skip

@@ -180,7 +180,7 @@ def test_the_run_says_what_it_does_and_where_the_files_are(demo):
     assert "training 12/12" in said
     assert f"LoRA file: {folder / 'out' / 'demo.safetensors'}" in said
     assert f"pictures: {folder / 'out' / 'sample'}" in said
-    sheet = folder / "out" / "before_after.png"
+    sheet = folder / "out" / "demo.before_after.png"
     assert f"before and after, side by side: {sheet}" in said and sheet.is_file()
 
 

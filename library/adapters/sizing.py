@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+from ..config.argument_forms import EVERY_BLOCK
 from ..config.block_args import block_of, block_weights
 from ..config.network_args import UNETS, NetworkArguments, arguments_of, kind_of
 from ..config.schema import AdapterConfig
@@ -39,7 +40,7 @@ BLOCKS = (
 def sizes_of(sites: Sequence[Site], config: AdapterConfig, family: str) -> dict[str, Size]:
     """Of each site that gets an adapter, by its name in a state, in the order of the sites."""
     arguments = arguments_of(config)
-    problems = [*_idle_patterns(sites, arguments)]
+    problems = [*_idle_patterns(sites, arguments), *_missing_blocks(sites, arguments)]
     found = {}
     for site in sites:
         size = _size(site, config, arguments, family)
@@ -97,6 +98,16 @@ def _of_type(site: Site, arguments: NetworkArguments, family: str, rank: int) ->
         if value is not None and re.search(pattern, site.original):
             return int(value)
     return rank
+
+
+def _missing_blocks(sites: Sequence[Site], arguments: NetworkArguments) -> Iterator[str]:
+    """Blocks that were asked for and that this model does not have."""
+    for argument, pattern in BLOCKS:
+        matches_of = [re.search(pattern, site.original) for site in sites]
+        last = max((int(found[1]) for found in matches_of if found is not None), default=-1)
+        asked = [end for pair in getattr(arguments, argument) or () for end in pair if end != EVERY_BLOCK]
+        if asked and max(asked) > last:
+            yield f"{argument}: there is no block {max(asked)}; the last one is {last}"
 
 
 def _is_chosen_block(site: Site, arguments: NetworkArguments) -> bool:

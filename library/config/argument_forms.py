@@ -7,6 +7,8 @@ from typing import Any
 
 PRESETS = ("cosine", "sine", "linear", "reverse_linear", "zeros")
 """Names of curves over the blocks of a UNet."""
+EVERY_BLOCK = 10**6
+"""Stands for the last block of a model, whichever it is."""
 
 
 def flag(text: str) -> bool:
@@ -27,6 +29,14 @@ def number(least: float, most: float = float("inf"), kind: type = float) -> Call
         return value
 
     return read
+
+
+def factor(text: str) -> int:
+    """How LoKr cuts a matrix: a whole number, or -1 for as even as can be."""
+    value: int = number(-1, kind=int)(text)
+    if not value:
+        raise ValueError("expected 1 or more, or -1 for as even as can be")
+    return value
 
 
 rank = number(0, kind=int)
@@ -85,7 +95,7 @@ def by_pattern(read: Callable[[str], Any]) -> Callable[[str], tuple[tuple[str, A
 def blocks(text: str) -> tuple[tuple[int, int], ...]:
     """``all``, ``none``, or numbers and ranges such as ``0,3-7``, as pairs of first and last."""
     if text in ("all", "none"):
-        return ((0, 10**6),) if text == "all" else ()
+        return ((0, EVERY_BLOCK),) if text == "all" else ()
     try:
         ends = [item.strip().partition("-") for item in text.split(",")]
         return tuple((int(first), int(last) if dash else int(first)) for first, dash, last in ends)

@@ -213,8 +213,11 @@ def _one_way_to_go_on(config: RunConfig, given: Given) -> Iterator[Conflict]:
     state = config.state
     if state.resume is not None and state.auto_resume:
         yield ("resume", "auto_resume"), "name a state with resume, or leave it to auto_resume; not both"
-    if state.resume not in (None, "latest") and not Path(str(state.resume)).is_dir():
-        yield ("resume",), f"{state.resume}: no such folder; name a folder that ends in -state, or write latest"
+    if state.resume not in (None, "latest") and not (state.resume and Path(state.resume).is_dir()):
+        yield (
+            ("resume",),
+            f"{state.resume or 'empty'}: no such folder; name one that ends in -state, or write latest",
+        )
     if state.resume_anyway and state.resume is None and not state.auto_resume:
         yield ("resume_anyway",), "nothing is resumed; add resume or auto_resume"
     for name in ("save_last_n_epochs_state", "save_last_n_steps_state"):

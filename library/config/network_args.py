@@ -42,7 +42,7 @@ class NetworkArguments:
     dora_wd: bool = _arg(forms.flag, False, kinds=LORAS)
     use_rslora: bool = _arg(forms.flag, False, kinds=LORAS)
     rs_lora: bool = _arg(forms.flag, False, kinds=LORAS)
-    factor: int = _arg(forms.number(-1, kind=int), -1, kinds=("lokr",))
+    factor: int = _arg(forms.factor, -1, kinds=("lokr",))
     decompose_both: bool = _arg(forms.flag, False, kinds=("lokr",))
     conv_dim: int | None = _arg(forms.number(1, kind=int), families=UNETS, kinds=RANKED)
     conv_alpha: float = _arg(forms.number(0), 1.0, families=UNETS, kinds=RANKED)

@@ -47,17 +47,20 @@ class MetricsFile:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The figures in the file; a last line that was cut off is none."""
-    lines = []
+    """The figures in the file; a line that was cut off, or that something else wrote, is none."""
     try:
-        for text in path.read_text("utf-8").splitlines():
-            try:
-                lines.append(json.loads(text))
-            except ValueError:
-                break
+        texts = path.read_text("utf-8", "replace").splitlines()
     except FileNotFoundError:
-        pass
-    return lines
+        return []
+    return [line for line in map(_line, texts) if line is not None]
+
+
+def _line(text: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and isinstance(found.get("step"), int) else None
 
 
 def _plain(value: Any) -> Any:

@@ -22,7 +22,7 @@ class Report:
         self.export, self.prompts, self.metrics = export, prompts, metrics
         self.plan = plan.replace(f"{Path.cwd()}/", "").replace(f"{Path.home()}/", "~/")  # the page may be shown around
         self.started_at = started_at
-        self.path = metrics.with_name("report.html")
+        self.path = metrics.with_name(f"{metrics.name.removesuffix('.metrics.jsonl')}.report.html")
 
     def is_due(self, run: Run) -> bool:
         return self.export.is_due(run)

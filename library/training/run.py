@@ -185,12 +185,12 @@ def _validation(config: RunConfig, prepared: Prepared, kept: Kept) -> list[Valid
 
 def _sheet(config: RunConfig, prompts: Sequence[str], started_at: float) -> Path | None:
     """All previews of the run side by side; that they cannot be drawn does not spoil the run."""
-    folder = Path(config.save.output_dir)
+    folder, name = Path(config.save.output_dir), config.save.output_name
+    path = folder / f"{name}.before_after.png"
     try:
-        return before_after.write(folder / "sample", config.save.output_name, prompts, started_at,
-                                  folder / "before_after.png")  # fmt: skip
+        return before_after.write(folder / "sample", name, prompts, started_at, path)
     except OSError as error:
-        logger.warning("before_after.png could not be written: %s", error)
+        logger.warning("%s could not be written: %s", path, error)
         return None
 
 
