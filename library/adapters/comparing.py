@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from . import lora
 from .formats import Content
@@ -51,9 +52,25 @@ def differences(trained: nn.Module, content: Content, alphas: Mapping[str, float
 
 def _outputs(layer: nn.Module) -> tuple[Tensor, Tensor]:
     """What the layer makes of one input with its adapter, and without."""
-    base = layer.base_layer
-    weight: Tensor = base.weight  # type: ignore[assignment, union-attr]
+    frozen = _frozen(layer)
+    weight = frozen["base_layer.weight"]
     draw = torch.Generator().manual_seed(weight.numel())
     shape = (1, weight.shape[1], *weight.shape[2:]) if weight.dim() == 4 else (1, weight.shape[1])
     given = torch.randn(shape, generator=draw).to(weight)
-    return layer(given), base(given)  # type: ignore[operator]
+    base: nn.Module = layer.base_layer  # type: ignore[assignment]
+    plain = {name.removeprefix("base_layer."): tensor for name, tensor in frozen.items()}
+    return functional_call(layer, frozen, (given,)), functional_call(base, plain, (given,))
+
+
+def _frozen(layer: nn.Module) -> dict[str, Tensor]:
+    """The weights of the layer itself; where they are spread over processes, random ones stand in for them.
+
+    Any will do to see whether two adapters do the same, and to fetch the true ones all processes would be needed.
+    """
+    own = {name: item for name, item in layer.named_parameters() if name.startswith("base_layer.")}
+    if not any(hasattr(item, "full_tensor") for item in own.values()):
+        return dict(own)
+    here = next(item.device for name, item in layer.named_parameters() if name not in own)
+    draw = torch.Generator().manual_seed(0)
+    return {name: torch.randn(item.shape, generator=draw).div((item.numel() / len(item)) ** 0.5).to(here, item.dtype)
+            for name, item in own.items()}  # fmt: skip

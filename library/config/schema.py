@@ -7,6 +7,7 @@ from .objective_schema import LossConfig as LossConfig
 from .objective_schema import NoiseConfig as NoiseConfig
 from .options import opt
 from .save_schema import SaveConfig as SaveConfig
+from .sharding_schema import ShardingConfig as ShardingConfig
 from .values import Share, Size
 
 
@@ -339,6 +340,7 @@ class RunConfig:
     loss: LossConfig = field(default_factory=LossConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
     save: SaveConfig = field(default_factory=SaveConfig)
     state: StateConfig = field(default_factory=StateConfig)
     preview: PreviewConfig = field(default_factory=PreviewConfig)

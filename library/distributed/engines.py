@@ -19,3 +19,8 @@ def hidden_from_accelerate() -> Iterator[None]:
         yield
     finally:
         os.environ.update(hidden)
+
+
+def hide_from_libraries() -> None:
+    """Have nobody else act on it later: transformers would load weights on one process and none on the others."""
+    os.environ.pop("ACCELERATE_USE_FSDP", None)

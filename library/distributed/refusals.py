@@ -6,7 +6,11 @@ from accelerate.utils import DynamoBackend, is_fp8_available
 
 from ..config import RunConfig
 from .attention import attention_problems
+from .sharding import asked_for
 from .world import World
+
+NOT_THERE = {"DeepSpeed": "not yet: DeepSpeed", "Megatron-LM": "only for language models of its own: Megatron-LM"}
+"""Engines that a launcher may ask for in vain, and why."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ def effective_precision(args: RunConfig, world: World) -> str | None:
 def before_joining(args: RunConfig, world: World) -> list[str]:
     """Everything that is known to go wrong from settings and surroundings alone.  Pure."""
     asked = args.distributed.mixed_precision or world.precision
-    return [*_engines(world), *_precision(args, world), *_accumulation(args, world), *_dynamo(args), *_devices(world),
+    return [*_engines(args, world), *_precision(args, world), *_accumulation(args, world), *_dynamo(args), *_devices(world),
             *_affinity(world), *attention_problems(args.distributed.attn_mode, world, asked)]  # fmt: skip
 
 
@@ -73,8 +77,10 @@ def differences(asked_and_came: dict[str, tuple[object, object]]) -> list[str]:
             for what, (asked, came) in asked_and_came.items() if asked != came]  # fmt: skip
 
 
-def _engines(world: World) -> list[str]:
-    return [f"not yet: {engine}, which the launcher asks for; use --multi_gpu" for engine in world.engines]
+def _engines(args: RunConfig, world: World) -> list[str]:
+    found = [f"{NOT_THERE[engine]}, which the launcher asks for; use --multi_gpu, or FSDP" for engine in world.engines
+             if engine in NOT_THERE]  # fmt: skip
+    return found or list(asked_for(args, world).problems)
 
 
 def _precision(args: RunConfig, world: World) -> list[str]:

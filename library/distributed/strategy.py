@@ -27,10 +27,15 @@ STEPS_UNTIL_KNOWN = 2
 class DataParallel(Company):
     """Every process holds the whole model and sees its own part of each global batch: one process, or DDP."""
 
+    computes_together = False
+    """Whether a forward is an exchange, so that all processes have to do each of them, whatever it is for."""
+
     def __init__(self, accelerator: Accelerator):
         super().__init__(accelerator)
         self.is_asked: Callable[[], bool] = lambda: False
         """Whether this process was asked to end the run."""
+        self.frozen_home = self.device
+        """Where the frozen part of what is trained is loaded to, before it is wrapped."""
         self._asked: deque[LateWord] = deque()
 
     @property

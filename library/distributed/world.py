@@ -20,6 +20,8 @@ ENGINES = {
 }
 """Variables by which a launcher asks for something else than plain data parallelism."""
 
+ABOUT_ENGINES = ("FSDP_", "PARALLELISM_CONFIG_")
+
 SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 LOCAL_RANKS = ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
@@ -47,6 +49,8 @@ class World:
     dynamo: str | None = None
     affinity: bool | None = None
     engines: tuple[str, ...] = ()
+    said: Mapping[str, str] = field(default_factory=dict)
+    """What the launcher says about them, by the names of its variables."""
     launch: LaunchCommand | None = None
     """The command that started this process, where it can be seen."""
     started: str = ""
@@ -72,6 +76,7 @@ class World:
             dynamo=env.get("ACCELERATE_DYNAMO_BACKEND"),
             affinity=truth(env.get("ACCELERATE_CPU_AFFINITY")),
             engines=tuple(name for key, name in ENGINES.items() if truth(env.get(key))),
+            said={name: value for name, value in env.items() if name.startswith(ABOUT_ENGINES)},
             launch=launch_of_this_process(),
         )
 

@@ -25,26 +25,31 @@ from .caching import Kept
 from .groups import groups_of
 from .health import Watch
 from .ladder import Ladder
-from .loop import Run, Silence
+from .loop import Run, Silence, trainable
 from .objective import objective_of
 from .plan import RunPlan
 from .precision import DTYPES
 from .starting import Starts, start_from
 from .task import Task
-from .trained import compute_twice, described, dropout_of, put_adapters
+from .trained import compute_twice, described, dropout_of, put_adapters, trained_text_parts
 
 logger = logging.getLogger(__name__)
 
 
-def load(strategy: DataParallel, family: Family, detected: Detected, kept: Kept, prompts: Sequence[Prompt]) -> Any:
+def load(config: RunConfig, strategy: DataParallel, family: Family, detected: Detected, kept: Kept,
+         prompts: Sequence[Prompt]) -> Any:  # fmt: skip
     """The parts that training needs, on the device; what was kept needs no encoder any more.
 
-    A VAE that only previews need rests in host memory between them.
+    What is trained is where the strategy wants it.  A VAE that only previews need rests in host memory between them.
     """
     needed = [part for part in family.parts if part == family.denoiser or part.startswith("tokenizer")
               or (kept.latents is None if part == "vae" else kept.texts is None)]  # fmt: skip
     dtype = DTYPES[strategy.precision]
-    pipe = family.load(detected, dtype, needed, device=strategy.device)
+    trained = {family.denoiser, *trained_text_parts(config, family.facts)}
+    homes = {part: strategy.frozen_home if part in trained else strategy.device for part in needed}
+    pipe = None
+    for home in dict.fromkeys(homes.values()):
+        pipe = family.load(detected, dtype, [part for part in needed if homes[part] == home], into=pipe, device=home)
     if "vae" not in needed and prompts:
         pipe = family.load(detected, dtype, ("vae",), into=pipe)
     for part in family.parts:
@@ -52,7 +57,7 @@ def load(strategy: DataParallel, family: Family, detected: Detected, kept: Kept,
         if isinstance(module, torch.nn.Module):
             module.requires_grad_(False)
             if part in needed:
-                module.to(strategy.device)
+                module.to(homes[part])
     return pipe
 
 
@@ -73,6 +78,8 @@ def assemble(
     start_from(trained, adapter, starts)
     if config.distributed.full_bf16:
         in_dtype(trained, torch.bfloat16)
+    for parameter in trainable(trained):  # before an optimizer looks where they are
+        parameter.data = parameter.data.to(strategy.device)
     for line in described(trained, adapter):
         logger.info("%s", line)
     groups = groups_of(trained, adapter, config, family.facts)

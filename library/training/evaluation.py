@@ -32,16 +32,26 @@ def evaluate(run: Run, batches: FixedBatches, read: Read) -> Losses:
     model = strategy.unwrapped(run.adapter)  # nothing is exchanged and nothing new is compiled
     task = replace(run.task, denoiser=model, seed=SEED)
     numbers = range(strategy.rank, len(batches.batches), strategy.size)
+    company = _to_keep_company(run, len(batches.batches), len(numbers))
     samples, losses = [], []
     with evaluating(model):
-        for number, pixels in zip(numbers, ahead(read, numbers), strict=True):
+        for number, pixels in zip([*numbers, *company], ahead(read, [*numbers, *company]), strict=True):
+            with strategy.accelerator.autocast():
+                measured = _at_quantiles(task, pixels)
+            if len(losses) == len(numbers):
+                break
             for problem in pixels.problems:
                 logger.warning("%s: %s; it is not measured", problem.name, problem.problem)
             usable = pixels.weight > 0
             samples.append(torch.tensor(batches.batches[number].samples).where(usable, torch.tensor(-1)))
-            with strategy.accelerator.autocast():
-                losses.append(_at_quantiles(task, pixels))
+            losses.append(measured)
     return _of_all(run, batches, samples, losses)
+
+
+def _to_keep_company(run: Run, everything: int, mine: int) -> list[int]:
+    """Any batch, which counts nothing, where others have one more than this process and need it to compute theirs."""
+    strategy = run.strategy
+    return [0] if strategy.computes_together and mine * strategy.size < everything else []
 
 
 def _at_quantiles(task: Task, pixels: PixelBatch) -> Tensor:

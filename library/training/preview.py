@@ -6,17 +6,22 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from ..config.schema import PreviewConfig
 from ..data.prompts import Prompt
+from ..distributed.memory import is_out_of_memory
 from ..families.sampling import evaluating
 from ..optim.optimizers import weights_as_used
 from ..randomness import seed_for
 from .loop import Run
 from .plan import is_due
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +59,7 @@ class Preview:
 
     @torch.no_grad()
     def draw(self, run: Run) -> None:
-        """Draw this process's share of the prompts; a picture that fails is a warning and no more."""
+        """Draw the prompts, each process its share; a picture that fails is a warning and no more."""
         with weights_as_used(run.optimizer), evaluating(run.strategy.unwrapped(run.adapter)):
             drawn = self._draw_all(run)
         if run.strategy.is_tracked:
@@ -65,15 +70,21 @@ class Preview:
         """The numbers of prompts, and the pictures as PNG files."""
         drawn = []
         for index, prompt in enumerate(self.prompts):
-            if index % run.strategy.size != run.strategy.rank:
+            is_mine = index % run.strategy.size == run.strategy.rank
+            if not (is_mine or run.strategy.computes_together):
                 continue
             try:
-                drawn.append((index, self._draw_one(run, index, prompt)))
+                picture, seed = self._picture(run, index, prompt)
+                if is_mine:
+                    drawn.append((index, self._write(run, index, picture, seed)))
             except Exception as error:  # out of memory, a sampler's limits: nothing here may end a training run
+                if run.strategy.computes_together and is_out_of_memory(error):
+                    raise  # perhaps on this process alone, and the others would wait for its part of the next picture
                 logger.warning("preview %d (%s) failed and is left out: %s", index, prompt.text, error)
         return drawn
 
-    def _draw_one(self, run: Run, index: int, prompt: Prompt) -> bytes:
+    def _picture(self, run: Run, index: int, prompt: Prompt) -> "tuple[Image, int]":
+        """With the seed that it was drawn from."""
         task, seed = run.task, prompt.seed
         if seed is None:
             seed = seed_for(run.config.train.seed, "preview", index) % 2**32
@@ -82,7 +93,10 @@ class Preview:
             generator = torch.Generator().manual_seed(seed)
             sampler = prompt.sampler or self.config.sample_sampler
             with at(task.pipe.vae, task.device):
-                picture = task.family.draw(task.pipe, prompt, cond, negative, generator, sampler)
+                return task.family.draw(task.pipe, prompt, cond, negative, generator, sampler), seed
+
+    def _write(self, run: Run, index: int, picture: "Image", seed: int) -> bytes:
+        """The file, and what is in it."""
         epoch = run.plan.epoch_just_ended(run.state.step)
         when = f"e{epoch:06d}" if self.config.sample_every_n_epochs and epoch else f"{run.state.step:06d}"
         path = self.folder / f"{self.name}_{when}_{index:02d}_{time.strftime('%Y%m%d%H%M%S')}_{seed}.png"

@@ -94,7 +94,7 @@ def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, start
     if len(prepared.manifest.samples) < pictures:
         plan = RunPlan.of(prepared.batch_plan(strategy.size, config.train), config.train, config.optim)
     texts = keep_texts(config, strategy, family, detected, prepared, plan, prompts)
-    pipe = load(strategy, family, detected, Kept(latents, texts), prompts)
+    pipe = load(config, strategy, family, detected, Kept(latents, texts), prompts)
     merge_bases(pipe, starts)
     job, adapter = assemble(config, strategy, family, pipe, prepared, plan, Kept(latents, texts), starts)
     preview = _preview(config, prompts)

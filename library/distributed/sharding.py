@@ -1,0 +1,150 @@
+"""How the frozen model is to be spread over processes: what our options and the launcher say, in one answer."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ..config import RunConfig
+from .world import World, truth
+
+OURS = {"fsdp_offload_params": ("FSDP_OFFLOAD_PARAMS", "false"),
+        "fsdp_reshard_after_forward": ("FSDP_RESHARD_AFTER_FORWARD", "true"),
+        "dp_replicate_size": ("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"),
+        "dp_shard_size": ("PARALLELISM_CONFIG_DP_SHARD_SIZE", "1")}  # fmt: skip
+"""Our options, the variable of the same meaning, and what ``accelerate launch`` puts there when nobody asked."""
+
+REFUSED = {
+    "FSDP_VERSION": (("2",), "FSDP1 is not there, and cannot freeze a part of what it flattens; use fsdp_version 2"),
+    "FSDP_SHARDING_STRATEGY": (
+        ("FULL_SHARD", "1"),
+        "belongs to FSDP1; leave it out: fsdp_reshard_after_forward false is SHARD_GRAD_OP, dp_replicate_size is "
+        "HYBRID_SHARD, and --multi_gpu is NO_SHARD",
+    ),
+    "FSDP_AUTO_WRAP_POLICY": (
+        ("TRANSFORMER_BASED_WRAP",),
+        "a model is spread by its blocks; use TRANSFORMER_BASED_WRAP, or leave it out",
+    ),
+    "FSDP_RESHARD_AFTER_FORWARD": (("true", "false"), "belongs to FSDP1; write true or false"),
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": (("false",), "is not there; leave it out"),
+    "FSDP_IGNORED_MODULES": ((), "is not there; leave it out, adapters are never spread"),
+    **{f"PARALLELISM_CONFIG_{name}_SIZE": (("1",), "not yet: the same picture on several devices; write 1")
+       for name in ("TP", "CP", "SP")},
+}  # fmt: skip
+"""Variables, what may stand in them, and why nothing else may."""
+
+WITHOUT_EFFECT = {
+    "FSDP_BACKWARD_PREFETCH": ("BACKWARD_PRE",),
+    "FSDP_FORWARD_PREFETCH": ("false",),
+    "FSDP_USE_ORIG_PARAMS": ("true",),
+    "FSDP_STATE_DICT_TYPE": (),
+    "FSDP_MIN_NUM_PARAMS": ("100000000",),
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": ("true",),
+    "FSDP_SYNC_MODULE_STATES": ("true",),
+}
+"""Variables that change nothing here, and what stands in them when nobody asked for anything."""
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Replicas of the model, each spread over so many processes."""
+
+    replicas: int
+    parts: int
+    offloads: bool = False
+    """Whether parts rest in host memory."""
+    reshards: bool = True
+    """Whether a block is put away between its forward and its backward."""
+    blocks: tuple[str, ...] = ()
+    """Classes that are kept whole; without any, the model's own list."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What comes of everything that is said about it."""
+
+    sharding: Sharding | None = None
+    problems: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
+
+
+def asked_for(args: RunConfig, world: World) -> Asked:
+    """Whether this run shards, how, and what speaks against it.  Pure."""
+    ours, launcher = args.sharding, "FSDP" in world.engines
+    if ours.fsdp is False and launcher:
+        return Asked(problems=("--no-fsdp: the launcher asks for FSDP; take it out of one of the two",))
+    engines = {"FSDP_": launcher, "PARALLELISM_CONFIG_": "a parallelism config" in world.engines}
+    said = {name: value for name, value in world.said.items()
+            if any(is_on and name.startswith(start) for start, is_on in engines.items())}  # fmt: skip
+    if not (ours.fsdp or launcher):
+        idle = [f"--{name}" for name in OURS if getattr(ours, name) is not None]
+        idle += [f"the launcher's {_spoken(name)}" for name, size in said.items() if name.endswith("_SIZE") and size != "1"]
+        return Asked(problems=tuple(f"{name}: nothing is spread over processes; add --fsdp" for name in idle))
+    problems = [*_refused(said), *_contradictions(args, said), *_others(args, world, said)]
+    sharding = _sharding(args, world, said)
+    if not problems:
+        problems += _sizes(sharding, args, world)
+    return Asked(None if problems else sharding, tuple(problems), tuple(_remarks(said)))
+
+
+def _sharding(args: RunConfig, world: World, said: Mapping[str, str]) -> Sharding:
+    ours = args.sharding
+    launched = {name: said.get(variable, usual) for name, (variable, usual) in OURS.items()}
+    replicas = ours.dp_replicate_size or _number(launched["dp_replicate_size"])
+    parts = ours.dp_shard_size or _number(launched["dp_shard_size"])
+    if parts == 1 and ours.dp_shard_size is None:  # the launcher's way to say nothing
+        parts = max(1, world.size // replicas)
+    offloads, reshards = ours.fsdp_offload_params, ours.fsdp_reshard_after_forward
+    blocks = tuple(name.strip() for name in said.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "").split(",") if name.strip())
+    return Sharding(replicas, parts, bool(truth(launched["fsdp_offload_params"])) if offloads is None else offloads,
+                    bool(truth(launched["fsdp_reshard_after_forward"])) if reshards is None else reshards,
+                    blocks)  # fmt: skip
+
+
+def _refused(said: Mapping[str, str]) -> Iterator[str]:
+    for name, (allowed, why) in REFUSED.items():
+        if name in said and said[name] not in allowed:
+            yield f"the launcher's {_spoken(name)} {said[name]}: {why}"
+
+
+def _contradictions(args: RunConfig, said: Mapping[str, str]) -> Iterator[str]:
+    for name, (variable, usual) in OURS.items():
+        ours, theirs = getattr(args.sharding, name), said.get(variable, usual)
+        if ours is not None and theirs != usual and str(ours).lower() != theirs:
+            yield f"--{name} {str(ours).lower()}: the launcher says {theirs}; say it once"
+
+
+def _others(args: RunConfig, world: World, said: Mapping[str, str]) -> Iterator[str]:
+    """What does not go together with it."""
+    if truth(said.get("FSDP_ACTIVATION_CHECKPOINTING")) and not args.train.gradient_checkpointing:
+        yield "the launcher's fsdp_activation_checkpointing true: add --gradient_checkpointing, which does it here"
+    if args.train.on_oom == "ladder":
+        yield ("--on_oom ladder: with FSDP every forward is an exchange, so no process can try a step by itself; use "
+               "--on_oom fail")  # fmt: skip
+    if not world.joins_group:
+        yield "FSDP: this is one process, and there is nobody to share with; start several, or leave FSDP out"
+    if "DeepSpeed" in world.engines:
+        yield "FSDP: the launcher asks for DeepSpeed, too; take one of the two"
+
+
+def _sizes(sharding: Sharding, args: RunConfig, world: World) -> Iterator[str]:
+    replicas, parts = sharding.replicas, sharding.parts
+    if replicas * parts != world.size:
+        yield (f"FSDP: {replicas} x {parts} (dp_replicate_size x dp_shard_size) is not the number of processes, "
+               f"{world.size}")  # fmt: skip
+    elif parts == 1 and world.size > 1:
+        yield f"FSDP: dp_replicate_size {replicas} leaves nothing to share; make it smaller, or use --multi_gpu"
+
+
+def _remarks(said: Mapping[str, str]) -> Iterator[str]:
+    for name, usual in WITHOUT_EFFECT.items():
+        if name in said and said[name] not in usual:
+            yield f"the launcher's {_spoken(name)} {said[name]} has no effect here"
+
+
+def _spoken(variable: str) -> str:
+    """As it is written behind ``accelerate launch`` and in its file."""
+    spoken = variable.lower()
+    return {"fsdp_transformer_cls_to_wrap": "fsdp_transformer_layer_cls_to_wrap"}.get(spoken, spoken)
+
+
+def _number(word: str) -> int:
+    return int(word) if word.isdigit() else 1
