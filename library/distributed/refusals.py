@@ -39,8 +39,15 @@ def effective_precision(args: RunConfig, world: World) -> str | None:
 def before_joining(args: RunConfig, world: World) -> list[str]:
     """Everything that is known to go wrong from settings and surroundings alone.  Pure."""
     asked = args.distributed.mixed_precision or world.precision
-    return [*_engines(args, world), *_precision(args, world), *_accumulation(args, world), *_dynamo(args), *_devices(world),
-            *_affinity(world), *attention_problems(args.distributed.attn_mode, world, asked)]  # fmt: skip
+    return [
+        *_engines(args, world),
+        *_precision(args, world),
+        *_accumulation(args, world),
+        *_dynamo(args),
+        *_devices(world),
+        *_affinity(world),
+        *attention_problems(args.distributed.attn_mode, world, asked),
+    ]
 
 
 def mismatches(args: RunConfig, world: World, came: Came) -> list[str]:

@@ -1,6 +1,7 @@
 """The frozen model spread over the processes by torch's FSDP2; adapters are whole on every one of them."""
 
 import logging
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -42,6 +43,8 @@ class Sharded(DataParallel):
         self, model: nn.Module, optimizer: torch.optim.Optimizer, denoiser: nn.Module | None = None
     ) -> tuple[nn.Module, Any]:
         """Compile blocks, spread each child of ``model``, and say how much of it is here."""
+        # Of blocks whose outputs are views; nothing is done to them in place, or results would not be DDP's.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
         with self._regions_compiled(model if denoiser is None else denoiser):
             for part in model.children():
                 self.spread(part)
@@ -76,7 +79,7 @@ class Sharded(DataParallel):
 
 @contextmanager
 def _same_names(module: nn.Module) -> Iterator[None]:
-    """Inside, torch gives the module a class of its own; transformers, which knows classes by name, is not to notice."""
+    """Inside, torch gives the module another class; transformers, which knows classes by name, is not to notice."""
     own = type(module)
     yield
     for name in ("__module__", "__qualname__", "__name__"):
@@ -84,7 +87,7 @@ def _same_names(module: nn.Module) -> Iterator[None]:
 
 
 def blocks_of(model: nn.Module, names: Sequence[str] = ()) -> list[nn.Module]:
-    """The modules that are fetched as a whole, inner ones first: of ``names``, or those that the model's authors name."""
+    """The modules that are fetched as a whole, inner ones first: of ``names``, or those that its authors name."""
     own = getattr(model, "_no_split_modules", None) or getattr(model, "_repeated_blocks", None) or ()
     for wanted in (names, own):
         found = [module for module in model.modules() if type(module).__name__ in wanted and module is not model]

@@ -76,7 +76,9 @@ def asked_for(args: RunConfig, world: World) -> Asked:
             if any(is_on and name.startswith(start) for start, is_on in engines.items())}  # fmt: skip
     if not (ours.fsdp or launcher):
         idle = [f"--{name}" for name in OURS if getattr(ours, name) is not None]
-        idle += [f"the launcher's {_spoken(name)}" for name, size in said.items() if name.endswith("_SIZE") and size != "1"]
+        idle += [
+            f"the launcher's {_spoken(name)}" for name, size in said.items() if name.endswith("_SIZE") and size != "1"
+        ]
         return Asked(problems=tuple(f"{name}: nothing is spread over processes; add --fsdp" for name in idle))
     problems = [*_refused(said), *_contradictions(args, said), *_others(args, world, said)]
     sharding = _sharding(args, world, said)

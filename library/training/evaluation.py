@@ -1,7 +1,7 @@
 """What a model loses on fixed pictures at fixed times with fixed noise: equal to the bit whenever it is equal."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -31,27 +31,25 @@ def evaluate(run: Run, batches: FixedBatches, read: Read) -> Losses:
     strategy = run.strategy
     model = strategy.unwrapped(run.adapter)  # nothing is exchanged and nothing new is compiled
     task = replace(run.task, denoiser=model, seed=SEED)
-    numbers = range(strategy.rank, len(batches.batches), strategy.size)
-    company = _to_keep_company(run, len(batches.batches), len(numbers))
-    samples, losses = [], []
+    mine = range(strategy.rank, len(batches.batches), strategy.size)
+    # Where others have one more and need this process to compute theirs, it does any batch once more.
+    company = [0] if strategy.computes_together and len(mine) * strategy.size < len(batches.batches) else []
+    samples, losses = list[Tensor](), list[Tensor]()
     with evaluating(model):
-        for number, pixels in zip([*numbers, *company], ahead(read, [*numbers, *company]), strict=True):
+        for number, pixels in zip([*mine, *company], ahead(read, [*mine, *company]), strict=True):
             with strategy.accelerator.autocast():
                 measured = _at_quantiles(task, pixels)
-            if len(losses) == len(numbers):
-                break
-            for problem in pixels.problems:
-                logger.warning("%s: %s; it is not measured", problem.name, problem.problem)
-            usable = pixels.weight > 0
-            samples.append(torch.tensor(batches.batches[number].samples).where(usable, torch.tensor(-1)))
-            losses.append(measured)
+            if len(losses) < len(mine):
+                samples.append(_usable(batches.batches[number].samples, pixels))
+                losses.append(measured)
     return _of_all(run, batches, samples, losses)
 
 
-def _to_keep_company(run: Run, everything: int, mine: int) -> list[int]:
-    """Any batch, which counts nothing, where others have one more than this process and need it to compute theirs."""
-    strategy = run.strategy
-    return [0] if strategy.computes_together and mine * strategy.size < everything else []
+def _usable(samples: Sequence[int], pixels: PixelBatch) -> Tensor:
+    """Their numbers; -1 for what cannot be measured."""
+    for problem in pixels.problems:
+        logger.warning("%s: %s; it is not measured", problem.name, problem.problem)
+    return torch.tensor(samples).where(pixels.weight > 0, torch.tensor(-1))
 
 
 def _at_quantiles(task: Task, pixels: PixelBatch) -> Tensor:

@@ -1,0 +1,80 @@
+"""The same training however it is spread, and how far the adapters are apart; ``python tests/one_result.py`` tells all.
+
+Plain gradient descent: Adam divides by the gradient's size and would hide a wrong scale.
+"""
+
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from ranks import on_ranks
+from safetensors.torch import load_file
+from test_run import difference, pictures, train
+
+STEPS = 8
+BOUNDS = {"no": 1e-4, "bf16": 0.1}
+"""How far two adapters may be apart, as a share of the largest value of a tensor; bf16 has three digits."""
+MODELS = ("sdxl", "sd3", "flux")
+TEXTS = ("--no-network_train_unet_only",)
+
+
+@dataclass(frozen=True)
+class Way:
+    """Four pictures a step."""
+
+    ranks: int
+    batch: int
+    accumulation: int = 1
+    flags: tuple[str, ...] = ()
+
+
+REFERENCE = "1 process x 4"
+WAYS: Mapping[str, Way] = {
+    REFERENCE: Way(1, 4),
+    "4 accumulated": Way(1, 1, 4),
+    "DDP 2 x 2": Way(2, 2),
+    "DDP 4 x 1": Way(4, 1),
+    "FSDP 2 x 2": Way(2, 2, flags=("--fsdp",)),
+    "FSDP 2 x 1, 2 accumulated": Way(2, 1, 2, ("--fsdp",)),
+    "FSDP 2 x 2, kept for backward": Way(2, 2, flags=("--fsdp", "--no-fsdp_reshard_after_forward")),
+    "FSDP 2 x 2, in host memory": Way(2, 2, flags=("--fsdp", "--fsdp_offload_params")),
+    "HSDP 2 x 2": Way(4, 1, flags=("--fsdp", "--dp_replicate_size", "2")),
+}
+
+
+def dataset(folder: Path) -> Path:
+    """Two buckets that divide evenly into steps of four."""
+    return pictures(folder, {(96, 64): 8, (64, 96): 4})
+
+
+def trained(name: str, model: str, data: Path, folder: Path, *flags: str) -> dict[str, torch.Tensor]:
+    """What is learnt in this way."""
+    way = WAYS[name]
+    files = on_ranks(way.ranks, train, "--pretrained_model_name_or_path", f"random:{model}:tiny", "--dataset_config",
+                     str(data), "--train_batch_size", str(way.batch), "--gradient_accumulation_steps",
+                     str(way.accumulation), "--output_dir", str(folder), "--output_name", name.replace(" ", "_"),
+                     "--max_train_steps", str(STEPS), "--learning_rate", "0.5", "--network_dim", "4",
+                     "--network_alpha", "3", "--optimizer_type", "SGD", *TEXTS, *way.flags, *flags)  # fmt: skip
+    return load_file(files[0])
+
+
+def table(model: str, precision: str, *flags: str) -> dict[str, float]:
+    """How far each way is from the reference."""
+    with tempfile.TemporaryDirectory() as folder:
+        data = dataset(Path(folder))
+        found = {name: trained(name, model, data, Path(folder), "--mixed_precision", precision, *flags)
+                 for name in WAYS}  # fmt: skip
+    return {name: difference(found[REFERENCE], adapter) for name, adapter in found.items()}
+
+
+if __name__ == "__main__":
+    for model in sys.argv[1:] or MODELS:
+        for precision in BOUNDS:
+            for flags in ((), ("--gradient_checkpointing",)):
+                for name, apart in table(model, precision, *flags).items():
+                    row = (model, precision, "twice" if flags else "once", name, f"{apart:.1e}")
+                    sys.stdout.write(f"| {' | '.join(row)} |\n")
+                    sys.stdout.flush()
