@@ -1,0 +1,152 @@
+"""What belongs to a run works alike when the frozen model is spread; and how much of it each process holds."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from one_result import dataset
+from ranks import on_ranks
+from safetensors.torch import load_file
+from test_resume import cut
+from test_run import difference, pictures, train
+
+from library.config import load_options
+
+ROOT = Path(__file__).resolve().parent.parent
+PROMPTS = """\
+a red circle --w 64 --h 96 --d 1 --s 4 --l 3
+a blue triangle --n red --w 96 --h 64 --d 2 --s 2 --l 3
+a green square --w 64 --h 64 --d 3 --s 3 --l 1
+"""
+
+
+# the whole of a run
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory) -> dict[str, Path]:
+    """The folders of two runs with everything on, by DDP and by FSDP; three batches are measured by two processes."""
+    folder = tmp_path_factory.mktemp("both")
+    data = pictures(folder, {(96, 64): 7, (64, 96): 3})
+    data.write_text(data.read_text().replace("[[datasets]]", "[[datasets]]\nvalidation_split = 0.5"))
+    (folder / "prompts.txt").write_text(PROMPTS)
+    flags = ("--dataset_config", str(data), "--train_batch_size", "1", "--max_train_steps", "4",
+             "--no-network_train_unet_only", "--optimizer_type", "Prodigy", "--learning_rate", "1.0",
+             "--scale_weight_norms", "0.05", "--ema_decay", "0.9", "--sample_prompts", str(folder / "prompts.txt"),
+             "--sample_at_first", "--sample_every_n_steps", "4", "--validate_every_n_steps", "2")  # fmt: skip
+    for name, more in {"ddp": (), "fsdp": ("--fsdp",)}.items():
+        on_ranks(2, train, *flags, "--output_dir", str(folder / name), *more)
+    return {name: folder / name for name in ("ddp", "fsdp")}
+
+
+@pytest.mark.parametrize("name", ["lora", "lora-ema"])
+def test_prodigy_limited_norms_and_the_average_are_those_of_ddp(both, name):
+    ddp, fsdp = (load_file(folder / f"{name}.safetensors") for folder in both.values())
+
+    assert difference(ddp, fsdp) < 1e-3
+
+
+def test_pictures_before_the_first_step_are_those_of_ddp_to_the_bit_and_none_is_missing(both):
+    found = {name: sorted((folder / "sample").glob("*.png")) for name, folder in both.items()}
+    assert [len(paths) for paths in found.values()] == [6, 6]
+
+    for ddp, fsdp in zip(*found.values(), strict=True):
+        assert ddp.name[:15] == fsdp.name[:15]
+        if "_000000_" in ddp.name:
+            assert ddp.read_bytes() == fsdp.read_bytes()
+
+
+def test_what_is_measured_is_what_ddp_measures(both):
+    ddp, fsdp = (measured(folder) for folder in both.values())
+
+    assert len(ddp) == len(fsdp) == 3
+    assert ddp[0] == fsdp[0]  # the base model, to the bit
+    for one, other in zip(ddp, fsdp, strict=True):
+        assert other == pytest.approx(one, rel=1e-4)
+
+
+def measured(folder: Path) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in (folder / "lora.metrics.jsonl").read_text("utf-8").splitlines()]
+    losses = [{name: value for name, value in line.items() if name.startswith("validation/time/")
+               or name.startswith("validation/base")} for line in lines]  # fmt: skip
+    return [line for line in losses if line]
+
+
+# states
+
+
+def test_a_state_goes_on_exactly_and_from_one_strategy_to_another(tmp_path):
+    data = dataset(tmp_path)
+    flags = ("--dataset_config", str(data), "--max_train_steps", "6", "--network_dim", "2", "--learning_rate", "1e-2",
+             "--save_every_n_steps", "2", "--save_state", "--auto_resume")  # fmt: skip
+
+    def run(folder: Path, ranks: int, batch: int, *more: str) -> dict[str, torch.Tensor]:
+        own = ("--output_dir", str(folder), "--train_batch_size", str(batch))
+        return load_file(on_ranks(ranks, train, *flags, *own, *more)[0])
+
+    one = run(tmp_path / "one", 1, 4)
+    spread = run(cut(tmp_path / "one", tmp_path / "spread", 2), 2, 2, "--fsdp")
+    again = run(cut(tmp_path / "spread", tmp_path / "again", 4), 2, 2, "--fsdp")
+    back = run(cut(tmp_path / "spread", tmp_path / "back", 4), 2, 2)
+
+    assert difference(spread, again) == 0.0
+    assert difference(one, spread) < 1e-3
+    assert difference(one, back) < 1e-3
+
+
+# memory
+
+
+def held(parts: int, *flags: str) -> tuple[int, int, int]:
+    """Bytes of all frozen weights, of those in memory here, and of what learns."""
+    from library.distributed.accelerator import prepare_accelerator
+    from library.distributed.sharded import Sharded
+    from library.distributed.sharding import Sharding
+    from library.families import FAMILIES
+    from library.training.trained import put_adapters
+
+    config = load_options(["--no-network_train_unet_only", *flags]).config
+    strategy = Sharded(prepare_accelerator(config), Sharding(1, parts))
+    family = FAMILIES.get("sdxl")()
+    trained, _ = put_adapters(config, family, family.load("random:sdxl:tiny", torch.float32))
+    learnt = [parameter for parameter in trained.parameters() if parameter.requires_grad]
+    whole = sum(each.nbytes for each in trained.parameters() if not each.requires_grad)
+    strategy.wrap(trained, torch.optim.SGD(learnt))
+    frozen = [each.to_local() for each in trained.parameters() if not each.requires_grad]
+    here = sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in frozen}.values())
+    strategy.finish()
+    return whole, here, sum(each.untyped_storage().nbytes() for each in learnt)
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_each_process_holds_its_part_of_the_frozen_model_and_all_that_learns(parts):
+    found = on_ranks(parts, held, parts)
+    whole, _, learnt = found[0]
+
+    assert {(every, same) for every, _, same in found} == {(whole, learnt)} and learnt > 0
+    assert all(here < 1.02 * whole / parts for _, here, _ in found)
+    assert sum(here for _, here, _ in found) >= whole
+
+
+# a launcher
+
+
+def test_accelerate_launch_with_fsdp_spreads_the_model(tmp_path):
+    data = dataset(tmp_path)
+    launch = shlex.split("launch --use_fsdp --fsdp_version 2 --num_processes 2 --num_machines 1 --mixed_precision no "
+                         "--dynamo_backend no --fsdp_offload_params true")  # fmt: skip
+    words = [str(Path(sys.executable).parent / "accelerate"), *launch, str(ROOT / "train_lora.py"), "--dataset_config",
+             str(data), "--pretrained_model_name_or_path", "random:sdxl:tiny", "--no-network_train_unet_only",
+             "--output_dir", str(tmp_path / "out"), "--max_train_steps", "1"]  # fmt: skip
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "MASTER_", "FSDP_"))}
+    done = subprocess.run(words, cwd=tmp_path, timeout=240, capture_output=True, text=True,
+                          env={**clean, "HF_HOME": str(tmp_path / "home"), "ACCELERATE_USE_CPU": "true"})  # fmt: skip
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "FSDP: 1 x 2 processes" in done.stderr + done.stdout and "in host memory" in done.stderr + done.stdout
+    assert (tmp_path / "out" / "lora.safetensors").exists()
