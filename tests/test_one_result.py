@@ -1,4 +1,4 @@
-"""Four pictures a step train one adapter, whichever strategy does it; the whole table: ``python tests/one_result.py``."""
+"""Four pictures a step train one adapter, whichever strategy does it; all ways: ``python tests/one_result.py``."""
 
 import pytest
 from one_result import BOUNDS, REFERENCE, dataset, trained
