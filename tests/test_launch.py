@@ -259,7 +259,7 @@ def test_winner_and_losers_are_named_with_what_they_said(tmp_path):
          "gradient accumulation", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS says 4 and counts"),
         ("accelerate launch --gradient_accumulation_steps 4 t.py", {}, "gradient accumulation",
          "handed to DeepSpeed only"),
-        ("accelerate launch --use_fsdp t.py", {}, "FSDP", "not yet: FSDP, which launch flag --use_fsdp asks for"),
+        ("accelerate launch --use_fsdp t.py", {}, "FSDP", "use fsdp_version 2"),
         ("python t.py", {"ACCELERATE_USE_DEEPSPEED": "true"}, "DeepSpeed", "not yet: DeepSpeed"),
     ],
 )  # fmt: skip

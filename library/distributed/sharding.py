@@ -77,7 +77,7 @@ def asked_for(args: RunConfig, world: World) -> Asked:
     if not (ours.fsdp or launcher):
         idle = [f"--{name}" for name in OURS if getattr(ours, name) is not None]
         idle += [
-            f"the launcher's {_spoken(name)}" for name, size in said.items() if name.endswith("_SIZE") and size != "1"
+            f"the launcher's {spoken(name)}" for name, size in said.items() if name.endswith("_SIZE") and size != "1"
         ]
         return Asked(problems=tuple(f"{name}: nothing is spread over processes; add --fsdp" for name in idle))
     problems = [*_refused(said), *_contradictions(args, said), *_others(args, world, said)]
@@ -104,7 +104,7 @@ def _sharding(args: RunConfig, world: World, said: Mapping[str, str]) -> Shardin
 def _refused(said: Mapping[str, str]) -> Iterator[str]:
     for name, (allowed, why) in REFUSED.items():
         if name in said and said[name] not in allowed:
-            yield f"the launcher's {_spoken(name)} {said[name]}: {why}"
+            yield f"the launcher's {spoken(name)} {said[name]}: {why}"
 
 
 def _contradictions(args: RunConfig, said: Mapping[str, str]) -> Iterator[str]:
@@ -139,10 +139,10 @@ def _sizes(sharding: Sharding, args: RunConfig, world: World) -> Iterator[str]:
 def _remarks(said: Mapping[str, str]) -> Iterator[str]:
     for name, usual in WITHOUT_EFFECT.items():
         if name in said and said[name] not in usual:
-            yield f"the launcher's {_spoken(name)} {said[name]} has no effect here"
+            yield f"the launcher's {spoken(name)} {said[name]} has no effect here"
 
 
-def _spoken(variable: str) -> str:
+def spoken(variable: str) -> str:
     """As it is written behind ``accelerate launch`` and in its file."""
     spoken = variable.lower()
     return {"fsdp_transformer_cls_to_wrap": "fsdp_transformer_layer_cls_to_wrap"}.get(spoken, spoken)

@@ -5,8 +5,9 @@ from dataclasses import replace
 
 from .backend import group_backend
 from .claims import Claim, Sources, Verdict, decide, word
-from .start import PARADIGMS, Start, how_it_starts, too_few
-from .world import ENGINES, chosen_device, truth
+from .engine_verdicts import engine_verdicts
+from .start import Start, how_it_starts, too_few
+from .world import chosen_device, truth
 
 DEFAULT = "default"
 
@@ -15,7 +16,7 @@ def verdicts(sources: Sources) -> list[Verdict]:
     """One line for each setting, in the order in which people ask for them."""
     start = how_it_starts(sources)
     found = [rule(sources, start) for rule in _RULES]
-    return [*found, *_dynamo(sources), *_engines(sources)]
+    return [*found, *_dynamo(sources), *engine_verdicts(sources, start)]
 
 
 def _precision(sources: Sources, start: Start) -> Verdict:
@@ -195,27 +196,6 @@ def _of_dynamo(sources: Sources, setting: str, option: str, flag: str, variable:
 
 def _small(claim: Claim | None) -> Claim | None:
     return replace(claim, value=claim.value.lower()) if claim is not None else None
-
-
-def _engines(sources: Sources) -> list[Verdict]:
-    flags = {"DeepSpeed": "use_deepspeed", "FSDP": "use_fsdp", "Megatron-LM": "use_megatron_lm",
-             "a parallelism config": "use_parallelism_config"}  # fmt: skip
-    types = {"DEEPSPEED": "DeepSpeed", "FSDP": "FSDP", "MEGATRON_LM": "Megatron-LM"}
-    given = sources.launch.given if sources.by_accelerate and sources.launch else {}
-    found = []
-    for variable, engine in ENGINES.items():
-        claims = [_yes(sources.flag(flags[engine])), _yes(sources.variable(variable))]
-        if sources.file is not None and not any(given.get(name) for name in PARADIGMS):
-            in_file = types.get(sources.file.distributed_type) == engine
-            if engine == "a parallelism config":
-                in_file = bool(sources.file.content.get("parallelism_config"))
-            claims.append(Claim(f"{sources.file.path}", "on") if in_file else None)
-        verdict = decide(engine, claims, Claim(DEFAULT, "off"))
-        if verdict.value == "on":
-            text = f"not yet: {engine}, which {verdict.winner} asks for; use --multi_gpu"
-            verdict = replace(verdict, contradiction=text, is_error=True)
-        found.append(verdict)
-    return found
 
 
 _RULES: tuple[Callable[[Sources, Start], Verdict], ...] = (
