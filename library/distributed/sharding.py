@@ -69,6 +69,8 @@ class Asked:
 def asked_for(args: RunConfig, world: World) -> Asked:
     """Whether this run shards, how, and what speaks against it.  Pure."""
     ours, launcher = args.sharding, "FSDP" in world.engines
+    if args.train.replay is not None and not world.joins_group:
+        return Asked()  # one process looks at what went wrong on one of several
     if ours.fsdp is False and launcher:
         return Asked(problems=("--no-fsdp: the launcher asks for FSDP; take it out of one of the two",))
     engines = {"FSDP_": launcher, "PARALLELISM_CONFIG_": "a parallelism config" in world.engines}
