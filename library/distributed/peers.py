@@ -34,7 +34,7 @@ class Peers:
 
     def what_was_lost(self, error: BaseException) -> str | None:
         """A sentence, when ``error`` says that another process does not answer any more."""
-        if len(self.processes) == 1 or not _is_of_transport(error):
+        if len(self.processes) == 1 or not is_of_transport(error):
             return None
         deadline = time.monotonic() + SECONDS_TO_BE_GONE
         while not (gone := self.gone()) and time.monotonic() < deadline:
@@ -48,7 +48,8 @@ class Peers:
         return f"another process does not answer, and all on this machine are there{where}: {_first_line(error)}"
 
 
-def _is_of_transport(error: BaseException) -> bool:
+def is_of_transport(error: BaseException) -> bool:
+    """Whether it says that another process, or the way to it, is gone."""
     if isinstance(error, (dist.DistError, ConnectionError)):
         return True
     return isinstance(error, RuntimeError) and any(mark in str(error) for mark in MARKS_OF_GLOO)

@@ -40,11 +40,11 @@ OWN = {"max_data_loader_n_workers", "prefetch_factor", "quiet", "console_log_lev
 """Settings by which a machine may differ from the others."""
 WAYS_OUT = {
     "code": "give every machine the same version of this program",
-    "model": "give every machine the same model files",
+    "model": "give every machine the same files of it",
     "network_weights": "give every machine the same file",
     "base_weights": "give every machine the same files",
     "prompts": "give every machine the same file for --sample_prompts",
-    "data": "give every machine the same files, by a shared folder or exact copies",
+    "pictures, captions or dataset settings": "give every machine the same files, by a shared folder or exact copies",
 }
 """Of what is compared by a hash, which says nothing to anybody; of all else the values are shown."""
 
@@ -84,11 +84,14 @@ def call(board: Board, rank: int, size: int, word: Word, seconds: float) -> list
     began, told_at = time.monotonic(), 0.0
     while absent := [other for other in range(size) if board.told(f"word {other}") is None]:
         waited = time.monotonic() - began
+        if word.problems and waited > SECONDS_TO_READ:
+            raise ConfigError(word.problems)
         who = f"{len(absent)} of {size} processes have not come: {ranks_in_words(absent)}"
         is_first = rank == min(set(range(size)) - set(absent))
-        if waited > (SECONDS_TO_READ if word.problems else seconds):
-            error = UserError(f"{who}. Are all machines started, with another --machine_rank each and the same"
-                              " --main_process_ip and --main_process_port? If one of them ended, it says why")  # fmt: skip
+        if waited > seconds:
+            error = UserError(f"{who} within {seconds:.0f} s. Are all machines started, with another --machine_rank"
+                              " each and the same --main_process_ip and --main_process_port? One that ended says"
+                              " why")  # fmt: skip
             error.is_told = not is_first
             raise error
         if waited - told_at > SECONDS_UNTIL_TOLD and is_first:
@@ -109,14 +112,14 @@ def leave(board: Board, rank: int, size: int) -> None:
 
 def refuse(words: Sequence[Word], rank: int) -> None:
     """Stop all processes, for the same reason told by one, when one cannot start or is not like the others."""
-    problems = [*_those_that_cannot(words), *differences(words)]
+    problems = [*_those_that_cannot(words), *disagreements(words)]
     if problems:
         error = ConfigError(problems)
         error.is_told = rank != 0
         raise error
 
 
-def differences(words: Sequence[Word]) -> list[str]:
+def disagreements(words: Sequence[Word]) -> list[str]:
     """A line for each thing in which some process is not like most of them."""
     hosts, problems = [word.host for word in words], []
     for name in dict.fromkeys(name for word in words for name in word.says):

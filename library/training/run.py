@@ -21,6 +21,7 @@ from ..families.attention import attention_misfit
 from ..families.base import Family
 from ..families.detect import Detected, detect
 from ..families.drawable import undrawable
+from ..families.identity import glance, glance_at
 from ..log import Progress
 from ..optim import optimizers, schedules
 from . import before_after, state_folder
@@ -80,8 +81,10 @@ def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, start
     rehearse(config, family, detected)
     starts = read_starts(config, family, detected)
     prompts = _prompts(config.preview, detected)
+    strategy.agree(_seen_at_a_glance(config, detected, prompts))
     prepared = same_pictures(config, strategy, detected.pixel_step)
     plan = RunPlan.of(prepared.batch_plan(strategy.size, config.train), config.train, config.optim)
+    strategy.agree({"steps": plan.steps, "batch sizes": sorted({bucket.batch_size for bucket in plan.batches.buckets})})
     for line in outline(prepared, plan, strategy.size).splitlines():
         logger.info("%s", line)
     schedules.make_schedule(config.optim, plan.steps)  # some are made for so many steps and no more
@@ -97,6 +100,7 @@ def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, start
     pipe = load(strategy, family, detected, Kept(latents, texts), prompts)
     merge_bases(pipe, starts)
     job, adapter = assemble(config, strategy, family, pipe, prepared, plan, Kept(latents, texts), starts)
+    strategy.tell_exchange(sum(parameter.nbytes for parameter in job.parameters))
     preview = _preview(config, prompts)
     export = Export(adapter, prepared, strategy.size, going_on.started_at)
     strategy.on_main(lambda: export.rehearse(job))
@@ -108,6 +112,17 @@ def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, start
     validation = _validation(config, prepared, Kept(latents, texts))
     told = outline(prepared, plan, strategy.size)
     _train(job, ending, export, going_on, [*validation, preview], told, [prompt.text for prompt in prompts])
+
+
+def _seen_at_a_glance(config: RunConfig, detected: Detected, prompts: Sequence[Prompt]) -> dict[str, str]:
+    """What files hold that may lie elsewhere on each machine; pictures take longer and come after."""
+    adapter = config.adapter
+    return {
+        "model": glance(detected),
+        "network_weights": glance_at([adapter.network_weights] if adapter.network_weights else []),
+        "base_weights": glance_at(adapter.base_weights),
+        "prompts": str(prompts),
+    }
 
 
 def _train(job: Run, ending: Ending, export: Export, going_on: GoingOn, looks: Sequence[Validation | Preview],
