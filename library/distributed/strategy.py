@@ -27,6 +27,9 @@ STEPS_UNTIL_KNOWN = 2
 class DataParallel(Company):
     """Every process holds the whole model and sees its own part of each global batch: one process, or DDP."""
 
+    is_replicated = True
+    """Whether every process holds all that is trained, equal to the bit."""
+
     def __init__(self, accelerator: Accelerator):
         super().__init__(accelerator)
         self.is_asked: Callable[[], bool] = lambda: False

@@ -41,6 +41,7 @@ from .pictures import same_pictures
 from .plan import RunPlan
 from .preview import Preview
 from .reporting import Report
+from .same_weights import Diverged, SameWeights
 from .starting import merge_bases, read_starts
 from .track import Track, start_trackers
 from .trained import rehearse
@@ -132,22 +133,28 @@ def _train(job: Run, ending: Ending, export: Export, going_on: GoingOn, looks: S
     metrics = folder / f"{config.save.output_name}.metrics.jsonl"
     keeper = KeepState(config.state, export, folder, going_on.facts)
     report, learnt = Report(export, told, prompts, metrics, going_on.started_at), Learnt()
+    guard = SameWeights(config.distributed.check_sync_every_n_steps, [export, keeper])
     start_trackers(config, strategy)
     wanted = strategy.is_main
     with Signals() as signals, Progress(job.plan.steps, job.state.step, "training", wanted=wanted) as progress:
         file = MetricsFile(metrics, job.state.step) if wanted else None
         job.teller = Track(progress, file, job.state.samples)
-        job.actions = [*looks, learnt, export, report, keeper]
+        job.actions = [guard, *looks, learnt, export, report, keeper]
         strategy.is_asked = lambda: signals.asked is not None
         for look in looks:
             look.begin(job)
+        guard.begin(job)
         going_on.pay(job)
         try:
             train(job)
+        except Diverged:
+            signals.ignore()
+            raise
         except NoMore:
             _keep(export, job)
             raise
         except Ended as end:
+            guard.begin(job)
             raise going_on.stop(job, keeper, end.owed, signals) from None
         except Exception as error:
             signals.ignore()
