@@ -43,6 +43,8 @@ class Company:
         self.rank = accelerator.process_index
         self.size = accelerator.num_processes
         self.is_main = accelerator.is_main_process
+        self.hosts: list[str] = gather_object([gethostname()]) if self.size > 1 else [gethostname()]
+        """The names of the machines, by rank."""
 
     def on_main(self, work: Callable[[], None]) -> None:
         """Do something on one process while the others wait; when it fails there, it fails on all."""
@@ -87,7 +89,8 @@ class Company:
     def agree(self, facts: Mapping[str, Any]) -> None:
         """Stop all processes, if these are not the same on all of them; the message names those that differ."""
         if self.size > 1:
-            refuse([Word(*found) for found in self.gather((gethostname(), dict(facts)))], self.rank)
+            words = zip(self.hosts, self.gather(dict(facts)), strict=True)
+            refuse([Word(host, says) for host, says in words], self.rank)
 
     def tell_exchange(self, size: int) -> None:
         """Try how long so many bytes of gradients are on their way, and say it, because it is a part of each step."""

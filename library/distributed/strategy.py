@@ -16,6 +16,7 @@ from .company import Company
 from .flat import FlatGradients
 from .host_copy import LateWord
 from .memory import OutOfMemory, phase
+from .pace import Pace, Slowest, slowest
 
 T = TypeVar("T")
 LossFunction = Callable[[PixelBatch, int], Tensor]
@@ -35,6 +36,7 @@ class DataParallel(Company):
         self.is_asked: Callable[[], bool] = lambda: False
         """Whether this process was asked to end the run."""
         self._asked: deque[LateWord] = deque()
+        self.pace = Pace(self.device)
 
     @property
     def scales_gradients(self) -> bool:
@@ -66,6 +68,7 @@ class DataParallel(Company):
             # torch has a new name for it that accelerate does not know; the old one still does what is meant.
             warnings.filterwarnings("ignore", message=".*broadcast_buffers.* is deprecated", category=FutureWarning)
             self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.pace.watch(self.model)
         return self.model, self.optimizer
 
     @contextmanager
@@ -114,6 +117,7 @@ class DataParallel(Company):
             for batch in work:  # of which there may be more than accelerate's accumulate counts
                 with self.accelerator.no_sync(self.model):
                     total += self._one_batch(loss_function, batch, samples, step)
+            self.pace.ready()
             with phase("exchange"):
                 return total, FlatGradients(self.model) if self.size > 1 else None
 
@@ -156,6 +160,7 @@ class DataParallel(Company):
         asked = total.new_full((), float(self.is_asked()))
         sums: Tensor = self.accelerator.reduce(torch.stack([total, asked]), reduction="sum")
         self._asked.append(LateWord(sums[1]))
+        self.pace.together()
         return sums[0]
 
     def must_end(self) -> bool:
@@ -167,6 +172,13 @@ class DataParallel(Company):
         if is_late and len(self._asked) <= STEPS_UNTIL_KNOWN:
             return False
         return self._asked.popleft().read() > 0
+
+    def slowest(self) -> Slowest | None:
+        """The process that the others waited for since this was asked; every process has to ask."""
+        if self.size == 1:
+            return None
+        mine = torch.tensor([self.pace.read()], device=self.device)
+        return slowest(self.gathered(mine).tolist())
 
     def clip(self, parameters: Iterable[nn.Parameter], longest: float) -> Tensor:
         """Shorten the gradient to ``longest`` (0: leave it) and return the length it had."""

@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from socket import gethostname
 
 import torch
 
@@ -35,18 +34,18 @@ class SameWeights:
 
     def __call__(self, run: Run) -> None:
         average = run.average.values if run.average is not None else []
-        found = run.strategy.gather((gethostname(), fingerprint([*run.parameters, *average])))
-        hosts, hashes = [host for host, _ in found], [value for _, value in found]
+        hashes = run.strategy.gather(fingerprint([*run.parameters, *average]))
         common = most_common(hashes)
         if others := [rank for rank, value in enumerate(hashes) if value != common]:
+            who = ranks_in_words(others, run.strategy.hosts)
             rest = "rank 0" if len(hashes) == 2 else f"the other {len(hashes) - len(others)}"
             first, last = self.same_until is None, self.same_until
             since = "before the first step" if first else f"since the check after step {last}, where all were equal"
             raise Diverged(
-                f"after step {run.state.step} {ranks_in_words(others, hosts)} no longer has the same weights as {rest};"
-                f" it happened {since}.\nNothing is saved of it. It"
-                " points to a device or memory that computes wrongly there; what was saved until then is good, and"
-                " --auto_resume goes on from the last state. --check_sync_every_n_steps finds the step"
+                f"after step {run.state.step} {who} no longer has the same weights as {rest}; it happened {since}.\n"
+                "Nothing is saved of it. It points to a device or memory that computes wrongly there; what was saved"
+                " until then is good, and --auto_resume goes on from the last state. --check_sync_every_n_steps finds"
+                " the step"
             )
         self.same_until = run.state.step
 
