@@ -67,6 +67,8 @@ class DataParallel(Company):
         with self._regions_compiled(model if denoiser is None else denoiser), warnings.catch_warnings():
             # torch has a new name for it that accelerate does not know; the old one still does what is meant.
             warnings.filterwarnings("ignore", message=".*broadcast_buffers.* is deprecated", category=FutureWarning)
+            if self.size > 1:
+                _keep_at_home(model)
             self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.pace.watch(self.model)
         return self.model, self.optimizer
@@ -189,3 +191,10 @@ class DataParallel(Company):
         """The model without any wrapper, for reading names and weights."""
         inner: nn.Module = self.accelerator.unwrap_model(model, keep_torch_compile=False)
         return inner
+
+
+def _keep_at_home(model: nn.Module) -> None:
+    """What is frozen is the same everywhere, so DDP need not send it around at the start, nor keep books on it."""
+    frozen = [name for name, item in model.named_parameters() if not item.requires_grad]
+    held: Any = model
+    held._ddp_params_and_buffers_to_ignore = [*frozen, *(name for name, _ in model.named_buffers())]
