@@ -11,9 +11,10 @@ from ranks import on_ranks
 
 from library.config import load_options
 from library.config.schema import RunConfig
-from library.distributed.accelerator import accelerator_kwargs, binds_to_numa_node, group_kwargs
+from library.distributed.accelerator import accelerator_kwargs, binds_to_numa_node
 from library.distributed.backend import process_group
 from library.distributed.devices import Machine, affinity_obstacle, count_numa_nodes
+from library.distributed.meeting import group_kwargs
 from library.distributed.refusals import Came, before_joining, mismatches
 from library.distributed.trackers import run_folder, tracker_of, tracker_problems
 from library.distributed.world import World, chosen_device

@@ -9,7 +9,6 @@ from PIL import Image
 from ranks import on_ranks
 
 from library.errors import ConfigError, UserError
-from library.training.pictures import unlike_the_first
 
 
 def strategy(seconds: int):
@@ -111,12 +110,5 @@ def test_on_one_machine_each_picture_is_decoded_by_one_process(datasets, tmp_pat
 def test_machines_with_other_files_are_refused(datasets, tmp_path):
     first, second = on_ranks(2, pictures_of_a_run, *datasets, str(tmp_path))
     assert first[0] == second[0] == 5
-    assert first[1] == second[1] and first[1].startswith("rank 1 found other pictures, captions or dataset settings")
+    assert first[1] == second[1] and first[1].startswith("pictures, captions or dataset settings: rank 1 (on")
     assert (first[2], second[2]) == (False, True)
-
-
-def test_processes_that_differ_are_counted():
-    assert unlike_the_first([("a", 3), ("a", 3)]) is None
-    said = unlike_the_first([("a", 3), ("a", 3), ("b", 4), ("c", 5)])
-    assert said is not None and said.startswith("2 processes, the first of them rank 2, found")
-    assert "(4 and 3 pictures)" in said

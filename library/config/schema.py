@@ -250,6 +250,9 @@ class DistributedConfig:
     ddp_timeout: int | None = opt(None, "minutes that one process waits for the others", minimum=1)
     ddp_gradient_as_bucket_view: bool = opt(False, "DDP: gradients share memory with the exchange buffers")
     ddp_static_graph: bool = opt(False, "DDP: the graph never changes, which saves work")
+    check_sync_every_n_steps: int | None = opt(
+        None, "compare what is trained over all processes every n steps, too, not only before it is saved", minimum=1
+    )
     torch_compile: bool | None = opt(
         None, "compile the denoiser; without it, accelerate launch or accelerate config decides"
     )

@@ -18,6 +18,7 @@ from ..errors import ConfigError
 from .backend import process_group
 from .contradictions import launch_problems
 from .engines import hidden_from_accelerate
+from .meeting import meet
 from .refusals import Came, before_joining, differences, effective_precision, mismatches
 from .trackers import open_folder, run_folder, tracker_of, tracker_problems
 from .world import World, now
@@ -29,12 +30,12 @@ def prepare_accelerator(args: RunConfig) -> Accelerator:
     The process group, folders of trackers, ``WANDB_DIR`` and ``ACCELERATE_CPU_AFFINITY`` are its side effects.
     """
     world = World.from_environment()
-    _refuse([*before_joining(args, world), *launch_problems(args, world)])
+    problems = [*before_joining(args, world), *launch_problems(args, world)]
     if binds_to_numa_node(world):
         os.environ["ACCELERATE_CPU_AFFINITY"] = "1"
     with hidden_from_accelerate():
         # The ranks meet here, before the Accelerator: the folder that its constructor takes needs a time they agree on.
-        state = PartialState(**group_kwargs(args, world))
+        state = meet(args, world, problems)
         try:
             return _with_others(args, world, state)
         except ConfigError:
@@ -62,12 +63,6 @@ def accelerator_kwargs(args: RunConfig, world: World) -> dict[str, Any]:
         "kwargs_handlers": handlers(args, world),
         "step_scheduler_with_optimizer": False,
     }
-
-
-def group_kwargs(args: RunConfig, world: World) -> dict[str, Any]:
-    """The keyword arguments of ``PartialState``, which joins the process group.  Pure."""
-    group = process_group(world, args.distributed.ddp_timeout)
-    return {"cpu": world.device == "cpu", **(group.to_kwargs() if group is not None else {})}
 
 
 def handlers(args: RunConfig, world: World) -> list[KwargsHandler]:

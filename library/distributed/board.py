@@ -12,10 +12,12 @@ import torch.distributed as dist
 class Board:
     """What stands under one topic, the same on every process."""
 
-    def __init__(self, topic: str):
+    def __init__(self, topic: str, store: Any = None):
         # The store through which the processes found each other, which lives as long as their group.
         torch_dist: Any = dist
-        store = torch_dist.distributed_c10d._get_default_store() if dist.is_initialized() else torch_dist.HashStore()
+        if store is None:
+            joined = dist.is_initialized()
+            store = torch_dist.distributed_c10d._get_default_store() if joined else torch_dist.HashStore()
         self._store = torch_dist.PrefixStore(topic, store)
 
     def add(self, name: str, amount: int) -> int:

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from socket import gethostname
 from typing import Any, TypeVar, cast
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from ..errors import UserError
 from .board import Board
+from .meeting import exchange_seconds
+from .roll_call import Word, refuse
 from .tracker_pictures import hand_over
 from .turns import first_here
 
@@ -40,6 +43,8 @@ class Company:
         self.rank = accelerator.process_index
         self.size = accelerator.num_processes
         self.is_main = accelerator.is_main_process
+        self.hosts: list[str] = gather_object([gethostname()]) if self.size > 1 else [gethostname()]
+        """The names of the machines, by rank."""
 
     def on_main(self, work: Callable[[], None]) -> None:
         """Do something on one process while the others wait; when it fails there, it fails on all."""
@@ -80,6 +85,19 @@ class Company:
         """What every process has, by rank, on every process; all call it, and soon after each other."""
         values: list[T] = gather_object([value])
         return values
+
+    def agree(self, facts: Mapping[str, Any]) -> None:
+        """Stop all processes, if these are not the same on all of them; the message names those that differ."""
+        if self.size > 1:
+            words = zip(self.hosts, self.gather(dict(facts)), strict=True)
+            refuse([Word(host, says) for host, says in words], self.rank)
+
+    def tell_exchange(self, size: int) -> None:
+        """Try how long so many bytes of gradients are on their way, and say it, because it is a part of each step."""
+        if self.size > 1:
+            seconds = exchange_seconds(size // 4, self.device)
+            logger.info("gradients: %.3g MB between %d processes in each step take %.2g s (%.3g MB/s) when nothing else"
+                        " is done", size / 1e6, self.size, seconds, size / 1e6 / seconds)  # fmt: skip
 
     def first_on_each_machine(self, work: Callable[[], T]) -> T:
         """Long work that leaves something on disk: by one process of each machine, then by the others."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from .board import Board
+from .late import answer
 from .processes import Process
 
 SECONDS_TO_BE_GONE = 3.0
@@ -23,10 +24,12 @@ class Peers:
         """Whether this process is the one to tell: the first that asks is.  To be asked once."""
         if len(self.processes) == 1:
             return True
-        try:
-            return self.board.add("failed", 1) == 1
-        except Exception:  # whoever kept the board is gone; there is no type that all kinds of it share
-            return self.rank <= min(set(range(len(self.processes))) - set(self.gone()), default=0)
+        place = answer(lambda: self.board.add("failed", 1), 0)
+        if place:
+            return place == 1
+        # Whoever kept the board is gone, or the way to it; then one tells on each machine.
+        here = {rank for rank, process in enumerate(self.processes) if process.is_here}
+        return self.rank <= min(here - set(self.gone()), default=0)
 
     def gone(self) -> list[int]:
         """Ranks whose processes on this machine have ended."""
@@ -34,7 +37,7 @@ class Peers:
 
     def what_was_lost(self, error: BaseException) -> str | None:
         """A sentence, when ``error`` says that another process does not answer any more."""
-        if len(self.processes) == 1 or not _is_of_transport(error):
+        if len(self.processes) == 1 or not is_of_transport(error):
             return None
         deadline = time.monotonic() + SECONDS_TO_BE_GONE
         while not (gone := self.gone()) and time.monotonic() < deadline:
@@ -48,7 +51,8 @@ class Peers:
         return f"another process does not answer, and all on this machine are there{where}: {_first_line(error)}"
 
 
-def _is_of_transport(error: BaseException) -> bool:
+def is_of_transport(error: BaseException) -> bool:
+    """Whether it says that another process, or the way to it, is gone."""
     if isinstance(error, (dist.DistError, ConnectionError)):
         return True
     return isinstance(error, RuntimeError) and any(mark in str(error) for mark in MARKS_OF_GLOO)

@@ -7,7 +7,8 @@ import time
 from types import FrameType, TracebackType
 from typing import Any
 
-NAMES = ("SIGTERM", "SIGINT", "SIGUSR1")
+from . import supervised
+
 SECONDS_OF_ONE = 3.0
 """A launcher passes on what it got itself, so that one request arrives twice; what comes later is a second one."""
 
@@ -22,8 +23,9 @@ class Signals:
 
     def __enter__(self) -> "Signals":
         if threading.current_thread() is threading.main_thread():  # no other thread may set them
-            numbers = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
-            self._before = {number: signal.signal(number, self._note) for number in numbers}
+            self._before = {number: signal.signal(number, self._note) for number in supervised.numbers()}
+            if (number := supervised.listen()) is not None and self.asked is None:
+                self._note(number, None)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,

@@ -16,6 +16,7 @@ from .company import Company
 from .flat import FlatGradients
 from .host_copy import LateWord
 from .memory import OutOfMemory, phase
+from .pace import Pace, Slowest, slowest
 
 T = TypeVar("T")
 LossFunction = Callable[[PixelBatch, int], Tensor]
@@ -29,6 +30,8 @@ class DataParallel(Company):
 
     computes_together = False
     """Whether a forward is an exchange, so that all processes have to do each of them, whatever it is for."""
+    is_replicated = True
+    """Whether every process holds all that is trained, equal to the bit."""
 
     def __init__(self, accelerator: Accelerator):
         super().__init__(accelerator)
@@ -37,6 +40,7 @@ class DataParallel(Company):
         self.frozen_home = self.device
         """Where the frozen part of what is trained is loaded to, before it is wrapped."""
         self._asked: deque[LateWord] = deque()
+        self.pace = Pace(self.device)
 
     @property
     def scales_gradients(self) -> bool:
@@ -67,7 +71,10 @@ class DataParallel(Company):
         with self._regions_compiled(model if denoiser is None else denoiser), warnings.catch_warnings():
             # torch has a new name for it that accelerate does not know; the old one still does what is meant.
             warnings.filterwarnings("ignore", message=".*broadcast_buffers.* is deprecated", category=FutureWarning)
+            if self.size > 1:
+                _keep_at_home(model)
             self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.pace.watch(self.model)
         return self.model, self.optimizer
 
     @contextmanager
@@ -116,6 +123,7 @@ class DataParallel(Company):
             for batch in work:  # of which there may be more than accelerate's accumulate counts
                 with self.accelerator.no_sync(self.model):
                     total += self._one_batch(loss_function, batch, samples, step)
+            self.pace.ready()
             with phase("exchange"):
                 return total, FlatGradients(self.model) if self.size > 1 else None
 
@@ -158,6 +166,7 @@ class DataParallel(Company):
         asked = total.new_full((), float(self.is_asked()))
         sums: Tensor = self.accelerator.reduce(torch.stack([total, asked]), reduction="sum")
         self._asked.append(LateWord(sums[1]))
+        self.pace.together()
         return sums[0]
 
     def must_end(self) -> bool:
@@ -170,6 +179,13 @@ class DataParallel(Company):
             return False
         return self._asked.popleft().read() > 0
 
+    def slowest(self) -> Slowest | None:
+        """The process that the others waited for since this was asked; every process has to ask."""
+        if self.size == 1:
+            return None
+        mine = torch.tensor([self.pace.read()], device=self.device)
+        return slowest(self.gathered(mine).tolist())
+
     def clip(self, parameters: Iterable[nn.Parameter], longest: float) -> Tensor:
         """Shorten the gradient to ``longest`` (0: leave it) and return the length it had."""
         norm = self.accelerator.clip_grad_norm_(parameters, longest or float("inf"))
@@ -179,3 +195,10 @@ class DataParallel(Company):
         """The model without any wrapper, for reading names and weights."""
         inner: nn.Module = self.accelerator.unwrap_model(model, keep_torch_compile=False)
         return inner
+
+
+def _keep_at_home(model: nn.Module) -> None:
+    """What is frozen is the same everywhere, so DDP need not send it around at the start, nor keep books on it."""
+    frozen = [name for name, item in model.named_parameters() if not item.requires_grad]
+    held: Any = model
+    held._ddp_params_and_buffers_to_ignore = [*frozen, *(name for name, _ in model.named_buffers())]

@@ -34,13 +34,24 @@ def glance(model: Detected) -> str:
         files = [path] if path.is_file() else sorted(path.rglob("*.safetensors")) if path.is_dir() else []
         if kind in ("random", "hub") or not files:
             digest.update(place.encode())
-        for file in files:
-            digest.update(f"{file.name} {file.stat().st_size}".encode())
-            with file.open("rb") as opened:
-                digest.update(opened.read(_SEEN))
-                opened.seek(max(0, file.stat().st_size - _SEEN))
-                digest.update(opened.read(_SEEN))
+        _glance(digest, files)
     return digest.hexdigest()
+
+
+def glance_at(files: Sequence[str]) -> str:
+    """The same of files that are named."""
+    digest = hashlib.sha256()
+    _glance(digest, [Path(file).expanduser() for file in files])
+    return digest.hexdigest()
+
+
+def _glance(digest: Any, files: Sequence[Path]) -> None:
+    for file in files:
+        digest.update(f"{file.name} {file.stat().st_size}".encode())
+        with file.open("rb") as opened:
+            digest.update(opened.read(_SEEN))
+            opened.seek(max(0, file.stat().st_size - _SEEN))
+            digest.update(opened.read(_SEEN))
 
 
 def _texts(family: Family, model: Detected, part: str, hashes: FileHashes) -> Iterator[str]:

@@ -35,6 +35,12 @@ def _convert(argv: Sequence[str]) -> tuple[str, int]:
     return run(argv)
 
 
+def _launch(argv: Sequence[str]) -> tuple[str, int]:
+    from .launch import run
+
+    return run(argv)
+
+
 def _options(argv: Sequence[str]) -> tuple[str, int]:
     from ..config.describe import options_page
 
@@ -47,5 +53,6 @@ TOOLS: dict[str, tuple[str, Tool]] = {
     "cache": ("latents and captions kept on disk: build, verify, repair, prune, info", _cache),
     "bench": ("how fast it is on this machine", _bench),
     "convert": ("a LoRA file with the names of another program", _convert),
+    "launch": ("accelerate launch or torchrun, with the exit code that a scheduler needs", _launch),
     "options": ("the page docs/options.md", _options),
 }

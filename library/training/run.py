@@ -21,6 +21,7 @@ from ..families.attention import attention_misfit
 from ..families.base import Family
 from ..families.detect import Detected, detect
 from ..families.drawable import undrawable
+from ..families.identity import glance, glance_at
 from ..log import Progress
 from ..optim import optimizers, schedules
 from . import before_after, state_folder
@@ -40,6 +41,7 @@ from .pictures import same_pictures
 from .plan import RunPlan
 from .preview import Preview
 from .reporting import Report
+from .same_weights import Diverged, SameWeights
 from .starting import merge_bases, read_starts
 from .track import Track, start_trackers
 from .trained import rehearse
@@ -80,8 +82,10 @@ def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, start
     rehearse(config, family, detected)
     starts = read_starts(config, family, detected)
     prompts = _prompts(config.preview, detected)
+    strategy.agree(_seen_at_a_glance(config, detected, prompts))
     prepared = same_pictures(config, strategy, detected.pixel_step)
     plan = RunPlan.of(prepared.batch_plan(strategy.size, config.train), config.train, config.optim)
+    strategy.agree({"steps": plan.steps, "batch sizes": sorted({bucket.batch_size for bucket in plan.batches.buckets})})
     for line in outline(prepared, plan, strategy.size).splitlines():
         logger.info("%s", line)
     schedules.make_schedule(config.optim, plan.steps)  # some are made for so many steps and no more
@@ -97,6 +101,7 @@ def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, start
     pipe = load(config, strategy, family, detected, Kept(latents, texts), prompts)
     merge_bases(pipe, starts)
     job, adapter = assemble(config, strategy, family, pipe, prepared, plan, Kept(latents, texts), starts)
+    strategy.tell_exchange(sum(parameter.nbytes for parameter in job.parameters))
     preview = _preview(config, prompts)
     export = Export(adapter, prepared, strategy.size, going_on.started_at)
     strategy.on_main(lambda: export.rehearse(job))
@@ -110,6 +115,17 @@ def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, start
     _train(job, ending, export, going_on, [*validation, preview], told, [prompt.text for prompt in prompts])
 
 
+def _seen_at_a_glance(config: RunConfig, detected: Detected, prompts: Sequence[Prompt]) -> dict[str, str]:
+    """What files hold that may lie elsewhere on each machine; pictures take longer and come after."""
+    adapter = config.adapter
+    return {
+        "model": glance(detected),
+        "network_weights": glance_at([adapter.network_weights] if adapter.network_weights else []),
+        "base_weights": glance_at(adapter.base_weights),
+        "prompts": str(prompts),
+    }
+
+
 def _train(job: Run, ending: Ending, export: Export, going_on: GoingOn, looks: Sequence[Validation | Preview],
            told: str, prompts: Sequence[str]) -> None:  # fmt: skip
     """From the first step to the last, with all that is done between steps, and what is told in the end."""
@@ -117,22 +133,28 @@ def _train(job: Run, ending: Ending, export: Export, going_on: GoingOn, looks: S
     metrics = folder / f"{config.save.output_name}.metrics.jsonl"
     keeper = KeepState(config.state, export, folder, going_on.facts)
     report, learnt = Report(export, told, prompts, metrics, going_on.started_at), Learnt()
+    guard = SameWeights(config.distributed.check_sync_every_n_steps, [export, keeper])
     start_trackers(config, strategy)
     wanted = strategy.is_main
     with Signals() as signals, Progress(job.plan.steps, job.state.step, "training", wanted=wanted) as progress:
         file = MetricsFile(metrics, job.state.step) if wanted else None
         job.teller = Track(progress, file, job.state.samples)
-        job.actions = [*looks, learnt, export, report, keeper]
+        job.actions = [guard, *looks, learnt, export, report, keeper]
         strategy.is_asked = lambda: signals.asked is not None
         for look in looks:
             look.begin(job)
+        guard.begin(job)
         going_on.pay(job)
         try:
             train(job)
+        except Diverged:
+            signals.ignore()
+            raise
         except NoMore:
             _keep(export, job)
             raise
         except Ended as end:
+            guard.begin(job)
             raise going_on.stop(job, keeper, end.owed, signals) from None
         except Exception as error:
             signals.ignore()

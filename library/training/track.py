@@ -39,13 +39,19 @@ class Track:
     def told(self, run: Run, figures: Sequence[Figures]) -> None:
         """Tell the figures of these steps; every process has to call this."""
         length = together(update_norms(run.strategy.unwrapped(run.adapter)).values())
+        slowest = run.strategy.slowest()
         read = {**losses_by_kind(run, figures), **self._pace(run, figures), "update/norm": length}
+        if slowest is not None:
+            read |= {"speed/slowest_rank": slowest.rank, "speed/lost_to_slowest": slowest.share}
         for item in figures:
             values = self._of_step(run, item)
             if item is figures[-1]:
                 values |= read
             self._hand_on(run, values, item.step + 1)
         self.shown = self._beside_the_bar(figures[-1], read)
+        if slowest is not None:
+            host = run.strategy.hosts[slowest.rank]
+            self.shown["slowest"] = f"rank {slowest.rank} on {host} ({slowest.share:.0%} of the time lost)"
 
     def noted(self, run: Run, values: Mapping[str, float]) -> None:
         """Figures that are not of each step; what has no end is left out."""

@@ -1,0 +1,184 @@
+"""Before anything slow: every process says what it is about to do, and those that say something else are named.
+
+The words lie on the store through which processes find each other, so this works before they are connected, and says
+who has not come.
+"""
+
+import json
+import logging
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..config import RunConfig
+from ..config.options import flat
+from ..errors import ConfigError, UserError
+from .board import Board
+from .code_version import code_version, package_versions
+from .refusals import effective_precision
+from .world import World
+
+logger = logging.getLogger(__name__)
+
+SECONDS_BETWEEN_LOOKS = 0.1
+SECONDS_UNTIL_TOLD = 30.0
+SECONDS_TO_READ = 5.0
+"""How long a process stays that cannot start, so that the others learn why."""
+SHOWN_RANKS = 6
+
+PLACES = {
+    *("pretrained_model_name_or_path", "vae", "clip_l", "clip_g", "t5xxl", "text_encoder", "ae", "tokenizer_cache_dir"),
+    *("network_weights", "base_weights", "dataset_config", "cache_dir", "output_dir", "replay", "resume"),
+    *("sample_prompts", "logging_dir", "log_tracker_config"),
+}
+"""Settings that name a place, which may be another on each machine; what is found there is compared itself."""
+OWN = {"max_data_loader_n_workers", "prefetch_factor", "quiet", "console_log_level", "console_log_file",
+       "console_log_simple"}  # fmt: skip
+"""Settings by which a machine may differ from the others."""
+WAYS_OUT = {
+    "code": "give every machine the same version of this program",
+    "model": "give every machine the same files of it",
+    "network_weights": "give every machine the same file",
+    "base_weights": "give every machine the same files",
+    "prompts": "give every machine the same file for --sample_prompts",
+    "pictures, captions or dataset settings": "give every machine the same files, by a shared folder or exact copies",
+}
+"""Of what is compared by a hash, which says nothing to anybody; of all else the values are shown."""
+
+
+@dataclass(frozen=True)
+class Word:
+    """What one process has to say."""
+
+    host: str
+    says: Mapping[str, Any]
+    problems: tuple[str, ...] = ()
+
+
+def own_word(args: RunConfig, world: World, problems: Iterable[str] = ()) -> Word:
+    """Code, settings and what the launcher said."""
+    says = {
+        "code": code_version(),
+        **package_versions(),
+        "device": world.device,
+        "precision": effective_precision(args, world) or world.precision or "no",
+        "dynamo backend of the launcher": world.dynamo or "no",
+        "engines": " and ".join(world.engines) or "DDP",
+        **settings_that_must_agree(args),
+    }
+    return Word(socket.gethostname(), says, tuple(problems))
+
+
+def settings_that_must_agree(args: RunConfig) -> dict[str, Any]:
+    """By name; of those that name a place, whether they do."""
+    return {name: value is not None and value != () if name in PLACES else _plain(value)
+            for name, value in flat(args).items() if name not in OWN}  # fmt: skip
+
+
+def call(board: Board, rank: int, size: int, word: Word, seconds: float) -> list[Word]:
+    """The words of all processes; an error for the user when some do not come in this time."""
+    board.tell(f"word {rank}", json.dumps([word.host, dict(word.says), word.problems]))
+    began, told_at = time.monotonic(), 0.0
+    while absent := [other for other in range(size) if board.told(f"word {other}") is None]:
+        waited = time.monotonic() - began
+        if word.problems and waited > SECONDS_TO_READ:
+            raise ConfigError(word.problems)
+        who = f"{len(absent)} of {size} processes have not come: {ranks_in_words(absent)}"
+        is_first = rank == min(set(range(size)) - set(absent))
+        if waited > seconds:
+            error = UserError(f"{who} within {seconds:.0f} s. Are all machines started, with another --machine_rank"
+                              " each and the same --main_process_ip and --main_process_port? One that ended says"
+                              " why")  # fmt: skip
+            error.is_told = not is_first
+            raise error
+        if waited - told_at > SECONDS_UNTIL_TOLD and is_first:
+            told_at = waited
+            logger.log(logging.ERROR if rank else logging.WARNING, "waiting for %.0f s: %s", waited, who)
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+    found = [json.loads(board.told(f"word {other}") or "") for other in range(size)]
+    return [Word(host, says, tuple(problems)) for host, says, problems in found]
+
+
+def leave(board: Board, rank: int, size: int) -> None:
+    """The first process may keep the store, so it stays until the others have read what they need."""
+    gone, began = board.add("gone", 1), time.monotonic()
+    while rank == 0 and gone < size and time.monotonic() - began < SECONDS_TO_READ:
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+        gone = board.count("gone")
+
+
+def refuse(words: Sequence[Word], rank: int) -> None:
+    """Stop all processes, for the same reason told by one, when one cannot start or is not like the others."""
+    problems = [*_those_that_cannot(words), *disagreements(words)]
+    if problems:
+        error = ConfigError(problems)
+        error.is_told = rank != 0
+        raise error
+
+
+def disagreements(words: Sequence[Word]) -> list[str]:
+    """A line for each thing in which some process is not like most of them."""
+    hosts, problems = [word.host for word in words], []
+    for name in dict.fromkeys(name for word in words for name in word.says):
+        values = [json.dumps(word.says.get(name)) for word in words]
+        common = most_common(values)
+        others: dict[str, list[int]] = {}
+        for rank, value in enumerate(values):
+            if value != common:
+                others.setdefault(value, []).append(rank)
+        for value, ranks in others.items():
+            where = ranks_in_words(ranks, hosts)
+            rest = "rank 0" if len(words) == 2 else "most others"
+            if name in WAYS_OUT:
+                problems.append(f"{name}: {where}: not the same as on {rest}; {WAYS_OUT[name]}")
+            else:
+                problems.append(f"{name}: {_shown(value)} on {where}, {_shown(common)} on {rest}; start all of them"
+                                " with the same")  # fmt: skip
+    return problems
+
+
+def most_common(values: Sequence[str]) -> str:
+    """What most say; where there is no most, what rank 0 says."""
+    counts = Counter(values)
+    return max(counts, key=lambda value: (counts[value], value == values[0]))
+
+
+def ranks_in_words(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
+    """``ranks 2, 3 (on gpu-b)``."""
+    shown = ", ".join(map(str, ranks[:SHOWN_RANKS]))
+    shown += f" and {len(ranks) - SHOWN_RANKS} more" if len(ranks) > SHOWN_RANKS else ""
+    names = list(dict.fromkeys(hosts[rank] for rank in ranks)) if hosts else []
+    where = f" (on {', '.join(names[:SHOWN_RANKS])}{', ...' if len(names) > SHOWN_RANKS else ''})" if names else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{where}"
+
+
+def layout(words: Sequence[Word]) -> str:
+    """Which processes are where."""
+    hosts = [word.host for word in words]
+    names = list(dict.fromkeys(hosts))
+    parts = [ranks_in_words([rank for rank, host in enumerate(hosts) if host == name]) + f" on {name}"
+             for name in names[:SHOWN_RANKS]]  # fmt: skip
+    more = f" and {len(names) - SHOWN_RANKS} more machines" if len(names) > SHOWN_RANKS else ""
+    machines = "1 machine" if len(names) == 1 else f"{len(names)} machines"
+    return f"{len(hosts)} processes on {machines}: {'; '.join(parts)}{more}"
+
+
+def _those_that_cannot(words: Sequence[Word]) -> list[str]:
+    reasons: dict[str, list[int]] = {}
+    for rank, word in enumerate(words):
+        for problem in word.problems:
+            reasons.setdefault(problem, []).append(rank)
+    hosts = [word.host for word in words]
+    return [problem if len(ranks) == len(words) else f"{ranks_in_words(ranks, hosts)}: {problem}"
+            for problem, ranks in reasons.items()]  # fmt: skip
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (bool, int, float, str)) or value is None else str(value)
+
+
+def _shown(value: str) -> str:
+    return "not set" if value == "null" else value

@@ -1,0 +1,143 @@
+"""Two machines on one: network namespaces with host names of their own and a cable between them, as root on Linux."""
+
+import fcntl
+import heapq
+import os
+import select
+import shutil
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+NAMES = ("gpu-a", "gpu-b")
+TUN, NO_HEADER, SET_NAME = 0x0001, 0x1000, 0x400454CA
+PACKET = 65536
+
+
+def why_not() -> str:
+    """What is missing here; empty where it works."""
+    if not sys.platform.startswith("linux") or os.geteuid() != 0:
+        return "network namespaces need root on Linux"
+    if missing := [name for name in ("ip", "unshare") if shutil.which(name) is None]:
+        return f"there is no {missing[0]} here"
+    done = subprocess.run(["unshare", "--net", "--uts", "true"], capture_output=True, check=False)
+    return "" if done.returncode == 0 else "network namespaces are not allowed here"
+
+
+class Machines:
+    """Inside, ``start`` starts a program on one of them; ``rate`` such as 20mbit, ``delay`` in seconds and one way."""
+
+    def __init__(self, rate: str = "", delay: float = 0.0):
+        self.rate, self.delay = rate, delay
+        self.spaces = [f"{name}-{os.getpid()}" for name in NAMES]
+        self.links = ["va", "vb"]
+        self.addresses = ["10.77.0.1", "10.77.0.2"]
+        self._ends = threading.Event()
+
+    def __enter__(self) -> "Machines":
+        for space in self.spaces:
+            run("ip", "netns", "add", space)
+            run("ip", "-n", space, "link", "set", "lo", "up")
+        if self.delay:
+            self.links = ["ta", "tb"]
+            files = [self._tun(space, link) for space, link in zip(self.spaces, self.links, strict=True)]
+            threading.Thread(target=self._forward, args=files, daemon=True).start()
+        else:
+            run("ip", "link", "add", "va", "netns", self.spaces[0], "type", "veth", "peer", "name", "vb", "netns",
+                self.spaces[1])  # fmt: skip
+        for space, link, address in zip(self.spaces, self.links, self.addresses, strict=True):
+            run("ip", "-n", space, "addr", "add", f"{address}/24", "dev", link)
+            run("ip", "-n", space, "link", "set", link, "up")
+            if self.rate:
+                run("tc", "-n", space, "qdisc", "add", "dev", link, "root", "tbf", "rate", self.rate, "burst", "32kbit",
+                    "latency", "400ms")  # fmt: skip
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.set()
+        for space in self.spaces:
+            subprocess.run(["ip", "netns", "del", space], check=False)
+
+    def start(self, machine: int, command: list[str], log: Path) -> subprocess.Popen[bytes]:
+        """A program there, in a session of its own; what it says goes into ``log``."""
+        name = NAMES[machine]
+        with log.open("wb") as file:
+            return subprocess.Popen(
+                ["ip", "netns", "exec", self.spaces[machine], "unshare", "--uts", "sh", "-c",
+                 f'hostname {name}; exec "$@"', "sh", *command],
+                cwd=ROOT, stdout=file, stderr=file, start_new_session=True,
+                env=clean_environment() | {"GLOO_SOCKET_IFNAME": self.links[machine], "ACCELERATE_USE_CPU": "true"},
+            )  # fmt: skip
+
+    def cut(self) -> None:
+        """Nothing comes through any more, and nobody is told."""
+        run("ip", "-n", self.spaces[1], "link", "set", self.links[1], "down")
+
+    def sent(self, machine: int) -> int:
+        """Bytes that went out of a machine."""
+        counter = f"/sys/class/net/{self.links[machine]}/statistics/tx_bytes"
+        return int(run("ip", "netns", "exec", self.spaces[machine], "cat", counter))
+
+    def _tun(self, space: str, link: str) -> int:
+        """A network card whose packets come to this program; made here, and moved."""
+        file = os.open("/dev/net/tun", os.O_RDWR)
+        fcntl.ioctl(file, SET_NAME, struct.pack("16sH", link.encode(), TUN | NO_HEADER))
+        run("ip", "link", "set", link, "netns", space, "mtu", "9000")
+        return file
+
+    def _forward(self, one: int, other: int) -> None:
+        """Each packet comes out at the other side, later."""
+        waiting: list[tuple[float, int, int, bytes]] = []
+        number = 0
+        while not self._ends.is_set():
+            wait = max(0.0, waiting[0][0] - time.monotonic()) if waiting else 0.2
+            for file in select.select([one, other], [], [], wait)[0]:
+                number += 1
+                there = other if file == one else one
+                heapq.heappush(waiting, (time.monotonic() + self.delay, number, there, os.read(file, PACKET)))
+            while waiting and waiting[0][0] <= time.monotonic():
+                _, _, there, packet = heapq.heappop(waiting)
+                os.write(there, packet)
+
+
+def run(*words: str) -> str:
+    """A command that has to work."""
+    return subprocess.run(words, check=True, capture_output=True, text=True).stdout
+
+
+def clean_environment() -> dict[str, str]:
+    """Without what belongs to another launcher."""
+    ours = ("ACCELERATE_", "MASTER_", "TORCHELASTIC_")
+    kept = {name: value for name, value in os.environ.items()
+            if not name.startswith(ours) and name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}  # fmt: skip
+    return kept | {"OMP_NUM_THREADS": "1"}
+
+
+During = Callable[[list[subprocess.Popen[bytes]]], None]
+
+
+def launch(machines: Machines, script: list[str], logs: Path, port: int, seconds: float = 240,
+           during: During | None = None) -> tuple[list[int], list[str]]:  # fmt: skip
+    """``accelerate launch`` on both machines, one process on each; exit codes, and what each said."""
+    accelerate = str(Path(sys.executable).parent / "accelerate")
+    processes, texts = [], [logs / f"{name}.log" for name in NAMES]
+    for machine in (0, 1):
+        command = [accelerate, "launch", "--multi_gpu", "--num_machines", "2", "--machine_rank", str(machine),
+                   "--num_processes", "2", "--main_process_ip", machines.addresses[0], "--main_process_port", str(port),
+                   "--mixed_precision", "no", "--dynamo_backend", "no", *script]  # fmt: skip
+        processes.append(machines.start(machine, command, texts[machine]))
+    try:
+        if during is not None:
+            during(processes)
+        deadline = time.monotonic() + seconds
+        codes = [process.wait(max(1.0, deadline - time.monotonic())) for process in processes]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, 9)
+    return codes, [text.read_text("utf-8", "replace") for text in texts]

@@ -1,0 +1,147 @@
+"""Before anything slow: a process that is about to do something else than the others is named; one that hangs, too."""
+
+import contextlib
+import io
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from ranks import on_ranks
+from test_run import pictures
+
+from library.config import load_options
+from library.distributed import code_version as code
+from library.distributed import roll_call
+from library.distributed.board import Board
+from library.distributed.roll_call import Word, disagreements, layout
+from library.distributed.world import World
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> list[str]:
+    dataset = pictures(tmp_path_factory.mktemp("roll_call"), {(64, 64): 4})
+    return ["--dataset_config", str(dataset), "--pretrained_model_name_or_path", "random:sd1:tiny", "--network_dim",
+            "2", "--max_train_steps", "2", "--mixed_precision", "no", "--max_data_loader_n_workers", "0"]  # fmt: skip
+
+
+def started(others: dict[int, list[str]], host: str, *words: str) -> tuple[int, str, float]:
+    """Exit code, messages and seconds of a run in which some ranks get other words, and the last has another name."""
+    import socket
+
+    from library.cli import main
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if rank == size - 1:
+        os.environ["LOCAL_RANK"] = "0"  # the first of its machine
+        roll_call.socket.gethostname = socket.gethostname = lambda: host
+    began = time.monotonic()
+    with contextlib.redirect_stderr(io.StringIO()) as text:
+        code = main([*words, *others.get(rank, [])])
+    return code, text.getvalue(), time.monotonic() - began
+
+
+def test_another_setting_on_one_rank_stops_all_before_the_model_and_is_told_once(data, tmp_path):
+    others = {2: ["--learning_rate", "2e-4", "--network_dropout", "0.5"]}
+    ends = on_ranks(3, started, others, "gpu-b", *data, "--output_dir", str(tmp_path), "--learning_rate", "1e-4")
+    assert [code for code, _, _ in ends] == [2, 2, 2], ends
+    assert ends[0][1].splitlines()[0] == "train_lora: stopped. 2 problems:"
+    assert "  learning_rate: 0.0002 on rank 2 (on gpu-b), 0.0001 on most others; start all of them" in ends[0][1]
+    assert "  network_dropout: 0.5 on rank 2 (on gpu-b), 0.0 on most others" in ends[0][1]
+    assert ends[1][1] == ends[2][1] == "" and not list(tmp_path.iterdir())
+
+
+def test_places_may_be_others_and_what_is_found_there_may_not(data, tmp_path):
+    for name, text in (("one", "a b --d 1\n"), ("other", "a c --d 1\n")):
+        (tmp_path / f"{name}.txt").write_text(text)
+    prompts = ["--output_dir", str(tmp_path), "--sample_prompts", str(tmp_path / "one.txt")]
+    ends = on_ranks(2, started, {1: ["--sample_prompts", str(tmp_path / "other.txt")]}, "gpu-b", *data, *prompts)
+    assert "prompts: rank 1 (on gpu-b): not the same as on rank 0; give every machine" in ends[0][1]
+    assert [code for code, _, _ in ends] == [2, 2] and not ends[1][1]
+
+
+def test_a_process_that_cannot_start_says_so_to_those_that_could(data, tmp_path):
+    others = {1: ["--mixed_precision", "fp16"]}
+    ends = on_ranks(2, started, others, "gpu-b", *data, "--output_dir", str(tmp_path))
+    assert [code for code, _, _ in ends] == [2, 2] and not ends[1][1]
+    assert "rank 1 (on gpu-b): --mixed_precision fp16: a CPU has none" in ends[0][1]
+
+
+def without_an_exchange(data: list[str], folder: str) -> tuple[int, str]:
+    """One of the two never comes to the first exchange."""
+    from library.distributed import late, meeting
+
+    read, write = os.pipe()
+    child = os.fork()
+    if child:  # the run is in a process of its own, because it is to end at once
+        os.close(write)
+        with open(read) as text:
+            said = text.read()
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), said
+    os.dup2(write, 2)
+    meeting.SECONDS_TO_CONNECT, late.SECONDS_AFTER_ANOTHER = 1.0, 0.2
+    if os.environ["RANK"] == "1":
+        meeting.exchange_seconds = lambda *_: time.sleep(30)
+    from library.cli import main
+
+    os._exit(main([*data, "--output_dir", folder]))
+
+
+def test_a_hang_in_the_first_exchange_ends_with_the_usual_ways_out_told_once(data, tmp_path):
+    began = time.monotonic()
+    ends = on_ranks(2, without_an_exchange, data, str(tmp_path))
+    assert [code for code, _ in ends] == [2, 2] and time.monotonic() - began < 25
+    said = "".join(text for _, text in ends)
+    assert said.count("a first message between them did not arrive within 1 s") == 1, said
+    assert "GLOO_SOCKET_IFNAME" in said and "firewall" in said and "Traceback" not in said
+
+
+def words_of(*says: dict) -> list[Word]:
+    return [Word("ab"[rank // 2], item) for rank, item in enumerate(says)]
+
+
+def test_most_are_right_and_rank_0_where_there_is_no_most():
+    one, other = {"seed": 1, "code": "x"}, {"seed": None, "code": "y"}
+    assert disagreements(words_of(one, one, one)) == []
+    assert disagreements(words_of(other, one, one, one)) == [
+        "seed: not set on rank 0 (on a), 1 on most others; start all of them with the same",
+        "code: rank 0 (on a): not the same as on most others; give every machine the same version of this program",
+    ]
+    assert "not set on ranks 2, 3 (on b), 1 on most" in disagreements(words_of(one, one, other, other))[0]
+    assert "not set on rank 1 (on a), 1 on rank 0;" in disagreements(words_of(one, other))[0]
+    assert layout(words_of(one, one, one, one)) == (
+        "4 processes on 2 machines: ranks 0, 1 on a; ranks 2, 3 on b")  # fmt: skip
+
+
+def test_those_that_do_not_come_are_named_in_time():
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=1))
+    with pytest.raises(Exception, match=r"3 of 4 processes have not come: ranks 0, 2, 3 within 0 s") as caught:
+        roll_call.call(Board("x", store), 1, 4, Word("a", {}), 0.3)
+    assert not caught.value.is_told
+
+
+def test_every_setting_is_compared_but_for_places_and_the_machines_own(data, tmp_path):
+    settings = roll_call.settings_that_must_agree(load_options([*data, "--output_dir", str(tmp_path)]).config)
+    known = {name for name in roll_call.flat(load_options([]).config)}
+    assert known >= roll_call.PLACES | roll_call.OWN
+    assert set(settings) == known - roll_call.OWN
+    assert settings["output_dir"] is True and settings["sample_prompts"] is False and settings["network_dim"] == 2
+
+
+def test_a_changed_line_of_code_is_another_version_and_line_ends_are_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(code, "FOLDER", tmp_path)
+    source = Path(tmp_path / "a.py")
+    source.write_bytes(b"one\ntwo\n")
+    before = code.code_version()
+    source.write_bytes(b"one\r\ntwo\r\n")
+    assert code.code_version() == before
+    source.write_bytes(b"one\nthree\n")
+    assert code.code_version() != before
+
+
+def test_the_words_of_a_process_hold_no_place(data, tmp_path):
+    config = load_options([*data, "--output_dir", str(tmp_path)]).config
+    assert str(tmp_path) not in str(roll_call.own_word(config, World(size=2)).says)
