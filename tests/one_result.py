@@ -41,6 +41,10 @@ WAYS: Mapping[str, Way] = {
     "FSDP 2 x 1, 2 accumulated": Way(2, 1, 2, ("--fsdp",)),
     "FSDP 2 x 2, kept for backward": Way(2, 2, flags=("--fsdp", "--no-fsdp_reshard_after_forward")),
     "FSDP 2 x 2, in host memory": Way(2, 2, flags=("--fsdp", "--fsdp_offload_params")),
+    "PP 2, 1f1b": Way(2, 1, 4, ("--pp_size", "2")),
+    "PP 2, gpipe": Way(2, 2, 2, ("--pp_size", "2", "--pp_schedule", "gpipe")),
+    "PP 2, interleaved": Way(2, 1, 4, ("--pp_size", "2", "--pp_schedule", "interleaved")),
+    "PP 2 x DP 2": Way(4, 1, 2, ("--pp_size", "2")),
     "HSDP 2 x 2": Way(4, 1, flags=("--fsdp", "--dp_replicate_size", "2")),
 }
 

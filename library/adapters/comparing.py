@@ -63,12 +63,12 @@ def _outputs(layer: nn.Module) -> tuple[Tensor, Tensor]:
 
 
 def _frozen(layer: nn.Module) -> dict[str, Tensor]:
-    """The weights of the layer itself; where they are spread over processes, random ones stand in for them.
+    """The weights of the layer itself; where other processes have them, random ones stand in for them.
 
     Any will do to see whether two adapters do the same, and to fetch the true ones all processes would be needed.
     """
     own = {name: item for name, item in layer.named_parameters() if name.startswith("base_layer.")}
-    if not any(hasattr(item, "full_tensor") for item in own.values()):
+    if not any(item.is_meta or hasattr(item, "full_tensor") for item in own.values()):
         return dict(own)
     here = next(item.device for name, item in layer.named_parameters() if name not in own)
     draw = torch.Generator().manual_seed(0)

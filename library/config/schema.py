@@ -6,6 +6,7 @@ from typing import Literal
 from .objective_schema import LossConfig as LossConfig
 from .objective_schema import NoiseConfig as NoiseConfig
 from .options import opt
+from .parallel_schema import ParallelConfig
 from .save_schema import SaveConfig as SaveConfig
 from .sharding_schema import ShardingConfig as ShardingConfig
 from .values import Share, Size
@@ -344,6 +345,7 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     save: SaveConfig = field(default_factory=SaveConfig)
     state: StateConfig = field(default_factory=StateConfig)
     preview: PreviewConfig = field(default_factory=PreviewConfig)

@@ -5,6 +5,7 @@ import logging
 from ..config import RunConfig
 from .accelerator import prepare_accelerator
 from .engines import hide_from_libraries
+from .layout import layout_of
 from .sharding import asked_for
 from .strategy import DataParallel
 from .world import World
@@ -14,9 +15,14 @@ logger = logging.getLogger(__name__)
 
 def strategy_of(args: RunConfig) -> DataParallel:
     """Join the other processes, and return how they work together."""
-    asked = asked_for(args, World.from_environment())
+    world = World.from_environment()
+    asked = asked_for(args, world)
     accelerator = prepare_accelerator(args)
     hide_from_libraries()
+    if args.parallel.pp_size > 1:
+        from .pipelined import Pipelined
+
+        return Pipelined(accelerator, layout_of(args, world), args.parallel.pp_schedule)
     if asked.sharding is None:
         return DataParallel(accelerator)
     from .sharded import Sharded

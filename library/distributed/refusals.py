@@ -6,6 +6,7 @@ from accelerate.utils import DynamoBackend, is_fp8_available
 
 from ..config import RunConfig
 from .attention import attention_problems
+from .layout import layout_problems
 from .sharding import asked_for
 from .world import World
 
@@ -41,6 +42,7 @@ def before_joining(args: RunConfig, world: World) -> list[str]:
     asked = args.distributed.mixed_precision or world.precision
     return [
         *_engines(args, world),
+        *layout_problems(args, world),
         *_precision(args, world),
         *_accumulation(args, world),
         *_dynamo(args),

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..data.batch import PixelBatch
 from ..errors import ConfigError
+from .chain import Chain
 from .flat import FlatGradients
 from .sharding import Sharding
 from .strategy import DataParallel, LossFunction
@@ -40,8 +41,9 @@ class Sharded(DataParallel):
                                                  mesh_dim_names=names if several else names[1:])  # fmt: skip
 
     def wrap(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, denoiser: nn.Module | None = None
-    ) -> tuple[nn.Module, Any]:
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, denoiser: nn.Module | None = None,
+        chain: Chain | None = None,
+    ) -> tuple[nn.Module, Any]:  # fmt: skip
         """Compile blocks, spread each child of ``model``, and say how much of it is here."""
         # Of blocks whose outputs are views; nothing is done to them in place, or results would not be DDP's.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)

@@ -2,7 +2,7 @@
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
@@ -12,6 +12,7 @@ from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 
 from ..data.batch import PixelBatch
+from .chain import Chain
 from .company import Company
 from .flat import FlatGradients
 from .host_copy import LateWord
@@ -37,6 +38,14 @@ class DataParallel(Company):
         super().__init__(accelerator)
         self.is_asked: Callable[[], bool] = lambda: False
         """Whether this process was asked to end the run."""
+        self.data_rank, self.data_size = self.rank, self.size
+        """Which part of a global batch this process works on, and how many parts there are."""
+        self.tells = True
+        """Whether this process knows the losses."""
+        self.tellers = list(range(self.size))
+        """Of each part, the process that knows the losses."""
+        self.shape_of: Callable[[PixelBatch], Hashable] = lambda batch: batch.frame.shape
+        """Batches of which it is the same make tensors of the same sizes."""
         self.frozen_home = self.device
         """Where the frozen part of what is trained is loaded to, before it is wrapped."""
         self._asked: deque[LateWord] = deque()
@@ -62,11 +71,13 @@ class DataParallel(Company):
         clear_device_cache(garbage_collection=True)
 
     def wrap(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, denoiser: nn.Module | None = None
-    ) -> tuple[nn.Module, Any]:
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, denoiser: nn.Module | None = None,
+        chain: Chain | None = None,
+    ) -> tuple[nn.Module, Any]:  # fmt: skip
         """Place, wrap and compile the model as the accelerator was told; return it with its optimizer.
 
         ``denoiser`` is the part of it whose blocks are compiled where only blocks are to be; without it, the model.
+        ``chain`` is how its blocks follow each other, where they simply do.
         """
         with self._regions_compiled(model if denoiser is None else denoiser), warnings.catch_warnings():
             # torch has a new name for it that accelerate does not know; the old one still does what is meant.
@@ -98,6 +109,10 @@ class DataParallel(Company):
             yield
         finally:
             plugin.backend = wanted
+
+    def backward(self, loss: Tensor) -> None:
+        """The gradients of a loss that every process computed for itself, with no exchange but what that needs."""
+        loss.backward()  # type: ignore[no-untyped-call]
 
     def gradients(self, loss_function: LossFunction, work: Sequence[PixelBatch], samples: int, step: int) -> Tensor:
         """Forward and backward of one step; return its loss, the mean over the ``samples`` of all processes."""

@@ -61,6 +61,13 @@ class Family(ABC):
     """Each of ``facts.text_encoders`` -> the same as ``lora_targets`` for it."""
     text_lora_prefixes: ClassVar[Mapping[str, str]] = {}
     """Text encoder -> what stands before the names of its modules in a kohya file."""
+    block_lists: ClassVar[tuple[str, ...]] = ()
+    """Lists of the denoiser's blocks in the order in which they run; none where blocks do not simply follow each
+    other."""
+    block_flow: ClassVar[tuple[str, ...]] = ("encoder_hidden_states", "hidden_states")
+    """The arguments that such a block gets from the one before, in the order in which it returns them."""
+    texts_vary: ClassVar[bool] = False
+    """Whether conditioning is as long as its caption."""
     picture_size: ClassVar[tuple[int, int]]
     """Width and height of a preview whose prompt names none."""
     picture_steps: ClassVar[int]

@@ -32,6 +32,8 @@ class QwenImage(Family):
     )  # fmt: skip
     lora_prefix = "lora_unet"
     lora_format = "diffusers"
+    block_lists = ("transformer_blocks",)
+    texts_vary = True
     picture_size = (1024, 1024)
     picture_steps = 50
     picture_scale = 4.0

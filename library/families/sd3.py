@@ -41,6 +41,7 @@ class StableDiffusion3(Family):
     text_lora_prefixes = {  # noqa: RUF012
         "text_encoder": "lora_te1", "text_encoder_2": "lora_te2", "text_encoder_3": "lora_te3",
     }  # fmt: skip
+    block_lists = ("transformer_blocks",)
     picture_size = (1024, 1024)
     picture_steps = 28
     picture_scale = 7.0

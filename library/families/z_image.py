@@ -34,6 +34,9 @@ class ZImage(Family):
     lora_prefix = "lora_unet"
     lora_other_names = ("z_image",)
     lora_format = "diffusers"
+    block_lists = ("layers",)
+    block_flow = ("x",)
+    texts_vary = True
     picture_size = (1024, 1024)
     picture_steps = 9
     picture_scale = 0.0

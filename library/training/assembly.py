@@ -14,6 +14,7 @@ from ..adapters.switching import in_dtype
 from ..config import RunConfig
 from ..data.prepare import Prepared
 from ..data.prompts import Prompt
+from ..distributed.chain import Chain
 from ..distributed.strategy import DataParallel
 from ..families.attention import use_attention
 from ..families.base import Family
@@ -86,12 +87,14 @@ def assemble(
     for line in optimizers.remarks(config.optim, groups):
         logger.warning("%s", line)
     optimizer = optimizers.make_optimizer(config.optim, groups)
-    wrapped, optimizer = strategy.wrap(trained, optimizer, trained.denoiser)
+    chain = Chain.of(trained.denoiser, family.block_lists, family.block_flow)
+    wrapped, optimizer = strategy.wrap(trained, optimizer, trained.denoiser, chain)
     task = Task(family, pipe, wrapped, objective, config.train.seed, strategy.device,
                 config.data.masked_loss_normalize, config.cache.vae_batch_size, config.cache.text_encoder_batch_size,
                 kept.texts, config.adapter.trains_texts, dropout_of(config.adapter, trained, adapter))  # fmt: skip
-    loader = prepared.loader(plan.batches, strategy.rank, total_steps=plan.steps, pin_memory=strategy.pins_memory,
+    loader = prepared.loader(plan.batches, strategy.data_rank, total_steps=plan.steps, pin_memory=strategy.pins_memory,
                              latents=kept.latents, texts=kept.texts)  # fmt: skip
+    strategy.shape_of = task.shape_of
     if strategy.is_main:
         _tell_long_captions(family, pipe, prepared.first_captions(plan.batches, plan.steps))
     schedule = schedules.make_schedule(config.optim, plan.steps)

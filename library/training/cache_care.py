@@ -159,7 +159,7 @@ def _shelves(config: RunConfig, strategy: DataParallel) -> Iterator[tuple[Shelf,
         encoder = latent_encoder(config, strategy, family, model, bases[0])
         yield latents_to_keep(config, kitchen, prepared, bases, encoder)
     if config.cache.texts:
-        plan = RunPlan.of(prepared.batch_plan(strategy.size, config.train), config.train, config.optim)
+        plan = RunPlan.of(prepared.batch_plan(strategy.data_size, config.train), config.train, config.optim)
         prompts = read_prompts(Path(config.preview.sample_prompts)) if config.preview.sample_prompts else []
         encoder = text_encoder(config, strategy, family, model, bases[0])
         yield texts_to_keep(config, kitchen, prepared, plan, prompts, bases, encoder)

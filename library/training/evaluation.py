@@ -31,9 +31,9 @@ def evaluate(run: Run, batches: FixedBatches, read: Read) -> Losses:
     strategy = run.strategy
     model = strategy.unwrapped(run.adapter)  # nothing is exchanged and nothing new is compiled
     task = replace(run.task, denoiser=model, seed=SEED)
-    mine = range(strategy.rank, len(batches.batches), strategy.size)
+    mine = range(strategy.data_rank, len(batches.batches), strategy.data_size)
     # Where others have one more and need this process to compute theirs, it does any batch once more.
-    company = [0] if strategy.computes_together and len(mine) * strategy.size < len(batches.batches) else []
+    company = [0] if strategy.computes_together and len(mine) * strategy.data_size < len(batches.batches) else []
     samples, losses = list[Tensor](), list[Tensor]()
     with evaluating(model):
         for number, pixels in zip([*mine, *company], ahead(read, [*mine, *company]), strict=True):
@@ -74,7 +74,7 @@ def _losses(task: Task, batch: Batch, number: int) -> Tensor:
 def _of_all(run: Run, batches: FixedBatches, samples: list[Tensor], losses: list[Tensor]) -> Losses:
     """Every process hands over equally many rows; those that only fill up are of no sample."""
     strategy = run.strategy
-    shares = [batches.batches[rank :: strategy.size] for rank in range(strategy.size)]
+    shares = [batches.batches[rank :: strategy.data_size] for rank in range(strategy.data_size)]
     most = max(sum(len(batch.samples) for batch in share) for share in shares)
     numbers = torch.full((most,), -1, device=strategy.device)
     rows = torch.zeros(most, len(QUANTILES), device=strategy.device)

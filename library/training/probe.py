@@ -38,7 +38,7 @@ def probe(run: "Run", batch: PixelBatch) -> None:
             whole = replace(batch, weight=torch.ones_like(batch.weight), mask=None)
             loss = task(whole, run.state.step).mean()
         with phase("backward", batch):
-            loss.backward()  # type: ignore[no-untyped-call]
+            run.strategy.backward(loss)
         _judge(float(loss.detach()), {name: item.grad for name, item in weights.items()})
     finally:
         with torch.no_grad():

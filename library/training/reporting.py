@@ -35,7 +35,7 @@ class Report:
             found = before_after.found(Path(save.output_dir) / "sample", save.output_name, self.started_at)
             rows = [(self.prompts[number], found[number]) for number in sorted(found)]
             subject = Subject(save.output_name, run.plan.steps, self.plan, shareable(run.config), self.started_at,
-                              strategy.size, strategy.precision, rows)  # fmt: skip
+                              strategy.data_size, strategy.precision, rows)  # fmt: skip
             write_report(subject, self.metrics, self.path)
         except OSError as error:  # a page that cannot be written does not spoil the run
             logger.warning("%s: cannot be written: %s", self.path, error)

@@ -84,9 +84,9 @@ def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, start
     prompts = _prompts(config.preview, detected)
     strategy.agree(_seen_at_a_glance(config, detected, prompts))
     prepared = same_pictures(config, strategy, detected.pixel_step)
-    plan = RunPlan.of(prepared.batch_plan(strategy.size, config.train), config.train, config.optim)
+    plan = RunPlan.of(prepared.batch_plan(strategy.data_size, config.train), config.train, config.optim)
     strategy.agree({"steps": plan.steps, "batch sizes": sorted({bucket.batch_size for bucket in plan.batches.buckets})})
-    for line in outline(prepared, plan, strategy.size).splitlines():
+    for line in outline(prepared, plan, strategy.data_size).splitlines():
         logger.info("%s", line)
     schedules.make_schedule(config.optim, plan.steps)  # some are made for so many steps and no more
     going_on = GoingOn(config, strategy, detected, prepared, plan, started_at)
@@ -96,14 +96,14 @@ def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, start
     pictures = len(prepared.manifest.samples)
     prepared, latents = keep_latents(config, strategy, family, detected, prepared)
     if len(prepared.manifest.samples) < pictures:
-        plan = RunPlan.of(prepared.batch_plan(strategy.size, config.train), config.train, config.optim)
+        plan = RunPlan.of(prepared.batch_plan(strategy.data_size, config.train), config.train, config.optim)
     texts = keep_texts(config, strategy, family, detected, prepared, plan, prompts)
     pipe = load(config, strategy, family, detected, Kept(latents, texts), prompts)
     merge_bases(pipe, starts)
     job, adapter = assemble(config, strategy, family, pipe, prepared, plan, Kept(latents, texts), starts)
     strategy.tell_exchange(sum(parameter.nbytes for parameter in job.parameters))
     preview = _preview(config, prompts)
-    export = Export(adapter, prepared, strategy.size, going_on.started_at)
+    export = Export(adapter, prepared, strategy.data_size, going_on.started_at)
     strategy.on_main(lambda: export.rehearse(job))
     if config.train.replay is not None:
         for line in replay(job, read_bundle(Path(config.train.replay))):
@@ -111,7 +111,7 @@ def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, start
         return
     going_on.restore(job)
     validation = _validation(config, prepared, Kept(latents, texts))
-    told = outline(prepared, plan, strategy.size)
+    told = outline(prepared, plan, strategy.data_size)
     _train(job, ending, export, going_on, [*validation, preview], told, [prompt.text for prompt in prompts])
 
 

@@ -18,18 +18,24 @@ def losses_by_kind(run: "Run", figures: Sequence["Figures"]) -> Mapping[str, flo
 
     Which picture is of which bucket is known to all from the plan, so only times and losses travel.
     """
-    mine = [torch.stack([seen.t.float(), seen.loss.float()]) for item in figures for seen in item.seen]
-    everybody = run.strategy.gathered(torch.cat(mine, dim=1).T.contiguous()).tolist()
-    ranks, each = run.strategy.size, len(everybody) // run.strategy.size
+    strategy = run.strategy
+    if strategy.tells:
+        mine = [torch.stack([seen.t.float(), seen.loss.float()]) for item in figures for seen in item.seen]
+        table = torch.cat(mine, dim=1).T.contiguous()
+    else:  # as large as what the others have
+        count = sum(len(batch.samples) for item in figures for batch in run.plan.batches.step(item.step))
+        table = torch.zeros(count // strategy.data_size, 2, device=strategy.device)
+    everybody = strategy.gathered(table).tolist()
+    tellers, each = strategy.tellers, len(everybody) // strategy.size
     sums: defaultdict[str, list[float]] = defaultdict(list)
     place = 0
     for item in figures:
         for batch in run.plan.batches.step(item.step):
             bucket = run.plan.batches.buckets[batch.bucket]
-            share = len(batch.samples) // ranks
+            share = len(batch.samples) // len(tellers)
             for index, is_real in enumerate(batch.weights):
                 rank, offset = divmod(index, share)
-                time, loss = everybody[rank * each + place + offset]
+                time, loss = everybody[tellers[rank] * each + place + offset]
                 if is_real and math.isfinite(loss):
                     low = min(int(time * BINS), BINS - 1)
                     sums[f"loss/time/{low / BINS:.1f}-{(low + 1) / BINS:.1f}"].append(loss)

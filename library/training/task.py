@@ -1,6 +1,6 @@
 """One batch to one loss per sample: encode, draw noise, predict, compare."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ class Seen:
     loss: Tensor  # (B,): its loss before the sample's own weight
     weight: Tensor  # (B,): 0 for padding
     ids: tuple[str, ...]
+    places: tuple[int, ...]
 
 
 @dataclass
@@ -60,13 +61,23 @@ class Task:
         predicted = self.family.predict(self.pipe, self.denoiser, noised.latents, noised.t, batch)
         loss = self.objective.elementwise(predicted, noised)
         losses = mean_loss(loss, batch.mask, by_area=self.masks_by_area) * self.objective.weights(noised.t)
-        self._note(Seen(noised.t / 1000, losses.detach(), batch.weight, batch.ids), step)
+        self._note(Seen(noised.t / 1000, losses.detach(), batch.weight, batch.ids, batch.places), step)
         return losses * batch.weight
 
     def _note(self, seen: Seen, step: int) -> None:
         if step != self.seen_in:
             self.seen, self.seen_in = [], step
-        self.seen.append(seen)
+        if self.seen and self.seen[0].ids == seen.ids and self.seen[0].places == seen.places:
+            self.seen[0] = seen  # it was tried, to learn the sizes of what is to be exchanged
+        else:
+            self.seen.append(seen)
+
+    def shape_of(self, pixels: PixelBatch) -> Hashable:
+        """Batches of which it is the same make tensors of the same sizes."""
+        text: Hashable = tuple(pixels.captions) if self.family.texts_vary else None
+        if pixels.cond is not None:
+            text = str({name: [tuple(row.shape) for row in rows] for name, rows in pixels.cond.items()})
+        return len(pixels), tuple(pixels.frame[0, -2:].tolist()), pixels.mask is None, text
 
     def forget(self) -> None:
         """The step comes again from its first micro-batch on."""

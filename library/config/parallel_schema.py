@@ -1,0 +1,20 @@
+"""Options by which one picture is worked on by several devices; part of ``schema.py``."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .options import opt
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Models that do not fit on one device: the frozen model is cut, and adapters stay whole everywhere."""
+
+    pp_size: int = opt(
+        1,
+        "pipeline: so many devices have some of the blocks each; micro-batches go from one to the next",
+        minimum=1,
+    )
+    pp_schedule: Literal["gpipe", "1f1b", "interleaved"] = opt(
+        "1f1b", "pp_size: in which order micro-batches run; interleaved gives each device two shorter stages"
+    )

@@ -1,0 +1,122 @@
+"""The blocks of a denoiser as a chain that can be cut: each process runs some of them and passes the others by.
+
+The model's own forward runs on every process, with embeddings before the chain and what comes behind it, which is
+little.  Only blocks are kept apart: one that is not here hands on what came in, or what another process made of it.
+"""
+
+import inspect
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Flow = tuple[Tensor, ...]
+"""What goes from block to block, in the order in which a block returns it."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Blocks in the order in which they run, and the names of the arguments that they hand on."""
+
+    blocks: tuple[nn.Module, ...]
+    flow: tuple[str, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module, lists: Sequence[str], flow: Sequence[str]) -> "Chain":
+        """From the names of the lists that hold the blocks."""
+        blocks = [block for name in lists for block in model.get_submodule(name).children()]
+        return cls(tuple(blocks), tuple(flow))
+
+    def weights(self) -> list[int]:
+        """How much each block has to compute, for which its weights stand."""
+        return [sum(item.numel() for item in block.parameters()) for block in self.blocks]
+
+
+def cuts(weights: Sequence[int], stages: int) -> list[int]:
+    """Where stages begin, and the end: so that the heaviest stage is as light as can be."""
+    sums = [0]
+    for weight in weights:
+        sums.append(sums[-1] + weight)
+    count = len(weights)
+    best = [[float("inf")] * (count + 1) for _ in range(stages + 1)]
+    before = [[0] * (count + 1) for _ in range(stages + 1)]
+    best[0][0] = 0
+    for stage in range(1, stages + 1):
+        for end in range(stage, count + 1):
+            for start in range(stage - 1, end):
+                heaviest = max(best[stage - 1][start], sums[end] - sums[start])
+                if heaviest < best[stage][end]:
+                    best[stage][end], before[stage][end] = heaviest, start
+    found = [count]
+    for stage in range(stages, 0, -1):
+        found.append(before[stage][found[-1]])
+    return found[::-1]
+
+
+class Departed(Exception):
+    """Raised in the middle of a model's forward: what is still to be done is another process's to do."""
+
+    def __init__(self, flow: Flow):
+        super().__init__()
+        self.flow = flow
+
+
+class Passage:
+    """Decides at each block what happens there; one for a chain."""
+
+    def __init__(self, chain: Chain):
+        self.chain = chain
+        self.running: Collection[int] = range(len(chain.blocks))
+        """The places of blocks that run now."""
+        self._arrived: Flow | None = None
+        """What the first of them gets, where another process made it."""
+        self._departs_at: int | None = None
+        self._hand_over: Callable[[int, Flow], Flow] | None = None
+        self.checkpoint: Callable[..., Any] | None = None
+        """Runs a block so that its activations are computed again in backward."""
+        for place, block in enumerate(chain.blocks):
+            _gate(block, partial(self._at, place, inspect.signature(block.forward)))
+
+    def all_of(self, running: Collection[int], hand_over: Callable[[int, Flow], Flow]) -> None:
+        """A forward is one of all processes; after each block ``hand_over`` says what they go on with."""
+        self.running, self._hand_over, self._arrived, self._departs_at = running, hand_over, None, None
+
+    def only(self, first: int, end: int, arrived: Flow | None) -> None:
+        """A forward is one of these blocks; ``arrived`` is what the first gets, unless it begins the chain."""
+        self.running, self._hand_over, self._arrived = range(first, end), None, arrived
+        self._departs_at = end
+
+    def _at(self, place: int, signature: inspect.Signature, run: Callable[..., Any], args: Any, named: Any) -> Any:
+        given = signature.bind(*args, **named).arguments
+        flow = tuple(given[name] for name in self.chain.flow)
+        if place == self._departs_at:
+            raise Departed(flow)
+        if place in self.running:
+            if self.checkpoint is not None and torch.is_grad_enabled():
+                run = partial(self.checkpoint, run)
+            made = run(*args, **named)
+            made = made if isinstance(made, tuple) else (made,)
+            # The last block of a model may make nothing of the text, which nobody asks for any more.
+            flow = tuple(old if new is None else new for new, old in zip(made, flow, strict=True))
+        elif self._arrived is not None and place + 1 in self.running:
+            flow = self._arrived
+        if self._hand_over is not None:
+            flow = self._hand_over(place, flow)
+        return flow if len(flow) > 1 else flow[0]
+
+
+def _gate(block: nn.Module, gate: Callable[..., Any]) -> None:
+    """Have ``gate`` called in the place of the block: (what the block does, arguments, named arguments).
+
+    Through the class, because a compiled block brings a call of its own, and hooks would be compiled with it.
+    """
+    own = type(block)
+
+    def call(self: nn.Module, *args: Any, **named: Any) -> Any:
+        return gate(partial(own.__call__, self), args, named)
+
+    block.__class__ = type(own.__name__, (own,), {"__call__": call, "__module__": own.__module__,
+                                                  "__qualname__": own.__qualname__})  # fmt: skip
