@@ -45,6 +45,9 @@ WAYS: Mapping[str, Way] = {
     "PP 2, gpipe": Way(2, 2, 2, ("--pp_size", "2", "--pp_schedule", "gpipe")),
     "PP 2, interleaved": Way(2, 1, 4, ("--pp_size", "2", "--pp_schedule", "interleaved")),
     "PP 2 x DP 2": Way(4, 1, 2, ("--pp_size", "2")),
+    "TP 2": Way(2, 4, flags=("--tp_size", "2")),
+    "TP 2 x DP 2": Way(4, 2, flags=("--tp_size", "2")),
+    "TP 2 x PP 2": Way(4, 1, 4, ("--tp_size", "2", "--pp_size", "2")),
     "HSDP 2 x 2": Way(4, 1, flags=("--fsdp", "--dp_replicate_size", "2")),
 }
 

@@ -1,6 +1,7 @@
 """Whether a file does in each layer what the adapter in memory does there."""
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,9 +69,17 @@ def _frozen(layer: nn.Module) -> dict[str, Tensor]:
     Any will do to see whether two adapters do the same, and to fetch the true ones all processes would be needed.
     """
     own = {name: item for name, item in layer.named_parameters() if name.startswith("base_layer.")}
-    if not any(item.is_meta or hasattr(item, "full_tensor") for item in own.values()):
+    whole = {name: _whole_shape(layer.base_layer, item) for name, item in own.items()}
+    if not any(item.is_meta or hasattr(item, "full_tensor") or item.shape != whole[name] for name, item in own.items()):
         return dict(own)
     here = next(item.device for name, item in layer.named_parameters() if name not in own)
     draw = torch.Generator().manual_seed(0)
-    return {name: torch.randn(item.shape, generator=draw).div((item.numel() / len(item)) ** 0.5).to(here, item.dtype)
-            for name, item in own.items()}  # fmt: skip
+    return {name: torch.randn(shape, generator=draw).div((shape.numel() / shape[0]) ** 0.5).to(here, own[name].dtype)
+            for name, shape in whole.items()}  # fmt: skip
+
+
+def _whole_shape(base: Any, weight: Tensor) -> torch.Size:
+    """That of a weight of which perhaps only some rows or columns are here."""
+    if not isinstance(base, nn.Linear):
+        return weight.shape
+    return torch.Size((base.out_features, base.in_features)[: weight.dim()])

@@ -15,6 +15,10 @@ class ParallelConfig:
         "pipeline: so many devices have some of the blocks each; micro-batches go from one to the next",
         minimum=1,
     )
+    tp_size: int = opt(
+        1, "tensor parallel: so many devices have a part of each layer, and exchange a sum in each half of a block",
+        minimum=1,
+    )  # fmt: skip
     pp_schedule: Literal["gpipe", "1f1b", "interleaved"] = opt(
         "1f1b", "pp_size: in which order micro-batches run; interleaved gives each device two shorter stages"
     )

@@ -21,8 +21,8 @@ Flow = tuple[Tensor, ...]
 class Chain:
     """Blocks in the order in which they run, and the names of the arguments that they hand on."""
 
-    blocks: tuple[nn.Module, ...]
-    flow: tuple[str, ...]
+    blocks: tuple[nn.Module, ...] = ()
+    flow: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, model: nn.Module, lists: Sequence[str], flow: Sequence[str]) -> "Chain":

@@ -19,10 +19,15 @@ def strategy_of(args: RunConfig) -> DataParallel:
     asked = asked_for(args, world)
     accelerator = prepare_accelerator(args)
     hide_from_libraries()
-    if args.parallel.pp_size > 1:
+    layout = layout_of(args, world)
+    if layout.stages > 1:
         from .pipelined import Pipelined
 
-        return Pipelined(accelerator, layout_of(args, world), args.parallel.pp_schedule)
+        return Pipelined(accelerator, layout, args.parallel.pp_schedule)
+    if layout.parts > 1 and asked.sharding is None:
+        from .grouped import Grouped
+
+        return Grouped(accelerator, layout)
     if asked.sharding is None:
         return DataParallel(accelerator)
     from .sharded import Sharded

@@ -54,7 +54,7 @@ class Schedules:
         schedule = self._schedule((shape, count), count)
         numbers, losses = torch.arange(count), list[Tensor]()
         begins = (numbers,) if 0 in self.pipeline.parts else ()  # the first stage has to be given something
-        ends = {"target": numbers, "losses": losses} if self.pipeline.tells else {}
+        ends = {"target": numbers, "losses": losses} if self.pipeline.is_last_stage else {}
         schedule.step(*begins, number=numbers, **ends)
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.pipeline.device)
 

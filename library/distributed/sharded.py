@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..data.batch import PixelBatch
 from ..errors import ConfigError
-from .chain import Chain
+from .anatomy import Anatomy
 from .flat import FlatGradients
 from .sharding import Sharding
 from .strategy import DataParallel, LossFunction
@@ -42,7 +42,7 @@ class Sharded(DataParallel):
 
     def wrap(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, denoiser: nn.Module | None = None,
-        chain: Chain | None = None,
+        anatomy: Anatomy | None = None,
     ) -> tuple[nn.Module, Any]:  # fmt: skip
         """Compile blocks, spread each child of ``model``, and say how much of it is here."""
         # Of blocks whose outputs are views; nothing is done to them in place, or results would not be DDP's.

@@ -3,7 +3,7 @@
 import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
@@ -12,7 +12,7 @@ from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 
 from ..data.batch import PixelBatch
-from .chain import Chain
+from .anatomy import Anatomy
 from .company import Company
 from .flat import FlatGradients
 from .host_copy import LateWord
@@ -72,12 +72,12 @@ class DataParallel(Company):
 
     def wrap(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, denoiser: nn.Module | None = None,
-        chain: Chain | None = None,
+        anatomy: Anatomy | None = None,
     ) -> tuple[nn.Module, Any]:  # fmt: skip
         """Place, wrap and compile the model as the accelerator was told; return it with its optimizer.
 
         ``denoiser`` is the part of it whose blocks are compiled where only blocks are to be; without it, the model.
-        ``chain`` is how its blocks follow each other, where they simply do.
+        ``anatomy`` is how it can be taken apart.
         """
         with self._regions_compiled(model if denoiser is None else denoiser), warnings.catch_warnings():
             # torch has a new name for it that accelerate does not know; the old one still does what is meant.
@@ -109,6 +109,10 @@ class DataParallel(Company):
             yield
         finally:
             plugin.backend = wanted
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Inside, single layers can be used on one process, without the others."""
+        return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
         """The gradients of a loss that every process computed for itself, with no exchange but what that needs."""

@@ -14,11 +14,13 @@ from ..adapters.switching import in_dtype
 from ..config import RunConfig
 from ..data.prepare import Prepared
 from ..data.prompts import Prompt
+from ..distributed.anatomy import Anatomy
 from ..distributed.chain import Chain
 from ..distributed.strategy import DataParallel
 from ..families.attention import use_attention
 from ..families.base import Family
 from ..families.detect import Detected
+from ..families.tensor_cuts import tensor_cuts
 from ..optim import optimizers, schedules
 from ..optim.average import RunningAverage
 from .bad_samples import BadSamples
@@ -88,7 +90,8 @@ def assemble(
         logger.warning("%s", line)
     optimizer = optimizers.make_optimizer(config.optim, groups)
     chain = Chain.of(trained.denoiser, family.block_lists, family.block_flow)
-    wrapped, optimizer = strategy.wrap(trained, optimizer, trained.denoiser, chain)
+    wrapped, optimizer = strategy.wrap(trained, optimizer, trained.denoiser,
+                                       Anatomy(chain, tensor_cuts(trained.denoiser)))  # fmt: skip
     task = Task(family, pipe, wrapped, objective, config.train.seed, strategy.device,
                 config.data.masked_loss_normalize, config.cache.vae_batch_size, config.cache.text_encoder_batch_size,
                 kept.texts, config.adapter.trains_texts, dropout_of(config.adapter, trained, adapter))  # fmt: skip

@@ -147,7 +147,8 @@ class Export:
         """Read anew, does the file do in each layer what the adapter in memory does?"""
         tensors, metadata = read(path)
         content = from_file(tensors, {**metadata, **told}, parts_of(run.task.family, run.task.pipe))
-        found = list(differences(trained, content, self.adapter.alphas))
+        with run.strategy.alone():
+            found = list(differences(trained, content, self.adapter.alphas))
         if found:
             more = f" (and {len(found) - SHOWN} more)" if len(found) > SHOWN else ""
             raise BrokenFileError(f"{path.name} is not what was trained: {'; '.join(found[:SHOWN])}{more}")

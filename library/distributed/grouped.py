@@ -1,0 +1,92 @@
+"""Several processes work on the same pictures, each with a part of the frozen model; adapters are whole on all."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ..data.batch import PixelBatch
+from .anatomy import Anatomy
+from .flat import FlatGradients
+from .layout import Layout
+from .strategy import DataParallel, LossFunction
+from .tensor_cut import TensorCut
+
+
+class Grouped(DataParallel):
+    """A process finds gradients for what it computed, and their sum over all processes is the gradient.
+
+    So all of them keep all adapters the same, and optimizers, states and files are what they are on one process.
+    """
+
+    computes_together = True
+
+    def __init__(self, accelerator: Accelerator, layout: Layout):
+        super().__init__(accelerator)
+        self.layout = layout
+        self.data_rank, self.data_size = layout.data_rank(self.rank), layout.data
+        self.tellers = layout.tellers()
+        self.tells = self.rank in self.tellers
+        self.stage = layout.stage(self.rank)
+        self.is_last_stage = self.stage == layout.stages - 1
+        self.frozen_home = torch.device("cpu")  # no device ever holds the whole model
+        self.mesh: DeviceMesh = init_device_mesh(self.device.type, (layout.data, layout.stages, layout.parts),
+                                                 mesh_dim_names=("data", "stage", "part"))  # fmt: skip
+        self.cutting = TensorCut(self.mesh.get_group("part")) if layout.parts > 1 else None
+
+    def wrap(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, denoiser: nn.Module | None = None,
+        anatomy: Anatomy | None = None,
+    ) -> tuple[nn.Module, Any]:  # fmt: skip
+        """Compile blocks, take the model apart, and bring this process's part of it to the device."""
+        if denoiser is None or anatomy is None:
+            raise AssertionError("what is to be taken apart is a denoiser")
+        with self._regions_compiled(denoiser):
+            if self.cutting is not None:
+                self.cutting.cut(denoiser, anatomy.cuts)
+            self._take_apart(model, denoiser, anatomy)
+            # What accelerate adds is autocast; nothing is moved or wrapped.
+            self.model = self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+        self.optimizer = self.accelerator.prepare_optimizer(optimizer)
+        return self.model, self.optimizer
+
+    def _take_apart(self, model: nn.Module, denoiser: nn.Module, anatomy: Anatomy) -> None:
+        """What else is left to others; what is not brings itself to the device."""
+        for tensor in (*model.parameters(), *model.buffers()):
+            if not tensor.is_meta:
+                tensor.data = tensor.data.to(self.device)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside, single layers work as if nothing was taken apart."""
+        if self.cutting is None:
+            yield
+            return
+        with self.cutting.alone():
+            yield
+
+    def backward(self, loss: Tensor) -> None:
+        """The gradients of a loss that several processes computed together, on all of them."""
+        (loss * float(self.is_last_stage)).backward()  # type: ignore[no-untyped-call]
+        self._exchange(self.layout.data)
+
+    def gradients(self, loss_function: LossFunction, work: Sequence[PixelBatch], samples: int, step: int) -> Tensor:
+        """Forward and backward of one step; the gradients are exchanged once, after its last micro-batch."""
+        loss = super().gradients(loss_function, work, samples, step)
+        self._exchange(self.size)
+        return loss
+
+    def _exchange(self, processes: int) -> None:
+        """The sum over all processes, divided by so many; what several of them found as a whole counts once."""
+        if self.cutting is not None:
+            for parameter in self.model.parameters():
+                if parameter.grad is not None and parameter not in self.cutting.learnt:
+                    parameter.grad /= self.layout.parts
+        FlatGradients(self.model, of_all=True).become_the_mean(processes)
+
+    def _summed(self, total: Tensor) -> Tensor:
+        return super()._summed(total if self.tells else torch.zeros_like(total))
