@@ -48,6 +48,7 @@ WAYS: Mapping[str, Way] = {
     "TP 2": Way(2, 4, flags=("--tp_size", "2")),
     "TP 2 x DP 2": Way(4, 2, flags=("--tp_size", "2")),
     "TP 2 x PP 2": Way(4, 1, 4, ("--tp_size", "2", "--pp_size", "2")),
+    "FSDP 2 x TP 2": Way(4, 2, flags=("--fsdp", "--tp_size", "2")),
     "HSDP 2 x 2": Way(4, 1, flags=("--fsdp", "--dp_replicate_size", "2")),
 }
 

@@ -34,4 +34,4 @@ def strategy_of(args: RunConfig) -> DataParallel:
 
     for remark in asked.remarks:
         logger.warning("%s", remark)
-    return Sharded(accelerator, asked.sharding)
+    return Sharded(accelerator, asked.sharding, layout)

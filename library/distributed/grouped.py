@@ -43,8 +43,7 @@ class Grouped(DataParallel):
         anatomy: Anatomy | None = None,
     ) -> tuple[nn.Module, Any]:  # fmt: skip
         """Compile blocks, take the model apart, and bring this process's part of it to the device."""
-        if denoiser is None or anatomy is None:
-            raise AssertionError("what is to be taken apart is a denoiser")
+        denoiser, anatomy = denoiser or model, anatomy or Anatomy()
         with self._regions_compiled(denoiser):
             if self.cutting is not None:
                 self.cutting.cut(denoiser, anatomy.cuts)
@@ -86,7 +85,7 @@ class Grouped(DataParallel):
             for parameter in self.model.parameters():
                 if parameter.grad is not None and parameter not in self.cutting.learnt:
                     parameter.grad /= self.layout.parts
-        FlatGradients(self.model, of_all=True).become_the_mean(processes)
+        FlatGradients(self.model, of_all=self.layout.together > 1).become_the_mean(processes)
 
     def _summed(self, total: Tensor) -> Tensor:
         return super()._summed(total if self.tells else torch.zeros_like(total))

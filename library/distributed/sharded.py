@@ -8,37 +8,33 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ..data.batch import PixelBatch
 from ..errors import ConfigError
 from .anatomy import Anatomy
-from .flat import FlatGradients
+from .grouped import Grouped
+from .layout import Layout
 from .sharding import Sharding
-from .strategy import DataParallel, LossFunction
 
 logger = logging.getLogger(__name__)
 
 
-class Sharded(DataParallel):
+class Sharded(Grouped):
     """Each process sees its own part of a global batch, and fetches the weights of a block when it is needed.
 
     What learns is not spread: it is small, and so every optimizer, state and file is what it is under DDP.
     """
 
-    computes_together = True
-
-    def __init__(self, accelerator: Accelerator, sharding: Sharding):
-        super().__init__(accelerator)
+    def __init__(self, accelerator: Accelerator, sharding: Sharding, layout: Layout | None = None):
+        super().__init__(accelerator, Layout(data=accelerator.num_processes) if layout is None else layout)
         self.sharding = sharding
-        self.frozen_home = torch.device("cpu")  # no device ever holds the whole model
-        sizes, names = (sharding.replicas, sharding.parts), ("replicate", "shard")
-        several = sharding.replicas > 1
-        self.mesh: DeviceMesh = init_device_mesh(self.device.type, sizes if several else sizes[1:],
-                                                 mesh_dim_names=names if several else names[1:])  # fmt: skip
+        names = ("replicate", "shard") if sharding.replicas > 1 else ("shard",)
+        whole = init_device_mesh(self.device.type, (sharding.replicas, sharding.parts, self.layout.parts),
+                                 mesh_dim_names=("replicate", "shard", "part"))  # fmt: skip
+        self.shared_by: DeviceMesh = whole[names]
 
     def wrap(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, denoiser: nn.Module | None = None,
@@ -47,36 +43,29 @@ class Sharded(DataParallel):
         """Compile blocks, spread each child of ``model``, and say how much of it is here."""
         # Of blocks whose outputs are views; nothing is done to them in place, or results would not be DDP's.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
-        with self._regions_compiled(model if denoiser is None else denoiser):
-            for part in model.children():
-                self.spread(part)
-            # What accelerate adds is autocast and a compiler for the whole; nothing is moved or wrapped.
-            self.model = self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
-        self.optimizer = self.accelerator.prepare_optimizer(optimizer)
+        super().wrap(model, optimizer, denoiser, anatomy)
         whole, here = parameter_bytes(model)
         logger.info("FSDP: %d x %d processes; of %.1f MiB of weights this one holds %.1f MiB%s", self.sharding.replicas,
                     self.sharding.parts, whole / 2**20, here / 2**20,
                     ", in host memory" if self.sharding.offloads else "")  # fmt: skip
         return self.model, self.optimizer
 
+    def _take_apart(self, model: nn.Module, denoiser: nn.Module, anatomy: Anatomy) -> None:
+        for part in model.children():
+            self.spread(part)
+
     def spread(self, part: nn.Module) -> None:
         """Spread the frozen weights of a model that is called as a whole, block by block, from host memory."""
         learnt = {parameter for parameter in part.parameters() if parameter.requires_grad}
         policy = CPUOffloadPolicy(pin_memory=self.pins_memory) if self.sharding.offloads else OffloadPolicy()
-        settings: dict[str, Any] = {"mesh": self.mesh, "ignored_params": learnt, "offload_policy": policy}
+        settings: dict[str, Any] = {"mesh": self.shared_by, "ignored_params": learnt, "offload_policy": policy}
         for block in blocks_of(part, self.sharding.blocks):
             with _same_names(block):
                 fully_shard(block, reshard_after_forward=self.sharding.reshards, **settings)
         with _same_names(part):
             # What belongs to no block is needed first in backward, and some of it outside of the model's forward.
             fully_shard(part, reshard_after_forward=False, **settings)
-        check_spread(part, learnt, self.mesh)
-
-    def gradients(self, loss_function: LossFunction, work: Sequence[PixelBatch], samples: int, step: int) -> Tensor:
-        """Forward and backward of one step; the gradients are exchanged once, after its last micro-batch."""
-        loss = super().gradients(loss_function, work, samples, step)
-        FlatGradients(self.model).become_the_mean(self.size)
-        return loss
+        check_spread(part, learnt, self.shared_by)
 
 
 @contextmanager

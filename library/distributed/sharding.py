@@ -26,8 +26,9 @@ REFUSED = {
     "FSDP_RESHARD_AFTER_FORWARD": (("true", "false"), "belongs to FSDP1; write true or false"),
     "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": (("false",), "is not there; leave it out"),
     "FSDP_IGNORED_MODULES": ((), "is not there; leave it out, adapters are never spread"),
-    **{f"PARALLELISM_CONFIG_{name}_SIZE": (("1",), "not yet: the same picture on several devices; write 1")
-       for name in ("TP", "CP", "SP")},
+    "PARALLELISM_CONFIG_TP_SIZE": (("1",), "accelerate does nothing with it; write --tp_size behind the script"),
+    **{f"PARALLELISM_CONFIG_{name}_SIZE": (("1",), "not yet: a picture cut over several devices; write 1")
+       for name in ("CP", "SP")},
 }  # fmt: skip
 """Variables, what may stand in them, and why nothing else may."""
 
@@ -95,7 +96,7 @@ def _sharding(args: RunConfig, world: World, said: Mapping[str, str]) -> Shardin
     replicas = ours.dp_replicate_size or _number(launched["dp_replicate_size"])
     parts = ours.dp_shard_size or _number(launched["dp_shard_size"])
     if parts == 1 and ours.dp_shard_size is None:  # the launcher's way to say nothing
-        parts = max(1, world.size // replicas)
+        parts = max(1, _with_own_pictures(args, world) // replicas)
     offloads, reshards = ours.fsdp_offload_params, ours.fsdp_reshard_after_forward
     blocks = tuple(name.strip() for name in said.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "").split(",") if name.strip())
     return Sharding(replicas, parts, bool(truth(launched["fsdp_offload_params"])) if offloads is None else offloads,
@@ -130,12 +131,18 @@ def _others(args: RunConfig, world: World, said: Mapping[str, str]) -> Iterator[
 
 
 def _sizes(sharding: Sharding, args: RunConfig, world: World) -> Iterator[str]:
-    replicas, parts = sharding.replicas, sharding.parts
-    if replicas * parts != world.size:
-        yield (f"FSDP: {replicas} x {parts} (dp_replicate_size x dp_shard_size) is not the number of processes, "
-               f"{world.size}")  # fmt: skip
+    replicas, parts, count = sharding.replicas, sharding.parts, _with_own_pictures(args, world)
+    if replicas * parts != count:
+        groups = f" / {args.parallel.tp_size} (tp_size)" if args.parallel.tp_size > 1 else ""
+        yield (f"FSDP: {replicas} x {parts} (dp_replicate_size x dp_shard_size) is not the number of processes,"
+               f" {world.size}{groups}")  # fmt: skip
     elif parts == 1 and world.size > 1:
         yield f"FSDP: dp_replicate_size {replicas} leaves nothing to share; make it smaller, or use --multi_gpu"
+
+
+def _with_own_pictures(args: RunConfig, world: World) -> int:
+    """Of processes that share layers, one."""
+    return world.size // args.parallel.tp_size
 
 
 def _remarks(said: Mapping[str, str]) -> Iterator[str]:
