@@ -38,6 +38,7 @@ class Machines:
         self.links = ["va", "vb"]
         self.addresses = ["10.77.0.1", "10.77.0.2"]
         self._ends = threading.Event()
+        self._forwarder: threading.Thread | None = None
 
     def __enter__(self) -> "Machines":
         for space in self.spaces:
@@ -46,7 +47,8 @@ class Machines:
         if self.delay:
             self.links = ["ta", "tb"]
             files = [self._tun(space, link) for space, link in zip(self.spaces, self.links, strict=True)]
-            threading.Thread(target=self._forward, args=files, daemon=True).start()
+            self._forwarder = threading.Thread(target=self._forward, args=files, daemon=True)
+            self._forwarder.start()
         else:
             run("ip", "link", "add", "va", "netns", self.spaces[0], "type", "veth", "peer", "name", "vb", "netns",
                 self.spaces[1])  # fmt: skip
@@ -60,6 +62,8 @@ class Machines:
 
     def __exit__(self, *_: object) -> None:
         self._ends.set()
+        if self._forwarder is not None:
+            self._forwarder.join()
         for space in self.spaces:
             subprocess.run(["ip", "netns", "del", space], check=False)
 
@@ -97,6 +101,8 @@ class Machines:
         while not self._ends.is_set():
             wait = max(0.0, waiting[0][0] - time.monotonic()) if waiting else 0.2
             for file in select.select([one, other], [], [], wait)[0]:
+                if self._ends.is_set():
+                    return
                 number += 1
                 there = other if file == one else one
                 heapq.heappush(waiting, (time.monotonic() + self.delay, number, there, os.read(file, PACKET)))

@@ -25,7 +25,7 @@ ASKED, CODE, PROCESS = "asked", "code", "process-"
 def supervise(command: Sequence[str]) -> int:
     """Run a launcher; return its exit code, or that of a run that was asked to end."""
     with tempfile.TemporaryDirectory(prefix="lorikeet-") as name:
-        folder, asked = Path(name), list[int]()
+        folder, asked, launchers = Path(name), list[int](), list[subprocess.Popen[bytes]]()
 
         def pass_on(number: int, frame: FrameType | None) -> None:
             asked.append(number)
@@ -35,16 +35,19 @@ def supervise(command: Sequence[str]) -> int:
                 with suppress(OSError):
                     os.kill(int(path.name.removeprefix(PROCESS)), number)
             if not processes:  # nothing is trained yet that could be kept
-                launcher.terminate()
+                for launcher in launchers:
+                    launcher.terminate()
 
+        before = {number: signal.signal(number, pass_on) for number in numbers()}
         # What is ignored is inherited.  A scheduler may send SIGUSR1 to every process, and a launcher would die of it;
-        # training processes set all of them anew, and launchers the others.
-        before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers()}
+        # training processes set it anew.
+        if hasattr(signal, "SIGUSR1"):
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         try:
-            launcher = subprocess.Popen(command, env=os.environ | {VARIABLE: name}, start_new_session=True)
-            for number in before:
-                signal.signal(number, pass_on)
-            code = launcher.wait()
+            launchers.append(subprocess.Popen(command, env=os.environ | {VARIABLE: name}, start_new_session=True))
+            if hasattr(signal, "SIGUSR1"):
+                signal.signal(signal.SIGUSR1, pass_on)
+            code = launchers[0].wait()
         except OSError as error:
             raise UserError(f"{command[0]} cannot be started: {error.strerror}") from None
         finally:
