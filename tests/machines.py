@@ -124,19 +124,29 @@ def clean_environment() -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1"}
 
 
+Launcher = Callable[[int, str, int], list[str]]
+"""Number of the machine, address and port of the first -> what is written before the script."""
 During = Callable[[list[subprocess.Popen[bytes]]], None]
 
 
-def launch(machines: Machines, script: list[str], logs: Path, port: int, seconds: float = 240,
-           during: During | None = None) -> tuple[list[int], list[str]]:  # fmt: skip
-    """``accelerate launch`` on both machines, one process on each; exit codes, and what each said."""
-    accelerate = str(Path(sys.executable).parent / "accelerate")
-    processes, texts = [], [logs / f"{name}.log" for name in NAMES]
-    for machine in (0, 1):
-        command = [accelerate, "launch", "--multi_gpu", "--num_machines", "2", "--machine_rank", str(machine),
-                   "--num_processes", "2", "--main_process_ip", machines.addresses[0], "--main_process_port", str(port),
-                   "--mixed_precision", "no", "--dynamo_backend", "no", *script]  # fmt: skip
-        processes.append(machines.start(machine, command, texts[machine]))
+def by_flags(machine: int, address: str, port: int) -> list[str]:
+    """``accelerate launch``, with one process on each machine."""
+    return [*accelerate_launch(), "--multi_gpu", "--num_machines", "2", "--machine_rank", str(machine),
+            "--num_processes", "2", "--main_process_ip", address, "--main_process_port", str(port),
+            "--mixed_precision", "no", "--dynamo_backend", "no"]  # fmt: skip
+
+
+def accelerate_launch() -> list[str]:
+    """The one that belongs to this Python."""
+    return [str(Path(sys.executable).parent / "accelerate"), "launch"]
+
+
+def launch(machines: Machines, script: list[str], logs: Path, port: int, launcher: Launcher = by_flags,
+           seconds: float = 240, during: During | None = None) -> tuple[list[int], list[str]]:  # fmt: skip
+    """Start a script on both machines; exit codes, and what each said."""
+    texts = [logs / f"{name}.log" for name in NAMES]
+    processes = [machines.start(machine, [*launcher(machine, machines.addresses[0], port), *script], texts[machine])
+                 for machine in (0, 1)]  # fmt: skip
     try:
         if during is not None:
             during(processes)

@@ -14,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+import psutil
+
 from ..errors import UserError
 
 VARIABLE = "LORIKEET_SUPERVISOR"
@@ -30,12 +32,12 @@ def supervise(command: Sequence[str]) -> int:
         def pass_on(number: int, frame: FrameType | None) -> None:
             asked.append(number)
             _write(folder / ASKED, number)
-            processes = list(folder.glob(f"{PROCESS}*"))
-            for path in processes:
-                with suppress(OSError):
-                    os.kill(int(path.name.removeprefix(PROCESS)), number)
-            if not processes:  # nothing is trained yet that could be kept
-                for launcher in launchers:
+            for launcher in launchers:
+                processes = _training_below(launcher.pid, folder)
+                for process in processes:
+                    with suppress(psutil.Error):
+                        process.send_signal(number)
+                if not processes:  # nothing is trained yet that could be kept
                     launcher.terminate()
 
         before = {number: signal.signal(number, pass_on) for number in numbers()}
@@ -78,6 +80,16 @@ def exit_code_for_launcher(code: int) -> int:
         return code
     _write(Path(os.environ[VARIABLE]) / CODE, code)
     return 0
+
+
+def _training_below(launcher: int, folder: Path) -> list[psutil.Process]:
+    """Those that take signals; others may have their numbers by now, if a launcher started processes again."""
+    try:
+        living = {process.pid: process for process in psutil.Process(launcher).children(recursive=True)}
+    except psutil.Error:
+        return []
+    pids = [int(path.name.removeprefix(PROCESS)) for path in folder.glob(f"{PROCESS}*")]
+    return [living[pid] for pid in pids if pid in living]
 
 
 def _write(path: Path, number: int) -> None:
