@@ -15,6 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = ("gpu-a", "gpu-b")
+ETC = Path("/etc/netns")
 TUN, NO_HEADER, SET_NAME = 0x0001, 0x1000, 0x400454CA
 PACKET = 65536
 
@@ -43,6 +44,9 @@ class Machines:
     def __enter__(self) -> "Machines":
         for space in self.spaces:
             run("ip", "netns", "add", space)
+            (ETC / space).mkdir(parents=True)  # what lies there is seen in /etc
+            names = zip(("127.0.0.1", *self.addresses), ("localhost", *NAMES), strict=True)
+            (ETC / space / "hosts").write_text("".join(f"{address} {name}\n" for address, name in names))
             run("ip", "-n", space, "link", "set", "lo", "up")
         if self.delay:
             self.links = ["ta", "tb"]
@@ -66,6 +70,7 @@ class Machines:
             self._forwarder.join()
         for space in self.spaces:
             subprocess.run(["ip", "netns", "del", space], check=False)
+            shutil.rmtree(ETC / space, ignore_errors=True)
 
     def start(self, machine: int, command: list[str], log: Path) -> subprocess.Popen[bytes]:
         """A program there, in a session of its own; what it says goes into ``log``."""
