@@ -15,6 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = ("gpu-a", "gpu-b")
+ETC = Path("/etc/netns")
 TUN, NO_HEADER, SET_NAME = 0x0001, 0x1000, 0x400454CA
 PACKET = 65536
 
@@ -38,15 +39,20 @@ class Machines:
         self.links = ["va", "vb"]
         self.addresses = ["10.77.0.1", "10.77.0.2"]
         self._ends = threading.Event()
+        self._forwarder: threading.Thread | None = None
 
     def __enter__(self) -> "Machines":
         for space in self.spaces:
             run("ip", "netns", "add", space)
+            (ETC / space).mkdir(parents=True)  # what lies there is seen in /etc
+            names = zip(("127.0.0.1", *self.addresses), ("localhost", *NAMES), strict=True)
+            (ETC / space / "hosts").write_text("".join(f"{address} {name}\n" for address, name in names))
             run("ip", "-n", space, "link", "set", "lo", "up")
         if self.delay:
             self.links = ["ta", "tb"]
             files = [self._tun(space, link) for space, link in zip(self.spaces, self.links, strict=True)]
-            threading.Thread(target=self._forward, args=files, daemon=True).start()
+            self._forwarder = threading.Thread(target=self._forward, args=files, daemon=True)
+            self._forwarder.start()
         else:
             run("ip", "link", "add", "va", "netns", self.spaces[0], "type", "veth", "peer", "name", "vb", "netns",
                 self.spaces[1])  # fmt: skip
@@ -60,8 +66,11 @@ class Machines:
 
     def __exit__(self, *_: object) -> None:
         self._ends.set()
+        if self._forwarder is not None:
+            self._forwarder.join()
         for space in self.spaces:
             subprocess.run(["ip", "netns", "del", space], check=False)
+            shutil.rmtree(ETC / space, ignore_errors=True)
 
     def start(self, machine: int, command: list[str], log: Path) -> subprocess.Popen[bytes]:
         """A program there, in a session of its own; what it says goes into ``log``."""
@@ -97,6 +106,8 @@ class Machines:
         while not self._ends.is_set():
             wait = max(0.0, waiting[0][0] - time.monotonic()) if waiting else 0.2
             for file in select.select([one, other], [], [], wait)[0]:
+                if self._ends.is_set():
+                    return
                 number += 1
                 there = other if file == one else one
                 heapq.heappush(waiting, (time.monotonic() + self.delay, number, there, os.read(file, PACKET)))
@@ -118,19 +129,29 @@ def clean_environment() -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1"}
 
 
+Launcher = Callable[[int, str, int], list[str]]
+"""Number of the machine, address and port of the first -> what is written before the script."""
 During = Callable[[list[subprocess.Popen[bytes]]], None]
 
 
-def launch(machines: Machines, script: list[str], logs: Path, port: int, seconds: float = 240,
-           during: During | None = None) -> tuple[list[int], list[str]]:  # fmt: skip
-    """``accelerate launch`` on both machines, one process on each; exit codes, and what each said."""
-    accelerate = str(Path(sys.executable).parent / "accelerate")
-    processes, texts = [], [logs / f"{name}.log" for name in NAMES]
-    for machine in (0, 1):
-        command = [accelerate, "launch", "--multi_gpu", "--num_machines", "2", "--machine_rank", str(machine),
-                   "--num_processes", "2", "--main_process_ip", machines.addresses[0], "--main_process_port", str(port),
-                   "--mixed_precision", "no", "--dynamo_backend", "no", *script]  # fmt: skip
-        processes.append(machines.start(machine, command, texts[machine]))
+def by_flags(machine: int, address: str, port: int) -> list[str]:
+    """``accelerate launch``, with one process on each machine."""
+    return [*accelerate_launch(), "--multi_gpu", "--num_machines", "2", "--machine_rank", str(machine),
+            "--num_processes", "2", "--main_process_ip", address, "--main_process_port", str(port),
+            "--mixed_precision", "no", "--dynamo_backend", "no"]  # fmt: skip
+
+
+def accelerate_launch() -> list[str]:
+    """The one that belongs to this Python."""
+    return [str(Path(sys.executable).parent / "accelerate"), "launch"]
+
+
+def launch(machines: Machines, script: list[str], logs: Path, port: int, launcher: Launcher = by_flags,
+           seconds: float = 240, during: During | None = None) -> tuple[list[int], list[str]]:  # fmt: skip
+    """Start a script on both machines; exit codes, and what each said."""
+    texts = [logs / f"{name}.log" for name in NAMES]
+    processes = [machines.start(machine, [*launcher(machine, machines.addresses[0], port), *script], texts[machine])
+                 for machine in (0, 1)]  # fmt: skip
     try:
         if during is not None:
             during(processes)

@@ -67,7 +67,7 @@ def sent(*words: str) -> tuple[float, int, dict[str, float]]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_step_sends_the_adapters_gradients_around_the_ring_and_hardly_anything_else(data, tmp_path, ranks):
-    ends = on_ranks(ranks, sent, *data, "--train_batch_size", "1", "--max_train_steps", "12", "--network_dim", "16",
+    ends = on_ranks(ranks, sent, *data, "--train_batch_size", "1", "--max_train_steps", "4", "--network_dim", "16",
                     "--output_dir", str(tmp_path))  # fmt: skip
     for in_a_step, adapter, kinds in ends:
         ring = 2 * (ranks - 1) / ranks * adapter
@@ -89,10 +89,9 @@ def with_a_slow_one(who: int, *words: str) -> list[dict]:
     return [json.loads(line) for line in (path.parent / "lora.metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("more", [[], ["--on_oom", "ladder"]])
-def test_the_process_that_the_others_wait_for_is_named_with_what_it_costs(data, tmp_path, more):
+def test_the_process_that_the_others_wait_for_is_named_with_what_it_costs(data, tmp_path):
     lines = on_ranks(2, with_a_slow_one, 1, *data, "--train_batch_size", "2", "--max_train_steps", "11",
-                     "--network_dim", "2", "--output_dir", str(tmp_path), *more)[0]  # fmt: skip
+                     "--network_dim", "2", "--output_dir", str(tmp_path))[0]  # fmt: skip
     told = [line for line in lines if "speed/slowest_rank" in line]
     assert [line["step"] for line in told] == [11]  # in the first step there is nothing to compare yet
     assert told[0]["speed/slowest_rank"] == 1 and 0.2 < told[0]["speed/lost_to_slowest"] < 1, told

@@ -18,6 +18,7 @@ from library.distributed import roll_call
 from library.distributed.board import Board
 from library.distributed.roll_call import Word, disagreements, layout
 from library.distributed.world import World
+from library.training.sharing import what_is_shared
 
 
 @pytest.fixture(scope="module")
@@ -145,3 +146,12 @@ def test_a_changed_line_of_code_is_another_version_and_line_ends_are_not(tmp_pat
 def test_the_words_of_a_process_hold_no_place(data, tmp_path):
     config = load_options([*data, "--output_dir", str(tmp_path)]).config
     assert str(tmp_path) not in str(roll_call.own_word(config, World(size=2)).says)
+
+
+def test_it_is_said_which_machines_share_a_disk():
+    folders = [Path("/data/a"), Path("/data/b")]
+    assert what_is_shared([0, 1], ["a", "a"], folders) == what_is_shared([0, 1], ["a", "b"], []) == ""
+    assert what_is_shared([0, 1], ["a", "b"], folders) == (
+        "all machines see the same disk in /data/a and 1 more: they share the work")  # fmt: skip
+    said = what_is_shared([0, 1], ["a", "a", "b"], folders[:1])
+    assert said.startswith("/data/a is another disk on other machines than a: each disk gets all of it")

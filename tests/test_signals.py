@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from ranks import free_port, on_ranks
@@ -36,10 +37,12 @@ def launcher(ranks: int) -> list[str]:
             str(free_port())]  # fmt: skip
 
 
-def started(ranks: int, settings: list[str], folder: Path, *more: str) -> subprocess.Popen[str]:
+def started(
+    ranks: int, settings: list[str], folder: Path, *more: str, under: tuple[str, ...] = ()
+) -> subprocess.Popen[str]:
     folder.mkdir(parents=True, exist_ok=True)
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return subprocess.Popen([*launcher(ranks), "train_lora.py", *settings, "--output_dir", str(folder), *more],
+    return subprocess.Popen([*under, *launcher(ranks), "train_lora.py", *settings, "--output_dir", str(folder), *more],
                             cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                             start_new_session=True, env=environment | {"OMP_NUM_THREADS": "1"})  # fmt: skip
 
@@ -59,15 +62,19 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(("ranks", "number", "words", "code"), [
-    (1, signal.SIGUSR1, ["--requeue_exit_code", "75"], 75), (2, signal.SIGTERM, [], None),
+    (1, signal.SIGUSR1, ["--requeue_exit_code", "75"], 75),
+    (2, signal.SIGTERM, ["--requeue_exit_code", "75"], 75),
 ])  # fmt: skip
 def test_a_signal_keeps_the_state_and_the_next_run_goes_on_exactly(settings, tmp_path, ranks, number, words, code):
-    first = started(ranks, settings, tmp_path / "ended", *words)
+    """As a scheduler sends it, to every process; the launcher, which reports 1, has one that watches over it."""
+    under = () if ranks == 1 else (sys.executable, "-m", "library", "launch")
+    first = started(ranks, settings, tmp_path / "ended", *words, under=under)
     when_it_trains(first, tmp_path / "ended")
-    os.killpg(first.pid, number)
+    for process in [psutil.Process(first.pid), *psutil.Process(first.pid).children(recursive=True)]:
+        process.send_signal(number)
     found, text = ended(first)
 
-    assert found == code or (code is None and found != 0), text
+    assert found == code, text
     (state,) = (tmp_path / "ended").glob("lora-step*-state")
     assert f"{number.name} after step" in text and str(state) in text
     assert text.count("the same command with --auto_resume") == 1
@@ -136,3 +143,39 @@ def test_a_second_signal_ends_at_once(tmp_path):
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == -signal.SIGTERM and done.stdout == "15\n"
     assert "SIGTERM: the step is finished" in done.stderr
+
+
+def supervised(*words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-m", "library", "launch", *words], cwd=ROOT, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+
+
+def test_a_launcher_that_nobody_ends_is_watched_without_a_trace():
+    assert ended(supervised(sys.executable, "-c", "print('a b'); raise SystemExit(7)")) == (7, "a b\n")
+    code, text = ended(supervised("no-such-launcher", "x"))
+    assert code == 2 and "no-such-launcher cannot be started" in text
+    code, text = ended(supervised())
+    assert code == 2 and "usage: python -m library launch" in text
+
+
+def test_before_anything_is_trained_the_launcher_is_ended():
+    process = supervised(sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)")
+    assert process.stdout is not None and process.stdout.readline() == "up\n"
+    os.kill(process.pid, signal.SIGUSR1)
+    assert ended(process)[0] == 128 + signal.SIGUSR1
+
+
+def test_a_signal_that_came_before_training_began_is_known_when_it_does(tmp_path, monkeypatch):
+    from library.distributed import supervised as watched
+    from library.distributed.signals import Signals
+
+    monkeypatch.setenv(watched.VARIABLE, str(tmp_path))
+    with Signals() as signals:
+        assert signals.asked is None
+    (tmp_path / watched.ASKED).write_text("15")
+    with Signals() as signals:
+        assert signals.asked == signal.SIGTERM
+    assert (tmp_path / f"{watched.PROCESS}{os.getpid()}").is_file()
+    assert watched.exit_code_for_launcher(75) == 0 and (tmp_path / watched.CODE).read_text() == "75"
+    monkeypatch.delenv(watched.VARIABLE)
+    assert watched.exit_code_for_launcher(75) == 75

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import torch
-from machines import Machines, launch
+from machines import Launcher, Machines, accelerate_launch, by_flags, launch
 from ranks import free_port, on_ranks
 from safetensors.torch import load_file
 from test_run import pictures, train
@@ -19,7 +19,40 @@ SECONDS_UNTIL_IT_TRAINS = 240.0
 logger = logging.getLogger("two_machines")
 
 
-def compared(work: Path, dataset: Path, name: str, rate: str = "", delay: float = 0.0) -> None:
+FILE = """\
+compute_environment: LOCAL_MACHINE
+distributed_type: MULTI_GPU
+num_machines: 2
+num_processes: 2
+machine_rank: 0
+main_process_ip: {address}
+main_process_port: {port}
+rdzv_backend: static
+same_network: true
+mixed_precision: 'no'
+use_cpu: false
+"""
+
+
+def by_file(folder: Path) -> Launcher:
+    """What ``accelerate config`` writes, the same on all machines, with the machine's number as a flag."""
+
+    def launcher(machine: int, address: str, port: int) -> list[str]:
+        path = folder / "cluster.yaml"
+        path.write_text(FILE.format(address=address, port=port))
+        return [*accelerate_launch(), "--config_file", str(path), "--machine_rank", str(machine)]
+
+    return launcher
+
+
+def by_torchrun(machine: int, address: str, port: int) -> list[str]:
+    """Machines that find their numbers themselves."""
+    return [str(Path(sys.executable).parent / "torchrun"), "--nnodes", "2", "--nproc_per_node", "1", "--rdzv_backend",
+            "c10d", "--rdzv_id", "7", "--rdzv_endpoint", f"{address}:{port}"]  # fmt: skip
+
+
+def compared(work: Path, dataset: Path, name: str, rate: str = "", delay: float = 0.0,
+             launcher: Launcher = by_flags) -> None:  # fmt: skip
     """A run on both against one on one machine with two processes."""
     whole = work / "one_machine"
     if not whole.exists():
@@ -29,7 +62,7 @@ def compared(work: Path, dataset: Path, name: str, rate: str = "", delay: float 
     script = ["train_lora.py", "--dataset_config", str(dataset), *SETTINGS, "--output_dir", str(folder)]
     began = time.monotonic()
     with Machines(rate, delay) as machines:
-        codes, texts = launch(machines, script, folder, free_port(), 480)
+        codes, texts = launch(machines, script, folder, free_port(), launcher, 480)
         sent = [machines.sent(machine) for machine in (0, 1)]
     if codes != [0, 0]:
         logger.info("%s: exit codes %s\n%s", name, codes, "\n".join(texts))
@@ -60,7 +93,7 @@ def cut(work: Path, dataset: Path) -> None:
                 process.wait(300)
                 at.append(time.monotonic())
 
-        codes, texts = launch(machines, script, folder, free_port(), 600, during)
+        codes, texts = launch(machines, script, folder, free_port(), by_flags, 600, during)
     logger.info("cut: exit codes %s after %s s\n%s", codes, [round(end - at[0]) for end in at[1:]],
                 "\n-----\n".join(text[-2500:] for text in texts))  # fmt: skip
     logger.info("states: %s", [path.name for path in folder.glob("*-state")])
@@ -73,6 +106,8 @@ def main(wanted: list[str]) -> None:
         dataset = pictures(work / "data", {(96, 64): 5, (64, 64): 3})
         ways = {
             "plain": lambda: compared(work, dataset, "plain"),
+            "file": lambda: compared(work, dataset, "file", launcher=by_file(work)),
+            "torchrun": lambda: compared(work, dataset, "torchrun", launcher=by_torchrun),
             "rate": lambda: compared(work, dataset, "rate", rate="20mbit"),
             "latency": lambda: compared(work, dataset, "latency", delay=0.01),
             "cut": lambda: cut(work, dataset),

@@ -1,9 +1,9 @@
 """The processes of a run and what they tell each other."""
 
 import logging
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from socket import gethostname
 from typing import Any, TypeVar, cast
 
 import torch
@@ -43,7 +43,7 @@ class Company:
         self.rank = accelerator.process_index
         self.size = accelerator.num_processes
         self.is_main = accelerator.is_main_process
-        self.hosts: list[str] = gather_object([gethostname()]) if self.size > 1 else [gethostname()]
+        self.hosts: list[str] = gather_object([socket.gethostname()]) if self.size > 1 else [socket.gethostname()]
         """The names of the machines, by rank."""
 
     def on_main(self, work: Callable[[], None]) -> None:

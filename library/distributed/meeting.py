@@ -18,6 +18,7 @@ from .board import Board
 from .late import end_this_process, tells, watched
 from .network import ways_out
 from .peers import is_of_transport
+from .words import ranks_in_words
 from .world import World
 
 logger = logging.getLogger(__name__)
@@ -119,7 +120,7 @@ def _agreed(board: Board, world: World, word: roll_call.Word, seconds: float) ->
 def _told(board: Board, world: World, hosts: list[str], backend: str) -> str:
     """What does not work, as far as it can be known, and what to try."""
     absent = [rank for rank in range(world.size) if not board.count(f"connected {rank}")]
-    who = f"; not connected: {roll_call.ranks_in_words(absent, hosts)}" if absent else "; all of them are connected"
+    who = f"; not connected: {ranks_in_words(absent, hosts)}" if absent else "; all of them are connected"
     return "\n".join([f"all {world.size} processes are there, and a first message between them did not arrive within"
                       f" {SECONDS_TO_CONNECT:.0f} s{who}. What usually helps:", *ways_out(backend)])  # fmt: skip
 

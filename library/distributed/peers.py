@@ -8,6 +8,7 @@ import torch.distributed as dist
 from .board import Board
 from .late import answer
 from .processes import Process
+from .words import ranks_in_words
 
 SECONDS_TO_BE_GONE = 3.0
 """The connections of a process that is killed close a little before it is gone."""
@@ -47,8 +48,9 @@ class Peers:
             ended = "has ended" if len(gone) == 1 else "have ended"
             return f"{names} {ended} without a word, killed by the system (out of memory?) or by somebody"
         elsewhere = [rank for rank, process in enumerate(self.processes) if not process.is_here]
-        where = f"; look at those of ranks {', '.join(map(str, elsewhere))} on other machines" if elsewhere else ""
-        return f"another process does not answer, and all on this machine are there{where}: {_first_line(error)}"
+        hosts = [process.host for process in self.processes]
+        where = f"; look at {ranks_in_words(elsewhere, hosts)}, and at the network in between" if elsewhere else ""
+        return f"another process does not answer, and all on this machine are there{where}: {_reason(error)}"
 
 
 def is_of_transport(error: BaseException) -> bool:
@@ -58,5 +60,6 @@ def is_of_transport(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(mark in str(error) for mark in MARKS_OF_GLOO)
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]
+def _reason(error: BaseException) -> str:
+    """The first line, without the place in somebody's source files."""
+    return str(error).partition("\n")[0].rpartition("] ")[2]

@@ -19,6 +19,7 @@ from ..errors import ConfigError, UserError
 from .board import Board
 from .code_version import code_version, package_versions
 from .refusals import effective_precision
+from .words import SHOWN_RANKS, ranks_in_words
 from .world import World
 
 logger = logging.getLogger(__name__)
@@ -27,8 +28,6 @@ SECONDS_BETWEEN_LOOKS = 0.1
 SECONDS_UNTIL_TOLD = 30.0
 SECONDS_TO_READ = 5.0
 """How long a process stays that cannot start, so that the others learn why."""
-SHOWN_RANKS = 6
-
 PLACES = {
     *("pretrained_model_name_or_path", "vae", "clip_l", "clip_g", "t5xxl", "text_encoder", "ae", "tokenizer_cache_dir"),
     *("network_weights", "base_weights", "dataset_config", "cache_dir", "output_dir", "replay", "resume"),
@@ -144,15 +143,6 @@ def most_common(values: Sequence[str]) -> str:
     """What most say; where there is no most, what rank 0 says."""
     counts = Counter(values)
     return max(counts, key=lambda value: (counts[value], value == values[0]))
-
-
-def ranks_in_words(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
-    """``ranks 2, 3 (on gpu-b)``."""
-    shown = ", ".join(map(str, ranks[:SHOWN_RANKS]))
-    shown += f" and {len(ranks) - SHOWN_RANKS} more" if len(ranks) > SHOWN_RANKS else ""
-    names = list(dict.fromkeys(hosts[rank] for rank in ranks)) if hosts else []
-    where = f" (on {', '.join(names[:SHOWN_RANKS])}{', ...' if len(names) > SHOWN_RANKS else ''})" if names else ""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{where}"
 
 
 def layout(words: Sequence[Word]) -> str:

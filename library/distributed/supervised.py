@@ -14,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+import psutil
+
 from ..errors import UserError
 
 VARIABLE = "LORIKEET_SUPERVISOR"
@@ -25,26 +27,29 @@ ASKED, CODE, PROCESS = "asked", "code", "process-"
 def supervise(command: Sequence[str]) -> int:
     """Run a launcher; return its exit code, or that of a run that was asked to end."""
     with tempfile.TemporaryDirectory(prefix="lorikeet-") as name:
-        folder, asked = Path(name), list[int]()
+        folder, asked, launchers = Path(name), list[int](), list[subprocess.Popen[bytes]]()
 
         def pass_on(number: int, frame: FrameType | None) -> None:
             asked.append(number)
             _write(folder / ASKED, number)
-            processes = list(folder.glob(f"{PROCESS}*"))
-            for path in processes:
-                with suppress(OSError):
-                    os.kill(int(path.name.removeprefix(PROCESS)), number)
-            if not processes:  # nothing is trained yet that could be kept
-                launcher.terminate()
+            for launcher in launchers:
+                processes = _training_below(launcher.pid, folder)
+                for process in processes:
+                    with suppress(psutil.Error):
+                        process.send_signal(number)
+                if not processes:  # nothing is trained yet that could be kept
+                    launcher.terminate()
 
+        before = {number: signal.signal(number, pass_on) for number in numbers()}
         # What is ignored is inherited.  A scheduler may send SIGUSR1 to every process, and a launcher would die of it;
-        # training processes set all of them anew, and launchers the others.
-        before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers()}
+        # training processes set it anew.
+        if hasattr(signal, "SIGUSR1"):
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         try:
-            launcher = subprocess.Popen(command, env=os.environ | {VARIABLE: name}, start_new_session=True)
-            for number in before:
-                signal.signal(number, pass_on)
-            code = launcher.wait()
+            launchers.append(subprocess.Popen(command, env=os.environ | {VARIABLE: name}, start_new_session=True))
+            if hasattr(signal, "SIGUSR1"):
+                signal.signal(signal.SIGUSR1, pass_on)
+            code = launchers[0].wait()
         except OSError as error:
             raise UserError(f"{command[0]} cannot be started: {error.strerror}") from None
         finally:
@@ -75,6 +80,16 @@ def exit_code_for_launcher(code: int) -> int:
         return code
     _write(Path(os.environ[VARIABLE]) / CODE, code)
     return 0
+
+
+def _training_below(launcher: int, folder: Path) -> list[psutil.Process]:
+    """Those that take signals; others may have their numbers by now, if a launcher started processes again."""
+    try:
+        living = {process.pid: process for process in psutil.Process(launcher).children(recursive=True)}
+    except psutil.Error:
+        return []
+    pids = [int(path.name.removeprefix(PROCESS)) for path in folder.glob(f"{PROCESS}*")]
+    return [living[pid] for pid in pids if pid in living]
 
 
 def _write(path: Path, number: int) -> None:

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ..distributed.roll_call import most_common, ranks_in_words
+from ..distributed.roll_call import most_common
+from ..distributed.words import ranks_in_words
 from ..errors import UserError
 from .loop import Action, Run
 

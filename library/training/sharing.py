@@ -4,6 +4,7 @@ Which processes see the same folder is found out by looking, not by asking: on s
 each machine does the whole work for its own, and where there is a common disk they all do a part of it.
 """
 
+import logging
 import os
 import secrets
 import time
@@ -16,6 +17,8 @@ from ..distributed.board import Board
 from ..distributed.strategy import DataParallel
 from ..errors import UserError
 from ..log import Progress
+
+logger = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_LOOKS = 0.2
 SECONDS_WITHOUT_NEWS = 30 * 60
@@ -45,7 +48,21 @@ def meet(strategy: DataParallel, folders: Sequence[Path]) -> Share:
         with suppress(OSError):
             mark.unlink()
     peers = sorted(seen) if strategy.rank in seen else [strategy.rank]
+    if found := what_is_shared(peers, strategy.hosts, folders):
+        logger.info("%s", found)
     return Share(peers.index(strategy.rank), len(peers), token)
+
+
+def what_is_shared(peers: Sequence[int], hosts: Sequence[str], folders: Sequence[Path]) -> str:
+    """What several machines have in common, as one of the ``peers`` on a disk sees it."""
+    if len(set(hosts)) == 1 or not folders:
+        return ""
+    where = f"{folders[0]}{f' and {len(folders) - 1} more' if len(folders) > 1 else ''}"
+    if len(peers) == len(hosts):
+        return f"all machines see the same disk in {where}: they share the work"
+    here = sorted({hosts[rank] for rank in peers})
+    return (f"{where} is another disk on other machines than {', '.join(here)}: each disk gets all of it, from those"
+            " that see it")  # fmt: skip
 
 
 def _made(mark: Path) -> bool:
