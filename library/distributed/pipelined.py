@@ -48,11 +48,9 @@ class Pipelined(DataParallel):
         self, model: nn.Module, optimizer: torch.optim.Optimizer, denoiser: nn.Module | None = None,
         chain: Chain | None = None,
     ) -> tuple[nn.Module, Any]:  # fmt: skip
-        """Compile blocks, put away those of other stages, and take the rest to the device."""
+        """Put away blocks of other stages, and take the rest to the device."""
         if denoiser is None or chain is None:
             raise AssertionError("a pipeline is made of the blocks of a denoiser")
-        with self._regions_compiled(denoiser):
-            pass
         self.passage = Passage(chain)
         self._cut(chain)
         if denoiser.gradient_checkpointing:  # of blocks alone, without what goes on between processes
@@ -63,7 +61,8 @@ class Pipelined(DataParallel):
             if not tensor.is_meta:
                 tensor.data = tensor.data.to(self.device)
         self.anchor = torch.zeros((), device=self.device, requires_grad=True)
-        self.model = self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+        with self._compiling_left_to_us():
+            self.model = self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
         self.optimizer = self.accelerator.prepare_optimizer(optimizer)
         self.schedules = Schedules(self)
         self.in_one_go()

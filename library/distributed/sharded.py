@@ -44,10 +44,10 @@ class Sharded(DataParallel):
         self, model: nn.Module, optimizer: torch.optim.Optimizer, denoiser: nn.Module | None = None,
         chain: Chain | None = None,
     ) -> tuple[nn.Module, Any]:  # fmt: skip
-        """Compile blocks, spread each child of ``model``, and say how much of it is here."""
+        """Spread each child of ``model``, and say how much of it is here."""
         # Of blocks whose outputs are views; nothing is done to them in place, or results would not be DDP's.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
-        with self._regions_compiled(model if denoiser is None else denoiser):
+        with self._compiling_left_to_us():
             for part in model.children():
                 self.spread(part)
             # What accelerate adds is autocast and a compiler for the whole; nothing is moved or wrapped.
