@@ -149,17 +149,17 @@ def test_no_torch_compile_keeps_the_launcher_from_compiling(monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ((), ("INDUCTOR", "default", False, None, False)),
-        (("--dynamo_backend", "aot_eager"), ("AOT_EAGER", "default", False, None, False)),
-        (("--dynamo_mode", "max-autotune"), ("INDUCTOR", "max-autotune", False, None, False)),
-        (("--dynamo_fullgraph", "--dynamo_dynamic"), ("INDUCTOR", "default", True, True, False)),
-        (("--no-dynamo_dynamic",), ("INDUCTOR", "default", False, False, False)),
-        (("--dynamo_use_regional_compilation",), ("INDUCTOR", "default", False, None, True)),
+        ((), ("INDUCTOR", "default", False, None, True)),
+        (("--dynamo_backend", "aot_eager"), ("AOT_EAGER", "default", False, None, True)),
+        (("--dynamo_mode", "max-autotune"), ("INDUCTOR", "max-autotune", False, None, True)),
+        (("--dynamo_fullgraph",), ("INDUCTOR", "default", True, None, True)),
+        (("--no-dynamo_use_regional_compilation",), ("INDUCTOR", "default", False, None, False)),
     ],
 )
 def test_torch_compile_takes_nothing_from_the_launcher(flags, expected, monkeypatch):
     for name, value in {"BACKEND": "EAGER", "MODE": "reduce-overhead", "USE_FULLGRAPH": "true",
-                        "USE_DYNAMIC": "False", "USE_REGIONAL_COMPILATION": "true"}.items():  # fmt: skip
+                        "USE_DYNAMIC": "True",
+                        "USE_REGIONAL_COMPILATION": str(not expected[4])}.items():  # fmt: skip
         if not (expected[2] and name == "USE_FULLGRAPH"):
             monkeypatch.setenv(f"ACCELERATE_DYNAMO_{name}", value)
     plugin = kwargs(ALONE, "--torch_compile", *flags)["dynamo_plugin"]

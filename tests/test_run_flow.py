@@ -2,17 +2,14 @@
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate.utils import TorchDynamoPlugin
 from ranks import on_ranks
 from test_run import difference, even, trained
 from tiny import TINY
 
 from library.config import load_options
-from library.distributed.strategy import DataParallel
 from library.families import FAMILIES
 
 __all__ = ["even"]  # a fixture
@@ -79,16 +76,3 @@ def test_modules_that_are_one_in_the_original_share_a_matrix_to_the_end(even, tm
     down = [one[f"{name}.{part}.lora_A.weight"] for part in ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")]
     assert all(torch.equal(each, down[0]) for each in down)
     assert not torch.equal(one[f"{name}.attn.to_q.lora_B.weight"], one[f"{name}.attn.to_k.lora_B.weight"])
-
-
-@pytest.mark.parametrize("name", ["sd3", "flux", "z_image", "qwen_image"])
-def test_the_blocks_of_a_model_are_compiled_each_for_itself(name):
-    """diffusers does not say of SD3 which of its blocks repeat."""
-    plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=True)
-    strategy = SimpleNamespace(accelerator=SimpleNamespace(state=SimpleNamespace(dynamo_plugin=plugin)))
-    model = TINY[name]().pipe.transformer
-    with DataParallel._regions_compiled(strategy, model):
-        assert plugin.backend.value == "NO"
-    blocks = [block for block in model.modules() if type(block).__name__.endswith("TransformerBlock")]
-    assert len(blocks) > 1
-    assert all(block._compiled_call_impl is not None for block in blocks)

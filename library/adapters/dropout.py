@@ -24,9 +24,10 @@ class Dropout:
     def attach(self, downs: Iterable[nn.Module]) -> None:
         """Down matrices that modules share are met once and speak alike for all of them."""
         for number, down in enumerate({id(down): down for down in downs}.values()):
-            down.register_forward_hook(self._hook(number))
+            down.register_forward_hook(self._hook(torch.tensor(number)))
 
-    def _hook(self, number: int) -> Any:
+    def _hook(self, number: Tensor) -> Any:
+        # As a tensor, it is not part of what is compiled, which would be compiled for each module otherwise.
         def leave_out(module: nn.Module, given: Any, said: Tensor) -> Tensor:
             if not module.training or self.keys is None:
                 return said
@@ -34,7 +35,7 @@ class Dropout:
 
         return leave_out
 
-    def applied(self, said: Tensor, number: int, axis: int) -> Tensor:
+    def applied(self, said: Tensor, number: int | Tensor, axis: int) -> Tensor:
         """``said`` (B, ..., rank), or (B, rank, height, width), with what is left out at zero and the rest larger."""
         if self.keys is None:
             raise AssertionError("the samples have no keys")
@@ -56,7 +57,7 @@ class Dropout:
         return said
 
 
-def uniform(keys: Tensor, stream: int, count: int) -> Tensor:
+def uniform(keys: Tensor, stream: int | Tensor, count: int) -> Tensor:
     """(B, count) numbers from 0 to 1, each a function of its row's key, the stream and the column."""
     rows = _mixed(_mixed(keys & _BITS) + (keys >> 32 & _BITS) + stream * 0x9E3779B1)
     columns = torch.arange(count, device=keys.device) * 0x85EBCA6B

@@ -202,7 +202,8 @@ def _objective(config: RunConfig, given: Given) -> Iterator[Conflict]:
 
 
 def _compile_is_on(config: RunConfig, given: Given) -> Iterator[Conflict]:
-    names = ("dynamo_backend", "dynamo_mode", "dynamo_fullgraph", "dynamo_dynamic", "dynamo_use_regional_compilation")
+    names = ("dynamo_backend", "dynamo_mode", "dynamo_fullgraph", "dynamo_use_regional_compilation", "compile_shapes",
+             "compile_cache_dir")  # fmt: skip
     if not config.distributed.torch_compile:
         for name in names:
             if name in given and getattr(config.distributed, name) != getattr(DistributedConfig, name):

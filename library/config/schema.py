@@ -265,8 +265,17 @@ class DistributedConfig:
         "default", "how much time compiling may take"
     )
     dynamo_fullgraph: bool = opt(False, "fail where a model cannot be compiled in one piece")
-    dynamo_dynamic: bool | None = opt(None, "compile for changing sizes; without it, decided at the first change")
-    dynamo_use_regional_compilation: bool = opt(False, "compile the repeated blocks once, not the model as a whole")
+    dynamo_use_regional_compilation: bool = opt(
+        True, "compile the blocks that a model repeats, all alike ones at once; off: the denoiser as a whole"
+    )
+    compile_shapes: Literal["auto", "static", "dynamic"] = opt(
+        "auto",
+        "dynamic: compile once for all sizes of pictures; static: once for each, which may be faster and takes longer "
+        "to begin; auto: dynamic from three sizes on",
+    )
+    compile_cache_dir: str | None = opt(
+        None, "folder for what is compiled, for the next start; without it, beside what is kept of the pictures"
+    )
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,18 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from .cutting import BadSample
 
+LONGER_BY = 64
+"""Rows of a text: more than models fill up to."""
+MORE_TEXT = " ".join(["a picture of things, of which nobody knows the name,"] * 4)
+
+Length = Literal["same", "longer", "shorter"]
 Cond = dict[str, Tensor | list[Tensor]]
 """The text side, with a family's own keys; a list where lengths differ from sample to sample."""
 
@@ -67,6 +72,33 @@ class PixelBatch:
         """The same samples in batches of at most ``size``."""
         return [self._rows(slice(first, first + size)) for first in range(0, len(self), size)]
 
+    def of_size(self, size: tuple[int, int], count: int) -> "PixelBatch":
+        """So many of the same samples, with black pictures of this width and height and without masks."""
+        width, height = size
+        rows = [number % len(self) for number in range(count)]
+        frame = self.frame[rows]
+        before = frame[0, 4:].int().tolist()
+        frame[:, 4:] = frame.new_tensor([height, width])
+        pixels = None if self.pixels is None else self.pixels.new_zeros(count, 3, height, width)
+        moments = None
+        if self.moments is not None:
+            both = self.moments.both
+            sides = [side * new // old
+                     for side, new, old in zip(both.shape[-2:], (height, width), before, strict=True)]  # fmt: skip
+            moments = Moments(both.new_zeros(count, *both.shape[1:3], *sides))
+        cond = None if self.cond is None else {name: _picked(value, rows) for name, value in self.cond.items()}
+        captions, ids = (tuple(names[row] for row in rows) for names in (self.captions, self.ids))
+        return PixelBatch(pixels, captions, frame, torch.ones(count), tuple(range(count)), ids, moments=moments,
+                          cond=cond)  # fmt: skip
+
+    def with_texts(self, lengths: Sequence[Length]) -> "PixelBatch":
+        """The first text for all samples: as it is, longer or shorter for each, where texts differ in length at all."""
+        cond = None if self.cond is None else {
+            name: [_of_length(value[0], length) for length in lengths] if isinstance(value, list) else value
+            for name, value in self.cond.items()}  # fmt: skip
+        captions = {"same": self.captions[0], "longer": f"{self.captions[0]} {MORE_TEXT}", "shorter": "a"}
+        return replace(self, cond=cond, captions=tuple(captions[length] for length in lengths))
+
     def _rows(self, rows: slice) -> "PixelBatch":
         part = self._with_tensors(lambda tensor: tensor[rows])
         cond = None if self.cond is None else {name: value[rows] for name, value in self.cond.items()}
@@ -79,6 +111,16 @@ class PixelBatch:
         moments = None if self.moments is None else Moments(change(self.moments.both))
         cond = None if self.cond is None else each_tensor(self.cond, change)
         return replace(self, moments=moments, cond=cond, **changed)
+
+
+def _of_length(text: Tensor, length: Length) -> Tensor:
+    if length == "longer":
+        return torch.cat([text, text[:1].expand(LONGER_BY, *text.shape[1:])])
+    return text[:2] if length == "shorter" else text
+
+
+def _picked(value: Tensor | list[Tensor], rows: Sequence[int]) -> Tensor | list[Tensor]:
+    return [value[row] for row in rows] if isinstance(value, list) else value[list(rows)]
 
 
 def as_model_input(pixels: Tensor) -> Tensor:

@@ -90,11 +90,10 @@ def dynamo_plugin(distributed: DistributedConfig) -> TorchDynamoPlugin | None:
         backend=distributed.dynamo_backend,
         mode=distributed.dynamo_mode,
         fullgraph=distributed.dynamo_fullgraph,
-        dynamic=distributed.dynamo_dynamic,
         use_regional_compilation=distributed.dynamo_use_regional_compilation,
     )
-    # For None the plugin takes the launcher's value, and accelerate launch always gives one: false.
-    plugin.dynamic = distributed.dynamo_dynamic
+    # The plugin takes the launcher's value, and accelerate launch always gives one: false.
+    plugin.dynamic = None
     return plugin
 
 

@@ -42,9 +42,9 @@ class Grouped(DataParallel):
         self, model: nn.Module, optimizer: torch.optim.Optimizer, denoiser: nn.Module | None = None,
         anatomy: Anatomy | None = None,
     ) -> tuple[nn.Module, Any]:  # fmt: skip
-        """Compile blocks, take the model apart, and bring this process's part of it to the device."""
+        """Take the model apart, and bring this process's part of it to the device."""
         denoiser, anatomy = denoiser or model, anatomy or Anatomy()
-        with self._regions_compiled(denoiser):
+        with self._compiling_left_to_us():
             if self.cutting is not None:
                 self.cutting.cut(denoiser, anatomy.cuts)
             self._take_apart(model, denoiser, anatomy)

@@ -40,7 +40,7 @@ class Sharded(Grouped):
         self, model: nn.Module, optimizer: torch.optim.Optimizer, denoiser: nn.Module | None = None,
         anatomy: Anatomy | None = None,
     ) -> tuple[nn.Module, Any]:  # fmt: skip
-        """Compile blocks, spread each child of ``model``, and say how much of it is here."""
+        """Spread each child of ``model``, and say how much of it is here."""
         # Of blocks whose outputs are views; nothing is done to them in place, or results would not be DDP's.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
         super().wrap(model, optimizer, denoiser, anatomy)

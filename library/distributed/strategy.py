@@ -4,7 +4,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from accelerate import Accelerator
@@ -18,6 +18,9 @@ from .flat import FlatGradients
 from .host_copy import LateWord
 from .memory import OutOfMemory, phase
 from .pace import Pace, Slowest, slowest
+
+if TYPE_CHECKING:
+    from .compiling import Compilation, Shapes
 
 T = TypeVar("T")
 LossFunction = Callable[[PixelBatch, int], Tensor]
@@ -70,16 +73,23 @@ class DataParallel(Company):
         """Give back what nothing refers to any more."""
         clear_device_cache(garbage_collection=True)
 
+    def compile(self, parts: Sequence[nn.Module], denoiser: nn.Module, shapes: "Shapes") -> "Compilation | None":
+        """Compile what is trained as the accelerator was told, if at all; call it before ``wrap``."""
+        if self.accelerator.state.dynamo_plugin.backend.value == "NO":
+            return None
+        from .compiling import compiled  # which takes torch's compiler along
+
+        return compiled(parts, denoiser, self.accelerator.state.dynamo_plugin, shapes)
+
     def wrap(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, denoiser: nn.Module | None = None,
         anatomy: Anatomy | None = None,
     ) -> tuple[nn.Module, Any]:  # fmt: skip
-        """Place, wrap and compile the model as the accelerator was told; return it with its optimizer.
+        """Place and wrap the model as the accelerator was told; return it with its optimizer.
 
-        ``denoiser`` is the part of it whose blocks are compiled where only blocks are to be; without it, the model.
-        ``anatomy`` is how it can be taken apart.
+        ``denoiser`` is the part of it that can be taken apart, and ``anatomy`` is how.
         """
-        with self._regions_compiled(model if denoiser is None else denoiser), warnings.catch_warnings():
+        with self._compiling_left_to_us(), warnings.catch_warnings():
             # torch has a new name for it that accelerate does not know; the old one still does what is meant.
             warnings.filterwarnings("ignore", message=".*broadcast_buffers.* is deprecated", category=FutureWarning)
             if self.size > 1:
@@ -89,21 +99,10 @@ class DataParallel(Company):
         return self.model, self.optimizer
 
     @contextmanager
-    def _regions_compiled(self, model: nn.Module) -> Iterator[None]:
-        """Regional compilation by diffusers, which knows its repeated blocks and compiles them in place.
-
-        accelerate's own way wraps each block, which puts ``_orig_mod`` into every name and fails on UNets, where
-        diffusers asks an optional block for its truth value; so it is told that there is nothing to compile.
-        """
+    def _compiling_left_to_us(self) -> Iterator[None]:
+        """accelerate would wrap what is compiled already, and put ``_orig_mod`` into every name."""
         plugin = self.accelerator.state.dynamo_plugin
         wanted = plugin.backend
-        if wanted.value == "NO" or not plugin.use_regional_compilation:
-            yield
-            return
-        if not getattr(model, "_repeated_blocks", None):  # diffusers names none for SD3, but what stays together
-            model._repeated_blocks = getattr(model, "_no_split_modules", None)  # type: ignore[assignment]
-        compile_blocks: Any = model.compile_repeated_blocks
-        compile_blocks(**plugin.to_kwargs())
         plugin.backend = type(wanted).NO
         try:
             yield

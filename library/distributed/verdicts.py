@@ -175,7 +175,7 @@ def _dynamo(sources: Sources) -> list[Verdict]:
         return [backend]
     rows = (("mode", "dynamo_mode", "dynamo_mode", "MODE", "default"),
             ("full graph", "dynamo_fullgraph", "dynamo_use_fullgraph", "USE_FULLGRAPH", "false"),
-            ("dynamic shapes", "dynamo_dynamic", "dynamo_use_dynamic", "USE_DYNAMIC",
+            ("dynamic shapes", "compile_shapes", "dynamo_use_dynamic", "USE_DYNAMIC",
              "false" if sources.by_accelerate else "automatic"),
             ("regional compilation", "dynamo_use_regional_compilation", "dynamo_use_regional_compilation",
              "USE_REGIONAL_COMPILATION", "false"))  # fmt: skip
@@ -190,8 +190,12 @@ def _of_dynamo(sources: Sources, setting: str, option: str, flag: str, variable:
         return decide(setting, map(_small, launcher), Claim(DEFAULT, default), map(_small, unread))
     place = sources.places.get("torch_compile", "--torch_compile")
     value = sources.option(option) if wanted else "no"
-    own = Claim(sources.places.get(option, place), "automatic" if value is None else word(value))
+    own = Claim(sources.places.get(option, place), _SHAPES.get(value, word(value)))
     return decide(setting, [own, *map(_small, launcher)], own, map(_small, unread))
+
+
+_SHAPES = {"auto": "automatic", "static": "false", "dynamic": "true"}
+"""What compile_shapes says, in the launcher's words."""
 
 
 def _small(claim: Claim | None) -> Claim | None:

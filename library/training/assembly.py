@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ from ..adapters import lora
 from ..adapters.norms import Limit
 from ..adapters.switching import in_dtype
 from ..config import RunConfig
+from ..data.cache.places import homes
 from ..data.prepare import Prepared
 from ..data.prompts import Prompt
 from ..distributed.anatomy import Anatomy
 from ..distributed.chain import Chain
 from ..distributed.strategy import DataParallel
+from ..durable import why_not_writable
 from ..families.attention import use_attention
 from ..families.base import Family
 from ..families.detect import Detected
@@ -90,6 +93,9 @@ def assemble(
         logger.warning("%s", line)
     optimizer = optimizers.make_optimizer(config.optim, groups)
     chain = Chain.of(trained.denoiser, family.block_lists, family.block_flow)
+    compilation = strategy.compile(list(trained.children()), trained.denoiser, config.distributed.compile_shapes)
+    if compilation is not None:
+        _keep_compiled(config, prepared)
     wrapped, optimizer = strategy.wrap(trained, optimizer, trained.denoiser,
                                        Anatomy(chain, tensor_cuts(trained.denoiser)))  # fmt: skip
     task = Task(family, pipe, wrapped, objective, config.train.seed, strategy.device,
@@ -106,7 +112,7 @@ def assemble(
     can_save = None if config.train.gradient_checkpointing else partial(compute_twice, trained)
     ladder = Ladder(config.train.on_oom == "ladder", can_save)
     job = Run(config, plan, strategy, task, loader, wrapped, groups, optimizer, schedule, watch, ladder, bad_samples,
-              Silence())  # fmt: skip
+              Silence(), compilation=compilation)  # fmt: skip
     if config.adapter.scale_weight_norms is not None:
         job.limit = Limit(trained, adapter, config.adapter.scale_weight_norms)
     if config.optim.ema_decay is not None:
@@ -114,6 +120,20 @@ def assemble(
     if callable(getattr(optimizer, "train", None)):  # schedule-free ones have two sets of weights
         optimizer.train()
     return job, adapter
+
+
+def _keep_compiled(config: RunConfig, prepared: Prepared) -> None:
+    """In the folder that was named, or else where other things of these pictures are kept, if that can be written."""
+    from ..distributed.compiling import keep_compiled_in
+
+    named = config.distributed.compile_cache_dir
+    one = replace(prepared.manifest, samples=prepared.manifest.samples[:1])
+    folder = homes(one, config.cache)[0] / "compiled" if named is None else Path(named).expanduser()
+    if why := why_not_writable(folder):
+        logger.warning("what is compiled is not kept in %s: %s; name another folder with --compile_cache_dir", folder,
+                       why)  # fmt: skip
+    else:
+        keep_compiled_in(folder.absolute(), is_named=named is not None)
 
 
 def _tell_long_captions(family: Family, pipe: Any, captions: Sequence[str]) -> None:

@@ -6,14 +6,13 @@ pictures of the whole step.  So a step that was cut gives the same gradient as o
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ..data.batch import PixelBatch
 from ..data.loader import StepWork
 from ..distributed.memory import OutOfMemory
-from .probe import probe
 
 if TYPE_CHECKING:
     from .loop import Run
@@ -42,13 +41,13 @@ class Ladder:
             run.task.forget()
             self._go_down(found, work.batches, step)
 
-    def probe(self, run: "Run", batch: PixelBatch) -> None:
-        """Whether gradients reach what learns, with as many pictures as fit."""
+    def try_out(self, run: "Run", batch: PixelBatch, work: Callable[["Run", PixelBatch], Any]) -> None:
+        """``work`` with as many of the pictures as fit."""
         if not self.is_wanted:
-            return probe(run, batch)
-        while (found := run.strategy.if_it_fits(lambda: probe(run, self._cut([batch])[0]))) is not None:
+            work(run, batch)
+            return
+        while (found := run.strategy.if_it_fits(lambda: _done(run, self._cut([batch])[0], work))) is not None:
             self._go_down(found, [batch], run.state.step)
-        return None
 
     def _cut(self, batches: Sequence[PixelBatch]) -> list[PixelBatch]:
         return [part for batch in batches for part in batch.cut(-(-len(batch) // self.parts))]
@@ -65,3 +64,7 @@ class Ladder:
             raise found
         logger.warning("step %d ran out of memory (%s); --on_oom ladder: %s, and the step comes again", step + 1,
                        found.phase, change)  # fmt: skip
+
+
+def _done(run: "Run", batch: PixelBatch, work: Callable[["Run", PixelBatch], Any]) -> None:
+    work(run, batch)

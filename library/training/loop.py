@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,12 @@ from .bad_samples import BadSamples
 from .health import STEPS_BETWEEN_READINGS, Watch
 from .ladder import Ladder
 from .plan import RunPlan
+from .probe import probe
 from .task import Seen, Task
+from .warm_up import warm_up
+
+if TYPE_CHECKING:
+    from ..distributed.compiling import Compilation
 
 
 class Action(Protocol):
@@ -111,6 +116,7 @@ class Run:
     teller: Teller
     average: RunningAverage | None = None
     limit: Limit | None = None  # on the length of updates
+    compilation: "Compilation | None" = None
     actions: Sequence[Action] = ()
     state: State = field(default_factory=State)
     is_probed: bool = False
@@ -140,7 +146,9 @@ def _ran_on(run: Run) -> bool:
     for work, waited in _timed(run.loader.steps(first)):
         run.work, run.owed = work, ()
         if not run.is_probed:
-            run.ladder.probe(run, work.batches[0])
+            if run.compilation is not None:
+                warm_up(run, run.compilation, work.batches[0])
+            run.ladder.try_out(run, work.batches[0], probe)
             run.is_probed = True
         unread.append(_step(run, work, waited))
         run.bad_samples.note(work.problems)

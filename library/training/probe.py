@@ -33,18 +33,24 @@ def probe(run: "Run", batch: PixelBatch) -> None:
             for item in weights.values():
                 if not bool(item.any()):
                     item.copy_(torch.randn(item.shape, generator=generator) * STIR)
-        task = replace(run.task, denoiser=model)
-        with phase("forward", batch), run.strategy.accelerator.autocast():
-            whole = replace(batch, weight=torch.ones_like(batch.weight), mask=None)
-            loss = task(whole, run.state.step).mean()
-        with phase("backward", batch):
-            run.strategy.backward(loss)
-        _judge(float(loss.detach()), {name: item.grad for name, item in weights.items()})
+        loss = rehearsed(run, batch)
+        _judge(float(loss), {name: item.grad for name, item in weights.items()})
     finally:
         with torch.no_grad():
             for name, item in weights.items():
                 item.copy_(kept[name])
                 item.grad = None
+
+
+def rehearsed(run: "Run", batch: PixelBatch) -> torch.Tensor:
+    """Forward and backward, with all samples counted; the loss."""
+    task = replace(run.task, denoiser=run.strategy.unwrapped(run.adapter), seen=[])
+    with phase("forward", batch), run.strategy.accelerator.autocast():
+        whole = replace(batch, weight=torch.ones_like(batch.weight), mask=None)
+        loss = task(whole, run.state.step).mean()
+    with phase("backward", batch):
+        run.strategy.backward(loss)
+    return loss.detach()
 
 
 def _judge(loss: float, gradients: dict[str, torch.Tensor | None]) -> None:

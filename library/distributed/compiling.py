@@ -1,0 +1,132 @@
+"""Compilation of what is trained, block by block, before anything is wrapped around it."""
+
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from .compiled_block import LATE_GRAPHS, Forward, Kind, Phase
+
+logger = logging.getLogger(__name__)
+
+Shapes = Literal["auto", "static", "dynamic"]
+MOST_STATIC_SIZES = 2
+"""Of more sizes than this, ``auto`` makes one dynamic one."""
+GRAPHS_FOR_A_SIZE = 4
+"""At most, of one kind of block: gradients may be wanted of what comes into it or not, text may be masked or not."""
+
+_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+class Compilation:
+    """All that is compiled in a run, by kinds of blocks."""
+
+    def __init__(self, shapes: Shapes, how: Mapping[str, Any]):
+        self.shapes, self._how = shapes, dict(how)
+        self.is_dynamic = False
+        self.kinds: dict[Any, Kind] = {}
+        self._phase = Phase()
+        # DDP's own way of compiling cuts graphs where it exchanges gradients; blocks are cut small enough.
+        torch._dynamo.config.optimize_ddp = False
+
+    def compile_blocks(self, model: nn.Module) -> None:
+        """The blocks of which ``model`` has many; the model as a whole where it has none."""
+        blocks = dict(repeated_blocks(model))
+        for name, block in (blocks or {"": model}).items():
+            self.compile_one(name, block)
+
+    def compile_one(self, name: str, module: nn.Module) -> None:
+        """This module, together with others that are alike; its name stays, and the names of its weights."""
+        key = (type(module), tuple((name, weight.shape, weight.dtype, weight.requires_grad)
+                                   for name, weight in module.named_parameters()))  # fmt: skip
+        if key not in self.kinds:
+            title = " ".join(word for word in (type(module).__name__, name) if word)
+            self.kinds[key] = Kind(title, module, self._phase, self._how)
+        module.forward = Forward(self.kinds[key], module)
+
+    def __str__(self) -> str:
+        way = "for sizes that change" if self.is_dynamic else "for each size"
+        return f"{self.graphs} graphs {way}, of {len(self.kinds)} kinds of blocks"
+
+    @property
+    def graphs(self) -> int:
+        """Compiled so far."""
+        return sum(kind.graphs for kind in self.kinds.values())
+
+    @property
+    def late(self) -> int:
+        """Those of them that nobody had planned."""
+        return sum(kind.late for kind in self.kinds.values())
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, nothing is compiled, and it is noted what comes into the blocks."""
+        self._phase.is_watching = True
+        try:
+            yield
+        finally:
+            self._phase.is_watching = False
+
+    @property
+    def has_seen_changes(self) -> bool:
+        """Whether sizes differed from one call of a block to another."""
+        return any(kind.has_changed for kind in self.kinds.values())
+
+    def decide(self, sizes: int, texts_vary: bool) -> None:
+        """Let sizes that were seen to change be dynamic, or compile ``sizes`` of them one by one."""
+        self.is_dynamic = self.shapes == "dynamic" or (
+            self.shapes == "auto" and (texts_vary or sizes > MOST_STATIC_SIZES))  # fmt: skip
+        for kind in self.kinds.values():
+            kind.learn(self.is_dynamic)
+            kind.forget()
+        config: Any = torch._dynamo.config
+        config.recompile_limit = max(config.recompile_limit, GRAPHS_FOR_A_SIZE * sizes + 2 * LATE_GRAPHS)
+        wanted = len(self.kinds) * config.recompile_limit
+        config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, wanted)
+
+    def end_warm_up(self) -> None:
+        """From now on a new graph is one too many."""
+        self._phase.is_warm = True
+
+
+def repeated_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The blocks that make up a model, as diffusers names them, or else what is not to be split over devices."""
+    kinds: Iterable[str] = getattr(model, "_repeated_blocks", None) or getattr(model, "_no_split_modules", None) or ()
+    rows = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
+    outer: list[str] = []
+    for name, module in model.named_modules():
+        row, _, _ = name.rpartition(".")
+        if type(module).__name__ in kinds and f"{row}." in rows and not name.startswith(tuple(outer)):
+            outer.append(f"{name}.")
+            yield name, module
+
+
+def compiled(parts: Sequence[nn.Module], denoiser: nn.Module, plugin: Any, shapes: Shapes) -> Compilation:
+    """Compile the blocks of all parts, or the denoiser as a whole, as accelerate's plugin says."""
+    if plugin.dynamic and shapes == "auto":
+        shapes = "dynamic"
+    found = Compilation(shapes, plugin.to_kwargs())
+    for part in parts:
+        if part is denoiser and not plugin.use_regional_compilation:
+            found.compile_one("", part)
+        else:
+            found.compile_blocks(part)
+    return found
+
+
+def keep_compiled_in(folder: Path, *, is_named: bool) -> None:
+    """Have torch keep what it compiles, for this process and its children; unless named, what the user set stays."""
+    import torch._functorch.config
+    import torch._inductor.config
+
+    torch._inductor.config.fx_graph_cache = True
+    torch._functorch.config.enable_autograd_cache = True
+    if is_named:
+        os.environ[_VARIABLE] = str(folder)
+    else:
+        os.environ.setdefault(_VARIABLE, str(folder))
