@@ -31,6 +31,7 @@ class Way:
     flags: tuple[str, ...] = ()
 
 
+IN_HOST_MEMORY = ("--offload_optimizer_device", "cpu", "--offload_param_device", "cpu")
 REFERENCE = "1 process x 4"
 WAYS: Mapping[str, Way] = {
     REFERENCE: Way(1, 4),
@@ -45,6 +46,10 @@ WAYS: Mapping[str, Way] = {
     "PP 2, gpipe": Way(2, 2, 2, ("--pp_size", "2", "--pp_schedule", "gpipe")),
     "PP 2, interleaved": Way(2, 1, 4, ("--pp_size", "2", "--pp_schedule", "interleaved")),
     "PP 2 x DP 2": Way(4, 1, 2, ("--pp_size", "2")),
+    "ZeRO 1, 2 x 2": Way(2, 2, flags=("--deepspeed", "--zero_stage", "1")),
+    "ZeRO 2, 2 x 1, 2 accumulated": Way(2, 1, 2, ("--deepspeed", "--zero_stage", "2")),
+    "ZeRO 3, 2 x 2": Way(2, 2, flags=("--deepspeed", "--zero_stage", "3")),
+    "ZeRO 3, 2 x 2, in host memory": Way(2, 2, flags=("--deepspeed", "--zero_stage", "3", *IN_HOST_MEMORY)),
     "HSDP 2 x 2": Way(4, 1, flags=("--fsdp", "--dp_replicate_size", "2")),
 }
 

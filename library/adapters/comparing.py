@@ -1,6 +1,8 @@
 """Whether a file does in each layer what the adapter in memory does there."""
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +61,8 @@ def _outputs(layer: nn.Module) -> tuple[Tensor, Tensor]:
     given = torch.randn(shape, generator=draw).to(weight)
     base: nn.Module = layer.base_layer  # type: ignore[assignment]
     plain = {name.removeprefix("base_layer."): tensor for name, tensor in frozen.items()}
-    return functional_call(layer, frozen, (given,)), functional_call(base, plain, (given,))
+    with _alone(layer):
+        return functional_call(layer, frozen, (given,)), functional_call(base, plain, (given,))
 
 
 def _frozen(layer: nn.Module) -> dict[str, Tensor]:
@@ -68,9 +71,23 @@ def _frozen(layer: nn.Module) -> dict[str, Tensor]:
     Any will do to see whether two adapters do the same, and to fetch the true ones all processes would be needed.
     """
     own = {name: item for name, item in layer.named_parameters() if name.startswith("base_layer.")}
-    if not any(item.is_meta or hasattr(item, "full_tensor") for item in own.values()):
+    if not any(item.is_meta or hasattr(item, "full_tensor") or hasattr(item, "ds_shape") for item in own.values()):
         return dict(own)
     here = next(item.device for name, item in layer.named_parameters() if name not in own)
     draw = torch.Generator().manual_seed(0)
-    return {name: torch.randn(item.shape, generator=draw).div((item.numel() / len(item)) ** 0.5).to(here, item.dtype)
+    shapes = {name: getattr(item, "ds_shape", item.shape) for name, item in own.items()}  # of DeepSpeed, of torch
+    return {name: torch.randn(shapes[name], generator=draw).div(shapes[name][1:].numel() ** 0.5).to(here, item.dtype)
             for name, item in own.items()}  # fmt: skip
+
+
+@contextmanager
+def _alone(layer: nn.Module) -> Iterator[None]:
+    """Without hooks, which may fetch weights from processes that do nothing of this kind now."""
+    kept = [(module, module._forward_pre_hooks, module._forward_hooks) for module in layer.modules()]
+    for module, _, _ in kept:
+        module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
+    try:
+        yield
+    finally:
+        for module, before, after in kept:
+            module._forward_pre_hooks, module._forward_hooks = before, after

@@ -9,6 +9,7 @@ from .layout import layout_of
 from .sharding import asked_for
 from .strategy import DataParallel
 from .world import World
+from .zero_settings import zero_settings
 
 logger = logging.getLogger(__name__)
 
@@ -17,12 +18,17 @@ def strategy_of(args: RunConfig) -> DataParallel:
     """Join the other processes, and return how they work together."""
     world = World.from_environment()
     asked = asked_for(args, world)
+    zero, _ = zero_settings(args, world)  # its problems are told before the others are joined
     accelerator = prepare_accelerator(args)
     hide_from_libraries()
     if args.parallel.pp_size > 1:
         from .pipelined import Pipelined
 
         return Pipelined(accelerator, layout_of(args, world), args.parallel.pp_schedule)
+    if zero is not None:
+        from .zero import Zero
+
+        return Zero(accelerator, zero)
     if asked.sharding is None:
         return DataParallel(accelerator)
     from .sharded import Sharded
