@@ -31,6 +31,7 @@ class Way:
     flags: tuple[str, ...] = ()
 
 
+IN_HOST_MEMORY = ("--offload_optimizer_device", "cpu", "--offload_param_device", "cpu")
 REFERENCE = "1 process x 4"
 WAYS: Mapping[str, Way] = {
     REFERENCE: Way(1, 4),
@@ -49,6 +50,10 @@ WAYS: Mapping[str, Way] = {
     "TP 2 x DP 2": Way(4, 2, flags=("--tp_size", "2")),
     "TP 2 x PP 2": Way(4, 1, 4, ("--tp_size", "2", "--pp_size", "2")),
     "FSDP 2 x TP 2": Way(4, 2, flags=("--fsdp", "--tp_size", "2")),
+    "ZeRO 1, 2 x 2": Way(2, 2, flags=("--deepspeed", "--zero_stage", "1")),
+    "ZeRO 2, 2 x 1, 2 accumulated": Way(2, 1, 2, ("--deepspeed", "--zero_stage", "2")),
+    "ZeRO 3, 2 x 2": Way(2, 2, flags=("--deepspeed", "--zero_stage", "3")),
+    "ZeRO 3, 2 x 2, in host memory": Way(2, 2, flags=("--deepspeed", "--zero_stage", "3", *IN_HOST_MEMORY)),
     "HSDP 2 x 2": Way(4, 1, flags=("--fsdp", "--dp_replicate_size", "2")),
 }
 

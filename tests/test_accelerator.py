@@ -209,7 +209,7 @@ def test_nothing_steps_the_schedule_and_accumulation_is_handed_on():
         (replace(ALONE, accumulation=4), (), "ACCELERATE_GRADIENT_ACCUMULATION_STEPS says 4"),
         (replace(ALONE, engines=("FSDP",)), (), "FSDP: this is one process, and there is nobody to share with"),
         (replace(ALONE, engines=("Megatron-LM",)), (), "only for language models of its own: Megatron-LM"),
-        (replace(ALONE, engines=("DeepSpeed",)), (), "not yet: DeepSpeed"),
+        (replace(ALONE, engines=("DeepSpeed",)), ("--no-deepspeed",), "the launcher asks for DeepSpeed"),
         (replace(CUDA, machine=Machine("cuda", 1)), (), "2 processes on this machine, but 1 devices (cuda)"),
         (replace(TWO, device="mps", machine=Machine("mps", 1)), (), "2 processes cannot share the device mps"),
         (replace(CUDA, affinity=True, machine=Machine("cuda", 4, affinity_obstacle="the package pynvml is missing")),

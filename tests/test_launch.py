@@ -260,7 +260,10 @@ def test_winner_and_losers_are_named_with_what_they_said(tmp_path):
         ("accelerate launch --gradient_accumulation_steps 4 t.py", {}, "gradient accumulation",
          "handed to DeepSpeed only"),
         ("accelerate launch --use_fsdp t.py", {}, "FSDP", "use fsdp_version 2"),
-        ("python t.py", {"ACCELERATE_USE_DEEPSPEED": "true"}, "DeepSpeed", "not yet: DeepSpeed"),
+        ("accelerate launch --use_deepspeed --zero_stage 2 t.py --deepspeed --zero_stage 3", {}, "DeepSpeed",
+         "--zero_stage says 3; accelerate's zero_stage says 2"),
+        ("python t.py", {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "0"}, "DeepSpeed",
+         "zero_stage 0: divides nothing"),
     ],
 )  # fmt: skip
 def test_what_would_stop_training_is_an_error(command, environment, setting, expected):

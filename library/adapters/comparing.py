@@ -1,6 +1,8 @@
 """Whether a file does in each layer what the adapter in memory does there."""
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -60,7 +62,8 @@ def _outputs(layer: nn.Module) -> tuple[Tensor, Tensor]:
     given = torch.randn(shape, generator=draw).to(weight)
     base: nn.Module = layer.base_layer  # type: ignore[assignment]
     plain = {name.removeprefix("base_layer."): tensor for name, tensor in frozen.items()}
-    return functional_call(layer, frozen, (given,)), functional_call(base, plain, (given,))
+    with _alone(layer):
+        return functional_call(layer, frozen, (given,)), functional_call(base, plain, (given,))
 
 
 def _frozen(layer: nn.Module) -> dict[str, Tensor]:
@@ -70,16 +73,31 @@ def _frozen(layer: nn.Module) -> dict[str, Tensor]:
     """
     own = {name: item for name, item in layer.named_parameters() if name.startswith("base_layer.")}
     whole = {name: _whole_shape(layer.base_layer, item) for name, item in own.items()}
-    if not any(item.is_meta or hasattr(item, "full_tensor") or item.shape != whole[name] for name, item in own.items()):
+    if all(not item.is_meta and not hasattr(item, "full_tensor") and item.shape == whole[name]
+           for name, item in own.items()):  # fmt: skip
         return dict(own)
     here = next(item.device for name, item in layer.named_parameters() if name not in own)
     draw = torch.Generator().manual_seed(0)
-    return {name: torch.randn(shape, generator=draw).div((shape.numel() / shape[0]) ** 0.5).to(here, own[name].dtype)
+    return {name: torch.randn(shape, generator=draw).div(shape[1:].numel() ** 0.5).to(here, own[name].dtype)
             for name, shape in whole.items()}  # fmt: skip
 
 
-def _whole_shape(base: Any, weight: Tensor) -> torch.Size:
-    """That of a weight of which perhaps only some rows or columns are here."""
-    if not isinstance(base, nn.Linear):
-        return weight.shape
-    return torch.Size((base.out_features, base.in_features)[: weight.dim()])
+def _whole_shape(base: Any, weight: Any) -> torch.Size:
+    """That of a weight of which perhaps only some rows or columns are here, or, with DeepSpeed, nothing."""
+    if isinstance(base, nn.Linear):
+        return torch.Size((base.out_features, base.in_features)[: 1 if weight is base.bias else 2])
+    shape: torch.Size = getattr(weight, "ds_shape", weight.shape)
+    return shape
+
+
+@contextmanager
+def _alone(layer: nn.Module) -> Iterator[None]:
+    """Without hooks, which may fetch weights from processes that do nothing of this kind now."""
+    kept = [(module, module._forward_pre_hooks, module._forward_hooks) for module in layer.modules()]
+    for module, _, _ in kept:
+        module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
+    try:
+        yield
+    finally:
+        for module, before, after in kept:
+            module._forward_pre_hooks, module._forward_hooks = before, after

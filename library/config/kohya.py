@@ -39,7 +39,6 @@ def _later(what: str, *harmless: Any) -> NotYet:
 
 
 _STATE = _later("states of runs on the hub; --save_state keeps them in output_dir, --resume reads them there")
-_DEEPSPEED = _later("DeepSpeed")
 _FP8 = _later("a base model in fp8")
 _BLOCKS = _later("moving blocks between host and device")
 _TEXT_MASK = _later("masking the padding of texts; as in diffusers' pipelines, it is read like text")
@@ -85,15 +84,9 @@ VERDICTS: dict[str, Alias | Refused] = {
     "xformers": Alias("attn_mode", "xformers"),
     "fused_backward_pass": Refused("sd-scripts does not use it for LoRA either; optimizer_args can hold fused=True"),
     # several processes
-    "deepspeed": _DEEPSPEED,
-    "zero_stage": _later("DeepSpeed", 2),
-    "offload_optimizer_device": _DEEPSPEED,
-    "offload_optimizer_nvme_path": _DEEPSPEED,
-    "offload_param_device": _DEEPSPEED,
-    "offload_param_nvme_path": _DEEPSPEED,
-    "zero3_init_flag": _DEEPSPEED,
-    "zero3_save_16bit_model": _DEEPSPEED,
-    "fp16_master_weights_and_gradients": _DEEPSPEED,
+    "zero3_init_flag": Refused("models are always divided parameter by parameter at zero_stage 3", (True, False)),
+    "zero3_save_16bit_model": Refused("a LoRA file is always whole; save_precision says how exact", (True, False)),
+    "fp16_master_weights_and_gradients": Refused("adapters and what optimizers remember stay in fp32"),
     # optimizer and schedule
     "use_8bit_adam": Refused("an old name; write optimizer_type AdamW8bit"),
     "use_lion_optimizer": Refused("an old name; write optimizer_type Lion"),

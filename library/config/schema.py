@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from .deepspeed_schema import DeepSpeedConfig as DeepSpeedConfig
 from .objective_schema import LossConfig as LossConfig
 from .objective_schema import NoiseConfig as NoiseConfig
 from .options import opt
@@ -355,6 +356,7 @@ class RunConfig:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     save: SaveConfig = field(default_factory=SaveConfig)
     state: StateConfig = field(default_factory=StateConfig)
     preview: PreviewConfig = field(default_factory=PreviewConfig)

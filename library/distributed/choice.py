@@ -9,6 +9,7 @@ from .layout import layout_of
 from .sharding import asked_for
 from .strategy import DataParallel
 from .world import World
+from .zero_settings import zero_settings
 
 logger = logging.getLogger(__name__)
 
@@ -17,6 +18,7 @@ def strategy_of(args: RunConfig) -> DataParallel:
     """Join the other processes, and return how they work together."""
     world = World.from_environment()
     asked = asked_for(args, world)
+    zero, _ = zero_settings(args, world)  # its problems are told before the others are joined
     accelerator = prepare_accelerator(args)
     hide_from_libraries()
     layout = layout_of(args, world)
@@ -24,6 +26,10 @@ def strategy_of(args: RunConfig) -> DataParallel:
         from .pipelined import Pipelined
 
         return Pipelined(accelerator, layout, args.parallel.pp_schedule)
+    if zero is not None:
+        from .zero import Zero
+
+        return Zero(accelerator, zero)
     if layout.parts > 1 and asked.sharding is None:
         from .grouped import Grouped
 

@@ -9,8 +9,9 @@ from .attention import attention_problems
 from .layout import layout_problems
 from .sharding import asked_for
 from .world import World
+from .zero_settings import zero_problems
 
-NOT_THERE = {"DeepSpeed": "not yet: DeepSpeed", "Megatron-LM": "only for language models of its own: Megatron-LM"}
+NOT_THERE = {"Megatron-LM": "only for language models of its own: Megatron-LM"}
 """Engines that a launcher may ask for in vain, and why."""
 
 
@@ -43,6 +44,7 @@ def before_joining(args: RunConfig, world: World) -> list[str]:
     return [
         *_engines(args, world),
         *layout_problems(args, world),
+        *zero_problems(args, world),
         *_precision(args, world),
         *_accumulation(args, world),
         *_dynamo(args),
@@ -87,7 +89,7 @@ def differences(asked_and_came: dict[str, tuple[object, object]]) -> list[str]:
 
 
 def _engines(args: RunConfig, world: World) -> list[str]:
-    found = [f"{NOT_THERE[engine]}, which the launcher asks for; use --multi_gpu, or FSDP" for engine in world.engines
+    found = [f"{NOT_THERE[engine]}, which the launcher asks for; use --multi_gpu" for engine in world.engines
              if engine in NOT_THERE]  # fmt: skip
     return found or list(asked_for(args, world).problems)
 

@@ -2,7 +2,7 @@
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -32,6 +32,8 @@ STEPS_UNTIL_KNOWN = 2
 class DataParallel(Company):
     """Every process holds the whole model and sees its own part of each global batch: one process, or DDP."""
 
+    divides_optimizer = ""
+    """The name of the engine that gives each process pieces of tensors to remember and to change; empty without."""
     computes_together = False
     """Whether a forward is an exchange, so that all processes have to do each of them, whatever it is for."""
     is_replicated = True
@@ -80,6 +82,9 @@ class DataParallel(Company):
         from .compiling import compiled  # which takes torch's compiler along
 
         return compiled(parts, denoiser, self.accelerator.state.dynamo_plugin, shapes)
+
+    def refuse_other_batches(self, sizes: Collection[int], accumulation: int) -> None:
+        """Nothing but our own options says how large batches are."""
 
     def wrap(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, denoiser: nn.Module | None = None,
@@ -170,14 +175,19 @@ class DataParallel(Company):
 
     def _one_batch(self, loss_function: LossFunction, batch: PixelBatch, samples: int, step: int) -> Tensor:
         """Forward and backward of a micro-batch; its share of the loss."""
-        # accelerate divides by the number of micro-steps and DDP takes the mean over processes; both are undone here,
-        # because the plan knows the true number of samples in the step and the loss is divided by that, once.
-        undo = self.accelerator.gradient_accumulation_steps * self.size
+        # The plan knows the true number of samples in the step, and the loss is divided by that, once.
         with phase("forward", batch), self.accelerator.autocast():
             share = loss_function(batch, step).sum() / samples
         with phase("backward", batch):
-            self.accelerator.backward(share * undo)
+            self._backward(share)
         return share.detach()
+
+    def _backward(self, share: Tensor) -> None:
+        """accelerate divides by the number of micro-steps and DDP takes the mean over processes; both are undone."""
+        self.accelerator.backward(share * self.accelerator.gradient_accumulation_steps * self.size)
+
+    def adapter_was_written(self) -> None:
+        """Whoever wrote into the parameters that learn, on all processes alike, tells it here."""
 
     def _summed(self, total: Tensor) -> Tensor:
         """The sum over all processes; whether anybody was asked to end the run travels with it."""

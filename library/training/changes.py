@@ -7,7 +7,18 @@ from typing import Any
 from ..config import RunConfig
 from ..config.options import flat, options_of
 
-FREE_GROUPS = {"distributed", "sharding", "parallel", "save", "state", "preview", "validate", "log", "cache"}
+FREE_GROUPS = {
+    "distributed",
+    "sharding",
+    "parallel",
+    "deepspeed",
+    "save",
+    "state",
+    "preview",
+    "validate",
+    "log",
+    "cache",
+}
 """Where and how the work is done, what is written and told."""
 FREE = {
     *("max_train_steps", "max_train_epochs", "gradient_checkpointing", "max_bad_steps", "on_oom", "replay", "dry_run"),

@@ -71,6 +71,7 @@ class Watch:
         kept = self._copy.give()
         for parameter, value in zip(run.parameters, kept["parameters"], strict=True):
             parameter.data.copy_(value)
+        run.strategy.adapter_was_written()
         if run.average is not None:
             for mine, value in zip(run.average.values, kept["average"], strict=True):
                 mine.copy_(value)

@@ -42,9 +42,9 @@ class KeepState:
 
     def save(self, run: Run, name: str, owed: Sequence[str] = ()) -> None:
         """Begin to write the state; one process does, for all have the same."""
-        if not run.strategy.is_main:
-            return
-        self._begin(run, name, owed)
+        tree = tree_of(run)  # by all, for where a strategy divides it, all have to give their parts
+        if run.strategy.is_main:
+            self._begin(run, tree, name, owed)
 
     def save_here(self, run: Run, name: str, owed: Sequence[str] = ()) -> Path:
         """Write the state on this process, whichever it is, and wait until it is on disk; talk to nobody."""
@@ -52,15 +52,15 @@ class KeepState:
         there = state_folder.facts_of(path)
         if not isinstance(there, str) and there.facts.get("run") == self.facts["run"]:
             return path  # another process of this run wrote it
-        self._begin(run, name, owed)
+        self._begin(run, tree_of(run), name, owed)
         self._end()
         return path
 
-    def _begin(self, run: Run, name: str, owed: Sequence[str]) -> None:
+    def _begin(self, run: Run, tree: dict[str, Any], name: str, owed: Sequence[str]) -> None:
         self._join()
         if self._error is not None:
             logger.warning("%s; training goes on, and the next state is tried when it is due", self._error)
-        self._copy.take(tree_of(run))
+        self._copy.take(tree)
         facts = {**self.facts, **facts_of_run(run), "owed": list(owed), "saved_at": time.time()}
         facts["files"] = self.export.kept.names() if self.export.kept is not None else [[], []]
         path = self.folder / f"{name}-state"

@@ -198,6 +198,7 @@ def _step(run: Run, work: StepWork, waited: float) -> Figures:
             run.optimizer.step()
             if run.limit is not None:
                 run.limit()
+                strategy.adapter_was_written()
     run.optimizer.zero_grad(set_to_none=True)
     state.step += 1
     state.samples += work.samples

@@ -24,6 +24,7 @@ from ..families.drawable import undrawable
 from ..families.identity import glance, glance_at
 from ..log import Progress
 from ..optim import optimizers, schedules
+from ..optim.elementwise import refuse_whole_tensors
 from . import before_after, state_folder
 from .assembly import assemble, load
 from .bundle import read_bundle, replay
@@ -58,6 +59,8 @@ def run(config: RunConfig, given: frozenset[str] = frozenset()) -> None:
     strategy = strategy_of(config)
     folder, name = Path(config.save.output_dir), config.save.output_name
     try:
+        if strategy.divides_optimizer:
+            refuse_whole_tensors(config.optim, strategy.divides_optimizer, "or --fsdp in its place")
         with FolderLock(folder, name) as lock:
             strategy.on_main(lambda: _make_ready(folder, name, lock))
             ending = Ending(strategy, config)
@@ -86,6 +89,7 @@ def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, start
     prepared = same_pictures(config, strategy, detected.pixel_step)
     plan = RunPlan.of(prepared.batch_plan(strategy.data_size, config.train), config.train, config.optim)
     strategy.agree({"steps": plan.steps, "batch sizes": sorted({bucket.batch_size for bucket in plan.batches.buckets})})
+    strategy.refuse_other_batches({bucket.batch_size for bucket in plan.batches.buckets}, plan.batches.accumulation)
     for line in outline(prepared, plan, strategy.data_size).splitlines():
         logger.info("%s", line)
     schedules.make_schedule(config.optim, plan.steps)  # some are made for so many steps and no more

@@ -60,6 +60,7 @@ def put_back(run: Run, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
     with torch.no_grad():
         for parameter, name in names.items():
             parameter.copy_(tree["adapter"][name])
+        run.strategy.adapter_was_written()
         if run.average is not None:  # one that nobody asked for before begins where the state ends
             for mine, name in zip(run.average.values, names.values(), strict=True):
                 mine.copy_((tree["average"] or tree["adapter"])[name])

@@ -1,0 +1,33 @@
+"""The options about DeepSpeed, by sd-scripts' names."""
+
+from dataclasses import dataclass
+
+from .options import opt
+
+
+@dataclass(frozen=True)
+class DeepSpeedConfig:
+    """DeepSpeed's ZeRO, which divides what processes would all hold; without these, accelerate launch decides."""
+
+    deepspeed: bool | None = opt(
+        None, "divide memory among processes by DeepSpeed's ZeRO; without it, the launcher says"
+    )
+    zero_stage: int | None = opt(
+        None,
+        "deepspeed: 1 divides what the optimizer remembers, 2 gradients, too, 3 the model, too; without it, what"
+        " accelerate launch says, or 2",
+        minimum=0,
+        maximum=3,
+    )
+    offload_optimizer_device: str | None = opt(
+        None, "deepspeed: cpu for an optimizer that remembers and computes in host memory, or none"
+    )
+    offload_optimizer_nvme_path: str | None = opt(
+        None, "deepspeed: folder for offload_optimizer_device nvme, which is not there yet"
+    )
+    offload_param_device: str | None = opt(
+        None, "deepspeed, zero_stage 3: cpu for a model that rests in host memory, or none"
+    )
+    offload_param_nvme_path: str | None = opt(
+        None, "deepspeed: folder for offload_param_device nvme, which is not there yet"
+    )

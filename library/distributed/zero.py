@@ -1,0 +1,168 @@
+"""DeepSpeed's ZeRO: what an optimizer remembers, gradients, and at stage 3 the model, divided among the processes."""
+
+import logging
+import os
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from ..data.batch import PixelBatch
+from ..errors import ConfigError, UserError
+from .anatomy import Anatomy
+from .backend import group_backend
+from .strategy import DataParallel, LossFunction
+from .zero_optimizer import ZeroOptimizer
+from .zero_settings import ZeroSettings
+
+logger = logging.getLogger(__name__)
+
+
+class Zero(DataParallel):
+    """DeepSpeed's engine around what is trained; the loop, the optimizer and what a step means stay ours.
+
+    The adapter is whole and readable on every process between steps.  Precision is accelerate's autocast, as
+    everywhere: DeepSpeed's own would keep adapters in half precision.
+    """
+
+    divides_optimizer = "DeepSpeed"
+
+    def __init__(self, accelerator: Accelerator, settings: ZeroSettings):
+        super().__init__(accelerator)
+        self._engine: Any = None
+        self.computes_together = settings.stage == 3
+        if settings.stage == 3:
+            self.frozen_home = torch.device("cpu")  # no device ever holds the whole model
+        self.settings = settings
+
+    def refuse_other_batches(self, sizes: Collection[int], accumulation: int) -> None:
+        if problems := self.settings.other_batches(sizes, accumulation, self.size):
+            raise ConfigError(problems)
+
+    def wrap(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, denoiser: nn.Module | None = None,
+        anatomy: Anatomy | None = None,
+    ) -> tuple[nn.Module, Any]:  # fmt: skip
+        deepspeed = _deepspeed(self.device)
+        groups = [dict(group) for group in optimizer.param_groups]
+        learning = [parameter for group in groups for parameter in group["params"]]
+        config = self.settings.handed_over(pins_memory=self.pins_memory)
+        # DeepSpeed switches autocast off around its engine's forward, so it is switched on inside.
+        model.forward = self.accelerator.autocast()(model.forward)
+        with self._never_alone():
+            if self.settings.stage == 3:
+                # Before the engine sees the model, which would have it whole on the device first.
+                deepspeed.zero.Init(module=model, config_dict_or_path=config, dtype=torch.float32)
+                for buffer in model.buffers():
+                    buffer.data = buffer.data.to(self.device)
+            self._engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+        if self.settings.stage == 3:
+            self._keep_whole(learning)
+            _find_odd_readers(model)
+        self.model, self.optimizer = self._engine, ZeroOptimizer(self._engine, groups, self.device)
+        self._refuse_another(learning)
+        logger.info("%s", self.settings.described(self.size))
+        return self.model, self.optimizer
+
+    @contextmanager
+    def _never_alone(self) -> Iterator[None]:
+        """A process alone belongs to no group; DeepSpeed needs one, and speaks to itself."""
+        if dist.is_initialized():
+            yield
+            return
+        group: Any = dist
+        backend = group_backend(self.device.type, windows=False)
+        group.init_process_group(backend, store=group.HashStore(), rank=0, world_size=1)
+        os.environ["LOCAL_RANK"] = "0"
+        try:
+            yield
+        finally:
+            del os.environ["LOCAL_RANK"]
+
+    def _keep_whole(self, parameters: Sequence[Any]) -> None:
+        """The adapter is small, and read between steps by whoever writes or measures it."""
+        zero = self._engine.optimizer
+        known = {id(parameter) for parameter in zero.persistent_parameters}
+        for parameter in parameters:
+            parameter.ds_persist = True
+            parameter.is_external_param = True  # the other is not heeded as long as the order of modules is not known
+        zero.persistent_parameters.extend(item for item in parameters if id(item) not in known)
+        parameters[0].all_gather(list(parameters))
+
+    def _refuse_another(self, learning: Sequence[nn.Parameter]) -> None:
+        """What DeepSpeed came up with is what was asked for."""
+        engine, wanted = self._engine, self.settings
+        offload = engine.zero_offload_optimizer()
+        came: dict[str, Any] = {"stage": int(engine.zero_optimization_stage()), "processes": engine.dp_world_size,
+                "optimizer on": str(getattr(offload, "device", None) or "none").rpartition(".")[2],
+                "learning": sum(item.numel() for item in self.optimizer.parameters)}  # fmt: skip
+        asked: dict[str, Any] = {"stage": wanted.stage, "processes": self.size,
+                                 "optimizer on": wanted.optimizer_device or "none",
+                                 "learning": sum(item.numel() for item in learning)}  # fmt: skip
+        different = [f"{name} {asked[name]}, and it is {came[name]}" for name in asked if asked[name] != came[name]]
+        if different:
+            raise UserError(f"DeepSpeed is not as it was asked to be: {'; '.join(different)}")
+
+    def gradients(self, loss_function: LossFunction, work: Sequence[PixelBatch], samples: int, step: int) -> Tensor:
+        total = torch.zeros((), device=self.device)
+        for number, batch in enumerate(work, start=1):
+            self._engine.set_gradient_accumulation_boundary(number == len(work))
+            total += self._one_batch(loss_function, batch, samples, step)
+        self.pace.ready()
+        return self._summed(total)
+
+    def backward(self, loss: Tensor) -> None:
+        # Past DeepSpeed, which takes gradients away as soon as they come to a parameter.
+        learning = self.optimizer.parameters
+        for parameter, gradient in zip(learning, torch.autograd.grad(loss, learning, allow_unused=True), strict=True):
+            parameter.grad = gradient
+
+    def _backward(self, share: Tensor) -> None:
+        self._engine.backward(share * self.size)  # it takes the mean over processes
+
+    def clip(self, parameters: Iterable[nn.Parameter], longest: float) -> Tensor:
+        norm: Tensor = self.optimizer.length_of_gradient(longest)
+        return norm
+
+    def adapter_was_written(self) -> None:
+        self.optimizer.take_over()
+
+    def unwrapped(self, model: nn.Module) -> nn.Module:
+        inner: Any = self._engine.module if model is self._engine else model
+        return super().unwrapped(inner)
+
+    def leave(self) -> None:
+        super().leave()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _find_odd_readers(model: nn.Module) -> None:
+    """DeepSpeed finds out in a forward which weights of other modules a module reads, and fetches them.
+
+    It does so in the forward of its engine only, and text encoders are called before it, and by previews all parts.
+    """
+
+    def look(part: nn.Module, is_forward: bool) -> None:
+        for module in part.modules():
+            table: Any = module._parameters
+            table._in_forward = is_forward
+
+    for part in model.children():
+        part.register_forward_pre_hook(lambda part, *_: look(part, True), prepend=True)
+        part.register_forward_hook(lambda part, *_: look(part, False), always_call=True)
+
+
+def _deepspeed(device: torch.device) -> Any:
+    """The package, told where to compute, and kept from compiling what nobody here needs."""
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    import deepspeed
+    from deepspeed.ops import __compatible_ops__
+
+    __compatible_ops__["deepspeed_shm_comm"] = False
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    return deepspeed

@@ -1,0 +1,202 @@
+"""DeepSpeed's ZeRO: the same adapter, states that any strategy goes on from, and less held by each process."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image, ImageChops
+from ranks import on_ranks
+from safetensors.torch import load_file
+from test_health import train_with_a_spoilt_step
+from test_resume import cut
+from test_run import difference, pictures, train
+
+from library.config import load_options
+
+pytest.importorskip("deepspeed")
+ROOT = Path(__file__).resolve().parent.parent
+HOST = ("--offload_optimizer_device", "cpu", "--offload_param_device", "cpu")
+PROMPTS = """\
+a red circle --w 64 --h 96 --d 1 --s 2 --l 3
+a blue triangle --n red --w 96 --h 64 --d 2 --s 2 --l 3
+a green square --w 64 --h 64 --d 3 --s 2 --l 1
+"""
+
+
+def zero(stage: int, *more: str) -> tuple[str, ...]:
+    return ("--deepspeed", "--zero_stage", str(stage), *more)
+
+
+# the same adapter
+
+
+@pytest.fixture(scope="module")
+def even(tmp_path_factory) -> Path:
+    """Two buckets that divide evenly into steps of four."""
+    return pictures(tmp_path_factory.mktemp("even"), {(96, 64): 8, (64, 96): 4})
+
+
+def learnt(folder: Path, data: Path, ranks: int, batch: int, *flags: str) -> dict[str, torch.Tensor]:
+    """Four pictures a step, text encoder and all."""
+    files = on_ranks(ranks, train, "--dataset_config", str(data), "--output_dir", str(folder), "--train_batch_size",
+                     str(batch), "--gradient_accumulation_steps", str(4 // (ranks * batch)), "--max_train_steps", "3",
+                     "--network_dim", "4", "--network_alpha", "3", "--no-network_train_unet_only", *flags)  # fmt: skip
+    return load_file(files[0])
+
+
+OPTIMIZERS = {"SGD": ("--optimizer_type", "SGD", "--learning_rate", "0.5"),
+              "AdamW": ("--learning_rate", "1e-3", "--optimizer_args", "weight_decay=0.1", "eps=1e-4")}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def references(even, tmp_path_factory):
+    return {name: learnt(tmp_path_factory.mktemp(name), even, 1, 4, *flags) for name, flags in OPTIMIZERS.items()}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "batch", "flags"),
+    [
+        ("SGD", 1, zero(2, "--offload_optimizer_device", "cpu")),
+        ("SGD", 1, zero(3, *HOST, "--gradient_checkpointing")),
+        ("AdamW", 2, zero(1)),
+        ("AdamW", 2, zero(3)),
+    ],
+)
+def test_two_processes_train_the_adapter_that_one_trains(optimizer, batch, flags, even, references, tmp_path):
+    found = learnt(tmp_path, even, 2, batch, *OPTIMIZERS[optimizer], *flags)
+
+    assert difference(references[optimizer], found) < 1e-4
+    assert any(key.startswith("lora_te") and bool(tensor.any()) for key, tensor in found.items() if "up" in key)
+
+
+# all that happens in a run
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory) -> dict[str, Path]:
+    """The folders of two runs with everything on; three batches are measured by two processes."""
+    folder = tmp_path_factory.mktemp("both")
+    data = pictures(folder, {(96, 64): 7, (64, 96): 3})
+    data.write_text(data.read_text().replace("[[datasets]]", "[[datasets]]\nvalidation_split = 0.5"))
+    (folder / "prompts.txt").write_text(PROMPTS)
+    flags = ("--dataset_config", str(data), "--train_batch_size", "1", "--max_train_steps", "4", "--learning_rate",
+             "1e-2", "--no-network_train_unet_only", "--scale_weight_norms", "0.05",
+             "--ema_decay", "0.9", "--sample_prompts", str(folder / "prompts.txt"), "--sample_at_first",
+             "--validate_every_n_steps", "4", "--optimizer_args", "eps=1e-2")  # fmt: skip
+    for name, more in {"ddp": (), "zero": zero(3)}.items():
+        on_ranks(2, train, *flags, "--output_dir", str(folder / name), *more)
+    return {name: folder / name for name in ("ddp", "zero")}
+
+
+@pytest.mark.parametrize("name", ["lora", "lora-ema"])
+def test_limited_norms_and_the_average_are_those_of_ddp(both, name):
+    ddp, zero3 = (load_file(folder / f"{name}.safetensors") for folder in both.values())
+
+    assert difference(ddp, zero3) < 1e-3
+
+
+def test_pictures_and_measurements_are_those_of_ddp(both):
+    """But for rounding, which depends on where in memory weights lie, and these were fetched."""
+    drawn = [sorted((folder / "sample").glob("*.png")) for folder in both.values()]
+    assert [len(paths) for paths in drawn] == [3, 3]
+    for ddp, zero3 in zip(*drawn, strict=True):
+        apart = ImageChops.difference(Image.open(ddp), Image.open(zero3)).getextrema()
+        assert max(most for _, most in apart) <= 2
+
+    ddp, zero3 = (measured(folder) for folder in both.values())
+    assert len(ddp) == len(zero3) == 2
+    for one, other in zip(ddp, zero3, strict=True):
+        assert other == pytest.approx(one, rel=1e-4)
+
+
+def measured(folder: Path) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in (folder / "lora.metrics.jsonl").read_text("utf-8").splitlines()]
+    found = [{key: value for key, value in line.items() if key.startswith("validation/time/")} for line in lines]
+    return [line for line in found if line]
+
+
+def test_a_bad_step_on_one_process_is_left_out_on_all(even, tmp_path):
+    """With plain SGD that is the same as a learning rate of 0 in that step."""
+    flags = ("--dataset_config", str(even), "--output_dir", str(tmp_path), "--optimizer_type", "SGD",
+             "--learning_rate", "0.5", "--max_train_steps", "3", "--network_dim", "2")  # fmt: skip
+    expected = on_ranks(1, train, *flags, "--train_batch_size", "2", "--output_name", "expected", "--lr_scheduler",
+                        "piecewise_constant", "--lr_scheduler_args", "step_rules=1:1,0:2,1")  # fmt: skip
+    for stage in (2, 3):
+        bad = on_ranks(2, train_with_a_spoilt_step, 1, 1, False, *flags, *zero(stage), "--output_name", f"bad{stage}")
+        assert difference(load_file(bad[0]), load_file(expected[0])) < 1e-4
+
+
+# states
+
+
+def test_a_state_goes_on_exactly_and_from_one_strategy_to_another(even, tmp_path):
+    flags = ("--max_train_steps", "4", "--learning_rate", "1e-3", "--optimizer_args", "eps=1e-4",
+             "--save_every_n_steps", "1", "--save_state", "--auto_resume")  # fmt: skip
+    one = learnt(tmp_path / "one", even, 1, 4, *flags)
+    two = learnt(cut(tmp_path / "one", tmp_path / "two", 1), even, 2, 2, *flags, *zero(2))
+    again = learnt(cut(tmp_path / "two", tmp_path / "again", 2), even, 2, 2, *flags, *zero(2))
+    three = learnt(cut(tmp_path / "two", tmp_path / "three", 2), even, 2, 2, *flags, *zero(3))
+    ddp = learnt(cut(tmp_path / "three", tmp_path / "ddp", 3), even, 2, 2, *flags)
+
+    assert difference(two, again) == 0.0
+    assert max(difference(one, found) for found in (two, three, ddp)) < 1e-4
+
+
+# memory
+
+
+def held(stage: int) -> tuple[int, int, int]:
+    """Bytes of all frozen weights, of those in memory here, and of what the optimizer remembers here."""
+    from library.distributed.accelerator import prepare_accelerator
+    from library.distributed.zero import Zero
+    from library.distributed.zero_settings import ZeroSettings
+    from library.families import FAMILIES
+    from library.training.trained import put_adapters
+
+    strategy = Zero(prepare_accelerator(load_options([]).config), ZeroSettings(stage))
+    family = FAMILIES.get("flux")()
+    trained, _ = put_adapters(load_options([]).config, family, family.load("random:flux:tiny", torch.float32))
+    own = [parameter for parameter in trained.parameters() if parameter.requires_grad]
+    frozen = [parameter for parameter in trained.parameters() if not parameter.requires_grad]
+    whole = sum(parameter.nbytes for parameter in frozen)
+    _, optimizer = strategy.wrap(trained, torch.optim.AdamW(own))
+    kept = [*frozen, *(parameter.ds_tensor for parameter in frozen)]
+    here = sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in kept}.values())
+    masters = {piece.flat.data_ptr(): piece.flat.nbytes for piece in optimizer._pieces}
+    strategy.leave()
+    return whole, here, sum(masters.values()) - sum(parameter.nbytes for parameter in own) // strategy.size
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_each_process_holds_its_part_of_the_frozen_model(size):
+    found = on_ranks(size, held, 3)
+
+    for whole, here, more_than_its_part in found:
+        assert here < 1.05 * whole / size
+        assert more_than_its_part < 0.01 * whole
+
+
+# a launcher
+
+
+def test_accelerate_launch_with_the_users_own_file(even, tmp_path):
+    (tmp_path / "ds.json").write_text(json.dumps({
+        "train_batch_size": "auto", "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto", "bf16": {"enabled": "auto"}, "zero_optimization": {
+            "stage": 2, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": "auto"}}))  # fmt: skip
+    launch = shlex.split("launch --use_deepspeed --deepspeed_config_file ds.json --num_processes 2 --num_machines 1"
+                         " --mixed_precision no --dynamo_backend no --main_process_port 0")  # fmt: skip
+    words = [str(Path(sys.executable).parent / "accelerate"), *launch, str(ROOT / "train_lora.py"), "--dataset_config",
+             str(even), "--pretrained_model_name_or_path", "random:flux:tiny", "--output_dir", str(tmp_path / "out"),
+             "--max_train_steps", "1", "--train_batch_size", "2"]  # fmt: skip
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "MASTER_", "DS_"))}
+    done = subprocess.run(words, cwd=tmp_path, timeout=300, capture_output=True, text=True,
+                          env={**clean, "HF_HOME": str(tmp_path / "home"), "ACCELERATE_USE_CPU": "true"})  # fmt: skip
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "DeepSpeed: ZeRO 2, 2 processes, optimizer in host memory" in done.stdout + done.stderr

@@ -1,0 +1,126 @@
+"""Options, launcher and the user's own file say one thing about DeepSpeed, or the run does not start."""
+
+import json
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+
+from library.config import load_options
+from library.distributed.refusals import before_joining
+from library.distributed.world import World
+from library.distributed.zero_settings import ZeroSettings, zero_settings
+
+TWO = World(size=2, local_size=2, local_rank=0, precision="no")
+pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
+
+
+def config(*flags: str):
+    return load_options([*flags]).config
+
+
+def launched(**said: str) -> World:
+    names = {name if name == "ACCELERATE_GRADIENT_CLIPPING" else f"ACCELERATE_DEEPSPEED_{name}": value
+             for name, value in said.items()}  # fmt: skip
+    return replace(TWO, engines=("DeepSpeed",), said=names)
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(**content) -> World:
+        (tmp_path / "ds.json").write_text(json.dumps(content))
+        return launched(CONFIG_FILE=str(tmp_path / "ds.json"))
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("flags", "world", "expected"),
+    [
+        ((), TWO, None),
+        (("--zero_stage", "2"), TWO, None),  # sd-scripts' default, written down
+        ((), replace(TWO, said={"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}), None),  # left over: nobody asks for it
+        (("--deepspeed",), TWO, ZeroSettings(2)),
+        (("--deepspeed", "--zero_stage", "3", "--offload_param_device", "cpu"), TWO,
+         ZeroSettings(3, param_device="cpu")),
+        ((), launched(), ZeroSettings(2)),
+        ((), launched(ZERO_STAGE="1", OFFLOAD_OPTIMIZER_DEVICE="cpu", OFFLOAD_PARAM_DEVICE="none",
+                      ZERO3_INIT="true", ACCELERATE_GRADIENT_CLIPPING="1.0"), ZeroSettings(1, "cpu")),
+        (("--deepspeed", "--zero_stage", "3"), launched(ZERO_STAGE="3"), ZeroSettings(3)),
+    ],
+)  # fmt: skip
+def test_what_is_said_in_one_place_or_alike_in_several_holds(flags, world, expected):
+    assert zero_settings(config(*flags), world) == (expected, [])
+    assert before_joining(config(*flags), world) == []
+
+
+def test_the_users_own_file_is_filled_and_handed_on(file):
+    world = file(
+        train_batch_size="auto", train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=2,
+        gradient_clipping="auto", steps_per_print=50, bf16={"enabled": True}, fp16={"enabled": False},
+        zero_optimization={"stage": 3, "offload_param": {"device": "cpu", "buffer_count": 7},
+                           "stage3_prefetch_bucket_size": "auto", "stage3_max_live_parameters": 5},
+    )  # fmt: skip
+    settings, problems = zero_settings(config("--gradient_accumulation_steps", "2", "--mixed_precision", "bf16"), world)
+
+    assert problems == [] and (settings.stage, settings.param_device) == (3, "cpu")
+    handed = settings.handed_over(pins_memory=False)
+    assert handed["zero_optimization"] == {
+        "stage": 3, "stage3_max_live_parameters": 5,
+        "offload_param": {"device": "cpu", "buffer_count": 7, "pin_memory": False},
+    }  # fmt: skip
+    assert handed["steps_per_print"] == 50 and handed["gradient_accumulation_steps"] == 1
+    assert not {"bf16", "fp16", "train_batch_size"} & handed.keys()
+    assert settings.other_batches([4], 2, 2) == []
+    (problem,) = settings.other_batches([4, 8], 2, 2)
+    assert "train_micro_batch_size_per_gpu is 4, and it comes to 4 and 8" in problem
+
+
+@pytest.mark.parametrize(
+    ("flags", "world", "expected"),
+    [
+        (("--offload_optimizer_device", "cpu"), TWO, "--offload_optimizer_device: is about DeepSpeed, which nobody"),
+        (("--zero_stage", "3"), TWO, "--zero_stage: is about DeepSpeed"),
+        (("--deepspeed", "--zero_stage", "0"), TWO, "zero_stage 0: divides nothing"),
+        (("--deepspeed", "--offload_param_device", "cpu"), TWO, "only zero_stage 3 divides the model"),
+        (("--deepspeed", "--offload_optimizer_device", "nvme", "--offload_optimizer_nvme_path", "/x"), TWO,
+         "--offload_optimizer_device nvme: not yet"),
+        (("--deepspeed", "--offload_optimizer_device", "disk"), TWO, "device disk: is not one of none, cpu, nvme"),
+        (("--deepspeed", "--offload_optimizer_nvme_path", "/x"), TWO, "nothing is kept in files"),
+        (("--deepspeed", "--full_bf16", "--mixed_precision", "bf16"), TWO, "DeepSpeed keeps adapters in fp32"),
+        (("--deepspeed", "--on_oom", "ladder"), TWO, "--on_oom ladder: DeepSpeed exchanges in every backward"),
+        (("--deepspeed", "--fsdp"), TWO, "--fsdp: DeepSpeed is asked for, too"),
+        (("--deepspeed", "--zero_stage", "3", "--torch_compile", "--dynamo_use_regional_compilation"), TWO,
+         "--torch_compile: zero_stage 3 fetches"),
+        (("--deepspeed", "--torch_compile"), TWO, "only the blocks can be compiled"),
+        (("--deepspeed",), replace(TWO, dynamo="INDUCTOR"), "only the blocks can be compiled"),
+        (("--deepspeed",), replace(TWO, device="cuda", precision="fp16"), "--mixed_precision fp16: not yet"),
+        (("--deepspeed", "--zero_stage", "2"), launched(ZERO_STAGE="3"),
+         "--zero_stage says 2; accelerate's zero_stage says 3; say it once"),
+        ((), launched(ACCELERATE_GRADIENT_CLIPPING="0.5"), "gradient_clipping is 0.5, and --max_grad_norm is 1.0"),
+        ((), launched(MOE_LAYER_CLS_NAMES="Experts"), "deepspeed_moe_layer_cls_names: no model here"),
+        ((), launched(CONFIG_FILE="/nowhere.json"), "/nowhere.json: DeepSpeed's file cannot be read"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_told_before_joining(flags, world, expected):
+    world = replace(world, machine=replace(world.machine, device_count=2))
+    (problem,) = [line for line in before_joining(config(*flags), world) if expected in line]
+    assert "\n" not in problem
+
+
+@pytest.mark.parametrize(
+    ("flags", "content", "expected"),
+    [
+        ((), {"optimizer": {"type": "AdamW"}}, "optimizer: is not DeepSpeed's to say here; take it out and write"),
+        ((), {"bf16": {"enabled": True}}, "bf16 says bf16, and mixed_precision is no"),
+        (("--mixed_precision", "bf16"), {"torch_autocast": {"enabled": True, "dtype": "float16"}}, "says fp16"),
+        ((), {"gradient_accumulation_steps": 4}, "gradient_accumulation_steps is 4, and --gradient_accumulation_steps"),
+        ((), {"gradient_clipping": 0.1}, "gradient_clipping is 0.1, and --max_grad_norm is 1.0"),
+        (("--deepspeed", "--zero_stage", "1"), {"zero_optimization": {"stage": 3}},
+         "zero_optimization.stage says 3; say it once"),
+        ((), {"zero_optimization": []}, "is no configuration of DeepSpeed's"),
+    ],
+)  # fmt: skip
+def test_a_file_that_says_something_else_than_the_options_is_named(flags, content, expected, file):
+    (problem,) = zero_settings(config(*flags), file(**content))[1]
+    assert expected in problem
