@@ -97,7 +97,7 @@ def _train(argv: Sequence[str]) -> int:
     if config.train.dry_run:
         from .training.outline import outline_of
 
-        text = outline_of(config, int(os.environ.get("WORLD_SIZE", "1")))
+        text = outline_of(config, max(1, int(os.environ.get("WORLD_SIZE", "1")) // config.parallel.together))
         if rank == 0:
             _say(text)
         return 0

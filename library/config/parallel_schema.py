@@ -22,3 +22,8 @@ class ParallelConfig:
     pp_schedule: Literal["gpipe", "1f1b", "interleaved"] = opt(
         "1f1b", "pp_size: in which order micro-batches run; interleaved gives each device two shorter stages"
     )
+
+    @property
+    def together(self) -> int:
+        """So many devices work on one picture."""
+        return self.pp_size * self.tp_size

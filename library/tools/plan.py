@@ -61,7 +61,7 @@ def run(argv: Sequence[str]) -> tuple[str, int]:
 
     log = training.config.log
     set_up(level=log.console_log_level, simple=True, quiet=log.quiet)  # on standard error, beside what is asked for
-    outlook = look_ahead(training.config, options.world_size)
+    outlook = look_ahead(training.config, max(1, options.world_size // training.config.parallel.together))
     said = outlook.prepared.preview(outlook.plan.batches, path, options.preview_limit) if path is not None else ""
     if options.json:
         return json.dumps(outlook.record(), indent=1), 0

@@ -38,6 +38,7 @@ from .learnt import Learnt
 from .loop import Ended, Run, train
 from .metrics import MetricsFile
 from .outline import outline
+from .parallel_fit import refuse_misfits
 from .pictures import same_pictures
 from .plan import RunPlan
 from .preview import Preview
@@ -83,6 +84,7 @@ def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, start
         raise ConfigError([f"--attn_mode: {problem}"])
     family: Family = FAMILIES.get(detected.family)(config.model)
     rehearse(config, family, detected)
+    refuse_misfits(config, family, detected)
     starts = read_starts(config, family, detected)
     prompts = _prompts(config.preview, detected)
     strategy.agree(_seen_at_a_glance(config, detected, prompts))

@@ -1,0 +1,173 @@
+"""Several processes work on one picture, each with a part of the frozen model, and learn what one process learns."""
+
+import json
+import random
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from one_result import BOUNDS, REFERENCE, dataset, trained
+from ranks import on_ranks
+from safetensors.torch import load_file
+from test_resume import cut
+from test_run import difference, pictures, train
+from test_sharded import PROMPTS, measured
+
+from library.config import load_options
+from library.distributed.chain import cuts
+from library.distributed.layout import Layout
+from library.errors import ConfigError
+from library.families import FAMILIES
+from library.families.detect import detect
+from library.training.parallel_fit import refuse_misfits
+
+# one result
+
+
+@pytest.mark.parametrize(("model", "name", "precision", "flags"), [
+    ("flux", "TP 2 x PP 2", "no", ("--gradient_checkpointing",)),
+    ("sd3", "PP 2, interleaved", "no", ()),
+    ("sdxl", "FSDP 2 x TP 2", "no", ()),
+    ("z_image", "PP 2 x DP 2", "no", ("--network_train_unet_only",)),
+    ("qwen_image", "TP 2", "no", ("--network_train_unet_only",)),
+    ("sd3", "PP 2, gpipe", "bf16", ()),
+])  # fmt: skip
+def test_a_model_that_is_taken_apart_learns_what_a_whole_one_learns(model, name, precision, flags, tmp_path):
+    data, more = dataset(tmp_path), ("--mixed_precision", precision)
+    texts = [flag for flag in flags if "train_unet" in flag]
+    one = trained(REFERENCE, model, data, tmp_path, *more, *texts)
+    apart = trained(name, model, data, tmp_path, *more, *flags)
+
+    assert difference(one, apart) < BOUNDS[precision]
+
+
+# all that belongs to a run
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory) -> dict[str, Path]:
+    """The folders of two runs with everything on, by one process and by four."""
+    folder = tmp_path_factory.mktemp("both")
+    data = pictures(folder, {(96, 64): 7, (64, 96): 3})
+    data.write_text(data.read_text().replace("[[datasets]]", "[[datasets]]\nvalidation_split = 0.5"))
+    (folder / "prompts.txt").write_text(PROMPTS)
+    flags = ("--pretrained_model_name_or_path", "random:sd3:tiny", "--dataset_config", str(data), "--train_batch_size",
+             "1", "--max_train_steps", "4", "--gradient_accumulation_steps", "2", "--network_train_unet_only",
+             "--optimizer_type", "Prodigy", "--learning_rate", "1.0", "--scale_weight_norms", "0.05", "--ema_decay",
+             "0.9", "--sample_prompts", str(folder / "prompts.txt"), "--sample_at_first", "--sample_every_n_steps", "4",
+             "--validate_every_n_steps", "2")  # fmt: skip
+    on_ranks(1, train, *flags, "--output_dir", str(folder / "one"))
+    on_ranks(4, train, *flags, "--output_dir", str(folder / "four"), "--pp_size", "2", "--tp_size", "2")
+    return {name: folder / name for name in ("one", "four")}
+
+
+@pytest.mark.parametrize("name", ["lora", "lora-ema"])
+def test_prodigy_limited_norms_and_the_average_are_those_of_one_process(both, name):
+    one, four = (load_file(folder / f"{name}.safetensors") for folder in both.values())
+    assert difference(one, four) < 1e-3
+
+
+def test_what_is_measured_is_what_one_process_measures(both):
+    one, four = (measured(folder) for folder in both.values())
+    assert len(one) == len(four) == 3
+    for ours, theirs in zip(one, four, strict=True):
+        assert theirs == pytest.approx(ours, rel=1e-4)
+
+
+def test_losses_by_kind_are_those_of_one_process(both):
+    one, four = ([json.loads(line) for line in (folder / "lora.metrics.jsonl").read_text().splitlines()]
+                 for folder in both.values())  # fmt: skip
+    told = [name for name in one[-1] if name.startswith(("loss/time/", "loss/bucket/", "loss/dataset/"))]
+    assert len(told) >= 3
+    assert {name: four[-1][name] for name in told} == pytest.approx({name: one[-1][name] for name in told}, rel=1e-3)
+
+
+def test_no_preview_is_missing_and_none_is_drawn_twice(both):
+    names = [sorted(path.name[:15] for path in (folder / "sample").glob("*.png")) for folder in both.values()]
+    assert names[0] == names[1] and len(names[0]) == 6
+
+
+def test_a_state_goes_on_exactly_and_from_one_layout_to_another(tmp_path):
+    data = dataset(tmp_path)
+    flags = ("--pretrained_model_name_or_path", "random:flux:tiny", "--dataset_config", str(data), "--max_train_steps",
+             "6", "--network_dim", "2", "--learning_rate", "1e-2", "--save_every_n_steps", "2", "--save_state",
+             "--auto_resume", "--train_batch_size", "2", "--gradient_accumulation_steps", "2")  # fmt: skip
+
+    def run(folder: Path, ranks: int, *more: str) -> dict[str, torch.Tensor]:
+        return load_file(on_ranks(ranks, train, *flags, "--output_dir", str(folder), *more)[0])
+
+    one = run(tmp_path / "one", 1)
+    piped = run(cut(tmp_path / "one", tmp_path / "piped", 2), 2, "--pp_size", "2")
+    again = run(cut(tmp_path / "piped", tmp_path / "again", 4), 2, "--pp_size", "2")
+    tensor = run(cut(tmp_path / "piped", tmp_path / "tensor", 4), 2, "--tp_size", "2")
+
+    assert difference(piped, again) == 0.0
+    assert difference(one, piped) < 1e-3 and difference(one, tensor) < 1e-3
+
+
+# where stages are cut, and who is where
+
+
+def test_stages_are_cut_so_that_the_heaviest_is_as_light_as_can_be():
+    draw = random.Random(5)
+    for _ in range(200):
+        weights = [draw.randint(1, 9) for _ in range(draw.randint(1, 9))]
+        stages = draw.randint(1, min(4, len(weights)))
+        found = cuts(weights, stages)
+        assert found[0] == 0 and found[-1] == len(weights) and all(a < b for a, b in pairwise(found))
+        assert max(sum(weights[a:b]) for a, b in pairwise(found)) == min(
+            max(sum(weights[a:b]) for a, b in pairwise(way)) for way in every_way(len(weights), stages)
+        )
+
+
+def every_way(blocks: int, stages: int) -> list[list[int]]:
+    if stages == 1:
+        return [[0, blocks]]
+    return [[*way[:-1], last, blocks] for last in range(stages - 1, blocks)
+            for way in every_way(last, stages - 1)]  # fmt: skip
+
+
+def test_every_process_has_a_place_of_its_own():
+    layout = Layout(data=2, stages=3, parts=2)
+    places = {(layout.data_rank(rank), layout.stage(rank), layout.part(rank)) for rank in range(12)}
+    assert len(places) == 12
+    for rank in range(12):
+        group = layout.stage_group(rank)
+        assert rank in group and [layout.stage(other) for other in group] == [0, 1, 2]
+        assert {(layout.data_rank(other), layout.part(other)) for other in group} == {
+            (layout.data_rank(rank), layout.part(rank))
+        }
+    assert [(layout.data_rank(rank), layout.stage(rank)) for rank in layout.tellers()] == [(0, 2), (1, 2)]
+
+
+# what cannot be
+
+
+@pytest.mark.parametrize(("model", "flags", "said"), [
+    ("sdxl", ("--pp_size", "2"), "do not simply follow each other, for the first hand on to the last, too; use"
+     " --tp_size 2, or --fsdp"),
+    ("sd3", ("--pp_size", "3"), "has 2 blocks, too few for 3 devices; use 2"),
+    ("flux", ("--pp_size", "4", "--pp_schedule", "interleaved"), "with 2 stages each; use 2"),
+    ("flux", ("--tp_size", "3"), "--tp_size 3: 2 heads of attention cannot be dealt out evenly; use 2"),
+])  # fmt: skip
+def test_a_model_that_cannot_be_taken_apart_so_is_told_before_it_is_loaded(model, flags, said):
+    loaded = load_options(["--dataset_config", __file__, "--pretrained_model_name_or_path", f"random:{model}:tiny",
+                           *flags])  # fmt: skip
+    config = loaded.config
+    with pytest.raises(ConfigError) as caught:
+        refuse_misfits(config, FAMILIES.get(model)(config.model), detect(config.model))
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(("flags", "said"), [
+    (("--pp_schedule", "gpipe"), "--pp_schedule: there is no pipeline; set pp_size"),
+    (("--tp_size", "2", "--network_module", "lycoris.kohya", "--network_args", "algo=loha"), "of kind loha cannot be"),
+    (("--tp_size", "2", "--network_args", "use_dora=True"), "of kind dora cannot be cut; use pp_size or fsdp"),
+    (("--pp_size", "2", "--torch_compile", "--no-dynamo_use_regional_compilation"), "is compiled block by block"),
+    (("--pp_size", "2", "--deepspeed"), "not together; use fsdp with tp_size"),
+])  # fmt: skip
+def test_settings_that_do_not_go_together_are_told(flags, said):
+    with pytest.raises(ConfigError) as caught:
+        load_options(["--dataset_config", __file__, *flags]).require()
+    assert said in str(caught.value)
