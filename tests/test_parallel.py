@@ -27,7 +27,7 @@ from library.training.parallel_fit import refuse_misfits
 
 @pytest.mark.parametrize(("model", "name", "precision", "flags"), [
     ("flux", "TP 2 x PP 2", "no", ("--gradient_checkpointing",)),
-    ("sd3", "PP 2, interleaved", "no", ()),
+    ("flux", "PP 2, interleaved", "no", ()),
     ("sdxl", "FSDP 2 x TP 2", "no", ()),
     ("z_image", "PP 2 x DP 2", "no", ("--network_train_unet_only",)),
     ("qwen_image", "TP 2", "no", ("--network_train_unet_only",)),
