@@ -107,7 +107,7 @@ def main(wanted: list[str]) -> None:
         ways = {
             "plain": lambda: compared(work, dataset, "plain"),
             "file": lambda: compared(work, dataset, "file", launcher=by_file(work)),
-            "torchrun": lambda: compared(work, dataset, "torchrun", launcher=by_torchrun),
+            "elastic": lambda: compared(work, dataset, "elastic", launcher=by_torchrun),
             "rate": lambda: compared(work, dataset, "rate", rate="20mbit"),
             "latency": lambda: compared(work, dataset, "latency", delay=0.01),
             "cut": lambda: cut(work, dataset),
