@@ -105,7 +105,7 @@ def test_lost_is_what_the_others_wait_on_average():
 def test_the_step_after_a_reading_is_left_out(monkeypatch):
     clock = iter(range(100))
     monkeypatch.setattr("library.distributed.pace.time.perf_counter", lambda: float(next(clock)))
-    pace = Pace(torch.device("cpu"))
+    pace = Pace(torch.device("cpu"), processes=2)
     for _ in range(3):
         pace.ready()
         pace.together()
@@ -113,3 +113,8 @@ def test_the_step_after_a_reading_is_left_out(monkeypatch):
     pace.ready()
     pace.together()
     assert pace.read() == (0.0, 0.0)
+    alone = Pace(torch.device("cpu"), processes=1)
+    for _ in range(2):
+        alone.ready()
+        alone.together()
+    assert alone.read() == (0.0, 0.0)

@@ -1,5 +1,6 @@
 """What two machines do on a good, a slow, a far and a cut network; run by hand: python tests/two_machines.py [NAME]."""
 
+import json
 import logging
 import sys
 import tempfile
@@ -70,6 +71,9 @@ def compared(work: Path, dataset: Path, name: str, rate: str = "", delay: float 
     one, other = load_file(whole / "lora.safetensors"), load_file(folder / "lora.safetensors")
     same = one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
     told = [line.partition("  ")[2] for line in texts[0].splitlines() if " MB " in line or "machines" in line]
+    lines = [json.loads(line) for line in (folder / "lora.metrics.jsonl").read_text("utf-8").splitlines()]
+    speed = [line["speed/steps_per_second"] for line in lines if "speed/steps_per_second" in line][-1]
+    told.append(f"{speed:.2f} steps in a second")
     logger.info("%s: %.0f s, equal to the bit: %s, bytes sent %s\n  %s", name, time.monotonic() - began, same, sent,
                 "\n  ".join(told))  # fmt: skip
 
@@ -107,7 +111,7 @@ def main(wanted: list[str]) -> None:
         ways = {
             "plain": lambda: compared(work, dataset, "plain"),
             "file": lambda: compared(work, dataset, "file", launcher=by_file(work)),
-            "torchrun": lambda: compared(work, dataset, "torchrun", launcher=by_torchrun),
+            "elastic": lambda: compared(work, dataset, "elastic", launcher=by_torchrun),
             "rate": lambda: compared(work, dataset, "rate", rate="20mbit"),
             "latency": lambda: compared(work, dataset, "latency", delay=0.01),
             "cut": lambda: cut(work, dataset),

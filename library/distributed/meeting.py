@@ -42,8 +42,8 @@ def meet(args: RunConfig, world: World, problems: list[str]) -> PartialState:
         state = connected(args, world, None, [])
         _agreed(Board("roll call"), world, word, 60.0 * minutes)
         return state
-    words = _agreed(Board("roll call", store), world, word, 60.0 * minutes)
-    return connected(args, world, store, [word.host for word in words])
+    hosts = _agreed(Board("roll call", store), world, word, 60.0 * minutes)
+    return connected(args, world, store, hosts)
 
 
 def meeting_point(world: World, patience: timedelta) -> Any:
@@ -107,14 +107,17 @@ def group_kwargs(args: RunConfig, world: World) -> dict[str, Any]:
     return {"cpu": world.device == "cpu", **(group.to_kwargs() if group is not None else {})}
 
 
-def _agreed(board: Board, world: World, word: roll_call.Word, seconds: float) -> list[roll_call.Word]:
-    words = roll_call.call(board, world.rank, world.size, word, seconds)
+def _agreed(board: Board, world: World, word: roll_call.Word, seconds: float) -> list[str]:
+    """The machines by rank."""
     try:
-        roll_call.refuse(words, world.rank)
-    finally:
-        roll_call.leave(board, world.rank, world.size)
-    logger.info("%s", roll_call.layout(words))
-    return words
+        hosts = roll_call.call(board, world.rank, world.size, word, seconds)
+    except dist.DistError as error:  # whoever kept the store ended
+        failure = UserError("the place where the processes meet is gone: one of them ended, and says why there"
+                            f" ({str(error).splitlines()[0]})")  # fmt: skip
+        failure.is_told = bool(world.local_rank)
+        raise failure from error
+    logger.info("%s", roll_call.layout(hosts))
+    return hosts
 
 
 def _told(board: Board, world: World, hosts: list[str], backend: str) -> str:

@@ -29,18 +29,21 @@ class Pace:
     All processes leave an exchange at the same time; from there to its own gradients each works alone.
     """
 
-    def __init__(self, device: torch.device):
-        self._device = device
+    def __init__(self, device: torch.device, processes: int):
+        self._device, self._is_alone = device, processes == 1
         self._began: Moment | None = None
         self._ready: Moment | None = None
         self._steps: list[tuple[Moment, Moment, Moment]] = []
 
     def ready(self) -> None:
         """The gradients of this process are on their way."""
-        self._ready = self._now()
+        if not self._is_alone:
+            self._ready = self._now()
 
     def together(self) -> None:
         """All processes have finished the step."""
+        if self._is_alone:
+            return
         now = self._now()
         if self._began is not None and self._ready is not None:
             self._steps.append((self._began, self._ready, now))

@@ -77,31 +77,50 @@ def settings_that_must_agree(args: RunConfig) -> dict[str, Any]:
             for name, value in flat(args).items() if name not in OWN}  # fmt: skip
 
 
-def call(board: Board, rank: int, size: int, word: Word, seconds: float) -> list[Word]:
-    """The words of all processes; an error for the user when some do not come in this time."""
+def call(board: Board, rank: int, size: int, word: Word, seconds: float) -> list[str]:
+    """The machines of all processes, by rank.
+
+    An error for the user when some do not come in this time, cannot start, or are about to do something else.
+    """
     board.tell(f"word {rank}", json.dumps([word.host, dict(word.says), word.problems]))
+    board.add("come", 1)
+    _wait_for_all(board, rank, size, word, seconds)
+    if rank == 0:  # one reads them all, and everybody what came of it: with hundreds of processes that is much less
+        found = [json.loads(board.told(f"word {other}") or "") for other in range(size)]
+        words = [Word(host, says, tuple(problems)) for host, says, problems in found]
+        board.tell("outcome", json.dumps([[word.host for word in words], all_that_is_wrong(words)]))
+    while (outcome := board.told("outcome")) is None:
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+    hosts, problems = json.loads(outcome)
+    _leave(board, rank, size)
+    _stop(problems, rank)
+    return list(hosts)
+
+
+def _wait_for_all(board: Board, rank: int, size: int, word: Word, seconds: float) -> None:
     began, told_at = time.monotonic(), 0.0
-    while absent := [other for other in range(size) if board.told(f"word {other}") is None]:
+    while board.count("come") < size:
+        time.sleep(SECONDS_BETWEEN_LOOKS)
         waited = time.monotonic() - began
         if word.problems and waited > SECONDS_TO_READ:
             raise ConfigError(word.problems)
-        who = f"{len(absent)} of {size} processes have not come: {ranks_in_words(absent)}"
+        if waited - told_at < min(SECONDS_UNTIL_TOLD, seconds):
+            continue
+        told_at = waited
+        absent = [other for other in range(size) if board.told(f"word {other}") is None]
         is_first = rank == min(set(range(size)) - set(absent))
-        if waited > seconds:
+        who = f"{len(absent)} of {size} processes have not come: {ranks_in_words(absent)}"
+        if waited >= seconds:
             error = UserError(f"{who} within {seconds:.0f} s. Are all machines started, with another --machine_rank"
                               " each and the same --main_process_ip and --main_process_port? One that ended says"
                               " why")  # fmt: skip
             error.is_told = not is_first
             raise error
-        if waited - told_at > SECONDS_UNTIL_TOLD and is_first:
-            told_at = waited
+        if is_first:
             logger.log(logging.ERROR if rank else logging.WARNING, "waiting for %.0f s: %s", waited, who)
-        time.sleep(SECONDS_BETWEEN_LOOKS)
-    found = [json.loads(board.told(f"word {other}") or "") for other in range(size)]
-    return [Word(host, says, tuple(problems)) for host, says, problems in found]
 
 
-def leave(board: Board, rank: int, size: int) -> None:
+def _leave(board: Board, rank: int, size: int) -> None:
     """The first process may keep the store, so it stays until the others have read what they need."""
     gone, began = board.add("gone", 1), time.monotonic()
     while rank == 0 and gone < size and time.monotonic() - began < SECONDS_TO_READ:
@@ -110,8 +129,16 @@ def leave(board: Board, rank: int, size: int) -> None:
 
 
 def refuse(words: Sequence[Word], rank: int) -> None:
-    """Stop all processes, for the same reason told by one, when one cannot start or is not like the others."""
-    problems = [*_those_that_cannot(words), *disagreements(words)]
+    """Stop all processes, for the same reason told by one, when they are not alike."""
+    _stop(all_that_is_wrong(words), rank)
+
+
+def all_that_is_wrong(words: Sequence[Word]) -> list[str]:
+    """Why some cannot start, and in what some differ."""
+    return [*_those_that_cannot(words), *disagreements(words)]
+
+
+def _stop(problems: list[str], rank: int) -> None:
     if problems:
         error = ConfigError(problems)
         error.is_told = rank != 0
@@ -145,9 +172,8 @@ def most_common(values: Sequence[str]) -> str:
     return max(counts, key=lambda value: (counts[value], value == values[0]))
 
 
-def layout(words: Sequence[Word]) -> str:
+def layout(hosts: Sequence[str]) -> str:
     """Which processes are where."""
-    hosts = [word.host for word in words]
     names = list(dict.fromkeys(hosts))
     parts = [ranks_in_words([rank for rank, host in enumerate(hosts) if host == name]) + f" on {name}"
              for name in names[:SHOWN_RANKS]]  # fmt: skip

@@ -54,7 +54,7 @@ class DataParallel(Company):
         self.frozen_home = self.device
         """Where the frozen part of what is trained is loaded to, before it is wrapped."""
         self._asked: deque[LateWord] = deque()
-        self.pace = Pace(self.device)
+        self.pace = Pace(self.device, self.size)
 
     @property
     def scales_gradients(self) -> bool:
