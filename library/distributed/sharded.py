@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -61,9 +61,9 @@ class Sharded(DataParallel):
 
     def spread(self, part: nn.Module) -> None:
         """Spread the frozen weights of a model that is called as a whole, block by block, from host memory."""
-        learnt = {parameter for parameter in part.parameters() if parameter.requires_grad}
+        learnt = {name: parameter for name, parameter in part.named_parameters() if parameter.requires_grad}
         policy = CPUOffloadPolicy(pin_memory=self.pins_memory) if self.sharding.offloads else OffloadPolicy()
-        settings: dict[str, Any] = {"mesh": self.mesh, "ignored_params": learnt, "offload_policy": policy}
+        settings: dict[str, Any] = {"mesh": self.mesh, "ignored_params": set(learnt.values()), "offload_policy": policy}
         for block in blocks_of(part, self.sharding.blocks):
             with _same_names(block):
                 fully_shard(block, reshard_after_forward=self.sharding.reshards, **settings)
@@ -99,15 +99,17 @@ def blocks_of(model: nn.Module, names: Sequence[str] = ()) -> list[nn.Module]:
                        "launcher's fsdp_transformer_layer_cls_to_wrap"])  # fmt: skip
 
 
-def check_spread(model: nn.Module, learnt: set[nn.Parameter], mesh: DeviceMesh) -> None:
-    """That every frozen weight is spread over all processes, and nothing that learns is."""
+def check_spread(model: nn.Module, learnt: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> None:
+    """That every frozen weight is spread over all processes as asked, and what learns is still itself."""
     wanted = (Shard(0),) if mesh.ndim == 1 else (Replicate(), Shard(0))
     for name, parameter in model.named_parameters():
-        is_spread = isinstance(parameter.data, DTensor)
-        if is_spread == (parameter in learnt):
-            raise AssertionError(f"FSDP: {name} is {'' if is_spread else 'not '}spread over processes")
-        if is_spread and (parameter.data.device_mesh, parameter.data.placements) != (mesh, wanted):  # type: ignore[attr-defined]
-            raise AssertionError(f"FSDP: {name} is spread in another way than asked: {parameter.data}")
+        if name in learnt:
+            is_right = parameter is learnt[name]
+        else:
+            is_right = isinstance(parameter, DTensor) and parameter.device_mesh == mesh
+            is_right = is_right and parameter.placements == wanted  # type: ignore[attr-defined]
+        if not is_right:
+            raise AssertionError(f"FSDP: {name} is not spread as asked, but a {type(parameter).__name__}")
 
 
 def parameter_bytes(model: nn.Module) -> tuple[int, int]:
