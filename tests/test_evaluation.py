@@ -21,7 +21,7 @@ __all__ = ["task"]  # a fixture
 class Alone:
     """The strategy of one process."""
 
-    rank, size, device, is_main = 0, 1, torch.device("cpu"), True
+    rank, size, device, is_main, computes_together = 0, 1, torch.device("cpu"), True, False
     accelerator = SimpleNamespace(autocast=nullcontext)
 
     def unwrapped(self, model):

@@ -6,16 +6,19 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from one_result import dataset
-from ranks import on_ranks
+from ranks import free_port, on_ranks
 from safetensors.torch import load_file
 from test_resume import cut
 from test_run import difference, pictures, train
 
 from library.config import load_options
+from library.data.prompts import Prompt
+from library.training.preview import Preview
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPTS = """\
@@ -123,9 +126,11 @@ def held(parts: int, *flags: str) -> tuple[int, int, int]:
     return whole, here, sum(each.untyped_storage().nbytes() for each in learnt)
 
 
-@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize("parts", [1, 2, 4])
 def test_each_process_holds_its_part_of_the_frozen_model_and_all_that_learns(parts):
-    found = on_ranks(parts, held, parts)
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+             "MASTER_PORT": str(free_port())}  # fmt: skip
+    found = on_ranks(parts, held, parts, environment=alone if parts == 1 else None)
     whole, _, learnt = found[0]
 
     assert {(every, same) for every, _, same in found} == {(whole, learnt)} and learnt > 0
@@ -150,3 +155,47 @@ def test_accelerate_launch_with_fsdp_spreads_the_model(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "FSDP: 1 x 2 processes" in done.stderr + done.stdout and "in host memory" in done.stderr + done.stdout
     assert (tmp_path / "out" / "lora.safetensors").exists()
+
+
+# when something goes wrong on one process
+
+
+def scaled_step_after(infinite_on: int) -> tuple[float, float]:
+    """A step with scaled losses, when one process's gradient is infinite: what became of weight and scale."""
+    from library.distributed.accelerator import prepare_accelerator
+    from library.distributed.flat import FlatGradients
+
+    accelerator = prepare_accelerator(load_options([]).config)
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.25), torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(model(torch.ones(1, 1)).sum()).backward()
+    if accelerator.process_index == infinite_on:
+        model.weight.grad.fill_(float("inf"))
+    FlatGradients(model).become_the_mean(2)
+    scaler.step(optimizer)
+    scaler.update()
+    found = float(model.weight), scaler.get_scale()
+    accelerator.end_training()
+    return found
+
+
+@pytest.mark.parametrize(("infinite_on", "expected"), [(1, (1.0, 2.0)), (-1, (0.75, 4.0))])
+def test_an_infinite_gradient_on_one_process_leaves_the_step_out_on_all(infinite_on, expected):
+    assert on_ranks(2, scaled_step_after, infinite_on) == [expected, expected]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_preview_without_memory_ends_the_run_only_where_others_would_wait_for_it(together, tmp_path, monkeypatch):
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    run = SimpleNamespace(strategy=SimpleNamespace(size=2, rank=0, computes_together=together))
+    preview = Preview(load_options([]).config.preview, [Prompt("a")], tmp_path, "lora")
+    monkeypatch.setattr(preview, "_picture", fail)
+
+    if together:
+        with pytest.raises(torch.OutOfMemoryError):
+            preview._draw_all(run)
+    else:
+        assert preview._draw_all(run) == []
