@@ -1,5 +1,6 @@
-"""The same training however it is spread, and how far the adapters are apart; ``PYTHONPATH=. python tests/one_result.py`` tells all.
+"""The same training however it is spread, and how far the adapters are apart.
 
+``PYTHONPATH=. python tests/one_result.py`` prints the whole table.
 Plain gradient descent: Adam divides by the gradient's size and would hide a wrong scale.
 """
 
