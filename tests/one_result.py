@@ -1,11 +1,12 @@
-"""The same training however it is spread, and how far the adapters are apart; ``python tests/one_result.py`` tells all.
+"""The same training however it is spread, and how far the adapters are apart.
 
+``PYTHONPATH=. python tests/one_result.py`` prints the whole table.
 Plain gradient descent: Adam divides by the gradient's size and would hide a wrong scale.
 """
 
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,20 +75,22 @@ def trained(name: str, model: str, data: Path, folder: Path, *flags: str) -> dic
     return load_file(files[0])
 
 
-def table(model: str, precision: str, *flags: str) -> dict[str, float]:
+def table(model: str, precision: str, *flags: str) -> Iterator[tuple[str, float]]:
     """How far each way is from the reference."""
     with tempfile.TemporaryDirectory() as folder:
         data = dataset(Path(folder))
-        found = {name: trained(name, model, data, Path(folder), "--mixed_precision", precision, *flags)
-                 for name in WAYS}  # fmt: skip
-    return {name: difference(found[REFERENCE], adapter) for name, adapter in found.items()}
+        more = ("--mixed_precision", precision, *flags)
+        one = trained(REFERENCE, model, data, Path(folder), *more)
+        for name in WAYS:
+            if name != REFERENCE:
+                yield name, difference(one, trained(name, model, data, Path(folder), *more))
 
 
 if __name__ == "__main__":
-    for model in sys.argv[1:] or MODELS:
-        for precision in BOUNDS:
+    for precision in BOUNDS:
+        for model in sys.argv[1:] or MODELS:
             for flags in ((), ("--gradient_checkpointing",)):
-                for name, apart in table(model, precision, *flags).items():
+                for name, apart in table(model, precision, *flags):
                     row = (model, precision, "twice" if flags else "once", name, f"{apart:.1e}")
                     sys.stdout.write(f"| {' | '.join(row)} |\n")
                     sys.stdout.flush()

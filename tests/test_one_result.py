@@ -1,4 +1,4 @@
-"""Four pictures a step train one adapter, whichever strategy does it; all ways: ``python tests/one_result.py``."""
+"""Four pictures a step train one adapter, whichever strategy does it; ``one_result.py`` prints a table of all."""
 
 import pytest
 from one_result import BOUNDS, REFERENCE, dataset, trained

@@ -69,25 +69,34 @@ class Asked:
 
 def asked_for(args: RunConfig, world: World) -> Asked:
     """Whether this run shards, how, and what speaks against it.  Pure."""
-    ours, launcher = args.sharding, "FSDP" in world.engines
+    wanted, launched = args.sharding.fsdp, "FSDP" in world.engines
     if args.train.replay is not None and not world.joins_group:
         return Asked()  # one process looks at what went wrong on one of several
-    if ours.fsdp is False and launcher:
+    if wanted is False and launched:
         return Asked(problems=("--no-fsdp: the launcher asks for FSDP; take it out of one of the two",))
-    engines = {"FSDP_": launcher, "PARALLELISM_CONFIG_": "a parallelism config" in world.engines}
-    said = {name: value for name, value in world.said.items()
-            if any(is_on and name.startswith(start) for start, is_on in engines.items())}  # fmt: skip
-    if not (ours.fsdp or launcher):
-        idle = [f"--{name}" for name in OURS if getattr(ours, name) is not None]
-        idle += [
-            f"the launcher's {spoken(name)}" for name, size in said.items() if name.endswith("_SIZE") and size != "1"
-        ]
-        return Asked(problems=tuple(f"{name}: nothing is spread over processes; add --fsdp" for name in idle))
+    said = _said(world)
+    if not (wanted or launched):
+        return Asked(problems=tuple(_idle(args, said)))
     problems = [*_refused(said), *_contradictions(args, said), *_others(args, world, said)]
     sharding = _sharding(args, world, said)
     if not problems:
         problems += _sizes(sharding, args, world)
     return Asked(None if problems else sharding, tuple(problems), tuple(_remarks(said)))
+
+
+def _said(world: World) -> dict[str, str]:
+    """What the launcher says for an engine that it asks for; other variables are left over from somewhere."""
+    starts = {"FSDP": "FSDP_", "a parallelism config": "PARALLELISM_CONFIG_"}
+    asked = tuple(start for engine, start in starts.items() if engine in world.engines)
+    return {name: value for name, value in world.said.items() if name.startswith(asked)}
+
+
+def _idle(args: RunConfig, said: Mapping[str, str]) -> Iterator[str]:
+    """What is said about parts of a model that nobody wants in parts."""
+    names = [f"--{name}" for name in OURS if getattr(args.sharding, name) is not None]
+    sizes = [name for name, size in said.items() if name.endswith("_SIZE") and size != "1"]
+    for name in (*names, *(f"the launcher's {spoken(size)}" for size in sizes)):
+        yield f"{name}: nothing is spread over processes; add --fsdp"
 
 
 def _sharding(args: RunConfig, world: World, said: Mapping[str, str]) -> Sharding:
