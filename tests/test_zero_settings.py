@@ -56,7 +56,7 @@ def test_what_is_said_in_one_place_or_alike_in_several_holds(flags, world, expec
 
 def test_the_users_own_file_is_filled_and_handed_on(file):
     world = file(
-        train_batch_size="auto", train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=2,
+        train_batch_size=16, train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=2,
         gradient_clipping="auto", steps_per_print=50, bf16={"enabled": True}, fp16={"enabled": False},
         zero_optimization={"stage": 3, "offload_param": {"device": "cpu", "buffer_count": 7},
                            "stage3_prefetch_bucket_size": "auto", "stage3_max_live_parameters": 5},
@@ -72,8 +72,9 @@ def test_the_users_own_file_is_filled_and_handed_on(file):
     assert handed["steps_per_print"] == 50 and handed["gradient_accumulation_steps"] == 1
     assert not {"bf16", "fp16", "train_batch_size"} & handed.keys()
     assert settings.other_batches([4], 2, 2) == []
-    (problem,) = settings.other_batches([4, 8], 2, 2)
-    assert "train_micro_batch_size_per_gpu is 4, and it comes to 4 and 8" in problem
+    micro, whole = settings.other_batches([4, 8], 2, 2)
+    assert "train_micro_batch_size_per_gpu is 4, and it comes to 4 and 8" in micro
+    assert "train_batch_size is 16, and it comes to 16 and 32" in whole
 
 
 @pytest.mark.parametrize(
@@ -118,9 +119,10 @@ def test_what_does_not_go_together_is_told_before_joining(flags, world, expected
         ((), {"gradient_clipping": 0.1}, "gradient_clipping is 0.1, and --max_grad_norm is 1.0"),
         (("--deepspeed", "--zero_stage", "1"), {"zero_optimization": {"stage": 3}},
          "zero_optimization.stage says 3; say it once"),
+        ((), {"zero_optimization": {"offload_optimizer": {"device": "auto"}}}, "zero_optimization.stage is missing"),
         ((), {"zero_optimization": []}, "is no configuration of DeepSpeed's"),
     ],
 )  # fmt: skip
 def test_a_file_that_says_something_else_than_the_options_is_named(flags, content, expected, file):
-    (problem,) = zero_settings(config(*flags), file(**content))[1]
+    (problem,) = zero_settings(config(*flags), file(**{"zero_optimization": {"stage": 1}, **content}))[1]
     assert expected in problem

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from ..data.batch import PixelBatch
 from ..errors import ConfigError, UserError
 from .anatomy import Anatomy
 from .backend import group_backend
+from .engines import tell_device
 from .strategy import DataParallel, LossFunction
 from .zero_optimizer import ZeroOptimizer
 from .zero_settings import ZeroSettings
@@ -33,6 +35,7 @@ class Zero(DataParallel):
 
     def __init__(self, accelerator: Accelerator, settings: ZeroSettings):
         super().__init__(accelerator)
+        _refuse_unknown(_deepspeed(self.device), settings)
         self._engine: Any = None
         self.computes_together = settings.stage == 3
         if settings.stage == 3:
@@ -48,6 +51,8 @@ class Zero(DataParallel):
         anatomy: Anatomy | None = None,
     ) -> tuple[nn.Module, Any]:  # fmt: skip
         deepspeed = _deepspeed(self.device)
+        # Of names that newer versions of torch have others for.
+        warnings.filterwarnings("ignore", message=".torch.distributed.* is deprecated", category=FutureWarning)
         groups = [dict(group) for group in optimizer.param_groups]
         learning = [parameter for group in groups for parameter in group["params"]]
         config = self.settings.handed_over(pins_memory=self.pins_memory)
@@ -157,9 +162,21 @@ def _find_odd_readers(model: nn.Module) -> None:
         part.register_forward_hook(lambda part, *_: look(part, False), always_call=True)
 
 
+def _refuse_unknown(deepspeed: Any, settings: ZeroSettings) -> None:
+    """What DeepSpeed itself does not take, before anything is loaded."""
+    try:
+        deepspeed.runtime.zero.config.DeepSpeedZeroConfig(
+            **settings.handed_over(pins_memory=False)["zero_optimization"]
+        )
+    except ValueError as error:
+        faults: Any = getattr(error, "errors", list)()
+        raise ConfigError([f"DeepSpeed's file: zero_optimization.{'.'.join(map(str, fault['loc']))}: {fault['msg']}"
+                           for fault in faults] or [f"DeepSpeed: {error}"]) from None  # fmt: skip
+
+
 def _deepspeed(device: torch.device) -> Any:
     """The package, told where to compute, and kept from compiling what nobody here needs."""
-    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    tell_device(device)
     import deepspeed
     from deepspeed.ops import __compatible_ops__
 

@@ -164,9 +164,9 @@ def _launched(name: str, launcher: Mapping[str, str]) -> Any:
 
 
 def _inside(table: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
-    for key in keys[:-1]:
-        table = table.get(key) or {}
-    value = table.get(keys[-1])
+    value: Any = table
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
     return None if value == "auto" else value
 
 
@@ -176,7 +176,7 @@ def _device(name: str | None) -> str | None:
 
 def _passed_on(content: Mapping[str, Any]) -> dict[str, Any]:
     """The file without what is ours to say, and without what was left to be filled in."""
-    kept = {name: value for name, value in content.items() if name not in OURS and name not in PRECISIONS}
+    kept = {name: value for name, value in content.items() if name not in (*OURS, *PRECISIONS, *BATCHES)}
     return {name: _filled(value) for name, value in kept.items() if value != "auto"}
 
 
@@ -187,13 +187,15 @@ def _filled(value: Any) -> Any:
 
 
 def _of_file(content: Mapping[str, Any], place: str, config: RunConfig, world: World) -> Iterator[str]:
+    if content and _inside(content, ("zero_optimization", "stage")) is None:
+        yield f"{place}: zero_optimization.stage is missing; write 1, 2 or 3"
     for name, way_out in OURS.items():
         if name in content:
             yield f"{place}: {name}: is not DeepSpeed's to say here; take it out and {way_out}"
     asked = config.distributed.mixed_precision or world.precision or "no"
     for name, means in PRECISIONS.items():
-        part = content.get(name) or {}
-        if part.get("enabled") is True:
+        part = content.get(name)
+        if isinstance(part, dict) and part.get("enabled") is True:
             means = means or {"float16": "fp16"}.get(part.get("dtype", ""), "bf16")
             if means != asked:
                 yield f"{place}: {name} says {means}, and mixed_precision is {asked}; say the same, or take it out"
