@@ -5,11 +5,15 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
+from ranks import on_ranks
+from test_run import train
 
 from library.config import load_options
 from library.distributed.refusals import before_joining
 from library.distributed.world import World
 from library.distributed.zero_settings import ZeroSettings, zero_settings
+from library.errors import ConfigError
+from library.optim.elementwise import refuse_whole_tensors
 
 TWO = World(size=2, local_size=2, local_rank=0, precision="no")
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
@@ -120,9 +124,34 @@ def test_what_does_not_go_together_is_told_before_joining(flags, world, expected
         (("--deepspeed", "--zero_stage", "1"), {"zero_optimization": {"stage": 3}},
          "zero_optimization.stage says 3; say it once"),
         ((), {"zero_optimization": {"offload_optimizer": {"device": "auto"}}}, "zero_optimization.stage is missing"),
+        ((), {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+         "offload_optimizer.ratio: not yet"),
         ((), {"zero_optimization": []}, "is no configuration of DeepSpeed's"),
     ],
 )  # fmt: skip
 def test_a_file_that_says_something_else_than_the_options_is_named(flags, content, expected, file):
     (problem,) = zero_settings(config(*flags), file(**{"zero_optimization": {"stage": 1}, **content}))[1]
     assert expected in problem
+
+
+@pytest.mark.parametrize("name", ["", "AdamW", "SGDNesterov", "lion", "RMSprop"])
+def test_optimizers_that_treat_each_number_for_itself_may_be_divided(name):
+    refuse_whole_tensors(config("--optimizer_type", name).optim, "DeepSpeed", "or --fsdp")
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Prodigy", "CAME", "AdamW8bit", "Muon", "AdamWScheduleFree"])
+def test_optimizers_that_look_at_more_are_refused_with_what_works(name):
+    with pytest.raises(ConfigError, match=f"--optimizer_type {name}: looks at tensors as a whole.* or --fsdp"):
+        refuse_whole_tensors(config("--optimizer_type", name).optim, "DeepSpeed", "or --fsdp")
+
+
+def test_a_run_stops_over_such_an_optimizer_and_over_words_that_deepspeed_does_not_know(tmp_path, file):
+    (tmp_path / "data.toml").write_text(f"[[datasets]]\n[[datasets.subsets]]\nimage_dir = '{tmp_path}'\n")
+    flags = ("--dataset_config", str(tmp_path / "data.toml"), "--output_dir", str(tmp_path / "out"))
+    with pytest.raises(AssertionError, match="DeepSpeed gives each process pieces of them; take AdamW"):
+        on_ranks(1, train, *flags, "--deepspeed", "--optimizer_type", "Adafactor")
+
+    world = file(zero_optimization={"stage": 3, "stage3_max_live_parameter": 5})
+    environment = {"ACCELERATE_USE_DEEPSPEED": "true", **world.said}
+    with pytest.raises(AssertionError, match=r"zero_optimization\.stage3_max_live_parameter: Extra inputs"):
+        on_ranks(1, train, *flags, environment=environment)

@@ -101,14 +101,18 @@ class Zero(DataParallel):
     def _refuse_another(self, learning: Sequence[nn.Parameter]) -> None:
         """What DeepSpeed came up with is what was asked for."""
         engine, wanted = self._engine, self.settings
-        offload = engine.zero_offload_optimizer()
-        came: dict[str, Any] = {"stage": int(engine.zero_optimization_stage()), "processes": engine.dp_world_size,
-                "optimizer on": str(getattr(offload, "device", None) or "none").rpartition(".")[2],
-                "learning": sum(item.numel() for item in self.optimizer.parameters)}  # fmt: skip
-        asked: dict[str, Any] = {"stage": wanted.stage, "processes": self.size,
-                                 "optimizer on": wanted.optimizer_device or "none",
-                                 "learning": sum(item.numel() for item in learning)}  # fmt: skip
-        different = [f"{name} {asked[name]}, and it is {came[name]}" for name in asked if asked[name] != came[name]]
+        asked_and_came: dict[str, tuple[Any, Any]] = {
+            "stage": (wanted.stage, int(engine.zero_optimization_stage())),
+            "processes": (self.size, engine.dp_world_size),
+            "home of the optimizer": (wanted.optimizer_device, _place(engine.zero_offload_optimizer())),
+            "home of the model": (wanted.param_device, _place(engine.zero_offload_param())),
+            "numbers that learn": (sum(item.numel() for item in learning),
+                                   sum(item.numel() for item in self.optimizer.parameters)),
+            "divided model": (wanted.stage == 3, all(hasattr(item, "ds_id") for item in engine.module.parameters())),
+        }  # fmt: skip
+        different = [
+            f"{what} {asked}, and it is {came}" for what, (asked, came) in asked_and_came.items() if asked != came
+        ]
         if different:
             raise UserError(f"DeepSpeed is not as it was asked to be: {'; '.join(different)}")
 
@@ -144,6 +148,12 @@ class Zero(DataParallel):
         super().leave()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _place(offload: Any) -> str | None:
+    """Where DeepSpeed says that it keeps something, if not on the device."""
+    name = "none" if offload is None else str(getattr(offload.device, "value", offload.device))
+    return None if name == "none" else name
 
 
 def _find_odd_readers(model: nn.Module) -> None:

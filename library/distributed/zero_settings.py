@@ -45,6 +45,14 @@ OURS = {
 """Parts of the file that would take over what this program does itself."""
 
 
+ELSEWHERE: Mapping[tuple[str, ...], tuple[Any, ...]] = {
+    ("offload_optimizer", "ratio"): (None, 1, 1.0),
+    ("offload_optimizer", "super_offload"): (None, False),
+    ("zenflow",): (None,),
+}
+"""What puts a part of the optimizer where its memory is not looked for, and the values that do not."""
+
+
 @dataclass(frozen=True)
 class ZeroSettings:
     """DeepSpeed as it was asked for."""
@@ -192,6 +200,9 @@ def _of_file(content: Mapping[str, Any], place: str, config: RunConfig, world: W
     for name, way_out in OURS.items():
         if name in content:
             yield f"{place}: {name}: is not DeepSpeed's to say here; take it out and {way_out}"
+    for keys, usual in ELSEWHERE.items():
+        if _inside(content, ("zero_optimization", *keys)) not in usual:
+            yield f"{place}: zero_optimization.{'.'.join(keys)}: not yet: an optimizer in several places; take it out"
     asked = config.distributed.mixed_precision or world.precision or "no"
     for name, means in PRECISIONS.items():
         part = content.get(name)
