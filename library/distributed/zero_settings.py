@@ -37,8 +37,8 @@ OURS = {
     "curriculum_learning": "the dataset file says what is trained on, and when",
     "elasticity": "the global batch is what the options say",
     "compression_training": "adapters are written whole",
-    "tensor_parallel": "not yet: tensors that are divided; take stage 3",
-    "sequence_parallel_size": "not yet: sequences that are divided; take stage 3",
+    "tensor_parallel": "take stage 3, or --tp_size without DeepSpeed",
+    "sequence_parallel_size": "take stage 3, or --tp_size without DeepSpeed",
     "hybrid_engine": "previews are drawn by the model as it is trained",
     "communication_data_type": "gradients travel as they are",
 }
@@ -244,8 +244,9 @@ def _impossible(settings: ZeroSettings, config: RunConfig, world: World) -> Iter
             yield f"--offload_{name}_nvme_path: nothing is kept in files; take it out"
     if (config.distributed.mixed_precision or world.precision) == "fp16" and world.device != "cpu":
         yield "--mixed_precision fp16: not yet: with DeepSpeed; take bf16 or no"
-    if config.parallel.pp_size > 1:
-        yield f"--pp_size {config.parallel.pp_size}: together with DeepSpeed it is not there; take one of the two"
+    for name, size in (("pp_size", config.parallel.pp_size), ("tp_size", config.parallel.tp_size)):
+        if size > 1:
+            yield f"--{name} {size}: together with DeepSpeed it is not there; take one of the two"
     if config.sharding.fsdp:
         yield "--fsdp: DeepSpeed is asked for, too; take one of the two"
     if config.distributed.full_bf16:
@@ -261,6 +262,3 @@ def _compiled(settings: ZeroSettings, config: RunConfig, world: World) -> Iterat
     compiles = own.torch_compile if own.torch_compile is not None else (world.dynamo or "no").lower() != "no"
     if compiles and settings.stage == 3:
         yield "--torch_compile: zero_stage 3 fetches and drops weights inside of blocks; take stage 1 or 2, or leave it"
-    elif compiles and not (own.torch_compile and own.dynamo_use_regional_compilation):
-        yield ("--torch_compile: with DeepSpeed only the blocks can be compiled: set --torch_compile and"
-               " --dynamo_use_regional_compilation")  # fmt: skip
