@@ -5,11 +5,15 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
+from ranks import on_ranks
+from test_run import train
 
 from library.config import load_options
 from library.distributed.refusals import before_joining
 from library.distributed.world import World
 from library.distributed.zero_settings import ZeroSettings, zero_settings
+from library.errors import ConfigError
+from library.optim.elementwise import refuse_whole_tensors
 
 TWO = World(size=2, local_size=2, local_rank=0, precision="no")
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
@@ -56,7 +60,7 @@ def test_what_is_said_in_one_place_or_alike_in_several_holds(flags, world, expec
 
 def test_the_users_own_file_is_filled_and_handed_on(file):
     world = file(
-        train_batch_size="auto", train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=2,
+        train_batch_size=16, train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=2,
         gradient_clipping="auto", steps_per_print=50, bf16={"enabled": True}, fp16={"enabled": False},
         zero_optimization={"stage": 3, "offload_param": {"device": "cpu", "buffer_count": 7},
                            "stage3_prefetch_bucket_size": "auto", "stage3_max_live_parameters": 5},
@@ -72,8 +76,9 @@ def test_the_users_own_file_is_filled_and_handed_on(file):
     assert handed["steps_per_print"] == 50 and handed["gradient_accumulation_steps"] == 1
     assert not {"bf16", "fp16", "train_batch_size"} & handed.keys()
     assert settings.other_batches([4], 2, 2) == []
-    (problem,) = settings.other_batches([4, 8], 2, 2)
-    assert "train_micro_batch_size_per_gpu is 4, and it comes to 4 and 8" in problem
+    micro, whole = settings.other_batches([4, 8], 2, 2)
+    assert "train_micro_batch_size_per_gpu is 4, and it comes to 4 and 8" in micro
+    assert "train_batch_size is 16, and it comes to 16 and 32" in whole
 
 
 @pytest.mark.parametrize(
@@ -90,10 +95,10 @@ def test_the_users_own_file_is_filled_and_handed_on(file):
         (("--deepspeed", "--full_bf16", "--mixed_precision", "bf16"), TWO, "DeepSpeed keeps adapters in fp32"),
         (("--deepspeed", "--on_oom", "ladder"), TWO, "--on_oom ladder: DeepSpeed exchanges in every backward"),
         (("--deepspeed", "--fsdp"), TWO, "--fsdp: DeepSpeed is asked for, too"),
-        (("--deepspeed", "--zero_stage", "3", "--torch_compile", "--dynamo_use_regional_compilation"), TWO,
+        (("--deepspeed", "--zero_stage", "3", "--torch_compile"), TWO,
          "--torch_compile: zero_stage 3 fetches"),
-        (("--deepspeed", "--torch_compile"), TWO, "only the blocks can be compiled"),
-        (("--deepspeed",), replace(TWO, dynamo="INDUCTOR"), "only the blocks can be compiled"),
+        (("--deepspeed", "--zero_stage", "3"), replace(TWO, dynamo="INDUCTOR"), "zero_stage 3 fetches and drops"),
+        (("--deepspeed", "--tp_size", "2"), TWO, "--tp_size 2: together with DeepSpeed it is not there"),
         (("--deepspeed",), replace(TWO, device="cuda", precision="fp16"), "--mixed_precision fp16: not yet"),
         (("--deepspeed", "--zero_stage", "2"), launched(ZERO_STAGE="3"),
          "--zero_stage says 2; accelerate's zero_stage says 3; say it once"),
@@ -118,9 +123,35 @@ def test_what_does_not_go_together_is_told_before_joining(flags, world, expected
         ((), {"gradient_clipping": 0.1}, "gradient_clipping is 0.1, and --max_grad_norm is 1.0"),
         (("--deepspeed", "--zero_stage", "1"), {"zero_optimization": {"stage": 3}},
          "zero_optimization.stage says 3; say it once"),
+        ((), {"zero_optimization": {"offload_optimizer": {"device": "auto"}}}, "zero_optimization.stage is missing"),
+        ((), {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+         "offload_optimizer.ratio: not yet"),
         ((), {"zero_optimization": []}, "is no configuration of DeepSpeed's"),
     ],
 )  # fmt: skip
 def test_a_file_that_says_something_else_than_the_options_is_named(flags, content, expected, file):
-    (problem,) = zero_settings(config(*flags), file(**content))[1]
+    (problem,) = zero_settings(config(*flags), file(**{"zero_optimization": {"stage": 1}, **content}))[1]
     assert expected in problem
+
+
+@pytest.mark.parametrize("name", ["", "AdamW", "SGDNesterov", "lion", "RMSprop"])
+def test_optimizers_that_treat_each_number_for_itself_may_be_divided(name):
+    refuse_whole_tensors(config("--optimizer_type", name).optim, "DeepSpeed", "or --fsdp")
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Prodigy", "CAME", "AdamW8bit", "Muon", "AdamWScheduleFree"])
+def test_optimizers_that_look_at_more_are_refused_with_what_works(name):
+    with pytest.raises(ConfigError, match=f"--optimizer_type {name}: looks at tensors as a whole.* or --fsdp"):
+        refuse_whole_tensors(config("--optimizer_type", name).optim, "DeepSpeed", "or --fsdp")
+
+
+def test_a_run_stops_over_such_an_optimizer_and_over_words_that_deepspeed_does_not_know(tmp_path, file):
+    (tmp_path / "data.toml").write_text(f"[[datasets]]\n[[datasets.subsets]]\nimage_dir = '{tmp_path}'\n")
+    flags = ("--dataset_config", str(tmp_path / "data.toml"), "--output_dir", str(tmp_path / "out"))
+    with pytest.raises(AssertionError, match="DeepSpeed gives each process pieces of them; take AdamW"):
+        on_ranks(1, train, *flags, "--deepspeed", "--optimizer_type", "Adafactor")
+
+    world = file(zero_optimization={"stage": 3, "stage3_max_live_parameter": 5})
+    environment = {"ACCELERATE_USE_DEEPSPEED": "true", **world.said}
+    with pytest.raises(AssertionError, match=r"zero_optimization\.stage3_max_live_parameter: Extra inputs"):
+        on_ranks(1, train, *flags, environment=environment)

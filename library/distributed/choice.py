@@ -4,7 +4,7 @@ import logging
 
 from ..config import RunConfig
 from .accelerator import prepare_accelerator
-from .engines import hide_from_libraries
+from .engines import hide_from_libraries, tell_device
 from .layout import layout_of
 from .sharding import asked_for
 from .strategy import DataParallel
@@ -21,6 +21,7 @@ def strategy_of(args: RunConfig) -> DataParallel:
     zero, _ = zero_settings(args, world)  # its problems are told before the others are joined
     accelerator = prepare_accelerator(args)
     hide_from_libraries()
+    tell_device(accelerator.device)
     layout = layout_of(args, world)
     if layout.stages > 1:
         from .pipelined import Pipelined

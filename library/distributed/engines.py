@@ -8,6 +8,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 from .world import ENGINES
 
 
@@ -24,3 +26,9 @@ def hidden_from_accelerate() -> Iterator[None]:
 def hide_from_libraries() -> None:
     """Have nobody else act on it later: transformers would load weights on one process and none on the others."""
     os.environ.pop("ACCELERATE_USE_FSDP", None)
+
+
+def tell_device(device: torch.device) -> None:
+    """Keep DeepSpeed, which accelerate imports wherever it is installed, from looking for one itself and saying so."""
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", device.type)

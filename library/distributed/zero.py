@@ -2,6 +2,7 @@
 
 import logging
 import os
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from ..data.batch import PixelBatch
 from ..errors import ConfigError, UserError
 from .anatomy import Anatomy
 from .backend import group_backend
+from .engines import tell_device
 from .strategy import DataParallel, LossFunction
 from .zero_optimizer import ZeroOptimizer
 from .zero_settings import ZeroSettings
@@ -33,6 +35,7 @@ class Zero(DataParallel):
 
     def __init__(self, accelerator: Accelerator, settings: ZeroSettings):
         super().__init__(accelerator)
+        _refuse_unknown(_deepspeed(self.device), settings)
         self._engine: Any = None
         self.computes_together = settings.stage == 3
         if settings.stage == 3:
@@ -48,6 +51,8 @@ class Zero(DataParallel):
         anatomy: Anatomy | None = None,
     ) -> tuple[nn.Module, Any]:  # fmt: skip
         deepspeed = _deepspeed(self.device)
+        # Of names that newer versions of torch have others for.
+        warnings.filterwarnings("ignore", message=".torch.distributed.* is deprecated", category=FutureWarning)
         groups = [dict(group) for group in optimizer.param_groups]
         learning = [parameter for group in groups for parameter in group["params"]]
         config = self.settings.handed_over(pins_memory=self.pins_memory)
@@ -96,14 +101,18 @@ class Zero(DataParallel):
     def _refuse_another(self, learning: Sequence[nn.Parameter]) -> None:
         """What DeepSpeed came up with is what was asked for."""
         engine, wanted = self._engine, self.settings
-        offload = engine.zero_offload_optimizer()
-        came: dict[str, Any] = {"stage": int(engine.zero_optimization_stage()), "processes": engine.dp_world_size,
-                "optimizer on": str(getattr(offload, "device", None) or "none").rpartition(".")[2],
-                "learning": sum(item.numel() for item in self.optimizer.parameters)}  # fmt: skip
-        asked: dict[str, Any] = {"stage": wanted.stage, "processes": self.size,
-                                 "optimizer on": wanted.optimizer_device or "none",
-                                 "learning": sum(item.numel() for item in learning)}  # fmt: skip
-        different = [f"{name} {asked[name]}, and it is {came[name]}" for name in asked if asked[name] != came[name]]
+        asked_and_came: dict[str, tuple[Any, Any]] = {
+            "stage": (wanted.stage, int(engine.zero_optimization_stage())),
+            "processes": (self.size, engine.dp_world_size),
+            "home of the optimizer": (wanted.optimizer_device, _place(engine.zero_offload_optimizer())),
+            "home of the model": (wanted.param_device, _place(engine.zero_offload_param())),
+            "numbers that learn": (sum(item.numel() for item in learning),
+                                   sum(item.numel() for item in self.optimizer.parameters)),
+            "divided model": (wanted.stage == 3, all(hasattr(item, "ds_id") for item in engine.module.parameters())),
+        }  # fmt: skip
+        different = [
+            f"{what} {asked}, and it is {came}" for what, (asked, came) in asked_and_came.items() if asked != came
+        ]
         if different:
             raise UserError(f"DeepSpeed is not as it was asked to be: {'; '.join(different)}")
 
@@ -141,6 +150,12 @@ class Zero(DataParallel):
             dist.destroy_process_group()
 
 
+def _place(offload: Any) -> str | None:
+    """Where DeepSpeed says that it keeps something, if not on the device."""
+    name = "none" if offload is None else str(getattr(offload.device, "value", offload.device))
+    return None if name == "none" else name
+
+
 def _find_odd_readers(model: nn.Module) -> None:
     """DeepSpeed finds out in a forward which weights of other modules a module reads, and fetches them.
 
@@ -157,9 +172,21 @@ def _find_odd_readers(model: nn.Module) -> None:
         part.register_forward_hook(lambda part, *_: look(part, False), always_call=True)
 
 
+def _refuse_unknown(deepspeed: Any, settings: ZeroSettings) -> None:
+    """What DeepSpeed itself does not take, before anything is loaded."""
+    try:
+        deepspeed.runtime.zero.config.DeepSpeedZeroConfig(
+            **settings.handed_over(pins_memory=False)["zero_optimization"]
+        )
+    except ValueError as error:
+        faults: Any = getattr(error, "errors", list)()
+        raise ConfigError([f"DeepSpeed's file: zero_optimization.{'.'.join(map(str, fault['loc']))}: {fault['msg']}"
+                           for fault in faults] or [f"DeepSpeed: {error}"]) from None  # fmt: skip
+
+
 def _deepspeed(device: torch.device) -> Any:
     """The package, told where to compute, and kept from compiling what nobody here needs."""
-    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    tell_device(device)
     import deepspeed
     from deepspeed.ops import __compatible_ops__
 

@@ -37,12 +37,20 @@ OURS = {
     "curriculum_learning": "the dataset file says what is trained on, and when",
     "elasticity": "the global batch is what the options say",
     "compression_training": "adapters are written whole",
-    "tensor_parallel": "not yet: tensors that are divided; take stage 3",
-    "sequence_parallel_size": "not yet: sequences that are divided; take stage 3",
+    "tensor_parallel": "take stage 3, or --tp_size without DeepSpeed",
+    "sequence_parallel_size": "take stage 3, or --tp_size without DeepSpeed",
     "hybrid_engine": "previews are drawn by the model as it is trained",
     "communication_data_type": "gradients travel as they are",
 }
 """Parts of the file that would take over what this program does itself."""
+
+
+ELSEWHERE: Mapping[tuple[str, ...], tuple[Any, ...]] = {
+    ("offload_optimizer", "ratio"): (None, 1, 1.0),
+    ("offload_optimizer", "super_offload"): (None, False),
+    ("zenflow",): (None,),
+}
+"""What puts a part of the optimizer where its memory is not looked for, and the values that do not."""
 
 
 @dataclass(frozen=True)
@@ -164,9 +172,9 @@ def _launched(name: str, launcher: Mapping[str, str]) -> Any:
 
 
 def _inside(table: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
-    for key in keys[:-1]:
-        table = table.get(key) or {}
-    value = table.get(keys[-1])
+    value: Any = table
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
     return None if value == "auto" else value
 
 
@@ -176,7 +184,7 @@ def _device(name: str | None) -> str | None:
 
 def _passed_on(content: Mapping[str, Any]) -> dict[str, Any]:
     """The file without what is ours to say, and without what was left to be filled in."""
-    kept = {name: value for name, value in content.items() if name not in OURS and name not in PRECISIONS}
+    kept = {name: value for name, value in content.items() if name not in (*OURS, *PRECISIONS, *BATCHES)}
     return {name: _filled(value) for name, value in kept.items() if value != "auto"}
 
 
@@ -187,13 +195,18 @@ def _filled(value: Any) -> Any:
 
 
 def _of_file(content: Mapping[str, Any], place: str, config: RunConfig, world: World) -> Iterator[str]:
+    if content and _inside(content, ("zero_optimization", "stage")) is None:
+        yield f"{place}: zero_optimization.stage is missing; write 1, 2 or 3"
     for name, way_out in OURS.items():
         if name in content:
             yield f"{place}: {name}: is not DeepSpeed's to say here; take it out and {way_out}"
+    for keys, usual in ELSEWHERE.items():
+        if _inside(content, ("zero_optimization", *keys)) not in usual:
+            yield f"{place}: zero_optimization.{'.'.join(keys)}: not yet: an optimizer in several places; take it out"
     asked = config.distributed.mixed_precision or world.precision or "no"
     for name, means in PRECISIONS.items():
-        part = content.get(name) or {}
-        if part.get("enabled") is True:
+        part = content.get(name)
+        if isinstance(part, dict) and part.get("enabled") is True:
             means = means or {"float16": "fp16"}.get(part.get("dtype", ""), "bf16")
             if means != asked:
                 yield f"{place}: {name} says {means}, and mixed_precision is {asked}; say the same, or take it out"
@@ -231,8 +244,9 @@ def _impossible(settings: ZeroSettings, config: RunConfig, world: World) -> Iter
             yield f"--offload_{name}_nvme_path: nothing is kept in files; take it out"
     if (config.distributed.mixed_precision or world.precision) == "fp16" and world.device != "cpu":
         yield "--mixed_precision fp16: not yet: with DeepSpeed; take bf16 or no"
-    if config.parallel.pp_size > 1:
-        yield f"--pp_size {config.parallel.pp_size}: together with DeepSpeed it is not there; take one of the two"
+    for name, size in (("pp_size", config.parallel.pp_size), ("tp_size", config.parallel.tp_size)):
+        if size > 1:
+            yield f"--{name} {size}: together with DeepSpeed it is not there; take one of the two"
     if config.sharding.fsdp:
         yield "--fsdp: DeepSpeed is asked for, too; take one of the two"
     if config.distributed.full_bf16:
@@ -248,6 +262,3 @@ def _compiled(settings: ZeroSettings, config: RunConfig, world: World) -> Iterat
     compiles = own.torch_compile if own.torch_compile is not None else (world.dynamo or "no").lower() != "no"
     if compiles and settings.stage == 3:
         yield "--torch_compile: zero_stage 3 fetches and drops weights inside of blocks; take stage 1 or 2, or leave it"
-    elif compiles and not (own.torch_compile and own.dynamo_use_regional_compilation):
-        yield ("--torch_compile: with DeepSpeed only the blocks can be compiled: set --torch_compile and"
-               " --dynamo_use_regional_compilation")  # fmt: skip
