@@ -37,7 +37,9 @@ def warm_up(run: "Run", compilation: "Compilation", first: PixelBatch) -> None:
             run.optimizer.zero_grad(set_to_none=True)
             progress.advance({"graphs": str(compilation.graphs)})
     compilation.end_warm_up()
-    logger.info("compiled for %d sizes in %.1f s: %s", len(sizes), time.perf_counter() - started, compilation)
+    seconds = time.perf_counter() - started
+    run.teller.noted(run, {"compile/seconds": seconds, "compile/graphs": compilation.graphs})
+    logger.info("compiled for %d sizes in %.1f s: %s", len(sizes), seconds, compilation)
 
 
 def sizes_of(plan: BatchPlan) -> Sizes:
