@@ -98,3 +98,15 @@ def test_help_names_what_there_is():
     assert "data" in bench.run([])[0]
     text, _ = bench.run(["data", "--help"])
     assert all(name in text for name in (*bench_data.PARTS, "--pictures", "(100,000)"))
+
+
+def test_compiling_is_measured_with_an_empty_cache_and_with_a_full_one():
+    words = ["--sizes", "1", "--ways", "dynamic", "--backend", "eager", "--steps", "11", "--json"]
+    text, _ = bench.run(["compile", *words])
+    figures = {figure["name"]: figure for figure in json.loads(text)["figures"]}
+    for start in ("empty", "full"):
+        assert figures[f"1 sizes, dynamic, {start} cache: compiling"]["remark"] == "2 graphs"
+        whole = figures[f"1 sizes, dynamic, {start} cache: to the first step"]["median"]
+        assert 0 < figures[f"1 sizes, dynamic, {start} cache: compiling"]["median"] < whole
+    assert figures["1 sizes, dynamic, empty cache: a step"]["median"] > 0
+    assert "  beside an empty cache" not in figures, "the cache is inductor's"

@@ -105,10 +105,11 @@ def test_few_sizes_are_compiled_one_by_one_and_processes_train_as_one(tmp_path):
     data = dataset(tmp_path / "data", SIZES[:2], pictures=(4,))
     flags = ("--max_train_steps", "4", "--gradient_accumulation_steps")
     one = trained(tmp_path / "one", "sd1", data, *flags, "2")
-    two = trained(tmp_path / "two", "sd1", data, *flags, "1", *COMPILED, ranks=2)
+    for engine in ((), ("--fsdp",)):
+        two = trained(tmp_path / f"two{len(engine)}", "sd1", data, *flags, "1", *COMPILED, *engine, ranks=2)
 
-    assert not two.is_dynamic and set(two.kinds.values()) == {2} and two.late == 0
-    assert difference(one.lora, two.lora) < 1e-4
+        assert not two.is_dynamic and set(two.kinds.values()) == {2} and two.late == 0
+        assert difference(one.lora, two.lora) < 1e-4
 
 
 def test_a_second_start_takes_what_was_compiled_from_the_cache(tmp_path):

@@ -81,11 +81,6 @@ class Kind:
         prepared: tuple[tuple[Any, ...], dict[str, Any]] = trees.tree_unflatten(leaves, tree)
         return prepared
 
-    @property
-    def has_changed(self) -> bool:
-        """Whether sizes differed from call to call."""
-        return any(_changes(column) for calls in self._seen.values() for column in zip(*calls, strict=True))
-
     def learn(self, is_dynamic: bool) -> None:
         """Take what was seen for what will come."""
         for count, calls in self._seen.items():

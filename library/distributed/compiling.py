@@ -72,11 +72,6 @@ class Compilation:
         finally:
             self._phase.is_watching = False
 
-    @property
-    def has_seen_changes(self) -> bool:
-        """Whether sizes differed from one call of a block to another."""
-        return any(kind.has_changed for kind in self.kinds.values())
-
     def decide(self, sizes: int, texts_vary: bool) -> None:
         """Let sizes that were seen to change be dynamic, or compile ``sizes`` of them one by one."""
         self.is_dynamic = self.shapes == "dynamic" or (

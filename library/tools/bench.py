@@ -21,8 +21,15 @@ def _saves(argv: Sequence[str]) -> str:
     return run(argv)
 
 
+def _compile(argv: Sequence[str]) -> str:
+    from .bench_compile import run
+
+    return run(argv)
+
+
 BENCHES: dict[str, tuple[str, Bench]] = {
     "data": ("looking at pictures, the second start, memory, latents out of a cache, the batch plan", _data),
+    "compile": ("compiling: graphs, seconds to the first step, seconds of a step, for 1, 8 and 24 sizes", _compile),
     "saves": ("LoRA files and states: what saving costs of a run's time", _saves),
 }
 

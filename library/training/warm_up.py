@@ -37,7 +37,9 @@ def warm_up(run: "Run", compilation: "Compilation", first: PixelBatch) -> None:
             run.optimizer.zero_grad(set_to_none=True)
             progress.advance({"graphs": str(compilation.graphs)})
     compilation.end_warm_up()
-    logger.info("compiled for %d sizes in %.1f s: %s", len(sizes), time.perf_counter() - started, compilation)
+    seconds = time.perf_counter() - started
+    run.teller.noted(run, {"compile/seconds": seconds, "compile/graphs": compilation.graphs})
+    logger.info("compiled for %d sizes in %.1f s: %s", len(sizes), seconds, compilation)
 
 
 def sizes_of(plan: BatchPlan) -> Sizes:
@@ -49,13 +51,15 @@ def sizes_of(plan: BatchPlan) -> Sizes:
 def _look(run: "Run", compilation: "Compilation", first: PixelBatch, sizes: Sizes) -> bool:
     """See what changes with the text and what with the size, before anything is compiled for it; whether texts do."""
     count = min(len(first), LOOKED_AT)
-    with compilation.watching():
-        for length in LENGTHS:
-            _forward(run, first.of_size(sizes[0][0], count).with_texts([length] * count))
-        texts_vary = compilation.has_seen_changes
-        for size in _extremes([size for size, _ in sizes]):
-            for batch in _with_texts(first.of_size(size, count), texts_vary):
-                _forward(run, batch)
+    with torch.no_grad(), run.strategy.accelerator.autocast(), compilation.watching():
+        task = replace(run.task, denoiser=run.strategy.unwrapped(run.adapter), seen=[])
+        small = first.of_size(sizes[-1][0], count)
+        texts_vary = any(isinstance(value, list) for value in task.encode(small, run.state.step).cond.values())
+        batches = [batch for size in _extremes([size for size, _ in sizes])
+                   for batch in _with_texts(first.of_size(size, count), texts_vary)]  # fmt: skip
+        batches += [small.with_texts([length] * count) for length in LENGTHS if texts_vary]
+        for batch in batches:
+            task(batch, run.state.step)
     compilation.decide(len(sizes), texts_vary)
     return texts_vary
 
@@ -74,10 +78,3 @@ def _extremes(sizes: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """The smallest and the largest in every way: between them, whatever changes has changed."""
     ways = (lambda size: size[0], lambda size: size[1], lambda size: size[0] * size[1])
     return sorted({most(sizes, key=way) for way in ways for most in (min, max)})
-
-
-@torch.no_grad()
-def _forward(run: "Run", batch: PixelBatch) -> None:
-    task = replace(run.task, denoiser=run.strategy.unwrapped(run.adapter), seen=[])
-    with run.strategy.accelerator.autocast():
-        task(batch, run.state.step)
