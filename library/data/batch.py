@@ -28,7 +28,7 @@ class Moments:
         """Latents (B, C, H, W), of each sample by its own generator, so that none depends on the others."""
         mean, std = self.both.float().unbind(1)
         noise = [torch.randn(mean.shape[1:], generator=each, device=each.device) for each in generators]
-        return mean + std * torch.stack(noise).to(mean)
+        return mean + std * sent(torch.stack(noise), mean)
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,17 @@ class PixelBatch:
         moments = None if self.moments is None else Moments(change(self.moments.both))
         cond = None if self.cond is None else each_tensor(self.cond, change)
         return replace(self, moments=moments, cond=cond, **changed)
+
+
+def sent(tensor: Tensor, like: Tensor) -> Tensor:
+    """On its way to where ``like`` is, in its precision, and nobody waits for it.
+
+    CUDA copies by itself from pinned memory only; from other memory the program may have to wait until the device has
+    come so far, and the more so the larger the tensor is.
+    """
+    if like.is_cuda and not tensor.is_cuda and not tensor.is_pinned():
+        tensor = tensor.pin_memory()
+    return tensor.to(like, non_blocking=True)
 
 
 def as_model_input(pixels: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
 """What one optimizer step means on however many processes."""
 
 import warnings
-from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
@@ -15,7 +14,7 @@ from ..data.batch import PixelBatch
 from .chain import Chain
 from .company import Company
 from .flat import FlatGradients
-from .host_copy import LateWord
+from .host_copy import LateWords
 from .memory import OutOfMemory, phase
 from .pace import Pace, Slowest, slowest
 
@@ -48,7 +47,7 @@ class DataParallel(Company):
         """Batches of which it is the same make tensors of the same sizes."""
         self.frozen_home = self.device
         """Where the frozen part of what is trained is loaded to, before it is wrapped."""
-        self._asked: deque[LateWord] = deque()
+        self._asked = LateWords()
         self.pace = Pace(self.device)
 
     @property
@@ -147,7 +146,8 @@ class DataParallel(Company):
             return found
         total, gradients = found
         if gradients is not None:
-            gradients.become_the_mean(self.size)
+            with phase("exchange"):
+                gradients.become_the_mean(self.size)
         self.accelerator.sync_gradients = True
         return self._summed(total)
 
@@ -179,8 +179,9 @@ class DataParallel(Company):
     def _summed(self, total: Tensor) -> Tensor:
         """The sum over all processes; whether anybody was asked to end the run travels with it."""
         asked = total.new_full((), float(self.is_asked()))
-        sums: Tensor = self.accelerator.reduce(torch.stack([total, asked]), reduction="sum")
-        self._asked.append(LateWord(sums[1]))
+        with phase("exchange"):
+            sums: Tensor = self.accelerator.reduce(torch.stack([total, asked]), reduction="sum")
+        self._asked.send(sums[1])
         self.pace.together()
         return sums[0]
 
@@ -192,7 +193,7 @@ class DataParallel(Company):
         is_late = self.device.type != "cpu"
         if is_late and len(self._asked) <= STEPS_UNTIL_KNOWN:
             return False
-        return self._asked.popleft().read() > 0
+        return self._asked.read() > 0
 
     def slowest(self) -> Slowest | None:
         """The process that the others waited for since this was asked; every process has to ask."""
@@ -208,8 +209,11 @@ class DataParallel(Company):
 
     def unwrapped(self, model: nn.Module) -> nn.Module:
         """The model without any wrapper, for reading names and weights."""
-        inner: nn.Module = self.accelerator.unwrap_model(model, keep_torch_compile=False)
-        return inner
+        # accelerate's way imports DeepSpeed where it is installed, which takes half a second that a run has no use for.
+        inner: nn.Module = getattr(model, "_orig_mod", model)
+        if isinstance(inner, nn.parallel.DistributedDataParallel):
+            inner = inner.module
+        return getattr(inner, "_orig_mod", inner)
 
 
 def _keep_at_home(model: nn.Module) -> None:

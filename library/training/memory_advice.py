@@ -7,6 +7,7 @@ from ..data.batch import PixelBatch
 from ..distributed.memory import OutOfMemory
 
 PHASES = {
+    "data": "while pictures were read",
     "encode": "while pictures and captions were encoded",
     "forward": "in the forward pass",
     "backward": "in the backward pass",
