@@ -61,6 +61,11 @@ class DataParallel(Company):
         return str(self.accelerator.mixed_precision)
 
     @property
+    def compiles(self) -> bool:
+        """Whether the model is compiled, as it came out of flags, launcher and accelerate's own file."""
+        return str(self.accelerator.state.dynamo_plugin.backend.value) != "NO"
+
+    @property
     def pins_memory(self) -> bool:
         """Whether copies from pinned host memory are faster, which they are on devices with memory of their own."""
         return self.device.type in ("cuda", "xpu")

@@ -31,6 +31,9 @@ def rehearse_resting(config: RunConfig, strategy: DataParallel, family: Family, 
         name = "blocks_to_swap" if wanted else "base_storage"
         raise ConfigError([f"--{name}: this run spreads the frozen weights over processes, which are then not where"
                            " they could rest; take one of the two"])  # fmt: skip
+    if wanted and strategy.compiles:
+        raise ConfigError(["--blocks_to_swap: weights that come and go cannot be compiled, and accelerate's settings"
+                           " ask for that; --no-torch_compile switches it off"])  # fmt: skip
     if wanted:
         there = len(blocks_of(getattr(unloaded(model, (family.denoiser,)), family.denoiser)))
         if wanted > there:
