@@ -84,6 +84,7 @@ def test_a_run_is_the_same_and_tells_where_its_time_goes(even, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "told" / "lora.metrics.jsonl").read_text().splitlines()]
     (told,) = (line for line in lines if "profile/step_seconds" in line)
     assert told["step"] == 8 and all(told[f"profile/{part}_seconds"] > 0 for part in PARTS if part != "encode")
+    assert told["profile/communication_in_trace_seconds"] > 0
     assert told["profile/step_teraflop"] > 0 and "profile/mfu" not in told  # of a processor no peak is known
     with gzip.open(tmp_path / "told" / "lora.trace.json.gz") as file:
         assert any(event.get("name") == "gloo:all_reduce" for event in json.load(file)["traceEvents"])

@@ -129,7 +129,7 @@ def _write_call(job: Any, denoiser: Any, model: Path) -> None:
 
 
 def _until_first_step(command: Sequence[str]) -> tuple[float, float]:
-    """Seconds until the program says that it did a step, and what the whole of it took of the processors."""
+    """Seconds until the program says that it did a step, where it is ended, and what that took of the processors."""
     before, started, first, said = _worked(), time.perf_counter(), None, list[str]()
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
                           env=with_library()) as process:  # fmt: skip
@@ -138,7 +138,8 @@ def _until_first_step(command: Sequence[str]) -> tuple[float, float]:
             said.append(line)
             if first is None and "training 1/1" in line:
                 first = time.perf_counter() - started
-    if first is None or process.returncode:
+                process.kill()
+    if first is None:
         raise UserError("a program of this bench failed:\n" + "".join(said[-15:]))
     return first, _worked() - before
 
@@ -150,10 +151,10 @@ def _worked() -> float:
 
 def _figures(found: Mapping[str, Sequence[tuple[float, float]]]) -> list[Figure]:
     figures = []
-    for number, clock in enumerate(("", ", processor time of all")):
+    for number, clock in enumerate(("", ", processor time")):
         ours, bare = (tuple(times[number] for times in found[name]) for name in ("ours", "bare"))
         ratios = tuple(one / other for one, other in zip(ours, bare, strict=True))
         figures += [Figure(f"ours until the first step{clock}", ours, "s"),
                     Figure(f"bare until the first step{clock}", bare, "s"),
-                    Figure(f"ours / bare{clock}", ratios, "", None if clock else TARGET)]  # fmt: skip
+                    Figure(f"ours / bare{clock}", ratios, "", TARGET)]  # fmt: skip
     return figures

@@ -105,11 +105,13 @@ class Anatomy:
             logger.warning("%s: cannot be written: %s", self.trace, error)
 
     def _tell(self, run: Run) -> None:
+        figures = {f"profile/{part}_seconds": seconds for part, seconds in self.parts.items()}
+        figures |= {"profile/step_seconds": self.pace, "profile/communication_in_trace_seconds": self.communication}
         flops = self.calls.flops(_denoiser(run)) / self.paced
         peak = peak_flops(run.strategy.device, run.strategy.precision)
-        figures = {f"profile/{part}_seconds": seconds for part, seconds in self.parts.items()}
-        figures |= {"profile/step_seconds": self.pace, "profile/step_teraflop": flops / 1e12}
-        if peak is not None:
+        if flops:
+            figures["profile/step_teraflop"] = flops / 1e12
+        if flops and peak is not None:
             figures["profile/mfu"] = flops / self.pace / peak
         run.teller.noted(run, figures)
         for line in self._lines(run, flops, peak):
@@ -120,14 +122,20 @@ class Anatomy:
         yield from _table(self.parts)
         yield (f"steps {self.steps.first} to {self.edges[1]}, left alone: {1e3 * self.pace:.4g} ms a step, and"
                f" {1e3 * self.communication:.4g} ms of communication, if any, are hidden in it")  # fmt: skip
+        yield from self._share_of_peak(run, flops, peak)
+        if self.trace.exists():
+            yield f"trace of step {self.steps.last}: {self.trace}"
+
+    def _share_of_peak(self, run: Run, flops: float, peak: float | None) -> Iterator[str]:
+        if not flops:
+            yield "no process calls the denoiser as a whole, so its operations are not counted"
+            return
         pace = f"the denoiser computes {flops / 1e12:.4g} TFLOP a step, {flops / self.pace / 1e12:.4g} a second"
         title = device_title(run.strategy.device) or "this processor"
         if peak is None:
             yield f"{pace}; what {title} can at most in precision {run.strategy.precision} is not known, so no MFU"
         else:
             yield f"{pace}: MFU {100 * flops / self.pace / peak:.1f} % of the {peak / 1e12:g} of {title}"
-        if self.trace.exists():
-            yield f"trace of step {self.steps.last}: {self.trace}"
 
 
 def _denoiser(run: Run) -> torch.nn.Module:
