@@ -49,7 +49,7 @@ network_dimm = 8
 [learning]
 learning_rate = "1e-4"   # in quotes
 mixed_precision = 'bf61'
-blocks_to_swap = 4
+apply_t5_attn_mask = true
 lr_warmup_steps = 10
 dataset_config = '{DATA[1]}'
 """,
@@ -59,7 +59,8 @@ dataset_config = '{DATA[1]}'
         f"{path}:2: network_dimm: unknown option; did you mean network_dim?",
         f"{path}:5: learning_rate: expected a number, got the text '1e-4'; write 1e-4 without quotes",
         f"{path}:6: mixed_precision: the text 'bf61' is not one of no, fp16, bf16, fp8",
-        f"{path}:7: blocks_to_swap: not yet: moving blocks between host and device",
+        f"{path}:7: apply_t5_attn_mask: not yet: masking the padding of texts; as in diffusers' pipelines, it is read "
+        "like text",
         f"{path}:8: lr_warmup_steps: lr_scheduler constant has no warm-up; use lr_scheduler constant_with_warmup",
     ]
 

@@ -106,7 +106,8 @@ def fates() -> dict[str, tuple[str, str]]:
         if verdict is None:
             found[name] = ("supported", "")
         elif isinstance(verdict, Alias):
-            found[name] = ("alias", f"the same as `{verdict.option}`")
+            value = "" if verdict.value in (None, True) else f" {verdict.value}"
+            found[name] = ("alias", f"the same as `{verdict.option}{value}`")
         else:
             found[name] = (
                 "not yet" if isinstance(verdict, NotYet) else "refused",

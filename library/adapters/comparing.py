@@ -55,12 +55,12 @@ def differences(trained: nn.Module, content: Content, alphas: Mapping[str, float
 
 def _outputs(layer: nn.Module) -> tuple[Tensor, Tensor]:
     """What the layer makes of one input with its adapter, and without."""
+    base: Any = layer.base_layer
     frozen = _frozen(layer)
-    weight = frozen["base_layer.weight"]
+    weight = frozen.get("base_layer.weight", base.weight)  # one that rests elsewhere is no parameter
     draw = torch.Generator().manual_seed(weight.numel())
     shape = (1, weight.shape[1], *weight.shape[2:]) if weight.dim() == 4 else (1, weight.shape[1])
     given = torch.randn(shape, generator=draw).to(weight)
-    base: nn.Module = layer.base_layer  # type: ignore[assignment]
     plain = {name.removeprefix("base_layer."): tensor for name, tensor in frozen.items()}
     with _alone(layer):
         return functional_call(layer, frozen, (given,)), functional_call(base, plain, (given,))

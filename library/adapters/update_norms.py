@@ -1,5 +1,6 @@
 """How long the update of each adapted layer is: the Frobenius norm of what is added to its weight."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,10 +10,23 @@ from torch import Tensor, nn
 from .keys import clean
 
 
-@torch.no_grad()
+def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Those with an adapter, by name."""
+    return {clean(name): layer for name, layer in model.named_modules() if _is_adapted(layer)}
+
+
 def update_norms(model: nn.Module) -> dict[str, float]:
     """Name of a layer -> the norm; 0 where nothing was learnt.  It waits for the device once."""
-    layers = {clean(name): layer for name, layer in model.named_modules() if isinstance(layer, BaseTunerLayer)}
+    return norms_of(adapted_layers(model))
+
+
+def _is_adapted(layer: nn.Module) -> bool:
+    return isinstance(layer, BaseTunerLayer)
+
+
+@torch.no_grad()
+def norms_of(layers: Mapping[str, nn.Module]) -> dict[str, float]:
+    """The same of layers that were looked up before, which takes longer than to compute their norms."""
     norms = torch.stack([_norm(layer) for layer in layers.values()])
     return dict(zip(layers, norms.tolist(), strict=True))
 

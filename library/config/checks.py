@@ -9,6 +9,7 @@ from .network_args import given_arguments, kind_of
 from .objective_rules import contradictions
 from .save_rules import save_conflicts, start_conflicts, upload_conflicts
 from .schema import DistributedConfig, LogConfig, RunConfig
+from .speed_rules import speed_conflicts
 from .toml_lines import read_toml
 from .values import Share
 
@@ -275,4 +276,5 @@ _RULES: tuple[Callable[[RunConfig, Given], Iterator[Conflict]], ...] = (
     save_conflicts,
     start_conflicts,
     upload_conflicts,
+    speed_conflicts,
 )

@@ -39,15 +39,12 @@ def _later(what: str, *harmless: Any) -> NotYet:
 
 
 _STATE = _later("states of runs on the hub; --save_state keeps them in output_dir, --resume reads them there")
-_FP8 = _later("a base model in fp8")
-_BLOCKS = _later("moving blocks between host and device")
 _TEXT_MASK = _later("masking the padding of texts; as in diffusers' pipelines, it is read like text")
 _TEXT_DROPOUT = _later("leaving out single text encoders; caption_dropout_rate leaves out captions", 0, 0.0)
 _POSITIONS = _later("other places of pictures in SD3's grid; they are in its middle, as when it draws", 0, 0.0)
 _OTHER_FAMILY = Refused("belongs to a model family that is not supported")
 _FULL = Refused("trains whole models or embeddings; this program trains LoRA adapters")
 _BROKEN = Refused("does not work in sd-scripts either")
-_HOST_CHECKPOINTS = _later("checkpoints in host memory; gradient_checkpointing keeps them on the device")
 
 VERDICTS: dict[str, Alias | Refused] = {
     # aliases
@@ -75,9 +72,8 @@ VERDICTS: dict[str, Alias | Refused] = {
     "initial_step": Refused("a resumed run knows where it was"),
     "skip_until_initial_step": Refused("a resumed run knows where it was"),
     "full_fp16": Refused("torch scales no gradients in fp16, and Adam's squares of them vanish; use full_bf16"),
-    "fp8_base": _FP8,
-    "fp8_base_unet": _FP8,
-    "cpu_offload_checkpointing": _HOST_CHECKPOINTS,
+    "fp8_base": Alias("base_storage", "fp8"),
+    "fp8_base_unet": Alias("base_storage", "fp8"),
     "lowram": Refused("models are always loaded without a second copy"),
     "highvram": Refused("memory is never given back during a run, so there is nothing to switch"),
     "mem_eff_attn": Refused("attention is always computed by PyTorch's memory-saving kernels"),
@@ -100,8 +96,7 @@ VERDICTS: dict[str, Alias | Refused] = {
     "metadata_is_negative_embedding": Refused("a LoRA is no embedding"),
     # transformer families and SDXL
     "disable_mmap_load_safetensors": Refused("safetensors maps files into memory; copy a file from a slow disk first"),
-    "blocks_to_swap": _BLOCKS,
-    "split_mode": Refused("an old name; moving blocks between host and device comes as blocks_to_swap"),
+    "split_mode": Refused("an old name; blocks_to_swap moves blocks between host and device"),
     "controlnet_model_name_or_path": Refused("trains beside a ControlNet; this program trains LoRA adapters alone"),
     "apply_t5_attn_mask": _TEXT_MASK,
     "apply_lg_attn_mask": _TEXT_MASK,
@@ -117,13 +112,13 @@ VERDICTS: dict[str, Alias | Refused] = {
     "save_t5xxl": _BROKEN,
     "t5xxl_device": _BROKEN,
     "t5xxl_dtype": _BROKEN,
-    "fp8_scaled": _FP8,
-    "fp8_vl": _FP8,
+    "fp8_scaled": Alias("base_storage", "fp8"),
+    "fp8_vl": _later("text encoders in fp8"),
     "split_attn": Refused("attention is computed piece by piece anyway, with masks where texts differ in length"),
     "use_flash_attn": Alias("attn_mode", "flash"),
     "use_sage_attn": Refused("SageAttention has no backward pass, so nothing is trained with it; use attn_mode flash"),
     "text_encoder_cpu": Refused("text encoders run on the device that trains"),
-    "unsloth_offload_checkpointing": _HOST_CHECKPOINTS,
+    "unsloth_offload_checkpointing": Alias("cpu_offload_checkpointing", True),
     **dict.fromkeys(
         ["gemma2", "gemma2_max_token_length", "system_prompt", "sample_batch_size", "byt5",
          "vae_chunk_size", "qwen3", "llm_adapter_path", "llm_adapter_lr", "self_attn_lr", "cross_attn_lr", "mlp_lr",

@@ -10,7 +10,7 @@ from .options import opt
 from .parallel_schema import ParallelConfig
 from .save_schema import SaveConfig as SaveConfig
 from .sharding_schema import ShardingConfig as ShardingConfig
-from .values import Share, Size
+from .values import Share, Size, Steps
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,9 @@ class ModelConfig:
         "length of T5's text in tokens; without it 256 for SD3 and FLUX.1 schnell, 512 for FLUX.1 dev",
         minimum=1,
         maximum=512,
+    )
+    base_storage: Literal["float", "fp8", "int8", "nf4"] = opt(
+        "float", "how the frozen weights of the denoiser's blocks rest in memory: as they compute, or in 8 or 4 bits"
     )
     guidance_scale: float = opt(1.0, "guidance that FLUX.1 dev is told while it is trained", minimum=0)
 
@@ -224,6 +227,15 @@ class TrainConfig:
     max_train_epochs: int | None = opt(None, "train this many epochs; takes the place of max_train_steps", minimum=1)
     gradient_accumulation_steps: int = opt(1, "micro-steps per optimizer step", minimum=1)
     gradient_checkpointing: bool = opt(False, "compute activations twice to save memory")
+    gradient_checkpointing_every: int = opt(
+        1, "of the denoiser's blocks, only every n-th computes its activations twice", minimum=1
+    )
+    cpu_offload_checkpointing: bool = opt(
+        False, "gradient_checkpointing keeps what it computes from in host memory (denoiser only)"
+    )
+    blocks_to_swap: int = opt(
+        0, "so many of the denoiser's blocks have their frozen weights in host memory, and fetch them ahead", minimum=0
+    )
     seed: int = opt(42, "all randomness of a run follows from it", minimum=0)
     max_bad_steps: int = opt(
         10, "stop after this many steps whose loss or gradient is no number; each of them is left out", minimum=1
@@ -232,6 +244,9 @@ class TrainConfig:
         "fail", "ladder: where memory does not suffice, cut batches in parts, then turn gradient_checkpointing on"
     )
     replay: str | None = opt(None, "do the step in this folder again, which was left out before, and stop")
+    profile_steps: Steps | None = opt(
+        None, "tell where the time of these steps goes, and trace the last of them: 11:20; they are slower than others"
+    )
     dry_run: bool = opt(False, "check everything, print the plan, and stop before any model is loaded")
 
 

@@ -71,3 +71,23 @@ class Share:
         if not self.of_whole:
             return str(int(self.amount))
         return repr(self.amount) if 0 < self.amount < 1 else f"{self.amount * 100:g}%"
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Steps of a run, counted from 1, both ends included: ``10:20``."""
+
+    first: int
+    last: int
+
+    syntax: ClassVar[str] = "FIRST:LAST"
+
+    @classmethod
+    def parse(cls, value: Any) -> "Steps":
+        first, _, last = str(value).partition(":")
+        if not (first.isdecimal() and last.isdecimal()):
+            raise ValueError("expected two steps, such as 11:20")
+        return cls(int(first), int(last))
+
+    def __str__(self) -> str:
+        return f"{self.first}:{self.last}"

@@ -33,7 +33,7 @@ class Moments:
         """Latents (B, C, H, W), of each sample by its own generator, so that none depends on the others."""
         mean, std = self.both.float().unbind(1)
         noise = [torch.randn(mean.shape[1:], generator=each, device=each.device) for each in generators]
-        return mean + std * torch.stack(noise).to(mean)
+        return mean + std * sent(torch.stack(noise), mean)
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,17 @@ def _of_length(text: Tensor, length: Length) -> Tensor:
 
 def _picked(value: Tensor | list[Tensor], rows: Sequence[int]) -> Tensor | list[Tensor]:
     return [value[row] for row in rows] if isinstance(value, list) else value[list(rows)]
+
+
+def sent(tensor: Tensor, like: Tensor) -> Tensor:
+    """On its way to where ``like`` is, in its precision, and nobody waits for it.
+
+    CUDA copies by itself from pinned memory only; from other memory the program may have to wait until the device has
+    come so far, and the more so the larger the tensor is.
+    """
+    if like.is_cuda and not tensor.is_cuda and not tensor.is_pinned():
+        tensor = tensor.pin_memory()
+    return tensor.to(like, non_blocking=True)
 
 
 def as_model_input(pixels: Tensor) -> Tensor:

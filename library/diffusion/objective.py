@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import Size, Tensor
 
 from ..config.schema import LossConfig, NoiseConfig
+from ..data.batch import sent
 from .losses import elementwise
 from .noise import Draws, coloured, perturbed
 from .process import Process
@@ -36,7 +37,7 @@ class Objective:
         """
         u, noise = draw(draws("noise"), latents.shape[1:])
         t = self.times(u, latents.shape).to(latents.device, non_blocking=True)
-        noise = coloured(noise.to(latents, non_blocking=True), latents, self.noise, draws)
+        noise = coloured(sent(noise, latents), latents, self.noise, draws)
         made = self.at(latents, noise, t)
         if not self.noise.ip_noise_gamma:
             return made

@@ -5,12 +5,15 @@ import os
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import torch
 
+HOST = torch.device("cpu")
+"""The machine's own memory."""
 NODES = Path("/sys/devices/system/node")
 
 
@@ -108,3 +111,26 @@ def _peak_resident() -> int:
         return 0
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def wait_for(device: torch.device) -> None:
+    """Until everything that was sent to the device is done; a processor is done already."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def forget_peak(device: torch.device) -> None:
+    """Let ``peak_memory`` begin anew, where the device or the system can."""
+    if device.type == "cpu":
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        return
+    reset = getattr(getattr(torch, device.type, None), "reset_peak_memory_stats", None)
+    if reset is not None:
+        reset(device)
+
+
+def device_title(device: torch.device) -> str:
+    """What the device calls itself; nothing for a processor, of which ``platform`` knows more."""
+    module = getattr(torch, device.type, None)
+    return "" if device.type == "cpu" or module is None else str(module.get_device_name(device))

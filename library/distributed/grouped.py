@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..data.batch import PixelBatch
-from .anatomy import Anatomy
 from .flat import FlatGradients
 from .layout import Layout
 from .strategy import DataParallel, LossFunction
+from .structure import Structure
 from .tensor_cut import TensorCut
 
 
@@ -40,20 +40,20 @@ class Grouped(DataParallel):
 
     def wrap(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, denoiser: nn.Module | None = None,
-        anatomy: Anatomy | None = None,
+        structure: Structure | None = None,
     ) -> tuple[nn.Module, Any]:  # fmt: skip
         """Take the model apart, and bring this process's part of it to the device."""
-        denoiser, anatomy = denoiser or model, anatomy or Anatomy()
+        denoiser, structure = denoiser or model, structure or Structure()
         with self._compiling_left_to_us():
             if self.cutting is not None:
-                self.cutting.cut(denoiser, anatomy.cuts)
-            self._take_apart(model, denoiser, anatomy)
+                self.cutting.cut(denoiser, structure.cuts)
+            self._take_apart(model, denoiser, structure)
             # What accelerate adds is autocast; nothing is moved or wrapped.
             self.model = self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
         self.optimizer = self.accelerator.prepare_optimizer(optimizer)
         return self.model, self.optimizer
 
-    def _take_apart(self, model: nn.Module, denoiser: nn.Module, anatomy: Anatomy) -> None:
+    def _take_apart(self, model: nn.Module, denoiser: nn.Module, structure: Structure) -> None:
         """What else is left to others; what is not brings itself to the device."""
         for tensor in (*model.parameters(), *model.buffers()):
             if not tensor.is_meta:

@@ -1,5 +1,6 @@
 """Copies of tensors in host memory, made without making anybody wait."""
 
+from collections import deque
 from typing import Any
 
 import torch
@@ -28,6 +29,12 @@ class HostCopy:
         return self._copy
 
 
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory, from which the device can fetch it by itself; on its way when this returns."""
+    place = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
+    return place.copy_(tensor.detach(), non_blocking=True)
+
+
 def _devices_in(tree: Any) -> set[torch.device]:
     """Where tensors are, but for the host, which is never waited for."""
     if isinstance(tree, torch.Tensor):
@@ -40,8 +47,7 @@ def _copied(tree: Any, old: Any) -> Any:
     if isinstance(tree, torch.Tensor):
         fits = isinstance(old, torch.Tensor) and old.shape == tree.shape and old.dtype == tree.dtype
         with torch.no_grad():
-            target = old if fits else torch.empty_like(tree, device="cpu", pin_memory=tree.device.type == "cuda")
-            return target.copy_(tree.detach(), non_blocking=True)
+            return old.copy_(tree.detach(), non_blocking=True) if fits else on_host(tree)
     if isinstance(tree, dict):
         before = old if isinstance(old, dict) else {}
         return {key: _copied(value, before.get(key)) for key, value in tree.items()}
@@ -51,19 +57,37 @@ def _copied(tree: Any, old: Any) -> Any:
     return tree
 
 
-class LateWord:
-    """One number on its way from the device; whoever reads it waits for what the device did until then, no more."""
+class LateWords:
+    """Numbers on their way from the device, each read once and in their order.
 
-    def __init__(self, number: torch.Tensor):
-        self._event = None
-        self._copy = number.detach()
-        if number.device.type != "cpu":
-            self._copy = torch.empty((), dtype=number.dtype, pin_memory=True).copy_(self._copy, non_blocking=True)
-            self._event = torch.Event(number.device)
-            self._event.record()
+    Whoever reads one waits for what the device did until then, and no more.  Their places in pinned memory are used
+    again and again, because to pin memory waits for the device.
+    """
+
+    def __init__(self) -> None:
+        self._sent: deque[tuple[torch.Tensor, torch.Event | None]] = deque()
+        self._free: list[tuple[torch.Tensor, torch.Event]] = []
+
+    def __len__(self) -> int:
+        return len(self._sent)
+
+    def send(self, number: torch.Tensor) -> None:
+        """All numbers are of one kind and from one device."""
+        if number.device.type == "cpu":
+            self._sent.append((number.detach(), None))
+            return
+        if not self._free:
+            self._free.append((torch.empty((), dtype=number.dtype, pin_memory=True), torch.Event(number.device)))
+        place, event = self._free.pop()
+        place.copy_(number.detach(), non_blocking=True)
+        event.record()
+        self._sent.append((place, event))
 
     def read(self) -> float:
-        """The number."""
-        if self._event is not None:
-            self._event.synchronize()
-        return float(self._copy)
+        """The oldest of them."""
+        place, event = self._sent.popleft()
+        if event is None:
+            return float(place)
+        event.synchronize()
+        self._free.append((place, event))
+        return float(place)

@@ -1,12 +1,16 @@
 """Out of memory, whatever device says it, with the part of a step that it came in."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
 
 from ..data.batch import PixelBatch
+
+STOPWATCH: ContextVar[Callable[[str], AbstractContextManager[None]] | None] = ContextVar("stopwatch", default=None)
+"""Whoever wants to know how long the phases inside of its own context take."""
 
 
 class OutOfMemory(Exception):
@@ -24,8 +28,10 @@ class OutOfMemory(Exception):
 @contextmanager
 def phase(name: str, batch: PixelBatch | None = None) -> Iterator[None]:
     """Whatever runs out of memory inside becomes ``OutOfMemory`` in this phase; the innermost counts."""
+    stopwatch = STOPWATCH.get()
     try:
-        yield
+        with nullcontext() if stopwatch is None else stopwatch(name):
+            yield
     except Exception as error:
         if isinstance(error, OutOfMemory) or not is_out_of_memory(error):
             raise

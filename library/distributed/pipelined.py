@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..data.batch import PixelBatch
-from .anatomy import Anatomy
 from .chain import Chain, Flow, Passage, cuts
 from .grouped import Grouped
 from .handover import handed_over
 from .layout import Layout
 from .schedules import Schedules
 from .strategy import LossFunction
+from .structure import Structure
 
 logger = logging.getLogger(__name__)
 
@@ -29,15 +29,15 @@ class Pipelined(Grouped):
         self.schedule = schedule
         self.group = self.mesh.get_group("stage")
 
-    def _take_apart(self, model: nn.Module, denoiser: nn.Module, anatomy: Anatomy) -> None:
-        chain = anatomy.chain
+    def _take_apart(self, model: nn.Module, denoiser: nn.Module, structure: Structure) -> None:
+        chain = structure.chain
         self.passage = Passage(chain)
         self._cut(chain)
         if denoiser.gradient_checkpointing:  # of blocks alone, without what goes on between processes
             denoiser.gradient_checkpointing = False  # type: ignore[assignment]
             self.passage.checkpoint = partial(checkpoint, use_reentrant=False)
         self._put_away(chain)
-        super()._take_apart(model, denoiser, anatomy)
+        super()._take_apart(model, denoiser, structure)
         self.anchor = torch.zeros((), device=self.device, requires_grad=True)
         self.schedules = Schedules(self)
         self.in_one_go()

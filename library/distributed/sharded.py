@@ -14,10 +14,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..errors import ConfigError
-from .anatomy import Anatomy
 from .grouped import Grouped
 from .layout import Layout
 from .sharding import Sharding
+from .structure import Structure
 
 logger = logging.getLogger(__name__)
 
@@ -38,19 +38,19 @@ class Sharded(Grouped):
 
     def wrap(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, denoiser: nn.Module | None = None,
-        anatomy: Anatomy | None = None,
+        structure: Structure | None = None,
     ) -> tuple[nn.Module, Any]:  # fmt: skip
         """Spread each child of ``model``, and say how much of it is here."""
         # Of blocks whose outputs are views; nothing is done to them in place, or results would not be DDP's.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
-        super().wrap(model, optimizer, denoiser, anatomy)
+        super().wrap(model, optimizer, denoiser, structure)
         whole, here = parameter_bytes(model)
         logger.info("FSDP: %d x %d processes; of %.1f MiB of weights this one holds %.1f MiB%s", self.sharding.replicas,
                     self.sharding.parts, whole / 2**20, here / 2**20,
                     ", in host memory" if self.sharding.offloads else "")  # fmt: skip
         return self.model, self.optimizer
 
-    def _take_apart(self, model: nn.Module, denoiser: nn.Module, anatomy: Anatomy) -> None:
+    def _take_apart(self, model: nn.Module, denoiser: nn.Module, structure: Structure) -> None:
         for part in model.children():
             self.spread(part)
 

@@ -1,7 +1,6 @@
 """What one optimizer step means on however many processes."""
 
 import warnings
-from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -12,12 +11,12 @@ from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 
 from ..data.batch import PixelBatch
-from .anatomy import Anatomy
 from .company import Company
 from .flat import FlatGradients
-from .host_copy import LateWord
+from .host_copy import LateWords
 from .memory import OutOfMemory, phase
 from .pace import Pace, Slowest, slowest
+from .structure import Structure
 
 if TYPE_CHECKING:
     from .compiling import Compilation, Shapes
@@ -53,7 +52,7 @@ class DataParallel(Company):
         """Batches of which it is the same make tensors of the same sizes."""
         self.frozen_home = self.device
         """Where the frozen part of what is trained is loaded to, before it is wrapped."""
-        self._asked: deque[LateWord] = deque()
+        self._asked = LateWords()
         self.pace = Pace(self.device, self.size)
 
     @property
@@ -65,6 +64,11 @@ class DataParallel(Company):
     def precision(self) -> str:
         """``no``, ``fp16``, ``bf16`` or ``fp8``, as it came out of flags, launcher and accelerate's own file."""
         return str(self.accelerator.mixed_precision)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether the model is compiled, as it came out of flags, launcher and accelerate's own file."""
+        return str(self.accelerator.state.dynamo_plugin.backend.value) != "NO"
 
     @property
     def pins_memory(self) -> bool:
@@ -88,11 +92,11 @@ class DataParallel(Company):
 
     def wrap(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, denoiser: nn.Module | None = None,
-        anatomy: Anatomy | None = None,
+        structure: Structure | None = None,
     ) -> tuple[nn.Module, Any]:  # fmt: skip
         """Place and wrap the model as the accelerator was told; return it with its optimizer.
 
-        ``denoiser`` is the part of it that can be taken apart, and ``anatomy`` is how.
+        ``denoiser`` is the part of it that can be taken apart, and ``structure`` is how.
         """
         with self._compiling_left_to_us(), warnings.catch_warnings():
             # torch has a new name for it that accelerate does not know; the old one still does what is meant.
@@ -155,7 +159,8 @@ class DataParallel(Company):
             return found
         total, gradients = found
         if gradients is not None:
-            gradients.become_the_mean(self.size)
+            with phase("exchange"):
+                gradients.become_the_mean(self.size)
         self.accelerator.sync_gradients = True
         return self._summed(total)
 
@@ -192,8 +197,9 @@ class DataParallel(Company):
     def _summed(self, total: Tensor) -> Tensor:
         """The sum over all processes; whether anybody was asked to end the run travels with it."""
         asked = total.new_full((), float(self.is_asked()))
-        sums: Tensor = self.accelerator.reduce(torch.stack([total, asked]), reduction="sum")
-        self._asked.append(LateWord(sums[1]))
+        with phase("exchange"):
+            sums: Tensor = self.accelerator.reduce(torch.stack([total, asked]), reduction="sum")
+        self._asked.send(sums[1])
         self.pace.together()
         return sums[0]
 
@@ -205,7 +211,7 @@ class DataParallel(Company):
         is_late = self.device.type != "cpu"
         if is_late and len(self._asked) <= STEPS_UNTIL_KNOWN:
             return False
-        return self._asked.popleft().read() > 0
+        return self._asked.read() > 0
 
     def slowest(self) -> Slowest | None:
         """The process that the others waited for since this was asked; every process has to ask."""
@@ -221,8 +227,11 @@ class DataParallel(Company):
 
     def unwrapped(self, model: nn.Module) -> nn.Module:
         """The model without any wrapper, for reading names and weights."""
-        inner: nn.Module = self.accelerator.unwrap_model(model, keep_torch_compile=False)
-        return inner
+        # accelerate's way imports DeepSpeed where it is installed, which takes half a second that a run has no use for.
+        inner: nn.Module = getattr(model, "_orig_mod", model)
+        if isinstance(inner, nn.parallel.DistributedDataParallel):
+            inner = inner.module
+        return getattr(inner, "_orig_mod", inner)
 
 
 def _keep_at_home(model: nn.Module) -> None:

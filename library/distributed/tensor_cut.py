@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..errors import ConfigError
-from .anatomy import Cuts
+from .structure import Cuts
 
 
 class TensorCut:

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from ..data.batch import PixelBatch
 from ..errors import ConfigError, UserError
-from .anatomy import Anatomy
 from .backend import group_backend
 from .engines import tell_device
 from .strategy import DataParallel, LossFunction
+from .structure import Structure
 from .zero_optimizer import ZeroOptimizer
 from .zero_settings import ZeroSettings
 
@@ -48,7 +48,7 @@ class Zero(DataParallel):
 
     def wrap(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, denoiser: nn.Module | None = None,
-        anatomy: Anatomy | None = None,
+        structure: Structure | None = None,
     ) -> tuple[nn.Module, Any]:  # fmt: skip
         deepspeed = _deepspeed(self.device)
         # Of names that newer versions of torch have others for.

@@ -74,6 +74,8 @@ class Flux(Family):
     def predict(self, pipe: Any, denoiser: nn.Module, noisy: Tensor, t: Tensor, batch: Batch) -> Tensor:
         count, channels, height, width = noisy.shape
         embeds = cast(Tensor, batch.cond["embeds"])
+        # They are made on the host: sent by the pipeline itself, they would be waited for.
+        places = pipe._prepare_latent_image_ids(count, height // 2, width // 2, None, noisy.dtype)
         predicted = denoiser(
             hidden_states=pipe._pack_latents(noisy, count, channels, height, width),
             timestep=t / 1000,
@@ -81,7 +83,7 @@ class Flux(Family):
             encoder_hidden_states=embeds,
             pooled_projections=batch.cond["pooled"],
             txt_ids=noisy.new_zeros(embeds.shape[1], 3),
-            img_ids=pipe._prepare_latent_image_ids(count, height // 2, width // 2, noisy.device, noisy.dtype),
+            img_ids=places.to(noisy.device, non_blocking=True),
             return_dict=False,
         )[0]
         unpacked: Tensor = pipe._unpack_latents(predicted, height, width, vae_scale_factor=1)

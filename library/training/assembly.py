@@ -16,9 +16,10 @@ from ..config import RunConfig
 from ..data.cache.places import homes
 from ..data.prepare import Prepared
 from ..data.prompts import Prompt
-from ..distributed.anatomy import Anatomy
 from ..distributed.chain import Chain
+from ..distributed.devices import HOST
 from ..distributed.strategy import DataParallel
+from ..distributed.structure import Structure
 from ..durable import why_not_writable
 from ..families.attention import use_attention
 from ..families.base import Family
@@ -28,6 +29,7 @@ from ..optim import optimizers, schedules
 from ..optim.average import RunningAverage
 from .bad_samples import BadSamples
 from .caching import Kept
+from .checkpointing import compute_twice
 from .groups import groups_of
 from .health import Watch
 from .ladder import Ladder
@@ -35,9 +37,10 @@ from .loop import Run, Silence, trainable
 from .objective import objective_of
 from .plan import RunPlan
 from .precision import DTYPES
+from .resting import is_wanted, let_weights_rest
 from .starting import Starts, start_from
 from .task import Task
-from .trained import compute_twice, described, dropout_of, put_adapters, trained_text_parts
+from .trained import described, dropout_of, put_adapters, trained_text_parts
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +56,8 @@ def load(config: RunConfig, strategy: DataParallel, family: Family, detected: De
     dtype = DTYPES[strategy.precision]
     trained = {family.denoiser, *trained_text_parts(config, family.facts)}
     homes = {part: strategy.frozen_home if part in trained else strategy.device for part in needed}
+    if is_wanted(config):  # weights that are to rest in host memory, or in fewer bits, might not fit as they are
+        homes[family.denoiser] = HOST
     pipe = None
     for home in dict.fromkeys(homes.values()):
         pipe = family.load(detected, dtype, [part for part in needed if homes[part] == home], into=pipe, device=home)
@@ -88,6 +93,8 @@ def assemble(
         parameter.data = parameter.data.to(strategy.device)
     for line in described(trained, adapter):
         logger.info("%s", line)
+    if is_wanted(config):
+        let_weights_rest(config, trained.denoiser, strategy.device)
     groups = groups_of(trained, adapter, config, family.facts)
     for line in optimizers.remarks(config.optim, groups):
         logger.warning("%s", line)
@@ -97,7 +104,7 @@ def assemble(
     if compilation is not None:
         _keep_compiled(config, prepared)
     wrapped, optimizer = strategy.wrap(trained, optimizer, trained.denoiser,
-                                       Anatomy(chain, tensor_cuts(trained.denoiser)))  # fmt: skip
+                                       Structure(chain, tensor_cuts(trained.denoiser)))  # fmt: skip
     task = Task(family, pipe, wrapped, objective, config.train.seed, strategy.device,
                 config.data.masked_loss_normalize, config.cache.vae_batch_size, config.cache.text_encoder_batch_size,
                 kept.texts, config.adapter.trains_texts, dropout_of(config.adapter, trained, adapter))  # fmt: skip
@@ -109,7 +116,11 @@ def assemble(
     schedule = schedules.make_schedule(config.optim, plan.steps)
     watch = Watch(config.train.max_bad_steps, Path(config.save.output_dir))
     bad_samples = BadSamples(config.data.max_bad_samples, len({sample.image for sample in prepared.manifest.samples}))
-    can_save = None if config.train.gradient_checkpointing else partial(compute_twice, trained)
+    can_save = (
+        None
+        if config.train.gradient_checkpointing
+        else partial(compute_twice, list(trained.children()), trained.denoiser, config.train)
+    )
     ladder = Ladder(config.train.on_oom == "ladder", can_save)
     job = Run(config, plan, strategy, task, loader, wrapped, groups, optimizer, schedule, watch, ladder, bad_samples,
               Silence(), compilation=compilation)  # fmt: skip

@@ -41,7 +41,7 @@ THIS_RUN = ""
 SHOWN_KEYS = 3
 WITHOUT_EFFECT_ON_TEXT = {
     "pretrained_model_name_or_path", "family", "v2", "vae", "clip_l", "clip_g", "t5xxl", "text_encoder", "ae",
-    "tokenizer_cache_dir", "guidance_scale",
+    "tokenizer_cache_dir", "guidance_scale", "base_storage",
 }  # fmt: skip
 """Where parts of a model are matters to nobody: what they are made of is looked at."""
 

@@ -180,7 +180,8 @@ def _timed(steps: Iterator[StepWork]) -> Iterator[tuple[StepWork, float]]:
     """Each step's work with the seconds that it was waited for."""
     while True:
         started = time.perf_counter()
-        work = next(steps)
+        with phase("data"):
+            work = next(steps)
         yield work, time.perf_counter() - started
 
 
@@ -190,7 +191,8 @@ def _step(run: Run, work: StepWork, waited: float) -> Figures:
     factor = run.schedule(state.step)
     set_learning_rates(run.optimizer, [group.rate for group in run.groups], factor)
     loss = run.ladder.gradients(run, work)
-    norm = strategy.clip(run.parameters, run.config.optim.max_grad_norm)
+    with phase("optimizer"):
+        norm = strategy.clip(run.parameters, run.config.optim.max_grad_norm)
     figures = Figures(state.step, loss, norm, {}, tuple(run.task.seen), waited)
     learns = run.watch.may_learn_from(run, work, figures)
     if learns:

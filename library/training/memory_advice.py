@@ -7,6 +7,7 @@ from ..data.batch import PixelBatch
 from ..distributed.memory import OutOfMemory
 
 PHASES = {
+    "data": "while pictures were read",
     "encode": "while pictures and captions were encoded",
     "forward": "in the forward pass",
     "backward": "in the backward pass",
@@ -53,6 +54,12 @@ def switches(config: RunConfig, phase: str, pictures: int) -> Iterator[str]:
         yield "--on_oom ladder, which cuts batches in parts as far as needed, with the same result"
     if not train.gradient_checkpointing:
         yield "--gradient_checkpointing, which computes activations twice"
+    elif not train.cpu_offload_checkpointing:
+        yield "--cpu_offload_checkpointing, which keeps what is computed twice in host memory"
+    if not train.blocks_to_swap:
+        yield "--blocks_to_swap, which keeps frozen weights of so many blocks in host memory"
+    if config.model.base_storage == "float":
+        yield "--base_storage int8, which keeps frozen weights in half as many bits as bf16"
     if config.optim.optimizer_type.lower() in ("adamw", "adam"):
         yield "--optimizer_type AdamW8bit"
     yield "a smaller resolution in the dataset file, or a smaller --network_dim"

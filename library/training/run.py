@@ -26,6 +26,7 @@ from ..log import Progress
 from ..optim import optimizers, schedules
 from ..optim.elementwise import refuse_whole_tensors
 from . import before_after, state_folder
+from .anatomy import Anatomy
 from .assembly import assemble, load
 from .bundle import read_bundle, replay
 from .caching import Kept, keep_latents, keep_texts
@@ -43,6 +44,7 @@ from .pictures import same_pictures
 from .plan import RunPlan
 from .preview import Preview
 from .reporting import Report
+from .resting import rehearse_resting
 from .same_weights import Diverged, SameWeights
 from .starting import merge_bases, read_starts
 from .track import Track, start_trackers
@@ -85,6 +87,7 @@ def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, start
     family: Family = FAMILIES.get(detected.family)(config.model)
     rehearse(config, family, detected)
     refuse_misfits(config, family, detected)
+    rehearse_resting(config, strategy, family, detected)
     starts = read_starts(config, family, detected)
     prompts = _prompts(config.preview, detected)
     strategy.agree(_seen_at_a_glance(config, detected, prompts))
@@ -146,6 +149,8 @@ def _train(job: Run, ending: Ending, export: Export, going_on: GoingOn, looks: S
         file = MetricsFile(metrics, job.state.step) if wanted else None
         job.teller = Track(progress, file, job.state.samples)
         job.actions = [guard, *looks, learnt, export, report, keeper]
+        if (profiled := config.train.profile_steps) is not None:
+            job.actions = Anatomy(profiled, folder / f"{config.save.output_name}.trace.json.gz").around(job.actions)
         strategy.is_asked = lambda: signals.asked is not None
         for look in looks:
             look.begin(job)

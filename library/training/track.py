@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..adapters.update_norms import update_norms
+from torch import nn
+
+from ..adapters.update_norms import adapted_layers, norms_of
 from ..config import RunConfig
 from ..config.options import flat, options_of
 from ..config.toml_lines import read_toml
@@ -30,6 +32,7 @@ class Track:
         self.progress, self.file, self.tracker_works = progress, file, True
         self.recent: deque[float] = deque(file.losses if file is not None else (), maxlen=100)
         self.shown: dict[str, str] = {}
+        self.layers: dict[str, nn.Module] = {}
         self.told_at, self.samples_then = time.monotonic(), samples
 
     def stepped(self, run: Run) -> None:
@@ -38,7 +41,8 @@ class Track:
 
     def told(self, run: Run, figures: Sequence[Figures]) -> None:
         """Tell the figures of these steps; every process has to call this."""
-        length = together(update_norms(run.strategy.unwrapped(run.adapter)).values())
+        self.layers = self.layers or adapted_layers(run.strategy.unwrapped(run.adapter))
+        length = together(norms_of(self.layers).values())
         slowest = run.strategy.slowest()
         read = {**losses_by_kind(run, figures), **self._pace(run, figures), "update/norm": length}
         if slowest is not None:

@@ -18,6 +18,7 @@ from ..families.base import Family
 from ..families.detect import Detected
 from ..families.facts import Facts
 from ..families.unloaded import unloaded
+from .checkpointing import compute_twice
 from .groups import rate_of
 
 logger = logging.getLogger(__name__)
@@ -98,20 +99,9 @@ def put_adapters(config: RunConfig, family: Family, pipe: Any,
         if part.is_text:
             _without_dropout(part.model)
     if config.train.gradient_checkpointing:
-        compute_twice(trained)
+        compute_twice(trained.children(), trained.denoiser, config.train)
     trained.train()
     return trained, adapter
-
-
-def compute_twice(trained: Trained) -> None:
-    """Gradient checkpointing, in all that is trained."""
-    for model in trained.children():
-        if model is trained.denoiser:
-            model.enable_gradient_checkpointing()  # type: ignore[operator]
-            continue
-        # newer versions of transformers have another word for it
-        enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
 
 
 def dropout_of(config: AdapterConfig, trained: Trained, adapter: lora.Adapter) -> Dropout | None:

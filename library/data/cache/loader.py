@@ -83,4 +83,5 @@ class WithTexts:
             yield replace(work, batches=self._with_cond(work.batches))
 
     def _with_cond(self, batches: Sequence[PixelBatch]) -> tuple[PixelBatch, ...]:
-        return tuple(replace(batch, cond=self.texts.cond(batch.captions)) for batch in batches)
+        whole = [replace(batch, cond=self.texts.cond(batch.captions)) for batch in batches]
+        return tuple(batch.pin_memory() if self.loader.pin_memory else batch for batch in whole)

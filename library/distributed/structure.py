@@ -10,7 +10,7 @@ Cuts = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
-class Anatomy:
+class Structure:
     """Its blocks one after the other, where they simply follow each other, and how its layers can be cut."""
 
     chain: Chain = field(default_factory=Chain)

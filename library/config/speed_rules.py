@@ -1,0 +1,24 @@
+"""Rules across the options about time and memory; no torch."""
+
+from collections.abc import Iterator
+
+from .schema import RunConfig
+
+LEAST_PROFILED = 3
+"""One step left alone, one timed in parts, one traced."""
+
+
+def speed_conflicts(config: RunConfig, given: frozenset[str]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """What cannot be honoured together."""
+    for name, nothing in (("gradient_checkpointing_every", 1), ("cpu_offload_checkpointing", False)):
+        if getattr(config.train, name) != nothing and not config.train.gradient_checkpointing:
+            yield (name, "gradient_checkpointing"), "there are no checkpoints; set gradient_checkpointing as well"
+    if config.train.blocks_to_swap and config.distributed.torch_compile:
+        yield ("blocks_to_swap", "torch_compile"), "weights that come and go cannot be compiled; take one of the two"
+    steps, train = config.train.profile_steps, config.train
+    if steps is not None:
+        if steps.first < 2 or steps.last - steps.first + 1 < LEAST_PROFILED:
+            yield ("profile_steps",), (f"{steps}: name at least {LEAST_PROFILED} steps, the second or a later one first"
+                                       ", such as 11:20; the first step of a run is like no other")  # fmt: skip
+        elif train.max_train_epochs is None and steps.last > train.max_train_steps:
+            yield ("profile_steps", "max_train_steps"), f"the run ends with step {train.max_train_steps}"

@@ -1,0 +1,72 @@
+"""Frozen weights in fewer bits: how they are put together, and how numbers come out again.
+
+Each row has a factor of its own, in nf4 each 64 numbers (Dettmers et al. 2023, arXiv 2305.14314).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+BLOCK = 64
+FP8 = torch.float8_e4m3fn
+NF4 = (-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.09105004, 0.0, 0.0795803, 0.1609302,
+       0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0)  # fmt: skip
+"""Quantiles of the normal distribution."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A weight; what it is made of may be moved, and is no parameter of anything."""
+
+    kind: str  # float, fp8, int8 or nf4
+    shape: torch.Size
+    dtype: torch.dtype  # that it had
+    tensors: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, weight: Tensor, kind: str) -> "Packed":
+        if kind == "float":
+            return cls(kind, weight.shape, weight.dtype, (weight.detach(),))
+        rows = weight.detach().float()
+        if kind == "nf4":
+            short = -rows.numel() % BLOCK
+            rows = torch.nn.functional.pad(rows.flatten(), (0, short)).view(-1, BLOCK)
+            factor, rows = _factor(rows, 1.0)
+            between = torch.tensor(NF4, device=rows.device)
+            places = torch.bucketize(rows, (between[1:] + between[:-1]) / 2).to(torch.uint8)
+            return cls(kind, weight.shape, weight.dtype, (places[:, ::2] << 4 | places[:, 1::2], factor, between))
+        factor, rows = _factor(rows.flatten(1), 127.0 if kind == "int8" else torch.finfo(FP8).max)
+        packed = rows.round().to(torch.int8) if kind == "int8" else rows.to(FP8)
+        return cls(kind, weight.shape, weight.dtype, (packed, factor))
+
+    def numbers(self, dtype: torch.dtype) -> Tensor:
+        """The weight, as near to what it was as its kind can be."""
+        if dtype is torch.float16 and self.kind != "float":  # which cannot hold the smallest factors
+            return self.numbers(torch.float32).to(dtype)
+        if self.kind == "float":
+            return self.tensors[0].to(dtype)
+        packed, factor = self.tensors[:2]
+        if self.kind == "nf4":
+            places = torch.stack([packed >> 4, packed & 15], dim=-1).flatten(1)
+            rows = self.tensors[2].to(dtype)[places.int()] * factor.to(dtype)
+            return rows.flatten()[: self.shape.numel()].view(self.shape)
+        return (packed.to(dtype) * factor.to(dtype)).view(self.shape)
+
+    def itself(self) -> "Packed":
+        """For whoever asks where it rests."""
+        return self
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> "Packed":
+        return replace(self, tensors=tuple(map(move, self.tensors)))
+
+
+def _factor(rows: Tensor, most: float) -> tuple[Tensor, Tensor]:
+    """What makes the largest of each row ``most``, as a number that bf16 can hold, and the rows divided by it."""
+    factor = (rows.abs().amax(1, keepdim=True) / most).clamp(min=1e-12).bfloat16()
+    return factor, (rows / factor.float()).clamp(-most, most)

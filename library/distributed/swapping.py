@@ -1,0 +1,68 @@
+"""Weights that rest in host memory: each is copied to the device shortly before it is needed, and dropped after it.
+
+They are frozen, so nothing is ever copied back.  Which weight comes after which is learnt from the first step; from
+then on each is sent on its way while the one before is being used, on a stream of its own.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .host_copy import on_host
+from .packing import Packed
+
+Place = tuple[bool, tuple[int, ...]]
+"""Whether in a backward pass, and the latest weights, which checkpointing asks for in more than one order."""
+LATEST = 3
+
+
+class Swap:
+    """Hands out weights by number."""
+
+    def __init__(self, device: torch.device, copy: Callable[[Tensor], Tensor] | None = None):
+        """``copy`` brings a tensor to the device, without anybody waiting for it."""
+        self.device, self.resting = device, list[Packed]()
+        self.expected = 0
+        """How many weights were there already when they were asked for."""
+        self._copy = copy or (lambda tensor: tensor.to(device, non_blocking=True))
+        self._has_streams = device.type in ("cuda", "xpu")
+        self._stream = torch.get_device_module(device).Stream(device) if self._has_streams else None
+        self._after: dict[Place, int] = {}
+        self._last: Place = (False, ())
+        self._ahead: tuple[int, Packed] | None = None
+
+    def take(self, weight: Packed) -> Callable[[], Packed]:
+        """Keep it on the host, pinned where that makes copies faster; returns who hands it out."""
+        number = len(self.resting)
+        self.resting.append(weight.moved(on_host))
+        return lambda: self.fetched(number)
+
+    def fetched(self, number: int) -> Packed:
+        """The weight on the device; the one that came after it last time is sent on its way."""
+        weight = self._arrived(number)
+        is_backward = torch._C._current_graph_task_id() != -1
+        self._after[self._last] = number
+        self._last = (is_backward, (*self._last[1], number)[-LATEST:])
+        following = self._after.get(self._last)
+        if following is not None:
+            self._ahead = following, self._sent(following)
+        return weight
+
+    def _arrived(self, number: int) -> Packed:
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or ahead[0] != number:
+            return self.resting[number].moved(self._copy)
+        self.expected += 1
+        if self._stream is not None:
+            now = torch.get_device_module(self.device).current_stream(self.device)
+            now.wait_stream(self._stream)
+            for tensor in ahead[1].tensors:
+                tensor.record_stream(now)
+        return ahead[1]
+
+    def _sent(self, number: int) -> Packed:
+        if self._stream is None:
+            return self.resting[number].moved(self._copy)
+        with torch.get_device_module(self.device).stream(self._stream):
+            return self.resting[number].moved(self._copy)

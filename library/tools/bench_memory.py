@@ -1,0 +1,100 @@
+"""What each switch that saves memory costs in time and gains in memory: ``bench step`` with it and without it.
+
+Each is measured in a program of its own, so that none finds the memory of the one before.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..config import RunConfig
+from ..config.options import opt
+from ..errors import ConfigError, UserError
+from .bench_figure import Figure, as_json, as_text, environment
+from .bench_run import own_options, settings, with_library
+
+PLAIN = "plain"
+TWICE = ("--gradient_checkpointing",)
+SWITCHES: Mapping[str, Sequence[str]] = {
+    PLAIN: (),
+    "checkpointing": TWICE,
+    "checkpointing, every 2nd block": (*TWICE, "--gradient_checkpointing_every", "2"),
+    "checkpointing, on the host": (*TWICE, "--cpu_offload_checkpointing"),
+    "half of the blocks swapped": ("--blocks_to_swap", "HALF"),
+    "all blocks swapped": ("--blocks_to_swap", "ALL"),
+    "base in fp8": ("--base_storage", "fp8"),
+    "base in int8": ("--base_storage", "int8"),
+    "base in nf4": ("--base_storage", "nf4"),
+    "all that saves most": (*TWICE, "--cpu_offload_checkpointing", "--blocks_to_swap", "ALL", "--base_storage", "nf4"),
+}
+
+
+@dataclass(frozen=True)
+class MemoryOptions:
+    """How often is measured."""
+
+    bench_steps: int = opt(3, "steps in a row", minimum=1)
+    repetitions: int = opt(3, "how often, after a first time that only warms up", minimum=1)
+    json: bool = opt(False, "every single value as JSON")
+
+
+@dataclass(frozen=True)
+class Arguments(RunConfig):
+    bench: MemoryOptions = field(default_factory=MemoryOptions)
+
+
+def run(argv: Sequence[str]) -> str:
+    """Measure and report."""
+    if set(argv) & {"--help", "-h"}:
+        return own_options(Arguments, "memory", "Measures what memory switches cost and gain.")
+    config, given = settings(argv, Arguments)
+    if taken := given & {word[2:] for words in SWITCHES.values() for word in words if word.startswith("--")}:
+        raise ConfigError([f"--{name}: is measured by this bench with and without it; take it out"
+                           for name in sorted(taken)])  # fmt: skip
+    count = _blocks(config)
+    words = [word for word in argv if word != "--json"]
+    for name, own in (("--bench_steps", config.bench.bench_steps), ("--repetitions", config.bench.repetitions)):
+        words += [] if name in words else [name, str(own)]
+    found = {}
+    for name, switch in SWITCHES.items():
+        numbers = {"HALF": str(count // 2), "ALL": str(count)}
+        found[name] = _measured([*words, *(numbers.get(word, word) for word in switch)])
+    figures = [figure for name in SWITCHES for figure in _figures(name, found)]
+    command = " ".join(["python -m library bench memory", *argv])
+    return (as_json if config.bench.json else as_text)(command, figures, environment())
+
+
+def _blocks(config: RunConfig) -> int:
+    from ..families import FAMILIES
+    from ..families.detect import detect
+    from ..families.unloaded import unloaded
+    from ..training.resting import blocks_of
+
+    detected = detect(config.model)
+    denoiser = FAMILIES.get(detected.family).denoiser
+    return len(blocks_of(getattr(unloaded(detected, (denoiser,)), denoiser)))
+
+
+def _measured(words: Sequence[str]) -> dict[str, Any]:
+    command = [sys.executable, "-m", "library", "bench", "step", *words, "--json"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=with_library())
+    if done.returncode:
+        raise UserError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+    said = done.stdout[done.stdout.index('{\n "command"') :]  # some libraries print there
+    return {figure["name"]: figure for figure in json.loads(said)["figures"]}
+
+
+def _figures(name: str, found: Mapping[str, Mapping[str, Any]]) -> list[Figure]:
+    step, memory = found[name]["our step"], found[name]["our peak memory"]
+    if name == PLAIN:
+        times = saved = ""
+    else:
+        plain = found[PLAIN]
+        times = f"{step['median'] / plain['our step']['median']:.2f} times as long"
+        saved = f"{plain['our peak memory']['median'] - memory['median']:+.3f} GB saved"
+    return [Figure(f"{name}: a step", tuple(step["values"]), "s", remark=times),
+            Figure("  peak memory", (statistics.median(memory["values"]),), "GB", remark=saved)]  # fmt: skip

@@ -1,0 +1,117 @@
+"""A real run on made-up pictures, ready for its first step, for benches that look at steps.
+
+A bench takes every option of training beside its own, so that whatever a user would switch on can be measured.
+"""
+
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..config import RunConfig, load_options
+from ..config.checks import conflicts
+from ..config.options import options_of
+from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    from ..training.loop import Run
+
+PICTURES = 8
+DEFAULTS = ("--pretrained_model_name_or_path", "random:sd1:tiny", "--resolution", "256", "--network_dim", "16",
+            "--cache_latents", "--cache_text_encoder_outputs")  # fmt: skip
+"""Encoders run before the first step, so that a step is the model's alone."""
+
+Arguments = TypeVar("Arguments", bound=RunConfig)
+
+
+def settings(argv: Sequence[str], root: type[Arguments]) -> tuple[Arguments, frozenset[str]]:
+    """What was asked for, and the names of what somebody wrote down; pictures are made up, so none may be named."""
+    loaded = load_options([*DEFAULTS, *argv], root)
+    if "dataset_config" in loaded.places:
+        loaded.problems.append("--dataset_config: a bench makes its own pictures; take it out")
+    return loaded.require(), frozenset(loaded.places)  # type: ignore[return-value]
+
+
+def own_options(root: type, name: str, what: str) -> str:
+    """The ``--help`` of a bench whose group of options is called ``bench``."""
+    lines = [f"usage: python -m library bench {name} [--option value ...]", "", what, ""]
+    for option in options_of(root):
+        if option.group == "bench":
+            value = "" if option.kind is bool else f" {option.syntax}{' ...' if option.many else ''}"
+            lines.append(f"  {'--' + option.name + value:<28} {option.help} ({option.default})")
+    return "\n".join([*lines, "", "Beside these, every option of training; without any: " + " ".join(DEFAULTS)])
+
+
+def with_library() -> dict[str, str]:
+    """The environment for programs of a bench, which may run in any folder."""
+    root = str(Path(__file__).resolve().parents[2])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """A folder for pictures, caches and what a run writes; it is removed afterwards."""
+    with tempfile.TemporaryDirectory(prefix="lorikeet-bench-") as name:
+        yield Path(name)
+
+
+@contextmanager
+def made_up_run(config: RunConfig, given: frozenset[str], folder: Path) -> Iterator["Run"]:
+    """The run as training has it before its first step; what it tells goes into a file in ``folder``."""
+    from ..distributed.choice import strategy_of
+
+    if problems := [f"--{names[0]}: {message}" for names, message in conflicts(config, given)]:
+        raise ConfigError(problems)
+    strategy = strategy_of(config)
+    try:
+        yield _assembled(config, strategy, folder)
+    finally:
+        strategy.leave()
+
+
+def with_pictures(config: RunConfig, folder: Path, steps: int) -> RunConfig:
+    """The settings for a run of so many steps on pictures that are made in ``folder``, where everything stays."""
+    from PIL import Image
+
+    assert config.data.resolution is not None
+    (folder / "pictures").mkdir()
+    size = (config.data.resolution.width, config.data.resolution.height)
+    for number in range(max(PICTURES, config.data.train_batch_size)):
+        Image.new("RGB", size, (29 * number % 256, 100, 200)).save(folder / "pictures" / f"{number:04d}.png")
+        (folder / "pictures" / f"{number:04d}.txt").write_text(f"a picture, number {number}", "utf-8")
+    file = folder / "set.toml"
+    file.write_text("[general]\ncaption_extension = '.txt'\n[[datasets]]\n[[datasets.subsets]]\n"
+                    f"image_dir = '{folder / 'pictures'}'\n", "utf-8")  # fmt: skip
+    return replace(config, data=replace(config.data, dataset_config=str(file)),
+                   train=replace(config.train, max_train_steps=steps, max_train_epochs=None),
+                   save=replace(config.save, output_dir=str(folder / "out")))  # fmt: skip
+
+
+def _assembled(config: RunConfig, strategy: Any, folder: Path) -> "Run":
+    from ..families import FAMILIES
+    from ..families.detect import detect
+    from ..log import Progress
+    from ..training.assembly import assemble, load
+    from ..training.caching import Kept, keep_latents, keep_texts
+    from ..training.metrics import MetricsFile
+    from ..training.pictures import same_pictures
+    from ..training.plan import RunPlan
+    from ..training.resting import rehearse_resting
+    from ..training.starting import read_starts
+    from ..training.track import Track
+
+    detected = detect(config.model)
+    family = FAMILIES.get(detected.family)(config.model)
+    starts = read_starts(config, family, detected)
+    prepared = same_pictures(config, strategy, detected.pixel_step)
+    plan = RunPlan.of(prepared.batch_plan(strategy.data_size, config.train), config.train, config.optim)
+    prepared, latents = keep_latents(config, strategy, family, detected, prepared)
+    kept = Kept(latents, keep_texts(config, strategy, family, detected, prepared, plan, ()))
+    rehearse_resting(config, strategy, family, detected)
+    pipe = load(config, strategy, family, detected, kept, ())
+    run, _ = assemble(config, strategy, family, pipe, prepared, plan, kept, starts)
+    run.teller = Track(Progress(plan.steps, 0, "bench", wanted=False), MetricsFile(folder / "metrics.jsonl", 0))
+    return run

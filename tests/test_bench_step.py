@@ -1,0 +1,72 @@
+"""A step of ours beside a bare one: both compute the same, which the bench itself finds out."""
+
+import json
+
+import pytest
+from ranks import on_ranks
+
+from library.errors import ConfigError
+from library.tools import bench, bench_memory, bench_step
+
+WORDS = ("step", "--resolution", "64", "--bench_steps", "2", "--repetitions", "2", "--network_dim", "2", "--json")
+RATIOS = ["ours / bare", "ours / bare, processor time"]
+APART = ["loss, ours and bare apart", "gradient, ours and bare apart"]
+
+
+def measured(*words, is_wrong=False):
+    if is_wrong:  # as if somebody had changed what a step computes
+        honest = bench_step.Bare._backward
+        bench_step.Bare._backward = lambda self, forward, target: honest(self, forward, target + 0.5)
+    text, code = bench.run([*WORDS, *words])
+    return code, json.loads(text)
+
+
+def test_a_step_is_measured_beside_a_bare_one_that_computes_the_same():
+    ((code, said),) = on_ranks(1, measured, "--gradient_accumulation_steps", "2")
+    found = {figure["name"]: figure for figure in said["figures"]}
+    assert code == 0 and {"machine", "versions", "device"} < said.keys()
+    assert all(len(found[name]["values"]) == 2 and found[name]["target"] == 1.15 for name in RATIOS)
+    for name in APART:
+        assert found[name]["median"] < found[name]["target"] and len(found[name]["values"]) == 2
+    for number, ratio in enumerate(found["ours / bare"]["values"]):
+        assert ratio == pytest.approx(found["our step"]["values"][number] / found["bare step"]["values"][number])
+    assert found["our peak memory"]["median"] > 0
+
+
+def test_another_loss_is_found():
+    ((_, said),) = on_ranks(1, wrongly_measured)
+    found = {figure["name"]: figure for figure in said["figures"]}
+    assert all(found[name]["median"] > found[name]["target"] for name in APART)
+
+
+def wrongly_measured():
+    return measured(is_wrong=True)
+
+
+def test_memory_is_measured_with_every_switch_and_without(monkeypatch):
+    asked = []
+
+    def said(words):
+        asked.append(list(words))
+        return {"our step": {"median": 2.0 + len(asked), "values": [2.0 + len(asked)]},
+                "our peak memory": {"median": 9.0 - len(asked) / 2, "values": [9.0 - len(asked) / 2]}}  # fmt: skip
+
+    monkeypatch.setattr(bench_memory, "_measured", said)
+    text, _ = bench.run(["memory", "--resolution", "64", "--json"])
+    figures = json.loads(text)["figures"]
+    assert len(asked) == len(bench_memory.SWITCHES) and "--json" not in asked[0]
+    assert figures[2]["remark"] == "1.33 times as long" and figures[3]["remark"] == "+0.500 GB saved"
+    numbers = {words[words.index("--blocks_to_swap") + 1] for words in asked if "--blocks_to_swap" in words}
+    assert len(numbers) == 2 and all(number.isdecimal() and int(number) > 0 for number in numbers)
+
+
+def test_mistakes_are_told():
+    for words, problem in ((["step", "--dataset_config", "x"], "--dataset_config: a bench makes its own pictures"),
+                           (["memory", "--base_storage", "int8"], "--base_storage: is measured by this bench"),
+                           (["step", "--bench_step", "2"], "--bench_step: unknown option; did you mean --bench_st"),
+                           ):  # fmt: skip
+        with pytest.raises(ConfigError) as caught:
+            bench.run(words)
+        assert caught.value.problems[0].startswith(problem)
+    for name in ("step", "startup", "memory"):
+        assert "--repetitions INTEGER" in bench.run([name, "--help"])[0]

@@ -1,0 +1,210 @@
+"""What saves memory changes nothing in the gradients, or no more than the bits that it leaves out."""
+
+import gc
+import weakref
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import on_ranks
+from test_run import difference, even, trained
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from library.config import load_options
+from library.distributed.frozen import can_rest, let_rest
+from library.distributed.packing import BLOCK, NF4, Packed
+from library.distributed.swapping import Swap
+from library.errors import ConfigError
+from library.tools.bench_run import made_up_run, settings, with_pictures
+from library.tools.bench_step import Arguments
+from library.training import checkpointing
+from library.training.resting import spread
+
+__all__ = ["even"]  # a fixture
+
+KINDS = ["float", "fp8", "int8", "nf4"]
+WIDEST = max(later - earlier for earlier, later in pairwise(NF4)) / 2
+
+
+def weight_of(*shape, seed=0):
+    rows = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.02
+    return rows * torch.logspace(-2, 0, shape[0]).view(-1, *[1] * (len(shape) - 1))  # rows of very different size
+
+
+@pytest.mark.parametrize("shape", [(6, 128), (5, 7), (4, 3, 3, 3)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_number_is_further_off_than_its_bits_allow(kind, shape):
+    weight = weight_of(*shape)
+    found = Packed.of(weight, kind).numbers(torch.float32)
+    rows, off = weight.flatten(1), (found - weight).flatten(1).abs()
+    most = rows.abs().amax(1, keepdim=True) * (1 + 2**-8)
+    if kind == "nf4":
+        padded = F.pad(weight.flatten(), (0, -weight.numel() % BLOCK)).view(-1, BLOCK)
+        most = padded.abs().amax(1, keepdim=True).expand_as(padded).flatten()[: weight.numel()].view_as(rows)
+    bound = {"float": 0 * most, "int8": most / 127, "fp8": 2**-4 * rows.abs() + most * 2**-9 / 448 + most * 2**-8,
+             "nf4": most * (WIDEST + 2**-8)}[kind]  # fmt: skip
+    assert found.shape == weight.shape and (off <= bound).all()
+    assert kind == "float" or off.any()
+
+
+def test_what_the_bits_can_hold_comes_back_as_it_was():
+    for kind, weight in {"int8": torch.arange(-127.0, 128).view(1, -1) / 64,
+                         "nf4": torch.tensor(NF4).repeat(2 * BLOCK // 16).view(2, -1) / 2,
+                         "fp8": torch.tensor([[448.0, -3.5, 0.25, 0.0]]) / 4}.items():  # fmt: skip
+        assert torch.equal(Packed.of(weight, kind).numbers(torch.float32), weight), kind
+
+
+def test_a_weight_takes_the_room_of_its_bits():
+    size = {kind: Packed.of(torch.randn(64, 1024).bfloat16(), kind).nbytes / 65536 for kind in KINDS}
+    assert size["float"] == 2 and 1 < size["int8"] == size["fp8"] < 1.01 and 0.5 < size["nf4"] < 0.54
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resting_layer_is_one_with_the_weight_that_it_hands_out(kind, autocast):
+    for layer, shape in ((nn.Linear(8, 6), (2, 5, 8)), (nn.Conv2d(8, 6, 3, stride=2, padding=1), (2, 8, 9, 7)),
+                         (nn.Linear(8, 6, bias=False), (3, 8))):  # fmt: skip
+        layer.requires_grad_(False)
+        packed = Packed.of(layer.weight, kind)
+        layer.weight.data = packed.numbers(torch.bfloat16 if autocast else torch.float32).float()
+        given = torch.randn(shape, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            said = layer(given)
+        wanted = torch.autograd.grad(said.float().square().sum(), given)[0]
+        assert can_rest(layer)
+        let_rest(layer, lambda packed=packed: packed)
+        kept = []
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast), saved_tensors_hooks(kept.append, lambda _: None):
+            found = layer(given)
+        assert torch.equal(found, said) and not kept and not can_rest(layer)  # nothing waits for the backward pass
+        assert [name for name, _ in layer.named_parameters()] == ["bias"][: layer.bias is not None]
+        torch.testing.assert_close(torch.autograd.grad(found.float().square().sum(), given)[0], wanted)
+
+
+class Device:
+    """Copies, and knows how many of its copies are alive."""
+
+    def __init__(self):
+        self.alive = self.most = self.made = 0
+
+    def copy(self, tensor):
+        found = tensor.clone()
+        self.alive, self.made = self.alive + 1, self.made + 1
+        self.most = max(self.most, self.alive)
+        weakref.finalize(found, self.gone)
+        return found
+
+    def gone(self):
+        self.alive -= 1
+
+
+@pytest.mark.parametrize("is_twice", [False, True])
+def test_weights_are_sent_ahead_and_at_most_two_are_there(is_twice):
+    device = Device()
+    swap = Swap(torch.device("cpu"), device.copy)
+    layers = [nn.Linear(4, 4).requires_grad_(False) for _ in range(6)]
+    for layer in layers:
+        let_rest(layer, swap.take(Packed.of(layer.weight, "float")))
+    fetched = []
+    for _ in range(3):
+        before, given = (device.made, swap.expected), torch.ones(1, 4, requires_grad=True)
+        now = given
+        for first in range(0, 6, 2):
+            block = nn.Sequential(*layers[first : first + 2], nn.Tanh())
+            now = torch.utils.checkpoint.checkpoint(block, now, use_reentrant=False) if is_twice else block(now)
+        now.sum().backward()
+        fetched.append((device.made - before[0], swap.expected - before[1]))
+    gc.collect()
+    passes = 3 if is_twice else 2
+    assert fetched[2] == (6 * passes, 6 * passes), fetched  # one copy for each use, each sent ahead
+    assert device.most <= 2
+
+
+def test_blocks_are_spread_evenly():
+    assert (
+        spread(6, 0) == [] and spread(6, 6) == list(range(6)) and spread(6, 2) == [2, 5] and spread(7, 3) == [2, 4, 6]
+    )
+
+
+def gradients(folder: Path, cases):
+    """Of each case loss and gradients of one step in which every weight of the adapter has something to say."""
+    found = []
+    for number, words in enumerate(cases):
+        (own := folder / str(number)).mkdir()
+        config, given = settings([*words, "--resolution", "64", "--network_dim", "2"], Arguments)
+        with made_up_run(with_pictures(config, own, 3), given, own) as run:
+            draw = torch.Generator().manual_seed(1)
+            for item in run.parameters:
+                item.data = torch.randn(item.shape, generator=draw) * 0.05
+            loss = run.ladder.gradients(run, next(run.loader.steps(0)))
+            assert all(item.grad.any() for item in run.parameters)
+            found.append(torch.cat([loss.view(1), *(item.grad.flatten() for item in run.parameters)]).numpy())
+    return found
+
+
+SAME = [("--gradient_checkpointing", "--gradient_checkpointing_every", "2"),
+        ("--gradient_checkpointing", "--cpu_offload_checkpointing"), ("--blocks_to_swap", "2"),
+        ("--blocks_to_swap", "2", "--gradient_checkpointing", "--cpu_offload_checkpointing")]  # fmt: skip
+OFF = {"int8": 0.05, "fp8": 0.2, "nf4": 0.5}
+
+
+@pytest.mark.parametrize(("model", "same", "kinds"), [("random:sd1:tiny", SAME, OFF),
+                                                      ("random:flux:tiny", SAME[-1:], ["int8"])])  # fmt: skip
+def test_gradients_are_those_of_the_plain_run(model, same, kinds, tmp_path):
+    fewer = [("--base_storage", kind, *more) for kind in kinds
+             for more in ((), ("--blocks_to_swap", "2", "--gradient_checkpointing"))]  # fmt: skip
+    cases = [("--pretrained_model_name_or_path", model, *more) for more in ((), *same, *fewer)]
+    plain, *found = map(torch.from_numpy, on_ranks(1, gradients, tmp_path, cases)[0])
+    for more, one in zip(same, found, strict=False):
+        torch.testing.assert_close(one, plain, msg=str(more))
+    for number, kind in enumerate(kinds):
+        one, swapped = found[len(same) + 2 * number :][:2]
+        off = float((one[1:] - plain[1:]).norm() / plain[1:].norm())
+        assert 1e-5 < off < OFF[kind], (kind, off)
+        torch.testing.assert_close(swapped, one)
+
+
+def test_every_nth_block_is_computed_twice_and_what_from_waits_on_the_host(monkeypatch):
+    sent, honest = [], checkpointing.on_host
+    monkeypatch.setattr(checkpointing, "on_host", lambda tensor: sent.append(tensor) or honest(tensor))
+    for every, times, to_host in ((1, [2, 2, 2, 2], False), (2, [2, 1, 2, 1], True)):
+        blocks, calls = [nn.Linear(3, 3) for _ in range(4)], [0] * 4
+        for number, block in enumerate(blocks):
+            block.register_forward_pre_hook(lambda *_, at=number, calls=calls: calls.__setitem__(at, calls[at] + 1))
+        way, now = checkpointing.Checkpoints(every, to_host=to_host), torch.ones(1, 3, requires_grad=True)
+        for block in blocks:
+            now = way(block, now)
+        now.sum().backward()
+        assert calls == times
+    assert [tuple(tensor.shape) for tensor in sent if tensor.numel()] == [(1, 3)] * 2
+
+
+def test_two_processes_learn_what_one_learns_with_weights_at_rest(even, tmp_path):
+    flags = ("--base_storage", "int8", "--blocks_to_swap", "1", "--optimizer_type", "SGD")
+    one, two = (trained(tmp_path / str(ranks), ranks, 4 // ranks, 1, *flags, dataset=even) for ranks in (1, 2))
+    assert difference(one, two) < 1e-4
+
+
+def refused(*words):
+    from library.training.run import run
+
+    try:
+        run(load_options(words).require())
+    except ConfigError as error:
+        return error.problems
+    return None
+
+
+def test_mistakes_are_told_before_anything_is_loaded(even, tmp_path):
+    words = ("--dataset_config", str(even), "--output_dir", str(tmp_path))
+    found = load_options([*words, "--gradient_checkpointing_every", "2", "--cpu_offload_checkpointing",
+                          "--blocks_to_swap", "1", "--torch_compile", "--profile_steps", "1:9"]).problems  # fmt: skip
+    assert [problem.partition(":")[0] for problem in found] == [
+        "--gradient_checkpointing_every", "--cpu_offload_checkpointing", "--blocks_to_swap",
+        "--profile_steps"]  # fmt: skip
+    (told,) = on_ranks(1, refused, *words, "--blocks_to_swap", "99", "--quiet")
+    assert len(told) == 1 and told[0].startswith("--blocks_to_swap: 99; this model has ")
+    assert load_options([*words, "--fp8_base"]).config.model.base_storage == "fp8"

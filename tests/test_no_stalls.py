@@ -1,0 +1,122 @@
+"""Steps without readings never make the host wait for the device.
+
+The steps are done on torch's device ``meta``, whose tensors have a shape and no numbers.  So whatever wants to see a
+number, by ``item``, ``float``, ``bool``, ``tolist``, ``cpu`` or as a mask, fails.
+"""
+
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ranks import on_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from library.distributed.host_copy import LateWords
+from library.tools.bench_run import made_up_run, settings, with_pictures
+from library.tools.bench_step import Arguments
+from library.training import loop
+
+DEVICE = torch.device("meta")
+FAMILIES = ["random:sd1:tiny", "random:sdxl:tiny", "random:sd3:tiny", "random:flux:tiny", "random:z_image:tiny",
+            "random:qwen_image:tiny"]  # fmt: skip
+
+
+class Refuses(TorchDispatchMode):
+    """Copies to the device for which the host waits."""
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        named = named or {}
+        found = function(*arguments, **named)
+        if function is torch.ops.aten._to_copy.default:
+            source, target, is_late = arguments[0], found, named.get("non_blocking")
+        elif function is torch.ops.aten.copy_.default:
+            target, source, is_late = *arguments[:2], arguments[2:] == (True,) or named.get("non_blocking")
+        else:
+            return found
+        assert is_late or source.device == target.device, f"the host waits for {function}"
+        return found
+
+
+class Words:
+    """In the place of pinned memory, which a pretended device has none of."""
+
+    def __init__(self):
+        self.sent = 0
+
+    def __len__(self):
+        return self.sent
+
+    def send(self, number):
+        assert number.device == DEVICE
+        self.sent += 1
+
+    def read(self):
+        self.sent -= 1
+        return 0.0
+
+
+def moved(run):
+    """The run as it would be on the device."""
+    model = run.strategy.unwrapped(run.adapter).to(DEVICE)
+    learnt = loop.trainable(model)
+    run.groups = [type(group)(group.name, learnt, group.rate) for group in run.groups]
+    run.optimizer = torch.optim.AdamW(learnt, lr=1e-4, foreach=True)
+    run.strategy.device = run.task.device = run.strategy.accelerator.state.device = DEVICE
+    run.strategy._asked = Words()
+
+
+@contextmanager
+def pretended(tmp_path, *words):
+    """A run on the device, without what is done at readings, where all wait anyway."""
+    config, given = settings(words, Arguments)
+    with made_up_run(with_pictures(config, tmp_path, 4), given, tmp_path) as run:
+        moved(run)
+        run.is_probed = True
+        run.watch = SimpleNamespace(remember=lambda run: None, is_well=lambda run, figures: True,
+                                    may_learn_from=run.watch.may_learn_from)  # fmt: skip
+        run.bad_samples.settle = lambda strategy: None
+        run.teller.told = lambda run, figures: None
+        yield run
+
+
+def trained_without_numbers(model, folder):
+    words = ["--pretrained_model_name_or_path", model, "--resolution", "64", "--network_dim", "2"]
+    with pretended(folder, *words) as run:
+        whole, run.plan = run.plan, replace(run.plan, steps=1)
+        loop.train(run)  # some models keep what they make in their first step
+        run.plan = whole
+        with Refuses():
+            loop.train(run)
+    return run.state.step, str(run.parameters[0].device)
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+def test_no_step_waits_for_the_device(model, tmp_path):
+    assert on_ranks(1, trained_without_numbers, model, tmp_path) == [(4, "meta")]
+
+
+def looked_at(folder):
+    looks = [lambda weight: float(weight.sum()), lambda weight: bool(weight.isfinite().all()),
+             lambda weight: weight.cpu(), lambda weight: weight.tolist(), lambda weight: weight[weight > 0],
+             lambda weight: torch.ones(3).to(weight)]  # fmt: skip
+    with pretended(folder, "--resolution", "64") as run, Refuses():
+        for look in looks:
+            run.state.step = 0
+            run.teller.stepped = lambda run, look=look: look(run.parameters[0].detach())
+            with pytest.raises((RuntimeError, NotImplementedError, AssertionError)):
+                loop.train(run)
+    return len(looks)
+
+
+def test_whoever_looks_is_found(tmp_path):
+    assert on_ranks(1, looked_at, tmp_path) == [6]
+
+
+def test_words_from_the_processor_come_in_their_order():
+    words = LateWords()
+    for number in (3.0, 1.0, 2.0):
+        words.send(torch.tensor(number))
+    assert len(words) == 3
+    assert [words.read(), words.read(), words.read()] == [3.0, 1.0, 2.0] and not len(words)
