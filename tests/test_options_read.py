@@ -55,7 +55,8 @@ def _last(node: ast.AST) -> str:
 
 def _tables(tree: ast.AST) -> Iterator[str]:
     """Names in a module that asks for options by the names in its tables: ``getattr(loss, name)``."""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "getattr"]
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)
+             and isinstance(node.func, ast.Name) and node.func.id == "getattr"]  # fmt: skip
     asked = [call.args[1] for call in calls if _last(call.args[0]) in HOLDERS]
     constants = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
     values = [value for value in constants if isinstance(value, str)]
