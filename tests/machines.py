@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -114,7 +115,8 @@ class Machines:
                 heapq.heappush(waiting, (time.monotonic() + self.delay, number, there, os.read(file, PACKET)))
             while waiting and waiting[0][0] <= time.monotonic():
                 _, _, there, packet = heapq.heappop(waiting)
-                os.write(there, packet)
+                with suppress(OSError):  # the other card is not switched on yet: the packet is lost, as on a cable
+                    os.write(there, packet)
 
 
 def run(*words: str) -> str:
