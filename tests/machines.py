@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,6 +38,7 @@ class Machines:
         self.rate, self.delay = rate, delay
         self.spaces = [f"{name}-{os.getpid()}" for name in NAMES]
         self.links = ["va", "vb"]
+        self.interface: str | None = None  # another network than the right one
         self.addresses = ["10.77.0.1", "10.77.0.2"]
         self._ends = threading.Event()
         self._forwarder: threading.Thread | None = None
@@ -74,13 +76,13 @@ class Machines:
 
     def start(self, machine: int, command: list[str], log: Path) -> subprocess.Popen[bytes]:
         """A program there, in a session of its own; what it says goes into ``log``."""
-        name = NAMES[machine]
+        name, interface = NAMES[machine], self.interface or self.links[machine]
         with log.open("wb") as file:
             return subprocess.Popen(
                 ["ip", "netns", "exec", self.spaces[machine], "unshare", "--uts", "sh", "-c",
                  f'hostname {name}; exec "$@"', "sh", *command],
                 cwd=ROOT, stdout=file, stderr=file, start_new_session=True,
-                env=clean_environment() | {"GLOO_SOCKET_IFNAME": self.links[machine], "ACCELERATE_USE_CPU": "true"},
+                env=clean_environment() | {"GLOO_SOCKET_IFNAME": interface, "ACCELERATE_USE_CPU": "true"},
             )  # fmt: skip
 
     def cut(self) -> None:
@@ -113,7 +115,8 @@ class Machines:
                 heapq.heappush(waiting, (time.monotonic() + self.delay, number, there, os.read(file, PACKET)))
             while waiting and waiting[0][0] <= time.monotonic():
                 _, _, there, packet = heapq.heappop(waiting)
-                os.write(there, packet)
+                with suppress(OSError):  # the other card is not switched on yet: the packet is lost, as on a cable
+                    os.write(there, packet)
 
 
 def run(*words: str) -> str:

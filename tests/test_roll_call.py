@@ -127,6 +127,7 @@ def test_every_setting_is_compared_but_for_places_and_the_machines_own(data, tmp
     known = {name for name in roll_call.flat(load_options([]).config)}
     assert known >= roll_call.PLACES | roll_call.OWN
     assert set(settings) == known - roll_call.OWN
+    assert {name for name in known if name.endswith(("_dir", "_path", "_file"))} <= roll_call.PLACES | roll_call.OWN
     assert settings["output_dir"] is True and settings["sample_prompts"] is False and settings["network_dim"] == 2
 
 

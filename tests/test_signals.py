@@ -152,6 +152,8 @@ def supervised(*words: str) -> subprocess.Popen[str]:
 
 def test_a_launcher_that_nobody_ends_is_watched_without_a_trace():
     assert ended(supervised(sys.executable, "-c", "print('a b'); raise SystemExit(7)")) == (7, "a b\n")
+    heard = "import signal; print(*(int(signal.getsignal(n) == signal.SIG_IGN) for n in (15, signal.SIGUSR1)))"
+    assert ended(supervised(sys.executable, "-c", heard)) == (0, "0 1\n")  # it would die of SIGUSR1 at once
     code, text = ended(supervised("no-such-launcher", "x"))
     assert code == 2 and "no-such-launcher cannot be started" in text
     code, text = ended(supervised())

@@ -78,6 +78,21 @@ def compared(work: Path, dataset: Path, name: str, rate: str = "", delay: float 
                 "\n  ".join(told))  # fmt: skip
 
 
+def wrong(work: Path, dataset: Path) -> None:
+    """Both talk to themselves, over the network that is no network; what they say of it."""
+    folder = work / "wrong"
+    folder.mkdir()
+    script = ["train_lora.py", "--dataset_config", str(dataset), *SETTINGS, "--output_dir", str(folder)]
+    began = time.monotonic()
+    with Machines() as machines:
+        machines.interface = "lo"
+        codes, texts = launch(machines, script, folder, free_port(), by_flags, 240)
+    logger.info("wrong: exit codes %s after %.0f s", codes, time.monotonic() - began)
+    for text in texts:
+        at = text.find("cannot connect")
+        logger.info("%s", text[max(0, at - 200) : at + 900] if at >= 0 else text[-900:])
+
+
 def cut(work: Path, dataset: Path) -> None:
     """The cable is cut while both train; when and how both end."""
     folder = work / "cut"
@@ -114,6 +129,7 @@ def main(wanted: list[str]) -> None:
             "elastic": lambda: compared(work, dataset, "elastic", launcher=by_torchrun),
             "rate": lambda: compared(work, dataset, "rate", rate="20mbit"),
             "latency": lambda: compared(work, dataset, "latency", delay=0.01),
+            "wrong": lambda: wrong(work, dataset),
             "cut": lambda: cut(work, dataset),
         }
         for way in wanted or ways:

@@ -38,10 +38,10 @@ def tells(board: Board, *, is_first_here: bool) -> bool:
     return answer(lambda: board.add("late", 1), 1 if is_first_here else 2) == 1
 
 
-def end_this_process(board: Board, message: Callable[[], str], *, is_first_here: bool) -> None:
+def end_this_process(board: Board, message: str, *, is_first_here: bool) -> None:
     """Tell why, on one of the processes that come here, and end: what hangs in a library cannot be called back."""
     if tells(board, is_first_here=is_first_here):
-        logger.error("%s", answer(message, "the other processes do not answer, nor the place where they met"))
+        logger.error("%s", message)
     else:
         threading.Event().wait(SECONDS_AFTER_ANOTHER)  # whoever ends first takes the launcher along
     os._exit(EXIT_CODE)

@@ -15,7 +15,7 @@ from ..errors import ConfigError, UserError
 from . import roll_call
 from .backend import process_group
 from .board import Board
-from .late import end_this_process, tells, watched
+from .late import answer, end_this_process, tells, watched
 from .network import ways_out
 from .peers import is_of_transport
 from .words import ranks_in_words
@@ -73,7 +73,7 @@ def connected(args: RunConfig, world: World, store: Any, hosts: list[str]) -> Pa
         kwargs.pop("init_method", None)
 
     def late() -> None:
-        end_this_process(board, lambda: _told(board, world, hosts, backend), is_first_here=not world.local_rank)
+        end_this_process(board, _told(board, world, hosts, backend), is_first_here=not world.local_rank)
 
     try:
         with watched(SECONDS_TO_CONNECT, late):
@@ -122,8 +122,9 @@ def _agreed(board: Board, world: World, word: roll_call.Word, seconds: float) ->
 
 def _told(board: Board, world: World, hosts: list[str], backend: str) -> str:
     """What does not work, as far as it can be known, and what to try."""
-    absent = [rank for rank in range(world.size) if not board.count(f"connected {rank}")]
-    who = f"; not connected: {ranks_in_words(absent, hosts)}" if absent else "; all of them are connected"
+    ranks = range(world.size)
+    absent = answer(lambda: [rank for rank in ranks if not board.count(f"connected {rank}")], None)
+    who = f"; not connected: {ranks_in_words(absent, hosts)}" if absent else ""
     return "\n".join([f"all {world.size} processes are there, and a first message between them did not arrive within"
                       f" {SECONDS_TO_CONNECT:.0f} s{who}. What usually helps:", *ways_out(backend)])  # fmt: skip
 
