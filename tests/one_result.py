@@ -1,6 +1,5 @@
-"""The same training however it is spread, and how far the adapters are apart.
+"""The same training however it is spread, and how far the adapters are apart; ``PYTHONPATH=. python tests/one_result.py`` tells all.
 
-``PYTHONPATH=. python tests/one_result.py`` prints the whole table.
 Plain gradient descent: Adam divides by the gradient's size and would hide a wrong scale.
 """
 
