@@ -80,7 +80,7 @@ def asked_for(args: RunConfig, world: World) -> Asked:
     problems = [*_refused(said), *_contradictions(args, said), *_others(args, world, said)]
     sharding = _sharding(args, world, said)
     if not problems:
-        problems += _sizes(sharding, world)
+        problems += _sizes(sharding, args, world)
     return Asked(None if problems else sharding, tuple(problems), tuple(_remarks(said)))
 
 
