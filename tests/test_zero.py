@@ -86,6 +86,12 @@ def test_two_processes_train_what_one_trains_with_the_model_divided_and_in_host_
     assert any(key.startswith("lora_te") and bool(tensor.any()) for key, tensor in found.items() if "up" in key)
 
 
+def test_one_process_alone_trains_the_same(even, references, tmp_path):
+    found = learnt(tmp_path, even, 1, 4, *OPTIMIZERS["SGD"], environment=by_file(tmp_path, **HOST))
+
+    assert difference(references["SGD"], found) < 1e-4
+
+
 # all that happens in a run
 
 
