@@ -3,8 +3,7 @@
 import logging
 import os
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +36,7 @@ class Zero(DataParallel):
         super().__init__(accelerator)
         _refuse_unknown(_deepspeed(self.device), settings)
         self._engine: Any = None
+        self._is_numbered = False
         self.computes_together = settings.stage == 3
         if settings.stage == 3:
             self.frozen_home = torch.device("cpu")  # no device ever holds the whole model
@@ -58,13 +58,13 @@ class Zero(DataParallel):
         config = self.settings.handed_over(pins_memory=self.pins_memory)
         # DeepSpeed switches autocast off around its engine's forward, so it is switched on inside.
         model.forward = self.accelerator.autocast()(model.forward)
-        with self._never_alone():
-            if self.settings.stage == 3:
-                # Before the engine sees the model, which would have it whole on the device first.
-                deepspeed.zero.Init(module=model, config_dict_or_path=config, dtype=torch.float32)
-                for buffer in model.buffers():
-                    buffer.data = buffer.data.to(self.device)
-            self._engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+        self._never_be_alone()
+        if self.settings.stage == 3:
+            # Before the engine sees the model, which would have it whole on the device first.
+            deepspeed.zero.Init(module=model, config_dict_or_path=config, dtype=torch.float32)
+            for buffer in model.buffers():
+                buffer.data = buffer.data.to(self.device)
+        self._engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
         if self.settings.stage == 3:
             self._keep_whole(learning)
             _find_odd_readers(model)
@@ -73,20 +73,15 @@ class Zero(DataParallel):
         logger.info("%s", self.settings.described(self.size))
         return self.model, self.optimizer
 
-    @contextmanager
-    def _never_alone(self) -> Iterator[None]:
-        """A process alone belongs to no group; DeepSpeed needs one, and speaks to itself."""
-        if dist.is_initialized():
-            yield
-            return
-        group: Any = dist
-        backend = group_backend(self.device.type, windows=False)
-        group.init_process_group(backend, store=group.HashStore(), rank=0, world_size=1)
-        os.environ["LOCAL_RANK"] = "0"
-        try:
-            yield
-        finally:
-            del os.environ["LOCAL_RANK"]
+    def _never_be_alone(self) -> None:
+        """A process alone belongs to no group and has no number; DeepSpeed needs both, and speaks to itself."""
+        if not dist.is_initialized():
+            group: Any = dist
+            backend = group_backend(self.device.type, windows=False)
+            group.init_process_group(backend, store=group.HashStore(), rank=0, world_size=1)
+        if "LOCAL_RANK" not in os.environ:
+            os.environ["LOCAL_RANK"] = "0"
+            self._is_numbered = True
 
     def _keep_whole(self, parameters: Sequence[Any]) -> None:
         """The adapter is small, and read between steps by whoever writes or measures it."""
@@ -148,6 +143,8 @@ class Zero(DataParallel):
         super().leave()
         if dist.is_initialized():
             dist.destroy_process_group()
+        if self._is_numbered:
+            del os.environ["LOCAL_RANK"]
 
 
 def _place(offload: Any) -> str | None:
