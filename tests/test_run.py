@@ -257,8 +257,11 @@ def test_dry_run_writes_nothing_and_imports_no_model(tmp_path):
 def test_an_output_folder_that_cannot_be_written_is_known_before_training(tmp_path, even):
     (tmp_path / "out").write_text("a file is in the way")
 
-    with pytest.raises(AssertionError, match=r"--output_dir: .* cannot be written to"):
-        on_ranks(1, train, "--dataset_config", str(even), "--output_dir", str(tmp_path / "out"))
+    with pytest.raises(
+        AssertionError, match=r"--output_dir: .* cannot be .*\n--compile_cache_dir: .* cannot be written"
+    ):
+        on_ranks(1, train, "--dataset_config", str(even), "--output_dir", str(tmp_path / "out"), "--torch_compile",
+                 "--compile_cache_dir", str(tmp_path / "out" / "compiled"))  # fmt: skip
 
 
 @pytest.mark.parametrize("flags", [("--no-dynamo_use_regional_compilation",), ()], ids=["whole", "by blocks"])

@@ -65,7 +65,7 @@ def run(config: RunConfig, given: frozenset[str] = frozenset()) -> None:
         if strategy.divides_optimizer:
             refuse_whole_tensors(config.optim, strategy.divides_optimizer, "or --fsdp in its place")
         with FolderLock(folder, name) as lock:
-            strategy.on_main(lambda: _make_ready(folder, name, lock))
+            strategy.on_main(lambda: _make_ready(config, folder, name, lock))
             ending = Ending(strategy, config)
             try:
                 _run(config, given, strategy, started_at, ending)
@@ -197,10 +197,13 @@ def _prompts(preview: PreviewConfig, detected: Detected) -> list[Prompt]:
     return prompts
 
 
-def _make_ready(folder: Path, name: str, lock: FolderLock) -> None:
+def _make_ready(config: RunConfig, folder: Path, name: str, lock: FolderLock) -> None:
     """That files can be written, and by this run alone, is known before training, not after it."""
-    if why := why_not_writable(folder):
-        raise UserError(f"--output_dir: {folder} cannot be written to: {why}")
+    named = config.distributed.compile_cache_dir
+    places = {"output_dir": folder} | ({"compile_cache_dir": Path(named).expanduser()} if named is not None else {})
+    if problems := [f"--{option}: {place} cannot be written to: {why}"
+                    for option, place in places.items() if (why := why_not_writable(place))]:  # fmt: skip
+        raise ConfigError(problems)
     lock.take()
     state_folder.remove_leftovers(folder, name)
 
