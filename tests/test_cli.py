@@ -1,5 +1,6 @@
 """The command line as a user meets it: one program, plain messages, exit codes that mean something."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -142,3 +143,11 @@ def test_a_tool_that_is_interrupted_says_so_and_nothing_else(monkeypatch, capsys
     monkeypatch.setattr("library.tools.TOOLS", {"plan": ("", interrupted)})
     assert cli.tool(["plan"]) == 130
     assert capsys.readouterr().err == "library plan: interrupted\n"
+
+
+def test_garbage_is_looked_for_again_whatever_happened_while_libraries_were_imported():
+    with pytest.raises(KeyError), cli._collector_at_rest():
+        assert not gc.isenabled()
+        raise KeyError
+    assert gc.isenabled() and gc.get_freeze_count()
+    gc.unfreeze()

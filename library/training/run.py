@@ -26,7 +26,6 @@ from ..log import Progress
 from ..optim import optimizers, schedules
 from ..optim.elementwise import refuse_whole_tensors
 from . import before_after, state_folder
-from .anatomy import Anatomy
 from .assembly import assemble, load
 from .bundle import read_bundle, replay
 from .caching import Kept, keep_latents, keep_texts
@@ -150,6 +149,8 @@ def _train(job: Run, ending: Ending, export: Export, going_on: GoingOn, looks: S
         job.teller = Track(progress, file, job.state.samples)
         job.actions = [guard, *looks, learnt, export, report, keeper]
         if (profiled := config.train.profile_steps) is not None:
+            from .anatomy import Anatomy
+
             job.actions = Anatomy(profiled, folder / f"{config.save.output_name}.trace.json.gz").around(job.actions)
         strategy.is_asked = lambda: signals.asked is not None
         for look in looks:
