@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from test_sharded import PROMPTS, measured
 
 from library.config import load_options
 from library.distributed.chain import cuts
-from library.distributed.layout import Layout
+from library.distributed.layout import Layout, layout_of, layout_problems
+from library.distributed.world import World
 from library.errors import ConfigError
 from library.families import FAMILIES
 from library.families.detect import detect
@@ -139,6 +141,15 @@ def test_every_process_has_a_place_of_its_own():
             (layout.data_rank(rank), layout.part(rank))
         }
     assert [(layout.data_rank(rank), layout.stage(rank)) for rank in layout.tellers()] == [(0, 2), (1, 2)]
+
+
+def test_one_process_looks_back_at_a_step_of_several(tmp_path):
+    config = load_options(["--dataset_config", __file__, "--pp_size", "2", "--tp_size", "2"]).config
+    back = replace(config, train=replace(config.train, replay=str(tmp_path)))
+    assert layout_of(back, World()) == Layout() and not [*layout_problems(back, World())]
+    assert layout_of(config, World(size=8)) == Layout(2, 2, 2) and not [*layout_problems(config, World(size=8))]
+    (problem,) = layout_problems(config, World(size=6))
+    assert problem.startswith("--pp_size 2 --tp_size 2: 6 processes cannot be dealt out in groups of 4; start 8")
 
 
 # what cannot be

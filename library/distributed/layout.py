@@ -48,6 +48,8 @@ class Layout:
 def layout_of(args: RunConfig, world: World) -> Layout:
     """The layout that was asked for."""
     stages, parts = args.parallel.pp_size, args.parallel.tp_size
+    if _looks_back_alone(args, world):
+        return Layout()
     return Layout(max(1, world.size // (stages * parts)), stages, parts)
 
 
@@ -55,7 +57,7 @@ def layout_problems(args: RunConfig, world: World) -> Iterator[str]:
     """Why a run cannot be laid out so, and what can be had instead."""
     stages, parts = args.parallel.pp_size, args.parallel.tp_size
     together = stages * parts
-    if together == 1:
+    if together == 1 or _looks_back_alone(args, world):
         return
     said = " ".join(f"--{name} {size}" for name, size in (("pp_size", stages), ("tp_size", parts)) if size > 1)
     if world.size % together:
@@ -68,3 +70,8 @@ def layout_problems(args: RunConfig, world: World) -> Iterator[str]:
     if stages > 1 and is_sharded:
         yield (f"{said}: a stage fetches its blocks for each micro-batch anew under FSDP, which is slower than either;"
                " leave FSDP out, or use --tp_size with it")  # fmt: skip
+
+
+def _looks_back_alone(args: RunConfig, world: World) -> bool:
+    """One process looks at what went wrong on one of several."""
+    return args.train.replay is not None and not world.joins_group

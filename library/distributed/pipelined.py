@@ -80,7 +80,10 @@ class Pipelined(Grouped):
     def gradients(self, loss_function: LossFunction, work: Sequence[PixelBatch], samples: int, step: int) -> Tensor:
         """Forward and backward of one step, with as many micro-batches under way as there are stages."""
         scaler = self.accelerator.scaler  # of fp16
-        scale = 1.0 if scaler is None else scaler.get_scale()
+        scale = 1.0
+        if scaler is not None:
+            scaler.scale(torch.zeros((), device=self.device))  # it is made when it is first asked for
+            scale = scaler.get_scale()
 
         def loss_of(batch: PixelBatch) -> Tensor:
             with self.accelerator.autocast():
