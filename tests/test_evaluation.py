@@ -21,7 +21,8 @@ __all__ = ["task"]  # a fixture
 class Alone:
     """The strategy of one process."""
 
-    rank, size, device, is_main, computes_together = 0, 1, torch.device("cpu"), True, False
+    rank, size, data_rank, data_size = 0, 1, 0, 1
+    device, is_main, computes_together = torch.device("cpu"), True, False
     accelerator = SimpleNamespace(autocast=nullcontext)
 
     def unwrapped(self, model):

@@ -125,7 +125,7 @@ def test_every_picture_is_listed_as_it_is_trained(pictures):
 
 def test_all_mistakes_are_told_together_those_of_the_tool_and_those_of_training(tmp_path):
     done = plan("--jsn", "--resolve-only", "--world_size", "0", "--network_dimm", "4", "--preveiw", "x.png", "--json=1",
-                "--preview_limit", "3", "--fp8_base", "--learning_rate", "fast")  # fmt: skip
+                "--preview_limit", "3", "--resume_from_huggingface", "--learning_rate", "fast")  # fmt: skip
     assert done.returncode == 2 and done.stdout == ""
     assert [line.strip().partition(";")[0] for line in done.stderr.splitlines()[1:]] == [
         "--json: takes no value, got '1'",
@@ -135,7 +135,7 @@ def test_all_mistakes_are_told_together_those_of_the_tool_and_those_of_training(
         "--preveiw: unknown option",
         "--preview_limit: there is no preview",
         "--network_dimm: unknown option",
-        "--fp8_base: not yet: a base model in fp8",
+        "--resume_from_huggingface: not yet: states of runs on the hub",
         "--learning_rate: expected a number, got 'fast'",
         "--dataset_config: missing",
     ]

@@ -61,7 +61,9 @@ class TensorCut:
             if heads % self.size:
                 raise ConfigError([f"--tp_size {self.size}: {name} has {heads} heads, which cannot be dealt out evenly;"
                                    f" try {_largest_below(self.size, heads)}"])  # fmt: skip
-            module.heads = heads // self.size
+            for size in ("heads", "inner_dim", "inner_kv_dim"):  # from some of them processors find the size of a head
+                if hasattr(module, size):
+                    setattr(module, size, getattr(module, size) // self.size)
 
     def _cut_rows(self, layer: nn.Module, places: Tensor) -> None:
         base = _base(layer)

@@ -67,10 +67,10 @@ class Task:
     def _note(self, seen: Seen, step: int) -> None:
         if step != self.seen_in:
             self.seen, self.seen_in = [], step
-        if self.seen and self.seen[0].ids == seen.ids and self.seen[0].places == seen.places:
-            self.seen[0] = seen  # it was tried, to learn the sizes of what is to be exchanged
-        else:
-            self.seen.append(seen)
+        # One that was seen already was tried, to learn the sizes of what is to be exchanged; and a pipeline takes
+        # those of one size together.
+        others = [each for each in self.seen if each.places != seen.places]
+        self.seen = sorted([*others, seen], key=lambda each: each.places)
 
     def shape_of(self, pixels: PixelBatch) -> Hashable:
         """Batches of which it is the same make tensors of the same sizes."""
