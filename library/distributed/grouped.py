@@ -27,7 +27,7 @@ class Grouped(DataParallel):
 
     def __init__(self, accelerator: Accelerator, layout: Layout):
         super().__init__(accelerator)
-        self.layout = layout
+        self.layout, self.together = layout, layout.together
         self.data_rank, self.data_size = layout.data_rank(self.rank), layout.data
         self.tellers = layout.tellers()
         self.tells = self.rank in self.tellers

@@ -2,12 +2,11 @@
 
 import logging
 from collections.abc import Sequence
-from functools import partial
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from ..data.batch import PixelBatch
 from .chain import Chain, Flow, Passage, cuts
@@ -35,7 +34,8 @@ class Pipelined(Grouped):
         self._cut(chain)
         if denoiser.gradient_checkpointing:  # of blocks alone, without what goes on between processes
             denoiser.gradient_checkpointing = False  # type: ignore[assignment]
-            self.passage.checkpoint = partial(checkpoint, use_reentrant=False)
+            way: Any = denoiser._gradient_checkpointing_func
+            self.passage.checkpoint = way
         self._put_away(chain)
         super()._take_apart(model, denoiser, structure)
         self.anchor = torch.zeros((), device=self.device, requires_grad=True)
@@ -79,17 +79,14 @@ class Pipelined(Grouped):
 
     def gradients(self, loss_function: LossFunction, work: Sequence[PixelBatch], samples: int, step: int) -> Tensor:
         """Forward and backward of one step, with as many micro-batches under way as there are stages."""
-        scaler = self.accelerator.scaler  # of fp16
-        scale = 1.0
-        if scaler is not None:
-            scaler.scale(torch.zeros((), device=self.device))  # it is made when it is first asked for
-            scale = scaler.get_scale()
+        scaler = self.accelerator.scaler  # of fp16; it has to be asked once on every stage, or it cannot scale back
+        scale = 1.0 if scaler is None else scaler.scale(torch.ones((), device=self.device))
 
         def loss_of(batch: PixelBatch) -> Tensor:
             with self.accelerator.autocast():
                 return loss_function(batch, step).sum() * (scale / samples)
 
-        total = self.schedules.run(loss_of, work) / scale
+        total = self.schedules.run(loss_of, lambda batch: self.recall(batch, step), work) / scale
         self.accelerator.sync_gradients = True
         self._exchange(1)
         return self._summed(total)

@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+)
 
 from ..data.batch import PixelBatch
 from .chain import Departed, Flow
@@ -24,6 +30,7 @@ class Job:
     """What all stages work on."""
 
     loss_of: Callable[[PixelBatch], Tensor]
+    recall: Callable[[PixelBatch], None]
     work: Sequence[PixelBatch]
 
 
@@ -35,15 +42,19 @@ class Schedules:
         self.job: Job | None = None
         self._made: dict[Hashable, Any] = {}
 
-    def run(self, loss_of: Callable[[PixelBatch], Tensor], work: Sequence[PixelBatch]) -> Tensor:
-        """Forward and backward of all; what comes back is the sum of losses where they are known, and else zero."""
+    def run(self, loss_of: Callable[[PixelBatch], Tensor], recall: Callable[[PixelBatch], None],
+            work: Sequence[PixelBatch]) -> Tensor:  # fmt: skip
+        """Forward and backward of all; what comes back is the sum of losses where they are known, and else zero.
+
+        ``recall`` is called before the backward of each, for others have gone forward meanwhile.
+        """
         groups: dict[Hashable, list[PixelBatch]] = {}
         for batch in work:
             groups.setdefault(self.pipeline.shape_of(batch), []).append(batch)
         total = torch.zeros((), device=self.pipeline.device)
         try:
             for shape, batches in groups.items():
-                total += self._run(shape, Job(loss_of, batches))
+                total += self._run(shape, Job(loss_of, recall, batches))
         finally:
             self.job = None
             self.pipeline.in_one_go()
@@ -65,11 +76,13 @@ class Schedules:
         while len(self._made) >= KEPT:
             del self._made[next(iter(self._made))]
         pipeline, total = self.pipeline, len(self.pipeline.cuts) - 1
-        stages = [PipelineStage(Stage(self, part), part, total, pipeline.device, group=pipeline.group)
+        stages = [BothWays(Stage(self, part), part, total, pipeline.device, group=pipeline.group)
                   for part in pipeline.parts]  # fmt: skip
         settings: dict[str, Any] = {"n_microbatches": count, "loss_fn": _as_it_is, "scale_grads": False}
-        if len(stages) > 1:
-            made: Any = ScheduleInterleaved1F1B(stages, **settings)  # type: ignore[arg-type]
+        if len(stages) > 1:  # torch deals micro-batches out in rounds, which have to be of the same length
+            is_even = not count % max(1, count // pipeline.layout.stages)
+            kind: Any = ScheduleInterleaved1F1B if is_even else ScheduleLoopedBFS
+            made: Any = kind(stages, **settings)
         elif pipeline.schedule == "1f1b" and count >= total:
             made = Schedule1F1B(stages[0], **settings)
         else:
@@ -107,6 +120,22 @@ class Stage(nn.Module):
         if not self._is_last:
             raise AssertionError("a stage went on to the end of the model")
         return loss[None]
+
+    def recalled(self, number: int) -> PixelBatch:
+        """The micro-batch, of which the rest is to come now."""
+        job = self._schedules.job
+        assert job is not None
+        job.recall(job.work[number])
+        return job.work[number]
+
+
+class BothWays(PipelineStage):
+    """What is computed twice is to be the same in backward, when the latest forward was of another micro-batch."""
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *given: Any, **named: Any) -> Any:
+        stage: Any = self.submod
+        with phase("backward", stage.recalled(bwd_chunk_id)):
+            return super().backward_one_chunk(bwd_chunk_id, *given, **named)
 
 
 class _Contiguous(torch.autograd.Function):

@@ -50,6 +50,10 @@ class DataParallel(Company):
         """Of each part, the process that knows the losses."""
         self.shape_of: Callable[[PixelBatch], Hashable] = lambda batch: batch.frame.shape
         """Batches of which it is the same make tensors of the same sizes."""
+        self.recall: Callable[[PixelBatch, int], None] = lambda batch, step: None
+        """Called before a batch is computed again for its backward pass, when others came in between."""
+        self.together = 1
+        """So many processes share the work on one picture."""
         self.frozen_home = self.device
         """Where the frozen part of what is trained is loaded to, before it is wrapped."""
         self._asked = LateWords()

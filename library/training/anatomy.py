@@ -107,7 +107,7 @@ class Anatomy:
     def _tell(self, run: Run) -> None:
         figures = {f"profile/{part}_seconds": seconds for part, seconds in self.parts.items()}
         figures |= {"profile/step_seconds": self.pace, "profile/communication_in_trace_seconds": self.communication}
-        flops = self.calls.flops(_denoiser(run)) / self.paced
+        flops = self.calls.flops(_denoiser(run)) / self.paced / run.strategy.together
         peak = peak_flops(run.strategy.device, run.strategy.precision)
         if flops:
             figures["profile/step_teraflop"] = flops / 1e12

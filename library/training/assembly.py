@@ -110,7 +110,7 @@ def assemble(
                 kept.texts, config.adapter.trains_texts, dropout_of(config.adapter, trained, adapter))  # fmt: skip
     loader = prepared.loader(plan.batches, strategy.data_rank, total_steps=plan.steps, pin_memory=strategy.pins_memory,
                              latents=kept.latents, texts=kept.texts)  # fmt: skip
-    strategy.shape_of = task.shape_of
+    strategy.shape_of, strategy.recall = task.shape_of, task.recall
     if strategy.is_main:
         _tell_long_captions(family, pipe, prepared.first_captions(plan.batches, plan.steps))
     schedule = schedules.make_schedule(config.optim, plan.steps)

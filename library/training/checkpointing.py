@@ -30,9 +30,9 @@ class Checkpoints:
 
     def __init__(self, every: int, *, to_host: bool):
         self.every, self._kept = every, _host_memory if to_host else nullcontext
-        self._numbers: dict[nn.Module, int] = {}
+        self._numbers: dict[Any, int] = {}
 
-    def __call__(self, block: nn.Module, *arguments: Any, **named: Any) -> Any:
+    def __call__(self, block: Any, *arguments: Any, **named: Any) -> Any:
         """Blocks are counted in the order in which they are first called."""
         if self._numbers.setdefault(block, len(self._numbers)) % self.every:
             return block(*arguments, **named)

@@ -50,15 +50,16 @@ def switches(config: RunConfig, phase: str, pictures: int) -> Iterator[str]:
         yield "--cache_text_encoder_outputs, after which the text encoders are not needed"
     if config.distributed.mixed_precision == "no":
         yield "--mixed_precision bf16"
-    if train.on_oom == "fail" and pictures > 1 and phase != "optimizer":
+    is_whole = config.parallel.together == 1 and not (config.sharding.fsdp or config.deepspeed.deepspeed)
+    if is_whole and train.on_oom == "fail" and pictures > 1 and phase != "optimizer":
         yield "--on_oom ladder, which cuts batches in parts as far as needed, with the same result"
     if not train.gradient_checkpointing:
         yield "--gradient_checkpointing, which computes activations twice"
     elif not train.cpu_offload_checkpointing:
         yield "--cpu_offload_checkpointing, which keeps what is computed twice in host memory"
-    if not train.blocks_to_swap:
+    if is_whole and not train.blocks_to_swap and not config.distributed.torch_compile:
         yield "--blocks_to_swap, which keeps frozen weights of so many blocks in host memory"
-    if config.model.base_storage == "float":
+    if is_whole and config.model.base_storage == "float":
         yield "--base_storage int8, which keeps frozen weights in half as many bits as bf16"
     if config.optim.optimizer_type.lower() in ("adamw", "adam"):
         yield "--optimizer_type AdamW8bit"

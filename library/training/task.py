@@ -52,9 +52,7 @@ class Task:
 
     def __call__(self, pixels: PixelBatch, step: int) -> Tensor:
         """Weighted losses (B,) of a batch in optimizer step ``step``."""
-        if self.dropout is not None:
-            keys = [seed_for(self.seed, "dropout", step, place) % 2**62 for place in pixels.places]
-            self.dropout.keys = self._here(torch.tensor(keys))
+        self.recall(pixels, step)
         with phase("encode", pixels):
             batch = self.encode(pixels, step)
         noised = self.objective.noised(batch.latents, partial(self.generators, step=step, places=batch.places))
@@ -64,13 +62,18 @@ class Task:
         self._note(Seen(noised.t / 1000, losses.detach(), batch.weight, batch.ids, batch.places), step)
         return losses * batch.weight
 
+    def recall(self, pixels: PixelBatch, step: int) -> None:
+        """What is left out at random is that of this batch, also where it is computed again for the backward pass."""
+        if self.dropout is not None:
+            keys = [seed_for(self.seed, "dropout", step, place) % 2**62 for place in pixels.places]
+            self.dropout.keys = self._here(torch.tensor(keys))
+
     def _note(self, seen: Seen, step: int) -> None:
+        """Once each, in the plan's order: some are tried first, and those of one size may come before others."""
         if step != self.seen_in:
             self.seen, self.seen_in = [], step
-        # One that was seen already was tried, to learn the sizes of what is to be exchanged; and a pipeline takes
-        # those of one size together.
-        others = [each for each in self.seen if each.places != seen.places]
-        self.seen = sorted([*others, seen], key=lambda each: each.places)
+        self.seen[:] = sorted([*(old for old in self.seen if old.places != seen.places), seen],
+                              key=lambda each: each.places)  # fmt: skip
 
     def shape_of(self, pixels: PixelBatch) -> Hashable:
         """Batches of which it is the same make tensors of the same sizes."""

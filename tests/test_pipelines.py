@@ -1,0 +1,138 @@
+"""Pipelines with steps of several sizes, any number of micro-batches, scaled losses and things that are random."""
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from one_result import BOUNDS, REFERENCE, dataset, trained
+from ranks import on_ranks
+from safetensors.torch import load_file
+from test_run import difference, pictures, train
+from torch import nn
+
+from library.config import load_options
+from library.config.values import Steps
+from library.distributed.chain import Chain
+from library.distributed.layout import Layout
+from library.distributed.pipelined import Pipelined
+from library.distributed.structure import Structure
+from library.training.anatomy import Anatomy
+from library.training.memory_advice import switches
+
+
+def run(folder: Path, ranks: int, *flags: str) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """What is learnt by plain gradient descent from pictures of two sizes, and all figures, the last of each kind."""
+    data = folder / "dataset.toml"
+    words = ("--pretrained_model_name_or_path", "random:flux:tiny", "--dataset_config", str(data), "--train_batch_size",
+             "1", "--gradient_accumulation_steps", "5", "--max_train_steps", "3", "--learning_rate", "0.5",
+             "--network_dim", "4", "--optimizer_type", "SGD", "--network_train_unet_only")  # fmt: skip
+    file = Path(on_ranks(ranks, train, *words, "--output_dir", str(folder / f"of{ranks}"), *flags)[0])
+    lines = file.with_name("lora.metrics.jsonl").read_text().splitlines()
+    return load_file(file), {name: value for line in lines for name, value in json.loads(line).items()}
+
+
+@pytest.mark.parametrize("sizes", [{(96, 64): 5}, {(96, 64): 3, (64, 96): 2}])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_any_number_of_micro_batches_of_any_sizes_make_up_a_step(sizes, schedule, tmp_path):
+    pictures(tmp_path, sizes)
+    one, told = run(tmp_path, 1)
+    piped, also_told = run(tmp_path, 2, "--pp_size", "2", "--pp_schedule", schedule)
+
+    assert difference(one, piped) < BOUNDS["no"]
+    kinds = [name for name in told if name.startswith(("loss/time/", "loss/bucket/"))]
+    assert len(kinds) > len(sizes)
+    one_by_one, under_way = ({name: figures.get(name) for name in kinds} for figures in (told, also_told))
+    assert under_way == pytest.approx(one_by_one, rel=1e-3)
+
+
+def test_what_is_computed_twice_leaves_out_the_same_both_times(tmp_path):
+    data, flags = dataset(tmp_path), ("--network_dropout", "0.4", "--gradient_checkpointing")
+    one = trained(REFERENCE, "flux", data, tmp_path, *flags)
+    piped = trained("PP 2, gpipe", "flux", data, tmp_path, *flags)
+
+    assert difference(one, piped) < BOUNDS["no"]
+
+
+class Blocks(nn.Module):
+    """Four of them, with checkpoints of a way that was set from outside."""
+
+    def __init__(self):
+        super().__init__()
+        self.row = nn.ModuleList([Block(2, 2) for _ in range(4)])
+        self.gradient_checkpointing, self._gradient_checkpointing_func = True, None
+
+
+class Block(nn.Linear):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states)
+
+
+def alone() -> Pipelined:
+    """All stages in this process, which is in no group."""
+    pipeline = Pipelined.__new__(Pipelined)
+    pipeline.layout, pipeline.schedule, pipeline.stage, pipeline.is_last_stage = Layout(), "1f1b", 0, True
+    pipeline.device, pipeline.cutting, pipeline.group = torch.device("cpu"), None, None
+    return pipeline
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_checkpoints_are_made_in_the_way_and_of_the_blocks_that_were_asked_for(every, monkeypatch):
+    from library.training import checkpointing
+
+    model, pipeline, made = Blocks(), alone(), []
+    model._gradient_checkpointing_func = checkpointing.Checkpoints(every, to_host=False)
+    monkeypatch.setattr(checkpointing, "checkpoint", lambda call, *given, **named: made.append(call) or call(*given))
+    pipeline._take_apart(model, model, Structure(Chain.of(model, ["row"], ["hidden_states"])))
+    pipeline.passage.only(0, 4, None)
+    for _ in range(2):
+        given = torch.ones(1, 2)
+        for block in model.row:
+            given = block(given)
+
+    assert len(made) == 2 * 4 // every
+
+
+def test_scaled_losses_give_gradients_that_can_be_scaled_back_on_every_stage():
+    weight, scaler = nn.Parameter(torch.tensor(3.0)), torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer, pipeline = torch.optim.SGD([weight], lr=0.25), alone()
+    pipeline.accelerator = SimpleNamespace(scaler=scaler, autocast=nullcontext)
+    pipeline._exchange, pipeline._summed = lambda processes: None, lambda total: total
+
+    def all_stages(loss_of, *more):
+        losses = [loss_of(batch) for batch in more[-1]]
+        sum(losses).backward()
+        return sum(losses).detach()
+
+    pipeline.schedules = SimpleNamespace(run=all_stages)
+    assert float(pipeline.gradients(lambda batch, step: weight * batch, [1.0, 2.0], 2, 0)) == 4.5
+    assert float(weight.grad) == 6.0
+    scaler.unscale_(optimizer)
+    assert float(weight.grad) == 1.5
+
+    pipeline.schedules = SimpleNamespace(run=lambda *_: torch.zeros(()))  # on a stage that is not the last
+    pipeline.accelerator.scaler = scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    pipeline.gradients(lambda batch, step: weight * batch, [1.0, 2.0], 2, 0)
+    scaler.unscale_(optimizer)
+
+
+def test_operations_of_a_picture_are_shared_by_those_who_work_on_it(tmp_path):
+    anatomy, told = Anatomy(Steps(2, 4), tmp_path / "trace.json.gz"), {}
+    anatomy.calls = SimpleNamespace(flops=lambda denoiser: 12e12)
+    anatomy.pace, anatomy.paced, anatomy.parts = 1.0, 3, {"forward": 1.0}
+    anatomy._tell(SimpleNamespace(
+        strategy=SimpleNamespace(together=2, device=torch.device("cpu"), precision="bf16"),
+        task=SimpleNamespace(pipe=SimpleNamespace(unet=None), family=SimpleNamespace(denoiser="unet")),
+        teller=SimpleNamespace(noted=lambda run, figures: told.update(figures)),
+    ))  # fmt: skip
+    assert told["profile/step_teraflop"] == 2.0
+
+
+@pytest.mark.parametrize("flags", [("--pp_size", "2"), ("--tp_size", "2"), ("--fsdp",), ("--deepspeed",)])
+def test_what_is_refused_is_no_advice(flags):
+    config = load_options(["--dataset_config", __file__, "--gradient_checkpointing", *flags]).config
+    said = " ".join(switches(config, "forward", 4))
+    assert "--blocks_to_swap" not in said and "--base_storage" not in said
+    assert "--on_oom" not in said and "--cpu_offload_checkpointing" in said
