@@ -397,3 +397,11 @@ def test_settings_that_cannot_be_written_say_so(tmp_path):
 
     assert done.returncode == 2 and "cannot be written: No such file or directory" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_section_that_is_called_like_an_option_is_read_again(tmp_path):
+    """``deepspeed`` is both."""
+    given = load_options(["--dataset_config", __file__, "--deepspeed", "--zero_stage", "3"]).config
+    (tmp_path / "run.toml").write_text(to_toml(given), "utf-8")
+    again = load_options(["--config_file", str(tmp_path / "run.toml")])
+    assert again.problems == [] and again.config == given

@@ -131,8 +131,9 @@ def _file_settings(path: Path, known: dict[str, Option], problems: list[str]) ->
         problems += error.problems
         return
     first_lines: dict[str, int] = {}
+    sections = {option.group for option in known.values()}  # of which some are called like an option
     for key, item in data.items():
-        is_section = isinstance(item, dict) and key not in known
+        is_section = isinstance(item, dict) and (key not in known or key in sections)
         members = {(key, name): value for name, value in item.items()} if is_section else {(key,): item}
         for key_path, value in members.items():
             name, line = str(key_path[-1]), lines[key_path]
