@@ -1,11 +1,12 @@
 # make install   the environment in .venv
 # make demo      train a LoRA on the built-in model
 # make test      the tests, the linter, the types
+# make test-long more of the same, for those who change how work is spread or compiled
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install demo test clean
+.PHONY: install demo test test-long clean
 
 install: $(VENV)/installed
 
@@ -30,6 +31,9 @@ test: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n 2
+
+test-long: install
+	$(BIN)/python -m pytest -n 2 -m long
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

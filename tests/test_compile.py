@@ -70,7 +70,7 @@ COMPILED = ("--torch_compile", "--dynamo_backend", "eager")
 FAMILIES = {"sd1": (), "flux": ("--t5xxl_max_token_length", "24")}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [pytest.param("sd1", marks=pytest.mark.long), "flux"])
 def test_two_dozen_sizes_need_two_graphs_for_a_kind_of_block_and_none_in_three_epochs(family, tmp_path):
     data = dataset(tmp_path / "data", SIZES)
     flags = ("--max_train_epochs", "3", *FAMILIES[family])
@@ -90,6 +90,7 @@ def test_texts_of_any_length_are_compiled_before_the_first_step(tmp_path):
     assert found.late == 0 and found.is_dynamic
 
 
+@pytest.mark.long
 def test_pictures_validation_dropout_checkpoints_and_texts_compile_nothing_more(tmp_path):
     data = dataset(tmp_path / "data", SIZES[:4])
     found = trained(tmp_path / "out", "sd1", data, "--max_train_epochs", "2", "--network_dropout", "0.2",
@@ -112,6 +113,7 @@ def test_few_sizes_are_compiled_one_by_one_and_processes_train_as_one(tmp_path):
         assert difference(one.lora, two.lora) < 1e-4
 
 
+@pytest.mark.long
 def test_a_second_start_takes_what_was_compiled_from_the_cache(tmp_path):
     data = dataset(tmp_path / "data", SIZES[:1])
     flags = ("--max_train_steps", "1", "--torch_compile", "--compile_cache_dir", str(tmp_path / "kept"))

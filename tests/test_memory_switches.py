@@ -152,7 +152,8 @@ OFF = {"int8": 0.05, "fp8": 0.2, "nf4": 0.5}
 
 
 @pytest.mark.parametrize(("model", "same", "kinds"), [("random:sd1:tiny", SAME, OFF),
-                                                      ("random:flux:tiny", SAME[-1:], ["int8"])])  # fmt: skip
+                                                      pytest.param("random:flux:tiny", SAME[-1:], ["int8"],
+                                                                   marks=pytest.mark.long)])  # fmt: skip
 def test_gradients_are_those_of_the_plain_run(model, same, kinds, tmp_path):
     fewer = [("--base_storage", kind, *more) for kind in kinds
              for more in ((), ("--blocks_to_swap", "2", "--gradient_checkpointing"))]  # fmt: skip

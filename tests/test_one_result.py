@@ -10,7 +10,7 @@ from test_run import difference
     [
         ("sdxl", "HSDP 2 x 2", "no", ("--gradient_checkpointing",)),
         ("flux", "FSDP 2 x 2, in host memory", "no", ()),
-        ("sd3", "FSDP 2 x 1, 2 accumulated", "bf16", ("--gradient_checkpointing",)),
+        pytest.param("sd3", "FSDP 2 x 1, 2 accumulated", "bf16", ("--gradient_checkpointing",), marks=pytest.mark.long),
     ],
 )
 def test_a_spread_model_trains_the_adapter_that_one_process_trains(model, name, precision, flags, tmp_path):

@@ -24,16 +24,19 @@ from library.families import FAMILIES
 from library.families.detect import detect
 from library.training.parallel_fit import refuse_misfits
 
+LONG = pytest.mark.long
+
 # one result
 
 
 @pytest.mark.parametrize(("model", "name", "precision", "flags"), [
     ("flux", "TP 2 x PP 2", "no", ("--gradient_checkpointing",)),
-    ("flux", "PP 2, interleaved", "no", ()),
-    ("sdxl", "FSDP 2 x TP 2", "no", ()),
+    pytest.param("flux", "PP 2, interleaved", "no", (), marks=LONG),
+    pytest.param("sdxl", "FSDP 2 x TP 2", "no", (), marks=LONG),
+    ("sdxl", "TP 2", "no", ()),
     ("z_image", "PP 2 x DP 2", "no", ("--network_train_unet_only",)),
     ("qwen_image", "TP 2", "no", ("--network_train_unet_only",)),
-    ("sd3", "PP 2, gpipe", "bf16", ()),
+    pytest.param("sd3", "PP 2, gpipe", "bf16", (), marks=LONG),
 ])  # fmt: skip
 def test_a_model_that_is_taken_apart_learns_what_a_whole_one_learns(model, name, precision, flags, tmp_path):
     data, more = dataset(tmp_path), ("--mixed_precision", precision)
@@ -81,9 +84,8 @@ def test_losses_by_kind_are_those_of_one_process(both):
     """Of pictures of several sizes in one step, too, which a pipeline takes in another order."""
     one, four = ([json.loads(line) for line in (folder / "lora.metrics.jsonl").read_text().splitlines()]
                  for folder in both.values())  # fmt: skip
-    assert len(one) == len(four) == 4
     told = [{name: value for name, value in line.items() if name.startswith("loss/")} for line in one]
-    assert sum(map(len, told)) > 20
+    assert len(one) == len(four) and sum(map(len, told)) > 20
     for ours, theirs in zip(told, four, strict=True):
         assert {name: theirs[name] for name in ours} == pytest.approx(ours, rel=1e-4)
 

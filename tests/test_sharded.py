@@ -141,6 +141,7 @@ def test_each_process_holds_its_part_of_the_frozen_model_and_all_that_learns(par
 # a launcher
 
 
+@pytest.mark.long
 def test_accelerate_launch_with_fsdp_spreads_the_model(tmp_path):
     data = dataset(tmp_path)
     launch = shlex.split("launch --use_fsdp --fsdp_version 2 --num_processes 2 --num_machines 1 --mixed_precision no "
@@ -199,3 +200,10 @@ def test_a_preview_without_memory_ends_the_run_only_where_others_would_wait_for_
             preview._draw_all(run)
     else:
         assert preview._draw_all(run) == []
+
+
+def test_classes_to_fetch_as_a_whole_that_no_part_of_the_model_has_are_told(tmp_path):
+    environment = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaLayer"}
+    with pytest.raises(AssertionError, match="fsdp_transformer_layer_cls_to_wrap LlamaLayer: no part of this model"):
+        on_ranks(2, train, "--dataset_config", str(dataset(tmp_path)), "--output_dir", str(tmp_path),
+                 environment=environment)  # fmt: skip

@@ -70,6 +70,7 @@ def references(even, tmp_path_factory):
     return {name: learnt(tmp_path_factory.mktemp(name), even, 1, 4, *flags) for name, flags in OPTIMIZERS.items()}
 
 
+@pytest.mark.long
 def test_two_processes_train_what_one_trains_with_the_optimizer_divided(even, references, tmp_path):
     found = learnt(tmp_path, even, 2, 2, *OPTIMIZERS["AdamW"], *zero(1))
     assert difference(references["AdamW"], found) < 1e-4
@@ -112,12 +113,14 @@ def both(tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("name", ["lora", "lora-ema"])
+@pytest.mark.long
 def test_limited_norms_and_the_average_are_those_of_ddp(both, name):
     ddp, zero3 = (load_file(folder / f"{name}.safetensors") for folder in both.values())
 
     assert difference(ddp, zero3) < 1e-3
 
 
+@pytest.mark.long
 def test_pictures_and_measurements_are_those_of_ddp(both):
     """But for rounding, which depends on where in memory weights lie, and these were fetched."""
     drawn = [sorted((folder / "sample").glob("*.png")) for folder in both.values()]
@@ -138,6 +141,7 @@ def measured(folder: Path) -> list[dict[str, float]]:
     return [line for line in found if line]
 
 
+@pytest.mark.long
 def test_a_bad_step_on_one_process_is_left_out_on_all(even, tmp_path):
     """With plain SGD that is the same as a learning rate of 0 in that step."""
     flags = ("--dataset_config", str(even), "--output_dir", str(tmp_path), "--optimizer_type", "SGD",

@@ -95,6 +95,7 @@ def test_the_users_own_file_is_filled_and_handed_on(file):
         (("--deepspeed", "--full_bf16", "--mixed_precision", "bf16"), TWO, "DeepSpeed keeps adapters in fp32"),
         (("--deepspeed", "--on_oom", "ladder"), TWO, "--on_oom ladder: DeepSpeed exchanges in every backward"),
         (("--deepspeed", "--fsdp"), TWO, "--fsdp: DeepSpeed is asked for, too"),
+        (("--deepspeed",), replace(TWO, engines=("FSDP",), said={"FSDP_VERSION": "2"}), "the launcher's FSDP: DeepSp"),
         (("--deepspeed", "--zero_stage", "3", "--torch_compile"), TWO,
          "--torch_compile: zero_stage 3 fetches"),
         (("--deepspeed", "--zero_stage", "3"), replace(TWO, dynamo="INDUCTOR"), "zero_stage 3 fetches and drops"),

@@ -51,6 +51,10 @@ class Sharded(Grouped):
         return self.model, self.optimizer
 
     def _take_apart(self, model: nn.Module, denoiser: nn.Module, structure: Structure) -> None:
+        names = self.sharding.blocks
+        if names and not {type(module).__name__ for module in model.modules()} & set(names):
+            raise ConfigError([f"the launcher's fsdp_transformer_layer_cls_to_wrap {','.join(names)}: no part of this"
+                               " model is called so; leave it out, and diffusers names the classes"])  # fmt: skip
         for part in model.children():
             self.spread(part)
 

@@ -247,8 +247,9 @@ def _impossible(settings: ZeroSettings, config: RunConfig, world: World) -> Iter
     for name, size in (("pp_size", config.parallel.pp_size), ("tp_size", config.parallel.tp_size)):
         if size > 1:
             yield f"--{name} {size}: together with DeepSpeed it is not there; take one of the two"
-    if config.sharding.fsdp:
-        yield "--fsdp: DeepSpeed is asked for, too; take one of the two"
+    if config.sharding.fsdp or "FSDP" in world.engines:
+        place = "--fsdp" if config.sharding.fsdp else "the launcher's FSDP"
+        yield f"{place}: DeepSpeed is asked for, too; take one of the two"
     if config.distributed.full_bf16:
         yield "--full_bf16: DeepSpeed keeps adapters in fp32; take it out, mixed_precision bf16 stays"
     if config.train.on_oom == "ladder":
