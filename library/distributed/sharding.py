@@ -145,6 +145,9 @@ def _sizes(sharding: Sharding, args: RunConfig, world: World) -> Iterator[str]:
         groups = f" / {args.parallel.tp_size} (tp_size)" if args.parallel.tp_size > 1 else ""
         yield (f"FSDP: {replicas} x {parts} (dp_replicate_size x dp_shard_size) is not the number of processes,"
                f" {world.size}{groups}")  # fmt: skip
+    elif count == 1 and world.size > 1:
+        yield (f"FSDP: --tp_size {args.parallel.tp_size} takes all {world.size} processes, and none is left to share"
+               " with; start more, or leave FSDP out")  # fmt: skip
     elif parts == 1 and world.size > 1:
         yield f"FSDP: dp_replicate_size {replicas} leaves nothing to share; make it smaller, or use --multi_gpu"
 

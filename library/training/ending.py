@@ -68,7 +68,9 @@ def _where(run: Run | None) -> str:
     names = [name for batch in run.work.batches for name in batch.ids]
     more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
     sizes = sorted({"{1:.0f}x{0:.0f}".format(*batch.frame[0, -2:].tolist()) for batch in run.work.batches})
-    return (f"in step {run.state.step + 1} of {run.plan.steps}, with pictures of {' and '.join(sizes)}:"
+    done = run.state.step >= run.plan.steps
+    when = f"after the last step, {run.plan.steps}" if done else f"in step {run.state.step + 1} of {run.plan.steps}"
+    return (f"{when}, with pictures of {' and '.join(sizes)}:"
             f" {', '.join(names[:SHOWN_NAMES])}{more}")  # fmt: skip
 
 
