@@ -9,7 +9,7 @@ from test_run import difference
     ("model", "name", "precision", "flags"),
     [
         ("sdxl", "HSDP 2 x 2", "no", ("--gradient_checkpointing",)),
-        ("flux", "FSDP 2 x 2, in host memory", "no", ()),
+        pytest.param("flux", "FSDP 2 x 2, in host memory", "no", (), marks=pytest.mark.long),
         pytest.param("sd3", "FSDP 2 x 1, 2 accumulated", "bf16", ("--gradient_checkpointing",), marks=pytest.mark.long),
     ],
 )

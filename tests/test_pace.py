@@ -65,7 +65,7 @@ def sent(*words: str) -> tuple[float, int, dict[str, float]]:
     return sum(found.values()) / steps, adapter, found
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_a_step_sends_the_adapters_gradients_around_the_ring_and_hardly_anything_else(data, tmp_path, ranks):
     ends = on_ranks(ranks, sent, *data, "--train_batch_size", "1", "--max_train_steps", "4", "--network_dim", "16",
                     "--output_dir", str(tmp_path))  # fmt: skip

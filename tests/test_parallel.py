@@ -30,7 +30,7 @@ LONG = pytest.mark.long
 
 
 @pytest.mark.parametrize(("model", "name", "precision", "flags"), [
-    ("flux", "TP 2 x PP 2", "no", ("--gradient_checkpointing",)),
+    pytest.param("flux", "TP 2 x PP 2", "no", ("--gradient_checkpointing",), marks=LONG),
     pytest.param("flux", "PP 2, interleaved", "no", (), marks=LONG),
     pytest.param("sdxl", "FSDP 2 x TP 2", "no", (), marks=LONG),
     ("sdxl", "TP 2", "no", ()),

@@ -34,7 +34,7 @@ def run(folder: Path, ranks: int, *flags: str) -> tuple[dict[str, torch.Tensor],
     return load_file(file), {name: value for line in lines for name, value in json.loads(line).items()}
 
 
-@pytest.mark.parametrize("sizes", [{(96, 64): 5}, {(96, 64): 3, (64, 96): 2}])
+@pytest.mark.parametrize("sizes", [pytest.param({(96, 64): 5}, marks=pytest.mark.long), {(96, 64): 3, (64, 96): 2}])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_any_number_of_micro_batches_of_any_sizes_make_up_a_step(sizes, schedule, tmp_path):
     pictures(tmp_path, sizes)

@@ -51,7 +51,7 @@ def with_a_flipped_bit(who: int, when: int, *words: str) -> tuple[int, str, int]
 
 
 @pytest.mark.parametrize(("ranks", "more", "found", "last"), [
-    (3, [], 6, 3), (2, ["--check_sync_every_n_steps", "2"], 4, 3),
+    pytest.param(3, [], 6, 3, marks=pytest.mark.long), (2, ["--check_sync_every_n_steps", "2"], 4, 3),
 ])  # fmt: skip
 def test_one_bit_on_one_rank_stops_the_run_before_it_is_saved(data, tmp_path, ranks, more, found, last):
     who = ranks - 1

@@ -126,7 +126,7 @@ def held(parts: int, *flags: str) -> tuple[int, int, int]:
     return whole, here, sum(each.untyped_storage().nbytes() for each in learnt)
 
 
-@pytest.mark.parametrize("parts", [1, 2, 4])
+@pytest.mark.parametrize("parts", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_each_process_holds_its_part_of_the_frozen_model_and_all_that_learns(parts):
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
              "MASTER_PORT": str(free_port())}  # fmt: skip

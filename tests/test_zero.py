@@ -196,7 +196,7 @@ def held(stage: int) -> tuple[int, int, int]:
     return whole, here, sum(masters.values()) - sum(parameter.nbytes for parameter in own) // strategy.size
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_each_process_holds_its_part_of_the_frozen_model(size):
     found = on_ranks(size, held, 3)
 
