@@ -41,7 +41,7 @@ def age(folder: Path) -> None:
 
 
 def damaged_and_mended(file: str, cache: str) -> list[tuple[str, int]]:
-    options = ["--dataset_config", file, "--cache_dir", cache]
+    options = ["--dataset_config", file, "--cache_dir", cache, "--pp_size", "2"]  # of the run, not of its cache
     said = tools(["info", *options], ["build", *options], ["verify", *options], ["info", *options])
     damage(Path(cache))
     said += tools(["verify", *options], ["repair", *options], ["verify", *options])

@@ -6,7 +6,6 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,8 +16,6 @@ from test_resume import cut
 from test_run import difference, pictures, train
 
 from library.config import load_options
-from library.data.prompts import Prompt
-from library.training.preview import Preview
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPTS = """\
@@ -186,20 +183,40 @@ def test_an_infinite_gradient_on_one_process_leaves_the_step_out_on_all(infinite
     assert on_ranks(2, scaled_step_after, infinite_on) == [expected, expected]
 
 
-@pytest.mark.parametrize("together", [False, True])
-def test_a_preview_without_memory_ends_the_run_only_where_others_would_wait_for_it(together, tmp_path, monkeypatch):
-    def fail(*_: object) -> None:
-        raise torch.OutOfMemoryError("out of memory")
+def previews_that_fail(who: list[int], folder: Path, flags: tuple[str, ...]) -> str:
+    """What came of a preview that these processes cannot draw, on this one."""
+    from library.training import preview
 
-    run = SimpleNamespace(strategy=SimpleNamespace(size=2, rank=0, computes_together=together))
-    preview = Preview(load_options([]).config.preview, [Prompt("a")], tmp_path, "lora")
-    monkeypatch.setattr(preview, "_picture", fail)
+    preview.SECONDS_UNTIL_ALL_FAIL = 2.0
+    honest = preview.Preview._picture
 
-    if together:
-        with pytest.raises(torch.OutOfMemoryError):
-            preview._draw_all(run)
-    else:
-        assert preview._draw_all(run) == []
+    def picture(self, run, index, prompt):
+        if run.strategy.rank in who:
+            raise RuntimeError("cannot be drawn here")
+        return honest(self, run, index, prompt)
+
+    preview.Preview._picture = picture
+    try:
+        return train(*flags, "--output_dir", str(folder))
+    except Exception as error:
+        return f"ended: {error}"
+
+
+@pytest.mark.parametrize(("who", "more"), [
+    pytest.param([0, 1], ["--fsdp"], marks=pytest.mark.long), ([1], ["--fsdp"]), ([1], []),
+])  # fmt: skip
+def test_a_preview_that_fails_ends_the_run_only_where_others_would_wait_for_it(who, more, tmp_path):
+    (tmp_path / "prompts.txt").write_text("a leaf --w 64 --h 64 --s 1\nred --w 64 --h 64 --s 1\n")
+    flags = ("--pretrained_model_name_or_path", "random:sd1:tiny", "--dataset_config", str(dataset(tmp_path)),
+             "--max_train_steps", "1", "--network_dim", "2", "--sample_prompts", str(tmp_path / "prompts.txt"),
+             "--sample_at_first", *more)  # fmt: skip
+    found = on_ranks(2, previews_that_fail, who, tmp_path / "out", flags)
+
+    others_wait = bool(more) and len(who) == 1
+    assert [word.startswith("ended: ") for word in found] == [others_wait] * 2, found
+    assert not others_wait or any("cannot be drawn here" in word for word in found)
+    drawn = len([*(tmp_path / "out" / "sample").glob("*.png")])
+    assert drawn == (0 if more else 1)
 
 
 def test_classes_to_fetch_as_a_whole_that_no_part_of_the_model_has_are_told(tmp_path):

@@ -21,6 +21,7 @@ from .turns import first_here
 logger = logging.getLogger(__name__)
 
 SECONDS_TO_LET_GO = 0.2
+SECONDS_BETWEEN_LOOKS = 0.1
 T = TypeVar("T")
 Item = TypeVar("Item")
 
@@ -80,6 +81,15 @@ class Company:
     def board(self, topic: str) -> Board:
         """For processes that work for long and do not wait in a collective."""
         return Board(topic)
+
+    def happens_to_all(self, what: str, seconds: float) -> bool:
+        """Whether every process comes to ask this within so many seconds; no collective, for some may wait in one."""
+        board, deadline = self.board("happens to all"), time.monotonic() + seconds
+        count = board.add(what, 1)
+        while count < self.size and time.monotonic() < deadline:
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+            count = board.count(what)
+        return bool(count >= self.size)
 
     def gather(self, value: T) -> list[T]:
         """What every process has, by rank, on every process; all call it, and soon after each other."""

@@ -18,13 +18,13 @@ Fetch = Callable[[], Packed]
 """Hands out the weight, on the device."""
 
 
-class FrozenLinear(nn.Linear):
-    """A linear layer that has no parameter but its bias."""
+class Frozen(nn.Module):
+    """A layer whose weight is no parameter."""
 
     fetch: Fetch
 
     @property
-    def weight(self) -> Tensor:  # type: ignore[override]
+    def weight(self) -> Any:
         """For whoever wants to look at it."""
         packed = self.fetch()
         return packed.numbers(packed.dtype)
@@ -32,6 +32,10 @@ class FrozenLinear(nn.Linear):
     def forward(self, given: Tensor) -> Tensor:
         said: Tensor = _Multiplied.apply(given, self)  # type: ignore[no-untyped-call]
         return said
+
+
+class FrozenLinear(Frozen, nn.Linear):  # type: ignore[override]
+    """A linear layer that has no parameter but its bias."""
 
     def out(self, given: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(given, weight, bias)
@@ -40,20 +44,8 @@ class FrozenLinear(nn.Linear):
         return gradient @ weight
 
 
-class FrozenConv2d(nn.Conv2d):
+class FrozenConv2d(Frozen, nn.Conv2d):  # type: ignore[override]
     """A convolution that has no parameter but its bias."""
-
-    fetch: Fetch
-
-    @property
-    def weight(self) -> Tensor:  # type: ignore[override]
-        """For whoever wants to look at it."""
-        packed = self.fetch()
-        return packed.numbers(packed.dtype)
-
-    def forward(self, given: Tensor) -> Tensor:
-        said: Tensor = _Multiplied.apply(given, self)  # type: ignore[no-untyped-call]
-        return said
 
     def out(self, given: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         said: Tensor = self._conv_forward(given, weight, bias)

@@ -2,12 +2,15 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from ..config import RunConfig
+from ..config.deepspeed_schema import DeepSpeedConfig
+from ..config.parallel_schema import ParallelConfig
+from ..config.sharding_schema import ShardingConfig
 from ..data.cache.places import homes, size_of
 from ..data.cache.pruning import SECONDS_OF_REST, Bulk, bulks, orphans, removable
 from ..data.cache.pruning import prune as prune_bulk
@@ -39,8 +42,12 @@ class Care:
 
 @contextmanager
 def opened(config: RunConfig) -> Iterator[Care]:
-    """What the run of these settings would keep; nothing is encoded yet."""
-    strategy = strategy_of(config)
+    """What the run of these settings would keep; nothing is encoded yet.
+
+    However many processes there are now, and however the run is going to spread its model: encoders are whole.
+    """
+    whole = replace(config, sharding=ShardingConfig(), parallel=ParallelConfig(), deepspeed=DeepSpeedConfig())
+    strategy = strategy_of(whole)
     try:
         yield Care(strategy, tuple(_shelves(config, strategy)), not config.cache.skip_cache_check)
     finally:

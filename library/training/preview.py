@@ -13,7 +13,6 @@ from torch import nn
 
 from ..config.schema import PreviewConfig
 from ..data.prompts import Prompt
-from ..distributed.memory import is_out_of_memory
 from ..families.sampling import evaluating
 from ..optim.optimizers import weights_as_used
 from ..randomness import seed_for
@@ -24,6 +23,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 logger = logging.getLogger(__name__)
+
+SECONDS_UNTIL_ALL_FAIL = 60.0
+"""Processes that draw together fail at the same place, if it is the picture's fault."""
 
 
 @contextmanager
@@ -78,10 +80,13 @@ class Preview:
                 if is_mine:
                     drawn.append((index, self._write(run, index, picture, seed)))
             except Exception as error:  # out of memory, a sampler's limits: nothing here may end a training run
-                if run.strategy.computes_together and is_out_of_memory(error):
-                    raise  # perhaps on this process alone, and the others would wait for its part of the next picture
+                if run.strategy.computes_together and not self._fails_everywhere(run, index):
+                    raise  # the others wait for this process's part of this picture
                 logger.warning("preview %d (%s) failed and is left out: %s", index, prompt.text, error)
         return drawn
+
+    def _fails_everywhere(self, run: Run, index: int) -> bool:
+        return run.strategy.happens_to_all(f"preview {index} after step {run.state.step}", SECONDS_UNTIL_ALL_FAIL)
 
     def _picture(self, run: Run, index: int, prompt: Prompt) -> "tuple[Image, int]":
         """With the seed that it was drawn from."""

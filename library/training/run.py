@@ -158,7 +158,7 @@ def _train(job: Run, ending: Ending, export: Export, going_on: GoingOn, looks: S
         guard.begin(job)
         going_on.pay(job)
         try:
-            train(job)
+            _train_on(job, guard)
         except Diverged:
             signals.ignore()
             raise
@@ -166,7 +166,6 @@ def _train(job: Run, ending: Ending, export: Export, going_on: GoingOn, looks: S
             _keep(export, job)
             raise
         except Ended as end:
-            guard.begin(job)
             raise going_on.stop(job, keeper, end.owed, signals) from None
         except Exception as error:
             signals.ignore()
@@ -178,6 +177,15 @@ def _train(job: Run, ending: Ending, export: Export, going_on: GoingOn, looks: S
     previews = folder / "sample"
     _say_where(export.written, previews if previews.is_dir() else None, sheet, report.path)
     learnt.refuse_nothing(job)
+
+
+def _train_on(job: Run, guard: SameWeights) -> None:
+    """To the last step, or to where the run is asked to end; what is saved there is the same everywhere."""
+    try:
+        train(job)
+    except Ended:
+        guard.begin(job)
+        raise
 
 
 def _keep(export: Export, job: Run) -> None:
