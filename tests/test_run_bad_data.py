@@ -1,5 +1,6 @@
 """Whole runs with masks and with pictures that fail on the way: alike on any number of ranks, ended by all together."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -113,3 +114,18 @@ def test_what_was_learnt_is_kept_when_the_last_step_shows_that_too_many_are_lost
     assert step <= 1 and "pictures cannot be read any more" in found
     kept = [f"r1-step{step + 1:08d}.safetensors"] if len(lost) == 1 else []  # of nothing nothing is learnt
     assert [path.name for path in tmp_path.glob("*.safetensors")] == kept
+
+
+def losing_on(rank: int, *flags: str) -> tuple[int, str, bool]:
+    return losing(("03.png",) if int(os.environ["RANK"]) == rank else (), *flags)
+
+
+def test_a_picture_that_only_one_of_two_with_the_same_pictures_lost_ends_the_run(masked, tmp_path):
+    """One computes with black and weight 0 what the other computes with the picture."""
+    flags = run_of(tmp_path, masked, 2, 8, "--max_train_steps", "20", "--tp_size", "2")
+    (_, said, told), (_, other_said, other_told) = on_ranks(2, losing_on, 1, *flags)
+
+    assert other_said in said and "the state after step" in said
+    assert (told, other_told) == (False, True)
+    assert "03.png: was fine at the start" in said and "so for rank 1, while others that work on the same" in said
+    assert not [*tmp_path.glob("*.safetensors")]

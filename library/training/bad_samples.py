@@ -3,9 +3,12 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
 
 from ..data.cutting import BadSample
 from ..distributed.strategy import DataParallel
+from ..errors import UserError
 from .health import NoMore
 
 logger = logging.getLogger(__name__)
@@ -29,7 +32,12 @@ class BadSamples:
         mine, self.unsettled = self.unsettled, []
         if not strategy.total(len(mine)):
             return
-        for bad in strategy.from_all(mine):
+        by_rank = strategy.gather(mine)
+        if (half := _read_by_some(by_rank, strategy.together)) is not None:
+            error = UserError(half)
+            error.is_told = not strategy.is_main
+            raise error
+        for bad in chain(*by_rank):
             if bad.name not in self.found:
                 self.found[bad.name] = bad.problem
                 logger.warning("%s: %s; what stands in its place weighs nothing", bad.name, bad.problem)
@@ -48,3 +56,16 @@ class BadSamples:
         lines = "".join(f"\n{name}: {problem}" for name, problem in self.found.items())
         limit = f"max_bad_samples is {self.most}" if len(self.found) > self.most else "that is half of them or more"
         return f"{len(self.found)} of {self.pictures} pictures cannot be read any more; {limit}:{lines}"
+
+
+def _read_by_some(by_rank: Sequence[Sequence[BadSample]], together: int) -> str | None:
+    """What is to be told when not all processes that work on a picture missed it: each saw another one."""
+    for first in range(0, len(by_rank), together):
+        group = [{Path(bad.name).name: bad for bad in problems} for problems in by_rank[first : first + together]]
+        for number, missed in enumerate(group):
+            for name, bad in missed.items():
+                if not all(name in others for others in group):
+                    return (f"{bad.name}: {bad.problem}. That is so for rank {first + number}, while others that work on"
+                            " the same picture could read it. What was learnt of it is taken back; look at that"
+                            " machine's disk, and go on")  # fmt: skip
+    return None
