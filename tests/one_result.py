@@ -15,10 +15,14 @@ from ranks import on_ranks
 from safetensors.torch import load_file
 from test_run import difference, pictures, train
 
+from library.families import FAMILIES
+
 STEPS = 8
 BOUNDS = {"no": 1e-4, "bf16": 0.1}
 """How far two adapters may be apart, as a share of the largest value of a tensor; bf16 has three digits."""
-MODELS = ("sdxl", "sd3", "flux")
+DEEP = "sd3_deep"
+"""One with blocks enough for longer pipelines."""
+MODELS = ("sdxl", "sd3", "flux", DEEP)
 TEXTS = ("--no-network_train_unet_only",)
 
 
@@ -47,6 +51,9 @@ WAYS: Mapping[str, Way] = {
     "PP 2, gpipe": Way(2, 2, 2, ("--pp_size", "2", "--pp_schedule", "gpipe")),
     "PP 2, interleaved": Way(2, 1, 4, ("--pp_size", "2", "--pp_schedule", "interleaved")),
     "PP 2 x DP 2": Way(4, 1, 2, ("--pp_size", "2")),
+    "PP 4, 1f1b": Way(4, 1, 4, ("--pp_size", "4")),
+    "PP 4, gpipe": Way(4, 1, 4, ("--pp_size", "4", "--pp_schedule", "gpipe")),
+    "PP 4, interleaved": Way(4, 1, 4, ("--pp_size", "4", "--pp_schedule", "interleaved")),
     "TP 2": Way(2, 4, flags=("--tp_size", "2")),
     "TP 2 x DP 2": Way(4, 2, flags=("--tp_size", "2")),
     "TP 2 x PP 2": Way(4, 1, 4, ("--tp_size", "2", "--pp_size", "2")),
@@ -64,10 +71,28 @@ def dataset(folder: Path) -> Path:
     return pictures(folder, {(96, 64): 8, (64, 96): 4})
 
 
+def source(model: str, folder: Path) -> str:
+    """What is trained, by name."""
+    if model != DEEP:
+        return f"random:{model}:tiny"
+    place = folder / DEEP
+    if not place.exists():
+        on_ranks(1, deepen, "sd3", place)
+    return str(place)
+
+
+def deepen(family: str, place: Path) -> None:
+    """The tiny model with eight blocks."""
+    pipe = FAMILIES.get(family)().load(f"random:{family}:tiny", torch.float32)
+    torch.manual_seed(3)
+    pipe.transformer = type(pipe.transformer).from_config({**pipe.transformer.config, "num_layers": 8})
+    pipe.save_pretrained(place)
+
+
 def trained(name: str, model: str, data: Path, folder: Path, *flags: str) -> dict[str, torch.Tensor]:
     """What is learnt in this way."""
     way = WAYS[name]
-    files = on_ranks(way.ranks, train, "--pretrained_model_name_or_path", f"random:{model}:tiny", "--dataset_config",
+    files = on_ranks(way.ranks, train, "--pretrained_model_name_or_path", source(model, folder), "--dataset_config",
                      str(data), "--train_batch_size", str(way.batch), "--gradient_accumulation_steps",
                      str(way.accumulation), "--output_dir", str(folder), "--output_name", name.replace(" ", "_"),
                      "--max_train_steps", str(STEPS), "--learning_rate", "0.5", "--network_dim", "4",

@@ -110,3 +110,17 @@ def test_compiling_is_measured_with_an_empty_cache_and_with_a_full_one():
         assert 0 < figures[f"1 sizes, dynamic, {start} cache: compiling"]["median"] < whole
     assert figures["1 sizes, dynamic, empty cache: a step"]["median"] > 0
     assert "  beside an empty cache" not in figures, "the cache is inductor's"
+
+
+@pytest.mark.long
+def test_how_long_stages_wait_is_measured_in_each_step_beside_the_formula():
+    text, _ = bench.run(["pipeline", "--pp_size", "2", "--micro_batches", "2", "--pretend_ms", "20", "--repetitions",
+                         "3", "--json"])  # fmt: skip
+    waits, _ = json.loads(text)["figures"]
+    assert waits["remark"] == "formula 33.3 %" and len(waits["values"]) == 3
+    assert all(0 < value < 100 for value in waits["values"])
+
+
+def test_a_pipeline_of_one_stage_has_nothing_to_measure():
+    with pytest.raises(ConfigError, match="--pp_size: one stage has none to wait for"):
+        bench.run(["pipeline"])

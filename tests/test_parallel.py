@@ -32,6 +32,9 @@ LONG = pytest.mark.long
 @pytest.mark.parametrize(("model", "name", "precision", "flags"), [
     pytest.param("flux", "TP 2 x PP 2", "no", ("--gradient_checkpointing",), marks=LONG),
     pytest.param("flux", "PP 2, interleaved", "no", (), marks=LONG),
+    pytest.param("flux", "PP 4, 1f1b", "no", (), marks=LONG),
+    pytest.param("sd3_deep", "PP 4, gpipe", "no", (), marks=LONG),
+    pytest.param("sd3_deep", "PP 4, interleaved", "no", ("--gradient_checkpointing",), marks=LONG),
     pytest.param("sdxl", "FSDP 2 x TP 2", "no", (), marks=LONG),
     ("sdxl", "TP 2", "no", ()),
     ("z_image", "PP 2 x DP 2", "no", ("--network_train_unet_only",)),

@@ -220,7 +220,11 @@ def test_a_preview_that_fails_ends_the_run_only_where_others_would_wait_for_it(w
 
 
 def test_classes_to_fetch_as_a_whole_that_no_part_of_the_model_has_are_told(tmp_path):
-    environment = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaLayer"}
+    environment = {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": "BasicTransformerBlock,LlamaLayer",
+    }
     with pytest.raises(AssertionError, match="fsdp_transformer_layer_cls_to_wrap LlamaLayer: no part of this model"):
         on_ranks(2, train, "--dataset_config", str(dataset(tmp_path)), "--output_dir", str(tmp_path),
                  environment=environment)  # fmt: skip

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ..data.batch import PixelBatch
 from .flat import FlatGradients
 from .layout import Layout
+from .memory import phase
 from .strategy import DataParallel, LossFunction
 from .structure import Structure
 from .tensor_cut import TensorCut
@@ -85,7 +86,8 @@ class Grouped(DataParallel):
             for parameter in self.model.parameters():
                 if parameter.grad is not None and parameter not in self.cutting.learnt:
                     parameter.grad /= self.layout.parts
-        FlatGradients(self.model, of_all=self.layout.together > 1).become_the_mean(processes)
+        with phase("exchange"):
+            FlatGradients(self.model, of_all=self.layout.together > 1).become_the_mean(processes)
 
     def _summed(self, total: Tensor) -> Tensor:
         return super()._summed(total if self.tells else torch.zeros_like(total))

@@ -51,9 +51,9 @@ class Sharded(Grouped):
         return self.model, self.optimizer
 
     def _take_apart(self, model: nn.Module, denoiser: nn.Module, structure: Structure) -> None:
-        names = self.sharding.blocks
-        if names and not {type(module).__name__ for module in model.modules()} & set(names):
-            raise ConfigError([f"the launcher's fsdp_transformer_layer_cls_to_wrap {','.join(names)}: no part of this"
+        classes = {type(module).__name__ for module in model.modules()}
+        if unknown := [name for name in self.sharding.blocks if name not in classes]:
+            raise ConfigError([f"the launcher's fsdp_transformer_layer_cls_to_wrap {','.join(unknown)}: no part of this"
                                " model is called so; leave it out, and diffusers names the classes"])  # fmt: skip
         for part in model.children():
             self.spread(part)

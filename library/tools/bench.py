@@ -45,12 +45,19 @@ def _memory(argv: Sequence[str]) -> str:
     return run(argv)
 
 
+def _pipeline(argv: Sequence[str]) -> str:
+    from .bench_pipeline import run
+
+    return run(argv)
+
+
 BENCHES: dict[str, tuple[str, Bench]] = {
     "data": ("looking at pictures, the second start, memory, latents out of a cache, the batch plan", _data),
     "compile": ("compiling: graphs, seconds to the first step, seconds of a step, for 1, 8 and 24 sizes", _compile),
     "step": ("a step of training beside a bare loop of PyTorch, on any model", _step),
     "startup": ("from the command to the first step, beside a bare script on the same model", _startup),
     "memory": ("what switches that save memory cost in time, on any model", _memory),
+    "pipeline": ("how long the stages of --pp_size wait for each other, beside the formula", _pipeline),
     "saves": ("LoRA files and states: what saving costs of a run's time", _saves),
 }
 

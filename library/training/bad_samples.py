@@ -65,7 +65,7 @@ def _read_by_some(by_rank: Sequence[Sequence[BadSample]], together: int) -> str 
         for number, missed in enumerate(group):
             for name, bad in missed.items():
                 if not all(name in others for others in group):
-                    return (f"{bad.name}: {bad.problem}. That is so for rank {first + number}, while others that work on"
-                            " the same picture could read it. What was learnt of it is taken back; look at that"
+                    return (f"{bad.name}: {bad.problem}. That is so for rank {first + number}, while others that work"
+                            " on the same picture could read it. What was learnt of it is taken back; look at that"
                             " machine's disk, and go on")  # fmt: skip
     return None
