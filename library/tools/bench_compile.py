@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 from ..config import load_options
 from ..config.options import opt
 from ..errors import UserError
-from .bench_figure import Figure, as_json, as_text, environment
+from .bench_figure import Figure, reported
 
 TRAIN = "import sys; from library.cli import main; sys.exit(main(sys.argv[1:]))"
 SECONDS_BETWEEN_LOOKS = 0.02
@@ -51,8 +51,7 @@ def run(argv: Sequence[str]) -> str:
     for count in options.sizes:
         with tempfile.TemporaryDirectory() as folder:
             figures += _measured(options, count, Path(folder))
-    command = " ".join(["python -m library bench compile", *argv])
-    return (as_json if options.json else as_text)(command, figures, environment())
+    return reported("compile", argv, figures, as_values=options.json)
 
 
 def _measured(options: CompileOptions, count: int, folder: Path) -> Iterator[Figure]:

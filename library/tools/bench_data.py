@@ -11,7 +11,7 @@ from ..config import load_options
 from ..config.options import opt, options_of
 from ..errors import ConfigError, UserError
 from . import bench_audit, bench_plan
-from .bench_figure import Figure, as_json, as_text, environment
+from .bench_figure import Figure, reported
 from .bench_scale import Scale
 
 
@@ -59,8 +59,7 @@ def run(argv: Sequence[str]) -> str:
     with _folder(options.folder) as folder:
         scale = Scale(folder, options.pictures, options.entries, options.repetitions)
         figures = [figure for name in parts for figure in PARTS[name][1](scale)]
-    command = " ".join(["python -m library bench data", *argv])
-    return (as_json if options.json else as_text)(command, figures, environment())
+    return reported("data", argv, figures, as_values=options.json)
 
 
 def _problems(options: BenchOptions) -> Iterator[str]:

@@ -76,6 +76,12 @@ def environment() -> dict[str, str]:
     }
 
 
+def reported(bench: str, argv: Sequence[str], figures: Sequence[Figure], *, as_values: bool, **facts: str) -> str:
+    """What a bench says in the end, with every single value (JSON) or as a table."""
+    command = " ".join(["python -m library bench", bench, *argv])
+    return (as_json if as_values else as_text)(command, figures, environment() | facts)
+
+
 def as_text(command: str, figures: Sequence[Figure], surroundings: Mapping[str, str]) -> str:
     """A table, a line each, median first."""
     rows = [("", "median", "", "spread", "target", ""), *(figure.line() for figure in figures)]

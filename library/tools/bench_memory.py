@@ -14,7 +14,7 @@ from typing import Any
 from ..config import RunConfig
 from ..config.options import opt
 from ..errors import ConfigError, UserError
-from .bench_figure import Figure, as_json, as_text, environment
+from .bench_figure import Figure, reported
 from .bench_run import own_options, settings, with_library
 
 PLAIN = "plain"
@@ -64,8 +64,7 @@ def run(argv: Sequence[str]) -> str:
         numbers = {"HALF": str(count // 2), "ALL": str(count)}
         found[name] = _measured([*words, *(numbers.get(word, word) for word in switch)])
     figures = [figure for name in SWITCHES for figure in _figures(name, found)]
-    command = " ".join(["python -m library bench memory", *argv])
-    return (as_json if config.bench.json else as_text)(command, figures, environment())
+    return reported("memory", argv, figures, as_values=config.bench.json)
 
 
 def _blocks(config: RunConfig) -> int:

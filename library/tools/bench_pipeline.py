@@ -19,7 +19,7 @@ from ..config import RunConfig
 from ..config.options import opt
 from ..errors import ConfigError, UserError
 from ..log import set_up
-from .bench_figure import Figure, as_json, as_text, environment
+from .bench_figure import Figure, reported
 from .bench_run import made_up_run, own_options, scratch, settings, with_library, with_pictures
 
 if TYPE_CHECKING:
@@ -66,8 +66,7 @@ def run(argv: Sequence[str]) -> str:
         figures += [Figure(f"{count} micro-batches: stages wait", tuple(100 * share for share in found), "%",
                            remark=f"formula {100 * due:.1f} %"),
                     Figure("  apart from the formula", (away,), "", MOST_APART)]  # fmt: skip
-    command = " ".join(["python -m library bench pipeline", *argv])
-    return (as_json if options.json else as_text)(command, figures, environment())
+    return reported("pipeline", argv, figures, as_values=options.json)
 
 
 def _measured(argv: Sequence[str], stages: int, count: int) -> list[float]:

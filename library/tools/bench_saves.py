@@ -10,7 +10,7 @@ from typing import Any, cast
 from ..config import load_options
 from ..config.options import opt
 from ..log import set_up
-from .bench_figure import Figure, as_json, as_text, environment
+from .bench_figure import Figure, reported
 
 PICTURES, SIDE = 16, 96
 
@@ -47,8 +47,7 @@ def run(argv: Sequence[str]) -> str:
         Figure("states, share of the run", (100 * held_up["KeepState"] / saving,), "%"),
         Figure("run with saves / run without", (saving / plain,), ""),
     ]
-    command = " ".join(["python -m library bench saves", *argv])
-    return (as_json if options.json else as_text)(command, figures, environment())
+    return reported("saves", argv, figures, as_values=options.json)
 
 
 def _pictures(folder: Path) -> Path:

@@ -19,7 +19,7 @@ from ..config.describe import to_toml
 from ..config.options import opt
 from ..errors import UserError
 from ..log import set_up
-from .bench_figure import Figure, as_json, as_text, environment
+from .bench_figure import Figure, reported
 from .bench_run import made_up_run, own_options, scratch, settings, with_library, with_pictures
 
 TARGET = 1.2
@@ -80,8 +80,7 @@ def run(argv: Sequence[str]) -> str:
             for name, way in ways.items():
                 found[name].append(_until_first_step(way))
     figures = _figures({name: times[1:] for name, times in found.items()})
-    command = " ".join(["python -m library bench startup", *argv])
-    return (as_json if options.json else as_text)(command, figures, environment())
+    return reported("startup", argv, figures, as_values=options.json)
 
 
 def _ways(config: RunConfig, given: frozenset[str], folder: Path) -> dict[str, list[str]]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import RunConfig
 from ..config.options import opt
 from ..log import set_up
-from .bench_figure import Figure, as_json, as_text, environment
+from .bench_figure import Figure, reported
 from .bench_run import made_up_run, own_options, scratch, settings, with_pictures
 
 if TYPE_CHECKING:
@@ -58,10 +58,8 @@ def run(argv: Sequence[str]) -> str:
         turns.begin(job)
         train(job)
         figures = [*turns.figures(job), *turns.memory(job)]
-        surroundings = {**environment(), "device": turns.device(job)}
-    return (as_json if options.json else as_text)(
-        " ".join(["python -m library bench step", *argv]), figures, surroundings
-    )
+        device = turns.device(job)
+    return reported("step", argv, figures, as_values=options.json, device=device)
 
 
 class Turns:
