@@ -221,6 +221,17 @@ def _taken_apart(config: RunConfig, given: Given) -> Iterator[Conflict]:
     if parallel.together > 1 and whole and "dynamo_use_regional_compilation" in given:
         name = "pp_size" if parallel.pp_size > 1 else "tp_size"
         yield ("dynamo_use_regional_compilation", name), "a model that is taken apart is compiled block by block"
+    others = {
+        "pp_size": parallel.pp_size > 1,
+        "tp_size": parallel.tp_size > 1,
+        "fsdp": config.sharding.fsdp,
+        "deepspeed": config.deepspeed.deepspeed,
+        "torch_compile": config.distributed.torch_compile,
+        "blocks_to_swap": config.train.blocks_to_swap,
+        "base_storage": config.model.base_storage != "float",
+    }
+    if parallel.device_map is not None:
+        yield from ((("device_map", name), "not together") for name, is_on in others.items() if is_on)
     if parallel.together > 1 and config.deepspeed.deepspeed:
         yield ("deepspeed", "pp_size" if parallel.pp_size > 1 else "tp_size"), "not together; use fsdp with tp_size"
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .options import opt
+from .values import DeviceMap
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,10 @@ class ParallelConfig:
     )  # fmt: skip
     pp_schedule: Literal["gpipe", "1f1b", "interleaved"] = opt(
         "1f1b", "pp_size: in which order micro-batches run; interleaved gives each device two shorter stages"
+    )
+
+    device_map: DeviceMap | None = opt(
+        None, "one process with several devices: deal the blocks of the model out over them"
     )
 
     @property

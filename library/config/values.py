@@ -1,5 +1,6 @@
 """Option values that are more than a number or a word."""
 
+import json
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -30,6 +31,37 @@ class Size:
 
     def __str__(self) -> str:
         return f"{self.width},{self.height}"
+
+
+@dataclass(frozen=True)
+class DeviceMap:
+    """A way to deal modules out over devices, or the number of each module's device."""
+
+    way: str = ""
+    places: tuple[tuple[str, int], ...] = ()
+
+    WAYS: ClassVar[tuple[str, ...]] = ("auto", "balanced", "sequential")
+    syntax: ClassVar[str] = "auto, balanced, sequential or {MODULE: NUMBER}"
+
+    @classmethod
+    def parse(cls, value: Any) -> "DeviceMap":
+        if value in cls.WAYS:
+            return cls(value)
+        try:
+            found = json.loads(value) if isinstance(value, str) else None
+        except ValueError:
+            found = None
+        if not isinstance(found, dict) or not found:
+            raise ValueError('expected auto, balanced, sequential, or a JSON object such as {"transformer_blocks": 1,'
+                             ' "": 0}')  # fmt: skip
+        for module, number in found.items():
+            if type(number) is not int or number < 0:
+                raise ValueError(f"{module!r}: {number!r} is no number of a device (0, 1, ...); for weights in host memory"
+                                 " there is blocks_to_swap")  # fmt: skip
+        return cls("", tuple(found.items()))
+
+    def __str__(self) -> str:
+        return self.way or json.dumps(dict(self.places))
 
 
 @dataclass(frozen=True)

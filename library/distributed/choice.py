@@ -23,6 +23,10 @@ def strategy_of(args: RunConfig) -> DataParallel:
     hide_from_libraries()
     tell_device(accelerator.device)
     layout = layout_of(args, world)
+    if args.parallel.device_map is not None:
+        from .mapped import Mapped
+
+        return Mapped(accelerator, args.parallel.device_map)
     if layout.stages > 1:
         from .pipelined import Pipelined
 

@@ -113,6 +113,14 @@ def _peak_resident() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def free_memory(device: torch.device) -> int:
+    """Bytes that a new tensor may take there."""
+    module = getattr(torch, device.type, None)
+    if device.type != "cpu" and module is not None and hasattr(module, "mem_get_info"):
+        return int(module.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)
+
+
 def wait_for(device: torch.device) -> None:
     """Until everything that was sent to the device is done; a processor is done already."""
     if device.type != "cpu":

@@ -6,6 +6,7 @@ from accelerate.utils import DynamoBackend, is_fp8_available
 
 from ..config import RunConfig
 from .attention import attention_problems
+from .device_map import mapping_problems
 from .layout import layout_problems
 from .sharding import asked_for
 from .world import World
@@ -44,6 +45,7 @@ def before_joining(args: RunConfig, world: World) -> list[str]:
     return [
         *_engines(args, world),
         *layout_problems(args, world),
+        *mapping_problems(args, world),
         *zero_problems(args, world),
         *_precision(args, world),
         *_accumulation(args, world),

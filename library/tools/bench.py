@@ -19,7 +19,7 @@ BENCHES = Registry("bench", "library.tools", {name: f".bench_{name}:run" for nam
 def run(argv: Sequence[str]) -> tuple[str, int]:
     """Each bench takes ``--help``, ``--json`` and options of its own."""
     if not argv or argv[0] in ("--help", "-h"):
-        lines = [f"  {name:<8} {what}" for name, what in WHAT.items()]
+        lines = [f"  {name:<9} {what}" for name, what in WHAT.items()]
         return "\n".join(["usage: python -m library bench NAME [--json] [--help]", "", *lines]), 0
     name, *rest = argv
     return BENCHES.get(name)(rest), 0

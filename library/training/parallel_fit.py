@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from ..config import RunConfig
 from ..distributed.chain import Chain
+from ..distributed.device_map import unplaced
 from ..errors import ConfigError
 from ..families.base import Family
 from ..families.detect import Detected
@@ -13,13 +14,16 @@ from ..families.unloaded import unloaded
 
 def refuse_misfits(config: RunConfig, family: Family, model: Detected) -> None:
     """Raise with what does not fit, and what would."""
-    if config.parallel.together > 1 and (problems := [*_misfits(config, family, model)]):
+    wanted = config.parallel.together > 1 or config.parallel.device_map is not None
+    if wanted and (problems := [*_misfits(config, family, model)]):
         raise ConfigError(problems)
 
 
 def _misfits(config: RunConfig, family: Family, model: Detected) -> Iterator[str]:
     stages, parts, title = config.parallel.pp_size, config.parallel.tp_size, family.facts.title
     denoiser = getattr(unloaded(model, (family.denoiser,)), family.denoiser)
+    if config.parallel.device_map is not None:
+        yield from unplaced(denoiser, config.parallel.device_map)
     if stages > 1 and not family.block_lists:
         yield (f"--pp_size {stages}: the blocks of {title} do not simply follow each other, for the first hand on to"
                f" the last, too; use --tp_size {stages}, or --fsdp")  # fmt: skip

@@ -1,0 +1,112 @@
+"""Which module of a model goes to which device of one process, and how it gets there."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from accelerate import dispatch_model, infer_auto_device_map
+from accelerate.utils import get_balanced_memory
+from torch import Tensor, nn
+
+from ..config import RunConfig
+from ..config.values import DeviceMap
+from ..errors import ConfigError
+from .world import World
+
+FILLED = 0.7
+"""Of a device's free memory, as far as ``sequential`` fills it with weights; activations need room as well."""
+
+
+def places_of(model: nn.Module, wanted: DeviceMap, free: Sequence[int]) -> dict[str, int]:
+    """Module, or weight that is in none of them, -> number of its device."""
+    if wanted.places:
+        return dict(_spelled_out(model, "", dict(wanted.places), 0))
+    whole = list({type(model.get_submodule(name)).__name__ for name in units(model)})
+    if wanted.way == "sequential":
+        most: dict[Any, Any] = {number: int(FILLED * size) for number, size in enumerate(free)}
+    else:
+        most = get_balanced_memory(model, dict(enumerate(free)), whole)
+    found = infer_auto_device_map(model, most, whole)
+    if set(found.values()) - set(range(len(free))):
+        size = sum(tensor.nbytes for tensor in model.parameters()) / 2**30
+        room = " + ".join(f"{room / 2**30:.1f}" for room in free)
+        raise ConfigError([f"--device_map {wanted}: {size:.1f} GiB of weights do not fit into {room} GiB that are free;"
+                           " use --base_storage or --blocks_to_swap without it, or more devices"])  # fmt: skip
+    return {name: int(number) for name, number in found.items()}
+
+
+def units(model: nn.Module) -> list[str]:
+    """The names of what stays on one device: the members of the model's lists of blocks, and its other modules.
+
+    Smaller ones cannot be apart, because blocks add what came in to what their layers make of it.
+    """
+    return [name for own, child in model.named_children()
+            for name in ([f"{own}.{number}" for number in range(len(child))] if isinstance(child, nn.ModuleList)
+                         else [own])]  # fmt: skip
+
+
+def _spelled_out(module: nn.Module, name: str, places: Mapping[str, int], above: int) -> Iterator[tuple[str, int]]:
+    """What a user's map says, cut down to modules none of which is inside of another."""
+    number, start = places.get(name, above), f"{name}." if name else ""
+    if name and not any(place.startswith(start) for place in places):
+        yield name, number
+        return
+    for own, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+        yield f"{start}{own}", number
+    for own, child in module.named_children():
+        yield from _spelled_out(child, f"{start}{own}", places, number)
+
+
+def put(model: nn.Module, places: Mapping[str, int], devices: Sequence[torch.device]) -> None:
+    """Bring every weight to its device, and leave it the object that it is, which an optimizer may know."""
+    for _, tensor, number in assigned(model, places):
+        tensor.data = tensor.data.to(devices[number])
+
+
+def assigned(model: nn.Module, places: Mapping[str, int]) -> Iterator[tuple[str, Tensor, int]]:
+    """Every weight and the number of its device."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        # What belongs to the model itself is used between its modules, where the first device computes.
+        yield name, tensor, 0 if "." not in name else next(places[place] for place in _above(name) if place in places)
+
+
+def hook(model: nn.Module, places: Mapping[str, int], devices: Sequence[torch.device]) -> None:
+    """Have accelerate bring what each layer is given to where the layer is."""
+    where: Any = {name: devices[number] for name, number in places.items()}
+    dispatch_model(model, where, main_device=devices[0], force_hooks=True)
+
+
+def _above(name: str) -> Iterator[str]:
+    """A weight and the modules that it is in, the innermost first."""
+    yield name
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def unplaced(model: nn.Module, wanted: DeviceMap) -> Iterator[str]:
+    """What is wrong with a map that somebody wrote, seen on the model without its weights."""
+    modules, whole, places = dict(model.named_modules()), units(model), dict(wanted.places)
+    for name in places:
+        if name not in modules:
+            yield f"--device_map: {name!r} is no module of this model"
+        elif block := next((unit for unit in whole if name.startswith(f"{unit}.")), None):
+            yield f"--device_map: {name!r} cannot be apart from the rest of {block!r}; name that"
+    missing = [name for name, _ in model.named_parameters() if not any(place in places for place in _above(name))]
+    if places and missing:
+        yield (f"--device_map: {len(missing)} weights have no device, such as {missing[0]}; add \"\": 0, which is for"
+               " all that is not named")  # fmt: skip
+
+
+def mapping_problems(args: RunConfig, world: World) -> Iterator[str]:
+    """Why blocks cannot be dealt out over devices here, and what can be had instead."""
+    wanted, count = args.parallel.device_map, world.machine.device_count
+    if wanted is None:
+        return
+    if world.size > 1:
+        yield (f"--device_map: it is for one process with several devices, and this is one of {world.size}; start one"
+               " process, or use --pp_size, --tp_size or --fsdp")  # fmt: skip
+    if world.device == "cpu" or count < 2:
+        yield f"--device_map: this process sees {count} accelerators, and there is nothing to deal out; leave it out"
+    elif beyond := sorted({number for _, number in wanted.places if number >= count}):
+        yield f"--device_map: there is no device {beyond[0]}; this process sees devices 0 to {count - 1}"

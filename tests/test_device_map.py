@@ -1,0 +1,167 @@
+"""Blocks dealt out over the devices of one process: every layer finds what it is given, and learns the same."""
+
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from one_result import dataset
+from ranks import on_ranks
+from safetensors.torch import load_file
+from test_run import difference, train
+from tiny import TINY
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map
+
+from library.config import load_options
+from library.config.values import DeviceMap
+from library.distributed.device_map import assigned, hook, mapping_problems, places_of, units, unplaced
+from library.distributed.devices import Machine
+from library.distributed.world import World
+from library.errors import ConfigError
+from library.families import FAMILIES
+from library.families.detect import detect
+from library.families.unloaded import unloaded
+
+KIND = "lazy"
+MODELS = ("sd1", "sdxl", "sd3", "flux", "z_image", "qwen_image")
+
+
+def empty_denoiser(model: str) -> nn.Module:
+    config = load_options(["--pretrained_model_name_or_path", f"random:{model}:tiny"]).config
+    part = FAMILIES.get(model).denoiser
+    return getattr(unloaded(detect(config.model), (part,)), part)
+
+
+def test_weights_are_dealt_out_evenly_or_one_device_after_the_other():
+    model = empty_denoiser("flux")
+    size = sum(tensor.nbytes for tensor in model.parameters())
+
+    def held(way: str, free: int) -> list[int]:
+        found = [0, 0]
+        for _, tensor, number in assigned(model, places_of(model, DeviceMap(way), [free, free])):
+            found[number] += tensor.nbytes
+        return found
+
+    even, first = held("auto", size), held("sequential", 2 * size)
+    assert sum(even) == sum(first) == size
+    assert min(even) > 0.25 * size and first[0] > 0.7 * size
+    with pytest.raises(ConfigError, match=r"--device_map sequential: 0\.0 GiB of weights do not fit into 0\.0 \+ 0\.0"):
+        held("sequential", size // 2)
+
+
+def in_turn(model: nn.Module, count: int) -> DeviceMap:
+    """A part of the blocks for each device, in the order in which the model has them."""
+    blocks = [name for name in units(model) if name.rpartition(".")[2].isdigit()]
+    return DeviceMap("", (("", 0), *((name, place * count // len(blocks)) for place, name in enumerate(blocks))))
+
+
+@contextmanager
+def pretended(pipe: Any, part: str, count: int) -> Iterator[dict[torch.device, int]]:
+    """The denoiser dealt out over devices of a kind that only pretends: tensors know where they are, and no numbers.
+
+    Whatever is done with tensors on two devices fails, as it would on real ones.
+    """
+    model = getattr(pipe, part)
+    devices = [torch.device(KIND, number) for number in range(count)]
+    with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        places = places_of(model, in_turn(model, count), ())
+        held: Counter[torch.device] = Counter()
+        for name, tensor, number in list(assigned(model, places)):
+            owner, _, leaf = name.rpartition(".")
+            fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=devices[number])
+            module, is_weight = model.get_submodule(owner), isinstance(tensor, nn.Parameter)
+            setattr(module, leaf, nn.Parameter(fake) if is_weight else fake)
+            held[devices[number]] += 1
+        hook(model, places, devices)
+        yield held
+
+
+def on(device: torch.device, item: Any) -> Any:
+    return tree_map(
+        lambda each: torch.empty_like(each, device=device) if isinstance(each, torch.Tensor) else each, item
+    )
+
+
+@pytest.mark.parametrize(("model", "count"), [*((model, 2) for model in MODELS), ("sdxl", 3), ("flux", 4)])
+def test_every_layer_finds_what_it_is_given_on_its_own_device(model, count):
+    tiny = TINY[model]()
+    family, batch, first = FAMILIES.get(tiny.family)(), tiny.batch, torch.device(KIND, 0)
+    with pretended(tiny.pipe, family.denoiser, count) as held:
+        assert len(held) == count
+        moved = replace(batch, latents=on(first, batch.latents), cond=on(first, batch.cond),
+                        frame=on(first, batch.frame), weight=on(first, batch.weight))  # fmt: skip
+        t = torch.full((len(batch.latents),), 0.5, device=first)
+        said = family.predict(tiny.pipe, getattr(tiny.pipe, family.denoiser), moved.latents, t, moved)
+        assert said.device == first and said.shape == batch.latents.shape
+        said.sum().backward()
+        weights = getattr(tiny.pipe, family.denoiser).named_parameters()
+        reached = {weight.device for name, weight in weights if weight.grad is not None}
+        assert reached == {torch.device(KIND, number) for number in range(count)}
+
+
+@pytest.mark.parametrize(("model", "written", "said"), [
+    ("flux", '{"transformer_blocks": 0, "single_transformer_blocks": 1}',
+     'weights have no device, such as time_text_embed.timestep_embedder.linear_1.weight; add "": 0'),
+    ("flux", '{"": 0, "blocks": 1}', "'blocks' is no module of this model"),
+    ("sdxl", '{"": 0, "up_blocks.1.resnets": 1}', "cannot be apart from the rest of 'up_blocks.1'; name that"),
+])  # fmt: skip
+def test_a_map_that_does_not_fit_the_model_is_told_before_it_is_loaded(model, written, said):
+    (problem,) = unplaced(empty_denoiser(model), DeviceMap.parse(written))
+    assert said in problem
+
+
+@pytest.mark.parametrize(("written", "said"), [
+    ("even", "expected auto, balanced, sequential, or a JSON object"), ("{}", "expected auto, balanced"),
+    ('{"a": "cpu"}', "'a': 'cpu' is no number of a device (0, 1, ...); for weights in host memory there is"),
+    ('{"a": -1}', "'a': -1 is no number of a device"), ('{"a": true}', "'a': True is no number of a device"),
+])  # fmt: skip
+def test_what_is_no_map_is_told(written, said):
+    problems = load_options(["--device_map", written]).problems
+    assert any(said in problem for problem in problems), problems
+
+
+def test_where_it_cannot_be_is_told():
+    def problems(written: str, **facts: Any) -> list[str]:
+        machine = Machine(device="cuda", device_count=facts.pop("count", 2))
+        config = load_options(["--device_map", written]).config
+        return [*mapping_problems(config, World(device="cuda", machine=machine, **facts))]
+
+    assert problems("auto") == [] and problems('{"": 0, "a": 1}') == []
+    assert "this is one of 2; start one process, or use --pp_size" in problems("auto", size=2)[0]
+    assert "this process sees 1 accelerators" in problems("auto", count=1)[0]
+    assert "there is no device 2; this process sees devices 0 to 1" in problems('{"": 0, "a": 2}')[0]
+    both = load_options(["--dataset_config", __file__, "--device_map", "auto", "--tp_size", "2"]).problems
+    assert "--device_map, --tp_size: not together" in both or any("not together" in line for line in both)
+
+
+def on_one_device(*flags: str) -> str:
+    """Training with a map of two devices, both of which are this processor; every hook is there."""
+    from library.distributed import mapped, refusals
+
+    refusals.mapping_problems = lambda args, world: []
+    mapped.devices_beside = lambda first: [first, first]
+    return train(*flags)
+
+
+@pytest.mark.parametrize(("model", "written", "more"), [
+    pytest.param("sdxl", '{"": 0, "up_blocks": 1}', ("--gradient_checkpointing",), marks=pytest.mark.long),
+    ("flux", '{"": 0, "single_transformer_blocks": 1}', ("--sample_at_first",)),
+])  # fmt: skip
+def test_it_learns_and_draws_what_an_undivided_model_does(model, written, more, tmp_path):
+    (tmp_path / "prompts.txt").write_text("a leaf --w 64 --h 64 --s 2 --d 1\n")
+    flags = ("--pretrained_model_name_or_path", f"random:{model}:tiny", "--dataset_config", str(dataset(tmp_path)),
+             "--max_train_steps", "4", "--optimizer_type", "SGD", "--learning_rate", "0.5", "--mixed_precision", "no",
+             "--train_batch_size", "2", "--network_dim", "2", "--sample_prompts",
+             str(tmp_path / "prompts.txt"), *more)  # fmt: skip
+    (one,) = on_ranks(1, train, *flags, "--output_dir", str(tmp_path / "one"))
+    (two,) = on_ranks(1, on_one_device, *flags, "--output_dir", str(tmp_path / "two"), "--device_map", written)
+    assert difference(load_file(one), load_file(two)) == 0.0
+    drawn = [[path.read_bytes() for path in (tmp_path / name / "sample").glob("*.png")] for name in ("one", "two")]
+    assert drawn[0] == drawn[1] and len(drawn[0]) == more.count("--sample_at_first")
