@@ -56,8 +56,8 @@ class DeviceMap:
                              ' "": 0}')  # fmt: skip
         for module, number in found.items():
             if type(number) is not int or number < 0:
-                raise ValueError(f"{module!r}: {number!r} is no number of a device (0, 1, ...); for weights in host memory"
-                                 " there is blocks_to_swap")  # fmt: skip
+                raise ValueError(f"{module!r}: {number!r} is no number of a device (0, 1, ...); for weights in host"
+                                 " memory there is blocks_to_swap")  # fmt: skip
         return cls("", tuple(found.items()))
 
     def __str__(self) -> str:
