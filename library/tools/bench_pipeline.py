@@ -90,12 +90,14 @@ def _as_stage(config: RunConfig, given: frozenset[str]) -> str:
         if pretend:
             _sleep_in_blocks(job.strategy, pretend)
         shares = [_share_of_waiting(job, number) for number in range(bench.repetitions + 1)][1:]
-        means = [statistics.mean(of_all) for of_all in zip(*job.strategy.gather(shares), strict=True)]
-        return json.dumps(means) if job.strategy.is_main else ""
+        return json.dumps(shares) if job.strategy.is_main else ""
 
 
 def _share_of_waiting(job: "Run", number: int) -> float:
-    """Of the time of a step's micro-batches on this stage; without the exchange of gradients, which comes after."""
+    """Of the time from the first micro-batch of a step to the end of the last on any stage, the mean over stages.
+
+    The exchange of gradients, which comes after, does not count; a stage that is done early waits in it.
+    """
     from ..distributed.devices import wait_for
     from ..training.stopwatch import OTHER, Stopwatch
 
@@ -109,7 +111,8 @@ def _share_of_waiting(job: "Run", number: int) -> float:
     watch.stop()
     job.optimizer.zero_grad()
     worked = sum(seconds for part, seconds in watch.seconds.items() if part not in (OTHER, "exchange"))
-    return watch.seconds[OTHER] / (watch.seconds[OTHER] + worked)
+    stages = job.strategy.gather((worked, worked + watch.seconds[OTHER]))
+    return 1 - statistics.mean(busy for busy, _ in stages) / max(until for _, until in stages)
 
 
 def _sleep_in_blocks(pipeline: Any, seconds: float) -> None:
