@@ -13,7 +13,6 @@ class BucketFacts:
     """One bucket of one dataset in one epoch."""
 
     dataset: int  # its number in the file
-    from_step: int
     size: tuple[int, int]
     samples: tuple[int, ...]  # positions in the manifest
     shown: int  # with repeats
@@ -24,6 +23,7 @@ class BucketFacts:
     mean_loss: float  # share of a picture that is cut away
     worst: int  # position in the manifest of the picture that loses most
     worst_loss: float
+    from_step: int = 0  # of its stage
 
 
 def facts_of(placements: Sequence[Placement], plan: Plan) -> list[BucketFacts]:

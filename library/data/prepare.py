@@ -27,7 +27,7 @@ from .showing import Showing, Visit
 from .stage_rules import stage_problems
 from .staged_plan import Plan, StagedPlan
 from .stages import pieces_of
-from .staging import staged
+from .staging import refuse_empty_stages, staged
 
 if TYPE_CHECKING:
     from .cache.latents import LatentReader
@@ -147,12 +147,9 @@ class Prepared:
         first = len(self.manifest.samples)
         kept = [index for index in range(first) if index not in indexes]
         samples = tuple(self.manifest.samples[index] for index in kept)
-        used = {self.manifest.datasets[sample.dataset].from_step for sample in samples if not sample.is_reg}
-        if gone := {dataset.from_step for dataset in self.manifest.datasets} - used:
-            when = f" from step {min(gone)} on" if max(gone) else ""
-            raise ConfigError([f"no picture is left to train on{when}"])
         placements = tuple(self.placements[index] for index in kept)
         manifest = replace(self.manifest, samples=samples)
+        refuse_empty_stages(manifest)
         others = self.held_out and self.held_out.apart_from({index - first for index in indexes})
         return Prepared(self.config, manifest, placements, _buckets(manifest, placements), others)
 

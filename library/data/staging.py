@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ..errors import ConfigError
 from .buckets import Placement, place_for
 from .dataset_schema import DatasetConfig
 from .manifest import Manifest
@@ -27,7 +28,17 @@ def staged(found: Manifest, datasets: Sequence[DatasetConfig]) -> tuple[Manifest
                         notes=(*whole.notes, *said))  # fmt: skip
         placements += places
     endings = tuple((latest[ending[0]], *ending[1:]) for ending in found.endings)
-    return replace(whole, endings=endings), tuple(placements)
+    whole = replace(whole, endings=endings)
+    refuse_empty_stages(whole)
+    return whole, tuple(placements)
+
+
+def refuse_empty_stages(manifest: Manifest) -> None:
+    """Pictures may all be kept for validation, or be left out."""
+    used = {manifest.datasets[sample.dataset].from_step for sample in manifest.samples if not sample.is_reg}
+    if empty := {dataset.from_step for dataset in manifest.datasets} - used:
+        when = f" from step {min(empty)} on" if max(empty) else ""
+        raise ConfigError([f"no picture is left to train on{when}"])
 
 
 def _in_stage(found: Manifest, stage: Stage) -> tuple[Manifest, tuple[Placement, ...]]:
