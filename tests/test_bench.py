@@ -81,7 +81,8 @@ def test_the_pictures_are_real_and_differ(tmp_path):
 @pytest.mark.parametrize(
     ("words", "problems"),
     [
-        (["dat"], ["no bench 'dat'; did you mean data?; there are: data, compile, step, startup, memory, saves"]),
+        (["dat"], ["no bench 'dat'; did you mean data?; there are: data, compile, step, startup, memory, strategies,"
+                   " saves"]),
         (["data", "--only", "loder", "--picture", "5", "--entries", "1"], [
             "--picture: unknown option; did you mean --pictures?", "--entries: 1 is too small; at least 1000",
             "--only: 'loder' is not one of audit, pool, cache, plan"]),

@@ -45,12 +45,22 @@ def _memory(argv: Sequence[str]) -> str:
     return run(argv)
 
 
+def _strategies(argv: Sequence[str]) -> str:
+    from .bench_strategies import run
+
+    return run(argv)
+
+
 BENCHES: dict[str, tuple[str, Bench]] = {
     "data": ("looking at pictures, the second start, memory, latents out of a cache, the batch plan", _data),
     "compile": ("compiling: graphs, seconds to the first step, seconds of a step, for 1, 8 and 24 sizes", _compile),
     "step": ("a step of training beside a bare loop of PyTorch, on any model", _step),
     "startup": ("from the command to the first step, beside a bare script on the same model", _startup),
     "memory": ("what switches that save memory cost in time, on any model", _memory),
+    "strategies": (
+        "the same job on DDP, FSDP, ZeRO, pipelines and tensor parallel: pace, bytes sent, memory",
+        _strategies,
+    ),
     "saves": ("LoRA files and states: what saving costs of a run's time", _saves),
 }
 
@@ -58,7 +68,7 @@ BENCHES: dict[str, tuple[str, Bench]] = {
 def run(argv: Sequence[str]) -> tuple[str, int]:
     """Each bench takes ``--help``, ``--json`` and options of its own."""
     if not argv or argv[0] in ("--help", "-h"):
-        lines = [f"  {name:<8} {what}" for name, (what, _) in BENCHES.items()]
+        lines = [f"  {name:<10} {what}" for name, (what, _) in BENCHES.items()]
         return "\n".join(["usage: python -m library bench NAME [--json] [--help]", "", *lines]), 0
     name, *rest = argv
     if name not in BENCHES:
