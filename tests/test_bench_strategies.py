@@ -5,6 +5,7 @@ import socket
 
 import pytest
 
+from library.distributed.devices import HOST
 from library.distributed.traffic import bytes_sent
 from library.errors import ConfigError
 from library.tools import bench, bench_strategies
@@ -16,13 +17,13 @@ WORDS = ("strategies", "--resolution", "64", "--bench_steps", "2", "--repetition
 def test_bytes_are_those_that_were_sent():
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as mine:
         theirs, _ = server.accept()
-        before = bytes_sent()
+        before = bytes_sent(HOST)
         if before is None:
             pytest.skip("this system does not count")
         mine.sendall(bytes(50_000))
         theirs.sendall(bytes(700))
         with theirs:
-            assert bytes_sent() - before == 50_700
+            assert bytes_sent(HOST) - before == 50_700
 
 
 def test_ways_take_turns_with_the_same_pictures_in_a_step_and_one_that_is_refused_is_told(monkeypatch):

@@ -6,16 +6,20 @@ import stat
 import struct
 from contextlib import suppress
 
+import torch
+
+from .devices import HOST
+
 BYTES_SENT = 200
 """Where Linux, from 4.19 on, puts the number into what it tells of a TCP connection."""
 
 
-def bytes_sent() -> int | None:
+def bytes_sent(device: torch.device) -> int | None:
     """Over all TCP connections that are open; nothing where the system does not tell.
 
-    What NCCL moves over NVLink, PCIe or InfiniBand is no TCP and is not in it.
+    What accelerators exchange is not known: NVLink, PCIe and InfiniBand are no TCP.
     """
-    if not hasattr(socket, "TCP_INFO") or not os.path.isdir("/proc/self/fd"):
+    if device != HOST or not hasattr(socket, "TCP_INFO") or not os.path.isdir("/proc/self/fd"):
         return None
     found = [count for name in os.listdir("/proc/self/fd") if (count := _sent_by(int(name))) is not None]
     return sum(found)

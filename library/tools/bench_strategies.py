@@ -241,7 +241,7 @@ class Marks:
 
         wait_for(run.strategy.device)
         self.peak = peak_memory(run.strategy.device)
-        sent = bytes_sent() if run.strategy.device.type == "cpu" else None
+        sent = bytes_sent(run.strategy.device)
         self.marks.append((time.perf_counter(), sent))
         forget_peak(run.strategy.device)
 
