@@ -19,7 +19,7 @@ def bytes_sent(device: torch.device) -> int | None:
 
     What accelerators exchange is not known: NVLink, PCIe and InfiniBand are no TCP.
     """
-    if device != HOST or not hasattr(socket, "TCP_INFO") or not os.path.isdir("/proc/self/fd"):
+    if device.type != HOST.type or not hasattr(socket, "TCP_INFO") or not os.path.isdir("/proc/self/fd"):
         return None
     found = [count for name in os.listdir("/proc/self/fd") if (count := _sent_by(int(name))) is not None]
     return sum(found)
