@@ -236,6 +236,10 @@ class TrainConfig:
     gradient_checkpointing_every: int = opt(
         1, "of the denoiser's blocks, only every n-th computes its activations twice", minimum=1
     )
+    gradient_checkpointing_budget: float = opt(
+        0.0, "share of what the denoiser's expensive operations make that is kept and not computed twice",
+        minimum=0, maximum=1
+    )  # fmt: skip
     cpu_offload_checkpointing: bool = opt(
         False, "gradient_checkpointing keeps what it computes from in host memory (denoiser only)"
     )
