@@ -102,6 +102,15 @@ def test_pictures_validation_dropout_checkpoints_and_texts_compile_nothing_more(
     assert found.late == 0 and len(found.kinds) == 3
 
 
+@pytest.mark.long
+def test_a_budget_for_what_is_kept_is_the_compilers(tmp_path):
+    data = dataset(tmp_path / "data", SIZES[:3])
+    flags = ("--max_train_epochs", "1", "--gradient_checkpointing", "--gradient_checkpointing_budget", "0.5")
+    found = trained(tmp_path / "compiled", "sd1", data, *flags, *COMPILED[:2], "aot_eager")
+    plain = trained(tmp_path / "plain", "sd1", data, *flags[:3])
+    assert found.late == 0 and found.is_dynamic and difference(plain.lora, found.lora) < 1e-4
+
+
 def test_few_sizes_are_compiled_one_by_one_and_processes_train_as_one(tmp_path):
     data = dataset(tmp_path / "data", SIZES[:2], pictures=(4,))
     flags = ("--max_train_steps", "4", "--gradient_accumulation_steps")

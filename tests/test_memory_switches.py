@@ -139,13 +139,16 @@ def gradients(folder: Path, cases):
             draw = torch.Generator().manual_seed(1)
             for item in run.parameters:
                 item.data = torch.randn(item.shape, generator=draw) * 0.05
-            loss = run.ladder.gradients(run, next(run.loader.steps(0)))
+            for _ in range(2 if "--gradient_checkpointing_budget" in words else 1):  # the first finds out what to keep
+                run.optimizer.zero_grad(set_to_none=True)
+                loss = run.ladder.gradients(run, next(run.loader.steps(0)))
             assert all(item.grad.any() for item in run.parameters)
             found.append(torch.cat([loss.view(1), *(item.grad.flatten() for item in run.parameters)]).numpy())
     return found
 
 
-SAME = [("--gradient_checkpointing", "--gradient_checkpointing_every", "2"),
+BUDGETS = [("--gradient_checkpointing", "--gradient_checkpointing_budget", share) for share in ("0.4", "1")]
+SAME = [*BUDGETS, ("--gradient_checkpointing", "--gradient_checkpointing_every", "2"),
         ("--gradient_checkpointing", "--cpu_offload_checkpointing"), ("--blocks_to_swap", "2"),
         ("--blocks_to_swap", "2", "--gradient_checkpointing", "--cpu_offload_checkpointing")]  # fmt: skip
 OFF = {"int8": 0.05, "fp8": 0.2, "nf4": 0.5}
@@ -161,6 +164,7 @@ def test_gradients_are_those_of_the_plain_run(model, same, kinds, tmp_path):
     plain, *found = map(torch.from_numpy, on_ranks(1, gradients, tmp_path, cases)[0])
     for more, one in zip(same, found, strict=False):
         torch.testing.assert_close(one, plain, msg=str(more))
+        assert more not in BUDGETS or torch.equal(one, plain), "what is kept is what would be computed again"
     for number, kind in enumerate(kinds):
         one, swapped = found[len(same) + 2 * number :][:2]
         off = float((one[1:] - plain[1:]).norm() / plain[1:].norm())
@@ -202,10 +206,11 @@ def refused(*words):
 def test_mistakes_are_told_before_anything_is_loaded(even, tmp_path):
     words = ("--dataset_config", str(even), "--output_dir", str(tmp_path))
     found = load_options([*words, "--gradient_checkpointing_every", "2", "--cpu_offload_checkpointing",
-                          "--blocks_to_swap", "1", "--torch_compile", "--profile_steps", "1:9"]).problems  # fmt: skip
+                          "--gradient_checkpointing_budget", "0.5", "--blocks_to_swap", "1", "--torch_compile",
+                          "--profile_steps", "1:9"]).problems  # fmt: skip
     assert [problem.partition(":")[0] for problem in found] == [
-        "--gradient_checkpointing_every", "--cpu_offload_checkpointing", "--blocks_to_swap",
-        "--profile_steps"]  # fmt: skip
+        "--gradient_checkpointing_every", "--gradient_checkpointing_budget", "--cpu_offload_checkpointing",
+        "--blocks_to_swap", "--profile_steps"]  # fmt: skip
     (told,) = on_ranks(1, refused, *words, "--blocks_to_swap", "99", "--quiet")
     assert len(told) == 1 and told[0].startswith("--blocks_to_swap: 99; this model has ")
     assert load_options([*words, "--fp8_base"]).config.model.base_storage == "fp8"

@@ -137,6 +137,8 @@ def _buckets(config: RunConfig, given: Given) -> Iterator[Conflict]:
             ("min_bucket_reso", "max_bucket_reso"),
             f"min_bucket_reso {data.min_bucket_reso} is above max_bucket_reso {data.max_bucket_reso}",
         )
+    if data.resolution is not None and data.resolution_schedule is not None:
+        yield ("resolution", "resolution_schedule"), "resolution_schedule takes its place; give one of the two"
 
 
 def _workers_read_ahead(config: RunConfig, given: Given) -> Iterator[Conflict]:

@@ -8,6 +8,7 @@ from .objective_schema import LossConfig as LossConfig
 from .objective_schema import NoiseConfig as NoiseConfig
 from .options import opt
 from .parallel_schema import ParallelConfig
+from .resolution_schedule import ResolutionSchedule
 from .save_schema import SaveConfig as SaveConfig
 from .sharding_schema import ShardingConfig as ShardingConfig
 from .values import Share, Size, Steps
@@ -134,6 +135,11 @@ class DataConfig:
     dataset_config: str | None = opt(None, "TOML file that names the folders of pictures and how to use them")
     train_batch_size: int = opt(1, "pictures per device and micro-step", minimum=1)
     resolution: Size | None = opt(None, "training size in pixels: 512, or 512,768 as width,height")
+    resolution_schedule: ResolutionSchedule | None = opt(
+        None,
+        "sizes and how many steps are trained at each, one after the other: 256:1000,512:1000,native; the last may be "
+        "without a number, and native leaves each picture its own size",
+    )
     dataset_repeats: int = opt(1, "how often each picture is shown per epoch", minimum=1)
     enable_bucket: bool = opt(False, "keep the aspect ratio: train each picture at the nearest of several sizes")
     min_bucket_reso: int = opt(256, "shortest side of a bucket", minimum=1)
@@ -230,6 +236,10 @@ class TrainConfig:
     gradient_checkpointing_every: int = opt(
         1, "of the denoiser's blocks, only every n-th computes its activations twice", minimum=1
     )
+    gradient_checkpointing_budget: float = opt(
+        0.0, "share of what the denoiser's expensive operations make that is kept and not computed twice",
+        minimum=0, maximum=1
+    )  # fmt: skip
     cpu_offload_checkpointing: bool = opt(
         False, "gradient_checkpointing keeps what it computes from in host memory (denoiser only)"
     )

@@ -8,11 +8,25 @@ LEAST_PROFILED = 3
 """One step left alone, one timed in parts, one traced."""
 
 
+_OF_CHECKPOINTS = (("gradient_checkpointing_every", 1), ("gradient_checkpointing_budget", 0),
+                   ("cpu_offload_checkpointing", False))  # fmt: skip
+
+
+_WITH_BUDGET = ("inductor", "aot_eager")
+"""Backends that decide themselves what is computed again."""
+
+
 def speed_conflicts(config: RunConfig, given: frozenset[str]) -> Iterator[tuple[tuple[str, ...], str]]:
     """What cannot be honoured together."""
-    for name, nothing in (("gradient_checkpointing_every", 1), ("cpu_offload_checkpointing", False)):
+    for name, nothing in _OF_CHECKPOINTS:
         if getattr(config.train, name) != nothing and not config.train.gradient_checkpointing:
             yield (name, "gradient_checkpointing"), "there are no checkpoints; set gradient_checkpointing as well"
+    backend = config.distributed.dynamo_backend
+    if config.train.gradient_checkpointing_budget and config.distributed.torch_compile and backend not in _WITH_BUDGET:
+        yield (
+            ("gradient_checkpointing_budget", "dynamo_backend"),
+            f"what {backend} compiles has no budget; {' and '.join(_WITH_BUDGET)} have one",
+        )
     if config.train.blocks_to_swap and config.distributed.torch_compile:
         yield ("blocks_to_swap", "torch_compile"), "weights that come and go cannot be compiled; take one of the two"
     steps, train = config.train.profile_steps, config.train

@@ -121,6 +121,10 @@ class BatchPlan:
         """The epoch in which a step begins."""
         return step * self.accumulation // self.batches_per_epoch
 
+    def epochs_done(self, step: int) -> int:
+        """Whole epochs after so many steps."""
+        return step * self.accumulation // self.batches_per_epoch
+
     def padding_per_epoch(self, bucket: int) -> int:
         """Samples that weigh nothing, in one epoch of a bucket."""
         return self.batches_of(bucket) * int(self._globals[bucket]) - int(self._totals[bucket])

@@ -3,16 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .batches import BatchPlan
 from .buckets import Placement
 from .manifest import Manifest
+from .staged_plan import Plan, PlannedStage, stages_in
 
 
 @dataclass(frozen=True)
 class BucketFacts:
     """One bucket of one dataset in one epoch."""
 
-    dataset: int
+    dataset: int  # its number in the file
     size: tuple[int, int]
     samples: tuple[int, ...]  # positions in the manifest
     shown: int  # with repeats
@@ -23,17 +23,24 @@ class BucketFacts:
     mean_loss: float  # share of a picture that is cut away
     worst: int  # position in the manifest of the picture that loses most
     worst_loss: float
+    from_step: int = 0  # of its stage
 
 
-def facts_of(placements: Sequence[Placement], plan: BatchPlan) -> list[BucketFacts]:
+def facts_of(placements: Sequence[Placement], plan: Plan) -> list[BucketFacts]:
     """In the order of the plan's buckets."""
-    found = []
+    return [facts for stage in stages_in(plan) for facts in facts_of_stage(placements, stage)]
+
+
+def facts_of_stage(placements: Sequence[Placement], stage: PlannedStage) -> list[BucketFacts]:
+    """Of one stage alone."""
+    found, plan = [], stage.plan
     for index, bucket in enumerate(plan.buckets):
         losses = [placements[sample].crop_loss for sample in bucket.samples]
         worst_loss, shown = max(losses), plan.samples_of(index)
         found.append(
             BucketFacts(
                 dataset=bucket.dataset,
+                from_step=stage.first,
                 size=bucket.size,
                 samples=tuple(bucket.samples),
                 shown=shown,

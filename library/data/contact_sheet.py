@@ -83,7 +83,7 @@ def blocks_of(buckets: Sequence[BucketFacts], placements: Sequence[Placement], l
     shown = buckets[:MOST_PICTURES]
     limit = max(1, min(limit, MOST_PICTURES // max(len(shown), 1)))
     blocks = []
-    for facts in sorted(shown, key=lambda item: (item.dataset, item.size[0] / item.size[1], item.size)):
+    for facts in sorted(shown, key=lambda item: (item.from_step, item.dataset, item.size[0] / item.size[1], item.size)):
         samples = sorted(facts.samples, key=lambda index: (-placements[index].crop_loss, index))[:limit]
         blocks.append(Block(facts, tuple(samples), thumb_size(facts.size), len(samples)))
     return blocks
@@ -163,9 +163,9 @@ def _draw_block(sheet: "Image", pen: Pen, corner: tuple[int, int], block: Block,
     name = f"{facts.size[0]} x {facts.size[1]}"
     pen.line((left, top), width)
     pen.write((left, top + 4), name, width, 20)
-    if len(manifest.datasets) > 1:
+    if said := _belongs_to(facts, manifest):
         start = left + pen.length(name, 20) + 8
-        pen.write((start, top + 10), f"dataset {facts.dataset + 1}", left + width - start, colour=QUIET)
+        pen.write((start, top + 10), said, left + width - start, colour=QUIET)
     hidden = len(facts.samples) - block.shown
     count = f"{len(facts.samples)} picture" + ("" if len(facts.samples) == 1 else "s")
     said = f"{block.shown} shown, and {hidden} more" if hidden else count
@@ -175,6 +175,14 @@ def _draw_block(sheet: "Image", pen: Pen, corner: tuple[int, int], block: Block,
         pixels, masked = _as_trained(manifest, placements[index], index)
         sheet.paste(_thumb(pixels, block.thumb), (x, y))
         _draw_text(pen, (x, y + block.thumb[1] + 4), block.cell[0], manifest, placements[index], index, masked)
+
+
+def _belongs_to(facts: BucketFacts, manifest: Manifest) -> str:
+    """The dataset and the stage, where there are several."""
+    parts = [f"dataset {facts.dataset + 1}"] if len({dataset.number for dataset in manifest.datasets}) > 1 else []
+    if len({dataset.from_step for dataset in manifest.datasets}) > 1:
+        parts.append(f"step {facts.from_step + 1}")
+    return ", ".join(parts)
 
 
 def _draw_text(pen: Pen, corner: tuple[int, int], width: int, manifest: Manifest, placement: Placement, index: int,

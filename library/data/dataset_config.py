@@ -78,7 +78,7 @@ class _Reader:
         where = self.where(at)
         self.problems += dataset_problems(found, subsets, where)
         return DatasetConfig(kind=kind_of(subsets), subsets=tuple(self.built(item) for item in subsets),
-                             **self.members(DatasetConfig, found, where))  # fmt: skip
+                             number=int(at[-1]), **self.members(DatasetConfig, found, where))  # fmt: skip
 
     def flat_subset(self, at: KeyPath, table: Mapping[str, Any], above: Mapping[str, Found]) -> dict[str, Found]:
         """musubi-tuner's way to write a dataset: the folder stands in it, there are no subsets."""
@@ -169,7 +169,8 @@ class _Reader:
         names = [item.name for item in fields(kind) if item.name in KEYS]
         values = {name: found[name].value for name in names}
         if "resolution" in values:
-            values["resolution"] = values["resolution"] or _NO_RESOLUTION
+            largest = values["resolution_schedule"] and values["resolution_schedule"].largest
+            values["resolution"] = largest or values["resolution"] or _NO_RESOLUTION
         places = {name: place for name in names if (place := found[name].place)}
         return {**values, "places": {**places, "": where}}
 

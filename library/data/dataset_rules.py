@@ -70,8 +70,12 @@ def dataset_problems(found: Mapping[str, Found], subsets: Sequence[Mapping[str, 
     if subsets and all(subset["is_reg"].value for subset in subsets):
         yield f"{where}: all subsets are regularisation pictures (is_reg); add a subset of pictures to train on"
     yield from _bucket_mode(found, where)
-    if found["resolution"].is_wrong:
+    if found["resolution"].is_wrong or found["resolution_schedule"].is_wrong:
         return
+    if (schedule := found["resolution_schedule"]).value is not None:
+        found = {**found, "resolution": Found(schedule.value.largest, schedule.place)}
+        if schedule.value.largest is None:
+            return
     if found["resolution"].value is None:
         yield f"{where}: resolution: missing; set it here, in [general] or with --resolution, such as 512 or [512, 768]"
     elif found["enable_bucket"].value:
@@ -194,11 +198,16 @@ def not_yet(datasets: Sequence[DatasetConfig]) -> Iterator[str]:
 def unused(datasets: Sequence[DatasetConfig]) -> Iterator[str]:
     """Keys of the file that change nothing beside the others; they are no mistakes in sd-scripts, so they are said."""
     for dataset in datasets:
+        where = dataset.places.get("resolution", "--")
+        if dataset.resolution_schedule is not None and not where.startswith("--"):
+            yield f"{where}: resolution: not used, because resolution_schedule is set"
         keys: tuple[str, ...]
         if not dataset.enable_bucket:
             keys, why = ("min_bucket_reso", "max_bucket_reso", "bucket_reso_steps"), "enable_bucket is not set"
         elif dataset.bucket_no_upscale:
             keys, why = ("min_bucket_reso", "max_bucket_reso"), "bucket_no_upscale is set"
+            if dataset.resolution_schedule is not None and dataset.resolution_schedule.has_native:
+                keys = keys[:1]
         else:
             continue
         for key in keys:

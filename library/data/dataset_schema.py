@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from ..config.options import Option, opt, options_of
+from ..config.resolution_schedule import ResolutionSchedule
 from ..config.schema import DataConfig, RunConfig
 from ..config.values import Size
 
@@ -115,6 +116,10 @@ class DatasetConfig:
     subsets: tuple[SubsetConfig, ...]
     places: Mapping[str, str] = field(compare=False, repr=False)
     weight: float | None = None  # share of an epoch, beside those of the other datasets
+    resolution_schedule: ResolutionSchedule | None = None
+    from_step: int = 0  # steps that are done before the first that shows it
+    to_step: int | None = None  # steps that are done after the last that does
+    number: int = 0  # in the file
 
     def place(self, key: str) -> str:
         """Where the value of ``key`` was set, for the start of a message."""
@@ -165,6 +170,8 @@ class _Table:
 class _DatasetKeys:
     network_multiplier: float = opt(1.0, "strength of the adapter while training")
     weight: float | None = opt(None, "share of an epoch, beside the weights of the other datasets")
+    from_step: int = opt(0, "the dataset is trained after so many steps", minimum=0)
+    to_step: int | None = opt(None, "the dataset is trained until so many steps are done", minimum=1)
 
 
 @dataclass(frozen=True)
@@ -201,6 +208,7 @@ class _FileOnly:
 _DATASET_FLAGS = {
     "resolution", "train_batch_size", "enable_bucket", "min_bucket_reso", "max_bucket_reso", "bucket_reso_steps",
     "bucket_no_upscale", "bucket_mode", "bucket_max_crop", "bucket_min_pictures", "validation_seed",
+    "resolution_schedule",
 }  # fmt: skip
 _SUBSET_FLAGS = {"alpha_mask"}
 _RENAMED = {"train_batch_size": "batch_size", "dataset_repeats": "num_repeats"}

@@ -3,17 +3,25 @@
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from .batches import BatchPlan
-from .bucket_facts import BucketFacts, facts_of
+from .bucket_facts import BucketFacts, facts_of_stage
 from .buckets import Placement
 from .manifest import Manifest
 from .mask_files import mask_source
+from .staged_plan import Plan, PlannedStage, stages_in
 
 
-def described(manifest: Manifest, placements: Sequence[Placement], plan: BatchPlan, steps: int) -> str:
+def described(manifest: Manifest, placements: Sequence[Placement], plan: Plan, steps: int) -> str:
     """The pictures, the buckets and the arithmetic of a run of ``steps`` optimizer steps, as text."""
-    table = _buckets(manifest, facts_of(placements, plan))
-    return "\n".join([_pictures(manifest), *manifest.notes, table, _arithmetic(plan, steps)])
+    stages = stages_in(plan)
+    lines = [_pictures(manifest), *manifest.notes]
+    for number, stage in enumerate(stages, 1):
+        end = steps if stage.end is None else min(stage.end, steps)
+        if len(stages) > 1:
+            lines.append(f"stage {number} of {len(stages)}: steps {stage.first + 1} to {end}")
+        lines += [_buckets(manifest, facts_of_stage(placements, stage)), _epoch(stage)]
+        what = "the run" if len(stages) == 1 else "the stage"
+        lines.append(f"{what}: {end - stage.first} steps = {_rounded((end - stage.first) / _steps(stage))} epochs")
+    return "\n".join(lines if len(stages) == 1 else [*lines, f"the run: {steps} steps in {len(stages)} stages"])
 
 
 def _pictures(manifest: Manifest) -> str:
@@ -28,7 +36,8 @@ def _pictures(manifest: Manifest) -> str:
         mine = repeats[number, index]
         kind = "regularisation picture" if subset.is_reg else "picture"
         masked = f", masks {masks[number, index]}/{len(mine)}" if mask_source(subset) else ""
-        lines.append(f"dataset {number + 1}, {subset.source}: {_counted(len(mine), kind)}{_repeated(mine)}, captions"
+        name = f"dataset {manifest.datasets[number].number + 1}"
+        lines.append(f"{name}, {subset.source}: {_counted(len(mine), kind)}{_repeated(mine)}, captions"
                      f" found {captions}/{found} ({ending or 'no ending'}){masked}")  # fmt: skip
     return "\n".join(lines)
 
@@ -70,15 +79,18 @@ def _filling(padding: int, filled: int) -> str:
     return f", and {padding} that fill up the last batches of buckets and weigh nothing: {filled}" if padding else ""
 
 
-def _arithmetic(plan: BatchPlan, steps: int) -> str:
+def _steps(stage: PlannedStage) -> float:
+    return stage.plan.batches_per_epoch / stage.plan.accumulation
+
+
+def _epoch(stage: PlannedStage) -> str:
+    plan = stage.plan
     batch = " or ".join(map(str, sorted({bucket.batch_size for bucket in plan.buckets})))
     pictures = sum(len(bucket.samples) for bucket in plan.buckets)
     padding = sum(map(plan.padding_per_epoch, range(len(plan.buckets))))
     filled = plan.samples_per_epoch + padding
-    per_epoch = plan.batches_per_epoch / plan.accumulation
     return "\n".join([
         f"one epoch: {_counted(pictures, 'picture')}, with repeats {plan.samples_per_epoch}{_filling(padding, filled)}",
         f"  {filled} / (batch {batch} x {plan.ranks} process{'es' * (plan.ranks != 1)}"
-        f" x accumulation {plan.accumulation}) = {_rounded(per_epoch)} steps",
-        f"the run: {steps} steps = {_rounded(steps / per_epoch)} epochs",
+        f" x accumulation {plan.accumulation}) = {_rounded(_steps(stage))} steps",
     ])  # fmt: skip

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from ..randomness import generator_for
 from .batch import PixelBatch
-from .batches import BatchPlan, Layout
+from .batches import Layout
 from .buckets import Placement
 from .cutting import BadSample, Cut, cut
 from .images import Pixels
@@ -48,7 +48,7 @@ class StepLoader(Protocol):
 class Loader:
     """This rank's part of every step; the number of workers changes nothing in it."""
 
-    def __init__(self, reader: Reader, plan: BatchPlan, *, workers: int, prefetch: int = 2, pin_memory: bool = False,
+    def __init__(self, reader: Reader, plan: Layout, *, workers: int, prefetch: int = 2, pin_memory: bool = False,
                  start_method: str | None = None):  # fmt: skip
         self.reader, self.plan = reader, plan
         self.workers = min(workers, _cores())

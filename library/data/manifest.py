@@ -21,6 +21,7 @@ from .mask_audit import MaskAudit, audit_masks, without_masks
 from .notices import noted
 from .origin import Origin
 from .sample import Sample
+from .stages import pieces_of
 from .whole_files import Flaw
 
 
@@ -43,6 +44,8 @@ class Manifest:
         for dataset in self.datasets:
             rows = [_settings(dataset), *map(_settings, dataset.subsets)]
             digest.update(ascii(rows).encode())
+            if dataset.from_step or dataset.to_step is not None:
+                digest.update(ascii((dataset.from_step, dataset.to_step)).encode())
         for sample in (*self.samples, *self.held_out):
             row = (sample.key, sample.content, sample.size, sample.caption, sample.dataset, sample.subset,
                    sample.repeats, sample.weight)  # fmt: skip
@@ -52,7 +55,7 @@ class Manifest:
 
 
 _NOT_SEEN = {
-    *("subsets", "places", "file", "batch_size"),
+    *("subsets", "places", "file", "batch_size", "number", "resolution_schedule", "from_step", "to_step"),
     *(
         "image_dir",
         "metadata_file",
@@ -78,10 +81,13 @@ def scan(datasets: Sequence[DatasetConfig], on_bad_data: Literal["fail", "skip"]
          cache_dir: Path | None = None) -> Manifest:  # fmt: skip
     """Look at every picture and caption; all that cannot be used are named together, or skipped and noted.
 
+    Datasets with a schedule of resolutions are in the manifest as they are in the end.
     What was found out is kept in ``cache_dir``, or else beside the pictures.
     """
     broken: list[str] = []
     notes = list(dict.fromkeys(unused(datasets)))
+    stages = [pieces_of(dataset) for dataset in datasets]
+    datasets = [pieces[-1] for pieces in stages]
     endings = []
     found: list[FoundPicture] = []
     bad: list[Problem] = []
@@ -95,7 +101,7 @@ def scan(datasets: Sequence[DatasetConfig], on_bad_data: Literal["fail", "skip"]
     audit = audited(pictures_inspected(), homes.sorted(found), homes.cache_dir)
     masks = audit_masks(datasets, found, audit.found, homes)
     total = len(found) + len(bad)
-    sorted_out = _sorted_out(datasets, found, audit.found, masks)
+    sorted_out = _sorted_out(stages, found, audit.found, masks)
     bad += sorted_out.problems
     unusable = len(found) - len(sorted_out.samples) + len(bad) - len(sorted_out.problems)
     if broken or ((bad or masks.strays) and on_bad_data == "fail"):  # a folder as a whole is nothing to skip
@@ -131,19 +137,20 @@ class _SortedOut:
     problems: list[Problem] = field(default_factory=list)
 
 
-def _sorted_out(datasets: Sequence[DatasetConfig], found: Iterable[FoundPicture],
+def _sorted_out(stages: Sequence[Sequence[DatasetConfig]], found: Iterable[FoundPicture],
                 seen: Mapping[Origin, Seen], masks: MaskAudit) -> _SortedOut:  # fmt: skip
     result = _SortedOut()
-    places = [place_for(dataset) for dataset in datasets]
+    places = [list(map(place_for, pieces)) for pieces in stages]
     names: Counter[str] = Counter()
     told: set[tuple[Origin, str]] = set()
     for item in found:
         picture = seen[item.image]
         flaw, placement = picture.flaw, None
         try:
-            placement = places[item.dataset](*picture.size) if flaw is None else None
+            for place in places[item.dataset] if flaw is None else ():  # it has to fit in all; the last one counts
+                placement = place(*picture.size)
         except ValueError as error:
-            flaw = Flaw("of a size that fits no bucket", str(error))
+            flaw, placement = Flaw("of a size that fits no bucket", str(error)), None
         if flaw is not None and (item.image, flaw.text) not in told:
             told.add((item.image, flaw.text))
             result.problems.append(Problem(flaw.kind, f"{item.image}: {flaw.text}"))
@@ -154,7 +161,7 @@ def _sorted_out(datasets: Sequence[DatasetConfig], found: Iterable[FoundPicture]
             result.problems.append(Problem("caption", item.problem))
         if placement is None or reason or item.problem:
             continue
-        dataset = datasets[item.dataset]
+        dataset = stages[item.dataset][-1]
         subset = dataset.subsets[item.subset]
         name = item.image.key
         names[name] += 1

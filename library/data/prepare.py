@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..config.schema import CacheConfig, DataConfig, TrainConfig, ValidateConfig
 from ..errors import ConfigError
+from ..randomness import seed_for
 from .batches import BatchPlan, BucketSamples
 from .bucket_facts import facts_of
 from .buckets import Placement, place_for
@@ -21,10 +22,12 @@ from .describe import described
 from .held_out import idle, quiet
 from .manifest import Manifest, scan
 from .mask_rules import mask_problems
-from .merging import merged
 from .record import Record, recorded
 from .showing import Showing, Visit
-from .weights import weighted
+from .stage_rules import stage_problems
+from .staged_plan import Plan, StagedPlan
+from .stages import pieces_of
+from .staging import refuse_empty_stages, staged
 
 if TYPE_CHECKING:
     from .cache.latents import LatentReader
@@ -46,31 +49,42 @@ class Prepared:
 
     @property
     def pictures(self) -> tuple[int, int]:
-        """How many are shown in an epoch, repeats counted: for training, and for regularisation."""
-        shown = [sum(sample.repeats for sample in self.manifest.samples if sample.is_reg == is_reg)
-                 for is_reg in (False, True)]  # fmt: skip
+        """How many are shown in an epoch of the last stage, repeats counted: for training, and for regularisation."""
+        datasets, samples = self.manifest.datasets, self.manifest.samples
+        last = [sample for sample in samples if datasets[sample.dataset].from_step == datasets[-1].from_step]
+        shown = [sum(sample.repeats for sample in last if sample.is_reg == is_reg) for is_reg in (False, True)]
         return round(shown[0]), round(shown[1])
 
     @property
     def resolution(self) -> tuple[int, int]:
-        """Width and height of the first dataset, as set."""
-        size = self.manifest.datasets[0].resolution
+        """Width and height of the first dataset of the last stage, as set."""
+        datasets = self.manifest.datasets
+        size = next(dataset for dataset in datasets if dataset.from_step == datasets[-1].from_step).resolution
         return size.width, size.height
 
-    def batch_plan(self, ranks: int, train: TrainConfig, *, one_bucket_per_step: bool = False) -> BatchPlan:
+    def batch_plan(self, ranks: int, train: TrainConfig, *, one_bucket_per_step: bool = False) -> Plan:
         """Which sample is trained where, on ``ranks`` processes."""
-        return BatchPlan(self.buckets, ranks, train.gradient_accumulation_steps, train.seed,
-                         one_bucket_per_step=one_bucket_per_step)  # fmt: skip
+        stages: defaultdict[tuple[int, int | None], list[BucketSamples]] = defaultdict(list)
+        for bucket in self.buckets:
+            dataset = self.manifest.datasets[self.manifest.samples[bucket.samples[0]].dataset]
+            stages[dataset.from_step, dataset.to_step].append(bucket)
+        plans = [
+            (first, end, BatchPlan(buckets, ranks, train.gradient_accumulation_steps,
+                                   seed_for(train.seed, "stage", first) if first else train.seed,
+                                   one_bucket_per_step=one_bucket_per_step))
+            for (first, end), buckets in stages.items()
+        ]  # fmt: skip
+        return plans[0][2] if len(plans) == 1 and plans[0][1] is None else StagedPlan(plans)
 
-    def describe(self, plan: BatchPlan, steps: int) -> str:
+    def describe(self, plan: Plan, steps: int) -> str:
         """What a run of ``steps`` optimizer steps trains, as text."""
         return described(self.manifest, self.placements, plan, steps)
 
-    def record(self, plan: BatchPlan) -> list[Record]:
+    def record(self, plan: Plan) -> list[Record]:
         """The datasets as plain data, with every bucket and every picture."""
         return recorded(self.manifest, self.placements, plan)
 
-    def preview(self, plan: BatchPlan, path: Path, limit: int) -> str:
+    def preview(self, plan: Plan, path: Path, limit: int) -> str:
         """Draw the pictures as the model will see them, up to ``limit`` of each bucket, and say what was drawn."""
         from .contact_sheet import draw_sheet, write_sheet
 
@@ -103,7 +117,7 @@ class Prepared:
             return batches, CachedLoader(showing, batches, 0, latents, texts, pin_memory=False).batch
         return batches, MicroBatchReader(whole.manifest, whole.placements, batches, 0, 0, 0).__getitem__
 
-    def loader(self, plan: BatchPlan, rank: int, *, total_steps: int, pin_memory: bool,
+    def loader(self, plan: Plan, rank: int, *, total_steps: int, pin_memory: bool,
                latents: "LatentReader | None" = None, texts: "TextReader | None" = None) -> "StepLoader":  # fmt: skip
         """One rank's batches; ``total_steps`` is the length of the run, of which a token warm-up may be a share.
 
@@ -119,12 +133,12 @@ class Prepared:
                         prefetch=self.config.prefetch_factor, pin_memory=pin_memory)  # fmt: skip
         return loader if texts is None else WithTexts(loader, texts)
 
-    def first_captions(self, plan: BatchPlan, total_steps: int) -> list[str]:
+    def first_captions(self, plan: Plan, total_steps: int) -> list[str]:
         """Each picture's caption as it is shown in the first epoch."""
         showing = self.showing(plan, total_steps)
         return [showing.caption(Visit(0, 0, index, 0)) for index in range(len(self.manifest.samples))]
 
-    def showing(self, plan: BatchPlan, total_steps: int) -> Showing:
+    def showing(self, plan: Plan, total_steps: int) -> Showing:
         """How the samples are shown in a run of so many steps."""
         return Showing(self.manifest, self.placements, plan.seed, total_steps)
 
@@ -133,10 +147,9 @@ class Prepared:
         first = len(self.manifest.samples)
         kept = [index for index in range(first) if index not in indexes]
         samples = tuple(self.manifest.samples[index] for index in kept)
-        if all(sample.is_reg for sample in samples):
-            raise ConfigError(["no picture is left to train on"])
         placements = tuple(self.placements[index] for index in kept)
         manifest = replace(self.manifest, samples=samples)
+        refuse_empty_stages(manifest)
         others = self.held_out and self.held_out.apart_from({index - first for index in indexes})
         return Prepared(self.config, manifest, placements, _buckets(manifest, placements), others)
 
@@ -148,7 +161,8 @@ class Prepared:
         return replace(self, manifest=manifest, placements=placements) if kept else None
 
 
-def check(config: DataConfig, cache: CacheConfig | None = None, validate: ValidateConfig | None = None) -> list[str]:
+def check(config: DataConfig, cache: CacheConfig | None = None, validate: ValidateConfig | None = None,
+          train: TrainConfig | None = None) -> list[str]:  # fmt: skip
     """Everything that is wrong with the dataset file, without opening a picture or importing anything heavy."""
     if config.dataset_config is None or not Path(config.dataset_config).is_file():
         return []  # the rules across options say so
@@ -157,6 +171,7 @@ def check(config: DataConfig, cache: CacheConfig | None = None, validate: Valida
     found = [*reading.problems, *missing_folders(datasets), *not_yet(datasets), *mask_problems(datasets, config)]
     found += cache_problems(datasets, cache or CacheConfig())
     found += idle(datasets, validate or ValidateConfig())
+    found += stage_problems(datasets, train)
     return list(dict.fromkeys(found))
 
 
@@ -168,7 +183,7 @@ def prepare(config: DataConfig, pixel_step: int, cache_dir: str | None = None) -
     if config.dataset_config is None:
         raise ConfigError(["--dataset_config: missing; it names the folders of pictures"])
     reading = read(config)
-    problems = [*check(config), *_unfit(reading.datasets, pixel_step)]
+    problems = [*check(config), *_unfit([piece for each in reading.datasets for piece in pieces_of(each)], pixel_step)]
     if problems or reading.problems:
         raise ConfigError(problems or reading.problems)
     with collector_paused():
@@ -176,13 +191,10 @@ def prepare(config: DataConfig, pixel_step: int, cache_dir: str | None = None) -
 
 
 def _looked_at(config: DataConfig, datasets: Sequence[DatasetConfig], cache_dir: Path | None) -> Prepared:
-    manifest = scan(datasets, config.on_bad_data, cache_dir)
-    places = [place_for(dataset) for dataset in manifest.datasets]
-    alone = [places[sample.dataset](*sample.size) for sample in manifest.samples]
-    placements, notes = merged(manifest.samples, alone, manifest.datasets)
-    samples, shares = weighted(manifest.samples, manifest.datasets)
-    manifest = replace(manifest, samples=samples, notes=(*manifest.notes, *notes, *shares))
-    held_out = Manifest(tuple(map(quiet, manifest.datasets)), manifest.held_out, (), ())
+    found = scan(datasets, config.on_bad_data, cache_dir)
+    manifest, placements = staged(found, datasets)
+    held_out = Manifest(tuple(map(quiet, found.datasets)), found.held_out, (), ())
+    places = list(map(place_for, held_out.datasets))
     # A bucket of few pictures joins no other one here: that would depend on the pictures that are trained.
     apart = tuple(places[sample.dataset](*sample.size) for sample in held_out.samples)
     return Prepared(config, manifest, placements, _buckets(manifest, placements),
@@ -220,6 +232,6 @@ def _buckets(manifest: Manifest, placements: Sequence[Placement]) -> tuple[Bucke
         members[sample.dataset, placement.bucket].append(index)
     return tuple(
         BucketSamples(size, array("q", samples), array("d", [manifest.samples[index].repeats for index in samples]),
-                      manifest.datasets[dataset].batch_size, dataset)
+                      manifest.datasets[dataset].batch_size, manifest.datasets[dataset].number)
         for (dataset, size), samples in sorted(members.items())
     )  # fmt: skip

@@ -3,17 +3,17 @@
 from collections.abc import Sequence
 from typing import Any
 
-from .batches import BatchPlan
 from .bucket_facts import as_plain, facts_of
 from .buckets import Placement
 from .manifest import Manifest
 from .mask_files import Mask
 from .resolved import beyond, resolved
+from .staged_plan import Plan
 
 Record = dict[str, Any]
 
 
-def recorded(manifest: Manifest, placements: Sequence[Placement], plan: BatchPlan) -> list[Record]:
+def recorded(manifest: Manifest, placements: Sequence[Placement], plan: Plan) -> list[Record]:
     """Each dataset: its settings in sd-scripts' names, our own beside them, its buckets, and every picture."""
     facts = facts_of(placements, plan)
     records = []
@@ -25,7 +25,8 @@ def recorded(manifest: Manifest, placements: Sequence[Placement], plan: BatchPla
                 "bucket_mode": dataset.bucket_mode,
                 "bucket_max_crop": dataset.bucket_max_crop,
                 "bucket_min_pictures": dataset.bucket_min_pictures,
-                "buckets": [as_plain(manifest, bucket) for bucket in facts if bucket.dataset == number],
+                "buckets": [as_plain(manifest, bucket) for bucket in facts
+                            if manifest.samples[bucket.worst].dataset == number],
                 "samples": [_sample(manifest, placements, index) for index, sample in enumerate(manifest.samples)
                             if sample.dataset == number],
             }

@@ -4,13 +4,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from ..config.resolution_schedule import ResolutionSchedule
 from .dataset_rules import LACKS
 from .dataset_schema import KEYS, DatasetConfig, SubsetConfig
 
-_OF_DATASETS = ("bucket_mode", "bucket_max_crop", "bucket_min_pictures", "weight")
+_OF_DATASETS = ("bucket_mode", "bucket_max_crop", "bucket_min_pictures", "weight", "resolution_schedule", "from_step",
+                "to_step")  # fmt: skip
 _OF_SUBSETS = ("parquet", "webdataset", "recursive", "include", "exclude", "image_column", "caption_column",
                "cache_directory")  # fmt: skip
-_NO_KEYS = ("kind", "subsets", "places", "file", "joins_lines")
+_NO_KEYS = ("kind", "subsets", "places", "file", "joins_lines", "number")
 
 
 def resolved(datasets: Sequence[DatasetConfig]) -> list[dict[str, Any]]:
@@ -27,8 +29,7 @@ def beyond(dataset: DatasetConfig) -> dict[str, Any]:
 
 def _changed(config: DatasetConfig | SubsetConfig, names: Sequence[str]) -> dict[str, Any]:
     values = {name: getattr(config, name) for name in names}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()
-            if value != KEYS[name].option.default}  # fmt: skip
+    return {name: _plain(value) for name, value in values.items() if value != KEYS[name].option.default}
 
 
 def _as_sd_scripts(dataset: DatasetConfig) -> dict[str, Any]:
@@ -52,4 +53,8 @@ def _as_sd_scripts(dataset: DatasetConfig) -> dict[str, Any]:
 def _values(config: DatasetConfig | SubsetConfig, left_out: Sequence[str]) -> dict[str, Any]:
     names = [item.name for item in fields(config) if item.name not in (*left_out, *_NO_KEYS)]
     values: Mapping[str, Any] = {name: getattr(config, name) for name in names}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    return {name: _plain(value) for name, value in values.items()}
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else str(value) if isinstance(value, ResolutionSchedule) else value

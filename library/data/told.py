@@ -19,14 +19,16 @@ def told(manifest: Manifest, placements: Sequence[Placement], ranks: int) -> dic
     rows = list(zip(manifest.samples, placements, strict=True))
     own = [[row for row in rows if row[0].dataset == number] for number in range(len(manifest.datasets))]
     datasets = [_dataset(config, found) for config, found in zip(manifest.datasets, own, strict=True)]
+    latest = {config.number: number for number, config in enumerate(manifest.datasets)}  # of those in several stages
     frequency: dict[str, Any] = {}
-    for each in datasets:
+    for each in (datasets[number] for number in latest.values()):
         for name, tags in each["tag_frequency"].items():
             frequency[_free(name, frequency)] = tags
     values = {"ss_datasets": datasets, "ss_tag_frequency": frequency}
     for key, is_reg in (("ss_dataset_dirs", False), ("ss_reg_dataset_dirs", True)):
         folders: dict[str, Any] = {}
-        for number, config in enumerate(manifest.datasets):
+        for number in latest.values():
+            config = manifest.datasets[number]
             for index, subset in enumerate(config.subsets):
                 if subset.is_reg == is_reg:
                     count = sum(sample.subset == index for sample, _ in own[number])
@@ -74,6 +76,7 @@ def _dataset(config: DatasetConfig, rows: Rows) -> dict[str, Any]:
         "num_train_images": round(sum(sample.repeats for sample, _ in rows if not sample.is_reg)),
         "num_reg_images": round(sum(sample.repeats for sample, _ in rows if sample.is_reg)),
         "resolution": [config.resolution.width, config.resolution.height],
+        **({"from_step": config.from_step, "to_step": config.to_step} if config.from_step or config.to_step else {}),
         "enable_bucket": config.enable_bucket,
         "min_bucket_reso": config.min_bucket_reso,
         "max_bucket_reso": config.max_bucket_reso,

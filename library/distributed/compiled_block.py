@@ -116,8 +116,19 @@ class Forward:
         self._kind, self._block = kind, block
         self.__signature__ = inspect.signature(block.forward)
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether it still is."""
+        return not self._kind.has_given_up
+
     def __call__(self, *given: Any, **named: Any) -> Any:
         return self._kind.call(self._block, *given, **named)
+
+
+def is_compiled(block: Any) -> bool:
+    """Whether a block of a run goes through a compiler, and has not given up."""
+    forward = getattr(block, "forward", None)
+    return isinstance(forward, Forward) and forward.is_compiled
 
 
 def graphs_so_far() -> int:

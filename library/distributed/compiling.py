@@ -49,6 +49,13 @@ class Compilation:
             self.kinds[key] = Kind(title, module, self._phase, self._how)
         module.forward = Forward(self.kinds[key], module)
 
+    def keep_share(self, budget: float) -> None:
+        """Of what a block computes on its way forward, keep this share for the way back; 0 leaves it as it is."""
+        import torch._functorch.config
+
+        config: Any = torch._functorch.config
+        config.activation_memory_budget = budget or 1.0
+
     def __str__(self) -> str:
         way = "for sizes that change" if self.is_dynamic else "for each size"
         return f"{self.graphs} graphs {way}, of {len(self.kinds)} kinds of blocks"

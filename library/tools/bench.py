@@ -10,6 +10,7 @@ WHAT = {
     "step": "a step of training beside a bare loop of PyTorch, on any model",
     "startup": "from the command to the first step, beside a bare script on the same model",
     "memory": "what switches that save memory cost in time, on any model",
+    "strategies": "the same job on DDP, FSDP, ZeRO, pipelines and tensor parallel: pace, bytes sent, memory",
     "pipeline": "how long the stages of --pp_size wait for each other, beside the formula",
     "saves": "LoRA files and states: what saving costs of a run's time",
 }
@@ -19,7 +20,7 @@ BENCHES = Registry("bench", "library.tools", {name: f".bench_{name}:run" for nam
 def run(argv: Sequence[str]) -> tuple[str, int]:
     """Each bench takes ``--help``, ``--json`` and options of its own."""
     if not argv or argv[0] in ("--help", "-h"):
-        lines = [f"  {name:<9} {what}" for name, what in WHAT.items()]
+        lines = [f"  {name:<10} {what}" for name, what in WHAT.items()]
         return "\n".join(["usage: python -m library bench NAME [--json] [--help]", "", *lines]), 0
     name, *rest = argv
     return BENCHES.get(name)(rest), 0

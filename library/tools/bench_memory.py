@@ -23,6 +23,8 @@ SWITCHES: Mapping[str, Sequence[str]] = {
     PLAIN: (),
     "checkpointing": TWICE,
     "checkpointing, every 2nd block": (*TWICE, "--gradient_checkpointing_every", "2"),
+    "checkpointing, half of the budget": (*TWICE, "--gradient_checkpointing_budget", "0.5"),
+    "checkpointing, all of the budget": (*TWICE, "--gradient_checkpointing_budget", "1"),
     "checkpointing, on the host": (*TWICE, "--cpu_offload_checkpointing"),
     "half of the blocks swapped": ("--blocks_to_swap", "HALF"),
     "all blocks swapped": ("--blocks_to_swap", "ALL"),

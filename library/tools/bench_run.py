@@ -97,6 +97,7 @@ def _assembled(config: RunConfig, strategy: Any, folder: Path) -> "Run":
     from ..training.assembly import assemble, load
     from ..training.caching import Kept, keep_latents, keep_texts
     from ..training.metrics import MetricsFile
+    from ..training.parallel_fit import refuse_misfits
     from ..training.pictures import same_pictures
     from ..training.plan import RunPlan
     from ..training.resting import rehearse_resting
@@ -105,6 +106,7 @@ def _assembled(config: RunConfig, strategy: Any, folder: Path) -> "Run":
 
     detected = detect(config.model)
     family = FAMILIES.get(detected.family)(config.model)
+    refuse_misfits(config, family, detected)
     starts = read_starts(config, family, detected)
     prepared = same_pictures(config, strategy, detected.pixel_step)
     plan = RunPlan.of(prepared.batch_plan(strategy.data_size, config.train), config.train, config.optim)
@@ -113,5 +115,6 @@ def _assembled(config: RunConfig, strategy: Any, folder: Path) -> "Run":
     rehearse_resting(config, strategy, family, detected)
     pipe = load(config, strategy, family, detected, kept, ())
     run, _ = assemble(config, strategy, family, pipe, prepared, plan, kept, starts)
-    run.teller = Track(Progress(plan.steps, 0, "bench", wanted=False), MetricsFile(folder / "metrics.jsonl", 0))
+    file = MetricsFile(folder / "metrics.jsonl", 0) if strategy.is_main else None
+    run.teller = Track(Progress(plan.steps, 0, "bench", wanted=False), file)
     return run

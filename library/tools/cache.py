@@ -35,7 +35,10 @@ def run(argv: Sequence[str]) -> tuple[str, int]:
     from ..families.fitting import problems_with_model
 
     config = _on_disk(loaded.config)
-    problems += [*check(config.data, config.cache, config.validate), *problems_with_model(config, loaded.places)]
+    problems += [
+        *check(config.data, config.cache, config.validate, config.train),
+        *problems_with_model(config, loaded.places),
+    ]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     from ..log import set_up

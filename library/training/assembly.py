@@ -103,6 +103,7 @@ def assemble(
     compilation = strategy.compile(list(trained.children()), trained.denoiser, config.distributed.compile_shapes)
     if compilation is not None:
         _keep_compiled(config, prepared)
+        compilation.keep_share(config.train.gradient_checkpointing_budget)
     wrapped, optimizer = strategy.wrap(trained, optimizer, trained.denoiser,
                                        Structure(chain, tensor_cuts(trained.denoiser)))  # fmt: skip
     task = Task(family, pipe, wrapped, objective, config.train.seed, strategy.device,

@@ -22,7 +22,13 @@ FREE_GROUPS = {
 """Where and how the work is done, what is written and told."""
 FREE = {
     *("max_train_steps", "max_train_epochs", "gradient_checkpointing", "max_bad_steps", "on_oom", "replay", "dry_run"),
-    *("gradient_checkpointing_every", "cpu_offload_checkpointing", "blocks_to_swap", "profile_steps"),
+    *(
+        "gradient_checkpointing_every",
+        "gradient_checkpointing_budget",
+        "cpu_offload_checkpointing",
+        "blocks_to_swap",
+        "profile_steps",
+    ),
     *("max_data_loader_n_workers", "prefetch_factor", "on_bad_data", "max_bad_samples"),
     # batch and pictures are compared themselves, wherever they come from
     *("gradient_accumulation_steps", "train_batch_size", "dataset_config"),

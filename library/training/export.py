@@ -17,6 +17,7 @@ from ..adapters.metadata import ModelFacts, RunFacts, describe, with_hashes
 from ..adapters.updates import updates_of
 from ..adapters.verify import BrokenFileError, read
 from ..data.prepare import Prepared
+from ..data.staged_plan import stages_in
 from ..data.told import told as told_of_data
 from ..families.sampling import evaluating
 from ..families.upload import Upload
@@ -171,7 +172,7 @@ class Export:
             session_id=seed_for(run.config.train.seed, "session", int(self.started_at * 1000)) % 2**32,
             pictures=trained,
             regularisation_pictures=regularising,
-            batches_per_epoch=run.plan.batches.batches_per_epoch,
+            batches_per_epoch=stages_in(run.plan.batches)[-1].plan.batches_per_epoch,
             resolution=self.prepared.resolution,
             data=self.data,
             model=self.model,

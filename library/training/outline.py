@@ -6,6 +6,7 @@ from typing import Any
 
 from ..config import RunConfig
 from ..data.prepare import Prepared, prepare
+from ..data.staged_plan import PlannedStage, stages_in
 from ..families.detect import Detected, detect, reader_of
 from ..families.sizes import sizes
 from .expected import Expected, expected
@@ -28,17 +29,19 @@ class Outlook:
         return "\n".join([*lines, *(item.text() for item in self.kept)])
 
     def record(self) -> dict[str, Any]:
-        """As plain data; ``epochs`` counts those that the run touches, ``epochs_done`` those it completes."""
+        """As plain data; ``epochs`` counts those that the run touches, ``epochs_done`` those it completes.
+
+        What an epoch is stands at the top where it is the same in the whole run, and in each of its stages.
+        """
         batches = self.plan.batches
+        stages = [_stage(stage, self.plan.steps) for stage in stages_in(batches)]
+        epoch = {key: value for key, value in stages[0].items() if key in _OF_AN_EPOCH} if len(stages) == 1 else {}
         return {
             "model_family": self.detected.family,
             "ranks": batches.ranks,
             "gradient_accumulation_steps": batches.accumulation,
-            "pictures_per_epoch": sum(len(bucket.samples) for bucket in batches.buckets),
-            "samples_per_epoch": batches.samples_per_epoch,
-            "micro_batches_per_epoch": batches.batches_per_epoch,
-            "padding_per_epoch": sum(map(batches.padding_per_epoch, range(len(batches.buckets)))),
-            "steps_per_epoch": batches.steps_per_epoch,
+            **epoch,
+            "stages": stages,
             "steps": self.plan.steps,
             "epochs": self.plan.epochs,
             "epochs_done": self.plan.epochs_done(self.plan.steps),
@@ -46,6 +49,23 @@ class Outlook:
             "kept": {item.what: item.record() for item in self.kept},
             "datasets": self.prepared.record(batches),
         }
+
+
+_OF_AN_EPOCH = ("pictures_per_epoch", "samples_per_epoch", "micro_batches_per_epoch", "padding_per_epoch",
+                "steps_per_epoch")  # fmt: skip
+
+
+def _stage(stage: PlannedStage, steps: int) -> dict[str, Any]:
+    plan = stage.plan
+    return {
+        "from_step": stage.first,
+        "to_step": steps if stage.end is None else min(stage.end, steps),
+        "pictures_per_epoch": sum(len(bucket.samples) for bucket in plan.buckets),
+        "samples_per_epoch": plan.samples_per_epoch,
+        "micro_batches_per_epoch": plan.batches_per_epoch,
+        "padding_per_epoch": sum(map(plan.padding_per_epoch, range(len(plan.buckets)))),
+        "steps_per_epoch": plan.steps_per_epoch,
+    }
 
 
 def look_ahead(config: RunConfig, ranks: int) -> Outlook:

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from ..config.schema import OptimConfig, TrainConfig
-from ..data.batches import BatchPlan
+from ..data.stage_rules import misfits
+from ..data.staged_plan import Plan, stages_in
 from ..errors import ConfigError
 
 
@@ -11,14 +12,17 @@ from ..errors import ConfigError
 class RunPlan:
     """The length of a run in optimizer steps, and where its epochs end."""
 
-    batches: BatchPlan
+    batches: Plan
     steps: int
 
     @classmethod
-    def of(cls, batches: BatchPlan, train: TrainConfig, optim: OptimConfig) -> "RunPlan":
+    def of(cls, batches: Plan, train: TrainConfig, optim: OptimConfig) -> "RunPlan":
         steps = train.max_train_steps
         if train.max_train_epochs is not None:
             steps = batches.steps_for_epochs(train.max_train_epochs)
+        last = stages_in(batches)[-1]
+        if problems := list(misfits(last.first, last.end, steps)):
+            raise ConfigError(problems)
         if (warmup := optim.lr_warmup_steps).steps(steps) >= steps and not warmup.of_whole and warmup.amount:
             raise ConfigError([f"--lr_warmup_steps: {warmup} steps of warm-up do not fit into a run of {steps} steps"])
         if (decay := optim.lr_decay_steps).steps(steps) + warmup.steps(steps) > steps:
@@ -33,7 +37,7 @@ class RunPlan:
 
     def epochs_done(self, step: int) -> int:
         """Whole epochs after ``step`` optimizer steps."""
-        return step * self.batches.accumulation // self.batches.batches_per_epoch
+        return self.batches.epochs_done(step)
 
     def epoch_just_ended(self, step: int) -> int | None:
         """The number, from 1, of the epoch that step ``step`` (counted from 1) completed."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..data.batch import Length, PixelBatch
-from ..data.batches import BatchPlan
+from ..data.batches import Layout
 from ..log import Progress
 from .probe import rehearsed
 
@@ -42,7 +42,7 @@ def warm_up(run: "Run", compilation: "Compilation", first: PixelBatch) -> None:
     logger.info("compiled for %d sizes in %.1f s: %s", len(sizes), seconds, compilation)
 
 
-def sizes_of(plan: BatchPlan) -> Sizes:
+def sizes_of(plan: Layout) -> Sizes:
     """All that a plan holds, the largest first: what does not fit into memory shows at once."""
     sizes = {(bucket.size, bucket.batch_size) for bucket in plan.buckets}
     return sorted(sizes, key=lambda each: (each[0][0] * each[0][1] * each[1], each), reverse=True)

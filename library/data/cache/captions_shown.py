@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable
 
-from ..batches import BatchPlan
+from ..batches import Layout
 from ..dataset_schema import SubsetConfig
 from ..showing import Showing, Visit
 
 
-def captions_of_run(showing: Showing, plan: BatchPlan, steps: int, also: Iterable[str] = ()) -> dict[str, int]:
+def captions_of_run(showing: Showing, plan: Layout, steps: int, also: Iterable[str] = ()) -> dict[str, int]:
     """Each caption that any rank shows in ``steps`` steps, the empty one and ``also`` among them, with its sample.
 
     Where captions never change, a look at each sample is enough; else the plan is gone through step by step.

@@ -22,10 +22,10 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from ...config.schema import DataConfig, NoiseConfig, TrainConfig
 from ...data.batch import as_model_input
-from ...data.batches import BatchPlan
 from ...data.cutting import BadSample
 from ...data.loader import MicroBatchReader
 from ...data.prepare import prepare
+from ...data.staged_plan import Plan
 from ...diffusion.process import Process, from_table
 from ...diffusion.timesteps import times
 from ...errors import UserError
@@ -126,7 +126,7 @@ class Learner:
 class Lessons:
     """The work of each step: latents and tokens by the project's own batch plan."""
 
-    plan: BatchPlan
+    plan: Plan
     reader: MicroBatchReader
     latents: list[Tensor]
     tokenizer: CLIPTokenizer

@@ -1,0 +1,103 @@
+"""Gradient checkpointing by budget: the larger it is the more is kept, what costs most first; gradients stay."""
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from library.training.checkpointing import Checkpoints
+from library.training.selective import Costly, chosen
+
+costly = st.lists(st.builds(Costly, st.floats(0, 1e12), st.integers(0, 10**9)), max_size=12)
+
+
+@given(costly, st.floats(0, 1), st.floats(0, 1))
+def test_a_larger_budget_keeps_all_that_a_smaller_one_does_and_none_is_exceeded(found, one, other):
+    less, more = (chosen(found, budget) for budget in sorted((one, other)))
+    whole = sum(each.size for each in found)
+    assert less <= more and sum(found[number].size for number in more) <= max(one, other) * whole + 1e-3
+    assert chosen(found, 1) == set(range(len(found)))
+    worth = [found[number].flops / max(found[number].size, 1) for number in range(len(found))]
+    assert all(worth[kept] >= worth[left] for kept in more for left in set(range(len(found))) - more)
+
+
+class Block(nn.Module):
+    """Attention and a layer that makes much of little, as in a transformer."""
+
+    def __init__(self):
+        super().__init__()
+        self.into, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+        self.wide, self.narrow = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, given):
+        query, key, value = (part.unflatten(-1, (2, 16)).transpose(1, 2) for part in self.into(given).chunk(3, -1))
+        given = given + self.out(scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2))
+        return given + self.narrow(nn.functional.gelu(self.wide(given)))
+
+
+class Alive(TorchDispatchMode):
+    """How many bytes of what was computed still exist, and how many expensive operations there were."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = self.products = 0
+
+    def __torch_dispatch__(self, operation: Any, types, given=(), named=None):
+        result = operation(*given, **(named or {}))
+        self.products += operation.overloadpacket is torch.ops.aten.addmm
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().nbytes():
+                storage = leaf.untyped_storage()
+                if not getattr(storage, "is_counted", False):
+                    storage.is_counted = True
+                    self.bytes += storage.nbytes()
+                    weakref.finalize(storage, self.gone, storage.nbytes())
+        return result
+
+    def gone(self, size: int) -> None:
+        self.bytes -= size
+
+
+def one_step(way, blocks):
+    """Bytes that wait for the backward pass, products computed in it, and all gradients."""
+    given = torch.randn(2, 24, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    with Alive() as alive:
+        now = given
+        for block in blocks:
+            now = way(block, now)
+        loss = now.square().sum()
+        waiting, before = alive.bytes, alive.products
+        loss.backward()
+    weights = [item for block in blocks for item in block.parameters()]
+    gradients = torch.cat([given.grad.flatten(), *(item.grad.flatten() for item in weights)])
+    for item in weights:
+        item.grad = None
+    return waiting, alive.products - before, gradients
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_what_waits_for_the_backward_pass_grows_with_the_budget_and_gradients_stay_the_same_to_the_bit(every):
+    torch.manual_seed(0)
+    blocks = [Block() for _ in range(4)]
+    *_, plain = one_step(lambda block, now: block(now), blocks)
+    waiting, again = [], []
+    for budget in (0.0, 0.2, 0.5, 0.8, 1.0):
+        way = Checkpoints(every, to_host=False, budget=budget)
+        one_step(way, blocks)  # in which it is found out what there is
+        bytes_, products, gradients = one_step(way, blocks)
+        assert torch.equal(gradients, plain)
+        waiting.append(bytes_)
+        again.append(products)
+    checkpointed = 4 // every
+    assert waiting == sorted(set(waiting)) and again == sorted(again, reverse=True)
+    assert again[0] - again[-1] == 3 * checkpointed, "of the last product of a block no gradient is made"
+    made = 2 * 24 * (96 + 32 + 32 + 128) * 4 + 2 * 2 * 24 * 4  # with what attention remembers of its sums
+    for budget, bytes_ in zip((0.2, 0.5, 0.8, 1.0), waiting[1:], strict=True):
+        assert bytes_ - waiting[0] <= budget * made * checkpointed
