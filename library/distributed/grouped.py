@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..data.batch import PixelBatch
+from .context_cut import ContextCut
 from .flat import FlatGradients
 from .layout import Layout
 from .strategy import DataParallel, LossFunction
@@ -34,9 +35,10 @@ class Grouped(DataParallel):
         self.stage = layout.stage(self.rank)
         self.is_last_stage = self.stage == layout.stages - 1
         self.frozen_home = torch.device("cpu")  # no device ever holds the whole model
-        self.mesh: DeviceMesh = init_device_mesh(self.device.type, (layout.data, layout.stages, layout.parts),
-                                                 mesh_dim_names=("data", "stage", "part"))  # fmt: skip
+        self.mesh: DeviceMesh = init_device_mesh(self.device.type, (layout.data, layout.stages, layout.contexts, layout.parts),
+                                                 mesh_dim_names=("data", "stage", "context", "part"))  # fmt: skip
         self.cutting = TensorCut(self.mesh.get_group("part")) if layout.parts > 1 else None
+        self.dealing = ContextCut(self.mesh.get_group("context")) if layout.contexts > 1 else None
 
     def wrap(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, denoiser: nn.Module | None = None,
@@ -48,6 +50,8 @@ class Grouped(DataParallel):
             if self.cutting is not None:
                 self.cutting.cut(denoiser, structure.cuts)
             self._take_apart(model, denoiser, structure)
+            if self.dealing is not None:
+                self.dealing.cut(denoiser, structure)
             # What accelerate adds is autocast; nothing is moved or wrapped.
             self.model = self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
         self.optimizer = self.accelerator.prepare_optimizer(optimizer)
@@ -68,6 +72,10 @@ class Grouped(DataParallel):
         with self.cutting.alone():
             yield
 
+    def places(self, down: nn.Module) -> Tensor | None:
+        """Only some, where a picture is shared."""
+        return None if self.dealing is None else self.dealing.places(down)
+
     def backward(self, loss: Tensor) -> None:
         """The gradients of a loss that several processes computed together, on all of them."""
         (loss * float(self.is_last_stage)).backward()  # type: ignore[no-untyped-call]
@@ -85,7 +93,7 @@ class Grouped(DataParallel):
             for parameter in self.model.parameters():
                 if parameter.grad is not None and parameter not in self.cutting.learnt:
                     parameter.grad /= self.layout.parts
-        FlatGradients(self.model, of_all=self.layout.together > 1).become_the_mean(processes)
+        FlatGradients(self.model, of_all=self.layout.together > 1).become_the_mean(processes * self.layout.contexts)
 
     def _summed(self, total: Tensor) -> Tensor:
         return super()._summed(total if self.tells else torch.zeros_like(total))

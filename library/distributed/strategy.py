@@ -195,6 +195,10 @@ class DataParallel(Company):
         """accelerate divides by the number of micro-steps and DDP takes the mean over processes; both are undone."""
         self.accelerator.backward(share * self.accelerator.gradient_accumulation_steps * self.size)
 
+    def places(self, down: nn.Module) -> Tensor | None:
+        """Which tokens of a picture an adapter's first matrix is given here; ``None`` for all of them."""
+        return None
+
     def adapter_was_written(self) -> None:
         """Whoever wrote into the parameters that learn, on all processes alike, tells it here."""
 

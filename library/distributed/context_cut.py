@@ -1,0 +1,152 @@
+"""The tokens of a picture and of its text dealt out to several processes while they go through the blocks.
+
+Everything in a block but attention looks at one token at a time.  For attention each process gives its tokens away
+for all tokens of some of the heads, and gets them back afterwards (Ulysses).  What comes before and behind the blocks
+is computed on all processes.  What a process finds as a gradient is what its own tokens say, as many times as there
+are processes: the mean over them is the gradient.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from .chain import gate
+from .structure import Structure
+from .token_exchange import whole, with_all_heads, with_all_tokens
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Which tokens of each stream, such as a text or a picture, are whose."""
+
+    lengths: Mapping[str, int]
+    rank: int
+    size: int
+
+    def bounds(self, stream: str, rank: int) -> tuple[int, int]:
+        """Where the part of a process begins, and where it ends."""
+        length = self.lengths[stream]
+        return length * rank // self.size, length * (rank + 1) // self.size
+
+    def counts(self, streams: Sequence[str]) -> list[int]:
+        """How many tokens of streams that stand one behind the other each process has."""
+        ends = ([self.bounds(stream, rank) for stream in streams] for rank in range(self.size))
+        return [sum(end - start for start, end in each) for each in ends]
+
+    def places(self, streams: Sequence[str]) -> list[int]:
+        """Where in the whole of these streams the tokens of this process stand."""
+        found, before = [], 0
+        for stream in streams:
+            start, end = self.bounds(stream, self.rank)
+            found += range(before + start, before + end)
+            before += self.lengths[stream]
+        return found
+
+    def of(self, given: Tensor, axis: int, streams: Sequence[str]) -> Tensor:
+        """The part of this process in something that has a row for each token."""
+        found, before = [], 0
+        for stream in streams:
+            start, end = self.bounds(stream, self.rank)
+            found.append(given.narrow(axis, before + start, end - start))
+            before += self.lengths[stream]
+        return torch.cat(found, dim=axis)
+
+
+class ContextCut:
+    """This process's part of the tokens."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._shares: Shares | None = None
+        """Of the latest forward; what is computed twice is computed again before another one."""
+        self._streams: dict[nn.Module, Sequence[str]] = {}
+
+    def cut(self, model: nn.Module, structure: Structure) -> None:
+        """From now on the blocks of ``model`` see a part of the tokens."""
+        self.structure = structure
+        for place, block in enumerate(structure.chain.blocks):
+            gate(block, partial(self._at, place, inspect.signature(block.forward)))
+        for name, streams in structure.layer_tokens.items():
+            for down in getattr(model.get_submodule(name), "lora_A", {}).values():
+                self._streams[down] = streams
+
+    def places(self, down: nn.Module) -> Tensor | None:
+        """Which tokens a layer sees on this process, by the matrix that its adapter begins with."""
+        if down not in self._streams:
+            return None
+        return torch.tensor(self.shares.places(self._streams[down]))
+
+    @property
+    def shares(self) -> Shares:
+        """Of what is computed now."""
+        if self._shares is None:
+            raise AssertionError("no block has run")
+        return self._shares
+
+    def _at(self, place: int, signature: inspect.Signature, run: Callable[..., Any], args: Any, named: Any) -> Any:
+        bound = signature.bind(*args, **named)
+        given, chain = bound.arguments, self.structure.chain
+        if place == 0:
+            self._shares = Shares({name: given[name].shape[1] for name in chain.flow}, self.rank, self.size)
+            for name in chain.flow:
+                given[name] = self.shares.of(given[name], 1, (name,))
+        for name, kinds in self.structure.block_tokens.items():
+            if given.get(name) is not None:
+                given[name] = self._part(given[name], kinds)
+        with _Attention(self):
+            made = run(*bound.args, **bound.kwargs)
+        if place < len(chain.blocks) - 1:
+            return made
+        flow = made if isinstance(made, tuple) else (made,)
+        found = tuple(None if each is None else whole(each, 1, self.shares.counts([name]), self.group)
+                      for name, each in zip(chain.flow, flow, strict=True))  # fmt: skip
+        return found if isinstance(made, tuple) else found[0]
+
+    def _part(self, given: Any, kinds: Sequence[tuple[int, Sequence[str]]]) -> Any:
+        if isinstance(given, Tensor):
+            ((axis, streams),) = kinds
+            return self.shares.of(given, axis, streams)
+        return tuple(self.shares.of(each, axis, streams) for each, (axis, streams) in zip(given, kinds, strict=True))
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+                  **more: Any) -> Tensor:  # fmt: skip
+        """That of all tokens, in some of the heads, and from there in all heads of this process's tokens."""
+        kind = query.device.type
+        if torch.is_autocast_enabled(kind):  # which would do the same a moment later, after more had travelled
+            query, key, value = (each.to(torch.get_autocast_dtype(kind)) for each in (query, key, value))
+        counts = self._counts(query.shape[-2])
+        if attn_mask is not None:
+            attn_mask = whole(attn_mask, attn_mask.dim() - 1, counts, self.group)
+        every = with_all_tokens(torch.stack((query, key, value)), counts, self.group)
+        said = functional.scaled_dot_product_attention(*every.unbind(), attn_mask, **more)
+        return with_all_heads(said, counts, self.group)
+
+    def _counts(self, own: int) -> list[int]:
+        """Of all streams together, or of one that looks at itself alone."""
+        for streams in (self.structure.chain.flow, *((stream,) for stream in self.structure.chain.flow)):
+            counts = self.shares.counts(streams)
+            if counts[self.rank] == own:
+                return counts
+        raise AssertionError(f"attention over {own} tokens, of {self.shares}")
+
+
+class _Attention(TorchFunctionMode):
+    """Inside, torch's attention is that over all tokens; however a model comes to call it."""
+
+    def __init__(self, cut: ContextCut):
+        super().__init__()
+        self._cut = cut
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is functional.scaled_dot_product_attention:
+            return self._cut.attention(*args, **(kwargs or {}))
+        return function(*args, **(kwargs or {}))
