@@ -70,14 +70,23 @@ class ContextCut:
         """Of the latest forward; what is computed twice is computed again before another one."""
         self._streams: dict[nn.Module, Sequence[str]] = {}
 
-    def cut(self, model: nn.Module, structure: Structure) -> None:
-        """From now on the blocks of ``model`` see a part of the tokens."""
+    def enter(self, model: nn.Module, structure: Structure) -> None:
+        """From now on the blocks of ``model`` are to be given a part of the tokens."""
         self.structure = structure
-        for place, block in enumerate(structure.chain.blocks):
-            gate(block, partial(self._at, place, inspect.signature(block.forward)))
+        for block in structure.chain.blocks:
+            gate(block, partial(self._inside, inspect.signature(block.forward)))
         for name, streams in structure.layer_tokens.items():
             for down in getattr(model.get_submodule(name), "lora_A", {}).values():
                 self._streams[down] = streams
+
+    def enclose(self) -> None:
+        """From now on the first block deals the tokens out, and behind the last all have all of them.
+
+        Around whatever else was done to blocks: stages of a pipeline that do not run them go by here all the same.
+        """
+        first, last = self.structure.chain.blocks[0], self.structure.chain.blocks[-1]
+        gate(first, partial(self._deal, inspect.signature(first.forward)))
+        gate(last, self._collect)
 
     def places(self, down: nn.Module) -> Tensor | None:
         """Which tokens a layer sees on this process, by the matrix that its adapter begins with."""
@@ -92,24 +101,29 @@ class ContextCut:
             raise AssertionError("no block has run")
         return self._shares
 
-    def _at(self, place: int, signature: inspect.Signature, run: Callable[..., Any], args: Any, named: Any) -> Any:
+    def _deal(self, signature: inspect.Signature, run: Callable[..., Any], args: Any, named: Any) -> Any:
         bound = signature.bind(*args, **named)
-        given, chain = bound.arguments, self.structure.chain
-        if place == 0:
-            self._shares = Shares({name: given[name].shape[1] for name in chain.flow}, self.rank, self.size)
-            for name in chain.flow:
-                given[name] = self.shares.of(given[name], 1, (name,))
+        given, flow = bound.arguments, self.structure.chain.flow
+        self._shares = Shares({name: given[name].shape[1] for name in flow}, self.rank, self.size)
+        for name in flow:
+            given[name] = self.shares.of(given[name], 1, (name,))
+        return run(*bound.args, **bound.kwargs)
+
+    def _collect(self, run: Callable[..., Any], args: Any, named: Any) -> Any:
+        made = run(*args, **named)
+        flow = made if isinstance(made, tuple) else (made,)
+        found = tuple(None if each is None else whole(each, 1, self.shares.counts([name]), self.group)
+                      for name, each in zip(self.structure.chain.flow, flow, strict=True))  # fmt: skip
+        return found if isinstance(made, tuple) else found[0]
+
+    def _inside(self, signature: inspect.Signature, run: Callable[..., Any], args: Any, named: Any) -> Any:
+        bound = signature.bind(*args, **named)
+        given = bound.arguments
         for name, kinds in self.structure.block_tokens.items():
             if given.get(name) is not None:
                 given[name] = self._part(given[name], kinds)
         with _Attention(self):
-            made = run(*bound.args, **bound.kwargs)
-        if place < len(chain.blocks) - 1:
-            return made
-        flow = made if isinstance(made, tuple) else (made,)
-        found = tuple(None if each is None else whole(each, 1, self.shares.counts([name]), self.group)
-                      for name, each in zip(chain.flow, flow, strict=True))  # fmt: skip
-        return found if isinstance(made, tuple) else found[0]
+            return run(*bound.args, **bound.kwargs)
 
     def _part(self, given: Any, kinds: Sequence[tuple[int, Sequence[str]]]) -> Any:
         if isinstance(given, Tensor):

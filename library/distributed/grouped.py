@@ -49,9 +49,11 @@ class Grouped(DataParallel):
         with self._compiling_left_to_us():
             if self.cutting is not None:
                 self.cutting.cut(denoiser, structure.cuts)
+            if self.dealing is not None:
+                self.dealing.enter(denoiser, structure)
             self._take_apart(model, denoiser, structure)
             if self.dealing is not None:
-                self.dealing.cut(denoiser, structure)
+                self.dealing.enclose()
             # What accelerate adds is autocast; nothing is moved or wrapped.
             self.model = self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
         self.optimizer = self.accelerator.prepare_optimizer(optimizer)
