@@ -63,8 +63,10 @@ class Shares:
 class ContextCut:
     """This process's part of the tokens."""
 
-    def __init__(self, group: dist.ProcessGroup):
+    def __init__(self, group: dist.ProcessGroup, *, compiles: bool):
         self.group = group
+        # Processes wait for each other in there, which no compiler is to put into another order.
+        self.attention = torch.compiler.disable(self._attention) if compiles else self._attention
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._shares: Shares | None = None
         """Of the latest forward; what is computed twice is computed again before another one."""
@@ -131,8 +133,8 @@ class ContextCut:
             return self.shares.of(given, axis, streams)
         return tuple(self.shares.of(each, axis, streams) for each, (axis, streams) in zip(given, kinds, strict=True))
 
-    def attention(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-                  **more: Any) -> Tensor:  # fmt: skip
+    def _attention(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+                   **more: Any) -> Tensor:  # fmt: skip
         """That of all tokens, in some of the heads, and from there in all heads of this process's tokens."""
         kind = query.device.type
         if torch.is_autocast_enabled(kind):  # which would do the same a moment later, after more had travelled

@@ -38,7 +38,8 @@ class Grouped(DataParallel):
         self.mesh: DeviceMesh = init_device_mesh(self.device.type, (layout.data, layout.stages, layout.contexts, layout.parts),
                                                  mesh_dim_names=("data", "stage", "context", "part"))  # fmt: skip
         self.cutting = TensorCut(self.mesh.get_group("part")) if layout.parts > 1 else None
-        self.dealing = ContextCut(self.mesh.get_group("context")) if layout.contexts > 1 else None
+        self.dealing = (ContextCut(self.mesh.get_group("context"), compiles=self.compiles) if layout.contexts > 1
+                        else None)  # fmt: skip
 
     def wrap(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, denoiser: nn.Module | None = None,
