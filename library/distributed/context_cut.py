@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from ..errors import UserError
 from .chain import gate
 from .structure import Structure
 from .token_exchange import whole, with_all_heads, with_all_tokens
@@ -43,7 +44,8 @@ class Shares:
 
     def places(self, streams: Sequence[str]) -> list[int]:
         """Where in the whole of these streams the tokens of this process stand."""
-        found, before = [], 0
+        found: list[int] = []
+        before = 0
         for stream in streams:
             start, end = self.bounds(stream, self.rank)
             found += range(before + start, before + end)
@@ -66,7 +68,8 @@ class ContextCut:
     def __init__(self, group: dist.ProcessGroup, *, compiles: bool):
         self.group = group
         # Processes wait for each other in there, which no compiler is to put into another order.
-        self.attention = torch.compiler.disable(self._attention) if compiles else self._attention
+        uncompiled: Any = torch.compiler.disable
+        self.attention: Callable[..., Tensor] = uncompiled(self._attention) if compiles else self._attention
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._shares: Shares | None = None
         """Of the latest forward; what is computed twice is computed again before another one."""
@@ -124,8 +127,12 @@ class ContextCut:
         for name, kinds in self.structure.block_tokens.items():
             if given.get(name) is not None:
                 given[name] = self._part(given[name], kinds)
-        with _Attention(self):
-            return run(*bound.args, **bound.kwargs)
+        with _Attention(self.attention) as attention:
+            made = run(*bound.args, **bound.kwargs)
+        if not attention.calls:
+            raise UserError(f"--cp_size {self.size}: a block computed its attention in a way that cannot be shared; is"
+                            " DIFFUSERS_ATTN_BACKEND set? unset it")  # fmt: skip
+        return made
 
     def _part(self, given: Any, kinds: Sequence[tuple[int, Sequence[str]]]) -> Any:
         if isinstance(given, Tensor):
@@ -143,7 +150,8 @@ class ContextCut:
         if attn_mask is not None:
             attn_mask = whole(attn_mask, attn_mask.dim() - 1, counts, self.group)
         every = with_all_tokens(torch.stack((query, key, value)), counts, self.group)
-        said = functional.scaled_dot_product_attention(*every.unbind(), attn_mask, **more)
+        query, key, value = every.unbind()
+        said = functional.scaled_dot_product_attention(query, key, value, attn_mask, **more)
         return with_all_heads(said, counts, self.group)
 
     def _counts(self, own: int) -> list[int]:
@@ -156,13 +164,14 @@ class ContextCut:
 
 
 class _Attention(TorchFunctionMode):
-    """Inside, torch's attention is that over all tokens; however a model comes to call it."""
+    """Inside, torch's attention is another one, however a model comes to call it."""
 
-    def __init__(self, cut: ContextCut):
+    def __init__(self, other: Callable[..., Tensor]):
         super().__init__()
-        self._cut = cut
+        self._other, self.calls = other, 0
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is functional.scaled_dot_product_attention:
-            return self._cut.attention(*args, **(kwargs or {}))
+            self.calls += 1
+            return self._other(*args, **(kwargs or {}))
         return function(*args, **(kwargs or {}))

@@ -34,9 +34,11 @@ class Grouped(DataParallel):
         self.tells = self.rank in self.tellers
         self.stage = layout.stage(self.rank)
         self.is_last_stage = self.stage == layout.stages - 1
-        self.frozen_home = torch.device("cpu")  # no device ever holds the whole model
-        self.mesh: DeviceMesh = init_device_mesh(self.device.type, (layout.data, layout.stages, layout.contexts, layout.parts),
-                                                 mesh_dim_names=("data", "stage", "context", "part"))  # fmt: skip
+        self.has_whole_model = layout.contexts == layout.together
+        if not self.has_whole_model:
+            self.frozen_home = torch.device("cpu")  # no device ever holds all of it
+        sizes = {"data": layout.data, "stage": layout.stages, "context": layout.contexts, "part": layout.parts}
+        self.mesh: DeviceMesh = init_device_mesh(self.device.type, (*sizes.values(),), mesh_dim_names=(*sizes,))
         self.cutting = TensorCut(self.mesh.get_group("part")) if layout.parts > 1 else None
         self.dealing = (ContextCut(self.mesh.get_group("context"), compiles=self.compiles) if layout.contexts > 1
                         else None)  # fmt: skip

@@ -35,6 +35,8 @@ class DataParallel(Company):
     """The name of the engine that gives each process pieces of tensors to remember and to change; empty without."""
     computes_together = False
     """Whether a forward is an exchange, so that all processes have to do each of them, whatever it is for."""
+    has_whole_model = True
+    """Whether every process holds all frozen weights."""
     is_replicated = True
     """Whether every process holds all that is trained, equal to the bit."""
 

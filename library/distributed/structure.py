@@ -16,7 +16,7 @@ other; streams are called as what goes from block to block."""
 
 @dataclass(frozen=True)
 class Structure:
-    """Its blocks one after the other, where they simply follow each other, how its layers can be cut, and where tokens are."""
+    """Its blocks where they simply follow each other, how its layers can be cut, and where tokens are."""
 
     chain: Chain = field(default_factory=Chain)
     cuts: Cuts = field(default_factory=dict)

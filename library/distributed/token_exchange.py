@@ -1,5 +1,6 @@
 """Tokens of which each process has some: all of them on every process, or all of them with some of the heads."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,19 +11,20 @@ from torch import Tensor
 
 def with_all_tokens(given: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     """(..., all heads, own tokens, width) -> (..., own heads, all tokens, width), one process's behind another's."""
-    size, own = len(counts), given.shape[-2]
-    rows = given.flatten(0, -4).unflatten(1, (size, given.shape[-3] // size))  # (rows, processes, heads, tokens, width)
-    sent = rows.permute(1, 3, 0, 2, 4).flatten(0, 1)
+    outer, (heads, own, width), size = given.shape[:-3], given.shape[-3:], len(counts)
+    rows, each = math.prod(outer), heads // size
+    sent = given.reshape(rows, size, each, own, width).permute(1, 3, 0, 2, 4).reshape(size * own, rows, each, width)
     came = _exchanged(sent, [own] * size, counts, group)
-    return came.permute(1, 2, 0, 3).unflatten(0, given.shape[:-3])
+    return came.permute(1, 2, 0, 3).reshape(*outer, each, sum(counts), width)
 
 
 def with_all_heads(given: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     """The way back."""
-    size, own = len(counts), counts[dist.get_rank(group)]
-    sent = given.flatten(0, -4).permute(2, 0, 1, 3)  # (tokens, rows, heads, width)
-    came = _exchanged(sent, counts, [own] * size, group).unflatten(0, (size, own))
-    return came.permute(2, 0, 3, 1, 4).flatten(1, 2).unflatten(0, given.shape[:-3])
+    outer, (each, tokens, width), size = given.shape[:-3], given.shape[-3:], len(counts)
+    rows, own = math.prod(outer), counts[dist.get_rank(group)]
+    sent = given.reshape(rows, each, tokens, width).permute(2, 0, 1, 3)
+    came = _exchanged(sent, counts, [own] * size, group).view(size, own, rows, each, width)
+    return came.permute(2, 0, 3, 1, 4).reshape(*outer, size * each, own, width)
 
 
 def _exchanged(sent: Tensor, there: Sequence[int], here: Sequence[int], group: dist.ProcessGroup) -> Tensor:
