@@ -155,8 +155,9 @@ class ContextCut:
         return with_all_heads(said, counts, self.group)
 
     def _counts(self, own: int) -> list[int]:
-        """Of all streams together, or of one that looks at itself alone."""
-        for streams in (self.structure.chain.flow, *((stream,) for stream in self.structure.chain.flow)):
+        """Of all streams together, or of the picture, which may look at itself alone."""
+        flow = self.structure.chain.flow
+        for streams in (flow, flow[-1:]):
             counts = self.shares.counts(streams)
             if counts[self.rank] == own:
                 return counts
