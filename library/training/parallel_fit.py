@@ -57,5 +57,5 @@ def _heads(config: RunConfig, denoiser: Any) -> Iterator[str]:
         fits = [size for size in range(2, parts + 8) if not any(number % size for number in heads)]
         instead = f"use {' or '.join(map(str, fits))}" if fits else "use --fsdp"
         said = " ".join(f"--{name} {size}" for name, size in asked.items())
-        together = f"{parts} together; " if len(asked) > 1 else ""
-        yield f"{said}: {odd[0]} heads of attention cannot be dealt out evenly; {together}{instead}"
+        to, in_all = (f" to {parts}", " in all" if fits else "") if len(asked) > 1 else ("", "")
+        yield f"{said}: {odd[0]} heads of attention cannot be dealt out evenly{to}; {instead}{in_all}"
