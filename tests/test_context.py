@@ -24,7 +24,7 @@ from library.errors import UserError
 from library.families import FAMILIES
 from library.families.layer_tokens import layer_tokens
 
-LONG = pytest.mark.long
+LONG, UNET = pytest.mark.long, ("--network_train_unet_only",)
 TRANSFORMERS = ("sd3", "flux", "z_image", "qwen_image")
 
 
@@ -33,16 +33,16 @@ TRANSFORMERS = ("sd3", "flux", "z_image", "qwen_image")
 
 @pytest.mark.parametrize(("model", "name", "precision", "flags"), [
     ("flux", "CP 2", "no", ("--network_dropout", "0.3", "--gradient_checkpointing")),
-    ("z_image", "CP 2", "no", ("--network_train_unet_only",)),
+    ("z_image", "CP 2", "no", UNET),
     pytest.param("sd3", "CP 2 x DP 2", "no", (), marks=LONG),
     pytest.param("flux", "CP 2 x DP 2", "no", (), marks=LONG),
     pytest.param("sd3", "CP 2", "bf16", (), marks=LONG),
     pytest.param("sd3", "CP 2", "no", ("--base_storage", "nf4", "--blocks_to_swap", "1"), marks=LONG),
-    pytest.param("sd3", "CP 2", "no", ("--torch_compile", "--dynamo_backend", "aot_eager"), marks=LONG),
+    pytest.param("sd3", "CP 2", "no", (*UNET, "--torch_compile", "--dynamo_backend", "eager"), marks=LONG),
     pytest.param("flux", "CP 2", "no", ("--network_args", "use_dora=True", "in_dims=[2,2,2,2,2]"), marks=LONG),
     pytest.param("flux", "FSDP 2 x CP 2", "no", ("--gradient_checkpointing",), marks=LONG),
     pytest.param("flux", "PP 2 x CP 2", "no", ("--gradient_checkpointing", "--network_dropout", "0.3"), marks=LONG),
-    pytest.param("qwen_image", "CP 2", "no", ("--network_train_unet_only",), marks=LONG),
+    pytest.param("qwen_image", "CP 2", "no", UNET, marks=LONG),
 ])  # fmt: skip
 def test_a_picture_that_is_shared_teaches_what_a_whole_one_teaches(model, name, precision, flags, tmp_path):
     data, flags = dataset(tmp_path), ("--mixed_precision", precision, *flags)
@@ -164,6 +164,6 @@ def test_dropout_knows_the_place_of_a_token_among_all():
 
 def test_layers_outside_of_the_blocks_are_given_all_tokens():
     cut, down = ContextCut.__new__(ContextCut), nn.Linear(2, 2)
-    cut._streams, cut._shares = {down: ("picture",)}, Shares({"picture": 5}, 1, 2)
+    cut._streams, cut._places, cut._shares = {down: ("picture",)}, {}, Shares({"picture": 5}, 1, 2)
     assert cut.places(nn.Linear(2, 2)) is None
     assert cut.places(down).tolist() == [2, 3, 4]

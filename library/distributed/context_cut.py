@@ -7,6 +7,7 @@ are processes: the mean over them is the gradient.
 """
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +23,8 @@ from ..errors import UserError
 from .chain import gate
 from .structure import Structure
 from .token_exchange import whole, with_all_heads, with_all_tokens
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,8 @@ class ContextCut:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._shares: Shares | None = None
         """Of the latest forward; what is computed twice is computed again before another one."""
-        self._streams: dict[nn.Module, Sequence[str]] = {}
+        self._streams: dict[nn.Module, tuple[str, ...]] = {}
+        self._places: dict[tuple[str, ...], Tensor] = {}
 
     def enter(self, model: nn.Module, structure: Structure) -> None:
         """From now on the blocks of ``model`` are to be given a part of the tokens."""
@@ -92,12 +96,18 @@ class ContextCut:
         first, last = self.structure.chain.blocks[0], self.structure.chain.blocks[-1]
         gate(first, partial(self._deal, inspect.signature(first.forward)))
         gate(last, self._collect)
+        logger.info("context parallel: %d processes share the tokens of a picture, this is number %d", self.size,
+                    self.rank + 1)  # fmt: skip
 
     def places(self, down: nn.Module) -> Tensor | None:
         """Which tokens a layer sees on this process, by the matrix that its adapter begins with."""
-        if down not in self._streams:
+        streams = self._streams.get(down)
+        if streams is None:
             return None
-        return torch.tensor(self.shares.places(self._streams[down]))
+        if streams not in self._places:
+            device = next(down.parameters()).device
+            self._places[streams] = torch.tensor(self.shares.places(streams), device=device)
+        return self._places[streams]
 
     @property
     def shares(self) -> Shares:
@@ -109,7 +119,9 @@ class ContextCut:
     def _deal(self, signature: inspect.Signature, run: Callable[..., Any], args: Any, named: Any) -> Any:
         bound = signature.bind(*args, **named)
         given, flow = bound.arguments, self.structure.chain.flow
-        self._shares = Shares({name: given[name].shape[1] for name in flow}, self.rank, self.size)
+        shares = Shares({name: given[name].shape[1] for name in flow}, self.rank, self.size)
+        if shares != self._shares:
+            self._shares, self._places = shares, {}
         for name in flow:
             given[name] = self.shares.of(given[name], 1, (name,))
         return run(*bound.args, **bound.kwargs)
