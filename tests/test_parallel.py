@@ -37,6 +37,10 @@ LONG = pytest.mark.long
     pytest.param("sd3_deep", "PP 4, interleaved", "no", ("--gradient_checkpointing",), marks=LONG),
     pytest.param("sdxl", "FSDP 2 x TP 2", "no", (), marks=LONG),
     ("sdxl", "TP 2", "no", ()),
+    ("sdxl", "PP 2, 1f1b", "no", ("--gradient_checkpointing",)),
+    pytest.param("sdxl", "PP 4, gpipe", "no", (), marks=LONG),
+    pytest.param("sdxl", "PP 2, interleaved", "no", (), marks=LONG),
+    pytest.param("sd1", "TP 2 x PP 2", "no", (), marks=LONG),
     ("z_image", "PP 2 x DP 2", "no", ("--network_train_unet_only",)),
     ("qwen_image", "TP 2", "no", ("--network_train_unet_only",)),
     pytest.param("sd3", "PP 2, gpipe", "bf16", (), marks=LONG),
@@ -171,13 +175,6 @@ def test_one_process_looks_back_at_a_step_of_several(tmp_path):
 
 
 @pytest.mark.parametrize(("model", "flags", "said"), [
-    ("sdxl", ("--pp_size", "2"), "do not simply follow each other, for the first hand on to the last, too; use"
-     " --tp_size 2, or --fsdp"),
-    ("sdxl", ("--cp_size", "2"), "has convolutions, which look at more than a part of a picture; use --tp_size 2, or"
-     " --fsdp"),
-    ("flux", ("--cp_size", "2", "--tp_size", "2"), "--tp_size 2 --cp_size 2: 2 heads of attention cannot be dealt out"
-     " evenly to 4; use 2 in all"),
-    ("z_image", ("--cp_size", "3"), "--cp_size 3: 2 heads of attention cannot be dealt out evenly; use 2"),
     ("sd3", ("--pp_size", "3"), "has 2 blocks, too few for 3 devices; use 2"),
     ("flux", ("--pp_size", "4", "--pp_schedule", "interleaved"), "with 2 stages each; use 2"),
     ("flux", ("--tp_size", "3"), "--tp_size 3: 2 heads of attention cannot be dealt out evenly; use 2"),

@@ -4,10 +4,10 @@ The model's own forward runs on every process, with embeddings before the chain 
 little.  Only blocks are kept apart: one that is not here hands on what came in, or what another process made of it.
 """
 
-import inspect
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
+from inspect import BoundArguments, Signature, signature
 from typing import Any
 
 import torch
@@ -33,6 +33,21 @@ class Chain:
     def weights(self) -> list[int]:
         """How much each block has to compute, for which its weights stand."""
         return [sum(item.numel() for item in block.parameters()) for block in self.blocks]
+
+    def enters(self, place: int, bound: BoundArguments, before: Flow) -> Flow:
+        """What comes to a block, which the model calls with ``bound``; ``before`` left the one before it."""
+        return tuple(bound.arguments[name] for name in self.flow)
+
+    def runs(self, place: int, run: Callable[..., Any], bound: BoundArguments, flow: Flow) -> Flow:
+        """What leaves a block that is here."""
+        made = run(*bound.args, **bound.kwargs)
+        made = made if isinstance(made, tuple) else (made,)
+        # The last block of a model may make nothing of the text, which nobody asks for any more.
+        return tuple(old if new is None else new for new, old in zip(made, flow, strict=True))
+
+    def says(self, place: int, flow: Flow) -> Any:
+        """What the model gets as the block's result."""
+        return flow if len(flow) > 1 else flow[0]
 
 
 def cuts(weights: Sequence[int], stages: int) -> list[int]:
@@ -73,12 +88,14 @@ class Passage:
         """The places of blocks that run now."""
         self._arrived: Flow | None = None
         """What the first of them gets, where another process made it."""
+        self._flow: Flow = ()
+        """What left the block before."""
         self._departs_at: int | None = None
         self._hand_over: Callable[[int, Flow], Flow] | None = None
         self.checkpoint: Callable[..., Any] | None = None
         """Runs a block so that its activations are computed again in backward."""
         for place, block in enumerate(chain.blocks):
-            gate(block, partial(self._at, place, inspect.signature(block.forward)))
+            gate(block, partial(self._at, place, signature(block.forward)))
 
     def all_of(self, running: Collection[int], hand_over: Callable[[int, Flow], Flow]) -> None:
         """A forward is one of all processes; after each block ``hand_over`` says what they go on with."""
@@ -89,23 +106,22 @@ class Passage:
         self.running, self._hand_over, self._arrived = range(first, end), None, arrived
         self._departs_at = end
 
-    def _at(self, place: int, signature: inspect.Signature, run: Callable[..., Any], args: Any, named: Any) -> Any:
-        given = signature.bind(*args, **named).arguments
-        flow = tuple(given[name] for name in self.chain.flow)
+    def _at(self, place: int, form: Signature, run: Callable[..., Any], args: Any, named: Any) -> Any:
+        bound = form.bind(*args, **named)
+        flow = self.chain.enters(place, bound, self._flow)
         if place == self._departs_at:
+            self._flow = ()
             raise Departed(flow)
         if place in self.running:
             if self.checkpoint is not None and torch.is_grad_enabled():
                 run = partial(self.checkpoint, run)
-            made = run(*args, **named)
-            made = made if isinstance(made, tuple) else (made,)
-            # The last block of a model may make nothing of the text, which nobody asks for any more.
-            flow = tuple(old if new is None else new for new, old in zip(made, flow, strict=True))
+            flow = self.chain.runs(place, run, bound, flow)
         elif self._arrived is not None and place + 1 in self.running:
             flow = self._arrived
         if self._hand_over is not None:
             flow = self._hand_over(place, flow)
-        return flow if len(flow) > 1 else flow[0]
+        self._flow = flow if place + 1 < len(self.chain.blocks) else ()
+        return self.chain.says(place, flow)
 
 
 def gate(block: nn.Module, keeper: Callable[..., Any]) -> None:

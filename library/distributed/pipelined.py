@@ -32,7 +32,8 @@ class Pipelined(Grouped):
         chain = structure.chain
         self.passage = Passage(chain)
         self._cut(chain)
-        if denoiser.gradient_checkpointing:  # of blocks alone, without what goes on between processes
+        # Of blocks alone, without what goes on between processes; UNets do it inside of their blocks.
+        if getattr(denoiser, "gradient_checkpointing", False):
             denoiser.gradient_checkpointing = False  # type: ignore[assignment]
             way: Any = denoiser._gradient_checkpointing_func
             self.passage.checkpoint = way

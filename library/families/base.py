@@ -64,6 +64,8 @@ class Family(ABC):
     block_lists: ClassVar[tuple[str, ...]] = ()
     """Lists of the denoiser's blocks in the order in which they run; none where blocks do not simply follow each
     other."""
+    hands_on_skips: ClassVar[bool] = False
+    """Whether it is a UNet, whose first blocks hand on to its last ones as well."""
     block_flow: ClassVar[tuple[str, ...]] = ("encoder_hidden_states", "hidden_states")
     """The arguments that such a block gets from the one before, in the order in which it returns them."""
     block_tokens: ClassVar[Mapping[str, tuple[tuple[int, tuple[str, ...]], ...]]] = {}

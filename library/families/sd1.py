@@ -21,6 +21,7 @@ from .unet_facts import SD1
 class StableDiffusion1(Family):
     facts = SD1
     denoiser = "unet"
+    hands_on_skips = True
     text_parts = ("text_encoder", "tokenizer")
     tokenizers = {"tokenizer": "openai/clip-vit-large-patch14"}  # noqa: RUF012
     lora_targets = LORA_TARGETS

@@ -21,6 +21,7 @@ from .unet_facts import SD2
 class StableDiffusion2(Family):
     facts = SD2
     denoiser = "unet"
+    hands_on_skips = True
     text_parts = ("text_encoder", "tokenizer")
     tokenizers = {"tokenizer": "stabilityai/stable-diffusion-2:tokenizer"}  # noqa: RUF012
     lora_targets = LORA_TARGETS

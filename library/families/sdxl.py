@@ -21,6 +21,7 @@ from .unet_facts import SDXL
 class StableDiffusionXL(Family):
     facts = SDXL
     denoiser = "unet"
+    hands_on_skips = True
     text_parts = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
     tokenizers = {  # noqa: RUF012
         "tokenizer": "openai/clip-vit-large-patch14",

@@ -16,7 +16,6 @@ from ..config import RunConfig
 from ..data.cache.places import homes
 from ..data.prepare import Prepared
 from ..data.prompts import Prompt
-from ..distributed.chain import Chain
 from ..distributed.devices import HOST
 from ..distributed.strategy import DataParallel
 from ..distributed.structure import Structure
@@ -36,6 +35,7 @@ from .health import Watch
 from .ladder import Ladder
 from .loop import Run, Silence, trainable
 from .objective import objective_of
+from .parallel_fit import chain_of
 from .plan import RunPlan
 from .precision import DTYPES
 from .resting import is_wanted, let_weights_rest
@@ -137,9 +137,8 @@ def assemble(
 
 def structure_of(family: Family, denoiser: torch.nn.Module) -> Structure:
     """How the denoiser can be taken apart."""
-    lists, flow = family.block_lists, family.block_flow
-    return Structure(Chain.of(denoiser, lists, flow), tensor_cuts(denoiser), family.block_tokens,
-                     layer_tokens(denoiser, lists, flow))  # fmt: skip
+    return Structure(chain_of(family, denoiser), tensor_cuts(denoiser), family.block_tokens,
+                     layer_tokens(denoiser, family.block_lists, family.block_flow))  # fmt: skip
 
 
 def _keep_compiled(config: RunConfig, prepared: Prepared) -> None:

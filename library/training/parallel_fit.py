@@ -9,11 +9,19 @@ from torch import nn
 from ..config import RunConfig
 from ..distributed.chain import Chain
 from ..distributed.device_map import unplaced
+from ..distributed.skips import SkipChain
 from ..errors import ConfigError
 from ..families.base import Family
 from ..families.detect import Detected
 from ..families.tensor_cuts import tensor_cuts
 from ..families.unloaded import unloaded
+
+
+def chain_of(family: Family, denoiser: Any) -> Chain:
+    """The denoiser's blocks in the order in which they run."""
+    if family.hands_on_skips:
+        return SkipChain.of_unet(denoiser)
+    return Chain.of(denoiser, family.block_lists, family.block_flow)
 
 
 def refuse_misfits(config: RunConfig, family: Family, model: Detected) -> None:
@@ -39,11 +47,8 @@ def _misfits(config: RunConfig, family: Family, model: Detected) -> Iterator[str
 def _stages(config: RunConfig, family: Family, denoiser: nn.Module) -> Iterator[str]:
     """A pipeline needs blocks that follow each other, and enough of them."""
     stages, title = config.parallel.pp_size, family.facts.title
-    if stages > 1 and not family.block_lists:
-        yield (f"--pp_size {stages}: the blocks of {title} do not simply follow each other, for the first hand on to"
-               f" the last, too; use --tp_size {stages}, or --fsdp")  # fmt: skip
-    elif stages > 1:
-        blocks = len(Chain.of(denoiser, family.block_lists, family.block_flow).blocks)
+    if stages > 1:
+        blocks = len(chain_of(family, denoiser).blocks)
         each = 2 if config.parallel.pp_schedule == "interleaved" else 1
         if blocks < stages * each:
             why = f" with {each} stages each" if each > 1 else ""
