@@ -2,6 +2,8 @@
 
 import json
 from contextlib import nullcontext
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,14 +13,17 @@ from one_result import BOUNDS, REFERENCE, dataset, trained
 from ranks import on_ranks
 from safetensors.torch import load_file
 from test_run import difference, pictures, train
+from tiny import TINY
 from torch import nn
 
 from library.config import load_options
 from library.config.values import Steps
-from library.distributed.chain import Chain
+from library.distributed.chain import Chain, Departed, Passage
 from library.distributed.layout import Layout
 from library.distributed.pipelined import Pipelined
+from library.distributed.skips import SkipChain
 from library.distributed.structure import Structure
+from library.families import FAMILIES
 from library.training.anatomy import Anatomy
 from library.training.memory_advice import switches
 
@@ -142,3 +147,26 @@ def test_what_is_refused_is_no_advice(flags):
     said = " ".join(switches(config, "forward", 4))
     assert "--blocks_to_swap" not in said and "--base_storage" not in said
     assert "--on_oom" not in said and "--cpu_offload_checkpointing" in said
+
+
+@pytest.mark.parametrize("model", ["sd1", "sdxl"])
+def test_a_unet_cut_anywhere_says_what_a_whole_one_says(model):
+    """Also of sizes that do not halve evenly, where its last blocks look at what is still to come."""
+    tiny = TINY[model]()
+    unet, batch = tiny.pipe.unet, tiny.batch
+    latents = torch.randn(2, batch.latents.shape[1], 9, 13, generator=torch.Generator().manual_seed(1))
+    predict = partial(FAMILIES.get(tiny.family)().predict, tiny.pipe, unet, latents, torch.full((2,), 0.5), batch)
+    with torch.no_grad():
+        whole = predict()
+        passage = Passage(SkipChain.of_unet(unet))
+        ends = [0, 1, 2, 3, 4, len(passage.chain.blocks)]
+        arrived = None
+        for first, end in pairwise(ends):
+            passage.only(first, end, arrived)
+            try:
+                said = predict()
+            except Departed as departed:
+                arrived = departed.flow
+        assert len(ends) == 6 and torch.equal(said, whole)
+        passage.all_of(range(len(passage.chain.blocks)), lambda place, flow: flow)
+        assert torch.equal(predict(), whole)

@@ -34,7 +34,7 @@ class SkipChain(Chain):
         if place > self.downs:
             count = len(_list(self.blocks[place], "resnets"))
             waiting, bound.arguments["res_hidden_states_tuple"] = waiting[:-count], waiting[-count:]
-            if bound.arguments.get("upsample_size") is not None:
+            if waiting and bound.arguments.get("upsample_size") is not None:
                 bound.arguments["upsample_size"] = waiting[-1].shape[2:]
         made = run(*bound.args, **bound.kwargs)
         if place >= self.downs:
