@@ -53,8 +53,9 @@ def test_a_model_that_is_taken_apart_learns_what_a_whole_one_learns(model, name,
 # all that belongs to a run
 
 
-@pytest.fixture(scope="module")
-def both(tmp_path_factory) -> dict[str, Path]:
+@pytest.fixture(scope="module", params=[("--pp_size", "2", "--tp_size", "2"),
+                                        pytest.param(("--cp_size", "2"), marks=LONG)])  # fmt: skip
+def both(request, tmp_path_factory) -> dict[str, Path]:
     """The folders of two runs with everything on, by one process and by four."""
     folder = tmp_path_factory.mktemp("both")
     data = pictures(folder, {(96, 64): 7, (64, 96): 3})
@@ -66,7 +67,7 @@ def both(tmp_path_factory) -> dict[str, Path]:
              "0.9", "--sample_prompts", str(folder / "prompts.txt"), "--sample_at_first", "--sample_every_n_steps", "4",
              "--validate_every_n_steps", "2")  # fmt: skip
     on_ranks(1, train, *flags, "--output_dir", str(folder / "one"))
-    on_ranks(4, train, *flags, "--output_dir", str(folder / "four"), "--pp_size", "2", "--tp_size", "2")
+    on_ranks(4, train, *flags, "--output_dir", str(folder / "four"), *request.param)
     return {name: folder / name for name in ("one", "four")}
 
 
@@ -111,8 +112,11 @@ def test_a_state_goes_on_exactly_and_from_one_layout_to_another(tmp_path):
     piped = run(cut(tmp_path / "one", tmp_path / "piped", 2), 2, "--pp_size", "2")
     again = run(cut(tmp_path / "piped", tmp_path / "again", 4), 2, "--pp_size", "2")
     tensor = run(cut(tmp_path / "piped", tmp_path / "tensor", 4), 2, "--tp_size", "2")
+    shared = run(cut(tmp_path / "piped", tmp_path / "shared", 2), 2, "--cp_size", "2")
+    alone = run(cut(tmp_path / "shared", tmp_path / "alone", 4), 1)
 
     assert difference(piped, again) == 0.0
+    assert difference(one, shared) < 1e-3 and difference(one, alone) < 1e-3
     assert difference(one, piped) < 1e-3 and difference(one, tensor) < 1e-3
 
 
@@ -139,9 +143,10 @@ def every_way(blocks: int, stages: int) -> list[list[int]]:
 
 
 def test_every_process_has_a_place_of_its_own():
+    layout = Layout(data=2, stages=3, parts=2, contexts=2)
+    places = {(layout.data_rank(rank), layout.stage(rank), rank % 4, layout.part(rank)) for rank in range(24)}
+    assert len(places) == 24
     layout = Layout(data=2, stages=3, parts=2)
-    places = {(layout.data_rank(rank), layout.stage(rank), layout.part(rank)) for rank in range(12)}
-    assert len(places) == 12
     for rank in range(12):
         group = layout.stage_group(rank)
         assert rank in group and [layout.stage(other) for other in group] == [0, 1, 2]
@@ -158,6 +163,8 @@ def test_one_process_looks_back_at_a_step_of_several(tmp_path):
     assert layout_of(config, World(size=8)) == Layout(2, 2, 2) and not [*layout_problems(config, World(size=8))]
     (problem,) = layout_problems(config, World(size=6))
     assert problem.startswith("--pp_size 2 --tp_size 2: 6 processes cannot be dealt out in groups of 4; start 8")
+    shared = replace(config, parallel=replace(config.parallel, pp_size=1, cp_size=3))
+    assert layout_of(shared, World(size=12)) == Layout(2, 1, 2, 3)
 
 
 # what cannot be
@@ -166,6 +173,11 @@ def test_one_process_looks_back_at_a_step_of_several(tmp_path):
 @pytest.mark.parametrize(("model", "flags", "said"), [
     ("sdxl", ("--pp_size", "2"), "do not simply follow each other, for the first hand on to the last, too; use"
      " --tp_size 2, or --fsdp"),
+    ("sdxl", ("--cp_size", "2"), "has convolutions, which look at more than a part of a picture; use --tp_size 2, or"
+     " --fsdp"),
+    ("flux", ("--cp_size", "2", "--tp_size", "2"), "--tp_size 2 --cp_size 2: 2 heads of attention cannot be dealt out"
+     " evenly to 4; use 2 in all"),
+    ("z_image", ("--cp_size", "3"), "--cp_size 3: 2 heads of attention cannot be dealt out evenly; use 2"),
     ("sd3", ("--pp_size", "3"), "has 2 blocks, too few for 3 devices; use 2"),
     ("flux", ("--pp_size", "4", "--pp_schedule", "interleaved"), "with 2 stages each; use 2"),
     ("flux", ("--tp_size", "3"), "--tp_size 3: 2 heads of attention cannot be dealt out evenly; use 2"),
@@ -182,9 +194,12 @@ def test_a_model_that_cannot_be_taken_apart_so_is_told_before_it_is_loaded(model
 @pytest.mark.parametrize(("flags", "said"), [
     (("--pp_schedule", "gpipe"), "--pp_schedule: there is no pipeline; set pp_size"),
     (("--tp_size", "2", "--network_module", "lycoris.kohya", "--network_args", "algo=loha"), "of kind loha cannot be"),
-    (("--tp_size", "2", "--network_args", "use_dora=True"), "of kind dora cannot be cut; use pp_size or fsdp"),
+    (("--tp_size", "2", "--network_args", "use_dora=True"), "of kind dora cannot be cut; use pp_size, cp_size or fsdp"),
     (("--pp_size", "2", "--torch_compile", "--no-dynamo_use_regional_compilation"), "is compiled block by block"),
     (("--pp_size", "2", "--deepspeed"), "not together; use fsdp with tp_size"),
+    (("--cp_size", "2", "--deepspeed"), "not together; use fsdp with cp_size"),
+    (("--cp_size", "2", "--attn_mode", "flash"), "only torch's own attention can be shared; use sdpa or cudnn"),
+    (("--cp_size", "2", "--torch_compile", "--dynamo_fullgraph"), "each attention is an exchange"),
 ])  # fmt: skip
 def test_settings_that_do_not_go_together_are_told(flags, said):
     with pytest.raises(ConfigError) as caught:

@@ -130,6 +130,12 @@ def test_operations_of_a_picture_are_shared_by_those_who_work_on_it(tmp_path):
     assert told["profile/step_teraflop"] == 2.0
 
 
+def test_whoever_shares_pictures_has_all_weights_and_can_let_them_rest():
+    config = load_options(["--dataset_config", __file__, "--gradient_checkpointing", "--cp_size", "2"]).config
+    said = " ".join(switches(config, "forward", 4))
+    assert "--blocks_to_swap" in said and "--base_storage" in said and "--on_oom" not in said
+
+
 @pytest.mark.parametrize("flags", [("--pp_size", "2"), ("--tp_size", "2"), ("--fsdp",), ("--deepspeed",)])
 def test_what_is_refused_is_no_advice(flags):
     config = load_options(["--dataset_config", __file__, "--gradient_checkpointing", *flags]).config

@@ -80,7 +80,7 @@ def test_options_and_launcher_come_to_one_answer(flags, world, expected):
         ((), launched(FSDP_RESHARD_AFTER_FORWARD="SHARD_GRAD_OP"), "write true or false"),
         ((), launched(FSDP_IGNORED_MODULES="vae.*"), "fsdp_ignored_modules vae.*: is not there"),
         ((), launched(**{**SIZES, "PARALLELISM_CONFIG_TP_SIZE": "2"}), "write --tp_size behind the script"),
-        ((), launched(**{**SIZES, "PARALLELISM_CONFIG_CP_SIZE": "2"}), "parallelism_config_cp_size 2: not yet"),
+        ((), launched(**{**SIZES, "PARALLELISM_CONFIG_CP_SIZE": "2"}), "write --cp_size behind the script"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_had_is_told_before_joining_the_others(flags, world, expected):

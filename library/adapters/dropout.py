@@ -4,13 +4,15 @@ torch's own draws from a global generator, and for a whole batch at once.  Here 
 key, the module and the place in the module.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 _BITS = 0xFFFFFFFF
+TOKENS = 3
+"""Axes where a layer is given one token after the other."""
 
 
 class Dropout:
@@ -20,6 +22,8 @@ class Dropout:
         self.neurons, self.ranks, self.modules = neurons, ranks, modules
         self.keys: Tensor | None = None
         """One number for each sample of the batch; without it nothing is left out."""
+        self.places: Callable[[nn.Module], Tensor | None] = lambda down: None
+        """Which of all tokens a down matrix is given, where others are given the rest."""
 
     def attach(self, downs: Iterable[nn.Module]) -> None:
         """Down matrices that modules share are met once and speak alike for all of them."""
@@ -31,11 +35,14 @@ class Dropout:
         def leave_out(module: nn.Module, given: Any, said: Tensor) -> Tensor:
             if not module.training or self.keys is None:
                 return said
-            return self.applied(said, number, axis=1 if isinstance(module, nn.Conv2d) else -1)
+            if isinstance(module, nn.Conv2d):
+                return self.applied(said, number, axis=1)
+            places = self.places(module) if said.dim() == TOKENS else None
+            return self.applied(said, number, axis=-1, places=places)
 
         return leave_out
 
-    def applied(self, said: Tensor, number: int | Tensor, axis: int) -> Tensor:
+    def applied(self, said: Tensor, number: int | Tensor, axis: int, places: Tensor | None = None) -> Tensor:
         """``said`` (B, ..., rank), or (B, rank, height, width), with what is left out at zero and the rest larger."""
         if self.keys is None:
             raise AssertionError("the samples have no keys")
@@ -43,25 +50,27 @@ class Dropout:
         if left:
             raise AssertionError(f"{len(said)} rows of {len(self.keys)} samples")
         keys = self.keys.to(said.device).repeat_interleave(pieces)
-        count = said[0].numel()
         if self.neurons:
-            kept = uniform(keys, 3 * number, count).view(said.shape) >= self.neurons
+            columns = torch.arange(said[0].numel(), device=said.device)
+            if places is not None:
+                columns = (places.to(said.device)[:, None] * said.shape[-1] + columns[: said.shape[-1]]).flatten()
+            kept = uniform(keys, 3 * number, columns).view(said.shape) >= self.neurons
             said = said * kept / (1 - self.neurons)
         shape = [len(keys)] + [1] * (said.dim() - 1)
         if self.modules:  # not made up for, as in sd-scripts
-            said = said * (uniform(keys, 3 * number + 1, 1).view(shape) >= self.modules)
+            said = said * (uniform(keys, 3 * number + 1, torch.zeros_like(keys[:1])).view(shape) >= self.modules)
         if self.ranks:
             shape[axis] = said.shape[axis]
-            kept = uniform(keys, 3 * number + 2, said.shape[axis]).view(shape) >= self.ranks
+            columns = torch.arange(said.shape[axis], device=said.device)
+            kept = uniform(keys, 3 * number + 2, columns).view(shape) >= self.ranks
             said = said * kept / (1 - self.ranks)
         return said
 
 
-def uniform(keys: Tensor, stream: int | Tensor, count: int) -> Tensor:
-    """(B, count) numbers from 0 to 1, each a function of its row's key, the stream and the column."""
+def uniform(keys: Tensor, stream: int | Tensor, columns: Tensor) -> Tensor:
+    """(B, columns) numbers from 0 to 1, each a function of its row's key, the stream and the column."""
     rows = _mixed(_mixed(keys & _BITS) + (keys >> 32 & _BITS) + stream * 0x9E3779B1)
-    columns = torch.arange(count, device=keys.device) * 0x85EBCA6B
-    return _mixed(rows[:, None] + columns).float().div(2**32).clamp_max(1 - 2**-24)
+    return _mixed(rows[:, None] + columns * 0x85EBCA6B).float().div(2**32).clamp_max(1 - 2**-24)
 
 
 def _mixed(numbers: Tensor) -> Tensor:

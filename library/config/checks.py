@@ -5,8 +5,9 @@ from pathlib import Path
 
 from ..errors import ConfigError
 from . import adapter_rules
-from .network_args import given_arguments, kind_of
+from .network_args import given_arguments
 from .objective_rules import contradictions
+from .parallel_rules import parallel_conflicts
 from .save_rules import save_conflicts, start_conflicts, upload_conflicts
 from .schema import DistributedConfig, LogConfig, RunConfig
 from .speed_rules import speed_conflicts
@@ -213,31 +214,6 @@ def _compile_is_on(config: RunConfig, given: Given) -> Iterator[Conflict]:
                 yield (name, "torch_compile"), "nothing is compiled; set torch_compile"
 
 
-def _taken_apart(config: RunConfig, given: Given) -> Iterator[Conflict]:
-    parallel, kind = config.parallel, kind_of(config.adapter)
-    if "pp_schedule" in given and parallel.pp_size == 1:
-        yield ("pp_schedule", "pp_size"), "there is no pipeline; set pp_size"
-    if parallel.tp_size > 1 and kind != "lora":
-        yield ("tp_size", "network_args"), f"layers with an adapter of kind {kind} cannot be cut; use pp_size or fsdp"
-    whole = config.distributed.torch_compile and not config.distributed.dynamo_use_regional_compilation
-    if parallel.together > 1 and whole and "dynamo_use_regional_compilation" in given:
-        name = "pp_size" if parallel.pp_size > 1 else "tp_size"
-        yield ("dynamo_use_regional_compilation", name), "a model that is taken apart is compiled block by block"
-    others = {
-        "pp_size": parallel.pp_size > 1,
-        "tp_size": parallel.tp_size > 1,
-        "fsdp": config.sharding.fsdp,
-        "deepspeed": config.deepspeed.deepspeed,
-        "torch_compile": config.distributed.torch_compile,
-        "blocks_to_swap": config.train.blocks_to_swap,
-        "base_storage": config.model.base_storage != "float",
-    }
-    if parallel.device_map is not None:
-        yield from ((("device_map", name), "not together") for name, is_on in others.items() if is_on)
-    if parallel.together > 1 and config.deepspeed.deepspeed:
-        yield ("deepspeed", "pp_size" if parallel.pp_size > 1 else "tp_size"), "not together; use fsdp with tp_size"
-
-
 def _one_way_to_go_on(config: RunConfig, given: Given) -> Iterator[Conflict]:
     state = config.state
     if state.resume is not None and state.auto_resume:
@@ -282,7 +258,7 @@ _RULES: tuple[Callable[[RunConfig, Given], Iterator[Conflict]], ...] = (
     _previews_have_prompts,
     _objective,
     _compile_is_on,
-    _taken_apart,
+    parallel_conflicts,
     _one_way_to_go_on,
     _half_adapters,
     _output_name,

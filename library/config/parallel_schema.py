@@ -1,5 +1,6 @@
 """Options by which one picture is worked on by several devices; part of ``schema.py``."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +21,10 @@ class ParallelConfig:
         1, "tensor parallel: so many devices have a part of each layer, and exchange a sum in each half of a block",
         minimum=1,
     )  # fmt: skip
+    cp_size: int = opt(
+        1, "context parallel: so many devices have a part of each picture, and exchange it in each attention",
+        minimum=1,
+    )  # fmt: skip
     pp_schedule: Literal["gpipe", "1f1b", "interleaved"] = opt(
         "1f1b", "pp_size: in which order micro-batches run; interleaved gives each device two shorter stages"
     )
@@ -29,6 +34,11 @@ class ParallelConfig:
     )
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """The options by which several devices work on one picture."""
+        return {"pp_size": self.pp_size, "tp_size": self.tp_size, "cp_size": self.cp_size}
+
+    @property
     def together(self) -> int:
         """So many devices work on one picture."""
-        return self.pp_size * self.tp_size
+        return math.prod(self.sizes.values())

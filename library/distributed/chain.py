@@ -78,7 +78,7 @@ class Passage:
         self.checkpoint: Callable[..., Any] | None = None
         """Runs a block so that its activations are computed again in backward."""
         for place, block in enumerate(chain.blocks):
-            _gate(block, partial(self._at, place, inspect.signature(block.forward)))
+            gate(block, partial(self._at, place, inspect.signature(block.forward)))
 
     def all_of(self, running: Collection[int], hand_over: Callable[[int, Flow], Flow]) -> None:
         """A forward is one of all processes; after each block ``hand_over`` says what they go on with."""
@@ -108,8 +108,8 @@ class Passage:
         return flow if len(flow) > 1 else flow[0]
 
 
-def _gate(block: nn.Module, gate: Callable[..., Any]) -> None:
-    """Have ``gate`` called in the place of the block: (what the block does, arguments, named arguments).
+def gate(block: nn.Module, keeper: Callable[..., Any]) -> None:
+    """Have ``keeper`` called in the place of the block: (what the block does, arguments, named arguments).
 
     Through the class, because a compiled block brings a call of its own, and hooks would be compiled with it.
     """
@@ -117,7 +117,7 @@ def _gate(block: nn.Module, gate: Callable[..., Any]) -> None:
     run = partial(own.__call__, block)  # always the same, for whoever counts blocks
 
     def call(self: nn.Module, *args: Any, **named: Any) -> Any:
-        return gate(run, args, named)
+        return keeper(run, args, named)
 
     block.__class__ = type(own.__name__, (own,), {"__call__": call, "__module__": own.__module__,
                                                   "__qualname__": own.__qualname__})  # fmt: skip

@@ -35,7 +35,7 @@ def strategy_of(args: RunConfig) -> DataParallel:
         from .zero import Zero
 
         return Zero(accelerator, zero)
-    if layout.parts > 1 and asked.sharding is None:
+    if layout.together > 1 and asked.sharding is None:
         from .grouped import Grouped
 
         return Grouped(accelerator, layout)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..data.batch import PixelBatch
+from .context_cut import ContextCut
 from .flat import FlatGradients
 from .layout import Layout
 from .memory import phase
@@ -34,10 +35,14 @@ class Grouped(DataParallel):
         self.tells = self.rank in self.tellers
         self.stage = layout.stage(self.rank)
         self.is_last_stage = self.stage == layout.stages - 1
-        self.frozen_home = torch.device("cpu")  # no device ever holds the whole model
-        self.mesh: DeviceMesh = init_device_mesh(self.device.type, (layout.data, layout.stages, layout.parts),
-                                                 mesh_dim_names=("data", "stage", "part"))  # fmt: skip
+        self.has_whole_model = layout.contexts == layout.together
+        if not self.has_whole_model:
+            self.frozen_home = torch.device("cpu")  # no device ever holds all of it
+        sizes = {"data": layout.data, "stage": layout.stages, "context": layout.contexts, "part": layout.parts}
+        self.mesh: DeviceMesh = init_device_mesh(self.device.type, (*sizes.values(),), mesh_dim_names=(*sizes,))
         self.cutting = TensorCut(self.mesh.get_group("part")) if layout.parts > 1 else None
+        self.dealing = (ContextCut(self.mesh.get_group("context"), compiles=self.compiles) if layout.contexts > 1
+                        else None)  # fmt: skip
 
     def wrap(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, denoiser: nn.Module | None = None,
@@ -48,7 +53,11 @@ class Grouped(DataParallel):
         with self._compiling_left_to_us():
             if self.cutting is not None:
                 self.cutting.cut(denoiser, structure.cuts)
+            if self.dealing is not None:
+                self.dealing.enter(denoiser, structure)
             self._take_apart(model, denoiser, structure)
+            if self.dealing is not None:
+                self.dealing.enclose()
             # What accelerate adds is autocast; nothing is moved or wrapped.
             self.model = self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
         self.optimizer = self.accelerator.prepare_optimizer(optimizer)
@@ -69,6 +78,10 @@ class Grouped(DataParallel):
         with self.cutting.alone():
             yield
 
+    def places(self, down: nn.Module) -> Tensor | None:
+        """Only some, where a picture is shared."""
+        return None if self.dealing is None else self.dealing.places(down)
+
     def backward(self, loss: Tensor) -> None:
         """The gradients of a loss that several processes computed together, on all of them."""
         (loss * float(self.is_last_stage)).backward()  # type: ignore[no-untyped-call]
@@ -87,7 +100,7 @@ class Grouped(DataParallel):
                 if parameter.grad is not None and parameter not in self.cutting.learnt:
                     parameter.grad /= self.layout.parts
         with phase("exchange"):
-            FlatGradients(self.model, of_all=self.layout.together > 1).become_the_mean(processes)
+            FlatGradients(self.model, of_all=self.layout.together > 1).become_the_mean(processes * self.layout.contexts)
 
     def _summed(self, total: Tensor) -> Tensor:
         return super()._summed(total if self.tells else torch.zeros_like(total))

@@ -9,7 +9,8 @@ from .world import World
 
 @dataclass(frozen=True)
 class Layout:
-    """``data`` groups with pictures of their own; in each ``stages`` of the blocks, and ``parts`` of each layer.
+    """``data`` groups with pictures of their own; in each ``stages`` of the blocks, in each of them ``contexts`` that
+    share the tokens of a picture, and ``parts`` of each layer.
 
     Processes that share layers exchange the most, so they are neighbours; those of other pictures are the farthest.
     """
@@ -17,11 +18,12 @@ class Layout:
     data: int = 1
     stages: int = 1
     parts: int = 1
+    contexts: int = 1
 
     @property
     def together(self) -> int:
         """Processes that work on the same picture."""
-        return self.stages * self.parts
+        return self.stages * self.contexts * self.parts
 
     def data_rank(self, rank: int) -> int:
         """Which group of pictures a process works on."""
@@ -29,7 +31,7 @@ class Layout:
 
     def stage(self, rank: int) -> int:
         """Which of the blocks a process has."""
-        return rank % self.together // self.parts
+        return rank % self.together // self._in_a_stage
 
     def part(self, rank: int) -> int:
         """Which part of each layer a process has."""
@@ -37,29 +39,33 @@ class Layout:
 
     def stage_group(self, rank: int) -> list[int]:
         """The processes that make up the pipeline of this one, in the order of stages."""
-        first = self.data_rank(rank) * self.together + self.part(rank)
-        return [first + stage * self.parts for stage in range(self.stages)]
+        first = self.data_rank(rank) * self.together + rank % self._in_a_stage
+        return [first + stage * self._in_a_stage for stage in range(self.stages)]
 
     def tellers(self) -> list[int]:
         """Of each group of pictures, a process that knows the losses: one of the last stage."""
-        return [number * self.together + (self.stages - 1) * self.parts for number in range(self.data)]
+        return [number * self.together + (self.stages - 1) * self._in_a_stage
+                for number in range(self.data)]  # fmt: skip
+
+    @property
+    def _in_a_stage(self) -> int:
+        return self.contexts * self.parts
 
 
 def layout_of(args: RunConfig, world: World) -> Layout:
     """The layout that was asked for."""
-    stages, parts = args.parallel.pp_size, args.parallel.tp_size
+    asked = args.parallel
     if _looks_back_alone(args, world):
         return Layout()
-    return Layout(max(1, world.size // (stages * parts)), stages, parts)
+    return Layout(max(1, world.size // asked.together), asked.pp_size, asked.tp_size, asked.cp_size)
 
 
 def layout_problems(args: RunConfig, world: World) -> Iterator[str]:
     """Why a run cannot be laid out so, and what can be had instead."""
-    stages, parts = args.parallel.pp_size, args.parallel.tp_size
-    together = stages * parts
+    stages, together = args.parallel.pp_size, args.parallel.together
     if together == 1 or _looks_back_alone(args, world):
         return
-    said = " ".join(f"--{name} {size}" for name, size in (("pp_size", stages), ("tp_size", parts)) if size > 1)
+    said = " ".join(f"--{name} {size}" for name, size in args.parallel.sizes.items() if size > 1)
     if world.size % together:
         yield (f"{said}: {world.size} processes cannot be dealt out in groups of {together}; start"
                f" {-(-world.size // together) * together}, or make it smaller")  # fmt: skip

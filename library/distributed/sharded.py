@@ -31,6 +31,7 @@ class Sharded(Grouped):
     def __init__(self, accelerator: Accelerator, sharding: Sharding, layout: Layout | None = None):
         super().__init__(accelerator, Layout(data=accelerator.num_processes) if layout is None else layout)
         self.sharding = sharding
+        self.has_whole_model, self.frozen_home = False, torch.device("cpu")
         names = ("replicate", "shard") if sharding.replicas > 1 else ("shard",)
         whole = init_device_mesh(self.device.type, (sharding.replicas, sharding.parts, self.layout.parts),
                                  mesh_dim_names=("replicate", "shard", "part"))  # fmt: skip

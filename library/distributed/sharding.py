@@ -27,7 +27,7 @@ REFUSED = {
     "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": (("false",), "is not there; leave it out"),
     "FSDP_IGNORED_MODULES": ((), "is not there; leave it out, adapters are never spread"),
     "PARALLELISM_CONFIG_TP_SIZE": (("1",), "accelerate does nothing with it; write --tp_size behind the script"),
-    **{f"PARALLELISM_CONFIG_{name}_SIZE": (("1",), "not yet: a picture cut over several devices; write 1")
+    **{f"PARALLELISM_CONFIG_{name}_SIZE": (("1",), "is for language models; write --cp_size behind the script")
        for name in ("CP", "SP")},
 }  # fmt: skip
 """Variables, what may stand in them, and why nothing else may."""

@@ -35,6 +35,8 @@ class DataParallel(Company):
     """The name of the engine that gives each process pieces of tensors to remember and to change; empty without."""
     computes_together = False
     """Whether a forward is an exchange, so that all processes have to do each of them, whatever it is for."""
+    has_whole_model = True
+    """Whether every process holds all frozen weights."""
     is_replicated = True
     """Whether every process holds all that is trained, equal to the bit."""
 
@@ -194,6 +196,10 @@ class DataParallel(Company):
     def _backward(self, share: Tensor) -> None:
         """accelerate divides by the number of micro-steps and DDP takes the mean over processes; both are undone."""
         self.accelerator.backward(share * self.accelerator.gradient_accumulation_steps * self.size)
+
+    def places(self, down: nn.Module) -> Tensor | None:
+        """Which tokens of a picture an adapter's first matrix is given here; ``None`` for all of them."""
+        return None
 
     def adapter_was_written(self) -> None:
         """Whoever wrote into the parameters that learn, on all processes alike, tells it here."""

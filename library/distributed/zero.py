@@ -31,6 +31,7 @@ class Zero(DataParallel):
     """
 
     divides_optimizer = "DeepSpeed"
+    has_whole_model = False
 
     def __init__(self, accelerator: Accelerator, settings: ZeroSettings):
         super().__init__(accelerator)

@@ -38,7 +38,7 @@ OURS = {
     "elasticity": "the global batch is what the options say",
     "compression_training": "adapters are written whole",
     "tensor_parallel": "take stage 3, or --tp_size without DeepSpeed",
-    "sequence_parallel_size": "take stage 3, or --tp_size without DeepSpeed",
+    "sequence_parallel_size": "take --cp_size without DeepSpeed",
     "hybrid_engine": "previews are drawn by the model as it is trained",
     "communication_data_type": "gradients travel as they are",
 }
@@ -244,7 +244,7 @@ def _impossible(settings: ZeroSettings, config: RunConfig, world: World) -> Iter
             yield f"--offload_{name}_nvme_path: nothing is kept in files; take it out"
     if (config.distributed.mixed_precision or world.precision) == "fp16" and world.device != "cpu":
         yield "--mixed_precision fp16: not yet: with DeepSpeed; take bf16 or no"
-    for name, size in (("pp_size", config.parallel.pp_size), ("tp_size", config.parallel.tp_size)):
+    for name, size in config.parallel.sizes.items():
         if size > 1:
             yield f"--{name} {size}: together with DeepSpeed it is not there; take one of the two"
     if config.sharding.fsdp or "FSDP" in world.engines:

@@ -66,6 +66,9 @@ class Family(ABC):
     other."""
     block_flow: ClassVar[tuple[str, ...]] = ("encoder_hidden_states", "hidden_states")
     """The arguments that such a block gets from the one before, in the order in which it returns them."""
+    block_tokens: ClassVar[Mapping[str, tuple[tuple[int, tuple[str, ...]], ...]]] = {}
+    """Its other arguments that say something of each token -> for each tensor in them, the axis of tokens, and the
+    arguments of ``block_flow`` that bring these, in their order."""
     texts_vary: ClassVar[bool] = False
     """Whether conditioning is as long as its caption."""
     picture_size: ClassVar[tuple[int, int]]

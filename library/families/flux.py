@@ -37,6 +37,9 @@ class Flux(Family):
     text_lora_targets = {"text_encoder": CLIP_LORA_TARGETS, "text_encoder_2": T5_LORA_TARGETS}  # noqa: RUF012
     text_lora_prefixes = {"text_encoder": "lora_te1", "text_encoder_2": "lora_te3"}  # noqa: RUF012
     block_lists = ("transformer_blocks", "single_transformer_blocks")
+    block_tokens = {  # noqa: RUF012
+        "image_rotary_emb": ((0, ("encoder_hidden_states", "hidden_states")),) * 2,
+    }
     picture_size = (1024, 1024)
     picture_steps = 20
     picture_scale = 1.0

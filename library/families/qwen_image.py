@@ -33,6 +33,10 @@ class QwenImage(Family):
     lora_prefix = "lora_unet"
     lora_format = "diffusers"
     block_lists = ("transformer_blocks",)
+    block_tokens = {  # noqa: RUF012
+        "image_rotary_emb": ((0, ("hidden_states",)), (0, ("encoder_hidden_states",))),
+        "encoder_hidden_states_mask": ((1, ("encoder_hidden_states",)),),
+    }
     texts_vary = True
     picture_size = (1024, 1024)
     picture_steps = 50

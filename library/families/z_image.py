@@ -36,6 +36,7 @@ class ZImage(Family):
     lora_format = "diffusers"
     block_lists = ("layers",)
     block_flow = ("x",)
+    block_tokens = {"attn_mask": ((1, ("x",)),), "freqs_cis": ((1, ("x",)),)}  # noqa: RUF012
     texts_vary = True
     picture_size = (1024, 1024)
     picture_steps = 9

@@ -24,6 +24,7 @@ from ..durable import why_not_writable
 from ..families.attention import use_attention
 from ..families.base import Family
 from ..families.detect import Detected
+from ..families.layer_tokens import layer_tokens
 from ..families.tensor_cuts import tensor_cuts
 from ..optim import optimizers, schedules
 from ..optim.average import RunningAverage
@@ -99,19 +100,19 @@ def assemble(
     for line in optimizers.remarks(config.optim, groups):
         logger.warning("%s", line)
     optimizer = optimizers.make_optimizer(config.optim, groups)
-    chain = Chain.of(trained.denoiser, family.block_lists, family.block_flow)
     compilation = strategy.compile(list(trained.children()), trained.denoiser, config.distributed.compile_shapes)
     if compilation is not None:
         _keep_compiled(config, prepared)
         compilation.keep_share(config.train.gradient_checkpointing_budget)
-    wrapped, optimizer = strategy.wrap(trained, optimizer, trained.denoiser,
-                                       Structure(chain, tensor_cuts(trained.denoiser)))  # fmt: skip
+    wrapped, optimizer = strategy.wrap(trained, optimizer, trained.denoiser, structure_of(family, trained.denoiser))
     task = Task(family, pipe, wrapped, objective, config.train.seed, strategy.device,
                 config.data.masked_loss_normalize, config.cache.vae_batch_size, config.cache.text_encoder_batch_size,
                 kept.texts, config.adapter.trains_texts, dropout_of(config.adapter, trained, adapter))  # fmt: skip
     loader = prepared.loader(plan.batches, strategy.data_rank, total_steps=plan.steps, pin_memory=strategy.pins_memory,
                              latents=kept.latents, texts=kept.texts)  # fmt: skip
     strategy.shape_of, strategy.recall = task.shape_of, task.recall
+    if task.dropout is not None:
+        task.dropout.places = strategy.places
     if strategy.is_main:
         _tell_long_captions(family, pipe, prepared.first_captions(plan.batches, plan.steps))
     schedule = schedules.make_schedule(config.optim, plan.steps)
@@ -132,6 +133,13 @@ def assemble(
     if callable(getattr(optimizer, "train", None)):  # schedule-free ones have two sets of weights
         optimizer.train()
     return job, adapter
+
+
+def structure_of(family: Family, denoiser: torch.nn.Module) -> Structure:
+    """How the denoiser can be taken apart."""
+    lists, flow = family.block_lists, family.block_flow
+    return Structure(Chain.of(denoiser, lists, flow), tensor_cuts(denoiser), family.block_tokens,
+                     layer_tokens(denoiser, lists, flow))  # fmt: skip
 
 
 def _keep_compiled(config: RunConfig, prepared: Prepared) -> None:

@@ -50,8 +50,9 @@ def switches(config: RunConfig, phase: str, pictures: int) -> Iterator[str]:
         yield "--cache_text_encoder_outputs, after which the text encoders are not needed"
     if config.distributed.mixed_precision == "no":
         yield "--mixed_precision bf16"
-    is_whole = config.parallel.together == 1 and not (config.sharding.fsdp or config.deepspeed.deepspeed)
-    if is_whole and train.on_oom == "fail" and pictures > 1 and phase != "optimizer":
+    is_cut = config.parallel.pp_size * config.parallel.tp_size > 1
+    is_whole = not (is_cut or config.sharding.fsdp or config.deepspeed.deepspeed)
+    if is_whole and config.parallel.together == 1 and train.on_oom == "fail" and pictures > 1 and phase != "optimizer":
         yield "--on_oom ladder, which cuts batches in parts as far as needed, with the same result"
     if not train.gradient_checkpointing:
         yield "--gradient_checkpointing, which computes activations twice"

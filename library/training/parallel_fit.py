@@ -1,6 +1,10 @@
 """Whether a model can be taken apart as it was asked, known before it is loaded."""
 
+import math
 from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
 
 from ..config import RunConfig
 from ..distributed.chain import Chain
@@ -20,10 +24,21 @@ def refuse_misfits(config: RunConfig, family: Family, model: Detected) -> None:
 
 
 def _misfits(config: RunConfig, family: Family, model: Detected) -> Iterator[str]:
-    stages, parts, title = config.parallel.pp_size, config.parallel.tp_size, family.facts.title
     denoiser = getattr(unloaded(model, (family.denoiser,)), family.denoiser)
     if config.parallel.device_map is not None:
         yield from unplaced(denoiser, config.parallel.device_map)
+    yield from _stages(config, family, denoiser)
+    if config.parallel.cp_size > 1 and not family.block_lists:
+        size, title = config.parallel.cp_size, family.facts.title
+        yield (f"--cp_size {size}: {title} has convolutions, which look at more than a part of a picture; use --tp_size"
+               f" {size}, or --fsdp")  # fmt: skip
+        return
+    yield from _heads(config, denoiser)
+
+
+def _stages(config: RunConfig, family: Family, denoiser: nn.Module) -> Iterator[str]:
+    """A pipeline needs blocks that follow each other, and enough of them."""
+    stages, title = config.parallel.pp_size, family.facts.title
     if stages > 1 and not family.block_lists:
         yield (f"--pp_size {stages}: the blocks of {title} do not simply follow each other, for the first hand on to"
                f" the last, too; use --tp_size {stages}, or --fsdp")  # fmt: skip
@@ -34,11 +49,17 @@ def _misfits(config: RunConfig, family: Family, model: Detected) -> Iterator[str
             why = f" with {each} stages each" if each > 1 else ""
             yield (f"--pp_size {stages}: {title} has {blocks} blocks, too few for {stages} devices{why}; use"
                    f" {max(1, blocks // each)}")  # fmt: skip
-    if parts == 1:
-        return
+
+
+def _heads(config: RunConfig, denoiser: Any) -> Iterator[str]:
+    """Whoever shares layers or tokens has some of the heads each in attention."""
+    asked = {name: size for name, size in config.parallel.sizes.items() if name != "pp_size" and size > 1}
+    parts = math.prod(asked.values())
     heads = {denoiser.get_submodule(name.rpartition(".")[0]).heads for name in tensor_cuts(denoiser)
              if name.endswith(".to_q")}  # fmt: skip
     if odd := sorted(number for number in heads if number % parts):
         fits = [size for size in range(2, parts + 8) if not any(number % size for number in heads)]
         instead = f"use {' or '.join(map(str, fits))}" if fits else "use --fsdp"
-        yield f"--tp_size {parts}: {odd[0]} heads of attention cannot be dealt out evenly; {instead}"
+        said = " ".join(f"--{name} {size}" for name, size in asked.items())
+        to, in_all = (f" to {parts}", " in all" if fits else "") if len(asked) > 1 else ("", "")
+        yield f"{said}: {odd[0]} heads of attention cannot be dealt out evenly{to}; {instead}{in_all}"

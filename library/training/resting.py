@@ -27,7 +27,7 @@ def is_wanted(config: RunConfig) -> bool:
 def rehearse_resting(config: RunConfig, strategy: DataParallel, family: Family, model: Detected) -> None:
     """Whether it can be done is known before anything is loaded."""
     wanted = config.train.blocks_to_swap
-    if is_wanted(config) and type(strategy) is not DataParallel:
+    if is_wanted(config) and not strategy.has_whole_model:
         name = "blocks_to_swap" if wanted else "base_storage"
         raise ConfigError([f"--{name}: this run spreads the frozen weights over processes, which are then not where"
                            " they could rest; take one of the two"])  # fmt: skip
