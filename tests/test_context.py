@@ -46,6 +46,7 @@ TRANSFORMERS = ("sd3", "flux", "z_image", "qwen_image")
 ])  # fmt: skip
 def test_a_picture_that_is_shared_teaches_what_a_whole_one_teaches(model, name, precision, flags, tmp_path):
     data, flags = dataset(tmp_path), ("--mixed_precision", precision, *flags)
+    (tmp_path / "pictures" / "03.txt").write_text("a picture " * 30)  # so long that others are padded, and masked
     one = trained(REFERENCE, model, data, tmp_path, *flags)
     assert difference(one, trained(name, model, data, tmp_path, *flags)) < BOUNDS[precision]
 
@@ -135,10 +136,10 @@ def test_it_is_known_whose_tokens_go_through_a_layer(model):
     denoiser = getattr(pipe, family.denoiser)
     known = layer_tokens(denoiser, family.block_lists, family.block_flow)
     first = Chain.of(denoiser, family.block_lists, family.block_flow).blocks[0]
-    lengths, seen = {}, {}
+    lengths, seen, given = {}, {}, {}
 
     def begin(block, args, named):
-        given = inspect.signature(block.forward).bind(*args, **named).arguments
+        given.update(inspect.signature(block.forward).bind(*args, **named).arguments)
         lengths.update({name: given[name].shape[1] for name in family.block_flow})
 
     first.register_forward_pre_hook(begin, with_kwargs=True)
@@ -149,6 +150,13 @@ def test_it_is_known_whose_tokens_go_through_a_layer(model):
         family.predict(pipe, denoiser, tiny.batch.latents, torch.full((2,), 500.0), tiny.batch)
 
     assert len(set(lengths.values())) == len(lengths) and len(seen) > 10
+    counts = {*lengths.values(), sum(lengths.values())}
+    for name, value in given.items():
+        values = [each for each in (value if isinstance(value, tuple) else (value,)) if isinstance(each, torch.Tensor)]
+        found = [(axis, size) for each in values for axis, size in enumerate(each.shape) if size in counts]
+        told = [(axis, sum(lengths[stream] for stream in streams)) for axis, streams in
+                family.block_tokens.get(name, ((1, (name,)),) if name in lengths else ())]  # fmt: skip
+        assert found == (told if values else []), name
     for name, shape in seen.items():
         if len(shape) == 3:
             assert shape[1] == sum(lengths[stream] for stream in known[name]), name

@@ -57,10 +57,10 @@ def test_a_model_that_is_taken_apart_learns_what_a_whole_one_learns(model, name,
 # all that belongs to a run
 
 
-@pytest.fixture(scope="module", params=[("--pp_size", "2", "--tp_size", "2"),
-                                        pytest.param(("--cp_size", "2"), marks=LONG)])  # fmt: skip
+@pytest.fixture(scope="module", params=[(4, "--pp_size", "2", "--tp_size", "2"),
+                                        pytest.param((2, "--cp_size", "2"), marks=LONG)])  # fmt: skip
 def both(request, tmp_path_factory) -> dict[str, Path]:
-    """The folders of two runs with everything on, by one process and by four."""
+    """The folders of two runs with everything on, by one process and by several."""
     folder = tmp_path_factory.mktemp("both")
     data = pictures(folder, {(96, 64): 7, (64, 96): 3})
     data.write_text(data.read_text().replace("[[datasets]]", "[[datasets]]\nvalidation_split = 0.5"))
@@ -71,30 +71,31 @@ def both(request, tmp_path_factory) -> dict[str, Path]:
              "0.9", "--sample_prompts", str(folder / "prompts.txt"), "--sample_at_first", "--sample_every_n_steps", "4",
              "--validate_every_n_steps", "2")  # fmt: skip
     on_ranks(1, train, *flags, "--output_dir", str(folder / "one"))
-    on_ranks(4, train, *flags, "--output_dir", str(folder / "four"), *request.param)
-    return {name: folder / name for name in ("one", "four")}
+    ranks, *spread = request.param
+    on_ranks(ranks, train, *flags, "--output_dir", str(folder / "several"), *spread)
+    return {name: folder / name for name in ("one", "several")}
 
 
 @pytest.mark.parametrize("name", ["lora", "lora-ema"])
 def test_prodigy_limited_norms_and_the_average_are_those_of_one_process(both, name):
-    one, four = (load_file(folder / f"{name}.safetensors") for folder in both.values())
-    assert difference(one, four) < 1e-3
+    one, several = (load_file(folder / f"{name}.safetensors") for folder in both.values())
+    assert difference(one, several) < 1e-3
 
 
 def test_what_is_measured_is_what_one_process_measures(both):
-    one, four = (measured(folder) for folder in both.values())
-    assert len(one) == len(four) == 3
-    for ours, theirs in zip(one, four, strict=True):
+    one, several = (measured(folder) for folder in both.values())
+    assert len(one) == len(several) == 3
+    for ours, theirs in zip(one, several, strict=True):
         assert theirs == pytest.approx(ours, rel=1e-4)
 
 
 def test_losses_by_kind_are_those_of_one_process(both):
     """Of pictures of several sizes in one step, too, which a pipeline takes in another order."""
-    one, four = ([json.loads(line) for line in (folder / "lora.metrics.jsonl").read_text().splitlines()]
+    one, several = ([json.loads(line) for line in (folder / "lora.metrics.jsonl").read_text().splitlines()]
                  for folder in both.values())  # fmt: skip
     told = [{name: value for name, value in line.items() if name.startswith("loss/")} for line in one]
-    assert len(one) == len(four) and sum(map(len, told)) > 20
-    for ours, theirs in zip(told, four, strict=True):
+    assert len(one) == len(several) and sum(map(len, told)) > 20
+    for ours, theirs in zip(told, several, strict=True):
         assert {name: theirs[name] for name in ours} == pytest.approx(ours, rel=1e-4)
 
 
@@ -175,6 +176,11 @@ def test_one_process_looks_back_at_a_step_of_several(tmp_path):
 
 
 @pytest.mark.parametrize(("model", "flags", "said"), [
+    ("sdxl", ("--cp_size", "2"), "has convolutions, which look at more than a part of a picture; use --tp_size 2, or"
+     " --fsdp"),
+    ("flux", ("--cp_size", "2", "--tp_size", "2"), "--tp_size 2 --cp_size 2: 2 heads of attention cannot be dealt out"
+     " evenly to 4; use 2 in all"),
+    ("z_image", ("--cp_size", "3"), "--cp_size 3: 2 heads of attention cannot be dealt out evenly; use 2"),
     ("sd3", ("--pp_size", "3"), "has 2 blocks, too few for 3 devices; use 2"),
     ("flux", ("--pp_size", "4", "--pp_schedule", "interleaved"), "with 2 stages each; use 2"),
     ("flux", ("--tp_size", "3"), "--tp_size 3: 2 heads of attention cannot be dealt out evenly; use 2"),

@@ -22,7 +22,8 @@ def parallel_conflicts(config: RunConfig, given: frozenset[str]) -> Iterator[tup
             yield ("attn_mode", "cp_size"), "only torch's own attention can be shared; use sdpa or cudnn"
         if compiling.torch_compile and compiling.dynamo_fullgraph:
             yield ("dynamo_fullgraph", "cp_size"), "each attention is an exchange, which is not compiled; take it out"
-    yield from _one_process(config)
+    if parallel.device_map is not None:
+        yield from ((("device_map", name), "not together") for name in _beside(config))
     if parallel.together == 1:
         return
     name = next(name for name, size in parallel.sizes.items() if size > 1)
@@ -34,11 +35,9 @@ def parallel_conflicts(config: RunConfig, given: frozenset[str]) -> Iterator[tup
         yield ("deepspeed", name), f"not together; use fsdp with {instead}"
 
 
-def _one_process(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str]]:
-    """What several devices of one process are not made for."""
-    if config.parallel.device_map is None:
-        return
-    others = {
+def _beside(config: RunConfig) -> Iterator[str]:
+    """What else is asked for that needs the model in other places than a device map puts it."""
+    asked: dict[str, object] = {
         **{name: size > 1 for name, size in config.parallel.sizes.items()},
         "fsdp": config.sharding.fsdp,
         "deepspeed": config.deepspeed.deepspeed,
@@ -46,4 +45,4 @@ def _one_process(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str]]:
         "blocks_to_swap": config.train.blocks_to_swap,
         "base_storage": config.model.base_storage != "float",
     }
-    yield from ((("device_map", name), "not together") for name, is_on in others.items() if is_on)
+    return (name for name, is_on in asked.items() if is_on)

@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 class Mapped(DataParallel):
     """Everything but the denoiser is on the first device, and adapters are where their layers are."""
 
+    has_whole_model = False
+
     def __init__(self, accelerator: Accelerator, wanted: DeviceMap):
         super().__init__(accelerator)
         self.wanted = wanted
