@@ -17,6 +17,7 @@ from torch import nn
 
 from ..errors import ConfigError, UserError
 from .processes import Process
+from .zero_swapper import swapper_of
 
 logger = logging.getLogger(__name__)
 
@@ -56,12 +57,10 @@ class ModelFiles:
         _refuse(self._gather, [*_misfits(known.zero_config.offload_param, parts, learnt, dtype),
                                *_room(self.folder, sum(parts) * dtype.itemsize * sharing)])  # fmt: skip
 
-        from .zero_swapper import Swapper
-
         in_memory = {name: value for name, value in offload.items() if name != "nvme_path"} | {"device": "cpu"}
         without = {**config, "zero_optimization": {**config["zero_optimization"], "offload_param": in_memory}}
         zero.Init(module=nn.ParameterList(kept), config_dict_or_path=without, dtype=torch.float32)
-        swapper = Swapper(known, dtype)
+        swapper = swapper_of(known, dtype)
         zero.Init(module=model, config_dict_or_path=config, dtype=dtype, param_swapper=swapper)
         self._must_be_whole(swapper)
 
