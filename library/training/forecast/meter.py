@@ -1,0 +1,47 @@
+"""Bytes that are alive at once while a program runs, and what it computes; no allocator is asked.
+
+It works on real tensors, and on those of torch's device ``meta``, which have sizes and no numbers.
+"""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+
+class Meter(TorchDispatchMode):
+    """Counts memory that tensors of one device get while it is on, each piece of it until the last tensor is gone."""
+
+    def __init__(self, device: torch.device, known: Iterable[Tensor] = ()):
+        """``known`` were there before, and do not count."""
+        super().__init__()
+        self.device, self.alive, self.peak, self.flops = device.type, 0, 0, 0
+        self._met: dict[int, Any] = {tensor.untyped_storage()._cdata: tensor for tensor in known}
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        named = named or {}
+        made = function(*arguments, **named)
+        for item in tree_leaves(made):
+            if isinstance(item, Tensor) and item.device.type == self.device:
+                self._meet(item.untyped_storage())
+        counted = flop_registry.get(function.overloadpacket)
+        if counted is not None:
+            self.flops += int(counted(*arguments, **named, out_val=made))
+        return made
+
+    def _meet(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._met:
+            return
+        self._met[key] = weakref.ref(storage, lambda _: self._forget(key, size))
+        self.alive += size
+        self.peak = max(self.peak, self.alive)
+
+    def _forget(self, key: int, size: int) -> None:
+        del self._met[key]
+        self.alive -= size
