@@ -29,7 +29,7 @@ from ..starting import read_starts
 from ..task import Task
 from ..trained import put_adapters, trained_text_parts
 from .meter import Meter
-from .pretence import Pretence
+from .pretence import Pretence, backward
 
 META = torch.device("meta")
 
@@ -122,7 +122,7 @@ class Weightless:
         with self._metered() as meter:
             loss = self.task(self.batch, 0).sum()
             kept = meter.alive
-            torch.autograd.backward(loss)  # a method of the tensor would switch the pretence off
+            backward((loss,))
         return Footprint(kept, meter.peak, meter.flops)
 
     def _one_stage(
@@ -138,7 +138,7 @@ class Weightless:
                 said = tuple(each for each in departed.flow if each.requires_grad)
                 leaves = tuple(each.detach() for each in departed.flow)
             kept = meter.alive
-            torch.autograd.backward(said, [torch.empty_like(each) for each in said])
+            backward(said)
         flow = sum(each.nbytes for each in leaves or ())
         return Footprint(kept, meter.peak, meter.flops, flow), leaves
 
