@@ -37,7 +37,7 @@ class Grouped(DataParallel):
         self.frozen_home = torch.device("cpu")  # no device ever holds the whole model
         self.mesh: DeviceMesh = init_device_mesh(self.device.type, (layout.data, layout.stages, layout.parts),
                                                  mesh_dim_names=("data", "stage", "part"))  # fmt: skip
-        self.cutting = TensorCut(self.mesh.get_group("part")) if layout.parts > 1 else None
+        self.cutting = TensorCut.among(self.mesh.get_group("part")) if layout.parts > 1 else None
 
     def wrap(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, denoiser: nn.Module | None = None,
