@@ -71,6 +71,11 @@ def _of_stage(way: Way, cut: Cut, stage: Stage, remembered: int, shapes: float) 
     return Need(weights, learnt, gradients, optimizer, average, activations, fetched, exchange, reserve)
 
 
+def frozen_of(cut: Cut) -> int:
+    """All weights that could be spread."""
+    return sum(each.nbytes for each in _frozen_tensors(cut.run.trained.parameters()))
+
+
 def _frozen(way: Way, cut: Cut, stage: Stage) -> tuple[int, int]:
     """What rests on the device, and what comes for a while."""
     whole = frozen_bytes(cut.run, stage.elsewhere)
@@ -89,8 +94,12 @@ def _spread(way: Way, cut: Cut, whole: int) -> tuple[int, int]:
     parts = sum(-(-each.shape[0] // sharding.parts) * (each.nbytes // each.shape[0]) for each in tensors)
     fetched = 0
     for part in cut.run.trained.children():
-        blocks = [sum(each.nbytes for each in _frozen_tensors(block.parameters()))
-                  for block in blocks_of(part, sharding.blocks)]  # fmt: skip
+        met: set[Tensor] = set()
+        blocks = []
+        for block in blocks_of(part, sharding.blocks):  # inner ones first, which an outer one leaves alone
+            own = set(_frozen_tensors(block.parameters())) - met
+            met |= own
+            blocks.append(sum(each.nbytes for each in own))
         outside = sum(each.nbytes for each in _frozen_tensors(part.parameters())) - sum(blocks)
         fetched += outside + (sum(blocks) if not sharding.reshards else 2 * max(blocks, default=0))
     rest = whole - sum(each.nbytes for each in tensors)

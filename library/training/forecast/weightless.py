@@ -67,8 +67,10 @@ class Weightless:
         self.trained, self.adapter = put_adapters(config, self.family, self.pipe, sizes)
         if config.distributed.full_bf16:
             in_dtype(self.trained, torch.bfloat16)
+        self.swapped = 0
+        """Bytes of frozen weights that rest in host memory."""
         if is_wanted(config):
-            let_weights_rest(config, self.denoiser, META)
+            self.swapped = let_weights_rest(config, self.denoiser, META)
             self._cast_for_resting()
         self.task = Task(self.family, self.pipe, self.trained, objective_of(config, self.family, self.pipe),
                          config.train.seed, META, trains_texts=config.adapter.trains_texts)  # fmt: skip
@@ -125,9 +127,7 @@ class Weightless:
             backward((loss,))
         return Footprint(kept, meter.peak, meter.flops)
 
-    def _one_stage(
-        self, passage: Passage, first: int, end: int, shapes: Flow | None
-    ) -> tuple[Footprint, Flow | None]:
+    def _one_stage(self, passage: Passage, first: int, end: int, shapes: Flow | None) -> tuple[Footprint, Flow | None]:
         with self._metered() as meter:
             arrived = None if shapes is None else tuple(torch.empty_like(each).requires_grad_() for each in shapes)
             passage.only(first, end, arrived)
