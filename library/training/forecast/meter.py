@@ -14,12 +14,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 
-class Meter(TorchDispatchMode):
+class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts memory that tensors of one device get while it is on, each piece of it until the last tensor is gone."""
 
     def __init__(self, device: torch.device, known: Iterable[Tensor] = ()):
         """``known`` were there before, and do not count."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.device, self.alive, self.peak, self.flops = device.type, 0, 0, 0
         self._met: dict[int, Any] = {tensor.untyped_storage()._cdata: tensor for tensor in known}
 

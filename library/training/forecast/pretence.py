@@ -49,7 +49,7 @@ class Pretence(TorchFunctionMode):
 
 def backward(said: Sequence[Tensor]) -> None:
     """Backward from all of them; torch's own function for it would switch a pretence off as long as it lasts."""
-    engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+    engine: Any = torch.autograd.Variable._execution_engine
     engine.run_backward(tuple(said), tuple(map(torch.empty_like, said)), False, False, (), allow_unreachable=True,
                         accumulate_grad=True)  # fmt: skip
 

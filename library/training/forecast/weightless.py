@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...adapters import lora
 from ...adapters.switching import in_dtype
 from ...config import RunConfig
 from ...data.batch import Cond, Moments, PixelBatch
@@ -115,7 +115,7 @@ class Weightless:
             self.denoiser.gradient_checkpointing = False
             passage.checkpoint = self.denoiser._gradient_checkpointing_func
         found, arrived = [], None
-        for first, end in zip(ends, ends[1:], strict=False):
+        for first, end in pairwise(ends):
             footprint, arrived = self._one_stage(passage, first, end, arrived)
             found.append(footprint)
         return found
