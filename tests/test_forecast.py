@@ -67,18 +67,15 @@ def held(folder: Path, *words: str) -> dict[str, int]:
                 model, learnt = run.strategy.unwrapped(run.adapter), run.parameters
                 frozen = [each for each in model.parameters() if not each.requires_grad]
                 frozen += [each.ds_tensor for each in frozen if hasattr(each, "ds_tensor")]
-                zero = getattr(run.optimizer, "_zero", None)
-                inner = run.optimizer if zero is None else zero.optimizer
-                gradients = [each.grad for each in learnt]
-                masters = []
-                if zero is not None:
-                    gradients = [each for group in zero.averaged_gradients.values() for each in group]
-                    masters = [each for group in inner.param_groups for each in group["params"]]
-                state = [
-                    each for own in inner.state.values() for each in own.values() if isinstance(each, torch.Tensor)
-                ]
-                found.update(weights=size([*frozen, *model.buffers()]), adapters=size(learnt),
-                             gradients=size(gradients), optimizer=size([*state, *masters]))  # fmt: skip
+                inner, gradients, masters = run.optimizer, size(each.grad for each in learnt), []
+                if (zero := getattr(run.optimizer, "_zero", None)) is not None:
+                    flat = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups")
+                    inner, masters = zero.optimizer, next(getattr(zero, name) for name in flat if hasattr(zero, name))
+                    # of one tensor, a part of which belongs to another process, the whole may stay
+                    gradients = sum(each.nbytes for group in zero.averaged_gradients.values() for each in group)
+                state = [each for own in inner.state.values() for each in own.values() if torch.is_tensor(each)]
+                found.update(weights=size([*frozen, *model.buffers()]), adapters=size(learnt), gradients=gradients,
+                             optimizer=size([*state, *masters]))  # fmt: skip
             return own(parameters, longest)
 
         run.strategy.clip = counted
@@ -134,14 +131,14 @@ def test_what_an_optimizer_remembers_is_what_it_remembers_of_all_tensors(name, a
 
 
 @pytest.mark.parametrize("words", [
-    ("random:sd1:tiny", "--train_batch_size", "2"),
+    pytest.param(("random:sd1:tiny", "--train_batch_size", "2"), marks=pytest.mark.long),
     ("random:sd1:tiny", "--train_batch_size", "2", "--gradient_checkpointing"),
     ("random:flux:tiny", "--base_storage", "nf4", "--blocks_to_swap", "1"),
     pytest.param(("random:sd3:tiny", "--gradient_checkpointing", "--gradient_checkpointing_every", "2"),
                  marks=pytest.mark.long),
     pytest.param(("random:sdxl:tiny",), marks=pytest.mark.long),
     pytest.param(("random:z_image:tiny",), marks=pytest.mark.long),
-], ids=lambda words: " ".join(words))  # fmt: skip
+], ids=" ".join)  # fmt: skip
 def test_a_step_takes_what_was_foretold(words, tmp_path):
     words = ("--pretrained_model_name_or_path", *words, "--resolution", "128")
     (counted,) = on_ranks(1, peak_of_step, tmp_path, *words)
@@ -183,10 +180,11 @@ def test_so_many_micro_batches_wait_in_each_stage(schedule, expected):
     assert [waiting(schedule, 4, stage, 8) for stage in range(4)] == expected
 
 
+@pytest.mark.long
 def test_half_precision_keeps_less_and_swapped_or_packed_weights_are_not_on_the_device():
-    found = {words: rows_of(1, "--pretrained_model_name_or_path", "random:flux:tiny", *words, heaviest=SMALL)[0].need
-             for words in ((), ("--mixed_precision", "bf16"), ("--base_storage", "nf4"), ("--blocks_to_swap", "2"))}  # fmt: skip
-    plain, half, packed, swapped = found.values()
+    flux = ("--pretrained_model_name_or_path", "random:flux:tiny")
+    plain, half, packed, swapped = (rows_of(1, *flux, *words)[0].need for words in (
+        (), ("--mixed_precision", "bf16"), ("--base_storage", "nf4"), ("--blocks_to_swap", "2")))  # fmt: skip
 
     assert half.weights == plain.weights / 2 and half.activations < plain.activations
     assert packed.weights < plain.weights and swapped.weights < plain.weights
@@ -213,9 +211,11 @@ def test_ways_are_those_that_training_would_take():
     assert names(2, *sd3, "--fsdp") == {"FSDP 2", "FSDP 2 from host memory"}
     assert names(2, *sd3, "--base_storage", "int8") == {"DDP 2"}
     assert names(2, *sd3, "--optimizer_type", "Adafactor") == {*everywhere, "pipeline 2", "tensor 2"}
-    assert names(2, *sd3, "--network_args", "algo=loha") == {*everywhere, *zero, "pipeline 2"}
+    loha = ("--network_module", "lycoris.kohya", "--network_args", "algo=loha")
+    assert names(2, *sd3, *loha) == {*everywhere, *zero, "pipeline 2"}
     assert "pipeline 2" not in names(2, "--pretrained_model_name_or_path", "random:sd1:tiny")
-    assert {"DDP 2 x tensor 2", "FSDP 2 x tensor 2", "pipeline 2 x tensor 2", "DDP 2 x pipeline 2", "HSDP 2 x 2"} < names(4, *sd3)  # fmt: skip
+    together = {"DDP 2 x tensor 2", "FSDP 2 x tensor 2", "pipeline 2 x tensor 2", "DDP 2 x pipeline 2", "HSDP 2 x 2"}
+    assert together < names(4, *sd3)
 
 
 def test_where_nothing_fits_switches_are_named_until_it_does():
@@ -227,14 +227,20 @@ def test_where_nothing_fits_switches_are_named_until_it_does():
 
     assert out is not None and out.row.need.total <= tight.memory
     assert set(out.words.split()) <= {"--mixed_precision", "bf16", "--gradient_checkpointing"}
+
+
+@pytest.mark.long
+def test_where_no_switch_is_enough_all_are_named_with_what_still_lacks():
+    config, given = settings(("--pretrained_model_name_or_path", "random:flux:tiny", "--resolution", "128"), Arguments)
+    model, load = detect(config.model), Load(Heaviest((512, 512), ("a picture",)), 1.0)
     hopeless = way_out(config, given, model, load, devices(1, memory=2**20))
     assert hopeless is not None and hopeless.row.need.total > 2**20
     assert "--base_storage nf4" in hopeless.words and "int8" not in hopeless.words
 
 
-def test_batches_of_a_run_know_their_heaviest(tmp_path):
-    weightless = Weightless(load_options(["--pretrained_model_name_or_path", "random:z_image:tiny"]).config,
-                            detect("random:z_image:tiny"), Heaviest((64, 96), ("short", "a much longer caption")))  # fmt: skip
+def test_a_batch_without_numbers_has_the_sizes_of_pictures_and_captions():
+    config = load_options(["--pretrained_model_name_or_path", "random:z_image:tiny"]).config
+    weightless = Weightless(config, detect(config.model), Heaviest((64, 96), ("short", "a much longer caption")))
     assert weightless.batch.moments.both.shape[-2:] == (12, 8)
     short, long = weightless.batch.cond["embeds"]
     assert len(short) < len(long)

@@ -100,7 +100,8 @@ def _way(name: str, values: Values, config: RunConfig, given: frozenset[str], pr
     world = World.imagined(processes)
     asked, (zero, problems) = asked_for(own, world), zero_settings(own, world)
     written = {option for option, value in values.items() if value != 1 or option not in ("pp_size", "tp_size")}
-    found = [*asked.problems, *problems, *layout_problems(own, world), *conflicts(own, given | written)]
+    new = set(conflicts(own, given | written)) - set(conflicts(config, given))
+    found = [*asked.problems, *problems, *layout_problems(own, world), *new]
     is_plain = asked.sharding is None and zero is None and own.parallel.together == 1
     if found or (is_wanted(own) and not is_plain) or (zero is not None and _looks_at_whole_tensors(own)):
         return None

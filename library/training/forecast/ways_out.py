@@ -68,7 +68,7 @@ def _with(
 ) -> Row | None:
     """What needs least with these settings, of ways in which no layer and no chain of blocks is cut."""
     changed: RunConfig = build(RunConfig, {**flat(config), **values})
-    if [*conflicts(changed, given | set(values))]:
+    if set(conflicts(changed, given | set(values))) - set(conflicts(config, given)):
         return None
     heaviest = load.heaviest
     if "train_batch_size" in values:
