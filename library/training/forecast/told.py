@@ -41,7 +41,9 @@ def _lines(rows: Sequence[Row], out: WayOut | None, load: Load, devices: Devices
     if others:
         lacks = ", ".join(f"{row.way.name} by {(row.need.total - devices.memory) / GB:.1f}" for row in others)
         yield f"too large, by so many GB: {lacks}"
-    if out is not None:
+    if not fitting and out is None:
+        yield "nothing fits, and no switch would change that: such devices have no room for their own context"
+    elif out is not None:
         rest = out.row.need.total - devices.memory
         what = f"would need {out.row.need.total / GB:.1f} GB on each: {_parts(out.row.need)}"
         still = "" if rest <= 0 else f"; that is {rest / GB:.1f} GB too much still, so take larger or more devices"

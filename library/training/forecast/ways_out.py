@@ -24,9 +24,14 @@ class WayOut:
 
 
 def way_out(config: RunConfig, given: frozenset[str], model: Detected, load: Load, devices: Devices) -> WayOut | None:
-    """The first so many of the switches by which something fits, but for those that gain nothing; or else all."""
+    """The first so many of the switches by which something fits, but for those that gain nothing; or else all.
+
+    None where devices are too small for what no switch changes.
+    """
     said, together = list[str](), dict[str, Any]()
     found, best = None, _with({}, config, given, model, load, devices)
+    if best is not None and best.need.reserve + best.need.adapters > devices.memory:
+        return None
     for words, values in _switches(config, model, load):
         more = {**together, **values}
         row = _with(more, config, given, model, load, devices)
