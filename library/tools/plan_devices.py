@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from ..config import RunConfig
+from ..errors import ConfigError
 from ..optim import optimizers
 from ..training.forecast.forecast import Devices, Load, forecast
 from ..training.forecast.pace import Assumed
@@ -19,6 +20,8 @@ def with_devices(
 ) -> tuple[dict[str, Any], str]:
     """As plain data and as text; loads no weights."""
     assert options.gpu_memory is not None
+    if config.parallel.device_map is not None:
+        raise ConfigError(["--device_map: --gpu_memory looks at processes with a device each; take one of the two out"])
     optimizers.rehearse(config.optim)
     assumed = Assumed(options.gpu_tflops * 1e12, options.link_speed * 1e9)
     devices = Devices(options.world_size, options.gpu_memory.count, assumed)
