@@ -7,6 +7,7 @@ from typing import Any
 from ...config import RunConfig
 from ...config.checks import conflicts
 from ...config.options import build, flat
+from ...distributed.devices import HOST
 from ...distributed.layout import Layout, layout_of, layout_problems
 from ...distributed.sharding import Sharding, asked_for
 from ...distributed.world import World
@@ -19,7 +20,7 @@ from ..parallel_fit import misfits
 from ..resting import is_wanted
 
 Values = Mapping[str, Any]
-IN_HOST_MEMORY = {"offload_optimizer_device": "cpu"}  # as it is written on the command line
+IN_HOST_MEMORY = {"offload_optimizer_device": HOST.type}
 OPTIONS = ("pp_size", "tp_size", "fsdp", "fsdp_offload_params", "dp_replicate_size", "deepspeed", "zero_stage",
            "offload_optimizer_device", "offload_param_device")  # fmt: skip
 """By these ways differ; where somebody wrote one of them down, only ways that agree with it are looked at."""
@@ -62,6 +63,7 @@ def ways(config: RunConfig, given: frozenset[str], processes: int, model: Detect
 
 
 def _thinkable(processes: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Names and options; one more kind of cut is one more factor of ``together``."""
     for together in _divisors(processes):
         for parts in _divisors(together):
             stages, groups = together // parts, processes // together
@@ -90,7 +92,7 @@ def _divided(processes: int) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"ZeRO {stage}, {processes}", own
         yield f"ZeRO {stage}, {processes}, optimizer in host memory", {**own, **IN_HOST_MEMORY}
     yield (f"ZeRO 3, {processes}, all in host memory",
-           {**base, "zero_stage": 3, **IN_HOST_MEMORY, "offload_param_device": "cpu"})  # fmt: skip
+           {**base, "zero_stage": 3, **IN_HOST_MEMORY, "offload_param_device": HOST.type})  # fmt: skip
 
 
 def _way(name: str, values: Values, config: RunConfig, given: frozenset[str], processes: int) -> Way | None:
