@@ -93,7 +93,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long if name in ("DDP 2", "ZeRO 2, 2") else ())
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in ("FSDP 2", "pipeline 2") else pytest.mark.long)
                                   for name in WAYS])  # fmt: skip
 def test_real_processes_hold_what_was_foretold(name, tmp_path):
     if "ZeRO" in name:

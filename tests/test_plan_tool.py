@@ -291,7 +291,7 @@ def test_layouts_that_fit_are_listed_the_fastest_first_and_those_that_do_not_wit
     done = plan(*devices, "900MB")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert "2 devices of 0.878906 GB; the largest micro-batch is 2 pictures of 64x64" in lines
+    assert "2 devices of 0.8789 GB, mixed_precision no; the largest micro-batch is 2 pictures of 64x64" in lines
     assert lines[-2].startswith("too large, by so many GB: ") and "DDP 2 by 0.1" in lines[-2]
     assert lines[-1].startswith("nothing fits, and no switch would change that")
 

@@ -27,11 +27,11 @@ class Stage:
     waiting: int
     """So many chunks wait for their backward at once."""
 
-    @property
-    def activations(self) -> int:
-        """In the worst moment of a step."""
-        kept = sum(chunk.kept for chunk in self.chunks) * self.waiting // len(self.chunks)
-        return kept + max(chunk.peak - chunk.kept for chunk in self.chunks)
+    def activations(self, encoding: int) -> int:
+        """In the worst moment of a step, which may be while pictures are encoded for the next micro-batch."""
+        each = sum(chunk.kept for chunk in self.chunks) // len(self.chunks)
+        computing = max(chunk.peak - chunk.kept for chunk in self.chunks)
+        return max(self.waiting * each + computing, (self.waiting - 1) * each + encoding)
 
     @property
     def departing(self) -> int:

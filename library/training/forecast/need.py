@@ -53,7 +53,7 @@ def _of_stage(way: Way, cut: Cut, stage: Stage, remembered: int, shapes: float) 
     numbers = sum(each.numel() for each in run.learnt)
     weights, fetched = _frozen(way, cut, stage)
     gradients, optimizer = learnt, remembered
-    activations = max(stage.activations, run.encoding)
+    activations = stage.activations(run.encoding)
     buffers = way.config.train.gradient_accumulation_steps * (stage.arriving + stage.departing) * shapes
     exchange = int(buffers)
     if way.zero is not None:

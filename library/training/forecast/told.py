@@ -31,7 +31,9 @@ def _lines(rows: Sequence[Row], out: WayOut | None, load: Load, devices: Devices
     (width, height), count = load.heaviest.size, len(load.heaviest.captions)
     number = "1 device" if devices.count == 1 else f"{devices.count} devices"
     pictures = "1 picture" if count == 1 else f"{count} pictures"
-    yield f"{number} of {devices.memory / GB:g} GB; the largest micro-batch is {pictures} of {width}x{height}"
+    precision = rows[0].way.config.distributed.mixed_precision or "no" if rows else "no"
+    yield (f"{number} of {devices.memory / GB:.4g} GB, mixed_precision {precision}; the largest micro-batch is"
+           f" {pictures} of {width}x{height}")  # fmt: skip
     fitting = [row for row in rows if row.need.total <= devices.memory]
     if fitting:
         yield "what fits, the fastest first (GB on the device that needs most):"
