@@ -1,5 +1,6 @@
 """``plan --gpu_memory``: which ways of sharing a run fit on devices of a size, told and as data."""
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from ..config import RunConfig
@@ -26,7 +27,11 @@ def with_devices(
     assumed = Assumed(options.gpu_tflops * 1e12, options.link_speed * 1e9)
     devices = Devices(options.world_size, options.gpu_memory.count, assumed)
     load = Load.of(outlook.prepared, outlook.plan.batches, outlook.plan.steps)
-    rows = forecast(config, given, outlook.detected, load, devices)
-    fits = any(row.need.total <= devices.memory for row in rows)
-    out = None if fits else way_out(config, given, outlook.detected, load, devices)
+    logging.disable(logging.INFO)  # what a run tells of itself; many are assembled here
+    try:
+        rows = forecast(config, given, outlook.detected, load, devices)
+        fits = any(row.need.total <= devices.memory for row in rows)
+        out = None if fits else way_out(config, given, outlook.detected, load, devices)
+    finally:
+        logging.disable(logging.NOTSET)
     return recorded(rows, out, devices), told(rows, out, load, devices)
