@@ -19,7 +19,9 @@ from library.training.loop import train
 def peak_of_step(folder: Path, *words: str) -> int:
     """Bytes in the worst moment of forward and backward, beside the weights and gradients that are there already."""
     config, given = settings(words, Arguments)
-    with made_up_run(with_pictures(config, folder, 2), given, folder) as run:
+    learns = config.train.blocks_to_swap or config.train.gradient_checkpointing_budget
+    steps = 2 if learns else 1  # in the first, nobody knows yet which weight comes next, and what is expensive
+    with made_up_run(with_pictures(config, folder, steps), given, folder) as run:
         own, found = run.strategy.gradients, []
 
         def watched(*arguments):

@@ -136,6 +136,8 @@ def test_what_an_optimizer_remembers_is_what_it_remembers_of_all_tensors(name, a
     ("random:flux:tiny", "--base_storage", "nf4", "--blocks_to_swap", "1"),
     pytest.param(("random:sd3:tiny", "--gradient_checkpointing", "--gradient_checkpointing_every", "2"),
                  marks=pytest.mark.long),
+    pytest.param(("random:flux:tiny", "--gradient_checkpointing", "--gradient_checkpointing_budget", "0.5"),
+                 marks=pytest.mark.long),
     pytest.param(("random:sdxl:tiny",), marks=pytest.mark.long),
     pytest.param(("random:z_image:tiny",), marks=pytest.mark.long),
 ], ids=" ".join)  # fmt: skip

@@ -13,6 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+ATTENTION: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+"""Fused attention that tensors without numbers have, too; it keeps what other devices' fused attention keeps."""
+
 
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts memory that tensors of one device get while it is on, each piece of it until the last tensor is gone."""
@@ -29,9 +33,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for item in tree_leaves(made):
             if isinstance(item, Tensor) and item.device.type == self.device:
                 self._meet(item.untyped_storage())
-        counted = flop_registry.get(function.overloadpacket)
-        if counted is not None:
-            self.flops += int(counted(*arguments, **named, out_val=made))
+        self.flops += _flops(function.overloadpacket, arguments, named, made)
         return made
 
     def _meet(self, storage: torch.UntypedStorage) -> None:
@@ -45,3 +47,12 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _forget(self, key: int, size: int) -> None:
         del self._met[key]
         self.alive -= size
+
+
+def _flops(operation: Any, arguments: Any, named: Any, made: Any) -> int:
+    """By torch's table, in which this attention is missing: two products of matrices, and five to go back."""
+    if operation in (ATTENTION, BACKWARD):
+        query, key, _ = arguments[:3] if operation is ATTENTION else arguments[1:4]
+        return int(2 * key.shape[-2] * query.numel() * (2 if operation is ATTENTION else 5))
+    counted = flop_registry.get(operation)
+    return 0 if counted is None else int(counted(*arguments, **named, out_val=made))

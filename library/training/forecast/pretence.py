@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from .meter import Meter
+from .meter import ATTENTION
 
 HALF = frozenset([
     F.linear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose2d, torch.matmul, Tensor.matmul, Tensor.__matmul__,
@@ -31,9 +31,9 @@ FULL = frozenset([
 class Pretence(TorchFunctionMode):
     """While it is on, with ``half`` as the precision of autocast, or none."""
 
-    def __init__(self, meter: Meter, half: torch.dtype | None, *, fused: bool = True):
+    def __init__(self, half: torch.dtype | None, *, fused: bool = True):
         super().__init__()
-        self._meter, self._half, self._fused = meter, half, fused
+        self._half, self._fused = half, fused
 
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
         named = named or {}
@@ -41,9 +41,9 @@ class Pretence(TorchFunctionMode):
             dtype = self._half if function in HALF else torch.float32
             arguments, named = tree_map(lambda item: _as(item, dtype), (tuple(arguments), named))
         if self._fused and function is F.scaled_dot_product_attention:
-            attend: Any = _Attention.apply
-            return attend(*arguments[:3], *(named[name] for name in ("query", "key", "value") if name in named),
-                          self._meter)  # fmt: skip
+            three = [*arguments[:3], *(named[name] for name in ("query", "key", "value") if name in named)]
+            if all(each.ndim == 4 and each.shape[-1] == three[0].shape[-1] for each in three):
+                return ATTENTION(*three)[0]
         return function(*arguments, **named)
 
 
@@ -59,22 +59,3 @@ def _as(item: Any, dtype: torch.dtype) -> Any:
     if isinstance(item, Tensor) and item.is_floating_point() and item.dtype not in (dtype, torch.float64):
         return item.to(dtype)
     return item
-
-
-class _Attention(torch.autograd.Function):
-    """Of fused attention what it takes, gives and keeps; there is nothing to compute."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, meter: Meter) -> Tensor:
-        said = torch.empty_like(query) if query.shape[-1] == value.shape[-1] else (
-            query.new_empty(*query.shape[:-1], value.shape[-1]))  # fmt: skip
-        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, said, sums)
-        ctx.meter, ctx.flops = meter, 2 * key.shape[-2] * (query.numel() + said.numel())
-        meter.flops += ctx.flops
-        return said
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.meter.flops += ctx.flops * 5 // 2  # five products of matrices in the place of two
-        return (*(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3]), None)

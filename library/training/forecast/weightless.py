@@ -105,8 +105,7 @@ class Weightless:
 
     def step(self) -> Footprint:
         """Forward and backward, by one device that has all blocks."""
-        found = [self._one_step() for _ in range(2 if self.config.train.blocks_to_swap else 1)]
-        return found[-1]  # swapped weights come ahead of time from the second step on
+        return [self._one_step() for _ in range(self._steps)][-1]
 
     def stages(self, ends: Sequence[int]) -> list[Footprint]:
         """The same of each stage of a pipeline; a stage has the blocks from one of ``ends`` to the next."""
@@ -116,9 +115,15 @@ class Weightless:
             passage.checkpoint = self.denoiser._gradient_checkpointing_func
         found, arrived = [], None
         for first, end in pairwise(ends):
-            footprint, arrived = self._one_stage(passage, first, end, arrived)
+            footprint, arrived = [self._one_stage(passage, first, end, arrived) for _ in range(self._steps)][-1]
             found.append(footprint)
         return found
+
+    @property
+    def _steps(self) -> int:
+        """From the second on, swapped weights come ahead of time, and expensive results are kept."""
+        train = self.config.train
+        return 2 if train.blocks_to_swap or train.gradient_checkpointing_budget else 1
 
     def _one_step(self) -> Footprint:
         with self._metered() as meter:
@@ -152,7 +157,7 @@ class Weightless:
             known.append(parameter.grad)
         known += [tensor for packed in resting(self.trained) for tensor in packed.tensors]
         meter = Meter(META, known)
-        with meter, Pretence(meter, self.half, fused=self.config.distributed.attn_mode != "math"):
+        with meter, Pretence(self.half, fused=self.config.distributed.attn_mode != "math"):
             yield meter
 
     def _batch(self, heaviest: Heaviest) -> PixelBatch:
