@@ -5,8 +5,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ...config import RunConfig
-from ...data.batches import BatchPlan
 from ...data.prepare import Prepared
+from ...data.staged_plan import Plan
 from ...families.detect import Detected
 from .cut import Cut
 from .need import Need, need
@@ -54,7 +54,7 @@ class Load:
     """All buckets together, in largest ones."""
 
     @classmethod
-    def of(cls, prepared: Prepared, plan: BatchPlan, steps: int) -> "Load":
+    def of(cls, prepared: Prepared, plan: Plan, steps: int) -> "Load":
         """Of the largest bucket, and the longest captions of all."""
         loads = {(bucket.size, bucket.batch_size): bucket.batch_size * bucket.size[0] * bucket.size[1]
                  for bucket in plan.buckets if len(bucket.samples)}  # fmt: skip
