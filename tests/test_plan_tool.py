@@ -276,3 +276,29 @@ def test_messages_go_beside_what_was_asked_for(pictures, tmp_path):
     assert f"{tmp_path}/a/.cache-lorikeet/scan/pictures.json cannot be used" in done.stderr
     assert len(json.loads(done.stdout)["datasets"]) == 2
     assert plan(*pictures, "--json").stderr == ""
+
+
+def test_layouts_that_fit_are_listed_the_fastest_first_and_those_that_do_not_with_what_they_lack(pictures):
+    devices = [*pictures, "--world_size", "2", "--gpu_memory"]
+    said = as_json(*devices, "24GB")
+    assert said["gpu_memory"] == 24 * 2**30 and "way_out" not in said
+    assert {layout["way"]: layout["options"] for layout in said["layouts"]}["FSDP 2"] == "--fsdp"
+    speeds = [layout["relative_speed"] for layout in said["layouts"]]
+    assert speeds == sorted(speeds, reverse=True) and speeds[0] == 1
+    for layout in said["layouts"]:
+        assert layout["fits"] and layout["bytes"].pop("total") == sum(layout["bytes"].values())
+
+    done = plan(*devices, "900MB")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert "2 devices of 0.8789 GB, mixed_precision no; the largest micro-batch is 2 pictures of 64x64" in lines
+    assert lines[-2].startswith("too large, by so many GB: ") and "DDP 2 by 0.1" in lines[-2]
+    assert lines[-1].startswith("nothing fits, and no switch would change that")
+
+
+def test_sizes_and_speeds_of_devices_are_read_and_belong_together(pictures):
+    done = plan(*pictures, "--gpu_memory", "lots", "--link_speed", "0")
+    assert "--gpu_memory: expected the size of a device's memory, such as 24GB or 512MB" in done.stderr
+    assert "--link_speed: 0.0 is too small" in done.stderr
+    done = plan(*pictures, "--link_speed", "50")
+    assert done.returncode == 2 and "--link_speed: is about devices; say how large they are with" in done.stderr

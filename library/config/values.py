@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -123,3 +124,23 @@ class Steps:
 
     def __str__(self) -> str:
         return f"{self.first}:{self.last}"
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Memory of a device: ``24GB``, ``24GiB`` and ``24`` are the same, as makers of GPUs count."""
+
+    count: int
+
+    syntax: ClassVar[str] = "SIZE, such as 24GB"
+
+    @classmethod
+    def parse(cls, value: Any) -> "Bytes":
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([gGmM]?)[iI]?[bB]?\s*", str(value))
+        number = float(found[1]) * 2 ** (20 if found[2] in ("m", "M") else 30) if found else 0
+        if isinstance(value, bool) or number < 1:
+            raise ValueError("expected the size of a device's memory, such as 24GB or 512MB")
+        return cls(int(number))
+
+    def __str__(self) -> str:
+        return f"{self.count / 2**30:g}GB"

@@ -67,7 +67,8 @@ class _Multiplied(torch.autograd.Function):
     def forward(ctx: Any, given: Tensor, layer: Any) -> Tensor:
         ctx.layer, ctx.shape, ctx.dtype = layer, given.shape, given.dtype
         kind = given.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else given.dtype
+        has_autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        dtype = torch.get_autocast_dtype(kind) if has_autocast else given.dtype
         bias = None if layer.bias is None else layer.bias.to(dtype)
         said: Tensor = layer.out(given.to(dtype), layer.fetch().numbers(dtype), bias)
         return said

@@ -40,7 +40,7 @@ class Grouped(DataParallel):
             self.frozen_home = torch.device("cpu")  # no device ever holds all of it
         sizes = {"data": layout.data, "stage": layout.stages, "context": layout.contexts, "part": layout.parts}
         self.mesh: DeviceMesh = init_device_mesh(self.device.type, (*sizes.values(),), mesh_dim_names=(*sizes,))
-        self.cutting = TensorCut(self.mesh.get_group("part")) if layout.parts > 1 else None
+        self.cutting = TensorCut.among(self.mesh.get_group("part")) if layout.parts > 1 else None
         self.dealing = (ContextCut(self.mesh.get_group("context"), compiles=self.compiles) if layout.contexts > 1
                         else None)  # fmt: skip
 

@@ -31,6 +31,8 @@ class HostCopy:
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in host memory, from which the device can fetch it by itself; on its way when this returns."""
+    if tensor.is_meta:  # which has no numbers: only of the right size, and it takes no room
+        return torch.empty(1, dtype=tensor.dtype).expand(tensor.shape)
     place = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
     return place.copy_(tensor.detach(), non_blocking=True)
 

@@ -5,8 +5,9 @@ the sum over processes is its output.  An adapter uses the same rows and columns
 finds as the gradient of an adapter in such a layer is a part of it, and the sum over processes is the whole.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,12 +22,17 @@ from .structure import Cuts
 class TensorCut:
     """This process's part of a model's layers."""
 
-    def __init__(self, group: dist.ProcessGroup):
-        self.group = group
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+    def __init__(self, rank: int, size: int, add: Callable[[Tensor], object]):
+        """``add`` puts the sum over all parts in the place of a tensor."""
+        self.rank, self.size, self.add = rank, size, add
         self.learnt: set[nn.Parameter] = set()
         """Of these a process finds a part of the gradient; of others it finds the whole."""
         self._is_alone = False
+
+    @classmethod
+    def among(cls, group: dist.ProcessGroup) -> "TensorCut":
+        """One part for each process of a group."""
+        return cls(dist.get_rank(group), dist.get_world_size(group), partial(dist.all_reduce, group=group))
 
     def cut(self, model: nn.Module, cuts: Cuts) -> None:
         """Leave this process's part of each layer in ``model``."""
@@ -92,13 +98,13 @@ class TensorCut:
         if self._is_alone:
             return given
         share: Any = _Shared.apply
-        return (share(given[0], self.group), *given[1:])
+        return (share(given[0], self.add), *given[1:])
 
     def _added(self, made: Tensor) -> Tensor:
         if self._is_alone:
             return made
         add: Any = _Added.apply
-        total: Tensor = add(made, self.group)
+        total: Tensor = add(made, self.add)
         return total
 
 
@@ -106,14 +112,14 @@ class _Shared(torch.autograd.Function):
     """The same on all processes, each of which does something of its own with it."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, tensor: Tensor, add: Any) -> Tensor:
+        ctx.add = add
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         total = gradients[0].clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
+        ctx.add(total)
         return total, None
 
 
@@ -121,9 +127,9 @@ class _Added(torch.autograd.Function):
     """The sum of what the processes made, with which all of them do the same."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, add: Any) -> Tensor:
         total = tensor.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
+        add(total)
         return total
 
     @staticmethod

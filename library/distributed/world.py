@@ -80,6 +80,12 @@ class World:
             launch=launch_of_this_process(),
         )
 
+    @classmethod
+    def imagined(cls, size: int) -> "World":
+        """So many processes on a machine with as many GPUs, whatever there is here."""
+        machine = Machine("cuda", size)
+        return cls(size=size, local_rank=0, local_size=size, device=machine.device, machine=machine)
+
     @property
     def machines(self) -> int:
         """How many machines take part, as far as the launcher tells."""

@@ -137,6 +137,11 @@ class Family(ABC):
         Gradients are not switched off here: text encoders may be trained.
         """
 
+    def outline_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        """Of ``encode_prompts`` only the sizes, by a pipeline without weights."""
+        with torch.no_grad():
+            return self.encode_prompts(pipe, prompts)
+
     def too_long(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
         """Those of the prompts whose ends ``encode_prompts`` leaves out."""
         return []

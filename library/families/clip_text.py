@@ -46,6 +46,15 @@ def too_long(tokenizer: Any, prompts: Sequence[str], length: int) -> list[str]:
     return [prompt for prompt, each in zip(prompts, words, strict=True) if len(each) > length]
 
 
+def sized(tokenizer: Any, prompts: Sequence[str], width: int, most: int, before: int = 0) -> list[Tensor]:
+    """Of texts that differ in length what an encoder says of each, without numbers: (tokens, width).
+
+    It reads ``most`` tokens behind the ``before`` of which it says nothing.
+    """
+    words = tokenizer(list(prompts), truncation=False, verbose=False).input_ids
+    return [torch.empty(max(1, min(len(each) - before, most)), width, device="meta") for each in words]
+
+
 def joined(states: Tensor, pieces: int) -> Tensor:
     """What was read of each piece (B x pieces, 77, width), as one text (B, 75 x pieces + 2, width).
 

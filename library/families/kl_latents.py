@@ -1,5 +1,6 @@
 """Pictures to latents and back, by the VAEs of Stable Diffusion and FLUX, always in float32."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -8,9 +9,12 @@ from torch import Tensor
 from ..data.batch import Moments
 
 
-def full_precision(vae: Any) -> torch.autocast:
+def full_precision(vae: Any) -> AbstractContextManager[Any]:
     """A context in which autocast, if it is on, leaves the VAE alone."""
-    return torch.autocast(vae.device.type, enabled=False)
+    kind = vae.device.type
+    if not torch.amp.is_autocast_available(kind):  # the meta device
+        return nullcontext()
+    return torch.autocast(kind, enabled=False)
 
 
 @torch.no_grad()

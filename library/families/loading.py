@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from ..errors import ConfigError
 from .detect import Detected, detect, reader_of
+from .empty import empty
 from .folder import load_from_folder
 from .random_model import random_part
 from .reading import Json, Reader, needed
@@ -52,6 +53,26 @@ def load(
         settings = {**needed(read, "scheduler/scheduler_config.json"), **model.scheduler}
         loaded["scheduler"] = class_of(*index["scheduler"]).from_config(settings)
     return _joined(into, _pipeline(family.facts.pipeline, index, loaded), None)
+
+
+def load_without_weights(family: "Family", model: Detected, dtype: torch.dtype) -> Any:
+    """The whole pipeline as ``load`` makes it, on the meta device: all sizes are right, and there are no numbers."""
+    read = reader_of(model)
+    index = needed(read, "model_index.json")
+    loaded = {}
+    for part in family.parts:
+        cls = class_of(*index[part])
+        with _told(model, part), _without_bars():
+            if part.startswith("tokenizer"):
+                loaded[part] = _part(family, model, read, cls, part, dtype, None)
+                continue
+            made = empty(cls, needed(read, f"{part}/config.json"))
+        for weight in made.parameters():
+            weight.data = weight.data.to(torch.float32 if part == "vae" else dtype)
+        loaded[part] = made.to("meta")
+    settings = {**needed(read, "scheduler/scheduler_config.json"), **model.scheduler}
+    loaded["scheduler"] = class_of(*index["scheduler"]).from_config(settings)
+    return _pipeline(family.facts.pipeline, index, loaded)
 
 
 def _part(

@@ -59,6 +59,11 @@ class QwenImage(Family):
         lengths = [embeds.shape[1]] * len(embeds) if mask is None else mask.sum(1).tolist()
         return {"embeds": [each[:length] for each, length in zip(embeds, lengths, strict=True)]}
 
+    def outline_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        said = [pipe.prompt_template_encode.format(prompt) for prompt in prompts]
+        width, before = pipe.transformer.config.joint_attention_dim, pipe.prompt_template_encode_start_idx
+        return {"embeds": clip_text.sized(pipe.tokenizer, said, width, LENGTH, before)}
+
     def too_long(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
         before, _, _ = pipe.prompt_template_encode.partition("{}")
         most = LENGTH + pipe.prompt_template_encode_start_idx

@@ -53,6 +53,12 @@ class ZImage(Family):
                                        max_sequence_length=LENGTH)  # fmt: skip
         return {"embeds": embeds}
 
+    def outline_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        messages = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        said = [pipe.tokenizer.apply_chat_template(each, tokenize=False, add_generation_prompt=True,
+                                                   enable_thinking=True) for each in messages]  # fmt: skip
+        return {"embeds": clip_text.sized(pipe.tokenizer, said, pipe.transformer.config.cap_feat_dim, LENGTH)}
+
     def too_long(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
         said = {}
         for prompt in prompts:

@@ -12,6 +12,7 @@ from ..config.kohya import VERDICTS
 from ..config.load import COMMAND_OPTIONS
 from ..config.options import opt, options_of
 from ..config.schema import DataConfig
+from ..config.values import Bytes
 from ..data.prepare import check, read
 from ..data.resolved import beyond, resolved
 from ..errors import ConfigError
@@ -30,6 +31,9 @@ class PlanOptions:
     resolve_only: bool = opt(False, "with json: the dataset file alone, in sd-scripts' names; looks at no folder")
     preview: str | None = opt(None, "draw the pictures as they will be trained into this file (.png, .jpg, .webp)")
     preview_limit: int = opt(12, "pictures of each bucket in the preview, those that lose most first", minimum=1)
+    gpu_memory: Bytes | None = opt(None, "which ways to share the run fit on devices of this size; takes a while")
+    gpu_tflops: float = opt(100.0, "gpu_memory: assumed for their speed, in TFLOP/s", minimum=0.001)
+    link_speed: float = opt(25.0, "gpu_memory: assumed between devices, and to the host, in GB/s", minimum=0.001)
 
 
 @dataclass(frozen=True)
@@ -63,9 +67,15 @@ def run(argv: Sequence[str]) -> tuple[str, int]:
     set_up(level=log.console_log_level, simple=True, quiet=log.quiet)  # on standard error, beside what is asked for
     outlook = look_ahead(training.config, max(1, options.world_size // training.config.parallel.together))
     said = outlook.prepared.preview(outlook.plan.batches, path, options.preview_limit) if path is not None else ""
+    if options.gpu_memory is not None:
+        from .plan_devices import with_devices
+
+        found, told = with_devices(training.config, frozenset(training.places), outlook, options)
+    else:
+        found, told = {}, ""
     if options.json:
-        return json.dumps(outlook.record(), indent=1), 0
-    return "\n".join(filter(None, [outlook.text(), said])), 0
+        return json.dumps({**outlook.record(), **found}, indent=1), 0
+    return "\n".join(filter(None, [outlook.text(), said, told])), 0
 
 
 def _resolved(data: DataConfig, problems: list[str]) -> str:
@@ -105,6 +115,11 @@ def _conflicts(options: PlanOptions, given: frozenset[str]) -> Iterator[str]:
         yield "--preview: needs the pictures, which --resolve_only does not look at; take one of the two out"
     if options.resolve_only and "world_size" in given:
         yield "--world_size: means nothing to --resolve_only, which plans nothing; take one of the two out"
+    if options.resolve_only and options.gpu_memory is not None:
+        yield "--gpu_memory: needs the pictures, which --resolve_only does not look at; take one of the two out"
+    for name in ("gpu_tflops", "link_speed"):
+        if name in given and options.gpu_memory is None:
+            yield f"--{name}: is about devices; say how large they are with --gpu_memory"
     if "preview_limit" in given and options.preview is None:
         yield "--preview_limit: there is no preview; name a file with --preview"
 

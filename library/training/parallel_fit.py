@@ -27,11 +27,12 @@ def chain_of(family: Family, denoiser: Any) -> Chain:
 def refuse_misfits(config: RunConfig, family: Family, model: Detected) -> None:
     """Raise with what does not fit, and what would."""
     wanted = config.parallel.together > 1 or config.parallel.device_map is not None
-    if wanted and (problems := [*_misfits(config, family, model)]):
+    if wanted and (problems := [*misfits(config, family, model)]):
         raise ConfigError(problems)
 
 
-def _misfits(config: RunConfig, family: Family, model: Detected) -> Iterator[str]:
+def misfits(config: RunConfig, family: Family, model: Detected) -> Iterator[str]:
+    """What does not fit, and what would."""
     denoiser = getattr(unloaded(model, (family.denoiser,)), family.denoiser)
     if config.parallel.device_map is not None:
         yield from unplaced(denoiser, config.parallel.device_map)

@@ -40,11 +40,14 @@ def rehearse_resting(config: RunConfig, strategy: DataParallel, family: Family, 
             raise ConfigError([f"--blocks_to_swap: {wanted}; this model has {there} blocks"])
 
 
-def let_weights_rest(config: RunConfig, denoiser: nn.Module, device: torch.device) -> None:
-    """Of blocks in fewer bits, and of some blocks in host memory; spread evenly, so that there is time between them."""
+def let_weights_rest(config: RunConfig, denoiser: nn.Module, device: torch.device) -> int:
+    """Of blocks in fewer bits, and of some blocks in host memory; spread evenly, so that there is time between them.
+
+    Returns how many bytes are in host memory now.
+    """
     kind, blocks = config.model.base_storage, blocks_of(denoiser)
     swap, swapped = Swap(device), set(spread(len(blocks), config.train.blocks_to_swap))
-    before = after = 0
+    before = after = away = 0
     for number, block in enumerate(blocks):
         for layer in block.modules():
             if not can_rest(layer) or (kind == "float" and number not in swapped):
@@ -54,8 +57,10 @@ def let_weights_rest(config: RunConfig, denoiser: nn.Module, device: torch.devic
             before += own.weight.nbytes
             let_rest(layer, swap.take(packed) if number in swapped else packed.itself)
             after += 0 if number in swapped else packed.nbytes
+            away += packed.nbytes if number in swapped else 0
     logger.info("frozen weights of %d blocks: %.2f GB of %.2f GB stay on the device, in %s; %d blocks rest in host"
                 " memory", len(blocks), after / 1e9, before / 1e9, kind, len(swapped))  # fmt: skip
+    return away
 
 
 def blocks_of(denoiser: Any) -> list[nn.Module]:

@@ -1,0 +1,37 @@
+"""``plan --gpu_memory``: which ways of sharing a run fit on devices of a size, told and as data."""
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from ..config import RunConfig
+from ..errors import ConfigError
+from ..optim import optimizers
+from ..training.forecast.forecast import Devices, Load, forecast
+from ..training.forecast.pace import Assumed
+from ..training.forecast.told import recorded, told
+from ..training.forecast.ways_out import way_out
+from ..training.outline import Outlook
+
+if TYPE_CHECKING:
+    from .plan import PlanOptions
+
+
+def with_devices(
+    config: RunConfig, given: frozenset[str], outlook: Outlook, options: "PlanOptions"
+) -> tuple[dict[str, Any], str]:
+    """As plain data and as text; loads no weights."""
+    assert options.gpu_memory is not None
+    if config.parallel.device_map is not None:
+        raise ConfigError(["--device_map: --gpu_memory looks at processes with a device each; take one of the two out"])
+    optimizers.rehearse(config.optim)
+    assumed = Assumed(options.gpu_tflops * 1e12, options.link_speed * 1e9)
+    devices = Devices(options.world_size, options.gpu_memory.count, assumed)
+    load = Load.of(outlook.prepared, outlook.plan.batches, outlook.plan.steps)
+    logging.disable(logging.INFO)  # what a run tells of itself; many are assembled here
+    try:
+        rows = forecast(config, given, outlook.detected, load, devices)
+        fits = any(row.need.total <= devices.memory for row in rows)
+        out = None if fits else way_out(config, given, outlook.detected, load, devices)
+    finally:
+        logging.disable(logging.NOTSET)
+    return recorded(rows, out, devices), told(rows, out, load, devices)

@@ -1,0 +1,63 @@
+"""What a real step takes, as torch's allocator tells it; for beside the forecast.
+
+``PYTHONPATH=. python tests/measured.py random:sd1 512 1 --option ...`` prints both.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from library.families.detect import detect
+from library.tools.bench_run import made_up_run, settings, with_pictures
+from library.tools.bench_step import Arguments
+from library.training.forecast.weightless import Heaviest, Weightless
+from library.training.loop import train
+
+
+def peak_of_step(folder: Path, *words: str) -> int:
+    """Bytes in the worst moment of forward and backward, beside the weights and gradients that are there already."""
+    config, given = settings(words, Arguments)
+    learns = config.train.blocks_to_swap or config.train.gradient_checkpointing_budget
+    steps = 2 if learns else 1  # in the first, nobody knows yet which weight comes next, and what is expensive
+    with made_up_run(with_pictures(config, folder, steps), given, folder) as run:
+        own, found = run.strategy.gradients, []
+
+        def watched(*arguments):
+            for parameter in run.parameters:
+                parameter.grad = torch.zeros_like(parameter)
+            with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+                said = own(*arguments)
+            found.append(peak(seen))
+            return said
+
+        run.strategy.gradients = watched
+        train(run)
+    return found[-1]
+
+
+def peak(seen: torch.profiler.profile) -> int:
+    """The highest sum of what was taken and given back."""
+    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
+
+
+def forecast_of(*words: str) -> int:
+    config, _ = settings(words, Arguments)
+    size = config.data.resolution
+    captions = ("a picture, number 1",) * config.data.train_batch_size
+    return Weightless(config, detect(config.model), Heaviest((size.width, size.height), captions)).step().peak
+
+
+if __name__ == "__main__":
+    model, size, batch, *more = sys.argv[1:]
+    words = ["--pretrained_model_name_or_path", model, "--resolution", size, "--train_batch_size", batch, *more]
+    with tempfile.TemporaryDirectory() as place:
+        forecast, counted = forecast_of(*words), peak_of_step(Path(place), *words)
+    sys.stdout.write(f"{' '.join(sys.argv[1:])}: forecast {forecast / 1e6:.1f} MB, allocated {counted / 1e6:.1f} MB,"
+                     f" {100 * (forecast / counted - 1):+.1f} %\n")  # fmt: skip

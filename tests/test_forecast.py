@@ -1,0 +1,248 @@
+"""What is foretold of a run's memory, beside what real processes hold and what torch's allocator counts."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from measured import forecast_of, peak_of_step
+from ranks import on_ranks
+from torch import nn
+
+from library.config import load_options
+from library.config.schema import OptimConfig
+from library.distributed.layout import Layout
+from library.families.detect import detect
+from library.optim.optimizers import Group
+from library.tools.bench_run import made_up_run, settings, with_pictures
+from library.tools.bench_step import Arguments
+from library.training.forecast.cut import Cut, waiting
+from library.training.forecast.forecast import Devices, Load, forecast
+from library.training.forecast.meter import Meter
+from library.training.forecast.pace import Assumed
+from library.training.forecast.remembered import remembered
+from library.training.forecast.ways import ways
+from library.training.forecast.ways_out import way_out
+from library.training.forecast.weightless import Heaviest, Weightless
+
+MODEL = ("--pretrained_model_name_or_path", "random:sd3:tiny", "--resolution", "64", "--gradient_accumulation_steps",
+         "2")  # fmt: skip
+SMALL = Heaviest((64, 64), ("a picture",))
+PARTS = ("weights", "adapters", "gradients", "optimizer")
+
+
+def devices(count: int, memory: int = 2**40) -> Devices:
+    return Devices(count, memory, Assumed(1e14, 25e9))
+
+
+def rows_of(count: int, *words: str, heaviest: Heaviest = SMALL):
+    config, given = settings(words, Arguments)
+    return forecast(config, given, detect(config.model), Load(heaviest, 1.0), devices(count))
+
+
+# weights, gradients and the optimizer
+
+
+def size(tensors) -> int:
+    """Of memory behind tensors, each piece once."""
+    local = [getattr(each, "_local_tensor", each) for each in tensors if each is not None]
+    return sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in local
+                if not each.is_meta}.values())  # fmt: skip
+
+
+def held(folder: Path, *words: str) -> dict[str, int]:
+    """Bytes on this process when the gradients of the second step are complete."""
+    from library.training.loop import train
+
+    folder = folder / os.environ.get("RANK", "0")
+    folder.mkdir()
+    config, given = settings(words, Arguments)
+    found: dict[str, int] = {}
+    with made_up_run(with_pictures(config, folder, 2), given, folder) as run:
+        own = run.strategy.clip
+
+        def counted(parameters, longest):
+            if run.state.step == 1:
+                model, learnt = run.strategy.unwrapped(run.adapter), run.parameters
+                frozen = [each for each in model.parameters() if not each.requires_grad]
+                frozen += [each.ds_tensor for each in frozen if hasattr(each, "ds_tensor")]
+                inner, gradients, masters = run.optimizer, size(each.grad for each in learnt), []
+                if (zero := getattr(run.optimizer, "_zero", None)) is not None:
+                    flat = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups")
+                    inner, masters = zero.optimizer, next(getattr(zero, name) for name in flat if hasattr(zero, name))
+                    # of one tensor, a part of which belongs to another process, the whole may stay
+                    gradients = sum(each.nbytes for group in zero.averaged_gradients.values() for each in group)
+                state = [each for own in inner.state.values() for each in own.values() if torch.is_tensor(each)]
+                found.update(weights=size([*frozen, *model.buffers()]), adapters=size(learnt), gradients=gradients,
+                             optimizer=size([*state, *masters]))  # fmt: skip
+            return own(parameters, longest)
+
+        run.strategy.clip = counted
+        train(run)
+    return found
+
+
+WAYS = {
+    "DDP 2": (),
+    "FSDP 2": ("--fsdp",),
+    "pipeline 2": ("--pp_size", "2"),
+    "tensor 2": ("--tp_size", "2"),
+    "ZeRO 2, 2": ("--deepspeed", "--zero_stage", "2"),
+    "ZeRO 3, 2": ("--deepspeed", "--zero_stage", "3"),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in ("FSDP 2", "pipeline 2") else pytest.mark.long)
+                                  for name in WAYS])  # fmt: skip
+def test_real_processes_hold_what_was_foretold(name, tmp_path):
+    if "ZeRO" in name:
+        pytest.importorskip("deepspeed")
+    ranks = on_ranks(2, held, tmp_path, *MODEL, *WAYS[name])
+    (row,) = (row for row in rows_of(2, *MODEL, *WAYS[name]) if row.way.name == name)
+
+    most = max(ranks, key=lambda rank: rank["weights"])
+    assert {part: getattr(row.need, part) for part in PARTS} == pytest.approx(most, rel=0.03)
+
+
+@pytest.mark.parametrize(("name", "arguments"), [("AdamW", ()), ("SGD", ()), ("SGDNesterov", ()), ("Prodigy", ()),
+                                                 ("Adafactor", ("relative_step=False", "scale_parameter=False")),
+                                                 ("AdamWScheduleFree", ())])  # fmt: skip
+def test_what_an_optimizer_remembers_is_what_it_remembers_of_all_tensors(name, arguments):
+    if name in ("Prodigy", "AdamWScheduleFree"):
+        pytest.importorskip("pytorch_optimizer")
+    config = OptimConfig(optimizer_type=name, optimizer_args=arguments, learning_rate=0.1)
+    shapes = [(4, 6), (4, 6), (6, 4), (5,), (4, 6)]
+    parameters = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+    from library.optim.optimizers import make_optimizer
+
+    optimizer = make_optimizer(config, [Group("all", parameters, 0.1)])
+    if hasattr(optimizer, "train"):
+        optimizer.train()
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = [each for own in optimizer.state.values() for each in own.values() if isinstance(each, torch.Tensor)]
+
+    assert remembered(config, [Group("all", parameters, 0.1)]) == sum(each.nbytes for each in state)
+
+
+# activations
+
+
+@pytest.mark.parametrize("words", [
+    pytest.param(("random:sd1:tiny", "--train_batch_size", "2"), marks=pytest.mark.long),
+    ("random:sd1:tiny", "--train_batch_size", "2", "--gradient_checkpointing"),
+    ("random:flux:tiny", "--base_storage", "nf4", "--blocks_to_swap", "1"),
+    pytest.param(("random:sd3:tiny", "--gradient_checkpointing", "--gradient_checkpointing_every", "2"),
+                 marks=pytest.mark.long),
+    pytest.param(("random:flux:tiny", "--gradient_checkpointing", "--gradient_checkpointing_budget", "0.5"),
+                 marks=pytest.mark.long),
+    pytest.param(("random:sdxl:tiny",), marks=pytest.mark.long),
+    pytest.param(("random:z_image:tiny",), marks=pytest.mark.long),
+], ids=" ".join)  # fmt: skip
+def test_a_step_takes_what_was_foretold(words, tmp_path):
+    words = ("--pretrained_model_name_or_path", *words, "--resolution", "128")
+    (counted,) = on_ranks(1, peak_of_step, tmp_path, *words)
+
+    assert forecast_of(*words) == pytest.approx(counted, rel=0.2)
+
+
+def test_memory_counts_until_the_last_tensor_in_it_is_gone():
+    before = torch.empty(100)
+    with Meter(torch.device("cpu"), [before]) as meter:
+        one = before.view(10, 10).exp()
+        part = one[0]
+        del one
+        assert meter.alive == 400
+        two = part + 1
+        assert (meter.alive, meter.peak) == (440, 440)
+        del part
+        assert (meter.alive, meter.peak) == (40, 440)
+        torch.mm(two.view(2, 5), two.view(5, 2))
+    assert meter.flops == 2 * 2 * 5 * 2
+
+
+def test_stages_together_compute_what_the_model_computes_and_a_part_less_than_the_whole():
+    config, _ = settings(MODEL, Arguments)
+    model = detect(config.model)
+    whole = Cut(config, model, SMALL, Layout()).stages[0]
+    halves = Cut(config, model, SMALL, Layout(stages=2)).stages
+    cut = Cut(config, model, SMALL, Layout(parts=2))
+
+    assert sum(stage.flops for stage in halves) == pytest.approx(whole.flops, rel=0.15)
+    assert whole.flops / 2 < cut.stages[0].flops < 0.75 * whole.flops
+    assert halves[0].departing == halves[1].arriving > 0 and cut.summed > 0
+    assert all(stage.chunks[0].kept < whole.chunks[0].kept for stage in (*halves, *cut.stages))
+
+
+@pytest.mark.parametrize(("schedule", "expected"), [("gpipe", [8, 8, 8, 8]), ("1f1b", [4, 3, 2, 1]),
+                                                    ("interleaved", [11, 9, 7, 5])])  # fmt: skip
+def test_so_many_micro_batches_wait_in_each_stage(schedule, expected):
+    assert [waiting(schedule, 4, stage, 8) for stage in range(4)] == expected
+
+
+@pytest.mark.long
+def test_half_precision_keeps_less_and_swapped_or_packed_weights_are_not_on_the_device():
+    flux = ("--pretrained_model_name_or_path", "random:flux:tiny")
+    plain, half, packed, swapped = (rows_of(1, *flux, *words)[0].need for words in (
+        (), ("--mixed_precision", "bf16"), ("--base_storage", "nf4"), ("--blocks_to_swap", "2")))  # fmt: skip
+
+    assert half.weights == plain.weights / 2 and half.activations < plain.activations
+    assert packed.weights < plain.weights and swapped.weights < plain.weights
+    assert plain.adapters == half.adapters == packed.adapters == swapped.adapters
+
+
+# which ways there are, and what is told
+
+
+def names(count: int, *words: str) -> set[str]:
+    loaded = load_options(["--dataset_config", "dataset_configs/demo.toml", *words])
+    return {way.name for way in ways(loaded.config, frozenset(loaded.places), count, detect(loaded.config.model))}
+
+
+def test_ways_are_those_that_training_would_take():
+    sd3 = ("--pretrained_model_name_or_path", "random:sd3:tiny")
+    zero = {"ZeRO 1, 2", "ZeRO 2, 2", "ZeRO 3, 2", "ZeRO 3, 2, all in host memory"}
+    zero |= {f"ZeRO {stage}, 2, optimizer in host memory" for stage in (1, 2, 3)}
+    everywhere = {"DDP 2", "FSDP 2", "FSDP 2 from host memory"}
+
+    assert names(1, *sd3) == {"one device"}
+    assert names(2, *sd3) == {*everywhere, *zero, "pipeline 2", "tensor 2"}
+    assert names(2, *sd3, "--tp_size", "2") == {"tensor 2"}
+    assert names(2, *sd3, "--fsdp") == {"FSDP 2", "FSDP 2 from host memory"}
+    assert names(2, *sd3, "--base_storage", "int8") == {"DDP 2"}
+    assert names(2, *sd3, "--optimizer_type", "Adafactor") == {*everywhere, "pipeline 2", "tensor 2"}
+    loha = ("--network_module", "lycoris.kohya", "--network_args", "algo=loha")
+    assert names(2, *sd3, *loha) == {*everywhere, *zero, "pipeline 2"}
+    assert "pipeline 2" not in names(2, "--pretrained_model_name_or_path", "random:sd1:tiny")
+    together = {"DDP 2 x tensor 2", "FSDP 2 x tensor 2", "pipeline 2 x tensor 2", "DDP 2 x pipeline 2", "HSDP 2 x 2"}
+    assert together < names(4, *sd3)
+
+
+def test_where_nothing_fits_switches_are_named_until_it_does():
+    config, given = settings(("--pretrained_model_name_or_path", "random:flux:tiny", "--resolution", "128"), Arguments)
+    model, load = detect(config.model), Load(Heaviest((512, 512), ("a picture",)), 1.0)
+    (row,) = forecast(config, given, model, load, devices(1))
+    tight = replace(devices(1), memory=row.need.total - row.need.activations // 2)
+    out = way_out(config, given, model, load, tight)
+
+    assert out is not None and out.row.need.total <= tight.memory
+    assert set(out.words.split()) <= {"--mixed_precision", "bf16", "--gradient_checkpointing"}
+
+
+@pytest.mark.long
+def test_where_no_switch_is_enough_all_are_named_with_what_still_lacks():
+    config, given = settings(("--pretrained_model_name_or_path", "random:flux:tiny", "--resolution", "128"), Arguments)
+    model, load = detect(config.model), Load(Heaviest((512, 512), ("a picture",)), 1.0)
+    hopeless = way_out(config, given, model, load, devices(1, memory=2**20))
+    assert hopeless is not None and hopeless.row.need.total > 2**20
+    assert "--base_storage nf4" in hopeless.words and "int8" not in hopeless.words
+
+
+def test_a_batch_without_numbers_has_the_sizes_of_pictures_and_captions():
+    config = load_options(["--pretrained_model_name_or_path", "random:z_image:tiny"]).config
+    weightless = Weightless(config, detect(config.model), Heaviest((64, 96), ("short", "a much longer caption")))
+    assert weightless.batch.moments.both.shape[-2:] == (12, 8)
+    short, long = weightless.batch.cond["embeds"]
+    assert len(short) < len(long)
