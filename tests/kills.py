@@ -1,4 +1,4 @@
-"""Real launched runs are killed at random moments and go on; what comes out is compared with the run that nobody killed.
+"""Launched runs are killed at random moments and go on; what comes out is compared with the run that nobody killed.
 
 ``PYTHONPATH=. python tests/kills.py "ZeRO 3" 6`` kills one way of spreading six times; ``relay`` in the place of a name
 goes on in another way after each kill.  Half of the kills take the launcher and all its processes at once, the other
@@ -30,8 +30,8 @@ SECONDS_TO_END = 120
 SETTINGS = ("--pretrained_model_name_or_path", "random:flux:tiny", "--max_train_steps", str(STEPS), "--network_dim",
             "2", "--learning_rate", "1e-2", "--optimizer_args", "eps=1e-4", "--lr_scheduler", "cosine",
             "--lr_warmup_steps", "3", "--shuffle_caption", "--flip_aug", "--ema_decay", "0.9", "--seed", "3",
-            "--save_every_n_steps", "7", "--save_state", "--save_last_n_steps_state", "14", "--validation_split", "0.25",
-            "--validate_every_n_steps", "10", "--auto_resume", "--mixed_precision", "no", "--quiet",
+            "--save_every_n_steps", "7", "--save_state", "--save_last_n_steps_state", "14", "--validation_split",
+            "0.25", "--validate_every_n_steps", "10", "--auto_resume", "--mixed_precision", "no", "--quiet",
             "--max_data_loader_n_workers", "1")  # fmt: skip
 
 
@@ -44,10 +44,10 @@ class Way:
     own: tuple[str, ...] = ()
 
     def command(self) -> list[str]:
-        accelerate = str(Path(sys.executable).parent / "accelerate")
+        accelerate, batch = str(Path(sys.executable).parent / "accelerate"), str(4 // self.ranks)
         return [accelerate, "launch", *self.launcher, "--num_processes", str(self.ranks), "--num_machines", "1",
                 "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", str(free_port()),
-                str(ROOT / "train_lora.py"), *SETTINGS, "--train_batch_size", str(4 // self.ranks), *self.own]  # fmt: skip
+                str(ROOT / "train_lora.py"), *SETTINGS, "--train_batch_size", batch, *self.own]  # fmt: skip
 
 
 FSDP = ("--use_fsdp", "--fsdp_version", "2")

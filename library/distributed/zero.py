@@ -17,6 +17,7 @@ from .backend import group_backend
 from .engines import tell_device
 from .strategy import DataParallel, LossFunction
 from .structure import Structure
+from .zero_files import ModelFiles
 from .zero_optimizer import ZeroOptimizer
 from .zero_settings import ZeroSettings
 
@@ -41,6 +42,7 @@ class Zero(DataParallel):
         if settings.stage == 3:
             self.frozen_home = torch.device("cpu")  # no device ever holds the whole model
         self.settings = settings
+        self._files = ModelFiles(settings.param_path or "") if settings.param_device == "nvme" else None
 
     def refuse_other_batches(self, sizes: Collection[int], accumulation: int) -> None:
         if problems := self.settings.other_batches(sizes, accumulation, self.size):
@@ -61,7 +63,11 @@ class Zero(DataParallel):
         self._never_be_alone()
         if self.settings.stage == 3:
             # Before the engine sees the model, which would have it whole on the device first.
-            deepspeed.zero.Init(module=model, config_dict_or_path=config, dtype=torch.float32)
+            if self._files is not None:
+                here = self.hosts.count(self.hosts[self.rank])
+                self._files.divide(deepspeed.zero, model, config, self.size, here)
+            else:
+                deepspeed.zero.Init(module=model, config_dict_or_path=config, dtype=torch.float32)
             for buffer in model.buffers():
                 buffer.data = buffer.data.to(self.device)
         self._engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
@@ -145,6 +151,8 @@ class Zero(DataParallel):
             dist.destroy_process_group()
         if self._is_numbered:
             del os.environ["LOCAL_RANK"]
+        if self._files is not None:
+            self._files.remove()
 
 
 def _place(offload: Any) -> str | None:

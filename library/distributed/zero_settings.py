@@ -1,6 +1,7 @@
 """What was asked of DeepSpeed, by our options, by the launcher, and by the user's own file for DeepSpeed; no torch."""
 
 import json
+import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -200,6 +201,8 @@ def _of_file(content: Mapping[str, Any], place: str, config: RunConfig, world: W
     for name, way_out in OURS.items():
         if name in content:
             yield f"{place}: {name}: is not DeepSpeed's to say here; take it out and {way_out}"
+    if _inside(content, ("aio", "use_gds")):
+        yield f"{place}: aio.use_gds: weights come from files through host memory here; take it out"
     for keys, usual in ELSEWHERE.items():
         if _inside(content, ("zero_optimization", *keys)) not in usual:
             yield f"{place}: zero_optimization.{'.'.join(keys)}: not yet: an optimizer in several places; take it out"
@@ -236,8 +239,11 @@ def _impossible(settings: ZeroSettings, config: RunConfig, world: World) -> Iter
         yield "--offload_param_device: only zero_stage 3 divides the model; set --zero_stage 3"
     for name, device, path in (("optimizer", settings.optimizer_device, settings.optimizer_path),
                                ("param", settings.param_device, settings.param_path)):  # fmt: skip
-        if device == "nvme":
-            yield f"--offload_{name}_device nvme: not yet: what is kept in files; take cpu"
+        if device == "nvme" and name == "param":
+            yield from _unfit(path)
+        elif device == "nvme":
+            yield ("--offload_optimizer_device nvme: what is remembered of an adapter is small, and a copy of it is in"
+                   " host memory all the time, to go back to; take cpu")  # fmt: skip
         elif device not in (None, "cpu"):
             yield f"--offload_{name}_device {device}: is not one of none, cpu, nvme"
         elif path is not None:
@@ -256,6 +262,14 @@ def _impossible(settings: ZeroSettings, config: RunConfig, world: World) -> Iter
         yield ("--on_oom ladder: DeepSpeed exchanges in every backward, where a process that finds no memory"
                " would leave the others waiting; take it out, or train without DeepSpeed")  # fmt: skip
     yield from _compiled(settings, config, world)
+
+
+def _unfit(path: str | None) -> Iterator[str]:
+    """What is wrong with the folder for a model that rests in files."""
+    if path is None:
+        yield "--offload_param_device nvme: set --offload_param_nvme_path, a folder on a fast disk of each machine"
+    elif not Path(path).is_dir() or not os.access(path, os.W_OK):
+        yield f"--offload_param_nvme_path {path}: is no folder that can be written to on this machine"
 
 
 def _compiled(settings: ZeroSettings, config: RunConfig, world: World) -> Iterator[str]:

@@ -1,0 +1,155 @@
+"""The frozen model in files on a disk, from which DeepSpeed reads it layer by layer."""
+
+import ctypes
+import json
+import logging
+import mmap
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ConfigError, UserError
+from .processes import Process
+
+logger = logging.getLogger(__name__)
+
+OPTION = "--offload_param_device nvme"
+PREFIX, OWNER = "lorikeet-weights-", "process.json"
+WAY_OUT = "apt install libaio-dev g++ (dnf: libaio-devel gcc-c++) and pip install ninja, or take cpu"
+
+
+class ModelFiles:
+    """Where this process's part of the frozen model rests, for as long as it trains."""
+
+    def __init__(self, path: str):
+        _refuse_without_libaio()
+        remove_left_over(Path(path))
+        self.folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=path))
+        (self.folder / OWNER).write_text(json.dumps(Process.own().as_json()), "utf-8")
+
+    def divide(self, zero: Any, model: nn.Module, config: dict[str, Any], processes: int, sharing: int) -> None:
+        """Put the frozen weights into files, but those that are small, or of another precision than most.
+
+        ``sharing`` processes write to the same disk, of all.
+        """
+        from deepspeed.runtime.config import DeepSpeedConfig
+
+        dtype = _usual([parameter for parameter in model.parameters() if not parameter.requires_grad])
+        smallest = DeepSpeedConfig(config).zero_config.param_persistence_threshold
+        kept = [item for item in model.parameters()
+                if item.requires_grad or item.dtype != dtype or item.numel() <= smallest]  # fmt: skip
+        parts = [-(-item.numel() // processes) for item in _others(model, kept)]
+        learnt = sum(-(-item.numel() // processes) for item in model.parameters() if item.requires_grad)
+        offload = {"buffer_size": max(parts, default=1), **config["zero_optimization"]["offload_param"],
+                   "nvme_path": str(self.folder)}  # fmt: skip
+        config["zero_optimization"]["offload_param"] = offload
+        known = DeepSpeedConfig(config)
+        problems = [*_misfits(known.zero_config.offload_param, parts, learnt, dtype),
+                    *_room(self.folder, sum(parts) * dtype.itemsize * sharing)]  # fmt: skip
+        if problems:
+            raise ConfigError(problems)
+
+        from .zero_swapper import Swapper
+
+        in_memory = {name: value for name, value in offload.items() if name != "nvme_path"} | {"device": "cpu"}
+        without = {**config, "zero_optimization": {**config["zero_optimization"], "offload_param": in_memory}}
+        zero.Init(module=nn.ParameterList(kept), config_dict_or_path=without, dtype=torch.float32)
+        swapper = Swapper(known, dtype)
+        zero.Init(module=model, config_dict_or_path=config, dtype=dtype, param_swapper=swapper)
+        self._must_be_whole(swapper)
+
+    def _must_be_whole(self, swapper: Any) -> None:
+        """DeepSpeed does not look whether what it wrote has arrived."""
+        size, written = swapper.swap_element_size, 0
+        for number, path in swapper.id_to_path.items():
+            here = Path(path).stat().st_size
+            written += here
+            if here < swapper.param_id_to_numel[number] * size:
+                raise UserError(f"{OPTION}: {path} could not be written as a whole; is the disk full?")
+        logger.info("DeepSpeed: %.1f MiB of weights in %d files in %s", written / 2**20, len(swapper.id_to_path),
+                    self.folder)  # fmt: skip
+
+    def remove(self) -> None:
+        """Nothing of it is needed any more."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def remove_left_over(folder: Path) -> None:
+    """What processes of this machine left that were killed."""
+    for path in folder.glob(f"{PREFIX}*"):
+        with suppress(OSError, ValueError):
+            owner = Process.from_json(json.loads((path / OWNER).read_text("utf-8")))
+            if owner is not None and owner.is_here and not owner.lives():
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _usual(parameters: Collection[nn.Parameter]) -> torch.dtype:
+    """The precision of most of the weights."""
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in parameters:
+        sizes[parameter.dtype] += parameter.numel()
+    return sizes.most_common(1)[0][0]
+
+
+def _others(model: nn.Module, kept: Sequence[nn.Parameter]) -> Iterator[nn.Parameter]:
+    known = {id(item) for item in kept}
+    return (item for item in model.parameters() if id(item) not in known)
+
+
+def _misfits(offload: Any, parts: Sequence[int], learnt: int, dtype: torch.dtype) -> Iterator[str]:
+    """Settings of the user's own file that DeepSpeed would fail with in the middle."""
+    largest, locked = max(parts, default=0), offload.buffer_count * offload.buffer_size * dtype.itemsize
+    if offload.buffer_size < largest:
+        yield (f"DeepSpeed's file: offload_param.buffer_size is {offload.buffer_size}, and the largest weight has"
+               f" {largest} numbers for each process; write {largest}, or leave it out")  # fmt: skip
+    elif offload.buffer_count < 2:
+        yield f"DeepSpeed's file: offload_param.buffer_count is {offload.buffer_count}; write at least 2"
+    elif not can_lock(locked):
+        yield (f"{OPTION}: {locked / 2**20:.0f} MiB of memory for each process cannot be locked; raise `ulimit -l`, or"
+               " make buffer_count or buffer_size in DeepSpeed's file smaller")  # fmt: skip
+    if learnt > offload.max_in_cpu:
+        yield (f"DeepSpeed's file: offload_param.max_in_cpu is {offload.max_in_cpu}, and the adapter has {learnt}"
+               " numbers for each process, which stay in memory; leave it out")  # fmt: skip
+
+
+def _room(folder: Path, wanted: int) -> Iterator[str]:
+    free = shutil.disk_usage(folder).free
+    if wanted > free:
+        yield (f"--offload_param_nvme_path {folder.parent}: the model takes {wanted / 2**30:.1f} GiB, and there is room"
+               f" for {free / 2**30:.1f} GiB")  # fmt: skip
+
+
+def can_lock(size: int) -> bool:
+    """Whether so much memory may be kept from being moved out, without which DeepSpeed ends the process."""
+    with mmap.mmap(-1, max(size, 1)) as memory:
+        address = ctypes.c_char.from_buffer(memory)
+        place = (ctypes.c_void_p(ctypes.addressof(address)), ctypes.c_size_t(size))
+        del address
+        system: Any = ctypes.CDLL(None)
+        is_locked: bool = system.mlock(*place) == 0
+        system.munlock(*place)
+        return is_locked
+
+
+def _refuse_without_libaio() -> None:
+    """DeepSpeed compiles its way to the disk when it is first asked for."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    try:
+        builder = AsyncIOBuilder()
+        is_there = builder.is_compatible()
+        if is_there:
+            logger.info("DeepSpeed's async_io is loaded; the first time it is compiled, which takes minutes")
+            builder.load(verbose=False)
+    except Exception as error:  # compilers have kinds of their own
+        why = str(error).partition("\n")[0]
+        raise ConfigError([f"{OPTION}: DeepSpeed's async_io cannot be built: {why}; {WAY_OUT}"]) from error
+    if not is_there:
+        raise ConfigError([f"{OPTION}: DeepSpeed's async_io needs libaio and a compiler; {WAY_OUT}"])

@@ -1,0 +1,53 @@
+"""Weights between files and memory, by DeepSpeed, so that what it reads into one buffer is never meant for another."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartitionedParameterSwapper
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+
+class Swapper(AsyncPartitionedParameterSwapper):  # type: ignore[misc]
+    """DeepSpeed expects the same order of modules in every forward, and here validation and previews come in between.
+
+    What it read ahead for an order that did not come, and what it gathered and keeps for later, would hold buffers
+    until there is none.  So only some of them are for reading ahead, and what is gathered gives its buffer back when
+    another needs it: it is still in its file.
+    """
+
+    def __init__(self, known: Any, dtype: torch.dtype):
+        super().__init__(known, dtype)
+        # What stands for a weight in a file; of half precision as DeepSpeed makes it, which the weight would become.
+        self.invalid_buffer: torch.Tensor = torch.ones((), dtype=dtype)
+        self._read: dict[int, Any] = {}
+
+    def available_swap_in_buffers(self) -> int:
+        """As whoever reads ahead gets to know it."""
+        kept_back: int = (self.param_buffer_count + 1) // 2
+        return max(0, len(self.available_buffer_ids) - kept_back)
+
+    def swap_in(
+        self, params: Sequence[Any], async_op: bool = True, swap_in_buffers: Sequence[torch.Tensor] | None = None
+    ) -> None:
+        if async_op:  # reading ahead: what is used twice comes twice, and what is there needs no reading
+            params = [param for param in dict.fromkeys(params) if param.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+        if swap_in_buffers is None and len(self.available_buffer_ids) < len(params):
+            self._let_go_of_gathered()
+        super().swap_in(params, async_op=async_op, swap_in_buffers=swap_in_buffers)
+        self._read.update((param.ds_id, param) for param in params)
+
+    def remove_partition_and_release_buffers(self, params: Sequence[Any]) -> None:
+        if any(param is waiting for param in params for waiting in self.inflight_params):
+            self.synchronize_reads()  # or the buffer gets what was meant for this one after it became another's
+        super().remove_partition_and_release_buffers(params)
+
+    def _let_go_of_gathered(self) -> None:
+        gathered = [param for number, param in self._read.items()
+                    if number in self.available_params and param.ds_status == ZeroParamStatus.AVAILABLE]  # fmt: skip
+        get_accelerator().synchronize()  # copies to the device may still be under way
+        for param in gathered:
+            if param.data_ptr() == param.ds_tensor.data_ptr():  # of one process on the CPU: the buffer is the weight
+                param.data = param.data.clone()
+        self.remove_partition_and_release_buffers(gathered)
