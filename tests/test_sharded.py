@@ -80,7 +80,9 @@ def measured(folder: Path) -> list[dict[str, float]]:
 # states
 
 
-def test_a_state_goes_on_exactly_and_from_one_strategy_to_another(tmp_path):
+@pytest.mark.parametrize(("ranks", "fsdp"), [
+    (2, ("--fsdp",)), pytest.param(4, ("--fsdp", "--dp_replicate_size", "2"), marks=pytest.mark.long)])  # fmt: skip
+def test_a_state_goes_on_exactly_and_from_one_strategy_to_another(ranks, fsdp, tmp_path):
     data = dataset(tmp_path)
     flags = ("--dataset_config", str(data), "--max_train_steps", "6", "--network_dim", "2", "--learning_rate", "1e-2",
              "--save_every_n_steps", "2", "--save_state", "--auto_resume")  # fmt: skip
@@ -90,8 +92,8 @@ def test_a_state_goes_on_exactly_and_from_one_strategy_to_another(tmp_path):
         return load_file(on_ranks(ranks, train, *flags, *own, *more)[0])
 
     one = run(tmp_path / "one", 1, 4)
-    spread = run(cut(tmp_path / "one", tmp_path / "spread", 2), 2, 2, "--fsdp")
-    again = run(cut(tmp_path / "spread", tmp_path / "again", 4), 2, 2, "--fsdp")
+    spread = run(cut(tmp_path / "one", tmp_path / "spread", 2), ranks, 4 // ranks, *fsdp)
+    again = run(cut(tmp_path / "spread", tmp_path / "again", 4), ranks, 4 // ranks, *fsdp)
     back = run(cut(tmp_path / "spread", tmp_path / "back", 4), 2, 2)
 
     assert difference(spread, again) == 0.0

@@ -15,6 +15,7 @@ from library.distributed.zero_settings import ZeroSettings, zero_settings
 from library.errors import ConfigError
 from library.optim.elementwise import refuse_whole_tensors
 
+STAGE_3 = ("--deepspeed", "--zero_stage", "3")
 TWO = World(size=2, local_size=2, local_rank=0, precision="no")
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
@@ -89,7 +90,14 @@ def test_the_users_own_file_is_filled_and_handed_on(file):
         (("--deepspeed", "--zero_stage", "0"), TWO, "zero_stage 0: divides nothing"),
         (("--deepspeed", "--offload_param_device", "cpu"), TWO, "only zero_stage 3 divides the model"),
         (("--deepspeed", "--offload_optimizer_device", "nvme", "--offload_optimizer_nvme_path", "/x"), TWO,
-         "--offload_optimizer_device nvme: not yet"),
+         "--offload_optimizer_device nvme: what is remembered of an adapter is small"),
+        ((*STAGE_3, "--offload_param_device", "nvme"), TWO, "set --offload_param_nvme_path, a folder on a fast disk"),
+        ((*STAGE_3, "--offload_param_device", "nvme", "--offload_param_nvme_path", "/nowhere"), TWO,
+         "--offload_param_nvme_path /nowhere: is no folder that can be written to"),
+        (("--deepspeed", "--offload_param_device", "nvme", "--offload_param_nvme_path", "/tmp"), TWO,
+         "only zero_stage 3 divides the model"),
+        ((*STAGE_3, "--offload_param_device", "cpu", "--offload_param_nvme_path", "/tmp"), TWO,
+         "nothing is kept in files"),
         (("--deepspeed", "--offload_optimizer_device", "disk"), TWO, "device disk: is not one of none, cpu, nvme"),
         (("--deepspeed", "--offload_optimizer_nvme_path", "/x"), TWO, "nothing is kept in files"),
         (("--deepspeed", "--full_bf16", "--mixed_precision", "bf16"), TWO, "DeepSpeed keeps adapters in fp32"),
@@ -127,12 +135,24 @@ def test_what_does_not_go_together_is_told_before_joining(flags, world, expected
         ((), {"zero_optimization": {"offload_optimizer": {"device": "auto"}}}, "zero_optimization.stage is missing"),
         ((), {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
          "offload_optimizer.ratio: not yet"),
+        ((), {"aio": {"use_gds": True}}, "aio.use_gds: weights come from files through host memory here; take it out"),
         ((), {"zero_optimization": []}, "is no configuration of DeepSpeed's"),
     ],
 )  # fmt: skip
 def test_a_file_that_says_something_else_than_the_options_is_named(flags, content, expected, file):
     (problem,) = zero_settings(config(*flags), file(**{"zero_optimization": {"stage": 1}, **content}))[1]
     assert expected in problem
+
+
+def test_a_model_in_files_is_handed_on_with_all_that_is_said_about_it(file, tmp_path):
+    part = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_count": 7, "buffer_size": 10**8, "max_in_cpu": 10**9}
+    aio = {"block_size": 262144, "queue_depth": 32}
+    settings, problems = zero_settings(config(), file(zero_optimization={"stage": 3, "offload_param": part}, aio=aio))
+    handed = settings.handed_over(pins_memory=False)
+
+    assert problems == [] and (settings.param_device, settings.param_path) == ("nvme", str(tmp_path))
+    assert handed["zero_optimization"]["offload_param"] == {**part, "pin_memory": False} and handed["aio"] == aio
+    assert "model in files" in settings.described(2)
 
 
 @pytest.mark.parametrize("name", ["", "AdamW", "SGDNesterov", "lion", "RMSprop"])
