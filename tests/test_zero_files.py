@@ -13,6 +13,8 @@ from ranks import on_ranks
 from safetensors.torch import load_file
 from test_run import difference, train
 
+from library.errors import ConfigError
+
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 SMALLEST = 2048
 """Bytes of a part that is worth a file; with DeepSpeed's own mebibyte no tiny model has any."""
@@ -101,3 +103,21 @@ def test_settings_that_deepspeed_would_fail_with_are_told(ranks, offload, expect
         on_ranks(ranks, train_from_files, False, *flags(dataset(tmp_path), tmp_path, ranks),
                  environment=launched(tmp_path, **offload))  # fmt: skip
     assert not list((tmp_path / "disk").iterdir())
+
+
+def test_without_libaio_the_run_stops_before_a_model_is_loaded(tmp_path):
+    (text,) = on_ranks(1, told_without_libaio, *flags(dataset(tmp_path), tmp_path, 1), environment=launched(tmp_path))
+    assert "DeepSpeed's async_io needs libaio and a compiler; apt install libaio-dev g++" in text
+    assert not list((tmp_path / "disk").iterdir())
+
+
+def told_without_libaio(*flags: str) -> str:
+    from library.families.base import Family
+
+    lazy_disk.Builder.is_compatible = lambda _: False
+    Family.load = None  # nobody is to ask for it
+    try:
+        train_from_files(False, *flags)
+    except ConfigError as error:
+        return str(error)
+    return ""

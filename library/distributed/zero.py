@@ -42,7 +42,9 @@ class Zero(DataParallel):
         if settings.stage == 3:
             self.frozen_home = torch.device("cpu")  # no device ever holds the whole model
         self.settings = settings
-        self._files = ModelFiles(settings.param_path or "") if settings.param_device == "nvme" else None
+        self._files: ModelFiles | None = None
+        if settings.param_device == "nvme":
+            self._files = ModelFiles(settings.param_path or "", self.gather)
 
     def refuse_other_batches(self, sizes: Collection[int], accumulation: int) -> None:
         if problems := self.settings.other_batches(sizes, accumulation, self.size):

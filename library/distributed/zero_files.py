@@ -7,7 +7,7 @@ import mmap
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,16 @@ logger = logging.getLogger(__name__)
 
 OPTION = "--offload_param_device nvme"
 PREFIX, OWNER = "lorikeet-weights-", "process.json"
+Gather = Callable[[list[str]], Sequence[list[str]]]
 WAY_OUT = "apt install libaio-dev g++ (dnf: libaio-devel gcc-c++) and pip install ninja, or take cpu"
 
 
 class ModelFiles:
     """Where this process's part of the frozen model rests, for as long as it trains."""
 
-    def __init__(self, path: str):
-        _refuse_without_libaio()
+    def __init__(self, path: str, gather: Gather):
+        _refuse(gather, _without_libaio())
+        self._gather = gather
         remove_left_over(Path(path))
         self.folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=path))
         (self.folder / OWNER).write_text(json.dumps(Process.own().as_json()), "utf-8")
@@ -51,10 +53,8 @@ class ModelFiles:
                    "nvme_path": str(self.folder)}  # fmt: skip
         config["zero_optimization"]["offload_param"] = offload
         known = DeepSpeedConfig(config)
-        problems = [*_misfits(known.zero_config.offload_param, parts, learnt, dtype),
-                    *_room(self.folder, sum(parts) * dtype.itemsize * sharing)]  # fmt: skip
-        if problems:
-            raise ConfigError(problems)
+        _refuse(self._gather, [*_misfits(known.zero_config.offload_param, parts, learnt, dtype),
+                               *_room(self.folder, sum(parts) * dtype.itemsize * sharing)])  # fmt: skip
 
         from .zero_swapper import Swapper
 
@@ -138,7 +138,14 @@ def can_lock(size: int) -> bool:
         return is_locked
 
 
-def _refuse_without_libaio() -> None:
+def _refuse(gather: Gather, problems: Iterable[str]) -> None:
+    """Stop all processes over what is wrong on any of them; machines have disks and packages of their own."""
+    found = dict.fromkeys(problem for each in gather(list(problems)) for problem in each)
+    if found:
+        raise ConfigError(list(found))
+
+
+def _without_libaio() -> Iterator[str]:
     """DeepSpeed compiles its way to the disk when it is first asked for."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
@@ -150,6 +157,7 @@ def _refuse_without_libaio() -> None:
             builder.load(verbose=False)
     except Exception as error:  # compilers have kinds of their own
         why = str(error).partition("\n")[0]
-        raise ConfigError([f"{OPTION}: DeepSpeed's async_io cannot be built: {why}; {WAY_OUT}"]) from error
+        yield f"{OPTION}: DeepSpeed's async_io cannot be built: {why}; {WAY_OUT}"
+        return
     if not is_there:
-        raise ConfigError([f"{OPTION}: DeepSpeed's async_io needs libaio and a compiler; {WAY_OUT}"])
+        yield f"{OPTION}: DeepSpeed's async_io needs libaio and a compiler; {WAY_OUT}"
