@@ -19,8 +19,6 @@ class Swapper(AsyncPartitionedParameterSwapper):  # type: ignore[misc]
 
     def __init__(self, known: Any, dtype: torch.dtype):
         super().__init__(known, dtype)
-        # What stands for a weight in a file; of half precision as DeepSpeed makes it, which the weight would become.
-        self.invalid_buffer: torch.Tensor = torch.ones((), dtype=dtype)
         self._read: dict[int, Any] = {}
 
     def available_swap_in_buffers(self) -> int:
