@@ -56,14 +56,14 @@ class ModelFiles:
         _refuse(self._gather, [*_misfits(known.zero_config.offload_param, parts, learnt, dtype),
                                *_room(self.folder, sum(parts) * dtype.itemsize * sharing)])  # fmt: skip
 
-        from .zero_swapper import Swapper
+        from .zero_swapper import swapper
 
         in_memory = {name: value for name, value in offload.items() if name != "nvme_path"} | {"device": "cpu"}
         without = {**config, "zero_optimization": {**config["zero_optimization"], "offload_param": in_memory}}
         zero.Init(module=nn.ParameterList(kept), config_dict_or_path=without, dtype=torch.float32)
-        swapper = Swapper(known, dtype)
-        zero.Init(module=model, config_dict_or_path=config, dtype=dtype, param_swapper=swapper)
-        self._must_be_whole(swapper)
+        between = swapper(known, dtype)
+        zero.Init(module=model, config_dict_or_path=config, dtype=dtype, param_swapper=between)
+        self._must_be_whole(between)
 
     def _must_be_whole(self, swapper: Any) -> None:
         """DeepSpeed does not look whether what it wrote has arrived."""
