@@ -128,14 +128,16 @@ def _room(folder: Path, wanted: int) -> Iterator[str]:
 
 def can_lock(size: int) -> bool:
     """Whether so much memory may be kept from being moved out, without which DeepSpeed ends the process."""
-    with mmap.mmap(-1, max(size, 1)) as memory:
-        address = ctypes.c_char.from_buffer(memory)
-        place = (ctypes.c_void_p(ctypes.addressof(address)), ctypes.c_size_t(size))
-        del address
-        system: Any = ctypes.CDLL(None)
-        is_locked: bool = system.mlock(*place) == 0
-        system.munlock(*place)
-        return is_locked
+    try:
+        memory = mmap.mmap(-1, max(size, 1))
+    except (OSError, OverflowError, ValueError):
+        return False
+    address = ctypes.c_char.from_buffer(memory)
+    place = (ctypes.c_void_p(ctypes.addressof(address)), ctypes.c_size_t(size))
+    system: Any = ctypes.CDLL(None)
+    is_locked: bool = system.mlock(*place) == 0
+    system.munlock(*place)
+    return is_locked
 
 
 def _refuse(gather: Gather, problems: Iterable[str]) -> None:
