@@ -17,7 +17,6 @@ from torch import nn
 
 from ..errors import ConfigError, UserError
 from .processes import Process
-from .zero_swapper import swapper_of
 
 logger = logging.getLogger(__name__)
 
@@ -57,12 +56,14 @@ class ModelFiles:
         _refuse(self._gather, [*_misfits(known.zero_config.offload_param, parts, learnt, dtype),
                                *_room(self.folder, sum(parts) * dtype.itemsize * sharing)])  # fmt: skip
 
+        from .zero_swapper import swapper
+
         in_memory = {name: value for name, value in offload.items() if name != "nvme_path"} | {"device": "cpu"}
         without = {**config, "zero_optimization": {**config["zero_optimization"], "offload_param": in_memory}}
         zero.Init(module=nn.ParameterList(kept), config_dict_or_path=without, dtype=torch.float32)
-        swapper = swapper_of(known, dtype)
-        zero.Init(module=model, config_dict_or_path=config, dtype=dtype, param_swapper=swapper)
-        self._must_be_whole(swapper)
+        between = swapper(known, dtype)
+        zero.Init(module=model, config_dict_or_path=config, dtype=dtype, param_swapper=between)
+        self._must_be_whole(between)
 
     def _must_be_whole(self, swapper: Any) -> None:
         """DeepSpeed does not look whether what it wrote has arrived."""
@@ -127,14 +128,16 @@ def _room(folder: Path, wanted: int) -> Iterator[str]:
 
 def can_lock(size: int) -> bool:
     """Whether so much memory may be kept from being moved out, without which DeepSpeed ends the process."""
-    with mmap.mmap(-1, max(size, 1)) as memory:
-        address = ctypes.c_char.from_buffer(memory)
-        place = (ctypes.c_void_p(ctypes.addressof(address)), ctypes.c_size_t(size))
-        del address
-        system: Any = ctypes.CDLL(None)
-        is_locked: bool = system.mlock(*place) == 0
-        system.munlock(*place)
-        return is_locked
+    try:
+        memory = mmap.mmap(-1, max(size, 1))
+    except (OSError, OverflowError, ValueError):
+        return False
+    address = ctypes.c_char.from_buffer(memory)
+    place = (ctypes.c_void_p(ctypes.addressof(address)), ctypes.c_size_t(size))
+    system: Any = ctypes.CDLL(None)
+    is_locked: bool = system.mlock(*place) == 0
+    system.munlock(*place)
+    return is_locked
 
 
 def _refuse(gather: Gather, problems: Iterable[str]) -> None:

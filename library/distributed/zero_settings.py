@@ -276,4 +276,4 @@ def _compiled(settings: ZeroSettings, config: RunConfig, world: World) -> Iterat
     own = config.distributed
     compiles = own.torch_compile if own.torch_compile is not None else (world.dynamo or "no").lower() != "no"
     if compiles and settings.stage == 3:
-        yield "--torch_compile: zero_stage 3 fetches and drops weights inside of blocks; take stage 1 or 2, or leave it"
+        yield "--torch_compile: zero_stage 3 fetches and drops weights inside of blocks; take --fsdp, or stage 1 or 2"

@@ -4,56 +4,61 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
-def swapper_of(known: Any, dtype: torch.dtype) -> Any:
-    """DeepSpeed's own, put right; it is imported here, because that does things to the process."""
-    from deepspeed.accelerator import get_accelerator
+def swapper(known: Any, dtype: torch.dtype) -> Any:
+    """DeepSpeed's own, for settings as DeepSpeed knows them, with a better use of its buffers."""
     from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartitionedParameterSwapper
-    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-    class Swapper(AsyncPartitionedParameterSwapper):  # type: ignore[misc]
-        """DeepSpeed expects modules in the same order in every forward; here validation and previews come in between.
+    kind: Any = type("Swapper", (BuffersThatSuffice, AsyncPartitionedParameterSwapper), {})
+    return kind(known, dtype)
 
-        What it read ahead for an order that did not come, and what it gathered and keeps for later, would hold buffers
-        until there is none.  So only some of them are for reading ahead, and what is gathered gives its buffer back
-        when another needs it: it is still in its file.
-        """
 
-        def __init__(self, known: Any, dtype: torch.dtype):
-            super().__init__(known, dtype)
-            # What stands for a weight in a file; DeepSpeed makes it of half precision, which the weight would become.
-            self.invalid_buffer: torch.Tensor = torch.ones((), dtype=dtype)
-            self._read: dict[int, Any] = {}
+class BuffersThatSuffice:
+    """DeepSpeed expects the same order of modules in every forward, and here validation and previews come in between.
 
-        def available_swap_in_buffers(self) -> int:
-            """As whoever reads ahead gets to know it."""
-            kept_back: int = (self.param_buffer_count + 1) // 2
-            return max(0, len(self.available_buffer_ids) - kept_back)
+    What it read ahead for an order that did not come, and what it gathered and keeps for later, would hold buffers
+    until there is none.  So only some of them are for reading ahead, and what is gathered gives its buffer back when
+    another needs it: it is still in its file.
+    """
 
-        def swap_in(
-            self, params: Sequence[Any], async_op: bool = True, swap_in_buffers: Sequence[torch.Tensor] | None = None
-        ) -> None:
-            if async_op:  # reading ahead: what is used twice comes twice, and what is there needs no reading
-                params = [param for param in dict.fromkeys(params) if param.ds_status == ZeroParamStatus.NOT_AVAILABLE]
-            if swap_in_buffers is None and len(self.available_buffer_ids) < len(params):
-                self._let_go_of_gathered()
-            super().swap_in(params, async_op=async_op, swap_in_buffers=swap_in_buffers)
-            self._read.update((param.ds_id, param) for param in params)
+    def __init__(self, *given: Any):
+        super().__init__(*given)
+        self._base: Any = super()
+        self._own: Any = self
+        self._read: dict[int, Any] = {}
 
-        def remove_partition_and_release_buffers(self, params: Sequence[Any]) -> None:
-            if any(param is waiting for param in params for waiting in self.inflight_params):
-                self.synchronize_reads()  # or the buffer gets what was meant for this one after it became another's
-            super().remove_partition_and_release_buffers(params)
+    def available_swap_in_buffers(self) -> int:
+        """As whoever reads ahead gets to know it."""
+        kept_back: int = (self._own.param_buffer_count + 1) // 2
+        free: int = len(self._own.available_buffer_ids)
+        return max(0, free - kept_back)
 
-        def _let_go_of_gathered(self) -> None:
-            here = [param for number, param in self._read.items() if number in self.available_params]
-            gathered = [param for param in here if param.ds_status == ZeroParamStatus.AVAILABLE]
-            get_accelerator().synchronize()  # copies to the device may still be under way
-            for param in gathered:
-                # Of one process on the CPU, the buffer is the weight.
-                if param.data_ptr() == param.ds_tensor.data_ptr():
-                    param.data = param.data.clone()
-            self.remove_partition_and_release_buffers(gathered)
+    def swap_in(
+        self, params: Sequence[Any], async_op: bool = True, swap_in_buffers: Sequence[Tensor] | None = None
+    ) -> None:
+        """Begin to read, or read."""
+        if async_op:  # reading ahead: what is used twice comes twice, and what is there needs no reading
+            params = [param for param in dict.fromkeys(params) if param.ds_status.name == "NOT_AVAILABLE"]
+        if swap_in_buffers is None and len(self._own.available_buffer_ids) < len(params):
+            self._let_go_of_gathered()
+        self._base.swap_in(params, async_op=async_op, swap_in_buffers=swap_in_buffers)
+        self._read.update((param.ds_id, param) for param in params)
 
-    return Swapper(known, dtype)
+    def remove_partition_and_release_buffers(self, params: Sequence[Any]) -> None:
+        """Give the buffers of these to others."""
+        if any(param is waiting for param in params for waiting in self._own.inflight_params):
+            self._own.synchronize_reads()  # or the buffer gets what was meant for this one when it is another's
+        self._base.remove_partition_and_release_buffers(params)
+
+    def _let_go_of_gathered(self) -> None:
+        from deepspeed.accelerator import get_accelerator
+
+        gathered = [param for number, param in self._read.items()
+                    if number in self._own.available_params and param.ds_status.name == "AVAILABLE"]  # fmt: skip
+        get_accelerator().synchronize()  # copies to the device may still be under way
+        for param in gathered:
+            if param.data_ptr() == param.ds_tensor.data_ptr():  # of one process on the CPU: the buffer is the weight
+                param.data = param.data.clone()
+        self.remove_partition_and_release_buffers(gathered)
