@@ -96,9 +96,7 @@ def assemble(
     if is_wanted(config):
         let_weights_rest(config, trained.denoiser, strategy.device)
     groups = groups_of(trained, adapter, config, family.facts)
-    for line in optimizers.remarks(config.optim, groups):
-        logger.warning("%s", line)
-    optimizer = optimizers.make_optimizer(config.optim, groups)
+    optimizer = _optimizer(config, groups)
     chain = Chain.of(trained.denoiser, family.block_lists, family.block_flow)
     compilation = strategy.compile(list(trained.children()), trained.denoiser, config.distributed.compile_shapes)
     if compilation is not None:
@@ -132,6 +130,14 @@ def assemble(
     if callable(getattr(optimizer, "train", None)):  # schedule-free ones have two sets of weights
         optimizer.train()
     return job, adapter
+
+
+def _optimizer(config: RunConfig, groups: Sequence[optimizers.Group]) -> torch.optim.Optimizer:
+    for line in optimizers.remarks(config.optim, groups):
+        logger.warning("%s", line)
+    optimizer = optimizers.make_optimizer(config.optim, groups)
+    logger.info("optimizer: %s", optimizers.described(optimizer))
+    return optimizer
 
 
 def _keep_compiled(config: RunConfig, prepared: Prepared) -> None:
