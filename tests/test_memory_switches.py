@@ -150,7 +150,7 @@ def gradients(folder: Path, cases):
 BUDGETS = [("--gradient_checkpointing", "--gradient_checkpointing_budget", share) for share in ("0.4", "1")]
 SAME = [*BUDGETS, ("--gradient_checkpointing", "--gradient_checkpointing_every", "2"),
         ("--gradient_checkpointing", "--cpu_offload_checkpointing"), ("--blocks_to_swap", "2"),
-        ("--blocks_to_swap", "2", "--gradient_checkpointing", "--cpu_offload_checkpointing")]  # fmt: skip
+        ("--blocks_to_swap", "2", *BUDGETS[0], "--cpu_offload_checkpointing")]  # fmt: skip
 OFF = {"int8": 0.05, "fp8": 0.2, "nf4": 0.5}
 
 

@@ -15,6 +15,7 @@ from library.errors import ConfigError
 from library.optim.average import RunningAverage
 from library.optim.optimizers import (
     Group,
+    described,
     learning_rates,
     make_optimizer,
     rehearse,
@@ -181,6 +182,25 @@ def test_an_optimizer_walks_down_a_quadratic(name):
 
     with weights_as_used(optimizer):
         assert float((weight.detach() ** 2).sum()) < 0.1 * start
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "SGDNesterov", "Adagrad"])
+def test_fused_steps_are_taken_where_torch_has_them_and_end_where_others_do(name):
+    ends, said = [], []
+    for words in ((), ("fused=False", "foreach=False")):
+        draw = torch.Generator().manual_seed(5)
+        weights = [torch.nn.Parameter(torch.randn(3, size, generator=draw)) for size in (1, 40)]
+        config = OptimConfig(optimizer_type=name, optimizer_args=("weight_decay=0.01", *words), learning_rate=0.05)
+        optimizer = make_optimizer(config, [Group("all", weights, 0.05)])
+        for _ in range(25):
+            for item in weights:
+                item.grad = torch.randn(item.shape, generator=draw) + item.detach()
+            optimizer.step()
+        ends.append(torch.cat([item.detach().flatten() for item in weights]))
+        said.append(described(optimizer))
+    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-6)
+    assert ", fused: " in said[0] and said[1].endswith(", one weight after the other")
+    assert described(make_optimizer(OptimConfig(optimizer_type="NAdam"), [Group("all", weights, 0.1)])).endswith("can")
 
 
 def test_optimizer_args_reach_the_optimizer():

@@ -110,6 +110,8 @@ def test_datasets_come_and_go(tmp_path):
     for stage in prepared.batch_plan(1, TrainConfig()).stages:
         shown = {bucket.dataset: sum(bucket.repeats) for bucket in stage.plan.buckets}
         assert shown[0] == 3 * shown[1] and shown.get(2, shown[1]) == shown[1], "weights are shares of each stage"
+    captions = prepared.first_captions(prepared.batch_plan(1, TrainConfig()), 10)
+    assert len(captions) == 6, "two pictures of three datasets, however often they are there"
     assert prepared.pictures == (8, 0) and prepared.resolution == (64, 64)
 
 
@@ -195,6 +197,7 @@ def test_files_tell_the_stages(whole):
     datasets = json.loads(told["ss_datasets"])
     assert [(each["resolution"], each["from_step"], each["to_step"]) for each in datasets] == [
         ([32, 32], 0, 4), ([48, 48], 4, 7), ([128, 128], 7, None)]  # fmt: skip
+    assert told["ss_resolution"] == "(128, 128)" and told["ss_bucket_info"] == json.dumps(datasets[-1]["bucket_info"])
     assert told["modelspec.resolution"] == "128x128" and told["ss_num_train_images"] == "8"
     assert len(json.loads(told["ss_dataset_dirs"])) == len(json.loads(told["ss_tag_frequency"])) == 1
 

@@ -134,9 +134,11 @@ class Prepared:
         return loader if texts is None else WithTexts(loader, texts)
 
     def first_captions(self, plan: Plan, total_steps: int) -> list[str]:
-        """Each picture's caption as it is shown in the first epoch."""
-        showing = self.showing(plan, total_steps)
-        return [showing.caption(Visit(0, 0, index, 0)) for index in range(len(self.manifest.samples))]
+        """Each picture's caption as it is shown in the first epoch, once however many stages show it."""
+        showing, datasets = self.showing(plan, total_steps), self.manifest.datasets
+        first = {(datasets[sample.dataset].number, sample.key): index
+                 for index, sample in reversed(list(enumerate(self.manifest.samples)))}  # fmt: skip
+        return [showing.caption(Visit(0, 0, index, 0)) for index in sorted(first.values())]
 
     def showing(self, plan: Plan, total_steps: int) -> Showing:
         """How the samples are shown in a run of so many steps."""

@@ -35,7 +35,7 @@ def told(manifest: Manifest, placements: Sequence[Placement], ranks: int) -> dic
                     folders[_free(name_of(subset), folders)] = {"n_repeats": subset.num_repeats, "img_count": count}
         values[key] = folders
     found = {key: json.dumps(value) for key, value in values.items()}
-    return found | (_single(manifest.datasets[0], datasets[0], ranks) if len(datasets) == 1 else {})
+    return found | (_single(manifest.datasets[-1], datasets[-1], ranks) if len(latest) == 1 else {})
 
 
 def name_of(subset: SubsetConfig) -> str:

@@ -1,6 +1,7 @@
 """Optimizers by name: a table of what is known, and any class by its import path."""
 
 import copy
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -47,13 +48,25 @@ def make_optimizer(config: OptimConfig, groups: Sequence[Group]) -> torch.optim.
 
 def _built(kind: type[torch.optim.Optimizer], groups: list[dict[str, Any]],
            arguments: dict[str, Any]) -> torch.optim.Optimizer:  # fmt: skip
-    """Torch's AdamW in its fused form wherever the device has it, unless the settings speak of it."""
-    if kind is torch.optim.AdamW and not {"fused", "foreach", "capturable", "differentiable"} & set(arguments):
+    """Torch's own in its fused form, wherever it has one for the device, unless the settings speak of it."""
+    is_torchs = kind is getattr(torch.optim, kind.__name__, None) and "fused" in inspect.signature(kind).parameters
+    if is_torchs and not {"fused", "foreach", "capturable", "differentiable"} & set(arguments):
         try:
             return kind([dict(group) for group in groups], **{**arguments, "fused": True})
         except RuntimeError:  # how torch says that this device has none
             pass
     return kind(groups, **arguments)
+
+
+def described(optimizer: torch.optim.Optimizer) -> str:
+    """Its name, and how it goes through the weights where torch has several ways."""
+    group, name = optimizer.param_groups[0], type(optimizer).__name__
+    if "foreach" not in group:
+        return name
+    if group.get("fused"):
+        return f"{name}, fused: all that is done with a weight at once"
+    is_forbidden = group["foreach"] is False
+    return f"{name}, one weight after the other" if is_forbidden else f"{name}, many weights at once where torch can"
 
 
 def find(name: str) -> OptimizerInfo:

@@ -97,9 +97,7 @@ def assemble(
     if is_wanted(config):
         let_weights_rest(config, trained.denoiser, strategy.device)
     groups = groups_of(trained, adapter, config, family.facts)
-    for line in optimizers.remarks(config.optim, groups):
-        logger.warning("%s", line)
-    optimizer = optimizers.make_optimizer(config.optim, groups)
+    optimizer = _optimizer(config, groups)
     compilation = strategy.compile(list(trained.children()), trained.denoiser, config.distributed.compile_shapes)
     if compilation is not None:
         _keep_compiled(config, prepared)
@@ -139,6 +137,14 @@ def structure_of(family: Family, denoiser: torch.nn.Module) -> Structure:
     """How the denoiser can be taken apart."""
     return Structure(chain_of(family, denoiser), tensor_cuts(denoiser), family.block_tokens,
                      layer_tokens(denoiser, family.block_lists, family.block_flow))  # fmt: skip
+
+
+def _optimizer(config: RunConfig, groups: Sequence[optimizers.Group]) -> torch.optim.Optimizer:
+    for line in optimizers.remarks(config.optim, groups):
+        logger.warning("%s", line)
+    optimizer = optimizers.make_optimizer(config.optim, groups)
+    logger.info("optimizer: %s", optimizers.described(optimizer))
+    return optimizer
 
 
 def _keep_compiled(config: RunConfig, prepared: Prepared) -> None:

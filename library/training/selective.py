@@ -2,6 +2,9 @@
 
 Kept are those of matrix multiplications, convolutions and attention: first the ones that need most operations for the
 room that they take, until a share of all of them is kept.  Everything else is cheap, and is computed again from them.
+
+torch's own selective checkpointing wants every operation to come again in the same order.  Where weights are fetched
+inside of a block, ahead or not, that is not so; here only expensive ones have to.
 """
 
 import math
@@ -10,10 +13,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
 ATTENTION = "aten._scaled_dot_product_"
@@ -48,7 +51,8 @@ class Selection:
         key = (block, shapes)
         kept = self._kept.get(key)
         if kept is not None:
-            return lambda: create_selective_checkpoint_contexts(_Policy(kept))  # type: ignore[no-untyped-call]
+            storage = _Storage(kept)
+            return lambda: (_Keeping(storage), _Reusing(storage))
         return lambda: (nullcontext(), _Counting(lambda found: self._kept.__setitem__(key, chosen(found, self.budget))))
 
 
@@ -68,19 +72,66 @@ def _worth(each: Costly) -> float:
     return each.flops / max(each.size, 1)
 
 
-class _Policy:
-    """Says of each operation whether its result is kept; both passes come by the same ones in the same order."""
+class _Storage:
+    """What one call of a block keeps, by the number of the operation."""
 
-    def __init__(self, kept: frozenset[int]):
-        self.kept = kept
-        self.seen = {False: 0, True: 0}
+    def __init__(self, numbers: frozenset[int]):
+        self.numbers = numbers
+        self._results: dict[int, tuple[Any, list[tuple[Tensor, int]], Any]] = {}
 
-    def __call__(self, context: Any, operation: Any, *given: Any, **named: Any) -> CheckpointPolicy:
+    def keep(self, number: int, operation: Any, result: Any) -> None:
+        """Detached: the result itself will belong to the graph that keeps this storage."""
+        leaves, tree = tree_flatten(result)
+        kept = [(_detached(leaf), leaf._version) if isinstance(leaf, Tensor) else (leaf, 0) for leaf in leaves]
+        self._results[number] = operation, kept, tree
+
+    def take(self, number: int, operation: Any) -> tuple[Any] | None:
+        """The result, once; nothing where it was not kept, or was written into since."""
+        same, kept, tree = self._results.pop(number, (None, [], None))
+        if same is not operation or any(isinstance(leaf, Tensor) and leaf._version != then for leaf, then in kept):
+            return None
+        return (tree_unflatten([leaf for leaf, _ in kept], tree),)
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    """Beneath autograd, and still counting how often anybody writes into it."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+class _Numbering(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts expensive operations; whatever else happens in a block may be another thing each time."""
+
+    def __init__(self, storage: _Storage):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storage, self.count = storage, 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, given: Any = (), named: Any = None) -> Any:
         if not _is_costly(operation):
-            return CheckpointPolicy.PREFER_RECOMPUTE
-        number = self.seen[context.is_recompute]
-        self.seen[context.is_recompute] += 1
-        return CheckpointPolicy.MUST_SAVE if number in self.kept else CheckpointPolicy.PREFER_RECOMPUTE
+            return operation(*given, **(named or {}))
+        self.count += 1
+        return self.result(self.count - 1, operation, lambda: operation(*given, **(named or {})))
+
+    def result(self, number: int, operation: Any, compute: Callable[[], Any]) -> Any:
+        raise NotImplementedError
+
+
+class _Keeping(_Numbering):  # type: ignore[no-untyped-call]
+    """For the forward pass."""
+
+    def result(self, number: int, operation: Any, compute: Callable[[], Any]) -> Any:
+        result = compute()
+        if number in self.storage.numbers:
+            self.storage.keep(number, operation, result)
+        return result
+
+
+class _Reusing(_Numbering):  # type: ignore[no-untyped-call]
+    """For when it is computed again."""
+
+    def result(self, number: int, operation: Any, compute: Callable[[], Any]) -> Any:
+        kept = self.storage.take(number, operation)
+        return compute() if kept is None else kept[0]
 
 
 class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
