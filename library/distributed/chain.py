@@ -31,7 +31,7 @@ class Chain:
         return cls(tuple(blocks), tuple(flow))
 
     def weights(self) -> list[int]:
-        """How much each block has to compute, for which its weights stand."""
+        """How large each block is."""
         return [sum(item.numel() for item in block.parameters()) for block in self.blocks]
 
     def enters(self, place: int, bound: BoundArguments, before: Flow) -> Flow:
@@ -50,9 +50,9 @@ class Chain:
         return flow if len(flow) > 1 else flow[0]
 
 
-def cuts(weights: Sequence[int], stages: int) -> list[int]:
+def cuts(weights: Sequence[float], stages: int) -> list[int]:
     """Where stages begin, and the end: so that the heaviest stage is as light as can be."""
-    sums = [0]
+    sums = [0.0]
     for weight in weights:
         sums.append(sums[-1] + weight)
     count = len(weights)

@@ -31,7 +31,7 @@ class Pipelined(Grouped):
     def _take_apart(self, model: nn.Module, denoiser: nn.Module, structure: Structure) -> None:
         chain = structure.chain
         self.passage = Passage(chain)
-        self._cut(chain)
+        self._cut(structure.seconds or chain.weights())
         # Of blocks alone, without what goes on between processes; UNets do it inside of their blocks.
         if getattr(denoiser, "gradient_checkpointing", False):
             denoiser.gradient_checkpointing = False  # type: ignore[assignment]
@@ -43,11 +43,11 @@ class Pipelined(Grouped):
         self.schedules = Schedules(self)
         self.in_one_go()
 
-    def _cut(self, chain: Chain) -> None:
+    def _cut(self, loads: Sequence[float]) -> None:
         """Which blocks are whose."""
         each = 2 if self.schedule == "interleaved" else 1
         stages = self.layout.stages
-        self.cuts = cuts(chain.weights(), each * stages)
+        self.cuts = cuts(loads, each * stages)
         self.parts = [number for number in range(len(self.cuts) - 1) if number % stages == self.stage]
         self._mine = {place for part in self.parts for place in range(self.cuts[part], self.cuts[part + 1])}
         self._ends = {end - 1: number for number, end in enumerate(self.cuts[1:])}

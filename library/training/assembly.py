@@ -102,7 +102,10 @@ def assemble(
     if compilation is not None:
         _keep_compiled(config, prepared)
         compilation.keep_share(config.train.gradient_checkpointing_budget)
-    wrapped, optimizer = strategy.wrap(trained, optimizer, trained.denoiser, structure_of(family, trained.denoiser))
+    structure = structure_of(family, trained.denoiser)
+    if config.parallel.pp_size > 1 and config.parallel.pp_cut == "time":
+        structure = replace(structure, seconds=_block_seconds(config, strategy, family, trained, prepared, plan))
+    wrapped, optimizer = strategy.wrap(trained, optimizer, trained.denoiser, structure)
     task = Task(family, pipe, wrapped, objective, config.train.seed, strategy.device,
                 config.data.masked_loss_normalize, config.cache.vae_batch_size, config.cache.text_encoder_batch_size,
                 kept.texts, config.adapter.trains_texts, dropout_of(config.adapter, trained, adapter))  # fmt: skip
@@ -137,6 +140,13 @@ def structure_of(family: Family, denoiser: torch.nn.Module) -> Structure:
     """How the denoiser can be taken apart."""
     return Structure(chain_of(family, denoiser), tensor_cuts(denoiser), family.block_tokens,
                      layer_tokens(denoiser, family.block_lists, family.block_flow))  # fmt: skip
+
+
+def _block_seconds(config: RunConfig, strategy: DataParallel, family: Family, trained: Any, prepared: Prepared,
+                   plan: RunPlan) -> tuple[float, ...]:  # fmt: skip
+    from .block_times import block_seconds  # which few runs need
+
+    return block_seconds(config, strategy, family, trained.denoiser, prepared, plan)
 
 
 def _optimizer(config: RunConfig, groups: Sequence[optimizers.Group]) -> torch.optim.Optimizer:
