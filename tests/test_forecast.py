@@ -22,6 +22,7 @@ from library.training.forecast.forecast import Devices, Load, forecast
 from library.training.forecast.meter import Meter
 from library.training.forecast.pace import Assumed
 from library.training.forecast.remembered import remembered
+from library.training.forecast.told import told
 from library.training.forecast.ways import ways
 from library.training.forecast.ways_out import way_out
 from library.training.forecast.weightless import Heaviest, Weightless
@@ -215,7 +216,9 @@ def test_ways_are_those_that_training_would_take():
     assert names(2, *sd3, "--optimizer_type", "Adafactor") == {*everywhere, "pipeline 2", "tensor 2"}
     loha = ("--network_module", "lycoris.kohya", "--network_args", "algo=loha")
     assert names(2, *sd3, *loha) == {*everywhere, *zero, "pipeline 2"}
-    assert "pipeline 2" not in names(2, "--pretrained_model_name_or_path", "random:sd1:tiny")
+    nowhere = ("--deepspeed", "--zero_stage", "3", "--offload_optimizer_device", "nvme")
+    assert names(2, *sd3, *nowhere) == set()
+    assert "no way that is looked at agrees" in told([], None, Load(SMALL, 1.0), devices(2))
     together = {"DDP 2 x tensor 2", "FSDP 2 x tensor 2", "pipeline 2 x tensor 2", "DDP 2 x pipeline 2", "HSDP 2 x 2"}
     assert together < names(4, *sd3)
 
@@ -235,9 +238,12 @@ def test_where_nothing_fits_switches_are_named_until_it_does():
 def test_where_no_switch_is_enough_all_are_named_with_what_still_lacks():
     config, given = settings(("--pretrained_model_name_or_path", "random:flux:tiny", "--resolution", "128"), Arguments)
     model, load = detect(config.model), Load(Heaviest((512, 512), ("a picture",)), 1.0)
-    hopeless = way_out(config, given, model, load, devices(1, memory=2**20))
-    assert hopeless is not None and hopeless.row.need.total > 2**20
+    (row,) = forecast(config, given, model, load, devices(1))
+    fixed = row.need.reserve + row.need.adapters
+    hopeless = way_out(config, given, model, load, devices(1, memory=fixed))
+    assert hopeless is not None and hopeless.row.need.total > fixed
     assert "--base_storage nf4" in hopeless.words and "int8" not in hopeless.words
+    assert way_out(config, given, model, load, devices(1, memory=fixed - 1)) is None
 
 
 def test_a_batch_without_numbers_has_the_sizes_of_pictures_and_captions():

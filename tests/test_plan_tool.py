@@ -300,5 +300,8 @@ def test_sizes_and_speeds_of_devices_are_read_and_belong_together(pictures):
     done = plan(*pictures, "--gpu_memory", "lots", "--link_speed", "0")
     assert "--gpu_memory: expected the size of a device's memory, such as 24GB or 512MB" in done.stderr
     assert "--link_speed: 0.0 is too small" in done.stderr
+    done = plan(*pictures, "--gpu_memory", "24GB", "--device_map", "auto", "--cp_size", "2")
+    assert "--cp_size: --gpu_memory does not foresee what it needs" in done.stderr
+    assert done.returncode == 2 and "--device_map: --gpu_memory looks at processes with a device each" in done.stderr
     done = plan(*pictures, "--link_speed", "50")
     assert done.returncode == 2 and "--link_speed: is about devices; say how large they are with" in done.stderr

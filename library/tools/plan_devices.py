@@ -4,7 +4,6 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from ..config import RunConfig
-from ..errors import ConfigError
 from ..optim import optimizers
 from ..training.forecast.forecast import Devices, Load, forecast
 from ..training.forecast.pace import Assumed
@@ -21,8 +20,6 @@ def with_devices(
 ) -> tuple[dict[str, Any], str]:
     """As plain data and as text; loads no weights."""
     assert options.gpu_memory is not None
-    if config.parallel.device_map is not None:
-        raise ConfigError(["--device_map: --gpu_memory looks at processes with a device each; take one of the two out"])
     optimizers.rehearse(config.optim)
     assumed = Assumed(options.gpu_tflops * 1e12, options.link_speed * 1e9)
     devices = Devices(options.world_size, options.gpu_memory.count, assumed)
@@ -31,7 +28,7 @@ def with_devices(
     try:
         rows = forecast(config, given, outlook.detected, load, devices)
         fits = any(row.need.total <= devices.memory for row in rows)
-        out = None if fits else way_out(config, given, outlook.detected, load, devices)
+        out = None if fits or not rows else way_out(config, given, outlook.detected, load, devices)
     finally:
         logging.disable(logging.NOTSET)
     return recorded(rows, out, devices), told(rows, out, load, devices)

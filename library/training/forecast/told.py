@@ -43,7 +43,9 @@ def _lines(rows: Sequence[Row], out: WayOut | None, load: Load, devices: Devices
     if others:
         lacks = ", ".join(f"{row.way.name} by {(row.need.total - devices.memory) / GB:.1f}" for row in others)
         yield f"too large, by so many GB: {lacks}"
-    if not fitting and out is None:
+    if not rows:
+        yield "no way that is looked at agrees with these settings; leave out those that say how the run is spread"
+    elif not fitting and out is None:
         yield "nothing fits, and no switch would change that: such devices have no room for their own context"
     elif out is not None:
         rest = out.row.need.total - devices.memory

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...adapters.switching import in_dtype
 from ...config import RunConfig
 from ...data.batch import Cond, Moments, PixelBatch
-from ...distributed.chain import Chain, Departed, Flow, Passage
+from ...distributed.chain import Departed, Flow, Passage
 from ...distributed.frozen import FrozenConv2d, FrozenLinear
 from ...distributed.packing import Packed
 from ...families import FAMILIES
@@ -75,6 +75,7 @@ class Weightless:
             self._cast_for_resting()
         self.task = Task(self.family, self.pipe, self.trained, objective_of(config, self.family, self.pipe),
                          config.train.seed, META, trains_texts=config.adapter.trains_texts)  # fmt: skip
+        self.chain = chain_of(self.family, self.denoiser)
         self.encoding = 0
         """Bytes in the worst moment of encoding pictures and captions, as far as a step does it."""
         self.batch = self._batch(heaviest)
@@ -95,11 +96,6 @@ class Weightless:
         names = [*texts, *([] if cache.latents else ["vae"])]
         return [part for name in names if isinstance(part := getattr(self.pipe, name), nn.Module)]
 
-    @property
-    def chain(self) -> Chain:
-        """Its blocks, where they follow each other."""
-        return chain_of(self.family, self.denoiser)
-
     def groups(self) -> list[Group]:
         """What learns, as the optimizer gets it."""
         return groups_of(self.trained, self.adapter, self.config, self.family.facts)
@@ -111,7 +107,7 @@ class Weightless:
     def stages(self, ends: Sequence[int]) -> list[Footprint]:
         """The same of each stage of a pipeline; a stage has the blocks from one of ``ends`` to the next."""
         passage = Passage(self.chain)
-        if getattr(self.denoiser, "gradient_checkpointing", False):
+        if getattr(self.denoiser, "gradient_checkpointing", False):  # UNets do it inside of their blocks
             self.denoiser.gradient_checkpointing = False
             passage.checkpoint = self.denoiser._gradient_checkpointing_func
         found, arrived = [], None
