@@ -61,6 +61,8 @@ class Zero(DataParallel):
         groups = [dict(group) for group in optimizer.param_groups]
         learning = [parameter for group in groups for parameter in group["params"]]
         config = self.settings.handed_over(pins_memory=self.pins_memory)
+        # Its own is for whole models, and takes two gigabytes however little learns.
+        config["zero_optimization"].setdefault("reduce_bucket_size", sum(item.numel() for item in learning))
         # DeepSpeed switches autocast off around its engine's forward, so it is switched on inside.
         model.forward = self.accelerator.autocast()(model.forward)
         self._never_be_alone()

@@ -119,14 +119,8 @@ def assemble(
     schedule = schedules.make_schedule(config.optim, plan.steps)
     watch = Watch(config.train.max_bad_steps, Path(config.save.output_dir))
     bad_samples = BadSamples(config.data.max_bad_samples, len({sample.image for sample in prepared.manifest.samples}))
-    can_save = (
-        None
-        if config.train.gradient_checkpointing
-        else partial(compute_twice, list(trained.children()), trained.denoiser, config.train)
-    )
-    ladder = Ladder(config.train.on_oom == "ladder", can_save)
-    job = Run(config, plan, strategy, task, loader, wrapped, groups, optimizer, schedule, watch, ladder, bad_samples,
-              Silence(), compilation=compilation)  # fmt: skip
+    job = Run(config, plan, strategy, task, loader, wrapped, groups, optimizer, schedule, watch,
+              _ladder(config, trained), bad_samples, Silence(), compilation=compilation)  # fmt: skip
     if config.adapter.scale_weight_norms is not None:
         job.limit = Limit(trained, adapter, config.adapter.scale_weight_norms)
     if config.optim.ema_decay is not None:
@@ -134,6 +128,12 @@ def assemble(
     if callable(getattr(optimizer, "train", None)):  # schedule-free ones have two sets of weights
         optimizer.train()
     return job, adapter
+
+
+def _ladder(config: RunConfig, trained: Any) -> Ladder:
+    """What can be done when memory is out; activations can be computed twice, unless they are already."""
+    can_save = partial(compute_twice, list(trained.children()), trained.denoiser, config.train)
+    return Ladder(config.train.on_oom == "ladder", None if config.train.gradient_checkpointing else can_save)
 
 
 def structure_of(family: Family, denoiser: torch.nn.Module) -> Structure:

@@ -14,8 +14,8 @@ CONTEXT = 768 * 2**20
 """An assumption: the device's own context, workspaces of its libraries, and gaps between pieces of memory."""
 COMPANY = 256 * 2**20
 """An assumption: buffers of the library by which devices talk to each other."""
-BUCKET, LIVE, SMALL = 500_000_000, 1_000_000_000, 100_000
-"""DeepSpeed's own, in numbers: what it exchanges at once, keeps of what it fetched, and does not divide."""
+LIVE, SMALL = 1_000_000_000, 100_000
+"""DeepSpeed's own, in numbers: what it keeps of what it fetched, and does not divide."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def _of_stage(way: Way, cut: Cut, stage: Stage, remembered: int, shapes: float) 
         in_host_memory = way.zero.optimizer_device is not None
         gradients = 0 if in_host_memory else part
         optimizer = 0 if in_host_memory else part + -(-remembered // size)
-        exchange = _bucket(way)
+        exchange = _bucket(way, numbers)
     elif size > 1 and way.sharding is None and way.layout.together == 1:
         exchange = 0 if way.config.distributed.ddp_gradient_as_bucket_view else learnt
     elif size > 1:
@@ -122,11 +122,11 @@ def _divided(way: Way, cut: Cut, whole: int) -> tuple[int, int]:
     return rest + kept + (0 if way.zero.param_device else parts), live
 
 
-def _bucket(way: Way) -> int:
+def _bucket(way: Way, numbers: int) -> int:
     """What DeepSpeed puts aside for its exchanges, however little travels."""
     settings = _zero_file(way)
     count = 2 if settings.get("overlap_comm") and way.zero is not None and way.zero.stage < 3 else 1
-    return 4 * count * int(settings.get("reduce_bucket_size", BUCKET))
+    return 4 * count * int(settings.get("reduce_bucket_size", numbers))
 
 
 def _zero_file(way: Way) -> dict[str, Any]:
