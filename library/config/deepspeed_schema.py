@@ -22,9 +22,6 @@ class DeepSpeedConfig:
     offload_optimizer_device: str | None = opt(
         None, "deepspeed: cpu for an optimizer that remembers and computes in host memory, or none"
     )
-    offload_optimizer_nvme_path: str | None = opt(
-        None, "deepspeed: folder for offload_optimizer_device nvme, which is refused"
-    )
     offload_param_device: str | None = opt(
         None,
         "deepspeed, zero_stage 3: cpu for a model that rests in host memory, nvme for one that rests in files, or none",

@@ -82,6 +82,8 @@ VERDICTS: dict[str, Alias | Refused] = {
     # several processes
     "zero3_init_flag": Refused("models are always divided parameter by parameter at zero_stage 3", (True, False)),
     "zero3_save_16bit_model": Refused("a LoRA file is always whole; save_precision says how exact", (True, False)),
+    "offload_optimizer_nvme_path": Refused("what is remembered of an adapter is small, and never moved into files; set"
+                                           " --offload_optimizer_device cpu"),
     "fp16_master_weights_and_gradients": Refused("adapters and what optimizers remember stay in fp32"),
     # optimizer and schedule
     "use_8bit_adam": Refused("an old name; write optimizer_type AdamW8bit"),

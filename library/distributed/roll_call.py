@@ -32,7 +32,7 @@ PLACES = {
     *("pretrained_model_name_or_path", "vae", "clip_l", "clip_g", "t5xxl", "text_encoder", "ae", "tokenizer_cache_dir"),
     *("network_weights", "base_weights", "dataset_config", "cache_dir", "output_dir", "replay", "resume"),
     *("sample_prompts", "logging_dir", "log_tracker_config", "metadata_thumbnail", "compile_cache_dir"),
-    *("offload_optimizer_nvme_path", "offload_param_nvme_path"),
+    "offload_param_nvme_path",
 }
 """Settings that name a place, which may be another on each machine; what is found there is compared itself."""
 OWN = {"max_data_loader_n_workers", "prefetch_factor", "quiet", "console_log_level", "console_log_file",

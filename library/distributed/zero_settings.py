@@ -13,6 +13,7 @@ from .world import World
 
 OPTIONS = ("zero_stage", "offload_optimizer_device", "offload_optimizer_nvme_path", "offload_param_device",
            "offload_param_nvme_path")  # fmt: skip
+"""Of accelerate; all but the path for the optimizer are ours as well."""
 IN_FILE = {
     "zero_stage": ("stage",),
     "offload_optimizer_device": ("offload_optimizer", "device"),
@@ -106,7 +107,7 @@ class ZeroSettings:
 def zero_settings(config: RunConfig, world: World) -> tuple[ZeroSettings | None, list[str]]:
     """DeepSpeed as it was asked for, ``None`` where nobody did; and everything that is wrong with it."""
     own, launcher = config.deepspeed.deepspeed, _launcher(world)
-    given = {name: value for name in OPTIONS if (value := getattr(config.deepspeed, name)) is not None}
+    given = {name: value for name in OPTIONS if (value := getattr(config.deepspeed, name, None)) is not None}
     if not own and "DeepSpeed" not in world.engines:
         written = [name for name, value in given.items() if (name, value) != ("zero_stage", 2)]
         return None, [f"--{name}: is about DeepSpeed, which nobody asks for; set --deepspeed" for name in written]
