@@ -119,11 +119,8 @@ def assemble(
     schedule = schedules.make_schedule(config.optim, plan.steps)
     watch = Watch(config.train.max_bad_steps, Path(config.save.output_dir))
     bad_samples = BadSamples(config.data.max_bad_samples, len({sample.image for sample in prepared.manifest.samples}))
-    can_save = (
-        None
-        if config.train.gradient_checkpointing
-        else partial(compute_twice, list(trained.children()), trained.denoiser, config.train)
-    )
+    twice = partial(compute_twice, list(trained.children()), trained.denoiser, config.train)
+    can_save = None if config.train.gradient_checkpointing else twice
     ladder = Ladder(config.train.on_oom == "ladder", can_save)
     job = Run(config, plan, strategy, task, loader, wrapped, groups, optimizer, schedule, watch, ladder, bad_samples,
               Silence(), compilation=compilation)  # fmt: skip
