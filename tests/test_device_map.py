@@ -153,6 +153,7 @@ def on_one_device(*flags: str) -> str:
 @pytest.mark.parametrize(("model", "written", "more"), [
     pytest.param("sdxl", '{"": 0, "up_blocks": 1}', ("--gradient_checkpointing",), marks=pytest.mark.long),
     ("flux", '{"": 0, "single_transformer_blocks": 1}', ("--sample_at_first",)),
+    pytest.param("sd3", '{"": 0, "transformer_blocks.1": 1}', (), marks=pytest.mark.long),
 ])  # fmt: skip
 def test_it_learns_and_draws_what_an_undivided_model_does(model, written, more, tmp_path):
     (tmp_path / "prompts.txt").write_text("a leaf --w 64 --h 64 --s 2 --d 1\n")
