@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 import torch
 from one_result import dataset
+from peft import LoraConfig, get_peft_model
 from ranks import on_ranks
 from safetensors.torch import load_file
 from test_run import difference, train
 from tiny import TINY
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._pytree import tree_map
 
+from library.adapters.update_norms import adapted_layers, norms_of
 from library.config import load_options
 from library.config.values import DeviceMap
 from library.distributed.device_map import assigned, hook, mapping_problems, places_of, units, unplaced
@@ -27,6 +29,7 @@ from library.errors import ConfigError
 from library.families import FAMILIES
 from library.families.detect import detect
 from library.families.unloaded import unloaded
+from library.training.parallel_fit import refuse_misfits
 
 KIND = "lazy"
 MODELS = ("sd1", "sdxl", "sd3", "flux", "z_image", "qwen_image")
@@ -106,6 +109,22 @@ def test_every_layer_finds_what_it_is_given_on_its_own_device(model, count):
         assert reached == {torch.device(KIND, number) for number in range(count)}
 
 
+def test_lengths_of_updates_on_several_devices_are_read_together():
+    adapted = get_peft_model(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), LoraConfig(r=2, target_modules=["0", "1"])
+    )
+    layers = adapted_layers(adapted)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        for number, layer in enumerate(layers.values()):
+            for module in layer.modules():
+                for name, weight in list(module.named_parameters(recurse=False)):
+                    fake = torch.empty(weight.shape, device=torch.device(KIND, number))
+                    module.register_parameter(name, nn.Parameter(fake))
+        with pytest.raises(DataDependentOutputException):  # there are no numbers, and nothing else is in the way
+            norms_of(layers)
+        assert mode is not None
+
+
 @pytest.mark.parametrize(("model", "written", "said"), [
     ("flux", '{"transformer_blocks": 0, "single_transformer_blocks": 1}',
      'weights have no device, such as time_text_embed.timestep_embedder.linear_1.weight; add "": 0'),
@@ -133,6 +152,8 @@ def test_where_it_cannot_be_is_told():
         config = load_options(["--device_map", written]).config
         return [*mapping_problems(config, World(device="cuda", machine=machine, **facts))]
 
+    assert "the launcher asks for DeepSpeed; take one" in problems("auto", engines=("DeepSpeed",))[0]
+    assert "the launcher asks for dynamo" in problems("auto", dynamo="INDUCTOR")[0]
     assert problems("auto") == [] and problems('{"": 0, "a": 1}') == []
     assert "this is one of 2; start one process, or use --pp_size" in problems("auto", size=2)[0]
     assert "this process sees 1 accelerators" in problems("auto", count=1)[0]
@@ -166,3 +187,10 @@ def test_it_learns_and_draws_what_an_undivided_model_does(model, written, more, 
     assert difference(load_file(one), load_file(two)) == 0.0
     drawn = [[path.read_bytes() for path in (tmp_path / name / "sample").glob("*.png")] for name in ("one", "two")]
     assert drawn[0] == drawn[1] and len(drawn[0]) == more.count("--sample_at_first")
+
+
+def test_an_optimizer_that_adds_up_all_weights_is_refused():
+    config = load_options(["--pretrained_model_name_or_path", "random:flux:tiny", "--device_map", "auto",
+                           "--optimizer_type", "Prodigy", "--learning_rate", "1"]).config  # fmt: skip
+    with pytest.raises(ConfigError, match="Prodigy adds up numbers of all weights"):
+        refuse_misfits(config, FAMILIES.get("flux")(), detect(config.model))

@@ -305,3 +305,12 @@ def test_sizes_and_speeds_of_devices_are_read_and_belong_together(pictures):
     assert done.returncode == 2 and "--device_map: --gpu_memory looks at processes with a device each" in done.stderr
     done = plan(*pictures, "--link_speed", "50")
     assert done.returncode == 2 and "--link_speed: is about devices; say how large they are with" in done.stderr
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (("--world_size", "3", "--pp_size", "2"), "--pp_size 2: 3 processes cannot be dealt out in groups of 2; start 4"),
+    (("--optimizer_type", "torch.optim.LBFGS", "--gpu_memory", "24GB"), "its step wants closure, since it computes"),
+])  # fmt: skip
+def test_what_training_would_refuse_is_not_planned(pictures, words, said):
+    done = plan(*pictures, *words)
+    assert done.returncode == 2 and said in " ".join(done.stderr.split())

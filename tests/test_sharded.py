@@ -185,6 +185,17 @@ def test_an_infinite_gradient_on_one_process_leaves_the_step_out_on_all(infinite
     assert on_ranks(2, scaled_step_after, infinite_on) == [expected, expected]
 
 
+def test_a_preview_that_cannot_be_written_ends_no_run(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "sample").write_text("no folder")
+    (tmp_path / "prompts.txt").write_text("a leaf --w 64 --h 64 --s 1\n")
+    files = on_ranks(2, train, "--pretrained_model_name_or_path", "random:sd1:tiny", "--dataset_config",
+                     str(dataset(tmp_path)), "--output_dir", str(tmp_path / "out"), "--max_train_steps", "1",
+                     "--network_dim", "2", "--sample_prompts", str(tmp_path / "prompts.txt"), "--sample_at_first",
+                     "--fsdp")  # fmt: skip
+    assert Path(files[0]).is_file()
+
+
 def previews_that_fail(who: list[int], folder: Path, flags: tuple[str, ...]) -> str:
     """What came of a preview that these processes cannot draw, on this one."""
     from library.training import preview

@@ -27,7 +27,8 @@ def _is_adapted(layer: nn.Module) -> bool:
 @torch.no_grad()
 def norms_of(layers: Mapping[str, nn.Module]) -> dict[str, float]:
     """The same of layers that were looked up before, which takes longer than to compute their norms."""
-    norms = torch.stack([_norm(layer) for layer in layers.values()])
+    found = [_norm(layer) for layer in layers.values()]
+    norms = torch.stack([norm.to(found[0].device) for norm in found])  # layers may be on several devices
     return dict(zip(layers, norms.tolist(), strict=True))
 
 

@@ -27,6 +27,10 @@ def speed_conflicts(config: RunConfig, given: frozenset[str]) -> Iterator[tuple[
             ("gradient_checkpointing_budget", "dynamo_backend"),
             f"what {backend} compiles has no budget; {' and '.join(_WITH_BUDGET)} have one",
         )
+    if config.train.gradient_checkpointing_budget and config.distributed.torch_compile:
+        for name, nothing in (("gradient_checkpointing_every", 1), ("cpu_offload_checkpointing", False)):
+            if getattr(config.train, name) != nothing:
+                yield (name, "gradient_checkpointing_budget"), "where blocks are compiled, the budget alone decides"
     if config.train.blocks_to_swap and config.distributed.torch_compile:
         yield ("blocks_to_swap", "torch_compile"), "weights that come and go cannot be compiled; take one of the two"
     steps, train = config.train.profile_steps, config.train

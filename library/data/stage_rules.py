@@ -16,7 +16,8 @@ def stage_problems(datasets: Sequence[DatasetConfig], train: TrainConfig | None 
     stages = stages_of(datasets)
     for stage in stages:
         if all(subset.is_reg for dataset in stage.datasets for subset in dataset.subsets):
-            yield f"{_where(datasets)}: from step {stage.first} to {stage.end} there is no dataset to train on"
+            until = "on" if stage.end is None else f"to {stage.end}"
+            yield f"{_where(datasets)}: from step {stage.first} {until} there is no dataset to train on"
     if train is not None and train.max_train_epochs is None:
         yield from misfits(stages[-1].first, stages[-1].end, train.max_train_steps, _where(datasets))
 
@@ -39,7 +40,8 @@ def _of_dataset(dataset: DatasetConfig) -> Iterator[str]:
         yield f"{dataset.place('to_step')}: to_step: {dataset.to_step} is not above from_step {dataset.from_step}"
     if schedule is None:
         return
-    where = f"{dataset.place('resolution_schedule')}: resolution_schedule"
+    place = dataset.place("resolution_schedule")
+    where = place if place.startswith("--") else f"{place}: resolution_schedule"
     for key, nothing in (("from_step", 0), ("to_step", None)):
         if getattr(dataset, key) != nothing:
             yield f"{dataset.place(key)}: {key}: resolution_schedule says from which step to which; take {key} out"

@@ -24,7 +24,9 @@ class PlannedStage:
     @property
     def epochs(self) -> int:
         """How many epochs it reaches into."""
-        return 0 if self.end is None else self.plan.epoch_of(self.end - self.first - 1) + 1
+        if self.end is None:
+            return 0
+        return -(-(self.end - self.first) * self.plan.accumulation // self.plan.batches_per_epoch)
 
 
 class StagedPlan:

@@ -108,13 +108,14 @@ def repeated_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def compiled(parts: Sequence[nn.Module], denoiser: nn.Module, plugin: Any, shapes: Shapes) -> Compilation:
-    """Compile the blocks of all parts, or the denoiser as a whole, as accelerate's plugin says."""
+def compiled(parts: Sequence[nn.Module], denoiser: nn.Module, plugin: Any, shapes: Shapes, *, by_blocks: bool = False
+             ) -> Compilation:  # fmt: skip
+    """Compile the blocks of all parts, or the denoiser as a whole, as accelerate's plugin says, or ``by_blocks``."""
     if plugin.dynamic and shapes == "auto":
         shapes = "dynamic"
     found = Compilation(shapes, plugin.to_kwargs())
     for part in parts:
-        if part is denoiser and not plugin.use_regional_compilation:
+        if part is denoiser and not (plugin.use_regional_compilation or by_blocks):
             found.compile_one("", part)
         else:
             found.compile_blocks(part)

@@ -74,6 +74,8 @@ def hook(model: nn.Module, places: Mapping[str, int], devices: Sequence[torch.de
     """Have accelerate bring what each layer is given to where the layer is."""
     where: Any = {name: devices[number] for name, number in places.items()}
     dispatch_model(model, where, main_device=devices[0], force_hooks=True)
+    held: Any = model
+    del held.hf_device_map  # by which accelerate would refuse a process that a launcher gave a number
 
 
 def _above(name: str) -> Iterator[str]:
@@ -106,6 +108,10 @@ def mapping_problems(args: RunConfig, world: World) -> Iterator[str]:
     if world.size > 1:
         yield (f"--device_map: it is for one process with several devices, and this is one of {world.size}; start one"
                " process, or use --pp_size, --tp_size or --fsdp")  # fmt: skip
+    for engine in world.engines:
+        yield f"--device_map: the launcher asks for {engine}; take one of the two"
+    if world.dynamo not in (None, "no", "NO") and args.distributed.torch_compile is None:
+        yield "--device_map: the launcher asks for dynamo, and hooks cannot be compiled; add --no-torch_compile"
     if world.device == "cpu" or count < 2:
         yield f"--device_map: this process sees {count} accelerators, and there is nothing to deal out; leave it out"
     elif beyond := sorted({number for _, number in wanted.places if number >= count}):

@@ -91,7 +91,8 @@ class DataParallel(Company):
             return None
         from .compiling import compiled  # which takes torch's compiler along
 
-        return compiled(parts, denoiser, self.accelerator.state.dynamo_plugin, shapes)
+        plugin = self.accelerator.state.dynamo_plugin
+        return compiled(parts, denoiser, plugin, shapes, by_blocks=self.together > 1)  # exchanges are not compiled
 
     def refuse_other_batches(self, sizes: Collection[int], accumulation: int) -> None:
         """Nothing but our own options says how large batches are."""

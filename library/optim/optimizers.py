@@ -177,4 +177,9 @@ def remember(optimizer: Any, memory: Mapping[str, Any]) -> None:
 
 def rehearse(config: OptimConfig) -> None:
     """Build the optimizer for nothing, so that a mistake in its settings shows before a model is loaded."""
-    make_optimizer(config, [Group("nothing", [torch.nn.Parameter(torch.zeros(2, 2))], 1.0)])
+    made = make_optimizer(config, [Group("nothing", [torch.nn.Parameter(torch.zeros(2, 2))], 1.0)])
+    wanted = [name for name, each in inspect.signature(made.step).parameters.items()
+              if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]  # fmt: skip
+    if wanted:
+        raise ConfigError([f"--optimizer_type {config.optimizer_type}: its step wants {', '.join(wanted)}, since it"
+                           " computes the loss several times in a step; take another"])  # fmt: skip

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..config import RunConfig
@@ -57,6 +57,8 @@ def run(argv: Sequence[str]) -> str:
         raise ConfigError(["--pp_size: one stage has none to wait for; say 2 or more"])
     if "WORLD_SIZE" in os.environ:
         return _as_stage(config, given)
+    if "gradient_accumulation_steps" in given:
+        raise ConfigError(["--gradient_accumulation_steps: --micro_batches says how many; take it out"])
     each = 2 if config.parallel.pp_schedule == "interleaved" else 1
     figures = []
     for count in options.micro_batches:
@@ -85,7 +87,6 @@ def _as_stage(config: RunConfig, given: frozenset[str]) -> str:
     """A list of shares, told by the first of the stages."""
     bench: PipelineOptions = config.bench  # type: ignore[attr-defined]
     pretend = bench.pretend_ms / 1000
-    config = replace(config, optim=replace(config.optim, optimizer_type="SGD"))
     with scratch() as folder, made_up_run(with_pictures(config, folder, bench.repetitions + 1), given, folder) as job:
         if pretend:
             _sleep_in_blocks(job.strategy, pretend)

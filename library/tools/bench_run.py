@@ -32,6 +32,8 @@ def settings(argv: Sequence[str], root: type[Arguments]) -> tuple[Arguments, fro
     loaded = load_options([*DEFAULTS, *argv], root)
     if "dataset_config" in loaded.places:
         loaded.problems.append("--dataset_config: a bench makes its own pictures; take it out")
+    if "resolution_schedule" in loaded.places:
+        raise ConfigError(["--resolution_schedule: a bench has pictures of one size; say --resolution"])
     return loaded.require(), frozenset(loaded.places)  # type: ignore[return-value]
 
 

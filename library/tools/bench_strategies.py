@@ -103,6 +103,8 @@ def run(argv: Sequence[str]) -> str:
                 else:
                     impossible[name] = told
     figures = list(_figures({name: each for name, each in found.items() if each}))
+    if len(impossible) == len(ways):
+        raise ConfigError(list(dict.fromkeys(impossible.values())))
     facts = {"processes": str(options.world_size), **{f"{name} is left out": why for name, why in impossible.items()}}
     return reported("strategies", argv, figures, as_values=options.json, **facts)
 

@@ -65,6 +65,8 @@ def run(argv: Sequence[str]) -> tuple[str, int]:
         raise ConfigError(list(dict.fromkeys(problems)))
     from ..training.outline import look_ahead
 
+    if "world_size" in own.places and training.config.parallel.together > 1:
+        _refuse_layout(training.config, options.world_size)
     log = training.config.log
     set_up(level=log.console_log_level, simple=True, quiet=log.quiet)  # on standard error, beside what is asked for
     outlook = look_ahead(training.config, max(1, options.world_size // training.config.parallel.together))
@@ -78,6 +80,14 @@ def run(argv: Sequence[str]) -> tuple[str, int]:
     if options.json:
         return json.dumps({**outlook.record(), **found}, indent=1), 0
     return "\n".join(filter(None, [outlook.text(), said, told])), 0
+
+
+def _refuse_layout(config: RunConfig, processes: int) -> None:
+    from ..distributed.layout import layout_problems  # which takes torch along
+    from ..distributed.world import World
+
+    if problems := [*layout_problems(config, World.imagined(processes))]:
+        raise ConfigError(problems)
 
 
 def _resolved(data: DataConfig, problems: list[str]) -> str:

@@ -61,7 +61,8 @@ class BadSamples:
 def _read_by_some(by_rank: Sequence[Sequence[BadSample]], together: int) -> str | None:
     """What is to be told when not all processes that work on a picture missed it: each saw another one."""
     for first in range(0, len(by_rank), together):
-        group = [{Path(bad.name).name: bad for bad in problems} for problems in by_rank[first : first + together]]
+        # Machines may have their pictures under other folders.
+        group = [{Path(bad.name).parts[-2:]: bad for bad in problems} for problems in by_rank[first : first + together]]
         for number, missed in enumerate(group):
             for name, bad in missed.items():
                 if not all(name in others for others in group):

@@ -15,6 +15,7 @@ from ..families.base import Family
 from ..families.detect import Detected
 from ..families.tensor_cuts import tensor_cuts
 from ..families.unloaded import unloaded
+from ..optim.optimizers import find
 
 
 def chain_of(family: Family, denoiser: Any) -> Chain:
@@ -36,6 +37,9 @@ def misfits(config: RunConfig, family: Family, model: Detected) -> Iterator[str]
     denoiser = getattr(unloaded(model, (family.denoiser,)), family.denoiser)
     if config.parallel.device_map is not None:
         yield from unplaced(denoiser, config.parallel.device_map)
+        if find(config.optim.optimizer_type).finds_its_rate:
+            yield (f"--device_map: {config.optim.optimizer_type} adds up numbers of all weights, which would be on"
+                   " several devices; use another optimizer, or --pp_size")  # fmt: skip
     yield from _stages(config, family, denoiser)
     if config.parallel.cp_size > 1 and not family.block_lists:
         size, title = config.parallel.cp_size, family.facts.title

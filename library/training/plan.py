@@ -21,7 +21,9 @@ class RunPlan:
         if train.max_train_epochs is not None:
             steps = batches.steps_for_epochs(train.max_train_epochs)
         last = stages_in(batches)[-1]
-        if problems := list(misfits(last.first, last.end, steps)):
+        where = ("steps of datasets" if train.max_train_epochs is None else
+                 f"--max_train_epochs {train.max_train_epochs}, which is {steps} steps")  # fmt: skip
+        if problems := list(misfits(last.first, last.end, steps, where)):
             raise ConfigError(problems)
         if (warmup := optim.lr_warmup_steps).steps(steps) >= steps and not warmup.of_whole and warmup.amount:
             raise ConfigError([f"--lr_warmup_steps: {warmup} steps of warm-up do not fit into a run of {steps} steps"])

@@ -75,12 +75,14 @@ class Preview:
             is_mine = index % run.strategy.size == run.strategy.rank
             if not (is_mine or run.strategy.computes_together):
                 continue
+            picture = None
             try:
                 picture, seed = self._picture(run, index, prompt)
                 if is_mine:
                     drawn.append((index, self._write(run, index, picture, seed)))
             except Exception as error:  # out of memory, a sampler's limits: nothing here may end a training run
-                if run.strategy.computes_together and not self._fails_everywhere(run, index):
+                is_exchanged = run.strategy.computes_together and picture is None
+                if is_exchanged and not self._fails_everywhere(run, index):
                     raise  # the others wait for this process's part of this picture
                 logger.warning("preview %d (%s) failed and is left out: %s", index, prompt.text, error)
         return drawn

@@ -48,7 +48,8 @@ def ways(config: RunConfig, given: frozenset[str], processes: int, model: Detect
     """All that this model and these settings allow."""
     found, fits = [], dict[tuple[int, int], bool]()
     for name, values in _thinkable(processes):
-        if any(values.get(option) != flat(config)[option] and option in given for option in OPTIONS):
+        wanted = {option: _said(option, flat(config)[option]) for option in OPTIONS if option in given}
+        if any(_said(option, values.get(option)) != value for option, value in wanted.items()):
             continue
         way = _way(name, values, config, given, processes)
         if way is None:
@@ -60,6 +61,12 @@ def ways(config: RunConfig, given: frozenset[str], processes: int, model: Detect
         if fits[cut]:
             found.append(way)
     return found
+
+
+def _said(option: str, value: Any) -> Any:
+    """All ways to say that something is not wanted are one."""
+    is_unwanted = value in (None, False, "none") or (option.endswith("_size") and value == 1)
+    return None if is_unwanted else value
 
 
 def _thinkable(processes: int) -> Iterator[tuple[str, dict[str, Any]]]:
