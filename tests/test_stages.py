@@ -57,6 +57,7 @@ def test_in_each_stage_every_copy_is_seen_once_in_each_epoch_and_never_twice_in_
         assert list(seen) == list(range(stage.first_epoch, stage.first_epoch + len(seen))), (
             "epochs are never used twice"
         )
+        assert all(max(seen) < later.first_epoch for later in plan.stages if later.first > stage.first)
         *whole, cut = seen.values()
         for counts in whole:
             assert sum(counts.values()) == len(counts) == stage.plan.samples_per_epoch
