@@ -34,6 +34,7 @@ def test_everything_is_measured_as_often_as_asked_and_nothing_is_left(tmp_path):
     assert not any(figure["target"] for name, figure in found.items() if "start" in name)  # it is for 100,000 pictures
 
 
+@pytest.mark.long
 def test_pools_are_measured_in_turn(tmp_path):
     text, _ = bench.run(["data", "--pictures", "100", "--only", "pool", "--folder", str(tmp_path)])
     assert sum("thread" in line or "processes:" in line for line in text.splitlines()) >= 4
@@ -100,6 +101,7 @@ def test_help_names_what_there_is():
     assert all(name in text for name in (*bench_data.PARTS, "--pictures", "(100,000)"))
 
 
+@pytest.mark.long
 def test_compiling_is_measured_with_an_empty_cache_and_with_a_full_one():
     words = ["--sizes", "1", "--ways", "dynamic", "--backend", "eager", "--steps", "11", "--json"]
     text, _ = bench.run(["compile", *words])

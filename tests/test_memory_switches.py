@@ -187,6 +187,7 @@ def test_every_nth_block_is_computed_twice_and_what_from_waits_on_the_host(monke
     assert [tuple(tensor.shape) for tensor in sent if tensor.numel()] == [(1, 3)] * 2
 
 
+@pytest.mark.long
 def test_two_processes_learn_what_one_learns_with_weights_at_rest(even, tmp_path):
     flags = ("--base_storage", "int8", "--blocks_to_swap", "1", "--optimizer_type", "SGD")
     one, two = (trained(tmp_path / str(ranks), ranks, 4 // ranks, 1, *flags, dataset=even) for ranks in (1, 2))
