@@ -30,7 +30,7 @@ test: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 3
 
 test-long: install
 	$(BIN)/python -m pytest -n 2 -m long

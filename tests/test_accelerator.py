@@ -331,6 +331,7 @@ def prepared(*flags: str) -> tuple:
     return came_of(accelerator), tracker, (dynamo.backend.value, dynamo.dynamic), accelerator.state.backend
 
 
+@pytest.mark.long
 def test_two_processes_write_into_one_folder_though_their_clocks_differ(tmp_path):
     ranks = on_ranks(2, at_another_time, "--logging_dir", str(tmp_path / "logs"), "--log_prefix", "run_")
 

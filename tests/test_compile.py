@@ -111,6 +111,7 @@ def test_a_budget_for_what_is_kept_is_the_compilers(tmp_path):
     assert found.late == 0 and found.is_dynamic and difference(plain.lora, found.lora) < 1e-4
 
 
+@pytest.mark.long
 def test_few_sizes_are_compiled_one_by_one_and_processes_train_as_one(tmp_path):
     data = dataset(tmp_path / "data", SIZES[:2], pictures=(4,))
     flags = ("--max_train_steps", "4", "--gradient_accumulation_steps")

@@ -211,6 +211,7 @@ def test_mistakes_are_told_before_anything_is_loaded(even, tmp_path):
                           "--profile_steps", "1:9"]).problems  # fmt: skip
     assert [problem.partition(":")[0] for problem in found] == [
         "--gradient_checkpointing_every", "--gradient_checkpointing_budget", "--cpu_offload_checkpointing",
+        "--gradient_checkpointing_every", "--cpu_offload_checkpointing",  # beside a budget where blocks are compiled
         "--blocks_to_swap", "--profile_steps"]  # fmt: skip
     (told,) = on_ranks(1, refused, *words, "--blocks_to_swap", "99", "--quiet")
     assert len(told) == 1 and told[0].startswith("--blocks_to_swap: 99; this model has ")

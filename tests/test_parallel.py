@@ -37,7 +37,7 @@ LONG = pytest.mark.long
     pytest.param("sd3_deep", "PP 4, interleaved", "no", ("--gradient_checkpointing",), marks=LONG),
     pytest.param("sdxl", "FSDP 2 x TP 2", "no", (), marks=LONG),
     pytest.param("sdxl", "TP 2", "no", (), marks=LONG),
-    ("sdxl", "PP 2, 1f1b", "no", ("--gradient_checkpointing",)),
+    pytest.param("sdxl", "PP 2, 1f1b", "no", ("--gradient_checkpointing",), marks=LONG),
     pytest.param("sdxl", "PP 4, gpipe", "no", (), marks=LONG),
     pytest.param("sdxl", "PP 2, interleaved", "no", (), marks=LONG),
     pytest.param("sd1", "TP 2 x PP 2", "no", (), marks=LONG),

@@ -264,7 +264,8 @@ def test_an_output_folder_that_cannot_be_written_is_known_before_training(tmp_pa
                  "--compile_cache_dir", str(tmp_path / "out" / "compiled"))  # fmt: skip
 
 
-@pytest.mark.parametrize("flags", [("--no-dynamo_use_regional_compilation",), ()], ids=["whole", "by blocks"])
+@pytest.mark.parametrize("flags", [pytest.param(("--no-dynamo_use_regional_compilation",), marks=pytest.mark.long),
+                                   ()], ids=["whole", "by blocks"])  # fmt: skip
 def test_a_compiled_model_trains_the_same_and_is_saved_under_the_same_names(flags, even, reference, tmp_path):
     found = trained(tmp_path, 1, 4, 1, "--optimizer_type", "SGD", "--torch_compile", "--dynamo_backend", "aot_eager",
                     *flags, dataset=even)  # fmt: skip
