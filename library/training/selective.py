@@ -8,6 +8,7 @@ inside of a block, ahead or not, that is not so; here only expensive ones have t
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -99,7 +100,7 @@ def _detached(tensor: Tensor) -> Tensor:
         return tensor.detach()
 
 
-class _Numbering(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Numbering(TorchDispatchMode, ABC):  # type: ignore[no-untyped-call]
     """Counts expensive operations; whatever else happens in a block may be another thing each time."""
 
     def __init__(self, storage: _Storage):
@@ -112,8 +113,9 @@ class _Numbering(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.count += 1
         return self.result(self.count - 1, operation, lambda: operation(*given, **(named or {})))
 
+    @abstractmethod
     def result(self, number: int, operation: Any, compute: Callable[[], Any]) -> Any:
-        raise NotImplementedError
+        """What is made of the operation with this number."""
 
 
 class _Keeping(_Numbering):  # type: ignore[no-untyped-call]
