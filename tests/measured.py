@@ -1,18 +1,24 @@
 """What a real step takes, as torch's allocator tells it; for beside the forecast.
 
-``PYTHONPATH=. python tests/measured.py random:sd1 512 1 --option ...`` prints both.
+``PYTHONPATH=.:tests python tests/measured.py random:sd1 512 1 --option ...`` prints both; with ``--processes 2``
+behind it those of two, with what comes from others and the room for what goes to them.
 """
 
+import os
 import sys
 import tempfile
 from pathlib import Path
 
 import torch
+from ranks import on_ranks
 
 from library.families.detect import detect
 from library.tools.bench_run import made_up_run, settings, with_pictures
 from library.tools.bench_step import Arguments
-from library.training.forecast.weightless import Heaviest, Weightless
+from library.training.forecast.forecast import Devices, Load, forecast
+from library.training.forecast.pace import Assumed
+from library.training.forecast.ways import ways
+from library.training.forecast.weightless import Heaviest
 from library.training.loop import train
 
 
@@ -47,17 +53,30 @@ def peak(seen: torch.profiler.profile) -> int:
     return most
 
 
-def forecast_of(*words: str) -> int:
-    config, _ = settings(words, Arguments)
-    size = config.data.resolution
+def forecast_of(*words: str, processes: int = 1) -> int:
+    """Of the first way that agrees with the words."""
+    config, given = settings(words, Arguments)
+    size, model = config.data.resolution, detect(config.model)
     captions = ("a picture, number 1",) * config.data.train_batch_size
-    return Weightless(config, detect(config.model), Heaviest((size.width, size.height), captions)).step().peak
+    load, devices = Load(Heaviest((size.width, size.height), captions), 1.0), Devices(processes, 2**50, Assumed(1, 1))
+    (row,) = forecast(config, given, model, load, devices, [ways(config, given, processes, model)[0].name])
+    return row.need.activations + row.need.fetched + row.need.exchange
+
+
+def peak_on_rank(folder: Path, *words: str) -> int:
+    """The same, where every process has a folder of its own."""
+    own = folder / os.environ.get("RANK", "0")
+    own.mkdir()
+    return peak_of_step(own, *words)
 
 
 if __name__ == "__main__":
     model, size, batch, *more = sys.argv[1:]
+    processes = int(more.pop(more.index("--processes") + 1)) if "--processes" in more else 1
+    more = [word for word in more if word != "--processes"]
     words = ["--pretrained_model_name_or_path", model, "--resolution", size, "--train_batch_size", batch, *more]
     with tempfile.TemporaryDirectory() as place:
-        forecast, counted = forecast_of(*words), peak_of_step(Path(place), *words)
-    sys.stdout.write(f"{' '.join(sys.argv[1:])}: forecast {forecast / 1e6:.1f} MB, allocated {counted / 1e6:.1f} MB,"
-                     f" {100 * (forecast / counted - 1):+.1f} %\n")  # fmt: skip
+        forecast_bytes = forecast_of(*words, processes=processes)
+        counted = max(on_ranks(processes, peak_on_rank, Path(place), *words))
+    sys.stdout.write(f"{' '.join(sys.argv[1:])}: forecast {forecast_bytes / 1e6:.1f} MB, allocated {counted / 1e6:.1f} MB,"
+                     f" {100 * (forecast_bytes / counted - 1):+.1f} %\n")  # fmt: skip

@@ -20,6 +20,7 @@ from library.adapters.dropout import Dropout
 from library.distributed.chain import Chain
 from library.distributed.context_cut import ContextCut, Shares
 from library.distributed.structure import Structure
+from library.distributed.token_exchange import Group
 from library.errors import UserError
 from library.families import FAMILIES
 from library.families.layer_tokens import layer_tokens
@@ -71,7 +72,7 @@ def test_heads_are_dealt_out_twice(tmp_path):
 
 def shared_attention(lengths: dict[str, int], streams: list[str], masked: bool) -> tuple[float, float]:
     """How far output and gradients of six heads are from those of one process."""
-    cut = ContextCut(dist.group.WORLD, compiles=False)
+    cut = ContextCut(Group(dist.group.WORLD), compiles=False)
     cut._shares = Shares(lengths, cut.rank, cut.size)
     cut.structure = Structure(Chain((), tuple(lengths)))
     draw, count = torch.Generator().manual_seed(3), sum(lengths[stream] for stream in streams)

@@ -134,13 +134,13 @@ def test_workers_are_gone_when_the_loader_is_closed_and_sigchld_is_as_it_was():
 
 
 class Deadly(Numbered):
-    """The worker that reads position 7 is ended by a signal."""
+    """The worker that reads position 12 is ended by a signal; with 3 of them that read 4 ahead, after a first batch."""
 
     def __init__(self, number: int):
         self.number = number
 
     def before(self, position: int) -> None:
-        if position == 7:
+        if position == 12:
             os.kill(os.getpid(), self.number)
             time.sleep(60)
 
@@ -156,6 +156,25 @@ def test_a_worker_that_is_killed_is_told_when_its_batch_is_wanted_and_breaks_int
         for _ in range(20):
             next(steps)
     assert nobody_is_left()
+
+
+class Closing:
+    """A worker whose end is seen by what it had open, and not known yet."""
+
+    def __init__(self):
+        self.sentinel, other = os.pipe()
+        os.close(other)
+        self.exitcode = None
+
+    def join(self, seconds: float) -> None:
+        self.exitcode = -signal.SIGKILL
+
+
+def test_a_death_is_known_though_what_the_dead_had_open_was_closed_before_it():
+    ahead, worker = ReadAhead.__new__(ReadAhead), Closing()
+    ahead.workers, ahead.has_ended = [worker], True
+    assert ahead._dead() == [worker]
+    os.close(worker.sentinel)
 
 
 @pytest.mark.parametrize(

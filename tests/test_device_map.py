@@ -75,14 +75,19 @@ def pretended(pipe: Any, part: str, count: int) -> Iterator[dict[torch.device, i
     with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         places = places_of(model, in_turn(model, count), ())
-        held: Counter[torch.device] = Counter()
-        for name, tensor, number in list(assigned(model, places)):
-            owner, _, leaf = name.rpartition(".")
+        fakes: dict[torch.Tensor, torch.Tensor] = {}
+        for _, tensor, number in assigned(model, places):
             fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=devices[number])
-            module, is_weight = model.get_submodule(owner), isinstance(tensor, nn.Parameter)
-            setattr(module, leaf, nn.Parameter(fake) if is_weight else fake)
-            held[devices[number]] += 1
-        hook(model, places, devices)
+            is_weight = isinstance(tensor, nn.Parameter)
+            fakes[tensor] = nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_weight else fake
+        for module in model.modules():
+            for leaf, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+                setattr(module, leaf, fakes[tensor])
+        held = Counter(fake.device for fake in fakes.values())
+        # They all seem to be at one place in memory, by which it would know those that layers share.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("accelerate.big_modeling.find_tied_parameters", lambda model: [])
+            hook(model, places, devices)
         yield held
 
 

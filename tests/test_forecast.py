@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from measured import forecast_of, peak_of_step
+from measured import forecast_of, peak_of_step, peak_on_rank
 from ranks import on_ranks
+from test_device_map import KIND, in_turn, on, pretended
 from torch import nn
 
 from library.config import load_options
@@ -21,6 +22,7 @@ from library.training.forecast.cut import Cut, waiting
 from library.training.forecast.forecast import Devices, Load, forecast
 from library.training.forecast.meter import Meter
 from library.training.forecast.pace import Assumed
+from library.training.forecast.pretence import Pretence, backward
 from library.training.forecast.remembered import remembered
 from library.training.forecast.told import told
 from library.training.forecast.ways import ways
@@ -149,6 +151,46 @@ def test_a_step_takes_what_was_foretold(words, tmp_path):
     assert forecast_of(*words) == pytest.approx(counted, rel=0.2)
 
 
+@pytest.mark.parametrize(("model", "words"), [
+    ("flux", ("--cp_size", "2")),
+    pytest.param("sd3", ("--cp_size", "2", "--gradient_checkpointing"), marks=pytest.mark.long),
+    pytest.param("z_image", ("--cp_size", "2"), marks=pytest.mark.long),
+    pytest.param("flux", ("--fsdp",), marks=pytest.mark.long),
+    pytest.param("flux", ("--pp_size", "2", "--gradient_accumulation_steps", "4"), marks=pytest.mark.long),
+    pytest.param("flux", ("--tp_size", "2"), marks=pytest.mark.long),
+])  # fmt: skip
+def test_a_process_of_two_takes_what_was_foretold(model, words, tmp_path):
+    words = ("--pretrained_model_name_or_path", f"random:{model}:tiny", "--resolution", "128", *words)
+    counted = max(on_ranks(2, peak_on_rank, tmp_path, *words))
+
+    assert forecast_of(*words, processes=2) == pytest.approx(counted, rel=0.2)
+
+
+@pytest.mark.parametrize("model", ["flux", "sdxl", "sd3"])
+def test_each_device_of_a_map_takes_what_was_foretold(model):
+    """Beside devices that only pretend, which accelerate's hooks deal out to as to real ones."""
+    words = ("--pretrained_model_name_or_path", f"random:{model}:tiny")
+    config, _ = settings(words, Arguments)
+    heaviest = Heaviest((256, 256), ("a picture",))
+    run = Weightless(config, detect(config.model), heaviest)
+    part = run.family.denoiser
+    dealt = in_turn(getattr(run.pipe, part), 2)
+    config, _ = settings((*words, "--device_map", str(dealt)), Arguments)
+    foretold = Cut(config, detect(config.model), heaviest, Layout(), (2**40, 2**40)).stages
+
+    batch, first = run.task.encode(run.batch, 0), torch.device(KIND, 0)
+    with pretended(run.pipe, part, 2):
+        batch = replace(batch, **{name: on(first, getattr(batch, name)) for name in ("latents", "cond", "frame",
+                                                                                     "weight")})  # fmt: skip
+        there = [*run.denoiser.parameters(), *run.denoiser.buffers()]
+        with Meter(first, there) as one, Meter(torch.device(KIND, 1), there) as two, Pretence(None):
+            said = run.family.predict(run.pipe, run.denoiser, batch.latents, torch.full((1,), 0.5, device=first), batch)
+            kept = one.alive, two.alive
+            backward((said.sum(),))
+    assert [stage.chunks[0].kept for stage in foretold] == pytest.approx(kept, rel=0.1)
+    assert [stage.activations(0) for stage in foretold] == pytest.approx([one.peak, two.peak], rel=0.2)
+
+
 def test_memory_counts_until_the_last_tensor_in_it_is_gone():
     before = torch.empty(100)
     with Meter(torch.device("cpu"), [before]) as meter:
@@ -209,13 +251,17 @@ def test_ways_are_those_that_training_would_take():
     everywhere = {"DDP 2", "FSDP 2", "FSDP 2 from host memory"}
 
     assert names(1, *sd3) == {"one device"}
-    assert names(2, *sd3) == {*everywhere, *zero, "pipeline 2", "tensor 2"}
+    cut = {"pipeline 2", "tensor 2", "context 2", "device map 2"}
+    assert names(2, *sd3) == {*everywhere, *zero, *cut}
     assert names(2, *sd3, "--tp_size", "2") == {"tensor 2"}
     assert names(2, *sd3, "--fsdp") == {"FSDP 2", "FSDP 2 from host memory"}
+    assert names(2, *sd3, "--cp_size", "2") == {"context 2"}
+    assert names(2, *sd3, "--device_map", "sequential") == {"device map 2"}
     assert names(2, *sd3, "--base_storage", "int8") == {"DDP 2"}
-    assert names(2, *sd3, "--optimizer_type", "Adafactor") == {*everywhere, "pipeline 2", "tensor 2"}
+    assert names(2, *sd3, "--optimizer_type", "Adafactor") == {*everywhere, *cut}
     loha = ("--network_module", "lycoris.kohya", "--network_args", "algo=loha")
-    assert names(2, *sd3, *loha) == {*everywhere, *zero, "pipeline 2"}
+    assert names(2, *sd3, *loha) == {*everywhere, *zero, *(cut - {"tensor 2"})}
+    assert "context 2" not in names(2, "--pretrained_model_name_or_path", "random:sdxl:tiny")
     nowhere = ("--deepspeed", "--zero_stage", "3", "--offload_optimizer_device", "nvme")
     assert names(2, *sd3, *nowhere) == set()
     assert "no way that is looked at agrees" in told([], None, Load(SMALL, 1.0), devices(2))

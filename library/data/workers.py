@@ -76,7 +76,9 @@ class ReadAhead(Generic[Item]):
 
     def _dead(self) -> list[Any]:
         """Workers that ended by themselves, which none should."""
-        multiprocessing.connection.wait([worker.sentinel for worker in self.workers], _SECONDS_TO_DIE)
+        sentinels = {worker.sentinel: worker for worker in self.workers}
+        for gone in multiprocessing.connection.wait(list(sentinels), _SECONDS_TO_DIE):
+            sentinels[gone].join(_SECONDS_TO_DIE)  # what it had open is closed a moment before its end is known
         return [worker for worker in self.workers if worker.exitcode is not None]
 
     def stop(self, *, at_once: bool = False) -> None:

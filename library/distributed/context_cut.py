@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -22,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from ..errors import UserError
 from .chain import gate
 from .structure import Structure
-from .token_exchange import whole, with_all_heads, with_all_tokens
+from .token_exchange import Others, whole, with_all_heads, with_all_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -68,12 +67,11 @@ class Shares:
 class ContextCut:
     """This process's part of the tokens."""
 
-    def __init__(self, group: dist.ProcessGroup, *, compiles: bool):
-        self.group = group
+    def __init__(self, others: Others, *, compiles: bool):
+        self.others, self.rank, self.size = others, others.rank, others.size
         # Processes wait for each other in there, which no compiler is to put into another order.
         uncompiled: Any = torch.compiler.disable
         self.attention: Callable[..., Tensor] = uncompiled(self._attention) if compiles else self._attention
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._shares: Shares | None = None
         """Of the latest forward; what is computed twice is computed again before another one."""
         self._streams: dict[nn.Module, tuple[str, ...]] = {}
@@ -129,7 +127,7 @@ class ContextCut:
     def _collect(self, run: Callable[..., Any], args: Any, named: Any) -> Any:
         made = run(*args, **named)
         flow = made if isinstance(made, tuple) else (made,)
-        found = tuple(None if each is None else whole(each, 1, self.shares.counts([name]), self.group)
+        found = tuple(None if each is None else whole(each, 1, self.shares.counts([name]), self.others)
                       for name, each in zip(self.structure.chain.flow, flow, strict=True))  # fmt: skip
         return found if isinstance(made, tuple) else found[0]
 
@@ -155,16 +153,20 @@ class ContextCut:
     def _attention(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
                    **more: Any) -> Tensor:  # fmt: skip
         """That of all tokens, in some of the heads, and from there in all heads of this process's tokens."""
-        kind = query.device.type
-        if torch.is_autocast_enabled(kind):  # which would do the same a moment later, after more had travelled
-            query, key, value = (each.to(torch.get_autocast_dtype(kind)) for each in (query, key, value))
+        # Autocast would do it a moment later, after more had travelled.
+        query, key, value = (each.to(self.precision(each)) for each in (query, key, value))
         counts = self._counts(query.shape[-2])
         if attn_mask is not None:
-            attn_mask = whole(attn_mask, attn_mask.dim() - 1, counts, self.group)
-        every = with_all_tokens(torch.stack((query, key, value)), counts, self.group)
+            attn_mask = whole(attn_mask, attn_mask.dim() - 1, counts, self.others)
+        every = with_all_tokens(torch.stack((query, key, value)), counts, self.others)
         query, key, value = every.unbind()
         said = functional.scaled_dot_product_attention(query, key, value, attn_mask, **more)
-        return with_all_heads(said, counts, self.group)
+        return with_all_heads(said, counts, self.others)
+
+    def precision(self, given: Tensor) -> torch.dtype:
+        """In which attention is computed."""
+        kind = given.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else given.dtype
 
     def _counts(self, own: int) -> list[int]:
         """Of all streams together, or of the picture, which may look at itself alone."""

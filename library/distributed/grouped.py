@@ -17,6 +17,7 @@ from .memory import phase
 from .strategy import DataParallel, LossFunction
 from .structure import Structure
 from .tensor_cut import TensorCut
+from .token_exchange import Group
 
 
 class Grouped(DataParallel):
@@ -41,8 +42,9 @@ class Grouped(DataParallel):
         sizes = {"data": layout.data, "stage": layout.stages, "context": layout.contexts, "part": layout.parts}
         self.mesh: DeviceMesh = init_device_mesh(self.device.type, (*sizes.values(),), mesh_dim_names=(*sizes,))
         self.cutting = TensorCut.among(self.mesh.get_group("part")) if layout.parts > 1 else None
-        self.dealing = (ContextCut(self.mesh.get_group("context"), compiles=self.compiles) if layout.contexts > 1
-                        else None)  # fmt: skip
+        self.dealing = None
+        if layout.contexts > 1:
+            self.dealing = ContextCut(Group(self.mesh.get_group("context")), compiles=self.compiles)
 
     def wrap(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, denoiser: nn.Module | None = None,

@@ -2,60 +2,89 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 
-def with_all_tokens(given: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+class Others(Protocol):
+    """The processes that share the tokens of a picture."""
+
+    rank: int
+    size: int
+
+    def swapped(self, sent: Tensor, there: Sequence[int], here: Sequence[int]) -> Tensor:
+        """So many rows go to each process, and so many come from each."""
+        ...
+
+    def gathered(self, part: Tensor) -> list[Tensor]:
+        """The parts of all processes, which have one size."""
+        ...
+
+
+class Group:
+    """Those of a process group."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self._group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def swapped(self, sent: Tensor, there: Sequence[int], here: Sequence[int]) -> Tensor:
+        """So many rows go to each process, and so many come from each."""
+        came = sent.new_empty(sum(here), *sent.shape[1:])
+        dist.all_to_all_single(came, sent.contiguous(), list(here), list(there), group=self._group)
+        return came
+
+    def gathered(self, part: Tensor) -> list[Tensor]:
+        """The parts of all processes, which have one size."""
+        found = [torch.empty_like(part) for _ in range(self.size)]
+        dist.all_gather(found, part, group=self._group)
+        return found
+
+
+def with_all_tokens(given: Tensor, counts: Sequence[int], others: Others) -> Tensor:
     """(..., all heads, own tokens, width) -> (..., own heads, all tokens, width), one process's behind another's."""
     outer, (heads, own, width), size = given.shape[:-3], given.shape[-3:], len(counts)
     rows, each = math.prod(outer), heads // size
     sent = given.reshape(rows, size, each, own, width).permute(1, 3, 0, 2, 4).reshape(size * own, rows, each, width)
-    came = _exchanged(sent, [own] * size, counts, group)
+    came = _exchanged(sent, [own] * size, counts, others)
     return came.permute(1, 2, 0, 3).reshape(*outer, each, sum(counts), width)
 
 
-def with_all_heads(given: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+def with_all_heads(given: Tensor, counts: Sequence[int], others: Others) -> Tensor:
     """The way back."""
     outer, (each, tokens, width), size = given.shape[:-3], given.shape[-3:], len(counts)
-    rows, own = math.prod(outer), counts[dist.get_rank(group)]
+    rows, own = math.prod(outer), counts[others.rank]
     sent = given.reshape(rows, each, tokens, width).permute(2, 0, 1, 3)
-    came = _exchanged(sent, counts, [own] * size, group).view(size, own, rows, each, width)
+    came = _exchanged(sent, counts, [own] * size, others).view(size, own, rows, each, width)
     return came.permute(2, 0, 3, 1, 4).reshape(*outer, size * each, own, width)
 
 
-def _exchanged(sent: Tensor, there: Sequence[int], here: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+def _exchanged(sent: Tensor, there: Sequence[int], here: Sequence[int], others: Others) -> Tensor:
     apply: Any = _Exchanged.apply
-    found: Tensor = apply(sent, list(there), list(here), group)
+    found: Tensor = apply(sent, there, here, others)
     return found
 
 
 class _Exchanged(torch.autograd.Function):
-    """So many rows go to each process, and so many come from each."""
+    """What was sent goes back as a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, sent: Tensor, there: list[int], here: list[int], group: Any) -> Tensor:
-        ctx.there, ctx.here, ctx.group = there, here, group
-        return _swapped(sent, there, here, group)
+    def forward(ctx: Any, sent: Tensor, there: Sequence[int], here: Sequence[int], others: Others) -> Tensor:
+        ctx.there, ctx.here, ctx.others = there, here, others
+        return others.swapped(sent, there, here)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _swapped(gradients[0], ctx.here, ctx.there, ctx.group), None, None, None
+        return ctx.others.swapped(gradients[0], ctx.here, ctx.there), None, None, None
 
 
-def _swapped(sent: Tensor, there: list[int], here: list[int], group: dist.ProcessGroup) -> Tensor:
-    came = sent.new_empty(sum(here), *sent.shape[1:])
-    dist.all_to_all_single(came, sent.contiguous(), here, there, group=group)
-    return came
-
-
-def whole(part: Tensor, axis: int, counts: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+def whole(part: Tensor, axis: int, counts: Sequence[int], others: Others) -> Tensor:
     """All that the processes have along ``axis``, on every one of them, which from here on do the same with it."""
     apply: Any = _Whole.apply
-    found: Tensor = apply(part, axis, counts, group)
+    found: Tensor = apply(part, axis, counts, others)
     return found
 
 
@@ -63,15 +92,13 @@ class _Whole(torch.autograd.Function):
     """A gradient is divided by the number of processes in the end, for what all of them find; so these find more."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, axis: int, counts: Sequence[int], group: Any) -> Tensor:
-        rank = dist.get_rank(group)
+    def forward(ctx: Any, part: Tensor, axis: int, counts: Sequence[int], others: Others) -> Tensor:
         ctx.axis, ctx.size = axis, len(counts)
-        ctx.start, ctx.count = sum(counts[:rank]), counts[rank]
+        ctx.start, ctx.count = sum(counts[: others.rank]), counts[others.rank]
         rows = part.movedim(axis, 0)
         padded = rows.new_zeros(max(counts), *rows.shape[1:])  # not every backend gathers unequal parts
         padded[: ctx.count] = rows
-        found = [torch.empty_like(padded) for _ in counts]
-        dist.all_gather(found, padded, group=group)
+        found = others.gathered(padded)
         return torch.cat([each[:count] for each, count in zip(found, counts, strict=True)]).movedim(0, axis)
 
     @staticmethod

@@ -81,9 +81,9 @@ class World:
         )
 
     @classmethod
-    def imagined(cls, size: int) -> "World":
-        """So many processes on a machine with as many GPUs, whatever there is here."""
-        machine = Machine("cuda", size)
+    def imagined(cls, size: int, devices: int | None = None) -> "World":
+        """So many processes on a machine with as many GPUs, or so many, whatever there is here."""
+        machine = Machine("cuda", size if devices is None else devices)
         return cls(size=size, local_rank=0, local_size=size, device=machine.device, machine=machine)
 
     @property

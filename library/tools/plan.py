@@ -54,8 +54,6 @@ def run(argv: Sequence[str]) -> tuple[str, int]:
         return _resolved(data, problems), 0
     from ..families.fitting import problems_with_model
 
-    if options.gpu_memory is not None:
-        problems += _not_foreseen(training.config)
     problems += check(data, training.config.cache, training.config.validate, training.config.train)
     problems += problems_with_model(training.config, training.places)
     path = Path(options.preview).expanduser() if options.preview else None
@@ -134,14 +132,6 @@ def _conflicts(options: PlanOptions, given: frozenset[str]) -> Iterator[str]:
             yield f"--{name}: is about devices; say how large they are with --gpu_memory"
     if "preview_limit" in given and options.preview is None:
         yield "--preview_limit: there is no preview; name a file with --preview"
-
-
-def _not_foreseen(config: RunConfig) -> Iterator[str]:
-    """Ways to share a run of which no forecast is made."""
-    if config.parallel.device_map is not None:
-        yield "--device_map: --gpu_memory looks at processes with a device each; take one of the two out"
-    if config.parallel.cp_size > 1:
-        yield "--cp_size: --gpu_memory does not foresee what it needs; take one of the two out"
 
 
 def _unfit_for_a_preview(path: Path, data: DataConfig) -> Iterator[str]:

@@ -18,13 +18,10 @@ from ..data.prepare import Prepared
 from ..data.prompts import Prompt
 from ..distributed.devices import HOST
 from ..distributed.strategy import DataParallel
-from ..distributed.structure import Structure
 from ..durable import why_not_writable
 from ..families.attention import use_attention
 from ..families.base import Family
 from ..families.detect import Detected
-from ..families.layer_tokens import layer_tokens
-from ..families.tensor_cuts import tensor_cuts
 from ..optim import optimizers, schedules
 from ..optim.average import RunningAverage
 from .bad_samples import BadSamples
@@ -35,7 +32,7 @@ from .health import Watch
 from .ladder import Ladder
 from .loop import Run, Silence, trainable
 from .objective import objective_of
-from .parallel_fit import chain_of
+from .parallel_fit import structure_of
 from .plan import RunPlan
 from .precision import DTYPES
 from .resting import is_wanted, let_weights_rest
@@ -134,12 +131,6 @@ def _ladder(config: RunConfig, trained: Any) -> Ladder:
     """What can be done when memory is out; activations can be computed twice, unless they are already."""
     can_save = partial(compute_twice, list(trained.children()), trained.denoiser, config.train)
     return Ladder(config.train.on_oom == "ladder", None if config.train.gradient_checkpointing else can_save)
-
-
-def structure_of(family: Family, denoiser: torch.nn.Module) -> Structure:
-    """How the denoiser can be taken apart."""
-    return Structure(chain_of(family, denoiser), tensor_cuts(denoiser), family.block_tokens,
-                     layer_tokens(denoiser, family.block_lists, family.block_flow))  # fmt: skip
 
 
 def _block_seconds(config: RunConfig, strategy: DataParallel, family: Family, trained: Any, prepared: Prepared,

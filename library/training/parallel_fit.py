@@ -10,9 +10,11 @@ from ..config import RunConfig
 from ..distributed.chain import Chain
 from ..distributed.device_map import unplaced
 from ..distributed.skips import SkipChain
+from ..distributed.structure import Structure
 from ..errors import ConfigError
 from ..families.base import Family
 from ..families.detect import Detected
+from ..families.layer_tokens import layer_tokens
 from ..families.tensor_cuts import tensor_cuts
 from ..families.unloaded import unloaded
 from ..optim.optimizers import find
@@ -23,6 +25,12 @@ def chain_of(family: Family, denoiser: Any) -> Chain:
     if family.hands_on_skips:
         return SkipChain.of_unet(denoiser)
     return Chain.of(denoiser, family.block_lists, family.block_flow)
+
+
+def structure_of(family: Family, denoiser: nn.Module) -> Structure:
+    """How the denoiser can be taken apart."""
+    return Structure(chain_of(family, denoiser), tensor_cuts(denoiser), family.block_tokens,
+                     layer_tokens(denoiser, family.block_lists, family.block_flow))  # fmt: skip
 
 
 def refuse_misfits(config: RunConfig, family: Family, model: Detected) -> None:

@@ -1,6 +1,6 @@
 """Which ways of sharing a run fit on devices of a size, how much each needs there, and which is fastest."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -9,7 +9,7 @@ from ...data.prepare import Prepared
 from ...data.staged_plan import Plan
 from ...families.detect import Detected
 from .cut import Cut
-from .need import Need, need
+from .need import CONTEXT, Need, need
 from .pace import Assumed, pictures_a_second
 from .remembered import remembered
 from .ways import Way, ways
@@ -70,14 +70,14 @@ def forecast(
     only: Sequence[str] | None = None,
 ) -> list[Row]:  # fmt: skip
     """Of all ways, or of ``only`` those of such names; the fastest first."""
-    cuts, rows, memory = dict[tuple[int, int], Cut](), [], None
+    cuts, rows, memory = dict[Hashable, Cut](), [], None
+    rooms = [devices.memory - CONTEXT] * devices.count
     for way in ways(config, given, devices.count, model):
         if only is not None and way.name not in only:
             continue
-        sizes = way.layout.stages, way.layout.parts
-        if sizes not in cuts:
-            cuts[sizes] = Cut(way.config, model, load.heaviest, way.layout)
-        cut = cuts[sizes]
+        if way.cut not in cuts:
+            cuts[way.cut] = Cut(way.config, model, load.heaviest, way.layout, rooms)
+        cut = cuts[way.cut]
         memory = remembered(config.optim, cut.run.groups()) if memory is None else memory
         speed = pictures_a_second(way, cut, len(load.heaviest.captions), devices.assumed)
         rows.append(Row(way, need(way, cut, memory, load.shapes), speed))

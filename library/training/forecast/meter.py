@@ -19,22 +19,25 @@ BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backw
 
 
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts memory that tensors of one device get while it is on, each piece of it until the last tensor is gone."""
+    """Counts memory that tensors of one device, or of all of its kind, get while it is on, each piece of it until the last tensor is gone."""
 
     def __init__(self, device: torch.device, known: Iterable[Tensor] = ()):
         """``known`` were there before, and do not count."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.device, self.alive, self.peak, self.flops = device.type, 0, 0, 0
+        self.device, self.alive, self.peak, self.flops = device, 0, 0, 0
         self._met: dict[int, Any] = {tensor.untyped_storage()._cdata: tensor for tensor in known}
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
         named = named or {}
         made = function(*arguments, **named)
         for item in tree_leaves(made):
-            if isinstance(item, Tensor) and item.device.type == self.device:
+            if isinstance(item, Tensor) and self._is_here(item.device):
                 self._meet(item.untyped_storage())
         self.flops += _flops(function.overloadpacket, arguments, named, made)
         return made
+
+    def _is_here(self, device: torch.device) -> bool:
+        return device.type == self.device.type and self.device.index in (None, device.index)
 
     def _meet(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...distributed.sharded import blocks_of
-from .cut import Cut, Stage, frozen_bytes
+from .cut import Cut, Stage
 from .ways import Way
 
 CONTEXT = 768 * 2**20
@@ -49,10 +49,10 @@ def need(way: Way, cut: Cut, remembered: int, shapes: float) -> Need:
 
 def _of_stage(way: Way, cut: Cut, stage: Stage, remembered: int, shapes: float) -> Need:
     run, size = cut.run, way.layout.data * way.layout.together
-    learnt = sum(each.nbytes for each in run.learnt)
-    numbers = sum(each.numel() for each in run.learnt)
+    learnt = round(stage.share * sum(each.nbytes for each in run.learnt))
+    numbers = round(stage.share * sum(each.numel() for each in run.learnt))
     weights, fetched = _frozen(way, cut, stage)
-    gradients, optimizer = learnt, remembered
+    gradients, optimizer = learnt, round(stage.share * remembered)
     activations = stage.activations(run.encoding)
     buffers = way.config.train.gradient_accumulation_steps * (stage.arriving + stage.departing) * shapes
     exchange = int(buffers)
@@ -78,12 +78,11 @@ def frozen_of(cut: Cut) -> int:
 
 def _frozen(way: Way, cut: Cut, stage: Stage) -> tuple[int, int]:
     """What rests on the device, and what comes for a while."""
-    whole = frozen_bytes(cut.run, stage.elsewhere)
     if way.sharding is not None:
-        return _spread(way, cut, whole)
+        return _spread(way, cut, stage.frozen)
     if way.zero is not None and way.zero.stage == 3:
-        return _divided(way, cut, whole)
-    return whole, 0
+        return _divided(way, cut, stage.frozen)
+    return stage.frozen, 0
 
 
 def _spread(way: Way, cut: Cut, whole: int) -> tuple[int, int]:

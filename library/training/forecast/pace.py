@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from .cut import Cut
+from .imagined import around
 from .need import frozen_of
 from .ways import Way
 
@@ -23,18 +24,13 @@ def pictures_a_second(way: Way, cut: Cut, pictures: int, assumed: Assumed) -> fl
     size = layout.data * layout.together
     each = max(len(stage.chunks) for stage in cut.stages)
     waits = (layout.stages - 1) / each
-    computing = (count + waits) * max(stage.flops for stage in cut.stages) / assumed.flops
+    computing = (count + waits) * cut.busy / assumed.flops
     fetching = count * _fetched(way, cut) / assumed.link
-    between = 2 * max(stage.departing for stage in cut.stages) + _around(layout.parts) * cut.summed
+    between = 2 * max(stage.departing for stage in cut.stages) + cut.sent
     learnt = sum(each.nbytes for each in cut.run.learnt)
-    exchanged = _around(size) * learnt + (2 * learnt / size if way.zero and way.zero.optimizer_device else 0)
+    exchanged = around(size) * learnt + (2 * learnt / size if way.zero and way.zero.optimizer_device else 0)
     seconds = max(computing, fetching) + (count * between + exchanged) / assumed.link
     return count * pictures * layout.data / seconds
-
-
-def _around(devices: int) -> float:
-    """So often a tensor leaves a device until all have the sum of theirs."""
-    return 2 * (devices - 1) / devices
 
 
 def _fetched(way: Way, cut: Cut) -> float:

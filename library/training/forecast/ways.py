@@ -1,12 +1,15 @@
 """The ways in which so many processes can share the work of a run; those that a run would refuse are not among them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
+from shlex import quote
 from typing import Any
 
 from ...config import RunConfig
 from ...config.checks import conflicts
 from ...config.options import build, flat
+from ...config.values import DeviceMap
+from ...distributed.device_map import mapping_problems
 from ...distributed.devices import HOST
 from ...distributed.layout import Layout, layout_of, layout_problems
 from ...distributed.sharding import Sharding, asked_for
@@ -21,7 +24,8 @@ from ..resting import is_wanted
 
 Values = Mapping[str, Any]
 IN_HOST_MEMORY = {"offload_optimizer_device": HOST.type}
-OPTIONS = ("pp_size", "tp_size", "fsdp", "fsdp_offload_params", "dp_replicate_size", "deepspeed", "zero_stage",
+SIZES = ("pp_size", "tp_size", "cp_size")
+OPTIONS = (*SIZES, "device_map", "fsdp", "fsdp_offload_params", "dp_replicate_size", "deepspeed", "zero_stage",
            "offload_optimizer_device", "offload_param_device")  # fmt: skip
 """By these ways differ; where somebody wrote one of them down, only ways that agree with it are looked at."""
 
@@ -38,27 +42,36 @@ class Way:
     zero: ZeroSettings | None = None
 
     @property
+    def cut(self) -> Hashable:
+        """Ways of which it is the same cut the model alike."""
+        layout = self.layout
+        return layout.stages, layout.parts, layout.contexts, self.config.parallel.device_map
+
+    @property
     def words(self) -> str:
         """As they are written behind the script."""
-        said = (f"--{name}" if value is True else f"--{name} {value}" for name, value in self.values.items())
+        said = (
+            f"--{name}" if value is True else f"--{name} {quote(str(value))}" for name, value in self.values.items()
+        )
         return " ".join(said)
 
 
 def ways(config: RunConfig, given: frozenset[str], processes: int, model: Detected) -> list[Way]:
     """All that this model and these settings allow."""
-    found, fits = [], dict[tuple[int, int], bool]()
-    for name, values in _thinkable(processes):
+    found, fits = [], dict[Hashable, bool]()
+    for name, values in _thinkable(processes, config.parallel.device_map or DeviceMap("balanced")):
         wanted = {option: _said(option, flat(config)[option]) for option in OPTIONS if option in given}
+        if not set(SIZES) <= given and all(values[name] > 1 for name in SIZES):
+            continue  # slower than any two of them, and there would be many
         if any(_said(option, values.get(option)) != value for option, value in wanted.items()):
             continue
         way = _way(name, values, config, given, processes)
         if way is None:
             continue
-        cut = way.layout.stages, way.layout.parts
-        if cut not in fits:
+        if way.cut not in fits:
             family = FAMILIES.get(model.family)(config.model)
-            fits[cut] = way.layout.together == 1 or not [*misfits(way.config, family, model)]
-        if fits[cut]:
+            fits[way.cut] = not [*misfits(way.config, family, model)]
+        if fits[way.cut]:
             found.append(way)
     return found
 
@@ -69,19 +82,21 @@ def _said(option: str, value: Any) -> Any:
     return None if is_unwanted else value
 
 
-def _thinkable(processes: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def _thinkable(processes: int, dealt: DeviceMap) -> Iterator[tuple[str, dict[str, Any]]]:
     """Names and options; one more kind of cut is one more factor of ``together``."""
     for together in _divisors(processes):
-        for parts in _divisors(together):
-            stages, groups = together // parts, processes // together
-            cut = _named(f"pipeline {stages}" if stages > 1 else "", f"tensor {parts}" if parts > 1 else "")
-            base = {"pp_size": stages, "tp_size": parts}
+        for stages, parts, contexts in _factors(together):
+            groups = processes // together
+            kinds = {"pipeline": stages, "tensor": parts, "context": contexts}
+            cut = _named(*(f"{kind} {size}" for kind, size in kinds.items() if size > 1))
+            base = dict(zip(SIZES, (stages, parts, contexts), strict=True))
             plain = "" if groups == 1 and cut else f"DDP {groups}" if groups > 1 else "one device"
             yield _named(plain, cut), base
             if groups > 1 and stages == 1:
                 yield from _sharded(groups, cut, base)
     if processes > 1:
         yield from _divided(processes)
+        yield f"device map {processes}", {**dict.fromkeys(SIZES, 1), "device_map": dealt}
 
 
 def _sharded(groups: int, cut: str, base: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -93,7 +108,7 @@ def _sharded(groups: int, cut: str, base: dict[str, Any]) -> Iterator[tuple[str,
 
 
 def _divided(processes: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    base = {"pp_size": 1, "tp_size": 1, "deepspeed": True}
+    base = {**dict.fromkeys(SIZES, 1), "deepspeed": True}
     for stage in (1, 2, 3):
         own = {**base, "zero_stage": stage}
         yield f"ZeRO {stage}, {processes}", own
@@ -106,11 +121,11 @@ def _way(name: str, values: Values, config: RunConfig, given: frozenset[str], pr
     """Nothing where training would refuse to start so."""
     usual = {option: None for option in OPTIONS} | {"zero_stage": flat(RunConfig())["zero_stage"]}
     own: RunConfig = build(RunConfig, {**flat(config), **usual, **values})
-    world = World.imagined(processes)
+    world = World.imagined(1 if own.parallel.device_map else processes, processes)
     asked, (zero, problems) = asked_for(own, world), zero_settings(own, world)
-    written = {option for option, value in values.items() if value != 1 or option not in ("pp_size", "tp_size")}
+    written = {option for option, value in values.items() if value != 1 or option not in SIZES}
     new = set(conflicts(own, given | written)) - set(conflicts(config, given))
-    found = [*asked.problems, *problems, *layout_problems(own, world), *new]
+    found = [*asked.problems, *problems, *layout_problems(own, world), *mapping_problems(own, world), *new]
     is_plain = asked.sharding is None and zero is None and own.parallel.together == 1
     if found or (is_wanted(own) and not is_plain) or (zero is not None and _looks_at_whole_tensors(own)):
         return None
@@ -128,6 +143,11 @@ def _looks_at_whole_tensors(config: RunConfig) -> bool:
 
 def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if not number % each]
+
+
+def _factors(number: int) -> list[tuple[int, int, int]]:
+    """All three numbers of which it is the product."""
+    return [(one, two, number // one // two) for one in _divisors(number) for two in _divisors(number // one)]
 
 
 def _named(*parts: str) -> str:

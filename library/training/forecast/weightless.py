@@ -54,6 +54,8 @@ class Footprint:
     flops: int
     flow: int = 0
     """Bytes that go from one stage of a pipeline to the next."""
+    behind: int = 0
+    """Of what is kept, what the model computes behind its last block."""
 
 
 class Weightless:
@@ -102,22 +104,27 @@ class Weightless:
 
     def step(self) -> Footprint:
         """Forward and backward, by one device that has all blocks."""
-        return [self._one_step() for _ in range(self._steps)][-1]
+        return [self._one_step() for _ in range(self.rounds)][-1]
 
-    def stages(self, ends: Sequence[int]) -> list[Footprint]:
-        """The same of each stage of a pipeline; a stage has the blocks from one of ``ends`` to the next."""
+    def passage(self) -> Passage:
+        """From now on blocks can be kept apart."""
         passage = Passage(self.chain)
         if getattr(self.denoiser, "gradient_checkpointing", False):  # UNets do it inside of their blocks
             self.denoiser.gradient_checkpointing = False
             passage.checkpoint = self.denoiser._gradient_checkpointing_func
-        found, arrived = [], None
+        return passage
+
+    def stages(self, passage: Passage, ends: Sequence[int]) -> list[Footprint]:
+        """The same of each stage of a pipeline; a stage has the blocks from one of ``ends`` to the next."""
+        found, arrived = list[Footprint](), None
         for first, end in pairwise(ends):
-            footprint, arrived = [self._one_stage(passage, first, end, arrived) for _ in range(self._steps)][-1]
+            came: Flow | None = arrived if first else None  # the first block gets what the model itself gives it
+            footprint, arrived = [self._one_stage(passage, first, end, came) for _ in range(self.rounds)][-1]
             found.append(footprint)
         return found
 
     @property
-    def _steps(self) -> int:
+    def rounds(self) -> int:
         """From the second on, swapped weights come ahead of time, and expensive results are kept."""
         train = self.config.train
         return 2 if train.blocks_to_swap or train.gradient_checkpointing_budget else 1
@@ -133,16 +140,20 @@ class Weightless:
         with self._metered() as meter:
             arrived = None if shapes is None else tuple(torch.empty_like(each).requires_grad_() for each in shapes)
             passage.only(first, end, arrived)
+            seen = list[int]()
+            hook = self.chain.blocks[-1].register_forward_hook(lambda *_: seen.append(meter.alive))
             try:
                 said: Flow = (self.task(self.batch, 0).sum(),)
                 leaves = None
             except Departed as departed:
                 said = tuple(each for each in departed.flow if each.requires_grad)
                 leaves = tuple(each.detach() for each in departed.flow)
+            hook.remove()
             kept = meter.alive
-            backward(said)
+            if said:
+                backward(said)
         flow = sum(each.nbytes for each in leaves or ())
-        return Footprint(kept, meter.peak, meter.flops, flow), leaves
+        return Footprint(kept, meter.peak, meter.flops, flow, kept - seen[0] if seen else 0), leaves
 
     @contextmanager
     def _metered(self, *others: nn.Module) -> Iterator[Meter]:
