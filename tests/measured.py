@@ -76,7 +76,7 @@ if __name__ == "__main__":
     more = [word for word in more if word != "--processes"]
     words = ["--pretrained_model_name_or_path", model, "--resolution", size, "--train_batch_size", batch, *more]
     with tempfile.TemporaryDirectory() as place:
-        forecast_bytes = forecast_of(*words, processes=processes)
+        foretold = forecast_of(*words, processes=processes)
         counted = max(on_ranks(processes, peak_on_rank, Path(place), *words))
-    sys.stdout.write(f"{' '.join(sys.argv[1:])}: forecast {forecast_bytes / 1e6:.1f} MB, allocated {counted / 1e6:.1f} MB,"
-                     f" {100 * (forecast_bytes / counted - 1):+.1f} %\n")  # fmt: skip
+    sys.stdout.write(f"{' '.join(sys.argv[1:])}: forecast {foretold / 1e6:.1f} MB, allocated {counted / 1e6:.1f} MB,"
+                     f" {100 * (foretold / counted - 1):+.1f} %\n")  # fmt: skip

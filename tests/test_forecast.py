@@ -219,6 +219,18 @@ def test_stages_together_compute_what_the_model_computes_and_a_part_less_than_th
     assert all(stage.chunks[0].kept < whole.chunks[0].kept for stage in (*halves, *cut.stages))
 
 
+def test_stages_cut_by_time_are_those_of_which_the_slowest_is_fastest():
+    config, _ = settings(("--pretrained_model_name_or_path", "random:flux:tiny"), Arguments)
+    by_weights, by_time = (
+        Cut(replace(config, parallel=replace(config.parallel, pp_cut=way)), detect(config.model), SMALL,
+            Layout(stages=2)) for way in ("weights", "time"))  # fmt: skip
+
+    def weights(cut: Cut) -> int:
+        return max(stage.frozen for stage in cut.stages)
+
+    assert by_time.busy < by_weights.busy and weights(by_weights) < weights(by_time)
+
+
 @pytest.mark.parametrize(("schedule", "expected"), [("gpipe", [8, 8, 8, 8]), ("1f1b", [4, 3, 2, 1]),
                                                     ("interleaved", [11, 9, 7, 5])])  # fmt: skip
 def test_so_many_micro_batches_wait_in_each_stage(schedule, expected):

@@ -24,7 +24,7 @@ def with_devices(
     assumed = Assumed(options.gpu_tflops * 1e12, options.link_speed * 1e9)
     devices = Devices(options.world_size, options.gpu_memory.count, assumed)
     load = Load.of(outlook.prepared, outlook.plan.batches, outlook.plan.steps)
-    logging.disable(logging.INFO)  # what a run tells of itself; many are assembled here
+    logging.disable(logging.WARNING)  # what a run tells of itself; many are assembled here, on devices that are not
     try:
         rows = forecast(config, given, outlook.detected, load, devices)
         fits = any(row.need.total <= devices.memory for row in rows)

@@ -19,7 +19,7 @@ BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backw
 
 
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts memory that tensors of one device, or of all of its kind, get while it is on, each piece of it until the last tensor is gone."""
+    """Counts memory that tensors of a device, or of a kind of devices, get, until the last tensor in it is gone."""
 
     def __init__(self, device: torch.device, known: Iterable[Tensor] = ()):
         """``known`` were there before, and do not count."""
