@@ -215,7 +215,7 @@ def test_stages_together_compute_what_the_model_computes_and_a_part_less_than_th
 
     assert sum(stage.flops for stage in halves) == pytest.approx(whole.flops, rel=0.15)
     assert whole.flops / 2 < cut.stages[0].flops < 0.75 * whole.flops
-    assert halves[0].departing == halves[1].arriving > 0 and cut.summed > 0
+    assert halves[0].departing == halves[1].arriving > 0 and cut.sent > 0
     assert all(stage.chunks[0].kept < whole.chunks[0].kept for stage in (*halves, *cut.stages))
 
 
