@@ -24,10 +24,10 @@ def train_with_a_spoilt_step(rank: int, step: int | tuple[int, ...], careful: bo
     """As ``train``, but the loss of a step or several, or with a negative number of all from there on, is none on one
     rank.
     """
-    whole, start = Task.__call__, health.Watch.__init__
+    whole, start = Task.__call__, health.Health.__init__
 
     def spoilt(self: Task, batch, at: int):
-        here = self.device is not None and torch.distributed.get_rank() == rank if _several() else True
+        here = torch.distributed.get_rank() == rank if _several() else True
         is_bad = at in step if isinstance(step, tuple) else at == step if step >= 0 else at >= -step
         return whole(self, batch, at) * (float("nan") if here and is_bad else 1.0)
 
@@ -35,11 +35,11 @@ def train_with_a_spoilt_step(rank: int, step: int | tuple[int, ...], careful: bo
         start(self, most, folder)
         self.careful_until = 10**9 if careful else 0
 
-    Task.__call__, health.Watch.__init__ = spoilt, watch
+    Task.__call__, health.Health.__init__ = spoilt, watch
     try:
         return train(*flags)
     finally:
-        Task.__call__, health.Watch.__init__ = whole, start
+        Task.__call__, health.Health.__init__ = whole, start
 
 
 def _several() -> bool:

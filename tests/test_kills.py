@@ -22,14 +22,14 @@ def dies(victims: tuple[int, ...], *flags: str) -> None:
     """A run in which processes are killed between the gradients of a step and its update."""
     from library.training import health
 
-    honest = health.Watch.may_learn_from
+    honest = health.Health.may_learn_from
 
     def may_learn_from(watch, run, work, figures) -> bool:
         if run.state.step == KILLED_AT and run.strategy.rank in victims:
             os.kill(os.getpid(), signal.SIGKILL)
         return honest(watch, run, work, figures)
 
-    health.Watch.may_learn_from = may_learn_from
+    health.Health.may_learn_from = may_learn_from
     train(*flags)
 
 

@@ -141,7 +141,7 @@ def gradients(folder: Path, cases):
                 item.data = torch.randn(item.shape, generator=draw) * 0.05
             for _ in range(2 if "--gradient_checkpointing_budget" in words else 1):  # the first finds out what to keep
                 run.optimizer.zero_grad(set_to_none=True)
-                loss = run.ladder.gradients(run, next(run.loader.steps(0)))
+                loss = run.ladder.gradients(run.strategy, run.task, next(run.loader.steps(0)), 0)
             assert all(item.grad.any() for item in run.parameters)
             found.append(torch.cat([loss.view(1), *(item.grad.flatten() for item in run.parameters)]).numpy())
     return found

@@ -20,6 +20,7 @@ from library.distributed.host_copy import LateWords
 from library.tools.bench_run import made_up_run, settings, with_pictures
 from library.tools.bench_step import Arguments
 from library.training import loop
+from library.training.trained import trainable
 
 DEVICE = torch.device("meta")
 FAMILIES = ["random:sd1:tiny", "random:sdxl:tiny", "random:sd3:tiny", "random:flux:tiny", "random:z_image:tiny",
@@ -63,7 +64,7 @@ class Words:
 def moved(run):
     """The run as it would be on the device."""
     model = run.strategy.unwrapped(run.adapter).to(DEVICE)
-    learnt = loop.trainable(model)
+    learnt = trainable(model)
     run.groups = [type(group)(group.name, learnt, group.rate) for group in run.groups]
     run.optimizer = torch.optim.AdamW(learnt, lr=1e-4, foreach=True)
     run.strategy.device = run.strategy.accelerator.state.device = DEVICE

@@ -81,9 +81,9 @@ def test_a_run_is_refused_before_a_model_is_loaded(even, tmp_path):
 
 def precisions(*flags: str) -> tuple[set, set, set]:
     """What the base, the adapter and its gradients are in."""
-    from library.training import loop
+    from library.training import job
 
-    honest, found = loop.Run.parameters.fget, {}
+    honest, found = job.Run.parameters.fget, {}
 
     def parameters(run):
         learning = honest(run)
@@ -92,7 +92,7 @@ def precisions(*flags: str) -> tuple[set, set, set]:
         found.setdefault("gradients", set()).update(item.grad.dtype for item in learning if item.grad is not None)
         return learning
 
-    loop.Run.parameters = property(parameters)
+    job.Run.parameters = property(parameters)
     train(*flags)
     return found["base"], found["adapter"], found["gradients"]
 

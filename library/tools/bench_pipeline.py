@@ -23,7 +23,7 @@ from .bench_figure import Figure, reported
 from .bench_run import made_up_run, own_options, scratch, settings, with_library, with_pictures
 
 if TYPE_CHECKING:
-    from ..training.loop import Run
+    from ..training.job import Run
 
 BACKWARD = 2
 """So many times as long as forward, when stages sleep."""

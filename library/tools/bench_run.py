@@ -17,7 +17,7 @@ from ..config.options import options_of
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
-    from ..training.loop import Run
+    from ..training.job import Run
 
 PICTURES = 8
 DEFAULTS = ("--pretrained_model_name_or_path", "random:sd1:tiny", "--resolution", "256", "--network_dim", "16",

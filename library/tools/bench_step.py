@@ -19,7 +19,7 @@ from .bench_figure import Figure, reported
 from .bench_run import made_up_run, own_options, scratch, settings, with_pictures
 
 if TYPE_CHECKING:
-    from ..training.loop import Run
+    from ..training.job import Run
 
 TARGET = 1.03
 """Of a model of its published size; where a step takes milliseconds, as with tiny ones, it is another."""

@@ -26,7 +26,7 @@ from .bench_figure import Figure, reported
 from .bench_run import made_up_run, own_options, scratch, settings, with_library, with_pictures
 
 if TYPE_CHECKING:
-    from ..training.loop import Run
+    from ..training.job import Run
 
 WORKER = "import sys; from library.tools.bench_strategies import work; raise SystemExit(work(sys.argv[1:]))"
 REFUSED = 2

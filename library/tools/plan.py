@@ -72,7 +72,10 @@ def run(argv: Sequence[str]) -> tuple[str, int]:
     if options.gpu_memory is not None:
         from .plan_devices import with_devices
 
-        found, told = with_devices(training.config, frozenset(training.places), outlook, options)
+        found, told = with_devices(
+            training.config, frozenset(training.places), outlook, count=options.world_size,
+            memory=options.gpu_memory.count, flops=options.gpu_tflops * 1e12, link=options.link_speed * 1e9,
+        )  # fmt: skip
     else:
         found, told = {}, ""
     if options.json:

@@ -1,7 +1,7 @@
 """``plan --gpu_memory``: which ways of sharing a run fit on devices of a size, told and as data."""
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..config import RunConfig
 from ..optim import optimizers
@@ -11,18 +11,13 @@ from ..training.forecast.told import recorded, told
 from ..training.forecast.ways_out import way_out
 from ..training.outline import Outlook
 
-if TYPE_CHECKING:
-    from .plan import PlanOptions
-
 
 def with_devices(
-    config: RunConfig, given: frozenset[str], outlook: Outlook, options: "PlanOptions"
+    config: RunConfig, given: frozenset[str], outlook: Outlook, *, count: int, memory: int, flops: float, link: float
 ) -> tuple[dict[str, Any], str]:
-    """As plain data and as text; loads no weights."""
-    assert options.gpu_memory is not None
+    """As plain data and as text, for ``count`` devices; loads no weights."""
     optimizers.rehearse(config.optim)
-    assumed = Assumed(options.gpu_tflops * 1e12, options.link_speed * 1e9)
-    devices = Devices(options.world_size, options.gpu_memory.count, assumed)
+    devices = Devices(count, memory, Assumed(flops, link))
     load = Load.of(outlook.prepared, outlook.plan.batches, outlook.plan.steps)
     logging.disable(logging.WARNING)  # what a run tells of itself; many are assembled here, on devices that are not
     try:

@@ -17,7 +17,7 @@ from ..config.values import Steps
 from ..distributed.devices import device_title, wait_for
 from ..distributed.peaks import peak_flops
 from .flops import Calls
-from .loop import Action, Run
+from .job import Action, Run
 from .stopwatch import OTHER, Stopwatch
 
 logger = logging.getLogger(__name__)

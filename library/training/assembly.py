@@ -29,9 +29,9 @@ from .bad_samples import BadSamples
 from .caching import Kept
 from .checkpointing import compute_twice
 from .groups import groups_of
-from .health import Watch
+from .health import Health
+from .job import Run, Silence
 from .ladder import Ladder
-from .loop import Run, Silence, trainable
 from .objective import objective_of
 from .parallel_fit import structure_of
 from .plan import RunPlan
@@ -39,7 +39,7 @@ from .precision import DTYPES
 from .resting import is_wanted, let_weights_rest
 from .starting import Starts, start_from
 from .task import Task
-from .trained import described, dropout_of, put_adapters, trained_text_parts
+from .trained import described, dropout_of, put_adapters, trainable, trained_text_parts
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ def assemble(
     if strategy.is_main:
         _tell_long_captions(family, pipe, prepared.first_captions(plan.batches, plan.steps))
     schedule = schedules.make_schedule(config.optim, plan.steps)
-    watch = Watch(config.train.max_bad_steps, Path(config.save.output_dir))
+    watch = Health(config.train.max_bad_steps, Path(config.save.output_dir))
     bad_samples = BadSamples(config.data.max_bad_samples, len({sample.image for sample in prepared.manifest.samples}))
     job = Run(config, plan, strategy, task, loader, wrapped, groups, optimizer, schedule, watch,
               _ladder(config, trained), bad_samples, Silence(), compilation=compilation)  # fmt: skip

@@ -9,9 +9,12 @@ from pathlib import Path
 from ..data.cutting import BadSample
 from ..distributed.strategy import DataParallel
 from ..errors import UserError
-from .health import NoMore
 
 logger = logging.getLogger(__name__)
+
+
+class NoMore(UserError):
+    """Too many pictures or steps went wrong; the weights are still those of the last good step."""
 
 
 @dataclass

@@ -16,10 +16,10 @@ from ..adapters import lora
 from ..config.describe import to_toml
 from ..data.batch import Cond, Moments, PixelBatch
 from ..errors import UserError
+from .job import Run
 
 if TYPE_CHECKING:
     from ..data.loader import StepWork
-    from .loop import Run
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Bundle:
     folder: Path
 
 
-def write_bundle(run: "Run", work: "StepWork", loss: float, gradient_norm: float, folder: Path) -> Path:
+def write_bundle(run: Run, work: "StepWork", loss: float, gradient_norm: float, folder: Path) -> Path:
     """Every process writes its own part; what cannot be written is no reason to stop."""
     own = folder / f"rank{run.strategy.rank}"
     try:
@@ -107,7 +107,7 @@ def _encoded(tensors: dict[str, torch.Tensor], number: str) -> dict[str, Any]:
     return {"moments": None if moments is None else Moments(moments), "cond": cond or None}
 
 
-def replay(run: "Run", bundle: Bundle) -> list[str]:
+def replay(run: Run, bundle: Bundle) -> list[str]:
     """Do the step again with the adapter as it was; say each picture's loss and where numbers end."""
     model = run.strategy.unwrapped(run.adapter)
     lora.load_state(model, bundle.adapter)

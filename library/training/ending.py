@@ -9,8 +9,8 @@ from ..distributed.processes import Process
 from ..distributed.strategy import DataParallel
 from ..errors import ConfigError, Crash, Stopped, UserError
 from ..traceback_file import sentence, write_traceback
+from .job import Run
 from .keep_state import KeepState
-from .loop import Run
 from .memory_advice import advice
 
 SHOWN_NAMES = 6

@@ -11,7 +11,7 @@ from ..data.batch import Batch, PixelBatch
 from ..data.fixed_batches import FixedBatches, Read, ahead
 from ..diffusion.masking import mean_loss
 from ..families.sampling import evaluating
-from .loop import Run
+from .job import Run
 from .task import Task
 
 logger = logging.getLogger(__name__)

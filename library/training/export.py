@@ -23,7 +23,7 @@ from ..families.sampling import evaluating
 from ..families.upload import Upload
 from ..optim.optimizers import weights_as_used
 from ..randomness import seed_for
-from .loop import Run
+from .job import Run
 from .lora_parts import parts_of
 from .model_told import model_told
 from .plan import is_due

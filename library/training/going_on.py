@@ -18,8 +18,8 @@ from ..families.identity import glance
 from . import state_folder
 from .changes import plain_settings
 from .export import Export
+from .job import Run
 from .keep_state import KeepState
-from .loop import Run
 from .plan import RunPlan
 from .resume import check_changes, chosen
 from .retention import Retention

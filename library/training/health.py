@@ -8,38 +8,22 @@ changes nothing.  All processes do the same, because loss and gradient norm are 
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from ..data.loader import StepWork
 from ..distributed.host_copy import HostCopy
-from ..errors import UserError
 from ..optim.optimizers import remember
+from .bad_samples import NoMore
 from .bundle import write_bundle
-
-if TYPE_CHECKING:
-    from ..data.loader import StepWork
-    from .loop import Figures, Run
+from .job import BadStep, Figures, Run
 
 logger = logging.getLogger(__name__)
 
 STEPS_BETWEEN_READINGS = 10
 
 
-@dataclass(frozen=True)
-class BadStep:
-    """A step whose update was left out."""
-
-    step: int  # from 0
-    loss: float
-    gradient_norm: float
-
-
-class NoMore(UserError):
-    """Too many steps went wrong; the weights are still those of the last good one."""
-
-
-class Watch:
+class Health:
     """Knows the run as it was at the last reading, and which steps were left out."""
 
     def __init__(self, most: int, folder: Path):
@@ -50,7 +34,7 @@ class Watch:
         self.read_at = 0
         self._copy = HostCopy()
 
-    def remember(self, run: "Run") -> None:
+    def remember(self, run: Run) -> None:
         """This is how the run was when it was last seen to be well."""
         self.read_at = run.state.step
         average = run.average.values if run.average is not None else []
@@ -58,7 +42,7 @@ class Watch:
         self._copy.take({"parameters": parameters, "average": average, "optimizer": run.optimizer.state_dict()})
         self._state = replace(run.state)
 
-    def is_well(self, run: "Run", figures: Sequence["Figures"]) -> bool:
+    def is_well(self, run: Run, figures: Sequence[Figures]) -> bool:
         """Read what the device computed; when it is not well, take everything back to the last reading."""
         if all(item.is_left_out or fit(run, item) for item in figures):
             return True
@@ -66,7 +50,7 @@ class Watch:
         self.take_back(run)
         return False
 
-    def take_back(self, run: "Run") -> None:
+    def take_back(self, run: Run) -> None:
         """Make ``run`` what it was when it was remembered."""
         kept = self._copy.give()
         for parameter, value in zip(run.parameters, kept["parameters"], strict=True):
@@ -79,7 +63,7 @@ class Watch:
         run.optimizer.zero_grad(set_to_none=True)
         run.state = replace(self._state)
 
-    def may_learn_from(self, run: "Run", work: "StepWork", figures: "Figures") -> bool:
+    def may_learn_from(self, run: Run, work: StepWork, figures: Figures) -> bool:
         """Whether this step may change the weights, as far as that is known; a bad one is told and counted."""
         step = run.state.step
         if step >= self.careful_until or fit(run, figures):
@@ -98,7 +82,7 @@ class Watch:
         return False
 
 
-def fit(run: "Run", figures: "Figures") -> bool:
+def fit(run: Run, figures: Figures) -> bool:
     """Loss and gradient norm are numbers.  With gradient scaling (fp16) an infinite gradient is how the scaler finds
     its scale; it skips that update itself."""
     return math.isfinite(float(figures.loss)) and (

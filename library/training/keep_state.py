@@ -14,7 +14,7 @@ from ..errors import UserError
 from ..traceback_file import sentence
 from . import state_folder
 from .export import Export
-from .loop import Run
+from .job import Run
 from .run_state import facts_of_run, kept, tree_of
 
 logger = logging.getLogger(__name__)

@@ -6,16 +6,15 @@ pictures of the whole step.  So a step that was cut gives the same gradient as o
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from ..data.batch import PixelBatch
 from ..data.loader import StepWork
 from ..distributed.memory import OutOfMemory
-
-if TYPE_CHECKING:
-    from .loop import Run
+from ..distributed.strategy import DataParallel
+from .task import Task
 
 logger = logging.getLogger(__name__)
 
@@ -29,25 +28,24 @@ class Ladder:
         self.parts = 1
         """So many make up a micro-batch."""
 
-    def gradients(self, run: "Run", work: StepWork) -> Tensor:
+    def gradients(self, strategy: DataParallel, task: Task, work: StepWork, step: int) -> Tensor:
         """Those of one step; return its loss."""
-        strategy, step = run.strategy, run.state.step
         if not self.is_wanted:
-            return strategy.gradients(run.task, work.batches, work.samples, step)
+            return strategy.gradients(task, work.batches, work.samples, step)
         while True:
-            found = strategy.gradients_that_fit(run.task, self._cut(work.batches), work.samples, step)
+            found = strategy.gradients_that_fit(task, self._cut(work.batches), work.samples, step)
             if not isinstance(found, OutOfMemory):
                 return found
-            run.task.forget()
+            task.forget()
             self._go_down(found, work.batches, step)
 
-    def try_out(self, run: "Run", batch: PixelBatch, work: Callable[["Run", PixelBatch], Any]) -> None:
+    def try_out(self, strategy: DataParallel, batch: PixelBatch, step: int, work: Callable[[PixelBatch], Any]) -> None:
         """``work`` with as many of the pictures as fit."""
         if not self.is_wanted:
-            work(run, batch)
+            work(batch)
             return
-        while (found := run.strategy.if_it_fits(lambda: _done(run, self._cut([batch])[0], work))) is not None:
-            self._go_down(found, [batch], run.state.step)
+        while (found := strategy.if_it_fits(lambda: _done(self._cut([batch])[0], work))) is not None:
+            self._go_down(found, [batch], step)
 
     def _cut(self, batches: Sequence[PixelBatch]) -> list[PixelBatch]:
         return [part for batch in batches for part in batch.cut(-(-len(batch) // self.parts))]
@@ -66,5 +64,5 @@ class Ladder:
                        found.phase, change)  # fmt: skip
 
 
-def _done(run: "Run", batch: PixelBatch, work: Callable[["Run", PixelBatch], Any]) -> None:
-    work(run, batch)
+def _done(batch: PixelBatch, work: Callable[[PixelBatch], Any]) -> None:
+    work(batch)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from ..adapters.update_norms import update_norms
 from ..errors import UserError
 from ..optim.optimizers import weights_as_used
-from .loop import Run
+from .job import Run
 
 logger = logging.getLogger(__name__)
 

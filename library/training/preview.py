@@ -16,7 +16,7 @@ from ..data.prompts import Prompt
 from ..families.sampling import evaluating
 from ..optim.optimizers import weights_as_used
 from ..randomness import seed_for
-from .loop import Run
+from .job import Run
 from .plan import is_due
 
 if TYPE_CHECKING:

@@ -2,17 +2,14 @@
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from ..data.batch import PixelBatch
 from ..errors import UserError
 from ..randomness import seed_for
+from .job import Run
 from .rehearsal import rehearsed
-
-if TYPE_CHECKING:
-    from .loop import Run
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +18,7 @@ STIR = 1e-2
 """Half of a LoRA starts at zero, which keeps the gradient from the other half; the probe stirs it this much."""
 
 
-def probe(run: "Run", batch: PixelBatch) -> None:
+def probe(run: Run, batch: PixelBatch) -> None:
     """One forward and backward that changes nothing; what no gradient reaches is named."""
     model = run.strategy.unwrapped(run.adapter)
     weights = {name: item for name, item in model.named_parameters() if item.requires_grad}

@@ -1,7 +1,7 @@
 """Forward and backward of a size that comes later: what it takes shows before the first step, and nothing is learnt."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
 
 import torch
 
@@ -10,9 +10,7 @@ from ..data.batches import Layout
 from ..data.staged_plan import PlannedStage, stages_in
 from ..distributed.devices import has_own_memory
 from ..distributed.memory import OutOfMemory, phase
-
-if TYPE_CHECKING:
-    from .loop import Run
+from .job import Run
 
 Sizes = list[tuple[tuple[int, int], int]]
 """Width and height of pictures, and how many of them come at once."""
@@ -24,7 +22,7 @@ def sizes_of(plan: Layout) -> Sizes:
     return sorted(sizes, key=lambda each: (each[0][0] * each[0][1] * each[1], each), reverse=True)
 
 
-def rehearsed(run: "Run", batch: PixelBatch) -> torch.Tensor:
+def rehearsed(run: Run, batch: PixelBatch) -> torch.Tensor:
     """Forward and backward, with all samples counted; the loss."""
     task = replace(run.task, denoiser=run.strategy.unwrapped(run.adapter), seen=[])
     with phase("forward", batch), run.strategy.accelerator.autocast():
@@ -35,13 +33,13 @@ def rehearsed(run: "Run", batch: PixelBatch) -> torch.Tensor:
     return loss.detach()
 
 
-def try_out(run: "Run", batch: PixelBatch) -> None:
+def try_out(run: Run, batch: PixelBatch) -> None:
     """The same, as far down the ladder as it takes; its gradients are dropped."""
-    run.ladder.try_out(run, batch, rehearsed)
+    run.ladder.try_out(run.strategy, batch, run.state.step, partial(rehearsed, run))
     run.optimizer.zero_grad(set_to_none=True)
 
 
-def try_later_stages(run: "Run", first: PixelBatch) -> None:
+def try_later_stages(run: Run, first: PixelBatch) -> None:
     """The largest batch of all stages to come, if it is larger than those that the run begins with.
 
     Where the machine's own memory would be out, nobody is told of it, so there it is not tried.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from . import before_after
 from .export import Export
-from .loop import Run
+from .job import Run
 from .report import Subject, write_report
 from .track import shareable
 

@@ -27,15 +27,16 @@ from ..optim import optimizers, schedules
 from ..optim.elementwise import refuse_whole_tensors
 from . import before_after, state_folder
 from .assembly import assemble, load
+from .bad_samples import NoMore
 from .bundle import read_bundle, replay
 from .caching import Kept, keep_latents, keep_texts
 from .ending import Ending
 from .export import Export
 from .going_on import GoingOn
-from .health import NoMore
+from .job import Ended, Run
 from .keep_state import KeepState
 from .learnt import Learnt
-from .loop import Ended, Run, train
+from .loop import train
 from .metrics import MetricsFile
 from .outline import outline
 from .parallel_fit import refuse_misfits

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from ..adapters.keys import clean
 from ..errors import UserError
 from ..optim.optimizers import remember
-from .health import BadStep
-from .loop import Run, State
+from .job import BadStep, Run, State
 from .packing import packed, unpacked
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ import torch
 from ..distributed.roll_call import most_common
 from ..distributed.words import ranks_in_words
 from ..errors import UserError
-from .loop import Action, Run
+from .job import Action, Run
 
 
 class Diverged(UserError):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from .loop import Figures, Run
+    from .job import Figures, Run
 
 BINS = 10
 

@@ -8,8 +8,8 @@ from ..data.batch import PixelBatch
 from ..diffusion.objective import Objective
 from ..distributed.copies import Copies
 from ..families import FAMILIES
-from .loop import trainable
 from .task import Task
+from .trained import trainable
 
 
 def one_step(device: str) -> float:

@@ -17,8 +17,8 @@ from ..config.toml_lines import read_toml
 from ..distributed.devices import peak_memory
 from ..distributed.strategy import DataParallel
 from ..log import Progress
+from .job import Figures, Run
 from .learnt import together
-from .loop import Figures, Run
 from .metrics import MetricsFile
 from .shares import losses_by_kind
 

@@ -151,3 +151,8 @@ def _kind(part: nn.Module, site: lora.Site) -> str:
 
 def _from_to(numbers: list[int]) -> str:
     return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that learn, in the model's order."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -13,7 +13,7 @@ from ..data.fixed_batches import FixedBatches, Read
 from ..optim.optimizers import weights_as_used
 from .evaluation import QUANTILES, Losses, evaluate
 from .interval import Mean
-from .loop import Run
+from .job import Run
 from .plan import is_due
 
 logger = logging.getLogger(__name__)

@@ -9,11 +9,11 @@ import torch
 
 from ..data.batch import Length, PixelBatch
 from ..log import Progress
+from .job import Run
 from .rehearsal import Sizes, sizes_of, try_out
 
 if TYPE_CHECKING:
     from ..distributed.compiling import Compilation
-    from .loop import Run
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ LOOKED_AT = 2
 LENGTHS: tuple[Length, ...] = ("same", "longer", "shorter")
 
 
-def warm_up(run: "Run", compilation: "Compilation", first: PixelBatch) -> None:
+def warm_up(run: Run, compilation: "Compilation", first: PixelBatch) -> None:
     """Forward and backward of black pictures of every size; nothing is learnt, and nothing drawn but by place."""
     started, sizes = time.perf_counter(), sizes_of(run.plan.batches)
     texts_vary = _look(run, compilation, first, sizes)
@@ -37,7 +37,7 @@ def warm_up(run: "Run", compilation: "Compilation", first: PixelBatch) -> None:
     logger.info("compiled for %d sizes in %.1f s: %s", len(sizes), seconds, compilation)
 
 
-def _look(run: "Run", compilation: "Compilation", first: PixelBatch, sizes: Sizes) -> bool:
+def _look(run: Run, compilation: "Compilation", first: PixelBatch, sizes: Sizes) -> bool:
     """See what changes with the text and what with the size, before anything is compiled for it; whether texts do."""
     count = min(len(first), LOOKED_AT)
     with torch.no_grad(), run.strategy.accelerator.autocast(), compilation.watching():

@@ -9,7 +9,7 @@ from ...data.prepare import Prepared
 from ...data.staged_plan import Plan
 from ...families.detect import Detected
 from .cut import Cut
-from .need import CONTEXT, Need, need
+from .need import Need, need
 from .pace import Assumed, pictures_a_second
 from .remembered import remembered
 from .ways import Way, ways
@@ -17,6 +17,7 @@ from .weightless import Heaviest
 
 MOST_SHAPES = 64
 """As many sizes of pictures as a pipeline keeps buffers for."""
+ENDLESS = 2**60
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,9 @@ def forecast(
 ) -> list[Row]:  # fmt: skip
     """Of all ways, or of ``only`` those of such names; the fastest first."""
     cuts, rows, memory = dict[Hashable, Cut](), [], None
-    rooms = [devices.memory - CONTEXT] * devices.count
+    wanted = config.parallel.device_map
+    is_filled = wanted is not None and wanted.way == "sequential"  # others deal out the same however much there is
+    rooms = [devices.memory if is_filled else ENDLESS] * devices.count
     for way in ways(config, given, devices.count, model):
         if only is not None and way.name not in only:
             continue

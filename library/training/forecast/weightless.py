@@ -22,14 +22,13 @@ from ...families.detect import Detected
 from ...families.loading import load_without_weights
 from ...optim.optimizers import Group
 from ..groups import groups_of
-from ..loop import trainable
 from ..objective import objective_of
 from ..parallel_fit import chain_of
 from ..precision import DTYPES
 from ..resting import is_wanted, let_weights_rest
 from ..starting import read_starts
 from ..task import Task
-from ..trained import put_adapters, trained_text_parts
+from ..trained import put_adapters, trainable, trained_text_parts
 from .meter import Meter
 from .pretence import Pretence, backward
 
