@@ -18,12 +18,13 @@ from library.families.detect import detect
 from library.optim.optimizers import Group
 from library.tools.bench_run import made_up_run, settings, with_pictures
 from library.tools.bench_step import Arguments
-from library.training.forecast.cut import Cut, waiting
+from library.training.forecast.cut import Cut
 from library.training.forecast.forecast import Devices, Load, forecast
 from library.training.forecast.meter import Meter
 from library.training.forecast.pace import Assumed
 from library.training.forecast.pretence import Pretence, backward
 from library.training.forecast.remembered import remembered
+from library.training.forecast.stage import waiting
 from library.training.forecast.told import told
 from library.training.forecast.ways import ways
 from library.training.forecast.ways_out import way_out

@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...distributed.sharded import blocks_of
-from .cut import Cut, Stage
+from .cut import Cut
+from .stage import Stage
 from .ways import Way
 
 CONTEXT = 768 * 2**20
