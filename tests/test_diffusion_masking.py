@@ -10,6 +10,7 @@ from library.config.schema import LossConfig, NoiseConfig
 from library.data.batch import PixelBatch, as_model_input
 from library.diffusion.masking import in_latents, mean_loss
 from library.diffusion.objective import Objective
+from library.distributed.copies import Copies
 from library.families import FAMILIES
 from library.training.task import Task
 
@@ -63,7 +64,7 @@ def task(**options) -> Task:
     family = FAMILIES.get("sd1")()
     pipe = TINY["sd1"]().pipe
     objective = Objective(family.process(pipe), NoiseConfig(), LossConfig())
-    return Task(family, pipe, pipe.unet, objective, 5, torch.device("cpu"), **options)
+    return Task(family, pipe, pipe.unet, objective, 5, Copies(torch.device("cpu")), **options)
 
 
 def batch(mask: torch.Tensor | None) -> PixelBatch:

@@ -4,6 +4,7 @@ The steps are done on torch's device ``meta``, whose tensors have a shape and no
 number, by ``item``, ``float``, ``bool``, ``tolist``, ``cpu`` or as a mask, fails.
 """
 
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,7 +13,9 @@ import pytest
 import torch
 from ranks import on_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from library.distributed.copies import Copies
 from library.distributed.host_copy import LateWords
 from library.tools.bench_run import made_up_run, settings, with_pictures
 from library.tools.bench_step import Arguments
@@ -63,7 +66,8 @@ def moved(run):
     learnt = loop.trainable(model)
     run.groups = [type(group)(group.name, learnt, group.rate) for group in run.groups]
     run.optimizer = torch.optim.AdamW(learnt, lr=1e-4, foreach=True)
-    run.strategy.device = run.task.device = run.strategy.accelerator.state.device = DEVICE
+    run.strategy.device = run.strategy.accelerator.state.device = DEVICE
+    run.task.here = Copies(DEVICE)
     run.strategy._asked = Words()
 
 
@@ -95,6 +99,78 @@ def trained_without_numbers(model, folder):
 @pytest.mark.parametrize("model", FAMILIES)
 def test_no_step_waits_for_the_device(model, tmp_path):
     assert on_ranks(1, trained_without_numbers, model, tmp_path) == [(4, "meta")]
+
+
+class Streams:
+    """In the place of torch's module for a device: each stream has its own clock, and the program takes no time."""
+
+    class Stream:
+        def __init__(self, device):
+            self.time, self.waited_for = 0, []
+
+        def wait_stream(self, other):
+            self.time = max(self.time, other.time)
+            self.waited_for.append(other)
+
+    def __init__(self):
+        self.computing = self.active = self.Stream(DEVICE)
+
+    def current_stream(self, device):
+        return self.active
+
+    @contextmanager
+    def stream(self, stream):
+        before, self.active = self.active, stream
+        yield
+        self.active = before
+
+
+class Clocks(TorchDispatchMode):
+    """Lets each operation on the device take its time on the stream that it is given to, in its order."""
+
+    def __init__(self, streams):
+        super().__init__()
+        self.streams, self.arrivals, self.begun = streams, {}, []
+        self.copied = Counter()
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        found, stream = function(*arguments, **(named or {})), self.streams.active
+        given = [leaf for leaf in tree_leaves((arguments, named)) if isinstance(leaf, torch.Tensor)]
+        made = [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor) and leaf.device == DEVICE]
+        if stream is not self.streams.computing:
+            self.copied.update(tuple(tensor.shape) for tensor in made)
+            self.begun.append((stream.time, self.streams.computing.time))
+        for tensor in given:
+            assert stream.time >= self.arrivals.get(tensor.untyped_storage()._cdata, (0,))[0], "read before it is there"
+        stream.time += bool(made)
+        if stream is not self.streams.computing:  # held, so that nothing else gets its address
+            self.arrivals |= {each.untyped_storage()._cdata: (stream.time, each.untyped_storage()) for each in made}
+        return found
+
+
+def copied_beside(folder):
+    words = ["--resolution", "64", "--network_dim", "2", "--gradient_accumulation_steps", "2", "--network_dropout",
+             "0.1"]  # fmt: skip
+    held = Counter()
+    with pretended(folder, *words) as run, pytest.MonkeyPatch.context() as patch:
+        streams = Streams()
+        patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: held.update([tuple(tensor.shape)]))
+        run.task.here = Copies(DEVICE, streams)
+        batch = next(run.loader.steps(0)).batches[0]
+        own = [batch.frame, batch.weight, batch.moments.both, *batch.cond.values(), torch.zeros(1)]
+        with Clocks(streams) as clocks:
+            loop.train(run)
+    mine = Counter(tuple(tensor.shape) for tensor in own for _ in range(2 * run.state.step))
+    assert clocks.copied == mine == held, (clocks.copied, mine, held)
+    assert set(map(type, streams.computing.waited_for)) == {Streams.Stream}
+    (side,) = set(streams.computing.waited_for)
+    assert not side.waited_for, "a copy waits for nothing"
+    return clocks.begun
+
+
+def test_what_a_step_needs_is_copied_while_the_one_before_is_computed(tmp_path):
+    (begun,) = on_ranks(1, copied_beside, tmp_path)
+    assert all(copying < computing for copying, computing in begun[len(begun) // 8 :])
 
 
 def looked_at(folder):

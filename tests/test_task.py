@@ -9,6 +9,7 @@ from library.adapters.dropout import Dropout
 from library.config.schema import LossConfig, NoiseConfig
 from library.data.batch import PixelBatch
 from library.diffusion.objective import Objective
+from library.distributed.copies import Copies
 from library.families import FAMILIES
 from library.training.task import Task
 
@@ -31,7 +32,7 @@ class Silent(nn.Module):
 def task():
     family, pipe = FAMILIES.get("sd1")(), stand_in.build()
     objective = Objective(family.process(pipe), NoiseConfig(), LossConfig(loss_type="l1", min_snr_gamma=2.0))
-    return Task(family, pipe, Silent(), objective, seed=7, device=torch.device("cpu"))
+    return Task(family, pipe, Silent(), objective, seed=7, here=Copies(torch.device("cpu")))
 
 
 def pixels(places, weights, mask=None):

@@ -121,6 +121,11 @@ def free_memory(device: torch.device) -> int:
     return int(psutil.virtual_memory().available)
 
 
+def has_own_memory(device: torch.device) -> bool:
+    """Whether it copies from pinned host memory by itself, on streams, and says when its memory is out."""
+    return device.type in ("cuda", "xpu")
+
+
 def wait_for(device: torch.device) -> None:
     """Until everything that was sent to the device is done; a processor is done already."""
     if device.type != "cpu":

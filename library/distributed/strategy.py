@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..data.batch import PixelBatch
 from .company import Company
+from .devices import has_own_memory
 from .flat import FlatGradients
 from .host_copy import LateWords
 from .memory import OutOfMemory, phase
@@ -79,7 +80,7 @@ class DataParallel(Company):
     @property
     def pins_memory(self) -> bool:
         """Whether copies from pinned host memory are faster, which they are on devices with memory of their own."""
-        return self.device.type in ("cuda", "xpu")
+        return has_own_memory(self.device)
 
     def free_memory(self) -> None:
         """Give back what nothing refers to any more."""

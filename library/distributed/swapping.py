@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .copies import Copies
 from .host_copy import on_host
 from .packing import Packed
 
@@ -25,9 +26,8 @@ class Swap:
         self.device, self.resting = device, list[Packed]()
         self.expected = 0
         """How many weights were there already when they were asked for."""
+        self._copies = Copies(device)
         self._copy = copy or (lambda tensor: tensor.to(device, non_blocking=True))
-        self._has_streams = device.type in ("cuda", "xpu")
-        self._stream = torch.get_device_module(device).Stream(device) if self._has_streams else None
         self._after: dict[Place, int] = {}
         self._last: Place = (False, ())
         self._ahead: tuple[int, Packed] | None = None
@@ -46,7 +46,7 @@ class Swap:
         self._last = (is_backward, (*self._last[1], number)[-LATEST:])
         following = self._after.get(self._last)
         if following is not None:
-            self._ahead = following, self._sent(following)
+            self._ahead = following, self._copies.made(lambda: self.resting[following].moved(self._copy))
         return weight
 
     def _arrived(self, number: int) -> Packed:
@@ -54,15 +54,5 @@ class Swap:
         if ahead is None or ahead[0] != number:
             return self.resting[number].moved(self._copy)
         self.expected += 1
-        if self._stream is not None:
-            now = torch.get_device_module(self.device).current_stream(self.device)
-            now.wait_stream(self._stream)
-            for tensor in ahead[1].tensors:
-                tensor.record_stream(now)
+        self._copies.arrive(ahead[1].tensors)
         return ahead[1]
-
-    def _sent(self, number: int) -> Packed:
-        if self._stream is None:
-            return self.resting[number].moved(self._copy)
-        with torch.get_device_module(self.device).stream(self._stream):
-            return self.resting[number].moved(self._copy)

@@ -16,6 +16,7 @@ from ..config import RunConfig
 from ..data.cache.places import homes
 from ..data.prepare import Prepared
 from ..data.prompts import Prompt
+from ..distributed.copies import Copies
 from ..distributed.devices import HOST
 from ..distributed.strategy import DataParallel
 from ..durable import why_not_writable
@@ -103,7 +104,7 @@ def assemble(
     if config.parallel.pp_size > 1 and config.parallel.pp_cut == "time":
         structure = replace(structure, seconds=_block_seconds(config, strategy, family, trained, prepared, plan))
     wrapped, optimizer = strategy.wrap(trained, optimizer, trained.denoiser, structure)
-    task = Task(family, pipe, wrapped, objective, config.train.seed, strategy.device,
+    task = Task(family, pipe, wrapped, objective, config.train.seed, Copies(strategy.device),
                 config.data.masked_loss_normalize, config.cache.vae_batch_size, config.cache.text_encoder_batch_size,
                 kept.texts, config.adapter.trains_texts, dropout_of(config.adapter, trained, adapter))  # fmt: skip
     loader = prepared.loader(plan.batches, strategy.data_rank, total_steps=plan.steps, pin_memory=strategy.pins_memory,

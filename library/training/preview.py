@@ -99,7 +99,7 @@ class Preview:
             cond, negative = task.text([prompt.text]), task.text([prompt.negative])
             generator = torch.Generator().manual_seed(seed)
             sampler = prompt.sampler or self.config.sample_sampler
-            with at(task.pipe.vae, task.device):
+            with at(task.pipe.vae, task.here.device):
                 return task.family.draw(task.pipe, prompt, cond, negative, generator, sampler), seed
 
     def _write(self, run: Run, index: int, picture: "Image", seed: int) -> bytes:

@@ -6,6 +6,7 @@ from ..adapters.lora import inject
 from ..config.schema import AdapterConfig, LossConfig, NoiseConfig
 from ..data.batch import PixelBatch
 from ..diffusion.objective import Objective
+from ..distributed.copies import Copies
 from ..families import FAMILIES
 from .loop import trainable
 from .task import Task
@@ -20,7 +21,7 @@ def one_step(device: str) -> float:
     denoiser = getattr(pipe, family.denoiser)
     inject(denoiser, AdapterConfig(), family.lora_targets, seed=0)
     objective = Objective(family.process(pipe), NoiseConfig(), LossConfig())
-    task = Task(family, pipe, denoiser, objective, seed=0, device=place)
+    task = Task(family, pipe, denoiser, objective, seed=0, here=Copies(place))
     optimizer = torch.optim.SGD(trainable(denoiser), lr=1e-3)
     height, width = 64, 128
     pixels = torch.linspace(0, 255, 3 * height * width).to(torch.uint8).view(1, 3, height, width)

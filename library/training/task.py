@@ -13,6 +13,7 @@ from ..data.batch import Batch, Cond, Moments, PixelBatch, as_model_input, each_
 from ..data.cache.texts import TextReader
 from ..diffusion.masking import in_latents, mean_loss
 from ..diffusion.objective import Objective
+from ..distributed.copies import Copies
 from ..distributed.memory import phase
 from ..families.base import Family
 from ..randomness import seed_for
@@ -38,7 +39,8 @@ class Task:
     denoiser: nn.Module  # as wrapped by the strategy
     objective: Objective
     seed: int
-    device: torch.device
+    here: Copies
+    """Brings tensors to the device, meanwhile it computes."""
     masks_by_area: bool = False  # a picture weighs the same however much of it a mask leaves
     pictures_at_once: int = 1
     captions_at_once: int = 1
@@ -66,7 +68,7 @@ class Task:
         """What is left out at random is that of this batch, also where it is computed again for the backward pass."""
         if self.dropout is not None:
             keys = [seed_for(self.seed, "dropout", step, place) % 2**62 for place in pixels.places]
-            self.dropout.keys = self._here(torch.tensor(keys))
+            self.dropout.keys = self.here(torch.tensor(keys))
 
     def _note(self, seen: Seen, step: int) -> None:
         """Once each, in the plan's order: some are tried first, and those of one size may come before others."""
@@ -89,40 +91,37 @@ class Task:
     def encode(self, pixels: PixelBatch, step: int) -> Batch:
         """Pictures to latents and captions to conditioning, as far as that is not done."""
         with torch.set_grad_enabled(self.trains_texts and torch.is_grad_enabled()):
-            cond = self.text(pixels.captions) if pixels.cond is None else each_tensor(pixels.cond, self._here)
+            cond = self.text(pixels.captions) if pixels.cond is None else each_tensor(pixels.cond, self.here)
         with torch.no_grad():
             return self._encoded(pixels, cond, step)
 
     def _encoded(self, pixels: PixelBatch, cond: Cond, step: int) -> Batch:
         kept = pixels.moments
-        moments = self.moments(pixels.pixels) if kept is None else Moments(self._here(kept.both))
+        moments = self.moments(pixels.pixels) if kept is None else Moments(self.here(kept.both))
         latents = moments.drawn(self.generators("vae", step, pixels.places))
-        frame, weight = self._here(pixels.frame), self._here(pixels.weight)
-        mask = None if pixels.latent_mask is None else self._here(pixels.latent_mask)
+        frame, weight = self.here(pixels.frame), self.here(pixels.weight)
+        mask = None if pixels.latent_mask is None else self.here(pixels.latent_mask)
         if pixels.mask is not None:
-            mask = in_latents(self._here(pixels.mask), (latents.shape[-2], latents.shape[-1]))
+            mask = in_latents(self.here(pixels.mask), (latents.shape[-2], latents.shape[-1]))
         return Batch(latents, cond, frame, weight, pixels.places, pixels.ids, mask)
 
     def moments(self, pixels: Tensor | None) -> Moments:
         """What the VAE says of pictures, as many at once as it is to take."""
         if pixels is None:
             raise AssertionError("a batch has pixels or moments")
-        with torch.autocast(self.device.type, enabled=False):  # the VAE overflows in half precision
-            parts = [self.family.encode_moments(self.pipe, as_model_input(self._here(part))).both
+        with torch.autocast(self.here.device.type, enabled=False):  # the VAE overflows in half precision
+            parts = [self.family.encode_moments(self.pipe, as_model_input(self.here(part))).both
                      for part in torch.split(pixels, self.pictures_at_once)]  # fmt: skip
         return Moments(torch.cat(parts))
 
     def text(self, captions: Sequence[str]) -> Cond:
         """Conditioning for captions: what was kept, or else as many at once as the text encoders are to take."""
         if self.texts is not None:
-            return each_tensor(self.texts.cond(captions), self._here)
+            return each_tensor(self.texts.cond(captions), self.here)
         size = len(captions) if self.trains_texts else self.captions_at_once  # their graph is kept for all of them
         parts = [self.family.encode_prompts(self.pipe, list(captions[first : first + size]))
                  for first in range(0, len(captions), size)]  # fmt: skip
         return joined(parts)
-
-    def _here(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.device, non_blocking=True)
 
     def generators(self, purpose: str, step: int, places: tuple[int, ...]) -> list[torch.Generator]:
         """A generator of its own for each sample: a function of (seed, purpose, step, place in the step).

@@ -13,6 +13,7 @@ from ...adapters.switching import in_dtype
 from ...config import RunConfig
 from ...data.batch import Cond, Moments, PixelBatch
 from ...distributed.chain import Departed, Flow, Passage
+from ...distributed.copies import Copies
 from ...distributed.frozen import FrozenConv2d, FrozenLinear
 from ...distributed.packing import Packed
 from ...families import FAMILIES
@@ -76,7 +77,7 @@ class Weightless:
             self.swapped = let_weights_rest(config, self.denoiser, META)
             self._cast_for_resting()
         self.task = Task(self.family, self.pipe, self.trained, objective_of(config, self.family, self.pipe),
-                         config.train.seed, META, trains_texts=config.adapter.trains_texts)  # fmt: skip
+                         config.train.seed, Copies(META), trains_texts=config.adapter.trains_texts)  # fmt: skip
         self.chain = chain_of(self.family, self.denoiser)
         self.encoding = 0
         """Bytes in the worst moment of encoding pictures and captions, as far as a step does it."""
