@@ -40,7 +40,7 @@ class Task:
     objective: Objective
     seed: int
     here: Copies
-    """Brings tensors to the device, meanwhile it computes."""
+    """Brings tensors to the device while it computes."""
     masks_by_area: bool = False  # a picture weighs the same however much of it a mask leaves
     pictures_at_once: int = 1
     captions_at_once: int = 1
