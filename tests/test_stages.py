@@ -26,7 +26,7 @@ from library.data.dataset_schema import flags_of
 from library.data.prepare import check, prepare
 from library.data.staged_plan import StagedPlan
 from library.data.stages import pieces_of, stages_of
-from library.errors import ConfigError
+from library.errors import ConfigError, UserError
 from library.training.plan import RunPlan
 
 FOLDER = Path(__file__).parent.parent / "dataset_configs" / "pictures" / "shapes" / "circles"
@@ -182,6 +182,45 @@ def test_a_run_that_goes_on_crosses_the_borders_of_stages_as_the_whole_one(whole
              "--gradient_accumulation_steps", "2", "--auto_resume")  # fmt: skip
     one, other = load_file(out / "lora.safetensors"), load_file(folder / "lora.safetensors")
     assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def tried(fits: int, *flags: str) -> tuple[list[tuple[float, ...]], str]:
+    """A run as on a device with memory of its own, for so many pixels; what was computed, and what was told."""
+    from library.distributed.memory import OutOfMemory
+    from library.training import rehearsal
+    from library.training.task import Task
+
+    call, seen = Task.__call__, []
+    rehearsal.has_own_memory = lambda device: True
+
+    def counted(self, pixels, step):
+        seen.append((step, len(pixels), *pixels.frame[0, 4:].tolist()))
+        if pixels.frame[0, 4] * pixels.frame[0, 5] > fits:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return call(self, pixels, step)
+
+    Task.__call__ = counted
+    try:
+        train(*flags)
+    except (OutOfMemory, UserError) as error:
+        return seen, str(error)
+    return seen, ""
+
+
+def test_the_largest_size_to_come_is_tried_before_the_first_step_and_nothing_is_learnt_from_it(whole, tmp_path):
+    data, out = whole
+    words = ["--dataset_config", str(data), *FLAGS, "--gradient_accumulation_steps", "2", "--save_every_n_steps", "3"]
+    first, other = tmp_path / "first", tmp_path / "other"
+    ((seen, told),) = on_ranks(1, tried, 128 * 128, *words, "--output_dir", str(first))
+    one, same = load_file(out / "lora.safetensors"), load_file(first / "lora.safetensors")
+    assert not told and seen[0] == (0, 2, 64, 96) and all(torch.equal(one[key], same[key]) for key in one)
+    assert [each for each in seen if each == seen[0]][1:] == [], "once, and as large as any that comes"
+    assert max(height * width for _, _, height, width in seen[1:]) == 64 * 96
+
+    shutil.copytree(out / "lora-step00000003-state", other / "lora-step00000003-state")
+    ((seen, told),) = on_ranks(1, tried, 48 * 48, *words, "--output_dir", str(other), "--auto_resume")
+    assert seen == [(3, 2, 64, 96)]
+    assert "with 2 pictures of 96x64" in told and "they come from step 8 on, and were tried beforehand" in told
 
 
 def test_two_processes_with_latents_kept_train_the_same(whole, tmp_path):

@@ -21,6 +21,7 @@ from .health import STEPS_BETWEEN_READINGS, Watch
 from .ladder import Ladder
 from .plan import RunPlan
 from .probe import probe
+from .rehearsal import try_later_stages
 from .task import Seen, Task
 from .warm_up import warm_up
 
@@ -148,6 +149,8 @@ def _ran_on(run: Run) -> bool:
         if not run.is_probed:
             if run.compilation is not None:
                 warm_up(run, run.compilation, work.batches[0])
+            else:
+                try_later_stages(run, work.batches[0])
             run.ladder.try_out(run, work.batches[0], probe)
             run.is_probed = True
         unread.append(_step(run, work, waited))

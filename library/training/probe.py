@@ -2,15 +2,14 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..data.batch import PixelBatch
-from ..distributed.memory import phase
 from ..errors import UserError
 from ..randomness import seed_for
+from .rehearsal import rehearsed
 
 if TYPE_CHECKING:
     from .loop import Run
@@ -40,17 +39,6 @@ def probe(run: "Run", batch: PixelBatch) -> None:
             for name, item in weights.items():
                 item.copy_(kept[name])
                 item.grad = None
-
-
-def rehearsed(run: "Run", batch: PixelBatch) -> torch.Tensor:
-    """Forward and backward, with all samples counted; the loss."""
-    task = replace(run.task, denoiser=run.strategy.unwrapped(run.adapter), seen=[])
-    with phase("forward", batch), run.strategy.accelerator.autocast():
-        whole = replace(batch, weight=torch.ones_like(batch.weight), mask=None)
-        loss = task(whole, run.state.step).mean()
-    with phase("backward", batch):
-        run.strategy.backward(loss)
-    return loss.detach()
 
 
 def _judge(loss: float, gradients: dict[str, torch.Tensor | None]) -> None:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..data.batch import Length, PixelBatch
-from ..data.batches import Layout
 from ..log import Progress
-from .probe import rehearsed
+from .rehearsal import Sizes, sizes_of, try_out
 
 if TYPE_CHECKING:
     from ..distributed.compiling import Compilation
@@ -22,9 +21,6 @@ LOOKED_AT = 2
 """Pictures in a batch that is only looked at: with two of them, texts of two lengths meet."""
 LENGTHS: tuple[Length, ...] = ("same", "longer", "shorter")
 
-Sizes = list[tuple[tuple[int, int], int]]
-"""Width and height of pictures, and how many of them come at once."""
-
 
 def warm_up(run: "Run", compilation: "Compilation", first: PixelBatch) -> None:
     """Forward and backward of black pictures of every size; nothing is learnt, and nothing drawn but by place."""
@@ -33,19 +29,12 @@ def warm_up(run: "Run", compilation: "Compilation", first: PixelBatch) -> None:
     batches = [batch for size, count in sizes for batch in _with_texts(first.of_size(size, count), texts_vary)]
     with Progress(len(batches), 0, "compiling", wanted=run.strategy.is_main, unit="size", ends=False) as progress:
         for batch in batches:
-            run.ladder.try_out(run, batch, rehearsed)
-            run.optimizer.zero_grad(set_to_none=True)
+            try_out(run, batch)
             progress.advance({"graphs": str(compilation.graphs)})
     compilation.end_warm_up()
     seconds = time.perf_counter() - started
     run.teller.noted(run, {"compile/seconds": seconds, "compile/graphs": compilation.graphs})
     logger.info("compiled for %d sizes in %.1f s: %s", len(sizes), seconds, compilation)
-
-
-def sizes_of(plan: Layout) -> Sizes:
-    """All that a plan holds, the largest first: what does not fit into memory shows at once."""
-    sizes = {(bucket.size, bucket.batch_size) for bucket in plan.buckets}
-    return sorted(sizes, key=lambda each: (each[0][0] * each[0][1] * each[1], each), reverse=True)
 
 
 def _look(run: "Run", compilation: "Compilation", first: PixelBatch, sizes: Sizes) -> bool:
