@@ -127,7 +127,9 @@ WRONG = {
     "resolution_schedule = '64:100,96'": "what is trained from step 100 on is never reached in 100 steps",
     "resolution_schedule = '64:9,96'\nto_step = 3": "x.toml:3: to_step: resolution_schedule says from which step",
     "resolution_schedule = '32:9,512'\nenable_bucket = true": "32,32 has no room for one bucket of bucket_reso_steps",
-    "resolution_schedule = '16:9,32'\nenable_bucket = true\nbucket_no_upscale = true": "x.toml:2: resolution_schedule: 32,32 has no room for one bucket of bucket_reso_steps 64",
+    "resolution_schedule = '16:9,32'\nenable_bucket = true\nbucket_no_upscale = true": (
+        "x.toml:2: resolution_schedule: 32,32 has no room for one bucket of bucket_reso_steps 64"
+    ),
     "resolution_schedule = '200:9,native'\nenable_bucket = true": "min_bucket_reso: 256 is above the shorter side",
     "resolution = 64\nfrom_step = 5\nto_step = 5": "x.toml:4: to_step: 5 is not above from_step 5",
     "resolution = 64\nfrom_step = 5": "x.toml:3: from_step: from step 0 to 5 there is no dataset to train on",
