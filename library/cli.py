@@ -89,7 +89,7 @@ def _train(argv: Sequence[str]) -> int:
     if loaded.output_config:
         return _write_config(loaded.config_file, to_toml(loaded.config), loaded.problems)
     config = loaded.config
-    problems = [*loaded.problems, *check(config.data, config.cache, config.validate, config.train),
+    problems = [*loaded.problems, *check(config.data, config.cache, config.validate, config.train, loaded.wrong),
                 *problems_with_model(config, loaded.places)]  # fmt: skip
     if problems:
         raise ConfigError(problems)

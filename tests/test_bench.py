@@ -1,12 +1,36 @@
 """A bench measures what it says, on a folder of its own that it removes, and tells it as a table or as JSON."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 
+import psutil
 import pytest
 
 from library.errors import ConfigError
-from library.tools import bench, bench_cache, bench_data, bench_scale
+from library.tools import bench, bench_cache, bench_data, bench_group, bench_scale
 from library.tools.bench_figure import Figure, as_text, interleaved
+
+GROUP = "from library.tools.bench_group import together; together(2, ['-c', 'import time; time.sleep(99)'])"
+
+
+def test_no_process_outlives_a_bench_that_is_interrupted():
+    bench_itself = psutil.Popen([sys.executable, "-c", GROUP], stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 60
+    while len(children := bench_itself.children()) < 2 and time.monotonic() < until:
+        time.sleep(0.02)
+    bench_itself.send_signal(signal.SIGINT)
+    bench_itself.wait(60)
+    assert len(children) == 2 and not [child for child in children if child.is_running()]
+
+
+def test_others_of_a_group_follow_one_that_fails(monkeypatch):
+    monkeypatch.setattr(bench_group, "SECONDS_TO_FOLLOW", 0.2)
+    wait = "import os, sys, time; rank = os.environ['RANK']; print(rank, flush=True)\nif rank == '0': sys.exit(3)\n"
+    one, other = bench_group.together(2, ["-c", f"{wait}time.sleep(99)"])
+    assert (one.code, one.said.strip(), other.said.strip()) == (3, "0", "1") and other.code < 0
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +123,9 @@ def test_help_names_what_there_is():
     assert "data" in bench.run([])[0]
     text, _ = bench.run(["data", "--help"])
     assert all(name in text for name in (*bench_data.PARTS, "--pictures", "(100,000)"))
+    for name in bench.WHAT:
+        text, code = bench.run([name, "--help"])
+        assert code == 0 and "  --json" in text and bench.WHAT[name] in text
 
 
 @pytest.mark.long

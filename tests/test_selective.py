@@ -103,6 +103,28 @@ def test_what_waits_for_the_backward_pass_grows_with_the_budget_and_gradients_st
         assert bytes_ - waiting[0] <= budget * made * checkpointed
 
 
+class Short(Block):
+    """Finds no memory when it is computed again for the first time."""
+
+    calls = 0
+
+    def forward(self, given):
+        self.calls += 1
+        if self.calls == 2:
+            self.into(given)
+            raise torch.OutOfMemoryError("out of memory")
+        return super().forward(given)
+
+
+def test_what_was_counted_until_memory_was_out_decides_nothing():
+    ways = [Checkpoints(1, to_host=False, budget=1.0) for _ in range(2)]
+    block = Short()
+    with pytest.raises(torch.OutOfMemoryError):
+        one_step(ways[0], [block])
+    kept = [[one_step(way, [block])[:2] for _ in range(2)] for way in ways]
+    assert kept[0] == kept[1] and kept[0][1][1] < kept[0][0][1]
+
+
 class Awkward(nn.Module):
     """Writes into what it multiplied, and fetches something every other time."""
 

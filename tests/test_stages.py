@@ -17,6 +17,7 @@ from test_compile import trained as compiled
 from test_data_batches import bucket_lists, layouts, seeds
 from test_run import difference, pictures, train
 
+from library import tools
 from library.config import load_options
 from library.config.schema import CacheConfig, DataConfig, TrainConfig, ValidateConfig
 from library.data.batches import BatchPlan
@@ -27,7 +28,7 @@ from library.data.prepare import check, prepare
 from library.data.staged_plan import StagedPlan
 from library.data.stages import pieces_of, stages_of
 from library.errors import ConfigError, UserError
-from library.training.plan import RunPlan
+from library.training.plan import RunPlan, is_due
 
 FOLDER = Path(__file__).parent.parent / "dataset_configs" / "pictures" / "shapes" / "circles"
 
@@ -126,6 +127,9 @@ WRONG = {
     "resolution_schedule = '64:100,96'": "what is trained from step 100 on is never reached in 100 steps",
     "resolution_schedule = '64:9,96'\nto_step = 3": "x.toml:3: to_step: resolution_schedule says from which step",
     "resolution_schedule = '32:9,512'\nenable_bucket = true": "32,32 has no room for one bucket of bucket_reso_steps",
+    "resolution_schedule = '16:9,32'\nenable_bucket = true\nbucket_no_upscale = true": (
+        "x.toml:2: resolution_schedule: 32,32 has no room for one bucket of bucket_reso_steps 64"
+    ),
     "resolution_schedule = '200:9,native'\nenable_bucket = true": "min_bucket_reso: 256 is above the shorter side",
     "resolution = 64\nfrom_step = 5\nto_step = 5": "x.toml:4: to_step: 5 is not above from_step 5",
     "resolution = 64\nfrom_step = 5": "x.toml:3: from_step: from step 0 to 5 there is no dataset to train on",
@@ -138,9 +142,58 @@ WRONG = {
 def test_what_is_wrong_is_told_with_its_place(tmp_path, text):
     path = tmp_path / "x.toml"
     path.write_text(f"[[datasets]]\n{text}\n{SUBSET}", "utf-8")
-    (problem,) = check(DataConfig(dataset_config=str(path)), CacheConfig(), ValidateConfig(),
-                       TrainConfig(max_train_steps=100))  # fmt: skip
+    problem, *others = check(DataConfig(dataset_config=str(path)), CacheConfig(), ValidateConfig(),
+                             TrainConfig(max_train_steps=100))  # fmt: skip
     assert WRONG[text] in problem and "x.toml" in problem
+    assert all("resolution_schedule: 16,16 has no room" in other for other in others)
+
+
+@pytest.mark.parametrize("words", [("--resolution_schedule", "big"), ("--resolution_schedule",), ("--resolution", "0")])
+def test_what_could_not_be_read_is_not_missing_as_well(tmp_path, words):
+    path = tmp_path / "x.toml"
+    path.write_text(f"[[datasets]]\n{SUBSET}", "utf-8")
+    for command in ("plan", "cache build"):
+        with pytest.raises(ConfigError) as error:
+            tools.TOOLS[command.split()[0]][1]([*command.split()[1:], "--dataset_config", str(path), *words])
+        (problem,) = error.value.problems
+        assert problem.startswith(words[0])
+
+
+def test_sizes_that_a_model_cannot_take_are_told_with_the_key_that_says_them(tmp_path):
+    path = tmp_path / "x.toml"
+    path.write_text(f"[[datasets]]\nresolution_schedule = '36:9,48'\n{SUBSET}", "utf-8")
+    with pytest.raises(ConfigError) as error:
+        prepare(DataConfig(dataset_config=str(path)), 8, str(tmp_path))
+    assert error.value.problems == [f"{path}:2: resolution_schedule: 36,36 is no multiple of 8 on each side, as this"
+                                    " model needs; write [32, 32]"]  # fmt: skip
+
+
+def test_who_says_at_which_size_a_dataset_is_trained(tmp_path):
+    path = tmp_path / "x.toml"
+
+    def sizes(own: str, *words: str) -> tuple[list[int], list[str]]:
+        path.write_text(f"[[datasets]]\n{own}\n{SUBSET}[[datasets]]\nresolution_schedule = '48'\n{SUBSET}", "utf-8")
+        config = load_options(["--dataset_config", str(path), *words]).require()
+        manifest = prepare(config.data, 8, str(tmp_path)).manifest
+        notes = [note for note in manifest.notes if "not used" in note]
+        return [each.resolution.width for each in manifest.datasets if each.number == 0], notes
+
+    assert sizes("resolution = 64", "--resolution_schedule", "32:4,40") == (
+        [32, 40], [f"{path}:2: resolution: not used, because --resolution_schedule is set"])  # fmt: skip
+    assert sizes("resolution_schedule = '64'", "--resolution_schedule", "32:4,40") == ([64], [])
+    assert sizes("", "--resolution", "64") == ([64], [])
+    assert sizes("resolution_schedule = '56'", "--resolution", "64") == (
+        [56], ["--resolution: not used, because every dataset has a resolution_schedule"])  # fmt: skip
+
+
+def test_an_epoch_that_the_end_of_the_run_cuts_off_does_not_count_and_one_that_a_stage_cuts_off_does(tmp_path):
+    data = pictures(tmp_path, {(64, 64): 4})
+    for last in ("64", "64:6"):
+        config = load_options(["--dataset_config", str(data), "--max_train_steps", "12", "--resolution_schedule",
+                               f"32:6,{last}"]).require()  # fmt: skip
+        plan = RunPlan.of(prepare(config.data, 8).batch_plan(1, config.train), config.train, config.optim)
+        assert [step for step in range(1, 13) if is_due(plan, step, None, 1)] == [4, 6, 10]
+        assert (plan.epochs, plan.epochs_done(12)) == (4, 3)
 
 
 def test_a_stage_whose_pictures_are_all_kept_for_validation_is_refused(tmp_path):

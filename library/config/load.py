@@ -39,6 +39,8 @@ class Loaded:
     problems: list[str]
     config_file: Path | None = None
     output_config: bool = False
+    wrong: frozenset[str] = frozenset()
+    """Options whose value could not be read, so that nothing follows from what they are by default."""
 
     def require(self) -> RunConfig:
         """The configuration, if nothing was wrong."""
@@ -51,7 +53,8 @@ def load_options(argv: Sequence[str], root: type = RunConfig) -> Loaded:
     """Read flags, and the TOML file that ``--config_file`` names."""
     known = {option.name: option for option in options_of(root)}
     problems: list[str] = []
-    flags = list(_flags(argv, known, problems))
+    wrong: set[str] = set()
+    flags = list(_flags(argv, known, problems, wrong))
     commands = {setting.name: setting for setting in flags if setting.name in COMMAND_OPTIONS}
     path = None
     settings: list[Setting] = []
@@ -67,7 +70,6 @@ def load_options(argv: Sequence[str], root: type = RunConfig) -> Loaded:
 
     values: dict[str, Any] = {}
     places: dict[str, str] = {}
-    wrong: set[str] = set()
     for setting in settings:
         option = known.get(setting.name)
         try:
@@ -83,10 +85,10 @@ def load_options(argv: Sequence[str], root: type = RunConfig) -> Loaded:
         for names, message in conflicts(config, frozenset(places)):
             if not wrong.intersection(names):
                 problems.append(f"{places.get(names[0], f'--{names[0]}')}: {message}")
-    return Loaded(config, places, problems, path, "output_config" in commands)
+    return Loaded(config, places, problems, path, "output_config" in commands, frozenset(wrong))
 
 
-def _flags(argv: Sequence[str], known: dict[str, Option], problems: list[str]) -> Iterator[Setting]:
+def _flags(argv: Sequence[str], known: dict[str, Option], problems: list[str], wrong: set[str]) -> Iterator[Setting]:
     """Cut the command line into options with the words that belong to each."""
     words = list(argv)
     while words:
@@ -110,9 +112,11 @@ def _flags(argv: Sequence[str], known: dict[str, Option], problems: list[str]) -
         elif option is not None and not option.many and len(behind) != 1:
             problems.append(f"--{name}: {'needs a value' if not behind else f'takes one value, got {len(behind)}'}"
                             f" ({option.syntax})")  # fmt: skip
+            wrong.add(name)
             continue
         elif option is not None and option.many and not behind:
             problems.append(f"--{name}: needs at least one value ({option.syntax})")
+            wrong.add(name)
             continue
         elif COMMAND_OPTIONS.get(name) and len(behind) != 1:
             problems.append(f"--{name}: needs one value, a path")

@@ -1,6 +1,6 @@
 """Read a dataset file in sd-scripts' format, TOML or JSON; what is wrong with it is found at once."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -32,20 +32,23 @@ class Reading:
         return self.datasets
 
 
-def read_datasets(path: Path, flags: Mapping[str, Any]) -> Reading:
-    """Read the file; ``flags`` (see ``flags_of``) stand in where it is silent. Looks at no folder."""
+def read_datasets(path: Path, flags: Mapping[str, Any], wrong: Set[str] = frozenset()) -> Reading:
+    """Read the file; ``flags`` (see ``flags_of``) stand in where it is silent. Looks at no folder.
+
+    ``wrong`` are options of the run that could not be read.
+    """
     try:
         data, lines = read_json(path) if path.suffix.lower() == ".json" else read_toml(path)
     except ConfigError as error:
         return Reading((), error.problems)
-    reader = _Reader(path, lines, flags)
+    reader = _Reader(path, lines, flags, wrong)
     datasets = tuple(reader.file(data))
     return Reading(datasets, [*reader.problems, *file_problems(datasets)])
 
 
 class _Reader:
-    def __init__(self, path: Path, lines: Mapping[KeyPath, int], flags: Mapping[str, Any]):
-        self.path, self.lines, self.flags = path, lines, flags
+    def __init__(self, path: Path, lines: Mapping[KeyPath, int], flags: Mapping[str, Any], wrong: Set[str]):
+        self.path, self.lines, self.flags, self.wrong_flags = path, lines, flags, wrong
         self.problems: list[str] = []
 
     def file(self, data: Mapping[str, Any]) -> list[DatasetConfig]:
@@ -154,7 +157,7 @@ class _Reader:
         found = {}
         for key in KEYS.values():
             flag = f"--{key.flag}" if key.flag is not None else None
-            found[key.name] = Found(self.flags.get(key.name, key.option.default), flag)
+            found[key.name] = Found(self.flags.get(key.name, key.option.default), flag, key.flag in self.wrong_flags)
         for name, item in values.items():
             found[name] = Found(found[name].value, item.place, is_wrong=True) if item.is_wrong else item
         return found

@@ -72,14 +72,16 @@ def dataset_problems(found: Mapping[str, Found], subsets: Sequence[Mapping[str, 
     yield from _bucket_mode(found, where)
     if found["resolution"].is_wrong or found["resolution_schedule"].is_wrong:
         return
+    key = "resolution"
     if (schedule := found["resolution_schedule"]).value is not None:
+        key = "resolution_schedule"
         found = {**found, "resolution": Found(schedule.value.largest, schedule.place)}
         if schedule.value.largest is None:
             return
     if found["resolution"].value is None:
         yield f"{where}: resolution: missing; set it here, in [general] or with --resolution, such as 512 or [512, 768]"
     elif found["enable_bucket"].value:
-        yield from _bucket_limits(found, where)
+        yield from _bucket_limits(found, where, key)
 
 
 _SYMMETRIC_ONLY = {"bucket_max_crop": 1, "bucket_min_pictures": 1}
@@ -105,8 +107,8 @@ def _bucket_mode(found: Mapping[str, Found], where: str) -> Iterator[str]:
                " are enlarged; take out bucket_no_upscale")  # fmt: skip
 
 
-def _bucket_limits(found: Mapping[str, Found], where: str) -> Iterator[str]:
-    """sd-scripts rounds the limits to steps and wants the resolution between them."""
+def _bucket_limits(found: Mapping[str, Found], where: str, key: str) -> Iterator[str]:
+    """sd-scripts rounds the limits to steps and wants the resolution between them, which ``key`` says."""
     names = ("min_bucket_reso", "max_bucket_reso", "bucket_reso_steps")
     smallest, largest, step = (found[name].value for name in names)
     if any(found[name].is_wrong for name in names):
@@ -116,7 +118,7 @@ def _bucket_limits(found: Mapping[str, Found], where: str) -> Iterator[str]:
     place = {name: (item.place if item.is_in_file else where) for name, item in found.items()}
     if found["bucket_no_upscale"].value:
         if size.width * size.height < step * step:
-            yield f"{place['resolution']}: resolution: {size} has no room for one bucket of bucket_reso_steps {step}"
+            yield f"{place['resolution']}: {key}: {size} has no room for one bucket of bucket_reso_steps {step}"
         return
     if smallest > largest:
         if found["min_bucket_reso"].is_in_file or found["max_bucket_reso"].is_in_file:
@@ -124,10 +126,10 @@ def _bucket_limits(found: Mapping[str, Found], where: str) -> Iterator[str]:
             yield f"{place[blamed]}: {blamed}: min_bucket_reso {smallest} is above max_bucket_reso {largest}"
         return
     if smallest - smallest % step > shortest:
-        yield (f"{place['min_bucket_reso']}: min_bucket_reso: {smallest} is above the shorter side of resolution"
+        yield (f"{place['min_bucket_reso']}: min_bucket_reso: {smallest} is above the shorter side of {key}"
                f" {size}; at most {shortest}")  # fmt: skip
     if largest + -largest % step < longest:
-        yield (f"{place['max_bucket_reso']}: max_bucket_reso: {largest} is below the longer side of resolution"
+        yield (f"{place['max_bucket_reso']}: max_bucket_reso: {largest} is below the longer side of {key}"
                f" {size}; at least {longest}")  # fmt: skip
     if smallest < step:
         yield (f"{place['min_bucket_reso']}: min_bucket_reso: {smallest} is below bucket_reso_steps {step};"
@@ -200,7 +202,9 @@ def unused(datasets: Sequence[DatasetConfig]) -> Iterator[str]:
     for dataset in datasets:
         where = dataset.places.get("resolution", "--")
         if dataset.resolution_schedule is not None and not where.startswith("--"):
-            yield f"{where}: resolution: not used, because resolution_schedule is set"
+            by = "resolution_schedule"
+            by = f"--{by}" if dataset.place(by).startswith("--") else by
+            yield f"{where}: resolution: not used, because {by} is set"
         keys: tuple[str, ...]
         if not dataset.enable_bucket:
             keys, why = ("min_bucket_reso", "max_bucket_reso", "bucket_reso_steps"), "enable_bucket is not set"

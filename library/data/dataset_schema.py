@@ -125,6 +125,11 @@ class DatasetConfig:
         """Where the value of ``key`` was set, for the start of a message."""
         return self.places.get(key, self.places[""])
 
+    def named(self, key: str) -> str:
+        """The same with the key, which an option of the run tells by itself."""
+        place = self.place(key)
+        return place if place.startswith("--") else f"{place}: {key}"
+
 
 def found_from(file: Path, name: str) -> Path:
     """``name`` seen from the working directory; if nothing is there but beside ``file`` there is, that."""

@@ -164,11 +164,14 @@ class Prepared:
 
 
 def check(config: DataConfig, cache: CacheConfig | None = None, validate: ValidateConfig | None = None,
-          train: TrainConfig | None = None) -> list[str]:  # fmt: skip
-    """Everything that is wrong with the dataset file, without opening a picture or importing anything heavy."""
+          train: TrainConfig | None = None, wrong: Set[str] = frozenset()) -> list[str]:  # fmt: skip
+    """Everything that is wrong with the dataset file, without opening a picture or importing anything heavy.
+
+    ``wrong`` are options of the run that could not be read.
+    """
     if config.dataset_config is None or not Path(config.dataset_config).is_file():
         return []  # the rules across options say so
-    reading = read(config)
+    reading = read(config, wrong)
     datasets = reading.datasets
     found = [*reading.problems, *missing_folders(datasets), *not_yet(datasets), *mask_problems(datasets, config)]
     found += cache_problems(datasets, cache or CacheConfig())
@@ -185,15 +188,18 @@ def prepare(config: DataConfig, pixel_step: int, cache_dir: str | None = None) -
     if config.dataset_config is None:
         raise ConfigError(["--dataset_config: missing; it names the folders of pictures"])
     reading = read(config)
-    problems = [*check(config), *_unfit([piece for each in reading.datasets for piece in pieces_of(each)], pixel_step)]
+    problems = [*check(config), *_unfit(reading.datasets, pixel_step)]
     if problems or reading.problems:
-        raise ConfigError(problems or reading.problems)
+        raise ConfigError(list(dict.fromkeys(problems or reading.problems)))
     with collector_paused():
         return _looked_at(config, reading.datasets, Path(cache_dir).expanduser() if cache_dir else None)
 
 
 def _looked_at(config: DataConfig, datasets: Sequence[DatasetConfig], cache_dir: Path | None) -> Prepared:
     found = scan(datasets, config.on_bad_data, cache_dir)
+    if config.resolution is not None and all(dataset.resolution_schedule for dataset in datasets):
+        note = "--resolution: not used, because every dataset has a resolution_schedule"
+        found = replace(found, notes=(note, *found.notes))
     manifest, placements = staged(found, datasets)
     held_out = Manifest(tuple(map(quiet, found.datasets)), found.held_out, (), ())
     places = list(map(place_for, held_out.datasets))
@@ -203,9 +209,9 @@ def _looked_at(config: DataConfig, datasets: Sequence[DatasetConfig], cache_dir:
                     Prepared(config, held_out, apart, ()) if apart else None)  # fmt: skip
 
 
-def read(config: DataConfig) -> Reading:
+def read(config: DataConfig, wrong: Set[str] = frozenset()) -> Reading:
     """The dataset file alone, with the run's options where it is silent; looks at no folder."""
-    return read_datasets(Path(str(config.dataset_config)), flags_of(config))
+    return read_datasets(Path(str(config.dataset_config)), flags_of(config), wrong)
 
 
 def _unfit(datasets: Sequence[DatasetConfig], pixel_step: int) -> list[str]:
@@ -216,10 +222,13 @@ def _unfit(datasets: Sequence[DatasetConfig], pixel_step: int) -> list[str]:
             if (step := dataset.bucket_reso_steps) % pixel_step:
                 problems.append(f"{dataset.place('bucket_reso_steps')}: bucket_reso_steps: {step} is no multiple of"
                                 f" {pixel_step}, as this model needs; write {_near(step, pixel_step)}")  # fmt: skip
-        elif dataset.resolution.width % pixel_step or dataset.resolution.height % pixel_step:
-            sides = [_near(side, pixel_step) for side in (dataset.resolution.width, dataset.resolution.height)]
-            problems.append(f"{dataset.place('resolution')}: resolution: {dataset.resolution} is no multiple of"
-                            f" {pixel_step} on each side, as this model needs; write {sides}")  # fmt: skip
+            continue
+        where = dataset.named("resolution" if dataset.resolution_schedule is None else "resolution_schedule")
+        for size in [piece.resolution for piece in pieces_of(dataset)]:
+            if size.width % pixel_step or size.height % pixel_step:
+                sides = [_near(side, pixel_step) for side in (size.width, size.height)]
+                problems.append(f"{where}: {size} is no multiple of {pixel_step} on each side, as this model needs;"
+                                f" write {sides}")  # fmt: skip
     return problems
 
 

@@ -40,8 +40,7 @@ def _of_dataset(dataset: DatasetConfig) -> Iterator[str]:
         yield f"{dataset.place('to_step')}: to_step: {dataset.to_step} is not above from_step {dataset.from_step}"
     if schedule is None:
         return
-    place = dataset.place("resolution_schedule")
-    where = place if place.startswith("--") else f"{place}: resolution_schedule"
+    where = dataset.named("resolution_schedule")
     for key, nothing in (("from_step", 0), ("to_step", None)):
         if getattr(dataset, key) != nothing:
             yield f"{dataset.place(key)}: {key}: resolution_schedule says from which step to which; take {key} out"
@@ -62,6 +61,5 @@ def _where(datasets: Sequence[DatasetConfig]) -> str:
     for dataset in datasets:
         for key in ("resolution_schedule", "from_step", "to_step"):
             if getattr(dataset, key):
-                place = dataset.place(key)
-                return place if place.startswith("--") else f"{place}: {key}"
+                return dataset.named(key)
     return "--dataset_config"

@@ -1,7 +1,8 @@
 """Every step of a run in several stages, each with buckets of its own: one batch plan after the other.
 
 A stage begins with an epoch of its own, so that in each of them every picture is seen as often as any other; the last
-epoch of a stage may be cut off by its end.  Epochs are counted through the run, those that were cut off among them.
+epoch of a stage may be cut off by the next.  Epochs are counted through the run, those that were cut off among them.
+One that the end of the run cuts off is not complete, as in a run of one stage.
 """
 
 from bisect import bisect_right

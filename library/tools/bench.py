@@ -1,7 +1,10 @@
 """``python -m library bench NAME``: how fast it is here, with the command and the machine beside the figures."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from ..config import RunConfig
+from ..config.options import options_of
+from ..log import set_up
 from ..registry import Registry
 
 WHAT = {
@@ -15,6 +18,7 @@ WHAT = {
     "saves": "LoRA files and states: what saving costs of a run's time",
 }
 BENCHES = Registry("bench", "library.tools", {name: f".bench_{name}:run" for name in WHAT})
+ARGUMENTS = Registry("bench", "library.tools", {name: f".bench_{name}:Arguments" for name in WHAT})
 
 
 def run(argv: Sequence[str]) -> tuple[str, int]:
@@ -23,4 +27,21 @@ def run(argv: Sequence[str]) -> tuple[str, int]:
         lines = [f"  {name:<10} {what}" for name, what in WHAT.items()]
         return "\n".join(["usage: python -m library bench NAME [--json] [--help]", "", *lines]), 0
     name, *rest = argv
-    return BENCHES.get(name)(rest), 0
+    bench = BENCHES.get(name)
+    if name in WHAT and set(rest) & {"--help", "-h"}:
+        return "\n".join(_help(name, ARGUMENTS.get(name))), 0
+    set_up(quiet=True, simple=True)
+    return bench(rest), 0
+
+
+def _help(name: str, arguments: type) -> Iterator[str]:
+    yield from [f"usage: python -m library bench {name} [--option value ...]", "", WHAT[name], ""]
+    for option in options_of(arguments):
+        if option.group == "bench":
+            value = "" if option.kind is bool else f" {option.syntax}{' ...' if option.many else ''}"
+            default = f"{option.default:,}" if type(option.default) is int else option.default
+            yield f"  {'--' + option.name + value:<28} {option.help}{f' ({default})' if default else ''}"
+    if issubclass(arguments, RunConfig):
+        from .bench_run import DEFAULTS
+
+        yield from ["", "Beside these, every option of training; without any: " + " ".join(DEFAULTS)]

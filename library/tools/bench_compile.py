@@ -2,8 +2,6 @@
 
 import math
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -15,6 +13,7 @@ from ..config import load_options
 from ..config.options import opt
 from ..errors import UserError
 from .bench_figure import Figure, reported
+from .bench_group import started
 
 TRAIN = "import sys; from library.cli import main; sys.exit(main(sys.argv[1:]))"
 SECONDS_BETWEEN_LOOKS = 0.02
@@ -40,13 +39,13 @@ class CompileOptions:
 
 
 @dataclass(frozen=True)
-class _Arguments:
+class Arguments:
     bench: CompileOptions = field(default_factory=CompileOptions)
 
 
 def run(argv: Sequence[str]) -> str:
     """Each run is a process of its own; the first of each way begins with an empty cache, the second with its."""
-    options: CompileOptions = cast(Any, load_options(argv, _Arguments).require()).bench
+    options: CompileOptions = cast(Any, load_options(argv, Arguments).require()).bench
     figures = list[Figure]()
     for count in options.sizes:
         with tempfile.TemporaryDirectory() as folder:
@@ -87,22 +86,22 @@ def _trained(options: CompileOptions, way: str, data: Path, folder: Path) -> Tol
     """Seconds from the start of the process to its first step, what the run says of compiling, seconds of steps."""
     from ..training.metrics import read_lines
 
+    folder.mkdir(exist_ok=True)
     out = folder / f"out-{time.monotonic_ns()}"
     words = ["--pretrained_model_name_or_path", options.model, "--dataset_config", str(data), "--output_dir", str(out),
              "--max_train_steps", str(options.steps), "--max_data_loader_n_workers", "0", "--quiet"]  # fmt: skip
     if way != "eager":
         words += ["--torch_compile", "--dynamo_backend", options.backend, "--compile_shapes", way,
                   "--compile_cache_dir", str(folder / "compiled")]  # fmt: skip
-    metrics, started, first = out / "lora.metrics.jsonl", time.monotonic(), math.nan
-    with tempfile.TemporaryFile() as said:
-        process = subprocess.Popen([sys.executable, "-c", TRAIN, *words], stdout=said, stderr=said)
+    metrics, since, first = out / "lora.metrics.jsonl", time.monotonic(), math.nan
+    with started(["-c", TRAIN, *words], [{}], folder) as (process,):
         while process.poll() is None:
             if math.isnan(first) and any(line["step"] for line in read_lines(metrics)):
-                first = time.monotonic() - started
+                first = time.monotonic() - since
             time.sleep(SECONDS_BETWEEN_LOOKS)
-        if process.returncode:
-            said.seek(0)
-            raise UserError(f"bench compile: the run failed: {said.read().decode(errors='replace')[-2000:]}")
+    if process.returncode:
+        errors = (folder / "errors-0").read_text("utf-8", errors="replace")
+        raise UserError(f"bench compile: the run failed: {errors[-2000:]}")
     lines = read_lines(metrics)
     told: Told = {name: [line[name]] for line in lines for name in COMPILING if name in line}
     paces = [line["speed/steps_per_second"] for line in lines if "speed/steps_per_second" in line]

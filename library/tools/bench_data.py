@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..config import load_options
-from ..config.options import opt, options_of
+from ..config.options import opt
 from ..errors import ConfigError, UserError
 from . import bench_audit, bench_plan
 from .bench_figure import Figure, reported
@@ -29,6 +29,9 @@ PARTS: dict[str, tuple[str, Callable[[Scale], list[Figure]]]] = {
 }
 
 
+_TOLD = "; ".join(f"{name} ({what})" for name, (what, _) in PARTS.items())
+
+
 @dataclass(frozen=True)
 class BenchOptions:
     """How much is measured."""
@@ -36,21 +39,19 @@ class BenchOptions:
     pictures: int = opt(100_000, "small pictures to make and look at", minimum=100)
     entries: int = opt(1_000_000, "entries of the large plan", minimum=1000)
     repetitions: int = opt(3, "how often each thing is measured", minimum=1)
-    only: tuple[str, ...] = opt((), f"parts to measure: {', '.join(PARTS)}; without it, all")
+    only: tuple[str, ...] = opt((), f"parts to measure, all without it: {_TOLD}")
     folder: str | None = opt(None, "make the pictures in this folder, in one of their own; it is removed afterwards")
     json: bool = opt(False, "every single value as JSON")
 
 
 @dataclass(frozen=True)
-class _Arguments:
+class Arguments:
     bench: BenchOptions = field(default_factory=BenchOptions)
 
 
 def run(argv: Sequence[str]) -> str:
     """Measure and report."""
-    if set(argv) & {"--help", "-h"}:
-        return _help()
-    loaded = load_options(list(argv), _Arguments)
+    loaded = load_options(list(argv), Arguments)
     options: BenchOptions = cast(Any, loaded.config).bench
     problems = [*loaded.problems, *_problems(options)]
     if problems:
@@ -77,14 +78,3 @@ def _folder(parent: str | None) -> Iterator[Path]:
             yield Path(name)
     except OSError as error:
         raise UserError(f"--folder: no pictures can be made in {parent or tempfile.gettempdir()}: {error}") from error
-
-
-def _help() -> str:
-    lines = ["usage: python -m library bench data [--option value ...]", "", "Measures:"]
-    lines += [f"  {name:<8} {what}" for name, (what, _) in PARTS.items()]
-    lines.append("")
-    for option in options_of(_Arguments):
-        value = "" if option.kind is bool else f" {option.syntax}{' ...' if option.many else ''}"
-        default = f" ({option.default:,})" if option.kind is int else ""
-        lines.append(f"  {'--' + option.name + value:<24} {option.help}{default}")
-    return "\n".join(lines)

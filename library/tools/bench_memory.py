@@ -15,7 +15,8 @@ from ..config import RunConfig
 from ..config.options import opt
 from ..errors import ConfigError, UserError
 from .bench_figure import Figure, reported
-from .bench_run import own_options, settings, with_library
+from .bench_group import with_library
+from .bench_run import settings
 
 PLAIN = "plain"
 TWICE = ("--gradient_checkpointing",)
@@ -51,8 +52,6 @@ class Arguments(RunConfig):
 
 def run(argv: Sequence[str]) -> str:
     """Measure and report."""
-    if set(argv) & {"--help", "-h"}:
-        return own_options(Arguments, "memory", "Measures what memory switches cost and gain.")
     config, given = settings(argv, Arguments)
     if taken := given & {word[2:] for words in SWITCHES.values() for word in words if word.startswith("--")}:
         raise ConfigError([f"--{name}: is measured by this bench with and without it; take it out"

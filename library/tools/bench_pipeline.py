@@ -8,8 +8,6 @@ stages than on the devices that are meant, they can sleep for so long in the pla
 import json
 import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from ..config import RunConfig
 from ..config.options import opt
 from ..errors import ConfigError, UserError
-from ..log import set_up
 from .bench_figure import Figure, reported
-from .bench_run import made_up_run, own_options, scratch, settings, with_library, with_pictures
+from .bench_group import together
+from .bench_run import made_up_run, scratch, settings, with_pictures
 
 if TYPE_CHECKING:
     from ..training.job import Run
@@ -48,9 +46,6 @@ class Arguments(RunConfig):
 
 def run(argv: Sequence[str]) -> str:
     """Start a program for each stage, or be one of them."""
-    if set(argv) & {"--help", "-h"}:
-        return own_options(Arguments, "pipeline", "Measures how long stages wait; say how many by --pp_size.")
-    set_up(quiet=True, simple=True)
     config, given = settings([*MODEL, *argv], Arguments)
     options, stages = config.bench, config.parallel.pp_size
     if stages == 1:
@@ -73,12 +68,11 @@ def run(argv: Sequence[str]) -> str:
 
 def _measured(argv: Sequence[str], stages: int, count: int) -> list[float]:
     """The share of each step in which stages wait, the mean over them."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(stages), "-m",
-               "library", "bench", "pipeline", *argv, "--gradient_accumulation_steps", str(count)]  # fmt: skip
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env=with_library())
-    found = [line for line in done.stdout.splitlines() if line.startswith("[")]
-    if done.returncode or not found:
-        raise UserError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+    words = ["-m", "library", "bench", "pipeline", *argv, "--gradient_accumulation_steps", str(count)]
+    ended = together(stages, words)
+    found = [line for line in ended[0].said.splitlines() if line.startswith("[")]
+    if failed := [process for process in ended if process.code]:
+        raise UserError(f"{' '.join(words[1:])} failed:\n{failed[0].errors[-2000:]}")
     shares: list[float] = json.loads(found[0])
     return shares
 

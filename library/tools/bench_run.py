@@ -3,7 +3,6 @@
 A bench takes every option of training beside its own, so that whatever a user would switch on can be measured.
 """
 
-import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..config import RunConfig, load_options
 from ..config.checks import conflicts
-from ..config.options import options_of
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,22 +33,6 @@ def settings(argv: Sequence[str], root: type[Arguments]) -> tuple[Arguments, fro
     if "resolution_schedule" in loaded.places:
         raise ConfigError(["--resolution_schedule: a bench has pictures of one size; say --resolution"])
     return loaded.require(), frozenset(loaded.places)  # type: ignore[return-value]
-
-
-def own_options(root: type, name: str, what: str) -> str:
-    """The ``--help`` of a bench whose group of options is called ``bench``."""
-    lines = [f"usage: python -m library bench {name} [--option value ...]", "", what, ""]
-    for option in options_of(root):
-        if option.group == "bench":
-            value = "" if option.kind is bool else f" {option.syntax}{' ...' if option.many else ''}"
-            lines.append(f"  {'--' + option.name + value:<28} {option.help} ({option.default})")
-    return "\n".join([*lines, "", "Beside these, every option of training; without any: " + " ".join(DEFAULTS)])
-
-
-def with_library() -> dict[str, str]:
-    """The environment for programs of a bench, which may run in any folder."""
-    root = str(Path(__file__).resolve().parents[2])
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 @contextmanager

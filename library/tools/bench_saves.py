@@ -9,7 +9,6 @@ from typing import Any, cast
 
 from ..config import load_options
 from ..config.options import opt
-from ..log import set_up
 from .bench_figure import Figure, reported
 
 PICTURES, SIDE = 16, 96
@@ -25,14 +24,13 @@ class SaveOptions:
 
 
 @dataclass(frozen=True)
-class _Arguments:
+class Arguments:
     bench: SaveOptions = field(default_factory=SaveOptions)
 
 
 def run(argv: Sequence[str]) -> str:
     """One run with saves and one without, in this process; what each save held up is measured, not guessed."""
-    set_up(quiet=True, simple=True)
-    options: SaveOptions = cast(Any, load_options(argv, _Arguments).require()).bench
+    options: SaveOptions = cast(Any, load_options(argv, Arguments).require()).bench
     with tempfile.TemporaryDirectory() as folder:
         data = _pictures(Path(folder))
         _trained(data, Path(folder) / "warm", 10, None)

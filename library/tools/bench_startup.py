@@ -18,9 +18,9 @@ from ..config import RunConfig
 from ..config.describe import to_toml
 from ..config.options import opt
 from ..errors import UserError
-from ..log import set_up
 from .bench_figure import Figure, reported
-from .bench_run import made_up_run, own_options, scratch, settings, with_library, with_pictures
+from .bench_group import with_library
+from .bench_run import made_up_run, scratch, settings, with_pictures
 
 TARGET = 1.2
 OURS = "import sys; from library.cli import main; raise SystemExit(main(sys.argv[1:]))"
@@ -68,9 +68,6 @@ class Arguments(RunConfig):
 
 def run(argv: Sequence[str]) -> str:
     """Measure and report."""
-    if set(argv) & {"--help", "-h"}:
-        return own_options(Arguments, "startup", "Measures the time from the command to the first step.")
-    set_up(quiet=True, simple=True)
     config, given = settings(argv, Arguments)
     options = config.bench
     with scratch() as folder:

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import RunConfig
 from ..config.options import opt
-from ..log import set_up
 from .bench_figure import Figure, reported
-from .bench_run import made_up_run, own_options, scratch, settings, with_pictures
+from .bench_run import made_up_run, scratch, settings, with_pictures
 
 if TYPE_CHECKING:
     from ..training.job import Run
@@ -44,9 +43,6 @@ class Arguments(RunConfig):
 
 def run(argv: Sequence[str]) -> str:
     """Measure and report."""
-    if set(argv) & {"--help", "-h"}:
-        return own_options(Arguments, "step", "Measures a step of training beside a bare loop of PyTorch.")
-    set_up(quiet=True, simple=True)
     config, given = settings(argv, Arguments)
     options = config.bench
     steps = options.bench_steps * (options.repetitions + 1)

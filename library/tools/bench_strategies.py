@@ -5,10 +5,7 @@ a step: where several processes compute for the same pictures together, each get
 """
 
 import json
-import math
 import os
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,7 +20,8 @@ from ..config.options import opt, options_of
 from ..errors import ConfigError, UserError
 from ..log import set_up
 from .bench_figure import Figure, reported
-from .bench_run import made_up_run, own_options, scratch, settings, with_library, with_pictures
+from .bench_group import together
+from .bench_run import made_up_run, scratch, settings, with_pictures
 
 if TYPE_CHECKING:
     from ..training.job import Run
@@ -31,8 +29,6 @@ if TYPE_CHECKING:
 WORKER = "import sys; from library.tools.bench_strategies import work; raise SystemExit(work(sys.argv[1:]))"
 REFUSED = 2
 """Exit code of a process whose way cannot be gone with these settings."""
-SECONDS_TO_FOLLOW = 60.0
-"""That other processes have when one has ended with an error."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +80,6 @@ class Measured:
 
 def run(argv: Sequence[str]) -> str:
     """Measure and report."""
-    if set(argv) & {"--help", "-h"}:
-        return own_options(Arguments, "strategies", "Measures the same job in each way of spreading it.")
-    set_up(quiet=True, simple=True)
     config, given = settings(argv, Arguments)
     options = config.bench
     ways = _chosen(options, given)
@@ -149,42 +142,18 @@ def _words(config: Arguments, folder: Path, name: str) -> list[str]:
 
 def _together(name: str, words: Sequence[str], folder: Path, options: StrategyOptions) -> Measured | str:
     """All processes of one way; or why it cannot be gone."""
-    with tempfile.TemporaryDirectory(dir=folder) as place, socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        size, port = options.world_size, probe.getsockname()[1]
-        probe.close()
-        processes = []
-        for rank in range(size):
-            told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size,
-                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}  # fmt: skip
-            command = [sys.executable, "-c", WORKER, place, str(options.bench_steps), *words]
-            with open(Path(place) / f"said-{rank}", "wb") as said:
-                processes.append(subprocess.Popen(command, stdout=said, stderr=said, env={
-                    **with_library(), **{key: str(value) for key, value in told.items()}}))  # fmt: skip
-        codes = _ended(processes)
-        if any(codes):
-            failed = codes.index(REFUSED) if REFUSED in codes else next(rank for rank in range(size) if codes[rank])
-            text = (Path(place) / f"said-{failed}").read_text("utf-8", errors="replace").strip()
-            if REFUSED in codes:
-                return text.splitlines()[-1]
-            raise UserError(f"bench strategies: {name} failed:\n{text[-2000:]}")
-        figures = [json.loads((Path(place) / f"{rank}.json").read_text("utf-8")) for rank in range(size)]
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        ended = together(options.world_size, ["-c", WORKER, place, str(options.bench_steps), *words])
+        for process in ended:
+            if process.code == REFUSED:
+                return process.errors.strip().splitlines()[-1]
+        for process in ended:
+            if process.code:
+                raise UserError(f"bench strategies: {name} failed:\n{process.errors[-2000:]}")
+        figures = [json.loads((Path(place) / f"{rank}.json").read_text("utf-8")) for rank in range(len(ended))]
     sent = [each["sent"] for each in figures]
     return Measured(max(each["seconds"] for each in figures), None if None in sent else sum(sent),
                     max(each["peak"] for each in figures))  # fmt: skip
-
-
-def _ended(processes: Sequence["subprocess.Popen[bytes]"]) -> list[int]:
-    """Exit codes; who waits for one that failed is not waited for without end."""
-    until = math.inf
-    while any(process.poll() is None for process in processes):
-        if any(process.poll() for process in processes):
-            until = min(until, time.monotonic() + SECONDS_TO_FOLLOW)
-        if time.monotonic() > until:
-            for process in processes:
-                process.kill()
-        time.sleep(0.1)
-    return [process.returncode for process in processes]
 
 
 def _figures(found: Mapping[str, Sequence[Measured]]) -> Iterator[Figure]:

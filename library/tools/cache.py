@@ -36,7 +36,7 @@ def run(argv: Sequence[str]) -> tuple[str, int]:
 
     config = _on_disk(loaded.config)
     problems += [
-        *check(config.data, config.cache, config.validate, config.train),
+        *check(config.data, config.cache, config.validate, config.train, loaded.wrong),
         *problems_with_model(config, loaded.places),
     ]
     if problems:

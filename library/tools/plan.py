@@ -54,7 +54,7 @@ def run(argv: Sequence[str]) -> tuple[str, int]:
         return _resolved(data, problems), 0
     from ..families.fitting import problems_with_model
 
-    problems += check(data, training.config.cache, training.config.validate, training.config.train)
+    problems += check(data, training.config.cache, training.config.validate, training.config.train, training.wrong)
     problems += problems_with_model(training.config, training.places)
     path = Path(options.preview).expanduser() if options.preview else None
     if path is not None:

@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
+from ..distributed.memory import is_out_of_memory
+
 ATTENTION = "aten._scaled_dot_product_"
 """How torch's kinds of attention begin, of which the table of operations does not have all."""
 
@@ -153,7 +155,8 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
-        self.hand_over(self.found)  # also where an error goes by, which is how torch stops
+        if not (isinstance(error, Exception) and is_out_of_memory(error)):  # with any other error torch stops early
+            self.hand_over(self.found)
 
 
 def _is_costly(operation: Any) -> bool:
