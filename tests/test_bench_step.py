@@ -46,7 +46,7 @@ def wrongly_measured():
 def test_memory_is_measured_with_every_switch_and_without(monkeypatch):
     asked = []
 
-    def said(words):
+    def said(words, options):
         asked.append(list(words))
         return {"our step": {"median": 2.0 + len(asked), "values": [2.0 + len(asked)]},
                 "our peak memory": {"median": 9.0 - len(asked) / 2, "values": [9.0 - len(asked) / 2]}}  # fmt: skip
