@@ -61,12 +61,13 @@ def run(argv: Sequence[str]) -> str:
     blocks = _blocks(config)
     numbers = {"HALF": str(blocks // 2), "ALL": str(blocks)}
     switches = ways(SWITCHES, config) if config.bench.count else SWITCHES
-    commands = {name: [*argv, *(numbers.get(word, word) for word in switch)] for name, switch in switches.items()}
+    words = [word for word in argv if word != "--json"]
+    commands = {name: [*words, *(numbers.get(word, word) for word in switch)] for name, switch in switches.items()}
     if config.bench.count:
         refuse_sharing(given)
         figures = list(counted(commands, Arguments))
     else:
-        found = {name: _measured(words, config.bench) for name, words in commands.items()}
+        found = {name: _measured(command, config.bench) for name, command in commands.items()}
         figures = [figure for name in SWITCHES for figure in _figures(name, found)]
     return reported("memory", argv, figures, as_values=config.bench.json)
 
@@ -84,7 +85,7 @@ def _blocks(config: RunConfig) -> int:
 
 def _measured(words: Sequence[str], options: MemoryOptions) -> dict[str, Any]:
     own = ["--bench_steps", str(options.bench_steps), "--repetitions", str(options.repetitions), "--json"]
-    command = [sys.executable, "-m", "library", "bench", "step", *(word for word in words if word != "--json"), *own]
+    command = [sys.executable, "-m", "library", "bench", "step", *words, *own]
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=with_library())
     if done.returncode:
         raise UserError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
