@@ -53,7 +53,7 @@ def counted(ways: Mapping[str, Sequence[str]], root: type[RunConfig]) -> Iterato
 def _of_step(config: RunConfig) -> tuple[float, float, float, float]:
     """Operations; and bytes on the device: frozen weights, what waits for the backward pass, and the most of all."""
     from ..families.detect import detect
-    from ..training.forecast.cut import frozen_bytes
+    from ..training.forecast.stage import frozen_bytes
     from ..training.forecast.weightless import Heaviest, Weightless
 
     size = config.data.resolution
