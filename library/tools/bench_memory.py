@@ -7,18 +7,21 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..config import RunConfig
 from ..config.options import opt
 from ..errors import ConfigError, UserError
+from .bench_count import counted, refuse_sharing, ways
 from .bench_figure import Figure, reported
 from .bench_group import with_library
 from .bench_run import settings
 
 PLAIN = "plain"
+STEP, PEAK = "our step", "our peak memory"
+"""What ``bench step`` calls them."""
 TWICE = ("--gradient_checkpointing",)
 SWITCHES: Mapping[str, Sequence[str]] = {
     PLAIN: (),
@@ -42,6 +45,7 @@ class MemoryOptions:
 
     bench_steps: int = opt(3, "steps in a row", minimum=1)
     repetitions: int = opt(3, "how often, after a first time that only warms up", minimum=1)
+    count: bool = opt(False, "count bytes and operations on a model without numbers, in the place of measuring")
     json: bool = opt(False, "every single value as JSON")
 
 
@@ -56,15 +60,17 @@ def run(argv: Sequence[str]) -> str:
     if taken := given & {word[2:] for words in SWITCHES.values() for word in words if word.startswith("--")}:
         raise ConfigError([f"--{name}: is measured by this bench with and without it; take it out"
                            for name in sorted(taken)])  # fmt: skip
-    count = _blocks(config)
+    blocks = _blocks(config)
+    numbers = {"HALF": str(blocks // 2), "ALL": str(blocks)}
+    switches = ways(SWITCHES, config) if config.bench.count else SWITCHES
     words = [word for word in argv if word != "--json"]
-    for name, own in (("--bench_steps", config.bench.bench_steps), ("--repetitions", config.bench.repetitions)):
-        words += [] if name in words else [name, str(own)]
-    found = {}
-    for name, switch in SWITCHES.items():
-        numbers = {"HALF": str(count // 2), "ALL": str(count)}
-        found[name] = _measured([*words, *(numbers.get(word, word) for word in switch)])
-    figures = [figure for name in SWITCHES for figure in _figures(name, found)]
+    commands = {name: [*words, *(numbers.get(word, word) for word in switch)] for name, switch in switches.items()}
+    if config.bench.count:
+        refuse_sharing(given)
+        figures = list(counted(commands, Arguments))
+    else:
+        found = {name: _measured(command, config.bench) for name, command in commands.items()}
+        figures = [figure for name in SWITCHES for figure in _figures(name, found)]
     return reported("memory", argv, figures, as_values=config.bench.json)
 
 
@@ -79,8 +85,9 @@ def _blocks(config: RunConfig) -> int:
     return len(blocks_of(getattr(unloaded(detected, (denoiser,)), denoiser)))
 
 
-def _measured(words: Sequence[str]) -> dict[str, Any]:
-    command = [sys.executable, "-m", "library", "bench", "step", *words, "--json"]
+def _measured(words: Sequence[str], options: MemoryOptions) -> dict[str, Any]:
+    own = ["--bench_steps", str(options.bench_steps), "--repetitions", str(options.repetitions), "--json"]
+    command = [sys.executable, "-m", "library", "bench", "step", *words, *own]
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=with_library())
     if done.returncode:
         raise UserError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
@@ -88,13 +95,12 @@ def _measured(words: Sequence[str]) -> dict[str, Any]:
     return {figure["name"]: figure for figure in json.loads(said)["figures"]}
 
 
-def _figures(name: str, found: Mapping[str, Mapping[str, Any]]) -> list[Figure]:
-    step, memory = found[name]["our step"], found[name]["our peak memory"]
-    if name == PLAIN:
-        times = saved = ""
-    else:
-        plain = found[PLAIN]
-        times = f"{step['median'] / plain['our step']['median']:.2f} times as long"
-        saved = f"{plain['our peak memory']['median'] - memory['median']:+.3f} GB saved"
-    return [Figure(f"{name}: a step", tuple(step["values"]), "s", remark=times),
-            Figure("  peak memory", (statistics.median(memory["values"]),), "GB", remark=saved)]  # fmt: skip
+def _figures(name: str, found: Mapping[str, Mapping[str, Any]]) -> Iterator[Figure]:
+    """Seconds by the clock and of the processors, which others at work change less; and memory."""
+    for step, title in ((STEP, f"{name}: a step"), (f"{STEP}, processor time", "  processor time")):
+        mine, plain = found[name][step], found[PLAIN][step]
+        times = "" if name == PLAIN else f"{mine['median'] / plain['median']:.2f} times as long"
+        yield Figure(title, tuple(mine["values"]), "s", remark=times)
+    mine, plain = found[name][PEAK], found[PLAIN][PEAK]
+    saved = "" if name == PLAIN else f"{plain['median'] - mine['median']:+.3f} GB saved"
+    yield Figure("  peak memory", (statistics.median(mine["values"]),), "GB", remark=saved)

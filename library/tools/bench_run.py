@@ -56,6 +56,11 @@ def made_up_run(config: RunConfig, given: frozenset[str], folder: Path) -> Itera
         strategy.leave()
 
 
+def caption(number: int) -> str:
+    """Of one of the pictures that are made up."""
+    return f"a picture, number {number}"
+
+
 def with_pictures(config: RunConfig, folder: Path, steps: int) -> RunConfig:
     """The settings for a run of so many steps on pictures that are made in ``folder``, where everything stays."""
     from PIL import Image
@@ -65,7 +70,7 @@ def with_pictures(config: RunConfig, folder: Path, steps: int) -> RunConfig:
     size = (config.data.resolution.width, config.data.resolution.height)
     for number in range(max(PICTURES, config.data.train_batch_size)):
         Image.new("RGB", size, (29 * number % 256, 100, 200)).save(folder / "pictures" / f"{number:04d}.png")
-        (folder / "pictures" / f"{number:04d}.txt").write_text(f"a picture, number {number}", "utf-8")
+        (folder / "pictures" / f"{number:04d}.txt").write_text(caption(number), "utf-8")
     file = folder / "set.toml"
     file.write_text("[general]\ncaption_extension = '.txt'\n[[datasets]]\n[[datasets.subsets]]\n"
                     f"image_dir = '{folder / 'pictures'}'\n", "utf-8")  # fmt: skip
