@@ -19,7 +19,7 @@ from library.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPTS = ROOT / "dataset_configs" / "demo_prompts.txt"
-STEPS, SEEDS = 80, 16
+STEPS, SEEDS = 80, 8
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def coarse(picture):
 
 
 def drawn(pipe, prompt):
-    """Sixteen pictures of a prompt, of as many seeds."""
+    """Eight pictures of a prompt, of as many seeds."""
     noise = torch.Generator().manual_seed(100)
     return [coarse(picture) for picture in pipe(prompt, num_images_per_prompt=SEEDS, width=96, height=96,
             num_inference_steps=10, guidance_scale=3.0, generator=noise).images]  # fmt: skip
