@@ -18,5 +18,6 @@ import library.families.sd1
 import library.training.run  # noqa: F401
 
 torch.set_num_threads(1)
+torch.compile(len)  # which compiles nothing yet, but imports what does; DeepSpeed calls it as well
 # For the first model that it loads transformers compiles more than a thousand regular expressions.
 CLIPTextModel.from_pretrained(stand_in_folder(), subfolder="text_encoder")
