@@ -1,5 +1,7 @@
 """What the tests of families share: each family with its tiny pipeline, and instruments to watch a denoiser with."""
 
+import copy
+import functools
 import inspect
 
 import pytest
@@ -47,19 +49,26 @@ def tensors(value):
     return [tensor for item in value for tensor in tensors(item)] if isinstance(value, list | tuple) else []
 
 
+@pytest.fixture(scope="session")
+def made():
+    """A family and a tiny pipeline of its own, by name; one is built, and the others are copies."""
+    build = functools.cache(_built)
+    return lambda name: copy.deepcopy(build(name))
+
+
 @pytest.fixture(params=TINY)
-def case(request):
+def case(request, made):
     """Every family, in every form in which its call of the denoiser or its targets differ."""
-    return _made(request.param)
+    return made(request.param)
 
 
 @pytest.fixture(params=[name for name in TINY if name in FAMILIES.names()])
-def plain(request):
+def plain(request, made):
     """Every family once."""
-    return _made(request.param)
+    return made(request.param)
 
 
-def _made(name):
+def _built(name):
     tiny = TINY[name]()
     tiny.pipe.set_progress_bar_config(disable=True)
     return FAMILIES.get(tiny.family)(), tiny

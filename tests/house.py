@@ -1,7 +1,8 @@
 """The rules of the house, as a function from one module's source to what is wrong with it."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import PurePosixPath
 
 FLOORS: list[set[str]] = [
@@ -65,6 +66,39 @@ def problems(path: PurePosixPath, source: str) -> list[str]:
 def room(path: PurePosixPath) -> str:
     """The part of the house: the top folder, or the file itself."""
     return path.with_suffix("").parts[0]
+
+
+def module_name(path: PurePosixPath) -> str:
+    return ".".join(("library", *path.with_suffix("").parts)).removesuffix(".__init__")
+
+
+def circle(sources: Mapping[PurePosixPath, str]) -> list[str]:
+    """Modules that import each other in a circle while they are imported, the first one twice; none if there is none.
+
+    Without one each module's imports are complete before its own body runs, whichever module is the first.
+    """
+    names = {module_name(path) for path in sources}
+    graph = {
+        module_name(path): {*_imported_at_once(ast.parse(source), path, names)} for path, source in sources.items()
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def _imported_at_once(node: ast.AST, path: PurePosixPath, names: set[str]) -> Iterator[str]:
+    """What is imported of this package when the module is, by name."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ImportFrom) and child.level:
+            inside = path.parent.parts[: len(path.parent.parts) - child.level + 1]
+            source = ".".join(("library", *inside, *(child.module or "").split("."))).rstrip(".")
+            for alias in child.names:
+                yield f"{source}.{alias.name}" if f"{source}.{alias.name}" in names else source
+        elif not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            if not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
+                yield from _imported_at_once(child, path, names)
 
 
 def _of_node(node: ast.AST, path: PurePosixPath, tree: ast.Module) -> Iterator[str]:

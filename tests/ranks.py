@@ -1,5 +1,6 @@
 """Run a function in several processes that form one gloo group, each a fork of a warm and idle server."""
 
+import gc
 import multiprocessing
 import os
 import socket
@@ -9,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "diffusers", "transformers", "peft", "accelerate", "library.families.sd1"])
+CONTEXT.set_forkserver_preload(["tests.warm"])  # found where pytest is started; without it all is only slower
 
 
 def on_ranks(size: int, work: Callable[..., Any], *arguments: Any, environment: Mapping[str, str] | None = None,
@@ -65,6 +66,7 @@ def _is_transport(error: str) -> bool:
 def _one(results: Any, rank: int, environment: dict[str, str], work: Callable[..., Any], arguments: tuple) -> None:
     import torch
 
+    gc.freeze()  # or all that was imported would be looked through again and again
     torch.set_num_threads(1)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)

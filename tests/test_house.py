@@ -7,7 +7,7 @@ import sys
 from pathlib import Path, PurePosixPath
 
 import pytest
-from house import FLOORS, problems
+from house import FLOORS, circle, module_name, problems
 
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = ROOT / "library"
@@ -68,7 +68,7 @@ def test_a_harmless_module_is_not_caught():
     assert problems(PurePosixPath("data/x.py"), source) == []
 
 
-IMPORT_ALONE = """
+IMPORT = """
 import json, logging, os, socket, sys, threading, warnings
 import numpy, torch, PIL.Image, diffusers, transformers, peft, accelerate, tqdm, psutil  # what they do is not ours
 def refuse(*_): raise OSError("a module opened a connection while it was imported")
@@ -77,36 +77,57 @@ import importlib
 def process_state():
     return (dict(os.environ), len(logging.getLogger().handlers), threading.active_count(), torch.get_num_threads(),
             torch.random.get_rng_state().sum().item())
-failures = {}
-for name in sys.argv[1:]:
+def imported(name):
+    before = process_state()
+    try:
+        importlib.import_module(name)
+        return "" if process_state() == before else "importing it changed the process"
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+def imported_alone(name):
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(read)
-        before = process_state()
-        try:
-            importlib.import_module(name)
-            said = "" if process_state() == before else "importing it changed the process"
-        except BaseException as error:
-            said = f"{type(error).__name__}: {error}"
-        os.write(write, said.encode()[:4000]); os._exit(0)
+        os.write(write, imported(name).encode()[:4000]); os._exit(0)
     os.close(write)
     with os.fdopen(read, "rb") as stream: said = stream.read().decode()
     os.waitpid(child, 0)
-    if said: failures[name] = said
-print(json.dumps(failures))
+    return said
+way = {"together": imported, "alone": imported_alone}[sys.argv[1]]
+print(json.dumps({name: said for name in sys.argv[2:] if (said := way(name))}))
 """
 
 
-def test_every_module_imports_alone_without_devices_and_network_and_changes_nothing():
-    names = [".".join(("library", *path.with_suffix("").parts)).removesuffix(".__init__")
-             for path in MODULES if path.name != "__main__.py"]  # fmt: skip
+@pytest.mark.parametrize("way", ["together", pytest.param("alone", marks=pytest.mark.long)])
+def test_every_module_imports_without_devices_and_network_and_changes_nothing(way):
+    """Alone as well, which is the same where nothing is imported in a circle."""
+    names = [module_name(PurePosixPath(path)) for path in MODULES if path.name != "__main__.py"]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "-c", IMPORT_ALONE, *names], cwd=ROOT, env=environment,
+    done = subprocess.run([sys.executable, "-c", IMPORT, way, *names], cwd=ROOT, env=environment,
                           capture_output=True, text=True, timeout=300)  # fmt: skip
 
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == {}
+
+
+def test_nothing_is_imported_in_a_circle_so_that_every_module_can_be_the_first():
+    assert circle({PurePosixPath(path): (LIBRARY / path).read_text(encoding="utf-8") for path in MODULES}) == []
+
+
+@pytest.mark.parametrize(("one", "other", "found"), [
+    ("from . import b", "from . import a", True),
+    ("from .b import x", "from ..data import a", True),
+    ("from . import b", "from . import x", True),  # of the package, which imports the first
+    ("from . import b", "def f():\n    from . import a", False),
+    ("from . import b", "if TYPE_CHECKING:\n    from . import a", False),
+    ("from . import b", "import a", False),
+])  # fmt: skip
+def test_a_planted_circle_is_found(one, other, found):
+    sources = {"data/__init__.py": "from . import a\nx = 1", "data/a.py": one, "data/b.py": other}
+    names = circle({PurePosixPath(path): source for path, source in sources.items()})
+
+    assert bool(names) == found and (not found or {"library.data.a", "library.data.b"} <= {*names})
 
 
 def test_settings_are_read_and_checked_before_anything_heavy_is_imported():

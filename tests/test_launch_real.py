@@ -118,7 +118,9 @@ def test_fp16_on_a_cpu_is_said(start):
     assert any("a CPU does not have; it computes in fp32" in line for line in results[0]["said"])
 
 
-LAUNCHED_FOR_REAL = [("bf16", "", ""), ("", "bf16", ""), ("", "no", "bf16"), ("bf16", "no", "no"), ("no", "bf16", "")]
+LAUNCHED_FOR_REAL = [("", "bf16", ""), ("bf16", "no", "no"), ("no", "bf16", ""),
+                     pytest.param("bf16", "", "", marks=pytest.mark.long),
+                     pytest.param("", "no", "bf16", marks=pytest.mark.long)]  # fmt: skip
 
 
 @pytest.mark.parametrize(("flag", "file", "code"), LAUNCHED_FOR_REAL)

@@ -6,14 +6,15 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import everything_on
 import pytest
 import torch
+from everything_on import measured
 from one_result import BOUNDS, REFERENCE, dataset, trained
 from ranks import on_ranks
 from safetensors.torch import load_file
 from test_resume import cut
-from test_run import difference, pictures, train
-from test_sharded import PROMPTS, measured
+from test_run import difference, train
 
 from library.config import load_options
 from library.distributed.chain import cuts
@@ -62,14 +63,8 @@ def test_a_model_that_is_taken_apart_learns_what_a_whole_one_learns(model, name,
 def both(request, tmp_path_factory) -> dict[str, Path]:
     """The folders of two runs with everything on, by one process and by several."""
     folder = tmp_path_factory.mktemp("both")
-    data = pictures(folder, {(96, 64): 7, (64, 96): 3})
-    data.write_text(data.read_text().replace("[[datasets]]", "[[datasets]]\nvalidation_split = 0.5"))
-    (folder / "prompts.txt").write_text(PROMPTS)
-    flags = ("--pretrained_model_name_or_path", "random:sd3:tiny", "--dataset_config", str(data), "--train_batch_size",
-             "1", "--max_train_steps", "4", "--gradient_accumulation_steps", "2", "--network_train_unet_only",
-             "--optimizer_type", "Prodigy", "--learning_rate", "1.0", "--scale_weight_norms", "0.05", "--ema_decay",
-             "0.9", "--sample_prompts", str(folder / "prompts.txt"), "--sample_at_first", "--sample_every_n_steps", "4",
-             "--validate_every_n_steps", "2")  # fmt: skip
+    flags = (*everything_on.flags(folder), "--pretrained_model_name_or_path", "random:sd3:tiny",
+             "--gradient_accumulation_steps", "2", "--network_train_unet_only")  # fmt: skip
     on_ranks(1, train, *flags, "--output_dir", str(folder / "one"))
     ranks, *spread = request.param
     on_ranks(ranks, train, *flags, "--output_dir", str(folder / "several"), *spread)

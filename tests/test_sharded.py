@@ -1,28 +1,24 @@
 """What belongs to a run works alike when the frozen model is spread; and how much of it each process holds."""
 
-import json
 import os
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import everything_on
 import pytest
 import torch
+from everything_on import measured
 from one_result import dataset
 from ranks import free_port, on_ranks
 from safetensors.torch import load_file
 from test_resume import cut
-from test_run import difference, pictures, train
+from test_run import difference, train
 
 from library.config import load_options
 
 ROOT = Path(__file__).resolve().parent.parent
-PROMPTS = """\
-a red circle --w 64 --h 96 --d 1 --s 4 --l 3
-a blue triangle --n red --w 96 --h 64 --d 2 --s 2 --l 3
-a green square --w 64 --h 64 --d 3 --s 3 --l 1
-"""
 
 
 # the whole of a run
@@ -32,15 +28,9 @@ a green square --w 64 --h 64 --d 3 --s 3 --l 1
 def both(tmp_path_factory) -> dict[str, Path]:
     """The folders of two runs with everything on, by DDP and by FSDP; three batches are measured by two processes."""
     folder = tmp_path_factory.mktemp("both")
-    data = pictures(folder, {(96, 64): 7, (64, 96): 3})
-    data.write_text(data.read_text().replace("[[datasets]]", "[[datasets]]\nvalidation_split = 0.5"))
-    (folder / "prompts.txt").write_text(PROMPTS)
-    flags = ("--dataset_config", str(data), "--train_batch_size", "1", "--max_train_steps", "4",
-             "--no-network_train_unet_only", "--optimizer_type", "Prodigy", "--learning_rate", "1.0",
-             "--scale_weight_norms", "0.05", "--ema_decay", "0.9", "--sample_prompts", str(folder / "prompts.txt"),
-             "--sample_at_first", "--sample_every_n_steps", "4", "--validate_every_n_steps", "2")  # fmt: skip
+    common = (*everything_on.flags(folder), "--no-network_train_unet_only")
     for name, more in {"ddp": (), "fsdp": ("--fsdp",)}.items():
-        on_ranks(2, train, *flags, "--output_dir", str(folder / name), *more)
+        on_ranks(2, train, *common, "--output_dir", str(folder / name), *more)
     return {name: folder / name for name in ("ddp", "fsdp")}
 
 
@@ -68,13 +58,6 @@ def test_what_is_measured_is_what_ddp_measures(both):
     assert ddp[0] == fsdp[0]  # the base model, to the bit
     for one, other in zip(ddp, fsdp, strict=True):
         assert other == pytest.approx(one, rel=1e-4)
-
-
-def measured(folder: Path) -> list[dict[str, float]]:
-    lines = [json.loads(line) for line in (folder / "lora.metrics.jsonl").read_text("utf-8").splitlines()]
-    losses = [{name: value for name, value in line.items() if name.startswith("validation/time/")
-               or name.startswith("validation/base")} for line in lines]  # fmt: skip
-    return [line for line in losses if line]
 
 
 # states

@@ -43,7 +43,7 @@ def flags(data: Path, folder: Path, ranks: int, *more: str) -> tuple[str, ...]:
     """A run with previews in between, which use the model in another order."""
     (folder / "prompts.txt").write_text("a red circle --w 64 --h 96 --d 1 --s 2 --l 3\n")
     return ("--dataset_config", str(data), "--pretrained_model_name_or_path", "random:sdxl:tiny", "--output_dir",
-            str(folder / "out"), "--train_batch_size", str(4 // ranks), "--max_train_steps", "4", "--learning_rate",
+            str(folder / "out"), "--train_batch_size", str(4 // ranks), "--max_train_steps", "3", "--learning_rate",
             "0.5", "--network_dim", "4", "--optimizer_type", "SGD", "--mixed_precision", "no",
             "--no-network_train_unet_only", "--sample_prompts", str(folder / "prompts.txt"), "--sample_every_n_steps",
             "2", *more)  # fmt: skip
@@ -52,7 +52,7 @@ def flags(data: Path, folder: Path, ranks: int, *more: str) -> tuple[str, ...]:
 def launched(folder: Path, **offload: object) -> dict[str, str]:
     """What the launcher says with a file of the user's own."""
     (folder / "disk").mkdir(exist_ok=True)
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 100,
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 100, "stage3_max_reuse_distance": 0,
             "offload_param": {"device": "nvme", "nvme_path": str(folder / "disk"), **offload}}  # fmt: skip
     (folder / "ds.json").write_text(json.dumps({"zero_optimization": zero, "aio": {"block_size": SMALLEST}}))
     return {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(folder / "ds.json")}
