@@ -72,7 +72,7 @@ def test_heads_are_dealt_out_twice(tmp_path):
 
 def shared_attention(lengths: dict[str, int], streams: list[str], masked: bool) -> tuple[float, float]:
     """How far output and gradients of six heads are from those of one process."""
-    cut = ContextCut(Group(dist.group.WORLD), compiles=False)
+    cut = ContextCut(Group(dist.group.WORLD))
     cut._shares = Shares(lengths, cut.rank, cut.size)
     cut.structure = Structure(Chain((), tuple(lengths)))
     draw, count = torch.Generator().manual_seed(3), sum(lengths[stream] for stream in streams)

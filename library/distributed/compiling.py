@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .compiled_block import LATE_GRAPHS, Forward, Kind, Phase
 
@@ -90,6 +90,11 @@ class Compilation:
         config.recompile_limit = max(config.recompile_limit, GRAPHS_FOR_A_SIZE * sizes + 2 * LATE_GRAPHS)
         wanted = len(self.kinds) * config.recompile_limit
         config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, wanted)
+
+    def changes(self, tensor: Tensor) -> None:
+        """What comes into blocks by a way of its own, too, gets another length from time to time."""
+        if self.is_dynamic:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
 
     def end_warm_up(self) -> None:
         """From now on a new graph is one too many."""

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ...config import RunConfig
 from ...distributed.chain import cuts
@@ -139,14 +141,17 @@ def _together(before: Footprint, chunks: Sequence[Footprint], around_blocks: int
 
 
 class _Dealing(ContextCut):
-    """Of tokens, where no device tells the precision of its autocast."""
+    """Of tokens, where no device tells the precision of its autocast, and attention is a pretence."""
 
     def __init__(self, others: Imagined, half: torch.dtype | None):
-        super().__init__(others, compiles=False)
+        super().__init__(others)
         self._half = half
 
     def precision(self, given: Tensor) -> torch.dtype:
         return self._half or given.dtype
+
+    def of_all(self, *given: Any, **more: Any) -> Tensor:
+        return functional.scaled_dot_product_attention(*given, **more)
 
 
 def waiting(schedule: str, stages: int, stage: int, micro_batches: int) -> int:

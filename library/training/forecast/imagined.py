@@ -1,6 +1,6 @@
 """Other processes that are not there: what they would send has its size, and what they would be sent is counted."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -15,15 +15,11 @@ class Imagined:
         """``send`` is told of bytes that would leave this process."""
         self.size, self._send = size, send
 
-    def swapped(self, sent: Tensor, there: Sequence[int], here: Sequence[int]) -> Tensor:
-        """So many rows go to each process, and so many come from each."""
-        self._send(sent.nbytes * (1 - there[self.rank] / sum(there)))
-        return sent.new_empty(sum(here), *sent.shape[1:])
-
-    def gathered(self, part: Tensor) -> list[Tensor]:
-        """The parts of all processes, which have one size."""
-        self._send(float((self.size - 1) * part.nbytes))
-        return [torch.empty_like(part) for _ in range(self.size)]
+    def swapped(self, sent: Tensor, tie: Tensor, whose: Tensor, rows: int, *, is_out: bool) -> tuple[Tensor, Tensor]:
+        """Rows of own tokens go to each process and rows of all tokens come, or the other way round if ``is_out``."""
+        stays = float((whose == self.rank).float().mean()) if is_out else 1 / self.size
+        self._send(sent.nbytes * (1 - stays))
+        return sent.new_empty(rows, *sent.shape[1:]), torch.empty_like(tie)
 
 
 def around(devices: int) -> float:
