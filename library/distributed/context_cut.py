@@ -217,4 +217,6 @@ class _Attention(TorchFunctionMode):
             self.calls += 1
             said, self._tie = self._other(self._tie, *args, **(kwargs or {}))
             return said
+        if function is Tensor.unflatten:  # which dynamo knows as a method only
+            return args[0].unflatten(*args[1:], **(kwargs or {}))
         return function(*args, **(kwargs or {}))
