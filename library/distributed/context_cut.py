@@ -19,7 +19,6 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ..errors import UserError
-from .chain import gate
 from .structure import Structure
 from .token_exchange import Others, Tied, first_tie, gathered, whole, with_all_heads, with_all_tokens
 
@@ -97,7 +96,7 @@ class ContextCut:
         each = ((name,) for name in structure.chain.flow)
         self._combinations = {*each, *structure.layer_tokens.values(), *self._attended()}
         for block in structure.chain.blocks:
-            gate(block, partial(self._inside, inspect.signature(block.forward)))
+            structure.chain.gates.shut(block, partial(self._inside, inspect.signature(block.forward)))
         for name, streams in structure.layer_tokens.items():
             for down in getattr(model.get_submodule(name), "lora_A", {}).values():
                 down.token_streams = streams  # asked in compiled code, where a module is not known by who it is
@@ -108,8 +107,9 @@ class ContextCut:
         Around whatever else was done to blocks: stages of a pipeline that do not run them go by here all the same.
         """
         first, last = self.structure.chain.blocks[0], self.structure.chain.blocks[-1]
-        gate(first, partial(self._deal, inspect.signature(first.forward)))
-        gate(last, self._collect)
+        gates = self.structure.chain.gates
+        gates.shut(first, partial(self._deal, inspect.signature(first.forward)))
+        gates.shut(last, self._collect)
         logger.info("context parallel: %d processes share the tokens of a picture, this is number %d", self.size,
                     self.rank + 1)  # fmt: skip
 
