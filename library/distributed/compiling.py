@@ -33,7 +33,7 @@ class Compilation:
         self._phase = Phase()
         # DDP's own way of compiling cuts graphs where it exchanges gradients; blocks are cut small enough.
         torch._dynamo.config.optimize_ddp = False
-        # Dropout, which is a part of modules, is told whose tokens it sees, and those of another picture are not as many.
+        # Dropout, a part of modules, is told which tokens it sees; of another picture they are not as many.
         torch._dynamo.config.force_nn_module_property_static_shapes = False
 
     def compile_blocks(self, model: nn.Module) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
 from torch._C._distributed_c10d import _resolve_process_group
 
 Tied = tuple[Tensor, Tensor]
@@ -25,7 +26,10 @@ class Others(Protocol):
     size: int
 
     def swapped(self, sent: Tensor, tie: Tensor, whose: Tensor, rows: int, *, is_out: bool) -> Tied:
-        """Rows of own tokens go to each process and rows of all tokens come, or the other way round if ``is_out``."""
+        """Rows of own tokens go to each process and rows of all tokens come, or the other way round if ``is_out``.
+
+        Gradients go the way back.
+        """
         ...
 
 
@@ -42,6 +46,24 @@ class Group:
         return found
 
 
+def _with_gradient(operation: CustomOpDef) -> CustomOpDef:
+    """What was sent goes back as a gradient."""
+
+    def keep(ctx: Any, inputs: Any, output: Any) -> None:
+        sent, _, whose, _, ctx.is_out, ctx.group_name = inputs
+        ctx.rows = sent.shape[0]
+        ctx.save_for_backward(whose)
+
+    def back(ctx: Any, gradient: Tensor, tie: Tensor) -> Any:
+        (whose,) = ctx.saved_tensors
+        found = _swap(gradient.contiguous(), tie, whose, ctx.rows, not ctx.is_out, ctx.group_name)
+        return *found, None, None, None, None
+
+    operation.register_autograd(back, setup_context=keep)
+    return operation
+
+
+@_with_gradient
 @torch.library.custom_op("lorikeet::swap_tokens", mutates_args=())
 def _swap(sent: Tensor, tie: Tensor, whose: Tensor, rows: int, is_out: bool, group_name: str) -> Tied:
     resolve: Any = _resolve_process_group  # which has a name of its own for names, in torch that is new
@@ -69,7 +91,7 @@ def with_all_tokens(given: Tensor, tie: Tensor, whose: Tensor, others: Others) -
     outer, (heads, own, width), size = given.shape[:-3], given.shape[-3:], others.size
     rows, each, total = math.prod(outer), heads // size, whose.shape[0]
     sent = given.reshape(rows, size, each, own, width).permute(1, 3, 0, 2, 4).reshape(size * own, rows, each, width)
-    came, tie = _exchanged(sent, tie, whose, total, False, others)
+    came, tie = others.swapped(sent, tie, whose, total, is_out=False)
     return came.permute(1, 2, 0, 3).reshape(*outer, each, total, width), tie
 
 
@@ -78,31 +100,9 @@ def with_all_heads(given: Tensor, own: int, tie: Tensor, whose: Tensor, others: 
     outer, (each, tokens, width), size = given.shape[:-3], given.shape[-3:], others.size
     rows = math.prod(outer)
     sent = given.reshape(rows, each, tokens, width).permute(2, 0, 1, 3)
-    came, tie = _exchanged(sent, tie, whose, size * own, True, others)
+    came, tie = others.swapped(sent, tie, whose, size * own, is_out=True)
     came = came.view(size, own, rows, each, width).permute(2, 0, 3, 1, 4)
     return came.reshape(*outer, size * each, own, width), tie
-
-
-def _exchanged(sent: Tensor, tie: Tensor, whose: Tensor, rows: int, is_out: bool, others: Others) -> Tied:
-    apply: Any = _Exchanged.apply
-    found: Tied = apply(sent, tie, whose, rows, is_out, others)
-    return found
-
-
-class _Exchanged(torch.autograd.Function):
-    """What was sent goes back as a gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, sent: Tensor, tie: Tensor, whose: Tensor, rows: int, is_out: bool, others: Others) -> Tied:
-        ctx.save_for_backward(whose)
-        ctx.rows, ctx.is_out, ctx.others = sent.shape[0], is_out, others
-        return others.swapped(sent, tie, whose, rows, is_out=is_out)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (whose,) = ctx.saved_tensors
-        back, tie = ctx.others.swapped(*gradients, whose, ctx.rows, is_out=not ctx.is_out)
-        return back, tie, None, None, None, None
 
 
 def gathered(part: Tensor, axis: int, tie: Tensor, whose: Tensor, others: Others) -> Tied:
