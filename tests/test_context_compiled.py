@@ -19,7 +19,7 @@ from library.distributed.token_exchange import Group
 LONG = pytest.mark.long
 WIDTH = 8
 FLOW = ("text", "picture")
-LENGTHS = [(5, 12), (5, 9), (5, 17), (5, 12), (5, 30), (5, 11)]
+LENGTHS = [(5, 12), (5, 9), (5, 17), (5, 30), (5, 11), (5, 31)]
 
 
 class Block(nn.Module):
@@ -108,11 +108,31 @@ def compiled(backend, shapes):
 
 
 @pytest.mark.parametrize(("backend", "shapes", "ranks", "most"), [
-    ("aot_eager", "dynamic", 2, 2),
-    pytest.param("eager", "dynamic", 3, 2, marks=LONG),
+    ("eager", "dynamic", 2, 2),
+    pytest.param("aot_eager", "dynamic", 3, 2, marks=LONG),
     pytest.param("aot_eager", "static", 2, 2 * len(set(LENGTHS)), marks=LONG),
 ])  # fmt: skip
 def test_a_block_is_one_graph_for_all_sizes_and_says_what_it_says_uncompiled(backend, shapes, ranks, most):
     for graphs, late, apart in on_ranks(ranks, compiled, backend, shapes):
         assert 1 <= graphs <= most and late == 0
         assert apart < 1e-6
+
+
+@LONG
+@pytest.mark.parametrize(("family", "backend", "flags"), [
+    ("sd3", "aot_eager", ()),
+    ("flux", "aot_eager", ()),
+    ("flux", "eager", ("--network_dropout", "0.2", "--gradient_checkpointing", "--dynamo_fullgraph")),
+    ("qwen_image", "eager", ()),
+    ("z_image", "eager", ("--network_dropout", "0.2")),
+])  # fmt: skip
+def test_six_sizes_need_few_graphs_for_a_kind_and_none_in_two_epochs(family, backend, flags, tmp_path):
+    data = dataset(tmp_path / "data", SIZES[:6], pictures=(2, 3))
+    flags = ("--max_train_epochs", "2", "--cp_size", "2", "--sample_every_n_epochs", "1", "--sample_prompts",
+             prompts(tmp_path), *FAMILIES.get(family, ()), *flags)  # fmt: skip
+    found = trained(tmp_path / "compiled", family, data, *flags, *COMPILED[:2], backend, ranks=2)
+    plain = trained(tmp_path / "plain", family, data, *(flag for flag in flags if "fullgraph" not in flag), ranks=2)
+    assert found.is_dynamic and found.late == 0
+    assert max(found.kinds.values()) <= (2 if family in ("sd3", "flux") else 4)
+    assert found.graphs == sum(found.kinds.values()), "nothing is compiled beside the blocks"
+    assert difference(plain.lora, found.lora) < 1e-4
