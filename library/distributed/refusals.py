@@ -144,8 +144,10 @@ def _exchanges(args: RunConfig, world: World) -> list[str]:
         problems.append(f"--cp_size {size}: dynamo's mode {mode} records what a device does and repeats it, which an"
                         " exchange with others is not made for; use default or max-autotune-no-cudagraphs")  # fmt: skip
     if args.train.gradient_checkpointing_budget:
-        problems.append(f"--cp_size {size}: with --gradient_checkpointing_budget the compiler of each process decides"
-                        " which exchanges it repeats, and others might wait for ever; leave the budget out")  # fmt: skip
+        problems.append(
+            f"--cp_size {size}: with --gradient_checkpointing_budget the compiler of each process"
+            " decides which exchanges it repeats, and others might wait for ever; leave the budget out"
+        )
     return problems
 
 

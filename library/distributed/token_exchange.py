@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
-from torch._C._distributed_c10d import _resolve_process_group
 
 Tied = tuple[Tensor, Tensor]
 """What came, and the tie of the next exchange."""
@@ -66,8 +65,8 @@ def _with_gradient(operation: CustomOpDef) -> CustomOpDef:
 @_with_gradient
 @torch.library.custom_op("lorikeet::swap_tokens", mutates_args=())
 def _swap(sent: Tensor, tie: Tensor, whose: Tensor, rows: int, is_out: bool, group_name: str) -> Tied:
-    resolve: Any = _resolve_process_group  # which has a name of its own for names, in torch that is new
-    group = resolve(group_name)
+    c10d: Any = dist.distributed_c10d
+    group = c10d._resolve_process_group(group_name)
     counts = torch.bincount(whose, minlength=dist.get_world_size(group)).tolist()
     own = [counts[dist.get_rank(group)]] * len(counts)
     came = sent.new_empty(rows, *sent.shape[1:])
