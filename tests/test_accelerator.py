@@ -20,6 +20,7 @@ from library.distributed.trackers import run_folder, tracker_of, tracker_problem
 from library.distributed.world import World, chosen_device
 from library.errors import ConfigError
 
+SHARED = ("--cp_size", "2")
 ALONE = World(started="20260203040506")
 TWO = replace(ALONE, size=2, local_size=2, local_rank=1, rank=1)
 CUDA = replace(TWO, device="cuda", machine=Machine(device="cuda", device_count=4))
@@ -210,6 +211,10 @@ def test_nothing_steps_the_schedule_and_accumulation_is_handed_on():
         (replace(ALONE, engines=("FSDP",)), (), "FSDP: this is one process, and there is nobody to share with"),
         (replace(ALONE, engines=("Megatron-LM",)), (), "only for language models of its own: Megatron-LM"),
         (replace(ALONE, engines=("DeepSpeed",)), ("--no-deepspeed",), "the launcher asks for DeepSpeed"),
+        (TWO, (*SHARED, "--torch_compile", "--dynamo_mode", "reduce-overhead"), "mode reduce-overhead records"),
+        (replace(TWO, dynamo="INDUCTOR", dynamo_mode="max-autotune"), SHARED, "mode max-autotune records"),
+        (replace(TWO, dynamo="INDUCTOR"), (*SHARED, "--gradient_checkpointing", "--gradient_checkpointing_budget",
+                                           "0.5"), "decides which exchanges it repeats"),
         (replace(CUDA, machine=Machine("cuda", 1)), (), "2 processes on this machine, but 1 devices (cuda)"),
         (replace(TWO, device="mps", machine=Machine("mps", 1)), (), "2 processes cannot share the device mps"),
         (replace(CUDA, affinity=True, machine=Machine("cuda", 4, affinity_obstacle="the package pynvml is missing")),
@@ -226,6 +231,9 @@ def test_what_can_work_is_not_stopped():
     for world in (ALONE, TWO, CUDA, replace(ALONE, precision="fp16"), replace(CUDA, precision="fp16", accumulation=1)):
         assert before_joining(config(), world) == []
     assert before_joining(config("--mixed_precision", "fp16"), CUDA) == []
+    compiling = replace(TWO, dynamo="INDUCTOR", dynamo_mode="reduce-overhead")
+    assert before_joining(config(), compiling) == before_joining(config(*SHARED, "--no-torch_compile"), compiling) == []
+    assert before_joining(config(*SHARED, "--torch_compile", "--dynamo_fullgraph"), compiling) == []
 
 
 CAME = Came(size=2, rank=1, device="cpu", kind="MULTI_CPU", precision="no", accumulation=1, dynamo="no")

@@ -72,9 +72,10 @@ def test_heads_are_dealt_out_twice(tmp_path):
 
 def shared_attention(lengths: dict[str, int], streams: list[str], masked: bool) -> tuple[float, float]:
     """How far output and gradients of six heads are from those of one process."""
-    cut = ContextCut(Group(dist.group.WORLD), compiles=False)
+    cut = ContextCut(Group(dist.group.WORLD))
     cut._shares = Shares(lengths, cut.rank, cut.size)
     cut.structure = Structure(Chain((), tuple(lengths)))
+    cut._tokens = {each: cut._shares.tokens(each, torch.device("cpu")) for each in cut._attended()}
     draw, count = torch.Generator().manual_seed(3), sum(lengths[stream] for stream in streams)
     whole = [torch.randn(2, 6, count, 4, generator=draw, requires_grad=True) for _ in range(3)]
     wanted = torch.randn(2, 6, count, 4, generator=draw)
@@ -84,7 +85,7 @@ def shared_attention(lengths: dict[str, int], streams: list[str], masked: bool) 
 
     own = torch.tensor(cut.shares.places(streams), dtype=torch.long)
     parts = [each.detach()[:, :, own].requires_grad_() for each in whole]
-    ours = cut.attention(*parts, attn_mask=None if mask is None else mask[..., own])
+    ours, _ = cut.attend(None, *parts, attn_mask=None if mask is None else mask[..., own])
     found = torch.autograd.grad((ours * wanted[:, :, own]).sum(), parts)
     apart = max((a - b[:, :, own]).abs().max().item() for a, b in zip(found, gradients, strict=True) if len(own))
     return (ours - said[:, :, own]).abs().max().item() if len(own) else 0.0, apart
@@ -107,7 +108,7 @@ def test_attention_that_is_shared_is_attention_over_all_tokens():
 
 def test_a_block_with_an_attention_of_its_own_is_not_trained_in_silence():
     cut, block = ContextCut.__new__(ContextCut), nn.Linear(2, 2)
-    cut.size, cut.structure, cut.attention = 2, Structure(), None
+    cut.size, cut.structure = 2, Structure()
     with pytest.raises(UserError, match="DIFFUSERS_ATTN_BACKEND"):
         cut._inside(inspect.signature(block.forward), block, (torch.ones(1, 2),), {})
 
@@ -173,6 +174,8 @@ def test_dropout_knows_the_place_of_a_token_among_all():
 
 def test_layers_outside_of_the_blocks_are_given_all_tokens():
     cut, down = ContextCut.__new__(ContextCut), nn.Linear(2, 2)
-    cut._streams, cut._places, cut._shares = {down: ("picture",)}, {}, Shares({"picture": 5}, 1, 2)
+    down.token_streams = ("picture",)
+    cut._tokens = {down.token_streams: Shares({"picture": 5}, 1, 2).tokens(("picture",), torch.device("cpu"))}
     assert cut.places(nn.Linear(2, 2)) is None
     assert cut.places(down).tolist() == [2, 3, 4]
+    assert cut._tokens[down.token_streams].whose.tolist() == [0, 0, 1, 1, 1]

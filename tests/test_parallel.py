@@ -197,7 +197,6 @@ def test_a_model_that_cannot_be_taken_apart_so_is_told_before_it_is_loaded(model
     (("--pp_size", "2", "--deepspeed"), "not together; use fsdp with tp_size"),
     (("--cp_size", "2", "--deepspeed"), "not together; use fsdp with cp_size"),
     (("--cp_size", "2", "--attn_mode", "flash"), "only torch's own attention can be shared; use sdpa or cudnn"),
-    (("--cp_size", "2", "--torch_compile", "--dynamo_fullgraph"), "each attention is an exchange"),
 ])  # fmt: skip
 def test_settings_that_do_not_go_together_are_told(flags, said):
     with pytest.raises(ConfigError) as caught:

@@ -21,8 +21,6 @@ def parallel_conflicts(config: RunConfig, given: frozenset[str]) -> Iterator[tup
     if parallel.cp_size > 1:
         if config.distributed.attn_mode in OTHER_ATTENTION:
             yield ("attn_mode", "cp_size"), "only torch's own attention can be shared; use sdpa or cudnn"
-        if compiling.torch_compile and compiling.dynamo_fullgraph:
-            yield ("dynamo_fullgraph", "cp_size"), "each attention is an exchange, which is not compiled; take it out"
     if parallel.device_map is not None:
         yield from ((("device_map", name), "not together") for name in _beside(config))
     if parallel.together == 1:

@@ -5,13 +5,15 @@ little.  Only blocks are kept apart: one that is not here hands on what came in,
 """
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from inspect import BoundArguments, Signature, signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from .gates import Gates
 
 Flow = tuple[Tensor, ...]
 """What goes from block to block, in the order in which a block returns it."""
@@ -23,6 +25,7 @@ class Chain:
 
     blocks: tuple[nn.Module, ...] = ()
     flow: tuple[str, ...] = ()
+    gates: Gates = field(default_factory=Gates, compare=False)
 
     @classmethod
     def of(cls, model: nn.Module, lists: Sequence[str], flow: Sequence[str]) -> "Chain":
@@ -95,7 +98,7 @@ class Passage:
         self.checkpoint: Callable[..., Any] | None = None
         """Runs a block so that its activations are computed again in backward."""
         for place, block in enumerate(chain.blocks):
-            gate(block, partial(self._at, place, signature(block.forward)))
+            chain.gates.shut(block, partial(self._at, place, signature(block.forward)))
 
     def all_of(self, running: Collection[int], hand_over: Callable[[int, Flow], Flow]) -> None:
         """A forward is one of all processes; after each block ``hand_over`` says what they go on with."""
@@ -122,18 +125,3 @@ class Passage:
             flow = self._hand_over(place, flow)
         self._flow = flow if place + 1 < len(self.chain.blocks) else ()
         return self.chain.says(place, flow)
-
-
-def gate(block: nn.Module, keeper: Callable[..., Any]) -> None:
-    """Have ``keeper`` called in the place of the block: (what the block does, arguments, named arguments).
-
-    Through the class, because a compiled block brings a call of its own, and hooks would be compiled with it.
-    """
-    own = type(block)
-    run = partial(own.__call__, block)  # always the same, for whoever counts blocks
-
-    def call(self: nn.Module, *args: Any, **named: Any) -> Any:
-        return keeper(run, args, named)
-
-    block.__class__ = type(own.__name__, (own,), {"__call__": call, "__module__": own.__module__,
-                                                  "__qualname__": own.__qualname__})  # fmt: skip

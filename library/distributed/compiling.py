@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .compiled_block import LATE_GRAPHS, Forward, Kind, Phase
 
@@ -33,6 +33,8 @@ class Compilation:
         self._phase = Phase()
         # DDP's own way of compiling cuts graphs where it exchanges gradients; blocks are cut small enough.
         torch._dynamo.config.optimize_ddp = False
+        # Dropout, a part of modules, is told which tokens it sees; of another picture they are not as many.
+        torch._dynamo.config.force_nn_module_property_static_shapes = False
 
     def compile_blocks(self, model: nn.Module) -> None:
         """The blocks of which ``model`` has many; the model as a whole where it has none."""
@@ -90,6 +92,11 @@ class Compilation:
         config.recompile_limit = max(config.recompile_limit, GRAPHS_FOR_A_SIZE * sizes + 2 * LATE_GRAPHS)
         wanted = len(self.kinds) * config.recompile_limit
         config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, wanted)
+
+    def changes(self, tensor: Tensor) -> None:
+        """What comes into blocks by a way of its own, too, gets another length from time to time."""
+        if self.is_dynamic:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
 
     def end_warm_up(self) -> None:
         """From now on a new graph is one too many."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -18,6 +18,9 @@ from .strategy import DataParallel, LossFunction
 from .structure import Structure
 from .tensor_cut import TensorCut
 from .token_exchange import Group
+
+if TYPE_CHECKING:
+    from .compiling import Compilation, Shapes
 
 
 class Grouped(DataParallel):
@@ -42,9 +45,19 @@ class Grouped(DataParallel):
         sizes = {"data": layout.data, "stage": layout.stages, "context": layout.contexts, "part": layout.parts}
         self.mesh: DeviceMesh = init_device_mesh(self.device.type, (*sizes.values(),), mesh_dim_names=(*sizes,))
         self.cutting = TensorCut.among(self.mesh.get_group("part")) if layout.parts > 1 else None
+        self._compilation: Compilation | None = None
         self.dealing = None
         if layout.contexts > 1:
-            self.dealing = ContextCut(Group(self.mesh.get_group("context")), compiles=self.compiles)
+            self.dealing = ContextCut(Group(self.mesh.get_group("context")), self._changes)
+
+    def compile(self, parts: Sequence[nn.Module], denoiser: nn.Module, shapes: "Shapes") -> "Compilation | None":
+        """As without others; of what changes in an exchange, it is told."""
+        self._compilation = super().compile(parts, denoiser, shapes)
+        return self._compilation
+
+    def _changes(self, tensor: Tensor) -> None:
+        if self._compilation is not None:
+            self._compilation.changes(tensor)
 
     def wrap(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, denoiser: nn.Module | None = None,

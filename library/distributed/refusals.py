@@ -15,6 +15,9 @@ from .zero_settings import zero_problems
 NOT_THERE = {"Megatron-LM": "only for language models of its own: Megatron-LM"}
 """Engines that a launcher may ask for in vain, and why."""
 
+RECORDED = ("reduce-overhead", "max-autotune")
+"""Modes of dynamo that use CUDA graphs."""
+
 
 @dataclass(frozen=True)
 class Came:
@@ -50,6 +53,7 @@ def before_joining(args: RunConfig, world: World) -> list[str]:
         *_precision(args, world),
         *_accumulation(args, world),
         *_dynamo(args),
+        *_exchanges(args, world),
         *_devices(world),
         *_affinity(world),
         *attention_problems(args.distributed.attn_mode, world, asked),
@@ -124,6 +128,27 @@ def _dynamo(args: RunConfig) -> list[str]:
     if not args.distributed.torch_compile or name.upper() in DynamoBackend.__members__:
         return []
     return [f"--dynamo_backend {name}: this version of accelerate does not know it; pip install -U accelerate"]
+
+
+def _exchanges(args: RunConfig, world: World) -> list[str]:
+    """Those of tokens are compiled with blocks, whoever asks for that: the options, or else the launcher."""
+    ours, size = args.distributed, args.parallel.cp_size
+    if ours.torch_compile is None:
+        backend, mode = world.dynamo or "no", world.dynamo_mode or "default"
+    else:
+        backend, mode = ours.dynamo_backend if ours.torch_compile else "no", ours.dynamo_mode
+    if size == 1 or backend.lower() == "no":
+        return []
+    problems = []
+    if mode in RECORDED:
+        problems.append(f"--cp_size {size}: dynamo's mode {mode} records what a device does and repeats it, which an"
+                        " exchange with others is not made for; use default or max-autotune-no-cudagraphs")  # fmt: skip
+    if args.train.gradient_checkpointing_budget:
+        problems.append(
+            f"--cp_size {size}: with --gradient_checkpointing_budget the compiler of each process"
+            " decides which exchanges it repeats, and others might wait for ever; leave the budget out"
+        )
+    return problems
 
 
 def _devices(world: World) -> list[str]:

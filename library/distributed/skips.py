@@ -20,7 +20,7 @@ class SkipChain(Chain):
     @classmethod
     def of_unet(cls, unet: Any) -> "SkipChain":
         """From a UNet as diffusers builds it."""
-        return cls((*unet.down_blocks, unet.mid_block, *unet.up_blocks), (), len(unet.down_blocks))
+        return cls((*unet.down_blocks, unet.mid_block, *unet.up_blocks), downs=len(unet.down_blocks))
 
     def enters(self, place: int, bound: BoundArguments, before: Flow) -> Flow:
         """The model gathers what is handed on by itself, and here it has not all of it."""

@@ -28,6 +28,8 @@ class TensorCut:
         self.learnt: set[nn.Parameter] = set()
         """Of these a process finds a part of the gradient; of others it finds the whole."""
         self._is_alone = False
+        self._latest: tuple[Tensor, bool, Tensor] | None = None
+        """What a layer that is cut by rows was given, whether gradients were wanted, and what it got in its place."""
 
     @classmethod
     def among(cls, group: dist.ProcessGroup) -> "TensorCut":
@@ -97,10 +99,14 @@ class TensorCut:
     def _shared(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
         if self._is_alone:
             return given
-        share: Any = _Shared.apply
-        return (share(given[0], self.add), *given[1:])
+        wanted = torch.is_grad_enabled()
+        if self._latest is None or self._latest[0] is not given[0] or self._latest[1] != wanted:
+            share: Any = _Shared.apply
+            self._latest = given[0], wanted, share(given[0], self.add)
+        return (self._latest[2], *given[1:])  # layers that are given the same one have one sum of their gradients
 
     def _added(self, made: Tensor) -> Tensor:
+        self._latest = None  # nothing is kept longer than layers of its kind are asked one after the other
         if self._is_alone:
             return made
         add: Any = _Added.apply

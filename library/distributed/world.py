@@ -44,9 +44,10 @@ class World:
     windows: bool = False
     torch: tuple[int, int] = (2, 7)
     precision: str | None = None
-    """What the launcher says; ``None`` when it says nothing.  The same for the next three."""
+    """What the launcher says; ``None`` when it says nothing.  The same for the next four."""
     accumulation: int | None = None
     dynamo: str | None = None
+    dynamo_mode: str | None = None
     affinity: bool | None = None
     engines: tuple[str, ...] = ()
     said: Mapping[str, str] = field(default_factory=dict)
@@ -74,6 +75,7 @@ class World:
             precision=env.get("ACCELERATE_MIXED_PRECISION"),
             accumulation=_number(env, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
             dynamo=env.get("ACCELERATE_DYNAMO_BACKEND"),
+            dynamo_mode=env.get("ACCELERATE_DYNAMO_MODE"),
             affinity=truth(env.get("ACCELERATE_CPU_AFFINITY")),
             engines=tuple(name for key, name in ENGINES.items() if truth(env.get(key))),
             said={name: value for name, value in env.items() if name.startswith(ABOUT_ENGINES)},

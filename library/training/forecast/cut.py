@@ -1,9 +1,11 @@
 """The model as the processes of a layout have it: cut by the code that cuts it in training."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ...config import RunConfig
 from ...distributed.chain import cuts
@@ -79,11 +81,14 @@ class Cut:
 
 
 class _Dealing(ContextCut):
-    """Of tokens, where no device tells the precision of its autocast."""
+    """Of tokens, where no device tells the precision of its autocast, and attention is a pretence."""
 
     def __init__(self, others: Imagined, half: torch.dtype | None):
-        super().__init__(others, compiles=False)
+        super().__init__(others)
         self._half = half
 
     def precision(self, given: Tensor) -> torch.dtype:
         return self._half or given.dtype
+
+    def of_all(self, *given: Any, **more: Any) -> Tensor:
+        return functional.scaled_dot_product_attention(*given, **more)

@@ -1,6 +1,7 @@
 """Other processes that are not there: what they would send has its size, and what they would be sent is counted."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,15 +16,25 @@ class Imagined:
         """``send`` is told of bytes that would leave this process."""
         self.size, self._send = size, send
 
-    def swapped(self, sent: Tensor, there: Sequence[int], here: Sequence[int]) -> Tensor:
-        """So many rows go to each process, and so many come from each."""
-        self._send(sent.nbytes * (1 - there[self.rank] / sum(there)))
-        return sent.new_empty(sum(here), *sent.shape[1:])
+    def swapped(self, sent: Tensor, tie: Tensor, whose: Tensor, rows: int, *, is_out: bool) -> tuple[Tensor, Tensor]:
+        """Rows of own tokens go to each process and rows of all tokens come, or the other way round if ``is_out``."""
+        stays = float((whose == self.rank).float().mean()) if is_out else 1 / self.size
+        apply: Any = _Swapped.apply
+        return apply(sent, rows, sent.nbytes * (1 - stays), self._send), tie
 
-    def gathered(self, part: Tensor) -> list[Tensor]:
-        """The parts of all processes, which have one size."""
-        self._send(float((self.size - 1) * part.nbytes))
-        return [torch.empty_like(part) for _ in range(self.size)]
+
+class _Swapped(torch.autograd.Function):
+    """What was sent goes back as a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, sent: Tensor, rows: int, count: float, send: Callable[[float], None]) -> Tensor:
+        ctx.rows, ctx.count, ctx.send = sent.shape[0], count, send
+        send(count)
+        return sent.new_empty(rows, *sent.shape[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _Swapped.forward(ctx, gradients[0], ctx.rows, ctx.count, ctx.send), None, None, None
 
 
 def around(devices: int) -> float:

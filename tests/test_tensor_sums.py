@@ -1,0 +1,51 @@
+"""How often processes that share layers wait for each other's sums."""
+
+import pytest
+import torch
+from tiny import TINY
+from torch import nn
+
+from library.distributed.tensor_cut import TensorCut
+from library.families import FAMILIES
+from library.families.tensor_cuts import tensor_cuts
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.to_q, self.to_k, self.to_v, self.to_out = (nn.Linear(4, 4, bias=False) for _ in range(4))
+
+    def forward(self, given):
+        return self.to_out(self.to_q(given) * self.to_k(given) + self.to_v(given))
+
+
+CUTS = {name: ("columns" if name == "to_out" else "rows", (4,)) for name in ("to_q", "to_k", "to_v", "to_out")}
+
+
+def test_one_sum_forward_and_one_back_for_layers_that_are_given_the_same():
+    sums, model, given = [], Attention(), torch.ones(2, 4, requires_grad=True)
+    TensorCut(0, 2, lambda tensor: sums.append(tensor.clone())).cut(model, CUTS)
+    with torch.no_grad():  # which is not taken for what has gradients
+        model.to_q(given)
+    said = model(given)
+    assert len(sums) == 1
+    said.sum().backward()
+    assert len(sums) == 2 and torch.equal(sums[1], given.grad)
+    other = torch.zeros(2, 4)
+    assert torch.equal(model(other), torch.zeros(2, 4)) and model(given).any()
+
+
+@pytest.mark.parametrize(("name", "wanted"), [  # in SD3 and Qwen-Image nobody asks for the last block's text
+    ("sd3", 4 + 4 + 3 + 4),
+    ("flux", 2 * (4 + 4) + 2 * (1 + 1)),
+    pytest.param("z_image", 4 * (2 + 2), marks=pytest.mark.long),
+    pytest.param("qwen_image", 2 * (4 + 4) - 1, marks=pytest.mark.long),
+    pytest.param("sdxl", 8 * (3 + 3), marks=pytest.mark.long),
+])  # fmt: skip
+def test_sums_are_as_few_as_what_comes_into_parts_of_blocks_and_goes_out(name, wanted):
+    tiny, family, sums = TINY[name](), FAMILIES.get(name)(), []
+    denoiser = getattr(tiny.pipe, family.denoiser)
+    TensorCut(0, 2, sums.append).cut(denoiser, tensor_cuts(denoiser))
+    latents = tiny.batch.latents.clone().requires_grad_()
+    family.predict(tiny.pipe, denoiser, latents, torch.full((2,), 500.0), tiny.batch).sum().backward()
+    assert len(sums) == wanted
