@@ -88,7 +88,8 @@ def test_bytes_and_operations_of_switches_are_counted_and_those_of_a_real_step_a
 def operations_of_a_step(folder, words):
     config, given = settings(words, bench_step.Arguments)
     with made_up_run(with_pictures(config, folder, 1), given, folder) as run, Meter(torch.device("cpu")) as meter:
-        run.ladder.gradients(run, next(run.loader.steps(0)))
+        work = next(run.loader.steps(0))
+        run.strategy.gradients(run.task, work.batches, work.samples, 0)
     return meter.flops
 
 
