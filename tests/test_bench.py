@@ -13,7 +13,12 @@ from library.errors import ConfigError
 from library.tools import bench, bench_cache, bench_data, bench_group, bench_scale
 from library.tools.bench_figure import Figure, as_text, interleaved
 
-GROUP = "from library.tools.bench_group import together; together(2, ['-c', 'import time; time.sleep(99)'])"
+GROUP = """
+import signal
+from library.tools.bench_group import together
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell may have told what runs behind it to ignore
+together(2, ["-c", "import time; time.sleep(99)"])
+"""
 
 
 def test_no_process_outlives_a_bench_that_is_interrupted():

@@ -72,7 +72,7 @@ def test_a_training_step_is_quick_and_a_lora_on_it_learns():
     batch = Batch(latents, {"embeds": embeds}, torch.zeros(2, 6), torch.ones(2), (0, 1), ("a", "b"))
     losses, times = [], []
     for _ in range(40):
-        start = time.perf_counter()
+        start = time.process_time()
         t = torch.randint(0, 1000, (2,), generator=draw).float()
         noise = torch.randn(latents.shape, generator=draw)
         noisy, target = process.add_noise(latents, noise, t)
@@ -81,9 +81,9 @@ def test_a_training_step_is_quick_and_a_lora_on_it_learns():
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     assert sum(losses[-10:]) < 0.85 * sum(losses[:10])
-    assert min(times) < 0.2, "far more than it takes, for machines that are busy"
+    assert min(times) < 0.2, "processor seconds: far more than it takes, and none for other programs"
 
 
 def test_the_pictures_are_upright_wide_and_square_and_small_on_disk():

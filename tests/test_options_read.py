@@ -1,6 +1,7 @@
 """Accepted means honoured: every option is read by something that acts on it, and all of sd-scripts' have a verdict."""
 
 import ast
+import functools
 import json
 import re
 from collections import Counter
@@ -31,14 +32,16 @@ def sources() -> list[tuple[Path, str]]:
 
 def reads(files: Iterable[tuple[Path, str]]) -> set[str]:
     """Names of options that are read; to check or to describe them, as ``config`` does, is not to honour them."""
-    found: set[str] = set()
-    for path, source in files:
-        tree = ast.parse(source)
-        if path.parts[0] != "config":
-            found |= set(_attributes(tree, HOLDERS)) | set(_tables(tree))
-        elif path.stem.endswith("schema"):  # its properties are read in place of what they are made of
-            found |= set(_attributes(tree, {"self"}))
-    return found
+    return set().union(*(_read_in(path, source) for path, source in files))
+
+
+@functools.cache
+def _read_in(path: Path, source: str) -> frozenset[str]:
+    tree = ast.parse(source)
+    if path.parts[0] != "config":
+        return frozenset((*_attributes(tree, HOLDERS), *_tables(tree)))
+    # Properties of a schema are read in place of what they are made of.
+    return frozenset(_attributes(tree, {"self"}) if path.stem.endswith("schema") else ())
 
 
 def _attributes(tree: ast.AST, holders: set[str]) -> Iterator[str]:

@@ -1,14 +1,17 @@
 """``python -m library plan`` says what a run would do, as text, as JSON and as a sheet of pictures."""
 
+import io
 import json
 import os
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
+from ranks import on_ranks
 
 from library.config import load_options
 from library.data.contact_sheet import covered_where_masked
@@ -25,6 +28,19 @@ def plan(*words, cwd=ROOT):
     command = [sys.executable, "-m", "library", "plan", *map(str, words)]
     return subprocess.run(command, cwd=cwd, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
                           timeout=120)  # fmt: skip
+
+
+def plan_beside_torch(*words) -> tuple[int, str, str]:
+    """Exit code, answer and messages, from a process that need not import torch first."""
+    return on_ranks(1, _planned, *map(str, words))[0]
+
+
+def _planned(*words: str) -> tuple[int, str, str]:
+    from library.cli import tool
+
+    with redirect_stdout(io.StringIO()) as answer, redirect_stderr(io.StringIO()) as messages:
+        code = tool(["plan", *words])
+    return code, answer.getvalue(), messages.getvalue()
 
 
 def as_json(*words):
@@ -280,7 +296,9 @@ def test_messages_go_beside_what_was_asked_for(pictures, tmp_path):
 
 def test_layouts_that_fit_are_listed_the_fastest_first_and_those_that_do_not_with_what_they_lack(pictures):
     devices = [*pictures, "--world_size", "2", "--gpu_memory"]
-    said = as_json(*devices, "24GB")
+    code, answer, messages = plan_beside_torch(*devices, "24GB", "--json")
+    assert code == 0, messages
+    said = json.loads(answer)
     assert said["gpu_memory"] == 24 * 2**30 and "way_out" not in said
     assert {layout["way"]: layout["options"] for layout in said["layouts"]}["FSDP 2"] == "--fsdp"
     speeds = [layout["relative_speed"] for layout in said["layouts"]]
@@ -288,13 +306,12 @@ def test_layouts_that_fit_are_listed_the_fastest_first_and_those_that_do_not_wit
     for layout in said["layouts"]:
         assert layout["fits"] and layout["bytes"].pop("total") == sum(layout["bytes"].values())
 
-    assert [layout["way"] for layout in as_json(*devices, "24GB", "--device_map", "auto")["layouts"]] == [
-        "device map 2"
-    ]
+    _, answer, _ = plan_beside_torch(*devices, "24GB", "--device_map", "auto", "--json")
+    assert [layout["way"] for layout in json.loads(answer)["layouts"]] == ["device map 2"]
 
-    done = plan(*devices, "700MB")
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    code, answer, messages = plan_beside_torch(*devices, "700MB")
+    assert code == 0, messages
+    lines = answer.splitlines()
     assert "2 devices of 0.6836 GB, mixed_precision no; the largest micro-batch is 2 pictures of 64x64" in lines
     assert lines[-2].startswith("too large, by so many GB: ") and "DDP 2 by 0.3" in lines[-2]
     assert lines[-1].startswith("nothing fits, and no switch would change that")
@@ -313,5 +330,5 @@ def test_sizes_and_speeds_of_devices_are_read_and_belong_together(pictures):
     (("--optimizer_type", "torch.optim.LBFGS", "--gpu_memory", "24GB"), "its step wants closure, since it computes"),
 ])  # fmt: skip
 def test_what_training_would_refuse_is_not_planned(pictures, words, said):
-    done = plan(*pictures, *words)
-    assert done.returncode == 2 and said in " ".join(done.stderr.split())
+    code, _, messages = plan_beside_torch(*pictures, *words)
+    assert code == 2 and said in " ".join(messages.split())
