@@ -1,10 +1,12 @@
 """Blocks dealt out over the devices of one process: every layer finds what it is given, and learns the same."""
 
+import json
 import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -172,9 +174,12 @@ def test_where_it_cannot_be_is_told():
 def on_one_device(*flags: str) -> str:
     """Training with a map of two devices, both of which are this processor; every hook is there."""
     from library.distributed import mapped, refusals
+    from library.training import track
 
     refusals.mapping_problems = lambda args, world: []
     mapped.devices_beside = lambda first: [first, first]
+    peaks = cycle([5e9, 7e9])  # of one and of the other
+    track.peak_memory = lambda device: next(peaks)
     return train(*flags)
 
 
@@ -192,6 +197,9 @@ def test_it_learns_and_draws_what_an_undivided_model_does(model, written, more, 
     (one,) = on_ranks(1, train, *flags, "--output_dir", str(tmp_path / "one"))
     (two,) = on_ranks(1, on_one_device, *flags, "--output_dir", str(tmp_path / "two"), "--device_map", written)
     assert difference(load_file(one), load_file(two)) == 0.0
+    lines = map(json.loads, (tmp_path / "two" / "lora.metrics.jsonl").read_text().splitlines())
+    told = {line["memory/peak_gb"] for line in lines if "memory/peak_gb" in line}
+    assert told == {7}, "the device that held the most is told"
     drawn = [[path.read_bytes() for path in (tmp_path / name / "sample").glob("*.png")] for name in ("one", "two")]
     assert drawn[0] == drawn[1] and len(drawn[0]) == more.count("--sample_at_first")
 

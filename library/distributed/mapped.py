@@ -36,6 +36,7 @@ class Mapped(DataParallel):
     ) -> tuple[nn.Module, Any]:  # fmt: skip
         """Bring each block to its device."""
         denoiser, devices = denoiser or model, devices_beside(self.device)
+        self.devices = devices
         places = places_of(denoiser, self.wanted, [free_memory(device) for device in devices])
         for part in model.children():
             if part is not denoiser:

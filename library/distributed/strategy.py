@@ -57,6 +57,8 @@ class DataParallel(Company):
         """Called before a batch is computed again for its backward pass, when others came in between."""
         self.together = 1
         """So many processes share the work on one picture."""
+        self.devices = [self.device]
+        """All that this process computes on."""
         self.frozen_home = self.device
         """Where the frozen part of what is trained is loaded to, before it is wrapped."""
         self._asked = LateWords()

@@ -90,7 +90,7 @@ class Track:
         return {
             "speed/steps_per_second": len(figures) / seconds,
             "speed/samples_per_second": samples / seconds,
-            "memory/peak_gb": peak_memory(run.strategy.device) / 1e9,
+            "memory/peak_gb": max(map(peak_memory, run.strategy.devices)) / 1e9,
         }
 
     def _beside_the_bar(self, last: Figures, together: dict[str, float]) -> dict[str, str]:
