@@ -15,6 +15,7 @@ from test_run import difference
 from tiny import TINY
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from library.adapters.dropout import Dropout
 from library.distributed.chain import Chain
@@ -83,7 +84,7 @@ def shared_attention(lengths: dict[str, int], streams: list[str], masked: bool) 
     said = functional.scaled_dot_product_attention(*whole, attn_mask=mask)
     gradients = torch.autograd.grad((said * wanted).sum(), whole)
 
-    own = torch.tensor(cut.shares.places(streams), dtype=torch.long)
+    own = cut.shares.places(streams, torch.device("cpu"))
     parts = [each.detach()[:, :, own].requires_grad_() for each in whole]
     ours, _ = cut.attend(None, *parts, attn_mask=None if mask is None else mask[..., own])
     found = torch.autograd.grad((ours * wanted[:, :, own]).sum(), parts)
@@ -123,12 +124,30 @@ def test_every_token_is_somewhere_and_nobody_has_many_more_than_others(size):
     for streams in (["text"], ["picture"], ["text", "picture"]):
         count = sum(lengths[stream] for stream in streams)
         shares = [Shares(lengths, rank, size) for rank in range(size)]
-        places = [share.places(streams) for share in shares]
+        places = [share.places(streams, torch.device("cpu")).tolist() for share in shares]
         assert sorted(chain(*places)) == list(range(count))
         assert [len(each) for each in places] == shares[0].counts(streams)
         assert max(map(len, places)) - min(map(len, places)) <= len(streams)
         for share, each in zip(shares, places, strict=True):
             assert share.of(rows[:, :count], 1, streams)[0].tolist() == each
+
+
+class Made(TorchDispatchMode):
+    """What operations make, which copies of lists to a device are not."""
+
+    def __init__(self):
+        super().__init__()
+        self.tensors = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        self.tensors.append(function(*arguments, **(named or {})))
+        return self.tensors[-1]
+
+
+def test_where_tokens_stand_is_found_on_the_device_which_nobody_waits_for():
+    with Made() as made:
+        places = Shares({"text": 5, "picture": 26}, 1, 2).tokens(("text", "picture"), torch.device("meta")).places
+    assert places.shape == (16,) and any(each is places for each in made.tensors)
 
 
 @pytest.mark.parametrize("model", TRANSFORMERS)

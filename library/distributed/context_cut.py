@@ -47,17 +47,16 @@ class Shares:
         """Which of these streams' tokens are here, and who has which."""
         counts = torch.tensor(self.counts(streams))
         whose = torch.arange(self.size, dtype=torch.uint8).repeat_interleave(counts)
-        return Tokens(torch.tensor(self.places(streams), dtype=torch.long, device=device), whose)
+        return Tokens(self.places(streams, device), whose)
 
-    def places(self, streams: Sequence[str]) -> list[int]:
-        """Where in the whole of these streams the tokens of this process stand."""
-        found: list[int] = []
-        before = 0
+    def places(self, streams: Sequence[str], device: torch.device) -> Tensor:
+        """Where in the whole of these streams the tokens of this process stand; made there, for a copy would wait."""
+        found, before = [], 0
         for stream in streams:
             start, end = self.bounds(stream, self.rank)
-            found += range(before + start, before + end)
+            found.append(torch.arange(before + start, before + end, device=device))
             before += self.lengths[stream]
-        return found
+        return torch.cat(found)
 
     def of(self, given: Tensor, axis: int, streams: Sequence[str]) -> Tensor:
         """The part of this process in something that has a row for each token."""
