@@ -270,7 +270,11 @@ def test_ways_are_those_that_training_would_take():
     assert names(2, *sd3, "--fsdp") == {"FSDP 2", "FSDP 2 from host memory"}
     assert names(2, *sd3, "--cp_size", "2") == {"context 2"}
     assert names(2, *sd3, "--device_map", "sequential") == {"device map 2"}
-    assert names(2, *sd3, "--base_storage", "int8") == {"DDP 2"}
+    assert names(2, *sd3, "--base_storage", "int8") == {"DDP 2", "context 2"}
+    compiled = (*sd3, "--torch_compile", "--cp_size", "2")
+    assert names(2, *compiled) == {"context 2"}
+    assert names(2, *compiled, "--dynamo_mode", "max-autotune") == set()
+    assert names(2, *compiled, "--gradient_checkpointing", "--gradient_checkpointing_budget", "0.5") == set()
     assert names(2, *sd3, "--optimizer_type", "Adafactor") == {*everywhere, *cut}
     loha = ("--network_module", "lycoris.kohya", "--network_args", "algo=loha")
     assert names(2, *sd3, *loha) == {*everywhere, *zero, *(cut - {"tensor 2"})}

@@ -53,7 +53,7 @@ def before_joining(args: RunConfig, world: World) -> list[str]:
         *_precision(args, world),
         *_accumulation(args, world),
         *_dynamo(args),
-        *_exchanges(args, world),
+        *exchange_problems(args, world),
         *_devices(world),
         *_affinity(world),
         *attention_problems(args.distributed.attn_mode, world, asked),
@@ -130,8 +130,11 @@ def _dynamo(args: RunConfig) -> list[str]:
     return [f"--dynamo_backend {name}: this version of accelerate does not know it; pip install -U accelerate"]
 
 
-def _exchanges(args: RunConfig, world: World) -> list[str]:
-    """Those of tokens are compiled with blocks, whoever asks for that: the options, or else the launcher."""
+def exchange_problems(args: RunConfig, world: World) -> list[str]:
+    """Why tokens cannot be exchanged in what is compiled.
+
+    Exchanges are compiled with blocks, whoever asks for that: the options, or else the launcher.
+    """
     ours, size = args.distributed, args.parallel.cp_size
     if ours.torch_compile is None:
         backend, mode = world.dynamo or "no", world.dynamo_mode or "default"

@@ -12,6 +12,7 @@ from ...config.values import DeviceMap
 from ...distributed.device_map import mapping_problems
 from ...distributed.devices import HOST
 from ...distributed.layout import Layout, layout_of, layout_problems
+from ...distributed.refusals import exchange_problems
 from ...distributed.sharding import Sharding, asked_for
 from ...distributed.world import World
 from ...distributed.zero_settings import ZeroSettings, zero_settings
@@ -125,12 +126,14 @@ def _way(name: str, values: Values, config: RunConfig, given: frozenset[str], pr
     asked, (zero, problems) = asked_for(own, world), zero_settings(own, world)
     written = {option for option, value in values.items() if value != 1 or option not in SIZES}
     new = set(conflicts(own, given | written)) - set(conflicts(config, given))
-    found = [*asked.problems, *problems, *layout_problems(own, world), *mapping_problems(own, world), *new]
-    is_plain = asked.sharding is None and zero is None and own.parallel.together == 1
-    if found or (is_wanted(own) and not is_plain) or (zero is not None and _looks_at_whole_tensors(own)):
+    found = [*asked.problems, *problems, *layout_problems(own, world), *mapping_problems(own, world),
+             *exchange_problems(own, world), *new]  # fmt: skip
+    layout, is_divided = layout_of(own, world), asked.sharding is not None or zero is not None
+    is_whole = not is_divided and layout.contexts == layout.together
+    if found or (is_wanted(own) and not is_whole) or (zero is not None and _looks_at_whole_tensors(own)):
         return None
     said = {option: value for option, value in values.items() if option in written}
-    return Way(name, said, own, layout_of(own, world), asked.sharding, zero)
+    return Way(name, said, own, layout, asked.sharding, zero)
 
 
 def _looks_at_whole_tensors(config: RunConfig) -> bool:
