@@ -220,6 +220,21 @@ def test_stages_together_compute_what_the_model_computes_and_a_part_less_than_th
     assert all(stage.chunks[0].kept < whole.chunks[0].kept for stage in (*halves, *cut.stages))
 
 
+def test_stages_that_share_tokens_deal_them_out_before_a_block_is_checkpointed(monkeypatch):
+    config, _ = settings((*MODEL, "--gradient_checkpointing"), Arguments)
+    own, kept = Weightless.passage, list[int]()
+
+    def passage(run):
+        found = own(run)
+        twice = found.checkpoint
+        found.checkpoint = lambda block, *given: kept.append(given[0].shape[1]) or twice(block, *given)
+        return found
+
+    monkeypatch.setattr(Weightless, "passage", passage)
+    Cut(config, detect(config.model), Heaviest((256, 256), ("a picture",)), Layout(stages=2, contexts=2))
+    assert set(kept) == {256 // 2}
+
+
 def test_stages_cut_by_time_are_those_of_which_the_slowest_is_fastest():
     config, _ = settings(("--pretrained_model_name_or_path", "random:flux:tiny"), Arguments)
     by_weights, by_time = (

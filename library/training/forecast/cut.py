@@ -1,6 +1,7 @@
 """The model as the processes of a layout have it: cut by the code that cuts it in training."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ class Cut:
         self.sent = 0.0
         """Bytes that leave a device in a micro-batch for those with which it shares its layers, tokens or blocks."""
         self.run = run = Weightless(config, model, heaviest)
-        structure, dealing = structure_of(run.family, run.denoiser), None
+        # Its chain, so that whoever comes last is the outermost, as in training.
+        structure, dealing = replace(structure_of(run.family, run.denoiser), chain=run.chain), None
         if layout.parts > 1:
             TensorCut(0, layout.parts, self._add(layout.parts)).cut(run.denoiser, structure.cuts)
         if layout.contexts > 1:
