@@ -307,7 +307,8 @@ def test_layouts_that_fit_are_listed_the_fastest_first_and_those_that_do_not_wit
         assert layout["fits"] and layout["bytes"].pop("total") == sum(layout["bytes"].values())
 
     _, answer, _ = plan_beside_torch(*devices, "24GB", "--device_map", "auto", "--json")
-    assert [layout["way"] for layout in json.loads(answer)["layouts"]] == ["device map 2"]
+    said = json.loads(answer)
+    assert [layout["way"] for layout in said["layouts"]] == ["device map 2"] and said["ranks"] == 1
 
     code, answer, messages = plan_beside_torch(*devices, "700MB")
     assert code == 0, messages

@@ -67,7 +67,9 @@ def run(argv: Sequence[str]) -> tuple[str, int]:
         _refuse_layout(training.config, options.world_size)
     log = training.config.log
     set_up(level=log.console_log_level, simple=True, quiet=log.quiet)  # on standard error, beside what is asked for
-    outlook = look_ahead(training.config, max(1, options.world_size // training.config.parallel.together))
+    parallel = training.config.parallel
+    groups = 1 if parallel.device_map is not None else max(1, options.world_size // parallel.together)
+    outlook = look_ahead(training.config, groups)
     said = outlook.prepared.preview(outlook.plan.batches, path, options.preview_limit) if path is not None else ""
     if options.gpu_memory is not None:
         from .plan_devices import with_devices
