@@ -329,6 +329,9 @@ def test_sizes_and_speeds_of_devices_are_read_and_belong_together(pictures):
 @pytest.mark.parametrize(("words", "said"), [
     (("--world_size", "3", "--pp_size", "2"), "--pp_size 2: 3 processes cannot be dealt out in groups of 2; start 4"),
     (("--optimizer_type", "torch.optim.LBFGS", "--gpu_memory", "24GB"), "its step wants closure, since it computes"),
+    (("--gpu_memory", "24GB", "--cp_size", "2"), "--cp_size 2: 1 processes cannot be dealt out in groups of 2"),
+    (("--gpu_memory", "24GB", "--world_size", "2", "--device_map", '{"": 0, "nowhere": 2}'),
+     "--device_map: there is no device 2; this process sees devices 0 to 1 --device_map: 'nowhere' is no module"),
 ])  # fmt: skip
 def test_what_training_would_refuse_is_not_planned(pictures, words, said):
     code, _, messages = plan_beside_torch(*pictures, *words)

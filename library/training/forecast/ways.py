@@ -77,6 +77,18 @@ def ways(config: RunConfig, given: frozenset[str], processes: int, model: Detect
     return found
 
 
+def refusals(config: RunConfig, processes: int) -> list[str]:
+    """Why a run could not be spread over so many devices as its settings say."""
+    world = _world(config, processes)
+    _, problems = zero_settings(config, world)
+    return [*asked_for(config, world).problems, *problems, *layout_problems(config, world),
+            *mapping_problems(config, world), *exchange_problems(config, world)]  # fmt: skip
+
+
+def _world(config: RunConfig, processes: int) -> World:
+    return World.imagined(1 if config.parallel.device_map else processes, processes)
+
+
 def _said(option: str, value: Any) -> Any:
     """All ways to say that something is not wanted are one."""
     is_unwanted = value in (None, False, "none") or (option.endswith("_size") and value == 1)
@@ -122,15 +134,14 @@ def _way(name: str, values: Values, config: RunConfig, given: frozenset[str], pr
     """Nothing where training would refuse to start so."""
     usual = {option: None for option in OPTIONS} | {"zero_stage": flat(RunConfig())["zero_stage"]}
     own: RunConfig = build(RunConfig, {**flat(config), **usual, **values})
-    world = World.imagined(1 if own.parallel.device_map else processes, processes)
-    asked, (zero, problems) = asked_for(own, world), zero_settings(own, world)
+    world = _world(own, processes)
+    asked, (zero, _) = asked_for(own, world), zero_settings(own, world)
     written = {option for option, value in values.items() if value != 1 or option not in SIZES}
     new = set(conflicts(own, given | written)) - set(conflicts(config, given))
-    found = [*asked.problems, *problems, *layout_problems(own, world), *mapping_problems(own, world),
-             *exchange_problems(own, world), *new]  # fmt: skip
     layout, is_divided = layout_of(own, world), asked.sharding is not None or zero is not None
     is_whole = not is_divided and layout.contexts == layout.together
-    if found or (is_wanted(own) and not is_whole) or (zero is not None and _looks_at_whole_tensors(own)):
+    is_unfit = (is_wanted(own) and not is_whole) or (zero is not None and _looks_at_whole_tensors(own))
+    if new or is_unfit or refusals(own, processes):
         return None
     said = {option: value for option, value in values.items() if option in written}
     return Way(name, said, own, layout, asked.sharding, zero)
