@@ -188,6 +188,8 @@ def test_each_device_of_a_map_takes_what_was_foretold(model):
             said = run.family.predict(run.pipe, run.denoiser, batch.latents, torch.full((1,), 0.5, device=first), batch)
             kept = one.alive, two.alive
             backward((said.sum(),))
+    most = 10**12
+    assert foretold[0].activations(most) == most > foretold[1].activations(most), "the first encodes"
     assert [stage.chunks[0].kept for stage in foretold] == pytest.approx(kept, rel=0.1)
     assert [stage.activations(0) for stage in foretold] == pytest.approx([one.peak, two.peak], rel=0.2)
 

@@ -24,7 +24,9 @@ def dealt(run: Weightless, places: Mapping[str, int], devices: int) -> tuple[lis
     for device in range(devices):
         mine = [chunk for chunk, first in zip(chunks, ends, strict=False) if where[first] == device]
         rest = Footprint(before.kept + chunks[-1].behind, 0, before.flops) if device == 0 else Footprint(0, 0, 0)
-        found.append(Stage(frozen[device], (_together(before, mine, rest),), 0, 1, learnt[device] / in_all))
+        found.append(
+            Stage(frozen[device], (_together(before, mine, rest),), 0, 1, learnt[device] / in_all, device == 0)
+        )
     return found, 2.0 * sum(chunk.flow for chunk in chunks)
 
 

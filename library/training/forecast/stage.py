@@ -22,12 +22,15 @@ class Stage:
     """So many chunks wait for their backward at once."""
     share: float = 1.0
     """Of all that learns."""
+    encodes: bool = True
+    """Whether it also turns pictures and captions into what the model is given, as every process does."""
 
     def activations(self, encoding: int) -> int:
         """In the worst moment of a step, which may be while pictures are encoded for the next micro-batch."""
         each = sum(chunk.kept for chunk in self.chunks) // len(self.chunks)
         computing = max(chunk.peak - chunk.kept for chunk in self.chunks)
-        return max(self.waiting * each + computing, (self.waiting - 1) * each + encoding)
+        others = (self.waiting - 1) * each + encoding if self.encodes else 0
+        return max(self.waiting * each + computing, others)
 
     @property
     def departing(self) -> int:
