@@ -42,8 +42,11 @@ def try_out(run: Run, batch: PixelBatch) -> None:
 def try_later_stages(run: Run, first: PixelBatch) -> None:
     """The largest batch of all stages to come, if it is larger than those that the run begins with.
 
-    Where the machine's own memory would be out, nobody is told of it, so there it is not tried.
+    Where the machine's own memory would be out, nobody is told of it, so there it is not tried.  Nor with a ladder:
+    it would go down for all steps before, and goes down by itself when the size comes.
     """
+    if run.ladder.is_wanted:
+        return
     now, *later = [stage for stage in stages_in(run.plan.batches) if stage.end is None or stage.end > run.state.step]
     largest = max(later, key=_pixels, default=now)
     if _pixels(largest) <= _pixels(now) or not has_own_memory(run.strategy.device):
