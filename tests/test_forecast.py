@@ -308,10 +308,20 @@ def test_where_nothing_fits_switches_are_named_until_it_does():
     model, load = detect(config.model), Load(Heaviest((512, 512), ("a picture",)), 1.0)
     (row,) = forecast(config, given, model, load, devices(1))
     tight = replace(devices(1), memory=row.need.total - row.need.activations // 2)
-    out = way_out(config, given, model, load, tight)
+    out = way_out(config, given, model, load, tight, [row])
 
     assert out is not None and out.row.need.total <= tight.memory
     assert set(out.words.split()) <= {"--mixed_precision", "bf16", "--gradient_checkpointing"}
+
+
+def test_switches_are_named_for_the_way_that_was_asked_for():
+    config, given = settings(("--pretrained_model_name_or_path", "random:flux:tiny", "--cp_size", "2"), Arguments)
+    model, load = detect(config.model), Load(Heaviest((512, 512), ("a picture",)), 1.0)
+    rows = forecast(config, given, model, load, devices(2))
+    tight = replace(devices(2), memory=rows[0].need.total - rows[0].need.activations // 2)
+    out = way_out(config, given, model, load, tight, rows)
+
+    assert out is not None and out.row.way.name == "context 2" and out.row.need.total <= tight.memory
 
 
 @pytest.mark.long
@@ -320,10 +330,10 @@ def test_where_no_switch_is_enough_all_are_named_with_what_still_lacks():
     model, load = detect(config.model), Load(Heaviest((512, 512), ("a picture",)), 1.0)
     (row,) = forecast(config, given, model, load, devices(1))
     fixed = row.need.reserve + row.need.adapters
-    hopeless = way_out(config, given, model, load, devices(1, memory=fixed))
+    hopeless = way_out(config, given, model, load, devices(1, memory=fixed), [row])
     assert hopeless is not None and hopeless.row.need.total > fixed
     assert "--base_storage nf4" in hopeless.words and "int8" not in hopeless.words
-    assert way_out(config, given, model, load, devices(1, memory=fixed - 1)) is None
+    assert way_out(config, given, model, load, devices(1, memory=fixed - 1), [row]) is None
 
 
 def test_a_batch_without_numbers_has_the_sizes_of_pictures_and_captions():

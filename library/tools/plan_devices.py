@@ -30,7 +30,7 @@ def with_devices(
     try:
         rows = forecast(config, given, outlook.detected, load, devices)
         fits = any(row.need.total <= devices.memory for row in rows)
-        out = None if fits or not rows else way_out(config, given, outlook.detected, load, devices)
+        out = None if fits or not rows else way_out(config, given, outlook.detected, load, devices, rows)
     finally:
         logging.disable(logging.NOTSET)
     return recorded(rows, out, devices), told(rows, out, load, devices)

@@ -1,6 +1,6 @@
 """What would help where nothing fits: switches that save memory, one after the other."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,9 @@ from ..resting import blocks_of
 from .forecast import Devices, Load, Row, forecast
 from .weightless import Heaviest
 
+FEW = 3
+"""Ways that are tried with each switch, where plain ones are not wanted."""
+
 
 @dataclass(frozen=True)
 class WayOut:
@@ -23,19 +26,21 @@ class WayOut:
     row: Row
 
 
-def way_out(config: RunConfig, given: frozenset[str], model: Detected, load: Load, devices: Devices) -> WayOut | None:
+def way_out(
+    config: RunConfig, given: frozenset[str], model: Detected, load: Load, devices: Devices, rows: Sequence[Row]
+) -> WayOut | None:
     """The first so many of the switches by which something fits, but for those that gain nothing; or else all.
 
-    None where devices are too small for what no switch changes.
+    None where devices are too small for what no switch changes; ``rows`` are those that do not fit.
     """
-    said, together = list[str](), dict[str, Any]()
-    found, best = None, _with({}, config, given, model, load, devices)
-    if best is not None and best.need.reserve + best.need.adapters > devices.memory:
+    said, together, names = list[str](), dict[str, Any](), _looked_at(rows, devices.count)
+    found, best = None, min((row for row in rows if row.way.name in names), key=lambda row: row.need.total)
+    if best.need.reserve + best.need.adapters > devices.memory:
         return None
     for words, values in _switches(config, model, load):
         more = {**together, **values}
-        row = _with(more, config, given, model, load, devices)
-        if row is None or (best is not None and row.need.total >= best.need.total):
+        row = _with(more, config, given, model, load, devices, names)
+        if row is None or row.need.total >= best.need.total:
             continue
         together, best = more, row
         said = [word for word in said if not words.startswith(word) and word.split()[0] != words.split()[0]] + [words]
@@ -43,6 +48,12 @@ def way_out(config: RunConfig, given: frozenset[str], model: Detected, load: Loa
         if row.need.total <= devices.memory:
             break
     return found
+
+
+def _looked_at(rows: Sequence[Row], count: int) -> list[str]:
+    """Ways in which no layer and no chain of blocks is cut; where others are asked for, those that need least."""
+    plain = {"one device", f"DDP {count}", f"FSDP {count}", f"ZeRO 3, {count}"} & {row.way.name for row in rows}
+    return sorted(plain) or [row.way.name for row in sorted(rows, key=lambda row: row.need.total)[:FEW]]
 
 
 def _switches(config: RunConfig, model: Detected, load: Load) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -69,16 +80,15 @@ def _switches(config: RunConfig, model: Detected, load: Load) -> Iterator[tuple[
 
 
 def _with(
-    values: Mapping[str, Any], config: RunConfig, given: frozenset[str], model: Detected, load: Load, devices: Devices
-) -> Row | None:
-    """What needs least with these settings, of ways in which no layer and no chain of blocks is cut."""
+    values: Mapping[str, Any], config: RunConfig, given: frozenset[str], model: Detected, load: Load, devices: Devices,
+    names: Sequence[str],
+) -> Row | None:  # fmt: skip
+    """What needs least with these settings, of ways of these names."""
     changed: RunConfig = build(RunConfig, {**flat(config), **values})
     if set(conflicts(changed, given | set(values))) - set(conflicts(config, given)):
         return None
     heaviest = load.heaviest
     if "train_batch_size" in values:
         heaviest = Heaviest(heaviest.size, heaviest.captions[:1])
-    names = [name for name in ("one device", f"DDP {devices.count}", f"FSDP {devices.count}",
-                               f"ZeRO 3, {devices.count}")]  # fmt: skip
     rows = forecast(changed, given, model, replace(load, heaviest=heaviest), devices, names)
     return min(rows, key=lambda row: row.need.total, default=None)
