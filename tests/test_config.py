@@ -324,7 +324,7 @@ def test_a_zero_is_not_taken_for_a_switch_that_is_off(tmp_path):
                                     "percentage ('10%')"),
     (["--log_with", "all"], "--log_with: log_with all needs a logging_dir to write to"),
     (["--prefetch_factor", "3", "--max_data_loader_n_workers", "0"],
-     "--prefetch_factor: without workers nothing is read ahead"),
+     "--prefetch_factor: without max_data_loader_n_workers nothing is read ahead"),
     (["--min_bucket_reso", "900", "--max_bucket_reso", "600"],
      "--min_bucket_reso: min_bucket_reso 900 is above max_bucket_reso 600"),
     (["--output_name", "a.safetensors"], "--output_name: the ending is added; write the name without .safetensors"),

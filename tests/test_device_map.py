@@ -167,8 +167,9 @@ def test_where_it_cannot_be_is_told():
     assert "this is one of 2; start one process, or use --pp_size" in problems("auto", size=2)[0]
     assert "this process sees 1 accelerators" in problems("auto", count=1)[0]
     assert "there is no device 2; this process sees devices 0 to 1" in problems('{"": 0, "a": 2}')[0]
-    both = load_options(["--dataset_config", __file__, "--device_map", "auto", "--tp_size", "2"]).problems
-    assert "--device_map, --tp_size: not together" in both or any("not together" in line for line in both)
+    both = load_options(["--dataset_config", __file__, "--device_map", "auto", "--tp_size", "2", "--fsdp"]).problems
+    told = [f"--device_map: not together with --{other}; take one of the two out" for other in ("tp_size", "fsdp")]
+    assert both == told
 
 
 def on_one_device(*flags: str) -> str:

@@ -25,8 +25,7 @@ from library.training.forecast.pace import Assumed
 from library.training.forecast.pretence import Pretence, backward
 from library.training.forecast.remembered import remembered
 from library.training.forecast.stage import waiting
-from library.training.forecast.told import told
-from library.training.forecast.ways import ways
+from library.training.forecast.ways import obstacles, ways
 from library.training.forecast.ways_out import way_out
 from library.training.forecast.weightless import Heaviest, Weightless
 
@@ -194,6 +193,23 @@ def test_each_device_of_a_map_takes_what_was_foretold(model):
     assert [stage.activations(0) for stage in foretold] == pytest.approx([one.peak, two.peak], rel=0.2)
 
 
+@pytest.mark.parametrize("model", ["flux", "sdxl", "sd3"])
+def test_devices_of_a_map_have_together_what_one_has_and_what_they_hand_on(model):
+    words = ("--pretrained_model_name_or_path", f"random:{model}:tiny")
+    config, _ = settings(words, Arguments)
+    model, heaviest = detect(config.model), Heaviest((256, 256), ("a picture",))
+    whole = Cut(config, model, heaviest, Layout())
+    dealt = in_turn(getattr(whole.run.pipe, whole.run.family.denoiser), 2)
+    config, _ = settings((*words, "--device_map", str(dealt)), Arguments)
+    parts = Cut(config, model, heaviest, Layout(), (2**40, 2**40))
+    (alone,), several = whole.stages[0].chunks, [stage.chunks[0] for stage in parts.stages]
+
+    assert sum(stage.flops for stage in parts.stages) == whole.stages[0].flops
+    assert sum(stage.frozen for stage in parts.stages) == whole.stages[0].frozen
+    kept = sum(chunk.kept for chunk in several)
+    assert alone.kept <= kept <= alone.kept + parts.sent, "what is handed on may be kept once more, on each side"
+
+
 def test_memory_counts_until_the_last_tensor_in_it_is_gone():
     before = torch.empty(100)
     with Meter(torch.device("cpu"), [before]) as meter:
@@ -274,13 +290,18 @@ def names(count: int, *words: str) -> set[str]:
     return {way.name for way in ways(loaded.config, frozenset(loaded.places), count, detect(loaded.config.model))}
 
 
+def whys(*words: str) -> list[str]:
+    loaded = load_options(["--dataset_config", "dataset_configs/demo.toml", *words])
+    return obstacles(loaded.config, frozenset(loaded.places), 2, detect(loaded.config.model))
+
+
 def test_ways_are_those_that_training_would_take():
     sd3 = ("--pretrained_model_name_or_path", "random:sd3:tiny")
     zero = {"ZeRO 1, 2", "ZeRO 2, 2", "ZeRO 3, 2", "ZeRO 3, 2, all in host memory"}
     zero |= {f"ZeRO {stage}, 2, optimizer in host memory" for stage in (1, 2, 3)}
     everywhere = {"DDP 2", "FSDP 2", "FSDP 2 from host memory"}
 
-    assert names(1, *sd3) == {"one device"}
+    assert names(1, *sd3) == {"one device", "ZeRO 3, 1, all in host memory"}
     cut = {"pipeline 2", "tensor 2", "context 2", "device map 2"}
     assert names(2, *sd3) == {*everywhere, *zero, *cut}
     assert names(2, *sd3, "--tp_size", "2") == {"tensor 2"}
@@ -298,7 +319,16 @@ def test_ways_are_those_that_training_would_take():
     assert "context 2" not in names(2, "--pretrained_model_name_or_path", "random:sdxl:tiny")
     nowhere = ("--deepspeed", "--zero_stage", "3", "--offload_optimizer_device", "nvme")
     assert names(2, *sd3, *nowhere) == set()
-    assert "no way that is looked at agrees" in told([], None, Load(SMALL, 1.0), devices(2))
+    assert whys(*sd3, *nowhere) == [
+        "--deepspeed, --zero_stage, --offload_optimizer_device: no way that can be foretold"
+        " is asked for like this; leave out what says how the run is spread"
+    ]
+    assert names(1, *sd3, "--fsdp") == set()
+    assert len(names(1, *sd3, "--deepspeed")) == 7
+    (packed,) = whys(*sd3, "--tp_size", "2", "--base_storage", "nf4")
+    assert packed.startswith("--base_storage: this run spreads the frozen weights over processes")
+    small, whole = whys(*sd3, "--deepspeed", "--base_storage", "nf4", "--torch_compile")
+    assert small.startswith("ZeRO 1, 2, ZeRO 1, 2, optimizer in host memory, ZeRO 2, 2,") and "torch_compile" in whole
     together = {"DDP 2 x tensor 2", "FSDP 2 x tensor 2", "pipeline 2 x tensor 2", "DDP 2 x pipeline 2", "HSDP 2 x 2"}
     assert together < names(4, *sd3)
 
@@ -306,7 +336,7 @@ def test_ways_are_those_that_training_would_take():
 def test_where_nothing_fits_switches_are_named_until_it_does():
     config, given = settings(("--pretrained_model_name_or_path", "random:flux:tiny", "--resolution", "128"), Arguments)
     model, load = detect(config.model), Load(Heaviest((512, 512), ("a picture",)), 1.0)
-    (row,) = forecast(config, given, model, load, devices(1))
+    (row,) = forecast(config, given, model, load, devices(1), ["one device"])
     tight = replace(devices(1), memory=row.need.total - row.need.activations // 2)
     out = way_out(config, given, model, load, tight, [row])
 
@@ -328,7 +358,7 @@ def test_switches_are_named_for_the_way_that_was_asked_for():
 def test_where_no_switch_is_enough_all_are_named_with_what_still_lacks():
     config, given = settings(("--pretrained_model_name_or_path", "random:flux:tiny", "--resolution", "128"), Arguments)
     model, load = detect(config.model), Load(Heaviest((512, 512), ("a picture",)), 1.0)
-    (row,) = forecast(config, given, model, load, devices(1))
+    (row,) = forecast(config, given, model, load, devices(1), ["one device"])
     fixed = row.need.reserve + row.need.adapters
     hopeless = way_out(config, given, model, load, devices(1, memory=fixed), [row])
     assert hopeless is not None and hopeless.row.need.total > fixed

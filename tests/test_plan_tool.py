@@ -332,6 +332,8 @@ def test_sizes_and_speeds_of_devices_are_read_and_belong_together(pictures):
     (("--gpu_memory", "24GB", "--cp_size", "2"), "--cp_size 2: 1 processes cannot be dealt out in groups of 2"),
     (("--gpu_memory", "24GB", "--world_size", "2", "--device_map", '{"": 0, "nowhere": 2}'),
      "--device_map: there is no device 2; this process sees devices 0 to 1 --device_map: 'nowhere' is no module"),
+    (("--gpu_memory", "24GB", "--world_size", "2", "--fsdp", "--base_storage", "nf4"),
+     "--base_storage: this run spreads the frozen weights over processes"),
 ])  # fmt: skip
 def test_what_training_would_refuse_is_not_planned(pictures, words, said):
     code, _, messages = plan_beside_torch(*pictures, *words)

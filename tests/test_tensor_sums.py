@@ -1,5 +1,7 @@
 """How often processes that share layers wait for each other's sums."""
 
+import weakref
+
 import pytest
 import torch
 from tiny import TINY
@@ -33,6 +35,16 @@ def test_one_sum_forward_and_one_back_for_layers_that_are_given_the_same():
     assert len(sums) == 2 and torch.equal(sums[1], given.grad)
     other = torch.zeros(2, 4)
     assert torch.equal(model(other), torch.zeros(2, 4)) and model(given).any()
+
+
+def test_what_layers_were_given_is_not_kept_behind_them():
+    model, given = Attention(), torch.ones(2, 4)
+    TensorCut(0, 2, lambda tensor: None).cut(model, CUTS)
+    seen = weakref.ref(given)
+    with torch.no_grad():
+        model(given)
+    del given
+    assert seen() is None
 
 
 @pytest.mark.parametrize(("name", "wanted"), [  # in SD3 and Qwen-Image nobody asks for the last block's text

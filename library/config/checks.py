@@ -144,7 +144,10 @@ def _buckets(config: RunConfig, given: Given) -> Iterator[Conflict]:
 
 def _workers_read_ahead(config: RunConfig, given: Given) -> Iterator[Conflict]:
     if "prefetch_factor" in given and not config.data.max_data_loader_n_workers:
-        yield ("prefetch_factor", "max_data_loader_n_workers"), "without workers nothing is read ahead"
+        yield (
+            ("prefetch_factor", "max_data_loader_n_workers"),
+            "without max_data_loader_n_workers nothing is read ahead",
+        )
 
 
 def _cache_is_used(config: RunConfig, given: Given) -> Iterator[Conflict]:

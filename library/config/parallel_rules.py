@@ -22,7 +22,8 @@ def parallel_conflicts(config: RunConfig, given: frozenset[str]) -> Iterator[tup
         if config.distributed.attn_mode in OTHER_ATTENTION:
             yield ("attn_mode", "cp_size"), "only torch's own attention can be shared; use sdpa or cudnn"
     if parallel.device_map is not None:
-        yield from ((("device_map", name), "not together") for name in _beside(config))
+        for name in _beside(config):
+            yield ("device_map", name), f"not together with --{name}; take one of the two out"
     if parallel.together == 1:
         return
     name = next(name for name, size in parallel.sizes.items() if size > 1)
@@ -31,7 +32,7 @@ def parallel_conflicts(config: RunConfig, given: frozenset[str]) -> Iterator[tup
             yield ("dynamo_use_regional_compilation", name), "a model that is taken apart is compiled block by block"
     if config.deepspeed.deepspeed:
         instead = "cp_size" if name == "cp_size" else "tp_size"
-        yield ("deepspeed", name), f"not together; use fsdp with {instead}"
+        yield ("deepspeed", name), f"not together with --{name}; use --fsdp with --{instead}"
 
 
 def _beside(config: RunConfig) -> Iterator[str]:

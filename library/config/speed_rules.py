@@ -32,7 +32,10 @@ def speed_conflicts(config: RunConfig, given: frozenset[str]) -> Iterator[tuple[
             if getattr(config.train, name) != nothing:
                 yield (name, "gradient_checkpointing_budget"), "where blocks are compiled, the budget alone decides"
     if config.train.blocks_to_swap and config.distributed.torch_compile:
-        yield ("blocks_to_swap", "torch_compile"), "weights that come and go cannot be compiled; take one of the two"
+        yield (
+            ("blocks_to_swap", "torch_compile"),
+            "weights that come and go cannot be compiled; leave it, or --torch_compile, out",
+        )
     steps, train = config.train.profile_steps, config.train
     if steps is not None:
         if steps.first < 2 or steps.last - steps.first + 1 < LEAST_PROFILED:

@@ -86,7 +86,8 @@ class World:
     def imagined(cls, size: int, devices: int | None = None) -> "World":
         """So many processes on a machine with as many GPUs, or so many, whatever there is here."""
         machine = Machine("cuda", size if devices is None else devices)
-        return cls(size=size, local_rank=0, local_size=size, device=machine.device, machine=machine)
+        local_rank = 0 if size > 1 else None
+        return cls(size=size, local_rank=local_rank, local_size=size, device=machine.device, machine=machine)
 
     @property
     def machines(self) -> int:

@@ -10,7 +10,7 @@ from ..optim import optimizers
 from ..training.forecast.forecast import Devices, Load, forecast
 from ..training.forecast.pace import Assumed
 from ..training.forecast.told import recorded, told
-from ..training.forecast.ways import refusals
+from ..training.forecast.ways import obstacles, refusals
 from ..training.forecast.ways_out import way_out
 from ..training.outline import Outlook
 from ..training.parallel_fit import misfits
@@ -29,8 +29,10 @@ def with_devices(
     logging.disable(logging.WARNING)  # what a run tells of itself; many are assembled here, on devices that are not
     try:
         rows = forecast(config, given, outlook.detected, load, devices)
+        if not rows:
+            raise ConfigError(obstacles(config, given, count, outlook.detected))
         fits = any(row.need.total <= devices.memory for row in rows)
-        out = None if fits or not rows else way_out(config, given, outlook.detected, load, devices, rows)
+        out = None if fits else way_out(config, given, outlook.detected, load, devices, rows)
     finally:
         logging.disable(logging.NOTSET)
     return recorded(rows, out, devices), told(rows, out, load, devices)

@@ -24,13 +24,20 @@ def is_wanted(config: RunConfig) -> bool:
     return bool(config.train.blocks_to_swap) or config.model.base_storage != "float"
 
 
+def spread_problems(config: RunConfig, has_whole_model: bool) -> list[str]:
+    """Only a process that has all frozen weights can let them rest."""
+    if has_whole_model or not is_wanted(config):
+        return []
+    name = "blocks_to_swap" if config.train.blocks_to_swap else "base_storage"
+    return [f"--{name}: this run spreads the frozen weights over processes, which are then not where they could rest;"
+            " take one of the two"]  # fmt: skip
+
+
 def rehearse_resting(config: RunConfig, strategy: DataParallel, family: Family, model: Detected) -> None:
     """Whether it can be done is known before anything is loaded."""
     wanted = config.train.blocks_to_swap
-    if is_wanted(config) and not strategy.has_whole_model:
-        name = "blocks_to_swap" if wanted else "base_storage"
-        raise ConfigError([f"--{name}: this run spreads the frozen weights over processes, which are then not where"
-                           " they could rest; take one of the two"])  # fmt: skip
+    if problems := spread_problems(config, strategy.has_whole_model):
+        raise ConfigError(problems)
     if wanted and strategy.compiles:
         raise ConfigError(["--blocks_to_swap: weights that come and go cannot be compiled, and accelerate's settings"
                            " ask for that; --no-torch_compile switches it off"])  # fmt: skip

@@ -24,7 +24,7 @@ from ..families.drawable import undrawable
 from ..families.identity import glance, glance_at
 from ..log import Progress
 from ..optim import optimizers, schedules
-from ..optim.elementwise import refuse_whole_tensors
+from ..optim.elementwise import whole_tensor_problems
 from . import before_after, state_folder
 from .assembly import assemble, load
 from .bad_samples import NoMore
@@ -62,8 +62,9 @@ def run(config: RunConfig, given: frozenset[str] = frozenset()) -> None:
     strategy = strategy_of(config)
     folder, name = Path(config.save.output_dir), config.save.output_name
     try:
-        if strategy.divides_optimizer:
-            refuse_whole_tensors(config.optim, strategy.divides_optimizer, "or --fsdp in its place")
+        divider = strategy.divides_optimizer
+        if divider and (problems := whole_tensor_problems(config.optim, divider)):
+            raise ConfigError(problems)
         with FolderLock(folder, name) as lock:
             strategy.on_main(lambda: _make_ready(config, folder, name, lock))
             ending = Ending(strategy, config)

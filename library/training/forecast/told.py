@@ -13,13 +13,13 @@ GB = 2**30
 
 
 def told(rows: Sequence[Row], out: WayOut | None, load: Load, devices: Devices) -> str:
-    """What fits, the fastest first; what does not, and by how much; and what would help where nothing fits."""
+    """Of one way or several: which fit, the fastest first; which do not; and what would help where nothing fits."""
     return "\n".join(_lines(rows, out, load, devices))
 
 
 def recorded(rows: Sequence[Row], out: WayOut | None, devices: Devices) -> dict[str, Any]:
     """The same for programs."""
-    fastest = max((row.pictures_a_second for row in rows), default=1.0)
+    fastest = max(row.pictures_a_second for row in rows)
     found: dict[str, Any] = {"gpu_memory": devices.memory, "layouts": [row.record(fastest, devices.memory)
                                                                        for row in rows]}  # fmt: skip
     if out is not None:
@@ -31,7 +31,7 @@ def _lines(rows: Sequence[Row], out: WayOut | None, load: Load, devices: Devices
     (width, height), count = load.heaviest.size, len(load.heaviest.captions)
     number = "1 device" if devices.count == 1 else f"{devices.count} devices"
     pictures = "1 picture" if count == 1 else f"{count} pictures"
-    precision = rows[0].way.config.distributed.mixed_precision or "no" if rows else "no"
+    precision = rows[0].way.config.distributed.mixed_precision or "no"
     yield (f"{number} of {devices.memory / GB:.4g} GB, mixed_precision {precision}; the largest micro-batch is"
            f" {pictures} of {width}x{height}")  # fmt: skip
     fitting = [row for row in rows if row.need.total <= devices.memory]
@@ -43,9 +43,7 @@ def _lines(rows: Sequence[Row], out: WayOut | None, load: Load, devices: Devices
     if others:
         lacks = ", ".join(f"{row.way.name} by {(row.need.total - devices.memory) / GB:.1f}" for row in others)
         yield f"too large, by so many GB: {lacks}"
-    if not rows:
-        yield "no way that is looked at agrees with these settings; leave out those that say how the run is spread"
-    elif not fitting and out is None:
+    if not fitting and out is None:
         yield "nothing fits, and no switch would change that: such devices have no room for their own context"
     elif out is not None:
         rest = out.row.need.total - devices.memory

@@ -15,13 +15,13 @@ from ...distributed.layout import Layout, layout_of, layout_problems
 from ...distributed.refusals import exchange_problems
 from ...distributed.sharding import Sharding, asked_for
 from ...distributed.world import World
+from ...distributed.zero import Zero
 from ...distributed.zero_settings import ZeroSettings, zero_settings
-from ...errors import ConfigError
 from ...families import FAMILIES
 from ...families.detect import Detected
-from ...optim.elementwise import refuse_whole_tensors
+from ...optim.elementwise import whole_tensor_problems
 from ..parallel_fit import misfits
-from ..resting import is_wanted
+from ..resting import spread_problems
 
 Values = Mapping[str, Any]
 IN_HOST_MEMORY = {"offload_optimizer_device": HOST.type}
@@ -59,22 +59,44 @@ class Way:
 
 def ways(config: RunConfig, given: frozenset[str], processes: int, model: Detected) -> list[Way]:
     """All that this model and these settings allow."""
-    found, fits = [], dict[Hashable, bool]()
+    return [way for way, obstacle in _considered(config, given, processes, model) if obstacle is None]
+
+
+def obstacles(config: RunConfig, given: frozenset[str], processes: int, model: Detected) -> list[str]:
+    """Why none is allowed, each reason once; where all have the same, without their names."""
+    found = dict[str, list[str]]()
+    for way, why in _considered(config, given, processes, model):
+        if why is not None:
+            found.setdefault(why, []).append(way.name)
+    if not found:
+        said = [option for option in OPTIONS if option in given]
+        return [f"{', '.join(f'--{option}' for option in said)}: no way that can be foretold is asked for like this;"
+                " leave out what says how the run is spread"]  # fmt: skip
+    return [*found] if len(found) == 1 else [f"{', '.join(names)}: {why}" for why, names in found.items()]
+
+
+def _considered(
+    config: RunConfig, given: frozenset[str], processes: int, model: Detected
+) -> Iterator[tuple[Way, str | None]]:
+    """Ways that agree with what somebody wrote down, each with the first thing that speaks against it."""
+    wanted = {option: _said(option, flat(config)[option]) for option in OPTIONS if option in given}
+    misfit = dict[Hashable, str | None]()
     for name, values in _thinkable(processes, config.parallel.device_map or DeviceMap("balanced")):
-        wanted = {option: _said(option, flat(config)[option]) for option in OPTIONS if option in given}
         if not set(SIZES) <= given and all(values[name] > 1 for name in SIZES):
             continue  # slower than any two of them, and there would be many
         if any(_said(option, values.get(option)) != value for option, value in wanted.items()):
             continue
-        way = _way(name, values, config, given, processes)
-        if way is None:
-            continue
-        if way.cut not in fits:
-            family = FAMILIES.get(model.family)(config.model)
-            fits[way.cut] = not [*misfits(way.config, family, model)]
-        if fits[way.cut]:
-            found.append(way)
-    return found
+        is_alone = processes == 1 and "deepspeed" in values and "deepspeed" not in given
+        if is_alone and "offload_param_device" not in values:
+            continue  # it has nobody to share with, and gains next to nothing
+        way = _way(name, values, config, processes)
+        obstacle = next(_obstacles(way, values, config, given, processes), None)
+        if obstacle is None:
+            if way.cut not in misfit:
+                family = FAMILIES.get(model.family)(config.model)
+                misfit[way.cut] = next(misfits(way.config, family, model), None)
+            obstacle = misfit[way.cut]
+        yield way, obstacle
 
 
 def refusals(config: RunConfig, processes: int) -> list[str]:
@@ -107,8 +129,8 @@ def _thinkable(processes: int, dealt: DeviceMap) -> Iterator[tuple[str, dict[str
             yield _named(plain, cut), base
             if groups > 1 and stages == 1:
                 yield from _sharded(groups, cut, base)
+    yield from _divided(processes)
     if processes > 1:
-        yield from _divided(processes)
         yield f"device map {processes}", {**dict.fromkeys(SIZES, 1), "device_map": dealt}
 
 
@@ -130,29 +152,29 @@ def _divided(processes: int) -> Iterator[tuple[str, dict[str, Any]]]:
            {**base, "zero_stage": 3, **IN_HOST_MEMORY, "offload_param_device": HOST.type})  # fmt: skip
 
 
-def _way(name: str, values: Values, config: RunConfig, given: frozenset[str], processes: int) -> Way | None:
-    """Nothing where training would refuse to start so."""
+def _way(name: str, values: Values, config: RunConfig, processes: int) -> Way:
     usual = {option: None for option in OPTIONS} | {"zero_stage": flat(RunConfig())["zero_stage"]}
     own: RunConfig = build(RunConfig, {**flat(config), **usual, **values})
     world = _world(own, processes)
-    asked, (zero, _) = asked_for(own, world), zero_settings(own, world)
-    written = {option for option, value in values.items() if value != 1 or option not in SIZES}
-    new = set(conflicts(own, given | written)) - set(conflicts(config, given))
-    layout, is_divided = layout_of(own, world), asked.sharding is not None or zero is not None
-    is_whole = not is_divided and layout.contexts == layout.together
-    is_unfit = (is_wanted(own) and not is_whole) or (zero is not None and _looks_at_whole_tensors(own))
-    if new or is_unfit or refusals(own, processes):
-        return None
-    said = {option: value for option, value in values.items() if option in written}
-    return Way(name, said, own, layout, asked.sharding, zero)
+    said = {option: values[option] for option in _written(values)}
+    return Way(name, said, own, layout_of(own, world), asked_for(own, world).sharding, zero_settings(own, world)[0])
 
 
-def _looks_at_whole_tensors(config: RunConfig) -> bool:
-    try:
-        refuse_whole_tensors(config.optim, "", "")
-    except ConfigError:
-        return True
-    return False
+def _written(values: Values) -> list[str]:
+    return [option for option, value in values.items() if value != 1 or option not in SIZES]
+
+
+def _obstacles(way: Way, values: Values, config: RunConfig, given: frozenset[str], processes: int) -> Iterator[str]:
+    """Why training would refuse to start so."""
+    known = set(conflicts(config, given))
+    for problem in conflicts(way.config, given | set(_written(values))):
+        if problem not in known:
+            yield f"--{problem[0][0]}: {problem[1]}"
+    yield from refusals(way.config, processes)
+    is_divided = way.sharding is not None or way.zero is not None
+    yield from spread_problems(way.config, not is_divided and way.layout.contexts == way.layout.together)
+    if way.zero is not None:
+        yield from whole_tensor_problems(way.config.optim, Zero.divides_optimizer)
 
 
 def _divisors(number: int) -> list[int]:
