@@ -17,7 +17,7 @@ from library.distributed.structure import Structure
 from library.distributed.token_exchange import Group
 
 LONG = pytest.mark.long
-WIDTH = 8
+WIDTH, HEADS = 12, 6
 FLOW = ("text", "picture")
 LENGTHS = [(5, 12), (5, 9), (5, 17), (5, 30), (5, 11), (5, 31)]
 
@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 def attention(given):
-    query, key, value = (each.unflatten(-1, (2, -1)).transpose(1, 2) for each in given.chunk(3, -1))
+    query, key, value = (each.unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in given.chunk(3, -1))
     return functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
 
 
