@@ -1,16 +1,22 @@
 """What one batch means in training, on the stand-in's real parts."""
 
+from dataclasses import replace
+from inspect import signature
+
 import pytest
 import stand_in
 import torch
+from tiny import TINY
 from torch import nn
 
 from library.adapters.dropout import Dropout
+from library.config import load_options
 from library.config.schema import LossConfig, NoiseConfig
 from library.data.batch import PixelBatch
 from library.diffusion.objective import Objective
 from library.distributed.copies import Copies
 from library.families import FAMILIES
+from library.training.assembly import objective_of
 from library.training.task import Task
 
 HEIGHT, WIDTH = 32, 48
@@ -95,3 +101,38 @@ def test_what_an_adapter_leaves_out_is_a_function_of_step_and_place(task):
     assert task.dropout.keys.tolist() == whole[2:].tolist()
     task(pixels((2,), [1.0]), step=6)
     assert task.dropout.keys.tolist() != whole[2:].tolist()
+
+
+CAPTIONS = ["a", "a lorikeet", "a lorikeet on a branch", " ".join(["a lorikeet on a branch"] * 20)]
+
+
+@pytest.mark.parametrize("evens", [False, True])
+@pytest.mark.parametrize("name", ["z_image", "qwen_image"])
+def test_batches_are_of_one_shape_where_blocks_are_given_tensors_of_one_shape(name, evens):
+    family, pipe, given = FAMILIES.get(name)(), TINY[name]().pipe, []
+    denoiser = getattr(pipe, family.denoiser)
+    objective = objective_of(load_options([]).config, family, pipe)
+    task = Task(family, pipe, denoiser, objective, 7, Copies(torch.device("cpu")), evens_texts=evens)
+    first = denoiser.get_submodule(family.block_lists[0])[0]
+    form = signature(first.forward)
+
+    def look(_, args, named):
+        arguments = form.bind(*args, **named).arguments
+        given.append(tuple(arguments[name].shape for name in family.block_flow))
+
+    first.register_forward_pre_hook(look, with_kwargs=True)
+    losses, said = {}, []
+    for captions in zip(CAPTIONS):
+        batch = replace(pixels((0,), [1.0]), captions=captions)
+        with torch.no_grad():
+            losses[captions] = task(batch, 0)
+            kept = {name: [text.detach() for text in texts] for name, texts in task.text(captions).items()}
+        said.append(task.shape_of(batch))
+        assert said[-1] == task.shape_of(replace(batch, cond=kept)), "kept texts are as long as read ones"
+
+    assert [[one == other for other in said] for one in said] == [[one == other for other in given] for one in given]
+    assert (len(set(said)) < len(CAPTIONS)) == (evens or name == "z_image")
+    plain = replace(task, evens_texts=False)
+    for captions, loss in losses.items():
+        with torch.no_grad():
+            assert loss == pytest.approx(plain(replace(pixels((0,), [1.0]), captions=captions), 0), rel=1e-4)

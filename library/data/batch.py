@@ -173,6 +173,7 @@ class Batch:
     places: tuple[int, ...]
     ids: tuple[str, ...]
     mask: Tensor | None = None  # (B, 1, H, W), 0..1: how much of the loss counts
+    text_multiple: int = 1  # texts that vary in length are filled up to a multiple of so many tokens, and masked
 
     def __len__(self) -> int:
         return len(self.ids)

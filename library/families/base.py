@@ -73,6 +73,10 @@ class Family(ABC):
     arguments of ``block_flow`` that bring these, in their order."""
     texts_vary: ClassVar[bool] = False
     """Whether conditioning is as long as its caption."""
+    text_steps: ClassVar[int] = 1
+    """To a multiple of so many tokens the denoiser itself makes such texts longer."""
+    text_padding: ClassVar[int] = 1
+    """To a multiple of so many they are filled up, and masked, where it pays that few lengths differ."""
     picture_size: ClassVar[tuple[int, int]]
     """Width and height of a preview whose prompt names none."""
     picture_steps: ClassVar[int]

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from PIL.Image import Image
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from ..data.batch import Batch, Cond, Moments
@@ -38,6 +39,7 @@ class QwenImage(Family):
         "encoder_hidden_states_mask": ((1, ("encoder_hidden_states",)),),
     }
     texts_vary = True
+    text_padding = 64
     picture_size = (1024, 1024)
     picture_steps = 50
     picture_scale = 4.0
@@ -88,13 +90,14 @@ class QwenImage(Family):
 
     def predict(self, pipe: Any, denoiser: nn.Module, noisy: Tensor, t: Tensor, batch: Batch) -> Tensor:
         count, channels, height, width = noisy.shape
-        embeds, mask = padded(batch.cond["embeds"])
-        is_even = all(len(each) == embeds.shape[1] for each in batch.cond["embeds"])
+        embeds, mask = padded(batch.cond["embeds"], batch.text_multiple)
+        # Texts that are filled up have a mask even where nothing is left to fill: all of them are alike to a compiler.
+        is_whole = batch.text_multiple == 1 and all(len(each) == embeds.shape[1] for each in batch.cond["embeds"])
         predicted = denoiser(
             hidden_states=pipe._pack_latents(noisy, count, channels, height, width),
             timestep=t / 1000,
             encoder_hidden_states=embeds,
-            encoder_hidden_states_mask=None if is_even else mask,
+            encoder_hidden_states_mask=None if is_whole else mask,
             img_shapes=[[(1, height // 2, width // 2)]] * count,
             return_dict=False,
         )[0]
@@ -114,10 +117,12 @@ class QwenImage(Family):
         )  # fmt: skip
 
 
-def padded(embeds: Tensor | Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Texts in one tensor (B, longest, width), and a mask of what is text."""
+def padded(embeds: Tensor | Sequence[Tensor], multiple: int = 1) -> tuple[Tensor, Tensor]:
+    """Texts in one tensor (B, as long as the longest and so many tokens, width), and a mask of what is text."""
     marks = [each.new_ones(len(each), dtype=torch.long) for each in embeds]
-    return pad_sequence(list(embeds), batch_first=True), pad_sequence(marks, batch_first=True)
+    texts, mask = pad_sequence(list(embeds), batch_first=True), pad_sequence(marks, batch_first=True)
+    more = -texts.shape[1] % multiple
+    return pad(texts, (0, 0, 0, more)), pad(mask, (0, more))
 
 
 def _statistics(vae: Any, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -38,6 +38,7 @@ class ZImage(Family):
     block_flow = ("x",)
     block_tokens = {"attn_mask": ((1, ("x",)),), "freqs_cis": ((1, ("x",)),)}  # noqa: RUF012
     texts_vary = True
+    text_steps = 32
     picture_size = (1024, 1024)
     picture_steps = 9
     picture_scale = 0.0

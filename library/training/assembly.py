@@ -106,7 +106,8 @@ def assemble(
     wrapped, optimizer = strategy.wrap(trained, optimizer, trained.denoiser, structure)
     task = Task(family, pipe, wrapped, objective, config.train.seed, Copies(strategy.device),
                 config.data.masked_loss_normalize, config.cache.vae_batch_size, config.cache.text_encoder_batch_size,
-                kept.texts, config.adapter.trains_texts, dropout_of(config.adapter, trained, adapter))  # fmt: skip
+                kept.texts, config.adapter.trains_texts, dropout_of(config.adapter, trained, adapter),
+                evens_texts=config.parallel.pp_size > 1)  # fmt: skip
     loader = prepared.loader(plan.batches, strategy.data_rank, total_steps=plan.steps, pin_memory=strategy.pins_memory,
                              latents=kept.latents, texts=kept.texts)  # fmt: skip
     strategy.shape_of, strategy.recall = task.shape_of, task.recall

@@ -3,6 +3,7 @@
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import lcm
 from typing import Any
 
 import torch
@@ -47,6 +48,8 @@ class Task:
     texts: TextReader | None = None  # where captions are encoded already
     trains_texts: bool = False
     dropout: Dropout | None = None
+    evens_texts: bool = False
+    """Whether texts are filled up, so that batches differ in size less often."""
     seen: list[Seen] = field(default_factory=list)
     """The micro-batches of the latest optimizer step on this process."""
     seen_in: int = -1
@@ -79,10 +82,19 @@ class Task:
 
     def shape_of(self, pixels: PixelBatch) -> Hashable:
         """Batches of which it is the same make tensors of the same sizes."""
-        text: Hashable = tuple(pixels.captions) if self.family.texts_vary else None
-        if pixels.cond is not None:
-            text = str({name: [tuple(row.shape) for row in rows] for name, rows in pixels.cond.items()})
+        text = self._text_length(pixels) if self.family.texts_vary else None
         return len(pixels), tuple(pixels.frame[0, -2:].tolist()), pixels.mask is None, text
+
+    def _text_length(self, pixels: PixelBatch) -> int:
+        """Of the longest text, as the denoiser has it; whoever encodes it need not have done so."""
+        cond = pixels.cond or self.family.outline_prompts(self.pipe, pixels.captions)
+        longest = max(len(text) for texts in cond.values() for text in texts)
+        multiple = lcm(self.family.text_steps, self._text_multiple)
+        return -(-longest // multiple) * multiple
+
+    @property
+    def _text_multiple(self) -> int:
+        return self.family.text_padding if self.evens_texts else 1
 
     def forget(self) -> None:
         """The step comes again from its first micro-batch on."""
@@ -103,7 +115,7 @@ class Task:
         mask = None if pixels.latent_mask is None else self.here(pixels.latent_mask)
         if pixels.mask is not None:
             mask = in_latents(self.here(pixels.mask), (latents.shape[-2], latents.shape[-1]))
-        return Batch(latents, cond, frame, weight, pixels.places, pixels.ids, mask)
+        return Batch(latents, cond, frame, weight, pixels.places, pixels.ids, mask, self._text_multiple)
 
     def moments(self, pixels: Tensor | None) -> Moments:
         """What the VAE says of pictures, as many at once as it is to take."""

@@ -76,7 +76,8 @@ class Weightless:
             self.swapped = let_weights_rest(config, self.denoiser, META)
             self._cast_for_resting()
         self.task = Task(self.family, self.pipe, self.trained, objective_of(config, self.family, self.pipe),
-                         config.train.seed, Copies(META), trains_texts=config.adapter.trains_texts)  # fmt: skip
+                         config.train.seed, Copies(META), trains_texts=config.adapter.trains_texts,
+                         evens_texts=config.parallel.pp_size > 1)  # fmt: skip
         self.chain = chain_of(self.family, self.denoiser)
         self.encoding = 0
         """Bytes in the worst moment of encoding pictures and captions, as far as a step does it."""
