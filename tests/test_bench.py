@@ -31,6 +31,25 @@ def test_no_process_outlives_a_bench_that_is_interrupted():
     assert len(children) == 2 and not [child for child in children if child.is_running()]
 
 
+def test_a_process_that_is_just_being_started_is_ended_by_an_interrupt_too(monkeypatch):
+    begun = []
+
+    class StartsDuringAnInterrupt(subprocess.Popen):
+        def __init__(self, *words, **settings):
+            super().__init__(*words, **settings)
+            begun.append(self)
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(subprocess, "Popen", StartsDuringAnInterrupt)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which may be ignored here, see above
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            bench_group.together(2, ["-c", "import time; time.sleep(99)"])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert begun and all(process.poll() is not None for process in begun)
+
+
 def test_others_of_a_group_follow_one_that_fails(monkeypatch):
     monkeypatch.setattr(bench_group, "SECONDS_TO_FOLLOW", 0.2)
     wait = "import os, sys, time; rank = os.environ['RANK']; print(rank, flush=True)\nif rank == '0': sys.exit(3)\n"

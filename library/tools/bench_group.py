@@ -2,15 +2,18 @@
 
 import math
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 SECONDS_TO_FOLLOW = 60.0
 """That other processes have when one has ended with an error."""
@@ -62,7 +65,8 @@ def started(words: Sequence[str], places: Sequence[Mapping[str, object]],
     try:
         for number, place in enumerate(places):
             environment = {**with_library(), **{name: str(value) for name, value in place.items()}}
-            with open(folder / f"said-{number}", "wb") as said, open(folder / f"errors-{number}", "wb") as errors:
+            with (open(folder / f"said-{number}", "wb") as said, open(folder / f"errors-{number}", "wb") as errors,
+                  _interrupted_afterwards()):  # fmt: skip
                 processes.append(subprocess.Popen([sys.executable, *words], stdout=said, stderr=errors,
                                                   env=environment))  # fmt: skip
         yield processes
@@ -71,6 +75,23 @@ def started(words: Sequence[str], places: Sequence[Mapping[str, object]],
             process.kill()
         for process in processes:
             process.wait()
+
+
+@contextmanager
+def _interrupted_afterwards() -> Iterator[None]:
+    """An interrupt that comes inside counts at the end: nobody would know the process that was just being started."""
+    obey = signal.getsignal(signal.SIGINT)
+    if not callable(obey) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, obey)
+    for number, frame in came[:1]:
+        obey(number, frame)
 
 
 def _text(path: Path) -> str:
