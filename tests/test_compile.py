@@ -1,5 +1,6 @@
 """Compiled blocks: few graphs for many sizes, all of them before the first step, and the same result as without."""
 
+import inspect
 import logging
 from types import SimpleNamespace
 
@@ -184,6 +185,38 @@ def test_depth_costs_no_graphs_and_a_square_at_first_does_no_harm():
     for length in (3, 2, 7, 9):
         model(rows(2, length, 3)).sum().backward()
     assert (backend.frame_count, found.graphs, found.late) == (2, 2, 0)  # the first block's input has no gradient
+    assert all(torch.equal(row(rows(2, 3, 3)), alone) for row, alone in zip(model.rows, plain, strict=True))
+
+
+class Attends(Block):
+    """As diffusers' attention: what computes is an object beside the weights, and is asked what it takes."""
+
+    class Processor:
+        def __init__(self, factor):
+            self.factor = factor
+
+        def __call__(self, given, scale=None):
+            return given * self.factor
+
+    def __init__(self, factor):
+        super().__init__()
+        self.processor = self.Processor(factor)
+
+    def forward(self, given):
+        assert "scale" in inspect.signature(self.processor.__call__).parameters
+        return self.processor(super().forward(given))
+
+
+def test_objects_in_blocks_cost_no_graphs_where_they_are_alike_and_stay_where_they_are_not():
+    model = Model(12)
+    model.rows = nn.ModuleList(Attends(5 if number == 7 else 3) for number in range(12))
+    model._repeated_blocks = ("Attends",)
+    plain = [row(rows(2, 3, 3)) for row in model.rows]
+    found, backend = of(model)
+    assert len({id(row.processor) for row in model.rows}) == 2 and model.rows[7].processor.factor == 5
+    for length in (3, 2, 7, 9):
+        model(rows(2, length, 3)).sum().backward()
+    assert backend.frame_count == found.graphs == 3 and found.late == 0  # the first, the others, and the odd one
     assert all(torch.equal(row(rows(2, 3, 3)), alone) for row, alone in zip(model.rows, plain, strict=True))
 
 

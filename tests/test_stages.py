@@ -27,7 +27,6 @@ from library.data.dataset_schema import flags_of
 from library.data.prepare import check, prepare
 from library.data.staged_plan import StagedPlan
 from library.data.stages import pieces_of, stages_of
-from library.distributed.world import torch_version
 from library.errors import ConfigError, UserError
 from library.training.plan import RunPlan, is_due
 
@@ -304,6 +303,5 @@ def test_all_sizes_of_all_stages_are_compiled_before_the_first_step(tmp_path):
     data = pictures(tmp_path, {(96, 64): 2, (64, 64): 1, (64, 112): 1})
     found = compiled(tmp_path / "out", "sd1", data, "--max_train_steps", "8", "--resolution_schedule",
                      "32:3,48:2,native", *COMPILED)  # fmt: skip
-    most = 2 if torch_version() >= (2, 8) else 3
-    assert found.is_dynamic and max(found.kinds.values()) <= most and found.late == 0
+    assert found.is_dynamic and max(found.kinds.values()) <= 2 and found.late == 0
     assert found.graphs == sum(found.kinds.values())
