@@ -52,8 +52,11 @@ def _calls(run: Weightless) -> list[Any]:
     """(arguments, named arguments) of each block, on no device."""
     calls: dict[nn.Module, Any] = {}
     blocks = run.chain.blocks
-    hooks = [block.register_forward_pre_hook(lambda own, *call: calls.setdefault(own, call), with_kwargs=True)
-             for block in blocks]  # fmt: skip
+
+    def note(block: nn.Module, *call: Any) -> None:  # what a hook returns, the block would be given
+        calls.setdefault(block, call)
+
+    hooks = [block.register_forward_pre_hook(note, with_kwargs=True) for block in blocks]
     run.step()
     for hook in hooks:
         hook.remove()
