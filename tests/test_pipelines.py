@@ -195,3 +195,12 @@ def test_stages_are_cut_by_the_time_that_blocks_take(tmp_path):
     found = on_ranks(2, timed, spread, [3.0, 1.0])
     assert [(cuts, kinds) for _, cuts, kinds in found] == [([0, 1, 4], 2)] * 2
     assert difference(load_file(one), load_file(found[0][0])) < BOUNDS["no"]
+
+
+def test_a_first_block_in_which_nothing_is_trained_is_timed_as_well():
+    """As SDXL's, which has no attention: there is no backward through it."""
+    from library.training.block_times import _seconds
+
+    block, strategy = nn.Conv2d(2, 2, 1).requires_grad_(False), SimpleNamespace(
+        device=torch.device("cpu"), accelerator=SimpleNamespace(autocast=nullcontext))  # fmt: skip
+    assert _seconds(block, ((torch.empty(1, 2, 3, 3, device="meta"),), {}), strategy) > 0

@@ -81,7 +81,8 @@ def _seconds(block: nn.Module, call: Any, strategy: DataParallel) -> float:
             made = block(*arguments, **named)
         total = sum(item.float().sum() for item in tree_leaves(made) if isinstance(item, Tensor))
         assert isinstance(total, Tensor)
-        total.backward()  # type: ignore[no-untyped-call]
+        if total.requires_grad:  # a first block without adapters has no backward
+            total.backward()  # type: ignore[no-untyped-call]
         wait_for(strategy.device)
         times.append(time.perf_counter() - started)
     for parameter in block.parameters():
