@@ -1,5 +1,7 @@
 """Long captions and layers of CLIP, as sd-scripts has them; diffusers' own encoding of each piece is the judge."""
 
+import logging
+
 import pytest
 import torch
 from tiny import TINY
@@ -102,3 +104,19 @@ def test_the_length_of_t5s_text_is_an_option(name):
     assert torch.equal(embeds, theirs[0])
     assert embeds.shape[1] == 20 + (77 if name == "sd3" else 0)
     assert family.too_long(tiny.pipe, texts) == texts[1:]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["sd3", "flux"])
+def test_nothing_is_written_about_captions_of_which_clip_reads_a_part(name, caplog, monkeypatch):
+    """It would be, again at each step, on each process; what is lost is what T5 does not read, and that is told."""
+    pipe, family = TINY[name]().pipe, FAMILIES.get(name)()
+    for library in ("diffusers", "transformers"):
+        monkeypatch.setattr(logging.getLogger(library), "propagate", True)
+    for tokenizer in (pipe.tokenizer, pipe.tokenizer_2):
+        tokenizer.deprecation_warnings.clear()
+    with caplog.at_level(logging.WARNING):
+        family.encode_prompts(pipe, [f"{FIRST} {SECOND}"])
+        assert not caplog.records
+        pipe.encode_prompt(f"{FIRST} {SECOND}", **{"prompt_2": None, "prompt_3": None} if name == "sd3" else {})
+        assert caplog.records  # others may still ask it to

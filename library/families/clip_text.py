@@ -1,6 +1,8 @@
 """Captions through CLIP text encoders, in one piece of 75 tokens or in several, as sd-scripts does."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -44,6 +46,23 @@ def too_long(tokenizer: Any, prompts: Sequence[str], length: int) -> list[str]:
     """The prompts of more than ``length`` tokens, of which ``token_rows`` leaves out the end."""
     words = tokenizer(list(prompts), add_special_tokens=False, truncation=False, verbose=False).input_ids
     return [prompt for prompt, each in zip(prompts, words, strict=True) if len(each) > length]
+
+
+@contextmanager
+def cut_in_silence(pipe: Any, *tokenizers: Any) -> Iterator[None]:
+    """While the pipeline encodes long captions, of which CLIP reads the beginning and T5 all, or what was told.
+
+    It would write out what CLIP does not read, each time and on each process; its tokenizers warn of errors to come.
+    """
+    logger = logging.getLogger(type(pipe).__module__)
+    before = logger.level
+    for tokenizer in tokenizers:
+        tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def sized(tokenizer: Any, prompts: Sequence[str], width: int, most: int, before: int = 0) -> list[Tensor]:

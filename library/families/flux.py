@@ -56,9 +56,10 @@ class Flux(Family):
         return Titles("flux1", "flux-1-dev" if _is_guided(pipe) else "flux-1-schnell")
 
     def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
-        embeds, pooled, _ = pipe.encode_prompt(
-            list(prompts), device=pipe.text_encoder.device, max_sequence_length=self._length(pipe)
-        )
+        with clip_text.cut_in_silence(pipe, pipe.tokenizer, pipe.tokenizer_2):
+            embeds, pooled, _ = pipe.encode_prompt(
+                list(prompts), device=pipe.text_encoder.device, max_sequence_length=self._length(pipe)
+            )
         return {"embeds": embeds, "pooled": pooled}
 
     def too_long(self, pipe: Any, prompts: Sequence[str]) -> list[str]:

@@ -63,10 +63,11 @@ class StableDiffusion3(Family):
         return Titles(kind, f"stable-diffusion-3-{kind}")
 
     def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
-        embeds, _, pooled, _ = pipe.encode_prompt(
-            list(prompts), None, None, pipe.text_encoder.device, do_classifier_free_guidance=False,
-            max_sequence_length=self._length,
-        )  # fmt: skip
+        with clip_text.cut_in_silence(pipe, pipe.tokenizer, pipe.tokenizer_2, pipe.tokenizer_3):
+            embeds, _, pooled, _ = pipe.encode_prompt(
+                list(prompts), None, None, pipe.text_encoder.device, do_classifier_free_guidance=False,
+                max_sequence_length=self._length,
+            )  # fmt: skip
         return {"embeds": embeds, "pooled": pooled}
 
     def too_long(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
