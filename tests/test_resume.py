@@ -331,3 +331,12 @@ def test_other_numbers_of_processes_go_on_with_the_same_pictures(dataset, tmp_pa
     assert off**0.5 < 1e-6
     assert [line["epoch"] for line in figures(folder) if "epoch" in line] == [
         line["epoch"] for line in figures(tmp_path / "2") if "epoch" in line]  # fmt: skip
+
+
+@pytest.mark.parametrize(("accumulated", "is_told"), [("2", False), ("1", True)])
+def test_it_is_told_when_steps_are_put_together_in_another_way(whole, dataset, tmp_path, accumulated, is_told):
+    """With two accumulated the last pictures of each of two sizes make a step; with one they are a step each."""
+    batch = ("--train_batch_size", "2" if is_told else "1", "--gradient_accumulation_steps", accumulated)
+    folder = cut(whole, tmp_path / "cut", 9)
+    text = on_ranks(1, told, *flags(dataset, folder, *batch, "--max_train_steps", "9", "--auto_resume"))[0]
+    assert ("come twice or not at all" in text) is is_told

@@ -113,6 +113,11 @@ class BatchPlan:
         """Optimizer steps that an epoch reaches into, rounded up."""
         return self.steps_for_epochs(1)
 
+    @property
+    def has_remainders(self) -> bool:
+        """Whether buckets do not fill whole steps, so that it matters how a step is split."""
+        return bool(self._singles.any())
+
     def steps_for_epochs(self, epochs: int) -> int:
         """Steps after which ``epochs`` epochs are complete."""
         return -(-epochs * self.batches_per_epoch // self.accumulation)

@@ -10,6 +10,7 @@ import torch
 from .. import __version__
 from ..config import RunConfig
 from ..data.prepare import Prepared
+from ..data.staged_plan import stages_in
 from ..distributed.signals import Signals
 from ..distributed.strategy import DataParallel
 from ..errors import Stopped
@@ -53,6 +54,11 @@ class GoingOn:
         self.facts["started_at"] = self.found.facts["started_at"]
         found = self.found
         strategy.on_main(lambda: check_changes(found, self.facts, config.state))
+        is_cut_anew = found.facts["split"][1] != plan.batches.accumulation
+        if is_cut_anew and any(stage.plan.has_remainders for stage in stages_in(plan.batches)):
+            logger.warning("steps have another number of micro-batches than when the state was saved, and what buckets"
+                           " leave over beyond whole steps is put together in another way: some pictures of this epoch"
+                           " come twice or not at all, and epochs may be longer or shorter")  # fmt: skip
         logger.info("going on after step %d, from %s", self.found.step, self.found.path)
 
     @property
