@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from test_run import even, train
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from library.distributed import peaks
+from library.config.values import Steps
+from library.distributed import memory, peaks
 from library.families import FAMILIES
-from library.training import stopwatch
-from library.training.anatomy import _together
+from library.training import anatomy, stopwatch
+from library.training.anatomy import Anatomy, _together
 from library.training.flops import Calls
 from library.training.stopwatch import Stopwatch
 
@@ -88,3 +90,44 @@ def test_a_run_is_the_same_and_tells_where_its_time_goes(even, tmp_path):
     assert told["profile/step_teraflop"] > 0 and "profile/mfu" not in told  # of a processor no peak is known
     with gzip.open(tmp_path / "told" / "lora.trace.json.gz") as file:
         assert any(event.get("name") == "gloo:all_reduce" for event in json.load(file)["traceEvents"])
+
+
+def test_what_is_done_between_steps_is_no_part_of_them(monkeypatch, tmp_path):
+    """Of steps 2 to 7, with a second each, and an hour after each of them in which the model is called, too."""
+    now, model = [0.0], torch.nn.Identity()
+    for module in (anatomy, stopwatch):
+        monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    run = SimpleNamespace(
+        state=SimpleNamespace(step=0), plan=SimpleNamespace(steps=9), actions=[],
+        strategy=SimpleNamespace(device=torch.device("cpu"), is_main=False, together=1, precision="no"),
+        task=SimpleNamespace(pipe=SimpleNamespace(unet=model), family=SimpleNamespace(denoiser="unet")),
+    )  # fmt: skip
+
+    class Drawing:
+        can_wait = True
+        is_due = staticmethod(lambda run: True)
+
+        def __call__(self, run):
+            model(torch.ones(1))
+            now[0] += 3600
+
+    run.actions, told, profiled = [Drawing()], {}, Anatomy(Steps(2, 7), tmp_path / "trace")
+    run.teller = SimpleNamespace(noted=lambda run, figures: told.update(figures))
+    profiled.calls.flops = lambda denoiser: sum(profiled.calls.counts.values())
+    actions = profiled.around(run)
+    for step in range(1, 10):
+        with memory.phase("forward"):
+            model(torch.ones(1))
+            now[0] += 1
+        run.state.step = step
+        for action in [action for action in actions if action.is_due(run)]:
+            action(run)
+    assert told["profile/step_seconds"] == told["profile/forward_seconds"] == told["profile/step_teraflop"] * 1e12 == 1
+    assert told["profile/other_seconds"] == 0
+
+
+@pytest.mark.parametrize(("begins", "ends", "said"), [(0, 9, ""), (3, 9, "begins after step 3"), (0, 5, "with step 5")])
+def test_steps_that_do_not_come_are_told(begins, ends, said, tmp_path, caplog):
+    run = SimpleNamespace(state=SimpleNamespace(step=begins), plan=SimpleNamespace(steps=ends), actions=[])
+    Anatomy(Steps(2, 7), tmp_path / "trace").around(run)
+    assert said in caplog.text and bool(said) is bool(caplog.text)

@@ -126,7 +126,7 @@ def test_scaled_losses_give_gradients_that_can_be_scaled_back_on_every_stage():
 def test_operations_of_a_picture_are_shared_by_those_who_work_on_it(tmp_path):
     anatomy, told = Anatomy(Steps(2, 4), tmp_path / "trace.json.gz"), {}
     anatomy.calls = SimpleNamespace(flops=lambda denoiser: 12e12)
-    anatomy.pace, anatomy.paced, anatomy.parts = 1.0, 3, {"forward": 1.0}
+    anatomy.pace, anatomy.paced, anatomy.seconds["forward"] = 1.0, 3, 1.0
     anatomy._tell(SimpleNamespace(
         strategy=SimpleNamespace(together=2, device=torch.device("cpu"), precision="bf16"),
         task=SimpleNamespace(pipe=SimpleNamespace(unet=None), family=SimpleNamespace(denoiser="unet")),

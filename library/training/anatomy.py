@@ -6,6 +6,7 @@ step is waited for and timed, and the last one is traced.
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -29,14 +30,14 @@ PARTS = {"data": "data", "encode": "encode", "forward": "forward", "backward": "
 
 @dataclass
 class _Between:
-    """Done between steps where one part of the profile ends and the next begins."""
+    """Done between steps, before or after all else that is done there."""
 
-    edges: tuple[int, ...]
+    is_wanted: Callable[[Run], bool]
     work: Callable[[Run], None]
     can_wait: bool = False
 
     def is_due(self, run: Run) -> bool:
-        return run.state.step in self.edges
+        return self.is_wanted(run)
 
     def __call__(self, run: Run) -> None:
         self.work(run)
@@ -53,23 +54,43 @@ class Anatomy:
         self.edges = (start, start + self.paced, steps.last - 1, steps.last)
         self.calls = Calls()
         self.pace = self.communication = 0.0
-        self.parts: dict[str, float] = {}
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self._stage = ExitStack()
         self._reached = -1
 
-    def around(self, actions: Iterable[Action]) -> list[Action]:
+    def around(self, run: Run) -> list[Action]:
         """The actions of a run with these."""
-        return [_Between(self.edges, lambda run: self._stage.close()), *actions, _Between(self.edges, self._next)]
+        if run.state.step >= self.edges[0]:
+            logger.warning("--profile_steps %s: nothing is told of them, for the run begins after step %d",
+                           self.steps, run.state.step)  # fmt: skip
+        elif self.steps.last > run.plan.steps:
+            logger.warning("--profile_steps %s: not all is told of them, for the run ends with step %d",
+                           self.steps, run.plan.steps)  # fmt: skip
+        others = run.actions
+
+        def is_wanted(run: Run) -> bool:
+            step = run.state.step
+            is_inside = self.edges[0] < step < self.edges[-1]
+            return step in self.edges or (is_inside and any(action.is_due(run) for action in others))
+
+        return [_Between(is_wanted, lambda run: self._stage.close()), *others, _Between(is_wanted, self._next)]
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds of a step."""
+        count = self.edges[2] - self.edges[1]
+        return {part: self.seconds[phase] / count for phase, part in PARTS.items()}
 
     def _next(self, run: Run) -> None:
-        place = self.edges.index(run.state.step)
-        if place != self._reached + 1:  # a run that goes on behind the first of these steps
-            return
-        self._reached = place
-        if place < len(self.edges) - 1:
-            stages = self._pacing, self._timing, self._tracing
-            self._stage.enter_context(stages[place](run))
-        else:
+        if run.state.step in self.edges:
+            place = self.edges.index(run.state.step)
+            if place != self._reached + 1:  # a run that goes on behind the first of these steps
+                return
+            self._reached = place
+        stages = self._pacing, self._timing, self._tracing
+        if 0 <= self._reached < len(stages):
+            self._stage.enter_context(stages[self._reached](run))
+        elif self._reached == len(stages):
             self._tell(run)
 
     @contextmanager
@@ -79,7 +100,7 @@ class Anatomy:
             started = time.perf_counter()
             yield
             wait_for(run.strategy.device)
-        self.pace = (time.perf_counter() - started) / self.paced
+        self.pace += (time.perf_counter() - started) / self.paced
 
     @contextmanager
     def _timing(self, run: Run) -> Iterator[None]:
@@ -87,8 +108,8 @@ class Anatomy:
         stopwatch.start()
         yield
         stopwatch.stop()
-        count = self.edges[2] - self.edges[1]
-        self.parts = {part: stopwatch.seconds.get(phase, 0.0) / count for phase, part in PARTS.items()}
+        for phase, seconds in stopwatch.seconds.items():
+            self.seconds[phase] += seconds
 
     @contextmanager
     def _tracing(self, run: Run) -> Iterator[None]:
@@ -120,8 +141,9 @@ class Anatomy:
     def _lines(self, run: Run, flops: float, peak: float | None) -> Iterator[str]:
         yield f"steps {self.edges[1] + 1} to {self.edges[2]}, each part waited for:"
         yield from _table(self.parts)
-        yield (f"steps {self.steps.first} to {self.edges[1]}, left alone: {1e3 * self.pace:.4g} ms a step, and"
-               f" {1e3 * self.communication:.4g} ms of communication, if any, are hidden in it")  # fmt: skip
+        yield (f"steps {self.steps.first} to {self.edges[1]}, left alone: {1e3 * self.pace:.4g} ms a step; in step"
+               f" {self.steps.last}, which is traced and slower, messages are on their way for"
+               f" {1e3 * self.communication:.4g} ms")  # fmt: skip
         yield from self._share_of_peak(run, flops, peak)
         if self.trace.exists():
             yield f"trace of step {self.steps.last}: {self.trace}"

@@ -153,7 +153,7 @@ def _train(job: Run, ending: Ending, export: Export, going_on: GoingOn, looks: S
         if (profiled := config.train.profile_steps) is not None:
             from .anatomy import Anatomy
 
-            job.actions = Anatomy(profiled, folder / f"{config.save.output_name}.trace.json.gz").around(job.actions)
+            job.actions = Anatomy(profiled, folder / f"{config.save.output_name}.trace.json.gz").around(job)
         strategy.is_asked = lambda: signals.asked is not None
         for look in looks:
             look.begin(job)
