@@ -25,7 +25,7 @@ def measured(*words, is_wrong=False):
 
 
 def test_a_step_is_measured_beside_a_bare_one_that_computes_the_same():
-    ((code, said),) = on_ranks(1, measured, "--gradient_accumulation_steps", "2")
+    ((code, said),) = on_ranks(1, measured, "--gradient_accumulation_steps", "2", "--train_batch_size", "3")
     found = {figure["name"]: figure for figure in said["figures"]}
     assert code == 0 and {"machine", "versions", "device"} < said.keys()
     assert all(len(found[name]["values"]) == 2 and found[name]["target"] == 1.15 for name in RATIOS)
@@ -104,3 +104,5 @@ def test_mistakes_are_told():
         assert caught.value.problems[0].startswith(problem)
     for name in ("step", "startup", "memory"):
         assert "--repetitions INTEGER" in bench.run([name, "--help"])[0]
+    said = bench.run(["pipeline", "--help"])[0]
+    assert "(4 8 16)" in said and "random:flux:tiny" in said

@@ -13,7 +13,7 @@ WHAT = {
     "step": "a step of training beside a bare loop of PyTorch, on any model",
     "startup": "from the command to the first step, beside a bare script on the same model",
     "memory": "what switches that save memory cost in time, on any model",
-    "strategies": "the same job on DDP, FSDP, ZeRO, pipelines and tensor parallel: pace, bytes sent, memory",
+    "strategies": "the same job on DDP, FSDP, ZeRO, pipelines, tensor and context parallel: pace, bytes sent, memory",
     "pipeline": "how long the stages of --pp_size wait for each other, beside the formula",
     "saves": "LoRA files and states: what saving costs of a run's time",
 }
@@ -39,9 +39,11 @@ def _help(name: str, arguments: type) -> Iterator[str]:
     for option in options_of(arguments):
         if option.group == "bench":
             value = "" if option.kind is bool else f" {option.syntax}{' ...' if option.many else ''}"
-            default = f"{option.default:,}" if type(option.default) is int else option.default
-            yield f"  {'--' + option.name + value:<28} {option.help}{f' ({default})' if default else ''}"
+            default = option.default if isinstance(option.default, tuple) else (option.default,)
+            usual = " ".join(f"{each:,}" if type(each) is int else str(each) for each in default if each)
+            yield f"  {'--' + option.name + value:<28} {option.help}{f' ({usual})' if usual else ''}"
     if issubclass(arguments, RunConfig):
-        from .bench_run import DEFAULTS
+        from .bench_run import DEFAULTS, MODELS
 
-        yield from ["", "Beside these, every option of training; without any: " + " ".join(DEFAULTS)]
+        model = ("--pretrained_model_name_or_path", MODELS.get(name, DEFAULTS[1]))
+        yield from ["", "Beside these, every option of training; without any: " + " ".join((*model, *DEFAULTS[2:]))]

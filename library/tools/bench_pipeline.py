@@ -18,7 +18,7 @@ from ..config.options import opt
 from ..errors import ConfigError, UserError
 from .bench_figure import Figure, reported
 from .bench_group import together
-from .bench_run import made_up_run, scratch, settings, with_pictures
+from .bench_run import MODELS, made_up_run, scratch, settings, with_pictures
 
 if TYPE_CHECKING:
     from ..training.job import Run
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 BACKWARD = 2
 """So many times as long as forward, when stages sleep."""
 MOST_APART = 0.05
-MODEL = ("--pretrained_model_name_or_path", "random:flux:tiny")
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Arguments(RunConfig):
 
 def run(argv: Sequence[str]) -> str:
     """Start a program for each stage, or be one of them."""
-    config, given = settings([*MODEL, *argv], Arguments)
+    config, given = settings(["--pretrained_model_name_or_path", MODELS["pipeline"], *argv], Arguments)
     options, stages = config.bench, config.parallel.pp_size
     if stages == 1:
         raise ConfigError(["--pp_size: one stage has none to wait for; say 2 or more"])

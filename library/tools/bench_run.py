@@ -3,6 +3,7 @@
 A bench takes every option of training beside its own, so that whatever a user would switch on can be measured.
 """
 
+import math
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ PICTURES = 8
 DEFAULTS = ("--pretrained_model_name_or_path", "random:sd1:tiny", "--resolution", "256", "--network_dim", "16",
             "--cache_latents", "--cache_text_encoder_outputs")  # fmt: skip
 """Encoders run before the first step, so that a step is the model's alone."""
+MODELS = {"pipeline": "random:flux:tiny"}
+"""Of benches with another model than that."""
 
 Arguments = TypeVar("Arguments", bound=RunConfig)
 
@@ -68,7 +71,8 @@ def with_pictures(config: RunConfig, folder: Path, steps: int) -> RunConfig:
     assert config.data.resolution is not None
     (folder / "pictures").mkdir()
     size = (config.data.resolution.width, config.data.resolution.height)
-    for number in range(max(PICTURES, config.data.train_batch_size)):
+    whole = config.data.train_batch_size * config.train.gradient_accumulation_steps
+    for number in range(whole * math.ceil(PICTURES / whole)):  # nothing is left over that would have to be filled up
         Image.new("RGB", size, (29 * number % 256, 100, 200)).save(folder / "pictures" / f"{number:04d}.png")
         (folder / "pictures" / f"{number:04d}.txt").write_text(caption(number), "utf-8")
     file = folder / "set.toml"

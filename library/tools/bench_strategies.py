@@ -124,8 +124,7 @@ def _options(way: Way) -> list[str]:
 def _with_enough_pictures(config: Arguments, folder: Path) -> RunConfig:
     """As many as a step has, so that no batch has to be filled up."""
     options, batch = config.bench, config.data.train_batch_size
-    together = batch * config.train.gradient_accumulation_steps * options.world_size
-    more = replace(config, data=replace(config.data, train_batch_size=together))
+    more = replace(config, data=replace(config.data, train_batch_size=batch * options.world_size))
     made = with_pictures(more, folder, 2 * options.bench_steps)
     return replace(made, data=replace(made.data, train_batch_size=batch))
 
