@@ -14,6 +14,7 @@ from torch import nn
 from library.config import load_options
 from library.config.schema import OptimConfig
 from library.distributed.layout import Layout
+from library.families import FAMILIES
 from library.families.detect import detect
 from library.optim.optimizers import Group
 from library.tools.bench_run import made_up_run, settings, with_pictures
@@ -32,6 +33,8 @@ from library.training.forecast.weightless import Heaviest, Weightless
 MODEL = ("--pretrained_model_name_or_path", "random:sd3:tiny", "--resolution", "64", "--gradient_accumulation_steps",
          "2")  # fmt: skip
 SMALL = Heaviest((64, 64), ("a picture",))
+ENCODING = ("--no-cache_latents", "--no-cache_text_encoder_outputs")
+"""At each step, as training does without these words; a bench keeps what it needs."""
 PARTS = ("weights", "adapters", "gradients", "optimizer")
 
 
@@ -84,6 +87,19 @@ def held(folder: Path, *words: str) -> dict[str, int]:
         run.strategy.clip = counted
         train(run)
     return found
+
+
+@pytest.mark.parametrize("more", [(), ("--no-network_train_unet_only",)])
+def test_what_encodes_at_each_step_is_on_the_device_and_learns_nothing_but_adapters(more):
+    words = (*MODEL, "--mixed_precision", "bf16", *ENCODING, *more)
+    config, _ = settings(words, Arguments)
+    one, two = (rows_of(1, *each)[0] for each in (words, (*MODEL, "--mixed_precision", "bf16")))
+    family = FAMILIES.get("sd3")()
+    every = family.load(config.model.pretrained_model_name_or_path, torch.bfloat16).components.values()
+    parts = [part for part in every if isinstance(part, nn.Module)]
+    frozen = size(each for part in parts for each in (*part.parameters(), *part.buffers()))
+    assert one.need.weights == pytest.approx(frozen, rel=0.01) and two.need.weights < 0.9 * frozen
+    assert (one.need.adapters > two.need.adapters) is bool(more) and one.need.adapters < frozen / 2
 
 
 WAYS = {

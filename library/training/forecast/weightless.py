@@ -66,6 +66,9 @@ class Weightless:
         self.config, self.half = config, None if precision == "no" else DTYPES[precision]
         self.family: Family = FAMILIES.get(model.family)(config.model)
         self.pipe = load_without_weights(self.family, model, DTYPES[precision])
+        for part in self.pipe.components.values():
+            if isinstance(part, nn.Module):
+                part.requires_grad_(False)
         sizes = read_starts(config, self.family, model).sizes
         self.trained, self.adapter = put_adapters(config, self.family, self.pipe, sizes)
         if config.distributed.full_bf16:
