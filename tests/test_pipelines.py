@@ -21,10 +21,12 @@ from library.config.values import Steps
 from library.distributed.chain import Chain, Departed, Passage
 from library.distributed.layout import Layout
 from library.distributed.pipelined import Pipelined
+from library.distributed.schedules import Job
 from library.distributed.skips import SkipChain
 from library.distributed.structure import Structure
 from library.families import FAMILIES
 from library.training.anatomy import Anatomy
+from library.training.flops import Calls
 from library.training.memory_advice import switches
 
 
@@ -121,6 +123,26 @@ def test_scaled_losses_give_gradients_that_can_be_scaled_back_on_every_stage():
     pipeline.accelerator.scaler = scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     pipeline.gradients(lambda batch, step: weight * batch, [1.0, 2.0], 2, 0)
     scaler.unscale_(optimizer)
+
+
+def test_operations_count_once_however_often_the_model_is_called_for_a_micro_batch():
+    model, calls, job = nn.Identity(), Calls(), Job(None, None, ["first", "second"])
+    with calls.of(model):
+        for number in (0, 0, 1, 0, 1):  # the first to prepare it, the last two on the way through a second stage
+            with job.begin(number) as batch:
+                model(torch.ones(1))
+                assert batch == job.work[number]
+        model(torch.ones(1))
+    assert sum(calls.counts.values()) == 3
+
+
+@pytest.mark.long
+def test_a_profile_tells_of_each_device_of_a_pipeline_its_share_of_the_operations(tmp_path):
+    pictures(tmp_path, {(96, 64): 3, (64, 96): 2})
+    words = ("--max_train_steps", "4", "--profile_steps", "2:4")
+    _, one = run(tmp_path, 1, *words)
+    _, two = run(tmp_path, 2, *words, "--pp_size", "2", "--pp_schedule", "interleaved")
+    assert two["profile/step_teraflop"] == pytest.approx(one["profile/step_teraflop"] / 2)
 
 
 def test_operations_of_a_picture_are_shared_by_those_who_work_on_it(tmp_path):

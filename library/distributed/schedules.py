@@ -1,7 +1,9 @@
 """Micro-batches on their way through a pipeline, in the orders of torch.distributed.pipelining."""
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 KEPT = 64
 """So many sizes of pictures have their buffers ready; a rarer one is prepared again."""
 
+IS_AGAIN: ContextVar[bool] = ContextVar("is_again", default=False)
+"""Whether the model was called for the same micro-batch before: by another stage of this process, or to prepare it."""
+
 
 @dataclass
 class Job:
@@ -32,6 +37,17 @@ class Job:
     loss_of: Callable[[PixelBatch], Tensor]
     recall: Callable[[PixelBatch], None]
     work: Sequence[PixelBatch]
+    begun: set[int] = field(default_factory=set)
+
+    @contextmanager
+    def begin(self, number: int) -> Iterator[PixelBatch]:
+        """The micro-batch, on its way through a stage."""
+        token = IS_AGAIN.set(number in self.begun)
+        self.begun.add(number)
+        try:
+            yield self.work[number]
+        finally:
+            IS_AGAIN.reset(token)
 
 
 class Schedules:
@@ -111,9 +127,8 @@ class Stage(nn.Module):
         job, passage = self._schedules.job, self._passage
         assert job is not None
         passage.only(self._first, self._end, None if self._is_first else tuple(map(_Contiguous.apply, arrived)))
-        batch = job.work[int(number)]
         try:
-            with phase("forward", batch):
+            with job.begin(int(number)) as batch, phase("forward", batch):
                 loss = job.loss_of(batch)
         except Departed as departed:
             travel: Any = _Travelling.apply

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
+from ..distributed.schedules import IS_AGAIN
 from ..families.empty import empty
 
 META = torch.device("meta")
@@ -32,6 +33,8 @@ class Calls:
             hook.remove()
 
     def _note(self, denoiser: nn.Module, *call: Any) -> None:
+        if IS_AGAIN.get():
+            return
         shapes = tuple(item.shape if isinstance(item, Tensor) else None for item in tree_flatten(call)[0])
         self.counts[shapes] += 1
         if shapes not in self.examples:
