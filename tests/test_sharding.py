@@ -71,6 +71,7 @@ def test_options_and_launcher_come_to_one_answer(flags, world, expected):
         (("--dp_replicate_size", "4"), launched(**SIZES), "the launcher says 2; say it once"),
         (("--fsdp", "--dp_replicate_size", "3"), FOUR, "is not the number of processes, 4"),
         (("--fsdp", "--dp_replicate_size", "4"), FOUR, "leaves nothing to share"),
+        (("--fsdp", "--dp_replicate_size", "2", "--tp_size", "2"), FOUR, "2 x tp_size 2 takes all 4 processes"),
         (("--fsdp",), World(), "this is one process"),
         (("--fsdp", "--on_oom", "ladder"), FOUR, "use --on_oom fail"),
         ((), launched(FSDP_ACTIVATION_CHECKPOINTING="true"), "add --gradient_checkpointing"),

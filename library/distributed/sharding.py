@@ -149,7 +149,9 @@ def _sizes(sharding: Sharding, args: RunConfig, world: World) -> Iterator[str]:
         yield (f"FSDP: --tp_size {args.parallel.tp_size} takes all {world.size} processes, and none is left to share"
                " with; start more, or leave FSDP out")  # fmt: skip
     elif parts == 1 and world.size > 1:
-        yield f"FSDP: dp_replicate_size {replicas} leaves nothing to share; make it smaller, or use --multi_gpu"
+        groups = f" x tp_size {args.parallel.tp_size}" if args.parallel.tp_size > 1 else ""
+        yield (f"FSDP: dp_replicate_size {replicas}{groups} takes all {world.size} processes, which leaves nothing to"
+               " share; make it smaller, or leave FSDP out")  # fmt: skip
 
 
 def _with_own_pictures(args: RunConfig, world: World) -> int:

@@ -54,7 +54,7 @@ class GoingOn:
         self.facts["started_at"] = self.found.facts["started_at"]
         found = self.found
         strategy.on_main(lambda: check_changes(found, self.facts, config.state))
-        is_cut_anew = found.facts["split"][1] != plan.batches.accumulation
+        is_cut_anew = found.facts.get("split", self.facts["split"])[1] != plan.batches.accumulation
         if is_cut_anew and any(stage.plan.has_remainders for stage in stages_in(plan.batches)):
             logger.warning("steps have another number of micro-batches than when the state was saved, and what buckets"
                            " leave over beyond whole steps is put together in another way: some pictures of this epoch"
