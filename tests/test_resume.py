@@ -11,9 +11,11 @@ from safetensors.torch import load_file
 from test_run import pictures, train
 
 from library.config import load_options
+from library.config.schema import StateConfig
 from library.errors import ConfigError, UserError
 from library.training import state_folder
 from library.training.changes import changes, plain_settings
+from library.training.resume import chosen
 
 STEPS = 12
 TIMES = ("data_wait_seconds", "speed/", "memory/")
@@ -200,6 +202,8 @@ def test_broken_states_are_named_and_passed_over(whole, dataset, tmp_path):
         AssertionError, match=r"is no whole state: files\.json is missing; in .* there are lora-state, "
     ):
         on_ranks(1, train, *flags(dataset, folder, "--resume", str(tmp_path)))
+    with pytest.raises(UserError, match=r"is no whole state: .* there are lora-state, "):  # the folder that has them
+        chosen(StateConfig(resume=str(folder)), tmp_path / "another", "lora")
 
 
 def test_a_run_that_began_anew_goes_on_from_its_own_states(whole, dataset, tmp_path):

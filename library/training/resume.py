@@ -20,7 +20,9 @@ def chosen(config: StateConfig, folder: Path, name: str) -> Found | None:
     if config.resume is not None and config.resume != LATEST:
         found = facts_of(Path(config.resume))
         if isinstance(found, str):
-            raise UserError(f"--resume: {config.resume} is no whole state: {found}{_others(folder, name)}")
+            named = Path(config.resume)  # perhaps the folder of all states
+            where = named if named.is_dir() and _names(named, name) else folder
+            raise UserError(f"--resume: {config.resume} is no whole state: {found}{_others(where, name)}")
         return found
     if config.resume is None and not config.auto_resume:
         if _names(folder, name):
