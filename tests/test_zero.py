@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import everything_on
 import pytest
@@ -189,6 +190,42 @@ def test_each_process_holds_its_part_of_the_frozen_model(size):
     for whole, here, more_than_its_part in found:
         assert here < 1.05 * whole / size
         assert more_than_its_part < 0.01 * whole
+
+
+# an optimizer in host memory
+
+
+def shortened_in_host_memory(stage: int) -> tuple[str, list[float]]:
+    """DeepSpeed's own way to shorten a gradient that it keeps in host memory, while the run is on another device."""
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    from library.distributed.zero_optimizer import ZeroOptimizer
+
+    weight = torch.nn.Parameter(torch.zeros(2))
+    weight._hp_mapping = None
+    flat = torch.zeros(2)
+    flat.grad = torch.tensor([3.0, 4.0])
+    zero = SimpleNamespace(optimizer=torch.optim.SGD([weight]), loss_scale=1.0, clip_grad=0.0, device="cpu",
+                           scaled_global_norm=lambda norm_type=2: flat.grad.norm(), single_partition_of_fp32_groups=[],
+                           _get_norm_groups=lambda: [flat.grad.norm()], fp32_partitioned_groups_flat=[flat],
+                           grad_position={0: (0, 0, 0)}, get_param_id=lambda parameter: 0)  # fmt: skip
+    engine = SimpleNamespace(optimizer=zero, global_rank=0, zero_optimization_stage=lambda: stage)
+    ours = ZeroOptimizer(engine, [{"params": [weight], "lr": 0.1}], torch.device("meta"))
+    norm = ours.length_of_gradient(1.0)
+    if stage == 3:
+        (handed,) = zero._get_norm_groups()
+        DeepSpeedZeroOptimizer_Stage3.unscale_and_clip_grads(zero, 0, handed)
+    else:
+        DeepSpeedZeroOptimizer.unscale_and_clip_grads(zero, [flat.grad], zero.scaled_global_norm())
+    return norm.device.type, flat.grad.tolist()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_gradient_in_host_memory_is_shortened_beside_another_device(stage):
+    ((device, gradient),) = on_ranks(1, shortened_in_host_memory, stage)
+
+    assert device == "meta" and gradient == pytest.approx([0.6, 0.8], rel=1e-5)
 
 
 # a launcher

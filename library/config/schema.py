@@ -274,7 +274,7 @@ class DistributedConfig:
         "sdpa",
         "how attention is computed: sdpa and torch let PyTorch choose; others where model and device have them",
     )
-    ddp_timeout: int | None = opt(None, "minutes that one process waits for the others", minimum=1)
+    ddp_timeout: int | None = opt(None, "minutes that one process waits for the others; 30 without it", minimum=1)
     ddp_gradient_as_bucket_view: bool = opt(False, "DDP: gradients share memory with the exchange buffers")
     ddp_static_graph: bool = opt(False, "DDP: the graph never changes, which saves work")
     check_sync_every_n_steps: int | None = opt(

@@ -15,7 +15,7 @@ from accelerate.utils import (
 from ..config import RunConfig
 from ..config.schema import DistributedConfig
 from ..errors import ConfigError
-from .backend import process_group
+from .backend import can_leave_alone, process_group
 from .contradictions import launch_problems
 from .engines import hidden_from_accelerate
 from .meeting import meet
@@ -39,7 +39,8 @@ def prepare_accelerator(args: RunConfig) -> Accelerator:
         try:
             return _with_others(args, world, state)
         except ConfigError:
-            state.destroy_process_group()  # all ranks stop for the same reason, so none is left waiting
+            if can_leave_alone():
+                state.destroy_process_group()
             raise
 
 

@@ -2,12 +2,17 @@
 
 from datetime import timedelta
 
+import torch.distributed as dist
 from accelerate.utils import InitProcessGroupKwargs
 
 from .world import World
 
 LIBUV_SINCE = (2, 4)
 """From this torch on the store is built on libuv, which torch for Windows comes without."""
+
+
+PATIENCE = 30
+"""Minutes that one process waits for the others where nobody says how long; torch has 10 for nccl, and 30 for gloo."""
 
 
 def group_backend(device: str, windows: bool) -> str | None:
@@ -25,5 +30,13 @@ def process_group(world: World, minutes: int | None) -> InitProcessGroupKwargs |
     return InitProcessGroupKwargs(
         backend=group_backend(world.device, world.windows),
         init_method="env://?use_libuv=False" if without_libuv else None,
-        timeout=timedelta(minutes=minutes) if minutes is not None else None,
+        timeout=timedelta(minutes=minutes or PATIENCE),
     )
+
+
+def can_leave_alone() -> bool:
+    """Whether a process may end its group while others wait in it.
+
+    gloo closes its connections.  nccl finishes first what is on its way, and waits until the others end the group, too.
+    """
+    return not dist.is_initialized() or dist.get_backend() == "gloo"

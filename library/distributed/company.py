@@ -3,7 +3,8 @@
 import logging
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -11,7 +12,8 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 
-from ..errors import UserError
+from ..errors import Stopped, UserError
+from .backend import can_leave_alone
 from .board import Board
 from .meeting import exchange_seconds
 from .roll_call import Word, refuse
@@ -134,10 +136,27 @@ class Company:
         except Exception as error:  # all is done and written by now
             logger.warning("a tracker could not be closed: %s", error)
 
-    def leave(self) -> None:
-        """Leave the process group, whatever happened; processes that still wait for this one learn it at once."""
+    @contextmanager
+    def until_left(self) -> Iterator[None]:
+        """Behind the inside, whatever happens there, this process leaves the others."""
+        try:
+            yield
+        except Stopped:  # all of them, after the same step
+            self.leave()
+            raise
+        except BaseException:
+            self.leave(is_well=False)
+            raise
+        self.leave()
+
+    def leave(self, *, is_well: bool = True) -> None:
+        """Leave the process group; where all is not well, the others may be waiting for this process.
+
+        They learn of it when its connections close.  With a backend that would wait for them, that is when it ends.
+        """
         let_go_of_messages()
-        self.accelerator.state.destroy_process_group()
+        if is_well or can_leave_alone():
+            self.accelerator.state.destroy_process_group()
 
     def log(self, values: dict[str, Any], step: int) -> None:
         """Hand figures to the trackers."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..data.batch import PixelBatch
 from ..errors import ConfigError, UserError
-from .backend import group_backend
+from .backend import can_leave_alone, group_backend
 from .engines import tell_device
 from .strategy import DataParallel, LossFunction
 from .structure import Structure
@@ -150,9 +150,9 @@ class Zero(DataParallel):
         inner: Any = self._engine.module if model is self._engine else model
         return super().unwrapped(inner)
 
-    def leave(self) -> None:
-        super().leave()
-        if dist.is_initialized():
+    def leave(self, *, is_well: bool = True) -> None:
+        super().leave(is_well=is_well)
+        if dist.is_initialized() and (is_well or can_leave_alone()):
             dist.destroy_process_group()
         if self._is_numbered:
             del os.environ["LOCAL_RANK"]

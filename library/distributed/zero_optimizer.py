@@ -90,8 +90,9 @@ class ZeroOptimizer:
         self._has_gradients = True
         if wait := getattr(self._zero, "_wait_for_offload_copies", None):
             wait()
-        self._norm = torch.as_tensor(self._own_norm(), device=self._device)
-        return self._norm
+        # DeepSpeed multiplies gradients by what it makes of the length, so that is to stay where they are.
+        self._norm = torch.as_tensor(self._own_norm())
+        return self._norm.to(self._device)
 
     def step(self) -> None:
         """Every process moves what it keeps, and all get to know the whole."""

@@ -53,10 +53,8 @@ def made_up_run(config: RunConfig, given: frozenset[str], folder: Path) -> Itera
     if problems := [f"--{names[0]}: {message}" for names, message in conflicts(config, given)]:
         raise ConfigError(problems)
     strategy = strategy_of(config)
-    try:
+    with strategy.until_left():
         yield _assembled(config, strategy, folder)
-    finally:
-        strategy.leave()
 
 
 def caption(number: int) -> str:

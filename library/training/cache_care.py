@@ -48,10 +48,8 @@ def opened(config: RunConfig) -> Iterator[Care]:
     """
     whole = replace(config, sharding=ShardingConfig(), parallel=ParallelConfig(), deepspeed=DeepSpeedConfig())
     strategy = strategy_of(whole)
-    try:
+    with strategy.until_left():
         yield Care(strategy, tuple(_shelves(config, strategy)), not config.cache.skip_cache_check)
-    finally:
-        strategy.leave()
 
 
 def build(care: Care) -> tuple[str, int]:

@@ -61,7 +61,7 @@ def run(config: RunConfig, given: frozenset[str] = frozenset()) -> None:
     schedules.rehearse(config.optim)
     strategy = strategy_of(config)
     folder, name = Path(config.save.output_dir), config.save.output_name
-    try:
+    with strategy.until_left():
         divider = strategy.divides_optimizer
         if divider and (problems := whole_tensor_problems(config.optim, divider)):
             raise ConfigError(problems)
@@ -74,8 +74,6 @@ def run(config: RunConfig, given: frozenset[str] = frozenset()) -> None:
                 if (end := ending.of(error)) is error:
                     raise
                 raise end from error
-    finally:
-        strategy.leave()
 
 
 def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, started_at: float, ending: Ending) -> None:

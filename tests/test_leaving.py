@@ -1,0 +1,44 @@
+"""Whoever leaves the others never waits for those who wait for it."""
+
+from datetime import timedelta
+
+import pytest
+from ranks import on_ranks
+
+from library.distributed.backend import process_group
+from library.distributed.world import World
+from library.errors import Stopped
+
+ERRORS = {"bug": ValueError("bug"), "asked": Stopped("asked", 0)}
+
+
+def left_behind(backend: str, end: str) -> tuple[bool, str]:
+    """Whether the group is there after a run that ended so; with nccl its end is a wait for all others."""
+    import torch.distributed as dist
+    from test_turns import strategy
+
+    strategy_, said = strategy(20), ""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_backend", lambda: backend)
+        try:
+            with strategy_.until_left():
+                if end in ERRORS:
+                    raise ERRORS[end]
+        except Exception as found:
+            said = str(found)
+        is_there = dist.is_initialized()
+    if is_there:
+        dist.destroy_process_group()
+    return is_there, said
+
+
+@pytest.mark.parametrize(("backend", "end", "is_there"), [
+    ("gloo", "", False), ("gloo", "bug", False), ("nccl", "", False), ("nccl", "asked", False), ("nccl", "bug", True),
+])  # fmt: skip
+def test_a_group_that_waits_for_the_others_is_ended_only_when_all_end_it(backend, end, is_there):
+    assert on_ranks(2, left_behind, backend, end) == [(is_there, end)] * 2
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_others_are_waited_for_equally_long_with_every_backend(device):
+    assert process_group(World(size=2, device=device), None).timeout == timedelta(minutes=30)
