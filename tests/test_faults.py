@@ -152,6 +152,21 @@ def test_at_the_foot_of_the_ladder_the_run_ends(dataset, tmp_path):
     assert list(tmp_path.glob("lora-step*-state"))
 
 
+@pytest.mark.parametrize("said", [
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
+    "cuDNN error: CUDNN_STATUS_ALLOC_FAILED", "Failed to CUDA calloc async\nCuda failure 2 'out of memory'",
+])  # fmt: skip
+def test_libraries_of_a_device_that_find_no_memory_are_understood(said):
+    with pytest.raises(OutOfMemory), phase("forward"):
+        raise RuntimeError(said)
+
+
+def test_an_error_that_says_nothing_is_no_lack_of_memory():
+    with pytest.raises(RuntimeError, match="3"), phase("forward"):
+        raise RuntimeError(3)
+
+
 def test_the_machines_own_memory_is_known_by_what_torch_says_of_it():
     with pytest.raises(OutOfMemory, match="DefaultCPUAllocator"), phase("backward"), phase("forward"):
         torch.empty(2**50)

@@ -38,7 +38,15 @@ def phase(name: str, batch: PixelBatch | None = None) -> Iterator[None]:
         raise OutOfMemory(name, batch, str(error).partition("\n")[0]) from None
 
 
+OF_LIBRARIES = ("_STATUS_ALLOC_FAILED", "CUDA error: out of memory", "HIP error: out of memory", "'out of memory'")
+"""What is said by those that take memory of a device past torch: for matrices, convolutions, kernels, messages."""
+
+
 def is_out_of_memory(error: Exception) -> bool:
-    """Devices have a type for it, the machine's own memory a sentence."""
-    kinds = (OutOfMemory, torch.OutOfMemoryError, MemoryError)
-    return isinstance(error, kinds) or should_reduce_batch_size(error)
+    """Devices have a type for it; the machine's own memory and libraries of devices have a sentence."""
+    if isinstance(error, (OutOfMemory, torch.OutOfMemoryError, MemoryError)):
+        return True
+    said = str(error)
+    return isinstance(error, RuntimeError) and (
+        should_reduce_batch_size(RuntimeError(said)) or any(mark in said for mark in OF_LIBRARIES)
+    )
