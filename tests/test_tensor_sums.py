@@ -1,12 +1,17 @@
 """How often processes that share layers wait for each other's sums."""
 
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 from tiny import TINY
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from library.adapters.lora import inject
+from library.config.schema import AdapterConfig
 from library.distributed.tensor_cut import TensorCut
 from library.families import FAMILIES
 from library.families.tensor_cuts import tensor_cuts
@@ -45,6 +50,30 @@ def test_what_layers_were_given_is_not_kept_behind_them():
         model(given)
     del given
     assert seen() is None
+
+
+class Crossings(TorchDispatchMode):
+    """Refuses operations on tensors of two devices, but for single numbers: copies that the host waits for."""
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        given = [each for each in tree_leaves((arguments, named)) if isinstance(each, torch.Tensor) and each.dim()]
+        assert len({each.device for each in given}) < 2, function
+        return function(*arguments, **(named or {}))
+
+
+@pytest.mark.parametrize("name", ["flux", pytest.param("sdxl", marks=pytest.mark.long)])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_adapters_in_layers_that_are_cut_are_not_waited_for(name, rank):
+    tiny, family = TINY[name](), FAMILIES.get(name)()
+    denoiser, meta = getattr(tiny.pipe, family.denoiser), torch.device("meta")
+    inject(denoiser, AdapterConfig(), family.lora_targets, seed=0)
+    TensorCut(rank, 2, lambda tensor: None).cut(denoiser, tensor_cuts(denoiser))
+    denoiser.to(meta)
+    batch = replace(tiny.batch, latents=tiny.batch.latents.to(meta), frame=tiny.batch.frame.to(meta),
+                    cond={key: value.to(meta) for key, value in tiny.batch.cond.items()})  # fmt: skip
+    with Crossings():
+        family.predict(tiny.pipe, denoiser, batch.latents, torch.full((2,), 500.0, device=meta), batch).sum().backward()
+    assert all(weight.grad is not None for name, weight in denoiser.named_parameters() if "lora_B" in name)
 
 
 @pytest.mark.parametrize(("name", "wanted"), [  # in SD3 and Qwen-Image nobody asks for the last block's text

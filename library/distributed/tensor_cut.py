@@ -18,6 +18,9 @@ from torch.nn import functional
 from ..errors import ConfigError
 from .structure import Cuts
 
+Stretches = tuple[tuple[int, int], ...]
+"""Where each begins, and how long it is.  Not a tensor of places, which on another device would be waited for."""
+
 
 class TensorCut:
     """This process's part of a model's layers."""
@@ -54,12 +57,13 @@ class TensorCut:
         finally:
             self._is_alone = False
 
-    def _mine(self, pieces: Sequence[int]) -> Tensor:
-        found, start = [], 0
+    def _mine(self, pieces: Sequence[int]) -> Stretches:
+        found, before = [], 0
         for size in pieces:
-            found.append(torch.arange(start, start + size).tensor_split(self.size)[self.rank])
-            start += size
-        return torch.cat(found)
+            start, end = (size // self.size * rank + min(rank, size % self.size) for rank in (self.rank, self.rank + 1))
+            found.append((before + start, end - start))
+            before += size
+        return tuple(found)
 
     def _cut_heads(self, model: nn.Module, cuts: Cuts) -> None:
         for name, module in model.named_modules():
@@ -73,18 +77,18 @@ class TensorCut:
                 if hasattr(module, size):
                     setattr(module, size, getattr(module, size) // self.size)
 
-    def _cut_rows(self, layer: nn.Module, places: Tensor) -> None:
+    def _cut_rows(self, layer: nn.Module, places: Stretches) -> None:
         base = _base(layer)
-        _keep(base, "weight", base.weight[places])
+        _keep(base, "weight", _taken(base.weight, 0, places))
         if base.bias is not None:
-            _keep(base, "bias", base.bias[places])
+            _keep(base, "bias", _taken(base.bias, 0, places))
         layer.register_forward_pre_hook(lambda _, given: self._shared(given))
         for up in _halves(layer, "lora_B"):
-            up.register_forward_hook(lambda _, given, made: made if self._is_alone else made[..., places])
+            up.register_forward_hook(lambda _, given, made: made if self._is_alone else _taken(made, -1, places))
 
-    def _cut_columns(self, layer: nn.Module, places: Tensor) -> None:
+    def _cut_columns(self, layer: nn.Module, places: Stretches) -> None:
         base = _base(layer)
-        _keep(base, "weight", base.weight[:, places])
+        _keep(base, "weight", _taken(base.weight, 1, places))
         if base.bias is not None and self.rank:  # it is added once
             _keep(base, "bias", torch.zeros_like(base.bias))
         layer.register_forward_hook(lambda _, given, made: self._added(made))
@@ -92,7 +96,7 @@ class TensorCut:
             whole = down.forward
 
             def part(given: Tensor, down: Any = down, whole: Any = whole) -> Tensor:
-                return whole(given) if self._is_alone else functional.linear(given, down.weight[:, places])
+                return whole(given) if self._is_alone else functional.linear(given, _taken(down.weight, 1, places))
 
             down.forward = part
 
@@ -153,8 +157,13 @@ def _halves(layer: nn.Module, name: str) -> list[Any]:
     return list(getattr(layer, name, {}).values())
 
 
+def _taken(tensor: Tensor, axis: int, places: Stretches) -> Tensor:
+    parts = [tensor.narrow(axis, start, length) for start, length in places]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=axis)
+
+
 def _keep(layer: nn.Module, name: str, part: Tensor) -> None:
-    setattr(layer, name, nn.Parameter(part.contiguous(), requires_grad=False))
+    setattr(layer, name, nn.Parameter(part.detach().clone(memory_format=torch.contiguous_format), requires_grad=False))
 
 
 def _largest_below(size: int, heads: int) -> int:
