@@ -2,8 +2,10 @@
 
 import gc
 import weakref
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from library.config import load_options
+from library.distributed import swapping
+from library.distributed.copies import Copies
 from library.distributed.frozen import can_rest, let_rest
 from library.distributed.packing import BLOCK, NF4, Packed
 from library.distributed.swapping import Swap
@@ -121,6 +125,57 @@ def test_weights_are_sent_ahead_and_at_most_two_are_there(is_twice):
     passes = 3 if is_twice else 2
     assert fetched[2] == (6 * passes, 6 * passes), fetched  # one copy for each use, each sent ahead
     assert device.most <= 2
+
+
+class AheadOf:
+    """In the place of torch's module for a device that computes nothing before somebody waits for it."""
+
+    class Stream:
+        def __init__(self, device):
+            self.given = 0
+
+        def wait_stream(self, other):
+            pass
+
+    def __init__(self):
+        self.computing, self.done, self.waits = self.Stream(None), 0, 0
+
+    def current_stream(self, device):
+        return self.computing
+
+    def stream(self, stream):
+        return nullcontext()
+
+    def Event(self):
+        place = 0
+
+        def record(stream):
+            nonlocal place
+            place = stream.given
+
+        def synchronize():
+            self.done, self.waits = max(self.done, place), self.waits + 1
+
+        return SimpleNamespace(record=record, synchronize=synchronize)
+
+
+@pytest.mark.parametrize(("room", "waits", "most"), [(400, True, 400), (10**6, False, 6 * 4 * 64)])
+def test_the_program_takes_no_more_memory_for_weights_than_it_may_be_ahead(room, waits, most, monkeypatch):
+    device = AheadOf()
+    monkeypatch.setattr(swapping, "AHEAD", room)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    swap = Swap(torch.device("cpu"), torch.clone)
+    swap._copies = Copies(torch.device("cpu"), device)
+    fetches = [swap.take(Packed.of(torch.zeros(16), "float")) for _ in range(6)]
+    held = []
+    for _ in range(4):
+        for fetch in fetches:
+            size = fetch().nbytes
+            device.computing.given += 1  # what is computed with it, and its memory is free when the device has
+            held.append((device.computing.given - device.done) * size)
+    assert bool(device.waits) == waits
+    assert max(held) <= most + 2 * 64, held
+    assert swap.expected > 12
 
 
 def test_blocks_are_spread_evenly():

@@ -41,6 +41,14 @@ class Copies:
         with self._streams.stream(self._own):
             return copy()
 
+    def mark(self) -> Any:
+        """A place in what the device was given to compute until now; ``None`` where nobody is ahead of it."""
+        if self._own is None:
+            return None
+        mark = self._streams.Event()
+        mark.record(self._streams.current_stream(self.device))
+        return mark
+
     def arrive(self, tensors: Iterable[Tensor]) -> None:
         """Whatever is computed from now on comes behind all copies until now."""
         if self._own is None:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...distributed.sharded import blocks_of
+from ...distributed.swapping import AHEAD
 from .cut import Cut
 from .stage import Stage
 from .ways import Way
@@ -83,7 +84,7 @@ def _frozen(way: Way, cut: Cut, stage: Stage) -> tuple[int, int]:
         return _spread(way, cut, stage.frozen)
     if way.zero is not None and way.zero.stage == 3:
         return _divided(way, cut, stage.frozen)
-    return stage.frozen, 0
+    return stage.frozen, min(cut.run.swapped, AHEAD)
 
 
 def _spread(way: Way, cut: Cut, whole: int) -> tuple[int, int]:
