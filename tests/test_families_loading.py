@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tiny import TINY
 
 from library.errors import ConfigError
-from library.families import FAMILIES
+from library.families import FAMILIES, loading
 
 __all__ = ["made", "plain"]  # fixtures
 
@@ -111,6 +111,15 @@ def test_a_broken_model_is_the_users_to_mend(plain, tmp_path):
     (tmp_path / family.denoiser / "diffusion_pytorch_model.safetensors").unlink()
     with pytest.raises(ConfigError, match=f"its {family.denoiser} cannot be loaded"):
         family.load(str(tmp_path), torch.float32)
+
+
+def test_a_model_that_is_too_large_for_its_device_is_not_broken(monkeypatch):
+    def part(*given):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 24 GiB.")
+
+    monkeypatch.setattr(loading, "_part", part)
+    with pytest.raises(torch.OutOfMemoryError):
+        FAMILIES.get("sd1")().load("random:sd1:tiny", torch.float32)
 
 
 @pytest.mark.parametrize("part", ["unet", "vae", "text_encoder", "text_encoder_2"])

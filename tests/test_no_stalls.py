@@ -12,19 +12,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ranks import on_ranks
+from tiny import TINY
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from library.distributed.copies import Copies
 from library.distributed.host_copy import LateWords
+from library.families import FAMILIES
 from library.tools.bench_run import made_up_run, settings, with_pictures
 from library.tools.bench_step import Arguments
 from library.training import loop
 from library.training.trained import trainable
 
 DEVICE = torch.device("meta")
-FAMILIES = ["random:sd1:tiny", "random:sdxl:tiny", "random:sd3:tiny", "random:flux:tiny", "random:z_image:tiny",
-            "random:qwen_image:tiny"]  # fmt: skip
+MODELS = ["random:sd1:tiny", "random:sdxl:tiny", "random:sd3:tiny", "random:flux:tiny", "random:z_image:tiny",
+          "random:qwen_image:tiny"]  # fmt: skip
 
 
 class Refuses(TorchDispatchMode):
@@ -97,9 +99,20 @@ def trained_without_numbers(model, folder):
     return run.state.step, str(run.parameters[0].device)
 
 
-@pytest.mark.parametrize("model", FAMILIES)
+@pytest.mark.parametrize("model", MODELS)
 def test_no_step_waits_for_the_device(model, tmp_path):
     assert on_ranks(1, trained_without_numbers, model, tmp_path) == [(4, "meta")]
+
+
+@pytest.mark.parametrize("name", ["sd1", "sdxl"])
+def test_captions_that_are_read_in_a_step_are_not_waited_for(name):
+    tiny, family = TINY[name](), FAMILIES.get(name)()
+    for part in family.text_parts:
+        if isinstance(module := getattr(tiny.pipe, part), torch.nn.Module):
+            module.to(DEVICE)
+    with Refuses():
+        cond = family.encode_prompts(tiny.pipe, ["a cat", "two dogs"])
+    assert {str(tensor.device) for tensor in cond.values()} == {"meta"}
 
 
 class Streams:

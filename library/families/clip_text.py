@@ -87,7 +87,7 @@ def joined(states: Tensor, pieces: int) -> Tensor:
 def encode_with_one(pipe: Any, prompts: Sequence[str], options: ModelConfig) -> Tensor:
     """Prompts through the pipeline's only text encoder; ``clip_skip`` is sd-scripts', where 1 is the last layer."""
     rows = token_rows(pipe.tokenizer, prompts, options.max_token_length)
-    output = pipe.text_encoder(rows.to(pipe.text_encoder.device), output_hidden_states=True)
+    output = pipe.text_encoder(rows.to(pipe.text_encoder.device, non_blocking=True), output_hidden_states=True)
     states = layer_from_end(pipe.text_encoder, output, options.clip_skip or 1)
     return joined(states, options.max_token_length // PIECE)
 

@@ -133,6 +133,8 @@ def _told(model: Detected, part: str) -> Iterator[None]:
     """What damaged or missing files raise becomes the user's to mend."""
     try:
         yield
+    except torch.OutOfMemoryError:  # of which nothing in these files is at fault
+        raise
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
         place = model.separate[part].place if part in model.separate else model.place
         raise ConfigError(

@@ -48,7 +48,7 @@ class StableDiffusionXL(Family):
         states = []
         for tokenizer, encoder in ((pipe.tokenizer, pipe.text_encoder), (pipe.tokenizer_2, pipe.text_encoder_2)):
             rows = token_rows(tokenizer, prompts, length)
-            output = encoder(rows.to(encoder.device), output_hidden_states=True)
+            output = encoder(rows.to(encoder.device, non_blocking=True), output_hidden_states=True)
             states.append(joined(output.hidden_states[-2], length // PIECE))
         pooled = output.text_embeds[:: length // PIECE]  # of the first piece of each prompt
         return {"embeds": torch.cat(states, dim=-1), "pooled": pooled}
