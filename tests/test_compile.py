@@ -42,10 +42,14 @@ def dataset(folder, sizes, pictures=(1, 2)):
 
 def counted(*flags):
     """A run in this process: its LoRA, and what was compiled for it."""
+    from library.training import rehearsal
     from library.training import run as running
 
-    jobs, honest = [], running.train
+    jobs, honest, tried, marks = [], running.train, [], []
     running.train = lambda job: (jobs.append(job), honest(job))
+    rehearsed = rehearsal.rehearsed
+    rehearsal.rehearsed = lambda *given: (tried.append(given), rehearsed(*given))[1]
+    torch.compiler.cudagraph_mark_step_begin = lambda: marks.append(len(marks))
     settings = load_options([*flags, "--quiet", "--max_data_loader_n_workers", "0", "--learning_rate", "0.1",
                              "--optimizer_type", "SGD"]).require()  # fmt: skip
     running.run(settings)
@@ -55,6 +59,7 @@ def counted(*flags):
     hits = {name: counters["inductor"][f"fxgraph_cache_{name}"] for name in ("hit", "miss")}
     lora = f"{settings.save.output_dir}/{settings.save.output_name}.safetensors"
     return SimpleNamespace(kinds=told, late=found.late if found else 0, is_dynamic=found and found.is_dynamic,
+                           begun=len(tried) + jobs[0].state.step + 1, marks=len(marks),
                            graphs=counters["stats"]["unique_graphs"], lora=lora, hits=hits)  # fmt: skip
 
 
@@ -78,7 +83,7 @@ def test_two_dozen_sizes_need_two_graphs_for_a_kind_of_block_and_none_in_three_e
     found = trained(tmp_path / "compiled", family, data, *flags, *COMPILED)
     plain = trained(tmp_path / "plain", family, data, *flags)
 
-    assert len(SIZES) == 24 and found.is_dynamic
+    assert len(SIZES) == 24 and found.is_dynamic and not found.marks
     assert len(found.kinds) == 2 and max(found.kinds.values()) <= 2 and found.late == 0
     assert found.graphs == sum(found.kinds.values()), "nothing is compiled beside the blocks"
     assert difference(plain.lora, found.lora) < 1e-4
@@ -87,8 +92,10 @@ def test_two_dozen_sizes_need_two_graphs_for_a_kind_of_block_and_none_in_three_e
 
 def test_texts_of_any_length_are_compiled_before_the_first_step(tmp_path):
     data = dataset(tmp_path / "data", SIZES[:3])
-    found = trained(tmp_path / "out", "z_image", data, "--max_train_epochs", "2", *COMPILED)
+    recorded = ("--dynamo_mode", "reduce-overhead", "--gradient_accumulation_steps", "2")
+    found = trained(tmp_path / "out", "z_image", data, "--max_train_epochs", "2", *COMPILED, *recorded)
     assert found.late == 0 and found.is_dynamic
+    assert found.marks == found.begun, "what is recorded learns where a step begins, and is told of nothing else"
 
 
 @pytest.mark.long

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .compiled_block import LATE_GRAPHS, Forward, Kind, Phase
+from .refusals import RECORDED
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ class Compilation:
         self.kinds: dict[Any, Kind] = {}
         self._firsts: dict[Any, nn.Module] = {}
         self._phase = Phase()
+        self._is_recorded = how.get("mode") in RECORDED or how.get("backend") == "cudagraphs"
         # DDP's own way of compiling cuts graphs where it exchanges gradients; blocks are cut small enough.
         torch._dynamo.config.optimize_ddp = False
         # Dropout, a part of modules, is told which tokens it sees; of another picture they are not as many.
@@ -53,6 +55,15 @@ class Compilation:
             self._firsts[key] = module
         _share_processors(self._firsts[key], module)
         module.forward = Forward(self.kinds[key], module)
+
+    def begin(self) -> None:
+        """Nothing that was computed until now is needed any more, but what was copied.
+
+        What is recorded on a device writes into the same memory each time.  Without this word, torch would take each
+        block that is computed again for backward for the begin of another step, and gradients for what is left of it.
+        """
+        if self._is_recorded:
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
 
     def keep_share(self, budget: float) -> None:
         """Of what a block computes on its way forward, keep this share for the way back; 0 leaves it as it is."""

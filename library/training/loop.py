@@ -76,6 +76,8 @@ def _step(run: Run, work: StepWork, waited: float) -> Figures:
     state, strategy = run.state, run.strategy
     factor = run.schedule(state.step)
     set_learning_rates(run.optimizer, [group.rate for group in run.groups], factor)
+    if run.compilation is not None:
+        run.compilation.begin()
     loss = run.ladder.gradients(strategy, run.task, work, state.step)
     with phase("optimizer"):
         norm = strategy.clip(run.parameters, run.config.optim.max_grad_norm)

@@ -25,6 +25,8 @@ def sizes_of(plan: Layout) -> Sizes:
 def rehearsed(run: Run, batch: PixelBatch) -> torch.Tensor:
     """Forward and backward, with all samples counted; the loss."""
     task = replace(run.task, denoiser=run.strategy.unwrapped(run.adapter), seen=[])
+    if run.compilation is not None:
+        run.compilation.begin()
     with phase("forward", batch), run.strategy.accelerator.autocast():
         whole = replace(batch, weight=torch.ones_like(batch.weight), mask=None)
         loss = task(whole, run.state.step).mean()
