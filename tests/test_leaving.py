@@ -1,4 +1,4 @@
-"""Whoever leaves the others never waits for those who wait for it."""
+"""Nobody is waited for less long than was said, and whoever leaves does not wait for those who wait for it."""
 
 from datetime import timedelta
 
@@ -42,3 +42,23 @@ def test_a_group_that_waits_for_the_others_is_ended_only_when_all_end_it(backend
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_others_are_waited_for_equally_long_with_every_backend(device):
     assert process_group(World(size=2, device=device), None).timeout == timedelta(minutes=30)
+
+
+def patience(*words: str) -> set[timedelta]:
+    """Of every group, how long a message in it may take."""
+    import torch
+    import torch.distributed as dist
+
+    from library.config import load_options
+    from library.distributed.choice import strategy_of
+
+    strategy = strategy_of(load_options([*words, "--ddp_timeout", "7"]).config)
+    with strategy.until_left():
+        groups = list(dist.distributed_c10d._world.pg_map)
+        assert len(groups) > 1
+        return {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
+
+
+@pytest.mark.parametrize("words", [("--tp_size", "2"), ("--fsdp",)])
+def test_every_group_waits_as_long_as_was_said(words):
+    assert on_ranks(2, patience, *words) == [{timedelta(minutes=7)}] * 2

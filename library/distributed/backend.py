@@ -1,6 +1,7 @@
 """How processes talk to each other: backend, meeting point and patience."""
 
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from accelerate.utils import InitProcessGroupKwargs
@@ -32,6 +33,14 @@ def process_group(world: World, minutes: int | None) -> InitProcessGroupKwargs |
         init_method="env://?use_libuv=False" if without_libuv else None,
         timeout=timedelta(minutes=minutes or PATIENCE),
     )
+
+
+def wait_equally_long(timeout: timedelta) -> None:
+    """Let no group of some processes have less patience than the group of all, which torch does not do by itself."""
+    c10d: Any = dist.distributed_c10d
+    for group in list(c10d._world.pg_map):
+        if dist.get_backend(group) in ("gloo", "nccl"):  # torch knows how to tell these
+            c10d._set_pg_timeout(timeout, group)
 
 
 def can_leave_alone() -> bool:

@@ -13,7 +13,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 
 from ..errors import Stopped, UserError
-from .backend import can_leave_alone
+from .backend import can_leave_alone, wait_equally_long
 from .board import Board
 from .meeting import exchange_seconds
 from .roll_call import Word, refuse
@@ -48,6 +48,12 @@ class Company:
         self.is_main = accelerator.is_main_process
         self.hosts: list[str] = gather_object([socket.gethostname()]) if self.size > 1 else [socket.gethostname()]
         """The names of the machines, by rank."""
+
+    def have_patience(self) -> None:
+        """In all groups that there are now."""
+        settings = self.accelerator.init_handler
+        if settings is not None and settings.timeout is not None and self.size > 1:
+            wait_equally_long(settings.timeout)
 
     def on_main(self, work: Callable[[], None]) -> None:
         """Do something on one process while the others wait; when it fails there, it fails on all."""

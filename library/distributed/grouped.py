@@ -49,6 +49,7 @@ class Grouped(DataParallel):
         self.dealing = None
         if layout.contexts > 1:
             self.dealing = ContextCut(Group(self.mesh.get_group("context")), self._changes)
+        self.have_patience()
 
     def compile(self, parts: Sequence[nn.Module], denoiser: nn.Module, shapes: "Shapes") -> "Compilation | None":
         """As without others; of what changes in an exchange, it is told."""

@@ -36,6 +36,7 @@ class Sharded(Grouped):
         whole = init_device_mesh(self.device.type, (sharding.replicas, sharding.parts, self.layout.parts),
                                  mesh_dim_names=("replicate", "shard", "part"))  # fmt: skip
         self.shared_by: DeviceMesh = whole[names]
+        self.have_patience()
 
     def wrap(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, denoiser: nn.Module | None = None,

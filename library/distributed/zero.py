@@ -76,6 +76,7 @@ class Zero(DataParallel):
             for buffer in model.buffers():
                 buffer.data = buffer.data.to(self.device)
         self._engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+        self.have_patience()
         if self.settings.stage == 3:
             self._keep_whole(learning)
             _find_odd_readers(model)
