@@ -11,6 +11,7 @@ from ranks import on_ranks
 
 from library.config import load_options
 from library.config.schema import RunConfig
+from library.distributed import accelerator
 from library.distributed.accelerator import accelerator_kwargs, binds_to_numa_node
 from library.distributed.backend import process_group
 from library.distributed.devices import Machine, affinity_obstacle, count_numa_nodes
@@ -272,6 +273,16 @@ def test_affinity_is_switched_on_where_it_helps_and_is_possible_and_nobody_has_d
     assert not binds_to_numa_node(CUDA)
     assert not binds_to_numa_node(replace(several, affinity=False))
     assert not binds_to_numa_node(replace(several, machine=Machine("cuda", 4, numa_nodes=2, affinity_obstacle="no")))
+
+
+def test_a_run_goes_on_where_it_cannot_be_bound_to_a_node_of_processors(monkeypatch, caplog):
+    def refuse(local_rank):
+        raise OSError(22, f"Invalid argument, of process {local_rank}")
+
+    monkeypatch.setattr(accelerator, "set_numa_affinity", refuse)
+    with caplog.at_level("WARNING"):
+        accelerator.bind(3)
+    assert "not bound to the NUMA node of its device: [Errno 22] Invalid argument, of process 3" in caplog.text
 
 
 def test_numa_nodes_with_processors_are_counted(tmp_path):

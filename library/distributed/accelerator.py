@@ -1,5 +1,6 @@
 """The one place that builds an ``Accelerator``: a thin call over pure functions of the settings and the world."""
 
+import logging
 import os
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ from accelerate.utils import (
     KwargsHandler,
     TorchDynamoPlugin,
     broadcast_object_list,
+    set_numa_affinity,
 )
 
 from ..config import RunConfig
@@ -23,19 +25,21 @@ from .refusals import Came, before_joining, differences, effective_precision, mi
 from .trackers import open_folder, run_folder, tracker_of, tracker_problems
 from .world import World, now
 
+logger = logging.getLogger(__name__)
+
 
 def prepare_accelerator(args: RunConfig) -> Accelerator:
     """Join the other processes, agree with them, and build the ``Accelerator``; stop when less came than was asked.
 
-    The process group, folders of trackers, ``WANDB_DIR`` and ``ACCELERATE_CPU_AFFINITY`` are its side effects.
+    The process group, folders of trackers, ``WANDB_DIR`` and the processors that it may use are its side effects.
     """
     world = World.from_environment()
     problems = [*before_joining(args, world), *launch_problems(args, world)]
-    if binds_to_numa_node(world):
-        os.environ["ACCELERATE_CPU_AFFINITY"] = "1"
     with hidden_from_accelerate():
         # The ranks meet here, before the Accelerator: the folder that its constructor takes needs a time they agree on.
         state = meet(args, world, problems)
+        if binds_to_numa_node(world):
+            bind(state.local_process_index)
         try:
             return _with_others(args, world, state)
         except ConfigError:
@@ -98,8 +102,19 @@ def dynamo_plugin(distributed: DistributedConfig) -> TorchDynamoPlugin | None:
     return plugin
 
 
+def bind(local_rank: int) -> None:
+    """To the NUMA node of the device; nobody asked for it, so where it cannot be done the run goes on without.
+
+    Containers may have a driver's library that tells nothing, or none of the node's processors.
+    """
+    try:
+        set_numa_affinity(local_rank)
+    except Exception as error:  # the driver's library has kinds of its own
+        logger.warning("this process is not bound to the NUMA node of its device: %s", error)
+
+
 def binds_to_numa_node(world: World) -> bool:
-    """Whether to switch accelerate's NUMA affinity on; what the environment says about it stays."""
+    """Whether to use accelerate's NUMA affinity though nobody asked for it; what the environment says is followed."""
     return world.affinity is None and world.machine.numa_nodes > 1 and not world.machine.affinity_obstacle
 
 
