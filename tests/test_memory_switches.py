@@ -25,6 +25,7 @@ from library.errors import ConfigError
 from library.tools.bench_run import made_up_run, settings, with_pictures
 from library.tools.bench_step import Arguments
 from library.training import checkpointing
+from library.training.forecast.meter import Meter
 from library.training.resting import spread
 
 __all__ = ["even"]  # a fixture
@@ -64,6 +65,15 @@ def test_what_the_bits_can_hold_comes_back_as_it_was():
 def test_a_weight_takes_the_room_of_its_bits():
     size = {kind: Packed.of(torch.randn(64, 1024).bfloat16(), kind).nbytes / 65536 for kind in KINDS}
     assert size["float"] == 2 and 1 < size["int8"] == size["fp8"] < 1.01 and 0.5 < size["nf4"] < 0.54
+
+
+@pytest.mark.parametrize(("kind", "most"), [("fp8", 4.1), ("int8", 4.1), ("nf4", 6.2)])
+def test_little_room_is_needed_to_unpack(kind, most):
+    packed, meta = Packed.of(torch.randn(256, 1024).bfloat16(), kind), torch.device("meta")
+    packed = packed.moved(lambda tensor: tensor.to(meta))
+    with Meter(meta, packed.tensors) as meter:
+        assert packed.numbers(torch.bfloat16).shape == (256, 1024)
+    assert meter.peak < most * 256 * 1024
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -49,8 +49,10 @@ class Packed:
             return self.tensors[0].to(dtype)
         packed, factor = self.tensors[:2]
         if self.kind == "nf4":
-            places = torch.stack([packed >> 4, packed & 15], dim=-1).flatten(1)
-            rows = self.tensors[2].to(dtype)[places.int()] * factor.to(dtype)
+            # A byte is looked up as a whole, by 32 bits: as an index, torch would make 64 bits of each number.
+            each = self.tensors[2].to(dtype)
+            pairs = torch.stack([each.repeat_interleave(16), each.repeat(16)], dim=1)
+            rows = torch.nn.functional.embedding(packed.int(), pairs).flatten(1) * factor.to(dtype)
             return rows.flatten()[: self.shape.numel()].view(self.shape)
         return (packed.to(dtype) * factor.to(dtype)).view(self.shape)
 
