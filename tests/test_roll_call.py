@@ -15,6 +15,7 @@ from library.config import load_options
 from library.distributed import code_version as code
 from library.distributed import roll_call
 from library.distributed.board import Board
+from library.distributed.meeting import seconds_to_connect
 from library.distributed.roll_call import Word, disagreements, layout
 from library.distributed.world import World
 from library.training.sharing import what_is_shared
@@ -96,6 +97,10 @@ def test_a_hang_in_the_first_exchange_ends_with_the_usual_ways_out_told_once(dat
     said = "".join(text for _, text in ends)
     assert said.count("a first message between them did not arrive within 1 s") == 1, said
     assert "GLOO_SOCKET_IFNAME" in said and "firewall" in said and "Traceback" not in said
+
+
+def test_hundreds_may_take_longer_to_connect():
+    assert seconds_to_connect(2) == 60 and seconds_to_connect(512) > 180
 
 
 def words_of(*says: dict) -> list[Word]:

@@ -24,7 +24,7 @@ from .world import World
 logger = logging.getLogger(__name__)
 
 SECONDS_TO_CONNECT = 60.0
-"""All processes are there by then, so it takes long only where it does not work."""
+"""All processes are there by then, so it takes long only where it does not work, or where they are hundreds."""
 MINUTES_TO_COME = 10
 FIRST_MESSAGE = 2**18
 """Numbers in it: one MB."""
@@ -76,7 +76,7 @@ def connected(args: RunConfig, world: World, store: Any, hosts: list[str]) -> Pa
         end_this_process(board, _told(board, world, hosts, backend), is_first_here=not world.local_rank)
 
     try:
-        with watched(SECONDS_TO_CONNECT, late):
+        with watched(seconds_to_connect(world.size), late):
             state = PartialState(**kwargs)
             board.add(f"connected {world.rank}", 1)
             seconds = exchange_seconds(FIRST_MESSAGE, state.device)
@@ -89,6 +89,11 @@ def connected(args: RunConfig, world: World, store: Any, hosts: list[str]) -> Pa
         raise failure from error
     logger.info("a first exchange of 1 MB between them took %.2g s", seconds)
     return state
+
+
+def seconds_to_connect(processes: int) -> float:
+    """After which it does not work."""
+    return SECONDS_TO_CONNECT + processes // 4
 
 
 def exchange_seconds(numbers: int, device: torch.device) -> float:
@@ -126,7 +131,7 @@ def _told(board: Board, world: World, hosts: list[str], backend: str) -> str:
     absent = answer(lambda: [rank for rank in ranks if not board.count(f"connected {rank}")], None)
     who = f"; not connected: {ranks_in_words(absent, hosts)}" if absent else ""
     return "\n".join([f"all {world.size} processes are there, and a first message between them did not arrive within"
-                      f" {SECONDS_TO_CONNECT:.0f} s{who}. What usually helps:", *ways_out(backend)])  # fmt: skip
+                      f" {seconds_to_connect(world.size):.0f} s{who}. What usually helps:", *ways_out(backend)])  # fmt: skip
 
 
 def _unanswered(address: str, port: str, error: Exception) -> UserError:
