@@ -130,8 +130,9 @@ def _told(board: Board, world: World, hosts: list[str], backend: str) -> str:
     ranks = range(world.size)
     absent = answer(lambda: [rank for rank in ranks if not board.count(f"connected {rank}")], None)
     who = f"; not connected: {ranks_in_words(absent, hosts)}" if absent else ""
+    waited = f"{seconds_to_connect(world.size):.0f} s"
     return "\n".join([f"all {world.size} processes are there, and a first message between them did not arrive within"
-                      f" {seconds_to_connect(world.size):.0f} s{who}. What usually helps:", *ways_out(backend)])  # fmt: skip
+                      f" {waited}{who}. What usually helps:", *ways_out(backend)])  # fmt: skip
 
 
 def _unanswered(address: str, port: str, error: Exception) -> UserError:
