@@ -15,7 +15,7 @@ from library.config import load_options
 from library.distributed import code_version as code
 from library.distributed import roll_call
 from library.distributed.board import Board
-from library.distributed.meeting import seconds_to_connect
+from library.distributed.meeting import as_torchrun_tells, seconds_to_connect
 from library.distributed.roll_call import Word, disagreements, layout
 from library.distributed.world import World
 from library.training.sharing import what_is_shared
@@ -97,6 +97,19 @@ def test_a_hang_in_the_first_exchange_ends_with_the_usual_ways_out_told_once(dat
     said = "".join(text for _, text in ends)
     assert said.count("a first message between them did not arrive within 1 s") == 1, said
     assert "GLOO_SOCKET_IFNAME" in said and "firewall" in said and "Traceback" not in said
+
+
+def test_mpi_is_understood_beside_an_accelerator_too(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "")  # so that it is taken back afterwards
+        monkeypatch.delenv(name)
+    told = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}  # fmt: skip
+    as_torchrun_tells(World.from_environment(told))
+    found = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+    assert found == ["3", "4", "1", "2"]
+    as_torchrun_tells(World())
+    assert os.environ["LOCAL_RANK"] == "1"
 
 
 def test_hundreds_may_take_longer_to_connect():

@@ -65,6 +65,7 @@ def meeting_point(world: World, patience: timedelta) -> Any:
 
 def connected(args: RunConfig, world: World, store: Any, hosts: list[str]) -> PartialState:
     """The process group, through which a first message went; what does not work is told soon, not after an hour."""
+    as_torchrun_tells(world)
     board = Board("connecting", store) if store is not None else Board("connecting")
     kwargs = group_kwargs(args, world)
     backend = str(kwargs.get("backend"))
@@ -89,6 +90,15 @@ def connected(args: RunConfig, world: World, store: Any, hosts: list[str]) -> Pa
         raise failure from error
     logger.info("a first exchange of 1 MB between them took %.2g s", seconds)
     return state
+
+
+def as_torchrun_tells(world: World) -> None:
+    """What a launcher told under names of its own; beside an accelerator, accelerate and others look for these only."""
+    if world.local_rank is not None:
+        told = {"RANK": world.rank, "WORLD_SIZE": world.size, "LOCAL_RANK": world.local_rank,
+                "LOCAL_WORLD_SIZE": world.local_size}  # fmt: skip
+        for name, number in told.items():
+            os.environ.setdefault(name, str(number))
 
 
 def seconds_to_connect(processes: int) -> float:
