@@ -9,9 +9,9 @@ from PIL import Image
 from library.config.schema import DataConfig
 from library.data.dataset_config import read_datasets
 from library.data.dataset_rules import missing_folders
-from library.data.dataset_schema import flags_of
 from library.data.files import Listing, find_all
 from library.data.prepare import Prepared, prepare
+from library.dataset.schema import flags_of
 
 HEAD = "[[datasets]]\nresolution = 64\n"
 

@@ -12,7 +12,7 @@ from library.config.schema import DataConfig
 from library.config.values import Size
 from library.data.buckets import Placement, bucket_sizes, place_for
 from library.data.dataset_config import read_datasets
-from library.data.dataset_schema import DatasetConfig, flags_of
+from library.dataset.schema import DatasetConfig, flags_of
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "buckets.json").read_text(encoding="utf-8"))
 

@@ -13,7 +13,7 @@ from library.config.schema import DataConfig
 from library.data.caption_files import read_caption
 from library.data.captions import shown
 from library.data.dataset_config import read_datasets
-from library.data.dataset_schema import SubsetConfig, flags_of
+from library.dataset.schema import SubsetConfig, flags_of
 
 
 @pytest.fixture(scope="module")

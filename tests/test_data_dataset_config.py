@@ -10,8 +10,8 @@ from library.config.schema import DataConfig
 from library.config.values import Size
 from library.data.dataset_config import read_datasets
 from library.data.dataset_rules import missing_folders, not_yet, unused
-from library.data.dataset_schema import flags_of
 from library.data.resolved import beyond, resolved
+from library.dataset.schema import flags_of
 
 GOLDEN = Path(__file__).parent / "data" / "dataset_configs"
 

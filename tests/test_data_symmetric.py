@@ -13,10 +13,10 @@ from library.config.schema import DataConfig
 from library.config.values import Size
 from library.data.buckets import Placement, place_for
 from library.data.dataset_config import read_datasets
-from library.data.dataset_schema import DatasetConfig, flags_of
 from library.data.merging import merged
 from library.data.sample import Sample
 from library.data.symmetric import CLOSEST, TOLERANCE, WIDEST_GAP, lying_sizes, nearest, ratio_of
+from library.dataset.schema import DatasetConfig, flags_of
 
 lengths = st.integers(1, 9000)
 

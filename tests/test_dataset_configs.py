@@ -10,9 +10,9 @@ import pytest
 from library.config import load_options
 from library.config.schema import TrainConfig
 from library.config.toml_lines import read_toml
-from library.data.dataset_schema import KEYS
 from library.data.musubi import FLAT
 from library.data.prepare import Prepared, check, prepare
+from library.dataset.schema import KEYS
 from library.tools import TOOLS
 
 ROOT = Path(__file__).resolve().parent.parent

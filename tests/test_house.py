@@ -31,6 +31,7 @@ PLANTED = {
     "a floor skipped upwards": ("data/x.py", "from ..training import loop", "imports upwards: data -> training"),
     "a peer": ("families/x.py", "from ..adapters import keys", "imports a peer: families -> adapters"),
     "a peer through the package": ("optim/x.py", "from .. import distributed", "imports a peer"),
+    "a peer below data": ("dataset/x.py", "from ..diffusion import noise", "imports a peer: dataset -> diffusion"),
     "a door": ("training/x.py", "from diffusers import UNet2DConditionModel", "diffusers may be imported only in"),
     "a door by a submodule": ("data/x.py", "import torch.distributed.run", "torch.distributed may be imported only in"),
     "a door by from-import": ("data/x.py", "from torch import distributed", "torch.distributed may be imported only"),

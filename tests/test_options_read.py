@@ -14,7 +14,7 @@ from library.config import load_options
 from library.config.kohya import VERDICTS, Alias, NotYet
 from library.config.options import options_of
 from library.config.schema import RunConfig
-from library.data.dataset_schema import KEYS
+from library.dataset.schema import KEYS
 
 ROOT = Path(__file__).resolve().parent.parent
 KOHYA = json.loads((ROOT / "tests" / "data" / "kohya_options.json").read_text())["train_network"]

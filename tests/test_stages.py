@@ -23,10 +23,10 @@ from library.config.schema import CacheConfig, DataConfig, TrainConfig, Validate
 from library.data.batches import BatchPlan
 from library.data.buckets import place_for
 from library.data.dataset_config import read_datasets
-from library.data.dataset_schema import flags_of
 from library.data.prepare import check, prepare
 from library.data.staged_plan import StagedPlan
 from library.data.stages import pieces_of, stages_of
+from library.dataset.schema import flags_of
 from library.errors import ConfigError, UserError
 from library.training.plan import RunPlan, is_due
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..diffusion.noise import sent
 from .cutting import BadSample
 
 LONGER_BY = 64
@@ -121,17 +122,6 @@ def _of_length(text: Tensor, length: Length) -> Tensor:
 
 def _picked(value: Tensor | list[Tensor], rows: Sequence[int]) -> Tensor | list[Tensor]:
     return [value[row] for row in rows] if isinstance(value, list) else value[list(rows)]
-
-
-def sent(tensor: Tensor, like: Tensor) -> Tensor:
-    """On its way to where ``like`` is, in its precision, and nobody waits for it.
-
-    CUDA copies by itself from pinned memory only; from other memory the program may have to wait until the device has
-    come so far, and the more so the larger the tensor is.
-    """
-    if like.is_cuda and not tensor.is_cuda and not tensor.is_pinned():
-        tensor = tensor.pin_memory()
-    return tensor.to(like, non_blocking=True)
 
 
 def as_model_input(pixels: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..config.values import Size
-from .dataset_schema import DatasetConfig
+from ..dataset.schema import DatasetConfig
 from .symmetric import covering, lying_sizes, nearest
 
 

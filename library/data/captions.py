@@ -4,7 +4,7 @@ import math
 import random
 import re
 
-from .dataset_schema import SubsetConfig
+from ..dataset.schema import SubsetConfig
 
 _WILDCARD = re.compile(r"\{([^}]+)\}")
 

@@ -8,10 +8,10 @@ from typing import Any
 from ..config.json_lines import read_json
 from ..config.toml_lines import KeyPath, read_toml
 from ..config.values import Size
+from ..dataset.schema import DATASET, GENERAL, KEYS, SUBSET, DatasetConfig, SubsetConfig
 from ..errors import ConfigError
 from ..registry import did_you_mean
 from .dataset_rules import Found, dataset_problems, kind_of, subset_problems
-from .dataset_schema import DATASET, GENERAL, KEYS, SUBSET, DatasetConfig, SubsetConfig
 from .musubi import FLAT, is_flat, refusal
 from .source_rules import file_problems, source_problems
 

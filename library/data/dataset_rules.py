@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..dataset.schema import DatasetConfig, Kind, SubsetConfig
 from ..registry import did_you_mean
-from .dataset_schema import DatasetConfig, Kind, SubsetConfig
 from .sources.shards import missing_shards
 
 

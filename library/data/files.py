@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from .dataset_schema import DatasetConfig, SubsetConfig
+from ..dataset.schema import DatasetConfig, SubsetConfig
 from .listing import PICTURE_ENDINGS, FoundPicture, Listing
 from .overlaps import overlaps
 from .sources.folder import from_folder

@@ -6,9 +6,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ..config.schema import ValidateConfig
+from ..dataset.schema import DatasetConfig, SubsetConfig
 from ..randomness import generator_for, seed_for
 from .captions import shown
-from .dataset_schema import DatasetConfig, SubsetConfig
 from .sample import Sample
 
 SEED = 0

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from .dataset_schema import DatasetConfig
+from ..dataset.schema import DatasetConfig
 from .files import FoundPicture
 from .origin import Origin
 

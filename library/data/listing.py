@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .dataset_schema import SubsetConfig
+from ..dataset.schema import SubsetConfig
 from .origin import Origin
 
 PICTURE_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".avif", ".jxl")

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from ..dataset.schema import DatasetConfig, SubsetConfig
 from ..errors import ConfigError
 from .audit import audited
 from .bad_data import Problem, counted, in_short, is_cut_short, written_in_full
 from .buckets import Placement, place_for
 from .dataset_rules import unused
-from .dataset_schema import DatasetConfig, SubsetConfig
 from .files import FoundPicture, find_all
 from .held_out import parted
 from .homes import Homes

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..dataset.schema import DatasetConfig, SubsetConfig
 from .audit import Inspection, audited
-from .dataset_schema import DatasetConfig, SubsetConfig
 from .files import FoundPicture
 from .homes import Homes
 from .images import Readable, is_transparent, turned, without_transparency

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Literal
 
-from .dataset_schema import SubsetConfig
+from ..dataset.schema import SubsetConfig
 from .files import PICTURE_ENDINGS
 from .origin import Origin
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from ..config.schema import DataConfig
-from .dataset_schema import DatasetConfig
+from ..dataset.schema import DatasetConfig
 from .mask_files import mask_source
 
 

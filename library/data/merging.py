@@ -3,8 +3,8 @@
 from collections import defaultdict
 from collections.abc import Sequence
 
+from ..dataset.schema import DatasetConfig
 from .buckets import Placement, covered
-from .dataset_schema import DatasetConfig
 from .sample import Sample
 from .symmetric import Pair, ratio_of
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..dataset.schema import DatasetConfig
 from .bad_data import Notice
 from .buckets import Placement
-from .dataset_schema import DatasetConfig
 from .inspection import TRAITS, Seen
 from .origin import Origin
 

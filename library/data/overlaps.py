@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from .dataset_schema import DatasetConfig, SubsetConfig
+from ..dataset.schema import DatasetConfig, SubsetConfig
 from .listing import Listing, first_of
 from .source_rules import source_key
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config.schema import CacheConfig, DataConfig, TrainConfig, ValidateConfig
+from ..dataset.schema import DatasetConfig, flags_of
 from ..errors import ConfigError
 from ..randomness import seed_for
 from .batches import BatchPlan, BucketSamples
@@ -17,7 +18,6 @@ from .cache.rules import cache_problems
 from .collector import collector_paused
 from .dataset_config import Reading, read_datasets
 from .dataset_rules import missing_folders, not_yet
-from .dataset_schema import DatasetConfig, flags_of
 from .describe import described
 from .held_out import idle, quiet
 from .manifest import Manifest, scan

@@ -5,8 +5,8 @@ from dataclasses import fields
 from typing import Any
 
 from ..config.resolution_schedule import ResolutionSchedule
+from ..dataset.schema import KEYS, DatasetConfig, SubsetConfig
 from .dataset_rules import LACKS
-from .dataset_schema import KEYS, DatasetConfig, SubsetConfig
 
 _OF_DATASETS = ("bucket_mode", "bucket_max_crop", "bucket_min_pictures", "weight", "resolution_schedule", "from_step",
                 "to_step")  # fmt: skip

@@ -6,11 +6,11 @@ All of it follows from (seed, epoch, sample, copy) and the step, so whatever han
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..dataset.schema import SubsetConfig
 from ..randomness import generator_for
 from .batches import MicroBatch
 from .buckets import Placement
 from .captions import shown
-from .dataset_schema import SubsetConfig
 from .manifest import Manifest
 
 

@@ -3,8 +3,8 @@
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
+from ..dataset.schema import DatasetConfig, SubsetConfig
 from .dataset_rules import Found
-from .dataset_schema import DatasetConfig, SubsetConfig
 from .sources.patterns import Pattern
 
 _SOURCES = ("image_dir", "parquet", "webdataset")

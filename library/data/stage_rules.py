@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from ..config.schema import TrainConfig
-from .dataset_schema import DatasetConfig
+from ..dataset.schema import DatasetConfig
 from .stages import stages_of
 
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from ..config.resolution_schedule import Portion
 from ..config.values import Size
-from .dataset_schema import DatasetConfig
+from ..dataset.schema import DatasetConfig
 
 
 @dataclass(frozen=True)

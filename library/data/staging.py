@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ..dataset.schema import DatasetConfig
 from ..errors import ConfigError
 from .buckets import Placement, place_for
-from .dataset_schema import DatasetConfig
 from .manifest import Manifest
 from .merging import merged
 from .stages import Stage, stages_of

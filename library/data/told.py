@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import PureWindowsPath
 from typing import Any
 
+from ..dataset.schema import DatasetConfig, SubsetConfig
 from .buckets import Placement
-from .dataset_schema import DatasetConfig, SubsetConfig
 from .manifest import Manifest
 from .sample import Sample
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ..dataset.schema import DatasetConfig
 from ..errors import ConfigError
-from .dataset_schema import DatasetConfig
 from .sample import Sample
 
 MOST_SAMPLES = 100_000_000

@@ -77,3 +77,14 @@ def _strengths(amount: float, generators: Sequence[torch.Generator], is_random: 
 
 def _beside(values: Tensor, like: Tensor) -> Tensor:
     return values.view(*values.shape, *[1] * (like.ndim - values.ndim))
+
+
+def sent(tensor: Tensor, like: Tensor) -> Tensor:
+    """On its way to where ``like`` is, in its precision, and nobody waits for it.
+
+    CUDA copies by itself from pinned memory only; from other memory the program may have to wait until the device has
+    come so far, and the more so the larger the tensor is.
+    """
+    if like.is_cuda and not tensor.is_cuda and not tensor.is_pinned():
+        tensor = tensor.pin_memory()
+    return tensor.to(like, non_blocking=True)

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from torch import Size, Tensor
 
 from ..config.schema import LossConfig, NoiseConfig
-from ..data.batch import sent
 from .losses import elementwise
-from .noise import Draws, coloured, perturbed
+from .noise import Draws, coloured, perturbed, sent
 from .process import Process
 from .timesteps import draw, times
 from .weighting import weights

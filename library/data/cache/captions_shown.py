@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
+from ...dataset.schema import SubsetConfig
 from ..batches import Layout
-from ..dataset_schema import SubsetConfig
 from ..showing import Showing, Visit
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 
 from ...config.schema import CacheConfig
-from ..dataset_schema import DatasetConfig
+from ...dataset.schema import DatasetConfig
 
 _CHANGES_PICTURES = {"random_crop": "cut in another place", "color_aug": "given other colours"}
 """Keys of a subset by which a picture is another one each time; both ways round of flip_aug are kept."""

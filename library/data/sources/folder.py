@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
+from ...dataset.schema import SubsetConfig
 from ..caption_files import CaptionFiles, read_caption
-from ..dataset_schema import SubsetConfig
 from ..listing import PICTURE_ENDINGS, CaptionLines, Listing, first_of, is_picture
 from ..origin import Origin
 from .folder_tables import FolderTables, read_tables

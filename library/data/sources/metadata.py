@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...dataset.schema import SubsetConfig
 from ..caption_files import lines_of
-from ..dataset_schema import SubsetConfig
 from ..listing import PICTURE_ENDINGS, CaptionLines, Listing
 from ..origin import Origin
 from .columns import CAPTION_COLUMNS, caption_column, known, lines_in

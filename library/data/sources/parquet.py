@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..dataset_schema import SubsetConfig
+from ...dataset.schema import SubsetConfig
 from ..listing import CaptionLines, Listing, first_of
 from ..origin import Origin, Row
 from .arrow import failures, first_line

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..dataset_schema import SubsetConfig
+from ...dataset.schema import SubsetConfig
 from .columns import caption_column, known
 
 IMAGE_COLUMN = "image"

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ...dataset.schema import SubsetConfig, found_from
 from ...registry import did_you_mean
-from ..dataset_schema import SubsetConfig, found_from
 from ..listing import first_of
 from .arrow import INSTALL, is_missing
 from .patterns import expanded

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from ...dataset.schema import SubsetConfig
 from ..caption_files import DEFAULT, FALLBACK, decoded, lines_of
-from ..dataset_schema import SubsetConfig
 from ..listing import PICTURE_ENDINGS, CaptionLines, Listing
 from ..origin import Origin, Part
 from .json_captions import ENDING, ColumnError, JsonCaptions
