@@ -28,7 +28,7 @@ DOORS: dict[str, set[str]] = {
     "huggingface_hub": {"families"},
     "peft": {"adapters"},
     "psutil": {"distributed"},
-    "pyarrow": {"data"},
+    "pyarrow": {"dataset"},
     "toml": {"config"},
     "tomli": {"config"},
     "tomllib": {"config"},

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .scan_store import write_whole
+from ..dataset.scan_cache import write_atomic
 
 MOST = 100
 """So many lines are told in full."""
@@ -63,7 +63,7 @@ def written_in_full(problems: Sequence[Problem], notices: Sequence[Notice], fold
     for folder in folders:
         path = folder / REPORT
         try:
-            write_whole(path, ("\n".join(lines) + "\n").encode("utf-8", "backslashreplace"))
+            write_atomic(path, ("\n".join(lines) + "\n").encode("utf-8", "backslashreplace"))
         except OSError:
             continue
         return f"; all of them stand in {path}"

@@ -1,11 +1,13 @@
 """Read a dataset file in sd-scripts' format, TOML or JSON; what is wrong with it is found at once."""
 
-from collections.abc import Mapping, Set
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ..config.json_lines import read_json
+from ..config.file_text import text_of
 from ..config.toml_lines import KeyPath, read_toml
 from ..config.values import Size
 from ..dataset.schema import DATASET, GENERAL, KEYS, SUBSET, DatasetConfig, SubsetConfig
@@ -37,8 +39,12 @@ def read_datasets(path: Path, flags: Mapping[str, Any], wrong: Set[str] = frozen
 
     ``wrong`` are options of the run that could not be read.
     """
+    lines: Mapping[KeyPath, int] | None = None  # a JSON file has none
     try:
-        data, lines = read_json(path) if path.suffix.lower() == ".json" else read_toml(path)
+        if path.suffix.lower() == ".json":
+            data = _read_json(path)
+        else:
+            data, lines = read_toml(path)
     except ConfigError as error:
         return Reading((), error.problems)
     reader = _Reader(path, lines, flags, wrong)
@@ -46,8 +52,55 @@ def read_datasets(path: Path, flags: Mapping[str, Any], wrong: Set[str] = frozen
     return Reading(datasets, [*reader.problems, *file_problems(datasets)])
 
 
+class _JsonObject(dict[str, Any]):
+    """An object of a JSON file that knows which of its keys are duplicates: the json module keeps the last value."""
+
+    def __init__(self, pairs: Iterable[tuple[str, Any]]):
+        pairs = list(pairs)
+        super().__init__(pairs)
+        self.duplicates = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Read a dataset file in JSON; syntax errors have the line and column that the json module gives."""
+    text = text_of(path)
+    try:
+        data = json.loads(text, object_pairs_hook=_JsonObject, parse_constant=_reject_constant)
+        duplicates = list(_find_duplicates(data, ()))
+    except json.JSONDecodeError as error:
+        raise ConfigError([f"{path}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno})"]) from None
+    except ValueError as error:
+        raise ConfigError([f"{path}: not valid JSON: {error}"]) from None
+    except RecursionError:
+        raise ConfigError([f"{path}: nested too deeply"]) from None
+    if not isinstance(data, dict):
+        raise ConfigError([f"{path}: expected an object {{...}}"])
+    if duplicates:
+        raise ConfigError([f"{_format_json_location(path, at)}: {at[-1]}: duplicate key" for at in duplicates])
+    return data
+
+
+def _reject_constant(constant: str) -> None:
+    raise ValueError(f"{constant} is not a JSON number")
+
+
+def _find_duplicates(value: Any, at: KeyPath) -> Iterator[KeyPath]:
+    if isinstance(value, _JsonObject):
+        yield from ((*at, key) for key in value.duplicates)
+    members = value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ())
+    for key, member in members:
+        yield from _find_duplicates(member, (*at, key))
+
+
+def _format_json_location(path: Path, at: KeyPath) -> str:
+    """Return the file and the table of a key, as ``set.json: datasets[0].subsets[1]``; lines are not known."""
+    table = at[:-1] if isinstance(at[-1], str) else at
+    keys = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in table).removeprefix(".")
+    return f"{path}: {keys}" if keys else str(path)
+
+
 class _Reader:
-    def __init__(self, path: Path, lines: Mapping[KeyPath, int], flags: Mapping[str, Any], wrong: Set[str]):
+    def __init__(self, path: Path, lines: Mapping[KeyPath, int] | None, flags: Mapping[str, Any], wrong: Set[str]):
         self.path, self.lines, self.flags, self.wrong_flags = path, lines, flags, wrong
         self.problems: list[str] = []
 
@@ -178,7 +231,7 @@ class _Reader:
         return {**values, "places": {**places, "": where}}
 
     def where(self, at: KeyPath) -> str:
-        return f"{self.path}:{self.lines[at]}"
+        return _format_json_location(self.path, at) if self.lines is None else f"{self.path}:{self.lines[at]}"
 
     def wrong(self, at: KeyPath, message: str) -> None:
         name = f"{at[-1]}: " if isinstance(at[-1], str) else ""

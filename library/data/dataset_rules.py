@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..dataset.schema import DatasetConfig, Kind, SubsetConfig
+from ..dataset.sources import find_missing_sources
 from ..registry import did_you_mean
-from .sources.shards import missing_shards
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def missing_folders(datasets: Sequence[DatasetConfig]) -> Iterator[str]:
                 yield f"{subset.place(key)}: {key}: {_absence(folder, subset.file)}"
         if metadata is not None and not metadata.is_file():
             yield f"{subset.place('metadata_file')}: metadata_file: {_absence(metadata, subset.file)}"
-        yield from missing_shards(subset)
+        yield from find_missing_sources(subset)
 
 
 def _absence(path: Path, file: Path) -> str:

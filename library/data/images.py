@@ -21,7 +21,7 @@ _FILTERS = {"nearest": "NEAREST", "bilinear": "BILINEAR", "linear": "BILINEAR", 
 
 
 class Readable(Protocol):
-    """A ``Path`` or an ``Origin``."""
+    """A ``Path`` or an ``ImageRef``."""
 
     def read_bytes(self) -> bytes: ...
 

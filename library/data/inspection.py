@@ -7,15 +7,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .audit import Inspection
+from ..dataset.image_formats import CONVERT_HINT, describe_non_image, is_truncated
+from ..dataset.scan import ImageDefect, Inspector, describe_read_error, hash_bytes
 from .images import EXIF_ORIENTATION, Readable, upright
-from .sniffing import CONVERT, is_cut_off, no_picture
-from .whole_files import Flaw, content_of, unreadable
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-VERSION = 1
+VERSION = 2
 """Of what is found out here; what an earlier one found out is not believed."""
 MOST_PIXELS = 178_956_970
 """From here on Pillow refuses to open a picture: 512 MiB as RGB.  Our own limit, because Pillow's can be changed."""
@@ -34,7 +33,7 @@ class Seen:
 
     size: tuple[int, int]  # (width, height) after EXIF orientation
     content: str  # hash of the file; empty when it could not be read
-    flaw: Flaw | None = None
+    flaw: ImageDefect | None = None
     traits: tuple[str, ...] = ()  # what is unusual about it; keys of ``TRAITS``
     orientation: int = 1  # of EXIF; 1 is upright as it is stored
 
@@ -70,12 +69,12 @@ def look_at(picture: Readable) -> Seen:
     """Read and decode one picture."""
     try:
         data = picture.read_bytes()
-        return examined(data, content_of(data), nullcontext())
+        return examined(data, hash_bytes(data), nullcontext())
     except (OSError, MemoryError) as error:
-        return failed(unreadable(error))
+        return failed(describe_read_error(error))
 
 
-def failed(flaw: Flaw) -> Seen:
+def failed(flaw: ImageDefect) -> Seen:
     """Of a file whose content is not known."""
     return Seen((0, 0), "", flaw)
 
@@ -85,18 +84,18 @@ def examined(data: bytes, content: str, alone: AbstractContextManager[object]) -
     from PIL import Image, UnidentifiedImageError
 
     if not data:
-        return Seen((0, 0), content, Flaw("empty", "is empty; copy it again, or delete it"))
+        return Seen((0, 0), content, ImageDefect("empty", "is empty; copy it again, or delete it"))
     try:
         with Image.open(io.BytesIO(data), formats=_formats()) as image:
             pixels = image.width * image.height
             if pixels > MOST_PIXELS:
-                return Seen((0, 0), content, Flaw("too large", _too_large(pixels)))
+                return Seen((0, 0), content, ImageDefect("too large", _too_large(pixels)))
             with alone if pixels > LARGE_PIXELS else nullcontext():
                 return _measured(image, data, content)
     except UnidentifiedImageError:
-        flaw = Flaw("no picture", f"is {no_picture(data, _formats())}")
+        flaw = ImageDefect("no picture", f"is {describe_non_image(data, _formats())}")
     except Image.DecompressionBombError as error:
-        flaw = Flaw("too large", _too_large(next(map(int, _PIXELS.findall(str(error))), 0)))
+        flaw = ImageDefect("too large", _too_large(next(map(int, _PIXELS.findall(str(error))), 0)))
     except MemoryError:
         raise
     except Exception as error:  # decoders raise whatever they like on broken data
@@ -142,14 +141,16 @@ def _traits(image: "Image", raw_mode: str) -> list[str]:
     return found
 
 
-def _failure(error: Exception, data: bytes) -> Flaw:
+def _failure(error: Exception, data: bytes) -> ImageDefect:
     said = str(error)
-    if "truncated" in said.lower() or is_cut_off(data):
-        return Flaw("truncated", "is truncated: it ends before the picture does; copy it again")
+    if "truncated" in said.lower() or is_truncated(data):
+        return ImageDefect("truncated", "is truncated: it ends before the picture does; copy it again")
     if "MAX_TEXT" in said or ("Text" in said and "too large" in said):
-        return Flaw("text", "holds more text or colour profile beside its pixels than Pillow reads; save it without"
-                    " metadata")  # fmt: skip
-    return Flaw("undecodable", f"cannot be decoded: {said or type(error).__name__}; copy it again, or {CONVERT}")
+        text = "holds more text or colour profile beside its pixels than Pillow reads; save it without metadata"
+        return ImageDefect("text", text)
+    return ImageDefect(
+        "undecodable", f"cannot be decoded: {said or type(error).__name__}; copy it again, or {CONVERT_HINT}"
+    )
 
 
 def _too_large(pixels: int) -> str:
@@ -173,11 +174,11 @@ class Bytes:
         return self.data
 
 
-def pictures_inspected() -> Inspection[Seen]:
+def pictures_inspected() -> Inspector[Seen]:
     """Every picture is decoded once."""
     hush_pillow()
     shared: dict[Any, Any] = {}
-    return Inspection("pictures", reader(), examined, failed, _packed, lambda facts, content: _unpacked(
+    return Inspector("pictures", reader(), examined, failed, _packed, lambda facts, content: _unpacked(
         facts, content, shared))  # fmt: skip
 
 
@@ -191,4 +192,4 @@ def _unpacked(facts: list[Any], content: str, shared: dict[Any, Any]) -> Seen:
     width, height, orientation, traits, *flaw = facts
     size = shared.setdefault((width, height), (width, height))
     words = shared.setdefault(traits, tuple(traits.split()))
-    return Seen(size, content, Flaw(*flaw) if flaw else None, words, orientation)
+    return Seen(size, content, ImageDefect(*flaw) if flaw else None, words, orientation)

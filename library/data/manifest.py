@@ -7,22 +7,22 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from ..dataset.image_ref import ImageRef
+from ..dataset.listing import ListedImage
+from ..dataset.scan import ImageDefect, scan_images
+from ..dataset.scan_cache import ScanRoots
 from ..dataset.schema import DatasetConfig, SubsetConfig
+from ..dataset.sources import list_all_images
 from ..errors import ConfigError
-from .audit import audited
 from .bad_data import Problem, counted, in_short, is_cut_short, written_in_full
 from .buckets import Placement, place_for
 from .dataset_rules import unused
-from .files import FoundPicture, find_all
 from .held_out import parted
-from .homes import Homes
 from .inspection import Seen, pictures_inspected
 from .mask_audit import MaskAudit, audit_masks, without_masks
 from .notices import noted
-from .origin import Origin
 from .sample import Sample
 from .stages import pieces_of
-from .whole_files import Flaw
 
 
 @dataclass(frozen=True)
@@ -89,27 +89,29 @@ def scan(datasets: Sequence[DatasetConfig], on_bad_data: Literal["fail", "skip"]
     stages = [pieces_of(dataset) for dataset in datasets]
     datasets = [pieces[-1] for pieces in stages]
     endings = []
-    found: list[FoundPicture] = []
+    found: list[ListedImage] = []
     bad: list[Problem] = []
-    for number, index, listing in find_all(datasets):
+    for listing in list_all_images(datasets):
         broken += listing.problems
         notes += listing.notes
-        endings.append((number, index, listing.caption_ending, listing.captions, len(listing.found)))
-        found += listing.found
-        bad += [Problem("missing", line) for line in listing.absent]
-    homes = Homes(datasets, cache_dir)
-    audit = audited(pictures_inspected(), homes.sorted(found), homes.cache_dir)
-    masks = audit_masks(datasets, found, audit.found, homes)
+        endings.append(
+            (listing.dataset, listing.index, listing.caption_source, listing.num_captions, len(listing.images))
+        )
+        found += listing.images
+        bad += [Problem("missing", line) for line in listing.missing]
+    roots = ScanRoots(datasets, cache_dir)
+    audit = scan_images(pictures_inspected(), roots.group_by_root(found), roots.get_cache_dir)
+    masks = audit_masks(datasets, found, audit.images, roots)
     total = len(found) + len(bad)
-    sorted_out = _sorted_out(stages, found, audit.found, masks)
+    sorted_out = _sorted_out(stages, found, audit.images, masks)
     bad += sorted_out.problems
     unusable = len(found) - len(sorted_out.samples) + len(bad) - len(sorted_out.problems)
     if broken or ((bad or masks.strays) and on_bad_data == "fail"):  # a folder as a whole is nothing to skip
-        raise ConfigError([*broken, *_refusal(bad, masks.strays, unusable, total, audit.folders)])
-    notices = noted(datasets, sorted_out.samples, sorted_out.placements, audit.found)
+        raise ConfigError([*broken, *_refusal(bad, masks.strays, unusable, total, audit.cache_folders)])
+    notices = noted(datasets, sorted_out.samples, sorted_out.placements, audit.images)
     notes = list(dict.fromkeys(notes))  # two datasets may show the same folder
     notes += dict.fromkeys([*audit.notes, *masks.notes, *(notice.text for notice in notices)])
-    if is_cut_short(bad, notices) and (where := written_in_full(bad, notices, audit.folders)):
+    if is_cut_short(bad, notices) and (where := written_in_full(bad, notices, audit.cache_folders)):
         notes.append(f"not all names are shown above{where}")
     if bad:
         notes.append("\n  ".join([f"{unusable} pictures are skipped ({counted(bad)}):", *in_short(bad)]))
@@ -137,12 +139,12 @@ class _SortedOut:
     problems: list[Problem] = field(default_factory=list)
 
 
-def _sorted_out(stages: Sequence[Sequence[DatasetConfig]], found: Iterable[FoundPicture],
-                seen: Mapping[Origin, Seen], masks: MaskAudit) -> _SortedOut:  # fmt: skip
+def _sorted_out(stages: Sequence[Sequence[DatasetConfig]], found: Iterable[ListedImage],
+                seen: Mapping[ImageRef, Seen], masks: MaskAudit) -> _SortedOut:  # fmt: skip
     result = _SortedOut()
     places = [list(map(place_for, pieces)) for pieces in stages]
     names: Counter[str] = Counter()
-    told: set[tuple[Origin, str]] = set()
+    told: set[tuple[ImageRef, str]] = set()
     for item in found:
         picture = seen[item.image]
         flaw, placement = picture.flaw, None
@@ -150,7 +152,7 @@ def _sorted_out(stages: Sequence[Sequence[DatasetConfig]], found: Iterable[Found
             for place in places[item.dataset] if flaw is None else ():  # it has to fit in all; the last one counts
                 placement = place(*picture.size)
         except ValueError as error:
-            flaw, placement = Flaw("of a size that fits no bucket", str(error)), None
+            flaw, placement = ImageDefect("of a size that fits no bucket", str(error)), None
         if flaw is not None and (item.image, flaw.text) not in told:
             told.add((item.image, flaw.text))
             result.problems.append(Problem(flaw.kind, f"{item.image}: {flaw.text}"))

@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..dataset.image_ref import ImageRef
+from ..dataset.listing import ListedImage
+from ..dataset.scan import ImageDefect, Inspector, hash_bytes, scan_images
+from ..dataset.scan_cache import ScanRoots
 from ..dataset.schema import DatasetConfig, SubsetConfig
-from .audit import Inspection, audited
-from .files import FoundPicture
-from .homes import Homes
 from .images import Readable, is_transparent, turned, without_transparency
 from .inspection import Bytes, Seen, is_large, look_at, reader
 from .mask_files import Mask, mask_source, match
 from .masks import MaskPixels, brightness
-from .origin import Origin
-from .whole_files import Flaw, content_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -29,7 +28,7 @@ VERSION = 1
 """Of what is found out about masks here; what an earlier one found out is not believed."""
 _COLOURFUL = 48
 """Red, green and blue of a grey pixel lie closer together than this, even after JPEG."""
-Place = tuple[int, int, Origin]
+Place = tuple[int, int, ImageRef]
 """Dataset, subset and picture: in two subsets, one picture may have two masks."""
 
 
@@ -55,11 +54,11 @@ class MaskAudit:
     notes: list[str] = field(default_factory=list)
 
 
-def audit_masks(datasets: Sequence[DatasetConfig], found: Sequence[FoundPicture], seen: Mapping[Origin, Seen],
-                homes: Homes) -> MaskAudit:  # fmt: skip
+def audit_masks(datasets: Sequence[DatasetConfig], found: Sequence[ListedImage], seen: Mapping[ImageRef, Seen],
+                roots: ScanRoots) -> MaskAudit:  # fmt: skip
     """The masks of the pictures that were ``found``; the fitness of a picture itself is not judged here."""
     audit = MaskAudit()
-    pictures: defaultdict[tuple[int, int], list[FoundPicture]] = defaultdict(list)
+    pictures: defaultdict[tuple[int, int], list[ListedImage]] = defaultdict(list)
     for item in found:
         pictures[item.dataset, item.subset].append(item)
     for (dataset, index), members in pictures.items():
@@ -67,10 +66,10 @@ def audit_masks(datasets: Sequence[DatasetConfig], found: Sequence[FoundPicture]
         source = mask_source(subset)
         if source == "alpha":
             readable = [item for item in members if seen[item.image].problem is None]
-            looks = _looked_at(audit, "opacity", look_at_opacity, homes.sorted(readable), homes.cache_dir)
+            looks = _looked_at(audit, "opacity", look_at_opacity, roots.group_by_root(readable), roots.get_cache_dir)
             _from_alpha(audit, subset, (dataset, index), looks)
         elif source == "folder":
-            _from_folder(audit, subset, (dataset, index), [item.image for item in members], seen, homes)
+            _from_folder(audit, subset, (dataset, index), [item.image for item in members], seen, roots)
     return audit
 
 
@@ -106,7 +105,7 @@ def look_at_mask(image: Readable) -> SeenMask:
 
 def look_at_opacity(image: Readable) -> SeenMask:
     """The mask that a picture brings along; a share of 1 is none."""
-    stored, content = turned(image), content_of(image.read_bytes())
+    stored, content = turned(image), hash_bytes(image.read_bytes())
     if not is_transparent(stored):
         return SeenMask(stored.size, content, 1.0)
     values = np.asarray(without_transparency(stored)[1])
@@ -124,7 +123,7 @@ def _is_coloured(image: "Image") -> bool:
 
 
 def _from_alpha(audit: MaskAudit, subset: SubsetConfig, where: tuple[int, int],
-                looks: Mapping[Origin, SeenMask]) -> None:  # fmt: skip
+                looks: Mapping[ImageRef, SeenMask]) -> None:  # fmt: skip
     opaque = []
     for picture, look in looks.items():
         if look.problem:
@@ -139,14 +138,16 @@ def _from_alpha(audit: MaskAudit, subset: SubsetConfig, where: tuple[int, int],
                            f" transparent parts and are trained whole: {names}")  # fmt: skip
 
 
-def _from_folder(audit: MaskAudit, subset: SubsetConfig, where: tuple[int, int], pictures: Sequence[Origin],
-                 seen: Mapping[Origin, Seen], homes: Homes) -> None:  # fmt: skip
+def _from_folder(audit: MaskAudit, subset: SubsetConfig, where: tuple[int, int], pictures: Sequence[ImageRef],
+                 seen: Mapping[ImageRef, Seen], roots: ScanRoots) -> None:  # fmt: skip
     folder, masks = subset.folder(), subset.mask_folder()
     if folder is None or masks is None:
         raise AssertionError("a subset with masks in a folder has both folders")
     matched = match(pictures, folder, masks)
     home = {Path(os.path.realpath(masks)): dict.fromkeys(matched.masks.values())}
-    looks = _looked_at(audit, "masks", look_at_mask, home, lambda home: subset.cache_folder() or homes.cache_dir(home))
+    looks = _looked_at(
+        audit, "masks", look_at_mask, home, lambda home: subset.cache_folder() or roots.get_cache_dir(home)
+    )
     for picture, reason in matched.missing.items():
         audit.problems[(*where, picture)] = reason
     for picture, mask in matched.masks.items():
@@ -162,8 +163,8 @@ def _from_folder(audit: MaskAudit, subset: SubsetConfig, where: tuple[int, int],
     _note_doubts(audit, masks, matched.masks, looks, seen)
 
 
-def _note_doubts(audit: MaskAudit, masks: Path, found: Mapping[Origin, Origin], looks: Mapping[Origin, SeenMask],
-                 seen: Mapping[Origin, Seen]) -> None:  # fmt: skip
+def _note_doubts(audit: MaskAudit, masks: Path, found: Mapping[ImageRef, ImageRef], looks: Mapping[ImageRef, SeenMask],
+                 seen: Mapping[ImageRef, Seen]) -> None:  # fmt: skip
     """What may be meant otherwise than it is taken."""
     coloured = [mask.name for mask, look in looks.items() if look.is_coloured]
     if coloured:
@@ -201,9 +202,9 @@ def _is_same_shape(mask: tuple[int, int], picture: tuple[int, int]) -> bool:
 
 
 def _looked_at(audit: MaskAudit, name: str, look: Callable[[Readable], SeenMask],
-               images: Mapping[Path, Iterable[Origin]],
-               cache_dir: Callable[[Path], Path | None]) -> dict[Origin, SeenMask]:  # fmt: skip
-    """By the pool of threads, and not again next time; ``images`` are given as to ``audited``."""
+               images: Mapping[Path, Iterable[ImageRef]],
+               cache_dir: Callable[[Path], Path | None]) -> dict[ImageRef, SeenMask]:  # fmt: skip
+    """By the pool of threads, and not again next time; ``images`` are given as to ``scan_images``."""
 
     def examined(data: bytes, content: str, alone: AbstractContextManager[object]) -> SeenMask:
         try:
@@ -214,13 +215,13 @@ def _looked_at(audit: MaskAudit, name: str, look: Callable[[Readable], SeenMask]
         except Exception as error:  # decoders raise whatever they like on broken data
             return SeenMask((0, 0), content, problem=f"cannot be read: {error}")
 
-    inspection = Inspection(name, f"{VERSION} {reader()}", examined, _failed, _packed, _unpacked)
-    result = audited(inspection, images, cache_dir)
+    inspection = Inspector(name, f"{VERSION} {reader()}", examined, _failed, _packed, _unpacked)
+    result = scan_images(inspection, images, cache_dir)
     audit.notes += result.notes
-    return result.found
+    return result.images
 
 
-def _failed(flaw: Flaw) -> SeenMask:
+def _failed(flaw: ImageDefect) -> SeenMask:
     return SeenMask((0, 0), "", problem=flaw.text)
 
 

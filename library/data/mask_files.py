@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Literal
 
+from ..dataset.image_ref import ImageRef
+from ..dataset.listing import IMAGE_EXTENSIONS
 from ..dataset.schema import SubsetConfig
-from .files import PICTURE_ENDINGS
-from .origin import Origin
 
 MaskSource = Literal["folder", "alpha"]
 """A folder of pictures whose names are those of the pictures to train, or the opacity of these themselves."""
@@ -20,7 +20,7 @@ MaskSource = Literal["folder", "alpha"]
 class Mask:
     """The mask of one picture, as it was when it was looked at."""
 
-    image: Origin  # a picture of its own, or the one that is trained
+    image: ImageRef  # a picture of its own, or the one that is trained
     is_alpha: bool  # the opacity of ``image`` is the mask, and not its brightness
     size: tuple[int, int]  # (width, height) after EXIF orientation
     content: str  # hash of the file
@@ -31,8 +31,8 @@ class Mask:
 class Matched:
     """Masks by picture, and what has no counterpart."""
 
-    masks: dict[Origin, Origin] = field(default_factory=dict)
-    missing: dict[Origin, str] = field(default_factory=dict)  # why a picture has none
+    masks: dict[ImageRef, ImageRef] = field(default_factory=dict)
+    missing: dict[ImageRef, str] = field(default_factory=dict)  # why a picture has none
     strays: list[Path] = field(default_factory=list)  # masks without a picture
 
 
@@ -43,9 +43,9 @@ def mask_source(subset: SubsetConfig) -> MaskSource | None:
     return "alpha" if subset.alpha_mask else None
 
 
-def match(pictures: Sequence[Origin], folder: Path, masks: Path) -> Matched:
+def match(pictures: Sequence[ImageRef], folder: Path, masks: Path) -> Matched:
     """The mask of each picture of ``folder``: in ``masks`` under the same name, whatever the ending."""
-    by_parent: defaultdict[PurePath, list[Origin]] = defaultdict(list)
+    by_parent: defaultdict[PurePath, list[ImageRef]] = defaultdict(list)
     for picture in pictures:
         by_parent[_within(picture, folder).parent].append(picture)
     matched = Matched()
@@ -54,7 +54,7 @@ def match(pictures: Sequence[Origin], folder: Path, masks: Path) -> Matched:
     return matched
 
 
-def _match_in_one_folder(matched: Matched, pictures: Sequence[Origin], folder: Path, masks: Path) -> None:
+def _match_in_one_folder(matched: Matched, pictures: Sequence[ImageRef], folder: Path, masks: Path) -> None:
     candidates: defaultdict[str, list[str]] = defaultdict(list)
     for name in _pictures_in(masks):
         candidates[_stem(name)].append(name)
@@ -64,7 +64,7 @@ def _match_in_one_folder(matched: Matched, pictures: Sequence[Origin], folder: P
         chosen = [picture.name] if picture.name in names else names
         taken.update(chosen)
         if len(chosen) == 1:
-            matched.masks[picture] = Origin(masks, chosen[0])
+            matched.masks[picture] = ImageRef(masks, chosen[0])
         elif chosen:
             matched.missing[picture] = f"has several masks in {masks}: {', '.join(chosen)}; keep one of them"
         else:
@@ -76,7 +76,7 @@ def _match_in_one_folder(matched: Matched, pictures: Sequence[Origin], folder: P
         matched.strays += [masks / name for name in unclaimed if _stem(name) not in unused]
 
 
-def _within(picture: Origin, folder: Path) -> PurePath:
+def _within(picture: ImageRef, folder: Path) -> PurePath:
     """The picture's name below the folder of its subset."""
     if picture.part is not None:
         return PurePath(picture.part.name)
@@ -91,7 +91,7 @@ def _pictures_in(folder: Path) -> list[str]:
         names = sorted(entry.name for entry in os.scandir(folder) if not entry.is_dir())
     except OSError:
         return []
-    return [name for name in names if not name.startswith(".") and name.lower().endswith(PICTURE_ENDINGS)]
+    return [name for name in names if not name.startswith(".") and name.lower().endswith(IMAGE_EXTENSIONS)]
 
 
 def _stem(name: str) -> str:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from ..dataset.image_ref import ImageRef
 from .buckets import Placement
 from .images import Readable, area_averaged, turned, upright, without_transparency
 from .mask_files import Mask
-from .origin import Origin
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -41,7 +41,7 @@ def placed_mask(mask: Mask, values: MaskPixels, placement: Placement, crop: tupl
     return np.ascontiguousarray(cut[:, ::-1] if is_mirrored else cut)
 
 
-def picture_and_mask(image: Origin, mask: Mask | None) -> "tuple[Image, MaskPixels | None]":
+def picture_and_mask(image: ImageRef, mask: Mask | None) -> "tuple[Image, MaskPixels | None]":
     """The picture to train, in RGB, and its whole mask; under an alpha mask the colours that are stored there."""
     if mask is None:
         return upright(image), None

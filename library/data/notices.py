@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..dataset.image_ref import ImageRef
 from ..dataset.schema import DatasetConfig
 from .bad_data import Notice
 from .buckets import Placement
 from .inspection import TRAITS, Seen
-from .origin import Origin
 
 if TYPE_CHECKING:
     from .sample import Sample
@@ -29,7 +29,7 @@ UNREAD = (
 
 
 def noted(datasets: Sequence[DatasetConfig], samples: "Sequence[Sample]", placements: Sequence[Placement],
-          seen: Mapping[Origin, Seen]) -> list[Notice]:  # fmt: skip
+          seen: Mapping[ImageRef, Seen]) -> list[Notice]:  # fmt: skip
     """Everything that is worth knowing, a line each."""
     return [
         *_left_out(samples),
@@ -78,9 +78,9 @@ def _twins(datasets: Sequence[DatasetConfig], samples: "Sequence[Sample]") -> It
 
 
 def _traits(datasets: Sequence[DatasetConfig], samples: "Sequence[Sample]",
-            seen: Mapping[Origin, Seen]) -> Iterator[Notice]:  # fmt: skip
+            seen: Mapping[ImageRef, Seen]) -> Iterator[Notice]:  # fmt: skip
     """Transparency and the like; opacity that is a mask is no matter."""
-    by_trait: defaultdict[str, dict[Origin, str]] = defaultdict(dict)
+    by_trait: defaultdict[str, dict[ImageRef, str]] = defaultdict(dict)
     for sample in samples:
         for trait in seen[sample.image].traits:
             if trait != "transparent" or not datasets[sample.dataset].subsets[sample.subset].alpha_mask:

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from ..dataset.image_ref import ImageRef
 from .mask_files import Mask
-from .origin import Origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,7 +11,7 @@ class Sample:
     """One picture of one subset."""
 
     key: str  # folder and file name; unique, and free of the rest of the path
-    image: Origin
+    image: ImageRef
     size: tuple[int, int]  # (width, height) as it is seen, after EXIF orientation
     caption: str  # lines are alternatives
     dataset: int

@@ -3,9 +3,9 @@
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from ..dataset.schema import DatasetConfig, SubsetConfig
+from ..dataset.file_discovery import PathPattern
+from ..dataset.schema import DatasetConfig
 from .dataset_rules import Found
-from .sources.patterns import Pattern
 
 _SOURCES = ("image_dir", "parquet", "webdataset")
 _LACKS: Mapping[str, tuple[str, ...]] = {
@@ -47,7 +47,7 @@ def source_problems(found: Mapping[str, Found], own: Mapping[str, Found]) -> Ite
 def _no_patterns(texts: Sequence[str]) -> Iterator[str]:
     for text in texts:
         try:
-            Pattern.of(text)
+            PathPattern.compile(text)
         except ValueError as error:
             yield str(error)
 
@@ -58,17 +58,11 @@ def file_problems(datasets: Sequence[DatasetConfig]) -> Iterator[str]:
     yield from _weights(datasets)
 
 
-def source_key(subset: SubsetConfig) -> str:
-    """The key that names the pictures of a subset."""
-    names = ("parquet", "webdataset", "metadata_file")
-    return next((name for name in names if getattr(subset, name)), "image_dir")
-
-
 def _useless(datasets: Sequence[DatasetConfig]) -> Iterator[str]:
     """Keys that none of the subsets below them can use."""
     reached: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     for subset in (subset for dataset in datasets for subset in dataset.subsets):
-        source = source_key(subset)
+        source = subset.source_key
         for name in _FURTHER:
             if name in subset.places:
                 reached[name, subset.places[name]].append(source)

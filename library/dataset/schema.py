@@ -87,6 +87,12 @@ class SubsetConfig:
                      for ending in self.caption_extension)  # fmt: skip
 
     @property
+    def source_key(self) -> str:
+        """The key that names the images."""
+        keys = ("parquet", "webdataset", "metadata_file")
+        return next((key for key in keys if getattr(self, key)), "image_dir")
+
+    @property
     def source(self) -> str:
         """Where the pictures come from, as it was written."""
         shards = self.parquet or self.webdataset

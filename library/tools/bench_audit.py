@@ -12,7 +12,7 @@ from pathlib import Path
 from ..config.schema import DataConfig
 from ..data.inspection import look_at
 from ..data.prepare import prepare
-from ..data.scan_store import FOLDER
+from ..dataset.scan_cache import CACHE_FOLDER
 from .bench_figure import Figure, clocked, interleaved
 from .bench_scale import Scale, make_pictures
 
@@ -29,7 +29,7 @@ def measured(scale: Scale) -> list[Figure]:
     config = make_pictures(folder, scale.pictures, SIDE)
     first, second, changed = [], [], []
     for number in range(scale.repetitions):
-        shutil.rmtree(folder / FOLDER, ignore_errors=True)
+        shutil.rmtree(folder / CACHE_FOLDER, ignore_errors=True)
         first.append(clocked(lambda: _prepared(config)))
         second.append(clocked(lambda: _prepared(config)))
         (folder / f"{number:07d}.jpg").write_bytes((folder / f"{number + 50:07d}.jpg").read_bytes() + b"changed")
@@ -39,7 +39,7 @@ def measured(scale: Scale) -> list[Figure]:
         *_start(f"first start, {many}", first, None),
         *_start(f"second start, {many}", second, SECONDS if scale.pictures == 100_000 else None),
         *_start(f"second start with one change, {many}", changed, None),
-        Figure("file of what is known", (_size_of(folder / FOLDER) / scale.pictures,), "bytes a picture"),
+        Figure("file of what is known", (_size_of(folder / CACHE_FOLDER) / scale.pictures,), "bytes a picture"),
         Figure("memory of placed pictures", (_memory(config, scale.pictures),), "bytes a picture", BYTES),
     ]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from ..scan_store import SETTLED_AFTER
+from ...dataset.scan_cache import SETTLED_AFTER_NS
 
 _CHUNK = 2**24
 
@@ -27,7 +27,7 @@ class FileHashes:
         known = self._known.get(place)
         if known is not None and known[:-1] == stamp:
             return str(known[-1])
-        is_settled = max(stamp[1:]) < time.time_ns() - SETTLED_AFTER
+        is_settled = max(stamp[1:]) < time.time_ns() - SETTLED_AFTER_NS
         found = (compute or hash_of)(file)
         if is_settled:
             self._known[place] = [*stamp, found]

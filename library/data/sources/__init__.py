@@ -1,1 +1,0 @@
-"""The places pictures come from: folders, metadata files, parquet files and tar shards."""

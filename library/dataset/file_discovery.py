@@ -1,0 +1,310 @@
+"""Find files on disk: directory walks, include and exclude patterns, and the shards that a dataset file lists."""
+
+import glob
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path, PurePosixPath
+
+from ..registry import did_you_mean
+from .listing import format_first_names
+from .schema import SubsetConfig, found_from
+
+MAX_EXPANSIONS = 1_000_000
+SHARD_EXTENSIONS = {
+    "parquet": (".parquet",),
+    "webdataset": (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst"),
+}
+"""Which files of a directory are shards; compressed tar files are listed to be rejected with a message."""
+
+_NUMERIC_RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
+_PATTERN_TOKEN = re.compile(r"\*\*/|\*\*|\*|\?|\[!?\]?[^\]]*\]|.", re.DOTALL)
+_DATASETS_STATE_FILE = "state.json"
+
+
+@dataclass
+class DirectoryTree:
+    """Relative paths with ``/`` in an order that is the same on every machine, without hidden files and folders."""
+
+    files: list[str] = field(default_factory=list)
+    folders: list[str] = field(default_factory=list)  # at the top, whether searched or not
+    loops: list[str] = field(default_factory=list)  # links to folders that are searched anyway
+    problems: list[str] = field(default_factory=list)  # folders that cannot be read
+
+
+def walk_directory(folder: Path, *, recursive: bool) -> DirectoryTree:
+    """List the files of a folder; follow links, but search no folder twice, neither by a loop nor by a second link."""
+    tree = DirectoryTree()
+    root = os.path.realpath(folder)
+    visited = {root}
+    # links come last, so that a folder that is here itself is listed under its own path
+    links = _walk(folder, "", tree, visited, recursive)
+    while links:
+        path = links.pop(0)
+        target = os.path.realpath(folder / path)
+        if target in visited or root.startswith(os.path.join(target, "")):
+            tree.loops.append(path)
+        else:
+            visited.add(target)
+            links += _walk(folder, path, tree, visited, recursive)
+    for names in (tree.files, tree.folders, tree.loops):
+        names.sort(key=_split_path)
+    return tree
+
+
+def _split_path(path: str) -> list[str]:
+    """Sort key that orders paths folder by folder."""
+    return path.split("/")
+
+
+def _walk(folder: Path, start: str, tree: DirectoryTree, visited: set[str], recursive: bool) -> list[str]:
+    """Collect the files below ``start``; return the links to folders."""
+    stack, links = [start], []
+    while stack:
+        here = stack.pop()
+        try:
+            entries = sorted(_scan_entries(folder / here if here else folder))
+        except OSError as error:
+            tree.problems.append(f"{folder / here}: cannot be read: {error.strerror}")
+            continue
+        for name, is_folder, is_link in entries:
+            path = f"{here}/{name}" if here else name
+            if not is_folder:
+                tree.files.append(path)
+                continue
+            if not here:
+                tree.folders.append(path)
+            if not recursive:
+                continue
+            if is_link:
+                links.append(path)
+            elif (target := os.path.realpath(folder / path)) in visited:  # a mount or junction, which is not a link
+                tree.loops.append(path)
+            else:
+                visited.add(target)
+                stack.append(path)
+    return links
+
+
+def _scan_entries(folder: Path) -> Iterator[tuple[str, bool, bool]]:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if not entry.name.startswith("."):  # such as "._a.png", which macOS adds
+                yield entry.name, _is_folder(entry), entry.is_symlink()
+
+
+def _is_folder(entry: "os.DirEntry[str]") -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """Expand ``{a,b}`` and ``{000..012}`` as a shell does; raise ``ValueError`` if there are too many names."""
+    for start in (index for index, character in enumerate(pattern) if character == "{"):
+        commas, end = _find_closing_brace(pattern, start)
+        choices = _parse_choices(pattern, [start, *commas, end]) if end else None
+        if choices is not None:
+            names: list[str] = []
+            for choice in choices:
+                names += expand_braces(pattern[:start] + choice + pattern[end + 1 :])
+                if len(names) > MAX_EXPANSIONS:
+                    raise ValueError(f"{pattern!r} expands to more than {MAX_EXPANSIONS} names")
+            return names
+    return [pattern]
+
+
+def _find_closing_brace(pattern: str, start: int) -> tuple[list[int], int]:
+    """Return the positions of the commas between the braces and of the closing brace, 0 if there is none."""
+    depth = 0
+    commas: list[int] = []
+    for index in range(start, len(pattern)):
+        depth += {"{": 1, "}": -1}.get(pattern[index], 0)
+        if depth == 0:
+            return commas, index
+        if depth == 1 and pattern[index] == ",":
+            commas.append(index)
+    return commas, 0
+
+
+def _parse_choices(pattern: str, edges: Sequence[int]) -> list[str] | None:
+    """Return the alternatives between the edges or the numbers of a range, or None if it is neither."""
+    parts = [pattern[left + 1 : right] for left, right in pairwise(edges)]
+    numbers = _NUMERIC_RANGE.fullmatch(parts[0])
+    if len(parts) > 1 or numbers is None:
+        return parts if len(parts) > 1 else None
+    first, last = int(numbers[1]), int(numbers[2])
+    if abs(last - first) >= MAX_EXPANSIONS:
+        raise ValueError(f"{{{parts[0]}}} expands to more than {MAX_EXPANSIONS} names")
+    is_padded = any(len(text.lstrip("-")) > 1 and text.lstrip("-").startswith("0") for text in numbers.groups())
+    width = max(len(numbers[1]), len(numbers[2])) if is_padded else 0
+    step = 1 if last >= first else -1
+    return [f"{number:0{width}d}" for number in range(first, last + step, step)]
+
+
+@dataclass(frozen=True)
+class PathPattern:
+    """A pattern of ``include`` or ``exclude``: ``*``, ``?``, ``[a-c]`` in a name, ``**`` over folders, braces."""
+
+    text: str
+    regex: re.Pattern[str]
+
+    @classmethod
+    def compile(cls, text: str) -> "PathPattern":
+        """Compile to a regex: without ``/`` for any part of a path, else from its start; a folder means its content."""
+        alternatives = []
+        for pattern in expand_braces(text):
+            body = pattern.rstrip("/")
+            prefix = "" if "/" in body else "(?:.*/)?"
+            body = body.removeprefix("./").removeprefix("/")
+            body = "".join(_translate_token(token[0]) for token in _PATTERN_TOKEN.finditer(body))
+            alternatives.append(prefix + body + ("/.*" if pattern.endswith("/") else "(?:/.*)?"))
+        try:
+            return cls(text, re.compile("|".join(alternatives), re.DOTALL))
+        except re.error as error:
+            raise ValueError(f"{text!r} is not a valid pattern: {error.msg}") from None
+
+    def matches(self, path: str) -> bool:
+        return self.regex.fullmatch(path) is not None
+
+
+def _translate_token(token: str) -> str:
+    """Translate one token of a pattern to a regex."""
+    if len(token) > 2 and token[0] == "[" and token != "[!]":
+        content = token[1:-1].replace("\\", r"\\").replace("[", r"\[").replace("^", r"\^")
+        content = content.replace("]", r"\]").replace("&&", r"&\&").replace("~~", r"~\~").replace("||", r"|\|")
+        return f"(?!/)[^{content[1:]}]" if content[0] == "!" else f"(?!/)[{content}]"
+    return {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}.get(token, re.escape(token))
+
+
+@dataclass(frozen=True)
+class PathSelection:
+    """The paths that patterns select, and which patterns matched, each as its key and text."""
+
+    paths: list[str]
+    unmatched: list[tuple[str, str]]
+    matched: list[tuple[str, str]]
+
+
+def select_paths(paths: Sequence[str], include: Sequence[str], exclude: Sequence[str]) -> PathSelection:
+    """Select the paths that match one of ``include``, if any is set, and none of ``exclude``."""
+    if not include and not exclude:
+        return PathSelection(list(paths), [], [])
+    selected = set() if include else set(paths)
+    unmatched: list[tuple[str, str]] = []
+    matched: list[tuple[str, str]] = []
+    for key, texts in (("include", include), ("exclude", exclude)):
+        for text in texts:
+            pattern = PathPattern.compile(text)
+            matching = [path for path in paths if pattern.matches(path)]
+            (matched if matching else unmatched).append((key, text))
+            selected = selected.union(matching) if key == "include" else selected.difference(matching)
+    return PathSelection([path for path in paths if path in selected], unmatched, matched)
+
+
+@dataclass
+class Shards:
+    """Files in the order in which they are read, and a message for each name without any."""
+
+    files: list[Path] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def resolve_shards(subset: SubsetConfig) -> Shards:
+    """Resolve the names of ``parquet`` or ``webdataset``: files, folders, glob and brace patterns."""
+    shards = Shards()
+    listed: set[Path] = set()
+    for key in SHARD_EXTENSIONS:
+        for name in getattr(subset, key):
+            setting = f"{subset.place(key)}: {key}"
+            try:
+                files = list(_resolve_name(name, key, subset))
+            except ValueError as error:
+                shards.problems.append(f"{setting}: {error}")
+                continue
+            duplicates = [str(path) for path in files if path in listed]
+            if duplicates:
+                shards.problems.append(
+                    f"{setting}: {name!r} matches files listed before: {format_first_names(duplicates)}"
+                )
+            shards.files += files
+            listed.update(files)
+    return shards
+
+
+def _resolve_name(name: str, key: str, subset: SubsetConfig) -> Iterator[Path]:
+    """Yield the files of one name; raise ``ValueError`` if there are none."""
+    if "://" in name or name.startswith("pipe:"):
+        raise ValueError(f"{name!r} is a URL; download the files and give their folder")
+    missing = []
+    for pattern in expand_braces(name):
+        path = found_from(subset.file, pattern)
+        if path.is_dir():
+            yield from _list_shards(path, key, recursive=subset.recursive)
+        elif path.is_file():
+            yield path
+        elif files := _glob_files(pattern, subset.file.parent):
+            yield from files
+        else:
+            missing.append(pattern)
+    if missing:
+        raise ValueError(_describe_missing(missing, subset.file))
+
+
+def _list_shards(folder: Path, key: str, *, recursive: bool) -> list[Path]:
+    tree = walk_directory(folder, recursive=recursive)
+    if tree.problems:
+        raise ValueError(tree.problems[0])
+    files = [folder / name for name in tree.files if name.lower().endswith(SHARD_EXTENSIONS[key])]
+    if not files and key == "parquet":
+        files = _list_saved_dataset(folder, tree.files)
+    if not files:
+        content = [*tree.files, *(f"{name}/" for name in tree.folders)]
+        hint = "; set recursive = true to search its folders" if tree.folders and not recursive else ""
+        kinds = f"{SHARD_EXTENSIONS[key][0]} files" + (" or save_to_disk datasets" if key == "parquet" else "")
+        there = format_first_names(content) or "nothing"
+        raise ValueError(f"no {kinds} in {folder.absolute()}, which contains {there}{hint}")
+    return files
+
+
+def _list_saved_dataset(folder: Path, names: Sequence[str]) -> list[Path]:
+    """List the files written by ``save_to_disk`` of HF datasets; other .arrow files in the folder are its cache."""
+    files = []
+    for name in names:
+        if PurePosixPath(name).name != _DATASETS_STATE_FILE:
+            continue
+        try:
+            state = json.loads((folder / name).read_text(encoding="utf-8"))
+            files += [(folder / name).with_name(item["filename"]) for item in state["_data_files"]]
+        except (OSError, ValueError, KeyError, TypeError):  # another program's file of this name
+            continue
+    return files
+
+
+def _glob_files(pattern: str, config_folder: Path) -> list[Path]:
+    if not glob.has_magic(pattern):
+        return []
+    path = os.path.expanduser(pattern)
+    matches = [Path(name) for name in glob.glob(path, recursive=True)]
+    matches = matches or [config_folder / name for name in glob.glob(path, root_dir=config_folder, recursive=True)]
+    return sorted((path for path in matches if path.is_file()), key=lambda path: _split_path(path.as_posix()))
+
+
+def _describe_missing(names: list[str], config_file: Path) -> str:
+    """Say which files are missing, and what their folder contains instead."""
+    folder = Path(names[0]).expanduser().parent
+    existing = next((path for path in (folder, config_file.parent / folder) if path.is_dir()), None)
+    tree = walk_directory(existing, recursive=False) if existing else DirectoryTree()
+    content = [*tree.files, *(f"{name}/" for name in tree.folders)]
+    there = f"folder {folder} not found either"
+    if existing:
+        there = f"{existing.absolute()} contains {format_first_names(content) or 'nothing'}"
+    searched = "" if Path(names[0]).is_absolute() else f" (also searched next to {config_file})"
+    if len(names) > 1:
+        return f"{len(names)} files not found{searched}: {format_first_names(names)}; {there}"
+    hint = did_you_mean(Path(names[0]).name, [name.rstrip("/") for name in content])
+    return f"{names[0]!r} not found{searched}; {there}{hint}"

@@ -1,0 +1,267 @@
+"""Images in a folder, with caption files next to them or the metadata.jsonl, .csv or .parquet of HF's imagefolder."""
+
+import os
+import posixpath
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from .caption_files import (
+    CAPTION_COLUMNS,
+    JSON_EXTENSION,
+    CaptionColumnError,
+    CaptionFiles,
+    JsonCaptionReader,
+    format_choices,
+    format_columns,
+    parse_caption_cell,
+    read_caption_file,
+    resolve_caption_column,
+)
+from .file_discovery import DirectoryTree, select_paths, walk_directory
+from .image_ref import ImageRef
+from .listing import IMAGE_EXTENSIONS, ImageCaption, SubsetListing, format_count, format_first_names, is_image_file
+from .metadata_file import TABLE_EXTENSIONS, read_metadata_table, read_text_file, resolve_file_column
+from .schema import SubsetConfig
+
+METADATA_NAMES = tuple(f"metadata{extension}" for extension in TABLE_EXTENSIONS)
+_FILE_COLUMN = "file_name"
+_COMMON_CAPTION_EXTENSIONS = (".txt", ".caption")
+_MAX_FOLDERS_SEARCHED = 50
+"""Folders that are searched to suggest where the images are."""
+
+
+def list_folder_images(subset: SubsetConfig, folder: Path, dataset: int, index: int) -> SubsetListing:
+    """List the images of ``image_dir`` in the order of their paths."""
+    listing = SubsetListing(subset, dataset, index)
+    tree = walk_directory(folder, recursive=subset.recursive)
+    listing.problems += tree.problems
+    images = _select_images(folder, tree, listing)
+    files = CaptionFiles(tree.files, subset.caption_endings)
+    listing.expected_source = " or ".join(files.extensions)
+    caption_files = {image: files.find(image) for image in images}
+    has_column_setting = subset.caption_column is not None or subset.image_column is not None
+    is_needed = has_column_setting or None in caption_files.values()
+    tables = _read_folder_tables(folder, tree, caption_files.keys(), is_needed, listing)
+    if listing.problems:
+        return listing
+    _add_images(folder, caption_files, tables.captions, listing)
+    if files.is_fallback:
+        extensions = " or ".join(subset.caption_endings)
+        listing.notes.append(f"{folder}: no {extensions} files; captions are read from {files.extensions[0]} files")
+    in_tables = f" and no text in {', '.join(tables.names)}" if tables.names else ""
+    listing.add_caption_notes(str(folder), f"{listing.expected_source} file{in_tables}")
+    _suggest_caption_extension(folder, tree, files, listing)
+    for key in ("image_column", "caption_column"):
+        listing.mark_unused(key, f"no effect: no metadata table in {folder.absolute()}")
+    return listing
+
+
+def _select_images(folder: Path, tree: DirectoryTree, listing: SubsetListing) -> list[str]:
+    """Return the images that ``include`` and ``exclude`` select."""
+    subset = listing.subset
+    images = [name for name in tree.files if is_image_file(name)]
+    if not images and not tree.problems:
+        listing.add_problem("image_dir", f"no images; {_describe_content(folder, tree)}")
+    if tree.loops:
+        names = format_first_names(tree.loops)
+        listing.notes.append(f"{folder}: links to folders that are searched anyway are not followed: {names}")
+    selection = select_paths(images, subset.include, subset.exclude)
+    all_images = (
+        f"the {format_count(len(images), 'image')} in {folder.absolute()}, such as {format_first_names(images)}"
+    )
+    if images and not selection.paths:
+        key = "include" if subset.include else "exclude"
+        listing.add_problem(key, f"include and exclude select none of {all_images}")
+        return []
+    for key, text in selection.matched:
+        listing.mark_used(key, text)
+    for key, text in selection.unmatched if images else ():
+        listing.mark_unused(key, f"{text!r} matches none of {all_images}", text)
+    if subset.include or subset.exclude:
+        listing.notes.append(f"{folder}: include and exclude select {len(selection.paths)} of {len(images)} images")
+    if not subset.recursive and images and (below := _list_image_folders(folder, tree.folders)):
+        names = format_first_names([f"{name}/" for name in below])
+        listing.notes.append(f"{folder}: images in subfolders are not used; set recursive = true to use them: {names}")
+    return selection.paths
+
+
+def _add_images(
+    folder: Path,
+    caption_files: Mapping[str, tuple[str, str] | None],
+    table_captions: Mapping[str, ImageCaption],
+    listing: SubsetListing,
+) -> None:
+    json_reader = JsonCaptionReader(listing.subset.caption_column)
+    for image, file in caption_files.items():
+        try:
+            if file is None:
+                caption = table_captions.get(image, ImageCaption())
+            else:
+                caption = _read_caption(folder, *file, json_reader)
+        except CaptionColumnError as error:
+            listing.add_problem("caption_extension", str(error))
+            listing.mark_used("caption_column")
+            return
+        listing.add_image(ImageRef(folder, image), image, caption)
+    if json_reader.column is not None:
+        listing.mark_used("caption_column")
+
+
+def _read_caption(folder: Path, name: str, extension: str, json_reader: JsonCaptionReader) -> ImageCaption:
+    path = os.path.join(folder, name)
+    if extension.lower() == JSON_EXTENSION:
+        try:
+            return ImageCaption(json_reader.read_lines(read_text_file(Path(path)), path), extension)
+        except ValueError as error:
+            return ImageCaption((), extension, str(error))
+    try:
+        return ImageCaption(read_caption_file(path), extension)
+    except ValueError as error:
+        return ImageCaption((), extension, f"{path}: {error}")
+
+
+@dataclass
+class _FolderTables:
+    """Captions from the metadata tables in a folder and its subfolders."""
+
+    captions: dict[str, ImageCaption] = field(default_factory=dict)
+    names: list[str] = field(default_factory=list)  # of the tables that were read
+    deeper: list[str] = field(default_factory=list)  # images in subfolders that are not searched
+
+
+def _read_folder_tables(
+    folder: Path, tree: DirectoryTree, images: Collection[str], is_needed: bool, listing: SubsetListing
+) -> _FolderTables:
+    """Read the metadata tables if captions are needed from them; problems and notes go into the listing."""
+    tables = _FolderTables()
+    by_folder: defaultdict[str, list[str]] = defaultdict(list)
+    for path in tree.files:
+        if posixpath.basename(path) in METADATA_NAMES:
+            by_folder[posixpath.dirname(path)].append(path)
+    # a table in a subfolder overwrites those above it
+    for parent in sorted(by_folder, key=lambda path: path.count("/") + bool(path)):
+        paths = by_folder[parent]
+        if not is_needed:
+            listing.notes.append(f"{folder}: {', '.join(paths)} is not used: every image has a caption file")
+        elif len(paths) > 1:
+            hint = "keep one of them, or set metadata_file = 'FILE'"
+            listing.add_problem("image_dir", f"several metadata tables in {folder}: {', '.join(paths)}; {hint}")
+        else:
+            try:
+                _read_folder_table(folder, paths[0], set(tree.files), images, tables, listing)
+            except ValueError as error:
+                listing.add_problem("image_dir", str(error))
+    if tables.deeper:
+        names = format_first_names(tables.deeper)
+        listing.notes.append(
+            f"{folder}: not used: {format_count(len(tables.deeper), 'image')} in subfolders, listed in"
+            f" {tables.names[0]}; set recursive = true to use them: {names}"
+        )
+    return tables
+
+
+def _read_folder_table(
+    folder: Path,
+    path: str,
+    files: set[str],
+    images: Collection[str],
+    tables: _FolderTables,
+    listing: SubsetListing,
+) -> None:
+    """Read one table; raise ``ValueError`` if it is not valid."""
+    subset = listing.subset
+    options = filter(None, (subset.image_column, subset.caption_column))
+    table = read_metadata_table(folder / path, {_FILE_COLUMN, *CAPTION_COLUMNS, *options})
+    if subset.image_column is None and _FILE_COLUMN not in table.columns:
+        hint = "set metadata_file to read other formats"
+        listing.notes.append(f"{table.path}: not used: no column {_FILE_COLUMN}; {hint}")
+        return
+    file_column = _FILE_COLUMN if subset.image_column is None else resolve_file_column(table, subset.image_column)
+    if subset.caption_column is None and subset.class_tokens and not set(CAPTION_COLUMNS) & set(table.columns):
+        names, columns = format_choices(CAPTION_COLUMNS), format_columns(table.columns)
+        listing.notes.append(f"{table.path}: not used: no column {names}; columns are {columns}")
+        return
+    try:
+        caption_column = resolve_caption_column(table.columns, subset.caption_column)
+    except ValueError as error:
+        raise ValueError(f"{table.path}: {error}") from None
+    for key in ("image_column", "caption_column"):
+        listing.mark_used(key)
+    tables.names.append(path)
+    first_locations: dict[str, str] = {}
+    for number, values in table.rows:
+        name, location = values.get(file_column), table.format_location(number)
+        image = posixpath.normpath(posixpath.join(posixpath.dirname(path), str(name)))
+        if not isinstance(name, str) or not name:
+            listing.missing.append(f"{location}: no {file_column}")
+        elif image in first_locations:
+            listing.missing.append(f"{location}: {name!r} is already listed in {first_locations[image]}; remove one")
+        elif image in images:
+            tables.captions[image] = _parse_table_caption(values, caption_column, table.path.name, location)
+        elif image not in files and is_image_file(image) and (folder / image).is_file():
+            tables.deeper.append(image)
+        elif image not in files:
+            listing.missing.append(f"{location}: {name!r} not found in {folder.absolute()}")
+        first_locations.setdefault(image, location)
+
+
+def _parse_table_caption(values: Mapping[str, Any], column: str, source: str, location: str) -> ImageCaption:
+    try:
+        return ImageCaption(parse_caption_cell(values.get(column)), source)
+    except ValueError as error:
+        return ImageCaption((), source, f"{location}: {column} {error}")
+
+
+def _suggest_caption_extension(folder: Path, tree: DirectoryTree, files: CaptionFiles, listing: SubsetListing) -> None:
+    """Note images without a caption that have a file with the other common extension."""
+    for extension in _COMMON_CAPTION_EXTENSIONS:
+        if not listing.uncaptioned or extension in files.extensions:
+            continue
+        others = CaptionFiles(tree.files, [extension])
+        if extension not in others.extensions:  # it fell back to another one
+            continue
+        count = sum(others.find(name) is not None for name in listing.uncaptioned)
+        if count:
+            both = [*files.extensions, extension]
+            listing.notes.append(
+                f"{folder}: there are {extension} files for {count} of the images without a caption; use them with"
+                f" caption_extension = {both}"
+            )
+
+
+def _describe_content(folder: Path, tree: DirectoryTree) -> str:
+    """Describe a folder without images, and suggest where they may be."""
+    kinds = Counter(PurePosixPath(name).suffix.lower() or "without extension" for name in tree.files)
+    content = [f"{count} {kind}" for kind, count in kinds.most_common(4)]
+    below = {name: _count_images(folder / name) for name in _list_image_folders(folder, tree.folders)}
+    content += [f"{format_count(count, 'image')} in {name}/" for name, count in list(below.items())[:3]]
+    content += [f"folder {name}/" for name in tree.folders[:3] if name not in below]
+    description = f"{folder.absolute()} contains {', '.join(content) if content else 'nothing'}"
+    if below:
+        nested = str(folder / next(iter(below)))
+        return f"{description}; subfolders are not searched: set recursive = true, or image_dir = {nested!r}"
+    for key, extension in (("parquet", ".parquet"), ("parquet", ".arrow"), ("webdataset", ".tar")):
+        if kinds[extension]:
+            return f"{description}; for {extension} files set {key} = {str(folder)!r} instead of image_dir"
+    return f"{description}; image extensions are {' '.join(IMAGE_EXTENSIONS)}"
+
+
+def _list_image_folders(folder: Path, names: Sequence[str]) -> list[str]:
+    """List the subfolders that contain images."""
+    return [name for name in names[:_MAX_FOLDERS_SEARCHED] if _has_images(folder / name)]
+
+
+def _has_images(folder: Path) -> bool:
+    try:
+        with os.scandir(folder) as entries:
+            return any(is_image_file(entry.name) for entry in entries)
+    except OSError:
+        return False
+
+
+def _count_images(folder: Path) -> int:
+    with os.scandir(folder) as entries:
+        return sum(is_image_file(entry.name) for entry in entries)

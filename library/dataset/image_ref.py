@@ -1,0 +1,89 @@
+"""Where the bytes of an image are: in a file of its own, in a byte range of a tar shard, or in a row of a table."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    """The bytes of one image inside a larger file, such as a member of a tar shard."""
+
+    name: str
+    offset: int
+    length: int
+
+    @property
+    def position(self) -> str:
+        """Identifies the image inside its file as long as the file does not change."""
+        return f"{self.offset}+{self.length}"
+
+
+class ColumnReader(Protocol):
+    """Reads single rows of an image column; all images of a subset share one reader."""
+
+    column: str
+
+    def read(self, path: Path, row: int) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TableRow:
+    """One row of a parquet or Arrow file that holds images in a column."""
+
+    reader: ColumnReader
+    row: int  # in the file, from 0
+
+    @property
+    def name(self) -> str:
+        return str(self.row)
+
+    @property
+    def length(self) -> int:
+        """Unknown before the row is read."""
+        return 0
+
+    @property
+    def position(self) -> str:
+        """Identifies the image inside its file as long as the file does not change."""
+        return f"{self.reader.column}:{self.row}"
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRef:
+    """Refers to one image; small, because a dataset may have a million: all images of a folder share its path."""
+
+    folder: Path
+    file: str  # relative to the folder, with "/"
+    part: ByteRange | TableRow | None = None
+
+    @property
+    def path(self) -> Path:
+        """The file that holds the bytes."""
+        return self.folder / self.file
+
+    @property
+    def name(self) -> str:
+        """The file name of the image, of its member in the archive, or the number of its row."""
+        return (self.file if self.part is None else self.part.name).rpartition("/")[2]
+
+    @property
+    def key(self) -> str:
+        """Folder and file name, independent of the rest of the path."""
+        if self.part is not None:
+            return f"{self.path.name}/{self.part.name}"
+        below, _, name = self.file.rpartition("/")
+        return f"{below.rpartition('/')[2] or self.folder.name}/{name}"
+
+    def read_bytes(self) -> bytes:
+        """Read the encoded image."""
+        if self.part is None:
+            return self.path.read_bytes()
+        if isinstance(self.part, TableRow):
+            return self.part.reader.read(self.path, self.part.row)
+        with self.path.open("rb") as file:
+            file.seek(self.part.offset)
+            return file.read(self.part.length)
+
+    def __str__(self) -> str:
+        return str(self.path) if self.part is None else f"{self.path}:{self.part.name}"

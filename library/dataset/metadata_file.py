@@ -1,0 +1,248 @@
+"""Metadata files that list images and captions: .json and .jsonl of sd-scripts, .jsonl, .csv and .parquet tables."""
+
+import csv
+import io
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .caption_files import (
+    CAPTION_COLUMNS,
+    decode_utf8,
+    format_choices,
+    format_columns,
+    parse_caption_cell,
+    parse_json_object,
+    require_column,
+    resolve_caption_column,
+    split_lines,
+)
+from .image_ref import ImageRef
+from .listing import IMAGE_EXTENSIONS, ImageCaption, SubsetListing
+from .schema import SubsetConfig
+from .tables import read_parquet_metadata
+
+TABLE_EXTENSIONS = (".jsonl", ".csv", ".parquet")
+FILE_COLUMNS = ("image_path", "file_name")
+"""Columns of image paths: of sd-scripts and musubi-tuner, and of HF datasets."""
+
+_KOHYA_COLUMNS = ("caption", "tags")
+_UNSUPPORTED_COLUMNS = ("control_path", "image_path_0", "video_path")
+"""Columns of musubi-tuner that change what is trained."""
+
+
+@dataclass
+class MetadataTable:
+    """The names of all columns, and the values of the requested ones for each row."""
+
+    path: Path
+    columns: list[str] = field(default_factory=list)
+    rows: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)  # number of the line or row
+
+    def format_location(self, number: int) -> str:
+        """Return the start of a message about a row."""
+        return f"{self.path}: row {number}" if self.path.suffix.lower() == ".parquet" else f"{self.path}:{number}"
+
+
+def read_metadata_table(path: Path, wanted: Collection[str]) -> MetadataTable:
+    """Read the ``wanted`` columns that exist; raise ``ValueError`` if the file is not valid."""
+    table = MetadataTable(path)
+    readers = {".csv": _read_csv_rows, ".parquet": read_parquet_metadata}
+    columns: dict[str, None] = {}
+    for number, values in readers.get(path.suffix.lower(), _read_jsonl_rows)(path, wanted):
+        columns.update(dict.fromkeys(values))
+        table.rows.append((number, {name: values[name] for name in values if name in wanted}))
+    table.columns = list(columns)
+    return table
+
+
+def read_text_file(path: Path) -> str:
+    """Read a UTF-8 file; raise ``ValueError`` with the path if that fails."""
+    try:
+        return decode_utf8(path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _read_jsonl_rows(path: Path, wanted: Collection[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, line in enumerate(read_text_file(path).split("\n"), start=1):
+        if line.strip():
+            yield number, parse_json_object(line, f"{path}:{number}")
+
+
+def _read_csv_rows(path: Path, wanted: Collection[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    reader = csv.reader(io.StringIO(read_text_file(path), newline=""), strict=True)
+    try:
+        header = [name.strip() for name in next(reader, [])]
+        if len(set(header)) < len(header):
+            raise ValueError(f"{path}:1: duplicate column name: {', '.join(header)}")
+        line = reader.line_num + 1
+        for cells in reader:
+            if cells and len(cells) != len(header):
+                raise ValueError(
+                    f"{path}:{line}: {len(cells)} cells for {len(header)} columns; text with a comma needs quotes:"
+                    ' "a cat, sitting"'
+                )
+            if cells:
+                yield line, dict(zip(header, cells, strict=True))
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise ValueError(f"{path}:{reader.line_num}: not valid CSV: {error}") from None
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One image of a metadata file."""
+
+    name: str
+    values: Mapping[str, Any]
+    location: str
+
+
+@dataclass(frozen=True)
+class _Metadata:
+    """The entries of a metadata file, the folders in which their images are searched, and the caption column."""
+
+    entries: Sequence[_Entry]
+    folders: Sequence[Path]
+    caption_column: str | None  # None: caption followed by tags
+
+
+def list_metadata_images(subset: SubsetConfig, path: Path, dataset: int, index: int) -> SubsetListing:
+    """List the images of a metadata file in its order."""
+    listing = SubsetListing(subset, dataset, index, expected_source=path.suffix.lower())
+    try:
+        metadata = _read_metadata(subset, path)
+    except ValueError as error:
+        listing.add_problem("metadata_file", str(error))
+        return listing
+    if not metadata.entries:
+        listing.add_problem("metadata_file", f"{path}: no images listed")
+    for entry in metadata.entries:
+        image = _find_image(entry.name, metadata.folders)
+        if image is None:
+            searched = ", ".join(dict.fromkeys(str(folder.absolute()) for folder in metadata.folders))
+            listing.missing.append(f"{entry.location}: {entry.name!r} not found in {searched}")
+            continue
+        try:
+            lines = _parse_caption(entry.values, metadata.caption_column, subset)
+            caption = ImageCaption(lines, listing.expected_source)
+        except ValueError as error:
+            caption = ImageCaption(problem=f"{entry.location}: {entry.name!r}: {error}")
+        listing.add_image(ImageRef(image.parent, image.name), entry.name, caption)
+    listing.add_caption_notes(str(path))
+    return listing
+
+
+def _read_metadata(subset: SubsetConfig, path: Path) -> _Metadata:
+    """Read all entries; raise ``ValueError`` if the file is not valid."""
+    image_dir = subset.folder()
+    folders = [*([image_dir] if image_dir is not None else []), path.parent]
+    if path.suffix.lower() == ".json":
+        if subset.image_column is not None:
+            raise ValueError(f"{path}: image_column has no effect for .json, whose keys are the images")
+        entries = list(_read_json_entries(path))
+        columns = dict.fromkeys(name for entry in entries for name in entry.values)
+        return _Metadata(entries, [Path(), *folders], _resolve_captions(list(columns), subset, path))
+    options = filter(None, (subset.image_column, subset.caption_column))
+    table = read_metadata_table(path, {*FILE_COLUMNS, *CAPTION_COLUMNS, *_KOHYA_COLUMNS, *options})
+    if not table.rows:
+        return _Metadata([], folders, None)
+    name = resolve_file_column(table, subset.image_column)
+    for unsupported in _UNSUPPORTED_COLUMNS:
+        if unsupported in table.columns:
+            raise ValueError(f"{path}: column {unsupported} of musubi-tuner is not supported yet; remove it")
+    entries = list(_read_table_entries(table, name))
+    # sd-scripts resolves paths from the working directory, HF datasets from the file
+    folders = folders if name == "file_name" else [Path(), *folders]
+    return _Metadata(entries, folders, _resolve_captions(table.columns, subset, path))
+
+
+def resolve_file_column(table: MetadataTable, image_column: str | None) -> str:
+    """Return the column of file names; raise ``ValueError`` if it is missing or ambiguous."""
+    if image_column is not None:
+        try:
+            return require_column(table.columns, image_column, "image_column")
+        except ValueError as error:
+            raise ValueError(f"{table.path}: {error}") from None
+    candidates = [name for name in FILE_COLUMNS if name in table.columns]
+    if len(candidates) == 1:
+        return candidates[0]
+    if candidates:
+        names = ", ".join(candidates)
+        raise ValueError(f"{table.path}: several image columns: {names}; set image_column = {candidates[0]!r}")
+    names, columns = format_choices(FILE_COLUMNS), format_columns(table.columns)
+    raise ValueError(f"{table.path}: no column {names}; columns are {columns}; set image_column = 'NAME'")
+
+
+def _resolve_captions(columns: Sequence[str], subset: SubsetConfig, path: Path) -> str | None:
+    is_kohya_format = path.suffix.lower() in (".json", ".jsonl")
+    others = [name for name in CAPTION_COLUMNS if name != "caption" and name in columns]
+    # sd-scripts' format: an image with neither caption nor tags is reported by itself
+    if subset.caption_column is None and is_kohya_format and not others:
+        return None
+    try:
+        return resolve_caption_column(columns, subset.caption_column)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _read_json_entries(path: Path) -> Iterator[_Entry]:
+    for name, values in parse_json_object(read_text_file(path), str(path)).items():
+        if not isinstance(values, dict):
+            raise ValueError(f"{path}: {name!r}: expected an object with caption or tags")
+        yield _Entry(name, values, str(path))
+
+
+def _read_table_entries(table: MetadataTable, column: str) -> Iterator[_Entry]:
+    for number, values in table.rows:
+        name, location = values.get(column), table.format_location(number)
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"{location}: no {column}")
+        yield _Entry(name, values, location)
+
+
+def _find_image(name: str, folders: Sequence[Path]) -> Path | None:
+    """Find the file of a path with or without its extension, relative to each of the folders in turn."""
+    for folder in folders:
+        path = folder / name
+        if path.is_file():
+            return path
+        for extension in IMAGE_EXTENSIONS:
+            if (longer := path.with_name(path.name + extension)).is_file():
+                return longer
+    return None
+
+
+def _parse_caption(values: Mapping[str, Any], column: str | None, subset: SubsetConfig) -> list[str]:
+    """Return the lines of the caption; raise ``ValueError`` if there are none."""
+    if column is None:
+        return _join_caption_and_tags(values, subset)
+    try:
+        lines = parse_caption_cell(values.get(column))
+    except ValueError as error:
+        raise ValueError(f"{column} {error}") from None
+    if not lines:
+        raise ValueError(f"no text in {column}")
+    return lines
+
+
+def _join_caption_and_tags(values: Mapping[str, Any], subset: SubsetConfig) -> list[str]:
+    """Join caption and tags as sd-scripts does; with ``enable_wildcard``, each line of the caption gets the tags."""
+    caption, tags = (_parse_text(values, name) for name in _KOHYA_COLUMNS)
+    if not caption and not tags:
+        raise ValueError("no caption and no tags")
+    lines = split_lines(caption) if subset.enable_wildcard else [caption]
+    return [subset.caption_separator.join(filter(None, (line, tags))) for line in lines or [""]]
+
+
+def _parse_text(values: Mapping[str, Any], name: str) -> str:
+    try:
+        parse_caption_cell(values.get(name))
+    except ValueError as error:
+        raise ValueError(f"{name} {error}") from None
+    cell = values.get(name) or ""
+    return (cell if isinstance(cell, str) else "\n".join(filter(None, cell))).strip()
