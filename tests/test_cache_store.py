@@ -319,7 +319,7 @@ def test_a_dropped_entry_does_not_come_back_when_who_dropped_it_is_pruned(is_bus
 
 def test_the_hash_of_a_file_is_computed_again_only_when_the_file_changed(tmp_path, monkeypatch):
     file, memory = tmp_path / "weights", tmp_path / "cache" / "files.json"
-    monkeypatch.setattr("library.data.cache.file_hashes.SETTLED_AFTER", 0)
+    monkeypatch.setattr("library.data.cache.file_hashes.SETTLED_AFTER_NS", 0)
     file.write_bytes(b"one")
     first = FileHashes(memory).of(file)
     monkeypatch.setattr("library.data.cache.file_hashes.hash_of", lambda path: path.read_bytes().decode())
@@ -334,7 +334,7 @@ def test_the_hash_of_a_file_is_computed_again_only_when_the_file_changed(tmp_pat
 def test_a_file_changed_without_a_trace_in_size_and_time_is_hashed_again(tmp_path, monkeypatch):
     """As by ``cp -p`` or ``rsync -t`` of another model."""
     file, memory = tmp_path / "weights", tmp_path / "cache" / "files.json"
-    monkeypatch.setattr("library.data.cache.file_hashes.SETTLED_AFTER", 0)
+    monkeypatch.setattr("library.data.cache.file_hashes.SETTLED_AFTER_NS", 0)
     file.write_bytes(b"one")
     os.utime(file, ns=(10**18, 10**18))
     first = FileHashes(memory).of(file)

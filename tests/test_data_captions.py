@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from library.config.schema import DataConfig
-from library.data.caption_files import read_caption
 from library.data.captions import shown
 from library.data.dataset_config import read_datasets
+from library.dataset.caption_files import read_caption_file
 from library.dataset.schema import SubsetConfig, flags_of
 
 
@@ -110,7 +110,7 @@ def test_the_same_generator_gives_the_same_caption(plain, number: int, epoch: in
 )
 def test_caption_files_are_utf8_with_or_without_its_mark(tmp_path: Path, data: bytes, lines: list[str]):
     (tmp_path / "a.txt").write_bytes(data)
-    assert read_caption(tmp_path / "a.txt") == lines
+    assert read_caption_file(tmp_path / "a.txt") == lines
 
 
 @pytest.mark.parametrize(
@@ -118,13 +118,13 @@ def test_caption_files_are_utf8_with_or_without_its_mark(tmp_path: Path, data: b
     [
         (b"", "is empty"),
         (b" \n\t\n", "is empty"),
-        (b"caf\xe9", "not UTF-8 at byte 3; save the file as UTF-8"),
+        (b"caf\xe9", r"is not UTF-8 \(byte 3\); save the file as UTF-8"),
         ("a".encode("utf-16"), "is UTF-16 or UTF-32; save the file as UTF-8"),
-        ("a".encode("utf-16-be"), "holds zero bytes, as UTF-16 does"),
-        ("a".encode("utf-16-le"), "holds zero bytes"),
+        ("a".encode("utf-16-be"), "contains zero bytes, as UTF-16 does"),
+        ("a".encode("utf-16-le"), "contains zero bytes"),
     ],
 )
 def test_a_caption_file_that_cannot_be_read_says_why(tmp_path: Path, data: bytes, problem: str):
     (tmp_path / "a.txt").write_bytes(data)
     with pytest.raises(ValueError, match=problem):
-        read_caption(tmp_path / "a.txt")
+        read_caption_file(tmp_path / "a.txt")

@@ -247,32 +247,43 @@ def test_a_dataset_file_in_json_means_what_it_means_in_toml(tmp_path):
     text += "num_repeats = 3\n[[datasets.subsets]]\nimage_dir = 'b'\nkeep_tokens = 1\n"
     reading = read_datasets(tmp_path / "set.json", flags_of(DataConfig()))
     assert reading.require() == read(tmp_path, text).require()
-    assert reading.datasets[0].subsets[1].place("keep_tokens") == f"{tmp_path}/set.json:7"
+    assert reading.datasets[0].subsets[1].place("keep_tokens") == f"{tmp_path}/set.json: datasets[0].subsets[1]"
 
 
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        (
-            '"num_repeats": 3',
-            '"num_repeats": "3"',
-            "6: num_repeats: expected a whole number, got the text '3'; write 3",
-        ),
-        ('"num_repeats": 3', '"num_repeats": null', "6: num_repeats: expected a whole number, got null"),
-        ('"keep_tokens"', '"keep_token"', "7: keep_token: unknown key; did you mean keep_tokens?"),
-        ('"num_repeats": 3', '"image_dir": "c"', "6: image_dir: given twice; it stands in line 6 already"),
-        ('"weight": 2', '"weight": NaN', " not valid JSON: NaN is no number that JSON knows"),
-        ("}]}]", "}]}", "8: not valid JSON: Expecting ',' delimiter (column 1)"),
-        (JSON, "[1]", " expected an object {...}"),
-        (JSON, "", "1: not valid JSON: Expecting value (column 1)"),
-        (JSON, "[" * 100_000, " nested too deeply for a file of settings"),
+        ('"num_repeats": 3', '"num_repeats": "3"',
+         ": datasets[0].subsets[0]: num_repeats: expected a whole number, got the text '3'; write 3"),
+        ('"num_repeats": 3', '"num_repeats": null',
+         ": datasets[0].subsets[0]: num_repeats: expected a whole number, got null"),
+        ('"keep_tokens"', '"keep_token"',
+         ": datasets[0].subsets[1]: keep_token: unknown key; did you mean keep_tokens?"),
+        ('"weight": 2', '"wait": 2', ": datasets[0]: wait: unknown key"),
+        ('"enable_bucket"', '"enable_buckets"', ": general: enable_buckets: unknown key; did you mean enable_bucket?"),
+        ('"general"', '"generel"', ": generel: unknown; there are [general] and [[datasets]]"),
+        ('{"image_dir": "b", "keep_tokens": 1}', '"b"', ": datasets[0]: subsets: expected tables"),
+        ('"num_repeats": 3', '"image_dir": "c"', ": datasets[0].subsets[0]: image_dir: duplicate key"),
+        ('"weight": 2', '"resolution": 64, "resolution": 65', ": datasets[0]: resolution: duplicate key"),
+        ('"datasets": [', '"datasets": [], "datasets": [', ": datasets: duplicate key"),
+        ('"weight": 2', '"weight": NaN', ": not valid JSON: NaN is not a JSON number"),
+        ("}]}]", "}]}", ":8: not valid JSON: Expecting ',' delimiter (column 1)"),
+        (JSON, "[1]", ": expected an object {...}"),
+        (JSON, "", ":1: not valid JSON: Expecting value (column 1)"),
+        (JSON, "[" * 100_000, ": nested too deeply"),
+        ('"image_dir": "a"', '"image_dir": "caf\udce9"', ": not UTF-8 at byte 186"),
     ],
-)
-def test_a_mistake_in_json_is_told_with_its_line(tmp_path, old: str, new: str, expected: str):
+)  # fmt: skip
+def test_a_mistake_in_json_is_reported_with_its_line_or_its_key_path(tmp_path, old: str, new: str, expected: str):
     assert old in JSON
-    (tmp_path / "set.json").write_text(JSON.replace(old, new), encoding="utf-8")
+    (tmp_path / "set.json").write_text(JSON.replace(old, new), encoding="utf-8", errors="surrogateescape")
     (problem,) = read_datasets(tmp_path / "set.json", flags_of(DataConfig())).problems
-    assert problem.startswith(f"{tmp_path}/set.json:{expected}")
+    assert problem.startswith(f"{tmp_path}/set.json{expected}")
+
+
+def test_a_json_file_that_does_not_exist_is_reported(tmp_path):
+    (problem,) = read_datasets(tmp_path / "set.json", flags_of(DataConfig())).problems
+    assert problem == f"{tmp_path}/set.json: no such file (looked in {tmp_path})"
 
 
 @pytest.mark.parametrize(
@@ -290,8 +301,8 @@ def test_a_mistake_in_json_is_told_with_its_line(tmp_path, old: str, new: str, e
         " beside parquet; take one of the two out",
         GOOD + "caption_extension = []": "5: caption_extension: is empty; name at least one, or take it out",
         GOOD + "include = ['a', '']": "5: include: is empty; name at least one, or take it out",
-        GOOD + "exclude = '[z-a]'": "5: exclude: '[z-a]' is no pattern: bad character range z-a",
-        GOOD + "include = 'a{1..99999999}'": "5: include: {1..99999999} stands for more than 1000000 names",
+        GOOD + "exclude = '[z-a]'": "5: exclude: '[z-a]' is not a valid pattern: bad character range z-a",
+        GOOD + "include = 'a{1..99999999}'": "5: include: {1..99999999} expands to more than 1000000 names",
         GOOD + "recursive = 'yes'": "5: recursive: expected true or false, got the text 'yes'",
         GOOD + "recursif = true": "5: recursif: unknown key; did you mean recursive?",
         GOOD + "weight = 2": "5: weight: belongs in [general] or [[datasets]], not in [[datasets.subsets]]",

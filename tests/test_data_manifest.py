@@ -14,8 +14,9 @@ import pytest
 from PIL import Image
 
 from library.config.schema import DataConfig, TrainConfig
-from library.data import audit, inspection
+from library.data import inspection
 from library.data.prepare import Prepared, check, prepare
+from library.dataset import scan
 from library.errors import ConfigError
 
 
@@ -56,12 +57,12 @@ def test_pictures_are_found_in_the_order_of_their_names_with_captions_from_files
                                   "a/猫 🐈.WEBP": "cat"}  # fmt: skip
     assert {(sample.repeats, sample.weight, sample.is_reg) for sample in prepared.manifest.samples} == {(3, 1.0, False)}
     assert prepared.manifest.notes == (
-        f"{tmp_path}/a: pictures in folders below it are not taken; recursive = true takes them: below/",
-        f"{tmp_path}/a: 1 captions have several lines, of which the first is used; enable_wildcard takes one of them"
-        " each time",
-        f"{tmp_path}/a: 1 of 4 pictures have no .caption file, 'thing' is their caption: a.jpg",
-        f"{tmp_path}/a: 1 of the pictures without a caption have a .txt file: caption_extension = ['.caption', '.txt']"
-        " takes these, too",
+        f"{tmp_path}/a: images in subfolders are not used; set recursive = true to use them: below/",
+        f"{tmp_path}/a: 1 caption with several lines: only the first line is used; set enable_wildcard = true to pick a"
+        " random one each time",
+        f"{tmp_path}/a: no .caption file for 1 of 4 images, using the caption 'thing': a.jpg",
+        f"{tmp_path}/a: there are .txt files for 1 of the images without a caption; use them with caption_extension ="
+        " ['.caption', '.txt']",
     )
 
 
@@ -69,7 +70,7 @@ def test_captions_are_read_from_txt_when_no_other_is_there_and_this_is_said(tmp_
     save(tmp_path / "a" / "a.png", caption="one\n\ntwo")
     prepared = made(tmp_path, "image_dir = 'a'\nenable_wildcard = true")
     assert captions(prepared) == {"a/a.png": "one\ntwo"}
-    assert prepared.manifest.notes == (f"{tmp_path}/a: no .caption files; captions are read from .txt",)
+    assert prepared.manifest.notes == (f"{tmp_path}/a: no .caption files; captions are read from .txt files",)
 
 
 def test_keys_that_change_nothing_beside_the_others_are_noted(tmp_path):
@@ -116,7 +117,7 @@ def test_all_that_cannot_be_used_is_named_in_one_report(tmp_path):
     assert start == [
         "a/cut.png: is truncated: it ends before the pi",
         "a/empty.txt: is empty; write a caption, or del",
-        "a/latin.txt: not UTF-8 at byte 3; save the fil",
+        "a/latin.txt: is not UTF-8 (byte 3); save the f",
         "a/thin.png: 5000x3 pixels leave no bucket with",
         "4 of 5 pictures cannot be used; mend or remove",
     ]
@@ -128,7 +129,7 @@ def test_bad_pictures_are_skipped_and_noted_when_that_is_asked_for(tmp_path):
     prepared = made(tmp_path, "image_dir = 'a'\ncaption_extension = 'txt'", on_bad_data="skip")
     assert [sample.key for sample in prepared.manifest.samples] == ["a/good.png"]
     assert prepared.manifest.notes[-1].startswith("1 pictures are skipped (1 no picture):\n  ")
-    assert "bad.png: is no picture" in prepared.manifest.notes[-1]
+    assert "bad.png: is not an image" in prepared.manifest.notes[-1]
     (tmp_path / "a" / "good.png").write_bytes(b"bad")
     with pytest.raises(ConfigError, match="no picture is left to train on"):
         made(tmp_path, "image_dir = 'a'", on_bad_data="skip")
@@ -141,9 +142,9 @@ def test_a_folder_without_pictures_says_what_is_there_and_what_to_do(tmp_path):
     with pytest.raises(ConfigError) as caught:
         made(tmp_path, "image_dir = 'a'", "image_dir = 'b'")
     assert [problem.replace(f"{tmp_path}/", "") for problem in caught.value.problems] == [
-        "set.toml:7: image_dir: no pictures; a has 1 .txt, 1 pictures one level down in 10_cat/; folders are not"
-        " searched below: set recursive = true, or image_dir = 'a/10_cat'",
-        "set.toml:9: image_dir: no pictures; b has nothing in it; pictures end in .png .jpg .jpeg .webp .bmp .avif"
+        "set.toml:7: image_dir: no images; a contains 1 .txt, 1 image in 10_cat/; subfolders are not searched: set"
+        " recursive = true, or image_dir = 'a/10_cat'",
+        "set.toml:9: image_dir: no images; b contains nothing; image extensions are .png .jpg .jpeg .webp .bmp .avif"
         " .jxl",
     ]
 
@@ -191,12 +192,12 @@ def test_mistakes_in_metadata_files_are_named_with_their_lines(tmp_path):
     with pytest.raises(ConfigError) as caught:
         made(tmp_path, "metadata_file = 'm.jsonl'")
     assert [problem.replace(f"{tmp_path}/", "") for problem in caught.value.problems] == [
-        f"m.jsonl:2: 'b.png' is not there; looked in {Path.cwd()}, {tmp_path}",
-        "m.jsonl:1: 'a.png': has neither caption nor tags",
-        "m.jsonl:3: 'a.png': caption is no text: 3",
+        f"m.jsonl:2: 'b.png' not found in {Path.cwd()}, {tmp_path}",
+        "m.jsonl:1: 'a.png': no caption and no tags",
+        "m.jsonl:3: 'a.png': caption is not a string: 3",
         "3 of 3 pictures cannot be used; mend or remove them, or leave them out with --on_bad_data skip",
     ]
-    for text, problem in {"{": "is no JSON", "[]": "expected an object", "": "names no pictures"}.items():
+    for text, problem in {"{": "not valid JSON", "[]": "expected an object", "": "no images listed"}.items():
         (tmp_path / "m.jsonl").write_text(text)
         with pytest.raises(ConfigError, match=rf"set.toml:7: metadata_file: .*{problem}"):
             made(tmp_path, "metadata_file = 'm.jsonl'")
@@ -243,7 +244,7 @@ def test_the_fingerprint_follows_how_pictures_are_shown_and_not_where_they_lie(t
 def test_one_folder_by_several_ways_is_looked_at_once(tmp_path, monkeypatch):
     """Whichever way it was the last time."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(audit, "SETTLED_AFTER", -(10**15))
+    monkeypatch.setattr(scan, "SETTLED_AFTER_NS", -(10**15))
     save(tmp_path / "a" / "1.png", caption="one")
     save(tmp_path / "a" / "2.png", caption="two")
     (tmp_path / "link").symlink_to("a")

@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from library.config.schema import DataConfig, TrainConfig
-from library.data import audit, inspection, mask_audit
+from library.data import inspection, mask_audit
 from library.data.batch import PixelBatch
 from library.data.buckets import Placement
 from library.data.loader import MicroBatchReader, Shown
 from library.data.mask_files import Mask, match
 from library.data.masks import mask_of, picture_and_mask, resized_mask
-from library.data.origin import Origin
 from library.data.prepare import Prepared, check, prepare
+from library.dataset import scan
+from library.dataset.image_ref import ImageRef
 from library.errors import ConfigError
 
 
@@ -112,7 +113,7 @@ def test_resized_masks_keep_their_level_and_never_leave_their_range(width, heigh
 def test_the_mask_of_one_sample_is_given_without_torch_or_a_batch(tmp_path):
     values = noise(40, 30, 1)
     save(tmp_path / "1.png", values)
-    mask = Mask(Origin(tmp_path, "1.png"), False, (40, 30), "", 0.5)
+    mask = Mask(ImageRef(tmp_path, "1.png"), False, (40, 30), "", 0.5)
     placement = Placement((32, 16), (40, 30), (4, 7))
     found = mask_of(mask, placement, (5, 2), is_mirrored=False)
     assert found.dtype == np.uint8 and (found == values[2:18, 5:37, 0]).all()
@@ -190,8 +191,8 @@ def test_pictures_without_a_mask_count_in_full_beside_those_with_one(tmp_path):
 def test_a_picture_is_read_once_for_its_colours_and_its_opacity(tmp_path, monkeypatch):
     transparent(20, 10).save(tmp_path / "1.png")
     reads = []
-    monkeypatch.setattr(Origin, "read_bytes", lambda self: reads.append(self) or self.path.read_bytes())
-    image = Origin(tmp_path, "1.png")
+    monkeypatch.setattr(ImageRef, "read_bytes", lambda self: reads.append(self) or self.path.read_bytes())
+    image = ImageRef(tmp_path, "1.png")
     picture, values = picture_and_mask(image, Mask(image, True, (20, 10), "", 0.5))
     assert picture.size == (20, 10) and values.shape == (10, 20) and len(reads) == 1
 
@@ -210,7 +211,7 @@ def test_masks_are_matched_by_name_whatever_the_ending_the_folder_and_the_spelli
         (tmp_path / name).touch()
     p, m = tmp_path / "p", tmp_path / "m"
     files = [path.relative_to(p) for path in sorted(p.rglob("*.*")) if path.name != "unused.png"]
-    matched = match([Origin(p, str(path)) for path in files], p, m)
+    matched = match([ImageRef(p, str(path)) for path in files], p, m)
     relative = {str(Path(picture).relative_to(p)): str(Path(mask).relative_to(m))
                 for picture, mask in names_of(matched).items()}  # fmt: skip
     assert {unicodedata.normalize("NFC", one): unicodedata.normalize("NFC", other) for one, other in
@@ -434,7 +435,7 @@ def test_plan_tells_how_many_have_masks(tmp_path):
 
 
 def test_what_was_found_out_about_masks_is_kept_and_followed_when_they_change(tmp_path, monkeypatch):
-    monkeypatch.setattr(audit, "SETTLED_AFTER", -(10**15))
+    monkeypatch.setattr(scan, "SETTLED_AFTER_NS", -(10**15))
     for number in range(3):
         save(tmp_path / "p" / f"{number}.png", noise(80, 70, seed=number))
         save(tmp_path / "m" / f"{number}.png", noise(80, 70, 1, seed=number))

@@ -111,7 +111,7 @@ def test_broken_files_are_told_and_not_raised(tmp_path: Path):
     (tmp_path / "text.png").write_text("no picture")
     (tmp_path / "gone.png").symlink_to(tmp_path / "nowhere")
     expected = {"cut.jpg": "truncated", "cut.png": "truncated", "empty.png": "is empty",
-                "text.png": "is no picture", "gone.png": "cannot be read"}  # fmt: skip
+                "text.png": "is not an image", "gone.png": "cannot be read"}  # fmt: skip
     for name, problem in expected.items():
         assert problem in str(look_at(tmp_path / name).problem), name
     assert look_at(tmp_path / "whole.jpg").problem is None

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from listings import prepared, settings, write
+from listings import make_config, prepare_subsets, write_files
 
 from library.config.schema import TrainConfig
 from library.data.batches import BatchPlan, BucketSamples
@@ -76,7 +76,7 @@ def test_whole_repeats_leave_a_plan_as_it_was():
 
 def two_datasets(folder, first: str, second: str, sizes=(12, 3), subset: str = "") -> list[str]:
     for name, size in zip("ab", sizes, strict=True):
-        write(folder / name, [f"{number}.png" for number in range(size)])
+        write_files(folder / name, [f"{number}.png" for number in range(size)])
     heads = [f"[[datasets]]\nresolution = 64\n{weight}\n[[datasets.subsets]]\nimage_dir = '{name}'\n{subset}\n"
              for weight, name in ((first, "a"), (second, "b"))]  # fmt: skip
     return ["".join(heads)]
@@ -92,7 +92,7 @@ def two_datasets(folder, first: str, second: str, sizes=(12, 3), subset: str = "
 def test_a_dataset_has_the_share_of_its_weight_and_none_is_shown_less_than_its_repeats(tmp_path, weights, repeats,
                                                                                       expected):  # fmt: skip
     head = two_datasets(tmp_path, *(f"weight = {weight}" for weight in weights), subset=f"num_repeats = {repeats}")
-    ready = prepared(tmp_path, head=head[0])
+    ready = prepare_subsets(tmp_path, head=head[0])
     plan = ready.batch_plan(1, TrainConfig())
     totals = [sum(plan.samples_of(index) for index, bucket in enumerate(plan.buckets) if bucket.dataset == number)
               for number in range(2)]  # fmt: skip
@@ -104,7 +104,7 @@ def test_a_dataset_has_the_share_of_its_weight_and_none_is_shown_less_than_its_r
 
 
 def test_the_plan_says_what_came_of_the_weights(tmp_path):
-    ready = prepared(tmp_path, head=two_datasets(tmp_path, "weight = 3", "weight = 2")[0])
+    ready = prepare_subsets(tmp_path, head=two_datasets(tmp_path, "weight = 3", "weight = 2")[0])
     assert ready.manifest.notes[-2:] == (
         "dataset 1: weight 3 is 60.0% of an epoch: pictures are shown 1 times as often as by their repeats",
         "dataset 2: weight 2 is 40.0% of an epoch: pictures are shown 2.667 times as often as by their repeats",
@@ -120,7 +120,7 @@ def test_the_plan_says_what_came_of_the_weights(tmp_path):
 
 def test_weights_change_the_fingerprint_and_without_them_nothing_changes(tmp_path):
     def fingerprint(first: str, second: str) -> str:
-        return prepared(tmp_path, head=two_datasets(tmp_path, first, second)[0]).manifest.fingerprint()
+        return prepare_subsets(tmp_path, head=two_datasets(tmp_path, first, second)[0]).manifest.fingerprint()
 
     plain = fingerprint("", "")
     assert fingerprint("weight = 4", "weight = 1") == plain  # as large as they are
@@ -128,11 +128,11 @@ def test_weights_change_the_fingerprint_and_without_them_nothing_changes(tmp_pat
 
 
 def test_regularisation_pictures_count_into_the_share(tmp_path):
-    write(tmp_path, ["a/1.png", "a/2.png", "r/1.png", "b/1.png"])
+    write_files(tmp_path, ["a/1.png", "a/2.png", "r/1.png", "b/1.png"])
     head = ("[general]\nweight = 1\n[[datasets]]\nresolution = 64\n[[datasets.subsets]]\nimage_dir = 'a'\n"
             "[[datasets.subsets]]\nimage_dir = 'r'\nis_reg = true\n[[datasets]]\nresolution = 64\n"
             "[[datasets.subsets]]\nimage_dir = 'b'\n")  # fmt: skip
-    ready = prepared(tmp_path, head=head)
+    ready = prepare_subsets(tmp_path, head=head)
     assert [(sample.key, sample.repeats) for sample in ready.manifest.samples] == [
         ("a/1.png", 1), ("a/2.png", 1), ("r/1.png", 2), ("b/1.png", 4)]  # fmt: skip
 
@@ -142,10 +142,10 @@ def test_weights_out_of_all_proportion_are_refused(tmp_path):
     with pytest.raises(
         ConfigError, match=r"set.toml:9: weight: for these shares an epoch would show 1.2e\+09 pictures"
     ):
-        prepare(settings(tmp_path, head=head), 8)
+        prepare(make_config(tmp_path, head=head), 8)
 
 
 def test_datasets_without_pictures_left_do_not_matter(tmp_path):
-    ready = prepared(tmp_path, head=two_datasets(tmp_path, "weight = 1", "weight = 1")[0])
+    ready = prepare_subsets(tmp_path, head=two_datasets(tmp_path, "weight = 1", "weight = 1")[0])
     samples, notes = weighted(ready.manifest.samples[:12], ready.manifest.datasets)
     assert {sample.repeats for sample in samples} == {1} and len(notes) == 1

@@ -205,7 +205,7 @@ def test_names_that_are_no_text_are_told_all_the_same(tmp_path):
     words = [sys.executable, "-m", "library", "plan", "--dataset_config", str(tmp_path / "set.toml")]
     environment = os.environ | {"PYTHONIOENCODING": "utf-8:strict"}
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and "their caption is empty: \\udcff.png" in done.stdout, done.stderr
+    assert done.returncode == 0 and "using an empty caption: \\udcff.png" in done.stdout, done.stderr
 
 
 def test_keys_beyond_sd_scripts_are_resolved_beside_its_values(pictures, tmp_path):
@@ -289,7 +289,7 @@ def test_messages_go_beside_what_was_asked_for(pictures, tmp_path):
     (tmp_path / "a" / ".cache-lorikeet" / "scan").mkdir(parents=True)
     (tmp_path / "a" / ".cache-lorikeet" / "scan" / "pictures.json").write_text("torn")
     done = plan(*pictures, "--json")
-    assert f"{tmp_path}/a/.cache-lorikeet/scan/pictures.json cannot be used" in done.stderr
+    assert f"{tmp_path}/a/.cache-lorikeet/scan/pictures.json is damaged" in done.stderr
     assert len(json.loads(done.stdout)["datasets"]) == 2
     assert plan(*pictures, "--json").stderr == ""
 

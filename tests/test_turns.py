@@ -70,11 +70,12 @@ def test_what_fails_on_one_fails_on_all_with_the_same_words_and_is_told_once():
 def pictures_of_a_run(dataset: str, other: str, folder: str) -> tuple[int, str, bool]:
     """Rank 1 may stand on another machine, with files of its own; what is decoded is counted."""
     from library.config import load_options
-    from library.data import audit, inspection
+    from library.data import inspection
+    from library.dataset import scan
     from library.training.pictures import same_pictures
 
     strategy_ = strategy(20)
-    audit.SETTLED_AFTER = -(10**15)
+    scan.SETTLED_AFTER_NS = -(10**15)
     examined, count = inspection.examined, []
     inspection.examined = lambda *given: (count.append(1), examined(*given))[1]
     config = load_options(["--dataset_config", dataset if strategy_.is_main else other]).require()

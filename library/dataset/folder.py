@@ -66,12 +66,11 @@ def _select_images(folder: Path, tree: DirectoryTree, listing: SubsetListing) ->
     if not images and not tree.problems:
         listing.add_problem("image_dir", f"no images; {_describe_content(folder, tree)}")
     if tree.loops:
-        names = format_first_names(tree.loops)
-        listing.notes.append(f"{folder}: links to folders that are searched anyway are not followed: {names}")
+        loops = format_first_names(tree.loops)
+        listing.notes.append(f"{folder}: links to folders that are searched anyway are not followed: {loops}")
     selection = select_paths(images, subset.include, subset.exclude)
-    all_images = (
-        f"the {format_count(len(images), 'image')} in {folder.absolute()}, such as {format_first_names(images)}"
-    )
+    count, names = format_count(len(images), "image"), format_first_names(images)
+    all_images = f"the images in {folder.absolute()} ({count}: {names})"
     if images and not selection.paths:
         key = "include" if subset.include else "exclude"
         listing.add_problem(key, f"include and exclude select none of {all_images}")
@@ -83,8 +82,9 @@ def _select_images(folder: Path, tree: DirectoryTree, listing: SubsetListing) ->
     if subset.include or subset.exclude:
         listing.notes.append(f"{folder}: include and exclude select {len(selection.paths)} of {len(images)} images")
     if not subset.recursive and images and (below := _list_image_folders(folder, tree.folders)):
-        names = format_first_names([f"{name}/" for name in below])
-        listing.notes.append(f"{folder}: images in subfolders are not used; set recursive = true to use them: {names}")
+        subfolders = format_first_names([f"{name}/" for name in below])
+        hint = "set recursive = true to use them"
+        listing.notes.append(f"{folder}: images in subfolders are not used; {hint}: {subfolders}")
     return selection.paths
 
 
