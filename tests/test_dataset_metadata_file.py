@@ -217,6 +217,17 @@ def test_a_metadata_file_of_sd_scripts_joins_caption_and_tags(tmp_path):
     assert [item.caption for item in by_name.images] == ["x, y", "z"]
 
 
+@pytest.mark.parametrize(("column", "folder"), [("image_path", "here"), ("file_name", "m")])
+def test_paths_of_sd_scripts_start_at_the_working_directory_and_those_of_hf_at_the_file(
+    tmp_path, monkeypatch, column: str, folder: str
+):
+    write_files(tmp_path, ["here/1.png", "m/1.png"])
+    write_files(tmp_path, {"m/m.jsonl": table([{column: "1.png", "caption": "x"}], ".jsonl")})
+    monkeypatch.chdir(tmp_path / "here")
+    (item,) = list_subset(tmp_path, "metadata_file = 'm/m.jsonl'").images
+    assert item.image.path.resolve() == tmp_path / folder / "1.png"
+
+
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [

@@ -137,6 +137,7 @@ def _read_folder_tables(
 ) -> _FolderTables:
     """Read the metadata tables if captions are needed from them; problems and notes go into the listing."""
     tables = _FolderTables()
+    files = set(tree.files)
     by_folder: defaultdict[str, list[str]] = defaultdict(list)
     for path in tree.files:
         if posixpath.basename(path) in METADATA_NAMES:
@@ -151,7 +152,7 @@ def _read_folder_tables(
             listing.add_problem("image_dir", f"several metadata tables in {folder}: {', '.join(paths)}; {hint}")
         else:
             try:
-                _read_folder_table(folder, paths[0], set(tree.files), images, tables, listing)
+                _read_folder_table(folder, paths[0], files, images, tables, listing)
             except ValueError as error:
                 listing.add_problem("image_dir", str(error))
     if tables.deeper:
