@@ -20,10 +20,10 @@ from library.dataset.caption_files import resolve_caption_column
 from library.errors import ConfigError
 
 ROWS = [{"file_name": "1.png", "text": "one, uno"}, {"file_name": "s/2.png", "text": 'two "zwei"'}]
-PICTURES = ["a/1.png", "a/s/2.png"]
+IMAGES = ["a/1.png", "a/s/2.png"]
 
 
-def table(rows: list[dict], ending: str) -> str | bytes:
+def encode_table(rows: list[dict], ending: str) -> str | bytes:
     if ending == ".jsonl":
         return "\n".join(map(json.dumps, rows))
     names = list(rows[0])
@@ -40,8 +40,8 @@ def table(rows: list[dict], ending: str) -> str | bytes:
 
 @pytest.mark.parametrize("ending", [".jsonl", ".csv", ".parquet"])
 def test_a_metadata_table_in_a_folder_holds_the_captions_of_its_images(tmp_path, ending: str):
-    write_files(tmp_path, PICTURES)
-    write_files(tmp_path / "a", {f"metadata{ending}": table(ROWS, ending)})
+    write_files(tmp_path, IMAGES)
+    write_files(tmp_path / "a", {f"metadata{ending}": encode_table(ROWS, ending)})
     listing = list_subset(tmp_path, "image_dir = 'a'\nrecursive = true")
     assert captions_by_name(listing) == {"1.png": "one, uno", "s/2.png": 'two "zwei"'}
     assert (listing.missing, listing.problems, listing.notes) == ([], [], [])
@@ -55,12 +55,12 @@ def test_a_metadata_table_in_a_folder_holds_the_captions_of_its_images(tmp_path,
 
 @pytest.mark.parametrize("ending", [".jsonl", ".csv", ".parquet"])
 def test_a_metadata_file_lists_images_and_captions(tmp_path, ending: str):
-    write_files(tmp_path, PICTURES)
-    write_files(tmp_path / "a", {f"m{ending}": table(ROWS, ending)})
+    write_files(tmp_path, IMAGES)
+    write_files(tmp_path / "a", {f"m{ending}": encode_table(ROWS, ending)})
     named = list_subset(tmp_path, f"metadata_file = 'a/m{ending}'")
     assert [item.caption for item in named.images] == ["one, uno", 'two "zwei"']
     assert [str(item.image) for item in named.images] == [f"{tmp_path}/a/1.png", f"{tmp_path}/a/s/2.png"]
-    write_files(tmp_path, {f"elsewhere/m{ending}": table(ROWS, ending)})
+    write_files(tmp_path, {f"elsewhere/m{ending}": encode_table(ROWS, ending)})
     named = list_subset(tmp_path, f"metadata_file = 'elsewhere/m{ending}'\nimage_dir = 'a'")
     assert [str(item.image) for item in named.images] == [f"{tmp_path}/a/1.png", f"{tmp_path}/a/s/2.png"]
 
@@ -68,8 +68,9 @@ def test_a_metadata_file_lists_images_and_captions(tmp_path, ending: str):
 def test_a_caption_file_wins_over_a_table_and_a_nested_table_over_its_parent(tmp_path):
     write_files(tmp_path / "a", ["1.png", "2.png", "s/3.png", "s/4.png"])
     above = [{"file_name": name, "text": f"above {name}"} for name in ("1.png", "2.png", "s/3.png", "s/4.png")]
-    write_files(tmp_path / "a", {"metadata.jsonl": table(above, ".jsonl"), "1.txt": "file",
-                           "s/metadata.csv": table([{"file_name": "3.png", "text": "below"}], ".csv")})  # fmt: skip
+    nested = encode_table([{"file_name": "3.png", "text": "below"}], ".csv")
+    tables = {"metadata.jsonl": encode_table(above, ".jsonl"), "s/metadata.csv": nested}
+    write_files(tmp_path / "a", {"1.txt": "file", **tables})
     listing = list_subset(tmp_path, "image_dir = 'a'\nrecursive = true\ncaption_extension = '.txt'")
     assert captions_by_name(listing) == {
         "1.png": "file",
@@ -91,7 +92,7 @@ def test_a_table_that_is_not_needed_is_not_read_and_noted(tmp_path):
 def test_images_without_a_row_or_text_use_the_class_tokens(tmp_path):
     write_files(tmp_path / "a", ["1.png", "2.png", "3.png"])
     rows = [{"file_name": "1.png", "text": "one"}, {"file_name": "2.png", "text": " "}]
-    write_files(tmp_path / "a", {"metadata.csv": table(rows, ".csv")})
+    write_files(tmp_path / "a", {"metadata.csv": encode_table(rows, ".csv")})
     listing = list_subset(tmp_path, "image_dir = 'a'\nclass_tokens = 'cls'")
     assert captions_by_name(listing) == {"1.png": "one", "2.png": "cls", "3.png": "cls"}
     assert strip_folder(tmp_path, listing.notes) == [
@@ -103,7 +104,7 @@ def test_all_problems_with_rows_are_reported_with_their_lines(tmp_path):
     write_files(tmp_path / "a", ["1.png", "2.png"])
     rows = [{"file_name": "1.png", "text": 3}, {"file_name": "gone.png", "text": "x"}, {"text": "x"},
             {"file_name": "2.png", "text": "x"}, {"file_name": "./2.png", "text": "y"}]  # fmt: skip
-    write_files(tmp_path / "a", {"metadata.jsonl": table(rows, ".jsonl")})
+    write_files(tmp_path / "a", {"metadata.jsonl": encode_table(rows, ".jsonl")})
     with pytest.raises(ConfigError) as caught:
         prepare(make_config(tmp_path, "image_dir = 'a'"), 8)
     assert strip_folder(tmp_path, caught.value.problems) == [
@@ -118,7 +119,7 @@ def test_all_problems_with_rows_are_reported_with_their_lines(tmp_path):
 def test_a_parquet_row_is_reported_by_its_number(tmp_path):
     write_files(tmp_path / "a", ["1.png"])
     rows = [ROWS[0], {"file_name": "gone.png", "text": "x"}]
-    write_files(tmp_path / "a", {"metadata.parquet": table(rows, ".parquet")})
+    write_files(tmp_path / "a", {"metadata.parquet": encode_table(rows, ".parquet")})
     assert strip_folder(tmp_path, list_subset(tmp_path, "image_dir = 'a'").missing) == [
         "a/metadata.parquet: row 1: 'gone.png' not found in a"
     ]
@@ -127,10 +128,10 @@ def test_a_parquet_row_is_reported_by_its_number(tmp_path):
 @pytest.mark.parametrize(
     ("files", "keys", "expected"),
     [
-        ({"metadata.jsonl": table([{"file_name": "1.png", "label": "x"}], ".jsonl")}, "",
+        ({"metadata.jsonl": encode_table([{"file_name": "1.png", "label": "x"}], ".jsonl")}, "",
          "image_dir: a/metadata.jsonl: no column text, caption or prompt; columns are file_name, label; set"
          " caption_column = 'NAME'"),
-        ({"metadata.jsonl": table([{"file_name": "1.png", "text": "x", "prompt": "y"}], ".jsonl")}, "",
+        ({"metadata.jsonl": encode_table([{"file_name": "1.png", "text": "x", "prompt": "y"}], ".jsonl")}, "",
          "image_dir: a/metadata.jsonl: several caption columns: text, prompt; set caption_column = 'text'"),
         ({"metadata.csv": "file_name,text\n1.png,a cat, sitting\n"}, "",
          "image_dir: a/metadata.csv:2: 3 cells for 2 columns; text with a comma needs quotes: \"a cat, sitting\""),
@@ -145,7 +146,7 @@ def test_a_parquet_row_is_reported_by_its_number(tmp_path):
         ({"metadata.jsonl": "", "metadata.csv": ""}, "",
          "image_dir: several metadata tables in a: metadata.csv, metadata.jsonl; keep one of them, or set metadata_file"
          " = 'FILE'"),
-        ({"metadata.jsonl": table(ROWS, ".jsonl")}, "caption_column = 'txet'",
+        ({"metadata.jsonl": encode_table(ROWS, ".jsonl")}, "caption_column = 'txet'",
          "image_dir: a/metadata.jsonl: no column 'txet' (set by caption_column); columns are file_name, text; did you"
          " mean text?"),
         ({}, "caption_column = 'text'", "caption_column: no effect: no metadata table in a"),
@@ -162,7 +163,7 @@ def test_an_invalid_table_is_reported(tmp_path, files: dict, keys: str, expected
 def test_columns_can_be_set(tmp_path):
     write_files(tmp_path / "a", ["1.png"])
     rows = [{"file": "1.png", "text": "not me", "de": "eins"}]
-    write_files(tmp_path / "a", {"metadata.csv": table(rows, ".csv")})
+    write_files(tmp_path / "a", {"metadata.csv": encode_table(rows, ".csv")})
     keys = "image_column = 'file'\ncaption_column = 'de'"
     for source in ("image_dir = 'a'", "metadata_file = 'a/metadata.csv'"):
         listing = list_subset(tmp_path, f"{source}\n{keys}")
@@ -211,7 +212,7 @@ def test_a_list_of_captions_is_read_as_lines(tmp_path):
 def test_a_metadata_file_of_sd_scripts_joins_caption_and_tags(tmp_path):
     write_files(tmp_path, ["a.png", "b.png"])
     rows = [{"image_path": "a.png", "caption": "ay", "tags": "x, y", "label": 3}, {"image_path": "b", "tags": "z"}]
-    write_files(tmp_path, {"m.jsonl": table(rows, ".jsonl")})
+    write_files(tmp_path, {"m.jsonl": encode_table(rows, ".jsonl")})
     assert [item.caption for item in list_subset(tmp_path, "metadata_file = 'm.jsonl'").images] == ["ay,x, y", "z"]
     by_name = list_subset(tmp_path, "metadata_file = 'm.jsonl'\ncaption_column = 'tags'")
     assert [item.caption for item in by_name.images] == ["x, y", "z"]
@@ -222,7 +223,7 @@ def test_paths_of_sd_scripts_start_at_the_working_directory_and_those_of_hf_at_t
     tmp_path, monkeypatch, column: str, folder: str
 ):
     write_files(tmp_path, ["here/1.png", "m/1.png"])
-    write_files(tmp_path, {"m/m.jsonl": table([{column: "1.png", "caption": "x"}], ".jsonl")})
+    write_files(tmp_path, {"m/m.jsonl": encode_table([{column: "1.png", "caption": "x"}], ".jsonl")})
     monkeypatch.chdir(tmp_path / "here")
     (item,) = list_subset(tmp_path, "metadata_file = 'm/m.jsonl'").images
     assert item.image.path.resolve() == tmp_path / folder / "1.png"
@@ -243,7 +244,7 @@ def test_paths_of_sd_scripts_start_at_the_working_directory_and_those_of_hf_at_t
 )  # fmt: skip
 def test_an_ambiguous_metadata_file_is_rejected(tmp_path, rows: list[dict], expected: str):
     write_files(tmp_path, ["a.png"])
-    write_files(tmp_path, {"m.jsonl": table(rows, ".jsonl")})
+    write_files(tmp_path, {"m.jsonl": encode_table(rows, ".jsonl")})
     (problem,) = strip_folder(tmp_path, list_subset(tmp_path, "metadata_file = 'm.jsonl'").problems)
     assert problem == f"set.toml:4: metadata_file: {expected}"
 

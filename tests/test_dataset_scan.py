@@ -53,18 +53,16 @@ def work(monkeypatch) -> Counter:
     return done
 
 
-def run_scan(
-    folder: Path, pictures: list[ImageRef] | None = None, cache_dir: Path | None = None
-) -> dict[ImageRef, Seen]:
-    return scan_images(pictures_inspected(), {folder: pictures or list_images(folder)}, lambda _: cache_dir).images
+def run_scan(folder: Path, images: list[ImageRef] | None = None, cache_dir: Path | None = None) -> dict[ImageRef, Seen]:
+    return scan_images(pictures_inspected(), {folder: images or list_images(folder)}, lambda _: cache_dir).images
 
 
 def count_work(work: Counter, folder: Path, **options) -> tuple[int, int]:
     """Count the images read and decoded by one more scan, whose results equal those of a scan without a cache."""
     work.clear()
-    found = run_scan(folder, **options)
+    results = run_scan(folder, **options)
     done = (work["read"], work["decoded"])
-    assert found == {picture: inspection.look_at(picture) for picture in list_images(folder)}
+    assert results == {image: inspection.look_at(image) for image in list_images(folder)}
     return done
 
 
@@ -161,7 +159,7 @@ def test_entries_of_files_that_are_not_requested_are_kept(folder, work):
 def test_cache_dir_holds_the_caches_of_all_folders(folder, tmp_path, work):
     write_image(tmp_path / "other" / "a" / "0.bmp", 60)
     for _ in range(2):
-        scan_images(pictures_inspected(), {where: list_images(where) for where in (folder, tmp_path / "other" / "a")},
+        scan_images(pictures_inspected(), {root: list_images(root) for root in (folder, tmp_path / "other" / "a")},
                 lambda _: tmp_path / "kept")  # fmt: skip
     assert work["decoded"] == 11
     assert len(list((tmp_path / "kept" / "scan").iterdir())) == 2
@@ -226,18 +224,18 @@ def test_parts_of_a_file_are_cached_by_their_own_content(folder, tmp_path, work)
     contents = [(folder / f"{number}.bmp").read_bytes() for number in range(4)]
     starts = np.cumsum([0, *map(len, contents)]).tolist()
 
-    def parts(contents: list[bytes]) -> list[ImageRef]:
+    def write_parts(contents: list[bytes]) -> list[ImageRef]:
         (tmp_path / "shards").mkdir(exist_ok=True)
         (tmp_path / "shards" / "x.tar").write_bytes(b"".join(contents))
         return [ImageRef(tmp_path / "shards", "x.tar", ByteRange(f"{number}.bmp", start, len(content)))
                 for number, (start, content) in enumerate(zip(starts, contents, strict=False))]  # fmt: skip
 
-    def looked() -> tuple[tuple[int, int], list[tuple[int, int]]]:
+    def scan_parts() -> tuple[tuple[int, int], list[tuple[int, int]]]:
         work.clear()
-        seen = run_scan(tmp_path / "shards", parts(contents))
+        seen = run_scan(tmp_path / "shards", write_parts(contents))
         return (work["read"], work["decoded"]), [one.size for one in seen.values()]
 
-    assert looked() == ((4, 4), [(10, 9), (11, 9), (12, 9), (13, 9)])
+    assert scan_parts() == ((4, 4), [(10, 9), (11, 9), (12, 9), (13, 9)])
     work.clear()
     run_scan(
         tmp_path / "shards",
@@ -246,7 +244,7 @@ def test_parts_of_a_file_are_cached_by_their_own_content(folder, tmp_path, work)
     assert work == {}
     write_image(tmp_path / "more.bmp", 5, (12, 9))
     contents[2] = (tmp_path / "more.bmp").read_bytes()
-    assert looked() == ((4, 1), [(10, 9), (11, 9), (12, 9), (13, 9)])
+    assert scan_parts() == ((4, 1), [(10, 9), (11, 9), (12, 9), (13, 9)])
 
 
 def scan_repeatedly(folder: str, rounds: int) -> int:

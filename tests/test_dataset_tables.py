@@ -38,26 +38,26 @@ IMAGES = [encode_image(number) for number in range(7)]
 PAIR = arrow.struct([("bytes", arrow.binary()), ("path", arrow.string())])
 
 
-def save(path: Path, columns: dict, group: int = 3, **options) -> None:
+def write_table(path: Path, columns: dict, group: int = 3, **options) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     parquet.write_table(arrow.table(columns), path, row_group_size=group, **options)
 
 
-def pairs(pictures=IMAGES) -> object:
-    return arrow.array([{"bytes": data, "path": "same.png"} for data in pictures], PAIR)
+def make_pairs(images=IMAGES) -> object:
+    return arrow.array([{"bytes": data, "path": "same.png"} for data in images], PAIR)
 
 
-def texts(count: int = 7) -> list[str]:
+def make_captions(count: int = 7) -> list[str]:
     return [f"caption {number} 猫" for number in range(count)]
 
 
 @pytest.mark.parametrize("compression", ["none", "snappy", "zstd"])
 @pytest.mark.parametrize("kind", ["pair", "binary", "large_binary"])
 def test_every_row_is_an_image_with_its_caption(tmp_path, compression: str, kind: str):
-    column = pairs() if kind == "pair" else arrow.array(IMAGES, getattr(arrow, kind)())
-    save(tmp_path / "p" / "a.parquet", {"image": column, "text": texts()}, compression=compression)
+    column = make_pairs() if kind == "pair" else arrow.array(IMAGES, getattr(arrow, kind)())
+    write_table(tmp_path / "p" / "a.parquet", {"image": column, "text": make_captions()}, compression=compression)
     listing = list_subset(tmp_path, "parquet = 'p'")
-    assert captions_by_name(listing) == {str(number): text for number, text in enumerate(texts())}
+    assert captions_by_name(listing) == {str(number): text for number, text in enumerate(make_captions())}
     assert [item.image.read_bytes() for item in listing.images] == IMAGES
     assert (listing.problems, listing.missing, listing.notes, listing.caption_source) == ([], [], [], "text")
     assert str(listing.images[4].image) == f"{tmp_path}/p/a.parquet:4" and listing.images[4].image.key == "a.parquet/4"
@@ -65,8 +65,8 @@ def test_every_row_is_an_image_with_its_caption(tmp_path, compression: str, kind
 
 def test_files_are_given_by_folder_glob_braces_or_list(tmp_path):
     for number in range(3):
-        save(tmp_path / "p" / f"train-0{number}.parquet", {"image": [IMAGES[number]], "text": [str(number)]})
-    save(tmp_path / "p" / "s" / "test-0.parquet", {"image": [IMAGES[3]], "text": ["3"]})
+        write_table(tmp_path / "p" / f"train-0{number}.parquet", {"image": [IMAGES[number]], "text": [str(number)]})
+    write_table(tmp_path / "p" / "s" / "test-0.parquet", {"image": [IMAGES[3]], "text": ["3"]})
     cases = {
         "'p'": "012", "'p'\nrecursive = true": "3012", "'p/train-*.parquet'": "012", "'p/**/*.parquet'": "3012",
         "'p/train-{00..02}.parquet'": "012", "['p/s', 'p/train-01.parquet']": "31", "'p/*-00.parquet'": "0",
@@ -77,7 +77,7 @@ def test_files_are_given_by_folder_glob_braces_or_list(tmp_path):
 
 
 def test_missing_files_are_reported_before_anything_is_read(tmp_path):
-    save(tmp_path / "p" / "train-0.parquet", {"image": [IMAGES[0]], "text": ["x"]})
+    write_table(tmp_path / "p" / "train-0.parquet", {"image": [IMAGES[0]], "text": ["x"]})
     cases = {
         "'q'": "'q' not found (also searched next to set.toml)",
         "'p/trian-0.parquet'": "'p/trian-0.parquet' not found (also searched next to set.toml); p contains"
@@ -94,45 +94,67 @@ def test_missing_files_are_reported_before_anything_is_read(tmp_path):
         assert problem.startswith(f"set.toml:4: parquet: {expected}"), problem
 
 
-@pytest.mark.parametrize(
-    ("columns", "keys", "expected"),
-    [
-        ({"image": IMAGES, "label": range(7)}, "", "no column text, caption or prompt; columns are label; set"
-         " caption_column = 'NAME'"),
-        ({"image": IMAGES, "text": texts(), "caption": texts()}, "", "several caption columns: text, caption; set"
-         " caption_column = 'text'"),
-        ({"image": IMAGES, "text": texts()}, "caption_column = 'txt'", "no column 'txt' (set by caption_column);"
-         " columns are text; did you mean text?"),
-        ({"a": IMAGES, "b": IMAGES, "text": texts()}, "", "no column image; columns are a (binary), b (binary),"
-         " text (string); set image_column = 'NAME'"),
-        ({"image": range(7), "text": texts()}, "", "column 'image' has type int64, not images; set image_column"
-         " to another column"),
-        ({"image": IMAGES, "text": range(7)}, "", "column 'text' has type int64, not text; set caption_column to"
-         " another column"),
-        ({"image": ["https://x/y.png"] * 7, "text": texts()}, "", "column 'image' holds URLs, such as"
-         " 'https://x/y.png'; download the images"),
-    ],
-)  # fmt: skip
+CAPTIONS = make_captions()
+INVALID_COLUMNS = [
+    (
+        {"image": IMAGES, "label": range(7)},
+        "",
+        "no column text, caption or prompt; columns are label; set caption_column = 'NAME'",
+    ),
+    (
+        {"image": IMAGES, "text": CAPTIONS, "caption": CAPTIONS},
+        "",
+        "several caption columns: text, caption; set caption_column = 'text'",
+    ),
+    (
+        {"image": IMAGES, "text": CAPTIONS},
+        "caption_column = 'txt'",
+        "no column 'txt' (set by caption_column); columns are text; did you mean text?",
+    ),
+    (
+        {"a": IMAGES, "b": IMAGES, "text": CAPTIONS},
+        "",
+        "no column image; columns are a (binary), b (binary), text (string); set image_column = 'NAME'",
+    ),
+    (
+        {"image": range(7), "text": CAPTIONS},
+        "",
+        "column 'image' has type int64, not images; set image_column to another column",
+    ),
+    (
+        {"image": IMAGES, "text": range(7)},
+        "",
+        "column 'text' has type int64, not text; set caption_column to another column",
+    ),
+    (
+        {"image": ["https://x/y.png"] * 7, "text": CAPTIONS},
+        "",
+        "column 'image' holds URLs, such as 'https://x/y.png'; download the images",
+    ),
+]
+
+
+@pytest.mark.parametrize(("columns", "keys", "expected"), INVALID_COLUMNS)
 def test_missing_or_ambiguous_columns_are_reported_with_the_existing_ones(
     tmp_path, columns: dict, keys: str, expected: str
 ):
-    save(tmp_path / "a.parquet", {name: list(column) for name, column in columns.items()})
+    write_table(tmp_path / "a.parquet", {name: list(column) for name, column in columns.items()})
     (problem,) = strip_folder(tmp_path, list_subset(tmp_path, f"parquet = 'a.parquet'\n{keys}").problems)
     assert problem == f"set.toml:4: parquet: a.parquet: {expected}"
 
 
 def test_columns_can_be_set_and_the_only_column_of_bytes_is_the_image_column(tmp_path):
-    save(tmp_path / "a.parquet", {"jpg": IMAGES, "de": texts(), "text": ["not me"] * 7})
+    write_table(tmp_path / "a.parquet", {"jpg": IMAGES, "de": make_captions(), "text": ["not me"] * 7})
     listing = list_subset(tmp_path, "parquet = 'a.parquet'\ncaption_column = 'de'")
-    assert list(captions_by_name(listing).values()) == texts()
-    save(tmp_path / "a.parquet", {"image": IMAGES, "other": IMAGES[::-1], "text": texts()})
+    assert list(captions_by_name(listing).values()) == make_captions()
+    write_table(tmp_path / "a.parquet", {"image": IMAGES, "other": IMAGES[::-1], "text": make_captions()})
     listing = list_subset(tmp_path, "parquet = 'a.parquet'\nimage_column = 'other'")
     assert [item.image.read_bytes() for item in listing.images] == IMAGES[::-1]
 
 
 def test_captions_may_be_lists_dictionary_encoded_or_missing(tmp_path):
     listed_texts = [["one", "uno"], [], None, ["four"], ["five"], ["six"], ["seven\nsieben"]]
-    save(tmp_path / "a.parquet", {"image": IMAGES, "text": listed_texts})
+    write_table(tmp_path / "a.parquet", {"image": IMAGES, "text": listed_texts})
     subset = "parquet = 'a.parquet'\nclass_tokens = 'cls'\n"
     assert list(captions_by_name(list_subset(tmp_path, subset)).values()) == [
         "one",
@@ -145,7 +167,7 @@ def test_captions_may_be_lists_dictionary_encoded_or_missing(tmp_path):
     ]
     wild = captions_by_name(list_subset(tmp_path, subset + "enable_wildcard = true"))
     assert (wild["0"], wild["6"]) == ("one\nuno", "seven\nsieben")
-    save(tmp_path / "a.parquet", {"image": IMAGES, "text": arrow.array(["a"] * 6 + [None]).dictionary_encode()})
+    write_table(tmp_path / "a.parquet", {"image": IMAGES, "text": arrow.array(["a"] * 6 + [None]).dictionary_encode()})
     listing = list_subset(tmp_path, subset)
     assert list(captions_by_name(listing).values()) == ["a"] * 6 + ["cls"]
     assert listing.notes == ["a.parquet: no text for 1 of 7 images, using the caption 'cls': a.parquet row 6"]
@@ -156,7 +178,7 @@ def test_captions_that_are_not_strings_are_reported_for_their_rows(tmp_path):
     broken = arrow.StringArray.from_buffers(3, lengths, data)
     cases = [(broken, {2: "b'c\\xe9d'"}), ([[["a"]], [], [["c"]]], {0: "['a']", 2: "['c']"})]
     for column, expected in cases:
-        save(tmp_path / "a.parquet", {"image": IMAGES[:3], "text": column})
+        write_table(tmp_path / "a.parquet", {"image": IMAGES[:3], "text": column})
         found = list_subset(tmp_path, "parquet = 'a.parquet'").images
         assert strip_folder(tmp_path, [item.problem for item in found if item.problem]) == [
             f"a.parquet: row {row}: text is not a string: {shown}" for row, shown in expected.items()
@@ -165,12 +187,12 @@ def test_captions_that_are_not_strings_are_reported_for_their_rows(tmp_path):
 
 def test_images_may_be_files_next_to_the_table(tmp_path):
     write_files(tmp_path / "p", {"x/1.png": IMAGES[1], "x/2.png": IMAGES[2]})
-    save(tmp_path / "p" / "a.parquet", {"image": ["x/1.png", "x/2.png", None], "text": ["one", "two", "three"]})
+    write_table(tmp_path / "p" / "a.parquet", {"image": ["x/1.png", "x/2.png", None], "text": ["one", "two", "three"]})
     listing = list_subset(tmp_path, "parquet = 'p'")
     assert [item.image.part is None for item in listing.images] == [True, True, False]
     assert [item.image.read_bytes() for item in listing.images[:2]] == IMAGES[1:3]
     cells = [{"bytes": None, "path": "x/1.png"}, {"bytes": IMAGES[2], "path": None}, {"bytes": None, "path": None}]
-    save(tmp_path / "p" / "a.parquet", {"image": arrow.array(cells, PAIR), "text": ["one", "two", "three"]})
+    write_table(tmp_path / "p" / "a.parquet", {"image": arrow.array(cells, PAIR), "text": ["one", "two", "three"]})
     listing = list_subset(tmp_path, "parquet = 'p'")
     assert [item.image.read_bytes() for item in listing.images[:2]] == IMAGES[1:3]
     with pytest.raises(ConfigError) as caught:
@@ -179,8 +201,8 @@ def test_images_may_be_files_next_to_the_table(tmp_path):
 
 
 def test_broken_files_and_rows_are_reported_and_can_be_skipped(tmp_path):
-    save(tmp_path / "p" / "a.parquet", {"image": [*IMAGES[:2], b"no picture", b""], "text": texts(4)})
-    save(tmp_path / "p" / "b.parquet", {"image": IMAGES, "text": texts()})
+    write_table(tmp_path / "p" / "a.parquet", {"image": [*IMAGES[:2], b"not an image", b""], "text": make_captions(4)})
+    write_table(tmp_path / "p" / "b.parquet", {"image": IMAGES, "text": make_captions()})
     data = (tmp_path / "p" / "b.parquet").read_bytes()
     (tmp_path / "p" / "b.parquet").write_bytes(data[: len(data) // 2])
     with pytest.raises(ConfigError) as caught:
@@ -191,8 +213,8 @@ def test_broken_files_and_rows_are_reported_and_can_be_skipped(tmp_path):
     assert found[2].startswith("p/a.parquet:3: cannot be read: the cell is empty")
     skipped = prepare_subsets(tmp_path, "parquet = 'p'", on_bad_data="skip")
     assert [sample.key for sample in skipped.manifest.samples] == ["a.parquet/0", "a.parquet/1"]
-    save(tmp_path / "p" / "b.parquet", {"image": [], "text": []})
-    save(
+    write_table(tmp_path / "p" / "b.parquet", {"image": [], "text": []})
+    write_table(
         tmp_path / "p" / "a.parquet",
         {"image": arrow.array([], arrow.binary()), "text": arrow.array([], arrow.string())},
     )
@@ -218,7 +240,7 @@ class Counting:
 
 
 def test_rows_in_order_share_one_read_of_their_row_group(tmp_path, monkeypatch):
-    save(tmp_path / "a.parquet", {"image": IMAGES, "text": texts()})
+    write_table(tmp_path / "a.parquet", {"image": IMAGES, "text": make_captions()})
     found = list_subset(tmp_path, "parquet = 'a.parquet'").images
     counting = Counting(monkeypatch)
     monkeypatch.setattr(tables, "ROW_GROUP_CACHE_BYTES", 0)
@@ -235,7 +257,7 @@ def test_rows_in_order_share_one_read_of_their_row_group(tmp_path, monkeypatch):
 
 
 def test_threads_and_processes_read_the_right_rows(tmp_path, monkeypatch):
-    save(tmp_path / "a.parquet", {"image": IMAGES, "text": texts()}, group=2)
+    write_table(tmp_path / "a.parquet", {"image": IMAGES, "text": make_captions()}, group=2)
     found = list_subset(tmp_path, "parquet = 'a.parquet'").images
     monkeypatch.setattr(tables, "ROW_GROUP_CACHE_BYTES", 0)
     wrong = []
@@ -269,7 +291,7 @@ def test_threads_and_processes_read_the_right_rows(tmp_path, monkeypatch):
 
 
 def test_an_image_ref_pickles_small_and_is_equal_by_file_column_and_row(tmp_path):
-    save(tmp_path / "a.parquet", {"image": IMAGES, "text": texts()})
+    write_table(tmp_path / "a.parquet", {"image": IMAGES, "text": make_captions()})
     found = [item.image for item in list_subset(tmp_path, "parquet = 'a.parquet'").images]
     for image in found:
         image.read_bytes()
@@ -280,9 +302,9 @@ def test_an_image_ref_pickles_small_and_is_equal_by_file_column_and_row(tmp_path
 
 
 def test_a_file_that_shrinks_during_the_run_is_reported(tmp_path):
-    save(tmp_path / "a.parquet", {"image": IMAGES, "text": texts()})
+    write_table(tmp_path / "a.parquet", {"image": IMAGES, "text": make_captions()})
     images = [item.image for item in list_subset(tmp_path, "parquet = 'a.parquet'").images]
-    save(tmp_path / "a.parquet", {"image": IMAGES[:2], "text": texts(2)})
+    write_table(tmp_path / "a.parquet", {"image": IMAGES[:2], "text": make_captions(2)})
     with pytest.raises(OSError, match=r"a\.parquet: row 6: no longer exists"):
         images[6].read_bytes()
     (tmp_path / "a.parquet").unlink()
@@ -292,7 +314,7 @@ def test_a_file_that_shrinks_during_the_run_is_reported(tmp_path):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_loader_returns_the_images_of_the_rows(tmp_path, workers: int):
-    save(tmp_path / "a.parquet", {"image": pairs(), "text": texts()})
+    write_table(tmp_path / "a.parquet", {"image": make_pairs(), "text": make_captions()})
     ready = prepare_subsets(tmp_path, "parquet = 'a.parquet'")
     plan = ready.batch_plan(1, TrainConfig(seed=1))
     reader = MicroBatchReader(ready.manifest, ready.placements, plan, 0, 1, 7)
@@ -301,21 +323,21 @@ def test_the_loader_returns_the_images_of_the_rows(tmp_path, workers: int):
     for work, _ in zip(loader.steps(0), range(7), strict=False):
         for batch in work.batches:
             seen[batch.captions[0]] = batch.pixels[0].permute(1, 2, 0).numpy()
-    for number, text in enumerate(texts()):
+    for number, text in enumerate(make_captions()):
         assert (seen[text] == np.asarray(Image.open(io.BytesIO(IMAGES[number])))).all()
 
 
 def test_large_row_groups_are_noted(tmp_path, monkeypatch):
-    save(tmp_path / "a.parquet", {"image": IMAGES, "text": texts()}, group=7)
+    write_table(tmp_path / "a.parquet", {"image": IMAGES, "text": make_captions()}, group=7)
     monkeypatch.setattr(tables, "LARGE_ROW_GROUP_BYTES", sum(map(len, IMAGES)))
     (note,) = list_subset(tmp_path, "parquet = 'a.parquet'").notes
     assert note.startswith("large row groups, and a whole one is read for each image") and "row_group_size=100" in note
-    save(tmp_path / "a.parquet", {"image": IMAGES, "text": texts()}, group=3)
+    write_table(tmp_path / "a.parquet", {"image": IMAGES, "text": make_captions()}, group=3)
     assert list_subset(tmp_path, "parquet = 'a.parquet'").notes == []
 
 
 def test_a_file_listed_by_two_subsets_is_reported(tmp_path):
-    save(tmp_path / "p" / "a.parquet", {"image": IMAGES, "text": texts()})
+    write_table(tmp_path / "p" / "a.parquet", {"image": IMAGES, "text": make_captions()})
     found = list_subsets(tmp_path, "parquet = 'p'", "parquet = 'p/a.parquet'")
     assert strip_folder(tmp_path, [line for listing in found for line in listing.problems]) == [
         "set.toml:6: parquet: 7 images also in set.toml:4: p/a.parquet:0, p/a.parquet:1, p/a.parquet:2, ...; list each"
@@ -327,8 +349,8 @@ def save_to_disk(folder: Path, shards: list[tuple[list[bytes], list[str]]]) -> N
     """As HF datasets does it: streams in batches, a list of them, and beside them a cache of its own."""
     folder.mkdir(parents=True)
     names = [f"data-{number:05d}-of-{len(shards):05d}.arrow" for number in range(len(shards))]
-    for name, (pictures, words) in zip([*names, "cache-1.arrow"], [*shards, shards[0]], strict=True):
-        table = arrow.table({"image": pairs(pictures), "text": words})
+    for name, (images, words) in zip([*names, "cache-1.arrow"], [*shards, shards[0]], strict=True):
+        table = arrow.table({"image": make_pairs(images), "text": words})
         with arrow.ipc.new_stream(folder / name, table.schema) as stream:
             stream.write_table(table, max_chunksize=2)
     (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
@@ -336,10 +358,10 @@ def save_to_disk(folder: Path, shards: list[tuple[list[bytes], list[str]]]) -> N
 
 @pytest.mark.parametrize("source", ["'deep/saved'", "'deep/saved/data-*.arrow'", "'deep'\nrecursive = true"])
 def test_a_dataset_saved_with_save_to_disk_is_read(tmp_path, source):
-    save_to_disk(tmp_path / "deep" / "saved", [(IMAGES[:4], texts()[:4]), (IMAGES[4:], texts()[4:])])
+    save_to_disk(tmp_path / "deep" / "saved", [(IMAGES[:4], make_captions()[:4]), (IMAGES[4:], make_captions()[4:])])
     listing = list_subset(tmp_path, f"parquet = {source}")
     assert (listing.problems, listing.missing, listing.notes) == ([], [], [])
-    assert [item.caption for item in listing.images] == texts()
+    assert [item.caption for item in listing.images] == make_captions()
     for position in (6, 0, 3, 5, 1, 4, 2):
         assert listing.images[position].image.read_bytes() == IMAGES[position]
     fresh = pickle.loads(pickle.dumps([item.image for item in listing.images]))
@@ -349,7 +371,7 @@ def test_a_dataset_saved_with_save_to_disk_is_read(tmp_path, source):
 
 
 def test_a_broken_arrow_file_is_reported_and_a_foreign_state_file_is_ignored(tmp_path):
-    save_to_disk(tmp_path / "saved", [(IMAGES, texts())])
+    save_to_disk(tmp_path / "saved", [(IMAGES, make_captions())])
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "state.json").write_text("[]")
     (path,) = (tmp_path / "saved").glob("data-*")

@@ -31,7 +31,7 @@ from library.errors import ConfigError
 PNG = [encode_image(number) for number in range(5)]
 
 
-def pack(path: Path, members: list[tuple[str, bytes | tarfile.TarInfo]], **options) -> None:
+def pack_tar(path: Path, members: list[tuple[str, bytes | tarfile.TarInfo]], **options) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w", **options) as tar:
         for name, content in members:
@@ -42,7 +42,7 @@ def pack(path: Path, members: list[tuple[str, bytes | tarfile.TarInfo]], **optio
             tar.addfile(info, io.BytesIO(content) if isinstance(content, bytes) else None)
 
 
-def special(kind: bytes, target: str = "") -> tarfile.TarInfo:
+def make_special_member(kind: bytes, target: str = "") -> tarfile.TarInfo:
     info = tarfile.TarInfo()
     info.type, info.linkname = kind, target
     return info
@@ -51,9 +51,9 @@ def special(kind: bytes, target: str = "") -> tarfile.TarInfo:
 @pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_an_image_and_its_caption_share_the_name_before_the_first_dot(tmp_path, form: int):
     long = "deep/" + "x" * 90 + "/0002"
-    pack(tmp_path / "a.tar", [
+    pack_tar(tmp_path / "a.tar", [
         ("./0001.png", PNG[0]), ("./0001.txt", "\ufeffone 猫\nsecond".encode()), ("0001.cls", b"3"),
-        (f"{long}.PNG", PNG[1]), (f"{long}.TXT", b"two"), ("deep", special(tarfile.DIRTYPE)),
+        (f"{long}.PNG", PNG[1]), (f"{long}.TXT", b"two"), ("deep", make_special_member(tarfile.DIRTYPE)),
         ("猫 🐈.png", PNG[2]), ("._0001.png", b"left by macOS"), ("0003.v1.png", PNG[3]), ("0003.v1.txt", b"three"),
     ], format=form)  # fmt: skip
     listing = list_subset(tmp_path, "webdataset = 'a.tar'\nclass_tokens = 'cls'")
@@ -75,7 +75,7 @@ def test_an_image_and_its_caption_share_the_name_before_the_first_dot(tmp_path, 
 
 
 def test_the_members_of_a_sample_need_not_be_adjacent(tmp_path):
-    pack(tmp_path / "a.tar", [("1.txt", b"one"), ("2.txt", b"two"), ("2.png", PNG[2]), ("1.png", PNG[1])])
+    pack_tar(tmp_path / "a.tar", [("1.txt", b"one"), ("2.txt", b"two"), ("2.png", PNG[2]), ("1.png", PNG[1])])
     listing = list_subset(tmp_path, "webdataset = 'a.tar'")
     assert captions_by_name(listing) == {"1.png": "one", "2.png": "two"}
     assert [item.image.read_bytes() for item in listing.images] == PNG[1:3]
@@ -94,33 +94,33 @@ def test_captions_come_from_the_set_extension_or_txt_or_json(tmp_path):
         "caption_extension = '.txt'": (4, "txt"),
     }
     for keys, (count, expected) in cases.items():
-        pack(tmp_path / "a.tar", members[:count])
+        pack_tar(tmp_path / "a.tar", members[:count])
         assert captions_by_name(list_subset(tmp_path, f"webdataset = 'a.tar'\n{keys}")) == {"1.png": expected}
-    pack(tmp_path / "a.tar", [members[0], *members[2:]])
+    pack_tar(tmp_path / "a.tar", [members[0], *members[2:]])
     assert captions_by_name(list_subset(tmp_path, "webdataset = 'a.tar'")) == {"1.png": "txt"}
-    pack(tmp_path / "a.tar", [members[0], members[3]])
+    pack_tar(tmp_path / "a.tar", [members[0], members[3]])
     assert captions_by_name(list_subset(tmp_path, "webdataset = 'a.tar'")) == {"1.png": "json"}
     assert captions_by_name(list_subset(tmp_path, "webdataset = 'a.tar'\ncaption_column = 'url'")) == {"1.png": "x"}
-    pack(tmp_path / "a.tar", [members[0], ("1.json", b'{"a": 1, "b": 2}')])
+    pack_tar(tmp_path / "a.tar", [members[0], ("1.json", b'{"a": 1, "b": 2}')])
     assert list_subset(tmp_path, "webdataset = 'a.tar'").problems == [
         f"{tmp_path}/set.toml:4: webdataset: {tmp_path}/a.tar: member '1.json': no column text, caption or"
         " prompt; columns are a, b; set caption_column = 'NAME'"
     ]
-    pack(tmp_path / "a.tar", members[:3])
+    pack_tar(tmp_path / "a.tar", members[:3])
     assert strip_folder(tmp_path, list_subset(tmp_path, "webdataset = 'a.tar'\ncaption_column = 'url'").problems) == [
         "set.toml:5: caption_column: no effect: no captions were read from .json in a.tar"
     ]
 
 
 def test_only_the_default_caption_extension_has_fallbacks(tmp_path):
-    pack(tmp_path / "a.tar", [("1.png", PNG[1]), ("1.txt", b"one"), ("1.json", b"{}")])
+    pack_tar(tmp_path / "a.tar", [("1.png", PNG[1]), ("1.txt", b"one"), ("1.json", b"{}")])
     listing = list_subset(tmp_path, "webdataset = 'a.tar'\ncaption_extension = '.tags'")
     assert captions_by_name(listing) == {"1.png": ""}
     assert listing.notes[0] == "a.tar: members that are not used: 1 .txt, 1 .json"
 
 
 def test_a_further_image_of_a_sample_is_not_trained(tmp_path):
-    pack(tmp_path / "a.tar", [("1.png", PNG[1]), ("1.seg.png", PNG[2]), ("1.txt", b"one")])
+    pack_tar(tmp_path / "a.tar", [("1.png", PNG[1]), ("1.seg.png", PNG[2]), ("1.txt", b"one")])
     listing = list_subset(tmp_path, "webdataset = 'a.tar'")
     assert captions_by_name(listing) == {"1.png": "one"}
     assert listing.notes == ["a.tar: members that are not used: 1 .seg.png"]
@@ -128,7 +128,7 @@ def test_a_further_image_of_a_sample_is_not_trained(tmp_path):
 
 def test_shards_are_given_by_braces_glob_folder_or_list(tmp_path):
     for number in range(3):
-        pack(tmp_path / "s" / f"00{number}.tar", [(f"{number}.png", PNG[number])])
+        pack_tar(tmp_path / "s" / f"00{number}.tar", [(f"{number}.png", PNG[number])])
     for value in ("'s/{000..002}.tar'", "'s/*.tar'", "'s'", "['s/000.tar', 's/00{1,2}.tar']", f"'{tmp_path}/s'"):
         listing = list_subset(tmp_path, f"webdataset = {value}")
         assert list(captions_by_name(listing)) == ["0.png", "1.png", "2.png"]
@@ -142,7 +142,7 @@ def test_shards_are_given_by_braces_glob_folder_or_list(tmp_path):
 
 def test_the_same_name_in_two_shards_is_two_images(tmp_path):
     for number in range(2):
-        pack(tmp_path / f"{number}.tar", [("1.png", PNG[number]), ("1.txt", str(number).encode())])
+        pack_tar(tmp_path / f"{number}.tar", [("1.png", PNG[number]), ("1.txt", str(number).encode())])
     ready = prepare_subsets(tmp_path, "webdataset = ['0.tar', '1.tar']")
     assert [(sample.key, sample.caption) for sample in ready.manifest.samples] == [
         ("0.tar/1.png", "0"),
@@ -153,11 +153,13 @@ def test_the_same_name_in_two_shards_is_two_images(tmp_path):
 
 
 def test_problems_with_members_are_reported_and_can_be_skipped(tmp_path):
-    pack(tmp_path / "a.tar", [
+    pack_tar(tmp_path / "a.tar", [
         ("good.png", PNG[0]), ("../out.png", PNG[1]), ("/etc/out.png", PNG[1]), ("a/../../out.png", PNG[1]),
         ("C:\\out.png", PNG[1]), ("..\\out.png", PNG[1]),
-        ("soft.png", special(tarfile.SYMTYPE, "/etc/passwd")), ("hard.png", special(tarfile.LNKTYPE, "good.png")),
-        ("pipe.png", special(tarfile.FIFOTYPE)), ("two.png", PNG[1]), ("two.jpg", PNG[1]), ("twice.png", PNG[1]),
+        ("soft.png", make_special_member(tarfile.SYMTYPE, "/etc/passwd")),
+        ("hard.png", make_special_member(tarfile.LNKTYPE, "good.png")),
+        ("pipe.png", make_special_member(tarfile.FIFOTYPE)),
+        ("two.png", PNG[1]), ("two.jpg", PNG[1]), ("twice.png", PNG[1]),
         ("twice.png", PNG[2]), ("empty.png", b""), ("bad.png", b"bad"), ("latin.png", PNG[3]), ("latin.txt", b"\xe9"),
         ("blank.png", PNG[3]), ("blank.txt", b" \n"), ("wide.png", PNG[3]), ("wide.txt", "a".encode("utf-16")),
     ])  # fmt: skip
@@ -209,14 +211,14 @@ def test_a_file_that_is_not_a_plain_tar_file_is_reported(tmp_path, content: byte
 
 
 def test_compressed_shards_in_a_folder_are_reported(tmp_path):
-    pack(tmp_path / "s" / "0.tar", [("1.png", PNG[0])])
+    pack_tar(tmp_path / "s" / "0.tar", [("1.png", PNG[0])])
     write_files(tmp_path, {"s/1.tar.gz": gzip.compress(b"x")})
     assert strip_folder(tmp_path, list_subset(tmp_path, "webdataset = 's'").missing) == [
         "s/1.tar.gz: is compressed (gzip), but images are read in place from plain tar files: gunzip 1.tar.gz"
     ]
 
 
-def whole() -> bytes:
+def pack_images() -> bytes:
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w") as tar:
         for number, content in enumerate(PNG):
@@ -226,25 +228,25 @@ def whole() -> bytes:
     return file.getvalue()
 
 
-WHOLE = whole()
-DATA_END = len(WHOLE.rstrip(b"\0"))
+ARCHIVE = pack_images()
+DATA_END = len(ARCHIVE.rstrip(b"\0"))
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(min_value=1, max_value=DATA_END))
 def test_a_shard_truncated_anywhere_is_reported_and_keeps_its_complete_members(tmp_path_factory, length: int):
     path = tmp_path_factory.getbasetemp() / "cut.tar"
-    path.write_bytes(WHOLE[:length])
+    path.write_bytes(ARCHIVE[:length])
     index = read_tar_index(path)
     assert len(index.problems) == 1 and index.problems[0].startswith(f"{path}: ")
     for member in index.members:
-        assert WHOLE[member.offset : member.offset + member.length] == PNG[int(member.name[0])]
+        assert ARCHIVE[member.offset : member.offset + member.length] == PNG[int(member.name[0])]
         assert member.offset + member.length <= length
-    ends = [member.offset + member.length for member in read_whole_index(path, WHOLE).members]
+    ends = [member.offset + member.length for member in write_and_index(path, ARCHIVE).members]
     assert len(index.members) == sum(end <= length for end in ends)
 
 
-def read_whole_index(path: Path, content: bytes):
+def write_and_index(path: Path, content: bytes):
     path.write_bytes(content)
     index = read_tar_index(path)
     assert index.problems == [] and len(index.members) == len(PNG)
@@ -252,20 +254,20 @@ def read_whole_index(path: Path, content: bytes):
 
 
 def test_a_shard_truncated_in_an_image_reports_the_image(tmp_path):
-    second = read_whole_index(tmp_path / "a.tar", WHOLE).members[1]
+    second = write_and_index(tmp_path / "a.tar", ARCHIVE).members[1]
     for length, expected in {
         second.offset + 10: f"truncated in 1.png, {second.length - 10} bytes missing; the rest is lost",
         second.offset - 500: "truncated after 0.png; the rest is lost",
         second.offset - 512: None,
     }.items():
-        (tmp_path / "a.tar").write_bytes(WHOLE[:length])
+        (tmp_path / "a.tar").write_bytes(ARCHIVE[:length])
         line = f"a.tar: is {expected}" if expected else "a.tar: has no end mark after 0.png; it may be truncated"
         assert strip_folder(tmp_path, read_tar_index(tmp_path / "a.tar").problems) == [line]
 
 
 def test_a_damaged_header_is_reported(tmp_path):
-    content = bytearray(WHOLE)
-    second = read_whole_index(tmp_path / "a.tar", WHOLE).members[1]
+    content = bytearray(ARCHIVE)
+    second = write_and_index(tmp_path / "a.tar", ARCHIVE).members[1]
     content[second.offset - 512 + 148] ^= 0x55  # in its checksum
     (tmp_path / "a.tar").write_bytes(content)
     index = read_tar_index(tmp_path / "a.tar")
@@ -276,7 +278,7 @@ def test_a_damaged_header_is_reported(tmp_path):
 
 
 def test_shards_without_images_report_what_they_contain(tmp_path):
-    pack(tmp_path / "a.tar", [("1.npy", b"1"), ("2.npy", b"2"), ("1.cls", b"1")])
+    pack_tar(tmp_path / "a.tar", [("1.npy", b"1"), ("2.npy", b"2"), ("1.cls", b"1")])
     assert strip_folder(tmp_path, list_subset(tmp_path, "webdataset = 'a.tar'").problems) == [
         "set.toml:4: webdataset: no images in 1 file (2 .npy, 1 .cls); image extensions are .png .jpg .jpeg .webp .bmp"
         " .avif .jxl"
@@ -284,7 +286,7 @@ def test_shards_without_images_report_what_they_contain(tmp_path):
 
 
 def test_folders_and_shards_can_be_combined_in_a_dataset(tmp_path):
-    pack(tmp_path / "a.tar", [("1.png", PNG[0])])
+    pack_tar(tmp_path / "a.tar", [("1.png", PNG[0])])
     write_files(tmp_path, {"b/1.png": PNG[1]})
     ready = prepare_subsets(tmp_path, "webdataset = 'a.tar'\nnum_repeats = 2", "image_dir = 'b'\nis_reg = true")
     assert [(sample.key, sample.repeats) for sample in ready.manifest.samples] == [("a.tar/1.png", 2), ("b/1.png", 2)]
