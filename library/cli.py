@@ -30,9 +30,9 @@ def main(argv: Sequence[str]) -> int:
     except Stopped as stopped:
         if os.environ.get("RANK", "0") == "0":
             print(f"train_lora: {stopped}", file=sys.stderr, flush=True)
-        from .distributed.supervised import exit_code_for_launcher
+        from .distributed.signals import report_exit_code
 
-        return exit_code_for_launcher(stopped.exit_code)
+        return report_exit_code(stopped.exit_code)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except Crash as crash:

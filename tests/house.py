@@ -26,7 +26,7 @@ DOORS: dict[str, set[str]] = {
     "diffusers": {"families", "demo"},
     "huggingface_hub": {"families"},
     "peft": {"adapters"},
-    "psutil": {"distributed"},
+    "psutil": {"distributed", "tools"},
     "pyarrow": {"data"},
     "toml": {"config"},
     "tomli": {"config"},
