@@ -230,7 +230,7 @@ def test_numa_is_explained():
 # the report
 
 
-GOOD, BAD = Finding("a", "fine"), Finding("b", "gone", False, "put it back")
+GOOD, BAD = Finding("a", "fine", fix="none needed"), Finding("b", "gone", False, "put it back")
 SPARE = replace(BAD, name="c", needed=False)
 SETTING = ResolvedSetting("mixed_precision", "no", "run.toml:4", (SettingSource("--x", "no"),))
 
@@ -263,6 +263,7 @@ def test_the_exit_code_says_whether_something_needed_fails(results, code, last, 
     report = json.loads(run_doctor("--json")[0])
     assert report["ok"] == (code == 0) and len(report["settings"]) == results.count(SETTING)
     assert len(report["findings"]) + len(report["settings"]) == len(results)
+    assert all(finding["ok"] != bool(finding["fix"]) for finding in report["findings"])
 
 
 def test_lines_come_as_soon_as_they_are_known(monkeypatch):

@@ -67,7 +67,8 @@ def run(argv: Sequence[str]) -> Generator[str, None, int]:
             yield format_finding(result) if isinstance(result, Finding) else format_setting(result)
     errors = sum(finding.is_error for finding in findings)
     if "--json" in own:
-        content = {"findings": [*map(asdict, findings)], "settings": [*map(asdict, settings)]}
+        shown = [asdict(replace(finding, fix="" if finding.ok else finding.fix)) for finding in findings]
+        content = {"findings": shown, "settings": [*map(asdict, settings)]}
         yield json.dumps({"ok": not errors, **content}, indent=2)
     else:
         yield f"\n{errors} error{'s' if errors > 1 else ''}" if errors else "\nno errors"
