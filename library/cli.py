@@ -3,7 +3,7 @@
 import gc
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,9 +30,9 @@ def main(argv: Sequence[str]) -> int:
     except Stopped as stopped:
         if os.environ.get("RANK", "0") == "0":
             print(f"train_lora: {stopped}", file=sys.stderr, flush=True)
-        from .distributed.supervised import exit_code_for_launcher
+        from .distributed.signals import report_exit_code
 
-        return exit_code_for_launcher(stopped.exit_code)
+        return report_exit_code(stopped.exit_code)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except Crash as crash:
@@ -61,7 +61,8 @@ def tool(argv: Sequence[str]) -> int:
         print(f"library: no tool {name!r}{did_you_mean(name, TOOLS)}; there are: {', '.join(TOOLS)}", file=sys.stderr)
         return EXIT_USER_ERROR
     try:
-        text, code = TOOLS[name][1](rest)
+        result = TOOLS[name][1](rest)
+        text, code = result if isinstance(result, tuple) else ("", _say_lines(result))
     except UserError as error:
         if not _is_told_by_another(error):
             print(f"library {name}:\n{_indented(error)}", file=sys.stderr)
@@ -106,7 +107,7 @@ def _train(argv: Sequence[str]) -> int:
     with _collector_at_rest():
         from .training.run import run
 
-    run(config, frozenset(loaded.places))
+    run(config, loaded.places)
     return 0
 
 
@@ -149,6 +150,15 @@ def _say(text: str) -> None:
         print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
     except BrokenPipeError:  # the reader, such as head, has read enough; nobody is there for the rest
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _say_lines(lines: Generator[str, None, int]) -> int:
+    """Print each line as soon as it is there; return what the generator returns."""
+    while True:
+        try:
+            _say(next(lines))
+        except StopIteration as stop:
+            return int(stop.value)
 
 
 def _is_told_by_another(error: UserError) -> bool:

@@ -27,7 +27,7 @@ DOORS: dict[str, set[str]] = {
     "diffusers": {"families", "demo"},
     "huggingface_hub": {"families"},
     "peft": {"adapters"},
-    "psutil": {"distributed"},
+    "psutil": {"distributed", "tools"},
     "pyarrow": {"dataset"},
     "toml": {"config"},
     "tomli": {"config"},

@@ -1,30 +1,41 @@
-"""What the tests of launching share: a file of accelerate's, and the table of settings for a command."""
+"""Shared by the tests of launchers: accelerate's config file, and what the doctor says of a command."""
 
+import os
 import shlex
 from pathlib import Path
 
 import yaml
 
-from library.config import load_options
-from library.distributed.claims import Verdict
-from library.distributed.contradictions import sources_of
-from library.distributed.launch_command import parse_launch
-from library.distributed.verdicts import verdicts
+from library.distributed.launcher_settings import ResolvedSetting
+from library.tools.doctor import check_command
+from library.tools.doctor_checks import Finding
 
-FILE = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "num_processes": 1, "num_machines": 1,
-        "machine_rank": 0, "use_cpu": False}  # fmt: skip
+CONFIG = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "num_processes": 1, "num_machines": 1,
+          "machine_rank": 0, "use_cpu": False}  # fmt: skip
+PREFIXES = ("ACCELERATE_", "MASTER_", "OMP_", "PET_", "WORLD_SIZE", "RANK", "LOCAL_", "GROUP_")
+TRAIN = "train_lora.py --dataset_config dataset_configs/demo.toml"
 
 
-def file_of(folder: Path, **settings) -> Path:
+def write_accelerate_config(folder: Path, **settings) -> Path:
     path = folder / "accelerate" / "default_config.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(yaml.safe_dump({**FILE, **settings}))
+    path.write_text(yaml.safe_dump({**CONFIG, **settings}))
     return path
 
 
-def table(command: str, environment: dict[str, str], places: bool = True) -> dict[str, Verdict]:
-    launch = parse_launch(shlex.split(command), environment)
-    arguments = launch.arguments if launch else shlex.split(command)[2:]
-    loaded = load_options(list(arguments))
-    sources = sources_of(launch, environment, loaded.config, loaded.places if places else {})
-    return {verdict.setting: verdict for verdict in verdicts(sources)}
+def use_environment(monkeypatch, home: Path, **variables: str) -> None:
+    """Hide the user's own settings from launchers; ``home`` is where accelerate finds its config file."""
+    for variable in [name for name in os.environ if name.startswith(PREFIXES)]:
+        monkeypatch.delenv(variable)
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    for module in ("launch", "config.config_args"):
+        path = str(home / "accelerate" / "default_config.yaml")
+        monkeypatch.setattr(f"accelerate.commands.{module}.default_config_file", path)
+
+
+def check(command: str) -> tuple[dict[str, ResolvedSetting], str]:
+    """The settings by name, and what would stop the command, a line for each."""
+    results = [*check_command(shlex.split(command))]
+    settings = {result.name: result for result in results if isinstance(result, ResolvedSetting)}
+    return settings, "\n".join(result.value for result in results if isinstance(result, Finding))

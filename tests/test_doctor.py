@@ -1,4 +1,4 @@
-"""The doctor: what it tries is really tried, what hangs or crashes is only reported, and its exit code is honest."""
+"""The doctor: real checks in child processes, which may crash or hang; its report, and its exit code."""
 
 import json
 import os
@@ -11,65 +11,70 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from launching import TRAIN, check, use_environment, write_accelerate_config
 
-from library.distributed.attempt import Attempt, attempt, found_elsewhere
-from library.distributed.claims import Verdict
 from library.distributed.devices import Machine
+from library.distributed.launcher_settings import ResolvedSetting, SettingSource
 from library.errors import ConfigError
-from library.tools import doctor, doctor_checks, doctor_packages
-from library.tools.doctor_finding import Finding
+from library.tools import doctor, doctor_checks
+from library.tools.doctor_checks import CheckFailed, Finding, run_in_child
 
 ROOT = Path(__file__).resolve().parent.parent
-TRIALS = "library.distributed.trials"
-TRAIN = ["accelerate", "launch", "train_lora.py", "--dataset_config", str(ROOT / "dataset_configs" / "demo.toml")]
 
 
 @pytest.fixture
-def modules(tmp_path, monkeypatch):
+def misbehaving(tmp_path, monkeypatch):
     """A module whose functions misbehave."""
     (tmp_path / "misbehaving.py").write_text(
         "import os, time, subprocess, sys\n"
-        "def hang(path):\n"
-        "    subprocess.Popen([sys.executable, '-c', f'import time; time.sleep(4); open({path!r}, \"w\")'])\n"
-        "    time.sleep(60)\n"
+        "def start(seconds, code='0'):\n"
+        "    subprocess.Popen([sys.executable, '-c', f'import time; time.sleep({seconds}); {code}'])\n"
+        "def hang(path): start(4, f'open({path!r}, \"w\")'); time.sleep(60)\n"
         "def crash(): os.abort()\n"
-        "def fail(): raise ValueError('no such luck')\n"
+        "def fail(): raise ValueError('no such luck\\n\\nSet VERBOSE=1 for more')\n"
         "def leave(): sys.exit(3)\n"
-        "def answer(word): print('noise'); return {'word': word, 'rank': os.environ.get('RANK')}\n"
+        "def be_silent(): os._exit(0)\n"
+        "def leave_child(): start(30); return 1\n"
+        "def answer(word): print('noise'); return word, os.environ.get('RANK'), os.environ.get('ACCELERATE_USE_CPU')\n"
     )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    return tmp_path
+    monkeypatch.syspath_prepend(tmp_path)
+    import misbehaving
+
+    yield misbehaving
+    del sys.modules["misbehaving"]
 
 
-def test_what_hangs_is_ended_with_all_that_it_started(modules):
-    began = time.monotonic()
-    tried = attempt("misbehaving", "hang", str(modules / "survived"), seconds=1)
+@pytest.mark.parametrize("preload", [("torch",), ()], ids=["forked", "spawned"])
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        ("crash", "crashed with SIGABRT"),
+        ("fail", "ValueError: no such luck"),
+        ("leave", "exit code 3"),
+        ("be_silent", "exit code 0"),
+    ],
+)
+def test_a_check_that_crashes_or_fails_is_reported_with_its_reason(function, reason, preload, misbehaving):
+    with pytest.raises(CheckFailed, match=f"^{reason}$"):
+        run_in_child(getattr(misbehaving, function), timeout=60, preload=preload)
 
-    assert (tried.ok, tried.reason) == (False, "no answer within 1 s") and time.monotonic() - began < 10
+
+def test_a_check_that_hangs_is_killed_with_everything_that_it_started(misbehaving, tmp_path):
+    start = time.monotonic()
+    with pytest.raises(CheckFailed, match="no answer within 2 s"):
+        run_in_child(misbehaving.hang, str(tmp_path / "survived"), timeout=2, preload=())
+    assert time.monotonic() - start < 20
     time.sleep(4)
-    assert not (modules / "survived").exists()
+    assert not (tmp_path / "survived").exists()
+
+    assert run_in_child(misbehaving.leave_child, timeout=60) == 1  # and is not waited for
 
 
-def test_what_crashes_or_fails_is_reported_with_its_reason(modules):
-    assert attempt("misbehaving", "crash", seconds=20).reason == "crashed with SIGABRT"
-    assert attempt("misbehaving", "fail", seconds=20).reason == "ValueError: no such luck"
-    assert attempt("misbehaving", "leave", seconds=20).reason == "ended with exit code 3"
+def test_a_check_returns_its_answer_and_sees_no_launcher(misbehaving, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
 
-
-def test_what_ends_without_an_answer_and_what_leaves_children_behind_is_no_trouble(modules):
-    (modules / "odd.py").write_text(
-        "import os, subprocess, sys\n"
-        "def silent(): sys.exit(0)\n"
-        "def parent(): subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(30)']); return 1\n"
-        "def advised(): sys.stderr.write('Traceback\\nsome.BackendError: no compiler\\n\\nSet VERBOSE=1 for more\\n'); "
-        "os._exit(1)\n"
-    )
-    began = time.monotonic()
-
-    assert attempt("odd", "silent", seconds=20).reason == "ended without an answer"
-    assert attempt("odd", "parent", seconds=20).answer == 1
-    assert attempt("odd", "advised", seconds=20).reason == "some.BackendError: no compiler"
-    assert time.monotonic() - began < 15
+    assert run_in_child(misbehaving.answer, "hello", timeout=60, preload=()) == ("hello", None, None)
 
 
 @pytest.mark.parametrize("broken", [["wandb", "psutil"], ["torch"]])
@@ -82,188 +87,214 @@ def test_a_package_that_cannot_be_imported_is_a_finding_and_no_traceback(broken,
     assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr
     for package in broken:
         (line,) = [line for line in done.stdout.splitlines() if line.split()[1:2] == [f"{package}:"]]
-        assert line.startswith("BROKEN") and "libsomething.so: not found" in line
+        assert line.startswith("error") and "libsomething.so: not found" in line
         assert "pip install --force-reinstall" in line
+
+
+def test_a_package_that_crashes_the_interpreter_is_named(tmp_path, monkeypatch):
+    (tmp_path / "crashing.py").write_text("import os; os.abort()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    assert doctor.find_broken_modules(["json", "crashing"]) == {"crashing": "crashed with SIGABRT"}
+
+
+# the checks are real
+
+
+def test_a_training_step_is_trained_and_a_precision_is_the_one_that_it_computes_in():
+    steps = {precision: doctor_checks.check_training_step for precision in ("no", "bf16")}
+    losses = {name: float(run_in_child(step, "cpu", name, timeout=240).split()[1]) for name, step in steps.items()}
+
+    assert 0 < abs(losses["no"] - losses["bf16"]) < 0.1 < losses["no"] < 10
+    with pytest.raises(CheckFailed, match=r"^--mixed_precision fp16: a CPU has none"):
+        run_in_child(doctor_checks.check_training_step, "cpu", "fp16", timeout=240)
+
+
+def test_processes_all_reduce_and_memory_is_read():
+    assert run_in_child(doctor_checks.check_all_reduce, "cpu", timeout=120) == "works"
+    assert re.fullmatch(r"[\d.]+ GiB free", run_in_child(doctor_checks.check_memory, "cpu", timeout=120))
 
 
 def test_a_compiler_that_does_nothing_is_no_compiler(monkeypatch):
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
 
-    assert "did nothing" in attempt(TRIALS, "compile_one_kernel", "cpu", seconds=120).reason
+    with pytest.raises(CheckFailed, match=r"torch\.compile did nothing"):
+        run_in_child(doctor_checks.check_compile, "cpu", timeout=120, preload=())
 
 
-def test_a_step_whose_loss_is_no_number_is_broken(monkeypatch):
-    monkeypatch.setattr(doctor_checks, "attempt", lambda *_, **__: Attempt(True, float("nan"), "", 1.0))
+def run_failing_checks(machine: Machine, monkeypatch) -> dict[str, Finding]:
+    """Findings on this machine if every check fails."""
 
-    assert doctor_checks._step("cpu").is_broken
+    def fail(function, *arguments, **_):
+        if function is doctor_checks.describe_machine:
+            return doctor_checks.describe_machine()
+        raise CheckFailed("RuntimeError: no")
 
-
-def test_every_device_gets_its_own_step_and_several_need_their_backend(monkeypatch):
-    monkeypatch.setattr(doctor_checks, "attempt", lambda *_, **__: Attempt(False, None, "no", 1.0))
-    monkeypatch.setattr(doctor_checks, "group_backends", lambda machine: (("nccl", "cuda"),))
-    found = {finding.name: finding for finding in doctor_checks.trials(Machine("cuda", 3))}
-
-    assert {"a training step on cuda", "a training step on cuda:1", "a training step on cuda:2"} <= set(found)
-    assert found["nccl on cuda"].is_broken
+    monkeypatch.setattr("library.distributed.devices.this_machine", lambda environment: machine)
+    monkeypatch.setattr(doctor_checks, "run_in_child", fail)
+    return {finding.name: finding for finding in doctor_checks.run_checks()}
 
 
-def test_an_answer_comes_back_and_no_launcher_shines_through(modules, monkeypatch):
-    monkeypatch.setenv("RANK", "3")
+def test_without_a_training_step_or_memory_training_is_impossible(monkeypatch):
+    found = run_failing_checks(Machine(), monkeypatch)
 
-    assert attempt("misbehaving", "answer", "hello", seconds=20).answer == {"word": "hello", "rank": None}
-
-
-def test_trials_are_real():
-    assert attempt(TRIALS, "precision", "cpu", "bf16", seconds=60).answer == "torch.bfloat16"
-    fp16 = attempt(TRIALS, "precision", "cpu", "fp16", seconds=60)
-    assert not fp16.ok and fp16.reason == "RuntimeError: accelerate computes in float32 instead"
-    assert attempt(TRIALS, "all_reduce", "gloo", "cpu", seconds=60).ok
-    assert not attempt(TRIALS, "all_reduce", "nccl", "cpu", seconds=60).ok
-    (memory,) = attempt(TRIALS, "memory", "cpu", seconds=60).answer
-    assert 0 < memory["free"] <= memory["total"]
+    assert {name for name, finding in found.items() if finding.is_error} == {
+        "training step on cpu, mixed_precision no", "memory of cpu"}  # fmt: skip
+    assert {name for name, finding in found.items() if not finding.ok and not finding.needed} == {
+        "training step on cpu, mixed_precision bf16", "training step on cpu, mixed_precision fp16",
+        "torch.compile on cpu", "gloo all-reduce on cpu"}  # fmt: skip
+    assert found["memory of cpu"].value == "RuntimeError: no"
 
 
-def test_a_foreign_package_of_our_name_is_found_out(tmp_path, monkeypatch):
-    tried = found_elsewhere("library", str(tmp_path))
-    assert not tried.ok or Path(tried.answer).parent == ROOT / "library"  # where it is installed, ours is found
+def test_every_device_trains_a_step_and_several_devices_need_their_backend(monkeypatch):
+    monkeypatch.setattr("library.distributed.devices.group_backends", lambda machine: (("nccl", "cuda"),))
+    found = run_failing_checks(Machine("cuda", 3), monkeypatch)
+
+    assert {"training step on cuda:1", "training step on cuda:2", "memory of cuda"} <= set(found)
+    assert found["nccl all-reduce on cuda"].is_error and found["training step on cuda:2"].is_error
+
+
+def test_a_check_that_works_is_shown_with_its_time(monkeypatch):
+    monkeypatch.setattr(doctor_checks, "run_in_child", lambda *_, **__: "loss 1.5")
+    finding = doctor_checks.run_check(doctor_checks.Check("a", len, (), "fix"))
+
+    assert (finding.ok, finding.value, finding.fix) == (True, "loss 1.5 (0 s)", "")
+
+
+# the machine
+
+
+def test_another_package_of_the_same_name_is_an_error(tmp_path, monkeypatch):
     (tmp_path / "library").mkdir()
     (tmp_path / "library" / "__init__.py").write_text("")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(doctor_checks.tempfile, "gettempdir", lambda: str(tmp_path.parent))
-    (finding,) = [found for found in doctor_checks.places(tmp_path, {}) if "is ours" in found.name]
+    finding = doctor.check_import_path()
 
-    assert finding.is_broken and str(tmp_path) in finding.value and "virtual environment" in finding.fix
-
-
-def test_a_full_disk_is_broken(monkeypatch, tmp_path):
-    monkeypatch.setattr(doctor_checks.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
-    (finding,) = [found for found in doctor_checks.places(tmp_path, {}) if found.name == "disk"]
-
-    assert finding.is_broken and finding.value.startswith("0.0 GiB free")
+    assert finding.is_error and str(tmp_path) in finding.value and "virtual environment" in finding.fix
 
 
-def test_accelerates_file_is_shown_and_a_broken_one_is_told(tmp_path):
-    environment = {"HF_HOME": str(tmp_path)}
-    path = tmp_path / "accelerate" / "default_config.yaml"
+def test_a_full_disk_is_an_error(monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+    finding = doctor.check_disk(tmp_path)
 
-    def finding() -> Finding:
-        return next(found for found in doctor_checks.places(tmp_path, environment) if found.name == "accelerate's file")
+    assert finding.is_error and finding.value.startswith("0.0 GiB free")
 
-    assert "not there" in finding().value and finding().ok
-    path.parent.mkdir()
-    path.write_text("distributed_type: 'NO'\nmixed_precision: bf16\n")
-    assert finding().ok and f"{path}: distributed_type NO, mixed_precision bf16" == finding().value
+
+def test_the_accelerate_config_is_shown_and_a_broken_one_is_an_error(tmp_path, monkeypatch):
+    use_environment(monkeypatch, tmp_path)
+    assert "does not exist" in doctor_checks.check_accelerate_config().value
+    path = write_accelerate_config(tmp_path, mixed_precision="bf16")
+    finding = doctor_checks.check_accelerate_config()
+    assert finding.ok and finding.value.startswith(f"{path}: ") and "mixed_precision: bf16" in finding.value
     path.write_text("mixed_precison: bf16\n")
-    assert finding().is_broken and "accelerate cannot read" in finding().value
+    finding = doctor_checks.check_accelerate_config()
+    assert finding.is_error and "accelerate cannot read" in finding.value
 
 
-def test_old_and_missing_packages_are_broken_with_the_command_that_helps(monkeypatch):
+def test_old_and_missing_packages_are_errors_with_the_command_that_installs_them(monkeypatch):
     installed = {"torch": "2.6.1+cu124", "peft": None}
-    real = doctor_packages.version_of
-    monkeypatch.setattr(
-        doctor_packages, "version_of", lambda name: installed[name] if name in installed else real(name)
-    )
-    found = {finding.name: finding for finding in doctor_packages.packages()}
+    real = doctor.find_version
+    monkeypatch.setattr(doctor, "find_version", lambda name: installed[name] if name in installed else real(name))
+    found = {finding.name: finding for finding in doctor.check_packages()}
 
-    assert found["torch"].is_broken and found["torch"].fix == "pip install -U 'torch>=2.7'"
-    assert found["peft"].is_broken and found["peft"].value == "not installed"
-    assert not found["accelerate"].is_broken and not found["deepspeed"].is_broken
+    assert found["torch"].is_error and found["torch"].fix == "pip install -U 'torch>=2.7'"
+    assert found["peft"].is_error and found["peft"].value == "not installed"
+    assert not found["accelerate"].is_error and not found["deepspeed"].is_error
 
 
 def test_the_oldest_packages_are_those_of_the_package_file():
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    for name, oldest in doctor_packages.NEEDED.items():
+    for name, oldest in doctor.NEEDED.items():
         assert re.search(rf'"{name}>=([\d.]+)"', text)[1] == ".".join(map(str, oldest)), name
 
 
-def test_a_driver_that_torch_does_not_use_is_said(monkeypatch):
-    monkeypatch.setattr(doctor_checks, "command_output", lambda command: "550.90\n550.90")
-    driver = doctor_checks.toolkit(Machine())[1]
+def test_a_driver_that_torch_does_not_use_is_a_warning(monkeypatch):
+    done = SimpleNamespace(stdout="550.90\n550.90\n")
+    monkeypatch.setattr(doctor_checks.subprocess, "run", lambda *_, **__: done)
+    driver = doctor_checks.check_driver(is_used=False)
 
-    assert driver.value == "550.90, not used by torch" and "pytorch.org" in driver.fix and not driver.is_broken
-    assert doctor_checks.toolkit(Machine("cuda", 2))[1].ok
+    assert driver.value == "550.90, not used by torch" and "pytorch.org" in driver.fix
+    assert not driver.ok and not driver.is_error and doctor_checks.check_driver(is_used=True).ok
 
 
 def test_numa_is_explained():
-    bound = Machine("cuda", 2, numa_nodes=2)
-    machines = (Machine(), bound, replace(bound, affinity_obstacle="no pynvml"))
+    described = [doctor_checks.describe_numa(*case) for case in ((1, ""), (2, ""), (2, "no pynvml"))]
 
-    assert tuple(doctor_checks.machine_facts(machine)[1].value for machine in machines) == (
-        "1 NUMA node; processes are not bound: there is one node",
-        "2 NUMA nodes; each process is bound to the node of its device",
-        "2 NUMA nodes; processes are not bound: no pynvml",
-    )
+    assert described == [
+        "1 node, processes are not bound",
+        "2 nodes, each process is bound to the node of its device",
+        "2 nodes, processes are not bound: no pynvml",
+    ]
 
 
 # the report
 
 
-GOOD, BAD = Finding("a", "fine"), Finding("b", "gone", False, "put it back")
+GOOD, BAD = Finding("a", "fine", fix="none needed"), Finding("b", "gone", False, "put it back")
 SPARE = replace(BAD, name="c", needed=False)
-LOST = Verdict("precision", "bf16", "code", (), "precision: code says bf16", is_error=False)
+SETTING = ResolvedSetting("mixed_precision", "no", "run.toml:4", (SettingSource("--x", "no"),))
+
+
+def run_doctor(*argv: str) -> tuple[str, int]:
+    lines, report = doctor.run(argv), []
+    while True:
+        try:
+            report.append(next(lines))
+        except StopIteration as stop:
+            return "\n".join(report), stop.value
 
 
 @pytest.mark.parametrize(
-    ("findings", "verdicts", "code", "last"),
+    ("results", "code", "last"),
     [
-        ([GOOD], [], 0, "nothing that training needs is broken"),
-        ([GOOD, SPARE], [LOST], 0, "nothing that training needs is broken"),
-        ([GOOD, BAD], [], 1, "1 broken"),
-        ([BAD], [replace(LOST, is_error=True)], 1, "2 broken"),
+        ([GOOD], 0, "no errors"),
+        ([GOOD, SETTING, SPARE], 0, "no errors"),
+        ([GOOD, BAD], 1, "1 error"),
+        ([BAD, SETTING, BAD], 1, "2 errors"),
     ],
 )
-def test_the_exit_code_tells_whether_something_needed_is_broken(findings, verdicts, code, last, monkeypatch):
-    monkeypatch.setattr(doctor, "examine", lambda command: (findings, verdicts))
-    text, exit_code = doctor.run([])
+def test_the_exit_code_says_whether_something_needed_fails(results, code, last, monkeypatch):
+    monkeypatch.setattr(doctor, "examine", lambda command: iter(results))
+    text, exit_code = run_doctor()
 
     assert exit_code == code and text.splitlines()[-1] == last
-    assert ("BROKEN  b: gone  -> put it back" in text) == (BAD in findings)
-    assert ("no      c: gone  -> put it back" in text) == (SPARE in findings)
-    told = json.loads(doctor.run(["--json"])[0])
-    assert len(told["findings"]) == len(findings) and len(told["settings"]) == len(verdicts)
+    assert ("error   b: gone  -> put it back" in text) == (BAD in results)
+    assert ("warning c: gone  -> put it back" in text) == (SPARE in results)
+    report = json.loads(run_doctor("--json")[0])
+    assert report["ok"] == (code == 0) and len(report["settings"]) == results.count(SETTING)
+    assert len(report["findings"]) + len(report["settings"]) == len(results)
+    assert all(finding["ok"] != bool(finding["fix"]) for finding in report["findings"])
 
 
-def test_the_table_shows_winner_losers_and_contradiction(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    words = [*TRAIN[:2], "--mixed_precision", "bf16", *TRAIN[2:], "--mixed_precision", "no"]
-    findings, verdicts = doctor.of_command(words)
-    lines = doctor.as_text(findings, verdicts).splitlines()
+def test_lines_come_as_soon_as_they_are_known(monkeypatch):
+    def examine(command):
+        yield GOOD
+        raise AssertionError("the second check was started before the first line was read")
 
-    assert findings == []
-    at = next(index for index, line in enumerate(lines) if line.startswith("  precision"))
-    assert lines[at].split() == ["precision", "no", "--mixed_precision"]
-    assert lines[at + 1].strip() == "lost: launch flag --mixed_precision says bf16"
-    assert lines[at + 2].strip().startswith("discouraged: precision: --mixed_precision says no and counts")
+    monkeypatch.setattr(doctor, "examine", examine)
+
+    assert next(doctor.run([])) == "ok      a: fine"
 
 
-def test_mistakes_in_the_training_options_are_told_as_well():
-    findings, verdicts = doctor.of_command([*TRAIN, "--learning_rat", "1"])
+def test_a_setting_is_shown_with_its_source_and_what_it_overrides():
+    line = "setting mixed_precision                 no        run.toml:4"
 
-    assert [finding.is_broken for finding in findings] == [True] and "did you mean" in findings[0].value
-    assert verdicts
+    assert doctor.format_setting(replace(SETTING, overridden=())) == line
+    assert doctor.format_setting(SETTING) == f"{line}; overridden: no (--x)"
+    assert doctor.format_setting(replace(SETTING, warning="why")) == f"{line}\nwarning why"
+
+
+def test_mistakes_in_the_training_options_of_a_command_are_problems():
+    settings, problems = check(f"accelerate launch {TRAIN} --learning_rat 1")
+
+    assert settings and "--learning_rat" in problems and "did you mean" in problems
 
 
 def test_a_plain_python_command_is_understood_and_anything_else_is_refused():
-    findings, verdicts = doctor.of_command(["python", *TRAIN[2:], "--mixed_precision", "bf16"])
-    assert findings == [] and verdicts[0].value == "bf16"
+    settings, problems = check(f"python {TRAIN} --mixed_precision bf16")
+    assert settings["mixed_precision"].value == "bf16" and not problems
 
-    with pytest.raises(ConfigError, match="not a command that starts training: ls -l"):
-        doctor.of_command(["ls", "-l"])
-    with pytest.raises(ConfigError, match="--jsn: unexpected"):
-        doctor.run(["--jsn"])
-
-
-def test_a_step_that_fails_is_broken_and_names_the_reason(monkeypatch):
-    monkeypatch.setattr(doctor_checks, "attempt", lambda *_, **__: Attempt(False, None, "RuntimeError: no", 1.0))
-    found = {finding.name: finding for finding in doctor_checks.trials(Machine())}
-
-    assert found["a training step on cpu"].is_broken and found["a training step on cpu"].value == "RuntimeError: no"
-    assert found["device cpu"].is_broken and not found["compile on cpu"].is_broken
-    assert set(found) == {"device cpu", "bf16 on cpu", "fp16 on cpu", "compile on cpu", "a training step on cpu",
-                          "gloo on cpu"}  # fmt: skip
-
-
-def test_a_step_on_the_built_in_model_is_really_trained():
-    finding = doctor_checks._step("cpu")
-
-    assert finding.ok and 0 < float(finding.value.split()[1]) < 10, finding
+    with pytest.raises(ConfigError, match="not a training command: ls -l"):
+        check("ls -l")
+    with pytest.raises(ConfigError, match="--jsn: unexpected argument"):
+        run_doctor("--jsn")

@@ -1,29 +1,48 @@
-"""Which setting counts: the table says what accelerate does, held against accelerate's own code."""
+"""Launcher settings: the doctor says what accelerate does, compared with accelerate's own code."""
 
 import os
 import shlex
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from accelerate.commands import launch as accelerate_launch
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
-from launching import file_of, table
+from launching import TRAIN, check, use_environment, write_accelerate_config
 from ranks import free_port
 
-from library.config import load_options
-from library.distributed.claims import Claim, Sources
-from library.distributed.contradictions import sources_of
+from library.config import RunConfig, load_options
 from library.distributed.devices import Machine
-from library.distributed.launch_command import LaunchCommand, launch_of_this_process, parse_launch, working_command
-from library.distributed.launch_file import default_path, read_launch_file
-from library.distributed.verdicts import verdicts
+from library.distributed.launch_command import (
+    find_launch_command,
+    format_multi_process_command,
+    parse_launch_command,
+)
+from library.distributed.launcher_settings import (
+    SettingSource,
+    find_launch_problems,
+    read_accelerate_config,
+    resolve_settings,
+)
+from library.distributed.world import World
 from library.errors import ConfigError
 
-# taking commands apart
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    use_environment(monkeypatch, tmp_path)
+    return tmp_path
+
+
+# parsing
 
 
 @pytest.mark.parametrize(
-    ("words", "launcher", "given", "script", "arguments"),
+    ("words", "launcher", "options", "script", "script_args"),
     [
         ("accelerate launch t.py --seed 3", "accelerate launch", {}, "t.py", ["--seed", "3"]),
         ("accelerate launch --num-processes=3 --multi_gpu t.py --cpu", "accelerate launch",
@@ -37,39 +56,44 @@ from library.errors import ConfigError
         ("python -m torch.distributed.run --nnodes=2 t.py b", "torchrun", {"nnodes": "2"}, "t.py", ["b"]),
     ],
 )  # fmt: skip
-def test_a_command_is_taken_apart(words, launcher, given, script, arguments):
-    split = words.split()
-    launch = parse_launch(split, {"A": "1"})
+def test_a_launch_command_is_parsed(words, launcher, options, script, script_args):
+    command = parse_launch_command(words.split(), {"A": "1"})
 
-    assert (launch.launcher, dict(launch.given), launch.script, list(launch.arguments)) == (
-        launcher, given, (script,), arguments)  # fmt: skip
-    assert launch.environment == {"A": "1"}
+    assert (command.launcher, dict(command.options), command.script, list(command.script_args)) == (
+        launcher, options, script, script_args)  # fmt: skip
+    assert command.environment == {"A": "1"}
 
 
 def test_variables_before_a_command_are_environment():
-    launch = parse_launch("env A=2 B=x=y accelerate launch t.py C=3".split(), {"A": "1"})
+    command = parse_launch_command("env A=2 B=x=y accelerate launch t.py C=3".split(), {"A": "1"})
 
-    assert launch.environment == {"A": "2", "B": "x=y"} and launch.arguments == ("C=3",)
-    assert launch.program == ("accelerate", "launch")
-
-
-def test_a_command_without_launcher_is_none_of_ours():
-    assert parse_launch("python train_lora.py --seed 1".split(), {}) is None
-    assert parse_launch(["bash", "-c", "accelerate launch t.py"], {}) is None
+    assert command.environment == {"A": "2", "B": "x=y"} and command.script_args == ("C=3",)
+    assert command.program == ("accelerate", "launch")
 
 
-def test_a_mistyped_launch_flag_is_a_line():
-    with pytest.raises(ConfigError, match="unrecognized arguments: --multi_gpus"):
-        parse_launch("accelerate launch --multi_gpus t.py".split(), {})
+def test_a_command_without_launcher_is_none():
+    assert parse_launch_command("python train_lora.py --seed 1".split(), {}) is None
+    assert parse_launch_command(["bash", "-c", "accelerate launch t.py"], {}) is None
 
 
-def test_the_working_command_keeps_everything_else():
+@pytest.mark.parametrize(("flag", "expected"), [("--multi_gpus", "unrecognized arguments: --multi_gpus"),
+                                                ("--help", "starts no training")])  # fmt: skip
+def test_a_flag_that_starts_no_training_is_an_error(flag, expected):
+    with pytest.raises(ConfigError, match=expected):
+        parse_launch_command(["accelerate", "launch", flag, "t.py"], {})
+
+
+def test_the_multi_process_command_keeps_everything_else():
     words = "/v/python /v/bin/accelerate launch --num_processes=2 --cpu --mixed_precision bf16 t.py --cpu --name 'a b'"
-    launch = parse_launch(shlex.split(words), {})
+    command = parse_launch_command(shlex.split(words), {})
 
-    expected = "accelerate launch --multi_gpu --num_processes 3 --mixed_precision bf16 t.py --cpu --name 'a b'"
-    assert working_command(launch, 3, on_cpu=False) == expected
-    assert working_command(launch, 3, on_cpu=True) == f"ACCELERATE_USE_CPU=true {expected}"
+    expected = "accelerate launch --multi_gpu --num_processes=2 --mixed_precision bf16 t.py --cpu --name 'a b'"
+    assert format_multi_process_command(command, on_cpu=False) == expected
+    assert format_multi_process_command(command, on_cpu=True) == f"ACCELERATE_USE_CPU=true {expected}"
+    module = parse_launch_command("/v/python -m accelerate.commands.launch t.py".split(), {})
+    assert (
+        format_multi_process_command(module, on_cpu=False) == "/v/python -m accelerate.commands.launch --multi_gpu t.py"
+    )
 
 
 class Parent:
@@ -100,41 +124,38 @@ def test_the_launcher_of_this_process_is_found_and_no_other(between, is_found, m
     above = [*(Parent(*words) for words in between), Parent("python", "/bin/accelerate", "launch", "--cpu", "t.py")]
     own.parents = lambda: above
     monkeypatch.setattr("library.distributed.launch_command.psutil.Process", lambda: own)
-    launch = launch_of_this_process()
+    command = find_launch_command()
 
-    assert (launch is not None) == is_found
-    assert launch is None or (dict(launch.given), launch.environment) == ({"cpu": True}, {"FROM": "launcher"})
-
-
-def test_what_the_launcher_was_started_with_counts_and_not_what_it_made_of_it():
-    launch = parse_launch("accelerate launch t.py".split(), {"ACCELERATE_MIXED_PRECISION": "bf16"})
-    hidden = parse_launch("accelerate launch t.py".split(), {})
-
-    assert sources_of(launch, {"OMP_NUM_THREADS": "1"}).environment == {"ACCELERATE_MIXED_PRECISION": "bf16"}
-    assert sources_of(hidden, {"OMP_NUM_THREADS": "1"}).environment == {"OMP_NUM_THREADS": "1"}
+    assert (command is not None) == is_found
+    assert command is None or (dict(command.options), command.environment) == ({"cpu": True}, {"FROM": "launcher"})
 
 
-# accelerate's file
+def test_a_broken_config_file_is_an_error_in_the_words_of_accelerate(home):
+    path = write_accelerate_config(home, num_procesess=2)
+
+    with pytest.raises(ConfigError, match=r"default_config.yaml: accelerate cannot read .*num_procesess"):
+        read_accelerate_config(path)
+    settings, problems = check(f"accelerate launch {TRAIN}")
+    assert not settings and "num_procesess" in problems
 
 
-def test_accelerates_file_is_found_where_accelerate_looks(tmp_path):
-    assert default_path({"HF_HOME": "/a"}) == Path("/a/accelerate/default_config.yaml")
-    assert default_path({"XDG_CACHE_HOME": "/b"}) == Path("/b/huggingface/accelerate/default_config.yaml")
-    assert default_path({}) == Path("~/.cache/huggingface/accelerate/default_config.yaml").expanduser()
+def test_variables_before_the_command_say_where_accelerate_finds_its_config_file(home):
+    path = write_accelerate_config(home, mixed_precision="bf16")
+    script = (
+        "import sys; from library.tools.doctor import check_command\n"
+        "print([(s.value, s.source) for s in check_command(sys.argv[1:]) if s.name == 'mixed_precision'])"
+    )
+    command = ["env", f"HF_HOME={home}", "accelerate", "launch", *TRAIN.split()]
+    done = subprocess.run([sys.executable, "-c", script, *command], cwd=ROOT, capture_output=True, text=True)
+
+    assert done.stdout.strip() == str([("bf16", str(path))]), done.stderr
 
 
-def test_a_broken_file_is_told_in_accelerates_words(tmp_path):
-    path = file_of(tmp_path, num_procesess=2)
-
-    with pytest.raises(ConfigError, match=r"default_config.yaml: accelerate cannot read its settings: .*num_procesess"):
-        read_launch_file(path)
-
-
-# the table against accelerate's own code
+# compared with accelerate's own code
 
 
 COMMANDS = {
-    "nothing said": ("", {}, {}),
+    "nothing": ("", {}, {}),
     "a flag": ("--mixed_precision bf16", {}, {}),
     "a flag over the file": ("--mixed_precision bf16", {"mixed_precision": "no"}, {}),
     "the file": ("", {"mixed_precision": "bf16"}, {}),
@@ -158,8 +179,8 @@ COMMANDS = {
     "several on a CPU": ("--multi_gpu --num_processes 2", {}, {"ACCELERATE_USE_CPU": "true"}),
     "a CPU by a variable that is overwritten": ("", {}, {"ACCELERATE_USE_CPU": "true"}),
     "a CPU by file": ("", {"use_cpu": True}, {}),
-    "--cpu with a file that says several": ("--config_file {file} --cpu",
-                                            {"distributed_type": "MULTI_GPU", "num_processes": 2}, {}),
+    "--cpu with a file of several": ("--config_file {file} --cpu", {"distributed_type": "MULTI_GPU",
+                                                                    "num_processes": 2}, {}),
     "threads by flag": ("--num_cpu_threads_per_process 5", {}, {"OMP_NUM_THREADS": "3"}),
     "threads by a variable": ("", {}, {"OMP_NUM_THREADS": "3"}),
     "threads by cores": ("--cpu --num_processes 1", {}, {}),
@@ -176,157 +197,235 @@ COMMANDS = {
                             {"main_process_port": 4321}, {"MASTER_PORT": "5"}),
     "FSDP by flag": ("--use_fsdp --num_processes 2", {}, {}),
     "FSDP by file": ("", {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": {"fsdp_version": 2}}, {}),
+    "a file of FSDP and another flag": ("--multi_gpu --num_processes 2", {"distributed_type": "FSDP"}, {}),
     "accumulation by a variable": ("", {}, {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}),
 }  # fmt: skip
 
 
-def truth_of(words: list[str], home: Path, monkeypatch) -> tuple[str, dict[str, str], object]:
-    """What accelerate hands to the processes it starts: its own code up to the moment of starting them."""
-    seen = []
-    monkeypatch.setattr(accelerate_launch, "default_config_file", str(default_path({"HF_HOME": str(home)})))
-    monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file",
-                        str(default_path({"HF_HOME": str(home)})))  # fmt: skip
-    monkeypatch.setattr(accelerate_launch, "simple_launcher",
-                        lambda args: seen.append(("one", prepare_simple_launcher_cmd_env(args)[1], args)))  # fmt: skip
-    monkeypatch.setattr(accelerate_launch, "multi_gpu_launcher",
-                        lambda args: seen.append(("several", prepare_multi_gpu_env(args), args)))  # fmt: skip
+def run_accelerate(words: list[str], monkeypatch) -> tuple[str, dict[str, str], object]:
+    """What accelerate gives to the processes that it starts: its own code up to there."""
+    started = []
+
+    def start_one(args):
+        started.append(("one", prepare_simple_launcher_cmd_env(args)[1], args))
+
+    def start_several(args):
+        started.append(("several", prepare_multi_gpu_env(args), args))
+
+    monkeypatch.setattr(accelerate_launch, "simple_launcher", start_one)
+    monkeypatch.setattr(accelerate_launch, "multi_gpu_launcher", start_several)
     accelerate_launch.launch_command(accelerate_launch.launch_command_parser().parse_args(words))
-    return seen[0]
+    return started[0]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_table_says_what_accelerate_does(name, tmp_path, monkeypatch):
-    flags, settings, variables = COMMANDS[name]
-    for variable in [*os.environ]:
-        if variable.startswith(("ACCELERATE_", "MASTER_", "OMP_", "WORLD_SIZE", "RANK")):
-            monkeypatch.delenv(variable)
-    for variable, value in variables.items():
-        monkeypatch.setenv(variable, value)
-    path = file_of(tmp_path, **settings) if settings else tmp_path / "none"
-    words = [*shlex.split(flags.format(file=path, port=free_port())), "t.py"]
-    kind, given, args = truth_of(words, tmp_path, monkeypatch)
+def test_the_settings_are_what_accelerate_does(name, home, monkeypatch):
+    flags, in_file, variables = COMMANDS[name]
+    use_environment(monkeypatch, home, **variables)
+    path = write_accelerate_config(home, **in_file) if in_file else home / "none"
+    words = shlex.split(flags.format(file=path, port=free_port()))
+    kind, exported, args = run_accelerate([*words, "t.py"], monkeypatch)
 
-    found = table(shlex.join(["accelerate", "launch", *words]), {**variables, "HF_HOME": str(tmp_path)})
-    value = {setting: verdict.value for setting, verdict in found.items()}
+    settings, _ = check(shlex.join(["accelerate", "launch", *words, "t.py"]))
+    value = {setting.name: setting.value for setting in settings.values()}
 
-    assert value["precision"] == given["ACCELERATE_MIXED_PRECISION"]
-    assert value["processes"] == (str(args.num_processes) if kind == "several" else "1")
-    assert value["machines"] == str(args.num_machines)
-    assert value["rank of this machine"] == str(args.machine_rank or 0)
-    assert value["CPU threads"] == given["OMP_NUM_THREADS"]
-    assert value["NUMA affinity"] == ("on" if given.get("ACCELERATE_CPU_AFFINITY") == "1" else "off")
-    assert value["dynamo backend"] == given["ACCELERATE_DYNAMO_BACKEND"].lower()
-    assert value["FSDP"] == ("on" if given.get("ACCELERATE_USE_FSDP") == "true" else "off")
-    assert value["device"] == "cpu"  # this machine has nothing else; which place said so is told below
-    says_cpu = given.get("ACCELERATE_USE_CPU", "false").lower() == "true"
-    assert (found["device"].winner != "what there is") == says_cpu
-    assert value["gradient accumulation"] == given.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
-    if value["dynamo backend"] != "no":
-        assert value["dynamo mode"] == given["ACCELERATE_DYNAMO_MODE"]
-        assert value["dynamo full graph"] == given["ACCELERATE_DYNAMO_USE_FULLGRAPH"].lower()
-        assert value["dynamo dynamic shapes"] == given["ACCELERATE_DYNAMO_USE_DYNAMIC"].lower()
-        assert value["dynamo regional compilation"] == given["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"].lower()
+    assert value["mixed_precision"] == exported["ACCELERATE_MIXED_PRECISION"]
+    assert value["num_processes"] == (str(args.num_processes) if kind == "several" else "1")
+    assert value["num_machines"] == str(args.num_machines)
+    assert value.get("machine_rank", "0") == str(args.machine_rank or 0)
+    assert value["num_cpu_threads_per_process"] == exported["OMP_NUM_THREADS"]
+    assert value["enable_cpu_affinity"] == ("true" if exported.get("ACCELERATE_CPU_AFFINITY") == "1" else "false")
+    assert value["dynamo_backend"] == exported["ACCELERATE_DYNAMO_BACKEND"].lower()
+    assert value["use_fsdp"] == exported.get("ACCELERATE_USE_FSDP", "false")
+    assert value["device"] == "cpu"  # this machine has nothing else; what sets it is compared below
+    sets_cpu = exported.get("ACCELERATE_USE_CPU", "false").lower() == "true"
+    assert (settings["device"].source != "detected") == sets_cpu
+    assert value["gradient_accumulation_steps"] == exported.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if value["dynamo_backend"] != "no":
+        for option in ("mode", "use_fullgraph", "use_dynamic", "use_regional_compilation"):
+            assert value[f"dynamo_{option}"] == exported[f"ACCELERATE_DYNAMO_{option.upper()}"].lower()
+    if args.num_machines > 1 and kind == "several":
+        address = args.master_addr if hasattr(args, "master_addr") else args.rdzv_endpoint.split(":")[0]
+        assert value["main_process_ip"] == address
     if kind == "several":
-        address = args.master_addr if hasattr(args, "master_addr") else getattr(args, "rdzv_endpoint", "").split(":")[0]
-        port = getattr(args, "master_port", None) or args.rdzv_endpoint.split(":")[1]
-        assert (value["main address"], value["main port"]) == (address or "127.0.0.1", port)
+        assert value["main_process_port"] == (getattr(args, "master_port", "") or args.rdzv_endpoint.split(":")[1])
 
 
-# who won, who lost, and what is said about it
+# sources
 
 
-def test_winner_and_losers_are_named_with_what_they_said(tmp_path):
-    path = file_of(tmp_path, mixed_precision="no")
-    environment = {"HF_HOME": str(tmp_path), "ACCELERATE_MIXED_PRECISION": "fp16"}
-    verdict = table("accelerate launch --mixed_precision bf16 t.py --mixed_precision bf16", environment)["precision"]
+def test_the_source_and_the_sources_that_it_overrides_are_named(home, monkeypatch):
+    use_environment(monkeypatch, home, ACCELERATE_MIXED_PRECISION="fp16")
+    path = write_accelerate_config(home, mixed_precision="no")
+    settings, _ = check("accelerate launch --mixed_precision bf16 t.py --mixed_precision bf16")
+    setting = settings["mixed_precision"]
 
-    assert (verdict.value, verdict.winner, verdict.is_error) == ("bf16", "--mixed_precision", False)
-    assert verdict.losers == (
-        Claim("launch flag --mixed_precision", "bf16"),
-        Claim(f"{path}: mixed_precision", "no"),
-        Claim("environment variable ACCELERATE_MIXED_PRECISION (accelerate launch overwrites it)", "fp16"),
+    assert (setting.value, setting.source) == ("bf16", "--mixed_precision")
+    assert setting.overridden == (
+        SettingSource("accelerate launch --mixed_precision", "bf16"),
+        SettingSource(str(path), "no"),
+        SettingSource("environment variable ACCELERATE_MIXED_PRECISION, overwritten by accelerate launch", "fp16"),
     )
-    assert "launch flag" not in verdict.contradiction and f"{path}: mixed_precision says no" in verdict.contradiction
+    assert setting.warning == (
+        f"mixed_precision: bf16 (--mixed_precision); overridden: no ({path}), fp16 "
+        "(environment variable ACCELERATE_MIXED_PRECISION, overwritten by accelerate launch)"
+    )
+
+
+def test_a_variable_for_gradient_accumulation_overrides_our_option(home, monkeypatch):
+    use_environment(monkeypatch, home, ACCELERATE_GRADIENT_ACCUMULATION_STEPS="4")
+    setting = check("accelerate launch t.py --gradient_accumulation_steps 2")[0]["gradient_accumulation_steps"]
+
+    assert (setting.value, setting.overridden) == ("4", (SettingSource("--gradient_accumulation_steps", "2"),))
+
+
+def test_a_config_file_that_accelerate_does_not_read_is_no_source(home):
+    write_accelerate_config(home, mixed_precision="bf16", distributed_type="FSDP")
+
+    assert check("accelerate launch --cpu t.py")[0]["mixed_precision"].source == "default"
+    settings, _ = check("accelerate launch --multi_gpu --num_processes 2 t.py")
+    assert settings["mixed_precision"].source != "default" and settings["use_fsdp"].source == "default"
+    assert settings["main_process_port"].source == "default" and "main_process_ip" not in settings  # of one machine
+
+
+def test_a_value_of_the_run_file_is_named_with_its_line(home):
+    (home / "run.toml").write_text("seed = 1\nmixed_precision = 'no'\n")
+    settings, _ = check(f"accelerate launch --mixed_precision bf16 t.py --config_file {home / 'run.toml'}")
+
+    expected = f"mixed_precision: no ({home / 'run.toml'}:2); overridden: bf16 (accelerate launch --mixed_precision)"
+    assert settings["mixed_precision"].warning == expected
 
 
 @pytest.mark.parametrize(
-    ("command", "environment", "setting", "expected"),
+    ("command", "variables", "expected"),
     [
-        ("accelerate launch --cpu --num_processes 2 t.py --seed 1", {}, "processes",
-         "ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 t.py --seed 1"),
-        ("accelerate launch t.py --mixed_precision fp16", {}, "precision", "which a CPU does not have; use bf16 or no"),
+        ("accelerate launch --cpu --num_processes 2 t.py --seed 1", {},
+         "num_processes: 2 (accelerate launch --num_processes), but accelerate launch starts 1; several processes need "
+         "--multi_gpu, on a CPU together with ACCELERATE_USE_CPU=true:\n"
+         "  ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 t.py --seed 1"),
+        ("accelerate launch t.py --mixed_precision fp16", {}, "use bf16 or no"),
         ("accelerate launch t.py --gradient_accumulation_steps 2", {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"},
-         "gradient accumulation", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS says 4 and counts"),
-        ("accelerate launch --gradient_accumulation_steps 4 t.py", {}, "gradient accumulation",
-         "handed to DeepSpeed only"),
-        ("accelerate launch --use_fsdp t.py", {}, "FSDP", "use fsdp_version 2"),
-        ("accelerate launch --use_deepspeed --zero_stage 2 t.py --deepspeed --zero_stage 3", {}, "DeepSpeed",
+         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS says 4"),
+        ("accelerate launch --gradient_accumulation_steps 4 t.py", {}, "only passed to DeepSpeed, training uses 1"),
+        ("accelerate launch --use_fsdp --num_processes 2 t.py", {}, "use fsdp_version 2"),
+        ("accelerate launch --use_deepspeed --num_processes 2 --zero_stage 2 t.py --deepspeed --zero_stage 3", {},
          "--zero_stage says 3; accelerate's zero_stage says 2"),
-        ("python t.py", {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "0"}, "DeepSpeed",
+        ("python train_lora.py", {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "0"},
          "zero_stage 0: divides nothing"),
+        ("accelerate launch --multi_gpu --cpu t.py", {}, "You can only use one of `--cpu`, `--multi_gpu`"),
+        ("torchrun --nproc_per_node gpu t.py", {}, "torchrun: Cuda is not available"),
+        ("accelerate launch --use_megatron_lm --num_processes 2 t.py", {}, "Megatron-LM"),
     ],
 )  # fmt: skip
-def test_what_would_stop_training_is_an_error(command, environment, setting, expected):
-    verdict = table(command, {"HF_HOME": "/nowhere", **environment})[setting]
+def test_what_would_stop_training_is_a_problem(command, variables, expected, home, monkeypatch):
+    use_environment(monkeypatch, home, **variables)
 
-    assert verdict.is_error and expected in verdict.contradiction
+    assert expected in check(command)[1]
 
 
 @pytest.mark.parametrize(
-    ("command", "environment", "setting", "expected"),
+    ("command", "variables", "name", "expected"),
     [
-        ("accelerate launch --mixed_precision fp16 t.py", {}, "precision", "it computes in fp32"),
-        ("accelerate launch --mixed_precision bf16 t.py --mixed_precision no", {}, "precision", "says no and counts"),
         (
-            "torchrun t.py --mixed_precision no",
-            {"ACCELERATE_MIXED_PRECISION": "bf16"},
-            "precision",
-            "says no and counts",
-        ),
-        (
-            "accelerate launch --dynamo_backend eager t.py --no-torch_compile",
+            "accelerate launch --mixed_precision fp16 t.py",
             {},
-            "dynamo backend",
-            "says no and counts",
+            "mixed_precision",
+            "not supported on a CPU; training uses",
         ),
-        ("accelerate launch --enable_cpu_affinity t.py", {}, "NUMA affinity", "CUDA devices only"),
+        (
+            "accelerate launch --mixed_precision bf16 t.py --mixed_precision no",
+            {},
+            "mixed_precision",
+            "overridden: bf16",
+        ),
+        ("torchrun t.py --mixed_precision no", {"ACCELERATE_MIXED_PRECISION": "bf16"}, "mixed_precision", "bf16 (env"),
+        ("accelerate launch --dynamo_backend eager t.py --no-torch_compile", {}, "dynamo_backend", "overridden: eager"),
+        ("accelerate launch --enable_cpu_affinity t.py", {}, "enable_cpu_affinity", "CUDA devices only"),
+        ("torchrun --nproc_per_node 1 t.py", {"PET_NPROC_PER_NODE": "2"}, "num_processes", "PET_NPROC_PER_NODE"),
     ],
 )
-def test_what_is_allowed_but_discouraged_is_said(command, environment, setting, expected):
-    verdict = table(command, {"HF_HOME": "/nowhere", **environment})[setting]
+def test_what_is_allowed_but_ignored_is_a_warning(command, variables, name, expected, home, monkeypatch):
+    use_environment(monkeypatch, home, **variables)
+    settings, problems = check(f"{command} --dataset_config dataset_configs/demo.toml")
 
-    assert not verdict.is_error and expected in verdict.contradiction
-
-
-def test_one_setting_in_one_place_contradicts_nothing():
-    several = "accelerate launch --mixed_precision bf16 --multi_gpu --num_processes 2 t.py --torch_compile"
-    for command in ("accelerate launch t.py", "python t.py", "torchrun --nproc_per_node 2 t.py", several):
-        assert [v for v in table(command, {"HF_HOME": "/nowhere"}).values() if v.contradiction] == []
+    assert expected in settings[name].warning and not problems
 
 
-def test_torchrun_and_plain_python_are_understood(tmp_path):
-    environment = {"HF_HOME": str(tmp_path), "ACCELERATE_MIXED_PRECISION": "bf16", "OMP_NUM_THREADS": "2"}
-    file_of(tmp_path, mixed_precision="fp16", distributed_type="FSDP")
-    found = table(
-        "torchrun --nnodes 2 --nproc_per_node 3 --node_rank 1 --master_addr h --master_port 7 t.py", environment
-    )
+@pytest.mark.parametrize(
+    "command",
+    [
+        "accelerate launch t.py",
+        "python train_lora.py",
+        "torchrun --nproc_per_node 2 t.py",
+        "accelerate launch --mixed_precision bf16 --multi_gpu --num_processes 2 t.py --torch_compile",
+    ],
+)
+def test_one_source_for_each_setting_gives_no_warning(command, home, monkeypatch):
+    use_environment(monkeypatch, home, ACCELERATE_USE_CPU="true")
 
-    assert [found[name].value for name in ("precision", "processes", "machines", "rank of this machine", "main address",
-                                           "main port", "FSDP", "CPU threads", "backend")] == [
-        "bf16", "6", "2", "1", "h", "7", "off", "2", "gloo"]  # fmt: skip
-    alone = table("python t.py", environment)
-    assert [alone[name].value for name in ("precision", "processes", "backend")] == ["bf16", "1", "none: one process"]
+    assert [setting for setting in check(command)[0].values() if setting.warning] == []
 
 
-def test_on_a_machine_with_several_devices_the_defaults_are_others():
+def test_a_launch_flag_over_the_config_file_gives_no_warning(home):
+    write_accelerate_config(home, mixed_precision="no")
+    setting = check("accelerate launch --mixed_precision bf16 t.py")[0]["mixed_precision"]
+
+    assert (setting.value, setting.warning) == ("bf16", "")
+    assert [source.value for source in setting.overridden] == ["no"]
+
+
+def test_torchrun_and_plain_python_read_no_config_file(home, monkeypatch):
+    use_environment(monkeypatch, home, ACCELERATE_MIXED_PRECISION="bf16", OMP_NUM_THREADS="2")
+    write_accelerate_config(home, mixed_precision="fp16", distributed_type="FSDP")
+    words = "torchrun --nnodes 2 --nproc_per_node 3 --node_rank 1 --master_addr h --master_port 7 t.py"
+    expected = {"mixed_precision": "bf16", "num_processes": "6", "num_machines": "2", "machine_rank": "1",
+                "main_process_ip": "h", "main_process_port": "7", "use_fsdp": "false",
+                "num_cpu_threads_per_process": "2"}  # fmt: skip
+
+    values = {name: setting.value for name, setting in check(words)[0].items()}
+    assert {name: values[name] for name in expected} == expected
+    alone = {name: setting.value for name, setting in check("python train_lora.py")[0].items()}
+    assert (alone["mixed_precision"], alone["num_processes"]) == ("bf16", "1")
+
+
+@pytest.mark.parametrize(("flags", "starts"), [("--num_processes 2 --cpu", "ACCELERATE_USE_CPU=true accelerate"),
+                                               ("--num_processes 2", "accelerate")])  # fmt: skip
+def test_the_command_that_works_is_on_the_device_that_was_asked_for(flags, starts):
+    command = parse_launch_command(f"accelerate launch {flags} t.py".split(), {})
+    world = World(machine=Machine("cuda", 4), device="cuda", launch=command)
+    (problem,) = find_launch_problems(RunConfig(), world)
+
+    assert problem.splitlines()[1] == f"  {starts} launch --multi_gpu --num_processes 2 t.py"
+
+
+def test_torchrun_has_its_own_default_values():
+    values = {name: setting.value for name, setting in check("torchrun --nproc_per_node 2 t.py")[0].items()}
+    assert (values["num_cpu_threads_per_process"], values["main_process_port"]) == ("1", "29500")
+    values = {
+        name: setting.value for name, setting in check("torchrun --standalone --nproc_per_node 2 t.py")[0].items()
+    }
+    assert values["main_process_port"] == "a free port"
+
+
+def test_mpi_variables_set_the_number_of_processes(home, monkeypatch):
+    use_environment(monkeypatch, home, OMPI_COMM_WORLD_SIZE="4", OMPI_COMM_WORLD_LOCAL_SIZE="2")
+    settings, _ = check("python train_lora.py")
+
+    assert (settings["num_processes"].value, settings["num_machines"].value) == ("4", "2")
+    assert settings["num_processes"].source == "environment variable OMPI_COMM_WORLD_SIZE"
+
+
+def test_on_a_machine_with_several_numa_nodes_processes_are_bound_by_default():
     machine = Machine("cuda", device_count=4, cores=16, processors=32, numa_nodes=2)
-    launch = LaunchCommand("accelerate launch", ("accelerate", "launch"), (), {}, ("t.py",), ())
-    found = {verdict.setting: verdict for verdict in verdicts(Sources(launch=launch, machine=machine))}
+    world = World(size=4, local_rank=0, local_size=4, device="cuda", machine=machine)
+    command = parse_launch_command("accelerate launch t.py".split(), {})
+    settings = {s.name: s for s in resolve_settings(RunConfig(), {}, replace(world, launch=command), {})}
 
-    assert [found[name].value for name in ("processes", "backend", "device", "NUMA affinity")] == [
-        "4", "nccl", "cuda", "on"]  # fmt: skip
-    windows = {v.setting: v for v in verdicts(Sources(launch=launch, machine=machine, windows=True))}
-    assert (windows["backend"].value, windows["backend"].winner) == ("gloo", "Windows")
+    assert [settings[name].value for name in ("num_processes", "device", "enable_cpu_affinity")] == [
+        "4",
+        "cuda",
+        "true",
+    ]
 
 
 PLACES = [
@@ -335,26 +434,18 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("flag", "file", "code"), PLACES)
-def test_the_winner_in_the_table_is_what_an_accelerator_would_have(flag, file, code, tmp_path, monkeypatch):
+def test_the_value_is_what_an_accelerator_would_have(flag, file, code, home, monkeypatch):
     from library.distributed.accelerator import accelerator_kwargs
-    from library.distributed.world import World
 
     if file:
-        file_of(tmp_path, mixed_precision=file)
+        write_accelerate_config(home, mixed_precision=file)
     flags, arguments = f"--mixed_precision {flag}" if flag else "", ["--mixed_precision", code] if code else []
-    _, given, _ = truth_of([*flags.split(), "t.py"], tmp_path, monkeypatch)
+    settings, _ = check(shlex.join([*f"accelerate launch {flags}".split(), "t.py", *arguments]))
+    _, exported, _ = run_accelerate([*flags.split(), "t.py"], monkeypatch)
     config = load_options(arguments).config
-    asked = accelerator_kwargs(config, World.from_environment(given))["mixed_precision"]
-    command = shlex.join([*f"accelerate launch {flags}".split(), "t.py", *arguments])
+    asked = accelerator_kwargs(config, World.from_environment(exported))["mixed_precision"]
 
     # for None, AcceleratorState takes the variable that accelerate launch has set
-    expected = given["ACCELERATE_MIXED_PRECISION"] if asked is None else asked
-    assert table(command, {"HF_HOME": str(tmp_path)})["precision"].value == expected
-
-
-def test_a_launch_flag_over_accelerates_file_is_no_contradiction(tmp_path):
-    file_of(tmp_path, mixed_precision="no")
-    verdict = table("accelerate launch --mixed_precision bf16 t.py", {"HF_HOME": str(tmp_path)})["precision"]
-
-    assert (verdict.value, verdict.contradiction) == ("bf16", "")
-    assert [claim.value for claim in verdict.losers] == ["no"]
+    expected = exported["ACCELERATE_MIXED_PRECISION"] if asked is None else asked
+    assert settings["mixed_precision"].value == expected
+    assert os.environ.get("ACCELERATE_MIXED_PRECISION") is None

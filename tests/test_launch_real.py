@@ -1,4 +1,4 @@
-"""Processes that are really launched: as many as were asked for, with what the table of settings says."""
+"""Launched processes: as many as requested, with the settings that the doctor predicts."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import file_of, table
+from launching import check, use_environment, write_accelerate_config
 from ranks import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,7 +22,7 @@ sys.path.insert(0, {str(ROOT)!r})
 import torch
 from library.config import load_options
 from library.distributed.accelerator import prepare_accelerator
-from library.distributed.contradictions import contradictions_of_this_run
+from library.distributed.launcher_settings import find_overridden_settings
 from library.errors import UserError
 loaded = load_options(sys.argv[1:])
 try:
@@ -30,11 +30,11 @@ try:
 except UserError as error:
     sys.exit("STOPPED " + str(error))
 total = a.reduce(torch.tensor(float(a.process_index + 1)), reduction="sum").item()
-said = contradictions_of_this_run(loaded.config, frozenset(loaded.places))
+warnings = find_overridden_settings(loaded.config, loaded.places)
 layer = torch.nn.Linear(2, 2, device=a.device)
 with a.autocast(): kind = str(layer(torch.ones(1, 2, device=a.device)).dtype)
-result = dict(rank=a.process_index, size=a.num_processes, device=a.device.type, total=total, said=said, computes=kind,
-              kind=a.distributed_type.value, precision=a.mixed_precision, folder=a.logging_dir)
+result = dict(rank=a.process_index, size=a.num_processes, device=a.device.type, total=total, warnings=warnings,
+              computes=kind, kind=a.distributed_type.value, precision=a.mixed_precision, folder=a.logging_dir)
 sys.stdout.write("\\nRESULT " + json.dumps(result) + "\\n")
 sys.stdout.flush()
 a.wait_for_everyone()
@@ -87,7 +87,9 @@ def test_the_obvious_command_that_gives_one_process_stops_and_names_one_that_wor
     results, said = start(f"{ACCELERATE} --cpu --num_processes 2", "--seed", "3")
     (working,) = [line.strip() for line in said.splitlines() if line.strip().startswith("ACCELERATE_USE_CPU=true")]
 
-    assert results == [] and "asks for 2 processes and gets 1" in said
+    assert (
+        results == [] and "num_processes: 2 (accelerate launch --num_processes), but accelerate launch starts 1" in said
+    )
     variable, command = working.split(" ", 1)
     command = command.replace("accelerate launch", f"{ACCELERATE} {port()}", 1).split(f" {tmp_path}")[0]
     assert working.endswith(f"{tmp_path / 'script.py'} --seed 3")
@@ -95,16 +97,19 @@ def test_the_obvious_command_that_gives_one_process_stops_and_names_one_that_wor
 
 
 def test_a_file_that_asks_for_several_cpu_processes_stops_too(start, tmp_path):
-    file_of(tmp_path / "home", distributed_type="MULTI_CPU", num_processes=2, use_cpu=True)
+    path = write_accelerate_config(tmp_path / "home", distributed_type="MULTI_CPU", num_processes=2, use_cpu=True)
     results, said = start(ACCELERATE)
 
-    assert results == [] and "default_config.yaml: num_processes asks for 2 processes and gets 1" in said
+    assert results == [] and f"num_processes: 2 ({path}), but accelerate launch starts 1" in said
 
 
 def test_accumulation_said_to_accelerate_only_stops(start):
     results, said = start(f"{ACCELERATE} --gradient_accumulation_steps 4")
 
-    assert results == [] and "STOPPED accelerate launch --gradient_accumulation_steps 4" in said
+    assert (
+        results == []
+        and "STOPPED gradient_accumulation_steps: 4 (accelerate launch --gradient_accumulation_steps)" in said
+    )
     results, said = start(sys.executable, ACCELERATE_GRADIENT_ACCUMULATION_STEPS="4")
     assert results == [] and "ACCELERATE_GRADIENT_ACCUMULATION_STEPS says 4" in said
 
@@ -115,7 +120,7 @@ def test_fp16_on_a_cpu_is_said(start):
 
     results, said = start(f"{ACCELERATE} --mixed_precision fp16")
     assert [(one["precision"], one["computes"]) for one in results] == [("no", "torch.float32")], said
-    assert any("a CPU does not have; it computes in fp32" in line for line in results[0]["said"])
+    assert any("not supported on a CPU; training uses fp32" in line for line in results[0]["warnings"])
 
 
 LAUNCHED_FOR_REAL = [("", "bf16", ""), ("bf16", "no", "no"), ("no", "bf16", ""),
@@ -124,18 +129,20 @@ LAUNCHED_FOR_REAL = [("", "bf16", ""), ("bf16", "no", "no"), ("no", "bf16", ""),
 
 
 @pytest.mark.parametrize(("flag", "file", "code"), LAUNCHED_FOR_REAL)
-def test_the_winner_in_the_table_is_what_a_launched_accelerator_has(flag, file, code, start, tmp_path):
+def test_a_launched_accelerator_has_what_the_doctor_predicts(flag, file, code, start, tmp_path, monkeypatch):
+    use_environment(monkeypatch, tmp_path / "home")
     if file:
-        file_of(tmp_path / "home", mixed_precision=file)
+        write_accelerate_config(tmp_path / "home", mixed_precision=file)
     flags, arguments = f"--mixed_precision {flag}" if flag else "", ["--mixed_precision", code] if code else []
     results, said = start(f"{ACCELERATE} {flags}", *arguments)
     command = shlex.join([*f"accelerate launch {flags}".split(), "script.py", *arguments])
-    verdict = table(command, {"HF_HOME": str(tmp_path / "home")})["precision"]
+    setting = check(command)[0]["mixed_precision"]
 
-    assert [one["precision"] for one in results] == [verdict.value], said
-    assert results[0]["computes"] == {"no": "torch.float32", "bf16": "torch.bfloat16"}[verdict.value]
-    says = [(name, value) for name, value in (("--mixed", code), ("launch flag", flag), (str(tmp_path), file)) if value]
-    assert verdict.winner.startswith(says[0][0]) and len(verdict.losers) == len(says) - 1
+    assert [one["precision"] for one in results] == [setting.value], said
+    assert results[0]["computes"] == {"no": "torch.float32", "bf16": "torch.bfloat16"}[setting.value]
+    sources = {"--mixed": code, "accelerate launch": flag, str(tmp_path): file}
+    present = [(location, value) for location, value in sources.items() if value]
+    assert setting.source.startswith(present[0][0]) and len(setting.overridden) == len(present) - 1
     # A launch flag over accelerate's file is what such flags are for; our own option beside either is too much.
-    disagree = bool(code) and len({value for _, value in says}) > 1
-    assert bool(verdict.contradiction) == bool(results[0]["said"]) == disagree
+    disagree = bool(code) and len({value for _, value in present}) > 1
+    assert ([setting.warning] if disagree else []) == results[0]["warnings"]

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from launching import file_of, table
+from launching import TRAIN, check, use_environment, write_accelerate_config
 
 from library.config import load_options
 from library.distributed.refusals import before_joining
@@ -126,21 +126,22 @@ def test_every_variable_that_accelerate_exports_is_honoured_refused_or_told():
 @pytest.mark.parametrize(
     ("command", "settings", "value", "expected"),
     [
-        ("accelerate launch --use_fsdp --num_processes 2 t.py", {}, "on", "use fsdp_version 2"),
-        ("accelerate launch --use_fsdp --fsdp_version 2 --num_processes 2 t.py", {}, "on", ""),
-        ("accelerate launch --use_fsdp --fsdp_version 2 --num_processes 2 t.py --no-fsdp", {}, "off", "--no-fsdp"),
+        ("accelerate launch --use_fsdp --num_processes 2 t.py", {}, "true", "use fsdp_version 2"),
+        ("accelerate launch --use_fsdp --fsdp_version 2 --num_processes 2 t.py", {}, "true", ""),
+        ("accelerate launch --use_fsdp --fsdp_version 2 --num_processes 2 t.py --no-fsdp", {}, "false", "--no-fsdp"),
         ("accelerate launch t.py", {"distributed_type": "FSDP", "num_processes": 4, "fsdp_config": {"fsdp_version": 2}},
-         "on", ""),
+         "true", ""),
         ("accelerate launch t.py", {"distributed_type": "FSDP", "num_processes": 4, "fsdp_config": {
-            "fsdp_version": 2, "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}}, "on", "use TRANSFORMER_BASED_WRAP"),
-        ("torchrun --nproc_per_node 4 t.py --fsdp --dp_replicate_size 3", {}, "on", "not the number of processes, 4"),
-        ("torchrun --nproc_per_node 4 t.py --fsdp --dp_replicate_size 2", {}, "on", ""),
+            "fsdp_version": 2, "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}}, "true", "use TRANSFORMER_BASED_WRAP"),
+        ("torchrun --nproc_per_node 4 t.py --fsdp --dp_replicate_size 3", {}, "true", "not the number of processes, 4"),
+        ("torchrun --nproc_per_node 4 t.py --fsdp --dp_replicate_size 2", {}, "true", ""),
     ],
 )  # fmt: skip
-def test_the_table_of_settings_tells_the_same(command, settings, value, expected, tmp_path):
+def test_the_doctor_says_the_same_of_a_command(command, settings, value, expected, tmp_path, monkeypatch):
+    use_environment(monkeypatch, tmp_path, ACCELERATE_USE_CPU="true")
     if settings:
-        file_of(tmp_path, **settings)
-    verdict = table(command, {"HF_HOME": str(tmp_path)})["FSDP"]
+        write_accelerate_config(tmp_path, **settings)
+    resolved, problems = check(command.replace("t.py", TRAIN))
 
-    assert verdict.value == value and verdict.is_error == bool(expected)
-    assert expected in verdict.contradiction
+    assert resolved["use_fsdp"].value == value
+    assert expected in problems and bool(problems) == bool(expected)

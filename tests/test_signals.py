@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -155,29 +156,44 @@ def test_a_launcher_that_nobody_ends_is_watched_without_a_trace():
     heard = "import signal; print(*(int(signal.getsignal(n) == signal.SIG_IGN) for n in (15, signal.SIGUSR1)))"
     assert ended(supervised(sys.executable, "-c", heard)) == (0, "0 1\n")  # it would die of SIGUSR1 at once
     code, text = ended(supervised("no-such-launcher", "x"))
-    assert code == 2 and "no-such-launcher cannot be started" in text
+    assert code == 2 and "no-such-launcher: cannot be started" in text
     code, text = ended(supervised())
     assert code == 2 and "usage: python -m library launch" in text
 
 
 def test_before_anything_is_trained_the_launcher_is_ended():
-    process = supervised(sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)")
+    start = time.monotonic()
+    process = supervised(sys.executable, "-c", "import time; print('up', flush=True); time.sleep(30)")
     assert process.stdout is not None and process.stdout.readline() == "up\n"
     os.kill(process.pid, signal.SIGUSR1)
-    assert ended(process)[0] == 128 + signal.SIGUSR1
+    assert ended(process)[0] == 128 + signal.SIGUSR1 and time.monotonic() - start < 25
+
+
+def test_a_signal_is_forwarded_to_the_training_process_and_its_exit_code_is_returned():
+    script = (
+        "import time; from library.distributed.signals import Signals, report_exit_code\n"
+        "with Signals() as signals:\n"
+        "    print('up', flush=True)\n"
+        "    while signals.asked is None: time.sleep(0.02)\n"
+        "    raise SystemExit(report_exit_code(60 + signals.asked))\n"
+    )
+    process = supervised("sh", "-c", f'{shlex.join([sys.executable, "-c", script])}; echo "code $?"; exit 1')
+    assert process.stdout is not None and process.stdout.readline() == "up\n"
+    os.kill(process.pid, signal.SIGTERM)
+    code, text = ended(process)
+    assert code == 75 and text.endswith("code 0\n")
 
 
 def test_a_signal_that_came_before_training_began_is_known_when_it_does(tmp_path, monkeypatch):
-    from library.distributed import supervised as watched
-    from library.distributed.signals import Signals
+    from library.distributed import signals
 
-    monkeypatch.setenv(watched.VARIABLE, str(tmp_path))
-    with Signals() as signals:
-        assert signals.asked is None
-    (tmp_path / watched.ASKED).write_text("15")
-    with Signals() as signals:
-        assert signals.asked == signal.SIGTERM
-    assert (tmp_path / f"{watched.PROCESS}{os.getpid()}").is_file()
-    assert watched.exit_code_for_launcher(75) == 0 and (tmp_path / watched.CODE).read_text() == "75"
-    monkeypatch.delenv(watched.VARIABLE)
-    assert watched.exit_code_for_launcher(75) == 75
+    monkeypatch.setenv(signals.SUPERVISOR_DIR, str(tmp_path))
+    with signals.Signals() as received:
+        assert received.asked is None
+    (tmp_path / signals.SIGNAL_FILE).write_text("15")
+    with signals.Signals() as received:
+        assert received.asked == signal.SIGTERM
+    assert (tmp_path / f"{signals.PROCESS_PREFIX}{os.getpid()}").is_file()
+    assert signals.report_exit_code(75) == 0 and (tmp_path / signals.EXIT_CODE_FILE).read_text() == "75"
+    monkeypatch.delenv(signals.SUPERVISOR_DIR)
+    assert signals.report_exit_code(75) == 75

@@ -18,8 +18,8 @@ from ..config import RunConfig
 from ..config.schema import DistributedConfig
 from ..errors import ConfigError
 from .backend import can_leave_alone, process_group
-from .contradictions import launch_problems
 from .engines import hidden_from_accelerate
+from .launcher_settings import find_launch_problems
 from .meeting import meet
 from .refusals import Came, before_joining, differences, effective_precision, mismatches
 from .trackers import open_folder, run_folder, tracker_of, tracker_problems
@@ -34,7 +34,7 @@ def prepare_accelerator(args: RunConfig) -> Accelerator:
     The process group, folders of trackers, ``WANDB_DIR`` and the processors that it may use are its side effects.
     """
     world = World.from_environment()
-    problems = [*before_joining(args, world), *launch_problems(args, world)]
+    problems = [*before_joining(args, world), *find_launch_problems(args, world)]
     with hidden_from_accelerate():
         # The ranks meet here, before the Accelerator: the folder that its constructor takes needs a time they agree on.
         state = meet(args, world, problems)

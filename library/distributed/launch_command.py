@@ -1,13 +1,16 @@
-"""A command that starts training through accelerate or torchrun, taken apart; and the one that started this process."""
+"""Parse ``accelerate launch`` and ``torchrun`` commands with their own parsers; find the one above this process."""
 
+import logging
 import os
 import shlex
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 
@@ -15,18 +18,19 @@ from ..errors import ConfigError
 
 ACCELERATE, TORCHRUN = "accelerate launch", "torchrun"
 
-MODULES = {
-    ("accelerate.commands.launch",): ACCELERATE,
-    ("accelerate.commands.accelerate_cli", "launch"): ACCELERATE,
-    ("torch.distributed.run",): TORCHRUN,
-    ("torch.distributed.launch",): TORCHRUN,
+LAUNCHERS: Mapping[tuple[str, ...], str] = {
+    ("accelerate", "launch"): ACCELERATE,
+    ("accelerate-launch",): ACCELERATE,
+    ("-m", "accelerate.commands.launch"): ACCELERATE,
+    ("-m", "accelerate.commands.accelerate_cli", "launch"): ACCELERATE,
+    ("torchrun",): TORCHRUN,
+    ("-m", "torch.distributed.run"): TORCHRUN,
+    ("-m", "torch.distributed.launch"): TORCHRUN,
 }
-"""Words behind ``python -m``."""
+"""The ways to write each launcher, programs without their directory."""
 
-PROGRAMS = {("accelerate", "launch"): ACCELERATE, ("accelerate-launch",): ACCELERATE, ("torchrun",): TORCHRUN}
-
-UNSAID = object()
-"""Stands where an option was not written; the parsers' own defaults say nothing about who chose them."""
+_UNSET = object()
+"""Stands for an option that was not written; a parser's default value does not show it."""
 
 
 @dataclass(frozen=True)
@@ -35,135 +39,158 @@ class LaunchCommand:
 
     launcher: str
     program: tuple[str, ...]
-    words: tuple[str, ...]
-    """The launcher's own options as they were written."""
-    given: Mapping[str, Any]
-    """The same, parsed: only what was written."""
-    script: tuple[str, ...]
-    arguments: tuple[str, ...]
+    flags: tuple[str, ...]
+    """The launcher's own flags as they were written."""
+    options: Mapping[str, Any]
+    """The same flags parsed: only those that were written."""
+    script: str
+    script_args: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
-    """What the launcher itself was started with."""
-
-    def __str__(self) -> str:
-        return shlex.join([*self.program, *self.words, *self.script, *self.arguments])
+    """The environment that the launcher itself was started with."""
 
 
-def parse_launch(words: Sequence[str], environment: Mapping[str, str]) -> LaunchCommand | None:
-    """Take a command apart; ``NAME=value`` before it counts as environment.  ``None``: it starts no launcher."""
-    found = _launcher_in(words)
-    if found is None:
+def split_assignments(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Split ``NAME=value ... command`` into environment variables and command, as a shell does."""
+    rest = list(words)
+    assignments: dict[str, str] = {}
+    while rest and (rest[0] == "env" or ("=" in rest[0] and rest[0].partition("=")[0].isidentifier())):
+        name, equals, value = rest.pop(0).partition("=")
+        assignments |= {name: value} if equals else {}
+    return assignments, rest
+
+
+def parse_launch_command(words: Sequence[str], environment: Mapping[str, str]) -> LaunchCommand | None:
+    """Parse a command; ``None`` if it starts no launcher.  Flags that the launcher refuses are a ``ConfigError``."""
+    assignments, words = split_assignments(words)
+    if (match := _match_launcher(words)) is None:
         return None
-    launcher, behind = found
-    assignments = [word for word in words[:behind] if "=" in word and word.partition("=")[0].isidentifier()]
-    program = tuple(word for word in words[:behind] if word not in assignments and word != "env")
-    given = _parsed(launcher, list(words[behind:]))
-    arguments = tuple(given.pop("training_script_args", None) or ())
-    script = (given.pop("training_script"),)
-    own = tuple(words[behind : len(words) - len(arguments) - 1])
-    return LaunchCommand(launcher, program, own, given, script, arguments,
-                         {**environment, **dict(word.split("=", 1) for word in assignments)})  # fmt: skip
+    launcher, start = match
+    parser = _build_parser(launcher)
+    names = set(vars(parser.parse_args(["script.py"]))) - {"nondefault"}  # accelerate collects names there
+    args = vars(parser.parse_args(words[start:], SimpleNamespace(**dict.fromkeys(names, _UNSET))))
+    options = {name: value for name, value in args.items() if value is not _UNSET and name != "nondefault"}
+    script, script_args = options.pop("training_script"), tuple(options.pop("training_script_args", None) or ())
+    flags = tuple(words[start : len(words) - len(script_args) - 1])
+    environment = {**environment, **assignments}
+    return LaunchCommand(launcher, tuple(words[:start]), flags, options, script, script_args, environment)
 
 
-def working_command(launch: LaunchCommand, processes: int, *, on_cpu: bool) -> str:
-    """The same training, so that accelerate really starts several processes."""
-    dropped = {"--cpu": 0, "--multi_gpu": 0, "--multi-gpu": 0, "--num_processes": 1, "--num-processes": 1}
-    kept: list[str] = []
-    words = list(launch.words)
-    while words:
-        word = words.pop(0)
-        name, equals, _ = word.partition("=")
-        if name in dropped:
-            del words[: 0 if equals else dropped[name]]
-        else:
-            kept.append(word)
-    command = shlex.join([*_spoken(launch.program), "--multi_gpu", "--num_processes", str(processes), *kept,
-                          *launch.script, *launch.arguments])  # fmt: skip
-    if not on_cpu:
-        return command
-    prefix = "set ACCELERATE_USE_CPU=true && " if sys.platform == "win32" else "ACCELERATE_USE_CPU=true "
-    return prefix + command
-
-
-def launch_of_this_process() -> LaunchCommand | None:
-    """The launcher above this process; shells, mpirun and the like between the two are passed over."""
-    process = psutil.Process()
-    own = _words(process)
+def find_launch_command() -> LaunchCommand | None:
+    """Return the launcher that started this process; shells, mpirun and the like in between are skipped."""
     try:
-        parents = process.parents()
-    except psutil.Error:
+        process = psutil.Process()
+        own = process.cmdline()
+        for parent in process.parents():
+            words = parent.cmdline()
+            if _match_launcher(words) is not None:
+                environment: dict[str, str] = {}
+                with suppress(psutil.Error, OSError, NotImplementedError):  # a process of another user
+                    environment = parent.environ()
+                return parse_launch_command(words, environment)
+            is_python = bool(words) and _strip_directory(words[0]).startswith("python")
+            if is_python and words[1:] != own[1:]:  # on Windows a virtual environment starts Python twice
+                return None
+    except (psutil.Error, ConfigError):  # not allowed to look, or a launcher of another version
         return None
-    for parent in parents:
-        words = _words(parent)
-        if _launcher_in(words) is not None:
-            try:
-                return parse_launch(words, _environment(parent))
-            except ConfigError:
-                return None  # options that this version of the launcher does not know: it has its own say on them
-        if _is_python(words) and words[1:] != own[1:]:  # on Windows a virtual environment starts Python twice
-            return None
     return None
 
 
-def _launcher_in(words: Sequence[str]) -> tuple[str, int] | None:
-    """Which launcher a command starts, and where its own options begin."""
-    for at, word in enumerate(words):
-        name = PurePath(word.replace("\\", "/")).name.lower().removesuffix(".exe").removesuffix("-script.py")
-        for table, first, names in ((PROGRAMS, name, at), (MODULES, word, at)):
-            if table is MODULES and (at == 0 or words[at - 1] != "-m"):
-                continue
-            for key, launcher in table.items():
-                if key == (first, *words[names + 1 : names + len(key)]):
-                    return launcher, at + len(key)
+def format_multi_process_command(command: LaunchCommand, *, on_cpu: bool) -> str:
+    """Format the same training as a command for which accelerate starts several processes."""
+    program = command.program if "-m" in command.program else ACCELERATE.split()
+    flags = ["--multi_gpu", *(flag for flag in command.flags if flag not in ("--cpu", "--multi_gpu", "--multi-gpu"))]
+    line = shlex.join([*program, *flags, command.script, *command.script_args])
+    if not on_cpu:
+        return line
+    return f"set ACCELERATE_USE_CPU=true && {line}" if sys.platform == "win32" else f"ACCELERATE_USE_CPU=true {line}"
+
+
+def predict_script_environment(command: LaunchCommand) -> dict[str, str]:
+    """Return the environment that the launcher would give to its script, by the launcher's own code.
+
+    What the launcher refuses is a ``ConfigError``.
+    """
+    logger = logging.getLogger("accelerate.commands.launch")  # it advises to write every flag
+    was_disabled, logger.disabled = logger.disabled, True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            args = _build_parser(command.launcher).parse_args([*command.flags, command.script, *command.script_args])
+            if command.launcher == ACCELERATE:
+                return _predict_accelerate(args)
+            environment = {**os.environ, **_predict_torchrun(args)}
+            if environment["LOCAL_WORLD_SIZE"] != "1":
+                environment.setdefault("OMP_NUM_THREADS", "1")
+            return environment
+    except Exception as error:  # accelerate and torch raise errors of any type for settings that they refuse
+        raise ConfigError([f"{command.launcher}: {str(error) or type(error).__name__}"]) from None
+    finally:
+        logger.disabled = was_disabled
+
+
+def _predict_accelerate(args: Any) -> dict[str, str]:
+    """Follow ``accelerate.commands.launch.launch_command`` up to where it starts processes."""
+    from accelerate.commands.launch import _validate_launch_command
+    from accelerate.utils import launch
+
+    options = {**vars(args), "deepspeed_fields_from_accelerate_config": ""}
+    args, _, _ = _validate_launch_command(SimpleNamespace(**options))
+    port = {"MASTER_PORT": "0"} if args.main_process_port == 0 else {}
+    if args.cpu or not (args.use_deepspeed or args.use_fsdp or args.use_megatron_lm or args.multi_gpu):
+        environment: dict[str, str] = launch.prepare_simple_launcher_cmd_env(args)[1]
+        return {**environment, **({"WORLD_SIZE": str(args.num_processes)} if args.mpirun_hostfile else {})}
+    if args.use_deepspeed:
+        environment = launch.prepare_deepspeed_cmd_env(args)[1]
+    else:
+        environment = launch.prepare_multi_gpu_env(args)
+    return {**environment, **_predict_torchrun(args), **port}  # accelerate starts it with what these wrote into args
+
+
+def _predict_torchrun(args: Any) -> dict[str, str]:
+    """Return the variables that torchrun sets for its first process."""
+    from torch.distributed import run
+
+    defaults = vars(run.get_args_parser().parse_args(["script.py"]))
+    args = SimpleNamespace(**{name: getattr(args, name, default) for name, default in defaults.items()})
+    nodes, local = run.parse_min_max_nnodes(args.nnodes)[1], run.determine_local_world_size(args.nproc_per_node)
+    endpoint = "127.0.0.1:0" if args.standalone else str(run.get_rdzv_endpoint(args))  # type: ignore[no-untyped-call]
+    address, _, port = endpoint.removesuffix(":None").partition(":")
+    return {
+        "WORLD_SIZE": str(nodes * local),
+        "LOCAL_WORLD_SIZE": str(local),
+        "LOCAL_RANK": "0",
+        "GROUP_WORLD_SIZE": str(nodes),
+        "GROUP_RANK": str(args.node_rank),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,  # empty: torchrun's default
+    }
+
+
+def _match_launcher(words: Sequence[str]) -> tuple[str, int] | None:
+    """Return which launcher a command starts, and the index at which the launcher's flags begin."""
+    names = [_strip_directory(word) for word in words]
+    for index in range(len(names)):
+        for key, launcher in LAUNCHERS.items():
+            if tuple(names[index : index + len(key)]) == key:
+                return launcher, index + len(key)
     return None
 
 
-def _parsed(launcher: str, words: list[str]) -> dict[str, Any]:
-    """What was written, by the launcher's own parser."""
-    parser = _parser(launcher)
+def _strip_directory(word: str) -> str:
+    name = PurePath(word.replace("\\", "/")).name
+    return name.lower().removesuffix(".exe").removesuffix("-script.py")
 
-    def refuse(message: str) -> None:
+
+def _build_parser(launcher: str) -> Any:
+    if launcher == ACCELERATE:
+        from accelerate.commands.launch import launch_command_parser as build
+    else:
+        from torch.distributed.run import get_args_parser as build
+
+    def fail(message: str) -> NoReturn:
         raise ConfigError([f"{launcher}: {message}"])
 
-    parser.error = refuse
-    parser.print_help = lambda: refuse("--help starts nothing")
-    names = set(vars(parser.parse_args(["script.py"]))) - {"nondefault"}  # accelerate keeps a list of its own there
-    seen = vars(parser.parse_args(words, SimpleNamespace(**dict.fromkeys(names, UNSAID))))
-    return {name: value for name, value in seen.items() if value is not UNSAID and name != "nondefault"}
-
-
-def _parser(launcher: str) -> Any:
-    if launcher == ACCELERATE:
-        from accelerate.commands.launch import launch_command_parser
-
-        return launch_command_parser()
-    from torch.distributed.run import get_args_parser
-
-    return get_args_parser()
-
-
-def _words(process: psutil.Process) -> list[str]:
-    try:
-        return list(process.cmdline())
-    except psutil.Error:
-        return []
-
-
-def _environment(process: psutil.Process) -> dict[str, str]:
-    """What the launcher was started with; another user's process does not tell."""
-    try:
-        return dict(process.environ())
-    except (psutil.Error, OSError, NotImplementedError):
-        return {}
-
-
-def _is_python(words: Sequence[str]) -> bool:
-    return bool(words) and PurePath(words[0].replace("\\", "/")).name.lower().startswith("python")
-
-
-def _spoken(program: Sequence[str]) -> list[str]:
-    """``python /somewhere/bin/accelerate launch`` is written ``accelerate launch``."""
-    names = [os.path.basename(word) for word in program]
-    for start in ("accelerate", "accelerate-launch", "torchrun"):
-        if start in names:
-            return names[names.index(start) :]
-    return list(program)
+    parser: Any = build()
+    parser.error = fail
+    parser.print_help = lambda: fail("--help starts no training")
+    return parser

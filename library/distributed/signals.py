@@ -1,14 +1,21 @@
-"""Signals that ask a run to end: noted, not obeyed at once, so that the step can be finished and kept."""
+"""Signals that ask a run to end: noted, not obeyed at once, so that the step can be finished and kept.
+
+Under ``python -m library launch`` (``tools/launch.py``), training processes register in a directory to get signals
+directly, and leave their exit code there.
+"""
 
 import os
 import signal
 import threading
 import time
+from contextlib import suppress
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from . import supervised
-
+SUPERVISOR_DIR = "LORIKEET_SUPERVISOR"
+"""The environment variable with the directory that ``python -m library launch`` shares with training processes."""
+SIGNAL_FILE, EXIT_CODE_FILE, PROCESS_PREFIX = "signal", "exit_code", "process-"
 SECONDS_OF_ONE = 3.0
 """A launcher passes on what it got itself, so that one request arrives twice; what comes later is a second one."""
 
@@ -23,8 +30,8 @@ class Signals:
 
     def __enter__(self) -> "Signals":
         if threading.current_thread() is threading.main_thread():  # no other thread may set them
-            self._before = {number: signal.signal(number, self._note) for number in supervised.numbers()}
-            if (number := supervised.listen()) is not None and self.asked is None:
+            self._before = {number: signal.signal(number, self._note) for number in list_stop_signals()}
+            if (number := register_process()) is not None and self.asked is None:
                 self._note(number, None)
         return self
 
@@ -47,3 +54,44 @@ class Signals:
         elif time.monotonic() - self._asked_at > SECONDS_OF_ONE:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+def list_stop_signals() -> list[int]:
+    """Return the signals that ask a run to end, as far as this system has them."""
+    return [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
+
+
+def register_process() -> int | None:
+    """Have ``python -m library launch`` forward signals to this process; return the one that it got already, if any."""
+    if SUPERVISOR_DIR not in os.environ:
+        return None
+    folder = Path(os.environ[SUPERVISOR_DIR])
+    write_number(folder / f"{PROCESS_PREFIX}{os.getpid()}", 0)
+    return read_number(folder / SIGNAL_FILE)
+
+
+def report_exit_code(code: int) -> int:
+    """Leave the exit code of a stopped run for ``python -m library launch``; return the code for the launcher.
+
+    That is 0: accelerate launch and torchrun turn every other code into 1, and torchrun may restart the process.
+    """
+    if SUPERVISOR_DIR not in os.environ:
+        return code
+    write_number(Path(os.environ[SUPERVISOR_DIR]) / EXIT_CODE_FILE, code)
+    return 0
+
+
+def write_number(path: Path, number: int) -> None:
+    """Write a file that is whole whenever it can be read."""
+    with suppress(OSError):  # the supervisor and its directory are gone
+        temporary = path.with_name(f".{path.name}-{os.getpid()}")
+        temporary.write_text(str(number), "ascii")
+        temporary.replace(path)
+
+
+def read_number(path: Path) -> int | None:
+    """Read such a file; ``None`` if there is none."""
+    try:
+        return int(path.read_text("ascii"))
+    except (OSError, ValueError):
+        return None

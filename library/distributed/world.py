@@ -10,7 +10,7 @@ import torch
 
 from ..errors import ConfigError
 from .devices import Machine, this_machine
-from .launch_command import LaunchCommand, launch_of_this_process
+from .launch_command import LaunchCommand, find_launch_command
 
 ENGINES = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
@@ -79,7 +79,7 @@ class World:
             affinity=truth(env.get("ACCELERATE_CPU_AFFINITY")),
             engines=tuple(name for key, name in ENGINES.items() if truth(env.get(key))),
             said={name: value for name, value in env.items() if name.startswith(ABOUT_ENGINES)},
-            launch=launch_of_this_process(),
+            launch=find_launch_command(),
         )
 
     @classmethod

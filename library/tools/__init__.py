@@ -1,14 +1,15 @@
-"""Programs beside training, each started as ``python -m library NAME``; a tool turns arguments into text and a code."""
+"""Command-line tools, ``python -m library NAME``: from arguments to text and exit code."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 
-Tool = Callable[[Sequence[str]], tuple[str, int]]
+Tool = Callable[[Sequence[str]], tuple[str, int] | Generator[str, None, int]]
+"""A tool that takes long yields its lines as they are known, and returns the exit code."""
 
 
-def _doctor(argv: Sequence[str]) -> tuple[str, int]:
+def _doctor(argv: Sequence[str]) -> Generator[str, None, int]:
     from .doctor import run
 
-    return run(list(argv))
+    return run(argv)
 
 
 def _plan(argv: Sequence[str]) -> tuple[str, int]:
@@ -48,11 +49,11 @@ def _options(argv: Sequence[str]) -> tuple[str, int]:
 
 
 TOOLS: dict[str, tuple[str, Tool]] = {
-    "doctor": ("what works on this machine, and which of several settings counts", _doctor),
+    "doctor": ("check packages, devices and a launch command", _doctor),
     "plan": ("what would be trained, without training", _plan),
     "cache": ("latents and captions kept on disk: build, verify, repair, prune, info", _cache),
     "bench": ("how fast it is on this machine", _bench),
     "convert": ("a LoRA file with the names of another program", _convert),
-    "launch": ("accelerate launch or torchrun, with the exit code that a scheduler needs", _launch),
+    "launch": ("accelerate launch or torchrun with signal forwarding and exit codes", _launch),
     "options": ("the page docs/options.md", _options),
 }

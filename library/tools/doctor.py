@@ -1,110 +1,220 @@
-"""``python -m library doctor [--json] [-- accelerate launch ... train_lora.py ...]``: what works here, what counts."""
+"""``python -m library doctor [--json] [-- accelerate launch ...]``: check packages, devices and a launch command.
 
-import dataclasses
+Nothing heavy is imported here before it is known to work in a child process.
+"""
+
+import importlib
+import importlib.metadata
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import replace
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config import load_options
 from ..errors import ConfigError
-from .doctor_finding import Finding
+from .doctor_checks import CheckFailed, Finding, run_checks, run_in_child
 
 if TYPE_CHECKING:
-    from ..distributed.claims import Verdict
+    from ..distributed.launcher_settings import ResolvedSetting
 
 USAGE = "usage: python -m library doctor [--json] [-- accelerate launch ... train_lora.py ...]"
+PACKAGE, DISTRIBUTION = __package__.split(".")[0], "lorikeet-lora"
+ROOT = Path(__file__).resolve().parents[2]
+NEEDED = {
+    "torch": (2, 7),
+    "accelerate": (1, 12),
+    "diffusers": (0, 41),
+    "transformers": (5, 0),
+    "peft": (0, 18),
+    "safetensors": (0, 6),
+    "wandb": (0, 30),
+    "tensorboard": (2, 18),
+}
+"""The oldest releases that pyproject.toml allows."""
+ANY_RELEASE = {"numpy": "numpy", "PIL": "pillow", "psutil": "psutil", "toml": "toml", "tqdm": "tqdm", "yaml": "pyyaml"}
+"""Module and package of what is needed in any release."""
+OPTIONAL = ("deepspeed", "bitsandbytes", "nvidia-ml-py", "torchao", "pyarrow")
+PYTHONS = ((3, 10), (3, 13))
+MIN_FREE_DISK = 2 * 2**30
 
 
-def run(argv: list[str]) -> tuple[str, int]:
-    """The report, and 1 when something that training needs is broken."""
-    own, _, command = _split(argv)
+def run(argv: Sequence[str]) -> Generator[str, None, int]:
+    """Yield a line for each check as soon as it is done; return 1 if training cannot work."""
+    words = list(argv)
+    start = words.index("--") if "--" in words else len(words)
+    own, command = words[:start], words[start + 1 :]
     if set(own) & {"--help", "-h"}:
-        return USAGE, 0
+        yield USAGE
+        return 0
     if unknown := [word for word in own if word != "--json"]:
-        raise ConfigError([f"{unknown[0]}: unexpected; {USAGE}"])
-    findings, verdicts = examine(command)
-    is_broken = any(finding.is_broken for finding in findings) or any(verdict.is_error for verdict in verdicts)
-    text = as_json(findings, verdicts) if "--json" in own else as_text(findings, verdicts)
-    return text, int(is_broken)
+        raise ConfigError([f"{unknown[0]}: unexpected argument; {USAGE}"])
+    findings: list[Finding] = []
+    settings: list[ResolvedSetting] = []
+    for result in examine(command):
+        if isinstance(result, Finding):
+            findings.append(result)
+        else:
+            settings.append(result)
+        if "--json" not in own:
+            yield format_finding(result) if isinstance(result, Finding) else format_setting(result)
+    errors = sum(finding.is_error for finding in findings)
+    if "--json" in own:
+        shown = [asdict(replace(finding, fix="" if finding.ok else finding.fix)) for finding in findings]
+        content = {"findings": shown, "settings": [*map(asdict, settings)]}
+        yield json.dumps({"ok": not errors, **content}, indent=2)
+    else:
+        yield f"\n{errors} error{'s' if errors > 1 else ''}" if errors else "\nno errors"
+    return int(errors > 0)
 
 
-def examine(command: Sequence[str]) -> tuple[list[Finding], "list[Verdict]"]:
-    """Look at everything; at the packages first, because all the rest is done with them."""
-    from . import doctor_packages
-
-    packages = doctor_packages.packages()
-    if any(finding.is_broken for finding in packages):
-        rest = Finding("everything else", "not looked at while packages are broken", needed=False)
-        return [*packages, rest], []
-    from ..distributed.devices import this_machine
-    from . import doctor_checks as checks
-
-    problems, verdicts = of_command(command) if command else ([], [])
-    machine = this_machine(os.environ)
-    return [*problems, *packages, *checks.toolkit(machine), *checks.machine_facts(machine),
-            *checks.places(checks.working_folder(), os.environ), *checks.trials(machine)], verdicts  # fmt: skip
+def examine(command: Sequence[str]) -> "Iterator[Finding | ResolvedSetting]":
+    """Check packages, which everything else needs; then the command, this machine and its devices."""
+    packages = check_packages()
+    yield from packages
+    if any(finding.is_error for finding in packages):
+        yield Finding("all other checks", "skipped while packages are broken", needed=False)
+        return
+    if command:
+        yield from check_command(command)
+    yield check_disk(Path.cwd())
+    yield check_import_path()
+    yield from run_checks()
 
 
-def of_command(words: Sequence[str]) -> tuple[list[Finding], "list[Verdict]"]:
-    """Which setting counts in a command as it is typed; and what is wrong with the training options in it."""
-    from ..distributed.contradictions import sources_of
-    from ..distributed.launch_command import parse_launch
-    from ..distributed.verdicts import verdicts
+def check_command(words: Sequence[str]) -> "Iterator[Finding | ResolvedSetting]":
+    """Resolve the settings of a command as it is typed; then find what would stop it."""
+    from ..distributed.launch_command import parse_launch_command, predict_script_environment, split_assignments
 
-    launch = parse_launch(words, os.environ)
+    assignments, words = split_assignments(words)
+    os.environ |= assignments  # before accelerate is imported, which looks for its config file then
+    from ..distributed.launcher_settings import find_launch_problems, resolve_settings
+    from ..distributed.refusals import before_joining
+    from ..distributed.world import World
+
+    launch = parse_launch_command(words, os.environ)
     script = next((index for index, word in enumerate(words) if Path(word).name == "train_lora.py"), None)
     if launch is None and script is None:
-        raise ConfigError([f"not a command that starts training: {' '.join(words)}; expected accelerate launch, "
-                           "torchrun, or python train_lora.py"])  # fmt: skip
-    arguments = list(launch.arguments) if launch is not None else list(words[(script or 0) + 1 :])
-    loaded = load_options(arguments)
-    sources = sources_of(launch, os.environ, loaded.config, loaded.places, is_typed=True)
-    findings = [Finding("training options", problem, False, "see docs/options.md") for problem in loaded.problems]
-    return findings, verdicts(sources)
+        expected = "expected accelerate launch, torchrun, or python train_lora.py"
+        raise ConfigError([f"not a training command: {' '.join(words)}; {expected}"])
+    loaded = load_options(list(launch.script_args if launch is not None else words[(script or 0) + 1 :]))
+    try:
+        environment = dict(os.environ) if launch is None else predict_script_environment(launch)
+    except ConfigError as error:
+        yield Finding("command", str(error), ok=False)
+        return
+    world = replace(World.from_environment(environment), launch=launch)
+    yield from resolve_settings(loaded.config, loaded.places, world, environment)
+    for problem in (
+        *loaded.problems,
+        *find_launch_problems(loaded.config, world),
+        *before_joining(loaded.config, world),
+    ):
+        yield Finding("command", problem, ok=False)
 
 
-def as_text(findings: Sequence[Finding], verdicts: "Sequence[Verdict]") -> str:
-    """For people: the table of settings, then a line for each check, then what to do."""
-    lines = [*_table(verdicts), *[_line(finding) for finding in findings]]
-    broken = [finding for finding in findings if finding.is_broken]
-    errors = [verdict.contradiction for verdict in verdicts if verdict.is_error]
-    count = len(broken) + len(errors)
-    return "\n".join([*lines, "", f"{count} broken" if count else "nothing that training needs is broken"])
+def format_setting(setting: "ResolvedSetting") -> str:
+    """Format a setting as one line, and a second one if its sources disagree."""
+    line = f"setting {setting.name:<31} {setting.value:<9} {setting.source}"
+    if setting.warning:
+        return f"{line}\nwarning {setting.warning}"
+    overridden = ", ".join(f"{source.value} ({source.location})" for source in setting.overridden)
+    return f"{line}; overridden: {overridden}" if overridden else line
 
 
-def as_json(findings: Sequence[Finding], verdicts: "Sequence[Verdict]") -> str:
-    """For machines."""
-    is_fine = not any(finding.is_broken for finding in findings) and not any(verdict.is_error for verdict in verdicts)
-    shown = [dataclasses.asdict(replace(finding, fix="" if finding.ok else finding.fix)) for finding in findings]
-    settings = [dataclasses.asdict(verdict) for verdict in verdicts]
-    return json.dumps({"ok": is_fine, "findings": shown, "settings": settings}, indent=2)
-
-
-def _line(finding: Finding) -> str:
-    mark = "ok" if finding.ok else "BROKEN" if finding.needed else "no"
+def format_finding(finding: Finding) -> str:
+    """Format a finding as one line: what is wrong, and the fix."""
+    mark = "ok" if finding.ok else "error" if finding.needed else "warning"
     fix = f"  -> {finding.fix}" if finding.fix and not finding.ok else ""
     return f"{mark:<7} {finding.name}: {finding.value}{fix}"
 
 
-def _table(verdicts: "Sequence[Verdict]") -> list[str]:
-    if not verdicts:
-        return []
-    widths = (max(len(verdict.setting) for verdict in verdicts), max(len(verdict.value) for verdict in verdicts))
-    lines = ["which setting counts:"]
-    for verdict in verdicts:
-        lines.append(f"  {verdict.setting:<{widths[0]}}  {verdict.value:<{widths[1]}}  {verdict.winner}")
-        lines += [f"  {'':<{widths[0]}}  {'':<{widths[1]}}  lost: {claim.place} says {claim.value}"
-                  for claim in verdict.losers]  # fmt: skip
-        if verdict.contradiction:
-            mark = "ERROR" if verdict.is_error else "discouraged"
-            lines += [f"  {mark}: {verdict.contradiction}"]
-    return [*lines, ""]
+def check_packages() -> list[Finding]:
+    """Check Python and each package: installed, new enough, importable."""
+    is_supported = PYTHONS[0] <= sys.version_info[:2] <= PYTHONS[1]
+    version = f"{platform.python_version()} ({sys.executable})"
+    found = [Finding("python", version, is_supported, "use Python 3.10 to 3.13")]
+    broken = find_broken_modules([*NEEDED, *ANY_RELEASE])
+    found += [_check_package(name, oldest, broken.get(name)) for name, oldest in NEEDED.items()]
+    for module, package in ANY_RELEASE.items():
+        if module in broken:
+            found.append(Finding(package, broken[module], False, f"pip install --force-reinstall {package}"))
+    for name in OPTIONAL:
+        found.append(Finding(name, find_version(name) or "not installed (optional)", needed=False))
+    return found
 
 
-def _split(argv: Sequence[str]) -> tuple[list[str], bool, list[str]]:
-    words = list(argv)
-    at = words.index("--") if "--" in words else len(words)
-    return words[:at], at < len(words), words[at + 1 :]
+def check_disk(folder: Path) -> Finding:
+    """Check the free disk space of the working directory."""
+    free = shutil.disk_usage(folder).free
+    fix = f"free at least {MIN_FREE_DISK / 2**30:.0f} GiB"
+    return Finding("disk", f"{free / 2**30:.1f} GiB free in {folder}", free >= MIN_FREE_DISK, fix)
+
+
+def check_import_path() -> Finding:
+    """Check that Python imports this package in every directory, and no other one of the same name."""
+    name, ours, fix = f"package `{PACKAGE}`", ROOT / PACKAGE, "use a separate virtual environment"
+    source = f"import {PACKAGE} as it; print(it.__file__ or list(it.__path__)[0])"
+    command = [sys.executable, "-c", source]
+    done = subprocess.run(command, cwd=tempfile.gettempdir(), capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode == 0 and Path(done.stdout.strip()).resolve() not in (ours / "__init__.py", ours):
+        return Finding(
+            name, f"in other directories, Python imports {done.stdout.strip()} instead of {ours}", False, fix
+        )
+    owners = set(importlib.metadata.packages_distributions().get(PACKAGE, []))
+    if foreign := sorted(owner for owner in owners if owner.lower().replace("_", "-") != DISTRIBUTION):
+        return Finding(name, f"also installed by {' and '.join(foreign)}", False, fix)
+    return Finding(name, str(ours) if done.returncode == 0 else f"{ours} (not installed)")
+
+
+def import_modules(*names: str) -> dict[str, str]:
+    """Import each module; return why those that failed did."""
+    failed = {}
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            failed[name] = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]}"
+    return failed
+
+
+def find_version(package: str) -> str | None:
+    """Return the installed release of a package."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def find_broken_modules(modules: Sequence[str]) -> dict[str, str]:
+    """Import all in one child process, which is fast; where that crashes, each in its own."""
+    try:
+        return dict(run_in_child(import_modules, *modules, timeout=180, preload=()))
+    except CheckFailed:
+        broken: dict[str, str] = {}
+    for module in modules:
+        try:
+            broken |= run_in_child(import_modules, module, timeout=180, preload=())
+        except CheckFailed as error:
+            broken[module] = str(error)
+    return broken
+
+
+def _check_package(name: str, oldest: tuple[int, int], broken: str | None) -> Finding:
+    version, bound = find_version(name), f"{name}>={'.'.join(map(str, oldest))}"
+    if version is None:
+        return Finding(name, "not installed", False, f"pip install '{bound}'")
+    major, minor = [*re.findall(r"\d+", version), "0", "0"][:2]
+    if (int(major), int(minor)) < oldest:
+        return Finding(name, version, False, f"pip install -U '{bound}'")
+    if broken is not None:
+        fix = f"pip install --force-reinstall '{name}=={version}'"
+        return Finding(name, f"{version}, cannot be imported: {broken}", False, fix)
+    return Finding(name, version)

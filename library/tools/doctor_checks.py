@@ -1,138 +1,297 @@
-"""The doctor's checks: each looks at one thing, by trying it where that is possible."""
+"""The doctor's checks of devices, each a small real computation in a child process, because it may crash or hang.
 
-import importlib.metadata
+Everything heavy is imported inside the functions: ``set_forkserver_preload`` has it imported once for all of them.
+"""
+
 import math
+import multiprocessing
 import os
-import shutil
+import signal
+import socket
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
-from ..distributed.attempt import ROOT, Attempt, attempt, command_output, found_elsewhere
-from ..distributed.devices import Machine, compute_toolkit, group_backends, trial_devices
-from ..distributed.launch_file import default_path, read_launch_file
-from ..errors import ConfigError
-from .doctor_finding import Finding
+from ..errors import ConfigError, UserError
 
-PACKAGE = __package__.split(".")[0]
-DISTRIBUTION = "lorikeet-lora"
-TRIALS = f"{PACKAGE}.distributed.trials"
-SECONDS = {"memory": 60.0, "precision": 120.0, "all_reduce": 60.0, "compile_one_kernel": 240.0, "one_step": 240.0}
-"""How long a trial may take before it counts as hanging."""
-ENOUGH_DISK = 2 * 2**30
+PRELOAD = ("torch", "accelerate", "diffusers", "transformers", "peft")
+LAUNCHER_PREFIXES = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_", "MASTER_")
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+"""What a check must not inherit: it is one process without a launcher."""
 
 
-def toolkit(machine: Machine) -> list[Finding]:
-    """What torch was built for, and the driver below it."""
-    driver = command_output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
-    fix = "install the torch that fits your driver: https://pytorch.org/get-started/locally"
-    unused = driver is not None and trial_devices(machine) == (machine.device,)
-    return [Finding("toolkit", compute_toolkit()),
-            Finding("driver", (driver or "none found").splitlines()[0] + (", not used by torch" if unused else ""),
-                    not unused, fix if unused else "", needed=False)]  # fmt: skip
+class CheckFailed(Exception):
+    """A function in a child process raised, crashed or hung; the message says which."""
 
 
-def machine_facts(machine: Machine) -> list[Finding]:
-    """Processors and NUMA nodes, and what becomes of them."""
-    nodes = f"{machine.numa_nodes} NUMA node{'s' if machine.numa_nodes > 1 else ''}"
-    if machine.numa_nodes == 1:
-        affinity = "processes are not bound: there is one node"
-    else:
-        affinity = f"processes are not bound: {machine.affinity_obstacle}" if machine.affinity_obstacle else (
-            "each process is bound to the node of its device")  # fmt: skip
-    return [Finding("processors", f"{machine.cores} cores, {machine.processors} usable threads"),
-            Finding("NUMA", f"{nodes}; {affinity}", needed=False)]  # fmt: skip
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check; ``fix`` says what to do if it is not ok."""
+
+    name: str
+    value: str
+    ok: bool = True
+    fix: str = ""
+    needed: bool = True
+    """Whether training is impossible without it."""
+
+    @property
+    def is_error(self) -> bool:
+        """Whether training cannot work like this."""
+        return self.needed and not self.ok
 
 
-def places(folder: Path, environment: Mapping[str, str]) -> list[Finding]:
-    """Disk, the package's own name, and accelerate's file."""
-    return [_disk(folder), _library(), _accelerate_file(environment)]
+@dataclass(frozen=True)
+class Check:
+    """A check that runs in a child process: what the function returns is shown, what it raises is the reason."""
+
+    name: str
+    function: Callable[..., str]
+    arguments: tuple[str, ...]
+    fix: str
+    needed: bool = True
+    timeout: float = 120.0
 
 
-def trials(machine: Machine) -> list[Finding]:
-    """Everything that is found out by doing it; two at a time, because the slowest one mostly compiles."""
-    calls: list[Callable[[], Finding]] = []
-    for device in trial_devices(machine):
-        calls += [partial(_memory, device), partial(_precision, device, "bf16"), partial(_precision, device, "fp16"),
-                  partial(_compile, device), partial(_step, device)]  # fmt: skip
-    calls += [partial(_step, f"{machine.device}:{index}") for index in range(1, machine.device_count)]
-    calls += [partial(_group, backend, device, machine) for backend, device in group_backends(machine)]
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        return list(pool.map(lambda call: call(), calls))
-
-
-def _disk(folder: Path) -> Finding:
-    free = shutil.disk_usage(folder).free
-    return Finding("disk", f"{free / 2**30:.1f} GiB free in {folder}", free >= ENOUGH_DISK, "make room: 2 GiB or more")
-
-
-def _library() -> Finding:
-    """Which package Python finds when it is started somewhere else; a second one of this name mixes with ours."""
-    tried = found_elsewhere(PACKAGE, tempfile.gettempdir())
-    owners = sorted(set(importlib.metadata.packages_distributions().get(PACKAGE, [])))
-    name = f"`{PACKAGE}` is ours"
-    ours = str(ROOT / PACKAGE)
-    fix = "use a virtual environment of its own"
-    if tried.ok and Path(str(tried.answer)).resolve() not in (ROOT / PACKAGE / "__init__.py", ROOT / PACKAGE):
-        return Finding(name, f"Python finds {tried.answer} elsewhere", False, fix)
-    if foreign := [owner for owner in owners if owner.lower().replace("_", "-") != DISTRIBUTION]:
-        return Finding(name, f"installed by {' and '.join(foreign)}, too", False, fix)
-    return Finding(name, ours if tried.ok else f"{ours} (used from its folder, not installed)")
-
-
-def _accelerate_file(environment: Mapping[str, str]) -> Finding:
-    path, name = default_path(environment), "accelerate's file"
-    if not path.is_file():
-        return Finding(name, f"{path} (not there; `accelerate config` would write it)", needed=False)
+def run_checks() -> Iterator[Finding]:
+    """Run all checks of this machine, two at a time because the slowest mostly waits for a compiler; yield as done."""
     try:
-        content = read_launch_file(path).content
+        findings, checks = run_in_child(describe_machine, timeout=180)
+    except CheckFailed as error:
+        yield Finding("devices", str(error), False, "the driver or a device does not answer")
+        return
+    yield from findings
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        yield from (future.result() for future in as_completed([pool.submit(run_check, check) for check in checks]))
+
+
+def run_check(check: Check) -> Finding:
+    """Run one check in a child process."""
+    start = time.monotonic()
+    try:
+        value = run_in_child(check.function, *check.arguments, timeout=check.timeout)
+    except CheckFailed as error:
+        return Finding(check.name, str(error), False, check.fix, check.needed)
+    return Finding(check.name, f"{value} ({time.monotonic() - start:.0f} s)", needed=check.needed)
+
+
+def run_in_child(
+    function: Callable[..., Any], *arguments: str, timeout: float, preload: Sequence[str] = PRELOAD
+) -> Any:
+    """Call a function in a child process, and end it with everything that it started.
+
+    With ``preload``, children are forked from a process that has these modules imported already, where forking is safe.
+    """
+    can_fork = bool(preload) and sys.platform == "linux"
+    context: Any = multiprocessing.get_context("forkserver" if can_fork else "spawn")
+    if can_fork:
+        context.set_forkserver_preload(list(preload))
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_call, args=(sender, function, arguments))
+    process.start()
+    sender.close()
+    try:
+        if not receiver.poll(timeout):
+            raise CheckFailed(f"no answer within {timeout:g} s")
+        ok, answer = receiver.recv()
+        process.join(10)
+        if not ok:
+            raise CheckFailed(answer)
+        return answer
+    except EOFError:
+        process.join()
+        code = process.exitcode
+        raise CheckFailed(f"crashed with {signal.Signals(-code).name}" if code < 0 else f"exit code {code}") from None
+    finally:
+        if hasattr(os, "killpg"):
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        process.join()
+
+
+def _call(sender: Connection, function: Callable[..., Any], arguments: Sequence[str]) -> None:
+    """Run in the child: answer with the result, or with the first line of the error."""
+    if hasattr(os, "setsid"):
+        os.setsid()
+    for name in list(os.environ):
+        if name in LAUNCHER_VARIABLES or name.startswith(LAUNCHER_PREFIXES):
+            del os.environ[name]
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    try:
+        sender.send((True, function(*arguments)))
+    except Exception as error:
+        line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:300]
+        sender.send((False, line if isinstance(error, UserError) else f"{type(error).__name__}: {line}"))
+
+
+def describe_machine() -> tuple[list[Finding], list[Check]]:
+    """Return what this machine has, and the checks that it allows."""
+    from ..distributed.devices import compute_toolkit, group_backends, this_machine, trial_devices
+
+    machine = this_machine(os.environ)
+    devices = trial_devices(machine)
+    findings = [
+        Finding("toolkit", compute_toolkit()),
+        check_driver(is_used=devices != (machine.device,)),
+        Finding("processors", f"{machine.cores} cores, {machine.processors} usable threads"),
+        Finding("NUMA", describe_numa(machine.numa_nodes, machine.affinity_obstacle), needed=False),
+        check_accelerate_config(),
+    ]
+    checks = []
+    for device in devices:
+        compiler = "install a C++ compiler (apt install g++), or train without --torch_compile"
+        checks.append(Check(f"torch.compile on {device}", check_compile, (device,), compiler, False, 240))
+        for precision in ("no", "bf16", "fp16"):
+            name, is_plain = f"training step on {device}, mixed_precision {precision}", precision == "no"
+            fix = "run the tests: make test" if is_plain else "use another --mixed_precision"
+            checks.append(Check(name, check_training_step, (device, precision), fix, is_plain))
+        checks.append(Check(f"memory of {device}", check_memory, (device,), "the driver or the device does not answer"))
+    for index in range(1, machine.device_count):
+        device = f"{machine.device}:{index}"
+        checks.append(Check(f"training step on {device}", check_training_step, (device, "no"), f"do not use {device}"))
+    for backend, device in group_backends(machine):
+        needed = machine.device_count > 1 and device == machine.device
+        fix = "train with one process"
+        checks.append(Check(f"{backend} all-reduce on {device}", check_all_reduce, (device,), fix, needed))
+    return findings, checks
+
+
+def check_driver(*, is_used: bool) -> Finding:
+    """Compare the NVIDIA driver with what torch sees."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return Finding("driver", "none found", needed=False)
+    version, fix = done.stdout.split()[0], "install the torch build for it: https://pytorch.org/get-started/locally"
+    return Finding("driver", version if is_used else f"{version}, not used by torch", is_used, fix, needed=False)
+
+
+def describe_numa(nodes: int, obstacle: str) -> str:
+    """Return whether accelerate binds processes to NUMA nodes."""
+    if nodes == 1:
+        return "1 node, processes are not bound"
+    binding = f"processes are not bound: {obstacle}" if obstacle else "each process is bound to the node of its device"
+    return f"{nodes} nodes, {binding}"
+
+
+def check_accelerate_config() -> Finding:
+    """Show what ``accelerate config`` wrote."""
+    from ..distributed.launcher_settings import get_accelerate_config_path, read_accelerate_config
+
+    path = get_accelerate_config_path()
+    if not path.is_file():
+        return Finding("accelerate config", f"{path} does not exist (optional)", needed=False)
+    try:
+        content = read_accelerate_config(path)
     except ConfigError as error:
-        return Finding(name, str(error), False, f"run `accelerate config`, or remove {path}")
-    said = ", ".join(f"{key} {value}" for key, value in content.items() if key != "compute_environment")
-    return Finding(name, f"{path}: {said}", needed=False)
+        return Finding("accelerate config", str(error), False, f"run `accelerate config`, or remove {path}")
+    shown = ", ".join(f"{key}: {value}" for key, value in content.items() if key != "compute_environment")
+    return Finding("accelerate config", f"{path}: {shown}", needed=False)
 
 
-def _memory(device: str) -> Finding:
-    tried = _try("memory", device)
-    shown = "; ".join(f"{one['name']}: {one['free']:.1f} of {one['total']:.1f} GiB free" for one in tried.answer or [])
-    return Finding(f"device {device}", shown or tried.reason, tried.ok, "the driver or the device does not answer")
+def check_memory(device: str) -> str:
+    """Return name and free memory of every device of a type."""
+    import torch
+
+    from ..distributed.devices import HOST, device_title, free_memory
+
+    count = 1 if torch.device(device) == HOST else torch.accelerator.device_count()
+    found = [torch.device(device, index) for index in range(count)]
+    return "; ".join(f"{device_title(item)} {free_memory(item) / 2**30:.1f} GiB free".strip() for item in found)
 
 
-def _precision(device: str, kind: str) -> Finding:
-    tried = _try("precision", device, kind)
-    return _worked(f"{kind} on {device}", tried, "train with --mixed_precision no, or another precision", needed=False)
+def check_all_reduce(device: str) -> str:
+    """Form a process group of one and all-reduce a tensor."""
+    import torch
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    group = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in group.items()}
+    accelerator = _prepare_accelerator(device)
+    total = accelerator.reduce(torch.full((3,), 7.0, device=accelerator.device), reduction="sum")
+    if accelerator.distributed_type == "NO" or total.tolist() != [7.0, 7.0, 7.0]:
+        raise RuntimeError(
+            f"all-reduce of 7 over one process returned {total.tolist()} ({accelerator.distributed_type})"
+        )
+    return "works"
 
 
-def _compile(device: str) -> Finding:
-    tried = _try("compile_one_kernel", device)
-    return _worked(f"compile on {device}", tried, "needs a C++ compiler (apt install g++); train without "
-                   "--torch_compile", needed=False)  # fmt: skip
+def check_compile(device: str) -> str:
+    """Compile one kernel without a cache, and compare with eager."""
+    import torch
+    from torch._inductor import config as inductor
+
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        return (torch.sin(x) * 2 + torch.cos(x)).sum()
+
+    faster = inductor.patch(compile_threads=1, cpp_cache_precompile_headers=False)  # for a single kernel
+    with tempfile.TemporaryDirectory() as folder, faster:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        values = torch.linspace(0, 9, 1024, device=device)
+        compiled = torch.compile(compute, backend="inductor")
+        torch.testing.assert_close(compiled(values), compute(values), rtol=1e-4, atol=1e-4)
+        if not any(Path(folder).rglob("*")):
+            raise RuntimeError("torch.compile did nothing; is it disabled by an environment variable?")
+    return "works"
 
 
-def _group(backend: str, device: str, machine: Machine) -> Finding:
-    tried = _try("all_reduce", backend, device)
-    return _worked(f"{backend} on {device}", tried, "several processes cannot work together; train with one",
-                   needed=machine.device_count > 1 and device == machine.device)  # fmt: skip
+def check_training_step(device: str, precision: str) -> str:
+    """Train the built-in model for one step, through the same classes as a run."""
+    import torch
+
+    from ..adapters.lora import inject
+    from ..config.schema import AdapterConfig, LossConfig, NoiseConfig
+    from ..data.batch import PixelBatch
+    from ..diffusion.objective import Objective
+    from ..distributed.copies import Copies
+    from ..families import FAMILIES
+    from ..training.task import Task
+    from ..training.trained import trainable
+
+    accelerator, place = _prepare_accelerator(device, "--mixed_precision", precision), torch.device(device)
+    family = FAMILIES.get("sd1")()
+    pipe = family.load(None, torch.float32)
+    pipe.to(place)
+    denoiser = getattr(pipe, family.denoiser)
+    inject(denoiser, AdapterConfig(), family.lora_targets, seed=0)
+    objective = Objective(family.process(pipe), NoiseConfig(), LossConfig())
+    task = Task(family, pipe, denoiser, objective, seed=0, here=Copies(place))
+    optimizer = accelerator.prepare(torch.optim.SGD(trainable(denoiser), lr=1e-3))
+    height, width = 64, 128
+    pixels = torch.linspace(0, 255, 3 * height * width).to(torch.uint8).view(1, 3, height, width)
+    frame = torch.tensor([[height, width, 0, 0, height, width]], dtype=torch.float32)
+    with accelerator.autocast():
+        loss = task(PixelBatch(pixels, ("a test",), frame, torch.ones(1), (0,), ("test",)), step=0).sum()
+    accelerator.backward(loss)
+    optimizer.step()
+    gradients = [parameter.grad for parameter in trainable(denoiser) if parameter.grad is not None]
+    if not math.isfinite(loss.item()) or not any(bool(gradient.any()) for gradient in gradients):
+        raise RuntimeError(f"loss {loss.item()}, {len(gradients)} LoRA gradients")
+    return f"loss {loss.item():.4f}"
 
 
-def _step(device: str) -> Finding:
-    tried = attempt(f"{PACKAGE}.training.smoke", "one_step", device, seconds=SECONDS["one_step"])
-    value = f"loss {tried.answer:.4f} ({tried.seconds:.0f} s)" if tried.ok else tried.reason
-    is_sane = tried.ok and math.isfinite(tried.answer)
-    return Finding(f"a training step on {device}", value, is_sane, "run the tests (make test) and see what they say")
+def _prepare_accelerator(device: str, *flags: str) -> Any:
+    """Build the ``Accelerator`` of a run with these options."""
+    import torch
 
+    from ..config import load_options
+    from ..distributed.accelerator import prepare_accelerator
+    from ..distributed.devices import HOST
 
-def _try(function: str, *arguments: str) -> Attempt:
-    return attempt(TRIALS, function, *arguments, seconds=SECONDS[function])
-
-
-def _worked(name: str, tried: Attempt, fix: str, *, needed: bool) -> Finding:
-    value = f"works ({tried.seconds:.0f} s)" if tried.ok else f"does not work: {tried.reason}"
-    return Finding(name, value, tried.ok, "" if tried.ok else fix, needed)
-
-
-def working_folder() -> Path:
-    """Where the doctor was called."""
-    return Path(os.getcwd())
+    if torch.device(device) == HOST:
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+    return prepare_accelerator(load_options(list(flags)).config)

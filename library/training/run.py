@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..config import RunConfig
@@ -10,7 +10,7 @@ from ..config.schema import PreviewConfig
 from ..data.prepare import Prepared
 from ..data.prompts import Prompt, read_prompts
 from ..distributed.choice import strategy_of
-from ..distributed.contradictions import contradictions_of_this_run
+from ..distributed.launcher_settings import find_overridden_settings
 from ..distributed.lock import FolderLock
 from ..distributed.signals import Signals
 from ..distributed.strategy import DataParallel
@@ -54,8 +54,8 @@ from .validation import Validation
 logger = logging.getLogger(__name__)
 
 
-def run(config: RunConfig, given: frozenset[str] = frozenset()) -> None:
-    """Train from beginning to end; ``given`` names the options that somebody wrote down."""
+def run(config: RunConfig, locations: Mapping[str, str] | None = None) -> None:
+    """Train from beginning to end; ``locations`` says where each option was written."""
     started_at = time.time()
     optimizers.rehearse(config.optim)
     schedules.rehearse(config.optim)
@@ -69,15 +69,17 @@ def run(config: RunConfig, given: frozenset[str] = frozenset()) -> None:
             strategy.on_main(lambda: _make_ready(config, folder, name, lock))
             ending = Ending(strategy, config)
             try:
-                _run(config, given, strategy, started_at, ending)
+                _run(config, locations or {}, strategy, started_at, ending)
             except Exception as error:
                 if (end := ending.of(error)) is error:
                     raise
                 raise end from error
 
 
-def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, started_at: float, ending: Ending) -> None:
-    for line in contradictions_of_this_run(config, given):
+def _run(
+    config: RunConfig, locations: Mapping[str, str], strategy: DataParallel, started_at: float, ending: Ending
+) -> None:
+    for line in find_overridden_settings(config, locations):
         logger.warning("%s", line)
     detected = detect(config.model)
     logger.info("model family %s: %s", detected.family, detected.reason)
