@@ -23,12 +23,6 @@ def _cache(argv: Sequence[str]) -> tuple[str, int]:
     return run(argv)
 
 
-def _bench(argv: Sequence[str]) -> tuple[str, int]:
-    from .bench import run
-
-    return run(argv)
-
-
 def _convert(argv: Sequence[str]) -> tuple[str, int]:
     from .convert import run
 
@@ -51,7 +45,6 @@ TOOLS: dict[str, tuple[str, Tool]] = {
     "doctor": ("what works on this machine, and which of several settings counts", _doctor),
     "plan": ("what would be trained, without training", _plan),
     "cache": ("latents and captions kept on disk: build, verify, repair, prune, info", _cache),
-    "bench": ("how fast it is on this machine", _bench),
     "convert": ("a LoRA file with the names of another program", _convert),
     "launch": ("accelerate launch or torchrun, with the exit code that a scheduler needs", _launch),
     "options": ("the page docs/options.md", _options),
