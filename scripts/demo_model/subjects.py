@@ -1,4 +1,4 @@
-"""The closed set of things that the built-in model draws: the name in a caption, and the code point of its emoji."""
+"""The closed set of subjects that the demo model draws: the name in a caption, and the code point of its emoji."""
 
 from collections.abc import Mapping
 
@@ -41,4 +41,4 @@ UNSEEN: Mapping[str, int] = {
     "key": 0x1F511, "alarm clock": 0x23F0, "top hat": 0x1F3A9, "trophy": 0x1F3C6, "clown": 0x1F921,
     "earth": 0x1F30D,
 }  # fmt: skip
-"""Known to the VAE only; the denoiser never saw them."""
+"""Training images of the VAE only, not of the denoiser."""
