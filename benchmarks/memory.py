@@ -29,6 +29,7 @@ SWITCHES: Mapping[str, Sequence[str]] = {
     "all_combined": (*OFFLOADED, "--blocks_to_swap", "ALL", "--base_storage", "nf4"),
 }
 """``HALF`` and ``ALL`` stand for numbers of blocks of the model."""
+SEVERAL_DEVICES = {"fsdp", "deepspeed", "pp_size", "tp_size", "cp_size", "device_map"}
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -45,6 +46,8 @@ def run(options: Namespace, training_options: Sequence[str], directory: Path) ->
     flags = {word for switch in SWITCHES.values() for word in switch if word.startswith("--")}
     if rejected := sorted(explicit & {flag.removeprefix("--") for flag in flags}):
         raise ConfigError([f"--{name}: set by the benchmark; choose with --switches" for name in rejected])
+    if rejected := sorted(explicit & SEVERAL_DEVICES):
+        raise ConfigError([f"--{name}: this benchmark runs on one device; remove it" for name in rejected])
     blocks = count_blocks(config)
     numbers = {"HALF": str(blocks // 2), "ALL": str(blocks)}
     switches = {
@@ -82,7 +85,7 @@ def count_variants(variants: Mapping[str, Sequence[str]]) -> Iterator[Measuremen
 
 
 def _count_step(config: RunConfig) -> tuple[float, float, float, float]:
-    """TFLOP of forward and backward; GB of frozen weights, of activations saved for backward, and at the peak."""
+    """Count TFLOP of forward and backward; GB of frozen weights, of activations saved for backward, and at the peak."""
     from library.families.detect import detect
     from library.training.forecast.stage import frozen_bytes
     from library.training.forecast.weightless import Heaviest, Weightless

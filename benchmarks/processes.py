@@ -12,12 +12,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
-from library.config import load_options
 from library.errors import ConfigError, UserError
 from library.log import set_up
-from library.registry import Registry
 
 from .synthetic_run import build_run
 
@@ -90,9 +89,8 @@ def run_worker(argv: Sequence[str]) -> int:
     own.mkdir()
     set_up(quiet=True, simple=True, rank=rank)
     try:
-        load_options(training_options).require()
         with build_run(training_options, own) as run:
-            content = {"result": Registry("worker", "benchmarks", {}).get(function)(run, **json.loads(options))}
+            content = {"result": resolve_name(function)(run, **json.loads(options))}
     except ConfigError as error:
         content = {"problems": error.problems}
     own.with_suffix(".json").write_text(json.dumps(content), encoding="utf-8")

@@ -9,11 +9,8 @@ import statistics
 import time
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-
-import torch
 
 PACKAGES = ("torch", "diffusers", "accelerate", "numpy", "pillow")
 
@@ -60,15 +57,6 @@ def measure_seconds(function: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def reset_peak_memory(device: torch.device) -> None:
-    """Reset what ``peak_memory`` reads: the allocator's peak, on a CPU that of the process, where Linux allows it."""
-    if device.type != "cpu":
-        torch.accelerator.reset_peak_memory_stats(device)
-        return
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-
-
 def compute_ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
     """Divide measurements of the same round by each other."""
     return [one / other for one, other in zip(numerators, denominators, strict=True)]
@@ -91,6 +79,8 @@ def format_json(command: Sequence[str], measurements: Sequence[Measurement]) -> 
 
 def describe_machine() -> dict[str, str]:
     """Describe what the measurements depend on: processor, accelerator, other load, versions."""
+    import torch
+
     accelerator = torch.accelerator.current_accelerator()
     device = "none"
     if accelerator is not None:

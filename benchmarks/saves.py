@@ -1,5 +1,6 @@
 """Benchmark saving: how long training waits for LoRA files and checkpoints, and what share of the run that is."""
 
+import math
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +31,7 @@ def run(options: Namespace, training_options: Sequence[str], directory: Path) ->
         plain.append(train_timed(argv, directory / f"plain_{repetition}")["total"])
         with_saves.append(train_timed(saving, directory / f"saves_{repetition}"))
     total = [seconds["total"] for seconds in with_saves]
-    saves = options.bench_steps // options.save_interval
+    saves = math.ceil(options.bench_steps / options.save_interval)  # the last step is saved in any case
     yield Measurement("step time without saves", [seconds / options.bench_steps for seconds in plain], "s")
     for title, callback in (("LoRA file", "Export"), ("checkpoint", "KeepState")):
         blocked = [seconds[callback] for seconds in with_saves]

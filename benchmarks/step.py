@@ -16,8 +16,8 @@ import torch
 
 from library.distributed.devices import peak_memory, wait_for
 
-from .report import Measurement, compute_ratios, positive_int, reset_peak_memory
-from .synthetic_run import build_run, write_dataset
+from .report import Measurement, compute_ratios, positive_int
+from .synthetic_run import build_run, reset_peak_memory, write_dataset
 
 if TYPE_CHECKING:
     from library.training.job import Run

@@ -5,11 +5,12 @@ A benchmark takes every training option besides its own, so that whatever a user
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from PIL import Image
 
 from library.config import RunConfig, load_options
@@ -127,3 +128,12 @@ def read_intervals(output: Path) -> list[tuple[int, float]]:
             intervals.append((steps, steps / line["speed/steps_per_second"]))
             last_step = line["step"]
     return intervals
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Reset what ``peak_memory`` reads: the allocator's peak, on a CPU that of the process, where Linux allows it."""
+    if device.type != "cpu":
+        torch.accelerator.reset_peak_memory_stats(device)
+        return
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")

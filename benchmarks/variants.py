@@ -16,7 +16,8 @@ from library.distributed.devices import peak_memory, wait_for
 from library.errors import ConfigError
 
 from .processes import run_workers
-from .report import Measurement, compute_ratios, reset_peak_memory
+from .report import Measurement, compute_ratios
+from .synthetic_run import reset_peak_memory
 
 if TYPE_CHECKING:
     from library.training.job import Run

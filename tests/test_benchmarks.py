@@ -18,7 +18,7 @@ from ranks import on_ranks
 from benchmarks import compile as compile_benchmark
 from benchmarks import data, memory, pipeline, strategies, variants
 from benchmarks.__main__ import BENCHMARKS, main
-from benchmarks.processes import run_workers
+from benchmarks.processes import ROOT, run_workers
 from benchmarks.report import Measurement, format_json, format_text, measure_interleaved
 from benchmarks.step import BareLoop
 from benchmarks.synthetic_run import build_run, write_dataset
@@ -59,6 +59,7 @@ def test_every_benchmark_is_listed_and_has_help(capsys):
     (["step", "--dataset_config", "x"], "--dataset_config: set by the benchmark; remove it"),
     (["step", "--bench_step", "2"], "--bench_step: unknown option"),
     (["memory", "--base_storage", "int8"], "--base_storage: set by the benchmark; choose with --switches"),
+    (["memory", "--count", "--fsdp"], "--fsdp: this benchmark runs on one device"),
     (["strategies", "--fsdp"], "--fsdp: set by the benchmark; choose with --layouts"),
     (["pipeline"], "--pp_size: a pipeline needs at least 2 stages"),
 ])  # fmt: skip
@@ -104,7 +105,7 @@ with start_python([*TORCHRUN, "--nproc-per-node=2", *sleep]) as process:
 
 
 def test_no_worker_outlives_an_interrupted_benchmark():
-    benchmark = psutil.Popen([sys.executable, "-c", SLEEPING_WORKERS], stderr=subprocess.DEVNULL)
+    benchmark = psutil.Popen([sys.executable, "-c", SLEEPING_WORKERS], stderr=subprocess.DEVNULL, cwd=ROOT)
     deadline = time.monotonic() + 60
     while len(children := benchmark.children(recursive=True)) < 3 and time.monotonic() < deadline:
         time.sleep(0.05)
