@@ -10,7 +10,7 @@ from pathlib import Path
 from library.errors import UserError
 from library.log import set_up
 
-from .report import format_json, format_text, positive_int
+from .report import add_count_option, format_json, format_text
 
 BENCHMARKS: dict[str, tuple[str, str]] = {
     "step": ("benchmarks.step", "time of a training step compared to a bare PyTorch loop, on any model"),
@@ -41,8 +41,7 @@ def main(argv: Sequence[str]) -> int:
     module = importlib.import_module(module_name)
     parser = ArgumentParser(f"python -m benchmarks {name}", description=description, epilog=EPILOG, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print every single value as JSON")
-    repetitions = "measurements of each quantity (default %(default)s)"
-    parser.add_argument("--repetitions", type=positive_int, default=3, help=repetitions)
+    add_count_option(parser, "--repetitions", 3, "measurements of each quantity")
     module.add_arguments(parser)
     options, training_options = parser.parse_known_args(argv[1:])
     set_up(quiet=True, simple=True)

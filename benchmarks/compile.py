@@ -13,7 +13,7 @@ from pathlib import Path
 from library.training.metrics import read_lines
 
 from .processes import TRAIN, measure_first_step
-from .report import Measurement, compute_ratios, positive_int
+from .report import Measurement, add_count_option, compute_ratios
 from .synthetic_run import load_training_options, read_intervals, write_dataset
 
 MODES = ("eager", "static", "dynamic")
@@ -25,9 +25,9 @@ Samples = dict[tuple[str, str], dict[str, list[float]]]
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.set_defaults(repetitions=1)
-    parser.add_argument("--sizes", nargs="+", type=positive_int, default=[1, 8, 24], help="numbers of image sizes")
+    add_count_option(parser, "--sizes", [1, 8, 24], "numbers of image sizes")
+    add_count_option(parser, "--bench_steps", 31, "steps of each training")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="what to compare (all)")
-    parser.add_argument("--bench_steps", type=positive_int, default=31, help="steps of each training (default 31)")
     parser.add_argument("--backend", default="inductor", help="as --dynamo_backend, but not in eager mode")
 
 

@@ -19,7 +19,7 @@ from library.data.batches import BatchPlan, BucketSamples
 from library.data.prepare import prepare
 from library.data.scan_store import FOLDER
 
-from .report import Measurement, compute_ratios, measure_interleaved, measure_seconds, positive_int
+from .report import Measurement, add_count_option, compute_ratios, measure_interleaved, measure_seconds
 from .synthetic_run import build_run, write_dataset, write_images
 
 PARTS = ("scan", "plan", "cache")
@@ -35,10 +35,9 @@ MAX_RATIO_TO_NPZ = 0.1
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure (all)")
-    parser.add_argument("--images", type=positive_int, default=100_000, help="images to scan and plan (default 100000)")
-    entries = "samples of a second, larger plan (default 1000000)"
-    parser.add_argument("--entries", type=positive_int, default=1_000_000, help=entries)
-    parser.add_argument("--cached_images", type=positive_int, default=256, help="images in the cache (default 256)")
+    add_count_option(parser, "--images", 100_000, "images to scan and plan")
+    add_count_option(parser, "--entries", 1_000_000, "samples of a second, larger plan")
+    add_count_option(parser, "--cached_images", 256, "images in the cache")
 
 
 def run(options: Namespace, training_options: Sequence[str], directory: Path) -> Iterator[Measurement]:

@@ -7,8 +7,8 @@ from pathlib import Path
 from library.config import RunConfig, load_options
 from library.errors import ConfigError
 
-from .report import Measurement, positive_int
-from .synthetic_run import load_training_options, synthetic_caption, write_dataset
+from .report import Measurement, add_count_option
+from .synthetic_run import format_caption, load_training_options, write_dataset
 from .variants import compare_variants
 
 CHECKPOINTING = ("--gradient_checkpointing",)
@@ -33,9 +33,7 @@ SEVERAL_DEVICES = {"fsdp", "deepspeed", "pp_size", "tp_size", "cp_size", "device
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--bench_steps", type=positive_int, default=3, help="steps, after as many of warmup (default 3)"
-    )
+    add_count_option(parser, "--bench_steps", 3, "steps, after as many of warmup")
     parser.add_argument("--switches", nargs="+", choices=SWITCHES, default=list(SWITCHES), help="what to compare (all)")
     parser.add_argument("--count", action="store_true", help="count FLOPs and bytes on a model without weights instead")
 
@@ -92,7 +90,7 @@ def _count_step(config: RunConfig) -> tuple[float, float, float, float]:
 
     size = config.data.resolution
     assert size is not None
-    captions = tuple(synthetic_caption(number) for number in range(config.data.train_batch_size))
+    captions = tuple(format_caption(number) for number in range(config.data.train_batch_size))
     run = Weightless(config, detect(config.model), Heaviest((size.width, size.height), captions))
     step, frozen = run.step(), frozen_bytes(run)
     return step.flops / 1e12, frozen / 1e9, step.kept / 1e9, (frozen + step.peak) / 1e9

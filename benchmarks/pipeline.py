@@ -16,7 +16,7 @@ from library.distributed.devices import wait_for
 from library.errors import ConfigError
 
 from .processes import run_workers
-from .report import Measurement, positive_int
+from .report import Measurement, add_count_option
 from .synthetic_run import load_training_options, write_dataset
 
 if TYPE_CHECKING:
@@ -30,8 +30,7 @@ BACKWARD = 2
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    micro_batches = "micro-batches in a step (default 4 8 16)"
-    parser.add_argument("--micro_batches", nargs="+", type=positive_int, default=[4, 8, 16], help=micro_batches)
+    add_count_option(parser, "--micro_batches", [4, 8, 16], "numbers of micro-batches in a step")
     parser.add_argument("--simulate_ms", type=int, default=0, help="sleep in each forward, twice as long in backward")
 
 

@@ -85,15 +85,15 @@ def run_worker(argv: Sequence[str]) -> int:
     """Be one of the workers: write the result, or why the options were rejected, to a file."""
     directory, function, options, *training_options = argv
     rank = int(os.environ.get("RANK", "0"))
-    own = Path(directory) / f"rank{rank:04d}"
-    own.mkdir()
+    rank_directory = Path(directory) / f"rank{rank:04d}"
+    rank_directory.mkdir()
     set_up(quiet=True, simple=True, rank=rank)
     try:
-        with build_run(training_options, own) as run:
+        with build_run(training_options, rank_directory) as run:
             content = {"result": resolve_name(function)(run, **json.loads(options))}
     except ConfigError as error:
         content = {"problems": error.problems}
-    own.with_suffix(".json").write_text(json.dumps(content), encoding="utf-8")
+    rank_directory.with_suffix(".json").write_text(json.dumps(content), encoding="utf-8")
     return 2 if "problems" in content else 0
 
 

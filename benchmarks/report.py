@@ -7,7 +7,7 @@ import platform
 import shlex
 import statistics
 import time
-from argparse import ArgumentTypeError
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -103,8 +103,14 @@ def format_number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def positive_int(text: str) -> int:
-    """Convert the value of an option, for argparse."""
+def add_count_option(parser: ArgumentParser, name: str, default: int | list[int], description: str) -> None:
+    """Add an option that takes a positive integer, or several where ``default`` is a list."""
+    nargs = None if isinstance(default, int) else "+"
+    description = f"{description} (default %(default)s)"
+    parser.add_argument(name, type=_parse_positive_int, nargs=nargs, default=default, help=description)
+
+
+def _parse_positive_int(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ArgumentTypeError(f"expected a positive integer, got {text!r}")
     return int(text)

@@ -11,14 +11,14 @@ from unittest.mock import patch
 
 from library.config import load_options
 
-from .report import Measurement, compute_ratios, positive_int
+from .report import Measurement, add_count_option, compute_ratios
 from .synthetic_run import read_intervals, write_dataset
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.set_defaults(repetitions=1)
-    parser.add_argument("--bench_steps", type=positive_int, default=200, help="steps of each training (default 200)")
-    parser.add_argument("--save_interval", type=positive_int, default=50, help="steps between saves (default 50)")
+    add_count_option(parser, "--bench_steps", 200, "steps of each training")
+    add_count_option(parser, "--save_interval", 50, "steps between saves")
 
 
 def run(options: Namespace, training_options: Sequence[str], directory: Path) -> Iterator[Measurement]:

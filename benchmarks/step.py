@@ -16,7 +16,7 @@ import torch
 
 from library.distributed.devices import peak_memory, wait_for
 
-from .report import Measurement, compute_ratios, positive_int
+from .report import Measurement, add_count_option, compute_ratios
 from .synthetic_run import build_run, reset_peak_memory, write_dataset
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ Batch = tuple[Callable[[], torch.Tensor], torch.Tensor]
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--bench_steps", type=positive_int, default=10, help="steps in a turn (default 10)")
+    add_count_option(parser, "--bench_steps", 10, "steps in a turn")
 
 
 def run(options: Namespace, training_options: Sequence[str], directory: Path) -> list[Measurement]:
@@ -40,12 +40,12 @@ def run(options: Namespace, training_options: Sequence[str], directory: Path) ->
 
     argv = write_dataset(training_options, directory, options.bench_steps * (options.repetitions + 1))
     with build_run(argv, directory) as job:
-        turns = Turns(job, options.bench_steps)
-        job.actions = [turns]
+        comparison = LoopComparison(job, options.bench_steps)
+        job.actions = [comparison]
         train(job)
         precision, images = job.strategy.precision, job.state.samples / job.state.step
         model = str(job.config.model.pretrained_model_name_or_path)
-    ours, bare = turns.seconds["ours"], turns.seconds["bare"]
+    ours, bare = comparison.seconds["ours"], comparison.seconds["bare"]
     limit = MAX_OVERHEAD_TINY if model.endswith(":tiny") else MAX_OVERHEAD
     measurements = [
         Measurement("our step", ours, "s"),
@@ -55,10 +55,11 @@ def run(options: Namespace, training_options: Sequence[str], directory: Path) ->
     ]
     steps = {line["step"]: line for line in read_lines(directory / "metrics.jsonl")}
     for metric in ("loss/current", "gradient_norm"):
-        differences = [abs(steps[step][metric] / expected[metric] - 1) for step, expected in turns.expected.items()]
+        pairs = [(steps[step][metric], expected[metric]) for step, expected in comparison.expected.items()]
+        differences = [abs(value / expected - 1) for value, expected in pairs]
         tolerance = MAX_DIFFERENCE if precision == "no" else MAX_DIFFERENCE_MIXED
         measurements.append(Measurement(f"relative difference of {metric}", differences, at_most=tolerance))
-    return measurements + [Measurement(f"peak memory, {name}", peaks, "GB") for name, peaks in turns.peaks.items()]
+    return measurements + [Measurement(f"peak memory, {name}", peaks, "GB") for name, peaks in comparison.peaks.items()]
 
 
 class BareLoop:
@@ -108,7 +109,7 @@ def prepare_batches(run: "Run") -> Iterator[Batch]:
         yield partial(task.family.predict, task.pipe, denoiser, noised.latents, noised.t, batch), noised.target.float()
 
 
-class Turns:
+class LoopComparison:
     """Callback that gives the bare loop as many steps, from the same weights, after every ``steps`` of ours."""
 
     can_wait = False

@@ -8,7 +8,7 @@ from pathlib import Path
 from library.config import RunConfig
 from library.errors import ConfigError
 
-from .report import Measurement, positive_int
+from .report import Measurement, add_count_option
 from .synthetic_run import load_training_options, write_dataset
 from .variants import compare_variants
 
@@ -35,11 +35,9 @@ LAYOUTS: Mapping[str, Layout] = {
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--world_size", type=positive_int, default=2, help="processes (default 2)")
+    add_count_option(parser, "--world_size", 2, "processes")
+    add_count_option(parser, "--bench_steps", 5, "steps, after as many of warmup")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="what to compare (all)")
-    parser.add_argument(
-        "--bench_steps", type=positive_int, default=5, help="steps, after as many of warmup (default 5)"
-    )
 
 
 def run(options: Namespace, training_options: Sequence[str], directory: Path) -> list[Measurement]:

@@ -68,10 +68,10 @@ def write_images(directory: Path, sizes: Iterable[tuple[int, int]]) -> None:
     for number, size in enumerate(sizes):
         noise = np.random.default_rng(number).integers(0, 256, (8, 8, 3), np.uint8)
         Image.fromarray(noise).resize(size).save(directory / f"{number:07d}.jpg", quality=90)
-        (directory / f"{number:07d}.txt").write_text(synthetic_caption(number), encoding="utf-8")
+        (directory / f"{number:07d}.txt").write_text(format_caption(number), encoding="utf-8")
 
 
-def synthetic_caption(number: int) -> str:
+def format_caption(number: int) -> str:
     return f"an image, number {number}"
 
 
