@@ -25,6 +25,7 @@ from .synthetic_run import build_run, write_dataset, write_images
 PARTS = ("scan", "plan", "cache")
 PIXEL_STEP = 8
 SIZES = [(56 + 8 * column, 56 + 8 * row) for column in range(6) for row in range(4)]
+CAPTION = "a photo of thing {}, standing, outdoors, blue sky, high quality, detailed, sharp focus, 35 mm"
 SETTLE_SECONDS = 2.5
 """The scan cache does not trust the timestamps of files that changed more recently."""
 MAX_SCAN_SECONDS, MAX_BYTES_PER_IMAGE, MAX_PLAN_SECONDS = 5.0, 1000.0, 2.0
@@ -53,7 +54,7 @@ def run(options: Namespace, training_options: Sequence[str], directory: Path) ->
 
 def measure_scan(directory: Path, count: int, repetitions: int) -> Iterator[Measurement]:
     """Measure a cold scan, a warm one, and one with one changed image; captions and buckets are included."""
-    write_images(directory, (SIZES[number % len(SIZES)] for number in range(count)))
+    write_images(directory, (SIZES[number % len(SIZES)] for number in range(count)), CAPTION)
     file = directory.with_suffix(".toml")
     table = "resolution = 64\nenable_bucket = true\nbatch_size = 4\nmin_bucket_reso = 64\nbucket_reso_steps = 16"
     subset = f"caption_extension = '.txt'\nimage_dir = '{directory}'"

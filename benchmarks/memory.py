@@ -8,7 +8,7 @@ from library.config import RunConfig, load_options
 from library.errors import ConfigError
 
 from .report import Measurement, add_count_option
-from .synthetic_run import format_caption, load_training_options, write_dataset
+from .synthetic_run import CAPTION, load_training_options, write_dataset
 from .variants import compare_variants
 
 CHECKPOINTING = ("--gradient_checkpointing",)
@@ -90,7 +90,7 @@ def _count_step(config: RunConfig) -> tuple[float, float, float, float]:
 
     size = config.data.resolution
     assert size is not None
-    captions = tuple(format_caption(number) for number in range(config.data.train_batch_size))
+    captions = tuple(CAPTION.format(number) for number in range(config.data.train_batch_size))
     run = Weightless(config, detect(config.model), Heaviest((size.width, size.height), captions))
     step, frozen = run.step(), frozen_bytes(run)
     return step.flops / 1e12, frozen / 1e9, step.kept / 1e9, (frozen + step.peak) / 1e9

@@ -24,6 +24,7 @@ DEFAULT_OPTIONS = ("--pretrained_model_name_or_path", "random:sd1:tiny", "--reso
                    "--cache_latents", "--cache_text_encoder_outputs")  # fmt: skip
 """The encoders run before the first step, so that a step is the denoiser's alone."""
 MIN_IMAGES = 8
+CAPTION = "an image, number {}"
 SET_HERE = ("dataset_config", "resolution_schedule", "max_train_steps", "max_train_epochs", "output_dir")
 
 
@@ -62,17 +63,13 @@ def write_dataset(
     return [*DEFAULT_OPTIONS, *argv, *paths, "--max_train_steps", str(steps)]
 
 
-def write_images(directory: Path, sizes: Iterable[tuple[int, int]]) -> None:
-    """Write a JPEG file of smooth noise for each size, no two alike, each with a caption."""
+def write_images(directory: Path, sizes: Iterable[tuple[int, int]], caption: str = CAPTION) -> None:
+    """Write a JPEG file of smooth noise for each size, no two alike, each with a caption that has its number."""
     directory.mkdir(parents=True)
     for number, size in enumerate(sizes):
         noise = np.random.default_rng(number).integers(0, 256, (8, 8, 3), np.uint8)
         Image.fromarray(noise).resize(size).save(directory / f"{number:07d}.jpg", quality=90)
-        (directory / f"{number:07d}.txt").write_text(format_caption(number), encoding="utf-8")
-
-
-def format_caption(number: int) -> str:
-    return f"an image, number {number}"
+        (directory / f"{number:07d}.txt").write_text(caption.format(number), encoding="utf-8")
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from ranks import on_ranks
 
-from benchmarks.synthetic_run import build_run, format_caption, load_training_options, write_dataset
+from benchmarks.synthetic_run import CAPTION, build_run, load_training_options, write_dataset
 from library.families.detect import detect
 from library.training.forecast.forecast import Devices, Load, forecast
 from library.training.forecast.pace import Assumed
@@ -56,7 +56,7 @@ def forecast_of(*words: str, processes: int = 1) -> int:
     """Of the first way that agrees with the words."""
     config, given = load_training_options(words)
     size, model = config.data.resolution, detect(config.model)
-    captions = (format_caption(1),) * config.data.train_batch_size
+    captions = (CAPTION.format(1),) * config.data.train_batch_size
     load, devices = Load(Heaviest((size.width, size.height), captions), 1.0), Devices(processes, 2**50, Assumed(1, 1))
     (row,) = forecast(config, given, model, load, devices, [ways(config, given, processes, model)[0].name])
     return row.need.activations + row.need.fetched + row.need.exchange
