@@ -57,6 +57,9 @@ def tool(argv: Sequence[str]) -> int:
              "Training is started with: accelerate launch train_lora.py --dataset_config x.toml")  # fmt: skip
         return 0
     name, *rest = argv
+    if name == "bench":
+        print("library bench: the benchmarks have moved; run python -m benchmarks NAME in a checkout", file=sys.stderr)
+        return EXIT_USER_ERROR
     if name not in TOOLS:
         print(f"library: no tool {name!r}{did_you_mean(name, TOOLS)}; there are: {', '.join(TOOLS)}", file=sys.stderr)
         return EXIT_USER_ERROR

@@ -24,7 +24,7 @@ DOORS: dict[str, set[str]] = {
     "accelerate": {"distributed", "families"},
     "argparse": {"config"},
     "deepspeed": {"distributed"},
-    "diffusers": {"families", "demo"},
+    "diffusers": {"families"},
     "huggingface_hub": {"families"},
     "peft": {"adapters"},
     "psutil": {"distributed", "tools"},
@@ -33,7 +33,7 @@ DOORS: dict[str, set[str]] = {
     "tomli": {"config"},
     "tomllib": {"config"},
     "torch.distributed": {"distributed"},
-    "transformers": {"families", "demo"},
+    "transformers": {"families"},
     "tqdm": {"log"},
     "wandb": {"distributed"},
     "yaml": {"distributed"},
@@ -150,6 +150,8 @@ def _imports(node: ast.Import | ast.ImportFrom, path: PurePosixPath) -> Iterator
     for name in names:
         if name.split(".")[0] == "library":
             yield "imports its own package by name; write it relative"
+        if name.split(".")[0] in ("benchmarks", "scripts"):
+            yield f"{name} is not part of the package"
     for door, rooms in DOORS.items():
         if any(name == door or name.startswith(f"{door}.") for name in names) and here not in rooms:
             yield f"{door} may be imported only in {', '.join(sorted(rooms))}"

@@ -12,9 +12,8 @@ from pathlib import Path
 import torch
 from ranks import on_ranks
 
+from benchmarks.synthetic_run import CAPTION, build_run, load_training_options, write_dataset
 from library.families.detect import detect
-from library.tools.bench_run import made_up_run, settings, with_pictures
-from library.tools.bench_step import Arguments
 from library.training.forecast.forecast import Devices, Load, forecast
 from library.training.forecast.pace import Assumed
 from library.training.forecast.ways import ways
@@ -24,10 +23,10 @@ from library.training.loop import train
 
 def peak_of_step(folder: Path, *words: str) -> int:
     """Bytes in the worst moment of forward and backward, beside the weights and gradients that are there already."""
-    config, given = settings(words, Arguments)
+    config, _ = load_training_options(words)
     learns = config.train.blocks_to_swap or config.train.gradient_checkpointing_budget
     steps = 2 if learns else 1  # in the first, nobody knows yet which weight comes next, and what is expensive
-    with made_up_run(with_pictures(config, folder, steps), given, folder) as run:
+    with build_run(write_dataset(words, folder, steps), folder) as run:
         own, found = run.strategy.gradients, []
 
         def watched(*arguments):
@@ -55,9 +54,9 @@ def peak(seen: torch.profiler.profile) -> int:
 
 def forecast_of(*words: str, processes: int = 1) -> int:
     """Of the first way that agrees with the words."""
-    config, given = settings(words, Arguments)
+    config, given = load_training_options(words)
     size, model = config.data.resolution, detect(config.model)
-    captions = ("a picture, number 1",) * config.data.train_batch_size
+    captions = (CAPTION.format(1),) * config.data.train_batch_size
     load, devices = Load(Heaviest((size.width, size.height), captions), 1.0), Devices(processes, 2**50, Assumed(1, 1))
     (row,) = forecast(config, given, model, load, devices, [ways(config, given, processes, model)[0].name])
     return row.need.activations + row.need.fetched + row.need.exchange

@@ -9,9 +9,9 @@ from diffusers import StableDiffusionPipeline
 
 from library.data.prompts import read_prompts
 from library.demo import built_in
-from library.demo.building.subjects import SUBJECTS
 from library.families import FAMILIES
 from library.families.detect import detect
+from scripts.demo_model.subjects import SUBJECTS
 
 PROMPTS = Path(__file__).parent.parent / "dataset_configs" / "demo_prompts.txt"
 

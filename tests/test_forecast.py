@@ -11,14 +11,13 @@ from ranks import on_ranks
 from test_device_map import KIND, in_turn, on, pretended
 from torch import nn
 
+from benchmarks.synthetic_run import build_run, load_training_options, write_dataset
 from library.config import load_options
 from library.config.schema import OptimConfig
 from library.distributed.layout import Layout
 from library.families import FAMILIES
 from library.families.detect import detect
 from library.optim.optimizers import Group
-from library.tools.bench_run import made_up_run, settings, with_pictures
-from library.tools.bench_step import Arguments
 from library.training.forecast.cut import Cut
 from library.training.forecast.forecast import Devices, Load, forecast
 from library.training.forecast.meter import Meter
@@ -43,7 +42,7 @@ def devices(count: int, memory: int = 2**40) -> Devices:
 
 
 def rows_of(count: int, *words: str, heaviest: Heaviest = SMALL):
-    config, given = settings(words, Arguments)
+    config, given = load_training_options(words)
     return forecast(config, given, detect(config.model), Load(heaviest, 1.0), devices(count))
 
 
@@ -63,9 +62,8 @@ def held(folder: Path, *words: str) -> dict[str, int]:
 
     folder = folder / os.environ.get("RANK", "0")
     folder.mkdir()
-    config, given = settings(words, Arguments)
     found: dict[str, int] = {}
-    with made_up_run(with_pictures(config, folder, 2), given, folder) as run:
+    with build_run(write_dataset(words, folder, 2), folder) as run:
         own = run.strategy.clip
 
         def counted(parameters, longest):
@@ -92,7 +90,7 @@ def held(folder: Path, *words: str) -> dict[str, int]:
 @pytest.mark.parametrize("more", [(), ("--no-network_train_unet_only",)])
 def test_what_encodes_at_each_step_is_on_the_device_and_learns_nothing_but_adapters(more):
     words = (*MODEL, "--mixed_precision", "bf16", *ENCODING, *more)
-    config, _ = settings(words, Arguments)
+    config, _ = load_training_options(words)
     one, two = (rows_of(1, *each)[0] for each in (words, (*MODEL, "--mixed_precision", "bf16")))
     family = FAMILIES.get("sd3")()
     every = family.load(config.model.pretrained_model_name_or_path, torch.bfloat16).components.values()
@@ -186,12 +184,12 @@ def test_a_process_of_two_takes_what_was_foretold(model, words, tmp_path):
 def test_each_device_of_a_map_takes_what_was_foretold(model):
     """Beside devices that only pretend, which accelerate's hooks deal out to as to real ones."""
     words = ("--pretrained_model_name_or_path", f"random:{model}:tiny")
-    config, _ = settings(words, Arguments)
+    config, _ = load_training_options(words)
     heaviest = Heaviest((256, 256), ("a picture",))
     run = Weightless(config, detect(config.model), heaviest)
     part = run.family.denoiser
     dealt = in_turn(getattr(run.pipe, part), 2)
-    config, _ = settings((*words, "--device_map", str(dealt)), Arguments)
+    config, _ = load_training_options((*words, "--device_map", str(dealt)))
     foretold = Cut(config, detect(config.model), heaviest, Layout(), (2**40, 2**40)).stages
 
     batch, first = run.task.encode(run.batch, 0), torch.device(KIND, 0)
@@ -212,11 +210,11 @@ def test_each_device_of_a_map_takes_what_was_foretold(model):
 @pytest.mark.parametrize("model", ["flux", "sdxl", "sd3"])
 def test_devices_of_a_map_have_together_what_one_has_and_what_they_hand_on(model):
     words = ("--pretrained_model_name_or_path", f"random:{model}:tiny")
-    config, _ = settings(words, Arguments)
+    config, _ = load_training_options(words)
     model, heaviest = detect(config.model), Heaviest((256, 256), ("a picture",))
     whole = Cut(config, model, heaviest, Layout())
     dealt = in_turn(getattr(whole.run.pipe, whole.run.family.denoiser), 2)
-    config, _ = settings((*words, "--device_map", str(dealt)), Arguments)
+    config, _ = load_training_options((*words, "--device_map", str(dealt)))
     parts = Cut(config, model, heaviest, Layout(), (2**40, 2**40))
     (alone,), several = whole.stages[0].chunks, [stage.chunks[0] for stage in parts.stages]
 
@@ -242,7 +240,7 @@ def test_memory_counts_until_the_last_tensor_in_it_is_gone():
 
 
 def test_stages_together_compute_what_the_model_computes_and_a_part_less_than_the_whole():
-    config, _ = settings(MODEL, Arguments)
+    config, _ = load_training_options(MODEL)
     model = detect(config.model)
     whole = Cut(config, model, SMALL, Layout()).stages[0]
     halves = Cut(config, model, SMALL, Layout(stages=2)).stages
@@ -255,7 +253,7 @@ def test_stages_together_compute_what_the_model_computes_and_a_part_less_than_th
 
 
 def test_stages_that_share_tokens_deal_them_out_before_a_block_is_checkpointed(monkeypatch):
-    config, _ = settings((*MODEL, "--gradient_checkpointing"), Arguments)
+    config, _ = load_training_options((*MODEL, "--gradient_checkpointing"))
     own, kept = Weightless.passage, list[int]()
 
     def passage(run):
@@ -270,7 +268,7 @@ def test_stages_that_share_tokens_deal_them_out_before_a_block_is_checkpointed(m
 
 
 def test_stages_cut_by_time_are_those_of_which_the_slowest_is_fastest():
-    config, _ = settings(("--pretrained_model_name_or_path", "random:flux:tiny"), Arguments)
+    config, _ = load_training_options(("--pretrained_model_name_or_path", "random:flux:tiny"))
     by_weights, by_time = (
         Cut(replace(config, parallel=replace(config.parallel, pp_cut=way)), detect(config.model), SMALL,
             Layout(stages=2)) for way in ("weights", "time"))  # fmt: skip
@@ -350,7 +348,9 @@ def test_ways_are_those_that_training_would_take():
 
 
 def test_where_nothing_fits_switches_are_named_until_it_does():
-    config, given = settings(("--pretrained_model_name_or_path", "random:flux:tiny", "--resolution", "128"), Arguments)
+    config, given = load_training_options(
+        ("--pretrained_model_name_or_path", "random:flux:tiny", "--resolution", "128")
+    )
     model, load = detect(config.model), Load(Heaviest((512, 512), ("a picture",)), 1.0)
     (row,) = forecast(config, given, model, load, devices(1), ["one device"])
     tight = replace(devices(1), memory=row.need.total - row.need.activations // 2)
@@ -361,7 +361,7 @@ def test_where_nothing_fits_switches_are_named_until_it_does():
 
 
 def test_switches_are_named_for_the_way_that_was_asked_for():
-    config, given = settings(("--pretrained_model_name_or_path", "random:flux:tiny", "--cp_size", "2"), Arguments)
+    config, given = load_training_options(("--pretrained_model_name_or_path", "random:flux:tiny", "--cp_size", "2"))
     model, load = detect(config.model), Load(Heaviest((512, 512), ("a picture",)), 1.0)
     rows = forecast(config, given, model, load, devices(2))
     tight = replace(devices(2), memory=rows[0].need.total - rows[0].need.activations // 2)
@@ -372,7 +372,9 @@ def test_switches_are_named_for_the_way_that_was_asked_for():
 
 @pytest.mark.long
 def test_where_no_switch_is_enough_all_are_named_with_what_still_lacks():
-    config, given = settings(("--pretrained_model_name_or_path", "random:flux:tiny", "--resolution", "128"), Arguments)
+    config, given = load_training_options(
+        ("--pretrained_model_name_or_path", "random:flux:tiny", "--resolution", "128")
+    )
     model, load = detect(config.model), Load(Heaviest((512, 512), ("a picture",)), 1.0)
     (row,) = forecast(config, given, model, load, devices(1), ["one device"])
     fixed = row.need.reserve + row.need.adapters

@@ -36,6 +36,7 @@ PLANTED = {
     "a door by a submodule": ("data/x.py", "import torch.distributed.run", "torch.distributed may be imported only in"),
     "a door by from-import": ("data/x.py", "from torch import distributed", "torch.distributed may be imported only"),
     "an absolute import of itself": ("data/x.py", "import library.config", "write it relative"),
+    "a benchmark": ("training/x.py", "from benchmarks.step import BareLoop", "is not part of the package"),
     "a long file": ("data/x.py", "\n" * 400, "longer than 400 lines"),
     "a long function": ("data/x.py", "def f():\n" + "    a = 1\n" * 60, "f is longer than 60 lines"),
     "a print": ("data/x.py", "def f():\n    print(1)", "print; use the module's logger"),

@@ -15,6 +15,7 @@ from test_run import difference, even, trained
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from benchmarks.synthetic_run import build_run, write_dataset
 from library.config import load_options
 from library.distributed import swapping
 from library.distributed.copies import Copies
@@ -22,8 +23,6 @@ from library.distributed.frozen import can_rest, let_rest
 from library.distributed.packing import BLOCK, NF4, Packed
 from library.distributed.swapping import Swap
 from library.errors import ConfigError
-from library.tools.bench_run import made_up_run, settings, with_pictures
-from library.tools.bench_step import Arguments
 from library.training import checkpointing
 from library.training.forecast.meter import Meter
 from library.training.resting import spread
@@ -199,8 +198,7 @@ def gradients(folder: Path, cases):
     found = []
     for number, words in enumerate(cases):
         (own := folder / str(number)).mkdir()
-        config, given = settings([*words, "--resolution", "64", "--network_dim", "2"], Arguments)
-        with made_up_run(with_pictures(config, own, 3), given, own) as run:
+        with build_run(write_dataset([*words, "--resolution", "64", "--network_dim", "2"], own, 3), own) as run:
             draw = torch.Generator().manual_seed(1)
             for item in run.parameters:
                 item.data = torch.randn(item.shape, generator=draw) * 0.05

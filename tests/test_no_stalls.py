@@ -16,11 +16,10 @@ from tiny import TINY
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.synthetic_run import build_run, write_dataset
 from library.distributed.copies import Copies
 from library.distributed.host_copy import LateWords
 from library.families import FAMILIES
-from library.tools.bench_run import made_up_run, settings, with_pictures
-from library.tools.bench_step import Arguments
 from library.training import loop
 from library.training.trained import trainable
 
@@ -77,8 +76,7 @@ def moved(run):
 @contextmanager
 def pretended(tmp_path, *words):
     """A run on the device, without what is done at readings, where all wait anyway."""
-    config, given = settings(words, Arguments)
-    with made_up_run(with_pictures(config, tmp_path, 4), given, tmp_path) as run:
+    with build_run(write_dataset(words, tmp_path, 4), tmp_path) as run:
         moved(run)
         run.is_probed = True
         run.watch = SimpleNamespace(remember=lambda run: None, is_well=lambda run, figures: True,

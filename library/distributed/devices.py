@@ -5,7 +5,6 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -130,17 +129,6 @@ def wait_for(device: torch.device) -> None:
     """Until everything that was sent to the device is done; a processor is done already."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-
-
-def forget_peak(device: torch.device) -> None:
-    """Let ``peak_memory`` begin anew, where the device or the system can."""
-    if device.type == "cpu":
-        with suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-        return
-    reset = getattr(getattr(torch, device.type, None), "reset_peak_memory_stats", None)
-    if reset is not None:
-        reset(device)
 
 
 def device_title(device: torch.device) -> str:

@@ -24,12 +24,6 @@ def _cache(argv: Sequence[str]) -> tuple[str, int]:
     return run(argv)
 
 
-def _bench(argv: Sequence[str]) -> tuple[str, int]:
-    from .bench import run
-
-    return run(argv)
-
-
 def _convert(argv: Sequence[str]) -> tuple[str, int]:
     from .convert import run
 
@@ -52,7 +46,6 @@ TOOLS: dict[str, tuple[str, Tool]] = {
     "doctor": ("check packages, devices and a launch command", _doctor),
     "plan": ("what would be trained, without training", _plan),
     "cache": ("latents and captions kept on disk: build, verify, repair, prune, info", _cache),
-    "bench": ("how fast it is on this machine", _bench),
     "convert": ("a LoRA file with the names of another program", _convert),
     "launch": ("accelerate launch or torchrun with signal forwarding and exit codes", _launch),
     "options": ("the page docs/options.md", _options),

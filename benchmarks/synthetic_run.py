@@ -1,0 +1,136 @@
+"""A real training run on synthetic images, up to its first step.
+
+A benchmark takes every training option besides its own, so that whatever a user would switch on can be measured.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from PIL import Image
+
+from library.config import RunConfig, load_options
+from library.errors import ConfigError
+
+if TYPE_CHECKING:
+    from library.distributed.strategy import DataParallel
+    from library.training.job import Run
+
+DEFAULT_OPTIONS = ("--pretrained_model_name_or_path", "random:sd1:tiny", "--resolution", "256", "--network_dim", "16",
+                   "--cache_latents", "--cache_text_encoder_outputs")  # fmt: skip
+"""The encoders run before the first step, so that a step is the denoiser's alone."""
+MIN_IMAGES = 8
+CAPTION = "an image, number {}"
+SET_HERE = ("dataset_config", "resolution_schedule", "max_train_steps", "max_train_epochs", "output_dir")
+
+
+def load_training_options(argv: Sequence[str]) -> tuple[RunConfig, frozenset[str]]:
+    """Load training options, before there is a dataset; return the names of those that are set, too."""
+    loaded = load_options([*DEFAULT_OPTIONS, *argv])
+    if rejected := [name for name in SET_HERE if name in loaded.places]:
+        raise ConfigError([f"--{name}: set by the benchmark; remove it" for name in rejected])
+    return loaded.config, frozenset(loaded.places)
+
+
+def write_dataset(
+    argv: Sequence[str],
+    directory: Path,
+    steps: int,
+    *,
+    world_size: int = 1,
+    sizes: Sequence[tuple[int, int]] = (),
+    min_images: int = MIN_IMAGES,
+) -> list[str]:
+    """Write images of each size, or of ``--resolution``, for a run of ``steps`` steps; return all of its options."""
+    config, _ = load_training_options(argv)
+    assert config.data.resolution is not None
+    sizes = sizes or [(config.data.resolution.width, config.data.resolution.height)]
+    global_batch = config.data.train_batch_size * config.train.gradient_accumulation_steps * world_size
+    count = global_batch * math.ceil(min_images / global_batch / len(sizes))  # whole batches: none has to be padded
+    tables = ["[general]\ncaption_extension = '.txt'\n"]
+    for width, height in sizes:
+        images = directory / f"images_{width}x{height}"
+        write_images(images, [(width, height)] * count)
+        tables.append(f"[[datasets]]\nresolution = [{width}, {height}]\n")
+        tables.append(f"[[datasets.subsets]]\nimage_dir = '{images}'\n")
+    dataset = directory / "dataset.toml"
+    dataset.write_text("".join(tables), encoding="utf-8")
+    paths = ["--dataset_config", str(dataset), "--output_dir", str(directory / "output")]
+    return [*DEFAULT_OPTIONS, *argv, *paths, "--max_train_steps", str(steps)]
+
+
+def write_images(directory: Path, sizes: Iterable[tuple[int, int]], caption: str = CAPTION) -> None:
+    """Write a JPEG file of smooth noise for each size, no two alike, each with a caption that has its number."""
+    directory.mkdir(parents=True)
+    for number, size in enumerate(sizes):
+        noise = np.random.default_rng(number).integers(0, 256, (8, 8, 3), np.uint8)
+        Image.fromarray(noise).resize(size).save(directory / f"{number:07d}.jpg", quality=90)
+        (directory / f"{number:07d}.txt").write_text(caption.format(number), encoding="utf-8")
+
+
+@contextmanager
+def build_run(argv: Sequence[str], directory: Path) -> Iterator["Run"]:
+    """Build the run as training has it before its first step; its metrics go to a file in ``directory``."""
+    from library.distributed.choice import strategy_of
+
+    config = load_options(argv).require()
+    strategy = strategy_of(config)
+    with strategy.until_left():
+        yield _assemble_run(config, strategy, directory)
+
+
+def _assemble_run(config: RunConfig, strategy: "DataParallel", directory: Path) -> "Run":
+    """Do what ``library.training.run`` does up to the first step, without saving and resuming."""
+    from library.families import FAMILIES
+    from library.families.detect import detect
+    from library.log import Progress
+    from library.training.assembly import assemble, load
+    from library.training.caching import Kept, keep_latents, keep_texts
+    from library.training.metrics import MetricsFile
+    from library.training.parallel_fit import refuse_misfits
+    from library.training.pictures import same_pictures
+    from library.training.plan import RunPlan
+    from library.training.resting import rehearse_resting
+    from library.training.starting import read_starts
+    from library.training.track import Track
+
+    detected = detect(config.model)
+    family = FAMILIES.get(detected.family)(config.model)
+    refuse_misfits(config, family, detected)
+    starts = read_starts(config, family, detected)
+    prepared = same_pictures(config, strategy, detected.pixel_step)
+    plan = RunPlan.of(prepared.batch_plan(strategy.data_size, config.train), config.train, config.optim)
+    prepared, latents = keep_latents(config, strategy, family, detected, prepared)
+    cached = Kept(latents, keep_texts(config, strategy, family, detected, prepared, plan, ()))
+    rehearse_resting(config, strategy, family, detected)
+    pipe = load(config, strategy, family, detected, cached, ())
+    run, _ = assemble(config, strategy, family, pipe, prepared, plan, cached, starts)
+    metrics = MetricsFile(directory / "metrics.jsonl", 0) if strategy.is_main else None
+    run.teller = Track(Progress(plan.steps, 0, "benchmark", wanted=False), metrics)
+    return run
+
+
+def read_intervals(output: Path) -> list[tuple[int, float]]:
+    """Read the intervals at which a finished run has logged its throughput: steps and seconds of each."""
+    from library.training.metrics import read_lines
+
+    intervals, last_step = [], 0
+    for line in read_lines(output / "lora.metrics.jsonl"):
+        if "speed/steps_per_second" in line:
+            steps = line["step"] - last_step
+            intervals.append((steps, steps / line["speed/steps_per_second"]))
+            last_step = line["step"]
+    return intervals
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Reset what ``peak_memory`` reads: the allocator's peak, on a CPU that of the process, where Linux allows it."""
+    if device.type != "cpu":
+        torch.accelerator.reset_peak_memory_stats(device)
+        return
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")

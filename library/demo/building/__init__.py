@@ -1,1 +1,0 @@
-"""How the built-in model was made; nothing here is needed for using it."""

@@ -1,0 +1,1 @@
+"""Trains the built-in demo model from scratch: ``python -m scripts.demo_model``."""
