@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from library.config.schema import DataConfig
 from library.data.batches import BatchPlan, BucketSamples
 from library.data.prepare import prepare
-from library.data.scan_store import FOLDER
+from library.dataset.scan_cache import CACHE_FOLDER
 
 from .report import Measurement, add_count_option, compute_ratios, measure_interleaved, measure_seconds
 from .synthetic_run import build_run, write_dataset, write_images
@@ -63,7 +63,7 @@ def measure_scan(directory: Path, count: int, repetitions: int) -> Iterator[Meas
     time.sleep(SETTLE_SECONDS)
     seconds: dict[str, list[float]] = {"cold": [], "warm": [], "warm, one image changed": []}
     for repetition in range(repetitions):
-        shutil.rmtree(directory / FOLDER, ignore_errors=True)
+        shutil.rmtree(directory / CACHE_FOLDER, ignore_errors=True)
         for name, values in seconds.items():
             if "changed" in name:
                 with (directory / f"{repetition:07d}.jpg").open("ab") as image:
@@ -72,7 +72,7 @@ def measure_scan(directory: Path, count: int, repetitions: int) -> Iterator[Meas
     for name, values in seconds.items():
         target = MAX_SCAN_SECONDS if name == "warm" and count == 100_000 else None
         yield Measurement(f"scan of {count:,} images, {name}", values, "s", at_most=target)
-    stored = sum(path.stat().st_size for path in (directory / FOLDER).rglob("*") if path.is_file())
+    stored = sum(path.stat().st_size for path in (directory / CACHE_FOLDER).rglob("*") if path.is_file())
     yield Measurement("scan cache on disk", [stored / count], "bytes/image")
     memory = measure_memory(lambda: prepare(config, PIXEL_STEP)) / count
     yield Measurement("memory of the prepared dataset", [memory], "bytes/image", at_most=MAX_BYTES_PER_IMAGE)
