@@ -3,9 +3,11 @@
 import importlib
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from typing import Any
+from typing import Generic, TypeVar, cast
 
 from .errors import ConfigError
+
+Entry = TypeVar("Entry")
 
 
 def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
@@ -14,7 +16,7 @@ def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
     return f"; did you mean {prefix}{near[0]}?" if near else ""
 
 
-class Registry:
+class Registry(Generic[Entry]):
     """A fixed table of names; a user's own ``package.module:attribute`` works in the place of a name."""
 
     def __init__(self, kind: str, package: str, entries: Mapping[str, str]):
@@ -23,7 +25,7 @@ class Registry:
     def names(self) -> list[str]:
         return sorted(self.entries)
 
-    def get(self, name: str) -> Any:
+    def get(self, name: str) -> Entry:
         """Import and return what ``name`` stands for."""
         target = self.entries.get(name, name if ":" in name else None)
         if target is None:
@@ -36,4 +38,4 @@ class Registry:
             raise ConfigError([f"{self.kind} {name!r}: {error}"]) from None
         if not hasattr(module, attribute):
             raise ConfigError([f"{self.kind} {name!r}: module {module_name} has no {attribute!r}"])
-        return getattr(module, attribute)
+        return cast(Entry, getattr(module, attribute))

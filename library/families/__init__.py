@@ -1,8 +1,13 @@
 """Model families: one file each, loaded only when chosen."""
 
+from typing import TYPE_CHECKING
+
 from ..registry import Registry
 
-FAMILIES = Registry(
+if TYPE_CHECKING:
+    from .base import Family
+
+FAMILIES: "Registry[type[Family]]" = Registry(
     "model family",
     __package__,
     {
