@@ -1,29 +1,14 @@
-"""The bench that compares strategies: each way is asked for with the same work, and what is sent is really counted."""
+"""The bench that compares strategies: each way is asked for with the same work."""
 
 import json
-import socket
 
 import pytest
 
-from library.distributed.devices import HOST
-from library.distributed.traffic import bytes_sent
 from library.errors import ConfigError
 from library.tools import bench, bench_strategies
 from library.tools.bench_strategies import Measured
 
 WORDS = ("strategies", "--resolution", "64", "--bench_steps", "2", "--repetitions", "1", "--json")
-
-
-def test_bytes_are_those_that_were_sent():
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as mine:
-        theirs, _ = server.accept()
-        before = bytes_sent(HOST)
-        if before is None:
-            pytest.skip("this system does not count")
-        mine.sendall(bytes(50_000))
-        theirs.sendall(bytes(700))
-        with theirs:
-            assert bytes_sent(HOST) - before == 50_700
 
 
 def test_ways_take_turns_with_the_same_pictures_in_a_step_and_one_that_is_refused_is_told(monkeypatch):
@@ -54,10 +39,9 @@ def test_what_is_compared_cannot_be_asked_for():
 
 
 @pytest.mark.long
-def test_real_processes_train_and_send_their_gradients():
+def test_real_processes_train():
     text, _ = bench.run([*WORDS, "--ways", "DDP", "FSDP", "--network_dim", "4", "--on_oom", "ladder"])
     said = json.loads(text)
     assert "on_oom" in said["FSDP is left out"]
     figures = {figure["name"]: figure["median"] for figure in said["figures"]}
-    assert 0.09 < figures["  sent by all processes"] < 0.3, "rank 4: two processes with 0.09 MB of gradients each"
     assert figures["DDP: steps a second"] > 0 and figures["  peak memory of a process"] > 0.1

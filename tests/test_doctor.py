@@ -165,7 +165,7 @@ def test_old_and_missing_packages_are_broken_with_the_command_that_helps(monkeyp
     )
     found = {finding.name: finding for finding in doctor_packages.packages()}
 
-    assert found["torch"].is_broken and found["torch"].fix == "pip install -U 'torch>=2.7'"
+    assert found["torch"].is_broken and found["torch"].fix == "pip install -U 'torch>=2.11'"
     assert found["peft"].is_broken and found["peft"].value == "not installed"
     assert not found["accelerate"].is_broken and not found["deepspeed"].is_broken
 

@@ -205,12 +205,10 @@ class Marks:
 
     def __call__(self, run: "Run") -> None:
         from ..distributed.devices import forget_peak, peak_memory, wait_for
-        from ..distributed.traffic import bytes_sent
 
         wait_for(run.strategy.device)
         self.peak = peak_memory(run.strategy.device)
-        sent = bytes_sent(run.strategy.device)
-        self.marks.append((time.perf_counter(), sent))
+        self.marks.append((time.perf_counter(), None))
         forget_peak(run.strategy.device)
 
     def figures(self) -> dict[str, Any]:

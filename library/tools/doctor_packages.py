@@ -9,14 +9,13 @@ from collections.abc import Iterable
 from ..distributed.attempt import Attempt, attempt
 from .doctor_finding import Finding
 
-NEEDED = {"torch": (2, 7), "accelerate": (1, 12), "diffusers": (0, 41), "transformers": (5, 0), "peft": (0, 18),
+NEEDED = {"torch": (2, 11), "accelerate": (1, 15), "diffusers": (0, 41), "transformers": (5, 20), "peft": (0, 21),
           "safetensors": (0, 6), "wandb": (0, 30), "tensorboard": (2, 18)}  # fmt: skip
 """The oldest releases that pyproject.toml allows."""
 ALSO_NEEDED = {"numpy": "numpy", "PIL": "pillow", "psutil": "psutil", "toml": "toml", "tqdm": "tqdm", "yaml": "pyyaml"}
 """Module and package of what is needed in whatever release came with the rest."""
 OPTIONAL = {"deepspeed": "pip install deepspeed", "bitsandbytes": "pip install bitsandbytes",
             "nvidia-ml-py": "pip install nvidia-ml-py", "torchao": "pip install torchao",
-            "optimum-quanto": "pip install optimum-quanto", "lycoris-lora": "pip install lycoris-lora",
             "pyarrow": "pip install pyarrow"}  # fmt: skip
 PYTHONS = ((3, 10), (3, 13))
 SECONDS = 180.0
