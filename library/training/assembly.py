@@ -116,7 +116,7 @@ def assemble(
     if strategy.is_main:
         _tell_long_captions(family, pipe, prepared.first_captions(plan.batches, plan.steps))
     schedule = schedules.make_schedule(config.optim, plan.steps)
-    watch = Health(config.train.max_bad_steps, Path(config.save.output_dir))
+    watch = Health(config.train.max_bad_steps)
     bad_samples = BadSamples(config.data.max_bad_samples, len({sample.image for sample in prepared.manifest.samples}))
     job = Run(config, plan, strategy, task, loader, wrapped, groups, optimizer, schedule, watch,
               _ladder(config, trained), bad_samples, Silence(), compilation=compilation)  # fmt: skip

@@ -28,7 +28,6 @@ from ..optim.elementwise import whole_tensor_problems
 from . import before_after, state_folder
 from .assembly import assemble, load
 from .bad_samples import NoMore
-from .bundle import read_bundle, replay
 from .caching import Kept, keep_latents, keep_texts
 from .ending import Ending
 from .export import Export
@@ -113,10 +112,6 @@ def _run(config: RunConfig, given: frozenset[str], strategy: DataParallel, start
     preview = _preview(config, prompts)
     export = Export(adapter, prepared, strategy.data_size, going_on.started_at)
     strategy.on_main(lambda: export.rehearse(job))
-    if config.train.replay is not None:
-        for line in replay(job, read_bundle(Path(config.train.replay))):
-            logger.info("%s", line)
-        return
     going_on.restore(job)
     validation = _validation(config, prepared, Kept(latents, texts))
     told = outline(prepared, plan, strategy.data_size)
