@@ -24,6 +24,7 @@ DOORS: dict[str, set[str]] = {
     "argparse": {"config"},
     "deepspeed": {"distributed"},
     "diffusers": {"families", "demo"},
+    "filelock": {"training"},
     "huggingface_hub": {"families"},
     "peft": {"adapters"},
     "psutil": {"distributed"},

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from ..config import RunConfig
@@ -11,7 +12,6 @@ from ..data.prepare import Prepared
 from ..data.prompts import Prompt, read_prompts
 from ..distributed.choice import strategy_of
 from ..distributed.contradictions import contradictions_of_this_run
-from ..distributed.lock import FolderLock
 from ..distributed.signals import Signals
 from ..distributed.strategy import DataParallel
 from ..durable import why_not_writable
@@ -38,6 +38,7 @@ from .learnt import Learnt
 from .loop import train
 from .metrics import MetricsFile
 from .outline import outline
+from .output_lock import hold_output_lock
 from .parallel_fit import refuse_misfits
 from .pictures import same_pictures
 from .plan import RunPlan
@@ -64,8 +65,8 @@ def run(config: RunConfig, given: frozenset[str] = frozenset()) -> None:
         divider = strategy.divides_optimizer
         if divider and (problems := whole_tensor_problems(config.optim, divider)):
             raise ConfigError(problems)
-        with FolderLock(folder, name) as lock:
-            strategy.on_main(lambda: _make_ready(config, folder, name, lock))
+        with ExitStack() as held:
+            strategy.on_main(lambda: _make_ready(config, folder, name, held))
             ending = Ending(strategy, config)
             try:
                 _run(config, given, strategy, started_at, ending)
@@ -201,14 +202,14 @@ def _prompts(preview: PreviewConfig, detected: Detected) -> list[Prompt]:
     return prompts
 
 
-def _make_ready(config: RunConfig, folder: Path, name: str, lock: FolderLock) -> None:
+def _make_ready(config: RunConfig, folder: Path, name: str, held: ExitStack) -> None:
     """That files can be written, and by this run alone, is known before training, not after it."""
     named = config.distributed.compile_cache_dir
     places = {"output_dir": folder} | ({"compile_cache_dir": Path(named).expanduser()} if named is not None else {})
     if problems := [f"--{option}: {place} cannot be written to: {why}"
                     for option, place in places.items() if (why := why_not_writable(place))]:  # fmt: skip
         raise ConfigError(problems)
-    lock.take()
+    held.enter_context(hold_output_lock(folder, name))
     state_folder.remove_leftovers(folder, name)
 
 
