@@ -87,11 +87,13 @@ def alone() -> Pipelined:
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_checkpoints_are_made_in_the_way_and_of_the_blocks_that_were_asked_for(every, monkeypatch):
-    from library.training import checkpointing
+    from library.training import activation_checkpointing
 
     model, pipeline, made = Blocks(), alone(), []
-    model._gradient_checkpointing_func = checkpointing.Checkpoints(every, to_host=False)
-    monkeypatch.setattr(checkpointing, "checkpoint", lambda call, *given, **named: made.append(call) or call(*given))
+    model._gradient_checkpointing_func = activation_checkpointing.BlockCheckpointing(every, offload=False)
+    monkeypatch.setattr(
+        activation_checkpointing, "checkpoint", lambda call, *given, **named: made.append(call) or call(*given)
+    )
     pipeline._take_apart(model, model, Structure(Chain.of(model, ["row"], ["hidden_states"])))
     pipeline.passage.only(0, 4, None)
     for _ in range(2):
