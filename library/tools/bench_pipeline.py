@@ -92,20 +92,23 @@ def _share_of_waiting(job: "Run", number: int) -> float:
 
     The exchange of gradients, which comes after, does not count; a stage that is done early waits in it.
     """
+    import torch
+
     from ..distributed.devices import wait_for
-    from ..training.stopwatch import OTHER, Stopwatch
+    from ..distributed.memory import phase
+    from ..training.profiler import sum_phase_seconds
 
     steps = job.loader.steps(number)
     work = next(steps)
     steps.close()  # type: ignore[attr-defined]
     job.strategy.gather(None)  # all begin at once
-    watch = Stopwatch(lambda: wait_for(job.strategy.device))
-    watch.start()
-    job.strategy.gradients(job.task, work.batches, work.samples, number)
-    watch.stop()
+    with torch.profiler.profile() as profile, phase("other"):
+        job.strategy.gradients(job.task, work.batches, work.samples, number)
+        wait_for(job.strategy.device)
     job.optimizer.zero_grad()
-    worked = sum(seconds for part, seconds in watch.seconds.items() if part not in (OTHER, "exchange"))
-    stages = job.strategy.gather((worked, worked + watch.seconds[OTHER]))
+    phases = sum_phase_seconds(profile.events() or ())
+    worked = sum(seconds for name, seconds in phases.items() if name not in ("other", "communication"))
+    stages = job.strategy.gather((worked, worked + phases["other"]))
     return 1 - statistics.mean(busy for busy, _ in stages) / max(until for _, until in stages)
 
 

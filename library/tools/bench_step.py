@@ -154,16 +154,16 @@ class Turns:
 
 def _of_peak(run: "Run", ours: Sequence[tuple[float, float]], bare: Sequence[tuple[float, float]]) -> list[Figure]:
     """What the denoiser computes in a step, and how much that is of what the device can."""
-    from ..distributed.peaks import peak_flops
-    from ..training.flops import Calls
+    from ..training.precision import DTYPES
+    from ..training.profiler import DenoiserCalls, get_denoiser, measure_peak_flops
 
-    denoiser = getattr(run.task.pipe, run.task.family.denoiser)
-    calls = Calls()
-    with calls.of(denoiser):
+    denoiser = get_denoiser(run)
+    calls = DenoiserCalls()
+    with calls.record(denoiser):
         Bare(run).undo()
-    flops = calls.flops(denoiser)
+    flops = calls.count_flops(denoiser)
     found = [Figure("the denoiser computes", (flops / 1e12,), "TFLOP a step")]
-    if (peak := peak_flops(run.strategy.device, run.strategy.precision)) is not None:
+    if (peak := measure_peak_flops(run.strategy.device, DTYPES[run.strategy.precision])) is not None:
         for name, turns in (("our", ours), ("bare", bare)):
             shares = tuple(100 * flops / clock / peak for clock, _ in turns)
             found.append(Figure(f"{name} share of the device's peak (MFU)", shares, "%"))

@@ -145,9 +145,9 @@ def _train(job: Run, ending: Ending, export: Export, going_on: GoingOn, looks: S
         job.teller = Track(progress, file, job.state.samples)
         job.actions = [guard, *looks, learnt, export, report, keeper]
         if (profiled := config.train.profile_steps) is not None:
-            from .anatomy import Anatomy
+            from .profiler import StepProfiler
 
-            job.actions = Anatomy(profiled, folder / f"{config.save.output_name}.trace.json.gz").around(job)
+            job.actions = StepProfiler(profiled, folder / f"{config.save.output_name}.trace.json.gz").wrap(job)
         strategy.is_asked = lambda: signals.asked is not None
         for look in looks:
             look.begin(job)
