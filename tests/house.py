@@ -25,6 +25,7 @@ DOORS: dict[str, set[str]] = {
     "argparse": {"config"},
     "deepspeed": {"distributed"},
     "diffusers": {"families"},
+    "filelock": {"training"},
     "huggingface_hub": {"families"},
     "peft": {"adapters"},
     "psutil": {"distributed", "tools"},

@@ -47,10 +47,8 @@ def handler(world: World, kind: type, *flags: str):
     [
         (TWO, "gloo", None),
         (CUDA, "nccl", None),
-        (replace(CUDA, windows=True, torch=(2, 3)), "gloo", None),
-        (replace(CUDA, windows=True, torch=(2, 4)), "gloo", "env://?use_libuv=False"),
-        (replace(TWO, windows=True, torch=(2, 13)), "gloo", "env://?use_libuv=False"),
-        (replace(CUDA, torch=(2, 13)), "nccl", None),
+        (replace(CUDA, windows=True), "gloo", "env://?use_libuv=False"),
+        (replace(TWO, windows=True), "gloo", "env://?use_libuv=False"),
         (replace(CUDA, device="cpu"), "gloo", None),
         (replace(TWO, device="xpu"), None, None),
         (replace(ALONE, local_rank=0), "gloo", None),

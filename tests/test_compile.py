@@ -220,7 +220,6 @@ def test_objects_in_blocks_cost_no_graphs_where_they_are_alike_and_stay_where_th
     model._repeated_blocks = ("Attends",)
     plain = [row(rows(2, 3, 3)) for row in model.rows]
     found, backend = of(model)
-    assert len({id(row.processor) for row in model.rows}) == 2 and model.rows[7].processor.factor == 5
     for length in (3, 2, 7, 9):
         model(rows(2, length, 3)).sum().backward()
     assert backend.frame_count == found.graphs == 3 and found.late == 0  # the first, the others, and the odd one

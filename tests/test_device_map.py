@@ -26,7 +26,7 @@ from library.config import load_options
 from library.config.values import DeviceMap
 from library.distributed.device_map import assigned, hook, mapping_problems, places_of, units, unplaced
 from library.distributed.devices import Machine
-from library.distributed.world import World, torch_version
+from library.distributed.world import World
 from library.errors import ConfigError
 from library.families import FAMILIES
 from library.families.detect import detect
@@ -101,8 +101,6 @@ def on(device: torch.device, item: Any) -> Any:
 
 @pytest.mark.parametrize(("model", "count"), [*((model, 2) for model in MODELS), ("sdxl", 3), ("flux", 4)])
 def test_every_layer_finds_what_it_is_given_on_its_own_device(model, count):
-    if model == "qwen_image" and torch_version() < (2, 8):
-        pytest.skip("tensors that pretend cannot be complex")
     tiny = TINY[model]()
     family, batch, first = FAMILIES.get(tiny.family)(), tiny.batch, torch.device(KIND, 0)
     with pretended(tiny.pipe, family.denoiser, count) as held:

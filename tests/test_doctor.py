@@ -197,7 +197,7 @@ def test_old_and_missing_packages_are_errors_with_the_command_that_installs_them
     monkeypatch.setattr(doctor, "find_version", lambda name: installed[name] if name in installed else real(name))
     found = {finding.name: finding for finding in doctor.check_packages()}
 
-    assert found["torch"].is_error and found["torch"].fix == "pip install -U 'torch>=2.7'"
+    assert found["torch"].is_error and found["torch"].fix == "pip install -U 'torch>=2.11'"
     assert found["peft"].is_error and found["peft"].value == "not installed"
     assert not found["accelerate"].is_error and not found["deepspeed"].is_error
 

@@ -1,4 +1,4 @@
-"""A step that goes wrong changes nothing, is named, and can be played again; the probe finds what is idle."""
+"""A step that goes wrong changes nothing and is named with its images; the probe finds what is idle."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,6 @@ from test_run import pictures, train
 
 from library.errors import UserError
 from library.training import health
-from library.training.bundle import read_bundle
 from library.training.metrics import MetricsFile, read_lines
 from library.training.probe import _judge
 from library.training.task import Task
@@ -31,8 +30,8 @@ def train_with_a_spoilt_step(rank: int, step: int | tuple[int, ...], careful: bo
         is_bad = at in step if isinstance(step, tuple) else at == step if step >= 0 else at >= -step
         return whole(self, batch, at) * (float("nan") if here and is_bad else 1.0)
 
-    def watch(self, most, folder):
-        start(self, most, folder)
+    def watch(self, most):
+        start(self, most)
         self.careful_until = 10**9 if careful else 0
 
     Task.__call__, health.Health.__init__ = spoilt, watch
@@ -66,10 +65,14 @@ def test_a_bad_step_on_one_rank_is_left_out_on_all(dataset, tmp_path, ranks, bat
                         "--lr_scheduler_args", f"step_rules=1:{SPOILT},0:{SPOILT + 1},1")  # fmt: skip
 
     assert same(bad[0], expected[0])
-    folder = tmp_path / f"bad-step{SPOILT + 1:08d}"
-    assert sorted(item.name for item in folder.iterdir()) == [f"rank{rank}" for rank in range(ranks)]
-    facts = json.loads((folder / "rank0" / "step.json").read_text("utf-8"))
-    assert facts["step"] == SPOILT and len(facts["batches"][0]["ids"]) == int(batch) and facts["loss"] == "nan"
+    reports = [tmp_path / f"bad.nan-step{SPOILT + 1:08d}-rank{rank}.json" for rank in range(ranks)]
+    assert sorted(tmp_path.glob("bad.nan-*")) == reports
+    facts = [json.loads(path.read_text("utf-8")) for path in reports]
+    assert all(each["step"] == SPOILT + 1 and each["loss"] == "nan" and each["seed"] == 5 for each in facts)
+    images = [image for each in facts for image in each["images"]]
+    assert [image["place"] for image in images] == [0, 1, 2, 3] and len({image["image"] for image in images}) == 4
+    assert all(0 < image["timestep"] < 1 and image["loss"] > 0 for image in images), "spoilt behind the task's own loss"
+    assert all(image["bucket"] == [64, 64] and image["caption"] for image in images)
     lines = [line for line in read_lines(tmp_path / "bad.metrics.jsonl") if "loss/current" in line]
     assert [line["step"] for line in lines] == list(range(1, 15))
     assert [line["step"] for line in lines if line["loss/current"] is None] == [SPOILT + 1]
@@ -107,43 +110,35 @@ def test_too_many_bad_steps_end_the_run_with_the_last_good_weights(dataset, tmp_
 
     on_ranks(1, train, *flags, "--output_name", "good", "--save_every_n_steps", "6")
     assert same(str(tmp_path / "stopped-step00000008.safetensors"), str(tmp_path / "good-step00000006.safetensors"))
-    bundle = read_bundle(tmp_path / "bad-step00000007" / "rank0")
-    assert bundle.step == 6 and bundle.batches[0].pixels.shape[0] == 4
+    assert [path.name for path in sorted(tmp_path.glob("*.json"))] == [
+        f"stopped.nan-step{step:08d}-rank0.json" for step in (7, 8, 9)
+    ]
 
 
-def test_a_bundle_is_played_again(dataset, tmp_path):
-    flags = ("--dataset_config", str(dataset), *SETTINGS, "--train_batch_size", "4", "--output_dir", str(tmp_path))
-    on_ranks(1, train_with_a_spoilt_step, 0, 2, False, *flags)
+def test_a_skipped_step_is_logged_with_its_images_and_the_file_that_tells_more(dataset, tmp_path):
+    flags = ("--dataset_config", str(dataset), *SETTINGS, "--train_batch_size", "2", "--output_dir", str(tmp_path))
+    text = on_ranks(1, log_of_a_spoilt_run, tmp_path, *flags)[0]
 
-    text = on_ranks(1, told, tmp_path, *flags, "--replay", str(tmp_path / "bad-step00000003" / "rank0"))[0]
-
-    assert "step 3 of" in text and text.count(": loss 0.") + text.count(": loss 1.") == 4
-    assert "gradients: 0 of" in text  # the loss was spoilt from outside
-
-
-def test_a_bundle_holds_modules_that_share_a_matrix(dataset, tmp_path):
-    """As queries, keys and values of FLUX.1 do; such tensors cannot be written as they are."""
-    flags = ("--dataset_config", str(dataset), "--pretrained_model_name_or_path", "random:flux:tiny", "--network_dim",
-             "2", "--max_train_steps", "3", "--train_batch_size", "2", "--output_dir", str(tmp_path))  # fmt: skip
-    on_ranks(1, train_with_a_spoilt_step, 0, 1, False, *flags)
-
-    assert (tmp_path / "lora.safetensors").is_file()
-    text = on_ranks(1, told, tmp_path, *flags, "--replay", str(tmp_path / "bad-step00000002" / "rank0"))[0]
-    assert "step 2 of" in text and "gradients: 0 of" in text
+    (line,) = (line for line in text.splitlines() if "step 3 skipped" in line)
+    report = tmp_path / "lora.nan-step00000003-rank0.json"
+    images = ", ".join(image["image"] for image in json.loads(report.read_text("utf-8"))["images"])
+    assert "step 3 skipped: loss nan, gradient norm nan" in line
+    assert "loss nan, gradient norm nan. " in line and images.count(", ") == 1
+    assert f"Images on this rank: {images}. Details: {report}" in line
 
 
-def told(folder: Path, *flags: str) -> str:
-    """The messages of a run."""
+def log_of_a_spoilt_run(folder: Path, *flags: str) -> str:
     from library.log import set_up
 
     set_up(simple=True, file=str(folder / "log"))
-    train(*flags)
+    train_with_a_spoilt_step(0, 2, False, *flags)
     return (folder / "log").read_text("utf-8")
 
 
-def test_what_is_no_bundle_is_said(tmp_path):
-    with pytest.raises(UserError, match=r"--replay: .*name the folder of one process"):
-        read_bundle(tmp_path)
+def test_a_report_that_cannot_be_written_ends_no_run(dataset, tmp_path):
+    (tmp_path / "lora.nan-step00000003-rank0.json").mkdir()
+    flags = ("--dataset_config", str(dataset), *SETTINGS, "--train_batch_size", "2", "--output_dir", str(tmp_path))
+    assert Path(on_ranks(1, train_with_a_spoilt_step, 0, 2, False, *flags)[0]).is_file()
 
 
 def test_the_probe_names_what_is_idle_or_broken(caplog):

@@ -23,7 +23,7 @@ from library.distributed.frozen import can_rest, let_rest
 from library.distributed.packing import BLOCK, NF4, Packed
 from library.distributed.swapping import Swap
 from library.errors import ConfigError
-from library.training import checkpointing
+from library.training import activation_checkpointing
 from library.training.forecast.meter import Meter
 from library.training.resting import spread
 
@@ -236,15 +236,16 @@ def test_gradients_are_those_of_the_plain_run(model, same, kinds, tmp_path):
 
 
 def test_every_nth_block_is_computed_twice_and_what_from_waits_on_the_host(monkeypatch):
-    sent, honest = [], checkpointing.on_host
-    monkeypatch.setattr(checkpointing, "on_host", lambda tensor: sent.append(tensor) or honest(tensor))
+    sent, honest = [], activation_checkpointing.on_host
+    monkeypatch.setattr(activation_checkpointing, "on_host", lambda tensor: sent.append(tensor) or honest(tensor))
     for every, times, to_host in ((1, [2, 2, 2, 2], False), (2, [2, 1, 2, 1], True)):
         blocks, calls = [nn.Linear(3, 3) for _ in range(4)], [0] * 4
         for number, block in enumerate(blocks):
             block.register_forward_pre_hook(lambda *_, at=number, calls=calls: calls.__setitem__(at, calls[at] + 1))
-        way, now = checkpointing.Checkpoints(every, to_host=to_host), torch.ones(1, 3, requires_grad=True)
+        call = activation_checkpointing.BlockCheckpointing(every, offload=to_host)
+        now = torch.ones(1, 3, requires_grad=True)
         for block in blocks:
-            now = way(block, now)
+            now = call(block, now)
         now.sum().backward()
         assert calls == times
     assert [tuple(tensor.shape) for tensor in sent if tensor.numel()] == [(1, 3)] * 2

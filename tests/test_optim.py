@@ -144,8 +144,6 @@ def test_a_learning_rate_of_zero_has_a_schedule():
 
 
 def installed(name: str) -> bool:
-    if name == "Muon":
-        return hasattr(torch.optim, "Muon")  # since torch 2.9
     package = OPTIMIZERS[name].path.split(".")[0] if name in OPTIMIZERS else "torch"
     return importlib.util.find_spec(package) is not None
 

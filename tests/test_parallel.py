@@ -156,10 +156,8 @@ def test_every_process_has_a_place_of_its_own():
     assert [(layout.data_rank(rank), layout.stage(rank)) for rank in layout.tellers()] == [(0, 2), (1, 2)]
 
 
-def test_one_process_looks_back_at_a_step_of_several(tmp_path):
+def test_processes_are_laid_out_in_groups_of_those_that_share_a_picture():
     config = load_options(["--dataset_config", __file__, "--pp_size", "2", "--tp_size", "2"]).config
-    back = replace(config, train=replace(config.train, replay=str(tmp_path)))
-    assert layout_of(back, World()) == Layout() and not [*layout_problems(back, World())]
     assert layout_of(config, World(size=8)) == Layout(2, 2, 2) and not [*layout_problems(config, World(size=8))]
     (problem,) = layout_problems(config, World(size=6))
     assert problem.startswith("--pp_size 2 --tp_size 2: 6 processes cannot be dealt out in groups of 4; start 8")

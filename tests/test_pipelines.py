@@ -20,14 +20,14 @@ from library.config import load_options
 from library.config.values import Steps
 from library.distributed.chain import Chain, Departed, Passage
 from library.distributed.layout import Layout
+from library.distributed.memory import phase
 from library.distributed.pipelined import Pipelined
 from library.distributed.schedules import Job
 from library.distributed.skips import SkipChain
 from library.distributed.structure import Structure
 from library.families import FAMILIES
-from library.training.anatomy import Anatomy
-from library.training.flops import Calls
 from library.training.memory_advice import switches
+from library.training.profiler import DenoiserCalls, StepProfiler
 
 
 def run(folder: Path, ranks: int, *flags: str) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
@@ -87,11 +87,13 @@ def alone() -> Pipelined:
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_checkpoints_are_made_in_the_way_and_of_the_blocks_that_were_asked_for(every, monkeypatch):
-    from library.training import checkpointing
+    from library.training import activation_checkpointing
 
     model, pipeline, made = Blocks(), alone(), []
-    model._gradient_checkpointing_func = checkpointing.Checkpoints(every, to_host=False)
-    monkeypatch.setattr(checkpointing, "checkpoint", lambda call, *given, **named: made.append(call) or call(*given))
+    model._gradient_checkpointing_func = activation_checkpointing.BlockCheckpointing(every, offload=False)
+    monkeypatch.setattr(
+        activation_checkpointing, "checkpoint", lambda call, *given, **named: made.append(call) or call(*given)
+    )
     pipeline._take_apart(model, model, Structure(Chain.of(model, ["row"], ["hidden_states"])))
     pipeline.passage.only(0, 4, None)
     for _ in range(2):
@@ -126,8 +128,8 @@ def test_scaled_losses_give_gradients_that_can_be_scaled_back_on_every_stage():
 
 
 def test_operations_count_once_however_often_the_model_is_called_for_a_micro_batch():
-    model, calls, job = nn.Identity(), Calls(), Job(None, None, ["first", "second"])
-    with calls.of(model):
+    model, calls, job = nn.Identity(), DenoiserCalls(), Job(None, None, ["first", "second"])
+    with calls.record(model):
         for number in (0, 0, 1, 0, 1):  # the first to prepare it, the last two on the way through a second stage
             with job.begin(number) as batch:
                 model(torch.ones(1))
@@ -146,14 +148,16 @@ def test_a_profile_tells_of_each_device_of_a_pipeline_its_share_of_the_operation
 
 
 def test_operations_of_a_picture_are_shared_by_those_who_work_on_it(tmp_path):
-    anatomy, told = Anatomy(Steps(2, 4), tmp_path / "trace.json.gz"), {}
-    anatomy.calls = SimpleNamespace(flops=lambda denoiser: 12e12)
-    anatomy.pace, anatomy.paced, anatomy.seconds["forward"] = 1.0, 3, 1.0
-    anatomy._tell(SimpleNamespace(
+    profiler, told = StepProfiler(Steps(2, 6), tmp_path / "trace.json.gz"), {}
+    profiler.calls, profiler.seconds = SimpleNamespace(count_flops=lambda denoiser: 4e12), 1.0
+    run = SimpleNamespace(
         strategy=SimpleNamespace(together=2, device=torch.device("cpu"), precision="bf16"),
         task=SimpleNamespace(pipe=SimpleNamespace(unet=None), family=SimpleNamespace(denoiser="unet")),
         teller=SimpleNamespace(noted=lambda run, figures: told.update(figures)),
-    ))  # fmt: skip
+    )
+    with torch.profiler.profile() as profile, phase("other"):
+        pass
+    profiler._report(run, profile)
     assert told["profile/step_teraflop"] == 2.0
 
 

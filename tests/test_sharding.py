@@ -38,7 +38,6 @@ def launched(**said: str) -> World:
         ((), FOUR, None),
         (("--no-fsdp",), FOUR, None),
         ((), replace(FOUR, said=EXPORTED), None),  # left over from somewhere, as no engine is asked for
-        (("--fsdp", "--replay", "bad-step00000003/rank1"), World(), None),
         (("--fsdp",), FOUR, Sharding(1, 4)),
         (("--fsdp",), World(local_rank=0), Sharding(1, 1)),
         ((), launched(), Sharding(1, 4)),

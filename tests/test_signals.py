@@ -1,22 +1,28 @@
 """A run that is told to end finishes its step, keeps its state, and says how to go on; the next run goes on exactly."""
 
-import json
 import os
 import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from socket import gethostname
 
 import psutil
 import pytest
 import torch
+from filelock import SoftFileLease
 from ranks import free_port, on_ranks
 from safetensors.torch import load_file
 from test_resume import figures
 from test_run import pictures, train
 from tiny import stand_in_folder
+
+from library.errors import UserError
+from library.training import output_lock
+from library.training.output_lock import hold_output_lock
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 30
@@ -91,7 +97,7 @@ def test_a_second_run_in_the_same_folder_is_refused_and_a_dead_one_is_not_waited
     first = started(1, settings, tmp_path, "--max_train_steps", "100000")
     when_it_trains(first, tmp_path)
     code, text = ended(started(1, settings, tmp_path))
-    assert code == 2 and f"another run writes files of this name into {tmp_path}: process {first.pid} on" in text
+    assert code == 2 and f"is writing to {tmp_path} with this output_name: process {first.pid} on" in text, text
     code, text = ended(started(1, settings, tmp_path, "--output_name", "other", "--max_train_steps", "1"))
     assert code == 0, text
 
@@ -102,36 +108,76 @@ def test_a_second_run_in_the_same_folder_is_refused_and_a_dead_one_is_not_waited
     assert code == 0 and not list(tmp_path.glob(".*lock*")), text
 
 
-def test_a_lock_of_another_machine_holds_while_it_is_young(tmp_path):
-    from library.distributed.lock import SECONDS_OF_SILENCE, FolderLock
-    from library.errors import UserError
-
-    lock = tmp_path / ".a.lock"
-    lock.write_text(json.dumps({"host": "elsewhere", "pid": 1, "began": 0.0, "token": "x"}))
-    with pytest.raises(UserError, match="process 1 on elsewhere"), FolderLock(tmp_path, "a") as held:
-        held.take()
-    os.utime(lock, (0, time.time() - SECONDS_OF_SILENCE - 5))
-    with FolderLock(tmp_path, "a") as held:
-        held.take()
-        with pytest.raises(UserError, match=f"process {os.getpid()} on"), FolderLock(tmp_path, "a") as second:
-            second.take()
-        assert lock.is_file()
-    assert not lock.exists() and not list(tmp_path.iterdir())
+def write_lock(folder: Path, pid: int, host: str) -> Path:
+    """As filelock writes a lease of the length that ``short_leases`` sets."""
+    path = folder / ".a.lock"
+    path.write_text(f"filelock/2\npid={pid}\nhost={host}\nmode=lease\ntoken=x\nduration=1.0\n")
+    return path
 
 
-def test_a_lock_of_another_container_or_machine_of_the_same_name_holds_as_well(tmp_path):
-    """Whose processes have numbers that say nothing here."""
-    from library.distributed.lock import FolderLock
-    from library.distributed.processes import Process
-    from library.errors import UserError
+@pytest.fixture
+def short_leases(monkeypatch):
+    monkeypatch.setattr(output_lock, "LEASE_SECONDS", 1.0)
+    monkeypatch.setattr(output_lock, "HEARTBEAT_SECONDS", 0.2)
 
-    other = {**Process.own().as_json(), "pid": 2**22 + 1, "token": "x"}
-    (tmp_path / ".a.lock").write_text(json.dumps({**other, "system": "elsewhere pid:[1]"}))
-    with pytest.raises(UserError, match="another run"), FolderLock(tmp_path, "a") as held:
-        held.take()
-    (tmp_path / ".a.lock").write_text(json.dumps(other))  # dead, and known to be
-    with FolderLock(tmp_path, "a") as held:
-        held.take()
+
+def own_host(folder: Path) -> str:
+    lease = SoftFileLease(folder / "own")
+    with lease:
+        return lease.owner.hostname
+
+
+def test_a_lock_is_held_by_one_and_leaves_nothing(short_leases, tmp_path):
+    with hold_output_lock(tmp_path, "a"):
+        with pytest.raises(UserError, match=f"process {os.getpid()} on {gethostname()}\\."):
+            with hold_output_lock(tmp_path, "a"):
+                pass
+        assert (tmp_path / ".a.lock").is_file()
+        with hold_output_lock(tmp_path, "b"):
+            pass
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("host", ["elsewhere", "this, in another container"])
+def test_a_lock_from_elsewhere_holds_as_long_as_its_owner_refreshes_it(short_leases, host, tmp_path):
+    own = own_host(tmp_path).partition("?")[0]
+    name = host if host == "elsewhere" else f"{own}?pidns-f0000001"
+    lock, is_over = write_lock(tmp_path, 2**22 + 1, name), threading.Event()
+
+    def refresh() -> None:
+        while not is_over.wait(0.2):
+            os.utime(lock)
+
+    owner = threading.Thread(target=refresh)
+    owner.start()
+    try:
+        with pytest.raises(UserError, match=f"process {2**22 + 1} on {name.partition('?')[0]}"):
+            with hold_output_lock(tmp_path, "a"):
+                pass
+    finally:
+        is_over.set()
+        owner.join()
+    began = time.monotonic()
+    with hold_output_lock(tmp_path, "a"):
+        assert time.monotonic() - began >= 1.0
+
+
+def test_the_lock_of_a_dead_process_on_this_machine_is_not_waited_for(short_leases, tmp_path, caplog):
+    write_lock(tmp_path, 2**22 + 1, own_host(tmp_path))
+    caplog.set_level("INFO")
+    with hold_output_lock(tmp_path, "a"):
+        assert "heartbeat" not in caplog.text
+
+
+def test_a_lock_that_another_run_took_over_is_told(short_leases, tmp_path, caplog):
+    with hold_output_lock(tmp_path, "a"):
+        (tmp_path / ".a.lock").unlink()
+        successor = write_lock(tmp_path, 1, "elsewhere")
+        deadline = time.monotonic() + 10
+        while "the lock was lost (owner-changed)" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert "another run may write files of the same name" in caplog.text
+    assert successor.is_file()
 
 
 def test_a_second_signal_ends_at_once(tmp_path):

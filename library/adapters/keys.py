@@ -42,7 +42,7 @@ def _own_names(modules: Iterable[str]) -> Mapping[str, str]:
 
 
 def _clip_names(modules: Iterable[str]) -> Mapping[str, str]:
-    """Some versions of transformers have the layers of CLIP inside ``text_model``, and files always do."""
+    """Names in files: with the ``text_model.`` that transformers 5 no longer has in ``CLIPTextModel``."""
     return {name: name if name.startswith(("text_model.", "text_projection")) else f"text_model.{name}"
             for name in modules}  # fmt: skip
 

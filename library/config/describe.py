@@ -55,7 +55,11 @@ def options_page() -> str:
 
 
 def to_toml(config: RunConfig) -> str:
-    """The settings that differ from the defaults, by group, as a file for ``--config_file``."""
+    """Write the settings that differ from the defaults, by group, as a file for ``--config_file``.
+
+    ``toml`` is a dependency of sd-scripts, too, so users have it. Its encoder of strings is replaced: toml 0.10.2, the
+    last release, corrupts control characters and a backslash before an x, as in a Windows path.
+    """
     import toml
 
     values = flat(config)
@@ -67,12 +71,12 @@ def to_toml(config: RunConfig) -> str:
             is_plain = isinstance(plain, (bool, int, float, str, list))
             tables.setdefault(option.group, {})[option.name] = plain if is_plain else str(plain)
     encoder = toml.TomlEncoder()
-    encoder.dump_funcs[str] = _quoted  # the package's own way breaks texts in which x follows a backslash
+    encoder.dump_funcs[str] = _quote_string
     return str(toml.dumps(tables, encoder))
 
 
-def _quoted(text: str) -> str:
-    """A text as JSON writes it, which is a TOML string, too, but for one character."""
+def _quote_string(text: str) -> str:
+    """Write a string as JSON does, which is a TOML basic string but for DEL."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

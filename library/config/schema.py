@@ -253,9 +253,8 @@ class TrainConfig:
     on_oom: Literal["fail", "ladder"] = opt(
         "fail", "ladder: where memory does not suffice, cut batches in parts, then turn gradient_checkpointing on"
     )
-    replay: str | None = opt(None, "do the step in this folder again, which was left out before, and stop")
     profile_steps: Steps | None = opt(
-        None, "tell where the time of these steps goes, and trace the last of them: 11:20; they are slower than others"
+        None, "profile these steps, such as 11:30: a table of phases, FLOPs, MFU, and a trace of the last three"
     )
     dry_run: bool = opt(False, "check everything, print the plan, and stop before any model is loaded")
 

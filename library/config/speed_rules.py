@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from .schema import RunConfig
 
 LEAST_PROFILED = 3
-"""One step left alone, one timed in parts, one traced."""
+"""One step to time undisturbed, one to warm the profiler up, and one to profile."""
 
 
 _OF_CHECKPOINTS = (("gradient_checkpointing_every", 1), ("gradient_checkpointing_budget", 0),
@@ -39,7 +39,7 @@ def speed_conflicts(config: RunConfig, given: frozenset[str]) -> Iterator[tuple[
     steps, train = config.train.profile_steps, config.train
     if steps is not None:
         if steps.first < 2 or steps.last - steps.first + 1 < LEAST_PROFILED:
-            yield ("profile_steps",), (f"{steps}: name at least {LEAST_PROFILED} steps, the second or a later one first"
-                                       ", such as 11:20; the first step of a run is like no other")  # fmt: skip
+            yield ("profile_steps",), (f"{steps}: needs at least {LEAST_PROFILED} steps, from step 2 on, because step 1"
+                                       " warms everything up; such as 11:30")  # fmt: skip
         elif train.max_train_epochs is None and steps.last > train.max_train_steps:
             yield ("profile_steps", "max_train_steps"), f"the run ends with step {train.max_train_steps}"

@@ -8,10 +8,6 @@ from accelerate.utils import InitProcessGroupKwargs
 
 from .world import World
 
-LIBUV_SINCE = (2, 4)
-"""From this torch on the store is built on libuv, which torch for Windows comes without."""
-
-
 PATIENCE = 30
 """Minutes that one process waits for the others where nobody says how long; torch has 10 for nccl, and 30 for gloo."""
 
@@ -27,10 +23,10 @@ def process_group(world: World, minutes: int | None) -> InitProcessGroupKwargs |
     """How this process joins the others; ``None`` when the launcher started it alone."""
     if not world.joins_group:
         return None
-    without_libuv = world.windows and world.torch >= LIBUV_SINCE
     return InitProcessGroupKwargs(
         backend=group_backend(world.device, world.windows),
-        init_method="env://?use_libuv=False" if without_libuv else None,
+        # torch for Windows is built without libuv, and its store asks for libuv all the same.
+        init_method="env://?use_libuv=False" if world.windows else None,
         timeout=timedelta(minutes=minutes or PATIENCE),
     )
 

@@ -31,7 +31,6 @@ class Compilation:
         self.shapes, self._how = shapes, dict(how)
         self.is_dynamic = False
         self.kinds: dict[Any, Kind] = {}
-        self._firsts: dict[Any, nn.Module] = {}
         self._phase = Phase()
         self._is_recorded = how.get("mode") in RECORDED or how.get("backend") == "cudagraphs"
         # DDP's own way of compiling cuts graphs where it exchanges gradients; blocks are cut small enough.
@@ -52,8 +51,6 @@ class Compilation:
         if key not in self.kinds:
             title = " ".join(word for word in (type(module).__name__, name) if word)
             self.kinds[key] = Kind(title, module, self._phase, self._how)
-            self._firsts[key] = module
-        _share_processors(self._firsts[key], module)
         module.forward = Forward(self.kinds[key], module)
 
     def begin(self) -> None:
@@ -127,19 +124,6 @@ def repeated_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if type(module).__name__ in kinds and f"{row}." in rows and not name.startswith(tuple(outer)):
             outer.append(f"{name}.")
             yield name, module
-
-
-def _share_processors(first: nn.Module, other: nn.Module) -> None:
-    """Let attention be computed by the very same object in both, where theirs are alike.
-
-    diffusers asks these objects for their signature, and torch 2.7 compiles anew for each object that is asked.
-    """
-    others = dict(other.named_modules())
-    for name, mine in first.named_modules():
-        processor, its = getattr(mine, "processor", None), getattr(others.get(name), "processor", None)
-        if type(processor) is type(its) and not isinstance(processor, nn.Module | None) and (
-            vars(processor) == vars(its)):  # fmt: skip
-            others[name].processor = processor
 
 
 def compiled(parts: Sequence[nn.Module], denoiser: nn.Module, plugin: Any, shapes: Shapes, *, by_blocks: bool = False

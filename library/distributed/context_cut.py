@@ -218,6 +218,4 @@ class _Attention(TorchFunctionMode):
             return said
         if function is Tensor.unflatten:  # which dynamo knows as a method only
             return args[0].unflatten(*args[1:], **(kwargs or {}))
-        if function is Tensor.split:  # as it did until torch 2.7
-            return args[0].split(*args[1:], **(kwargs or {}))
         return function(*args, **(kwargs or {}))

@@ -115,7 +115,7 @@ class Grouped(DataParallel):
             for parameter in self.model.parameters():
                 if parameter.grad is not None and parameter not in self.cutting.learnt:
                     parameter.grad /= self.layout.parts
-        with phase("exchange"):
+        with phase("communication"):
             gradients = FlatGradients(self.model, of_all=self.layout.together > 1)
             gradients.become_the_mean(processes * self.layout.contexts)
 

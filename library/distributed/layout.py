@@ -55,15 +55,13 @@ class Layout:
 def layout_of(args: RunConfig, world: World) -> Layout:
     """The layout that was asked for."""
     asked = args.parallel
-    if _looks_back_alone(args, world):
-        return Layout()
     return Layout(max(1, world.size // asked.together), asked.pp_size, asked.tp_size, asked.cp_size)
 
 
 def layout_problems(args: RunConfig, world: World) -> Iterator[str]:
     """Why a run cannot be laid out so, and what can be had instead."""
     stages, together = args.parallel.pp_size, args.parallel.together
-    if together == 1 or _looks_back_alone(args, world):
+    if together == 1:
         return
     said = " ".join(f"--{name} {size}" for name, size in args.parallel.sizes.items() if size > 1)
     if world.size % together:
@@ -76,8 +74,3 @@ def layout_problems(args: RunConfig, world: World) -> Iterator[str]:
     if stages > 1 and is_sharded:
         yield (f"{said}: a stage fetches its blocks for each micro-batch anew under FSDP, which is slower than either;"
                " leave FSDP out, or use --tp_size with it")  # fmt: skip
-
-
-def _looks_back_alone(args: RunConfig, world: World) -> bool:
-    """One process looks at what went wrong on one of several."""
-    return args.train.replay is not None and not world.joins_group

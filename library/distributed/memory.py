@@ -1,16 +1,19 @@
-"""Out of memory, whatever device says it, with the part of a step that it came in."""
+"""Phases of a step: named in a profile, and named by an error when the device runs out of memory."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
+from torch.profiler import record_function
 
 from ..data.batch import PixelBatch
 
-STOPWATCH: ContextVar[Callable[[str], AbstractContextManager[None]] | None] = ContextVar("stopwatch", default=None)
-"""Whoever wants to know how long the phases inside of its own context take."""
+PHASE = "phase/"
+"""How the names of phases begin in a profile."""
+SYNCHRONIZE: ContextVar[Callable[[], None] | None] = ContextVar("synchronize", default=None)
+"""Waits for the device; set by a profiler, so that the time of a phase includes the device's work."""
 
 
 class OutOfMemory(Exception):
@@ -27,15 +30,20 @@ class OutOfMemory(Exception):
 
 @contextmanager
 def phase(name: str, batch: PixelBatch | None = None) -> Iterator[None]:
-    """Whatever runs out of memory inside becomes ``OutOfMemory`` in this phase; the innermost counts."""
-    stopwatch = STOPWATCH.get()
+    """Name this part of a step for torch.profiler; raise ``OutOfMemory`` of the innermost phase that has none left."""
+    synchronize = SYNCHRONIZE.get() or _do_nothing
     try:
-        with nullcontext() if stopwatch is None else stopwatch(name):
+        synchronize()
+        with record_function(f"{PHASE}{name}"):
             yield
+            synchronize()
     except Exception as error:
         if isinstance(error, OutOfMemory) or not is_out_of_memory(error):
             raise
         raise OutOfMemory(name, batch, str(error).partition("\n")[0]) from None
+
+
+def _do_nothing() -> None: ...
 
 
 OF_LIBRARIES = ("_STATUS_ALLOC_FAILED", "CUDA error: out of memory", "HIP error: out of memory", "'out of memory'")

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from ..data.batch import PixelBatch
 from .chain import Chain, Flow, Passage, cuts
-from .every_message import wait_for_every_message
 from .grouped import Grouped
 from .handover import handed_over
 from .layout import Layout
@@ -26,7 +25,6 @@ class Pipelined(Grouped):
 
     def __init__(self, accelerator: Accelerator, layout: Layout, schedule: str):
         super().__init__(accelerator, layout)
-        wait_for_every_message()
         self.schedule = schedule
         self.group = self.mesh.get_group("stage")
 

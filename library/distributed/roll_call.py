@@ -30,7 +30,7 @@ SECONDS_TO_READ = 5.0
 """How long a process stays that cannot start, so that the others learn why."""
 PLACES = {
     *("pretrained_model_name_or_path", "vae", "clip_l", "clip_g", "t5xxl", "text_encoder", "ae", "tokenizer_cache_dir"),
-    *("network_weights", "base_weights", "dataset_config", "cache_dir", "output_dir", "replay", "resume"),
+    *("network_weights", "base_weights", "dataset_config", "cache_dir", "output_dir", "resume"),
     *("sample_prompts", "logging_dir", "log_tracker_config", "metadata_thumbnail", "compile_cache_dir"),
     "offload_param_nvme_path",
 }

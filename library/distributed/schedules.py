@@ -102,8 +102,7 @@ class Schedules:
         elif pipeline.schedule == "1f1b" and count >= total:
             made = Schedule1F1B(stages[0], **settings)
         else:
-            made = ScheduleGPipe(stages[0], **{**settings, "n_microbatches": max(count, total)})
-            made._n_microbatches = count  # torch 2.7 refuses fewer than stages, and can do with fewer
+            made = ScheduleGPipe(stages[0], **settings)
         self._made[key] = made
         return made
 

@@ -70,8 +70,6 @@ class Asked:
 def asked_for(args: RunConfig, world: World) -> Asked:
     """Whether this run shards, how, and what speaks against it.  Pure."""
     wanted, launched = args.sharding.fsdp, "FSDP" in world.engines
-    if args.train.replay is not None and not world.joins_group:
-        return Asked()  # one process looks at what went wrong on one of several
     if wanted is False and launched:
         return Asked(problems=("--no-fsdp: the launcher asks for FSDP; take it out of one of the two",))
     said = _said(world)

@@ -161,7 +161,7 @@ class DataParallel(Company):
                 with self.accelerator.no_sync(self.model):
                     total += self._one_batch(loss_function, batch, samples, step)
             self.pace.ready()
-            with phase("exchange"):
+            with phase("communication"):
                 return total, FlatGradients(self.model) if self.size > 1 else None
 
         found = self.if_it_fits(of_this_process)
@@ -169,7 +169,7 @@ class DataParallel(Company):
             return found
         total, gradients = found
         if gradients is not None:
-            with phase("exchange"):
+            with phase("communication"):
                 gradients.become_the_mean(self.size)
         self.accelerator.sync_gradients = True
         return self._summed(total)
@@ -211,7 +211,7 @@ class DataParallel(Company):
     def _summed(self, total: Tensor) -> Tensor:
         """The sum over all processes; whether anybody was asked to end the run travels with it."""
         asked = total.new_full((), float(self.is_asked()))
-        with phase("exchange"):
+        with phase("communication"):
             sums: Tensor = self.accelerator.reduce(torch.stack([total, asked]), reduction="sum")
         self._asked.send(sums[1])
         self.pace.together()

@@ -42,7 +42,6 @@ class World:
     """Kind of device that this process computes on."""
     machine: Machine = field(default_factory=Machine)
     windows: bool = False
-    torch: tuple[int, int] = (2, 7)
     precision: str | None = None
     """What the launcher says; ``None`` when it says nothing.  The same for the next four."""
     accumulation: int | None = None
@@ -71,7 +70,6 @@ class World:
             device=chosen_device(env, machine),
             machine=machine,
             windows=sys.platform == "win32",
-            torch=torch_version(),
             precision=env.get("ACCELERATE_MIXED_PRECISION"),
             accumulation=_number(env, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
             dynamo=env.get("ACCELERATE_DYNAMO_BACKEND"),
@@ -103,12 +101,6 @@ class World:
 def now() -> str:
     """The local time as it stands in folder names."""
     return datetime.now().strftime("%Y%m%d%H%M%S")
-
-
-def torch_version() -> tuple[int, int]:
-    """Major and minor number."""
-    major, minor = torch.__version__.split(".")[:2]
-    return int(major), int(minor)
 
 
 def chosen_device(environment: Mapping[str, str], machine: Machine) -> str:

@@ -94,6 +94,6 @@ def encode_with_one(pipe: Any, prompts: Sequence[str], options: ModelConfig) -> 
 
 def layer_from_end(encoder: Any, output: Any, number: int) -> Tensor:
     """The states after the n-th last layer, normed as the last ones are."""
-    # Newer versions of transformers have the layers in the model itself.
+    # CLIPTextModelWithProjection has the layers in its text_model, CLIPTextModel in itself.
     normed: Tensor = getattr(encoder, "text_model", encoder).final_layer_norm(output.hidden_states[-number])
     return normed

@@ -13,7 +13,7 @@ def load_from_folder(cls: Any, place: str, subfolder: str, dtype: torch.dtype, d
     """Load the part in ``subfolder`` of a folder or hub id."""
     if not issubclass(cls, nn.Module):
         return read_tokenizer(cls, place, subfolder)
-    options = {**_precision(cls, dtype), **({} if device is None else {"device_map": {"": device}})}
+    options: dict[str, Any] = {"dtype": dtype, **({} if device is None else {"device_map": {"": device}})}
     # Safetensors only: reading a pickle would run code from the file.
     options |= {"subfolder": subfolder, "use_safetensors": True}
     if Path(place).is_dir():
@@ -25,11 +25,6 @@ def load_from_folder(cls: Any, place: str, subfolder: str, dtype: torch.dtype, d
             return cls.from_pretrained(place, variant="fp16", **options).eval()
         except OSError:
             raise error from None
-
-
-def _precision(cls: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """transformers calls it dtype; diffusers did not before 0.36."""
-    return {"dtype": dtype} if cls.__module__.startswith("transformers.") else {"torch_dtype": dtype}
 
 
 def _variant(folder: Path) -> str | None:

@@ -36,7 +36,7 @@ OPTIMIZERS: Mapping[str, OptimizerInfo] = {
     "Adam": OptimizerInfo("torch.optim.Adam"),
     "SGD": OptimizerInfo("torch.optim.SGD"),
     "SGDNesterov": OptimizerInfo("torch.optim.SGD", defaults=_NESTEROV),
-    "Muon": OptimizerInfo("torch.optim.Muon", "'torch>=2.9'"),
+    "Muon": OptimizerInfo("torch.optim.Muon"),
     "Adafactor": OptimizerInfo("transformers.optimization.Adafactor"),
     "Adam8bit": _eight_bits("Adam8bit"),
     "AdamW8bit": _eight_bits("AdamW8bit"),

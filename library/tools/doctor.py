@@ -29,11 +29,11 @@ USAGE = "usage: python -m library doctor [--json] [-- accelerate launch ... trai
 PACKAGE, DISTRIBUTION = __package__.split(".")[0], "lorikeet-lora"
 ROOT = Path(__file__).resolve().parents[2]
 NEEDED = {
-    "torch": (2, 7),
-    "accelerate": (1, 12),
+    "torch": (2, 11),
+    "accelerate": (1, 15),
     "diffusers": (0, 41),
-    "transformers": (5, 0),
-    "peft": (0, 18),
+    "transformers": (5, 20),
+    "peft": (0, 21),
     "safetensors": (0, 6),
     "wandb": (0, 30),
     "tensorboard": (2, 18),

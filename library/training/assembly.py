@@ -25,9 +25,9 @@ from ..families.base import Family
 from ..families.detect import Detected
 from ..optim import optimizers, schedules
 from ..optim.average import RunningAverage
+from .activation_checkpointing import enable_activation_checkpointing
 from .bad_samples import BadSamples
 from .caching import Kept
-from .checkpointing import compute_twice
 from .groups import groups_of
 from .health import Health
 from .job import Run, Silence
@@ -116,7 +116,7 @@ def assemble(
     if strategy.is_main:
         _tell_long_captions(family, pipe, prepared.first_captions(plan.batches, plan.steps))
     schedule = schedules.make_schedule(config.optim, plan.steps)
-    watch = Health(config.train.max_bad_steps, Path(config.save.output_dir))
+    watch = Health(config.train.max_bad_steps)
     bad_samples = BadSamples(config.data.max_bad_samples, len({sample.image for sample in prepared.manifest.samples}))
     job = Run(config, plan, strategy, task, loader, wrapped, groups, optimizer, schedule, watch,
               _ladder(config, trained), bad_samples, Silence(), compilation=compilation)  # fmt: skip
@@ -131,7 +131,7 @@ def assemble(
 
 def _ladder(config: RunConfig, trained: Any) -> Ladder:
     """What can be done when memory is out; activations can be computed twice, unless they are already."""
-    can_save = partial(compute_twice, list(trained.children()), trained.denoiser, config.train)
+    can_save = partial(enable_activation_checkpointing, list(trained.children()), trained.denoiser, config.train)
     return Ladder(config.train.on_oom == "ladder", None if config.train.gradient_checkpointing else can_save)
 
 

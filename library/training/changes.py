@@ -21,7 +21,7 @@ FREE_GROUPS = {
 }
 """Where and how the work is done, what is written and told."""
 FREE = {
-    *("max_train_steps", "max_train_epochs", "gradient_checkpointing", "max_bad_steps", "on_oom", "replay", "dry_run"),
+    *("max_train_steps", "max_train_epochs", "gradient_checkpointing", "max_bad_steps", "on_oom", "dry_run"),
     *(
         "gradient_checkpointing_every",
         "gradient_checkpointing_budget",

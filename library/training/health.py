@@ -5,17 +5,21 @@ of them is no number, everything goes back to the reading before and comes again
 changes nothing.  All processes do the same, because loss and gradient norm are the same on all of them.
 """
 
+import json
 import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from .. import __version__
 from ..data.loader import StepWork
 from ..distributed.host_copy import HostCopy
 from ..optim.optimizers import remember
 from .bad_samples import NoMore
-from .bundle import write_bundle
 from .job import BadStep, Figures, Run
 
 logger = logging.getLogger(__name__)
@@ -26,8 +30,8 @@ STEPS_BETWEEN_READINGS = 10
 class Health:
     """Knows the run as it was at the last reading, and which steps were left out."""
 
-    def __init__(self, most: int, folder: Path):
-        self.most, self.folder = most, folder
+    def __init__(self, most: int):
+        self.most = most
         self.bad: list[BadStep] = []
         self.careful_until = 0
         """Steps before this one are looked at one by one."""
@@ -70,11 +74,10 @@ class Health:
             return True
         bad = BadStep(step, float(figures.loss), float(figures.gradient_norm))
         self.bad.append(bad)
-        names = ", ".join(name for batch in work.batches for name in batch.ids)
-        bundle = write_bundle(run, work, bad.loss, bad.gradient_norm, self.folder / f"bad-step{step + 1:08d}")
-        logger.warning("step %d: the loss is %g and the gradient's length %g; the step is left out. Pictures on this"
-                       " process: %s. To look into it: --config_file %s --replay %s", step + 1, bad.loss,
-                       bad.gradient_norm, names, bundle / "run.toml", bundle)  # fmt: skip
+        images = ", ".join(name for batch in work.batches for name in batch.ids)
+        report = _write_nan_report(run, work, bad)
+        logger.warning("step %d skipped: loss %g, gradient norm %g. Images on this rank: %s. Details: %s", step + 1,
+                       bad.loss, bad.gradient_norm, images, report)  # fmt: skip
         if len(self.bad) >= self.most:
             raise NoMore(f"{len(self.bad)} steps had a loss or gradient that is no number, which is the limit that"
                             f" --max_bad_steps sets.\nThe weights are those before step {step + 1}. Try a lower"
@@ -88,3 +91,39 @@ def fit(run: Run, figures: Figures) -> bool:
     return math.isfinite(float(figures.loss)) and (
         run.strategy.scales_gradients or math.isfinite(float(figures.gradient_norm))
     )
+
+
+def _write_nan_report(run: Run, work: StepWork, bad: BadStep) -> Path:
+    """Write what this rank computed in a skipped step as JSON: images, captions, timesteps and losses.
+
+    With the seed that is all that noise and timesteps are drawn from. A report that cannot be written ends no run.
+    """
+    save, rank = run.config.save, run.strategy.rank
+    path = Path(save.output_dir) / f"{save.output_name}.nan-step{bad.step + 1:08d}-rank{rank}.json"
+    samples = {place: (float(t), float(loss)) for seen in run.task.seen
+               for place, t, loss in zip(seen.places, seen.t, seen.loss, strict=True)}  # fmt: skip
+    images = []
+    for batch in work.batches:
+        height, width = batch.frame[0, 4:].int().tolist()
+        for name, caption, place in zip(batch.ids, batch.captions, batch.places, strict=True):
+            timestep, loss = samples.get(place, (math.nan, math.nan))
+            images.append({"image": name, "caption": caption, "place": place, "bucket": [width, height],
+                           "timestep": _to_json(timestep), "loss": _to_json(loss)})  # fmt: skip
+    report = {
+        "step": bad.step + 1,
+        "loss": _to_json(bad.loss),
+        "gradient_norm": _to_json(bad.gradient_norm),
+        "images": images,
+        "seed": run.config.train.seed,
+        "versions": {"lorikeet": __version__, "torch": torch.__version__},
+    }
+    try:
+        path.write_text(json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False), "utf-8")
+    except OSError as error:
+        logger.warning("%s: cannot be written: %s", path, error.strerror or error)
+    return path
+
+
+def _to_json(number: float) -> Any:
+    """Return a number that JSON has, and NaN or Inf as text."""
+    return number if math.isfinite(number) else str(number)

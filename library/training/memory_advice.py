@@ -12,7 +12,7 @@ PHASES = {
     "forward": "in the forward pass",
     "backward": "in the backward pass",
     "optimizer": "while the optimizer changed the weights",
-    "exchange": "while gradients were put together for the other processes",
+    "communication": "while gradients were put together for the other processes",
     "another process": "on another process",
 }
 SHOWN_NAMES = 4

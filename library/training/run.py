@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from ..config import RunConfig
@@ -11,7 +12,6 @@ from ..data.prepare import Prepared
 from ..data.prompts import Prompt, read_prompts
 from ..distributed.choice import strategy_of
 from ..distributed.launcher_settings import find_overridden_settings
-from ..distributed.lock import FolderLock
 from ..distributed.signals import Signals
 from ..distributed.strategy import DataParallel
 from ..durable import why_not_writable
@@ -28,7 +28,6 @@ from ..optim.elementwise import whole_tensor_problems
 from . import before_after, state_folder
 from .assembly import assemble, load
 from .bad_samples import NoMore
-from .bundle import read_bundle, replay
 from .caching import Kept, keep_latents, keep_texts
 from .ending import Ending
 from .export import Export
@@ -39,6 +38,7 @@ from .learnt import Learnt
 from .loop import train
 from .metrics import MetricsFile
 from .outline import outline
+from .output_lock import hold_output_lock
 from .parallel_fit import refuse_misfits
 from .pictures import same_pictures
 from .plan import RunPlan
@@ -65,8 +65,8 @@ def run(config: RunConfig, locations: Mapping[str, str] | None = None) -> None:
         divider = strategy.divides_optimizer
         if divider and (problems := whole_tensor_problems(config.optim, divider)):
             raise ConfigError(problems)
-        with FolderLock(folder, name) as lock:
-            strategy.on_main(lambda: _make_ready(config, folder, name, lock))
+        with ExitStack() as held:
+            strategy.on_main(lambda: _make_ready(config, folder, name, held))
             ending = Ending(strategy, config)
             try:
                 _run(config, locations or {}, strategy, started_at, ending)
@@ -115,10 +115,6 @@ def _run(
     preview = _preview(config, prompts)
     export = Export(adapter, prepared, strategy.data_size, going_on.started_at)
     strategy.on_main(lambda: export.rehearse(job))
-    if config.train.replay is not None:
-        for line in replay(job, read_bundle(Path(config.train.replay))):
-            logger.info("%s", line)
-        return
     going_on.restore(job)
     validation = _validation(config, prepared, Kept(latents, texts))
     told = outline(prepared, plan, strategy.data_size)
@@ -151,9 +147,9 @@ def _train(job: Run, ending: Ending, export: Export, going_on: GoingOn, looks: S
         job.teller = Track(progress, file, job.state.samples)
         job.actions = [guard, *looks, learnt, export, report, keeper]
         if (profiled := config.train.profile_steps) is not None:
-            from .anatomy import Anatomy
+            from .profiler import StepProfiler
 
-            job.actions = Anatomy(profiled, folder / f"{config.save.output_name}.trace.json.gz").around(job)
+            job.actions = StepProfiler(profiled, folder / f"{config.save.output_name}.trace.json.gz").wrap(job)
         strategy.is_asked = lambda: signals.asked is not None
         for look in looks:
             look.begin(job)
@@ -208,14 +204,14 @@ def _prompts(preview: PreviewConfig, detected: Detected) -> list[Prompt]:
     return prompts
 
 
-def _make_ready(config: RunConfig, folder: Path, name: str, lock: FolderLock) -> None:
+def _make_ready(config: RunConfig, folder: Path, name: str, held: ExitStack) -> None:
     """That files can be written, and by this run alone, is known before training, not after it."""
     named = config.distributed.compile_cache_dir
     places = {"output_dir": folder} | ({"compile_cache_dir": Path(named).expanduser()} if named is not None else {})
     if problems := [f"--{option}: {place} cannot be written to: {why}"
                     for option, place in places.items() if (why := why_not_writable(place))]:  # fmt: skip
         raise ConfigError(problems)
-    lock.take()
+    held.enter_context(hold_output_lock(folder, name))
     state_folder.remove_leftovers(folder, name)
 
 

@@ -18,7 +18,7 @@ from ..families.base import Family
 from ..families.detect import Detected
 from ..families.facts import Facts
 from ..families.unloaded import unloaded
-from .checkpointing import compute_twice
+from .activation_checkpointing import enable_activation_checkpointing
 from .groups import rate_of
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ def put_adapters(config: RunConfig, family: Family, pipe: Any,
         if part.is_text:
             _without_dropout(part.model)
     if config.train.gradient_checkpointing:
-        compute_twice(trained.children(), trained.denoiser, config.train)
+        enable_activation_checkpointing(trained.children(), trained.denoiser, config.train)
     trained.train()
     return trained, adapter
 

@@ -1,4 +1,4 @@
-"""Gradient checkpointing by budget: the larger it is the more is kept, what costs most first; gradients stay."""
+"""Selective activation checkpointing: a larger budget saves more, most FLOPs per byte first; gradients stay."""
 
 import weakref
 from typing import Any
@@ -12,20 +12,21 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from library.training.checkpointing import Checkpoints
-from library.training.selective import Costly, chosen
+from library.training.activation_checkpointing import BlockCheckpointing, ExpensiveOp, select_ops_to_save
 
-costly = st.lists(st.builds(Costly, st.floats(0, 1e12), st.integers(0, 10**9)), max_size=12)
+ops = st.lists(st.builds(ExpensiveOp, st.floats(0, 1e12), st.integers(0, 10**9), st.booleans()), max_size=12)
 
 
-@given(costly, st.floats(0, 1), st.floats(0, 1))
-def test_a_larger_budget_keeps_all_that_a_smaller_one_does_and_none_is_exceeded(found, one, other):
-    less, more = (chosen(found, budget) for budget in sorted((one, other)))
+@given(ops, st.floats(0, 1), st.floats(0, 1))
+def test_a_larger_budget_saves_all_that_a_smaller_one_does_and_none_is_exceeded(found, one, other):
+    less, more = (select_ops_to_save(found, budget) for budget in sorted((one, other)))
     whole = sum(each.size for each in found)
     assert less <= more and sum(found[number].size for number in more) <= max(one, other) * whole + 1e-3
-    assert chosen(found, 1) == set(range(len(found)))
+    assert not any(found[number].is_mutated for number in more)
+    candidates = {number for number, op in enumerate(found) if not op.is_mutated}
+    assert select_ops_to_save(found, 1) == candidates
     worth = [found[number].flops / max(found[number].size, 1) for number in range(len(found))]
-    assert all(worth[kept] >= worth[left] for kept in more for left in set(range(len(found))) - more)
+    assert all(worth[kept] >= worth[left] for kept in more for left in candidates - more)
 
 
 class Block(nn.Module):
@@ -89,7 +90,7 @@ def test_what_waits_for_the_backward_pass_grows_with_the_budget_and_gradients_st
     *_, plain = one_step(lambda block, now: block(now), blocks)
     waiting, again = [], []
     for budget in (0.0, 0.2, 0.5, 0.8, 1.0):
-        way = Checkpoints(every, to_host=False, budget=budget)
+        way = BlockCheckpointing(every, offload=False, budget=budget)
         one_step(way, blocks)  # in which it is found out what there is
         bytes_, products, gradients = one_step(way, blocks)
         assert torch.equal(gradients, plain)
@@ -117,7 +118,7 @@ class Short(Block):
 
 
 def test_what_was_counted_until_memory_was_out_decides_nothing():
-    ways = [Checkpoints(1, to_host=False, budget=1.0) for _ in range(2)]
+    ways = [BlockCheckpointing(1, offload=False, budget=1.0) for _ in range(2)]
     block = Short()
     with pytest.raises(torch.OutOfMemoryError):
         one_step(ways[0], [block])
@@ -143,7 +144,7 @@ def test_what_is_written_into_is_computed_again_and_other_operations_may_differ(
     torch.manual_seed(0)
     blocks = [Awkward() for _ in range(2)]
     *_, plain = one_step(lambda block, now: block(now), blocks)
-    way = Checkpoints(1, to_host=False, budget=1.0)
+    way = BlockCheckpointing(1, offload=False, budget=1.0)
     for _ in range(2):
         *_, gradients = one_step(way, blocks)
         assert torch.equal(gradients, plain)

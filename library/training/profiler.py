@@ -1,0 +1,244 @@
+"""``--profile_steps``: a table of where the time of a step goes, its FLOPs, and a torch.profiler trace.
+
+The first of the steps run undisturbed, and only their pace is taken. In the last few, which are profiled, each phase
+waits for the device, so that its time includes the device's work.
+"""
+
+import logging
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
+from torch.profiler import profile, schedule
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.benchmark import Timer
+from torch.utils.flop_counter import FlopCounterMode
+
+from ..config.values import Steps
+from ..distributed.devices import HOST, wait_for
+from ..distributed.memory import PHASE, SYNCHRONIZE, phase
+from ..distributed.schedules import IS_AGAIN
+from ..families.empty import empty
+from .job import Action, Run
+from .precision import DTYPES
+
+logger = logging.getLogger(__name__)
+
+MOST_PROFILED = 3
+"""A trace of more steps is too large for viewers."""
+PHASES = ("data", "encode", "forward", "backward", "communication", "optimizer", "other")
+META = torch.device("meta")
+
+
+@dataclass
+class _Callback:
+    """Done between steps, before or after all that is done there."""
+
+    is_wanted: Callable[[Run], bool]
+    work: Callable[[Run], None]
+    can_wait: bool = False
+
+    def is_due(self, run: Run) -> bool:
+        return self.is_wanted(run)
+
+    def __call__(self, run: Run) -> None:
+        self.work(run)
+
+
+class StepProfiler:
+    """Times and profiles steps on the main rank; what other callbacks do between two steps is no part of either."""
+
+    def __init__(self, steps: Steps, trace: Path):
+        self.steps, self.trace = steps, trace
+        self.profiled = min(MOST_PROFILED, steps.last - steps.first - 1)
+        self.timed = steps.last - steps.first - self.profiled  # one step between the two warms the profiler up
+        self.boundaries = (steps.first - 1, *range(steps.first - 1 + self.timed, steps.last + 1))
+        self.crossed = 0
+        self.calls, self.seconds = DenoiserCalls(), 0.0
+        self._profile: profile | None = None
+        self._step = ExitStack()
+
+    def wrap(self, run: Run) -> list[Action]:
+        """Return the callbacks of the run, between two that end and begin the steps to measure."""
+        if run.state.step >= self.boundaries[0] or self.steps.last > run.plan.steps:
+            logger.warning("--profile_steps %s: incomplete, because this run goes from step %d to %d", self.steps,
+                           run.state.step + 1, run.plan.steps)  # fmt: skip
+        others = run.actions
+
+        def is_due(run: Run) -> bool:  # the same on all ranks, which read their losses together when anything is due
+            is_inside = self.boundaries[0] < run.state.step < self.steps.last
+            return run.state.step in self.boundaries or (is_inside and any(other.is_due(run) for other in others))
+
+        return [_Callback(is_due, lambda run: self._step.close()), *others, _Callback(is_due, self._begin_step)]
+
+    def _begin_step(self, run: Run) -> None:
+        if not run.strategy.is_main:
+            return
+        if self.crossed < len(self.boundaries) and run.state.step == self.boundaries[self.crossed]:
+            self.crossed += 1
+            self._switch(run)
+        if self._profile is not None:
+            self._step.enter_context(_synchronized_step(run.strategy.device))
+        elif self.crossed == 1:
+            self._step.enter_context(self._timed_steps(run))
+
+    def _switch(self, run: Run) -> None:
+        """Start, advance or end the profile, as this boundary has it."""
+        if self.crossed == 2:
+            plan = schedule(wait=0, warmup=1, active=self.profiled, repeat=1)
+            self._profile = profile(schedule=plan, on_trace_ready=partial(self._report, run), acc_events=True)
+            self._profile.start()
+        elif self._profile is not None:
+            self._profile.step()
+            if self.crossed == len(self.boundaries):
+                self._profile.stop()
+                self._profile = None
+
+    @contextmanager
+    def _timed_steps(self, run: Run) -> Iterator[None]:
+        with self.calls.record(get_denoiser(run)):
+            wait_for(run.strategy.device)
+            started = time.perf_counter()
+            yield
+            wait_for(run.strategy.device)
+        self.seconds += time.perf_counter() - started
+
+    def _report(self, run: Run, profile: Any) -> None:
+        events = profile.events()
+        phases = {name: seconds / self.profiled for name, seconds in sum_phase_seconds(events).items()}
+        collectives = sum(event.time_range.elapsed_us() for event in events if _is_collective(event)) / 1e6
+        step, flops = self.seconds / self.timed, self.calls.count_flops(get_denoiser(run)) / self.timed
+        flops /= run.strategy.together
+        peak = measure_peak_flops(run.strategy.device, DTYPES[run.strategy.precision]) if flops else None
+        metrics = {f"profile/{name}_seconds": phases.get(name, 0.0) for name in PHASES}
+        metrics |= {"profile/step_seconds": step, "profile/collectives_seconds": collectives / self.profiled}
+        metrics |= {"profile/step_teraflop": flops / 1e12} if flops else {}
+        metrics |= {"profile/mfu": flops / step / peak} if peak else {}
+        run.teller.noted(run, metrics)
+        profiled = f"steps {self.steps.last - self.profiled + 1} to {self.steps.last}"
+        logger.info("%s, profiled, where each phase waits for the device:", profiled)
+        total = sum(phases.values())
+        for name, seconds in {**dict.fromkeys(PHASES, 0.0), **phases, "total": total}.items():
+            logger.info("  %-14s%10.4g ms %6.1f %%", name, 1e3 * seconds, 100 * seconds / total)
+        logger.info("  collectives, with those overlapped by computation: %.4g ms", 1e3 * collectives / self.profiled)
+        logger.info("steps %d to %d, undisturbed: %.4g ms per step", self.steps.first, self.boundaries[1], 1e3 * step)
+        if flops:
+            logger.info("denoiser: %.4g TFLOP per step, %.4g TFLOP/s", flops / 1e12, flops / step / 1e12)
+        if peak:
+            logger.info("MFU: %.1f %% of the %.4g TFLOP/s that this device reaches in a large matrix multiplication",
+                        100 * flops / step / peak, peak / 1e12)  # fmt: skip
+        try:
+            profile.export_chrome_trace(str(self.trace))
+            logger.info("trace of %s: %s", profiled, self.trace)
+        except (OSError, RuntimeError) as error:  # a trace that cannot be written ends no run
+            logger.warning("%s: cannot be written: %s", self.trace, error)
+
+
+@contextmanager
+def _synchronized_step(device: torch.device) -> Iterator[None]:
+    """Let phases wait for the device, inside of a span for what is in none of them."""
+    token = SYNCHRONIZE.set(partial(wait_for, device))
+    try:
+        with phase("other"):
+            yield
+    finally:
+        SYNCHRONIZE.reset(token)
+
+
+def sum_phase_seconds(events: Iterable[Any]) -> dict[str, float]:
+    """Sum the time of each phase in a profile, without that of phases inside of it."""
+    seconds: defaultdict[str, float] = defaultdict(float)
+    spans = [(event.time_range.start, -event.time_range.end, event.name.removeprefix(PHASE)) for event in events
+             if event.name.startswith(PHASE) and event.device_type == DeviceType.CPU]  # fmt: skip
+    parents: list[tuple[str, float]] = []
+    for start, minus_end, name in sorted(spans):
+        while parents and parents[-1][1] <= start:
+            parents.pop()
+        if parents:
+            seconds[parents[-1][0]] -= (-minus_end - start) / 1e6
+        seconds[name] += (-minus_end - start) / 1e6
+        parents.append((name, -minus_end))
+    return dict(seconds)
+
+
+def _is_collective(event: Any) -> bool:
+    return str(event.name).startswith(("gloo:", "ncclDev"))
+
+
+def get_denoiser(run: Run) -> nn.Module:
+    """Return the denoiser as the pipeline has it, which every engine calls in the end."""
+    model: nn.Module = getattr(run.task.pipe, run.task.family.denoiser)
+    return model
+
+
+class DenoiserCalls:
+    """Calls of the denoiser by the shapes of their inputs, whose FLOPs are counted on a copy without weights.
+
+    So they are the same with every engine, compiler and activation checkpointing; adapters do not count.
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[tuple[Any, ...]] = Counter()
+        self.inputs: dict[tuple[Any, ...], Any] = {}
+
+    @contextmanager
+    def record(self, denoiser: nn.Module) -> Iterator[None]:
+        """Record the calls inside the block."""
+        hook = denoiser.register_forward_pre_hook(self._record, with_kwargs=True)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _record(self, denoiser: nn.Module, *inputs: Any) -> None:
+        if not IS_AGAIN.get():
+            shapes = tuple(leaf.shape if isinstance(leaf, Tensor) else None for leaf in tree_leaves(inputs))
+            self.counts[shapes] += 1
+            if shapes not in self.inputs:
+                self.inputs[shapes] = tree_map(_to_meta, inputs)
+
+    def count_flops(self, denoiser: nn.Module) -> int:
+        """Count the forward pass, and the backward pass to the inputs: frozen weights need no gradient."""
+        if not self.counts:
+            return 0
+        own: Any = denoiser
+        cls = next(each for each in type(denoiser).__mro__ if each.__module__.startswith("diffusers."))  # not FSDP's
+        model, total = empty(cls, own.config).requires_grad_(False).to(META), 0
+        for shapes, (args, kwargs) in self.inputs.items():
+            with FlopCounterMode(display=False) as counter, torch.enable_grad():
+                outputs = model(*args, **kwargs)[0]
+                torch.autograd.backward([output.sum() for output in tree_leaves(outputs)])
+            total += self.counts[shapes] * int(counter.get_total_flops())
+        return total
+
+
+def _to_meta(item: Any) -> Any:
+    if not isinstance(item, Tensor):
+        return item
+    if not item.is_floating_point():
+        return torch.empty_like(item, device=META)
+    has_gradient = item.ndim > 2  # latents and text embeddings; timesteps and the like depend on nothing trainable
+    return torch.empty_like(item, device=META, dtype=torch.float32, requires_grad=has_gradient)
+
+
+def measure_peak_flops(device: torch.device, dtype: torch.dtype, size: int = 8192) -> float | None:
+    """Measure the FLOP/s of a large matrix multiplication; None on a CPU, or without memory for it.
+
+    torch knows the data sheets of a few devices only, and torch 2.11 has some of them with sparsity.
+    """
+    if device.type == HOST.type:
+        return None
+    try:
+        matrix = torch.randn(size, size, device=device, dtype=dtype)
+        timer = Timer("matrix @ matrix", globals={"matrix": matrix})
+        return 2 * size**3 / timer.blocked_autorange().median
+    except torch.OutOfMemoryError:
+        return None
