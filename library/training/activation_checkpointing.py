@@ -28,8 +28,8 @@ def enable_activation_checkpointing(models: Iterable[nn.Module], denoiser: nn.Mo
     """Switch checkpointing on in all models; the options on blocks, budget and offloading are the denoiser's."""
     for model in models:
         if model is denoiser:
-            blocks = BlockCheckpointing(train.gradient_checkpointing_every, offload=train.cpu_offload_checkpointing,
-                                        budget=train.gradient_checkpointing_budget)  # fmt: skip
+            every, budget = train.gradient_checkpointing_every, train.gradient_checkpointing_budget
+            blocks = BlockCheckpointing(every, offload=train.cpu_offload_checkpointing, budget=budget)
             model.enable_gradient_checkpointing(blocks)  # type: ignore[operator]
             continue
         # transformers 5.20, the last one for Python 3.10, has the old name alone, which later ones deprecate.
@@ -173,9 +173,11 @@ class _OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         calls, self.calls = self.calls, []
         if isinstance(error, Exception) and is_out_of_memory(error):  # with any other error torch stops early
             return
-        self.hand_over([ExpensiveOp(flops, sum(tensor.nbytes for tensor, _ in tensors),
-                                    any(tensor._version != version for tensor, version in tensors))
-                        for flops, tensors in calls])  # fmt: skip
+        ops = []
+        for flops, tensors in calls:
+            is_mutated = any(tensor._version != version for tensor, version in tensors)
+            ops.append(ExpensiveOp(flops, sum(tensor.nbytes for tensor, _ in tensors), is_mutated))
+        self.hand_over(ops)
 
 
 def _is_expensive(op: Any) -> bool:

@@ -76,8 +76,8 @@ class Health:
         self.bad.append(bad)
         images = ", ".join(name for batch in work.batches for name in batch.ids)
         report = _write_nan_report(run, work, bad)
-        logger.warning("step %d skipped: loss %g, gradient norm %g. Images on this rank: %s. Details: %s", step + 1,
-                       bad.loss, bad.gradient_norm, images, report)  # fmt: skip
+        what = f"loss {bad.loss:g}, gradient norm {bad.gradient_norm:g}"
+        logger.warning("step %d skipped: %s. Images on this rank: %s. Details: %s", step + 1, what, images, report)
         if len(self.bad) >= self.most:
             raise NoMore(f"{len(self.bad)} steps had a loss or gradient that is no number, which is the limit that"
                             f" --max_bad_steps sets.\nThe weights are those before step {step + 1}. Try a lower"
@@ -94,21 +94,22 @@ def fit(run: Run, figures: Figures) -> bool:
 
 
 def _write_nan_report(run: Run, work: StepWork, bad: BadStep) -> Path:
-    """Write what this rank computed in a skipped step as JSON: images, captions, timesteps and losses.
+    """Write the images, captions, timesteps and losses of this rank in a skipped step as JSON.
 
-    With the seed that is all that noise and timesteps are drawn from. A report that cannot be written ends no run.
+    Noise is a function of seed, step and place, so this is enough to compute the step again.
     """
     save, rank = run.config.save, run.strategy.rank
     path = Path(save.output_dir) / f"{save.output_name}.nan-step{bad.step + 1:08d}-rank{rank}.json"
-    samples = {place: (float(t), float(loss)) for seen in run.task.seen
-               for place, t, loss in zip(seen.places, seen.t, seen.loss, strict=True)}  # fmt: skip
+    samples: dict[int, tuple[float, float]] = {}
+    for seen in run.task.seen:
+        samples |= zip(seen.places, zip(seen.t.tolist(), seen.loss.tolist(), strict=True), strict=True)
     images = []
     for batch in work.batches:
         height, width = batch.frame[0, 4:].int().tolist()
         for name, caption, place in zip(batch.ids, batch.captions, batch.places, strict=True):
             timestep, loss = samples.get(place, (math.nan, math.nan))
-            images.append({"image": name, "caption": caption, "place": place, "bucket": [width, height],
-                           "timestep": _to_json(timestep), "loss": _to_json(loss)})  # fmt: skip
+            image = {"image": name, "caption": caption, "place": place, "bucket": [width, height]}
+            images.append({**image, "timestep": _to_json(timestep), "loss": _to_json(loss)})
     report = {
         "step": bad.step + 1,
         "loss": _to_json(bad.loss),
@@ -119,7 +120,7 @@ def _write_nan_report(run: Run, work: StepWork, bad: BadStep) -> Path:
     }
     try:
         path.write_text(json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False), "utf-8")
-    except OSError as error:
+    except OSError as error:  # a report that cannot be written ends no run
         logger.warning("%s: cannot be written: %s", path, error.strerror or error)
     return path
 

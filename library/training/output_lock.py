@@ -29,8 +29,13 @@ def hold_output_lock(output_dir: Path, output_name: str) -> Iterator[None]:
     start time and pid namespace. Of a process elsewhere only the heartbeat tells, which is waited for.
     """
     path = output_dir / f".{output_name}.lock"
-    lease = SoftFileLease(path, lease_duration=LEASE_SECONDS, heartbeat_interval=HEARTBEAT_SECONDS,
-                          on_compromise=_warn_about_lost_lease, poll_interval=HEARTBEAT_SECONDS / 10)  # fmt: skip
+    lease = SoftFileLease(
+        path,
+        lease_duration=LEASE_SECONDS,
+        heartbeat_interval=HEARTBEAT_SECONDS,
+        on_compromise=_warn_about_lost_lease,
+        poll_interval=HEARTBEAT_SECONDS / 10,
+    )
     try:
         lease.acquire(timeout=LEASE_SECONDS + 2 * HEARTBEAT_SECONDS, cancel_check=_detect_heartbeat(path))
     except (Timeout, LeaseSettingsMismatch):  # the latter: a run of another version, which has other lease times
@@ -67,5 +72,5 @@ def _detect_heartbeat(path: Path) -> Callable[[], bool]:
 
 def _warn_about_lost_lease(loss: LeaseCompromise) -> None:
     """Warn when another run took the lock over, for example because this process was suspended for too long."""
-    logger.warning("%s: the lock was lost (%s); another run may write files of the same name", loss.lock_file,
-                   loss.reason)  # fmt: skip
+    what = f"{loss.lock_file}: the lock was lost ({loss.reason})"
+    logger.warning("%s; another run may write files of the same name", what)

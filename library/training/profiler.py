@@ -69,8 +69,10 @@ class StepProfiler:
     def wrap(self, run: Run) -> list[Action]:
         """Return the callbacks of the run, between two that end and begin the steps to measure."""
         if run.state.step >= self.boundaries[0] or self.steps.last > run.plan.steps:
-            logger.warning("--profile_steps %s: incomplete, because this run goes from step %d to %d", self.steps,
-                           run.state.step + 1, run.plan.steps)  # fmt: skip
+            given, first, last = self.steps, run.state.step + 1, run.plan.steps
+            logger.warning(
+                "--profile_steps %s: incomplete, because this run goes from step %d to %d", given, first, last
+            )
         others = run.actions
 
         def is_due(run: Run) -> bool:  # the same on all ranks, which read their losses together when anything is due
@@ -133,8 +135,8 @@ class StepProfiler:
         if flops:
             logger.info("denoiser: %.4g TFLOP per step, %.4g TFLOP/s", flops / 1e12, flops / step / 1e12)
         if peak:
-            logger.info("MFU: %.1f %% of the %.4g TFLOP/s that this device reaches in a large matrix multiplication",
-                        100 * flops / step / peak, peak / 1e12)  # fmt: skip
+            share = f"{100 * flops / step / peak:.1f} % of {peak / 1e12:.4g} TFLOP/s"
+            logger.info("MFU: %s, which a large matrix multiplication reaches on this device", share)
         try:
             profile.export_chrome_trace(str(self.trace))
             logger.info("trace of %s: %s", profiled, self.trace)
@@ -156,16 +158,16 @@ def _synchronized_step(device: torch.device) -> Iterator[None]:
 def sum_phase_seconds(events: Iterable[Any]) -> dict[str, float]:
     """Sum the time of each phase in a profile, without that of phases inside of it."""
     seconds: defaultdict[str, float] = defaultdict(float)
-    spans = [(event.time_range.start, -event.time_range.end, event.name.removeprefix(PHASE)) for event in events
-             if event.name.startswith(PHASE) and event.device_type == DeviceType.CPU]  # fmt: skip
+    spans = [event for event in events if event.name.startswith(PHASE) and event.device_type == DeviceType.CPU]
     parents: list[tuple[str, float]] = []
-    for start, minus_end, name in sorted(spans):
-        while parents and parents[-1][1] <= start:
+    for span in sorted(spans, key=lambda span: (span.time_range.start, -span.time_range.end)):
+        while parents and parents[-1][1] <= span.time_range.start:
             parents.pop()
+        length, name = span.time_range.elapsed_us() / 1e6, span.name.removeprefix(PHASE)
         if parents:
-            seconds[parents[-1][0]] -= (-minus_end - start) / 1e6
-        seconds[name] += (-minus_end - start) / 1e6
-        parents.append((name, -minus_end))
+            seconds[parents[-1][0]] -= length
+        seconds[name] += length
+        parents.append((name, span.time_range.end))
     return dict(seconds)
 
 
