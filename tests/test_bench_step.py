@@ -7,9 +7,9 @@ import torch
 from ranks import on_ranks
 
 from library.errors import ConfigError
+from library.estimate.memory_meter import MemoryMeter
 from library.tools import bench, bench_memory, bench_step
 from library.tools.bench_run import made_up_run, settings, with_pictures
-from library.training.forecast.meter import Meter
 
 WORDS = ("step", "--resolution", "64", "--bench_steps", "2", "--repetitions", "2", "--network_dim", "2", "--json")
 RATIOS = ["ours / bare", "ours / bare, processor time"]
@@ -87,7 +87,7 @@ def test_bytes_and_operations_of_switches_are_counted_and_those_of_a_real_step_a
 
 def operations_of_a_step(folder, words):
     config, given = settings(words, bench_step.Arguments)
-    with made_up_run(with_pictures(config, folder, 1), given, folder) as run, Meter(torch.device("cpu")) as meter:
+    with made_up_run(with_pictures(config, folder, 1), given, folder) as run, MemoryMeter(torch.device("cpu")) as meter:
         work = next(run.loader.steps(0))
         run.strategy.gradients(run.task, work.batches, work.samples, 0)
     return meter.flops

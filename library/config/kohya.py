@@ -127,6 +127,8 @@ VERDICTS: dict[str, Alias | Refused] = {
          "mod_lr", "t5_tokenizer_path", "qwen3_max_token_length", "t5_max_token_length", "vae_disable_cache"],
         _OTHER_FAMILY,
     ),
+    # options of this program that are gone
+    "pp_cut": Refused("removed: stages are always balanced by weights"),
     # other programs of sd-scripts
     **dict.fromkeys(
         ["block_lr", "learning_rate_te", "learning_rate_te1", "learning_rate_te2", "learning_rate_te3",

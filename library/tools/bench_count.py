@@ -52,13 +52,12 @@ def counted(ways: Mapping[str, Sequence[str]], root: type[RunConfig]) -> Iterato
 
 def _of_step(config: RunConfig) -> tuple[float, float, float, float]:
     """Operations; and bytes on the device: frozen weights, what waits for the backward pass, and the most of all."""
+    from ..estimate.meta_run import LargestBatch, MetaRun
     from ..families.detect import detect
-    from ..training.forecast.stage import frozen_bytes
-    from ..training.forecast.weightless import Heaviest, Weightless
 
     size = config.data.resolution
     assert size is not None
     captions = tuple(caption(number) for number in range(config.data.train_batch_size))
-    run = Weightless(config, detect(config.model), Heaviest((size.width, size.height), captions))
-    step, frozen = run.step(), frozen_bytes(run)
-    return step.flops / 1e12, frozen / 1e9, step.kept / 1e9, (frozen + step.peak) / 1e9
+    run = MetaRun(config, detect(config.model), LargestBatch((size.width, size.height), captions))
+    step, frozen = run.step.total, run.count_frozen_bytes()
+    return step.flops / 1e12, frozen / 1e9, step.saved / 1e9, (frozen + step.peak) / 1e9
