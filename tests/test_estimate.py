@@ -122,6 +122,7 @@ def test_half_precision_saves_less_and_swapped_or_quantized_weights_are_not_on_t
 
 CHECKPOINTING = "--gradient_checkpointing"
 BUDGET = (CHECKPOINTING, "--gradient_checkpointing_budget", "0.5")
+UNCACHED = ("--no-cache_latents", "--max_data_loader_n_workers", "0")
 
 
 @pytest.mark.parametrize(("world_size", "model", "flags"), [
@@ -131,6 +132,7 @@ BUDGET = (CHECKPOINTING, "--gradient_checkpointing_budget", "0.5")
     long(1, "sd1", ("--train_batch_size", "2")),
     long(1, "sd3", (CHECKPOINTING, "--gradient_checkpointing_every", "2")),
     long(1, "flux", BUDGET),
+    long(1, "sd1", (*UNCACHED, "--mixed_precision", "bf16", CHECKPOINTING)),
     long(1, "sdxl", ()),
     long(1, "z_image", ()),
     long(2, "sd3", ("--cp_size", "2", CHECKPOINTING)),
@@ -355,6 +357,11 @@ def test_where_nothing_fits_options_are_added_until_it_does(world_size, flags, n
     suggestion, devices = suggest(*flags, world_size=world_size)
     assert suggestion.layout.name == name and suggestion.memory.total <= devices.memory
     assert set(suggestion.savings) <= {"mixed_precision", "gradient_checkpointing"} and suggestion.savings
+
+
+def test_options_that_contradict_the_run_are_not_suggested():
+    suggestion, _ = suggest("--no-cache_text_encoder_outputs", "--no-network_train_unet_only")
+    assert suggestion is not None and "cache_text_encoder_outputs" not in suggestion.savings
 
 
 @pytest.mark.long

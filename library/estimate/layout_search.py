@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ..config import RunConfig
+from ..config.checks import conflicts
 from ..config.options import build, flat
 from ..errors import ConfigError
 from ..families import FAMILIES
@@ -180,26 +181,33 @@ def suggest_savings(
     estimates: Sequence[LayoutEstimate],
 ) -> LayoutEstimate | None:
     """Add options that save memory until a layout fits, or all that help; None if no option could ever be enough."""
-    data_parallel = [estimate for estimate in estimates if estimate.layout.dims.together == 1] or estimates
-    names = {estimate.layout.name for estimate in data_parallel}
-    smallest = min(data_parallel, key=lambda estimate: estimate.memory.total)
+    candidates = [estimate for estimate in estimates if _is_plain(estimate.layout)] or estimates
+    names = {estimate.layout.name for estimate in candidates}
+    smallest = min(candidates, key=lambda estimate: estimate.memory.total)
     if smallest.memory.reserved + smallest.memory.adapters > devices.memory:
         return None
     savings = dict[str, Any]()
     for options in _list_savings(model):
-        logger.info("estimating memory: no layout fits; trying %s", format_flags(options))
         tried = {**savings, **options}
         largest = replace(batch, captions=batch.captions[: tried.get("train_batch_size")])
         changed: RunConfig = build(RunConfig, {**flat(config), **tried})
+        if set(conflicts(changed, given | set(tried))) - set(conflicts(config, given)):
+            continue
+        logger.info("estimating memory: no layout fits; trying %s", format_flags(options))
         layouts, _ = find_layouts(changed, given | set(tried), devices.count, model)
         layouts = [layout for layout in layouts if layout.name in names]
         found = estimate_layouts(layouts, model, largest, devices, tried)
+        if fitting := [estimate for estimate in found if estimate.memory.total <= devices.memory]:
+            return min(fitting, key=lambda each: (-each.images_per_second, len(each.layout.options)))
         best = min([smallest, *found], key=lambda estimate: estimate.memory.total)
         if best is not smallest:
             smallest, savings = best, tried
-        if smallest.memory.total <= devices.memory:
-            break
     return smallest if savings else None
+
+
+def _is_plain(layout: ParallelLayout) -> bool:
+    """Data parallel with or without sharding, on the devices alone."""
+    return layout.dims.together == 1 and not any("offload" in name or "map" in name for name in layout.options)
 
 
 def _list_savings(model: Detected) -> Iterator[dict[str, Any]]:

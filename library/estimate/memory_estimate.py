@@ -1,12 +1,13 @@
 """The memory that a run needs on one device of a parallel layout: weights, gradients, optimizer state, activations."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ..config.schema import OptimConfig
 from ..config.values import DeviceMap
@@ -18,15 +19,15 @@ from ..distributed.swapping import AHEAD
 from ..distributed.zero_settings import ZeroSettings
 from ..errors import UserError
 from ..optim.optimizers import Group, make_optimizer
-from .meta_run import MetaRun, StepMemory
+from .meta_run import MetaRun, StepMemory, count_frozen_bytes
 from .parallel_layouts import ParallelLayout
 
 CONTEXT_BYTES = 768 * 2**20
 """Assumed: the device's context, workspaces of its libraries, and fragmentation."""
-UNLIMITED = 2**60
 COMMUNICATION_BYTES = 256 * 2**20
 """Assumed: buffers of NCCL."""
-ZERO_DEFAULTS = {"stage3_max_live_parameters": 1_000_000_000, "stage3_param_persistence_threshold": 100_000}
+UNLIMITED = 2**60
+ZERO_DEFAULTS = {"stage3_param_persistence_threshold": 100_000, "stage3_max_live_parameters": 1_000_000_000}
 """DeepSpeed's own, in elements."""
 
 
@@ -90,7 +91,7 @@ def split_model(run: MetaRun, layout: ParallelLayout, devices: int, device_memor
         return _split_pipeline(run, layout.dims.stages, parallel.pp_schedule, micro_batches)
     if parallel.device_map is not None:
         return _split_device_map(run, parallel.device_map, devices, device_memory)
-    return [DevicePart(run.count_frozen_bytes(), (run.step.total,))]
+    return [DevicePart(run.frozen_bytes, (run.step.total,))]
 
 
 def _split_pipeline(run: MetaRun, stages: int, schedule: str, micro_batches: int) -> list[DevicePart]:
@@ -105,7 +106,8 @@ def _split_pipeline(run: MetaRun, stages: int, schedule: str, micro_batches: int
         sent = sum(step.flows[end] for _, end in ranges if end < len(blocks))
         chunks = tuple(step.run_stage(first, end) for first, end in ranges)
         in_flight = count_in_flight(schedule, stages, stage, micro_batches)
-        parts.append(DevicePart(run.count_frozen_bytes(absent), chunks, received, sent, in_flight))
+        frozen_bytes = run.frozen_bytes - count_frozen_bytes(*absent)
+        parts.append(DevicePart(frozen_bytes, chunks, received, sent, in_flight))
     return parts
 
 
@@ -121,10 +123,8 @@ def count_in_flight(schedule: str, stages: int, stage: int, micro_batches: int) 
 
 def _split_device_map(run: MetaRun, device_map: DeviceMap, devices: int, device_memory: int) -> list[DevicePart]:
     limit = device_memory if device_map.way == "sequential" else UNLIMITED
-    tensors = {
-        tensor: device
-        for _, tensor, device in assigned(run.denoiser, places_of(run.denoiser, device_map, [limit] * devices))
-    }
+    device_of_module = places_of(run.denoiser, device_map, [limit] * devices)
+    tensors = {tensor: device for _, tensor, device in assigned(run.denoiser, device_of_module)}
     device_of_block = [tensors[next(block.parameters())] for block in run.chain.blocks]
     total, parts = sum(parameter.nbytes for parameter in run.trainable), list[DevicePart]()
     for device in reversed(range(devices)):
@@ -135,7 +135,7 @@ def _split_device_map(run: MetaRun, device_map: DeviceMap, devices: int, device_
         received = sum(run.step.flows[place] for place in places if place and place - 1 not in places)
         chunk = sum((run.step.blocks[place] for place in places), StepMemory(received, received))
         if device == 0:  # with all that is outside of blocks
-            frozen = run.count_frozen_bytes() - sum(part.frozen_bytes for part in parts)
+            frozen = run.frozen_bytes - sum(part.frozen_bytes for part in parts)
             share = 1 - sum(part.trainable_share for part in parts)
             chunk = run.step.head + chunk + run.step.tail
         parts.append(DevicePart(frozen, (chunk,), received, received, 1, share, device == 0))
@@ -184,8 +184,7 @@ def _estimate_part(
 
 def _shard_by_fsdp(run: MetaRun, frozen: int, sharding: Sharding) -> tuple[int, int]:
     """Shard each tensor by rows, with padding; two blocks are gathered at once, the second ahead of time."""
-    tensors = run.frozen
-    shards = sum(-(-each.shape[0] // sharding.parts) * (each.nbytes // each.shape[0]) for each in tensors)
+    shards = sum(-(-each.shape[0] // sharding.parts) * (each.nbytes // each.shape[0]) for each in run.frozen)
     gathered = 0
     for part in run.trained.children():
         counted, sizes = set[Tensor](), list[int]()
@@ -195,19 +194,19 @@ def _shard_by_fsdp(run: MetaRun, frozen: int, sharding: Sharding) -> tuple[int, 
             sizes.append(sum(each.nbytes for each in own))
         outside = sum(each.nbytes for each in part.parameters() if not each.requires_grad) - sum(sizes)
         gathered += outside + (2 * max(sizes, default=0) if sharding.reshards else sum(sizes))
-    unsharded = frozen - sum(each.nbytes for each in tensors)
+    unsharded = frozen - sum(each.nbytes for each in run.frozen)
     return unsharded + (0 if sharding.offloads else shards), gathered
 
 
 def _shard_by_zero3(run: MetaRun, frozen: int, zero: ZeroSettings, ranks: int) -> tuple[int, int]:
     """Shard each tensor evenly; small ones are replicated, and gathered ones stay up to a limit."""
     limits: dict[str, Any] = {**ZERO_DEFAULTS, **zero.file.get("zero_optimization", {})}
-    tensors, threshold = run.frozen, int(limits["stage3_param_persistence_threshold"])
-    large = [each for each in tensors if each.numel() > threshold]
-    shards = sum(-(-each.numel() // ranks) * each.element_size() for each in tensors)
-    total, small = (sum(each.nbytes for each in some) for some in (tensors, [*set(tensors) - set(large)]))
-    limit = int(limits["stage3_max_live_parameters"]) * max((each.element_size() for each in large), default=0)
-    return frozen - total + small + (0 if zero.param_device else shards), min(total - small, limit)
+    threshold, max_live = (int(limits[name]) for name in ZERO_DEFAULTS)
+    large = [each for each in run.frozen if each.numel() > threshold]
+    shards = sum(-(-each.numel() // ranks) * each.element_size() for each in run.frozen)
+    replicated = frozen - sum(each.nbytes for each in large)
+    live = min(sum(each.nbytes for each in large), max_live * max((each.element_size() for each in large), default=0))
+    return replicated + (0 if zero.param_device else shards), live
 
 
 def _count_zero_buckets(zero: ZeroSettings, elements: int) -> int:
@@ -234,14 +233,8 @@ def estimate_optimizer_state(config: OptimConfig, groups: Sequence[Group]) -> in
             f"--optimizer_type {config.optimizer_type}: cannot take a step on this machine, so the size of its state"
             f" is unknown ({reason})"
         ) from error
-    sizes = (_count_bytes(optimizer.state.get(parameter, {})) for parameter in parameters)
-    return sum(count * size for count, size in zip(counts.values(), sizes, strict=True))
-
-
-def _count_bytes(state: Any) -> int:
-    if isinstance(state, Tensor):
-        return state.nbytes
-    items: Iterable[Any] = (
-        state.values() if isinstance(state, dict) else state if isinstance(state, list | tuple) else ()
-    )
-    return sum(map(_count_bytes, items))
+    total = 0
+    for parameter, count in zip(parameters, counts.values(), strict=True):
+        state = tree_leaves(optimizer.state.get(parameter, {}))
+        total += count * sum(leaf.nbytes for leaf in state if isinstance(leaf, Tensor))
+    return total

@@ -86,12 +86,13 @@ class MetaStep:
     """Bytes of the activations that enter each block, and of those that leave the last."""
 
     def run_stage(self, first: int, end: int) -> StepMemory:
-        """Only blocks from ``first`` to ``end``: the first gets what another stage sent, and the last sends."""
+        """A pipeline stage with the blocks from ``first`` to ``end``, which receives and sends activations."""
         received = self.flows[first] - self.flows[0]
         stage = sum(self.blocks[first:end], StepMemory(received, received) + self.head)
         if end == len(self.blocks):
             return stage + self.tail
-        return replace(stage, backward_peak=stage.backward_peak + self.flows[end])  # which whoever sends it keeps
+        # A stage keeps what it sent until its backward has ended.
+        return replace(stage, backward_peak=stage.backward_peak + self.flows[end])
 
     @property
     def total(self) -> StepMemory:
@@ -161,12 +162,12 @@ class _StepRecorder:
         self._backward: dict[int, tuple[int, int, int]] = {}
         self._flows: list[int] = []
 
-    def enter_block(self) -> None:
-        """The forward of what comes before a block has ended, and what it does not save is freed."""
+    def end_forward(self) -> None:
+        """Of the head, of a block, or of the tail; what is not saved for backward is freed by now."""
         self._forward.append(self._meter.read_and_reset())
 
-    def receive_flow(self, place: int, flow: Flow) -> None:
-        """Backward of what comes before block ``place`` begins with the gradients of these activations."""
+    def watch(self, place: int, flow: Flow) -> None:
+        """Record when backward has reached the activations that enter block ``place``."""
         self._flows.append(sum(tensor.nbytes for tensor in flow))
         self._place = place
         for tensor in flow:
@@ -178,11 +179,7 @@ class _StepRecorder:
             self._backward[self._place] = self._meter.read_and_reset()
             self._place = place - 1
 
-    def end_forward(self) -> None:
-        self._forward.append(self._meter.read_and_reset())
-
     def build_step(self) -> MetaStep:
-        """After backward."""
         self._backward[self._place] = self._meter.read_and_reset()
         parts, before = list[StepMemory](), 0
         for number, (live, peak, flops) in enumerate(self._forward):
@@ -220,19 +217,17 @@ class MetaRun:
             self.family, self.pipe, self.trained, objective_of(config, self.family, self.pipe), config.train.seed,
             Copies(META), trains_texts=config.adapter.trains_texts, evens_texts=pipeline,
         )  # fmt: skip
-        self.encoding_peak = 0
-        """Bytes in the worst moment of encoding images and captions, where a step does it."""
-        self.batch = self._build_batch(batch)
+        self.batch, self.encoding_peak = self._build_batch(batch)
         self._recorder = _StepRecorder()
         groups = FakeGroup(tp), FakeGroup(cp)
         self._partition(*groups, pipeline)
         self.frozen = [parameter for parameter in self.trained.parameters() if not parameter.requires_grad]
+        frozen_bytes = count_frozen_bytes(self.trained, *self.frozen_encoders)
+        self.frozen_bytes = frozen_bytes + sum(weight.nbytes for weight in self._quantized_weights())
         # From the second step on, swapped weights are prefetched and a checkpointing budget is used.
-        for _ in range(2 if config.train.blocks_to_swap or config.train.gradient_checkpointing_budget else 1):
-            for group in groups:
-                group.sent_bytes = 0
-            self.step = self._run_step()
-        self.sent_bytes = sum(group.sent_bytes for group in groups)
+        count = 2 if config.train.blocks_to_swap or config.train.gradient_checkpointing_budget else 1
+        self.step = [self._run_step() for _ in range(count)][-1]
+        self.sent_bytes = sum(group.sent_bytes for group in groups) / count
         """To tensor- and context-parallel peers, in a micro-batch."""
 
     @property
@@ -246,17 +241,8 @@ class MetaRun:
     def build_param_groups(self) -> list[Group]:
         return groups_of(self.trained, self.adapter, self.config, self.family.facts)
 
-    def count_frozen_bytes(self, absent: Iterable[nn.Module] = ()) -> int:
-        """Frozen weights and buffers on the device, quantized ones as they are stored, without ``absent`` modules."""
-        skipped = {id(tensor) for module in absent for tensor in _tensors_of(module)}
-        tensors = {
-            id(tensor): tensor for model in (self.trained, *self.frozen_encoders) for tensor in _tensors_of(model)
-        }
-        local = [tensor for key, tensor in tensors.items() if not tensor.requires_grad and key not in skipped]
-        return sum(tensor.nbytes for tensor in local) + sum(weight.nbytes for weight in self._quantized_weights())
-
     def _partition(self, tp_group: FakeGroup, cp_group: FakeGroup, pipeline: bool) -> None:
-        """In the order of training: whoever wraps a block last is called first."""
+        """Apply TP, CP and PP in the order of training, in which the last wrapper of a block is the outermost."""
         structure = structure_of(self.family, self.denoiser)
         self.chain = structure.chain
         if tp_group.size > 1:
@@ -279,19 +265,19 @@ class MetaRun:
     def _enter_block(self, place: int, form: Signature, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if place == 0:
             flow = dict.fromkeys(self.chain.enters(0, form.bind(*args, **kwargs), ()))  # a UNet's is twice the same
-            self._recorder.receive_flow(0, tuple(flow))
-        self._recorder.enter_block()
+            self._recorder.watch(0, tuple(flow))
+        self._recorder.end_forward()
         result = run(*args, **kwargs)
         if place == len(self.chain.blocks) - 1:
-            self._recorder.enter_block()
+            self._recorder.end_forward()
         return result
 
     def _leave_block(self, place: int, flow: Flow) -> Flow:
-        self._recorder.receive_flow(place + 1, flow)
+        self._recorder.watch(place + 1, flow)
         return flow
 
     def _run_step(self) -> MetaStep:
-        with self._measure([self.trained]) as meter:
+        with self._measure([self.trained], self._dtype) as meter:
             self._recorder.start(meter)
             loss = self.task(self.batch, 0).sum()
             self._recorder.end_forward()
@@ -299,39 +285,35 @@ class MetaRun:
         return self._recorder.build_step()
 
     @contextmanager
-    def _measure(self, models: Iterable[nn.Module]) -> Iterator[MemoryMeter]:
-        """Count what is allocated beside the weights, buffers and gradients of ``models``."""
+    def _measure(self, models: Iterable[nn.Module], dtype: torch.dtype | None) -> Iterator[MemoryMeter]:
+        """Count what is allocated in addition to the weights, buffers and gradients of ``models``."""
         for parameter in self.trainable:
             parameter.grad = torch.zeros_like(parameter)
-        allocated = [tensor for model in models for tensor in _tensors_of(model)]
+        allocated = [tensor for model in models for tensor in _list_tensors(model)]
         allocated += [parameter.grad for parameter in self.trainable if parameter.grad is not None]
         allocated += [tensor for weight in self._quantized_weights() for tensor in weight.tensors]
         fused_attention = self.config.distributed.attn_mode != "math"
-        with MemoryMeter(META, allocated) as meter, AutocastEmulation(self._dtype, fused_attention=fused_attention):
+        with MemoryMeter(META, allocated) as meter, AutocastEmulation(dtype, fused_attention=fused_attention):
             yield meter
 
-    def _build_batch(self, batch: LargestBatch) -> PixelBatch:
-        """As caches or encoders give it; what encoders need meanwhile is ``encoding_peak``."""
-        (width, height), count, cache = batch.size, len(batch.captions), self.config.cache
+    def _build_batch(self, batch: LargestBatch) -> tuple[PixelBatch, int]:
+        """Build a batch as caches or encoders provide it; also the peak memory of encoders that run in each step."""
+        (width, height), count, cache, peak = batch.size, len(batch.captions), self.config.cache, 0
         cond: Cond | None = self.family.outline_prompts(self.pipe, batch.captions)
         if self.config.adapter.trains_texts:
             cond = None
         elif not cache.texts and not self.family.texts_vary:
-            captions = batch.captions[: cache.text_encoder_batch_size]
-            self._measure_encoding(lambda: self.family.outline_prompts(self.pipe, captions))
-        pixels = torch.empty(min(count, cache.vae_batch_size), 3, height, width, device=META)
-        latents = self.family.encode_moments(self.pipe, pixels).both
-        if not cache.latents:
-            self._measure_encoding(lambda: self.family.encode_moments(self.pipe, pixels))
+            with self._measure(self._models, self._dtype) as meter:
+                self.family.outline_prompts(self.pipe, batch.captions[: cache.text_encoder_batch_size])
+            peak = meter.peak
+        with torch.no_grad(), self._measure(self._models, dtype=None) as meter:  # the VAE runs in float32
+            pixels = torch.empty(min(count, cache.vae_batch_size), 3, height, width, device=META)
+            latents = self.family.encode_moments(self.pipe, pixels).both
+        peak = peak if cache.latents else max(peak, meter.peak)
         moments = Moments(latents.new_empty(count, *latents.shape[1:]))
         frame, weight = torch.zeros(count, 6, device=META), torch.ones(count, device=META)
         places, ids = tuple(range(count)), tuple(map(str, range(count)))
-        return PixelBatch(None, batch.captions, frame, weight, places, ids, moments=moments, cond=cond)
-
-    def _measure_encoding(self, encode: Callable[[], object]) -> None:
-        with torch.no_grad(), self._measure(self._models) as meter:
-            encode()
-        self.encoding_peak = max(self.encoding_peak, meter.peak)
+        return PixelBatch(None, batch.captions, frame, weight, places, ids, moments=moments, cond=cond), peak
 
     def _cast_inputs_of_frozen_layers(self) -> None:
         """They ask the device for its autocast dtype, and the meta device has none."""
@@ -346,5 +328,11 @@ class MetaRun:
         return [owner for owner in owners if isinstance(owner, Packed)]
 
 
-def _tensors_of(module: nn.Module) -> list[Tensor]:
+def count_frozen_bytes(*modules: nn.Module) -> int:
+    """Of weights that are not trained, and of buffers; each tensor once."""
+    tensors = {id(tensor): tensor for module in modules for tensor in _list_tensors(module)}
+    return sum(tensor.nbytes for tensor in tensors.values() if not tensor.requires_grad)
+
+
+def _list_tensors(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]

@@ -59,5 +59,5 @@ def _of_step(config: RunConfig) -> tuple[float, float, float, float]:
     assert size is not None
     captions = tuple(caption(number) for number in range(config.data.train_batch_size))
     run = MetaRun(config, detect(config.model), LargestBatch((size.width, size.height), captions))
-    step, frozen = run.step.total, run.count_frozen_bytes()
+    step, frozen = run.step.total, run.frozen_bytes
     return step.flops / 1e12, frozen / 1e9, step.saved / 1e9, (frozen + step.peak) / 1e9
