@@ -191,7 +191,8 @@ def suggest_savings(
         tried = {**savings, **options}
         largest = replace(batch, captions=batch.captions[: tried.get("train_batch_size")])
         changed: RunConfig = build(RunConfig, {**flat(config), **tried})
-        if set(conflicts(changed, given | set(tried))) - set(conflicts(config, given)):
+        is_set = changed == build(RunConfig, {**flat(config), **savings})
+        if is_set or set(conflicts(changed, given | set(tried))) - set(conflicts(config, given)):
             continue
         logger.info("estimating memory: no layout fits; trying %s", format_flags(options))
         layouts, _ = find_layouts(changed, given | set(tried), devices.count, model)

@@ -39,12 +39,14 @@ def build_run(folder: Path, steps: int, *flags: str) -> AbstractContextManager[A
     return made_up_run(with_pictures(config, folder, steps), given, folder)
 
 
-def estimate(world_size: int, *flags: str, batch: LargestBatch, names: tuple[str, ...] = ()) -> list[LayoutEstimate]:
+def estimate(
+    world_size: int, *flags: str, batch: LargestBatch, names: tuple[str, ...] = (), link_speed: float = 25e9
+) -> list[LayoutEstimate]:
     """All layouts that the flags allow, or those with these names."""
     config, given, model = load_config(*flags)
     layouts, _ = find_layouts(config, given, world_size, model)
     layouts = [layout for layout in layouts if not names or layout.name in names]
-    return estimate_layouts(layouts, model, batch, Devices(world_size, 2**40))
+    return estimate_layouts(layouts, model, batch, Devices(world_size, 2**40, link_speed=link_speed))
 
 
 def estimate_step(world_size: int, *flags: str) -> int:
