@@ -85,12 +85,10 @@ def count_variants(variants: Mapping[str, Sequence[str]]) -> Iterator[Measuremen
 def _count_step(config: RunConfig) -> tuple[float, float, float, float]:
     """Count TFLOP of forward and backward; GB of frozen weights, of activations saved for backward, and at the peak."""
     from library.families.detect import detect
-    from library.training.forecast.stage import frozen_bytes
-    from library.training.forecast.weightless import Heaviest, Weightless
 
     size = config.data.resolution
     assert size is not None
     captions = tuple(CAPTION.format(number) for number in range(config.data.train_batch_size))
-    run = Weightless(config, detect(config.model), Heaviest((size.width, size.height), captions))
-    step, frozen = run.step(), frozen_bytes(run)
-    return step.flops / 1e12, frozen / 1e9, step.kept / 1e9, (frozen + step.peak) / 1e9
+    run = MetaRun(config, detect(config.model), LargestBatch((size.width, size.height), captions))
+    step, frozen = run.step.total, run.frozen_bytes
+    return step.flops / 1e12, frozen / 1e9, step.saved / 1e9, (frozen + step.peak) / 1e9

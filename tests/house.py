@@ -13,6 +13,7 @@ FLOORS: list[set[str]] = [
     {"demo"},
     {"families", "adapters", "optim", "distributed"},
     {"training"},
+    {"estimate"},
     {"tools", "cli", "__main__"},
 ]
 """A module imports from its own floor or from lower ones, never upwards."""

@@ -1,10 +1,6 @@
 """Blocks dealt out over the devices of one process: every layer finds what it is given, and learns the same."""
 
 import json
-import warnings
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import cycle
 from typing import Any
@@ -15,16 +11,16 @@ from one_result import dataset
 from peft import LoraConfig, get_peft_model
 from ranks import on_ranks
 from safetensors.torch import load_file
+from support.fake_devices import DEVICE_TYPE, dispatch_to_fake_devices, move
 from test_run import difference, train
 from tiny import TINY
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.utils._pytree import tree_map
 
 from library.adapters.update_norms import adapted_layers, norms_of
 from library.config import load_options
 from library.config.values import DeviceMap
-from library.distributed.device_map import assigned, hook, mapping_problems, places_of, units, unplaced
+from library.distributed.device_map import assigned, mapping_problems, places_of, unplaced
 from library.distributed.devices import Machine
 from library.distributed.world import World
 from library.errors import ConfigError
@@ -33,7 +29,6 @@ from library.families.detect import detect
 from library.families.unloaded import unloaded
 from library.training.parallel_fit import refuse_misfits
 
-KIND = "lazy"
 MODELS = ("sd1", "sdxl", "sd3", "flux", "z_image", "qwen_image")
 
 
@@ -60,60 +55,21 @@ def test_weights_are_dealt_out_evenly_or_one_device_after_the_other():
         held("sequential", size // 2)
 
 
-def in_turn(model: nn.Module, count: int) -> DeviceMap:
-    """A part of the blocks for each device, in the order in which the model has them."""
-    blocks = [name for name in units(model) if name.rpartition(".")[2].isdigit()]
-    return DeviceMap("", (("", 0), *((name, place * count // len(blocks)) for place, name in enumerate(blocks))))
-
-
-@contextmanager
-def pretended(pipe: Any, part: str, count: int) -> Iterator[dict[torch.device, int]]:
-    """The denoiser dealt out over devices of a kind that only pretends: tensors know where they are, and no numbers.
-
-    Whatever is done with tensors on two devices fails, as it would on real ones.
-    """
-    model = getattr(pipe, part)
-    devices = [torch.device(KIND, number) for number in range(count)]
-    with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        places = places_of(model, in_turn(model, count), ())
-        fakes: dict[torch.Tensor, torch.Tensor] = {}
-        for _, tensor, number in assigned(model, places):
-            fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=devices[number])
-            is_weight = isinstance(tensor, nn.Parameter)
-            fakes[tensor] = nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_weight else fake
-        for module in model.modules():
-            for leaf, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-                setattr(module, leaf, fakes[tensor])
-        held = Counter(fake.device for fake in fakes.values())
-        # They all seem to be at one place in memory, by which it would know those that layers share.
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("accelerate.big_modeling.find_tied_parameters", lambda model: [])
-            hook(model, places, devices)
-        yield held
-
-
-def on(device: torch.device, item: Any) -> Any:
-    return tree_map(
-        lambda each: torch.empty_like(each, device=device) if isinstance(each, torch.Tensor) else each, item
-    )
-
-
 @pytest.mark.parametrize(("model", "count"), [*((model, 2) for model in MODELS), ("sdxl", 3), ("flux", 4)])
 def test_every_layer_finds_what_it_is_given_on_its_own_device(model, count):
     tiny = TINY[model]()
-    family, batch, first = FAMILIES.get(tiny.family)(), tiny.batch, torch.device(KIND, 0)
-    with pretended(tiny.pipe, family.denoiser, count) as held:
+    family, batch, first = FAMILIES.get(tiny.family)(), tiny.batch, torch.device(DEVICE_TYPE, 0)
+    with dispatch_to_fake_devices(tiny.pipe, family.denoiser, count) as held:
         assert len(held) == count
-        moved = replace(batch, latents=on(first, batch.latents), cond=on(first, batch.cond),
-                        frame=on(first, batch.frame), weight=on(first, batch.weight))  # fmt: skip
+        moved = replace(batch, latents=move(first, batch.latents), cond=move(first, batch.cond),
+                        frame=move(first, batch.frame), weight=move(first, batch.weight))  # fmt: skip
         t = torch.full((len(batch.latents),), 0.5, device=first)
         said = family.predict(tiny.pipe, getattr(tiny.pipe, family.denoiser), moved.latents, t, moved)
         assert said.device == first and said.shape == batch.latents.shape
         said.sum().backward()
         weights = getattr(tiny.pipe, family.denoiser).named_parameters()
         reached = {weight.device for name, weight in weights if weight.grad is not None}
-        assert reached == {torch.device(KIND, number) for number in range(count)}
+        assert reached == {torch.device(DEVICE_TYPE, number) for number in range(count)}
 
 
 def test_lengths_of_updates_on_several_devices_are_read_together():
@@ -125,7 +81,7 @@ def test_lengths_of_updates_on_several_devices_are_read_together():
         for number, layer in enumerate(layers.values()):
             for module in layer.modules():
                 for name, weight in list(module.named_parameters(recurse=False)):
-                    fake = torch.empty(weight.shape, device=torch.device(KIND, number))
+                    fake = torch.empty(weight.shape, device=torch.device(DEVICE_TYPE, number))
                     module.register_parameter(name, nn.Parameter(fake))
         with pytest.raises(DataDependentOutputException):  # there are no numbers, and nothing else is in the way
             norms_of(layers)

@@ -23,8 +23,8 @@ from library.distributed.frozen import can_rest, let_rest
 from library.distributed.packing import BLOCK, NF4, Packed
 from library.distributed.swapping import Swap
 from library.errors import ConfigError
+from library.estimate.memory_meter import MemoryMeter
 from library.training import activation_checkpointing
-from library.training.forecast.meter import Meter
 from library.training.resting import spread
 
 __all__ = ["even"]  # a fixture
@@ -70,7 +70,7 @@ def test_a_weight_takes_the_room_of_its_bits():
 def test_little_room_is_needed_to_unpack(kind, most):
     packed, meta = Packed.of(torch.randn(256, 1024).bfloat16(), kind), torch.device("meta")
     packed = packed.moved(lambda tensor: tensor.to(meta))
-    with Meter(meta, packed.tensors) as meter:
+    with MemoryMeter(meta, packed.tensors) as meter:
         assert packed.numbers(torch.bfloat16).shape == (256, 1024)
     assert meter.peak < most * 256 * 1024
 

@@ -198,35 +198,11 @@ def test_a_unet_cut_anywhere_says_what_a_whole_one_says(model):
         assert torch.equal(predict(), whole)
 
 
-def timed(flags: list[str], seconds: list[float]) -> tuple[str, list[int], int]:
-    """The file of a run whose blocks take so long, where its stages were cut, and how many blocks were tried out."""
-    from library.distributed import pipelined
-    from library.training import block_times
-
-    measured, cuts = [], []
-    honest, cut = block_times._seconds, pipelined.cuts
-    block_times._seconds = lambda *given: measured.append(honest(*given)) or seconds[len(measured) - 1]
-    pipelined.cuts = lambda loads, stages: cuts.append(cut(loads, stages)) or cuts[-1]
-    return train(*flags), cuts[0], len(measured)
-
-
-def test_stages_are_cut_by_the_time_that_blocks_take(tmp_path):
-    """The four blocks of the model are of two kinds; the first kind is said to take three times as long."""
+def test_a_checkpointing_budget_trains_the_same_lora_in_a_pipeline(tmp_path):
     flags = ["--pretrained_model_name_or_path", "random:flux:tiny", "--dataset_config", str(dataset(tmp_path)),
              "--max_train_steps", "3", "--learning_rate", "0.5", "--optimizer_type", "SGD", "--network_dim", "2",
              "--gradient_accumulation_steps", "2"]  # fmt: skip
+    budget = ("--gradient_checkpointing", "--gradient_checkpointing_budget", "0.5")
     one = on_ranks(1, train, *flags, "--output_dir", str(tmp_path / "one"))[0]
-    budget = ("--gradient_checkpointing", "--gradient_checkpointing_budget", "0.5")  # for which sizes are run twice
-    spread = [*flags, *budget, "--output_dir", str(tmp_path / "two"), "--pp_size", "2", "--pp_cut", "time"]
-    found = on_ranks(2, timed, spread, [3.0, 1.0])
-    assert [(cuts, kinds) for _, cuts, kinds in found] == [([0, 1, 4], 2)] * 2
-    assert difference(load_file(one), load_file(found[0][0])) < BOUNDS["no"]
-
-
-def test_a_first_block_in_which_nothing_is_trained_is_timed_as_well():
-    """As SDXL's, which has no attention: there is no backward through it."""
-    from library.training.block_times import _seconds
-
-    block, strategy = nn.Conv2d(2, 2, 1).requires_grad_(False), SimpleNamespace(
-        device=torch.device("cpu"), accelerator=SimpleNamespace(autocast=nullcontext))  # fmt: skip
-    assert _seconds(block, ((torch.empty(1, 2, 3, 3, device="meta"),), {}), strategy) > 0
+    two = on_ranks(2, train, *flags, *budget, "--output_dir", str(tmp_path / "two"), "--pp_size", "2")[0]
+    assert difference(load_file(one), load_file(two)) < BOUNDS["no"]

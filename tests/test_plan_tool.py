@@ -294,13 +294,14 @@ def test_messages_go_beside_what_was_asked_for(pictures, tmp_path):
     assert plan(*pictures, "--json").stderr == ""
 
 
-def test_layouts_that_fit_are_listed_the_fastest_first_and_those_that_do_not_with_what_they_lack(pictures):
+def test_layouts_that_fit_are_listed_fastest_first_and_others_with_the_memory_they_lack(pictures):
     devices = [*pictures, "--world_size", "2", "--gpu_memory"]
     code, answer, messages = plan_beside_torch(*devices, "24GB", "--json")
     assert code == 0, messages
     said = json.loads(answer)
-    assert said["gpu_memory"] == 24 * 2**30 and "way_out" not in said
-    assert {layout["way"]: layout["options"] for layout in said["layouts"]}["FSDP 2"] == "--fsdp"
+    assert said["gpu_memory"] == 24 * 2**30 and "suggestion" not in said
+    assert "estimating memory: step 1 of 2 on the meta device" in messages
+    assert {layout["layout"]: layout["options"] for layout in said["layouts"]}["FSDP 2"] == "--fsdp"
     speeds = [layout["relative_speed"] for layout in said["layouts"]]
     assert speeds == sorted(speeds, reverse=True) and speeds[0] == 1
     for layout in said["layouts"]:
@@ -308,14 +309,14 @@ def test_layouts_that_fit_are_listed_the_fastest_first_and_those_that_do_not_wit
 
     _, answer, _ = plan_beside_torch(*devices, "24GB", "--device_map", "auto", "--json")
     said = json.loads(answer)
-    assert [layout["way"] for layout in said["layouts"]] == ["device map 2"] and said["ranks"] == 1
+    assert [layout["layout"] for layout in said["layouts"]] == ["device map 2"] and said["ranks"] == 1
 
     code, answer, messages = plan_beside_torch(*devices, "700MB")
     assert code == 0, messages
     lines = answer.splitlines()
-    assert "2 devices of 0.6836 GB, mixed_precision no; the largest micro-batch is 2 pictures of 64x64" in lines
-    assert lines[-2].startswith("too large, by so many GB: ") and "DDP 2 by 0.3" in lines[-2]
-    assert lines[-1].startswith("nothing fits, and no switch would change that")
+    assert "2 x 0.6836 GB, mixed_precision no, largest micro-batch 2 x 64x64" in lines
+    assert lines[-2].startswith("layouts that do not fit, and GB over the limit: ") and "DDP 2 +0.3" in lines[-2]
+    assert lines[-1].startswith("nothing fits, and no option would change that")
 
 
 def test_sizes_and_speeds_of_devices_are_read_and_belong_together(pictures):
@@ -323,7 +324,7 @@ def test_sizes_and_speeds_of_devices_are_read_and_belong_together(pictures):
     assert "--gpu_memory: expected the size of a device's memory, such as 24GB or 512MB" in done.stderr
     assert "--link_speed: 0.0 is too small" in done.stderr
     done = plan(*pictures, "--link_speed", "50")
-    assert done.returncode == 2 and "--link_speed: is about devices; say how large they are with" in done.stderr
+    assert done.returncode == 2 and "--link_speed: no effect without --gpu_memory" in done.stderr
 
 
 @pytest.mark.parametrize(("words", "said"), [

@@ -129,6 +129,7 @@ VERDICTS: dict[str, Alias | Refused] = {
     ),
     # options of this program that are gone
     "replay": Refused("removed; OUTPUT_NAME.nan-step*.json lists the images, timesteps and losses of a skipped step"),
+    "pp_cut": Refused("removed: stages are always balanced by weights"),
     # other programs of sd-scripts
     **dict.fromkeys(
         ["block_lr", "learning_rate_te", "learning_rate_te1", "learning_rate_te2", "learning_rate_te3",

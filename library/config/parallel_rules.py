@@ -12,9 +12,8 @@ OTHER_ATTENTION = ("flash", "flash3", "xformers")
 def parallel_conflicts(config: RunConfig, given: frozenset[str]) -> Iterator[tuple[tuple[str, ...], str]]:
     """What cannot be honoured together."""
     parallel, kind, compiling = config.parallel, kind_of(config.adapter), config.distributed
-    for name in ("pp_schedule", "pp_cut"):
-        if name in given and parallel.pp_size == 1:
-            yield (name, "pp_size"), "there is no pipeline; set pp_size"
+    if "pp_schedule" in given and parallel.pp_size == 1:
+        yield ("pp_schedule", "pp_size"), "there is no pipeline; set pp_size"
     if parallel.tp_size > 1 and kind != "lora":
         yield (("tp_size", "network_args"),
                f"layers with an adapter of kind {kind} cannot be cut; use pp_size, cp_size or fsdp")  # fmt: skip

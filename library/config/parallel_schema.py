@@ -28,11 +28,6 @@ class ParallelConfig:
     pp_schedule: Literal["gpipe", "1f1b", "interleaved"] = opt(
         "1f1b", "pp_size: in which order micro-batches run; interleaved gives each device two shorter stages"
     )
-
-    pp_cut: Literal["weights", "time"] = opt(
-        "weights",
-        "pp_size: stages that have about as many weights, or, tried out at the start, that take about as long",
-    )
     device_map: DeviceMap | None = opt(
         None, "one process with several devices: deal the blocks of the model out over them"
     )

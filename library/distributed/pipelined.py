@@ -31,7 +31,7 @@ class Pipelined(Grouped):
     def _take_apart(self, model: nn.Module, denoiser: nn.Module, structure: Structure) -> None:
         chain = structure.chain
         self.passage = Passage(chain)
-        self._cut(structure.seconds or chain.weights())
+        self._cut(chain.weights())
         # Of blocks alone, without what goes on between processes; UNets do it inside of their blocks.
         if getattr(denoiser, "gradient_checkpointing", False):
             denoiser.gradient_checkpointing = False  # type: ignore[assignment]

@@ -24,5 +24,3 @@ class Structure:
     """Beside the flow of the chain, of which everything has tokens along axis 1."""
     layer_tokens: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Layer -> the streams whose tokens go through it."""
-    seconds: tuple[float, ...] = ()
-    """How long each block of the chain takes, where that was tried out."""

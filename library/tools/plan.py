@@ -31,9 +31,9 @@ class PlanOptions:
     resolve_only: bool = opt(False, "with json: the dataset file alone, in sd-scripts' names; looks at no folder")
     preview: str | None = opt(None, "draw the pictures as they will be trained into this file (.png, .jpg, .webp)")
     preview_limit: int = opt(12, "pictures of each bucket in the preview, those that lose most first", minimum=1)
-    gpu_memory: Bytes | None = opt(None, "which ways to share the run fit on devices of this size; takes a while")
-    gpu_tflops: float = opt(100.0, "gpu_memory: assumed for their speed, in TFLOP/s", minimum=0.001)
-    link_speed: float = opt(25.0, "gpu_memory: assumed between devices, and to the host, in GB/s", minimum=0.001)
+    gpu_memory: Bytes | None = opt(None, "estimate which parallel layouts fit on GPUs of this size, such as 24GB")
+    gpu_tflops: float = opt(100.0, "gpu_memory: assumed speed of a GPU, in TFLOP/s", minimum=0.001)
+    link_speed: float = opt(25.0, "gpu_memory: assumed bandwidth between GPUs and to the host, in GB/s", minimum=0.001)
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,12 @@ def run(argv: Sequence[str]) -> tuple[str, int]:
     outlook = look_ahead(training.config, groups)
     said = outlook.prepared.preview(outlook.plan.batches, path, options.preview_limit) if path is not None else ""
     if options.gpu_memory is not None:
-        from .plan_devices import with_devices
+        from ..estimate.layout_search import Devices, build_report_record, format_report, search_layouts
 
-        found, told = with_devices(
-            training.config, frozenset(training.places), outlook, count=options.world_size,
-            memory=options.gpu_memory.count, flops=options.gpu_tflops * 1e12, link=options.link_speed * 1e9,
-        )  # fmt: skip
+        speeds = options.gpu_tflops * 1e12, options.link_speed * 1e9
+        devices = Devices(options.world_size, options.gpu_memory.count, *speeds)
+        report = search_layouts(training.config, frozenset(training.places), outlook, devices)
+        found, told = build_report_record(report), format_report(report)
     else:
         found, told = {}, ""
     if options.json:
@@ -134,7 +134,7 @@ def _conflicts(options: PlanOptions, given: frozenset[str]) -> Iterator[str]:
         yield "--gpu_memory: needs the pictures, which --resolve_only does not look at; take one of the two out"
     for name in ("gpu_tflops", "link_speed"):
         if name in given and options.gpu_memory is None:
-            yield f"--{name}: is about devices; say how large they are with --gpu_memory"
+            yield f"--{name}: no effect without --gpu_memory"
     if "preview_limit" in given and options.preview is None:
         yield "--preview_limit: there is no preview; name a file with --preview"
 

@@ -101,8 +101,6 @@ def assemble(
         _keep_compiled(config, prepared)
         compilation.keep_share(config.train.gradient_checkpointing_budget)
     structure = structure_of(family, trained.denoiser)
-    if config.parallel.pp_size > 1 and config.parallel.pp_cut == "time":
-        structure = replace(structure, seconds=_block_seconds(config, strategy, family, trained, prepared, plan))
     wrapped, optimizer = strategy.wrap(trained, optimizer, trained.denoiser, structure)
     task = Task(family, pipe, wrapped, objective, config.train.seed, Copies(strategy.device),
                 config.data.masked_loss_normalize, config.cache.vae_batch_size, config.cache.text_encoder_batch_size,
@@ -133,13 +131,6 @@ def _ladder(config: RunConfig, trained: Any) -> Ladder:
     """What can be done when memory is out; activations can be computed twice, unless they are already."""
     can_save = partial(enable_activation_checkpointing, list(trained.children()), trained.denoiser, config.train)
     return Ladder(config.train.on_oom == "ladder", None if config.train.gradient_checkpointing else can_save)
-
-
-def _block_seconds(config: RunConfig, strategy: DataParallel, family: Family, trained: Any, prepared: Prepared,
-                   plan: RunPlan) -> tuple[float, ...]:  # fmt: skip
-    from .block_times import block_seconds  # which few runs need
-
-    return block_seconds(config, strategy, family, trained.denoiser, prepared, plan)
 
 
 def _optimizer(config: RunConfig, groups: Sequence[optimizers.Group]) -> torch.optim.Optimizer:

@@ -1,0 +1,287 @@
+"""Estimate parallel layouts for a number of GPUs: which fit into memory, how fast they are, which options help."""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from ..config import RunConfig
+from ..config.checks import conflicts
+from ..config.options import build, flat
+from ..errors import ConfigError
+from ..families import FAMILIES
+from ..families.detect import Detected
+from ..families.unloaded import unloaded
+from ..optim import optimizers
+from ..training.outline import Outlook
+from ..training.parallel_fit import misfits
+from ..training.resting import blocks_of
+from .memory_estimate import DevicePart, MemoryEstimate, estimate_memory, estimate_optimizer_state, split_model
+from .meta_run import LargestBatch, MetaRun, count_all_reduce_bytes
+from .parallel_layouts import OPTIONS, ParallelLayout, find_conflicts, find_layouts, format_flags
+
+logger = logging.getLogger(__name__)
+
+GB = 2**30
+MAX_BUFFERED_SHAPES = 64
+"""For which a pipeline keeps buffers (``distributed/schedules``)."""
+
+
+@dataclass(frozen=True)
+class Devices:
+    """GPUs to plan for; the speeds are assumed."""
+
+    count: int
+    memory: int
+    flops: float = 1e14
+    """Per second, as models of this kind reach them."""
+    link_speed: float = 25e9
+    """Bytes per second between devices, and to host memory."""
+
+
+@dataclass(frozen=True)
+class LayoutEstimate:
+    layout: ParallelLayout
+    memory: MemoryEstimate
+    images_per_second: float
+    """For comparing layouts, not for predicting a duration."""
+    savings: Mapping[str, Any] = field(default_factory=dict)
+    """Options that were added to the user's."""
+
+    @property
+    def flags(self) -> str:
+        return format_flags({**self.savings, **self.layout.options})
+
+
+@dataclass(frozen=True)
+class LayoutReport:
+    devices: Devices
+    batch: LargestBatch
+    estimates: Sequence[LayoutEstimate]
+    """The fastest first."""
+    suggestion: LayoutEstimate | None
+    """What would fit, or comes closest, where nothing fits."""
+
+    def fits(self, estimate: LayoutEstimate) -> bool:
+        return estimate.memory.total <= self.devices.memory
+
+
+def search_layouts(config: RunConfig, given: frozenset[str], outlook: Outlook, devices: Devices) -> LayoutReport:
+    """Estimate all layouts that these settings allow; ``given`` are the options that the user set."""
+    optimizers.rehearse(config.optim)
+    model, batch = outlook.detected, find_largest_batch(outlook)
+    problems = find_conflicts(config, devices.count)
+    if problems := [*problems, *misfits(config, FAMILIES.get(model.family)(config.model), model)]:
+        raise ConfigError(problems)
+    layouts, reasons = find_layouts(config, given, devices.count, model)
+    if not layouts:
+        options = ", ".join(f"--{option}" for option in OPTIONS if option in given)
+        raise ConfigError(reasons or [f"{options}: no layout with these options can be estimated"])
+    estimates = estimate_layouts(layouts, model, batch, devices)
+    if any(estimate.memory.total <= devices.memory for estimate in estimates):
+        return LayoutReport(devices, batch, estimates, None)
+    suggestion = suggest_savings(config, given, model, batch, devices, estimates)
+    return LayoutReport(devices, batch, estimates, suggestion)
+
+
+def find_largest_batch(outlook: Outlook) -> LargestBatch:
+    plan = outlook.plan.batches
+    shapes = {(bucket.batch_size, *bucket.size) for bucket in plan.buckets if len(bucket.samples)}
+    pixels = sorted((count * width * height for count, width, height in shapes), reverse=True)
+    count, width, height = max(shapes, key=lambda shape: shape[0] * shape[1] * shape[2])
+    captions = sorted(set(outlook.prepared.first_captions(plan, outlook.plan.steps)), key=len, reverse=True)
+    buffered_shapes = sum(pixels[:MAX_BUFFERED_SHAPES]) / pixels[0]
+    return LargestBatch((width, height), tuple((captions * count)[:count]), buffered_shapes)
+
+
+def estimate_layouts(
+    layouts: Sequence[ParallelLayout],
+    model: Detected,
+    batch: LargestBatch,
+    devices: Devices,
+    savings: Mapping[str, Any] | None = None,
+) -> list[LayoutEstimate]:
+    """Estimate layouts of one run, the fastest first; those that partition the model alike share a meta run."""
+    partitions = [get_partition(layout, model) for layout in layouts]
+    runs, estimates = dict[tuple[int, int, bool], MetaRun](), list[LayoutEstimate]()
+    optimizer_state = 0
+    for layout, partition in zip(layouts, partitions, strict=True):
+        if partition not in runs:
+            number, count = len(runs) + 1, len(set(partitions))
+            logger.info("estimating memory: step %d of %d on the meta device (%s)", number, count, layout.name)
+        with _disable_logging():
+            if partition not in runs:
+                runs[partition] = MetaRun(layout.config, model, batch, *partition)
+            run = runs[partition]
+            parts = split_model(run, layout, devices.count, devices.memory)
+        optimizer_state = optimizer_state or estimate_optimizer_state(layout.config.optim, run.build_param_groups())
+        memory = estimate_memory(layout, run, parts, optimizer_state, batch.buffered_shapes)
+        speed = estimate_images_per_second(layout, run, parts, len(batch.captions), devices)
+        estimates.append(LayoutEstimate(layout, memory, speed, savings or {}))
+    return sorted(estimates, key=lambda estimate: (-estimate.images_per_second, estimate.memory.total))
+
+
+def get_partition(layout: ParallelLayout, model: Detected) -> tuple[int, int, bool]:
+    """Arguments of the ``MetaRun``: ranks of TP and CP, and whether a pipeline needs its own.
+
+    Stages are parts of any step, unless pipelines pad texts, or split tokens at another point.
+    """
+    dims = layout.dims
+    varies = dims.contexts > 1 or FAMILIES.get(model.family).texts_vary
+    return dims.parts, dims.contexts, dims.stages > 1 and varies
+
+
+@contextmanager
+def _disable_logging() -> Iterator[None]:
+    """Suppress what a run logs when it is assembled, and what accelerate says of devices that are not here."""
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def estimate_images_per_second(
+    layout: ParallelLayout, run: MetaRun, parts: Sequence[DevicePart], images: int, devices: Devices
+) -> float:
+    """Of all devices together, from FLOPs, pipeline bubbles and bytes sent."""
+    config, zero, sharding, ranks = layout.config, layout.zero, layout.sharding, layout.ranks
+    micro_batches, stages = config.train.gradient_accumulation_steps, layout.dims.stages
+    flops = max(part.flops for part in parts)
+    sent_bytes = run.sent_bytes / stages + 2 * max(part.sent_bytes for part in parts)
+    if config.parallel.device_map is not None:  # one device after the other
+        flops, sent_bytes = sum(part.flops for part in parts), 2 * sum(part.sent_bytes for part in parts)
+    bubble = (stages - 1) / len(parts[0].chunks)
+    computation = (micro_batches + bubble) * flops / devices.flops
+    frozen_bytes = sum(parameter.nbytes for parameter in run.frozen)
+    passes = 3 if config.train.gradient_checkpointing else 2
+    gathered_bytes = float(passes * run.offloaded_bytes)
+    if sharding is not None:
+        passes = passes if sharding.reshards else 1
+        gathered_bytes = passes * frozen_bytes * (sharding.parts - 1 + sharding.offloads) / sharding.parts
+    elif zero is not None and zero.stage == 3:
+        gathered_bytes = passes * frozen_bytes * (ranks - 1 + bool(zero.param_device)) / ranks
+    trainable_bytes = sum(parameter.nbytes for parameter in run.trainable)
+    synchronized_bytes = count_all_reduce_bytes(trainable_bytes, ranks)
+    if zero is not None and zero.optimizer_device:
+        synchronized_bytes += 2 * trainable_bytes / ranks
+    # Weights are gathered during computation; activations and gradients are waited for.
+    seconds = max(computation, micro_batches * gathered_bytes / devices.link_speed)
+    seconds += (micro_batches * sent_bytes + synchronized_bytes) / devices.link_speed
+    return micro_batches * images * layout.dims.data / seconds
+
+
+def suggest_savings(
+    config: RunConfig,
+    given: frozenset[str],
+    model: Detected,
+    batch: LargestBatch,
+    devices: Devices,
+    estimates: Sequence[LayoutEstimate],
+) -> LayoutEstimate | None:
+    """Add options that save memory until a layout fits, or all that help; None if no option could ever be enough."""
+    candidates = [estimate for estimate in estimates if _is_plain(estimate.layout)] or estimates
+    names = {estimate.layout.name for estimate in candidates}
+    smallest = min(candidates, key=lambda estimate: estimate.memory.total)
+    if smallest.memory.reserved + smallest.memory.adapters > devices.memory:
+        return None
+    savings = dict[str, Any]()
+    for options in _list_savings(model):
+        tried = {**savings, **options}
+        largest = replace(batch, captions=batch.captions[: tried.get("train_batch_size")])
+        changed: RunConfig = build(RunConfig, {**flat(config), **tried})
+        is_set = changed == build(RunConfig, {**flat(config), **savings})
+        if is_set or set(conflicts(changed, given | set(tried))) - set(conflicts(config, given)):
+            continue
+        logger.info("estimating memory: no layout fits; trying %s", format_flags(options))
+        layouts, _ = find_layouts(changed, given | set(tried), devices.count, model)
+        layouts = [layout for layout in layouts if layout.name in names]
+        found = estimate_layouts(layouts, model, largest, devices, tried)
+        if fitting := [estimate for estimate in found if estimate.memory.total <= devices.memory]:
+            return min(fitting, key=lambda each: (-each.images_per_second, len(each.layout.options)))
+        best = min([smallest, *found], key=lambda estimate: estimate.memory.total)
+        if best is not smallest:
+            smallest, savings = best, tried
+    return smallest if savings else None
+
+
+def _is_plain(layout: ParallelLayout) -> bool:
+    """Data parallel with or without sharding, on the devices alone."""
+    return layout.dims.together == 1 and not any("offload" in name or "map" in name for name in layout.options)
+
+
+def _list_savings(model: Detected) -> Iterator[dict[str, Any]]:
+    """First what costs nothing, last what changes the trained LoRA."""
+    yield {"cache_latents": True}
+    yield {"cache_text_encoder_outputs": True}
+    yield {"mixed_precision": "bf16"}
+    yield {"gradient_checkpointing": True}
+    yield {"base_storage": "int8"}
+    yield {"base_storage": "nf4"}
+    part = FAMILIES.get(model.family).denoiser
+    yield {"blocks_to_swap": len(blocks_of(getattr(unloaded(model, (part,)), part)))}
+    yield {"gradient_checkpointing": True, "cpu_offload_checkpointing": True}
+    yield {"train_batch_size": 1}
+
+
+def format_report(report: LayoutReport) -> str:
+    """One page: layouts that fit, what the others lack, and what would help if none fits."""
+    devices, (width, height), count = report.devices, report.batch.size, len(report.batch.captions)
+    precision = report.estimates[0].layout.config.distributed.mixed_precision or "no"
+    lines = [
+        f"{devices.count} x {devices.memory / GB:.4g} GB, mixed_precision {precision},"
+        f" largest micro-batch {count} x {width}x{height}"
+    ]
+    if fitting := [estimate for estimate in report.estimates if report.fits(estimate)]:
+        lines += ["layouts that fit, fastest first (GB on the device that needs most):", *_format_table(fitting)]
+        lines.append(
+            f"speed: images per second relative to the first, for {devices.flops / 1e12:g} TFLOP/s per device and"
+            f" {devices.link_speed / 1e9:g} GB/s between devices (--gpu_tflops, --link_speed)"
+        )
+    others = sorted((each.memory.total, each.layout.name) for each in report.estimates if not report.fits(each))
+    if others:
+        lacking = ", ".join(f"{name} {(total - devices.memory) / GB:+.1f}" for total, name in others)
+        lines.append(f"layouts that do not fit, and GB over the limit: {lacking}")
+    if not fitting and report.suggestion is None:
+        lines.append("nothing fits, and no option would change that: there is no memory left beside the GPU's context")
+    elif report.suggestion is not None:
+        memory, name = report.suggestion.memory, report.suggestion.layout.name
+        parts = ", ".join(f"{name} {size / GB:.1f}" for name, size in asdict(memory).items() if size >= GB / 20)
+        lines.append(f"nothing fits; {name} needs {memory.total / GB:.1f} GB per device ({parts}) with")
+        lines.append(f"  {report.suggestion.flags}")
+        if "train_batch_size" in report.suggestion.savings:
+            lines.append("  (batch_size in the dataset TOML takes precedence over --train_batch_size)")
+        if not report.fits(report.suggestion):
+            lines.append(f"  still {(memory.total - devices.memory) / GB:.1f} GB too much: use larger or more devices")
+    return "\n".join(lines)
+
+
+def _format_table(estimates: Sequence[LayoutEstimate]) -> Iterator[str]:
+    names = [name for name in asdict(estimates[0].memory) if any(getattr(each.memory, name) for each in estimates)]
+    rows = [["speed", "total", *names, "layout", "options"]]
+    for each in estimates:
+        speed = f"{each.images_per_second / estimates[0].images_per_second:.2f}"
+        sizes = [f"{getattr(each.memory, name) / GB:.2f}" for name in ("total", *names)]
+        rows.append([speed, *sizes, each.layout.name, each.flags])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for *numbers, layout, flags in rows:
+        cells = [cell.rjust(width) for cell, width in zip(numbers, widths, strict=False)]
+        yield f"  {'  '.join(cells)}  {layout.ljust(widths[-2])}  {flags}".rstrip()
+
+
+def build_report_record(report: LayoutReport) -> dict[str, Any]:
+    """The same as plain data, for JSON."""
+    fastest = report.estimates[0].images_per_second
+    records = [
+        {
+            "layout": each.layout.name,
+            "options": each.flags,
+            "fits": report.fits(each),
+            "bytes": {**asdict(each.memory), "total": each.memory.total},
+            "relative_speed": round(each.images_per_second / fastest, 3),
+        }
+        for each in (*report.estimates, *([report.suggestion] if report.suggestion else []))
+    ]
+    suggestion = {"suggestion": records.pop()} if report.suggestion else {}
+    return {"gpu_memory": report.devices.memory, "layouts": records, **suggestion}

@@ -1,0 +1,240 @@
+"""The memory that a run needs on one device of a parallel layout: weights, gradients, optimizer state, activations."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ..config.schema import OptimConfig
+from ..config.values import DeviceMap
+from ..distributed.chain import cuts
+from ..distributed.device_map import assigned, places_of
+from ..distributed.sharded import blocks_of
+from ..distributed.sharding import Sharding
+from ..distributed.swapping import AHEAD
+from ..distributed.zero_settings import ZeroSettings
+from ..errors import UserError
+from ..optim.optimizers import Group, make_optimizer
+from .meta_run import MetaRun, StepMemory, count_frozen_bytes
+from .parallel_layouts import ParallelLayout
+
+CONTEXT_BYTES = 768 * 2**20
+"""Assumed: the device's context, workspaces of its libraries, and fragmentation."""
+COMMUNICATION_BYTES = 256 * 2**20
+"""Assumed: buffers of NCCL."""
+UNLIMITED = 2**60
+ZERO_DEFAULTS = {"stage3_param_persistence_threshold": 100_000, "stage3_max_live_parameters": 1_000_000_000}
+"""DeepSpeed's own, in elements."""
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on the device that needs most."""
+
+    weights: int
+    """Frozen."""
+    adapters: int
+    gradients: int
+    optimizer: int
+    ema: int
+    activations: int
+    """In the worst moment of a step, with temporary buffers."""
+    gathered: int
+    """Frozen weights of other devices, or of host memory, while they are used."""
+    buffers: int
+    """For communication."""
+    reserved: int
+
+    @property
+    def total(self) -> int:
+        return sum(asdict(self).values())
+
+
+@dataclass(frozen=True)
+class DevicePart:
+    """What a device has of the model: all of it, a pipeline stage, or its part of a device map."""
+
+    frozen_bytes: int
+    """Bytes of frozen weights, before FSDP or ZeRO shard them."""
+    chunks: tuple[StepMemory, ...]
+    """More than one in an interleaved pipeline."""
+    received_bytes: int = 0
+    """Bytes of activations from other pipeline stages, in a micro-batch."""
+    sent_bytes: int = 0
+    in_flight: int = 1
+    """Chunks that wait for backward at once."""
+    trainable_share: float = 1.0
+    encodes: bool = True
+    """Whether images and captions are encoded here."""
+
+    def count_activation_bytes(self, encoding_peak: int) -> int:
+        """In the worst moment of a step, which may be while the next micro-batch is encoded."""
+        saved = sum(chunk.saved for chunk in self.chunks) // len(self.chunks)
+        computing = self.in_flight * saved + max(chunk.peak - chunk.saved for chunk in self.chunks)
+        encoding = (self.in_flight - 1) * saved + encoding_peak if self.encodes else 0
+        return max(computing, encoding)
+
+    @property
+    def flops(self) -> int:
+        return sum(chunk.flops for chunk in self.chunks)
+
+
+def split_model(run: MetaRun, layout: ParallelLayout, devices: int, device_memory: int) -> list[DevicePart]:
+    """One part for each pipeline stage, or each device of a device map; else one for all devices."""
+    parallel = layout.config.parallel
+    if layout.dims.stages > 1:
+        micro_batches = layout.config.train.gradient_accumulation_steps
+        return _split_pipeline(run, layout.dims.stages, parallel.pp_schedule, micro_batches)
+    if parallel.device_map is not None:
+        return _split_device_map(run, parallel.device_map, devices, device_memory)
+    return [DevicePart(run.frozen_bytes, (run.step.total,))]
+
+
+def _split_pipeline(run: MetaRun, stages: int, schedule: str, micro_batches: int) -> list[DevicePart]:
+    step, blocks, count = run.step, run.chain.blocks, stages * (2 if schedule == "interleaved" else 1)
+    ends = cuts(run.chain.weights(), count)
+    parts = []
+    for stage in range(stages):
+        ranges = [(ends[chunk], ends[chunk + 1]) for chunk in range(stage, count, stages)]
+        local = {place for first, end in ranges for place in range(first, end)}
+        absent = [block for place, block in enumerate(blocks) if place not in local]
+        received = sum(step.flows[first] for first, _ in ranges if first)
+        sent = sum(step.flows[end] for _, end in ranges if end < len(blocks))
+        chunks = tuple(step.run_stage(first, end) for first, end in ranges)
+        in_flight = count_in_flight(schedule, stages, stage, micro_batches)
+        frozen_bytes = run.frozen_bytes - count_frozen_bytes(*absent)
+        parts.append(DevicePart(frozen_bytes, chunks, received, sent, in_flight))
+    return parts
+
+
+def count_in_flight(schedule: str, stages: int, stage: int, micro_batches: int) -> int:
+    """Chunks that went forward and not yet backward, at most, in torch's pipeline schedules."""
+    if schedule == "interleaved":
+        rounds = max(1, micro_batches // stages)
+        if micro_batches % rounds:
+            return 2 * micro_batches  # ScheduleLoopedBFS, with all forwards first
+        return min(2 * micro_batches, micro_batches // rounds + 2 * (stages - 1 - stage) + 1)
+    return min(micro_batches, stages - stage) if schedule == "1f1b" and micro_batches >= stages else micro_batches
+
+
+def _split_device_map(run: MetaRun, device_map: DeviceMap, devices: int, device_memory: int) -> list[DevicePart]:
+    limit = device_memory if device_map.way == "sequential" else UNLIMITED
+    device_of_module = places_of(run.denoiser, device_map, [limit] * devices)
+    tensors = {tensor: device for _, tensor, device in assigned(run.denoiser, device_of_module)}
+    device_of_block = [tensors[next(block.parameters())] for block in run.chain.blocks]
+    total, parts = sum(parameter.nbytes for parameter in run.trainable), list[DevicePart]()
+    for device in reversed(range(devices)):
+        own = [tensor for tensor, number in tensors.items() if number == device]
+        frozen = sum(tensor.nbytes for tensor in own if not tensor.requires_grad)
+        share = sum(tensor.nbytes for tensor in own if tensor.requires_grad) / total
+        places = [place for place, number in enumerate(device_of_block) if number == device]
+        received = sum(run.step.flows[place] for place in places if place and place - 1 not in places)
+        chunk = sum((run.step.blocks[place] for place in places), StepMemory(received, received))
+        if device == 0:  # with all that is outside of blocks
+            frozen = run.frozen_bytes - sum(part.frozen_bytes for part in parts)
+            share = 1 - sum(part.trainable_share for part in parts)
+            chunk = run.step.head + chunk + run.step.tail
+        parts.append(DevicePart(frozen, (chunk,), received, received, 1, share, device == 0))
+    return parts[::-1]
+
+
+def estimate_memory(
+    layout: ParallelLayout, run: MetaRun, parts: Sequence[DevicePart], optimizer_state: int, buffered_shapes: float
+) -> MemoryEstimate:
+    """For the part that needs most; ``optimizer_state`` is that of all trainable parameters."""
+    estimates = [_estimate_part(layout, run, part, optimizer_state, buffered_shapes) for part in parts]
+    return max(estimates, key=lambda estimate: estimate.total)
+
+
+def _estimate_part(
+    layout: ParallelLayout, run: MetaRun, part: DevicePart, optimizer_state: int, buffered_shapes: float
+) -> MemoryEstimate:
+    train, ranks = layout.config.train, layout.ranks
+    adapters = round(part.trainable_share * sum(parameter.nbytes for parameter in run.trainable))
+    elements = round(part.trainable_share * sum(parameter.numel() for parameter in run.trainable))
+    gradients, optimizer = adapters, round(part.trainable_share * optimizer_state)
+    activations = part.count_activation_bytes(run.encoding_peak)
+    weights, gathered = part.frozen_bytes, min(run.offloaded_bytes, AHEAD)
+    buffers = 0
+    if layout.dims.stages > 1:
+        buffers = int(train.gradient_accumulation_steps * (part.received_bytes + part.sent_bytes) * buffered_shapes)
+    if layout.zero is not None:
+        shard = -(-adapters // ranks)
+        is_offloaded = layout.zero.optimizer_device is not None
+        gradients = 0 if is_offloaded else shard
+        optimizer = 0 if is_offloaded else shard + -(-optimizer_state // ranks)  # with master weights
+        buffers = _count_zero_buckets(layout.zero, elements)
+        if layout.zero.stage == 3:
+            weights, gathered = _shard_by_zero3(run, part.frozen_bytes, layout.zero, ranks)
+    elif layout.sharding is not None:
+        weights, gathered = _shard_by_fsdp(run, part.frozen_bytes, layout.sharding)
+    if layout.zero is None and ranks > 1:
+        if layout.sharding is None and layout.dims.together == 1:
+            buffers = 0 if layout.config.distributed.ddp_gradient_as_bucket_view else adapters
+        else:
+            buffers += max(0, adapters - activations)  # gradients are flattened when activations are freed
+    ema = 0 if layout.config.optim.ema_decay is None else 4 * elements
+    reserved = CONTEXT_BYTES + (COMMUNICATION_BYTES if ranks > 1 else 0)
+    return MemoryEstimate(weights, adapters, gradients, optimizer, ema, activations, gathered, buffers, reserved)
+
+
+def _shard_by_fsdp(run: MetaRun, frozen: int, sharding: Sharding) -> tuple[int, int]:
+    """Shard each tensor by rows, with padding; two blocks are gathered at once, the second ahead of time."""
+    shards = sum(-(-each.shape[0] // sharding.parts) * (each.nbytes // each.shape[0]) for each in run.frozen)
+    gathered = 0
+    for part in run.trained.children():
+        counted, sizes = set[Tensor](), list[int]()
+        for block in blocks_of(part, sharding.blocks):  # inner ones first; they do not count again in outer ones
+            own = {each for each in block.parameters() if not each.requires_grad} - counted
+            counted |= own
+            sizes.append(sum(each.nbytes for each in own))
+        outside = sum(each.nbytes for each in part.parameters() if not each.requires_grad) - sum(sizes)
+        gathered += outside + (2 * max(sizes, default=0) if sharding.reshards else sum(sizes))
+    unsharded = frozen - sum(each.nbytes for each in run.frozen)
+    return unsharded + (0 if sharding.offloads else shards), gathered
+
+
+def _shard_by_zero3(run: MetaRun, frozen: int, zero: ZeroSettings, ranks: int) -> tuple[int, int]:
+    """Shard each tensor evenly; small ones are replicated, and gathered ones stay up to a limit."""
+    limits: dict[str, Any] = {**ZERO_DEFAULTS, **zero.file.get("zero_optimization", {})}
+    threshold, max_live = (int(limits[name]) for name in ZERO_DEFAULTS)
+    large = [each for each in run.frozen if each.numel() > threshold]
+    shards = sum(-(-each.numel() // ranks) * each.element_size() for each in run.frozen)
+    replicated = frozen - sum(each.nbytes for each in large)
+    live = min(sum(each.nbytes for each in large), max_live * max((each.element_size() for each in large), default=0))
+    return replicated + (0 if zero.param_device else shards), live
+
+
+def _count_zero_buckets(zero: ZeroSettings, elements: int) -> int:
+    """DeepSpeed's gradient buckets, which it allocates however little it sends."""
+    settings: dict[str, Any] = dict(zero.file.get("zero_optimization", {}))
+    count = 2 if settings.get("overlap_comm") and zero.stage < 3 else 1
+    return 4 * count * int(settings.get("reduce_bucket_size", elements))
+
+
+def estimate_optimizer_state(config: OptimConfig, groups: Sequence[Group]) -> int:
+    """Bytes, by a step of the optimizer itself on one tensor of each shape."""
+    counts = Counter((tuple(each.shape), each.dtype) for group in groups for each in group.parameters)
+    parameters = [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape, dtype in counts]
+    optimizer: Any = make_optimizer(config, [Group("shapes", parameters, config.learning_rate)])
+    try:
+        if callable(getattr(optimizer, "train", None)):
+            optimizer.train()
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, 1e-3)
+        optimizer.step()
+    except (RuntimeError, NotImplementedError, AttributeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"--optimizer_type {config.optimizer_type}: cannot take a step on this machine, so the size of its state"
+            f" is unknown ({reason})"
+        ) from error
+    total = 0
+    for parameter, count in zip(parameters, counts.values(), strict=True):
+        state = tree_leaves(optimizer.state.get(parameter, {}))
+        total += count * sum(leaf.nbytes for leaf in state if isinstance(leaf, Tensor))
+    return total

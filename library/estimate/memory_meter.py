@@ -1,0 +1,113 @@
+"""Live bytes and FLOPs of a program, counted op by op; and autocast and fused attention for torch's meta device."""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
+
+ATTENTION: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+ATTENTION_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+"""The fused attention that has a meta kernel; it saves for backward what the fused kernels of GPUs save."""
+
+HALF_OPS: Any = {
+    *(F.linear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose2d, F.scaled_dot_product_attention, torch.einsum),
+    *(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.baddbmm, torch.addmm),
+}
+"""Ops that CUDA's autocast runs in half precision, as far as diffusion models use them."""
+
+FLOAT32_OPS: Any = {
+    *(F.layer_norm, F.group_norm, F.softmax, torch.softmax, Tensor.softmax, torch.pow, Tensor.pow, Tensor.__pow__),
+    *(torch.rsqrt, Tensor.rsqrt, torch.exp, Tensor.exp, torch.sum, Tensor.sum, torch.cumsum, torch.norm, Tensor.norm),
+    *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.normalize),
+}
+"""Ops that CUDA's autocast runs in float32."""
+
+
+class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Count the bytes of a device that are live at once, and FLOPs; no allocator is asked."""
+
+    def __init__(self, device: torch.device, allocated: Iterable[Tensor] = ()):
+        """``allocated`` tensors exist beforehand and do not count."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device, self.live, self.peak, self.flops = device, 0, 0, 0
+        self._storages: dict[int, Any] = {tensor.untyped_storage()._cdata: tensor for tensor in allocated}
+
+    def read_and_reset(self) -> tuple[int, int, int]:
+        """Return live bytes, and the peak and the FLOPs since the last reset."""
+        reading = self.live, self.peak, self.flops
+        self.peak, self.flops = self.live, 0
+        return reading
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        for item in tree_leaves(result):
+            if isinstance(item, Tensor) and self._is_local(item.device):
+                self._add(item.untyped_storage())
+        self.flops += _count_flops(function.overloadpacket, args, kwargs, result)
+        return result
+
+    def _is_local(self, device: torch.device) -> bool:
+        return device.type == self.device.type and self.device.index in (None, device.index)
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._storages:
+            return
+        self._storages[key] = weakref.ref(storage, lambda _: self._remove(key, size))
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+    def _remove(self, key: int, size: int) -> None:
+        del self._storages[key]
+        self.live -= size
+
+
+def _count_flops(operation: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Look up torch's table, which lacks this attention: two matrix products, and five in backward."""
+    if operation in (ATTENTION, ATTENTION_BACKWARD):
+        query, key, _ = args[:3] if operation is ATTENTION else args[1:4]
+        return int(2 * key.shape[-2] * query.numel() * (2 if operation is ATTENTION else 5))
+    formula = flop_registry.get(operation)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+
+
+class AutocastEmulation(TorchFunctionMode):
+    """Autocast and fused attention on the meta device, which has neither."""
+
+    def __init__(self, dtype: torch.dtype | None, *, fused_attention: bool = True):
+        """``dtype`` is that of autocast; None switches it off."""
+        super().__init__()
+        self._dtype, self._fused_attention = dtype, fused_attention
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._dtype is not None and (function in HALF_OPS or function in FLOAT32_OPS):
+            dtype = self._dtype if function in HALF_OPS else torch.float32
+            args, kwargs = tree_map(lambda item: _cast(item, dtype), (tuple(args), kwargs))
+        if self._fused_attention and function is F.scaled_dot_product_attention:
+            inputs = [*args[:3], *(kwargs[name] for name in ("query", "key", "value") if name in kwargs)]
+            if all(each.ndim == 4 and each.shape[-1] == inputs[0].shape[-1] for each in inputs):
+                return ATTENTION(*inputs)[0]
+        return function(*args, **kwargs)
+
+
+def _cast(item: Any, dtype: torch.dtype) -> Any:
+    """Cast floating-point tensors, except float64, which autocast leaves alone."""
+    if isinstance(item, Tensor) and item.is_floating_point() and item.dtype not in (dtype, torch.float64):
+        return item.to(dtype)
+    return item
+
+
+def run_backward(loss: Tensor) -> None:
+    """Run backward; ``Tensor.backward`` would switch off an ``AutocastEmulation`` for its duration (torch 2.13)."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    options = {"allow_unreachable": True, "accumulate_grad": True}
+    engine.run_backward((loss,), (torch.ones_like(loss),), False, False, (), **options)

@@ -1,0 +1,338 @@
+"""One training step on torch's meta device: bytes and FLOPs of every block, with real shapes and without data.
+
+The model is built, adapted and partitioned by the code that does it in training, so there is no table of models.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from inspect import Signature, signature
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..adapters.switching import in_dtype
+from ..config import RunConfig
+from ..data.batch import Cond, Moments, PixelBatch
+from ..distributed.chain import Flow, Passage
+from ..distributed.context_cut import ContextCut
+from ..distributed.copies import Copies
+from ..distributed.frozen import FrozenConv2d, FrozenLinear
+from ..distributed.packing import Packed
+from ..distributed.tensor_cut import TensorCut
+from ..families import FAMILIES
+from ..families.base import Family
+from ..families.detect import Detected
+from ..families.loading import load_without_weights
+from ..optim.optimizers import Group
+from ..training.groups import groups_of
+from ..training.objective import objective_of
+from ..training.parallel_fit import structure_of
+from ..training.precision import DTYPES
+from ..training.resting import is_wanted, let_weights_rest
+from ..training.starting import read_starts
+from ..training.task import Task
+from ..training.trained import put_adapters, trainable, trained_text_parts
+from .memory_meter import AutocastEmulation, MemoryMeter, run_backward
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class LargestBatch:
+    """The micro-batch that needs most memory: the largest bucket with the longest captions."""
+
+    size: tuple[int, int]
+    """Width and height in pixels."""
+    captions: tuple[str, ...]
+    buffered_shapes: float = 1.0
+    """All buckets together, in units of the largest; a pipeline has buffers for each shape."""
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Forward and backward of a micro-batch by the model or by a part of it; weights and gradients do not count."""
+
+    saved: int = 0
+    """Bytes that forward leaves for backward."""
+    forward_peak: int = 0
+    """Above what was live before forward."""
+    backward_peak: int = 0
+    """Above what was live after forward."""
+    flops: int = 0
+
+    @property
+    def peak(self) -> int:
+        return max(self.forward_peak, self.saved + self.backward_peak)
+
+    def __add__(self, after: "StepMemory") -> "StepMemory":
+        """Run this part and then another one on the same device, and backward in reverse order."""
+        forward_peak = max(self.forward_peak, self.saved + after.forward_peak)
+        backward_peak = max(after.backward_peak, self.backward_peak - after.saved)
+        return StepMemory(self.saved + after.saved, forward_peak, backward_peak, self.flops + after.flops)
+
+
+@dataclass(frozen=True)
+class MetaStep:
+    """Forward and backward of a micro-batch: the blocks, and what is computed before and after them."""
+
+    head: StepMemory
+    blocks: tuple[StepMemory, ...]
+    tail: StepMemory
+    flows: tuple[int, ...]
+    """Bytes of the activations that enter each block, and of those that leave the last."""
+
+    def run_stage(self, first: int, end: int) -> StepMemory:
+        """A pipeline stage with the blocks from ``first`` to ``end``, which receives and sends activations."""
+        received = self.flows[first] - self.flows[0]
+        stage = sum(self.blocks[first:end], StepMemory(received, received) + self.head)
+        if end == len(self.blocks):
+            return stage + self.tail
+        # A stage keeps what it sent until its backward has ended.
+        return replace(stage, backward_peak=stage.backward_peak + self.flows[end])
+
+    @property
+    def total(self) -> StepMemory:
+        return self.run_stage(0, len(self.blocks))
+
+
+class FakeGroup:
+    """A process group without other processes: what is received has the right size, and sent bytes are counted."""
+
+    rank = 0
+
+    def __init__(self, size: int):
+        self.size, self.sent_bytes = size, 0.0
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        self.sent_bytes += count_all_reduce_bytes(tensor.nbytes, self.size)
+
+    def swapped(self, sent: Tensor, tie: Tensor, whose: Tensor, rows: int, *, is_out: bool) -> tuple[Tensor, Tensor]:
+        """All-to-all of tokens and heads, as ``token_exchange.Others`` has it."""
+        own = float((whose == self.rank).float().mean()) if is_out else 1 / self.size
+        apply: Any = _FakeAllToAll.apply
+        return apply(sent, rows, sent.nbytes * (1 - own), self), tie
+
+
+class _FakeAllToAll(torch.autograd.Function):
+    """Gradients go the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, sent: Tensor, rows: int, sent_bytes: float, group: FakeGroup) -> Tensor:
+        ctx.rows, ctx.sent_bytes, ctx.group = sent.shape[0], sent_bytes, group
+        group.sent_bytes += sent_bytes
+        return sent.new_empty(rows, *sent.shape[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _FakeAllToAll.forward(ctx, gradients[0], ctx.rows, ctx.sent_bytes, ctx.group), None, None, None
+
+
+def count_all_reduce_bytes(size: float, ranks: int) -> float:
+    """Bytes that each rank sends in a ring all-reduce."""
+    return 2 * (ranks - 1) / ranks * size
+
+
+class _MetaContextCut(ContextCut):
+    """Context parallelism where no device knows its autocast dtype, and attention is emulated."""
+
+    def __init__(self, group: FakeGroup, dtype: torch.dtype | None):
+        super().__init__(group)
+        self._dtype = dtype
+
+    def precision(self, given: Tensor) -> torch.dtype:
+        return self._dtype or given.dtype
+
+    def of_all(self, *given: Any, **more: Any) -> Tensor:
+        return F.scaled_dot_product_attention(*given, **more)
+
+
+class _StepRecorder:
+    """Read a meter at each boundary between blocks, in forward and, by hooks on activations, in backward."""
+
+    def __init__(self) -> None:
+        self.start(MemoryMeter(META))
+
+    def start(self, meter: MemoryMeter) -> None:
+        self._meter, self._place = meter, 0
+        self._forward: list[tuple[int, int, int]] = []
+        self._backward: dict[int, tuple[int, int, int]] = {}
+        self._flows: list[int] = []
+
+    def end_forward(self) -> None:
+        """Of the head, of a block, or of the tail; what is not saved for backward is freed by now."""
+        self._forward.append(self._meter.read_and_reset())
+
+    def watch(self, place: int, flow: Flow) -> None:
+        """Record when backward has reached the activations that enter block ``place``."""
+        self._flows.append(sum(tensor.nbytes for tensor in flow))
+        self._place = place
+        for tensor in flow:
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._end_backward, place))  # type: ignore[no-untyped-call]
+
+    def _end_backward(self, place: int, _: Tensor) -> None:
+        if place <= self._place:
+            self._backward[self._place] = self._meter.read_and_reset()
+            self._place = place - 1
+
+    def build_step(self) -> MetaStep:
+        self._backward[self._place] = self._meter.read_and_reset()
+        parts, before = list[StepMemory](), 0
+        for number, (live, peak, flops) in enumerate(self._forward):
+            _, backward_peak, backward_flops = self._backward.get(number - 1, (0, live, 0))
+            parts.append(StepMemory(live - before, peak - before, backward_peak - live, flops + backward_flops))
+            before = live
+        return MetaStep(parts[0], tuple(parts[1:-1]), parts[-1], tuple(self._flows))
+
+
+class MetaRun:
+    """A run as it is assembled for training, on the meta device, with the model partitioned as one rank has it."""
+
+    def __init__(
+        self, config: RunConfig, model: Detected, batch: LargestBatch, tp: int = 1, cp: int = 1, pipeline: bool = False
+    ):
+        precision = config.distributed.mixed_precision or "no"
+        self.config, self._dtype = config, None if precision == "no" else DTYPES[precision]
+        self.family: Family = FAMILIES.get(model.family)(config.model)
+        self.pipe = load_without_weights(self.family, model, DTYPES[precision])
+        self._models = [part for part in self.pipe.components.values() if isinstance(part, nn.Module)]
+        for part in self._models:
+            part.requires_grad_(False)
+        sizes = read_starts(config, self.family, model).sizes
+        self.trained, self.adapter = put_adapters(config, self.family, self.pipe, sizes)
+        if config.distributed.full_bf16:
+            in_dtype(self.trained, torch.bfloat16)
+        self.denoiser: Any = self.trained.denoiser
+        self.offloaded_bytes = 0
+        """Of frozen weights that stay in host memory (``blocks_to_swap``)."""
+        if is_wanted(config):
+            self.offloaded_bytes = let_weights_rest(config, self.denoiser, META)
+            self._cast_inputs_of_frozen_layers()
+        self.trainable = trainable(self.trained)
+        self.task = Task(
+            self.family, self.pipe, self.trained, objective_of(config, self.family, self.pipe), config.train.seed,
+            Copies(META), trains_texts=config.adapter.trains_texts, evens_texts=pipeline,
+        )  # fmt: skip
+        self.batch, self.encoding_peak = self._build_batch(batch)
+        self._recorder = _StepRecorder()
+        groups = FakeGroup(tp), FakeGroup(cp)
+        self._partition(*groups, pipeline)
+        self.frozen = [parameter for parameter in self.trained.parameters() if not parameter.requires_grad]
+        frozen_bytes = count_frozen_bytes(self.trained, *self.frozen_encoders)
+        self.frozen_bytes = frozen_bytes + sum(weight.nbytes for weight in self._quantized_weights())
+        # From the second step on, swapped weights are prefetched and a checkpointing budget is used.
+        count = 2 if config.train.blocks_to_swap or config.train.gradient_checkpointing_budget else 1
+        self.step = [self._run_step() for _ in range(count)][-1]
+        self.sent_bytes = sum(group.sent_bytes for group in groups) / count
+        """To tensor- and context-parallel peers, in a micro-batch."""
+
+    @property
+    def frozen_encoders(self) -> list[nn.Module]:
+        """VAE and text encoders that are on the device and not trained, unless caches replace them."""
+        cache, trained = self.config.cache, trained_text_parts(self.config, self.family.facts)
+        texts = [] if cache.texts else [part for part in self.family.text_parts if part not in trained]
+        names = [*texts, *([] if cache.latents else ["vae"])]
+        return [part for name in names if isinstance(part := getattr(self.pipe, name), nn.Module)]
+
+    def build_param_groups(self) -> list[Group]:
+        return groups_of(self.trained, self.adapter, self.config, self.family.facts)
+
+    def _partition(self, tp_group: FakeGroup, cp_group: FakeGroup, pipeline: bool) -> None:
+        """Apply TP, CP and PP in the order of training, in which the last wrapper of a block is the outermost."""
+        structure = structure_of(self.family, self.denoiser)
+        self.chain = structure.chain
+        if tp_group.size > 1:
+            TensorCut(0, tp_group.size, tp_group.all_reduce).cut(self.denoiser, structure.cuts)
+        context = _MetaContextCut(cp_group, self._dtype) if cp_group.size > 1 else None
+        if context is not None:
+            context.enter(self.denoiser, structure)
+            if not pipeline:
+                context.enclose()
+        passage = Passage(self.chain)
+        if getattr(self.denoiser, "gradient_checkpointing", False):  # UNets do it inside of their blocks
+            self.denoiser.gradient_checkpointing = False
+            passage.checkpoint = self.denoiser._gradient_checkpointing_func
+        passage.all_of(range(len(self.chain.blocks)), self._leave_block)
+        if context is not None and pipeline:
+            context.enclose()
+        for place, block in enumerate(self.chain.blocks):
+            self.chain.gates.shut(block, partial(self._enter_block, place, signature(block.forward)))
+
+    def _enter_block(self, place: int, form: Signature, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if place == 0:
+            flow = dict.fromkeys(self.chain.enters(0, form.bind(*args, **kwargs), ()))  # a UNet's is twice the same
+            self._recorder.watch(0, tuple(flow))
+        self._recorder.end_forward()
+        result = run(*args, **kwargs)
+        if place == len(self.chain.blocks) - 1:
+            self._recorder.end_forward()
+        return result
+
+    def _leave_block(self, place: int, flow: Flow) -> Flow:
+        self._recorder.watch(place + 1, flow)
+        return flow
+
+    def _run_step(self) -> MetaStep:
+        with self._measure([self.trained], self._dtype) as meter:
+            self._recorder.start(meter)
+            loss = self.task(self.batch, 0).sum()
+            self._recorder.end_forward()
+            run_backward(loss)
+        return self._recorder.build_step()
+
+    @contextmanager
+    def _measure(self, models: Iterable[nn.Module], dtype: torch.dtype | None) -> Iterator[MemoryMeter]:
+        """Count what is allocated in addition to the weights, buffers and gradients of ``models``."""
+        for parameter in self.trainable:
+            parameter.grad = torch.zeros_like(parameter)
+        allocated = [tensor for model in models for tensor in _list_tensors(model)]
+        allocated += [parameter.grad for parameter in self.trainable if parameter.grad is not None]
+        allocated += [tensor for weight in self._quantized_weights() for tensor in weight.tensors]
+        fused_attention = self.config.distributed.attn_mode != "math"
+        with MemoryMeter(META, allocated) as meter, AutocastEmulation(dtype, fused_attention=fused_attention):
+            yield meter
+
+    def _build_batch(self, batch: LargestBatch) -> tuple[PixelBatch, int]:
+        """Build a batch as caches or encoders provide it; also the peak memory of encoders that run in each step."""
+        (width, height), count, cache, peak = batch.size, len(batch.captions), self.config.cache, 0
+        cond: Cond | None = self.family.outline_prompts(self.pipe, batch.captions)
+        if self.config.adapter.trains_texts:
+            cond = None
+        elif not cache.texts and not self.family.texts_vary:
+            with self._measure(self._models, self._dtype) as meter:
+                self.family.outline_prompts(self.pipe, batch.captions[: cache.text_encoder_batch_size])
+            peak = meter.peak
+        with torch.no_grad(), self._measure(self._models, dtype=None) as meter:  # the VAE runs in float32
+            pixels = torch.empty(min(count, cache.vae_batch_size), 3, height, width, device=META)
+            latents = self.family.encode_moments(self.pipe, pixels).both
+        peak = peak if cache.latents else max(peak, meter.peak)
+        moments = Moments(latents.new_empty(count, *latents.shape[1:]))
+        frame, weight = torch.zeros(count, 6, device=META), torch.ones(count, device=META)
+        places, ids = tuple(range(count)), tuple(map(str, range(count)))
+        return PixelBatch(None, batch.captions, frame, weight, places, ids, moments=moments, cond=cond), peak
+
+    def _cast_inputs_of_frozen_layers(self) -> None:
+        """They ask the device for its autocast dtype, and the meta device has none."""
+        dtype = self._dtype
+        for layer in self.denoiser.modules() if dtype is not None else ():
+            if isinstance(layer, (FrozenLinear, FrozenConv2d)):
+                layer.register_forward_pre_hook(lambda _, args: (args[0].to(dtype), *args[1:]))
+
+    def _quantized_weights(self) -> list[Packed]:
+        """On the device all the time; they are no parameters."""
+        owners = (getattr(getattr(layer, "fetch", None), "__self__", None) for layer in self.trained.modules())
+        return [owner for owner in owners if isinstance(owner, Packed)]
+
+
+def count_frozen_bytes(*modules: nn.Module) -> int:
+    """Of weights that are not trained, and of buffers; each tensor once."""
+    tensors = {id(tensor): tensor for module in modules for tensor in _list_tensors(module)}
+    return sum(tensor.nbytes for tensor in tensors.values() if not tensor.requires_grad)
+
+
+def _list_tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]

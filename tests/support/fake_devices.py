@@ -1,0 +1,54 @@
+"""Fake devices: tensors know their device and have no data, and mixing devices fails as on real hardware."""
+
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map
+
+from library.config.values import DeviceMap
+from library.distributed.device_map import assigned, hook, places_of, units
+
+DEVICE_TYPE = "lazy"
+
+
+def build_device_map(model: nn.Module, count: int) -> DeviceMap:
+    """The blocks in the model's order, evenly over ``count`` devices."""
+    blocks = [name for name in units(model) if name.rpartition(".")[2].isdigit()]
+    return DeviceMap("", (("", 0), *((name, place * count // len(blocks)) for place, name in enumerate(blocks))))
+
+
+@contextmanager
+def dispatch_to_fake_devices(pipe: Any, part: str, count: int) -> Iterator[dict[torch.device, int]]:
+    """Replace the weights of a pipeline's part by fake ones, dispatched by accelerate's hooks; yields counts."""
+    model = getattr(pipe, part)
+    devices = [torch.device(DEVICE_TYPE, number) for number in range(count)]
+    with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        places = places_of(model, build_device_map(model, count), ())
+        fakes: dict[torch.Tensor, torch.Tensor] = {}
+        for _, tensor, number in assigned(model, places):
+            fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=devices[number])
+            is_weight = isinstance(tensor, nn.Parameter)
+            fakes[tensor] = nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_weight else fake
+        for module in model.modules():
+            for leaf, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+                setattr(module, leaf, fakes[tensor])
+        # All fake tensors have the same address, by which accelerate would find tied weights.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("accelerate.big_modeling.find_tied_parameters", lambda model: [])
+            hook(model, places, devices)
+        yield Counter(fake.device for fake in fakes.values())
+
+
+def move(device: torch.device, item: Any) -> Any:
+    """The same tensors on another device, without their data."""
+    return tree_map(
+        lambda each: torch.empty_like(each, device=device) if isinstance(each, torch.Tensor) else each, item
+    )

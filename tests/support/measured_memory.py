@@ -1,0 +1,143 @@
+"""The memory of real training steps, by torch's allocator, for comparison with its estimate.
+
+``PYTHONPATH=.:tests python tests/support/measured_memory.py random:sd1 512 1 --option ...`` prints both; with
+``--processes 2`` for two processes, with gathered weights and communication buffers.
+"""
+
+import os
+import sys
+import tempfile
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from ranks import on_ranks
+
+from benchmarks.synthetic_run import CAPTION, load_training_options, write_dataset
+from benchmarks.synthetic_run import build_run as build_synthetic_run
+from library.config import RunConfig
+from library.estimate.layout_search import Devices, LayoutEstimate, estimate_layouts
+from library.estimate.memory_estimate import MemoryEstimate
+from library.estimate.meta_run import LargestBatch
+from library.estimate.parallel_layouts import find_layouts
+from library.families.detect import Detected, detect
+from library.training.loop import train
+
+PARTS = ("weights", "adapters", "gradients", "optimizer")
+
+
+def load_config(*flags: str) -> tuple[RunConfig, frozenset[str], Detected]:
+    """Settings of a run on synthetic images, the options that are set, and the model."""
+    config, given = load_training_options(flags)
+    return config, given, detect(config.model)
+
+
+def build_run(folder: Path, steps: int, *flags: str) -> AbstractContextManager[Any]:
+    """A real run on synthetic images, ready for its first step."""
+    return build_synthetic_run(write_dataset(flags, folder, steps), folder)
+
+
+def estimate(
+    world_size: int, *flags: str, batch: LargestBatch, names: tuple[str, ...] = (), link_speed: float = 25e9
+) -> list[LayoutEstimate]:
+    """All layouts that the flags allow, or those with these names."""
+    config, given, model = load_config(*flags)
+    layouts, _ = find_layouts(config, given, world_size, model)
+    layouts = [layout for layout in layouts if not names or layout.name in names]
+    return estimate_layouts(layouts, model, batch, Devices(world_size, 2**40, link_speed=link_speed))
+
+
+def estimate_step(world_size: int, *flags: str) -> int:
+    """Activations, gathered weights and buffers of the first layout that the flags allow."""
+    config, given, model = load_config(*flags)
+    assert config.data.resolution is not None
+    captions = (CAPTION.format(1),) * config.data.train_batch_size
+    batch = LargestBatch((config.data.resolution.width, config.data.resolution.height), captions)
+    first = find_layouts(config, given, world_size, model)[0][0].name
+    memory: MemoryEstimate = estimate(world_size, *flags, batch=batch, names=(first,))[0].memory
+    return memory.activations + memory.gathered + memory.buffers
+
+
+def measure_step(folder: Path, *flags: str) -> int:
+    """Bytes in the worst moment of forward and backward, without weights and gradients that exist beforehand."""
+    folder = folder / os.environ.get("RANK", "0")
+    folder.mkdir()
+    train_config = load_config(*flags)[0].train
+    steps = 2 if train_config.blocks_to_swap or train_config.gradient_checkpointing_budget else 1  # the first differs
+    with build_run(folder, steps, *flags) as run:
+        compute_gradients, peaks = run.strategy.gradients, []
+
+        def measure(*arguments):
+            for parameter in run.parameters:
+                parameter.grad = torch.zeros_like(parameter)
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            with torch.profiler.profile(profile_memory=True, activities=activities) as profile:
+                loss = compute_gradients(*arguments)
+            peaks.append(find_peak(profile))
+            return loss
+
+        run.strategy.gradients = measure
+        train(run)
+    return peaks[-1]
+
+
+def find_peak(profile: torch.profiler.profile) -> int:
+    """The highest sum of allocations and frees."""
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+def measure_state(folder: Path, *flags: str) -> dict[str, int]:
+    """Bytes of weights, adapters, gradients and optimizer on this rank, after backward of the second step."""
+    folder = folder / os.environ.get("RANK", "0")
+    folder.mkdir()
+    found: dict[str, int] = {}
+    with build_run(folder, 2, *flags) as run:
+        clip = run.strategy.clip
+
+        def measure(parameters, max_norm):
+            if run.state.step == 1:
+                found.update(zip(PARTS, _measure_parts(run), strict=True))
+            return clip(parameters, max_norm)
+
+        run.strategy.clip = measure
+        train(run)
+    return found
+
+
+def _measure_parts(run: Any) -> tuple[int, int, int, int]:
+    model, trainable = run.strategy.unwrapped(run.adapter), run.parameters
+    frozen = [each for each in model.parameters() if not each.requires_grad]
+    frozen += [each.ds_tensor for each in frozen if hasattr(each, "ds_tensor")]
+    optimizer, gradients, masters = run.optimizer, count_bytes(each.grad for each in trainable), []
+    if (zero := getattr(run.optimizer, "_zero", None)) is not None:
+        names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups")
+        optimizer, masters = zero.optimizer, next(getattr(zero, name) for name in names if hasattr(zero, name))
+        # Storages of gradients can be larger than the shard of this rank.
+        gradients = sum(each.nbytes for group in zero.averaged_gradients.values() for each in group)
+    state = [each for own in optimizer.state.values() for each in own.values() if torch.is_tensor(each)]
+    return count_bytes([*frozen, *model.buffers()]), count_bytes(trainable), gradients, count_bytes([*state, *masters])
+
+
+def count_bytes(tensors: Any) -> int:
+    """Of the storages behind tensors, each once."""
+    local = [getattr(each, "_local_tensor", each) for each in tensors if each is not None]
+    storages = [each.untyped_storage() for each in local if not each.is_meta]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+if __name__ == "__main__":
+    model, size, batch, *more = sys.argv[1:]
+    processes = int(more.pop(more.index("--processes") + 1)) if "--processes" in more else 1
+    more = [word for word in more if word != "--processes"]
+    flags = ["--pretrained_model_name_or_path", model, "--resolution", size, "--train_batch_size", batch, *more]
+    with tempfile.TemporaryDirectory() as folder:
+        estimated = estimate_step(processes, *flags)
+        measured = max(on_ranks(processes, measure_step, Path(folder), *flags))
+    sys.stdout.write(f"{' '.join(sys.argv[1:])}: estimated {estimated / 1e6:.1f} MB, allocated {measured / 1e6:.1f} MB,"
+                     f" {100 * (estimated / measured - 1):+.1f} %\n")  # fmt: skip
