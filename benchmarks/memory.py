@@ -84,6 +84,7 @@ def count_variants(variants: Mapping[str, Sequence[str]]) -> Iterator[Measuremen
 
 def _count_step(config: RunConfig) -> tuple[float, float, float, float]:
     """Count TFLOP of forward and backward; GB of frozen weights, of activations saved for backward, and at the peak."""
+    from library.estimate.meta_run import LargestBatch, MetaRun
     from library.families.detect import detect
 
     size = config.data.resolution

@@ -27,7 +27,7 @@ from library.cli import tool
 from library.data.batches import BucketSamples
 from library.data.prepare import prepare
 from library.errors import ConfigError, UserError
-from library.training.forecast.meter import Meter
+from library.estimate.memory_meter import MemoryMeter
 
 SMALL = ("--resolution", "64", "--network_dim", "2")
 
@@ -222,7 +222,7 @@ def test_every_memory_switch_is_compared_to_the_baseline(monkeypatch):
 
 def count_flops_of_a_step(directory):
     argv = write_dataset([*SMALL, "--train_batch_size", "2"], directory, 1)
-    with build_run(argv, directory) as run, Meter(torch.device("cpu")) as meter:
+    with build_run(argv, directory) as run, MemoryMeter(torch.device("cpu")) as meter:
         work = next(run.loader.steps(0))
         run.strategy.gradients(run.task, work.batches, work.samples, 0)
     return meter.flops

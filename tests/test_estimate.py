@@ -5,7 +5,6 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from library.training.checkpointing import Checkpoints
 from ranks import on_ranks
 from support.fake_devices import DEVICE_TYPE, build_device_map, dispatch_to_fake_devices, move
 from support.measured_memory import (
@@ -29,6 +28,7 @@ from library.estimate.parallel_layouts import find_layouts
 from library.families import FAMILIES
 from library.families.detect import detect
 from library.optim.optimizers import Group, make_optimizer
+from library.training.activation_checkpointing import BlockCheckpointing
 
 SMALL, MEDIUM = LargestBatch((64, 64), ("a picture",)), LargestBatch((256, 256), ("a picture",))
 MODEL = "--pretrained_model_name_or_path"
@@ -236,13 +236,13 @@ def test_stages_together_compute_what_the_model_computes_and_a_tp_rank_more_than
 
 
 def test_context_parallel_stages_split_tokens_before_a_block_is_checkpointed(monkeypatch):
-    call, lengths = Checkpoints.__call__, list[int]()
+    call, lengths = BlockCheckpointing.__call__, list[int]()
 
     def checkpoint(self, block, *args, **kwargs):
         lengths.append(args[0].shape[1])
         return call(self, block, *args, **kwargs)
 
-    monkeypatch.setattr(Checkpoints, "__call__", checkpoint)
+    monkeypatch.setattr(BlockCheckpointing, "__call__", checkpoint)
     split(*RUN, CHECKPOINTING, "--pp_size", "2", "--cp_size", "2", world_size=4, batch=MEDIUM)
     assert set(lengths) == {256 // 2}
 
