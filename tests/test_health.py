@@ -1,6 +1,7 @@
 """A step that goes wrong changes nothing and is named with its images; the probe finds what is idle."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -128,10 +129,15 @@ def test_a_skipped_step_is_logged_with_its_images_and_the_file_that_tells_more(d
 
 
 def log_of_a_spoilt_run(folder: Path, *flags: str) -> str:
+    return told(folder, *flags, work=partial(train_with_a_spoilt_step, 0, 2, False))
+
+
+def told(folder: Path, *flags: str, work=train) -> str:
+    """The messages of a run."""
     from library.log import set_up
 
     set_up(simple=True, file=str(folder / "log"))
-    train_with_a_spoilt_step(0, 2, False, *flags)
+    work(*flags)
     return (folder / "log").read_text("utf-8")
 
 
