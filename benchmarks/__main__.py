@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from library.errors import UserError
-from library.log import set_up
+from library.log import configure_logging
 
 from .report import add_count_option, format_json, format_text
 
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     add_count_option(parser, "--repetitions", 3, "measurements of each quantity")
     module.add_arguments(parser)
     options, training_options = parser.parse_known_args(argv[1:])
-    set_up(quiet=True, simple=True)
+    configure_logging(quiet=True, simple=True)
     try:
         with tempfile.TemporaryDirectory(prefix="lorikeet-benchmark-") as directory:
             measurements = list(module.run(options, training_options, Path(directory)))

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from library.training.metrics import read_lines
+from library.training.metrics import read_metrics
 
 from .processes import TRAIN, measure_first_step
 from .report import Measurement, add_count_option, compute_ratios
@@ -61,7 +61,7 @@ def measure_sizes(count: int, options: Namespace, training_options: Sequence[str
 def measure_training(argv: Sequence[str], output: Path) -> dict[str, list[float]]:
     """Train in a new process; return seconds to the first step and of each step, and the run's metrics of compiling."""
     first_step = measure_first_step([*TRAIN, *argv, "--output_dir", str(output)], stop=False)
-    lines = read_lines(output / "lora.metrics.jsonl")
+    lines = read_metrics(output / "lora.metrics.jsonl")
     compiling = {name: [line[name]] for line in lines for name in line if name.startswith("compile/")}
     steps = [seconds / steps for steps, seconds in read_intervals(output)[1:]]  # the first interval is warmup
     return {"first step": [first_step], "step": steps, **compiling}

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from library.config.schema import DataConfig
-from library.data.batches import BatchPlan, BucketSamples
-from library.data.prepare import prepare
+from library.data.batches import BatchPlan, Bucket
+from library.data.prepare import prepare_data
 from library.dataset.scan_cache import CACHE_FOLDER
 
 from .report import Measurement, add_count_option, compute_ratios, measure_interleaved, measure_seconds
@@ -68,13 +68,13 @@ def measure_scan(directory: Path, count: int, repetitions: int) -> Iterator[Meas
             if "changed" in name:
                 with (directory / f"{repetition:07d}.jpg").open("ab") as image:
                     image.write(b"changed")
-            values.append(measure_seconds(lambda: prepare(config, PIXEL_STEP)))
+            values.append(measure_seconds(lambda: prepare_data(config, PIXEL_STEP)))
     for name, values in seconds.items():
         target = MAX_SCAN_SECONDS if name == "warm" and count == 100_000 else None
         yield Measurement(f"scan of {count:,} images, {name}", values, "s", at_most=target)
     stored = sum(path.stat().st_size for path in (directory / CACHE_FOLDER).rglob("*") if path.is_file())
     yield Measurement("scan cache on disk", [stored / count], "bytes/image")
-    memory = measure_memory(lambda: prepare(config, PIXEL_STEP)) / count
+    memory = measure_memory(lambda: prepare_data(config, PIXEL_STEP)) / count
     yield Measurement("memory of the prepared dataset", [memory], "bytes/image", at_most=MAX_BYTES_PER_IMAGE)
 
 
@@ -91,26 +91,26 @@ def measure_plan(count: int, repetitions: int) -> Iterator[Measurement]:
     yield Measurement(f"{title}: memory", [measure_memory(lambda: plan_first_batch(buckets)) / 1e6], "MB")
 
 
-def draw_buckets(count: int) -> list[BucketSamples]:
+def draw_buckets(count: int) -> list[Bucket]:
     """Draw a bucket for each sample."""
     numbers = np.random.Generator(np.random.Philox(0)).integers(0, BUCKETS, count)
     samples = [array("q", np.flatnonzero(numbers == bucket).tolist()) for bucket in range(BUCKETS)]
     return [
-        BucketSamples((64 * (bucket + 1), 512), each, array("q", [1] * len(each)), BATCH)
+        Bucket((64 * (bucket + 1), 512), each, array("q", [1] * len(each)), BATCH)
         for bucket, each in enumerate(samples)
     ]
 
 
-def plan_first_batch(buckets: list[BucketSamples]) -> BatchPlan:
+def plan_first_batch(buckets: list[Bucket]) -> BatchPlan:
     plan = BatchPlan(buckets, RANKS, 1, 0)
-    plan.micro_batch(0)
+    plan.get_micro_batch(0)
     return plan
 
 
 def count_epoch(plan: BatchPlan) -> int:
     """Count the samples of every rank in every batch of an epoch."""
-    batches = (batch for step in range(plan.steps_per_epoch) for batch in plan.step(step))
-    return sum(len(batch.share(rank, RANKS).samples) for batch in batches for rank in range(RANKS))
+    batches = (batch for step in range(plan.steps_per_epoch) for batch in plan.get_step(step))
+    return sum(len(batch.shard(rank, RANKS).sample_indices) for batch in batches for rank in range(RANKS))
 
 
 def measure_memory(create: Callable[[], object]) -> int:

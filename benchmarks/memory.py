@@ -4,7 +4,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from library.config import RunConfig, load_options
+from library.config import RunConfig, parse_config
 from library.errors import ConfigError
 
 from .report import Measurement, add_count_option
@@ -62,20 +62,20 @@ def run(options: Namespace, training_options: Sequence[str], directory: Path) ->
 def count_blocks(config: RunConfig) -> int:
     """Count the blocks of the denoiser that can be swapped."""
     from library.families import FAMILIES
-    from library.families.detect import detect
-    from library.families.unloaded import unloaded
-    from library.training.resting import blocks_of
+    from library.families.detect import detect_model
+    from library.families.unloaded import load_components_on_meta
+    from library.training.resting import find_innermost_blocks
 
-    detected = detect(config.model)
-    denoiser = FAMILIES.get(detected.family).denoiser
-    return len(blocks_of(getattr(unloaded(detected, (denoiser,)), denoiser)))
+    detected = detect_model(config.model)
+    denoiser = FAMILIES.get(detected.family).denoiser_name
+    return len(find_innermost_blocks(getattr(load_components_on_meta(detected, (denoiser,)), denoiser)))
 
 
 def count_variants(variants: Mapping[str, Sequence[str]]) -> Iterator[Measurement]:
     """Count what a step of each variant computes and allocates, compared to the first; the same on every machine."""
     baseline: Sequence[float] = ()
     for name, training_options in variants.items():
-        counts = _count_step(load_options(training_options).require())
+        counts = _count_step(parse_config(training_options).require_valid())
         baseline = baseline or counts
         yield Measurement(f"{name}: FLOPs", counts[:1], "TFLOP", note=f"{counts[0] / baseline[0]:.3f} x baseline")
         for title, count, base in zip(("frozen weights", "activations", "peak"), counts[1:], baseline[1:], strict=True):
@@ -85,11 +85,11 @@ def count_variants(variants: Mapping[str, Sequence[str]]) -> Iterator[Measuremen
 def _count_step(config: RunConfig) -> tuple[float, float, float, float]:
     """Count TFLOP of forward and backward; GB of frozen weights, of activations saved for backward, and at the peak."""
     from library.estimate.meta_run import LargestBatch, MetaRun
-    from library.families.detect import detect
+    from library.families.detect import detect_model
 
     size = config.data.resolution
     assert size is not None
     captions = tuple(CAPTION.format(number) for number in range(config.data.train_batch_size))
-    run = MetaRun(config, detect(config.model), LargestBatch((size.width, size.height), captions))
+    run = MetaRun(config, detect_model(config.model), LargestBatch((size.width, size.height), captions))
     step, frozen = run.step.total, run.frozen_bytes
     return step.flops / 1e12, frozen / 1e9, step.saved / 1e9, (frozen + step.peak) / 1e9

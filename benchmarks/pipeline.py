@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from library.distributed.devices import wait_for
+from library.distributed.devices import synchronize
 from library.errors import ConfigError
 
 from .processes import run_workers
@@ -20,7 +20,7 @@ from .report import Measurement, add_count_option
 from .synthetic_run import load_training_options, write_dataset
 
 if TYPE_CHECKING:
-    from library.training.job import Run
+    from library.training.job import TrainingRun
 
 MODEL = ("--pretrained_model_name_or_path", "random:flux:tiny")
 MAX_DIFFERENCE = 5.0
@@ -61,7 +61,7 @@ def compute_bubble(stages: int, micro_batches: int, schedule: str) -> float:
     return (stages - 1) / (chunks * micro_batches + stages - 1)
 
 
-def measure_bubbles(run: "Run", repetitions: int, simulated_seconds: float) -> list[float]:
+def measure_bubbles(run: "TrainingRun", repetitions: int, simulated_seconds: float) -> list[float]:
     """Measure the bubble fraction of ``repetitions`` steps, after one of warmup; called on each stage."""
     from torch.distributed.pipelining import PipelineStage
 
@@ -72,7 +72,7 @@ def measure_bubbles(run: "Run", repetitions: int, simulated_seconds: float) -> l
             start = time.perf_counter()
             time.sleep(simulated)
             result = compute(*args, **kwargs)
-            wait_for(run.strategy.device)
+            synchronize(run.strategy.device)
             busy.append((start, time.perf_counter()))
             return result
 
@@ -87,13 +87,13 @@ def measure_bubbles(run: "Run", repetitions: int, simulated_seconds: float) -> l
     ):
         for step in range(repetitions + 1):
             busy.clear()
-            steps: Any = run.loader.steps(step)
+            steps: Any = run.loader.iter_steps(step)
             work = next(steps)
             steps.close()
-            run.strategy.gather(None)  # a barrier: all stages begin at once
-            run.strategy.gradients(run.task, work.batches, work.samples, step)
+            run.strategy.all_gather_object(None)  # a barrier: all stages begin at once
+            run.strategy.compute_gradients(run.task, work.batches, work.samples, step)
             run.optimizer.zero_grad()
-            bubbles.append(compute_idle_fraction(run.strategy.gather(list(busy))))
+            bubbles.append(compute_idle_fraction(run.strategy.all_gather_object(list(busy))))
     return bubbles[1:]
 
 

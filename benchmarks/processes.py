@@ -16,7 +16,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from library.errors import ConfigError, UserError
-from library.log import set_up
+from library.log import configure_logging
 
 from .synthetic_run import build_run
 
@@ -87,7 +87,7 @@ def run_worker(argv: Sequence[str]) -> int:
     rank = int(os.environ.get("RANK", "0"))
     rank_directory = Path(directory) / f"rank{rank:04d}"
     rank_directory.mkdir()
-    set_up(quiet=True, simple=True, rank=rank)
+    configure_logging(quiet=True, simple=True, rank=rank)
     try:
         with build_run(training_options, rank_directory) as run:
             content = {"result": resolve_name(function)(run, **json.loads(options))}

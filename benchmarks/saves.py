@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from library.config import load_options
+from library.config import parse_config
 
 from .report import Measurement, add_count_option, compute_ratios
 from .synthetic_run import read_intervals, write_dataset
@@ -43,9 +43,9 @@ def run(options: Namespace, training_options: Sequence[str], directory: Path) ->
 
 def train_timed(argv: Sequence[str], output: Path) -> dict[str, float]:
     """Train in this process; return the total seconds of all steps, and those spent in each callback that saves."""
-    from library.training.export import Export
-    from library.training.keep_state import KeepState
-    from library.training.run import run as train
+    from library.training.export import SaveAdapter
+    from library.training.keep_state import SaveCheckpoint
+    from library.training.run import run_training as train
 
     seconds = {"Export": 0.0, "KeepState": 0.0}
 
@@ -60,7 +60,7 @@ def train_timed(argv: Sequence[str], output: Path) -> dict[str, float]:
         return timed
 
     with ExitStack() as patches:
-        for callback in (Export, KeepState):
+        for callback in (SaveAdapter, SaveCheckpoint):
             patches.enter_context(patch.object(callback, "__call__", time_calls(callback)))
-        train(load_options([*argv, "--output_dir", str(output)]).require())
+        train(parse_config([*argv, "--output_dir", str(output)]).require_valid())
     return {"total": sum(seconds for _, seconds in read_intervals(output)), **seconds}

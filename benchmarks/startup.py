@@ -16,7 +16,7 @@ from .report import Measurement, compute_ratios
 from .synthetic_run import build_run, write_dataset
 
 if TYPE_CHECKING:
-    from library.training.job import Run
+    from library.training.job import TrainingRun
 
 MAX_OVERHEAD = 1.2
 CACHE_ON_DISK = ("--cache_latents_to_disk", "--cache_text_encoder_outputs_to_disk")
@@ -74,23 +74,23 @@ def prepare_commands(training_options: Sequence[str], directory: Path) -> Mappin
     model = directory / "model"
     with build_run(argv, directory) as job:
         family, config = job.task.family, job.config
-        denoiser: Any = job.strategy.unwrapped(job.adapter).denoiser
+        denoiser: Any = job.strategy.unwrap_model(job.model).denoiser
         model.mkdir()
         torch.save(record_inputs(job, denoiser), model / "inputs.pt")
-        precision, dtype = job.strategy.precision, next(denoiser.parameters()).dtype
+        precision, dtype = job.strategy.mixed_precision, next(denoiser.parameters()).dtype
     family.load(config.model.pretrained_model_name_or_path, dtype).save_pretrained(model)
-    arguments = [str(model), family.facts.pipeline, type(denoiser).__name__, family.denoiser]
+    arguments = [str(model), family.facts.pipeline_class, type(denoiser).__name__, family.denoiser_name]
     return {
         "ours": [*TRAIN, *argv, "--pretrained_model_name_or_path", str(model), *CACHE_ON_DISK],
-        "bare": ["-c", BARE_SCRIPT, *arguments, str(config.adapter.network_dim), precision, *family.lora_targets],
+        "bare": ["-c", BARE_SCRIPT, *arguments, str(config.adapter.network_dim), precision, *family.lora_target_modules],
     }
 
 
-def record_inputs(run: "Run", denoiser: Any) -> tuple[Any, Any]:
+def record_inputs(run: "TrainingRun", denoiser: Any) -> tuple[Any, Any]:
     """Record the arguments of the denoiser in the first step."""
     calls: list[tuple[Any, Any]] = []
     hook = denoiser.register_forward_pre_hook(lambda _, *call: calls.append(call), with_kwargs=True)
-    steps: Any = run.loader.steps(0)
+    steps: Any = run.loader.iter_steps(0)
     with torch.no_grad(), run.strategy.accelerator.autocast():
         run.task(next(steps).batches[0], 0)
     steps.close()

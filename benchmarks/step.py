@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from library.distributed.devices import peak_memory, wait_for
+from library.distributed.devices import get_peak_memory, synchronize
 
 from .report import Measurement, add_count_option, compute_ratios
 from .synthetic_run import build_run, reset_peak_memory, write_dataset
 
 if TYPE_CHECKING:
-    from library.training.job import Run
+    from library.training.job import TrainingRun
 
 MAX_OVERHEAD, MAX_OVERHEAD_TINY = 1.03, 1.15
 """Ratio of step times; the overhead is a few milliseconds, which is much of the step of a tiny model."""
@@ -36,14 +36,14 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace, training_options: Sequence[str], directory: Path) -> list[Measurement]:
     """Measure ``repetitions`` turns of both loops, after one turn of warmup."""
     from library.training.loop import train
-    from library.training.metrics import read_lines
+    from library.training.metrics import read_metrics
 
     argv = write_dataset(training_options, directory, options.bench_steps * (options.repetitions + 1))
     with build_run(argv, directory) as job:
         comparison = LoopComparison(job, options.bench_steps)
-        job.actions = [comparison]
+        job.callbacks = [comparison]
         train(job)
-        precision, images = job.strategy.precision, job.state.samples / job.state.step
+        precision, images = job.strategy.mixed_precision, job.state.samples / job.state.step
         model = str(job.config.model.pretrained_model_name_or_path)
     ours, bare = comparison.seconds["ours"], comparison.seconds["bare"]
     limit = MAX_OVERHEAD_TINY if model.endswith(":tiny") else MAX_OVERHEAD
@@ -53,7 +53,7 @@ def run(options: Namespace, training_options: Sequence[str], directory: Path) ->
         Measurement("our step / bare step", compute_ratios(ours, bare), "x", at_most=limit),
         Measurement("our throughput", [images / seconds for seconds in ours], "images/s"),
     ]
-    steps = {line["step"]: line for line in read_lines(directory / "metrics.jsonl")}
+    steps = {line["step"]: line for line in read_metrics(directory / "metrics.jsonl")}
     for metric in ("loss/current", "gradient_norm"):
         pairs = [(steps[step][metric], expected[metric]) for step, expected in comparison.expected.items()]
         differences = [abs(value / expected - 1) for value, expected in pairs]
@@ -65,7 +65,7 @@ def run(options: Namespace, training_options: Sequence[str], directory: Path) ->
 class BareLoop:
     """Train the model of a run on the batch of its next step, as a short script would."""
 
-    def __init__(self, run: "Run"):
+    def __init__(self, run: "TrainingRun"):
         self.parameters = run.parameters
         self.optimizer = torch.optim.AdamW(self.parameters, lr=run.config.optim.learning_rate, fused=True)
         self.autocast = run.strategy.accelerator.autocast
@@ -95,18 +95,18 @@ class BareLoop:
         return {"loss/current": float(loss), "gradient_norm": float(norm)}
 
 
-def prepare_batches(run: "Run") -> Iterator[Batch]:
+def prepare_batches(run: "TrainingRun") -> Iterator[Batch]:
     """Prepare the forward pass and the target of each micro-batch of the next step."""
     task, step = run.task, run.state.step
-    denoiser: Any = run.strategy.unwrapped(run.adapter).denoiser
-    steps: Any = run.loader.steps(step)
+    denoiser: Any = run.strategy.unwrap_model(run.model).denoiser
+    steps: Any = run.loader.iter_steps(step)
     work = next(steps)
     steps.close()
     for pixels in work.batches:
         with torch.no_grad():
             batch = task.encode(pixels, step)
-            noised = task.objective.noised(batch.latents, partial(task.generators, step=step, places=batch.places))
-        yield partial(task.family.predict, task.pipe, denoiser, noised.latents, noised.t, batch), noised.target.float()
+            noised = task.objective.add_noise(batch.latents, partial(task.build_generators, step=step, global_positions=batch.global_positions))
+        yield partial(task.family.predict, task.pipe, denoiser, noised.latents, noised.timesteps, batch), noised.target.float()
 
 
 class LoopComparison:
@@ -114,7 +114,7 @@ class LoopComparison:
 
     can_wait = False
 
-    def __init__(self, run: "Run", steps: int):
+    def __init__(self, run: "TrainingRun", steps: int):
         self.steps, self.device = steps, run.strategy.device
         self.seconds: dict[str, list[float]] = {"ours": [], "bare": []}
         self.peaks: dict[str, list[float]] = {"ours": [], "bare": []}
@@ -122,10 +122,10 @@ class LoopComparison:
         """By step: the metrics that the bare loop computed for it."""
         self.start = self._start_clock()
 
-    def is_due(self, run: "Run") -> bool:
+    def is_due(self, run: "TrainingRun") -> bool:
         return run.state.step % self.steps == 0
 
-    def __call__(self, run: "Run") -> None:
+    def __call__(self, run: "TrainingRun") -> None:
         is_warmup = run.state.step == self.steps
         self._stop_clock("ours", is_warmup)
         weights = [parameter.detach().clone() for parameter in run.parameters]
@@ -143,12 +143,12 @@ class LoopComparison:
         self.start = self._start_clock()
 
     def _start_clock(self) -> float:
-        wait_for(self.device)
+        synchronize(self.device)
         reset_peak_memory(self.device)
         return time.perf_counter()
 
     def _stop_clock(self, name: str, is_warmup: bool) -> None:
-        wait_for(self.device)
+        synchronize(self.device)
         if not is_warmup:
             self.seconds[name].append((time.perf_counter() - self.start) / self.steps)
-            self.peaks[name].append(peak_memory(self.device) / 1e9)
+            self.peaks[name].append(get_peak_memory(self.device) / 1e9)

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from PIL import Image
 
-from library.config import RunConfig, load_options
+from library.config import RunConfig, parse_config
 from library.errors import ConfigError
 
 if TYPE_CHECKING:
-    from library.distributed.strategy import DataParallel
-    from library.training.job import Run
+    from library.distributed.strategy import Strategy
+    from library.training.job import TrainingRun
 
 DEFAULT_OPTIONS = ("--pretrained_model_name_or_path", "random:sd1:tiny", "--resolution", "256", "--network_dim", "16",
                    "--cache_latents", "--cache_text_encoder_outputs")  # fmt: skip
@@ -30,10 +30,10 @@ SET_HERE = ("dataset_config", "resolution_schedule", "max_train_steps", "max_tra
 
 def load_training_options(argv: Sequence[str]) -> tuple[RunConfig, frozenset[str]]:
     """Load training options, before there is a dataset; return the names of those that are set, too."""
-    loaded = load_options([*DEFAULT_OPTIONS, *argv])
-    if rejected := [name for name in SET_HERE if name in loaded.places]:
+    loaded = parse_config([*DEFAULT_OPTIONS, *argv])
+    if rejected := [name for name in SET_HERE if name in loaded.locations]:
         raise ConfigError([f"--{name}: set by the benchmark; remove it" for name in rejected])
-    return loaded.config, frozenset(loaded.places)
+    return loaded.config, frozenset(loaded.locations)
 
 
 def write_dataset(
@@ -73,53 +73,53 @@ def write_images(directory: Path, sizes: Iterable[tuple[int, int]], caption: str
 
 
 @contextmanager
-def build_run(argv: Sequence[str], directory: Path) -> Iterator["Run"]:
+def build_run(argv: Sequence[str], directory: Path) -> Iterator["TrainingRun"]:
     """Build the run as training has it before its first step; its metrics go to a file in ``directory``."""
-    from library.distributed.choice import strategy_of
+    from library.distributed.choice import build_strategy
 
-    config = load_options(argv).require()
-    strategy = strategy_of(config)
-    with strategy.until_left():
+    config = parse_config(argv).require_valid()
+    strategy = build_strategy(config)
+    with strategy.process_group_scope():
         yield _assemble_run(config, strategy, directory)
 
 
-def _assemble_run(config: RunConfig, strategy: "DataParallel", directory: Path) -> "Run":
+def _assemble_run(config: RunConfig, strategy: "Strategy", directory: Path) -> "TrainingRun":
     """Do what ``library.training.run`` does up to the first step, without saving and resuming."""
     from library.families import FAMILIES
-    from library.families.detect import detect
-    from library.log import Progress
-    from library.training.assembly import assemble, load
-    from library.training.caching import Kept, keep_latents, keep_texts
+    from library.families.detect import detect_model
+    from library.log import ProgressBar
+    from library.training.assembly import build_run, load_training_pipeline
+    from library.training.caching import CacheReaders, cache_latents, cache_text_encoder_outputs
     from library.training.metrics import MetricsFile
-    from library.training.parallel_fit import refuse_misfits
-    from library.training.pictures import same_pictures
+    from library.training.parallel_fit import check_model_parallel
+    from library.training.pictures import prepare_dataset
     from library.training.plan import RunPlan
-    from library.training.resting import rehearse_resting
-    from library.training.starting import read_starts
-    from library.training.track import Track
+    from library.training.resting import check_quantize_offload
+    from library.training.starting import read_initial_weights
+    from library.training.track import TrainingLogger
 
-    detected = detect(config.model)
+    detected = detect_model(config.model)
     family = FAMILIES.get(detected.family)(config.model)
-    refuse_misfits(config, family, detected)
-    starts = read_starts(config, family, detected)
-    prepared = same_pictures(config, strategy, detected.pixel_step)
-    plan = RunPlan.of(prepared.batch_plan(strategy.data_size, config.train), config.train, config.optim)
-    prepared, latents = keep_latents(config, strategy, family, detected, prepared)
-    cached = Kept(latents, keep_texts(config, strategy, family, detected, prepared, plan, ()))
-    rehearse_resting(config, strategy, family, detected)
-    pipe = load(config, strategy, family, detected, cached, ())
-    run, _ = assemble(config, strategy, family, pipe, prepared, plan, cached, starts)
+    check_model_parallel(config, family, detected)
+    starts = read_initial_weights(config, family, detected)
+    prepared = prepare_dataset(config, strategy, detected.size_multiple)
+    plan = RunPlan.from_config(prepared.build_batch_plan(strategy.data_parallel_size, config.train), config.train, config.optim)
+    prepared, latents = cache_latents(config, strategy, family, detected, prepared)
+    cached = CacheReaders(latents, cache_text_encoder_outputs(config, strategy, family, detected, prepared, plan, ()))
+    check_quantize_offload(config, strategy, family, detected)
+    pipe = load_training_pipeline(config, strategy, family, detected, cached, ())
+    run, _ = build_run(config, strategy, family, pipe, prepared, plan, cached, starts)
     metrics = MetricsFile(directory / "metrics.jsonl", 0) if strategy.is_main else None
-    run.teller = Track(Progress(plan.steps, 0, "benchmark", wanted=False), metrics)
+    run.metric_logger = TrainingLogger(ProgressBar(plan.steps, 0, "benchmark", enabled=False), metrics)
     return run
 
 
 def read_intervals(output: Path) -> list[tuple[int, float]]:
     """Read the intervals at which a finished run has logged its throughput: steps and seconds of each."""
-    from library.training.metrics import read_lines
+    from library.training.metrics import read_metrics
 
     intervals, last_step = [], 0
-    for line in read_lines(output / "lora.metrics.jsonl"):
+    for line in read_metrics(output / "lora.metrics.jsonl"):
         if "speed/steps_per_second" in line:
             steps = line["step"] - last_step
             intervals.append((steps, steps / line["speed/steps_per_second"]))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from library.distributed.devices import peak_memory, wait_for
+from library.distributed.devices import get_peak_memory, synchronize
 from library.errors import ConfigError
 
 from .processes import run_workers
@@ -20,7 +20,7 @@ from .report import Measurement, compute_ratios
 from .synthetic_run import reset_peak_memory
 
 if TYPE_CHECKING:
-    from library.training.job import Run
+    from library.training.job import TrainingRun
 
 BYTES_SENT = 200
 """Offset of tcpi_bytes_sent in Linux's struct tcp_info, from 4.19 on."""
@@ -48,12 +48,12 @@ def compare_variants(
     return [*measurements, *(Measurement(name, [], note=f"not measured: {why}") for name, why in rejected.items())]
 
 
-def measure_steps(run: "Run", steps: int) -> dict[str, Any]:
+def measure_steps(run: "TrainingRun", steps: int) -> dict[str, Any]:
     """Train ``steps`` steps of warmup and as many more; return what this rank measured of the latter."""
     from library.training.loop import train
 
     timer = StepTimer(steps)
-    run.actions = [timer]
+    run.callbacks = [timer]
     train(run)
     (start, images_before, sent_before, _), (end, images, sent, peak) = timer.marks
     return {
@@ -73,14 +73,14 @@ class StepTimer:
         self.steps = steps
         self.marks: list[tuple[float, int, int | None, int]] = []
 
-    def is_due(self, run: "Run") -> bool:
+    def is_due(self, run: "TrainingRun") -> bool:
         return run.state.step % self.steps == 0
 
-    def __call__(self, run: "Run") -> None:
+    def __call__(self, run: "TrainingRun") -> None:
         device = run.strategy.device
-        wait_for(device)
+        synchronize(device)
         sent = count_bytes_sent() if device.type == "cpu" else None  # NVLink, PCIe and InfiniBand are no TCP
-        self.marks.append((time.perf_counter(), run.state.samples, sent, peak_memory(device)))
+        self.marks.append((time.perf_counter(), run.state.samples, sent, get_peak_memory(device)))
         reset_peak_memory(device)
 
 

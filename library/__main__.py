@@ -2,7 +2,7 @@
 
 import sys
 
-from .cli import tool
+from .cli import run_tool
 
 if __name__ == "__main__":
-    raise SystemExit(tool(sys.argv[1:]))
+    raise SystemExit(run_tool(sys.argv[1:]))

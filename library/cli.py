@@ -7,8 +7,8 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from .errors import ConfigError, Crash, Stopped, UserError
-from .traceback_file import sentence, write_traceback
+from .errors import ConfigError, CrashError, RunInterrupted, UserError
+from .traceback_file import format_error, write_traceback
 
 EXIT_BUG = 1
 EXIT_USER_ERROR = 2
@@ -18,16 +18,16 @@ EXIT_INTERRUPTED = 130
 def main(argv: Sequence[str]) -> int:
     """Train; return the exit code."""
     if "--help" in argv or "-h" in argv:
-        from .config.describe import help_text
+        from .config.describe import format_help
 
-        _say(help_text("accelerate launch train_lora.py"))
+        _print_text(format_help("accelerate launch train_lora.py"))
         return 0
     try:
-        return _train(argv)
+        return _run_training(argv)
     except UserError as error:
-        _say_why_not(error)
+        _report_user_error(error)
         return EXIT_USER_ERROR
-    except Stopped as stopped:
+    except RunInterrupted as stopped:
         if os.environ.get("RANK", "0") == "0":
             print(f"train_lora: {stopped}", file=sys.stderr, flush=True)
         from .distributed.signals import report_exit_code
@@ -35,25 +35,25 @@ def main(argv: Sequence[str]) -> int:
         return report_exit_code(stopped.exit_code)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except Crash as crash:
-        if not crash.is_told:
-            _say_what_broke("train_lora", str(crash))
+    except CrashError as crash:
+        if not crash.is_reported:
+            _report_crash("train_lora", str(crash))
         return EXIT_BUG
     except Exception as error:
         # Nobody knows the others yet; what breaks so early breaks on all of them.
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            _say_what_broke("train_lora", f"{sentence(error)}\n{write_traceback(error, Path('train_lora.error.txt'))}")
+            _report_crash("train_lora", f"{format_error(error)}\n{write_traceback(error, Path('train_lora.error.txt'))}")
         return EXIT_BUG
 
 
-def tool(argv: Sequence[str]) -> int:
+def run_tool(argv: Sequence[str]) -> int:
     """Run ``python -m library NAME ...``; return the exit code."""
-    from .registry import did_you_mean
+    from .registry import suggest_name
     from .tools import TOOLS
 
     if not argv or argv[0] in ("--help", "-h"):
         tools = "\n".join(f"  {name:<10} {what}" for name, (what, _) in TOOLS.items())
-        _say(f"usage: python -m library TOOL ...\n\n{tools}\n\n"
+        _print_text(f"usage: python -m library TOOL ...\n\n{tools}\n\n"
              "Training is started with: accelerate launch train_lora.py --dataset_config x.toml")  # fmt: skip
         return 0
     name, *rest = argv
@@ -61,61 +61,61 @@ def tool(argv: Sequence[str]) -> int:
         print("library bench: the benchmarks have moved; run python -m benchmarks NAME in a checkout", file=sys.stderr)
         return EXIT_USER_ERROR
     if name not in TOOLS:
-        print(f"library: no tool {name!r}{did_you_mean(name, TOOLS)}; there are: {', '.join(TOOLS)}", file=sys.stderr)
+        print(f"library: no tool {name!r}{suggest_name(name, TOOLS)}; there are: {', '.join(TOOLS)}", file=sys.stderr)
         return EXIT_USER_ERROR
     try:
         result = TOOLS[name][1](rest)
         text, code = result if isinstance(result, tuple) else ("", _say_lines(result))
     except UserError as error:
-        if not _is_told_by_another(error):
-            print(f"library {name}:\n{_indented(error)}", file=sys.stderr)
+        if not _is_reported(error):
+            print(f"library {name}:\n{_indent_lines(error)}", file=sys.stderr)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         print(f"library {name}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except Exception as error:
         report = write_traceback(error, Path(f"library-{name}.error.txt"))
-        _say_what_broke(f"library {name}", f"{sentence(error)}\n{report}")
+        _report_crash(f"library {name}", f"{format_error(error)}\n{report}")
         return EXIT_BUG
     if text:
-        _say(text)
+        _print_text(text)
     return code
 
 
-def _train(argv: Sequence[str]) -> int:
-    from .config import load_options
-    from .config.describe import to_toml
-    from .data.prepare import check
-    from .families.fitting import problems_with_model
-    from .log import set_up
+def _run_training(argv: Sequence[str]) -> int:
+    from .config import parse_config
+    from .config.describe import format_config_as_toml
+    from .data.prepare import validate_dataset_config
+    from .families.fitting import validate_model_options
+    from .log import configure_logging
 
-    loaded = load_options(argv)
+    loaded = parse_config(argv)
     if loaded.output_config:
-        return _write_config(loaded.config_file, to_toml(loaded.config), loaded.problems)
+        return _write_config(loaded.config_file, format_config_as_toml(loaded.config), loaded.problems)
     config = loaded.config
-    problems = [*loaded.problems, *check(config.data, config.cache, config.validate, config.train, loaded.wrong),
-                *problems_with_model(config, loaded.places)]  # fmt: skip
+    problems = [*loaded.problems, *validate_dataset_config(config.data, config.cache, config.validate, config.train, loaded.invalid_options),
+                *validate_model_options(config, loaded.locations)]  # fmt: skip
     if problems:
         raise ConfigError(problems)
     log, rank = config.log, int(os.environ.get("RANK", "0"))
-    set_up(level=log.console_log_level, file=log.console_log_file, simple=log.console_log_simple, quiet=log.quiet,
+    configure_logging(level=log.console_log_level, file=log.console_log_file, simple=log.console_log_simple, quiet=log.quiet,
            rank=rank)  # fmt: skip
     if config.train.dry_run:
-        from .training.outline import outline_of
+        from .training.outline import format_dry_run
 
-        text = outline_of(config, max(1, int(os.environ.get("WORLD_SIZE", "1")) // config.parallel.together))
+        text = format_dry_run(config, max(1, int(os.environ.get("WORLD_SIZE", "1")) // config.parallel.model_parallel_size))
         if rank == 0:
-            _say(text)
+            _print_text(text)
         return 0
-    with _collector_at_rest():
-        from .training.run import run
+    with _pause_garbage_collection():
+        from .training.run import run_training
 
-    run(config, loaded.places)
+    run_training(config, loaded.locations)
     return 0
 
 
 @contextmanager
-def _collector_at_rest() -> Iterator[None]:
+def _pause_garbage_collection() -> Iterator[None]:
     """Python looks for garbage again and again while libraries are imported, for a fifth of the time that this takes.
 
     What they made stays for good, so that afterwards it is not looked at any more.
@@ -146,7 +146,7 @@ def _write_config(path: Path | None, text: str, problems: list[str]) -> int:
     return 0
 
 
-def _say(text: str) -> None:
+def _print_text(text: str) -> None:
     """File names may hold bytes that are no text, which some terminals refuse."""
     encoding = sys.stdout.encoding or "utf-8"
     try:
@@ -159,38 +159,38 @@ def _say_lines(lines: Generator[str, None, int]) -> int:
     """Print each line as soon as it is there; return what the generator returns."""
     while True:
         try:
-            _say(next(lines))
+            _print_text(next(lines))
         except StopIteration as stop:
             return int(stop.value)
 
 
-def _is_told_by_another(error: UserError) -> bool:
+def _is_reported(error: UserError) -> bool:
     """Mistakes in settings are found by all processes and told by one on each machine; others by the one they hit."""
-    return error.is_told or (isinstance(error, ConfigError) and int(os.environ.get("LOCAL_RANK", "0")) != 0)
+    return error.is_reported or (isinstance(error, ConfigError) and int(os.environ.get("LOCAL_RANK", "0")) != 0)
 
 
-def _say_why_not(error: UserError) -> None:
-    if _is_told_by_another(error):
+def _report_user_error(error: UserError) -> None:
+    if _is_reported(error):
         return
     rank = int(os.environ.get("RANK", "0"))
     where = f" on rank {rank}" if rank else ""
     count = f"{len(error.problems)} problems:" if isinstance(error, ConfigError) and len(error.problems) > 1 else ""
-    _tell(f"train_lora: stopped{where}. {count}".rstrip(), _indented(error))
+    _print_error(f"train_lora: stopped{where}. {count}".rstrip(), _indent_lines(error))
 
 
-def _tell(*lines: str) -> None:
+def _print_error(*lines: str) -> None:
     """The last lines of this program, though not always of what started it."""
     if "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by accelerate launch for the programs it starts
         lines += ("(accelerate launch reports below that this program ended; the cause is told above.)",)
     print("\n".join(lines), file=sys.stderr, flush=True)
 
 
-def _say_what_broke(program: str, text: str) -> None:
+def _report_crash(program: str, text: str) -> None:
     """The last lines that a user sees: the cause, where, what was kept, what to do."""
     rank = int(os.environ.get("RANK", "0"))
     where = f" on rank {rank}" if rank else ""
-    _tell(f"{program}: ended{where} by an error.", _indented(text))
+    _print_error(f"{program}: ended{where} by an error.", _indent_lines(text))
 
 
-def _indented(error: UserError | str) -> str:
+def _indent_lines(error: UserError | str) -> str:
     return "\n".join(f"  {line}" for line in str(error).splitlines())

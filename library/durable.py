@@ -4,13 +4,13 @@ import os
 from pathlib import Path
 
 
-def flush(path: Path) -> None:
+def fsync_file(path: Path) -> None:
     """The contents of a file."""
     with path.open("rb+") as file:
         os.fsync(file.fileno())
 
 
-def flush_folder(path: Path) -> None:
+def fsync_dir(path: Path) -> None:
     """The names in a folder, where the system can."""
     if not hasattr(os, "O_DIRECTORY"):  # Windows
         return
@@ -21,11 +21,11 @@ def flush_folder(path: Path) -> None:
         os.close(folder)
 
 
-def why_not_writable(folder: Path) -> str | None:
+def find_write_error(directory: Path) -> str | None:
     """What keeps files from being made in ``folder``, which is made if need be; nothing where all is well."""
-    probe = folder / f".writable-{os.getpid()}-{os.urandom(4).hex()}"
+    probe = directory / f".writable-{os.getpid()}-{os.urandom(4).hex()}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
         probe.write_bytes(b"")
         probe.unlink()
     except OSError as error:

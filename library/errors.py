@@ -6,18 +6,18 @@ from collections.abc import Iterable
 class UserError(Exception):
     """Something outside our code has to change; the message says what, where, and how."""
 
-    is_told = False
+    is_reported = False
     """Whether another process tells it, so that the user does not read it once for each process."""
 
 
-class Crash(Exception):
+class CrashError(Exception):
     """An error that nobody foresaw ended the run; the message says what, where, what was kept, and what to do."""
 
-    is_told = False
+    is_reported = False
     """As for ``UserError``."""
 
 
-class Stopped(Exception):
+class RunInterrupted(Exception):
     """A signal ended the run after a whole step; the message says what was kept and how to go on."""
 
     def __init__(self, message: str, exit_code: int):

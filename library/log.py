@@ -11,35 +11,35 @@ from tqdm import tqdm
 
 from .errors import ConfigError
 
-ROOT = __name__.rpartition(".")[0]
-SECONDS_BETWEEN_LINES = 15.0
+ROOT_LOGGER_NAME = __name__.rpartition(".")[0]
+PROGRESS_LOG_INTERVAL = 15.0
 """How often progress is told where there is no terminal to draw a bar on."""
 
-_COLOURS = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m", logging.CRITICAL: "\033[31m"}
+_LEVEL_COLORS = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m", logging.CRITICAL: "\033[31m"}
 
 
-def set_up(*, level: str = "INFO", file: str | None = None, simple: bool = False, quiet: bool = False,
+def configure_logging(*, level: str = "INFO", file: str | None = None, simple: bool = False, quiet: bool = False,
            rank: int = 0) -> None:  # fmt: skip
     """Send this package's messages to the terminal or a file; ranks other than 0 tell only errors."""
-    logger = logging.getLogger(ROOT)
+    logger = logging.getLogger(ROOT_LOGGER_NAME)
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
         handler.close()
     to_file = file is not None and rank == 0
-    handler = _file_handler(Path(str(file))) if to_file else _BesideProgress()
-    handler.setFormatter(_Format(simple, colour=not to_file and sys.stderr.isatty(), rank=rank))
+    handler = _open_log_file(Path(str(file))) if to_file else _TqdmHandler()
+    handler.setFormatter(_LogFormatter(simple, use_color=not to_file and sys.stderr.isatty(), rank=rank))
     logger.addHandler(handler)
     logger.setLevel(logging.ERROR if rank else "WARNING" if quiet else level)
     logger.propagate = False
     # It would send users after a package that nothing here needs.
-    logging.getLogger("transformers.utils.import_utils").addFilter(_not_about_torchvision)
+    logging.getLogger("transformers.utils.import_utils").addFilter(_drop_torchvision_messages)
 
 
-def _not_about_torchvision(record: logging.LogRecord) -> bool:
+def _drop_torchvision_messages(record: logging.LogRecord) -> bool:
     return "torchvision" not in record.getMessage()
 
 
-def _file_handler(path: Path) -> logging.Handler:
+def _open_log_file(path: Path) -> logging.Handler:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return logging.FileHandler(path, mode="w", encoding="utf-8")
@@ -47,7 +47,7 @@ def _file_handler(path: Path) -> logging.Handler:
         raise ConfigError([f"--console_log_file: {path} cannot be written: {error.strerror}"]) from None
 
 
-class _BesideProgress(logging.Handler):
+class _TqdmHandler(logging.Handler):
     """Writes above a progress bar instead of into it."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -57,10 +57,10 @@ class _BesideProgress(logging.Handler):
             self.handleError(record)
 
 
-class _Format(logging.Formatter):
-    def __init__(self, simple: bool, colour: bool, rank: int):
+class _LogFormatter(logging.Formatter):
+    def __init__(self, simple: bool, use_color: bool, rank: int):
         super().__init__("%(message)s" if simple else "%(asctime)s  %(message)s", datefmt="%H:%M:%S")
-        self.colour, self.rank = colour and not simple, rank
+        self.use_color, self.rank = use_color and not simple, rank
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
@@ -68,53 +68,53 @@ class _Format(logging.Formatter):
             text = f"{record.levelname.lower()}: {text}"
         if self.rank:
             text = f"[rank {self.rank}] {text}"
-        colour = _COLOURS.get(record.levelno) if self.colour else None
+        colour = _LEVEL_COLORS.get(record.levelno) if self.use_color else None
         return f"{colour}{text}\033[0m" if colour else text
 
 
-class Progress:
+class ProgressBar:
     """A bar on a terminal, now and then a line elsewhere, nothing when it is not wanted."""
 
-    def __init__(self, total: int, done: int, what: str, *, wanted: bool, unit: str = "step", ends: bool = True):
+    def __init__(self, total: int, initial: int, description: str, *, enabled: bool, unit: str = "step", log_first_and_last: bool = True):
         """Without ``ends``, the first and the last of all get no line of their own, as for what is mostly quick."""
-        self.total, self.done, self.what, self.ends = total, done, what, ends
-        self.logger = logging.getLogger(f"{ROOT}.progress")
-        self.started, self.first = time.monotonic(), done
-        self.told = self.started
-        shown = wanted and self.logger.isEnabledFor(logging.INFO)
-        self.on_terminal = shown and sys.stderr.isatty()
-        self.in_lines = shown and not self.on_terminal
-        self.bar = tqdm(total=total, initial=done, unit=unit, disable=not self.on_terminal, dynamic_ncols=True)
-        self.bar.set_description(what)
+        self.total, self.completed, self.description, self.log_first_and_last = total, initial, description, log_first_and_last
+        self.logger = logging.getLogger(f"{ROOT_LOGGER_NAME}.progress")
+        self.started_at, self.initial = time.monotonic(), initial
+        self.last_logged_at = self.started_at
+        shown = enabled and self.logger.isEnabledFor(logging.INFO)
+        self.draws_bar = shown and sys.stderr.isatty()
+        self.logs_lines = shown and not self.draws_bar
+        self.bar = tqdm(total=total, initial=initial, unit=unit, disable=not self.draws_bar, dynamic_ncols=True)
+        self.bar.set_description(description)
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "ProgressBar":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.bar.close()
 
-    def expect(self, total: int) -> None:
+    def set_total(self, total: int) -> None:
         """There is more, or less, to do than was thought."""
         self.total = self.bar.total = total
 
-    def advance(self, figures: Mapping[str, str], count: int = 1) -> None:
+    def update(self, metrics: Mapping[str, str], count: int = 1) -> None:
         """One or more further; ``figures`` stand beside the bar."""
         if not count:
             return
-        is_end = self.done == self.first or self.done + count == self.total
-        self.done += count
-        if self.on_terminal:
-            self.bar.set_postfix(figures, refresh=False)
+        is_end = self.completed == self.initial or self.completed + count == self.total
+        self.completed += count
+        if self.draws_bar:
+            self.bar.set_postfix(metrics, refresh=False)
             self.bar.update(count)
         now = time.monotonic()
-        if self.in_lines and (now - self.told >= SECONDS_BETWEEN_LINES or (self.ends and is_end)):
-            self.told = now
-            seconds = (now - self.started) / (self.done - self.first) * (self.total - self.done)
-            parts = [f"{self.done}/{self.total}", *(f"{name} {value}" for name, value in figures.items())]
-            self.logger.info("%s %s, %s left", self.what, ", ".join(parts), clock(seconds))
+        if self.logs_lines and (now - self.last_logged_at >= PROGRESS_LOG_INTERVAL or (self.log_first_and_last and is_end)):
+            self.last_logged_at = now
+            seconds = (now - self.started_at) / (self.completed - self.initial) * (self.total - self.completed)
+            parts = [f"{self.completed}/{self.total}", *(f"{name} {value}" for name, value in metrics.items())]
+            self.logger.info("%s %s, %s left", self.description, ", ".join(parts), format_duration(seconds))
 
 
-def clock(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """``1:02:03`` for a length of time."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

@@ -10,32 +10,32 @@ from .errors import ConfigError
 Entry = TypeVar("Entry")
 
 
-def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
+def suggest_name(name: str, known_names: Iterable[str], prefix: str = "") -> str:
     """``"; did you mean network_dim?"`` when something is near, otherwise nothing."""
-    near = get_close_matches(name, list(known), n=1, cutoff=0.7)
+    near = get_close_matches(name, list(known_names), n=1, cutoff=0.7)
     return f"; did you mean {prefix}{near[0]}?" if near else ""
 
 
 class Registry(Generic[Entry]):
     """A fixed table of names; a user's own ``package.module:attribute`` works in the place of a name."""
 
-    def __init__(self, kind: str, package: str, entries: Mapping[str, str]):
-        self.kind, self.package, self.entries = kind, package, dict(entries)
+    def __init__(self, label: str, package: str, entries: Mapping[str, str]):
+        self.label, self.package, self.entries = label, package, dict(entries)
 
-    def names(self) -> list[str]:
+    def list_names(self) -> list[str]:
         return sorted(self.entries)
 
     def get(self, name: str) -> Entry:
         """Import and return what ``name`` stands for."""
         target = self.entries.get(name, name if ":" in name else None)
         if target is None:
-            hint = did_you_mean(name, self.entries) or f"; there are: {', '.join(self.names())}"
-            raise ConfigError([f"unknown {self.kind} {name!r}{hint}"])
+            hint = suggest_name(name, self.entries) or f"; there are: {', '.join(self.list_names())}"
+            raise ConfigError([f"unknown {self.label} {name!r}{hint}"])
         module_name, _, attribute = target.partition(":")
         try:
             module = importlib.import_module(module_name, self.package)
         except ModuleNotFoundError as error:
-            raise ConfigError([f"{self.kind} {name!r}: {error}"]) from None
+            raise ConfigError([f"{self.label} {name!r}: {error}"]) from None
         if not hasattr(module, attribute):
-            raise ConfigError([f"{self.kind} {name!r}: module {module_name} has no {attribute!r}"])
+            raise ConfigError([f"{self.label} {name!r}: module {module_name} has no {attribute!r}"])
         return cast(Entry, getattr(module, attribute))

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from . import __version__
 
-LONGEST = 400
+MAX_MESSAGE_LENGTH = 400
 
 
-def sentence(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """Its kind and the first line of what it says."""
     first = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {first[:LONGEST]}" if first else type(error).__name__
+    return f"{type(error).__name__}: {first[:MAX_MESSAGE_LENGTH]}" if first else type(error).__name__
 
 
 def write_traceback(error: BaseException, path: Path) -> str:

@@ -6,27 +6,27 @@ import torch
 from torch import Tensor, nn
 
 from library.adapters import lora
-from library.adapters.formats import Format, to_file
-from library.adapters.keys import PartNames
-from library.adapters.updates import updates_of
+from library.adapters.formats import FileFormat, convert_to_file_format
+from library.adapters.keys import ComponentKeys
+from library.adapters.updates import group_updates
 from library.families import FAMILIES
 
 
-def names_of(model: nn.Module, family: Any = None) -> PartNames:
+def names_of(model: nn.Module, family: Any = None) -> ComponentKeys:
     """Those of a denoiser."""
     family = family or FAMILIES.get("sd1")
-    return PartNames.of(model, family.denoiser, family.lora_prefix, family.lora_names, family.lora_other_names)
+    return ComponentKeys.from_model(model, family.denoiser, family.lora_prefix, family.lora_names, family.lora_other_names)
 
 
 def state_of(model: nn.Module, adapter: lora.Adapter, part: str = "unet") -> tuple[dict[str, Tensor], dict[str, float]]:
     """State and alphas as files are written from them."""
-    state = {f"{part}.{name}": tensor for name, tensor in lora.state(model).items()}
+    state = {f"{part}.{name}": tensor for name, tensor in lora.get_adapter_state_dict(model).items()}
     return state, {f"{part}.{module}": alpha for module, alpha in adapter.alphas.items()}
 
 
-def written(model: nn.Module, adapter: lora.Adapter, form: Format, family: Any = None) -> dict[str, Tensor]:
+def written(model: nn.Module, adapter: lora.Adapter, form: FileFormat, family: Any = None) -> dict[str, Tensor]:
     names = names_of(model, family)
-    return to_file(*state_of(model, adapter, names.name), [names], form)[0]
+    return convert_to_file_format(*state_of(model, adapter, names.name), [names], form)[0]
 
 
 def kohya(model: nn.Module, adapter: lora.Adapter, family: Any = None) -> dict[str, Tensor]:
@@ -39,17 +39,17 @@ def merge(pipe: Any, state: dict[str, Tensor], alphas: dict[str, float], *, by_c
 
     ComfyUI divides a DoRA by the length of the base model's rows, and not of the changed ones as everybody else does.
     """
-    for name, update in updates_of(state, alphas).items():
+    for name, update in group_updates(state, alphas).items():
         part, _, module = name.partition(".")
         weight, tensors = getattr(pipe, part).get_submodule(module).weight, update.tensors
-        if update.kind in ("lora", "dora"):
+        if update.adapter_type in ("lora", "dora"):
             delta = tensors["up"].flatten(1) @ tensors["down"].flatten(1)
-        elif update.kind == "loha":
+        elif update.adapter_type == "loha":
             delta = (tensors["hada_w1_a"] @ tensors["hada_w1_b"]) * (tensors["hada_w2_a"] @ tensors["hada_w2_b"])
         else:
             delta = torch.kron(tensors["lokr_w1"], tensors["lokr_w2_a"] @ tensors["lokr_w2_b"])
         changed = weight + update.scale * delta.reshape(weight.shape)
-        if update.kind == "dora":
+        if update.adapter_type == "dora":
             norm = (weight if by_comfyui else changed).flatten(1).norm(dim=1)
             changed = changed * (tensors["magnitude"].flatten() / norm).view(-1, *[1] * (weight.dim() - 1))
         weight.copy_(changed)

@@ -62,7 +62,7 @@ def case(request, made):
     return made(request.param)
 
 
-@pytest.fixture(params=[name for name in TINY if name in FAMILIES.names()])
+@pytest.fixture(params=[name for name in TINY if name in FAMILIES.list_names()])
 def plain(request, made):
     """Every family once."""
     return made(request.param)

@@ -10,29 +10,29 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d
 
-from library.config import RunConfig, load_options
+from library.config import RunConfig, parse_config
 from library.data.batch import Cond, Moments
-from library.data.prepare import Prepared, prepare
+from library.data.prepare import PreparedData, prepare_data
 from library.distributed.accelerator import prepare_accelerator
-from library.distributed.strategy import DataParallel
-from library.families.detect import detect
+from library.distributed.strategy import Strategy
+from library.families.detect import detect_model
 from library.training import encoding
-from library.training.caching import keep_latents, keep_texts
+from library.training.caching import cache_latents, cache_text_encoder_outputs
 from library.training.plan import RunPlan
 
 
 class Plain:
     """Latents are means of 8 x 8 pixels; a caption is the numbers in it, as many as there are."""
 
-    text_parts = ("text_encoder",)
+    text_components = ("text_encoder",)
     lora_prefix = ""
 
     def __init__(self, vae_dtype: torch.dtype = torch.float32):
         self.vae_dtype = vae_dtype
         self.loaded: list[tuple[str, ...]] = []
 
-    def load(self, model: Any, dtype: torch.dtype, parts: Sequence[str], **_: Any) -> Any:
-        self.loaded.append(tuple(parts))
+    def load(self, model: Any, dtype: torch.dtype, components: Sequence[str], **_: Any) -> Any:
+        self.loaded.append(tuple(components))
         pipe = SimpleNamespace(vae=nn.Linear(1, 1, dtype=self.vae_dtype), text_encoder=nn.Linear(1, 1))
         for module in (pipe.vae, pipe.text_encoder):
             nn.init.zeros_(module.weight)
@@ -45,7 +45,7 @@ class Plain:
         mean = avg_pool2d(pixels, 8)
         if pipe.vae.weight.dtype == torch.float16:  # as if white were too much for it
             mean = mean.masked_fill(mean.amax((1, 2, 3), keepdim=True) > 0.99, torch.inf)
-        return Moments.of(mean, torch.full_like(mean, 0.25))
+        return Moments.from_mean_and_std(mean, torch.full_like(mean, 0.25))
 
     def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
         numbers = [torch.tensor([float(word) for word in prompt.replace(",", " ").split() if word.isdigit()])
@@ -58,7 +58,7 @@ class Encoded:
 
     def __init__(self) -> None:
         self.names: list[str] = []
-        for maker in (encoding.PictureMaker, encoding.TextMaker):
+        for maker in (encoding.LatentEncoder, encoding.CaptionEncoder):
             self._note(maker)
 
     def _note(self, maker: Any) -> None:
@@ -82,19 +82,19 @@ class Encoded:
 class Kept:
     """One run's caches, in a process that may be one of several."""
 
-    def __init__(self, family: Any, *flags: str, strategy: DataParallel | None = None):
-        self.config: RunConfig = load_options([*flags, "--quiet"]).require()
-        self.strategy = strategy or DataParallel(prepare_accelerator(self.config))
-        self.prepared: Prepared = prepare(self.config.data, 8)
-        model = detect(self.config.model)
-        self.prepared, self.latents = keep_latents(self.config, self.strategy, family, model, self.prepared)
-        batches = self.prepared.batch_plan(self.strategy.size, self.config.train)
-        self.plan = RunPlan.of(batches, self.config.train, self.config.optim)
-        self.texts = keep_texts(self.config, self.strategy, family, model, self.prepared, self.plan, [])
+    def __init__(self, family: Any, *flags: str, strategy: Strategy | None = None):
+        self.config: RunConfig = parse_config([*flags, "--quiet"]).require_valid()
+        self.strategy = strategy or Strategy(prepare_accelerator(self.config))
+        self.prepared: PreparedData = prepare_data(self.config.data, 8)
+        model = detect_model(self.config.model)
+        self.prepared, self.latents = cache_latents(self.config, self.strategy, family, model, self.prepared)
+        batches = self.prepared.build_batch_plan(self.strategy.world_size, self.config.train)
+        self.plan = RunPlan.from_config(batches, self.config.train, self.config.optim)
+        self.texts = cache_text_encoder_outputs(self.config, self.strategy, family, model, self.prepared, self.plan, [])
 
     def loader(self) -> Any:
-        return self.prepared.loader(self.plan.batches, self.strategy.rank, total_steps=self.plan.steps,
-                                    pin_memory=False, latents=self.latents, texts=self.texts)  # fmt: skip
+        return self.prepared.build_image_loader(self.plan.batch_plan, self.strategy.rank, total_steps=self.plan.steps,
+                                    pin_memory=False, latent_reader=self.latents, text_reader=self.texts)  # fmt: skip
 
 
 def with_flags(config: RunConfig, **cache: Any) -> RunConfig:

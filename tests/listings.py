@@ -7,11 +7,11 @@ import numpy as np
 from PIL import Image
 
 from library.config.schema import DataConfig
-from library.data.dataset_config import read_datasets
-from library.data.dataset_rules import missing_folders
-from library.data.prepare import Prepared, prepare
+from library.data.dataset_config import parse_dataset_config
+from library.data.dataset_rules import validate_paths
+from library.data.prepare import PreparedData, prepare_data
 from library.dataset.listing import SubsetListing
-from library.dataset.schema import flags_of
+from library.dataset.schema import collect_flag_defaults
 from library.dataset.sources import list_all_images
 
 HEAD = "[[datasets]]\nresolution = 64\n"
@@ -42,7 +42,7 @@ def make_config(folder: Path, *subsets: str, head: str = HEAD, **options) -> Dat
 
 def list_subsets(folder: Path, *subsets: str, head: str = HEAD) -> list[SubsetListing]:
     path = Path(str(make_config(folder, *subsets, head=head).dataset_config))
-    return list_all_images(read_datasets(path, flags_of(DataConfig())).require())
+    return list_all_images(parse_dataset_config(path, collect_flag_defaults(DataConfig())).require_valid())
 
 
 def list_subset(folder: Path, subset: str) -> SubsetListing:
@@ -53,11 +53,11 @@ def list_subset(folder: Path, subset: str) -> SubsetListing:
 def find_missing(folder: Path, *subsets: str) -> list[str]:
     """Problems that are reported before any image is listed."""
     path = Path(str(make_config(folder, *subsets).dataset_config))
-    return strip_folder(folder, missing_folders(read_datasets(path, flags_of(DataConfig())).require()))
+    return strip_folder(folder, validate_paths(parse_dataset_config(path, collect_flag_defaults(DataConfig())).require_valid()))
 
 
-def prepare_subsets(folder: Path, *subsets: str, head: str = HEAD, **options) -> Prepared:
-    return prepare(make_config(folder, *subsets, head=head, **options), 8)
+def prepare_subsets(folder: Path, *subsets: str, head: str = HEAD, **options) -> PreparedData:
+    return prepare_data(make_config(folder, *subsets, head=head, **options), 8)
 
 
 def captions_by_name(listing: SubsetListing) -> dict[str, str]:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from library.adapters.keys import file_names
-from library.adapters.ldm_names import ldm_names
+from library.adapters.keys import build_key_map
+from library.adapters.ldm_names import map_to_ldm_names
 
 _VAE = (
     (r"\bdown_blocks\.", "down."), (r"\.resnets\.", ".block."), (r"\.downsamplers\.0\.", ".downsample."),
@@ -27,7 +27,7 @@ _OPEN_CLIP = (
 
 
 def ldm_unet(unet: nn.Module) -> dict[str, Tensor]:
-    names = ldm_names(name for name, _ in unet.named_modules())
+    names = map_to_ldm_names(name for name, _ in unet.named_modules())
     return {f"{names[key.rpartition('.')[0]]}.{key.rpartition('.')[2]}": tensor
             for key, tensor in unet.state_dict().items()}  # fmt: skip
 
@@ -80,10 +80,10 @@ def with_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
 def sd3_transformer(model: nn.Module) -> dict[str, Tensor]:
     state, found = model.state_dict(), {}
     linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
-    for group in file_names((), "sd3").groups(linear):
+    for group in build_key_map((), "sd3").group_modules(linear):
         for end in ("weight", "bias"):
             parts = [state[f"{module}.{end}"] for module in group.modules]
-            is_pair = group.original.pair and state[f"{group.modules[0]}.bias"].numel() == 2 * model.inner_dim
+            is_pair = group.original.swaps_scale_shift and state[f"{group.modules[0]}.bias"].numel() == 2 * model.inner_dim
             found[f"{group.name}.{end}"] = torch.cat(parts[0].chunk(2)[::-1]) if is_pair else torch.cat(parts)
     ends = {"attn.norm_q": "x_block.attn.ln_q", "attn.norm_k": "x_block.attn.ln_k",
             "attn2.norm_q": "x_block.attn2.ln_q", "attn2.norm_k": "x_block.attn2.ln_k",
@@ -101,7 +101,7 @@ def sd3_transformer(model: nn.Module) -> dict[str, Tensor]:
 def flux_transformer(model: nn.Module) -> dict[str, Tensor]:
     state, found = model.state_dict(), {}
     linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
-    for group in file_names((), "flux").groups(linear):
+    for group in build_key_map((), "flux").group_modules(linear):
         for end in ("weight", "bias"):
             found[f"{group.name}.{end}"] = torch.cat([state[f"{module}.{end}"] for module in group.modules])
     ends = {"attn.norm_q": "img_attn.norm.query_norm", "attn.norm_k": "img_attn.norm.key_norm",

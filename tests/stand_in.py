@@ -12,8 +12,8 @@ from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNe
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
-from library.families.tokenizers import END, START, small_tokenizer, vocabulary
-from library.randomness import seed_for
+from library.families.tokenizers import END_TOKEN, START_TOKEN, build_byte_tokenizer, build_byte_vocabulary
+from library.randomness import derive_seed
 
 PARTS = ("vae", "text_encoder", "tokenizer", "unet")
 _TEXT_WIDTH = 64
@@ -43,7 +43,7 @@ def build(parts: Sequence[str] = PARTS, dtype: torch.dtype = torch.float32, seed
 def _seeded(make: Callable[[], Any], seed: int, name: str) -> Any:
     # Modules initialise themselves from the global generator, which is left as it was.
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed_for(seed, f"stand-in/{name}"))
+        torch.manual_seed(derive_seed(seed, f"stand-in/{name}"))
         return make()
 
 
@@ -99,7 +99,7 @@ def _vae() -> Any:
 
 
 def _text_encoder() -> Any:
-    words = vocabulary()
+    words = build_byte_vocabulary()
     encoder = CLIPTextModel(
         CLIPTextConfig(
             vocab_size=len(words),
@@ -108,9 +108,9 @@ def _text_encoder() -> Any:
             num_hidden_layers=2,
             num_attention_heads=4,
             max_position_embeddings=_MAX_TOKENS,
-            bos_token_id=words[START],
-            eos_token_id=words[END],
-            pad_token_id=words[END],
+            bos_token_id=words[START_TOKEN],
+            eos_token_id=words[END_TOKEN],
+            pad_token_id=words[END_TOKEN],
         )
     )
     # Versions of transformers draw the first weights in different ways, and all are to give the same model.
@@ -122,5 +122,5 @@ def _text_encoder() -> Any:
 
 
 def _tokenizer() -> CLIPTokenizer:
-    tokenizer: CLIPTokenizer = small_tokenizer(CLIPTokenizer, {"model_max_length": _MAX_TOKENS})
+    tokenizer: CLIPTokenizer = build_byte_tokenizer(CLIPTokenizer, {"model_max_length": _MAX_TOKENS})
     return tokenizer

@@ -9,30 +9,30 @@ import pytest
 from accelerate.utils import DistributedDataParallelKwargs, DynamoBackend, InitProcessGroupKwargs
 from ranks import on_ranks
 
-from library.config import load_options
+from library.config import parse_config
 from library.config.schema import RunConfig
 from library.distributed import accelerator
-from library.distributed.accelerator import accelerator_kwargs, binds_to_numa_node
-from library.distributed.backend import process_group
-from library.distributed.devices import Machine, affinity_obstacle, count_numa_nodes
-from library.distributed.meeting import group_kwargs
-from library.distributed.refusals import Came, before_joining, mismatches
-from library.distributed.trackers import run_folder, tracker_of, tracker_problems
-from library.distributed.world import World, chosen_device
+from library.distributed.accelerator import build_accelerator_kwargs, should_bind_to_numa_node
+from library.distributed.backend import build_process_group_kwargs
+from library.distributed.devices import Machine, find_numa_affinity_problem, count_numa_nodes
+from library.distributed.meeting import build_partial_state_kwargs
+from library.distributed.refusals import AcceleratorFacts, find_launch_problems, validate_accelerator
+from library.distributed.trackers import resolve_tracker_dir, resolve_tracker, validate_trackers
+from library.distributed.world import World, select_device_type
 from library.errors import ConfigError
 
 SHARED = ("--cp_size", "2")
-ALONE = World(started="20260203040506")
+ALONE = World(started_at="20260203040506")
 TWO = replace(ALONE, size=2, local_size=2, local_rank=1, rank=1)
-CUDA = replace(TWO, device="cuda", machine=Machine(device="cuda", device_count=4))
+CUDA = replace(TWO, device="cuda", machine=Machine(device_type="cuda", device_count=4))
 
 
 def config(*flags: str) -> RunConfig:
-    return load_options([*flags]).config
+    return parse_config([*flags]).config
 
 
 def kwargs(world: World, *flags: str):
-    return accelerator_kwargs(config(*flags), world)
+    return build_accelerator_kwargs(config(*flags), world)
 
 
 def handler(world: World, kind: type, *flags: str):
@@ -55,21 +55,21 @@ def handler(world: World, kind: type, *flags: str):
     ],
 )
 def test_the_process_group_fits_system_and_device(world, backend, init_method):
-    group = process_group(world, None)
+    group = build_process_group_kwargs(world, None)
 
     assert (group.backend, group.init_method) == (backend, init_method)
 
 
 @pytest.mark.parametrize("world", [ALONE, replace(ALONE, device="cuda", machine=Machine("cuda", device_count=8))])
 def test_one_process_forms_no_group_however_many_devices_there_are(world):
-    assert process_group(world, 5) is None
+    assert build_process_group_kwargs(world, 5) is None
     assert kwargs(world, "--ddp_timeout", "5", "--ddp_static_graph")["kwargs_handlers"] == []
-    assert group_kwargs(config("--ddp_timeout", "5"), world) == {"cpu": world.device == "cpu"}
+    assert build_partial_state_kwargs(config("--ddp_timeout", "5"), world) == {"cpu": world.device == "cpu"}
 
 
 def test_the_timeout_is_in_minutes_and_reaches_the_process_group():
     assert handler(CUDA, InitProcessGroupKwargs, "--ddp_timeout", "7").timeout == timedelta(minutes=7)
-    assert group_kwargs(config("--ddp_timeout", "7"), CUDA)["timeout"] == timedelta(minutes=7)
+    assert build_partial_state_kwargs(config("--ddp_timeout", "7"), CUDA)["timeout"] == timedelta(minutes=7)
 
 
 def test_ddp_settings_reach_ddp_and_frozen_buffers_stay_where_they_are():
@@ -101,19 +101,19 @@ def test_tracker_and_folder_follow_from_the_options(flags, tracker, folder):
     made = kwargs(ALONE, *flags)
 
     assert (made["log_with"], made["project_dir"]) == (tracker, folder and str(Path(folder)))
-    assert (tracker_of(config(*flags).log), run_folder(config(*flags).log, ALONE.started)) == (
+    assert (resolve_tracker(config(*flags).log), resolve_tracker_dir(config(*flags).log, ALONE.started_at)) == (
         tracker, folder and str(Path(folder)))  # fmt: skip
 
 
 @pytest.mark.parametrize("tracker", ["tensorboard", "all"])
 def test_a_tracker_that_writes_needs_a_folder(tracker):
-    (problem,) = [line for line in load_options(["--log_with", tracker]).problems if "dataset" not in line]
+    (problem,) = [line for line in parse_config(["--log_with", tracker]).problems if "dataset" not in line]
 
     assert "needs a logging_dir" in problem
 
 
 def test_a_tracker_that_is_not_installed_is_one_line():
-    (problem,) = tracker_problems(config("--log_with", "mlflow").log, {})
+    (problem,) = validate_trackers(config("--log_with", "mlflow").log, {})
 
     assert problem == "--log_with mlflow: the package mlflow is not installed; pip install mlflow"
 
@@ -123,14 +123,14 @@ def test_wandb_without_login_is_one_line_and_any_login_is_enough(tmp_path, monke
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     log = config("--log_with", "wandb").log
-    (problem,) = tracker_problems(log, {"NETRC": str(tmp_path / "none")})
+    (problem,) = validate_trackers(log, {"NETRC": str(tmp_path / "none")})
 
     assert "not logged in to wandb; run `wandb login`" in problem
-    assert tracker_problems(log, {"WANDB_API_KEY": "a" * 40}) == []
-    assert tracker_problems(log, {"WANDB_MODE": "offline"}) == []
+    assert validate_trackers(log, {"WANDB_API_KEY": "a" * 40}) == []
+    assert validate_trackers(log, {"WANDB_MODE": "offline"}) == []
     (tmp_path / "netrc").write_text(f"machine api.wandb.ai\n  login user\n  password {'b' * 40}\n")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    assert tracker_problems(log, {}) == []
+    assert validate_trackers(log, {}) == []
 
 
 # dynamo
@@ -216,30 +216,30 @@ def test_nothing_steps_the_schedule_and_accumulation_is_handed_on():
                                            "0.5"), "decides which exchanges it repeats"),
         (replace(CUDA, machine=Machine("cuda", 1)), (), "2 processes on this machine, but 1 devices (cuda)"),
         (replace(TWO, device="mps", machine=Machine("mps", 1)), (), "2 processes cannot share the device mps"),
-        (replace(CUDA, affinity=True, machine=Machine("cuda", 4, affinity_obstacle="the package pynvml is missing")),
+        (replace(CUDA, affinity=True, machine=Machine("cuda", 4, numa_affinity_problem="the package pynvml is missing")),
          (), "NUMA affinity is switched on, but the package pynvml is missing"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_told_before_joining_the_others(world, flags, expected):
-    (problem,) = before_joining(config(*flags), world)
+    (problem,) = find_launch_problems(config(*flags), world)
 
     assert expected in problem
 
 
 def test_what_can_work_is_not_stopped():
     for world in (ALONE, TWO, CUDA, replace(ALONE, precision="fp16"), replace(CUDA, precision="fp16", accumulation=1)):
-        assert before_joining(config(), world) == []
-    assert before_joining(config("--mixed_precision", "fp16"), CUDA) == []
+        assert find_launch_problems(config(), world) == []
+    assert find_launch_problems(config("--mixed_precision", "fp16"), CUDA) == []
     compiling = replace(TWO, dynamo="INDUCTOR", dynamo_mode="reduce-overhead")
-    assert before_joining(config(), compiling) == before_joining(config(*SHARED, "--no-torch_compile"), compiling) == []
-    assert before_joining(config(*SHARED, "--torch_compile", "--dynamo_fullgraph"), compiling) == []
+    assert find_launch_problems(config(), compiling) == find_launch_problems(config(*SHARED, "--no-torch_compile"), compiling) == []
+    assert find_launch_problems(config(*SHARED, "--torch_compile", "--dynamo_fullgraph"), compiling) == []
 
 
-CAME = Came(size=2, rank=1, device="cpu", kind="MULTI_CPU", precision="no", accumulation=1, dynamo="no")
+CAME = AcceleratorFacts(world_size=2, rank=1, device_type="cpu", distributed_type="MULTI_CPU", mixed_precision="no", gradient_accumulation_steps=1, dynamo_backend="no")
 
 
 def test_what_came_as_asked_is_no_problem():
-    assert mismatches(config(), TWO, CAME) == []
+    assert validate_accelerator(config(), TWO, CAME) == []
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_what_came_as_asked_is_no_problem():
     ],
 )
 def test_what_did_not_come_as_asked_stops_the_run(flags, came, expected):
-    (problem,) = mismatches(config(*flags), TWO, came)
+    (problem,) = validate_accelerator(config(*flags), TWO, came)
 
     assert expected in problem
 
@@ -267,10 +267,10 @@ def test_what_did_not_come_as_asked_stops_the_run(flags, came, expected):
 def test_affinity_is_switched_on_where_it_helps_and_is_possible_and_nobody_has_decided():
     several = replace(CUDA, machine=Machine("cuda", 4, numa_nodes=2))
 
-    assert binds_to_numa_node(several)
-    assert not binds_to_numa_node(CUDA)
-    assert not binds_to_numa_node(replace(several, affinity=False))
-    assert not binds_to_numa_node(replace(several, machine=Machine("cuda", 4, numa_nodes=2, affinity_obstacle="no")))
+    assert should_bind_to_numa_node(several)
+    assert not should_bind_to_numa_node(CUDA)
+    assert not should_bind_to_numa_node(replace(several, affinity=False))
+    assert not should_bind_to_numa_node(replace(several, machine=Machine("cuda", 4, numa_nodes=2, numa_affinity_problem="no")))
 
 
 def test_a_run_goes_on_where_it_cannot_be_bound_to_a_node_of_processors(monkeypatch, caplog):
@@ -279,7 +279,7 @@ def test_a_run_goes_on_where_it_cannot_be_bound_to_a_node_of_processors(monkeypa
 
     monkeypatch.setattr(accelerator, "set_numa_affinity", refuse)
     with caplog.at_level("WARNING"):
-        accelerator.bind(3)
+        accelerator.bind_to_numa_node(3)
     assert "not bound to the NUMA node of its device: [Errno 22] Invalid argument, of process 3" in caplog.text
 
 
@@ -296,10 +296,10 @@ def test_numa_nodes_with_processors_are_counted(tmp_path):
 def test_affinity_is_not_for_devices_that_accelerate_would_count_wrongly(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
 
-    assert affinity_obstacle("cuda", {}) == ""
-    assert affinity_obstacle("cuda", {"CUDA_VISIBLE_DEVICES": "0,1"}) == ""
-    assert "does not know of CUDA_VISIBLE_DEVICES=4,5" in affinity_obstacle("cuda", {"CUDA_VISIBLE_DEVICES": "4,5"})
-    assert "CUDA devices only" in affinity_obstacle("cpu", {})
+    assert find_numa_affinity_problem("cuda", {}) == ""
+    assert find_numa_affinity_problem("cuda", {"CUDA_VISIBLE_DEVICES": "0,1"}) == ""
+    assert "does not know of CUDA_VISIBLE_DEVICES=4,5" in find_numa_affinity_problem("cuda", {"CUDA_VISIBLE_DEVICES": "4,5"})
+    assert "CUDA devices only" in find_numa_affinity_problem("cpu", {})
 
 
 # the world
@@ -311,15 +311,15 @@ def test_the_world_is_read_from_what_launchers_set():
                                     "ACCELERATE_USE_DEEPSPEED": "false", "ACCELERATE_CPU_AFFINITY": "0",
                                     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "3"})  # fmt: skip
 
-    assert (world.size, world.rank, world.local_rank, world.local_size, world.machines) == (6, 4, 1, 3, 2)
-    assert (world.precision, world.engines, world.affinity, world.accumulation) == ("bf16", ("FSDP",), False, 3)
+    assert (world.world_size, world.rank, world.local_rank, world.local_world_size, world.num_machines) == (6, 4, 1, 3, 2)
+    assert (world.mixed_precision, world.engines, world.numa_affinity, world.gradient_accumulation_steps) == ("bf16", ("FSDP",), False, 3)
 
 
 def test_an_mpi_launcher_is_understood():
     world = World.from_environment({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3",
                                     "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"})  # fmt: skip
 
-    assert (world.size, world.rank, world.local_rank, world.machines) == (4, 3, 1, 2)
+    assert (world.world_size, world.rank, world.local_rank, world.num_machines) == (4, 3, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -328,7 +328,7 @@ def test_an_mpi_launcher_is_understood():
      ({"ACCELERATE_TORCH_DEVICE": "xpu:1", "ACCELERATE_USE_CPU": "1"}, "xpu")],
 )  # fmt: skip
 def test_the_device_is_what_there_is_unless_the_environment_says_otherwise(environment, device):
-    assert chosen_device(environment, Machine("cuda", 1)) == device
+    assert select_device_type(environment, Machine("cuda", 1)) == device
 
 
 def test_a_number_that_is_none_is_a_line_and_no_traceback():
@@ -340,12 +340,12 @@ def test_a_number_that_is_none_is_a_line_and_no_traceback():
 
 
 def prepared(*flags: str) -> tuple:
-    from library.distributed.accelerator import came_of, prepare_accelerator
+    from library.distributed.accelerator import read_accelerator_facts, prepare_accelerator
 
     accelerator = prepare_accelerator(config(*flags))
     tracker = (accelerator.logging_dir, os.environ.get("WANDB_DIR"), [str(name) for name in accelerator.log_with])
     dynamo = accelerator.state.dynamo_plugin
-    return came_of(accelerator), tracker, (dynamo.backend.value, dynamo.dynamic), accelerator.state.backend
+    return read_accelerator_facts(accelerator), tracker, (dynamo.backend.value, dynamo.dynamic), accelerator.state.backend
 
 
 @pytest.mark.long
@@ -360,7 +360,7 @@ def test_two_processes_write_into_one_folder_though_their_clocks_differ(tmp_path
 def at_another_time(*flags: str) -> tuple:
     import library.distributed.accelerator as module
 
-    module.now = lambda: f"2026010203040{os.environ['RANK']}"
+    module.format_timestamp = lambda: f"2026010203040{os.environ['RANK']}"
     return prepared(*flags)
 
 

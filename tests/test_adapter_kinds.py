@@ -6,11 +6,11 @@ from test_text_lora import loss_of, trained
 from torch import nn
 
 from library.adapters import lora
-from library.adapters.dropout import Dropout, uniform
-from library.adapters.norms import Limit, length
+from library.adapters.dropout import LoraDropout, hash_to_uniform
+from library.adapters.norms import MaxNormRegularizer, compute_lora_norm
 from library.config.schema import AdapterConfig
 from library.errors import ConfigError
-from library.training.trained import dropout_of
+from library.training.trained import build_lora_dropout
 
 KINDS = {
     "lora": ("--network_args", "conv_dim=2", "conv_alpha=3"),
@@ -33,7 +33,7 @@ def step(case, rate=0.5):
     loss = loss_of(case)
     loss.backward()
     with torch.no_grad():
-        for _, weight in lora.parameters(case.model):
+        for _, weight in lora.iter_adapter_parameters(case.model):
             if weight.grad is not None:
                 weight -= rate * weight.grad
                 weight.grad = None
@@ -44,17 +44,17 @@ def step(case, rate=0.5):
 def test_an_adapter_starts_as_nothing_learns_and_is_put_back(kind):
     flags = flags_of(kind)
     plain, case, other = trained("sd1"), trained("sd1", *flags), trained("sd1", *flags, "--seed", "7")
-    start = lora.state(case.model)
+    start = lora.get_adapter_state_dict(case.model)
     assert case.adapter.kind == {"rslora": "lora"}.get(kind, kind)
     assert {name.split(".")[0] for name in start} == {"unet", "text_encoder"}
     assert {tensor.dtype for tensor in start.values()} == {torch.float32}
-    assert {lora.module_of(name) for name in start} == set(case.adapter.sizes)
+    assert {lora.parse_module_name(name) for name in start} == set(case.adapter.sizes)
     first = step(case)
     torch.testing.assert_close(first, loss_of(plain).detach(), rtol=1e-4, atol=1e-5)
     for _ in range(3):
         last = step(case)
     assert last < first
-    lora.load_state(other.model, lora.state(case.model))
+    lora.load_adapter_state_dict(other.model, lora.get_adapter_state_dict(case.model))
     assert torch.equal(loss_of(other), loss_of(case))
 
 
@@ -62,10 +62,10 @@ def test_an_adapter_starts_as_nothing_learns_and_is_put_back(kind):
 def test_the_start_is_a_function_of_the_seed_and_leaves_the_global_generator_alone(kind):
     torch.manual_seed(1)
     before = torch.random.get_rng_state()
-    one = lora.state(trained("sd1", *flags_of(kind)).model)
+    one = lora.get_adapter_state_dict(trained("sd1", *flags_of(kind)).model)
     assert torch.equal(before, torch.random.get_rng_state())
     torch.manual_seed(2)
-    two, other = (lora.state(trained("sd1", *flags_of(kind), *seed).model) for seed in ((), ("--seed", "7")))
+    two, other = (lora.get_adapter_state_dict(trained("sd1", *flags_of(kind), *seed).model) for seed in ((), ("--seed", "7")))
     assert all(torch.equal(one[name], two[name]) for name in one)
     random = [name for name in one if one[name].unique().numel() > 2 and "magnitude" not in name]
     assert bool(random) == (kind not in ("oft", "boft"))
@@ -92,7 +92,7 @@ def test_a_lokr_of_whole_matrices_is_not_scaled_as_other_programs_do_not():
 
 def test_the_magnitude_of_dora_is_the_length_of_each_row():
     case = trained("sd1", *flags_of("dora"))
-    state = lora.state(case.model)
+    state = lora.get_adapter_state_dict(case.model)
     for site in case.adapter.sites:
         weight = case.model.get_submodule(site.name).base_layer.weight
         torch.testing.assert_close(state[f"{site.name}.lora_magnitude_vector.weight"].flatten(),
@@ -112,7 +112,7 @@ def test_boft_says_which_sizes_it_cannot_have(flags, problem):
 
 def test_uniform_numbers_are_uniform_and_independent_of_neighbours():
     keys = torch.arange(200) * 2**40 + 12345
-    numbers = uniform(keys, 7, torch.arange(500))
+    numbers = hash_to_uniform(keys, 7, torch.arange(500))
     assert numbers.min() >= 0 and numbers.max() < 1
     assert numbers.mean().item() == pytest.approx(0.5, abs=0.005)
     assert numbers.var().item() == pytest.approx(1 / 12, abs=0.002)
@@ -120,15 +120,15 @@ def test_uniform_numbers_are_uniform_and_independent_of_neighbours():
     assert (counts - 5000).abs().max() < 350
     assert torch.corrcoef(numbers[:20]).fill_diagonal_(0).abs().max() < 0.2
     assert torch.corrcoef(numbers.T[:20]).fill_diagonal_(0).abs().max() < 0.35
-    assert torch.equal(uniform(keys[3:5], 7, torch.arange(9)), numbers[3:5, :9])
-    assert not torch.equal(uniform(keys, 8, torch.arange(500)), numbers)
+    assert torch.equal(hash_to_uniform(keys[3:5], 7, torch.arange(9)), numbers[3:5, :9])
+    assert not torch.equal(hash_to_uniform(keys, 8, torch.arange(500)), numbers)
 
 
 @pytest.mark.parametrize("rates", [(0.4, 0, 0), (0, 0.4, 0), (0, 0, 0.4), (0.2, 0.3, 0.1)])
 def test_what_dropout_leaves_is_right_on_average(rates):
-    dropout = Dropout(*rates)
-    dropout.keys = torch.arange(4000)
-    said = dropout.applied(torch.ones(4000, 3, 5), 2, axis=-1)
+    dropout = LoraDropout(*rates)
+    dropout.sample_keys = torch.arange(4000)
+    said = dropout.apply(torch.ones(4000, 3, 5), 2, axis=-1)
     assert said.mean().item() == pytest.approx(1 - rates[2], abs=0.02)
     if rates[1] and not rates[0]:
         assert (said == said[:, :1]).all(), "a rank is left out in all places of a sample"
@@ -138,35 +138,35 @@ def test_what_dropout_leaves_is_right_on_average(rates):
 
 @pytest.mark.parametrize("rates", [(0.4, 0, 0), (0, 0.4, 0), (0, 0, 0.4)])
 def test_a_sample_drops_the_same_whatever_stands_beside_it_and_nothing_in_evaluation(rates):
-    layer, dropout = nn.Linear(6, 5), Dropout(*rates)
+    layer, dropout = nn.Linear(6, 5), LoraDropout(*rates)
     dropout.attach([layer])
     given, keys = torch.randn(4, 7, 6, generator=torch.Generator().manual_seed(0)), torch.tensor([11, 12, 13, 14])
-    dropout.keys = keys
+    dropout.sample_keys = keys
     whole, plain = layer(given), layer.eval()(given)
     layer.train()
     for row in range(4):
-        dropout.keys = keys[row : row + 1]
+        dropout.sample_keys = keys[row : row + 1]
         assert torch.equal(layer(given[row : row + 1]) == 0, whole[row : row + 1] == 0)
     assert bool((whole == 0).any()) and not bool((plain == 0).any())
 
 
 def test_the_pieces_of_a_long_caption_are_of_its_sample():
-    dropout = Dropout(0, 0.5, 0)
-    dropout.keys = torch.tensor([5, 6])
-    said = dropout.applied(torch.ones(6, 8, 40), 0, axis=-1)
+    dropout = LoraDropout(0, 0.5, 0)
+    dropout.sample_keys = torch.tensor([5, 6])
+    said = dropout.apply(torch.ones(6, 8, 40), 0, axis=-1)
     assert torch.equal(said[0], said[2]) and torch.equal(said[3], said[5]) and not torch.equal(said[2], said[3])
 
 
 def test_dropout_reaches_every_module_of_a_lora_and_shared_ones_once():
     case = trained("flux", *SIZE, "--network_dropout", "0.5")
-    dropout = dropout_of(AdapterConfig(network_dropout=0.5), case.model, case.adapter)
+    dropout = build_lora_dropout(AdapterConfig(network_dropout=0.5), case.model, case.adapter)
     downs = {id(case.model.get_submodule(name).lora_A["default"]) for name in case.adapter.modules}
     hooked = [module for module in case.model.modules() if module._forward_hooks]
     assert {id(module) for module in hooked} == downs
     assert all(len(module._forward_hooks) == 1 for module in hooked)
-    dropout.keys = torch.tensor([1, 2])
+    dropout.sample_keys = torch.tensor([1, 2])
     with torch.no_grad():
-        for name, weight in lora.parameters(case.model):
+        for name, weight in lora.iter_adapter_parameters(case.model):
             if "lora_B" in name:
                 weight.fill_(0.1)
     dropped = loss_of(case)
@@ -178,7 +178,7 @@ def test_a_limit_on_norms_makes_long_updates_just_as_long_and_leaves_short_ones(
     case = trained("flux", *SIZE, "--network_alpha", "3")
     draw = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        for name, weight in lora.parameters(case.model):
+        for name, weight in lora.iter_adapter_parameters(case.model):
             if "lora_B" in name:
                 weight.copy_(torch.randn(weight.shape, generator=draw) * (1 if "single" in name else 1e-3))
     groups = {}
@@ -190,7 +190,7 @@ def test_a_limit_on_norms_makes_long_updates_just_as_long_and_leaves_short_ones(
                 for name, layers in groups.items()}  # fmt: skip
 
     before = norms()
-    Limit(case.model, case.adapter, 0.5)()
+    MaxNormRegularizer(case.model, case.adapter, 0.5)()
     after = norms()
     assert any(norm > 0.5 for norm in before.values()) and any(norm < 0.5 for norm in before.values())
     assert after == pytest.approx({name: min(norm, 0.5) for name, norm in before.items()}, rel=1e-4)
@@ -199,4 +199,4 @@ def test_a_limit_on_norms_makes_long_updates_just_as_long_and_leaves_short_ones(
 def test_the_length_of_an_update_is_that_of_the_matrix():
     down, ups = torch.randn(3, 4, 2, 2), [torch.randn(5, 3, 1, 1), torch.randn(2, 3, 1, 1)]
     whole = torch.cat([up.flatten(1) for up in ups]) @ down.flatten(1) * 0.7
-    torch.testing.assert_close(length(down, ups, 0.7), whole.norm())
+    torch.testing.assert_close(compute_lora_norm(down, ups, 0.7), whole.norm())

@@ -13,10 +13,10 @@ from test_adapters_lora import CONFIG, TARGETS, call, randomise
 from torch import nn
 
 from library.adapters import lora
-from library.adapters.comparing import differences
-from library.adapters.file import cast, write
-from library.adapters.formats import from_file
-from library.adapters.verify import BrokenFileError, read, verify
+from library.adapters.comparing import compare_file_with_model
+from library.adapters.file import cast_tensors, write_adapter_file
+from library.adapters.formats import convert_from_file_format
+from library.adapters.verify import InvalidAdapterFileError, read_safetensors, verify_adapter_file
 from library.errors import UserError
 
 META = {"ss_network_dim": "6", "ss_v2": "False"}
@@ -25,7 +25,7 @@ META = {"ss_network_dim": "6", "ss_v2": "False"}
 def trained(seed=0):
     """A model with a LoRA that does something, and its tensors for a file."""
     model = stand_in.build(("unet",)).unet
-    adapter = lora.inject(model, CONFIG, TARGETS, seed=1)
+    adapter = lora.inject_into_model(model, CONFIG, TARGETS, seed=1)
     randomise(model, seed)
     return model, kohya(model, adapter)
 
@@ -39,7 +39,7 @@ def tensors():
 @pytest.mark.parametrize("precision, bound", [(None, 1e-6), ("float", 1e-6), ("fp16", 1e-4), ("bf16", 1e-3)])
 def test_diffusers_loads_the_file_and_computes_what_the_model_in_memory_does(tmp_path, precision, bound):
     model, tensors = trained()
-    write(tmp_path / "lora.safetensors", cast(tensors, precision), META)
+    write_adapter_file(tmp_path / "lora.safetensors", cast_tensors(tensors, precision), META)
     pipe: StableDiffusionPipeline = stand_in.build()
     base = call(pipe.unet)
     pipe.load_lora_weights(str(tmp_path), weight_name="lora.safetensors")
@@ -50,8 +50,8 @@ def test_diffusers_loads_the_file_and_computes_what_the_model_in_memory_does(tmp
 
 def test_a_file_is_read_back_as_it_was_written(tmp_path, tensors):
     path = tmp_path / "new folder" / "lora.safetensors"
-    write(path, tensors, META)
-    back, metadata = read(path)
+    write_adapter_file(path, tensors, META)
+    back, metadata = read_safetensors(path)
     assert metadata == META
     assert back.keys() == tensors.keys()
     assert all(torch.equal(back[key], tensors[key]) for key in back)
@@ -59,7 +59,7 @@ def test_a_file_is_read_back_as_it_was_written(tmp_path, tensors):
 
 
 def test_weights_are_cast_and_alphas_are_not(tensors):
-    half = cast(tensors, "bf16")
+    half = cast_tensors(tensors, "bf16")
     assert {t.dtype for key, t in half.items() if "lora_" in key.partition(".")[2]} == {torch.bfloat16}
     assert {t.dtype for key, t in half.items() if key.endswith(".alpha")} == {torch.float32}
 
@@ -68,8 +68,8 @@ def test_a_weight_too_large_for_fp16_is_named(tensors):
     key = next(key for key in tensors if "lora_up" in key)
     large = {**tensors, key: tensors[key] * 1e7}
     with pytest.raises(UserError, match=rf"{key}: .* too large for fp16; use save_precision bf16"):
-        cast(large, "fp16")
-    assert cast(large, "bf16")[key].isfinite().all()
+        cast_tensors(large, "fp16")
+    assert cast_tensors(large, "bf16")[key].isfinite().all()
 
 
 def changed(tensors, change):
@@ -123,10 +123,10 @@ IN_MEMORY = {
 @pytest.mark.parametrize("change, message", IN_MEMORY.items())
 def test_what_no_loader_could_use_is_not_written_and_the_older_file_stays(tmp_path, tensors, change, message):
     path = tmp_path / "lora.safetensors"
-    write(path, tensors, META)
+    write_adapter_file(path, tensors, META)
     before = path.read_bytes()
-    with pytest.raises(BrokenFileError, match=message):
-        write(path, changed(tensors, change), META)
+    with pytest.raises(InvalidAdapterFileError, match=message):
+        write_adapter_file(path, changed(tensors, change), META)
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["lora.safetensors"]
 
@@ -150,34 +150,34 @@ ON_DISK = {
 def test_a_file_that_differs_from_the_model_in_memory_is_caught(tmp_path, tensors, change, message):
     path = tmp_path / "lora.safetensors"
     save_file(changed(tensors, change), path, META)
-    with pytest.raises(BrokenFileError, match=message):
-        verify(path, tensors, META)
+    with pytest.raises(InvalidAdapterFileError, match=message):
+        verify_adapter_file(path, tensors, META)
 
 
 def test_a_cut_off_file_and_changed_metadata_are_caught(tmp_path, tensors):
     path = tmp_path / "lora.safetensors"
     save_file(tensors, path, {**META, "ss_v2": "True"})
-    with pytest.raises(BrokenFileError, match="metadata differs: ss_v2"):
-        verify(path, tensors, META)
+    with pytest.raises(InvalidAdapterFileError, match="metadata differs: ss_v2"):
+        verify_adapter_file(path, tensors, META)
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(BrokenFileError, match="cannot be read as safetensors"):
-        verify(path, tensors, META)
+    with pytest.raises(InvalidAdapterFileError, match="cannot be read as safetensors"):
+        verify_adapter_file(path, tensors, META)
 
 
 def test_a_file_from_before_the_first_step_may_do_nothing_when_that_is_said(tmp_path, tensors):
-    write(tmp_path / "start.safetensors", changed(tensors, "dead"), META, trained=False)
+    write_adapter_file(tmp_path / "start.safetensors", changed(tensors, "dead"), META, is_trained=False)
     assert not any(t.any() for key, t in load_file(tmp_path / "start.safetensors").items() if "lora_up" in key)
 
 
 def test_a_full_disk_is_one_clear_line_and_the_older_file_stays(tmp_path, tensors):
     resource = pytest.importorskip("resource")
     path = tmp_path / "lora.safetensors"
-    write(path, tensors, META)
+    write_adapter_file(path, tensors, META)
     before, (limit, highest) = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, highest))  # a write beyond it fails, as on a full disk
     try:
         with pytest.raises(UserError, match=r"lora\.safetensors: cannot be written: "):
-            write(path, tensors, META)
+            write_adapter_file(path, tensors, META)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, highest))
     assert path.read_bytes() == before
@@ -187,34 +187,34 @@ def test_a_full_disk_is_one_clear_line_and_the_older_file_stays(tmp_path, tensor
 def test_a_folder_that_cannot_be_made_is_one_clear_line(tmp_path, tensors):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot be written"):
-        write(tmp_path / "file" / "lora.safetensors", tensors, META)
+        write_adapter_file(tmp_path / "file" / "lora.safetensors", tensors, META)
 
 
 def lora_in_memory():
     """A trained LoRA as a run has it, and what its file holds."""
     model, tensors = trained()
     part = names_of(model)
-    return nn.ModuleDict({"unet": model}), from_file(tensors, {}, [part])
+    return nn.ModuleDict({"unet": model}), convert_from_file_format(tensors, {}, [part])
 
 
 def test_a_file_does_in_each_layer_what_the_adapter_in_memory_does():
     holder, content = lora_in_memory()
-    before = {key: tensor.clone() for key, tensor in lora.state(holder).items()}
-    assert not list(differences(holder, content, content.alphas))
-    assert all(torch.equal(before[key], tensor) for key, tensor in lora.state(holder).items())
+    before = {key: tensor.clone() for key, tensor in lora.get_adapter_state_dict(holder).items()}
+    assert not list(compare_file_with_model(holder, content, content.alphas))
+    assert all(torch.equal(before[key], tensor) for key, tensor in lora.get_adapter_state_dict(holder).items())
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_what_a_file_in_half_precision_does_is_near_enough(precision):
     holder, content = lora_in_memory()
-    assert not list(differences(holder, replace(content, state=cast(content.state, precision)), content.alphas))
+    assert not list(compare_file_with_model(holder, replace(content, state=cast_tensors(content.state_dict, precision)), content.alphas))
 
 
 @pytest.mark.parametrize("fault", ["values", "alpha", "exchanged", "missing", "more"])
 def test_a_file_that_does_something_else_in_one_layer_is_caught(fault):
     holder, content = lora_in_memory()
     first, second = [module for module in content.alphas if module.endswith("attn1.to_q")][:2]
-    state, alphas = dict(content.state), dict(content.alphas)
+    state, alphas = dict(content.state_dict), dict(content.alphas)
     match fault:
         case "values":
             state[f"{first}.lora_B.weight"] = 1.2 * state[f"{first}.lora_B.weight"]
@@ -229,19 +229,19 @@ def test_a_file_that_does_something_else_in_one_layer_is_caught(fault):
         case "more":
             alphas[f"{second}.more"] = 1.0
             first = f"{second}.more"
-    found = list(differences(holder, replace(content, state=state, alphas=alphas), content.alphas))
+    found = list(compare_file_with_model(holder, replace(content, state=state, alphas=alphas), content.alphas))
     assert found and all(first in line for line in found)
 
 
 def test_a_file_that_its_check_refuses_gets_no_name(tmp_path, tensors):
     def refuse(path):
         assert load_file(path).keys() == tensors.keys()
-        raise BrokenFileError("not what was trained")
+        raise InvalidAdapterFileError("not what was trained")
 
-    write(tmp_path / "lora.safetensors", tensors, META)
+    write_adapter_file(tmp_path / "lora.safetensors", tensors, META)
     before = (tmp_path / "lora.safetensors").read_bytes()
-    with pytest.raises(BrokenFileError, match="not what was trained"):
-        write(tmp_path / "lora.safetensors", tensors, {**META, "ss_v2": "True"}, check=refuse)
+    with pytest.raises(InvalidAdapterFileError, match="not what was trained"):
+        write_adapter_file(tmp_path / "lora.safetensors", tensors, {**META, "ss_v2": "True"}, check=refuse)
     assert (tmp_path / "lora.safetensors").read_bytes() == before and os.listdir(tmp_path) == ["lora.safetensors"]
 
 
@@ -255,11 +255,11 @@ PIECES = {
 def test_files_of_other_kinds_are_looked_at_piece_by_piece(kind, tmp_path):
     path = tmp_path / "lora.safetensors"
     whole = {f"lora_unet_a.{end}": torch.ones(2, 2) for end in PIECES[kind]} | {"lora_unet_a.alpha": torch.tensor(1.0)}
-    write(path, whole, META)
+    write_adapter_file(path, whole, META)
     for end in PIECES[kind]:
         if end == "dora_scale":  # without it, it is a LoRA
             continue
-        with pytest.raises(BrokenFileError, match="has no"):
-            write(path, {key: tensor for key, tensor in whole.items() if not key.endswith(f".{end}")}, META)
-    with pytest.raises(BrokenFileError, match="no loader knows this name"):
-        write(path, {**whole, "lora_unet_a.hada_w3": torch.ones(1)}, META)
+        with pytest.raises(InvalidAdapterFileError, match="has no"):
+            write_adapter_file(path, {key: tensor for key, tensor in whole.items() if not key.endswith(f".{end}")}, META)
+    with pytest.raises(InvalidAdapterFileError, match="no loader knows this name"):
+        write_adapter_file(path, {**whole, "lora_unet_a.hada_w3": torch.ones(1)}, META)

@@ -12,19 +12,19 @@ from test_adapters_layouts import tiny_denoiser
 from tiny import TINY
 
 from library.adapters import lora
-from library.adapters.formats import from_file, to_file, usual_format
-from library.adapters.keys import PartNames
-from library.adapters.updates import updates_of
-from library.adapters.verify import read
-from library.cli import tool
-from library.config.save_rules import unwritable
+from library.adapters.formats import convert_from_file_format, convert_to_file_format, choose_file_format
+from library.adapters.keys import ComponentKeys
+from library.adapters.updates import group_updates
+from library.adapters.verify import read_safetensors
+from library.cli import run_tool
+from library.config.save_rules import validate_save_format
 from library.errors import UserError
 from library.families import FAMILIES
-from library.families.detect import detect
-from library.families.empty import empty
-from library.families.unloaded import unloaded
-from library.training.lora_files import identified
-from library.training.lora_parts import parts_of
+from library.families.detect import detect_model
+from library.families.empty import build_empty_model
+from library.families.unloaded import load_components_on_meta
+from library.training.lora_files import identify_lora
+from library.training.lora_parts import collect_component_keys
 
 DATA = Path(__file__).parent / "data"
 EVERY = ("sd1", "sd2", "sdxl", "sd3", "flux", "z_image", "qwen_image")
@@ -34,14 +34,14 @@ FORMATS = ("kohya", "diffusers", "comfy")
 def draw_state(name, kind="lora", dtype=torch.float32, seed=0, pipe=None, scale=None, with_t5=True):
     """A whole family's state, text encoders included, of several ranks and alphas, and what files call its parts."""
     pipe, family, draw = pipe or TINY[name]().pipe, FAMILIES.get(name), torch.Generator().manual_seed(seed)
-    parts = [part for part in parts_of(family, pipe) if with_t5 or part.style != "t5"]
+    parts = [part for part in collect_component_keys(family, pipe) if with_t5 or part.key_style != "t5"]
     state, alphas = {}, {}
     for part in parts:
         model = getattr(pipe, part.name)
-        targets = family.lora_targets if part.name == family.denoiser else family.text_lora_targets[part.name]
+        targets = family.lora_target_modules if part.name == family.denoiser_name else family.text_lora_target_modules[part.name]
         if part.name == "unet" and kind in ("lora", "dora"):
-            targets = (*targets, *family.conv_lora_targets)
-        for module in lora.matching(model, targets):
+            targets = (*targets, *family.conv_lora_target_modules)
+        for module in lora.match_target_modules(model, targets):
             shape = model.get_submodule(module).weight.shape
             # Several ranks, but one alpha: diffusers mixes up those of a UNet's blocks in sd-scripts' files.
             rank = 2 if kind != "lora" or module.split(".")[1] == "1" else 3
@@ -81,11 +81,11 @@ def equal(one, other):
 def test_every_family_goes_to_every_format_and_back_to_the_bit(name, form, dtype):
     # In 16 bits any alpha can be multiplied in and taken out again, in 32 bits powers of two.
     state, alphas, parts = draw_state(name, dtype=dtype, scale=0.5 if dtype == torch.float32 else None)
-    tensors, told = to_file(state, alphas, parts, form)
+    tensors, told = convert_to_file_format(state, alphas, parts, form)
     assert all(tensor.is_contiguous() for tensor in tensors.values())
-    back = from_file(tensors, told, parts)
-    assert equal(back.state, state) and back.alphas == alphas
-    assert back.format == ("kohya" if form == "comfy" and parts[0].name == "unet" else form)
+    back = convert_from_file_format(tensors, told, parts)
+    assert equal(back.state_dict, state) and back.alphas == alphas
+    assert back.file_format == ("kohya" if form == "comfy" and parts[0].name == "unet" else form)
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -93,8 +93,8 @@ def test_every_family_goes_to_every_format_and_back_to_the_bit(name, form, dtype
 def test_other_kinds_go_to_the_formats_that_know_them_and_back(name, kind, forms):
     state, alphas, parts = draw_state(name, kind, scale=0.25)
     for form in forms:
-        back = from_file(*to_file(state, alphas, parts, form), parts)
-        assert equal(back.state, state) and back.alphas == alphas
+        back = convert_from_file_format(*convert_to_file_format(state, alphas, parts, form), parts)
+        assert equal(back.state_dict, state) and back.alphas == alphas
 
 
 IN_DIFFUSERS = [*((name, "lora") for name in EVERY), ("sd1", "dora"), ("sd3", "dora"), ("flux", "dora")]
@@ -108,8 +108,8 @@ def test_diffusers_computes_with_the_file_what_a_model_with_merged_weights_does(
     state, alphas, parts = draw_state(name, kind, pipe=tiny.pipe, with_t5=False)
     state = {key: 0.1 * each if "lora_B" in key else each.abs() if "magnitude" in key else each
              for key, each in state.items()}  # fmt: skip
-    form = usual_format([kind], family.lora_format) if kind == "lora" else "diffusers"
-    save_file(to_file(state, alphas, parts, form)[0], tmp_path / "lora.safetensors")
+    form = choose_file_format([kind], family.lora_format) if kind == "lora" else "diffusers"
+    save_file(convert_to_file_format(state, alphas, parts, form)[0], tmp_path / "lora.safetensors")
     base = outputs(family, tiny.pipe, tiny.batch)
     theirs = family.load(tiny.source, torch.float32)
     theirs.load_lora_weights(str(tmp_path), weight_name="lora.safetensors")
@@ -138,36 +138,36 @@ def outputs(family, pipe, batch):
 def test_a_lora_kind_is_not_written_where_nobody_would_read_it():
     state, alphas, parts = draw_state("flux", "lokr")
     with pytest.raises(UserError, match=r"transformer\.double_blocks.* lokr .*take save_format comfy"):
-        to_file(state, alphas, parts, "kohya")
+        convert_to_file_format(state, alphas, parts, "kohya")
     state, alphas, parts = draw_state("sd1", "loha")
     with pytest.raises(UserError, match="diffusers does not load loha; take save_format auto or comfy"):
-        to_file(state, alphas, parts, "diffusers")
-    assert "turns what goes into a layer" in unwritable(["oft"], "kohya")[0] and not unwritable(["boft"], "diffusers")
+        convert_to_file_format(state, alphas, parts, "diffusers")
+    assert "turns what goes into a layer" in validate_save_format(["oft"], "kohya")[0] and not validate_save_format(["boft"], "diffusers")
 
 
 def test_the_usual_format_is_the_one_that_most_programs_read():
-    assert usual_format(["lora"], "kohya") == "kohya" and usual_format(["lora"], "diffusers") == "diffusers"
-    assert usual_format(["dora"], "diffusers") == usual_format(["loha"], "diffusers") == "comfy"
-    assert usual_format(["oft"], "kohya") == "diffusers"
+    assert choose_file_format(["lora"], "kohya") == "kohya" and choose_file_format(["lora"], "diffusers") == "diffusers"
+    assert choose_file_format(["dora"], "diffusers") == choose_file_format(["loha"], "diffusers") == "comfy"
+    assert choose_file_format(["oft"], "kohya") == "diffusers"
 
 
 @pytest.mark.parametrize("rank, alpha", [(3, 1.0), (6, 5.0), (4, 16.0)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_what_alpha_does_can_be_taken_out_again_to_the_bit_where_it_is_no_power_of_two(rank, alpha, dtype):
-    part = PartNames("transformer", ("a", "a.b"), "lora_unet")
+    part = ComponentKeys("transformer", ("a", "a.b"), "lora_unet")
     draw = torch.Generator().manual_seed(1)
     state = {"transformer.a.b.lora_A.weight": torch.randn(rank, 50, generator=draw).to(dtype),
              "transformer.a.b.lora_B.weight": torch.randn(400, rank, generator=draw).to(dtype)}  # fmt: skip
     alphas = {"transformer.a.b": alpha}
-    tensors, told = to_file(state, alphas, [part], "diffusers", torch.float16)
+    tensors, told = convert_to_file_format(state, alphas, [part], "diffusers", torch.float16)
     up, down = tensors["transformer.a.b.lora_B.weight"], tensors["transformer.a.b.lora_A.weight"]
     wanted = (
         alpha / rank * state["transformer.a.b.lora_B.weight"].double() @ state["transformer.a.b.lora_A.weight"].double()
     )
     torch.testing.assert_close(up.double() @ down.double(), wanted, rtol=1e-6, atol=1e-6)
-    back = from_file(tensors, told, [part])
-    assert equal(back.state, state) and back.alphas == alphas and back.alpha_dtype == torch.float16
-    assert from_file(tensors, {}, [part]).alphas == {"transformer.a.b": rank}, "without the metadata it still works"
+    back = convert_from_file_format(tensors, told, [part])
+    assert equal(back.state_dict, state) and back.alphas == alphas and back.alpha_dtype == torch.float16
+    assert convert_from_file_format(tensors, {}, [part]).alphas == {"transformer.a.b": rank}, "without the metadata it still works"
 
 
 def test_names_of_older_diffusers_of_peft_and_of_other_trainers_are_read():
@@ -185,13 +185,13 @@ def test_names_of_older_diffusers_of_peft_and_of_other_trainers_are_read():
         ("diffusion_model.input_blocks.1.1.transformer_blocks.0.attn1.to_q.lora_A.weight",
          "diffusion_model.input_blocks.1.1.transformer_blocks.0.attn1.to_q.lora_B.weight"),
     ):  # fmt: skip
-        back = from_file({first: down, second: up}, {}, parts)
-        assert equal(back.state, {f"{module}.lora_A.weight": down, f"{module}.lora_B.weight": up}), first
+        back = convert_from_file_format({first: down, second: up}, {}, parts)
+        assert equal(back.state_dict, {f"{module}.lora_A.weight": down, f"{module}.lora_B.weight": up}), first
         assert back.alphas == {module: len(down)}
     text = "text_encoder.encoder.layers.0.self_attn.q_proj"
     old = "text_encoder.text_model.encoder.layers.0.self_attn.to_q_lora"
-    back = from_file({f"{old}.down.weight": down[:, :1], f"{old}.up.weight": up}, {}, parts)
-    (found,) = {name.rpartition(".lora_")[0] for name in back.state}
+    back = convert_from_file_format({f"{old}.down.weight": down[:, :1], f"{old}.up.weight": up}, {}, parts)
+    (found,) = {name.rpartition(".lora_")[0] for name in back.state_dict}
     assert found.replace("text_model.", "") == text
 
 
@@ -202,9 +202,9 @@ def test_fused_attention_of_z_image_comes_apart():
     rows = [model.layers[0].attention.get_submodule(end).weight.shape[0] for end in ("to_q", "to_k", "to_v")]
     assert rows == [size] * 3
     down, up = torch.randn(4, size), torch.randn(3 * size, 4)
-    found = from_file({"diffusion_model.layers.0.attention.qkv.lora_A.weight": down,
+    found = convert_from_file_format({"diffusion_model.layers.0.attention.qkv.lora_A.weight": down,
                        "diffusion_model.layers.0.attention.qkv.lora_B.weight": up}, {}, [part])  # fmt: skip
-    parts = updates_of(found.state, found.alphas)
+    parts = group_updates(found.state_dict, found.alphas)
     moved = [parts[f"transformer.layers.0.attention.to_{end}"] for end in "qkv"]
     torch.testing.assert_close(torch.cat([each.tensors["up"] @ each.tensors["down"] for each in moved]), up @ down)
 
@@ -236,11 +236,11 @@ def test_the_tool_converts_files_in_which_a_layer_does_nothing(kind, zero, form,
     """LyCORIS begins with zeros in other places than peft, and leaves them there in layers that nothing reaches."""
     source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
     state, alphas, parts = draw_state("sd1", kind)
-    tensors = to_file(state, alphas, parts, "kohya")[0]
+    tensors = convert_to_file_format(state, alphas, parts, "kohya")[0]
     idle = next(key for key in tensors if key.endswith(zero))
     save_file({**tensors, idle: torch.zeros_like(tensors[idle])}, source)
 
-    assert tool(["convert", str(source), str(target), "--to", form]) == 0
+    assert run_tool(["convert", str(source), str(target), "--to", form]) == 0
     assert len(load_file(target)) == len(tensors) - len(alphas) * (form == "diffusers")
 
 
@@ -250,40 +250,40 @@ def test_the_tool_converts_sd_scripts_files_there_and_back_to_the_bit(name, tmp_
     golden_file(source, name)
     for form in ("diffusers", "comfy"):
         there, back = tmp_path / f"{form}.safetensors", tmp_path / f"{form}-back.safetensors"
-        assert tool(["convert", str(source), str(there), "--to", form]) == 0
+        assert run_tool(["convert", str(source), str(there), "--to", form]) == 0
         assert f"a.safetensors: {FAMILY_OF[name]}, " in capsys.readouterr().out
-        assert tool(["convert", str(there), str(back), "--to", "kohya"]) == 0
+        assert run_tool(["convert", str(there), str(back), "--to", "kohya"]) == 0
         assert equal(load_file(back), load_file(source))
-        kept = read(back)[1]
+        kept = read_safetensors(back)[1]
         assert kept["modelspec.title"] == "my LoRA" and kept["ss_network_dim"] == "16"
         assert not [key for key in kept if key.startswith("lorikeet.")]
-        hashes = [read(path)[1]["sshs_model_hash"] for path in (there, back)]
+        hashes = [read_safetensors(path)[1]["sshs_model_hash"] for path in (there, back)]
         assert (hashes[0] == hashes[1]) == (form == "comfy" and name == "sd15"), "they are those of the new tensors"
 
 
 def test_a_model_of_a_size_of_its_own_is_found_by_its_names_and_by_what_the_file_says():
-    unet = empty(UNet2DConditionModel, {"cross_attention_dim": 24, "block_out_channels": (32, 64), "norm_num_groups": 8,
+    unet = build_empty_model(UNet2DConditionModel, {"cross_attention_dim": 24, "block_out_channels": (32, 64), "norm_num_groups": 8,
                                         "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
                                         "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D")})  # fmt: skip
     family = FAMILIES.get("sd1")
     state, alphas = {}, {}
-    for module in lora.matching(unet, family.lora_targets):
+    for module in lora.match_target_modules(unet, family.lora_target_modules):
         for end, size in sizes("lora", unet.get_submodule(module).weight.shape, 2).items():
             state[f"unet.{module}.{end}"] = torch.ones(size)
         alphas[f"unet.{module}"] = 1.0
-    tensors, _ = to_file(state, alphas, [names_of(unet)], "kohya")
-    found = identified(tensors, {"modelspec.architecture": "stable-diffusion-v2-512/lora"})
-    assert (found.family, found.is_of_known_size) == ("sd2", False)
-    assert equal(found.content.state, state)
-    built_in = unloaded(detect(None), ("unet",)).unet
-    state = {f"unet.{name}.lora_{end}.weight": torch.ones(2, 2) for name in lora.matching(built_in, family.lora_targets)
+    tensors, _ = convert_to_file_format(state, alphas, [names_of(unet)], "kohya")
+    found = identify_lora(tensors, {"modelspec.architecture": "stable-diffusion-v2-512/lora"})
+    assert (found.family, found.is_known_size) == ("sd2", False)
+    assert equal(found.contents.state_dict, state)
+    built_in = load_components_on_meta(detect_model(None), ("unet",)).unet
+    state = {f"unet.{name}.lora_{end}.weight": torch.ones(2, 2) for name in lora.match_target_modules(built_in, family.lora_target_modules)
              for end in "AB"}  # fmt: skip
     alphas = {key.removesuffix(".lora_A.weight"): 1.0 for key in state if "lora_A" in key}
     for module in alphas:
         shape = built_in.get_submodule(module.removeprefix("unet.")).weight.shape
         state |= {f"{module}.{end}": torch.ones(size) for end, size in sizes("lora", shape, 2).items()}
-    found = identified(to_file(state, alphas, [names_of(built_in)], "kohya")[0], {})
-    assert (found.family, found.is_of_known_size) == ("sd1", True)
+    found = identify_lora(convert_to_file_format(state, alphas, [names_of(built_in)], "kohya")[0], {})
+    assert (found.family, found.is_known_size) == ("sd1", True)
 
 
 def test_the_tool_says_what_is_no_lora_and_overwrites_nothing(tmp_path, capsys):
@@ -299,9 +299,9 @@ def test_the_tool_says_what_is_no_lora_and_overwrites_nothing(tmp_path, capsys):
         ("text.safetensors", "cannot be read as safetensors"),
         ("none.safetensors", "no such file"),
     ):
-        assert tool(["convert", str(tmp_path / name), str(tmp_path / "out.safetensors"), "--to", "kohya"]) == 2
+        assert run_tool(["convert", str(tmp_path / name), str(tmp_path / "out.safetensors"), "--to", "kohya"]) == 2
         assert message in capsys.readouterr().err
-    assert tool(["convert", str(model), str(adapter), "--to", "kohyo", "--fast"]) == 2
+    assert run_tool(["convert", str(model), str(adapter), "--to", "kohyo", "--fast"]) == 2
     said = capsys.readouterr().err
     assert "no format 'kohyo'; did you mean kohya?" in said and "is not overwritten" in said and "--fast" in said
     assert not (tmp_path / "out.safetensors").exists()
@@ -315,7 +315,7 @@ LATER = {"diffusers": "lora_transformer_transformer_blocks_1_norm1_context_linea
 def test_comfyui_gets_shift_and_scale_of_sd3_in_the_order_of_the_original(form, start):
     """It reads diffusers' name as if the order were the same; a name that it reads later says it right."""
     state, alphas, parts = draw_state("sd3", scale=0.5)
-    tensors, _ = to_file(state, alphas, parts, form)
+    tensors, _ = convert_to_file_format(state, alphas, parts, form)
     up = state["transformer.transformer_blocks.1.norm1_context.linear.lora_B.weight"]
     factor = 0.5 if form == "diffusers" else 1.0
     assert torch.equal(tensors[f"{start}.lora_up.weight"], factor * torch.cat(up.chunk(2)[::-1]))

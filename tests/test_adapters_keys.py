@@ -8,7 +8,7 @@ import torch
 from diffusers import UNet2DConditionModel
 
 from library.adapters import keys, lora
-from library.adapters.formats import from_file, to_file
+from library.adapters.formats import convert_from_file_format, convert_to_file_format
 from library.config.schema import AdapterConfig
 from library.errors import UserError
 from library.families import FAMILIES
@@ -22,12 +22,12 @@ def real():
     """The real UNet of Stable Diffusion 1.5, without its weights, with a LoRA of the golden list's rank."""
     with torch.device("meta"):
         model = UNet2DConditionModel(cross_attention_dim=768)
-    return model, lora.inject(model, AdapterConfig(network_dim=16, network_alpha=8), FAMILY.lora_targets, seed=1)
+    return model, lora.inject_into_model(model, AdapterConfig(network_dim=16, network_alpha=8), FAMILY.lora_target_modules, seed=1)
 
 
 def filled(model):
     draw = torch.Generator().manual_seed(0)
-    return {f"unet.{name}": torch.rand(tensor.shape, generator=draw) for name, tensor in lora.state(model).items()}
+    return {f"unet.{name}": torch.rand(tensor.shape, generator=draw) for name, tensor in lora.get_adapter_state_dict(model).items()}
 
 
 def alphas(adapter):
@@ -35,12 +35,12 @@ def alphas(adapter):
 
 
 def names(model):
-    return keys.PartNames.of(model, "unet", FAMILY.lora_prefix)
+    return keys.ComponentKeys.from_model(model, "unet", FAMILY.lora_prefix)
 
 
 def test_names_and_shapes_of_the_real_unet_are_sd_scripts_own(real):
     model, adapter = real
-    ours, _ = to_file(filled(model), alphas(adapter), [names(model)], "kohya")
+    ours, _ = convert_to_file_format(filled(model), alphas(adapter), [names(model)], "kohya")
     golden = {name: shape for name, shape in GOLDEN.items() if name.startswith("lora_unet_")}
     assert {name: list(tensor.shape) for name, tensor in ours.items()} == golden
     assert len(golden) == 3 * 192
@@ -51,9 +51,9 @@ def test_names_and_shapes_of_the_real_unet_are_sd_scripts_own(real):
 def test_names_go_to_the_file_and_back_without_loss(real, form):
     model, adapter = real
     state = filled(model)
-    back = from_file(*to_file(state, alphas(adapter), [names(model)], form), [names(model)])
-    assert back.state.keys() == state.keys()
-    assert all(torch.equal(back.state[name], state[name]) for name in state)
+    back = convert_from_file_format(*convert_to_file_format(state, alphas(adapter), [names(model)], form), [names(model)])
+    assert back.state_dict.keys() == state.keys()
+    assert all(torch.equal(back.state_dict[name], state[name]) for name in state)
     assert back.alphas == alphas(adapter)
 
 
@@ -61,7 +61,7 @@ def test_a_file_with_keys_of_another_model_is_refused(real):
     model, _ = real
     stranger = {"lora_te_text_model_encoder_layers_0_mlp_fc1.alpha": torch.tensor(1.0)}
     with pytest.raises(UserError, match="1 of 1 keys are none of this model's, for example lora_te_text"):
-        from_file(stranger, {}, [names(model)])
+        convert_from_file_format(stranger, {}, [names(model)])
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_a_file_with_keys_of_another_model_is_refused(real):
     ],
 )
 def test_what_wrappers_add_is_taken_off(name):
-    assert keys.clean(name) == "mid_block.attentions.0.to_q.lora_A.weight"
+    assert keys.clean_parameter_name(name) == "mid_block.attentions.0.to_q.lora_A.weight"
 
 
 @pytest.mark.parametrize(
@@ -89,13 +89,13 @@ def test_what_wrappers_add_is_taken_off(name):
     ],
 )
 def test_what_is_left_of_a_wrapper_is_found(name):
-    assert keys.stray([name]) == [name]
+    assert keys.find_wrapper_names([name]) == [name]
 
 
 def test_a_state_that_is_not_clean_is_never_exported():
     with pytest.raises(ValueError, match="not clean"):
-        to_file({"unet._orig_mod.to_q.lora_A.weight": torch.ones(1)}, {}, [], "kohya")
+        convert_to_file_format({"unet._orig_mod.to_q.lora_A.weight": torch.ones(1)}, {}, [], "kohya")
 
 
 def test_the_golden_names_are_all_clean():
-    assert keys.stray(GOLDEN) == []
+    assert keys.find_wrapper_names(GOLDEN) == []

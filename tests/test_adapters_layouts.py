@@ -14,17 +14,17 @@ from tiny import TINY
 from torch import nn
 
 from library.adapters import keys, layouts, lora
-from library.adapters.formats import from_file, to_file
-from library.adapters.fusing import fuse, split
-from library.adapters.keys import PartNames
-from library.adapters.layouts import Original
-from library.adapters.updates import Update
+from library.adapters.formats import convert_from_file_format, convert_to_file_format
+from library.adapters.fusing import fuse_updates, split_update
+from library.adapters.keys import ComponentKeys
+from library.adapters.layouts import OriginalModule
+from library.adapters.updates import ModuleUpdate
 from library.config.schema import AdapterConfig
 from library.errors import UserError
 from library.families import FAMILIES
 
 DATA = Path(__file__).parent / "data"
-NAMES = {style: keys.file_names((), style) for style in ("flux", "sd3")}
+NAMES = {style: keys.build_key_map((), style) for style in ("flux", "sd3")}
 GOLDEN = {"flux": "kohya_keys_flux.json", "sd3": "kohya_keys_sd3_medium.json"}
 
 
@@ -33,16 +33,16 @@ def real(request):
     """The denoiser of a published model, without its weights, with a LoRA of the golden list's rank."""
     name = request.param
     family = FAMILIES.get(name)
-    model = part_of(name, family.denoiser)
-    lora.inject(model, AdapterConfig(network_dim=16, network_alpha=8), family.lora_targets, 1, family.lora_names,
-                family.idle_layers(family, model))  # fmt: skip
+    model = part_of(name, family.denoiser_name)
+    lora.inject_into_model(model, AdapterConfig(network_dim=16, network_alpha=8), family.lora_target_modules, 1, family.lora_key_style,
+                family.get_unused_layers(family, model))  # fmt: skip
     golden = json.loads((DATA / GOLDEN[name]).read_text())
     return model, family, {key: shape for key, shape in golden.items() if key.startswith(f"{family.lora_prefix}_")}
 
 
 def test_names_and_shapes_of_the_real_model_are_sd_scripts_own(real):
     model, family, golden = real
-    there = {key: torch.zeros(each.shape, dtype=torch.int8) for key, each in lora.state(model).items()}
+    there = {key: torch.zeros(each.shape, dtype=torch.int8) for key, each in lora.get_adapter_state_dict(model).items()}
     ours = as_kohya(there, 8.0, names_of(model, family))
     assert {key: list(tensor.shape) for key, tensor in ours.items()} == golden
     assert {float(tensor) for key, tensor in ours.items() if key.endswith(".alpha")} == {8.0}
@@ -64,18 +64,18 @@ def modules_in(state):
 
 
 def as_kohya(state, alpha, part):
-    return to_file(prefixed(state, part), prefixed(dict.fromkeys(modules_in(state), alpha), part), [part], "kohya")[0]
+    return convert_to_file_format(prefixed(state, part), prefixed(dict.fromkeys(modules_in(state), alpha), part), [part], "kohya")[0]
 
 
 def part_with(modules, style, name="transformer"):
-    return PartNames(name, tuple(modules), "lora_unet", style)
+    return ComponentKeys(name, tuple(modules), "lora_unet", style)
 
 
 def state_of(shapes, layout, rank=3, shared=True, seed=0):
     """Random LoRA weights for modules of these shapes (outputs, inputs)."""
     draw = torch.Generator().manual_seed(seed)
     down = {}
-    for group in NAMES[layout].groups(shapes):
+    for group in NAMES[layout].group_modules(shapes):
         for module in group.modules:
             if module is not None:
                 same = down.setdefault(group.name, torch.randn(rank, shapes[module][1], generator=draw))
@@ -95,22 +95,22 @@ def update(state, module, scale, a="lora_A", b="lora_B"):
 @pytest.mark.parametrize("shared", [True, False])
 def test_names_go_to_the_original_ones_and_back_without_loss(name, shared):
     model, family = tiny_denoiser(name)
-    shapes = {module: model.get_submodule(module).weight.shape for module in lora.matching(model, family.lora_targets)}
+    shapes = {module: model.get_submodule(module).weight.shape for module in lora.match_target_modules(model, family.lora_target_modules)}
     state = state_of(shapes, name, shared=shared)
     part = names_of(model, family)
     state = prefixed(state, part)
     alphas = prefixed(dict.fromkeys(shapes, 5.0), part)
-    file, _ = to_file(state, alphas, [part], "kohya")
-    back = from_file(file, {}, [part])
-    assert back.state.keys() == state.keys() and all(torch.equal(back.state[key], state[key]) for key in state)
+    file, _ = convert_to_file_format(state, alphas, [part], "kohya")
+    back = convert_from_file_format(file, {}, [part])
+    assert back.state_dict.keys() == state.keys() and all(torch.equal(back.state_dict[key], state[key]) for key in state)
     assert back.alphas == alphas
-    again, _ = to_file(back.state, back.alphas, [part], "kohya")
+    again, _ = convert_to_file_format(back.state_dict, back.alphas, [part], "kohya")
     assert again.keys() == file.keys() and all(torch.equal(again[key], file[key]) for key in file)
 
 
 def tiny_denoiser(name):
     family = FAMILIES.get(name)
-    return getattr(TINY[name]().pipe, family.denoiser), family
+    return getattr(TINY[name]().pipe, family.denoiser_name), family
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -120,7 +120,7 @@ def test_diffusers_reads_a_flux_file_as_we_mean_it(shared):
 
     size, family = 3072, FAMILIES.get("flux")
     shapes = {}
-    for part in (*layouts.PICTURE, *layouts.TEXT):
+    for part in (*layouts.IMAGE_STREAM, *layouts.TEXT_STREAM):
         outputs = {"norm1": 6, "norm1_context": 6, "ff": 4, "ff_context": 4}.get(part.split(".")[0], 1)
         is_outer = part.endswith("net.2")
         shapes[f"transformer_blocks.0.{part}"] = (size if is_outer else size * outputs, size * 4 if is_outer else size)
@@ -128,9 +128,9 @@ def test_diffusers_reads_a_flux_file_as_we_mean_it(shared):
                                     "proj_out": (1, 5), "norm.linear": (3, 1)}.items():  # fmt: skip
         shapes[f"single_transformer_blocks.0.{part}"] = (size * outputs, size * inputs)
     state = {key: each.double() for key, each in state_of(shapes, "flux", rank=2, shared=shared).items()}
-    part = part_with(shapes, family.lora_names)
+    part = part_with(shapes, family.lora_key_style)
     theirs = _convert_kohya_flux_lora_to_diffusers(as_kohya(state, 3.0, part))
-    ours, _ = to_file(prefixed(state, part), prefixed(dict.fromkeys(shapes, 3.0), part), [part], "diffusers")
+    ours, _ = convert_to_file_format(prefixed(state, part), prefixed(dict.fromkeys(shapes, 3.0), part), [part], "diffusers")
     assert theirs.keys() == ours.keys()
     probe = {inputs: torch.randn(inputs, 1).double() for inputs in (size, 4 * size, 5 * size)}
     for module, (_, inputs) in shapes.items():
@@ -151,8 +151,8 @@ def test_a_file_for_sd3_changes_the_original_weights_as_the_lora_changes_those_o
     file = as_kohya(state, 4.0, names_of(model, family))
     before = original_names.sd3_transformer(model)
     after = dict(before)
-    for group in NAMES["sd3"].groups(modules):
-        start = keys.kohya_name(group.name, family.lora_prefix)
+    for group in NAMES["sd3"].group_modules(modules):
+        start = keys.build_kohya_name(group.name, family.lora_prefix)
         scale = file[f"{start}.alpha"] / len(file[f"{start}.lora_down.weight"])
         after[f"{group.name}.weight"] = before[f"{group.name}.weight"] + update(file, start, scale, "lora_down",
                                                                                "lora_up")  # fmt: skip
@@ -169,20 +169,20 @@ def test_a_file_for_sd3_changes_the_original_weights_as_the_lora_changes_those_o
 def test_fused_parts_do_what_they_do_alone_and_come_apart_again(ranks, shared, there, zero, decomposed, seed):
     """Of whatever ranks, as long as alpha / rank is one."""
     draw = torch.Generator().manual_seed(seed)
-    original = Original("whole", ("q", "k", "v", "mlp"), outputs=(1, 1, 1, 4))
+    original = OriginalModule("whole", ("q", "k", "v", "mlp"), output_ratios=(1, 1, 1, 4))
     inputs, common = 5, torch.randn(ranks[0], 5, generator=draw)
     parts = []
-    for size, rank, is_there in zip(original.outputs, ranks, there, strict=True):
+    for size, rank, is_there in zip(original.output_ratios, ranks, there, strict=True):
         down = common if shared else torch.randn(rank, inputs, generator=draw)
         tensors = {"down": down, "up": torch.randn(size * inputs, len(down), generator=draw) * (0 if zero else 1)}
         if decomposed and all(there):
             tensors["magnitude"] = torch.rand(size * inputs, generator=draw)
-        parts.append(Update(tensors, 0.5 * len(down)) if is_there else None)
-    whole = fuse(parts, original)
+        parts.append(ModuleUpdate(tensors, 0.5 * len(down)) if is_there else None)
+    whole = fuse_updates(parts, original)
     alone = [torch.zeros(size * inputs, inputs) if part is None else moved(part)
-             for part, size in zip(parts, original.outputs, strict=True)]  # fmt: skip
+             for part, size in zip(parts, original.output_ratios, strict=True)]  # fmt: skip
     torch.testing.assert_close(moved(whole), torch.cat(alone))
-    back = split(whole, original)
+    back = split_update(whole, original)
     if zero:  # nothing tells whose the ranks are
         return
     assert [each is None for each in back] == [not each for each in there]
@@ -199,20 +199,20 @@ def moved(update):
 def test_a_shared_matrix_that_has_learnt_nothing_yet_stays_whole():
     """Its rank could be that of four blocks, and nothing but zeros is beside them."""
     down = torch.randn(4, 5)
-    parts = split(Update({"down": down, "up": torch.zeros(7 * 5, 4)}, 2.0),
-                  Original("whole", ("q", "k", "v", "mlp"), outputs=(1, 1, 1, 4)))  # fmt: skip
+    parts = split_update(ModuleUpdate({"down": down, "up": torch.zeros(7 * 5, 4)}, 2.0),
+                  OriginalModule("whole", ("q", "k", "v", "mlp"), output_ratios=(1, 1, 1, 4)))  # fmt: skip
     assert all(torch.equal(part.tensors["down"], down) and part.alpha == 2.0 for part in parts)
 
 
 def test_a_file_of_another_model_or_half_a_file_is_refused():
     part = names_of(*tiny_denoiser("flux"))
     with pytest.raises(UserError, match="1 of 1 keys are none of this model's, for example lora_unet_joint"):
-        from_file({"lora_unet_joint_blocks_0_x_block_attn_qkv.alpha": torch.tensor(1.0)}, {}, [part])
+        convert_from_file_format({"lora_unet_joint_blocks_0_x_block_attn_qkv.alpha": torch.tensor(1.0)}, {}, [part])
     half = {"lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight": torch.ones(2, 32)}
     with pytest.raises(UserError, match="one of lora_down and lora_up is missing"):
-        from_file(half, {}, [part])
+        convert_from_file_format(half, {}, [part])
     with pytest.raises(ValueError, match="has no name in the files of sd-scripts"):
-        NAMES["sd3"].groups(["a.b"])
+        NAMES["sd3"].group_modules(["a.b"])
 
 
 def test_every_layer_that_sd_scripts_can_train_has_its_name():
@@ -220,6 +220,6 @@ def test_every_layer_that_sd_scripts_can_train_has_its_name():
     for name in GOLDEN:
         model, _ = tiny_denoiser(name)
         linear = [module for module, part in model.named_modules() if isinstance(part, nn.Linear)]
-        found = NAMES[name].groups(linear)
+        found = NAMES[name].group_modules(linear)
         assert sorted(module for group in found for module in group.modules if module) == sorted(linear)
-        assert len({keys.kohya_name(group.name, "") for group in found}) == len(found)
+        assert len({keys.build_kohya_name(group.name, "") for group in found}) == len(found)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from library.adapters.file import write
-from library.adapters.metadata import ModelFacts, RunFacts, describe, with_hashes
-from library.adapters.modelspec import OWN_WORDS
-from library.adapters.verify import read
+from library.adapters.file import write_adapter_file
+from library.adapters.metadata import BaseModelMetadata, RunMetadata, build_metadata, add_model_hashes
+from library.adapters.modelspec import MODELSPEC_USER_KEYS
+from library.adapters.verify import read_safetensors
 from library.config.schema import (
     AdapterConfig,
     LossConfig,
@@ -22,13 +22,13 @@ from library.config.schema import (
     SaveConfig,
     TrainConfig,
 )  # fmt: skip
-from library.training.model_told import model_told
+from library.training.model_told import build_model_metadata
 
-MODEL = ModelFacts("sd_v1", "stable-diffusion-v1", "epsilon")
-RUN = RunFacts(
-    step=30, epoch=2, steps=100, epochs=7, started_at=1_700_000_000.5, saved_at=1_700_000_900.0, session_id=7,
-    pictures=32, regularisation_pictures=0, batches_per_epoch=16, resolution=(96, 64),
-    data={"ss_tag_frequency": '{"cats": {"a cat": 3}}'}, model={"ss_sd_model_name": "sd15"},
+MODEL = BaseModelMetadata("sd_v1", "stable-diffusion-v1", "epsilon")
+RUN = RunMetadata(
+    step=30, epoch=2, max_train_steps=100, num_epochs=7, started_at=1_700_000_000.5, saved_at=1_700_000_900.0, session_id=7,
+    num_train_images=32, num_reg_images=0, num_batches_per_epoch=16, resolution=(96, 64),
+    dataset_metadata={"ss_tag_frequency": '{"cats": {"a cat": 3}}'}, model_metadata={"ss_sd_model_name": "sd15"},
     rank=8, alpha=4.0, optimizer="torch.optim.adamw.AdamW(weight_decay=0.01)", mixed_precision="bf16",
 )  # fmt: skip
 CONFIG = RunConfig(
@@ -39,7 +39,7 @@ CONFIG = RunConfig(
 
 
 def described(config=CONFIG):
-    return describe(config, MODEL, RUN, "lorikeet-lora/0.1.0")
+    return build_metadata(config, MODEL, RUN, "lorikeet-lora/0.1.0")
 
 
 def test_the_keys_that_loaders_read_are_always_there():
@@ -83,7 +83,7 @@ def test_noise_times_and_loss_are_told_and_those_of_flow_matching_for_models_tra
                 "ss_zero_terminal_snr": "False", "ss_multires_noise_iterations": "None"}  # fmt: skip
     assert found.items() >= expected.items()
     assert "ss_timestep_sampling" not in found
-    flow = describe(config, dataclasses.replace(MODEL, prediction="flow"), RUN, "x")
+    flow = build_metadata(config, dataclasses.replace(MODEL, prediction="flow"), RUN, "x")
     expected |= {"ss_timestep_sampling": "sigma", "ss_weighting_scheme": "cosmap", "ss_discrete_flow_shift": "None",
                  "ss_model_prediction_type": "raw"}  # fmt: skip
     assert flow.items() >= expected.items()
@@ -99,20 +99,20 @@ def test_noise_times_and_loss_are_told_and_those_of_flow_matching_for_models_tra
     ],
 )
 def test_of_a_path_only_the_last_part_is_told(source, name):
-    assert model_told(ModelConfig(source, vae=source)).items() >= {"ss_sd_model_name": name}.items()
-    assert "someone" not in json.dumps(model_told(ModelConfig(source, vae=source)))
+    assert build_model_metadata(ModelConfig(source, vae=source)).items() >= {"ss_sd_model_name": name}.items()
+    assert "someone" not in json.dumps(build_model_metadata(ModelConfig(source, vae=source)))
 
 
 def test_of_a_relative_path_only_the_last_part_is_told(tmp_path, monkeypatch):
     (tmp_path / "private/sd15").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    assert model_told(ModelConfig(os.path.join("private", "sd15"))) == {"ss_sd_model_name": "sd15"}
+    assert build_model_metadata(ModelConfig(os.path.join("private", "sd15"))) == {"ss_sd_model_name": "sd15"}
 
 
 def test_a_single_file_is_told_with_the_two_hashes_that_web_uis_look_for(tmp_path):
     content = os.urandom(0x110010)
     (tmp_path / "sd.safetensors").write_bytes(content)
-    found = model_told(ModelConfig(str(tmp_path / "sd.safetensors"), vae=str(tmp_path / "sd.safetensors")))
+    found = build_model_metadata(ModelConfig(str(tmp_path / "sd.safetensors"), vae=str(tmp_path / "sd.safetensors")))
     whole, old = hashlib.sha256(content).hexdigest(), hashlib.sha256(content[0x100000:0x110000]).hexdigest()[:8]
     assert found == {"ss_sd_model_name": "sd.safetensors", "ss_sd_model_hash": old, "ss_new_sd_model_hash": whole,
                      "ss_vae_name": "sd.safetensors", "ss_vae_hash": old, "ss_new_vae_hash": whole}  # fmt: skip
@@ -120,7 +120,7 @@ def test_a_single_file_is_told_with_the_two_hashes_that_web_uis_look_for(tmp_pat
 
 def test_what_the_user_says_of_the_lora_stands_in_the_file(tmp_path):
     (tmp_path / "cat.png").write_bytes(b"picture")
-    words = {name: f"my {name}" for name in OWN_WORDS}
+    words = {name: f"my {name}" for name in MODELSPEC_USER_KEYS}
     save = dataclasses.replace(CONFIG.save, metadata_title="Cat", metadata_thumbnail=str(tmp_path / "cat.png"),
                                **{f"metadata_{name}": text for name, text in words.items()})  # fmt: skip
     adapter = dataclasses.replace(CONFIG.adapter, network_args=("conv_dim=4", "verbose = True"))
@@ -128,13 +128,13 @@ def test_what_the_user_says_of_the_lora_stands_in_the_file(tmp_path):
     assert found["modelspec.title"] == "Cat" and found["modelspec.thumbnail"] == "data:image/png;base64,cGljdHVyZQ=="
     assert {name: found[f"modelspec.{name}"] for name in words} == words
     assert json.loads(found["ss_network_args"]) == {"conv_dim": "4", "verbose": "True"}
-    assert found["ss_tag_frequency"] == RUN.data["ss_tag_frequency"] and found["ss_sd_model_name"] == "sd15"
+    assert found["ss_tag_frequency"] == RUN.dataset_metadata["ss_tag_frequency"] and found["ss_sd_model_name"] == "sd15"
     assert "modelspec.author" not in described()
 
 
 def test_the_hashes_follow_sd_scripts_rules(tmp_path):
     tensors = {"lora_unet_a.alpha": torch.tensor(1.0), "lora_unet_a.lora_down.weight": torch.rand(600, 600)}
-    found = with_hashes(tensors, described())
+    found = add_model_hashes(tensors, described())
 
     # The rules anew, on a real file that has only the ss_ keys.
     save_file(tensors, tmp_path / "plain.safetensors", {k: v for k, v in described().items() if k.startswith("ss_")})
@@ -147,7 +147,7 @@ def test_the_hashes_follow_sd_scripts_rules(tmp_path):
         legacy.update(file.read(0x10000))
     assert found["sshs_legacy_hash"] == legacy.hexdigest()[:8]
 
-    other = with_hashes(tensors, {**described(), "modelspec.title": "another"})
+    other = add_model_hashes(tensors, {**described(), "modelspec.title": "another"})
     assert other["sshs_model_hash"] == found["sshs_model_hash"]
 
 
@@ -157,6 +157,6 @@ def test_the_metadata_arrives_in_the_file(tmp_path):
         "lora_unet_a.lora_down.weight": torch.rand(2, 3),
         "lora_unet_a.lora_up.weight": torch.rand(4, 2),
     }
-    metadata = with_hashes(tensors, described())
-    write(tmp_path / "cat.safetensors", tensors, metadata)
-    assert read(tmp_path / "cat.safetensors")[1] == metadata
+    metadata = add_model_hashes(tensors, described())
+    write_adapter_file(tmp_path / "cat.safetensors", tensors, metadata)
+    assert read_safetensors(tmp_path / "cat.safetensors")[1] == metadata

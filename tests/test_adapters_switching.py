@@ -4,17 +4,17 @@ import torch
 from test_adapters_lora import CONFIG, TARGETS, call, randomise, unet
 
 from library.adapters import lora
-from library.adapters.switching import switched_off
+from library.adapters.switching import disable_adapters
 
 
 @torch.no_grad()
 def test_switched_off_the_model_is_what_it_was_and_afterwards_all_learns_again():
     model = unet()
     before = call(model)
-    lora.inject(model, CONFIG, TARGETS, seed=1)
+    lora.inject_into_model(model, CONFIG, TARGETS, seed=1)
     randomise(model)
     after, learning = call(model), [name for name, each in model.named_parameters() if each.requires_grad]
-    with switched_off(model):
+    with disable_adapters(model):
         assert torch.equal(call(model), before)
     assert torch.equal(call(model), after) and not torch.equal(after, before)
     assert [name for name, each in model.named_parameters() if each.requires_grad] == learning

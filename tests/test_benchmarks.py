@@ -23,9 +23,9 @@ from benchmarks.processes import ROOT, run_workers
 from benchmarks.report import Measurement, format_json, format_text, measure_interleaved
 from benchmarks.step import BareLoop
 from benchmarks.synthetic_run import build_run, write_dataset
-from library.cli import tool
-from library.data.batches import BucketSamples
-from library.data.prepare import prepare
+from library.cli import run_tool
+from library.data.batches import Bucket
+from library.data.prepare import prepare_data
 from library.errors import ConfigError, UserError
 from library.estimate.memory_meter import MemoryMeter
 
@@ -71,7 +71,7 @@ def test_wrong_options_exit_with_code_2_and_say_why(argv, message, capsys):
 
 
 def test_the_former_command_names_the_new_one(capsys):
-    assert tool(["bench", "step"]) == 2
+    assert run_tool(["bench", "step"]) == 2
     assert "python -m benchmarks" in capsys.readouterr().err
 
 
@@ -223,8 +223,8 @@ def test_every_memory_switch_is_compared_to_the_baseline(monkeypatch):
 def count_flops_of_a_step(directory):
     argv = write_dataset([*SMALL, "--train_batch_size", "2"], directory, 1)
     with build_run(argv, directory) as run, MemoryMeter(torch.device("cpu")) as meter:
-        work = next(run.loader.steps(0))
-        run.strategy.gradients(run.task, work.batches, work.samples, 0)
+        work = next(run.loader.iter_steps(0))
+        run.strategy.compute_gradients(run.task, work.micro_batches, work.num_global_samples, 0)
     return meter.flops
 
 
@@ -271,18 +271,18 @@ def test_scan_and_plan_are_measured_and_nothing_is_left(monkeypatch, tmp_path):
 def test_scanned_images_are_distinct_and_have_many_sizes(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "SETTLE_SECONDS", 0.0)
     configs = []
-    monkeypatch.setattr(data, "prepare", lambda config, step: configs.append(config) or prepare(config, step))
+    monkeypatch.setattr(data, "prepare", lambda config, step: configs.append(config) or prepare_data(config, step))
     list(data.measure_scan(tmp_path / "scan", 60, 1))
-    samples = prepare(configs[0], 8).manifest.samples
-    assert len({sample.content for sample in samples}) == len({sample.caption for sample in samples}) == 60
+    samples = prepare_data(configs[0], 8).manifest.samples
+    assert len({sample.content_hash for sample in samples}) == len({sample.caption for sample in samples}) == 60
     assert len({sample.size for sample in samples}) > 10
 
 
 def test_every_sample_is_counted_once_in_an_epoch_of_the_plan():
     count = 3 * data.BATCH * data.RANKS
-    bucket = BucketSamples((64, 64), array("q", range(count)), array("q", [1] * count), data.BATCH)
+    bucket = Bucket((64, 64), array("q", range(count)), array("q", [1] * count), data.BATCH)
     assert data.count_epoch(data.plan_first_batch([bucket])) == count
-    assert sum(len(bucket.samples) for bucket in data.draw_buckets(count)) == count
+    assert sum(len(bucket.sample_indices) for bucket in data.draw_buckets(count)) == count
 
 
 def test_cached_latents_are_compared_to_npz_files():

@@ -11,9 +11,9 @@ from PIL import Image
 from ranks import on_ranks
 from safetensors.torch import load_file, save_file
 
-from library.data.images import cut_out, upright
-from library.families.detect import detect, reader_of
-from library.families.sizes import sizes
+from library.data.images import resize_and_crop, load_rgb_image
+from library.families.detect import detect_model, get_config_reader
+from library.families.sizes import read_encoded_sizes
 
 ALL = ["pictures/0.png", "pictures/1.png", "pictures/2.png"]
 SIZES = [(96, 64), (64, 64), (64, 100)]
@@ -166,7 +166,7 @@ def test_two_names_for_one_picture_are_one_entry_and_a_picture_may_move(folder):
 def test_the_pixels_that_keys_stand_for_are_what_they_were(tmp_path):
     """When this fails because pictures are prepared in another way: raise LATENT_CODE in data/cache/keys.py, then
     write the numbers anew.  Otherwise latents that were kept before are taken for those of the new pixels."""
-    from library.data.buckets import Placement
+    from library.data.buckets import BucketAssignment
 
     rows = np.arange(40)[:, None, None] * 5 + np.arange(60)[None, :, None] * 1 + np.array([0, 40, -90])
     Image.fromarray((rows % 256).astype(np.uint8)).save(tmp_path / "rgb.png")
@@ -175,9 +175,9 @@ def test_the_pixels_that_keys_stand_for_are_what_they_were(tmp_path):
     Image.fromarray((np.arange(2400).reshape(40, 60) * 27).astype(np.uint16)).save(tmp_path / "deep.png")
     found = []
     for name in ("rgb", "alpha", "deep"):
-        image = upright(tmp_path / f"{name}.png")
-        for placement in (Placement((32, 24), (36, 24), (3, 0)), Placement((64, 48), (72, 48), (5, 0))):
-            pixels = cut_out(image, placement, placement.crop, None)
+        image = load_rgb_image(tmp_path / f"{name}.png")
+        for placement in (BucketAssignment((32, 24), (36, 24), (3, 0)), BucketAssignment((64, 48), (72, 48), (5, 0))):
+            pixels = resize_and_crop(image, placement, placement.crop_left_top, None)
             found.append([round(float(value), 1) for value in (
                 pixels.mean(), pixels[: len(pixels) // 2].mean(), pixels[:, ::3, 1].mean(), pixels.std())])  # fmt: skip
     assert np.allclose(found, PIXELS, atol=1), found
@@ -202,8 +202,8 @@ def test_sizes_that_a_plan_tells_are_those_that_come_out(tmp_path):
 
     pipe = stand_in.build()
     pipe.save_pretrained(tmp_path)
-    told = sizes(reader_of(detect(str(tmp_path))))
+    told = read_encoded_sizes(get_config_reader(detect_model(str(tmp_path))))
     moments = StableDiffusion1().encode_moments(pipe, torch.zeros(1, 3, 64, 96))
-    assert moments.both.numel() == told.moments((96, 64))
+    assert moments.mean_and_std.numel() == told.count_moment_elements((96, 64))
     embeds = StableDiffusion1().encode_prompts(pipe, ["a"])["embeds"]
-    assert embeds.numel() == told.text
+    assert embeds.numel() == told.text_elements

@@ -13,12 +13,12 @@ import pytest
 import torch
 from ranks import CONTEXT
 
-from library.data.cache.blobs import stacked, unpacked
-from library.data.cache.file_hashes import FileHashes
-from library.data.cache.pruning import bulks, orphans, prune, removable
-from library.data.cache.records import KEY_BYTES, RECORD, as_keys
-from library.data.cache.store import Store
-from library.data.cache.writer import Writer
+from library.data.cache.blobs import stack_tensors, deserialize_tensors
+from library.data.cache.file_hashes import FileHashCache
+from library.data.cache.pruning import list_writer_files, find_orphan_files, prune_writer_files, select_prunable_files
+from library.data.cache.records import KEY_BYTES, RECORD_DTYPE, stack_keys
+from library.data.cache.store import CacheStore
+from library.data.cache.writer import CacheWriter
 from library.errors import UserError
 
 
@@ -36,8 +36,8 @@ def content(number: int) -> dict[str, torch.Tensor]:
     }
 
 
-def fill(folder: Path, numbers, **settings) -> Writer:
-    with Writer(folder, **settings) as writer:
+def fill(folder: Path, numbers, **settings) -> CacheWriter:
+    with CacheWriter(folder, **settings) as writer:
         for number in numbers:
             writer.put(key(number), content(number), f"picture {number}")
     return writer
@@ -45,16 +45,16 @@ def fill(folder: Path, numbers, **settings) -> Writer:
 
 def found(folder: Path, numbers, *others: Path) -> set[int]:
     """Which of the numbers are there; whatever is there must be right."""
-    store = Store([folder, *others])
-    rows = store.find(as_keys(map(key, numbers)))
+    store = CacheStore([folder, *others])
+    rows = store.find_rows(stack_keys(map(key, numbers)))
     there = {number for number, row in zip(numbers, rows.tolist(), strict=True) if row >= 0}
-    damaged = set(store.damaged(rows[rows >= 0].tolist()))
+    damaged = set(store.find_damaged(rows[rows >= 0].tolist()))
     for number, row in zip(numbers, rows.tolist(), strict=True):
         if row in damaged:
             there.discard(number)
         elif row >= 0:
-            assert store.name(row) == f"picture {number}"
-            assert_same(unpacked(store.blob(row)), content(number))
+            assert store.read_name(row) == f"picture {number}"
+            assert_same(deserialize_tensors(store.read_blob(row)), content(number))
     return there
 
 
@@ -74,38 +74,38 @@ def test_entries_are_what_was_put_in_whoever_wrote_them_and_in_how_many_shards(t
 
 def test_tensors_of_a_batch_are_stacked_in_its_order_and_listed_where_they_differ(tmp_path):
     fill(tmp_path, range(12))
-    store = Store([tmp_path])
-    blobs = [store.blob(row) for row in store.find(as_keys([key(11), key(1), key(6), key(1)])).tolist()]
-    assert torch.equal(stacked(blobs, "moments"), torch.stack([content(n)["moments"] for n in (11, 1, 6, 1)]))
-    listed = stacked(blobs, "mask")
+    store = CacheStore([tmp_path])
+    blobs = [store.read_blob(row) for row in store.find_rows(stack_keys([key(11), key(1), key(6), key(1)])).tolist()]
+    assert torch.equal(stack_tensors(blobs, "moments"), torch.stack([content(n)["moments"] for n in (11, 1, 6, 1)]))
+    listed = stack_tensors(blobs, "mask")
     assert [tuple(item.shape) for item in listed] == [(2, 5), (1, 5), (0, 5), (1, 5)]
     assert torch.equal(listed[0], content(11)["mask"])
 
 
 def test_what_was_announced_since_is_seen_at_the_next_look_even_in_a_file_that_grew(tmp_path):
-    with Writer(tmp_path) as writer:
+    with CacheWriter(tmp_path) as writer:
         writer.put(key(0), content(0), "picture 0")
         writer.flush()
-        store = Store([tmp_path])
-        first = store.blob(0)
+        store = CacheStore([tmp_path])
+        first = store.read_blob(0)
         writer.put(key(1), content(1), "picture 1")
         assert not store.refresh() and len(store) == 1
         writer.flush()
         assert store.refresh() and len(store) == 2
-    rows = store.find(as_keys([key(1), key(0)]))
-    assert [store.name(row) for row in rows] == ["picture 1", "picture 0"]
-    assert_same(unpacked(store.blob(rows[0])), content(1))
-    assert_same(unpacked(first), content(0))
+    rows = store.find_rows(stack_keys([key(1), key(0)]))
+    assert [store.read_name(row) for row in rows] == ["picture 1", "picture 0"]
+    assert_same(deserialize_tensors(store.read_blob(rows[0])), content(1))
+    assert_same(deserialize_tensors(first), content(0))
 
 
 def test_keys_that_begin_alike_or_end_in_zeros_are_told_apart(tmp_path):
     keys = [b"same-one" + bytes([number]) * 8 for number in (0, 1, 2, 250)] + [bytes(KEY_BYTES), b"a" + bytes(15)]
-    with Writer(tmp_path) as writer:
+    with CacheWriter(tmp_path) as writer:
         for number, name in enumerate(keys[:-1]):
             writer.put(name, {"a": torch.tensor(number)}, str(number))
-    store = Store([tmp_path])
-    rows = store.find(as_keys([*reversed(keys), b"same-one" + b"\3" * 8]))
-    assert [store.name(row) if row >= 0 else "" for row in rows] == ["", "4", "3", "2", "1", "0", ""]
+    store = CacheStore([tmp_path])
+    rows = store.find_rows(stack_keys([*reversed(keys), b"same-one" + b"\3" * 8]))
+    assert [store.read_name(row) if row >= 0 else "" for row in rows] == ["", "4", "3", "2", "1", "0", ""]
 
 
 @pytest.mark.parametrize("kind", ["index", "shard"])
@@ -132,17 +132,17 @@ def test_one_changed_byte_costs_one_entry_wherever_it_is(tmp_path):
     fill(tmp_path, range(6))
     index, shard = next(tmp_path.glob("*.index")), next(tmp_path.glob("*.shard"))
     draw = random.Random(1)
-    store = Store([tmp_path])
+    store = CacheStore([tmp_path])
     spans = [(int(entry["offset"]), int(entry["offset"] + entry["length"] + entry["name_length"]))
              for entry in store.entries]  # fmt: skip
     for path, places in ((shard, draw.sample(range(shard.stat().st_size), 60)),
-                         (index, draw.sample(range(RECORD.itemsize, index.stat().st_size), 60))):  # fmt: skip
+                         (index, draw.sample(range(RECORD_DTYPE.itemsize, index.stat().st_size), 60))):  # fmt: skip
         data = path.read_bytes()
         for place in places:
             path.write_bytes(data[:place] + bytes([data[place] ^ (1 << draw.randrange(8))]) + data[place + 1 :])
             lost = set(range(6)) - found_or_damaged(tmp_path)
             if path is index:
-                assert lost == {place // RECORD.itemsize - 1}
+                assert lost == {place // RECORD_DTYPE.itemsize - 1}
             else:
                 assert lost == {number for number, (first, last) in enumerate(spans) if first <= place < last}
         path.write_bytes(data)
@@ -151,21 +151,21 @@ def test_one_changed_byte_costs_one_entry_wherever_it_is(tmp_path):
 
 def found_or_damaged(folder: Path) -> set[int]:
     """As ``found`` for six entries, but a name in the entry may be the damage."""
-    store = Store([folder])
-    rows = store.find(as_keys(map(key, range(6)))).tolist()
-    damaged = set(store.damaged([row for row in rows if row >= 0]))
+    store = CacheStore([folder])
+    rows = store.find_rows(stack_keys(map(key, range(6)))).tolist()
+    damaged = set(store.find_damaged([row for row in rows if row >= 0]))
     right = {number for number, row in enumerate(rows) if row >= 0 and row not in damaged}
     for number in right:
-        assert_same(unpacked(store.blob(rows[number])), content(number))
+        assert_same(deserialize_tensors(store.read_blob(rows[number])), content(number))
     return right
 
 
 def test_a_dropped_entry_is_gone_for_all_and_can_be_made_again(tmp_path):
     fill(tmp_path, range(3))
     fill(tmp_path, [1])  # another copy
-    store = Store([tmp_path])
-    with Writer(tmp_path) as writer:
-        writer.drop(store.entries[store.find(as_keys([key(0), key(1)]))])
+    store = CacheStore([tmp_path])
+    with CacheWriter(tmp_path) as writer:
+        writer.drop(store.entries[store.find_rows(stack_keys([key(0), key(1)]))])
         writer.flush()
         store.refresh()
         assert found(tmp_path, range(3)) == {1, 2} and len(store) == 2
@@ -179,14 +179,14 @@ def test_files_of_others_are_left_alone(tmp_path):
     (tmp_path / "notes.index").write_bytes(b"hello")
     (tmp_path / f"{7:016x}.index").write_bytes(b"x" * 1000)
     (tmp_path / f"{8:016x}.index").write_bytes(index)  # not the writer whose name it has
-    newer = np.frombuffer(index[: RECORD.itemsize], RECORD).copy()
+    newer = np.frombuffer(index[: RECORD_DTYPE.itemsize], RECORD_DTYPE).copy()
     newer["part"] = 99
-    (tmp_path / f"{9:016x}.index").write_bytes(newer.tobytes() + index[RECORD.itemsize :])
-    assert found(tmp_path, range(2)) == {0, 1} and len(Store([tmp_path])) == 2
+    (tmp_path / f"{9:016x}.index").write_bytes(newer.tobytes() + index[RECORD_DTYPE.itemsize :])
+    assert found(tmp_path, range(2)) == {0, 1} and len(CacheStore([tmp_path])) == 2
 
 
 def write_on_and_on(folder: str, first: int) -> None:
-    with Writer(Path(folder), sync_bytes=2000, shard_bytes=20_000) as writer:
+    with CacheWriter(Path(folder), sync_bytes=2000, max_shard_bytes=20_000) as writer:
         for number in range(first, first + 100_000):
             writer.put(key(number), content(number), f"picture {number}")
 
@@ -197,25 +197,25 @@ def test_what_a_kill_leaves_behind_is_right_or_missing(tmp_path):
         process = CONTEXT.Process(target=write_on_and_on, args=(str(tmp_path), attempt * 100_000), daemon=True)
         process.start()
         deadline = time.monotonic() + 60
-        while not len(Store([tmp_path]).writers()) > attempt and time.monotonic() < deadline:
+        while not len(CacheStore([tmp_path]).get_index_files()) > attempt and time.monotonic() < deadline:
             time.sleep(0.005)
         time.sleep(draw.random() * 0.05)
         os.kill(process.pid, signal.SIGKILL)
         process.join()
-    store = Store([tmp_path])
-    assert len(store.writers()) == 20 and len(store) > 100
-    assert store.damaged(range(len(store))) == []
+    store = CacheStore([tmp_path])
+    assert len(store.get_index_files()) == 20 and len(store) > 100
+    assert store.find_damaged(range(len(store))) == []
     for row in range(len(store)):
-        number = int(store.name(row).removeprefix("picture "))
+        number = int(store.read_name(row).removeprefix("picture "))
         assert store.entries["key"][row] == np.bytes_(key(number).rstrip(b"\0"))
-        assert_same(unpacked(store.blob(row)), content(number))
+        assert_same(deserialize_tensors(store.read_blob(row)), content(number))
 
 
 def fill_a_small_disk(folder: str, limit: int, results) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     count = 0
     try:
-        with Writer(Path(folder), sync_bytes=1) as writer:
+        with CacheWriter(Path(folder), sync_bytes=1) as writer:
             for number in range(100, 10_000):
                 writer.put(key(number), content(number), f"picture {number}")
                 count += 1
@@ -223,7 +223,7 @@ def fill_a_small_disk(folder: str, limit: int, results) -> None:
         results.put((count, str(error)))
 
 
-@pytest.mark.parametrize("limit", [3 * RECORD.itemsize - 7, 2 * RECORD.itemsize, 5000, 20])
+@pytest.mark.parametrize("limit", [3 * RECORD_DTYPE.itemsize - 7, 2 * RECORD_DTYPE.itemsize, 5000, 20])
 def test_a_full_disk_is_told_and_costs_nothing_that_was_there(limit, tmp_path):
     fill(tmp_path, range(5))
     results = CONTEXT.SimpleQueue()
@@ -240,7 +240,7 @@ def test_a_full_disk_is_told_and_costs_nothing_that_was_there(limit, tmp_path):
 
 
 def test_nothing_is_written_behind_a_torn_record(tmp_path, monkeypatch):
-    writer = Writer(tmp_path, sync_bytes=1)
+    writer = CacheWriter(tmp_path, sync_bytes=1)
     writer.put(key(0), content(0), "picture 0")
 
     def full(*_):
@@ -269,65 +269,65 @@ def test_pruning_keeps_what_is_wanted_once_and_nothing_else(tmp_path):
     fill(tmp_path, range(8, 10))
     (tmp_path / f"{5:016x}-0000.shard").write_bytes(b"nobody announced this")
     wanted = [0, 3, 5]
-    before = Store([tmp_path])
-    reader = before.blob(before.find(as_keys([key(5)]))[0])
-    assert all(bulk.is_busy for bulk in bulks(before, as_keys(map(key, wanted)))) and orphans(before) == []
+    before = CacheStore([tmp_path])
+    reader = before.read_blob(before.find_rows(stack_keys([key(5)]))[0])
+    assert all(bulk.is_busy for bulk in list_writer_files(before, stack_keys(map(key, wanted)))) and find_orphan_files(before) == []
     age(tmp_path)
-    found_bulks = bulks(before, as_keys(map(key, wanted)))
-    assert sorted(len(bulk.stay) for bulk in found_bulks) == [0, 1, 2] and len(orphans(before)) == 1
-    for bulk in removable(found_bulks):
-        prune(before, bulk)
-    assert found(tmp_path, range(10)) == {0, 3, 5} and len(Store([tmp_path])) == 3
-    assert_same(unpacked(reader), content(5))  # who reads on is not disturbed
+    found_bulks = list_writer_files(before, stack_keys(map(key, wanted)))
+    assert sorted(len(bulk.needed_rows) for bulk in found_bulks) == [0, 1, 2] and len(find_orphan_files(before)) == 1
+    for bulk in select_prunable_files(found_bulks):
+        prune_writer_files(before, bulk)
+    assert found(tmp_path, range(10)) == {0, 3, 5} and len(CacheStore([tmp_path])) == 3
+    assert_same(deserialize_tensors(reader), content(5))  # who reads on is not disturbed
 
 
 def test_a_damaged_entry_does_not_survive_pruning(tmp_path):
     fill(tmp_path, range(3))
     shard = next(tmp_path.glob("*.shard"))
     data = bytearray(shard.read_bytes())
-    store = Store([tmp_path])
+    store = CacheStore([tmp_path])
     data[int(store.entries["offset"][1]) + 30] ^= 4
     shard.write_bytes(bytes(data))
     age(tmp_path)
-    store = Store([tmp_path])
-    for bulk in removable(bulks(store, as_keys([key(1), key(2)]))):
-        prune(store, bulk)
-    assert found(tmp_path, range(3)) == {2} and len(Store([tmp_path])) == 1
+    store = CacheStore([tmp_path])
+    for bulk in select_prunable_files(list_writer_files(store, stack_keys([key(1), key(2)]))):
+        prune_writer_files(store, bulk)
+    assert found(tmp_path, range(3)) == {2} and len(CacheStore([tmp_path])) == 1
 
 
 @pytest.mark.parametrize("is_busy", [False, True])
 def test_a_dropped_entry_does_not_come_back_when_who_dropped_it_is_pruned(is_busy, tmp_path):
     fill(tmp_path, range(3))
     first = next(tmp_path.glob("*.shard"))
-    store = Store([tmp_path])
-    with Writer(tmp_path) as writer:
-        writer.drop(store.entries[store.find(as_keys([key(1)]))])
+    store = CacheStore([tmp_path])
+    with CacheWriter(tmp_path) as writer:
+        writer.drop(store.entries[store.find_rows(stack_keys([key(1)]))])
         writer.put(key(7), content(7), "picture 7")
     age(tmp_path)
     if is_busy:
         first.touch()
-    store, wanted = Store([tmp_path]), as_keys([key(0), key(2)])
+    store, wanted = CacheStore([tmp_path]), stack_keys([key(0), key(2)])
     before = sum(path.stat().st_size for path in tmp_path.glob("*.shard"))
-    for bulk in removable(bulks(store, wanted)):
-        prune(store, bulk)
+    for bulk in select_prunable_files(list_writer_files(store, wanted)):
+        prune_writer_files(store, bulk)
     assert found(tmp_path, [0, 1, 2, 7]) == ({0, 2, 7} if is_busy else {0, 2})
     if not is_busy:  # its room is free again
         assert sum(path.stat().st_size for path in tmp_path.glob("*.shard")) < 0.7 * before
         age(tmp_path)
-        assert removable(bulks(Store([tmp_path]), wanted)) == []
+        assert select_prunable_files(list_writer_files(CacheStore([tmp_path]), wanted)) == []
 
 
 def test_the_hash_of_a_file_is_computed_again_only_when_the_file_changed(tmp_path, monkeypatch):
     file, memory = tmp_path / "weights", tmp_path / "cache" / "files.json"
     monkeypatch.setattr("library.data.cache.file_hashes.SETTLED_AFTER_NS", 0)
     file.write_bytes(b"one")
-    first = FileHashes(memory).of(file)
+    first = FileHashCache(memory).get_hash(file)
     monkeypatch.setattr("library.data.cache.file_hashes.hash_of", lambda path: path.read_bytes().decode())
-    assert FileHashes(memory).of(file) == first
+    assert FileHashCache(memory).get_hash(file) == first
     file.write_bytes(b"another")
-    assert FileHashes(memory).of(file) == "another"
+    assert FileHashCache(memory).get_hash(file) == "another"
     memory.write_text("{broken")
-    assert FileHashes(memory).of(file) == "another" == FileHashes(file / "no folder").of(file)
+    assert FileHashCache(memory).get_hash(file) == "another" == FileHashCache(file / "no folder").get_hash(file)
     assert sorted(path.name for path in memory.parent.iterdir()) == ["files.json"]
 
 
@@ -337,10 +337,10 @@ def test_a_file_changed_without_a_trace_in_size_and_time_is_hashed_again(tmp_pat
     monkeypatch.setattr("library.data.cache.file_hashes.SETTLED_AFTER_NS", 0)
     file.write_bytes(b"one")
     os.utime(file, ns=(10**18, 10**18))
-    first = FileHashes(memory).of(file)
+    first = FileHashCache(memory).get_hash(file)
     file.write_bytes(b"two")
     os.utime(file, ns=(10**18, 10**18))
-    second = FileHashes(memory).of(file)
+    second = FileHashCache(memory).get_hash(file)
     assert first != second
 
 
@@ -348,6 +348,6 @@ def test_the_hash_of_a_file_that_has_just_been_written_is_not_remembered(tmp_pat
     """Clocks of file systems tick slowly: a change within the tick shows in no time."""
     file, memory = tmp_path / "weights", tmp_path / "files.json"
     file.write_bytes(b"one")
-    FileHashes(memory).of(file)
+    FileHashCache(memory).get_hash(file)
     monkeypatch.setattr("library.data.cache.file_hashes.hash_of", lambda path: "looked at again")
-    assert FileHashes(memory).of(file) == "looked at again"
+    assert FileHashCache(memory).get_hash(file) == "looked at again"

@@ -12,9 +12,9 @@ from kept import dataset
 from ranks import on_ranks
 from test_cache_training import numbered
 
-from library.config import load_options
-from library.data.cache.store import Store
-from library.data.prepare import check
+from library.config import parse_config
+from library.data.cache.store import CacheStore
+from library.data.prepare import validate_dataset_config
 from library.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,7 +31,7 @@ def damage(folder: Path) -> None:
     """One bit in the middle of the first entry."""
     (path,) = folder.rglob("*.shard")
     data = bytearray(path.read_bytes())
-    data[int(Store([path.parent]).entries["length"][0]) // 2] ^= 16
+    data[int(CacheStore([path.parent]).entries["length"][0]) // 2] ^= 16
     path.write_bytes(bytes(data))
 
 
@@ -103,8 +103,8 @@ def test_mistakes_are_told_without_looking_at_anything(words, problem):
 
 
 def problems(folder: Path, *flags: str, lines: str = "", subset: str = "") -> list[str]:
-    loaded = load_options(["--dataset_config", dataset(folder, lines, subset), *flags])
-    return [*loaded.problems, *check(loaded.config.data, loaded.config.cache)]
+    loaded = parse_config(["--dataset_config", dataset(folder, lines, subset), *flags])
+    return [*loaded.problems, *validate_dataset_config(loaded.config.data, loaded.config.cache)]
 
 
 def test_what_cannot_be_kept_is_refused_while_settings_are_read_naming_both_sides(tmp_path):
@@ -214,7 +214,7 @@ def test_a_dataset_with_a_cache_directory_keeps_everything_of_its_pictures_there
     file.write_text(table.format(tmp_path / "one") + f"cache_directory = '{tmp_path}/own'\n"
                     + table.format(tmp_path / "two"))  # fmt: skip
     on_ranks(1, kept_apart, str(file), str(tmp_path / "cache"))
-    counts = {folder: [len(Store([tmp_path / folder / what])) for what in ("latents", "texts")]
+    counts = {folder: [len(CacheStore([tmp_path / folder / what])) for what in ("latents", "texts")]
               for folder in ("own", "cache")}  # fmt: skip
     assert counts == {"own": [3, 4], "cache": [1, 1]}  # three of the four are in both folders
     assert [len(list((tmp_path / folder / "scan").glob("*.json"))) for folder in ("own", "cache")] == [1, 1]
@@ -229,4 +229,4 @@ def test_several_processes_build_together_and_one_of_them_tells(tmp_path):
     numbered(tmp_path, 6)
     said = on_ranks(2, built, dataset(tmp_path), str(tmp_path / "cache"))
     assert said == [[("latents: 6 of 6 wanted are there", 0)], [("", 0)]]
-    assert len(Store([tmp_path / "cache" / "latents"]).writers()) == 2
+    assert len(CacheStore([tmp_path / "cache" / "latents"]).get_index_files()) == 2

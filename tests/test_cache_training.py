@@ -15,9 +15,9 @@ from PIL import Image
 from ranks import CONTEXT, on_ranks
 from test_run import pictures
 
-from library.data.batch import as_model_input
-from library.data.cache.store import Store
-from library.diffusion.masking import in_latents
+from library.data.batch import normalize_pixels
+from library.data.cache.store import CacheStore
+from library.diffusion.masking import resize_mask_to_latents
 from library.errors import ConfigError, UserError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,14 +35,14 @@ def uneven(tmp_path_factory) -> Path:
 
 def losses(*flags: str) -> tuple[list[float], list[tuple[str, ...]], list[str]]:
     """Of each step; the parts of the model that were loaded, load by load; and what was encoded."""
-    from library.config import load_options
-    from library.distributed.strategy import DataParallel
+    from library.config import parse_config
+    from library.distributed.strategy import Strategy
     from library.families.sd1 import StableDiffusion1
-    from library.training.run import run
+    from library.training.run import run_training
 
     seen: list[float] = []
     loaded: list[tuple[str, ...]] = []
-    honest, honest_load, encoded = DataParallel.gradients, StableDiffusion1.load, Encoded()
+    honest, honest_load, encoded = Strategy.compute_gradients, StableDiffusion1.load, Encoded()
 
     def gradients(self, *arguments):
         loss = honest(self, *arguments)
@@ -53,8 +53,8 @@ def losses(*flags: str) -> tuple[list[float], list[tuple[str, ...]], list[str]]:
         loaded.append(tuple(parts))
         return honest_load(self, model, dtype, parts, **others)
 
-    DataParallel.gradients, StableDiffusion1.load = gradients, load
-    run(load_options(flags).require())
+    Strategy.compute_gradients, StableDiffusion1.load = gradients, load
+    run_training(parse_config(flags).require_valid())
     return seen, loaded, encoded.taken()
 
 
@@ -140,13 +140,13 @@ def paired(dataset_file: str, *flags: str) -> list[tuple[int, int, int, bool, in
     rows = []
     for step, work in enumerate(itertools.islice(kept.loader().steps(0), kept.plan.steps)):
         for batch in work.batches:
-            moments = batch.moments or family.encode_moments(pipe, as_model_input(batch.pixels))
+            moments = batch.moments or family.encode_moments(pipe, normalize_pixels(batch.pixels))
             mask = batch.latent_mask
             if batch.mask is not None:
-                mask = in_latents(batch.mask, (moments.both.shape[-2], moments.both.shape[-1]))
+                mask = resize_mask_to_latents(batch.mask, (moments.mean_and_std.shape[-2], moments.mean_and_std.shape[-1]))
             cond = batch.cond or family.encode_prompts(pipe, batch.captions)
             for row, (name, weight) in enumerate(zip(batch.ids, batch.weight.tolist(), strict=True)):
-                latent = moments.both[row, 0, 0]
+                latent = moments.mean_and_std[row, 0, 0]
                 value, is_mirrored = float(latent.max()), bool(latent[0, 0] > latent[0, -1])
                 assert float(latent.min()) == -1 and float(cond["sums"][row]) == float(cond["numbers"][row].sum())
                 order = tuple(int(number) for number in cond["numbers"][row])
@@ -176,7 +176,7 @@ def test_picture_caption_and_latent_stay_together_for_three_epochs(tmp_path):
 def brightest(kept: Kept) -> list[float]:
     """The largest number in the latents of each picture."""
     count = len(kept.prepared.manifest.samples)
-    return [float(kept.latents.moments([index], [False]).both[0, 0].max()) for index in range(count)]
+    return [float(kept.latents.read_moments([index], [False]).mean_and_std[0, 0].max()) for index in range(count)]
 
 
 def built_alone(dataset_file: str, name: str, queue: Any) -> None:
@@ -203,8 +203,8 @@ def test_two_programs_that_know_nothing_of_each_other_fill_one_folder(tmp_path):
     for process in processes:
         process.join()
 
-    store = Store([tmp_path / "pictures" / ".cache-lorikeet" / "latents"])
-    assert store.damaged(range(len(store))) == []
+    store = CacheStore([tmp_path / "pictures" / ".cache-lorikeet" / "latents"])
+    assert store.find_damaged(range(len(store))) == []
     counts = np.unique(store.entries["key"], return_counts=True)[1]
     assert len(counts) == 20 and counts.max() <= 2
     assert results[0][2] == results[1][2] and len(set(results[0][2])) == 20
@@ -218,7 +218,7 @@ def slow_on_one(dataset_file: str) -> int:
 
     from library.distributed import accelerator
 
-    accelerator.process_group = lambda *_: InitProcessGroupKwargs(backend="gloo", timeout=timedelta(seconds=6))
+    accelerator.build_process_group_kwargs = lambda *_: InitProcessGroupKwargs(backend="gloo", timeout=timedelta(seconds=6))
     honest = Plain.encode_moments
 
     def slowly(self, pipe, pixels):
@@ -245,7 +245,7 @@ def failing_on_one(dataset_file: str) -> str:
     try:
         Kept(Plain(), "--dataset_config", dataset_file, "--cache_latents_to_disk")
     except UserError as error:
-        return f"{error} {error.is_told}"
+        return f"{error} {error.is_reported}"
     return "nothing happened"
 
 
@@ -287,20 +287,20 @@ def test_a_picture_on_which_the_vae_overflows_is_named_and_encoded_in_float32(tm
 def with_a_picture_that_breaks(dataset_file: str, on_bad_data: str) -> Any:
     import kept
 
-    honest = kept.keep_latents
+    honest = kept.cache_latents
 
     def breaking(config, strategy, *others):
         strategy.from_all([None])  # all have looked at the pictures
         (Path(dataset_file).parent / "pictures" / "03.png").write_bytes(b"broken since")
         return honest(config, strategy, *others)
 
-    kept.keep_latents = breaking
+    kept.cache_latents = breaking
     try:
         run = Kept(Plain(), "--dataset_config", dataset_file, "--cache_latents_to_disk", "--on_bad_data", on_bad_data)
     except ConfigError as error:
         return error.problems
     names = [sample.key for sample in run.prepared.manifest.samples]
-    planned = {sample for bucket in run.plan.batches.buckets for sample in bucket.samples}
+    planned = {sample for bucket in run.plan.batch_plan.buckets for sample in bucket.sample_indices}
     return names, [round(((value + 1) * 127.5 - 20) / 10) for value in brightest(run)], sorted(planned)
 
 

@@ -115,9 +115,9 @@ def test_what_only_one_process_runs_into_is_told_by_that_process(monkeypatch, ca
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("LOCAL_RANK", "1")
     told_elsewhere = UserError("the disk is full")
-    told_elsewhere.is_told = True
+    told_elsewhere.is_reported = True
     for error in (UserError("a.png: broken"), told_elsewhere, ConfigError(["network_dimm: unknown"])):
-        cli._say_why_not(error)
+        cli._report_user_error(error)
 
     assert capsys.readouterr().err == "train_lora: stopped on rank 3.\n  a.png: broken\n"
 
@@ -141,12 +141,12 @@ def test_a_tool_that_is_interrupted_says_so_and_nothing_else(monkeypatch, capsys
         raise KeyboardInterrupt
 
     monkeypatch.setattr("library.tools.TOOLS", {"plan": ("", interrupted)})
-    assert cli.tool(["plan"]) == 130
+    assert cli.run_tool(["plan"]) == 130
     assert capsys.readouterr().err == "library plan: interrupted\n"
 
 
 def test_garbage_is_looked_for_again_whatever_happened_while_libraries_were_imported():
-    with pytest.raises(KeyError), cli._collector_at_rest():
+    with pytest.raises(KeyError), cli._pause_garbage_collection():
         assert not gc.isenabled()
         raise KeyError
     assert gc.isenabled() and gc.get_freeze_count()

@@ -14,10 +14,10 @@ from tiny import TINY
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from library.config import load_options
+from library.config import parse_config
 from library.data.batch import Moments, PixelBatch
-from library.distributed.compiled_block import LATE_GRAPHS
-from library.distributed.compiling import Compilation, compiled, repeated_blocks
+from library.distributed.compiled_block import MAX_RECOMPILES
+from library.distributed.compiling import Compilation, compile_model, find_repeated_blocks
 
 SIZES = [(16 * width, 16 * height) for width in range(2, 9) for height in range(2, 9) if 9 < width * height < 29][:24]
 
@@ -47,12 +47,12 @@ def counted(*flags):
 
     jobs, honest, tried, marks = [], running.train, [], []
     running.train = lambda job: (jobs.append(job), honest(job))
-    rehearsed = rehearsal.rehearsed
-    rehearsal.rehearsed = lambda *given: (tried.append(given), rehearsed(*given))[1]
+    rehearsed = rehearsal.run_forward_backward
+    rehearsal.run_forward_backward = lambda *given: (tried.append(given), rehearsed(*given))[1]
     torch.compiler.cudagraph_mark_step_begin = lambda: marks.append(len(marks))
-    settings = load_options([*flags, "--quiet", "--max_data_loader_n_workers", "0", "--learning_rate", "0.1",
-                             "--optimizer_type", "SGD"]).require()  # fmt: skip
-    running.run(settings)
+    settings = parse_config([*flags, "--quiet", "--max_data_loader_n_workers", "0", "--learning_rate", "0.1",
+                             "--optimizer_type", "SGD"]).require_valid()  # fmt: skip
+    running.run_training(settings)
     found = jobs[0].compilation
     told = {} if found is None else {kind.name: kind.graphs for kind in found.kinds.values()}
     counters = torch._dynamo.utils.counters
@@ -178,10 +178,10 @@ def of(model, shapes="dynamic"):
     backend = CompileCounterWithBackend("eager")
     found = Compilation(shapes, {"backend": backend})
     found.compile_blocks(model)
-    with found.watching():
+    with found.record_shapes():
         for length in (4, 6):
             model(rows(2, length, 3))
-    found.decide(2, texts_vary=False)
+    found.choose_dynamic_shapes(2, texts_vary=False)
     return found, backend
 
 
@@ -191,7 +191,7 @@ def test_depth_costs_no_graphs_and_a_square_at_first_does_no_harm():
     plain = [row.inner(rows(2, 3, 3)) * 2 for row in model.rows]
     for length in (3, 2, 7, 9):
         model(rows(2, length, 3)).sum().backward()
-    assert (backend.frame_count, found.graphs, found.late) == (2, 2, 0)  # the first block's input has no gradient
+    assert (backend.frame_count, found.graph_count, found.recompile_count) == (2, 2, 0)  # the first block's input has no gradient
     assert all(torch.equal(row(rows(2, 3, 3)), alone) for row, alone in zip(model.rows, plain, strict=True))
 
 
@@ -222,7 +222,7 @@ def test_objects_in_blocks_cost_no_graphs_where_they_are_alike_and_stay_where_th
     found, backend = of(model)
     for length in (3, 2, 7, 9):
         model(rows(2, length, 3)).sum().backward()
-    assert backend.frame_count == found.graphs == 3 and found.late == 0  # the first, the others, and the odd one
+    assert backend.frame_count == found.graph_count == 3 and found.recompile_count == 0  # the first, the others, and the odd one
     assert all(torch.equal(row(rows(2, 3, 3)), alone) for row, alone in zip(model.rows, plain, strict=True))
 
 
@@ -241,14 +241,14 @@ def test_what_comes_late_is_named_and_too_much_of_it_goes_on_uncompiled(caplog):
     model = Model(1)
     found, backend = of(model)
     model(rows(2, 4, 3))
-    found.end_warm_up()
+    found.finish_warmup()
     with caplog.at_level(logging.WARNING, logger="library"):
-        for count in range(3, 3 + LATE_GRAPHS + 3):
+        for count in range(3, 3 + MAX_RECOMPILES + 3):
             torch.testing.assert_close(model(rows(count, 4, 3)), model.rows[0].inner(rows(count, 4, 3)) * 2)
     lines = [record.message for record in caplog.records if record.name.startswith("library")]
-    assert len(lines) == LATE_GRAPHS + 1
+    assert len(lines) == MAX_RECOMPILES + 1
     assert "Block rows.0" in lines[0] and "'given' size mismatch at index 0. expected 2, actual 3" in lines[0]
-    assert "goes on uncompiled" in lines[-1] and backend.frame_count == 1 + found.late == 2 + LATE_GRAPHS
+    assert "goes on uncompiled" in lines[-1] and backend.frame_count == 1 + found.recompile_count == 2 + MAX_RECOMPILES
 
 
 def test_what_is_measured_or_draws_is_not_compiled():
@@ -264,10 +264,10 @@ def test_parts_of_longer_tensors_do_not_count_as_sizes():
     backend = CompileCounterWithBackend("eager")
     found = Compilation("static", {"backend": backend})
     found.compile_blocks(model)
-    with found.watching():
+    with found.record_shapes():
         for length in (4, 6):
             model(rows(2, length, 3)[:, :2])
-    found.decide(1, texts_vary=False)
+    found.choose_dynamic_shapes(1, texts_vary=False)
     for length in (4, 6, 8):
         model(rows(2, length, 3)[:, :2])
     assert backend.frame_count == 1
@@ -277,9 +277,9 @@ def test_parts_of_longer_tensors_do_not_count_as_sizes():
 def test_the_repeated_blocks_of_every_family_are_found(name):
     """diffusers does not say of SD3 which of its blocks repeat."""
     pipe = TINY[name]().pipe
-    found = dict(repeated_blocks(pipe.unet if hasattr(pipe, "unet") else pipe.transformer))
+    found = dict(find_repeated_blocks(pipe.unet if hasattr(pipe, "unet") else pipe.transformer))
     assert len(found) > 1 and all(type(block).__name__.endswith("TransformerBlock") for block in found.values())
-    texts = {name for name, part in pipe.components.items() if "text_encoder" in name and dict(repeated_blocks(part))}
+    texts = {name for name, part in pipe.components.items() if "text_encoder" in name and dict(find_repeated_blocks(part))}
     assert texts == {name for name in pipe.components if "text_encoder" in name}
 
 
@@ -288,8 +288,8 @@ def test_a_model_is_compiled_as_a_whole_when_it_is_asked_for(regional, kinds):
     model = Model(3)
     plugin = SimpleNamespace(backend=SimpleNamespace(value="EAGER"), dynamic=True, use_regional_compilation=regional,
                              to_kwargs=lambda: {"backend": "eager"})  # fmt: skip
-    found = compiled([model], model, plugin, "auto")
-    assert len(found.kinds) == kinds and found.shapes == "dynamic"
+    found = compile_model([model], model, plugin, "auto")
+    assert len(found.block_compilers) == kinds and found.shapes == "dynamic"
     assert ("forward" in vars(model)) != regional and ("forward" in vars(model.rows[0])) == regional
 
 
@@ -304,10 +304,10 @@ def batch(**changes):
 
 def test_a_batch_of_another_size_has_what_such_pictures_have():
     moments = Moments(torch.randn(2, 2, 4, 8, 12))
-    made = batch(moments=moments, cond={"embeds": [rows(5, 3), rows(9, 3)]}).of_size((32, 128), 3)
-    assert made.moments.both.shape == (3, 2, 4, 16, 4) and made.pixels is None
-    assert made.frame[0].tolist() == [80, 120, 0, 0, 128, 32] and made.weight.tolist() == [1, 1, 1]
-    assert (made.captions, made.ids, made.places) == (("a", "b", "a"), ("x", "y", "x"), (0, 1, 2))
+    made = batch(moments=moments, cond={"embeds": [rows(5, 3), rows(9, 3)]}).build_dummy_batch((32, 128), 3)
+    assert made.moments.mean_and_std.shape == (3, 2, 4, 16, 4) and made.pixels is None
+    assert made.size_conditioning[0].tolist() == [80, 120, 0, 0, 128, 32] and made.loss_weights.tolist() == [1, 1, 1]
+    assert (made.captions, made.sample_keys, made.global_positions) == (("a", "b", "a"), ("x", "y", "x"), (0, 1, 2))
     assert [len(row) for row in made.cond["embeds"]] == [5, 9, 5]
-    assert [len(row) for row in made.with_texts(["same", "longer", "shorter"]).cond["embeds"]] == [5, 69, 2]
-    assert batch(pixels=torch.ones(2, 3, 64, 96)).of_size((32, 128), 1).pixels.shape == (1, 3, 128, 32)
+    assert [len(row) for row in made.vary_text_lengths(["same", "longer", "shorter"]).cond["embeds"]] == [5, 69, 2]
+    assert batch(pixels=torch.ones(2, 3, 64, 96)).build_dummy_batch((32, 128), 1).pixels.shape == (1, 3, 128, 32)

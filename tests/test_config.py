@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from library.config import RunConfig, load_options
-from library.config.describe import help_text, options_page, to_toml
-from library.config.kohya import VERDICTS, Alias, NotYet, Refused
-from library.config.options import flat, options_of
-from library.config.values import Share, Size
+from library.config import RunConfig, parse_config
+from library.config.describe import format_help, format_options_page, format_config_as_toml
+from library.config.kohya import KOHYA_OPTIONS, OptionAlias, NotYetSupported, UnsupportedOption
+from library.config.options import flatten_config, iter_options
+from library.config.values import StepsOrRatio, Resolution
 from library.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,13 +30,13 @@ def run_file(folder: Path, text: str) -> str:
 def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
     path = run_file(tmp_path, "[anything]\nnetwork_dim = 8\nlearning_rate = 1\n")
 
-    loaded = load_options([*DATA, "--config_file", path, "--network_dim", "16"])
+    loaded = parse_config([*DATA, "--config_file", path, "--network_dim", "16"])
 
-    assert loaded.require().adapter.network_dim == 16
+    assert loaded.require_valid().adapter.network_dim == 16
     assert loaded.config.optim.learning_rate == 1.0
     assert loaded.config.train.seed == 42
-    assert loaded.places["network_dim"] == "--network_dim"
-    assert loaded.places["learning_rate"] == f"{path}:3: learning_rate"
+    assert loaded.locations["network_dim"] == "--network_dim"
+    assert loaded.locations["learning_rate"] == f"{path}:3: learning_rate"
 
 
 def test_a_file_with_five_mistakes_of_five_kinds_gives_five_lines(tmp_path):
@@ -55,7 +55,7 @@ dataset_config = '{DATA[1]}'
 """,
     )
 
-    assert load_options(["--config_file", path]).problems == [
+    assert parse_config(["--config_file", path]).problems == [
         f"{path}:2: network_dimm: unknown option; did you mean network_dim?",
         f"{path}:5: learning_rate: expected a number, got the text '1e-4'; write 1e-4 without quotes",
         f"{path}:6: mixed_precision: the text 'bf61' is not one of no, fp16, bf16, fp8",
@@ -92,7 +92,7 @@ dataset_config = '{DATA[1]}'
                                "set WANDB_API_KEY"),
 ])  # fmt: skip
 def test_a_mistake_on_the_command_line_is_named(argv, problem):
-    assert load_options([*DATA, *argv]).problems == [problem]
+    assert parse_config([*DATA, *argv]).problems == [problem]
 
 
 @pytest.mark.parametrize(("line", "problem"), [
@@ -110,7 +110,7 @@ def test_a_mistake_in_the_file_is_named_with_its_line(tmp_path, line, problem):
     path = run_file(tmp_path, line)
     number = line.count("\n") + 1
 
-    problems = load_options([*DATA, "--config_file", path]).problems
+    problems = parse_config([*DATA, "--config_file", path]).problems
 
     assert f"{path}:{number}: {problem}" in problems
 
@@ -118,7 +118,7 @@ def test_a_mistake_in_the_file_is_named_with_its_line(tmp_path, line, problem):
 def test_a_dataset_file_given_as_config_file_is_recognised(tmp_path):
     path = run_file(tmp_path, "[[datasets]]\nresolution = 512\n")
 
-    assert load_options([*DATA, "--config_file", path]).problems == [
+    assert parse_config([*DATA, "--config_file", path]).problems == [
         f"{path}:1: datasets: a table; options take plain values; this looks like a dataset file: name it with "
         "--dataset_config"
     ]
@@ -128,53 +128,53 @@ def test_a_file_that_is_not_there_or_no_toml_is_one_line(tmp_path):
     missing = tmp_path / "none.toml"
     broken = run_file(tmp_path, "a = 1\nb = = 2\n")
 
-    assert load_options([*DATA, "--config_file", str(missing)]).problems == [
+    assert parse_config([*DATA, "--config_file", str(missing)]).problems == [
         f"{missing}: no such file (looked in {tmp_path})"
     ]
-    assert load_options([*DATA, "--config_file", broken]).problems == [f"{broken}:2: not valid TOML: Invalid value"]
+    assert parse_config([*DATA, "--config_file", broken]).problems == [f"{broken}:2: not valid TOML: Invalid value"]
 
 
 def test_the_name_of_the_file_may_lack_its_ending_as_in_sd_scripts(tmp_path):
     path = run_file(tmp_path, "network_dim = 8\n")
 
-    assert load_options([*DATA, "--config_file", path.removesuffix(".toml")]).require().adapter.network_dim == 8
+    assert parse_config([*DATA, "--config_file", path.removesuffix(".toml")]).require_valid().adapter.network_dim == 8
 
 
 def test_the_last_of_several_equal_flags_counts_as_in_argparse():
-    assert load_options([*DATA, "--network_dim", "2", "--network_dim=3"]).require().adapter.network_dim == 3
+    assert parse_config([*DATA, "--network_dim", "2", "--network_dim=3"]).require_valid().adapter.network_dim == 3
 
 
 def test_a_switch_in_the_file_can_be_turned_off_by_a_flag(tmp_path):
     path = run_file(tmp_path, "enable_bucket = true\n")
 
-    assert load_options([*DATA, "--config_file", path]).require().data.enable_bucket
-    assert not load_options([*DATA, "--config_file", path, "--no-enable_bucket"]).require().data.enable_bucket
+    assert parse_config([*DATA, "--config_file", path]).require_valid().data.enable_bucket
+    assert not parse_config([*DATA, "--config_file", path, "--no-enable_bucket"]).require_valid().data.enable_bucket
 
 
 def test_negative_numbers_are_values_and_not_options():
-    assert load_options([*DATA, "--learning_rate", "-1"]).problems == ["--learning_rate: -1.0 is too small; at least 0"]
+    assert parse_config([*DATA, "--learning_rate", "-1"]).problems == ["--learning_rate: -1.0 is too small; at least 0"]
 
 
 def test_every_option_of_sd_scripts_is_ours_an_alias_or_refused_with_a_reason():
-    names = {option.name for option in options_of(RunConfig)} | {"config_file", "output_config"}
+    names = {option.name for option in iter_options(RunConfig)} | {"config_file", "output_config"}
     everything = [*KOHYA["train_network"], *KOHYA["family_additions"], *KOHYA["full_finetuning_only"]]
 
     assert len(KOHYA["train_network"]) == 193
-    assert [name for name in everything if name not in names and name not in VERDICTS] == []
-    assert [name for name in VERDICTS if name in names] == []
-    assert all(isinstance(verdict, (Alias, Refused)) for verdict in VERDICTS.values())
-    assert all(len(verdict.why) > 10 for verdict in VERDICTS.values() if isinstance(verdict, Refused))
+    assert [name for name in everything if name not in names and name not in KOHYA_OPTIONS] == []
+    assert [name for name in KOHYA_OPTIONS if name in names] == []
+    assert all(isinstance(verdict, (OptionAlias, UnsupportedOption)) for verdict in KOHYA_OPTIONS.values())
+    assert all(len(verdict.reason) > 10 for verdict in KOHYA_OPTIONS.values() if isinstance(verdict, UnsupportedOption))
 
 
-@pytest.mark.parametrize("name", [name for name, verdict in VERDICTS.items() if isinstance(verdict, Refused)])
+@pytest.mark.parametrize("name", [name for name, verdict in KOHYA_OPTIONS.items() if isinstance(verdict, UnsupportedOption)])
 def test_a_refused_option_is_never_accepted_in_silence(name, tmp_path):
-    verdict = VERDICTS[name]
+    verdict = KOHYA_OPTIONS[name]
     switch, value = f"--{name}", run_file(tmp_path, f"{name} = 'surely not harmless'\n")
-    is_always_on = any(one is True for one in verdict.harmless)
+    is_always_on = any(one is True for one in verdict.accepted_values)
 
-    flagged = load_options([*DATA, switch]).problems
-    assert flagged == ([] if is_always_on else [f"{switch}: {verdict.why}"])
-    assert load_options([*DATA, "--config_file", value]).problems == [f"{value}:1: {name}: {verdict.why}"]
+    flagged = parse_config([*DATA, switch]).problems
+    assert flagged == ([] if is_always_on else [f"{switch}: {verdict.reason}"])
+    assert parse_config([*DATA, "--config_file", value]).problems == [f"{value}:1: {name}: {verdict.reason}"]
 
 
 def test_a_refused_option_may_ask_for_what_happens_anyway(tmp_path):
@@ -182,26 +182,26 @@ def test_a_refused_option_may_ask_for_what_happens_anyway(tmp_path):
         tmp_path, "cache_latents = false\nsdpa = true\nloss_type = 'l2'\nmin_timestep = 0\nnoise_offset = 0.0"
     )
 
-    assert load_options([*DATA, "--config_file", path]).problems == []
-    assert load_options([*DATA, "--max_timestep", "1000", "--save_model_as", "safetensors"]).problems == []
+    assert parse_config([*DATA, "--config_file", path]).problems == []
+    assert parse_config([*DATA, "--max_timestep", "1000", "--save_model_as", "safetensors"]).problems == []
 
 
 def test_aliases_set_the_option_they_stand_for(tmp_path):
     path = run_file(tmp_path, "caption_extention = '.txt'\n")
 
-    config = load_options([*DATA, "--config_file", path]).require()
+    config = parse_config([*DATA, "--config_file", path]).require_valid()
 
     assert config.data.caption_extension == (".txt",)
-    assert {name: verdict.option for name, verdict in VERDICTS.items()
-            if isinstance(verdict, Alias) and verdict.value is None} == {
+    assert {name: verdict.option for name, verdict in KOHYA_OPTIONS.items()
+            if isinstance(verdict, OptionAlias) and verdict.value is None} == {
         "caption_extention": "caption_extension",
         "training_shift": "discrete_flow_shift",
     }  # fmt: skip
 
 
 def test_not_yet_is_said_in_these_words():
-    assert all(verdict.why.startswith("not yet: ") == isinstance(verdict, NotYet)
-               for verdict in VERDICTS.values() if isinstance(verdict, Refused))  # fmt: skip
+    assert all(verdict.reason.startswith("not yet: ") == isinstance(verdict, NotYetSupported)
+               for verdict in KOHYA_OPTIONS.values() if isinstance(verdict, UnsupportedOption))  # fmt: skip
 
 
 def test_the_configuration_is_frozen_all_the_way_down():
@@ -212,28 +212,28 @@ def test_the_configuration_is_frozen_all_the_way_down():
 
 
 def test_the_name_of_an_option_is_used_once():
-    names = [option.name for option in options_of(RunConfig)]
+    names = [option.name for option in iter_options(RunConfig)]
 
     assert len(names) == len(set(names))
 
 
 def test_every_default_is_a_value_that_may_be_written():
-    for option in options_of(RunConfig):
+    for option in iter_options(RunConfig):
         if option.default is None:
-            assert option.optional, option.name
-        elif not isinstance(option.default, (Share, Size)):
-            plain = list(option.default) if option.many else option.default
-            assert option.from_toml(plain) == option.default, option.name
+            assert option.is_optional, option.name
+        elif not isinstance(option.default, (StepsOrRatio, Resolution)):
+            plain = list(option.default) if option.is_list else option.default
+            assert option.parse_toml_value(plain) == option.default, option.name
 
 
 def test_settings_written_to_a_file_are_read_back_as_they_were(tmp_path):
     argv = [*DATA, "--resolution", "512,768", "--lr_warmup_steps", "10%", "--lr_scheduler", "cosine", "--enable_bucket",
             "--optimizer_args", "weight_decay=0.1", "betas=0.9,0.99", "--caption_prefix", 'a "quoted" [text]', "--seed",
             "7", "--network_alpha", "2.5", "--mixed_precision", "bf16"]  # fmt: skip
-    config = load_options(argv).require()
-    path = run_file(tmp_path, to_toml(config))
+    config = parse_config(argv).require_valid()
+    path = run_file(tmp_path, format_config_as_toml(config))
 
-    assert load_options(["--config_file", path]).require() == config
+    assert parse_config(["--config_file", path]).require_valid() == config
 
 
 def test_output_config_writes_the_file_and_starts_nothing(tmp_path):
@@ -249,43 +249,43 @@ def test_output_config_writes_the_file_and_starts_nothing(tmp_path):
 
 
 def test_the_page_of_options_is_fresh():
-    assert (ROOT / "docs" / "options.md").read_text(encoding="utf-8") == options_page() + "\n", (
+    assert (ROOT / "docs" / "options.md").read_text(encoding="utf-8") == format_options_page() + "\n", (
         "run: python -m library options > docs/options.md"
     )
 
 
 def test_help_names_every_option():
-    text = help_text("train")
+    text = format_help("train")
 
-    assert [option.name for option in options_of(RunConfig) if f"--{option.name}" not in text] == []
+    assert [option.name for option in iter_options(RunConfig) if f"--{option.name}" not in text] == []
 
 
 def test_flat_is_the_other_direction_of_build():
-    config = load_options([*DATA, "--network_dim", "9"]).require()
+    config = parse_config([*DATA, "--network_dim", "9"]).require_valid()
 
-    assert flat(config)["network_dim"] == 9
-    assert len(flat(config)) == len(list(options_of(RunConfig)))
+    assert flatten_config(config)["network_dim"] == 9
+    assert len(flatten_config(config)) == len(list(iter_options(RunConfig)))
 
 
 @pytest.mark.parametrize(("written", "steps"), [("0", 0), (100, 100), ("100", 100), (0.1, 20), ("10%", 20), ("0%", 0)])
 def test_a_share_is_steps_or_a_part_of_the_run(written, steps):
-    assert Share.parse(written).steps(200) == steps
+    assert StepsOrRatio.parse(written).to_steps(200) == steps
 
 
 @pytest.mark.parametrize("written", [-1, "-5%", "150%", 1.5, True, None, [1], "many", "inf"])
 def test_what_is_no_share_is_refused(written):
     with pytest.raises(ValueError, match="expected steps"):
-        Share.parse(written)
+        StepsOrRatio.parse(written)
 
 
 @pytest.mark.parametrize(("written", "size"), [(512, (512, 512)), ("512,768", (512, 768)), ([640, 384], (640, 384))])
 def test_a_size_is_width_and_height(written, size):
-    assert (Size.parse(written).width, Size.parse(written).height) == size
+    assert (Resolution.parse(written).width, Resolution.parse(written).height) == size
 
 
 def test_problems_of_one_run_are_one_exception():
     with pytest.raises(ConfigError) as caught:
-        load_options([*DATA, "--a", "1", "--b", "2"]).require()
+        parse_config([*DATA, "--a", "1", "--b", "2"]).require_valid()
 
     assert len(caught.value.problems) == 2
 
@@ -300,10 +300,10 @@ def test_what_sd_scripts_does_by_default_may_be_written_down(name, tmp_path):
     with_tracker = f"logging_dir = '{tmp_path}'\n" if name.startswith("log_") else ""
     path = run_file(tmp_path, f"{with_tracker}{name} = {written}\n")
 
-    problems = load_options([*DATA, "--config_file", path]).problems
+    problems = parse_config([*DATA, "--config_file", path]).problems
 
     if name in switched_on_always:
-        assert problems == [f"{path}:1: {name}: {VERDICTS[name].why}"]
+        assert problems == [f"{path}:1: {name}: {KOHYA_OPTIONS[name].reason}"]
     else:
         assert problems == []
 
@@ -311,7 +311,7 @@ def test_what_sd_scripts_does_by_default_may_be_written_down(name, tmp_path):
 def test_a_zero_is_not_taken_for_a_switch_that_is_off(tmp_path):
     path = run_file(tmp_path, "debug_dataset = 0\ninitial_epoch = 0\n")
 
-    assert len(load_options([*DATA, "--config_file", path]).problems) == 2
+    assert len(parse_config([*DATA, "--config_file", path]).problems) == 2
 
 
 @pytest.mark.parametrize(("argv", "problem"), [
@@ -355,7 +355,7 @@ def test_a_zero_is_not_taken_for_a_switch_that_is_off(tmp_path):
     (["--dataset_config", str(ROOT)], f"--dataset_config: {ROOT} is a folder; name the TOML file that speaks of it"),
 ])  # fmt: skip
 def test_more_mistakes_on_the_command_line_are_named(argv, problem):
-    assert load_options([*DATA, *argv]).problems == [problem]
+    assert parse_config([*DATA, *argv]).problems == [problem]
 
 
 def test_arguments_for_a_tracker_that_is_not_used_are_named(tmp_path):
@@ -363,30 +363,30 @@ def test_arguments_for_a_tracker_that_is_not_used_are_named(tmp_path):
     path.write_text("[tensorbord]\nflush_secs = 3\n")
     argv = [*DATA, "--logging_dir", str(tmp_path), "--log_tracker_config", str(path)]
 
-    assert load_options(argv).problems == [
+    assert parse_config(argv).problems == [
         f"--log_tracker_config: {path}:1: tensorbord is not the tracker that is used, which is tensorboard"
     ]
     path.write_text("tensorboard = 3\n")
-    assert load_options(argv).problems == [
+    assert parse_config(argv).problems == [
         f"--log_tracker_config: {path}:1: tensorboard: expected a table, [tensorboard]"
     ]
     path.write_text("[tensorboard]\nflush_secs = 3\n")
-    assert load_options(argv).problems == []
+    assert parse_config(argv).problems == []
 
 
 @pytest.mark.parametrize("text", ['C:\\xyz "quoted"\nnext line', "\\x41", "tab\tand \x7f", "漢字 🦜", "'''", '"""'])
 def test_any_text_survives_being_written_to_a_file(text, tmp_path):
-    config = load_options([*DATA, f"--training_comment={text}", "--lr_warmup_steps", "1234567", "--lr_scheduler",
-                           "linear", "--max_train_steps", "2000000"]).require()  # fmt: skip
-    path = run_file(tmp_path, to_toml(config))
+    config = parse_config([*DATA, f"--training_comment={text}", "--lr_warmup_steps", "1234567", "--lr_scheduler",
+                           "linear", "--max_train_steps", "2000000"]).require_valid()  # fmt: skip
+    path = run_file(tmp_path, format_config_as_toml(config))
 
-    assert load_options(["--config_file", path]).require() == config
+    assert parse_config(["--config_file", path]).require_valid() == config
 
 
 def test_a_key_with_escapes_is_the_key_it_stands_for(tmp_path):
     path = run_file(tmp_path, '"network\\u005fdim" = 0\n')
 
-    assert load_options([*DATA, "--config_file", path]).problems == [
+    assert parse_config([*DATA, "--config_file", path]).problems == [
         f"{path}:1: network_dim: 0 is too small; at least 1"
     ]
 
@@ -401,7 +401,7 @@ def test_settings_that_cannot_be_written_say_so(tmp_path):
 
 def test_a_section_that_is_called_like_an_option_is_read_again(tmp_path):
     """``deepspeed`` is both."""
-    given = load_options(["--dataset_config", __file__, "--deepspeed", "--zero_stage", "3"]).config
-    (tmp_path / "run.toml").write_text(to_toml(given), "utf-8")
-    again = load_options(["--config_file", str(tmp_path / "run.toml")])
+    given = parse_config(["--dataset_config", __file__, "--deepspeed", "--zero_stage", "3"]).config
+    (tmp_path / "run.toml").write_text(format_config_as_toml(given), "utf-8")
+    again = parse_config(["--config_file", str(tmp_path / "run.toml")])
     assert again.problems == [] and again.config == given

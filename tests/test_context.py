@@ -17,14 +17,14 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from library.adapters.dropout import Dropout
-from library.distributed.chain import Chain
-from library.distributed.context_cut import ContextCut, Shares
-from library.distributed.structure import Structure
-from library.distributed.token_exchange import Group
+from library.adapters.dropout import LoraDropout
+from library.distributed.chain import BlockSequence
+from library.distributed.context_cut import ContextParallel, SequenceShards
+from library.distributed.structure import ParallelPlan
+from library.distributed.token_exchange import ProcessGroupAllToAll
 from library.errors import UserError
 from library.families import FAMILIES
-from library.families.layer_tokens import layer_tokens
+from library.families.layer_tokens import map_layer_token_streams
 
 LONG, UNET = pytest.mark.long, ("--network_train_unet_only",)
 TRANSFORMERS = ("sd3", "flux", "z_image", "qwen_image")
@@ -73,10 +73,10 @@ def test_heads_are_dealt_out_twice(tmp_path):
 
 def shared_attention(lengths: dict[str, int], streams: list[str], masked: bool) -> tuple[float, float]:
     """How far output and gradients of six heads are from those of one process."""
-    cut = ContextCut(Group(dist.group.WORLD))
-    cut._shares = Shares(lengths, cut.rank, cut.size)
-    cut.structure = Structure(Chain((), tuple(lengths)))
-    cut._tokens = {each: cut._shares.tokens(each, torch.device("cpu")) for each in cut._attended()}
+    cut = ContextParallel(ProcessGroupAllToAll(dist.group.WORLD))
+    cut._shards = SequenceShards(lengths, cut.rank, cut.size)
+    cut.parallel_plan = ParallelPlan(BlockSequence((), tuple(lengths)))
+    cut._token_maps = {each: cut._shards.build_token_map(each, torch.device("cpu")) for each in cut._list_attended_streams()}
     draw, count = torch.Generator().manual_seed(3), sum(lengths[stream] for stream in streams)
     whole = [torch.randn(2, 6, count, 4, generator=draw, requires_grad=True) for _ in range(3)]
     wanted = torch.randn(2, 6, count, 4, generator=draw)
@@ -84,9 +84,9 @@ def shared_attention(lengths: dict[str, int], streams: list[str], masked: bool) 
     said = functional.scaled_dot_product_attention(*whole, attn_mask=mask)
     gradients = torch.autograd.grad((said * wanted).sum(), whole)
 
-    own = cut.shares.places(streams, torch.device("cpu"))
+    own = cut.shards.compute_token_positions(streams, torch.device("cpu"))
     parts = [each.detach()[:, :, own].requires_grad_() for each in whole]
-    ours, _ = cut.attend(None, *parts, attn_mask=None if mask is None else mask[..., own])
+    ours, _ = cut.compute_sharded_attention(None, *parts, attn_mask=None if mask is None else mask[..., own])
     found = torch.autograd.grad((ours * wanted[:, :, own]).sum(), parts)
     apart = max((a - b[:, :, own]).abs().max().item() for a, b in zip(found, gradients, strict=True) if len(own))
     return (ours - said[:, :, own]).abs().max().item() if len(own) else 0.0, apart
@@ -108,10 +108,10 @@ def test_attention_that_is_shared_is_attention_over_all_tokens():
 
 
 def test_a_block_with_an_attention_of_its_own_is_not_trained_in_silence():
-    cut, block = ContextCut.__new__(ContextCut), nn.Linear(2, 2)
-    cut.size, cut.structure = 2, Structure()
+    cut, block = ContextParallel.__new__(ContextParallel), nn.Linear(2, 2)
+    cut.size, cut.parallel_plan = 2, ParallelPlan()
     with pytest.raises(UserError, match="DIFFUSERS_ATTN_BACKEND"):
-        cut._inside(inspect.signature(block.forward), block, (torch.ones(1, 2),), {})
+        cut._run_block(inspect.signature(block.forward), block, (torch.ones(1, 2),), {})
 
 
 # who has which tokens
@@ -123,13 +123,13 @@ def test_every_token_is_somewhere_and_nobody_has_many_more_than_others(size):
     rows = torch.arange(31).view(1, 31)
     for streams in (["text"], ["picture"], ["text", "picture"]):
         count = sum(lengths[stream] for stream in streams)
-        shares = [Shares(lengths, rank, size) for rank in range(size)]
-        places = [share.places(streams, torch.device("cpu")).tolist() for share in shares]
+        shares = [SequenceShards(lengths, rank, size) for rank in range(size)]
+        places = [share.compute_token_positions(streams, torch.device("cpu")).tolist() for share in shares]
         assert sorted(chain(*places)) == list(range(count))
-        assert [len(each) for each in places] == shares[0].counts(streams)
+        assert [len(each) for each in places] == shares[0].count_tokens_per_rank(streams)
         assert max(map(len, places)) - min(map(len, places)) <= len(streams)
         for share, each in zip(shares, places, strict=True):
-            assert share.of(rows[:, :count], 1, streams)[0].tolist() == each
+            assert share.slice_shard(rows[:, :count], 1, streams)[0].tolist() == each
 
 
 class Made(TorchDispatchMode):
@@ -146,7 +146,7 @@ class Made(TorchDispatchMode):
 
 def test_where_tokens_stand_is_found_on_the_device_which_nobody_waits_for():
     with Made() as made:
-        places = Shares({"text": 5, "picture": 26}, 1, 2).tokens(("text", "picture"), torch.device("meta")).places
+        places = SequenceShards({"text": 5, "picture": 26}, 1, 2).build_token_map(("text", "picture"), torch.device("meta")).positions
     assert places.shape == (16,) and any(each is places for each in made.tensors)
 
 
@@ -154,14 +154,14 @@ def test_where_tokens_stand_is_found_on_the_device_which_nobody_waits_for():
 def test_it_is_known_whose_tokens_go_through_a_layer(model):
     tiny = TINY[model]()
     family, pipe = FAMILIES.get(model)(), tiny.pipe
-    denoiser = getattr(pipe, family.denoiser)
-    known = layer_tokens(denoiser, family.block_lists, family.block_flow)
-    first = Chain.of(denoiser, family.block_lists, family.block_flow).blocks[0]
+    denoiser = getattr(pipe, family.denoiser_name)
+    known = map_layer_token_streams(denoiser, family.block_lists, family.block_activation_args)
+    first = BlockSequence.from_lists(denoiser, family.block_lists, family.block_activation_args).blocks[0]
     lengths, seen, given = {}, {}, {}
 
     def begin(block, args, named):
         given.update(inspect.signature(block.forward).bind(*args, **named).arguments)
-        lengths.update({name: given[name].shape[1] for name in family.block_flow})
+        lengths.update({name: given[name].shape[1] for name in family.block_activation_args})
 
     first.register_forward_pre_hook(begin, with_kwargs=True)
     for name, layer in denoiser.named_modules():
@@ -176,7 +176,7 @@ def test_it_is_known_whose_tokens_go_through_a_layer(model):
         values = [each for each in (value if isinstance(value, tuple) else (value,)) if isinstance(each, torch.Tensor)]
         found = [(axis, size) for each in values for axis, size in enumerate(each.shape) if size in counts]
         told = [(axis, sum(lengths[stream] for stream in streams)) for axis, streams in
-                family.block_tokens.get(name, ((1, (name,)),) if name in lengths else ())]  # fmt: skip
+                family.block_token_args.get(name, ((1, (name,)),) if name in lengths else ())]  # fmt: skip
         assert found == (told if values else []), name
     for name, shape in seen.items():
         if len(shape) == 3:
@@ -184,17 +184,17 @@ def test_it_is_known_whose_tokens_go_through_a_layer(model):
 
 
 def test_dropout_knows_the_place_of_a_token_among_all():
-    dropout, said = Dropout(0.5, 0.3, 0.3), torch.ones(4, 9, 3)
-    dropout.keys = torch.arange(4) * 7919
-    whole, places = dropout.applied(said, 5, -1), torch.tensor([1, 2, 6, 7, 8])
-    assert torch.equal(dropout.applied(said[:, places], 5, -1, places), whole[:, places])
-    assert not torch.equal(dropout.applied(said[:, places], 5, -1), whole[:, places])
+    dropout, said = LoraDropout(0.5, 0.3, 0.3), torch.ones(4, 9, 3)
+    dropout.sample_keys = torch.arange(4) * 7919
+    whole, places = dropout.apply(said, 5, -1), torch.tensor([1, 2, 6, 7, 8])
+    assert torch.equal(dropout.apply(said[:, places], 5, -1, places), whole[:, places])
+    assert not torch.equal(dropout.apply(said[:, places], 5, -1), whole[:, places])
 
 
 def test_layers_outside_of_the_blocks_are_given_all_tokens():
-    cut, down = ContextCut.__new__(ContextCut), nn.Linear(2, 2)
+    cut, down = ContextParallel.__new__(ContextParallel), nn.Linear(2, 2)
     down.token_streams = ("picture",)
-    cut._tokens = {down.token_streams: Shares({"picture": 5}, 1, 2).tokens(("picture",), torch.device("cpu"))}
-    assert cut.places(nn.Linear(2, 2)) is None
-    assert cut.places(down).tolist() == [2, 3, 4]
-    assert cut._tokens[down.token_streams].whose.tolist() == [0, 0, 1, 1, 1]
+    cut._token_maps = {down.token_streams: SequenceShards({"picture": 5}, 1, 2).build_token_map(("picture",), torch.device("cpu"))}
+    assert cut.get_token_positions(nn.Linear(2, 2)) is None
+    assert cut.get_token_positions(down).tolist() == [2, 3, 4]
+    assert cut._token_maps[down.token_streams].owner_ranks.tolist() == [0, 0, 1, 1, 1]

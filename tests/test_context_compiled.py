@@ -9,12 +9,12 @@ from test_run import difference, prompts
 from torch import nn
 from torch.nn import functional
 
-from library.adapters.dropout import Dropout
-from library.distributed.chain import Chain
+from library.adapters.dropout import LoraDropout
+from library.distributed.chain import BlockSequence
 from library.distributed.compiling import Compilation
-from library.distributed.context_cut import ContextCut
-from library.distributed.structure import Structure
-from library.distributed.token_exchange import Group
+from library.distributed.context_cut import ContextParallel
+from library.distributed.structure import ParallelPlan
+from library.distributed.token_exchange import ProcessGroupAllToAll
 
 LONG = pytest.mark.long
 WIDTH, HEADS = 12, 6
@@ -60,37 +60,37 @@ def learnt(backend: str | None, shapes: str):
         dist.init_process_group("gloo")
     torch.manual_seed(0)
     model, compilation = Model(), None
-    dropout = Dropout(0.3, 0.0, 0.0)
-    dropout.keys = torch.arange(2) * 7919
-    structure = Structure(Chain(tuple(model.blocks), FLOW), layer_tokens={})
+    dropout = LoraDropout(0.3, 0.0, 0.0)
+    dropout.sample_keys = torch.arange(2) * 7919
+    structure = ParallelPlan(BlockSequence(tuple(model.blocks), FLOW), layer_token_streams={})
     if backend is not None:
         compilation = Compilation(shapes, {"backend": backend})
         compilation.compile_blocks(model)
-    told = compilation.changes if compilation else lambda tensor: None
-    cut = ContextCut(Group(dist.group.WORLD), told)
-    cut.enter(model, structure)
-    cut.enclose()
+    told = compilation.mark_dynamic if compilation else lambda tensor: None
+    cut = ContextParallel(ProcessGroupAllToAll(dist.group.WORLD), told)
+    cut.wrap_blocks(model, structure)
+    cut.wrap_sequence_ends()
     for block in model.blocks:  # as if all layers were adapters' first matrices
         block.both.token_streams, block.alone.token_streams = FLOW, FLOW[1:]
-    dropout.places = cut.places
+    dropout.token_positions = cut.get_token_positions
     dropout.attach(layer for block in model.blocks for layer in (block.both, block.alone))
     if compilation:
-        with compilation.watching(), torch.no_grad():
+        with compilation.record_shapes(), torch.no_grad():
             for lengths in (min(LENGTHS), max(LENGTHS)):
                 model(*given(lengths))
-        compilation.decide(len(LENGTHS), texts_vary=False)
+        compilation.choose_dynamic_shapes(len(LENGTHS), texts_vary=False)
     found = []
     for number, lengths in enumerate(LENGTHS * 2):
         if compilation and number == len(LENGTHS):
-            compilation.end_warm_up()
+            compilation.finish_warmup()
         model.zero_grad()
         said = model(*given(lengths))
         said.square().mean().backward()
         gradients = torch.cat([item.grad.flatten() for item in model.parameters()])
         dist.all_reduce(gradients)
         found.append((said.detach(), gradients / dist.get_world_size()))
-    graphs = {kind.name: kind.graphs for kind in compilation.kinds.values()} if compilation else {}
-    return found, graphs, compilation.late if compilation else 0
+    graphs = {kind.name: kind.graph_count for kind in compilation.block_compilers.values()} if compilation else {}
+    return found, graphs, compilation.recompile_count if compilation else 0
 
 
 def given(lengths):

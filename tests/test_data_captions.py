@@ -10,21 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from library.config.schema import DataConfig
-from library.data.captions import shown
-from library.data.dataset_config import read_datasets
+from library.data.captions import process_caption
+from library.data.dataset_config import parse_dataset_config
 from library.dataset.caption_files import read_caption_file
-from library.dataset.schema import SubsetConfig, flags_of
+from library.dataset.schema import SubsetConfig, collect_flag_defaults
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory) -> SubsetConfig:
     path = tmp_path_factory.mktemp("set") / "set.toml"
     path.write_text("[[datasets]]\nresolution = 512\n[[datasets.subsets]]\nimage_dir = 'a'\n", encoding="utf-8")
-    return read_datasets(path, flags_of(DataConfig())).require()[0].subsets[0]
+    return parse_dataset_config(path, collect_flag_defaults(DataConfig())).require_valid()[0].subsets[0]
 
 
 def show(caption: str, subset: SubsetConfig, number: int = 0, epoch: int = 0, step: int = 0, **changes) -> str:
-    return shown(caption, replace(subset, **changes), random.Random(number), epoch=epoch, step=step, steps=100)
+    return process_caption(caption, replace(subset, **changes), random.Random(number), epoch=epoch, step=step, total_steps=100)
 
 
 def many(caption: str, subset: SubsetConfig, **changes) -> Counter:
@@ -95,7 +95,7 @@ def test_the_secondary_separator_becomes_the_separator_at_the_end(plain):
 def test_the_same_generator_gives_the_same_caption(plain, number: int, epoch: int, step: int):
     everything = replace(plain, shuffle_caption=True, caption_tag_dropout_rate=0.3, caption_dropout_rate=0.1,
                          enable_wildcard=True, token_warmup_step=0.5)  # fmt: skip
-    texts = {shown("a, {b|c}, d, e\nf, g", everything, random.Random(number), epoch=epoch, step=step, steps=100)
+    texts = {process_caption("a, {b|c}, d, e\nf, g", everything, random.Random(number), epoch=epoch, step=step, total_steps=100)
              for _ in range(3)}  # fmt: skip
     assert len(texts) == 1
 

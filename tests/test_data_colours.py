@@ -8,9 +8,9 @@ import pytest
 from PIL import Image
 
 from library.config.schema import DataConfig, TrainConfig
-from library.data.colours import GAMMA, HUE, hue_turned, varied, with_gamma
-from library.data.loader import MicroBatchReader
-from library.data.prepare import prepare
+from library.data.colours import MAX_GAMMA_CHANGE, MAX_HUE_SHIFT, adjust_hue, augment_color, adjust_gamma
+from library.data.loader import MicroBatchDataset
+from library.data.prepare import prepare_data
 
 
 def every_kind(count: int = 4000) -> np.ndarray:
@@ -22,25 +22,25 @@ def every_kind(count: int = 4000) -> np.ndarray:
 
 
 def test_a_turn_by_nothing_changes_nothing():
-    assert (hue_turned(every_kind(), 0.0) == every_kind()).all()
+    assert (adjust_hue(every_kind(), 0.0) == every_kind()).all()
 
 
-@pytest.mark.parametrize("turn", [HUE, -HUE, 0.01, 0.5, -0.9])
+@pytest.mark.parametrize("turn", [MAX_HUE_SHIFT, -MAX_HUE_SHIFT, 0.01, 0.5, -0.9])
 def test_hues_are_turned_as_the_standard_library_turns_them(turn):
     pixels = every_kind(500)
     expected = []
     for red, green, blue in pixels[0] / 255:
         hue, saturation, value = colorsys.rgb_to_hsv(red, green, blue)
         expected.append([255 * part for part in colorsys.hsv_to_rgb((hue + turn) % 1, saturation, value)])
-    found = hue_turned(pixels, turn)
+    found = adjust_hue(pixels, turn)
     assert found.dtype == np.uint8 and np.abs(found[0] - np.array(expected)).max() <= 0.51
     assert (found.max(axis=2) == pixels.max(axis=2)).all() and (found.min(axis=2) == pixels.min(axis=2)).all()
 
 
 def test_gamma_keeps_black_and_white_and_order():
     every = np.arange(256, dtype=np.uint8)[None, :, None].repeat(3, axis=2)
-    dark, light = with_gamma(every, 1 + GAMMA), with_gamma(every, 1 - GAMMA)
-    assert (with_gamma(every, 1.0) == every).all()
+    dark, light = adjust_gamma(every, 1 + MAX_GAMMA_CHANGE), adjust_gamma(every, 1 - MAX_GAMMA_CHANGE)
+    assert (adjust_gamma(every, 1.0) == every).all()
     for found in (dark, light):
         assert found[0, 0, 0] == 0 and found[0, 255, 0] == 255 and (np.diff(found[0, :, 0].astype(int)) >= 0).all()
     assert (dark <= every).all() and (light >= every).all()
@@ -52,13 +52,13 @@ def test_a_third_is_varied_half_of_it_in_hue_and_half_in_brightness():
     grey = np.full((1, 1, 3), 128, np.uint8)  # has no hue to turn
     red = np.array([[[255, 0, 0]]], np.uint8)  # has nothing between black and white
     draws = range(3000)
-    in_brightness = sum(bool((varied(grey, random.Random(seed)) != grey).any()) for seed in draws)
-    in_hue = sum(bool((varied(red, random.Random(seed)) != red).any()) for seed in draws)
+    in_brightness = sum(bool((augment_color(grey, random.Random(seed)) != grey).any()) for seed in draws)
+    in_hue = sum(bool((augment_color(red, random.Random(seed)) != red).any()) for seed in draws)
     assert 0.15 < in_hue / 3000 < 0.18
     assert 0.1 < in_brightness / 3000 < 0.18  # the smallest changes are rounded away
-    greens = [int(varied(red, random.Random(seed))[0, 0, 1]) for seed in draws]
-    blues = [int(varied(red, random.Random(seed))[0, 0, 2]) for seed in draws]
-    limit = round(255 * 6 * HUE)  # 16 degrees
+    greens = [int(augment_color(red, random.Random(seed))[0, 0, 1]) for seed in draws]
+    blues = [int(augment_color(red, random.Random(seed))[0, 0, 2]) for seed in draws]
+    limit = round(255 * 6 * MAX_HUE_SHIFT)  # 16 degrees
     assert max(greens) in (limit, limit - 1) and max(blues) in (limit, limit - 1)
 
 
@@ -70,9 +70,9 @@ def test_each_epoch_and_each_copy_varies_in_its_own_way_and_always_in_the_same(t
     (tmp_path / "set.toml").write_text(text)
     readers = []
     for is_on in (True, False):
-        prepared = prepare(DataConfig(dataset_config=str(tmp_path / "set.toml"), color_aug=is_on), 8)
-        plan = prepared.batch_plan(1, TrainConfig())
-        readers.append(MicroBatchReader(prepared.manifest, prepared.placements, plan, 0, 3, 100))
+        prepared = prepare_data(DataConfig(dataset_config=str(tmp_path / "set.toml"), color_aug=is_on), 8)
+        plan = prepared.build_batch_plan(1, TrainConfig())
+        readers.append(MicroBatchDataset(prepared.manifest, prepared.assignments, plan, 0, 3, 100))
     with_colours, without = readers
     for place in (lambda n: (n, 0), lambda n: (0, n)):
         shown = [with_colours.picture(place(n)[0], 0, place(n)[1]).pixels for n in range(60)]

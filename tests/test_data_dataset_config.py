@@ -5,27 +5,27 @@ from pathlib import Path
 
 import pytest
 
-from library.config import load_options
+from library.config import parse_config
 from library.config.schema import DataConfig
-from library.config.values import Size
-from library.data.dataset_config import read_datasets
-from library.data.dataset_rules import missing_folders, not_yet, unused
-from library.data.resolved import beyond, resolved
-from library.dataset.schema import flags_of
+from library.config.values import Resolution
+from library.data.dataset_config import parse_dataset_config
+from library.data.dataset_rules import validate_paths, validate_supported_features, find_unused_keys
+from library.data.resolved import collect_extra_keys, convert_to_sd_scripts
+from library.dataset.schema import collect_flag_defaults
 
 GOLDEN = Path(__file__).parent / "data" / "dataset_configs"
 
 
 def flags(argv: list[str]) -> dict:
-    loaded = load_options(argv)
+    loaded = parse_config(argv)
     assert [problem for problem in loaded.problems if "--dataset_config: missing" not in problem] == []
-    return flags_of(loaded.config.data)
+    return collect_flag_defaults(loaded.config.data)
 
 
 def read(tmp_path: Path, text: str, **options):
     path = tmp_path / "set.toml"
     path.write_text(text, encoding="utf-8")
-    return read_datasets(path, flags_of(DataConfig(**options)))
+    return parse_dataset_config(path, collect_flag_defaults(DataConfig(**options)))
 
 
 def problems(tmp_path: Path, text: str, **options) -> list[str]:
@@ -35,10 +35,10 @@ def problems(tmp_path: Path, text: str, **options) -> list[str]:
 @pytest.mark.parametrize("golden", sorted(GOLDEN.glob("*.json")), ids=lambda path: path.stem)
 def test_every_golden_file_resolves_to_the_values_of_sd_scripts_or_is_rejected_as_there(golden: Path):
     expected = json.loads(golden.read_text(encoding="utf-8"))
-    reading = read_datasets(golden.with_suffix(".toml"), flags(expected["cli"]))
+    reading = parse_dataset_config(golden.with_suffix(".toml"), flags(expected["cli"]))
     assert (not reading.problems) == expected["ok"], reading.problems
     if expected["ok"]:
-        assert resolved(reading.datasets) == expected["resolved"]
+        assert convert_to_sd_scripts(reading.datasets) == expected["resolved"]
 
 
 GOOD = "[[datasets]]\nresolution = 512\n[[datasets.subsets]]\nimage_dir = 'a'\n"
@@ -132,8 +132,8 @@ def test_a_misspelt_table_of_subsets_is_told_by_its_name(tmp_path):
 
 def test_whole_numbers_and_mixed_arrays_are_taken_for_numbers(tmp_path):
     text = "general.network_multiplier = 1\ngeneral.face_crop_aug_range = [2, 4.0]\n" + GOOD.replace("512", "'512,768'")
-    (dataset,) = read(tmp_path, text + "caption_dropout_rate = 1").require()
-    assert dataset.network_multiplier == 1.0 and dataset.resolution == Size(512, 768)
+    (dataset,) = read(tmp_path, text + "caption_dropout_rate = 1").require_valid()
+    assert dataset.network_multiplier == 1.0 and dataset.resolution == Resolution(512, 768)
     assert dataset.subsets[0].face_crop_aug_range == (2.0, 4.0)
     assert dataset.subsets[0].caption_dropout_rate == 1.0
 
@@ -143,19 +143,19 @@ def test_the_value_nearest_to_the_subset_wins_even_when_it_is_false(tmp_path):
     text += "[[datasets]]\nresolution = 512\nkeep_tokens = 2\n"
     text += "[[datasets.subsets]]\nimage_dir = 'a'\nflip_aug = false\n"
     text += "[[datasets.subsets]]\nimage_dir = 'b'\nkeep_tokens = 0\n"
-    (dataset,) = read(tmp_path, text, dataset_repeats=9, random_crop=True, caption_suffix="x").require()
+    (dataset,) = read(tmp_path, text, dataset_repeats=9, random_crop=True, caption_suffix="x").require_valid()
     first, second = dataset.subsets
     assert (first.flip_aug, first.num_repeats, first.keep_tokens, first.random_crop) == (False, 7, 2, True)
     assert (second.flip_aug, second.num_repeats, second.keep_tokens, second.caption_suffix) == (True, 7, 0, "x")
-    assert second.place("keep_tokens").endswith("set.toml:13") and first.place("keep_tokens").endswith("set.toml:7")
-    assert first.place("random_crop") == "--random_crop" and first.place("is_reg").endswith("set.toml:8")
+    assert second.locate("keep_tokens").endswith("set.toml:13") and first.locate("keep_tokens").endswith("set.toml:7")
+    assert first.locate("random_crop") == "--random_crop" and first.locate("is_reg").endswith("set.toml:8")
 
 
 def test_a_flat_dataset_of_musubi_tuner_is_a_dataset_with_one_subset(tmp_path):
     text = "[general]\nresolution = [960, 544]\ncaption_extension = '.txt'\nbatch_size = 2\n"
     folders = "[[datasets]]\nimage_directory = 'a'\nnum_repeats = 3\n[[datasets]]\nimage_jsonl_file = 'b.jsonl'\n"
-    one, other = read(tmp_path, text + folders).require()
-    assert (one.kind, one.batch_size, one.resolution) == ("dreambooth", 2, Size(960, 544))
+    one, other = read(tmp_path, text + folders).require_valid()
+    assert (one.kind, one.batch_size, one.resolution) == ("dreambooth", 2, Resolution(960, 544))
     assert (one.subsets[0].image_dir, one.subsets[0].num_repeats) == ("a", 3)
     assert (other.kind, other.subsets[0].metadata_file, other.subsets[0].image_dir) == ("finetuning", "b.jsonl", None)
 
@@ -166,7 +166,7 @@ def test_missing_folders_are_told_with_what_is_there_instead(tmp_path):
     text = "[[datasets]]\nresolution = 512\n" + "".join(
         f"[[datasets.subsets]]\nimage_dir = '{tmp_path / name}'\n" for name in ("pictrues/deep", "file", "pictures")
     )
-    found = [line.replace(f"{tmp_path}/", "") for line in missing_folders(read(tmp_path, text).require())]
+    found = [line.replace(f"{tmp_path}/", "") for line in validate_paths(read(tmp_path, text).require_valid())]
     assert found == [
         f"set.toml:4: image_dir: '{tmp_path}/pictrues/deep' is not there; {tmp_path} has file, pictures/, set.toml;"
         " did you mean pictures?".replace(f"{tmp_path}/", ""),
@@ -179,10 +179,10 @@ def test_a_relative_folder_is_looked_for_here_first_and_then_beside_the_file(tmp
     (home / "a").mkdir(parents=True)
     work.mkdir()
     monkeypatch.chdir(work)
-    (dataset,) = read(home, GOOD).require()
-    assert dataset.subsets[0].folder() == home / "a"
+    (dataset,) = read(home, GOOD).require_valid()
+    assert dataset.subsets[0].resolve_image_dir() == home / "a"
     (work / "a").mkdir()
-    assert dataset.subsets[0].folder() == Path("a")
+    assert dataset.subsets[0].resolve_image_dir() == Path("a")
 
 
 def test_what_training_cannot_do_yet_is_refused_by_name(tmp_path):
@@ -205,29 +205,29 @@ color_aug = false
   image_dir = 'a'
   conditioning_data_dir = 'masks'
 """
-    found = [line.replace(f"{tmp_path}/", "") for line in not_yet(read(tmp_path, text).require())]
+    found = [line.replace(f"{tmp_path}/", "") for line in validate_supported_features(read(tmp_path, text).require_valid())]
     assert [line.partition(": not yet: ")[0] for line in found] == [
         "set.toml:5: network_multiplier", "set.toml:6: face_crop_aug_range",
     ]  # fmt: skip
-    assert list(not_yet(read(tmp_path, GOOD).require())) == []
+    assert list(validate_supported_features(read(tmp_path, GOOD).require_valid())) == []
 
 
 def test_attributes_are_refused_where_they_would_mean_something_and_noted_where_not(tmp_path):
     def subset(attributes: str) -> tuple:
-        return read(tmp_path, GOOD + f"custom_attributes = {{ {attributes} }}").require()
+        return read(tmp_path, GOOD + f"custom_attributes = {{ {attributes} }}").require_valid()
 
     place = f"{tmp_path}/set.toml:5: custom_attributes: "
-    assert list(not_yet(subset("diff_output_preservation = true"))) == [
+    assert list(validate_supported_features(subset("diff_output_preservation = true"))) == [
         f"{place}diff_output_preservation: not yet: comparing with the model as it was"
     ]
-    assert list(not_yet(subset("diff_output_preservaton = true"))) == [
+    assert list(validate_supported_features(subset("diff_output_preservaton = true"))) == [
         f"{place}diff_output_preservaton: no attribute that means anything; did you mean diff_output_preservation?"
     ]
-    assert list(not_yet(subset("mood = 'calm', diff_output_preservation = false"))) == []
-    assert list(unused(subset("mood = 'calm', hour = 3"))) == [
+    assert list(validate_supported_features(subset("mood = 'calm', diff_output_preservation = false"))) == []
+    assert list(find_unused_keys(subset("mood = 'calm', hour = 3"))) == [
         f"{place}hour, mood: not used; training reads no such attributes"
     ]
-    assert list(unused(subset(""))) == [] == list(unused(subset("diff_output_preservation = false")))
+    assert list(find_unused_keys(subset(""))) == [] == list(find_unused_keys(subset("diff_output_preservation = false")))
 
 
 JSON = """{
@@ -245,9 +245,9 @@ def test_a_dataset_file_in_json_means_what_it_means_in_toml(tmp_path):
     text = "[general]\nenable_bucket = true\ncaption_extension = ['.caption', '.txt']\n"
     text += "[[datasets]]\nresolution = [512, 768]\nweight = 2\n[[datasets.subsets]]\nimage_dir = 'a'\n"
     text += "num_repeats = 3\n[[datasets.subsets]]\nimage_dir = 'b'\nkeep_tokens = 1\n"
-    reading = read_datasets(tmp_path / "set.json", flags_of(DataConfig()))
-    assert reading.require() == read(tmp_path, text).require()
-    assert reading.datasets[0].subsets[1].place("keep_tokens") == f"{tmp_path}/set.json: datasets[0].subsets[1]"
+    reading = parse_dataset_config(tmp_path / "set.json", collect_flag_defaults(DataConfig()))
+    assert reading.require_valid() == read(tmp_path, text).require_valid()
+    assert reading.datasets[0].subsets[1].locate("keep_tokens") == f"{tmp_path}/set.json: datasets[0].subsets[1]"
 
 
 @pytest.mark.parametrize(
@@ -277,12 +277,12 @@ def test_a_dataset_file_in_json_means_what_it_means_in_toml(tmp_path):
 def test_a_mistake_in_json_is_reported_with_its_line_or_its_key_path(tmp_path, old: str, new: str, expected: str):
     assert old in JSON
     (tmp_path / "set.json").write_text(JSON.replace(old, new), encoding="utf-8", errors="surrogateescape")
-    (problem,) = read_datasets(tmp_path / "set.json", flags_of(DataConfig())).problems
+    (problem,) = parse_dataset_config(tmp_path / "set.json", collect_flag_defaults(DataConfig())).problems
     assert problem.startswith(f"{tmp_path}/set.json{expected}")
 
 
 def test_a_json_file_that_does_not_exist_is_reported(tmp_path):
-    (problem,) = read_datasets(tmp_path / "set.json", flags_of(DataConfig())).problems
+    (problem,) = parse_dataset_config(tmp_path / "set.json", collect_flag_defaults(DataConfig())).problems
     assert problem == f"{tmp_path}/set.json: no such file (looked in {tmp_path})"
 
 
@@ -323,27 +323,27 @@ def test_a_mistake_in_keys_that_sd_scripts_does_not_know_is_told_with_the_way_ou
 
 def test_further_keys_above_the_subsets_may_miss_some_of_them(tmp_path):
     text = "general.exclude = 'x'\ngeneral.recursive = true\n" + GOOD + "[[datasets.subsets]]\nparquet = 'b'\n"
-    (dataset,) = read(tmp_path, text).require()
+    (dataset,) = read(tmp_path, text).require_valid()
     assert [subset.recursive for subset in dataset.subsets] == [True, True] and dataset.kind == "dreambooth"
 
 
 def test_what_goes_beyond_sd_scripts_is_told_beside_its_values(tmp_path):
     text = "general.recursive = true\n" + GOOD.replace("512", "512\nweight = 2") + "include = '*.png'\n"
-    (plain,), (dataset,) = read(tmp_path, GOOD).require(), read(tmp_path, text).require()
-    assert resolved([plain]) == resolved([dataset]) and beyond(plain) == {}
-    assert beyond(dataset) == {"weight": 2.0, "subsets": [{"recursive": True, "include": ["*.png"]}]}
+    (plain,), (dataset,) = read(tmp_path, GOOD).require_valid(), read(tmp_path, text).require_valid()
+    assert convert_to_sd_scripts([plain]) == convert_to_sd_scripts([dataset]) and collect_extra_keys(plain) == {}
+    assert collect_extra_keys(dataset) == {"weight": 2.0, "subsets": [{"recursive": True, "include": ["*.png"]}]}
 
 
 def test_several_caption_extensions_stand_in_the_file_or_behind_the_flag(tmp_path):
-    (dataset,) = read(tmp_path, GOOD + "caption_extension = ['cap', '.txt']").require()
-    assert dataset.subsets[0].caption_endings == (".cap", ".txt")
-    assert resolved([dataset])[0]["subsets"][0]["caption_extension"] == ["cap", ".txt"]
+    (dataset,) = read(tmp_path, GOOD + "caption_extension = ['cap', '.txt']").require_valid()
+    assert dataset.subsets[0].normalized_caption_extensions == (".cap", ".txt")
+    assert convert_to_sd_scripts([dataset])[0]["subsets"][0]["caption_extension"] == ["cap", ".txt"]
     path = tmp_path / "set.toml"
     path.write_text(GOOD, encoding="utf-8")
-    (dataset,) = read_datasets(path, flags(["--caption_extension", ".caption", ".txt"])).require()
-    assert dataset.subsets[0].caption_endings == (".caption", ".txt")
-    (dataset,) = read_datasets(path, flags(["--caption_extention", "txt"])).require()
-    assert resolved([dataset])[0]["subsets"][0]["caption_extension"] == "txt"
+    (dataset,) = parse_dataset_config(path, flags(["--caption_extension", ".caption", ".txt"])).require_valid()
+    assert dataset.subsets[0].normalized_caption_extensions == (".caption", ".txt")
+    (dataset,) = parse_dataset_config(path, flags(["--caption_extention", "txt"])).require_valid()
+    assert convert_to_sd_scripts([dataset])[0]["subsets"][0]["caption_extension"] == "txt"
 
 
 def test_every_key_of_musubi_tuner_for_pictures_is_known(tmp_path):
@@ -365,10 +365,10 @@ enable_bucket = false
 bucket_no_upscale = true
 caption_extension = ".cap"
 """
-    (dataset,) = read(tmp_path, text).require()
+    (dataset,) = read(tmp_path, text).require_valid()
     (subset,) = dataset.subsets
     assert (dataset.batch_size, dataset.enable_bucket, dataset.bucket_no_upscale) == (3, False, True)
-    assert (subset.num_repeats, subset.caption_endings, subset.joins_lines) == (4, (".cap",), True)
+    assert (subset.num_repeats, subset.normalized_caption_extensions, subset.join_caption_lines) == (4, (".cap",), True)
     later = ("control_directory", "multiple_target", "no_resize_control", "control_resolution", "fp_latent_window_size",
              "fp_1f_clean_indices", "fp_1f_target_index", "fp_1f_no_post", "skip_corrupted_cache")  # fmt: skip
     found = read(tmp_path, text + "".join(f"{name} = 1\n" for name in later)).problems

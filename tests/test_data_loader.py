@@ -11,9 +11,9 @@ from PIL import Image
 
 from library.config.schema import DataConfig, TrainConfig
 from library.data.batch import PixelBatch
-from library.data.images import cut_out, upright
-from library.data.loader import Loader, MicroBatchReader, StepWork
-from library.data.prepare import Prepared, prepare
+from library.data.images import resize_and_crop, load_rgb_image
+from library.data.loader import ImageLoader, MicroBatchDataset, StepBatches
+from library.data.prepare import PreparedData, prepare_data
 
 SIZES = [(150, 100), (160, 90), (90, 150), (100, 100), (101, 99), (300, 100), (128, 128)]
 
@@ -52,17 +52,17 @@ batch_size = 3
 
 
 @pytest.fixture(scope="module")
-def prepared(folder: Path) -> Prepared:
-    return prepare(DataConfig(dataset_config=str(folder / "set.toml"), prior_loss_weight=0.25), 8)
+def prepared(folder: Path) -> PreparedData:
+    return prepare_data(DataConfig(dataset_config=str(folder / "set.toml"), prior_loss_weight=0.25), 8)
 
 
-def loader(prepared: Prepared, rank: int = 0, ranks: int = 1, workers: int = 0, accumulation: int = 2) -> Loader:
-    plan = prepared.batch_plan(ranks, TrainConfig(gradient_accumulation_steps=accumulation, seed=7))
-    return Loader(MicroBatchReader(prepared.manifest, prepared.placements, plan, rank, 7, 50), plan, workers=workers)
+def loader(prepared: PreparedData, rank: int = 0, ranks: int = 1, workers: int = 0, accumulation: int = 2) -> ImageLoader:
+    plan = prepared.build_batch_plan(ranks, TrainConfig(gradient_accumulation_steps=accumulation, seed=7))
+    return ImageLoader(MicroBatchDataset(prepared.manifest, prepared.assignments, plan, rank, 7, 50), plan, num_workers=workers)
 
 
-def some(loader: Loader, count: int, first: int = 0) -> list[StepWork]:
-    return list(itertools.islice(loader.steps(first), count))
+def some(loader: ImageLoader, count: int, first: int = 0) -> list[StepBatches]:
+    return list(itertools.islice(loader.iter_steps(first), count))
 
 
 def are_equal(one: PixelBatch, other: PixelBatch) -> bool:
@@ -72,33 +72,33 @@ def are_equal(one: PixelBatch, other: PixelBatch) -> bool:
     )
 
 
-def assert_equal(one: list[StepWork], other: list[StepWork]) -> None:
-    assert [work.samples for work in one] == [work.samples for work in other]
+def assert_equal(one: list[StepBatches], other: list[StepBatches]) -> None:
+    assert [work.num_global_samples for work in one] == [work.num_global_samples for work in other]
     for mine, theirs in zip(one, other, strict=True):
-        assert all(are_equal(*pair) for pair in zip(mine.batches, theirs.batches, strict=True))
+        assert all(are_equal(*pair) for pair in zip(mine.micro_batches, theirs.micro_batches, strict=True))
 
 
 def test_the_number_of_workers_and_resuming_change_nothing(prepared):
     alone = some(loader(prepared), 9)
     assert_equal(alone, some(loader(prepared, workers=2), 9))
     assert_equal(alone[5:], some(loader(prepared, workers=2), 4, first=5))
-    assert not are_equal(alone[0].batches[0], alone[-1].batches[0])
+    assert not are_equal(alone[0].micro_batches[0], alone[-1].micro_batches[0])
 
 
 def test_the_ranks_together_see_what_one_process_sees(prepared):
-    def by_place(works: list[list[StepWork]], step: int) -> dict:
-        batches = [batch for work in works for batch in work[step].batches]
-        return {place: (batch.captions[row], batch.ids[row], batch.weight[row].item(), batch.frame[row].tolist(),
+    def by_place(works: list[list[StepBatches]], step: int) -> dict:
+        batches = [batch for work in works for batch in work[step].micro_batches]
+        return {place: (batch.captions[row], batch.sample_keys[row], batch.loss_weights[row].item(), batch.size_conditioning[row].tolist(),
                         batch.pixels[row].sum().item())
-                for batch in batches for row, place in enumerate(batch.places)}  # fmt: skip
+                for batch in batches for row, place in enumerate(batch.global_positions)}  # fmt: skip
 
     three = [some(loader(prepared, rank, 3), 3) for rank in range(3)]
-    plan = loader(prepared, 0, 3).plan
+    plan = loader(prepared, 0, 3).batch_plan
     for step in range(3):
-        assert {work[step].samples for work in three} == {plan.real_samples(step)}
+        assert {work[step].num_global_samples for work in three} == {plan.count_real_samples(step)}
         assert sorted(by_place(three, step)) == list(range(18))
     whole = type(plan)([replace(bucket, batch_size=9) for bucket in plan.buckets], 1, 2, 7)
-    single = Loader(MicroBatchReader(prepared.manifest, prepared.placements, whole, 0, 7, 50), whole, workers=0)
+    single = ImageLoader(MicroBatchDataset(prepared.manifest, prepared.placements, whole, 0, 7, 50), whole, num_workers=0)
     one = [some(single, 3)]
     assert all(by_place(three, step) == by_place(one, step) for step in range(3))
 
@@ -107,25 +107,25 @@ def test_a_batch_tells_truly_what_it_holds(prepared, folder):
     """The pixels are found again in the picture by the frame alone."""
     flips, padded, names = set(), 0, set()
     for work in some(loader(prepared), 12):
-        assert work.samples == sum(int((batch.weight > 0).sum()) for batch in work.batches)
-        for batch in work.batches:
+        assert work.num_global_samples == sum(int((batch.loss_weights > 0).sum()) for batch in work.micro_batches)
+        for batch in work.micro_batches:
             assert batch.pixels.dtype == torch.uint8 and len(batch.captions) == len(batch) == 3
             for row in range(len(batch)):
-                height, width, top, left, target_height, target_width = map(int, batch.frame[row])
-                name = batch.ids[row]
+                height, width, top, left, target_height, target_width = map(int, batch.size_conditioning[row])
+                name = batch.sample_keys[row]
                 sample = next(sample for sample in prepared.manifest.samples if sample.key == name)
                 placement = prepared.placements[prepared.manifest.samples.index(sample)]
-                image = upright(folder / name)
+                image = load_rgb_image(folder / name)
                 assert (width, height) == image.size == sample.size
                 assert tuple(batch.pixels.shape[1:]) == (3, target_height, target_width)
                 found = batch.pixels[row].permute(1, 2, 0).numpy()
-                straight = cut_out(image, placement, (left, top), None)
-                whole = cut_out(image, type(placement)(placement.resized, placement.resized, (0, 0)), (0, 0), None)
+                straight = resize_and_crop(image, placement, (left, top), None)
+                whole = resize_and_crop(image, type(placement)(placement.resized, placement.resized, (0, 0)), (0, 0), None)
                 mirrored = whole[:, ::-1][top : top + target_height, left : left + target_width]
                 flips.add((bool((found == straight).all()), bool((found == mirrored).all())))
-                padded += float(batch.weight[row]) == 0
+                padded += float(batch.loss_weights[row]) == 0
                 names.add(name)
-                assert float(batch.weight[row]) in (0.0, 0.25 if name == "reg/r.png" else 1.0)
+                assert float(batch.loss_weights[row]) in (0.0, 0.25 if name == "reg/r.png" else 1.0)
                 if name != "reg/r.png":
                     assert batch.captions[row].startswith(f"number {Path(name).stem}, ")
                     assert sorted(batch.captions[row].split(", ")[1:]) == ["a", "b", "c", "d"]
@@ -136,8 +136,8 @@ def test_a_batch_tells_truly_what_it_holds(prepared, folder):
 def test_crops_flips_and_captions_differ_from_showing_to_showing(prepared):
     seen: dict[str, set] = {}
     for work in some(loader(prepared), 40):
-        for batch in work.batches:
-            for name, caption, frame in zip(batch.ids, batch.captions, batch.frame.tolist(), strict=True):
+        for batch in work.micro_batches:
+            for name, caption, frame in zip(batch.sample_keys, batch.captions, batch.size_conditioning.tolist(), strict=True):
                 seen.setdefault(name, set()).add((caption, *frame))
     assert all(len(ways) > 5 for name, ways in seen.items() if name in ("train/0.png", "train/5.png"))
     assert all(max(len({way[axis] for way in ways}) for ways in seen.values()) > 3 for axis in (3, 4))
@@ -145,14 +145,14 @@ def test_crops_flips_and_captions_differ_from_showing_to_showing(prepared):
 
 @pytest.mark.parametrize("place", [lambda number: (number, 0), lambda number: (0, number)], ids=["epoch", "copy"])
 def test_every_epoch_and_every_copy_is_cut_mirrored_and_captioned_in_its_own_way(prepared, place):
-    reader = loader(prepared).reader
+    reader = loader(prepared).dataset
     index = next(i for i, sample in enumerate(prepared.manifest.samples) if sample.key == "train/5.png")
     shown = [reader.picture(place(n)[0], index, place(n)[1]) for n in range(24)]
     assert len({picture.frame for picture in shown}) > 6
     captions = {reader.caption(place(n)[0], 0, index, place(n)[1]) for n in range(24)}
     assert len(captions) > 6
     placement = prepared.placements[index]
-    whole = cut_out(upright(prepared.manifest.samples[index].image),
+    whole = resize_and_crop(load_rgb_image(prepared.manifest.samples[index].image),
                     type(placement)(placement.resized, placement.resized, (0, 0)), (0, 0), None)  # fmt: skip
     straight = 0
     for picture in shown:

@@ -15,7 +15,7 @@ from PIL import Image
 
 from library.config.schema import DataConfig, TrainConfig
 from library.data import inspection
-from library.data.prepare import Prepared, check, prepare
+from library.data.prepare import PreparedData, validate_dataset_config, prepare_data
 from library.dataset import scan
 from library.errors import ConfigError
 
@@ -36,11 +36,11 @@ def config(folder: Path, *subsets: str, head: str = "", **options) -> DataConfig
     return DataConfig(dataset_config=str(folder / "set.toml"), **options)
 
 
-def made(*arguments, **options) -> Prepared:
-    return prepare(config(*arguments, **options), 8)
+def made(*arguments, **options) -> PreparedData:
+    return prepare_data(config(*arguments, **options), 8)
 
 
-def captions(prepared: Prepared) -> dict[str, str]:
+def captions(prepared: PreparedData) -> dict[str, str]:
     return {sample.key: sample.caption for sample in prepared.manifest.samples}
 
 
@@ -55,7 +55,7 @@ def test_pictures_are_found_in_the_order_of_their_names_with_captions_from_files
     prepared = made(tmp_path, "image_dir = 'a'\nclass_tokens = 'thing'\nnum_repeats = 3")
     assert captions(prepared) == {"a/a.jpg": "thing", "a/b.png": "bee", "a/face_1_2_3_4.png": "a face",
                                   "a/猫 🐈.WEBP": "cat"}  # fmt: skip
-    assert {(sample.repeats, sample.weight, sample.is_reg) for sample in prepared.manifest.samples} == {(3, 1.0, False)}
+    assert {(sample.repeats, sample.loss_weight, sample.is_reg) for sample in prepared.manifest.samples} == {(3, 1.0, False)}
     assert prepared.manifest.notes == (
         f"{tmp_path}/a: images in subfolders are not used; set recursive = true to use them: below/",
         f"{tmp_path}/a: 1 caption with several lines: only the first line is used; set enable_wildcard = true to pick a"
@@ -81,7 +81,7 @@ def test_keys_that_change_nothing_beside_the_others_are_noted(tmp_path):
     )
     text = (tmp_path / "set.toml").read_text().replace("enable_bucket = true", "enable_bucket = false")
     (tmp_path / "set.toml").write_text(text)
-    prepared = prepare(DataConfig(dataset_config=str(tmp_path / "set.toml")), 8)
+    prepared = prepare_data(DataConfig(dataset_config=str(tmp_path / "set.toml")), 8)
     assert [note.split(":")[1:3] for note in prepared.manifest.notes] == [
         ["4", " min_bucket_reso"],
         ["6", " bucket_reso_steps"],
@@ -95,7 +95,7 @@ def test_names_that_differ_only_in_their_ending_or_folder_or_dataset_have_keys_o
     again = "[[datasets]]\nresolution = 128\n[[datasets.subsets]]\nimage_dir = 'x/a'\n"
     path = Path(str(settings.dataset_config))
     path.write_text(path.read_text() + again)
-    keys = [sample.key for sample in prepare(settings, 8).manifest.samples]
+    keys = [sample.key for sample in prepare_data(settings, 8).manifest.samples]
     assert keys == ["a/1.jpg", "a/1.png", "a/1.png#2", "a/1.jpg#2", "a/1.png#3"]
 
 
@@ -112,7 +112,7 @@ def test_all_that_cannot_be_used_is_named_in_one_report(tmp_path):
         tmp_path, "image_dir = 'a'\ncaption_extension = '.txt'", head="bucket_no_upscale = true\nbucket_reso_steps = 16"
     )
     with pytest.raises(ConfigError) as caught:
-        prepare(settings, 8)
+        prepare_data(settings, 8)
     start = [problem.replace(f"{tmp_path}/", "")[:46] for problem in caught.value.problems]
     assert start == [
         "a/cut.png: is truncated: it ends before the pi",
@@ -163,9 +163,9 @@ def test_regularisation_pictures_are_shown_in_turn_until_they_are_as_many(tmp_pa
                     prior_loss_weight=0.25)  # fmt: skip
     regularisation = [sample for sample in prepared.manifest.samples if sample.is_reg]
     assert [sample.repeats for sample in regularisation] == expected
-    assert {sample.weight for sample in regularisation} == {0.25}
+    assert {sample.loss_weight for sample in regularisation} == {0.25}
     assert [sample.key for sample in regularisation] == [f"r/{number}.png" for number in range(len(expected))]
-    assert prepared.pictures == (train, sum(expected))
+    assert prepared.images_per_epoch == (train, sum(expected))
     note = prepared.manifest.notes[-1]
     assert ("are not needed and not used" in note) == (reg > len(expected))
 
@@ -208,7 +208,7 @@ def test_the_fingerprint_follows_what_training_sees(tmp_path):
     save(tmp_path / "a" / "2.png", caption="two")
 
     def fingerprint(subset: str = "image_dir = 'a'") -> str:
-        return made(tmp_path, subset).manifest.fingerprint()
+        return made(tmp_path, subset).manifest.compute_fingerprint()
 
     first = fingerprint()
     assert fingerprint() == first == fingerprint("image_dir = './a'")
@@ -224,7 +224,7 @@ def test_the_fingerprint_follows_how_pictures_are_shown_and_not_where_they_lie(t
         save(tmp_path / folder / "1.png", caption="one")
 
     def fingerprint(subset: str = "image_dir = 'here/a'", head: str = "", **options) -> str:
-        return made(tmp_path, subset, head=head, **options).manifest.fingerprint()
+        return made(tmp_path, subset, head=head, **options).manifest.compute_fingerprint()
 
     shown = [
         fingerprint(),
@@ -249,7 +249,7 @@ def test_one_folder_by_several_ways_is_looked_at_once(tmp_path, monkeypatch):
     save(tmp_path / "a" / "2.png", caption="two")
     (tmp_path / "link").symlink_to("a")
     examined: list[str] = []
-    real = inspection.examined
+    real = inspection.inspect_bytes
     monkeypatch.setattr(inspection, "examined", lambda *given: (examined.append(given[1]), real(*given))[1])
     for _ in range(2):
         settings = config(tmp_path, f"image_dir = '{tmp_path}/a'")
@@ -258,10 +258,10 @@ def test_one_folder_by_several_ways_is_looked_at_once(tmp_path, monkeypatch):
             path.write_text(
                 path.read_text() + f"[[datasets]]\nresolution = 64\n[[datasets.subsets]]\nimage_dir = '{way}'\n"
             )
-        assert len(prepare(settings, 8).manifest.samples) == 10
+        assert len(prepare_data(settings, 8).manifest.samples) == 10
     assert len(examined) <= 10  # the first time each way finds them anew
     examined.clear()
-    prepare(settings, 8)
+    prepare_data(settings, 8)
     assert examined == []
     assert len((tmp_path / "a/.cache-lorikeet/scan/pictures.json").read_text().splitlines()[1].split("],[")) == 2
 
@@ -276,9 +276,9 @@ def test_a_picture_takes_less_than_a_kilobyte_of_memory(tmp_path):
     settings = config(tmp_path, "image_dir = 'a'\ncaption_extension = '.txt'")
 
     def prepared_and_planned() -> tuple:
-        prepared = prepare(settings, 8)
-        plan = prepared.batch_plan(64, TrainConfig())
-        plan.micro_batch(0)
+        prepared = prepare_data(settings, 8)
+        plan = prepared.build_batch_plan(64, TrainConfig())
+        plan.get_micro_batch(0)
         return prepared, plan
 
     prepared_and_planned()  # what is imported and filled once does not count
@@ -306,13 +306,13 @@ def encoded_sizes() -> list[bytes]:
 def test_sizes_that_the_model_cannot_take_are_refused(tmp_path):
     save(tmp_path / "a" / "1.png")
     with pytest.raises(ConfigError, match=r"set.toml:5: bucket_reso_steps: 32 is no multiple of 64, .* write 64"):
-        prepare(config(tmp_path, "image_dir = 'a'", head="bucket_reso_steps = 32"), 64)
+        prepare_data(config(tmp_path, "image_dir = 'a'", head="bucket_reso_steps = 32"), 64)
     text = "[[datasets]]\nresolution = [72, 64]\n[[datasets.subsets]]\nimage_dir = 'a'\n"
     (tmp_path / "set.toml").write_text(text)
     settings = DataConfig(dataset_config=str(tmp_path / "set.toml"))
     with pytest.raises(ConfigError, match=r"toml:2: resolution: 72,64 is no multiple of 16.* write .64, 64."):
-        prepare(settings, 16)
-    assert prepare(settings, 8).resolution == (72, 64)
+        prepare_data(settings, 16)
+    assert prepare_data(settings, 8).resolution == (72, 64)
 
 
 def test_check_tells_all_of_the_file_without_torch_or_pillow(tmp_path):
@@ -320,13 +320,13 @@ def test_check_tells_all_of_the_file_without_torch_or_pillow(tmp_path):
     settings = config(
         tmp_path, "image_dir = 'a'\nface_crop_aug_range = [2.0, 4.0]", "image_dir = 'b'", head="batch_size = 'x'"
     )
-    found = [line.replace(f"{tmp_path}/", "").partition(";")[0] for line in check(settings)]
+    found = [line.replace(f"{tmp_path}/", "").partition(";")[0] for line in validate_dataset_config(settings)]
     assert found == [
         "set.toml:5: batch_size: expected a whole number, got the text 'x'",
         "set.toml:10: image_dir: 'b' is not there (also looked beside set.toml)",
         "set.toml:8: face_crop_aug_range: not yet: cutting around faces",
     ]
-    assert check(DataConfig()) == [] == check(DataConfig(dataset_config="nowhere.toml"))  # told with the options
+    assert validate_dataset_config(DataConfig()) == [] == validate_dataset_config(DataConfig(dataset_config="nowhere.toml"))  # told with the options
     source = "import sys, library.data.prepare\nassert not {'torch', 'PIL'} & set(sys.modules), sys.modules.keys()"
     subprocess.run([sys.executable, "-c", source], check=True, cwd=Path(__file__).parent.parent)
 
@@ -336,23 +336,23 @@ def test_the_description_tells_pictures_buckets_and_the_arithmetic(tmp_path):
         save(tmp_path / "a" / f"{number}.png", 80 + number, 70, caption="x")
     save(tmp_path / "a" / "wide.png", 200, 60, caption="x")
     prepared = made(tmp_path, "image_dir = 'a'\nnum_repeats = 2", head="batch_size = 5\nbucket_reso_steps = 32")
-    plan = prepared.batch_plan(2, TrainConfig(gradient_accumulation_steps=2, seed=1))
-    lines = prepared.describe(plan, 9).splitlines()
+    plan = prepared.build_batch_plan(2, TrainConfig(gradient_accumulation_steps=2, seed=1))
+    lines = prepared.format_summary(plan, 9).splitlines()
     assert lines[0] == "dataset 1, a: 6 pictures x 2 repeats = 12 in an epoch, captions found 6/6 (.txt)"
     assert lines[-3].startswith("one epoch: 6 pictures, with repeats 12, and 8 that fill up the last batches")
     assert lines[-3].endswith(": 20")
     assert lines[-2] == "  20 / (batch 5 x 2 processes x accumulation 2) = 1 steps"
     assert lines[-1] == "the run: 9 steps = 9 epochs"
-    assert plan.steps_for_epochs(2) == plan.batches_per_epoch
+    assert plan.count_steps_for_epochs(2) == plan.micro_batches_per_epoch
 
 
-def symmetric(folder: Path, settings: str = "", **options) -> Prepared:
+def symmetric(folder: Path, settings: str = "", **options) -> PreparedData:
     """Of the pictures in a; buckets from 32 to 128 pixels in steps of 8."""
     config(folder, "image_dir = 'a'", **options)
     text = (folder / "set.toml").read_text(encoding="utf-8")
     own = f"min_bucket_reso = 32\nmax_bucket_reso = 128\nbucket_mode = 'symmetric'\nbucket_reso_steps = 8\n{settings}"
     (folder / "set.toml").write_text(text.replace("min_bucket_reso = 64", own), encoding="utf-8")
-    return prepare(DataConfig(dataset_config=str(folder / "set.toml"), **options), 8)
+    return prepare_data(DataConfig(dataset_config=str(folder / "set.toml"), **options), 8)
 
 
 def test_pictures_that_would_lose_too_much_are_named_or_skipped(tmp_path):
@@ -367,7 +367,7 @@ def test_pictures_that_would_lose_too_much_are_named_or_skipped(tmp_path):
     skipped = symmetric(tmp_path, "bucket_max_crop = 0.3", on_bad_data="skip")
     assert [sample.key for sample in skipped.manifest.samples] == ["a/good.png"]
     assert "thin.png: 300x40 pixels would lose" in skipped.manifest.notes[-1]
-    assert len(symmetric(tmp_path, "bucket_max_crop = 0.47").placements) == 2
+    assert len(symmetric(tmp_path, "bucket_max_crop = 0.47").assignments) == 2
 
 
 def test_the_table_tells_what_is_cut_away_and_merging_is_noted(tmp_path):
@@ -376,13 +376,13 @@ def test_the_table_tells_what_is_cut_away_and_merging_is_noted(tmp_path):
     plain, joined = symmetric(tmp_path), symmetric(tmp_path, "bucket_min_pictures = 4")
     assert len(plain.buckets) == 3 and len(plain.manifest.notes) == 1
     (bucket,) = joined.buckets
-    assert sorted(bucket.samples) == [0, 1, 2, 3]
+    assert sorted(bucket.sample_indices) == [0, 1, 2, 3]
     assert [note.partition(" has fewer")[0] for note in joined.manifest.notes[1:]] == [
         "dataset 1: bucket 88x48",
         "dataset 1: bucket 72x56",
     ]
-    lines = joined.describe(joined.batch_plan(1, TrainConfig()), 9).splitlines()
+    lines = joined.format_summary(joined.build_batch_plan(1, TrainConfig()), 9).splitlines()
     head, row = next((head, row) for head, row in pairwise(lines) if "worst crop" in head)
-    losses = [placement.crop_loss for placement in joined.placements]
+    losses = [placement.cropped_fraction for placement in joined.assignments]
     assert head.split()[-6:] == ["mean", "crop", "worst", "crop", "worst", "picture"]
     assert row.split()[-3:] == [f"{sum(losses) / 4:.1%}", "50.0%", "a/wide.png"] and max(losses) == 0.5

@@ -15,11 +15,11 @@ from PIL import Image
 from library.config.schema import DataConfig, TrainConfig
 from library.data import inspection, mask_audit
 from library.data.batch import PixelBatch
-from library.data.buckets import Placement
-from library.data.loader import MicroBatchReader, Shown
-from library.data.mask_files import Mask, match
-from library.data.masks import mask_of, picture_and_mask, resized_mask
-from library.data.prepare import Prepared, check, prepare
+from library.data.buckets import BucketAssignment
+from library.data.loader import MicroBatchDataset, LoadedImage
+from library.data.mask_files import Mask, match_masks
+from library.data.masks import load_resized_mask, load_image_and_mask, resize_mask
+from library.data.prepare import PreparedData, validate_dataset_config, prepare_data
 from library.dataset import scan
 from library.dataset.image_ref import ImageRef
 from library.errors import ConfigError
@@ -45,10 +45,10 @@ def config(folder: Path, *datasets: str, **options) -> DataConfig:
     return DataConfig(dataset_config=str(folder / "set.toml"), **options)
 
 
-def batches(prepared: Prepared, epochs: int = 6, **settings) -> list[PixelBatch]:
-    plan = prepared.batch_plan(1, TrainConfig(seed=3, **settings))
-    reader = MicroBatchReader(prepared.manifest, prepared.placements, plan, 0, 3, 100)
-    return [reader[position] for position in range(epochs * plan.batches_per_epoch)]
+def batches(prepared: PreparedData, epochs: int = 6, **settings) -> list[PixelBatch]:
+    plan = prepared.build_batch_plan(1, TrainConfig(seed=3, **settings))
+    reader = MicroBatchDataset(prepared.manifest, prepared.assignments, plan, 0, 3, 100)
+    return [reader[position] for position in range(epochs * plan.micro_batches_per_epoch)]
 
 
 FOLDER = "image_dir = 'p'\nconditioning_data_dir = 'm'"
@@ -70,12 +70,12 @@ def test_a_mask_that_is_its_picture_stays_so_through_random_crops_and_mirroring(
     text = dataset(f"{FOLDER}\nrandom_crop = true\nflip_aug = true\n{settings}", head="batch_size = 2")
     if sizes[0] != (64, 64):  # cut away much more than buckets do
         text = text.replace("enable_bucket = true", "enable_bucket = false")
-    found = batches(prepare(config(tmp_path, text, masked_loss=True), 8), epochs=12)
+    found = batches(prepare_data(config(tmp_path, text, masked_loss=True), 8), epochs=12)
     for batch in found:
         assert batch.mask.dtype == torch.uint8 and batch.mask.shape == (2, 1, *batch.pixels.shape[-2:])
         assert torch.equal(batch.mask[:, 0], batch.pixels[:, 0])
     if sizes[0] != (64, 64):
-        corners = {tuple(frame[2:4].tolist()) for batch in found for frame in batch.frame}
+        corners = {tuple(frame[2:4].tolist()) for batch in found for frame in batch.size_conditioning}
         assert all(len({corner[axis] for corner in corners}) > 4 for axis in (0, 1))
 
 
@@ -83,7 +83,7 @@ def test_colour_variation_leaves_masks_alone(tmp_path):
     grey = noise(90, 70, 1)
     save(tmp_path / "p" / "1.png", noise(90, 70))
     save(tmp_path / "m" / "1.png", grey)
-    prepared = prepare(config(tmp_path, dataset(f"{FOLDER}\ncolor_aug = true"), masked_loss=True), 8)
+    prepared = prepare_data(config(tmp_path, dataset(f"{FOLDER}\ncolor_aug = true"), masked_loss=True), 8)
     found = batches(prepared, epochs=20)
     assert len({batch.pixels.numpy().tobytes() for batch in found}) > 3
     assert len({batch.mask.numpy().tobytes() for batch in found}) == 1
@@ -95,7 +95,7 @@ def test_a_mask_of_half_the_size_is_worth_the_same(tmp_path):
     save(tmp_path / "p" / "1.png", large.repeat(3, axis=2))
     save(tmp_path / "m" / "1.jpg.png", small)  # of no picture: it is called 1.jpg
     save(tmp_path / "m" / "1.bmp", small)
-    prepared = prepare(config(tmp_path, dataset(FOLDER), masked_loss=True, on_bad_data="skip"), 8)
+    prepared = prepare_data(config(tmp_path, dataset(FOLDER), masked_loss=True, on_bad_data="skip"), 8)
     (batch,) = batches(prepared, epochs=1)
     assert torch.equal(batch.mask[:, 0], batch.pixels[:, 0])
 
@@ -104,9 +104,9 @@ def test_a_mask_of_half_the_size_is_worth_the_same(tmp_path):
 @settings(max_examples=60)
 def test_resized_masks_keep_their_level_and_never_leave_their_range(width, height, new_width, new_height):
     flat = np.full((height, width), 77, np.uint8)
-    assert (resized_mask(flat, (new_width, new_height)) == 77).all()
+    assert (resize_mask(flat, (new_width, new_height)) == 77).all()
     hard = np.where(noise(width, height, 1)[..., 0] > 127, 200, 50).astype(np.uint8)
-    found = resized_mask(hard, (new_width, new_height))
+    found = resize_mask(hard, (new_width, new_height))
     assert found.shape == (new_height, new_width) and found.min() >= 50 and found.max() <= 200
 
 
@@ -114,13 +114,13 @@ def test_the_mask_of_one_sample_is_given_without_torch_or_a_batch(tmp_path):
     values = noise(40, 30, 1)
     save(tmp_path / "1.png", values)
     mask = Mask(ImageRef(tmp_path, "1.png"), False, (40, 30), "", 0.5)
-    placement = Placement((32, 16), (40, 30), (4, 7))
-    found = mask_of(mask, placement, (5, 2), is_mirrored=False)
+    placement = BucketAssignment((32, 16), (40, 30), (4, 7))
+    found = load_resized_mask(mask, placement, (5, 2), is_flipped=False)
     assert found.dtype == np.uint8 and (found == values[2:18, 5:37, 0]).all()
-    assert (mask_of(mask, placement, (5, 2), is_mirrored=True) == found[:, ::-1]).all()
+    assert (load_resized_mask(mask, placement, (5, 2), is_flipped=True) == found[:, ::-1]).all()
     save(tmp_path / "1.png", noise(40, 31, 1))
     with pytest.raises(ValueError, match=r"the mask .*1\.png was \(40, 30\) at the start of the run, now it is"):
-        mask_of(mask, placement, (5, 2), is_mirrored=False)
+        load_resized_mask(mask, placement, (5, 2), is_flipped=False)
 
 
 def transparent(width: int, height: int) -> Image.Image:
@@ -136,7 +136,7 @@ def test_opacity_is_the_mask_and_the_colours_beneath_are_trained(tmp_path):
     palette.paste(0, (0, 0, 20, 64))
     palette.save(tmp_path / "p" / "2.png", transparency=0)
     text = dataset("image_dir = 'p'\nalpha_mask = true")
-    first, second = sorted(batches(prepare(config(tmp_path, text), 8), epochs=1), key=lambda batch: batch.ids)
+    first, second = sorted(batches(prepare_data(config(tmp_path, text), 8), epochs=1), key=lambda batch: batch.sample_keys)
     assert (first.pixels[0].permute(1, 2, 0).numpy() == np.asarray(rgba)[..., :3]).all()
     assert (first.mask[0, 0].numpy() == np.asarray(rgba)[..., 3]).all()
     assert second.pixels[0, :, 0, 0].tolist() == [255, 0, 0] and second.pixels[0, :, 0, 30].tolist() == [0, 0, 255]
@@ -147,7 +147,7 @@ def test_without_alpha_mask_transparent_parts_are_white_and_nothing_is_masked(tm
     (tmp_path / "p").mkdir()
     clear = Image.new("RGBA", (64, 64), (9, 9, 9, 0))
     clear.save(tmp_path / "p" / "1.png")
-    (batch,) = batches(prepare(config(tmp_path, dataset("image_dir = 'p'")), 8), epochs=1)
+    (batch,) = batches(prepare_data(config(tmp_path, dataset("image_dir = 'p'")), 8), epochs=1)
     assert batch.mask is None and (batch.pixels == 255).all()
 
 
@@ -158,11 +158,11 @@ def test_a_turned_photograph_turns_its_alpha_and_a_mask_is_turned_by_its_own_tag
     rgba = transparent(48, 80)
     rgba.transpose(Image.Transpose.ROTATE_90).save(tmp_path / "p" / "1.png", exif=exif)
     text = dataset("image_dir = 'p'\nalpha_mask = true")
-    (batch,) = batches(prepare(config(tmp_path, text), 8), epochs=1)
+    (batch,) = batches(prepare_data(config(tmp_path, text), 8), epochs=1)
     assert (batch.mask[0, 0].numpy() == np.asarray(rgba)[..., 3]).all()
     save(tmp_path / "m" / "1.png", np.asarray(rgba)[..., 3])
     text = dataset(FOLDER)
-    (batch,) = batches(prepare(config(tmp_path, text, masked_loss=True), 8), epochs=1)
+    (batch,) = batches(prepare_data(config(tmp_path, text, masked_loss=True), 8), epochs=1)
     assert (batch.mask[0, 0].numpy() == np.asarray(rgba)[..., 3]).all()
 
 
@@ -173,14 +173,14 @@ def test_pictures_without_a_mask_count_in_full_beside_those_with_one(tmp_path):
         save(tmp_path / f"{name}.png", noise(64, 64))
     plain = dataset("image_dir = 'plain'")
     text = dataset("image_dir = 'p'\nalpha_mask = true", head="batch_size = 2")
-    prepared = prepare(config(tmp_path, text, plain), 8)
+    prepared = prepare_data(config(tmp_path, text, plain), 8)
     found = batches(prepared, epochs=5)
-    assert {batch.weight.tolist()[1] for batch in found if len(batch) == 2} == {0.0, 1.0}  # three pictures in pairs
+    assert {batch.loss_weights.tolist()[1] for batch in found if len(batch) == 2} == {0.0, 1.0}  # three pictures in pairs
     masked = 0
     for batch in found:
-        names = set(batch.ids)
+        names = set(batch.sample_keys)
         assert (batch.mask is not None) == ("p/1.png" in names)
-        for name, mask in zip(batch.ids, batch.mask if batch.mask is not None else (), strict=False):
+        for name, mask in zip(batch.sample_keys, batch.mask if batch.mask is not None else (), strict=False):
             assert (mask.min() < 255) == (name == "p/1.png")
             masked += name == "p/1.png"
     assert masked >= 5
@@ -193,7 +193,7 @@ def test_a_picture_is_read_once_for_its_colours_and_its_opacity(tmp_path, monkey
     reads = []
     monkeypatch.setattr(ImageRef, "read_bytes", lambda self: reads.append(self) or self.path.read_bytes())
     image = ImageRef(tmp_path, "1.png")
-    picture, values = picture_and_mask(image, Mask(image, True, (20, 10), "", 0.5))
+    picture, values = load_image_and_mask(image, Mask(image, True, (20, 10), "", 0.5))
     assert picture.size == (20, 10) and values.shape == (10, 20) and len(reads) == 1
 
 
@@ -211,7 +211,7 @@ def test_masks_are_matched_by_name_whatever_the_ending_the_folder_and_the_spelli
         (tmp_path / name).touch()
     p, m = tmp_path / "p", tmp_path / "m"
     files = [path.relative_to(p) for path in sorted(p.rglob("*.*")) if path.name != "unused.png"]
-    matched = match([ImageRef(p, str(path)) for path in files], p, m)
+    matched = match_masks([ImageRef(p, str(path)) for path in files], p, m)
     relative = {str(Path(picture).relative_to(p)): str(Path(mask).relative_to(m))
                 for picture, mask in names_of(matched).items()}  # fmt: skip
     assert {unicodedata.normalize("NFC", one): unicodedata.normalize("NFC", other) for one, other in
@@ -221,7 +221,7 @@ def test_masks_are_matched_by_name_whatever_the_ending_the_folder_and_the_spelli
         "none.png": f"has no mask; there is no none.png, or with another ending, in {m}",
         "two.webp": f"has several masks in {m}: two.jpg, two.png; keep one of them",
     }
-    assert matched.strays == [m / "stray.png"]
+    assert matched.unmatched == [m / "stray.png"]
 
 
 @pytest.fixture
@@ -241,7 +241,7 @@ def zoo(tmp_path) -> Path:
 
 def test_every_mask_that_cannot_be_used_is_named_in_one_report(zoo):
     with pytest.raises(ConfigError) as caught:
-        prepare(config(zoo, dataset(FOLDER), masked_loss=True), 8)
+        prepare_data(config(zoo, dataset(FOLDER), masked_loss=True), 8)
     found = [problem.replace(f"{zoo}/", "") for problem in caught.value.problems]
     assert found[:3] + found[4:] == [
         "p/black.png: its mask m/black.png is black everywhere, so that nothing of the picture would be trained",
@@ -260,7 +260,7 @@ def test_every_mask_that_cannot_be_used_is_named_in_one_report(zoo):
 
 
 def test_pictures_without_a_good_mask_are_skipped_and_noted_when_that_is_asked_for(zoo):
-    prepared = prepare(config(zoo, dataset(FOLDER), masked_loss=True, on_bad_data="skip"), 8)
+    prepared = prepare_data(config(zoo, dataset(FOLDER), masked_loss=True, on_bad_data="skip"), 8)
     assert [sample.key for sample in prepared.manifest.samples] == ["p/good.png"]
     notes = "\n".join(prepared.manifest.notes)
     assert "6 pictures are skipped (6 mask)" in notes and "1 masks have no picture of their name" in notes
@@ -271,7 +271,7 @@ def test_a_run_that_asks_for_masks_does_not_go_on_without_any(zoo):
     save(zoo / "q" / "1.png", noise(64, 64))
     settings = config(zoo, dataset(FOLDER), dataset("image_dir = 'q'"), masked_loss=True, on_bad_data="skip")
     with pytest.raises(ConfigError) as caught:
-        prepare(settings, 8)
+        prepare_data(settings, 8)
     said = f"{zoo}/set.toml:9: conditioning_data_dir: no picture that has a mask can be used"
     assert caught.value.problems[-1] == said and len(caught.value.problems) == 8
 
@@ -284,7 +284,7 @@ def test_pictures_in_a_tar_bring_their_masks_along_too(tmp_path):
     with tarfile.open(tmp_path / "s.tar", "w") as shard:
         for name in ("1.png", "2.png"):
             shard.add(tmp_path / "p" / name, name)
-    prepared = prepare(config(tmp_path, dataset("webdataset = 's.tar'\nalpha_mask = true")), 8)
+    prepared = prepare_data(config(tmp_path, dataset("webdataset = 's.tar'\nalpha_mask = true")), 8)
     (batch,) = [batch for batch in batches(prepared, epochs=1) if batch.mask is not None]
     assert (batch.mask[0, 0].numpy() == np.asarray(rgba)[..., 3]).all()
     assert (batch.pixels[0].permute(1, 2, 0).numpy() == np.asarray(rgba)[..., :3]).all()
@@ -298,7 +298,7 @@ def test_a_mask_in_colour_is_read_by_its_red_channel_and_this_is_said(tmp_path):
     pixels[:, :32] = (255, 0, 255)
     pixels[:, 32:] = (0, 255, 255)
     save(tmp_path / "m" / "1.png", pixels)
-    prepared = prepare(config(tmp_path, dataset(FOLDER), masked_loss=True), 8)
+    prepared = prepare_data(config(tmp_path, dataset(FOLDER), masked_loss=True), 8)
     (batch,) = batches(prepared, epochs=1)
     assert (batch.mask[..., :32] == 255).all() and (batch.mask[..., 32:] == 0).all()
     assert "m: 1 masks are in colour, of which the red channel is used, as in sd-scripts: 1.png" in "\n".join(
@@ -309,7 +309,7 @@ def test_a_mask_in_colour_is_read_by_its_red_channel_and_this_is_said(tmp_path):
 def test_a_grey_mask_of_jpeg_is_not_taken_for_a_coloured_one(tmp_path):
     save(tmp_path / "p" / "1.png", noise(64, 64))
     save(tmp_path / "m" / "1.jpg", noise(64, 64, 1).repeat(3, axis=2), quality=60)
-    prepared = prepare(config(tmp_path, dataset(FOLDER), masked_loss=True), 8)
+    prepared = prepare_data(config(tmp_path, dataset(FOLDER), masked_loss=True), 8)
     assert not any("in colour" in note for note in prepared.manifest.notes)
 
 
@@ -324,7 +324,7 @@ def test_a_mask_of_which_nobody_knows_whether_exif_was_heeded_is_noted(tmp_path,
         exif[0x0112] = orientation
         stored = size[::-1] if orientation == 6 else size
         save(tmp_path / folder / "1.png", noise(*stored), exif=exif)
-    notes = prepare(config(tmp_path, dataset(FOLDER), masked_loss=True), 8).manifest.notes
+    notes = prepare_data(config(tmp_path, dataset(FOLDER), masked_loss=True), 8).manifest.notes
     said = "m: 1 masks belong to pictures that EXIF turns, and say nothing of it themselves; they are taken as upright"
     assert any(said in note for note in notes) == is_doubtful
 
@@ -334,10 +334,10 @@ def test_pictures_whose_alpha_is_no_mask_are_named(tmp_path):
     Image.new("RGBA", (64, 64), (9, 9, 9, 255)).save(tmp_path / "p" / "opaque.png")
     settings = config(tmp_path, dataset("image_dir = 'p'\nalpha_mask = true"))
     with pytest.raises(ConfigError, match=r"set\.toml:9: alpha_mask: no picture has transparent parts, so that"):
-        prepare(settings, 8)
+        prepare_data(settings, 8)
     Image.new("RGBA", (64, 64), (9, 9, 9, 0)).save(tmp_path / "p" / "clear.png")
     with pytest.raises(ConfigError, match=r"clear\.png: is transparent everywhere, so that nothing of it would be"):
-        prepare(settings, 8)
+        prepare_data(settings, 8)
 
 
 def test_the_fingerprint_follows_masks(tmp_path):
@@ -346,7 +346,7 @@ def test_the_fingerprint_follows_masks(tmp_path):
     save(tmp_path / "m" / "1.png", noise(64, 64, 1))
 
     def fingerprint(subset: str, **options) -> str:
-        return prepare(config(tmp_path, dataset(subset), **options), 8).manifest.fingerprint()
+        return prepare_data(config(tmp_path, dataset(subset), **options), 8).manifest.compute_fingerprint()
 
     plain, alpha = fingerprint("image_dir = 'p'"), fingerprint("image_dir = 'p'\nalpha_mask = true")
     first = fingerprint(FOLDER, masked_loss=True)
@@ -382,7 +382,7 @@ def test_settings_of_masks_that_do_nothing_are_refused_before_any_picture_is_rea
     for name in ("p/m", "m"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "p" / "1.png").write_bytes(b"would be told, too")
-    (found,) = check(config(tmp_path, dataset(subset), **options))
+    (found,) = validate_dataset_config(config(tmp_path, dataset(subset), **options))
     assert found.replace(f"{tmp_path}/", "").startswith(expected)
 
 
@@ -392,21 +392,21 @@ def test_settings_of_masks_that_do_nothing_are_refused_before_any_picture_is_rea
 def test_settings_of_masks_that_go_together_are_taken(tmp_path, subset, options):
     for name in ("p", "m"):
         (tmp_path / name).mkdir()
-    assert check(config(tmp_path, dataset(subset), **options)) == []
+    assert validate_dataset_config(config(tmp_path, dataset(subset), **options)) == []
 
 
 def test_a_mask_that_goes_away_during_the_run_is_a_bad_sample(tmp_path):
     save(tmp_path / "p" / "1.png", noise(64, 64))
     save(tmp_path / "m" / "1.png", noise(64, 64, 1))
-    prepared = prepare(config(tmp_path, dataset(FOLDER), masked_loss=True), 8)
-    plan = prepared.batch_plan(1, TrainConfig())
-    reader = MicroBatchReader(prepared.manifest, prepared.placements, plan, 0, 3, 100)
-    assert isinstance(reader.picture(0, 0, 0), Shown)
+    prepared = prepare_data(config(tmp_path, dataset(FOLDER), masked_loss=True), 8)
+    plan = prepared.build_batch_plan(1, TrainConfig())
+    reader = MicroBatchDataset(prepared.manifest, prepared.assignments, plan, 0, 3, 100)
+    assert isinstance(reader.load_image(0, 0, 0), LoadedImage)
     (tmp_path / "m" / "1.png").unlink()
     (batch,) = [reader[0]]
-    assert batch.weight.tolist() == [0] and "m/1.png" in batch.problems[0].problem
+    assert batch.loss_weights.tolist() == [0] and "m/1.png" in batch.bad_samples[0].problem
     (tmp_path / "m" / "1.png").write_bytes(b"no picture")
-    assert f"its mask {tmp_path}/m/1.png: cannot identify image" in reader[0].problems[0].problem
+    assert f"its mask {tmp_path}/m/1.png: cannot identify image" in reader[0].bad_samples[0].problem
 
 
 def test_masks_below_the_pictures_are_found_where_they_are_not_taken_for_pictures(tmp_path):
@@ -414,21 +414,21 @@ def test_masks_below_the_pictures_are_found_where_they_are_not_taken_for_picture
         save(tmp_path / "p" / f"{name}.png", noise(64, 64))
         save(tmp_path / "p" / "m" / f"{name}.png", noise(64, 64, 1, seed=len(name)))
     subset = "image_dir = 'p'\nconditioning_data_dir = 'p/m'\nrecursive = true\nexclude = ['m/**']"
-    found = batches(prepare(config(tmp_path, dataset(subset), masked_loss=True), 8), epochs=1)
+    found = batches(prepare_data(config(tmp_path, dataset(subset), masked_loss=True), 8), epochs=1)
     assert len(found) == 2
     for batch in found:
-        name = batch.ids[0].removeprefix("p/").removesuffix(".png")
-        assert (batch.mask[0, 0].numpy() == noise(64, 64, 1, seed=len(name))[..., 0]).all(), batch.ids
+        name = batch.sample_keys[0].removeprefix("p/").removesuffix(".png")
+        assert (batch.mask[0, 0].numpy() == noise(64, 64, 1, seed=len(name))[..., 0]).all(), batch.sample_keys
 
 
 def test_plan_tells_how_many_have_masks(tmp_path):
     (tmp_path / "p").mkdir()
     transparent(64, 64).save(tmp_path / "p" / "1.png")
     save(tmp_path / "p" / "2.png", noise(64, 64))
-    prepared = prepare(config(tmp_path, dataset("image_dir = 'p'\nalpha_mask = true")), 8)
-    plan = prepared.batch_plan(1, TrainConfig())
-    assert prepared.describe(plan, 9).splitlines()[0].endswith(", captions found 0/2 (.caption), masks 1/2")
-    first, second = prepared.record(plan)[0]["samples"]
+    prepared = prepare_data(config(tmp_path, dataset("image_dir = 'p'\nalpha_mask = true")), 8)
+    plan = prepared.build_batch_plan(1, TrainConfig())
+    assert prepared.format_summary(plan, 9).splitlines()[0].endswith(", captions found 0/2 (.caption), masks 1/2")
+    first, second = prepared.to_json(plan)[0]["samples"]
     share = float(np.asarray(Image.open(tmp_path / "p" / "1.png"))[..., 3].mean()) / 255
     assert first["mask"] == {"image": str(tmp_path / "p" / "1.png"), "is_alpha": True, "share": pytest.approx(share)}
     assert second["mask"] is None
@@ -450,9 +450,9 @@ def test_what_was_found_out_about_masks_is_kept_and_followed_when_they_change(tm
         real = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *given, real=real, name=name: (looked.append(name), real(*given))[1])
 
-    def again() -> tuple[Prepared, Counter]:
+    def again() -> tuple[PreparedData, Counter]:
         looked.clear()
-        return prepare(settings, 8), Counter(looked)
+        return prepare_data(settings, 8), Counter(looked)
 
     first, work = again()
     assert work["look_at_mask"] == 3 and work["look_at_opacity"] == 2
@@ -461,6 +461,6 @@ def test_what_was_found_out_about_masks_is_kept_and_followed_when_they_change(tm
     save(tmp_path / "m" / "1.png", noise(80, 70, 1, seed=9))
     third, work = again()
     assert work == {"look_at_mask": 1, "examined": 1}
-    masks = [[sample.mask.content for sample in ready.manifest.samples] for ready in (second, third)]
+    masks = [[sample.mask.content_hash for sample in ready.manifest.samples] for ready in (second, third)]
     assert [one == other for one, other in zip(*masks, strict=True)] == [True, False, True, True, True]
     assert not any("trained as white" in note for note in third.manifest.notes)

@@ -9,61 +9,61 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFont
 
-from library.data.fonts import Fonts, font_files
-from library.data.sheet_text import Pen
+from library.data.fonts import FontSet, find_font_files
+from library.data.sheet_text import TextRenderer
 
 WITHOUT_SYSTEM_FONTS: list[Path] = []
-OF_THE_SYSTEM = font_files()
+OF_THE_SYSTEM = find_font_files()
 
 
-def pen(files: list[Path] | None = WITHOUT_SYSTEM_FONTS) -> Pen:
-    return Pen(ImageDraw.Draw(Image.new("RGB", (400, 40), "white")), files)
+def pen(files: list[Path] | None = WITHOUT_SYSTEM_FONTS) -> TextRenderer:
+    return TextRenderer(ImageDraw.Draw(Image.new("RGB", (400, 40), "white")), files)
 
 
 @given(st.text(max_size=80), st.integers(60, 300))
 def test_text_is_cut_to_fit(text, width):
     writer = pen()
-    fitted, whole = writer.fitted(text, width), "".join(writer.pieces(text))
-    assert writer.length(fitted) <= width and "\n" not in fitted
-    assert len(writer.wrapped(text, width, 2)) <= 2
-    assert (fitted == whole) == (writer.length(whole) <= width)
+    fitted, whole = writer.truncate_text(text, width), "".join(writer.split_glyphs(text))
+    assert writer.measure_text(fitted) <= width and "\n" not in fitted
+    assert len(writer.wrap_text(text, width, 2)) <= 2
+    assert (fitted == whole) == (writer.measure_text(whole) <= width)
     assert fitted == whole or (fitted.endswith("...") and whole.startswith(fitted[:-3].rstrip()))
 
 
 @given(st.text(alphabet="ab é猫🐈\n\t", max_size=60), st.integers(70, 200), st.integers(1, 3))
 def test_wrapped_lines_hold_the_whole_text_and_all_but_the_last_fit(text, width, lines):
     writer = pen()
-    found = writer.wrapped(text, width, lines)
-    assert "".join("".join(found).split()) == "".join("".join(writer.pieces(text)).split())
-    assert all(writer.length(line) <= width for line in found[:-1])
+    found = writer.wrap_text(text, width, lines)
+    assert "".join("".join(found).split()) == "".join("".join(writer.split_glyphs(text)).split())
+    assert all(writer.measure_text(line) <= width for line in found[:-1])
 
 
 def test_a_long_caption_is_broken_between_words_and_ends_in_dots():
     writer = pen()
-    lines = writer.wrapped("one two three four five six seven eight nine ten eleven twelve", 120, 2)
+    lines = writer.wrap_text("one two three four five six seven eight nine ten eleven twelve", 120, 2)
     assert " ".join(lines) == "one two three four five six seven eight nine ten eleven twelve"
     assert len(lines) == 2 and ImageFont.load_default(13).getlength(lines[0]) <= 120
-    assert writer.fitted(lines[1], 120).endswith("...") and not writer.fitted(lines[0], 120).endswith("...")
+    assert writer.truncate_text(lines[1], 120).endswith("...") and not writer.truncate_text(lines[0], 120).endswith("...")
 
 
 def test_a_text_without_spaces_uses_all_its_lines():
-    assert [len(line) > 5 for line in pen().wrapped("x" * 60, 100, 3)] == [True, True, True]
+    assert [len(line) > 5 for line in pen().wrap_text("x" * 60, 100, 3)] == [True, True, True]
 
 
 def test_characters_that_no_font_has_are_written_as_codes_and_this_is_known():
     writer = pen()
-    assert writer.fitted("plain", 400) == "plain" and not writer.wrote_codes
-    assert writer.fitted("a 猫 🐈 é", 400) == r"a \u732b \U0001f408 \xe9" and writer.wrote_codes
-    assert writer.fitted("猫" * 9, 150) == r"\u732b\u732b\u732b..."  # no code is cut in two
+    assert writer.truncate_text("plain", 400) == "plain" and not writer.has_escaped_characters
+    assert writer.truncate_text("a 猫 🐈 é", 400) == r"a \u732b \U0001f408 \xe9" and writer.wrote_codes
+    assert writer.truncate_text("猫" * 9, 150) == r"\u732b\u732b\u732b..."  # no code is cut in two
 
 
 def test_marks_that_only_join_others_are_left_out():
-    assert pen().fitted("a\u200d\ufe0fb\u200e", 400) == "ab"
+    assert pen().truncate_text("a\u200d\ufe0fb\u200e", 400) == "ab"
 
 
 def ink(text: str, files: list[Path] | None) -> np.ndarray:
     sheet = Image.new("L", (400, 40), 255)
-    Pen(ImageDraw.Draw(sheet), files).write((5, 5), text, 390, colour=0)
+    TextRenderer(ImageDraw.Draw(sheet), files).draw_text((5, 5), text, 390, color=0)
     return np.asarray(sheet)
 
 
@@ -75,28 +75,28 @@ def test_plain_text_is_drawn_as_pillow_draws_it():
 
 @pytest.mark.skipif(not OF_THE_SYSTEM, reason="this machine has none of the fonts that are looked for")
 def test_a_font_of_the_system_draws_what_pillows_own_lacks():
-    fonts = Fonts(13)
-    character = next(one for one in "éЖ猫" if fonts.of(one) is not None)
-    assert fonts.of(character) is not fonts.main and fonts.of("a") is fonts.main
+    fonts = FontSet(13)
+    character = next(one for one in "éЖ猫" if fonts.find_font(one) is not None)
+    assert fonts.find_font(character) is not fonts.default_font and fonts.find_font("a") is fonts.default_font
     writer = pen(None)
-    assert writer.fitted(f"a {character} b", 400) == f"a {character} b" and not writer.wrote_codes
+    assert writer.truncate_text(f"a {character} b", 400) == f"a {character} b" and not writer.has_escaped_characters
     assert (ink(f"a {character} b", None) != ink("a   b", None)).any()
     assert (ink(f"a {character} b", None) != ink(f"a {character} b", [])).any()
 
 
 @pytest.mark.skipif(not OF_THE_SYSTEM, reason="this machine has none of the fonts that are looked for")
 def test_a_mark_without_its_letter_is_not_taken_for_one_that_a_font_has():
-    fonts = Fonts(13, OF_THE_SYSTEM[:1])
+    fonts = FontSet(13, OF_THE_SYSTEM[:1])
     virama = "\u094d"
     assert unicodedata.category(virama) == "Mn"
-    has_letters = fonts.of("\u0915") is not None
-    assert (fonts.of(virama) is not None) == has_letters
+    has_letters = fonts.find_font("\u0915") is not None
+    assert (fonts.find_font(virama) is not None) == has_letters
 
 
 def test_fonts_are_looked_for_in_their_order_and_broken_files_are_passed_over(tmp_path):
     for name in ("wqy-zenhei.ttc", "deep/DejaVuSans.ttf", "DejaVuSans-Bold.ttf", "other.ttf", "NotoSansCJK-Bold.ttc"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"no font")
-    found = font_files([str(tmp_path), str(tmp_path / "nowhere")])
+    found = find_font_files([str(tmp_path), str(tmp_path / "nowhere")])
     assert [path.name for path in found] == ["DejaVuSans.ttf", "NotoSansCJK-Bold.ttc", "wqy-zenhei.ttc"]
-    assert Fonts(13, found).of("猫") is None
+    assert FontSet(13, found).find_font("猫") is None

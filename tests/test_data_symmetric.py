@@ -10,20 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from library.config.schema import DataConfig
-from library.config.values import Size
-from library.data.buckets import Placement, place_for
-from library.data.dataset_config import read_datasets
-from library.data.merging import merged
+from library.config.values import Resolution
+from library.data.buckets import BucketAssignment, build_bucket_assigner
+from library.data.dataset_config import parse_dataset_config
+from library.data.merging import merge_small_buckets
 from library.data.sample import Sample
-from library.data.symmetric import CLOSEST, TOLERANCE, WIDEST_GAP, lying_sizes, nearest, ratio_of
-from library.dataset.schema import DatasetConfig, flags_of
+from library.data.symmetric import MIN_DISTANCE_IN_PITCHES, AREA_TOLERANCE, MAX_GAP_IN_PITCHES, make_landscape_resolutions, find_nearest_bucket, compute_log_aspect_ratio
+from library.dataset.schema import DatasetConfig, collect_flag_defaults
 
 lengths = st.integers(1, 9000)
 
 
 def symmetric(resolution=(512, 768), smallest=256, largest=1024, step=64, **settings) -> DatasetConfig:
     values = {
-        "kind": "dreambooth", "resolution": Size(*resolution), "batch_size": 1, "enable_bucket": True,
+        "kind": "dreambooth", "resolution": Resolution(*resolution), "batch_size": 1, "enable_bucket": True,
         "min_bucket_reso": smallest, "max_bucket_reso": largest, "bucket_reso_steps": step, "bucket_no_upscale": False,
         "bucket_mode": "symmetric", "bucket_max_crop": 1.0, "bucket_min_pictures": 1, "network_multiplier": 1.0,
         "validation_split": 0.0, "validation_seed": None, "resize_interpolation": None, "prior_loss_weight": 1.0,
@@ -41,20 +41,20 @@ def limits(draw) -> tuple[int, int, int, int]:
     return width * height, smallest, draw(st.integers(max(width, height), 2500)), step
 
 
-def turned(placement: Placement) -> Placement:
-    return Placement(placement.bucket[::-1], placement.resized[::-1], placement.crop[::-1])
+def turned(placement: BucketAssignment) -> BucketAssignment:
+    return BucketAssignment(placement.bucket_resolution[::-1], placement.resized_size[::-1], placement.crop_left_top[::-1])
 
 
 @given(lengths, lengths, st.sampled_from([64, 32, 8]))
 def test_a_picture_turned_by_a_quarter_gets_the_bucket_turned_by_a_quarter(width, height, step):
-    place = place_for(symmetric(step=step))
+    place = build_bucket_assigner(symmetric(step=step))
     assert place(height, width) == turned(place(width, height))
 
 
 @given(limits(), lengths, lengths)
 def test_the_bucket_is_the_nearest_by_log_ratio(limit, width, height):
-    lying = lying_sizes(*limit)
-    chosen = nearest(width, height, lying)
+    lying = make_landscape_resolutions(*limit)
+    chosen = find_nearest_bucket(width, height, lying)
     distances = [abs(math.log(a / b) - math.log(width / height)) for size in lying for a, b in (size, size[::-1])]
     assert abs(math.log(chosen[0] / chosen[1]) - math.log(width / height)) <= min(distances) + 1e-9
 
@@ -62,60 +62,60 @@ def test_the_bucket_is_the_nearest_by_log_ratio(limit, width, height):
 @given(limits())
 def test_the_area_is_within_the_tolerance_wherever_the_step_allows(limit):
     area, smallest, largest, step = limit
-    lying = lying_sizes(*limit)
+    lying = make_landscape_resolutions(*limit)
     pitch = 2 * step / math.sqrt(area)
     low, high = smallest - smallest % step, largest + -largest % step
-    assert lying == sorted(set(lying), key=ratio_of) and lying[0][0] == lying[0][1]
+    assert lying == sorted(set(lying), key=compute_log_aspect_ratio) and lying[0][0] == lying[0][1]
     assert all(low <= short <= long <= high and long % step == short % step == 0 for long, short in lying)
     within = [(a, b) for b in range(low, high + 1, step) for a in range(b + step, high + 1, step)
-              if abs(a * b / area - 1) <= TOLERANCE]  # fmt: skip
-    ratios = [ratio_of(size) for size in lying]
+              if abs(a * b / area - 1) <= AREA_TOLERANCE]  # fmt: skip
+    ratios = [compute_log_aspect_ratio(size) for size in lying]
     for index, (long, short) in enumerate(lying[1:], start=1):
         error = abs(long * short / area - 1)
-        if error > TOLERANCE:
+        if error > AREA_TOLERANCE:
             gap = (ratios[index + 1] if index + 1 < len(lying) else math.inf) - ratios[index - 1]
-            assert gap > CLOSEST * 2 * pitch
-            lower = ratios[index - 1] + CLOSEST * pitch
-            upper = (ratios[index + 1] if index + 1 < len(lying) else math.inf) - CLOSEST * pitch
-            assert not [pair for pair in within if lower < ratio_of(pair) < upper], (long, short)
+            assert gap > MIN_DISTANCE_IN_PITCHES * 2 * pitch
+            lower = ratios[index - 1] + MIN_DISTANCE_IN_PITCHES * pitch
+            upper = (ratios[index + 1] if index + 1 < len(lying) else math.inf) - MIN_DISTANCE_IN_PITCHES * pitch
+            assert not [pair for pair in within if lower < compute_log_aspect_ratio(pair) < upper], (long, short)
     for lower, upper in pairwise(ratios):
-        if upper - lower > WIDEST_GAP * pitch:
-            middle = (lower + CLOSEST * pitch, upper - CLOSEST * pitch)
-            missed = [pair for pair in within if middle[0] < ratio_of(pair) < middle[1]]
+        if upper - lower > MAX_GAP_IN_PITCHES * pitch:
+            middle = (lower + MIN_DISTANCE_IN_PITCHES * pitch, upper - MIN_DISTANCE_IN_PITCHES * pitch)
+            missed = [pair for pair in within if middle[0] < compute_log_aspect_ratio(pair) < middle[1]]
             assert not [pair for pair in missed if abs(pair[0] * pair[1] / area - 1) < (upper - lower) / 4]
 
 
 def test_the_buckets_of_usual_settings():
     """Worked out by hand: the sizes within 2 % of the area, and those that close the gaps between them."""
-    assert lying_sizes(1024 * 1024, 256, 2048, 64) == [
+    assert make_landscape_resolutions(1024 * 1024, 256, 2048, 64) == [
         (1024, 1024), (1088, 960), (1152, 896), (1280, 832), (1344, 768), (1472, 704), (1664, 640), (1792, 576),
         (1920, 576), (2048, 512),
     ]  # fmt: skip
-    assert lying_sizes(512 * 512, 256, 1024, 64) == [(512, 512), (576, 448), (704, 384), (832, 320), (1024, 256)]
-    assert lying_sizes(512 * 512, 512, 512, 64) == [(512, 512)]
+    assert make_landscape_resolutions(512 * 512, 256, 1024, 64) == [(512, 512), (576, 448), (704, 384), (832, 320), (1024, 256)]
+    assert make_landscape_resolutions(512 * 512, 512, 512, 64) == [(512, 512)]
 
 
 @given(lengths, lengths, st.sampled_from([64, 16]))
 def test_a_picture_is_enlarged_no_further_than_to_cover_its_bucket(width, height, step):
-    placement = place_for(symmetric(step=step))(width, height)
-    excess = [resized - bucket for resized, bucket in zip(placement.resized, placement.bucket, strict=True)]
+    placement = build_bucket_assigner(symmetric(step=step))(width, height)
+    excess = [resized - bucket for resized, bucket in zip(placement.resized_size, placement.bucket_resolution, strict=True)]
     assert min(excess) == 0
-    scale = max(placement.bucket[0] / width, placement.bucket[1] / height)
-    assert placement.resized[0] == pytest.approx(width * scale, abs=0.5001)
-    assert placement.resized[1] == pytest.approx(height * scale, abs=0.5001)
+    scale = max(placement.bucket_resolution[0] / width, placement.bucket_resolution[1] / height)
+    assert placement.resized_size[0] == pytest.approx(width * scale, abs=0.5001)
+    assert placement.resized_size[1] == pytest.approx(height * scale, abs=0.5001)
 
 
 @given(lengths, lengths, st.sampled_from(["kohya", "symmetric"]))
 def test_the_crop_loss_is_the_share_of_pixels_outside_the_bucket(width, height, mode):
-    placement = place_for(symmetric(bucket_mode=mode))(width, height)
-    inside = placement.bucket[0] * placement.bucket[1]
-    assert placement.crop_loss == pytest.approx(1 - inside / math.prod(placement.resized))
-    assert 0 <= placement.crop_loss < 1
+    placement = build_bucket_assigner(symmetric(bucket_mode=mode))(width, height)
+    inside = placement.bucket_resolution[0] * placement.bucket_resolution[1]
+    assert placement.cropped_fraction == pytest.approx(1 - inside / math.prod(placement.resized_size))
+    assert 0 <= placement.cropped_fraction < 1
 
 
 def test_a_picture_that_would_lose_too_much_is_refused_with_its_loss():
-    place = place_for(symmetric((512, 512), bucket_max_crop=0.25))
-    assert place(1365, 256).crop_loss == pytest.approx(0.25, abs=1e-3)
+    place = build_bucket_assigner(symmetric((512, 512), bucket_max_crop=0.25))
+    assert place(1365, 256).cropped_fraction == pytest.approx(0.25, abs=1e-3)
     with pytest.raises(
         ValueError, match=r"3000x500 pixels would lose 33.3% .* 1024x256, more than bucket_max_crop 0.2"
     ):
@@ -126,10 +126,10 @@ def test_a_picture_that_would_lose_too_much_is_refused_with_its_loss():
 def test_the_limit_on_cropping_holds_however_coarse_the_steps_are(width, height, step, most):
     """Coarse steps leave few buckets, so that more is cut away: then more pictures are refused, and none slips by."""
     settings = {"resolution": (1024, 1024), "smallest": 512, "largest": 2048, "step": step}
-    loss = place_for(symmetric(**settings))(width, height).crop_loss
-    place = place_for(symmetric(**settings, bucket_max_crop=most))
+    loss = build_bucket_assigner(symmetric(**settings))(width, height).cropped_fraction
+    place = build_bucket_assigner(symmetric(**settings, bucket_max_crop=most))
     if loss <= most:
-        assert place(width, height).crop_loss == loss
+        assert place(width, height).cropped_fraction == loss
     else:
         said = rf"{width}x{height} pixels would lose {loss:.1%} .* more than bucket_max_crop {most:g}"
         with pytest.raises(ValueError, match=said):
@@ -147,21 +147,21 @@ def test_merging_keeps_every_picture_and_leaves_no_small_bucket_that_could_join(
     samples, alone = [], []
     for number, (width, height, dataset) in enumerate(pictures):
         try:
-            alone.append(place_for(datasets[dataset])(width, height))
+            alone.append(build_bucket_assigner(datasets[dataset])(width, height))
         except ValueError:
             continue
         samples.append(sample(number, (width, height), dataset, repeats=9))
-    placements, notes = merged(samples, alone, datasets)
+    placements, notes = merge_small_buckets(samples, alone, datasets)
     assert len(placements) == len(samples)
     buckets = defaultdict(list)
     for item, before, after in zip(samples, alone, placements, strict=True):
         if item.dataset == 1:
             assert after == before
             continue
-        buckets[after.bucket].append(item)
-        assert after.crop_loss <= max_crop
-        if after.bucket != before.bucket:
-            assert [bucket - resized for bucket, resized in zip(after.bucket, after.resized, strict=True)].count(0) > 0
+        buckets[after.bucket_resolution].append(item)
+        assert after.cropped_fraction <= max_crop
+        if after.bucket_resolution != before.bucket:
+            assert [bucket - resized for bucket, resized in zip(after.bucket_resolution, after.resized_size, strict=True)].count(0) > 0
             assert any(f"bucket {before.bucket[0]}x{before.bucket[1]} has" in note for note in notes)
         else:
             assert after == before
@@ -177,17 +177,17 @@ def test_small_buckets_join_the_nearest_by_log_ratio_and_pictures_are_counted_wi
     dataset = symmetric((512, 512), bucket_min_pictures=2)
     sizes = [(512, 512)] * 3 + [(576, 448)] * 2 + [(704, 384)] + [(256, 1024)]
     samples = [sample(number, size, repeats=5) for number, size in enumerate(sizes)]
-    alone = [place_for(dataset)(*size) for size in sizes]
-    placements, notes = merged(samples, alone, [dataset])
-    assert Counter(placement.bucket for placement in placements) == {(512, 512): 4, (576, 448): 3}
-    assert placements[5] == Placement((576, 448), (821, 448), (122, 0))
+    alone = [build_bucket_assigner(dataset)(*size) for size in sizes]
+    placements, notes = merge_small_buckets(samples, alone, [dataset])
+    assert Counter(placement.bucket_resolution for placement in placements) == {(512, 512): 4, (576, 448): 3}
+    assert placements[5] == BucketAssignment((576, 448), (821, 448), (122, 0))
     assert notes == [
         "dataset 1: bucket 256x1024 has fewer pictures (1) than bucket_min_pictures 2; they join 512x512, where they"
         " lose at most 75.0%",
         "dataset 1: bucket 704x384 has fewer pictures (1) than bucket_min_pictures 2; they join 576x448, where they"
         " lose at most 29.8%",
     ]
-    kept, notes = merged(samples, alone, [replace(dataset, bucket_max_crop=0.5)])
+    kept, notes = merge_small_buckets(samples, alone, [replace(dataset, bucket_max_crop=0.5)])
     assert kept[6] == alone[6] and notes[0].endswith("one of them would lose 75.0%, more than bucket_max_crop 0.5")
 
 
@@ -212,7 +212,7 @@ GOOD = "[[datasets]]\nresolution = 512\n[[datasets.subsets]]\nimage_dir = 'a'\n"
 def test_settings_without_a_meaning_are_refused(tmp_path, general, flags, expected):
     path = tmp_path / "set.toml"
     path.write_text(f"[general]\n{general}\n{GOOD}", encoding="utf-8")
-    found = read_datasets(path, flags_of(DataConfig(**flags))).problems
+    found = parse_dataset_config(path, collect_flag_defaults(DataConfig(**flags))).problems
     assert len(found) == len(expected)
     for problem, start in zip(found, expected, strict=True):
         assert problem.replace(f"{tmp_path}/", "").startswith(start)
@@ -222,6 +222,6 @@ def test_each_dataset_may_have_its_own_mode(tmp_path):
     path = tmp_path / "set.toml"
     text = "general.enable_bucket = true\n" + GOOD + GOOD.replace("= 512", "= 512\nbucket_mode = 'symmetric'")
     path.write_text(text.replace("'a'", "'b'", 1), encoding="utf-8")
-    one, other = read_datasets(path, flags_of(DataConfig())).require()
+    one, other = parse_dataset_config(path, collect_flag_defaults(DataConfig())).require_valid()
     assert (one.bucket_mode, other.bucket_mode) == ("kohya", "symmetric")
-    assert place_for(one)(1500, 1000).bucket == (640, 384) and place_for(other)(1500, 1000).bucket == (576, 448)
+    assert build_bucket_assigner(one)(1500, 1000).bucket_resolution == (640, 384) and build_bucket_assigner(other)(1500, 1000).bucket_resolution == (576, 448)

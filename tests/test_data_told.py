@@ -5,8 +5,8 @@ import json
 from PIL import Image
 
 from library.config.schema import DataConfig
-from library.data.prepare import prepare
-from library.data.told import told
+from library.data.prepare import prepare_data
+from library.data.told import build_dataset_metadata
 
 
 def prepared(folder, more=""):
@@ -37,19 +37,19 @@ batch_size = 2
   is_reg = true
 {more}
 """, encoding="utf-8")  # fmt: skip
-    return prepare(DataConfig(dataset_config=str(path)), 8)
+    return prepare_data(DataConfig(dataset_config=str(path)), 8)
 
 
 def test_pictures_tags_and_buckets_are_told_as_sd_scripts_tells_them(tmp_path):
     ready = prepared(tmp_path)
-    found = told(ready.manifest, ready.placements, ranks=3)
+    found = build_dataset_metadata(ready.manifest, ready.assignments, dp_size=3)
     assert json.loads(found["ss_dataset_dirs"]) == {"cats": {"n_repeats": 2, "img_count": 3},
                                                     "cats (2)": {"n_repeats": 1, "img_count": 2}}  # fmt: skip
     assert json.loads(found["ss_reg_dataset_dirs"]) == {"reg": {"n_repeats": 1, "img_count": 1}}
     assert json.loads(found["ss_tag_frequency"]) == {"cats": {"blue": 2, "cat": 5, "red": 3}, "reg": {"dog": 1}}
     buckets = json.loads(found["ss_bucket_info"])
     shown = {tuple(each["resolution"]): each["count"] for each in buckets["buckets"].values()}
-    assert shown == {bucket.size: round(sum(bucket.repeats)) for bucket in ready.buckets}
+    assert shown == {bucket.resolution: round(sum(bucket.repeats)) for bucket in ready.buckets}
     assert buckets["mean_img_ar_error"] >= 0
     assert found["ss_batch_size_per_device"] == "2" and found["ss_total_batch_size"] == "6"
     (dataset,) = json.loads(found["ss_datasets"])
@@ -69,7 +69,7 @@ resolution = 32
   image_dir = '{tmp_path / "cats"}'
 """,
     )
-    found = told(ready.manifest, ready.placements, ranks=1)
+    found = build_dataset_metadata(ready.manifest, ready.assignments, dp_size=1)
     assert [each["resolution"] for each in json.loads(found["ss_datasets"])] == [[64, 64], [32, 32]]
     assert list(json.loads(found["ss_dataset_dirs"])) == ["cats", "cats (2)", "cats (3)"]
     assert "ss_bucket_info" not in found

@@ -18,14 +18,14 @@ from torch.utils.data import Dataset
 
 from library.config.schema import DataConfig, TrainConfig
 from library.data.batch import PixelBatch
-from library.data.batches import BatchPlan, BucketSamples
-from library.data.loader import Loader, MicroBatchReader
-from library.data.prepare import Prepared, prepare
-from library.data.workers import ReadAhead, _leave_signals_to_the_main_process, _obituary
+from library.data.batches import BatchPlan, Bucket
+from library.data.loader import ImageLoader, MicroBatchDataset
+from library.data.prepare import PreparedData, prepare_data
+from library.data.workers import PrefetchIterator, _ignore_signals, _format_worker_death
 from library.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
-PLAN = BatchPlan([BucketSamples((8, 8), [0, 1], [1, 1], 2)], 1, 1, 0)
+PLAN = BatchPlan([Bucket((8, 8), [0, 1], [1, 1], 2)], 1, 1, 0)
 
 
 @pytest.fixture(autouse=True)
@@ -50,25 +50,25 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def prepared(folder) -> Prepared:
-    return prepare(DataConfig(dataset_config=str(folder / "set.toml")), 8)
+def prepared(folder) -> PreparedData:
+    return prepare_data(DataConfig(dataset_config=str(folder / "set.toml")), 8)
 
 
-def by_place(prepared: Prepared, ranks: int, batch_size: int, steps: int, **loading) -> list[dict]:
+def by_place(prepared: PreparedData, ranks: int, batch_size: int, steps: int, **loading) -> list[dict]:
     """Everything that is handed out in each step, over all ranks, by its place in the step."""
-    buckets = [BucketSamples(bucket.size, bucket.samples, bucket.repeats, batch_size) for bucket in prepared.buckets]
+    buckets = [Bucket(bucket.resolution, bucket.sample_indices, bucket.repeats, batch_size) for bucket in prepared.buckets]
     plan = BatchPlan(buckets, ranks, 1, 5)
     found: list[dict] = [{} for _ in range(steps)]
     for rank in range(ranks):
-        reader = MicroBatchReader(prepared.manifest, prepared.placements, plan, rank, 5, 100)
-        works = Loader(reader, plan, **loading).steps(0)
+        reader = MicroBatchDataset(prepared.manifest, prepared.assignments, plan, rank, 5, 100)
+        works = ImageLoader(reader, plan, **loading).iter_steps(0)
         for step, work in enumerate(itertools.islice(works, steps)):
-            for batch in work.batches:
-                for row, place in enumerate(batch.places):
+            for batch in work.micro_batches:
+                for row, place in enumerate(batch.global_positions):
                     mask = b"" if batch.mask is None else batch.mask[row].numpy().tobytes()
-                    found[step][place] = (batch.ids[row], batch.captions[row], batch.weight[row].item(),
-                                          batch.frame[row].tolist(), batch.pixels[row].numpy().tobytes(), mask,
-                                          work.samples)  # fmt: skip
+                    found[step][place] = (batch.sample_keys[row], batch.captions[row], batch.loss_weights[row].item(),
+                                          batch.size_conditioning[row].tolist(), batch.pixels[row].numpy().tobytes(), mask,
+                                          work.num_global_samples)  # fmt: skip
         works.close()
     return found
 
@@ -107,11 +107,11 @@ class Numbered(Dataset):
 
 
 def test_epochs_change_without_new_workers():
-    steps = Loader(Numbered(), PLAN, workers=2).steps(0)
-    batches = [next(steps).batches[0] for _ in range(40)]  # an epoch is one step
-    assert PLAN.epoch_of(39) == 39
+    steps = ImageLoader(Numbered(), PLAN, num_workers=2).iter_steps(0)
+    batches = [next(steps).micro_batches[0] for _ in range(40)]  # an epoch is one step
+    assert PLAN.get_epoch(39) == 39
     steps.close()
-    assert [batch.ids[0] for batch in batches] == [str(position) for position in range(40)]
+    assert [batch.sample_keys[0] for batch in batches] == [str(position) for position in range(40)]
     pids = [batch.captions[0] for batch in batches]
     assert len(set(pids)) == 2 and set(pids[:4]) == set(pids[-4:]) and str(os.getpid()) not in pids
 
@@ -126,8 +126,8 @@ def is_running(pid: int) -> bool:
 
 def test_workers_are_gone_when_the_loader_is_closed_and_sigchld_is_as_it_was():
     before = signal.getsignal(signal.SIGCHLD)
-    steps = Loader(Numbered(), PLAN, workers=3).steps(0)
-    pids = {int(next(steps).batches[0].captions[0]) for _ in range(9)}
+    steps = ImageLoader(Numbered(), PLAN, num_workers=3).iter_steps(0)
+    pids = {int(next(steps).micro_batches[0].captions[0]) for _ in range(9)}
     assert len(pids) == 3 and all(map(is_running, pids)) and signal.getsignal(signal.SIGCHLD) == before
     steps.close()
     assert not any(map(is_running, pids)) and nobody_is_left()
@@ -146,7 +146,7 @@ class Deadly(Numbered):
 
 
 def test_a_worker_that_is_killed_is_told_when_its_batch_is_wanted_and_breaks_into_nothing():
-    steps = Loader(Deadly(signal.SIGKILL), PLAN, workers=3, prefetch=4).steps(0)
+    steps = ImageLoader(Deadly(signal.SIGKILL), PLAN, num_workers=3, prefetch_factor=4).iter_steps(0)
     next(steps)
     deadline = time.monotonic() + 30
     while len(multiprocessing.active_children()) == 3 and time.monotonic() < deadline:
@@ -171,9 +171,9 @@ class Closing:
 
 
 def test_a_death_is_known_though_what_the_dead_had_open_was_closed_before_it():
-    ahead, worker = ReadAhead.__new__(ReadAhead), Closing()
-    ahead.workers, ahead.has_ended = [worker], True
-    assert ahead._dead() == [worker]
+    ahead, worker = PrefetchIterator.__new__(PrefetchIterator), Closing()
+    ahead.workers, ahead.is_shut_down = [worker], True
+    assert ahead._find_dead_workers() == [worker]
     os.close(worker.sentinel)
 
 
@@ -193,7 +193,7 @@ def test_a_death_is_known_though_what_the_dead_had_open_was_closed_before_it():
     ],
 )
 def test_what_can_be_done_about_a_death_follows_from_its_kind(code, said):
-    assert _obituary(77, code, "X").startswith(f"a process that reads pictures (pid 77) {said}")
+    assert _format_worker_death(77, code, "X").startswith(f"a process that reads pictures (pid 77) {said}")
 
 
 class Faulty(Numbered):
@@ -204,7 +204,7 @@ class Faulty(Numbered):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_mistake_of_ours_is_no_mistake_of_the_user(workers):
-    steps = Loader(Faulty(), PLAN, workers=workers).steps(0)
+    steps = ImageLoader(Faulty(), PLAN, num_workers=workers).iter_steps(0)
     with pytest.raises(KeyError, match="a mistake of ours"):
         for _ in range(5):
             next(steps)
@@ -230,7 +230,7 @@ class WithoutMemory(Numbered):
 
 
 def test_full_shared_memory_is_told_and_not_waited_for():
-    steps = Loader(WithoutMemory(), PLAN, workers=1).steps(0)
+    steps = ImageLoader(WithoutMemory(), PLAN, num_workers=1).iter_steps(0)
     with pytest.raises(UserError, match=r"^no shared memory left for pictures that are read ahead; give the container"):
         for _ in range(5):
             next(steps)
@@ -247,28 +247,28 @@ class Stuck(Numbered):
 
 def test_workers_that_hang_are_left_after_a_while(monkeypatch):
     monkeypatch.setattr("library.data.workers.SECONDS_TO_END", 0.5)
-    items: ReadAhead = ReadAhead(Stuck(), 0, workers=2, prefetch=2, pin_memory=False)
+    items: PrefetchIterator = PrefetchIterator(Stuck(), 0, num_workers=2, prefetch_factor=2, pin_memory=False)
     assert [next(items).ids[0] for _ in range(3)] == ["0", "1", "2"]
-    items.stop()
+    items.shutdown()
     assert nobody_is_left()
-    items.stop()  # and once more, as the interpreter does at its end
+    items.shutdown()  # and once more, as the interpreter does at its end
 
 
 def test_workers_end_where_no_thread_can_be_started_any_more(monkeypatch):
     def start(thread):
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
-    items: ReadAhead = ReadAhead(Numbered(), 0, workers=2, prefetch=2, pin_memory=False)
+    items: PrefetchIterator = PrefetchIterator(Numbered(), 0, num_workers=2, prefetch_factor=2, pin_memory=False)
     next(items)
     monkeypatch.setattr(threading.Thread, "start", start)
-    items.stop()
+    items.shutdown()
     assert nobody_is_left()
 
 
 def test_workers_leave_signals_to_the_main_process():
     child = os.fork()
     if child == 0:
-        _leave_signals_to_the_main_process(0)
+        _ignore_signals(0)
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
         os._exit(7)
@@ -277,7 +277,7 @@ def test_workers_leave_signals_to_the_main_process():
 
 def test_there_are_never_more_workers_than_cores_that_may_be_used(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {1, 5, 7})
-    assert [Loader(Numbered(), PLAN, workers=workers).workers for workers in (0, 2, 8)] == [0, 2, 3]
+    assert [ImageLoader(Numbered(), PLAN, num_workers=workers).num_workers for workers in (0, 2, 8)] == [0, 2, 3]
 
 
 SCRIPT = """
@@ -308,7 +308,7 @@ def test_processes_that_are_started_anew_read_the_same(folder, prepared):
     done = script(folder, "spawn", "print([(work.batches[0].captions, work.batches[0].pixels.sum().item())"
                                    " for work in first]); steps.close()")  # fmt: skip
     plan = prepared.batch_plan(1, TrainConfig())
-    reader = MicroBatchReader(prepared.manifest, prepared.placements, plan, 0, 5, 100)
+    reader = MicroBatchDataset(prepared.manifest, prepared.placements, plan, 0, 5, 100)
     assert done.stdout.strip() == str([(reader[n].captions, reader[n].pixels.sum().item()) for n in range(3)])
     assert done.returncode == 0 and done.stderr == ""
 

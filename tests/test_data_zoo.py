@@ -16,7 +16,7 @@ from odd_pictures import chunk, png
 from PIL import Image, features
 
 from library.config.schema import DataConfig
-from library.data.prepare import Prepared, check, prepare
+from library.data.prepare import PreparedData, validate_dataset_config, prepare_data
 from library.dataset.image_formats import is_truncated
 from library.errors import ConfigError
 
@@ -177,8 +177,8 @@ def zoo(tmp_path_factory) -> Path:
     return folder
 
 
-def prepared(folder: Path, **options) -> Prepared:
-    return prepare(DataConfig(dataset_config=str(folder / "set.toml"), **options), 8)
+def prepared(folder: Path, **options) -> PreparedData:
+    return prepare_data(DataConfig(dataset_config=str(folder / "set.toml"), **options), 8)
 
 
 @pytest.fixture(scope="module")
@@ -317,7 +317,7 @@ def test_every_bad_setting_is_named_with_its_line_in_one_report(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     (tmp_path / "zoo").mkdir()
     (tmp_path / "set.toml").write_text(SETTINGS, encoding="utf-8")
-    found = check(DataConfig(dataset_config="set.toml"))
+    found = validate_dataset_config(DataConfig(dataset_config="set.toml"))
     wanted = {f"set.toml:{number}: ": line.rpartition("  # ")[2].strip()
               for number, line in enumerate(SETTINGS.splitlines(), start=1) if "  # " in line}  # fmt: skip
     assert len(wanted) >= 30
@@ -429,4 +429,4 @@ def test_a_bad_file_of_two_datasets_is_named_once(tmp_path):
     with pytest.raises(ConfigError) as caught:
         prepared(tmp_path)
     assert len(caught.value.problems) == 2 and caught.value.problems[1].startswith("2 of 4 pictures cannot be used;")
-    assert [sample.dataset for sample in prepared(tmp_path, on_bad_data="skip").manifest.samples] == [0, 1]
+    assert [sample.dataset_index for sample in prepared(tmp_path, on_bad_data="skip").manifest.samples] == [0, 1]

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from library.config import load_options
+from library.config import parse_config
 from library.config.schema import TrainConfig
-from library.config.toml_lines import read_toml
-from library.data.musubi import FLAT
-from library.data.prepare import Prepared, check, prepare
-from library.dataset.schema import KEYS
+from library.config.toml_lines import read_toml_with_lines
+from library.data.musubi import MUSUBI_SUBSET_KEYS
+from library.data.prepare import PreparedData, validate_dataset_config, prepare_data
+from library.dataset.schema import DATASET_KEYS
 from library.tools import TOOLS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,26 +29,26 @@ def examples() -> list[Path]:
     )
 
 
-def planned(path: Path) -> Prepared:
+def planned(path: Path) -> PreparedData:
     if "parquet" in path.read_text(encoding="utf-8") and importlib.util.find_spec("pyarrow") is None:
         pytest.skip("needs pyarrow")
     words = ["--dataset_config", str(path)]
     command = re.search(r"python -m library plan --dataset_config \S+(.*)", path.read_text(encoding="utf-8"))
     more = command[1].replace("dataset_configs/", f"{FOLDER}/").split() if command else []
-    config = load_options([*words, *more]).require()
-    assert check(config.data) == []
-    return prepare(config.data, 16)
+    config = parse_config([*words, *more]).require_valid()
+    assert validate_dataset_config(config.data) == []
+    return prepare_data(config.data, 16)
 
 
 @pytest.mark.parametrize("path", examples(), ids=lambda path: path.name)
 def test_an_example_is_planned_from_wherever_one_is(path: Path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     prepared = planned(path)
-    plan = prepared.batch_plan(2, TrainConfig())
-    assert prepared.describe(plan, 10).startswith("dataset 1, ")
+    plan = prepared.build_batch_plan(2, TrainConfig())
+    assert prepared.format_summary(plan, 10).startswith("dataset 1, ")
     samples = prepared.manifest.samples
     assert all(sample.caption for sample in samples if "drafts" not in sample.image.file)
-    assert json.loads(json.dumps(prepared.record(plan)))[0]["samples"]
+    assert json.loads(json.dumps(prepared.to_json(plan)))[0]["samples"]
 
 
 EXPECTED = {
@@ -100,8 +100,8 @@ def test_the_file_for_several_machines_is_one_that_the_launcher_reads():
 
 def test_the_page_names_every_key_and_every_example():
     named = set(re.findall(r"`([a-z_]+)`", PAGE))
-    written = {key.name for key in KEYS.values() if key.levels}
-    assert written - named == set() and set(FLAT) - named == set()
+    written = {key.name for key in DATASET_KEYS.values() if key.tables}
+    assert written - named == set() and set(MUSUBI_SUBSET_KEYS) - named == set()
     assert [path.name for path in examples() if path.name not in PAGE] == []
 
 
@@ -110,7 +110,7 @@ def test_the_toml_of_the_page_is_right(tmp_path):
     assert len(texts) > 5
     for text in texts:
         (tmp_path / "x.toml").write_text(text, encoding="utf-8")
-        data, _ = read_toml(tmp_path / "x.toml")
+        data, _ = read_toml_with_lines(tmp_path / "x.toml")
         tables = [data.get("general", {}), *data.get("datasets", [])]
         tables += [subset for table in tables for subset in table.get("subsets", [])]
-        assert {name for table in tables for name in table} <= {*KEYS, *FLAT, "subsets"}, text
+        assert {name for table in tables for name in table} <= {*DATASET_KEYS, *MUSUBI_SUBSET_KEYS, "subsets"}, text

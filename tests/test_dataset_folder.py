@@ -16,7 +16,7 @@ from listings import (
     write_files,
 )
 
-from library.data.prepare import prepare
+from library.data.prepare import prepare_data
 from library.dataset.caption_files import CaptionFiles
 from library.dataset.file_discovery import PathPattern, expand_braces, walk_directory
 from library.errors import ConfigError
@@ -183,7 +183,7 @@ def test_each_image_uses_the_first_of_several_caption_extensions(tmp_path):
         "a: no .caption or .txt file for 2 of 7 images, using an empty caption: 4.png, s_1_2_3_4/6.png",
     ]
     ready = prepare_subsets(tmp_path, subset)
-    assert ready.manifest.endings == ((0, 0, "4 .txt, 1 .caption", 5, 7),)
+    assert ready.manifest.caption_counts == ((0, 0, "4 .txt, 1 .caption", 5, 7),)
 
 
 @pytest.mark.parametrize("ending", ["", ".TXT", ".wd14.txt"])
@@ -275,7 +275,7 @@ def test_a_folder_without_images_suggests_the_key_for_its_files(tmp_path):
 def test_problems_of_several_folders_are_reported_together(tmp_path):
     write_files(tmp_path, ["a/1.png", "c/d/1.png"])
     with pytest.raises(ConfigError) as caught:
-        prepare(make_config(tmp_path, "image_dir = 'a'\nexclude = 'x'", "image_dir = 'c'"), 8)
+        prepare_data(make_config(tmp_path, "image_dir = 'a'\nexclude = 'x'", "image_dir = 'c'"), 8)
     assert [line.split(";")[0] for line in strip_folder(tmp_path, caught.value.problems)] == [
         "set.toml:5: exclude: 'x' matches none of the images in a (1 image: 1.png)",
         "set.toml:7: image_dir: no images",

@@ -15,7 +15,7 @@ from listings import (
     write_files,
 )
 
-from library.data.prepare import prepare
+from library.data.prepare import prepare_data
 from library.dataset.caption_files import resolve_caption_column
 from library.errors import ConfigError
 
@@ -46,7 +46,7 @@ def test_a_metadata_table_in_a_folder_holds_the_captions_of_its_images(tmp_path,
     assert captions_by_name(listing) == {"1.png": "one, uno", "s/2.png": 'two "zwei"'}
     assert (listing.missing, listing.problems, listing.notes) == ([], [], [])
     ready = prepare_subsets(tmp_path, "image_dir = 'a'\nrecursive = true")
-    assert ready.manifest.endings == ((0, 0, f"metadata{ending}", 2, 2),)
+    assert ready.manifest.caption_counts == ((0, 0, f"metadata{ending}", 2, 2),)
     flat = list_subset(tmp_path, "image_dir = 'a'")
     assert captions_by_name(flat) == {"1.png": "one, uno"}
     note = f"a: not used: 1 image in subfolders, listed in metadata{ending}; set recursive = true to use them: s/2.png"
@@ -106,7 +106,7 @@ def test_all_problems_with_rows_are_reported_with_their_lines(tmp_path):
             {"file_name": "2.png", "text": "x"}, {"file_name": "./2.png", "text": "y"}]  # fmt: skip
     write_files(tmp_path / "a", {"metadata.jsonl": encode_table(rows, ".jsonl")})
     with pytest.raises(ConfigError) as caught:
-        prepare(make_config(tmp_path, "image_dir = 'a'"), 8)
+        prepare_data(make_config(tmp_path, "image_dir = 'a'"), 8)
     assert strip_folder(tmp_path, caught.value.problems) == [
         "a/metadata.jsonl:2: 'gone.png' not found in a",
         "a/metadata.jsonl:3: no file_name",

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from library.data import inspection
-from library.data.inspection import Seen, pictures_inspected
+from library.data.inspection import InspectedImage, build_image_inspector
 from library.dataset import scan, scan_cache
 from library.dataset.image_ref import ByteRange, ImageRef
 from library.dataset.scan import scan_images
@@ -47,14 +47,14 @@ def folder(tmp_path, monkeypatch) -> Path:
 def work(monkeypatch) -> Counter:
     """Counts of decoded and read images."""
     done: Counter = Counter()
-    examined, read_bytes = inspection.examined, ImageRef.read_bytes
+    examined, read_bytes = inspection.inspect_bytes, ImageRef.read_bytes
     monkeypatch.setattr(inspection, "examined", lambda *given: (done.update(["decoded"]), examined(*given))[1])
     monkeypatch.setattr(ImageRef, "read_bytes", lambda self: (done.update(["read"]), read_bytes(self))[1])
     return done
 
 
-def run_scan(folder: Path, images: list[ImageRef] | None = None, cache_dir: Path | None = None) -> dict[ImageRef, Seen]:
-    return scan_images(pictures_inspected(), {folder: images or list_images(folder)}, lambda _: cache_dir).images
+def run_scan(folder: Path, images: list[ImageRef] | None = None, cache_dir: Path | None = None) -> dict[ImageRef, InspectedImage]:
+    return scan_images(build_image_inspector(), {folder: images or list_images(folder)}, lambda _: cache_dir).images
 
 
 def count_work(work: Counter, folder: Path, **options) -> tuple[int, int]:
@@ -62,7 +62,7 @@ def count_work(work: Counter, folder: Path, **options) -> tuple[int, int]:
     work.clear()
     results = run_scan(folder, **options)
     done = (work["read"], work["decoded"])
-    assert results == {image: inspection.look_at(image) for image in list_images(folder)}
+    assert results == {image: inspection.inspect_image(image) for image in list_images(folder)}
     return done
 
 
@@ -115,14 +115,14 @@ def test_the_times_of_a_recently_changed_file_are_not_trusted(folder, work, monk
 
 def test_another_version_ignores_the_cache(folder, work, monkeypatch):
     count_work(work, folder)
-    monkeypatch.setattr(inspection, "VERSION", inspection.VERSION + 1)
+    monkeypatch.setattr(inspection, "VERSION", inspection.INSPECTION_VERSION + 1)
     assert count_work(work, folder) == (10, 10)
     assert count_work(work, folder) == (0, 0)
 
 
 def test_facts_of_another_shape_are_ignored(folder, work, monkeypatch):
     count_work(work, folder)
-    packed = inspection._packed
+    packed = inspection._pack_image
     with monkeypatch.context() as patch:
         patch.setattr(inspection, "_packed", lambda seen: packed(seen)[:2])
         write_image(folder / "3.bmp", 77)
@@ -159,7 +159,7 @@ def test_entries_of_files_that_are_not_requested_are_kept(folder, work):
 def test_cache_dir_holds_the_caches_of_all_folders(folder, tmp_path, work):
     write_image(tmp_path / "other" / "a" / "0.bmp", 60)
     for _ in range(2):
-        scan_images(pictures_inspected(), {root: list_images(root) for root in (folder, tmp_path / "other" / "a")},
+        scan_images(build_image_inspector(), {root: list_images(root) for root in (folder, tmp_path / "other" / "a")},
                 lambda _: tmp_path / "kept")  # fmt: skip
     assert work["decoded"] == 11
     assert len(list((tmp_path / "kept" / "scan").iterdir())) == 2
@@ -168,7 +168,7 @@ def test_cache_dir_holds_the_caches_of_all_folders(folder, tmp_path, work):
 
 def test_without_write_access_the_user_cache_directory_is_used_and_noted(folder, tmp_path, work):
     (folder / ".cache-lorikeet").write_text("in the way")
-    first = scan_images(pictures_inspected(), {folder: list_images(folder)}, lambda _: None)
+    first = scan_images(build_image_inspector(), {folder: list_images(folder)}, lambda _: None)
     (note,) = first.notes
     assert note.startswith(f"{folder}/.cache-lorikeet/scan is not writable: ")
     assert f"scan results are cached in {tmp_path}/user/lorikeet/scan/a-" in note
@@ -198,7 +198,7 @@ def test_of_two_caches_the_newer_one_is_used(folder, work, monkeypatch):
 def test_the_scan_works_where_nothing_is_writable(folder, tmp_path, work):
     (folder / ".cache-lorikeet").write_text("in the way")
     (tmp_path / "user").write_text("in the way")
-    result = scan_images(pictures_inspected(), {folder: list_images(folder)}, lambda _: None)
+    result = scan_images(build_image_inspector(), {folder: list_images(folder)}, lambda _: None)
     assert len(result.images) == 10 and result.cache_folders == []
     assert result.notes[0].endswith("all images will be scanned again at the next start")
 
@@ -206,7 +206,7 @@ def test_the_scan_works_where_nothing_is_writable(folder, tmp_path, work):
 def test_results_before_an_interruption_are_cached(folder, work, monkeypatch):
     monkeypatch.setattr(scan, "_IMAGES_PER_TASK", 1)
     monkeypatch.setattr(scan, "_MAX_THREADS", 1)
-    examined = inspection.examined
+    examined = inspection.inspect_bytes
 
     def interrupted(*given):
         if work["decoded"] >= 6:
@@ -281,12 +281,12 @@ def test_a_killed_writer_leaves_the_old_or_the_new_cache(folder, work, monkeypat
 def test_a_file_over_the_size_limit_is_reported_and_not_read(folder, work, monkeypatch):
     monkeypatch.setattr(scan, "MAX_FILE_BYTES", 400)
     large = run_scan(folder)[ImageRef(folder, "9.bmp")]
-    assert work["read"] < 10 and large.flaw is not None and large.flaw.kind == "too large"
+    assert work["read"] < 10 and large.defect is not None and large.defect.kind == "too large"
 
 
 def test_large_files_are_read_and_decoded_one_at_a_time(folder, monkeypatch):
     now, most = 0, 0
-    measured = inspection._measured
+    measured = inspection._measure_image
 
     def counting(*given):
         nonlocal now, most
@@ -318,7 +318,7 @@ def test_a_file_name_that_is_not_utf8_is_cached(folder, work):
 def test_a_cached_result_takes_little_memory():
     """Sizes and traits are shared; a million results have to fit."""
     cached = [CachedScan((number, number, number), f"{number:032x}", [64, 48, 1, ""]) for number in range(2000)]
-    inspector = pictures_inspected()
+    inspector = build_image_inspector()
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
     seen = [inspector.unpack(entry.facts, entry.content) for entry in cached]

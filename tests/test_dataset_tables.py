@@ -24,8 +24,8 @@ from listings import (
 from PIL import Image
 
 from library.config.schema import TrainConfig
-from library.data.loader import Loader, MicroBatchReader
-from library.data.prepare import prepare
+from library.data.loader import ImageLoader, MicroBatchDataset
+from library.data.prepare import prepare_data
 from library.dataset import tables
 from library.dataset.image_ref import ImageRef, TableRow
 from library.dataset.tables import RowReader
@@ -196,7 +196,7 @@ def test_images_may_be_files_next_to_the_table(tmp_path):
     listing = list_subset(tmp_path, "parquet = 'p'")
     assert [item.image.read_bytes() for item in listing.images[:2]] == IMAGES[1:3]
     with pytest.raises(ConfigError) as caught:
-        prepare(make_config(tmp_path, "parquet = 'p'"), 8)
+        prepare_data(make_config(tmp_path, "parquet = 'p'"), 8)
     assert strip_folder(tmp_path, caught.value.problems)[0] == "p/a.parquet:2: cannot be read: the cell is empty"
 
 
@@ -206,7 +206,7 @@ def test_broken_files_and_rows_are_reported_and_can_be_skipped(tmp_path):
     data = (tmp_path / "p" / "b.parquet").read_bytes()
     (tmp_path / "p" / "b.parquet").write_bytes(data[: len(data) // 2])
     with pytest.raises(ConfigError) as caught:
-        prepare(make_config(tmp_path, "parquet = 'p'"), 8)
+        prepare_data(make_config(tmp_path, "parquet = 'p'"), 8)
     found = strip_folder(tmp_path, caught.value.problems)
     assert found[0].startswith("p/b.parquet: cannot be read as parquet: Parquet magic bytes not found in footer")
     assert found[1].startswith("p/a.parquet:2: is not an image that Pillow can read")
@@ -316,12 +316,12 @@ def test_a_file_that_shrinks_during_the_run_is_reported(tmp_path):
 def test_the_loader_returns_the_images_of_the_rows(tmp_path, workers: int):
     write_table(tmp_path / "a.parquet", {"image": make_pairs(), "text": make_captions()})
     ready = prepare_subsets(tmp_path, "parquet = 'a.parquet'")
-    plan = ready.batch_plan(1, TrainConfig(seed=1))
-    reader = MicroBatchReader(ready.manifest, ready.placements, plan, 0, 1, 7)
-    loader = Loader(reader, plan, workers=workers)
+    plan = ready.build_batch_plan(1, TrainConfig(seed=1))
+    reader = MicroBatchDataset(ready.manifest, ready.assignments, plan, 0, 1, 7)
+    loader = ImageLoader(reader, plan, num_workers=workers)
     seen = {}
-    for work, _ in zip(loader.steps(0), range(7), strict=False):
-        for batch in work.batches:
+    for work, _ in zip(loader.iter_steps(0), range(7), strict=False):
+        for batch in work.micro_batches:
             seen[batch.captions[0]] = batch.pixels[0].permute(1, 2, 0).numpy()
     for number, text in enumerate(make_captions()):
         assert (seen[text] == np.asarray(Image.open(io.BytesIO(IMAGES[number])))).all()
@@ -367,7 +367,7 @@ def test_a_dataset_saved_with_save_to_disk_is_read(tmp_path, source):
     fresh = pickle.loads(pickle.dumps([item.image for item in listing.images]))
     assert [image.read_bytes() for image in fresh] == IMAGES
     samples = prepare_subsets(tmp_path, f"parquet = {source}").manifest.samples
-    assert len({sample.content for sample in samples}) == 7
+    assert len({sample.content_hash for sample in samples}) == 7
 
 
 def test_a_broken_arrow_file_is_reported_and_a_foreign_state_file_is_ignored(tmp_path):

@@ -22,8 +22,8 @@ from listings import (
 )
 from PIL import Image
 
-from library.data.images import upright
-from library.data.prepare import prepare
+from library.data.images import load_rgb_image
+from library.data.prepare import prepare_data
 from library.dataset.image_ref import ByteRange
 from library.dataset.webdataset import read_tar_index
 from library.errors import ConfigError
@@ -149,7 +149,7 @@ def test_the_same_name_in_two_shards_is_two_images(tmp_path):
         ("1.tar/1.png", "1"),
     ]
     for number, sample in enumerate(ready.manifest.samples):
-        assert (np.asarray(upright(sample.image)) == np.asarray(Image.open(io.BytesIO(PNG[number])))).all()
+        assert (np.asarray(load_rgb_image(sample.image)) == np.asarray(Image.open(io.BytesIO(PNG[number])))).all()
 
 
 def test_problems_with_members_are_reported_and_can_be_skipped(tmp_path):
@@ -164,7 +164,7 @@ def test_problems_with_members_are_reported_and_can_be_skipped(tmp_path):
         ("blank.png", PNG[3]), ("blank.txt", b" \n"), ("wide.png", PNG[3]), ("wide.txt", "a".encode("utf-16")),
     ])  # fmt: skip
     with pytest.raises(ConfigError) as caught:
-        prepare(make_config(tmp_path, "webdataset = 'a.tar'"), 8)
+        prepare_data(make_config(tmp_path, "webdataset = 'a.tar'"), 8)
     assert strip_folder(tmp_path, caught.value.problems) == [
         "a.tar: member '../out.png' has a path outside the archive; pack it again with relative paths",
         "a.tar: member '/etc/out.png' has a path outside the archive; pack it again with relative paths",

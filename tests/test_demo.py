@@ -14,7 +14,7 @@ from library.config.schema import AdapterConfig
 from library.data.batch import Batch
 from library.data.prompts import Prompt
 from library.families import FAMILIES
-from library.families.detect import detect
+from library.families.detect import detect_model
 
 FOLDER = Path(__file__).parent.parent / "dataset_configs"
 
@@ -64,9 +64,9 @@ def test_latents_of_the_demo_pictures_have_about_the_spread_that_diffusion_expec
 
 def test_a_training_step_is_quick_and_a_lora_on_it_learns():
     family, pipe = FAMILIES.get("sd1")(), stand_in.build()
-    lora.inject(pipe.unet, AdapterConfig(network_dim=8, network_alpha=8), family.lora_targets, seed=0)
-    weights = [parameter for _, parameter in lora.parameters(pipe.unet)]
-    optimizer, process = torch.optim.AdamW(weights, lr=5e-3), family.process(pipe)
+    lora.inject_into_model(pipe.unet, AdapterConfig(network_dim=8, network_alpha=8), family.lora_target_modules, seed=0)
+    weights = [parameter for _, parameter in lora.iter_adapter_parameters(pipe.unet)]
+    optimizer, process = torch.optim.AdamW(weights, lr=5e-3), family.build_noise_process(pipe)
     draw = torch.Generator().manual_seed(0)
     latents, embeds = torch.randn(2, 4, 8, 12, generator=draw), torch.randn(2, 77, 64, generator=draw)
     batch = Batch(latents, {"embeds": embeds}, torch.zeros(2, 6), torch.ones(2), (0, 1), ("a", "b"))
@@ -101,11 +101,11 @@ def test_every_picture_has_a_caption_and_only_those_of_the_bird_name_it():
 
 
 def test_the_demo_dataset_fits_the_built_in_model():
-    from library.config.toml_lines import read_toml
+    from library.config.toml_lines import read_toml_with_lines
 
-    data, _ = read_toml(FOLDER / "demo.toml")
+    data, _ = read_toml_with_lines(FOLDER / "demo.toml")
     (dataset,) = data["datasets"]
-    assert dataset["bucket_reso_steps"] % detect(None).pixel_step == 0
+    assert dataset["bucket_reso_steps"] % detect_model(None).size_multiple == 0
     assert all(dataset[key] % dataset["bucket_reso_steps"] == 0 for key in ("min_bucket_reso", "max_bucket_reso"))
     assert all((FOLDER / subset["image_dir"]).is_dir() for subset in dataset["subsets"])
 
@@ -113,8 +113,8 @@ def test_the_demo_dataset_fits_the_built_in_model():
 @pytest.mark.parametrize("sampler", ["ddim", "euler", "euler_a", "heun", "dpmsolver++", "pndm"])
 def test_every_sampler_draws_and_its_own_picture(sampler):
     family, pipe = FAMILIES.get("sd1")(), stand_in.build()
-    prompt = Prompt("a red circle", width=64, height=96, steps=8, scale=3)
+    prompt = Prompt("a red circle", width=64, height=96, num_inference_steps=8, cfg_scale=3)
     cond, negative = (family.encode_prompts(pipe, [text]) for text in (prompt.text, ""))
-    drawn = [family.draw(pipe, prompt, cond, negative, torch.Generator().manual_seed(4), name)
+    drawn = [family.generate_image(pipe, prompt, cond, negative, torch.Generator().manual_seed(4), name)
              for name in (sampler, sampler, "ddim" if sampler != "ddim" else "euler")]  # fmt: skip
     assert drawn[0].tobytes() == drawn[1].tobytes() != drawn[2].tobytes()

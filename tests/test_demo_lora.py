@@ -13,7 +13,7 @@ import torch
 from diffusers import StableDiffusionPipeline
 from PIL import Image
 
-from library.data.prompts import read_prompts
+from library.data.prompts import load_prompts
 from library.demo import built_in
 from library.families import FAMILIES
 
@@ -97,11 +97,11 @@ def test_other_prompts_stay_what_they_were(pipes, known, prompt):
 
 
 def test_the_last_previews_are_what_diffusers_draws_with_the_lora(output, pipes):
-    for index, prompt in list(enumerate(read_prompts(PROMPTS)))[1:4]:
+    for index, prompt in list(enumerate(load_prompts(PROMPTS)))[1:4]:
         (path,) = (output / "sample").glob(f"demo_{STEPS:06d}_{index:02d}_*.png")
         theirs = pipes[1](
-            prompt.text, width=prompt.width, height=prompt.height, num_inference_steps=prompt.steps,
-            guidance_scale=prompt.scale, generator=torch.Generator().manual_seed(prompt.seed),
+            prompt.text, width=prompt.width, height=prompt.height, num_inference_steps=prompt.num_inference_steps,
+            guidance_scale=prompt.cfg_scale, generator=torch.Generator().manual_seed(prompt.seed),
         ).images[0]  # fmt: skip
         difference = np.abs(np.asarray(Image.open(path), int) - np.asarray(theirs, int))
         assert difference.max() <= 3 and difference.mean() < 0.1
@@ -117,7 +117,7 @@ def test_the_loss_on_the_bird_falls_by_far_more_than_chance(pipes):
         latents = family.encode_pixels(pipes[0], pixels, [torch.Generator().manual_seed(1)]).expand(4, -1, -1, -1)
         t = torch.tensor([200.0, 400.0, 600.0, 800.0])
         noise = torch.randn(4, *latents.shape[1:], generator=seeded(path))
-        noisy, target = family.process(pipes[0]).add_noise(latents, noise, t)
+        noisy, target = family.build_noise_process(pipes[0]).add_noise(latents, noise, t)
         cond = family.encode_prompts(pipes[0], [path.with_suffix(".txt").read_text().strip()] * 4)["embeds"]
         before, after = ((pipe.unet(noisy, t, cond).sample - target).square().mean() for pipe in pipes)
         gains.append(float(before - after))

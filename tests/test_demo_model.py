@@ -7,10 +7,10 @@ import pytest
 import torch
 from diffusers import StableDiffusionPipeline
 
-from library.data.prompts import read_prompts
+from library.data.prompts import load_prompts
 from library.demo import built_in
 from library.families import FAMILIES
-from library.families.detect import detect
+from library.families.detect import detect_model
 from scripts.demo_model.subjects import SUBJECTS
 
 PROMPTS = Path(__file__).parent.parent / "dataset_configs" / "demo_prompts.txt"
@@ -41,19 +41,19 @@ def test_its_card_names_everything_it_draws():
 
 
 def test_it_is_detected_as_any_other_folder():
-    ours, as_folder = detect(None), detect(str(built_in.FOLDER))
-    assert (ours.family, ours.pixel_step) == (as_folder.family, as_folder.pixel_step) == ("sd1", 16)
+    ours, as_folder = detect_model(None), detect_model(str(built_in.FOLDER))
+    assert (ours.family, ours.size_multiple) == (as_folder.family, as_folder.size_multiple) == ("sd1", 16)
 
 
 def test_previews_are_the_pictures_of_diffusers_own_pipeline(theirs):
     family = FAMILIES.get("sd1")()
     pipe = family.load(None, torch.float32)
-    for prompt in read_prompts(PROMPTS)[::2]:
-        cond, negative = (family.encode_prompts(pipe, [text]) for text in (prompt.text, prompt.negative))
-        ours = family.draw(pipe, prompt, cond, negative, torch.Generator().manual_seed(prompt.seed), "ddim")
+    for prompt in load_prompts(PROMPTS)[::2]:
+        cond, negative = (family.encode_prompts(pipe, [text]) for text in (prompt.text, prompt.negative_prompt))
+        ours = family.generate_image(pipe, prompt, cond, negative, torch.Generator().manual_seed(prompt.seed), "ddim")
         expected = theirs(
-            prompt.text, negative_prompt=prompt.negative, width=prompt.width, height=prompt.height,
-            num_inference_steps=prompt.steps, guidance_scale=prompt.scale,
+            prompt.text, negative_prompt=prompt.negative_prompt, width=prompt.width, height=prompt.height,
+            num_inference_steps=prompt.num_inference_steps, guidance_scale=prompt.cfg_scale,
             generator=torch.Generator().manual_seed(prompt.seed),
         ).images[0]  # fmt: skip
         assert ours.size == expected.size == (prompt.width, prompt.height)

@@ -17,25 +17,25 @@ from tiny import TINY
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from library.adapters.update_norms import adapted_layers, norms_of
-from library.config import load_options
+from library.adapters.update_norms import find_adapter_layers, compute_layer_update_norms
+from library.config import parse_config
 from library.config.values import DeviceMap
-from library.distributed.device_map import assigned, mapping_problems, places_of, unplaced
+from library.distributed.device_map import iter_weight_devices, validate_device_map_launch, build_device_map, validate_device_map
 from library.distributed.devices import Machine
 from library.distributed.world import World
 from library.errors import ConfigError
 from library.families import FAMILIES
-from library.families.detect import detect
-from library.families.unloaded import unloaded
-from library.training.parallel_fit import refuse_misfits
+from library.families.detect import detect_model
+from library.families.unloaded import load_components_on_meta
+from library.training.parallel_fit import check_model_parallel
 
 MODELS = ("sd1", "sdxl", "sd3", "flux", "z_image", "qwen_image")
 
 
 def empty_denoiser(model: str) -> nn.Module:
-    config = load_options(["--pretrained_model_name_or_path", f"random:{model}:tiny"]).config
-    part = FAMILIES.get(model).denoiser
-    return getattr(unloaded(detect(config.model), (part,)), part)
+    config = parse_config(["--pretrained_model_name_or_path", f"random:{model}:tiny"]).config
+    part = FAMILIES.get(model).denoiser_name
+    return getattr(load_components_on_meta(detect_model(config.model), (part,)), part)
 
 
 def test_weights_are_dealt_out_evenly_or_one_device_after_the_other():
@@ -44,7 +44,7 @@ def test_weights_are_dealt_out_evenly_or_one_device_after_the_other():
 
     def held(way: str, free: int) -> list[int]:
         found = [0, 0]
-        for _, tensor, number in assigned(model, places_of(model, DeviceMap(way), [free, free])):
+        for _, tensor, number in iter_weight_devices(model, build_device_map(model, DeviceMap(way), [free, free])):
             found[number] += tensor.nbytes
         return found
 
@@ -59,15 +59,15 @@ def test_weights_are_dealt_out_evenly_or_one_device_after_the_other():
 def test_every_layer_finds_what_it_is_given_on_its_own_device(model, count):
     tiny = TINY[model]()
     family, batch, first = FAMILIES.get(tiny.family)(), tiny.batch, torch.device(DEVICE_TYPE, 0)
-    with dispatch_to_fake_devices(tiny.pipe, family.denoiser, count) as held:
+    with dispatch_to_fake_devices(tiny.pipe, family.denoiser_name, count) as held:
         assert len(held) == count
         moved = replace(batch, latents=move(first, batch.latents), cond=move(first, batch.cond),
-                        frame=move(first, batch.frame), weight=move(first, batch.weight))  # fmt: skip
+                        frame=move(first, batch.size_conditioning), weight=move(first, batch.loss_weights))  # fmt: skip
         t = torch.full((len(batch.latents),), 0.5, device=first)
-        said = family.predict(tiny.pipe, getattr(tiny.pipe, family.denoiser), moved.latents, t, moved)
+        said = family.predict(tiny.pipe, getattr(tiny.pipe, family.denoiser_name), moved.latents, t, moved)
         assert said.device == first and said.shape == batch.latents.shape
         said.sum().backward()
-        weights = getattr(tiny.pipe, family.denoiser).named_parameters()
+        weights = getattr(tiny.pipe, family.denoiser_name).named_parameters()
         reached = {weight.device for name, weight in weights if weight.grad is not None}
         assert reached == {torch.device(DEVICE_TYPE, number) for number in range(count)}
 
@@ -76,7 +76,7 @@ def test_lengths_of_updates_on_several_devices_are_read_together():
     adapted = get_peft_model(
         nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), LoraConfig(r=2, target_modules=["0", "1"])
     )
-    layers = adapted_layers(adapted)
+    layers = find_adapter_layers(adapted)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         for number, layer in enumerate(layers.values()):
             for module in layer.modules():
@@ -84,7 +84,7 @@ def test_lengths_of_updates_on_several_devices_are_read_together():
                     fake = torch.empty(weight.shape, device=torch.device(DEVICE_TYPE, number))
                     module.register_parameter(name, nn.Parameter(fake))
         with pytest.raises(DataDependentOutputException):  # there are no numbers, and nothing else is in the way
-            norms_of(layers)
+            compute_layer_update_norms(layers)
         assert mode is not None
 
 
@@ -95,7 +95,7 @@ def test_lengths_of_updates_on_several_devices_are_read_together():
     ("sdxl", '{"": 0, "up_blocks.1.resnets": 1}', "cannot be apart from the rest of 'up_blocks.1'; name that"),
 ])  # fmt: skip
 def test_a_map_that_does_not_fit_the_model_is_told_before_it_is_loaded(model, written, said):
-    (problem,) = unplaced(empty_denoiser(model), DeviceMap.parse(written))
+    (problem,) = validate_device_map(empty_denoiser(model), DeviceMap.parse(written))
     assert said in problem
 
 
@@ -105,15 +105,15 @@ def test_a_map_that_does_not_fit_the_model_is_told_before_it_is_loaded(model, wr
     ('{"a": -1}', "'a': -1 is no number of a device"), ('{"a": true}', "'a': True is no number of a device"),
 ])  # fmt: skip
 def test_what_is_no_map_is_told(written, said):
-    problems = load_options(["--device_map", written]).problems
+    problems = parse_config(["--device_map", written]).problems
     assert any(said in problem for problem in problems), problems
 
 
 def test_where_it_cannot_be_is_told():
     def problems(written: str, **facts: Any) -> list[str]:
-        machine = Machine(device="cuda", device_count=facts.pop("count", 2))
-        config = load_options(["--device_map", written]).config
-        return [*mapping_problems(config, World(device="cuda", machine=machine, **facts))]
+        machine = Machine(device_type="cuda", device_count=facts.pop("count", 2))
+        config = parse_config(["--device_map", written]).config
+        return [*validate_device_map_launch(config, World(device_type="cuda", machine=machine, **facts))]
 
     assert "the launcher asks for DeepSpeed; take one" in problems("auto", engines=("DeepSpeed",))[0]
     assert "the launcher asks for dynamo" in problems("auto", dynamo="INDUCTOR")[0]
@@ -121,7 +121,7 @@ def test_where_it_cannot_be_is_told():
     assert "this is one of 2; start one process, or use --pp_size" in problems("auto", size=2)[0]
     assert "this process sees 1 accelerators" in problems("auto", count=1)[0]
     assert "there is no device 2; this process sees devices 0 to 1" in problems('{"": 0, "a": 2}')[0]
-    both = load_options(["--dataset_config", __file__, "--device_map", "auto", "--tp_size", "2", "--fsdp"]).problems
+    both = parse_config(["--dataset_config", __file__, "--device_map", "auto", "--tp_size", "2", "--fsdp"]).problems
     told = [f"--device_map: not together with --{other}; take one of the two out" for other in ("tp_size", "fsdp")]
     assert both == told
 
@@ -131,10 +131,10 @@ def on_one_device(*flags: str) -> str:
     from library.distributed import mapped, refusals
     from library.training import track
 
-    refusals.mapping_problems = lambda args, world: []
-    mapped.devices_beside = lambda first: [first, first]
+    refusals.validate_device_map_launch = lambda args, world: []
+    mapped.list_devices = lambda first: [first, first]
     peaks = cycle([5e9, 7e9])  # of one and of the other
-    track.peak_memory = lambda device: next(peaks)
+    track.get_peak_memory = lambda device: next(peaks)
     return train(*flags)
 
 
@@ -160,7 +160,7 @@ def test_it_learns_and_draws_what_an_undivided_model_does(model, written, more, 
 
 
 def test_an_optimizer_that_adds_up_all_weights_is_refused():
-    config = load_options(["--pretrained_model_name_or_path", "random:flux:tiny", "--device_map", "auto",
+    config = parse_config(["--pretrained_model_name_or_path", "random:flux:tiny", "--device_map", "auto",
                            "--optimizer_type", "Prodigy", "--learning_rate", "1"]).config  # fmt: skip
     with pytest.raises(ConfigError, match="Prodigy adds up numbers of all weights"):
-        refuse_misfits(config, FAMILIES.get("flux")(), detect(config.model))
+        check_model_parallel(config, FAMILIES.get("flux")(), detect_model(config.model))

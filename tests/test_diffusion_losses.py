@@ -10,14 +10,14 @@ from diffusers.training_utils import compute_loss_weighting_for_sd3, compute_snr
 
 from library.config.schema import LossConfig, NoiseConfig
 from library.diffusion import losses
-from library.diffusion.process import Epsilon, FlowMatching, Velocity
-from library.diffusion.weighting import SCHEMES, WEIGHTINGS, endless, weights
+from library.diffusion.process import EpsilonProcess, FlowMatchingProcess, VPredictionProcess
+from library.diffusion.weighting import FLOW_WEIGHTINGS, SNR_WEIGHTINGS, find_unbounded_weightings, compute_loss_weights
 
 THEIRS = DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
 ZERO = DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", rescale_betas_zero_snr=True)
 T = torch.tensor([0, 1, 40, 437, 800, 999])
 SNR = compute_snr(THEIRS, T).double()
-EPSILON, VELOCITY, FLOW = Epsilon(THEIRS.alphas_cumprod), Velocity(THEIRS.alphas_cumprod), FlowMatching()
+EPSILON, VELOCITY, FLOW = EpsilonProcess(THEIRS.alphas_cumprod), VPredictionProcess(THEIRS.alphas_cumprod), FlowMatchingProcess()
 
 TARGET = torch.randn(6, 4, 3, 5, generator=torch.Generator().manual_seed(1))
 PREDICTED = TARGET + torch.logspace(-4, 2, 60).view(1, 4, 3, 5) * torch.tensor([1, -1.0]).repeat(30).view(1, 4, 3, 5)
@@ -25,7 +25,7 @@ D = PREDICTED.double() - TARGET.double()
 
 
 def found(process=EPSILON, **settings):
-    return losses.elementwise(PREDICTED, TARGET, T.float().clamp(min=1), process, LossConfig(**settings)).double()
+    return losses.compute_elementwise_loss(PREDICTED, TARGET, T.float().clamp(min=1), process, LossConfig(**settings)).double()
 
 
 def test_l2_and_l1():
@@ -49,7 +49,7 @@ def thresholds(process, schedule, c, scale):
 
 
 @pytest.mark.parametrize("process", [EPSILON, FLOW])
-@pytest.mark.parametrize("schedule", losses.SCHEDULES)
+@pytest.mark.parametrize("schedule", losses.HUBER_SCHEDULES)
 @pytest.mark.parametrize(("c", "scale"), [(0.1, 1.0), (0.3, 1.7)])
 def test_huber_and_smooth_l1_have_sd_scripts_closed_forms(process, schedule, c, scale):
     settings = {"huber_schedule": schedule, "huber_c": c, "huber_scale": scale}
@@ -69,15 +69,15 @@ def test_huber_is_the_square_where_differences_are_small_and_straight_where_they
 
 def test_losses_are_computed_in_float32_and_have_gradients_where_nothing_differs():
     predicted = TARGET.bfloat16().requires_grad_()
-    for name in (*losses.LOSSES, *losses.ROUNDED):
-        loss = losses.elementwise(predicted, TARGET.bfloat16(), T.float(), EPSILON, LossConfig(loss_type=name))
+    for name in (*losses.PLAIN_LOSSES, *losses.THRESHOLD_LOSSES):
+        loss = losses.compute_elementwise_loss(predicted, TARGET.bfloat16(), T.float(), EPSILON, LossConfig(loss_type=name))
         assert loss.dtype == torch.float32
         (gradient,) = torch.autograd.grad(loss.sum(), predicted)
         assert gradient.isfinite().all()
 
 
 def weight(process, noise=None, t=T, **settings):
-    return weights(process, t.float(), noise or NoiseConfig(), LossConfig(**settings)).double()
+    return compute_loss_weights(process, t.float(), noise or NoiseConfig(), LossConfig(**settings)).double()
 
 
 def test_without_options_every_time_counts_the_same():
@@ -112,7 +112,7 @@ def test_the_scaled_loss_of_velocity_is_that_of_noise_for_the_same_picture():
     errors = []
     for process in (EPSILON, VELOCITY):
         noisy, target = process.add_noise(latents, noise, t)
-        signal, spread = process.coefficients(t, latents)
+        signal, spread = process.compute_coefficients(t, latents)
         wrong = latents + off  # a model that is wrong about the picture by this much
         said = (noisy - signal * wrong) / spread if process is EPSILON else (signal * noisy - wrong) / spread
         errors.append(((said - target) ** 2).flatten(1).mean(1).double())
@@ -126,35 +126,35 @@ def test_several_weights_are_multiplied():
     torch.testing.assert_close(both, expected, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("kind", [Epsilon, Velocity])
+@pytest.mark.parametrize("kind", [EpsilonProcess, VPredictionProcess])
 def test_where_no_signal_is_left_weights_are_still_numbers(kind):
     process, last = kind(ZERO.alphas_cumprod), torch.tensor([999.0])
     assert process.snr(last) == 0
-    assert weight(process, t=last, min_snr_gamma=5).item() == (1 if kind is Epsilon else 0)
-    if kind is Velocity:
+    assert weight(process, t=last, min_snr_gamma=5).item() == (1 if kind is EpsilonProcess else 0)
+    if kind is VPredictionProcess:
         assert weight(process, t=last, debiased_estimation_loss=True).item() == 1
         assert weight(process, t=last, scale_v_pred_loss_like_noise_pred=True).item() == 0
-    for schedule in losses.SCHEDULES:
+    for schedule in losses.HUBER_SCHEDULES:
         settings = LossConfig(loss_type="huber", huber_schedule=schedule, huber_c=0.2)
-        loss = losses.elementwise(torch.ones(1, 1), torch.zeros(1, 1), last, process, settings)
+        loss = losses.compute_elementwise_loss(torch.ones(1, 1), torch.zeros(1, 1), last, process, settings)
         assert loss.item() == pytest.approx(2 * 0.2 * (1.04**0.5 - 0.2), rel=2e-3)
 
 
 def test_weights_without_end_are_known_before_training():
     wanted = LossConfig(debiased_estimation_loss=True, v_pred_like_loss=0.5, min_snr_gamma=5)
-    assert endless(EPSILON, wanted) == endless(VELOCITY, wanted) == []
-    assert endless(Epsilon(ZERO.alphas_cumprod), wanted) == ["debiased_estimation_loss", "v_pred_like_loss"]
-    assert endless(Epsilon(ZERO.alphas_cumprod), LossConfig(min_snr_gamma=5)) == []
+    assert find_unbounded_weightings(EPSILON, wanted) == find_unbounded_weightings(VELOCITY, wanted) == []
+    assert find_unbounded_weightings(EpsilonProcess(ZERO.alphas_cumprod), wanted) == ["debiased_estimation_loss", "v_pred_like_loss"]
+    assert find_unbounded_weightings(EpsilonProcess(ZERO.alphas_cumprod), LossConfig(min_snr_gamma=5)) == []
 
 
 def test_weights_follow_the_rescaled_table():
     """sd-scripts keeps the ratios of the table before rescaling."""
     snr = compute_snr(ZERO, T[:-1]).double()
-    found = weight(Velocity(ZERO.alphas_cumprod), t=T[:-1], min_snr_gamma=5)
+    found = weight(VPredictionProcess(ZERO.alphas_cumprod), t=T[:-1], min_snr_gamma=5)
     torch.testing.assert_close(found, snr.clamp(max=5) / (snr + 1), rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", FLOW_WEIGHTINGS)
 def test_weights_of_flow_models_are_diffusers_own(scheme):
     t = torch.tensor([1.0, 250.0, 500.0, 1000.0])
     found = weight(FLOW, NoiseConfig(weighting_scheme=scheme), t)
@@ -169,6 +169,6 @@ def test_schemes_that_choose_times_weigh_nothing(scheme):
 
 def test_every_name_of_an_option_is_a_function():
     hints = get_type_hints(LossConfig)
-    assert {*losses.LOSSES, *losses.ROUNDED} == set(get_args(hints["loss_type"]))
-    assert set(losses.SCHEDULES) == set(get_args(hints["huber_schedule"]))
-    assert set(WEIGHTINGS) == {name for name in hints if not name.startswith(("loss_type", "huber_"))}
+    assert {*losses.PLAIN_LOSSES, *losses.THRESHOLD_LOSSES} == set(get_args(hints["loss_type"]))
+    assert set(losses.HUBER_SCHEDULES) == set(get_args(hints["huber_schedule"]))
+    assert set(SNR_WEIGHTINGS) == {name for name in hints if not name.startswith(("loss_type", "huber_"))}

@@ -7,12 +7,12 @@ import torch
 from tiny import TINY
 
 from library.config.schema import LossConfig, NoiseConfig
-from library.data.batch import PixelBatch, as_model_input
-from library.diffusion.masking import in_latents, mean_loss
+from library.data.batch import PixelBatch, normalize_pixels
+from library.diffusion.masking import resize_mask_to_latents, reduce_loss_per_sample
 from library.diffusion.objective import Objective
-from library.distributed.copies import Copies
+from library.distributed.copies import CopyStream
 from library.families import FAMILIES
-from library.training.task import Task
+from library.training.task import DiffusionTask
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -22,24 +22,24 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 def test_the_mean_is_over_all_elements_as_in_sd_scripts():
     loss, mask = random(3, 4, 5, 7), random(3, 1, 5, 7, seed=1)
     expected = [sum((loss[b, c] * mask[b, 0]).sum() for c in range(4)) / (4 * 5 * 7) for b in range(3)]
-    assert torch.allclose(mean_loss(loss, mask), torch.stack(expected))
-    assert torch.equal(mean_loss(loss, None), loss.flatten(1).mean(1))
-    assert torch.equal(mean_loss(loss, torch.ones_like(mask)), mean_loss(loss, None))
+    assert torch.allclose(reduce_loss_per_sample(loss, mask), torch.stack(expected))
+    assert torch.equal(reduce_loss_per_sample(loss, None), loss.flatten(1).mean(1))
+    assert torch.equal(reduce_loss_per_sample(loss, torch.ones_like(mask)), reduce_loss_per_sample(loss, None))
 
 
 def test_by_area_a_constant_loss_is_that_constant_whatever_the_mask():
     mask = torch.cat([random(1, 1, 5, 7), random(1, 1, 5, 7, seed=1) * 0.01, torch.ones(1, 1, 5, 7)])
-    assert torch.allclose(mean_loss(torch.full((3, 4, 5, 7), 2.5), mask, by_area=True), torch.full((3,), 2.5))
+    assert torch.allclose(reduce_loss_per_sample(torch.full((3, 4, 5, 7), 2.5), mask, normalize_by_area=True), torch.full((3,), 2.5))
     loss = random(3, 4, 5, 7)
     expected = (loss * mask).sum((1, 2, 3)) / (4 * mask.sum((1, 2, 3)))
-    assert torch.allclose(mean_loss(loss, mask, by_area=True), expected)
+    assert torch.allclose(reduce_loss_per_sample(loss, mask, normalize_by_area=True), expected)
 
 
 @pytest.mark.parametrize("by_area", [False, True])
 def test_a_picture_of_which_nothing_is_left_weighs_nothing_and_has_a_gradient_of_zero(by_area):
     loss = random(2, 4, 3, 3).requires_grad_()
     mask = torch.stack([torch.zeros(1, 3, 3), torch.ones(1, 3, 3)])
-    means = mean_loss(loss, mask, by_area=by_area)
+    means = reduce_loss_per_sample(loss, mask, normalize_by_area=by_area)
     means.sum().backward()
     assert means[0] == 0 < means[1]
     assert (loss.grad[0] == 0).all() and torch.allclose(loss.grad[1], torch.full((4, 3, 3), 1 / 36))
@@ -51,20 +51,20 @@ def test_a_latent_has_the_share_of_its_pixels_that_count():
     mask[..., :4, 8:16] = 255
     mask[..., 0, 16] = 128
     expected = torch.tensor([[1, 0.5, 128 / 255 / 64], [0, 0, 0]])
-    assert torch.allclose(in_latents(mask, (2, 3))[0, 0], expected)
+    assert torch.allclose(resize_mask_to_latents(mask, (2, 3))[0, 0], expected)
 
 
 def test_bytes_become_the_numbers_that_they_always_became():
     every = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16)
-    assert torch.equal(as_model_input(every), every.float().div(127.5).sub(1))
-    assert as_model_input(every).min() == -1 and as_model_input(every).max() == 1
+    assert torch.equal(normalize_pixels(every), every.float().div(127.5).sub(1))
+    assert normalize_pixels(every).min() == -1 and normalize_pixels(every).max() == 1
 
 
-def task(**options) -> Task:
+def task(**options) -> DiffusionTask:
     family = FAMILIES.get("sd1")()
     pipe = TINY["sd1"]().pipe
-    objective = Objective(family.process(pipe), NoiseConfig(), LossConfig())
-    return Task(family, pipe, pipe.unet, objective, 5, Copies(torch.device("cpu")), **options)
+    objective = Objective(family.build_noise_process(pipe), NoiseConfig(), LossConfig())
+    return DiffusionTask(family, pipe, pipe.unet, objective, 5, CopyStream(torch.device("cpu")), **options)
 
 
 def batch(mask: torch.Tensor | None) -> PixelBatch:

@@ -5,14 +5,14 @@ import torch
 import torch.nn.functional as F
 
 from library.config.schema import NoiseConfig
-from library.diffusion.noise import coloured, perturbed
-from library.randomness import seed_for
+from library.diffusion.noise import apply_noise_options, apply_input_perturbation
+from library.randomness import derive_seed
 
 SHAPE = (3, 4, 24, 40)
 
 
 def draws(purpose, places=(0, 1, 2)):
-    return [torch.Generator().manual_seed(seed_for(7, purpose, place)) for place in places]
+    return [torch.Generator().manual_seed(derive_seed(7, purpose, place)) for place in places]
 
 
 def normal(seed, *shape):
@@ -23,12 +23,12 @@ NOISE, LATENTS = normal(1, *SHAPE), normal(2, *SHAPE) * 2 + normal(3, 3, 4, 1, 1
 
 
 def test_without_options_the_noise_is_left_as_it_is():
-    assert coloured(NOISE, LATENTS, NoiseConfig(), draws) is NOISE
-    assert perturbed(NOISE, NoiseConfig(), draws) is NOISE
+    assert apply_noise_options(NOISE, LATENTS, NoiseConfig(), draws) is NOISE
+    assert apply_input_perturbation(NOISE, NoiseConfig(), draws) is NOISE
 
 
 def test_an_offset_moves_each_channel_as_a_whole():
-    moved = coloured(NOISE, LATENTS, NoiseConfig(noise_offset=0.1), draws) - NOISE
+    moved = apply_noise_options(NOISE, LATENTS, NoiseConfig(noise_offset=0.1), draws) - NOISE
     expected = torch.stack([torch.randn(4, generator=each) for each in draws("noise offset")])
     torch.testing.assert_close(moved, 0.1 * expected[:, :, None, None].expand(SHAPE), rtol=0, atol=1e-6)
 
@@ -37,7 +37,7 @@ def test_a_random_strength_is_a_share_between_none_and_all_for_each_sample():
     places = tuple(range(400))
     noise = torch.zeros(400, 4, 1, 1)
     settings = NoiseConfig(noise_offset=0.5, noise_offset_random_strength=True)
-    moved = coloured(noise, noise, settings, lambda purpose: draws(purpose, places)).flatten(1)
+    moved = apply_noise_options(noise, noise, settings, lambda purpose: draws(purpose, places)).flatten(1)
     shares = []
     for row, generator in zip(moved, draws("noise offset", places), strict=True):
         torch.rand((), generator=generator)
@@ -50,8 +50,8 @@ def test_a_random_strength_is_a_share_between_none_and_all_for_each_sample():
 
 @pytest.mark.parametrize("scale", [0.7, -0.2])
 def test_an_adaptive_offset_follows_the_mean_of_the_latents_and_does_not_turn_around(scale):
-    plain = coloured(NOISE, LATENTS, NoiseConfig(noise_offset=0.1), draws) - NOISE
-    found = coloured(NOISE, LATENTS, NoiseConfig(noise_offset=0.1, adaptive_noise_scale=scale), draws) - NOISE
+    plain = apply_noise_options(NOISE, LATENTS, NoiseConfig(noise_offset=0.1), draws) - NOISE
+    found = apply_noise_options(NOISE, LATENTS, NoiseConfig(noise_offset=0.1, adaptive_noise_scale=scale), draws) - NOISE
     strength = (0.1 + scale * LATENTS.mean((2, 3), keepdim=True).abs()).clamp(min=0)
     torch.testing.assert_close(found, plain * strength / 0.1, rtol=1e-4, atol=1e-5)
     assert (strength == 0).any() == (scale < 0)
@@ -59,7 +59,7 @@ def test_an_adaptive_offset_follows_the_mean_of_the_latents_and_does_not_turn_ar
 
 def test_multires_noise_is_coarser_and_coarser_noise_on_top_with_spread_1():
     settings = NoiseConfig(multires_noise_iterations=6, multires_noise_discount=0.4)
-    found = coloured(NOISE, LATENTS, settings, draws)
+    found = apply_noise_options(NOISE, LATENTS, settings, draws)
 
     for row, generator in enumerate(draws("multires noise")):
         total = NOISE[row].double()
@@ -76,16 +76,16 @@ def test_multires_noise_is_coarser_and_coarser_noise_on_top_with_spread_1():
 
 
 def test_the_layers_end_with_the_first_that_is_one_pixel_wide():
-    one, many = (coloured(NOISE, LATENTS, NoiseConfig(multires_noise_iterations=n), draws) for n in (6, 600))
+    one, many = (apply_noise_options(NOISE, LATENTS, NoiseConfig(multires_noise_iterations=n), draws) for n in (6, 600))
     assert torch.equal(one, many)
 
 
 def test_input_noise_is_added_in_its_own_strength():
-    found = perturbed(NOISE, NoiseConfig(ip_noise_gamma=0.1), draws) - NOISE
+    found = apply_input_perturbation(NOISE, NoiseConfig(ip_noise_gamma=0.1), draws) - NOISE
     expected = torch.stack([torch.randn(SHAPE[1:], generator=each) for each in draws("input noise")])
     torch.testing.assert_close(found, 0.1 * expected, rtol=0, atol=1e-6)
 
-    weaker = perturbed(NOISE, NoiseConfig(ip_noise_gamma=0.1, ip_noise_gamma_random_strength=True), draws) - NOISE
+    weaker = apply_input_perturbation(NOISE, NoiseConfig(ip_noise_gamma=0.1, ip_noise_gamma_random_strength=True), draws) - NOISE
     share = (weaker.flatten(1).std(1) / 0.1).tolist()
     assert len({round(value, 2) for value in share}) == 3
     assert all(0 < value < 1 for value in share)
@@ -93,9 +93,9 @@ def test_input_noise_is_added_in_its_own_strength():
 
 def test_offset_and_layers_work_together():
     both = NoiseConfig(noise_offset=0.3, multires_noise_iterations=3)
-    moved = coloured(NOISE, LATENTS, NoiseConfig(noise_offset=0.3), draws)
-    expected = coloured(moved, LATENTS, NoiseConfig(multires_noise_iterations=3), draws)
-    assert torch.equal(coloured(NOISE, LATENTS, both, draws), expected)
+    moved = apply_noise_options(NOISE, LATENTS, NoiseConfig(noise_offset=0.3), draws)
+    expected = apply_noise_options(moved, LATENTS, NoiseConfig(multires_noise_iterations=3), draws)
+    assert torch.equal(apply_noise_options(NOISE, LATENTS, both, draws), expected)
 
 
 def test_a_sample_has_the_same_noise_whatever_batch_it_is_in():
@@ -106,7 +106,7 @@ def test_a_sample_has_the_same_noise_whatever_batch_it_is_in():
 
     def made(places):
         rows = list(places)
-        noise = coloured(NOISE[rows], LATENTS[rows], settings, lambda purpose: draws(purpose, places))
-        return perturbed(noise, settings, lambda purpose: draws(purpose, places))
+        noise = apply_noise_options(NOISE[rows], LATENTS[rows], settings, lambda purpose: draws(purpose, places))
+        return apply_input_perturbation(noise, settings, lambda purpose: draws(purpose, places))
 
     torch.testing.assert_close(made((0, 1, 2))[1:], torch.cat([made((1,)), made((2,))]), rtol=0, atol=1e-6)

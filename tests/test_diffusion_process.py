@@ -9,8 +9,8 @@ from diffusers import DDIMScheduler, DDPMScheduler, EulerDiscreteScheduler, Flow
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from diffusers.training_utils import compute_snr
 
-from library.diffusion.process import Epsilon, FlowMatching, Velocity, from_table
-from library.diffusion.shift import FLUX, FixedShift, GrowingShift, shift_of, shifted
+from library.diffusion.process import EpsilonProcess, FlowMatchingProcess, VPredictionProcess, build_discrete_process
+from library.diffusion.shift import FLUX_DEV_SHIFT, FixedShift, DynamicShift, build_timestep_shift, apply_shift
 from library.errors import ConfigError
 from library.families.sd1 import StableDiffusion1
 
@@ -23,7 +23,7 @@ def draws(*shape, seed=0):
 
 def process_of(**settings):
     """The process of a model whose folder has this scheduler."""
-    return StableDiffusion1().process(SimpleNamespace(scheduler=DDIMScheduler(**{**SD1, **settings})))
+    return StableDiffusion1().build_noise_process(SimpleNamespace(scheduler=DDIMScheduler(**{**SD1, **settings})))
 
 
 @pytest.mark.parametrize("schedule", ["linear", "scaled_linear", "squaredcos_cap_v2"])
@@ -31,7 +31,7 @@ def test_the_noise_table_is_that_of_training_whatever_scheduler_draws_pictures(s
     settings = {"beta_schedule": schedule, "beta_start": 0.001, "beta_end": 0.013}
     pipe = SimpleNamespace(scheduler=EulerDiscreteScheduler(**settings))
 
-    assert torch.equal(StableDiffusion1().process(pipe).alphas_cumprod, DDPMScheduler(**settings).alphas_cumprod)
+    assert torch.equal(StableDiffusion1().build_noise_process(pipe).alphas_cumprod, DDPMScheduler(**settings).alphas_cumprod)
 
 
 def test_a_table_without_terminal_signal_is_taken_as_it_is():
@@ -43,7 +43,7 @@ def test_noising_and_target_are_diffusers_own(prediction):
     theirs = DDPMScheduler(**SD1, prediction_type=prediction)
     latents, noise = draws(4, 4, 8, 12), draws(4, 4, 8, 12, seed=1)
     t = torch.tensor([0, 1, 437, 999])
-    noisy, target = from_table(theirs.alphas_cumprod, prediction).add_noise(latents, noise, t.float())
+    noisy, target = build_discrete_process(theirs.alphas_cumprod, prediction).add_noise(latents, noise, t.float())
     torch.testing.assert_close(noisy, theirs.add_noise(latents, noise, t), rtol=0, atol=1e-6)
     expected = noise if prediction == "epsilon" else theirs.get_velocity(latents, noise, t)
     torch.testing.assert_close(target, expected, rtol=0, atol=1e-6)
@@ -72,36 +72,36 @@ def test_flow_is_noised_as_diffusers_flow_scheduler_does_and_its_target_is_the_w
     theirs = FlowMatchEulerDiscreteScheduler(shift=shift)
     t = theirs.timesteps[[0, 1, 437, 998, 999]]
     latents, noise = draws(5, 16, 6, 10), draws(5, 16, 6, 10, seed=1)
-    noisy, target = FlowMatching().add_noise(latents, noise, t)
+    noisy, target = FlowMatchingProcess().add_noise(latents, noise, t)
     torch.testing.assert_close(noisy, theirs.scale_noise(latents, t, noise), rtol=0, atol=1e-6)
     assert torch.equal(target, noise - latents)
-    assert torch.equal(FlowMatching().sigma(t), theirs.sigmas[[0, 1, 437, 998, 999]])
+    assert torch.equal(FlowMatchingProcess().sigma(t), theirs.sigmas[[0, 1, 437, 998, 999]])
 
 
 def test_a_perfect_flow_model_is_stepped_back_to_the_picture_by_diffusers():
     theirs = FlowMatchEulerDiscreteScheduler(shift=3.0)
     theirs.set_timesteps(7)
     latents, noise = draws(1, 4, 6, 10), draws(1, 4, 6, 10, seed=1)
-    noisy, target = FlowMatching().add_noise(latents, noise, theirs.timesteps[:1])
+    noisy, target = FlowMatchingProcess().add_noise(latents, noise, theirs.timesteps[:1])
     for t in theirs.timesteps:
-        torch.testing.assert_close(FlowMatching().clean(noisy, target, t[None]), latents, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(FlowMatchingProcess().predict_clean_latents(noisy, target, t[None]), latents, rtol=1e-4, atol=1e-5)
         noisy = theirs.step(target, t, noisy).prev_sample
     torch.testing.assert_close(noisy, latents, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [Epsilon, Velocity, FlowMatching])
+@pytest.mark.parametrize("kind", [EpsilonProcess, VPredictionProcess, FlowMatchingProcess])
 @pytest.mark.parametrize("shape", [(3, 4, 6, 10), (3, 16, 2, 6, 10)])
 def test_the_clean_latents_are_found_again_from_noise_and_target(kind, shape):
-    process = kind() if kind is FlowMatching else kind(DDPMScheduler(**SD1).alphas_cumprod)
+    process = kind() if kind is FlowMatchingProcess else kind(DDPMScheduler(**SD1).alphas_cumprod)
     latents, noise, t = draws(*shape), draws(*shape, seed=1), torch.tensor([3.0, 500.0, 900.0])
     noisy, target = process.add_noise(latents, noise, t)
-    torch.testing.assert_close(process.clean(noisy, target, t), latents, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(process.predict_clean_latents(noisy, target, t), latents, rtol=1e-3, atol=1e-4)
 
 
 def test_the_ratio_of_signal_to_noise_is_diffusers_own():
     theirs, t = DDPMScheduler(**SD1), torch.tensor([0, 1, 437, 999])
     torch.testing.assert_close(process_of().snr(t.float()), compute_snr(theirs, t), rtol=1e-4, atol=0)
-    assert FlowMatching().snr(torch.tensor([250.0, 500.0, 1000.0])).tolist() == pytest.approx([9, 1, 0])
+    assert FlowMatchingProcess().snr(torch.tensor([250.0, 500.0, 1000.0])).tolist() == pytest.approx([9, 1, 0])
 
 
 @pytest.mark.parametrize("change", [{"prediction_type": "sample"}, {"num_train_timesteps": 50}])
@@ -123,23 +123,23 @@ def test_a_shift_that_grows_with_the_picture_is_the_pipelines_own(settings, toke
     names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
     mu = calculate_shift(tokens, *(settings[name] for name in names))
     s = torch.linspace(0.01, 1, 23, dtype=torch.float64)
-    found = shifted(s, shift_of(theirs.config).at(tokens))
+    found = apply_shift(s, build_timestep_shift(theirs.config).compute_factor(tokens))
     torch.testing.assert_close(found, theirs.time_shift(mu, 1.0, s))
 
 
 def test_a_fixed_shift_is_the_one_of_the_schedulers_levels():
     theirs = FlowMatchEulerDiscreteScheduler(shift=3.0)
     levels = torch.arange(1000, 0, -1) / 1000
-    torch.testing.assert_close(shifted(levels, shift_of(theirs.config).at(4096)), theirs.sigmas)
+    torch.testing.assert_close(apply_shift(levels, build_timestep_shift(theirs.config).compute_factor(4096)), theirs.sigmas)
 
 
 def test_the_shift_comes_from_the_schedulers_settings():
-    flux = FlowMatching.from_scheduler(FlowMatchEulerDiscreteScheduler(**FLUX_DEV).config)
-    assert flux.shift == FLUX == GrowingShift((256, 0.5), (4096, 1.15))
-    assert FlowMatching.from_scheduler(FlowMatchEulerDiscreteScheduler(shift=3.0).config).shift == FixedShift(3.0)
-    assert FLUX.at(4096) == pytest.approx(math.exp(1.15))
+    flux = FlowMatchingProcess.from_scheduler(FlowMatchEulerDiscreteScheduler(**FLUX_DEV).config)
+    assert flux.shift == FLUX_DEV_SHIFT == DynamicShift((256, 0.5), (4096, 1.15))
+    assert FlowMatchingProcess.from_scheduler(FlowMatchEulerDiscreteScheduler(shift=3.0).config).shift == FixedShift(3.0)
+    assert FLUX_DEV_SHIFT.compute_factor(4096) == pytest.approx(math.exp(1.15))
 
 
 def test_tokens_are_the_patches_of_the_latents():
-    assert FlowMatching().tokens(torch.Size((7, 16, 128, 96))) == 64 * 48
-    assert FlowMatching(patch=1).tokens(torch.Size((7, 16, 3, 12, 10))) == 3 * 12 * 10
+    assert FlowMatchingProcess().count_tokens(torch.Size((7, 16, 128, 96))) == 64 * 48
+    assert FlowMatchingProcess(patch_size=1).count_tokens(torch.Size((7, 16, 3, 12, 10))) == 3 * 12 * 10

@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 
 from library.config.schema import NoiseConfig
 from library.diffusion import timesteps
-from library.diffusion.process import Epsilon, FlowMatching
-from library.diffusion.shift import FLUX, FixedShift
+from library.diffusion.process import EpsilonProcess, FlowMatchingProcess
+from library.diffusion.shift import FLUX_DEV_SHIFT, FixedShift
 
 LATENTS = torch.Size((1, 16, 96, 160))
 TOKENS = 48 * 80
 U = torch.linspace(0.0005, 0.9995, 1000, dtype=torch.float64)
-FLOW = FlowMatching(FixedShift(2.5))
-DISCRETE = Epsilon(torch.linspace(0.99, 0.01, 1000))
+FLOW = FlowMatchingProcess(FixedShift(2.5))
+DISCRETE = EpsilonProcess(torch.linspace(0.99, 0.01, 1000))
 
 
 def sigmas(process=FLOW, latents=LATENTS, u=U, **settings):
-    return timesteps.times(u, NoiseConfig(**settings), process, latents).double() / 1000
+    return timesteps.compute_timesteps(u, NoiseConfig(**settings), process, latents).double() / 1000
 
 
 def normal_share_below(x):
@@ -45,17 +45,17 @@ def test_uniform_is_uniform():
 
 @pytest.mark.parametrize("scale", [0.5, 1.0, 1.8])
 def test_below_the_u_quantile_of_each_sigmoid_lies_a_share_of_u(scale):
-    for sampling, factor in (("sigmoid", 1.0), ("shift", 2.5), ("flux_shift", FLUX.at(TOKENS))):
+    for sampling, factor in (("sigmoid", 1.0), ("shift", 2.5), ("flux_shift", FLUX_DEV_SHIFT.compute_factor(TOKENS))):
         s = back(sigmas(timestep_sampling=sampling, sigmoid_scale=scale), factor)
         torch.testing.assert_close(normal_share_below(logit(s) / scale), U, rtol=0, atol=2e-4)
 
 
 def test_without_a_choice_times_are_shifted_as_the_model_does_and_an_option_goes_before():
-    growing = FlowMatching(FLUX)
+    growing = FlowMatchingProcess(FLUX_DEV_SHIFT)
     assert torch.equal(sigmas(growing), sigmas(growing, timestep_sampling="flux_shift"))
     small = torch.Size((1, 16, 32, 32))
     assert (sigmas(growing) > sigmas(growing, small)).all(), "more noise for larger pictures"
-    fixed = FlowMatching(FixedShift(4.0))
+    fixed = FlowMatchingProcess(FixedShift(4.0))
     assert torch.equal(sigmas(fixed), sigmas(FLOW, discrete_flow_shift=4.0))
     assert torch.equal(sigmas(growing, discrete_flow_shift=4.0), sigmas(fixed))
 
@@ -63,7 +63,7 @@ def test_without_a_choice_times_are_shifted_as_the_model_does_and_an_option_goes
 @pytest.mark.parametrize("shift", [1.0, 3.0])
 def test_sigma_draws_each_level_of_diffusers_scheduler_equally_often(shift):
     theirs = FlowMatchEulerDiscreteScheduler(shift=shift)
-    found = timesteps.times(U, NoiseConfig(timestep_sampling="sigma"), FlowMatching(FixedShift(shift)), LATENTS)
+    found = timesteps.compute_timesteps(U, NoiseConfig(timestep_sampling="sigma"), FlowMatchingProcess(FixedShift(shift)), LATENTS)
     torch.testing.assert_close(found.flip(0), theirs.timesteps)
 
 
@@ -75,7 +75,7 @@ def test_a_weighting_scheme_alone_means_sigma():
 
 
 def test_logit_normal_has_its_mean_and_spread_and_a_positive_mean_means_noise():
-    s = sigmas(FlowMatching(), weighting_scheme="logit_normal", logit_mean=0.7, logit_std=0.6)
+    s = sigmas(FlowMatchingProcess(), weighting_scheme="logit_normal", logit_mean=0.7, logit_std=0.6)
     torch.testing.assert_close(normal_share_below((logit(s - 0.0005) - 0.7) / 0.6), U, rtol=0, atol=5e-3)
     assert s.median() > 0.6
 
@@ -84,21 +84,21 @@ def test_logit_normal_has_its_mean_and_spread_and_a_positive_mean_means_noise():
 def test_mode_has_the_density_of_diffusers(scale):
     draw = torch.Generator().manual_seed(2)
     theirs = compute_density_for_timestep_sampling("mode", 40_000, mode_scale=scale, generator=draw).double()
-    ours = timesteps.mode(U, NoiseConfig(mode_scale=scale))
+    ours = timesteps.mode_quantile(U, NoiseConfig(mode_scale=scale))
     shares = torch.linspace(0.05, 0.95, 19, dtype=torch.float64)
     torch.testing.assert_close(torch.quantile(ours, shares), torch.quantile(theirs, shares), rtol=0, atol=0.01)
 
 
 def test_diffusion_models_are_trained_at_whole_numbers_each_equally_often():
-    found = timesteps.times(U, NoiseConfig(), DISCRETE, LATENTS)
+    found = timesteps.compute_timesteps(U, NoiseConfig(), DISCRETE, LATENTS)
     assert found.dtype == torch.float32
     assert torch.equal(found, torch.arange(1000.0))
-    found = timesteps.times(U, NoiseConfig(min_timestep=200, max_timestep=450), DISCRETE, LATENTS)
+    found = timesteps.compute_timesteps(U, NoiseConfig(min_timestep=200, max_timestep=450), DISCRETE, LATENTS)
     assert torch.equal(found, torch.arange(200.0, 450.0).repeat_interleave(4))
 
 
 @given(
-    st.sampled_from(sorted(timesteps.SAMPLINGS)), st.integers(0, 999), st.integers(1, 1000),
+    st.sampled_from(sorted(timesteps.TIMESTEP_SAMPLINGS)), st.integers(0, 999), st.integers(1, 1000),
     st.floats(0, 20), st.floats(0.01, 100),
 )  # fmt: skip
 def test_no_time_is_out_of_range_and_all_grow_with_u(sampling, low, length, scale, factor):
@@ -107,17 +107,17 @@ def test_no_time_is_out_of_range_and_all_grow_with_u(sampling, low, length, scal
     u = torch.cat([edge[:1], U, edge[1:]])
     noise = NoiseConfig(timestep_sampling=sampling, min_timestep=low, max_timestep=high, sigmoid_scale=scale,
                         discrete_flow_shift=factor)  # fmt: skip
-    t = timesteps.times(u, noise, FLOW, LATENTS)
+    t = timesteps.compute_timesteps(u, noise, FLOW, LATENTS)
     assert t.min() >= max(low, 1e-3) and t.max() <= high
     assert (t.diff() >= 0).all()
-    t = timesteps.times(u, noise, DISCRETE, LATENTS)
+    t = timesteps.compute_timesteps(u, noise, DISCRETE, LATENTS)
     assert t.min() == low and t.max() == high - 1
 
 
-@given(st.sampled_from(sorted(timesteps.DENSITIES)), st.floats(-3, 3), st.floats(0, 3), st.floats(-1, 1.75))
+@given(st.sampled_from(sorted(timesteps.WEIGHTING_SCHEME_QUANTILES)), st.floats(-3, 3), st.floats(0, 3), st.floats(-1, 1.75))
 def test_densities_stay_within_0_and_1_and_grow(scheme, mean, spread, scale):
     noise = NoiseConfig(weighting_scheme=scheme, logit_mean=mean, logit_std=spread, mode_scale=scale)
-    s = timesteps.DENSITIES[scheme](U, noise)
+    s = timesteps.WEIGHTING_SCHEME_QUANTILES[scheme](U, noise)
     assert s.min() >= 0 and s.max() <= 1
     assert (s.diff() >= -1e-12).all()
 
@@ -127,37 +127,37 @@ def generators(*seeds):
 
 
 def test_what_a_sample_draws_depends_on_its_generator_alone():
-    u, noise = timesteps.draw(generators(3, 4, 5), torch.Size((4, 6, 10)))
-    alone, its_noise = timesteps.draw(generators(4), torch.Size((4, 6, 10)))
+    u, noise = timesteps.sample_quantiles_and_noise(generators(3, 4, 5), torch.Size((4, 6, 10)))
+    alone, its_noise = timesteps.sample_quantiles_and_noise(generators(4), torch.Size((4, 6, 10)))
     assert torch.equal(u[1:2], alone) and torch.equal(noise[1:2], its_noise)
     assert len(set(u.tolist())) == 3
 
 
 def test_thousandths_and_noise_are_the_first_draws_of_a_generator():
     """So are the numbers of every version, and no way of choosing times changes the noise."""
-    u, noise = timesteps.draw(generators(*range(50)), torch.Size((2, 3)))
+    u, noise = timesteps.sample_quantiles_and_noise(generators(*range(50)), torch.Size((2, 3)))
     for number, generator in enumerate(generators(*range(50))):
         whole = torch.randint(0, 1000, (1,), generator=generator)
         assert int(u[number] * 1000) == int(whole)
         assert torch.equal(noise[number], torch.randn(2, 3, generator=generator))
-    assert torch.equal(timesteps.times(u, NoiseConfig(), DISCRETE, LATENTS), (u * 1000).floor().float())
+    assert torch.equal(timesteps.compute_timesteps(u, NoiseConfig(), DISCRETE, LATENTS), (u * 1000).floor().float())
 
 
 def test_u_is_never_0_or_1_and_keeps_its_thousandths():
     whole = torch.arange(1000)
     for rest in (0.0, 1 - 2.0**-24):
-        u = timesteps.fraction(whole, torch.full((1000,), rest))
+        u = timesteps.combine_quantile(whole, torch.full((1000,), rest))
         assert 0 < u.min() and u.max() < 1
         assert torch.equal((u * 1000).floor().long(), whole)
 
 
 def test_some_noise_is_left_where_a_density_comes_down_to_nothing():
     u = torch.tensor([1e-9], dtype=torch.float64)
-    assert sigmas(u=u, timestep_sampling="sigmoid", sigmoid_scale=30.0).item() == pytest.approx(timesteps.LEAST)
+    assert sigmas(u=u, timestep_sampling="sigmoid", sigmoid_scale=30.0).item() == pytest.approx(timesteps.MIN_SIGMA)
 
 
 def test_u_is_uniform():
-    u, _ = timesteps.draw(generators(*range(4000)), torch.Size((1,)))
+    u, _ = timesteps.sample_quantiles_and_noise(generators(*range(4000)), torch.Size((1,)))
     assert (u.sort().values - (torch.arange(4000) + 0.5) / 4000).abs().max() < 1.63 / math.sqrt(4000)
     assert len(set(u.tolist())) == 4000, "finer than thousandths"
 
@@ -166,7 +166,7 @@ def test_every_name_of_the_option_is_a_function():
     hints = get_type_hints(NoiseConfig)
     sampling, scheme = ({name for choice in get_args(hints[option]) for name in get_args(choice)}
                         for option in ("timestep_sampling", "weighting_scheme"))  # fmt: skip
-    from library.diffusion.weighting import SCHEMES
+    from library.diffusion.weighting import FLOW_WEIGHTINGS
 
-    assert sampling == set(timesteps.SAMPLINGS)
-    assert scheme == {*timesteps.DENSITIES, *SCHEMES, "none", "uniform"}
+    assert sampling == set(timesteps.TIMESTEP_SAMPLINGS)
+    assert scheme == {*timesteps.WEIGHTING_SCHEME_QUANTILES, *FLOW_WEIGHTINGS, "none", "uniform"}

@@ -18,7 +18,7 @@ from support.measured_memory import (
 )
 from torch import nn
 
-from library.config import load_options
+from library.config import parse_config
 from library.config.schema import OptimConfig
 from library.estimate.layout_search import Devices, estimate_layouts, get_partition, suggest_savings
 from library.estimate.memory_estimate import count_in_flight, estimate_optimizer_state, split_model
@@ -26,8 +26,8 @@ from library.estimate.memory_meter import AutocastEmulation, MemoryMeter, run_ba
 from library.estimate.meta_run import LargestBatch, MetaRun, StepMemory
 from library.estimate.parallel_layouts import find_layouts
 from library.families import FAMILIES
-from library.families.detect import detect
-from library.optim.optimizers import Group, make_optimizer
+from library.families.detect import detect_model
+from library.optim.optimizers import ParamGroup, build_optimizer
 from library.training.activation_checkpointing import BlockCheckpointing
 
 SMALL, MEDIUM = LargestBatch((64, 64), ("a picture",)), LargestBatch((256, 256), ("a picture",))
@@ -95,7 +95,7 @@ def test_the_optimizer_state_of_one_tensor_of_each_shape_tells_that_of_all(name,
         pytest.importorskip("pytorch_optimizer")
     config = OptimConfig(optimizer_type=name, optimizer_args=arguments, learning_rate=0.1)
     parameters = [nn.Parameter(torch.ones(shape)) for shape in [(4, 6), (4, 6), (6, 4), (5,), (4, 6)]]
-    optimizer = make_optimizer(config, [Group("all", parameters, 0.1)])
+    optimizer = build_optimizer(config, [ParamGroup("all", parameters, 0.1)])
     if hasattr(optimizer, "train"):
         optimizer.train()
     for parameter in parameters:
@@ -103,7 +103,7 @@ def test_the_optimizer_state_of_one_tensor_of_each_shape_tells_that_of_all(name,
     optimizer.step()
     state = [each for own in optimizer.state.values() for each in own.values() if isinstance(each, torch.Tensor)]
 
-    found = estimate_optimizer_state(config, [Group("all", parameters, 0.1)])
+    found = estimate_optimizer_state(config, [ParamGroup("all", parameters, 0.1)])
     assert found == sum(each.nbytes for each in state)
 
 
@@ -169,7 +169,7 @@ def test_each_device_of_a_device_map_takes_the_estimated_memory(model):
     """Compared to fake devices, to which accelerate's hooks dispatch as to real ones."""
     flags = (MODEL, f"random:{model}:tiny")
     meta_run, (whole,) = split(*flags, batch=MEDIUM)
-    part = meta_run.family.denoiser
+    part = meta_run.family.denoiser_name
     device_map = str(build_device_map(getattr(meta_run.pipe, part), 2))
     _, devices = split(*flags, "--device_map", device_map, world_size=2, batch=MEDIUM)
     chunks = [chunk for device in devices for chunk in device.chunks]
@@ -255,11 +255,11 @@ def test_as_many_micro_batches_are_in_flight_as_the_schedule_has_it(schedule, ex
 
 
 def test_the_meta_batch_has_the_sizes_of_images_and_captions():
-    config = load_options([MODEL, "random:z_image:tiny"]).config
+    config = parse_config([MODEL, "random:z_image:tiny"]).config
     batch = LargestBatch((64, 96), ("short", "a much longer caption"))
-    batch = MetaRun(config, detect(config.model), batch).batch
+    batch = MetaRun(config, detect_model(config.model), batch).batch
     short, long_one = batch.cond["embeds"]
-    assert batch.moments.both.shape[-2:] == (12, 8) and len(short) < len(long_one)
+    assert batch.moments.mean_and_std.shape[-2:] == (12, 8) and len(short) < len(long_one)
 
 
 # layouts
@@ -274,9 +274,9 @@ NVME = ("--deepspeed", "--zero_stage", "3", "--offload_optimizer_device", "nvme"
 
 
 def find(world_size: int, *flags: str) -> tuple[set[str], list[str]]:
-    loaded = load_options(["--dataset_config", "dataset_configs/demo.toml", *flags])
-    model = detect(loaded.config.model)
-    layouts, reasons = find_layouts(loaded.config, frozenset(loaded.places), world_size, model)
+    loaded = parse_config(["--dataset_config", "dataset_configs/demo.toml", *flags])
+    model = detect_model(loaded.config.model)
+    layouts, reasons = find_layouts(loaded.config, frozenset(loaded.locations), world_size, model)
     return {layout.name for layout in layouts}, reasons
 
 

@@ -10,10 +10,10 @@ from test_run import pictures
 from test_task import HEIGHT, WIDTH, pixels, task
 
 from library.config.schema import DataConfig
-from library.data.batches import BucketSamples, MicroBatch
-from library.data.fixed_batches import FixedBatches
-from library.data.prepare import prepare
-from library.training.evaluation import QUANTILES, SEED, evaluate
+from library.data.batches import Bucket, MicroBatch
+from library.data.fixed_batches import ValidationBatches
+from library.data.prepare import prepare_data
+from library.training.evaluation import TIMESTEP_QUANTILES, VALIDATION_SEED, compute_validation_losses
 
 __all__ = ["task"]  # a fixture
 
@@ -39,9 +39,9 @@ def measured(task, *batches):
         count = len(batch)
         micro.append(MicroBatch(0, 0, tuple(range(first, first + count)), (0,) * count, (True,) * count, batch.places))
         first += count
-    fixed = FixedBatches((BucketSamples((WIDTH, HEIGHT), (), (), 1),), tuple(micro))
+    fixed = ValidationBatches((Bucket((WIDTH, HEIGHT), (), (), 1),), tuple(micro))
     run = SimpleNamespace(strategy=Alone(), task=task, adapter=task.denoiser)
-    return evaluate(run, fixed, lambda number: batches[number])
+    return compute_validation_losses(run, fixed, lambda number: batches[number])
 
 
 def test_each_picture_is_measured_at_the_quantiles_with_noise_of_its_own(task):
@@ -49,8 +49,8 @@ def test_each_picture_is_measured_at_the_quantiles_with_noise_of_its_own(task):
 
     assert list(found) == [5, 6, 7]
     for place, number in enumerate(found):
-        for at, u in enumerate(QUANTILES):
-            (draw,) = replace(task, seed=SEED).generators("measured", at, (place,))
+        for at, u in enumerate(TIMESTEP_QUANTILES):
+            (draw,) = replace(task, seed=VALIDATION_SEED).generators("measured", at, (place,))
             noise = torch.randn(4, HEIGHT // 8, WIDTH // 8, generator=draw)
             a = task.objective.process.alphas_cumprod[int(1000 * u)].item()
             weight = min(a / (1 - a), 2.0) / (a / (1 - a))
@@ -81,18 +81,18 @@ def test_dropout_is_off_while_it_is_measured_and_on_again_after(task):
     task.denoiser.register_forward_hook(lambda module, *_: seen.append(module.training))
     measured(task, pixels((0,), [1.0]))
 
-    assert seen == [False] * len(QUANTILES) and task.denoiser.training
+    assert seen == [False] * len(TIMESTEP_QUANTILES) and task.denoiser.training
 
 
 def test_of_too_many_batches_the_same_are_measured_and_all_once(tmp_path):
     data = str(pictures(tmp_path, {(96, 64): 9, (64, 96): 6}))
-    prepared = prepare(DataConfig(dataset_config=data, validation_split=0.6, train_batch_size=2), 8)
-    whole, _ = prepared.held_out_batches(None, None, None)
-    some, _ = prepared.held_out_batches(3, None, None)
-    samples = [sample for batch in whole.batches for sample in batch.samples]
+    prepared = prepare_data(DataConfig(dataset_config=data, validation_split=0.6, train_batch_size=2), 8)
+    whole, _ = prepared.build_validation_reader(None, None, None)
+    some, _ = prepared.build_validation_reader(3, None, None)
+    samples = [sample for batch in whole.micro_batches for sample in batch.sample_indices]
 
-    first, count = len(prepared.manifest.samples), len(prepared.held_out.manifest.samples)
+    first, count = len(prepared.manifest.samples), len(prepared.validation.manifest.samples)
     assert sorted(samples) == list(range(first, first + count))
-    assert len(some.batches) == 3 and set(some.batches) < set(whole.batches)
-    assert some == prepared.held_out_batches(3, None, None)[0]
-    assert {some.datasets[sample] for batch in some.batches for sample in batch.samples} == {0}
+    assert len(some.micro_batches) == 3 and set(some.micro_batches) < set(whole.micro_batches)
+    assert some == prepared.build_validation_reader(3, None, None)[0]
+    assert {some.dataset_numbers[sample] for batch in some.micro_batches for sample in batch.sample_indices} == {0}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import TINY
 
-from library.config import load_options
+from library.config import parse_config
 from library.config.schema import ModelConfig
 from library.families import FAMILIES
 
@@ -57,9 +57,9 @@ def test_what_is_too_long_is_cut_off_where_diffusers_cuts_it(name):
     pipe, family = TINY[name]().pipe, FAMILIES.get(name)()
     theirs, _ = encoded_by_diffusers(pipe, [f"{FIRST} {SECOND}"])
     torch.testing.assert_close(family.encode_prompts(pipe, [f"{FIRST} {SECOND}"])["embeds"], theirs)
-    assert family.too_long(pipe, [FIRST, f"{FIRST} {SECOND}", ""]) == [f"{FIRST} {SECOND}"]
+    assert family.find_truncated_prompts(pipe, [FIRST, f"{FIRST} {SECOND}", ""]) == [f"{FIRST} {SECOND}"]
     longer = FAMILIES.get(name)(ModelConfig(max_token_length=150))
-    assert longer.too_long(pipe, [f"{FIRST} {SECOND}"]) == []
+    assert longer.find_truncated_prompts(pipe, [f"{FIRST} {SECOND}"]) == []
 
 
 @torch.no_grad()
@@ -69,12 +69,12 @@ def test_a_picture_is_drawn_with_long_captions(name):
 
     pipe, family = TINY[name]().pipe, FAMILIES.get(name)(ModelConfig(max_token_length=150))
     cond, negative = (family.encode_prompts(pipe, [text]) for text in (f"{FIRST} {SECOND}", "blue"))
-    prompt = Prompt("", width=64, height=96, steps=1)
-    assert family.draw(pipe, prompt, cond, negative, torch.Generator().manual_seed(1), "ddim").size == (64, 96)
+    prompt = Prompt("", width=64, height=96, num_inference_steps=1)
+    assert family.generate_image(pipe, prompt, cond, negative, torch.Generator().manual_seed(1), "ddim").size == (64, 96)
 
 
 def test_the_settings_are_checked_with_all_others(tmp_path):
-    problems = load_options(["--max_token_length", "100", "--clip_skip", "0"]).problems
+    problems = parse_config(["--max_token_length", "100", "--clip_skip", "0"]).problems
     assert "--max_token_length: 100: CLIP reads 75, 150 or 225 tokens" in problems
     assert any(line.startswith("--clip_skip: ") and "at least 1" in line for line in problems)
 
@@ -85,7 +85,7 @@ def test_the_end_of_a_text_is_read_unless_it_is_told_to_be_too_long(name):
     tiny = TINY[name]()
     pipe, family = tiny.pipe, FAMILIES.get(tiny.family)()
     lengths = range(1, 1100)
-    most = max(length for length in lengths if not family.too_long(pipe, ["a" * length]))
+    most = max(length for length in lengths if not family.find_truncated_prompts(pipe, ["a" * length]))
     assert 100 < most < max(lengths)
     for length, is_read in ((most, True), (most + 1, False)):
         one, other = (family.encode_prompts(pipe, ["a" * (length - 1) + last])["embeds"][0] for last in "bc")
@@ -103,7 +103,7 @@ def test_the_length_of_t5s_text_is_an_option(name):
     embeds = family.encode_prompts(tiny.pipe, texts)["embeds"]
     assert torch.equal(embeds, theirs[0])
     assert embeds.shape[1] == 20 + (77 if name == "sd3" else 0)
-    assert family.too_long(tiny.pipe, texts) == texts[1:]
+    assert family.find_truncated_prompts(tiny.pipe, texts) == texts[1:]
 
 
 @torch.no_grad()

@@ -13,15 +13,15 @@ from library.config.schema import AdapterConfig, ModelConfig
 from library.data.prompts import Prompt
 from library.families import FAMILIES
 from library.families.base import Family
-from library.families.configs import read_config
-from library.families.known import FACTS
-from library.families.reading import from_config
+from library.families.configs import load_bundled_config
+from library.families.known import FAMILY_FACTS
+from library.families.reading import build_bundled_reader
 
 __all__ = ["case", "made"]  # fixtures
 
 
 def test_every_family_has_a_tiny_pipeline():
-    assert {make().family for make in TINY.values()} == set(FAMILIES.names())
+    assert {make().family for make in TINY.values()} == set(FAMILIES.list_names())
 
 
 def test_a_family_is_a_direct_subclass_and_keeps_its_frozen_options_and_nothing_else(case):
@@ -33,7 +33,7 @@ def test_a_family_is_a_direct_subclass_and_keeps_its_frozen_options_and_nothing_
 def test_the_facts_of_a_family_fit_its_class(case):
     family, tiny = case
     facts = family.facts
-    assert facts is FACTS[tiny.family]
+    assert facts is FAMILY_FACTS[tiny.family]
     assert facts.pipeline == type(tiny.pipe).__name__
     assert (facts.denoiser, sorted(facts.parts)) == (family.denoiser, sorted(family.parts))
     assert set(facts.files.values()) <= set(facts.parts)
@@ -128,7 +128,7 @@ def test_a_sample_does_not_depend_on_the_texts_beside_it(case):
 @torch.no_grad()
 def test_sides_of_pictures_are_multiples_of_no_less_than_needed(case):
     family, tiny = case
-    step = family.facts.look(from_config(read_config(config_of(tiny)))).pixel_step // 8
+    step = family.facts.look(build_bundled_reader(load_bundled_config(config_of(tiny)))).pixel_step // 8
     pipe, denoiser, batch = tiny.pipe, getattr(tiny.pipe, family.denoiser), tiny.batch
     t, channels = torch.tensor([700.0, 250.0]), batch.latents.shape[1]
     for height, width in ((step, 3 * step), (5 * step, 2 * step)):
@@ -219,7 +219,7 @@ def test_latents_of_a_sample_do_not_depend_on_the_others_in_the_batch(case):
 @torch.no_grad()
 def draw(family, pipe, sampler=None, **options):
     prompt = Prompt("a red circle", "blue", width=WIDTH, height=HEIGHT, **{"steps": 3, "scale": 3.0, **options})
-    cond, negative = (family.encode_prompts(pipe, [text]) for text in (prompt.text, prompt.negative))
+    cond, negative = (family.encode_prompts(pipe, [text]) for text in (prompt.text, prompt.negative_prompt))
     return family.draw(pipe, prompt, cond, negative, torch.Generator().manual_seed(1), sampler)
 
 
@@ -249,7 +249,7 @@ def test_a_preview_leaves_no_trace(case):
 def test_a_preview_needs_no_text_encoder_and_draws_in_bfloat16(case):
     family, tiny = case
     pipe = family.load(tiny.source, torch.bfloat16)
-    prompt = Prompt("a", width=WIDTH, height=HEIGHT, steps=2)
+    prompt = Prompt("a", width=WIDTH, height=HEIGHT, num_inference_steps=2)
     with torch.no_grad():
         cond, negative = (family.encode_prompts(pipe, [text]) for text in ("a", ""))
     for part in family.text_parts:
@@ -265,14 +265,14 @@ def test_a_gradient_reaches_every_lora(case):
     family, tiny = case
     denoiser = getattr(tiny.pipe, family.denoiser)
     config, draw = AdapterConfig(network_dim=3, network_alpha=2), torch.Generator().manual_seed(0)
-    lora.inject(denoiser, config, family.lora_targets, 0, family.lora_names, family.idle_layers(denoiser))
+    lora.inject_into_model(denoiser, config, family.lora_targets, 0, family.lora_names, family.idle_layers(denoiser))
     with torch.no_grad():
-        for name, weight in lora.parameters(denoiser):
+        for name, weight in lora.iter_adapter_parameters(denoiser):
             if "lora_B" in name:
                 weight.copy_(torch.randn(weight.shape, generator=draw))
     t = torch.tensor([700.0, 250.0])
     family.predict(tiny.pipe, Wrapped(denoiser), tiny.batch.latents, t, tiny.batch).square().sum().backward()
-    without = [name for name, weight in lora.parameters(denoiser) if weight.grad is None or not weight.grad.any()]
+    without = [name for name, weight in lora.iter_adapter_parameters(denoiser) if weight.grad is None or not weight.grad.any()]
     assert without == []
 
 
@@ -285,7 +285,7 @@ LEFT_OUT = {"z_image": r"_modulation|_refiner", "qwen_image": r"_mod\."}
 
 def test_lora_targets_are_the_layers_that_sd_scripts_trains(case):
     """Linear layers and 1x1 convolutions inside blocks of the classes that its network modules name."""
-    from library.adapters.lora import matching
+    from library.adapters.lora import match_target_modules
 
     family, tiny = case
     denoiser = getattr(tiny.pipe, family.denoiser)
@@ -297,4 +297,4 @@ def test_lora_targets_are_the_layers_that_sd_scripts_trains(case):
         and (isinstance(module, nn.Linear) or (isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1)))
         and not (tiny.family in LEFT_OUT and re.search(LEFT_OUT[tiny.family], name))
     }
-    assert set(matching(denoiser, family.lora_targets)) == expected
+    assert set(match_target_modules(denoiser, family.lora_targets)) == expected

@@ -10,15 +10,15 @@ import pytest
 from library.config.schema import ModelConfig
 from library.errors import ConfigError
 from library.families import FAMILIES
-from library.families.configs import names, read_config
-from library.families.detect import detect
-from library.families.known import FACTS
+from library.families.configs import list_bundled_configs, load_bundled_config
+from library.families.detect import detect_model
+from library.families.known import FAMILY_FACTS
 
 
 def model(folder, name="StableDiffusionPipeline", unet=None, vae=None, scheduler=None, config=None):
     """The JSON files of a diffusers folder with the sizes of Stable Diffusion 1.5, or of a shipped configuration."""
     if config is not None:
-        return written(folder, read_config(config))
+        return written(folder, load_bundled_config(config))
     sizes = {"cross_attention_dim": 768, "block_out_channels": [320, 640, 1280, 1280], "in_channels": 4}
     files = {
         "model_index.json": {"_class_name": name},
@@ -40,31 +40,31 @@ def written(folder, files):
 
 def problem(source, **options):
     with pytest.raises(ConfigError) as caught:
-        detect(ModelConfig(source, **options))
+        detect_model(ModelConfig(source, **options))
     (line,) = caught.value.problems
     assert options or line.startswith(f"pretrained_model_name_or_path: {source}: ")
     return line
 
 
 def test_a_diffusers_folder_of_stable_diffusion_1_is_known_with_a_reason(tmp_path):
-    found = detect(model(tmp_path))
+    found = detect_model(model(tmp_path))
     assert found.family == "sd1"
     assert "StableDiffusionPipeline" in found.reason and "768" in found.reason
-    assert (found.pixel_step, found.prediction, found.kind) == (64, "epsilon", "folder")
+    assert (found.size_multiple, found.prediction_type, found.source_type) == (64, "epsilon", "folder")
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", list_bundled_configs())
 def test_every_shipped_configuration_is_known_as_what_it_is(name, tmp_path):
-    (family,) = (each for each in FACTS if name == each or name.startswith(f"{each}_"))
-    read, told = detect(model(tmp_path, config=name)), detect(f"random:{name.replace(f'{family}_', f'{family}:')}")
+    (family,) = (each for each in FAMILY_FACTS if name == each or name.startswith(f"{each}_"))
+    read, told = detect_model(model(tmp_path, config=name)), detect_model(f"random:{name.replace(f'{family}_', f'{family}:')}")
     assert read.family == told.family == family
-    assert (read.pixel_step, read.prediction) == (told.pixel_step, told.prediction)
-    assert FACTS[read.family].pipeline in read.reason and f"sizes of {name}" in told.reason
+    assert (read.size_multiple, read.prediction_type) == (told.size_multiple, told.prediction_type)
+    assert FAMILY_FACTS[read.family].pipeline_class in read.reason and f"sizes of {name}" in told.reason
 
 
 def test_steps_and_predictions_are_those_of_the_published_models():
-    found = {name: detect(f"random:{name}") for name in ("sd1", "sd2", "sd2:base", "sdxl")}
-    assert {name: (each.pixel_step, each.prediction) for name, each in found.items()} == {
+    found = {name: detect_model(f"random:{name}") for name in ("sd1", "sd2", "sd2:base", "sdxl")}
+    assert {name: (each.size_multiple, each.prediction_type) for name, each in found.items()} == {
         "sd1": (64, "epsilon"), "sd2": (64, "v"), "sd2:base": (64, "epsilon"), "sdxl": (32, "epsilon"),
     }  # fmt: skip
 
@@ -73,8 +73,8 @@ def test_the_built_in_model_is_what_its_saved_files_say(tmp_path):
     import stand_in
 
     stand_in.build().save_pretrained(tmp_path)
-    read, told = detect(str(tmp_path)), detect(None)
-    assert (read.family, read.pixel_step) == (told.family, told.pixel_step) == ("sd1", 16)
+    read, told = detect_model(str(tmp_path)), detect_model(None)
+    assert (read.family, read.size_multiple) == (told.family, told.size_multiple) == ("sd1", 16)
     assert "built-in" in told.reason
 
 
@@ -134,25 +134,25 @@ TWO = {**ONE, ATTENTION: [320, 1024], "cond_stage_model.model.token_embedding.we
 
 @pytest.mark.parametrize("shapes, family, config", [(ONE, "sd1", "sd1"), (TWO, "sd2", "sd2"), (XL, "sdxl", "sdxl")])
 def test_a_single_file_is_known_by_names_and_sizes(shapes, family, config, tmp_path):
-    found = detect(header_only(tmp_path / "model.safetensors", shapes))
-    assert (found.family, found.config, found.kind) == (family, config, "file")
-    assert {*found.inside} == {part for part in FACTS[family].parts if not part.startswith("tokenizer")}
-    assert FACTS[family].title in found.reason
+    found = detect_model(header_only(tmp_path / "model.safetensors", shapes))
+    assert (found.family, found.bundled_config, found.source_type) == (family, config, "file")
+    assert {*found.single_file_components} == {part for part in FAMILY_FACTS[family].components if not part.startswith("tokenizer")}
+    assert FAMILY_FACTS[family].title in found.reason
 
 
 def test_what_a_single_file_predicts_is_taken_from_its_own_word(tmp_path):
     def prediction(shapes, metadata=None):
-        found = detect(header_only(tmp_path / "model.safetensors", shapes, metadata))
-        assert found.scheduler.get("prediction_type", "").startswith(found.prediction) or not found.scheduler
-        return found.prediction
+        found = detect_model(header_only(tmp_path / "model.safetensors", shapes, metadata))
+        assert found.scheduler_overrides.get("prediction_type", "").startswith(found.prediction_type) or not found.scheduler_overrides
+        return found.prediction_type
 
     assert prediction(XL) == "epsilon"
     assert prediction(XL, {"modelspec.prediction_type": "v"}) == "v"
     assert prediction({**XL, "v_pred": [0]}) == "v"
     assert prediction(TWO) == "v", "as the published 768 model"
     assert prediction(TWO, {"modelspec.prediction_type": "epsilon"}) == "epsilon"
-    zero = detect(header_only(tmp_path / "zero.safetensors", {**XL, "v_pred": [0], "ztsnr": [0]}))
-    assert zero.scheduler["rescale_betas_zero_snr"] is True
+    zero = detect_model(header_only(tmp_path / "zero.safetensors", {**XL, "v_pred": [0], "ztsnr": [0]}))
+    assert zero.scheduler_overrides["rescale_betas_zero_snr"] is True
 
 
 OTHERS = {
@@ -203,14 +203,14 @@ def test_a_file_whose_end_is_missing_is_told_before_it_is_loaded(tmp_path):
 
 def test_the_family_can_be_named_and_must_fit(tmp_path):
     folder = model(tmp_path / "one", config="sdxl", name="")
-    found = detect(ModelConfig(folder, family="sdxl"))
+    found = detect_model(ModelConfig(folder, family="sdxl"))
     assert found.family == "sdxl" and "--family says so" in found.reason
     assert problem(folder, family="sdxll") == "family: unknown model family 'sdxll'; did you mean sdxl?"
     assert "pathlib:Path is no model family" in problem(folder, family="pathlib:Path")
     assert "its files are not those of family sd2" in problem(model(tmp_path / "b"), family="sd2")
-    own = detect(ModelConfig(folder, family="library.families.sdxl:StableDiffusionXL"))
+    own = detect_model(ModelConfig(folder, family="library.families.sdxl:StableDiffusionXL"))
     assert own.family == "library.families.sdxl:StableDiffusionXL"
-    assert FAMILIES.get(own.family).denoiser == "unet"
+    assert FAMILIES.get(own.family).denoiser_name == "unet"
     file = header_only(tmp_path / "model.safetensors", XL)
     assert "has not the weights of family sd1" in problem(file, family="sd1")
     assert "is of family sdxl and not sd1" in problem("random:sdxl:tiny", family="sd1")
@@ -218,7 +218,7 @@ def test_the_family_can_be_named_and_must_fit(tmp_path):
 
 def test_options_of_other_families_are_refused_all_together(tmp_path):
     with pytest.raises(ConfigError) as caught:
-        detect(ModelConfig(model(tmp_path), clip_g="x", ae="y", v2=True))
+        detect_model(ModelConfig(model(tmp_path), clip_g="x", ae="y", v2=True))
     assert caught.value.problems == [
         "clip_g: Stable Diffusion 1 has no such part",
         "ae: Stable Diffusion 1 has no such part",
@@ -227,7 +227,7 @@ def test_options_of_other_families_are_refused_all_together(tmp_path):
     assert "clip_skip: means nothing for Stable Diffusion XL; leave this option out" in problem(
         "random:sdxl:tiny", clip_skip=2
     )
-    assert detect(ModelConfig("random:sd2:tiny", v2=True, clip_skip=2)).family == "sd2"
+    assert detect_model(ModelConfig("random:sd2:tiny", v2=True, clip_skip=2)).family == "sd2"
 
 
 def test_a_hub_id_without_network_is_one_clear_line():

@@ -10,8 +10,8 @@ from library.config.schema import ModelConfig
 from library.data.prompts import Prompt
 from library.errors import ConfigError
 from library.families import FAMILIES
-from library.families.configs import read_config
-from library.families.detect import detect
+from library.families.configs import load_bundled_config
+from library.families.detect import detect_model
 
 FLOW = ["sd3", "flux", "flux_schnell", "z_image", "qwen_image"]
 
@@ -25,7 +25,7 @@ def parts(name, options=None):
 @torch.no_grad()
 def drawn(family, pipe, **options):
     prompt = Prompt("a red circle", "blue", width=WIDTH, height=HEIGHT, **options)
-    cond, negative = (family.encode_prompts(pipe, [text]) for text in (prompt.text, prompt.negative))
+    cond, negative = (family.encode_prompts(pipe, [text]) for text in (prompt.text, prompt.negative_prompt))
     return family.draw(pipe, prompt, cond, negative, torch.Generator().manual_seed(1), None)
 
 
@@ -87,11 +87,11 @@ def test_a_sampler_that_is_not_for_flow_matching_is_refused():
     family, tiny = parts("flux")
     cond = family.encode_prompts(tiny.pipe, ["a"])
     with pytest.raises(ConfigError, match="sampler ddim: flow-matching models draw with euler"):
-        family.draw(tiny.pipe, Prompt("a"), cond, cond, torch.Generator(), "ddim")
+        family.generate_image(tiny.pipe, Prompt("a"), cond, cond, torch.Generator(), "ddim")
 
 
 def test_files_say_which_model_they_are_for():
-    titles = {name: parts(name)[0].titles(TINY[name]().pipe) for name in FLOW}
+    titles = {name: parts(name)[0].get_base_model_info(TINY[name]().pipe) for name in FLOW}
     assert {name: (title.base_model_version, title.architecture) for name, title in titles.items()} == {
         "sd3": ("5-medium", "stable-diffusion-3-5-medium"), "flux": ("flux1", "flux-1-dev"),
         "flux_schnell": ("flux1", "flux-1-schnell"), "z_image": ("z_image", "z-image"),
@@ -108,7 +108,7 @@ def test_files_say_which_model_they_are_for():
     ("flux", {"vae/config.json": {"block_out_channels": None}}, "names no block_out_channels"),
 ])  # fmt: skip
 def test_kindred_models_that_cannot_be_trained_are_named(name, changed, words, tmp_path):
-    config = read_config(name)
+    config = load_bundled_config(name)
     files = {**config, **{path: {**config[path], **new} for path, new in changed.items()}}
     with pytest.raises(ConfigError, match=words):
-        detect(written(tmp_path, files))
+        detect_model(written(tmp_path, files))

@@ -59,8 +59,8 @@ def test_a_pipeline_measures_a_vae_that_comes_later(tmp_path):
     kinds = {"down_block_types": ["DownEncoderBlock2D"] * 3, "up_block_types": ["UpDecoderBlock2D"] * 3}
     shallow = AutoencoderKL.from_config(tiny.pipe.vae.config, block_out_channels=[8, 16, 32], **kinds)
     shallow.save_pretrained(tmp_path / "vae")
-    pipe = family.load(str(tmp_path), torch.float32, family.text_parts)
-    family.load(str(tmp_path), torch.float32, ("vae",), into=pipe)
+    pipe = family.load(str(tmp_path), torch.float32, family.text_components)
+    family.load(str(tmp_path), torch.float32, ("vae",), pipe=pipe)
     assert pipe.vae_scale_factor == pipe.image_processor.config.vae_scale_factor == 4
 
 

@@ -12,7 +12,7 @@ from test_adapters_lora import randomise
 from tiny import TINY
 
 from library.adapters import lora
-from library.adapters.file import write
+from library.adapters.file import write_adapter_file
 from library.config.schema import AdapterConfig
 from library.families import FAMILIES
 
@@ -28,11 +28,11 @@ def predicted(family, pipe, batch):
 @pytest.mark.parametrize("name", ["sd1", "sd2", "sdxl"])
 def test_diffusers_computes_with_the_file_what_the_model_in_memory_does(name, tmp_path):
     tiny, family = TINY[name](), FAMILIES.get(name)()
-    denoiser = getattr(tiny.pipe, family.denoiser)
+    denoiser = getattr(tiny.pipe, family.denoiser_name)
     base = predicted(family, tiny.pipe, tiny.batch)
-    adapter = lora.inject(denoiser, AdapterConfig(network_dim=6, network_alpha=2.5), family.lora_targets, seed=1)
+    adapter = lora.inject_into_model(denoiser, AdapterConfig(network_dim=6, network_alpha=2.5), family.lora_target_modules, seed=1)
     randomise(denoiser)
-    write(tmp_path / "lora.safetensors", kohya(denoiser, adapter, family), {})
+    write_adapter_file(tmp_path / "lora.safetensors", kohya(denoiser, adapter, family), {})
 
     theirs = family.load(tiny.source, torch.float32)
     theirs.load_lora_weights(str(tmp_path), weight_name="lora.safetensors")
@@ -40,15 +40,15 @@ def test_diffusers_computes_with_the_file_what_the_model_in_memory_does(name, tm
     with_lora = predicted(family, tiny.pipe, tiny.batch)
     torch.testing.assert_close(predicted(family, theirs, tiny.batch), with_lora, rtol=1e-4, atol=1e-5)
     assert (with_lora - base).abs().max() > 1e-2, "the LoRA does something"
-    loaded = [each for each, _ in getattr(theirs, family.denoiser).named_parameters() if ".lora_B." in each]
+    loaded = [each for each, _ in getattr(theirs, family.denoiser_name).named_parameters() if ".lora_B." in each]
     assert len(loaded) == len(adapter.modules)
 
 
 def train(*flags: str) -> None:
-    from library.config import load_options
-    from library.training.run import run
+    from library.config import parse_config
+    from library.training.run import run_training
 
-    run(load_options([*flags, "--quiet", "--max_data_loader_n_workers", "0"]).require())
+    run_training(parse_config([*flags, "--quiet", "--max_data_loader_n_workers", "0"]).require_valid())
 
 
 VERSIONS = {"sd2": ("sd_v2_v", "stable-diffusion-v2-768-v/lora"),
@@ -74,5 +74,5 @@ def test_a_run_from_pictures_to_a_file_and_previews(name, tmp_path):
     before = predicted(family, tiny.pipe, tiny.batch)
     tiny.pipe.load_lora_weights(str(tmp_path), weight_name="lora.safetensors")
     assert not torch.allclose(predicted(family, tiny.pipe, tiny.batch), before)
-    loaded = [each for each, _ in getattr(tiny.pipe, family.denoiser).named_parameters() if ".lora_" in each]
+    loaded = [each for each, _ in getattr(tiny.pipe, family.denoiser_name).named_parameters() if ".lora_" in each]
     assert len(loaded) * 3 == len(written) * 2

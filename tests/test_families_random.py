@@ -5,8 +5,8 @@ import torch
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from library.families import FAMILIES
-from library.families.detect import detect
-from library.families.random_model import random_part
+from library.families.detect import detect_model
+from library.families.random_model import build_random_component
 
 SMALL = dict(vocab_size=600, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
 
@@ -29,14 +29,14 @@ def test_a_part_is_the_same_whichever_others_are_made_and_the_global_generator_s
 
 
 def test_in_half_precision_it_is_the_same_model():
-    one, half = (random_part(CLIPTextModel, SMALL, "text_encoder", dtype, None)
+    one, half = (build_random_component(CLIPTextModel, SMALL, "text_encoder", dtype, None)
                  for dtype in (torch.float32, torch.bfloat16))  # fmt: skip
     torch.testing.assert_close(weights(half), weights(one), rtol=2e-2, atol=1e-5)
     assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
 
 
 def test_no_two_rows_of_a_large_matrix_are_cut_from_the_same_place():
-    model = random_part(CLIPTextModel, {**SMALL, "vocab_size": 49408, "hidden_size": 256}, "text_encoder",
+    model = build_random_component(CLIPTextModel, {**SMALL, "vocab_size": 49408, "hidden_size": 256}, "text_encoder",
                         torch.float32, None)  # fmt: skip
     table = next(p.detach() for name, p in model.named_parameters() if "token_embedding" in name)
     assert len(torch.unique(table[:, :3], dim=0)) == len(table)
@@ -47,7 +47,7 @@ def test_no_two_rows_of_a_large_matrix_are_cut_from_the_same_place():
 
 
 def test_norms_are_one_biases_zero_and_buffers_as_transformers_makes_them():
-    model, judge = random_part(CLIPTextModel, SMALL, "text_encoder", torch.float32, None), CLIPTextModel(
+    model, judge = build_random_component(CLIPTextModel, SMALL, "text_encoder", torch.float32, None), CLIPTextModel(
         CLIPTextConfig(**SMALL))  # fmt: skip
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
@@ -69,7 +69,7 @@ def test_where_a_model_lies_can_be_said_while_it_is_loaded(tmp_path):
     family = FAMILIES.get("sd1")()
     family.load("random:sd1:tiny", torch.float32).save_pretrained(tmp_path)
     place = torch.device("cpu")
-    for source in ("random:sd1:tiny", detect(str(tmp_path)), None):
+    for source in ("random:sd1:tiny", detect_model(str(tmp_path)), None):
         pipe = family.load(source, torch.bfloat16, device=place)
         assert {parameter.device for parameter in pipe.unet.parameters()} == {place}
         assert pipe.vae.dtype == torch.float32
@@ -78,8 +78,8 @@ def test_where_a_model_lies_can_be_said_while_it_is_loaded(tmp_path):
 def test_the_built_in_model_can_come_in_parts_too():
     family = FAMILIES.get("sd1")()
     whole = family.load(None, torch.float32)
-    pipe = family.load(None, torch.float32, family.text_parts)
+    pipe = family.load(None, torch.float32, family.text_components)
     assert pipe.unet is None
-    family.load(None, torch.float32, ("unet", "vae"), into=pipe)
+    family.load(None, torch.float32, ("unet", "vae"), pipe=pipe)
     for part in ("unet", "vae", "text_encoder"):
         assert torch.equal(weights(getattr(pipe, part)), weights(getattr(whole, part)))

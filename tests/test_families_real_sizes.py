@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 from library.adapters import keys, lora
-from library.adapters.formats import from_file, to_file
+from library.adapters.formats import convert_from_file_format, convert_to_file_format
 from library.config.schema import AdapterConfig
 from library.families import FAMILIES, loading, single_file
-from library.families.configs import names, read_config
-from library.families.contents import config_for, is_denoiser_of, parts_in, refuse_odd_sizes, refuse_others
-from library.families.empty import empty
-from library.families.header import Header
-from library.families.known import FACTS
-from library.families.single_file import _diffusers_names
+from library.families.configs import list_bundled_configs, load_bundled_config
+from library.families.contents import match_bundled_config, has_denoiser, find_component_names, reject_unsupported_model, reject_unsupported_file
+from library.families.empty import build_empty_model
+from library.families.header import SafetensorsHeader
+from library.families.known import FAMILY_FACTS
+from library.families.single_file import _convert_diffusers_keys
 
 DATA = Path(__file__).parent / "data"
 
@@ -57,11 +57,11 @@ COUNTS = {
 
 def part_of(config: str, part: str) -> nn.Module:
     """One part in its real size, without weights."""
-    data = read_config(config)
+    data = load_bundled_config(config)
     settings = dict(data[f"{part}/config.json"])
     if "pos_embed_max_size" in settings:
         settings["pos_embed_max_size"] = 8  # SD3 computes a large grid of places, which are no weights
-    return empty(loading.class_of(*data["model_index.json"][part]), settings)
+    return build_empty_model(loading.import_model_class(*data["model_index.json"][part]), settings)
 
 
 @pytest.mark.parametrize("config, part", COUNTS)
@@ -70,14 +70,14 @@ def test_a_shipped_configuration_has_as_many_parameters_as_the_published_model(c
 
 
 def test_every_configuration_belongs_to_a_family_and_is_complete():
-    for name in names():
-        data = read_config(name)
-        (family,) = [family for family in FACTS if name == family or name.startswith(f"{family}_")]
-        facts = FACTS[family]
+    for name in list_bundled_configs():
+        data = load_bundled_config(name)
+        (family,) = [family for family in FAMILY_FACTS if name == family or name.startswith(f"{family}_")]
+        facts = FAMILY_FACTS[family]
         index = data["model_index.json"]
-        assert index["_class_name"] == facts.pipeline
-        assert {*facts.parts, "scheduler"} == {key for key, value in index.items() if isinstance(value, list)}
-        assert facts.look(data.get) is not None, name
+        assert index["_class_name"] == facts.pipeline_class
+        assert {*facts.components, "scheduler"} == {key for key, value in index.items() if isinstance(value, list)}
+        assert facts.match_configs(data.get) is not None, name
 
 
 def golden(name: str) -> dict[str, list[int]]:
@@ -88,15 +88,15 @@ def of(prefix: str, keys_and_shapes: Mapping[str, list[int]]) -> dict[str, list[
     return {key: shape for key, shape in keys_and_shapes.items() if key.startswith(f"{prefix}_")}
 
 
-def exported(model: nn.Module, targets, prefix: str, style: str) -> tuple[lora.State, dict[str, torch.Tensor]]:
+def exported(model: nn.Module, targets, prefix: str, style: str) -> tuple[lora.AdapterStateDict, dict[str, torch.Tensor]]:
     """The state of a LoRA in a model without weights, and what a kohya file would hold."""
-    adapter = lora.inject(model, AdapterConfig(network_dim=16, network_alpha=8), targets, seed=1)
-    state = {name: torch.zeros(tensor.shape) for name, tensor in lora.state(model).items()}
-    part = keys.PartNames.of(model, "part", prefix, style)
+    adapter = lora.inject_into_model(model, AdapterConfig(network_dim=16, network_alpha=8), targets, seed=1)
+    state = {name: torch.zeros(tensor.shape) for name, tensor in lora.get_adapter_state_dict(model).items()}
+    part = keys.ComponentKeys.from_model(model, "part", prefix, style)
     named = {f"part.{name}": tensor for name, tensor in state.items()}
-    tensors, _ = to_file(named, {f"part.{name}": adapter.alpha for name in adapter.modules}, [part], "kohya")
-    back = from_file(tensors, {}, [part])
-    assert back.state.keys() == named.keys()
+    tensors, _ = convert_to_file_format(named, {f"part.{name}": adapter.alpha for name in adapter.modules}, [part], "kohya")
+    back = convert_from_file_format(tensors, {}, [part])
+    assert back.state_dict.keys() == named.keys()
     assert back.alphas == dict.fromkeys((f"part.{name}" for name in adapter.modules), 8.0)
     return state, tensors
 
@@ -104,7 +104,7 @@ def exported(model: nn.Module, targets, prefix: str, style: str) -> tuple[lora.S
 @pytest.mark.parametrize("family, config, name", [("sd1", "sd1", "sd15"), ("sdxl", "sdxl", "sdxl")])
 def test_names_and_shapes_of_the_denoiser_are_sd_scripts_own(family, config, name):
     family = FAMILIES.get(family)
-    _, tensors = exported(part_of(config, family.denoiser), family.lora_targets, family.lora_prefix, family.lora_names)
+    _, tensors = exported(part_of(config, family.denoiser_name), family.lora_target_modules, family.lora_prefix, family.lora_key_style)
     assert {key: list(tensor.shape) for key, tensor in tensors.items()} == of(family.lora_prefix, golden(name))
 
 
@@ -112,9 +112,9 @@ def test_names_and_shapes_of_the_denoiser_are_sd_scripts_own(family, config, nam
                                                   ("sd3", "sd3", "sd3_medium"), ("flux", "flux", "flux")])  # fmt: skip
 def test_names_and_shapes_of_the_text_encoders_are_sd_scripts_own(family, config, name):
     family = FAMILIES.get(family)
-    trained = {part: prefix for part, prefix in family.text_lora_prefixes.items() if part != family.facts.t5}
+    trained = {part: prefix for part, prefix in family.text_lora_prefixes.items() if part != family.facts.t5_encoder}
     for part, prefix in trained.items():
-        _, tensors = exported(part_of(config, part), family.text_lora_targets[part], prefix, "clip")
+        _, tensors = exported(part_of(config, part), family.text_lora_target_modules[part], prefix, "clip")
         assert {key: list(tensor.shape) for key, tensor in tensors.items()} == of(prefix, golden(name))
     assert {key.split("_")[1] for key in golden(name)} == {
         prefix.split("_")[1] for prefix in (family.lora_prefix, *trained.values())
@@ -124,22 +124,22 @@ def test_names_and_shapes_of_the_text_encoders_are_sd_scripts_own(family, config
 def test_original_names_of_convolutions_are_sd_scripts_own():
     """LoRA on convolutions is not trained yet, but their names are all of the rest that a UNet has."""
     model = part_of("sdxl", "unet")
-    files = keys.file_names((name for name, _ in model.named_modules()), "ldm")
+    files = keys.build_key_map((name for name, _ in model.named_modules()), "ldm")
     wanted = {key.split(".")[0] for key in of("lora_unet", golden("sdxl_conv"))}
-    ours = {keys.kohya_name(files.single[name], "lora_unet") for name, module in model.named_modules()
+    ours = {keys.build_kohya_name(files.renames[name], "lora_unet") for name, module in model.named_modules()
             if isinstance(module, nn.Linear | nn.Conv2d)}  # fmt: skip
     assert wanted <= ours
-    assert len({*files.single.values()}) == len(files.single), "no two modules have one name"
+    assert len({*files.renames.values()}) == len(files.renames), "no two modules have one name"
     outside = {"time_embed", "label_emb", "input_blocks_0_0", "out_2"}
     assert all(re.sub("^lora_unet_", "", name).startswith(tuple(outside)) for name in ours - wanted)
 
 
 def test_sd2_has_the_modules_of_sd1_and_its_projections_are_linear():
     family = FAMILIES.get("sd2")
-    _, tensors = exported(part_of("sd2", "unet"), family.lora_targets, family.lora_prefix, family.lora_names)
+    _, tensors = exported(part_of("sd2", "unet"), family.lora_target_modules, family.lora_prefix, family.lora_key_style)
     assert tensors.keys() == of("lora_unet", golden("sd15")).keys()
     assert {tensor.ndim for tensor in tensors.values()} == {0, 2}
-    _, text = exported(part_of("sd2", "text_encoder"), family.text_lora_targets["text_encoder"], "lora_te", "clip")
+    _, text = exported(part_of("sd2", "text_encoder"), family.text_lora_target_modules["text_encoder"], "lora_te", "clip")
     assert len(text) == 23 * 6 * 3
 
 
@@ -151,18 +151,18 @@ TRANSFORMERS = {
 }
 
 
-@pytest.mark.parametrize("config", [name for name in names() if name.startswith(tuple(TRANSFORMERS))])
+@pytest.mark.parametrize("config", [name for name in list_bundled_configs() if name.startswith(tuple(TRANSFORMERS))])
 def test_files_of_real_size_are_known_by_their_names_in_either_form(config):
     family = next(name for name in TRANSFORMERS if config.startswith(name))
     model = part_of(config, "transformer")
     for prefix, tensors in (("", TRANSFORMERS[family](model)), ("model.diffusion_model.", TRANSFORMERS[family](model)),
                             ("", model.state_dict())):  # fmt: skip
-        header = Header({prefix + name: tuple(tensor.shape) for name, tensor in tensors.items()}, {})
-        refuse_others(header)
-        refuse_odd_sizes(header)
-        assert [name for name, facts in FACTS.items() if is_denoiser_of(header, facts)] == [family]
-        assert config_for(header, family, FACTS[family]) == config
-        assert parts_in(header, FACTS[family]) == ("transformer",)
+        header = SafetensorsHeader({prefix + name: tuple(tensor.shape) for name, tensor in tensors.items()}, {})
+        reject_unsupported_file(header)
+        reject_unsupported_model(header)
+        assert [name for name, facts in FAMILY_FACTS.items() if has_denoiser(header, facts)] == [family]
+        assert match_bundled_config(header, family, FAMILY_FACTS[family]) == config
+        assert find_component_names(header, FAMILY_FACTS[family]) == ("transformer",)
 
 
 @pytest.mark.parametrize("config", ["sd3", "sd3_5_medium", "flux", "flux_schnell", "z_image"])
@@ -170,7 +170,7 @@ def test_original_weights_of_real_size_become_diffusers_own(config):
     """Names and shapes alone, since diffusers' conversion of FLUX knows no other size."""
     family = next(name for name in TRANSFORMERS if config.startswith(name))
     model = part_of(config, "transformer")
-    renamed = _diffusers_names(model, TRANSFORMERS[family](model), "")
+    renamed = _convert_diffusers_keys(model, TRANSFORMERS[family](model), "")
     known = {name: tensor.shape for name, tensor in model.state_dict().items()}
     assert {name: tensor.shape for name, tensor in renamed.items()} == known
 
@@ -191,7 +191,7 @@ ORIGINAL = {
 def test_a_single_file_of_the_real_size_has_every_weight(config, part, original):
     model = part_of(config, part)
     tensors = {name: tensor.to("meta") for name, tensor in ORIGINAL[original](model).items()}
-    rename = single_file._text_names if part.startswith("text") else single_file._diffusers_names
+    rename = single_file._convert_text_encoder_keys if part.startswith("text") else single_file._convert_diffusers_keys
     found = rename(model, tensors, "")
     known = model.state_dict()
     assert {name: found[name].shape for name in known} == {name: tensor.shape for name, tensor in known.items()}

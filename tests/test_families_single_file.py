@@ -15,16 +15,16 @@ from tiny import TINY
 from library.config.schema import ModelConfig
 from library.errors import ConfigError
 from library.families import FAMILIES
-from library.families.detect import detect
+from library.families.detect import detect_model
 
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
     """A folder of tokenizers as sd-scripts keeps them."""
     folder = tmp_path_factory.mktemp("tokenizers")
-    for name in FAMILIES.names():
+    for name in FAMILIES.list_names():
         family, pipe = FAMILIES.get(name), TINY[name]().pipe
-        for part, hub_id in family.tokenizers.items():
+        for part, hub_id in family.tokenizer_repo_ids.items():
             tokenizer = getattr(pipe, part)
             if "CLIP" in type(tokenizer).__name__:
                 tokenizer.pad_token = tokenizer.eos_token  # as published ones have it, whatever the model pads with
@@ -45,20 +45,20 @@ def single(request, cache, tmp_path):
 @torch.no_grad()
 def test_a_single_file_is_the_same_model_as_the_folder(single):
     family, tiny, _ = single
-    found = detect(family.options)
-    assert found.family == tiny.family and found.kind == "file"
-    assert family.facts.title in found.reason and found.pixel_step == detect(tiny.source).pixel_step
+    found = detect_model(family.options)
+    assert found.family == tiny.family and found.source_type == "file"
+    assert family.facts.title in found.reason and found.size_multiple == detect_model(tiny.source).size_multiple
     pipe = family.load(found, torch.float32)
     same_weights(family, pipe, tiny.pipe)
     ours, theirs = (family.encode_prompts(each, ["a red circle", "7"]) for each in (pipe, tiny.pipe))
     for key, value in theirs.items():
         assert all(torch.equal(a, b) for a, b in zip(ours[key], value, strict=True))
-    assert family.process(pipe).prediction == family.process(tiny.pipe).prediction == found.prediction
+    assert family.process(pipe).prediction == family.process(tiny.pipe).prediction == found.prediction_type
 
 
 def test_only_the_named_parts_of_a_single_file_are_loaded(single):
     family, tiny, _ = single
-    found = detect(family.options)
+    found = detect_model(family.options)
     pipe = family.load(found, torch.float32, family.text_parts)
     assert present(family, pipe) == set(family.text_parts)
     family.load(found, torch.float32, ("vae", family.denoiser), into=pipe)
@@ -69,7 +69,7 @@ def test_half_precision_in_the_file_becomes_what_is_asked_for(single, tmp_path):
     family, tiny, path = single
     half = {name: tensor.half() for name, tensor in original_names.checkpoint(tiny.family, tiny.pipe).items()}
     save_file(half, path)
-    pipe = family.load(detect(str(path)), torch.bfloat16)
+    pipe = family.load(detect_model(str(path)), torch.bfloat16)
     dtypes = {part: {p.dtype for p in module.parameters()} for part, module in modules_of(family, pipe).items()}
     assert dtypes.pop("vae") == {torch.float32}
     assert family.denoiser in dtypes and all(each == {torch.bfloat16} for each in dtypes.values()), dtypes
@@ -82,12 +82,12 @@ def test_a_file_that_lacks_weights_is_told(single):
     del tensors[lost]
     save_file(tensors, path)
     with pytest.raises(ConfigError, match=f"its {family.denoiser} cannot be loaded: 1 weights are missing in the fi"):
-        family.load(detect(str(path)), torch.float32, (family.denoiser,))
+        family.load(detect_model(str(path)), torch.float32, (family.denoiser,))
     text = next(name for name in tensors if re.search(r"(ln_1|layer_norm1|post_attention_layernorm).weight", name))
     del tensors[text]
     save_file(tensors, path)
     with pytest.raises(ConfigError, match=r"weights are missing in the file, for example .*(norm1|layernorm)"):
-        family.load(detect(str(path)), torch.float32, ("text_encoder",))
+        family.load(detect_model(str(path)), torch.float32, ("text_encoder",))
 
 
 def test_without_network_and_cache_the_tokenizers_way_out_is_told(single):
@@ -105,7 +105,7 @@ def test_the_denoiser_alone_needs_the_other_parts_and_takes_them(tmp_path, cache
     save_file(original_names.clip(tiny.pipe.text_encoder), clip_l)
     save_file(original_names.clip(tiny.pipe.text_encoder_2), clip_g)
     with pytest.raises(ConfigError) as caught:
-        detect(alone)
+        detect_model(alone)
     assert [line.split("the file has ")[1] for line in caught.value.problems] == [
         "no vae; name one with --vae",
         "no text_encoder; name one with --clip_l",
@@ -113,7 +113,7 @@ def test_the_denoiser_alone_needs_the_other_parts_and_takes_them(tmp_path, cache
     ]
     options = ModelConfig(alone, vae=vae, clip_l=clip_l, clip_g=clip_g, tokenizer_cache_dir=str(cache))
     family = FAMILIES.get("sdxl")(options)
-    same_weights(family, family.load(detect(options), torch.float32), tiny.pipe)
+    same_weights(family, family.load(detect_model(options), torch.float32), tiny.pipe)
 
 
 def test_parts_of_their_own_take_the_place_of_the_models(tmp_path):
@@ -136,7 +136,7 @@ def test_parts_of_their_own_take_the_place_of_the_models(tmp_path):
     tiny.pipe.text_encoder.save_pretrained(tmp_path / "text")
     for clip_l, vae in zip([None, *[str(vaes["checkpoint"]), str(tmp_path / "text")] * 2], vaes.values(), strict=True):
         options = ModelConfig(str(tmp_path / "model"), vae=str(vae), clip_l=clip_l)
-        pipe = family.load(detect(options), torch.float32, ("vae", "text_encoder"))
+        pipe = family.load(detect_model(options), torch.float32, ("vae", "text_encoder"))
         if clip_l is None:
             pipe.text_encoder = None
         same_weights(family, pipe, tiny.pipe)
@@ -144,7 +144,7 @@ def test_parts_of_their_own_take_the_place_of_the_models(tmp_path):
 
 def wrong(tmp_path: Path, **options: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        detect(ModelConfig("random:sdxl:tiny", **options))
+        detect_model(ModelConfig("random:sdxl:tiny", **options))
     (line,) = caught.value.problems
     return line
 
@@ -180,14 +180,14 @@ def test_flux_comes_in_four_files_and_its_transformer_in_diffusers_own_names(tmp
     save_file(original_names.text(tiny.pipe.text_encoder), files["clip_l"])
     save_file(original_names.text(tiny.pipe.text_encoder_2), files["t5xxl"])
     with pytest.raises(ConfigError) as caught:
-        detect(files["flux"])
+        detect_model(files["flux"])
     assert [line.split("; name one with ")[1] for line in caught.value.problems] == ["--vae", "--clip_l", "--t5xxl"]
     options = ModelConfig(files.pop("flux"), **files, tokenizer_cache_dir=str(cache))
-    family, found = FAMILIES.get("flux")(options), detect(options)
-    assert (found.family, found.config) == ("flux", "flux_schnell_tiny")
+    family, found = FAMILIES.get("flux")(options), detect_model(options)
+    assert (found.family, found.bundled_config) == ("flux", "flux_schnell_tiny")
     same_weights(family, family.load(found, torch.float32), tiny.pipe)
     with pytest.raises(ConfigError, match=r"guidance_scale: FLUX.1 schnell is told no guidance"):
-        detect(replace(options, guidance_scale=3.5))
+        detect_model(replace(options, guidance_scale=3.5))
 
 
 @pytest.mark.parametrize("name", ["z_image", "qwen_image"])
@@ -203,8 +203,8 @@ def test_text_encoder_and_vae_are_taken_from_files_of_their_own(name, tmp_path, 
     save_file(words, files["text_encoder"])
     options = ModelConfig(files["transformer"], vae=files["vae"], text_encoder=files["text_encoder"],
                           tokenizer_cache_dir=str(cache))  # fmt: skip
-    family, found = FAMILIES.get(name)(options), detect(options)
-    assert found.config == f"{name}_tiny"
+    family, found = FAMILIES.get(name)(options), detect_model(options)
+    assert found.bundled_config == f"{name}_tiny"
     pipe = family.load(found, torch.float32)
     for part in ("transformer", "vae"):
         theirs = getattr(tiny.pipe, part).state_dict()

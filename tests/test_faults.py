@@ -18,8 +18,8 @@ from test_run import difference, pictures, train
 from test_signals import ended, started, when_it_trains
 from tiny import stand_in_folder
 
-from library.distributed.memory import OutOfMemory, phase
-from library.distributed.processes import Process
+from library.distributed.memory import OutOfMemory, record_phase
+from library.distributed.processes import ProcessIdentity
 
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = ("--max_train_steps", "13", "--network_dim", "2", "--learning_rate", "0.5", "--optimizer_type", "SGD",
@@ -68,9 +68,9 @@ def without_memory(phase: str, who: int, fits: int, *words: str) -> tuple[int, s
     from accelerate import Accelerator
 
     from library.optim import optimizers
-    from library.training.task import Task
+    from library.training.task import DiffusionTask
 
-    call, encode, backward, now = Task.__call__, Task.encode, Accelerator.backward, []
+    call, encode, backward, now = DiffusionTask.__call__, DiffusionTask.encode, Accelerator.backward, []
 
     def fail(name: str) -> None:
         if name != phase or not now:
@@ -100,9 +100,9 @@ def without_memory(phase: str, who: int, fits: int, *words: str) -> tuple[int, s
         made.step = lambda *_, **__: fail("optimizer") or honest()
         return made
 
-    make = optimizers.make_optimizer
-    Task.__call__, Task.encode, Accelerator.backward = at_call, at_encode, at_backward
-    optimizers.make_optimizer = at_optimizer
+    make = optimizers.build_optimizer
+    DiffusionTask.__call__, DiffusionTask.encode, Accelerator.backward = at_call, at_encode, at_backward
+    optimizers.build_optimizer = at_optimizer
     return told(*words)
 
 
@@ -158,17 +158,17 @@ def test_at_the_foot_of_the_ladder_the_run_ends(dataset, tmp_path):
     "cuDNN error: CUDNN_STATUS_ALLOC_FAILED", "Failed to CUDA calloc async\nCuda failure 2 'out of memory'",
 ])  # fmt: skip
 def test_libraries_of_a_device_that_find_no_memory_are_understood(said):
-    with pytest.raises(OutOfMemory), phase("forward"):
+    with pytest.raises(OutOfMemory), record_phase("forward"):
         raise RuntimeError(said)
 
 
 def test_an_error_that_says_nothing_is_no_lack_of_memory():
-    with pytest.raises(RuntimeError, match="3"), phase("forward"):
+    with pytest.raises(RuntimeError, match="3"), record_phase("forward"):
         raise RuntimeError(3)
 
 
 def test_the_machines_own_memory_is_known_by_what_torch_says_of_it():
-    with pytest.raises(OutOfMemory, match="DefaultCPUAllocator"), phase("backward"), phase("forward"):
+    with pytest.raises(OutOfMemory, match="DefaultCPUAllocator"), record_phase("backward"), record_phase("forward"):
         torch.empty(2**50)
 
 
@@ -176,16 +176,16 @@ def test_the_machines_own_memory_is_known_by_what_torch_says_of_it():
 
 
 def with_a_bug(who: int, *words: str) -> tuple[int, str]:
-    from library.training.task import Task
+    from library.training.task import DiffusionTask
 
-    call = Task.__call__
+    call = DiffusionTask.__call__
 
     def broken(self, pixels, step):
         if rank() == who and step == STEP:
             raise ValueError("the parrot is no more\nand has ceased to be")
         return call(self, pixels, step)
 
-    Task.__call__ = broken
+    DiffusionTask.__call__ = broken
     return told(*words)
 
 
@@ -211,7 +211,7 @@ def with_an_early_bug(folder: str, *words: str) -> tuple[int, str]:
     import library.config
 
     os.chdir(folder)
-    library.config.load_options = lambda argv: {}["nothing"]
+    library.config.parse_config = lambda argv: {}["nothing"]
     return told(*words)
 
 
@@ -222,10 +222,10 @@ def test_a_bug_before_anything_is_known_is_told_as_well(tmp_path):
 
 
 def ends_while_it_still_speaks() -> int:
-    from library.distributed.signals import Signals
+    from library.distributed.signals import StopSignals
 
-    with Signals() as signals:
-        signals.ignore()
+    with StopSignals() as signals:
+        signals.ignore_sigterm()
     os.kill(os.getpid(), signal.SIGTERM)
     return os.getpid()
 
@@ -305,10 +305,10 @@ def test_nothing_depends_on_the_clock(dataset, whole, tmp_path):
 
 def test_a_process_is_known_again_when_the_clock_was_set(monkeypatch):
     """psutil reckons from the time when the system began, which moves with the clock."""
-    me, boot = Process.own(), psutil._psplatform.boot_time
+    me, boot = ProcessIdentity.get_current(), psutil._psplatform.boot_time
     monkeypatch.setattr(psutil._psplatform, "boot_time", lambda: boot() + 3600)
-    assert me.lives() and me.is_here and Process.from_json(me.as_json()) == me
-    assert not Process(me.host, me.system, me.pid, me.began - 60).lives()
+    assert me.is_alive() and me.is_on_this_machine and ProcessIdentity.from_json(me.to_json()) == me
+    assert not ProcessIdentity(me.host, me.system, me.pid, me.began - 60).is_alive()
 
 
 def test_the_page_about_faults_names_tests_that_exist():

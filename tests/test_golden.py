@@ -20,20 +20,20 @@ FLAGS = ["--dataset_config", str(ROOT / "dataset_configs" / "demo.toml"), "--max
 
 def losses(*flags: str) -> list[float]:
     """The loss of each step of a run."""
-    from library.config import load_options
-    from library.distributed.strategy import DataParallel
-    from library.training.run import run
+    from library.config import parse_config
+    from library.distributed.strategy import Strategy
+    from library.training.run import run_training
 
     seen: list[float] = []
-    honest = DataParallel.gradients
+    honest = Strategy.compute_gradients
 
     def gradients(self, *arguments):
         loss = honest(self, *arguments)
         seen.append(float(loss))
         return loss
 
-    DataParallel.gradients = gradients
-    run(load_options(flags).require())
+    Strategy.compute_gradients = gradients
+    run_training(parse_config(flags).require_valid())
     return seen
 
 

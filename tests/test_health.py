@@ -12,9 +12,9 @@ from test_run import pictures, train
 
 from library.errors import UserError
 from library.training import health
-from library.training.metrics import MetricsFile, read_lines
-from library.training.probe import _judge
-from library.training.task import Task
+from library.training.metrics import MetricsFile, read_metrics
+from library.training.probe import _check_gradients
+from library.training.task import DiffusionTask
 
 SETTINGS = ("--max_train_steps", "14", "--network_dim", "2", "--learning_rate", "0.5", "--seed", "5")
 SPOILT = 12  # two after a reading
@@ -24,9 +24,9 @@ def train_with_a_spoilt_step(rank: int, step: int | tuple[int, ...], careful: bo
     """As ``train``, but the loss of a step or several, or with a negative number of all from there on, is none on one
     rank.
     """
-    whole, start = Task.__call__, health.Health.__init__
+    whole, start = DiffusionTask.__call__, health.NanGuard.__init__
 
-    def spoilt(self: Task, batch, at: int):
+    def spoilt(self: DiffusionTask, batch, at: int):
         here = torch.distributed.get_rank() == rank if _several() else True
         is_bad = at in step if isinstance(step, tuple) else at == step if step >= 0 else at >= -step
         return whole(self, batch, at) * (float("nan") if here and is_bad else 1.0)
@@ -35,11 +35,11 @@ def train_with_a_spoilt_step(rank: int, step: int | tuple[int, ...], careful: bo
         start(self, most)
         self.careful_until = 10**9 if careful else 0
 
-    Task.__call__, health.Health.__init__ = spoilt, watch
+    DiffusionTask.__call__, health.NanGuard.__init__ = spoilt, watch
     try:
         return train(*flags)
     finally:
-        Task.__call__, health.Health.__init__ = whole, start
+        DiffusionTask.__call__, health.NanGuard.__init__ = whole, start
 
 
 def _several() -> bool:
@@ -74,7 +74,7 @@ def test_a_bad_step_on_one_rank_is_left_out_on_all(dataset, tmp_path, ranks, bat
     assert [image["place"] for image in images] == [0, 1, 2, 3] and len({image["image"] for image in images}) == 4
     assert all(0 < image["timestep"] < 1 and image["loss"] > 0 for image in images), "spoilt behind the task's own loss"
     assert all(image["bucket"] == [64, 64] and image["caption"] for image in images)
-    lines = [line for line in read_lines(tmp_path / "bad.metrics.jsonl") if "loss/current" in line]
+    lines = [line for line in read_metrics(tmp_path / "bad.metrics.jsonl") if "loss/current" in line]
     assert [line["step"] for line in lines] == list(range(1, 15))
     assert [line["step"] for line in lines if line["loss/current"] is None] == [SPOILT + 1]
     assert not [line["step"] for line in lines if line["loss/average"] is None], "a mean of the steps that were left"
@@ -134,9 +134,9 @@ def log_of_a_spoilt_run(folder: Path, *flags: str) -> str:
 
 def told(folder: Path, *flags: str, work=train) -> str:
     """The messages of a run."""
-    from library.log import set_up
+    from library.log import configure_logging
 
-    set_up(simple=True, file=str(folder / "log"))
+    configure_logging(simple=True, file=str(folder / "log"))
     work(*flags)
     return (folder / "log").read_text("utf-8")
 
@@ -150,29 +150,29 @@ def test_a_report_that_cannot_be_written_ends_no_run(dataset, tmp_path):
 def test_the_probe_names_what_is_idle_or_broken(caplog):
     fine, idle, broken = torch.ones(2), torch.zeros(2), torch.tensor([1.0, float("inf")])
 
-    _judge(0.5, {"a": fine, "b": idle, "c": None})
+    _check_gradients(0.5, {"a": fine, "b": idle, "c": None})
     assert "2 of 3 tensors that are to learn get no gradient and will stay as they are: b, c" in caplog.text
     with pytest.raises(UserError, match=r"1 of 2 gradients hold .*: ?b|b$"):
-        _judge(0.5, {"a": fine, "b": broken})
+        _check_gradients(0.5, {"a": fine, "b": broken})
     with pytest.raises(UserError, match="the loss is nan"):
-        _judge(float("nan"), {"a": fine})
+        _check_gradients(float("nan"), {"a": fine})
     with pytest.raises(UserError, match="no gradient reaches any"):
-        _judge(0.5, {"a": idle})
+        _check_gradients(0.5, {"a": idle})
 
 
 def test_metrics_of_a_run_that_goes_on_follow_those_of_its_past(tmp_path):
     path = tmp_path / "a.metrics.jsonl"
     first = MetricsFile(path, 0)
     for step in (1, 2, 3):
-        first.add(step, {"loss": float(step), "text": "ü"})
+        first.write_step(step, {"loss": float(step), "text": "ü"})
         with path.open("ab") as file:  # what a broken disk or another program left there
             file.write(b'12\n{"loss": 3}\n\xff\xfe\n')
     with path.open("a") as file:
         file.write('{"step": 4, "lo')  # killed while it wrote
 
     again = MetricsFile(path, 2)
-    again.add(3, {"loss": float("nan")})
+    again.write_step(3, {"loss": float("nan")})
 
-    assert read_lines(path) == [{"step": 1, "loss": 1.0, "text": "ü"}, {"step": 2, "loss": 2.0, "text": "ü"},
+    assert read_metrics(path) == [{"step": 1, "loss": 1.0, "text": "ü"}, {"step": 2, "loss": 2.0, "text": "ü"},
                                 {"step": 3, "loss": None}]  # fmt: skip
     assert Path(path).read_text("utf-8").endswith("\n")

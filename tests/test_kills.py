@@ -22,14 +22,14 @@ def dies(victims: tuple[int, ...], *flags: str) -> None:
     """A run in which processes are killed between the gradients of a step and its update."""
     from library.training import health
 
-    honest = health.Health.may_learn_from
+    honest = health.NanGuard.should_step
 
     def may_learn_from(watch, run, work, figures) -> bool:
         if run.state.step == KILLED_AT and run.strategy.rank in victims:
             os.kill(os.getpid(), signal.SIGKILL)
         return honest(watch, run, work, figures)
 
-    health.Health.may_learn_from = may_learn_from
+    health.NanGuard.should_step = may_learn_from
     train(*flags)
 
 

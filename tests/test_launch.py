@@ -13,7 +13,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launch
 from launching import TRAIN, check, use_environment, write_accelerate_config
 from ranks import free_port
 
-from library.config import RunConfig, load_options
+from library.config import RunConfig, parse_config
 from library.distributed.devices import Machine
 from library.distributed.launch_command import (
     find_launch_command,
@@ -392,7 +392,7 @@ def test_torchrun_and_plain_python_read_no_config_file(home, monkeypatch):
                                                ("--num_processes 2", "accelerate")])  # fmt: skip
 def test_the_command_that_works_is_on_the_device_that_was_asked_for(flags, starts):
     command = parse_launch_command(f"accelerate launch {flags} t.py".split(), {})
-    world = World(machine=Machine("cuda", 4), device="cuda", launch=command)
+    world = World(machine=Machine("cuda", 4), device_type="cuda", launch_command=command)
     (problem,) = find_launch_problems(RunConfig(), world)
 
     assert problem.splitlines()[1] == f"  {starts} launch --multi_gpu --num_processes 2 t.py"
@@ -416,8 +416,8 @@ def test_mpi_variables_set_the_number_of_processes(home, monkeypatch):
 
 
 def test_on_a_machine_with_several_numa_nodes_processes_are_bound_by_default():
-    machine = Machine("cuda", device_count=4, cores=16, processors=32, numa_nodes=2)
-    world = World(size=4, local_rank=0, local_size=4, device="cuda", machine=machine)
+    machine = Machine("cuda", device_count=4, physical_cores=16, usable_cpus=32, numa_nodes=2)
+    world = World(world_size=4, local_rank=0, local_world_size=4, device_type="cuda", machine=machine)
     command = parse_launch_command("accelerate launch t.py".split(), {})
     settings = {s.name: s for s in resolve_settings(RunConfig(), {}, replace(world, launch=command), {})}
 
@@ -435,15 +435,15 @@ PLACES = [
 
 @pytest.mark.parametrize(("flag", "file", "code"), PLACES)
 def test_the_value_is_what_an_accelerator_would_have(flag, file, code, home, monkeypatch):
-    from library.distributed.accelerator import accelerator_kwargs
+    from library.distributed.accelerator import build_accelerator_kwargs
 
     if file:
         write_accelerate_config(home, mixed_precision=file)
     flags, arguments = f"--mixed_precision {flag}" if flag else "", ["--mixed_precision", code] if code else []
     settings, _ = check(shlex.join([*f"accelerate launch {flags}".split(), "t.py", *arguments]))
     _, exported, _ = run_accelerate([*flags.split(), "t.py"], monkeypatch)
-    config = load_options(arguments).config
-    asked = accelerator_kwargs(config, World.from_environment(exported))["mixed_precision"]
+    config = parse_config(arguments).config
+    asked = build_accelerator_kwargs(config, World.from_environment(exported))["mixed_precision"]
 
     # for None, AcceleratorState takes the variable that accelerate launch has set
     expected = exported["ACCELERATE_MIXED_PRECISION"] if asked is None else asked

@@ -10,8 +10,8 @@ from ranks import on_ranks
 from test_run import pictures, train
 from torch import nn
 
-from library.adapters.update_norms import update_norms
-from library.training.learnt import Learnt, by_kind
+from library.adapters.update_norms import compute_update_norms
+from library.training.learnt import UpdateNorms, group_norms_by_layer_type
 
 
 class Model(nn.Module):
@@ -38,7 +38,7 @@ def stirred(settings) -> nn.Module:
 ], ids=["lora", "loha", "lokr"])  # fmt: skip
 def test_a_norm_is_that_of_what_is_added_to_the_weight(settings):
     model = stirred(settings)
-    norms = update_norms(model)
+    norms = compute_update_norms(model)
 
     assert list(norms) == ["blocks.0.a", "blocks.0.b", "blocks.1.a", "blocks.1.b"]
     assert norms["blocks.1.b"] == 0
@@ -54,11 +54,11 @@ def test_a_norm_is_that_of_what_is_added_to_the_weight(settings):
 ], ids=["oft", "boft"])  # fmt: skip
 def test_a_rotation_that_was_not_begun_is_none(settings):
     model = stirred(settings)
-    assert update_norms(model)["blocks.0.a"] > 0
+    assert compute_update_norms(model)["blocks.0.a"] > 0
     for parameter in model.parameters():
         if parameter.requires_grad:
             nn.init.zeros_(parameter)
-    inject = update_norms(model)
+    inject = compute_update_norms(model)
     assert set(inject.values()) == {0.0}
 
 
@@ -67,17 +67,17 @@ def test_layers_of_one_name_in_several_blocks_are_one_kind():
              "mid_block.attentions.0.transformer_blocks.7.attn1.to_q": 4.0,
              "text_encoder.text_model.encoder.layers.3.self_attn.q_proj": 1.0, "conv_in": 2.0}  # fmt: skip
 
-    assert by_kind(norms) == {"attn1.to_q": 5.0, "self_attn.q_proj": 1.0, "conv_in": 2.0}
+    assert group_norms_by_layer_type(norms) == {"attn1.to_q": 5.0, "self_attn.q_proj": 1.0, "conv_in": 2.0}
 
 
 def test_a_layer_that_learnt_nothing_is_named_and_all_of_them_are_a_failure(caplog):
-    learnt, said = Learnt(), {}
+    learnt, said = UpdateNorms(), {}
     teller = SimpleNamespace(noted=lambda run, values: said.update(values))
     model = stirred(LoraConfig(r=3, target_modules=["a", "b"]))
     strategy = SimpleNamespace(unwrapped=lambda model: model, is_main=True)
     run = SimpleNamespace(optimizer=None, strategy=strategy, adapter=model, teller=teller)
     learnt(run)
-    learnt.refuse_nothing(run)
+    learnt.fail_if_zero(run)
 
     assert "1 of 4 layers learnt nothing: blocks.1.b" in caplog.text
     assert said["update/dead_layers"] == 1 and said["update/kind/a"] > 0

@@ -5,11 +5,11 @@ from datetime import timedelta
 import pytest
 from ranks import on_ranks
 
-from library.distributed.backend import process_group
+from library.distributed.backend import build_process_group_kwargs
 from library.distributed.world import World
-from library.errors import Stopped
+from library.errors import RunInterrupted
 
-ERRORS = {"bug": ValueError("bug"), "asked": Stopped("asked", 0)}
+ERRORS = {"bug": ValueError("bug"), "asked": RunInterrupted("asked", 0)}
 
 
 def left_behind(backend: str, end: str) -> tuple[bool, str]:
@@ -21,7 +21,7 @@ def left_behind(backend: str, end: str) -> tuple[bool, str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "get_backend", lambda: backend)
         try:
-            with strategy_.until_left():
+            with strategy_.process_group_scope():
                 if end in ERRORS:
                     raise ERRORS[end]
         except Exception as found:
@@ -41,7 +41,7 @@ def test_a_group_that_waits_for_the_others_is_ended_only_when_all_end_it(backend
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_others_are_waited_for_equally_long_with_every_backend(device):
-    assert process_group(World(size=2, device=device), None).timeout == timedelta(minutes=30)
+    assert build_process_group_kwargs(World(world_size=2, device_type=device), None).timeout == timedelta(minutes=30)
 
 
 def patience(*words: str) -> set[timedelta]:
@@ -49,11 +49,11 @@ def patience(*words: str) -> set[timedelta]:
     import torch
     import torch.distributed as dist
 
-    from library.config import load_options
-    from library.distributed.choice import strategy_of
+    from library.config import parse_config
+    from library.distributed.choice import build_strategy
 
-    strategy = strategy_of(load_options([*words, "--ddp_timeout", "7"]).config)
-    with strategy.until_left():
+    strategy = build_strategy(parse_config([*words, "--ddp_timeout", "7"]).config)
+    with strategy.process_group_scope():
         groups = list(dist.distributed_c10d._world.pg_map)
         assert len(groups) > 1
         return {group._get_backend(torch.device("cpu")).options._timeout for group in groups}

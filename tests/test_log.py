@@ -17,7 +17,7 @@ def as_before():
 
 
 def said(capsys, **settings):
-    log.set_up(**settings)
+    log.configure_logging(**settings)
     logger = logging.getLogger("library.some.module")
     logger.info("for your information")
     logger.warning("look out")
@@ -61,27 +61,27 @@ def test_a_file_that_cannot_be_written_is_a_mistake_of_the_user(tmp_path):
     for path in (tmp_path, tmp_path / "file" / "run.log"):
         (tmp_path / "file").touch()
         with pytest.raises(ConfigError, match=r"--console_log_file: .* cannot be written"):
-            log.set_up(file=str(path))
+            log.configure_logging(file=str(path))
 
 
 def test_setting_up_twice_does_not_say_things_twice(capsys):
-    log.set_up(simple=True)
+    log.configure_logging(simple=True)
 
     assert said(capsys, simple=True).count("look out") == 1
 
 
 def test_other_packages_are_left_alone():
     before = (list(logging.getLogger().handlers), logging.getLogger().level)
-    log.set_up()
+    log.configure_logging()
 
     assert (list(logging.getLogger().handlers), logging.getLogger().level) == before
 
 
 def test_progress_without_a_terminal_is_first_and_last_line_when_it_is_quick(capsys):
-    log.set_up(simple=True)
-    with log.Progress(5, 0, "training", wanted=True) as progress:
+    log.configure_logging(simple=True)
+    with log.ProgressBar(5, 0, "training", enabled=True) as progress:
         for step in range(5):
-            progress.advance({"loss": f"{step / 10:.1f}"})
+            progress.update({"loss": f"{step / 10:.1f}"})
 
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(",")[0] for line in lines] == ["training 1/5", "training 5/5"]
@@ -89,22 +89,22 @@ def test_progress_without_a_terminal_is_first_and_last_line_when_it_is_quick(cap
 
 
 def test_progress_may_go_several_at_a_time_and_say_nothing_when_it_is_quick(capsys):
-    log.set_up(simple=True)
+    log.configure_logging(simple=True)
     for ends in (True, False):
-        with log.Progress(50, 0, "looking", wanted=True, unit="file", ends=ends) as progress:
+        with log.ProgressBar(50, 0, "looking", enabled=True, unit="file", log_first_and_last=ends) as progress:
             for count in (20, 20, 10):
-                progress.advance({}, count)
+                progress.update({}, count)
         lines = [line.split(",")[0] for line in capsys.readouterr().err.splitlines()]
         assert lines == (["looking 20/50", "looking 50/50"] if ends else [])
-        assert progress.done == 50
+        assert progress.completed == 50
 
 
 def test_a_length_of_time_passed_is_told_in_lines(capsys, monkeypatch):
-    log.set_up(simple=True)
+    log.configure_logging(simple=True)
     monkeypatch.setattr(log, "SECONDS_BETWEEN_LINES", 0.0)
-    with log.Progress(30, 0, "looking", wanted=True, ends=False) as progress:
+    with log.ProgressBar(30, 0, "looking", enabled=True, log_first_and_last=False) as progress:
         for _ in range(3):
-            progress.advance({}, 10)
+            progress.update({}, 10)
     assert [line.split(",")[0] for line in capsys.readouterr().err.splitlines()] == [
         "looking 10/30",
         "looking 20/30",
@@ -114,13 +114,13 @@ def test_a_length_of_time_passed_is_told_in_lines(capsys, monkeypatch):
 
 def test_progress_of_other_ranks_and_of_quiet_runs_is_not_shown(capsys):
     for settings, wanted in (({"simple": True}, False), ({"quiet": True}, True)):
-        log.set_up(**settings)
-        with log.Progress(1, 0, "training", wanted=wanted) as progress:
-            progress.advance({})
+        log.configure_logging(**settings)
+        with log.ProgressBar(1, 0, "training", enabled=wanted) as progress:
+            progress.update({})
 
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(("seconds", "shown"), [(0, "0:00"), (59.6, "1:00"), (3599, "59:59"), (3723, "1:02:03")])
 def test_a_length_of_time_is_shown_as_on_a_clock(seconds, shown):
-    assert log.clock(seconds) == shown
+    assert log.format_duration(seconds) == shown

@@ -16,21 +16,21 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks.synthetic_run import build_run, write_dataset
-from library.config import load_options
+from library.config import parse_config
 from library.distributed import swapping
-from library.distributed.copies import Copies
-from library.distributed.frozen import can_rest, let_rest
-from library.distributed.packing import BLOCK, NF4, Packed
-from library.distributed.swapping import Swap
+from library.distributed.copies import CopyStream
+from library.distributed.frozen import can_convert_frozen_layer, convert_frozen_layer
+from library.distributed.packing import NF4_BLOCK_SIZE, NF4_LEVELS, QuantizedWeight
+from library.distributed.swapping import WeightOffloader
 from library.errors import ConfigError
 from library.estimate.memory_meter import MemoryMeter
 from library.training import activation_checkpointing
-from library.training.resting import spread
+from library.training.resting import select_spread_indices
 
 __all__ = ["even"]  # a fixture
 
 KINDS = ["float", "fp8", "int8", "nf4"]
-WIDEST = max(later - earlier for earlier, later in pairwise(NF4)) / 2
+WIDEST = max(later - earlier for earlier, later in pairwise(NF4_LEVELS)) / 2
 
 
 def weight_of(*shape, seed=0):
@@ -42,11 +42,11 @@ def weight_of(*shape, seed=0):
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_number_is_further_off_than_its_bits_allow(kind, shape):
     weight = weight_of(*shape)
-    found = Packed.of(weight, kind).numbers(torch.float32)
+    found = QuantizedWeight.quantize(weight, kind).dequantize(torch.float32)
     rows, off = weight.flatten(1), (found - weight).flatten(1).abs()
     most = rows.abs().amax(1, keepdim=True) * (1 + 2**-8)
     if kind == "nf4":
-        padded = F.pad(weight.flatten(), (0, -weight.numel() % BLOCK)).view(-1, BLOCK)
+        padded = F.pad(weight.flatten(), (0, -weight.numel() % NF4_BLOCK_SIZE)).view(-1, NF4_BLOCK_SIZE)
         most = padded.abs().amax(1, keepdim=True).expand_as(padded).flatten()[: weight.numel()].view_as(rows)
     bound = {"float": 0 * most, "int8": most / 127, "fp8": 2**-4 * rows.abs() + most * 2**-9 / 448 + most * 2**-8,
              "nf4": most * (WIDEST + 2**-8)}[kind]  # fmt: skip
@@ -56,22 +56,22 @@ def test_no_number_is_further_off_than_its_bits_allow(kind, shape):
 
 def test_what_the_bits_can_hold_comes_back_as_it_was():
     for kind, weight in {"int8": torch.arange(-127.0, 128).view(1, -1) / 64,
-                         "nf4": torch.tensor(NF4).repeat(2 * BLOCK // 16).view(2, -1) / 2,
+                         "nf4": torch.tensor(NF4_LEVELS).repeat(2 * NF4_BLOCK_SIZE // 16).view(2, -1) / 2,
                          "fp8": torch.tensor([[448.0, -3.5, 0.25, 0.0]]) / 4}.items():  # fmt: skip
-        assert torch.equal(Packed.of(weight, kind).numbers(torch.float32), weight), kind
+        assert torch.equal(QuantizedWeight.quantize(weight, kind).dequantize(torch.float32), weight), kind
 
 
 def test_a_weight_takes_the_room_of_its_bits():
-    size = {kind: Packed.of(torch.randn(64, 1024).bfloat16(), kind).nbytes / 65536 for kind in KINDS}
+    size = {kind: QuantizedWeight.quantize(torch.randn(64, 1024).bfloat16(), kind).nbytes / 65536 for kind in KINDS}
     assert size["float"] == 2 and 1 < size["int8"] == size["fp8"] < 1.01 and 0.5 < size["nf4"] < 0.54
 
 
 @pytest.mark.parametrize(("kind", "most"), [("fp8", 4.1), ("int8", 4.1), ("nf4", 6.2)])
 def test_little_room_is_needed_to_unpack(kind, most):
-    packed, meta = Packed.of(torch.randn(256, 1024).bfloat16(), kind), torch.device("meta")
-    packed = packed.moved(lambda tensor: tensor.to(meta))
+    packed, meta = QuantizedWeight.quantize(torch.randn(256, 1024).bfloat16(), kind), torch.device("meta")
+    packed = packed.map_tensors(lambda tensor: tensor.to(meta))
     with MemoryMeter(meta, packed.tensors) as meter:
-        assert packed.numbers(torch.bfloat16).shape == (256, 1024)
+        assert packed.dequantize(torch.bfloat16).shape == (256, 1024)
     assert meter.peak < most * 256 * 1024
 
 
@@ -81,18 +81,18 @@ def test_a_resting_layer_is_one_with_the_weight_that_it_hands_out(kind, autocast
     for layer, shape in ((nn.Linear(8, 6), (2, 5, 8)), (nn.Conv2d(8, 6, 3, stride=2, padding=1), (2, 8, 9, 7)),
                          (nn.Linear(8, 6, bias=False), (3, 8))):  # fmt: skip
         layer.requires_grad_(False)
-        packed = Packed.of(layer.weight, kind)
-        layer.weight.data = packed.numbers(torch.bfloat16 if autocast else torch.float32).float()
+        packed = QuantizedWeight.quantize(layer.weight, kind)
+        layer.weight.data = packed.dequantize(torch.bfloat16 if autocast else torch.float32).float()
         given = torch.randn(shape, requires_grad=True)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             said = layer(given)
         wanted = torch.autograd.grad(said.float().square().sum(), given)[0]
-        assert can_rest(layer)
-        let_rest(layer, lambda packed=packed: packed)
+        assert can_convert_frozen_layer(layer)
+        convert_frozen_layer(layer, lambda packed=packed: packed)
         kept = []
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast), saved_tensors_hooks(kept.append, lambda _: None):
             found = layer(given)
-        assert torch.equal(found, said) and not kept and not can_rest(layer)  # nothing waits for the backward pass
+        assert torch.equal(found, said) and not kept and not can_convert_frozen_layer(layer)  # nothing waits for the backward pass
         assert [name for name, _ in layer.named_parameters()] == ["bias"][: layer.bias is not None]
         torch.testing.assert_close(torch.autograd.grad(found.float().square().sum(), given)[0], wanted)
 
@@ -117,19 +117,19 @@ class Device:
 @pytest.mark.parametrize("is_twice", [False, True])
 def test_weights_are_sent_ahead_and_at_most_two_are_there(is_twice):
     device = Device()
-    swap = Swap(torch.device("cpu"), device.copy)
+    swap = WeightOffloader(torch.device("cpu"), device.copy)
     layers = [nn.Linear(4, 4).requires_grad_(False) for _ in range(6)]
     for layer in layers:
-        let_rest(layer, swap.take(Packed.of(layer.weight, "float")))
+        convert_frozen_layer(layer, swap.offload(QuantizedWeight.quantize(layer.weight, "float")))
     fetched = []
     for _ in range(3):
-        before, given = (device.made, swap.expected), torch.ones(1, 4, requires_grad=True)
+        before, given = (device.made, swap.prefetch_hits), torch.ones(1, 4, requires_grad=True)
         now = given
         for first in range(0, 6, 2):
             block = nn.Sequential(*layers[first : first + 2], nn.Tanh())
             now = torch.utils.checkpoint.checkpoint(block, now, use_reentrant=False) if is_twice else block(now)
         now.sum().backward()
-        fetched.append((device.made - before[0], swap.expected - before[1]))
+        fetched.append((device.made - before[0], swap.prefetch_hits - before[1]))
     gc.collect()
     passes = 3 if is_twice else 2
     assert fetched[2] == (6 * passes, 6 * passes), fetched  # one copy for each use, each sent ahead
@@ -173,9 +173,9 @@ def test_the_program_takes_no_more_memory_for_weights_than_it_may_be_ahead(room,
     device = AheadOf()
     monkeypatch.setattr(swapping, "AHEAD", room)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
-    swap = Swap(torch.device("cpu"), torch.clone)
-    swap._copies = Copies(torch.device("cpu"), device)
-    fetches = [swap.take(Packed.of(torch.zeros(16), "float")) for _ in range(6)]
+    swap = WeightOffloader(torch.device("cpu"), torch.clone)
+    swap._copy_stream = CopyStream(torch.device("cpu"), device)
+    fetches = [swap.offload(QuantizedWeight.quantize(torch.zeros(16), "float")) for _ in range(6)]
     held = []
     for _ in range(4):
         for fetch in fetches:
@@ -184,12 +184,12 @@ def test_the_program_takes_no_more_memory_for_weights_than_it_may_be_ahead(room,
             held.append((device.computing.given - device.done) * size)
     assert bool(device.waits) == waits
     assert max(held) <= most + 2 * 64, held
-    assert swap.expected > 12
+    assert swap.prefetch_hits > 12
 
 
 def test_blocks_are_spread_evenly():
     assert (
-        spread(6, 0) == [] and spread(6, 6) == list(range(6)) and spread(6, 2) == [2, 5] and spread(7, 3) == [2, 4, 6]
+        select_spread_indices(6, 0) == [] and select_spread_indices(6, 6) == list(range(6)) and select_spread_indices(6, 2) == [2, 5] and select_spread_indices(7, 3) == [2, 4, 6]
     )
 
 
@@ -204,7 +204,7 @@ def gradients(folder: Path, cases):
                 item.data = torch.randn(item.shape, generator=draw) * 0.05
             for _ in range(2 if "--gradient_checkpointing_budget" in words else 1):  # the first finds out what to keep
                 run.optimizer.zero_grad(set_to_none=True)
-                loss = run.ladder.gradients(run.strategy, run.task, next(run.loader.steps(0)), 0)
+                loss = run.oom_recovery.compute_gradients(run.strategy, run.task, next(run.loader.iter_steps(0)), 0)
             assert all(item.grad.any() for item in run.parameters)
             found.append(torch.cat([loss.view(1), *(item.grad.flatten() for item in run.parameters)]).numpy())
     return found
@@ -236,7 +236,7 @@ def test_gradients_are_those_of_the_plain_run(model, same, kinds, tmp_path):
 
 
 def test_every_nth_block_is_computed_twice_and_what_from_waits_on_the_host(monkeypatch):
-    sent, honest = [], activation_checkpointing.on_host
+    sent, honest = [], activation_checkpointing.copy_to_host
     monkeypatch.setattr(activation_checkpointing, "on_host", lambda tensor: sent.append(tensor) or honest(tensor))
     for every, times, to_host in ((1, [2, 2, 2, 2], False), (2, [2, 1, 2, 1], True)):
         blocks, calls = [nn.Linear(3, 3) for _ in range(4)], [0] * 4
@@ -259,10 +259,10 @@ def test_two_processes_learn_what_one_learns_with_weights_at_rest(even, tmp_path
 
 
 def refused(*words):
-    from library.training.run import run
+    from library.training.run import run_training
 
     try:
-        run(load_options(words).require())
+        run_training(parse_config(words).require_valid())
     except ConfigError as error:
         return error.problems
     return None
@@ -270,7 +270,7 @@ def refused(*words):
 
 def test_mistakes_are_told_before_anything_is_loaded(even, tmp_path):
     words = ("--dataset_config", str(even), "--output_dir", str(tmp_path))
-    found = load_options([*words, "--gradient_checkpointing_every", "2", "--cpu_offload_checkpointing",
+    found = parse_config([*words, "--gradient_checkpointing_every", "2", "--cpu_offload_checkpointing",
                           "--gradient_checkpointing_budget", "0.5", "--blocks_to_swap", "1", "--torch_compile",
                           "--profile_steps", "1:9"]).problems  # fmt: skip
     assert [problem.partition(":")[0] for problem in found] == [
@@ -279,4 +279,4 @@ def test_mistakes_are_told_before_anything_is_loaded(even, tmp_path):
         "--blocks_to_swap", "--profile_steps"]  # fmt: skip
     (told,) = on_ranks(1, refused, *words, "--blocks_to_swap", "99", "--quiet")
     assert len(told) == 1 and told[0].startswith("--blocks_to_swap: 99; this model has ")
-    assert load_options([*words, "--fp8_base"]).config.model.base_storage == "fp8"
+    assert parse_config([*words, "--fp8_base"]).config.model.base_storage == "fp8"

@@ -9,18 +9,18 @@ from test_config import DATA
 from torch import nn
 
 from library.adapters import lora
-from library.adapters.sizing import sizes_of
-from library.config import load_options
-from library.config.block_args import block_of, block_weights
-from library.config.network_args import NetworkArguments, read_network_args
+from library.adapters.sizing import assign_ranks
+from library.config import parse_config
+from library.config.block_args import get_unet_block_index, compute_block_lr_weights
+from library.config.network_args import NetworkArgs, parse_network_args
 from library.config.schema import AdapterConfig, OptimConfig, RunConfig
 from library.errors import ConfigError
 from library.families import FAMILIES
-from library.families.detect import Detected
-from library.families.known import FACTS
-from library.families.unloaded import unloaded
-from library.training.groups import _of_site, _plus
-from library.training.trained import parts_of, put_adapters
+from library.families.detect import DetectedModel
+from library.families.known import FAMILY_FACTS
+from library.families.unloaded import load_components_on_meta
+from library.training.groups import _get_layer_lr, _get_loraplus_ratio
+from library.training.trained import select_target_components, build_trainable_modules
 
 GOLDEN = Path(__file__).parent / "data"
 
@@ -31,13 +31,13 @@ def config_of(*words, **options):
 
 
 def model_of(name):
-    return Detected(name, "", 8, "", False, "random", "", config=name)
+    return DetectedModel(name, "", 8, "", False, "random", "", bundled_config=name)
 
 
 def parts(name, config):
     family = FAMILIES.get(name)()
-    names = (family.denoiser, *(part for part in family.facts.text_encoders if part != family.facts.t5))
-    return parts_of(config, family, unloaded(model_of(name), names))
+    names = (family.denoiser_name, *(part for part in family.facts.text_encoders if part != family.facts.t5_encoder))
+    return select_target_components(config, family, load_components_on_meta(model_of(name), names))
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +49,12 @@ def sites():
         "flux": ["in_dims=0,0,0,0,0"],
         "sd3": ["emb_dims=0,0,0,0,0,0"],
     }
-    return {name: lora.chosen(parts(name, config_of(*words)), config_of(*words).adapter, name)[0]
+    return {name: lora.select_target_layers(parts(name, config_of(*words)), config_of(*words).adapter, name)[0]
             for name, words in more.items()}  # fmt: skip
 
 
 def sizes(sites, name, *words, **options):
-    return sizes_of(sites[name], config_of(*words, **options).adapter, name)
+    return assign_ranks(sites[name], config_of(*words, **options).adapter, name)
 
 
 def originals(sites, name, *words, **options):
@@ -84,12 +84,12 @@ def test_with_convolutions_modules_and_ranks_are_sd_scripts_own(sites, name, fil
 @pytest.mark.parametrize(("name", "file"), [("sd1", "sd15"), ("sdxl", "sdxl"), ("sd3", "sd3_medium"),
                                             ("flux", "flux")])  # fmt: skip
 def test_without_them_modules_are_sd_scripts_own_text_encoders_included(name, file):
-    found = {site.original for site in lora.chosen(parts(name, config_of()), config_of().adapter, name)[0]}
+    found = {site.kohya_name for site in lora.select_target_layers(parts(name, config_of()), config_of().adapter, name)[0]}
     assert found == {module for module in golden(file) if not module.startswith(UNSEEN[name])}
 
 
 def test_blocks_are_numbered_as_in_sd_scripts(sites):
-    numbers = {name: {site.original: block_of(site.original, name) for site in sites[name] if not site.is_text}
+    numbers = {name: {site.original: get_unet_block_index(site.original, name) for site in sites[name] if not site.is_text}
                for name in ("sd1", "sdxl")}  # fmt: skip
     assert set(numbers["sd1"].values()) == set(range(1, 25))
     assert set(numbers["sdxl"].values()) == set(range(2, 22))
@@ -120,20 +120,20 @@ def test_each_block_of_a_unet_has_its_rank_and_alpha_and_0_leaves_it_out(sites):
 def test_weights_of_blocks_multiply_the_rate_and_0_leaves_a_block_out(sites):
     words = ("down_lr_weight=" + ",".join(["0.5"] * 12), "mid_lr_weight=2", "up_lr_weight=zeros+0.1",
              "block_lr_zero_threshold=0.2")  # fmt: skip
-    arguments, problems = read_network_args(words)
+    arguments, problems = parse_network_args(words)
     assert problems == []
     found = sizes(sites, "sd1", *words)
     kept = [site for site in sites["sd1"] if site.name in found]
     assert not any("up_blocks" in site.name for site in kept)
     rates = {site.name.split(".")[1] if not site.is_text else "text":
-             _of_site(site, OptimConfig(learning_rate=1e-3, text_encoder_lr=(7e-5,)), arguments, FACTS["sd1"])[1]
+             _get_layer_lr(site, OptimConfig(learning_rate=1e-3, text_encoder_lr=(7e-5,)), arguments, FAMILY_FACTS["sd1"])[1]
              for site in kept}  # fmt: skip
     assert rates == pytest.approx({"down_blocks": 5e-4, "mid_block": 2e-3, "text": 7e-5})
 
 
 def test_curves_of_weights_have_their_ends():
     def weights(**given):
-        return block_weights(NetworkArguments(**given), "sdxl")
+        return compute_block_lr_weights(NetworkArgs(**given), "sdxl")
 
     assert weights() is None
     assert weights(down_lr_weight="linear")[1:10] == pytest.approx([number / 8 for number in range(9)])
@@ -184,27 +184,27 @@ def test_patterns_choose_modules_ranks_and_rates(sites):
     assert not any(("_ff_" in module or "proj" in module) and "mid_block" not in module for module in found)
     assert {rank for module, (rank, _) in found.items() if "attn2" in module} == {4}
     assert {rank for module, (rank, _) in found.items() if "lora_te" in module} == {2}
-    arguments, _ = read_network_args(["network_reg_lrs=mid_block=5e-3"])
-    rate = {site.original: _of_site(site, OptimConfig(), arguments, FACTS["sd1"])[1] for site in sites["sd1"]}
+    arguments, _ = parse_network_args(["network_reg_lrs=mid_block=5e-3"])
+    rate = {site.original: _get_layer_lr(site, OptimConfig(), arguments, FAMILY_FACTS["sd1"])[1] for site in sites["sd1"]}
     assert {rate[module] for module in rate if "mid_block" in module} == {5e-3}
     assert {rate[module] for module in rate if "mid_block" not in module} == {1e-4}
 
 
 def test_lora_plus_speeds_up_the_up_matrices(sites):
     text, image = (next(site for site in sites["sd1"] if site.is_text == is_text) for is_text in (True, False))
-    both, _ = read_network_args(["loraplus_lr_ratio=4", "loraplus_text_encoder_lr_ratio=2"])
-    assert (_plus(image, both), _plus(text, both), _plus(text, NetworkArguments())) == (4, 2, None)
+    both, _ = parse_network_args(["loraplus_lr_ratio=4", "loraplus_text_encoder_lr_ratio=2"])
+    assert (_get_loraplus_ratio(image, both), _get_loraplus_ratio(text, both), _get_loraplus_ratio(text, NetworkArgs())) == (4, 2, None)
 
 
 def test_up_matrices_are_a_group_of_their_own():
-    from library.training.groups import groups_of
+    from library.training.groups import build_param_groups
 
     config = config_of("loraplus_lr_ratio=4", network_dim=2, network_train_unet_only=True)
     family = FAMILIES.get("sd1")()
-    model, adapter = put_adapters(config, family, family.load("random:sd1:tiny", torch.float32))
-    groups = {group.name: group for group in groups_of(model, adapter, config, family.facts)}
-    assert {name: group.rate for name, group in groups.items()} == {"unet": 1e-4, "unet_plus": 4e-4}
-    ups = {id(weight) for name, weight in lora.parameters(model) if "lora_B" in name}
+    model, adapter = build_trainable_modules(config, family, family.load("random:sd1:tiny", torch.float32))
+    groups = {group.name: group for group in build_param_groups(model, adapter, config, family.facts)}
+    assert {name: group.lr for name, group in groups.items()} == {"unet": 1e-4, "unet_plus": 4e-4}
+    ups = {id(weight) for name, weight in lora.iter_adapter_parameters(model) if "lora_B" in name}
     assert {id(weight) for weight in groups["unet_plus"].parameters} == ups
 
 
@@ -242,7 +242,7 @@ def test_parts_of_one_module_cannot_have_two_ranks(sites):
     ("train_blocks=some", "--network_args: train_blocks: expected one of all, double, single, got 'some'"),
 ])  # fmt: skip
 def test_mistakes_are_told_when_settings_are_read(words, problem):
-    (found,) = load_options([*DATA, "--network_args", words]).problems
+    (found,) = parse_config([*DATA, "--network_args", words]).problems
     assert found.startswith(problem)
 
 
@@ -251,7 +251,7 @@ def test_mistakes_are_told_when_settings_are_read(words, problem):
     ("networks.lra", "no adapter 'networks.lra'; did you mean networks.lora?"),
 ])  # fmt: skip
 def test_a_module_that_is_not_there_is_refused_with_a_reason(name, problem):
-    assert load_options([*DATA, "--network_module", name]).problems == [f"--network_module: {problem}"]
+    assert parse_config([*DATA, "--network_module", name]).problems == [f"--network_module: {problem}"]
 
 
 @pytest.mark.parametrize(("name", "words", "problem"), [
@@ -261,33 +261,33 @@ def test_a_module_that_is_not_there_is_refused_with_a_reason(name, problem):
     ("sd1", ["mid_lr_weight=1,1"], "mid_lr_weight: 2 values for 1 blocks"),
 ])  # fmt: skip
 def test_what_a_model_does_not_have_is_told(name, words, problem):
-    from library.config.adapter_rules import misfits
+    from library.config.adapter_rules import validate_adapter_for_model
 
-    facts = FACTS[name]
-    assert [text for _, text in misfits(config_of(*words), name, facts.title, facts.text_encoders, facts.t5)] == [
+    facts = FAMILY_FACTS[name]
+    assert [text for _, text in validate_adapter_for_model(config_of(*words), name, facts.title, facts.text_encoders, facts.t5_encoder)] == [
         problem
     ]
 
 
 def test_modules_of_another_family_are_refused_and_those_of_lycoris_known():
-    facts = FACTS["sdxl"]
-    from library.config.adapter_rules import misfits
-    from library.config.network_args import kind_of
+    facts = FAMILY_FACTS["sdxl"]
+    from library.config.adapter_rules import validate_adapter_for_model
+    from library.config.network_args import get_adapter_type
 
     config = config_of(network_module="networks.lora_flux")
-    assert [text for _, text in misfits(config, "sdxl", facts.title, facts.text_encoders, facts.t5)] == [
+    assert [text for _, text in validate_adapter_for_model(config, "sdxl", facts.title, facts.text_encoders, facts.t5_encoder)] == [
         "networks.lora_flux is not for Stable Diffusion XL; write networks.lora"
     ]
     for algorithm, kind in {"locon": "lora", "diag-oft": "oft", "boft": "boft", "lokr": "lokr"}.items():
-        assert kind_of(AdapterConfig(network_module="lycoris.kohya", network_args=(f"algo={algorithm}",))) == kind
-    assert kind_of(AdapterConfig(network_args=("dora_wd=True",))) == "dora"
+        assert get_adapter_type(AdapterConfig(network_module="lycoris.kohya", network_args=(f"algo={algorithm}",))) == kind
+    assert get_adapter_type(AdapterConfig(network_args=("dora_wd=True",))) == "dora"
 
 
 def test_t5_is_trained_when_that_is_asked():
     config = config_of("train_t5xxl=True", network_dim=2)
     family = FAMILIES.get("flux")()
-    model, adapter = put_adapters(config, family, family.load("random:flux:tiny", torch.float32))
-    assert {site.part for site in adapter.sites} == {"transformer", "text_encoder", "text_encoder_2"}
-    names = {site.original.split("_block_0_")[-1] for site in adapter.sites if site.part == "text_encoder_2"}
+    model, adapter = build_trainable_modules(config, family, family.load("random:flux:tiny", torch.float32))
+    assert {site.component for site in adapter.target_layers} == {"transformer", "text_encoder", "text_encoder_2"}
+    names = {site.kohya_name.split("_block_0_")[-1] for site in adapter.target_layers if site.component == "text_encoder_2"}
     assert {"layer_0_SelfAttention_q", "layer_1_DenseReluDense_wi_0", "layer_1_DenseReluDense_wo"} <= names
     assert all(module.p == 0 for module in model.text_encoder_2.modules() if isinstance(module, nn.Dropout))

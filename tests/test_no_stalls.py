@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.synthetic_run import build_run, write_dataset
-from library.distributed.copies import Copies
-from library.distributed.host_copy import LateWords
+from library.distributed.copies import CopyStream
+from library.distributed.host_copy import AsyncScalarQueue
 from library.families import FAMILIES
 from library.training import loop
-from library.training.trained import trainable
+from library.training.trained import get_trainable_parameters
 
 DEVICE = torch.device("meta")
 MODELS = ["random:sd1:tiny", "random:sdxl:tiny", "random:sd3:tiny", "random:flux:tiny", "random:z_image:tiny",
@@ -65,11 +65,11 @@ class Words:
 def moved(run):
     """The run as it would be on the device."""
     model = run.strategy.unwrapped(run.adapter).to(DEVICE)
-    learnt = trainable(model)
+    learnt = get_trainable_parameters(model)
     run.groups = [type(group)(group.name, learnt, group.rate) for group in run.groups]
     run.optimizer = torch.optim.AdamW(learnt, lr=1e-4, foreach=True)
     run.strategy.device = run.strategy.accelerator.state.device = DEVICE
-    run.task.here = Copies(DEVICE)
+    run.task.here = CopyStream(DEVICE)
     run.strategy._asked = Words()
 
 
@@ -78,11 +78,11 @@ def pretended(tmp_path, *words):
     """A run on the device, without what is done at readings, where all wait anyway."""
     with build_run(write_dataset(words, tmp_path, 4), tmp_path) as run:
         moved(run)
-        run.is_probed = True
-        run.watch = SimpleNamespace(remember=lambda run: None, is_well=lambda run, figures: True,
-                                    may_learn_from=run.watch.may_learn_from)  # fmt: skip
-        run.bad_samples.settle = lambda strategy: None
-        run.teller.told = lambda run, figures: None
+        run.is_warmed_up = True
+        run.nan_guard = SimpleNamespace(remember=lambda run: None, is_well=lambda run, figures: True,
+                                    may_learn_from=run.nan_guard.should_step)  # fmt: skip
+        run.bad_samples.sync_across_ranks = lambda strategy: None
+        run.metric_logger.log_steps = lambda run, figures: None
         yield run
 
 
@@ -105,7 +105,7 @@ def test_no_step_waits_for_the_device(model, tmp_path):
 @pytest.mark.parametrize("name", ["sd1", "sdxl"])
 def test_captions_that_are_read_in_a_step_are_not_waited_for(name):
     tiny, family = TINY[name](), FAMILIES.get(name)()
-    for part in family.text_parts:
+    for part in family.text_components:
         if isinstance(module := getattr(tiny.pipe, part), torch.nn.Module):
             module.to(DEVICE)
     with Refuses():
@@ -167,9 +167,9 @@ def copied_beside(folder):
     with pretended(folder, *words) as run, pytest.MonkeyPatch.context() as patch:
         streams = Streams()
         patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: held.update([tuple(tensor.shape)]))
-        run.task.here = Copies(DEVICE, streams)
-        batch = next(run.loader.steps(0)).batches[0]
-        own = [batch.frame, batch.weight, batch.moments.both, *batch.cond.values(), torch.zeros(1)]
+        run.task.to_device = CopyStream(DEVICE, streams)
+        batch = next(run.loader.iter_steps(0)).micro_batches[0]
+        own = [batch.size_conditioning, batch.loss_weights, batch.moments.mean_and_std, *batch.cond.values(), torch.zeros(1)]
         with Clocks(streams) as clocks:
             loop.train(run)
     mine = Counter(tuple(tensor.shape) for tensor in own for _ in range(2 * run.state.step))
@@ -192,7 +192,7 @@ def looked_at(folder):
     with pretended(folder, "--resolution", "64") as run, Refuses():
         for look in looks:
             run.state.step = 0
-            run.teller.stepped = lambda run, look=look: look(run.parameters[0].detach())
+            run.metric_logger.advance_progress = lambda run, look=look: look(run.parameters[0].detach())
             with pytest.raises((RuntimeError, NotImplementedError, AssertionError)):
                 loop.train(run)
     return len(looks)
@@ -203,8 +203,8 @@ def test_whoever_looks_is_found(tmp_path):
 
 
 def test_words_from_the_processor_come_in_their_order():
-    words = LateWords()
+    words = AsyncScalarQueue()
     for number in (3.0, 1.0, 2.0):
-        words.send(torch.tensor(number))
+        words.push(torch.tensor(number))
     assert len(words) == 3
-    assert [words.read(), words.read(), words.read()] == [3.0, 1.0, 2.0] and not len(words)
+    assert [words.pop(), words.pop(), words.pop()] == [3.0, 1.0, 2.0] and not len(words)

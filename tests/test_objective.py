@@ -11,29 +11,29 @@ from diffusers import DDIMScheduler, DDPMScheduler, EulerDiscreteScheduler, PNDM
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from diffusers.schedulers.scheduling_ddim import rescale_zero_terminal_snr
 
-from library.config.options import options_of
+from library.config.options import iter_options
 from library.config.schema import LossConfig, NoiseConfig, RunConfig
 from library.diffusion.objective import Objective
-from library.diffusion.process import Epsilon, FlowMatching, Velocity
+from library.diffusion.process import EpsilonProcess, FlowMatchingProcess, VPredictionProcess
 from library.diffusion.shift import FixedShift
 from library.errors import ConfigError
 from library.families import FAMILIES
-from library.families.detect import detect
-from library.families.sampling import SAMPLERS, scheduler_for
-from library.families.scheduler import following
+from library.families.detect import detect_model
+from library.families.sampling import SAMPLERS, build_scheduler
+from library.families.scheduler import override_scheduler
 from library.families.sd1 import StableDiffusion1
-from library.randomness import seed_for
-from library.training.objective import objective_of
+from library.randomness import derive_seed
+from library.training.objective import build_objective
 
 SD1 = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 TABLE = DDPMScheduler(**SD1).alphas_cumprod
-PROCESSES = {"epsilon": Epsilon(TABLE), "v": Velocity(TABLE), "flow": FlowMatching(FixedShift(3.0))}
+PROCESSES = {"epsilon": EpsilonProcess(TABLE), "v": VPredictionProcess(TABLE), "flow": FlowMatchingProcess(FixedShift(3.0))}
 LATENTS = torch.randn(5, 4, 12, 20, generator=torch.Generator().manual_seed(1))
 
 
 def draws(places):
     def generators(purpose):
-        return [torch.Generator().manual_seed(seed_for(3, purpose, place)) for place in places]
+        return [torch.Generator().manual_seed(derive_seed(3, purpose, place)) for place in places]
 
     return generators
 
@@ -50,12 +50,12 @@ def result(kind, settings, places=range(5)):
     process = PROCESSES[kind]
     if kind != "flow":
         predicts = {"epsilon": "epsilon", "v": "v_prediction"}[kind]
-        scheduler = following(DDIMScheduler(**SD1, prediction_type=predicts), noise)
-        process = StableDiffusion1().process(SimpleNamespace(scheduler=scheduler))
+        scheduler = override_scheduler(DDIMScheduler(**SD1, prediction_type=predicts), noise)
+        process = StableDiffusion1().build_noise_process(SimpleNamespace(scheduler=scheduler))
     objective = Objective(process, noise, loss)
-    noised = objective.noised(LATENTS[list(places)], draws(places))
-    losses = objective.elementwise(noised.latents, noised).flatten(1).mean(1) * objective.weights(noised.t)
-    return noised.latents, noised.target, noised.t, losses
+    noised = objective.add_noise(LATENTS[list(places)], draws(places))
+    losses = objective.compute_elementwise_loss(noised.latents, noised).flatten(1).mean(1) * objective.compute_loss_weights(noised.timesteps)
+    return noised.latents, noised.target, noised.timesteps, losses
 
 
 HUBER, OFFSET, INPUT = {"loss_type": "huber"}, {"noise_offset": 0.3}, {"ip_noise_gamma": 0.2}
@@ -99,7 +99,7 @@ def test_every_option_changes_what_is_trained(kind, base, change):
 
 def test_no_option_is_missing_above():
     tried = {name for _, _, change in CASES for name in change}
-    assert tried == {option.name for option in options_of(RunConfig) if option.group in ("noise", "loss")}
+    assert tried == {option.name for option in iter_options(RunConfig) if option.group in ("noise", "loss")}
 
 
 EVERYTHING = {**OFFSET, **INPUT, "noise_offset_random_strength": True, "adaptive_noise_scale": 0.2,
@@ -143,19 +143,19 @@ def test_nothing_waits_for_the_device(kind):
     settings = {**INPUT, "weighting_scheme": "cosmap"} if kind == "flow" else EVERYTHING
     latents = LATENTS.to("meta")
     objective = Objective(PROCESSES[kind], *groups(settings))
-    noised = objective.noised(latents, draws(range(5)))
-    loss = objective.elementwise(noised.latents, noised).flatten(1).mean(1) * objective.weights(noised.t)
+    noised = objective.add_noise(latents, draws(range(5)))
+    loss = objective.compute_elementwise_loss(noised.latents, noised).flatten(1).mean(1) * objective.compute_loss_weights(noised.timesteps)
     assert loss.device.type == noised.target.device.type == "meta"
 
 
 def test_given_times_and_noise_are_taken_as_they_are():
     objective = Objective(PROCESSES["flow"], NoiseConfig(ip_noise_gamma=0.3), LossConfig())
     noise, t = torch.ones_like(LATENTS), torch.tensor([100.0, 200, 300, 400, 500])
-    noised = objective.at(LATENTS, noise, t)
+    noised = objective.add_noise_at(LATENTS, noise, t)
     expected = PROCESSES["flow"].add_noise(LATENTS, noise, t)
     assert torch.equal(noised.latents, expected[0]) and torch.equal(noised.target, expected[1])
     u = torch.linspace(0.1, 0.9, 9, dtype=torch.float64)
-    assert (objective.times(u, LATENTS.shape).diff() > 0).all(), "quantiles"
+    assert (objective.compute_timesteps(u, LATENTS.shape).diff() > 0).all(), "quantiles"
 
 
 @pytest.mark.parametrize("kind", [DDIMScheduler, PNDMScheduler, EulerDiscreteScheduler, DDPMScheduler])
@@ -163,23 +163,23 @@ def test_training_and_every_sampler_follow_the_options(kind, caplog):
     """Settings that a scheduler's file does not name are dropped by diffusers, unless it is told better."""
     noise = NoiseConfig(v_parameterization=True, zero_terminal_snr=True)
     with caplog.at_level(logging.WARNING):
-        scheduler = following(kind(**SD1), noise)
+        scheduler = override_scheduler(kind(**SD1), noise)
     assert [record.getMessage() for record in caplog.records if record.name.startswith("library")] == [
         "the model's scheduler file says prediction_type epsilon; v_parameterization asks for v_prediction and is "
         "followed"
     ]
     assert type(scheduler) is kind
-    process = StableDiffusion1().process(SimpleNamespace(scheduler=scheduler))
-    assert process.prediction == "v"
+    process = StableDiffusion1().build_noise_process(SimpleNamespace(scheduler=scheduler))
+    assert process.prediction_type == "v"
     theirs = torch.cumprod(1 - rescale_zero_terminal_snr(DDPMScheduler(**SD1).betas), 0)
     torch.testing.assert_close(process.alphas_cumprod, theirs)
     assert process.snr(torch.tensor([999.0])) == 0
     for name in SAMPLERS:
         if name in ("heun", "pndm"):
             with pytest.raises(ConfigError, match=name):
-                scheduler_for(name, scheduler)
+                build_scheduler(name, scheduler)
             continue
-        artist = scheduler_for(name, scheduler)
+        artist = build_scheduler(name, scheduler)
         assert artist.config.prediction_type == "v_prediction"
         assert artist.config.rescale_betas_zero_snr
         artist.set_timesteps(5)
@@ -190,9 +190,9 @@ def test_a_run_asks_what_the_options_say_and_draws_previews_by_it():
     family, pipe = StableDiffusion1(), stand_in.build(())
     config = RunConfig(noise=NoiseConfig(v_parameterization=True, zero_terminal_snr=True, noise_offset=0.1),
                        loss=LossConfig(min_snr_gamma=5.0))  # fmt: skip
-    objective = objective_of(config, family, pipe)
-    assert objective.process.prediction == "v" and objective.process.snr(torch.tensor([999])) == 0
-    assert (objective.noise, objective.loss) == (config.noise, config.loss)
+    objective = build_objective(config, family, pipe)
+    assert objective.process.prediction_type == "v" and objective.process.snr(torch.tensor([999])) == 0
+    assert (objective.noise_config, objective.loss_config) == (config.noise, config.loss)
     assert pipe.scheduler.config.prediction_type == "v_prediction"
 
 
@@ -201,7 +201,7 @@ def test_what_shows_only_in_the_loaded_model_is_refused_then():
     pipe.scheduler = DDIMScheduler(**SD1, rescale_betas_zero_snr=True)
     wrong = RunConfig(loss=LossConfig(debiased_estimation_loss=True, scale_v_pred_loss_like_noise_pred=True))
     with pytest.raises(ConfigError) as caught:
-        objective_of(wrong, family, pipe)
+        build_objective(wrong, family, pipe)
     first, second = caught.value.problems
     assert first.startswith("--scale_v_pred_loss_like_noise_pred: needs a model that predicts v")
     assert second == ("--debiased_estimation_loss: the model's last time has no signal, and so a weight without end; "
@@ -211,29 +211,29 @@ def test_what_shows_only_in_the_loaded_model_is_refused_then():
 @pytest.mark.parametrize("source", ["random:sd3:tiny", "random:flux:tiny", "random:z_image:tiny",
                                     "random:qwen_image:tiny"])  # fmt: skip
 def test_flow_families_train_as_they_draw_unless_they_are_told_otherwise(source):
-    model = detect(source)
+    model = detect_model(source)
     family = FAMILIES.get(model.family)()
     pipe = family.load(model, torch.float32, ())
-    objective, settings = objective_of(RunConfig(), family, pipe), pipe.scheduler.config
+    objective, settings = build_objective(RunConfig(), family, pipe), pipe.scheduler.config
     u, shape, tokens = torch.linspace(0.1, 0.9, 9, dtype=torch.float64), torch.Size((1, 16, 64, 96)), 32 * 48
     plain = torch.sigmoid(torch.special.ndtri(u))
     expected = settings.shift * plain / (1 + (settings.shift - 1) * plain)
     if settings.use_dynamic_shifting:
         names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
         expected = pipe.scheduler.time_shift(calculate_shift(tokens, *(settings[n] for n in names)), 1.0, plain)
-    torch.testing.assert_close(objective.times(u, shape).double() / 1000, expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(objective.compute_timesteps(u, shape).double() / 1000, expected, rtol=0, atol=1e-6)
 
-    told = objective_of(RunConfig(noise=NoiseConfig(timestep_sampling="uniform")), family, pipe)
-    torch.testing.assert_close(told.times(u, shape).double() / 1000, u, rtol=0, atol=1e-6)
+    told = build_objective(RunConfig(noise=NoiseConfig(timestep_sampling="uniform")), family, pipe)
+    torch.testing.assert_close(told.compute_timesteps(u, shape).double() / 1000, u, rtol=0, atol=1e-6)
     with pytest.raises(ConfigError, match=f"min_snr_gamma: means nothing for {family.facts.title}"):
-        objective_of(RunConfig(loss=LossConfig(min_snr_gamma=5.0)), family, pipe)
+        build_objective(RunConfig(loss=LossConfig(min_snr_gamma=5.0)), family, pipe)
 
 
 def test_a_scheduler_that_says_the_same_is_left_alone(caplog):
     scheduler = DDIMScheduler(**SD1, prediction_type="v_prediction", rescale_betas_zero_snr=True)
     with caplog.at_level(logging.WARNING):
-        assert following(scheduler, NoiseConfig(v_parameterization=True, zero_terminal_snr=True)) is scheduler
-        assert following(scheduler, NoiseConfig()) is scheduler
+        assert override_scheduler(scheduler, NoiseConfig(v_parameterization=True, zero_terminal_snr=True)) is scheduler
+        assert override_scheduler(scheduler, NoiseConfig()) is scheduler
     assert not [record for record in caplog.records if record.name.startswith("library")]
-    back = following(scheduler, dataclasses.replace(NoiseConfig(), v_parameterization=False))
-    assert StableDiffusion1().process(SimpleNamespace(scheduler=back)).prediction == "epsilon"
+    back = override_scheduler(scheduler, dataclasses.replace(NoiseConfig(), v_parameterization=False))
+    assert StableDiffusion1().build_noise_process(SimpleNamespace(scheduler=back)).prediction_type == "epsilon"

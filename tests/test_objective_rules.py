@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from library.config import load_options
-from library.config.objective_rules import DIFFUSION_ONLY, FLOW_ONLY, asked, misfits
-from library.config.options import options_of
+from library.config import parse_config
+from library.config.objective_rules import DIFFUSION_ONLY_OPTIONS, FLOW_ONLY_OPTIONS, find_active_options, validate_objective_for_model
+from library.config.options import iter_options
 from library.config.schema import RunConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -16,7 +16,7 @@ DATA = ["--dataset_config", str(ROOT / "pyproject.toml")]
 
 
 def problems(*flags):
-    return load_options([*DATA, *flags]).problems
+    return parse_config([*DATA, *flags]).problems
 
 
 @pytest.mark.parametrize(("flags", "problem"), [
@@ -68,7 +68,7 @@ def test_what_belongs_together_is_taken(flags):
 
 
 def unfit(prediction, *flags):
-    found = misfits(load_options([*DATA, *flags]).config, "test", prediction)
+    found = validate_objective_for_model(parse_config([*DATA, *flags]).config, "test", prediction)
     return {names[0]: problem for names, problem in found}
 
 
@@ -78,7 +78,7 @@ VALUES = {"min_snr_gamma": ["5"], "v_pred_like_loss": ["0.5"], "noise_offset": [
                                         "mode_scale")}}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", DIFFUSION_ONLY)
+@pytest.mark.parametrize("name", DIFFUSION_ONLY_OPTIONS)
 def test_what_means_nothing_for_flow_matching_is_refused_for_it(name):
     flags = [f"--{name}", *VALUES.get(name, [])]
     (problem,) = unfit("flow", *flags).values()
@@ -87,7 +87,7 @@ def test_what_means_nothing_for_flow_matching_is_refused_for_it(name):
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v"])
-@pytest.mark.parametrize("name", FLOW_ONLY)
+@pytest.mark.parametrize("name", FLOW_ONLY_OPTIONS)
 def test_what_is_for_flow_matching_is_refused_for_others(name, prediction):
     flags = [f"--{name}", *VALUES[name]]
     assert unfit(prediction, *flags) == {
@@ -121,14 +121,14 @@ def test_every_option_of_these_groups_has_a_rule_or_means_something_everywhere()
     everywhere = {"min_timestep", "max_timestep", "ip_noise_gamma", "ip_noise_gamma_random_strength", "loss_type",
                   "huber_schedule", "huber_c", "huber_scale"}  # fmt: skip
     needs_another = {"noise_offset_random_strength", "adaptive_noise_scale", "multires_noise_discount"}
-    names = {option.name for option in options_of(RunConfig) if option.group in ("noise", "loss")}
-    assert names == {*everywhere, *needs_another, *DIFFUSION_ONLY, *FLOW_ONLY}
+    names = {option.name for option in iter_options(RunConfig) if option.group in ("noise", "loss")}
+    assert names == {*everywhere, *needs_another, *DIFFUSION_ONLY_OPTIONS, *FLOW_ONLY_OPTIONS}
 
 
 def test_only_what_asks_for_something_counts():
     flags = ["--noise_offset", "0", "--huber_c", "0.1", "--sigmoid_scale", "0", "--min_timestep", "0", "--loss_type",
              "l1"]  # fmt: skip
-    assert asked(load_options([*DATA, *flags]).config) == {"sigmoid_scale": 0.0, "loss_type": "l1"}
+    assert find_active_options(parse_config([*DATA, *flags]).config) == {"sigmoid_scale": 0.0, "loss_type": "l1"}
 
 
 def test_a_misfit_is_told_with_its_place_before_anything_is_loaded(tmp_path):

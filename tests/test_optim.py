@@ -10,33 +10,33 @@ from test_run import pictures, train
 from transformers.optimization import get_scheduler
 
 from library.config.schema import OptimConfig
-from library.config.values import Share
+from library.config.values import StepsOrRatio
 from library.errors import ConfigError
-from library.optim.average import RunningAverage
+from library.optim.average import AdapterEMA
 from library.optim.optimizers import (
-    Group,
-    described,
-    learning_rates,
-    make_optimizer,
-    rehearse,
-    remarks,
+    ParamGroup,
+    describe_optimizer,
+    get_learning_rates,
+    build_optimizer,
+    validate_optimizer,
+    find_learning_rate_warnings,
     set_learning_rates,
-    weights_as_used,
+    use_eval_weights,
 )
-from library.optim.schedules import FACTORS, make_schedule
+from library.optim.schedules import PROGRESS_SCHEDULES, build_lr_schedule
 from library.optim.table import OPTIMIZERS
 
 STEPS = 37
-OF_TRANSFORMERS = [name for name in FACTORS if name not in ("rex", "adafactor")]
+OF_TRANSFORMERS = [name for name in PROGRESS_SCHEDULES if name not in ("rex", "adafactor")]
 
 
-def steps(count: int) -> Share:
-    return Share(count, False)
+def steps(count: int) -> StepsOrRatio:
+    return StepsOrRatio(count, False)
 
 
 def rates(config: OptimConfig, count: int = STEPS) -> list[float]:
     """The learning rate of every step of a run."""
-    schedule = make_schedule(config, count)
+    schedule = build_lr_schedule(config, count)
     return [config.learning_rate * schedule(step) for step in range(count)]
 
 
@@ -128,13 +128,13 @@ def test_a_scheduler_class_is_followed_with_its_arguments(name):
 ])  # fmt: skip
 def test_a_mistake_in_the_schedule_is_named(settings, message):
     with pytest.raises(ConfigError, match=r"--lr_scheduler_(type|args): ") as caught:
-        make_schedule(OptimConfig(**settings), STEPS)
+        build_lr_schedule(OptimConfig(**settings), STEPS)
 
     assert message in str(caught.value)
 
 
 def test_the_peak_comes_right_after_the_warm_up():
-    found = rates(OptimConfig(learning_rate=1.0, lr_scheduler="cosine", lr_warmup_steps=Share(0.25, True)), 40)
+    found = rates(OptimConfig(learning_rate=1.0, lr_scheduler="cosine", lr_warmup_steps=StepsOrRatio(0.25, True)), 40)
 
     assert found.index(max(found)) == 10 and found[10] == 1.0
 
@@ -144,7 +144,7 @@ def test_a_learning_rate_of_zero_has_a_schedule():
 
 
 def installed(name: str) -> bool:
-    package = OPTIMIZERS[name].path.split(".")[0] if name in OPTIMIZERS else "torch"
+    package = OPTIMIZERS[name].import_path.split(".")[0] if name in OPTIMIZERS else "torch"
     return importlib.util.find_spec(package) is not None
 
 
@@ -166,11 +166,11 @@ def test_every_optimizer_of_the_table_is_tried():
 @pytest.mark.parametrize("name", WALKS)
 def test_an_optimizer_walks_down_a_quadratic(name):
     if not installed(name):
-        pytest.skip(f"{OPTIMIZERS[name].install} is not installed")
+        pytest.skip(f"{OPTIMIZERS[name].pip_package} is not installed")
     weight = torch.nn.Parameter(torch.tensor([[3.0, -2.0], [1.0, 2.5]]))
     arguments = ("relative_step=False", "scale_parameter=False") if name == "Adafactor" else ()
     config = OptimConfig(optimizer_type=name, learning_rate=WALKS[name], optimizer_args=arguments)
-    optimizer = make_optimizer(config, [Group("unet", [weight], WALKS[name])])
+    optimizer = build_optimizer(config, [ParamGroup("unet", [weight], WALKS[name])])
     start = float((weight.detach() ** 2).sum())
 
     if hasattr(optimizer, "train"):
@@ -180,7 +180,7 @@ def test_an_optimizer_walks_down_a_quadratic(name):
         (weight**2).sum().backward()
         optimizer.step()
 
-    with weights_as_used(optimizer):
+    with use_eval_weights(optimizer):
         assert float((weight.detach() ** 2).sum()) < 0.1 * start
 
 
@@ -191,21 +191,21 @@ def test_fused_steps_are_taken_where_torch_has_them_and_end_where_others_do(name
         draw = torch.Generator().manual_seed(5)
         weights = [torch.nn.Parameter(torch.randn(3, size, generator=draw)) for size in (1, 40)]
         config = OptimConfig(optimizer_type=name, optimizer_args=("weight_decay=0.01", *words), learning_rate=0.05)
-        optimizer = make_optimizer(config, [Group("all", weights, 0.05)])
+        optimizer = build_optimizer(config, [ParamGroup("all", weights, 0.05)])
         for _ in range(25):
             for item in weights:
                 item.grad = torch.randn(item.shape, generator=draw) + item.detach()
             optimizer.step()
         ends.append(torch.cat([item.detach().flatten() for item in weights]))
-        said.append(described(optimizer))
+        said.append(describe_optimizer(optimizer))
     torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-6)
     assert ", fused: " in said[0] and said[1].endswith(", one weight after the other")
-    assert described(make_optimizer(OptimConfig(optimizer_type="NAdam"), [Group("all", weights, 0.1)])).endswith("can")
+    assert describe_optimizer(build_optimizer(OptimConfig(optimizer_type="NAdam"), [ParamGroup("all", weights, 0.1)])).endswith("can")
 
 
 def test_optimizer_args_reach_the_optimizer():
     config = OptimConfig(optimizer_args=("weight_decay=0.25", "betas=0.8,0.9", "amsgrad=True"))
-    optimizer = make_optimizer(config, [Group("unet", [torch.nn.Parameter(torch.zeros(1))], 0.5)])
+    optimizer = build_optimizer(config, [ParamGroup("unet", [torch.nn.Parameter(torch.zeros(1))], 0.5)])
 
     assert optimizer.defaults["weight_decay"] == 0.25
     assert optimizer.defaults["betas"] == (0.8, 0.9)
@@ -216,7 +216,7 @@ def test_optimizer_args_reach_the_optimizer():
 def test_prodigy_takes_the_arguments_that_users_of_sd_scripts_write():
     words = ("decouple=False", "use_bias_correction=True", "d_coef=2.0", "safeguard_warmup=True", "betas=0.9,0.99")
     config = OptimConfig(optimizer_type="prodigy", learning_rate=1.0, optimizer_args=words)
-    group = make_optimizer(config, [Group("unet", [torch.nn.Parameter(torch.zeros(2))], 1.0)]).param_groups[0]
+    group = build_optimizer(config, [ParamGroup("unet", [torch.nn.Parameter(torch.zeros(2))], 1.0)]).param_groups[0]
 
     assert group["weight_decouple"] is False and group["bias_correction"] is True and group["d_coef"] == 2.0
 
@@ -235,14 +235,14 @@ def test_a_schedule_that_is_too_short_for_the_run_is_told_before_the_model_is_lo
 def test_adafactor_finds_its_rate_unless_it_is_told_not_to():
     own = OptimConfig(optimizer_type="Adafactor", learning_rate=0.5)
     ours = OptimConfig(optimizer_type="Adafactor", learning_rate=0.5, optimizer_args=("relative_step=False",))
-    groups = [Group("unet", [torch.nn.Parameter(torch.ones(2, 2))], 0.25)]
+    groups = [ParamGroup("unet", [torch.nn.Parameter(torch.ones(2, 2))], 0.25)]
 
-    finding, told = make_optimizer(own, groups), make_optimizer(ours, groups)
+    finding, told = build_optimizer(own, groups), build_optimizer(ours, groups)
     set_learning_rates(finding, [0.25], 0.5)
     set_learning_rates(told, [0.25], 0.5)
 
-    assert finding.param_groups[0]["lr"] is None and learning_rates(finding, ["unet"]) == {}
-    assert learning_rates(told, ["unet"]) == {"unet": 0.125}
+    assert finding.param_groups[0]["lr"] is None and get_learning_rates(finding, ["unet"]) == {}
+    assert get_learning_rates(told, ["unet"]) == {"unet": 0.125}
 
 
 @pytest.mark.parametrize(("name", "arguments", "message"), [
@@ -261,7 +261,7 @@ def test_adafactor_finds_its_rate_unless_it_is_told_not_to():
 ])  # fmt: skip
 def test_a_mistake_in_the_optimizer_is_named(name, arguments, message):
     with pytest.raises(ConfigError, match=r"--optimizer_(type|args): ") as caught:
-        rehearse(OptimConfig(optimizer_type=name, optimizer_args=arguments))
+        validate_optimizer(OptimConfig(optimizer_type=name, optimizer_args=arguments))
 
     assert message in str(caught.value)
 
@@ -270,15 +270,15 @@ def test_a_missing_package_is_named_with_the_way_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
 
     with pytest.raises(ConfigError, match=r"AdamW8bit: .*bitsandbytes.*; pip install bitsandbytes"):
-        rehearse(OptimConfig(optimizer_type="AdamW8bit"))
+        validate_optimizer(OptimConfig(optimizer_type="AdamW8bit"))
 
 
 def test_a_rate_where_a_factor_is_wanted_is_remarked():
-    groups = [Group("unet", [], 1e-4), Group("text", [], 1e-5)]
+    groups = [ParamGroup("unet", [], 1e-4), ParamGroup("text", [], 1e-5)]
 
-    assert len(remarks(OptimConfig(optimizer_type="Prodigy"), groups)) == 2
-    assert remarks(OptimConfig(optimizer_type="AdamW"), groups) == []
-    assert remarks(OptimConfig(optimizer_type="Prodigy"), [Group("unet", [], 1.0)]) == []
+    assert len(find_learning_rate_warnings(OptimConfig(optimizer_type="Prodigy"), groups)) == 2
+    assert find_learning_rate_warnings(OptimConfig(optimizer_type="AdamW"), groups) == []
+    assert find_learning_rate_warnings(OptimConfig(optimizer_type="Prodigy"), [ParamGroup("unet", [], 1.0)]) == []
 
 
 def test_the_rate_reaches_every_group_also_where_it_is_a_tensor():
@@ -294,7 +294,7 @@ def test_the_rate_reaches_every_group_also_where_it_is_a_tensor():
 
 def test_schedule_free_weights_are_the_averaged_ones_only_while_they_are_used():
     weight = torch.nn.Parameter(torch.tensor([3.0]))
-    optimizer = make_optimizer(OptimConfig(optimizer_type="SGDScheduleFree"), [Group("unet", [weight], 0.1)])
+    optimizer = build_optimizer(OptimConfig(optimizer_type="SGDScheduleFree"), [ParamGroup("unet", [weight], 0.1)])
     optimizer.train()
     for _ in range(5):
         optimizer.zero_grad()
@@ -302,7 +302,7 @@ def test_schedule_free_weights_are_the_averaged_ones_only_while_they_are_used():
         optimizer.step()
     trained = weight.item()
 
-    with weights_as_used(optimizer):
+    with use_eval_weights(optimizer):
         used = weight.item()
 
     assert used != trained and weight.item() == pytest.approx(trained, rel=1e-6)
@@ -310,7 +310,7 @@ def test_schedule_free_weights_are_the_averaged_ones_only_while_they_are_used():
 
 def test_the_running_average_is_the_closed_form():
     weight = torch.nn.Parameter(torch.tensor([1.0, -1.0], dtype=torch.bfloat16))
-    average = RunningAverage([weight], decay=0.5)
+    average = AdapterEMA([weight], decay=0.5)
     expected = weight.detach().float()
     for step in range(1, 30):
         with torch.no_grad():
@@ -319,8 +319,8 @@ def test_the_running_average_is_the_closed_form():
         decay = min(0.5, step / (step + 9))
         expected = decay * expected + (1 - decay) * weight.detach().float()
 
-    assert torch.allclose(average.values[0], expected, rtol=1e-6)
+    assert torch.allclose(average.shadow_params[0], expected, rtol=1e-6)
     before = weight.detach().clone()
-    with average.in_place():
+    with average.swap_parameters():
         assert torch.equal(weight.detach(), expected.to(torch.bfloat16))
     assert torch.equal(weight.detach(), before)

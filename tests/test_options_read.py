@@ -10,19 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from library.config import load_options
-from library.config.kohya import VERDICTS, Alias, NotYet
-from library.config.options import options_of
+from library.config import parse_config
+from library.config.kohya import KOHYA_OPTIONS, OptionAlias, NotYetSupported
+from library.config.options import iter_options
 from library.config.schema import RunConfig
-from library.dataset.schema import KEYS
+from library.dataset.schema import DATASET_KEYS
 
 ROOT = Path(__file__).resolve().parent.parent
 KOHYA = json.loads((ROOT / "tests" / "data" / "kohya_options.json").read_text())["train_network"]
 PAGE = ROOT / "docs" / "sd_scripts_options.md"
-GROUPS = {option.group for option in options_of(RunConfig)}
+GROUPS = {option.group for option in iter_options(RunConfig)}
 HOLDERS = GROUPS | {"config", "settings", "options", "subset", "dataset"}
 """What the objects are called that hold options: ``run.config.train.seed``, ``subset.flip_aug``."""
-IN_FILES = {key.flag: name for name, key in KEYS.items() if key.flag is not None}
+IN_FILES = {key.flag: name for name, key in DATASET_KEYS.items() if key.flag is not None}
 """Options that dataset files know by another name."""
 
 
@@ -78,14 +78,14 @@ def unread(names: Iterable[str], files: Iterable[tuple[Path, str]]) -> list[str]
 
 
 def test_every_option_is_read_by_something_that_acts_on_it():
-    found = unread([option.name for option in options_of(RunConfig)], sources())
+    found = unread([option.name for option in iter_options(RunConfig)], sources())
 
     assert [name for name in found if not _has_one_value_only(name)] == []
 
 
 def _has_one_value_only(name: str) -> bool:
     """A switch that cannot be moved: the other position is refused."""
-    problems = load_options(["--dataset_config", str(ROOT / "pyproject.toml"), f"--no-{name}"]).problems
+    problems = parse_config(["--dataset_config", str(ROOT / "pyproject.toml"), f"--no-{name}"]).problems
     return any(problem.startswith(f"--{name}:") for problem in problems)
 
 
@@ -97,25 +97,25 @@ def test_an_option_that_nobody_reads_any_more_is_found(name):
     spoilt = [(path, text if path.parts[0] == "config" else word.sub("something_else", text))
               for path, text in sources()]  # fmt: skip
 
-    assert name in unread([option.name for option in options_of(RunConfig)], spoilt)
+    assert name in unread([option.name for option in iter_options(RunConfig)], spoilt)
     assert unread(["a_new_option_that_is_not_built"], sources()) == ["a_new_option_that_is_not_built"]
 
 
 def fates() -> dict[str, tuple[str, str]]:
     """What becomes of each of sd-scripts' options for LoRA, and what is to be said of it."""
-    ours = {option.name for option in options_of(RunConfig)} | {"config_file", "output_config"}
+    ours = {option.name for option in iter_options(RunConfig)} | {"config_file", "output_config"}
     found = {}
     for name in KOHYA:
-        verdict = None if name in ours else VERDICTS[name]
+        verdict = None if name in ours else KOHYA_OPTIONS[name]
         if verdict is None:
             found[name] = ("supported", "")
-        elif isinstance(verdict, Alias):
+        elif isinstance(verdict, OptionAlias):
             value = "" if verdict.value in (None, True) else f" {verdict.value}"
             found[name] = ("alias", f"the same as `{verdict.option}{value}`")
         else:
             found[name] = (
-                "not yet" if isinstance(verdict, NotYet) else "refused",
-                verdict.why.removeprefix("not yet: "),
+                "not yet" if isinstance(verdict, NotYetSupported) else "refused",
+                verdict.reason.removeprefix("not yet: "),
             )
     return found
 

@@ -13,7 +13,7 @@ from test_run import pictures, train
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from library.distributed.pace import Pace, Slowest, slowest
+from library.distributed.pace import StragglerMonitor, Straggler, find_straggler
 
 
 @pytest.fixture(scope="module")
@@ -75,16 +75,16 @@ def test_a_step_sends_the_adapters_gradients_around_the_ring_and_hardly_anything
 
 
 def with_a_slow_one(who: int, *words: str) -> list[dict]:
-    from library.training.task import Task
+    from library.training.task import DiffusionTask
 
-    call = Task.__call__
+    call = DiffusionTask.__call__
 
     def slow(self, pixels, step):
         if int(os.environ["RANK"]) == who:
             time.sleep(0.3)
         return call(self, pixels, step)
 
-    Task.__call__ = slow
+    DiffusionTask.__call__ = slow
     path = Path(train(*words))
     return [json.loads(line) for line in (path.parent / "lora.metrics.jsonl").read_text().splitlines()]
 
@@ -98,23 +98,23 @@ def test_the_process_that_the_others_wait_for_is_named_with_what_it_costs(data, 
 
 
 def test_lost_is_what_the_others_wait_on_average():
-    assert slowest([(1.0, 4.0), (3.0, 4.0), (2.0, 4.0)]) == Slowest(1, (3.0 - 1.5) / 4.0)
-    assert slowest([(1.0, 4.0)]) is None and slowest([(0.0, 0.0), (0.0, 0.0)]) is None
+    assert find_straggler([(1.0, 4.0), (3.0, 4.0), (2.0, 4.0)]) == Straggler(1, (3.0 - 1.5) / 4.0)
+    assert find_straggler([(1.0, 4.0)]) is None and find_straggler([(0.0, 0.0), (0.0, 0.0)]) is None
 
 
 def test_the_step_after_a_reading_is_left_out(monkeypatch):
     clock = iter(range(100))
     monkeypatch.setattr("library.distributed.pace.time.perf_counter", lambda: float(next(clock)))
-    pace = Pace(torch.device("cpu"), processes=2)
+    pace = StragglerMonitor(torch.device("cpu"), world_size=2)
     for _ in range(3):
-        pace.ready()
-        pace.together()
-    assert pace.read() == (2.0, 4.0)  # of three steps the first has no beginning
-    pace.ready()
-    pace.together()
-    assert pace.read() == (0.0, 0.0)
-    alone = Pace(torch.device("cpu"), processes=1)
+        pace.mark_gradients_ready()
+        pace.mark_step_end()
+    assert pace.pop_times() == (2.0, 4.0)  # of three steps the first has no beginning
+    pace.mark_gradients_ready()
+    pace.mark_step_end()
+    assert pace.pop_times() == (0.0, 0.0)
+    alone = StragglerMonitor(torch.device("cpu"), world_size=1)
     for _ in range(2):
-        alone.ready()
-        alone.together()
-    assert alone.read() == (0.0, 0.0)
+        alone.mark_gradients_ready()
+        alone.mark_step_end()
+    assert alone.pop_times() == (0.0, 0.0)

@@ -16,14 +16,14 @@ from safetensors.torch import load_file
 from test_resume import cut
 from test_run import difference, train
 
-from library.config import load_options
-from library.distributed.chain import cuts
-from library.distributed.layout import Layout, layout_of, layout_problems
+from library.config import parse_config
+from library.distributed.chain import partition_blocks
+from library.distributed.layout import ParallelDims, build_parallel_dims, validate_parallel_dims
 from library.distributed.world import World
 from library.errors import ConfigError
 from library.families import FAMILIES
-from library.families.detect import detect
-from library.training.parallel_fit import refuse_misfits
+from library.families.detect import detect_model
+from library.training.parallel_fit import check_model_parallel
 
 LONG = pytest.mark.long
 
@@ -128,7 +128,7 @@ def test_stages_are_cut_so_that_the_heaviest_is_as_light_as_can_be():
     for _ in range(200):
         weights = [draw.randint(1, 9) for _ in range(draw.randint(1, 9))]
         stages = draw.randint(1, min(4, len(weights)))
-        found = cuts(weights, stages)
+        found = partition_blocks(weights, stages)
         assert found[0] == 0 and found[-1] == len(weights) and all(a < b for a, b in pairwise(found))
         assert max(sum(weights[a:b]) for a, b in pairwise(found)) == min(
             max(sum(weights[a:b]) for a, b in pairwise(way)) for way in every_way(len(weights), stages)
@@ -143,26 +143,26 @@ def every_way(blocks: int, stages: int) -> list[list[int]]:
 
 
 def test_every_process_has_a_place_of_its_own():
-    layout = Layout(data=2, stages=3, parts=2, contexts=2)
-    places = {(layout.data_rank(rank), layout.stage(rank), rank % 4, layout.part(rank)) for rank in range(24)}
+    layout = ParallelDims(dp=2, pp=3, tp=2, cp=2)
+    places = {(layout.get_data_parallel_rank(rank), layout.get_pipeline_stage(rank), rank % 4, layout.get_tensor_parallel_rank(rank)) for rank in range(24)}
     assert len(places) == 24
-    layout = Layout(data=2, stages=3, parts=2)
+    layout = ParallelDims(dp=2, pp=3, tp=2)
     for rank in range(12):
-        group = layout.stage_group(rank)
-        assert rank in group and [layout.stage(other) for other in group] == [0, 1, 2]
-        assert {(layout.data_rank(other), layout.part(other)) for other in group} == {
-            (layout.data_rank(rank), layout.part(rank))
+        group = layout.get_pipeline_ranks(rank)
+        assert rank in group and [layout.get_pipeline_stage(other) for other in group] == [0, 1, 2]
+        assert {(layout.get_data_parallel_rank(other), layout.get_tensor_parallel_rank(other)) for other in group} == {
+            (layout.get_data_parallel_rank(rank), layout.get_tensor_parallel_rank(rank))
         }
-    assert [(layout.data_rank(rank), layout.stage(rank)) for rank in layout.tellers()] == [(0, 2), (1, 2)]
+    assert [(layout.get_data_parallel_rank(rank), layout.get_pipeline_stage(rank)) for rank in layout.get_loss_ranks()] == [(0, 2), (1, 2)]
 
 
 def test_processes_are_laid_out_in_groups_of_those_that_share_a_picture():
-    config = load_options(["--dataset_config", __file__, "--pp_size", "2", "--tp_size", "2"]).config
-    assert layout_of(config, World(size=8)) == Layout(2, 2, 2) and not [*layout_problems(config, World(size=8))]
-    (problem,) = layout_problems(config, World(size=6))
+    config = parse_config(["--dataset_config", __file__, "--pp_size", "2", "--tp_size", "2"]).config
+    assert build_parallel_dims(config, World(world_size=8)) == ParallelDims(2, 2, 2) and not [*validate_parallel_dims(config, World(world_size=8))]
+    (problem,) = validate_parallel_dims(config, World(world_size=6))
     assert problem.startswith("--pp_size 2 --tp_size 2: 6 processes cannot be dealt out in groups of 4; start 8")
     shared = replace(config, parallel=replace(config.parallel, pp_size=1, cp_size=3))
-    assert layout_of(shared, World(size=12)) == Layout(2, 1, 2, 3)
+    assert build_parallel_dims(shared, World(world_size=12)) == ParallelDims(2, 1, 2, 3)
 
 
 # what cannot be
@@ -179,11 +179,11 @@ def test_processes_are_laid_out_in_groups_of_those_that_share_a_picture():
     ("flux", ("--tp_size", "3"), "--tp_size 3: 2 heads of attention cannot be dealt out evenly; use 2"),
 ])  # fmt: skip
 def test_a_model_that_cannot_be_taken_apart_so_is_told_before_it_is_loaded(model, flags, said):
-    loaded = load_options(["--dataset_config", __file__, "--pretrained_model_name_or_path", f"random:{model}:tiny",
+    loaded = parse_config(["--dataset_config", __file__, "--pretrained_model_name_or_path", f"random:{model}:tiny",
                            *flags])  # fmt: skip
     config = loaded.config
     with pytest.raises(ConfigError) as caught:
-        refuse_misfits(config, FAMILIES.get(model)(config.model), detect(config.model))
+        check_model_parallel(config, FAMILIES.get(model)(config.model), detect_model(config.model))
     assert said in str(caught.value)
 
 
@@ -198,5 +198,5 @@ def test_a_model_that_cannot_be_taken_apart_so_is_told_before_it_is_loaded(model
 ])  # fmt: skip
 def test_settings_that_do_not_go_together_are_told(flags, said):
     with pytest.raises(ConfigError) as caught:
-        load_options(["--dataset_config", __file__, *flags]).require()
+        parse_config(["--dataset_config", __file__, *flags]).require_valid()
     assert said in str(caught.value)

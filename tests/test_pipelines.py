@@ -16,17 +16,17 @@ from test_run import difference, pictures, train
 from tiny import TINY
 from torch import nn
 
-from library.config import load_options
-from library.config.values import Steps
-from library.distributed.chain import Chain, Departed, Passage
-from library.distributed.layout import Layout
-from library.distributed.memory import phase
-from library.distributed.pipelined import Pipelined
-from library.distributed.schedules import Job
-from library.distributed.skips import SkipChain
-from library.distributed.structure import Structure
+from library.config import parse_config
+from library.config.values import StepRange
+from library.distributed.chain import BlockSequence, StageBoundary, StageRunner
+from library.distributed.layout import ParallelDims
+from library.distributed.memory import record_phase
+from library.distributed.pipelined import PipelineStrategy
+from library.distributed.schedules import PipelineStep
+from library.distributed.skips import UNetBlockSequence
+from library.distributed.structure import ParallelPlan
 from library.families import FAMILIES
-from library.training.memory_advice import switches
+from library.training.memory_advice import suggest_oom_fixes
 from library.training.profiler import DenoiserCalls, StepProfiler
 
 
@@ -77,11 +77,11 @@ class Block(nn.Linear):
         return super().forward(hidden_states)
 
 
-def alone() -> Pipelined:
+def alone() -> PipelineStrategy:
     """All stages in this process, which is in no group."""
-    pipeline = Pipelined.__new__(Pipelined)
-    pipeline.layout, pipeline.schedule, pipeline.stage, pipeline.is_last_stage = Layout(), "1f1b", 0, True
-    pipeline.device, pipeline.cutting, pipeline.group = torch.device("cpu"), None, None
+    pipeline = PipelineStrategy.__new__(PipelineStrategy)
+    pipeline.dims, pipeline.schedule, pipeline.pipeline_stage, pipeline.is_last_stage = ParallelDims(), "1f1b", 0, True
+    pipeline.device, pipeline.tensor_parallel, pipeline.stage_group = torch.device("cpu"), None, None
     return pipeline
 
 
@@ -94,8 +94,8 @@ def test_checkpoints_are_made_in_the_way_and_of_the_blocks_that_were_asked_for(e
     monkeypatch.setattr(
         activation_checkpointing, "checkpoint", lambda call, *given, **named: made.append(call) or call(*given)
     )
-    pipeline._take_apart(model, model, Structure(Chain.of(model, ["row"], ["hidden_states"])))
-    pipeline.passage.only(0, 4, None)
+    pipeline._partition_model(model, model, ParallelPlan(BlockSequence.from_lists(model, ["row"], ["hidden_states"])))
+    pipeline.stage_runner.run_stage(0, 4, None)
     for _ in range(2):
         given = torch.ones(1, 2)
         for block in model.row:
@@ -108,32 +108,32 @@ def test_scaled_losses_give_gradients_that_can_be_scaled_back_on_every_stage():
     weight, scaler = nn.Parameter(torch.tensor(3.0)), torch.amp.GradScaler("cpu", init_scale=4.0)
     optimizer, pipeline = torch.optim.SGD([weight], lr=0.25), alone()
     pipeline.accelerator = SimpleNamespace(scaler=scaler, autocast=nullcontext)
-    pipeline._exchange, pipeline._summed = lambda processes: None, lambda total: total
+    pipeline._all_reduce_gradients, pipeline._all_reduce_loss = lambda processes: None, lambda total: total
 
     def all_stages(loss_of, *more):
         losses = [loss_of(batch) for batch in more[-1]]
         sum(losses).backward()
         return sum(losses).detach()
 
-    pipeline.schedules = SimpleNamespace(run=all_stages)
-    assert float(pipeline.gradients(lambda batch, step: weight * batch, [1.0, 2.0], 2, 0)) == 4.5
+    pipeline.pipeline_schedules = SimpleNamespace(run=all_stages)
+    assert float(pipeline.compute_gradients(lambda batch, step: weight * batch, [1.0, 2.0], 2, 0)) == 4.5
     assert float(weight.grad) == 6.0
     scaler.unscale_(optimizer)
     assert float(weight.grad) == 1.5
 
-    pipeline.schedules = SimpleNamespace(run=lambda *_: torch.zeros(()))  # on a stage that is not the last
+    pipeline.pipeline_schedules = SimpleNamespace(run=lambda *_: torch.zeros(()))  # on a stage that is not the last
     pipeline.accelerator.scaler = scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    pipeline.gradients(lambda batch, step: weight * batch, [1.0, 2.0], 2, 0)
+    pipeline.compute_gradients(lambda batch, step: weight * batch, [1.0, 2.0], 2, 0)
     scaler.unscale_(optimizer)
 
 
 def test_operations_count_once_however_often_the_model_is_called_for_a_micro_batch():
-    model, calls, job = nn.Identity(), DenoiserCalls(), Job(None, None, ["first", "second"])
+    model, calls, job = nn.Identity(), DenoiserCalls(), PipelineStep(None, None, ["first", "second"])
     with calls.record(model):
         for number in (0, 0, 1, 0, 1):  # the first to prepare it, the last two on the way through a second stage
-            with job.begin(number) as batch:
+            with job.start_micro_batch(number) as batch:
                 model(torch.ones(1))
-                assert batch == job.work[number]
+                assert batch == job.batches[number]
         model(torch.ones(1))
     assert sum(calls.counts.values()) == 3
 
@@ -148,29 +148,29 @@ def test_a_profile_tells_of_each_device_of_a_pipeline_its_share_of_the_operation
 
 
 def test_operations_of_a_picture_are_shared_by_those_who_work_on_it(tmp_path):
-    profiler, told = StepProfiler(Steps(2, 6), tmp_path / "trace.json.gz"), {}
+    profiler, told = StepProfiler(StepRange(2, 6), tmp_path / "trace.json.gz"), {}
     profiler.calls, profiler.seconds = SimpleNamespace(count_flops=lambda denoiser: 4e12), 1.0
     run = SimpleNamespace(
         strategy=SimpleNamespace(together=2, device=torch.device("cpu"), precision="bf16"),
         task=SimpleNamespace(pipe=SimpleNamespace(unet=None), family=SimpleNamespace(denoiser="unet")),
         teller=SimpleNamespace(noted=lambda run, figures: told.update(figures)),
     )
-    with torch.profiler.profile() as profile, phase("other"):
+    with torch.profiler.profile() as profile, record_phase("other"):
         pass
     profiler._report(run, profile)
     assert told["profile/step_teraflop"] == 2.0
 
 
 def test_whoever_shares_pictures_has_all_weights_and_can_let_them_rest():
-    config = load_options(["--dataset_config", __file__, "--gradient_checkpointing", "--cp_size", "2"]).config
-    said = " ".join(switches(config, "forward", 4))
+    config = parse_config(["--dataset_config", __file__, "--gradient_checkpointing", "--cp_size", "2"]).config
+    said = " ".join(suggest_oom_fixes(config, "forward", 4))
     assert "--blocks_to_swap" in said and "--base_storage" in said and "--on_oom" not in said
 
 
 @pytest.mark.parametrize("flags", [("--pp_size", "2"), ("--tp_size", "2"), ("--fsdp",), ("--deepspeed",)])
 def test_what_is_refused_is_no_advice(flags):
-    config = load_options(["--dataset_config", __file__, "--gradient_checkpointing", *flags]).config
-    said = " ".join(switches(config, "forward", 4))
+    config = parse_config(["--dataset_config", __file__, "--gradient_checkpointing", *flags]).config
+    said = " ".join(suggest_oom_fixes(config, "forward", 4))
     assert "--blocks_to_swap" not in said and "--base_storage" not in said
     assert "--on_oom" not in said and "--cpu_offload_checkpointing" in said
 
@@ -184,17 +184,17 @@ def test_a_unet_cut_anywhere_says_what_a_whole_one_says(model):
     predict = partial(FAMILIES.get(tiny.family)().predict, tiny.pipe, unet, latents, torch.full((2,), 0.5), batch)
     with torch.no_grad():
         whole = predict()
-        passage = Passage(SkipChain.of_unet(unet))
-        ends = [0, 1, 2, 3, 4, len(passage.chain.blocks)]
+        passage = StageRunner(UNetBlockSequence.from_unet(unet))
+        ends = [0, 1, 2, 3, 4, len(passage.block_sequence.blocks)]
         arrived = None
         for first, end in pairwise(ends):
-            passage.only(first, end, arrived)
+            passage.run_stage(first, end, arrived)
             try:
                 said = predict()
-            except Departed as departed:
-                arrived = departed.flow
+            except StageBoundary as departed:
+                arrived = departed.activations
         assert len(ends) == 6 and torch.equal(said, whole)
-        passage.all_of(range(len(passage.chain.blocks)), lambda place, flow: flow)
+        passage.run_all_stages(range(len(passage.block_sequence.blocks)), lambda place, flow: flow)
         assert torch.equal(predict(), whole)
 
 

@@ -13,11 +13,11 @@ import pytest
 from PIL import Image
 from ranks import on_ranks
 
-from library.config import load_options
-from library.data.contact_sheet import covered_where_masked
-from library.data.images import cut_out, upright
-from library.data.prepare import prepare
-from library.families.detect import detect
+from library.config import parse_config
+from library.data.contact_sheet import overlay_mask
+from library.data.images import resize_and_crop, load_rgb_image
+from library.data.prepare import prepare_data
+from library.families.detect import detect_model
 from library.training.plan import RunPlan
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,10 +36,10 @@ def plan_beside_torch(*words) -> tuple[int, str, str]:
 
 
 def _planned(*words: str) -> tuple[int, str, str]:
-    from library.cli import tool
+    from library.cli import run_tool
 
     with redirect_stdout(io.StringIO()) as answer, redirect_stderr(io.StringIO()) as messages:
-        code = tool(["plan", *words])
+        code = run_tool(["plan", *words])
     return code, answer.getvalue(), messages.getvalue()
 
 
@@ -78,9 +78,9 @@ def pictures(tmp_path) -> list[str]:
 
 def of_a_run(options: list[str], ranks: int):
     """The pictures and the plan as training makes them."""
-    config = load_options(options).require()
-    prepared = prepare(config.data, detect(None).pixel_step)
-    return prepared, RunPlan.of(prepared.batch_plan(ranks, config.train), config.train, config.optim)
+    config = parse_config(options).require_valid()
+    prepared = prepare_data(config.data, detect_model(None).size_multiple)
+    return prepared, RunPlan.from_config(prepared.build_batch_plan(ranks, config.train), config.train, config.optim)
 
 
 @pytest.mark.parametrize("golden", sorted(GOLDEN.glob("*.json")), ids=lambda path: path.stem)
@@ -101,20 +101,20 @@ def test_the_steps_are_those_of_a_run_on_as_many_processes(pictures, ranks, leng
     options = [*pictures, *length, "--gradient_accumulation_steps", "2", "--seed", "5"]
     said = as_json(*options, "--world_size", ranks)
     _, run = of_a_run(options, ranks)
-    assert said["ranks"] == ranks == run.batches.ranks and said["gradient_accumulation_steps"] == 2
-    assert (said["steps"], said["epochs"]) == (run.steps, run.epochs)
-    assert said["steps_per_epoch"] == run.batches.steps_per_epoch
-    assert said["micro_batches_per_epoch"] == run.batches.batches_per_epoch
+    assert said["ranks"] == ranks == run.batch_plan.dp_size and said["gradient_accumulation_steps"] == 2
+    assert (said["steps"], said["epochs"]) == (run.steps, run.num_epochs)
+    assert said["steps_per_epoch"] == run.batch_plan.steps_per_epoch
+    assert said["micro_batches_per_epoch"] == run.batch_plan.micro_batches_per_epoch
     assert said["samples_per_epoch"] == 7 * 3 + 2 and said["pictures_per_epoch"] == 9
-    shown = [run.batches.micro_batch(position) for position in range(run.batches.batches_per_epoch)]
-    assert said["padding_per_epoch"] == sum(batch.weights.count(False) for batch in shown)
+    shown = [run.batch_plan.get_micro_batch(position) for position in range(run.batch_plan.micro_batches_per_epoch)]
+    assert said["padding_per_epoch"] == sum(batch.is_real.count(False) for batch in shown)
     buckets = [bucket for dataset in said["datasets"] for bucket in dataset["buckets"]]
     for index, bucket in enumerate(buckets):
-        mine = [batch for batch in shown if batch.bucket == index]
-        assert bucket["size"] == list(run.batches.buckets[index].size)
+        mine = [batch for batch in shown if batch.bucket_index == index]
+        assert bucket["size"] == list(run.batch_plan.buckets[index].resolution)
         assert bucket["micro_batches"] == len(mine)
-        assert bucket["samples"] == sum(sum(batch.weights) for batch in mine)
-        assert bucket["padding"] == sum(batch.weights.count(False) for batch in mine)
+        assert bucket["samples"] == sum(sum(batch.is_real) for batch in mine)
+        assert bucket["padding"] == sum(batch.is_real.count(False) for batch in mine)
         assert bucket["remainder"] == bucket["samples"] % (bucket["batch_size"] * ranks * 2)
 
 
@@ -123,11 +123,11 @@ def test_every_picture_is_listed_as_it_is_trained(pictures):
     prepared, _ = of_a_run(pictures, 1)
     listed = [sample for dataset in said["datasets"] for sample in dataset["samples"]]
     assert len(listed) == 9
-    for sample, placement, item in zip(prepared.manifest.samples, prepared.placements, listed, strict=True):
+    for sample, placement, item in zip(prepared.manifest.samples, prepared.assignments, listed, strict=True):
         assert item["image"] == str(sample.image) and item["caption"] == sample.caption
-        assert item["repeats"] == (3, 1)[sample.dataset]
-        assert (item["bucket"], item["resized"]) == (list(placement.bucket), list(placement.resized))
-        assert item["crop"] == (None if sample.dataset == 1 else list(placement.crop))
+        assert item["repeats"] == (3, 1)[sample.dataset_index]
+        assert (item["bucket"], item["resized"]) == (list(placement.bucket_resolution), list(placement.resized_size))
+        assert item["crop"] == (None if sample.dataset_index == 1 else list(placement.crop_left_top))
     assert listed[0]["size"] == [90, 200] and listed[0]["caption"] == "a 0 猫"  # turned by EXIF
     first = said["datasets"][0]
     assert first["resolved"]["params"]["resolution"] == [64, 64] and first["bucket_mode"] == "kohya"
@@ -251,9 +251,9 @@ def test_the_preview_shows_each_picture_as_the_model_sees_it(pictures, tmp_path)
     assert done.stdout.splitlines()[-1] == f"contact sheet: {tmp_path}/sheet.png, 9 of 9 pictures"
     sheet = np.asarray(Image.open(tmp_path / "sheet.png"))
     prepared, _ = of_a_run(pictures, 1)
-    for sample, placement in zip(prepared.manifest.samples, prepared.placements, strict=True):
-        pixels = cut_out(upright(sample.image), placement, placement.crop, None)
-        scale = 2 if placement.bucket[0] * placement.bucket[1] > 4600 else 3
+    for sample, placement in zip(prepared.manifest.samples, prepared.assignments, strict=True):
+        pixels = resize_and_crop(load_rgb_image(sample.image), placement, placement.crop_left_top, None)
+        scale = 2 if placement.bucket_resolution[0] * placement.bucket_resolution[1] > 4600 else 3
         wanted = pixels.repeat(scale, axis=0).repeat(scale, axis=1)
         assert is_in(wanted, sheet), (sample.key, placement)
 
@@ -273,7 +273,7 @@ def test_masks_are_listed_counted_and_seen(tmp_path):
     done = plan(*words, "--preview", tmp_path / "sheet.png")
     assert f"dataset 1, {tmp_path}/p: 1 picture x 1 repeats = 1 in an epoch" in done.stdout
     assert ", masks 1/1" in done.stdout
-    wanted = covered_where_masked(pixels, mask).repeat(3, axis=0).repeat(3, axis=1)
+    wanted = overlay_mask(pixels, mask).repeat(3, axis=0).repeat(3, axis=1)
     assert is_in(wanted, np.asarray(Image.open(tmp_path / "sheet.png")))
     without = plan("--dataset_config", tmp_path / "set.toml")
     assert without.returncode == 2 and "masks in a folder are used with --masked_loss" in without.stderr

@@ -10,12 +10,12 @@ from safetensors.torch import load_file
 from test_run import difference, even, train, trained
 from tiny import TINY
 
-from library.config import load_options
-from library.distributed.attention import attention_problems
+from library.config import parse_config
+from library.distributed.attention import validate_attention_support
 from library.distributed.world import World
 from library.families import FAMILIES
-from library.families.attention import BACKENDS, OURS, attention_misfit, use_attention
-from library.families.known import FACTS
+from library.families.attention import DIFFUSERS_ATTENTION_BACKENDS, TORCH_ATTENTION_MODES, validate_attention_mode, set_attention_mode
+from library.families.known import FAMILY_FACTS
 
 __all__ = ["even"]  # a fixture
 
@@ -24,11 +24,11 @@ DATA = ["--dataset_config", "pyproject.toml"]
 
 def predicted(name: str, mode: str) -> torch.Tensor:
     family, tiny = FAMILIES.get(TINY[name]().family)(), TINY[name]()
-    denoiser = getattr(tiny.pipe, family.denoiser)
-    use_attention(denoiser, mode)
+    denoiser = getattr(tiny.pipe, family.denoiser_name)
+    set_attention_mode(denoiser, mode)
     told = {str(module.processor._attention_backend.value) for module in denoiser.modules()
             if getattr(getattr(module, "processor", None), "_attention_backend", None) is not None}  # fmt: skip
-    assert told == (set() if mode in OURS else {BACKENDS[mode]})
+    assert told == (set() if mode in TORCH_ATTENTION_MODES else {DIFFUSERS_ATTENTION_BACKENDS[mode]})
     with torch.no_grad():
         return family.predict(tiny.pipe, denoiser, tiny.batch.latents, torch.tensor([700.0, 250.0]), tiny.batch)
 
@@ -43,33 +43,33 @@ def test_another_way_to_compute_attention_gives_the_same_and_ends_with_its_model
 
 
 def test_a_family_has_only_what_its_denoiser_can_be_switched_to():
-    for name, facts in FACTS.items():
-        for mode in (*OURS, *BACKENDS):
-            problem = attention_misfit(mode, SimpleNamespace(family=name))
-            assert (problem is None) == (mode in (*OURS, *facts.attention)), (name, mode)
+    for name, facts in FAMILY_FACTS.items():
+        for mode in (*TORCH_ATTENTION_MODES, *DIFFUSERS_ATTENTION_BACKENDS):
+            problem = validate_attention_mode(mode, SimpleNamespace(family=name))
+            assert (problem is None) == (mode in (*TORCH_ATTENTION_MODES, *facts.attention_modes)), (name, mode)
     assert "flash cannot be chosen for Stable Diffusion 3; it has sdpa, xformers" in str(
-        attention_misfit("flash", SimpleNamespace(family="sd3")))  # fmt: skip
+        validate_attention_mode("flash", SimpleNamespace(family="sd3")))  # fmt: skip
 
 
 def test_what_this_machine_has_not_is_told_with_the_way_out():
     world = replace(World.from_environment(), device="cpu")
-    assert attention_problems("sdpa", world, "no") == attention_problems("math", world, None) == []
-    assert attention_problems("flash", world, "no") == [
+    assert validate_attention_support("sdpa", world, "no") == validate_attention_support("math", world, None) == []
+    assert validate_attention_support("flash", world, "no") == [
         "--attn_mode flash: it is not installed; pip install flash-attn, or use sdpa",
         "--attn_mode flash: needs a CUDA device, and this is cpu; use sdpa",
         "--attn_mode flash: computes in half precision only; set mixed_precision bf16, or use sdpa",
     ]
-    assert attention_problems("cudnn", replace(world, device="cuda"), "bf16") == []
+    assert validate_attention_support("cudnn", replace(world, device="cuda"), "bf16") == []
 
 
 @pytest.mark.parametrize(("flag", "mode"), [("--xformers", "xformers"), ("--use_flash_attn", "flash")])
 def test_the_switches_of_sd_scripts_choose_a_way(flag, mode, tmp_path):
-    loaded = load_options([*DATA, flag])
+    loaded = parse_config([*DATA, flag])
     assert loaded.problems == [] and loaded.config.distributed.attn_mode == mode
     (tmp_path / "run.toml").write_text(f"{flag[2:]} = false\n")
-    loaded = load_options([*DATA, "--config_file", str(tmp_path / "run.toml")])
+    loaded = parse_config([*DATA, "--config_file", str(tmp_path / "run.toml")])
     assert loaded.problems == [] and loaded.config.distributed.attn_mode == "sdpa"
-    assert load_options([*DATA, flag, "3"]).problems == [f"{flag}: takes no value"]
+    assert parse_config([*DATA, flag, "3"]).problems == [f"{flag}: takes no value"]
 
 
 def test_a_run_is_refused_before_a_model_is_loaded(even, tmp_path):
@@ -83,7 +83,7 @@ def precisions(*flags: str) -> tuple[set, set, set]:
     """What the base, the adapter and its gradients are in."""
     from library.training import job
 
-    honest, found = job.Run.parameters.fget, {}
+    honest, found = job.TrainingRun.parameters.fget, {}
 
     def parameters(run):
         learning = honest(run)
@@ -92,7 +92,7 @@ def precisions(*flags: str) -> tuple[set, set, set]:
         found.setdefault("gradients", set()).update(item.grad.dtype for item in learning if item.grad is not None)
         return learning
 
-    job.Run.parameters = property(parameters)
+    job.TrainingRun.parameters = property(parameters)
     train(*flags)
     return found["base"], found["adapter"], found["gradients"]
 
@@ -120,7 +120,7 @@ def test_half_adapters_train_alike_on_two_ranks_and_near_whole_ones(even, tmp_pa
 
 
 def test_half_adapters_without_half_computation_are_refused(even, tmp_path):
-    assert load_options([*DATA, "--full_bf16", "--mixed_precision", "no"]).problems == [
+    assert parse_config([*DATA, "--full_bf16", "--mixed_precision", "no"]).problems == [
         "--full_bf16: needs mixed_precision bf16, and it is no"]  # fmt: skip
     with pytest.raises(AssertionError, match="--full_bf16: needs mixed_precision bf16, and it is no"):
         on_ranks(1, train, "--dataset_config", str(even), "--output_dir", str(tmp_path), "--full_bf16")

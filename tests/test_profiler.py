@@ -13,7 +13,7 @@ from test_run import even, train
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from library.config.values import Steps
+from library.config.values import StepRange
 from library.distributed import memory
 from library.distributed.devices import HOST
 from library.families import FAMILIES
@@ -24,13 +24,13 @@ __all__ = ["even"]  # a fixture
 
 
 def test_the_time_of_a_phase_is_without_that_of_phases_inside_of_it():
-    with torch.profiler.profile() as profile, memory.phase("other"):
+    with torch.profiler.profile() as profile, memory.record_phase("other"):
         time.sleep(0.01)
-        with memory.phase("forward"):
+        with memory.record_phase("forward"):
             time.sleep(0.02)
-            with memory.phase("encode"):
+            with memory.record_phase("encode"):
                 time.sleep(0.04)
-        with memory.phase("forward"):
+        with memory.record_phase("forward"):
             torch.ones(1).add_(1)
     found = sum_phase_seconds(profile.events())
     assert found.keys() == {"other", "forward", "encode"}
@@ -41,7 +41,7 @@ def test_the_time_of_a_phase_is_without_that_of_phases_inside_of_it():
 def test_a_phase_waits_for_the_device_only_where_it_is_profiled(is_profiled):
     waits = []
     token = memory.SYNCHRONIZE.set(lambda: waits.append(1)) if is_profiled else None
-    with memory.phase("forward"), memory.phase("encode"):
+    with memory.record_phase("forward"), memory.record_phase("encode"):
         pass
     if token is not None:
         memory.SYNCHRONIZE.reset(token)
@@ -121,17 +121,17 @@ def test_what_is_done_between_steps_is_no_part_of_them(tmp_path):
             model(torch.ones(1))
             time.sleep(0.02)
 
-    run.actions, told, profiled = [Drawing()], {}, StepProfiler(Steps(2, 7), tmp_path / "trace.json")
+    run.actions, told, profiled = [Drawing()], {}, StepProfiler(StepRange(2, 7), tmp_path / "trace.json")
     assert profiled.timed == 2 and profiled.profiled == 3
     run.teller = SimpleNamespace(noted=lambda run, figures: told.update(figures))
     profiled.calls.count_flops = lambda denoiser: sum(profiled.calls.counts.values())
     actions = profiled.wrap(run)
     for step in range(1, 10):
-        with memory.phase("forward"):
+        with memory.record_phase("forward"):
             model(torch.ones(1))
             time.sleep(0.002)
         run.state.step = step
-        for action in [action for action in actions if action.is_due(run)]:
+        for action in [action for action in actions if action.should_run(run)]:
             action(run)
     assert told["profile/step_teraflop"] * 1e12 == 1
     assert 0.002 <= told["profile/step_seconds"] < 0.01 and 0.002 <= told["profile/forward_seconds"] < 0.01
@@ -145,10 +145,10 @@ def test_steps_that_are_taken_back_are_profiled_when_they_come_again(tmp_path):
                                                family=SimpleNamespace(denoiser="unet")))  # fmt: skip
     told = []
     run.teller = SimpleNamespace(noted=lambda run, figures: told.append(run.state.step))
-    actions = StepProfiler(Steps(2, 6), tmp_path / "trace.json").wrap(run)
+    actions = StepProfiler(StepRange(2, 6), tmp_path / "trace.json").wrap(run)
     for step in (1, 2, 1, 2, 3, 4, 3, 4, 5, 6, 5, 6, 7):
         run.state.step = step
-        for action in [action for action in actions if action.is_due(run)]:
+        for action in [action for action in actions if action.should_run(run)]:
             action(run)
     assert told == [6] and (tmp_path / "trace.json").is_file()
 
@@ -156,5 +156,5 @@ def test_steps_that_are_taken_back_are_profiled_when_they_come_again(tmp_path):
 @pytest.mark.parametrize(("begins", "ends", "said"), [(0, 9, ""), (3, 9, "step 4 to 9"), (0, 5, "step 1 to 5")])
 def test_a_run_without_all_of_the_steps_is_told(begins, ends, said, tmp_path, caplog):
     run = SimpleNamespace(state=SimpleNamespace(step=begins), plan=SimpleNamespace(steps=ends), actions=[])
-    StepProfiler(Steps(2, 7), tmp_path / "trace").wrap(run)
+    StepProfiler(StepRange(2, 7), tmp_path / "trace").wrap(run)
     assert said in caplog.text and bool(said) is bool(caplog.text)

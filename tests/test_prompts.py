@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from library.data.prompts import Prompt, read_prompts
+from library.data.prompts import Prompt, load_prompts
 from library.errors import ConfigError
-from library.families.detect import detect
-from library.families.drawable import undrawable
+from library.families.detect import detect_model
+from library.families.drawable import validate_prompts
 
 
 def read(tmp_path, name, text):
     (tmp_path / name).write_text(text, encoding="utf-8")
-    return read_prompts(tmp_path / name)
+    return load_prompts(tmp_path / name)
 
 
 def problems(tmp_path, name, text):
@@ -22,7 +22,7 @@ def problems(tmp_path, name, text):
     return [line.removeprefix(f"{tmp_path / name}") for line in caught.value.problems]
 
 
-FULL = Prompt("a cat, red", "a dog - or two", 512, 768, seed=7, steps=20, scale=3.5, sampler="euler_a")
+FULL = Prompt("a cat, red", "a dog - or two", 512, 768, seed=7, num_inference_steps=20, cfg_scale=3.5, sampler="euler_a")
 
 
 def test_a_line_is_a_prompt_with_its_options_behind_it(tmp_path):
@@ -51,7 +51,7 @@ def test_a_toml_file_has_common_settings_and_a_table_for_each_prompt(tmp_path):
         [[prompt.subset]]
         prompt = "plain"
     """
-    plain = Prompt("plain", width=512, height=768, steps=20, scale=7.0)
+    plain = Prompt("plain", width=512, height=768, num_inference_steps=20, cfg_scale=7.0)
     assert read(tmp_path, "p.toml", text) == [FULL, plain]
 
 
@@ -126,7 +126,7 @@ def test_a_file_that_is_none_is_one_line(tmp_path, name, text, problem):
 
 def test_a_missing_file_is_one_line():
     with pytest.raises(ConfigError, match=r"absent\.txt: no such file"):
-        read_prompts(Path("absent.txt"))
+        load_prompts(Path("absent.txt"))
 
 
 def test_a_seed_that_no_generator_takes_is_named(tmp_path):
@@ -134,25 +134,25 @@ def test_a_seed_that_no_generator_takes_is_named(tmp_path):
     path.write_text("a cat --d 99999999999999999999\n")
 
     with pytest.raises(ConfigError, match="--d: 99999999999999999999 is too large"):
-        read_prompts(path)
+        load_prompts(path)
 
 
 def test_what_a_model_cannot_draw_is_told_with_its_place(tmp_path):
     path = tmp_path / "p.txt"
     path.write_text("a --w 72 --h 8 --g 3 --fs 2 --ss ddim\nb --w 64 --h 48 --ss euler\n", "utf-8")
-    prompts = read_prompts(path)
-    assert undrawable(prompts, None, detect("random:flux:tiny")) == [
+    prompts = load_prompts(path)
+    assert validate_prompts(prompts, None, detect_model("random:flux:tiny")) == [
         f"{path}:1: --w: 72 is no multiple of 16, as FLUX.1 needs it; write 80 or 64",
         f"{path}:1: --h: 8 is no multiple of 16, as FLUX.1 needs it; write 16",
         f"{path}:1: --ss: ddim is not for flow matching, by which FLUX.1 works; use euler",
     ]
-    assert undrawable(prompts[1:], "pndm", detect("random:sd3:tiny")) == [
+    assert validate_prompts(prompts[1:], "pndm", detect_model("random:sd3:tiny")) == [
         "sample_sampler: pndm is not for flow matching, by which Stable Diffusion 3 works; use euler"
     ]
-    assert undrawable(prompts, "pndm", detect(None)) == [
+    assert validate_prompts(prompts, "pndm", detect_model(None)) == [
         f"{path}:1: --fs: only flow-matching models have it, and Stable Diffusion 1 is none; leave it out",
         f"{path}:1: --g: only FLUX.1 dev is told a guidance; use --l for this model",
     ]
-    assert [line.split(": ")[1] for line in undrawable(prompts[:1], None, detect("random:flux:schnell:tiny"))] == [
+    assert [line.split(": ")[1] for line in validate_prompts(prompts[:1], None, detect_model("random:flux:schnell:tiny"))] == [
         "--w", "--h", "--g", "--ss",
     ]  # fmt: skip

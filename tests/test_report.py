@@ -5,16 +5,16 @@ import re
 
 from PIL import Image
 
-from library.training.charts import Line, bars, curves
-from library.training.report import Subject, write_report
-from library.training.report_validation import validation
+from library.training.charts import Curve, render_bar_chart, render_line_chart
+from library.training.report import ReportContext, write_report
+from library.training.report_validation import render_validation
 
 PLACE = re.compile(r'points="([^"]+)"')
 
 
 def test_a_curve_goes_up_where_its_values_do():
     points = [tuple(map(float, pair.split(","))) for pair in
-              PLACE.search(curves([Line("a", [(1, 0.5), (2, 2.5), (3, 1.5)])]))[1].split()]  # fmt: skip
+              PLACE.search(render_line_chart([Curve("a", [(1, 0.5), (2, 2.5), (3, 1.5)])]))[1].split()]  # fmt: skip
 
     (x1, y1), (x2, y2), (x3, y3) = points
     assert x2 - x1 == x3 - x2 > 0
@@ -22,13 +22,13 @@ def test_a_curve_goes_up_where_its_values_do():
 
 
 def test_a_constant_and_a_single_point_can_be_drawn_and_nothing_is_nothing():
-    assert "polyline" in curves([Line("a", [(1, 3.0), (2, 3.0)])]) and "polyline" in curves([Line("a", [(1, 0.0)])])
-    assert curves([Line("a", [])]) == "" == bars({}, ("x",))
+    assert "polyline" in render_line_chart([Curve("a", [(1, 3.0), (2, 3.0)])]) and "polyline" in render_line_chart([Curve("a", [(1, 0.0)])])
+    assert render_line_chart([Curve("a", [])]) == "" == render_bar_chart({}, ("x",))
 
 
 def test_a_long_curve_is_thinned_and_keeps_its_mean():
     points = [(step, float(step % 7)) for step in range(40_000)]
-    drawn = PLACE.search(curves([Line("a", points)]))[1].split()
+    drawn = PLACE.search(render_line_chart([Curve("a", points)]))[1].split()
 
     assert len(drawn) <= 1500
 
@@ -42,7 +42,7 @@ def test_the_page_holds_figures_previews_and_settings_and_no_address(tmp_path):
     for name, colour in (("before", "red"), ("after", "green")):
         Image.new("RGB", (64, 48), colour).save(tmp_path / f"{name}.png")
     rows = [("a <cat>", {"000000": tmp_path / "before.png", "000008": tmp_path / "after.png"}), ("a dog", {})]
-    subject = Subject("my & lora", 8, "2 pictures", {"network_dim": 4}, 0.0, 2, "bf16", rows)
+    subject = ReportContext("my & lora", 8, "2 pictures", {"network_dim": 4}, 0.0, 2, "bf16", rows)
 
     write_report(subject, tmp_path / "m.jsonl", tmp_path / "report.html")
 
@@ -56,7 +56,7 @@ def test_the_page_holds_figures_previews_and_settings_and_no_address(tmp_path):
 
 
 def test_a_page_can_be_made_before_anything_was_learnt(tmp_path):
-    subject = Subject("a", 8, "", {}, 0.0, 1, "no", [])
+    subject = ReportContext("a", 8, "", {}, 0.0, 1, "no", [])
 
     write_report(subject, tmp_path / "none.jsonl", tmp_path / "report.html")
 
@@ -68,11 +68,11 @@ def test_the_page_says_whether_validation_is_better_than_the_base_and_by_more_th
     line = {"step": 7, "validation/loss": 0.4, "validation/base": 0.5, "validation/gain": 0.1,
             "validation/gain_interval": 0.02, "validation/time/0.1": 0.15, "validation/time/0.9": 0.65}  # fmt: skip
 
-    assert validation([{"step": 3, "loss/current": 1.0}]) == "" == validation([base])
-    page = validation([base, line])
+    assert render_validation([{"step": 3, "loss/current": 1.0}]) == "" == render_validation([base])
+    page = render_validation([base, line])
     assert "0.1 below the base model" in page and "better than the base model" in page
     assert ">0.9: 0.8<" in page and ">0.9: 0.65<" in page and "By dataset" not in page
-    assert "not to be told from it" in validation([base, line | {"validation/gain_interval": 0.2}])
+    assert "not to be told from it" in render_validation([base, line | {"validation/gain_interval": 0.2}])
     worse = line | {"validation/gain": -0.1, "validation/dataset/1": 0.4}
-    assert "0.1 above" in validation([base, worse]) and "worse than the base model" in validation([base, worse])
-    assert "By dataset" in validation([base, worse])
+    assert "0.1 above" in render_validation([base, worse]) and "worse than the base model" in render_validation([base, worse])
+    assert "By dataset" in render_validation([base, worse])

@@ -10,12 +10,12 @@ from ranks import on_ranks
 from safetensors.torch import load_file
 from test_run import pictures, train
 
-from library.config import load_options
+from library.config import parse_config
 from library.config.schema import StateConfig
 from library.errors import ConfigError, UserError
 from library.training import state_folder
-from library.training.changes import changes, plain_settings
-from library.training.resume import chosen
+from library.training.changes import find_changes, serialize_settings
+from library.training.resume import select_checkpoint
 
 STEPS = 12
 TIMES = ("data_wait_seconds", "speed/", "memory/")
@@ -85,17 +85,17 @@ def test_a_file_that_could_not_be_written_is_written_by_the_run_that_goes_on(who
 
 def without_room_at_first(*words: str) -> None:
     """A run that finds no room for its first LoRA file, and one that goes on."""
-    from library.training.export import Export
+    from library.training.export import SaveAdapter
 
     def no_room(*_):
         raise UserError("no room")
 
-    honest, Export._save_one = Export._save_one, no_room
+    honest, SaveAdapter._save_file = SaveAdapter._save_file, no_room
     try:
         train(*words)
     except UserError as error:
         assert "no room" in str(error) and "lora-step00000003-state" in str(error)
-    Export._save_one = honest
+    SaveAdapter._save_file = honest
     train(*words)
 
 
@@ -145,10 +145,10 @@ def test_a_complete_run_says_so_and_a_longer_one_goes_on(whole, dataset, tmp_pat
 
 def told(*words: str) -> str:
     """The messages of a run."""
-    from library.log import set_up
+    from library.log import configure_logging
 
     path = Path(words[words.index("--output_dir") + 1]) / "log"
-    set_up(simple=True, file=str(path))
+    configure_logging(simple=True, file=str(path))
     train(*words)
     return path.read_text("utf-8")
 
@@ -168,9 +168,9 @@ def test_rates_for_other_parts_and_an_average_may_begin_later(whole, dataset, tm
     folder = cut(whole, tmp_path / "cut", 9)
     state = load_file(folder / "lora-step00000009-state" / "tensors.safetensors")
     without = [key for key in state if not key.startswith("average/")]
-    facts = state_folder.facts_of(folder / "lora-step00000009-state").facts
+    facts = state_folder.read_checkpoint_info(folder / "lora-step00000009-state").metadata
     facts["tree"]["average"] = {"dict": []}
-    state_folder.write(folder / "lora-step00000009-state", facts, {key: state[key] for key in without})
+    state_folder.write_checkpoint(folder / "lora-step00000009-state", facts, {key: state[key] for key in without})
     on_ranks(1, train, *flags(dataset, folder, "--auto_resume", "--resume_anyway", "--learning_rate", "1e-30",
                               "--network_args", "loraplus_lr_ratio=4"))  # fmt: skip
     average, before = (load_file(folder / name) for name in ("lora-ema.safetensors", "lora-step00000009.safetensors"))
@@ -203,7 +203,7 @@ def test_broken_states_are_named_and_passed_over(whole, dataset, tmp_path):
     ):
         on_ranks(1, train, *flags(dataset, folder, "--resume", str(tmp_path)))
     with pytest.raises(UserError, match=r"is no whole state: .* there are lora-state, "):  # the folder that has them
-        chosen(StateConfig(resume=str(folder)), tmp_path / "another", "lora")
+        select_checkpoint(StateConfig(resume=str(folder)), tmp_path / "another", "lora")
 
 
 def test_a_run_that_began_anew_goes_on_from_its_own_states(whole, dataset, tmp_path):
@@ -239,18 +239,18 @@ def test_old_lora_files_go_in_a_run_that_goes_on_as_well(dataset, tmp_path):
 def test_a_state_is_replaced_whole(tmp_path):
     path = tmp_path / "a-state"
     for number in (1, 2):
-        state_folder.write(path, {"step": number, "tree": {}}, {"x": torch.full((3,), float(number))})
-        found = state_folder.facts_of(path)
-        assert found.step == number and state_folder.tensors_of(found)["x"].tolist() == [number] * 3
+        state_folder.write_checkpoint(path, {"step": number, "tree": {}}, {"x": torch.full((3,), float(number))})
+        found = state_folder.read_checkpoint_info(path)
+        assert found.step == number and state_folder.load_checkpoint_tensors(found)["x"].tolist() == [number] * 3
     path.rename(tmp_path / ".a-state.old")  # killed between two names
-    assert [state_folder.facts_of(each).step for each in state_folder.states(tmp_path, "a")] == [2]
-    assert list(state_folder.states(tmp_path, "b")) == []
+    assert [state_folder.read_checkpoint_info(each).step for each in state_folder.find_checkpoints(tmp_path, "a")] == [2]
+    assert list(state_folder.find_checkpoints(tmp_path, "b")) == []
 
 
 def test_states_of_a_longer_name_are_not_ours(tmp_path):
     for name in ("mika-state", "mika-000002-state", "mika-step00000010-state", "mika-red-state", "mika"):
         (tmp_path / name).mkdir()
-    assert [path.name for path in state_folder.states(tmp_path, "mika")] == [
+    assert [path.name for path in state_folder.find_checkpoints(tmp_path, "mika")] == [
         "mika-000002-state", "mika-state", "mika-step00000010-state"]  # fmt: skip
 
 
@@ -261,7 +261,7 @@ def test_only_what_runs_of_this_name_had_begun_is_removed(tmp_path):
         (tmp_path / name).mkdir()
     for name in ("mika", "mika-ema", "mika-step00000010-ema", "mika-000001", "mika2", "mika-red"):
         (tmp_path / f".{name}.safetensors.77.part").touch()
-    state_folder.remove_leftovers(tmp_path, "mika")
+    state_folder.remove_leftover_files(tmp_path, "mika")
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         ".mika-red-state.77.new", ".mika-red.safetensors.77.part", ".mika2-state.77.new",
         ".mika2.safetensors.77.part"]  # fmt: skip
@@ -269,16 +269,16 @@ def test_only_what_runs_of_this_name_had_begun_is_removed(tmp_path):
 
 def test_settings_of_how_and_where_may_change():
     def settings(*words: str) -> dict:
-        return {"settings": plain_settings(load_options(["--dataset_config", "x", *words]).config), "model": "a",
+        return {"settings": serialize_settings(parse_config(["--dataset_config", "x", *words]).config), "model": "a",
                 "data": "b", "batch": [4]}  # fmt: skip
 
     now = settings("--output_dir", "elsewhere", "--gradient_checkpointing", "--mixed_precision", "no", "--network_dim",
                    "8", "--resume", "latest")  # fmt: skip
-    found = {str(change): change.matters for change in changes(settings(), now)}
+    found = {str(change): change.changes_result for change in find_changes(settings(), now)}
     assert found == {"output_dir: output -> elsewhere": False, "gradient_checkpointing: false -> true": False,
                      "mixed_precision: not set -> no": False, "network_dim: 4 -> 8": True}  # fmt: skip
-    (change,) = changes(settings(), {**settings(), "data": "other"})
-    assert change.matters and "pictures" in str(change)
+    (change,) = find_changes(settings(), {**settings(), "data": "other"})
+    assert change.changes_result and "pictures" in str(change)
 
 
 @pytest.mark.parametrize(("words", "said"), [
@@ -290,7 +290,7 @@ def test_settings_of_how_and_where_may_change():
 ])  # fmt: skip
 def test_options_that_do_not_fit_are_told(words, said):
     with pytest.raises(ConfigError, match=said):
-        load_options(["--dataset_config", __file__, *words]).require()
+        parse_config(["--dataset_config", __file__, *words]).require_valid()
 
 
 @pytest.mark.parametrize(("error", "said"), [

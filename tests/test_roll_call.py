@@ -11,14 +11,14 @@ import torch.distributed as dist
 from ranks import on_ranks
 from test_run import pictures
 
-from library.config import load_options
+from library.config import parse_config
 from library.distributed import code_version as code
 from library.distributed import roll_call
-from library.distributed.board import Board
-from library.distributed.meeting import as_torchrun_tells, seconds_to_connect
-from library.distributed.roll_call import Word, disagreements, layout
+from library.distributed.board import KeyValueStore
+from library.distributed.meeting import set_torchrun_variables, compute_connect_timeout
+from library.distributed.roll_call import RankReport, find_disagreements, format_rank_placement
 from library.distributed.world import World
-from library.training.sharing import what_is_shared
+from library.training.sharing import describe_shared_disks
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +82,9 @@ def without_an_exchange(data: list[str], folder: str) -> tuple[int, str]:
             said = text.read()
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), said
     os.dup2(write, 2)
-    meeting.SECONDS_TO_CONNECT, late.SECONDS_AFTER_ANOTHER = 1.0, 0.2
+    meeting.CONNECT_TIMEOUT_SECONDS, late.REPORTER_GRACE_SECONDS = 1.0, 0.2
     if os.environ["RANK"] == "1":
-        meeting.exchange_seconds = lambda *_: time.sleep(30)
+        meeting.measure_all_reduce_seconds = lambda *_: time.sleep(30)
     from library.cli import main
 
     os._exit(main([*data, "--output_dir", folder]))
@@ -105,47 +105,47 @@ def test_mpi_is_understood_beside_an_accelerator_too(monkeypatch):
         monkeypatch.delenv(name)
     told = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
             "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}  # fmt: skip
-    as_torchrun_tells(World.from_environment(told))
+    set_torchrun_variables(World.from_environment(told))
     found = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
     assert found == ["3", "4", "1", "2"]
-    as_torchrun_tells(World())
+    set_torchrun_variables(World())
     assert os.environ["LOCAL_RANK"] == "1"
 
 
 def test_hundreds_may_take_longer_to_connect():
-    assert seconds_to_connect(2) == 60 and seconds_to_connect(512) > 180
+    assert compute_connect_timeout(2) == 60 and compute_connect_timeout(512) > 180
 
 
-def words_of(*says: dict) -> list[Word]:
-    return [Word("ab"[rank // 2], item) for rank, item in enumerate(says)]
+def words_of(*says: dict) -> list[RankReport]:
+    return [RankReport("ab"[rank // 2], item) for rank, item in enumerate(says)]
 
 
 def test_most_are_right_and_rank_0_where_there_is_no_most():
     one, other = {"seed": 1, "code": "x"}, {"seed": None, "code": "y"}
-    assert disagreements(words_of(one, one, one)) == []
-    assert disagreements(words_of(other, one, one, one)) == [
+    assert find_disagreements(words_of(one, one, one)) == []
+    assert find_disagreements(words_of(other, one, one, one)) == [
         "seed: not set on rank 0 (on a), 1 on most others; start all of them with the same",
         "code: rank 0 (on a): not the same as on most others; give every machine the same version of this program",
     ]
-    assert "not set on ranks 2, 3 (on b), 1 on most" in disagreements(words_of(one, one, other, other))[0]
-    assert "not set on rank 1 (on a), 1 on rank 0;" in disagreements(words_of(one, other))[0]
-    assert layout(["a", "a", "b", "b"]) == (
+    assert "not set on ranks 2, 3 (on b), 1 on most" in find_disagreements(words_of(one, one, other, other))[0]
+    assert "not set on rank 1 (on a), 1 on rank 0;" in find_disagreements(words_of(one, other))[0]
+    assert format_rank_placement(["a", "a", "b", "b"]) == (
         "4 processes on 2 machines: ranks 0, 1 on a; ranks 2, 3 on b")  # fmt: skip
 
 
 def test_those_that_do_not_come_are_named_in_time():
     store = dist.HashStore()
     with pytest.raises(Exception, match=r"3 of 4 processes have not come: ranks 0, 2, 3 within 0 s") as caught:
-        roll_call.call(Board("x", store), 1, 4, Word("a", {}), 0.3)
+        roll_call.exchange_rank_reports(KeyValueStore("x", store), 1, 4, RankReport("a", {}), 0.3)
     assert not caught.value.is_told
 
 
 def test_every_setting_is_compared_but_for_places_and_the_machines_own(data, tmp_path):
-    settings = roll_call.settings_that_must_agree(load_options([*data, "--output_dir", str(tmp_path)]).config)
-    known = {name for name in roll_call.flat(load_options([]).config)}
-    assert known >= roll_call.PLACES | roll_call.OWN
-    assert set(settings) == known - roll_call.OWN
-    assert {name for name in known if name.endswith(("_dir", "_path", "_file"))} <= roll_call.PLACES | roll_call.OWN
+    settings = roll_call.collect_agreed_settings(parse_config([*data, "--output_dir", str(tmp_path)]).config)
+    known = {name for name in roll_call.flatten_config(parse_config([]).config)}
+    assert known >= roll_call.PATH_OPTIONS | roll_call.PER_MACHINE_OPTIONS
+    assert set(settings) == known - roll_call.PER_MACHINE_OPTIONS
+    assert {name for name in known if name.endswith(("_dir", "_path", "_file"))} <= roll_call.PATH_OPTIONS | roll_call.PER_MACHINE_OPTIONS
     assert settings["output_dir"] is True and settings["sample_prompts"] is False and settings["network_dim"] == 2
 
 
@@ -153,22 +153,22 @@ def test_a_changed_line_of_code_is_another_version_and_line_ends_are_not(tmp_pat
     monkeypatch.setattr(code, "FOLDER", tmp_path)
     source = Path(tmp_path / "a.py")
     source.write_bytes(b"one\ntwo\n")
-    before = code.code_version()
+    before = code.compute_code_version()
     source.write_bytes(b"one\r\ntwo\r\n")
-    assert code.code_version() == before
+    assert code.compute_code_version() == before
     source.write_bytes(b"one\nthree\n")
-    assert code.code_version() != before
+    assert code.compute_code_version() != before
 
 
 def test_the_words_of_a_process_hold_no_place(data, tmp_path):
-    config = load_options([*data, "--output_dir", str(tmp_path)]).config
-    assert str(tmp_path) not in str(roll_call.own_word(config, World(size=2)).says)
+    config = parse_config([*data, "--output_dir", str(tmp_path)]).config
+    assert str(tmp_path) not in str(roll_call.build_rank_report(config, World(world_size=2)).settings)
 
 
 def test_it_is_said_which_machines_share_a_disk():
     folders = [Path("/data/a"), Path("/data/b")]
-    assert what_is_shared([0, 1], ["a", "a"], folders) == what_is_shared([0, 1], ["a", "b"], []) == ""
-    assert what_is_shared([0, 1], ["a", "b"], folders) == (
+    assert describe_shared_disks([0, 1], ["a", "a"], folders) == describe_shared_disks([0, 1], ["a", "b"], []) == ""
+    assert describe_shared_disks([0, 1], ["a", "b"], folders) == (
         "all machines see the same disk in /data/a and 1 more: they share the work")  # fmt: skip
-    said = what_is_shared([0, 1], ["a", "a", "b"], folders[:1])
+    said = describe_shared_disks([0, 1], ["a", "a", "b"], folders[:1])
     assert said.startswith("/data/a is another disk on other machines than a: each disk gets all of it")

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from tiny import stand_in_folder
 
-from library.config import load_options
+from library.config import parse_config
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPTS = """\
@@ -59,11 +59,11 @@ def prompts(folder: Path) -> str:
 
 def train(*flags: str) -> str:
     """One process's part in a run; the path of the LoRA file."""
-    from library.training.run import run
+    from library.training.run import run_training
 
-    loaded = load_options(["--pretrained_model_name_or_path", stand_in_folder(), *flags, "--quiet",
+    loaded = parse_config(["--pretrained_model_name_or_path", stand_in_folder(), *flags, "--quiet",
                            "--max_data_loader_n_workers", "0"])  # fmt: skip
-    run(loaded.require())
+    run_training(loaded.require_valid())
     return str(Path(loaded.config.save.output_dir) / f"{loaded.config.save.output_name}.safetensors")
 
 
@@ -279,7 +279,7 @@ def failing_preview(*flags: str) -> str:
     def draw(*_, **__):
         raise RuntimeError("out of memory, let us say")
 
-    StableDiffusion1.draw = draw
+    StableDiffusion1.generate_image = draw
     return train(*flags)
 
 
@@ -297,7 +297,7 @@ def failing_write(*flags: str) -> str:
     def write(*_, **__):
         raise OSError("no space left on device")
 
-    file.write = write
+    file.write_adapter_file = write
     return train(*flags)
 
 

@@ -8,7 +8,7 @@ from PIL import Image
 from ranks import on_ranks
 from test_run import difference, pictures, train, trained
 
-from library.training.health import STEPS_BETWEEN_READINGS
+from library.training.health import CHECK_INTERVAL_STEPS
 
 SGD = ("--optimizer_type", "SGD")
 
@@ -41,7 +41,7 @@ def losing(names: tuple[str, ...], *flags: str) -> tuple[int, str, bool]:
     from library.errors import UserError
     from library.training import loop
 
-    honest, step_of, steps = cutting.picture_and_mask, loop._step, []
+    honest, step_of, steps = cutting.load_image_and_mask, loop._run_step, []
 
     def read(image, mask):
         if image.name in names:
@@ -52,11 +52,11 @@ def losing(names: tuple[str, ...], *flags: str) -> tuple[int, str, bool]:
         steps.append(run.state.step)
         return step_of(run, work, waited)
 
-    cutting.picture_and_mask, loop._step = read, counted
+    cutting.load_image_and_mask, loop._run_step = read, counted
     try:
         train(*flags)
     except UserError as error:
-        return steps[-1], str(error), error.is_told
+        return steps[-1], str(error), error.is_reported
     return steps[-1], "", False
 
 
@@ -103,7 +103,7 @@ def test_the_first_ends_the_run_when_none_is_allowed_and_half_of_all_in_any_case
     flags = run_of(tmp_path, masked, 1, 4, "--max_train_steps", "20", "--max_bad_samples", limit)
     ((step, found, _),) = on_ranks(1, losing, lost, *flags)
 
-    assert found.startswith(said) and step <= STEPS_BETWEEN_READINGS
+    assert found.startswith(said) and step <= CHECK_INTERVAL_STEPS
 
 
 @pytest.mark.parametrize("lost", [("03.png",), tuple(f"{number:02d}.png" for number in range(1, 9))])

@@ -9,7 +9,7 @@ from ranks import on_ranks
 from test_run import difference, even, trained
 from tiny import TINY
 
-from library.config import load_options
+from library.config import parse_config
 from library.families import FAMILIES
 
 __all__ = ["even"]  # a fixture
@@ -31,17 +31,17 @@ def seen(family, pipe, name):
 def train_and_look(name, *flags):
     """A run, and what its model in memory makes of the batch when the file is written."""
     from library.training import export
-    from library.training.run import run
+    from library.training.run import run_training
 
     looks = []
-    honest = export.Export.save
+    honest = export.SaveAdapter.save
 
     def save(self, job, file):
         honest(self, job, file)
         looks.append(seen(job.task.family, job.task.pipe, name))
 
-    export.Export.save = save
-    run(load_options([*flags, "--quiet", "--max_data_loader_n_workers", "0"]).require())
+    export.SaveAdapter.save = save
+    run_training(parse_config([*flags, "--quiet", "--max_data_loader_n_workers", "0"]).require_valid())
     return looks[-1].tolist()
 
 

@@ -10,7 +10,7 @@ import torch
 from ranks import on_ranks
 from test_run import pictures
 
-from library.training.same_weights import fingerprint
+from library.training.same_weights import hash_tensors
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def with_a_flipped_bit(who: int, when: int, *words: str) -> tuple[int, str, int]
     from library.optim import optimizers
     from library.training import same_weights
 
-    make, steps, looks = optimizers.make_optimizer, [], []
+    make, steps, looks = optimizers.build_optimizer, [], []
 
     def at_optimizer(*arguments):
         made = make(*arguments)
@@ -42,9 +42,9 @@ def with_a_flipped_bit(who: int, when: int, *words: str) -> tuple[int, str, int]
         made.step = step
         return made
 
-    optimizers.make_optimizer = at_optimizer
-    real = same_weights.fingerprint
-    same_weights.fingerprint = lambda tensors: looks.append(1) or real(tensors)
+    optimizers.build_optimizer = at_optimizer
+    real = same_weights.hash_tensors
+    same_weights.hash_tensors = lambda tensors: looks.append(1) or real(tensors)
     with contextlib.redirect_stderr(io.StringIO()) as text:
         code = main([*words])
     return code, text.getvalue(), len(looks)
@@ -75,10 +75,10 @@ def test_an_undisturbed_run_is_compared_at_the_beginning_and_at_each_save(data, 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 def test_every_bit_counts_and_so_does_its_place(kind):
     one = [torch.arange(6, dtype=kind).view(2, 3), torch.tensor(3, dtype=kind)]
-    assert fingerprint(one) == fingerprint([item.clone() for item in one])
+    assert hash_tensors(one) == hash_tensors([item.clone() for item in one])
     for place in range(6):
         other = one[0].clone()
         other.view(-1)[place] += 0.03125
-        assert fingerprint([other, one[1]]) != fingerprint(one)
-    assert fingerprint([one[0].T.contiguous().view(2, 3), one[1]]) != fingerprint(one)
-    assert fingerprint([-0.0 * one[0], one[1]]) != fingerprint([0.0 * one[0], one[1]])
+        assert hash_tensors([other, one[1]]) != hash_tensors(one)
+    assert hash_tensors([one[0].T.contiguous().view(2, 3), one[1]]) != hash_tensors(one)
+    assert hash_tensors([-0.0 * one[0], one[1]]) != hash_tensors([0.0 * one[0], one[1]])

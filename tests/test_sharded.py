@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from test_resume import cut
 from test_run import difference, train
 
-from library.config import load_options
+from library.config import parse_config
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -90,21 +90,21 @@ def test_a_state_goes_on_exactly_and_from_one_strategy_to_another(ranks, fsdp, t
 def held(parts: int, *flags: str) -> tuple[int, int, int]:
     """Bytes of all frozen weights, of those in memory here, and of what learns."""
     from library.distributed.accelerator import prepare_accelerator
-    from library.distributed.sharded import Sharded
-    from library.distributed.sharding import Sharding
+    from library.distributed.sharded import FSDPStrategy
+    from library.distributed.sharding import FSDPSettings
     from library.families import FAMILIES
-    from library.training.trained import put_adapters
+    from library.training.trained import build_trainable_modules
 
-    config = load_options(["--no-network_train_unet_only", *flags]).config
-    strategy = Sharded(prepare_accelerator(config), Sharding(1, parts))
+    config = parse_config(["--no-network_train_unet_only", *flags]).config
+    strategy = FSDPStrategy(prepare_accelerator(config), FSDPSettings(1, parts))
     family = FAMILIES.get("sdxl")()
-    trained, _ = put_adapters(config, family, family.load("random:sdxl:tiny", torch.float32))
+    trained, _ = build_trainable_modules(config, family, family.load("random:sdxl:tiny", torch.float32))
     learnt = [parameter for parameter in trained.parameters() if parameter.requires_grad]
     whole = sum(each.nbytes for each in trained.parameters() if not each.requires_grad)
     strategy.wrap(trained, torch.optim.SGD(learnt))
     frozen = [each.to_local() for each in trained.parameters() if not each.requires_grad]
     here = sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in frozen}.values())
-    strategy.finish()
+    strategy.end_training()
     return whole, here, sum(each.untyped_storage().nbytes() for each in learnt)
 
 
@@ -148,14 +148,14 @@ def scaled_step_after(infinite_on: int) -> tuple[float, float]:
     from library.distributed.accelerator import prepare_accelerator
     from library.distributed.flat import FlatGradients
 
-    accelerator = prepare_accelerator(load_options([]).config)
+    accelerator = prepare_accelerator(parse_config([]).config)
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.ones_(model.weight)
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.25), torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(model(torch.ones(1, 1)).sum()).backward()
     if accelerator.process_index == infinite_on:
         model.weight.grad.fill_(float("inf"))
-    FlatGradients(model).become_the_mean(2)
+    FlatGradients(model).all_reduce_mean(2)
     scaler.step(optimizer)
     scaler.update()
     found = float(model.weight), scaler.get_scale()
@@ -183,15 +183,15 @@ def previews_that_fail(who: list[int], folder: Path, flags: tuple[str, ...]) -> 
     """What came of a preview that these processes cannot draw, on this one."""
     from library.training import preview
 
-    preview.SECONDS_UNTIL_ALL_FAIL = 2.0
-    honest = preview.Preview._picture
+    preview.ALL_RANKS_TIMEOUT_SECONDS = 2.0
+    honest = preview.Preview._generate_image
 
     def picture(self, run, index, prompt):
         if run.strategy.rank in who:
             raise RuntimeError("cannot be drawn here")
         return honest(self, run, index, prompt)
 
-    preview.Preview._picture = picture
+    preview.Preview._generate_image = picture
     try:
         return train(*flags, "--output_dir", str(folder))
     except Exception as error:

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 from launching import TRAIN, check, use_environment, write_accelerate_config
 
-from library.config import load_options
-from library.distributed.refusals import before_joining
-from library.distributed.sharding import OURS, REFUSED, WITHOUT_EFFECT, Sharding, asked_for
+from library.config import parse_config
+from library.distributed.refusals import find_launch_problems
+from library.distributed.sharding import FSDP_OPTION_VARIABLES, UNSUPPORTED_VARIABLES, IGNORED_VARIABLES, FSDPSettings, resolve_fsdp
 from library.distributed.world import World
 
-FOUR = World(size=4, local_size=4, local_rank=0)
+FOUR = World(world_size=4, local_world_size=4, local_rank=0)
 EXPORTED = {
     "FSDP_VERSION": "2", "FSDP_SHARDING_STRATEGY": "FULL_SHARD", "FSDP_RESHARD_AFTER_FORWARD": "true",
     "FSDP_OFFLOAD_PARAMS": "false", "FSDP_MIN_NUM_PARAMS": "100000000", "FSDP_FORWARD_PREFETCH": "false",
@@ -24,7 +24,7 @@ SIZES = {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2", "PARALLELISM_CONFIG_DP_SHA
 
 
 def config(*flags: str):
-    return load_options([*flags]).config
+    return parse_config([*flags]).config
 
 
 def launched(**said: str) -> World:
@@ -38,25 +38,25 @@ def launched(**said: str) -> World:
         ((), FOUR, None),
         (("--no-fsdp",), FOUR, None),
         ((), replace(FOUR, said=EXPORTED), None),  # left over from somewhere, as no engine is asked for
-        (("--fsdp",), FOUR, Sharding(1, 4)),
-        (("--fsdp",), World(local_rank=0), Sharding(1, 1)),
-        ((), launched(), Sharding(1, 4)),
-        (("--fsdp",), launched(), Sharding(1, 4)),
-        (("--fsdp", "--fsdp_offload_params", "--no-fsdp_reshard_after_forward"), FOUR, Sharding(1, 4, True, False)),
-        ((), launched(FSDP_OFFLOAD_PARAMS="true", FSDP_RESHARD_AFTER_FORWARD="false"), Sharding(1, 4, True, False)),
-        (("--fsdp_offload_params",), launched(), Sharding(1, 4, True)),
-        (("--fsdp", "--dp_replicate_size", "2"), FOUR, Sharding(2, 2)),
-        (("--fsdp", "--dp_shard_size", "4"), FOUR, Sharding(1, 4)),
-        ((), launched(**SIZES), Sharding(2, 2)),
-        ((), launched(**{**SIZES, "PARALLELISM_CONFIG_DP_SHARD_SIZE": "1"}), Sharding(2, 2)),
-        ((), launched(FSDP_TRANSFORMER_CLS_TO_WRAP="A,B"), Sharding(1, 4, blocks=("A", "B"))),
-        (("--gradient_checkpointing",), launched(FSDP_ACTIVATION_CHECKPOINTING="true"), Sharding(1, 4)),
+        (("--fsdp",), FOUR, FSDPSettings(1, 4)),
+        (("--fsdp",), World(local_rank=0), FSDPSettings(1, 1)),
+        ((), launched(), FSDPSettings(1, 4)),
+        (("--fsdp",), launched(), FSDPSettings(1, 4)),
+        (("--fsdp", "--fsdp_offload_params", "--no-fsdp_reshard_after_forward"), FOUR, FSDPSettings(1, 4, True, False)),
+        ((), launched(FSDP_OFFLOAD_PARAMS="true", FSDP_RESHARD_AFTER_FORWARD="false"), FSDPSettings(1, 4, True, False)),
+        (("--fsdp_offload_params",), launched(), FSDPSettings(1, 4, True)),
+        (("--fsdp", "--dp_replicate_size", "2"), FOUR, FSDPSettings(2, 2)),
+        (("--fsdp", "--dp_shard_size", "4"), FOUR, FSDPSettings(1, 4)),
+        ((), launched(**SIZES), FSDPSettings(2, 2)),
+        ((), launched(**{**SIZES, "PARALLELISM_CONFIG_DP_SHARD_SIZE": "1"}), FSDPSettings(2, 2)),
+        ((), launched(FSDP_TRANSFORMER_CLS_TO_WRAP="A,B"), FSDPSettings(1, 4, block_classes=("A", "B"))),
+        (("--gradient_checkpointing",), launched(FSDP_ACTIVATION_CHECKPOINTING="true"), FSDPSettings(1, 4)),
     ],
 )
 def test_options_and_launcher_come_to_one_answer(flags, world, expected):
-    asked = asked_for(config(*flags), world)
+    asked = resolve_fsdp(config(*flags), world)
 
-    assert (asked.sharding, asked.problems, asked.remarks) == (expected, (), ())
+    assert (asked.settings, asked.problems, asked.notices) == (expected, (), ())
 
 
 @pytest.mark.parametrize(
@@ -84,16 +84,16 @@ def test_options_and_launcher_come_to_one_answer(flags, world, expected):
     ],
 )  # fmt: skip
 def test_what_cannot_be_had_is_told_before_joining_the_others(flags, world, expected):
-    (problem,) = before_joining(config(*flags), world)
+    (problem,) = find_launch_problems(config(*flags), world)
 
     assert expected in problem
-    assert asked_for(config(*flags), world).sharding is None
+    assert resolve_fsdp(config(*flags), world).settings is None
 
 
 def test_what_changes_nothing_is_said():
-    remarks = asked_for(
+    remarks = resolve_fsdp(
         config(), launched(FSDP_STATE_DICT_TYPE="FULL_STATE_DICT", FSDP_FORWARD_PREFETCH="true")
-    ).remarks
+    ).notices
 
     assert [remark.rpartition(" has no")[0] for remark in remarks] == [
         "the launcher's fsdp_forward_prefetch true", "the launcher's fsdp_state_dict_type FULL_STATE_DICT"]  # fmt: skip
@@ -111,7 +111,7 @@ def test_every_variable_that_accelerate_exports_is_honoured_refused_or_told():
     args = Namespace(**{**vars(args), **words, "mixed_precision": "no", "dynamo_backend": "no"})
     exported = prepare_extend_env_parallelism_config(args, prepare_multi_gpu_env(args))
     names = {name for name in exported if name.startswith(("FSDP_", "PARALLELISM_CONFIG_"))}
-    known = {*REFUSED, *WITHOUT_EFFECT, *(variable for variable, _ in OURS.values()), "FSDP_TRANSFORMER_CLS_TO_WRAP",
+    known = {*UNSUPPORTED_VARIABLES, *IGNORED_VARIABLES, *(variable for variable, _ in FSDP_OPTION_VARIABLES.values()), "FSDP_TRANSFORMER_CLS_TO_WRAP",
              "FSDP_ACTIVATION_CHECKPOINTING"}  # fmt: skip
 
     assert names - known <= {"PARALLELISM_CONFIG_CP_BACKEND", "PARALLELISM_CONFIG_CP_COMM_STRATEGY",

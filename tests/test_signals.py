@@ -234,11 +234,11 @@ def test_a_signal_that_came_before_training_began_is_known_when_it_does(tmp_path
     from library.distributed import signals
 
     monkeypatch.setenv(signals.SUPERVISOR_DIR, str(tmp_path))
-    with signals.Signals() as received:
-        assert received.asked is None
+    with signals.StopSignals() as received:
+        assert received.received is None
     (tmp_path / signals.SIGNAL_FILE).write_text("15")
-    with signals.Signals() as received:
-        assert received.asked == signal.SIGTERM
+    with signals.StopSignals() as received:
+        assert received.received == signal.SIGTERM
     assert (tmp_path / f"{signals.PROCESS_PREFIX}{os.getpid()}").is_file()
     assert signals.report_exit_code(75) == 0 and (tmp_path / signals.EXIT_CODE_FILE).read_text() == "75"
     monkeypatch.delenv(signals.SUPERVISOR_DIR)

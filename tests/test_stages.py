@@ -18,30 +18,30 @@ from test_data_batches import bucket_lists, layouts, seeds
 from test_run import difference, pictures, train
 
 from library import tools
-from library.config import load_options
+from library.config import parse_config
 from library.config.schema import CacheConfig, DataConfig, TrainConfig, ValidateConfig
 from library.data.batches import BatchPlan
-from library.data.buckets import place_for
-from library.data.dataset_config import read_datasets
-from library.data.prepare import check, prepare
-from library.data.staged_plan import StagedPlan
-from library.data.stages import pieces_of, stages_of
-from library.dataset.schema import flags_of
+from library.data.buckets import build_bucket_assigner
+from library.data.dataset_config import parse_dataset_config
+from library.data.prepare import validate_dataset_config, prepare_data
+from library.data.staged_plan import StagedBatchPlan
+from library.data.stages import expand_resolution_schedule, build_stages
+from library.dataset.schema import collect_flag_defaults
 from library.errors import ConfigError, UserError
-from library.training.plan import RunPlan, is_due
+from library.training.plan import RunPlan, is_interval_reached
 
 FOLDER = Path(__file__).parent.parent / "dataset_configs" / "pictures" / "shapes" / "circles"
 
 
 @st.composite
-def staged_plans(draw) -> StagedPlan:
+def staged_plans(draw) -> StagedBatchPlan:
     layout, seed, first = draw(layouts), draw(seeds), 0
     stages = []
     for length in [*draw(st.lists(st.integers(1, 9), max_size=3)), None]:
         end = None if length is None else first + length
         stages.append((first, end, BatchPlan(draw(bucket_lists()), *layout, seed + first)))
         first = end or first
-    return StagedPlan(stages)
+    return StagedBatchPlan(stages)
 
 
 @given(staged_plans())
@@ -76,7 +76,7 @@ def test_epochs_end_where_they_are_complete_or_cut_off(plan, epochs):
 
 def read(path: Path, text: str, **flags):
     path.write_text(text, "utf-8")
-    return read_datasets(path, flags_of(DataConfig(**flags)))
+    return parse_dataset_config(path, collect_flag_defaults(DataConfig(**flags)))
 
 
 BUCKETS = "enable_bucket = true\nmin_bucket_reso = 256\nmax_bucket_reso = 1536\nbucket_reso_steps = 64\n"
@@ -85,8 +85,8 @@ SUBSET = f"[[datasets.subsets]]\nimage_dir = '{FOLDER}'\n"
 
 def test_each_resolution_has_the_buckets_of_its_own_and_native_those_of_pictures_that_are_never_enlarged(tmp_path):
     def places(text: str) -> list:
-        (dataset,) = read(tmp_path / "x.toml", "[[datasets]]\n" + text + SUBSET).require()
-        return [place_for(piece) for piece in pieces_of(dataset)]
+        (dataset,) = read(tmp_path / "x.toml", "[[datasets]]\n" + text + SUBSET).require_valid()
+        return [build_bucket_assigner(piece) for piece in expand_resolution_schedule(dataset)]
 
     small, middle, native = places(BUCKETS + "resolution_schedule = ['512:10', '1024x1024:20', 'native']\n")
     half = BUCKETS.replace("256", "128").replace("1536", "768")
@@ -102,19 +102,19 @@ def test_datasets_come_and_go(tmp_path):
     text = (f"[[datasets]]\nresolution = 64\nweight = 3\n{SUBSET}"
             f"[[datasets]]\nresolution_schedule = '32:4,48:5,64'\nweight = 1\n{SUBSET}"
             f"[[datasets]]\nresolution = 80\nweight = 1\nfrom_step = 2\nto_step = 9\n{SUBSET}")  # fmt: skip
-    datasets = read(tmp_path / "x.toml", text).require()
-    stages = stages_of(datasets)
-    assert [(stage.first, stage.end) for stage in stages] == [(0, 2), (2, 4), (4, 9), (9, None)]
-    assert [[(each.number, each.resolution.width) for each in stage.datasets] for stage in stages] == [
+    datasets = read(tmp_path / "x.toml", text).require_valid()
+    stages = build_stages(datasets)
+    assert [(stage.first_step, stage.end_step) for stage in stages] == [(0, 2), (2, 4), (4, 9), (9, None)]
+    assert [[(each.dataset_number, each.resolution.width) for each in stage.datasets] for stage in stages] == [
         [(0, 64), (1, 32)], [(0, 64), (1, 32), (2, 80)], [(0, 64), (1, 48), (2, 80)], [(0, 64), (1, 64)]]  # fmt: skip
 
-    prepared = prepare(DataConfig(dataset_config=str(tmp_path / "x.toml")), 8, str(tmp_path))
-    for stage in prepared.batch_plan(1, TrainConfig()).stages:
-        shown = {bucket.dataset: sum(bucket.repeats) for bucket in stage.plan.buckets}
+    prepared = prepare_data(DataConfig(dataset_config=str(tmp_path / "x.toml")), 8, str(tmp_path))
+    for stage in prepared.build_batch_plan(1, TrainConfig()).stages:
+        shown = {bucket.dataset_number: sum(bucket.repeats) for bucket in stage.batch_plan.buckets}
         assert shown[0] == 3 * shown[1] and shown.get(2, shown[1]) == shown[1], "weights are shares of each stage"
-    captions = prepared.first_captions(prepared.batch_plan(1, TrainConfig()), 10)
+    captions = prepared.list_first_epoch_captions(prepared.build_batch_plan(1, TrainConfig()), 10)
     assert len(captions) == 6, "two pictures of three datasets, however often they are there"
-    assert prepared.pictures == (8, 0) and prepared.resolution == (64, 64)
+    assert prepared.images_per_epoch == (8, 0) and prepared.resolution == (64, 64)
 
 
 WRONG = {
@@ -142,7 +142,7 @@ WRONG = {
 def test_what_is_wrong_is_told_with_its_place(tmp_path, text):
     path = tmp_path / "x.toml"
     path.write_text(f"[[datasets]]\n{text}\n{SUBSET}", "utf-8")
-    problem, *others = check(DataConfig(dataset_config=str(path)), CacheConfig(), ValidateConfig(),
+    problem, *others = validate_dataset_config(DataConfig(dataset_config=str(path)), CacheConfig(), ValidateConfig(),
                              TrainConfig(max_train_steps=100))  # fmt: skip
     assert WRONG[text] in problem and "x.toml" in problem
     assert all("resolution_schedule: 16,16 has no room" in other for other in others)
@@ -163,7 +163,7 @@ def test_sizes_that_a_model_cannot_take_are_told_with_the_key_that_says_them(tmp
     path = tmp_path / "x.toml"
     path.write_text(f"[[datasets]]\nresolution_schedule = '36:9,48'\n{SUBSET}", "utf-8")
     with pytest.raises(ConfigError) as error:
-        prepare(DataConfig(dataset_config=str(path)), 8, str(tmp_path))
+        prepare_data(DataConfig(dataset_config=str(path)), 8, str(tmp_path))
     assert error.value.problems == [f"{path}:2: resolution_schedule: 36,36 is no multiple of 8 on each side, as this"
                                     " model needs; write [32, 32]"]  # fmt: skip
 
@@ -173,10 +173,10 @@ def test_who_says_at_which_size_a_dataset_is_trained(tmp_path):
 
     def sizes(own: str, *words: str) -> tuple[list[int], list[str]]:
         path.write_text(f"[[datasets]]\n{own}\n{SUBSET}[[datasets]]\nresolution_schedule = '48'\n{SUBSET}", "utf-8")
-        config = load_options(["--dataset_config", str(path), *words]).require()
-        manifest = prepare(config.data, 8, str(tmp_path)).manifest
+        config = parse_config(["--dataset_config", str(path), *words]).require_valid()
+        manifest = prepare_data(config.data, 8, str(tmp_path)).manifest
         notes = [note for note in manifest.notes if "not used" in note]
-        return [each.resolution.width for each in manifest.datasets if each.number == 0], notes
+        return [each.resolution.width for each in manifest.datasets if each.dataset_number == 0], notes
 
     assert sizes("resolution = 64", "--resolution_schedule", "32:4,40") == (
         [32, 40], [f"{path}:2: resolution: not used, because --resolution_schedule is set"])  # fmt: skip
@@ -189,11 +189,11 @@ def test_who_says_at_which_size_a_dataset_is_trained(tmp_path):
 def test_an_epoch_that_the_end_of_the_run_cuts_off_does_not_count_and_one_that_a_stage_cuts_off_does(tmp_path):
     data = pictures(tmp_path, {(64, 64): 4})
     for last in ("64", "64:6"):
-        config = load_options(["--dataset_config", str(data), "--max_train_steps", "12", "--resolution_schedule",
-                               f"32:6,{last}"]).require()  # fmt: skip
-        plan = RunPlan.of(prepare(config.data, 8).batch_plan(1, config.train), config.train, config.optim)
-        assert [step for step in range(1, 13) if is_due(plan, step, None, 1)] == [4, 6, 10]
-        assert (plan.epochs, plan.epochs_done(12)) == (4, 3)
+        config = parse_config(["--dataset_config", str(data), "--max_train_steps", "12", "--resolution_schedule",
+                               f"32:6,{last}"]).require_valid()  # fmt: skip
+        plan = RunPlan.from_config(prepare_data(config.data, 8).build_batch_plan(1, config.train), config.train, config.optim)
+        assert [step for step in range(1, 13) if is_interval_reached(plan, step, None, 1)] == [4, 6, 10]
+        assert (plan.num_epochs, plan.count_completed_epochs(12)) == (4, 3)
 
 
 def test_a_stage_whose_pictures_are_all_kept_for_validation_is_refused(tmp_path):
@@ -201,16 +201,16 @@ def test_a_stage_whose_pictures_are_all_kept_for_validation_is_refused(tmp_path)
     text += f"validation_split = 1\n{SUBSET.replace('circles', 'squares')}"
     (tmp_path / "x.toml").write_text(text, "utf-8")
     with pytest.raises(ConfigError, match="no picture is left to train on from step 5 on"):
-        prepare(DataConfig(dataset_config=str(tmp_path / "x.toml")), 8, str(tmp_path))
+        prepare_data(DataConfig(dataset_config=str(tmp_path / "x.toml")), 8, str(tmp_path))
 
 
 def test_a_run_counted_in_epochs_has_to_reach_the_last_stage(tmp_path):
     data = pictures(tmp_path, {(64, 64): 4})
-    config = load_options(["--dataset_config", str(data), "--resolution_schedule", "32:6,64", "--max_train_epochs",
-                           "1"]).require()  # fmt: skip
-    prepared = prepare(config.data, 8)
+    config = parse_config(["--dataset_config", str(data), "--resolution_schedule", "32:6,64", "--max_train_epochs",
+                           "1"]).require_valid()  # fmt: skip
+    prepared = prepare_data(config.data, 8)
     with pytest.raises(ConfigError, match="from step 6 on is never reached in 4 steps"):
-        RunPlan.of(prepared.batch_plan(1, config.train), config.train, config.optim)
+        RunPlan.from_config(prepared.build_batch_plan(1, config.train), config.train, config.optim)
 
 
 FLAGS = ("--max_train_steps", "9", "--resolution_schedule", "32:4,48:3,native", "--network_dim", "2", "--learning_rate",
@@ -241,10 +241,10 @@ def tried(fits: int, *flags: str) -> tuple[list[tuple[float, ...]], str]:
     """A run as on a device with memory of its own, for so many pixels; what was computed, and what was told."""
     from library.distributed.memory import OutOfMemory
     from library.training import rehearsal
-    from library.training.task import Task
+    from library.training.task import DiffusionTask
 
-    call, seen = Task.__call__, []
-    rehearsal.has_own_memory = lambda device: True
+    call, seen = DiffusionTask.__call__, []
+    rehearsal.has_device_memory = lambda device: True
 
     def counted(self, pixels, step):
         seen.append((step, len(pixels), *pixels.frame[0, 4:].tolist()))
@@ -252,7 +252,7 @@ def tried(fits: int, *flags: str) -> tuple[list[tuple[float, ...]], str]:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return call(self, pixels, step)
 
-    Task.__call__ = counted
+    DiffusionTask.__call__ = counted
     try:
         train(*flags)
     except (OutOfMemory, UserError) as error:

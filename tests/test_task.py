@@ -9,15 +9,15 @@ import torch
 from tiny import TINY
 from torch import nn
 
-from library.adapters.dropout import Dropout
-from library.config import load_options
+from library.adapters.dropout import LoraDropout
+from library.config import parse_config
 from library.config.schema import LossConfig, NoiseConfig
 from library.data.batch import PixelBatch
 from library.diffusion.objective import Objective
-from library.distributed.copies import Copies
+from library.distributed.copies import CopyStream
 from library.families import FAMILIES
-from library.training.assembly import objective_of
-from library.training.task import Task
+from library.training.assembly import build_objective
+from library.training.task import DiffusionTask
 
 HEIGHT, WIDTH = 32, 48
 
@@ -37,8 +37,8 @@ class Silent(nn.Module):
 @pytest.fixture
 def task():
     family, pipe = FAMILIES.get("sd1")(), stand_in.build()
-    objective = Objective(family.process(pipe), NoiseConfig(), LossConfig(loss_type="l1", min_snr_gamma=2.0))
-    return Task(family, pipe, Silent(), objective, seed=7, here=Copies(torch.device("cpu")))
+    objective = Objective(family.build_noise_process(pipe), NoiseConfig(), LossConfig(loss_type="l1", min_snr_gamma=2.0))
+    return DiffusionTask(family, pipe, Silent(), objective, seed=7, to_device=CopyStream(torch.device("cpu")))
 
 
 def pixels(places, weights, mask=None):
@@ -93,14 +93,14 @@ def test_places_and_steps_have_numbers_of_their_own_and_a_batch_is_the_sum_of_it
 
 
 def test_what_an_adapter_leaves_out_is_a_function_of_step_and_place(task):
-    task.dropout = Dropout(0.5, 0, 0)
+    task.dropout = LoraDropout(0.5, 0, 0)
     task(pixels((0, 1, 2), [1.0, 1.0, 1.0]), step=5)
-    whole = task.dropout.keys
+    whole = task.dropout.sample_keys
     assert len(set(whole.tolist())) == 3
     task(pixels((2,), [1.0]), step=5)
-    assert task.dropout.keys.tolist() == whole[2:].tolist()
+    assert task.dropout.sample_keys.tolist() == whole[2:].tolist()
     task(pixels((2,), [1.0]), step=6)
-    assert task.dropout.keys.tolist() != whole[2:].tolist()
+    assert task.dropout.sample_keys.tolist() != whole[2:].tolist()
 
 
 CAPTIONS = ["a", "a lorikeet", "a lorikeet on a branch", " ".join(["a lorikeet on a branch"] * 20)]
@@ -110,15 +110,15 @@ CAPTIONS = ["a", "a lorikeet", "a lorikeet on a branch", " ".join(["a lorikeet o
 @pytest.mark.parametrize("name", ["z_image", "qwen_image"])
 def test_batches_are_of_one_shape_where_blocks_are_given_tensors_of_one_shape(name, evens):
     family, pipe, given = FAMILIES.get(name)(), TINY[name]().pipe, []
-    denoiser = getattr(pipe, family.denoiser)
-    objective = objective_of(load_options([]).config, family, pipe)
-    task = Task(family, pipe, denoiser, objective, 7, Copies(torch.device("cpu")), evens_texts=evens)
+    denoiser = getattr(pipe, family.denoiser_name)
+    objective = build_objective(parse_config([]).config, family, pipe)
+    task = DiffusionTask(family, pipe, denoiser, objective, 7, CopyStream(torch.device("cpu")), pads_texts=evens)
     first = denoiser.get_submodule(family.block_lists[0])[0]
     form = signature(first.forward)
 
     def look(_, args, named):
         arguments = form.bind(*args, **named).arguments
-        given.append(tuple(arguments[name].shape for name in family.block_flow))
+        given.append(tuple(arguments[name].shape for name in family.block_activation_args))
 
     first.register_forward_pre_hook(look, with_kwargs=True)
     losses, said = {}, []
@@ -126,9 +126,9 @@ def test_batches_are_of_one_shape_where_blocks_are_given_tensors_of_one_shape(na
         batch = replace(pixels((0,), [1.0]), captions=captions)
         with torch.no_grad():
             losses[captions] = task(batch, 0)
-            kept = {name: [text.detach() for text in texts] for name, texts in task.text(captions).items()}
-        said.append(task.shape_of(batch))
-        assert said[-1] == task.shape_of(replace(batch, cond=kept)), "kept texts are as long as read ones"
+            kept = {name: [text.detach() for text in texts] for name, texts in task.encode_text(captions).items()}
+        said.append(task.get_shape_key(batch))
+        assert said[-1] == task.get_shape_key(replace(batch, cond=kept)), "kept texts are as long as read ones"
 
     assert [[one == other for other in said] for one in said] == [[one == other for other in given] for one in given]
     assert (len(set(said)) < len(CAPTIONS)) == (evens or name == "z_image")

@@ -10,11 +10,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from library.adapters.lora import inject
+from library.adapters.lora import inject_into_model
 from library.config.schema import AdapterConfig
-from library.distributed.tensor_cut import TensorCut
+from library.distributed.tensor_cut import TensorParallel
 from library.families import FAMILIES
-from library.families.tensor_cuts import tensor_cuts
+from library.families.tensor_cuts import build_tensor_parallel_plan
 
 
 class Attention(nn.Module):
@@ -31,7 +31,7 @@ CUTS = {name: ("columns" if name == "to_out" else "rows", (4,)) for name in ("to
 
 def test_one_sum_forward_and_one_back_for_layers_that_are_given_the_same():
     sums, model, given = [], Attention(), torch.ones(2, 4, requires_grad=True)
-    TensorCut(0, 2, lambda tensor: sums.append(tensor.clone())).cut(model, CUTS)
+    TensorParallel(0, 2, lambda tensor: sums.append(tensor.clone())).shard_layers(model, CUTS)
     with torch.no_grad():  # which is not taken for what has gradients
         model.to_q(given)
     said = model(given)
@@ -44,7 +44,7 @@ def test_one_sum_forward_and_one_back_for_layers_that_are_given_the_same():
 
 def test_what_layers_were_given_is_not_kept_behind_them():
     model, given = Attention(), torch.ones(2, 4)
-    TensorCut(0, 2, lambda tensor: None).cut(model, CUTS)
+    TensorParallel(0, 2, lambda tensor: None).shard_layers(model, CUTS)
     seen = weakref.ref(given)
     with torch.no_grad():
         model(given)
@@ -65,11 +65,11 @@ class Crossings(TorchDispatchMode):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_adapters_in_layers_that_are_cut_are_not_waited_for(name, rank):
     tiny, family = TINY[name](), FAMILIES.get(name)()
-    denoiser, meta = getattr(tiny.pipe, family.denoiser), torch.device("meta")
-    inject(denoiser, AdapterConfig(), family.lora_targets, seed=0)
-    TensorCut(rank, 2, lambda tensor: None).cut(denoiser, tensor_cuts(denoiser))
+    denoiser, meta = getattr(tiny.pipe, family.denoiser_name), torch.device("meta")
+    inject_into_model(denoiser, AdapterConfig(), family.lora_target_modules, seed=0)
+    TensorParallel(rank, 2, lambda tensor: None).shard_layers(denoiser, build_tensor_parallel_plan(denoiser))
     denoiser.to(meta)
-    batch = replace(tiny.batch, latents=tiny.batch.latents.to(meta), frame=tiny.batch.frame.to(meta),
+    batch = replace(tiny.batch, latents=tiny.batch.latents.to(meta), frame=tiny.batch.size_conditioning.to(meta),
                     cond={key: value.to(meta) for key, value in tiny.batch.cond.items()})  # fmt: skip
     with Crossings():
         family.predict(tiny.pipe, denoiser, batch.latents, torch.full((2,), 500.0, device=meta), batch).sum().backward()
@@ -85,8 +85,8 @@ def test_adapters_in_layers_that_are_cut_are_not_waited_for(name, rank):
 ])  # fmt: skip
 def test_sums_are_as_few_as_what_comes_into_parts_of_blocks_and_goes_out(name, wanted):
     tiny, family, sums = TINY[name](), FAMILIES.get(name)(), []
-    denoiser = getattr(tiny.pipe, family.denoiser)
-    TensorCut(0, 2, sums.append).cut(denoiser, tensor_cuts(denoiser))
+    denoiser = getattr(tiny.pipe, family.denoiser_name)
+    TensorParallel(0, 2, sums.append).shard_layers(denoiser, build_tensor_parallel_plan(denoiser))
     latents = tiny.batch.latents.clone().requires_grad_()
     family.predict(tiny.pipe, denoiser, latents, torch.full((2,), 500.0), tiny.batch).sum().backward()
     assert len(sums) == wanted

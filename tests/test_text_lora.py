@@ -11,33 +11,33 @@ from test_run import difference, even  # noqa: F401
 from tiny import TINY
 
 from library.adapters import lora
-from library.config import load_options
+from library.config import parse_config
 from library.config.schema import OptimConfig, RunConfig
 from library.errors import ConfigError
 from library.families import FAMILIES
-from library.training.groups import groups_of
-from library.training.trained import put_adapters
+from library.training.groups import build_param_groups
+from library.training.trained import build_trainable_modules
 
 BOTH = ("--no-network_train_unet_only", "--network_dim", "3", "--network_alpha", "2")
 WITH_TEXT = ["sd1", "sd2", "sdxl", "sd3", "flux"]
 
 
 def settings(*flags):
-    problems = [line for line in load_options([*flags]).problems if "dataset_config" not in line]
+    problems = [line for line in parse_config([*flags]).problems if "dataset_config" not in line]
     assert problems == []
-    return load_options([*flags]).config
+    return parse_config([*flags]).config
 
 
 def trained(name, *flags):
     tiny, family = TINY[name](), FAMILIES.get(name)()
-    model, adapter = put_adapters(settings(*flags), family, tiny.pipe)
+    model, adapter = build_trainable_modules(settings(*flags), family, tiny.pipe)
     return SimpleNamespace(tiny=tiny, family=family, model=model, adapter=adapter, pipe=tiny.pipe)
 
 
 def stir(model, size=0.3):
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for name, weight in lora.parameters(model):
+        for name, weight in lora.iter_adapter_parameters(model):
             if "lora_B" in name:
                 weight.copy_(size * torch.randn(weight.shape, generator=draw))
 
@@ -58,7 +58,7 @@ def test_a_gradient_reaches_every_lora_of_denoiser_and_text_encoders(name):
     case = trained(name, *BOTH)
     stir(case.model)
     loss_of(case).backward()
-    weights = dict(lora.parameters(case.model))
+    weights = dict(lora.iter_adapter_parameters(case.model))
     assert [each for each, weight in weights.items() if weight.grad is None or not weight.grad.any()] == []
     wanted = [part for part in case.family.facts.text_encoders if part != case.family.facts.t5]
     assert {each.split(".")[0] for each in weights} == {case.family.denoiser, *wanted}
@@ -75,7 +75,7 @@ def test_the_gradient_of_a_text_encoders_lora_is_the_slope_of_the_loss():
     stir(case.model)
     loss_of(case).backward()
     draw = torch.Generator().manual_seed(1)
-    own = {name: weight for name, weight in lora.parameters(case.model) if name.startswith("text_encoder.")}
+    own = {name: weight for name, weight in lora.iter_adapter_parameters(case.model) if name.startswith("text_encoder.")}
     ways = {name: torch.randn(weight.shape, generator=draw, dtype=weight.dtype) for name, weight in own.items()}
     slope = sum(float((own[name].grad * way).sum()) for name, way in ways.items())
     step, found = 1e-6, []
@@ -97,14 +97,14 @@ def test_checkpointing_changes_no_gradient():
         assert all(part.is_gradient_checkpointing == bool(flags) for part in case.model.children())
         stir(case.model)
         loss_of(case).backward()
-        gradients.append({name: weight.grad for name, weight in lora.parameters(case.model)})
+        gradients.append({name: weight.grad for name, weight in lora.iter_adapter_parameters(case.model)})
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_only_the_text_encoders_learn_when_that_is_asked():
     case = trained("sdxl", "--network_train_text_encoder_only")
-    assert {name.split(".")[0] for name, _ in lora.parameters(case.model)} == {"text_encoder", "text_encoder_2"}
+    assert {name.split(".")[0] for name, _ in lora.iter_adapter_parameters(case.model)} == {"text_encoder", "text_encoder_2"}
     stir(case.model)
     loss_of(case).backward()
     assert all(weight.grad is not None for weight in case.model.parameters() if weight.requires_grad)
@@ -112,17 +112,17 @@ def test_only_the_text_encoders_learn_when_that_is_asked():
 
 def test_two_text_encoders_do_not_start_alike_and_the_denoiser_starts_as_alone():
     case, alone = trained("sdxl", *BOTH), trained("sdxl", "--network_dim", "3", "--network_alpha", "2")
-    state = lora.state(case.model)
+    state = lora.get_adapter_state_dict(case.model)
     name = "layers.0.self_attn.q_proj.lora_A.weight"
     one, two = (next(each for key, each in state.items() if key.startswith(f"{part}.") and key.endswith(name))
                 for part in ("text_encoder", "text_encoder_2"))  # fmt: skip
     assert not torch.equal(one.flatten()[:30], two.flatten()[:30])
-    assert all(torch.equal(each, state[key]) for key, each in lora.state(alone.model).items())
+    assert all(torch.equal(each, state[key]) for key, each in lora.get_adapter_state_dict(alone.model).items())
 
 
 def rates(case, **options):
     config = RunConfig(optim=OptimConfig(**options))
-    return {group.name: group.rate for group in groups_of(case.model, case.adapter, config, case.family.facts)}
+    return {group.name: group.lr for group in build_param_groups(case.model, case.adapter, config, case.family.facts)}
 
 
 def test_each_part_has_its_rate():
@@ -132,13 +132,13 @@ def test_each_part_has_its_rate():
     assert rates(case, unet_lr=2e-3) == {**same, "unet": 2e-3}
     assert rates(case, text_encoder_lr=(5e-5,)) == {**same, "text_encoder": 5e-5, "text_encoder_2": 5e-5}
     assert rates(case, text_encoder_lr=(5e-5, 6e-5)) == {**same, "text_encoder": 5e-5, "text_encoder_2": 6e-5}
-    groups = groups_of(case.model, case.adapter, RunConfig(), case.family.facts)
-    assert sum(len(group.parameters) for group in groups) == len(lora.state(case.model))
+    groups = build_param_groups(case.model, case.adapter, RunConfig(), case.family.facts)
+    assert sum(len(group.parameters) for group in groups) == len(lora.get_adapter_state_dict(case.model))
 
 
 def test_a_rate_of_0_leaves_an_encoder_out():
     case = trained("sdxl", *BOTH, "--text_encoder_lr", "1e-4", "0")
-    assert {name.split(".")[0] for name, _ in lora.parameters(case.model)} == {"unet", "text_encoder"}
+    assert {name.split(".")[0] for name, _ in lora.iter_adapter_parameters(case.model)} == {"unet", "text_encoder"}
 
 
 def test_three_rates_for_two_encoders_are_an_error():
@@ -171,9 +171,9 @@ def test_diffusers_reads_the_text_encoders_from_the_file(run_with_text):
     theirs.load_lora_weights(str(run_with_text), weight_name="on1.safetensors")
     with torch.no_grad():
         before = family.encode_prompts(plain, ["a red circle"])
-    model, _ = put_adapters(settings(*BOTH), family, plain)
+    model, _ = build_trainable_modules(settings(*BOTH), family, plain)
     written = load_file(run_with_text / "on1.safetensors")
-    state = lora.state(model)
+    state = lora.get_adapter_state_dict(model)
     for key, tensor in state.items():
         if not key.startswith("unet."):
             part, _, rest = key.partition(".")

@@ -7,7 +7,7 @@ import toml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from library.config.toml_lines import key_lines, tomllib
+from library.config.toml_lines import find_key_lines, tomllib
 
 CASES = {
     "tables, arrays of tables and dotted keys": ("""\
@@ -61,7 +61,7 @@ def test_keys_are_found_on_their_lines(name):
     text, expected = CASES[name]
     tomllib.loads(text)
 
-    found = key_lines(text)
+    found = find_key_lines(text)
 
     assert {path: found.get(path) for path in expected} == expected
 
@@ -90,7 +90,7 @@ def test_every_key_that_the_parser_sees_has_a_line(data):
         parsed = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, ValueError, IndexError, TypeError):
         return  # the writer of this test cannot write everything; what it writes must be located
-    lines = key_lines(text)
+    lines = find_key_lines(text)
     simple = [
         path for path in paths(parsed) if all(isinstance(k, int) or ("\\" not in k and '"' not in k) for k in path)
     ]

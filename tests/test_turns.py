@@ -16,16 +16,16 @@ def strategy(seconds: int):
     from accelerate import Accelerator
     from accelerate.utils import InitProcessGroupKwargs
 
-    from library.distributed.strategy import DataParallel
+    from library.distributed.strategy import Strategy
 
     group = InitProcessGroupKwargs(backend="gloo", timeout=timedelta(seconds=seconds))
-    return DataParallel(Accelerator(cpu=True, kwargs_handlers=[group]))
+    return Strategy(Accelerator(cpu=True, kwargs_handlers=[group]))
 
 
 def slow_work(folder: str) -> tuple[bool, bool]:
     from library.distributed import turns
 
-    turns.SECONDS_BETWEEN_SIGNS = 0.2
+    turns.HEARTBEAT_SECONDS = 0.2
     strategy_ = strategy(2)
     mark = Path(folder) / "done"
 
@@ -36,8 +36,8 @@ def slow_work(folder: str) -> tuple[bool, bool]:
             mark.touch()
         return strategy_.is_main, was_done
 
-    result = strategy_.first_on_each_machine(work)
-    strategy_.leave()
+    result = strategy_.run_local_main_first(work)
+    strategy_.destroy_process_group()
     return result
 
 
@@ -55,11 +55,11 @@ def failing_work() -> tuple[list[str], bool, int]:
         raise ConfigError(["a.png: is empty", "b.png: is truncated"])
 
     try:
-        strategy_.first_on_each_machine(work)
+        strategy_.run_local_main_first(work)
     except ConfigError as error:
-        return error.problems, error.is_told, count
+        return error.problems, error.is_reported, count
     finally:
-        strategy_.leave()
+        strategy_.destroy_process_group()
 
 
 def test_what_fails_on_one_fails_on_all_with_the_same_words_and_is_told_once():
@@ -69,25 +69,25 @@ def test_what_fails_on_one_fails_on_all_with_the_same_words_and_is_told_once():
 
 def pictures_of_a_run(dataset: str, other: str, folder: str) -> tuple[int, str, bool]:
     """Rank 1 may stand on another machine, with files of its own; what is decoded is counted."""
-    from library.config import load_options
+    from library.config import parse_config
     from library.data import inspection
     from library.dataset import scan
-    from library.training.pictures import same_pictures
+    from library.training.pictures import prepare_dataset
 
     strategy_ = strategy(20)
     scan.SETTLED_AFTER_NS = -(10**15)
-    examined, count = inspection.examined, []
-    inspection.examined = lambda *given: (count.append(1), examined(*given))[1]
-    config = load_options(["--dataset_config", dataset if strategy_.is_main else other]).require()
+    examined, count = inspection.inspect_bytes, []
+    inspection.inspect_bytes = lambda *given: (count.append(1), examined(*given))[1]
+    config = parse_config(["--dataset_config", dataset if strategy_.is_main else other]).require_valid()
     if dataset != other:
-        strategy_.first_on_each_machine = lambda work: work()  # each is the first on its machine
+        strategy_.run_local_main_first = lambda work: work()  # each is the first on its machine
     try:
-        same_pictures(config, strategy_, 8)
+        prepare_dataset(config, strategy_, 8)
         return len(count), "", False
     except UserError as error:
-        return len(count), str(error), error.is_told
+        return len(count), str(error), error.is_reported
     finally:
-        strategy_.leave()
+        strategy_.destroy_process_group()
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from library.config import load_options
+from library.config import parse_config
 from library.config.schema import SaveConfig
-from library.families.upload import Upload
+from library.families.upload import HubUploader
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -66,10 +66,10 @@ def test_files_arrive_in_the_folder_of_the_repository(hub, is_async, tmp_path):
     for path in paths:
         path.write_bytes(path.name.encode())
     save = SaveConfig(huggingface_path_in_repo="/loras/", huggingface_repo_visibility="public", async_upload=is_async)
-    upload = Upload(save, "me/loras")
-    upload.open()
-    upload.send(paths)
-    upload.settle()
+    upload = HubUploader(save, "me/loras")
+    upload.create_repo()
+    upload.upload(paths)
+    upload.wait()
     assert hub.files == {f"loras/{path.name}": path.name.encode() for path in paths}
     (made,) = hub.made
     assert (made["name"], made["organization"]) == ("loras", "me")
@@ -78,7 +78,7 @@ def test_files_arrive_in_the_folder_of_the_repository(hub, is_async, tmp_path):
 
 
 def test_a_repository_is_private_unless_it_is_said_to_be_public(hub):
-    Upload(SaveConfig(), "me/loras").open()
+    HubUploader(SaveConfig(), "me/loras").create_repo()
     assert hub.made[0].get("private") is True or hub.made[0].get("visibility") == "private"
 
 
@@ -87,20 +87,20 @@ def test_what_cannot_be_sent_is_told_and_nothing_else_happens(hub, refuses, tmp_
     hub.refuses = refuses
     path = tmp_path / "a.safetensors"
     path.write_bytes(b"a")
-    upload = Upload(SaveConfig(async_upload=True), "me/loras")
+    upload = HubUploader(SaveConfig(async_upload=True), "me/loras")
     with caplog.at_level(logging.WARNING):
-        upload.open()
-        upload.send([path])
-        upload.settle()
+        upload.create_repo()
+        upload.upload([path])
+        upload.wait()
     assert not hub.files and "training goes on" in caplog.text and "hf_test" not in caplog.text
     hub.refuses = ""
-    upload.send([path])
-    upload.settle()
+    upload.upload([path])
+    upload.wait()
     assert hub.files == {"a.safetensors": b"a"}, "the next file is tried again"
 
 
 def test_options_without_a_repository_and_names_that_are_none_are_told():
-    problems = " ".join(load_options(["--async_upload", "--huggingface_repo_type", "model"]).problems)
+    problems = " ".join(parse_config(["--async_upload", "--huggingface_repo_type", "model"]).problems)
     assert "async_upload" in problems and "nothing is sent anywhere" in problems
-    problems = " ".join(load_options(["--huggingface_repo_id", "a/b/c", "--huggingface_path_in_repo", "../x"]).problems)
+    problems = " ".join(parse_config(["--huggingface_repo_id", "a/b/c", "--huggingface_path_in_repo", "../x"]).problems)
     assert "is no repository of the hub; write OWNER/NAME" in problems and "leads out of the repository" in problems

@@ -10,11 +10,11 @@ from ranks import on_ranks
 from safetensors.torch import load_file
 from test_run import difference, pictures, train
 
-from library.config import load_options
+from library.config import parse_config
 from library.config.schema import DataConfig
-from library.data.prepare import check, prepare
+from library.data.prepare import validate_dataset_config, prepare_data
 from library.errors import ConfigError
-from library.training.interval import Mean, student
+from library.training.interval import MeanEstimate, student_t_quantile
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +24,9 @@ def data(tmp_path_factory):
 
 def held(dataset: Path, **options) -> tuple[set[str], set[str]]:
     """Contents of the pictures to train on, and of those to validate on."""
-    prepared = prepare(DataConfig(dataset_config=str(dataset), **options), 8)
-    others = prepared.held_out.manifest.samples if prepared.held_out else ()
-    return {sample.content for sample in prepared.manifest.samples}, {sample.content for sample in others}
+    prepared = prepare_data(DataConfig(dataset_config=str(dataset), **options), 8)
+    others = prepared.validation.manifest.samples if prepared.validation else ()
+    return {sample.content_hash for sample in prepared.manifest.samples}, {sample.content_hash for sample in others}
 
 
 def run_lines(folder: Path, name: str = "lora") -> list[dict]:
@@ -104,11 +104,11 @@ include = ["1*"]
 is_reg = true
 """,
     )
-    prepared = prepare(DataConfig(dataset_config=str(both)), 8)
-    kept = {sample.content for sample in prepared.held_out.manifest.samples}
+    prepared = prepare_data(DataConfig(dataset_config=str(both)), 8)
+    kept = {sample.content_hash for sample in prepared.validation.manifest.samples}
 
-    assert {sample.dataset for sample in prepared.held_out.manifest.samples} == {0}
-    assert not [sample for sample in prepared.manifest.samples if sample.content in kept]
+    assert {sample.dataset_index for sample in prepared.validation.manifest.samples} == {0}
+    assert not [sample for sample in prepared.manifest.samples if sample.content_hash in kept]
     assert any("kept for validation in another dataset" in note for note in prepared.manifest.notes)
 
 
@@ -127,12 +127,12 @@ image_dir = '{data.parent / "pictures"}'
 include = ["1*"]
 """,
     )
-    prepared = prepare(DataConfig(dataset_config=str(apart)), 8)
+    prepared = prepare_data(DataConfig(dataset_config=str(apart)), 8)
 
-    assert {sample.dataset for sample in prepared.manifest.samples} == {0}
-    assert len(prepared.manifest.samples) == 9 and len(prepared.held_out.manifest.samples) == 8
+    assert {sample.dataset_index for sample in prepared.manifest.samples} == {0}
+    assert len(prepared.manifest.samples) == 9 and len(prepared.validation.manifest.samples) == 8
     with pytest.raises(ConfigError, match="validation_split keeps all of them for validation"):
-        prepare(DataConfig(dataset_config=str(data), validation_split=1.0), 8)
+        prepare_data(DataConfig(dataset_config=str(data), validation_split=1.0), 8)
 
 
 @pytest.mark.parametrize("split", [0.01, 0.99])
@@ -158,13 +158,13 @@ enable_wildcard = true
 token_warmup_step = 100
 """,
     )
-    prepared = prepare(DataConfig(dataset_config=str(lively)), 8)
-    batches, read = prepared.held_out_batches(None, None, None)
-    plain = prepare(DataConfig(dataset_config=str(data), validation_split=0.5), 8)
-    _, read_plain = plain.held_out_batches(None, None, None)
-    for number in range(len(batches.batches)):
+    prepared = prepare_data(DataConfig(dataset_config=str(lively)), 8)
+    batches, read = prepared.build_validation_reader(None, None, None)
+    plain = prepare_data(DataConfig(dataset_config=str(data), validation_split=0.5), 8)
+    _, read_plain = plain.build_validation_reader(None, None, None)
+    for number in range(len(batches.micro_batches)):
         one, other = read(number), read_plain(number)
-        assert (one.pixels == other.pixels).all() and one.places == other.places
+        assert (one.pixels == other.pixels).all() and one.global_positions == other.global_positions
         assert [re.fullmatch(r"[abc] photo of picture \d+, a \d+ b", caption) is not None for caption in one.captions]
         assert [caption[len("a photo of ") :] for caption in one.captions] == list(other.captions)
 
@@ -206,8 +206,8 @@ def test_losses_and_files_are_the_same_to_the_bit_with_and_without_evaluations(d
 
 
 def unasked(*flags: str) -> list[str]:
-    config = load_options(flags).config
-    return check(config.data, config.cache, config.validate)
+    config = parse_config(flags).config
+    return validate_dataset_config(config.data, config.cache, config.validate)
 
 
 @pytest.mark.parametrize("option", ["validation_seed", "validate_every_n_steps", "validate_every_n_epochs",
@@ -223,7 +223,7 @@ def watched(*flags: str) -> list[float]:
     """A run that lets the optimizer or the average have other weights; how far the adapter moved in evaluations."""
     from library.training import validation
 
-    honest, moved = validation.evaluate, []
+    honest, moved = validation.compute_validation_losses, []
 
     def evaluate(run, *rest):
         used = [parameter.detach().clone() for parameter in run.parameters]
@@ -232,7 +232,7 @@ def watched(*flags: str) -> list[float]:
         return honest(run, *rest)
 
     begun: list = []
-    validation.evaluate = evaluate
+    validation.compute_validation_losses = evaluate
     train(*flags)
     return moved
 
@@ -256,19 +256,19 @@ def test_a_schedule_free_optimizer_goes_on_as_if_nobody_had_looked(data, tmp_pat
 
 @pytest.mark.parametrize(("values", "interval"), [([1.0, 2.0, 3.0], 4.3027 / 3**0.5), ([5.0] * 40, 0.0)])
 def test_an_interval_is_that_of_student(values, interval):
-    mean = Mean.of(values)
+    mean = MeanEstimate.from_values(values)
 
     assert mean.value == sum(values) / len(values) and mean.interval == pytest.approx(interval, rel=1e-4)
 
 
 @pytest.mark.parametrize(("freedom", "quantile"), [(1, 12.706), (9, 2.262), (10, 2.228), (30, 2.042), (100, 1.984)])
 def test_the_quantile_of_student_is_that_of_the_tables(freedom, quantile):
-    assert student(freedom) == pytest.approx(quantile, abs=6e-4)
+    assert student_t_quantile(freedom) == pytest.approx(quantile, abs=6e-4)
 
 
 @pytest.mark.parametrize(("mean", "said"), [
-    (Mean(0.96548, 0.0823), "0.965 +- 0.082"), (Mean(12.3456, 1.04), "12.3 +- 1.0"), (Mean(1234.5, 260), "1234 +- 260"),
-    (Mean(0.5, math.inf), "0.5"), (Mean(0.25, 0.0), "0.25"),
+    (MeanEstimate(0.96548, 0.0823), "0.965 +- 0.082"), (MeanEstimate(12.3456, 1.04), "12.3 +- 1.0"), (MeanEstimate(1234.5, 260), "1234 +- 260"),
+    (MeanEstimate(0.5, math.inf), "0.5"), (MeanEstimate(0.25, 0.0), "0.25"),
 ])  # fmt: skip
 def test_a_mean_is_told_as_exactly_as_it_is_known(mean, said):
     assert str(mean) == said

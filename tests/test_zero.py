@@ -19,7 +19,7 @@ from test_health import train_with_a_spoilt_step
 from test_resume import cut
 from test_run import difference, pictures, train
 
-from library.config import load_options
+from library.config import parse_config
 
 pytest.importorskip("deepspeed")
 ROOT = Path(__file__).resolve().parent.parent
@@ -164,14 +164,14 @@ def test_a_state_goes_on_exactly_and_from_one_strategy_to_another(even, tmp_path
 def held(stage: int) -> tuple[int, int, int]:
     """Bytes of all frozen weights, of those in memory here, and of what the optimizer remembers here."""
     from library.distributed.accelerator import prepare_accelerator
-    from library.distributed.zero import Zero
-    from library.distributed.zero_settings import ZeroSettings
+    from library.distributed.zero import DeepSpeedStrategy
+    from library.distributed.zero_settings import DeepSpeedSettings
     from library.families import FAMILIES
-    from library.training.trained import put_adapters
+    from library.training.trained import build_trainable_modules
 
-    strategy = Zero(prepare_accelerator(load_options([]).config), ZeroSettings(stage))
+    strategy = DeepSpeedStrategy(prepare_accelerator(parse_config([]).config), DeepSpeedSettings(stage))
     family = FAMILIES.get("flux")()
-    trained, _ = put_adapters(load_options([]).config, family, family.load("random:flux:tiny", torch.float32))
+    trained, _ = build_trainable_modules(parse_config([]).config, family, family.load("random:flux:tiny", torch.float32))
     own = [parameter for parameter in trained.parameters() if parameter.requires_grad]
     frozen = [parameter for parameter in trained.parameters() if not parameter.requires_grad]
     whole = sum(parameter.nbytes for parameter in frozen)
@@ -179,8 +179,8 @@ def held(stage: int) -> tuple[int, int, int]:
     kept = [*frozen, *(parameter.ds_tensor for parameter in frozen)]
     here = sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in kept}.values())
     masters = {piece.flat.data_ptr(): piece.flat.nbytes for piece in optimizer._pieces}
-    strategy.leave()
-    return whole, here, sum(masters.values()) - sum(parameter.nbytes for parameter in own) // strategy.size
+    strategy.destroy_process_group()
+    return whole, here, sum(masters.values()) - sum(parameter.nbytes for parameter in own) // strategy.world_size
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
@@ -200,7 +200,7 @@ def shortened_in_host_memory(stage: int) -> tuple[str, list[float]]:
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    from library.distributed.zero_optimizer import ZeroOptimizer
+    from library.distributed.zero_optimizer import DeepSpeedOptimizer
 
     weight = torch.nn.Parameter(torch.zeros(2))
     weight._hp_mapping = None
@@ -211,8 +211,8 @@ def shortened_in_host_memory(stage: int) -> tuple[str, list[float]]:
                            _get_norm_groups=lambda: [flat.grad.norm()], fp32_partitioned_groups_flat=[flat],
                            grad_position={0: (0, 0, 0)}, get_param_id=lambda parameter: 0)  # fmt: skip
     engine = SimpleNamespace(optimizer=zero, global_rank=0, zero_optimization_stage=lambda: stage)
-    ours = ZeroOptimizer(engine, [{"params": [weight], "lr": 0.1}], torch.device("meta"))
-    norm = ours.length_of_gradient(1.0)
+    ours = DeepSpeedOptimizer(engine, [{"params": [weight], "lr": 0.1}], torch.device("meta"))
+    norm = ours.compute_grad_norm(1.0)
     if stage == 3:
         (handed,) = zero._get_norm_groups()
         DeepSpeedZeroOptimizer_Stage3.unscale_and_clip_grads(zero, 0, handed)

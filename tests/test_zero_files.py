@@ -77,18 +77,18 @@ def test_a_model_in_files_trains_the_adapter_that_one_in_memory_trains(ranks, is
 
 
 def test_files_of_processes_that_are_gone_are_removed_and_those_of_others_stay(tmp_path):
-    from library.distributed.processes import Process
-    from library.distributed.zero_files import OWNER, PREFIX, remove_left_over
+    from library.distributed.processes import ProcessIdentity
+    from library.distributed.zero_files import OWNER_FILE, DIR_PREFIX, remove_stale_dirs
 
-    own = Process.own()
+    own = ProcessIdentity.get_current()
     owners = {"mine": own, "dead": replace(own, began=own.began - 1000), "elsewhere": replace(own, host="elsewhere")}
     for name, owner in owners.items():
-        (tmp_path / f"{PREFIX}{name}").mkdir()
-        (tmp_path / f"{PREFIX}{name}" / OWNER).write_text(json.dumps(owner.as_json()))
-    (tmp_path / f"{PREFIX}of-nobody").mkdir()
-    remove_left_over(tmp_path)
+        (tmp_path / f"{DIR_PREFIX}{name}").mkdir()
+        (tmp_path / f"{DIR_PREFIX}{name}" / OWNER_FILE).write_text(json.dumps(owner.to_json()))
+    (tmp_path / f"{DIR_PREFIX}of-nobody").mkdir()
+    remove_stale_dirs(tmp_path)
 
-    assert sorted(path.name.removeprefix(PREFIX) for path in tmp_path.iterdir()) == ["elsewhere", "mine", "of-nobody"]
+    assert sorted(path.name.removeprefix(DIR_PREFIX) for path in tmp_path.iterdir()) == ["elsewhere", "mine", "of-nobody"]
 
 
 @pytest.mark.parametrize(("ranks", "offload", "expected"), [

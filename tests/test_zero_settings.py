@@ -8,19 +8,19 @@ import pytest
 from ranks import on_ranks
 from test_run import train
 
-from library.config import load_options
-from library.distributed.refusals import before_joining
+from library.config import parse_config
+from library.distributed.refusals import find_launch_problems
 from library.distributed.world import World
-from library.distributed.zero_settings import ZeroSettings, zero_settings
-from library.optim.elementwise import whole_tensor_problems
+from library.distributed.zero_settings import DeepSpeedSettings, resolve_deepspeed_settings
+from library.optim.elementwise import validate_elementwise_optimizer
 
 STAGE_3 = ("--deepspeed", "--zero_stage", "3")
-TWO = World(size=2, local_size=2, local_rank=0, precision="no")
+TWO = World(world_size=2, local_world_size=2, local_rank=0, mixed_precision="no")
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
 
 def config(*flags: str):
-    return load_options([*flags]).config
+    return parse_config([*flags]).config
 
 
 def launched(**said: str) -> World:
@@ -44,18 +44,18 @@ def file(tmp_path):
         ((), TWO, None),
         (("--zero_stage", "2"), TWO, None),  # sd-scripts' default, written down
         ((), replace(TWO, said={"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}), None),  # left over: nobody asks for it
-        (("--deepspeed",), TWO, ZeroSettings(2)),
+        (("--deepspeed",), TWO, DeepSpeedSettings(2)),
         (("--deepspeed", "--zero_stage", "3", "--offload_param_device", "cpu"), TWO,
-         ZeroSettings(3, param_device="cpu")),
-        ((), launched(), ZeroSettings(2)),
+         DeepSpeedSettings(3, offload_param_device="cpu")),
+        ((), launched(), DeepSpeedSettings(2)),
         ((), launched(ZERO_STAGE="1", OFFLOAD_OPTIMIZER_DEVICE="cpu", OFFLOAD_PARAM_DEVICE="none",
-                      ZERO3_INIT="true", ACCELERATE_GRADIENT_CLIPPING="1.0"), ZeroSettings(1, "cpu")),
-        (("--deepspeed", "--zero_stage", "3"), launched(ZERO_STAGE="3"), ZeroSettings(3)),
+                      ZERO3_INIT="true", ACCELERATE_GRADIENT_CLIPPING="1.0"), DeepSpeedSettings(1, "cpu")),
+        (("--deepspeed", "--zero_stage", "3"), launched(ZERO_STAGE="3"), DeepSpeedSettings(3)),
     ],
 )  # fmt: skip
 def test_what_is_said_in_one_place_or_alike_in_several_holds(flags, world, expected):
-    assert zero_settings(config(*flags), world) == (expected, [])
-    assert before_joining(config(*flags), world) == []
+    assert resolve_deepspeed_settings(config(*flags), world) == (expected, [])
+    assert find_launch_problems(config(*flags), world) == []
 
 
 def test_the_users_own_file_is_filled_and_handed_on(file):
@@ -65,18 +65,18 @@ def test_the_users_own_file_is_filled_and_handed_on(file):
         zero_optimization={"stage": 3, "offload_param": {"device": "cpu", "buffer_count": 7},
                            "stage3_prefetch_bucket_size": "auto", "stage3_max_live_parameters": 5},
     )  # fmt: skip
-    settings, problems = zero_settings(config("--gradient_accumulation_steps", "2", "--mixed_precision", "bf16"), world)
+    settings, problems = resolve_deepspeed_settings(config("--gradient_accumulation_steps", "2", "--mixed_precision", "bf16"), world)
 
-    assert problems == [] and (settings.stage, settings.param_device) == (3, "cpu")
-    handed = settings.handed_over(pins_memory=False)
+    assert problems == [] and (settings.stage, settings.offload_param_device) == (3, "cpu")
+    handed = settings.build_config(pin_memory=False)
     assert handed["zero_optimization"] == {
         "stage": 3, "stage3_max_live_parameters": 5,
         "offload_param": {"device": "cpu", "buffer_count": 7, "pin_memory": False},
     }  # fmt: skip
     assert handed["steps_per_print"] == 50 and handed["gradient_accumulation_steps"] == 1
     assert not {"bf16", "fp16", "train_batch_size"} & handed.keys()
-    assert settings.other_batches([4], 2, 2) == []
-    micro, whole = settings.other_batches([4, 8], 2, 2)
+    assert settings.validate_batch_sizes([4], 2, 2) == []
+    micro, whole = settings.validate_batch_sizes([4, 8], 2, 2)
     assert "train_micro_batch_size_per_gpu is 4, and it comes to 4 and 8" in micro
     assert "train_batch_size is 16, and it comes to 16 and 32" in whole
 
@@ -117,7 +117,7 @@ def test_the_users_own_file_is_filled_and_handed_on(file):
 )  # fmt: skip
 def test_what_does_not_go_together_is_told_before_joining(flags, world, expected):
     world = replace(world, machine=replace(world.machine, device_count=2))
-    (problem,) = [line for line in before_joining(config(*flags), world) if expected in line]
+    (problem,) = [line for line in find_launch_problems(config(*flags), world) if expected in line]
     assert "\n" not in problem
 
 
@@ -139,29 +139,29 @@ def test_what_does_not_go_together_is_told_before_joining(flags, world, expected
     ],
 )  # fmt: skip
 def test_a_file_that_says_something_else_than_the_options_is_named(flags, content, expected, file):
-    (problem,) = zero_settings(config(*flags), file(**{"zero_optimization": {"stage": 1}, **content}))[1]
+    (problem,) = resolve_deepspeed_settings(config(*flags), file(**{"zero_optimization": {"stage": 1}, **content}))[1]
     assert expected in problem
 
 
 def test_a_model_in_files_is_handed_on_with_all_that_is_said_about_it(file, tmp_path):
     part = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_count": 7, "buffer_size": 10**8, "max_in_cpu": 10**9}
     aio = {"block_size": 262144, "queue_depth": 32}
-    settings, problems = zero_settings(config(), file(zero_optimization={"stage": 3, "offload_param": part}, aio=aio))
-    handed = settings.handed_over(pins_memory=False)
+    settings, problems = resolve_deepspeed_settings(config(), file(zero_optimization={"stage": 3, "offload_param": part}, aio=aio))
+    handed = settings.build_config(pin_memory=False)
 
-    assert problems == [] and (settings.param_device, settings.param_path) == ("nvme", str(tmp_path))
+    assert problems == [] and (settings.offload_param_device, settings.offload_param_path) == ("nvme", str(tmp_path))
     assert handed["zero_optimization"]["offload_param"] == {**part, "pin_memory": False} and handed["aio"] == aio
-    assert "model in files" in settings.described(2)
+    assert "model in files" in settings.format_summary(2)
 
 
 @pytest.mark.parametrize("name", ["", "AdamW", "SGDNesterov", "lion", "RMSprop"])
 def test_optimizers_that_treat_each_number_for_itself_may_be_divided(name):
-    assert whole_tensor_problems(config("--optimizer_type", name).optim, "DeepSpeed") == []
+    assert validate_elementwise_optimizer(config("--optimizer_type", name).optim, "DeepSpeed") == []
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "Prodigy", "CAME", "AdamW8bit", "Muon", "AdamWScheduleFree"])
 def test_optimizers_that_look_at_more_are_refused_with_what_works(name):
-    (problem,) = whole_tensor_problems(config("--optimizer_type", name).optim, "DeepSpeed")
+    (problem,) = validate_elementwise_optimizer(config("--optimizer_type", name).optim, "DeepSpeed")
     assert problem.startswith(f"--optimizer_type {name}: looks at tensors as a whole") and "or --fsdp" in problem
 
 

@@ -9,18 +9,18 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..durable import flush, flush_folder
+from ..durable import fsync_file, fsync_dir
 from ..errors import UserError
-from .verify import verify
+from .verify import verify_adapter_file
 
-PRECISIONS = {"float": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+SAVE_DTYPES = {"float": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def cast(tensors: Mapping[str, Tensor], precision: str | None) -> dict[str, Tensor]:
+def cast_tensors(tensors: Mapping[str, Tensor], precision: str | None) -> dict[str, Tensor]:
     """Weights in the precision of the file; None leaves them.  Alphas stay float32: they are exact, and tiny."""
     if precision is None:
         return dict(tensors)
-    done = {key: each if key.endswith(".alpha") else each.to(PRECISIONS[precision]) for key, each in tensors.items()}
+    done = {key: each if key.endswith(".alpha") else each.to(SAVE_DTYPES[precision]) for key, each in tensors.items()}
     for key, tensor in done.items():
         if not bool(tensor.isfinite().all()) and bool(tensors[key].isfinite().all()):
             largest = tensors[key].abs().max().item()
@@ -28,11 +28,11 @@ def cast(tensors: Mapping[str, Tensor], precision: str | None) -> dict[str, Tens
     return done
 
 
-def write(
+def write_adapter_file(
     path: Path,
     tensors: Mapping[str, Tensor],
     metadata: Mapping[str, str],
-    trained: bool = True,
+    is_trained: bool = True,
     check: Callable[[Path], None] | None = None,
 ) -> None:
     """Write ``tensors`` so that ``path`` is at every moment either the old file or the new one, whole and checked.
@@ -46,12 +46,12 @@ def write(
         mode = part.stat().st_mode  # as the user wants new files to be; safetensors makes private ones
         save_file(dict(tensors), part, dict(metadata))
         part.chmod(mode)
-        flush(part)
-        verify(part, tensors, metadata, trained)
+        fsync_file(part)
+        verify_adapter_file(part, tensors, metadata, is_trained)
         if check is not None:
             check(part)
         os.replace(part, path)
-        flush_folder(path.parent)
+        fsync_dir(path.parent)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: cannot be written: {error}") from error
     finally:

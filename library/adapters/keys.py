@@ -6,115 +6,115 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from .layouts import LAYOUTS, Group, Names
-from .ldm_names import ldm_names
+from .layouts import ORIGINAL_LAYOUTS, ModuleGroup, KeyMap
+from .ldm_names import map_to_ldm_names
 
-_ADDED = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer", "default"}
-_STRAY = re.compile(rf"(?:^|[._])(?:module|{'|'.join(_ADDED)})(?=[._])")
+_WRAPPER_NAMES = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer", "default"}
+_WRAPPER_PATTERN = re.compile(rf"(?:^|[._])(?:module|{'|'.join(_WRAPPER_NAMES)})(?=[._])")
 
 
-def clean(name: str) -> str:
+def clean_parameter_name(name: str) -> str:
     """The name of a parameter without what wrappers (DDP, compile) and peft add to it."""
-    parts = [part for part in name.split(".") if part not in _ADDED]
+    parts = [part for part in name.split(".") if part not in _WRAPPER_NAMES]
     while parts[0] == "module":  # only in front: a model may have a part of that name
         parts = parts[1:]
     return ".".join(parts)
 
 
-def stray(names: Iterable[str]) -> list[str]:
+def find_wrapper_names(names: Iterable[str]) -> list[str]:
     """The names in which something of a wrapper or of peft is left; no loader would know them."""
-    return [name for name in names if _STRAY.search(name)]
+    return [name for name in names if _WRAPPER_PATTERN.search(name)]
 
 
-SAME = Names()
+NO_KEY_MAP = KeyMap()
 """Modules keep their names."""
 
 
-def file_names(modules: Iterable[str], style: str) -> Names:
+def build_key_map(modules: Iterable[str], key_style: str) -> KeyMap:
     """What kohya's files call a model's modules, trained or not; for the style see ``Family.lora_names``."""
-    if style in LAYOUTS:
-        return Names(layout=LAYOUTS[style])
-    return Names(_STYLES[style]([clean(name) for name in modules]))
+    if key_style in ORIGINAL_LAYOUTS:
+        return KeyMap(layout=ORIGINAL_LAYOUTS[key_style])
+    return KeyMap(_KEY_STYLES[key_style]([clean_parameter_name(name) for name in modules]))
 
 
-def _own_names(modules: Iterable[str]) -> Mapping[str, str]:
+def _keep_names(modules: Iterable[str]) -> Mapping[str, str]:
     return {name: name for name in modules}
 
 
-def _clip_names(modules: Iterable[str]) -> Mapping[str, str]:
+def _add_text_model_prefix(modules: Iterable[str]) -> Mapping[str, str]:
     """Names in files: with the ``text_model.`` that transformers 5 no longer has in ``CLIPTextModel``."""
     return {name: name if name.startswith(("text_model.", "text_projection")) else f"text_model.{name}"
             for name in modules}  # fmt: skip
 
 
-_STYLES: Mapping[str, Callable[[Iterable[str]], Mapping[str, str]]] = {
-    "diffusers": _own_names,
-    "ldm": ldm_names,
-    "clip": _clip_names,
-    "t5": _own_names,
+_KEY_STYLES: Mapping[str, Callable[[Iterable[str]], Mapping[str, str]]] = {
+    "diffusers": _keep_names,
+    "ldm": map_to_ldm_names,
+    "clip": _add_text_model_prefix,
+    "t5": _keep_names,
 }
 
 
-def kohya_name(module: str, prefix: str) -> str:
+def build_kohya_name(module: str, prefix: str) -> str:
     """``mid_block.attentions.0.proj_in`` -> ``lora_unet_mid_block_attentions_0_proj_in``."""
     return f"{prefix}_{module.replace('.', '_')}"
 
 
 @dataclass(frozen=True)
-class PartNames:
+class ComponentKeys:
     """A part of a pipeline in which something may be trained, and what files call its modules."""
 
     name: str
     """In the pipeline: ``unet``, ``transformer``, ``text_encoder``."""
     modules: tuple[str, ...]
     """All of them, by their names in the part, containers included."""
-    prefix: str
+    key_prefix: str
     """What stands before them in a kohya file."""
-    style: str = "diffusers"
+    key_style: str = "diffusers"
     """What kohya files call them: see ``Family.lora_names``; ``clip`` and ``t5`` for text encoders."""
-    others: tuple[str, ...] = ()
+    other_key_styles: tuple[str, ...] = ()
     """More styles in which files are met."""
 
     @classmethod
-    def of(
-        cls, model: nn.Module, name: str, prefix: str, style: str = "diffusers", others: tuple[str, ...] = ()
-    ) -> "PartNames":
+    def from_model(
+        cls, model: nn.Module, name: str, key_prefix: str, key_style: str = "diffusers", other_key_styles: tuple[str, ...] = ()
+    ) -> "ComponentKeys":
         """The part that ``model`` is, wrapped or not, with an adapter or without."""
         inside = tuple(f"{name}." for name, module in model.named_modules() if hasattr(module, "base_layer"))
-        names = (clean(name) for name, _ in model.named_modules() if name and not name.startswith(inside))
-        return cls(name, tuple(dict.fromkeys(names)), prefix, style, others)
+        names = (clean_parameter_name(name) for name, _ in model.named_modules() if name and not name.startswith(inside))
+        return cls(name, tuple(dict.fromkeys(names)), key_prefix, key_style, other_key_styles)
 
     @property
-    def is_text(self) -> bool:
-        return self.style in ("clip", "t5")
+    def is_text_encoder(self) -> bool:
+        return self.key_style in ("clip", "t5")
 
-    def names(self, style: str | None = None) -> Names:
+    def get_key_map(self, key_style: str | None = None) -> KeyMap:
         """What its modules are called."""
-        return file_names(self.modules, style or self.style)
+        return build_key_map(self.modules, key_style or self.key_style)
 
-    def known_as(self) -> Iterator[tuple[str, Group]]:
+    def iter_known_names(self) -> Iterator[tuple[str, ModuleGroup]]:
         """Every name under which files are known to keep an original module, the usual ones first."""
-        styles = dict.fromkeys((self.style, *self.others, "diffusers"))
+        styles = dict.fromkeys((self.key_style, *self.other_key_styles, "diffusers"))
         for style in styles:
-            for group in self._groups(style):
-                yield kohya_name(group.name, self.prefix), group
-                for start in self._dotted:
+            for group in self._group_modules(style):
+                yield build_kohya_name(group.name, self.key_prefix), group
+                for start in self._dotted_prefixes:
                     yield f"{start}{group.name}", group
-                for start in self._underscored:
-                    yield kohya_name(group.name, start), group
+                for start in self._underscored_prefixes:
+                    yield build_kohya_name(group.name, start), group
 
     @property
-    def _dotted(self) -> tuple[str, ...]:
-        return (f"{self.name}.",) if self.is_text else (f"{self.name}.", "diffusion_model.", "base_model.model.")
+    def _dotted_prefixes(self) -> tuple[str, ...]:
+        return (f"{self.name}.",) if self.is_text_encoder else (f"{self.name}.", "diffusion_model.", "base_model.model.")
 
     @property
-    def _underscored(self) -> tuple[str, ...]:
-        if self.is_text:  # with one text encoder, sd-scripts and others differ about the number
-            return ("lora_te1",) if self.prefix == "lora_te" else ()
+    def _underscored_prefixes(self) -> tuple[str, ...]:
+        if self.is_text_encoder:  # with one text encoder, sd-scripts and others differ about the number
+            return ("lora_te1",) if self.key_prefix == "lora_te" else ()
         return ("lora_transformer", "lycoris")
 
-    def _groups(self, style: str) -> list[Group]:
-        names = self.names(style)
+    def _group_modules(self, key_style: str) -> list[ModuleGroup]:
+        names = self.get_key_map(key_style)
         containers = {name.rpartition(".")[0] for name in self.modules}
         layers = [name for name in self.modules if name not in containers]
-        return names.groups(names.known(layers) if names.layout else layers)
+        return names.group_modules(names.filter_known_modules(layers) if names.layout else layers)

@@ -3,25 +3,25 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
-_RESNET = {
+_LDM_RESNET_NAMES = {
     "norm1": "in_layers.0", "conv1": "in_layers.2", "time_emb_proj": "emb_layers.1",
     "norm2": "out_layers.0", "conv2": "out_layers.3", "conv_shortcut": "skip_connection",
 }  # fmt: skip
-_OUTSIDE = {
+_LDM_OUTER_NAMES = {
     "conv_in": "input_blocks.0.0", "conv_norm_out": "out.0", "conv_out": "out.2",
     "time_embedding.linear_1": "time_embed.0", "time_embedding.linear_2": "time_embed.2",
     "add_embedding.linear_1": "label_emb.0.0", "add_embedding.linear_2": "label_emb.0.2",
 }  # fmt: skip
 
 
-def ldm_names(modules: Iterable[str]) -> Mapping[str, str]:
+def map_to_ldm_names(modules: Iterable[str]) -> Mapping[str, str]:
     """Names of all modules of a diffusers UNet -> the original names; what is not in a block keeps its own."""
     known = list(modules)
-    places = dict(_places(known))
-    return {name: _renamed(name, places) for name in known}
+    places = dict(_find_ldm_block_names(known))
+    return {name: _rename_to_ldm(name, places) for name in known}
 
 
-def _places(modules: list[str]) -> Iterator[tuple[str, str]]:
+def _find_ldm_block_names(modules: list[str]) -> Iterator[tuple[str, str]]:
     """Where each resnet, attention and sampler stands: ``down_blocks.1.attentions.0`` -> ``input_blocks.4.1``."""
     found = {match[0] for name in modules if (match := re.match(r"(?:down|up)_blocks\.\d+\.\w+\.\d+(?=\.|$)", name))}
     per_block = {side: 1 + max((int(name.split(".")[3]) for name in found if name.startswith(f"{side}_blocks.")
@@ -44,17 +44,17 @@ def _places(modules: list[str]) -> Iterator[tuple[str, str]]:
                 ("mid_block.resnets.1", "middle_block.2"))  # fmt: skip
 
 
-def _renamed(name: str, places: Mapping[str, str]) -> str:
-    if name in _OUTSIDE:
-        return _OUTSIDE[name]
+def _rename_to_ldm(name: str, block_names: Mapping[str, str]) -> str:
+    if name in _LDM_OUTER_NAMES:
+        return _LDM_OUTER_NAMES[name]
     match = re.match(r"((?:(?:down|up)_blocks\.\d+|mid_block)\.\w+\.\d+)(?:\.(.*))?$", name)
-    if match is None or match[1] not in places:
+    if match is None or match[1] not in block_names:
         return name
-    start, rest = places[match[1]], match[2]
+    start, rest = block_names[match[1]], match[2]
     if rest is None:
         return start
     if ".resnets." in match[1]:
-        return f"{start}.{_RESNET.get(rest, rest)}"
+        return f"{start}.{_LDM_RESNET_NAMES.get(rest, rest)}"
     if ".downsamplers." in match[1]:
         return f"{start}.op"
     return f"{start}.{rest}"

@@ -11,50 +11,50 @@ from dataclasses import dataclass
 
 from torch import Tensor, equal, nn
 
-from ..config.network_args import LORAS, arguments_of, kind_of
+from ..config.network_args import LORA_TYPES, get_network_args, get_adapter_type
 from ..config.schema import AdapterConfig
 from ..errors import ConfigError
-from .keys import clean
-from .kinds import MARKS, Size, put_in, unfit
-from .layouts import LAYOUTS, Group, groups
-from .sites import Part, Site, matching, sites_of
-from .sizing import sizes_of
+from .keys import clean_parameter_name
+from .kinds import ADAPTER_WEIGHT_PATTERN, RankAlpha, inject_peft_layers, validate_boft_ranks
+from .layouts import ORIGINAL_LAYOUTS, ModuleGroup, group_by_original_module
+from .sites import TargetComponent, TargetLayer, match_target_modules, find_target_layers
+from .sizing import assign_ranks
 
 __all__ = [
-    "Adapter", "Part", "Site", "Size", "State", "inject", "load_state", "matching", "module_of", "parameters", "put",
-    "state",
+    "Adapter", "TargetComponent", "TargetLayer", "RankAlpha", "AdapterStateDict", "inject_into_model", "load_adapter_state_dict", "match_target_modules", "parse_module_name", "iter_adapter_parameters", "inject_adapters",
+    "get_adapter_state_dict",
 ]  # fmt: skip
 
-State = dict[str, Tensor]
+AdapterStateDict = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Adapter:
     """What was put into the parts of a pipeline."""
 
-    kind: str
+    adapter_type: str
     """lora, dora, loha, lokr, oft or boft."""
     rank: int
     alpha: float
     """These two hold where nothing else was asked for."""
-    sizes: Mapping[str, Size]
+    rank_alphas: Mapping[str, RankAlpha]
     """Of each module, named as in a state, in the models' own order."""
-    sites: tuple[Site, ...]
+    target_layers: tuple[TargetLayer, ...]
     """The modules of ``sizes``, and what they are."""
 
     @property
     def modules(self) -> tuple[str, ...]:
-        return tuple(self.sizes)
+        return tuple(self.rank_alphas)
 
     @property
     def alphas(self) -> dict[str, float]:
         """Of each module, named as in a state."""
-        return {name: size.alpha for name, size in self.sizes.items()}
+        return {name: size.alpha for name, size in self.rank_alphas.items()}
 
 
-def put(
-    parts: Sequence[Part], config: AdapterConfig, seed: int, family: str = "",
-    given: Mapping[str, Size] | None = None,
+def inject_adapters(
+    components: Sequence[TargetComponent], config: AdapterConfig, seed: int, family: str = "",
+    rank_alphas: Mapping[str, RankAlpha] | None = None,
 ) -> Adapter:  # fmt: skip
     """Freeze all parts and give an adapter to those of their sites that are to have one, or that are ``given``.
 
@@ -62,90 +62,90 @@ def put(
     a function of the seed and the module's name, so that every process makes the same one; the update is zero.  The
     new weights are float32 whatever the model is.
     """
-    kind = kind_of(config)
-    if given is None:
-        sites, wanted = chosen(parts, config, family)
+    kind = get_adapter_type(config)
+    if rank_alphas is None:
+        sites, wanted = select_target_layers(components, config, family)
     else:
-        sites = [site for part in parts for site in sites_of(part)]
-        if strangers := sorted(given.keys() - {site.name for site in sites}):
+        sites = [site for part in components for site in find_target_layers(part)]
+        if strangers := sorted(rank_alphas.keys() - {site.name for site in sites}):
             raise ConfigError([f"--network_weights: it trains {strangers[0]}, and this run would not"])
-        wanted = dict(given)
-    built: dict[str, Size] = {}
-    for part in parts:
+        wanted = dict(rank_alphas)
+    built: dict[str, RankAlpha] = {}
+    for part in components:
         part.model.requires_grad_(False)
-        names = {site.module: site.name for site in sites if site.part == part.name and site.name in wanted}
+        names = {site.module: site.name for site in sites if site.component == part.name and site.name in wanted}
         # Text encoders have the same names inside, and must not start alike.
-        seeds = {module: name if part.is_text else module for module, name in names.items()}
+        seeds = {module: name if part.is_text_encoder else module for module, name in names.items()}
         sizes = {module: wanted[name] for module, name in names.items()}
-        found = put_in(part.model, kind, arguments_of(config), sizes, seeds, seed)
+        found = inject_peft_layers(part.model, kind, get_network_args(config), sizes, seeds, seed)
         built |= {names[module]: size for module, size in found.items()}
-        if kind in LORAS and part.style in LAYOUTS:
-            _share(part.model, groups(names, LAYOUTS[part.style]))
+        if kind in LORA_TYPES and part.key_style in ORIGINAL_LAYOUTS:
+            _share_lora_a(part.model, group_by_original_module(names, ORIGINAL_LAYOUTS[part.key_style]))
     alpha = float(config.network_alpha or config.network_dim)
     return Adapter(kind, config.network_dim, alpha, built, tuple(site for site in sites if site.name in built))
 
 
-def chosen(parts: Sequence[Part], config: AdapterConfig, family: str) -> tuple[list[Site], dict[str, Size]]:
+def select_target_layers(components: Sequence[TargetComponent], config: AdapterConfig, family: str) -> tuple[list[TargetLayer], dict[str, RankAlpha]]:
     """All sites, and the sizes of those that are to have an adapter; mistakes in ``network_args`` are told."""
-    sites = [site for part in parts for site in sites_of(part)]
-    sizes = sizes_of(sites, config, family)
-    for part in parts:
-        own = {site.module: sizes[site.name] for site in sites if site.part == part.name and site.name in sizes}
-        if problems := unfit(part.model, kind_of(config), own):
+    sites = [site for part in components for site in find_target_layers(part)]
+    sizes = assign_ranks(sites, config, family)
+    for part in components:
+        own = {site.module: sizes[site.name] for site in sites if site.component == part.name and site.name in sizes}
+        if problems := validate_boft_ranks(part.model, get_adapter_type(config), own):
             raise ConfigError(problems)
     return sites, sizes
 
 
-def inject(
+def inject_into_model(
     model: nn.Module,
     config: AdapterConfig,
-    targets: Sequence[str],
+    target_modules: Sequence[str],
     seed: int,
-    style: str = "diffusers",
-    idle: Sequence[str] = (),
+    key_style: str = "diffusers",
+    unused_layers: Sequence[str] = (),
 ) -> Adapter:
     """The same for one model alone, whose modules then have no part before their names."""
-    found = put([Part("", model, targets, style, idle=idle)], config, seed)
-    return Adapter(found.kind, found.rank, found.alpha,
-                   {name.removeprefix("."): size for name, size in found.sizes.items()}, found.sites)  # fmt: skip
+    found = inject_adapters([TargetComponent("", model, target_modules, key_style, unused_layers=unused_layers)], config, seed)
+    return Adapter(found.adapter_type, found.rank, found.alpha,
+                   {name.removeprefix("."): size for name, size in found.rank_alphas.items()}, found.target_layers)  # fmt: skip
 
 
-def _share(model: nn.Module, found: Sequence[Group]) -> None:
+def _share_lora_a(model: nn.Module, groups: Sequence[ModuleGroup]) -> None:
     """One down matrix for all modules of a group."""
-    for group in found:
+    for group in groups:
         first, *others = (model.get_submodule(name) for name in group.modules if name is not None)
         for layer in others:
             layer.lora_A["default"] = first.lora_A["default"]  # type: ignore[index, operator]
 
 
-def module_of(name: str) -> str:
+def parse_module_name(name: str) -> str:
     """The module that a weight of a state belongs to."""
-    return re.split(MARKS, name)[0]
+    return re.split(ADAPTER_WEIGHT_PATTERN, name)[0]
 
 
-def parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def iter_adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The adapters' weights of a model, wrapped or not, with their names in a state; a shared one under each name."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if re.search(MARKS, name):
-            yield clean(name), parameter
+        if re.search(ADAPTER_WEIGHT_PATTERN, name):
+            yield clean_parameter_name(name), parameter
 
 
-def state(model: nn.Module) -> State:
+def get_adapter_state_dict(model: nn.Module) -> AdapterStateDict:
     """The adapters' weights as they are now; they share memory with the model, and shared ones are one tensor."""
-    found = dict(parameters(model))
+    found = dict(iter_adapter_parameters(model))
     once = {id(parameter): parameter.detach() for parameter in found.values()}
     return {name: once[id(parameter)] for name, parameter in found.items()}
 
 
-def load_state(model: nn.Module, given: Mapping[str, Tensor]) -> None:
+def load_adapter_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
     """Put weights into a model that has its adapters; names and shapes must be the same."""
-    own = state(model)
-    wrong = [name for name in own.keys() & given.keys() if own[name].shape != given[name].shape]
-    if own.keys() != given.keys() or wrong:
-        examples = sorted({*(own.keys() ^ given.keys()), *wrong})[:3]
+    own = get_adapter_state_dict(model)
+    wrong = [name for name in own.keys() & state_dict.keys() if own[name].shape != state_dict[name].shape]
+    if own.keys() != state_dict.keys() or wrong:
+        examples = sorted({*(own.keys() ^ state_dict.keys()), *wrong})[:3]
         raise ValueError(f"the LoRA weights do not fit the model, for example {', '.join(examples)}")
     for name, tensor in own.items():
-        tensor.copy_(given[name])
-    torn = [name for name, tensor in own.items() if not equal(tensor, given[name].to(tensor))]
+        tensor.copy_(state_dict[name])
+    torn = [name for name, tensor in own.items() if not equal(tensor, state_dict[name].to(tensor))]
     if torn:
         raise ValueError(f"modules that share a matrix were given different ones, for example {torn[0]}")

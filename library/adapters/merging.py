@@ -4,43 +4,43 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from .updates import DOWN, MAGNITUDE, UP, Update
+from .updates import DOWN, MAGNITUDE, UP, ModuleUpdate
 
 
 @torch.no_grad()
-def merge(weight: Tensor, update: Update, multiplier: float) -> None:
+def merge_update(weight: Tensor, update: ModuleUpdate, multiplier: float) -> None:
     """Change a layer's weight as the update would at this strength; computed in float32."""
     base = weight.float()
-    changed = base + update.scale * _difference(update).to(base).reshape(base.shape)
-    if update.kind == "dora":
+    changed = base + update.scale * _compute_delta_weight(update).to(base).reshape(base.shape)
+    if update.adapter_type == "dora":
         rows = changed.flatten(1).norm(dim=1)
         scale = update.tensors[MAGNITUDE].flatten().to(base) / rows
         changed = changed * scale.view(-1, *[1] * (base.dim() - 1))
     weight.copy_(base + multiplier * (changed - base))
 
 
-def _difference(update: Update) -> Tensor:
+def _compute_delta_weight(update: ModuleUpdate) -> Tensor:
     """What is added to the weight, before alpha."""
     found = {name: tensor.float() for name, tensor in update.tensors.items()}
-    if update.kind in ("lora", "dora"):
-        return _product(found[UP], found[DOWN])
-    if update.kind == "loha":
-        return _half(found, "hada_w1", "hada_t1") * _half(found, "hada_w2", "hada_t2")
-    if update.kind == "lokr":
-        first, second = _half(found, "lokr_w1", ""), _half(found, "lokr_w2", "lokr_t2")
+    if update.adapter_type in ("lora", "dora"):
+        return _multiply_up_down(found[UP], found[DOWN])
+    if update.adapter_type == "loha":
+        return _compose_factor(found, "hada_w1", "hada_t1") * _compose_factor(found, "hada_w2", "hada_t2")
+    if update.adapter_type == "lokr":
+        first, second = _compose_factor(found, "lokr_w1", ""), _compose_factor(found, "lokr_w2", "lokr_t2")
         return torch.kron(first.reshape(*first.shape, *[1] * (second.dim() - 2)), second)
-    raise UserError(f"an adapter of kind {update.kind} cannot be merged into a model here")
+    raise UserError(f"an adapter of kind {update.adapter_type} cannot be merged into a model here")
 
 
-def _half(found: dict[str, Tensor], name: str, core: str) -> Tensor:
+def _compose_factor(tensors: dict[str, Tensor], name: str, core: str) -> Tensor:
     """A matrix that is whole, in two, or in three with the kernel of a convolution between them."""
-    if name in found:
-        return found[name]
-    first, second = found[f"{name}_a"], found[f"{name}_b"]
-    if core in found:
-        return torch.einsum("ijkl,jr,ip->prkl", found[core], second, first)
+    if name in tensors:
+        return tensors[name]
+    first, second = tensors[f"{name}_a"], tensors[f"{name}_b"]
+    if core in tensors:
+        return torch.einsum("ijkl,jr,ip->prkl", tensors[core], second, first)
     return first @ second
 
 
-def _product(up: Tensor, down: Tensor) -> Tensor:
+def _multiply_up_down(up: Tensor, down: Tensor) -> Tensor:
     return up.flatten(1) @ down.flatten(1)

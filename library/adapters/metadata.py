@@ -13,53 +13,53 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ..config.schema import RunConfig
-from .modelspec import modelspec
+from .modelspec import build_modelspec_metadata
 
 
 @dataclass(frozen=True)
-class ModelFacts:
+class BaseModelMetadata:
     """What the family knows of the model that was trained on."""
 
     base_model_version: str  # sd_v1
     architecture: str  # stable-diffusion-v1
-    prediction: str  # epsilon or v
+    prediction_type: str  # epsilon or v
     implementation: str = "diffusers"
 
 
 @dataclass(frozen=True)
-class RunFacts:
+class RunMetadata:
     """What the run knows of itself when a file is written."""
 
     step: int
     epoch: int
-    steps: int  # of the whole run
-    epochs: int
+    max_train_steps: int  # of the whole run
+    num_epochs: int
     started_at: float  # seconds since 1970
     saved_at: float
     session_id: int
-    pictures: int  # with repeats, without regularisation
-    regularisation_pictures: int
-    batches_per_epoch: int
+    num_train_images: int  # with repeats, without regularisation
+    num_reg_images: int
+    num_batches_per_epoch: int
     resolution: tuple[int, int]  # width, height
-    data: Mapping[str, str]  # what is told of the pictures
-    model: Mapping[str, str]  # what is told of the model's files
+    dataset_metadata: Mapping[str, str]  # what is told of the pictures
+    model_metadata: Mapping[str, str]  # what is told of the model's files
     rank: int | str  # a word where modules differ because a file says so
     alpha: float | str
     optimizer: str  # module.Class(name=value,...)
     mixed_precision: str  # as it came out of flags, launcher and accelerate's own file
 
 
-def describe(config: RunConfig, model: ModelFacts, run: RunFacts, software: str) -> dict[str, str]:
+def build_metadata(config: RunConfig, model: BaseModelMetadata, run: RunMetadata, software: str) -> dict[str, str]:
     """The metadata of one file, without hashes; ``software`` is a name and a version, ``name/1.0``."""
-    least = _minimum(config, model, run)
+    least = _build_minimum_metadata(config, model, run)
     if config.save.no_metadata:
-        return _as_text(least)
-    spec = modelspec(config, model.architecture, model.implementation, model.prediction, software, run.saved_at,
+        return _convert_values_to_str(least)
+    spec = build_modelspec_metadata(config, model.architecture, model.implementation, model.prediction_type, software, run.saved_at,
                      run.resolution)  # fmt: skip
-    return _as_text({**least, **run.model, **run.data, **_training(config, run), **_objective(config, model), **spec})
+    return _convert_values_to_str({**least, **run.model_metadata, **run.dataset_metadata, **_build_training_metadata(config, run), **_build_objective_metadata(config, model), **spec})
 
 
-def with_hashes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, str]:
+def add_model_hashes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, str]:
     """``metadata`` with sd-scripts' two hashes of the tensors as they are going to be saved."""
     # Only ss_ keys count: they never change, while titles and the like may be edited.
     payload = save(dict(tensors), {key: value for key, value in metadata.items() if key.startswith("ss_")})
@@ -71,7 +71,7 @@ def with_hashes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> d
     }
 
 
-def _minimum(config: RunConfig, model: ModelFacts, run: RunFacts) -> dict[str, Any]:
+def _build_minimum_metadata(config: RunConfig, model: BaseModelMetadata, run: RunMetadata) -> dict[str, Any]:
     """What loaders and UIs read."""
     return {
         "ss_v2": model.base_model_version.startswith("sd_v2"),
@@ -79,11 +79,11 @@ def _minimum(config: RunConfig, model: ModelFacts, run: RunFacts) -> dict[str, A
         "ss_network_module": config.adapter.network_module,
         "ss_network_dim": run.rank,
         "ss_network_alpha": run.alpha,
-        "ss_network_args": json.dumps(dict(_argument(word) for word in config.adapter.network_args)),
+        "ss_network_args": json.dumps(dict(_split_network_arg(word) for word in config.adapter.network_args)),
     }
 
 
-def _training(config: RunConfig, run: RunFacts) -> dict[str, Any]:
+def _build_training_metadata(config: RunConfig, run: RunMetadata) -> dict[str, Any]:
     optim, train, data = config.optim, config.train, config.data
     return {
         "ss_session_id": run.session_id,
@@ -92,21 +92,21 @@ def _training(config: RunConfig, run: RunFacts) -> dict[str, Any]:
         "ss_output_name": config.save.output_name,
         "ss_learning_rate": optim.learning_rate,
         "ss_unet_lr": optim.unet_lr,
-        "ss_text_encoder_lr": _one_or_all(optim.text_encoder_lr),
+        "ss_text_encoder_lr": _format_learning_rates(optim.text_encoder_lr),
         "ss_network_dropout": config.adapter.network_dropout or None,
         "ss_scale_weight_norms": config.adapter.scale_weight_norms,
-        "ss_cache_latents": config.cache.latents,
+        "ss_cache_latents": config.cache.caches_latents,
         "ss_optimizer": run.optimizer,
         "ss_max_grad_norm": optim.max_grad_norm,
         "ss_lr_scheduler": optim.lr_scheduler,
         "ss_lr_warmup_steps": optim.lr_warmup_steps,
         "ss_steps": run.step,
-        "ss_max_train_steps": run.steps,
+        "ss_max_train_steps": run.max_train_steps,
         "ss_epoch": run.epoch,
-        "ss_num_epochs": run.epochs,
-        "ss_num_train_images": run.pictures,
-        "ss_num_reg_images": run.regularisation_pictures,
-        "ss_num_batches_per_epoch": run.batches_per_epoch,
+        "ss_num_epochs": run.num_epochs,
+        "ss_num_train_images": run.num_train_images,
+        "ss_num_reg_images": run.num_reg_images,
+        "ss_num_batches_per_epoch": run.num_batches_per_epoch,
         "ss_gradient_accumulation_steps": train.gradient_accumulation_steps,
         "ss_gradient_checkpointing": train.gradient_checkpointing,
         "ss_seed": train.seed,
@@ -122,17 +122,17 @@ def _training(config: RunConfig, run: RunFacts) -> dict[str, Any]:
     }
 
 
-def _argument(word: str) -> tuple[str, str]:
-    name, _, value = word.partition("=")
+def _split_network_arg(arg: str) -> tuple[str, str]:
+    name, _, value = arg.partition("=")
     return name.strip(), value.strip()
 
 
-def _one_or_all(rates: Sequence[float]) -> Any:
+def _format_learning_rates(rates: Sequence[float]) -> Any:
     """As sd-scripts writes it: nothing, a number, or a list."""
     return list(rates) if len(rates) > 1 else rates[0] if rates else None
 
 
-def _objective(config: RunConfig, model: ModelFacts) -> dict[str, Any]:
+def _build_objective_metadata(config: RunConfig, model: BaseModelMetadata) -> dict[str, Any]:
     """Noise, times and loss; like sd-scripts, those of flow matching only for models that are trained by it."""
     noise, loss = config.noise, config.loss
     always = {
@@ -151,11 +151,11 @@ def _objective(config: RunConfig, model: ModelFacts) -> dict[str, Any]:
         "ss_huber_c": loss.huber_c,
         "ss_huber_scale": loss.huber_scale,
     }
-    if model.prediction != "flow":
+    if model.prediction_type != "flow":
         return always
     return {
         **always,
-        "ss_timestep_sampling": noise.flow_sampling,
+        "ss_timestep_sampling": noise.flow_timestep_sampling,
         "ss_sigmoid_scale": noise.sigmoid_scale,
         "ss_discrete_flow_shift": noise.discrete_flow_shift,
         "ss_weighting_scheme": noise.weighting_scheme or "none",
@@ -167,5 +167,5 @@ def _objective(config: RunConfig, model: ModelFacts) -> dict[str, Any]:
     }
 
 
-def _as_text(values: Mapping[str, Any]) -> dict[str, str]:
+def _convert_values_to_str(values: Mapping[str, Any]) -> dict[str, str]:
     return {key: value if isinstance(value, str) else str(value) for key, value in values.items()}

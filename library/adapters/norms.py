@@ -8,14 +8,14 @@ from torch import Tensor, nn
 from .lora import Adapter
 
 
-class Limit:
+class MaxNormRegularizer:
     """After each step, makes updates shorter that have become too long; nobody waits for the device."""
 
-    def __init__(self, trained: nn.Module, adapter: Adapter, longest: float):
-        self.longest = longest
+    def __init__(self, model: nn.Module, adapter: Adapter, max_norm: float):
+        self.max_norm = max_norm
         self.groups: dict[int, tuple[nn.Parameter, float, list[nn.Parameter]]] = {}
-        for name, size in adapter.sizes.items():
-            layer = trained.get_submodule(name)
+        for name, size in adapter.rank_alphas.items():
+            layer = model.get_submodule(name)
             down, up = (getattr(layer, half)["default"].weight for half in ("lora_A", "lora_B"))
             # What is one module in the original model shares its down matrix, and is as long as a whole.
             self.groups.setdefault(id(down), (down, size.alpha / size.rank, []))[2].append(up)
@@ -23,12 +23,12 @@ class Limit:
     @torch.no_grad()
     def __call__(self) -> None:
         for down, scale, ups in self.groups.values():
-            ratio = (self.longest / length(down, ups, scale)).clamp(max=1).sqrt()
+            ratio = (self.max_norm / compute_lora_norm(down, ups, scale)).clamp(max=1).sqrt()
             for half in (down, *ups):
                 half.mul_(ratio)
 
 
-def length(down: Tensor, ups: Sequence[Tensor], scale: float) -> Tensor:
+def compute_lora_norm(down: Tensor, ups: Sequence[Tensor], scale: float) -> Tensor:
     """The norm of ``scale * up @ down``, by way of small matrices of rank x rank."""
     inner = down.flatten(1) @ down.flatten(1).T
     outer = sum((up.flatten(1).T @ up.flatten(1) for up in ups), torch.zeros_like(inner))

@@ -3,15 +3,15 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from ..config.argument_forms import EVERY_BLOCK
-from ..config.block_args import block_of, block_weights
-from ..config.network_args import UNETS, NetworkArguments, arguments_of, kind_of
+from ..config.argument_forms import LAST_BLOCK
+from ..config.block_args import get_unet_block_index, compute_block_lr_weights
+from ..config.network_args import UNET_FAMILIES, NetworkArgs, get_network_args, get_adapter_type
 from ..config.schema import AdapterConfig
 from ..errors import ConfigError
-from .kinds import Size
-from .sites import Site
+from .kinds import RankAlpha
+from .sites import TargetLayer
 
-TYPES: Mapping[str, tuple[tuple[str, str], ...]] = {
+LAYER_TYPE_RANK_ARGS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "flux": (
         ("img_attn_dim", r"double_blocks_\d+_img_attn"), ("txt_attn_dim", r"double_blocks_\d+_txt_attn"),
         ("img_mlp_dim", r"double_blocks_\d+_img_mlp"), ("txt_mlp_dim", r"double_blocks_\d+_txt_mlp"),
@@ -25,28 +25,28 @@ TYPES: Mapping[str, tuple[tuple[str, str], ...]] = {
     ),
 }  # fmt: skip
 """Family -> arguments that name the rank of a type of layers, and a pattern for their original names."""
-OUTER: Mapping[str, tuple[str, tuple[str, ...]]] = {
+OUTER_LAYER_RANK_ARGS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "flux": ("in_dims", ("img_in", "time_in", "vector_in", "guidance_in", "txt_in")),
     "sd3": ("emb_dims", ("context_embedder", "t_embedder", "x_embedder", "y_embedder", "final_layer_adaLN_modulation",
                          "final_layer_linear")),
 }  # fmt: skip
 """Family -> the argument with ranks for layers outside of the blocks, and the layers in its order."""
-BLOCKS = (
+BLOCK_INDEX_ARGS = (
     ("train_double_block_indices", r"double_blocks_(\d+)_"), ("train_single_block_indices", r"single_blocks_(\d+)_"),
     ("train_block_indices", r"joint_blocks_(\d+)_"),
 )  # fmt: skip
 
 
-def sizes_of(sites: Sequence[Site], config: AdapterConfig, family: str) -> dict[str, Size]:
+def assign_ranks(layers: Sequence[TargetLayer], config: AdapterConfig, family: str) -> dict[str, RankAlpha]:
     """Of each site that gets an adapter, by its name in a state, in the order of the sites."""
-    arguments = arguments_of(config)
-    problems = [*_idle_patterns(sites, arguments), *_missing_blocks(sites, arguments)]
+    arguments = get_network_args(config)
+    problems = [*_find_unmatched_patterns(layers, arguments), *_find_missing_blocks(layers, arguments)]
     found = {}
-    for site in sites:
-        size = _size(site, config, arguments, family)
+    for site in layers:
+        size = _resolve_rank_alpha(site, config, arguments, family)
         if size.rank:
             found[site.name] = size
-    problems += _torn(sites, found)
+    problems += _find_unequal_fused_ranks(layers, found)
     if not found and not problems:
         problems = ["network_args leave nothing that is trained"]
     if problems:
@@ -54,105 +54,105 @@ def sizes_of(sites: Sequence[Site], config: AdapterConfig, family: str) -> dict[
     return found
 
 
-def _size(site: Site, config: AdapterConfig, arguments: NetworkArguments, family: str) -> Size:
+def _resolve_rank_alpha(layer: TargetLayer, config: AdapterConfig, network_args: NetworkArgs, family: str) -> RankAlpha:
     rank, alpha = config.network_dim, config.network_alpha
-    if kind_of(config) in ("oft", "boft"):
+    if get_adapter_type(config) in ("oft", "boft"):
         alpha = 1.0
-    if site.is_wide and arguments.conv_dim is not None:
-        rank, alpha = arguments.conv_dim, arguments.conv_alpha
-    if not site.is_text:
-        if family in UNETS:
-            rank, alpha = _of_block(site, arguments, family, rank, alpha)
-        rank = _of_type(site, arguments, family, rank)
-        rank = rank if _is_chosen_block(site, arguments) else 0
-    for pattern, value in arguments.network_reg_dims:
-        if matches(pattern, site):
+    if layer.is_spatial_conv and network_args.conv_dim is not None:
+        rank, alpha = network_args.conv_dim, network_args.conv_alpha
+    if not layer.is_text_encoder:
+        if family in UNET_FAMILIES:
+            rank, alpha = _resolve_block_rank_alpha(layer, network_args, family, rank, alpha)
+        rank = _resolve_layer_type_rank(layer, network_args, family, rank)
+        rank = rank if _is_selected_block(layer, network_args) else 0
+    for pattern, value in network_args.network_reg_dims:
+        if matches_pattern(pattern, layer):
             rank = value
             break
-    if any(_is(pattern, site) for pattern in arguments.exclude_patterns):
-        rank = rank if any(_is(pattern, site) for pattern in arguments.include_patterns) else 0
-    return Size(rank, float(alpha or rank))  # sd-scripts: an alpha of 0 stands for the rank
+    if any(_matches_full_name(pattern, layer) for pattern in network_args.exclude_patterns):
+        rank = rank if any(_matches_full_name(pattern, layer) for pattern in network_args.include_patterns) else 0
+    return RankAlpha(rank, float(alpha or rank))  # sd-scripts: an alpha of 0 stands for the rank
 
 
-def _of_block(site: Site, arguments: NetworkArguments, family: str, rank: int, alpha: float) -> tuple[int, float]:
-    block = block_of(site.original, family)
+def _resolve_block_rank_alpha(layer: TargetLayer, network_args: NetworkArgs, family: str, rank: int, alpha: float) -> tuple[int, float]:
+    block = get_unet_block_index(layer.kohya_name, family)
     if block is None:
         return rank, alpha
-    dims, alphas = arguments.block_dims, arguments.block_alphas
-    if site.is_wide:
-        dims, alphas = arguments.conv_block_dims, arguments.conv_block_alphas
-    weights = block_weights(arguments, family)
+    dims, alphas = network_args.block_dims, network_args.block_alphas
+    if layer.is_spatial_conv:
+        dims, alphas = network_args.conv_block_dims, network_args.conv_block_alphas
+    weights = compute_block_lr_weights(network_args, family)
     if weights is not None and weights[block] == 0:
         return 0, alpha
     return rank if dims is None else dims[block], alpha if alphas is None else alphas[block]
 
 
-def _of_type(site: Site, arguments: NetworkArguments, family: str, rank: int) -> int:
-    if family in OUTER and not re.search(r"(double|single|joint)_blocks_", site.original):
-        argument, layers = OUTER[family]
-        ranks = getattr(arguments, argument)
+def _resolve_layer_type_rank(target_layer: TargetLayer, network_args: NetworkArgs, family: str, rank: int) -> int:
+    if family in OUTER_LAYER_RANK_ARGS and not re.search(r"(double|single|joint)_blocks_", target_layer.kohya_name):
+        argument, layers = OUTER_LAYER_RANK_ARGS[family]
+        ranks = getattr(network_args, argument)
         return next((value for layer, value in zip(layers, ranks or (), strict=False)
-                     if site.original.startswith(f"lora_unet_{layer}")), 0)  # fmt: skip
-    for argument, pattern in TYPES.get(family, ()):
-        value = getattr(arguments, argument)
-        if value is not None and re.search(pattern, site.original):
+                     if target_layer.kohya_name.startswith(f"lora_unet_{layer}")), 0)  # fmt: skip
+    for argument, pattern in LAYER_TYPE_RANK_ARGS.get(family, ()):
+        value = getattr(network_args, argument)
+        if value is not None and re.search(pattern, target_layer.kohya_name):
             return int(value)
     return rank
 
 
-def _missing_blocks(sites: Sequence[Site], arguments: NetworkArguments) -> Iterator[str]:
+def _find_missing_blocks(layers: Sequence[TargetLayer], network_args: NetworkArgs) -> Iterator[str]:
     """Blocks that were asked for and that this model does not have."""
-    for argument, pattern in BLOCKS:
-        matches_of = [re.search(pattern, site.original) for site in sites]
+    for argument, pattern in BLOCK_INDEX_ARGS:
+        matches_of = [re.search(pattern, site.kohya_name) for site in layers]
         last = max((int(found[1]) for found in matches_of if found is not None), default=-1)
-        asked = [end for pair in getattr(arguments, argument) or () for end in pair if end != EVERY_BLOCK]
+        asked = [end for pair in getattr(network_args, argument) or () for end in pair if end != LAST_BLOCK]
         if asked and max(asked) > last:
             yield f"{argument}: there is no block {max(asked)}; the last one is {last}"
 
 
-def _is_chosen_block(site: Site, arguments: NetworkArguments) -> bool:
-    if arguments.train_blocks != "all" and re.search(r"(double|single)_blocks_", site.original):
-        if f"{arguments.train_blocks}_blocks_" not in site.original:
+def _is_selected_block(layer: TargetLayer, network_args: NetworkArgs) -> bool:
+    if network_args.train_blocks != "all" and re.search(r"(double|single)_blocks_", layer.kohya_name):
+        if f"{network_args.train_blocks}_blocks_" not in layer.kohya_name:
             return False
-    for argument, pattern in BLOCKS:
-        chosen, found = getattr(arguments, argument), re.search(pattern, site.original)
+    for argument, pattern in BLOCK_INDEX_ARGS:
+        chosen, found = getattr(network_args, argument), re.search(pattern, layer.kohya_name)
         if chosen is not None and found is not None:
             return any(first <= int(found[1]) <= last for first, last in chosen)
     return True
 
 
-def matches(pattern: str, site: Site) -> bool:
+def matches_pattern(pattern: str, layer: TargetLayer) -> bool:
     """Whether a pattern is somewhere in a site's name, as files have it or as the model has it."""
-    return any(re.search(pattern, name) for name in (site.original, site.name))
+    return any(re.search(pattern, name) for name in (layer.kohya_name, layer.name))
 
 
-def _is(pattern: str, site: Site) -> bool:
+def _matches_full_name(pattern: str, layer: TargetLayer) -> bool:
     """Whether a pattern is the whole of such a name."""
-    return any(re.fullmatch(pattern, name) for name in (site.original, site.name, site.module))
+    return any(re.fullmatch(pattern, name) for name in (layer.kohya_name, layer.name, layer.module))
 
 
-def _idle_patterns(sites: Sequence[Site], arguments: NetworkArguments) -> Iterator[str]:
+def _find_unmatched_patterns(layers: Sequence[TargetLayer], network_args: NetworkArgs) -> Iterator[str]:
     for argument in ("network_reg_dims", "network_reg_lrs"):
-        for pattern, _ in getattr(arguments, argument):
-            if not any(matches(pattern, site) for site in sites):
-                yield f"{argument}: {pattern!r} matches no module, of which {_example(sites)} is one"
+        for pattern, _ in getattr(network_args, argument):
+            if not any(matches_pattern(pattern, site) for site in layers):
+                yield f"{argument}: {pattern!r} matches no module, of which {_format_example(layers)} is one"
     for argument in ("exclude_patterns", "include_patterns"):
-        for pattern in getattr(arguments, argument):
-            if not any(_is(pattern, site) for site in sites):
-                yield (f"{argument}: {pattern!r} is the whole name of no module, of which {_example(sites)} is one; "
+        for pattern in getattr(network_args, argument):
+            if not any(_matches_full_name(pattern, site) for site in layers):
+                yield (f"{argument}: {pattern!r} is the whole name of no module, of which {_format_example(layers)} is one; "
                        ".* stands for anything")  # fmt: skip
 
 
-def _example(sites: Sequence[Site]) -> str:
-    return f"{sites[0].name} ({sites[0].original})"
+def _format_example(layers: Sequence[TargetLayer]) -> str:
+    return f"{layers[0].name} ({layers[0].kohya_name})"
 
 
-def _torn(sites: Sequence[Site], sizes: Mapping[str, Size]) -> Iterator[str]:
+def _find_unequal_fused_ranks(layers: Sequence[TargetLayer], rank_alphas: Mapping[str, RankAlpha]) -> Iterator[str]:
     """Modules that are one in the original model share a matrix, and cannot have different ranks."""
-    ranks: dict[str, set[Size]] = {}
-    for site in sites:
-        if site.name in sizes:
-            ranks.setdefault(site.original, set()).add(sizes[site.name])
+    ranks: dict[str, set[RankAlpha]] = {}
+    for site in layers:
+        if site.name in rank_alphas:
+            ranks.setdefault(site.kohya_name, set()).add(rank_alphas[site.name])
     for original, found in ranks.items():
         if len(found) > 1:
             several = " and ".join(str(rank) for rank in sorted({size.rank for size in found}))

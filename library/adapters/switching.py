@@ -8,7 +8,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 
-def in_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+def cast_trainable_parameters(model: nn.Module, dtype: torch.dtype) -> None:
     """Have what is learnt in another precision; call it before an optimizer knows the weights."""
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -16,7 +16,7 @@ def in_dtype(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 @contextmanager
-def switched_off(model: nn.Module) -> Iterator[None]:
+def disable_adapters(model: nn.Module) -> Iterator[None]:
     """Inside, the model is the one that was there before."""
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     learning = {parameter: parameter.requires_grad for parameter in model.parameters()}

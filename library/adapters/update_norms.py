@@ -7,32 +7,32 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from .keys import clean
+from .keys import clean_parameter_name
 
 
-def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
+def find_adapter_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Those with an adapter, by name."""
-    return {clean(name): layer for name, layer in model.named_modules() if _is_adapted(layer)}
+    return {clean_parameter_name(name): layer for name, layer in model.named_modules() if _is_adapter_layer(layer)}
 
 
-def update_norms(model: nn.Module) -> dict[str, float]:
+def compute_update_norms(model: nn.Module) -> dict[str, float]:
     """Name of a layer -> the norm; 0 where nothing was learnt.  It waits for the device once."""
-    return norms_of(adapted_layers(model))
+    return compute_layer_update_norms(find_adapter_layers(model))
 
 
-def _is_adapted(layer: nn.Module) -> bool:
+def _is_adapter_layer(layer: nn.Module) -> bool:
     return isinstance(layer, BaseTunerLayer)
 
 
 @torch.no_grad()
-def norms_of(layers: Mapping[str, nn.Module]) -> dict[str, float]:
+def compute_layer_update_norms(layers: Mapping[str, nn.Module]) -> dict[str, float]:
     """The same of layers that were looked up before, which takes longer than to compute their norms."""
-    found = [_norm(layer) for layer in layers.values()]
+    found = [_compute_update_norm(layer) for layer in layers.values()]
     norms = torch.stack([norm.to(found[0].device) for norm in found])  # layers may be on several devices
     return dict(zip(layers, norms.tolist(), strict=True))
 
 
-def _norm(layer: Any) -> Tensor:
+def _compute_update_norm(layer: Any) -> Tensor:
     """Of ``scale * up @ down`` by products of the size of the rank; of other kinds as peft makes the update."""
     weights = layer.adapter_layer_names
     if "lora_A" in weights:

@@ -3,44 +3,44 @@
 import math
 from collections.abc import Iterator
 
-from .network_args import NetworkArguments
+from .network_args import NetworkArgs
 
-DOWN_MID_UP = {"sd1": (12, 1, 12), "sd2": (12, 1, 12), "sdxl": (9, 3, 9)}
+UNET_BLOCK_COUNTS = {"sd1": (12, 1, 12), "sd2": (12, 1, 12), "sdxl": (9, 3, 9)}
 """Family -> blocks on the way down, in the middle, and on the way up."""
-OUTSIDE = {"sdxl": (1, 1)}
+UNET_OUTER_BLOCK_COUNTS = {"sdxl": (1, 1)}
 """Family -> blocks before and after them, in which nothing is trained."""
 
 
-def block_count(family: str) -> int:
-    return sum(DOWN_MID_UP[family]) + sum(OUTSIDE.get(family, (0, 0)))
+def count_unet_blocks(family: str) -> int:
+    return sum(UNET_BLOCK_COUNTS[family]) + sum(UNET_OUTER_BLOCK_COUNTS.get(family, (0, 0)))
 
 
-def wrong_counts(arguments: NetworkArguments, family: str) -> Iterator[str]:
+def validate_block_arg_lengths(network_args: NetworkArgs, family: str) -> Iterator[str]:
     """Lists that do not have a value for each block."""
     for name in ("block_dims", "block_alphas", "conv_block_dims", "conv_block_alphas"):
-        values = getattr(arguments, name)
-        if values is not None and len(values) != block_count(family):
-            yield f"{name}: {len(values)} values for {block_count(family)} blocks"
-    for name, count in zip(("down_lr_weight", "mid_lr_weight", "up_lr_weight"), DOWN_MID_UP[family], strict=True):
-        values = getattr(arguments, name)
+        values = getattr(network_args, name)
+        if values is not None and len(values) != count_unet_blocks(family):
+            yield f"{name}: {len(values)} values for {count_unet_blocks(family)} blocks"
+    for name, count in zip(("down_lr_weight", "mid_lr_weight", "up_lr_weight"), UNET_BLOCK_COUNTS[family], strict=True):
+        values = getattr(network_args, name)
         if isinstance(values, tuple) and len(values) != count:
             yield f"{name}: {len(values)} values for {count} blocks"
 
 
-def block_weights(arguments: NetworkArguments, family: str) -> list[float] | None:
+def compute_block_lr_weights(network_args: NetworkArgs, family: str) -> list[float] | None:
     """What the learning rate is multiplied by in each block; nothing where nobody asked."""
-    given = (arguments.down_lr_weight, arguments.mid_lr_weight, arguments.up_lr_weight)
+    given = (network_args.down_lr_weight, network_args.mid_lr_weight, network_args.up_lr_weight)
     if all(values is None for values in given):
         return None
     weights: list[float] = []
-    for values, count in zip(given, DOWN_MID_UP[family], strict=True):
-        weights += [1.0] * count if values is None else _curve(values, count) if isinstance(values, str) else values
-    weights = [0.0 if weight <= arguments.block_lr_zero_threshold else weight for weight in weights]
-    before, after = OUTSIDE.get(family, (0, 0))
+    for values, count in zip(given, UNET_BLOCK_COUNTS[family], strict=True):
+        weights += [1.0] * count if values is None else _expand_lr_weight_preset(values, count) if isinstance(values, str) else values
+    weights = [0.0 if weight <= network_args.block_lr_zero_threshold else weight for weight in weights]
+    before, after = UNET_OUTER_BLOCK_COUNTS.get(family, (0, 0))
     return [1.0] * before + weights + [1.0] * after
 
 
-def _curve(text: str, count: int) -> list[float]:
+def _expand_lr_weight_preset(text: str, count: int) -> list[float]:
     name, _, base = text.partition("+")
     steps = [place / max(count - 1, 1) for place in range(count)]
     shapes = {
@@ -53,10 +53,10 @@ def _curve(text: str, count: int) -> list[float]:
     return [value + float(base or 0) for value in shapes[name]]
 
 
-def block_of(original: str, family: str) -> int | None:
+def get_unet_block_index(kohya_name: str, family: str) -> int | None:
     """The number of the block that a module of a UNet is in, by its name in sd-scripts' files."""
-    down, middle, _ = DOWN_MID_UP[family]
-    pieces = original.removeprefix("lora_unet_").split("_")
+    down, middle, _ = UNET_BLOCK_COUNTS[family]
+    pieces = kohya_name.removeprefix("lora_unet_").split("_")
     if family == "sdxl":
         starts = {"input": 1, "middle": 1 + down, "output": 1 + down + middle}
         return starts[pieces[0]] + int(pieces[2]) if pieces[0] in starts else None

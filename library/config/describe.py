@@ -5,11 +5,11 @@ import dataclasses
 import json
 from typing import Any, get_type_hints
 
-from .options import Option, flat, options_of
+from .options import Option, flatten_config, iter_options
 from .schema import RunConfig
 
 
-def help_text(program: str) -> str:
+def format_help(program: str) -> str:
     """What ``--help`` prints."""
     parser = argparse.ArgumentParser(
         prog=program,
@@ -20,19 +20,19 @@ def help_text(program: str) -> str:
     )
     parser.add_argument("--config_file", metavar="FILE", help="TOML file with any of the options below")
     parser.add_argument("--output_config", action="store_true", help="write the settings to config_file and stop")
-    for name, title in _groups():
+    for name, title in _list_groups():
         section = parser.add_argument_group(f"{name}: {title}")
-        for option in options_of(RunConfig):
+        for option in iter_options(RunConfig):
             if option.group == name:
-                text = f"{option.help}{_default(option)}".replace("%", "%%")
+                text = f"{option.help}{_format_default_suffix(option)}".replace("%", "%%")
                 action: dict[str, Any] = (
-                    {"action": "store_true"} if option.kind is bool else {"metavar": _value(option)}
+                    {"action": "store_true"} if option.value_type is bool else {"metavar": _format_syntax(option)}
                 )
                 section.add_argument(f"--{option.name}", help=text, **action)
     return parser.format_help().rstrip()
 
 
-def options_page() -> str:
+def format_options_page() -> str:
     """docs/options.md."""
     lines = [
         "# Options",
@@ -43,18 +43,18 @@ def options_page() -> str:
         "Defaults < file < flags. Section names in the file are for the reader only.",
         "",
     ]
-    for name, title in _groups():
+    for name, title in _list_groups():
         lines += [f"## {name}", "", title, "", "| option | value | default | meaning |", "|---|---|---|---|"]
-        for option in options_of(RunConfig):
+        for option in iter_options(RunConfig):
             if option.group == name:
-                value, default = _value(option).replace("|", r"\|"), _shown(option.default)
+                value, default = _format_syntax(option).replace("|", r"\|"), _format_default(option.default)
                 lines.append(f"| `{option.name}` | {value} | {f'`{default}`' if default else ''} | "
                              f"{option.help.replace('|', chr(92) + '|')} |")  # fmt: skip
         lines.append("")
     return "\n".join(lines)
 
 
-def to_toml(config: RunConfig) -> str:
+def format_config_as_toml(config: RunConfig) -> str:
     """Write the settings that differ from the defaults, by group, as a file for ``--config_file``.
 
     ``toml`` is a dependency of sd-scripts, too, so users have it. Its encoder of strings is replaced: toml 0.10.2, the
@@ -62,9 +62,9 @@ def to_toml(config: RunConfig) -> str:
     """
     import toml
 
-    values = flat(config)
+    values = flatten_config(config)
     tables: dict[str, dict[str, Any]] = {}
-    for option in options_of(RunConfig):
+    for option in iter_options(RunConfig):
         value = values[option.name]
         if value != option.default:
             plain = list(value) if isinstance(value, tuple) else value
@@ -80,21 +80,21 @@ def _quote_string(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def _groups() -> list[tuple[str, str]]:
+def _list_groups() -> list[tuple[str, str]]:
     hints = get_type_hints(RunConfig)
     return [(group.name, (hints[group.name].__doc__ or "").strip()) for group in dataclasses.fields(RunConfig)]
 
 
-def _value(option: Option) -> str:
-    return f"{option.syntax} ..." if option.many else option.syntax
+def _format_syntax(option: Option) -> str:
+    return f"{option.syntax} ..." if option.is_list else option.syntax
 
 
-def _default(option: Option) -> str:
-    default = _shown(option.default)
-    return f" (default: {default})" if default and option.kind is not bool else ""
+def _format_default_suffix(option: Option) -> str:
+    default = _format_default(option.default)
+    return f" (default: {default})" if default and option.value_type is not bool else ""
 
 
-def _shown(value: Any) -> str:
+def _format_default(value: Any) -> str:
     """Empty for what has no default."""
     if value is None or value == () or value == "":
         return ""

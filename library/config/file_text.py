@@ -5,7 +5,7 @@ from pathlib import Path
 from ..errors import ConfigError
 
 
-def text_of(path: Path) -> str:
+def read_text_file(path: Path) -> str:
     """UTF-8, with a byte order mark or without."""
     try:
         return path.read_text(encoding="utf-8-sig")

@@ -7,57 +7,57 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..registry import did_you_mean
-from .checks import conflicts
-from .kohya import VERDICTS, Alias
-from .options import Option, build, options_of
+from ..registry import suggest_name
+from .checks import validate_config
+from .kohya import KOHYA_OPTIONS, OptionAlias
+from .options import Option, build_config, iter_options
 from .schema import RunConfig
-from .toml_lines import read_toml
+from .toml_lines import read_toml_with_lines
 
 COMMAND_OPTIONS = {"config_file": True, "output_config": False}
 """What is said to the program, not about the run; True where a value follows."""
 
-_OPTION = re.compile(r"--|-[A-Za-z]")  # -1 and - are values
+_FLAG_PATTERN = re.compile(r"--|-[A-Za-z]")  # -1 and - are values
 
 
 @dataclass(frozen=True)
-class Setting:
+class RawSetting:
     """One option as somebody wrote it."""
 
     name: str
     value: Any  # the words behind a flag, or a TOML value
-    place: str  # "--network_dim" or "run.toml:3: network_dim"
+    location: str  # "--network_dim" or "run.toml:3: network_dim"
     is_flag: bool
 
 
 @dataclass(frozen=True)
-class Loaded:
+class ParsedConfig:
     """The configuration, and where each value that is no default was set."""
 
     config: RunConfig
-    places: dict[str, str]
+    locations: dict[str, str]
     problems: list[str]
     config_file: Path | None = None
     output_config: bool = False
-    wrong: frozenset[str] = frozenset()
+    invalid_options: frozenset[str] = frozenset()
     """Options whose value could not be read, so that nothing follows from what they are by default."""
 
-    def require(self) -> RunConfig:
+    def require_valid(self) -> RunConfig:
         """The configuration, if nothing was wrong."""
         if self.problems:
             raise ConfigError(self.problems)
         return self.config
 
 
-def load_options(argv: Sequence[str], root: type = RunConfig) -> Loaded:
+def parse_config(argv: Sequence[str], config_class: type = RunConfig) -> ParsedConfig:
     """Read flags, and the TOML file that ``--config_file`` names."""
-    known = {option.name: option for option in options_of(root)}
+    known = {option.name: option for option in iter_options(config_class)}
     problems: list[str] = []
     wrong: set[str] = set()
-    flags = list(_flags(argv, known, problems, wrong))
+    flags = list(_parse_flags(argv, known, problems, wrong))
     commands = {setting.name: setting for setting in flags if setting.name in COMMAND_OPTIONS}
     path = None
-    settings: list[Setting] = []
+    settings: list[RawSetting] = []
     named = commands["config_file"].value[0] if "config_file" in commands else ""
     if "config_file" in commands and (not named or Path(named).name in ("", "..") or Path(named).is_dir()):
         problems.append(f"--config_file: {named or 'nothing'!r} is no file; name a TOML file")
@@ -65,7 +65,7 @@ def load_options(argv: Sequence[str], root: type = RunConfig) -> Loaded:
         path = Path(named)
         path = path if path.suffix else path.with_suffix(".toml")
         if "output_config" not in commands:
-            settings += _file_settings(path, known, problems)
+            settings += _read_config_file(path, known, problems)
     settings += [setting for setting in flags if setting.name not in COMMAND_OPTIONS]
 
     values: dict[str, Any] = {}
@@ -73,22 +73,22 @@ def load_options(argv: Sequence[str], root: type = RunConfig) -> Loaded:
     for setting in settings:
         option = known.get(setting.name)
         try:
-            name, value = _translated(setting, known) if option is None else (setting.name, _converted(setting, option))
+            name, value = _translate_kohya_option(setting, known) if option is None else (setting.name, _convert_value(setting, option))
         except ValueError as error:
-            problems.append(f"{setting.place}: {error}")
+            problems.append(f"{setting.location}: {error}")
             wrong.add(setting.name)
             continue
         if name is not None:
-            values[name], places[name] = value, setting.place
-    config = build(root, values)
-    if root is RunConfig:
-        for names, message in conflicts(config, frozenset(places)):
+            values[name], places[name] = value, setting.location
+    config = build_config(config_class, values)
+    if config_class is RunConfig:
+        for names, message in validate_config(config, frozenset(places)):
             if not wrong.intersection(names):
                 problems.append(f"{places.get(names[0], f'--{names[0]}')}: {message}")
-    return Loaded(config, places, problems, path, "output_config" in commands, frozenset(wrong))
+    return ParsedConfig(config, places, problems, path, "output_config" in commands, frozenset(wrong))
 
 
-def _flags(argv: Sequence[str], known: dict[str, Option], problems: list[str], wrong: set[str]) -> Iterator[Setting]:
+def _parse_flags(argv: Sequence[str], options: dict[str, Option], problems: list[str], invalid_options: set[str]) -> Iterator[RawSetting]:
     """Cut the command line into options with the words that belong to each."""
     words = list(argv)
     while words:
@@ -98,10 +98,10 @@ def _flags(argv: Sequence[str], known: dict[str, Option], problems: list[str], w
             continue
         name, equals, glued = word[2:].partition("=")
         behind = [glued] if equals else []
-        while words and not equals and not _OPTION.match(words[0]):
+        while words and not equals and not _FLAG_PATTERN.match(words[0]):
             behind.append(words.pop(0))
-        option = known.get(name) or known.get(name.removeprefix("no-"))
-        if option is not None and option.kind is bool:
+        option = options.get(name) or options.get(name.removeprefix("no-"))
+        if option is not None and option.value_type is bool:
             if behind:
                 problems.append(
                     f"--{name}: takes no value, got {behind[0]!r}; write --{option.name} or --no-{option.name}"
@@ -109,14 +109,14 @@ def _flags(argv: Sequence[str], known: dict[str, Option], problems: list[str], w
                 continue
             behind = ["" if name.startswith("no-") else "true"]
             name = option.name
-        elif option is not None and not option.many and len(behind) != 1:
+        elif option is not None and not option.is_list and len(behind) != 1:
             problems.append(f"--{name}: {'needs a value' if not behind else f'takes one value, got {len(behind)}'}"
                             f" ({option.syntax})")  # fmt: skip
-            wrong.add(name)
+            invalid_options.add(name)
             continue
-        elif option is not None and option.many and not behind:
+        elif option is not None and option.is_list and not behind:
             problems.append(f"--{name}: needs at least one value ({option.syntax})")
-            wrong.add(name)
+            invalid_options.add(name)
             continue
         elif COMMAND_OPTIONS.get(name) and len(behind) != 1:
             problems.append(f"--{name}: needs one value, a path")
@@ -124,20 +124,20 @@ def _flags(argv: Sequence[str], known: dict[str, Option], problems: list[str], w
         elif COMMAND_OPTIONS.get(name) is False and behind:
             problems.append(f"--{name}: takes no value, got {behind[0]!r}")
             continue
-        yield Setting(name, behind, f"--{name}", is_flag=True)
+        yield RawSetting(name, behind, f"--{name}", is_flag=True)
 
 
-def _file_settings(path: Path, known: dict[str, Option], problems: list[str]) -> Iterator[Setting]:
+def _read_config_file(path: Path, options: dict[str, Option], problems: list[str]) -> Iterator[RawSetting]:
     """The keys of a TOML file; section names are for the reader only, as in sd-scripts."""
     try:
-        data, lines = read_toml(path)
+        data, lines = read_toml_with_lines(path)
     except ConfigError as error:
         problems += error.problems
         return
     first_lines: dict[str, int] = {}
-    sections = {option.group for option in known.values()}  # of which some are called like an option
+    sections = {option.group for option in options.values()}  # of which some are called like an option
     for key, item in data.items():
-        is_section = isinstance(item, dict) and (key not in known or key in sections)
+        is_section = isinstance(item, dict) and (key not in options or key in sections)
         members = {(key, name): value for name, value in item.items()} if is_section else {(key,): item}
         for key_path, value in members.items():
             name, line = str(key_path[-1]), lines[key_path]
@@ -147,52 +147,52 @@ def _file_settings(path: Path, known: dict[str, Option], problems: list[str]) ->
             elif name in COMMAND_OPTIONS:
                 problems.append(f"{place}: belongs on the command line")
             elif isinstance(value, dict) or (isinstance(value, list) and any(isinstance(v, dict) for v in value)):
-                problems.append(f"{place}: a table; options take plain values{_is_dataset_file(key_path)}")
+                problems.append(f"{place}: a table; options take plain values{_hint_dataset_file(key_path)}")
             else:
-                yield Setting(name, value, place, is_flag=False)
+                yield RawSetting(name, value, place, is_flag=False)
             first_lines.setdefault(name, line)
 
 
-def _is_dataset_file(key_path: tuple[str, ...]) -> str:
+def _hint_dataset_file(key_path: tuple[str, ...]) -> str:
     is_dataset = "datasets" in key_path or "subsets" in key_path
     return "; this looks like a dataset file: name it with --dataset_config" if is_dataset else ""
 
 
-def _converted(setting: Setting, option: Option) -> Any:
+def _convert_value(setting: RawSetting, option: Option) -> Any:
     if not setting.is_flag:
-        return option.from_toml(setting.value)
-    return bool(setting.value[0]) if option.kind is bool else option.from_text(setting.value)
+        return option.parse_toml_value(setting.value)
+    return bool(setting.value[0]) if option.value_type is bool else option.parse_words(setting.value)
 
 
-def _translated(setting: Setting, known: dict[str, Option]) -> tuple[str | None, Any]:
+def _translate_kohya_option(setting: RawSetting, options: dict[str, Option]) -> tuple[str | None, Any]:
     """What an option of sd-scripts that is none of ours stands for; ``ValueError`` when it is refused."""
     underscored = setting.name.replace("-", "_")
-    if underscored != setting.name and underscored in known:
-        raise ValueError(f"unknown option; did you mean {_dashes(setting)}{underscored}?")
-    verdict = VERDICTS.get(setting.name)
+    if underscored != setting.name and underscored in options:
+        raise ValueError(f"unknown option; did you mean {_get_flag_prefix(setting)}{underscored}?")
+    verdict = KOHYA_OPTIONS.get(setting.name)
     if verdict is None:
-        names = [*known, *VERDICTS, *COMMAND_OPTIONS]
-        raise ValueError(f"unknown option{did_you_mean(setting.name, names, _dashes(setting))}")
-    if not isinstance(verdict, Alias):
-        if not verdict.allows(_plain(setting)):
-            raise ValueError(verdict.why)
+        names = [*options, *KOHYA_OPTIONS, *COMMAND_OPTIONS]
+        raise ValueError(f"unknown option{suggest_name(setting.name, names, _get_flag_prefix(setting))}")
+    if not isinstance(verdict, OptionAlias):
+        if not verdict.accepts(_get_plain_value(setting)):
+            raise ValueError(verdict.reason)
         return None, None
     if verdict.value is not None:
-        return _switched(setting, verdict)
+        return _apply_switch_alias(setting, verdict)
     if setting.is_flag and len(setting.value) != 1:
         raise ValueError("takes one value")
-    return verdict.option, _converted(setting, known[verdict.option])
+    return verdict.option, _convert_value(setting, options[verdict.option])
 
 
-def _switched(setting: Setting, alias: Alias) -> tuple[str | None, Any]:
+def _apply_switch_alias(setting: RawSetting, alias: OptionAlias) -> tuple[str | None, Any]:
     """A switch that stands for a value of an option; off, it says nothing."""
-    value = _plain(setting)
+    value = _get_plain_value(setting)
     if not isinstance(value, bool):
         raise ValueError("expected true or false; it is a switch" if not setting.is_flag else "takes no value")
     return (alias.option, alias.value) if value else (None, None)
 
 
-def _plain(setting: Setting) -> Any:
+def _get_plain_value(setting: RawSetting) -> Any:
     """The value as TOML would have it: a flag alone is true, one word may be a number."""
     if not setting.is_flag:
         return setting.value
@@ -205,5 +205,5 @@ def _plain(setting: Setting) -> Any:
         return word
 
 
-def _dashes(setting: Setting) -> str:
+def _get_flag_prefix(setting: RawSetting) -> str:
     return "--" if setting.is_flag else ""

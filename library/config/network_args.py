@@ -4,89 +4,89 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ..registry import did_you_mean
+from ..registry import suggest_name
 from . import argument_forms as forms
 from .schema import AdapterConfig
 
-UNETS = ("sd1", "sd2", "sdxl")
-LORAS = ("lora", "dora")
-RANKED = ("lora", "dora", "loha", "lokr")
+UNET_FAMILIES = ("sd1", "sd2", "sdxl")
+LORA_TYPES = ("lora", "dora")
+RANKED_TYPES = ("lora", "dora", "loha", "lokr")
 
-MODULES = {
+NETWORK_MODULES = {
     "networks.lora": "lora", "networks.lora_flux": "lora", "networks.lora_sd3": "lora", "networks.loha": "loha",
     "networks.lokr": "lokr", "networks.oft": "oft", "networks.oft_flux": "oft", "lycoris.kohya": "lora",
 }  # fmt: skip
 """sd-scripts' modules -> what they train; for lycoris.kohya, without ``algo``."""
-REFUSED_MODULES = {
+UNSUPPORTED_MODULES = {
     "networks.dylora": "ranks that are trained in turns (DyLoRA) are not supported; write networks.lora",
     "networks.lora_fa": "down matrices that stay as they start (LoRA-FA) are not supported; write networks.lora",
 }
-MODULE_OF_FAMILY = {"networks.lora_flux": "flux", "networks.oft_flux": "flux", "networks.lora_sd3": "sd3"}
-ALGORITHMS = {"lora": "lora", "locon": "lora", "dora": "dora", "loha": "loha", "lokr": "lokr", "diag-oft": "oft",
+FAMILY_OF_MODULE = {"networks.lora_flux": "flux", "networks.oft_flux": "flux", "networks.lora_sd3": "sd3"}
+LYCORIS_ALGORITHMS = {"lora": "lora", "locon": "lora", "dora": "dora", "loha": "loha", "lokr": "lokr", "diag-oft": "oft",
               "boft": "boft"}  # fmt: skip
 """lycoris' names of what is trained."""
 
 
-def _arg(
-    read: Callable[[str], Any], default: Any = None, families: Sequence[str] = (), kinds: Sequence[str] = ()
+def _define_arg(
+    parse: Callable[[str], Any], default: Any = None, families: Sequence[str] = (), adapter_types: Sequence[str] = ()
 ) -> Any:
-    return field(default=default, metadata={"read": read, "families": tuple(families), "kinds": tuple(kinds)})
+    return field(default=default, metadata={"read": parse, "families": tuple(families), "kinds": tuple(adapter_types)})
 
 
 @dataclass(frozen=True)
-class NetworkArguments:
+class NetworkArgs:
     """One field for each name; what belongs to some families or kinds only says so."""
 
-    algo: str = _arg(forms.one_of(*ALGORITHMS), "lora")
-    use_dora: bool = _arg(forms.flag, False, kinds=LORAS)
-    dora_wd: bool = _arg(forms.flag, False, kinds=LORAS)
-    use_rslora: bool = _arg(forms.flag, False, kinds=LORAS)
-    rs_lora: bool = _arg(forms.flag, False, kinds=LORAS)
-    factor: int = _arg(forms.factor, -1, kinds=("lokr",))
-    decompose_both: bool = _arg(forms.flag, False, kinds=("lokr",))
-    conv_dim: int | None = _arg(forms.number(1, kind=int), families=UNETS, kinds=RANKED)
-    conv_alpha: float = _arg(forms.number(0), 1.0, families=UNETS, kinds=RANKED)
-    rank_dropout: float = _arg(forms.share, 0.0, kinds=("lora",))
-    module_dropout: float = _arg(forms.share, 0.0, kinds=("lora",))
-    block_dims: tuple[int, ...] | None = _arg(forms.list_of(forms.rank), families=UNETS)
-    block_alphas: tuple[float, ...] | None = _arg(forms.list_of(forms.number(0)), families=UNETS, kinds=RANKED)
-    conv_block_dims: tuple[int, ...] | None = _arg(forms.list_of(forms.rank), families=UNETS, kinds=RANKED)
-    conv_block_alphas: tuple[float, ...] | None = _arg(forms.list_of(forms.number(0)), families=UNETS, kinds=RANKED)
-    down_lr_weight: tuple[float, ...] | str | None = _arg(forms.weights, families=UNETS)
-    mid_lr_weight: tuple[float, ...] | str | None = _arg(forms.weights, families=UNETS)
-    up_lr_weight: tuple[float, ...] | str | None = _arg(forms.weights, families=UNETS)
-    block_lr_zero_threshold: float = _arg(forms.number(0), 0.0, families=UNETS)
-    loraplus_lr_ratio: float | None = _arg(forms.positive, kinds=LORAS)
-    loraplus_unet_lr_ratio: float | None = _arg(forms.positive, kinds=LORAS)
-    loraplus_text_encoder_lr_ratio: float | None = _arg(forms.positive, kinds=LORAS)
-    network_reg_dims: tuple[tuple[str, int], ...] = _arg(forms.by_pattern(forms.rank), ())
-    network_reg_lrs: tuple[tuple[str, float], ...] = _arg(forms.by_pattern(forms.number(0)), ())
-    exclude_patterns: tuple[str, ...] = _arg(forms.patterns, ())
-    include_patterns: tuple[str, ...] = _arg(forms.patterns, ())
-    train_t5xxl: bool = _arg(forms.flag, False, families=("flux", "sd3"))
-    train_blocks: str = _arg(forms.one_of("all", "double", "single"), "all", families=("flux",))
-    train_double_block_indices: tuple[tuple[int, int], ...] | None = _arg(forms.blocks, families=("flux",))
-    train_single_block_indices: tuple[tuple[int, int], ...] | None = _arg(forms.blocks, families=("flux",))
-    train_block_indices: tuple[tuple[int, int], ...] | None = _arg(forms.blocks, families=("sd3",))
-    img_attn_dim: int | None = _arg(forms.rank, families=("flux",))
-    txt_attn_dim: int | None = _arg(forms.rank, families=("flux",))
-    img_mlp_dim: int | None = _arg(forms.rank, families=("flux",))
-    txt_mlp_dim: int | None = _arg(forms.rank, families=("flux",))
-    img_mod_dim: int | None = _arg(forms.rank, families=("flux",))
-    txt_mod_dim: int | None = _arg(forms.rank, families=("flux",))
-    single_dim: int | None = _arg(forms.rank, families=("flux",))
-    single_mod_dim: int | None = _arg(forms.rank, families=("flux",))
-    in_dims: tuple[int, ...] | None = _arg(forms.list_of(forms.rank, 5), families=("flux",))
-    context_attn_dim: int | None = _arg(forms.rank, families=("sd3",))
-    context_mlp_dim: int | None = _arg(forms.rank, families=("sd3",))
-    context_mod_dim: int | None = _arg(forms.rank, families=("sd3",))
-    x_attn_dim: int | None = _arg(forms.rank, families=("sd3",))
-    x_mlp_dim: int | None = _arg(forms.rank, families=("sd3",))
-    x_mod_dim: int | None = _arg(forms.rank, families=("sd3",))
-    emb_dims: tuple[int, ...] | None = _arg(forms.list_of(forms.rank, 6), families=("sd3",))
+    algo: str = _define_arg(forms.make_choice_parser(*LYCORIS_ALGORITHMS), "lora")
+    use_dora: bool = _define_arg(forms.parse_bool, False, adapter_types=LORA_TYPES)
+    dora_wd: bool = _define_arg(forms.parse_bool, False, adapter_types=LORA_TYPES)
+    use_rslora: bool = _define_arg(forms.parse_bool, False, adapter_types=LORA_TYPES)
+    rs_lora: bool = _define_arg(forms.parse_bool, False, adapter_types=LORA_TYPES)
+    factor: int = _define_arg(forms.parse_lokr_factor, -1, adapter_types=("lokr",))
+    decompose_both: bool = _define_arg(forms.parse_bool, False, adapter_types=("lokr",))
+    conv_dim: int | None = _define_arg(forms.make_number_parser(1, number_type=int), families=UNET_FAMILIES, adapter_types=RANKED_TYPES)
+    conv_alpha: float = _define_arg(forms.make_number_parser(0), 1.0, families=UNET_FAMILIES, adapter_types=RANKED_TYPES)
+    rank_dropout: float = _define_arg(forms.parse_dropout_rate, 0.0, adapter_types=("lora",))
+    module_dropout: float = _define_arg(forms.parse_dropout_rate, 0.0, adapter_types=("lora",))
+    block_dims: tuple[int, ...] | None = _define_arg(forms.make_list_parser(forms.parse_rank), families=UNET_FAMILIES)
+    block_alphas: tuple[float, ...] | None = _define_arg(forms.make_list_parser(forms.make_number_parser(0)), families=UNET_FAMILIES, adapter_types=RANKED_TYPES)
+    conv_block_dims: tuple[int, ...] | None = _define_arg(forms.make_list_parser(forms.parse_rank), families=UNET_FAMILIES, adapter_types=RANKED_TYPES)
+    conv_block_alphas: tuple[float, ...] | None = _define_arg(forms.make_list_parser(forms.make_number_parser(0)), families=UNET_FAMILIES, adapter_types=RANKED_TYPES)
+    down_lr_weight: tuple[float, ...] | str | None = _define_arg(forms.parse_block_lr_weights, families=UNET_FAMILIES)
+    mid_lr_weight: tuple[float, ...] | str | None = _define_arg(forms.parse_block_lr_weights, families=UNET_FAMILIES)
+    up_lr_weight: tuple[float, ...] | str | None = _define_arg(forms.parse_block_lr_weights, families=UNET_FAMILIES)
+    block_lr_zero_threshold: float = _define_arg(forms.make_number_parser(0), 0.0, families=UNET_FAMILIES)
+    loraplus_lr_ratio: float | None = _define_arg(forms.parse_positive, adapter_types=LORA_TYPES)
+    loraplus_unet_lr_ratio: float | None = _define_arg(forms.parse_positive, adapter_types=LORA_TYPES)
+    loraplus_text_encoder_lr_ratio: float | None = _define_arg(forms.parse_positive, adapter_types=LORA_TYPES)
+    network_reg_dims: tuple[tuple[str, int], ...] = _define_arg(forms.make_pattern_parser(forms.parse_rank), ())
+    network_reg_lrs: tuple[tuple[str, float], ...] = _define_arg(forms.make_pattern_parser(forms.make_number_parser(0)), ())
+    exclude_patterns: tuple[str, ...] = _define_arg(forms.parse_patterns, ())
+    include_patterns: tuple[str, ...] = _define_arg(forms.parse_patterns, ())
+    train_t5xxl: bool = _define_arg(forms.parse_bool, False, families=("flux", "sd3"))
+    train_blocks: str = _define_arg(forms.make_choice_parser("all", "double", "single"), "all", families=("flux",))
+    train_double_block_indices: tuple[tuple[int, int], ...] | None = _define_arg(forms.parse_block_indices, families=("flux",))
+    train_single_block_indices: tuple[tuple[int, int], ...] | None = _define_arg(forms.parse_block_indices, families=("flux",))
+    train_block_indices: tuple[tuple[int, int], ...] | None = _define_arg(forms.parse_block_indices, families=("sd3",))
+    img_attn_dim: int | None = _define_arg(forms.parse_rank, families=("flux",))
+    txt_attn_dim: int | None = _define_arg(forms.parse_rank, families=("flux",))
+    img_mlp_dim: int | None = _define_arg(forms.parse_rank, families=("flux",))
+    txt_mlp_dim: int | None = _define_arg(forms.parse_rank, families=("flux",))
+    img_mod_dim: int | None = _define_arg(forms.parse_rank, families=("flux",))
+    txt_mod_dim: int | None = _define_arg(forms.parse_rank, families=("flux",))
+    single_dim: int | None = _define_arg(forms.parse_rank, families=("flux",))
+    single_mod_dim: int | None = _define_arg(forms.parse_rank, families=("flux",))
+    in_dims: tuple[int, ...] | None = _define_arg(forms.make_list_parser(forms.parse_rank, 5), families=("flux",))
+    context_attn_dim: int | None = _define_arg(forms.parse_rank, families=("sd3",))
+    context_mlp_dim: int | None = _define_arg(forms.parse_rank, families=("sd3",))
+    context_mod_dim: int | None = _define_arg(forms.parse_rank, families=("sd3",))
+    x_attn_dim: int | None = _define_arg(forms.parse_rank, families=("sd3",))
+    x_mlp_dim: int | None = _define_arg(forms.parse_rank, families=("sd3",))
+    x_mod_dim: int | None = _define_arg(forms.parse_rank, families=("sd3",))
+    emb_dims: tuple[int, ...] | None = _define_arg(forms.make_list_parser(forms.parse_rank, 6), families=("sd3",))
 
 
-REFUSED = {
+UNSUPPORTED_ARGS = {
     "split_qkv": "queries, keys and values always share one down matrix; it crashes in sd-scripts",
     "ggpo_sigma": "not yet: perturbed weights (GGPO)",
     "ggpo_beta": "not yet: perturbed weights (GGPO)",
@@ -97,18 +97,18 @@ REFUSED = {
 """Names that network modules of sd-scripts or lycoris take and that are not taken here."""
 
 
-def read_network_args(words: Sequence[str]) -> tuple[NetworkArguments, list[str]]:
+def parse_network_args(args: Sequence[str]) -> tuple[NetworkArgs, list[str]]:
     """What the words say, and everything that is wrong with them."""
-    known = {each.name: each for each in fields(NetworkArguments)}
+    known = {each.name: each for each in fields(NetworkArgs)}
     values, problems = dict[str, Any](), []
-    for word in words:
+    for word in args:
         name, equals, text = (piece.strip() for piece in word.partition("="))
         if not equals:
             problems.append(f"{word!r} is not name=value")
-        elif name in REFUSED:
-            problems.append(f"{name}: {REFUSED[name]}")
+        elif name in UNSUPPORTED_ARGS:
+            problems.append(f"{name}: {UNSUPPORTED_ARGS[name]}")
         elif name not in known:
-            problems.append(f"no argument {name!r}{did_you_mean(name, known)}")
+            problems.append(f"no argument {name!r}{suggest_name(name, known)}")
         elif name in values:
             problems.append(f"{name} is given twice")
         else:
@@ -116,49 +116,49 @@ def read_network_args(words: Sequence[str]) -> tuple[NetworkArguments, list[str]
                 values[name] = known[name].metadata["read"](text)
             except ValueError as error:
                 problems.append(f"{name}: {error}, got {text!r}")
-    return NetworkArguments(**values), problems
+    return NetworkArgs(**values), problems
 
 
-def arguments_of(config: AdapterConfig) -> NetworkArguments:
+def get_network_args(config: AdapterConfig) -> NetworkArgs:
     """The same for settings that were checked."""
-    return read_network_args(config.network_args)[0]
+    return parse_network_args(config.network_args)[0]
 
 
-def kind_of(config: AdapterConfig) -> str:
+def get_adapter_type(config: AdapterConfig) -> str:
     """What is trained: lora, dora, loha, lokr, oft or boft."""
-    arguments = arguments_of(config)
-    kind = MODULES.get(config.network_module, "lora")
+    arguments = get_network_args(config)
+    kind = NETWORK_MODULES.get(config.network_module, "lora")
     if config.network_module == "lycoris.kohya":
-        kind = ALGORITHMS[arguments.algo]
+        kind = LYCORIS_ALGORITHMS[arguments.algo]
     return "dora" if kind == "lora" and (arguments.use_dora or arguments.dora_wd) else kind
 
 
-def module_problem(name: str) -> str | None:
+def validate_network_module(name: str) -> str | None:
     """What is wrong with ``network_module``."""
-    if name in MODULES:
+    if name in NETWORK_MODULES:
         return None
-    if name in REFUSED_MODULES:
-        return REFUSED_MODULES[name]
-    return f"no adapter {name!r}" + (did_you_mean(name, MODULES) or f"; there are {', '.join(MODULES)}")
+    if name in UNSUPPORTED_MODULES:
+        return UNSUPPORTED_MODULES[name]
+    return f"no adapter {name!r}" + (suggest_name(name, NETWORK_MODULES) or f"; there are {', '.join(NETWORK_MODULES)}")
 
 
-def given_arguments(words: Sequence[str]) -> list[str]:
-    return [word.partition("=")[0].strip() for word in words]
+def list_arg_names(args: Sequence[str]) -> list[str]:
+    return [word.partition("=")[0].strip() for word in args]
 
 
-def misplaced(config: AdapterConfig) -> list[str]:
+def find_args_of_other_types(config: AdapterConfig) -> list[str]:
     """Arguments that this kind of adapter does not have."""
-    kind, known = kind_of(config), {each.name: each.metadata for each in fields(NetworkArguments)}
+    kind, known = get_adapter_type(config), {each.name: each.metadata for each in fields(NetworkArgs)}
     found = [f"{name}: {kind} does not have it, only {', '.join(known[name]['kinds'])}"
-             for name in given_arguments(config.network_args)
+             for name in list_arg_names(config.network_args)
              if name in known and known[name]["kinds"] and kind not in known[name]["kinds"]]  # fmt: skip
-    if "algo" in given_arguments(config.network_args) and config.network_module != "lycoris.kohya":
+    if "algo" in list_arg_names(config.network_args) and config.network_module != "lycoris.kohya":
         found.append("algo belongs to network_module lycoris.kohya")
     return found
 
 
-def foreign(config: AdapterConfig, family: str, title: str) -> list[str]:
+def find_args_of_other_families(config: AdapterConfig, family: str, title: str) -> list[str]:
     """Arguments that mean nothing for this family."""
-    known = {each.name: each.metadata["families"] for each in fields(NetworkArguments)}
-    return [f"{name} means nothing for {title}; leave it out" for name in given_arguments(config.network_args)
+    known = {each.name: each.metadata["families"] for each in fields(NetworkArgs)}
+    return [f"{name} means nothing for {title}; leave it out" for name in list_arg_names(config.network_args)
             if known.get(name) and family not in known[name]]  # fmt: skip

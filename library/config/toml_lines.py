@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from .file_text import text_of
+from .file_text import read_text_file
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -24,11 +24,11 @@ _STRING = re.compile(r'"""(?:[^\\]|\\.)*?"{3,5}|\'\'\'.*?\'{3,5}|"(?:[^"\\\n]|\\
 _SCALAR = re.compile(r"[^\s,\]}#]+(?: [^\s,\]}#]+)?")  # a date and its time may stand apart
 
 
-def read_toml(path: Path) -> tuple[dict[str, Any], Mapping[KeyPath, int]]:
+def read_toml_with_lines(path: Path) -> tuple[dict[str, Any], Mapping[KeyPath, int]]:
     """Return the data of a TOML file and the line of each key."""
-    text = text_of(path)
+    text = read_text_file(path)
     try:
-        return tomllib.loads(text), key_lines(text)
+        return tomllib.loads(text), find_key_lines(text)
     except tomllib.TOMLDecodeError as error:
         message = str(error)
         found = re.search(r" \(at line (\d+), column \d+\)", message)
@@ -37,108 +37,108 @@ def read_toml(path: Path) -> tuple[dict[str, Any], Mapping[KeyPath, int]]:
         raise ConfigError([f"{place}: not valid TOML: {reason}"]) from None
 
 
-def key_lines(text: str) -> dict[KeyPath, int]:
+def find_key_lines(text: str) -> dict[KeyPath, int]:
     """Return the line, counted from 1, on which each key of a valid TOML text first stands."""
-    return _Scanner(text).scan()
+    return _KeyScanner(text).scan()
 
 
-def _unquoted(key: str) -> str:
+def _unquote_key(key: str) -> str:
     """A part of a key as the parser sees it."""
     if key[0] not in "\"'":
         return key
     return str(tomllib.loads(f"key = {key}")["key"])
 
 
-class _Scanner:
+class _KeyScanner:
     """Reads just enough of TOML to follow keys; the text is known to be valid."""
 
     def __init__(self, text: str):
-        self.text, self.at = text, 0
+        self.text, self.offset = text, 0
         self.lines: dict[KeyPath, int] = {}
-        self.lengths: dict[KeyPath, int] = {}  # of arrays of tables
+        self.array_lengths: dict[KeyPath, int] = {}  # of arrays of tables
 
     def scan(self) -> dict[KeyPath, int]:
         table: KeyPath = ()
         self.skip(_BLANK)
-        while self.at < len(self.text):
-            if self.text.startswith("[", self.at):
-                table = self.header()
+        while self.offset < len(self.text):
+            if self.text.startswith("[", self.offset):
+                table = self.read_table_header()
             else:
-                self.assignment(table)
+                self.read_assignment(table)
             self.skip(_BLANK)
         return self.lines
 
     def skip(self, pattern: re.Pattern[str]) -> None:
-        if match := pattern.match(self.text, self.at):
-            self.at = match.end()
+        if match := pattern.match(self.text, self.offset):
+            self.offset = match.end()
 
-    def header(self) -> KeyPath:
+    def read_table_header(self) -> KeyPath:
         """``[a.b]`` or ``[[a.b]]``; inside an array of tables a name means its newest table."""
-        is_array = self.text.startswith("[[", self.at)
-        start = self.at
-        self.at += 2 if is_array else 1
-        *parents, last = self.dotted_key()
-        self.at = self.text.index("]", self.at) + (2 if is_array else 1)
+        is_array = self.text.startswith("[[", self.offset)
+        start = self.offset
+        self.offset += 2 if is_array else 1
+        *parents, last = self.read_dotted_key()
+        self.offset = self.text.index("]", self.offset) + (2 if is_array else 1)
         path: KeyPath = ()
         for name in parents:
             path = (*path, name)
-            self.note(path, start)
-            path = self.newest(path)
+            self.record_line(path, start)
+            path = self.resolve_newest_table(path)
         path = (*path, last)
-        self.note(path, start)
+        self.record_line(path, start)
         if is_array:
-            self.lengths[path] = self.lengths.get(path, 0) + 1
-            path = self.newest(path)
-            self.note(path, start)
+            self.array_lengths[path] = self.array_lengths.get(path, 0) + 1
+            path = self.resolve_newest_table(path)
+            self.record_line(path, start)
         return path
 
-    def newest(self, path: KeyPath) -> KeyPath:
-        return (*path, self.lengths[path] - 1) if path in self.lengths else path
+    def resolve_newest_table(self, path: KeyPath) -> KeyPath:
+        return (*path, self.array_lengths[path] - 1) if path in self.array_lengths else path
 
-    def assignment(self, table: KeyPath) -> None:
-        start = self.at
+    def read_assignment(self, table: KeyPath) -> None:
+        start = self.offset
         path = table
-        for name in self.dotted_key():
+        for name in self.read_dotted_key():
             path = (*path, name)
-            self.note(path, start)
-        self.at = self.text.index("=", self.at) + 1
+            self.record_line(path, start)
+        self.offset = self.text.index("=", self.offset) + 1
         self.skip(_SPACES)
-        self.value(path)
+        self.read_value(path)
 
-    def dotted_key(self) -> list[str]:
+    def read_dotted_key(self) -> list[str]:
         names = []
         while True:
             self.skip(_SPACES)
-            match = _KEY.match(self.text, self.at)
+            match = _KEY.match(self.text, self.offset)
             if match is None:
-                raise AssertionError(f"no key at offset {self.at} of a text that was parsed as TOML")
-            names.append(_unquoted(match[0]))
-            self.at = match.end()
+                raise AssertionError(f"no key at offset {self.offset} of a text that was parsed as TOML")
+            names.append(_unquote_key(match[0]))
+            self.offset = match.end()
             self.skip(_SPACES)
-            if not self.text.startswith(".", self.at):
+            if not self.text.startswith(".", self.offset):
                 return names
-            self.at += 1
+            self.offset += 1
 
-    def value(self, path: KeyPath) -> None:
-        opening = self.text[self.at]
+    def read_value(self, path: KeyPath) -> None:
+        opening = self.text[self.offset]
         if opening in "[{":
-            self.at += 1
+            self.offset += 1
             index = 0
             self.skip(_BLANK)
-            while self.text[self.at] not in "]}":
+            while self.text[self.offset] not in "]}":
                 if opening == "[":
-                    self.note((*path, index), self.at)
-                    self.value((*path, index))
+                    self.record_line((*path, index), self.offset)
+                    self.read_value((*path, index))
                     index += 1
                 else:
-                    self.assignment(path)
+                    self.read_assignment(path)
                 self.skip(_BLANK)
-                if self.text[self.at] == ",":
-                    self.at += 1
+                if self.text[self.offset] == ",":
+                    self.offset += 1
                     self.skip(_BLANK)
-            self.at += 1
+            self.offset += 1
         else:
             self.skip(_STRING if opening in "\"'" else _SCALAR)
 
-    def note(self, path: KeyPath, offset: int) -> None:
+    def record_line(self, path: KeyPath, offset: int) -> None:
         self.lines.setdefault(path, self.text.count("\n", 0, offset) + 1)

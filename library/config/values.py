@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 
 @dataclass(frozen=True)
-class Size:
+class Resolution:
     """Width and height in pixels: ``512`` or ``"512,768"``; in TOML also ``[512, 768]``."""
 
     width: int
@@ -17,7 +17,7 @@ class Size:
     syntax: ClassVar[str] = "SIZE or WIDTH,HEIGHT"
 
     @classmethod
-    def parse(cls, value: Any) -> "Size":
+    def parse(cls, value: Any) -> "Resolution":
         if type(value) is int:
             value = [value]
         elif isinstance(value, str):
@@ -38,15 +38,15 @@ class Size:
 class DeviceMap:
     """A way to deal modules out over devices, or the number of each module's device."""
 
-    way: str = ""
-    places: tuple[tuple[str, int], ...] = ()
+    preset: str = ""
+    device_by_module: tuple[tuple[str, int], ...] = ()
 
-    WAYS: ClassVar[tuple[str, ...]] = ("auto", "balanced", "sequential")
+    PRESETS: ClassVar[tuple[str, ...]] = ("auto", "balanced", "sequential")
     syntax: ClassVar[str] = "auto, balanced, sequential or {MODULE: NUMBER}"
 
     @classmethod
     def parse(cls, value: Any) -> "DeviceMap":
-        if value in cls.WAYS:
+        if value in cls.PRESETS:
             return cls(value)
         try:
             found = json.loads(value) if isinstance(value, str) else None
@@ -62,52 +62,52 @@ class DeviceMap:
         return cls("", tuple(found.items()))
 
     def __str__(self) -> str:
-        return self.way or json.dumps(dict(self.places))
+        return self.preset or json.dumps(dict(self.device_by_module))
 
 
 @dataclass(frozen=True)
-class Share:
+class StepsOrRatio:
     """A length in steps: ``100`` steps, or ``0.1`` or ``"10%"`` of the whole run."""
 
-    amount: float
-    of_whole: bool
+    value: float
+    is_ratio: bool
 
     syntax: ClassVar[str] = "STEPS, RATIO or N%"
 
     @classmethod
-    def parse(cls, value: Any) -> "Share":
-        share = cls._read(value)
-        if share is None or not 0 <= share.amount < math.inf or (share.of_whole and share.amount > 1):
+    def parse(cls, value: Any) -> "StepsOrRatio":
+        share = cls._parse_number(value)
+        if share is None or not 0 <= share.value < math.inf or (share.is_ratio and share.value > 1):
             raise ValueError("expected steps (100), a ratio of the run below 1 (0.1), or a percentage ('10%')")
         return share
 
     @classmethod
-    def _read(cls, value: Any) -> "Share | None":
+    def _parse_number(cls, value: Any) -> "StepsOrRatio | None":
         if isinstance(value, bool) or not isinstance(value, (int, float, str)):
             return None
         text = str(value).strip()
         try:
             if text.endswith("%"):
-                return cls(float(text[:-1]) / 100, of_whole=True)
+                return cls(float(text[:-1]) / 100, is_ratio=True)
             number = float(text)
         except ValueError:
             return None
         if 0 < number < 1:
-            return cls(number, of_whole=True)
-        return cls(number, of_whole=False) if number.is_integer() else None
+            return cls(number, is_ratio=True)
+        return cls(number, is_ratio=False) if number.is_integer() else None
 
-    def steps(self, whole: int) -> int:
+    def to_steps(self, total_steps: int) -> int:
         """In optimizer steps, of a run of ``whole`` steps."""
-        return round(self.amount * whole) if self.of_whole else int(self.amount)
+        return round(self.value * total_steps) if self.is_ratio else int(self.value)
 
     def __str__(self) -> str:
-        if not self.of_whole:
-            return str(int(self.amount))
-        return repr(self.amount) if 0 < self.amount < 1 else f"{self.amount * 100:g}%"
+        if not self.is_ratio:
+            return str(int(self.value))
+        return repr(self.value) if 0 < self.value < 1 else f"{self.value * 100:g}%"
 
 
 @dataclass(frozen=True)
-class Steps:
+class StepRange:
     """Steps of a run, counted from 1, both ends included: ``10:20``."""
 
     first: int
@@ -116,7 +116,7 @@ class Steps:
     syntax: ClassVar[str] = "FIRST:LAST"
 
     @classmethod
-    def parse(cls, value: Any) -> "Steps":
+    def parse(cls, value: Any) -> "StepRange":
         first, _, last = str(value).partition(":")
         if not (first.isdecimal() and last.isdecimal()):
             raise ValueError("expected two steps, such as 11:20")
@@ -127,15 +127,15 @@ class Steps:
 
 
 @dataclass(frozen=True)
-class Bytes:
+class MemorySize:
     """Memory of a device: ``24GB``, ``24GiB`` and ``24`` are the same, as makers of GPUs count."""
 
-    count: int
+    num_bytes: int
 
     syntax: ClassVar[str] = "SIZE, such as 24GB"
 
     @classmethod
-    def parse(cls, value: Any) -> "Bytes":
+    def parse(cls, value: Any) -> "MemorySize":
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([gGmM]?)[iI]?[bB]?\s*", str(value))
         number = float(found[1]) * 2 ** (20 if found[2] in ("m", "M") else 30) if found else 0
         if isinstance(value, bool) or number < 1:
@@ -143,4 +143,4 @@ class Bytes:
         return cls(int(number))
 
     def __str__(self) -> str:
-        return f"{self.count / 2**30:g}GB"
+        return f"{self.num_bytes / 2**30:g}GB"

@@ -7,35 +7,35 @@ from pathlib import Path
 
 from ..dataset.scan_cache import write_atomic
 
-MOST = 100
+MAX_LISTED_PROBLEMS = 100
 """So many lines are told in full."""
-SHOWN = 5
+MAX_LISTED_PER_KIND = 5
 """Of one kind, when there are more."""
-REPORT = "report.txt"
+REPORT_FILENAME = "report.txt"
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class DataProblem:
     """Something that keeps a picture from being used."""
 
     kind: str  # such as "truncated"; of the same kind are those with the same way out
-    line: str
+    message: str
 
 
 @dataclass(frozen=True, slots=True)
-class Notice:
+class DataNotice:
     """Something to know about pictures that are used."""
 
     text: str
     names: tuple[str, ...] = ()  # of all of them, when the text holds only the first
 
 
-def in_short(problems: Sequence[Problem]) -> list[str]:
+def summarize_problems(problems: Sequence[DataProblem]) -> list[str]:
     """All lines, kind by kind; of very many the first of each kind, and how many more there are of it."""
     by_kind: defaultdict[str, list[str]] = defaultdict(list)
     for problem in problems:
-        by_kind[problem.kind].append(problem.line)
-    shown = SHOWN if len(problems) > MOST else MOST
+        by_kind[problem.kind].append(problem.message)
+    shown = MAX_LISTED_PER_KIND if len(problems) > MAX_LISTED_PROBLEMS else MAX_LISTED_PROBLEMS
     lines = []
     for kind, members in by_kind.items():
         lines += members[:shown]
@@ -44,24 +44,24 @@ def in_short(problems: Sequence[Problem]) -> list[str]:
     return lines
 
 
-def counted(problems: Iterable[Problem]) -> str:
+def format_problem_counts(problems: Iterable[DataProblem]) -> str:
     """``12 truncated, 3 empty``."""
     return ", ".join(f"{count} {kind}" for kind, count in Counter(problem.kind for problem in problems).most_common())
 
 
-def is_cut_short(problems: Sequence[Problem], notices: Sequence[Notice]) -> bool:
+def is_summary_truncated(problems: Sequence[DataProblem], notices: Sequence[DataNotice]) -> bool:
     """Whether there is more than what is told."""
     most = max(Counter(problem.kind for problem in problems).values(), default=0)
-    return (len(problems) > MOST and most > SHOWN) or any(notice.names for notice in notices)
+    return (len(problems) > MAX_LISTED_PROBLEMS and most > MAX_LISTED_PER_KIND) or any(notice.names for notice in notices)
 
 
-def written_in_full(problems: Sequence[Problem], notices: Sequence[Notice], folders: Sequence[Path]) -> str:
+def write_full_report(problems: Sequence[DataProblem], notices: Sequence[DataNotice], directories: Sequence[Path]) -> str:
     """Write everything into the first of ``folders`` that takes it; returns the words that say where it stands."""
-    lines = [problem.line for problem in problems]
+    lines = [problem.message for problem in problems]
     for notice in notices:
         lines += ["", notice.text, *(f"  {name}" for name in notice.names)] if notice.names else []
-    for folder in folders:
-        path = folder / REPORT
+    for folder in directories:
+        path = folder / REPORT_FILENAME
         try:
             write_atomic(path, ("\n".join(lines) + "\n").encode("utf-8", "backslashreplace"))
         except OSError:

@@ -3,72 +3,72 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .buckets import Placement
+from .buckets import BucketAssignment
 from .manifest import Manifest
-from .staged_plan import Plan, PlannedStage, stages_in
+from .staged_plan import AnyBatchPlan, PlannedStage, get_planned_stages
 
 
 @dataclass(frozen=True)
-class BucketFacts:
+class BucketSummary:
     """One bucket of one dataset in one epoch."""
 
-    dataset: int  # its number in the file
-    size: tuple[int, int]
-    samples: tuple[int, ...]  # positions in the manifest
-    shown: int  # with repeats
+    dataset_number: int  # its number in the file
+    resolution: tuple[int, int]
+    sample_indices: tuple[int, ...]  # positions in the manifest
+    samples_per_epoch: int  # with repeats
     batch_size: int
-    micro_batches: int  # of all ranks together
+    num_micro_batches: int  # of all ranks together
     remainder: int  # what does not fill whole steps
     padding: int  # samples that weigh nothing
-    mean_loss: float  # share of a picture that is cut away
-    worst: int  # position in the manifest of the picture that loses most
-    worst_loss: float
+    mean_cropped_fraction: float  # share of a picture that is cut away
+    most_cropped_sample: int  # position in the manifest of the picture that loses most
+    max_cropped_fraction: float
     from_step: int = 0  # of its stage
 
 
-def facts_of(placements: Sequence[Placement], plan: Plan) -> list[BucketFacts]:
+def summarize_buckets(assignments: Sequence[BucketAssignment], batch_plan: AnyBatchPlan) -> list[BucketSummary]:
     """In the order of the plan's buckets."""
-    return [facts for stage in stages_in(plan) for facts in facts_of_stage(placements, stage)]
+    return [facts for stage in get_planned_stages(batch_plan) for facts in summarize_stage_buckets(assignments, stage)]
 
 
-def facts_of_stage(placements: Sequence[Placement], stage: PlannedStage) -> list[BucketFacts]:
+def summarize_stage_buckets(assignments: Sequence[BucketAssignment], stage: PlannedStage) -> list[BucketSummary]:
     """Of one stage alone."""
-    found, plan = [], stage.plan
+    found, plan = [], stage.batch_plan
     for index, bucket in enumerate(plan.buckets):
-        losses = [placements[sample].crop_loss for sample in bucket.samples]
-        worst_loss, shown = max(losses), plan.samples_of(index)
+        losses = [assignments[sample].cropped_fraction for sample in bucket.sample_indices]
+        worst_loss, shown = max(losses), plan.count_samples(index)
         found.append(
-            BucketFacts(
-                dataset=bucket.dataset,
-                from_step=stage.first,
-                size=bucket.size,
-                samples=tuple(bucket.samples),
-                shown=shown,
+            BucketSummary(
+                dataset_number=bucket.dataset_number,
+                from_step=stage.first_step,
+                resolution=bucket.resolution,
+                sample_indices=tuple(bucket.sample_indices),
+                samples_per_epoch=shown,
                 batch_size=bucket.batch_size,
-                micro_batches=plan.batches_of(index),
-                remainder=shown % (bucket.batch_size * plan.ranks * plan.accumulation),
-                padding=plan.padding_per_epoch(index),
-                mean_loss=sum(losses) / len(losses),
-                worst=bucket.samples[losses.index(worst_loss)],
-                worst_loss=worst_loss,
+                num_micro_batches=plan.count_micro_batches(index),
+                remainder=shown % (bucket.batch_size * plan.dp_size * plan.accumulation_steps),
+                padding=plan.count_padding(index),
+                mean_cropped_fraction=sum(losses) / len(losses),
+                most_cropped_sample=bucket.sample_indices[losses.index(worst_loss)],
+                max_cropped_fraction=worst_loss,
             )
         )
     return found
 
 
-def as_plain(manifest: Manifest, facts: BucketFacts) -> dict[str, object]:
+def export_bucket(manifest: Manifest, summary: BucketSummary) -> dict[str, object]:
     """For JSON."""
     return {
-        "size": list(facts.size),
-        "pictures": len(facts.samples),
-        "samples": facts.shown,
-        "batch_size": facts.batch_size,
-        "micro_batches": facts.micro_batches,
-        "remainder": facts.remainder,
-        "padding": facts.padding,
+        "size": list(summary.resolution),
+        "pictures": len(summary.sample_indices),
+        "samples": summary.samples_per_epoch,
+        "batch_size": summary.batch_size,
+        "micro_batches": summary.num_micro_batches,
+        "remainder": summary.remainder,
+        "padding": summary.padding,
         "crop_loss": {
-            "mean": facts.mean_loss,
-            "worst": facts.worst_loss,
-            "worst_image": str(manifest.samples[facts.worst].image),
+            "mean": summary.mean_cropped_fraction,
+            "worst": summary.max_cropped_fraction,
+            "worst_image": str(manifest.samples[summary.most_cropped_sample].image),
         },
     }

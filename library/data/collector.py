@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def collector_paused() -> Iterator[None]:
+def pause_garbage_collection() -> Iterator[None]:
     """The search walks over all objects again and again as they become more, and finds nothing."""
     was_on = gc.isenabled()
     gc.disable()

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .buckets import Placement
-from .colours import varied
-from .images import Pixels, cut_out
-from .masks import MaskPixels, picture_and_mask, placed_mask
+from .buckets import BucketAssignment
+from .colours import augment_color
+from .images import Pixels, resize_and_crop
+from .masks import MaskPixels, load_image_and_mask, resize_and_crop_mask
 from .sample import Sample
 
 
@@ -21,26 +21,26 @@ class BadSample:
 
 
 @dataclass(frozen=True)
-class Cut:
+class CropParams:
     """One way in which a picture is shown."""
 
-    crop: tuple[int, int]  # left, top in the resized picture
-    is_mirrored: bool
+    left_top: tuple[int, int]  # left, top in the resized picture
+    is_flipped: bool
     interpolation: str | None
 
 
-def cut(sample: Sample, placement: Placement, way: Cut, colours: random.Random | None = None
+def load_sample_pixels(sample: Sample, assignment: BucketAssignment, crop_params: CropParams, color_rng: random.Random | None = None
         ) -> tuple[Pixels, MaskPixels | None] | BadSample:  # fmt: skip
     """The pixels, and those of the mask; with ``colours`` they are changed a little, as it draws."""
     try:
-        image, values = picture_and_mask(sample.image, sample.mask)
-        mask = values if sample.mask is None or values is None else placed_mask(
-            sample.mask, values, placement, way.crop, is_mirrored=way.is_mirrored)  # fmt: skip
+        image, values = load_image_and_mask(sample.image, sample.mask)
+        mask = values if sample.mask is None or values is None else resize_and_crop_mask(
+            sample.mask, values, assignment, crop_params.left_top, is_flipped=crop_params.is_flipped)  # fmt: skip
     except Exception as error:  # decoders raise whatever they like on broken data
         return BadSample(str(sample.image), f"was fine at the start and cannot be read now: {error}")
     if image.size != sample.size:
         return BadSample(str(sample.image), f"was {sample.size} at the start of the run, now it is {image.size}")
-    pixels = cut_out(image, placement, way.crop, way.interpolation)
-    if colours is not None:
-        pixels = varied(pixels, colours)
-    return np.ascontiguousarray(pixels[:, ::-1] if way.is_mirrored else pixels), mask
+    pixels = resize_and_crop(image, assignment, crop_params.left_top, crop_params.interpolation)
+    if color_rng is not None:
+        pixels = augment_color(pixels, color_rng)
+    return np.ascontiguousarray(pixels[:, ::-1] if crop_params.is_flipped else pixels), mask

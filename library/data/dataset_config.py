@@ -7,34 +7,34 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ..config.file_text import text_of
-from ..config.toml_lines import KeyPath, read_toml
-from ..config.values import Size
-from ..dataset.schema import DATASET, GENERAL, KEYS, SUBSET, DatasetConfig, SubsetConfig
+from ..config.file_text import read_text_file
+from ..config.toml_lines import KeyPath, read_toml_with_lines
+from ..config.values import Resolution
+from ..dataset.schema import DATASET_TABLE, GENERAL_TABLE, DATASET_KEYS, SUBSET_TABLE, DatasetConfig, SubsetConfig
 from ..errors import ConfigError
-from ..registry import did_you_mean
-from .dataset_rules import Found, dataset_problems, kind_of, subset_problems
-from .musubi import FLAT, is_flat, refusal
-from .source_rules import file_problems, source_problems
+from ..registry import suggest_name
+from .dataset_rules import LocatedValue, validate_dataset_keys, infer_dataset_kind, validate_subset_keys
+from .musubi import MUSUBI_SUBSET_KEYS, is_musubi_dataset, explain_unsupported_key
+from .source_rules import validate_across_datasets, validate_source_keys
 
-_NO_RESOLUTION = Size(1, 1)  # stands in a configuration that is refused anyway
+_PLACEHOLDER_RESOLUTION = Resolution(1, 1)  # stands in a configuration that is refused anyway
 
 
 @dataclass(frozen=True)
-class Reading:
+class ParsedDatasetConfig:
     """What the file says, as far as it can be understood, and everything that is wrong with it."""
 
     datasets: tuple[DatasetConfig, ...]
     problems: list[str]
 
-    def require(self) -> tuple[DatasetConfig, ...]:
+    def require_valid(self) -> tuple[DatasetConfig, ...]:
         """The datasets, if nothing was wrong."""
         if self.problems:
             raise ConfigError(self.problems)
         return self.datasets
 
 
-def read_datasets(path: Path, flags: Mapping[str, Any], wrong: Set[str] = frozenset()) -> Reading:
+def parse_dataset_config(path: Path, flag_defaults: Mapping[str, Any], invalid_flags: Set[str] = frozenset()) -> ParsedDatasetConfig:
     """Read the file; ``flags`` (see ``flags_of``) stand in where it is silent. Looks at no folder.
 
     ``wrong`` are options of the run that could not be read.
@@ -44,12 +44,12 @@ def read_datasets(path: Path, flags: Mapping[str, Any], wrong: Set[str] = frozen
         if path.suffix.lower() == ".json":
             data = _read_json(path)
         else:
-            data, lines = read_toml(path)
+            data, lines = read_toml_with_lines(path)
     except ConfigError as error:
-        return Reading((), error.problems)
-    reader = _Reader(path, lines, flags, wrong)
-    datasets = tuple(reader.file(data))
-    return Reading(datasets, [*reader.problems, *file_problems(datasets)])
+        return ParsedDatasetConfig((), error.problems)
+    reader = _DatasetConfigParser(path, lines, flag_defaults, invalid_flags)
+    datasets = tuple(reader.parse_file(data))
+    return ParsedDatasetConfig(datasets, [*reader.problems, *validate_across_datasets(datasets)])
 
 
 class _JsonObject(dict[str, Any]):
@@ -63,7 +63,7 @@ class _JsonObject(dict[str, Any]):
 
 def _read_json(path: Path) -> dict[str, Any]:
     """Read a dataset file in JSON; syntax errors have the line and column that the json module gives."""
-    text = text_of(path)
+    text = read_text_file(path)
     try:
         data = json.loads(text, object_pairs_hook=_JsonObject, parse_constant=_reject_constant)
         duplicates = list(_find_duplicates(data, ()))
@@ -99,140 +99,140 @@ def _format_json_location(path: Path, at: KeyPath) -> str:
     return f"{path}: {keys}" if keys else str(path)
 
 
-class _Reader:
-    def __init__(self, path: Path, lines: Mapping[KeyPath, int] | None, flags: Mapping[str, Any], wrong: Set[str]):
-        self.path, self.lines, self.flags, self.wrong_flags = path, lines, flags, wrong
+class _DatasetConfigParser:
+    def __init__(self, path: Path, key_lines: Mapping[KeyPath, int] | None, flag_defaults: Mapping[str, Any], invalid_flags: Set[str]):
+        self.path, self.key_lines, self.flag_defaults, self.invalid_flags = path, key_lines, flag_defaults, invalid_flags
         self.problems: list[str] = []
 
-    def file(self, data: Mapping[str, Any]) -> list[DatasetConfig]:
-        for name in data:
+    def parse_file(self, document: Mapping[str, Any]) -> list[DatasetConfig]:
+        for name in document:
             if name not in ("general", "datasets"):
-                level = self.level_hint(name, "the top of the file")
-                self.wrong((name,), level or "unknown; there are [general] and [[datasets]]")
-        general = self.keys(("general",), data.get("general", {}), GENERAL)
-        tables = data.get("datasets", [])
-        if not self.is_tables(("datasets",), tables, DATASET):
+                level = self.suggest_table(name, "the top of the file")
+                self.add_problem((name,), level or "unknown; there are [general] and [[datasets]]")
+        general = self.parse_table(("general",), document.get("general", {}), GENERAL_TABLE)
+        tables = document.get("datasets", [])
+        if not self.is_array_of_tables(("datasets",), tables, DATASET_TABLE):
             return []
         if not tables:
             self.problems.append(f"{self.path}: no [[datasets]]; add one, and [[datasets.subsets]] with image_dir")
-        return [self.dataset(("datasets", index), table, general) for index, table in enumerate(tables)]
+        return [self.parse_dataset(("datasets", index), table, general) for index, table in enumerate(tables)]
 
-    def dataset(self, at: KeyPath, table: Mapping[str, Any], general: Mapping[str, Found]) -> DatasetConfig:
-        flat = is_flat(table)
-        own = {name: value for name, value in table.items() if name != "subsets" and not (flat and name in FLAT)}
-        values = {**general, **self.keys(at, own, DATASET)}
+    def parse_dataset(self, key_path: KeyPath, table: Mapping[str, Any], general_values: Mapping[str, LocatedValue]) -> DatasetConfig:
+        flat = is_musubi_dataset(table)
+        own = {name: value for name, value in table.items() if name != "subsets" and not (flat and name in MUSUBI_SUBSET_KEYS)}
+        values = {**general_values, **self.parse_table(key_path, own, DATASET_TABLE)}
         if flat:
-            subsets = [{**self.flat_subset(at, table, values), "joins_lines": Found(True, None)}]
+            subsets = [{**self.parse_musubi_subset(key_path, table, values), "joins_lines": LocatedValue(True, None)}]
         else:
             tables = table.get("subsets", [])
-            if not self.is_tables((*at, "subsets"), tables, SUBSET):
+            if not self.is_array_of_tables((*key_path, "subsets"), tables, SUBSET_TABLE):
                 tables = []
             elif not tables:
-                self.wrong(at, "no [[datasets.subsets]]; add one with image_dir = 'FOLDER'")
-            subsets = [self.subset((*at, "subsets", index), item, values) for index, item in enumerate(tables)]
-        found = self.with_flags(values)
-        where = self.where(at)
-        self.problems += dataset_problems(found, subsets, where)
-        return DatasetConfig(kind=kind_of(subsets), subsets=tuple(self.built(item) for item in subsets),
-                             number=int(at[-1]), **self.members(DatasetConfig, found, where))  # fmt: skip
+                self.add_problem(key_path, "no [[datasets.subsets]]; add one with image_dir = 'FOLDER'")
+            subsets = [self.parse_subset((*key_path, "subsets", index), item, values) for index, item in enumerate(tables)]
+        found = self.apply_flag_defaults(values)
+        where = self.format_location(key_path)
+        self.problems += validate_dataset_keys(found, subsets, where)
+        return DatasetConfig(kind=infer_dataset_kind(subsets), subsets=tuple(self.build_subset_config(item) for item in subsets),
+                             dataset_number=int(key_path[-1]), **self.collect_fields(DatasetConfig, found, where))  # fmt: skip
 
-    def flat_subset(self, at: KeyPath, table: Mapping[str, Any], above: Mapping[str, Found]) -> dict[str, Found]:
+    def parse_musubi_subset(self, key_path: KeyPath, table: Mapping[str, Any], inherited: Mapping[str, LocatedValue]) -> dict[str, LocatedValue]:
         """musubi-tuner's way to write a dataset: the folder stands in it, there are no subsets."""
-        values = dict(above)
-        named = [name for name in FLAT if name in table]
+        values = dict(inherited)
+        named = [name for name in MUSUBI_SUBSET_KEYS if name in table]
         if not named:  # pictures are not what it is about, which is told with the key that says so
-            values["image_dir"] = Found(None, self.where(at), is_wrong=True)
+            values["image_dir"] = LocatedValue(None, self.format_location(key_path), is_invalid=True)
         for name in named:
             value = table[name]
             is_wrong = not isinstance(value, str)
-            values[FLAT[name]] = Found(None if is_wrong else value, self.where((*at, name)), is_wrong=is_wrong)
+            values[MUSUBI_SUBSET_KEYS[name]] = LocatedValue(None if is_wrong else value, self.format_location((*key_path, name)), is_invalid=is_wrong)
             if is_wrong:
-                self.wrong((*at, name), f"expected a text, got {value!r}")
-        return self.checked_subset(self.with_flags(values), {}, self.where(at))
+                self.add_problem((*key_path, name), f"expected a text, got {value!r}")
+        return self.validate_subset(self.apply_flag_defaults(values), {}, self.format_location(key_path))
 
-    def subset(self, at: KeyPath, table: Mapping[str, Any], above: Mapping[str, Found]) -> dict[str, Found]:
-        own = self.keys(at, table, SUBSET)
-        return self.checked_subset(self.with_flags({**above, **own}), own, self.where(at))
+    def parse_subset(self, key_path: KeyPath, table: Mapping[str, Any], inherited: Mapping[str, LocatedValue]) -> dict[str, LocatedValue]:
+        own = self.parse_table(key_path, table, SUBSET_TABLE)
+        return self.validate_subset(self.apply_flag_defaults({**inherited, **own}), own, self.format_location(key_path))
 
-    def checked_subset(self, found: dict[str, Found], own: Mapping[str, Found], where: str) -> dict[str, Found]:
-        found[""] = Found(None, where)
-        self.problems += [*subset_problems(found, own, where), *source_problems(found, own)]
-        return found
+    def validate_subset(self, values: dict[str, LocatedValue], own_keys: Mapping[str, LocatedValue], location: str) -> dict[str, LocatedValue]:
+        values[""] = LocatedValue(None, location)
+        self.problems += [*validate_subset_keys(values, own_keys, location), *validate_source_keys(values, own_keys)]
+        return values
 
-    def keys(self, at: KeyPath, table: Any, level: str) -> dict[str, Found]:
+    def parse_table(self, key_path: KeyPath, table: Any, table_name: str) -> dict[str, LocatedValue]:
         """The values of one table; what is wrong is noted and left out."""
-        found: dict[str, Found] = {}
+        found: dict[str, LocatedValue] = {}
         if not isinstance(table, dict):
-            self.wrong(at, f"expected the table {level}, got {table!r}")
+            self.add_problem(key_path, f"expected the table {table_name}, got {table!r}")
             return found
         for name, value in table.items():
-            key = KEYS.get(name)
-            if key is None or level not in key.levels:
-                self.wrong((*at, name), self.level_hint(name, level) or self.unknown(name, level))
+            key = DATASET_KEYS.get(name)
+            if key is None or table_name not in key.tables:
+                self.add_problem((*key_path, name), self.suggest_table(name, table_name) or self.format_unknown_key(name, table_name))
                 continue
             try:
-                found[name] = Found(key.option.from_toml(value), self.where((*at, name)))
+                found[name] = LocatedValue(key.option.parse_toml_value(value), self.format_location((*key_path, name)))
             except ValueError as error:
-                self.wrong((*at, name), str(error))
-                found[name] = Found(None, self.where((*at, name)), is_wrong=True)
+                self.add_problem((*key_path, name), str(error))
+                found[name] = LocatedValue(None, self.format_location((*key_path, name)), is_invalid=True)
         return found
 
-    def level_hint(self, name: str, level: str) -> str | None:
+    def suggest_table(self, name: str, table_name: str) -> str | None:
         """For names that are right, but not here."""
-        if later := refusal(name):
+        if later := explain_unsupported_key(name):
             return later
-        if name in FLAT:
-            return f"goes with {DATASET} that has no subsets; in a subset it is called {FLAT[name]}"
-        key = KEYS.get(name)
-        if key is None or level in key.levels:
+        if name in MUSUBI_SUBSET_KEYS:
+            return f"goes with {DATASET_TABLE} that has no subsets; in a subset it is called {MUSUBI_SUBSET_KEYS[name]}"
+        key = DATASET_KEYS.get(name)
+        if key is None or table_name in key.tables:
             return None
-        if not key.levels:
+        if not key.tables:
             return f"not a key of dataset files; set it for the run: --{key.flag}"
-        return f"belongs in {' or '.join(key.levels)}, not in {level}"
+        return f"belongs in {' or '.join(key.tables)}, not in {table_name}"
 
-    def unknown(self, name: str, level: str) -> str:
-        for key in KEYS.values():
+    def format_unknown_key(self, name: str, table_name: str) -> str:
+        for key in DATASET_KEYS.values():
             if name == key.flag:
                 return f"unknown key; in dataset files it is called {key.name}"
-        here = [key.name for key in KEYS.values() if level in key.levels]
-        here += ["subsets"] if level == DATASET else []
-        hint = did_you_mean(name, here) or did_you_mean(name, KEYS)
-        return f"unknown key{hint or '; allowed in ' + level + ': ' + ', '.join(sorted(here))}"
+        here = [key.name for key in DATASET_KEYS.values() if table_name in key.tables]
+        here += ["subsets"] if table_name == DATASET_TABLE else []
+        hint = suggest_name(name, here) or suggest_name(name, DATASET_KEYS)
+        return f"unknown key{hint or '; allowed in ' + table_name + ': ' + ', '.join(sorted(here))}"
 
-    def is_tables(self, at: KeyPath, value: Any, level: str) -> bool:
+    def is_array_of_tables(self, key_path: KeyPath, value: Any, table_name: str) -> bool:
         if isinstance(value, list) and all(isinstance(item, dict) for item in value):
             return True
-        self.wrong(at, f"expected tables, each headed {level}")
+        self.add_problem(key_path, f"expected tables, each headed {table_name}")
         return False
 
-    def with_flags(self, values: Mapping[str, Found]) -> dict[str, Found]:
+    def apply_flag_defaults(self, values: Mapping[str, LocatedValue]) -> dict[str, LocatedValue]:
         """Every key with its value: from the file, from the run's options, or as it is by default."""
         found = {}
-        for key in KEYS.values():
+        for key in DATASET_KEYS.values():
             flag = f"--{key.flag}" if key.flag is not None else None
-            found[key.name] = Found(self.flags.get(key.name, key.option.default), flag, key.flag in self.wrong_flags)
+            found[key.name] = LocatedValue(self.flag_defaults.get(key.name, key.option.default), flag, key.flag in self.invalid_flags)
         for name, item in values.items():
-            found[name] = Found(found[name].value, item.place, is_wrong=True) if item.is_wrong else item
+            found[name] = LocatedValue(found[name].value, item.location, is_invalid=True) if item.is_invalid else item
         return found
 
-    def built(self, found: Mapping[str, Found]) -> SubsetConfig:
-        where = found[""].place or ""
+    def build_subset_config(self, values: Mapping[str, LocatedValue]) -> SubsetConfig:
+        where = values[""].location or ""
         return SubsetConfig(
-            file=self.path, joins_lines="joins_lines" in found, **self.members(SubsetConfig, found, where)
+            dataset_file=self.path, join_caption_lines="joins_lines" in values, **self.collect_fields(SubsetConfig, values, where)
         )
 
-    def members(self, kind: type, found: Mapping[str, Found], where: str) -> dict[str, Any]:
-        names = [item.name for item in fields(kind) if item.name in KEYS]
-        values = {name: found[name].value for name in names}
+    def collect_fields(self, config_class: type, located_values: Mapping[str, LocatedValue], location: str) -> dict[str, Any]:
+        names = [item.name for item in fields(config_class) if item.name in DATASET_KEYS]
+        values = {name: located_values[name].value for name in names}
         if "resolution" in values:
             largest = values["resolution_schedule"] and values["resolution_schedule"].largest
-            values["resolution"] = largest or values["resolution"] or _NO_RESOLUTION
-        places = {name: place for name in names if (place := found[name].place)}
-        return {**values, "places": {**places, "": where}}
+            values["resolution"] = largest or values["resolution"] or _PLACEHOLDER_RESOLUTION
+        places = {name: place for name in names if (place := located_values[name].location)}
+        return {**values, "places": {**places, "": location}}
 
-    def where(self, at: KeyPath) -> str:
-        return _format_json_location(self.path, at) if self.lines is None else f"{self.path}:{self.lines[at]}"
+    def format_location(self, key_path: KeyPath) -> str:
+        return _format_json_location(self.path, key_path) if self.key_lines is None else f"{self.path}:{self.key_lines[key_path]}"
 
-    def wrong(self, at: KeyPath, message: str) -> None:
-        name = f"{at[-1]}: " if isinstance(at[-1], str) else ""
-        self.problems.append(f"{self.where(at)}: {name}{message}")
+    def add_problem(self, key_path: KeyPath, message: str) -> None:
+        name = f"{key_path[-1]}: " if isinstance(key_path[-1], str) else ""
+        self.problems.append(f"{self.format_location(key_path)}: {name}{message}")

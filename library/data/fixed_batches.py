@@ -5,41 +5,41 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from ..randomness import seed_for
+from ..randomness import derive_seed
 from .batch import PixelBatch
-from .batches import BucketSamples, MicroBatch
-from .buckets import Placement
+from .batches import Bucket, MicroBatch
+from .buckets import BucketAssignment
 from .manifest import Manifest
 
-READ_AHEAD = 2
-Read = Callable[[int], PixelBatch]
+PREFETCH_BATCHES = 2
+ReadBatch = Callable[[int], PixelBatch]
 """From the number of a batch to the batch."""
 
 
 @dataclass(frozen=True)
-class FixedBatches:
+class ValidationBatches:
     """What is read is what stands here, whole: it is shared over processes batch by batch."""
 
-    buckets: tuple[BucketSamples, ...]
-    batches: tuple[MicroBatch, ...]
-    ranks: int = 1
-    accumulation: int = 1
+    buckets: tuple[Bucket, ...]
+    micro_batches: tuple[MicroBatch, ...]
+    dp_size: int = 1
+    accumulation_steps: int = 1
 
-    def micro_batch(self, position: int) -> MicroBatch:
+    def get_micro_batch(self, position: int) -> MicroBatch:
         """The batch with this number."""
-        return self.batches[position]
+        return self.micro_batches[position]
 
     @property
-    def datasets(self) -> dict[int, int]:
+    def dataset_numbers(self) -> dict[int, int]:
         """The dataset of each sample."""
-        return {sample: self.buckets[batch.bucket].dataset for batch in self.batches for sample in batch.samples}
+        return {sample: self.buckets[batch.bucket_index].dataset_number for batch in self.micro_batches for sample in batch.sample_indices}
 
-    def real_samples(self, step: int) -> int:
+    def count_real_samples(self, step: int) -> int:
         """The pictures in it; none only fills up."""
-        return len(self.batches[step].samples)
+        return len(self.micro_batches[step].sample_indices)
 
 
-def fixed_batches(manifest: Manifest, placements: Sequence[Placement], first: int, most: int | None) -> FixedBatches:
+def build_validation_batches(manifest: Manifest, assignments: Sequence[BucketAssignment], first_index: int, max_batches: int | None) -> ValidationBatches:
     """All samples, bucket by bucket in batches of their datasets' size; they are counted from ``first`` on.
 
     Of more than ``most`` batches those are taken that a hash of their first picture chooses.  The place of a sample,
@@ -47,30 +47,30 @@ def fixed_batches(manifest: Manifest, placements: Sequence[Placement], first: in
     """
     members: defaultdict[tuple[int, tuple[int, int]], list[int]] = defaultdict(list)
     for index in range(len(manifest.samples)):
-        members[manifest.samples[index].dataset, placements[index].bucket].append(index)
+        members[manifest.samples[index].dataset_index, assignments[index].bucket_resolution].append(index)
     buckets, batches = [], []
     for number, ((dataset, size), samples) in enumerate(sorted(members.items())):
         at_once = manifest.datasets[dataset].batch_size
-        buckets.append(BucketSamples(size, samples, [1.0] * len(samples), at_once, dataset))
-        batches += [_batch(manifest, number, samples[start : start + at_once], first)
+        buckets.append(Bucket(size, samples, [1.0] * len(samples), at_once, dataset))
+        batches += [_build_micro_batch(manifest, number, samples[start : start + at_once], first_index)
                     for start in range(0, len(samples), at_once)]  # fmt: skip
-    chosen = sorted(range(len(batches)), key=lambda number: seed_for(0, "measured", batches[number].places[0]))[:most]
-    return FixedBatches(tuple(buckets), tuple(batches[number] for number in sorted(chosen)))
+    chosen = sorted(range(len(batches)), key=lambda number: derive_seed(0, "measured", batches[number].global_positions[0]))[:max_batches]
+    return ValidationBatches(tuple(buckets), tuple(batches[number] for number in sorted(chosen)))
 
 
-def ahead(read: Read, numbers: Sequence[int]) -> Iterator[PixelBatch]:
+def prefetch_batches(read_batch: ReadBatch, batch_indices: Sequence[int]) -> Iterator[PixelBatch]:
     """The batches with these numbers, read by a thread while those before are worked on."""
     with ThreadPoolExecutor(1, "validation") as pool:
         waiting: list[Future[PixelBatch]] = []
-        for number in numbers:
-            waiting.append(pool.submit(read, number))
-            if len(waiting) > READ_AHEAD:
+        for number in batch_indices:
+            waiting.append(pool.submit(read_batch, number))
+            if len(waiting) > PREFETCH_BATCHES:
                 yield waiting.pop(0).result()
         for future in waiting:
             yield future.result()
 
 
-def _batch(manifest: Manifest, bucket: int, samples: Sequence[int], first: int) -> MicroBatch:
-    places = tuple(seed_for(0, f"place/{manifest.samples[index].content}") for index in samples)
-    count = len(samples)
-    return MicroBatch(bucket, 0, tuple(first + index for index in samples), (0,) * count, (True,) * count, places)
+def _build_micro_batch(manifest: Manifest, bucket_index: int, sample_indices: Sequence[int], first_index: int) -> MicroBatch:
+    places = tuple(derive_seed(0, f"place/{manifest.samples[index].content_hash}") for index in sample_indices)
+    count = len(sample_indices)
+    return MicroBatch(bucket_index, 0, tuple(first_index + index for index in sample_indices), (0,) * count, (True,) * count, places)

@@ -9,41 +9,41 @@ from typing import TYPE_CHECKING, Any
 
 from ..dataset.image_formats import CONVERT_HINT, describe_non_image, is_truncated
 from ..dataset.scan import ImageDefect, Inspector, describe_read_error, hash_bytes
-from .images import EXIF_ORIENTATION, Readable, upright
+from .images import EXIF_ORIENTATION_TAG, ImageSource, load_rgb_image
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-VERSION = 2
+INSPECTION_VERSION = 2
 """Of what is found out here; what an earlier one found out is not believed."""
-MOST_PIXELS = 178_956_970
+MAX_PIXELS = 178_956_970
 """From here on Pillow refuses to open a picture: 512 MiB as RGB.  Our own limit, because Pillow's can be changed."""
-LARGE_PIXELS = 2**25
+LARGE_IMAGE_PIXELS = 2**25
 """Above this, pictures are decoded one at a time, so that a pool of threads does not fill the memory."""
 
-FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "DIB", "GIF", "TIFF", "JPEG2000", "PPM", "QOI", "AVIF", "JXL", "JPEG XL")
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "DIB", "GIF", "TIFF", "JPEG2000", "PPM", "QOI", "AVIF", "JXL", "JPEG XL")
 """Kinds that are read if Pillow reads them.  Others are not tried: for EPS, Pillow would start another program."""
 
-_PIXELS = re.compile(r"(\d+) pixels")
+_PIXEL_COUNT_PATTERN = re.compile(r"(\d+) pixels")
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class InspectedImage:
     """What a picture file turned out to be."""
 
     size: tuple[int, int]  # (width, height) after EXIF orientation
-    content: str  # hash of the file; empty when it could not be read
-    flaw: ImageDefect | None = None
+    content_hash: str  # hash of the file; empty when it could not be read
+    defect: ImageDefect | None = None
     traits: tuple[str, ...] = ()  # what is unusual about it; keys of ``TRAITS``
-    orientation: int = 1  # of EXIF; 1 is upright as it is stored
+    exif_orientation: int = 1  # of EXIF; 1 is upright as it is stored
 
     @property
     def problem(self) -> str | None:
         """The flaw in words."""
-        return None if self.flaw is None else self.flaw.text
+        return None if self.defect is None else self.defect.text
 
 
-TRAITS = {
+TRAIT_DESCRIPTIONS = {
     "transparent": "with transparent parts, which are trained as white",
     "CMYK": "in CMYK, turned into RGB without their colour profile; convert them yourself for exact colours",
     "16-bit": "with 16 bits a channel, of which 8 are used",
@@ -53,79 +53,79 @@ TRAITS = {
 """What is said of pictures that are used and are not plain."""
 
 
-def reader() -> str:
+def build_inspection_version() -> str:
     """Names everything that may change what is found out about a file."""
     import PIL
 
-    return f"{VERSION} Pillow {PIL.__version__} {' '.join(_formats())}"
+    return f"{INSPECTION_VERSION} Pillow {PIL.__version__} {' '.join(_list_readable_formats())}"
 
 
-def hush_pillow() -> None:
+def silence_pillow_warnings() -> None:
     """What Pillow warns of is told by us, or is of no account; where warnings are errors, it would end a run."""
     warnings.filterwarnings("ignore", module=r"PIL\b")
 
 
-def look_at(picture: Readable) -> Seen:
+def inspect_image(source: ImageSource) -> InspectedImage:
     """Read and decode one picture."""
     try:
-        data = picture.read_bytes()
-        return examined(data, hash_bytes(data), nullcontext())
+        data = source.read_bytes()
+        return inspect_bytes(data, hash_bytes(data), nullcontext())
     except (OSError, MemoryError) as error:
-        return failed(describe_read_error(error))
+        return build_defective_image(describe_read_error(error))
 
 
-def failed(flaw: ImageDefect) -> Seen:
+def build_defective_image(defect: ImageDefect) -> InspectedImage:
     """Of a file whose content is not known."""
-    return Seen((0, 0), "", flaw)
+    return InspectedImage((0, 0), "", defect)
 
 
-def examined(data: bytes, content: str, alone: AbstractContextManager[object]) -> Seen:
+def inspect_bytes(data: bytes, content_hash: str, decode_lock: AbstractContextManager[object]) -> InspectedImage:
     """What the bytes of a file are; large pictures are decoded while ``alone`` is held."""
     from PIL import Image, UnidentifiedImageError
 
     if not data:
-        return Seen((0, 0), content, ImageDefect("empty", "is empty; copy it again, or delete it"))
+        return InspectedImage((0, 0), content_hash, ImageDefect("empty", "is empty; copy it again, or delete it"))
     try:
-        with Image.open(io.BytesIO(data), formats=_formats()) as image:
+        with Image.open(io.BytesIO(data), formats=_list_readable_formats()) as image:
             pixels = image.width * image.height
-            if pixels > MOST_PIXELS:
-                return Seen((0, 0), content, ImageDefect("too large", _too_large(pixels)))
-            with alone if pixels > LARGE_PIXELS else nullcontext():
-                return _measured(image, data, content)
+            if pixels > MAX_PIXELS:
+                return InspectedImage((0, 0), content_hash, ImageDefect("too large", _format_too_large(pixels)))
+            with decode_lock if pixels > LARGE_IMAGE_PIXELS else nullcontext():
+                return _measure_image(image, data, content_hash)
     except UnidentifiedImageError:
-        flaw = ImageDefect("no picture", f"is {describe_non_image(data, _formats())}")
+        flaw = ImageDefect("no picture", f"is {describe_non_image(data, _list_readable_formats())}")
     except Image.DecompressionBombError as error:
-        flaw = ImageDefect("too large", _too_large(next(map(int, _PIXELS.findall(str(error))), 0)))
+        flaw = ImageDefect("too large", _format_too_large(next(map(int, _PIXEL_COUNT_PATTERN.findall(str(error))), 0)))
     except MemoryError:
         raise
     except Exception as error:  # decoders raise whatever they like on broken data
-        flaw = _failure(error, data)
-    return Seen((0, 0), content, flaw)
+        flaw = _classify_decode_error(error, data)
+    return InspectedImage((0, 0), content_hash, flaw)
 
 
-def is_large(data: bytes) -> bool:
+def is_large_image(data: bytes) -> bool:
     """As the header of a picture says."""
     from PIL import Image
 
     try:
-        with Image.open(io.BytesIO(data), formats=_formats()) as image:
-            return image.width * image.height > LARGE_PIXELS
+        with Image.open(io.BytesIO(data), formats=_list_readable_formats()) as image:
+            return image.width * image.height > LARGE_IMAGE_PIXELS
     except Exception:  # what is wrong with it is told by those who decode it
         return False
 
 
-def _measured(image: "Image", data: bytes, content: str) -> Seen:
+def _measure_image(image: "Image", data: bytes, content_hash: str) -> InspectedImage:
     raw_mode = str(getattr(image, "tile", ""))  # there before the pixels are loaded, and says how they are stored
     image.load()
-    orientation = int(image.getexif().get(EXIF_ORIENTATION, 1))
-    traits = tuple(_traits(image, raw_mode))
+    orientation = int(image.getexif().get(EXIF_ORIENTATION_TAG, 1))
+    traits = tuple(_find_traits(image, raw_mode))
     if orientation == 1 and not traits and image.mode in ("RGB", "L"):
-        return Seen(image.size, content)
-    seen = upright(Bytes(data))  # all that the loader does with unusual pictures is tried, too
-    return Seen(seen.size, content, None, traits, orientation)
+        return InspectedImage(image.size, content_hash)
+    seen = load_rgb_image(InMemoryImage(data))  # all that the loader does with unusual pictures is tried, too
+    return InspectedImage(seen.size, content_hash, None, traits, orientation)
 
 
-def _traits(image: "Image", raw_mode: str) -> list[str]:
+def _find_traits(image: "Image", raw_mode: str) -> list[str]:
     found = []
     if "A" in image.getbands() or "transparency" in image.info:
         if image.convert("RGBA").getchannel("A").histogram()[255] < image.width * image.height:
@@ -141,7 +141,7 @@ def _traits(image: "Image", raw_mode: str) -> list[str]:
     return found
 
 
-def _failure(error: Exception, data: bytes) -> ImageDefect:
+def _classify_decode_error(error: Exception, data: bytes) -> ImageDefect:
     said = str(error)
     if "truncated" in said.lower() or is_truncated(data):
         return ImageDefect("truncated", "is truncated: it ends before the picture does; copy it again")
@@ -153,19 +153,19 @@ def _failure(error: Exception, data: bytes) -> ImageDefect:
     )
 
 
-def _too_large(pixels: int) -> str:
-    return f"is too large: {pixels:,} pixels, and at most {MOST_PIXELS:,} are decoded; make it smaller"
+def _format_too_large(num_pixels: int) -> str:
+    return f"is too large: {num_pixels:,} pixels, and at most {MAX_PIXELS:,} are decoded; make it smaller"
 
 
-def _formats() -> list[str]:
+def _list_readable_formats() -> list[str]:
     from PIL import Image
 
     Image.init()
-    return [name for name in FORMATS if name in Image.OPEN]
+    return [name for name in IMAGE_FORMATS if name in Image.OPEN]
 
 
 @dataclass(frozen=True)
-class Bytes:
+class InMemoryImage:
     """As if read from a file."""
 
     data: bytes
@@ -174,22 +174,22 @@ class Bytes:
         return self.data
 
 
-def pictures_inspected() -> Inspector[Seen]:
+def build_image_inspector() -> Inspector[InspectedImage]:
     """Every picture is decoded once."""
-    hush_pillow()
+    silence_pillow_warnings()
     shared: dict[Any, Any] = {}
-    return Inspector("pictures", reader(), examined, failed, _packed, lambda facts, content: _unpacked(
+    return Inspector("pictures", build_inspection_version(), inspect_bytes, build_defective_image, _pack_image, lambda facts, content: _unpack_image(
         facts, content, shared))  # fmt: skip
 
 
-def _packed(seen: Seen) -> list[Any]:
-    flaw = [seen.flaw.kind, seen.flaw.text] if seen.flaw else []
-    return [*seen.size, seen.orientation, " ".join(seen.traits), *flaw]
+def _pack_image(image: InspectedImage) -> list[Any]:
+    flaw = [image.defect.kind, image.defect.text] if image.defect else []
+    return [*image.size, image.exif_orientation, " ".join(image.traits), *flaw]
 
 
-def _unpacked(facts: list[Any], content: str, shared: dict[Any, Any]) -> Seen:
+def _unpack_image(row: list[Any], content_hash: str, interned: dict[Any, Any]) -> InspectedImage:
     """Equal sizes and traits are one object, since there may be a million of them."""
-    width, height, orientation, traits, *flaw = facts
-    size = shared.setdefault((width, height), (width, height))
-    words = shared.setdefault(traits, tuple(traits.split()))
-    return Seen(size, content, ImageDefect(*flaw) if flaw else None, words, orientation)
+    width, height, orientation, traits, *flaw = row
+    size = interned.setdefault((width, height), (width, height))
+    words = interned.setdefault(traits, tuple(traits.split()))
+    return InspectedImage(size, content_hash, ImageDefect(*flaw) if flaw else None, words, orientation)

@@ -10,79 +10,79 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from ..randomness import generator_for
+from ..randomness import derive_rng
 from .batch import PixelBatch
-from .batches import Layout
-from .buckets import Placement
-from .cutting import BadSample, Cut, cut
+from .batches import MicroBatchSchedule
+from .buckets import BucketAssignment
+from .cutting import BadSample, CropParams, load_sample_pixels
 from .images import Pixels
 from .manifest import Manifest
 from .masks import MaskPixels
-from .showing import Showing, Visit
-from .workers import ReadAhead, Unreadable
+from .showing import Augmenter, SampleView
+from .workers import PrefetchIterator, WorkerFailure
 
-Reader = Dataset[PixelBatch | Unreadable]
+BatchDataset = Dataset[PixelBatch | WorkerFailure]
 """Position of the plan -> this rank's batch: a function of nothing else, so that anybody may read anything ahead."""
 
 
 @dataclass(frozen=True)
-class StepWork:
+class StepBatches:
     """What this rank does in one optimizer step."""
 
-    batches: tuple[PixelBatch, ...]
-    samples: int  # in the step as it was planned, over all ranks, without those that only fill up
+    micro_batches: tuple[PixelBatch, ...]
+    num_global_samples: int  # in the step as it was planned, over all ranks, without those that only fill up
 
     @property
-    def problems(self) -> tuple[BadSample, ...]:
+    def bad_samples(self) -> tuple[BadSample, ...]:
         """Pictures that could not be used."""
-        return tuple(problem for batch in self.batches for problem in batch.problems)
+        return tuple(problem for batch in self.micro_batches for problem in batch.bad_samples)
 
 
 class StepLoader(Protocol):
     """Whatever hands out the work of steps."""
 
-    def steps(self, from_step: int) -> Iterator[StepWork]:
+    def iter_steps(self, first_step: int) -> Iterator[StepBatches]:
         """The work of each step from ``from_step`` on, without end."""
 
 
-class Loader:
+class ImageLoader:
     """This rank's part of every step; the number of workers changes nothing in it."""
 
-    def __init__(self, reader: Reader, plan: Layout, *, workers: int, prefetch: int = 2, pin_memory: bool = False,
-                 start_method: str | None = None):  # fmt: skip
-        self.reader, self.plan = reader, plan
-        self.workers = min(workers, _cores())
-        self.prefetch, self.pin_memory, self.start_method = prefetch, pin_memory, start_method
+    def __init__(self, dataset: BatchDataset, batch_plan: MicroBatchSchedule, *, num_workers: int, prefetch_factor: int = 2, pin_memory: bool = False,
+                 multiprocessing_context: str | None = None):  # fmt: skip
+        self.dataset, self.batch_plan = dataset, batch_plan
+        self.num_workers = min(num_workers, _count_usable_cpus())
+        self.prefetch_factor, self.pin_memory, self.multiprocessing_context = prefetch_factor, pin_memory, multiprocessing_context
 
-    def steps(self, from_step: int) -> Iterator[StepWork]:
+    def iter_steps(self, first_step: int) -> Iterator[StepBatches]:
         """The work of each step from ``from_step`` on, without end; workers live as long as the iterator."""
-        items: ReadAhead[PixelBatch] = ReadAhead(
-            self.reader, from_step * self.plan.accumulation, workers=self.workers, prefetch=self.prefetch,
-            pin_memory=self.pin_memory, start_method=self.start_method
+        items: PrefetchIterator[PixelBatch] = PrefetchIterator(
+            self.dataset, first_step * self.batch_plan.accumulation_steps, num_workers=self.num_workers, prefetch_factor=self.prefetch_factor,
+            pin_memory=self.pin_memory, multiprocessing_context=self.multiprocessing_context
         )  # fmt: skip
         try:
-            for step in itertools.count(from_step):
-                batches = tuple(itertools.islice(items, self.plan.accumulation))
-                yield StepWork(batches, self.plan.real_samples(step))
+            for step in itertools.count(first_step):
+                batches = tuple(itertools.islice(items, self.batch_plan.accumulation_steps))
+                yield StepBatches(batches, self.batch_plan.count_real_samples(step))
         finally:
-            items.stop()
+            items.shutdown()
 
 
-def _cores() -> int:
+def _count_usable_cpus() -> int:
     """Those that this process may use, which in a container may be few of those that there are."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True)
-class Shown:
+class LoadedImage:
     """A picture as it is shown once."""
 
     pixels: Pixels
     mask: MaskPixels | None
-    frame: tuple[int, ...]  # original height, width; crop top, left; target height, width
+    size_conditioning: tuple[int, ...]  # original height, width; crop top, left; target height, width
 
 
-class MicroBatchReader(Dataset[PixelBatch | Unreadable]):
+class MicroBatchDataset(Dataset[PixelBatch | WorkerFailure]):
     """Batches of pixels.
 
     A picture that cannot be used any more is replaced by its nearest neighbour in the batch, or by black where there is
@@ -90,71 +90,71 @@ class MicroBatchReader(Dataset[PixelBatch | Unreadable]):
     word between processes, and the others weigh as they would have.
     """
 
-    def __init__(self, manifest: Manifest, placements: Sequence[Placement], plan: Layout, rank: int, seed: int,
+    def __init__(self, manifest: Manifest, assignments: Sequence[BucketAssignment], batch_plan: MicroBatchSchedule, rank: int, seed: int,
                  total_steps: int):  # fmt: skip
-        self.showing = Showing(manifest, placements, seed, total_steps)
-        self.plan, self.rank = plan, rank
+        self.augmenter = Augmenter(manifest, assignments, seed, total_steps)
+        self.batch_plan, self.rank = batch_plan, rank
 
     def __getitem__(self, position: int) -> PixelBatch:
-        batch = self.plan.micro_batch(position).share(self.rank, self.plan.ranks)
-        visits = self.showing.visits(batch, position // self.plan.accumulation)
-        rows = [self._picture(visit) for visit in visits]
-        stand_ins = [_stand_in(rows, row) for row in range(len(rows))]
+        batch = self.batch_plan.get_micro_batch(position).shard(self.rank, self.batch_plan.dp_size)
+        visits = self.augmenter.list_views(batch, position // self.batch_plan.accumulation_steps)
+        rows = [self._load_view(visit) for visit in visits]
+        stand_ins = [_find_replacement(rows, row) for row in range(len(rows))]
         visits = [visits[row] for row in stand_ins]
-        pictures = [self._usable(rows[row], visit.sample) for row, visit in zip(stand_ins, visits, strict=True)]
-        samples = [self.showing.manifest.samples[visit.sample] for visit in visits]
-        weights = [sample.weight * real * isinstance(row, Shown)
-                   for sample, real, row in zip(samples, batch.weights, rows, strict=True)]  # fmt: skip
+        pictures = [self._replace_bad_with_black(rows[row], visit.sample_index) for row, visit in zip(stand_ins, visits, strict=True)]
+        samples = [self.augmenter.manifest.samples[visit.sample_index] for visit in visits]
+        weights = [sample.loss_weight * real * isinstance(row, LoadedImage)
+                   for sample, real, row in zip(samples, batch.is_real, rows, strict=True)]  # fmt: skip
         return PixelBatch(
             pixels=torch.from_numpy(np.stack([picture.pixels.transpose(2, 0, 1) for picture in pictures])),
-            captions=tuple(map(self.showing.caption, visits)),
-            frame=torch.tensor([picture.frame for picture in pictures], dtype=torch.float32),
-            weight=torch.tensor(weights, dtype=torch.float32),
-            places=batch.places,
-            ids=tuple(sample.key for sample in samples),
-            mask=_stacked([picture.mask for picture in pictures], self.plan.buckets[batch.bucket].size),
-            problems=tuple(row for row in rows if isinstance(row, BadSample)),
+            captions=tuple(map(self.augmenter.draw_caption, visits)),
+            size_conditioning=torch.tensor([picture.size_conditioning for picture in pictures], dtype=torch.float32),
+            loss_weights=torch.tensor(weights, dtype=torch.float32),
+            global_positions=batch.global_positions,
+            sample_keys=tuple(sample.key for sample in samples),
+            mask=_stack_masks([picture.mask for picture in pictures], self.batch_plan.buckets[batch.bucket_index].resolution),
+            bad_samples=tuple(row for row in rows if isinstance(row, BadSample)),
         )
 
-    def picture(self, epoch: int, index: int, copy: int) -> Shown | BadSample:
+    def load_image(self, epoch: int, sample_index: int, repeat_index: int) -> LoadedImage | BadSample:
         """The picture as it is shown this time."""
-        return self._picture(Visit(epoch, 0, index, copy))
+        return self._load_view(SampleView(epoch, 0, sample_index, repeat_index))
 
-    def caption(self, epoch: int, step: int, index: int, copy: int) -> str:
+    def get_caption(self, epoch: int, step: int, sample_index: int, repeat_index: int) -> str:
         """As it is shown this time."""
-        return self.showing.caption(Visit(epoch, step, index, copy))
+        return self.augmenter.draw_caption(SampleView(epoch, step, sample_index, repeat_index))
 
-    def _picture(self, visit: Visit) -> Shown | BadSample:
-        showing, index = self.showing, visit.sample
-        subset = showing.subset(index)
-        way = Cut(showing.crop(visit), showing.is_mirrored(visit), subset.resize_interpolation)
+    def _load_view(self, view: SampleView) -> LoadedImage | BadSample:
+        showing, index = self.augmenter, view.sample_index
+        subset = showing.get_subset(index)
+        way = CropParams(showing.draw_crop(view), showing.is_flipped(view), subset.resize_interpolation)
         colours = None
         if subset.color_aug:
-            colours = generator_for(showing.seed, "colour", visit.epoch, index, visit.copy)
-        found = cut(showing.manifest.samples[index], showing.placements[index], way, colours)
+            colours = derive_rng(showing.seed, "colour", view.epoch, index, view.repeat_index)
+        found = load_sample_pixels(showing.manifest.samples[index], showing.assignments[index], way, colours)
         if isinstance(found, BadSample):
             return found
-        return Shown(*found, showing.frame(index, way.crop, is_mirrored=way.is_mirrored))
+        return LoadedImage(*found, showing.compute_size_conditioning(index, way.left_top, is_flipped=way.is_flipped))
 
-    def _usable(self, row: Shown | BadSample, index: int) -> Shown:
+    def _replace_bad_with_black(self, item: LoadedImage | BadSample, sample_index: int) -> LoadedImage:
         """The row, or black of the right size."""
-        if isinstance(row, Shown):
-            return row
-        placement = self.showing.placements[index]
-        width, height = placement.bucket
-        frame = self.showing.frame(index, placement.crop, is_mirrored=False)
-        return Shown(np.zeros((height, width, 3), np.uint8), None, frame)
+        if isinstance(item, LoadedImage):
+            return item
+        placement = self.augmenter.assignments[sample_index]
+        width, height = placement.bucket_resolution
+        frame = self.augmenter.compute_size_conditioning(sample_index, placement.crop_left_top, is_flipped=False)
+        return LoadedImage(np.zeros((height, width, 3), np.uint8), None, frame)
 
 
-def _stand_in(rows: Sequence[Shown | BadSample], row: int) -> int:
+def _find_replacement(items: Sequence[LoadedImage | BadSample], index: int) -> int:
     """The row itself, or the nearest that can be used; itself again when there is none."""
-    usable = [other for other, item in enumerate(rows) if isinstance(item, Shown)]
-    return min(usable, key=lambda other: abs(other - row), default=row)
+    usable = [other for other, item in enumerate(items) if isinstance(item, LoadedImage)]
+    return min(usable, key=lambda other: abs(other - index), default=index)
 
 
-def _stacked(masks: Sequence[MaskPixels | None], size: tuple[int, int]) -> torch.Tensor | None:
+def _stack_masks(masks: Sequence[MaskPixels | None], resolution: tuple[int, int]) -> torch.Tensor | None:
     """The masks of a batch; of a picture without one everything counts."""
     if all(mask is None for mask in masks):
         return None
-    whole = np.full((size[1], size[0]), 255, np.uint8)
+    whole = np.full((resolution[1], resolution[0]), 255, np.uint8)
     return torch.from_numpy(np.stack([whole if mask is None else mask for mask in masks])[:, None])

@@ -23,77 +23,77 @@ class Mask:
     image: ImageRef  # a picture of its own, or the one that is trained
     is_alpha: bool  # the opacity of ``image`` is the mask, and not its brightness
     size: tuple[int, int]  # (width, height) after EXIF orientation
-    content: str  # hash of the file
-    share: float  # how much of the picture counts
+    content_hash: str  # hash of the file
+    coverage: float  # how much of the picture counts
 
 
 @dataclass
-class Matched:
+class MaskMatches:
     """Masks by picture, and what has no counterpart."""
 
     masks: dict[ImageRef, ImageRef] = field(default_factory=dict)
     missing: dict[ImageRef, str] = field(default_factory=dict)  # why a picture has none
-    strays: list[Path] = field(default_factory=list)  # masks without a picture
+    unmatched: list[Path] = field(default_factory=list)  # masks without a picture
 
 
-def mask_source(subset: SubsetConfig) -> MaskSource | None:
+def get_mask_source(subset: SubsetConfig) -> MaskSource | None:
     """Where a subset's masks come from; a folder goes before ``alpha_mask``, as in sd-scripts."""
     if subset.conditioning_data_dir is not None:
         return "folder"
     return "alpha" if subset.alpha_mask else None
 
 
-def match(pictures: Sequence[ImageRef], folder: Path, masks: Path) -> Matched:
+def match_masks(images: Sequence[ImageRef], image_dir: Path, mask_dir: Path) -> MaskMatches:
     """The mask of each picture of ``folder``: in ``masks`` under the same name, whatever the ending."""
     by_parent: defaultdict[PurePath, list[ImageRef]] = defaultdict(list)
-    for picture in pictures:
-        by_parent[_within(picture, folder).parent].append(picture)
-    matched = Matched()
+    for picture in images:
+        by_parent[_get_relative_path(picture, image_dir).parent].append(picture)
+    matched = MaskMatches()
     for parent, members in by_parent.items():
-        _match_in_one_folder(matched, members, folder / parent, masks / parent)
+        _match_masks_in_dir(matched, members, image_dir / parent, mask_dir / parent)
     return matched
 
 
-def _match_in_one_folder(matched: Matched, pictures: Sequence[ImageRef], folder: Path, masks: Path) -> None:
+def _match_masks_in_dir(matches: MaskMatches, images: Sequence[ImageRef], image_dir: Path, mask_dir: Path) -> None:
     candidates: defaultdict[str, list[str]] = defaultdict(list)
-    for name in _pictures_in(masks):
-        candidates[_stem(name)].append(name)
+    for name in _list_image_names(mask_dir):
+        candidates[_normalize_stem(name)].append(name)
     taken: set[str] = set()
-    for picture in pictures:
-        names = candidates.get(_stem(picture.name), [])
+    for picture in images:
+        names = candidates.get(_normalize_stem(picture.name), [])
         chosen = [picture.name] if picture.name in names else names
         taken.update(chosen)
         if len(chosen) == 1:
-            matched.masks[picture] = ImageRef(masks, chosen[0])
+            matches.masks[picture] = ImageRef(mask_dir, chosen[0])
         elif chosen:
-            matched.missing[picture] = f"has several masks in {masks}: {', '.join(chosen)}; keep one of them"
+            matches.missing[picture] = f"has several masks in {mask_dir}: {', '.join(chosen)}; keep one of them"
         else:
             stem = picture.name.rpartition(".")[0]
-            matched.missing[picture] = f"has no mask; there is no {stem}.png, or with another ending, in {masks}"
+            matches.missing[picture] = f"has no mask; there is no {stem}.png, or with another ending, in {mask_dir}"
     unclaimed = [name for names in candidates.values() for name in names if name not in taken]
     if unclaimed:  # a picture that is there and not used may keep its mask
-        unused = {_stem(name) for name in _pictures_in(folder)} - {_stem(name) for name in taken}
-        matched.strays += [masks / name for name in unclaimed if _stem(name) not in unused]
+        unused = {_normalize_stem(name) for name in _list_image_names(image_dir)} - {_normalize_stem(name) for name in taken}
+        matches.unmatched += [mask_dir / name for name in unclaimed if _normalize_stem(name) not in unused]
 
 
-def _within(picture: ImageRef, folder: Path) -> PurePath:
+def _get_relative_path(image: ImageRef, image_dir: Path) -> PurePath:
     """The picture's name below the folder of its subset."""
-    if picture.part is not None:
-        return PurePath(picture.part.name)
+    if image.part is not None:
+        return PurePath(image.part.name)
     try:
-        return picture.path.relative_to(folder)
+        return image.path.relative_to(image_dir)
     except ValueError:
-        return PurePath(picture.name)
+        return PurePath(image.name)
 
 
-def _pictures_in(folder: Path) -> list[str]:
+def _list_image_names(directory: Path) -> list[str]:
     try:
-        names = sorted(entry.name for entry in os.scandir(folder) if not entry.is_dir())
+        names = sorted(entry.name for entry in os.scandir(directory) if not entry.is_dir())
     except OSError:
         return []
     return [name for name in names if not name.startswith(".") and name.lower().endswith(IMAGE_EXTENSIONS)]
 
 
-def _stem(name: str) -> str:
+def _normalize_stem(name: str) -> str:
     """Without ending; macOS writes accents apart from their letters, and the masks may come from elsewhere."""
     return unicodedata.normalize("NFC", name.rpartition(".")[0])

@@ -4,18 +4,18 @@ from collections.abc import Iterator, Sequence
 
 from ..config.schema import DataConfig
 from ..dataset.schema import DatasetConfig
-from .mask_files import mask_source
+from .mask_files import get_mask_source
 
 
-def mask_problems(datasets: Sequence[DatasetConfig], config: DataConfig) -> Iterator[str]:
+def validate_masks(datasets: Sequence[DatasetConfig], config: DataConfig) -> Iterator[str]:
     """What is wrong with the settings, without a look at any folder.
 
     As in sd-scripts a folder of masks needs ``masked_loss`` and ``alpha_mask`` does not.
     """
     subsets = [subset for dataset in datasets for subset in dataset.subsets]
-    sources = {mask_source(subset) for subset in subsets}
+    sources = {get_mask_source(subset) for subset in subsets}
     for subset in subsets:
-        folder, masks, place = subset.folder(), subset.mask_folder(), subset.place("conditioning_data_dir")
+        folder, masks, place = subset.resolve_image_dir(), subset.resolve_mask_dir(), subset.locate("conditioning_data_dir")
         if masks is None:
             continue
         if not config.masked_loss:

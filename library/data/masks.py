@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..dataset.image_ref import ImageRef
-from .buckets import Placement
-from .images import Readable, area_averaged, turned, upright, without_transparency
+from .buckets import BucketAssignment
+from .images import ImageSource, resize_area, load_oriented_image, load_rgb_image, split_alpha
 from .mask_files import Mask
 
 if TYPE_CHECKING:
@@ -20,52 +20,52 @@ MaskPixels = NDArray[np.uint8]
 """(height, width)."""
 
 
-def mask_of(mask: Mask, placement: Placement, crop: tuple[int, int], *, is_mirrored: bool) -> MaskPixels:
+def load_resized_mask(mask: Mask, assignment: BucketAssignment, crop_left_top: tuple[int, int], *, is_flipped: bool) -> MaskPixels:
     """The mask of what the model sees: resized, cut out at ``crop`` (left, top) and mirrored as its picture is.
 
     ``ValueError`` when the file is not what it was when it was looked at, ``OSError`` when it cannot be read.
     """
-    values = opacity(mask.image) if mask.is_alpha else brightness(mask.image)
-    return placed_mask(mask, values, placement, crop, is_mirrored=is_mirrored)
+    values = load_alpha_channel(mask.image) if mask.is_alpha else load_red_channel(mask.image)
+    return resize_and_crop_mask(mask, values, assignment, crop_left_top, is_flipped=is_flipped)
 
 
-def placed_mask(mask: Mask, values: MaskPixels, placement: Placement, crop: tuple[int, int], *,
-                is_mirrored: bool) -> MaskPixels:  # fmt: skip
+def resize_and_crop_mask(mask: Mask, values: MaskPixels, assignment: BucketAssignment, crop_left_top: tuple[int, int], *,
+                is_flipped: bool) -> MaskPixels:  # fmt: skip
     """The same for a mask that has been read."""
     size = (values.shape[1], values.shape[0])
     if size != mask.size:
         raise ValueError(f"the mask {mask.image} was {mask.size} at the start of the run, now it is {size}")
-    left, top = crop
-    width, height = placement.bucket
-    cut = resized_mask(values, placement.resized)[top : top + height, left : left + width]
-    return np.ascontiguousarray(cut[:, ::-1] if is_mirrored else cut)
+    left, top = crop_left_top
+    width, height = assignment.bucket_resolution
+    cut = resize_mask(values, assignment.resized_size)[top : top + height, left : left + width]
+    return np.ascontiguousarray(cut[:, ::-1] if is_flipped else cut)
 
 
-def picture_and_mask(image: ImageRef, mask: Mask | None) -> "tuple[Image, MaskPixels | None]":
+def load_image_and_mask(image: ImageRef, mask: Mask | None) -> "tuple[Image, MaskPixels | None]":
     """The picture to train, in RGB, and its whole mask; under an alpha mask the colours that are stored there."""
     if mask is None:
-        return upright(image), None
+        return load_rgb_image(image), None
     if mask.is_alpha:
-        colours, values = without_transparency(turned(image))
+        colours, values = split_alpha(load_oriented_image(image))
         return colours, np.asarray(values)
-    picture = upright(image)
+    picture = load_rgb_image(image)
     try:
-        return picture, brightness(mask.image)
+        return picture, load_red_channel(mask.image)
     except Exception as error:  # decoders raise whatever they like, and do not say of which file
         raise ValueError(f"its mask {mask.image}: {error}") from error
 
 
-def brightness(image: Readable) -> MaskPixels:
+def load_red_channel(image: ImageSource) -> MaskPixels:
     """The red channel, as in sd-scripts; in a grey picture all three are alike."""
-    return np.asarray(turned(image).convert("RGB"))[..., 0]
+    return np.asarray(load_oriented_image(image).convert("RGB"))[..., 0]
 
 
-def opacity(image: Readable) -> MaskPixels:
+def load_alpha_channel(image: ImageSource) -> MaskPixels:
     """The alpha channel."""
-    return np.asarray(without_transparency(turned(image))[1])
+    return np.asarray(split_alpha(load_oriented_image(image))[1])
 
 
-def resized_mask(values: MaskPixels, size: tuple[int, int]) -> MaskPixels:
+def resize_mask(values: MaskPixels, size: tuple[int, int]) -> MaskPixels:
     """Averaged over areas when shrinking, else bilinear: whatever the picture's filter, edges do not ring."""
     from PIL import Image
 
@@ -73,5 +73,5 @@ def resized_mask(values: MaskPixels, size: tuple[int, int]) -> MaskPixels:
     if (width, height) == size:
         return values
     if width >= size[0] and height >= size[1]:
-        return area_averaged(values[..., None], size)[..., 0]
+        return resize_area(values[..., None], size)[..., 0]
     return np.asarray(Image.fromarray(values).resize(size, Image.Resampling.BILINEAR))

@@ -8,110 +8,110 @@ from typing import TYPE_CHECKING
 
 from ..dataset.image_ref import ImageRef
 from ..dataset.schema import DatasetConfig
-from .bad_data import Notice
-from .buckets import Placement
-from .inspection import TRAITS, Seen
+from .bad_data import DataNotice
+from .buckets import BucketAssignment
+from .inspection import TRAIT_DESCRIPTIONS, InspectedImage
 
 if TYPE_CHECKING:
     from .sample import Sample
 
-SHOWN_NAMES = 3
-ENLARGED = 2.0
+MAX_NAMES_SHOWN = 3
+UPSCALE_WARNING_FACTOR = 2.0
 """From this factor on, a picture counts as small."""
-CUT_AWAY = 1 / 3
+CROP_WARNING_FRACTION = 1 / 3
 """From this share on, a picture counts as narrow."""
 
-UNREAD = (
+UNSUPPORTED_EXTENSIONS = (
     *(".heic", ".heif", ".tif", ".tiff", ".gif", ".jfif", ".jpe", ".jp2", ".psd", ".svg", ".tga", ".ico", ".exr"),
     *(".raw", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".raf"),
 )
 """Endings of pictures that are not looked for."""
 
 
-def noted(datasets: Sequence[DatasetConfig], samples: "Sequence[Sample]", placements: Sequence[Placement],
-          seen: Mapping[ImageRef, Seen]) -> list[Notice]:  # fmt: skip
+def collect_notices(datasets: Sequence[DatasetConfig], samples: "Sequence[Sample]", assignments: Sequence[BucketAssignment],
+          inspected: Mapping[ImageRef, InspectedImage]) -> list[DataNotice]:  # fmt: skip
     """Everything that is worth knowing, a line each."""
     return [
-        *_left_out(samples),
-        *_same_names(datasets, samples),
-        *_twins(datasets, samples),
-        *_traits(datasets, samples, seen),
-        *_small(samples, placements),
-        *_narrow(datasets, samples, placements),
+        *_find_unsupported_files(samples),
+        *_find_shared_caption_files(datasets, samples),
+        *_find_duplicate_images(datasets, samples),
+        *_find_unusual_images(datasets, samples, inspected),
+        *_find_upscaled_images(samples, assignments),
+        *_find_heavily_cropped_images(datasets, samples, assignments),
     ]
 
 
-def _left_out(samples: "Sequence[Sample]") -> Iterator[Notice]:
+def _find_unsupported_files(samples: "Sequence[Sample]") -> Iterator[DataNotice]:
     """Files beside the pictures that look like pictures, of kinds that are not looked for."""
     places = dict.fromkeys((sample.image.folder, sample.image.file.rpartition("/")[0])
                            for sample in samples if sample.image.part is None)  # fmt: skip
     for folder in dict.fromkeys(folder / below for folder, below in places):
         try:
-            names = sorted(name for name in os.listdir(folder) if name.lower().endswith(UNREAD))
+            names = sorted(name for name in os.listdir(folder) if name.lower().endswith(UNSUPPORTED_EXTENSIONS))
         except OSError:
             continue
-        yield from _notice(
+        yield from _build_notice(
             names, f"{folder}: {{}} of kinds that are not read, left out; convert to PNG or JPEG", "file"
         )
 
 
-def _same_names(datasets: Sequence[DatasetConfig], samples: "Sequence[Sample]") -> Iterator[Notice]:
+def _find_shared_caption_files(datasets: Sequence[DatasetConfig], samples: "Sequence[Sample]") -> Iterator[DataNotice]:
     """Pictures that share a caption file."""
     by_stem: defaultdict[tuple[int, int, Path, str], list[Sample]] = defaultdict(list)
     for sample in samples:
-        if sample.image.part is None and datasets[sample.dataset].subsets[sample.subset].metadata_file is None:
+        if sample.image.part is None and datasets[sample.dataset_index].subsets[sample.subset_index].metadata_file is None:
             stem = sample.image.file.rpartition(".")[0]
-            by_stem[sample.dataset, sample.subset, sample.image.folder, stem].append(sample)
+            by_stem[sample.dataset_index, sample.subset_index, sample.image.folder, stem].append(sample)
     groups = [" and ".join(sample.image.name for sample in group) for group in by_stem.values() if len(group) > 1]
-    yield from _notice(groups, "{} shared by pictures whose names differ only in their endings", "caption file")
+    yield from _build_notice(groups, "{} shared by pictures whose names differ only in their endings", "caption file")
 
 
-def _twins(datasets: Sequence[DatasetConfig], samples: "Sequence[Sample]") -> Iterator[Notice]:
+def _find_duplicate_images(datasets: Sequence[DatasetConfig], samples: "Sequence[Sample]") -> Iterator[DataNotice]:
     """The same bytes several times in one dataset."""
     for number in range(len(datasets)):
         by_content: defaultdict[str, list[Sample]] = defaultdict(list)
         for sample in samples:
-            if sample.dataset == number:
-                by_content[sample.content].append(sample)
+            if sample.dataset_index == number:
+                by_content[sample.content_hash].append(sample)
         twins = [f"{sample.key} = {group[0].key}" for group in by_content.values() for sample in group[1:]]
-        yield from _notice(twins, f"dataset {number + 1}: {{}} too many, byte for byte the same as another", "picture")
+        yield from _build_notice(twins, f"dataset {number + 1}: {{}} too many, byte for byte the same as another", "picture")
 
 
-def _traits(datasets: Sequence[DatasetConfig], samples: "Sequence[Sample]",
-            seen: Mapping[ImageRef, Seen]) -> Iterator[Notice]:  # fmt: skip
+def _find_unusual_images(datasets: Sequence[DatasetConfig], samples: "Sequence[Sample]",
+            inspected: Mapping[ImageRef, InspectedImage]) -> Iterator[DataNotice]:  # fmt: skip
     """Transparency and the like; opacity that is a mask is no matter."""
     by_trait: defaultdict[str, dict[ImageRef, str]] = defaultdict(dict)
     for sample in samples:
-        for trait in seen[sample.image].traits:
-            if trait != "transparent" or not datasets[sample.dataset].subsets[sample.subset].alpha_mask:
+        for trait in inspected[sample.image].traits:
+            if trait != "transparent" or not datasets[sample.dataset_index].subsets[sample.subset_index].alpha_mask:
                 by_trait[trait][sample.image] = sample.key
-    for trait, what in TRAITS.items():
-        yield from _notice(list(by_trait[trait].values()), f"{{}} {what}", "picture")
+    for trait, what in TRAIT_DESCRIPTIONS.items():
+        yield from _build_notice(list(by_trait[trait].values()), f"{{}} {what}", "picture")
 
 
-def _small(samples: "Sequence[Sample]", placements: Sequence[Placement]) -> Iterator[Notice]:
-    factors = ((placement.resized[0] / sample.size[0], sample)
-               for sample, placement in zip(samples, placements, strict=True))  # fmt: skip
-    small = sorted((item for item in factors if item[0] >= ENLARGED), key=lambda item: -item[0])
+def _find_upscaled_images(samples: "Sequence[Sample]", assignments: Sequence[BucketAssignment]) -> Iterator[DataNotice]:
+    factors = ((placement.resized_size[0] / sample.size[0], sample)
+               for sample, placement in zip(samples, assignments, strict=True))  # fmt: skip
+    small = sorted((item for item in factors if item[0] >= UPSCALE_WARNING_FACTOR), key=lambda item: -item[0])
     names = [f"{sample.key} ({sample.size[0]}x{sample.size[1]}, {factor:.3g} times)" for factor, sample in small]
-    yield from _notice(names, f"{{}} enlarged {ENLARGED:g} times or more, and blurred by that", "small picture")
+    yield from _build_notice(names, f"{{}} enlarged {UPSCALE_WARNING_FACTOR:g} times or more, and blurred by that", "small picture")
 
 
-def _narrow(datasets: Sequence[DatasetConfig], samples: "Sequence[Sample]",
-            placements: Sequence[Placement]) -> Iterator[Notice]:  # fmt: skip
+def _find_heavily_cropped_images(datasets: Sequence[DatasetConfig], samples: "Sequence[Sample]",
+            assignments: Sequence[BucketAssignment]) -> Iterator[DataNotice]:  # fmt: skip
     """Extreme aspect ratios, as far as they matter."""
     for number, dataset in enumerate(datasets):
-        losses = ((placement.crop_loss, sample) for sample, placement in zip(samples, placements, strict=True)
-                  if sample.dataset == number)  # fmt: skip
-        narrow = sorted((item for item in losses if item[0] >= CUT_AWAY), key=lambda item: -item[0])
+        losses = ((placement.cropped_fraction, sample) for sample, placement in zip(samples, assignments, strict=True)
+                  if sample.dataset_index == number)  # fmt: skip
+        narrow = sorted((item for item in losses if item[0] >= CROP_WARNING_FRACTION), key=lambda item: -item[0])
         names = [f"{sample.key} ({sample.size[0]}x{sample.size[1]}, {loss:.0%})" for loss, sample in narrow]
         way_out = "cut them yourself" if dataset.enable_bucket else "set enable_bucket = true, or cut them yourself"
-        yield from _notice(names, f"dataset {number + 1}: cropping takes a third or more of {{}}; {way_out}", "picture")
+        yield from _build_notice(names, f"dataset {number + 1}: cropping takes a third or more of {{}}; {way_out}", "picture")
 
 
-def _notice(names: Sequence[str], text: str, what: str) -> Iterator[Notice]:
+def _build_notice(names: Sequence[str], text: str, noun: str) -> Iterator[DataNotice]:
     """``text`` with how many there are of ``what``, and the first of them."""
     if names:
-        shown = ", ".join(names[:SHOWN_NAMES]) + (", ..." if len(names) > SHOWN_NAMES else "")
-        counted = f"{len(names)} {what}" + ("" if len(names) == 1 else "s")
-        yield Notice(f"{text.format(counted)}: {shown}", tuple(names) if len(names) > SHOWN_NAMES else ())
+        shown = ", ".join(names[:MAX_NAMES_SHOWN]) + (", ..." if len(names) > MAX_NAMES_SHOWN else "")
+        counted = f"{len(names)} {noun}" + ("" if len(names) == 1 else "s")
+        yield DataNotice(f"{text.format(counted)}: {shown}", tuple(names) if len(names) > MAX_NAMES_SHOWN else ())

@@ -8,50 +8,50 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config.schema import CacheConfig, DataConfig, TrainConfig, ValidateConfig
-from ..dataset.schema import DatasetConfig, flags_of
+from ..dataset.schema import DatasetConfig, collect_flag_defaults
 from ..errors import ConfigError
-from ..randomness import seed_for
-from .batches import BatchPlan, BucketSamples
-from .bucket_facts import facts_of
-from .buckets import Placement, place_for
-from .cache.rules import cache_problems
-from .collector import collector_paused
-from .dataset_config import Reading, read_datasets
-from .dataset_rules import missing_folders, not_yet
-from .describe import described
-from .held_out import idle, quiet
-from .manifest import Manifest, scan
-from .mask_rules import mask_problems
-from .record import Record, recorded
-from .showing import Showing, Visit
-from .stage_rules import stage_problems
-from .staged_plan import Plan, StagedPlan
-from .stages import pieces_of
-from .staging import refuse_empty_stages, staged
+from ..randomness import derive_seed
+from .batches import BatchPlan, Bucket
+from .bucket_facts import summarize_buckets
+from .buckets import BucketAssignment, build_bucket_assigner
+from .cache.rules import validate_latent_caching
+from .collector import pause_garbage_collection
+from .dataset_config import ParsedDatasetConfig, parse_dataset_config
+from .dataset_rules import validate_paths, validate_supported_features
+from .describe import format_data_summary
+from .held_out import validate_validation_options, disable_augmentations
+from .manifest import Manifest, build_manifest
+from .mask_rules import validate_masks
+from .record import JsonObject, export_datasets
+from .showing import Augmenter, SampleView
+from .stage_rules import validate_stages
+from .staged_plan import AnyBatchPlan, StagedBatchPlan
+from .stages import expand_resolution_schedule
+from .staging import check_stages_not_empty, assign_buckets
 
 if TYPE_CHECKING:
     from .cache.latents import LatentReader
     from .cache.texts import TextReader
-    from .fixed_batches import FixedBatches, Read
+    from .fixed_batches import ValidationBatches, ReadBatch
     from .loader import StepLoader
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedData:
     """The pictures of a run, each with its place, and the buckets they make."""
 
     config: DataConfig
     manifest: Manifest
-    placements: tuple[Placement, ...]  # of each sample
-    buckets: tuple[BucketSamples, ...]
-    held_out: "Prepared | None" = None
+    assignments: tuple[BucketAssignment, ...]  # of each sample
+    buckets: tuple[Bucket, ...]
+    validation: "PreparedData | None" = None
     """The pictures for validation, which are not among the others."""
 
     @property
-    def pictures(self) -> tuple[int, int]:
+    def images_per_epoch(self) -> tuple[int, int]:
         """How many are shown in an epoch of the last stage, repeats counted: for training, and for regularisation."""
         datasets, samples = self.manifest.datasets, self.manifest.samples
-        last = [sample for sample in samples if datasets[sample.dataset].from_step == datasets[-1].from_step]
+        last = [sample for sample in samples if datasets[sample.dataset_index].from_step == datasets[-1].from_step]
         shown = [sum(sample.repeats for sample in last if sample.is_reg == is_reg) for is_reg in (False, True)]
         return round(shown[0]), round(shown[1])
 
@@ -62,187 +62,187 @@ class Prepared:
         size = next(dataset for dataset in datasets if dataset.from_step == datasets[-1].from_step).resolution
         return size.width, size.height
 
-    def batch_plan(self, ranks: int, train: TrainConfig, *, one_bucket_per_step: bool = False) -> Plan:
+    def build_batch_plan(self, dp_size: int, train: TrainConfig, *, one_bucket_per_step: bool = False) -> AnyBatchPlan:
         """Which sample is trained where, on ``ranks`` processes."""
-        stages: defaultdict[tuple[int, int | None], list[BucketSamples]] = defaultdict(list)
+        stages: defaultdict[tuple[int, int | None], list[Bucket]] = defaultdict(list)
         for bucket in self.buckets:
-            dataset = self.manifest.datasets[self.manifest.samples[bucket.samples[0]].dataset]
+            dataset = self.manifest.datasets[self.manifest.samples[bucket.sample_indices[0]].dataset_index]
             stages[dataset.from_step, dataset.to_step].append(bucket)
         plans = [
-            (first, end, BatchPlan(buckets, ranks, train.gradient_accumulation_steps,
-                                   seed_for(train.seed, "stage", first) if first else train.seed,
+            (first, end, BatchPlan(buckets, dp_size, train.gradient_accumulation_steps,
+                                   derive_seed(train.seed, "stage", first) if first else train.seed,
                                    one_bucket_per_step=one_bucket_per_step))
             for (first, end), buckets in stages.items()
         ]  # fmt: skip
-        return plans[0][2] if len(plans) == 1 and plans[0][1] is None else StagedPlan(plans)
+        return plans[0][2] if len(plans) == 1 and plans[0][1] is None else StagedBatchPlan(plans)
 
-    def describe(self, plan: Plan, steps: int) -> str:
+    def format_summary(self, batch_plan: AnyBatchPlan, total_steps: int) -> str:
         """What a run of ``steps`` optimizer steps trains, as text."""
-        return described(self.manifest, self.placements, plan, steps)
+        return format_data_summary(self.manifest, self.assignments, batch_plan, total_steps)
 
-    def record(self, plan: Plan) -> list[Record]:
+    def to_json(self, batch_plan: AnyBatchPlan) -> list[JsonObject]:
         """The datasets as plain data, with every bucket and every picture."""
-        return recorded(self.manifest, self.placements, plan)
+        return export_datasets(self.manifest, self.assignments, batch_plan)
 
-    def preview(self, plan: Plan, path: Path, limit: int) -> str:
+    def write_contact_sheet(self, batch_plan: AnyBatchPlan, path: Path, max_per_bucket: int) -> str:
         """Draw the pictures as the model will see them, up to ``limit`` of each bucket, and say what was drawn."""
-        from .contact_sheet import draw_sheet, write_sheet
+        from .contact_sheet import draw_contact_sheet, save_contact_sheet
 
-        sheet, count = draw_sheet(self.manifest, self.placements, facts_of(self.placements, plan), limit)
-        write_sheet(sheet, path)
+        sheet, count = draw_contact_sheet(self.manifest, self.assignments, summarize_buckets(self.assignments, batch_plan), max_per_bucket)
+        save_contact_sheet(sheet, path)
         return f"contact sheet: {path}, {count} of {len(self.manifest.samples)} pictures"
 
-    def whole(self) -> "Prepared":
+    def merge_validation(self) -> "PreparedData":
         """All pictures that are ever shown: first those to train on, then those to validate on."""
-        if self.held_out is None:
+        if self.validation is None:
             return self
-        mine, others = self.manifest, self.held_out.manifest
-        shifted = [replace(sample, dataset=sample.dataset + len(mine.datasets)) for sample in others.samples]
+        mine, others = self.manifest, self.validation.manifest
+        shifted = [replace(sample, dataset_index=sample.dataset_index + len(mine.datasets)) for sample in others.samples]
         manifest = replace(mine, datasets=(*mine.datasets, *others.datasets), samples=(*mine.samples, *shifted))
-        return replace(self, manifest=manifest, placements=(*self.placements, *self.held_out.placements))
+        return replace(self, manifest=manifest, assignments=(*self.assignments, *self.validation.assignments))
 
-    def held_out_batches(self, most: int | None, latents: "LatentReader | None",
-                         texts: "TextReader | None") -> "tuple[FixedBatches, Read] | None":  # fmt: skip
+    def build_validation_reader(self, max_batches: int | None, latent_reader: "LatentReader | None",
+                         text_reader: "TextReader | None") -> "tuple[ValidationBatches, ReadBatch] | None":  # fmt: skip
         """The pictures for validation, if any, in ``most`` batches at most, and what reads them, as for ``loader``."""
-        if self.held_out is None:
+        if self.validation is None:
             return None
-        from .cache.loader import CachedLoader
-        from .fixed_batches import fixed_batches
-        from .loader import MicroBatchReader
+        from .cache.loader import CachedLatentLoader
+        from .fixed_batches import build_validation_batches
+        from .loader import MicroBatchDataset
 
-        whole = self.whole()
-        batches = fixed_batches(self.held_out.manifest, self.held_out.placements, len(self.manifest.samples), most)
-        showing = Showing(whole.manifest, whole.placements, 0, 0)  # nothing in it is drawn
-        if latents is not None:
-            return batches, CachedLoader(showing, batches, 0, latents, texts, pin_memory=False).batch
-        return batches, MicroBatchReader(whole.manifest, whole.placements, batches, 0, 0, 0).__getitem__
+        whole = self.merge_validation()
+        batches = build_validation_batches(self.validation.manifest, self.validation.assignments, len(self.manifest.samples), max_batches)
+        showing = Augmenter(whole.manifest, whole.assignments, 0, 0)  # nothing in it is drawn
+        if latent_reader is not None:
+            return batches, CachedLatentLoader(showing, batches, 0, latent_reader, text_reader, pin_memory=False).load_micro_batch
+        return batches, MicroBatchDataset(whole.manifest, whole.assignments, batches, 0, 0, 0).__getitem__
 
-    def loader(self, plan: Plan, rank: int, *, total_steps: int, pin_memory: bool,
-               latents: "LatentReader | None" = None, texts: "TextReader | None" = None) -> "StepLoader":  # fmt: skip
+    def build_image_loader(self, batch_plan: AnyBatchPlan, rank: int, *, total_steps: int, pin_memory: bool,
+               latent_reader: "LatentReader | None" = None, text_reader: "TextReader | None" = None) -> "StepLoader":  # fmt: skip
         """One rank's batches; ``total_steps`` is the length of the run, of which a token warm-up may be a share.
 
         With ``latents`` no picture is opened, with ``texts`` captions come encoded.
         """
-        from .cache.loader import CachedLoader, WithTexts
-        from .loader import Loader, MicroBatchReader  # torch is not needed for looking at pictures
+        from .cache.loader import CachedLatentLoader, CachedTextLoader
+        from .loader import ImageLoader, MicroBatchDataset  # torch is not needed for looking at pictures
 
-        if latents is not None:
-            return CachedLoader(self.showing(plan, total_steps), plan, rank, latents, texts, pin_memory=pin_memory)
-        reader = MicroBatchReader(self.manifest, self.placements, plan, rank, plan.seed, total_steps)
-        loader = Loader(reader, plan, workers=self.config.max_data_loader_n_workers,
-                        prefetch=self.config.prefetch_factor, pin_memory=pin_memory)  # fmt: skip
-        return loader if texts is None else WithTexts(loader, texts)
+        if latent_reader is not None:
+            return CachedLatentLoader(self.build_augmenter(batch_plan, total_steps), batch_plan, rank, latent_reader, text_reader, pin_memory=pin_memory)
+        reader = MicroBatchDataset(self.manifest, self.assignments, batch_plan, rank, batch_plan.seed, total_steps)
+        loader = ImageLoader(reader, batch_plan, num_workers=self.config.max_data_loader_n_workers,
+                        prefetch_factor=self.config.prefetch_factor, pin_memory=pin_memory)  # fmt: skip
+        return loader if text_reader is None else CachedTextLoader(loader, text_reader)
 
-    def first_captions(self, plan: Plan, total_steps: int) -> list[str]:
+    def list_first_epoch_captions(self, batch_plan: AnyBatchPlan, total_steps: int) -> list[str]:
         """Each picture's caption as it is shown in the first epoch, once however many stages show it."""
-        showing, datasets = self.showing(plan, total_steps), self.manifest.datasets
-        first = {(datasets[sample.dataset].number, sample.key): index
+        showing, datasets = self.build_augmenter(batch_plan, total_steps), self.manifest.datasets
+        first = {(datasets[sample.dataset_index].dataset_number, sample.key): index
                  for index, sample in reversed(list(enumerate(self.manifest.samples)))}  # fmt: skip
-        return [showing.caption(Visit(0, 0, index, 0)) for index in sorted(first.values())]
+        return [showing.draw_caption(SampleView(0, 0, index, 0)) for index in sorted(first.values())]
 
-    def showing(self, plan: Plan, total_steps: int) -> Showing:
+    def build_augmenter(self, batch_plan: AnyBatchPlan, total_steps: int) -> Augmenter:
         """How the samples are shown in a run of so many steps."""
-        return Showing(self.manifest, self.placements, plan.seed, total_steps)
+        return Augmenter(self.manifest, self.assignments, batch_plan.seed, total_steps)
 
-    def without(self, indexes: frozenset[int]) -> "Prepared":
+    def remove_samples(self, sample_indices: frozenset[int]) -> "PreparedData":
         """Some pictures fewer, by their numbers in ``whole``."""
         first = len(self.manifest.samples)
-        kept = [index for index in range(first) if index not in indexes]
+        kept = [index for index in range(first) if index not in sample_indices]
         samples = tuple(self.manifest.samples[index] for index in kept)
-        placements = tuple(self.placements[index] for index in kept)
+        placements = tuple(self.assignments[index] for index in kept)
         manifest = replace(self.manifest, samples=samples)
-        refuse_empty_stages(manifest)
-        others = self.held_out and self.held_out.apart_from({index - first for index in indexes})
-        return Prepared(self.config, manifest, placements, _buckets(manifest, placements), others)
+        check_stages_not_empty(manifest)
+        others = self.validation and self.validation.remove_validation_samples({index - first for index in sample_indices})
+        return PreparedData(self.config, manifest, placements, _build_buckets(manifest, placements), others)
 
-    def apart_from(self, indexes: Set[int]) -> "Prepared | None":
+    def remove_validation_samples(self, sample_indices: Set[int]) -> "PreparedData | None":
         """The same for pictures that are measured only; nothing when none is left."""
-        kept = [index for index in range(len(self.manifest.samples)) if index not in indexes]
+        kept = [index for index in range(len(self.manifest.samples)) if index not in sample_indices]
         manifest = replace(self.manifest, samples=tuple(self.manifest.samples[index] for index in kept))
-        placements = tuple(self.placements[index] for index in kept)
-        return replace(self, manifest=manifest, placements=placements) if kept else None
+        placements = tuple(self.assignments[index] for index in kept)
+        return replace(self, manifest=manifest, assignments=placements) if kept else None
 
 
-def check(config: DataConfig, cache: CacheConfig | None = None, validate: ValidateConfig | None = None,
-          train: TrainConfig | None = None, wrong: Set[str] = frozenset()) -> list[str]:  # fmt: skip
+def validate_dataset_config(config: DataConfig, cache: CacheConfig | None = None, validate: ValidateConfig | None = None,
+          train: TrainConfig | None = None, invalid_flags: Set[str] = frozenset()) -> list[str]:  # fmt: skip
     """Everything that is wrong with the dataset file, without opening a picture or importing anything heavy.
 
     ``wrong`` are options of the run that could not be read.
     """
     if config.dataset_config is None or not Path(config.dataset_config).is_file():
         return []  # the rules across options say so
-    reading = read(config, wrong)
+    reading = load_dataset_config(config, invalid_flags)
     datasets = reading.datasets
-    found = [*reading.problems, *missing_folders(datasets), *not_yet(datasets), *mask_problems(datasets, config)]
-    found += cache_problems(datasets, cache or CacheConfig())
-    found += idle(datasets, validate or ValidateConfig())
-    found += stage_problems(datasets, train)
+    found = [*reading.problems, *validate_paths(datasets), *validate_supported_features(datasets), *validate_masks(datasets, config)]
+    found += validate_latent_caching(datasets, cache or CacheConfig())
+    found += validate_validation_options(datasets, validate or ValidateConfig())
+    found += validate_stages(datasets, train)
     return list(dict.fromkeys(found))
 
 
-def prepare(config: DataConfig, pixel_step: int, cache_dir: str | None = None) -> Prepared:
+def prepare_data(config: DataConfig, size_multiple: int, cache_dir: str | None = None) -> PreparedData:
     """Look at all pictures and place them; sizes are multiples of ``pixel_step``, which the model family needs.
 
     What is found out about files is kept in ``cache_dir``, or else beside the pictures, for the next time.
     """
     if config.dataset_config is None:
         raise ConfigError(["--dataset_config: missing; it names the folders of pictures"])
-    reading = read(config)
-    problems = [*check(config), *_unfit(reading.datasets, pixel_step)]
+    reading = load_dataset_config(config)
+    problems = [*validate_dataset_config(config), *validate_resolution_multiple(reading.datasets, size_multiple)]
     if problems or reading.problems:
         raise ConfigError(list(dict.fromkeys(problems or reading.problems)))
-    with collector_paused():
-        return _looked_at(config, reading.datasets, Path(cache_dir).expanduser() if cache_dir else None)
+    with pause_garbage_collection():
+        return _build_prepared_data(config, reading.datasets, Path(cache_dir).expanduser() if cache_dir else None)
 
 
-def _looked_at(config: DataConfig, datasets: Sequence[DatasetConfig], cache_dir: Path | None) -> Prepared:
-    found = scan(datasets, config.on_bad_data, cache_dir)
+def _build_prepared_data(config: DataConfig, datasets: Sequence[DatasetConfig], cache_dir: Path | None) -> PreparedData:
+    found = build_manifest(datasets, config.on_bad_data, cache_dir)
     if config.resolution is not None and all(dataset.resolution_schedule for dataset in datasets):
         note = "--resolution: not used, because every dataset has a resolution_schedule"
         found = replace(found, notes=(note, *found.notes))
-    manifest, placements = staged(found, datasets)
-    held_out = Manifest(tuple(map(quiet, found.datasets)), found.held_out, (), ())
-    places = list(map(place_for, held_out.datasets))
+    manifest, placements = assign_buckets(found, datasets)
+    held_out = Manifest(tuple(map(disable_augmentations, found.datasets)), found.validation_samples, (), ())
+    places = list(map(build_bucket_assigner, held_out.datasets))
     # A bucket of few pictures joins no other one here: that would depend on the pictures that are trained.
-    apart = tuple(places[sample.dataset](*sample.size) for sample in held_out.samples)
-    return Prepared(config, manifest, placements, _buckets(manifest, placements),
-                    Prepared(config, held_out, apart, ()) if apart else None)  # fmt: skip
+    apart = tuple(places[sample.dataset_index](*sample.size) for sample in held_out.samples)
+    return PreparedData(config, manifest, placements, _build_buckets(manifest, placements),
+                    PreparedData(config, held_out, apart, ()) if apart else None)  # fmt: skip
 
 
-def read(config: DataConfig, wrong: Set[str] = frozenset()) -> Reading:
+def load_dataset_config(config: DataConfig, invalid_flags: Set[str] = frozenset()) -> ParsedDatasetConfig:
     """The dataset file alone, with the run's options where it is silent; looks at no folder."""
-    return read_datasets(Path(str(config.dataset_config)), flags_of(config), wrong)
+    return parse_dataset_config(Path(str(config.dataset_config)), collect_flag_defaults(config), invalid_flags)
 
 
-def _unfit(datasets: Sequence[DatasetConfig], pixel_step: int) -> list[str]:
+def validate_resolution_multiple(datasets: Sequence[DatasetConfig], size_multiple: int) -> list[str]:
     """Sizes that the model cannot take."""
     problems = []
     for dataset in datasets:
         if dataset.enable_bucket:
-            if (step := dataset.bucket_reso_steps) % pixel_step:
-                problems.append(f"{dataset.place('bucket_reso_steps')}: bucket_reso_steps: {step} is no multiple of"
-                                f" {pixel_step}, as this model needs; write {_near(step, pixel_step)}")  # fmt: skip
+            if (step := dataset.bucket_reso_steps) % size_multiple:
+                problems.append(f"{dataset.locate('bucket_reso_steps')}: bucket_reso_steps: {step} is no multiple of"
+                                f" {size_multiple}, as this model needs; write {_round_to_multiple(step, size_multiple)}")  # fmt: skip
             continue
-        where = dataset.named("resolution" if dataset.resolution_schedule is None else "resolution_schedule")
-        for size in [piece.resolution for piece in pieces_of(dataset)]:
-            if size.width % pixel_step or size.height % pixel_step:
-                sides = [_near(side, pixel_step) for side in (size.width, size.height)]
-                problems.append(f"{where}: {size} is no multiple of {pixel_step} on each side, as this model needs;"
+        where = dataset.format_location("resolution" if dataset.resolution_schedule is None else "resolution_schedule")
+        for size in [piece.resolution for piece in expand_resolution_schedule(dataset)]:
+            if size.width % size_multiple or size.height % size_multiple:
+                sides = [_round_to_multiple(side, size_multiple) for side in (size.width, size.height)]
+                problems.append(f"{where}: {size} is no multiple of {size_multiple} on each side, as this model needs;"
                                 f" write {sides}")  # fmt: skip
     return problems
 
 
-def _near(number: int, step: int) -> int:
+def _round_to_multiple(value: int, multiple: int) -> int:
     """The multiple of ``step`` that is nearest, but not nothing."""
-    return max(step, round(number / step) * step)
+    return max(multiple, round(value / multiple) * multiple)
 
 
-def _buckets(manifest: Manifest, placements: Sequence[Placement]) -> tuple[BucketSamples, ...]:
+def _build_buckets(manifest: Manifest, assignments: Sequence[BucketAssignment]) -> tuple[Bucket, ...]:
     members: defaultdict[tuple[int, tuple[int, int]], list[int]] = defaultdict(list)
-    for index, (sample, placement) in enumerate(zip(manifest.samples, placements, strict=True)):
-        members[sample.dataset, placement.bucket].append(index)
+    for index, (sample, placement) in enumerate(zip(manifest.samples, assignments, strict=True)):
+        members[sample.dataset_index, placement.bucket_resolution].append(index)
     return tuple(
-        BucketSamples(size, array("q", samples), array("d", [manifest.samples[index].repeats for index in samples]),
-                      manifest.datasets[dataset].batch_size, manifest.datasets[dataset].number)
+        Bucket(size, array("q", samples), array("d", [manifest.samples[index].repeats for index in samples]),
+                      manifest.datasets[dataset].batch_size, manifest.datasets[dataset].dataset_number)
         for (dataset, size), samples in sorted(members.items())
     )  # fmt: skip

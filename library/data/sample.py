@@ -14,10 +14,10 @@ class Sample:
     image: ImageRef
     size: tuple[int, int]  # (width, height) as it is seen, after EXIF orientation
     caption: str  # lines are alternatives
-    dataset: int
-    subset: int
+    dataset_index: int
+    subset_index: int
     repeats: float  # in an epoch; 2.5 is twice and three times, in turns
-    weight: float  # of its loss
+    loss_weight: float  # of its loss
     is_reg: bool
-    content: str  # hash of the file
+    content_hash: str  # hash of the file
     mask: Mask | None = None

@@ -7,65 +7,65 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..dataset.schema import SubsetConfig
-from ..randomness import generator_for
+from ..randomness import derive_rng
 from .batches import MicroBatch
-from .buckets import Placement
-from .captions import shown
+from .buckets import BucketAssignment
+from .captions import process_caption
 from .manifest import Manifest
 
 
 @dataclass(frozen=True)
-class Visit:
+class SampleView:
     """One showing of one sample; epoch and step are counted from 0, and the copy is which of its repeats it is."""
 
     epoch: int
     step: int
-    sample: int
-    copy: int
+    sample_index: int
+    repeat_index: int
 
 
 @dataclass(frozen=True)
-class Showing:
+class Augmenter:
     """The samples of a run of ``total_steps`` steps, and the seed that decides how each is shown."""
 
     manifest: Manifest
-    placements: Sequence[Placement]
+    assignments: Sequence[BucketAssignment]
     seed: int
     total_steps: int
 
-    def visits(self, batch: MicroBatch, step: int) -> list[Visit]:
+    def list_views(self, micro_batch: MicroBatch, step: int) -> list[SampleView]:
         """What a micro-batch shows."""
-        return [Visit(batch.epoch, step, *entry) for entry in zip(batch.samples, batch.copies, strict=True)]
+        return [SampleView(micro_batch.epoch, step, *entry) for entry in zip(micro_batch.sample_indices, micro_batch.repeat_indices, strict=True)]
 
-    def subset(self, sample: int) -> SubsetConfig:
+    def get_subset(self, sample_index: int) -> SubsetConfig:
         """The subset that a sample belongs to."""
-        entry = self.manifest.samples[sample]
-        return self.manifest.datasets[entry.dataset].subsets[entry.subset]
+        entry = self.manifest.samples[sample_index]
+        return self.manifest.datasets[entry.dataset_index].subsets[entry.subset_index]
 
-    def crop(self, visit: Visit) -> tuple[int, int]:
+    def draw_crop(self, view: SampleView) -> tuple[int, int]:
         """(left, top) of the cut in the resized picture."""
-        placement = self.placements[visit.sample]
-        if not self.subset(visit.sample).random_crop:
-            return placement.crop
-        draw = generator_for(self.seed, "crop", visit.epoch, visit.sample, visit.copy)
-        room = [placement.resized[side] - placement.bucket[side] for side in (0, 1)]
+        placement = self.assignments[view.sample_index]
+        if not self.get_subset(view.sample_index).random_crop:
+            return placement.crop_left_top
+        draw = derive_rng(self.seed, "crop", view.epoch, view.sample_index, view.repeat_index)
+        room = [placement.resized_size[side] - placement.bucket_resolution[side] for side in (0, 1)]
         return draw.randint(0, room[0]), draw.randint(0, room[1])
 
-    def is_mirrored(self, visit: Visit) -> bool:
+    def is_flipped(self, view: SampleView) -> bool:
         """Whether left is right."""
-        if not self.subset(visit.sample).flip_aug:
+        if not self.get_subset(view.sample_index).flip_aug:
             return False
-        return generator_for(self.seed, "flip", visit.epoch, visit.sample, visit.copy).random() < 0.5
+        return derive_rng(self.seed, "flip", view.epoch, view.sample_index, view.repeat_index).random() < 0.5
 
-    def frame(self, sample: int, crop: tuple[int, int], *, is_mirrored: bool) -> tuple[int, ...]:
+    def compute_size_conditioning(self, sample_index: int, crop_left_top: tuple[int, int], *, is_flipped: bool) -> tuple[int, ...]:
         """(original height, width, crop top, left, target height, width), as cut out of the mirrored picture."""
-        size, placement = self.manifest.samples[sample].size, self.placements[sample]
-        width, height = placement.bucket
-        left = placement.resized[0] - width - crop[0] if is_mirrored else crop[0]
-        return size[1], size[0], crop[1], left, height, width
+        size, placement = self.manifest.samples[sample_index].size, self.assignments[sample_index]
+        width, height = placement.bucket_resolution
+        left = placement.resized_size[0] - width - crop_left_top[0] if is_flipped else crop_left_top[0]
+        return size[1], size[0], crop_left_top[1], left, height, width
 
-    def caption(self, visit: Visit) -> str:
+    def draw_caption(self, view: SampleView) -> str:
         """As the text encoders are given it."""
-        sample, subset = self.manifest.samples[visit.sample], self.subset(visit.sample)
-        draw = generator_for(self.seed, "caption", visit.epoch, visit.sample, visit.copy)
-        return shown(sample.caption, subset, draw, epoch=visit.epoch, step=visit.step, steps=self.total_steps)
+        sample, subset = self.manifest.samples[view.sample_index], self.get_subset(view.sample_index)
+        draw = derive_rng(self.seed, "caption", view.epoch, view.sample_index, view.repeat_index)
+        return process_caption(sample.caption, subset, draw, epoch=view.epoch, step=view.step, total_steps=self.total_steps)

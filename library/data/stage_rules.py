@@ -4,46 +4,46 @@ from collections.abc import Iterator, Sequence
 
 from ..config.schema import TrainConfig
 from ..dataset.schema import DatasetConfig
-from .stages import stages_of
+from .stages import build_stages
 
 
-def stage_problems(datasets: Sequence[DatasetConfig], train: TrainConfig | None = None) -> Iterator[str]:
+def validate_stages(datasets: Sequence[DatasetConfig], train: TrainConfig | None = None) -> Iterator[str]:
     """Datasets that contradict themselves, steps without pictures, and a run that is not as long as its stages."""
-    found = [problem for dataset in datasets for problem in _of_dataset(dataset)]
+    found = [problem for dataset in datasets for problem in _validate_dataset_steps(dataset)]
     yield from found
     if found or not datasets:
         return
-    stages = stages_of(datasets)
+    stages = build_stages(datasets)
     for stage in stages:
         if all(subset.is_reg for dataset in stage.datasets for subset in dataset.subsets):
-            until = "on" if stage.end is None else f"to {stage.end}"
-            yield f"{_where(datasets)}: from step {stage.first} {until} there is no dataset to train on"
+            until = "on" if stage.end_step is None else f"to {stage.end_step}"
+            yield f"{_locate_steps(datasets)}: from step {stage.first_step} {until} there is no dataset to train on"
     if train is not None and train.max_train_epochs is None:
-        yield from misfits(stages[-1].first, stages[-1].end, train.max_train_steps, _where(datasets))
+        yield from validate_run_length(stages[-1].first_step, stages[-1].end_step, train.max_train_steps, _locate_steps(datasets))
 
 
-def misfits(first: int, end: int | None, steps: int, where: str = "steps of datasets") -> Iterator[str]:
+def validate_run_length(first_step: int, end_step: int | None, total_steps: int, location: str = "steps of datasets") -> Iterator[str]:
     """A run of so many steps has to reach the last stage, which begins at ``first``, and to end with it."""
     way_out = "say another number of steps there, or set --max_train_steps"
-    if first >= steps:
-        yield f"{where}: what is trained from step {first} on is never reached in {steps} steps; {way_out}"
-    elif end is not None and end < steps:
-        yield f"{where}: nothing is trained after step {end}, and the run has {steps}; {way_out}, or leave the last" \
+    if first_step >= total_steps:
+        yield f"{location}: what is trained from step {first_step} on is never reached in {total_steps} steps; {way_out}"
+    elif end_step is not None and end_step < total_steps:
+        yield f"{location}: nothing is trained after step {end_step}, and the run has {total_steps}; {way_out}, or leave the last" \
               " number out"  # fmt: skip
-    elif end is not None and end > steps:
-        yield f"{where}: the last stage ends at step {end}, and the run at step {steps}; {way_out}"
+    elif end_step is not None and end_step > total_steps:
+        yield f"{location}: the last stage ends at step {end_step}, and the run at step {total_steps}; {way_out}"
 
 
-def _of_dataset(dataset: DatasetConfig) -> Iterator[str]:
+def _validate_dataset_steps(dataset: DatasetConfig) -> Iterator[str]:
     schedule = dataset.resolution_schedule
     if dataset.to_step is not None and dataset.to_step <= dataset.from_step:
-        yield f"{dataset.place('to_step')}: to_step: {dataset.to_step} is not above from_step {dataset.from_step}"
+        yield f"{dataset.locate('to_step')}: to_step: {dataset.to_step} is not above from_step {dataset.from_step}"
     if schedule is None:
         return
-    where = dataset.named("resolution_schedule")
+    where = dataset.format_location("resolution_schedule")
     for key, nothing in (("from_step", 0), ("to_step", None)):
         if getattr(dataset, key) != nothing:
-            yield f"{dataset.place(key)}: {key}: resolution_schedule says from which step to which; take {key} out"
+            yield f"{dataset.locate(key)}: {key}: resolution_schedule says from which step to which; take {key} out"
     if schedule.has_native:
         if not dataset.enable_bucket:
             yield f"{where}: native needs buckets; set enable_bucket"
@@ -51,15 +51,15 @@ def _of_dataset(dataset: DatasetConfig) -> Iterator[str]:
             yield f"{where}: buckets of one area, as in bucket_mode symmetric, leave no picture its own size; take" \
                   " native out"  # fmt: skip
     step = dataset.bucket_reso_steps
-    for portion in schedule.portions:
-        if dataset.enable_bucket and portion.size is not None and min(portion.size.width, portion.size.height) < step:
-            yield f"{where}: {portion.size} has no room for one bucket of bucket_reso_steps {step}"
+    for portion in schedule.entries:
+        if dataset.enable_bucket and portion.resolution is not None and min(portion.resolution.width, portion.resolution.height) < step:
+            yield f"{where}: {portion.resolution} has no room for one bucket of bucket_reso_steps {step}"
 
 
-def _where(datasets: Sequence[DatasetConfig]) -> str:
+def _locate_steps(datasets: Sequence[DatasetConfig]) -> str:
     """The first place that says anything about steps."""
     for dataset in datasets:
         for key in ("resolution_schedule", "from_step", "to_step"):
             if getattr(dataset, key):
-                return dataset.named(key)
+                return dataset.format_location(key)
     return "--dataset_config"

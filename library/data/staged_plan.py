@@ -9,28 +9,28 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .batches import BatchPlan, BucketSamples, MicroBatch
+from .batches import BatchPlan, Bucket, MicroBatch
 
 
 @dataclass(frozen=True)
 class PlannedStage:
     """The steps from ``first`` up to ``end``, which is left out."""
 
-    first: int
-    end: int | None
-    plan: BatchPlan
-    first_bucket: int = 0
+    first_step: int
+    end_step: int | None
+    batch_plan: BatchPlan
+    first_bucket_index: int = 0
     first_epoch: int = 0
 
     @property
-    def epochs(self) -> int:
+    def num_epochs(self) -> int:
         """How many epochs it reaches into."""
-        if self.end is None:
+        if self.end_step is None:
             return 0
-        return -(-(self.end - self.first) * self.plan.accumulation // self.plan.batches_per_epoch)
+        return -(-(self.end_step - self.first_step) * self.batch_plan.accumulation_steps // self.batch_plan.micro_batches_per_epoch)
 
 
-class StagedPlan:
+class StagedBatchPlan:
     """Like a ``BatchPlan``, and that of the last stage goes on without end."""
 
     def __init__(self, stages: Sequence[tuple[int, int | None, BatchPlan]]):
@@ -38,52 +38,52 @@ class StagedPlan:
         bucket = epoch = 0
         for first, end, plan in stages:
             found.append(PlannedStage(first, end, plan, bucket, epoch))
-            bucket, epoch = bucket + len(plan.buckets), epoch + found[-1].epochs
+            bucket, epoch = bucket + len(plan.buckets), epoch + found[-1].num_epochs
         self.stages = tuple(found)
-        self.buckets: tuple[BucketSamples, ...] = tuple(bucket for stage in found for bucket in stage.plan.buckets)
-        start = found[0].plan
-        self.ranks, self.accumulation, self.seed = start.ranks, start.accumulation, start.seed
-        self._firsts = [stage.first for stage in found]
+        self.buckets: tuple[Bucket, ...] = tuple(bucket for stage in found for bucket in stage.batch_plan.buckets)
+        start = found[0].batch_plan
+        self.dp_size, self.accumulation_steps, self.seed = start.dp_size, start.accumulation_steps, start.seed
+        self._first_steps = [stage.first_step for stage in found]
 
-    def stage_of(self, step: int) -> PlannedStage:
+    def get_stage(self, step: int) -> PlannedStage:
         """The one that a step belongs to."""
-        return self.stages[bisect_right(self._firsts, step) - 1]
+        return self.stages[bisect_right(self._first_steps, step) - 1]
 
-    def steps_for_epochs(self, epochs: int) -> int:
+    def count_steps_for_epochs(self, epochs: int) -> int:
         """Steps after which ``epochs`` epochs are complete, or cut off."""
         stage = [stage for stage in self.stages if stage.first_epoch < epochs][-1]
-        steps = stage.first + stage.plan.steps_for_epochs(epochs - stage.first_epoch)
-        return steps if stage.end is None or stage is self.stages[-1] else min(steps, stage.end)
+        steps = stage.first_step + stage.batch_plan.count_steps_for_epochs(epochs - stage.first_epoch)
+        return steps if stage.end_step is None or stage is self.stages[-1] else min(steps, stage.end_step)
 
-    def epoch_of(self, step: int) -> int:
+    def get_epoch(self, step: int) -> int:
         """The epoch in which a step begins."""
-        stage = self.stage_of(step)
-        return stage.first_epoch + stage.plan.epoch_of(step - stage.first)
+        stage = self.get_stage(step)
+        return stage.first_epoch + stage.batch_plan.get_epoch(step - stage.first_step)
 
-    def epochs_done(self, step: int) -> int:
+    def count_completed_epochs(self, step: int) -> int:
         """Epochs that are complete, or cut off, after so many steps."""
-        stage = self.stage_of(step)
-        return stage.first_epoch + stage.plan.epochs_done(step - stage.first)
+        stage = self.get_stage(step)
+        return stage.first_epoch + stage.batch_plan.count_completed_epochs(step - stage.first_step)
 
-    def micro_batch(self, position: int) -> MicroBatch:
+    def get_micro_batch(self, position: int) -> MicroBatch:
         """Global micro-batch ``position``, counted from the start of the run, with the samples of all ranks."""
-        stage = self.stage_of(position // self.accumulation)
-        batch = stage.plan.micro_batch(position - stage.first * self.accumulation)
-        return replace(batch, bucket=stage.first_bucket + batch.bucket, epoch=stage.first_epoch + batch.epoch)
+        stage = self.get_stage(position // self.accumulation_steps)
+        batch = stage.batch_plan.get_micro_batch(position - stage.first_step * self.accumulation_steps)
+        return replace(batch, bucket_index=stage.first_bucket_index + batch.bucket_index, epoch=stage.first_epoch + batch.epoch)
 
-    def step(self, step: int) -> tuple[MicroBatch, ...]:
+    def get_step(self, step: int) -> tuple[MicroBatch, ...]:
         """The global micro-batches of an optimizer step."""
-        return tuple(self.micro_batch(step * self.accumulation + number) for number in range(self.accumulation))
+        return tuple(self.get_micro_batch(step * self.accumulation_steps + number) for number in range(self.accumulation_steps))
 
-    def real_samples(self, step: int) -> int:
+    def count_real_samples(self, step: int) -> int:
         """Samples in a step over all ranks, without those that only fill up."""
-        stage = self.stage_of(step)
-        return stage.plan.real_samples(step - stage.first)
+        stage = self.get_stage(step)
+        return stage.batch_plan.count_real_samples(step - stage.first_step)
 
 
-Plan = BatchPlan | StagedPlan
+AnyBatchPlan = BatchPlan | StagedBatchPlan
 
 
-def stages_in(plan: Plan) -> tuple[PlannedStage, ...]:
+def get_planned_stages(batch_plan: AnyBatchPlan) -> tuple[PlannedStage, ...]:
     """Those of a plan; one without any is a single one."""
-    return plan.stages if isinstance(plan, StagedPlan) else (PlannedStage(0, None, plan),)
+    return batch_plan.stages if isinstance(batch_plan, StagedBatchPlan) else (PlannedStage(0, None, batch_plan),)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..registry import did_you_mean
+from ..registry import suggest_name
 
 DEFAULT_EXTENSION, FALLBACK_EXTENSION, JSON_EXTENSION = ".caption", ".txt", ".json"
 """sd-scripts looks for .caption files; without any, .txt is read, which most datasets have."""
@@ -131,7 +131,7 @@ def resolve_caption_column(columns: Sequence[str], caption_column: str | None) -
 def require_column(columns: Sequence[str], name: str, key: str) -> str:
     """Return ``name``, the value of ``key``, if it is one of the columns; else raise ``ValueError``."""
     if name not in columns:
-        hint = did_you_mean(name, columns)
+        hint = suggest_name(name, columns)
         raise ValueError(f"no column {name!r} (set by {key}); columns are {format_columns(columns)}{hint}")
     return name
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
 
-from ..registry import did_you_mean
+from ..registry import suggest_name
 from .listing import format_first_names
-from .schema import SubsetConfig, found_from
+from .schema import SubsetConfig, resolve_path
 
 MAX_EXPANSIONS = 1_000_000
 SHARD_EXTENSIONS = {
@@ -220,7 +220,7 @@ def resolve_shards(subset: SubsetConfig) -> Shards:
     listed: set[Path] = set()
     for key in SHARD_EXTENSIONS:
         for name in getattr(subset, key):
-            setting = f"{subset.place(key)}: {key}"
+            setting = f"{subset.locate(key)}: {key}"
             try:
                 files = list(_resolve_name(name, key, subset))
             except ValueError as error:
@@ -242,17 +242,17 @@ def _resolve_name(name: str, key: str, subset: SubsetConfig) -> Iterator[Path]:
         raise ValueError(f"{name!r} is a URL; download the files and give their folder")
     missing = []
     for pattern in expand_braces(name):
-        path = found_from(subset.file, pattern)
+        path = resolve_path(subset.dataset_file, pattern)
         if path.is_dir():
             yield from _list_shards(path, key, recursive=subset.recursive)
         elif path.is_file():
             yield path
-        elif files := _glob_files(pattern, subset.file.parent):
+        elif files := _glob_files(pattern, subset.dataset_file.parent):
             yield from files
         else:
             missing.append(pattern)
     if missing:
-        raise ValueError(_describe_missing(missing, subset.file))
+        raise ValueError(_describe_missing(missing, subset.dataset_file))
 
 
 def _list_shards(folder: Path, key: str, *, recursive: bool) -> list[Path]:
@@ -306,5 +306,5 @@ def _describe_missing(names: list[str], config_file: Path) -> str:
     searched = "" if Path(names[0]).is_absolute() else f" (also searched next to {config_file})"
     if len(names) > 1:
         return f"{len(names)} files not found{searched}: {format_first_names(names)}; {there}"
-    hint = did_you_mean(Path(names[0]).name, [name.rstrip("/") for name in content])
+    hint = suggest_name(Path(names[0]).name, [name.rstrip("/") for name in content])
     return f"{names[0]!r} not found{searched}; {there}{hint}"

@@ -39,7 +39,7 @@ def list_folder_images(subset: SubsetConfig, folder: Path, dataset: int, index: 
     tree = walk_directory(folder, recursive=subset.recursive)
     listing.problems += tree.problems
     images = _select_images(folder, tree, listing)
-    files = CaptionFiles(tree.files, subset.caption_endings)
+    files = CaptionFiles(tree.files, subset.normalized_caption_extensions)
     listing.expected_source = " or ".join(files.extensions)
     caption_files = {image: files.find(image) for image in images}
     has_column_setting = subset.caption_column is not None or subset.image_column is not None
@@ -49,7 +49,7 @@ def list_folder_images(subset: SubsetConfig, folder: Path, dataset: int, index: 
         return listing
     _add_images(folder, caption_files, tables.captions, listing)
     if files.is_fallback:
-        extensions = " or ".join(subset.caption_endings)
+        extensions = " or ".join(subset.normalized_caption_extensions)
         listing.notes.append(f"{folder}: no {extensions} files; captions are read from {files.extensions[0]} files")
     in_tables = f" and no text in {', '.join(tables.names)}" if tables.names else ""
     listing.add_caption_notes(str(folder), f"{listing.expected_source} file{in_tables}")

@@ -71,23 +71,23 @@ class SubsetListing:
 
     def _choose_text(self, caption: ImageCaption) -> str:
         self.caption_sources[caption.source] += 1
-        if self.subset.joins_lines and not self.subset.enable_wildcard:
+        if self.subset.join_caption_lines and not self.subset.enable_wildcard:
             return " ".join("\n".join(caption.lines).split("\n"))
         self.multiline_captions += len(caption.lines) > 1 or "\n" in caption.lines[0]
         return "\n".join(caption.lines) if self.subset.enable_wildcard else caption.lines[0]
 
     def add_problem(self, key: str, message: str) -> None:
         """Add a problem with the subset as a whole."""
-        self.problems.append(f"{self.subset.place(key)}: {key}: {message}")
+        self.problems.append(f"{self.subset.locate(key)}: {key}: {message}")
 
     def mark_used(self, key: str, value: str = "") -> None:
         """Note that a key, or one value of its list, had an effect."""
-        self.used_settings.add(f"{self.subset.place(key)}: {key}: {value}")
+        self.used_settings.add(f"{self.subset.locate(key)}: {key}: {value}")
 
     def mark_unused(self, key: str, message: str, value: str = "") -> None:
         """Note that it had none: an error unless it is also set for another subset, where it has one."""
-        if key in self.subset.places:
-            setting = f"{self.subset.places[key]}: {key}"
+        if key in self.subset.locations:
+            setting = f"{self.subset.locations[key]}: {key}"
             self.unused_settings[f"{setting}: {value}"] = f"{setting}: {message}"
 
     def add_caption_notes(self, location: str, caption: str = "caption") -> None:

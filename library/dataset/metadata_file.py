@@ -139,7 +139,7 @@ def list_metadata_images(subset: SubsetConfig, path: Path, dataset: int, index: 
 
 def _read_metadata(subset: SubsetConfig, path: Path) -> _Metadata:
     """Read all entries; raise ``ValueError`` if the file is not valid."""
-    image_dir = subset.folder()
+    image_dir = subset.resolve_image_dir()
     folders = [*([image_dir] if image_dir is not None else []), path.parent]
     if path.suffix.lower() == ".json":
         if subset.image_column is not None:

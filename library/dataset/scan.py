@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from ..log import Progress
+from ..log import ProgressBar
 from .image_ref import ImageRef
 from .scan_cache import SETTLED_AFTER_NS, UNSETTLED, CachedScan, FileStamp, ScanCache
 
@@ -150,13 +150,13 @@ class _Scan(Generic[T]):
             cache.drop_deleted_files()
         written, wait = time.monotonic(), _SECONDS_BETWEEN_WRITES
         label = f"scanning {self.inspector.name}"
-        with Progress(len(self.tasks), 0, label, wanted=True, unit="file", ends=False) as progress:
+        with ProgressBar(len(self.tasks), 0, label, enabled=True, unit="file", log_first_and_last=False) as progress:
             try:
                 for outcomes in _map_in_order(self._scan_batch, self.tasks):
                     for outcome in outcomes:
                         self.result.images[outcome.task.image] = outcome.result
                         outcome.task.cache.update(outcome.task.key, outcome.entry)
-                    progress.advance({}, len(outcomes))
+                    progress.update({}, len(outcomes))
                     if time.monotonic() - written > wait:
                         started = time.monotonic()
                         self._write_caches()

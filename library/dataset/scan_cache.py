@@ -188,10 +188,10 @@ class ScanRoots:
         key = (item.dataset, item.subset)
         if key not in self._roots:
             subset = self._datasets[item.dataset].subsets[item.subset]
-            metadata = subset.metadata()
-            root = subset.folder() or (metadata.parent if metadata is not None else item.image.folder)
+            metadata = subset.resolve_metadata_file()
+            root = subset.resolve_image_dir() or (metadata.parent if metadata is not None else item.image.folder)
             self._roots[key] = Path(os.path.realpath(root if root.is_dir() else root.parent))
-            if (cache_dir := subset.cache_folder()) is not None:
+            if (cache_dir := subset.resolve_cache_directory()) is not None:
                 self._cache_dirs.setdefault(self._roots[key], cache_dir)
         return self._roots[key]
 

@@ -5,13 +5,13 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from ..config.options import Option, opt, options_of
+from ..config.options import Option, define_option, iter_options
 from ..config.resolution_schedule import ResolutionSchedule
 from ..config.schema import DataConfig, RunConfig
-from ..config.values import Size
+from ..config.values import Resolution
 
-GENERAL, DATASET, SUBSET = "[general]", "[[datasets]]", "[[datasets.subsets]]"
-Kind = Literal["dreambooth", "finetuning", "controlnet"]
+GENERAL_TABLE, DATASET_TABLE, SUBSET_TABLE = "[general]", "[[datasets]]", "[[datasets.subsets]]"
+DatasetKind = Literal["dreambooth", "finetuning", "controlnet"]
 """Captions in files beside the pictures, captions in a metadata file, or pictures with masks."""
 
 
@@ -56,32 +56,32 @@ class SubsetConfig:
     cache_info: bool
     cache_directory: str | None
     validation_split: float
-    file: Path = field(compare=False)  # the dataset file
-    places: Mapping[str, str] = field(compare=False, repr=False)  # "file:line" of each key; "" for the subset itself
-    joins_lines: bool = False  # a caption of several lines is one, as for musubi-tuner; no key says so
+    dataset_file: Path = field(compare=False)  # the dataset file
+    locations: Mapping[str, str] = field(compare=False, repr=False)  # "file:line" of each key; "" for the subset itself
+    join_caption_lines: bool = False  # a caption of several lines is one, as for musubi-tuner; no key says so
 
-    def place(self, key: str) -> str:
+    def locate(self, key: str) -> str:
         """Where the value of ``key`` was set, for the start of a message."""
-        return self.places.get(key, self.places[""])
+        return self.locations.get(key, self.locations[""])
 
-    def folder(self) -> Path | None:
+    def resolve_image_dir(self) -> Path | None:
         """The folder of pictures: seen from the working directory as in sd-scripts, or else from the dataset file."""
-        return None if self.image_dir is None else found_from(self.file, self.image_dir)
+        return None if self.image_dir is None else resolve_path(self.dataset_file, self.image_dir)
 
-    def metadata(self) -> Path | None:
+    def resolve_metadata_file(self) -> Path | None:
         """The metadata file, looked for in the same two places."""
-        return None if self.metadata_file is None else found_from(self.file, self.metadata_file)
+        return None if self.metadata_file is None else resolve_path(self.dataset_file, self.metadata_file)
 
-    def cache_folder(self) -> Path | None:
+    def resolve_cache_directory(self) -> Path | None:
         """For what is kept, looked for in the same two places."""
-        return None if self.cache_directory is None else found_from(self.file, self.cache_directory)
+        return None if self.cache_directory is None else resolve_path(self.dataset_file, self.cache_directory)
 
-    def mask_folder(self) -> Path | None:
+    def resolve_mask_dir(self) -> Path | None:
         """The folder of masks, looked for in the same two places."""
-        return None if self.conditioning_data_dir is None else found_from(self.file, self.conditioning_data_dir)
+        return None if self.conditioning_data_dir is None else resolve_path(self.dataset_file, self.conditioning_data_dir)
 
     @property
-    def caption_endings(self) -> tuple[str, ...]:
+    def normalized_caption_extensions(self) -> tuple[str, ...]:
         """``caption_extension`` with the dots, which may be left out."""
         return tuple(ending if ending.startswith(".") or not ending else f".{ending}"
                      for ending in self.caption_extension)  # fmt: skip
@@ -103,8 +103,8 @@ class SubsetConfig:
 class DatasetConfig:
     """Subsets that are trained at one resolution with one batch size."""
 
-    kind: Kind
-    resolution: Size
+    kind: DatasetKind
+    resolution: Resolution
     batch_size: int
     enable_bucket: bool
     min_bucket_reso: int
@@ -120,36 +120,36 @@ class DatasetConfig:
     resize_interpolation: str | None
     prior_loss_weight: float
     subsets: tuple[SubsetConfig, ...]
-    places: Mapping[str, str] = field(compare=False, repr=False)
+    locations: Mapping[str, str] = field(compare=False, repr=False)
     weight: float | None = None  # share of an epoch, beside those of the other datasets
     resolution_schedule: ResolutionSchedule | None = None
     from_step: int = 0  # steps that are done before the first that shows it
     to_step: int | None = None  # steps that are done after the last that does
-    number: int = 0  # in the file
+    dataset_number: int = 0  # in the file
 
-    def place(self, key: str) -> str:
+    def locate(self, key: str) -> str:
         """Where the value of ``key`` was set, for the start of a message."""
-        return self.places.get(key, self.places[""])
+        return self.locations.get(key, self.locations[""])
 
-    def named(self, key: str) -> str:
+    def format_location(self, key: str) -> str:
         """The same with the key, which an option of the run tells by itself."""
-        place = self.place(key)
+        place = self.locate(key)
         return place if place.startswith("--") else f"{place}: {key}"
 
 
-def found_from(file: Path, name: str) -> Path:
+def resolve_path(dataset_file: Path, name: str) -> Path:
     """``name`` seen from the working directory; if nothing is there but beside ``file`` there is, that."""
     path = Path(name).expanduser()
-    beside = file.parent / path
+    beside = dataset_file.parent / path
     return beside if not path.exists() and beside.exists() else path
 
 
 @dataclass(frozen=True)
-class Key:
+class DatasetKey:
     """One key of the file."""
 
     option: Option  # how its value is read
-    levels: tuple[str, ...]
+    tables: tuple[str, ...]
     flag: str | None = None  # the option of the run that stands in where the file is silent
 
     @property
@@ -157,7 +157,7 @@ class Key:
         return self.option.name
 
 
-class _Range:
+class _FloatRange:
     syntax: ClassVar[str] = "[SMALLEST, LARGEST]"
 
     @classmethod
@@ -167,7 +167,7 @@ class _Range:
         return float(value[0]), float(value[1])
 
 
-class _Table:
+class _FreeTable:
     syntax: ClassVar[str] = "TABLE"
 
     @classmethod
@@ -179,38 +179,38 @@ class _Table:
 
 @dataclass(frozen=True)
 class _DatasetKeys:
-    network_multiplier: float = opt(1.0, "strength of the adapter while training")
-    weight: float | None = opt(None, "share of an epoch, beside the weights of the other datasets")
-    from_step: int = opt(0, "the dataset is trained after so many steps", minimum=0)
-    to_step: int | None = opt(None, "the dataset is trained until so many steps are done", minimum=1)
+    network_multiplier: float = define_option(1.0, "strength of the adapter while training")
+    weight: float | None = define_option(None, "share of an epoch, beside the weights of the other datasets")
+    from_step: int = define_option(0, "the dataset is trained after so many steps", minimum=0)
+    to_step: int | None = define_option(None, "the dataset is trained until so many steps are done", minimum=1)
 
 
 @dataclass(frozen=True)
 class _SharedKeys:
-    class_tokens: str | None = opt(None, "caption of pictures that have none")
-    face_crop_aug_range: _Range | None = opt(None, "cut around faces")  # noqa: RUF009
-    custom_attributes: _Table | None = opt(None, "free table")  # noqa: RUF009
-    cache_info: bool = opt(False, "keep sizes and captions in a file")
-    cache_directory: str | None = opt(None, "folder for what is kept of these pictures")
-    recursive: bool = opt(False, "search folders below the folder, too")
-    include: tuple[str, ...] = opt((), "patterns of which a picture's path has to match one")
-    exclude: tuple[str, ...] = opt((), "patterns of which a picture's path must match none")
-    image_column: str | None = opt(None, "column of pictures, or of their file names")
-    caption_column: str | None = opt(None, "column of captions")
+    class_tokens: str | None = define_option(None, "caption of pictures that have none")
+    face_crop_aug_range: _FloatRange | None = define_option(None, "cut around faces")  # noqa: RUF009
+    custom_attributes: _FreeTable | None = define_option(None, "free table")  # noqa: RUF009
+    cache_info: bool = define_option(False, "keep sizes and captions in a file")
+    cache_directory: str | None = define_option(None, "folder for what is kept of these pictures")
+    recursive: bool = define_option(False, "search folders below the folder, too")
+    include: tuple[str, ...] = define_option((), "patterns of which a picture's path has to match one")
+    exclude: tuple[str, ...] = define_option((), "patterns of which a picture's path must match none")
+    image_column: str | None = define_option(None, "column of pictures, or of their file names")
+    caption_column: str | None = define_option(None, "column of captions")
 
 
 @dataclass(frozen=True)
 class _SubsetKeys:
-    image_dir: str | None = opt(None, "folder of pictures")
-    metadata_file: str | None = opt(None, "captions of all pictures in one .json, .jsonl, .csv or .parquet file")
-    parquet: tuple[str, ...] = opt((), "parquet files that hold the pictures")
-    webdataset: tuple[str, ...] = opt((), "tar files that hold the pictures")
-    conditioning_data_dir: str | None = opt(None, "folder of masks")
-    is_reg: bool = opt(False, "regularisation pictures")
+    image_dir: str | None = define_option(None, "folder of pictures")
+    metadata_file: str | None = define_option(None, "captions of all pictures in one .json, .jsonl, .csv or .parquet file")
+    parquet: tuple[str, ...] = define_option((), "parquet files that hold the pictures")
+    webdataset: tuple[str, ...] = define_option((), "tar files that hold the pictures")
+    conditioning_data_dir: str | None = define_option(None, "folder of masks")
+    is_reg: bool = define_option(False, "regularisation pictures")
 
 
 @dataclass(frozen=True)
-class _FileOnly:
+class _FileOnlyKeys:
     dataset: _DatasetKeys = field(default_factory=_DatasetKeys)
     shared: _SharedKeys = field(default_factory=_SharedKeys)
     subset: _SubsetKeys = field(default_factory=_SubsetKeys)
@@ -222,30 +222,30 @@ _DATASET_FLAGS = {
     "resolution_schedule",
 }  # fmt: skip
 _SUBSET_FLAGS = {"alpha_mask"}
-_RENAMED = {"train_batch_size": "batch_size", "dataset_repeats": "num_repeats"}
+_FLAG_TO_KEY = {"train_batch_size": "batch_size", "dataset_repeats": "num_repeats"}
 
 
-def _keys() -> dict[str, Key]:
-    levels = {"dataset": (GENERAL, DATASET), "shared": (GENERAL, DATASET, SUBSET), "subset": (SUBSET,)}
-    keys = {option.name: Key(option, levels[option.group]) for option in options_of(_FileOnly)}
+def _build_keys() -> dict[str, DatasetKey]:
+    levels = {"dataset": (GENERAL_TABLE, DATASET_TABLE), "shared": (GENERAL_TABLE, DATASET_TABLE, SUBSET_TABLE), "subset": (SUBSET_TABLE,)}
+    keys = {option.name: DatasetKey(option, levels[option.group]) for option in iter_options(_FileOnlyKeys)}
     wanted = {item.name for item in (*fields(SubsetConfig), *fields(DatasetConfig))}
-    for option in options_of(RunConfig):
-        name = _RENAMED.get(option.name, option.name)
+    for option in iter_options(RunConfig):
+        name = _FLAG_TO_KEY.get(option.name, option.name)
         if option.group == "data" and name in wanted:
             level: tuple[str, ...] = levels["dataset"] if option.name in _DATASET_FLAGS else levels["shared"]
             level = levels["subset"] if option.name in _SUBSET_FLAGS else level
             level = () if name == "prior_loss_weight" else level  # sd-scripts takes it from the run alone
-            keys[name] = Key(_named(option, name), level, option.name)
+            keys[name] = DatasetKey(_rename_option(option, name), level, option.name)
     return keys
 
 
-def _named(option: Option, name: str) -> Option:
+def _rename_option(option: Option, name: str) -> Option:
     return Option(**{**{item.name: getattr(option, item.name) for item in fields(Option)}, "name": name})
 
 
-KEYS: Mapping[str, Key] = _keys()
+DATASET_KEYS: Mapping[str, DatasetKey] = _build_keys()
 
 
-def flags_of(config: DataConfig) -> dict[str, Any]:
+def collect_flag_defaults(config: DataConfig) -> dict[str, Any]:
     """What the run's options say for keys that the file leaves out."""
-    return {key.name: getattr(config, key.flag) for key in KEYS.values() if key.flag is not None}
+    return {key.name: getattr(config, key.flag) for key in DATASET_KEYS.values() if key.flag is not None}

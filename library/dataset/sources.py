@@ -18,7 +18,7 @@ def find_missing_sources(subset: SubsetConfig) -> Iterator[str]:
     yield from resolve_shards(subset).problems
     needs_pyarrow = subset.parquet or str(subset.metadata_file).lower().endswith(".parquet")
     if needs_pyarrow and not is_pyarrow_installed():
-        yield f"{subset.place(subset.source_key)}: {subset.source_key}: {PYARROW_NEEDED}"
+        yield f"{subset.locate(subset.source_key)}: {subset.source_key}: {PYARROW_NEEDED}"
 
 
 def list_images(subset: SubsetConfig, dataset: int, index: int) -> SubsetListing:
@@ -27,10 +27,10 @@ def list_images(subset: SubsetConfig, dataset: int, index: int) -> SubsetListing
         return list_table_images(subset, dataset, index)
     if subset.webdataset:
         return list_webdataset_images(subset, dataset, index)
-    metadata = subset.metadata()
+    metadata = subset.resolve_metadata_file()
     if metadata is not None:
         return list_metadata_images(subset, metadata, dataset, index)
-    folder = subset.folder()
+    folder = subset.resolve_image_dir()
     if folder is None:
         raise AssertionError("a subset without another source has an image_dir")
     return list_folder_images(subset, folder, dataset, index)
@@ -73,8 +73,8 @@ def _find_overlaps(dataset: DatasetConfig, listings: Sequence[SubsetListing]) ->
                 key = subset.source_key
                 hint = "exclude them in one of the two" if key == "image_dir" else "list each file once"
                 yield (
-                    f"{subset.place(key)}: {key}: {format_count(len(shared), 'image')} also in"
-                    f" {other.place(other.source_key)}: {format_first_names(shared)}; {hint}"
+                    f"{subset.locate(key)}: {key}: {format_count(len(shared), 'image')} also in"
+                    f" {other.locate(other.source_key)}: {format_first_names(shared)}; {hint}"
                 )
 
 

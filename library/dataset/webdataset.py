@@ -116,7 +116,7 @@ Sample = dict[str, ByteRange]
 
 def list_webdataset_images(subset: SubsetConfig, dataset: int, index: int) -> SubsetListing:
     """List every image of the shards of ``webdataset``, in the order of shards and members."""
-    listing = SubsetListing(subset, dataset, index, expected_source=" or ".join(subset.caption_endings))
+    listing = SubsetListing(subset, dataset, index, expected_source=" or ".join(subset.normalized_caption_extensions))
     shards = resolve_shards(subset)
     listing.problems += shards.problems
     json_reader = JsonCaptionReader(subset.caption_column)
@@ -171,7 +171,7 @@ def _add_samples(
     path: Path, file: BinaryIO, samples: Mapping[str, Sample], json_reader: JsonCaptionReader, listing: SubsetListing
 ) -> Counter[str]:
     """Add the images of one shard; return the extensions of the members that are not used."""
-    caption_extensions = _choose_caption_extensions(listing.subset.caption_endings, samples)
+    caption_extensions = _choose_caption_extensions(listing.subset.normalized_caption_extensions, samples)
     folder, unused = path.parent, Counter[str]()
     for key, sample in samples.items():
         images = _find_extensions(sample, IMAGE_EXTENSIONS)

@@ -12,70 +12,70 @@ from torch import Tensor
 
 from ..config.schema import NoiseConfig
 
-Draws = Callable[[str], list[torch.Generator]]
+GeneratorFactory = Callable[[str], list[torch.Generator]]
 """Purpose -> a generator for each sample, so that what is drawn for one thing never moves another."""
 
 
-def coloured(noise: Tensor, latents: Tensor, config: NoiseConfig, draws: Draws) -> Tensor:
+def apply_noise_options(noise: Tensor, latents: Tensor, config: NoiseConfig, make_generators: GeneratorFactory) -> Tensor:
     """The noise that is mixed with the latents and, by its process, asked of the model."""
     if config.noise_offset:
-        noise = with_offset(noise, latents, config, draws("noise offset"))
+        noise = apply_noise_offset(noise, latents, config, make_generators("noise offset"))
     if config.multires_noise_iterations:
-        noise = with_pyramid(noise, config, draws("multires noise"))
+        noise = apply_pyramid_noise(noise, config, make_generators("multires noise"))
     return noise
 
 
-def perturbed(noise: Tensor, config: NoiseConfig, draws: Draws) -> Tensor:
+def apply_input_perturbation(noise: Tensor, config: NoiseConfig, make_generators: GeneratorFactory) -> Tensor:
     """Noise for the model's input that its target knows nothing of (Ning et al. 2023, arXiv 2301.11706)."""
     if not config.ip_noise_gamma:
         return noise
-    generators = draws("input noise")
-    strength = _strengths(config.ip_noise_gamma, generators, config.ip_noise_gamma_random_strength)
+    generators = make_generators("input noise")
+    strength = _sample_strengths(config.ip_noise_gamma, generators, config.ip_noise_gamma_random_strength)
     extra = torch.stack([torch.randn(noise.shape[1:], generator=each) for each in generators])
-    return noise + (_beside(strength, extra) * extra).to(noise, non_blocking=True)
+    return noise + (_expand_dims_like(strength, extra) * extra).to(noise, non_blocking=True)
 
 
-def with_offset(noise: Tensor, latents: Tensor, config: NoiseConfig, generators: Sequence[torch.Generator]) -> Tensor:
+def apply_noise_offset(noise: Tensor, latents: Tensor, config: NoiseConfig, generators: Sequence[torch.Generator]) -> Tensor:
     """Each channel as a whole moved by a normal number, so that the model learns to make pictures darker or lighter.
 
     With ``adaptive_noise_scale`` by more where the channel's mean is far from 0.
     """
-    strength = _strengths(config.noise_offset, generators, config.noise_offset_random_strength)
+    strength = _sample_strengths(config.noise_offset, generators, config.noise_offset_random_strength)
     moves = torch.stack([torch.randn(noise.shape[1], generator=each) for each in generators])
     strength, moves = (each.to(noise, non_blocking=True) for each in (strength.view(-1, 1), moves))
     if config.adaptive_noise_scale:
         strength = (strength + config.adaptive_noise_scale * latents.flatten(2).mean(2).abs()).clamp(min=0)
-    return noise + _beside(strength * moves, noise)
+    return noise + _expand_dims_like(strength * moves, noise)
 
 
-def with_pyramid(noise: Tensor, config: NoiseConfig, generators: Sequence[torch.Generator]) -> Tensor:
+def apply_pyramid_noise(noise: Tensor, config: NoiseConfig, generators: Sequence[torch.Generator]) -> Tensor:
     """Coarser and coarser noise added, fainter by ``multires_noise_discount`` each time; spread 1 for each sample."""
     rows, columns = noise.shape[-2:]
-    layers = torch.stack([_pyramid(noise.shape[1], rows, columns, config, each) for each in generators])
+    layers = torch.stack([_sample_pyramid_noise(noise.shape[1], rows, columns, config, each) for each in generators])
     noise = noise + layers.to(noise, non_blocking=True)
-    return noise / _beside(noise.flatten(1).std(1), noise)
+    return noise / _expand_dims_like(noise.flatten(1).std(1), noise)
 
 
-def _pyramid(channels: int, rows: int, columns: int, config: NoiseConfig, generator: torch.Generator) -> Tensor:
-    total = torch.zeros(channels, rows, columns)
+def _sample_pyramid_noise(channels: int, height: int, width: int, config: NoiseConfig, generator: torch.Generator) -> Tensor:
+    total = torch.zeros(channels, height, width)
     for level in range(config.multires_noise_iterations):
         smaller = (2 + 2 * float(torch.rand((), generator=generator))) ** level
-        size = max(1, int(rows / smaller)), max(1, int(columns / smaller))
+        size = max(1, int(height / smaller)), max(1, int(width / smaller))
         layer = torch.randn(1, channels, *size, generator=generator)
-        total += config.multires_noise_discount**level * F.interpolate(layer, (rows, columns), mode="bilinear")[0]
+        total += config.multires_noise_discount**level * F.interpolate(layer, (height, width), mode="bilinear")[0]
         if 1 in size:
             break
     return total
 
 
-def _strengths(amount: float, generators: Sequence[torch.Generator], is_random: bool) -> Tensor:
+def _sample_strengths(amount: float, generators: Sequence[torch.Generator], is_random: bool) -> Tensor:
     """``amount`` for each sample, or a random share of it."""
     if not is_random:
         return torch.full((len(generators),), amount)
     return amount * torch.stack([torch.rand((), generator=each) for each in generators])
 
 
-def _beside(values: Tensor, like: Tensor) -> Tensor:
+def _expand_dims_like(values: Tensor, like: Tensor) -> Tensor:
     return values.view(*values.shape, *[1] * (like.ndim - values.ndim))
 
 

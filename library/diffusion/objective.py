@@ -5,56 +5,56 @@ from dataclasses import dataclass
 from torch import Size, Tensor
 
 from ..config.schema import LossConfig, NoiseConfig
-from .losses import elementwise
-from .noise import Draws, coloured, perturbed, sent
-from .process import Process
-from .timesteps import draw, times
-from .weighting import weights
+from .losses import compute_elementwise_loss
+from .noise import GeneratorFactory, apply_noise_options, apply_input_perturbation, sent
+from .process import NoiseProcess
+from .timesteps import sample_quantiles_and_noise, compute_timesteps
+from .weighting import compute_loss_weights
 
 
 @dataclass(frozen=True)
-class Noised:
+class NoisyBatch:
     """A batch at the times it is trained at."""
 
     latents: Tensor  # with noise: what the model sees
     target: Tensor  # what it is to say
-    t: Tensor  # (B,), 0..1000
+    timesteps: Tensor  # (B,), 0..1000
 
 
 @dataclass(frozen=True)
 class Objective:
     """Pure functions of a batch; the random numbers are handed in."""
 
-    process: Process
-    noise: NoiseConfig
-    loss: LossConfig
+    process: NoiseProcess
+    noise_config: NoiseConfig
+    loss_config: LossConfig
 
-    def noised(self, latents: Tensor, draws: Draws) -> Noised:
+    def add_noise(self, latents: Tensor, make_generators: GeneratorFactory) -> NoisyBatch:
         """The batch at times and with noise that are a function of each sample's generators and of nothing else.
 
         They are drawn on the CPU, whose generators give the same numbers beside every kind of device.
         """
-        u, noise = draw(draws("noise"), latents.shape[1:])
-        t = self.times(u, latents.shape).to(latents.device, non_blocking=True)
-        noise = coloured(sent(noise, latents), latents, self.noise, draws)
-        made = self.at(latents, noise, t)
-        if not self.noise.ip_noise_gamma:
+        u, noise = sample_quantiles_and_noise(make_generators("noise"), latents.shape[1:])
+        t = self.compute_timesteps(u, latents.shape).to(latents.device, non_blocking=True)
+        noise = apply_noise_options(sent(noise, latents), latents, self.noise_config, make_generators)
+        made = self.add_noise_at(latents, noise, t)
+        if not self.noise_config.ip_noise_gamma:
             return made
-        return Noised(self.at(latents, perturbed(noise, self.noise, draws), t).latents, made.target, t)
+        return NoisyBatch(self.add_noise_at(latents, apply_input_perturbation(noise, self.noise_config, make_generators), t).latents, made.target, t)
 
-    def at(self, latents: Tensor, noise: Tensor, t: Tensor) -> Noised:
+    def add_noise_at(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> NoisyBatch:
         """The batch at given times with given noise, as validation wants it."""
-        noisy, target = self.process.add_noise(latents, noise, t)
-        return Noised(noisy, target, t)
+        noisy, target = self.process.add_noise(latents, noise, timesteps)
+        return NoisyBatch(noisy, target, timesteps)
 
-    def times(self, u: Tensor, latents: Size) -> Tensor:
+    def compute_timesteps(self, u: Tensor, latents_shape: Size) -> Tensor:
         """The ``u``-quantiles, in float64 and between 0 and 1, of the times that latents of this shape train at."""
-        return times(u, self.noise, self.process, latents)
+        return compute_timesteps(u, self.noise_config, self.process, latents_shape)
 
-    def elementwise(self, predicted: Tensor, noised: Noised) -> Tensor:
+    def compute_elementwise_loss(self, prediction: Tensor, noisy_batch: NoisyBatch) -> Tensor:
         """The loss of each number, before masks; the mean over a sample is its loss."""
-        return elementwise(predicted, noised.target, noised.t, self.process, self.loss)
+        return compute_elementwise_loss(prediction, noisy_batch.target, noisy_batch.timesteps, self.process, self.loss_config)
 
-    def weights(self, t: Tensor) -> Tensor:
+    def compute_loss_weights(self, timesteps: Tensor) -> Tensor:
         """How much the loss of a sample at time ``t`` counts."""
-        return weights(self.process, t, self.noise, self.loss)
+        return compute_loss_weights(self.process, timesteps, self.noise_config, self.loss_config)

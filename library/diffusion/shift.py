@@ -18,45 +18,45 @@ class FixedShift:
 
     factor: float = 1.0
 
-    def at(self, tokens: int) -> float:
+    def compute_factor(self, num_tokens: int) -> float:
         """The factor for a picture that the model sees as ``tokens`` patches."""
         return self.factor
 
 
 @dataclass(frozen=True)
-class GrowingShift:
+class DynamicShift:
     """A factor ``exp(m)`` (or, linearly, ``m``) with ``m`` on the straight line through two points (tokens, m)."""
 
-    low: tuple[int, float]
-    high: tuple[int, float]
-    exponential: bool = True
+    base_point: tuple[int, float]
+    max_point: tuple[int, float]
+    is_exponential: bool = True
 
-    def at(self, tokens: int) -> float:
+    def compute_factor(self, num_tokens: int) -> float:
         """The factor for a picture that the model sees as ``tokens`` patches."""
-        (start, least), (end, most) = self.low, self.high
-        m = least + (most - least) * (tokens - start) / (end - start)
-        return math.exp(m) if self.exponential else m
+        (start, least), (end, most) = self.base_point, self.max_point
+        m = least + (most - least) * (num_tokens - start) / (end - start)
+        return math.exp(m) if self.is_exponential else m
 
 
-Shift = FixedShift | GrowingShift
+TimestepShift = FixedShift | DynamicShift
 
-UNSHIFTED = FixedShift()
+NO_SHIFT = FixedShift()
 
-FLUX = GrowingShift((256, 0.5), (4096, 1.15))
+FLUX_DEV_SHIFT = DynamicShift((256, 0.5), (4096, 1.15))
 """The line that FLUX.1 dev draws pictures by."""
 
 
-def shift_of(scheduler: Mapping[str, Any]) -> Shift:
+def build_timestep_shift(scheduler_config: Mapping[str, Any]) -> TimestepShift:
     """How the pipeline moves its times, from the settings of diffusers' ``FlowMatchEulerDiscreteScheduler``."""
-    if not scheduler.get("use_dynamic_shifting", False):
-        return FixedShift(float(scheduler.get("shift", 1.0)))
-    return GrowingShift(
-        (int(scheduler.get("base_image_seq_len", 256)), float(scheduler.get("base_shift", 0.5))),
-        (int(scheduler.get("max_image_seq_len", 4096)), float(scheduler.get("max_shift", 1.15))),
-        scheduler.get("time_shift_type", "exponential") == "exponential",
+    if not scheduler_config.get("use_dynamic_shifting", False):
+        return FixedShift(float(scheduler_config.get("shift", 1.0)))
+    return DynamicShift(
+        (int(scheduler_config.get("base_image_seq_len", 256)), float(scheduler_config.get("base_shift", 0.5))),
+        (int(scheduler_config.get("max_image_seq_len", 4096)), float(scheduler_config.get("max_shift", 1.15))),
+        scheduler_config.get("time_shift_type", "exponential") == "exponential",
     )
 
 
-def shifted(s: Tensor, factor: float) -> Tensor:
+def apply_shift(sigmas: Tensor, factor: float) -> Tensor:
     """Times in 0..1, moved towards 1, which is noise, by a factor above 1."""
-    return factor * s / (1 + (factor - 1) * s)
+    return factor * sigmas / (1 + (factor - 1) * sigmas)

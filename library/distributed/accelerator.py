@@ -17,13 +17,13 @@ from accelerate.utils import (
 from ..config import RunConfig
 from ..config.schema import DistributedConfig
 from ..errors import ConfigError
-from .backend import can_leave_alone, process_group
-from .engines import hidden_from_accelerate
+from .backend import can_destroy_group_alone, build_process_group_kwargs
+from .engines import hide_engine_variables
 from .launcher_settings import find_launch_problems
-from .meeting import meet
-from .refusals import Came, before_joining, differences, effective_precision, mismatches
-from .trackers import open_folder, run_folder, tracker_of, tracker_problems
-from .world import World, now
+from .meeting import join_process_group
+from .refusals import AcceleratorFacts, find_launch_problems, format_mismatches, resolve_mixed_precision, validate_accelerator
+from .trackers import create_tracker_dir, resolve_tracker_dir, resolve_tracker, validate_trackers
+from .world import World, format_timestamp
 
 logger = logging.getLogger(__name__)
 
@@ -34,58 +34,58 @@ def prepare_accelerator(args: RunConfig) -> Accelerator:
     The process group, folders of trackers, ``WANDB_DIR`` and the processors that it may use are its side effects.
     """
     world = World.from_environment()
-    problems = [*before_joining(args, world), *find_launch_problems(args, world)]
-    with hidden_from_accelerate():
+    problems = [*find_launch_problems(args, world), *find_launch_problems(args, world)]
+    with hide_engine_variables():
         # The ranks meet here, before the Accelerator: the folder that its constructor takes needs a time they agree on.
-        state = meet(args, world, problems)
-        if binds_to_numa_node(world):
-            bind(state.local_process_index)
+        state = join_process_group(args, world, problems)
+        if should_bind_to_numa_node(world):
+            bind_to_numa_node(state.local_process_index)
         try:
-            return _with_others(args, world, state)
+            return _build_accelerator(args, world, state)
         except ConfigError:
-            if can_leave_alone():
+            if can_destroy_group_alone():
                 state.destroy_process_group()
             raise
 
 
-def _with_others(args: RunConfig, world: World, state: PartialState) -> Accelerator:
-    _refuse(differences({"processes": (world.size, state.num_processes), "rank": (world.rank, state.process_index)}))
-    world = replace(world, started=_agree(args, state))
-    accelerator = Accelerator(**accelerator_kwargs(args, world))
-    _refuse(mismatches(args, world, came_of(accelerator)))
+def _build_accelerator(config: RunConfig, world: World, state: PartialState) -> Accelerator:
+    _raise_problems(format_mismatches({"processes": (world.world_size, state.num_processes), "rank": (world.rank, state.process_index)}))
+    world = replace(world, started_at=_agree_on_start_time(config, state))
+    accelerator = Accelerator(**build_accelerator_kwargs(config, world))
+    _raise_problems(validate_accelerator(config, world, read_accelerator_facts(accelerator)))
     return accelerator
 
 
-def accelerator_kwargs(args: RunConfig, world: World) -> dict[str, Any]:
+def build_accelerator_kwargs(config: RunConfig, world: World) -> dict[str, Any]:
     """The keyword arguments of ``Accelerator`` for these settings in this world.  Pure."""
     return {
-        "mixed_precision": effective_precision(args, world),
-        "gradient_accumulation_steps": args.train.gradient_accumulation_steps,
-        "cpu": world.device == "cpu",
-        "log_with": tracker_of(args.log),
-        "project_dir": run_folder(args.log, world.started),
-        "dynamo_plugin": dynamo_plugin(args.distributed),
-        "kwargs_handlers": handlers(args, world),
+        "mixed_precision": resolve_mixed_precision(config, world),
+        "gradient_accumulation_steps": config.train.gradient_accumulation_steps,
+        "cpu": world.device_type == "cpu",
+        "log_with": resolve_tracker(config.log),
+        "project_dir": resolve_tracker_dir(config.log, world.started_at),
+        "dynamo_plugin": build_dynamo_plugin(config.distributed),
+        "kwargs_handlers": build_kwargs_handlers(config, world),
         "step_scheduler_with_optimizer": False,
     }
 
 
-def handlers(args: RunConfig, world: World) -> list[KwargsHandler]:
+def build_kwargs_handlers(config: RunConfig, world: World) -> list[KwargsHandler]:
     """The process group and DDP, as far as there are other processes."""
-    group = process_group(world, args.distributed.ddp_timeout)
+    group = build_process_group_kwargs(world, config.distributed.ddp_timeout)
     if group is None:
         return []
     ddp = DistributedDataParallelKwargs(
         # Buffers belong to the frozen model and are the same everywhere.  Sending them before each forward costs time
         # and stops everything where one depends on the size of the pictures.
         broadcast_buffers=False,
-        gradient_as_bucket_view=args.distributed.ddp_gradient_as_bucket_view,
-        static_graph=args.distributed.ddp_static_graph,
+        gradient_as_bucket_view=config.distributed.ddp_gradient_as_bucket_view,
+        static_graph=config.distributed.ddp_static_graph,
     )
     return [group, ddp]
 
 
-def dynamo_plugin(distributed: DistributedConfig) -> TorchDynamoPlugin | None:
+def build_dynamo_plugin(distributed: DistributedConfig) -> TorchDynamoPlugin | None:
     """What ``torch_compile`` asks for; ``None`` leaves it to the launcher."""
     if distributed.torch_compile is None:
         return None
@@ -102,7 +102,7 @@ def dynamo_plugin(distributed: DistributedConfig) -> TorchDynamoPlugin | None:
     return plugin
 
 
-def bind(local_rank: int) -> None:
+def bind_to_numa_node(local_rank: int) -> None:
     """To the NUMA node of the device; nobody asked for it, so where it cannot be done the run goes on without.
 
     Containers may have a driver's library that tells nothing, or none of the node's processors.
@@ -113,38 +113,38 @@ def bind(local_rank: int) -> None:
         logger.warning("this process is not bound to the NUMA node of its device: %s", error)
 
 
-def binds_to_numa_node(world: World) -> bool:
+def should_bind_to_numa_node(world: World) -> bool:
     """Whether to use accelerate's NUMA affinity though nobody asked for it; what the environment says is followed."""
-    return world.affinity is None and world.machine.numa_nodes > 1 and not world.machine.affinity_obstacle
+    return world.numa_affinity is None and world.machine.numa_nodes > 1 and not world.machine.numa_affinity_problem
 
 
-def came_of(accelerator: Accelerator) -> Came:
+def read_accelerator_facts(accelerator: Accelerator) -> AcceleratorFacts:
     """What the Accelerator really has."""
-    return Came(
-        size=accelerator.num_processes,
+    return AcceleratorFacts(
+        world_size=accelerator.num_processes,
         rank=accelerator.process_index,
-        device=accelerator.device.type,
-        kind=str(accelerator.distributed_type.value),
-        precision=str(accelerator.mixed_precision),
-        accumulation=accelerator.gradient_accumulation_steps,
-        dynamo=str(accelerator.state.dynamo_plugin.backend.value).lower(),
+        device_type=accelerator.device.type,
+        distributed_type=str(accelerator.distributed_type.value),
+        mixed_precision=str(accelerator.mixed_precision),
+        gradient_accumulation_steps=accelerator.gradient_accumulation_steps,
+        dynamo_backend=str(accelerator.state.dynamo_plugin.backend.value).lower(),
     )
 
 
-def _agree(args: RunConfig, state: PartialState) -> str:
+def _agree_on_start_time(config: RunConfig, state: PartialState) -> str:
     """One start time for all ranks; and what is wrong with the main rank's trackers stops all of them."""
     word: list[tuple[str, list[str]]] = [("", [])]
     if state.is_main_process:
-        started = now()
-        problems = tracker_problems(args.log, os.environ)
-        word = [(started, problems or open_folder(run_folder(args.log, started), args.log))]
+        started = format_timestamp()
+        problems = validate_trackers(config.log, os.environ)
+        word = [(started, problems or create_tracker_dir(resolve_tracker_dir(config.log, started), config.log))]
     if state.num_processes > 1:
         broadcast_object_list(word)
     started, problems = word[0]
-    _refuse(problems)
+    _raise_problems(problems)
     return started
 
 
-def _refuse(problems: list[str]) -> None:
+def _raise_problems(problems: list[str]) -> None:
     if problems:
         raise ConfigError(problems)

@@ -9,29 +9,29 @@ from typing import Any
 import torch.distributed as dist
 
 
-class Board:
+class KeyValueStore:
     """What stands under one topic, the same on every process."""
 
-    def __init__(self, topic: str, store: Any = None):
+    def __init__(self, prefix: str, store: Any = None):
         # The store through which the processes found each other, which lives as long as their group.
         torch_dist: Any = dist
         if store is None:
             joined = dist.is_initialized()
             store = torch_dist.distributed_c10d._get_default_store() if joined else torch_dist.HashStore()
-        self._store = torch_dist.PrefixStore(topic, store)
+        self._store = torch_dist.PrefixStore(prefix, store)
 
-    def add(self, name: str, amount: int) -> int:
+    def add(self, key: str, amount: int) -> int:
         """Raise a count that begins at 0; return what it is now."""
-        return int(self._store.add(name, amount))
+        return int(self._store.add(key, amount))
 
-    def count(self, name: str) -> int:
+    def read_counter(self, key: str) -> int:
         """What a count is now."""
-        return self.add(name, 0)
+        return self.add(key, 0)
 
-    def tell(self, name: str, word: str) -> None:
+    def set(self, key: str, value: str) -> None:
         """Leave a word for all."""
-        self._store.set(name, word)
+        self._store.set(key, value)
 
-    def told(self, name: str) -> str | None:
+    def get(self, key: str) -> str | None:
         """The word that somebody left, if any."""
-        return str(self._store.get(name).decode()) if self._store.check([name]) else None
+        return str(self._store.get(key).decode()) if self._store.check([key]) else None

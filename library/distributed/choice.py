@@ -4,45 +4,45 @@ import logging
 
 from ..config import RunConfig
 from .accelerator import prepare_accelerator
-from .engines import hide_from_libraries, tell_device
-from .layout import layout_of
-from .sharding import asked_for
-from .strategy import DataParallel
+from .engines import unset_fsdp_variable, set_deepspeed_device
+from .layout import build_parallel_dims
+from .sharding import resolve_fsdp
+from .strategy import Strategy
 from .world import World
-from .zero_settings import zero_settings
+from .zero_settings import resolve_deepspeed_settings
 
 logger = logging.getLogger(__name__)
 
 
-def strategy_of(args: RunConfig) -> DataParallel:
+def build_strategy(config: RunConfig) -> Strategy:
     """Join the other processes, and return how they work together."""
     world = World.from_environment()
-    asked = asked_for(args, world)
-    zero, _ = zero_settings(args, world)  # its problems are told before the others are joined
-    accelerator = prepare_accelerator(args)
-    hide_from_libraries()
-    tell_device(accelerator.device)
-    layout = layout_of(args, world)
-    if args.parallel.device_map is not None:
-        from .mapped import Mapped
+    asked = resolve_fsdp(config, world)
+    zero, _ = resolve_deepspeed_settings(config, world)  # its problems are told before the others are joined
+    accelerator = prepare_accelerator(config)
+    unset_fsdp_variable()
+    set_deepspeed_device(accelerator.device)
+    layout = build_parallel_dims(config, world)
+    if config.parallel.device_map is not None:
+        from .mapped import DeviceMapStrategy
 
-        return Mapped(accelerator, args.parallel.device_map)
-    if layout.stages > 1:
-        from .pipelined import Pipelined
+        return DeviceMapStrategy(accelerator, config.parallel.device_map)
+    if layout.pp > 1:
+        from .pipelined import PipelineStrategy
 
-        return Pipelined(accelerator, layout, args.parallel.pp_schedule)
+        return PipelineStrategy(accelerator, layout, config.parallel.pp_schedule)
     if zero is not None:
-        from .zero import Zero
+        from .zero import DeepSpeedStrategy
 
-        return Zero(accelerator, zero)
-    if layout.together > 1 and asked.sharding is None:
-        from .grouped import Grouped
+        return DeepSpeedStrategy(accelerator, zero)
+    if layout.model_parallel_size > 1 and asked.settings is None:
+        from .grouped import ModelParallelStrategy
 
-        return Grouped(accelerator, layout)
-    if asked.sharding is None:
-        return DataParallel(accelerator)
-    from .sharded import Sharded
+        return ModelParallelStrategy(accelerator, layout)
+    if asked.settings is None:
+        return Strategy(accelerator)
+    from .sharded import FSDPStrategy
 
-    for remark in asked.remarks:
+    for remark in asked.notices:
         logger.warning("%s", remark)
-    return Sharded(accelerator, asked.sharding, layout)
+    return FSDPStrategy(accelerator, asked.settings, layout)

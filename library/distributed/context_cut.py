@@ -19,202 +19,202 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ..errors import UserError
-from .structure import Structure
-from .token_exchange import Others, Tied, first_tie, gathered, whole, with_all_heads, with_all_tokens
+from .structure import ParallelPlan
+from .token_exchange import AllToAllGroup, TensorAndDependency, create_dependency, all_gather_tokens, all_gather_tokens_with_grad, scatter_tokens_gather_heads, scatter_heads_gather_tokens
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Shares:
+class SequenceShards:
     """Which tokens of each stream, such as a text or a picture, are whose."""
 
     lengths: Mapping[str, int]
     rank: int
     size: int
 
-    def bounds(self, stream: str, rank: int) -> tuple[int, int]:
+    def compute_bounds(self, stream: str, rank: int) -> tuple[int, int]:
         """Where the part of a process begins, and where it ends."""
         length = self.lengths[stream]
         return length * rank // self.size, length * (rank + 1) // self.size
 
-    def counts(self, streams: Sequence[str]) -> list[int]:
+    def count_tokens_per_rank(self, streams: Sequence[str]) -> list[int]:
         """How many tokens of streams that stand one behind the other each process has."""
-        ends = ([self.bounds(stream, rank) for stream in streams] for rank in range(self.size))
+        ends = ([self.compute_bounds(stream, rank) for stream in streams] for rank in range(self.size))
         return [sum(end - start for start, end in each) for each in ends]
 
-    def tokens(self, streams: Sequence[str], device: torch.device) -> "Tokens":
+    def build_token_map(self, streams: Sequence[str], device: torch.device) -> "TokenMap":
         """Which of these streams' tokens are here, and who has which."""
-        counts = torch.tensor(self.counts(streams))
+        counts = torch.tensor(self.count_tokens_per_rank(streams))
         whose = torch.arange(self.size, dtype=torch.uint8).repeat_interleave(counts)
-        return Tokens(self.places(streams, device), whose)
+        return TokenMap(self.compute_token_positions(streams, device), whose)
 
-    def places(self, streams: Sequence[str], device: torch.device) -> Tensor:
+    def compute_token_positions(self, streams: Sequence[str], device: torch.device) -> Tensor:
         """Where in the whole of these streams the tokens of this process stand; made there, for a copy would wait."""
         found, before = [], 0
         for stream in streams:
-            start, end = self.bounds(stream, self.rank)
+            start, end = self.compute_bounds(stream, self.rank)
             found.append(torch.arange(before + start, before + end, device=device))
             before += self.lengths[stream]
         return torch.cat(found)
 
-    def of(self, given: Tensor, axis: int, streams: Sequence[str]) -> Tensor:
+    def slice_shard(self, tensor: Tensor, dim: int, streams: Sequence[str]) -> Tensor:
         """The part of this process in something that has a row for each token."""
         found, before = [], 0
         for stream in streams:
-            start, end = self.bounds(stream, self.rank)
-            found.append(given.narrow(axis, before + start, end - start))
+            start, end = self.compute_bounds(stream, self.rank)
+            found.append(tensor.narrow(dim, before + start, end - start))
             before += self.lengths[stream]
-        return torch.cat(found, dim=axis)
+        return torch.cat(found, dim=dim)
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TokenMap:
     """Of streams that stand one behind the other; as tensors, whose lengths a compiler can take for what changes."""
 
-    places: Tensor
+    positions: Tensor
     """Where in all of them the tokens of this process stand."""
-    whose: Tensor
+    owner_ranks: Tensor
     """The number of the process that has each, on the host; in the order in which processes send them."""
 
 
-class ContextCut:
+class ContextParallel:
     """This process's part of the tokens."""
 
-    def __init__(self, others: Others, changes: Callable[[Tensor], object] = lambda tensor: None):
+    def __init__(self, group: AllToAllGroup, mark_dynamic: Callable[[Tensor], object] = lambda tensor: None):
         """``changes`` is told of tensors that get another length from time to time."""
-        self.others, self.rank, self.size = others, others.rank, others.size
-        self._changes = changes
-        self._shares: Shares | None = None
+        self.group, self.rank, self.size = group, group.rank, group.size
+        self._mark_dynamic = mark_dynamic
+        self._shards: SequenceShards | None = None
         """Of the latest forward; what is computed twice is computed again before another one."""
-        self._tokens: dict[tuple[str, ...], Tokens] = {}
+        self._token_maps: dict[tuple[str, ...], TokenMap] = {}
 
-    def enter(self, model: nn.Module, structure: Structure) -> None:
+    def wrap_blocks(self, model: nn.Module, parallel_plan: ParallelPlan) -> None:
         """From now on the blocks of ``model`` are to be given a part of the tokens."""
-        self.structure = structure
-        each = ((name,) for name in structure.chain.flow)
-        self._combinations = {*each, *structure.layer_tokens.values(), *self._attended()}
-        for block in structure.chain.blocks:
-            structure.chain.gates.shut(block, partial(self._inside, inspect.signature(block.forward)))
-        for name, streams in structure.layer_tokens.items():
+        self.parallel_plan = parallel_plan
+        each = ((name,) for name in parallel_plan.block_sequence.activation_args)
+        self._stream_groups = {*each, *parallel_plan.layer_token_streams.values(), *self._list_attended_streams()}
+        for block in parallel_plan.block_sequence.blocks:
+            parallel_plan.block_sequence.hooks.wrap(block, partial(self._run_block, inspect.signature(block.forward)))
+        for name, streams in parallel_plan.layer_token_streams.items():
             for down in getattr(model.get_submodule(name), "lora_A", {}).values():
                 down.token_streams = streams  # asked in compiled code, where a module is not known by who it is
 
-    def enclose(self) -> None:
+    def wrap_sequence_ends(self) -> None:
         """From now on the first block deals the tokens out, and behind the last all have all of them.
 
         Around whatever else was done to blocks: stages of a pipeline that do not run them go by here all the same.
         """
-        first, last = self.structure.chain.blocks[0], self.structure.chain.blocks[-1]
-        gates = self.structure.chain.gates
-        gates.shut(first, partial(self._deal, inspect.signature(first.forward)))
-        gates.shut(last, self._collect)
+        first, last = self.parallel_plan.block_sequence.blocks[0], self.parallel_plan.block_sequence.blocks[-1]
+        gates = self.parallel_plan.block_sequence.hooks
+        gates.wrap(first, partial(self._scatter_tokens, inspect.signature(first.forward)))
+        gates.wrap(last, self._gather_tokens)
         logger.info("context parallel: %d processes share the tokens of a picture, this is number %d", self.size,
                     self.rank + 1)  # fmt: skip
 
-    def places(self, down: nn.Module) -> Tensor | None:
+    def get_token_positions(self, lora_a: nn.Module) -> Tensor | None:
         """Which tokens a layer sees on this process, by the matrix that its adapter begins with."""
-        streams: tuple[str, ...] | None = getattr(down, "token_streams", None)
-        return None if streams is None else self._tokens[streams].places
+        streams: tuple[str, ...] | None = getattr(lora_a, "token_streams", None)
+        return None if streams is None else self._token_maps[streams].positions
 
     @property
-    def shares(self) -> Shares:
+    def shards(self) -> SequenceShards:
         """Of what is computed now."""
-        if self._shares is None:
+        if self._shards is None:
             raise AssertionError("no block has run")
-        return self._shares
+        return self._shards
 
-    def _deal(self, signature: inspect.Signature, run: Callable[..., Any], args: Any, named: Any) -> Any:
-        bound = signature.bind(*args, **named)
-        given, flow = bound.arguments, self.structure.chain.flow
-        shares = Shares({name: given[name].shape[1] for name in flow}, self.rank, self.size)
-        if shares != self._shares:
+    def _scatter_tokens(self, signature: inspect.Signature, block_forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        given, flow = bound.arguments, self.parallel_plan.block_sequence.activation_args
+        shares = SequenceShards({name: given[name].shape[1] for name in flow}, self.rank, self.size)
+        if shares != self._shards:
             device = given[flow[0]].device
-            self._shares = shares
-            self._tokens = {streams: shares.tokens(streams, device) for streams in self._combinations}
-        for tokens in self._tokens.values():
-            self._changes(tokens.places)
-            self._changes(tokens.whose)
+            self._shards = shares
+            self._token_maps = {streams: shares.build_token_map(streams, device) for streams in self._stream_groups}
+        for tokens in self._token_maps.values():
+            self._mark_dynamic(tokens.positions)
+            self._mark_dynamic(tokens.owner_ranks)
         for name in flow:
-            given[name] = self.shares.of(given[name], 1, (name,))
-        return run(*bound.args, **bound.kwargs)
+            given[name] = self.shards.slice_shard(given[name], 1, (name,))
+        return block_forward(*bound.args, **bound.kwargs)
 
-    def _collect(self, run: Callable[..., Any], args: Any, named: Any) -> Any:
-        made = run(*args, **named)
+    def _gather_tokens(self, block_forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        made = block_forward(*args, **kwargs)
         flow = made if isinstance(made, tuple) else (made,)
-        found = tuple(None if each is None else whole(each, 1, self._tokens[name,].whose, self.others)
-                      for name, each in zip(self.structure.chain.flow, flow, strict=True))  # fmt: skip
+        found = tuple(None if each is None else all_gather_tokens_with_grad(each, 1, self._token_maps[name,].owner_ranks, self.group)
+                      for name, each in zip(self.parallel_plan.block_sequence.activation_args, flow, strict=True))  # fmt: skip
         return found if isinstance(made, tuple) else found[0]
 
-    def _inside(self, signature: inspect.Signature, run: Callable[..., Any], args: Any, named: Any) -> Any:
-        bound = signature.bind(*args, **named)
+    def _run_block(self, signature: inspect.Signature, block_forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
         given = bound.arguments
-        for name, kinds in self.structure.block_tokens.items():
+        for name, kinds in self.parallel_plan.block_token_args.items():
             if given.get(name) is not None:
-                given[name] = self._part(given[name], kinds)
-        with _Attention(self.attend) as attention:
-            made = run(*bound.args, **bound.kwargs)
+                given[name] = self._slice_argument(given[name], kinds)
+        with _AttentionOverride(self.compute_sharded_attention) as attention:
+            made = block_forward(*bound.args, **bound.kwargs)
         if not attention.calls:
             raise UserError(f"--cp_size {self.size}: a block computed its attention in a way that cannot be shared; is"
                             " DIFFUSERS_ATTN_BACKEND set? unset it")  # fmt: skip
         return made
 
-    def _part(self, given: Any, kinds: Sequence[tuple[int, Sequence[str]]]) -> Any:
-        if isinstance(given, Tensor):
-            ((axis, streams),) = kinds
-            return self.shares.of(given, axis, streams)
-        return tuple(self.shares.of(each, axis, streams) for each, (axis, streams) in zip(given, kinds, strict=True))
+    def _slice_argument(self, argument: Any, token_axes: Sequence[tuple[int, Sequence[str]]]) -> Any:
+        if isinstance(argument, Tensor):
+            ((axis, streams),) = token_axes
+            return self.shards.slice_shard(argument, axis, streams)
+        return tuple(self.shards.slice_shard(each, axis, streams) for each, (axis, streams) in zip(argument, token_axes, strict=True))
 
-    def attend(self, tie: Tensor | None, query: Tensor, key: Tensor, value: Tensor,
-               attn_mask: Tensor | None = None, **more: Any) -> Tied:  # fmt: skip
+    def compute_sharded_attention(self, dependency: Tensor | None, query: Tensor, key: Tensor, value: Tensor,
+               attn_mask: Tensor | None = None, **kwargs: Any) -> TensorAndDependency:  # fmt: skip
         """That of all tokens, in some of the heads, and from there in all heads of this process's tokens."""
         # Autocast would do it a moment later, after more had travelled.
-        query, key, value = (each.to(self.precision(each)) for each in (query, key, value))
-        tie = first_tie(query) if tie is None else tie
+        query, key, value = (each.to(self.get_attention_dtype(each)) for each in (query, key, value))
+        dependency = create_dependency(query) if dependency is None else dependency
         own = query.shape[-2]
-        whose = self._of_so_many(own).whose
+        whose = self._find_token_map(own).owner_ranks
         if attn_mask is not None:
-            attn_mask, tie = gathered(attn_mask, -1, tie, whose, self.others)
-        every, tie = with_all_tokens(torch.stack((query, key, value)), tie, whose, self.others)
+            attn_mask, dependency = all_gather_tokens(attn_mask, -1, dependency, whose, self.group)
+        every, dependency = scatter_heads_gather_tokens(torch.stack((query, key, value)), dependency, whose, self.group)
         query, key, value = every.unbind()
-        said = self.of_all(query, key, value, attn_mask, **more)
-        return with_all_heads(said, own, tie, whose, self.others)
+        said = self.compute_full_attention(query, key, value, attn_mask, **kwargs)
+        return scatter_tokens_gather_heads(said, own, dependency, whose, self.group)
 
-    def of_all(self, *given: Any, **more: Any) -> Tensor:
+    def compute_full_attention(self, *args: Any, **kwargs: Any) -> Tensor:
         """Attention as it is; under a name by which it is not caught again where a compiled block calls it."""
-        said: Tensor = torch.ops.aten.scaled_dot_product_attention(*given, **more)
+        said: Tensor = torch.ops.aten.scaled_dot_product_attention(*args, **kwargs)
         return said
 
-    def precision(self, given: Tensor) -> torch.dtype:
+    def get_attention_dtype(self, tensor: Tensor) -> torch.dtype:
         """In which attention is computed."""
-        kind = given.device.type
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else given.dtype
+        kind = tensor.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
 
-    def _attended(self) -> tuple[tuple[str, ...], ...]:
+    def _list_attended_streams(self) -> tuple[tuple[str, ...], ...]:
         """All streams together, or the picture, which may look at itself alone."""
-        flow = self.structure.chain.flow
+        flow = self.parallel_plan.block_sequence.activation_args
         return flow, flow[-1:]
 
-    def _of_so_many(self, own: int) -> Tokens:
-        for streams in self._attended():
-            tokens = self._tokens[streams]
-            if tokens.places.shape[0] == own:
+    def _find_token_map(self, local_tokens: int) -> TokenMap:
+        for streams in self._list_attended_streams():
+            tokens = self._token_maps[streams]
+            if tokens.positions.shape[0] == local_tokens:
                 return tokens
-        raise AssertionError(f"attention over {own} tokens, of {self._shares}")
+        raise AssertionError(f"attention over {local_tokens} tokens, of {self._shards}")
 
 
-class _Attention(TorchFunctionMode):
+class _AttentionOverride(TorchFunctionMode):
     """Inside, torch's attention is another one, however a model comes to call it."""
 
-    def __init__(self, other: Callable[..., Tied]):
+    def __init__(self, attention: Callable[..., TensorAndDependency]):
         super().__init__()
-        self._other, self.calls = other, 0
-        self._tie: Tensor | None = None
+        self._attention, self.calls = attention, 0
+        self._dependency: Tensor | None = None
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is functional.scaled_dot_product_attention:
             self.calls += 1
-            said, self._tie = self._other(self._tie, *args, **(kwargs or {}))
+            said, self._dependency = self._attention(self._dependency, *args, **(kwargs or {}))
             return said
         if function is Tensor.unflatten:  # which dynamo knows as a method only
             return args[0].unflatten(*args[1:], **(kwargs or {}))

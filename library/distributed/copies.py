@@ -9,51 +9,51 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .devices import has_own_memory
+from .devices import has_device_memory
 
 T = TypeVar("T")
 
 
-class Copies:
+class CopyStream:
     """To one device; where it has no streams, a copy is one as ever."""
 
-    def __init__(self, device: torch.device, streams: Any = None):
+    def __init__(self, device: torch.device, stream_module: Any = None):
         """``streams`` is torch's module for such devices."""
         self.device = device
-        self._streams = torch.get_device_module(device) if streams is None and has_own_memory(device) else streams
-        self._own = None if self._streams is None else self._streams.Stream(device)
+        self._stream_module = torch.get_device_module(device) if stream_module is None and has_device_memory(device) else stream_module
+        self._stream = None if self._stream_module is None else self._stream_module.Stream(device)
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """The tensor on the device, for what is computed from now on."""
-        found = self.sent(tensor)
+        found = self.start_copy(tensor)
         if found is not tensor:
-            self.arrive([found])
+            self.wait_for_copies([found])
         return found
 
-    def sent(self, tensor: Tensor) -> Tensor:
+    def start_copy(self, tensor: Tensor) -> Tensor:
         """On its way, which begins at once; nobody may touch it before ``arrive``."""
-        return self.made(lambda: tensor.to(self.device, non_blocking=True))
+        return self.run_on_stream(lambda: tensor.to(self.device, non_blocking=True))
 
-    def made(self, copy: Callable[[], T]) -> T:
+    def run_on_stream(self, copy: Callable[[], T]) -> T:
         """What ``copy`` makes, on this stream."""
-        if self._own is None:
+        if self._stream is None:
             return copy()
-        with self._streams.stream(self._own):
+        with self._stream_module.stream(self._stream):
             return copy()
 
-    def mark(self) -> Any:
+    def record_event(self) -> Any:
         """A place in what the device was given to compute until now; ``None`` where nobody is ahead of it."""
-        if self._own is None:
+        if self._stream is None:
             return None
-        mark = self._streams.Event()
-        mark.record(self._streams.current_stream(self.device))
+        mark = self._stream_module.Event()
+        mark.record(self._stream_module.current_stream(self.device))
         return mark
 
-    def arrive(self, tensors: Iterable[Tensor]) -> None:
+    def wait_for_copies(self, tensors: Iterable[Tensor]) -> None:
         """Whatever is computed from now on comes behind all copies until now."""
-        if self._own is None:
+        if self._stream is None:
             return
-        now = self._streams.current_stream(self.device)
-        now.wait_stream(self._own)
+        now = self._stream_module.current_stream(self.device)
+        now.wait_stream(self._stream)
         for tensor in tensors:
             tensor.record_stream(now)  # their memory is not given to later copies before it is read

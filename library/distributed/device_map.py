@@ -13,29 +13,29 @@ from ..config.values import DeviceMap
 from ..errors import ConfigError
 from .world import World
 
-FILLED = 0.7
+SEQUENTIAL_FILL_RATIO = 0.7
 """Of a device's free memory, as far as ``sequential`` fills it with weights; activations need room as well."""
 
 
-def places_of(model: nn.Module, wanted: DeviceMap, free: Sequence[int]) -> dict[str, int]:
+def build_device_map(model: nn.Module, device_map: DeviceMap, free_memory: Sequence[int]) -> dict[str, int]:
     """Module, or weight that is in none of them, -> number of its device."""
-    if wanted.places:
-        return dict(_spelled_out(model, "", dict(wanted.places), 0))
-    whole = list({type(model.get_submodule(name)).__name__ for name in units(model)})
-    if wanted.way == "sequential":
-        most: dict[Any, Any] = {number: int(FILLED * size) for number, size in enumerate(free)}
+    if device_map.device_by_module:
+        return dict(_expand_device_map(model, "", dict(device_map.device_by_module), 0))
+    whole = list({type(model.get_submodule(name)).__name__ for name in list_unsplit_modules(model)})
+    if device_map.preset == "sequential":
+        most: dict[Any, Any] = {number: int(SEQUENTIAL_FILL_RATIO * size) for number, size in enumerate(free_memory)}
     else:
-        most = get_balanced_memory(model, dict(enumerate(free)), whole)
+        most = get_balanced_memory(model, dict(enumerate(free_memory)), whole)
     found = infer_auto_device_map(model, most, whole)
-    if set(found.values()) - set(range(len(free))):
+    if set(found.values()) - set(range(len(free_memory))):
         size = sum(tensor.nbytes for tensor in model.parameters()) / 2**30
-        room = " + ".join(f"{room / 2**30:.1f}" for room in free)
-        raise ConfigError([f"--device_map {wanted}: {size:.1f} GiB of weights do not fit into {room} GiB that are free;"
+        room = " + ".join(f"{room / 2**30:.1f}" for room in free_memory)
+        raise ConfigError([f"--device_map {device_map}: {size:.1f} GiB of weights do not fit into {room} GiB that are free;"
                            " use --base_storage or --blocks_to_swap without it, or more devices"])  # fmt: skip
     return {name: int(number) for name, number in found.items()}
 
 
-def units(model: nn.Module) -> list[str]:
+def list_unsplit_modules(model: nn.Module) -> list[str]:
     """The names of what stays on one device: the members of the model's lists of blocks, and its other modules.
 
     Smaller ones cannot be apart, because blocks add what came in to what their layers make of it.
@@ -45,32 +45,32 @@ def units(model: nn.Module) -> list[str]:
                          else [own])]  # fmt: skip
 
 
-def _spelled_out(module: nn.Module, name: str, places: Mapping[str, int], above: int) -> Iterator[tuple[str, int]]:
+def _expand_device_map(module: nn.Module, name: str, places: Mapping[str, int], parent_device: int) -> Iterator[tuple[str, int]]:
     """What a user's map says, cut down to modules none of which is inside of another."""
-    number, start = places.get(name, above), f"{name}." if name else ""
+    number, start = places.get(name, parent_device), f"{name}." if name else ""
     if name and not any(place.startswith(start) for place in places):
         yield name, number
         return
     for own, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
         yield f"{start}{own}", number
     for own, child in module.named_children():
-        yield from _spelled_out(child, f"{start}{own}", places, number)
+        yield from _expand_device_map(child, f"{start}{own}", places, number)
 
 
-def put(model: nn.Module, places: Mapping[str, int], devices: Sequence[torch.device]) -> None:
+def place_weights(model: nn.Module, places: Mapping[str, int], devices: Sequence[torch.device]) -> None:
     """Bring every weight to its device, and leave it the object that it is, which an optimizer may know."""
-    for _, tensor, number in assigned(model, places):
+    for _, tensor, number in iter_weight_devices(model, places):
         tensor.data = tensor.data.to(devices[number])
 
 
-def assigned(model: nn.Module, places: Mapping[str, int]) -> Iterator[tuple[str, Tensor, int]]:
+def iter_weight_devices(model: nn.Module, places: Mapping[str, int]) -> Iterator[tuple[str, Tensor, int]]:
     """Every weight and the number of its device."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         # What belongs to the model itself is used between its modules, where the first device computes.
-        yield name, tensor, 0 if "." not in name else next(places[place] for place in _above(name) if place in places)
+        yield name, tensor, 0 if "." not in name else next(places[place] for place in _iter_parent_names(name) if place in places)
 
 
-def hook(model: nn.Module, places: Mapping[str, int], devices: Sequence[torch.device]) -> None:
+def attach_dispatch_hooks(model: nn.Module, places: Mapping[str, int], devices: Sequence[torch.device]) -> None:
     """Have accelerate bring what each layer is given to where the layer is."""
     where: Any = {name: devices[number] for name, number in places.items()}
     dispatch_model(model, where, main_device=devices[0], force_hooks=True)
@@ -78,7 +78,7 @@ def hook(model: nn.Module, places: Mapping[str, int], devices: Sequence[torch.de
     del held.hf_device_map  # by which accelerate would refuse a process that a launcher gave a number
 
 
-def _above(name: str) -> Iterator[str]:
+def _iter_parent_names(name: str) -> Iterator[str]:
     """A weight and the modules that it is in, the innermost first."""
     yield name
     while name:
@@ -86,33 +86,33 @@ def _above(name: str) -> Iterator[str]:
         yield name
 
 
-def unplaced(model: nn.Module, wanted: DeviceMap) -> Iterator[str]:
+def validate_device_map(model: nn.Module, device_map: DeviceMap) -> Iterator[str]:
     """What is wrong with a map that somebody wrote, seen on the model without its weights."""
-    modules, whole, places = dict(model.named_modules()), units(model), dict(wanted.places)
+    modules, whole, places = dict(model.named_modules()), list_unsplit_modules(model), dict(device_map.device_by_module)
     for name in places:
         if name not in modules:
             yield f"--device_map: {name!r} is no module of this model"
         elif block := next((unit for unit in whole if name.startswith(f"{unit}.")), None):
             yield f"--device_map: {name!r} cannot be apart from the rest of {block!r}; name that"
-    missing = [name for name, _ in model.named_parameters() if not any(place in places for place in _above(name))]
+    missing = [name for name, _ in model.named_parameters() if not any(place in places for place in _iter_parent_names(name))]
     if places and missing:
         yield (f"--device_map: {len(missing)} weights have no device, such as {missing[0]}; add \"\": 0, which is for"
                " all that is not named")  # fmt: skip
 
 
-def mapping_problems(args: RunConfig, world: World) -> Iterator[str]:
+def validate_device_map_launch(config: RunConfig, world: World) -> Iterator[str]:
     """Why blocks cannot be dealt out over devices here, and what can be had instead."""
-    wanted, count = args.parallel.device_map, world.machine.device_count
+    wanted, count = config.parallel.device_map, world.machine.device_count
     if wanted is None:
         return
-    if world.size > 1:
-        yield (f"--device_map: it is for one process with several devices, and this is one of {world.size}; start one"
+    if world.world_size > 1:
+        yield (f"--device_map: it is for one process with several devices, and this is one of {world.world_size}; start one"
                " process, or use --pp_size, --tp_size or --fsdp")  # fmt: skip
     for engine in world.engines:
         yield f"--device_map: the launcher asks for {engine}; take one of the two"
-    if world.dynamo not in (None, "no", "NO") and args.distributed.torch_compile is None:
+    if world.dynamo_backend not in (None, "no", "NO") and config.distributed.torch_compile is None:
         yield "--device_map: the launcher asks for dynamo, and hooks cannot be compiled; add --no-torch_compile"
-    if world.device == "cpu" or count < 2:
+    if world.device_type == "cpu" or count < 2:
         yield f"--device_map: this process sees {count} accelerators, and there is nothing to deal out; leave it out"
-    elif beyond := sorted({number for _, number in wanted.places if number >= count}):
+    elif beyond := sorted({number for _, number in wanted.device_by_module if number >= count}):
         yield f"--device_map: there is no device {beyond[0]}; this process sees devices 0 to {count - 1}"

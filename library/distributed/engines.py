@@ -10,25 +10,25 @@ from contextlib import contextmanager
 
 import torch
 
-from .world import ENGINES
+from .world import ENGINE_VARIABLES
 
 
 @contextmanager
-def hidden_from_accelerate() -> Iterator[None]:
+def hide_engine_variables() -> Iterator[None]:
     """Inside, the environment asks for no engine, so that an ``Accelerator`` is one of plain data parallel."""
-    hidden = {name: os.environ.pop(name) for name in ENGINES if name in os.environ}
+    hidden = {name: os.environ.pop(name) for name in ENGINE_VARIABLES if name in os.environ}
     try:
         yield
     finally:
         os.environ.update(hidden)
 
 
-def hide_from_libraries() -> None:
+def unset_fsdp_variable() -> None:
     """Have nobody else act on it later: transformers would load weights on one process and none on the others."""
     os.environ.pop("ACCELERATE_USE_FSDP", None)
 
 
-def tell_device(device: torch.device) -> None:
+def set_deepspeed_device(device: torch.device) -> None:
     """Keep DeepSpeed, which accelerate imports wherever it is installed, from looking for one itself and saying so."""
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", device.type)

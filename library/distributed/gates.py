@@ -10,32 +10,32 @@ from typing import Any
 
 from torch import nn
 
-Run = Callable[..., Any]
-Keeper = Callable[[Run, Any, Any], Any]
+BlockForward = Callable[..., Any]
+BlockHook = Callable[[BlockForward, Any, Any], Any]
 """Called with what the block does, its arguments, and its named arguments."""
 
 
-class Gates:
+class BlockHooks:
     """Those of one model."""
 
     def __init__(self) -> None:
         self._classes: dict[type, type] = {}
-        self._runs: dict[nn.Module, Run] = {}
+        self._forwards: dict[nn.Module, BlockForward] = {}
 
-    def shut(self, block: nn.Module, keeper: Keeper) -> None:
+    def wrap(self, block: nn.Module, hook: BlockHook) -> None:
         """``keeper`` comes before others that keep this block already."""
-        if block not in self._runs:
+        if block not in self._forwards:
             own = type(block)
-            self._runs[block] = partial(own.__call__, block)
+            self._forwards[block] = partial(own.__call__, block)
             if own not in self._classes:
-                self._classes[own] = self._gated(own)
+                self._classes[own] = self._make_hooked_class(own)
             block.__class__ = self._classes[own]
-        run = self._runs[block]  # always the same, for whoever counts blocks
-        self._runs[block] = lambda *args, **named: keeper(run, args, named)
+        run = self._forwards[block]  # always the same, for whoever counts blocks
+        self._forwards[block] = lambda *args, **named: hook(run, args, named)
 
-    def _gated(self, own: type) -> type:
-        def call(block: nn.Module, *args: Any, **named: Any) -> Any:
-            return self._runs[block](*args, **named)
+    def _make_hooked_class(self, block_class: type) -> type:
+        def call_hooked(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return self._forwards[block](*args, **kwargs)
 
-        return type(own.__name__, (own,), {"__call__": call, "__module__": own.__module__,
-                                           "__qualname__": own.__qualname__})  # fmt: skip
+        return type(block_class.__name__, (block_class,), {"__call__": call_hooked, "__module__": block_class.__module__,
+                                           "__qualname__": block_class.__qualname__})  # fmt: skip

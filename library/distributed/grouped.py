@@ -10,114 +10,114 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..data.batch import PixelBatch
-from .context_cut import ContextCut
+from .context_cut import ContextParallel
 from .flat import FlatGradients
-from .layout import Layout
-from .memory import phase
-from .strategy import DataParallel, LossFunction
-from .structure import Structure
-from .tensor_cut import TensorCut
-from .token_exchange import Group
+from .layout import ParallelDims
+from .memory import record_phase
+from .strategy import Strategy, LossFunction
+from .structure import ParallelPlan
+from .tensor_cut import TensorParallel
+from .token_exchange import ProcessGroupAllToAll
 
 if TYPE_CHECKING:
-    from .compiling import Compilation, Shapes
+    from .compiling import Compilation, CompileShapes
 
 
-class Grouped(DataParallel):
+class ModelParallelStrategy(Strategy):
     """A process finds gradients for what it computed, and their sum over all processes is the gradient.
 
     So all of them keep all adapters the same, and optimizers, states and files are what they are on one process.
     """
 
-    computes_together = True
+    has_collective_forward = True
 
-    def __init__(self, accelerator: Accelerator, layout: Layout):
+    def __init__(self, accelerator: Accelerator, dims: ParallelDims):
         super().__init__(accelerator)
-        self.layout, self.together = layout, layout.together
-        self.data_rank, self.data_size = layout.data_rank(self.rank), layout.data
-        self.tellers = layout.tellers()
-        self.tells = self.rank in self.tellers
-        self.stage = layout.stage(self.rank)
-        self.is_last_stage = self.stage == layout.stages - 1
-        self.has_whole_model = layout.contexts == layout.together
-        if not self.has_whole_model:
-            self.frozen_home = torch.device("cpu")  # no device ever holds all of it
-        sizes = {"data": layout.data, "stage": layout.stages, "context": layout.contexts, "part": layout.parts}
+        self.dims, self.model_parallel_size = dims, dims.model_parallel_size
+        self.data_parallel_rank, self.data_parallel_size = dims.get_data_parallel_rank(self.rank), dims.dp
+        self.loss_ranks = dims.get_loss_ranks()
+        self.has_loss = self.rank in self.loss_ranks
+        self.pipeline_stage = dims.get_pipeline_stage(self.rank)
+        self.is_last_stage = self.pipeline_stage == dims.pp - 1
+        self.has_full_model = dims.cp == dims.model_parallel_size
+        if not self.has_full_model:
+            self.base_load_device = torch.device("cpu")  # no device ever holds all of it
+        sizes = {"data": dims.dp, "stage": dims.pp, "context": dims.cp, "part": dims.tp}
         self.mesh: DeviceMesh = init_device_mesh(self.device.type, (*sizes.values(),), mesh_dim_names=(*sizes,))
-        self.cutting = TensorCut.among(self.mesh.get_group("part")) if layout.parts > 1 else None
+        self.tensor_parallel = TensorParallel.from_group(self.mesh.get_group("part")) if dims.tp > 1 else None
         self._compilation: Compilation | None = None
-        self.dealing = None
-        if layout.contexts > 1:
-            self.dealing = ContextCut(Group(self.mesh.get_group("context")), self._changes)
-        self.have_patience()
+        self.context_parallel = None
+        if dims.cp > 1:
+            self.context_parallel = ContextParallel(ProcessGroupAllToAll(self.mesh.get_group("context")), self._mark_dynamic)
+        self.set_group_timeouts()
 
-    def compile(self, parts: Sequence[nn.Module], denoiser: nn.Module, shapes: "Shapes") -> "Compilation | None":
+    def compile(self, modules: Sequence[nn.Module], denoiser: nn.Module, shapes: "CompileShapes") -> "Compilation | None":
         """As without others; of what changes in an exchange, it is told."""
-        self._compilation = super().compile(parts, denoiser, shapes)
+        self._compilation = super().compile(modules, denoiser, shapes)
         return self._compilation
 
-    def _changes(self, tensor: Tensor) -> None:
+    def _mark_dynamic(self, tensor: Tensor) -> None:
         if self._compilation is not None:
-            self._compilation.changes(tensor)
+            self._compilation.mark_dynamic(tensor)
 
     def wrap(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, denoiser: nn.Module | None = None,
-        structure: Structure | None = None,
+        parallel_plan: ParallelPlan | None = None,
     ) -> tuple[nn.Module, Any]:  # fmt: skip
         """Take the model apart, and bring this process's part of it to the device."""
-        denoiser, structure = denoiser or model, structure or Structure()
-        with self._compiling_left_to_us():
-            if self.cutting is not None:
-                self.cutting.cut(denoiser, structure.cuts)
-            if self.dealing is not None:
-                self.dealing.enter(denoiser, structure)
-            self._take_apart(model, denoiser, structure)
-            if self.dealing is not None:
-                self.dealing.enclose()
+        denoiser, parallel_plan = denoiser or model, parallel_plan or ParallelPlan()
+        with self._disable_accelerate_compile():
+            if self.tensor_parallel is not None:
+                self.tensor_parallel.shard_layers(denoiser, parallel_plan.tensor_parallel)
+            if self.context_parallel is not None:
+                self.context_parallel.wrap_blocks(denoiser, parallel_plan)
+            self._partition_model(model, denoiser, parallel_plan)
+            if self.context_parallel is not None:
+                self.context_parallel.wrap_sequence_ends()
             # What accelerate adds is autocast; nothing is moved or wrapped.
             self.model = self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
         self.optimizer = self.accelerator.prepare_optimizer(optimizer)
         return self.model, self.optimizer
 
-    def _take_apart(self, model: nn.Module, denoiser: nn.Module, structure: Structure) -> None:
+    def _partition_model(self, model: nn.Module, denoiser: nn.Module, parallel_plan: ParallelPlan) -> None:
         """What else is left to others; what is not brings itself to the device."""
         for tensor in (*model.parameters(), *model.buffers()):
             if not tensor.is_meta:
                 tensor.data = tensor.data.to(self.device)
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def bypass_tensor_parallel(self) -> Iterator[None]:
         """Inside, single layers work as if nothing was taken apart."""
-        if self.cutting is None:
+        if self.tensor_parallel is None:
             yield
             return
-        with self.cutting.alone():
+        with self.tensor_parallel.bypass():
             yield
 
-    def places(self, down: nn.Module) -> Tensor | None:
+    def get_token_positions(self, lora_a: nn.Module) -> Tensor | None:
         """Only some, where a picture is shared."""
-        return None if self.dealing is None else self.dealing.places(down)
+        return None if self.context_parallel is None else self.context_parallel.get_token_positions(lora_a)
 
     def backward(self, loss: Tensor) -> None:
         """The gradients of a loss that several processes computed together, on all of them."""
         (loss * float(self.is_last_stage)).backward()  # type: ignore[no-untyped-call]
-        self._exchange(self.layout.data)
+        self._all_reduce_gradients(self.dims.dp)
 
-    def gradients(self, loss_function: LossFunction, work: Sequence[PixelBatch], samples: int, step: int) -> Tensor:
+    def compute_gradients(self, loss_function: LossFunction, batches: Sequence[PixelBatch], num_samples: int, step: int) -> Tensor:
         """Forward and backward of one step; the gradients are exchanged once, after its last micro-batch."""
-        loss = super().gradients(loss_function, work, samples, step)
-        self._exchange(self.size)
+        loss = super().compute_gradients(loss_function, batches, num_samples, step)
+        self._all_reduce_gradients(self.world_size)
         return loss
 
-    def _exchange(self, processes: int) -> None:
+    def _all_reduce_gradients(self, divisor: int) -> None:
         """The sum over all processes, divided by so many; what several of them found as a whole counts once."""
-        if self.cutting is not None:
+        if self.tensor_parallel is not None:
             for parameter in self.model.parameters():
-                if parameter.grad is not None and parameter not in self.cutting.learnt:
-                    parameter.grad /= self.layout.parts
-        with phase("communication"):
-            gradients = FlatGradients(self.model, of_all=self.layout.together > 1)
-            gradients.become_the_mean(processes * self.layout.contexts)
+                if parameter.grad is not None and parameter not in self.tensor_parallel.partial_grad_parameters:
+                    parameter.grad /= self.dims.tp
+        with record_phase("communication"):
+            gradients = FlatGradients(self.model, include_missing=self.dims.model_parallel_size > 1)
+            gradients.all_reduce_mean(divisor * self.dims.cp)
 
-    def _summed(self, total: Tensor) -> Tensor:
-        return super()._summed(total if self.tells else torch.zeros_like(total))
+    def _all_reduce_loss(self, loss: Tensor) -> Tensor:
+        return super()._all_reduce_loss(loss if self.has_loss else torch.zeros_like(loss))

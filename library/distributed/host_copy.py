@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 
-class HostCopy:
+class HostSnapshot:
     """A nest of dicts, lists and tensors as it was; on an accelerator its memory there is not touched.
 
     Copies go to pinned memory in the order of the device's own work, so the program does not wait for them; the
@@ -17,19 +17,19 @@ class HostCopy:
         self._copy: Any = None
         self._devices = set[torch.device]()
 
-    def take(self, tree: Any) -> None:
+    def capture(self, tree: Any) -> None:
         """Copy ``tree`` as it is now in the device's order of work."""
-        self._copy = _copied(tree, self._copy)
-        self._devices = _devices_in(tree)
+        self._copy = _copy_tree(tree, self._copy)
+        self._devices = _find_devices(tree)
 
-    def give(self) -> Any:
+    def wait(self) -> Any:
         """The copy; wait until it is complete.  What is inside belongs to this object."""
         for device in self._devices:  # by name, for each thread has its own current device
             torch.accelerator.synchronize(device)
         return self._copy
 
 
-def on_host(tensor: torch.Tensor) -> torch.Tensor:
+def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in host memory, from which the device can fetch it by itself; on its way when this returns."""
     if tensor.is_meta:  # which has no numbers: only of the right size, and it takes no room
         return torch.empty(1, dtype=tensor.dtype).expand(tensor.shape)
@@ -37,29 +37,29 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
     return place.copy_(tensor.detach(), non_blocking=True)
 
 
-def _devices_in(tree: Any) -> set[torch.device]:
+def _find_devices(tree: Any) -> set[torch.device]:
     """Where tensors are, but for the host, which is never waited for."""
     if isinstance(tree, torch.Tensor):
         return set() if tree.device.type == "cpu" else {tree.device}
     inside = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
-    return {device for value in inside for device in _devices_in(value)}
+    return {device for value in inside for device in _find_devices(value)}
 
 
-def _copied(tree: Any, old: Any) -> Any:
+def _copy_tree(tree: Any, buffers: Any) -> Any:
     if isinstance(tree, torch.Tensor):
-        fits = isinstance(old, torch.Tensor) and old.shape == tree.shape and old.dtype == tree.dtype
+        fits = isinstance(buffers, torch.Tensor) and buffers.shape == tree.shape and buffers.dtype == tree.dtype
         with torch.no_grad():
-            return old.copy_(tree.detach(), non_blocking=True) if fits else on_host(tree)
+            return buffers.copy_(tree.detach(), non_blocking=True) if fits else copy_to_host(tree)
     if isinstance(tree, dict):
-        before = old if isinstance(old, dict) else {}
-        return {key: _copied(value, before.get(key)) for key, value in tree.items()}
+        before = buffers if isinstance(buffers, dict) else {}
+        return {key: _copy_tree(value, before.get(key)) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
-        olds = old if isinstance(old, (list, tuple)) and len(old) == len(tree) else [None] * len(tree)
-        return type(tree)(_copied(value, before) for value, before in zip(tree, olds, strict=True))
+        olds = buffers if isinstance(buffers, (list, tuple)) and len(buffers) == len(tree) else [None] * len(tree)
+        return type(tree)(_copy_tree(value, before) for value, before in zip(tree, olds, strict=True))
     return tree
 
 
-class LateWords:
+class AsyncScalarQueue:
     """Numbers on their way from the device, each read once and in their order.
 
     Whoever reads one waits for what the device did until then, and no more.  Their places in pinned memory are used
@@ -67,27 +67,27 @@ class LateWords:
     """
 
     def __init__(self) -> None:
-        self._sent: deque[tuple[torch.Tensor, torch.Event | None]] = deque()
+        self._pending: deque[tuple[torch.Tensor, torch.Event | None]] = deque()
         self._free: list[tuple[torch.Tensor, torch.Event]] = []
 
     def __len__(self) -> int:
-        return len(self._sent)
+        return len(self._pending)
 
-    def send(self, number: torch.Tensor) -> None:
+    def push(self, scalar: torch.Tensor) -> None:
         """All numbers are of one kind and from one device."""
-        if number.device.type == "cpu":
-            self._sent.append((number.detach(), None))
+        if scalar.device.type == "cpu":
+            self._pending.append((scalar.detach(), None))
             return
         if not self._free:
-            self._free.append((torch.empty((), dtype=number.dtype, pin_memory=True), torch.Event(number.device)))
+            self._free.append((torch.empty((), dtype=scalar.dtype, pin_memory=True), torch.Event(scalar.device)))
         place, event = self._free.pop()
-        place.copy_(number.detach(), non_blocking=True)
+        place.copy_(scalar.detach(), non_blocking=True)
         event.record()
-        self._sent.append((place, event))
+        self._pending.append((place, event))
 
-    def read(self) -> float:
+    def pop(self) -> float:
         """The oldest of them."""
-        place, event = self._sent.popleft()
+        place, event = self._pending.popleft()
         if event is None:
             return float(place)
         event.synchronize()

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from ..config import RunConfig
-from ..config.options import flat
+from ..config.options import flatten_config
 from ..errors import ConfigError
 from .launch_command import ACCELERATE, TORCHRUN, LaunchCommand, format_multi_process_command
-from .world import SIZES, World, truth
+from .world import WORLD_SIZE_VARIABLES, World, parse_env_bool
 
 
 @dataclass(frozen=True)
@@ -93,16 +93,16 @@ def find_overridden_settings(config: RunConfig, locations: Mapping[str, str]) ->
 
 def find_launch_problems(config: RunConfig, world: World) -> list[str]:
     """Return what ``accelerate launch`` was asked to do and does not do, and the command that does it."""
-    command, problems = world.launch, []
+    command, problems = world.launch_command, []
     if command is None or command.launcher != ACCELERATE:
         return []
     flags, in_file = _find_flags(command), _find_in_config_file(command)
     requested = flags.get("num_processes") or in_file.get("num_processes")
-    if requested is not None and requested.value not in ("0", "1", str(world.size)):
-        on_cpu = world.machine.device == "cpu" or "device" in flags or "device" in in_file
+    if requested is not None and requested.value not in ("0", "1", str(world.world_size)):
+        on_cpu = world.machine.device_type == "cpu" or "device" in flags or "device" in in_file
         needed = "--multi_gpu, on a CPU together with ACCELERATE_USE_CPU=true" if on_cpu else "--multi_gpu"
         problems.append(
-            f"num_processes: {requested.value} ({requested.location}), but accelerate launch starts {world.size}; "
+            f"num_processes: {requested.value} ({requested.location}), but accelerate launch starts {world.world_size}; "
             f"several processes need {needed}:\n  {format_multi_process_command(command, on_cpu=on_cpu)}"
         )
     steps = config.train.gradient_accumulation_steps
@@ -154,7 +154,7 @@ def resolve_settings(
 
 
 def _find_own_options(config: RunConfig, locations: Mapping[str, str]) -> Sources:
-    values, own = flat(config), {}
+    values, own = flatten_config(config), {}
     for setting in SETTINGS:
         location = locations.get(setting.option)
         value = _normalize(values.get(setting.option))
@@ -170,11 +170,11 @@ def _find_own_options(config: RunConfig, locations: Mapping[str, str]) -> Source
 
 def _find_launcher_sources(world: World, environment: Mapping[str, str]) -> tuple[list[Sources], Sources]:
     """Return what launcher and environment set, by precedence, and what is set where nothing reads it."""
-    command = world.launch
+    command = world.launch_command
     before = (command.environment if command is not None else {}) or environment
     variables = _find_variables(before, {setting.name: setting.variable for setting in SETTINGS})
     if command is None:
-        sizes = _find_variables(before, {"num_processes": next((name for name in SIZES if name in before), "")})
+        sizes = _find_variables(before, {"num_processes": next((name for name in WORLD_SIZE_VARIABLES if name in before), "")})
         return [{**variables, **sizes}], {}
     flags = _find_flags(command)
     if command.launcher == TORCHRUN:
@@ -185,7 +185,7 @@ def _find_launcher_sources(world: World, environment: Mapping[str, str]) -> tupl
     ignored = [(variables, s.name, "overwritten by accelerate launch") for s in SETTINGS if not s.is_inherited]
     ignored.append((flags, STEPS, "only passed to DeepSpeed"))
     ignored.append((in_file, "enable_cpu_affinity", "not read by accelerate"))
-    if world.size > 1:
+    if world.world_size > 1:
         ignored.append((in_file, "device", "not read for several processes"))
     else:
         ignored.append((variables, "device", "overwritten by accelerate launch"))
@@ -226,7 +226,7 @@ def _find_variables(environment: Mapping[str, str], names: Mapping[str, str]) ->
     for name, variable in names.items():
         value = environment.get(variable, "")
         if name == "device":
-            value = "cpu" if truth(value) else ""
+            value = "cpu" if parse_env_bool(value) else ""
         if value:
             found[name] = SettingSource(f"environment variable {variable}", _normalize(value))
     return found
@@ -235,16 +235,16 @@ def _find_variables(environment: Mapping[str, str], names: Mapping[str, str]) ->
 def _read_values(world: World, environment: Mapping[str, str], own: Sources) -> dict[str, str]:
     """Return the value of each setting that means something here."""
     machine = world.machine
-    binds = machine.numa_nodes > 1 and not machine.affinity_obstacle if world.affinity is None else world.affinity
+    binds = machine.numa_nodes > 1 and not machine.numa_affinity_problem if world.numa_affinity is None else world.numa_affinity
     values = {
         setting.name: _normalize(environment.get(setting.variable, "")) or setting.default for setting in SETTINGS
     }
     values |= {name: source.value for name, source in own.items()}
-    values |= {"num_processes": str(world.size), "num_machines": str(world.machines), "device": world.device}
+    values |= {"num_processes": str(world.world_size), "num_machines": str(world.num_machines), "device": world.device_type}
     values["enable_cpu_affinity"] = _normalize(binds)
     values["main_process_port"] = values["main_process_port"] if values["main_process_port"] != "0" else "a free port"
-    unused = {"main_process_port"} if world.size == 1 else set()
-    unused |= {"machine_rank", "main_process_ip"} if world.machines == 1 else set()
+    unused = {"main_process_port"} if world.world_size == 1 else set()
+    unused |= {"machine_rank", "main_process_ip"} if world.num_machines == 1 else set()
     if values["dynamo_backend"] == "no":
         unused |= {name for name in values if name.startswith("dynamo_")} - {"dynamo_backend"}
     return {name: value for name, value in values.items() if name not in unused}
@@ -264,12 +264,12 @@ def _resolve(name: str, value: str, sources: list[SettingSource], unread: list[S
 
 def _check_machine(setting: ResolvedSetting, world: World) -> ResolvedSetting:
     """Warn of what the launcher asks for and this machine cannot do."""
-    name, obstacle = setting.name, world.machine.affinity_obstacle
-    if (name, setting.value, world.device) == ("mixed_precision", "fp16", "cpu"):
+    name, obstacle = setting.name, world.machine.numa_affinity_problem
+    if (name, setting.value, world.device_type) == ("mixed_precision", "fp16", "cpu"):
         overridden = (SettingSource(setting.source, setting.value), *setting.overridden)
         warning = f"{name}: fp16 ({setting.source}) is not supported on a CPU; training uses fp32"
-        return ResolvedSetting(name, "no", f"device {world.device}", overridden, warning)
-    if name == "enable_cpu_affinity" and world.affinity and obstacle:
+        return ResolvedSetting(name, "no", f"device {world.device_type}", overridden, warning)
+    if name == "enable_cpu_affinity" and world.numa_affinity and obstacle:
         return replace(setting, warning=f"{name}: true ({setting.source}) has no effect: {obstacle}")
     return setting
 

@@ -8,69 +8,69 @@ from .world import World
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelDims:
     """``data`` groups with pictures of their own; in each ``stages`` of the blocks, in each of them ``contexts`` that
     share the tokens of a picture, and ``parts`` of each layer.
 
     Processes that share layers exchange the most, so they are neighbours; those of other pictures are the farthest.
     """
 
-    data: int = 1
-    stages: int = 1
-    parts: int = 1
-    contexts: int = 1
+    dp: int = 1
+    pp: int = 1
+    tp: int = 1
+    cp: int = 1
 
     @property
-    def together(self) -> int:
+    def model_parallel_size(self) -> int:
         """Processes that work on the same picture."""
-        return self.stages * self.contexts * self.parts
+        return self.pp * self.cp * self.tp
 
-    def data_rank(self, rank: int) -> int:
+    def get_data_parallel_rank(self, rank: int) -> int:
         """Which group of pictures a process works on."""
-        return rank // self.together
+        return rank // self.model_parallel_size
 
-    def stage(self, rank: int) -> int:
+    def get_pipeline_stage(self, rank: int) -> int:
         """Which of the blocks a process has."""
-        return rank % self.together // self._in_a_stage
+        return rank % self.model_parallel_size // self._ranks_per_stage
 
-    def part(self, rank: int) -> int:
+    def get_tensor_parallel_rank(self, rank: int) -> int:
         """Which part of each layer a process has."""
-        return rank % self.parts
+        return rank % self.tp
 
-    def stage_group(self, rank: int) -> list[int]:
+    def get_pipeline_ranks(self, rank: int) -> list[int]:
         """The processes that make up the pipeline of this one, in the order of stages."""
-        first = self.data_rank(rank) * self.together + rank % self._in_a_stage
-        return [first + stage * self._in_a_stage for stage in range(self.stages)]
+        first = self.get_data_parallel_rank(rank) * self.model_parallel_size + rank % self._ranks_per_stage
+        return [first + stage * self._ranks_per_stage for stage in range(self.pp)]
 
-    def tellers(self) -> list[int]:
+    def get_loss_ranks(self) -> list[int]:
         """Of each group of pictures, a process that knows the losses: one of the last stage."""
-        return [number * self.together + (self.stages - 1) * self._in_a_stage
-                for number in range(self.data)]  # fmt: skip
+        return [number * self.model_parallel_size + (self.pp - 1) * self._ranks_per_stage
+                for number in range(self.dp)]  # fmt: skip
 
     @property
-    def _in_a_stage(self) -> int:
-        return self.contexts * self.parts
+    def _ranks_per_stage(self) -> int:
+        return self.cp * self.tp
 
 
-def layout_of(args: RunConfig, world: World) -> Layout:
+def build_parallel_dims(config: RunConfig, world: World) -> ParallelDims:
     """The layout that was asked for."""
-    asked = args.parallel
-    return Layout(max(1, world.size // asked.together), asked.pp_size, asked.tp_size, asked.cp_size)
+    asked = config.parallel
+    return ParallelDims(max(1, world.world_size // asked.model_parallel_size), asked.pp_size, asked.tp_size, asked.cp_size)
 
 
-def layout_problems(args: RunConfig, world: World) -> Iterator[str]:
+def validate_parallel_dims(config: RunConfig, world: World) -> Iterator[str]:
     """Why a run cannot be laid out so, and what can be had instead."""
-    stages, together = args.parallel.pp_size, args.parallel.together
+    stages, together = config.parallel.pp_size, config.parallel.model_parallel_size
     if together == 1:
         return
-    said = " ".join(f"--{name} {size}" for name, size in args.parallel.sizes.items() if size > 1)
-    if world.size % together:
-        yield (f"{said}: {world.size} processes cannot be dealt out in groups of {together}; start"
-               f" {-(-world.size // together) * together}, or make it smaller")  # fmt: skip
-    if args.train.on_oom == "ladder":
+    said = " ".join(f"--{name} {size}" for name, size in config.parallel.model_parallel_sizes.items() if size > 1)
+    if world.world_size % together:
+        yield (f"{said}: {world.world_size} processes cannot be dealt out in groups of {together}; start"
+               f" {-(-world.world_size // together) * together}, or make it smaller")  # fmt: skip
+    if config.train.on_oom == "ladder":
         yield (f"--on_oom ladder: with {said} every forward is an exchange, so no process can try a step by itself; use"
                " --on_oom fail")  # fmt: skip
-    is_sharded = args.sharding.fsdp or "FSDP" in world.engines
+    is_sharded = config.sharding.fsdp or "FSDP" in world.engines
     if stages > 1 and is_sharded:
         yield (f"{said}: a stage fetches its blocks for each micro-batch anew under FSDP, which is slower than either;"
                " leave FSDP out, or use --tp_size with it")  # fmt: skip

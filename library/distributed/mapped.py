@@ -12,46 +12,46 @@ from accelerate import Accelerator
 from torch import nn
 
 from ..config.values import DeviceMap
-from .device_map import hook, places_of, put
-from .devices import HOST, free_memory
-from .strategy import DataParallel
-from .structure import Structure
+from .device_map import attach_dispatch_hooks, build_device_map, place_weights
+from .devices import HOST, get_free_memory
+from .strategy import Strategy
+from .structure import ParallelPlan
 
 logger = logging.getLogger(__name__)
 
 
-class Mapped(DataParallel):
+class DeviceMapStrategy(Strategy):
     """Everything but the denoiser is on the first device, and adapters are where their layers are."""
 
-    has_whole_model = False
+    has_full_model = False
 
-    def __init__(self, accelerator: Accelerator, wanted: DeviceMap):
+    def __init__(self, accelerator: Accelerator, device_map: DeviceMap):
         super().__init__(accelerator)
-        self.wanted = wanted
-        self.frozen_home = HOST  # no device ever holds the whole model
+        self.device_map = device_map
+        self.base_load_device = HOST  # no device ever holds the whole model
 
     def wrap(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, denoiser: nn.Module | None = None,
-        structure: Structure | None = None,
+        parallel_plan: ParallelPlan | None = None,
     ) -> tuple[nn.Module, Any]:  # fmt: skip
         """Bring each block to its device."""
-        denoiser, devices = denoiser or model, devices_beside(self.device)
+        denoiser, devices = denoiser or model, list_devices(self.device)
         self.devices = devices
-        places = places_of(denoiser, self.wanted, [free_memory(device) for device in devices])
+        places = build_device_map(denoiser, self.device_map, [get_free_memory(device) for device in devices])
         for part in model.children():
             if part is not denoiser:
                 part.to(devices[0])
-        put(denoiser, places, devices)
+        place_weights(denoiser, places, devices)
         learnt = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        hook(denoiser, places, devices)
+        attach_dispatch_hooks(denoiser, places, devices)
         if [parameter for parameter in model.parameters() if parameter.requires_grad] != learnt:
             raise AssertionError("accelerate put others in the place of the parameters that learn")
-        self._tell(denoiser)
+        self._log_placement(denoiser)
         self.model = self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
         self.optimizer = self.accelerator.prepare_optimizer(optimizer)
         return self.model, self.optimizer
 
-    def _tell(self, denoiser: nn.Module) -> None:
+    def _log_placement(self, denoiser: nn.Module) -> None:
         held: Counter[torch.device] = Counter()
         for tensor in denoiser.parameters():
             held[tensor.device] += tensor.nbytes
@@ -59,6 +59,6 @@ class Mapped(DataParallel):
             logger.info("device map: %s holds %.1f MiB of the denoiser", device, size / 2**20)
 
 
-def devices_beside(first: torch.device) -> list[torch.device]:
+def list_devices(device: torch.device) -> list[torch.device]:
     """All devices of this kind that the process sees."""
-    return [torch.device(first.type, number) for number in range(torch.accelerator.device_count())]
+    return [torch.device(device.type, number) for number in range(torch.accelerator.device_count())]

@@ -23,13 +23,13 @@ class OutOfMemory(Exception):
         super().__init__(phase, reason)
         self.phase, self.batch, self.reason = phase, batch, reason
 
-    def alone(self) -> "OutOfMemory":
+    def strip_traceback(self) -> "OutOfMemory":
         """The same without the frames that it came through, which hold on to the memory that is missing."""
         return OutOfMemory(self.phase, self.batch, self.reason)
 
 
 @contextmanager
-def phase(name: str, batch: PixelBatch | None = None) -> Iterator[None]:
+def record_phase(name: str, batch: PixelBatch | None = None) -> Iterator[None]:
     """Name this part of a step for torch.profiler; raise ``OutOfMemory`` of the innermost phase that has none left."""
     synchronize = SYNCHRONIZE.get() or _do_nothing
     try:
@@ -46,7 +46,7 @@ def phase(name: str, batch: PixelBatch | None = None) -> Iterator[None]:
 def _do_nothing() -> None: ...
 
 
-OF_LIBRARIES = ("_STATUS_ALLOC_FAILED", "CUDA error: out of memory", "HIP error: out of memory", "'out of memory'")
+OOM_MESSAGES = ("_STATUS_ALLOC_FAILED", "CUDA error: out of memory", "HIP error: out of memory", "'out of memory'")
 """What is said by those that take memory of a device past torch: for matrices, convolutions, kernels, messages."""
 
 
@@ -56,5 +56,5 @@ def is_out_of_memory(error: Exception) -> bool:
         return True
     said = str(error)
     return isinstance(error, RuntimeError) and (
-        should_reduce_batch_size(RuntimeError(said)) or any(mark in said for mark in OF_LIBRARIES)
+        should_reduce_batch_size(RuntimeError(said)) or any(mark in said for mark in OOM_MESSAGES)
     )

@@ -9,46 +9,46 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-BLOCK = 64
-FP8 = torch.float8_e4m3fn
-NF4 = (-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.09105004, 0.0, 0.0795803, 0.1609302,
+NF4_BLOCK_SIZE = 64
+FP8_DTYPE = torch.float8_e4m3fn
+NF4_LEVELS = (-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.09105004, 0.0, 0.0795803, 0.1609302,
        0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0)  # fmt: skip
 """Quantiles of the normal distribution."""
 
 
 @dataclass(frozen=True)
-class Packed:
+class QuantizedWeight:
     """A weight; what it is made of may be moved, and is no parameter of anything."""
 
-    kind: str  # float, fp8, int8 or nf4
+    quant_type: str  # float, fp8, int8 or nf4
     shape: torch.Size
     dtype: torch.dtype  # that it had
     tensors: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, weight: Tensor, kind: str) -> "Packed":
-        if kind == "float":
-            return cls(kind, weight.shape, weight.dtype, (weight.detach(),))
+    def quantize(cls, weight: Tensor, quant_type: str) -> "QuantizedWeight":
+        if quant_type == "float":
+            return cls(quant_type, weight.shape, weight.dtype, (weight.detach(),))
         rows = weight.detach().float()
-        if kind == "nf4":
-            short = -rows.numel() % BLOCK
-            rows = torch.nn.functional.pad(rows.flatten(), (0, short)).view(-1, BLOCK)
-            factor, rows = _factor(rows, 1.0)
-            between = torch.tensor(NF4, device=rows.device)
+        if quant_type == "nf4":
+            short = -rows.numel() % NF4_BLOCK_SIZE
+            rows = torch.nn.functional.pad(rows.flatten(), (0, short)).view(-1, NF4_BLOCK_SIZE)
+            factor, rows = _compute_row_scales(rows, 1.0)
+            between = torch.tensor(NF4_LEVELS, device=rows.device)
             places = torch.bucketize(rows, (between[1:] + between[:-1]) / 2).to(torch.uint8)
-            return cls(kind, weight.shape, weight.dtype, (places[:, ::2] << 4 | places[:, 1::2], factor, between))
-        factor, rows = _factor(rows.flatten(1), 127.0 if kind == "int8" else torch.finfo(FP8).max)
-        packed = rows.round().to(torch.int8) if kind == "int8" else rows.to(FP8)
-        return cls(kind, weight.shape, weight.dtype, (packed, factor))
+            return cls(quant_type, weight.shape, weight.dtype, (places[:, ::2] << 4 | places[:, 1::2], factor, between))
+        factor, rows = _compute_row_scales(rows.flatten(1), 127.0 if quant_type == "int8" else torch.finfo(FP8_DTYPE).max)
+        packed = rows.round().to(torch.int8) if quant_type == "int8" else rows.to(FP8_DTYPE)
+        return cls(quant_type, weight.shape, weight.dtype, (packed, factor))
 
-    def numbers(self, dtype: torch.dtype) -> Tensor:
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The weight, as near to what it was as its kind can be."""
-        if dtype is torch.float16 and self.kind != "float":  # which cannot hold the smallest factors
-            return self.numbers(torch.float32).to(dtype)
-        if self.kind == "float":
+        if dtype is torch.float16 and self.quant_type != "float":  # which cannot hold the smallest factors
+            return self.dequantize(torch.float32).to(dtype)
+        if self.quant_type == "float":
             return self.tensors[0].to(dtype)
         packed, factor = self.tensors[:2]
-        if self.kind == "nf4":
+        if self.quant_type == "nf4":
             # A byte is looked up as a whole, by 32 bits: as an index, torch would make 64 bits of each number.
             each = self.tensors[2].to(dtype)
             pairs = torch.stack([each.repeat_interleave(16), each.repeat(16)], dim=1)
@@ -56,7 +56,7 @@ class Packed:
             return rows.flatten()[: self.shape.numel()].view(self.shape)
         return (packed.to(dtype) * factor.to(dtype)).view(self.shape)
 
-    def itself(self) -> "Packed":
+    def get(self) -> "QuantizedWeight":
         """For whoever asks where it rests."""
         return self
 
@@ -64,11 +64,11 @@ class Packed:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
 
-    def moved(self, move: Callable[[Tensor], Tensor]) -> "Packed":
-        return replace(self, tensors=tuple(map(move, self.tensors)))
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> "QuantizedWeight":
+        return replace(self, tensors=tuple(map(function, self.tensors)))
 
 
-def _factor(rows: Tensor, most: float) -> tuple[Tensor, Tensor]:
+def _compute_row_scales(rows: Tensor, max_value: float) -> tuple[Tensor, Tensor]:
     """What makes the largest of each row ``most``, as a number that bf16 can hold, and the rows divided by it."""
-    factor = (rows.abs().amax(1, keepdim=True) / most).clamp(min=1e-12).bfloat16()
-    return factor, (rows / factor.float()).clamp(-most, most)
+    factor = (rows.abs().amax(1, keepdim=True) / max_value).clamp(min=1e-12).bfloat16()
+    return factor, (rows / factor.float()).clamp(-max_value, max_value)

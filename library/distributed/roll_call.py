@@ -14,31 +14,31 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config import RunConfig
-from ..config.options import flat
+from ..config.options import flatten_config
 from ..errors import ConfigError, UserError
-from .board import Board
-from .code_version import code_version, package_versions
-from .refusals import effective_precision
-from .words import SHOWN_RANKS, ranks_in_words
+from .board import KeyValueStore
+from .code_version import compute_code_version, get_package_versions
+from .refusals import resolve_mixed_precision
+from .words import MAX_RANKS_SHOWN, format_ranks
 from .world import World
 
 logger = logging.getLogger(__name__)
 
-SECONDS_BETWEEN_LOOKS = 0.1
-SECONDS_UNTIL_TOLD = 30.0
-SECONDS_TO_READ = 5.0
+POLL_SECONDS = 0.1
+NOTICE_SECONDS = 30.0
+READ_GRACE_SECONDS = 5.0
 """How long a process stays that cannot start, so that the others learn why."""
-PLACES = {
+PATH_OPTIONS = {
     *("pretrained_model_name_or_path", "vae", "clip_l", "clip_g", "t5xxl", "text_encoder", "ae", "tokenizer_cache_dir"),
     *("network_weights", "base_weights", "dataset_config", "cache_dir", "output_dir", "resume"),
     *("sample_prompts", "logging_dir", "log_tracker_config", "metadata_thumbnail", "compile_cache_dir"),
     "offload_param_nvme_path",
 }
 """Settings that name a place, which may be another on each machine; what is found there is compared itself."""
-OWN = {"max_data_loader_n_workers", "prefetch_factor", "quiet", "console_log_level", "console_log_file",
+PER_MACHINE_OPTIONS = {"max_data_loader_n_workers", "prefetch_factor", "quiet", "console_log_level", "console_log_file",
        "console_log_simple"}  # fmt: skip
 """Settings by which a machine may differ from the others."""
-WAYS_OUT = {
+HASH_MISMATCH_FIXES = {
     "code": "give every machine the same version of this program",
     "model": "give every machine the same files of it",
     "network_weights": "give every machine the same file",
@@ -50,152 +50,152 @@ WAYS_OUT = {
 
 
 @dataclass(frozen=True)
-class Word:
+class RankReport:
     """What one process has to say."""
 
     host: str
-    says: Mapping[str, Any]
+    settings: Mapping[str, Any]
     problems: tuple[str, ...] = ()
 
 
-def own_word(args: RunConfig, world: World, problems: Iterable[str] = ()) -> Word:
+def build_rank_report(config: RunConfig, world: World, problems: Iterable[str] = ()) -> RankReport:
     """Code, settings and what the launcher said."""
     says = {
-        "code": code_version(),
-        **package_versions(),
-        "device": world.device,
-        "precision": effective_precision(args, world) or world.precision or "no",
-        "dynamo backend of the launcher": world.dynamo or "no",
+        "code": compute_code_version(),
+        **get_package_versions(),
+        "device": world.device_type,
+        "precision": resolve_mixed_precision(config, world) or world.mixed_precision or "no",
+        "dynamo backend of the launcher": world.dynamo_backend or "no",
         "engines": " and ".join(world.engines) or "DDP",
-        **settings_that_must_agree(args),
+        **collect_agreed_settings(config),
     }
-    return Word(socket.gethostname(), says, tuple(problems))
+    return RankReport(socket.gethostname(), says, tuple(problems))
 
 
-def settings_that_must_agree(args: RunConfig) -> dict[str, Any]:
+def collect_agreed_settings(config: RunConfig) -> dict[str, Any]:
     """By name; of those that name a place, whether they do."""
-    return {name: value is not None and value != () if name in PLACES else _plain(value)
-            for name, value in flat(args).items() if name not in OWN}  # fmt: skip
+    return {name: value is not None and value != () if name in PATH_OPTIONS else _to_json_value(value)
+            for name, value in flatten_config(config).items() if name not in PER_MACHINE_OPTIONS}  # fmt: skip
 
 
-def call(board: Board, rank: int, size: int, word: Word, seconds: float) -> list[str]:
+def exchange_rank_reports(key_value_store: KeyValueStore, rank: int, world_size: int, report: RankReport, timeout_seconds: float) -> list[str]:
     """The machines of all processes, by rank.
 
     An error for the user when some do not come in this time, cannot start, or are about to do something else.
     """
-    board.tell(f"word {rank}", json.dumps([word.host, dict(word.says), word.problems]))
-    board.add("come", 1)
-    _wait_for_all(board, rank, size, word, seconds)
+    key_value_store.set(f"word {rank}", json.dumps([report.host, dict(report.settings), report.problems]))
+    key_value_store.add("come", 1)
+    _wait_for_all_ranks(key_value_store, rank, world_size, report, timeout_seconds)
     if rank == 0:  # one reads them all, and everybody what came of it: with hundreds of processes that is much less
-        found = [json.loads(board.told(f"word {other}") or "") for other in range(size)]
-        words = [Word(host, says, tuple(problems)) for host, says, problems in found]
-        board.tell("outcome", json.dumps([[word.host for word in words], all_that_is_wrong(words)]))
-    while (outcome := board.told("outcome")) is None:
-        time.sleep(SECONDS_BETWEEN_LOOKS)
+        found = [json.loads(key_value_store.get(f"word {other}") or "") for other in range(world_size)]
+        words = [RankReport(host, says, tuple(problems)) for host, says, problems in found]
+        key_value_store.set("outcome", json.dumps([[word.host for word in words], find_report_problems(words)]))
+    while (outcome := key_value_store.get("outcome")) is None:
+        time.sleep(POLL_SECONDS)
     hosts, problems = json.loads(outcome)
-    _leave(board, rank, size)
-    _stop(problems, rank)
+    _wait_until_read(key_value_store, rank, world_size)
+    _raise_on_every_rank(problems, rank)
     return list(hosts)
 
 
-def _wait_for_all(board: Board, rank: int, size: int, word: Word, seconds: float) -> None:
+def _wait_for_all_ranks(key_value_store: KeyValueStore, rank: int, world_size: int, report: RankReport, timeout_seconds: float) -> None:
     began, told_at = time.monotonic(), 0.0
-    while board.count("come") < size:
-        time.sleep(SECONDS_BETWEEN_LOOKS)
+    while key_value_store.read_counter("come") < world_size:
+        time.sleep(POLL_SECONDS)
         waited = time.monotonic() - began
-        if word.problems and waited > SECONDS_TO_READ:
-            raise ConfigError(word.problems)
-        if waited - told_at < min(SECONDS_UNTIL_TOLD, seconds):
+        if report.problems and waited > READ_GRACE_SECONDS:
+            raise ConfigError(report.problems)
+        if waited - told_at < min(NOTICE_SECONDS, timeout_seconds):
             continue
         told_at = waited
-        absent = [other for other in range(size) if board.told(f"word {other}") is None]
-        is_first = rank == min(set(range(size)) - set(absent))
-        who = f"{len(absent)} of {size} processes have not come: {ranks_in_words(absent)}"
-        if waited >= seconds:
-            error = UserError(f"{who} within {seconds:.0f} s. Are all machines started, with another --machine_rank"
+        absent = [other for other in range(world_size) if key_value_store.get(f"word {other}") is None]
+        is_first = rank == min(set(range(world_size)) - set(absent))
+        who = f"{len(absent)} of {world_size} processes have not come: {format_ranks(absent)}"
+        if waited >= timeout_seconds:
+            error = UserError(f"{who} within {timeout_seconds:.0f} s. Are all machines started, with another --machine_rank"
                               " each and the same --main_process_ip and --main_process_port? One that ended says"
                               " why")  # fmt: skip
-            error.is_told = not is_first
+            error.is_reported = not is_first
             raise error
         if is_first:
             logger.log(logging.ERROR if rank else logging.WARNING, "waiting for %.0f s: %s", waited, who)
 
 
-def _leave(board: Board, rank: int, size: int) -> None:
+def _wait_until_read(key_value_store: KeyValueStore, rank: int, world_size: int) -> None:
     """The first process may keep the store, so it stays until the others have read what they need."""
-    gone, began = board.add("gone", 1), time.monotonic()
-    while rank == 0 and gone < size and time.monotonic() - began < SECONDS_TO_READ:
-        time.sleep(SECONDS_BETWEEN_LOOKS)
-        gone = board.count("gone")
+    gone, began = key_value_store.add("gone", 1), time.monotonic()
+    while rank == 0 and gone < world_size and time.monotonic() - began < READ_GRACE_SECONDS:
+        time.sleep(POLL_SECONDS)
+        gone = key_value_store.read_counter("gone")
 
 
-def refuse(words: Sequence[Word], rank: int) -> None:
+def check_rank_reports(reports: Sequence[RankReport], rank: int) -> None:
     """Stop all processes, for the same reason told by one, when they are not alike."""
-    _stop(all_that_is_wrong(words), rank)
+    _raise_on_every_rank(find_report_problems(reports), rank)
 
 
-def all_that_is_wrong(words: Sequence[Word]) -> list[str]:
+def find_report_problems(reports: Sequence[RankReport]) -> list[str]:
     """Why some cannot start, and in what some differ."""
-    return [*_those_that_cannot(words), *disagreements(words)]
+    return [*_collect_rank_problems(reports), *find_disagreements(reports)]
 
 
-def _stop(problems: list[str], rank: int) -> None:
+def _raise_on_every_rank(problems: list[str], rank: int) -> None:
     if problems:
         error = ConfigError(problems)
-        error.is_told = rank != 0
+        error.is_reported = rank != 0
         raise error
 
 
-def disagreements(words: Sequence[Word]) -> list[str]:
+def find_disagreements(reports: Sequence[RankReport]) -> list[str]:
     """A line for each thing in which some process is not like most of them."""
-    hosts, problems = [word.host for word in words], []
-    for name in dict.fromkeys(name for word in words for name in word.says):
-        values = [json.dumps(word.says.get(name)) for word in words]
-        common = most_common(values)
+    hosts, problems = [word.host for word in reports], []
+    for name in dict.fromkeys(name for word in reports for name in word.settings):
+        values = [json.dumps(word.settings.get(name)) for word in reports]
+        common = find_majority(values)
         others: dict[str, list[int]] = {}
         for rank, value in enumerate(values):
             if value != common:
                 others.setdefault(value, []).append(rank)
         for value, ranks in others.items():
-            where = ranks_in_words(ranks, hosts)
-            rest = "rank 0" if len(words) == 2 else "most others"
-            if name in WAYS_OUT:
-                problems.append(f"{name}: {where}: not the same as on {rest}; {WAYS_OUT[name]}")
+            where = format_ranks(ranks, hosts)
+            rest = "rank 0" if len(reports) == 2 else "most others"
+            if name in HASH_MISMATCH_FIXES:
+                problems.append(f"{name}: {where}: not the same as on {rest}; {HASH_MISMATCH_FIXES[name]}")
             else:
-                problems.append(f"{name}: {_shown(value)} on {where}, {_shown(common)} on {rest}; start all of them"
+                problems.append(f"{name}: {_format_value(value)} on {where}, {_format_value(common)} on {rest}; start all of them"
                                 " with the same")  # fmt: skip
     return problems
 
 
-def most_common(values: Sequence[str]) -> str:
+def find_majority(values: Sequence[str]) -> str:
     """What most say; where there is no most, what rank 0 says."""
     counts = Counter(values)
     return max(counts, key=lambda value: (counts[value], value == values[0]))
 
 
-def layout(hosts: Sequence[str]) -> str:
+def format_rank_placement(hostnames: Sequence[str]) -> str:
     """Which processes are where."""
-    names = list(dict.fromkeys(hosts))
-    parts = [ranks_in_words([rank for rank, host in enumerate(hosts) if host == name]) + f" on {name}"
-             for name in names[:SHOWN_RANKS]]  # fmt: skip
-    more = f" and {len(names) - SHOWN_RANKS} more machines" if len(names) > SHOWN_RANKS else ""
+    names = list(dict.fromkeys(hostnames))
+    parts = [format_ranks([rank for rank, host in enumerate(hostnames) if host == name]) + f" on {name}"
+             for name in names[:MAX_RANKS_SHOWN]]  # fmt: skip
+    more = f" and {len(names) - MAX_RANKS_SHOWN} more machines" if len(names) > MAX_RANKS_SHOWN else ""
     machines = "1 machine" if len(names) == 1 else f"{len(names)} machines"
-    return f"{len(hosts)} processes on {machines}: {'; '.join(parts)}{more}"
+    return f"{len(hostnames)} processes on {machines}: {'; '.join(parts)}{more}"
 
 
-def _those_that_cannot(words: Sequence[Word]) -> list[str]:
+def _collect_rank_problems(reports: Sequence[RankReport]) -> list[str]:
     reasons: dict[str, list[int]] = {}
-    for rank, word in enumerate(words):
+    for rank, word in enumerate(reports):
         for problem in word.problems:
             reasons.setdefault(problem, []).append(rank)
-    hosts = [word.host for word in words]
-    return [problem if len(ranks) == len(words) else f"{ranks_in_words(ranks, hosts)}: {problem}"
+    hosts = [word.host for word in reports]
+    return [problem if len(ranks) == len(reports) else f"{format_ranks(ranks, hosts)}: {problem}"
             for problem, ranks in reasons.items()]  # fmt: skip
 
 
-def _plain(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str)) or value is None else str(value)
 
 
-def _shown(value: str) -> str:
+def _format_value(value: str) -> str:
     return "not set" if value == "null" else value

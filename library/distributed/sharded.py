@@ -14,69 +14,69 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..errors import ConfigError
-from .grouped import Grouped
-from .layout import Layout
-from .sharding import Sharding
-from .structure import Structure
+from .grouped import ModelParallelStrategy
+from .layout import ParallelDims
+from .sharding import FSDPSettings
+from .structure import ParallelPlan
 
 logger = logging.getLogger(__name__)
 
 
-class Sharded(Grouped):
+class FSDPStrategy(ModelParallelStrategy):
     """Each process sees its own part of a global batch, and fetches the weights of a block when it is needed.
 
     What learns is not spread: it is small, and so every optimizer, state and file is what it is under DDP.
     """
 
-    def __init__(self, accelerator: Accelerator, sharding: Sharding, layout: Layout | None = None):
-        super().__init__(accelerator, Layout(data=accelerator.num_processes) if layout is None else layout)
-        self.sharding = sharding
-        self.has_whole_model, self.frozen_home = False, torch.device("cpu")
-        names = ("replicate", "shard") if sharding.replicas > 1 else ("shard",)
-        whole = init_device_mesh(self.device.type, (sharding.replicas, sharding.parts, self.layout.parts),
+    def __init__(self, accelerator: Accelerator, settings: FSDPSettings, dims: ParallelDims | None = None):
+        super().__init__(accelerator, ParallelDims(dp=accelerator.num_processes) if dims is None else dims)
+        self.settings = settings
+        self.has_full_model, self.base_load_device = False, torch.device("cpu")
+        names = ("replicate", "shard") if settings.dp_replicate > 1 else ("shard",)
+        whole = init_device_mesh(self.device.type, (settings.dp_replicate, settings.dp_shard, self.dims.tp),
                                  mesh_dim_names=("replicate", "shard", "part"))  # fmt: skip
-        self.shared_by: DeviceMesh = whole[names]
-        self.have_patience()
+        self.shard_mesh: DeviceMesh = whole[names]
+        self.set_group_timeouts()
 
     def wrap(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, denoiser: nn.Module | None = None,
-        structure: Structure | None = None,
+        parallel_plan: ParallelPlan | None = None,
     ) -> tuple[nn.Module, Any]:  # fmt: skip
         """Spread each child of ``model``, and say how much of it is here."""
         # Of blocks whose outputs are views; nothing is done to them in place, or results would not be DDP's.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
-        super().wrap(model, optimizer, denoiser, structure)
-        whole, here = parameter_bytes(model)
-        logger.info("FSDP: %d x %d processes; of %.1f MiB of weights this one holds %.1f MiB%s", self.sharding.replicas,
-                    self.sharding.parts, whole / 2**20, here / 2**20,
-                    ", in host memory" if self.sharding.offloads else "")  # fmt: skip
+        super().wrap(model, optimizer, denoiser, parallel_plan)
+        whole, here = count_parameter_bytes(model)
+        logger.info("FSDP: %d x %d processes; of %.1f MiB of weights this one holds %.1f MiB%s", self.settings.dp_replicate,
+                    self.settings.dp_shard, whole / 2**20, here / 2**20,
+                    ", in host memory" if self.settings.offload_params else "")  # fmt: skip
         return self.model, self.optimizer
 
-    def _take_apart(self, model: nn.Module, denoiser: nn.Module, structure: Structure) -> None:
+    def _partition_model(self, model: nn.Module, denoiser: nn.Module, parallel_plan: ParallelPlan) -> None:
         classes = {type(module).__name__ for module in model.modules()}
-        if unknown := [name for name in self.sharding.blocks if name not in classes]:
+        if unknown := [name for name in self.settings.block_classes if name not in classes]:
             raise ConfigError([f"the launcher's fsdp_transformer_layer_cls_to_wrap {','.join(unknown)}: no part of this"
                                " model is called so; leave it out, and diffusers names the classes"])  # fmt: skip
         for part in model.children():
-            self.spread(part)
+            self.shard_module(part)
 
-    def spread(self, part: nn.Module) -> None:
+    def shard_module(self, module: nn.Module) -> None:
         """Spread the frozen weights of a model that is called as a whole, block by block, from host memory."""
-        learnt = {name: parameter for name, parameter in part.named_parameters() if parameter.requires_grad}
-        policy = CPUOffloadPolicy(pin_memory=self.pins_memory) if self.sharding.offloads else OffloadPolicy()
-        settings: dict[str, Any] = {"mesh": self.shared_by, "ignored_params": set(learnt.values()),
+        learnt = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        policy = CPUOffloadPolicy(pin_memory=self.pins_memory) if self.settings.offload_params else OffloadPolicy()
+        settings: dict[str, Any] = {"mesh": self.shard_mesh, "ignored_params": set(learnt.values()),
                                     "offload_policy": policy}  # fmt: skip
-        for block in blocks_of(part, self.sharding.blocks):
-            with _same_names(block):
-                fully_shard(block, reshard_after_forward=self.sharding.reshards, **settings)
-        with _same_names(part):
+        for block in find_fsdp_blocks(module, self.settings.block_classes):
+            with _preserve_class_name(block):
+                fully_shard(block, reshard_after_forward=self.settings.reshard_after_forward, **settings)
+        with _preserve_class_name(module):
             # What belongs to no block is needed first in backward, and some of it outside of the model's forward.
-            fully_shard(part, reshard_after_forward=False, **settings)
-        check_spread(part, learnt, self.shared_by)
+            fully_shard(module, reshard_after_forward=False, **settings)
+        assert_sharded(module, learnt, self.shard_mesh)
 
 
 @contextmanager
-def _same_names(module: nn.Module) -> Iterator[None]:
+def _preserve_class_name(module: nn.Module) -> Iterator[None]:
     """Inside, torch gives the module another class; transformers, which knows classes by name, is not to notice."""
     own = type(module)
     yield
@@ -84,7 +84,7 @@ def _same_names(module: nn.Module) -> Iterator[None]:
         setattr(type(module), name, getattr(own, name))
 
 
-def blocks_of(model: nn.Module, names: Sequence[str] = ()) -> list[nn.Module]:
+def find_fsdp_blocks(model: nn.Module, names: Sequence[str] = ()) -> list[nn.Module]:
     """The modules that are fetched as a whole, inner ones first: of ``names``, or those that its authors name."""
     own = getattr(model, "_no_split_modules", None) or getattr(model, "_repeated_blocks", None) or ()
     for wanted in (names, own):
@@ -95,12 +95,12 @@ def blocks_of(model: nn.Module, names: Sequence[str] = ()) -> list[nn.Module]:
                        "launcher's fsdp_transformer_layer_cls_to_wrap"])  # fmt: skip
 
 
-def check_spread(model: nn.Module, learnt: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> None:
+def assert_sharded(model: nn.Module, trainable: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> None:
     """That every frozen weight is spread over all processes as asked, and what learns is still itself."""
     wanted = (Shard(0),) if mesh.ndim == 1 else (Replicate(), Shard(0))
     for name, parameter in model.named_parameters():
-        if name in learnt:
-            is_right = parameter is learnt[name]
+        if name in trainable:
+            is_right = parameter is trainable[name]
         else:
             is_right = isinstance(parameter, DTensor) and parameter.device_mesh == mesh
             is_right = is_right and parameter.placements == wanted  # type: ignore[attr-defined]
@@ -108,7 +108,7 @@ def check_spread(model: nn.Module, learnt: Mapping[str, nn.Parameter], mesh: Dev
             raise AssertionError(f"FSDP: {name} is not spread as asked, but a {type(parameter).__name__}")
 
 
-def parameter_bytes(model: nn.Module) -> tuple[int, int]:
+def count_parameter_bytes(model: nn.Module) -> tuple[int, int]:
     """Of all weights, and of those that this process holds."""
     whole = here = 0
     for parameter in model.parameters():

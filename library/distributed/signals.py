@@ -16,42 +16,42 @@ from typing import Any
 SUPERVISOR_DIR = "LORIKEET_SUPERVISOR"
 """The environment variable with the directory that ``python -m library launch`` shares with training processes."""
 SIGNAL_FILE, EXIT_CODE_FILE, PROCESS_PREFIX = "signal", "exit_code", "process-"
-SECONDS_OF_ONE = 3.0
+DUPLICATE_SIGNAL_SECONDS = 3.0
 """A launcher passes on what it got itself, so that one request arrives twice; what comes later is a second one."""
 
 
-class Signals:
+class StopSignals:
     """Inside, the first signal is noted in ``asked``, and a second one ends the process at once."""
 
     def __init__(self) -> None:
-        self.asked: int | None = None
-        self._asked_at = 0.0
-        self._before: dict[int, Any] = {}
+        self.received: int | None = None
+        self._received_at = 0.0
+        self._previous_handlers: dict[int, Any] = {}
 
-    def __enter__(self) -> "Signals":
+    def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():  # no other thread may set them
-            self._before = {number: signal.signal(number, self._note) for number in list_stop_signals()}
-            if (number := register_process()) is not None and self.asked is None:
-                self._note(number, None)
+            self._previous_handlers = {number: signal.signal(number, self._handle_signal) for number in list_stop_signals()}
+            if (number := register_process()) is not None and self.received is None:
+                self._handle_signal(number, None)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  traceback: TracebackType | None) -> None:  # fmt: skip
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
-    def ignore(self) -> None:
+    def ignore_sigterm(self) -> None:
         """A launcher ends all processes as soon as one of them ended; what is still to be said takes seconds only."""
-        if self._before.pop(signal.SIGTERM, None) is not None:
+        if self._previous_handlers.pop(signal.SIGTERM, None) is not None:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.asked is None:
-            self.asked, self._asked_at = number, time.monotonic()
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.received is None:
+            self.received, self._received_at = number, time.monotonic()
             name = signal.Signals(number).name
             # Not through logging: it may be just writing a line when the signal comes.
             os.write(2, f"\n{name}: the step is finished and the state saved; a second {name} ends at once\n".encode())
-        elif time.monotonic() - self._asked_at > SECONDS_OF_ONE:
+        elif time.monotonic() - self._received_at > DUPLICATE_SIGNAL_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 

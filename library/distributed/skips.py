@@ -7,47 +7,47 @@ from typing import Any
 
 from torch import nn
 
-from .chain import Chain, Flow
+from .chain import BlockSequence, Activations
 
 
 @dataclass(frozen=True)
-class SkipChain(Chain):
+class UNetBlockSequence(BlockSequence):
     """A flow is what the next block gets, and behind it all that blocks to come still wait for, the latest last."""
 
-    downs: int = 0
+    num_down_blocks: int = 0
     """So many blocks at the beginning hand something on; behind the one that follows them, all take it."""
 
     @classmethod
-    def of_unet(cls, unet: Any) -> "SkipChain":
+    def from_unet(cls, unet: Any) -> "UNetBlockSequence":
         """From a UNet as diffusers builds it."""
-        return cls((*unet.down_blocks, unet.mid_block, *unet.up_blocks), downs=len(unet.down_blocks))
+        return cls((*unet.down_blocks, unet.mid_block, *unet.up_blocks), num_down_blocks=len(unet.down_blocks))
 
-    def enters(self, place: int, bound: BoundArguments, before: Flow) -> Flow:
+    def collect_inputs(self, index: int, bound_arguments: BoundArguments, previous: Activations) -> Activations:
         """The model gathers what is handed on by itself, and here it has not all of it."""
-        given = bound.arguments["hidden_states"]
-        return before if place else (given, given)
+        given = bound_arguments.arguments["hidden_states"]
+        return previous if index else (given, given)
 
-    def runs(self, place: int, run: Callable[..., Any], bound: BoundArguments, flow: Flow) -> Flow:
+    def run_block(self, index: int, block_forward: Callable[..., Any], bound_arguments: BoundArguments, activations: Activations) -> Activations:
         """The block gets its own in the place of what the model has for it."""
-        given, waiting = flow[0], flow[1:]
-        bound.arguments["hidden_states"] = given
-        if place > self.downs:
-            count = len(_list(self.blocks[place], "resnets"))
-            waiting, bound.arguments["res_hidden_states_tuple"] = waiting[:-count], waiting[-count:]
-            if waiting and bound.arguments.get("upsample_size") is not None:
-                bound.arguments["upsample_size"] = waiting[-1].shape[2:]
-        made = run(*bound.args, **bound.kwargs)
-        if place >= self.downs:
+        given, waiting = activations[0], activations[1:]
+        bound_arguments.arguments["hidden_states"] = given
+        if index > self.num_down_blocks:
+            count = len(_get_submodules(self.blocks[index], "resnets"))
+            waiting, bound_arguments.arguments["res_hidden_states_tuple"] = waiting[:-count], waiting[-count:]
+            if waiting and bound_arguments.arguments.get("upsample_size") is not None:
+                bound_arguments.arguments["upsample_size"] = waiting[-1].shape[2:]
+        made = block_forward(*bound_arguments.args, **bound_arguments.kwargs)
+        if index >= self.num_down_blocks:
             return (made, *waiting)
         return (made[0], *waiting, *made[1])
 
-    def says(self, place: int, flow: Flow) -> Any:
+    def build_output(self, index: int, activations: Activations) -> Any:
         """As many as the model expects, though it will not see them used."""
-        if place >= self.downs:
-            return flow[0]
-        block = self.blocks[place]
-        return flow[0], flow[:1] * (len(_list(block, "resnets")) + len(_list(block, "downsamplers")))
+        if index >= self.num_down_blocks:
+            return activations[0]
+        block = self.blocks[index]
+        return activations[0], activations[:1] * (len(_get_submodules(block, "resnets")) + len(_get_submodules(block, "downsamplers")))
 
 
-def _list(block: nn.Module, name: str) -> Any:
+def _get_submodules(block: nn.Module, name: str) -> Any:
     return getattr(block, name, None) or ()

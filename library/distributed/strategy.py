@@ -11,114 +11,114 @@ from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 
 from ..data.batch import PixelBatch
-from .company import Company
-from .devices import has_own_memory
+from .company import Communicator
+from .devices import has_device_memory
 from .flat import FlatGradients
-from .host_copy import LateWords
-from .memory import OutOfMemory, phase
-from .pace import Pace, Slowest, slowest
-from .structure import Structure
+from .host_copy import AsyncScalarQueue
+from .memory import OutOfMemory, record_phase
+from .pace import StragglerMonitor, Straggler, find_straggler
+from .structure import ParallelPlan
 
 if TYPE_CHECKING:
-    from .compiling import Compilation, Shapes
+    from .compiling import Compilation, CompileShapes
 
 T = TypeVar("T")
 LossFunction = Callable[[PixelBatch, int], Tensor]
 """(batch, optimizer step) -> one weighted loss a sample."""
 
-STEPS_UNTIL_KNOWN = 2
+STOP_DELAY_STEPS = 2
 
 
-class DataParallel(Company):
+class Strategy(Communicator):
     """Every process holds the whole model and sees its own part of each global batch: one process, or DDP."""
 
-    divides_optimizer = ""
+    optimizer_sharding_engine = ""
     """The name of the engine that gives each process pieces of tensors to remember and to change; empty without."""
-    computes_together = False
+    has_collective_forward = False
     """Whether a forward is an exchange, so that all processes have to do each of them, whatever it is for."""
-    has_whole_model = True
+    has_full_model = True
     """Whether every process holds all frozen weights."""
-    is_replicated = True
+    has_replicated_adapter = True
     """Whether every process holds all that is trained, equal to the bit."""
 
     def __init__(self, accelerator: Accelerator):
         super().__init__(accelerator)
-        self.is_asked: Callable[[], bool] = lambda: False
+        self.is_stop_requested: Callable[[], bool] = lambda: False
         """Whether this process was asked to end the run."""
-        self.data_rank, self.data_size = self.rank, self.size
+        self.data_parallel_rank, self.data_parallel_size = self.rank, self.world_size
         """Which part of a global batch this process works on, and how many parts there are."""
-        self.tells = True
+        self.has_loss = True
         """Whether this process knows the losses."""
-        self.tellers = list(range(self.size))
+        self.loss_ranks = list(range(self.world_size))
         """Of each part, the process that knows the losses."""
-        self.shape_of: Callable[[PixelBatch], Hashable] = lambda batch: batch.frame.shape
+        self.get_shape_key: Callable[[PixelBatch], Hashable] = lambda batch: batch.size_conditioning.shape
         """Batches of which it is the same make tensors of the same sizes."""
-        self.recall: Callable[[PixelBatch, int], None] = lambda batch, step: None
+        self.prepare_recompute: Callable[[PixelBatch, int], None] = lambda batch, step: None
         """Called before a batch is computed again for its backward pass, when others came in between."""
-        self.together = 1
+        self.model_parallel_size = 1
         """So many processes share the work on one picture."""
         self.devices = [self.device]
         """All that this process computes on."""
-        self.frozen_home = self.device
+        self.base_load_device = self.device
         """Where the frozen part of what is trained is loaded to, before it is wrapped."""
-        self._asked = LateWords()
-        self.pace = Pace(self.device, self.size)
+        self._stop_flags = AsyncScalarQueue()
+        self.straggler_monitor = StragglerMonitor(self.device, self.world_size)
 
     @property
-    def scales_gradients(self) -> bool:
+    def has_grad_scaler(self) -> bool:
         """Whether losses are scaled against underflow (fp16), so that a gradient may be infinite now and then."""
         return self.accelerator.scaler is not None
 
     @property
-    def precision(self) -> str:
+    def mixed_precision(self) -> str:
         """``no``, ``fp16``, ``bf16`` or ``fp8``, as it came out of flags, launcher and accelerate's own file."""
         return str(self.accelerator.mixed_precision)
 
     @property
-    def compiles(self) -> bool:
+    def is_compile_enabled(self) -> bool:
         """Whether the model is compiled, as it came out of flags, launcher and accelerate's own file."""
         return str(self.accelerator.state.dynamo_plugin.backend.value) != "NO"
 
     @property
     def pins_memory(self) -> bool:
         """Whether copies from pinned host memory are faster, which they are on devices with memory of their own."""
-        return has_own_memory(self.device)
+        return has_device_memory(self.device)
 
-    def free_memory(self) -> None:
+    def empty_device_cache(self) -> None:
         """Give back what nothing refers to any more."""
         clear_device_cache(garbage_collection=True)
 
-    def compile(self, parts: Sequence[nn.Module], denoiser: nn.Module, shapes: "Shapes") -> "Compilation | None":
+    def compile(self, modules: Sequence[nn.Module], denoiser: nn.Module, shapes: "CompileShapes") -> "Compilation | None":
         """Compile what is trained as the accelerator was told, if at all; call it before ``wrap``."""
         if self.accelerator.state.dynamo_plugin.backend.value == "NO":
             return None
-        from .compiling import compiled  # which takes torch's compiler along
+        from .compiling import compile_model  # which takes torch's compiler along
 
         plugin = self.accelerator.state.dynamo_plugin
-        return compiled(parts, denoiser, plugin, shapes, by_blocks=self.together > 1)  # exchanges are not compiled
+        return compile_model(modules, denoiser, plugin, shapes, per_block=self.model_parallel_size > 1)  # exchanges are not compiled
 
-    def refuse_other_batches(self, sizes: Collection[int], accumulation: int) -> None:
+    def check_batch_sizes(self, batch_sizes: Collection[int], gradient_accumulation_steps: int) -> None:
         """Nothing but our own options says how large batches are."""
 
     def wrap(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, denoiser: nn.Module | None = None,
-        structure: Structure | None = None,
+        parallel_plan: ParallelPlan | None = None,
     ) -> tuple[nn.Module, Any]:  # fmt: skip
         """Place and wrap the model as the accelerator was told; return it with its optimizer.
 
         ``denoiser`` is the part of it that can be taken apart, and ``structure`` is how.
         """
-        with self._compiling_left_to_us(), warnings.catch_warnings():
+        with self._disable_accelerate_compile(), warnings.catch_warnings():
             # torch has a new name for it that accelerate does not know; the old one still does what is meant.
             warnings.filterwarnings("ignore", message=".*broadcast_buffers.* is deprecated", category=FutureWarning)
-            if self.size > 1:
-                _keep_at_home(model)
+            if self.world_size > 1:
+                exclude_frozen_from_ddp(model)
             self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        self.pace.watch(self.model)
+        self.straggler_monitor.attach(self.model)
         return self.model, self.optimizer
 
     @contextmanager
-    def _compiling_left_to_us(self) -> Iterator[None]:
+    def _disable_accelerate_compile(self) -> Iterator[None]:
         """accelerate would wrap what is compiled already, and put ``_orig_mod`` into every name."""
         plugin = self.accelerator.state.dynamo_plugin
         wanted = plugin.backend
@@ -128,7 +128,7 @@ class DataParallel(Company):
         finally:
             plugin.backend = wanted
 
-    def alone(self) -> AbstractContextManager[None]:
+    def bypass_tensor_parallel(self) -> AbstractContextManager[None]:
         """Inside, single layers can be used on one process, without the others."""
         return nullcontext()
 
@@ -136,18 +136,18 @@ class DataParallel(Company):
         """The gradients of a loss that every process computed for itself, with no exchange but what that needs."""
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def gradients(self, loss_function: LossFunction, work: Sequence[PixelBatch], samples: int, step: int) -> Tensor:
+    def compute_gradients(self, loss_function: LossFunction, batches: Sequence[PixelBatch], num_samples: int, step: int) -> Tensor:
         """Forward and backward of one step; return its loss, the mean over the ``samples`` of all processes."""
         total = torch.zeros((), device=self.device)
-        for batch in work:
+        for batch in batches:
             with self.accelerator.accumulate(self.model):
-                total += self._one_batch(loss_function, batch, samples, step)
+                total += self._run_micro_batch(loss_function, batch, num_samples, step)
         if not self.accelerator.sync_gradients:
-            raise AssertionError(f"step {step}: {len(work)} micro-batches did not complete an optimizer step")
-        return self._summed(total)
+            raise AssertionError(f"step {step}: {len(batches)} micro-batches did not complete an optimizer step")
+        return self._all_reduce_loss(total)
 
-    def gradients_that_fit(
-        self, loss_function: LossFunction, work: Sequence[PixelBatch], samples: int, step: int
+    def compute_gradients_catching_oom(
+        self, loss_function: LossFunction, batches: Sequence[PixelBatch], num_samples: int, step: int
     ) -> Tensor | OutOfMemory:
         """The same; but when any process is out of memory, all of them learn it, and have no gradients.
 
@@ -155,91 +155,91 @@ class DataParallel(Company):
         exchanged after all have said that they have theirs, for which several processes wait for their devices.
         """
 
-        def of_this_process() -> tuple[Tensor, FlatGradients | None]:
+        def compute_local_gradients() -> tuple[Tensor, FlatGradients | None]:
             total = torch.zeros((), device=self.device)
-            for batch in work:  # of which there may be more than accelerate's accumulate counts
+            for batch in batches:  # of which there may be more than accelerate's accumulate counts
                 with self.accelerator.no_sync(self.model):
-                    total += self._one_batch(loss_function, batch, samples, step)
-            self.pace.ready()
-            with phase("communication"):
-                return total, FlatGradients(self.model) if self.size > 1 else None
+                    total += self._run_micro_batch(loss_function, batch, num_samples, step)
+            self.straggler_monitor.mark_gradients_ready()
+            with record_phase("communication"):
+                return total, FlatGradients(self.model) if self.world_size > 1 else None
 
-        found = self.if_it_fits(of_this_process)
+        found = self.run_catching_oom(compute_local_gradients)
         if isinstance(found, OutOfMemory):
             return found
         total, gradients = found
         if gradients is not None:
-            with phase("communication"):
-                gradients.become_the_mean(self.size)
+            with record_phase("communication"):
+                gradients.all_reduce_mean(self.world_size)
         self.accelerator.sync_gradients = True
-        return self._summed(total)
+        return self._all_reduce_loss(total)
 
-    def if_it_fits(self, work: Callable[[], T]) -> T | OutOfMemory:
+    def run_catching_oom(self, function: Callable[[], T]) -> T | OutOfMemory:
         """What ``work`` gives, or that it found no memory on some process; in ``work`` nobody waits for others."""
         failure = result = None
         try:
-            result = work()
+            result = function()
         except OutOfMemory as error:
-            failure = error.alone()
-        if not self.total(int(failure is not None)):
+            failure = error.strip_traceback()
+        if not self.all_reduce_sum(int(failure is not None)):
             return cast(T, result)
         del result
         self.model.zero_grad(set_to_none=True)
-        self.free_memory()
+        self.empty_device_cache()
         return failure or OutOfMemory("another process")
 
-    def _one_batch(self, loss_function: LossFunction, batch: PixelBatch, samples: int, step: int) -> Tensor:
+    def _run_micro_batch(self, loss_function: LossFunction, batch: PixelBatch, num_samples: int, step: int) -> Tensor:
         """Forward and backward of a micro-batch; its share of the loss."""
         # The plan knows the true number of samples in the step, and the loss is divided by that, once.
-        with phase("forward", batch), self.accelerator.autocast():
-            share = loss_function(batch, step).sum() / samples
-        with phase("backward", batch):
-            self._backward(share)
+        with record_phase("forward", batch), self.accelerator.autocast():
+            share = loss_function(batch, step).sum() / num_samples
+        with record_phase("backward", batch):
+            self._backward_unscaled(share)
         return share.detach()
 
-    def _backward(self, share: Tensor) -> None:
+    def _backward_unscaled(self, loss: Tensor) -> None:
         """accelerate divides by the number of micro-steps and DDP takes the mean over processes; both are undone."""
-        self.accelerator.backward(share * self.accelerator.gradient_accumulation_steps * self.size)
+        self.accelerator.backward(loss * self.accelerator.gradient_accumulation_steps * self.world_size)
 
-    def places(self, down: nn.Module) -> Tensor | None:
+    def get_token_positions(self, lora_a: nn.Module) -> Tensor | None:
         """Which tokens of a picture an adapter's first matrix is given here; ``None`` for all of them."""
         return None
 
-    def adapter_was_written(self) -> None:
+    def sync_optimizer_copies(self) -> None:
         """Whoever wrote into the parameters that learn, on all processes alike, tells it here."""
 
-    def _summed(self, total: Tensor) -> Tensor:
+    def _all_reduce_loss(self, loss: Tensor) -> Tensor:
         """The sum over all processes; whether anybody was asked to end the run travels with it."""
-        asked = total.new_full((), float(self.is_asked()))
-        with phase("communication"):
-            sums: Tensor = self.accelerator.reduce(torch.stack([total, asked]), reduction="sum")
-        self._asked.send(sums[1])
-        self.pace.together()
+        asked = loss.new_full((), float(self.is_stop_requested()))
+        with record_phase("communication"):
+            sums: Tensor = self.accelerator.reduce(torch.stack([loss, asked]), reduction="sum")
+        self._stop_flags.push(sums[1])
+        self.straggler_monitor.mark_step_end()
         return sums[0]
 
-    def must_end(self) -> bool:
+    def should_stop(self) -> bool:
         """Whether any process was asked to end the run, some steps ago; the same on all after the same step.
 
         Called once after each step.  So late a step is done anyway, and nobody waits for the device.
         """
         is_late = self.device.type != "cpu"
-        if is_late and len(self._asked) <= STEPS_UNTIL_KNOWN:
+        if is_late and len(self._stop_flags) <= STOP_DELAY_STEPS:
             return False
-        return self._asked.read() > 0
+        return self._stop_flags.pop() > 0
 
-    def slowest(self) -> Slowest | None:
+    def find_straggler(self) -> Straggler | None:
         """The process that the others waited for since this was asked; every process has to ask."""
-        if self.size == 1:
+        if self.world_size == 1:
             return None
-        mine = torch.tensor([self.pace.read()], device=self.device)
-        return slowest(self.gathered(mine).tolist())
+        mine = torch.tensor([self.straggler_monitor.pop_times()], device=self.device)
+        return find_straggler(self.all_gather_tensor(mine).tolist())
 
-    def clip(self, parameters: Iterable[nn.Parameter], longest: float) -> Tensor:
+    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
         """Shorten the gradient to ``longest`` (0: leave it) and return the length it had."""
-        norm = self.accelerator.clip_grad_norm_(parameters, longest or float("inf"))
+        norm = self.accelerator.clip_grad_norm_(parameters, max_norm or float("inf"))
         return torch.as_tensor(norm, device=self.device)
 
-    def unwrapped(self, model: nn.Module) -> nn.Module:
+    def unwrap_model(self, model: nn.Module) -> nn.Module:
         """The model without any wrapper, for reading names and weights."""
         # accelerate's way imports DeepSpeed where it is installed, which takes half a second that a run has no use for.
         inner: nn.Module = getattr(model, "_orig_mod", model)
@@ -248,7 +248,7 @@ class DataParallel(Company):
         return getattr(inner, "_orig_mod", inner)
 
 
-def _keep_at_home(model: nn.Module) -> None:
+def exclude_frozen_from_ddp(model: nn.Module) -> None:
     """What is frozen is the same everywhere, so DDP need not send it around at the start, nor keep books on it."""
     frozen = [name for name, item in model.named_parameters() if not item.requires_grad]
     held: Any = model

@@ -14,65 +14,65 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .copies import Copies
-from .host_copy import on_host
-from .packing import Packed
+from .copies import CopyStream
+from .host_copy import copy_to_host
+from .packing import QuantizedWeight
 
-Place = tuple[bool, tuple[int, ...]]
+AccessHistory = tuple[bool, tuple[int, ...]]
 """Whether in a backward pass, and the latest weights, which checkpointing asks for in more than one order."""
-LATEST = 3
-AHEAD = 2**28
+HISTORY_LENGTH = 3
+MAX_BYTES_AHEAD = 2**28
 """Bytes of weights that the program may have used before the device has."""
 
 
-class Swap:
+class WeightOffloader:
     """Hands out weights by number."""
 
     def __init__(self, device: torch.device, copy: Callable[[Tensor], Tensor] | None = None):
         """``copy`` brings a tensor to the device, without anybody waiting for it."""
-        self.device, self.resting = device, list[Packed]()
-        self.expected = 0
+        self.device, self.host_weights = device, list[QuantizedWeight]()
+        self.prefetch_hits = 0
         """How many weights were there already when they were asked for."""
-        self._copies = Copies(device)
+        self._copy_stream = CopyStream(device)
         self._copy = copy or (lambda tensor: tensor.to(device, non_blocking=True))
-        self._after: dict[Place, int] = {}
-        self._last: Place = (False, ())
-        self._ahead: tuple[int, Packed] | None = None
-        self._unused = deque[tuple[Any, int]]()
+        self._next_index: dict[AccessHistory, int] = {}
+        self._history: AccessHistory = (False, ())
+        self._prefetched: tuple[int, QuantizedWeight] | None = None
+        self._in_flight = deque[tuple[Any, int]]()
         """Of weights that the device may still have to use: where it has, and how large they are."""
-        self._in_use = 0
+        self._bytes_in_use = 0
 
-    def take(self, weight: Packed) -> Callable[[], Packed]:
+    def offload(self, weight: QuantizedWeight) -> Callable[[], QuantizedWeight]:
         """Keep it on the host, pinned where that makes copies faster; returns who hands it out."""
-        number = len(self.resting)
-        self.resting.append(weight.moved(on_host))
-        return lambda: self.fetched(number)
+        number = len(self.host_weights)
+        self.host_weights.append(weight.map_tensors(copy_to_host))
+        return lambda: self.fetch(number)
 
-    def fetched(self, number: int) -> Packed:
+    def fetch(self, index: int) -> QuantizedWeight:
         """The weight on the device; the one that came after it last time is sent on its way."""
-        self._stay_near()
-        weight = self._arrived(number)
-        self._in_use = weight.nbytes
+        self._limit_bytes_ahead()
+        weight = self._take_prefetched(index)
+        self._bytes_in_use = weight.nbytes
         is_backward = torch._C._current_graph_task_id() != -1
-        self._after[self._last] = number
-        self._last = (is_backward, (*self._last[1], number)[-LATEST:])
-        following = self._after.get(self._last)
+        self._next_index[self._history] = index
+        self._history = (is_backward, (*self._history[1], index)[-HISTORY_LENGTH:])
+        following = self._next_index.get(self._history)
         if following is not None:
-            self._ahead = following, self._copies.made(lambda: self.resting[following].moved(self._copy))
+            self._prefetched = following, self._copy_stream.run_on_stream(lambda: self.host_weights[following].map_tensors(self._copy))
         return weight
 
-    def _stay_near(self) -> None:
+    def _limit_bytes_ahead(self) -> None:
         """Whoever asks for a weight has given the device all that it computes with the one before."""
-        if (mark := self._copies.mark()) is None:
+        if (mark := self._copy_stream.record_event()) is None:
             return
-        self._unused.append((mark, self._in_use))
-        while sum(size for _, size in self._unused) > AHEAD:
-            self._unused.popleft()[0].synchronize()
+        self._in_flight.append((mark, self._bytes_in_use))
+        while sum(size for _, size in self._in_flight) > MAX_BYTES_AHEAD:
+            self._in_flight.popleft()[0].synchronize()
 
-    def _arrived(self, number: int) -> Packed:
-        ahead, self._ahead = self._ahead, None
-        if ahead is None or ahead[0] != number:
-            return self.resting[number].moved(self._copy)
-        self.expected += 1
-        self._copies.arrive(ahead[1].tensors)
+    def _take_prefetched(self, index: int) -> QuantizedWeight:
+        ahead, self._prefetched = self._prefetched, None
+        if ahead is None or ahead[0] != index:
+            return self.host_weights[index].map_tensors(self._copy)
+        self.prefetch_hits += 1
+        self._copy_stream.wait_for_copies(ahead[1].tensors)
         return ahead[1]

@@ -16,48 +16,48 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..errors import ConfigError
-from .structure import Cuts
+from .structure import TensorParallelPlan
 
-Stretches = tuple[tuple[int, int], ...]
+Ranges = tuple[tuple[int, int], ...]
 """Where each begins, and how long it is.  Not a tensor of places, which on another device would be waited for."""
 
 
-class TensorCut:
+class TensorParallel:
     """This process's part of a model's layers."""
 
-    def __init__(self, rank: int, size: int, add: Callable[[Tensor], object]):
+    def __init__(self, rank: int, size: int, all_reduce: Callable[[Tensor], object]):
         """``add`` puts the sum over all parts in the place of a tensor."""
-        self.rank, self.size, self.add = rank, size, add
-        self.learnt: set[nn.Parameter] = set()
+        self.rank, self.size, self.all_reduce = rank, size, all_reduce
+        self.partial_grad_parameters: set[nn.Parameter] = set()
         """Of these a process finds a part of the gradient; of others it finds the whole."""
-        self._is_alone = False
-        self._latest: tuple[Tensor, bool, Tensor] | None = None
+        self._is_bypassed = False
+        self._latest_input: tuple[Tensor, bool, Tensor] | None = None
         """What a layer that is cut by rows was given, whether gradients were wanted, and what it got in its place."""
 
     @classmethod
-    def among(cls, group: dist.ProcessGroup) -> "TensorCut":
+    def from_group(cls, group: dist.ProcessGroup) -> "TensorParallel":
         """One part for each process of a group."""
         return cls(dist.get_rank(group), dist.get_world_size(group), partial(dist.all_reduce, group=group))
 
-    def cut(self, model: nn.Module, cuts: Cuts) -> None:
+    def shard_layers(self, model: nn.Module, plan: TensorParallelPlan) -> None:
         """Leave this process's part of each layer in ``model``."""
-        self._cut_heads(model, cuts)
-        for name, (kind, pieces) in cuts.items():
+        self._shard_attention_heads(model, plan)
+        for name, (kind, pieces) in plan.items():
             layer = model.get_submodule(name)
-            places = self._mine(pieces)
-            (self._cut_rows if kind == "rows" else self._cut_columns)(layer, places)
-            self.learnt |= {parameter for parameter in layer.parameters() if parameter.requires_grad}
+            places = self._compute_local_ranges(pieces)
+            (self._shard_colwise if kind == "rows" else self._shard_rowwise)(layer, places)
+            self.partial_grad_parameters |= {parameter for parameter in layer.parameters() if parameter.requires_grad}
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def bypass(self) -> Iterator[None]:
         """Inside, a layer is not cut, and nobody is asked; its frozen weights have to be given to it whole."""
-        self._is_alone = True
+        self._is_bypassed = True
         try:
             yield
         finally:
-            self._is_alone = False
+            self._is_bypassed = False
 
-    def _mine(self, pieces: Sequence[int]) -> Stretches:
+    def _compute_local_ranges(self, pieces: Sequence[int]) -> Ranges:
         found, before = [], 0
         for size in pieces:
             start, end = (size // self.size * rank + min(rank, size % self.size) for rank in (self.rank, self.rank + 1))
@@ -65,65 +65,65 @@ class TensorCut:
             before += size
         return tuple(found)
 
-    def _cut_heads(self, model: nn.Module, cuts: Cuts) -> None:
+    def _shard_attention_heads(self, model: nn.Module, plan: TensorParallelPlan) -> None:
         for name, module in model.named_modules():
             heads = getattr(module, "heads", None)
-            if heads is None or f"{name}.to_q" not in cuts:
+            if heads is None or f"{name}.to_q" not in plan:
                 continue
             if heads % self.size:
                 raise ConfigError([f"--tp_size {self.size}: {name} has {heads} heads, which cannot be dealt out evenly;"
-                                   f" try {_largest_below(self.size, heads)}"])  # fmt: skip
+                                   f" try {_find_largest_divisor(self.size, heads)}"])  # fmt: skip
             for size in ("heads", "inner_dim", "inner_kv_dim"):  # from some of them processors find the size of a head
                 if hasattr(module, size):
                     setattr(module, size, getattr(module, size) // self.size)
 
-    def _cut_rows(self, layer: nn.Module, places: Stretches) -> None:
-        base = _base(layer)
-        _keep(base, "weight", _taken(base.weight, 0, places))
+    def _shard_colwise(self, layer: nn.Module, ranges: Ranges) -> None:
+        base = _get_base_layer(layer)
+        _set_frozen_parameter(base, "weight", _take_ranges(base.weight, 0, ranges))
         if base.bias is not None:
-            _keep(base, "bias", _taken(base.bias, 0, places))
-        layer.register_forward_pre_hook(lambda _, given: self._shared(given))
-        for up in _halves(layer, "lora_B"):
-            up.register_forward_hook(lambda _, given, made: made if self._is_alone else _taken(made, -1, places))
+            _set_frozen_parameter(base, "bias", _take_ranges(base.bias, 0, ranges))
+        layer.register_forward_pre_hook(lambda _, given: self._copy_input(given))
+        for up in _get_adapter_layers(layer, "lora_B"):
+            up.register_forward_hook(lambda _, given, made: made if self._is_bypassed else _take_ranges(made, -1, ranges))
 
-    def _cut_columns(self, layer: nn.Module, places: Stretches) -> None:
-        base = _base(layer)
-        _keep(base, "weight", _taken(base.weight, 1, places))
+    def _shard_rowwise(self, layer: nn.Module, ranges: Ranges) -> None:
+        base = _get_base_layer(layer)
+        _set_frozen_parameter(base, "weight", _take_ranges(base.weight, 1, ranges))
         if base.bias is not None and self.rank:  # it is added once
-            _keep(base, "bias", torch.zeros_like(base.bias))
-        layer.register_forward_hook(lambda _, given, made: self._added(made))
-        for down in _halves(layer, "lora_A"):
+            _set_frozen_parameter(base, "bias", torch.zeros_like(base.bias))
+        layer.register_forward_hook(lambda _, given, made: self._all_reduce_output(made))
+        for down in _get_adapter_layers(layer, "lora_A"):
             whole = down.forward
 
-            def part(given: Tensor, down: Any = down, whole: Any = whole) -> Tensor:
-                return whole(given) if self._is_alone else functional.linear(given, _taken(down.weight, 1, places))
+            def forward_shard(input: Tensor, lora_a: Any = down, full_forward: Any = whole) -> Tensor:
+                return full_forward(input) if self._is_bypassed else functional.linear(input, _take_ranges(lora_a.weight, 1, ranges))
 
-            down.forward = part
+            down.forward = forward_shard
 
-    def _shared(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        if self._is_alone:
-            return given
+    def _copy_input(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        if self._is_bypassed:
+            return inputs
         wanted = torch.is_grad_enabled()
-        if self._latest is None or self._latest[0] is not given[0] or self._latest[1] != wanted:
-            share: Any = _Shared.apply
-            self._latest = given[0], wanted, share(given[0], self.add)
-        return (self._latest[2], *given[1:])  # layers that are given the same one have one sum of their gradients
+        if self._latest_input is None or self._latest_input[0] is not inputs[0] or self._latest_input[1] != wanted:
+            share: Any = _CopyToTensorParallel.apply
+            self._latest_input = inputs[0], wanted, share(inputs[0], self.all_reduce)
+        return (self._latest_input[2], *inputs[1:])  # layers that are given the same one have one sum of their gradients
 
-    def _added(self, made: Tensor) -> Tensor:
-        self._latest = None  # nothing is kept longer than layers of its kind are asked one after the other
-        if self._is_alone:
-            return made
-        add: Any = _Added.apply
-        total: Tensor = add(made, self.add)
+    def _all_reduce_output(self, output: Tensor) -> Tensor:
+        self._latest_input = None  # nothing is kept longer than layers of its kind are asked one after the other
+        if self._is_bypassed:
+            return output
+        add: Any = _ReduceFromTensorParallel.apply
+        total: Tensor = add(output, self.all_reduce)
         return total
 
 
-class _Shared(torch.autograd.Function):
+class _CopyToTensorParallel(torch.autograd.Function):
     """The same on all processes, each of which does something of its own with it."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, add: Any) -> Tensor:
-        ctx.add = add
+    def forward(ctx: Any, tensor: Tensor, all_reduce: Any) -> Tensor:
+        ctx.add = all_reduce
         return tensor.view_as(tensor)
 
     @staticmethod
@@ -133,13 +133,13 @@ class _Shared(torch.autograd.Function):
         return total, None
 
 
-class _Added(torch.autograd.Function):
+class _ReduceFromTensorParallel(torch.autograd.Function):
     """The sum of what the processes made, with which all of them do the same."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, add: Any) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, all_reduce: Any) -> Tensor:
         total = tensor.clone(memory_format=torch.contiguous_format)
-        add(total)
+        all_reduce(total)
         return total
 
     @staticmethod
@@ -147,24 +147,24 @@ class _Added(torch.autograd.Function):
         return gradients[0], None
 
 
-def _base(layer: nn.Module) -> Any:
+def _get_base_layer(layer: nn.Module) -> Any:
     """The layer of the model itself, without an adapter around it."""
     return getattr(layer, "base_layer", layer)
 
 
-def _halves(layer: nn.Module, name: str) -> list[Any]:
+def _get_adapter_layers(layer: nn.Module, name: str) -> list[Any]:
     """The matrices of an adapter; none where there is no adapter."""
     return list(getattr(layer, name, {}).values())
 
 
-def _taken(tensor: Tensor, axis: int, places: Stretches) -> Tensor:
-    parts = [tensor.narrow(axis, start, length) for start, length in places]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=axis)
+def _take_ranges(tensor: Tensor, dim: int, ranges: Ranges) -> Tensor:
+    parts = [tensor.narrow(dim, start, length) for start, length in ranges]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
-def _keep(layer: nn.Module, name: str, part: Tensor) -> None:
-    setattr(layer, name, nn.Parameter(part.detach().clone(memory_format=torch.contiguous_format), requires_grad=False))
+def _set_frozen_parameter(layer: nn.Module, name: str, shard: Tensor) -> None:
+    setattr(layer, name, nn.Parameter(shard.detach().clone(memory_format=torch.contiguous_format), requires_grad=False))
 
 
-def _largest_below(size: int, heads: int) -> int:
-    return next(number for number in range(size, 0, -1) if not heads % number)
+def _find_largest_divisor(size: int, num_heads: int) -> int:
+    return next(number for number in range(size, 0, -1) if not num_heads % number)

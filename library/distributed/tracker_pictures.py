@@ -8,11 +8,11 @@ import numpy as np
 from PIL import Image
 
 
-def hand_over(tracker: Any, pictures: Mapping[str, bytes], step: int) -> None:
+def log_images_to_tracker(tracker: Any, images: Mapping[str, bytes], step: int) -> None:
     """Give PNG files to one of accelerate's trackers; those that take no pictures are passed by."""
     if not hasattr(tracker, "log_images"):
         return
-    opened = {name: Image.open(io.BytesIO(data)).convert("RGB") for name, data in pictures.items()}
+    opened = {name: Image.open(io.BytesIO(data)).convert("RGB") for name, data in images.items()}
     if tracker.name == "tensorboard":
         batches = {name: np.asarray(picture)[None] for name, picture in opened.items()}
         tracker.log_images(batches, step=step, dataformats="NHWC")

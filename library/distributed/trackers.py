@@ -8,36 +8,36 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import LoggerType
 
 from ..config.schema import LogConfig
-from .world import truth
+from .world import parse_env_bool
 
 PACKAGES = {"comet_ml": "comet_ml", "tensorboard": "tensorboard"}
 """What to install, where the package is not called like the tracker in all cases."""
 
 
-def tracker_of(log: LogConfig) -> str | None:
+def resolve_tracker(log: LogConfig) -> str | None:
     """``log_with`` after its default: a folder alone means tensorboard."""
     if log.log_with is None:
         return "tensorboard" if log.logging_dir is not None else None
     return None if log.log_with == "none" else log.log_with
 
 
-def run_folder(log: LogConfig, started: str) -> str | None:
+def resolve_tracker_dir(log: LogConfig, started_at: str) -> str | None:
     """The run's own folder for trackers: ``<logging_dir>/<log_prefix><YYYYmmddHHMMSS>``."""
-    if log.logging_dir is None or tracker_of(log) is None:
+    if log.logging_dir is None or resolve_tracker(log) is None:
         return None
-    return str(Path(log.logging_dir) / f"{log.log_prefix or ''}{started}")
+    return str(Path(log.logging_dir) / f"{log.log_prefix or ''}{started_at}")
 
 
-def tracker_problems(log: LogConfig, environment: Mapping[str, str]) -> list[str]:
+def validate_trackers(log: LogConfig, environment: Mapping[str, str]) -> list[str]:
     """What keeps the trackers from starting; asked on the main process, which is the one that runs them."""
-    name = tracker_of(log)
+    name = resolve_tracker(log)
     if name is None:
         return []
     names = [str(item) for item in get_available_trackers()] if name == "all" else [name]
-    return [problem for item in names for problem in _problems_of(item, log, environment)]
+    return [problem for item in names for problem in _validate_tracker(item, log, environment)]
 
 
-def _problems_of(name: str, log: LogConfig, environment: Mapping[str, str]) -> list[str]:
+def _validate_tracker(name: str, log: LogConfig, environment: Mapping[str, str]) -> list[str]:
     place = f"--log_with {log.log_with}" if log.log_with else f"--logging_dir {log.logging_dir}"
     if name not in LoggerType:
         return [f"{place}: this version of accelerate does not know {name}; pip install -U accelerate"]
@@ -45,15 +45,15 @@ def _problems_of(name: str, log: LogConfig, environment: Mapping[str, str]) -> l
         return [f"{place}: the package {name} is not installed; pip install {name}"]
     if LOGGER_TYPE_TO_CLASS[name].requires_logging_directory and log.logging_dir is None:
         return [f"{place}: {name} writes to a folder; name one with --logging_dir"]
-    if name == "wandb" and not wandb_is_ready(environment):
+    if name == "wandb" and not is_wandb_ready(environment):
         return [f"{place}: not logged in to wandb; run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline"]
     return []
 
 
-def wandb_is_ready(environment: Mapping[str, str]) -> bool:
+def is_wandb_ready(environment: Mapping[str, str]) -> bool:
     """Whether wandb could start without asking anybody anything."""
     mode = environment.get("WANDB_MODE", "online").lower()
-    if mode in ("offline", "disabled", "dryrun") or truth(environment.get("WANDB_DISABLED")):
+    if mode in ("offline", "disabled", "dryrun") or parse_env_bool(environment.get("WANDB_DISABLED")):
         return True
     if environment.get("WANDB_API_KEY") or environment.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
@@ -62,14 +62,14 @@ def wandb_is_ready(environment: Mapping[str, str]) -> bool:
     return bool(wandb.login(prompt=False, verify=False))  # to verify would need the network
 
 
-def open_folder(folder: str | None, log: LogConfig) -> list[str]:
+def create_tracker_dir(directory: str | None, log: LogConfig) -> list[str]:
     """Make the run's folder, and keep wandb's files in it; say what is in the way."""
-    if folder is None:
+    if directory is None:
         return []
     try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        Path(directory).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         return [f"--logging_dir {log.logging_dir}: no folder can be made there: {error.strerror}"]
-    if tracker_of(log) in ("wandb", "all"):
-        os.environ["WANDB_DIR"] = folder
+    if resolve_tracker(log) in ("wandb", "all"):
+        os.environ["WANDB_DIR"] = directory
     return []

@@ -10,22 +10,22 @@ from typing import Any, Generic, TypeVar
 
 from ..errors import UserError
 
-SECONDS_BETWEEN_SIGNS = 2.0
+HEARTBEAT_SECONDS = 2.0
 
 T = TypeVar("T")
-Sign = BaseException | str | None
+WorkStatus = BaseException | str | None
 """What went wrong, ``WORKING``, or nothing any more."""
 WORKING = "working"
 
 
-def first_here(work: Callable[[], T], is_first: bool, gather: Callable[[Sign], list[Sign]]) -> T:
+def run_local_first(function: Callable[[], T], is_first: bool, gather: Callable[[WorkStatus], list[WorkStatus]]) -> T:
     """``work()`` on processes that are first, then on the others; when it fails on one, it fails on all.
 
     ``gather`` brings together what every process has to say, and all have to call it equally often.
     """
-    task = _Background(work) if is_first else None
+    task = _BackgroundTask(function) if is_first else None
     while True:
-        signs = gather(task.sign() if task is not None else None)
+        signs = gather(task.poll_status() if task is not None else None)
         if WORKING not in signs:
             break
     if task is not None and task.failure is not None:
@@ -33,31 +33,31 @@ def first_here(work: Callable[[], T], is_first: bool, gather: Callable[[Sign], l
     for sign in signs:
         if isinstance(sign, BaseException):
             if isinstance(sign, UserError):
-                sign.is_told = True  # by the process that hit it
+                sign.is_reported = True  # by the process that hit it
             raise sign
-    return task.result() if task is not None else work()
+    return task.get_result() if task is not None else function()
 
 
-class _Background(Generic[T]):
+class _BackgroundTask(Generic[T]):
     """Work in a thread of its own, while the main thread talks to the other processes."""
 
-    def __init__(self, work: Callable[[], T]):
-        self.work = work
+    def __init__(self, function: Callable[[], T]):
+        self.work = function
         self.failure: BaseException | None = None
-        self.outcome: list[T] = []
+        self.results: list[T] = []
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
     def _run(self) -> None:
         try:
-            self.outcome.append(self.work())
+            self.results.append(self.work())
         except BaseException as error:
             self.failure = error
 
-    def sign(self) -> Any:
+    def poll_status(self) -> Any:
         """How it stands, after a little time."""
-        self.thread.join(SECONDS_BETWEEN_SIGNS)
+        self.thread.join(HEARTBEAT_SECONDS)
         return WORKING if self.thread.is_alive() else self.failure
 
-    def result(self) -> T:
-        return self.outcome[0]
+    def get_result(self) -> T:
+        return self.results[0]

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-SHOWN_RANKS = 6
+MAX_RANKS_SHOWN = 6
 
 
-def ranks_in_words(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
+def format_ranks(ranks: Sequence[int], hostnames: Sequence[str] = ()) -> str:
     """``ranks 2, 3 (on gpu-b)``."""
-    shown = ", ".join(map(str, ranks[:SHOWN_RANKS]))
-    shown += f" and {len(ranks) - SHOWN_RANKS} more" if len(ranks) > SHOWN_RANKS else ""
-    names = list(dict.fromkeys(hosts[rank] for rank in ranks)) if hosts else []
-    where = f" (on {', '.join(names[:SHOWN_RANKS])}{', ...' if len(names) > SHOWN_RANKS else ''})" if names else ""
+    shown = ", ".join(map(str, ranks[:MAX_RANKS_SHOWN]))
+    shown += f" and {len(ranks) - MAX_RANKS_SHOWN} more" if len(ranks) > MAX_RANKS_SHOWN else ""
+    names = list(dict.fromkeys(hostnames[rank] for rank in ranks)) if hostnames else []
+    where = f" (on {', '.join(names[:MAX_RANKS_SHOWN])}{', ...' if len(names) > MAX_RANKS_SHOWN else ''})" if names else ""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{where}"

@@ -16,81 +16,81 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, UserError
-from .processes import Process
+from .processes import ProcessIdentity
 
 logger = logging.getLogger(__name__)
 
-OPTION = "--offload_param_device nvme"
-PREFIX, OWNER = "lorikeet-weights-", "process.json"
-Gather = Callable[[list[str]], Sequence[list[str]]]
-WAY_OUT = "apt install libaio-dev g++ (dnf: libaio-devel gcc-c++) and pip install ninja, or take cpu"
+NVME_OPTION = "--offload_param_device nvme"
+DIR_PREFIX, OWNER_FILE = "lorikeet-weights-", "process.json"
+AllGather = Callable[[list[str]], Sequence[list[str]]]
+LIBAIO_FIX = "apt install libaio-dev g++ (dnf: libaio-devel gcc-c++) and pip install ninja, or take cpu"
 
 
-class ModelFiles:
+class NVMeOffload:
     """Where this process's part of the frozen model rests, for as long as it trains."""
 
-    def __init__(self, path: str, gather: Gather):
-        _refuse(gather, _without_libaio())
-        self._gather = gather
-        remove_left_over(Path(path))
-        self.folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=path))
-        (self.folder / OWNER).write_text(json.dumps(Process.own().as_json()), "utf-8")
+    def __init__(self, path: str, all_gather: AllGather):
+        _raise_gathered_problems(all_gather, _validate_libaio())
+        self._all_gather = all_gather
+        remove_stale_dirs(Path(path))
+        self.directory = Path(tempfile.mkdtemp(prefix=DIR_PREFIX, dir=path))
+        (self.directory / OWNER_FILE).write_text(json.dumps(ProcessIdentity.get_current().to_json()), "utf-8")
 
-    def divide(self, zero: Any, model: nn.Module, config: dict[str, Any], processes: int, sharing: int) -> None:
+    def partition_model(self, deepspeed_zero: Any, model: nn.Module, config: dict[str, Any], world_size: int, ranks_per_machine: int) -> None:
         """Put the frozen weights into files, but those that are small, or of another precision than most.
 
         ``sharing`` processes write to the same disk, of all.
         """
         from deepspeed.runtime.config import DeepSpeedConfig
 
-        dtype = _usual([parameter for parameter in model.parameters() if not parameter.requires_grad])
+        dtype = _find_common_dtype([parameter for parameter in model.parameters() if not parameter.requires_grad])
         smallest = DeepSpeedConfig(config).zero_config.param_persistence_threshold
         kept = [item for item in model.parameters()
                 if item.requires_grad or item.dtype != dtype or item.numel() <= smallest]  # fmt: skip
-        parts = [-(-item.numel() // processes) for item in _others(model, kept)]
-        learnt = sum(-(-item.numel() // processes) for item in model.parameters() if item.requires_grad)
+        parts = [-(-item.numel() // world_size) for item in _exclude_parameters(model, kept)]
+        learnt = sum(-(-item.numel() // world_size) for item in model.parameters() if item.requires_grad)
         offload = {"buffer_size": max(parts, default=1), **config["zero_optimization"]["offload_param"],
-                   "nvme_path": str(self.folder)}  # fmt: skip
+                   "nvme_path": str(self.directory)}  # fmt: skip
         config["zero_optimization"]["offload_param"] = offload
         known = DeepSpeedConfig(config)
-        _refuse(self._gather, [*_misfits(known.zero_config.offload_param, parts, learnt, dtype),
-                               *_room(self.folder, sum(parts) * dtype.itemsize * sharing)])  # fmt: skip
+        _raise_gathered_problems(self._all_gather, [*_validate_offload_buffers(known.zero_config.offload_param, parts, learnt, dtype),
+                               *_validate_disk_space(self.directory, sum(parts) * dtype.itemsize * ranks_per_machine)])  # fmt: skip
 
-        from .zero_swapper import swapper
+        from .zero_swapper import build_param_swapper
 
         in_memory = {name: value for name, value in offload.items() if name != "nvme_path"} | {"device": "cpu"}
         without = {**config, "zero_optimization": {**config["zero_optimization"], "offload_param": in_memory}}
-        zero.Init(module=nn.ParameterList(kept), config_dict_or_path=without, dtype=torch.float32)
-        between = swapper(known, dtype)
-        zero.Init(module=model, config_dict_or_path=config, dtype=dtype, param_swapper=between)
-        self._must_be_whole(between)
+        deepspeed_zero.Init(module=nn.ParameterList(kept), config_dict_or_path=without, dtype=torch.float32)
+        between = build_param_swapper(known, dtype)
+        deepspeed_zero.Init(module=model, config_dict_or_path=config, dtype=dtype, param_swapper=between)
+        self._check_written(between)
 
-    def _must_be_whole(self, swapper: Any) -> None:
+    def _check_written(self, swapper: Any) -> None:
         """DeepSpeed does not look whether what it wrote has arrived."""
         size, written = swapper.swap_element_size, 0
         for number, path in swapper.id_to_path.items():
             here = Path(path).stat().st_size
             written += here
             if here < swapper.param_id_to_numel[number] * size:
-                raise UserError(f"{OPTION}: {path} could not be written as a whole; is the disk full?")
+                raise UserError(f"{NVME_OPTION}: {path} could not be written as a whole; is the disk full?")
         logger.info("DeepSpeed: %.1f MiB of weights in %d files in %s", written / 2**20, len(swapper.id_to_path),
-                    self.folder)  # fmt: skip
+                    self.directory)  # fmt: skip
 
     def remove(self) -> None:
         """Nothing of it is needed any more."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.rmtree(self.directory, ignore_errors=True)
 
 
-def remove_left_over(folder: Path) -> None:
+def remove_stale_dirs(directory: Path) -> None:
     """What processes of this machine left that were killed."""
-    for path in folder.glob(f"{PREFIX}*"):
+    for path in directory.glob(f"{DIR_PREFIX}*"):
         with suppress(OSError, ValueError):
-            owner = Process.from_json(json.loads((path / OWNER).read_text("utf-8")))
-            if owner is not None and owner.is_here and not owner.lives():
+            owner = ProcessIdentity.from_json(json.loads((path / OWNER_FILE).read_text("utf-8")))
+            if owner is not None and owner.is_on_this_machine and not owner.is_alive():
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _usual(parameters: Collection[nn.Parameter]) -> torch.dtype:
+def _find_common_dtype(parameters: Collection[nn.Parameter]) -> torch.dtype:
     """The precision of most of the weights."""
     sizes: Counter[torch.dtype] = Counter()
     for parameter in parameters:
@@ -98,56 +98,56 @@ def _usual(parameters: Collection[nn.Parameter]) -> torch.dtype:
     return sizes.most_common(1)[0][0]
 
 
-def _others(model: nn.Module, kept: Sequence[nn.Parameter]) -> Iterator[nn.Parameter]:
-    known = {id(item) for item in kept}
+def _exclude_parameters(model: nn.Module, excluded: Sequence[nn.Parameter]) -> Iterator[nn.Parameter]:
+    known = {id(item) for item in excluded}
     return (item for item in model.parameters() if id(item) not in known)
 
 
-def _misfits(offload: Any, parts: Sequence[int], learnt: int, dtype: torch.dtype) -> Iterator[str]:
+def _validate_offload_buffers(offload: Any, partition_sizes: Sequence[int], trainable_numel: int, dtype: torch.dtype) -> Iterator[str]:
     """Settings of the user's own file that DeepSpeed would fail with in the middle."""
-    largest, locked = max(parts, default=0), offload.buffer_count * offload.buffer_size * dtype.itemsize
+    largest, locked = max(partition_sizes, default=0), offload.buffer_count * offload.buffer_size * dtype.itemsize
     if offload.buffer_size < largest:
         yield (f"DeepSpeed's file: offload_param.buffer_size is {offload.buffer_size}, and the largest weight has"
                f" {largest} numbers for each process; write {largest}, or leave it out")  # fmt: skip
     elif offload.buffer_count < 2:
         yield f"DeepSpeed's file: offload_param.buffer_count is {offload.buffer_count}; write at least 2"
-    elif not can_lock(locked):
-        yield (f"{OPTION}: {locked / 2**20:.0f} MiB of memory for each process cannot be locked; raise `ulimit -l`, or"
+    elif not can_lock_memory(locked):
+        yield (f"{NVME_OPTION}: {locked / 2**20:.0f} MiB of memory for each process cannot be locked; raise `ulimit -l`, or"
                " make buffer_count or buffer_size in DeepSpeed's file smaller")  # fmt: skip
-    if learnt > offload.max_in_cpu:
-        yield (f"DeepSpeed's file: offload_param.max_in_cpu is {offload.max_in_cpu}, and the adapter has {learnt}"
+    if trainable_numel > offload.max_in_cpu:
+        yield (f"DeepSpeed's file: offload_param.max_in_cpu is {offload.max_in_cpu}, and the adapter has {trainable_numel}"
                " numbers for each process, which stay in memory; leave it out")  # fmt: skip
 
 
-def _room(folder: Path, wanted: int) -> Iterator[str]:
-    free = shutil.disk_usage(folder).free
-    if wanted > free:
-        yield (f"--offload_param_nvme_path {folder.parent}: the model takes {wanted / 2**30:.1f} GiB, and there is room"
+def _validate_disk_space(directory: Path, num_bytes: int) -> Iterator[str]:
+    free = shutil.disk_usage(directory).free
+    if num_bytes > free:
+        yield (f"--offload_param_nvme_path {directory.parent}: the model takes {num_bytes / 2**30:.1f} GiB, and there is room"
                f" for {free / 2**30:.1f} GiB")  # fmt: skip
 
 
-def can_lock(size: int) -> bool:
+def can_lock_memory(num_bytes: int) -> bool:
     """Whether so much memory may be kept from being moved out, without which DeepSpeed ends the process."""
     try:
-        memory = mmap.mmap(-1, max(size, 1))
+        memory = mmap.mmap(-1, max(num_bytes, 1))
     except (OSError, OverflowError, ValueError):
         return False
     address = ctypes.c_char.from_buffer(memory)
-    place = (ctypes.c_void_p(ctypes.addressof(address)), ctypes.c_size_t(size))
+    place = (ctypes.c_void_p(ctypes.addressof(address)), ctypes.c_size_t(num_bytes))
     system: Any = ctypes.CDLL(None)
     is_locked: bool = system.mlock(*place) == 0
     system.munlock(*place)
     return is_locked
 
 
-def _refuse(gather: Gather, problems: Iterable[str]) -> None:
+def _raise_gathered_problems(all_gather: AllGather, problems: Iterable[str]) -> None:
     """Stop all processes over what is wrong on any of them; machines have disks and packages of their own."""
-    found = dict.fromkeys(problem for each in gather(list(problems)) for problem in each)
+    found = dict.fromkeys(problem for each in all_gather(list(problems)) for problem in each)
     if found:
         raise ConfigError(list(found))
 
 
-def _without_libaio() -> Iterator[str]:
+def _validate_libaio() -> Iterator[str]:
     """DeepSpeed compiles its way to the disk when it is first asked for."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
@@ -159,7 +159,7 @@ def _without_libaio() -> Iterator[str]:
             builder.load(verbose=False)
     except Exception as error:  # compilers have kinds of their own
         why = str(error).partition("\n")[0]
-        yield f"{OPTION}: DeepSpeed's async_io cannot be built: {why}; {WAY_OUT}"
+        yield f"{NVME_OPTION}: DeepSpeed's async_io cannot be built: {why}; {LIBAIO_FIX}"
         return
     if not is_there:
-        yield f"{OPTION}: DeepSpeed's async_io needs libaio and a compiler; {WAY_OUT}"
+        yield f"{NVME_OPTION}: DeepSpeed's async_io needs libaio and a compiler; {LIBAIO_FIX}"

@@ -7,16 +7,16 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ..config import RunConfig
-from ..config.checks import conflicts
-from ..config.options import build, flat
+from ..config.checks import validate_config
+from ..config.options import build_config, flatten_config
 from ..errors import ConfigError
 from ..families import FAMILIES
-from ..families.detect import Detected
-from ..families.unloaded import unloaded
+from ..families.detect import DetectedModel
+from ..families.unloaded import load_components_on_meta
 from ..optim import optimizers
-from ..training.outline import Outlook
-from ..training.parallel_fit import misfits
-from ..training.resting import blocks_of
+from ..training.outline import DryRun
+from ..training.parallel_fit import validate_model_parallel
+from ..training.resting import find_innermost_blocks
 from .memory_estimate import DevicePart, MemoryEstimate, estimate_memory, estimate_optimizer_state, split_model
 from .meta_run import LargestBatch, MetaRun, count_all_reduce_bytes
 from .parallel_layouts import OPTIONS, ParallelLayout, find_conflicts, find_layouts, format_flags
@@ -67,12 +67,12 @@ class LayoutReport:
         return estimate.memory.total <= self.devices.memory
 
 
-def search_layouts(config: RunConfig, given: frozenset[str], outlook: Outlook, devices: Devices) -> LayoutReport:
+def search_layouts(config: RunConfig, given: frozenset[str], outlook: DryRun, devices: Devices) -> LayoutReport:
     """Estimate all layouts that these settings allow; ``given`` are the options that the user set."""
-    optimizers.rehearse(config.optim)
+    optimizers.validate_optimizer(config.optim)
     model, batch = outlook.detected, find_largest_batch(outlook)
     problems = find_conflicts(config, devices.count)
-    if problems := [*problems, *misfits(config, FAMILIES.get(model.family)(config.model), model)]:
+    if problems := [*problems, *validate_model_parallel(config, FAMILIES.get(model.family)(config.model), model)]:
         raise ConfigError(problems)
     layouts, reasons = find_layouts(config, given, devices.count, model)
     if not layouts:
@@ -85,19 +85,19 @@ def search_layouts(config: RunConfig, given: frozenset[str], outlook: Outlook, d
     return LayoutReport(devices, batch, estimates, suggestion)
 
 
-def find_largest_batch(outlook: Outlook) -> LargestBatch:
-    plan = outlook.plan.batches
-    shapes = {(bucket.batch_size, *bucket.size) for bucket in plan.buckets if len(bucket.samples)}
+def find_largest_batch(outlook: DryRun) -> LargestBatch:
+    plan = outlook.plan.batch_plan
+    shapes = {(bucket.batch_size, *bucket.resolution) for bucket in plan.buckets if len(bucket.sample_indices)}
     pixels = sorted((count * width * height for count, width, height in shapes), reverse=True)
     count, width, height = max(shapes, key=lambda shape: shape[0] * shape[1] * shape[2])
-    captions = sorted(set(outlook.prepared.first_captions(plan, outlook.plan.steps)), key=len, reverse=True)
+    captions = sorted(set(outlook.prepared.list_first_epoch_captions(plan, outlook.plan.steps)), key=len, reverse=True)
     buffered_shapes = sum(pixels[:MAX_BUFFERED_SHAPES]) / pixels[0]
     return LargestBatch((width, height), tuple((captions * count)[:count]), buffered_shapes)
 
 
 def estimate_layouts(
     layouts: Sequence[ParallelLayout],
-    model: Detected,
+    model: DetectedModel,
     batch: LargestBatch,
     devices: Devices,
     savings: Mapping[str, Any] | None = None,
@@ -122,14 +122,14 @@ def estimate_layouts(
     return sorted(estimates, key=lambda estimate: (-estimate.images_per_second, estimate.memory.total))
 
 
-def get_partition(layout: ParallelLayout, model: Detected) -> tuple[int, int, bool]:
+def get_partition(layout: ParallelLayout, model: DetectedModel) -> tuple[int, int, bool]:
     """Arguments of the ``MetaRun``: ranks of TP and CP, and whether a pipeline needs its own.
 
     Stages are parts of any step, unless pipelines pad texts, or split tokens at another point.
     """
     dims = layout.dims
-    varies = dims.contexts > 1 or FAMILIES.get(model.family).texts_vary
-    return dims.parts, dims.contexts, dims.stages > 1 and varies
+    varies = dims.cp > 1 or FAMILIES.get(model.family).has_variable_text_length
+    return dims.tp, dims.cp, dims.pp > 1 and varies
 
 
 @contextmanager
@@ -147,7 +147,7 @@ def estimate_images_per_second(
 ) -> float:
     """Of all devices together, from FLOPs, pipeline bubbles and bytes sent."""
     config, zero, sharding, ranks = layout.config, layout.zero, layout.sharding, layout.ranks
-    micro_batches, stages = config.train.gradient_accumulation_steps, layout.dims.stages
+    micro_batches, stages = config.train.gradient_accumulation_steps, layout.dims.pp
     flops = max(part.flops for part in parts)
     sent_bytes = run.sent_bytes / stages + 2 * max(part.sent_bytes for part in parts)
     if config.parallel.device_map is not None:  # one device after the other
@@ -158,24 +158,24 @@ def estimate_images_per_second(
     passes = 3 if config.train.gradient_checkpointing else 2
     gathered_bytes = float(passes * run.offloaded_bytes)
     if sharding is not None:
-        passes = passes if sharding.reshards else 1
-        gathered_bytes = passes * frozen_bytes * (sharding.parts - 1 + sharding.offloads) / sharding.parts
+        passes = passes if sharding.reshard_after_forward else 1
+        gathered_bytes = passes * frozen_bytes * (sharding.dp_shard - 1 + sharding.offload_params) / sharding.dp_shard
     elif zero is not None and zero.stage == 3:
-        gathered_bytes = passes * frozen_bytes * (ranks - 1 + bool(zero.param_device)) / ranks
+        gathered_bytes = passes * frozen_bytes * (ranks - 1 + bool(zero.offload_param_device)) / ranks
     trainable_bytes = sum(parameter.nbytes for parameter in run.trainable)
     synchronized_bytes = count_all_reduce_bytes(trainable_bytes, ranks)
-    if zero is not None and zero.optimizer_device:
+    if zero is not None and zero.offload_optimizer_device:
         synchronized_bytes += 2 * trainable_bytes / ranks
     # Weights are gathered during computation; activations and gradients are waited for.
     seconds = max(computation, micro_batches * gathered_bytes / devices.link_speed)
     seconds += (micro_batches * sent_bytes + synchronized_bytes) / devices.link_speed
-    return micro_batches * images * layout.dims.data / seconds
+    return micro_batches * images * layout.dims.dp / seconds
 
 
 def suggest_savings(
     config: RunConfig,
     given: frozenset[str],
-    model: Detected,
+    model: DetectedModel,
     batch: LargestBatch,
     devices: Devices,
     estimates: Sequence[LayoutEstimate],
@@ -190,9 +190,9 @@ def suggest_savings(
     for options in _list_savings(model):
         tried = {**savings, **options}
         largest = replace(batch, captions=batch.captions[: tried.get("train_batch_size")])
-        changed: RunConfig = build(RunConfig, {**flat(config), **tried})
-        is_set = changed == build(RunConfig, {**flat(config), **savings})
-        if is_set or set(conflicts(changed, given | set(tried))) - set(conflicts(config, given)):
+        changed: RunConfig = build_config(RunConfig, {**flatten_config(config), **tried})
+        is_set = changed == build_config(RunConfig, {**flatten_config(config), **savings})
+        if is_set or set(validate_config(changed, given | set(tried))) - set(validate_config(config, given)):
             continue
         logger.info("estimating memory: no layout fits; trying %s", format_flags(options))
         layouts, _ = find_layouts(changed, given | set(tried), devices.count, model)
@@ -208,10 +208,10 @@ def suggest_savings(
 
 def _is_plain(layout: ParallelLayout) -> bool:
     """Data parallel with or without sharding, on the devices alone."""
-    return layout.dims.together == 1 and not any("offload" in name or "map" in name for name in layout.options)
+    return layout.dims.model_parallel_size == 1 and not any("offload" in name or "map" in name for name in layout.options)
 
 
-def _list_savings(model: Detected) -> Iterator[dict[str, Any]]:
+def _list_savings(model: DetectedModel) -> Iterator[dict[str, Any]]:
     """First what costs nothing, last what changes the trained LoRA."""
     yield {"cache_latents": True}
     yield {"cache_text_encoder_outputs": True}
@@ -219,8 +219,8 @@ def _list_savings(model: Detected) -> Iterator[dict[str, Any]]:
     yield {"gradient_checkpointing": True}
     yield {"base_storage": "int8"}
     yield {"base_storage": "nf4"}
-    part = FAMILIES.get(model.family).denoiser
-    yield {"blocks_to_swap": len(blocks_of(getattr(unloaded(model, (part,)), part)))}
+    part = FAMILIES.get(model.family).denoiser_name
+    yield {"blocks_to_swap": len(find_innermost_blocks(getattr(load_components_on_meta(model, (part,)), part)))}
     yield {"gradient_checkpointing": True, "cpu_offload_checkpointing": True}
     yield {"train_batch_size": 1}
 

@@ -11,14 +11,14 @@ from torch.utils._pytree import tree_leaves
 
 from ..config.schema import OptimConfig
 from ..config.values import DeviceMap
-from ..distributed.chain import cuts
-from ..distributed.device_map import assigned, places_of
-from ..distributed.sharded import blocks_of
-from ..distributed.sharding import Sharding
-from ..distributed.swapping import AHEAD
-from ..distributed.zero_settings import ZeroSettings
+from ..distributed.chain import partition_blocks
+from ..distributed.device_map import iter_weight_devices, build_device_map
+from ..distributed.sharded import find_fsdp_blocks
+from ..distributed.sharding import FSDPSettings
+from ..distributed.swapping import MAX_BYTES_AHEAD
+from ..distributed.zero_settings import DeepSpeedSettings
 from ..errors import UserError
-from ..optim.optimizers import Group, make_optimizer
+from ..optim.optimizers import ParamGroup, build_optimizer
 from .meta_run import MetaRun, StepMemory, count_frozen_bytes
 from .parallel_layouts import ParallelLayout
 
@@ -86,9 +86,9 @@ class DevicePart:
 def split_model(run: MetaRun, layout: ParallelLayout, devices: int, device_memory: int) -> list[DevicePart]:
     """One part for each pipeline stage, or each device of a device map; else one for all devices."""
     parallel = layout.config.parallel
-    if layout.dims.stages > 1:
+    if layout.dims.pp > 1:
         micro_batches = layout.config.train.gradient_accumulation_steps
-        return _split_pipeline(run, layout.dims.stages, parallel.pp_schedule, micro_batches)
+        return _split_pipeline(run, layout.dims.pp, parallel.pp_schedule, micro_batches)
     if parallel.device_map is not None:
         return _split_device_map(run, parallel.device_map, devices, device_memory)
     return [DevicePart(run.frozen_bytes, (run.step.total,))]
@@ -96,7 +96,7 @@ def split_model(run: MetaRun, layout: ParallelLayout, devices: int, device_memor
 
 def _split_pipeline(run: MetaRun, stages: int, schedule: str, micro_batches: int) -> list[DevicePart]:
     step, blocks, count = run.step, run.chain.blocks, stages * (2 if schedule == "interleaved" else 1)
-    ends = cuts(run.chain.weights(), count)
+    ends = partition_blocks(run.chain.count_block_parameters(), count)
     parts = []
     for stage in range(stages):
         ranges = [(ends[chunk], ends[chunk + 1]) for chunk in range(stage, count, stages)]
@@ -122,9 +122,9 @@ def count_in_flight(schedule: str, stages: int, stage: int, micro_batches: int) 
 
 
 def _split_device_map(run: MetaRun, device_map: DeviceMap, devices: int, device_memory: int) -> list[DevicePart]:
-    limit = device_memory if device_map.way == "sequential" else UNLIMITED
-    device_of_module = places_of(run.denoiser, device_map, [limit] * devices)
-    tensors = {tensor: device for _, tensor, device in assigned(run.denoiser, device_of_module)}
+    limit = device_memory if device_map.preset == "sequential" else UNLIMITED
+    device_of_module = build_device_map(run.denoiser, device_map, [limit] * devices)
+    tensors = {tensor: device for _, tensor, device in iter_weight_devices(run.denoiser, device_of_module)}
     device_of_block = [tensors[next(block.parameters())] for block in run.chain.blocks]
     total, parts = sum(parameter.nbytes for parameter in run.trainable), list[DevicePart]()
     for device in reversed(range(devices)):
@@ -158,13 +158,13 @@ def _estimate_part(
     elements = round(part.trainable_share * sum(parameter.numel() for parameter in run.trainable))
     gradients, optimizer = adapters, round(part.trainable_share * optimizer_state)
     activations = part.count_activation_bytes(run.encoding_peak)
-    weights, gathered = part.frozen_bytes, min(run.offloaded_bytes, AHEAD)
+    weights, gathered = part.frozen_bytes, min(run.offloaded_bytes, MAX_BYTES_AHEAD)
     buffers = 0
-    if layout.dims.stages > 1:
+    if layout.dims.pp > 1:
         buffers = int(train.gradient_accumulation_steps * (part.received_bytes + part.sent_bytes) * buffered_shapes)
     if layout.zero is not None:
         shard = -(-adapters // ranks)
-        is_offloaded = layout.zero.optimizer_device is not None
+        is_offloaded = layout.zero.offload_optimizer_device is not None
         gradients = 0 if is_offloaded else shard
         optimizer = 0 if is_offloaded else shard + -(-optimizer_state // ranks)  # with master weights
         buffers = _count_zero_buckets(layout.zero, elements)
@@ -173,7 +173,7 @@ def _estimate_part(
     elif layout.sharding is not None:
         weights, gathered = _shard_by_fsdp(run, part.frozen_bytes, layout.sharding)
     if layout.zero is None and ranks > 1:
-        if layout.sharding is None and layout.dims.together == 1:
+        if layout.sharding is None and layout.dims.model_parallel_size == 1:
             buffers = 0 if layout.config.distributed.ddp_gradient_as_bucket_view else adapters
         else:
             buffers += max(0, adapters - activations)  # gradients are flattened when activations are freed
@@ -182,45 +182,45 @@ def _estimate_part(
     return MemoryEstimate(weights, adapters, gradients, optimizer, ema, activations, gathered, buffers, reserved)
 
 
-def _shard_by_fsdp(run: MetaRun, frozen: int, sharding: Sharding) -> tuple[int, int]:
+def _shard_by_fsdp(run: MetaRun, frozen: int, sharding: FSDPSettings) -> tuple[int, int]:
     """Shard each tensor by rows, with padding; two blocks are gathered at once, the second ahead of time."""
-    shards = sum(-(-each.shape[0] // sharding.parts) * (each.nbytes // each.shape[0]) for each in run.frozen)
+    shards = sum(-(-each.shape[0] // sharding.dp_shard) * (each.nbytes // each.shape[0]) for each in run.frozen)
     gathered = 0
     for part in run.trained.children():
         counted, sizes = set[Tensor](), list[int]()
-        for block in blocks_of(part, sharding.blocks):  # inner ones first; they do not count again in outer ones
+        for block in find_fsdp_blocks(part, sharding.block_classes):  # inner ones first; they do not count again in outer ones
             own = {each for each in block.parameters() if not each.requires_grad} - counted
             counted |= own
             sizes.append(sum(each.nbytes for each in own))
         outside = sum(each.nbytes for each in part.parameters() if not each.requires_grad) - sum(sizes)
-        gathered += outside + (2 * max(sizes, default=0) if sharding.reshards else sum(sizes))
+        gathered += outside + (2 * max(sizes, default=0) if sharding.reshard_after_forward else sum(sizes))
     unsharded = frozen - sum(each.nbytes for each in run.frozen)
-    return unsharded + (0 if sharding.offloads else shards), gathered
+    return unsharded + (0 if sharding.offload_params else shards), gathered
 
 
-def _shard_by_zero3(run: MetaRun, frozen: int, zero: ZeroSettings, ranks: int) -> tuple[int, int]:
+def _shard_by_zero3(run: MetaRun, frozen: int, zero: DeepSpeedSettings, ranks: int) -> tuple[int, int]:
     """Shard each tensor evenly; small ones are replicated, and gathered ones stay up to a limit."""
-    limits: dict[str, Any] = {**ZERO_DEFAULTS, **zero.file.get("zero_optimization", {})}
+    limits: dict[str, Any] = {**ZERO_DEFAULTS, **zero.config_file.get("zero_optimization", {})}
     threshold, max_live = (int(limits[name]) for name in ZERO_DEFAULTS)
     large = [each for each in run.frozen if each.numel() > threshold]
     shards = sum(-(-each.numel() // ranks) * each.element_size() for each in run.frozen)
     replicated = frozen - sum(each.nbytes for each in large)
     live = min(sum(each.nbytes for each in large), max_live * max((each.element_size() for each in large), default=0))
-    return replicated + (0 if zero.param_device else shards), live
+    return replicated + (0 if zero.offload_param_device else shards), live
 
 
-def _count_zero_buckets(zero: ZeroSettings, elements: int) -> int:
+def _count_zero_buckets(zero: DeepSpeedSettings, elements: int) -> int:
     """DeepSpeed's gradient buckets, which it allocates however little it sends."""
-    settings: dict[str, Any] = dict(zero.file.get("zero_optimization", {}))
+    settings: dict[str, Any] = dict(zero.config_file.get("zero_optimization", {}))
     count = 2 if settings.get("overlap_comm") and zero.stage < 3 else 1
     return 4 * count * int(settings.get("reduce_bucket_size", elements))
 
 
-def estimate_optimizer_state(config: OptimConfig, groups: Sequence[Group]) -> int:
+def estimate_optimizer_state(config: OptimConfig, groups: Sequence[ParamGroup]) -> int:
     """Bytes, by a step of the optimizer itself on one tensor of each shape."""
     counts = Counter((tuple(each.shape), each.dtype) for group in groups for each in group.parameters)
     parameters = [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape, dtype in counts]
-    optimizer: Any = make_optimizer(config, [Group("shapes", parameters, config.learning_rate)])
+    optimizer: Any = build_optimizer(config, [ParamGroup("shapes", parameters, config.learning_rate)])
     try:
         if callable(getattr(optimizer, "train", None)):
             optimizer.train()

@@ -14,28 +14,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..adapters.switching import in_dtype
+from ..adapters.switching import cast_trainable_parameters
 from ..config import RunConfig
 from ..data.batch import Cond, Moments, PixelBatch
-from ..distributed.chain import Flow, Passage
-from ..distributed.context_cut import ContextCut
-from ..distributed.copies import Copies
+from ..distributed.chain import Activations, StageRunner
+from ..distributed.context_cut import ContextParallel
+from ..distributed.copies import CopyStream
 from ..distributed.frozen import FrozenConv2d, FrozenLinear
-from ..distributed.packing import Packed
-from ..distributed.tensor_cut import TensorCut
+from ..distributed.packing import QuantizedWeight
+from ..distributed.tensor_cut import TensorParallel
 from ..families import FAMILIES
 from ..families.base import Family
-from ..families.detect import Detected
-from ..families.loading import load_without_weights
-from ..optim.optimizers import Group
-from ..training.groups import groups_of
-from ..training.objective import objective_of
-from ..training.parallel_fit import structure_of
-from ..training.precision import DTYPES
-from ..training.resting import is_wanted, let_weights_rest
-from ..training.starting import read_starts
-from ..training.task import Task
-from ..training.trained import put_adapters, trainable, trained_text_parts
+from ..families.detect import DetectedModel
+from ..families.loading import load_pipeline_on_meta
+from ..optim.optimizers import ParamGroup
+from ..training.groups import build_param_groups
+from ..training.objective import build_objective
+from ..training.parallel_fit import build_parallel_plan
+from ..training.precision import MIXED_PRECISION_DTYPES
+from ..training.resting import is_quantized_or_offloaded, quantize_and_offload_base
+from ..training.starting import read_initial_weights
+from ..training.task import DiffusionTask
+from ..training.trained import build_trainable_modules, get_trainable_parameters, select_trained_text_encoders
 from .memory_meter import AutocastEmulation, MemoryMeter, run_backward
 
 META = torch.device("meta")
@@ -136,17 +136,17 @@ def count_all_reduce_bytes(size: float, ranks: int) -> float:
     return 2 * (ranks - 1) / ranks * size
 
 
-class _MetaContextCut(ContextCut):
+class _MetaContextCut(ContextParallel):
     """Context parallelism where no device knows its autocast dtype, and attention is emulated."""
 
     def __init__(self, group: FakeGroup, dtype: torch.dtype | None):
         super().__init__(group)
         self._dtype = dtype
 
-    def precision(self, given: Tensor) -> torch.dtype:
+    def get_attention_dtype(self, given: Tensor) -> torch.dtype:
         return self._dtype or given.dtype
 
-    def of_all(self, *given: Any, **more: Any) -> Tensor:
+    def compute_full_attention(self, *given: Any, **more: Any) -> Tensor:
         return F.scaled_dot_product_attention(*given, **more)
 
 
@@ -166,7 +166,7 @@ class _StepRecorder:
         """Of the head, of a block, or of the tail; what is not saved for backward is freed by now."""
         self._forward.append(self._meter.read_and_reset())
 
-    def watch(self, place: int, flow: Flow) -> None:
+    def watch(self, place: int, flow: Activations) -> None:
         """Record when backward has reached the activations that enter block ``place``."""
         self._flows.append(sum(tensor.nbytes for tensor in flow))
         self._place = place
@@ -193,29 +193,29 @@ class MetaRun:
     """A run as it is assembled for training, on the meta device, with the model partitioned as one rank has it."""
 
     def __init__(
-        self, config: RunConfig, model: Detected, batch: LargestBatch, tp: int = 1, cp: int = 1, pipeline: bool = False
+        self, config: RunConfig, model: DetectedModel, batch: LargestBatch, tp: int = 1, cp: int = 1, pipeline: bool = False
     ):
         precision = config.distributed.mixed_precision or "no"
-        self.config, self._dtype = config, None if precision == "no" else DTYPES[precision]
+        self.config, self._dtype = config, None if precision == "no" else MIXED_PRECISION_DTYPES[precision]
         self.family: Family = FAMILIES.get(model.family)(config.model)
-        self.pipe = load_without_weights(self.family, model, DTYPES[precision])
+        self.pipe = load_pipeline_on_meta(self.family, model, MIXED_PRECISION_DTYPES[precision])
         self._models = [part for part in self.pipe.components.values() if isinstance(part, nn.Module)]
         for part in self._models:
             part.requires_grad_(False)
-        sizes = read_starts(config, self.family, model).sizes
-        self.trained, self.adapter = put_adapters(config, self.family, self.pipe, sizes)
+        sizes = read_initial_weights(config, self.family, model).rank_alphas
+        self.trained, self.adapter = build_trainable_modules(config, self.family, self.pipe, sizes)
         if config.distributed.full_bf16:
-            in_dtype(self.trained, torch.bfloat16)
+            cast_trainable_parameters(self.trained, torch.bfloat16)
         self.denoiser: Any = self.trained.denoiser
         self.offloaded_bytes = 0
         """Of frozen weights that stay in host memory (``blocks_to_swap``)."""
-        if is_wanted(config):
-            self.offloaded_bytes = let_weights_rest(config, self.denoiser, META)
+        if is_quantized_or_offloaded(config):
+            self.offloaded_bytes = quantize_and_offload_base(config, self.denoiser, META)
             self._cast_inputs_of_frozen_layers()
-        self.trainable = trainable(self.trained)
-        self.task = Task(
-            self.family, self.pipe, self.trained, objective_of(config, self.family, self.pipe), config.train.seed,
-            Copies(META), trains_texts=config.adapter.trains_texts, evens_texts=pipeline,
+        self.trainable = get_trainable_parameters(self.trained)
+        self.task = DiffusionTask(
+            self.family, self.pipe, self.trained, build_objective(config, self.family, self.pipe), config.train.seed,
+            CopyStream(META), trains_text_encoders=config.adapter.trains_text_encoders, pads_texts=pipeline,
         )  # fmt: skip
         self.batch, self.encoding_peak = self._build_batch(batch)
         self._recorder = _StepRecorder()
@@ -233,38 +233,38 @@ class MetaRun:
     @property
     def frozen_encoders(self) -> list[nn.Module]:
         """VAE and text encoders that are on the device and not trained, unless caches replace them."""
-        cache, trained = self.config.cache, trained_text_parts(self.config, self.family.facts)
-        texts = [] if cache.texts else [part for part in self.family.text_parts if part not in trained]
-        names = [*texts, *([] if cache.latents else ["vae"])]
+        cache, trained = self.config.cache, select_trained_text_encoders(self.config, self.family.facts)
+        texts = [] if cache.caches_text_outputs else [part for part in self.family.text_components if part not in trained]
+        names = [*texts, *([] if cache.caches_latents else ["vae"])]
         return [part for name in names if isinstance(part := getattr(self.pipe, name), nn.Module)]
 
-    def build_param_groups(self) -> list[Group]:
-        return groups_of(self.trained, self.adapter, self.config, self.family.facts)
+    def build_param_groups(self) -> list[ParamGroup]:
+        return build_param_groups(self.trained, self.adapter, self.config, self.family.facts)
 
     def _partition(self, tp_group: FakeGroup, cp_group: FakeGroup, pipeline: bool) -> None:
         """Apply TP, CP and PP in the order of training, in which the last wrapper of a block is the outermost."""
-        structure = structure_of(self.family, self.denoiser)
-        self.chain = structure.chain
+        structure = build_parallel_plan(self.family, self.denoiser)
+        self.chain = structure.block_sequence
         if tp_group.size > 1:
-            TensorCut(0, tp_group.size, tp_group.all_reduce).cut(self.denoiser, structure.cuts)
+            TensorParallel(0, tp_group.size, tp_group.all_reduce).shard_layers(self.denoiser, structure.tensor_parallel)
         context = _MetaContextCut(cp_group, self._dtype) if cp_group.size > 1 else None
         if context is not None:
-            context.enter(self.denoiser, structure)
+            context.wrap_blocks(self.denoiser, structure)
             if not pipeline:
-                context.enclose()
-        passage = Passage(self.chain)
+                context.wrap_sequence_ends()
+        passage = StageRunner(self.chain)
         if getattr(self.denoiser, "gradient_checkpointing", False):  # UNets do it inside of their blocks
             self.denoiser.gradient_checkpointing = False
-            passage.checkpoint = self.denoiser._gradient_checkpointing_func
-        passage.all_of(range(len(self.chain.blocks)), self._leave_block)
+            passage.checkpoint_function = self.denoiser._gradient_checkpointing_func
+        passage.run_all_stages(range(len(self.chain.blocks)), self._leave_block)
         if context is not None and pipeline:
-            context.enclose()
+            context.wrap_sequence_ends()
         for place, block in enumerate(self.chain.blocks):
-            self.chain.gates.shut(block, partial(self._enter_block, place, signature(block.forward)))
+            self.chain.hooks.wrap(block, partial(self._enter_block, place, signature(block.forward)))
 
     def _enter_block(self, place: int, form: Signature, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if place == 0:
-            flow = dict.fromkeys(self.chain.enters(0, form.bind(*args, **kwargs), ()))  # a UNet's is twice the same
+            flow = dict.fromkeys(self.chain.collect_inputs(0, form.bind(*args, **kwargs), ()))  # a UNet's is twice the same
             self._recorder.watch(0, tuple(flow))
         self._recorder.end_forward()
         result = run(*args, **kwargs)
@@ -272,7 +272,7 @@ class MetaRun:
             self._recorder.end_forward()
         return result
 
-    def _leave_block(self, place: int, flow: Flow) -> Flow:
+    def _leave_block(self, place: int, flow: Activations) -> Activations:
         self._recorder.watch(place + 1, flow)
         return flow
 
@@ -299,17 +299,17 @@ class MetaRun:
     def _build_batch(self, batch: LargestBatch) -> tuple[PixelBatch, int]:
         """Build a batch as caches or encoders provide it; also the peak memory of encoders that run in each step."""
         (width, height), count, cache, peak = batch.size, len(batch.captions), self.config.cache, 0
-        cond: Cond | None = self.family.outline_prompts(self.pipe, batch.captions)
-        if self.config.adapter.trains_texts:
+        cond: Cond | None = self.family.encode_prompts_on_meta(self.pipe, batch.captions)
+        if self.config.adapter.trains_text_encoders:
             cond = None
-        elif not cache.texts and not self.family.texts_vary:
+        elif not cache.caches_text_outputs and not self.family.has_variable_text_length:
             with self._measure(self._models, self._dtype) as meter:
-                self.family.outline_prompts(self.pipe, batch.captions[: cache.text_encoder_batch_size])
+                self.family.encode_prompts_on_meta(self.pipe, batch.captions[: cache.text_encoder_batch_size])
             peak = meter.peak
         with torch.no_grad(), self._measure(self._models, dtype=None) as meter:  # the VAE runs in float32
             pixels = torch.empty(min(count, cache.vae_batch_size), 3, height, width, device=META)
-            latents = self.family.encode_moments(self.pipe, pixels).both
-        peak = peak if cache.latents else max(peak, meter.peak)
+            latents = self.family.encode_moments(self.pipe, pixels).mean_and_std
+        peak = peak if cache.caches_latents else max(peak, meter.peak)
         moments = Moments(latents.new_empty(count, *latents.shape[1:]))
         frame, weight = torch.zeros(count, 6, device=META), torch.ones(count, device=META)
         places, ids = tuple(range(count)), tuple(map(str, range(count)))
@@ -322,10 +322,10 @@ class MetaRun:
             if isinstance(layer, (FrozenLinear, FrozenConv2d)):
                 layer.register_forward_pre_hook(lambda _, args: (args[0].to(dtype), *args[1:]))
 
-    def _quantized_weights(self) -> list[Packed]:
+    def _quantized_weights(self) -> list[QuantizedWeight]:
         """On the device all the time; they are no parameters."""
         owners = (getattr(getattr(layer, "fetch", None), "__self__", None) for layer in self.trained.modules())
-        return [owner for owner in owners if isinstance(owner, Packed)]
+        return [owner for owner in owners if isinstance(owner, QuantizedWeight)]
 
 
 def count_frozen_bytes(*modules: nn.Module) -> int:

@@ -7,22 +7,22 @@ from shlex import quote
 from typing import Any
 
 from ..config import RunConfig
-from ..config.checks import conflicts
-from ..config.options import build, flat
+from ..config.checks import validate_config
+from ..config.options import build_config, flatten_config
 from ..config.values import DeviceMap
-from ..distributed.device_map import mapping_problems
+from ..distributed.device_map import validate_device_map_launch
 from ..distributed.devices import HOST
-from ..distributed.layout import Layout, layout_of, layout_problems
-from ..distributed.refusals import exchange_problems
-from ..distributed.sharding import Sharding, asked_for
+from ..distributed.layout import ParallelDims, build_parallel_dims, validate_parallel_dims
+from ..distributed.refusals import validate_compiled_context_parallel
+from ..distributed.sharding import FSDPSettings, resolve_fsdp
 from ..distributed.world import World
-from ..distributed.zero import Zero
-from ..distributed.zero_settings import ZeroSettings, zero_settings
+from ..distributed.zero import DeepSpeedStrategy
+from ..distributed.zero_settings import DeepSpeedSettings, resolve_deepspeed_settings
 from ..families import FAMILIES
-from ..families.detect import Detected
-from ..optim.elementwise import whole_tensor_problems
-from ..training.parallel_fit import misfits
-from ..training.resting import spread_problems
+from ..families.detect import DetectedModel
+from ..optim.elementwise import validate_elementwise_optimizer
+from ..training.parallel_fit import validate_model_parallel
+from ..training.resting import validate_quantize_offload
 
 SIZES = {"pp_size": "PP", "tp_size": "TP", "cp_size": "CP"}
 OPTIONS = (*SIZES, "device_map", "fsdp", "fsdp_offload_params", "dp_replicate_size", "deepspeed", "zero_stage",
@@ -38,13 +38,13 @@ class ParallelLayout:
     options: Mapping[str, Any]
     """That select it."""
     config: RunConfig
-    dims: Layout
-    sharding: Sharding | None
-    zero: ZeroSettings | None
+    dims: ParallelDims
+    sharding: FSDPSettings | None
+    zero: DeepSpeedSettings | None
 
     @property
     def ranks(self) -> int:
-        return self.dims.data * self.dims.together
+        return self.dims.dp * self.dims.model_parallel_size
 
 
 def format_flags(options: Mapping[str, Any]) -> str:
@@ -53,14 +53,14 @@ def format_flags(options: Mapping[str, Any]) -> str:
 
 
 def find_layouts(
-    config: RunConfig, given: frozenset[str], world_size: int, model: Detected
+    config: RunConfig, given: frozenset[str], world_size: int, model: DetectedModel
 ) -> tuple[list[ParallelLayout], list[str]]:
     """Find what this model and these settings allow; also the reasons against the others, each once.
 
     ``given`` are the options that the user set; layouts that contradict them are not considered.
     """
     layouts, reasons = list[ParallelLayout](), dict[str, list[str]]()
-    model_problems = dict[tuple[Layout, Any], str | None]()
+    model_problems = dict[tuple[ParallelDims, Any], str | None]()
     family = FAMILIES.get(model.family)(config.model)
     for name, options in _enumerate_options(config, given, world_size):
         layout = _build_layout(name, options, config, world_size)
@@ -68,7 +68,7 @@ def find_layouts(
         key = layout.dims, layout.config.parallel.device_map
         if problem is None:
             if key not in model_problems:
-                model_problems[key] = next(misfits(layout.config, family, model), None)
+                model_problems[key] = next(validate_model_parallel(layout.config, family, model), None)
             problem = model_problems[key]
         if problem is None:
             layouts.append(layout)
@@ -82,39 +82,39 @@ def find_layouts(
 def find_conflicts(config: RunConfig, world_size: int) -> list[str]:
     """Why training would refuse these settings on so many devices."""
     world = _build_world(config, world_size)
-    problems = [*asked_for(config, world).problems, *zero_settings(config, world)[1], *layout_problems(config, world)]
-    return [*problems, *mapping_problems(config, world), *exchange_problems(config, world)]
+    problems = [*resolve_fsdp(config, world).problems, *resolve_deepspeed_settings(config, world)[1], *validate_parallel_dims(config, world)]
+    return [*problems, *validate_device_map_launch(config, world), *validate_compiled_context_parallel(config, world)]
 
 
 def _find_conflicts(layout: ParallelLayout, config: RunConfig, given: frozenset[str], world_size: int) -> Iterator[str]:
-    known = set(conflicts(config, given))
-    for problem in conflicts(layout.config, given | set(layout.options)):
+    known = set(validate_config(config, given))
+    for problem in validate_config(layout.config, given | set(layout.options)):
         if problem not in known:
             yield f"--{problem[0][0]}: {problem[1]}"
     yield from find_conflicts(layout.config, world_size)
     is_sharded = layout.sharding is not None or layout.zero is not None
-    yield from spread_problems(layout.config, not is_sharded and layout.dims.contexts == layout.dims.together)
+    yield from validate_quantize_offload(layout.config, not is_sharded and layout.dims.cp == layout.dims.model_parallel_size)
     if layout.zero is not None:
-        yield from whole_tensor_problems(layout.config.optim, Zero.divides_optimizer)
+        yield from validate_elementwise_optimizer(layout.config.optim, DeepSpeedStrategy.optimizer_sharding_engine)
 
 
 def _build_layout(name: str, options: Mapping[str, Any], config: RunConfig, world_size: int) -> ParallelLayout:
-    defaults = {option: None for option in OPTIONS} | {"zero_stage": flat(RunConfig())["zero_stage"]}
-    own: RunConfig = build(RunConfig, {**flat(config), **defaults, **dict.fromkeys(SIZES, 1), **options})
+    defaults = {option: None for option in OPTIONS} | {"zero_stage": flatten_config(RunConfig())["zero_stage"]}
+    own: RunConfig = build_config(RunConfig, {**flatten_config(config), **defaults, **dict.fromkeys(SIZES, 1), **options})
     world = _build_world(own, world_size)
-    sharding, zero = asked_for(own, world).sharding, zero_settings(own, world)[0]
-    return ParallelLayout(name, options, own, layout_of(own, world), sharding, zero)
+    sharding, zero = resolve_fsdp(own, world).settings, resolve_deepspeed_settings(own, world)[0]
+    return ParallelLayout(name, options, own, build_parallel_dims(own, world), sharding, zero)
 
 
 def _build_world(config: RunConfig, world_size: int) -> World:
-    return World.imagined(1 if config.parallel.device_map else world_size, world_size)
+    return World.build_fake(1 if config.parallel.device_map else world_size, world_size)
 
 
 def _enumerate_options(
     config: RunConfig, given: frozenset[str], world_size: int
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Names and options of layouts that agree with the options that the user set."""
-    values = flat(config)
+    values = flatten_config(config)
     required = {option: _normalize(option, values[option]) for option in OPTIONS if option in given}
     device_map = config.parallel.device_map or DeviceMap("balanced")
     for name, options in _enumerate_all(world_size, device_map):

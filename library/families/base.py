@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from ..config.schema import ModelConfig
 from ..data.batch import Batch, Cond, Moments
 from ..data.prompts import Prompt
-from ..diffusion.process import Process
-from .detect import Detected
-from .facts import Facts
-from .loading import load
+from ..diffusion.process import NoiseProcess
+from .detect import DetectedModel
+from .facts import FamilyFacts
+from .loading import load_pipeline
 
 
 @dataclass(frozen=True)
-class Titles:
+class BaseModelInfo:
     """What a LoRA file says of the model that it was trained on."""
 
     base_model_version: str
@@ -36,69 +36,69 @@ class Titles:
 class Family(ABC):
     """Subclass once for each family, directly."""
 
-    facts: ClassVar[Facts]
+    facts: ClassVar[FamilyFacts]
     """What is known without importing the family."""
-    denoiser: ClassVar[str]
+    denoiser_name: ClassVar[str]
     """The part of the pipeline that is trained."""
-    text_parts: ClassVar[tuple[str, ...]]
+    text_components: ClassVar[tuple[str, ...]]
     """The parts that ``encode_prompts`` needs; they can be freed before the denoiser is loaded."""
-    tokenizers: ClassVar[Mapping[str, str]]
+    tokenizer_repo_ids: ClassVar[Mapping[str, str]]
     """Hub ids of the tokenizers, for single files, which bring none."""
-    lora_targets: ClassVar[tuple[str, ...]]
+    lora_target_modules: ClassVar[tuple[str, ...]]
     """Ends of the names of the denoiser's modules that get a LoRA, cut at dots; sd-scripts' choice."""
     lora_prefix: ClassVar[str]
     """What stands before the names of the denoiser's modules in a kohya file."""
-    lora_names: ClassVar[str] = "diffusers"
+    lora_key_style: ClassVar[str] = "diffusers"
     """How a kohya file names the denoiser's modules: ``diffusers``, or the original names of ``ldm`` (SDXL), ``flux``
     or ``sd3``, where some of them are one."""
-    lora_other_names: ClassVar[tuple[str, ...]] = ()
+    lora_other_key_styles: ClassVar[tuple[str, ...]] = ()
     """More of these, in which LoRA files by others name the denoiser's modules."""
     lora_format: ClassVar[Literal["kohya", "diffusers"]] = "kohya"
     """What LoRA files every loader reads: sd-scripts' (``kohya``), or ``diffusers`` with names as in diffusers."""
-    conv_lora_targets: ClassVar[tuple[str, ...]] = ()
+    conv_lora_target_modules: ClassVar[tuple[str, ...]] = ()
     """What joins ``lora_targets`` when convolutions are trained, too."""
-    text_lora_targets: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    text_lora_target_modules: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Each of ``facts.text_encoders`` -> the same as ``lora_targets`` for it."""
     text_lora_prefixes: ClassVar[Mapping[str, str]] = {}
     """Text encoder -> what stands before the names of its modules in a kohya file."""
     block_lists: ClassVar[tuple[str, ...]] = ()
     """Lists of the denoiser's blocks in the order in which they run; none where blocks do not simply follow each
     other."""
-    hands_on_skips: ClassVar[bool] = False
+    has_skip_connections: ClassVar[bool] = False
     """Whether it is a UNet, whose first blocks hand on to its last ones as well."""
-    block_flow: ClassVar[tuple[str, ...]] = ("encoder_hidden_states", "hidden_states")
+    block_activation_args: ClassVar[tuple[str, ...]] = ("encoder_hidden_states", "hidden_states")
     """The arguments that such a block gets from the one before, in the order in which it returns them."""
-    block_tokens: ClassVar[Mapping[str, tuple[tuple[int, tuple[str, ...]], ...]]] = {}
+    block_token_args: ClassVar[Mapping[str, tuple[tuple[int, tuple[str, ...]], ...]]] = {}
     """Its other arguments that say something of each token -> for each tensor in them, the axis of tokens, and the
     arguments of ``block_flow`` that bring these, in their order."""
-    texts_vary: ClassVar[bool] = False
+    has_variable_text_length: ClassVar[bool] = False
     """Whether conditioning is as long as its caption."""
-    text_steps: ClassVar[int] = 1
+    denoiser_text_multiple: ClassVar[int] = 1
     """To a multiple of so many tokens the denoiser itself makes such texts longer."""
-    text_padding: ClassVar[int] = 1
+    pad_text_to_multiple_of: ClassVar[int] = 1
     """To a multiple of so many they are filled up, and masked, where it pays that few lengths differ."""
-    picture_size: ClassVar[tuple[int, int]]
+    default_image_size: ClassVar[tuple[int, int]]
     """Width and height of a preview whose prompt names none."""
-    picture_steps: ClassVar[int]
+    default_num_inference_steps: ClassVar[int]
     """Steps of a preview whose prompt names none."""
-    picture_scale: ClassVar[float]
+    default_guidance_scale: ClassVar[float]
     """Classifier-free guidance of a preview whose prompt names none."""
 
-    def __init__(self, options: ModelConfig | None = None):
-        self.options = options or ModelConfig()
+    def __init__(self, model_config: ModelConfig | None = None):
+        self.model_config = model_config or ModelConfig()
 
     @property
-    def parts(self) -> tuple[str, ...]:
+    def components(self) -> tuple[str, ...]:
         """All that ``load`` can load, beside the scheduler."""
-        return (*self.text_parts, "vae", self.denoiser)
+        return (*self.text_components, "vae", self.denoiser_name)
 
     def load(
         self,
-        model: Detected | str | None,
+        model: DetectedModel | str | None,
         dtype: torch.dtype,
-        parts: Sequence[str] | None = None,
+        components: Sequence[str] | None = None,
         *,
-        into: Any = None,
+        pipe: Any = None,
         device: torch.device | None = None,
     ) -> Any:
         """Load ``parts``, or all, straight to dtype and device (without one: the CPU); the VAE is always float32.
@@ -106,31 +106,31 @@ class Family(ABC):
         ``into`` is a pipeline of which other parts are loaded: it gets the new ones beside them.  So text encoders
         can come first, and go (set them to None) before the denoiser comes.
         """
-        return load(self, model, dtype, self.parts if parts is None else parts, into, device)
+        return load_pipeline(self, model, dtype, self.components if components is None else components, pipe, device)
 
-    def idle_layers(self, denoiser: Any) -> tuple[str, ...]:
+    def get_unused_layers(self, denoiser: Any) -> tuple[str, ...]:
         """Names of layers that no gradient reaches, since the model leaves out what they make; they get no LoRA."""
         return ()
 
     @classmethod
-    def text_style(cls, part: str) -> str:
+    def get_text_key_style(cls, component: str) -> str:
         """How a kohya file names a text encoder's modules: as ``clip`` or ``t5``."""
-        return "t5" if part == cls.facts.t5 else "clip"
+        return "t5" if component == cls.facts.t5_encoder else "clip"
 
-    def outer_lora_targets(self, denoiser: Any) -> tuple[str, ...]:
+    def get_non_block_lora_target_modules(self, denoiser: Any) -> tuple[str, ...]:
         """What joins ``lora_targets`` when layers outside of the blocks are trained, too."""
         return ()
 
-    def idle_text_layers(self, encoder: Any, part: str) -> tuple[str, ...]:
+    def get_unused_text_layers(self, encoder: Any, component: str) -> tuple[str, ...]:
         """The same for a text encoder: what comes after the layer that is read."""
         return ()
 
     @abstractmethod
-    def process(self, pipe: Any) -> Process:
+    def build_noise_process(self, pipe: Any) -> NoiseProcess:
         """The noise process that the model was made with."""
 
     @abstractmethod
-    def titles(self, pipe: Any) -> Titles:
+    def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
         """What LoRA files say of this model."""
 
     @abstractmethod
@@ -141,12 +141,12 @@ class Family(ABC):
         Gradients are not switched off here: text encoders may be trained.
         """
 
-    def outline_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+    def encode_prompts_on_meta(self, pipe: Any, prompts: Sequence[str]) -> Cond:
         """Of ``encode_prompts`` only the sizes, by a pipeline without weights."""
         with torch.no_grad():
             return self.encode_prompts(pipe, prompts)
 
-    def too_long(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
+    def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
         """Those of the prompts whose ends ``encode_prompts`` leaves out."""
         return []
 
@@ -160,19 +160,19 @@ class Family(ABC):
 
     def encode_pixels(self, pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
         """Pixels to latents as the denoiser expects them, drawn for each sample by its own generator."""
-        return self.encode_moments(pipe, pixels).drawn(generators)
+        return self.encode_moments(pipe, pixels).sample(generators)
 
     @abstractmethod
     def decode_latents(self, pipe: Any, latents: Tensor) -> Tensor:
         """Latents to pixels in -1..1; undoes ``encode_pixels`` as far as the VAE can."""
 
     @abstractmethod
-    def predict(self, pipe: Any, denoiser: nn.Module, noisy: Tensor, t: Tensor, batch: Batch) -> Tensor:
+    def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         """The model's prediction, to be compared with the target of ``process``; same shape as ``noisy``."""
 
     @abstractmethod
-    def draw(
-        self, pipe: Any, prompt: Prompt, cond: Cond, negative: Cond, generator: torch.Generator, sampler: str | None
+    def generate_image(
+        self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond, generator: torch.Generator, sampler: str | None
     ) -> Image:
         """One picture by the diffusers pipeline with the modules in memory.
 

@@ -8,23 +8,23 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from .reading import Json
+from .reading import JsonDict
 
-_FOLDER = Path(__file__).parent / "configs"
+_CONFIG_DIR = Path(__file__).parent / "configs"
 
-Config = Mapping[str, Json]
+BundledConfig = Mapping[str, JsonDict]
 
 
-def names() -> list[str]:
+def list_bundled_configs() -> list[str]:
     """All of them, each family's main one before its variants."""
-    return sorted(path.stem for path in _FOLDER.glob("*.json"))
+    return sorted(path.stem for path in _CONFIG_DIR.glob("*.json"))
 
 
-def names_of(family: str) -> list[str]:
+def list_family_configs(family: str) -> list[str]:
     """Those of one family, the main one first."""
-    return [name for name in names() if name == family or name.startswith(f"{family}_")]
+    return [name for name in list_bundled_configs() if name == family or name.startswith(f"{family}_")]
 
 
-def read_config(name: str) -> Config:
-    data: Config = json.loads((_FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+def load_bundled_config(name: str) -> BundledConfig:
+    data: BundledConfig = json.loads((_CONFIG_DIR / f"{name}.json").read_text(encoding="utf-8"))
     return data

@@ -12,241 +12,241 @@ from typing import Literal
 from ..config.schema import ModelConfig
 from ..demo import built_in
 from ..errors import ConfigError
-from ..registry import did_you_mean
+from ..registry import suggest_name
 from . import FAMILIES
-from .configs import names, names_of, read_config
-from .contents import config_for, is_denoiser_of, parts_in, pieces_in, refuse_odd_sizes, refuse_others, said
-from .facts import Facts, Look
-from .header import Header, read_header
-from .known import FACTS
-from .reading import Problem, Reader, from_config, from_folder, from_hub, needed
-from .separate import Separate, separate
+from .configs import list_bundled_configs, list_family_configs, load_bundled_config
+from .contents import match_bundled_config, has_denoiser, find_component_names, find_component_signatures, reject_unsupported_model, reject_unsupported_file, describe_signature
+from .facts import FamilyFacts, FamilyMatch
+from .header import SafetensorsHeader, read_safetensors_header
+from .known import FAMILY_FACTS
+from .reading import ModelError, ConfigReader, build_bundled_reader, build_folder_reader, build_hub_reader, read_required
+from .separate import ComponentSource, resolve_component_source
 
-_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+_REPO_ID_PATTERN = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
-Kind = Literal["folder", "hub", "file", "random"]
+SourceType = Literal["folder", "hub", "file", "random"]
 
 
 @dataclass(frozen=True)
-class Detected:
+class DetectedModel:
     """What can be known of a model before it is loaded; ``Family.load`` takes it."""
 
     family: str
     reason: str
-    pixel_step: int
+    size_multiple: int
     """Sides of training pictures are multiples of this."""
-    prediction: str = "epsilon"
+    prediction_type: str = "epsilon"
     """What the model was made to predict: ``epsilon``, ``v`` or ``flow``."""
-    is_guided: bool = False
+    has_guidance_embeds: bool = False
     """Whether the denoiser is told how strong the guidance is to be."""
-    kind: Kind = "folder"
-    place: str = ""
+    source_type: SourceType = "folder"
+    path_or_id: str = ""
     """The folder, hub id or file."""
-    config: str | None = None
+    bundled_config: str | None = None
     """Name of the shipped configuration, for a single file and for random weights."""
-    inside: tuple[str, ...] = ()
+    single_file_components: tuple[str, ...] = ()
     """Parts whose weights are in a single file."""
-    separate: Mapping[str, Separate] = field(default_factory=dict)
+    component_sources: Mapping[str, ComponentSource] = field(default_factory=dict)
     """Parts that come from files of their own."""
-    scheduler: Mapping[str, object] = field(default_factory=dict)
+    scheduler_overrides: Mapping[str, object] = field(default_factory=dict)
     """Settings in the place of those of the model's scheduler."""
 
 
-def detect(model: ModelConfig | str | None) -> Detected:
+def detect_model(model: ModelConfig | str | None) -> DetectedModel:
     """Look at a model; a path or hub id alone is enough, and None is the built-in model."""
     if not isinstance(model, ModelConfig):
         model = ModelConfig(pretrained_model_name_or_path=model)
     if model.pretrained_model_name_or_path is None and model.family is None:
-        found = _built_in()
+        found = _detect_built_in()
     else:
         try:
-            found = _detected(model)
-        except Problem as problem:
+            found = _detect_source(model)
+        except ModelError as problem:
             place = model.pretrained_model_name_or_path
             raise ConfigError([f"pretrained_model_name_or_path: {place}: {problem}"]) from None
-    return _with_options(found, model)
+    return _apply_options(found, model)
 
 
-def facts_of(family: str) -> Facts:
+def get_family_facts(family: str) -> FamilyFacts:
     """The facts of a family by its name, or of the user's own ``package.module:Class``."""
-    if family in FACTS:
-        return FACTS[family]
+    if family in FAMILY_FACTS:
+        return FAMILY_FACTS[family]
     try:
         facts = getattr(FAMILIES.get(family), "facts", None)
     except ConfigError as error:
         raise ConfigError([f"family: {line}" for line in error.problems]) from None
-    if not isinstance(facts, Facts):
+    if not isinstance(facts, FamilyFacts):
         raise ConfigError([f"family: {family} is no model family; subclass library.families.base.Family"])
     return facts
 
 
-def _built_in() -> Detected:
+def _detect_built_in() -> DetectedModel:
     reason = "no model is named, so the built-in one is used, which draws 64 emoji and nothing else"
-    return replace(_from_json(from_folder(built_in.FOLDER), "folder", str(built_in.FOLDER), None), reason=reason)
+    return replace(_detect_from_configs(build_folder_reader(built_in.FOLDER), "folder", str(built_in.FOLDER), None), reason=reason)
 
 
-def _detected(model: ModelConfig) -> Detected:
-    place = model.pretrained_model_name_or_path
+def _detect_source(model_config: ModelConfig) -> DetectedModel:
+    place = model_config.pretrained_model_name_or_path
     if place is None:
-        raise Problem("missing; --family is of no use without a model")
+        raise ModelError("missing; --family is of no use without a model")
     if place.startswith("random:"):
-        return _random(place, model.family)
+        return _detect_random(place, model_config.family)
     path = Path(place).expanduser()  # a path from a file has not been through a shell
     if path.is_dir():
-        return _from_json(from_folder(path), "folder", str(path), model.family)
+        return _detect_from_configs(build_folder_reader(path), "folder", str(path), model_config.family)
     if path.is_file():
-        return _from_file(path, model.family)
-    if _HUB_ID.fullmatch(place) and not place.endswith((".safetensors", ".ckpt")):
-        return _from_json(from_hub(place), "hub", place, model.family)
-    raise Problem(f"no such file or folder (looked in {path.absolute().parent}), and no hub id such as owner/name")
+        return _detect_single_file(path, model_config.family)
+    if _REPO_ID_PATTERN.fullmatch(place) and not place.endswith((".safetensors", ".ckpt")):
+        return _detect_from_configs(build_hub_reader(place), "hub", place, model_config.family)
+    raise ModelError(f"no such file or folder (looked in {path.absolute().parent}), and no hub id such as owner/name")
 
 
-def _from_json(read: Reader, kind: Kind, place: str, chosen: str | None) -> Detected:
+def _detect_from_configs(read: ConfigReader, source_type: SourceType, path_or_id: str, family_option: str | None) -> DetectedModel:
     index = read("model_index.json")
     if index is None:
-        raise Problem("no model_index.json in it, so it is no diffusers model; name the folder that has one"
-                      + _hint_of_part(read))  # fmt: skip
+        raise ModelError("no model_index.json in it, so it is no diffusers model; name the folder that has one"
+                      + _hint_single_component(read))  # fmt: skip
     name = index.get("_class_name")
-    for family in [chosen] if chosen else [key for key, facts in FACTS.items() if facts.pipeline == name]:
-        facts = facts_of(family)
-        look = facts.look(read)
+    for family in [family_option] if family_option else [key for key, facts in FAMILY_FACTS.items() if facts.pipeline_class == name]:
+        facts = get_family_facts(family)
+        look = facts.match_configs(read)
         if look is None:
             continue
-        for part in facts.parts:
-            needed(read, f"{part}/{'tokenizer_config' if part.startswith('tokenizer') else 'config'}.json")
-        why = f"--family says so; model_index.json says {name}" if chosen else f"model_index.json says {name}"
+        for part in facts.components:
+            read_required(read, f"{part}/{'tokenizer_config' if part.startswith('tokenizer') else 'config'}.json")
+        why = f"--family says so; model_index.json says {name}" if family_option else f"model_index.json says {name}"
         reason = f"{why}, and {look.reason}"
-        return Detected(family, reason, look.pixel_step, look.prediction, look.is_guided, kind, place)
-    if chosen:
-        raise Problem(f"its files are not those of family {chosen}")
-    raise Problem(f"its model_index.json says {name}; not yet: this version trains {_titles()}")
+        return DetectedModel(family, reason, look.size_multiple, look.prediction_type, look.has_guidance_embeds, source_type, path_or_id)
+    if family_option:
+        raise ModelError(f"its files are not those of family {family_option}")
+    raise ModelError(f"its model_index.json says {name}; not yet: this version trains {_list_family_titles()}")
 
 
-def _hint_of_part(read: Reader) -> str:
+def _hint_single_component(read: ConfigReader) -> str:
     config = read("config.json")
     kind = config and (config.get("_class_name") or (config.get("architectures") or [None])[0])
     return f"; this one holds only {kind}" if kind else ""
 
 
-def _titles() -> str:
-    return ", ".join(facts.title for facts in FACTS.values())
+def _list_family_titles() -> str:
+    return ", ".join(facts.title for facts in FAMILY_FACTS.values())
 
 
-def _from_file(path: Path, chosen: str | None) -> Detected:
-    header = read_header(path)
-    refuse_others(header)
-    refuse_odd_sizes(header)
-    candidates = [family for family in ([chosen] if chosen else FACTS) if is_denoiser_of(header, facts_of(family))]
+def _detect_single_file(path: Path, family_option: str | None) -> DetectedModel:
+    header = read_safetensors_header(path)
+    reject_unsupported_file(header)
+    reject_unsupported_model(header)
+    candidates = [family for family in ([family_option] if family_option else FAMILY_FACTS) if has_denoiser(header, get_family_facts(family))]
     for family in candidates:
-        config = config_for(header, family, facts_of(family))
+        config = match_bundled_config(header, family, get_family_facts(family))
         if config is not None:
-            return _of_file(path, header, family, config, chosen is not None)
+            return _build_single_file_model(path, header, family, config, family_option is not None)
     if candidates:
-        raise Problem(f"looks like {facts_of(candidates[0]).title}, but of sizes that are not known; use the model as "
+        raise ModelError(f"looks like {get_family_facts(candidates[0]).title}, but of sizes that are not known; use the model as "
                       "a diffusers folder")  # fmt: skip
-    if chosen and any(is_denoiser_of(header, facts) for facts in FACTS.values()):
-        raise Problem(f"has not the weights of family {chosen}; leave --family out to see what it is")
-    raise Problem(_not_a_model(header))
+    if family_option and any(has_denoiser(header, facts) for facts in FAMILY_FACTS.values()):
+        raise ModelError(f"has not the weights of family {family_option}; leave --family out to see what it is")
+    raise ModelError(_describe_unknown_file(header))
 
 
-def _of_file(path: Path, header: Header, family: str, config: str, is_chosen: bool) -> Detected:
-    facts = facts_of(family)
-    look = _look(facts, from_config(read_config(config)))
-    found = Detected(family, "", look.pixel_step, look.prediction, look.is_guided, "file", str(path), config,
-                     parts_in(header, facts))  # fmt: skip
+def _build_single_file_model(path: Path, header: SafetensorsHeader, family: str, config: str, has_family_option: bool) -> DetectedModel:
+    facts = get_family_facts(family)
+    look = _require_match(facts, build_bundled_reader(load_bundled_config(config)))
+    found = DetectedModel(family, "", look.size_multiple, look.prediction_type, look.has_guidance_embeds, "file", str(path), config,
+                     find_component_names(header, facts))  # fmt: skip
     told = header.metadata.get("modelspec.prediction_type", "")
-    if found.prediction != "flow" and (told.startswith("v") or "v_pred" in header.shapes):
-        found = _predicting(found, "v")
-    elif found.prediction != "flow" and told.startswith("eps"):
-        found = _predicting(found, "epsilon")
+    if found.prediction_type != "flow" and (told.startswith("v") or "v_pred" in header.shapes):
+        found = _override_prediction_type(found, "v")
+    elif found.prediction_type != "flow" and told.startswith("eps"):
+        found = _override_prediction_type(found, "epsilon")
     if "ztsnr" in header.shapes:  # SDXL models by NovelAI and others are marked so
-        found = replace(found, scheduler={**found.scheduler, "rescale_betas_zero_snr": True})
-    why = "--family says so" if is_chosen else f"the file holds {facts.keys[-1]} with the sizes of {facts.title}"
+        found = replace(found, scheduler_overrides={**found.scheduler_overrides, "rescale_betas_zero_snr": True})
+    why = "--family says so" if has_family_option else f"the file holds {facts.single_file_keys[-1]} with the sizes of {facts.title}"
     return replace(found, reason=f"{why} (configuration {config})")
 
 
-def _look(facts: Facts, read: Reader) -> Look:
-    look = facts.look(read)
+def _require_match(facts: FamilyFacts, read: ConfigReader) -> FamilyMatch:
+    look = facts.match_configs(read)
     if look is None:
-        raise Problem(f"its files are not those of {facts.title}")
+        raise ModelError(f"its files are not those of {facts.title}")
     return look
 
 
-def _not_a_model(header: Header) -> str:
-    pieces = [said(piece) for piece in pieces_in(header)]
+def _describe_unknown_file(header: SafetensorsHeader) -> str:
+    pieces = [describe_signature(piece) for piece in find_component_signatures(header)]
     if pieces:
         return f"is no whole model; it holds a {' and a '.join(pieces)}"
     example = next(iter(header.shapes), None)
     return f"is no model that is known; it holds {len(header.shapes)} weights, the first is {example}"
 
 
-def _random(place: str, chosen: str | None) -> Detected:
+def _detect_random(model_name: str, family_option: str | None) -> DetectedModel:
     """``random:FAMILY`` has the published sizes, ``random:FAMILY:VARIANT`` those of another shipped configuration."""
-    wanted = place.removeprefix("random:")
+    wanted = model_name.removeprefix("random:")
     config = wanted.replace(":", "_")
     family = wanted.partition(":")[0]
-    if config not in names() or family not in FACTS:
-        known = [f"random:{name}" for family in FACTS for name in (
-            each.replace(f"{family}_", f"{family}:", 1) for each in names_of(family))]  # fmt: skip
-        raise Problem(f"there is no such model{did_you_mean(place, known) or '; there are: ' + ', '.join(known)}")
-    if chosen not in (None, family):
-        raise Problem(f"is of family {family} and not {chosen}; leave --family out")
-    look = _look(FACTS[family], from_config(read_config(config)))
-    reason = f"{place} was asked for: random weights from the seed, in the sizes of {config}"
-    return Detected(family, reason, look.pixel_step, look.prediction, look.is_guided, "random", place, config)
+    if config not in list_bundled_configs() or family not in FAMILY_FACTS:
+        known = [f"random:{name}" for family in FAMILY_FACTS for name in (
+            each.replace(f"{family}_", f"{family}:", 1) for each in list_family_configs(family))]  # fmt: skip
+        raise ModelError(f"there is no such model{suggest_name(model_name, known) or '; there are: ' + ', '.join(known)}")
+    if family_option not in (None, family):
+        raise ModelError(f"is of family {family} and not {family_option}; leave --family out")
+    look = _require_match(FAMILY_FACTS[family], build_bundled_reader(load_bundled_config(config)))
+    reason = f"{model_name} was asked for: random weights from the seed, in the sizes of {config}"
+    return DetectedModel(family, reason, look.size_multiple, look.prediction_type, look.has_guidance_embeds, "random", model_name, config)
 
 
-def _with_options(found: Detected, model: ModelConfig) -> Detected:
+def _apply_options(detected: DetectedModel, model_config: ModelConfig) -> DetectedModel:
     """Check the options for parts and for the family, and take them in; all problems together."""
-    facts, problems = facts_of(found.family), []
+    facts, problems = get_family_facts(detected.family), []
     pieces = {}
     for option in ("vae", "clip_l", "clip_g", "t5xxl", "ae", "text_encoder"):
-        place = getattr(model, option)
+        place = getattr(model_config, option)
         if place is None:
             continue
-        part = facts.files.get(option)
+        part = facts.component_options.get(option)
         if part is None:
             problems.append(f"{option}: {facts.title} has no such part")
             continue
         try:
-            pieces[part] = separate(place, part, reader_of(found))
-        except Problem as problem:
+            pieces[part] = resolve_component_source(place, part, get_config_reader(detected))
+        except ModelError as problem:
             problems.append(f"{option}: {place}: {problem}")
-    problems += [*_without_meaning(model, facts), *facts.refused(reader_of(found), model)]
-    if found.kind == "file":
-        problems += _missing(found, facts, pieces)
-    if model.v2 and found.family != "sd2":
+    problems += [*_find_unsupported_options(model_config, facts), *facts.validate_options(get_config_reader(detected), model_config)]
+    if detected.source_type == "file":
+        problems += _find_missing_components(detected, facts, pieces)
+    if model_config.v2 and detected.family != "sd2":
         problems.append(f"v2: the model is {facts.title}; leave this option out")
     if problems:
         raise ConfigError(problems)
-    return replace(found, separate=pieces)
+    return replace(detected, component_sources=pieces)
 
 
-def _predicting(found: Detected, prediction: str) -> Detected:
+def _override_prediction_type(detected: DetectedModel, prediction_type: str) -> DetectedModel:
     """The same model, said to predict this."""
     kinds = {"v": "v_prediction", "epsilon": "epsilon"}
-    return replace(found, prediction=prediction,
-                   scheduler={**found.scheduler, "prediction_type": kinds[prediction]})  # fmt: skip
+    return replace(detected, prediction_type=prediction_type,
+                   scheduler_overrides={**detected.scheduler_overrides, "prediction_type": kinds[prediction_type]})  # fmt: skip
 
 
-def _without_meaning(model: ModelConfig, facts: Facts) -> list[str]:
+def _find_unsupported_options(model_config: ModelConfig, facts: FamilyFacts) -> list[str]:
     """Options that only other families have, and that are set."""
-    special = {option for each in FACTS.values() for option in each.options} - set(facts.options)
+    special = {option for each in FAMILY_FACTS.values() for option in each.extra_options} - set(facts.extra_options)
     return [f"{option}: means nothing for {facts.title}; leave this option out"
-            for option in sorted(special) if getattr(model, option) != getattr(ModelConfig, option)]  # fmt: skip
+            for option in sorted(special) if getattr(model_config, option) != getattr(ModelConfig, option)]  # fmt: skip
 
 
-def _missing(found: Detected, facts: Facts, pieces: Mapping[str, Separate]) -> list[str]:
+def _find_missing_components(detected: DetectedModel, facts: FamilyFacts, component_sources: Mapping[str, ComponentSource]) -> list[str]:
     """Parts that neither the single file nor another one has."""
-    options = {part: option for option, part in facts.files.items()}
-    lacks = [part for part in facts.parts
-             if part not in found.inside and part not in pieces and not part.startswith("tokenizer")]  # fmt: skip
-    return [f"pretrained_model_name_or_path: {found.place}: the file has no {part}"
+    options = {part: option for option, part in facts.component_options.items()}
+    lacks = [part for part in facts.components
+             if part not in detected.single_file_components and part not in component_sources and not part.startswith("tokenizer")]  # fmt: skip
+    return [f"pretrained_model_name_or_path: {detected.path_or_id}: the file has no {part}"
             + (f"; name one with --{options[part]}" if part in options else "") for part in lacks]  # fmt: skip
 
 
-def reader_of(found: Detected) -> Reader:
+def get_config_reader(model: DetectedModel) -> ConfigReader:
     """The JSON files of the model itself."""
-    if found.config is not None:
-        return from_config(read_config(found.config))
-    return from_hub(found.place) if found.kind == "hub" else from_folder(Path(found.place))
+    if model.bundled_config is not None:
+        return build_bundled_reader(load_bundled_config(model.bundled_config))
+    return build_hub_reader(model.path_or_id) if model.source_type == "hub" else build_folder_reader(Path(model.path_or_id))

@@ -8,17 +8,17 @@ from accelerate import init_empty_weights
 from torch import Tensor
 
 
-def empty(cls: Any, config: Mapping[str, Any]) -> Any:
+def build_empty_model(model_class: Any, config: Mapping[str, Any]) -> Any:
     """A diffusers or transformers model whose parameters are on the meta device, and its buffers are not."""
     with init_empty_weights(include_buffers=False):
-        if not cls.__module__.startswith("transformers."):
-            return cls.from_config(dict(config)).eval()
-        model = cls(cls.config_class(**config)).eval()
+        if not model_class.__module__.startswith("transformers."):
+            return model_class.from_config(dict(config)).eval()
+        model = model_class(model_class.config_class(**config)).eval()
     model.tie_weights()  # each has become a weight of its own on the way to the meta device
     return model
 
 
-def fill(model: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device | None) -> list[str]:
+def load_tensors(model: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device | None) -> list[str]:
     """Put tensors into an empty model, one by one; returns the names of weights that are still missing.
 
     Tensors that the model does not know are left out.

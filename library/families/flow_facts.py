@@ -4,103 +4,103 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from ..config.schema import ModelConfig
-from .facts import Facts, Look
-from .reading import Json, Problem, Reader, needed
+from .facts import FamilyFacts, FamilyMatch
+from .reading import JsonDict, ModelError, ConfigReader, read_required
 
-_WHOLE = ("model.diffusion_model.",)
+_CHECKPOINT_PREFIXES = ("model.diffusion_model.",)
 """What stands before the transformer in whole checkpoints; a file of the transformer alone has nothing there."""
 
 
-def _looked(read: Reader, channels: int, said: str) -> Look:
+def _match_flow_model(read: ConfigReader, channels_per_latent: int, reason: str) -> FamilyMatch:
     """The checks that all share; ``channels`` are those of the transformer's input for each of the VAE's."""
-    transformer, vae, scheduler = (needed(read, file) for file in (
+    transformer, vae, scheduler = (read_required(read, file) for file in (
         "transformer/config.json", "vae/config.json", "scheduler/scheduler_config.json"))  # fmt: skip
     takes, makes = transformer.get("in_channels"), vae.get("latent_channels", vae.get("z_dim"))
-    if isinstance(takes, int) and isinstance(makes, int) and takes != makes * channels:
-        raise Problem(f"its transformer takes {takes} channels and not {makes * channels}; models that fill in, edit "
+    if isinstance(takes, int) and isinstance(makes, int) and takes != makes * channels_per_latent:
+        raise ModelError(f"its transformer takes {takes} channels and not {makes * channels_per_latent}; models that fill in, edit "
                       "or follow a drawing cannot be trained")  # fmt: skip
     name, steps = scheduler.get("_class_name", ""), scheduler.get("num_train_timesteps", 1000)
     if "FlowMatch" not in name:
-        raise Problem(f"its scheduler is {name}, and only flow matching fits {said}")
+        raise ModelError(f"its scheduler is {name}, and only flow matching fits {reason}")
     if steps != 1000:
-        raise Problem(f"its scheduler says num_train_timesteps {steps}; only 1000 is supported")
+        raise ModelError(f"its scheduler says num_train_timesteps {steps}; only 1000 is supported")
     # The VAE divides sizes by 8 or what its blocks say, and the transformer reads patches of 2 x 2.
-    return Look(said, _shrinks(vae) * 2, "flow")
+    return FamilyMatch(reason, _get_vae_scale_factor(vae) * 2, "flow")
 
 
-def _shrinks(vae: Json) -> int:
+def _get_vae_scale_factor(vae: JsonDict) -> int:
     halvings = vae.get("temperal_downsample")  # Qwen-Image's spelling
     if isinstance(halvings, list):
         return int(2 ** len(halvings))
     blocks = vae.get("block_out_channels")
     if not isinstance(blocks, list) or not blocks:
-        raise Problem("the config.json of its VAE names no block_out_channels; the file is damaged")
+        raise ModelError("the config.json of its VAE names no block_out_channels; the file is damaged")
     return int(2 ** (len(blocks) - 1))
 
 
-def _look_at_sd3(read: Reader) -> Look:
-    depth = needed(read, "transformer/config.json").get("num_layers")
-    return _looked(read, 1, f"the transformer has {depth} joint blocks")
+def _match_sd3(read: ConfigReader) -> FamilyMatch:
+    depth = read_required(read, "transformer/config.json").get("num_layers")
+    return _match_flow_model(read, 1, f"the transformer has {depth} joint blocks")
 
 
-def _look_at_flux(read: Reader) -> Look:
-    guided = needed(read, "transformer/config.json").get("guidance_embeds", False)
+def _match_flux(read: ConfigReader) -> FamilyMatch:
+    guided = read_required(read, "transformer/config.json").get("guidance_embeds", False)
     kind = "a guidance, so it is dev" if guided else "no guidance, so it is schnell"
-    return replace(_looked(read, 4, f"the transformer is told {kind}"), is_guided=bool(guided))
+    return replace(_match_flow_model(read, 4, f"the transformer is told {kind}"), has_guidance_embeds=bool(guided))
 
 
-def _look_at_z_image(read: Reader) -> Look:
-    config = needed(read, "transformer/config.json")
+def _match_z_image(read: ConfigReader) -> FamilyMatch:
+    config = read_required(read, "transformer/config.json")
     if config.get("siglip_feat_dim") is not None:
-        raise Problem("it is Z-Image-Omni, which reads pictures, too; use Z-Image or Z-Image-Turbo")
-    return _looked(read, 1, f"the transformer has {config.get('n_layers')} blocks")
+        raise ModelError("it is Z-Image-Omni, which reads pictures, too; use Z-Image or Z-Image-Turbo")
+    return _match_flow_model(read, 1, f"the transformer has {config.get('n_layers')} blocks")
 
 
-def _look_at_qwen_image(read: Reader) -> Look:
-    config = needed(read, "transformer/config.json")
+def _match_qwen_image(read: ConfigReader) -> FamilyMatch:
+    config = read_required(read, "transformer/config.json")
     if config.get("zero_cond_t") or config.get("use_layer3d_rope") or config.get("use_additional_t_cond"):
-        raise Problem("it is Qwen-Image-Edit or Qwen-Image-Layered; use Qwen-Image")
-    return _looked(read, 4, f"the transformer has {config.get('num_layers')} blocks")
+        raise ModelError("it is Qwen-Image-Edit or Qwen-Image-Layered; use Qwen-Image")
+    return _match_flow_model(read, 4, f"the transformer has {config.get('num_layers')} blocks")
 
 
-def _schnell_has_no_guidance(read: Reader, options: ModelConfig) -> Iterator[str]:
+def _validate_flux_guidance(read: ConfigReader, options: ModelConfig) -> Iterator[str]:
     guided = (read("transformer/config.json") or {}).get("guidance_embeds", False)
     if not guided and options.guidance_scale != ModelConfig.guidance_scale:
         yield "guidance_scale: FLUX.1 schnell is told no guidance; leave this option out"
 
 
-_CLIPS: Mapping[str, tuple[str, ...]] = {
+_CLIP_PREFIXES: Mapping[str, tuple[str, ...]] = {
     "text_encoder": ("text_encoders.clip_l.transformer.",),
     "text_encoder_2": ("text_encoders.clip_g.transformer.",),
 }
 
-_SD3_TEXT = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3")
+_SD3_TEXT_COMPONENTS = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3")
 
-SD3 = Facts(
+SD3_FACTS = FamilyFacts(
     name="sd3",
     title="Stable Diffusion 3",
-    pipeline="StableDiffusion3Pipeline",
-    denoiser="transformer",
-    parts=("transformer", "vae", *_SD3_TEXT),
-    look=_look_at_sd3,
-    files={"vae": "vae", "clip_l": "text_encoder", "clip_g": "text_encoder_2", "t5xxl": "text_encoder_3"},
+    pipeline_class="StableDiffusion3Pipeline",
+    denoiser_name="transformer",
+    components=("transformer", "vae", *_SD3_TEXT_COMPONENTS),
+    match_configs=_match_sd3,
+    component_options={"vae": "vae", "clip_l": "text_encoder", "clip_g": "text_encoder_2", "t5xxl": "text_encoder_3"},
     text_encoders=("text_encoder", "text_encoder_2", "text_encoder_3"),
-    t5="text_encoder_3",
-    options=("t5xxl_max_token_length",),
-    prefixes={
-        "transformer": _WHOLE,
+    t5_encoder="text_encoder_3",
+    extra_options=("t5xxl_max_token_length",),
+    single_file_prefixes={
+        "transformer": _CHECKPOINT_PREFIXES,
         "vae": ("first_stage_model.",),
-        **_CLIPS,
+        **_CLIP_PREFIXES,
         "text_encoder_3": ("text_encoders.t5xxl.transformer.",),
     },
-    keys=("joint_blocks.0.x_block.attn.qkv.weight", "context_embedder.weight", "x_embedder.proj.weight"),
-    own_names={
+    single_file_keys=("joint_blocks.0.x_block.attn.qkv.weight", "context_embedder.weight", "x_embedder.proj.weight"),
+    diffusers_keys={
         "joint_blocks.0.x_block.attn.qkv.weight": "transformer_blocks.0.attn.to_q.weight",
         "joint_blocks.0.x_block.attn.ln_q.weight": "transformer_blocks.0.attn.norm_q.weight",
         "joint_blocks.0.x_block.attn2.qkv.weight": "transformer_blocks.0.attn2.to_q.weight",
         "x_embedder.proj.weight": "pos_embed.proj.weight",
     },
-    sizes={
+    shape_checks={
         ("context_embedder.weight", 0): ("transformer", "caption_projection_dim"),
         ("context_embedder.weight", 1): ("transformer", "joint_attention_dim"),
         ("x_embedder.proj.weight", 1): ("transformer", "in_channels"),
@@ -109,37 +109,37 @@ SD3 = Facts(
     },
 )
 
-_WITH_MASKS = ("xformers", "efficient", "cudnn", "math")
+_MASKED_ATTENTION_MODES = ("xformers", "efficient", "cudnn", "math")
 """Ways to compute attention that can leave out the padding of texts."""
 
-FLUX = Facts(
+FLUX_FACTS = FamilyFacts(
     name="flux",
     title="FLUX.1",
-    pipeline="FluxPipeline",
-    denoiser="transformer",
-    parts=("transformer", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
-    look=_look_at_flux,
-    files={"ae": "vae", "vae": "vae", "clip_l": "text_encoder", "t5xxl": "text_encoder_2"},
+    pipeline_class="FluxPipeline",
+    denoiser_name="transformer",
+    components=("transformer", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
+    match_configs=_match_flux,
+    component_options={"ae": "vae", "vae": "vae", "clip_l": "text_encoder", "t5xxl": "text_encoder_2"},
     text_encoders=("text_encoder", "text_encoder_2"),
-    t5="text_encoder_2",
-    options=("t5xxl_max_token_length", "guidance_scale"),
-    attention=(*_WITH_MASKS, "flash", "flash3"),
-    refused=_schnell_has_no_guidance,
-    prefixes={
-        "transformer": _WHOLE,
+    t5_encoder="text_encoder_2",
+    extra_options=("t5xxl_max_token_length", "guidance_scale"),
+    attention_modes=(*_MASKED_ATTENTION_MODES, "flash", "flash3"),
+    validate_options=_validate_flux_guidance,
+    single_file_prefixes={
+        "transformer": _CHECKPOINT_PREFIXES,
         "vae": ("vae.",),
-        "text_encoder": _CLIPS["text_encoder"],
+        "text_encoder": _CLIP_PREFIXES["text_encoder"],
         "text_encoder_2": ("text_encoders.t5xxl.transformer.",),
     },
-    keys=("double_blocks.0.img_attn.qkv.weight", "vector_in.in_layer.weight", "img_in.weight"),
-    own_names={
+    single_file_keys=("double_blocks.0.img_attn.qkv.weight", "vector_in.in_layer.weight", "img_in.weight"),
+    diffusers_keys={
         "double_blocks.0.img_attn.qkv.weight": "single_transformer_blocks.0.proj_mlp.weight",
         "vector_in.in_layer.weight": "time_text_embed.text_embedder.linear_1.weight",
         "guidance_in.in_layer.weight": "time_text_embed.guidance_embedder.linear_1.weight",
         "img_in.weight": "x_embedder.weight",
         "txt_in.weight": "context_embedder.weight",
     },
-    sizes={
+    shape_checks={
         ("img_in.weight", 1): ("transformer", "in_channels"),
         ("txt_in.weight", 1): ("transformer", "joint_attention_dim"),
         ("vector_in.in_layer.weight", 1): ("transformer", "pooled_projection_dim"),
@@ -147,36 +147,36 @@ FLUX = Facts(
     },
 )
 
-Z_IMAGE = Facts(
+Z_IMAGE_FACTS = FamilyFacts(
     name="z_image",
     title="Z-Image",
-    pipeline="ZImagePipeline",
-    denoiser="transformer",
-    parts=("transformer", "vae", "text_encoder", "tokenizer"),
-    look=_look_at_z_image,
-    files={"ae": "vae", "vae": "vae", "text_encoder": "text_encoder"},
-    attention=_WITH_MASKS,
-    prefixes={"transformer": _WHOLE, "vae": ("vae.",), "text_encoder": ("text_encoders.qwen3_4b.transformer.",)},
-    keys=("noise_refiner.0.attention.qkv.weight", "cap_embedder.1.weight", "layers.0.adaLN_modulation.0.weight"),
-    own_names={"noise_refiner.0.attention.qkv.weight": "noise_refiner.0.attention.to_q.weight"},
-    sizes={
+    pipeline_class="ZImagePipeline",
+    denoiser_name="transformer",
+    components=("transformer", "vae", "text_encoder", "tokenizer"),
+    match_configs=_match_z_image,
+    component_options={"ae": "vae", "vae": "vae", "text_encoder": "text_encoder"},
+    attention_modes=_MASKED_ATTENTION_MODES,
+    single_file_prefixes={"transformer": _CHECKPOINT_PREFIXES, "vae": ("vae.",), "text_encoder": ("text_encoders.qwen3_4b.transformer.",)},
+    single_file_keys=("noise_refiner.0.attention.qkv.weight", "cap_embedder.1.weight", "layers.0.adaLN_modulation.0.weight"),
+    diffusers_keys={"noise_refiner.0.attention.qkv.weight": "noise_refiner.0.attention.to_q.weight"},
+    shape_checks={
         ("cap_embedder.1.weight", 0): ("transformer", "dim"),
         ("cap_embedder.1.weight", 1): ("transformer", "cap_feat_dim"),
     },
 )
 
-QWEN_IMAGE = Facts(
+QWEN_IMAGE_FACTS = FamilyFacts(
     name="qwen_image",
     title="Qwen-Image",
-    pipeline="QwenImagePipeline",
-    denoiser="transformer",
-    parts=("transformer", "vae", "text_encoder", "tokenizer"),
-    look=_look_at_qwen_image,
-    files={"vae": "vae", "text_encoder": "text_encoder"},
-    attention=_WITH_MASKS,
-    prefixes={"transformer": _WHOLE, "vae": ("vae.",), "text_encoder": ("text_encoders.qwen25_7b.transformer.",)},
-    keys=("transformer_blocks.0.img_mlp.net.0.proj.weight", "transformer_blocks.0.attn.add_q_proj.weight"),
-    sizes={
+    pipeline_class="QwenImagePipeline",
+    denoiser_name="transformer",
+    components=("transformer", "vae", "text_encoder", "tokenizer"),
+    match_configs=_match_qwen_image,
+    component_options={"vae": "vae", "text_encoder": "text_encoder"},
+    attention_modes=_MASKED_ATTENTION_MODES,
+    single_file_prefixes={"transformer": _CHECKPOINT_PREFIXES, "vae": ("vae.",), "text_encoder": ("text_encoders.qwen25_7b.transformer.",)},
+    single_file_keys=("transformer_blocks.0.img_mlp.net.0.proj.weight", "transformer_blocks.0.attn.add_q_proj.weight"),
+    shape_checks={
         ("img_in.weight", 1): ("transformer", "in_channels"),
         ("txt_in.weight", 1): ("transformer", "joint_attention_dim"),
     },

@@ -6,30 +6,30 @@ from typing import Any
 import torch
 from torch import nn
 
-from .tokenizers import read_tokenizer
+from .tokenizers import load_pretrained_tokenizer
 
 
-def load_from_folder(cls: Any, place: str, subfolder: str, dtype: torch.dtype, device: torch.device | None) -> Any:
+def load_pretrained_component(component_class: Any, path_or_id: str, subfolder: str, dtype: torch.dtype, device: torch.device | None) -> Any:
     """Load the part in ``subfolder`` of a folder or hub id."""
-    if not issubclass(cls, nn.Module):
-        return read_tokenizer(cls, place, subfolder)
+    if not issubclass(component_class, nn.Module):
+        return load_pretrained_tokenizer(component_class, path_or_id, subfolder)
     options: dict[str, Any] = {"dtype": dtype, **({} if device is None else {"device_map": {"": device}})}
     # Safetensors only: reading a pickle would run code from the file.
     options |= {"subfolder": subfolder, "use_safetensors": True}
-    if Path(place).is_dir():
-        return cls.from_pretrained(place, variant=_variant(Path(place, subfolder)), **options).eval()
+    if Path(path_or_id).is_dir():
+        return component_class.from_pretrained(path_or_id, variant=_detect_variant(Path(path_or_id, subfolder)), **options).eval()
     try:
-        return cls.from_pretrained(place, **options).eval()
+        return component_class.from_pretrained(path_or_id, **options).eval()
     except OSError as error:
         try:  # many hub models have their weights in half precision alone
-            return cls.from_pretrained(place, variant="fp16", **options).eval()
+            return component_class.from_pretrained(path_or_id, variant="fp16", **options).eval()
         except OSError:
             raise error from None
 
 
-def _variant(folder: Path) -> str | None:
+def _detect_variant(directory: Path) -> str | None:
     """``fp16`` where a folder has ``model.fp16.safetensors`` and no ``model.safetensors``."""
-    names = [path.name.split(".") for path in folder.glob("*.safetensors")]
+    names = [path.name.split(".") for path in directory.glob("*.safetensors")]
     if any(len(name) == 2 for name in names):
         return None
     return next((name[1] for name in names if len(name) == 3), None)

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..data.batch import Moments
 
 
-def full_precision(vae: Any) -> AbstractContextManager[Any]:
+def disable_autocast(vae: Any) -> AbstractContextManager[Any]:
     """A context in which autocast, if it is on, leaves the VAE alone."""
     kind = vae.device.type
     if not torch.amp.is_autocast_available(kind):  # the meta device
@@ -18,22 +18,22 @@ def full_precision(vae: Any) -> AbstractContextManager[Any]:
 
 
 @torch.no_grad()
-def moments(vae: Any, pixels: Tensor) -> Moments:
+def encode_vae_moments(vae: Any, pixels: Tensor) -> Moments:
     """Mean and standard deviation of the latents of pixels in -1..1, shifted and scaled for the denoiser."""
-    with full_precision(vae):
+    with disable_autocast(vae):
         spread = vae.encode(pixels.to(vae.device, vae.dtype)).latent_dist
     scale = float(vae.config.scaling_factor)
-    return Moments.of((spread.mean - _shift(vae)) * scale, spread.std * scale)
+    return Moments.from_mean_and_std((spread.mean - _get_shift_factor(vae)) * scale, spread.std * scale)
 
 
 @torch.no_grad()
-def decode(vae: Any, latents: Tensor) -> Tensor:
+def decode_vae_latents(vae: Any, latents: Tensor) -> Tensor:
     """Latents to pixels in -1..1; undoes ``moments`` as far as the VAE can."""
-    latents = latents.to(vae.device, vae.dtype) / vae.config.scaling_factor + _shift(vae)
-    with full_precision(vae):
+    latents = latents.to(vae.device, vae.dtype) / vae.config.scaling_factor + _get_shift_factor(vae)
+    with disable_autocast(vae):
         pixels: Tensor = vae.decode(latents, return_dict=False)[0]
     return pixels
 
 
-def _shift(vae: Any) -> float:
+def _get_shift_factor(vae: Any) -> float:
     return vae.config.shift_factor or 0.0

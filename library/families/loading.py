@@ -15,13 +15,13 @@ from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
 from ..errors import ConfigError
-from .detect import Detected, detect, reader_of
-from .empty import empty
-from .folder import load_from_folder
-from .random_model import random_part
-from .reading import Json, Reader, needed
-from .single_file import load_from_file
-from .tokenizers import load_tokenizer, small_tokenizer
+from .detect import DetectedModel, detect_model, get_config_reader
+from .empty import build_empty_model
+from .folder import load_pretrained_component
+from .random_model import build_random_component
+from .reading import JsonDict, ConfigReader, read_required
+from .single_file import load_single_file_component
+from .tokenizers import load_cached_tokenizer, build_byte_tokenizer
 
 if TYPE_CHECKING:
     from .base import Family
@@ -29,84 +29,84 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def load(
+def load_pipeline(
     family: "Family",
-    model: Detected | str | None,
+    model: DetectedModel | str | None,
     dtype: torch.dtype,
-    parts: Sequence[str],
-    into: Any,
+    components: Sequence[str],
+    pipe: Any,
     device: torch.device | None,
 ) -> Any:
     """A pipeline with ``parts`` and the scheduler, or ``into`` with them added; see ``Family.load``."""
-    if not isinstance(model, Detected):
-        model = detect(model)
-    read = reader_of(model)
-    index = needed(read, "model_index.json")
+    if not isinstance(model, DetectedModel):
+        model = detect_model(model)
+    read = get_config_reader(model)
+    index = read_required(read, "model_index.json")
     loaded = {}
-    logger.info("loading %s of %s", ", ".join(parts), model.place)
-    for part in parts:
-        with _told(model, part), _without_bars():
+    logger.info("loading %s of %s", ", ".join(components), model.path_or_id)
+    for part in components:
+        with _raise_config_error(model, part), _disable_progress_bars():
             # The VAE of SD 1.x and SDXL overflows in half precision; it is small and runs once for each picture.
             precision = torch.float32 if part == "vae" else dtype
-            loaded[part] = _part(family, model, read, class_of(*index[part]), part, precision, device)
-    with _told(model, "scheduler"):
-        settings = {**needed(read, "scheduler/scheduler_config.json"), **model.scheduler}
-        loaded["scheduler"] = class_of(*index["scheduler"]).from_config(settings)
-    return _joined(into, _pipeline(family.facts.pipeline, index, loaded), None)
+            loaded[part] = _load_component(family, model, read, import_model_class(*index[part]), part, precision, device)
+    with _raise_config_error(model, "scheduler"):
+        settings = {**read_required(read, "scheduler/scheduler_config.json"), **model.scheduler_overrides}
+        loaded["scheduler"] = import_model_class(*index["scheduler"]).from_config(settings)
+    return _merge_into_pipeline(pipe, _build_pipeline(family.facts.pipeline_class, index, loaded), None)
 
 
-def load_without_weights(family: "Family", model: Detected, dtype: torch.dtype) -> Any:
+def load_pipeline_on_meta(family: "Family", model: DetectedModel, dtype: torch.dtype) -> Any:
     """The whole pipeline as ``load`` makes it, on the meta device: all sizes are right, and there are no numbers."""
-    read = reader_of(model)
-    index = needed(read, "model_index.json")
+    read = get_config_reader(model)
+    index = read_required(read, "model_index.json")
     loaded = {}
-    for part in family.parts:
-        cls = class_of(*index[part])
-        with _told(model, part), _without_bars():
+    for part in family.components:
+        cls = import_model_class(*index[part])
+        with _raise_config_error(model, part), _disable_progress_bars():
             if part.startswith("tokenizer"):
-                loaded[part] = _part(family, model, read, cls, part, dtype, None)
+                loaded[part] = _load_component(family, model, read, cls, part, dtype, None)
                 continue
-            made = empty(cls, needed(read, f"{part}/config.json"))
+            made = build_empty_model(cls, read_required(read, f"{part}/config.json"))
         for weight in made.parameters():
             weight.data = weight.data.to(torch.float32 if part == "vae" else dtype)
         loaded[part] = made.to("meta")
-    settings = {**needed(read, "scheduler/scheduler_config.json"), **model.scheduler}
-    loaded["scheduler"] = class_of(*index["scheduler"]).from_config(settings)
-    return _pipeline(family.facts.pipeline, index, loaded)
+    settings = {**read_required(read, "scheduler/scheduler_config.json"), **model.scheduler_overrides}
+    loaded["scheduler"] = import_model_class(*index["scheduler"]).from_config(settings)
+    return _build_pipeline(family.facts.pipeline_class, index, loaded)
 
 
-def _part(
-    family: "Family", model: Detected, read: Reader, cls: Any, part: str, dtype: torch.dtype,
+def _load_component(
+    family: "Family", model: DetectedModel, read: ConfigReader, component_class: Any, component: str, dtype: torch.dtype,
     device: torch.device | None,
 ) -> Any:  # fmt: skip
     """One part from where it is."""
-    separate = model.separate.get(part)
-    if separate is not None and separate.kind != "file":
-        return load_from_folder(cls, separate.place, separate.subfolder, dtype, device)
-    if separate is None and model.config is None:
-        return load_from_folder(cls, model.place, part, dtype, device)
-    if part.startswith("tokenizer"):
-        if model.kind == "random":
-            return small_tokenizer(cls, needed(read, f"{part}/tokenizer_config.json"))
-        settings = needed(read, f"{part}/tokenizer_config.json")
-        return load_tokenizer(cls, settings, family.tokenizers[part], family.options.tokenizer_cache_dir)
-    config = needed(read, f"{part}/config.json")
-    if separate is None and model.kind == "random":
-        return random_part(cls, config, part, dtype, device)
-    place = model.place if separate is None else separate.place
-    return load_from_file(cls, place, config, family.facts.prefixes.get(part, ()), dtype, device)
+    separate = model.component_sources.get(component)
+    if separate is not None and separate.source_type != "file":
+        return load_pretrained_component(component_class, separate.path_or_id, separate.subfolder, dtype, device)
+    if separate is None and model.bundled_config is None:
+        return load_pretrained_component(component_class, model.path_or_id, component, dtype, device)
+    if component.startswith("tokenizer"):
+        if model.source_type == "random":
+            return build_byte_tokenizer(component_class, read_required(read, f"{component}/tokenizer_config.json"))
+        settings = read_required(read, f"{component}/tokenizer_config.json")
+        return load_cached_tokenizer(component_class, settings, family.tokenizer_repo_ids[component], family.model_config.tokenizer_cache_dir)
+    config = read_required(read, f"{component}/config.json")
+    if separate is None and model.source_type == "random":
+        return build_random_component(component_class, config, component, dtype, device)
+    place = model.path_or_id if separate is None else separate.path_or_id
+    return load_single_file_component(component_class, place, config, family.facts.single_file_prefixes.get(component, ()), dtype, device)
 
 
-def class_of(library: str, name: str) -> Any:
+def import_model_class(library: str, name: str) -> Any:
     """What model_index.json names."""
     if library not in ("diffusers", "transformers"):
         raise ValueError(f"model_index.json names {name} of {library}, and only diffusers and transformers are used")
     return getattr(importlib.import_module(library), name)
 
 
-def _pipeline(name: str, index: Json, loaded: dict[str, Any]) -> Any:
+def _build_pipeline(name: str, index: JsonDict, loaded: dict[str, Any]) -> Any:
     """The pipeline around what is loaded; everything else in it is None."""
-    cls = class_of("diffusers", name)
+    cls = import_model_class("diffusers", name)
     modules, settings = cls._get_signature_keys(cls)
     wanted = {key: value for key, value in index.items() if key in settings and not isinstance(value, list)}
     if "requires_safety_checker" in settings:
@@ -114,36 +114,36 @@ def _pipeline(name: str, index: Json, loaded: dict[str, Any]) -> Any:
     return cls(**{**dict.fromkeys(modules), **loaded, **wanted})
 
 
-def _joined(into: Any, fresh: Any, device: torch.device | None) -> Any:
+def _merge_into_pipeline(pipe: Any, loaded_pipe: Any, device: torch.device | None) -> Any:
     """``into`` with the parts of ``fresh`` beside its own."""
     if device is not None:
-        fresh.to(device)
-    if into is None:
-        return fresh
-    own = {name: part for name, part in into.components.items() if part is not None}
-    _, settings = type(into)._get_signature_keys(into)
-    settings = {key: into.config[key] for key in settings if key in into.config}
+        loaded_pipe.to(device)
+    if pipe is None:
+        return loaded_pipe
+    own = {name: part for name, part in pipe.components.items() if part is not None}
+    _, settings = type(pipe)._get_signature_keys(pipe)
+    settings = {key: pipe.config[key] for key in settings if key in pipe.config}
     # Made anew around its parts: a pipeline measures them when it is made.
-    type(into).__init__(into, **{**fresh.components, **own, **settings})
-    return into
+    type(pipe).__init__(pipe, **{**loaded_pipe.components, **own, **settings})
+    return pipe
 
 
 @contextmanager
-def _told(model: Detected, part: str) -> Iterator[None]:
+def _raise_config_error(model: DetectedModel, component: str) -> Iterator[None]:
     """What damaged or missing files raise becomes the user's to mend."""
     try:
         yield
     except torch.OutOfMemoryError:  # of which nothing in these files is at fault
         raise
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
-        place = model.separate[part].place if part in model.separate else model.place
+        place = model.component_sources[component].path_or_id if component in model.component_sources else model.path_or_id
         raise ConfigError(
-            [f"pretrained_model_name_or_path: {place}: its {part} cannot be loaded: {_first_line(error)}"]
+            [f"pretrained_model_name_or_path: {place}: its {component} cannot be loaded: {_summarize_error(error)}"]
         ) from error
 
 
 @contextmanager
-def _without_bars() -> Iterator[None]:
+def _disable_progress_bars() -> Iterator[None]:
     """No progress bars of other libraries for as long as this lasts: every process would draw its own."""
     shown = [each for each in (diffusers_logging, transformers_logging) if each.is_progress_bar_enabled()]
     for each in shown:
@@ -155,7 +155,7 @@ def _without_bars() -> Iterator[None]:
             each.enable_progress_bar()
 
 
-def _first_line(error: Exception) -> str:
+def _summarize_error(error: Exception) -> str:
     text = str(error).strip().split("\n")[0]
     if "use_safetensors" in text:  # transformers' way out, which is none here
         return "it has no .safetensors weights; pickles (.bin) can run code when they are opened and are never read"

@@ -10,47 +10,47 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..randomness import seed_for
-from .empty import empty
+from ..randomness import derive_seed
+from .empty import build_empty_model
 
-_LENGTH = 4_194_301
+_NOISE_LENGTH = 4_194_301
 """Length of the block: a prime, so that the rows of a matrix are never cut from the same place twice."""
 
 
-def random_part(
-    cls: Any, config: Mapping[str, Any], part: str, dtype: torch.dtype, device: torch.device | None, seed: int = 0
+def build_random_component(
+    component_class: Any, config: Mapping[str, Any], component: str, dtype: torch.dtype, device: torch.device | None, seed: int = 0
 ) -> Any:
     """One part with the sizes of ``config``; parameters are made in their dtype and where they belong."""
-    model = empty(cls, config)
-    numbers = torch.randn(_LENGTH, generator=torch.Generator().manual_seed(seed_for(seed, "random weights")))
+    model = build_empty_model(component_class, config)
+    numbers = torch.randn(_NOISE_LENGTH, generator=torch.Generator().manual_seed(derive_seed(seed, "random weights")))
     numbers = numbers.to(device=device, dtype=dtype)
     made: dict[int, nn.Parameter] = {}  # by the empty one: some layers share theirs
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if id(parameter) not in made:
             weight = torch.empty(parameter.shape, dtype=dtype, device=device)
-            _fill(weight, name, numbers, seed_for(seed, f"{part}/{name}"))
+            _fill_weight(weight, name, numbers, derive_seed(seed, f"{component}/{name}"))
             made[id(parameter)] = nn.Parameter(weight)
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, made[id(parameter)])
-    _be_sure(model)
+    _reduce_vae_variance(model)
     return model
 
 
-def _fill(weight: Tensor, name: str, numbers: Tensor, place: int) -> None:
+def _fill_weight(weight: Tensor, name: str, noise: Tensor, offset: int) -> None:
     """As layers begin: matrices keep the size of what they are multiplied with, norms are one and biases zero."""
     if weight.ndim < 2:
         weight.fill_(0.0 if name.endswith("bias") else 1.0)
         return
     scale = (weight.numel() / weight.shape[0]) ** -0.5
-    flat, start, done = weight.view(-1), place % _LENGTH, 0
+    flat, start, done = weight.view(-1), offset % _NOISE_LENGTH, 0
     while done < len(flat):
-        count = min(_LENGTH - start, len(flat) - done)
-        torch.mul(numbers[start : start + count], scale, out=flat[done : done + count])
+        count = min(_NOISE_LENGTH - start, len(flat) - done)
+        torch.mul(noise[start : start + count], scale, out=flat[done : done + count])
         done, start = done + count, 0
 
 
 @torch.no_grad()
-def _be_sure(model: nn.Module) -> None:
+def _reduce_vae_variance(model: nn.Module) -> None:
     """Let a VAE be as sure of its latents as trained ones are.
 
     The second half of the encoder's output is the log variance.  Without training it is near 0, and its noise would

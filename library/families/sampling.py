@@ -12,7 +12,7 @@ from torch import nn
 
 from ..data.prompts import Prompt
 from ..errors import ConfigError
-from ..registry import did_you_mean
+from ..registry import suggest_name
 
 if TYPE_CHECKING:
     from .base import Family
@@ -28,10 +28,10 @@ SAMPLERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 """Sampler names to a diffusers class and the settings that differ from the model's own scheduler."""
 
 
-def scheduler_for(sampler: str, model_scheduler: Any) -> Any:
+def build_scheduler(sampler: str, model_scheduler: Any) -> Any:
     """A new scheduler with the noise table of the model's own."""
     if sampler not in SAMPLERS:
-        raise ConfigError([f"unknown sampler {sampler!r}{did_you_mean(sampler, SAMPLERS)}"])
+        raise ConfigError([f"unknown sampler {sampler!r}{suggest_name(sampler, SAMPLERS)}"])
     name, settings = SAMPLERS[sampler]
     kind = getattr(importlib.import_module("diffusers"), name)
     zero_snr = "rescale_betas_zero_snr"
@@ -43,7 +43,7 @@ def scheduler_for(sampler: str, model_scheduler: Any) -> Any:
         raise ConfigError([f"sampler {sampler}: {str(error).strip()}"]) from None
 
 
-def flow_scheduler_for(sampler: str | None, model_scheduler: Any, flow_shift: float | None = None) -> Any:
+def build_flow_scheduler(sampler: str | None, model_scheduler: Any, flow_shift: float | None = None) -> Any:
     """A new scheduler as the model's own, or one that moves its times by ``flow_shift``."""
     if sampler not in (None, "euler"):
         raise ConfigError([f"sampler {sampler}: flow-matching models draw with euler; leave it out"])
@@ -51,7 +51,7 @@ def flow_scheduler_for(sampler: str | None, model_scheduler: Any, flow_shift: fl
     return type(model_scheduler).from_config(model_scheduler.config, **settings)
 
 
-def artist_of(pipe: Any, scheduler: Any) -> Any:
+def build_sampling_pipeline(pipe: Any, scheduler: Any) -> Any:
     """A pipeline around the same modules with a scheduler of its own, which keeps the course of the drawing."""
     _, settings = type(pipe)._get_signature_keys(type(pipe))
     options = {name: pipe.config[name] for name in settings if name in pipe.config}
@@ -61,7 +61,7 @@ def artist_of(pipe: Any, scheduler: Any) -> Any:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def use_eval_mode(model: nn.Module) -> Iterator[None]:
     """Switch dropout and the like off, and back on where it was on."""
     training = [module for module in model.modules() if module.training]
     model.eval()
@@ -72,32 +72,32 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def draw_with(
+def run_sampling_pipeline(
     family: "Family", pipe: Any, prompt: Prompt, generator: torch.Generator, sampler: str | None, **conditioning: Any
 ) -> Image:
     """One picture by the pipeline's class with another scheduler; ``conditioning`` is given to it as it is."""
-    artist = artist_of(pipe, scheduler_for(sampler or "ddim", pipe.scheduler))
-    scale = family.picture_scale if prompt.scale is None else prompt.scale
-    return _drawn(family, artist, prompt, generator, guidance_scale=scale, **conditioning)
+    artist = build_sampling_pipeline(pipe, build_scheduler(sampler or "ddim", pipe.scheduler))
+    scale = family.default_guidance_scale if prompt.cfg_scale is None else prompt.cfg_scale
+    return _run_pipeline(family, artist, prompt, generator, guidance_scale=scale, **conditioning)
 
 
-def draw_flow(
+def run_flow_sampling_pipeline(
     family: "Family", pipe: Any, prompt: Prompt, generator: torch.Generator, sampler: str | None, **conditioning: Any
 ) -> Image:
     """The same for flow matching, with the model's own scheduler; ``conditioning`` names the guidance, too."""
-    artist = artist_of(pipe, flow_scheduler_for(sampler, pipe.scheduler, prompt.flow_shift))
-    return _drawn(family, artist, prompt, generator, **conditioning)
+    artist = build_sampling_pipeline(pipe, build_flow_scheduler(sampler, pipe.scheduler, prompt.flow_shift))
+    return _run_pipeline(family, artist, prompt, generator, **conditioning)
 
 
 @torch.no_grad()
-def _drawn(family: "Family", artist: Any, prompt: Prompt, generator: torch.Generator, **call: Any) -> Image:
-    width, height = prompt.width or family.picture_size[0], prompt.height or family.picture_size[1]
-    call.setdefault("num_inference_steps", prompt.steps or family.picture_steps)
-    with evaluating(getattr(artist, family.denoiser)):
-        latents = artist(width=width, height=height, generator=generator, output_type="latent", **call).images
+def _run_pipeline(family: "Family", sampling_pipe: Any, prompt: Prompt, generator: torch.Generator, **call: Any) -> Image:
+    width, height = prompt.width or family.default_image_size[0], prompt.height or family.default_image_size[1]
+    call.setdefault("num_inference_steps", prompt.num_inference_steps or family.default_num_inference_steps)
+    with use_eval_mode(getattr(sampling_pipe, family.denoiser_name)):
+        latents = sampling_pipe(width=width, height=height, generator=generator, output_type="latent", **call).images
     if latents.ndim == 3:  # in a row of patches
-        latents = artist._unpack_latents(latents, height, width, artist.vae_scale_factor)
+        latents = sampling_pipe._unpack_latents(latents, height, width, sampling_pipe.vae_scale_factor)
         latents = latents.squeeze(2) if latents.ndim == 5 else latents  # a video of one frame
     # Decoded here and not by the pipeline, which would give a float32 VAE the denoiser's dtype.
-    picture: Image = artist.image_processor.postprocess(family.decode_latents(artist, latents), output_type="pil")[0]
+    picture: Image = sampling_pipe.image_processor.postprocess(family.decode_latents(sampling_pipe, latents), output_type="pil")[0]
     return picture

@@ -9,58 +9,58 @@ from torch import Tensor, nn
 
 from ..data.batch import Batch, Cond, Moments
 from ..data.prompts import Prompt
-from ..diffusion.process import Process
+from ..diffusion.process import NoiseProcess
 from . import clip_text, kl_latents
-from .base import Family, Titles
-from .clip_text import CLIP_LORA_TARGETS, encode_with_one
-from .sampling import draw_with
-from .unet import CONV_LORA_TARGETS, LORA_TARGETS, noise_process
-from .unet_facts import SD1
+from .base import Family, BaseModelInfo
+from .clip_text import CLIP_LORA_TARGET_MODULES, encode_with_clip
+from .sampling import run_sampling_pipeline
+from .unet import UNET_CONV_LORA_TARGET_MODULES, UNET_LORA_TARGET_MODULES, build_noise_process
+from .unet_facts import SD1_FACTS
 
 
 class StableDiffusion1(Family):
-    facts = SD1
-    denoiser = "unet"
-    hands_on_skips = True
-    text_parts = ("text_encoder", "tokenizer")
-    tokenizers = {"tokenizer": "openai/clip-vit-large-patch14"}  # noqa: RUF012
-    lora_targets = LORA_TARGETS
-    conv_lora_targets = CONV_LORA_TARGETS
+    facts = SD1_FACTS
+    denoiser_name = "unet"
+    has_skip_connections = True
+    text_components = ("text_encoder", "tokenizer")
+    tokenizer_repo_ids = {"tokenizer": "openai/clip-vit-large-patch14"}  # noqa: RUF012
+    lora_target_modules = UNET_LORA_TARGET_MODULES
+    conv_lora_target_modules = UNET_CONV_LORA_TARGET_MODULES
     lora_prefix = "lora_unet"
-    lora_other_names = ("ldm",)
-    text_lora_targets = {"text_encoder": CLIP_LORA_TARGETS}  # noqa: RUF012
+    lora_other_key_styles = ("ldm",)
+    text_lora_target_modules = {"text_encoder": CLIP_LORA_TARGET_MODULES}  # noqa: RUF012
     text_lora_prefixes = {"text_encoder": "lora_te"}  # noqa: RUF012
-    picture_size = (512, 512)
-    picture_steps = 30
-    picture_scale = 7.5
+    default_image_size = (512, 512)
+    default_num_inference_steps = 30
+    default_guidance_scale = 7.5
 
-    def process(self, pipe: Any) -> Process:
-        return noise_process(pipe)
+    def build_noise_process(self, pipe: Any) -> NoiseProcess:
+        return build_noise_process(pipe)
 
-    def titles(self, pipe: Any) -> Titles:
-        return Titles("sd_v1", "stable-diffusion-v1")
+    def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
+        return BaseModelInfo("sd_v1", "stable-diffusion-v1")
 
     def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
-        return {"embeds": encode_with_one(pipe, prompts, self.options)}
+        return {"embeds": encode_with_clip(pipe, prompts, self.model_config)}
 
-    def idle_text_layers(self, encoder: Any, part: str) -> tuple[str, ...]:
-        return clip_text.last_layers(encoder, (self.options.clip_skip or 1) - 1)
+    def get_unused_text_layers(self, encoder: Any, component: str) -> tuple[str, ...]:
+        return clip_text.get_last_layer_names(encoder, (self.model_config.clip_skip or 1) - 1)
 
-    def too_long(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
-        return clip_text.too_long(pipe.tokenizer, prompts, self.options.max_token_length)
+    def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
+        return clip_text.find_truncated_prompts(pipe.tokenizer, prompts, self.model_config.max_token_length)
 
     def encode_moments(self, pipe: Any, pixels: Tensor) -> Moments:
-        return kl_latents.moments(pipe.vae, pixels)
+        return kl_latents.encode_vae_moments(pipe.vae, pixels)
 
     def decode_latents(self, pipe: Any, latents: Tensor) -> Tensor:
-        return kl_latents.decode(pipe.vae, latents)
+        return kl_latents.decode_vae_latents(pipe.vae, latents)
 
-    def predict(self, pipe: Any, denoiser: nn.Module, noisy: Tensor, t: Tensor, batch: Batch) -> Tensor:
-        predicted: Tensor = denoiser(noisy, t, encoder_hidden_states=batch.cond["embeds"], return_dict=False)[0]
+    def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
+        predicted: Tensor = denoiser(noisy_latents, timesteps, encoder_hidden_states=batch.cond["embeds"], return_dict=False)[0]
         return predicted
 
-    def draw(
-        self, pipe: Any, prompt: Prompt, cond: Cond, negative: Cond, generator: torch.Generator, sampler: str | None
+    def generate_image(
+        self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond, generator: torch.Generator, sampler: str | None
     ) -> Image:
-        return draw_with(self, pipe, prompt, generator, sampler,
-                         prompt_embeds=cond["embeds"], negative_prompt_embeds=negative["embeds"])  # fmt: skip
+        return run_sampling_pipeline(self, pipe, prompt, generator, sampler,
+                         prompt_embeds=cond["embeds"], negative_prompt_embeds=negative_cond["embeds"])  # fmt: skip

@@ -9,77 +9,77 @@ from torch import Tensor, nn
 
 from ..data.batch import Batch, Cond, Moments
 from ..data.prompts import Prompt
-from ..diffusion.process import Process
+from ..diffusion.process import NoiseProcess
 from . import clip_text, kl_latents
-from .base import Family, Titles
-from .clip_text import CLIP_LORA_TARGETS, PIECE, joined, token_rows
-from .sampling import draw_with
-from .unet import CONV_LORA_TARGETS, LORA_TARGETS, noise_process
-from .unet_facts import SDXL
+from .base import Family, BaseModelInfo
+from .clip_text import CLIP_LORA_TARGET_MODULES, CHUNK_LENGTH, join_chunks, tokenize_in_chunks
+from .sampling import run_sampling_pipeline
+from .unet import UNET_CONV_LORA_TARGET_MODULES, UNET_LORA_TARGET_MODULES, build_noise_process
+from .unet_facts import SDXL_FACTS
 
 
 class StableDiffusionXL(Family):
-    facts = SDXL
-    denoiser = "unet"
-    hands_on_skips = True
-    text_parts = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
-    tokenizers = {  # noqa: RUF012
+    facts = SDXL_FACTS
+    denoiser_name = "unet"
+    has_skip_connections = True
+    text_components = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+    tokenizer_repo_ids = {  # noqa: RUF012
         "tokenizer": "openai/clip-vit-large-patch14",
         "tokenizer_2": "laion/CLIP-ViT-bigG-14-laion2B-39B-b160k",
     }
-    lora_targets = LORA_TARGETS
-    conv_lora_targets = CONV_LORA_TARGETS
+    lora_target_modules = UNET_LORA_TARGET_MODULES
+    conv_lora_target_modules = UNET_CONV_LORA_TARGET_MODULES
     lora_prefix = "lora_unet"
-    lora_names = "ldm"
-    text_lora_targets = dict.fromkeys(("text_encoder", "text_encoder_2"), CLIP_LORA_TARGETS)
+    lora_key_style = "ldm"
+    text_lora_target_modules = dict.fromkeys(("text_encoder", "text_encoder_2"), CLIP_LORA_TARGET_MODULES)
     text_lora_prefixes = {"text_encoder": "lora_te1", "text_encoder_2": "lora_te2"}  # noqa: RUF012
-    picture_size = (1024, 1024)
-    picture_steps = 30
-    picture_scale = 7.5
+    default_image_size = (1024, 1024)
+    default_num_inference_steps = 30
+    default_guidance_scale = 7.5
 
-    def process(self, pipe: Any) -> Process:
-        return noise_process(pipe)
+    def build_noise_process(self, pipe: Any) -> NoiseProcess:
+        return build_noise_process(pipe)
 
-    def titles(self, pipe: Any) -> Titles:
-        return Titles("sdxl_base_v1-0", "stable-diffusion-xl-v1-base")
+    def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
+        return BaseModelInfo("sdxl_base_v1-0", "stable-diffusion-xl-v1-base")
 
     def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
-        length = self.options.max_token_length
+        length = self.model_config.max_token_length
         states = []
         for tokenizer, encoder in ((pipe.tokenizer, pipe.text_encoder), (pipe.tokenizer_2, pipe.text_encoder_2)):
-            rows = token_rows(tokenizer, prompts, length)
+            rows = tokenize_in_chunks(tokenizer, prompts, length)
             output = encoder(rows.to(encoder.device, non_blocking=True), output_hidden_states=True)
-            states.append(joined(output.hidden_states[-2], length // PIECE))
-        pooled = output.text_embeds[:: length // PIECE]  # of the first piece of each prompt
+            states.append(join_chunks(output.hidden_states[-2], length // CHUNK_LENGTH))
+        pooled = output.text_embeds[:: length // CHUNK_LENGTH]  # of the first piece of each prompt
         return {"embeds": torch.cat(states, dim=-1), "pooled": pooled}
 
-    def idle_text_layers(self, encoder: Any, part: str) -> tuple[str, ...]:
+    def get_unused_text_layers(self, encoder: Any, component: str) -> tuple[str, ...]:
         # Only the second one's last layer is read, for the text as a whole.
-        return clip_text.last_layers(encoder, 1) if part == "text_encoder" else ()
+        return clip_text.get_last_layer_names(encoder, 1) if component == "text_encoder" else ()
 
-    def too_long(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
-        return clip_text.too_long(pipe.tokenizer, prompts, self.options.max_token_length)
+    def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
+        return clip_text.find_truncated_prompts(pipe.tokenizer, prompts, self.model_config.max_token_length)
 
     def encode_moments(self, pipe: Any, pixels: Tensor) -> Moments:
-        return kl_latents.moments(pipe.vae, pixels)
+        return kl_latents.encode_vae_moments(pipe.vae, pixels)
 
     def decode_latents(self, pipe: Any, latents: Tensor) -> Tensor:
-        return kl_latents.decode(pipe.vae, latents)
+        return kl_latents.decode_vae_latents(pipe.vae, latents)
 
-    def predict(self, pipe: Any, denoiser: nn.Module, noisy: Tensor, t: Tensor, batch: Batch) -> Tensor:
+    def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         # The frame is in the order that the UNet reads it: original size, crop, target size; height before width.
-        sizes = {"text_embeds": batch.cond["pooled"], "time_ids": batch.frame}
+        sizes = {"text_embeds": batch.cond["pooled"], "time_ids": batch.size_conditioning}
         predicted: Tensor = denoiser(
-            noisy, t, encoder_hidden_states=batch.cond["embeds"], added_cond_kwargs=sizes, return_dict=False
+            noisy_latents, timesteps, encoder_hidden_states=batch.cond["embeds"], added_cond_kwargs=sizes, return_dict=False
         )[0]
         return predicted
 
-    def draw(
-        self, pipe: Any, prompt: Prompt, cond: Cond, negative: Cond, generator: torch.Generator, sampler: str | None
+    def generate_image(
+        self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond, generator: torch.Generator, sampler: str | None
     ) -> Image:
         # The pipeline tells the UNet an uncropped picture of the size that is drawn.
-        return draw_with(
+        return run_sampling_pipeline(
             self, pipe, prompt, generator, sampler,
             prompt_embeds=cond["embeds"], pooled_prompt_embeds=cond["pooled"],
-            negative_prompt_embeds=negative["embeds"], negative_pooled_prompt_embeds=negative["pooled"],
+            negative_prompt_embeds=negative_cond["embeds"], negative_pooled_prompt_embeds=negative_cond["pooled"],
         )  # fmt: skip

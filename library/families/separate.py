@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from .contents import Piece, pieces_in, refuse_others, said
-from .header import read_header
-from .reading import Json, Problem, Reader, from_folder, from_hub
+from .contents import ComponentSignature, find_component_signatures, reject_unsupported_file, describe_signature
+from .header import read_safetensors_header
+from .reading import JsonDict, ModelError, ConfigReader, build_folder_reader, build_hub_reader
 
-_WIDTHS: Mapping[str, tuple[str, str]] = {
+_SIGNATURE_BY_CLASS: Mapping[str, tuple[str, str]] = {
     "AutoencoderKL": ("vae", "latent_channels"),
     "AutoencoderKLQwenImage": ("vae", "z_dim"),
     "CLIPTextModel": ("clip", "hidden_size"),
@@ -24,49 +24,49 @@ _WIDTHS: Mapping[str, tuple[str, str]] = {
 
 
 @dataclass(frozen=True)
-class Separate:
+class ComponentSource:
     """Where one part is."""
 
-    kind: Literal["file", "folder", "hub"]
-    place: str
+    source_type: Literal["file", "folder", "hub"]
+    path_or_id: str
     subfolder: str = ""
 
 
-def separate(place: str, part: str, read_model: Reader) -> Separate:
+def resolve_component_source(path_or_id: str, component: str, read_model: ConfigReader) -> ComponentSource:
     """Look at the file, folder or hub id for ``part`` of a model; what cannot be that part is named."""
-    path = Path(place).expanduser()
+    path = Path(path_or_id).expanduser()
     index = read_model("model_index.json") or {}
-    wanted = _piece(read_model(f"{part}/config.json"), (index.get(part) or ["", ""])[1])
+    wanted = _get_signature(read_model(f"{component}/config.json"), (index.get(component) or ["", ""])[1])
     if path.is_file():
-        header = read_header(path)
-        refuse_others(header)
-        found = pieces_in(header)
-        _compare(found, wanted, part)
-        return Separate("file", str(path))
-    if not path.is_dir() and (place.count("/") != 1 or path.is_absolute() or place.endswith(".safetensors")):
-        raise Problem(f"no such file or folder (looked in {path.absolute().parent})")
+        header = read_safetensors_header(path)
+        reject_unsupported_file(header)
+        found = find_component_signatures(header)
+        _validate_signature(found, wanted, component)
+        return ComponentSource("file", str(path))
+    if not path.is_dir() and (path_or_id.count("/") != 1 or path.is_absolute() or path_or_id.endswith(".safetensors")):
+        raise ModelError(f"no such file or folder (looked in {path.absolute().parent})")
     kind: Literal["folder", "hub"] = "folder" if path.is_dir() else "hub"
-    read = from_folder(path) if path.is_dir() else from_hub(place)
-    for subfolder in ("", part):
+    read = build_folder_reader(path) if path.is_dir() else build_hub_reader(path_or_id)
+    for subfolder in ("", component):
         config = read(f"{subfolder}/config.json".removeprefix("/"))
         if config is not None:
-            piece = _piece(config, config.get("_class_name") or (config.get("architectures") or [""])[0])
-            _compare([piece] if piece else [], wanted, part)
-            return Separate(kind, str(path) if path.is_dir() else place, subfolder)
-    raise Problem(f"no config.json in it, and none in a folder {part} in it, so it is no {part} in diffusers' form")
+            piece = _get_signature(config, config.get("_class_name") or (config.get("architectures") or [""])[0])
+            _validate_signature([piece] if piece else [], wanted, component)
+            return ComponentSource(kind, str(path) if path.is_dir() else path_or_id, subfolder)
+    raise ModelError(f"no config.json in it, and none in a folder {component} in it, so it is no {component} in diffusers' form")
 
 
-def _compare(found: list[Piece], wanted: Piece | None, part: str) -> None:
-    if not found:
-        raise Problem(f"holds nothing that could be the {part}")
-    if wanted is not None and wanted not in found:
-        raise Problem(f"is a {' and a '.join(map(said, found))}, where the model has a {said(wanted)}")
+def _validate_signature(signatures: list[ComponentSignature], expected: ComponentSignature | None, component: str) -> None:
+    if not signatures:
+        raise ModelError(f"holds nothing that could be the {component}")
+    if expected is not None and expected not in signatures:
+        raise ModelError(f"is a {' and a '.join(map(describe_signature, signatures))}, where the model has a {describe_signature(expected)}")
 
 
-def _piece(config: Json | None, name: str) -> Piece | None:
+def _get_signature(config: JsonDict | None, class_name: str) -> ComponentSignature | None:
     """What a part is that has this config and is of the class ``name``; None when that is not known."""
-    if config is None or name not in _WIDTHS:
+    if config is None or class_name not in _SIGNATURE_BY_CLASS:
         return None
-    kind, key = _WIDTHS[name]
+    kind, key = _SIGNATURE_BY_CLASS[class_name]
     width = config.get("text_config", {}).get(key, config.get(key))  # of models that see, too
-    return Piece(kind, width) if isinstance(width, int) else None
+    return ComponentSignature(kind, width) if isinstance(width, int) else None

@@ -7,12 +7,12 @@ import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 
-class RunningAverage:
+class AdapterEMA:
     """Exponential average of parameters, in float32 beside them."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], decay: float):
         self.parameters, self.decay = list(parameters), decay
-        self.values: list[torch.Tensor] = [item.detach().to(torch.float32, copy=True) for item in self.parameters]
+        self.shadow_params: list[torch.Tensor] = [item.detach().to(torch.float32, copy=True) for item in self.parameters]
 
     @torch.no_grad()
     def update(self, step: int) -> None:
@@ -22,19 +22,19 @@ class RunningAverage:
         """
         decay = min(self.decay, step / (step + 9))  # 0.1, 0.18, 0.25 ... of the past in the first steps
         current = [item.detach().to(torch.float32) for item in self.parameters]
-        get_ema_multi_avg_fn(decay)(self.values, current, None)  # type: ignore[no-untyped-call]
+        get_ema_multi_avg_fn(decay)(self.shadow_params, current, None)  # type: ignore[no-untyped-call]
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def swap_parameters(self) -> Iterator[None]:
         """Inside, the parameters hold the average."""
         kept = [item.detach().clone() for item in self.parameters]
-        self._fill(self.values)
+        self._copy_to_parameters(self.shadow_params)
         try:
             yield
         finally:
-            self._fill(kept)
+            self._copy_to_parameters(kept)
 
     @torch.no_grad()
-    def _fill(self, values: Sequence[torch.Tensor]) -> None:
+    def _copy_to_parameters(self, values: Sequence[torch.Tensor]) -> None:
         for parameter, value in zip(self.parameters, values, strict=True):
             parameter.copy_(value)

@@ -11,56 +11,56 @@ import torch
 
 from ..config.schema import OptimConfig
 from ..errors import ConfigError
-from ..registry import did_you_mean
-from .arguments import imported, read_arguments, unknown_names
+from ..registry import suggest_name
+from .arguments import import_class, parse_keyword_args, find_unknown_args
 from .table import OPTIMIZERS, OptimizerInfo
 
-USUAL_FACTOR = 0.1
+MIN_USUAL_LR_FACTOR = 0.1
 """Optimizers that find their rate take a factor near 1; below this somebody has most likely written a rate."""
 
 
 @dataclass(frozen=True)
-class Group:
+class ParamGroup:
     """Parameters that share a peak learning rate, under the name that figures give it."""
 
     name: str
     parameters: Sequence[torch.nn.Parameter]
-    rate: float
+    lr: float
 
 
-def make_optimizer(config: OptimConfig, groups: Sequence[Group]) -> torch.optim.Optimizer:
+def build_optimizer(config: OptimConfig, param_groups: Sequence[ParamGroup]) -> torch.optim.Optimizer:
     """Build the optimizer that the settings name; every mistake in its name or arguments is a ``ConfigError``."""
-    info = find(config.optimizer_type)
-    optimizer_class = _class_of(info, config.optimizer_type)
-    arguments = _arguments(config, info, optimizer_class)
-    tables = [{"params": list(group.parameters), "lr": group.rate} for group in groups]
+    info = resolve_optimizer(config.optimizer_type)
+    optimizer_class = _import_optimizer_class(info, config.optimizer_type)
+    arguments = _build_optimizer_args(config, info, optimizer_class)
+    tables = [{"params": list(group.parameters), "lr": group.lr} for group in param_groups]
     # A group without a rate of its own is how Adafactor is told to find one; it refuses any other.
-    if finds_rate_from_step(config):
-        tables, rate = [{"params": list(group.parameters)} for group in groups], None
+    if uses_relative_step(config):
+        tables, rate = [{"params": list(group.parameters)} for group in param_groups], None
     else:
         rate = config.learning_rate
     try:
-        return _built(optimizer_class, tables, {"lr": rate, **arguments})
+        return _instantiate_optimizer(optimizer_class, tables, {"lr": rate, **arguments})
     except (TypeError, ValueError, AssertionError, NotImplementedError) as error:
         named = config.optimizer_type or "AdamW"
         raise ConfigError([f"--optimizer_args: {named} does not take them: {error}"]) from None
 
 
-def _built(kind: type[torch.optim.Optimizer], groups: list[dict[str, Any]],
+def _instantiate_optimizer(optimizer_class: type[torch.optim.Optimizer], param_groups: list[dict[str, Any]],
            arguments: dict[str, Any]) -> torch.optim.Optimizer:  # fmt: skip
     """Torch's own in its fused form, wherever it has one for the device, unless the settings speak of it."""
-    is_torchs = kind is getattr(torch.optim, kind.__name__, None) and "fused" in inspect.signature(kind).parameters
+    is_torchs = optimizer_class is getattr(torch.optim, optimizer_class.__name__, None) and "fused" in inspect.signature(optimizer_class).parameters
     # In half precision torch's fused SGD changes nothing on processors, without a word.
-    is_whole = all(weight.dtype == torch.float32 for group in groups for weight in group["params"])
+    is_whole = all(weight.dtype == torch.float32 for group in param_groups for weight in group["params"])
     if is_torchs and is_whole and not {"fused", "foreach", "capturable", "differentiable"} & set(arguments):
         try:
-            return kind([dict(group) for group in groups], **{**arguments, "fused": True})
+            return optimizer_class([dict(group) for group in param_groups], **{**arguments, "fused": True})
         except RuntimeError:  # how torch says that this device has none
             pass
-    return kind(groups, **arguments)
+    return optimizer_class(param_groups, **arguments)
 
 
-def described(optimizer: torch.optim.Optimizer) -> str:
+def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
     """Its name, and how it goes through the weights where torch has several ways."""
     group, name = optimizer.param_groups[0], type(optimizer).__name__
     if "foreach" not in group:
@@ -71,7 +71,7 @@ def described(optimizer: torch.optim.Optimizer) -> str:
     return f"{name}, one weight after the other" if is_forbidden else f"{name}, many weights at once where torch can"
 
 
-def find(name: str) -> OptimizerInfo:
+def resolve_optimizer(name: str) -> OptimizerInfo:
     """What ``--optimizer_type`` means: a name of the table, of ``torch.optim``, or the path of a class."""
     name = name or "AdamW"  # as in sd-scripts, where the default is written as nothing
     known = {entry.lower(): info for entry, info in OPTIMIZERS.items()}
@@ -81,41 +81,41 @@ def find(name: str) -> OptimizerInfo:
         return OptimizerInfo(name)
     if isinstance(getattr(torch.optim, name, None), type):
         return OptimizerInfo(f"torch.optim.{name}")
-    hint = did_you_mean(name, OPTIMIZERS) or f"; known are {', '.join(OPTIMIZERS)} and any package.module.Class"
+    hint = suggest_name(name, OPTIMIZERS) or f"; known are {', '.join(OPTIMIZERS)} and any package.module.Class"
     raise ConfigError([f"--optimizer_type: no optimizer {name!r}{hint}"])
 
 
-def _class_of(info: OptimizerInfo, name: str) -> type[torch.optim.Optimizer]:
-    found = imported(info.path, "optimizer_type", name, info.install)
+def _import_optimizer_class(info: OptimizerInfo, name: str) -> type[torch.optim.Optimizer]:
+    found = import_class(info.import_path, "optimizer_type", name, info.pip_package)
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise ConfigError([f"--optimizer_type: {name} is no optimizer"])
     return found
 
 
-def _arguments(config: OptimConfig, info: OptimizerInfo, kind: type) -> dict[str, Any]:
-    written = read_arguments(config.optimizer_args, "optimizer_args")
-    arguments = {**info.defaults, **{info.renamed.get(name, name): value for name, value in written.items()}}
-    unknown = unknown_names(kind, [info.renamed.get(name, name) for name in written])
+def _build_optimizer_args(config: OptimConfig, info: OptimizerInfo, optimizer_class: type) -> dict[str, Any]:
+    written = parse_keyword_args(config.optimizer_args, "optimizer_args")
+    arguments = {**info.default_args, **{info.arg_aliases.get(name, name): value for name, value in written.items()}}
+    unknown = find_unknown_args(optimizer_class, [info.arg_aliases.get(name, name) for name in written])
     if unknown or "lr" in written:
         named = ", ".join(map(repr, unknown)) or "'lr', which is --learning_rate"
         raise ConfigError([f"--optimizer_args: {config.optimizer_type or 'AdamW'} does not take {named}"])
     return arguments
 
 
-def finds_rate_from_step(config: OptimConfig) -> bool:
+def uses_relative_step(config: OptimConfig) -> bool:
     """Adafactor without ``relative_step=False`` goes by a rate of its own and takes none."""
-    if find(config.optimizer_type) is not OPTIMIZERS["Adafactor"]:
+    if resolve_optimizer(config.optimizer_type) is not OPTIMIZERS["Adafactor"]:
         return False
-    return bool(read_arguments(config.optimizer_args, "optimizer_args").get("relative_step", True))
+    return bool(parse_keyword_args(config.optimizer_args, "optimizer_args").get("relative_step", True))
 
 
-def remarks(config: OptimConfig, groups: Sequence[Group]) -> list[str]:
+def find_learning_rate_warnings(config: OptimConfig, param_groups: Sequence[ParamGroup]) -> list[str]:
     """What is allowed and most likely not meant."""
-    if not find(config.optimizer_type).finds_its_rate:
+    if not resolve_optimizer(config.optimizer_type).is_lr_free:
         return []
-    rates = sorted({group.rate for group in groups})
+    rates = sorted({group.lr for group in param_groups})
     found = []
-    if rates[0] < USUAL_FACTOR:
+    if rates[0] < MIN_USUAL_LR_FACTOR:
         found.append(f"{config.optimizer_type} finds its learning rate by itself and multiplies it by learning_rate;"
                      f" {rates[0]:g} is very small for that, 1 is usual")  # fmt: skip
     if len(rates) > 1:
@@ -124,23 +124,23 @@ def remarks(config: OptimConfig, groups: Sequence[Group]) -> list[str]:
     return found
 
 
-def set_learning_rates(optimizer: torch.optim.Optimizer, peaks: Sequence[float], factor: float) -> None:
+def set_learning_rates(optimizer: torch.optim.Optimizer, peak_lrs: Sequence[float], factor: float) -> None:
     """Give every group its peak times ``factor``; in place where it is a tensor, so that compiled steps keep it."""
-    for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+    for group, peak in zip(optimizer.param_groups, peak_lrs, strict=True):
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(peak * factor)
         elif group["lr"] is not None:
             group["lr"] = peak * factor
 
 
-def learning_rates(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> Mapping[str, Any]:
+def get_learning_rates(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> Mapping[str, Any]:
     """The rate each group really has, what the optimizer found by itself included; none where it does not tell."""
     return {name: group["lr"] * group.get("d", 1.0)
             for name, group in zip(names, optimizer.param_groups, strict=True) if group["lr"] is not None}  # fmt: skip
 
 
 @contextmanager
-def weights_as_used(optimizer: Any) -> Iterator[None]:
+def use_eval_weights(optimizer: Any) -> Iterator[None]:
     """Schedule-free optimizers train other weights than those that are to be used; inside, these are in place.
 
     Their own way back is exact but for rounding; so that looking changes nothing, the weights are copied back.
@@ -160,26 +160,26 @@ def weights_as_used(optimizer: Any) -> Iterator[None]:
                 parameter.copy_(value)
 
 
-def remember(optimizer: Any, memory: Mapping[str, Any]) -> None:
+def load_optimizer_state(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
     """Give an optimizer the memory that its ``state_dict`` once told.
 
     torch takes tensors over as they are where it can, and gives the others the parameter's own precision.  Here the
     memory stays apart from what is made of it, and optimizers that keep more than that precision get it back.
     """
-    memory = copy.deepcopy(dict(memory))
-    optimizer.load_state_dict(memory)
-    for group, theirs in zip(optimizer.param_groups, memory["param_groups"], strict=True):
+    state_dict = copy.deepcopy(dict(state_dict))
+    optimizer.load_state_dict(state_dict)
+    for group, theirs in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         for parameter, number in zip(group["params"], theirs["params"], strict=True):
             now = optimizer.state.get(parameter, {})
-            for key, value in memory["state"].get(number, {}).items():
+            for key, value in state_dict["state"].get(number, {}).items():
                 found = now.get(key)
                 if isinstance(value, torch.Tensor) and isinstance(found, torch.Tensor) and found.dtype != value.dtype:
                     now[key] = value.to(found.device)
 
 
-def rehearse(config: OptimConfig) -> None:
+def validate_optimizer(config: OptimConfig) -> None:
     """Build the optimizer for nothing, so that a mistake in its settings shows before a model is loaded."""
-    made = make_optimizer(config, [Group("nothing", [torch.nn.Parameter(torch.zeros(2, 2))], 1.0)])
+    made = build_optimizer(config, [ParamGroup("nothing", [torch.nn.Parameter(torch.zeros(2, 2))], 1.0)])
     wanted = [name for name, each in inspect.signature(made.step).parameters.items()
               if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]  # fmt: skip
     if wanted:

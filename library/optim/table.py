@@ -9,56 +9,56 @@ from typing import Any
 class OptimizerInfo:
     """Where an optimizer comes from, and how its arguments are called there."""
 
-    path: str
-    install: str | None = None  # the package, where it is not one that is always there
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # arguments that sd-scripts gives it
-    renamed: Mapping[str, str] = field(default_factory=dict)  # sd-scripts' name of an argument -> the one here
-    finds_its_rate: bool = False  # the learning rate is a factor, usually 1, on what it finds by itself
+    import_path: str
+    pip_package: str | None = None  # the package, where it is not one that is always there
+    default_args: Mapping[str, Any] = field(default_factory=dict)  # arguments that sd-scripts gives it
+    arg_aliases: Mapping[str, str] = field(default_factory=dict)  # sd-scripts' name of an argument -> the one here
+    is_lr_free: bool = False  # the learning rate is a factor, usually 1, on what it finds by itself
 
 
-_COLLECTION = "pytorch_optimizer"
-_EIGHT_BITS = "bitsandbytes"
-_D_NAMES = {"decouple": "weight_decouple", "use_bias_correction": "bias_correction"}
+_PYTORCH_OPTIMIZER = "pytorch_optimizer"
+_BITSANDBYTES = "bitsandbytes"
+_DADAPT_ARG_ALIASES = {"decouple": "weight_decouple", "use_bias_correction": "bias_correction"}
 
 
-def _collected(name: str, *, finds_its_rate: bool = False, **renamed: str) -> OptimizerInfo:
-    return OptimizerInfo(f"{_COLLECTION}.{name}", _COLLECTION, {}, renamed, finds_its_rate)
+def _define_pytorch_optimizer(name: str, *, is_lr_free: bool = False, **arg_aliases: str) -> OptimizerInfo:
+    return OptimizerInfo(f"{_PYTORCH_OPTIMIZER}.{name}", _PYTORCH_OPTIMIZER, {}, arg_aliases, is_lr_free)
 
 
-def _eight_bits(name: str, **defaults: Any) -> OptimizerInfo:
-    return OptimizerInfo(f"{_EIGHT_BITS}.optim.{name}", _EIGHT_BITS, defaults)
+def _define_bitsandbytes(name: str, **default_args: Any) -> OptimizerInfo:
+    return OptimizerInfo(f"{_BITSANDBYTES}.optim.{name}", _BITSANDBYTES, default_args)
 
 
-_NESTEROV = {"momentum": 0.9, "nesterov": True}
+_NESTEROV_ARGS = {"momentum": 0.9, "nesterov": True}
 
 OPTIMIZERS: Mapping[str, OptimizerInfo] = {
     "AdamW": OptimizerInfo("torch.optim.AdamW"),
     "Adam": OptimizerInfo("torch.optim.Adam"),
     "SGD": OptimizerInfo("torch.optim.SGD"),
-    "SGDNesterov": OptimizerInfo("torch.optim.SGD", defaults=_NESTEROV),
+    "SGDNesterov": OptimizerInfo("torch.optim.SGD", default_args=_NESTEROV_ARGS),
     "Muon": OptimizerInfo("torch.optim.Muon"),
     "Adafactor": OptimizerInfo("transformers.optimization.Adafactor"),
-    "Adam8bit": _eight_bits("Adam8bit"),
-    "AdamW8bit": _eight_bits("AdamW8bit"),
-    "PagedAdamW": _eight_bits("PagedAdamW"),
-    "PagedAdamW8bit": _eight_bits("PagedAdamW8bit"),
-    "PagedAdamW32bit": _eight_bits("PagedAdamW32bit"),
-    "Lion8bit": _eight_bits("Lion8bit"),
-    "PagedLion8bit": _eight_bits("PagedLion8bit"),
-    "SGDNesterov8bit": _eight_bits("SGD8bit", **_NESTEROV),
-    "Lion": _collected("Lion", decoupled_weight_decay="weight_decouple"),
-    "CAME": _collected("CAME"),
-    "Prodigy": _collected("Prodigy", finds_its_rate=True, **_D_NAMES),
-    "DAdaptAdam": _collected("DAdaptAdam", finds_its_rate=True, **_D_NAMES),
-    "DAdaptAdaGrad": _collected("DAdaptAdaGrad", finds_its_rate=True),
-    "DAdaptAdan": _collected("DAdaptAdan", finds_its_rate=True),
-    "DAdaptLion": _collected("DAdaptLion", finds_its_rate=True),
-    "DAdaptSGD": _collected("DAdaptSGD", finds_its_rate=True),
-    "DAdaptation": OptimizerInfo("dadaptation.experimental.DAdaptAdamPreprint", "dadaptation", finds_its_rate=True),
+    "Adam8bit": _define_bitsandbytes("Adam8bit"),
+    "AdamW8bit": _define_bitsandbytes("AdamW8bit"),
+    "PagedAdamW": _define_bitsandbytes("PagedAdamW"),
+    "PagedAdamW8bit": _define_bitsandbytes("PagedAdamW8bit"),
+    "PagedAdamW32bit": _define_bitsandbytes("PagedAdamW32bit"),
+    "Lion8bit": _define_bitsandbytes("Lion8bit"),
+    "PagedLion8bit": _define_bitsandbytes("PagedLion8bit"),
+    "SGDNesterov8bit": _define_bitsandbytes("SGD8bit", **_NESTEROV_ARGS),
+    "Lion": _define_pytorch_optimizer("Lion", decoupled_weight_decay="weight_decouple"),
+    "CAME": _define_pytorch_optimizer("CAME"),
+    "Prodigy": _define_pytorch_optimizer("Prodigy", is_lr_free=True, **_DADAPT_ARG_ALIASES),
+    "DAdaptAdam": _define_pytorch_optimizer("DAdaptAdam", is_lr_free=True, **_DADAPT_ARG_ALIASES),
+    "DAdaptAdaGrad": _define_pytorch_optimizer("DAdaptAdaGrad", is_lr_free=True),
+    "DAdaptAdan": _define_pytorch_optimizer("DAdaptAdan", is_lr_free=True),
+    "DAdaptLion": _define_pytorch_optimizer("DAdaptLion", is_lr_free=True),
+    "DAdaptSGD": _define_pytorch_optimizer("DAdaptSGD", is_lr_free=True),
+    "DAdaptation": OptimizerInfo("dadaptation.experimental.DAdaptAdamPreprint", "dadaptation", is_lr_free=True),
     "DAdaptAdamPreprint": OptimizerInfo("dadaptation.experimental.DAdaptAdamPreprint", "dadaptation",
-                                        finds_its_rate=True),
-    "DAdaptAdanIP": OptimizerInfo("dadaptation.experimental.DAdaptAdanIP", "dadaptation", finds_its_rate=True),
-    "AdamWScheduleFree": _collected("ScheduleFreeAdamW"),
-    "RAdamScheduleFree": _collected("ScheduleFreeRAdam"),
-    "SGDScheduleFree": _collected("ScheduleFreeSGD"),
+                                        is_lr_free=True),
+    "DAdaptAdanIP": OptimizerInfo("dadaptation.experimental.DAdaptAdanIP", "dadaptation", is_lr_free=True),
+    "AdamWScheduleFree": _define_pytorch_optimizer("ScheduleFreeAdamW"),
+    "RAdamScheduleFree": _define_pytorch_optimizer("ScheduleFreeRAdam"),
+    "SGDScheduleFree": _define_pytorch_optimizer("ScheduleFreeSGD"),
 }  # fmt: skip

@@ -4,10 +4,10 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from ..config import RunConfig, load_options
-from ..data.prepare import check
+from ..config import RunConfig, parse_config
+from ..data.prepare import validate_dataset_config
 from ..errors import ConfigError
-from ..registry import did_you_mean
+from ..registry import suggest_name
 
 USAGE = "usage: python -m library cache build|verify|repair|prune|info --dataset_config FILE [--option value ...]"
 COMMANDS = {
@@ -17,58 +17,58 @@ COMMANDS = {
     "prune": "list what these pictures and this model do not need; with --yes, remove it",
     "info": "what is kept, and how much of what is wanted is there",
 }
-YES = "--yes"
+CONFIRM_FLAG = "--yes"
 
 
 def run(argv: Sequence[str]) -> tuple[str, int]:
     """Takes every option of training; without one that says otherwise, it is about latents."""
     if not argv or set(argv) & {"--help", "-h"}:
-        return _help(), 0
+        return _format_help(), 0
     command, *words = argv
     if command not in COMMANDS:
-        hint = did_you_mean(command, COMMANDS) or f"; there are: {', '.join(COMMANDS)}"
+        hint = suggest_name(command, COMMANDS) or f"; there are: {', '.join(COMMANDS)}"
         raise ConfigError([f"cache: no command {command!r}{hint}"])
-    loaded = load_options([word for word in words if word != YES])
+    loaded = parse_config([word for word in words if word != CONFIRM_FLAG])
     problems = list(loaded.problems)
-    if YES in words and command != "prune":
-        problems.append(f"{YES}: belongs to prune")
-    from ..families.fitting import problems_with_model
+    if CONFIRM_FLAG in words and command != "prune":
+        problems.append(f"{CONFIRM_FLAG}: belongs to prune")
+    from ..families.fitting import validate_model_options
 
-    config = _on_disk(loaded.config)
+    config = _enable_disk_cache(loaded.config)
     problems += [
-        *check(config.data, config.cache, config.validate, config.train, loaded.wrong),
-        *problems_with_model(config, loaded.places),
+        *validate_dataset_config(config.data, config.cache, config.validate, config.train, loaded.invalid_options),
+        *validate_model_options(config, loaded.locations),
     ]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-    from ..log import set_up
+    from ..log import configure_logging
 
     log, rank = config.log, int(os.environ.get("RANK", "0"))
-    set_up(level=log.console_log_level, file=log.console_log_file, simple=True, quiet=log.quiet, rank=rank)
+    configure_logging(level=log.console_log_level, file=log.console_log_file, simple=True, quiet=log.quiet, rank=rank)
     from ..training import cache_care  # what is imported with it may have something to say
 
-    works: Mapping[str, Callable[[cache_care.Care], tuple[str, int]]] = {
-        "build": cache_care.build,
-        "verify": cache_care.verify,
-        "repair": cache_care.repair,
-        "prune": lambda care: cache_care.prune(care, is_sure=YES in words),
-        "info": cache_care.info,
+    works: Mapping[str, Callable[[cache_care.RunCaches], tuple[str, int]]] = {
+        "build": cache_care.build_caches,
+        "verify": cache_care.verify_caches,
+        "repair": cache_care.repair_caches,
+        "prune": lambda care: cache_care.prune_caches(care, is_confirmed=CONFIRM_FLAG in words),
+        "info": cache_care.summarize_caches,
     }
-    with cache_care.opened(config) as care:
+    with cache_care.open_run_caches(config) as care:
         said, code = works[command](care)
         return (said if care.strategy.is_main else ""), code
 
 
-def _on_disk(config: RunConfig) -> RunConfig:
+def _enable_disk_cache(config: RunConfig) -> RunConfig:
     """What is named is meant on disk; when nothing is named, latents are meant."""
     cache = config.cache
-    texts = cache.texts
-    latents = cache.latents or not texts
+    texts = cache.caches_text_outputs
+    latents = cache.caches_latents or not texts
     cache = replace(cache, cache_latents_to_disk=latents, cache_text_encoder_outputs_to_disk=texts)
     return replace(config, cache=cache)
 
 
-def _help() -> str:
+def _format_help() -> str:
     lines = [USAGE, "", *(f"  {name:<8} {what}" for name, what in COMMANDS.items()), "",
              "Every option of training is understood; --cache_text_encoder_outputs means captions, --cache_latents",
              "latents, which are meant when neither is given. Where the files are, docs/caching.md says."]  # fmt: skip

@@ -18,7 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config import load_options
+from ..config import parse_config
 from ..errors import ConfigError
 from .doctor_checks import CheckFailed, Finding, run_checks, run_in_child
 
@@ -96,7 +96,7 @@ def check_command(words: Sequence[str]) -> "Iterator[Finding | ResolvedSetting]"
     assignments, words = split_assignments(words)
     os.environ |= assignments  # before accelerate is imported, which looks for its config file then
     from ..distributed.launcher_settings import find_launch_problems, resolve_settings
-    from ..distributed.refusals import before_joining
+    from ..distributed.refusals import find_launch_problems
     from ..distributed.world import World
 
     launch = parse_launch_command(words, os.environ)
@@ -104,18 +104,18 @@ def check_command(words: Sequence[str]) -> "Iterator[Finding | ResolvedSetting]"
     if launch is None and script is None:
         expected = "expected accelerate launch, torchrun, or python train_lora.py"
         raise ConfigError([f"not a training command: {' '.join(words)}; {expected}"])
-    loaded = load_options(list(launch.script_args if launch is not None else words[(script or 0) + 1 :]))
+    loaded = parse_config(list(launch.script_args if launch is not None else words[(script or 0) + 1 :]))
     try:
         environment = dict(os.environ) if launch is None else predict_script_environment(launch)
     except ConfigError as error:
         yield Finding("command", str(error), ok=False)
         return
-    world = replace(World.from_environment(environment), launch=launch)
-    yield from resolve_settings(loaded.config, loaded.places, world, environment)
+    world = replace(World.from_environment(environment), launch_command=launch)
+    yield from resolve_settings(loaded.config, loaded.locations, world, environment)
     for problem in (
         *loaded.problems,
         *find_launch_problems(loaded.config, world),
-        *before_joining(loaded.config, world),
+        *find_launch_problems(loaded.config, world),
     ):
         yield Finding("command", problem, ok=False)
 

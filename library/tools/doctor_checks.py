@@ -137,15 +137,15 @@ def _call(sender: Connection, function: Callable[..., Any], arguments: Sequence[
 
 def describe_machine() -> tuple[list[Finding], list[Check]]:
     """Return what this machine has, and the checks that it allows."""
-    from ..distributed.devices import compute_toolkit, group_backends, this_machine, trial_devices
+    from ..distributed.devices import get_compute_toolkit, list_backends, detect_machine, list_device_types
 
-    machine = this_machine(os.environ)
-    devices = trial_devices(machine)
+    machine = detect_machine(os.environ)
+    devices = list_device_types(machine)
     findings = [
-        Finding("toolkit", compute_toolkit()),
-        check_driver(is_used=devices != (machine.device,)),
-        Finding("processors", f"{machine.cores} cores, {machine.processors} usable threads"),
-        Finding("NUMA", describe_numa(machine.numa_nodes, machine.affinity_obstacle), needed=False),
+        Finding("toolkit", get_compute_toolkit()),
+        check_driver(is_used=devices != (machine.device_type,)),
+        Finding("processors", f"{machine.physical_cores} cores, {machine.usable_cpus} usable threads"),
+        Finding("NUMA", describe_numa(machine.numa_nodes, machine.numa_affinity_problem), needed=False),
         check_accelerate_config(),
     ]
     checks = []
@@ -158,10 +158,10 @@ def describe_machine() -> tuple[list[Finding], list[Check]]:
             checks.append(Check(name, check_training_step, (device, precision), fix, is_plain))
         checks.append(Check(f"memory of {device}", check_memory, (device,), "the driver or the device does not answer"))
     for index in range(1, machine.device_count):
-        device = f"{machine.device}:{index}"
+        device = f"{machine.device_type}:{index}"
         checks.append(Check(f"training step on {device}", check_training_step, (device, "no"), f"do not use {device}"))
-    for backend, device in group_backends(machine):
-        needed = machine.device_count > 1 and device == machine.device
+    for backend, device in list_backends(machine):
+        needed = machine.device_count > 1 and device == machine.device_type
         fix = "train with one process"
         checks.append(Check(f"{backend} all-reduce on {device}", check_all_reduce, (device,), fix, needed))
     return findings, checks
@@ -205,11 +205,11 @@ def check_memory(device: str) -> str:
     """Return name and free memory of every device of a type."""
     import torch
 
-    from ..distributed.devices import HOST, device_title, free_memory
+    from ..distributed.devices import HOST, get_device_name, get_free_memory
 
     count = 1 if torch.device(device) == HOST else torch.accelerator.device_count()
     found = [torch.device(device, index) for index in range(count)]
-    return "; ".join(f"{device_title(item)} {free_memory(item) / 2**30:.1f} GiB free".strip() for item in found)
+    return "; ".join(f"{get_device_name(item)} {get_free_memory(item) / 2**30:.1f} GiB free".strip() for item in found)
 
 
 def check_all_reduce(device: str) -> str:
@@ -253,24 +253,24 @@ def check_training_step(device: str, precision: str) -> str:
     """Train the built-in model for one step, through the same classes as a run."""
     import torch
 
-    from ..adapters.lora import inject
+    from ..adapters.lora import inject_into_model
     from ..config.schema import AdapterConfig, LossConfig, NoiseConfig
     from ..data.batch import PixelBatch
     from ..diffusion.objective import Objective
-    from ..distributed.copies import Copies
+    from ..distributed.copies import CopyStream
     from ..families import FAMILIES
-    from ..training.task import Task
-    from ..training.trained import trainable
+    from ..training.task import DiffusionTask
+    from ..training.trained import get_trainable_parameters
 
     accelerator, place = _prepare_accelerator(device, "--mixed_precision", precision), torch.device(device)
     family = FAMILIES.get("sd1")()
     pipe = family.load(None, torch.float32)
     pipe.to(place)
-    denoiser = getattr(pipe, family.denoiser)
-    inject(denoiser, AdapterConfig(), family.lora_targets, seed=0)
-    objective = Objective(family.process(pipe), NoiseConfig(), LossConfig())
-    task = Task(family, pipe, denoiser, objective, seed=0, here=Copies(place))
-    optimizer = accelerator.prepare(torch.optim.SGD(trainable(denoiser), lr=1e-3))
+    denoiser = getattr(pipe, family.denoiser_name)
+    inject_into_model(denoiser, AdapterConfig(), family.lora_target_modules, seed=0)
+    objective = Objective(family.build_noise_process(pipe), NoiseConfig(), LossConfig())
+    task = DiffusionTask(family, pipe, denoiser, objective, seed=0, to_device=CopyStream(place))
+    optimizer = accelerator.prepare(torch.optim.SGD(get_trainable_parameters(denoiser), lr=1e-3))
     height, width = 64, 128
     pixels = torch.linspace(0, 255, 3 * height * width).to(torch.uint8).view(1, 3, height, width)
     frame = torch.tensor([[height, width, 0, 0, height, width]], dtype=torch.float32)
@@ -278,7 +278,7 @@ def check_training_step(device: str, precision: str) -> str:
         loss = task(PixelBatch(pixels, ("a test",), frame, torch.ones(1), (0,), ("test",)), step=0).sum()
     accelerator.backward(loss)
     optimizer.step()
-    gradients = [parameter.grad for parameter in trainable(denoiser) if parameter.grad is not None]
+    gradients = [parameter.grad for parameter in get_trainable_parameters(denoiser) if parameter.grad is not None]
     if not math.isfinite(loss.item()) or not any(bool(gradient.any()) for gradient in gradients):
         raise RuntimeError(f"loss {loss.item()}, {len(gradients)} LoRA gradients")
     return f"loss {loss.item():.4f}"
@@ -288,10 +288,10 @@ def _prepare_accelerator(device: str, *flags: str) -> Any:
     """Build the ``Accelerator`` of a run with these options."""
     import torch
 
-    from ..config import load_options
+    from ..config import parse_config
     from ..distributed.accelerator import prepare_accelerator
     from ..distributed.devices import HOST
 
     if torch.device(device) == HOST:
         os.environ["ACCELERATE_USE_CPU"] = "true"
-    return prepare_accelerator(load_options(list(flags)).config)
+    return prepare_accelerator(parse_config(list(flags)).config)

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from ..config.schema import TrainConfig
 from ..distributed.compiled_block import is_compiled
-from ..distributed.host_copy import on_host
+from ..distributed.host_copy import copy_to_host
 from ..distributed.memory import is_out_of_memory
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -65,7 +65,7 @@ def _offload_saved_tensors() -> Iterator[None]:
     """
 
     def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
-        return tensor.device, on_host(tensor)
+        return tensor.device, copy_to_host(tensor)
 
     def unpack(packed: tuple[torch.device, Tensor]) -> Tensor:
         device, tensor = packed

@@ -10,59 +10,59 @@ from typing import Any
 import torch
 
 from ..adapters import lora
-from ..adapters.norms import Limit
-from ..adapters.switching import in_dtype
+from ..adapters.norms import MaxNormRegularizer
+from ..adapters.switching import cast_trainable_parameters
 from ..config import RunConfig
-from ..data.cache.places import homes
-from ..data.prepare import Prepared
+from ..data.cache.places import resolve_cache_dirs
+from ..data.prepare import PreparedData
 from ..data.prompts import Prompt
-from ..distributed.copies import Copies
+from ..distributed.copies import CopyStream
 from ..distributed.devices import HOST
-from ..distributed.strategy import DataParallel
-from ..durable import why_not_writable
-from ..families.attention import use_attention
+from ..distributed.strategy import Strategy
+from ..durable import find_write_error
+from ..families.attention import set_attention_mode
 from ..families.base import Family
-from ..families.detect import Detected
+from ..families.detect import DetectedModel
 from ..optim import optimizers, schedules
-from ..optim.average import RunningAverage
+from ..optim.average import AdapterEMA
 from .activation_checkpointing import enable_activation_checkpointing
 from .bad_samples import BadSamples
-from .caching import Kept
-from .groups import groups_of
-from .health import Health
-from .job import Run, Silence
-from .ladder import Ladder
-from .objective import objective_of
-from .parallel_fit import structure_of
+from .caching import CacheReaders
+from .groups import build_param_groups
+from .health import NanGuard
+from .job import TrainingRun, NullMetricLogger
+from .ladder import OomRecovery
+from .objective import build_objective
+from .parallel_fit import build_parallel_plan
 from .plan import RunPlan
-from .precision import DTYPES
-from .resting import is_wanted, let_weights_rest
-from .starting import Starts, start_from
-from .task import Task
-from .trained import described, dropout_of, put_adapters, trainable, trained_text_parts
+from .precision import MIXED_PRECISION_DTYPES
+from .resting import is_quantized_or_offloaded, quantize_and_offload_base
+from .starting import InitialWeights, load_network_weights
+from .task import DiffusionTask
+from .trained import format_trainable_summary, build_lora_dropout, build_trainable_modules, get_trainable_parameters, select_trained_text_encoders
 
 logger = logging.getLogger(__name__)
 
 
-def load(config: RunConfig, strategy: DataParallel, family: Family, detected: Detected, kept: Kept,
+def load_training_pipeline(config: RunConfig, strategy: Strategy, family: Family, detected: DetectedModel, cache_readers: CacheReaders,
          prompts: Sequence[Prompt]) -> Any:  # fmt: skip
     """The parts that training needs, on the device; what was kept needs no encoder any more.
 
     What is trained is where the strategy wants it.  A VAE that only previews need rests in host memory between them.
     """
-    needed = [part for part in family.parts if part == family.denoiser or part.startswith("tokenizer")
-              or (kept.latents is None if part == "vae" else kept.texts is None)]  # fmt: skip
-    dtype = DTYPES[strategy.precision]
-    trained = {family.denoiser, *trained_text_parts(config, family.facts)}
-    homes = {part: strategy.frozen_home if part in trained else strategy.device for part in needed}
-    if is_wanted(config):  # weights that are to rest in host memory, or in fewer bits, might not fit as they are
-        homes[family.denoiser] = HOST
+    needed = [part for part in family.components if part == family.denoiser_name or part.startswith("tokenizer")
+              or (cache_readers.latent_reader is None if part == "vae" else cache_readers.text_reader is None)]  # fmt: skip
+    dtype = MIXED_PRECISION_DTYPES[strategy.mixed_precision]
+    trained = {family.denoiser_name, *select_trained_text_encoders(config, family.facts)}
+    homes = {part: strategy.base_load_device if part in trained else strategy.device for part in needed}
+    if is_quantized_or_offloaded(config):  # weights that are to rest in host memory, or in fewer bits, might not fit as they are
+        homes[family.denoiser_name] = HOST
     pipe = None
     for home in dict.fromkeys(homes.values()):
-        pipe = family.load(detected, dtype, [part for part in needed if homes[part] == home], into=pipe, device=home)
+        pipe = family.load(detected, dtype, [part for part in needed if homes[part] == home], pipe=pipe, device=home)
     if "vae" not in needed and prompts:
-        pipe = family.load(detected, dtype, ("vae",), into=pipe)
-    for part in family.parts:
+        pipe = family.load(detected, dtype, ("vae",), pipe=pipe)
+    for part in family.components:
         module = getattr(pipe, part)
         if isinstance(module, torch.nn.Module):
             module.requires_grad_(False)
@@ -71,92 +71,92 @@ def load(config: RunConfig, strategy: DataParallel, family: Family, detected: De
     return pipe
 
 
-def assemble(
+def build_run(
     config: RunConfig,
-    strategy: DataParallel,
+    strategy: Strategy,
     family: Family,
     pipe: Any,
-    prepared: Prepared,
+    prepared: PreparedData,
     plan: RunPlan,
-    kept: Kept,
-    starts: Starts,
-) -> tuple[Run, lora.Adapter]:
+    cache_readers: CacheReaders,
+    initial_weights: InitialWeights,
+) -> tuple[TrainingRun, lora.Adapter]:
     """Put the adapters into the model, and hand both to the strategy."""
-    objective = objective_of(config, family, pipe)
-    use_attention(getattr(pipe, family.denoiser), config.distributed.attn_mode)
-    trained, adapter = put_adapters(config, family, pipe, starts.sizes)
-    start_from(trained, adapter, starts)
+    objective = build_objective(config, family, pipe)
+    set_attention_mode(getattr(pipe, family.denoiser_name), config.distributed.attn_mode)
+    trained, adapter = build_trainable_modules(config, family, pipe, initial_weights.rank_alphas)
+    load_network_weights(trained, adapter, initial_weights)
     if config.distributed.full_bf16:
-        in_dtype(trained, torch.bfloat16)
-    for parameter in trainable(trained):  # before an optimizer looks where they are
+        cast_trainable_parameters(trained, torch.bfloat16)
+    for parameter in get_trainable_parameters(trained):  # before an optimizer looks where they are
         parameter.data = parameter.data.to(strategy.device)
-    for line in described(trained, adapter):
+    for line in format_trainable_summary(trained, adapter):
         logger.info("%s", line)
-    if is_wanted(config):
-        let_weights_rest(config, trained.denoiser, strategy.device)
-    groups = groups_of(trained, adapter, config, family.facts)
-    optimizer = _optimizer(config, groups)
+    if is_quantized_or_offloaded(config):
+        quantize_and_offload_base(config, trained.denoiser, strategy.device)
+    groups = build_param_groups(trained, adapter, config, family.facts)
+    optimizer = _build_optimizer(config, groups)
     compilation = strategy.compile(list(trained.children()), trained.denoiser, config.distributed.compile_shapes)
     if compilation is not None:
-        _keep_compiled(config, prepared)
-        compilation.keep_share(config.train.gradient_checkpointing_budget)
-    structure = structure_of(family, trained.denoiser)
+        _configure_compile_cache(config, prepared)
+        compilation.set_activation_memory_budget(config.train.gradient_checkpointing_budget)
+    structure = build_parallel_plan(family, trained.denoiser)
     wrapped, optimizer = strategy.wrap(trained, optimizer, trained.denoiser, structure)
-    task = Task(family, pipe, wrapped, objective, config.train.seed, Copies(strategy.device),
+    task = DiffusionTask(family, pipe, wrapped, objective, config.train.seed, CopyStream(strategy.device),
                 config.data.masked_loss_normalize, config.cache.vae_batch_size, config.cache.text_encoder_batch_size,
-                kept.texts, config.adapter.trains_texts, dropout_of(config.adapter, trained, adapter),
-                evens_texts=config.parallel.pp_size > 1)  # fmt: skip
-    loader = prepared.loader(plan.batches, strategy.data_rank, total_steps=plan.steps, pin_memory=strategy.pins_memory,
-                             latents=kept.latents, texts=kept.texts)  # fmt: skip
-    strategy.shape_of, strategy.recall = task.shape_of, task.recall
+                cache_readers.text_reader, config.adapter.trains_text_encoders, build_lora_dropout(config.adapter, trained, adapter),
+                pads_texts=config.parallel.pp_size > 1)  # fmt: skip
+    loader = prepared.build_image_loader(plan.batch_plan, strategy.data_parallel_rank, total_steps=plan.steps, pin_memory=strategy.pins_memory,
+                             latent_reader=cache_readers.latent_reader, text_reader=cache_readers.text_reader)  # fmt: skip
+    strategy.get_shape_key, strategy.prepare_recompute = task.get_shape_key, task.seed_dropout
     if task.dropout is not None:
-        task.dropout.places = strategy.places
+        task.dropout.token_positions = strategy.get_token_positions
     if strategy.is_main:
-        _tell_long_captions(family, pipe, prepared.first_captions(plan.batches, plan.steps))
-    schedule = schedules.make_schedule(config.optim, plan.steps)
-    watch = Health(config.train.max_bad_steps)
+        _warn_truncated_captions(family, pipe, prepared.list_first_epoch_captions(plan.batch_plan, plan.steps))
+    schedule = schedules.build_lr_schedule(config.optim, plan.steps)
+    watch = NanGuard(config.train.max_bad_steps)
     bad_samples = BadSamples(config.data.max_bad_samples, len({sample.image for sample in prepared.manifest.samples}))
-    job = Run(config, plan, strategy, task, loader, wrapped, groups, optimizer, schedule, watch,
-              _ladder(config, trained), bad_samples, Silence(), compilation=compilation)  # fmt: skip
+    job = TrainingRun(config, plan, strategy, task, loader, wrapped, groups, optimizer, schedule, watch,
+              _build_oom_recovery(config, trained), bad_samples, NullMetricLogger(), compilation=compilation)  # fmt: skip
     if config.adapter.scale_weight_norms is not None:
-        job.limit = Limit(trained, adapter, config.adapter.scale_weight_norms)
+        job.max_norm_regularizer = MaxNormRegularizer(trained, adapter, config.adapter.scale_weight_norms)
     if config.optim.ema_decay is not None:
-        job.average = RunningAverage(job.parameters, config.optim.ema_decay)
+        job.ema = AdapterEMA(job.parameters, config.optim.ema_decay)
     if callable(getattr(optimizer, "train", None)):  # schedule-free ones have two sets of weights
         optimizer.train()
     return job, adapter
 
 
-def _ladder(config: RunConfig, trained: Any) -> Ladder:
+def _build_oom_recovery(config: RunConfig, trainable: Any) -> OomRecovery:
     """What can be done when memory is out; activations can be computed twice, unless they are already."""
-    can_save = partial(enable_activation_checkpointing, list(trained.children()), trained.denoiser, config.train)
-    return Ladder(config.train.on_oom == "ladder", None if config.train.gradient_checkpointing else can_save)
+    can_save = partial(enable_activation_checkpointing, list(trainable.children()), trainable.denoiser, config.train)
+    return OomRecovery(config.train.on_oom == "ladder", None if config.train.gradient_checkpointing else can_save)
 
 
-def _optimizer(config: RunConfig, groups: Sequence[optimizers.Group]) -> torch.optim.Optimizer:
-    for line in optimizers.remarks(config.optim, groups):
+def _build_optimizer(config: RunConfig, groups: Sequence[optimizers.ParamGroup]) -> torch.optim.Optimizer:
+    for line in optimizers.find_learning_rate_warnings(config.optim, groups):
         logger.warning("%s", line)
-    optimizer = optimizers.make_optimizer(config.optim, groups)
-    logger.info("optimizer: %s", optimizers.described(optimizer))
+    optimizer = optimizers.build_optimizer(config.optim, groups)
+    logger.info("optimizer: %s", optimizers.describe_optimizer(optimizer))
     return optimizer
 
 
-def _keep_compiled(config: RunConfig, prepared: Prepared) -> None:
+def _configure_compile_cache(config: RunConfig, prepared: PreparedData) -> None:
     """In the folder that was named, or else where other things of these pictures are kept, if that can be written."""
-    from ..distributed.compiling import keep_compiled_in
+    from ..distributed.compiling import set_compile_cache_dir
 
     named = config.distributed.compile_cache_dir
     one = replace(prepared.manifest, samples=prepared.manifest.samples[:1])
-    folder = homes(one, config.cache)[0] / "compiled" if named is None else Path(named).expanduser()
-    if why := why_not_writable(folder):
+    folder = resolve_cache_dirs(one, config.cache)[0] / "compiled" if named is None else Path(named).expanduser()
+    if why := find_write_error(folder):
         logger.warning("what is compiled is not kept in %s: %s; name another folder with --compile_cache_dir", folder,
                        why)  # fmt: skip
     else:
-        keep_compiled_in(folder.absolute(), is_named=named is not None)
+        set_compile_cache_dir(folder.absolute(), override=named is not None)
 
 
-def _tell_long_captions(family: Family, pipe: Any, captions: Sequence[str]) -> None:
+def _warn_truncated_captions(family: Family, pipe: Any, captions: Sequence[str]) -> None:
     """Captions of which the model reads only the beginning."""
-    if found := family.too_long(pipe, captions):
+    if found := family.find_truncated_prompts(pipe, captions):
         logger.warning("%d of %d captions are longer than what the text encoder reads; their ends are left out, for "
                        "example of: %s", len(found), len(captions), found[0])  # fmt: skip

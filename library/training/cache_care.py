@@ -11,111 +11,111 @@ from ..config import RunConfig
 from ..config.deepspeed_schema import DeepSpeedConfig
 from ..config.parallel_schema import ParallelConfig
 from ..config.sharding_schema import ShardingConfig
-from ..data.cache.places import homes, size_of
-from ..data.cache.pruning import SECONDS_OF_REST, Bulk, bulks, orphans, removable
-from ..data.cache.pruning import prune as prune_bulk
-from ..data.cache.store import Store
-from ..data.cache.writer import Writer
-from ..data.prepare import prepare
-from ..data.prompts import read_prompts
-from ..distributed.choice import strategy_of
-from ..distributed.strategy import DataParallel
+from ..data.cache.places import resolve_cache_dirs, format_bytes
+from ..data.cache.pruning import MIN_IDLE_SECONDS, WriterFiles, list_writer_files, find_orphan_files, select_prunable_files
+from ..data.cache.pruning import prune_writer_files as prune_bulk
+from ..data.cache.store import CacheStore
+from ..data.cache.writer import CacheWriter
+from ..data.prepare import prepare_data
+from ..data.prompts import load_prompts
+from ..distributed.choice import build_strategy
+from ..distributed.strategy import Strategy
 from ..families import FAMILIES
 from ..families.base import Family
-from ..families.detect import detect
-from .caching import latent_encoder, latents_to_keep, text_encoder, texts_to_keep
-from .encoding import Kitchen
-from .keeping import Maker, Shelf, keep
+from ..families.detect import detect_model
+from .caching import compute_vae_fingerprint, build_latent_cache_spec, compute_text_encoder_fingerprint, build_text_cache_spec
+from .encoding import EncoderLoader
+from .keeping import CacheEncoder, CacheSpec, fill_cache
 from .plan import RunPlan
 
-SHOWN_NAMES = 20
+MAX_NAMES_SHOWN = 20
 
 
 @dataclass(frozen=True)
-class Care:
+class RunCaches:
     """The caches of a run, and who fills them."""
 
-    strategy: DataParallel
-    shelves: tuple[tuple[Shelf, Maker], ...]
-    is_checked: bool
+    strategy: Strategy
+    caches: tuple[tuple[CacheSpec, CacheEncoder], ...]
+    verify_existing: bool
 
 
 @contextmanager
-def opened(config: RunConfig) -> Iterator[Care]:
+def open_run_caches(config: RunConfig) -> Iterator[RunCaches]:
     """What the run of these settings would keep; nothing is encoded yet.
 
     However many processes there are now, and however the run is going to spread its model: encoders are whole.
     """
     whole = replace(config, sharding=ShardingConfig(), parallel=ParallelConfig(), deepspeed=DeepSpeedConfig())
-    strategy = strategy_of(whole)
-    with strategy.until_left():
-        yield Care(strategy, tuple(_shelves(config, strategy)), not config.cache.skip_cache_check)
+    strategy = build_strategy(whole)
+    with strategy.process_group_scope():
+        yield RunCaches(strategy, tuple(_build_caches(config, strategy)), not config.cache.skip_cache_check)
 
 
-def build(care: Care) -> tuple[str, int]:
+def build_caches(caches: RunCaches) -> tuple[str, int]:
     """Make what is missing or damaged."""
-    return _filled(care, check=care.is_checked)
+    return _fill_caches(caches, verify_existing=caches.verify_existing)
 
 
-def repair(care: Care) -> tuple[str, int]:
+def repair_caches(caches: RunCaches) -> tuple[str, int]:
     """Drop everything that is damaged, needed or not, then make what is missing."""
-    said, _ = verify(care)
-    for shelf, _ in care.shelves:
-        store = Store(_folders(shelf))
-        for row in store.damaged(range(len(store))) if care.strategy.is_main else []:
-            with Writer(store.folder_of(row)) as writer:
+    said, _ = verify_caches(caches)
+    for shelf, _ in caches.caches:
+        store = CacheStore(_list_directories(shelf))
+        for row in store.find_damaged(range(len(store))) if caches.strategy.is_main else []:
+            with CacheWriter(store.get_directory(row)) as writer:
                 writer.drop(store.entries[[row]])
-    care.strategy.from_all([None])
-    made, code = _filled(care, check=False)
+    caches.strategy.all_gather_list([None])
+    made, code = _fill_caches(caches, verify_existing=False)
     return f"{said}\n{made}", code
 
 
-def verify(care: Care) -> tuple[str, int]:
+def verify_caches(caches: RunCaches) -> tuple[str, int]:
     """Read everything, and name what is not as it was written."""
     lines, count = [], 0
-    for shelf, _ in care.shelves:
-        store = Store(_folders(shelf))
-        damaged = store.damaged(range(len(store)))
+    for shelf, _ in caches.caches:
+        store = CacheStore(_list_directories(shelf))
+        damaged = store.find_damaged(range(len(store)))
         count += len(damaged)
-        lines.append(f"{shelf.what}: {len(store)} entries read, {len(damaged)} damaged; {_wanted(store, shelf)}")
-        lines += [f"  damaged: {store.name(row)}" for row in damaged[:SHOWN_NAMES]]
-        lines += [f"  and {len(damaged) - SHOWN_NAMES} more"] if len(damaged) > SHOWN_NAMES else []
+        lines.append(f"{shelf.name}: {len(store)} entries read, {len(damaged)} damaged; {_format_coverage(store, shelf)}")
+        lines += [f"  damaged: {store.read_name(row)}" for row in damaged[:MAX_NAMES_SHOWN]]
+        lines += [f"  and {len(damaged) - MAX_NAMES_SHOWN} more"] if len(damaged) > MAX_NAMES_SHOWN else []
     if count:
         lines.append("`python -m library cache repair` makes them anew, and so does the next training")
     return "\n".join(lines), int(count > 0)
 
 
-def info(care: Care) -> tuple[str, int]:
+def summarize_caches(caches: RunCaches) -> tuple[str, int]:
     """What is there."""
     lines = []
-    for shelf, _ in care.shelves:
-        store = Store(_folders(shelf))
-        lines.append(f"{shelf.what}: {_wanted(store, shelf)}")
-        for folder in store.folders:
-            mine = [bulk for bulk in bulks(store, shelf.keys) if bulk.folder == folder]
-            entries, size = sum(bulk.entries for bulk in mine), sum(bulk.size for bulk in mine)
-            needed = sum(len(bulk.stay) for bulk in mine)
+    for shelf, _ in caches.caches:
+        store = CacheStore(_list_directories(shelf))
+        lines.append(f"{shelf.name}: {_format_coverage(store, shelf)}")
+        for folder in store.directories:
+            mine = [bulk for bulk in list_writer_files(store, shelf.keys) if bulk.directory == folder]
+            entries, size = sum(bulk.num_entries for bulk in mine), sum(bulk.num_bytes for bulk in mine)
+            needed = sum(len(bulk.needed_rows) for bulk in mine)
             files = sum(len(bulk.files) for bulk in mine)
-            lines.append(f"  {folder}: {entries} entries, {needed} of them wanted, {size_of(size)} in {files} files")
+            lines.append(f"  {folder}: {entries} entries, {needed} of them wanted, {format_bytes(size)} in {files} files")
     return "\n".join(lines), 0
 
 
-def prune(care: Care, *, is_sure: bool) -> tuple[str, int]:
+def prune_caches(caches: RunCaches, *, is_confirmed: bool) -> tuple[str, int]:
     """Remove what is not wanted, or say what would be removed."""
     lines: list[str] = []
     count = 0
-    for shelf, _ in care.shelves if care.strategy.is_main else ():
-        store = Store(_folders(shelf))
-        found = bulks(store, shelf.keys)
-        ready = removable(found)
-        left = orphans(store)
+    for shelf, _ in caches.caches if caches.strategy.is_main else ():
+        store = CacheStore(_list_directories(shelf))
+        found = list_writer_files(store, shelf.keys)
+        ready = select_prunable_files(found)
+        left = find_orphan_files(store)
         count += len(ready) + len(left)
-        lines += [_pruned(shelf, store, bulk) for bulk in ready]
-        lines += [f"{path}: left behind, {size_of(path.stat().st_size)}" for path in left]
-        lines += [f"{bulk.folder}: {bulk.entries - len(bulk.stay)} of {bulk.entries} {shelf.what} not wanted, and left"
-                  f" alone: somebody wrote to their files less than {SECONDS_OF_REST:.0f} seconds ago" for bulk in found
-                  if bulk.is_wasteful and bulk.is_busy]  # fmt: skip
-        if is_sure:
+        lines += [_format_pruned(shelf, store, bulk) for bulk in ready]
+        lines += [f"{path}: left behind, {format_bytes(path.stat().st_size)}" for path in left]
+        lines += [f"{bulk.directory}: {bulk.num_entries - len(bulk.needed_rows)} of {bulk.num_entries} {shelf.name} not wanted, and left"
+                  f" alone: somebody wrote to their files less than {MIN_IDLE_SECONDS:.0f} seconds ago" for bulk in found
+                  if bulk.has_unneeded_entries and bulk.is_busy]  # fmt: skip
+        if is_confirmed:
             for bulk in ready:
                 prune_bulk(store, bulk)
             for path in left:
@@ -123,48 +123,48 @@ def prune(care: Care, *, is_sure: bool) -> tuple[str, int]:
     if not lines:
         return "there is nothing that is not wanted", 0
     if count:
-        lines.append("removed" if is_sure else "nothing was removed; add --yes to remove it")
+        lines.append("removed" if is_confirmed else "nothing was removed; add --yes to remove it")
     else:
         lines.append("nothing was removed; try again in a minute")
     return "\n".join(lines), 0
 
 
-def _pruned(shelf: Shelf, store: Store, bulk: Bulk) -> str:
-    stay = store.entries[bulk.stay]
-    size = bulk.size - int((stay["length"] + stay["name_length"]).sum())
-    return f"{bulk.folder}: {bulk.entries - len(bulk.stay)} of {bulk.entries} {shelf.what} not wanted, {size_of(size)}"
+def _format_pruned(spec: CacheSpec, store: CacheStore, files: WriterFiles) -> str:
+    stay = store.entries[files.needed_rows]
+    size = files.num_bytes - int((stay["length"] + stay["name_length"]).sum())
+    return f"{files.directory}: {files.num_entries - len(files.needed_rows)} of {files.num_entries} {spec.name} not wanted, {format_bytes(size)}"
 
 
-def _filled(care: Care, *, check: bool) -> tuple[str, int]:
+def _fill_caches(caches: RunCaches, *, verify_existing: bool) -> tuple[str, int]:
     lines, code = [], 0
-    for shelf, maker in care.shelves:
-        store, bad = keep(care.strategy, shelf, maker, check=check)
-        lines.append(f"{shelf.what}: {_wanted(store, shelf)}")
+    for shelf, maker in caches.caches:
+        store, bad = fill_cache(caches.strategy, shelf, maker, verify_existing=verify_existing)
+        lines.append(f"{shelf.name}: {_format_coverage(store, shelf)}")
         lines += [f"  {why}" for why in dict.fromkeys(bad.values())]
         code |= bool(bad)
     return "\n".join(lines), int(code)
 
 
-def _wanted(store: Store, shelf: Shelf) -> str:
-    keys = np.unique(shelf.keys)
-    return f"{int((store.find(keys) >= 0).sum())} of {len(keys)} wanted are there"
+def _format_coverage(store: CacheStore, spec: CacheSpec) -> str:
+    keys = np.unique(spec.keys)
+    return f"{int((store.find_rows(keys) >= 0).sum())} of {len(keys)} wanted are there"
 
 
-def _folders(shelf: Shelf) -> list[Path]:
-    return list(dict.fromkeys(shelf.folders))
+def _list_directories(spec: CacheSpec) -> list[Path]:
+    return list(dict.fromkeys(spec.directories))
 
 
-def _shelves(config: RunConfig, strategy: DataParallel) -> Iterator[tuple[Shelf, Maker]]:
-    model = detect(config.model)
+def _build_caches(config: RunConfig, strategy: Strategy) -> Iterator[tuple[CacheSpec, CacheEncoder]]:
+    model = detect_model(config.model)
     family: Family = FAMILIES.get(model.family)(config.model)
-    prepared = prepare(config.data, model.pixel_step, config.cache.cache_dir)
-    bases = homes(prepared.whole().manifest, config.cache)
-    kitchen = Kitchen(strategy, family, model, config.cache)
-    if config.cache.latents:
-        encoder = latent_encoder(config, strategy, family, model, bases[0])
-        yield latents_to_keep(config, kitchen, prepared, bases, encoder)
-    if config.cache.texts:
-        plan = RunPlan.of(prepared.batch_plan(strategy.data_size, config.train), config.train, config.optim)
-        prompts = read_prompts(Path(config.preview.sample_prompts)) if config.preview.sample_prompts else []
-        encoder = text_encoder(config, strategy, family, model, bases[0])
-        yield texts_to_keep(config, kitchen, prepared, plan, prompts, bases, encoder)
+    prepared = prepare_data(config.data, model.size_multiple, config.cache.cache_dir)
+    bases = resolve_cache_dirs(prepared.merge_validation().manifest, config.cache)
+    kitchen = EncoderLoader(strategy, family, model, config.cache)
+    if config.cache.caches_latents:
+        encoder = compute_vae_fingerprint(config, strategy, family, model, bases[0])
+        yield build_latent_cache_spec(config, kitchen, prepared, bases, encoder)
+    if config.cache.caches_text_outputs:
+        plan = RunPlan.from_config(prepared.build_batch_plan(strategy.data_parallel_size, config.train), config.train, config.optim)
+        prompts = load_prompts(Path(config.preview.sample_prompts)) if config.preview.sample_prompts else []
+        encoder = compute_text_encoder_fingerprint(config, strategy, family, model, bases[0])
+        yield build_text_cache_spec(config, kitchen, prepared, plan, prompts, bases, encoder)

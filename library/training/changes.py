@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config import RunConfig
-from ..config.options import flat, options_of
+from ..config.options import flatten_config, iter_options
 
-FREE_GROUPS = {
+RESULT_NEUTRAL_GROUPS = {
     "distributed",
     "sharding",
     "parallel",
@@ -20,7 +20,7 @@ FREE_GROUPS = {
     "cache",
 }
 """Where and how the work is done, what is written and told."""
-FREE = {
+RESULT_NEUTRAL_OPTIONS = {
     *("max_train_steps", "max_train_epochs", "gradient_checkpointing", "max_bad_steps", "on_oom", "dry_run"),
     *(
         "gradient_checkpointing_every",
@@ -37,43 +37,43 @@ FREE = {
     "tokenizer_cache_dir",
 }
 """Settings of the other groups that change nothing in the result, or are seen in another way."""
-COMPARED = {"model": "the model", "data": "the pictures, captions or their settings", "batch": "pictures in a step"}
+COMPARED_METADATA = {"model": "the model", "data": "the pictures, captions or their settings", "batch": "pictures in a step"}
 """Facts of a state beside the settings."""
 
 
 @dataclass(frozen=True)
-class Change:
+class SettingChange:
     """Something that is another one now."""
 
-    what: str
+    name: str
     old: Any
     new: Any
-    matters: bool  # to the result
+    changes_result: bool  # to the result
 
     def __str__(self) -> str:
-        if self.what in ("model", "data"):
-            return f"{COMPARED[self.what]} changed"
-        return f"{COMPARED.get(self.what, self.what)}: {_shown(self.old)} -> {_shown(self.new)}"
+        if self.name in ("model", "data"):
+            return f"{COMPARED_METADATA[self.name]} changed"
+        return f"{COMPARED_METADATA.get(self.name, self.name)}: {_format_value(self.old)} -> {_format_value(self.new)}"
 
 
-def plain_settings(config: RunConfig) -> dict[str, Any]:
+def serialize_settings(config: RunConfig) -> dict[str, Any]:
     """Every option as JSON can hold it."""
     return {name: value if isinstance(value, (bool, int, float, str)) or value is None else str(value)
-            for name, value in flat(config).items()}  # fmt: skip
+            for name, value in flatten_config(config).items()}  # fmt: skip
 
 
-def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
+def find_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[SettingChange]:
     """From the facts of a state to those of the run that is to go on."""
-    for what in COMPARED:
-        if saved[what] != now[what]:
-            yield Change(what, saved[what], now[what], matters=True)
-    groups = {option.name: option.group for option in options_of(RunConfig)}
-    defaults = {option.name: option.default for option in options_of(RunConfig)}
-    for name, new in now["settings"].items():
+    for what in COMPARED_METADATA:
+        if saved[what] != current[what]:
+            yield SettingChange(what, saved[what], current[what], changes_result=True)
+    groups = {option.name: option.group for option in iter_options(RunConfig)}
+    defaults = {option.name: option.default for option in iter_options(RunConfig)}
+    for name, new in current["settings"].items():
         old = saved["settings"].get(name, defaults[name])  # an option that is younger than the state
         if old != new and groups[name] != "state":
-            yield Change(name, old, new, matters=groups[name] not in FREE_GROUPS and name not in FREE)
+            yield SettingChange(name, old, new, changes_result=groups[name] not in RESULT_NEUTRAL_GROUPS and name not in RESULT_NEUTRAL_OPTIONS)
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return "not set" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

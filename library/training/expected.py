@@ -9,60 +9,60 @@ from typing import Any
 import numpy as np
 
 from ..config import RunConfig
-from ..data.cache.captions_shown import captions_of_run
-from ..data.cache.places import homes, size_of
-from ..data.cache.wanted import wanted_pictures
-from ..data.prepare import Prepared
-from ..data.prompts import read_prompts
-from ..data.showing import Showing
-from ..families.sizes import Sizes
+from ..data.cache.captions_shown import collect_run_captions
+from ..data.cache.places import resolve_cache_dirs, format_bytes
+from ..data.cache.wanted import build_latent_keys
+from ..data.prepare import PreparedData
+from ..data.prompts import load_prompts
+from ..data.showing import Augmenter
+from ..families.sizes import EncodedSizes
 from .plan import RunPlan
 
-BYTES = {"float": 4, "fp16": 2, "bf16": 2}
+BYTES_PER_ELEMENT = {"float": 4, "fp16": 2, "bf16": 2}
 
 
 @dataclass(frozen=True)
-class Expected:
+class CacheEstimate:
     """What is kept of one kind."""
 
-    what: str
-    entries: int
-    size: int | None  # in bytes; not known for every model
-    is_most: bool  # whether it may be less
-    folders: Sequence[Path]  # none: for the run only
+    name: str
+    num_entries: int
+    num_bytes: int | None  # in bytes; not known for every model
+    is_upper_bound: bool  # whether it may be less
+    directories: Sequence[Path]  # none: for the run only
 
-    def text(self) -> str:
+    def format_text(self) -> str:
         """In one line."""
-        room = "of a size that the model's files do not tell" if self.size is None else (
-            f"{'at most ' if self.is_most else ''}{size_of(self.size)}")  # fmt: skip
-        first = f"in {self.folders[0]}" if self.folders else "for this run only"
-        more = f" and {len(self.folders) - 1} more" if len(self.folders) > 1 else ""
-        return f"kept {self.what}: {self.entries}, {room}, {first}{more}"
+        room = "of a size that the model's files do not tell" if self.num_bytes is None else (
+            f"{'at most ' if self.is_upper_bound else ''}{format_bytes(self.num_bytes)}")  # fmt: skip
+        first = f"in {self.directories[0]}" if self.directories else "for this run only"
+        more = f" and {len(self.directories) - 1} more" if len(self.directories) > 1 else ""
+        return f"kept {self.name}: {self.num_entries}, {room}, {first}{more}"
 
-    def record(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """As plain data."""
-        return {"entries": self.entries, "bytes": self.size, "folders": list(map(str, self.folders))}
+        return {"entries": self.num_entries, "bytes": self.num_bytes, "folders": list(map(str, self.directories))}
 
 
-def expected(config: RunConfig, prepared: Prepared, plan: RunPlan, sizes: Sizes | None) -> list[Expected]:
+def estimate_caches(config: RunConfig, prepared: PreparedData, run_plan: RunPlan, model_sizes: EncodedSizes | None) -> list[CacheEstimate]:
     """Of latents and of captions, as far as they are kept."""
-    cache, prepared = config.cache, prepared.whole()
-    showing = Showing(prepared.manifest, prepared.placements, config.train.seed, plan.steps)
-    folders = list(dict.fromkeys(homes(prepared.manifest, cache)))
+    cache, prepared = config.cache, prepared.merge_validation()
+    showing = Augmenter(prepared.manifest, prepared.assignments, config.train.seed, run_plan.steps)
+    folders = list(dict.fromkeys(resolve_cache_dirs(prepared.manifest, cache)))
     found = []
-    if cache.latents:
-        wanted = wanted_pictures(showing, "")
+    if cache.caches_latents:
+        wanted = build_latent_keys(showing, "")
         once = np.unique(wanted.keys, return_index=True)[1]
-        size = None if sizes is None else BYTES[cache.cache_precision] * sum(
-            sizes.moments(prepared.placements[sample].bucket) for sample in wanted.samples[once])  # fmt: skip
-        found.append(Expected("latents", len(once), size, False, folders if cache.cache_latents_to_disk else ()))
-    if cache.texts:
+        size = None if model_sizes is None else BYTES_PER_ELEMENT[cache.cache_precision] * sum(
+            model_sizes.count_moment_elements(prepared.assignments[sample].bucket) for sample in wanted.sample_indices[once])  # fmt: skip
+        found.append(CacheEstimate("latents", len(once), size, False, folders if cache.cache_latents_to_disk else ()))
+    if cache.caches_text_outputs:
         path = config.preview.sample_prompts
-        prompts = read_prompts(Path(path)) if path else []
-        also = [text for prompt in prompts for text in (prompt.text, prompt.negative)]
-        count = len(captions_of_run(showing, plan.batches, plan.steps, also))
+        prompts = load_prompts(Path(path)) if path else []
+        also = [text for prompt in prompts for text in (prompt.text, prompt.negative_prompt)]
+        count = len(collect_run_captions(showing, run_plan.batch_plan, run_plan.steps, also))
         precision = config.distributed.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-        size = None if sizes is None else count * sizes.text * (4 if precision == "no" else 2)
+        size = None if model_sizes is None else count * model_sizes.text_elements * (4 if precision == "no" else 2)
         to_disk = cache.cache_text_encoder_outputs_to_disk
-        found.append(Expected("captions", count, size, True, folders if to_disk else ()))
+        found.append(CacheEstimate("captions", count, size, True, folders if to_disk else ()))
     return found

@@ -10,186 +10,186 @@ from torch import Tensor, nn
 
 from .. import __version__
 from ..adapters import file, lora
-from ..adapters.comparing import differences
-from ..adapters.formats import Format, from_file, to_file, usual_format
+from ..adapters.comparing import compare_file_with_model
+from ..adapters.formats import FileFormat, convert_from_file_format, convert_to_file_format, choose_file_format
 from ..adapters.lora import Adapter
-from ..adapters.metadata import ModelFacts, RunFacts, describe, with_hashes
-from ..adapters.updates import updates_of
-from ..adapters.verify import BrokenFileError, read
-from ..data.prepare import Prepared
-from ..data.staged_plan import stages_in
-from ..data.told import told as told_of_data
-from ..families.sampling import evaluating
-from ..families.upload import Upload
-from ..optim.optimizers import weights_as_used
-from ..randomness import seed_for
-from .job import Run
-from .lora_parts import parts_of
-from .model_told import model_told
-from .plan import is_due
-from .retention import Retention
+from ..adapters.metadata import BaseModelMetadata, RunMetadata, build_metadata, add_model_hashes
+from ..adapters.updates import group_updates
+from ..adapters.verify import InvalidAdapterFileError, read_safetensors
+from ..data.prepare import PreparedData
+from ..data.staged_plan import get_planned_stages
+from ..data.told import build_dataset_metadata as told_of_data
+from ..families.sampling import use_eval_mode
+from ..families.upload import HubUploader
+from ..optim.optimizers import use_eval_weights
+from ..randomness import derive_seed
+from .job import TrainingRun
+from .lora_parts import collect_component_keys
+from .model_told import build_model_metadata
+from .plan import is_interval_reached
+from .retention import AdapterRetention
 
 logger = logging.getLogger(__name__)
 
 SOFTWARE = f"lorikeet/{__version__}"
-SHOWN = 3
+MAX_DIFFERENCES_SHOWN = 3
 T = TypeVar("T")
 
 
-class Export:
+class SaveAdapter:
     """Saves every n steps or epochs, and at the end; the names are sd-scripts'."""
 
-    can_wait = False
+    is_deferrable = False
 
-    def __init__(self, adapter: Adapter, prepared: Prepared, ranks: int, started_at: float):
-        self.adapter, self.prepared, self.ranks, self.started_at = adapter, prepared, ranks, started_at
-        self.written: list[Path] = []
-        self.kept: Retention | None = None
-        self.upload: Upload | None = None
-        self.data: dict[str, str] = {}
-        self.model: dict[str, str] = {}
+    def __init__(self, adapter: Adapter, prepared: PreparedData, data_parallel_size: int, started_at: float):
+        self.adapter, self.prepared, self.data_parallel_size, self.started_at = adapter, prepared, data_parallel_size, started_at
+        self.saved_paths: list[Path] = []
+        self.retention: AdapterRetention | None = None
+        self.upload: HubUploader | None = None
+        self.dataset_metadata: dict[str, str] = {}
+        self.model_metadata: dict[str, str] = {}
 
-    def is_due(self, run: Run) -> bool:
-        return bool(self.names(run))
+    def should_run(self, run: TrainingRun) -> bool:
+        return bool(self.list_due_names(run))
 
-    def names(self, run: Run) -> list[str]:
+    def list_due_names(self, run: TrainingRun) -> list[str]:
         """The files that are due after this step, without their ending."""
         name, step = run.config.save.output_name, run.state.step
         if step >= run.plan.steps:
             return [name]
-        epoch = [f"{name}-{run.plan.epochs_done(step):06d}"] if self._is_epoch(run) else []
-        return epoch + ([f"{name}-step{step:08d}"] if self._is_step(run) else [])
+        epoch = [f"{name}-{run.plan.count_completed_epochs(step):06d}"] if self._is_epoch_save_due(run) else []
+        return epoch + ([f"{name}-step{step:08d}"] if self._is_step_save_due(run) else [])
 
-    def _is_epoch(self, run: Run) -> bool:
+    def _is_epoch_save_due(self, run: TrainingRun) -> bool:
         every = run.config.save.save_every_n_epochs
-        return every is not None and is_due(run.plan, run.state.step, None, every)
+        return every is not None and is_interval_reached(run.plan, run.state.step, None, every)
 
-    def _is_step(self, run: Run) -> bool:
-        return is_due(run.plan, run.state.step, run.config.save.save_every_n_steps, None)
+    def _is_step_save_due(self, run: TrainingRun) -> bool:
+        return is_interval_reached(run.plan, run.state.step, run.config.save.save_every_n_steps, None)
 
-    def __call__(self, run: Run) -> None:
+    def __call__(self, run: TrainingRun) -> None:
         name, step = run.config.save.output_name, run.state.step
-        kept = self.kept = self.kept or Retention(run.config.save)
+        kept = self.retention = self.retention or AdapterRetention(run.config.save)
         if step >= run.plan.steps:
             self.save(run, f"{name}.safetensors")
             return
-        if self._is_epoch(run):
-            epoch = run.plan.epochs_done(step)
+        if self._is_epoch_save_due(run):
+            epoch = run.plan.count_completed_epochs(step)
             paths = self.save(run, f"{name}-{epoch:06d}.safetensors")
-            run.strategy.on_main(lambda: kept.wrote_epoch(epoch, paths))
-        if self._is_step(run):
+            run.strategy.run_on_main(lambda: kept.record_epoch_save(epoch, paths))
+        if self._is_step_save_due(run):
             written = self.save(run, f"{name}-step{step:08d}.safetensors")
-            run.strategy.on_main(lambda: kept.wrote_step(step, written))
+            run.strategy.run_on_main(lambda: kept.record_step_save(step, written))
 
-    def save(self, run: Run, name: str) -> list[Path]:
+    def save(self, run: TrainingRun, name: str) -> list[Path]:
         """Write one file, and one of the average; an error on the process that writes is raised on all."""
         paths = [Path(run.config.save.output_dir) / name]
-        with weights_as_used(run.optimizer):
-            self._save_one(run, paths[0])
-        if run.average is not None:
+        with use_eval_weights(run.optimizer):
+            self._save_file(run, paths[0])
+        if run.ema is not None:
             paths.append(paths[0].with_name(f"{paths[0].stem}-ema{paths[0].suffix}"))
-            with run.average.in_place():
-                self._save_one(run, paths[1])
-        self.written.append(paths[0])
-        run.strategy.on_main(lambda: self._send(paths, is_last=run.state.step >= run.plan.steps))
+            with run.ema.swap_parameters():
+                self._save_file(run, paths[1])
+        self.saved_paths.append(paths[0])
+        run.strategy.run_on_main(lambda: self._upload(paths, is_last=run.state.step >= run.plan.steps))
         return paths
 
-    def _send(self, paths: list[Path], is_last: bool) -> None:
+    def _upload(self, paths: list[Path], is_last: bool) -> None:
         """To the hub; what was sent before is there before the next, so that no old file goes too early."""
         if self.upload is not None:
-            self.upload.settle()
-            self.upload.send(paths)
+            self.upload.wait()
+            self.upload.upload(paths)
             if is_last:
-                self.upload.settle()
+                self.upload.wait()
 
-    def rehearse(self, run: Run) -> None:
+    def prepare(self, run: TrainingRun) -> None:
         """Raise before anything is trained if what is trained cannot be written in the format that is asked for.
 
         Here the model's files are read through once, for their hashes; only the process that writes comes here.
         """
         if not run.config.save.no_metadata:
-            self.data = told_of_data(self.prepared.manifest, self.prepared.placements, self.ranks)
-            self.model = model_told(run.config.model)
+            self.dataset_metadata = told_of_data(self.prepared.manifest, self.prepared.assignments, self.data_parallel_size)
+            self.model_metadata = build_model_metadata(run.config.model)
         if run.config.save.huggingface_repo_id is not None:
-            self.upload = Upload(run.config.save, run.config.save.huggingface_repo_id)
-            self.upload.open()
-        form = self._tensors(run, run.strategy.unwrapped(run.adapter))[2]
-        if form != "diffusers" and run.task.family.denoiser == "unet" and len(set(self.adapter.alphas.values())) > 1:
+            self.upload = HubUploader(run.config.save, run.config.save.huggingface_repo_id)
+            self.upload.create_repo()
+        form = self._build_tensors(run, run.strategy.unwrap_model(run.model))[2]
+        if form != "diffusers" and run.task.family.denoiser_name == "unet" and len(set(self.adapter.alphas.values())) > 1:
             logger.warning(
                 "diffusers, as of 0.42, mixes up alphas that differ between the blocks of a UNet when it reads "
                 "such files; for diffusers, convert them: python -m library convert IN OUT --to diffusers"
             )
         logger.info("LoRA files are written as %s does", {"kohya": "sd-scripts", "comfy": "ComfyUI"}.get(form, form))
 
-    def _save_one(self, run: Run, path: Path) -> None:
-        trained = run.strategy.unwrapped(run.adapter)
-        with evaluating(trained):  # what is left out at random in training is not in the file
-            run.strategy.on_main(lambda: self._write(run, path, trained))
+    def _save_file(self, run: TrainingRun, path: Path) -> None:
+        trained = run.strategy.unwrap_model(run.model)
+        with use_eval_mode(trained):  # what is left out at random in training is not in the file
+            run.strategy.run_on_main(lambda: self._write_file(run, path, trained))
         logger.info("saved %s", path)
 
-    def _tensors(self, run: Run, trained: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], Format]:
-        state, alphas, family = lora.state(trained), self.adapter.alphas, run.task.family
+    def _build_tensors(self, run: TrainingRun, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], FileFormat]:
+        state, alphas, family = lora.get_adapter_state_dict(model), self.adapter.alphas, run.task.family
         chosen = run.config.save.save_format
-        kinds = {update.kind for update in updates_of(state, alphas).values()}
-        form = usual_format(kinds, family.lora_format) if chosen == "auto" else chosen
-        tensors, told = to_file(state, alphas, parts_of(family, run.task.pipe), form)
-        return file.cast(tensors, run.config.save.save_precision), told, form
+        kinds = {update.adapter_type for update in group_updates(state, alphas).values()}
+        form = choose_file_format(kinds, family.lora_format) if chosen == "auto" else chosen
+        tensors, told = convert_to_file_format(state, alphas, collect_component_keys(family, run.task.pipe), form)
+        return file.cast_tensors(tensors, run.config.save.save_precision), told, form
 
-    def _write(self, run: Run, path: Path, trained: nn.Module) -> None:
-        tensors, told, _ = self._tensors(run, trained)
-        metadata = with_hashes(tensors, {**self._described(run), **({} if run.config.save.no_metadata else told)})
+    def _write_file(self, run: TrainingRun, path: Path, model: nn.Module) -> None:
+        tensors, told, _ = self._build_tensors(run, model)
+        metadata = add_model_hashes(tensors, {**self._build_metadata(run), **({} if run.config.save.no_metadata else told)})
         # Two of the files are compared with the model in memory, which would take too long for all.
-        is_compared = not self.written or run.state.step >= run.plan.steps
+        is_compared = not self.saved_paths or run.state.step >= run.plan.steps
         # A learning rate of 0, as in the first step of a warm-up, leaves the update at zero, and rightly so.
-        file.write(path, tensors, metadata, trained=run.state.has_learnt,
-                   check=(lambda part: self._compare(run, part, trained, told)) if is_compared else None)  # fmt: skip
+        file.write_adapter_file(path, tensors, metadata, is_trained=run.state.has_trained,
+                   check=(lambda part: self._verify_file(run, part, model, told)) if is_compared else None)  # fmt: skip
 
-    def _compare(self, run: Run, path: Path, trained: nn.Module, told: Mapping[str, str]) -> None:
+    def _verify_file(self, run: TrainingRun, path: Path, model: nn.Module, file_metadata: Mapping[str, str]) -> None:
         """Read anew, does the file do in each layer what the adapter in memory does?"""
-        tensors, metadata = read(path)
-        content = from_file(tensors, {**metadata, **told}, parts_of(run.task.family, run.task.pipe))
-        with run.strategy.alone():
-            found = list(differences(trained, content, self.adapter.alphas))
+        tensors, metadata = read_safetensors(path)
+        content = convert_from_file_format(tensors, {**metadata, **file_metadata}, collect_component_keys(run.task.family, run.task.pipe))
+        with run.strategy.bypass_tensor_parallel():
+            found = list(compare_file_with_model(model, content, self.adapter.alphas))
         if found:
-            more = f" (and {len(found) - SHOWN} more)" if len(found) > SHOWN else ""
-            raise BrokenFileError(f"{path.name} is not what was trained: {'; '.join(found[:SHOWN])}{more}")
+            more = f" (and {len(found) - MAX_DIFFERENCES_SHOWN} more)" if len(found) > MAX_DIFFERENCES_SHOWN else ""
+            raise InvalidAdapterFileError(f"{path.name} is not what was trained: {'; '.join(found[:MAX_DIFFERENCES_SHOWN])}{more}")
 
-    def _described(self, run: Run) -> dict[str, str]:
-        titles = run.task.family.titles(run.task.pipe)
-        model = ModelFacts(titles.base_model_version, titles.architecture, run.task.objective.process.prediction)
-        return describe(run.config, model, self._facts(run), SOFTWARE)
+    def _build_metadata(self, run: TrainingRun) -> dict[str, str]:
+        titles = run.task.family.get_base_model_info(run.task.pipe)
+        model = BaseModelMetadata(titles.base_model_version, titles.architecture, run.task.objective.process.prediction_type)
+        return build_metadata(run.config, model, self._collect_run_facts(run), SOFTWARE)
 
-    def _facts(self, run: Run) -> RunFacts:
-        trained, regularising = self.prepared.pictures
-        sizes, is_from_file = self.adapter.sizes.values(), run.config.adapter.dim_from_weights
-        return RunFacts(
+    def _collect_run_facts(self, run: TrainingRun) -> RunMetadata:
+        trained, regularising = self.prepared.images_per_epoch
+        sizes, is_from_file = self.adapter.rank_alphas.values(), run.config.adapter.dim_from_weights
+        return RunMetadata(
             step=run.state.step,
-            epoch=run.plan.batches.epoch_of(max(run.state.step - 1, 0)) + 1,
-            steps=run.plan.steps,
-            epochs=run.plan.epochs,
+            epoch=run.plan.batch_plan.get_epoch(max(run.state.step - 1, 0)) + 1,
+            max_train_steps=run.plan.steps,
+            num_epochs=run.plan.num_epochs,
             started_at=self.started_at,
             saved_at=time.time(),
-            session_id=seed_for(run.config.train.seed, "session", int(self.started_at * 1000)) % 2**32,
-            pictures=trained,
-            regularisation_pictures=regularising,
-            batches_per_epoch=stages_in(run.plan.batches)[-1].plan.batches_per_epoch,
+            session_id=derive_seed(run.config.train.seed, "session", int(self.started_at * 1000)) % 2**32,
+            num_train_images=trained,
+            num_reg_images=regularising,
+            num_batches_per_epoch=get_planned_stages(run.plan.batch_plan)[-1].batch_plan.micro_batches_per_epoch,
             resolution=self.prepared.resolution,
-            data=self.data,
-            model=self.model,
-            rank=_one(size.rank for size in sizes) if is_from_file else self.adapter.rank,
-            alpha=_one(size.alpha for size in sizes) if is_from_file else self.adapter.alpha,
-            optimizer=_described(run),
-            mixed_precision=run.strategy.precision,
+            dataset_metadata=self.dataset_metadata,
+            model_metadata=self.model_metadata,
+            rank=_get_common_value(size.rank for size in sizes) if is_from_file else self.adapter.rank,
+            alpha=_get_common_value(size.alpha for size in sizes) if is_from_file else self.adapter.alpha,
+            optimizer=_format_optimizer(run),
+            mixed_precision=run.strategy.mixed_precision,
         )
 
 
-def _one(values: Iterable[T]) -> T | str:
+def _get_common_value(values: Iterable[T]) -> T | str:
     """What all have, or sd-scripts' word for that they differ."""
     found = set(values)
     return found.pop() if len(found) == 1 else "Dynamic"
 
 
-def _described(run: Run) -> str:
+def _format_optimizer(run: TrainingRun) -> str:
     """``torch.optim.adamw.AdamW(weight_decay=0.1)``, as sd-scripts writes it."""
     kind = type(getattr(run.optimizer, "optimizer", run.optimizer))
     return f"{kind.__module__}.{kind.__name__}({','.join(run.config.optim.optimizer_args)})"

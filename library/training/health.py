@@ -16,84 +16,84 @@ from typing import Any
 import torch
 
 from .. import __version__
-from ..data.loader import StepWork
-from ..distributed.host_copy import HostCopy
-from ..optim.optimizers import remember
-from .bad_samples import NoMore
-from .job import BadStep, Figures, Run
+from ..data.loader import StepBatches
+from ..distributed.host_copy import HostSnapshot
+from ..optim.optimizers import load_optimizer_state
+from .bad_samples import TooManyFailures
+from .job import SkippedStep, StepMetrics, TrainingRun
 
 logger = logging.getLogger(__name__)
 
-STEPS_BETWEEN_READINGS = 10
+CHECK_INTERVAL_STEPS = 10
 
 
-class Health:
+class NanGuard:
     """Knows the run as it was at the last reading, and which steps were left out."""
 
-    def __init__(self, most: int):
-        self.most = most
-        self.bad: list[BadStep] = []
-        self.careful_until = 0
+    def __init__(self, max_nan_steps: int):
+        self.max_nan_steps = max_nan_steps
+        self.skipped_steps: list[SkippedStep] = []
+        self.check_each_step_until = 0
         """Steps before this one are looked at one by one."""
-        self.read_at = 0
-        self._copy = HostCopy()
+        self.snapshot_step = 0
+        self._snapshot = HostSnapshot()
 
-    def remember(self, run: Run) -> None:
+    def take_snapshot(self, run: TrainingRun) -> None:
         """This is how the run was when it was last seen to be well."""
-        self.read_at = run.state.step
-        average = run.average.values if run.average is not None else []
+        self.snapshot_step = run.state.step
+        average = run.ema.shadow_params if run.ema is not None else []
         parameters = [parameter.detach() for parameter in run.parameters]
-        self._copy.take({"parameters": parameters, "average": average, "optimizer": run.optimizer.state_dict()})
-        self._state = replace(run.state)
+        self._snapshot.capture({"parameters": parameters, "average": average, "optimizer": run.optimizer.state_dict()})
+        self._snapshot_state = replace(run.state)
 
-    def is_well(self, run: Run, figures: Sequence[Figures]) -> bool:
+    def check_or_roll_back(self, run: TrainingRun, metrics: Sequence[StepMetrics]) -> bool:
         """Read what the device computed; when it is not well, take everything back to the last reading."""
-        if all(item.is_left_out or fit(run, item) for item in figures):
+        if all(item.is_skipped or is_finite(run, item) for item in metrics):
             return True
-        self.careful_until = run.state.step
-        self.take_back(run)
+        self.check_each_step_until = run.state.step
+        self.roll_back(run)
         return False
 
-    def take_back(self, run: Run) -> None:
+    def roll_back(self, run: TrainingRun) -> None:
         """Make ``run`` what it was when it was remembered."""
-        kept = self._copy.give()
+        kept = self._snapshot.wait()
         for parameter, value in zip(run.parameters, kept["parameters"], strict=True):
             parameter.data.copy_(value)
-        run.strategy.adapter_was_written()
-        if run.average is not None:
-            for mine, value in zip(run.average.values, kept["average"], strict=True):
+        run.strategy.sync_optimizer_copies()
+        if run.ema is not None:
+            for mine, value in zip(run.ema.shadow_params, kept["average"], strict=True):
                 mine.copy_(value)
-        remember(run.optimizer, kept["optimizer"])
+        load_optimizer_state(run.optimizer, kept["optimizer"])
         run.optimizer.zero_grad(set_to_none=True)
-        run.state = replace(self._state)
+        run.state = replace(self._snapshot_state)
 
-    def may_learn_from(self, run: Run, work: StepWork, figures: Figures) -> bool:
+    def should_step(self, run: TrainingRun, step_batches: StepBatches, metrics: StepMetrics) -> bool:
         """Whether this step may change the weights, as far as that is known; a bad one is told and counted."""
         step = run.state.step
-        if step >= self.careful_until or fit(run, figures):
+        if step >= self.check_each_step_until or is_finite(run, metrics):
             return True
-        bad = BadStep(step, float(figures.loss), float(figures.gradient_norm))
-        self.bad.append(bad)
-        images = ", ".join(name for batch in work.batches for name in batch.ids)
-        report = _write_nan_report(run, work, bad)
-        what = f"loss {bad.loss:g}, gradient norm {bad.gradient_norm:g}"
+        bad = SkippedStep(step, float(metrics.loss), float(metrics.grad_norm))
+        self.skipped_steps.append(bad)
+        images = ", ".join(name for batch in step_batches.micro_batches for name in batch.sample_keys)
+        report = _write_nan_report(run, step_batches, bad)
+        what = f"loss {bad.loss:g}, gradient norm {bad.grad_norm:g}"
         logger.warning("step %d skipped: %s. Images on this rank: %s. Details: %s", step + 1, what, images, report)
-        if len(self.bad) >= self.most:
-            raise NoMore(f"{len(self.bad)} steps had a loss or gradient that is no number, which is the limit that"
+        if len(self.skipped_steps) >= self.max_nan_steps:
+            raise TooManyFailures(f"{len(self.skipped_steps)} steps had a loss or gradient that is no number, which is the limit that"
                             f" --max_bad_steps sets.\nThe weights are those before step {step + 1}. Try a lower"
                             " learning_rate, or mixed_precision bf16 in the place of fp16.")  # fmt: skip
         return False
 
 
-def fit(run: Run, figures: Figures) -> bool:
+def is_finite(run: TrainingRun, metrics: StepMetrics) -> bool:
     """Loss and gradient norm are numbers.  With gradient scaling (fp16) an infinite gradient is how the scaler finds
     its scale; it skips that update itself."""
-    return math.isfinite(float(figures.loss)) and (
-        run.strategy.scales_gradients or math.isfinite(float(figures.gradient_norm))
+    return math.isfinite(float(metrics.loss)) and (
+        run.strategy.has_grad_scaler or math.isfinite(float(metrics.grad_norm))
     )
 
 
-def _write_nan_report(run: Run, work: StepWork, bad: BadStep) -> Path:
+def _write_nan_report(run: TrainingRun, work: StepBatches, bad: SkippedStep) -> Path:
     """Write the images, captions, timesteps and losses of this rank in a skipped step as JSON.
 
     Noise is a function of seed, step and place, so this is enough to compute the step again.
@@ -101,19 +101,19 @@ def _write_nan_report(run: Run, work: StepWork, bad: BadStep) -> Path:
     save, rank = run.config.save, run.strategy.rank
     path = Path(save.output_dir) / f"{save.output_name}.nan-step{bad.step + 1:08d}-rank{rank}.json"
     samples: dict[int, tuple[float, float]] = {}
-    for seen in run.task.seen:
-        samples |= zip(seen.places, zip(seen.t.tolist(), seen.loss.tolist(), strict=True), strict=True)
+    for seen in run.task.micro_batch_stats:
+        samples |= zip(seen.global_positions, zip(seen.timesteps.tolist(), seen.losses.tolist(), strict=True), strict=True)
     images = []
-    for batch in work.batches:
-        height, width = batch.frame[0, 4:].int().tolist()
-        for name, caption, place in zip(batch.ids, batch.captions, batch.places, strict=True):
+    for batch in work.micro_batches:
+        height, width = batch.size_conditioning[0, 4:].int().tolist()
+        for name, caption, place in zip(batch.sample_keys, batch.captions, batch.global_positions, strict=True):
             timestep, loss = samples.get(place, (math.nan, math.nan))
             image = {"image": name, "caption": caption, "place": place, "bucket": [width, height]}
             images.append({**image, "timestep": _to_json(timestep), "loss": _to_json(loss)})
     report = {
         "step": bad.step + 1,
         "loss": _to_json(bad.loss),
-        "gradient_norm": _to_json(bad.gradient_norm),
+        "gradient_norm": _to_json(bad.grad_norm),
         "images": images,
         "seed": run.config.train.seed,
         "versions": {"lorikeet": __version__, "torch": torch.__version__},

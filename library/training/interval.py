@@ -4,27 +4,27 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_FEW = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622)
+_T_QUANTILES = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622)
 """The 97.5 % quantile for 1 to 9 degrees of freedom."""
-_NORMAL = 1.959964
+_NORMAL_QUANTILE = 1.959964
 
 
 @dataclass(frozen=True)
-class Mean:
+class MeanEstimate:
     """A mean, and how far the true one may be from it; endless where a single number tells nothing of that."""
 
     value: float
     interval: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> "Mean":
+    def from_values(cls, values: Sequence[float]) -> "MeanEstimate":
         """Of at least one number; the sum is exact, so it does not depend on their order."""
         count = len(values)
         mean = math.fsum(values) / count
         if count == 1:
             return cls(mean, math.inf)
         variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
-        return cls(mean, student(count - 1) * math.sqrt(variance / count))
+        return cls(mean, student_t_quantile(count - 1) * math.sqrt(variance / count))
 
     def __str__(self) -> str:
         if not 0 < self.interval < math.inf:
@@ -33,12 +33,12 @@ class Mean:
         return f"{self.value:.{places}f} +- {self.interval:.{places}f}"
 
 
-def student(freedom: int) -> float:
+def student_t_quantile(degrees_of_freedom: int) -> float:
     """The 97.5 % quantile of Student's t; from 10 degrees on by its expansion around the normal one."""
-    if freedom <= len(_FEW):
-        return _FEW[freedom - 1]
-    z = _NORMAL
+    if degrees_of_freedom <= len(_T_QUANTILES):
+        return _T_QUANTILES[degrees_of_freedom - 1]
+    z = _NORMAL_QUANTILE
     first = (z**3 + z) / 4
     second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
     third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    return z + first / freedom + second / freedom**2 + third / freedom**3
+    return z + first / degrees_of_freedom + second / degrees_of_freedom**2 + third / degrees_of_freedom**3

@@ -11,58 +11,58 @@ from typing import Any
 from torch import Tensor
 
 from ..data.batch import PixelBatch
-from ..data.loader import StepWork
+from ..data.loader import StepBatches
 from ..distributed.memory import OutOfMemory
-from ..distributed.strategy import DataParallel
-from .task import Task
+from ..distributed.strategy import Strategy
+from .task import DiffusionTask
 
 logger = logging.getLogger(__name__)
 
 
-class Ladder:
+class OomRecovery:
     """How far a run went down to fit; all processes go down together, since all have batches of the same sizes."""
 
-    def __init__(self, is_wanted: bool, compute_twice: Callable[[], None] | None):
+    def __init__(self, is_enabled: bool, enable_checkpointing: Callable[[], None] | None):
         """``compute_twice`` switches gradient checkpointing on; without it, it is on already."""
-        self.is_wanted, self._compute_twice = is_wanted, compute_twice
-        self.parts = 1
+        self.is_enabled, self._enable_checkpointing = is_enabled, enable_checkpointing
+        self.num_splits = 1
         """So many make up a micro-batch."""
 
-    def gradients(self, strategy: DataParallel, task: Task, work: StepWork, step: int) -> Tensor:
+    def compute_gradients(self, strategy: Strategy, task: DiffusionTask, step_batches: StepBatches, step: int) -> Tensor:
         """Those of one step; return its loss."""
-        if not self.is_wanted:
-            return strategy.gradients(task, work.batches, work.samples, step)
+        if not self.is_enabled:
+            return strategy.compute_gradients(task, step_batches.micro_batches, step_batches.num_global_samples, step)
         while True:
-            found = strategy.gradients_that_fit(task, self._cut(work.batches), work.samples, step)
+            found = strategy.compute_gradients_catching_oom(task, self._split_batches(step_batches.micro_batches), step_batches.num_global_samples, step)
             if not isinstance(found, OutOfMemory):
                 return found
-            task.forget()
-            self._go_down(found, work.batches, step)
+            task.reset_stats()
+            self._reduce_memory(found, step_batches.micro_batches, step)
 
-    def try_out(self, strategy: DataParallel, batch: PixelBatch, step: int, work: Callable[[PixelBatch], Any]) -> None:
+    def run_until_fits(self, strategy: Strategy, batch: PixelBatch, step: int, function: Callable[[PixelBatch], Any]) -> None:
         """``work`` with as many of the pictures as fit."""
-        if not self.is_wanted:
-            work(batch)
+        if not self.is_enabled:
+            function(batch)
             return
-        while (found := strategy.if_it_fits(lambda: _done(self._cut([batch])[0], work))) is not None:
-            self._go_down(found, [batch], step)
+        while (found := strategy.run_catching_oom(lambda: _run_and_discard(self._split_batches([batch])[0], function))) is not None:
+            self._reduce_memory(found, [batch], step)
 
-    def _cut(self, batches: Sequence[PixelBatch]) -> list[PixelBatch]:
-        return [part for batch in batches for part in batch.cut(-(-len(batch) // self.parts))]
+    def _split_batches(self, batches: Sequence[PixelBatch]) -> list[PixelBatch]:
+        return [part for batch in batches for part in batch.split(-(-len(batch) // self.num_splits))]
 
-    def _go_down(self, found: OutOfMemory, batches: Sequence[PixelBatch], step: int) -> None:
-        if self.parts < max(len(batch) for batch in batches):
-            self.parts *= 2
-            change = f"micro-batches are cut in {self.parts} parts from now on, which changes nothing in the result"
-        elif self._compute_twice is not None:
-            self._compute_twice()
-            self._compute_twice = None
+    def _reduce_memory(self, error: OutOfMemory, batches: Sequence[PixelBatch], step: int) -> None:
+        if self.num_splits < max(len(batch) for batch in batches):
+            self.num_splits *= 2
+            change = f"micro-batches are cut in {self.num_splits} parts from now on, which changes nothing in the result"
+        elif self._enable_checkpointing is not None:
+            self._enable_checkpointing()
+            self._enable_checkpointing = None
             change = "gradient_checkpointing is switched on, which takes more time and changes nothing in the result"
         else:
-            raise found
+            raise error
         logger.warning("step %d ran out of memory (%s); --on_oom ladder: %s, and the step comes again", step + 1,
-                       found.phase, change)  # fmt: skip
+                       error.phase, change)  # fmt: skip
 
 
-def _done(batch: PixelBatch, work: Callable[[PixelBatch], Any]) -> None:
-    work(batch)
+def _run_and_discard(batch: PixelBatch, function: Callable[[PixelBatch], Any]) -> None:
+    function(batch)

@@ -5,95 +5,95 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-from ..data.loader import StepWork
-from ..distributed.memory import phase
-from ..optim.optimizers import learning_rates, set_learning_rates
-from .health import STEPS_BETWEEN_READINGS
-from .job import Ended, Figures, Run
-from .probe import probe
-from .rehearsal import try_later_stages
-from .warm_up import warm_up
+from ..data.loader import StepBatches
+from ..distributed.memory import record_phase
+from ..optim.optimizers import get_learning_rates, set_learning_rates
+from .health import CHECK_INTERVAL_STEPS
+from .job import StopRequested, StepMetrics, TrainingRun
+from .probe import probe_gradients
+from .rehearsal import check_later_stages_fit
+from .warm_up import warm_up_compilation
 
 
-def train(run: Run) -> None:
+def train(run: TrainingRun) -> None:
     """Run every step from the state's on to the last; what goes wrong is taken back and left out."""
     if run.state.step >= run.plan.steps:
         return
-    while not _ran_on(run):
+    while not _train_until_roll_back(run):
         pass
 
 
-def _ran_on(run: Run) -> bool:
+def _train_until_roll_back(run: TrainingRun) -> bool:
     """Go on to the end, or to where something turned out to have gone wrong, which is undone by then."""
-    first, unread = run.state.step, list[Figures]()
-    run.watch.remember(run)
-    for work, waited in _timed(run.loader.steps(first)):
-        run.work, run.owed = work, ()
-        if not run.is_probed:
+    first, unread = run.state.step, list[StepMetrics]()
+    run.nan_guard.take_snapshot(run)
+    for work, waited in _time_data_loading(run.loader.iter_steps(first)):
+        run.step_batches, run.pending_callbacks = work, ()
+        if not run.is_warmed_up:
             if run.compilation is not None:
-                warm_up(run, run.compilation, work.batches[0])
+                warm_up_compilation(run, run.compilation, work.micro_batches[0])
             else:
-                try_later_stages(run, work.batches[0])
-            run.ladder.try_out(run.strategy, work.batches[0], first, partial(probe, run))
-            run.is_probed = True
-        unread.append(_step(run, work, waited))
-        run.bad_samples.note(work.problems)
-        run.teller.stepped(run)
-        due = [action for action in run.actions if action.is_due(run)]
+                check_later_stages_fit(run, work.micro_batches[0])
+            run.oom_recovery.run_until_fits(run.strategy, work.micro_batches[0], first, partial(probe_gradients, run))
+            run.is_warmed_up = True
+        unread.append(_run_step(run, work, waited))
+        run.bad_samples.add(work.bad_samples)
+        run.metric_logger.advance_progress(run)
+        due = [action for action in run.callbacks if action.should_run(run)]
         is_last = run.state.step >= run.plan.steps
-        must_end = run.strategy.must_end() and not is_last
-        if due or is_last or must_end or run.state.step == 1 or len(unread) >= STEPS_BETWEEN_READINGS:
-            if not run.watch.is_well(run, unread):
+        must_end = run.strategy.should_stop() and not is_last
+        if due or is_last or must_end or run.state.step == 1 or len(unread) >= CHECK_INTERVAL_STEPS:
+            if not run.nan_guard.check_or_roll_back(run, unread):
                 return False
-            run.bad_samples.settle(run.strategy)
-            run.teller.told(run, unread)
+            run.bad_samples.sync_across_ranks(run.strategy)
+            run.metric_logger.log_steps(run, unread)
             unread = []
             if not is_last:
-                run.watch.remember(run)
-                run.owed = tuple(type(action).__name__ for action in due)
+                run.nan_guard.take_snapshot(run)
+                run.pending_callbacks = tuple(type(action).__name__ for action in due)
         for action in due:
-            if not (must_end and action.can_wait):
+            if not (must_end and action.is_deferrable):
                 action(run)
-                run.owed = tuple(name for name in run.owed if name != type(action).__name__)
+                run.pending_callbacks = tuple(name for name in run.pending_callbacks if name != type(action).__name__)
         if must_end:
-            raise Ended(run.owed)
+            raise StopRequested(run.pending_callbacks)
         if is_last:
             return True
     raise AssertionError("the loader goes on without end")
 
 
-def _timed(steps: Iterator[StepWork]) -> Iterator[tuple[StepWork, float]]:
+def _time_data_loading(steps: Iterator[StepBatches]) -> Iterator[tuple[StepBatches, float]]:
     """Each step's work with the seconds that it was waited for."""
     while True:
         started = time.perf_counter()
-        with phase("data"):
+        with record_phase("data"):
             work = next(steps)
         yield work, time.perf_counter() - started
 
 
-def _step(run: Run, work: StepWork, waited: float) -> Figures:
+def _run_step(run: TrainingRun, step_batches: StepBatches, data_wait_seconds: float) -> StepMetrics:
     """One optimizer step; nothing in it waits for the device."""
     state, strategy = run.state, run.strategy
-    factor = run.schedule(state.step)
-    set_learning_rates(run.optimizer, [group.rate for group in run.groups], factor)
+    factor = run.lr_schedule(state.step)
+    set_learning_rates(run.optimizer, [group.lr for group in run.param_groups], factor)
     if run.compilation is not None:
-        run.compilation.begin()
-    loss = run.ladder.gradients(strategy, run.task, work, state.step)
-    with phase("optimizer"):
-        norm = strategy.clip(run.parameters, run.config.optim.max_grad_norm)
-    figures = Figures(state.step, loss, norm, {}, tuple(run.task.seen), waited)
-    learns = run.watch.may_learn_from(run, work, figures)
+        run.compilation.mark_step_begin()
+    loss = run.oom_recovery.compute_gradients(strategy, run.task, step_batches, state.step)
+    with record_phase("optimizer"):
+        norm = strategy.clip_grad_norm(run.parameters, run.config.optim.max_grad_norm)
+    figures = StepMetrics(state.step, loss, norm, {}, tuple(run.task.micro_batch_stats), data_wait_seconds)
+    learns = run.nan_guard.should_step(run, step_batches, figures)
     if learns:
-        with phase("optimizer"):
+        with record_phase("optimizer"):
             run.optimizer.step()
-            if run.limit is not None:
-                run.limit()
-                strategy.adapter_was_written()
+            if run.max_norm_regularizer is not None:
+                run.max_norm_regularizer()
+                strategy.sync_optimizer_copies()
     run.optimizer.zero_grad(set_to_none=True)
     state.step += 1
-    state.samples += work.samples
-    state.has_learnt |= learns and factor > 0 and any(group.rate for group in run.groups)
-    if learns and run.average is not None:
-        run.average.update(state.step)
-    rates = learning_rates(run.optimizer, [group.name for group in run.groups])
-    return replace(figures, learning_rates=rates, is_left_out=not learns)
+    state.samples += step_batches.num_global_samples
+    state.has_trained |= learns and factor > 0 and any(group.lr for group in run.param_groups)
+    if learns and run.ema is not None:
+        run.ema.update(state.step)
+    rates = get_learning_rates(run.optimizer, [group.name for group in run.param_groups])
+    return replace(figures, learning_rates=rates, is_skipped=not learns)

@@ -4,31 +4,31 @@ from typing import Any
 
 from torch import nn
 
-from ..adapters.keys import PartNames
+from ..adapters.keys import ComponentKeys
 from ..families.base import Family
-from ..families.detect import Detected
-from ..families.unloaded import unloaded
+from ..families.detect import DetectedModel
+from ..families.unloaded import load_components_on_meta
 
 
-def parts_of(family: Family | type[Family], pipe: Any) -> list[PartNames]:
+def collect_component_keys(family: Family | type[Family], pipe: Any) -> list[ComponentKeys]:
     """Those parts of a pipeline that are loaded and may be trained."""
-    found = [(name, getattr(pipe, name, None)) for name in _names(family)]
-    return [part_names(family, name, module) for name, module in found if isinstance(module, nn.Module)]
+    found = [(name, getattr(pipe, name, None)) for name in _list_adaptable_components(family)]
+    return [build_component_keys(family, name, module) for name, module in found if isinstance(module, nn.Module)]
 
 
-def models_of(family: type[Family], model: Detected) -> dict[str, nn.Module]:
+def load_meta_components(family: type[Family], detected: DetectedModel) -> dict[str, nn.Module]:
     """The same parts of a model that is not loaded, without weights."""
-    names = _names(family)
-    pipe = unloaded(model, names)
+    names = _list_adaptable_components(family)
+    pipe = load_components_on_meta(detected, names)
     return {name: getattr(pipe, name) for name in names}
 
 
-def _names(family: Family | type[Family]) -> tuple[str, ...]:
-    return (family.denoiser, *family.text_lora_prefixes)
+def _list_adaptable_components(family: Family | type[Family]) -> tuple[str, ...]:
+    return (family.denoiser_name, *family.text_lora_prefixes)
 
 
-def part_names(family: Family | type[Family], name: str, model: nn.Module) -> PartNames:
+def build_component_keys(family: Family | type[Family], component: str, model: nn.Module) -> ComponentKeys:
     """Those of one part."""
-    if name == family.denoiser:
-        return PartNames.of(model, name, family.lora_prefix, family.lora_names, family.lora_other_names)
-    return PartNames.of(model, name, family.text_lora_prefixes[name], family.text_style(name))
+    if component == family.denoiser_name:
+        return ComponentKeys.from_model(model, component, family.lora_prefix, family.lora_key_style, family.lora_other_key_styles)
+    return ComponentKeys.from_model(model, component, family.text_lora_prefixes[component], family.get_text_key_style(component))

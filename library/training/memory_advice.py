@@ -6,7 +6,7 @@ from ..config import RunConfig
 from ..data.batch import PixelBatch
 from ..distributed.memory import OutOfMemory
 
-PHASES = {
+PHASE_DESCRIPTIONS = {
     "data": "while pictures were read",
     "encode": "while pictures and captions were encoded",
     "forward": "in the forward pass",
@@ -15,44 +15,44 @@ PHASES = {
     "communication": "while gradients were put together for the other processes",
     "another process": "on another process",
 }
-SHOWN_NAMES = 4
+MAX_BATCH_IMAGES_SHOWN = 4
 
 
-def advice(error: Exception, config: RunConfig, step: int | None) -> str:
+def format_oom_message(error: Exception, config: RunConfig, step: int | None) -> str:
     """Lines for a user; ``step`` counts from 0, and without one the run had not begun."""
     phase, batch, reason = "", None, str(error).partition("\n")[0]
     if isinstance(error, OutOfMemory):
         phase, batch, reason = error.phase, error.batch, error.reason
-    when = "before the first step" if step is None else f"in step {step + 1} {PHASES.get(phase, '')}".rstrip()
-    what = f", with {_pictures(batch)}" if batch is not None else ""
-    first, *others = switches(config, phase, len(batch) if batch is not None else 1)
+    when = "before the first step" if step is None else f"in step {step + 1} {PHASE_DESCRIPTIONS.get(phase, '')}".rstrip()
+    what = f", with {_describe_batch(batch)}" if batch is not None else ""
+    first, *others = suggest_oom_fixes(config, phase, len(batch) if batch is not None else 1)
     rest = f"\nIf that is not enough: {'; '.join(others)}." if others else ""
     return f"out of memory {when}{what}{f' ({reason})' if reason else ''}.\nTry next: {first}.{rest}"
 
 
-def _pictures(batch: PixelBatch) -> str:
-    height, width = (int(number) for number in batch.frame[0, -2:].tolist())
-    more = f" and {len(batch) - SHOWN_NAMES} more" if len(batch) > SHOWN_NAMES else ""
+def _describe_batch(batch: PixelBatch) -> str:
+    height, width = (int(number) for number in batch.size_conditioning[0, -2:].tolist())
+    more = f" and {len(batch) - MAX_BATCH_IMAGES_SHOWN} more" if len(batch) > MAX_BATCH_IMAGES_SHOWN else ""
     count = "1 picture" if len(batch) == 1 else f"{len(batch)} pictures"
-    return f"{count} of {width}x{height}: {', '.join(batch.ids[:SHOWN_NAMES])}{more}"
+    return f"{count} of {width}x{height}: {', '.join(batch.sample_keys[:MAX_BATCH_IMAGES_SHOWN])}{more}"
 
 
-def switches(config: RunConfig, phase: str, pictures: int) -> Iterator[str]:
+def suggest_oom_fixes(config: RunConfig, phase: str, batch_size: int) -> Iterator[str]:
     """Settings that save memory and are not set yet: first those that cost nothing, last those that change the LoRA."""
     cache, train = config.cache, config.train
     if phase == "encode" and cache.vae_batch_size > 1:
         yield "--vae_batch_size 1"
     if phase == "encode" and cache.text_encoder_batch_size > 1:
         yield "--text_encoder_batch_size 1"
-    if not cache.latents:
+    if not cache.caches_latents:
         yield "--cache_latents, after which the VAE is not needed"
-    if not cache.texts:
+    if not cache.caches_text_outputs:
         yield "--cache_text_encoder_outputs, after which the text encoders are not needed"
     if config.distributed.mixed_precision == "no":
         yield "--mixed_precision bf16"
     is_cut = config.parallel.pp_size * config.parallel.tp_size > 1
     is_whole = not (is_cut or config.sharding.fsdp or config.deepspeed.deepspeed)
-    if is_whole and config.parallel.together == 1 and train.on_oom == "fail" and pictures > 1 and phase != "optimizer":
+    if is_whole and config.parallel.model_parallel_size == 1 and train.on_oom == "fail" and batch_size > 1 and phase != "optimizer":
         yield "--on_oom ladder, which cuts batches in parts as far as needed, with the same result"
     if not train.gradient_checkpointing:
         yield "--gradient_checkpointing, which computes activations twice"

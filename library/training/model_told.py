@@ -4,24 +4,24 @@ import hashlib
 from pathlib import Path, PureWindowsPath
 
 from ..config.schema import ModelConfig
-from ..data.cache.file_hashes import hash_of
+from ..data.cache.file_hashes import compute_sha256
 
 
-def model_told(model: ModelConfig) -> dict[str, str]:
+def build_model_metadata(model: ModelConfig) -> dict[str, str]:
     """sd-scripts' keys; hashes of single files only, since a folder has none that anybody would look for."""
-    told = {"ss_sd_model_name": model_name(model.pretrained_model_name_or_path)}
+    told = {"ss_sd_model_name": format_model_name(model.pretrained_model_name_or_path)}
     vae = model.vae or model.ae
     if vae is not None:
-        told["ss_vae_name"] = model_name(vae)
+        told["ss_vae_name"] = format_model_name(vae)
     for place, old, new in ((model.pretrained_model_name_or_path, "ss_sd_model_hash", "ss_new_sd_model_hash"),
                             (vae, "ss_vae_hash", "ss_new_vae_hash")):  # fmt: skip
         path = Path(place).expanduser() if place is not None else None
         if path is not None and path.is_file():
-            told |= {old: _old_hash(path), new: hash_of(path)}
+            told |= {old: _compute_legacy_hash(path), new: compute_sha256(path)}
     return told
 
 
-def model_name(source: str | None) -> str:
+def format_model_name(source: str | None) -> str:
     """Of a path the last part; a hub id as it is."""
     if source is None:
         return "built-in"
@@ -31,7 +31,7 @@ def model_name(source: str | None) -> str:
     return path.name if path.is_absolute() or path.exists() else source
 
 
-def _old_hash(path: Path) -> str:
+def _compute_legacy_hash(path: Path) -> str:
     """What web UIs once told models apart by: 64 KiB after the first MiB."""
     with path.open("rb") as file:
         file.seek(0x100000)

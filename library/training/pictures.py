@@ -1,15 +1,15 @@
 """The pictures of a run, looked at once on each machine, and the same on every process."""
 
 from ..config import RunConfig
-from ..data.prepare import Prepared, prepare
-from ..distributed.strategy import DataParallel
+from ..data.prepare import PreparedData, prepare_data
+from ..distributed.strategy import Strategy
 
 
-def same_pictures(config: RunConfig, strategy: DataParallel, pixel_step: int) -> Prepared:
+def prepare_dataset(config: RunConfig, strategy: Strategy, pixel_step: int) -> PreparedData:
     """One process of each machine looks at the pictures; the others read what it found out, beside the pictures."""
-    prepared = strategy.first_on_each_machine(lambda: prepare(config.data, pixel_step, config.cache.cache_dir))
-    strategy.agree({
+    prepared = strategy.run_local_main_first(lambda: prepare_data(config.data, pixel_step, config.cache.cache_dir))
+    strategy.assert_equal_across_ranks({
         "number of pictures": len(prepared.manifest.samples),
-        "pictures, captions or dataset settings": prepared.manifest.fingerprint(),
+        "pictures, captions or dataset settings": prepared.manifest.compute_fingerprint(),
     })  # fmt: skip
     return prepared

@@ -22,13 +22,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.benchmark import Timer
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..config.values import Steps
-from ..distributed.devices import HOST, wait_for
-from ..distributed.memory import PHASE, SYNCHRONIZE, phase
-from ..distributed.schedules import IS_AGAIN
-from ..families.empty import empty
-from .job import Action, Run
-from .precision import DTYPES
+from ..config.values import StepRange
+from ..distributed.devices import HOST, synchronize
+from ..distributed.memory import PHASE, SYNCHRONIZE, record_phase
+from ..distributed.schedules import IS_REPEATED_FORWARD
+from ..families.empty import build_empty_model
+from .job import Callback, TrainingRun
+from .precision import MIXED_PRECISION_DTYPES
 
 logger = logging.getLogger(__name__)
 
@@ -42,21 +42,21 @@ META = torch.device("meta")
 class _Callback:
     """Done between steps, before or after all that is done there."""
 
-    is_wanted: Callable[[Run], bool]
-    work: Callable[[Run], None]
+    is_wanted: Callable[[TrainingRun], bool]
+    work: Callable[[TrainingRun], None]
     can_wait: bool = False
 
-    def is_due(self, run: Run) -> bool:
+    def is_due(self, run: TrainingRun) -> bool:
         return self.is_wanted(run)
 
-    def __call__(self, run: Run) -> None:
+    def __call__(self, run: TrainingRun) -> None:
         self.work(run)
 
 
 class StepProfiler:
     """Times and profiles steps on the main rank; what other callbacks do between two steps is no part of either."""
 
-    def __init__(self, steps: Steps, trace: Path):
+    def __init__(self, steps: StepRange, trace: Path):
         self.steps, self.trace = steps, trace
         self.profiled = min(MOST_PROFILED, steps.last - steps.first - 1)
         self.timed = steps.last - steps.first - self.profiled  # one step between the two warms the profiler up
@@ -66,22 +66,22 @@ class StepProfiler:
         self._profile: profile | None = None
         self._step = ExitStack()
 
-    def wrap(self, run: Run) -> list[Action]:
+    def wrap(self, run: TrainingRun) -> list[Callback]:
         """Return the callbacks of the run, between two that end and begin the steps to measure."""
         if run.state.step >= self.boundaries[0] or self.steps.last > run.plan.steps:
             given, first, last = self.steps, run.state.step + 1, run.plan.steps
             logger.warning(
                 "--profile_steps %s: incomplete, because this run goes from step %d to %d", given, first, last
             )
-        others = run.actions
+        others = run.callbacks
 
-        def is_due(run: Run) -> bool:  # the same on all ranks, which read their losses together when anything is due
+        def is_due(run: TrainingRun) -> bool:  # the same on all ranks, which read their losses together when anything is due
             is_inside = self.boundaries[0] < run.state.step < self.steps.last
-            return run.state.step in self.boundaries or (is_inside and any(other.is_due(run) for other in others))
+            return run.state.step in self.boundaries or (is_inside and any(other.should_run(run) for other in others))
 
         return [_Callback(is_due, lambda run: self._step.close()), *others, _Callback(is_due, self._begin_step)]
 
-    def _begin_step(self, run: Run) -> None:
+    def _begin_step(self, run: TrainingRun) -> None:
         if not run.strategy.is_main:
             return
         if self.crossed < len(self.boundaries) and run.state.step == self.boundaries[self.crossed]:
@@ -92,7 +92,7 @@ class StepProfiler:
         elif self.crossed == 1:
             self._step.enter_context(self._timed_steps(run))
 
-    def _switch(self, run: Run) -> None:
+    def _switch(self, run: TrainingRun) -> None:
         """Start, advance or end the profile, as this boundary has it."""
         if self.crossed == 2:
             plan = schedule(wait=0, warmup=1, active=self.profiled, repeat=1)
@@ -105,26 +105,26 @@ class StepProfiler:
                 self._profile = None
 
     @contextmanager
-    def _timed_steps(self, run: Run) -> Iterator[None]:
+    def _timed_steps(self, run: TrainingRun) -> Iterator[None]:
         with self.calls.record(get_denoiser(run)):
-            wait_for(run.strategy.device)
+            synchronize(run.strategy.device)
             started = time.perf_counter()
             yield
-            wait_for(run.strategy.device)
+            synchronize(run.strategy.device)
         self.seconds += time.perf_counter() - started
 
-    def _report(self, run: Run, profile: Any) -> None:
+    def _report(self, run: TrainingRun, profile: Any) -> None:
         events = profile.events()
         phases = {name: seconds / self.profiled for name, seconds in sum_phase_seconds(events).items()}
         collectives = sum(event.time_range.elapsed_us() for event in events if _is_collective(event)) / 1e6
         step, flops = self.seconds / self.timed, self.calls.count_flops(get_denoiser(run)) / self.timed
-        flops /= run.strategy.together
-        peak = measure_peak_flops(run.strategy.device, DTYPES[run.strategy.precision]) if flops else None
+        flops /= run.strategy.model_parallel_size
+        peak = measure_peak_flops(run.strategy.device, MIXED_PRECISION_DTYPES[run.strategy.mixed_precision]) if flops else None
         metrics = {f"profile/{name}_seconds": phases.get(name, 0.0) for name in PHASES}
         metrics |= {"profile/step_seconds": step, "profile/collectives_seconds": collectives / self.profiled}
         metrics |= {"profile/step_teraflop": flops / 1e12} if flops else {}
         metrics |= {"profile/mfu": flops / step / peak} if peak else {}
-        run.teller.noted(run, metrics)
+        run.metric_logger.log_values(run, metrics)
         profiled = f"steps {self.steps.last - self.profiled + 1} to {self.steps.last}"
         logger.info("%s, profiled, where each phase waits for the device:", profiled)
         total = sum(phases.values())
@@ -147,9 +147,9 @@ class StepProfiler:
 @contextmanager
 def _synchronized_step(device: torch.device) -> Iterator[None]:
     """Let phases wait for the device, inside of a span for what is in none of them."""
-    token = SYNCHRONIZE.set(partial(wait_for, device))
+    token = SYNCHRONIZE.set(partial(synchronize, device))
     try:
-        with phase("other"):
+        with record_phase("other"):
             yield
     finally:
         SYNCHRONIZE.reset(token)
@@ -175,9 +175,9 @@ def _is_collective(event: Any) -> bool:
     return str(event.name).startswith(("gloo:", "ncclDev"))
 
 
-def get_denoiser(run: Run) -> nn.Module:
+def get_denoiser(run: TrainingRun) -> nn.Module:
     """Return the denoiser as the pipeline has it, which every engine calls in the end."""
-    model: nn.Module = getattr(run.task.pipe, run.task.family.denoiser)
+    model: nn.Module = getattr(run.task.pipe, run.task.family.denoiser_name)
     return model
 
 
@@ -201,7 +201,7 @@ class DenoiserCalls:
             hook.remove()
 
     def _record(self, denoiser: nn.Module, *inputs: Any) -> None:
-        if not IS_AGAIN.get():
+        if not IS_REPEATED_FORWARD.get():
             shapes = tuple(leaf.shape if isinstance(leaf, Tensor) else None for leaf in tree_leaves(inputs))
             self.counts[shapes] += 1
             if shapes not in self.inputs:
@@ -213,7 +213,7 @@ class DenoiserCalls:
             return 0
         own: Any = denoiser
         cls = next(each for each in type(denoiser).__mro__ if each.__module__.startswith("diffusers."))  # not FSDP's
-        model, total = empty(cls, own.config).requires_grad_(False).to(META), 0
+        model, total = build_empty_model(cls, own.config).requires_grad_(False).to(META), 0
         for shapes, (args, kwargs) in self.inputs.items():
             with FlopCounterMode(display=False) as counter, torch.enable_grad():
                 outputs = model(*args, **kwargs)[0]

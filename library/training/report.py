@@ -13,20 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from .before_after import label, spread
-from .charts import Line, bars, curves
-from .metrics import read_lines
-from .report_figures import Metrics, last, names, series
+from .before_after import format_column_label, select_evenly_spaced
+from .charts import Curve, render_bar_chart, render_line_chart
+from .metrics import read_metrics
+from .report_figures import MetricLines, get_last_value, find_metric_names, select_series
 from .report_style import STYLE
-from .report_validation import validation
+from .report_validation import render_validation
 
 SHOWN_PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "safetensors", "numpy", "pillow")
-LEARNT = "update/kind/"
-PREVIEW_WIDTH, MOST_COLUMNS, MOST_ROWS = 192, 8, 16
+UPDATE_NORM_PREFIX = "update/kind/"
+PREVIEW_WIDTH, MAX_PREVIEW_COLUMNS, MAX_PREVIEW_ROWS = 192, 8, 16
 
 
 @dataclass(frozen=True)
-class Subject:
+class ReportContext:
     """What the page is about, besides the figures."""
 
     name: str
@@ -34,104 +34,104 @@ class Subject:
     plan: str  # the pictures, buckets and steps in words
     settings: Mapping[str, Any]
     started_at: float
-    processes: int
-    precision: str
-    rows: Sequence[tuple[str, Mapping[str, Path]]]  # of each prompt, when previews were drawn and their files
+    num_processes: int
+    mixed_precision: str
+    preview_rows: Sequence[tuple[str, Mapping[str, Path]]]  # of each prompt, when previews were drawn and their files
 
 
-def write_report(subject: Subject, metrics_file: Path, target: Path) -> None:
+def write_report(context: ReportContext, metrics_file: Path, target: Path) -> None:
     """Make the page anew from all figures there are so far."""
-    lines = read_lines(metrics_file)
-    parts = [_head(subject, lines), _curves(lines), validation(lines), _kinds(lines), _learnt(lines),
-             _previews(subject.rows), _data(subject), _environment(subject)]  # fmt: skip
-    page = (f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(subject.name)}</title>'
+    lines = read_metrics(metrics_file)
+    parts = [_render_header(context, lines), _render_curves(lines), render_validation(lines), _render_grouped_losses(lines), _render_update_norms(lines),
+             _render_previews(context.preview_rows), _render_dataset(context), _render_environment(context)]  # fmt: skip
+    page = (f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(context.name)}</title>'
             f"<style>{STYLE}</style></head><body>{''.join(parts)}</body></html>\n")  # fmt: skip
     new = target.with_name(target.name + ".new")
     new.write_text(page, "utf-8")
     new.replace(target)
 
 
-def _head(subject: Subject, lines: Metrics) -> str:
+def _render_header(context: ReportContext, lines: MetricLines) -> str:
     done = lines[-1]["step"] if lines else 0
-    losses = series(lines, "loss/average")
-    began = time.strftime("%Y-%m-%d %H:%M", time.localtime(subject.started_at))
+    losses = select_series(lines, "loss/average")
+    began = time.strftime("%Y-%m-%d %H:%M", time.localtime(context.started_at))
     loss = f", loss {losses[-1][1]:.4f} (mean of the last 100 steps)" if losses else ""
     bad = sum(line.get("loss/current", 0.0) is None for line in lines)
     left_out = f"; {bad} steps left out because their loss was no number" if bad else ""
-    return (f"<h1>{escape(subject.name)}</h1><p class=facts>step {done} of {subject.steps}{loss}; started {began},"
-            f" {subject.processes} process{'es' if subject.processes > 1 else ''}, precision"
-            f" {escape(subject.precision)}{left_out}</p>")  # fmt: skip
+    return (f"<h1>{escape(context.name)}</h1><p class=facts>step {done} of {context.steps}{loss}; started {began},"
+            f" {context.num_processes} process{'es' if context.num_processes > 1 else ''}, precision"
+            f" {escape(context.mixed_precision)}{left_out}</p>")  # fmt: skip
 
 
-def _curves(lines: Metrics) -> str:
-    rates = [Line(name, series(lines, name)) for name in names(lines, "lr/")]
+def _render_curves(lines: MetricLines) -> str:
+    rates = [Curve(name, select_series(lines, name)) for name in find_metric_names(lines, "lr/")]
     charts = {
-        "Loss": curves([Line("mean of 100 steps", series(lines, "loss/average")),
-                        Line("each step", series(lines, "loss/current"), is_faint=True)][::-1]),
-        "Learning rate": curves(rates),
-        "Gradient norm": curves([Line("gradient norm", series(lines, "gradient_norm"))]),
-        "Length of the update": curves([Line("all layers", series(lines, "update/norm"))]),
-        "Samples a second": curves([Line("samples/s", series(lines, "speed/samples_per_second"))]),
-        "Seconds waited for data in a step": curves([Line("seconds", series(lines, "data_wait_seconds"))]),
-        "Peak memory (GB)": curves([Line("GB", series(lines, "memory/peak_gb"))]),
+        "Loss": render_line_chart([Curve("mean of 100 steps", select_series(lines, "loss/average")),
+                        Curve("each step", select_series(lines, "loss/current"), is_faint=True)][::-1]),
+        "Learning rate": render_line_chart(rates),
+        "Gradient norm": render_line_chart([Curve("gradient norm", select_series(lines, "gradient_norm"))]),
+        "Length of the update": render_line_chart([Curve("all layers", select_series(lines, "update/norm"))]),
+        "Samples a second": render_line_chart([Curve("samples/s", select_series(lines, "speed/samples_per_second"))]),
+        "Seconds waited for data in a step": render_line_chart([Curve("seconds", select_series(lines, "data_wait_seconds"))]),
+        "Peak memory (GB)": render_line_chart([Curve("GB", select_series(lines, "memory/peak_gb"))]),
     }  # fmt: skip
     shown = "".join(f"<div><h3>{escape(title)}</h3>{chart}</div>" for title, chart in charts.items() if chart)
     return f"<h2>Curves</h2><div class=charts>{shown or '<p>no step is done yet</p>'}</div>"
 
 
-def _kinds(lines: Metrics) -> str:
+def _render_grouped_losses(lines: MetricLines) -> str:
     """How the loss of each kind of picture changed from the first part of the run to the last."""
     halves = (lines[: (len(lines) + 1) // 2], lines[(len(lines) + 1) // 2 :])
     parts = []
     for prefix, title in (("loss/time/", "Loss by the share of noise"), ("loss/bucket/", "Loss by bucket"),
                           ("loss/dataset/", "Loss by dataset")):  # fmt: skip
-        means = [_means(half, prefix) for half in halves]
-        kinds = sorted({name for mean in means for name in mean}, key=_in_order)
+        means = [_compute_means(half, prefix) for half in halves]
+        kinds = sorted({name for mean in means for name in mean}, key=_get_sort_key)
         if len(kinds) > 1:
             groups = {name: [mean.get(name) for mean in means] for name in kinds}
-            parts.append(f"<div><h3>{title}</h3>{bars(groups, ('first half', 'second half'))}</div>")
+            parts.append(f"<div><h3>{title}</h3>{render_bar_chart(groups, ('first half', 'second half'))}</div>")
     return f"<h2>Losses by kind</h2><div class=charts>{''.join(parts)}</div>" if parts else ""
 
 
-def _learnt(lines: Metrics) -> str:
+def _render_update_norms(lines: MetricLines) -> str:
     """How far each kind of layer moved; known at the end."""
-    kinds = names(lines, LEARNT)
+    kinds = find_metric_names(lines, UPDATE_NORM_PREFIX)
     if not kinds:
         return ""
-    dead, layers = last(lines, "update/dead_layers"), last(lines, "update/layers")
-    rows = "".join(f"<tr><td>{escape(kind.removeprefix(LEARNT))}</td><td>{last(lines, kind):.3g}</td></tr>"
+    dead, layers = get_last_value(lines, "update/dead_layers"), get_last_value(lines, "update/layers")
+    rows = "".join(f"<tr><td>{escape(kind.removeprefix(UPDATE_NORM_PREFIX))}</td><td>{get_last_value(lines, kind):.3g}</td></tr>"
                    for kind in kinds)  # fmt: skip
     return (f"<h2>What was learnt</h2><p class=facts>length of the update by kind of layer; {dead:g} of {layers:g}"
             f" layers learnt nothing</p><table>{rows}</table>")  # fmt: skip
 
 
-def _means(lines: Metrics, prefix: str) -> dict[str, float]:
+def _compute_means(lines: MetricLines, prefix: str) -> dict[str, float]:
     values: defaultdict[str, list[float]] = defaultdict(list)
-    for name in names(lines, prefix):
-        values[name.removeprefix(prefix)] += [value for _, value in series(lines, name)]
+    for name in find_metric_names(lines, prefix):
+        values[name.removeprefix(prefix)] += [value for _, value in select_series(lines, name)]
     return {name: sum(found) / len(found) for name, found in values.items() if found}
 
 
-def _in_order(name: str) -> tuple[float, str]:
+def _get_sort_key(name: str) -> tuple[float, str]:
     """Sizes by their area, shares by their start, and whatever has no number by name."""
     numbers = [float(part) for part in name.replace("-", "x").split("x") if part.replace(".", "", 1).isdigit()]
     return (numbers[0] * (numbers[1] if "x" in name else 1.0) if numbers else 0.0, name)
 
 
-def _previews(rows: Sequence[tuple[str, Mapping[str, Path]]]) -> str:
+def _render_previews(rows: Sequence[tuple[str, Mapping[str, Path]]]) -> str:
     times: list[str] = max((list(row) for _, row in rows), key=len, default=[])
     if not times:
         return ""
-    times = spread(times, MOST_COLUMNS)
-    head = "".join(f"<th>{escape(label(when))}</th>" for when in times)
+    times = select_evenly_spaced(times, MAX_PREVIEW_COLUMNS)
+    head = "".join(f"<th>{escape(format_column_label(when))}</th>" for when in times)
     body = ""
-    for prompt, row in rows[:MOST_ROWS]:
-        cells = "".join(f"<td>{_picture(row[when]) if when in row else ''}</td>" for when in times)
+    for prompt, row in rows[:MAX_PREVIEW_ROWS]:
+        cells = "".join(f"<td>{_render_image(row[when]) if when in row else ''}</td>" for when in times)
         body += f"<tr><td>{escape(prompt)}</td>{cells}</tr>"
     return f"<h2>Previews</h2><div class=previews><table><tr><th></th>{head}</tr>{body}</table></div>"
 
 
-def _picture(path: Path) -> str:
+def _render_image(path: Path) -> str:
     from PIL import Image
 
     try:
@@ -146,13 +146,13 @@ def _picture(path: Path) -> str:
     return f'<img width="{min(PREVIEW_WIDTH, picture.width * 2)}" src="data:image/jpeg;base64,{text}" alt="">'
 
 
-def _data(subject: Subject) -> str:
-    return f"<h2>Pictures and steps</h2><pre>{escape(subject.plan)}</pre>"
+def _render_dataset(context: ReportContext) -> str:
+    return f"<h2>Pictures and steps</h2><pre>{escape(context.plan)}</pre>"
 
 
-def _environment(subject: Subject) -> str:
+def _render_environment(context: ReportContext) -> str:
     settings = "".join(f"<tr><td>{escape(name)}</td><td>{escape(str(value))}</td></tr>"
-                       for name, value in subject.settings.items())  # fmt: skip
+                       for name, value in context.settings.items())  # fmt: skip
     found = {"lorikeet": __version__, "Python": platform.python_version(), "system": platform.platform(terse=True)}
     for package in SHOWN_PACKAGES:
         try:

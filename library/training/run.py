@@ -8,240 +8,240 @@ from pathlib import Path
 
 from ..config import RunConfig
 from ..config.schema import PreviewConfig
-from ..data.prepare import Prepared
-from ..data.prompts import Prompt, read_prompts
-from ..distributed.choice import strategy_of
+from ..data.prepare import PreparedData
+from ..data.prompts import Prompt, load_prompts
+from ..distributed.choice import build_strategy
 from ..distributed.launcher_settings import find_overridden_settings
-from ..distributed.signals import Signals
-from ..distributed.strategy import DataParallel
-from ..durable import why_not_writable
+from ..distributed.signals import StopSignals
+from ..distributed.strategy import Strategy
+from ..durable import find_write_error
 from ..errors import ConfigError, UserError
 from ..families import FAMILIES
-from ..families.attention import attention_misfit
+from ..families.attention import validate_attention_mode
 from ..families.base import Family
-from ..families.detect import Detected, detect
-from ..families.drawable import undrawable
-from ..families.identity import glance, glance_at
-from ..log import Progress
+from ..families.detect import DetectedModel, detect_model
+from ..families.drawable import validate_prompts
+from ..families.identity import compute_quick_model_fingerprint, compute_quick_file_fingerprint
+from ..log import ProgressBar
 from ..optim import optimizers, schedules
-from ..optim.elementwise import whole_tensor_problems
+from ..optim.elementwise import validate_elementwise_optimizer
 from . import before_after, state_folder
-from .assembly import assemble, load
-from .bad_samples import NoMore
-from .caching import Kept, keep_latents, keep_texts
-from .ending import Ending
-from .export import Export
-from .going_on import GoingOn
-from .job import Ended, Run
-from .keep_state import KeepState
-from .learnt import Learnt
+from .assembly import build_run, load_training_pipeline
+from .bad_samples import TooManyFailures
+from .caching import CacheReaders, cache_latents, cache_text_encoder_outputs
+from .ending import FailureHandler
+from .export import SaveAdapter
+from .going_on import Resume
+from .job import StopRequested, TrainingRun
+from .keep_state import SaveCheckpoint
+from .learnt import UpdateNorms
 from .loop import train
 from .metrics import MetricsFile
-from .outline import outline
+from .outline import format_plan
 from .output_lock import hold_output_lock
-from .parallel_fit import refuse_misfits
-from .pictures import same_pictures
+from .parallel_fit import check_model_parallel
+from .pictures import prepare_dataset
 from .plan import RunPlan
 from .preview import Preview
-from .reporting import Report
-from .resting import rehearse_resting
-from .same_weights import Diverged, SameWeights
-from .starting import merge_bases, read_starts
-from .track import Track, start_trackers
-from .trained import rehearse
+from .reporting import SaveReport
+from .resting import check_quantize_offload
+from .same_weights import WeightsDiverged, WeightSyncCheck
+from .starting import merge_base_weights, read_initial_weights
+from .track import TrainingLogger, start_trackers
+from .trained import check_adapter_targets
 from .validation import Validation
 
 logger = logging.getLogger(__name__)
 
 
-def run(config: RunConfig, locations: Mapping[str, str] | None = None) -> None:
+def run_training(config: RunConfig, locations: Mapping[str, str] | None = None) -> None:
     """Train from beginning to end; ``locations`` says where each option was written."""
     started_at = time.time()
-    optimizers.rehearse(config.optim)
-    schedules.rehearse(config.optim)
-    strategy = strategy_of(config)
+    optimizers.validate_optimizer(config.optim)
+    schedules.validate_lr_schedule(config.optim)
+    strategy = build_strategy(config)
     folder, name = Path(config.save.output_dir), config.save.output_name
-    with strategy.until_left():
-        divider = strategy.divides_optimizer
-        if divider and (problems := whole_tensor_problems(config.optim, divider)):
+    with strategy.process_group_scope():
+        divider = strategy.optimizer_sharding_engine
+        if divider and (problems := validate_elementwise_optimizer(config.optim, divider)):
             raise ConfigError(problems)
         with ExitStack() as held:
-            strategy.on_main(lambda: _make_ready(config, folder, name, held))
-            ending = Ending(strategy, config)
+            strategy.run_on_main(lambda: _prepare_output_dir(config, folder, name, held))
+            ending = FailureHandler(strategy, config)
             try:
-                _run(config, locations or {}, strategy, started_at, ending)
+                _prepare_and_train(config, locations or {}, strategy, started_at, ending)
             except Exception as error:
-                if (end := ending.of(error)) is error:
+                if (end := ending.build_final_error(error)) is error:
                     raise
                 raise end from error
 
 
-def _run(
-    config: RunConfig, locations: Mapping[str, str], strategy: DataParallel, started_at: float, ending: Ending
+def _prepare_and_train(
+    config: RunConfig, locations: Mapping[str, str], strategy: Strategy, started_at: float, failure_handler: FailureHandler
 ) -> None:
     for line in find_overridden_settings(config, locations):
         logger.warning("%s", line)
-    detected = detect(config.model)
+    detected = detect_model(config.model)
     logger.info("model family %s: %s", detected.family, detected.reason)
-    if problem := attention_misfit(config.distributed.attn_mode, detected):
+    if problem := validate_attention_mode(config.distributed.attn_mode, detected):
         raise ConfigError([f"--attn_mode: {problem}"])
     family: Family = FAMILIES.get(detected.family)(config.model)
-    rehearse(config, family, detected)
-    refuse_misfits(config, family, detected)
-    rehearse_resting(config, strategy, family, detected)
-    starts = read_starts(config, family, detected)
-    prompts = _prompts(config.preview, detected)
-    strategy.agree(_seen_at_a_glance(config, detected, prompts))
-    prepared = same_pictures(config, strategy, detected.pixel_step)
-    plan = RunPlan.of(prepared.batch_plan(strategy.data_size, config.train), config.train, config.optim)
-    strategy.agree({"steps": plan.steps, "batch sizes": sorted({bucket.batch_size for bucket in plan.batches.buckets})})
-    strategy.refuse_other_batches({bucket.batch_size for bucket in plan.batches.buckets}, plan.batches.accumulation)
-    for line in outline(prepared, plan, strategy.data_size).splitlines():
+    check_adapter_targets(config, family, detected)
+    check_model_parallel(config, family, detected)
+    check_quantize_offload(config, strategy, family, detected)
+    starts = read_initial_weights(config, family, detected)
+    prompts = _read_prompts(config.preview, detected)
+    strategy.assert_equal_across_ranks(_compute_input_fingerprints(config, detected, prompts))
+    prepared = prepare_dataset(config, strategy, detected.size_multiple)
+    plan = RunPlan.from_config(prepared.build_batch_plan(strategy.data_parallel_size, config.train), config.train, config.optim)
+    strategy.assert_equal_across_ranks({"steps": plan.steps, "batch sizes": sorted({bucket.batch_size for bucket in plan.batch_plan.buckets})})
+    strategy.check_batch_sizes({bucket.batch_size for bucket in plan.batch_plan.buckets}, plan.batch_plan.accumulation_steps)
+    for line in format_plan(prepared, plan, strategy.data_parallel_size).splitlines():
         logger.info("%s", line)
-    schedules.make_schedule(config.optim, plan.steps)  # some are made for so many steps and no more
-    going_on = GoingOn(config, strategy, detected, prepared, plan, started_at)
+    schedules.build_lr_schedule(config.optim, plan.steps)  # some are made for so many steps and no more
+    going_on = Resume(config, strategy, detected, prepared, plan, started_at)
     if going_on.is_complete(plan):
         return
 
     pictures = len(prepared.manifest.samples)
-    prepared, latents = keep_latents(config, strategy, family, detected, prepared)
+    prepared, latents = cache_latents(config, strategy, family, detected, prepared)
     if len(prepared.manifest.samples) < pictures:
-        plan = RunPlan.of(prepared.batch_plan(strategy.data_size, config.train), config.train, config.optim)
-    texts = keep_texts(config, strategy, family, detected, prepared, plan, prompts)
-    pipe = load(config, strategy, family, detected, Kept(latents, texts), prompts)
-    merge_bases(pipe, starts)
-    job, adapter = assemble(config, strategy, family, pipe, prepared, plan, Kept(latents, texts), starts)
-    strategy.tell_exchange(sum(parameter.nbytes for parameter in job.parameters))
-    preview = _preview(config, prompts)
-    export = Export(adapter, prepared, strategy.data_size, going_on.started_at)
-    strategy.on_main(lambda: export.rehearse(job))
+        plan = RunPlan.from_config(prepared.build_batch_plan(strategy.data_parallel_size, config.train), config.train, config.optim)
+    texts = cache_text_encoder_outputs(config, strategy, family, detected, prepared, plan, prompts)
+    pipe = load_training_pipeline(config, strategy, family, detected, CacheReaders(latents, texts), prompts)
+    merge_base_weights(pipe, starts)
+    job, adapter = build_run(config, strategy, family, pipe, prepared, plan, CacheReaders(latents, texts), starts)
+    strategy.log_all_reduce_time(sum(parameter.nbytes for parameter in job.parameters))
+    preview = _build_preview(config, prompts)
+    export = SaveAdapter(adapter, prepared, strategy.data_parallel_size, going_on.started_at)
+    strategy.run_on_main(lambda: export.prepare(job))
     going_on.restore(job)
-    validation = _validation(config, prepared, Kept(latents, texts))
-    told = outline(prepared, plan, strategy.data_size)
-    _train(job, ending, export, going_on, [*validation, preview], told, [prompt.text for prompt in prompts])
+    validation = _build_validation(config, prepared, CacheReaders(latents, texts))
+    told = format_plan(prepared, plan, strategy.data_parallel_size)
+    _train_and_save(job, failure_handler, export, going_on, [*validation, preview], told, [prompt.text for prompt in prompts])
 
 
-def _seen_at_a_glance(config: RunConfig, detected: Detected, prompts: Sequence[Prompt]) -> dict[str, str]:
+def _compute_input_fingerprints(config: RunConfig, detected: DetectedModel, prompts: Sequence[Prompt]) -> dict[str, str]:
     """What files hold that may lie elsewhere on each machine; pictures take longer and come after."""
     adapter = config.adapter
     return {
-        "model": glance(detected),
-        "network_weights": glance_at([adapter.network_weights] if adapter.network_weights else []),
-        "base_weights": glance_at(adapter.base_weights),
+        "model": compute_quick_model_fingerprint(detected),
+        "network_weights": compute_quick_file_fingerprint([adapter.network_weights] if adapter.network_weights else []),
+        "base_weights": compute_quick_file_fingerprint(adapter.base_weights),
         "prompts": str(prompts),
     }
 
 
-def _train(job: Run, ending: Ending, export: Export, going_on: GoingOn, looks: Sequence[Validation | Preview],
-           told: str, prompts: Sequence[str]) -> None:  # fmt: skip
+def _train_and_save(run: TrainingRun, failure_handler: FailureHandler, save_adapter: SaveAdapter, resume: Resume, evaluation_callbacks: Sequence[Validation | Preview],
+           plan_text: str, prompts: Sequence[str]) -> None:  # fmt: skip
     """From the first step to the last, with all that is done between steps, and what is told in the end."""
-    config, strategy, folder = job.config, job.strategy, Path(job.config.save.output_dir)
+    config, strategy, folder = run.config, run.strategy, Path(run.config.save.output_dir)
     metrics = folder / f"{config.save.output_name}.metrics.jsonl"
-    keeper = KeepState(config.state, export, folder, going_on.facts)
-    report, learnt = Report(export, told, prompts, metrics, going_on.started_at), Learnt()
-    guard = SameWeights(config.distributed.check_sync_every_n_steps, [export, keeper])
+    keeper = SaveCheckpoint(config.state, save_adapter, folder, resume.metadata)
+    report, learnt = SaveReport(save_adapter, plan_text, prompts, metrics, resume.started_at), UpdateNorms()
+    guard = WeightSyncCheck(config.distributed.check_sync_every_n_steps, [save_adapter, keeper])
     start_trackers(config, strategy)
     wanted = strategy.is_main
-    with Signals() as signals, Progress(job.plan.steps, job.state.step, "training", wanted=wanted) as progress:
-        file = MetricsFile(metrics, job.state.step) if wanted else None
-        job.teller = Track(progress, file, job.state.samples)
-        job.actions = [guard, *looks, learnt, export, report, keeper]
+    with StopSignals() as signals, ProgressBar(run.plan.steps, run.state.step, "training", enabled=wanted) as progress:
+        file = MetricsFile(metrics, run.state.step) if wanted else None
+        run.metric_logger = TrainingLogger(progress, file, run.state.samples)
+        run.callbacks = [guard, *evaluation_callbacks, learnt, save_adapter, report, keeper]
         if (profiled := config.train.profile_steps) is not None:
             from .profiler import StepProfiler
 
-            job.actions = StepProfiler(profiled, folder / f"{config.save.output_name}.trace.json.gz").wrap(job)
-        strategy.is_asked = lambda: signals.asked is not None
-        for look in looks:
-            look.begin(job)
-        guard.begin(job)
-        going_on.pay(job)
+            run.callbacks = StepProfiler(profiled, folder / f"{config.save.output_name}.trace.json.gz").wrap(run)
+        strategy.is_stop_requested = lambda: signals.received is not None
+        for look in evaluation_callbacks:
+            look.on_train_begin(run)
+        guard.on_train_begin(run)
+        resume.run_pending_callbacks(run)
         try:
-            _train_on(job, guard)
-        except Diverged:
-            signals.ignore()
+            _train_and_check_sync(run, guard)
+        except WeightsDiverged:
+            signals.ignore_sigterm()
             raise
-        except NoMore:
-            _keep(export, job)
+        except TooManyFailures:
+            _save_partial_adapter(save_adapter, run)
             raise
-        except Ended as end:
-            raise going_on.stop(job, keeper, end.owed, signals) from None
+        except StopRequested as end:
+            raise resume.save_and_exit(run, keeper, end.pending, signals) from None
         except Exception as error:
-            signals.ignore()
-            raise ending.of(error, job, keeper) from error
-    keeper.finish(job)
-    job.bad_samples.tell_all()
-    strategy.finish()
-    sheet = _sheet(config, prompts, going_on.started_at) if strategy.is_main else None
+            signals.ignore_sigterm()
+            raise failure_handler.build_final_error(error, run, keeper) from error
+    keeper.wait_until_written(run)
+    run.bad_samples.log_summary()
+    strategy.end_training()
+    sheet = _write_preview_grid(config, prompts, resume.started_at) if strategy.is_main else None
     previews = folder / "sample"
-    _say_where(export.written, previews if previews.is_dir() else None, sheet, report.path)
-    learnt.refuse_nothing(job)
+    _log_output_paths(save_adapter.saved_paths, previews if previews.is_dir() else None, sheet, report.path)
+    learnt.fail_if_zero(run)
 
 
-def _train_on(job: Run, guard: SameWeights) -> None:
+def _train_and_check_sync(run: TrainingRun, sync_check: WeightSyncCheck) -> None:
     """To the last step, or to where the run is asked to end; what is saved there is the same everywhere."""
     try:
-        train(job)
-    except Ended:
-        guard.begin(job)
+        train(run)
+    except StopRequested:
+        sync_check.on_train_begin(run)
         raise
 
 
-def _keep(export: Export, job: Run) -> None:
+def _save_partial_adapter(save_adapter: SaveAdapter, run: TrainingRun) -> None:
     """What was learnt until a run could not go on; why it could not is what the user has to read."""
-    if not job.state.has_learnt:
+    if not run.state.has_trained:
         return
     try:
-        export.save(job, f"{job.config.save.output_name}-step{job.state.step:08d}.safetensors")
+        save_adapter.save(run, f"{run.config.save.output_name}-step{run.state.step:08d}.safetensors")
     except UserError as error:
         logger.warning("what was learnt so far is not saved: %s", error)
 
 
-def _prompts(preview: PreviewConfig, detected: Detected) -> list[Prompt]:
+def _read_prompts(preview: PreviewConfig, detected: DetectedModel) -> list[Prompt]:
     """The prompts of previews, all of which this model can draw."""
-    prompts = read_prompts(Path(preview.sample_prompts)) if preview.sample_prompts else []
-    if problems := undrawable(prompts, preview.sample_sampler, detected):
+    prompts = load_prompts(Path(preview.sample_prompts)) if preview.sample_prompts else []
+    if problems := validate_prompts(prompts, preview.sample_sampler, detected):
         raise ConfigError(problems)
     return prompts
 
 
-def _make_ready(config: RunConfig, folder: Path, name: str, held: ExitStack) -> None:
+def _prepare_output_dir(config: RunConfig, output_dir: Path, name: str, held: ExitStack) -> None:
     """That files can be written, and by this run alone, is known before training, not after it."""
     named = config.distributed.compile_cache_dir
-    places = {"output_dir": folder} | ({"compile_cache_dir": Path(named).expanduser()} if named is not None else {})
+    places = {"output_dir": output_dir} | ({"compile_cache_dir": Path(named).expanduser()} if named is not None else {})
     if problems := [f"--{option}: {place} cannot be written to: {why}"
-                    for option, place in places.items() if (why := why_not_writable(place))]:  # fmt: skip
+                    for option, place in places.items() if (why := find_write_error(place))]:  # fmt: skip
         raise ConfigError(problems)
-    held.enter_context(hold_output_lock(folder, name))
-    state_folder.remove_leftovers(folder, name)
+    held.enter_context(hold_output_lock(output_dir, name))
+    state_folder.remove_leftover_files(output_dir, name)
 
 
-def _preview(config: RunConfig, prompts: Sequence[Prompt]) -> Preview:
+def _build_preview(config: RunConfig, prompts: Sequence[Prompt]) -> Preview:
     settings: PreviewConfig = config.preview
     return Preview(settings, prompts, Path(config.save.output_dir) / "sample", config.save.output_name)
 
 
-def _validation(config: RunConfig, prepared: Prepared, kept: Kept) -> list[Validation]:
+def _build_validation(config: RunConfig, prepared: PreparedData, cache_readers: CacheReaders) -> list[Validation]:
     """One, where pictures are kept for it."""
-    found = prepared.held_out_batches(config.validate.max_validation_steps, kept.latents, kept.texts)
+    found = prepared.build_validation_reader(config.validate.max_validation_steps, cache_readers.latent_reader, cache_readers.text_reader)
     return [] if found is None else [Validation(config.validate, *found)]
 
 
-def _sheet(config: RunConfig, prompts: Sequence[str], started_at: float) -> Path | None:
+def _write_preview_grid(config: RunConfig, prompts: Sequence[str], started_at: float) -> Path | None:
     """All previews of the run side by side; that they cannot be drawn does not spoil the run."""
     folder, name = Path(config.save.output_dir), config.save.output_name
     path = folder / f"{name}.before_after.png"
     try:
-        return before_after.write(folder / "sample", name, prompts, started_at, path)
+        return before_after.write_preview_grid(folder / "sample", name, prompts, started_at, path)
     except OSError as error:
         logger.warning("%s could not be written: %s", path, error)
         return None
 
 
-def _say_where(files: Sequence[Path], previews: Path | None, sheet: Path | None, report: Path) -> None:
+def _log_output_paths(files: Sequence[Path], previews: Path | None, preview_grid: Path | None, report: Path) -> None:
     """The last lines: what to open."""
     logger.info("LoRA file: %s", files[-1])
     if previews is not None:
         logger.info("pictures: %s", previews)
-    if sheet is not None:
-        logger.info("before and after, side by side: %s", sheet)
+    if preview_grid is not None:
+        logger.info("before and after, side by side: %s", preview_grid)
     logger.info("all about this run: %s", report)

@@ -7,82 +7,82 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..adapters.keys import clean
+from ..adapters.keys import clean_parameter_name
 from ..errors import UserError
-from ..optim.optimizers import remember
-from .job import BadStep, Run, State
-from .packing import packed, unpacked
+from ..optim.optimizers import load_optimizer_state
+from .job import SkippedStep, TrainingRun, TrainState
+from .packing import flatten_state, unflatten_state
 
 logger = logging.getLogger(__name__)
 
 
-def tree_of(run: Run) -> dict[str, Any]:
+def capture_state(run: TrainingRun) -> dict[str, Any]:
     """Everything on the device that the next step depends on, and the program's own small words beside it."""
-    names = _names(run)
-    values = dict(zip(names.values(), run.average.values, strict=True)) if run.average is not None else {}
+    names = _name_parameters(run)
+    values = dict(zip(names.values(), run.ema.shadow_params, strict=True)) if run.ema is not None else {}
     scaler = run.strategy.accelerator.scaler
     return {
         "adapter": {name: parameter.detach() for parameter, name in names.items()},
         "average": values,
-        "optimizer": _by_name(run, names),
+        "optimizer": _export_optimizer_state(run, names),
         "scaler": scaler.state_dict() if scaler is not None else {},
     }
 
 
-def facts_of_run(run: Run) -> dict[str, Any]:
+def collect_state_metadata(run: TrainingRun) -> dict[str, Any]:
     """What else the next step depends on."""
-    bad = [[item.step, str(item.loss), str(item.gradient_norm)] for item in run.watch.bad]
+    bad = [[item.step, str(item.loss), str(item.grad_norm)] for item in run.nan_guard.skipped_steps]
     return {
         "step": run.state.step,
         "samples": run.state.samples,
-        "has_learnt": run.state.has_learnt,
+        "has_learnt": run.state.has_trained,
         "bad_steps": bad,
-        "bad_pictures": run.bad_samples.found,
-        "optimizer_defaults": packed(_plain(run.optimizer.defaults), "", {}),
+        "bad_pictures": run.bad_samples.problems,
+        "optimizer_defaults": flatten_state(_select_plain_values(run.optimizer.defaults), "", {}),
     }
 
 
-def kept(tree: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
+def serialize_state(state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
     """A tree as JSON and tensors."""
     tensors: dict[str, Tensor] = {}
     try:
-        return {name: packed(part, name, tensors) for name, part in tree.items()}, tensors
+        return {name: flatten_state(part, name, tensors) for name, part in state.items()}, tensors
     except TypeError as error:
         raise UserError(f"--save_state: the state of this optimizer cannot be kept: {error}") from None
 
 
-def put_back(run: Run, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def restore_state(run: TrainingRun, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Make ``run`` what it was when the state was saved."""
-    tree = {name: unpacked(part, tensors) for name, part in facts["tree"].items()}
-    names = _names(run)
-    _check_fits(names, tree["adapter"])
+    tree = {name: unflatten_state(part, tensors) for name, part in metadata["tree"].items()}
+    names = _name_parameters(run)
+    _check_shapes(names, tree["adapter"])
     with torch.no_grad():
         for parameter, name in names.items():
             parameter.copy_(tree["adapter"][name])
-        run.strategy.adapter_was_written()
-        if run.average is not None:  # one that nobody asked for before begins where the state ends
-            for mine, name in zip(run.average.values, names.values(), strict=True):
+        run.strategy.sync_optimizer_copies()
+        if run.ema is not None:  # one that nobody asked for before begins where the state ends
+            for mine, name in zip(run.ema.shadow_params, names.values(), strict=True):
                 mine.copy_((tree["average"] or tree["adapter"])[name])
-    if facts["settings"]["optimizer_type"] == run.config.optim.optimizer_type:
-        _restore_optimizer(run, names, tree["optimizer"], unpacked(facts["optimizer_defaults"], {}))
+    if metadata["settings"]["optimizer_type"] == run.config.optim.optimizer_type:
+        _restore_optimizer(run, names, tree["optimizer"], unflatten_state(metadata["optimizer_defaults"], {}))
     else:
         logger.warning("another optimizer: it begins without memory of the steps before")
     if run.strategy.accelerator.scaler is not None and tree["scaler"]:
         run.strategy.accelerator.scaler.load_state_dict(tree["scaler"])
-    run.state = State(facts["step"], facts["samples"], facts["has_learnt"])
-    run.watch.bad = [BadStep(step, float(loss), float(norm)) for step, loss, norm in facts["bad_steps"]]
-    run.bad_samples.found = dict(facts["bad_pictures"])
+    run.state = TrainState(metadata["step"], metadata["samples"], metadata["has_learnt"])
+    run.nan_guard.skipped_steps = [SkippedStep(step, float(loss), float(norm)) for step, loss, norm in metadata["bad_steps"]]
+    run.bad_samples.problems = dict(metadata["bad_pictures"])
 
 
-def _names(run: Run) -> dict[nn.Parameter, str]:
+def _name_parameters(run: TrainingRun) -> dict[nn.Parameter, str]:
     """What learns, each once, by the first name that it has in the model."""
     found: dict[nn.Parameter, str] = {}
-    for name, parameter in run.strategy.unwrapped(run.adapter).named_parameters():
-        found.setdefault(parameter, clean(name))
+    for name, parameter in run.strategy.unwrap_model(run.model).named_parameters():
+        found.setdefault(parameter, clean_parameter_name(name))
     return {parameter: found[parameter] for parameter in run.parameters}
 
 
-def _check_fits(names: Mapping[nn.Parameter, str], saved: Mapping[str, Tensor]) -> None:
+def _check_shapes(names: Mapping[nn.Parameter, str], saved: Mapping[str, Tensor]) -> None:
     own = {name: tuple(parameter.shape) for parameter, name in names.items()}
     theirs = {name: tuple(tensor.shape) for name, tensor in saved.items()}
     if own != theirs:
@@ -93,28 +93,28 @@ def _check_fits(names: Mapping[nn.Parameter, str], saved: Mapping[str, Tensor]) 
                         f" {own.get(different[0], 'none')} now")  # fmt: skip
 
 
-def _by_name(run: Run, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
+def _export_optimizer_state(run: TrainingRun, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
     """An optimizer knows parameters by numbers, which are another model's as soon as anything is added."""
     told = dict(run.optimizer.state_dict())
-    numbers = _numbers(run, names, told["param_groups"])
+    numbers = _map_parameter_names(run, names, told["param_groups"])
     state = {numbers[number]: value for number, value in told.pop("state").items()}
     groups = [{**group, "params": [numbers[number] for number in group["params"]]} for group in told["param_groups"]]
     return {**told, "state": state, "param_groups": groups}
 
 
-def _numbers(run: Run, names: Mapping[nn.Parameter, str], groups: Any) -> dict[int, str]:
+def _map_parameter_names(run: TrainingRun, names: Mapping[nn.Parameter, str], groups: Any) -> dict[int, str]:
     return {number: names[parameter]
             for mine, theirs in zip(run.optimizer.param_groups, groups, strict=True)
             for parameter, number in zip(mine["params"], theirs["params"], strict=True)}  # fmt: skip
 
 
-def _restore_optimizer(run: Run, names: Mapping[nn.Parameter, str], saved: dict[str, Any],
+def _restore_optimizer(run: TrainingRun, names: Mapping[nn.Parameter, str], saved: dict[str, Any],
                        defaults: Mapping[str, Any]) -> None:  # fmt: skip
     """Its memory is that of the state; settings that were changed since are those of now."""
     own = run.optimizer.state_dict()
-    number_names = _numbers(run, names, own["param_groups"])
+    number_names = _map_parameter_names(run, names, own["param_groups"])
     numbers = {name: number for number, name in number_names.items()}
-    changed = {key for key, value in _plain(run.optimizer.defaults).items() if defaults.get(key, value) != value}
+    changed = {key for key, value in _select_plain_values(run.optimizer.defaults).items() if defaults.get(key, value) != value}
     before = {frozenset(group["params"]): group for group in saved["param_groups"]}
     groups = []
     for mine in own["param_groups"]:
@@ -123,10 +123,10 @@ def _restore_optimizer(run: Run, names: Mapping[nn.Parameter, str], saved: dict[
         groups.append({**mine, **{key: value for key, value in theirs.items() if key not in changed},
                        "params": mine["params"]})  # fmt: skip
     state = {numbers[name]: value for name, value in saved["state"].items()}
-    remember(run.optimizer, {**saved, "state": state, "param_groups": groups})
+    load_optimizer_state(run.optimizer, {**saved, "state": state, "param_groups": groups})
 
 
-def _plain(defaults: Mapping[str, Any]) -> dict[str, Any]:
+def _select_plain_values(defaults: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of an optimizer that are numbers, words and the like."""
     return {key: value for key, value in defaults.items()
             if value is None or isinstance(value, (bool, int, float, str, tuple, list))}  # fmt: skip

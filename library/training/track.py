@@ -10,139 +10,139 @@ from typing import Any
 
 from torch import nn
 
-from ..adapters.update_norms import adapted_layers, norms_of
+from ..adapters.update_norms import find_adapter_layers, compute_layer_update_norms
 from ..config import RunConfig
-from ..config.options import flat, options_of
-from ..config.toml_lines import read_toml
-from ..distributed.devices import peak_memory
-from ..distributed.strategy import DataParallel
-from ..log import Progress
-from .job import Figures, Run
-from .learnt import together
+from ..config.options import flatten_config, iter_options
+from ..config.toml_lines import read_toml_with_lines
+from ..distributed.devices import get_peak_memory
+from ..distributed.strategy import Strategy
+from ..log import ProgressBar
+from .job import StepMetrics, TrainingRun
+from .learnt import combine_norms
 from .metrics import MetricsFile
-from .shares import losses_by_kind
+from .shares import compute_grouped_losses
 
 logger = logging.getLogger(__name__)
 
 
-class Track:
+class TrainingLogger:
     """Shows each step when it is sent on its way, and tells its figures when they are known."""
 
-    def __init__(self, progress: Progress, file: MetricsFile | None, samples: int = 0):
-        self.progress, self.file, self.tracker_works = progress, file, True
-        self.recent: deque[float] = deque(file.losses if file is not None else (), maxlen=100)
-        self.shown: dict[str, str] = {}
-        self.layers: dict[str, nn.Module] = {}
-        self.told_at, self.samples_then = time.monotonic(), samples
+    def __init__(self, progress: ProgressBar, metrics_file: MetricsFile | None, samples: int = 0):
+        self.progress, self.metrics_file, self.has_working_tracker = progress, metrics_file, True
+        self.recent_losses: deque[float] = deque(metrics_file.previous_losses if metrics_file is not None else (), maxlen=100)
+        self.progress_fields: dict[str, str] = {}
+        self.adapted_layers: dict[str, nn.Module] = {}
+        self.last_logged_at, self.last_logged_samples = time.monotonic(), samples
 
-    def stepped(self, run: Run) -> None:
+    def advance_progress(self, run: TrainingRun) -> None:
         """The bar goes on, or back where steps were taken back."""
-        self.progress.advance(self.shown, run.state.step - self.progress.done)
+        self.progress.update(self.progress_fields, run.state.step - self.progress.completed)
 
-    def told(self, run: Run, figures: Sequence[Figures]) -> None:
+    def log_steps(self, run: TrainingRun, metrics: Sequence[StepMetrics]) -> None:
         """Tell the figures of these steps; every process has to call this."""
-        self.layers = self.layers or adapted_layers(run.strategy.unwrapped(run.adapter))
-        length = together(norms_of(self.layers).values())
-        slowest = run.strategy.slowest()
-        read = {**losses_by_kind(run, figures), **self._pace(run, figures), "update/norm": length}
+        self.adapted_layers = self.adapted_layers or find_adapter_layers(run.strategy.unwrap_model(run.model))
+        length = combine_norms(compute_layer_update_norms(self.adapted_layers).values())
+        slowest = run.strategy.find_straggler()
+        read = {**compute_grouped_losses(run, metrics), **self._measure_throughput(run, metrics), "update/norm": length}
         if slowest is not None:
-            read |= {"speed/slowest_rank": slowest.rank, "speed/lost_to_slowest": slowest.share}
-        for item in figures:
-            values = self._of_step(run, item)
-            if item is figures[-1]:
+            read |= {"speed/slowest_rank": slowest.rank, "speed/lost_to_slowest": slowest.lost_fraction}
+        for item in metrics:
+            values = self._build_step_values(run, item)
+            if item is metrics[-1]:
                 values |= read
-            self._hand_on(run, values, item.step + 1)
-        self.shown = self._beside_the_bar(figures[-1], read)
+            self._write_values(run, values, item.step + 1)
+        self.progress_fields = self._format_progress_fields(metrics[-1], read)
         if slowest is not None:
-            host = run.strategy.hosts[slowest.rank]
-            self.shown["slowest"] = f"rank {slowest.rank} on {host} ({slowest.share:.0%} of the time lost)"
+            host = run.strategy.hostnames[slowest.rank]
+            self.progress_fields["slowest"] = f"rank {slowest.rank} on {host} ({slowest.lost_fraction:.0%} of the time lost)"
 
-    def noted(self, run: Run, values: Mapping[str, float]) -> None:
+    def log_values(self, run: TrainingRun, values: Mapping[str, float]) -> None:
         """Figures that are not of each step; what has no end is left out."""
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
-        self._hand_on(run, finite, run.state.step)
+        self._write_values(run, finite, run.state.step)
 
-    def _hand_on(self, run: Run, values: dict[str, Any], step: int) -> None:
-        if self.file is not None:
-            self.file.add(step, values)
-        self._company(lambda: run.strategy.log(values, step))
+    def _write_values(self, run: TrainingRun, values: dict[str, Any], step: int) -> None:
+        if self.metrics_file is not None:
+            self.metrics_file.write_step(step, values)
+        self._call_tracker(lambda: run.strategy.log_metrics(values, step))
 
-    def _of_step(self, run: Run, item: Figures) -> dict[str, Any]:
-        loss = float(item.loss)
+    def _build_step_values(self, run: TrainingRun, metrics: StepMetrics) -> dict[str, Any]:
+        loss = float(metrics.loss)
         if math.isfinite(loss):  # what was left out is in no mean
-            self.recent.append(loss)
+            self.recent_losses.append(loss)
         return {
             "loss/current": loss,
-            "loss/average": self._average(),
-            **{f"lr/{name}": float(rate) for name, rate in item.learning_rates.items()},
-            "gradient_norm": float(item.gradient_norm),
-            "epoch": run.plan.batches.epoch_of(item.step) + 1,
-            "data_wait_seconds": item.waited,
+            "loss/average": self._compute_average_loss(),
+            **{f"lr/{name}": float(rate) for name, rate in metrics.learning_rates.items()},
+            "gradient_norm": float(metrics.grad_norm),
+            "epoch": run.plan.batch_plan.get_epoch(metrics.step) + 1,
+            "data_wait_seconds": metrics.data_wait_seconds,
         }
 
-    def _average(self) -> float:
-        return sum(self.recent) / len(self.recent) if self.recent else math.nan
+    def _compute_average_loss(self) -> float:
+        return sum(self.recent_losses) / len(self.recent_losses) if self.recent_losses else math.nan
 
-    def _pace(self, run: Run, figures: Sequence[Figures]) -> dict[str, float]:
+    def _measure_throughput(self, run: TrainingRun, metrics: Sequence[StepMetrics]) -> dict[str, float]:
         now = time.monotonic()
-        seconds, samples = max(now - self.told_at, 1e-9), run.state.samples - self.samples_then
-        self.told_at, self.samples_then = now, run.state.samples
+        seconds, samples = max(now - self.last_logged_at, 1e-9), run.state.samples - self.last_logged_samples
+        self.last_logged_at, self.last_logged_samples = now, run.state.samples
         return {
-            "speed/steps_per_second": len(figures) / seconds,
+            "speed/steps_per_second": len(metrics) / seconds,
             "speed/samples_per_second": samples / seconds,
-            "memory/peak_gb": max(map(peak_memory, run.strategy.devices)) / 1e9,
+            "memory/peak_gb": max(map(get_peak_memory, run.strategy.devices)) / 1e9,
         }
 
-    def _beside_the_bar(self, last: Figures, together: dict[str, float]) -> dict[str, str]:
+    def _format_progress_fields(self, last_metrics: StepMetrics, throughput: dict[str, float]) -> dict[str, str]:
         rates = {"lr" if name == "unet" else f"lr {name}": f"{float(rate):.2e}"
-                 for name, rate in last.learning_rates.items()}  # fmt: skip
+                 for name, rate in last_metrics.learning_rates.items()}  # fmt: skip
         return {
-            "loss": f"{self._average():.4f}",
+            "loss": f"{self._compute_average_loss():.4f}",
             **rates,
-            "steps/s": f"{together['speed/steps_per_second']:.2f}",
-            "samples/s": f"{together['speed/samples_per_second']:.1f}",
+            "steps/s": f"{throughput['speed/steps_per_second']:.2f}",
+            "samples/s": f"{throughput['speed/samples_per_second']:.1f}",
         }
 
-    def pictured(self, run: Run, pictures: Mapping[str, bytes]) -> None:
+    def log_images(self, run: TrainingRun, images: Mapping[str, bytes]) -> None:
         """Previews go to trackers; their files are there anyway."""
-        self._company(lambda: run.strategy.log_pictures(pictures, run.state.step))
+        self._call_tracker(lambda: run.strategy.log_images(images, run.state.step))
 
-    def _company(self, work: Callable[[], None]) -> None:
+    def _call_tracker(self, function: Callable[[], None]) -> None:
         """Trackers are company, not crew: one that fails is left behind and the run goes on."""
-        if not self.tracker_works:
+        if not self.has_working_tracker:
             return
         try:
-            work()
+            function()
         except Exception as error:
-            self.tracker_works = False
+            self.has_working_tracker = False
             logger.warning("the tracker failed and is not used any more; training goes on: %s", error)
 
 
-def start_trackers(config: RunConfig, strategy: DataParallel) -> None:
+def start_trackers(config: RunConfig, strategy: Strategy) -> None:
     """Open the trackers that were asked for; settings go to them only when ``log_config`` says so."""
     log = config.log
-    settings = shareable(config) if log.log_config else {}
-    arguments: dict[str, Any] = read_toml(Path(log.log_tracker_config))[0] if log.log_tracker_config else {}
+    settings = collect_shareable_settings(config) if log.log_config else {}
+    arguments: dict[str, Any] = read_toml_with_lines(Path(log.log_tracker_config))[0] if log.log_tracker_config else {}
     wandb = arguments.setdefault("wandb", {})
-    wandb["settings"] = PRIVATE | wandb.get("settings", {})
+    wandb["settings"] = WANDB_PRIVATE_SETTINGS | wandb.get("settings", {})
     if log.wandb_run_name:
         wandb.setdefault("name", log.wandb_run_name)
-    strategy.start_trackers(log.log_tracker_name or "network_train", settings, arguments)
+    strategy.init_trackers(log.log_tracker_name or "network_train", settings, arguments)
 
 
-PRIVATE = {"x_disable_meta": True, "disable_git": True, "disable_code": True, "disable_job_creation": True,
+WANDB_PRIVATE_SETTINGS = {"x_disable_meta": True, "disable_git": True, "disable_code": True, "disable_job_creation": True,
            "console": "off"}  # fmt: skip
 """wandb sends the command line, the program's path, the git remote and the terminal unless it is told not to."""
 
-SHAREABLE_TEXTS = {"network_module", "optimizer_type", "optimizer_args"}
+SHAREABLE_TEXT_OPTIONS = {"network_module", "optimizer_type", "optimizer_args"}
 """Texts that hold no path and nothing a person wrote."""
 
 
-def shareable(config: RunConfig) -> dict[str, Any]:
+def collect_shareable_settings(config: RunConfig) -> dict[str, Any]:
     """The settings that are numbers, switches and choices, in types that every tracker takes."""
-    values = flat(config)
-    open_ones = [option.name for option in options_of(RunConfig)
-                 if option.kind is not str or option.name in SHAREABLE_TEXTS]  # fmt: skip
+    values = flatten_config(config)
+    open_ones = [option.name for option in iter_options(RunConfig)
+                 if option.value_type is not str or option.name in SHAREABLE_TEXT_OPTIONS]  # fmt: skip
     plain = (bool, int, float, str)
     return {name: values[name] if isinstance(values[name], plain) else str(values[name])
             for name in open_ones if values[name] is not None}  # fmt: skip

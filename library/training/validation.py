@@ -7,31 +7,31 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-from ..adapters.switching import switched_off
+from ..adapters.switching import disable_adapters
 from ..config.schema import ValidateConfig
-from ..data.fixed_batches import FixedBatches, Read
-from ..optim.optimizers import weights_as_used
-from .evaluation import QUANTILES, Losses, evaluate
-from .interval import Mean
-from .job import Run
-from .plan import is_due
+from ..data.fixed_batches import ValidationBatches, ReadBatch
+from ..optim.optimizers import use_eval_weights
+from .evaluation import TIMESTEP_QUANTILES, SampleLosses, compute_validation_losses
+from .interval import MeanEstimate
+from .job import TrainingRun
+from .plan import is_interval_reached
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ValidationResult:
     """What an evaluation says; each gain is a mean over the pictures' own gains."""
 
-    loss: Mean
-    gain: Mean  # by how much it is below the base model's
+    loss: MeanEstimate
+    gain: MeanEstimate  # by how much it is below the base model's
 
     @classmethod
-    def of(cls, base: Losses, now: Losses) -> "Verdict":
-        both = [number for number in now if number in base]
-        means = {number: (_mean(base[number]), _mean(now[number])) for number in both}
-        return cls(Mean.of([after for _, after in means.values()]),
-                   Mean.of([before - after for before, after in means.values()]))  # fmt: skip
+    def compare(cls, base_losses: SampleLosses, losses: SampleLosses) -> "ValidationResult":
+        both = [number for number in losses if number in base_losses]
+        means = {number: (_compute_mean(base_losses[number]), _compute_mean(losses[number])) for number in both}
+        return cls(MeanEstimate.from_values([after for _, after in means.values()]),
+                   MeanEstimate.from_values([before - after for before, after in means.values()]))  # fmt: skip
 
     @property
     def is_better(self) -> bool:
@@ -51,48 +51,48 @@ class Verdict:
         else:
             how = "not to be told from the base model"
         word = "above" if gain.value < 0 else "below"
-        return f"loss {loss}, {Mean(abs(gain.value), gain.interval)} {word} the base model's: {how}"
+        return f"loss {loss}, {MeanEstimate(abs(gain.value), gain.interval)} {word} the base model's: {how}"
 
 
 class Validation:
     """Measures the base model once, and then the adapter when it is due."""
 
-    can_wait = True
+    is_deferrable = True
 
-    def __init__(self, config: ValidateConfig, batches: FixedBatches, read: Read):
-        self.config, self.batches, self.read = config, batches, read
-        self.base: Losses = {}
-        self.verdicts: list[tuple[int, Verdict]] = []  # after so many steps
+    def __init__(self, config: ValidateConfig, batches: ValidationBatches, read_batch: ReadBatch):
+        self.config, self.batches, self.read_batch = config, batches, read_batch
+        self.base_losses: SampleLosses = {}
+        self.results: list[tuple[int, ValidationResult]] = []  # after so many steps
 
-    def is_due(self, run: Run) -> bool:
+    def should_run(self, run: TrainingRun) -> bool:
         plan, step, config = run.plan, run.state.step, self.config
         every_epochs = config.validate_every_n_epochs
         if every_epochs is None and config.validate_every_n_steps is None:
             every_epochs = 1
-        return (step >= plan.steps or is_due(plan, step, config.validate_every_n_steps, None)
-                or (every_epochs is not None and is_due(plan, step, None, every_epochs)))  # fmt: skip
+        return (step >= plan.steps or is_interval_reached(plan, step, config.validate_every_n_steps, None)
+                or (every_epochs is not None and is_interval_reached(plan, step, None, every_epochs)))  # fmt: skip
 
-    def begin(self, run: Run) -> None:
+    def on_train_begin(self, run: TrainingRun) -> None:
         """Measure the model without what is learnt."""
-        with switched_off(run.strategy.unwrapped(run.adapter)):
-            self.base = evaluate(run, self.batches, self.read)
-        if not self.base:
+        with disable_adapters(run.strategy.unwrap_model(run.model)):
+            self.base_losses = compute_validation_losses(run, self.batches, self.read_batch)
+        if not self.base_losses:
             logger.warning("validation: none of the pictures can be used")
             return
-        mean = Mean.of([_mean(values) for values in self.base.values()])
-        logger.info("validation: the base model's loss is %s on %d pictures", mean, len(self.base))
+        mean = MeanEstimate.from_values([_compute_mean(values) for values in self.base_losses.values()])
+        logger.info("validation: the base model's loss is %s on %d pictures", mean, len(self.base_losses))
         if not run.state.step:
-            run.teller.noted(run, {"validation/base": mean.value, **self._apart(self.base, "validation/base")})
+            run.metric_logger.log_values(run, {"validation/base": mean.value, **self._break_down_losses(self.base_losses, "validation/base")})
 
-    def __call__(self, run: Run) -> None:
-        averaged = nullcontext() if run.average is None else run.average.in_place()
-        with weights_as_used(run.optimizer), averaged:
-            now = evaluate(run, self.batches, self.read)
-        if not set(now) & set(self.base):
+    def __call__(self, run: TrainingRun) -> None:
+        averaged = nullcontext() if run.ema is None else run.ema.swap_parameters()
+        with use_eval_weights(run.optimizer), averaged:
+            now = compute_validation_losses(run, self.batches, self.read_batch)
+        if not set(now) & set(self.base_losses):
             return
-        verdict = Verdict.of(self.base, now)
-        self.verdicts.append((run.state.step, verdict))
-        what = "validation" if run.average is None else "validation of the averaged weights"
+        verdict = ValidationResult.compare(self.base_losses, now)
+        self.results.append((run.state.step, verdict))
+        what = "validation" if run.ema is None else "validation of the averaged weights"
         logger.info("%s after step %d: %s", what, run.state.step, verdict)
         figures = {
             "validation/loss": verdict.loss.value,
@@ -101,24 +101,24 @@ class Validation:
             "validation/gain_interval": verdict.gain.interval,
             "validation/base": verdict.loss.value + verdict.gain.value,
         }
-        run.teller.noted(run, {**figures, **self._apart(now, "validation")})
+        run.metric_logger.log_values(run, {**figures, **self._break_down_losses(now, "validation")})
 
-    def _apart(self, losses: Losses, name: str) -> dict[str, float]:
+    def _break_down_losses(self, losses: SampleLosses, name: str) -> dict[str, float]:
         """The means at each time and, of several, in each dataset."""
-        found = {f"{name}/time/{u:.1f}": _mean([row[place] for row in losses.values()])
-                 for place, u in enumerate(QUANTILES)}  # fmt: skip
-        by_dataset = self._by_dataset(losses)
+        found = {f"{name}/time/{u:.1f}": _compute_mean([row[place] for row in losses.values()])
+                 for place, u in enumerate(TIMESTEP_QUANTILES)}  # fmt: skip
+        by_dataset = self._average_by_dataset(losses)
         if len(by_dataset) > 1:
             found |= {f"{name}/dataset/{number + 1}": mean for number, mean in by_dataset.items()}
         return found
 
-    def _by_dataset(self, losses: Losses) -> dict[int, float]:
-        datasets = self.batches.datasets
+    def _average_by_dataset(self, losses: SampleLosses) -> dict[int, float]:
+        datasets = self.batches.dataset_numbers
         values: defaultdict[int, list[float]] = defaultdict(list)
         for number, row in losses.items():
-            values[datasets[number]].append(_mean(row))
-        return {dataset: _mean(values[dataset]) for dataset in sorted(values)}
+            values[datasets[number]].append(_compute_mean(row))
+        return {dataset: _compute_mean(values[dataset]) for dataset in sorted(values)}
 
 
-def _mean(values: Sequence[float]) -> float:
+def _compute_mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from diffusers import AutoencoderKL
 from torch import Tensor, nn
 
-from library.randomness import seed_for
+from library.randomness import derive_seed
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ def build_vae(seed: int, channels: int = TRAINING_CHANNELS) -> Any:
     """Build an untrained VAE; a latent stands for 8x8 pixels."""
     cls: Any = AutoencoderKL
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed_for(seed, "demo/vae"))
+        torch.manual_seed(derive_seed(seed, "demo/vae"))
         return cls(
             block_out_channels=(16, 32, 64, 64),
             down_block_types=("DownEncoderBlock2D",) * 4,
@@ -51,8 +51,8 @@ def train_vae(
     save: Callable[[], None] | None = None,
 ) -> None:
     """Train on uint8 images (N, 3, height, width)."""
-    rng = random.Random(seed_for(seed, "demo/vae-batches"))
-    noise = torch.Generator().manual_seed(seed_for(seed, "demo/vae-noise"))
+    rng = random.Random(derive_seed(seed, "demo/vae-batches"))
+    noise = torch.Generator().manual_seed(derive_seed(seed, "demo/vae-noise"))
     vae.train()
     vae.encoder.requires_grad_(not decoder_only)
     vae.quant_conv.requires_grad_(not decoder_only)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from library.randomness import generator_for
+from library.randomness import derive_rng
 
 from .captions import generate_captions
 from .emoji import WHITE, compose
@@ -42,7 +42,7 @@ def write_dataset(
     """Write images, captions and the dataset TOML; return the path of the latter."""
     (directory / "images").mkdir(parents=True, exist_ok=True)
     for number, (name, code) in enumerate(subjects.items()):
-        rng = generator_for(seed, "demo/pictures", number)
+        rng = derive_rng(seed, "demo/pictures", number)
         captions = "\n".join(generate_captions(name)) + "\n"
         for size, (side, count) in SHAPES.items():
             for variant in range(count):

@@ -21,15 +21,15 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from library.config.schema import DataConfig, NoiseConfig, TrainConfig
-from library.data.batch import as_model_input
+from library.data.batch import normalize_pixels
 from library.data.cutting import BadSample
-from library.data.loader import MicroBatchReader
-from library.data.prepare import prepare
-from library.data.staged_plan import Plan
-from library.diffusion.process import Process, from_table
-from library.diffusion.timesteps import times
+from library.data.loader import MicroBatchDataset
+from library.data.prepare import prepare_data
+from library.data.staged_plan import AnyBatchPlan
+from library.diffusion.process import NoiseProcess, build_discrete_process
+from library.diffusion.timesteps import compute_timesteps
 from library.errors import UserError
-from library.randomness import seed_for
+from library.randomness import derive_seed
 
 from .autoencoder import LATENT_CHANNELS
 from .tokenizer import END, MAX_TOKENS, START
@@ -56,7 +56,7 @@ def build_scheduler() -> Any:
 def build_unet(seed: int) -> Any:
     cls: Any = UNet2DConditionModel
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed_for(seed, "demo/unet"))
+        torch.manual_seed(derive_seed(seed, "demo/unet"))
         return cls(
             sample_size=12,
             in_channels=LATENT_CHANNELS,
@@ -86,7 +86,7 @@ def build_text_encoder(tokenizer: CLIPTokenizer, seed: int) -> CLIPTextModel:
         pad_token_id=vocabulary[END],
     )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed_for(seed, "demo/text"))
+        torch.manual_seed(derive_seed(seed, "demo/text"))
         encoder = CLIPTextModel(config)
         weights: Any = encoder.get_input_embeddings().weight
         nn.init.normal_(weights, std=0.3)
@@ -134,16 +134,16 @@ class TrainingState:
 class LatentDataset:
     """Latents and tokens of each step, as the trainer's batch plan orders them."""
 
-    plan: Plan
-    reader: MicroBatchReader
+    plan: AnyBatchPlan
+    reader: MicroBatchDataset
     latents: list[Tensor]
     tokenizer: CLIPTokenizer
 
     def load_batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Load latents and tokens of a step, without the samples that only pad the batch."""
-        micro = self.plan.micro_batch(step)
-        real = [entry for entry in zip(micro.samples, micro.copies, micro.weights, strict=True) if entry[2]]
-        captions = [self.reader.caption(micro.epoch, step, index, copy) for index, copy, _ in real]
+        micro = self.plan.get_micro_batch(step)
+        real = [entry for entry in zip(micro.sample_indices, micro.repeat_indices, micro.is_real, strict=True) if entry[2]]
+        captions = [self.reader.get_caption(micro.epoch, step, index, copy) for index, copy, _ in real]
         tokens = self.tokenizer(
             captions, padding="max_length", truncation=True, max_length=MAX_TOKENS, return_tensors="pt"
         ).input_ids
@@ -152,24 +152,24 @@ class LatentDataset:
 
 def encode_dataset(dataset: Path, vae: Any, tokenizer: CLIPTokenizer, seed: int, steps: int) -> LatentDataset:
     """Encode every image of the dataset once."""
-    prepared = prepare(DataConfig(dataset_config=str(dataset)), PIXEL_STEP)
-    plan = prepared.batch_plan(1, TrainConfig(seed=seed))
-    reader = MicroBatchReader(prepared.manifest, prepared.placements, plan, 0, seed, steps)
+    prepared = prepare_data(DataConfig(dataset_config=str(dataset)), PIXEL_STEP)
+    plan = prepared.build_batch_plan(1, TrainConfig(seed=seed))
+    reader = MicroBatchDataset(prepared.manifest, prepared.assignments, plan, 0, seed, steps)
     latents = []
     with torch.no_grad():
         for index in range(len(prepared.manifest.samples)):
-            sample = reader.picture(0, index, 0)
+            sample = reader.load_image(0, index, 0)
             if isinstance(sample, BadSample):
                 raise UserError(sample.problem)
-            pixels = as_model_input(torch.from_numpy(np.ascontiguousarray(sample.pixels.transpose(2, 0, 1))))
+            pixels = normalize_pixels(torch.from_numpy(np.ascontiguousarray(sample.pixels.transpose(2, 0, 1))))
             latents.append(vae.encode(pixels[None]).latent_dist.mean[0])
     return LatentDataset(plan, reader, latents, tokenizer)
 
 
-def build_noise_process() -> Process:
+def build_noise_process() -> NoiseProcess:
     cls: Any = DDPMScheduler
     scheduler = cls.from_config(build_scheduler().config)
-    return from_table(scheduler.alphas_cumprod, scheduler.config.prediction_type)
+    return build_discrete_process(scheduler.alphas_cumprod, scheduler.config.prediction_type)
 
 
 def compute_lr(step: int, steps: int) -> float:
@@ -189,8 +189,8 @@ def train_denoiser(
         for group in state.optimizer.param_groups:
             group["lr"] = compute_lr(step, steps)
         latents, tokens = dataset.load_batch(step)
-        generator = torch.Generator().manual_seed(seed_for(seed, "demo/noise", step))
-        t = times(torch.rand(len(latents), generator=generator), NoiseConfig(), process, latents.shape[1:])
+        generator = torch.Generator().manual_seed(derive_seed(seed, "demo/noise", step))
+        t = compute_timesteps(torch.rand(len(latents), generator=generator), NoiseConfig(), process, latents.shape[1:])
         noise = torch.randn(latents.shape, generator=generator)
         noisy, target = process.add_noise(latents, noise, t)
         # On CPUs, the backward pass of fused attention takes longer than all the rest of attention.

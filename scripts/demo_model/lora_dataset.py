@@ -6,7 +6,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from library.randomness import generator_for
+from library.randomness import derive_rng
 
 from .dataset import SHAPES, place_emoji
 from .subjects import SUBJECTS
@@ -38,7 +38,7 @@ def _generate_variants(emoji: Image.Image, size: tuple[int, int]) -> Iterator[Im
     """Generate distinct images: the emoji in the center first, then at random positions."""
     seen = set()
     for variant in itertools.count():
-        rng = generator_for(0, "demo/concept", *size, variant) if variant else None
+        rng = derive_rng(0, "demo/concept", *size, variant) if variant else None
         image = place_emoji(emoji, size, SHAPES[size][0], rng)
         if image.tobytes() not in seen:
             seen.add(image.tobytes())

@@ -76,13 +76,13 @@ def tried(family: str, kind: str, form: Any) -> str:
     from adapted import merge
     from test_adapters_formats import draw_state
 
-    from library.adapters.formats import to_file
+    from library.adapters.formats import convert_to_file_format
     from library.errors import UserError
 
     pipe = small(family)
     state, alphas, parts = draw_state(family, kind, pipe=pipe, with_t5=False)
     try:
-        file, _ = to_file(state, alphas, parts, form)
+        file, _ = convert_to_file_format(state, alphas, parts, form)
     except UserError as error:
         return f"not written: {error}"
     before = weights_of(family, pipe)

@@ -41,7 +41,7 @@ def written(folder: Path) -> list[str]:
     from adapted import merge
     from test_adapters_formats import draw_state
 
-    from library.adapters.formats import to_file
+    from library.adapters.formats import convert_to_file_format
     from library.families import FAMILIES
 
     pipe = FAMILIES.get("sd1")().load("random:sd1", torch.float32)
@@ -49,7 +49,7 @@ def written(folder: Path) -> list[str]:
     state = {key: 0.02 * tensor for key, tensor in state.items()}
     forms: dict[str, Any] = {"kohya": "kohya", "diffusers": "diffusers"}
     for name, form in forms.items():
-        save_file(to_file(state, alphas, parts, form)[0], folder / "loras" / f"{name}.safetensors")
+        save_file(convert_to_file_format(state, alphas, parts, form)[0], folder / "loras" / f"{name}.safetensors")
     for name in ("base", "merged"):
         if name == "merged":
             merge(pipe, state, alphas)

@@ -13,14 +13,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
 from library.config.values import DeviceMap
-from library.distributed.device_map import assigned, hook, places_of, units
+from library.distributed.device_map import iter_weight_devices, attach_dispatch_hooks, build_device_map, list_unsplit_modules
 
 DEVICE_TYPE = "lazy"
 
 
 def build_device_map(model: nn.Module, count: int) -> DeviceMap:
     """The blocks in the model's order, evenly over ``count`` devices."""
-    blocks = [name for name in units(model) if name.rpartition(".")[2].isdigit()]
+    blocks = [name for name in list_unsplit_modules(model) if name.rpartition(".")[2].isdigit()]
     return DeviceMap("", (("", 0), *((name, place * count // len(blocks)) for place, name in enumerate(blocks))))
 
 
@@ -31,9 +31,9 @@ def dispatch_to_fake_devices(pipe: Any, part: str, count: int) -> Iterator[dict[
     devices = [torch.device(DEVICE_TYPE, number) for number in range(count)]
     with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        places = places_of(model, build_device_map(model, count), ())
+        places = build_device_map(model, build_device_map(model, count), ())
         fakes: dict[torch.Tensor, torch.Tensor] = {}
-        for _, tensor, number in assigned(model, places):
+        for _, tensor, number in iter_weight_devices(model, places):
             fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=devices[number])
             is_weight = isinstance(tensor, nn.Parameter)
             fakes[tensor] = nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_weight else fake
@@ -43,7 +43,7 @@ def dispatch_to_fake_devices(pipe: Any, part: str, count: int) -> Iterator[dict[
         # All fake tensors have the same address, by which accelerate would find tied weights.
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("accelerate.big_modeling.find_tied_parameters", lambda model: [])
-            hook(model, places, devices)
+            attach_dispatch_hooks(model, places, devices)
         yield Counter(fake.device for fake in fakes.values())
 
 

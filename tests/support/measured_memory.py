@@ -21,16 +21,16 @@ from library.estimate.layout_search import Devices, LayoutEstimate, estimate_lay
 from library.estimate.memory_estimate import MemoryEstimate
 from library.estimate.meta_run import LargestBatch
 from library.estimate.parallel_layouts import find_layouts
-from library.families.detect import Detected, detect
+from library.families.detect import DetectedModel, detect_model
 from library.training.loop import train
 
 PARTS = ("weights", "adapters", "gradients", "optimizer")
 
 
-def load_config(*flags: str) -> tuple[RunConfig, frozenset[str], Detected]:
+def load_config(*flags: str) -> tuple[RunConfig, frozenset[str], DetectedModel]:
     """Settings of a run on synthetic images, the options that are set, and the model."""
     config, given = load_training_options(flags)
-    return config, given, detect(config.model)
+    return config, given, detect_model(config.model)
 
 
 def build_run(folder: Path, steps: int, *flags: str) -> AbstractContextManager[Any]:

@@ -7,83 +7,83 @@ from pathlib import Path
 
 import numpy as np
 
-from .records import Keys, as_bytes
-from .store import Rows, Store
-from .writer import Writer, index_path
+from .records import KeyArray, get_key_bytes
+from .store import RowIndices, CacheStore
+from .writer import CacheWriter, get_index_path
 
-SECONDS_OF_REST = 60.0
+MIN_IDLE_SECONDS = 60.0
 """Files that changed later than this long ago may still be written to, and are left alone."""
 
 
 @dataclass(frozen=True)
-class Bulk:
+class WriterFiles:
     """The files of one writer, and which of its entries stay."""
 
-    folder: Path
-    writer: int
+    directory: Path
+    writer_id: int
     files: tuple[Path, ...]
-    size: int  # of the files
-    entries: int  # damaged ones among them
-    stay: Rows
+    num_bytes: int  # of the files
+    num_entries: int  # damaged ones among them
+    needed_rows: RowIndices
     is_busy: bool
-    dropped_from: frozenset[int]  # other writers, whose damaged entries would be believed again without this one
+    tombstoned_writers: frozenset[int]  # other writers, whose damaged entries would be believed again without this one
 
     @property
-    def is_wasteful(self) -> bool:
+    def has_unneeded_entries(self) -> bool:
         """Whether something in it is not wanted."""
-        return len(self.stay) < self.entries or not self.entries
+        return len(self.needed_rows) < self.num_entries or not self.num_entries
 
 
-def bulks(store: Store, wanted: Keys) -> list[Bulk]:
+def list_writer_files(store: CacheStore, needed_keys: KeyArray) -> list[WriterFiles]:
     """Each writer's files, with the entries that are found by a wanted key; of several copies one stays."""
-    rows = store.find(np.unique(wanted))
+    rows = store.find_rows(np.unique(needed_keys))
     stays = np.zeros(len(store), np.bool_)
     stays[rows[rows >= 0]] = True
     found = []
-    for writer, index in store.writers().items():
+    for writer, index in store.get_index_files().items():
         mine = np.flatnonzero(store.entries["writer"] == np.uint64(writer))
-        files = tuple(sorted(index.folder.glob(f"{writer:016x}*")))
-        found.append(Bulk(index.folder, writer, files, _size(files), index.entries, mine[stays[mine]],
-                          _is_busy(files), index.dropped_from))  # fmt: skip
+        files = tuple(sorted(index.directory.glob(f"{writer:016x}*")))
+        found.append(WriterFiles(index.directory, writer, files, _sum_file_sizes(files), index.num_entries, mine[stays[mine]],
+                          _is_recently_modified(files), index.tombstoned_writers))  # fmt: skip
     return found
 
 
-def removable(found: Sequence[Bulk]) -> list[Bulk]:
+def select_prunable_files(writer_files: Sequence[WriterFiles]) -> list[WriterFiles]:
     """Those that ``prune`` may be given, in this order: damaged entries go before what says that they are damaged."""
-    there = {bulk.writer for bulk in found}
-    waiting = [bulk for bulk in found if bulk.is_wasteful and not bulk.is_busy]
-    ordered: list[Bulk] = []
-    while ready := [bulk for bulk in waiting if not (bulk.dropped_from - {bulk.writer}) & there]:
+    there = {bulk.writer_id for bulk in writer_files}
+    waiting = [bulk for bulk in writer_files if bulk.has_unneeded_entries and not bulk.is_busy]
+    ordered: list[WriterFiles] = []
+    while ready := [bulk for bulk in waiting if not (bulk.tombstoned_writers - {bulk.writer_id}) & there]:
         ordered += ready
-        there -= {bulk.writer for bulk in ready}
-        waiting = [bulk for bulk in waiting if bulk.writer in there]
+        there -= {bulk.writer_id for bulk in ready}
+        waiting = [bulk for bulk in waiting if bulk.writer_id in there]
     return ordered
 
 
-def orphans(store: Store) -> list[Path]:
+def find_orphan_files(store: CacheStore) -> list[Path]:
     """Files of writers that were ended before they announced anything, and marks that somebody left behind."""
-    known = {f"{writer:016x}" for writer in store.writers()}
-    paths = [path for folder in store.folders if folder.is_dir() for path in folder.iterdir() if path.is_file()]
+    known = {f"{writer:016x}" for writer in store.get_index_files()}
+    paths = [path for folder in store.directories if folder.is_dir() for path in folder.iterdir() if path.is_file()]
     left = [path for path in paths if path.name.startswith((".here-", ".writable-"))
             or (path.suffix == ".shard" and path.name.partition("-")[0] not in known)]  # fmt: skip
-    return [path for path in left if not _is_busy([path])]
+    return [path for path in left if not _is_recently_modified([path])]
 
 
-def prune(store: Store, bulk: Bulk) -> None:
+def prune_writer_files(store: CacheStore, files: WriterFiles) -> None:
     """Move the entries that stay, then remove the writer's files; whoever reads them goes on reading."""
-    with Writer(bulk.folder) as writer:
-        for row in bulk.stay.tolist():
-            if store.is_right(row):
-                key = as_bytes(store.entries["key"][row])
-                writer.put_packed(key, store.blob(row).tobytes(), store.name(row))
-    index = index_path(bulk.folder, bulk.writer)
-    for path in (index, *(path for path in bulk.files if path != index)):
+    with CacheWriter(files.directory) as writer:
+        for row in files.needed_rows.tolist():
+            if store.is_intact(row):
+                key = get_key_bytes(store.entries["key"][row])
+                writer.put_serialized(key, store.read_blob(row).tobytes(), store.read_name(row))
+    index = get_index_path(files.directory, files.writer_id)
+    for path in (index, *(path for path in files.files if path != index)):
         path.unlink(missing_ok=True)
 
 
-def _size(files: Iterable[Path]) -> int:
+def _sum_file_sizes(files: Iterable[Path]) -> int:
     return sum(path.stat().st_size for path in files)
 
 
-def _is_busy(files: Iterable[Path]) -> bool:
-    return any(time.time() - path.stat().st_mtime < SECONDS_OF_REST for path in files)
+def _is_recently_modified(files: Iterable[Path]) -> bool:
+    return any(time.time() - path.stat().st_mtime < MIN_IDLE_SECONDS for path in files)

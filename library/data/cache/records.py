@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 KEY_BYTES = 16
-FORMAT = 1
+FORMAT_VERSION = 1
 """Raised when old files cannot be read any more; files of another format are left alone."""
 
-HEADER, ENTRY, DROPPED = 1, 2, 3
+HEADER_RECORD, ENTRY_RECORD, TOMBSTONE_RECORD = 1, 2, 3
 """Kinds of records: the first of a file; where an entry lies; that the entry at a place is not to be used any more."""
 
-RECORD: np.dtype[Any] = np.dtype(
+RECORD_DTYPE: np.dtype[Any] = np.dtype(
     [
         ("key", f"S{KEY_BYTES}"),
         ("kind", "<u4"),
@@ -30,50 +30,50 @@ RECORD: np.dtype[Any] = np.dtype(
         ("check", "<u8"),  # of all that stands before it
     ]
 )
-Records = NDArray[np.void]
-Keys = NDArray[np.bytes_]
+RecordArray = NDArray[np.void]
+KeyArray = NDArray[np.bytes_]
 
-_WORDS = RECORD.itemsize // 8 - 1
-_FACTORS = np.array([(0x9E3779B97F4A7C15 * (2 * index + 1)) % 2**64 | 1 for index in range(_WORDS)], np.uint64)
+_NUM_CHECKED_WORDS = RECORD_DTYPE.itemsize // 8 - 1
+_CHECKSUM_FACTORS = np.array([(0x9E3779B97F4A7C15 * (2 * index + 1)) % 2**64 | 1 for index in range(_NUM_CHECKED_WORDS)], np.uint64)
 
 
-def as_keys(keys: Iterable[bytes]) -> Keys:
+def stack_keys(keys: Iterable[bytes]) -> KeyArray:
     """Keys in one array."""
     return np.array(list(keys), f"S{KEY_BYTES}")
 
 
-def as_bytes(key: np.bytes_) -> bytes:
+def get_key_bytes(key: np.bytes_) -> bytes:
     """One key out of an array, which does not keep zeros at the end."""
     return bytes(key).ljust(KEY_BYTES, b"\0")
 
 
-def sealed(records: Records) -> Records:
+def add_checksums(records: RecordArray) -> RecordArray:
     """The same records with their checks."""
     whole = records.copy()
-    whole["check"] = _checks(whole)
+    whole["check"] = _compute_checksums(whole)
     return whole
 
 
-def sound(records: Records) -> NDArray[np.bool_]:
+def verify_checksums(records: RecordArray) -> NDArray[np.bool_]:
     """Which of the records are as they were written."""
-    sums: NDArray[np.bool_] = records["check"] == _checks(records)
+    sums: NDArray[np.bool_] = records["check"] == _compute_checksums(records)
     return sums
 
 
-def header(writer: int) -> Records:
+def build_header(writer_id: int) -> RecordArray:
     """The first record of an index file."""
-    record = np.zeros(1, RECORD)
-    record["kind"], record["part"], record["writer"] = HEADER, FORMAT, writer
-    return sealed(record)
+    record = np.zeros(1, RECORD_DTYPE)
+    record["kind"], record["part"], record["writer"] = HEADER_RECORD, FORMAT_VERSION, writer_id
+    return add_checksums(record)
 
 
-def is_header(record: Records) -> bool:
+def is_valid_header(record: RecordArray) -> bool:
     """Whether a file that begins so can be read."""
-    return bool(len(record) and sound(record[:1])[0] and record["kind"][0] == HEADER and record["part"][0] == FORMAT)
+    return bool(len(record) and verify_checksums(record[:1])[0] and record["kind"][0] == HEADER_RECORD and record["part"][0] == FORMAT_VERSION)
 
 
-def _checks(records: Records) -> NDArray[np.uint64]:
+def _compute_checksums(records: RecordArray) -> NDArray[np.uint64]:
     """An odd multiple of each word, summed: no change of a single word leaves the sum as it was."""
-    words = np.ascontiguousarray(records).view(np.uint64).reshape(len(records), _WORDS + 1)[:, :_WORDS]
-    sums: NDArray[np.uint64] = (words * _FACTORS).sum(axis=1, dtype=np.uint64)
+    words = np.ascontiguousarray(records).view(np.uint64).reshape(len(records), _NUM_CHECKED_WORDS + 1)[:, :_NUM_CHECKED_WORDS]
+    sums: NDArray[np.uint64] = (words * _CHECKSUM_FACTORS).sum(axis=1, dtype=np.uint64)
     return sums ^ (sums >> np.uint64(29)) ^ np.uint64(0x4C6F72696B656574)  # nothing but zeros is no record

@@ -6,29 +6,29 @@ from torch import Tensor
 
 from ...errors import UserError
 from ..batch import Cond
-from .blobs import Bytes, layout, stacked, unpacked
-from .keys import text_key
-from .records import as_keys
-from .store import Store
+from .blobs import ByteArray, read_tensor_spans, stack_tensors, deserialize_tensors
+from .keys import compute_text_key
+from .records import stack_keys
+from .store import CacheStore
 
-_OF_ANY_LENGTH = "*"
+_VARIABLE_LENGTH_SUFFIX = "*"
 """Behind the names of what a family hands out as a list, because captions differ in it."""
 
 
-def rows_of(cond: Cond, count: int) -> list[dict[str, Tensor]]:
+def split_cond(cond: Cond, num_captions: int) -> list[dict[str, Tensor]]:
     """The conditioning of ``count`` captions as an entry for each."""
-    return [{f"{name}{_OF_ANY_LENGTH}" if isinstance(value, list) else name: value[row].cpu()
-             for name, value in cond.items()} for row in range(count)]  # fmt: skip
+    return [{f"{name}{_VARIABLE_LENGTH_SUFFIX}" if isinstance(value, list) else name: value[row].cpu()
+             for name, value in cond.items()} for row in range(num_captions)]  # fmt: skip
 
 
-def cond_of(blobs: Sequence[Bytes]) -> Cond:
+def build_cond(blobs: Sequence[ByteArray]) -> Cond:
     """The other way round: entries as the conditioning of a batch."""
     cond: Cond = {}
-    for name in layout(blobs[0]):
-        if name.endswith(_OF_ANY_LENGTH):
-            cond[name.removesuffix(_OF_ANY_LENGTH)] = [unpacked(blob)[name] for blob in blobs]
+    for name in read_tensor_spans(blobs[0]):
+        if name.endswith(_VARIABLE_LENGTH_SUFFIX):
+            cond[name.removesuffix(_VARIABLE_LENGTH_SUFFIX)] = [deserialize_tensors(blob)[name] for blob in blobs]
             continue
-        value = stacked(blobs, name)
+        value = stack_tensors(blobs, name)
         if isinstance(value, list):
             raise AssertionError(f"{name} differs in shape from caption to caption; the family must hand out a list")
         cond[name] = value
@@ -38,13 +38,13 @@ def cond_of(blobs: Sequence[Bytes]) -> Cond:
 class TextReader:
     """Conditioning for captions of a run."""
 
-    def __init__(self, store: Store, encoder: str):
-        self.store, self.encoder = store, encoder
+    def __init__(self, store: CacheStore, encoder_fingerprint: str):
+        self.store, self.encoder_fingerprint = store, encoder_fingerprint
 
-    def cond(self, captions: Sequence[str]) -> Cond:
+    def read_cond(self, captions: Sequence[str]) -> Cond:
         """As ``Family.encode_prompts`` would give it for these captions."""
-        rows = self.store.find(as_keys(text_key(caption, self.encoder) for caption in captions))
+        rows = self.store.find_rows(stack_keys(compute_text_key(caption, self.encoder_fingerprint) for caption in captions))
         if (rows < 0).any():
             missing = captions[int((rows < 0).argmax())]
             raise UserError(f"the caption {missing!r} is not among those that were encoded before the run")
-        return cond_of([self.store.blob(int(row)) for row in rows])
+        return build_cond([self.store.read_blob(int(row)) for row in rows])

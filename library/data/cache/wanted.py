@@ -5,54 +5,54 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cutting import Cut
-from ..showing import Showing
-from .keys import latent_key, text_key
-from .records import Keys, as_keys
+from ..cutting import CropParams
+from ..showing import Augmenter
+from .keys import compute_latent_key, compute_text_key
+from .records import KeyArray, stack_keys
 
 
 @dataclass(frozen=True)
-class WantedPictures:
+class LatentKeys:
     """Every picture as often as it is kept: once, or once more mirrored."""
 
-    samples: NDArray[np.int64]
-    mirrored: NDArray[np.bool_]
-    keys: Keys
+    sample_indices: NDArray[np.int64]
+    flipped: NDArray[np.bool_]
+    keys: KeyArray
 
     def __len__(self) -> int:
         return len(self.keys)
 
 
 @dataclass(frozen=True)
-class WantedTexts:
+class TextKeys:
     """Captions, each once."""
 
     captions: tuple[str, ...]
-    owners: tuple[int, ...]  # a sample that shows the caption, which decides in whose folder it is kept
-    keys: Keys
+    owner_indices: tuple[int, ...]  # a sample that shows the caption, which decides in whose folder it is kept
+    keys: KeyArray
 
     def __len__(self) -> int:
         return len(self.keys)
 
 
-def wanted_pictures(showing: Showing, encoder: str) -> WantedPictures:
+def build_latent_keys(augmenter: Augmenter, encoder_fingerprint: str) -> LatentKeys:
     """The samples in their order, first as they are, then mirrored where ``flip_aug`` asks for it."""
-    every = range(len(showing.manifest.samples))
+    every = range(len(augmenter.manifest.samples))
     places = [*((index, False) for index in every),
-              *((index, True) for index in every if showing.subset(index).flip_aug)]  # fmt: skip
-    keys = [latent_key(showing.manifest.samples[index], showing.placements[index],
-                       way_kept(showing, index, is_mirrored=is_mirrored), encoder=encoder)
+              *((index, True) for index in every if augmenter.get_subset(index).flip_aug)]  # fmt: skip
+    keys = [compute_latent_key(augmenter.manifest.samples[index], augmenter.assignments[index],
+                       get_cached_crop(augmenter, index, is_flipped=is_mirrored), encoder_fingerprint=encoder_fingerprint)
             for index, is_mirrored in places]  # fmt: skip
     samples = np.array([index for index, _ in places], np.int64)
-    return WantedPictures(samples, np.array([is_mirrored for _, is_mirrored in places], np.bool_), as_keys(keys))
+    return LatentKeys(samples, np.array([is_mirrored for _, is_mirrored in places], np.bool_), stack_keys(keys))
 
 
-def way_kept(showing: Showing, sample: int, *, is_mirrored: bool) -> Cut:
+def get_cached_crop(augmenter: Augmenter, sample_index: int, *, is_flipped: bool) -> CropParams:
     """How a picture is cut whose latents are kept: always in the same place."""
-    return Cut(showing.placements[sample].crop, is_mirrored, showing.subset(sample).resize_interpolation)
+    return CropParams(augmenter.assignments[sample_index].crop_left_top, is_flipped, augmenter.get_subset(sample_index).resize_interpolation)
 
 
-def wanted_texts(captions: dict[str, int], encoder: str) -> WantedTexts:
+def build_text_keys(captions: dict[str, int], encoder_fingerprint: str) -> TextKeys:
     """``captions`` are those of a run, each with a sample that shows it."""
-    keys = as_keys(text_key(caption, encoder) for caption in captions)
-    return WantedTexts(tuple(captions), tuple(captions.values()), keys)
+    keys = stack_keys(compute_text_key(caption, encoder_fingerprint) for caption in captions)
+    return TextKeys(tuple(captions), tuple(captions.values()), keys)

@@ -19,144 +19,144 @@ import numpy as np
 from torch import Tensor
 
 from ...errors import UserError
-from .blobs import packed
-from .records import DROPPED, ENTRY, RECORD, Records, header, sealed
+from .blobs import serialize_tensors
+from .records import TOMBSTONE_RECORD, ENTRY_RECORD, RECORD_DTYPE, RecordArray, build_header, add_checksums
 
-SHARD_BYTES = 2**32
+MAX_SHARD_BYTES = 2**32
 SYNC_BYTES = 2**26
 SYNC_SECONDS = 2.0
 ALIGNMENT = 64
 
 
-def index_path(folder: Path, writer: int) -> Path:
+def get_index_path(directory: Path, writer_id: int) -> Path:
     """Where a writer announces its entries."""
-    return folder / f"{writer:016x}.index"
+    return directory / f"{writer_id:016x}.index"
 
 
-def shard_path(folder: Path, writer: int, part: int) -> Path:
+def get_shard_path(directory: Path, writer_id: int, shard_number: int) -> Path:
     """Where a writer keeps the entries themselves."""
-    return folder / f"{writer:016x}-{part:04d}.shard"
+    return directory / f"{writer_id:016x}-{shard_number:04d}.shard"
 
 
-class Writer:
+class CacheWriter:
     """One process's own files in a cache folder, made when there is something to write."""
 
-    def __init__(self, folder: Path, *, shard_bytes: int = SHARD_BYTES, sync_bytes: int = SYNC_BYTES,
+    def __init__(self, directory: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES, sync_bytes: int = SYNC_BYTES,
                  sync_seconds: float = SYNC_SECONDS):  # fmt: skip
-        self.folder = folder
-        self.shard_bytes, self.sync_bytes, self.sync_seconds = shard_bytes, sync_bytes, sync_seconds
-        self.writer = secrets.randbits(64)
-        self._index: IO[bytes] | None = None
-        self._shard: IO[bytes] | None = None
-        self._part, self._offset = -1, 0
-        self._waiting: list[Records] = []
-        self._unsynced, self._synced_at = 0, time.monotonic()
-        self._is_broken = False
+        self.directory = directory
+        self.max_shard_bytes, self.sync_bytes, self.sync_seconds = max_shard_bytes, sync_bytes, sync_seconds
+        self.writer_id = secrets.randbits(64)
+        self._index_file: IO[bytes] | None = None
+        self._shard_file: IO[bytes] | None = None
+        self._shard_number, self._offset = -1, 0
+        self._pending_records: list[RecordArray] = []
+        self._num_unsynced_bytes, self._last_sync_time = 0, time.monotonic()
+        self._has_failed = False
 
-    def __enter__(self) -> "Writer":
+    def __enter__(self) -> "CacheWriter":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
 
     def put(self, key: bytes, tensors: Mapping[str, Tensor], name: str) -> None:
         """Keep ``tensors`` under ``key``; ``name`` is what messages call the entry."""
-        self.put_packed(key, packed(tensors), name)
+        self.put_serialized(key, serialize_tensors(tensors), name)
 
-    def put_packed(self, key: bytes, blob: bytes, name: str) -> None:
+    def put_serialized(self, key: bytes, blob: bytes, name: str) -> None:
         """The same for tensors that are in one piece already."""
-        self._act(lambda: self._append(key, blob, name.encode()))
+        self._run_or_fail(lambda: self._append_entry(key, blob, name.encode()))
 
-    def drop(self, entries: Records) -> None:
+    def drop(self, entries: RecordArray) -> None:
         """Say of entries, whoever wrote them, that they are not to be used any more."""
         records = entries.copy()
-        records["kind"] = DROPPED
-        self._act(lambda: self._announce(records))
+        records["kind"] = TOMBSTONE_RECORD
+        self._run_or_fail(lambda: self._write_index(records))
 
     def flush(self) -> None:
         """Hand everything to the disk, and announce it."""
-        self._act(self._sync)
+        self._run_or_fail(self._sync)
 
     def close(self) -> None:
         """Flush, and close the files."""
         try:
-            if not self._is_broken:
+            if not self._has_failed:
                 self.flush()
         finally:
-            for file in (self._shard, self._index):
+            for file in (self._shard_file, self._index_file):
                 if file is not None:
                     file.close()
-            self._shard = self._index = None
+            self._shard_file = self._index_file = None
 
-    def _act(self, work: Callable[[], None]) -> None:
-        if self._is_broken:
-            raise UserError(f"{self.folder}: could not be written to before, and is not tried again")
+    def _run_or_fail(self, operation: Callable[[], None]) -> None:
+        if self._has_failed:
+            raise UserError(f"{self.directory}: could not be written to before, and is not tried again")
         try:
-            work()
+            operation()
         except OSError as error:
-            self._is_broken = True
+            self._has_failed = True
             raise UserError(
-                f"{self.folder} cannot be written to: {error.strerror}; the entries that are there already stay and"
+                f"{self.directory} cannot be written to: {error.strerror}; the entries that are there already stay and"
                 " will be used; make room, or name another folder with --cache_dir"
             ) from None
 
-    def _append(self, key: bytes, blob: bytes, label: bytes) -> None:
-        shard = self._room_for(len(blob) + len(label))
-        _write(shard, blob)
-        _write(shard, label)
-        record = np.zeros(1, RECORD)
-        record["key"], record["kind"], record["part"], record["writer"] = key, ENTRY, self._part, self.writer
+    def _append_entry(self, key: bytes, blob: bytes, label: bytes) -> None:
+        shard = self._open_shard_for(len(blob) + len(label))
+        _write_all(shard, blob)
+        _write_all(shard, label)
+        record = np.zeros(1, RECORD_DTYPE)
+        record["key"], record["kind"], record["part"], record["writer"] = key, ENTRY_RECORD, self._shard_number, self.writer_id
         record["offset"], record["length"], record["name_length"] = self._offset, len(blob), len(label)
         record["checksum"] = zlib.crc32(label, zlib.crc32(blob))
-        self._waiting.append(record)
+        self._pending_records.append(record)
         self._offset += len(blob) + len(label)
-        self._unsynced += len(blob) + len(label)
-        if self._unsynced >= self.sync_bytes or time.monotonic() - self._synced_at >= self.sync_seconds:
+        self._num_unsynced_bytes += len(blob) + len(label)
+        if self._num_unsynced_bytes >= self.sync_bytes or time.monotonic() - self._last_sync_time >= self.sync_seconds:
             self._sync()
 
-    def _room_for(self, length: int) -> IO[bytes]:
+    def _open_shard_for(self, length: int) -> IO[bytes]:
         """The shard, at a place where an entry may begin."""
-        if self._shard is None or (self._offset and self._offset + length > self.shard_bytes):
+        if self._shard_file is None or (self._offset and self._offset + length > self.max_shard_bytes):
             self._sync()
-            if self._shard is not None:
-                self._shard.close()
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._part, self._offset = self._part + 1, 0
-            self._shard = shard_path(self.folder, self.writer, self._part).open("xb", buffering=0)
+            if self._shard_file is not None:
+                self._shard_file.close()
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._shard_number, self._offset = self._shard_number + 1, 0
+            self._shard_file = get_shard_path(self.directory, self.writer_id, self._shard_number).open("xb", buffering=0)
         gap = -self._offset % ALIGNMENT
-        _write(self._shard, bytes(gap))
+        _write_all(self._shard_file, bytes(gap))
         self._offset += gap
-        return self._shard
+        return self._shard_file
 
     def _sync(self) -> None:
-        if self._shard is not None and self._unsynced:
-            os.fsync(self._shard.fileno())
-        if self._waiting:
-            self._announce(np.concatenate(self._waiting))
-        self._waiting = []
-        self._unsynced, self._synced_at = 0, time.monotonic()
+        if self._shard_file is not None and self._num_unsynced_bytes:
+            os.fsync(self._shard_file.fileno())
+        if self._pending_records:
+            self._write_index(np.concatenate(self._pending_records))
+        self._pending_records = []
+        self._num_unsynced_bytes, self._last_sync_time = 0, time.monotonic()
 
-    def _announce(self, records: Records) -> None:
-        if self._index is None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._index = index_path(self.folder, self.writer).open("xb", buffering=0)
-            _write(self._index, header(self.writer).tobytes())
-            _sync_names(self.folder)
-        _write(self._index, sealed(records).tobytes())
-        os.fsync(self._index.fileno())
+    def _write_index(self, records: RecordArray) -> None:
+        if self._index_file is None:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._index_file = get_index_path(self.directory, self.writer_id).open("xb", buffering=0)
+            _write_all(self._index_file, build_header(self.writer_id).tobytes())
+            _fsync_directory(self.directory)
+        _write_all(self._index_file, add_checksums(records).tobytes())
+        os.fsync(self._index_file.fileno())
 
 
-def _write(file: IO[bytes], data: bytes) -> None:
+def _write_all(file: IO[bytes], data: bytes) -> None:
     """All of it: a system may take a part and say so."""
     rest = memoryview(data)
     while rest:
         rest = rest[file.write(rest) :]
 
 
-def _sync_names(folder: Path) -> None:
+def _fsync_directory(directory: Path) -> None:
     """That the files are there survives a power cut, too, where a system can promise it."""
     try:
-        handle = os.open(folder, os.O_RDONLY)
+        handle = os.open(directory, os.O_RDONLY)
     except OSError:  # Windows opens no folders
         return
     try:
