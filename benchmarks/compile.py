@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from library.training.metrics import read_metrics
+from library.report.metric_series import read_metrics
 
 from .processes import TRAIN, measure_first_step
 from .report import Measurement, add_count_option, compute_ratios

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from library.config.schema import DataConfig
-from library.data.batches import BatchPlan, Bucket
+from library.config.schema_data import DataConfig
+from library.data.batch_plan import BatchPlan, Bucket
 from library.data.prepare import prepare_data
 from library.dataset.scan_cache import CACHE_FOLDER
 

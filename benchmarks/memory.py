@@ -61,10 +61,10 @@ def run(options: Namespace, training_options: Sequence[str], directory: Path) ->
 
 def count_blocks(config: RunConfig) -> int:
     """Count the blocks of the denoiser that can be swapped."""
-    from library.families import FAMILIES
-    from library.families.detect import detect_model
-    from library.families.unloaded import load_components_on_meta
-    from library.training.resting import find_innermost_blocks
+    from library.models.detect import detect_model
+    from library.models.families import FAMILIES
+    from library.models.loading import load_components_on_meta
+    from library.parallel.offload import find_innermost_blocks
 
     detected = detect_model(config.model)
     denoiser = FAMILIES.get(detected.family).denoiser_name
@@ -85,7 +85,7 @@ def count_variants(variants: Mapping[str, Sequence[str]]) -> Iterator[Measuremen
 def _count_step(config: RunConfig) -> tuple[float, float, float, float]:
     """Count TFLOP of forward and backward; GB of frozen weights, of activations saved for backward, and at the peak."""
     from library.estimate.meta_run import LargestBatch, MetaRun
-    from library.families.detect import detect_model
+    from library.models.detect import detect_model
 
     size = config.data.resolution
     assert size is not None

@@ -20,7 +20,7 @@ from .report import Measurement, add_count_option
 from .synthetic_run import load_training_options, write_dataset
 
 if TYPE_CHECKING:
-    from library.training.job import TrainingRun
+    from library.training.state import TrainingRun
 
 MODEL = ("--pretrained_model_name_or_path", "random:flux:tiny")
 MAX_DIFFERENCE = 5.0

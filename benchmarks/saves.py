@@ -43,8 +43,8 @@ def run(options: Namespace, training_options: Sequence[str], directory: Path) ->
 
 def train_timed(argv: Sequence[str], output: Path) -> dict[str, float]:
     """Train in this process; return the total seconds of all steps, and those spent in each callback that saves."""
+    from library.training.checkpoint import SaveCheckpoint
     from library.training.export import SaveAdapter
-    from library.training.keep_state import SaveCheckpoint
     from library.training.run import run_training as train
 
     seconds = {"Export": 0.0, "KeepState": 0.0}

@@ -16,7 +16,7 @@ from .report import Measurement, compute_ratios
 from .synthetic_run import build_run, write_dataset
 
 if TYPE_CHECKING:
-    from library.training.job import TrainingRun
+    from library.training.state import TrainingRun
 
 MAX_OVERHEAD = 1.2
 CACHE_ON_DISK = ("--cache_latents_to_disk", "--cache_text_encoder_outputs_to_disk")
@@ -82,7 +82,14 @@ def prepare_commands(training_options: Sequence[str], directory: Path) -> Mappin
     arguments = [str(model), family.facts.pipeline_class, type(denoiser).__name__, family.denoiser_name]
     return {
         "ours": [*TRAIN, *argv, "--pretrained_model_name_or_path", str(model), *CACHE_ON_DISK],
-        "bare": ["-c", BARE_SCRIPT, *arguments, str(config.adapter.network_dim), precision, *family.lora_target_modules],
+        "bare": [
+            "-c",
+            BARE_SCRIPT,
+            *arguments,
+            str(config.adapter.network_dim),
+            precision,
+            *family.lora_target_modules,
+        ],
     }
 
 

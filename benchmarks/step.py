@@ -20,7 +20,7 @@ from .report import Measurement, add_count_option, compute_ratios
 from .synthetic_run import build_run, reset_peak_memory, write_dataset
 
 if TYPE_CHECKING:
-    from library.training.job import TrainingRun
+    from library.training.state import TrainingRun
 
 MAX_OVERHEAD, MAX_OVERHEAD_TINY = 1.03, 1.15
 """Ratio of step times; the overhead is a few milliseconds, which is much of the step of a tiny model."""
@@ -35,8 +35,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace, training_options: Sequence[str], directory: Path) -> list[Measurement]:
     """Measure ``repetitions`` turns of both loops, after one turn of warmup."""
+    from library.report.metric_series import read_metrics
     from library.training.loop import train
-    from library.training.metrics import read_metrics
 
     argv = write_dataset(training_options, directory, options.bench_steps * (options.repetitions + 1))
     with build_run(argv, directory) as job:
@@ -105,14 +105,19 @@ def prepare_batches(run: "TrainingRun") -> Iterator[Batch]:
     for pixels in work.batches:
         with torch.no_grad():
             batch = task.encode(pixels, step)
-            noised = task.objective.add_noise(batch.latents, partial(task.build_generators, step=step, global_positions=batch.global_positions))
-        yield partial(task.family.predict, task.pipe, denoiser, noised.latents, noised.timesteps, batch), noised.target.float()
+            noised = task.objective.add_noise(
+                batch.latents, partial(task.build_generators, step=step, global_positions=batch.global_positions)
+            )
+        yield (
+            partial(task.family.predict, task.pipe, denoiser, noised.latents, noised.timesteps, batch),
+            noised.target.float(),
+        )
 
 
 class LoopComparison:
     """Callback that gives the bare loop as many steps, from the same weights, after every ``steps`` of ours."""
 
-    can_wait = False
+    is_deferrable = False
 
     def __init__(self, run: "TrainingRun", steps: int):
         self.steps, self.device = steps, run.strategy.device
@@ -122,7 +127,7 @@ class LoopComparison:
         """By step: the metrics that the bare loop computed for it."""
         self.start = self._start_clock()
 
-    def is_due(self, run: "TrainingRun") -> bool:
+    def should_run(self, run: "TrainingRun") -> bool:
         return run.state.step % self.steps == 0
 
     def __call__(self, run: "TrainingRun") -> None:

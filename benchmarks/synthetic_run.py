@@ -17,8 +17,8 @@ from library.config import RunConfig, parse_config
 from library.errors import ConfigError
 
 if TYPE_CHECKING:
-    from library.distributed.strategy import Strategy
-    from library.training.job import TrainingRun
+    from library.parallel.strategy import Strategy
+    from library.training.state import TrainingRun
 
 DEFAULT_OPTIONS = ("--pretrained_model_name_or_path", "random:sd1:tiny", "--resolution", "256", "--network_dim", "16",
                    "--cache_latents", "--cache_text_encoder_outputs")  # fmt: skip
@@ -75,7 +75,7 @@ def write_images(directory: Path, sizes: Iterable[tuple[int, int]], caption: str
 @contextmanager
 def build_run(argv: Sequence[str], directory: Path) -> Iterator["TrainingRun"]:
     """Build the run as training has it before its first step; its metrics go to a file in ``directory``."""
-    from library.distributed.choice import build_strategy
+    from library.parallel.strategy_registry import build_strategy
 
     config = parse_config(argv).require_valid()
     strategy = build_strategy(config)
@@ -85,25 +85,24 @@ def build_run(argv: Sequence[str], directory: Path) -> Iterator["TrainingRun"]:
 
 def _assemble_run(config: RunConfig, strategy: "Strategy", directory: Path) -> "TrainingRun":
     """Do what ``library.training.run`` does up to the first step, without saving and resuming."""
-    from library.families import FAMILIES
-    from library.families.detect import detect_model
+    from library.cache.precompute import CacheReaders, cache_latents, cache_text_encoder_outputs
     from library.log import ProgressBar
-    from library.training.assembly import build_run, load_training_pipeline
-    from library.training.caching import CacheReaders, cache_latents, cache_text_encoder_outputs
-    from library.training.metrics import MetricsFile
-    from library.training.parallel_fit import check_model_parallel
-    from library.training.pictures import prepare_dataset
-    from library.training.plan import RunPlan
-    from library.training.resting import check_quantize_offload
-    from library.training.starting import read_initial_weights
-    from library.training.track import TrainingLogger
+    from library.models.detect import detect_model
+    from library.models.families import FAMILIES
+    from library.training.init_weights import read_initial_weights
+    from library.training.metrics import MetricsFile, TrainingLogger
+    from library.training.preflight import check_model_parallel, check_quantize_offload
+    from library.training.setup import build_run, load_training_pipeline, prepare_dataset
+    from library.training.state import RunPlan
 
     detected = detect_model(config.model)
     family = FAMILIES.get(detected.family)(config.model)
     check_model_parallel(config, family, detected)
     starts = read_initial_weights(config, family, detected)
     prepared = prepare_dataset(config, strategy, detected.size_multiple)
-    plan = RunPlan.from_config(prepared.build_batch_plan(strategy.data_parallel_size, config.train), config.train, config.optim)
+    plan = RunPlan.from_config(
+        prepared.build_batch_plan(strategy.data_parallel_size, config.train), config.train, config.optim
+    )
     prepared, latents = cache_latents(config, strategy, family, detected, prepared)
     cached = CacheReaders(latents, cache_text_encoder_outputs(config, strategy, family, detected, prepared, plan, ()))
     check_quantize_offload(config, strategy, family, detected)
@@ -116,7 +115,7 @@ def _assemble_run(config: RunConfig, strategy: "Strategy", directory: Path) -> "
 
 def read_intervals(output: Path) -> list[tuple[int, float]]:
     """Read the intervals at which a finished run has logged its throughput: steps and seconds of each."""
-    from library.training.metrics import read_metrics
+    from library.report.metric_series import read_metrics
 
     intervals, last_step = [], 0
     for line in read_metrics(output / "lora.metrics.jsonl"):

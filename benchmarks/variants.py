@@ -20,7 +20,7 @@ from .report import Measurement, compute_ratios
 from .synthetic_run import reset_peak_memory
 
 if TYPE_CHECKING:
-    from library.training.job import TrainingRun
+    from library.training.state import TrainingRun
 
 BYTES_SENT = 200
 """Offset of tcpi_bytes_sent in Linux's struct tcp_info, from 4.19 on."""
@@ -67,13 +67,13 @@ def measure_steps(run: "TrainingRun", steps: int) -> dict[str, Any]:
 class StepTimer:
     """Callback that reads clock, images, bytes sent and peak memory every ``steps`` steps."""
 
-    can_wait = False
+    is_deferrable = False
 
     def __init__(self, steps: int):
         self.steps = steps
         self.marks: list[tuple[float, int, int | None, int]] = []
 
-    def is_due(self, run: "TrainingRun") -> bool:
+    def should_run(self, run: "TrainingRun") -> bool:
         return run.state.step % self.steps == 0
 
     def __call__(self, run: "TrainingRun") -> None:

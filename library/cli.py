@@ -7,18 +7,21 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from .errors import ConfigError, CrashError, RunInterrupted, UserError
-from .traceback_file import format_error, write_traceback
+from .errors import ConfigError, CrashError, RunInterrupted, UserError, format_error, write_traceback
 
 EXIT_BUG = 1
+
+
 EXIT_USER_ERROR = 2
+
+
 EXIT_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str]) -> int:
     """Train; return the exit code."""
     if "--help" in argv or "-h" in argv:
-        from .config.describe import format_help
+        from .config.help import format_help
 
         _print_text(format_help("accelerate launch train_lora.py"))
         return 0
@@ -42,7 +45,9 @@ def main(argv: Sequence[str]) -> int:
     except Exception as error:
         # Nobody knows the others yet; what breaks so early breaks on all of them.
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            _report_crash("train_lora", f"{format_error(error)}\n{write_traceback(error, Path('train_lora.error.txt'))}")
+            _report_crash(
+                "train_lora", f"{format_error(error)}\n{write_traceback(error, Path('train_lora.error.txt'))}"
+            )
         return EXIT_BUG
 
 
@@ -84,10 +89,10 @@ def run_tool(argv: Sequence[str]) -> int:
 
 def _run_training(argv: Sequence[str]) -> int:
     from .config import parse_config
-    from .config.describe import format_config_as_toml
-    from .data.prepare import validate_dataset_config
-    from .families.fitting import validate_model_options
+    from .config.help import format_config_as_toml
+    from .dataset.validate import validate_dataset_config
     from .log import configure_logging
+    from .models.preflight import validate_model_options
 
     loaded = parse_config(argv)
     if loaded.output_config:
@@ -101,9 +106,11 @@ def _run_training(argv: Sequence[str]) -> int:
     configure_logging(level=log.console_log_level, file=log.console_log_file, simple=log.console_log_simple, quiet=log.quiet,
            rank=rank)  # fmt: skip
     if config.train.dry_run:
-        from .training.outline import format_dry_run
+        from .estimate.dry_run import format_dry_run
 
-        text = format_dry_run(config, max(1, int(os.environ.get("WORLD_SIZE", "1")) // config.parallel.model_parallel_size))
+        text = format_dry_run(
+            config, max(1, int(os.environ.get("WORLD_SIZE", "1")) // config.parallel.model_parallel_size)
+        )
         if rank == 0:
             _print_text(text)
         return 0

@@ -1,6 +1,12 @@
 """The errors a user can cause; the command line shows them as plain lines, without a traceback."""
 
+import platform
+import sys
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
+
+from . import __version__
 
 
 class UserError(Exception):
@@ -35,3 +41,23 @@ class ConfigError(UserError):
     def __reduce__(self) -> tuple[type, tuple[list[str]]]:
         """An exception is sent to other processes by what it was made from, and that is not its text."""
         return type(self), (self.problems,)
+
+
+MAX_MESSAGE_LENGTH = 400
+
+
+def format_error(error: BaseException) -> str:
+    """Its kind and the first line of what it says."""
+    first = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first[:MAX_MESSAGE_LENGTH]}" if first else type(error).__name__
+
+
+def write_traceback(error: BaseException, path: Path) -> str:
+    """Where the traceback is now, as a sentence; when no file can be written, it follows itself."""
+    text = "".join(traceback.format_exception(error))
+    versions = f"lorikeet {__version__}, Python {platform.python_version()}, {sys.platform}\n"
+    try:
+        path.write_text(versions + text, "utf-8", "backslashreplace")
+    except OSError as failure:
+        return f"the traceback cannot be written to {path} ({failure.strerror}):\n{text}"
+    return f"the traceback is in {path}"

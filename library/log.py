@@ -12,8 +12,11 @@ from tqdm import tqdm
 from .errors import ConfigError
 
 ROOT_LOGGER_NAME = __name__.rpartition(".")[0]
+
+
 PROGRESS_LOG_INTERVAL = 15.0
 """How often progress is told where there is no terminal to draw a bar on."""
+
 
 _LEVEL_COLORS = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m", logging.CRITICAL: "\033[31m"}
 
@@ -75,9 +78,23 @@ class _LogFormatter(logging.Formatter):
 class ProgressBar:
     """A bar on a terminal, now and then a line elsewhere, nothing when it is not wanted."""
 
-    def __init__(self, total: int, initial: int, description: str, *, enabled: bool, unit: str = "step", log_first_and_last: bool = True):
+    def __init__(
+        self,
+        total: int,
+        initial: int,
+        description: str,
+        *,
+        enabled: bool,
+        unit: str = "step",
+        log_first_and_last: bool = True,
+    ):
         """Without ``ends``, the first and the last of all get no line of their own, as for what is mostly quick."""
-        self.total, self.completed, self.description, self.log_first_and_last = total, initial, description, log_first_and_last
+        self.total, self.completed, self.description, self.log_first_and_last = (
+            total,
+            initial,
+            description,
+            log_first_and_last,
+        )
         self.logger = logging.getLogger(f"{ROOT_LOGGER_NAME}.progress")
         self.started_at, self.initial = time.monotonic(), initial
         self.last_logged_at = self.started_at
@@ -107,7 +124,9 @@ class ProgressBar:
             self.bar.set_postfix(metrics, refresh=False)
             self.bar.update(count)
         now = time.monotonic()
-        if self.logs_lines and (now - self.last_logged_at >= PROGRESS_LOG_INTERVAL or (self.log_first_and_last and is_end)):
+        if self.logs_lines and (
+            now - self.last_logged_at >= PROGRESS_LOG_INTERVAL or (self.log_first_and_last and is_end)
+        ):
             self.last_logged_at = now
             seconds = (now - self.started_at) / (self.completed - self.initial) * (self.total - self.completed)
             parts = [f"{self.completed}/{self.total}", *(f"{name} {value}" for name, value in metrics.items())]

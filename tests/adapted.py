@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from library.adapters import lora
 from library.adapters.formats import FileFormat, convert_to_file_format
-from library.adapters.keys import ComponentKeys
-from library.adapters.updates import group_updates
-from library.families import FAMILIES
+from library.adapters.key_names import ComponentKeys
+from library.adapters.state_dict import group_updates
+from library.models.families import FAMILIES
 
 
 def names_of(model: nn.Module, family: Any = None) -> ComponentKeys:

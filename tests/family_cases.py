@@ -9,7 +9,7 @@ import torch
 from tiny import HEIGHT, TINY, WIDTH
 from torch import nn
 
-from library.families import FAMILIES
+from library.models.families import FAMILIES
 
 SIZE = {"height": HEIGHT, "width": WIDTH}
 

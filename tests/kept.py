@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d
 
+from library.cache import encode
+from library.cache.precompute import cache_latents, cache_text_encoder_outputs
 from library.config import RunConfig, parse_config
 from library.data.batch import Cond, Moments
 from library.data.prepare import PreparedData, prepare_data
 from library.distributed.accelerator import prepare_accelerator
-from library.distributed.strategy import Strategy
-from library.families.detect import detect_model
-from library.training import encoding
-from library.training.caching import cache_latents, cache_text_encoder_outputs
-from library.training.plan import RunPlan
+from library.models.detect import detect_model
+from library.parallel.strategy import Strategy
+from library.training.state import RunPlan
 
 
 class Plain:
@@ -58,7 +58,7 @@ class Encoded:
 
     def __init__(self) -> None:
         self.names: list[str] = []
-        for maker in (encoding.LatentEncoder, encoding.CaptionEncoder):
+        for maker in (encode.LatentEncoder, encode.CaptionEncoder):
             self._note(maker)
 
     def _note(self, maker: Any) -> None:

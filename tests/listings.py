@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from library.config.schema import DataConfig
-from library.data.dataset_config import parse_dataset_config
-from library.data.dataset_rules import validate_paths
+from library.config.schema_data import DataConfig
 from library.data.prepare import PreparedData, prepare_data
+from library.dataset.dataset_config import parse_dataset_config
 from library.dataset.listing import SubsetListing
 from library.dataset.schema import collect_flag_defaults
 from library.dataset.sources import list_all_images
+from library.dataset.validate import validate_paths
 
 HEAD = "[[datasets]]\nresolution = 64\n"
 

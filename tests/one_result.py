@@ -15,7 +15,7 @@ from ranks import on_ranks
 from safetensors.torch import load_file
 from test_run import difference, pictures, train
 
-from library.families import FAMILIES
+from library.models.families import FAMILIES
 
 STEPS = 8
 BOUNDS = {"no": 1e-4, "bf16": 0.1}

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from library.adapters.keys import build_key_map
-from library.adapters.ldm_names import map_to_ldm_names
+from library.adapters.key_names import build_key_map
+from library.adapters.original_layouts import map_to_ldm_names
 
 _VAE = (
     (r"\bdown_blocks\.", "down."), (r"\.resnets\.", ".block."), (r"\.downsamplers\.0\.", ".downsample."),

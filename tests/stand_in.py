@@ -12,7 +12,7 @@ from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNe
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
-from library.families.tokenizers import END_TOKEN, START_TOKEN, build_byte_tokenizer, build_byte_vocabulary
+from library.models.tokenizers import END_TOKEN, START_TOKEN, build_byte_tokenizer, build_byte_vocabulary
 from library.randomness import derive_seed
 
 PARTS = ("vae", "text_encoder", "tokenizer", "unet")

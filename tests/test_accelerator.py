@@ -13,11 +13,11 @@ from library.config import parse_config
 from library.config.schema import RunConfig
 from library.distributed import accelerator
 from library.distributed.accelerator import build_accelerator_kwargs, should_bind_to_numa_node
-from library.distributed.backend import build_process_group_kwargs
-from library.distributed.devices import Machine, find_numa_affinity_problem, count_numa_nodes
-from library.distributed.meeting import build_partial_state_kwargs
-from library.distributed.refusals import AcceleratorFacts, find_launch_problems, validate_accelerator
-from library.distributed.trackers import resolve_tracker_dir, resolve_tracker, validate_trackers
+from library.distributed.devices import Machine, count_numa_nodes, find_numa_affinity_problem
+from library.distributed.preflight import AcceleratorFacts, find_launch_problems, validate_accelerator
+from library.distributed.process_group import build_process_group_kwargs
+from library.distributed.rendezvous import build_partial_state_kwargs
+from library.distributed.trackers import resolve_tracker, resolve_tracker_dir, validate_trackers
 from library.distributed.world import World, select_device_type
 from library.errors import ConfigError
 
@@ -340,7 +340,7 @@ def test_a_number_that_is_none_is_a_line_and_no_traceback():
 
 
 def prepared(*flags: str) -> tuple:
-    from library.distributed.accelerator import read_accelerator_facts, prepare_accelerator
+    from library.distributed.accelerator import prepare_accelerator, read_accelerator_facts
 
     accelerator = prepare_accelerator(config(*flags))
     tracker = (accelerator.logging_dir, os.environ.get("WANDB_DIR"), [str(name) for name in accelerator.log_with])

@@ -6,11 +6,10 @@ from test_text_lora import loss_of, trained
 from torch import nn
 
 from library.adapters import lora
-from library.adapters.dropout import LoraDropout, hash_to_uniform
-from library.adapters.norms import MaxNormRegularizer, compute_lora_norm
+from library.adapters.regularization import LoraDropout, MaxNormRegularizer, compute_lora_norm, hash_to_uniform
 from library.config.schema import AdapterConfig
 from library.errors import ConfigError
-from library.training.trained import build_lora_dropout
+from library.training.trainable import build_lora_dropout
 
 KINDS = {
     "lora": ("--network_args", "conv_dim=2", "conv_alpha=3"),

@@ -13,10 +13,15 @@ from test_adapters_lora import CONFIG, TARGETS, call, randomise
 from torch import nn
 
 from library.adapters import lora
-from library.adapters.comparing import compare_file_with_model
-from library.adapters.file import cast_tensors, write_adapter_file
+from library.adapters.checkpoint_file import (
+    InvalidAdapterFileError,
+    cast_tensors,
+    compare_file_with_model,
+    read_safetensors,
+    verify_adapter_file,
+    write_adapter_file,
+)
 from library.adapters.formats import convert_from_file_format
-from library.adapters.verify import InvalidAdapterFileError, read_safetensors, verify_adapter_file
 from library.errors import UserError
 
 META = {"ss_network_dim": "6", "ss_v2": "False"}

@@ -12,19 +12,19 @@ from test_adapters_layouts import tiny_denoiser
 from tiny import TINY
 
 from library.adapters import lora
-from library.adapters.formats import convert_from_file_format, convert_to_file_format, choose_file_format
-from library.adapters.keys import ComponentKeys
-from library.adapters.updates import group_updates
-from library.adapters.verify import read_safetensors
+from library.adapters.checkpoint_file import read_safetensors
+from library.adapters.formats import choose_file_format, convert_from_file_format, convert_to_file_format
+from library.adapters.key_names import ComponentKeys
+from library.adapters.state_dict import group_updates
 from library.cli import run_tool
-from library.config.save_rules import validate_save_format
+from library.config.validate_adapter import validate_save_format
 from library.errors import UserError
-from library.families import FAMILIES
-from library.families.detect import detect_model
-from library.families.empty import build_empty_model
-from library.families.unloaded import load_components_on_meta
-from library.training.lora_files import identify_lora
-from library.training.lora_parts import collect_component_keys
+from library.models.detect import detect_model
+from library.models.families import FAMILIES
+from library.models.loading import load_components_on_meta
+from library.models.weights import build_empty_model
+from library.tools.convert import identify_lora
+from library.training.trainable import collect_component_keys
 
 DATA = Path(__file__).parent / "data"
 EVERY = ("sd1", "sd2", "sdxl", "sd3", "flux", "z_image", "qwen_image")

@@ -7,11 +7,11 @@ import pytest
 import torch
 from diffusers import UNet2DConditionModel
 
-from library.adapters import keys, lora
+from library.adapters import key_names, lora
 from library.adapters.formats import convert_from_file_format, convert_to_file_format
 from library.config.schema import AdapterConfig
 from library.errors import UserError
-from library.families import FAMILIES
+from library.models.families import FAMILIES
 
 GOLDEN = json.loads((Path(__file__).parent / "data/kohya_keys_sd15.json").read_text())
 FAMILY = FAMILIES.get("sd1")
@@ -35,7 +35,7 @@ def alphas(adapter):
 
 
 def names(model):
-    return keys.ComponentKeys.from_model(model, "unet", FAMILY.lora_prefix)
+    return key_names.ComponentKeys.from_model(model, "unet", FAMILY.lora_prefix)
 
 
 def test_names_and_shapes_of_the_real_unet_are_sd_scripts_own(real):
@@ -74,7 +74,7 @@ def test_a_file_with_keys_of_another_model_is_refused(real):
     ],
 )
 def test_what_wrappers_add_is_taken_off(name):
-    assert keys.clean_parameter_name(name) == "mid_block.attentions.0.to_q.lora_A.weight"
+    assert key_names.clean_parameter_name(name) == "mid_block.attentions.0.to_q.lora_A.weight"
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_what_wrappers_add_is_taken_off(name):
     ],
 )
 def test_what_is_left_of_a_wrapper_is_found(name):
-    assert keys.find_wrapper_names([name]) == [name]
+    assert key_names.find_wrapper_names([name]) == [name]
 
 
 def test_a_state_that_is_not_clean_is_never_exported():
@@ -98,4 +98,4 @@ def test_a_state_that_is_not_clean_is_never_exported():
 
 
 def test_the_golden_names_are_all_clean():
-    assert keys.find_wrapper_names(GOLDEN) == []
+    assert key_names.find_wrapper_names(GOLDEN) == []

@@ -13,18 +13,18 @@ from test_families_real_sizes import part_of
 from tiny import TINY
 from torch import nn
 
-from library.adapters import keys, layouts, lora
+from library.adapters import key_names, lora, original_layouts
 from library.adapters.formats import convert_from_file_format, convert_to_file_format
-from library.adapters.fusing import fuse_updates, split_update
-from library.adapters.keys import ComponentKeys
-from library.adapters.layouts import OriginalModule
-from library.adapters.updates import ModuleUpdate
+from library.adapters.fused_layers import fuse_updates, split_update
+from library.adapters.key_names import ComponentKeys
+from library.adapters.original_layouts import OriginalModule
+from library.adapters.state_dict import ModuleUpdate
 from library.config.schema import AdapterConfig
 from library.errors import UserError
-from library.families import FAMILIES
+from library.models.families import FAMILIES
 
 DATA = Path(__file__).parent / "data"
-NAMES = {style: keys.build_key_map((), style) for style in ("flux", "sd3")}
+NAMES = {style: key_names.build_key_map((), style) for style in ("flux", "sd3")}
 GOLDEN = {"flux": "kohya_keys_flux.json", "sd3": "kohya_keys_sd3_medium.json"}
 
 
@@ -120,7 +120,7 @@ def test_diffusers_reads_a_flux_file_as_we_mean_it(shared):
 
     size, family = 3072, FAMILIES.get("flux")
     shapes = {}
-    for part in (*layouts.IMAGE_STREAM, *layouts.TEXT_STREAM):
+    for part in (*original_layouts.IMAGE_STREAM, *original_layouts.TEXT_STREAM):
         outputs = {"norm1": 6, "norm1_context": 6, "ff": 4, "ff_context": 4}.get(part.split(".")[0], 1)
         is_outer = part.endswith("net.2")
         shapes[f"transformer_blocks.0.{part}"] = (size if is_outer else size * outputs, size * 4 if is_outer else size)
@@ -152,7 +152,7 @@ def test_a_file_for_sd3_changes_the_original_weights_as_the_lora_changes_those_o
     before = original_names.sd3_transformer(model)
     after = dict(before)
     for group in NAMES["sd3"].group_modules(modules):
-        start = keys.build_kohya_name(group.name, family.lora_prefix)
+        start = key_names.build_kohya_name(group.name, family.lora_prefix)
         scale = file[f"{start}.alpha"] / len(file[f"{start}.lora_down.weight"])
         after[f"{group.name}.weight"] = before[f"{group.name}.weight"] + update(file, start, scale, "lora_down",
                                                                                "lora_up")  # fmt: skip
@@ -222,4 +222,4 @@ def test_every_layer_that_sd_scripts_can_train_has_its_name():
         linear = [module for module, part in model.named_modules() if isinstance(part, nn.Linear)]
         found = NAMES[name].group_modules(linear)
         assert sorted(module for group in found for module in group.modules if module) == sorted(linear)
-        assert len({keys.build_kohya_name(group.name, "") for group in found}) == len(found)
+        assert len({key_names.build_kohya_name(group.name, "") for group in found}) == len(found)

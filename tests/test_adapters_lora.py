@@ -10,7 +10,7 @@ from torch import nn
 from library.adapters import lora
 from library.config.schema import AdapterConfig
 from library.errors import ConfigError
-from library.families import FAMILIES
+from library.models.families import FAMILIES
 
 TARGETS = FAMILIES.get("sd1").lora_target_modules
 CONFIG = AdapterConfig(network_dim=6, network_alpha=2.5)

@@ -9,20 +9,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from library.adapters.file import write_adapter_file
-from library.adapters.metadata import BaseModelMetadata, RunMetadata, build_metadata, add_model_hashes
-from library.adapters.modelspec import MODELSPEC_USER_KEYS
-from library.adapters.verify import read_safetensors
-from library.config.schema import (
-    AdapterConfig,
-    LossConfig,
-    ModelConfig,
-    NoiseConfig,
-    RunConfig,
-    SaveConfig,
-    TrainConfig,
-)  # fmt: skip
-from library.training.model_told import build_model_metadata
+from library.adapters.checkpoint_file import read_safetensors, write_adapter_file
+from library.adapters.metadata import (
+    MODELSPEC_USER_KEYS,
+    BaseModelMetadata,
+    RunMetadata,
+    add_model_hashes,
+    build_metadata,
+)
+from library.config.schema import AdapterConfig, ModelConfig, RunConfig, TrainConfig
+from library.config.schema_objective import LossConfig, NoiseConfig
+from library.config.schema_output import SaveConfig  # fmt: skip
+from library.training.export import build_model_metadata
 
 MODEL = BaseModelMetadata("sd_v1", "stable-diffusion-v1", "epsilon")
 RUN = RunMetadata(

@@ -4,7 +4,7 @@ import torch
 from test_adapters_lora import CONFIG, TARGETS, call, randomise, unet
 
 from library.adapters import lora
-from library.adapters.switching import disable_adapters
+from library.adapters.lora import disable_adapters
 
 
 @torch.no_grad()

@@ -11,9 +11,10 @@ from PIL import Image
 from ranks import on_ranks
 from safetensors.torch import load_file, save_file
 
-from library.data.images import resize_and_crop, load_rgb_image
-from library.families.detect import detect_model, get_config_reader
-from library.families.sizes import read_encoded_sizes
+from library.data.images import resize_and_crop
+from library.dataset.image_inspection import load_rgb_image
+from library.models.detect import detect_model, get_config_reader
+from library.models.model_configs import read_encoded_sizes
 
 ALL = ["pictures/0.png", "pictures/1.png", "pictures/2.png"]
 SIZES = [(96, 64), (64, 64), (64, 100)]
@@ -37,7 +38,7 @@ def encoded_after_each_change(folder: str) -> dict[str, list[str]]:
     """The names of what was encoded, change by change, on one folder with one cache."""
     import stand_in
 
-    from library.families.sd1 import StableDiffusion1
+    from library.models.families.sd1 import StableDiffusion1
 
     root, pictures = Path(folder), Path(folder) / "pictures"
     model = root / "model"
@@ -124,7 +125,7 @@ def test_exactly_what_changed_is_encoded_again(folder):
 
 
 def encoded_in_both_precisions(folder: str, precision: str) -> list[str]:
-    from library.families.sd1 import StableDiffusion1
+    from library.models.families.sd1 import StableDiffusion1
 
     encoded = Encoded()
     Kept(StableDiffusion1(), "--dataset_config", dataset(Path(folder)), "--cache_latents_to_disk",
@@ -198,7 +199,7 @@ def test_sizes_that_a_plan_tells_are_those_that_come_out(tmp_path):
     import stand_in
     import torch
 
-    from library.families.sd1 import StableDiffusion1
+    from library.models.families.sd1 import StableDiffusion1
 
     pipe = stand_in.build()
     pipe.save_pretrained(tmp_path)

@@ -13,12 +13,11 @@ import pytest
 import torch
 from ranks import CONTEXT
 
-from library.data.cache.blobs import stack_tensors, deserialize_tensors
-from library.data.cache.file_hashes import FileHashCache
-from library.data.cache.pruning import list_writer_files, find_orphan_files, prune_writer_files, select_prunable_files
-from library.data.cache.records import KEY_BYTES, RECORD_DTYPE, stack_keys
-from library.data.cache.store import CacheStore
-from library.data.cache.writer import CacheWriter
+from library.cache.format import KEY_BYTES, RECORD_DTYPE, deserialize_tensors, stack_keys, stack_tensors
+from library.cache.maintenance import find_orphan_files, list_writer_files, prune_writer_files, select_prunable_files
+from library.cache.model_fingerprint import FileHashCache
+from library.cache.store import CacheStore
+from library.cache.writer import CacheWriter
 from library.errors import UserError
 
 
@@ -319,10 +318,10 @@ def test_a_dropped_entry_does_not_come_back_when_who_dropped_it_is_pruned(is_bus
 
 def test_the_hash_of_a_file_is_computed_again_only_when_the_file_changed(tmp_path, monkeypatch):
     file, memory = tmp_path / "weights", tmp_path / "cache" / "files.json"
-    monkeypatch.setattr("library.data.cache.file_hashes.SETTLED_AFTER_NS", 0)
+    monkeypatch.setattr("library.cache.model_fingerprint.SETTLED_AFTER_NS", 0)
     file.write_bytes(b"one")
     first = FileHashCache(memory).get_hash(file)
-    monkeypatch.setattr("library.data.cache.file_hashes.hash_of", lambda path: path.read_bytes().decode())
+    monkeypatch.setattr("library.cache.model_fingerprint.hash_of", lambda path: path.read_bytes().decode())
     assert FileHashCache(memory).get_hash(file) == first
     file.write_bytes(b"another")
     assert FileHashCache(memory).get_hash(file) == "another"
@@ -334,7 +333,7 @@ def test_the_hash_of_a_file_is_computed_again_only_when_the_file_changed(tmp_pat
 def test_a_file_changed_without_a_trace_in_size_and_time_is_hashed_again(tmp_path, monkeypatch):
     """As by ``cp -p`` or ``rsync -t`` of another model."""
     file, memory = tmp_path / "weights", tmp_path / "cache" / "files.json"
-    monkeypatch.setattr("library.data.cache.file_hashes.SETTLED_AFTER_NS", 0)
+    monkeypatch.setattr("library.cache.model_fingerprint.SETTLED_AFTER_NS", 0)
     file.write_bytes(b"one")
     os.utime(file, ns=(10**18, 10**18))
     first = FileHashCache(memory).get_hash(file)
@@ -349,5 +348,5 @@ def test_the_hash_of_a_file_that_has_just_been_written_is_not_remembered(tmp_pat
     file, memory = tmp_path / "weights", tmp_path / "files.json"
     file.write_bytes(b"one")
     FileHashCache(memory).get_hash(file)
-    monkeypatch.setattr("library.data.cache.file_hashes.hash_of", lambda path: "looked at again")
+    monkeypatch.setattr("library.cache.model_fingerprint.hash_of", lambda path: "looked at again")
     assert FileHashCache(memory).get_hash(file) == "looked at again"

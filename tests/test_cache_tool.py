@@ -12,9 +12,9 @@ from kept import dataset
 from ranks import on_ranks
 from test_cache_training import numbered
 
+from library.cache.store import CacheStore
 from library.config import parse_config
-from library.data.cache.store import CacheStore
-from library.data.prepare import validate_dataset_config
+from library.dataset.validate import validate_dataset_config
 from library.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent

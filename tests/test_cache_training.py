@@ -15,9 +15,9 @@ from PIL import Image
 from ranks import CONTEXT, on_ranks
 from test_run import pictures
 
+from library.cache.store import CacheStore
 from library.data.batch import normalize_pixels
-from library.data.cache.store import CacheStore
-from library.diffusion.masking import resize_mask_to_latents
+from library.diffusion.losses import resize_mask_to_latents
 from library.errors import ConfigError, UserError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,8 +36,8 @@ def uneven(tmp_path_factory) -> Path:
 def losses(*flags: str) -> tuple[list[float], list[tuple[str, ...]], list[str]]:
     """Of each step; the parts of the model that were loaded, load by load; and what was encoded."""
     from library.config import parse_config
-    from library.distributed.strategy import Strategy
-    from library.families.sd1 import StableDiffusion1
+    from library.models.families.sd1 import StableDiffusion1
+    from library.parallel.strategy import Strategy
     from library.training.run import run_training
 
     seen: list[float] = []

@@ -16,8 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from library.config import parse_config
 from library.data.batch import Moments, PixelBatch
-from library.distributed.compiled_block import MAX_RECOMPILES
-from library.distributed.compiling import Compilation, compile_model, find_repeated_blocks
+from library.parallel.compile import MAX_RECOMPILES, Compilation, compile_model, find_repeated_blocks
 
 SIZES = [(16 * width, 16 * height) for width in range(2, 9) for height in range(2, 9) if 9 < width * height < 29][:24]
 
@@ -42,13 +41,13 @@ def dataset(folder, sizes, pictures=(1, 2)):
 
 def counted(*flags):
     """A run in this process: its LoRA, and what was compiled for it."""
-    from library.training import rehearsal
     from library.training import run as running
+    from library.training import warmup
 
     jobs, honest, tried, marks = [], running.train, [], []
     running.train = lambda job: (jobs.append(job), honest(job))
-    rehearsed = rehearsal.run_forward_backward
-    rehearsal.run_forward_backward = lambda *given: (tried.append(given), rehearsed(*given))[1]
+    rehearsed = warmup.run_forward_backward
+    warmup.run_forward_backward = lambda *given: (tried.append(given), rehearsed(*given))[1]
     torch.compiler.cudagraph_mark_step_begin = lambda: marks.append(len(marks))
     settings = parse_config([*flags, "--quiet", "--max_data_loader_n_workers", "0", "--learning_rate", "0.1",
                              "--optimizer_type", "SGD"]).require_valid()  # fmt: skip

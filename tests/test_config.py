@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from library.config import RunConfig, parse_config
-from library.config.describe import format_help, format_options_page, format_config_as_toml
-from library.config.kohya import KOHYA_OPTIONS, OptionAlias, NotYetSupported, UnsupportedOption
+from library.config.help import format_config_as_toml, format_help, format_options_page
+from library.config.kohya_compat import KOHYA_OPTIONS, NotYetSupported, OptionAlias, UnsupportedOption
 from library.config.options import flatten_config, iter_options
-from library.config.values import StepsOrRatio, Resolution
+from library.config.types import Resolution, StepsOrRatio
 from library.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -17,14 +17,13 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from library.adapters.dropout import LoraDropout
-from library.distributed.chain import BlockSequence
-from library.distributed.context_cut import ContextParallel, SequenceShards
-from library.distributed.structure import ParallelPlan
-from library.distributed.token_exchange import ProcessGroupAllToAll
+from library.adapters.regularization import LoraDropout
 from library.errors import UserError
-from library.families import FAMILIES
-from library.families.layer_tokens import map_layer_token_streams
+from library.models.families import FAMILIES
+from library.models.parallel_plan import map_layer_token_streams
+from library.parallel.blocks import BlockSequence, ParallelPlan
+from library.parallel.context_parallel import ContextParallel, SequenceShards
+from library.parallel.ulysses import ProcessGroupAllToAll
 
 LONG, UNET = pytest.mark.long, ("--network_train_unet_only",)
 TRANSFORMERS = ("sd3", "flux", "z_image", "qwen_image")

@@ -9,12 +9,11 @@ from test_run import difference, prompts
 from torch import nn
 from torch.nn import functional
 
-from library.adapters.dropout import LoraDropout
-from library.distributed.chain import BlockSequence
-from library.distributed.compiling import Compilation
-from library.distributed.context_cut import ContextParallel
-from library.distributed.structure import ParallelPlan
-from library.distributed.token_exchange import ProcessGroupAllToAll
+from library.adapters.regularization import LoraDropout
+from library.parallel.blocks import BlockSequence, ParallelPlan
+from library.parallel.compile import Compilation
+from library.parallel.context_parallel import ContextParallel
+from library.parallel.ulysses import ProcessGroupAllToAll
 
 LONG = pytest.mark.long
 WIDTH, HEADS = 12, 6

@@ -8,7 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
-from library.config.schema import DataConfig, TrainConfig
+from library.config.schema import TrainConfig
+from library.config.schema_data import DataConfig
 from library.data.batch import PixelBatch
 from library.data.loader import ImageLoader, MicroBatchDataset, StepBatches
 from library.data.prepare import PreparedData, prepare_data

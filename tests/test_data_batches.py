@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from library.data.batches import BatchPlan, Bucket, MicroBatch
-from library.data.spread import shuffle_with_repeats
+from library.data.batch_plan import BatchPlan, Bucket, MicroBatch
+from library.data.repeats import shuffle_with_repeats
 
 
 @st.composite

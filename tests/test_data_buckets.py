@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from library.config.schema import DataConfig
-from library.config.values import Resolution
-from library.data.buckets import BucketAssignment, make_bucket_resolutions, build_bucket_assigner
-from library.data.dataset_config import parse_dataset_config
+from library.config.schema_data import DataConfig
+from library.config.types import Resolution
+from library.data.buckets import BucketAssignment, build_bucket_assigner, make_bucket_resolutions
+from library.dataset.dataset_config import parse_dataset_config
 from library.dataset.schema import DatasetConfig, collect_flag_defaults
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "buckets.json").read_text(encoding="utf-8"))

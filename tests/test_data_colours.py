@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from library.config.schema import DataConfig, TrainConfig
-from library.data.colours import MAX_GAMMA_CHANGE, MAX_HUE_SHIFT, adjust_hue, augment_color, adjust_gamma
+from library.config.schema import TrainConfig
+from library.config.schema_data import DataConfig
+from library.data.augment import MAX_GAMMA_CHANGE, MAX_HUE_SHIFT, adjust_gamma, adjust_hue, augment_color
 from library.data.loader import MicroBatchDataset
 from library.data.prepare import prepare_data
 

@@ -8,22 +8,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from library.data.bucket_facts import BucketSummary
 from library.data.buckets import BucketAssignment
 from library.data.contact_sheet import (
+    MARGIN,
     MASK_COLOR,
     MASK_OPACITY,
-    MAX_THUMBNAIL_SIDE,
-    MARGIN,
     MAX_IMAGES,
+    MAX_THUMBNAIL_SIDE,
     MIN_CELL_WIDTH,
     SHEET_WIDTH,
-    build_blocks,
-    overlay_mask,
     arrange_rows,
+    build_blocks,
     compute_thumbnail_size,
+    overlay_mask,
     save_contact_sheet,
 )
+from library.data.summary import BucketSummary
 from library.errors import UserError
 
 

@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 
 from library.config import parse_config
-from library.config.schema import DataConfig
-from library.config.values import Resolution
-from library.data.dataset_config import parse_dataset_config
-from library.data.dataset_rules import validate_paths, validate_supported_features, find_unused_keys
-from library.data.resolved import collect_extra_keys, convert_to_sd_scripts
+from library.config.schema_data import DataConfig
+from library.config.types import Resolution
+from library.dataset.dataset_config import collect_extra_keys, convert_to_sd_scripts, parse_dataset_config
 from library.dataset.schema import collect_flag_defaults
+from library.dataset.validate import find_unused_keys, validate_paths, validate_supported_features
 
 GOLDEN = Path(__file__).parent / "data" / "dataset_configs"
 

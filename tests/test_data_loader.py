@@ -9,11 +9,13 @@ import pytest
 import torch
 from PIL import Image
 
-from library.config.schema import DataConfig, TrainConfig
+from library.config.schema import TrainConfig
+from library.config.schema_data import DataConfig
 from library.data.batch import PixelBatch
-from library.data.images import resize_and_crop, load_rgb_image
+from library.data.images import resize_and_crop
 from library.data.loader import ImageLoader, MicroBatchDataset, StepBatches
 from library.data.prepare import PreparedData, prepare_data
+from library.dataset.image_inspection import load_rgb_image
 
 SIZES = [(150, 100), (160, 90), (90, 150), (100, 100), (101, 99), (300, 100), (128, 128)]
 

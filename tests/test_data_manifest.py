@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from library.config.schema import DataConfig, TrainConfig
-from library.data import inspection
-from library.data.prepare import PreparedData, validate_dataset_config, prepare_data
-from library.dataset import scan
+from library.config.schema import TrainConfig
+from library.config.schema_data import DataConfig
+from library.data.prepare import PreparedData, prepare_data
+from library.dataset import image_inspection, scan
+from library.dataset.validate import validate_dataset_config
 from library.errors import ConfigError
 
 
@@ -249,8 +250,8 @@ def test_one_folder_by_several_ways_is_looked_at_once(tmp_path, monkeypatch):
     save(tmp_path / "a" / "2.png", caption="two")
     (tmp_path / "link").symlink_to("a")
     examined: list[str] = []
-    real = inspection.inspect_bytes
-    monkeypatch.setattr(inspection, "examined", lambda *given: (examined.append(given[1]), real(*given))[1])
+    real = image_inspection.inspect_bytes
+    monkeypatch.setattr(image_inspection, "inspect_bytes", lambda *given: (examined.append(given[1]), real(*given))[1])
     for _ in range(2):
         settings = config(tmp_path, f"image_dir = '{tmp_path}/a'")
         for way in ("a", "./a", "link", f"{tmp_path}/link"):

@@ -12,16 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from library.config.schema import DataConfig, TrainConfig
-from library.data import inspection, mask_audit
+from library.config.schema import TrainConfig
+from library.config.schema_data import DataConfig
 from library.data.batch import PixelBatch
 from library.data.buckets import BucketAssignment
-from library.data.loader import MicroBatchDataset, LoadedImage
-from library.data.mask_files import Mask, match_masks
-from library.data.masks import load_resized_mask, load_image_and_mask, resize_mask
-from library.data.prepare import PreparedData, validate_dataset_config, prepare_data
-from library.dataset import scan
+from library.data.images import load_resized_mask, resize_mask
+from library.data.loader import LoadedImage, MicroBatchDataset
+from library.data.prepare import PreparedData, prepare_data
+from library.dataset import image_inspection, mask_checks, scan
 from library.dataset.image_ref import ImageRef
+from library.dataset.masks import Mask, load_image_and_mask, match_masks
+from library.dataset.validate import validate_dataset_config
 from library.errors import ConfigError
 
 
@@ -446,7 +447,7 @@ def test_what_was_found_out_about_masks_is_kept_and_followed_when_they_change(tm
     (tmp_path / "m" / "alpha_2.png").unlink()
     settings = config(tmp_path, dataset(FOLDER), dataset("image_dir = 'alpha'\nalpha_mask = true"), masked_loss=True)
     looked: list[str] = []
-    for module, name in ((mask_audit, "look_at_mask"), (mask_audit, "look_at_opacity"), (inspection, "examined")):
+    for module, name in ((mask_checks, "inspect_mask"), (mask_checks, "inspect_alpha_mask"), (image_inspection, "inspect_bytes")):
         real = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *given, real=real, name=name: (looked.append(name), real(*given))[1])
 
@@ -455,12 +456,12 @@ def test_what_was_found_out_about_masks_is_kept_and_followed_when_they_change(tm
         return prepare_data(settings, 8), Counter(looked)
 
     first, work = again()
-    assert work["look_at_mask"] == 3 and work["look_at_opacity"] == 2
+    assert work["inspect_mask"] == 3 and work["inspect_alpha_mask"] == 2
     second, work = again()
     assert second == first and not work
     save(tmp_path / "m" / "1.png", noise(80, 70, 1, seed=9))
     third, work = again()
-    assert work == {"look_at_mask": 1, "examined": 1}
+    assert work == {"inspect_mask": 1, "inspect_bytes": 1}
     masks = [[sample.mask.content_hash for sample in ready.manifest.samples] for ready in (second, third)]
     assert [one == other for one, other in zip(*masks, strict=True)] == [True, False, True, True, True]
     assert not any("trained as white" in note for note in third.manifest.notes)

@@ -10,8 +10,8 @@ from odd_pictures import png
 from PIL import Image
 
 from library.data.buckets import BucketAssignment
-from library.data.images import resize_area, resize_and_crop, resize_image, load_rgb_image
-from library.data.inspection import inspect_image
+from library.data.images import resize_and_crop, resize_area, resize_image
+from library.dataset.image_inspection import inspect_image, load_rgb_image
 
 RED, BLUE, WHITE = (255, 0, 0), (0, 0, 255), (255, 255, 255)
 TURNED = {1: None, 2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_90",

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFont
 
-from library.data.fonts import FontSet, find_font_files
-from library.data.sheet_text import TextRenderer
+from library.data.contact_sheet_text import FontSet, TextRenderer, find_font_files
 
 WITHOUT_SYSTEM_FONTS: list[Path] = []
 OF_THE_SYSTEM = find_font_files()

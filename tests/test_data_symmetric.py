@@ -9,13 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from library.config.schema import DataConfig
-from library.config.values import Resolution
-from library.data.buckets import BucketAssignment, build_bucket_assigner
-from library.data.dataset_config import parse_dataset_config
-from library.data.merging import merge_small_buckets
-from library.data.sample import Sample
-from library.data.symmetric import MIN_DISTANCE_IN_PITCHES, AREA_TOLERANCE, MAX_GAP_IN_PITCHES, make_landscape_resolutions, find_nearest_bucket, compute_log_aspect_ratio
+from library.config.schema_data import DataConfig
+from library.config.types import Resolution
+from library.data.buckets import (
+    AREA_TOLERANCE,
+    MAX_GAP_IN_PITCHES,
+    MIN_DISTANCE_IN_PITCHES,
+    BucketAssignment,
+    build_bucket_assigner,
+    compute_log_aspect_ratio,
+    find_nearest_bucket,
+    make_landscape_resolutions,
+    merge_small_buckets,
+)
+from library.data.manifest import Sample
+from library.dataset.dataset_config import parse_dataset_config
 from library.dataset.schema import DatasetConfig, collect_flag_defaults
 
 lengths = st.integers(1, 9000)

@@ -4,9 +4,9 @@ import json
 
 from PIL import Image
 
-from library.config.schema import DataConfig
+from library.config.schema_data import DataConfig
+from library.data.metadata import build_dataset_metadata
 from library.data.prepare import prepare_data
-from library.data.told import build_dataset_metadata
 
 
 def prepared(folder, more=""):

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from listings import make_config, prepare_subsets, write_files
 
 from library.config.schema import TrainConfig
-from library.data.batches import BatchPlan, Bucket
+from library.data.batch_plan import BatchPlan, Bucket
 from library.data.prepare import prepare_data
-from library.data.turns import build_bucket_repeats
-from library.data.weights import MAX_SAMPLES_PER_EPOCH, apply_dataset_weights
+from library.data.repeats import MAX_SAMPLES_PER_EPOCH, apply_dataset_weights, build_bucket_repeats
 from library.errors import ConfigError
 
 REPEATS = st.sampled_from([1, 2, 3, 1.5, 2.25, 1.1, 7 / 3, 1 + 1e-3])

@@ -16,12 +16,13 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset
 
-from library.config.schema import DataConfig, TrainConfig
+from library.config.schema import TrainConfig
+from library.config.schema_data import DataConfig
 from library.data.batch import PixelBatch
-from library.data.batches import BatchPlan, Bucket
+from library.data.batch_plan import BatchPlan, Bucket
 from library.data.loader import ImageLoader, MicroBatchDataset
 from library.data.prepare import PreparedData, prepare_data
-from library.data.workers import PrefetchIterator, _ignore_signals, _format_worker_death
+from library.data.worker_pool import PrefetchIterator, _format_worker_death, _ignore_signals
 from library.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -246,7 +247,7 @@ class Stuck(Numbered):
 
 
 def test_workers_that_hang_are_left_after_a_while(monkeypatch):
-    monkeypatch.setattr("library.data.workers.SECONDS_TO_END", 0.5)
+    monkeypatch.setattr("library.data.worker_pool.SECONDS_TO_END", 0.5)
     items: PrefetchIterator = PrefetchIterator(Stuck(), 0, num_workers=2, prefetch_factor=2, pin_memory=False)
     assert [next(items).ids[0] for _ in range(3)] == ["0", "1", "2"]
     items.shutdown()
@@ -283,7 +284,7 @@ def test_there_are_never_more_workers_than_cores_that_may_be_used(monkeypatch):
 SCRIPT = """
 import sys
 sys.path.insert(0, {root!r})
-from library.config.schema import DataConfig, TrainConfig
+from library.config.schema_data import DataConfig; from library.config.schema import TrainConfig
 from library.data.loader import Loader, MicroBatchReader
 from library.data.prepare import prepare
 

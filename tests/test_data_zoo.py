@@ -15,9 +15,10 @@ import pytest
 from odd_pictures import chunk, png
 from PIL import Image, features
 
-from library.config.schema import DataConfig
-from library.data.prepare import PreparedData, validate_dataset_config, prepare_data
+from library.config.schema_data import DataConfig
+from library.data.prepare import PreparedData, prepare_data
 from library.dataset.image_formats import is_truncated
+from library.dataset.validate import validate_dataset_config
 from library.errors import ConfigError
 
 NOISE = np.random.default_rng(0).integers(0, 256, (70, 80, 3), np.uint8)

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from library.data import inspection
-from library.data.inspection import InspectedImage, build_image_inspector
-from library.dataset import scan, scan_cache
+from library.dataset import image_inspection, scan, scan_cache
+from library.dataset.image_inspection import InspectedImage, build_image_inspector
 from library.dataset.image_ref import ByteRange, ImageRef
 from library.dataset.scan import scan_images
 from library.dataset.scan_cache import CachedScan, ScanCache
@@ -47,8 +46,8 @@ def folder(tmp_path, monkeypatch) -> Path:
 def work(monkeypatch) -> Counter:
     """Counts of decoded and read images."""
     done: Counter = Counter()
-    examined, read_bytes = inspection.inspect_bytes, ImageRef.read_bytes
-    monkeypatch.setattr(inspection, "examined", lambda *given: (done.update(["decoded"]), examined(*given))[1])
+    examined, read_bytes = image_inspection.inspect_bytes, ImageRef.read_bytes
+    monkeypatch.setattr(image_inspection, "inspect_bytes", lambda *given: (done.update(["decoded"]), examined(*given))[1])
     monkeypatch.setattr(ImageRef, "read_bytes", lambda self: (done.update(["read"]), read_bytes(self))[1])
     return done
 
@@ -62,7 +61,7 @@ def count_work(work: Counter, folder: Path, **options) -> tuple[int, int]:
     work.clear()
     results = run_scan(folder, **options)
     done = (work["read"], work["decoded"])
-    assert results == {image: inspection.inspect_image(image) for image in list_images(folder)}
+    assert results == {image: image_inspection.inspect_image(image) for image in list_images(folder)}
     return done
 
 
@@ -115,16 +114,16 @@ def test_the_times_of_a_recently_changed_file_are_not_trusted(folder, work, monk
 
 def test_another_version_ignores_the_cache(folder, work, monkeypatch):
     count_work(work, folder)
-    monkeypatch.setattr(inspection, "VERSION", inspection.INSPECTION_VERSION + 1)
+    monkeypatch.setattr(image_inspection, "INSPECTION_VERSION", image_inspection.INSPECTION_VERSION + 1)
     assert count_work(work, folder) == (10, 10)
     assert count_work(work, folder) == (0, 0)
 
 
 def test_facts_of_another_shape_are_ignored(folder, work, monkeypatch):
     count_work(work, folder)
-    packed = inspection._pack_image
+    packed = image_inspection._pack_image
     with monkeypatch.context() as patch:
-        patch.setattr(inspection, "_packed", lambda seen: packed(seen)[:2])
+        patch.setattr(image_inspection, "_pack_image", lambda seen: packed(seen)[:2])
         write_image(folder / "3.bmp", 77)
         run_scan(folder)
     assert count_work(work, folder) == (1, 1) and count_work(work, folder) == (0, 0)
@@ -206,7 +205,7 @@ def test_the_scan_works_where_nothing_is_writable(folder, tmp_path, work):
 def test_results_before_an_interruption_are_cached(folder, work, monkeypatch):
     monkeypatch.setattr(scan, "_IMAGES_PER_TASK", 1)
     monkeypatch.setattr(scan, "_MAX_THREADS", 1)
-    examined = inspection.inspect_bytes
+    examined = image_inspection.inspect_bytes
 
     def interrupted(*given):
         if work["decoded"] >= 6:
@@ -214,7 +213,7 @@ def test_results_before_an_interruption_are_cached(folder, work, monkeypatch):
         return examined(*given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(inspection, "examined", interrupted)
+        patch.setattr(image_inspection, "inspect_bytes", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run_scan(folder)
     assert count_work(work, folder) == (4, 4)
@@ -286,7 +285,7 @@ def test_a_file_over_the_size_limit_is_reported_and_not_read(folder, work, monke
 
 def test_large_files_are_read_and_decoded_one_at_a_time(folder, monkeypatch):
     now, most = 0, 0
-    measured = inspection._measure_image
+    measured = image_inspection._measure_image
 
     def counting(*given):
         nonlocal now, most
@@ -298,8 +297,8 @@ def test_large_files_are_read_and_decoded_one_at_a_time(folder, monkeypatch):
         return result
 
     monkeypatch.setattr(scan, "_IMAGES_PER_TASK", 1)
-    monkeypatch.setattr(inspection, "_measured", counting)
-    monkeypatch.setattr(inspection, "LARGE_PIXELS", 1)
+    monkeypatch.setattr(image_inspection, "_measure_image", counting)
+    monkeypatch.setattr(image_inspection, "LARGE_IMAGE_PIXELS", 1)
     run_scan(folder)
     assert most == 1
 

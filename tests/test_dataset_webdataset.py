@@ -22,8 +22,8 @@ from listings import (
 )
 from PIL import Image
 
-from library.data.images import load_rgb_image
 from library.data.prepare import prepare_data
+from library.dataset.image_inspection import load_rgb_image
 from library.dataset.image_ref import ByteRange
 from library.dataset.webdataset import read_tar_index
 from library.errors import ConfigError

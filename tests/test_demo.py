@@ -13,8 +13,8 @@ from library.adapters import lora
 from library.config.schema import AdapterConfig
 from library.data.batch import Batch
 from library.data.prompts import Prompt
-from library.families import FAMILIES
-from library.families.detect import detect_model
+from library.models.detect import detect_model
+from library.models.families import FAMILIES
 
 FOLDER = Path(__file__).parent.parent / "dataset_configs"
 
@@ -101,7 +101,7 @@ def test_every_picture_has_a_caption_and_only_those_of_the_bird_name_it():
 
 
 def test_the_demo_dataset_fits_the_built_in_model():
-    from library.config.toml_lines import read_toml_with_lines
+    from library.config.toml_positions import read_toml_with_lines
 
     data, _ = read_toml_with_lines(FOLDER / "demo.toml")
     (dataset,) = data["datasets"]

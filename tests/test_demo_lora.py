@@ -15,7 +15,7 @@ from PIL import Image
 
 from library.data.prompts import load_prompts
 from library.demo import built_in
-from library.families import FAMILIES
+from library.models.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPTS = ROOT / "dataset_configs" / "demo_prompts.txt"

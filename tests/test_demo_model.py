@@ -9,8 +9,8 @@ from diffusers import StableDiffusionPipeline
 
 from library.data.prompts import load_prompts
 from library.demo import built_in
-from library.families import FAMILIES
-from library.families.detect import detect_model
+from library.models.detect import detect_model
+from library.models.families import FAMILIES
 from scripts.demo_model.subjects import SUBJECTS
 
 PROMPTS = Path(__file__).parent.parent / "dataset_configs" / "demo_prompts.txt"

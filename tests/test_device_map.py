@@ -17,17 +17,18 @@ from tiny import TINY
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from library.adapters.update_norms import find_adapter_layers, compute_layer_update_norms
+from library.adapters.regularization import compute_layer_update_norms, find_adapter_layers
 from library.config import parse_config
-from library.config.values import DeviceMap
-from library.distributed.device_map import iter_weight_devices, validate_device_map_launch, build_device_map, validate_device_map
+from library.config.types import DeviceMap
 from library.distributed.devices import Machine
+from library.distributed.preflight import validate_device_map_launch
 from library.distributed.world import World
 from library.errors import ConfigError
-from library.families import FAMILIES
-from library.families.detect import detect_model
-from library.families.unloaded import load_components_on_meta
-from library.training.parallel_fit import check_model_parallel
+from library.models.detect import detect_model
+from library.models.families import FAMILIES
+from library.models.loading import load_components_on_meta
+from library.parallel.device_map import build_device_map, iter_weight_devices, validate_device_map
+from library.training.preflight import check_model_parallel
 
 MODELS = ("sd1", "sdxl", "sd3", "flux", "z_image", "qwen_image")
 
@@ -128,13 +129,14 @@ def test_where_it_cannot_be_is_told():
 
 def on_one_device(*flags: str) -> str:
     """Training with a map of two devices, both of which are this processor; every hook is there."""
-    from library.distributed import mapped, refusals
-    from library.training import track
+    from library.distributed import preflight
+    from library.parallel import device_map
+    from library.training import metrics
 
-    refusals.validate_device_map_launch = lambda args, world: []
-    mapped.list_devices = lambda first: [first, first]
+    preflight.validate_device_map_launch = lambda args, world: []
+    device_map.list_devices = lambda first: [first, first]
     peaks = cycle([5e9, 7e9])  # of one and of the other
-    track.get_peak_memory = lambda device: next(peaks)
+    metrics.get_peak_memory = lambda device: next(peaks)
     return train(*flags)
 
 

@@ -8,10 +8,10 @@ import torch
 from diffusers import DDPMScheduler
 from diffusers.training_utils import compute_loss_weighting_for_sd3, compute_snr
 
-from library.config.schema import LossConfig, NoiseConfig
+from library.config.schema_objective import LossConfig, NoiseConfig
 from library.diffusion import losses
 from library.diffusion.process import EpsilonProcess, FlowMatchingProcess, VPredictionProcess
-from library.diffusion.weighting import FLOW_WEIGHTINGS, SNR_WEIGHTINGS, find_unbounded_weightings, compute_loss_weights
+from library.diffusion.weighting import FLOW_WEIGHTINGS, SNR_WEIGHTINGS, compute_loss_weights, find_unbounded_weightings
 
 THEIRS = DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
 ZERO = DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", rescale_betas_zero_snr=True)

@@ -6,12 +6,12 @@ import pytest
 import torch
 from tiny import TINY
 
-from library.config.schema import LossConfig, NoiseConfig
+from library.config.schema_objective import LossConfig, NoiseConfig
 from library.data.batch import PixelBatch, normalize_pixels
-from library.diffusion.masking import resize_mask_to_latents, reduce_loss_per_sample
+from library.diffusion.losses import reduce_loss_per_sample, resize_mask_to_latents
 from library.diffusion.objective import Objective
-from library.distributed.copies import CopyStream
-from library.families import FAMILIES
+from library.distributed.async_copy import CopyStream
+from library.models.families import FAMILIES
 from library.training.task import DiffusionTask
 
 

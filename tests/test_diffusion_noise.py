@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from library.config.schema import NoiseConfig
-from library.diffusion.noise import apply_noise_options, apply_input_perturbation
+from library.config.schema_objective import NoiseConfig
+from library.diffusion.noise import apply_input_perturbation, apply_noise_options
 from library.randomness import derive_seed
 
 SHAPE = (3, 4, 24, 40)

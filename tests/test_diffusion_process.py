@@ -9,10 +9,19 @@ from diffusers import DDIMScheduler, DDPMScheduler, EulerDiscreteScheduler, Flow
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from diffusers.training_utils import compute_snr
 
-from library.diffusion.process import EpsilonProcess, FlowMatchingProcess, VPredictionProcess, build_discrete_process
-from library.diffusion.shift import FLUX_DEV_SHIFT, FixedShift, DynamicShift, build_timestep_shift, apply_shift
+from library.diffusion.process import (
+    FLUX_DEV_SHIFT,
+    DynamicShift,
+    EpsilonProcess,
+    FixedShift,
+    FlowMatchingProcess,
+    VPredictionProcess,
+    apply_shift,
+    build_discrete_process,
+    build_timestep_shift,
+)
 from library.errors import ConfigError
-from library.families.sd1 import StableDiffusion1
+from library.models.families.sd1 import StableDiffusion1
 
 SD1 = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 

@@ -10,10 +10,9 @@ from diffusers.training_utils import compute_density_for_timestep_sampling
 from hypothesis import given
 from hypothesis import strategies as st
 
-from library.config.schema import NoiseConfig
+from library.config.schema_objective import NoiseConfig
 from library.diffusion import timesteps
-from library.diffusion.process import EpsilonProcess, FlowMatchingProcess
-from library.diffusion.shift import FLUX_DEV_SHIFT, FixedShift
+from library.diffusion.process import FLUX_DEV_SHIFT, EpsilonProcess, FixedShift, FlowMatchingProcess
 
 LATENTS = torch.Size((1, 16, 96, 160))
 TOKENS = 48 * 80

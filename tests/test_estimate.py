@@ -25,8 +25,8 @@ from library.estimate.memory_estimate import count_in_flight, estimate_optimizer
 from library.estimate.memory_meter import AutocastEmulation, MemoryMeter, run_backward
 from library.estimate.meta_run import LargestBatch, MetaRun, StepMemory
 from library.estimate.parallel_layouts import find_layouts
-from library.families import FAMILIES
-from library.families.detect import detect_model
+from library.models.detect import detect_model
+from library.models.families import FAMILIES
 from library.optim.optimizers import ParamGroup, build_optimizer
 from library.training.activation_checkpointing import BlockCheckpointing
 

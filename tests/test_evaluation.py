@@ -9,11 +9,11 @@ import torch
 from test_run import pictures
 from test_task import HEIGHT, WIDTH, pixels, task
 
-from library.config.schema import DataConfig
-from library.data.batches import Bucket, MicroBatch
-from library.data.fixed_batches import ValidationBatches
+from library.config.schema_data import DataConfig
+from library.data.batch_plan import Bucket, MicroBatch
+from library.data.loader import ValidationBatches
 from library.data.prepare import prepare_data
-from library.training.evaluation import TIMESTEP_QUANTILES, VALIDATION_SEED, compute_validation_losses
+from library.training.validation import TIMESTEP_QUANTILES, VALIDATION_SEED, compute_validation_losses
 
 __all__ = ["task"]  # a fixture
 

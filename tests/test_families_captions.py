@@ -8,7 +8,7 @@ from tiny import TINY
 
 from library.config import parse_config
 from library.config.schema import ModelConfig
-from library.families import FAMILIES
+from library.models.families import FAMILIES
 
 # A token for each letter and mark: 75 tokens are one piece.
 FIRST, SECOND = " ".join("abcdefghijklmnopqrstuvwxyz" * 2 + "abcdefghijklmnopqrstuvw"), "the rest of it"

@@ -1,4 +1,4 @@
-"""Every family keeps the contract of library.families.base; diffusers' own pipelines are the judge."""
+"""Every family keeps the contract of library.models.base; diffusers' own pipelines are the judge."""
 
 import re
 from dataclasses import replace
@@ -11,11 +11,9 @@ from torch import nn
 
 from library.config.schema import AdapterConfig, ModelConfig
 from library.data.prompts import Prompt
-from library.families import FAMILIES
-from library.families.base import Family
-from library.families.configs import load_bundled_config
-from library.families.known import FAMILY_FACTS
-from library.families.reading import build_bundled_reader
+from library.models.base import Family
+from library.models.families import FAMILIES, FAMILY_FACTS
+from library.models.model_configs import build_bundled_reader, load_bundled_config
 
 __all__ = ["case", "made"]  # fixtures
 
@@ -285,7 +283,7 @@ LEFT_OUT = {"z_image": r"_modulation|_refiner", "qwen_image": r"_mod\."}
 
 def test_lora_targets_are_the_layers_that_sd_scripts_trains(case):
     """Linear layers and 1x1 convolutions inside blocks of the classes that its network modules name."""
-    from library.adapters.lora import match_target_modules
+    from library.adapters.targets import match_target_modules
 
     family, tiny = case
     denoiser = getattr(tiny.pipe, family.denoiser)

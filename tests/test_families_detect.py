@@ -9,10 +9,9 @@ import pytest
 
 from library.config.schema import ModelConfig
 from library.errors import ConfigError
-from library.families import FAMILIES
-from library.families.configs import list_bundled_configs, load_bundled_config
-from library.families.detect import detect_model
-from library.families.known import FAMILY_FACTS
+from library.models.detect import detect_model
+from library.models.families import FAMILIES, FAMILY_FACTS
+from library.models.model_configs import list_bundled_configs, load_bundled_config
 
 
 def model(folder, name="StableDiffusionPipeline", unet=None, vae=None, scheduler=None, config=None):
@@ -208,8 +207,8 @@ def test_the_family_can_be_named_and_must_fit(tmp_path):
     assert problem(folder, family="sdxll") == "family: unknown model family 'sdxll'; did you mean sdxl?"
     assert "pathlib:Path is no model family" in problem(folder, family="pathlib:Path")
     assert "its files are not those of family sd2" in problem(model(tmp_path / "b"), family="sd2")
-    own = detect_model(ModelConfig(folder, family="library.families.sdxl:StableDiffusionXL"))
-    assert own.family == "library.families.sdxl:StableDiffusionXL"
+    own = detect_model(ModelConfig(folder, family="library.models.families.sdxl:StableDiffusionXL"))
+    assert own.family == "library.models.families.sdxl:StableDiffusionXL"
     assert FAMILIES.get(own.family).denoiser_name == "unet"
     file = header_only(tmp_path / "model.safetensors", XL)
     assert "has not the weights of family sd1" in problem(file, family="sd1")
@@ -237,7 +236,7 @@ def test_a_hub_id_without_network_is_one_clear_line():
 
 def test_looking_at_a_folder_loads_neither_torch_nor_diffusers(tmp_path):
     script = (
-        "import sys; from library.families.detect import detect; from library.families import FAMILIES;"
+        "import sys; from library.models.detect import detect; from library.models.families import FAMILIES;"
         f"detect({model(tmp_path / 'a')!r}); detect(None); FAMILIES.names(); detect('random:sdxl:tiny');"
         f"detect({header_only(tmp_path / 'model.safetensors', XL)!r});"
         "print({'torch', 'diffusers', 'transformers', 'huggingface_hub'} & set(sys.modules))"
@@ -265,7 +264,7 @@ def test_a_damaged_file_of_weights_is_told_in_one_line_and_a_tilde_is_the_home(t
     import stand_in
     import torch
 
-    from library.families.sd1 import StableDiffusion1
+    from library.models.families.sd1 import StableDiffusion1
 
     monkeypatch.setenv("HOME", str(tmp_path))
     stand_in.build().save_pretrained(tmp_path / "model")

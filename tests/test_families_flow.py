@@ -9,9 +9,9 @@ from tiny import HEIGHT, TINY, WIDTH
 from library.config.schema import ModelConfig
 from library.data.prompts import Prompt
 from library.errors import ConfigError
-from library.families import FAMILIES
-from library.families.configs import load_bundled_config
-from library.families.detect import detect_model
+from library.models.detect import detect_model
+from library.models.families import FAMILIES
+from library.models.model_configs import load_bundled_config
 
 FLOW = ["sd3", "flux", "flux_schnell", "z_image", "qwen_image"]
 

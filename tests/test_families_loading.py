@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from tiny import TINY
 
 from library.errors import ConfigError
-from library.families import FAMILIES, loading
+from library.models import loading
+from library.models.families import FAMILIES
 
 __all__ = ["made", "plain"]  # fixtures
 
@@ -144,7 +145,7 @@ def test_a_hub_id_is_loaded_from_what_was_downloaded_before(tmp_path):
         (repository / "refs").mkdir()
         (repository / "refs" / "main").write_text(commit)
     script = (
-        "import torch; from library.families import FAMILIES; from library.families.detect import detect\n"
+        "import torch; from library.models.families import FAMILIES; from library.models.detect import detect\n"
         "for name in ('me/tiny', 'me/half'):\n"
         "    found = detect(name); pipe = FAMILIES.get(found.family)().load(found, torch.float32)\n"
         "    print(found.family, found.kind, sum(float(p.detach().double().sum()) for p in pipe.unet.parameters()),"

@@ -12,9 +12,9 @@ from test_adapters_lora import randomise
 from tiny import TINY
 
 from library.adapters import lora
-from library.adapters.file import write_adapter_file
+from library.adapters.checkpoint_file import write_adapter_file
 from library.config.schema import AdapterConfig
-from library.families import FAMILIES
+from library.models.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parent.parent
 

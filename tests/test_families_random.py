@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import CLIPTextConfig, CLIPTextModel
 
-from library.families import FAMILIES
-from library.families.detect import detect_model
-from library.families.random_model import build_random_component
+from library.models.detect import detect_model
+from library.models.families import FAMILIES
+from library.models.weights import build_random_component
 
 SMALL = dict(vocab_size=600, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
 

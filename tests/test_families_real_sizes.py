@@ -10,16 +10,22 @@ import pytest
 import torch
 from torch import nn
 
-from library.adapters import keys, lora
+from library.adapters import key_names, lora
 from library.adapters.formats import convert_from_file_format, convert_to_file_format
 from library.config.schema import AdapterConfig
-from library.families import FAMILIES, loading, single_file
-from library.families.configs import list_bundled_configs, load_bundled_config
-from library.families.contents import match_bundled_config, has_denoiser, find_component_names, reject_unsupported_model, reject_unsupported_file
-from library.families.empty import build_empty_model
-from library.families.header import SafetensorsHeader
-from library.families.known import FAMILY_FACTS
-from library.families.single_file import _convert_diffusers_keys
+from library.models import loading, single_file
+from library.models.checkpoint_inspection import (
+    SafetensorsHeader,
+    find_component_names,
+    has_denoiser,
+    match_bundled_config,
+    reject_unsupported_file,
+    reject_unsupported_model,
+)
+from library.models.families import FAMILIES, FAMILY_FACTS
+from library.models.weights import build_empty_model
+from library.models.model_configs import list_bundled_configs, load_bundled_config
+from library.models.single_file import _convert_diffusers_keys
 
 DATA = Path(__file__).parent / "data"
 
@@ -92,7 +98,7 @@ def exported(model: nn.Module, targets, prefix: str, style: str) -> tuple[lora.A
     """The state of a LoRA in a model without weights, and what a kohya file would hold."""
     adapter = lora.inject_into_model(model, AdapterConfig(network_dim=16, network_alpha=8), targets, seed=1)
     state = {name: torch.zeros(tensor.shape) for name, tensor in lora.get_adapter_state_dict(model).items()}
-    part = keys.ComponentKeys.from_model(model, "part", prefix, style)
+    part = key_names.ComponentKeys.from_model(model, "part", prefix, style)
     named = {f"part.{name}": tensor for name, tensor in state.items()}
     tensors, _ = convert_to_file_format(named, {f"part.{name}": adapter.alpha for name in adapter.modules}, [part], "kohya")
     back = convert_from_file_format(tensors, {}, [part])
@@ -124,9 +130,9 @@ def test_names_and_shapes_of_the_text_encoders_are_sd_scripts_own(family, config
 def test_original_names_of_convolutions_are_sd_scripts_own():
     """LoRA on convolutions is not trained yet, but their names are all of the rest that a UNet has."""
     model = part_of("sdxl", "unet")
-    files = keys.build_key_map((name for name, _ in model.named_modules()), "ldm")
+    files = key_names.build_key_map((name for name, _ in model.named_modules()), "ldm")
     wanted = {key.split(".")[0] for key in of("lora_unet", golden("sdxl_conv"))}
-    ours = {keys.build_kohya_name(files.renames[name], "lora_unet") for name, module in model.named_modules()
+    ours = {key_names.build_kohya_name(files.renames[name], "lora_unet") for name, module in model.named_modules()
             if isinstance(module, nn.Linear | nn.Conv2d)}  # fmt: skip
     assert wanted <= ours
     assert len({*files.renames.values()}) == len(files.renames), "no two modules have one name"

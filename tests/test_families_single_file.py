@@ -14,8 +14,8 @@ from tiny import TINY
 
 from library.config.schema import ModelConfig
 from library.errors import ConfigError
-from library.families import FAMILIES
-from library.families.detect import detect_model
+from library.models.detect import detect_model
+from library.models.families import FAMILIES
 
 
 @pytest.fixture(scope="module")

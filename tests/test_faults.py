@@ -19,7 +19,7 @@ from test_signals import ended, started, when_it_trains
 from tiny import stand_in_folder
 
 from library.distributed.memory import OutOfMemory, record_phase
-from library.distributed.processes import ProcessIdentity
+from library.distributed.watchdog import ProcessIdentity
 
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = ("--max_train_steps", "13", "--network_dim", "2", "--learning_rate", "0.5", "--optimizer_type", "SGD",

@@ -21,7 +21,7 @@ FLAGS = ["--dataset_config", str(ROOT / "dataset_configs" / "demo.toml"), "--max
 def losses(*flags: str) -> list[float]:
     """The loss of each step of a run."""
     from library.config import parse_config
-    from library.distributed.strategy import Strategy
+    from library.parallel.strategy import Strategy
     from library.training.run import run_training
 
     seen: list[float] = []

@@ -11,10 +11,11 @@ from safetensors.torch import load_file
 from test_run import pictures, train
 
 from library.errors import UserError
-from library.training import health
-from library.training.metrics import MetricsFile, read_metrics
-from library.training.probe import _check_gradients
+from library.report.metric_series import read_metrics
+from library.training import step_guards
+from library.training.metrics import MetricsFile
 from library.training.task import DiffusionTask
+from library.training.warmup import _check_gradients
 
 SETTINGS = ("--max_train_steps", "14", "--network_dim", "2", "--learning_rate", "0.5", "--seed", "5")
 SPOILT = 12  # two after a reading
@@ -24,7 +25,7 @@ def train_with_a_spoilt_step(rank: int, step: int | tuple[int, ...], careful: bo
     """As ``train``, but the loss of a step or several, or with a negative number of all from there on, is none on one
     rank.
     """
-    whole, start = DiffusionTask.__call__, health.NanGuard.__init__
+    whole, start = DiffusionTask.__call__, step_guards.NanGuard.__init__
 
     def spoilt(self: DiffusionTask, batch, at: int):
         here = torch.distributed.get_rank() == rank if _several() else True
@@ -35,11 +36,11 @@ def train_with_a_spoilt_step(rank: int, step: int | tuple[int, ...], careful: bo
         start(self, most)
         self.careful_until = 10**9 if careful else 0
 
-    DiffusionTask.__call__, health.NanGuard.__init__ = spoilt, watch
+    DiffusionTask.__call__, step_guards.NanGuard.__init__ = spoilt, watch
     try:
         return train(*flags)
     finally:
-        DiffusionTask.__call__, health.NanGuard.__init__ = whole, start
+        DiffusionTask.__call__, step_guards.NanGuard.__init__ = whole, start
 
 
 def _several() -> bool:

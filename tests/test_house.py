@@ -29,7 +29,7 @@ def test_every_room_is_on_a_floor():
 
 PLANTED = {
     "a floor skipped upwards": ("data/x.py", "from ..training import loop", "imports upwards: data -> training"),
-    "a peer": ("families/x.py", "from ..adapters import keys", "imports a peer: families -> adapters"),
+    "a peer": ("models/x.py", "from ..adapters import lora", "imports a peer: models -> adapters"),
     "a peer through the package": ("optim/x.py", "from .. import distributed", "imports a peer"),
     "a peer below data": ("dataset/x.py", "from ..diffusion import noise", "imports a peer: dataset -> diffusion"),
     "a door": ("training/x.py", "from diffusers import UNet2DConditionModel", "diffusers may be imported only in"),
@@ -47,7 +47,7 @@ PLANTED = {
     "args written to": ("cli.py", "def f(args):\n    args.a = 1", "writes to args"),
     "a device name": ("training/x.py", "def f(m):\n    m.to('cuda:0')", "device name 'cuda:0'"),
     "torch.cuda": ("training/x.py", "def f():\n    torch.cuda.empty_cache()", "torch.cuda; ask the accelerator"),
-    "a .cuda()": ("families/x.py", "def f(m):\n    m.cuda()", ".cuda(); use .to(device)"),
+    "a .cuda()": ("models/x.py", "def f(m):\n    m.cuda()", ".cuda(); use .to(device)"),
     "work on import": ("data/x.py", "logging.basicConfig()", "runs when imported"),
     "a nameless file": ("data/utils.py", "a = 1", "a file called utils"),
 }

@@ -20,16 +20,16 @@ STEPS, KILLED_AT = 6, 3
 
 def dies(victims: tuple[int, ...], *flags: str) -> None:
     """A run in which processes are killed between the gradients of a step and its update."""
-    from library.training import health
+    from library.training import step_guards
 
-    honest = health.NanGuard.should_step
+    honest = step_guards.NanGuard.should_step
 
     def may_learn_from(watch, run, work, figures) -> bool:
         if run.state.step == KILLED_AT and run.strategy.rank in victims:
             os.kill(os.getpid(), signal.SIGKILL)
         return honest(watch, run, work, figures)
 
-    health.NanGuard.should_step = may_learn_from
+    step_guards.NanGuard.should_step = may_learn_from
     train(*flags)
 
 

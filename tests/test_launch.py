@@ -15,16 +15,12 @@ from ranks import free_port
 
 from library.config import RunConfig, parse_config
 from library.distributed.devices import Machine
-from library.distributed.launch_command import (
-    find_launch_command,
-    format_multi_process_command,
-    parse_launch_command,
-)
+from library.distributed.launch_command import find_launch_command, format_multi_process_command, parse_launch_command
 from library.distributed.launcher_settings import (
     SettingSource,
-    find_launch_problems,
     read_accelerate_config,
     resolve_settings,
+    validate_launch_command,
 )
 from library.distributed.world import World
 from library.errors import ConfigError
@@ -393,7 +389,7 @@ def test_torchrun_and_plain_python_read_no_config_file(home, monkeypatch):
 def test_the_command_that_works_is_on_the_device_that_was_asked_for(flags, starts):
     command = parse_launch_command(f"accelerate launch {flags} t.py".split(), {})
     world = World(machine=Machine("cuda", 4), device_type="cuda", launch_command=command)
-    (problem,) = find_launch_problems(RunConfig(), world)
+    (problem,) = validate_launch_command(RunConfig(), world)
 
     assert problem.splitlines()[1] == f"  {starts} launch --multi_gpu --num_processes 2 t.py"
 

@@ -10,8 +10,8 @@ from ranks import on_ranks
 from test_run import pictures, train
 from torch import nn
 
-from library.adapters.update_norms import compute_update_norms
-from library.training.learnt import UpdateNorms, group_norms_by_layer_type
+from library.adapters.regularization import compute_update_norms
+from library.training.callbacks import UpdateNorms, group_norms_by_layer_type
 
 
 class Model(nn.Module):

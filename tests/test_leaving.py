@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 from ranks import on_ranks
 
-from library.distributed.backend import build_process_group_kwargs
+from library.distributed.process_group import build_process_group_kwargs
 from library.distributed.world import World
 from library.errors import RunInterrupted
 
@@ -50,7 +50,7 @@ def patience(*words: str) -> set[timedelta]:
     import torch.distributed as dist
 
     from library.config import parse_config
-    from library.distributed.choice import build_strategy
+    from library.parallel.strategy_registry import build_strategy
 
     strategy = build_strategy(parse_config([*words, "--ddp_timeout", "7"]).config)
     with strategy.process_group_scope():

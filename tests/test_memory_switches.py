@@ -17,15 +17,19 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks.synthetic_run import build_run, write_dataset
 from library.config import parse_config
-from library.distributed import swapping
-from library.distributed.copies import CopyStream
-from library.distributed.frozen import can_convert_frozen_layer, convert_frozen_layer
-from library.distributed.packing import NF4_BLOCK_SIZE, NF4_LEVELS, QuantizedWeight
-from library.distributed.swapping import WeightOffloader
+from library.distributed.async_copy import CopyStream
 from library.errors import ConfigError
 from library.estimate.memory_meter import MemoryMeter
+from library.parallel import offload
+from library.parallel.offload import WeightOffloader, select_spread_indices
+from library.parallel.quantize import (
+    NF4_BLOCK_SIZE,
+    NF4_LEVELS,
+    QuantizedWeight,
+    can_convert_frozen_layer,
+    convert_frozen_layer,
+)
 from library.training import activation_checkpointing
-from library.training.resting import select_spread_indices
 
 __all__ = ["even"]  # a fixture
 
@@ -171,7 +175,7 @@ class AheadOf:
 @pytest.mark.parametrize(("room", "waits", "most"), [(400, True, 400), (10**6, False, 6 * 4 * 64)])
 def test_the_program_takes_no_more_memory_for_weights_than_it_may_be_ahead(room, waits, most, monkeypatch):
     device = AheadOf()
-    monkeypatch.setattr(swapping, "AHEAD", room)
+    monkeypatch.setattr(offload, "MAX_BYTES_AHEAD", room)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     swap = WeightOffloader(torch.device("cpu"), torch.clone)
     swap._copy_stream = CopyStream(torch.device("cpu"), device)

@@ -9,18 +9,20 @@ from test_config import DATA
 from torch import nn
 
 from library.adapters import lora
-from library.adapters.sizing import assign_ranks
+from library.adapters.targets import assign_ranks
 from library.config import parse_config
-from library.config.block_args import get_unet_block_index, compute_block_lr_weights
-from library.config.network_args import NetworkArgs, parse_network_args
+from library.config.network_args import NetworkArgs, compute_block_lr_weights, get_unet_block_index, parse_network_args
 from library.config.schema import AdapterConfig, OptimConfig, RunConfig
 from library.errors import ConfigError
-from library.families import FAMILIES
-from library.families.detect import DetectedModel
-from library.families.known import FAMILY_FACTS
-from library.families.unloaded import load_components_on_meta
-from library.training.groups import _get_layer_lr, _get_loraplus_ratio
-from library.training.trained import select_target_components, build_trainable_modules
+from library.models.detect import DetectedModel
+from library.models.families import FAMILIES, FAMILY_FACTS
+from library.models.loading import load_components_on_meta
+from library.training.trainable import (
+    _get_layer_lr,
+    _get_loraplus_ratio,
+    build_trainable_modules,
+    select_target_components,
+)
 
 GOLDEN = Path(__file__).parent / "data"
 
@@ -197,7 +199,7 @@ def test_lora_plus_speeds_up_the_up_matrices(sites):
 
 
 def test_up_matrices_are_a_group_of_their_own():
-    from library.training.groups import build_param_groups
+    from library.training.trainable import build_param_groups
 
     config = config_of("loraplus_lr_ratio=4", network_dim=2, network_train_unet_only=True)
     family = FAMILIES.get("sd1")()
@@ -261,7 +263,7 @@ def test_a_module_that_is_not_there_is_refused_with_a_reason(name, problem):
     ("sd1", ["mid_lr_weight=1,1"], "mid_lr_weight: 2 values for 1 blocks"),
 ])  # fmt: skip
 def test_what_a_model_does_not_have_is_told(name, words, problem):
-    from library.config.adapter_rules import validate_adapter_for_model
+    from library.config.validate_adapter import validate_adapter_for_model
 
     facts = FAMILY_FACTS[name]
     assert [text for _, text in validate_adapter_for_model(config_of(*words), name, facts.title, facts.text_encoders, facts.t5_encoder)] == [
@@ -271,8 +273,8 @@ def test_what_a_model_does_not_have_is_told(name, words, problem):
 
 def test_modules_of_another_family_are_refused_and_those_of_lycoris_known():
     facts = FAMILY_FACTS["sdxl"]
-    from library.config.adapter_rules import validate_adapter_for_model
     from library.config.network_args import get_adapter_type
+    from library.config.validate_adapter import validate_adapter_for_model
 
     config = config_of(network_module="networks.lora_flux")
     assert [text for _, text in validate_adapter_for_model(config, "sdxl", facts.title, facts.text_encoders, facts.t5_encoder)] == [

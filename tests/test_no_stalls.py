@@ -17,11 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.synthetic_run import build_run, write_dataset
-from library.distributed.copies import CopyStream
-from library.distributed.host_copy import AsyncScalarQueue
-from library.families import FAMILIES
+from library.distributed.async_copy import AsyncScalarQueue, CopyStream
+from library.models.families import FAMILIES
 from library.training import loop
-from library.training.trained import get_trainable_parameters
+from library.training.trainable import get_trainable_parameters
 
 DEVICE = torch.device("meta")
 MODELS = ["random:sd1:tiny", "random:sdxl:tiny", "random:sd3:tiny", "random:flux:tiny", "random:z_image:tiny",

@@ -12,18 +12,17 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from diffusers.schedulers.scheduling_ddim import rescale_zero_terminal_snr
 
 from library.config.options import iter_options
-from library.config.schema import LossConfig, NoiseConfig, RunConfig
+from library.config.schema import RunConfig
+from library.config.schema_objective import LossConfig, NoiseConfig
 from library.diffusion.objective import Objective
-from library.diffusion.process import EpsilonProcess, FlowMatchingProcess, VPredictionProcess
-from library.diffusion.shift import FixedShift
+from library.diffusion.process import EpsilonProcess, FixedShift, FlowMatchingProcess, VPredictionProcess
 from library.errors import ConfigError
-from library.families import FAMILIES
-from library.families.detect import detect_model
-from library.families.sampling import SAMPLERS, build_scheduler
-from library.families.scheduler import override_scheduler
-from library.families.sd1 import StableDiffusion1
+from library.models.detect import detect_model
+from library.models.families import FAMILIES
+from library.models.families.sd1 import StableDiffusion1
+from library.models.schedulers import SAMPLERS, build_scheduler, override_scheduler
 from library.randomness import derive_seed
-from library.training.objective import build_objective
+from library.training.setup import build_objective
 
 SD1 = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 TABLE = DDPMScheduler(**SD1).alphas_cumprod

@@ -7,9 +7,14 @@ from pathlib import Path
 import pytest
 
 from library.config import parse_config
-from library.config.objective_rules import DIFFUSION_ONLY_OPTIONS, FLOW_ONLY_OPTIONS, find_active_options, validate_objective_for_model
 from library.config.options import iter_options
 from library.config.schema import RunConfig
+from library.config.validate_objective import (
+    DIFFUSION_ONLY_OPTIONS,
+    FLOW_ONLY_OPTIONS,
+    find_active_options,
+    validate_objective_for_model,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ["--dataset_config", str(ROOT / "pyproject.toml")]

@@ -10,21 +10,21 @@ from test_run import pictures, train
 from transformers.optimization import get_scheduler
 
 from library.config.schema import OptimConfig
-from library.config.values import StepsOrRatio
+from library.config.types import StepsOrRatio
 from library.errors import ConfigError
-from library.optim.average import AdapterEMA
+from library.optim.ema import AdapterEMA
 from library.optim.optimizers import (
+    OPTIMIZERS,
     ParamGroup,
-    describe_optimizer,
-    get_learning_rates,
     build_optimizer,
-    validate_optimizer,
+    describe_optimizer,
     find_learning_rate_warnings,
+    get_learning_rates,
     set_learning_rates,
     use_eval_weights,
+    validate_optimizer,
 )
 from library.optim.schedules import PROGRESS_SCHEDULES, build_lr_schedule
-from library.optim.table import OPTIMIZERS
 
 STEPS = 37
 OF_TRANSFORMERS = [name for name in PROGRESS_SCHEDULES if name not in ("rex", "adafactor")]

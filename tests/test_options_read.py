@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from library.config import parse_config
-from library.config.kohya import KOHYA_OPTIONS, OptionAlias, NotYetSupported
+from library.config.kohya_compat import KOHYA_OPTIONS, NotYetSupported, OptionAlias
 from library.config.options import iter_options
 from library.config.schema import RunConfig
 from library.dataset.schema import DATASET_KEYS

@@ -13,7 +13,7 @@ from test_run import pictures, train
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from library.distributed.pace import StragglerMonitor, Straggler, find_straggler
+from library.distributed.straggler import Straggler, StragglerMonitor, find_straggler
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_lost_is_what_the_others_wait_on_average():
 
 def test_the_step_after_a_reading_is_left_out(monkeypatch):
     clock = iter(range(100))
-    monkeypatch.setattr("library.distributed.pace.time.perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr("library.distributed.straggler.time.perf_counter", lambda: float(next(clock)))
     pace = StragglerMonitor(torch.device("cpu"), world_size=2)
     for _ in range(3):
         pace.mark_gradients_ready()

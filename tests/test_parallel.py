@@ -17,13 +17,13 @@ from test_resume import cut
 from test_run import difference, train
 
 from library.config import parse_config
-from library.distributed.chain import partition_blocks
-from library.distributed.layout import ParallelDims, build_parallel_dims, validate_parallel_dims
+from library.distributed.parallel_dims import ParallelDims, build_parallel_dims, validate_parallel_dims
 from library.distributed.world import World
 from library.errors import ConfigError
-from library.families import FAMILIES
-from library.families.detect import detect_model
-from library.training.parallel_fit import check_model_parallel
+from library.models.detect import detect_model
+from library.models.families import FAMILIES
+from library.parallel.pipeline_stages import partition_blocks
+from library.training.preflight import check_model_parallel
 
 LONG = pytest.mark.long
 

@@ -17,17 +17,16 @@ from tiny import TINY
 from torch import nn
 
 from library.config import parse_config
-from library.config.values import StepRange
-from library.distributed.chain import BlockSequence, StageBoundary, StageRunner
-from library.distributed.layout import ParallelDims
+from library.config.types import StepRange
 from library.distributed.memory import record_phase
-from library.distributed.pipelined import PipelineStrategy
-from library.distributed.schedules import PipelineStep
-from library.distributed.skips import UNetBlockSequence
-from library.distributed.structure import ParallelPlan
-from library.families import FAMILIES
-from library.training.memory_advice import suggest_oom_fixes
+from library.distributed.parallel_dims import ParallelDims
+from library.models.families import FAMILIES
+from library.parallel.blocks import BlockSequence, ParallelPlan, UNetBlockSequence
+from library.parallel.pipeline import PipelineStrategy
+from library.parallel.pipeline_schedule import PipelineStep
+from library.parallel.pipeline_stages import StageBoundary, StageRunner
 from library.training.profiler import DenoiserCalls, StepProfiler
+from library.training.shutdown import suggest_oom_fixes
 
 
 def run(folder: Path, ranks: int, *flags: str) -> tuple[dict[str, torch.Tensor], dict[str, float]]:

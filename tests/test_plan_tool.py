@@ -15,10 +15,11 @@ from ranks import on_ranks
 
 from library.config import parse_config
 from library.data.contact_sheet import overlay_mask
-from library.data.images import resize_and_crop, load_rgb_image
+from library.data.images import resize_and_crop
 from library.data.prepare import prepare_data
-from library.families.detect import detect_model
-from library.training.plan import RunPlan
+from library.dataset.image_inspection import load_rgb_image
+from library.models.detect import detect_model
+from library.training.state import RunPlan
 
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = Path(__file__).parent / "data" / "dataset_configs"

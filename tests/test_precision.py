@@ -11,11 +11,15 @@ from test_run import difference, even, train, trained
 from tiny import TINY
 
 from library.config import parse_config
-from library.distributed.attention import validate_attention_support
+from library.distributed.preflight import validate_attention_support
 from library.distributed.world import World
-from library.families import FAMILIES
-from library.families.attention import DIFFUSERS_ATTENTION_BACKENDS, TORCH_ATTENTION_MODES, validate_attention_mode, set_attention_mode
-from library.families.known import FAMILY_FACTS
+from library.models.attention import (
+    DIFFUSERS_ATTENTION_BACKENDS,
+    TORCH_ATTENTION_MODES,
+    set_attention_mode,
+    validate_attention_mode,
+)
+from library.models.families import FAMILIES, FAMILY_FACTS
 
 __all__ = ["even"]  # a fixture
 
@@ -81,9 +85,9 @@ def test_a_run_is_refused_before_a_model_is_loaded(even, tmp_path):
 
 def precisions(*flags: str) -> tuple[set, set, set]:
     """What the base, the adapter and its gradients are in."""
-    from library.training import job
+    from library.training import state
 
-    honest, found = job.TrainingRun.parameters.fget, {}
+    honest, found = state.TrainingRun.parameters.fget, {}
 
     def parameters(run):
         learning = honest(run)
@@ -92,7 +96,7 @@ def precisions(*flags: str) -> tuple[set, set, set]:
         found.setdefault("gradients", set()).update(item.grad.dtype for item in learning if item.grad is not None)
         return learning
 
-    job.TrainingRun.parameters = property(parameters)
+    state.TrainingRun.parameters = property(parameters)
     train(*flags)
     return found["base"], found["adapter"], found["gradients"]
 

@@ -13,10 +13,10 @@ from test_run import even, train
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from library.config.values import StepRange
+from library.config.types import StepRange
 from library.distributed import memory
 from library.distributed.devices import HOST
-from library.families import FAMILIES
+from library.models.families import FAMILIES
 from library.training import profiler
 from library.training.profiler import PHASES, DenoiserCalls, StepProfiler, measure_peak_flops, sum_phase_seconds
 

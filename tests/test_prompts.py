@@ -7,8 +7,8 @@ import pytest
 
 from library.data.prompts import Prompt, load_prompts
 from library.errors import ConfigError
-from library.families.detect import detect_model
-from library.families.drawable import validate_prompts
+from library.models.detect import detect_model
+from library.models.preflight import validate_prompts
 
 
 def read(tmp_path, name, text):

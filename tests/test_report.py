@@ -5,9 +5,8 @@ import re
 
 from PIL import Image
 
-from library.training.charts import Curve, render_bar_chart, render_line_chart
-from library.training.report import ReportContext, write_report
-from library.training.report_validation import render_validation
+from library.report.charts import Curve, render_bar_chart, render_line_chart
+from library.report.page import ReportContext, render_validation, write_report
 
 PLACE = re.compile(r'points="([^"]+)"')
 

@@ -11,11 +11,10 @@ from safetensors.torch import load_file
 from test_run import pictures, train
 
 from library.config import parse_config
-from library.config.schema import StateConfig
+from library.config.schema_output import StateConfig
 from library.errors import ConfigError, UserError
-from library.training import state_folder
-from library.training.changes import find_changes, serialize_settings
-from library.training.resume import select_checkpoint
+from library.training import checkpoint_dir
+from library.training.resume import find_changes, select_checkpoint, serialize_settings
 
 STEPS = 12
 TIMES = ("data_wait_seconds", "speed/", "memory/")
@@ -168,9 +167,9 @@ def test_rates_for_other_parts_and_an_average_may_begin_later(whole, dataset, tm
     folder = cut(whole, tmp_path / "cut", 9)
     state = load_file(folder / "lora-step00000009-state" / "tensors.safetensors")
     without = [key for key in state if not key.startswith("average/")]
-    facts = state_folder.read_checkpoint_info(folder / "lora-step00000009-state").metadata
+    facts = checkpoint_dir.read_checkpoint_info(folder / "lora-step00000009-state").metadata
     facts["tree"]["average"] = {"dict": []}
-    state_folder.write_checkpoint(folder / "lora-step00000009-state", facts, {key: state[key] for key in without})
+    checkpoint_dir.write_checkpoint(folder / "lora-step00000009-state", facts, {key: state[key] for key in without})
     on_ranks(1, train, *flags(dataset, folder, "--auto_resume", "--resume_anyway", "--learning_rate", "1e-30",
                               "--network_args", "loraplus_lr_ratio=4"))  # fmt: skip
     average, before = (load_file(folder / name) for name in ("lora-ema.safetensors", "lora-step00000009.safetensors"))
@@ -239,18 +238,18 @@ def test_old_lora_files_go_in_a_run_that_goes_on_as_well(dataset, tmp_path):
 def test_a_state_is_replaced_whole(tmp_path):
     path = tmp_path / "a-state"
     for number in (1, 2):
-        state_folder.write_checkpoint(path, {"step": number, "tree": {}}, {"x": torch.full((3,), float(number))})
-        found = state_folder.read_checkpoint_info(path)
-        assert found.step == number and state_folder.load_checkpoint_tensors(found)["x"].tolist() == [number] * 3
+        checkpoint_dir.write_checkpoint(path, {"step": number, "tree": {}}, {"x": torch.full((3,), float(number))})
+        found = checkpoint_dir.read_checkpoint_info(path)
+        assert found.step == number and checkpoint_dir.load_checkpoint_tensors(found)["x"].tolist() == [number] * 3
     path.rename(tmp_path / ".a-state.old")  # killed between two names
-    assert [state_folder.read_checkpoint_info(each).step for each in state_folder.find_checkpoints(tmp_path, "a")] == [2]
-    assert list(state_folder.find_checkpoints(tmp_path, "b")) == []
+    assert [checkpoint_dir.read_checkpoint_info(each).step for each in checkpoint_dir.find_checkpoints(tmp_path, "a")] == [2]
+    assert list(checkpoint_dir.find_checkpoints(tmp_path, "b")) == []
 
 
 def test_states_of_a_longer_name_are_not_ours(tmp_path):
     for name in ("mika-state", "mika-000002-state", "mika-step00000010-state", "mika-red-state", "mika"):
         (tmp_path / name).mkdir()
-    assert [path.name for path in state_folder.find_checkpoints(tmp_path, "mika")] == [
+    assert [path.name for path in checkpoint_dir.find_checkpoints(tmp_path, "mika")] == [
         "mika-000002-state", "mika-state", "mika-step00000010-state"]  # fmt: skip
 
 
@@ -261,7 +260,7 @@ def test_only_what_runs_of_this_name_had_begun_is_removed(tmp_path):
         (tmp_path / name).mkdir()
     for name in ("mika", "mika-ema", "mika-step00000010-ema", "mika-000001", "mika2", "mika-red"):
         (tmp_path / f".{name}.safetensors.77.part").touch()
-    state_folder.remove_leftover_files(tmp_path, "mika")
+    checkpoint_dir.remove_leftover_files(tmp_path, "mika")
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         ".mika-red-state.77.new", ".mika-red.safetensors.77.part", ".mika2-state.77.new",
         ".mika2.safetensors.77.part"]  # fmt: skip
@@ -306,9 +305,9 @@ def test_a_state_that_cannot_be_written_is_told_and_the_run_goes_on(dataset, tmp
 
 def with_a_broken_disk(error: Exception, *words: str) -> str:
     """The messages of a run whose first state cannot be written."""
-    from library.training import state_folder
+    from library.training import checkpoint_dir
 
-    honest, calls = state_folder.save_file, []
+    honest, calls = checkpoint_dir.save_file, []
 
     def save(tensors, path):
         calls.append(path)
@@ -316,7 +315,7 @@ def with_a_broken_disk(error: Exception, *words: str) -> str:
             raise error
         return honest(tensors, path)
 
-    state_folder.save_file = save
+    checkpoint_dir.save_file = save
     return told(*words)
 
 

@@ -11,14 +11,14 @@ import torch.distributed as dist
 from ranks import on_ranks
 from test_run import pictures
 
+from library.cache.build import describe_shared_disks
 from library.config import parse_config
-from library.distributed import code_version as code
-from library.distributed import roll_call
-from library.distributed.board import KeyValueStore
-from library.distributed.meeting import set_torchrun_variables, compute_connect_timeout
-from library.distributed.roll_call import RankReport, find_disagreements, format_rank_placement
+from library.distributed import config_agreement
+from library.distributed import config_agreement as code
+from library.distributed.config_agreement import RankReport, find_disagreements, format_rank_placement
+from library.distributed.process_group import KeyValueStore
+from library.distributed.rendezvous import compute_connect_timeout, set_torchrun_variables
 from library.distributed.world import World
-from library.training.sharing import describe_shared_disks
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def started(others: dict[int, list[str]], host: str, *words: str) -> tuple[int, 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if rank == size - 1:
         os.environ["LOCAL_RANK"] = "0"  # the first of its machine
-        roll_call.socket.gethostname = socket.gethostname = lambda: host
+        config_agreement.socket.gethostname = socket.gethostname = lambda: host
     began = time.monotonic()
     with contextlib.redirect_stderr(io.StringIO()) as text:
         code = main([*words, *others.get(rank, [])])
@@ -72,7 +72,7 @@ def test_a_process_that_cannot_start_says_so_to_those_that_could(data, tmp_path)
 
 def without_an_exchange(data: list[str], folder: str) -> tuple[int, str]:
     """One of the two never comes to the first exchange."""
-    from library.distributed import late, meeting
+    from library.distributed import rendezvous, watchdog
 
     read, write = os.pipe()
     child = os.fork()
@@ -82,9 +82,9 @@ def without_an_exchange(data: list[str], folder: str) -> tuple[int, str]:
             said = text.read()
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), said
     os.dup2(write, 2)
-    meeting.CONNECT_TIMEOUT_SECONDS, late.REPORTER_GRACE_SECONDS = 1.0, 0.2
+    rendezvous.CONNECT_TIMEOUT_SECONDS, watchdog.REPORTER_GRACE_SECONDS = 1.0, 0.2
     if os.environ["RANK"] == "1":
-        meeting.measure_all_reduce_seconds = lambda *_: time.sleep(30)
+        rendezvous.measure_all_reduce_seconds = lambda *_: time.sleep(30)
     from library.cli import main
 
     os._exit(main([*data, "--output_dir", folder]))
@@ -136,16 +136,16 @@ def test_most_are_right_and_rank_0_where_there_is_no_most():
 def test_those_that_do_not_come_are_named_in_time():
     store = dist.HashStore()
     with pytest.raises(Exception, match=r"3 of 4 processes have not come: ranks 0, 2, 3 within 0 s") as caught:
-        roll_call.exchange_rank_reports(KeyValueStore("x", store), 1, 4, RankReport("a", {}), 0.3)
+        config_agreement.exchange_rank_reports(KeyValueStore("x", store), 1, 4, RankReport("a", {}), 0.3)
     assert not caught.value.is_told
 
 
 def test_every_setting_is_compared_but_for_places_and_the_machines_own(data, tmp_path):
-    settings = roll_call.collect_agreed_settings(parse_config([*data, "--output_dir", str(tmp_path)]).config)
-    known = {name for name in roll_call.flatten_config(parse_config([]).config)}
-    assert known >= roll_call.PATH_OPTIONS | roll_call.PER_MACHINE_OPTIONS
-    assert set(settings) == known - roll_call.PER_MACHINE_OPTIONS
-    assert {name for name in known if name.endswith(("_dir", "_path", "_file"))} <= roll_call.PATH_OPTIONS | roll_call.PER_MACHINE_OPTIONS
+    settings = config_agreement.collect_agreed_settings(parse_config([*data, "--output_dir", str(tmp_path)]).config)
+    known = {name for name in config_agreement.flatten_config(parse_config([]).config)}
+    assert known >= config_agreement.PATH_OPTIONS | config_agreement.PER_MACHINE_OPTIONS
+    assert set(settings) == known - config_agreement.PER_MACHINE_OPTIONS
+    assert {name for name in known if name.endswith(("_dir", "_path", "_file"))} <= config_agreement.PATH_OPTIONS | config_agreement.PER_MACHINE_OPTIONS
     assert settings["output_dir"] is True and settings["sample_prompts"] is False and settings["network_dim"] == 2
 
 
@@ -162,7 +162,7 @@ def test_a_changed_line_of_code_is_another_version_and_line_ends_are_not(tmp_pat
 
 def test_the_words_of_a_process_hold_no_place(data, tmp_path):
     config = parse_config([*data, "--output_dir", str(tmp_path)]).config
-    assert str(tmp_path) not in str(roll_call.build_rank_report(config, World(world_size=2)).settings)
+    assert str(tmp_path) not in str(config_agreement.build_rank_report(config, World(world_size=2)).settings)
 
 
 def test_it_is_said_which_machines_share_a_disk():

@@ -274,7 +274,7 @@ def test_a_compiled_model_trains_the_same_and_is_saved_under_the_same_names(flag
 
 
 def failing_preview(*flags: str) -> str:
-    from library.families.sd1 import StableDiffusion1
+    from library.models.families.sd1 import StableDiffusion1
 
     def draw(*_, **__):
         raise RuntimeError("out of memory, let us say")
@@ -292,12 +292,12 @@ def test_a_preview_that_fails_does_not_end_the_run(even, tmp_path):
 
 
 def failing_write(*flags: str) -> str:
-    from library.adapters import file
+    from library.adapters import checkpoint_file
 
     def write(*_, **__):
         raise OSError("no space left on device")
 
-    file.write_adapter_file = write
+    checkpoint_file.write_adapter_file = write
     return train(*flags)
 
 

@@ -8,7 +8,7 @@ from PIL import Image
 from ranks import on_ranks
 from test_run import difference, pictures, train, trained
 
-from library.training.health import CHECK_INTERVAL_STEPS
+from library.training.step_guards import CHECK_INTERVAL_STEPS
 
 SGD = ("--optimizer_type", "SGD")
 
@@ -37,11 +37,11 @@ def test_masked_pictures_train_alike_on_one_rank_and_two(masked, tmp_path):
 
 def losing(names: tuple[str, ...], *flags: str) -> tuple[int, str, bool]:
     """A rank of a run in which pictures become unreadable: its last step, what it said, whether others tell it."""
-    from library.data import cutting
+    from library.data import images
     from library.errors import UserError
     from library.training import loop
 
-    honest, step_of, steps = cutting.load_image_and_mask, loop._run_step, []
+    honest, step_of, steps = images.load_image_and_mask, loop._run_step, []
 
     def read(image, mask):
         if image.name in names:
@@ -52,7 +52,7 @@ def losing(names: tuple[str, ...], *flags: str) -> tuple[int, str, bool]:
         steps.append(run.state.step)
         return step_of(run, work, waited)
 
-    cutting.load_image_and_mask, loop._run_step = read, counted
+    images.load_image_and_mask, loop._run_step = read, counted
     try:
         train(*flags)
     except UserError as error:

@@ -10,7 +10,7 @@ from test_run import difference, even, trained
 from tiny import TINY
 
 from library.config import parse_config
-from library.families import FAMILIES
+from library.models.families import FAMILIES
 
 __all__ = ["even"]  # a fixture
 

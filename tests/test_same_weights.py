@@ -10,7 +10,7 @@ import torch
 from ranks import on_ranks
 from test_run import pictures
 
-from library.training.same_weights import hash_tensors
+from library.training.callbacks import hash_tensors
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def with_a_flipped_bit(who: int, when: int, *words: str) -> tuple[int, str, int]
     """On one rank a bit of one weight changes after an update; exit code, messages, and how often was compared."""
     from library.cli import main
     from library.optim import optimizers
-    from library.training import same_weights
+    from library.training import callbacks
 
     make, steps, looks = optimizers.build_optimizer, [], []
 
@@ -43,8 +43,8 @@ def with_a_flipped_bit(who: int, when: int, *words: str) -> tuple[int, str, int]
         return made
 
     optimizers.build_optimizer = at_optimizer
-    real = same_weights.hash_tensors
-    same_weights.hash_tensors = lambda tensors: looks.append(1) or real(tensors)
+    real = callbacks.hash_tensors
+    callbacks.hash_tensors = lambda tensors: looks.append(1) or real(tensors)
     with contextlib.redirect_stderr(io.StringIO()) as text:
         code = main([*words])
     return code, text.getvalue(), len(looks)

@@ -90,10 +90,10 @@ def test_a_state_goes_on_exactly_and_from_one_strategy_to_another(ranks, fsdp, t
 def held(parts: int, *flags: str) -> tuple[int, int, int]:
     """Bytes of all frozen weights, of those in memory here, and of what learns."""
     from library.distributed.accelerator import prepare_accelerator
-    from library.distributed.sharded import FSDPStrategy
-    from library.distributed.sharding import FSDPSettings
-    from library.families import FAMILIES
-    from library.training.trained import build_trainable_modules
+    from library.distributed.fsdp_settings import FSDPSettings
+    from library.models.families import FAMILIES
+    from library.parallel.fsdp import FSDPStrategy
+    from library.training.trainable import build_trainable_modules
 
     config = parse_config(["--no-network_train_unet_only", *flags]).config
     strategy = FSDPStrategy(prepare_accelerator(config), FSDPSettings(1, parts))
@@ -146,7 +146,7 @@ def test_accelerate_launch_with_fsdp_spreads_the_model(tmp_path):
 def scaled_step_after(infinite_on: int) -> tuple[float, float]:
     """A step with scaled losses, when one process's gradient is infinite: what became of weight and scale."""
     from library.distributed.accelerator import prepare_accelerator
-    from library.distributed.flat import FlatGradients
+    from library.parallel.gradient_sync import FlatGradients
 
     accelerator = prepare_accelerator(parse_config([]).config)
     model = torch.nn.Linear(1, 1, bias=False)

@@ -6,8 +6,14 @@ import pytest
 from launching import TRAIN, check, use_environment, write_accelerate_config
 
 from library.config import parse_config
-from library.distributed.refusals import find_launch_problems
-from library.distributed.sharding import FSDP_OPTION_VARIABLES, UNSUPPORTED_VARIABLES, IGNORED_VARIABLES, FSDPSettings, resolve_fsdp
+from library.distributed.fsdp_settings import (
+    FSDP_OPTION_VARIABLES,
+    IGNORED_VARIABLES,
+    UNSUPPORTED_VARIABLES,
+    FSDPSettings,
+    resolve_fsdp,
+)
+from library.distributed.preflight import find_launch_problems
 from library.distributed.world import World
 
 FOUR = World(world_size=4, local_world_size=4, local_rank=0)

@@ -19,16 +19,17 @@ from test_run import difference, pictures, train
 
 from library import tools
 from library.config import parse_config
-from library.config.schema import CacheConfig, DataConfig, TrainConfig, ValidateConfig
-from library.data.batches import BatchPlan
+from library.config.schema import TrainConfig
+from library.config.schema_data import CacheConfig, DataConfig, ValidateConfig
+from library.data.batch_plan import BatchPlan, StagedBatchPlan
 from library.data.buckets import build_bucket_assigner
-from library.data.dataset_config import parse_dataset_config
-from library.data.prepare import validate_dataset_config, prepare_data
-from library.data.staged_plan import StagedBatchPlan
-from library.data.stages import expand_resolution_schedule, build_stages
+from library.data.prepare import prepare_data
+from library.dataset.dataset_config import parse_dataset_config
 from library.dataset.schema import collect_flag_defaults
+from library.dataset.stages import build_stages, expand_resolution_schedule
+from library.dataset.validate import validate_dataset_config
 from library.errors import ConfigError, UserError
-from library.training.plan import RunPlan, is_interval_reached
+from library.training.state import RunPlan, is_interval_reached
 
 FOLDER = Path(__file__).parent.parent / "dataset_configs" / "pictures" / "shapes" / "circles"
 
@@ -240,11 +241,11 @@ def test_a_run_that_goes_on_crosses_the_borders_of_stages_as_the_whole_one(whole
 def tried(fits: int, *flags: str) -> tuple[list[tuple[float, ...]], str]:
     """A run as on a device with memory of its own, for so many pixels; what was computed, and what was told."""
     from library.distributed.memory import OutOfMemory
-    from library.training import rehearsal
+    from library.training import warmup
     from library.training.task import DiffusionTask
 
     call, seen = DiffusionTask.__call__, []
-    rehearsal.has_device_memory = lambda device: True
+    warmup.has_device_memory = lambda device: True
 
     def counted(self, pixels, step):
         seen.append((step, len(pixels), *pixels.frame[0, 4:].tolist()))

@@ -12,18 +12,17 @@ from test_run import pictures, train
 from tiny import TINY, stand_in_folder
 
 from library.adapters import lora
-from library.adapters.comparing import compare_file_with_model
+from library.adapters.checkpoint_file import compare_file_with_model
 from library.adapters.formats import convert_from_file_format, convert_to_file_format
-from library.adapters.merging import merge_update as merge_one
-from library.adapters.updates import group_updates
+from library.adapters.merge import merge_update as merge_one
+from library.adapters.state_dict import group_updates
 from library.config import parse_config
 from library.config.schema import AdapterConfig, RunConfig
 from library.errors import ConfigError, UserError
-from library.families import FAMILIES
-from library.families.detect import detect_model
-from library.training.lora_parts import collect_component_keys
-from library.training.starting import merge_base_weights, read_initial_weights, load_network_weights
-from library.training.trained import build_trainable_modules
+from library.models.detect import detect_model
+from library.models.families import FAMILIES
+from library.training.init_weights import load_network_weights, merge_base_weights, read_initial_weights
+from library.training.trainable import build_trainable_modules, collect_component_keys
 
 
 def scene(name, **adapter):

@@ -9,14 +9,14 @@ import torch
 from tiny import TINY
 from torch import nn
 
-from library.adapters.dropout import LoraDropout
+from library.adapters.regularization import LoraDropout
 from library.config import parse_config
-from library.config.schema import LossConfig, NoiseConfig
+from library.config.schema_objective import LossConfig, NoiseConfig
 from library.data.batch import PixelBatch
 from library.diffusion.objective import Objective
-from library.distributed.copies import CopyStream
-from library.families import FAMILIES
-from library.training.assembly import build_objective
+from library.distributed.async_copy import CopyStream
+from library.models.families import FAMILIES
+from library.training.setup import build_objective
 from library.training.task import DiffusionTask
 
 HEIGHT, WIDTH = 32, 48

@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_leaves
 
 from library.adapters.lora import inject_into_model
 from library.config.schema import AdapterConfig
-from library.distributed.tensor_cut import TensorParallel
-from library.families import FAMILIES
-from library.families.tensor_cuts import build_tensor_parallel_plan
+from library.models.families import FAMILIES
+from library.models.parallel_plan import build_tensor_parallel_plan
+from library.parallel.tensor_parallel import TensorParallel
 
 
 class Attention(nn.Module):

@@ -14,9 +14,8 @@ from library.adapters import lora
 from library.config import parse_config
 from library.config.schema import OptimConfig, RunConfig
 from library.errors import ConfigError
-from library.families import FAMILIES
-from library.training.groups import build_param_groups
-from library.training.trained import build_trainable_modules
+from library.models.families import FAMILIES
+from library.training.trainable import build_param_groups, build_trainable_modules
 
 BOTH = ("--no-network_train_unet_only", "--network_dim", "3", "--network_alpha", "2")
 WITH_TEXT = ["sd1", "sd2", "sdxl", "sd3", "flux"]

@@ -7,7 +7,7 @@ import toml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from library.config.toml_lines import find_key_lines, tomllib
+from library.config.toml_positions import find_key_lines, tomllib
 
 CASES = {
     "tables, arrays of tables and dotted keys": ("""\

@@ -16,16 +16,16 @@ def strategy(seconds: int):
     from accelerate import Accelerator
     from accelerate.utils import InitProcessGroupKwargs
 
-    from library.distributed.strategy import Strategy
+    from library.parallel.strategy import Strategy
 
     group = InitProcessGroupKwargs(backend="gloo", timeout=timedelta(seconds=seconds))
     return Strategy(Accelerator(cpu=True, kwargs_handlers=[group]))
 
 
 def slow_work(folder: str) -> tuple[bool, bool]:
-    from library.distributed import turns
+    from library.distributed import collectives
 
-    turns.HEARTBEAT_SECONDS = 0.2
+    collectives.HEARTBEAT_SECONDS = 0.2
     strategy_ = strategy(2)
     mark = Path(folder) / "done"
 
@@ -70,14 +70,13 @@ def test_what_fails_on_one_fails_on_all_with_the_same_words_and_is_told_once():
 def pictures_of_a_run(dataset: str, other: str, folder: str) -> tuple[int, str, bool]:
     """Rank 1 may stand on another machine, with files of its own; what is decoded is counted."""
     from library.config import parse_config
-    from library.data import inspection
-    from library.dataset import scan
-    from library.training.pictures import prepare_dataset
+    from library.dataset import image_inspection, scan
+    from library.training.setup import prepare_dataset
 
     strategy_ = strategy(20)
     scan.SETTLED_AFTER_NS = -(10**15)
-    examined, count = inspection.inspect_bytes, []
-    inspection.inspect_bytes = lambda *given: (count.append(1), examined(*given))[1]
+    examined, count = image_inspection.inspect_bytes, []
+    image_inspection.inspect_bytes = lambda *given: (count.append(1), examined(*given))[1]
     config = parse_config(["--dataset_config", dataset if strategy_.is_main else other]).require_valid()
     if dataset != other:
         strategy_.run_local_main_first = lambda work: work()  # each is the first on its machine

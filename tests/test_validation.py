@@ -11,10 +11,11 @@ from safetensors.torch import load_file
 from test_run import difference, pictures, train
 
 from library.config import parse_config
-from library.config.schema import DataConfig
-from library.data.prepare import validate_dataset_config, prepare_data
+from library.config.schema_data import DataConfig
+from library.data.prepare import prepare_data
+from library.dataset.validate import validate_dataset_config
 from library.errors import ConfigError
-from library.training.interval import MeanEstimate, student_t_quantile
+from library.training.validation import MeanEstimate, student_t_quantile
 
 
 @pytest.fixture(scope="module")

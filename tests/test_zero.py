@@ -164,10 +164,10 @@ def test_a_state_goes_on_exactly_and_from_one_strategy_to_another(even, tmp_path
 def held(stage: int) -> tuple[int, int, int]:
     """Bytes of all frozen weights, of those in memory here, and of what the optimizer remembers here."""
     from library.distributed.accelerator import prepare_accelerator
-    from library.distributed.zero import DeepSpeedStrategy
-    from library.distributed.zero_settings import DeepSpeedSettings
-    from library.families import FAMILIES
-    from library.training.trained import build_trainable_modules
+    from library.distributed.deepspeed_settings import DeepSpeedSettings
+    from library.models.families import FAMILIES
+    from library.parallel.deepspeed import DeepSpeedStrategy
+    from library.training.trainable import build_trainable_modules
 
     strategy = DeepSpeedStrategy(prepare_accelerator(parse_config([]).config), DeepSpeedSettings(stage))
     family = FAMILIES.get("flux")()
@@ -200,7 +200,7 @@ def shortened_in_host_memory(stage: int) -> tuple[str, list[float]]:
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    from library.distributed.zero_optimizer import DeepSpeedOptimizer
+    from library.parallel.deepspeed_optimizer import DeepSpeedOptimizer
 
     weight = torch.nn.Parameter(torch.zeros(2))
     weight._hp_mapping = None

@@ -77,8 +77,8 @@ def test_a_model_in_files_trains_the_adapter_that_one_in_memory_trains(ranks, is
 
 
 def test_files_of_processes_that_are_gone_are_removed_and_those_of_others_stay(tmp_path):
-    from library.distributed.processes import ProcessIdentity
-    from library.distributed.zero_files import OWNER_FILE, DIR_PREFIX, remove_stale_dirs
+    from library.distributed.watchdog import ProcessIdentity
+    from library.parallel.deepspeed_nvme import DIR_PREFIX, OWNER_FILE, remove_stale_dirs
 
     own = ProcessIdentity.get_current()
     owners = {"mine": own, "dead": replace(own, began=own.began - 1000), "elsewhere": replace(own, host="elsewhere")}
@@ -112,7 +112,7 @@ def test_without_libaio_the_run_stops_before_a_model_is_loaded(tmp_path):
 
 
 def told_without_libaio(*flags: str) -> str:
-    from library.families.base import Family
+    from library.models.base import Family
 
     lazy_disk.Builder.is_compatible = lambda _: False
     Family.load = None  # nobody is to ask for it

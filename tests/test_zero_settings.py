@@ -9,10 +9,10 @@ from ranks import on_ranks
 from test_run import train
 
 from library.config import parse_config
-from library.distributed.refusals import find_launch_problems
+from library.distributed.deepspeed_settings import DeepSpeedSettings, resolve_deepspeed_settings
+from library.distributed.preflight import find_launch_problems
 from library.distributed.world import World
-from library.distributed.zero_settings import DeepSpeedSettings, resolve_deepspeed_settings
-from library.optim.elementwise import validate_elementwise_optimizer
+from library.optim.optimizers import validate_elementwise_optimizer
 
 STAGE_3 = ("--deepspeed", "--zero_stage", "3")
 TWO = World(world_size=2, local_world_size=2, local_rank=0, mixed_precision="no")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from library.data.batch import Batch, Cond
-from library.families import FAMILIES
+from library.models.families import FAMILIES
 
 HEIGHT, WIDTH = 64, 96  # never square, and FRAME never symmetric: a swap must show
 FRAME = [80.0, 120.0, 8.0, 4.0, HEIGHT, WIDTH]

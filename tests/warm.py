@@ -14,7 +14,7 @@ from diffusers.loaders import peft  # noqa: F401
 from tiny import stand_in_folder
 from transformers import CLIPTextModel
 
-import library.families.sd1
+import library.models.families.sd1
 import library.training.run  # noqa: F401
 
 torch.set_num_threads(1)

@@ -11,13 +11,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..config.save_rules import validate_save_format
+from ..config.validate_adapter import validate_save_format
 from ..errors import UserError
-from .folding import read_alpha_dtype, fold_alpha, build_alpha_metadata, unfold_alphas
-from .fusing import FusionError, fuse_updates, needs_scale_shift_swap, split_update
-from .keys import ComponentKeys, build_kohya_name, find_wrapper_names
-from .layouts import ModuleGroup
-from .updates import (
+from .alpha import build_alpha_metadata, fold_alpha, read_alpha_dtype, unfold_alphas
+from .fused_layers import FusionError, fuse_updates, needs_scale_shift_swap, split_update
+from .key_names import ComponentKeys, build_kohya_name, find_wrapper_names
+from .original_layouts import ModuleGroup
+from .state_dict import (
     ALPHA,
     COMFY_SUFFIXES,
     DIFFUSERS_SUFFIXES,
@@ -27,15 +27,20 @@ from .updates import (
     PEFT_SUFFIXES,
     UP,
     ModuleUpdate,
+    group_updates,
     iter_named_tensors,
     parse_tensor_key,
-    group_updates,
-)  # fmt: skip
+)
 
 FileFormat = Literal["kohya", "diffusers", "comfy"]
+
+
 Tensors = Mapping[str, Tensor]
 
+
 _COMFY_TRANSFORMER_PREFIX = "lora_transformer"
+
+
 _LEGACY_ATTENTION_KEY = re.compile(r"\.to_(q|k|v|out)_lora\.")
 
 
@@ -78,7 +83,9 @@ def convert_to_file_format(state_dict: Tensors, alphas: Mapping[str, float], com
             if name in tensors:
                 raise ValueError(f"two tensors are called {name} in the file")
             tensors[name] = tensor.to(alpha_dtype) if name.endswith(f".{ALPHA}") else tensor.contiguous()
-    if strangers := [module for module in updates if not module.startswith(tuple(f"{part.name}." for part in components))]:
+    if strangers := [
+        module for module in updates if not module.startswith(tuple(f"{part.name}." for part in components))
+    ]:
         raise ValueError(f"{strangers[0]} is in no part that files can hold")
     # Modules may share a matrix in memory, and a file has it once for each of them.
     taken: set[int] = set()
@@ -93,15 +100,21 @@ def _move_to_cpu(update: ModuleUpdate) -> ModuleUpdate:
     return ModuleUpdate({name: tensor.detach().cpu() for name, tensor in update.tensors.items()}, update.alpha)
 
 
-def _format_component(updates: Mapping[str, ModuleUpdate], component: ComponentKeys, file_format: FileFormat) -> Iterator[tuple[str, Tensor]]:
+def _format_component(
+    updates: Mapping[str, ModuleUpdate], component: ComponentKeys, file_format: FileFormat
+) -> Iterator[tuple[str, Tensor]]:
     """One part's updates as tensors of a file."""
     if file_format == "diffusers":
         names = component.get_key_map(component.key_style if component.is_text_encoder else "diffusers").renames
         for module, update in updates.items():
-            yield from iter_named_tensors(f"{component.name}.{names.get(module, module)}", fold_alpha(update), DIFFUSERS_SUFFIXES)
+            yield from iter_named_tensors(
+                f"{component.name}.{names.get(module, module)}", fold_alpha(update), DIFFUSERS_SUFFIXES
+            )
         for group in _find_swapped_groups(updates, component):
             turned = fold_alpha(fuse_updates([updates[str(group.modules[0])]], group.original))
-            yield from iter_named_tensors(build_kohya_name(str(group.modules[0]), _COMFY_TRANSFORMER_PREFIX), turned, KOHYA_SUFFIXES)
+            yield from iter_named_tensors(
+                build_kohya_name(str(group.modules[0]), _COMFY_TRANSFORMER_PREFIX), turned, KOHYA_SUFFIXES
+            )
     elif file_format == "comfy" and not component.is_text_encoder and component.name != "unet":
         apart = {str(group.modules[0]) for group in _find_swapped_groups(updates, component)}
         for module, update in updates.items():
@@ -119,13 +132,19 @@ def _find_swapped_groups(updates: Mapping[str, ModuleUpdate], component: Compone
     diffusers, which passes over it, by one that it reads after diffusers' own.
     """
     groups = component.get_key_map().group_modules(updates) if component.get_key_map().layout else []
-    return [group for group in groups if group.original.swaps_scale_shift and needs_scale_shift_swap(updates[str(group.modules[0])], group.original)]
+    return [
+        group
+        for group in groups
+        if group.original.swaps_scale_shift and needs_scale_shift_swap(updates[str(group.modules[0])], group.original)
+    ]
 
 
 def _format_kohya(updates: Mapping[str, ModuleUpdate], component: ComponentKeys) -> Iterator[tuple[str, Tensor]]:
     for group in component.get_key_map().group_modules(updates):
         try:
-            whole = fuse_updates([None if module is None else updates[module] for module in group.modules], group.original)
+            whole = fuse_updates(
+                [None if module is None else updates[module] for module in group.modules], group.original
+            )
         except FusionError as error:
             raise UserError(f"{component.name}.{group.name}: {error}; take save_format comfy") from None
         yield from _format_with_alpha(build_kohya_name(group.name, component.key_prefix), whole, KOHYA_SUFFIXES)
@@ -141,7 +160,9 @@ def _format_with_alpha(name: str, update: ModuleUpdate, suffixes: Mapping[str, s
     yield f"{name}.{ALPHA}", torch.tensor(float(update.alpha))
 
 
-def convert_from_file_format(tensors: Tensors, metadata: Mapping[str, str], components: Sequence[ComponentKeys]) -> AdapterFileContents:
+def convert_from_file_format(
+    tensors: Tensors, metadata: Mapping[str, str], components: Sequence[ComponentKeys]
+) -> AdapterFileContents:
     """What a file of any of these programs holds, for a model with these parts."""
     known = build_key_lookup(components)
     found, unknown = _group_by_module(tensors, known)
@@ -168,10 +189,16 @@ def convert_from_file_format(tensors: Tensors, metadata: Mapping[str, str], comp
     if unknown:
         raise UserError(f"{len(unknown)} of {len(tensors)} keys are none of this model's, for example {unknown[0]}")
     updates = unfold_alphas(updates, metadata)
-    state = {key: tensor for module, update in updates.items() for key, tensor in iter_named_tensors(module, update, PEFT_SUFFIXES)}
+    state = {
+        key: tensor
+        for module, update in updates.items()
+        for key, tensor in iter_named_tensors(module, update, PEFT_SUFFIXES)
+    }
     written = {tensor.dtype for key, tensor in tensors.items() if key.endswith(f".{ALPHA}")}
     dtype = written.pop() if len(written) == 1 else read_alpha_dtype(metadata)
-    return AdapterFileContents(state, {module: update.alpha for module, update in updates.items()}, detect_file_format(tensors), dtype)
+    return AdapterFileContents(
+        state, {module: update.alpha for module, update in updates.items()}, detect_file_format(tensors), dtype
+    )
 
 
 def build_key_lookup(components: Iterable[ComponentKeys]) -> dict[str, tuple[ComponentKeys, ModuleGroup]]:
@@ -201,7 +228,9 @@ def upgrade_diffusers_key(key: str) -> str:
     return key
 
 
-def _group_by_module(tensors: Tensors, key_lookup: Mapping[str, object]) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
+def _group_by_module(
+    tensors: Tensors, key_lookup: Mapping[str, object]
+) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
     """The tensors by what the file calls a module and what they are; and the keys that are of no module."""
     found: dict[str, dict[str, Tensor]] = {}
     unknown = []

@@ -7,23 +7,20 @@ dimensions where the module is a convolution; other kinds have other tensors.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, equal, nn
 
-from ..config.network_args import LORA_TYPES, get_network_args, get_adapter_type
+from ..config.network_args import LORA_TYPES, get_adapter_type, get_network_args
 from ..config.schema import AdapterConfig
 from ..errors import ConfigError
-from .keys import clean_parameter_name
-from .kinds import ADAPTER_WEIGHT_PATTERN, RankAlpha, inject_peft_layers, validate_boft_ranks
-from .layouts import ORIGINAL_LAYOUTS, ModuleGroup, group_by_original_module
-from .sites import TargetComponent, TargetLayer, match_target_modules, find_target_layers
-from .sizing import assign_ranks
-
-__all__ = [
-    "Adapter", "TargetComponent", "TargetLayer", "RankAlpha", "AdapterStateDict", "inject_into_model", "load_adapter_state_dict", "match_target_modules", "parse_module_name", "iter_adapter_parameters", "inject_adapters",
-    "get_adapter_state_dict",
-]  # fmt: skip
+from .key_names import clean_parameter_name
+from .original_layouts import ORIGINAL_LAYOUTS, ModuleGroup, group_by_original_module
+from .peft_types import ADAPTER_WEIGHT_PATTERN, RankAlpha, inject_peft_layers, validate_boft_ranks
+from .targets import TargetComponent, TargetLayer, assign_ranks, find_target_layers
 
 AdapterStateDict = dict[str, Tensor]
 
@@ -85,7 +82,9 @@ def inject_adapters(
     return Adapter(kind, config.network_dim, alpha, built, tuple(site for site in sites if site.name in built))
 
 
-def select_target_layers(components: Sequence[TargetComponent], config: AdapterConfig, family: str) -> tuple[list[TargetLayer], dict[str, RankAlpha]]:
+def select_target_layers(
+    components: Sequence[TargetComponent], config: AdapterConfig, family: str
+) -> tuple[list[TargetLayer], dict[str, RankAlpha]]:
     """All sites, and the sizes of those that are to have an adapter; mistakes in ``network_args`` are told."""
     sites = [site for part in components for site in find_target_layers(part)]
     sizes = assign_ranks(sites, config, family)
@@ -105,7 +104,9 @@ def inject_into_model(
     unused_layers: Sequence[str] = (),
 ) -> Adapter:
     """The same for one model alone, whose modules then have no part before their names."""
-    found = inject_adapters([TargetComponent("", model, target_modules, key_style, unused_layers=unused_layers)], config, seed)
+    found = inject_adapters(
+        [TargetComponent("", model, target_modules, key_style, unused_layers=unused_layers)], config, seed
+    )
     return Adapter(found.adapter_type, found.rank, found.alpha,
                    {name.removeprefix("."): size for name, size in found.rank_alphas.items()}, found.target_layers)  # fmt: skip
 
@@ -149,3 +150,26 @@ def load_adapter_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor]) 
     torn = [name for name, tensor in own.items() if not equal(tensor, state_dict[name].to(tensor))]
     if torn:
         raise ValueError(f"modules that share a matrix were given different ones, for example {torn[0]}")
+
+
+def cast_trainable_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Have what is learnt in another precision; call it before an optimizer knows the weights."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+
+
+@contextmanager
+def disable_adapters(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is the one that was there before."""
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    learning = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+        for parameter, learns in learning.items():
+            parameter.requires_grad_(learns)

@@ -1,30 +1,38 @@
-"""``network_args``: what sd-scripts' network modules take as name=value, read into one typed record; no torch."""
+"""The blocks of a UNet as sd-scripts counts them: how many values an argument needs, and which weight each gets."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..registry import suggest_name
-from . import argument_forms as forms
+from . import network_arg_types as forms
 from .schema import AdapterConfig
 
-UNET_FAMILIES = ("sd1", "sd2", "sdxl")
-LORA_TYPES = ("lora", "dora")
-RANKED_TYPES = ("lora", "dora", "loha", "lokr")
+UNET_BLOCK_COUNTS = {"sd1": (12, 1, 12), "sd2": (12, 1, 12), "sdxl": (9, 3, 9)}
+"""Family -> blocks on the way down, in the middle, and on the way up."""
 
-NETWORK_MODULES = {
-    "networks.lora": "lora", "networks.lora_flux": "lora", "networks.lora_sd3": "lora", "networks.loha": "loha",
-    "networks.lokr": "lokr", "networks.oft": "oft", "networks.oft_flux": "oft", "lycoris.kohya": "lora",
-}  # fmt: skip
-"""sd-scripts' modules -> what they train; for lycoris.kohya, without ``algo``."""
-UNSUPPORTED_MODULES = {
-    "networks.dylora": "ranks that are trained in turns (DyLoRA) are not supported; write networks.lora",
-    "networks.lora_fa": "down matrices that stay as they start (LoRA-FA) are not supported; write networks.lora",
-}
-FAMILY_OF_MODULE = {"networks.lora_flux": "flux", "networks.oft_flux": "flux", "networks.lora_sd3": "sd3"}
+
+UNET_OUTER_BLOCK_COUNTS = {"sdxl": (1, 1)}
+"""Family -> blocks before and after them, in which nothing is trained."""
+
+
+def count_unet_blocks(family: str) -> int:
+    return sum(UNET_BLOCK_COUNTS[family]) + sum(UNET_OUTER_BLOCK_COUNTS.get(family, (0, 0)))
+
+
+LORA_TYPES = ("lora", "dora")
+
+
 LYCORIS_ALGORITHMS = {"lora": "lora", "locon": "lora", "dora": "dora", "loha": "loha", "lokr": "lokr", "diag-oft": "oft",
               "boft": "boft"}  # fmt: skip
 """lycoris' names of what is trained."""
+
+
+RANKED_TYPES = ("lora", "dora", "loha", "lokr")
+
+
+UNET_FAMILIES = ("sd1", "sd2", "sdxl")
 
 
 def _define_arg(
@@ -44,14 +52,24 @@ class NetworkArgs:
     rs_lora: bool = _define_arg(forms.parse_bool, False, adapter_types=LORA_TYPES)
     factor: int = _define_arg(forms.parse_lokr_factor, -1, adapter_types=("lokr",))
     decompose_both: bool = _define_arg(forms.parse_bool, False, adapter_types=("lokr",))
-    conv_dim: int | None = _define_arg(forms.make_number_parser(1, number_type=int), families=UNET_FAMILIES, adapter_types=RANKED_TYPES)
-    conv_alpha: float = _define_arg(forms.make_number_parser(0), 1.0, families=UNET_FAMILIES, adapter_types=RANKED_TYPES)
+    conv_dim: int | None = _define_arg(
+        forms.make_number_parser(1, number_type=int), families=UNET_FAMILIES, adapter_types=RANKED_TYPES
+    )
+    conv_alpha: float = _define_arg(
+        forms.make_number_parser(0), 1.0, families=UNET_FAMILIES, adapter_types=RANKED_TYPES
+    )
     rank_dropout: float = _define_arg(forms.parse_dropout_rate, 0.0, adapter_types=("lora",))
     module_dropout: float = _define_arg(forms.parse_dropout_rate, 0.0, adapter_types=("lora",))
     block_dims: tuple[int, ...] | None = _define_arg(forms.make_list_parser(forms.parse_rank), families=UNET_FAMILIES)
-    block_alphas: tuple[float, ...] | None = _define_arg(forms.make_list_parser(forms.make_number_parser(0)), families=UNET_FAMILIES, adapter_types=RANKED_TYPES)
-    conv_block_dims: tuple[int, ...] | None = _define_arg(forms.make_list_parser(forms.parse_rank), families=UNET_FAMILIES, adapter_types=RANKED_TYPES)
-    conv_block_alphas: tuple[float, ...] | None = _define_arg(forms.make_list_parser(forms.make_number_parser(0)), families=UNET_FAMILIES, adapter_types=RANKED_TYPES)
+    block_alphas: tuple[float, ...] | None = _define_arg(
+        forms.make_list_parser(forms.make_number_parser(0)), families=UNET_FAMILIES, adapter_types=RANKED_TYPES
+    )
+    conv_block_dims: tuple[int, ...] | None = _define_arg(
+        forms.make_list_parser(forms.parse_rank), families=UNET_FAMILIES, adapter_types=RANKED_TYPES
+    )
+    conv_block_alphas: tuple[float, ...] | None = _define_arg(
+        forms.make_list_parser(forms.make_number_parser(0)), families=UNET_FAMILIES, adapter_types=RANKED_TYPES
+    )
     down_lr_weight: tuple[float, ...] | str | None = _define_arg(forms.parse_block_lr_weights, families=UNET_FAMILIES)
     mid_lr_weight: tuple[float, ...] | str | None = _define_arg(forms.parse_block_lr_weights, families=UNET_FAMILIES)
     up_lr_weight: tuple[float, ...] | str | None = _define_arg(forms.parse_block_lr_weights, families=UNET_FAMILIES)
@@ -60,13 +78,19 @@ class NetworkArgs:
     loraplus_unet_lr_ratio: float | None = _define_arg(forms.parse_positive, adapter_types=LORA_TYPES)
     loraplus_text_encoder_lr_ratio: float | None = _define_arg(forms.parse_positive, adapter_types=LORA_TYPES)
     network_reg_dims: tuple[tuple[str, int], ...] = _define_arg(forms.make_pattern_parser(forms.parse_rank), ())
-    network_reg_lrs: tuple[tuple[str, float], ...] = _define_arg(forms.make_pattern_parser(forms.make_number_parser(0)), ())
+    network_reg_lrs: tuple[tuple[str, float], ...] = _define_arg(
+        forms.make_pattern_parser(forms.make_number_parser(0)), ()
+    )
     exclude_patterns: tuple[str, ...] = _define_arg(forms.parse_patterns, ())
     include_patterns: tuple[str, ...] = _define_arg(forms.parse_patterns, ())
     train_t5xxl: bool = _define_arg(forms.parse_bool, False, families=("flux", "sd3"))
     train_blocks: str = _define_arg(forms.make_choice_parser("all", "double", "single"), "all", families=("flux",))
-    train_double_block_indices: tuple[tuple[int, int], ...] | None = _define_arg(forms.parse_block_indices, families=("flux",))
-    train_single_block_indices: tuple[tuple[int, int], ...] | None = _define_arg(forms.parse_block_indices, families=("flux",))
+    train_double_block_indices: tuple[tuple[int, int], ...] | None = _define_arg(
+        forms.parse_block_indices, families=("flux",)
+    )
+    train_single_block_indices: tuple[tuple[int, int], ...] | None = _define_arg(
+        forms.parse_block_indices, families=("flux",)
+    )
     train_block_indices: tuple[tuple[int, int], ...] | None = _define_arg(forms.parse_block_indices, families=("sd3",))
     img_attn_dim: int | None = _define_arg(forms.parse_rank, families=("flux",))
     txt_attn_dim: int | None = _define_arg(forms.parse_rank, families=("flux",))
@@ -84,6 +108,81 @@ class NetworkArgs:
     x_mlp_dim: int | None = _define_arg(forms.parse_rank, families=("sd3",))
     x_mod_dim: int | None = _define_arg(forms.parse_rank, families=("sd3",))
     emb_dims: tuple[int, ...] | None = _define_arg(forms.make_list_parser(forms.parse_rank, 6), families=("sd3",))
+
+
+def validate_block_arg_lengths(network_args: NetworkArgs, family: str) -> Iterator[str]:
+    """Lists that do not have a value for each block."""
+    for name in ("block_dims", "block_alphas", "conv_block_dims", "conv_block_alphas"):
+        values = getattr(network_args, name)
+        if values is not None and len(values) != count_unet_blocks(family):
+            yield f"{name}: {len(values)} values for {count_unet_blocks(family)} blocks"
+    for name, count in zip(("down_lr_weight", "mid_lr_weight", "up_lr_weight"), UNET_BLOCK_COUNTS[family], strict=True):
+        values = getattr(network_args, name)
+        if isinstance(values, tuple) and len(values) != count:
+            yield f"{name}: {len(values)} values for {count} blocks"
+
+
+def compute_block_lr_weights(network_args: NetworkArgs, family: str) -> list[float] | None:
+    """What the learning rate is multiplied by in each block; nothing where nobody asked."""
+    given = (network_args.down_lr_weight, network_args.mid_lr_weight, network_args.up_lr_weight)
+    if all(values is None for values in given):
+        return None
+    weights: list[float] = []
+    for values, count in zip(given, UNET_BLOCK_COUNTS[family], strict=True):
+        weights += (
+            [1.0] * count
+            if values is None
+            else _expand_lr_weight_preset(values, count)
+            if isinstance(values, str)
+            else values
+        )
+    weights = [0.0 if weight <= network_args.block_lr_zero_threshold else weight for weight in weights]
+    before, after = UNET_OUTER_BLOCK_COUNTS.get(family, (0, 0))
+    return [1.0] * before + weights + [1.0] * after
+
+
+def _expand_lr_weight_preset(text: str, count: int) -> list[float]:
+    name, _, base = text.partition("+")
+    steps = [place / max(count - 1, 1) for place in range(count)]
+    shapes = {
+        "sine": [math.sin(math.pi / 2 * step) for step in steps],
+        "cosine": [math.sin(math.pi / 2 * step) for step in reversed(steps)],
+        "linear": steps,
+        "reverse_linear": list(reversed(steps)),
+        "zeros": [0.0] * count,
+    }
+    return [value + float(base or 0) for value in shapes[name]]
+
+
+def get_unet_block_index(kohya_name: str, family: str) -> int | None:
+    """The number of the block that a module of a UNet is in, by its name in sd-scripts' files."""
+    down, middle, _ = UNET_BLOCK_COUNTS[family]
+    pieces = kohya_name.removeprefix("lora_unet_").split("_")
+    if family == "sdxl":
+        starts = {"input": 1, "middle": 1 + down, "output": 1 + down + middle}
+        return starts[pieces[0]] + int(pieces[2]) if pieces[0] in starts else None
+    if pieces[0] == "mid":
+        return down
+    if pieces[0] not in ("down", "up") or pieces[1] != "blocks":
+        return None
+    layer = 2 if pieces[3].endswith("samplers") else int(pieces[4])
+    return (1 if pieces[0] == "down" else down + middle) + 3 * int(pieces[2]) + layer
+
+
+NETWORK_MODULES = {
+    "networks.lora": "lora", "networks.lora_flux": "lora", "networks.lora_sd3": "lora", "networks.loha": "loha",
+    "networks.lokr": "lokr", "networks.oft": "oft", "networks.oft_flux": "oft", "lycoris.kohya": "lora",
+}  # fmt: skip
+"""sd-scripts' modules -> what they train; for lycoris.kohya, without ``algo``."""
+
+
+UNSUPPORTED_MODULES = {
+    "networks.dylora": "ranks that are trained in turns (DyLoRA) are not supported; write networks.lora",
+    "networks.lora_fa": "down matrices that stay as they start (LoRA-FA) are not supported; write networks.lora",
+}
+
+
+FAMILY_OF_MODULE = {"networks.lora_flux": "flux", "networks.oft_flux": "flux", "networks.lora_sd3": "sd3"}
 
 
 UNSUPPORTED_ARGS = {

@@ -1,4 +1,4 @@
-"""Bind flat, kohya-style options (flags and TOML) to frozen groups; knows no option by name."""
+"""Rules across options; each names the options it speaks of and says the way out."""
 
 import dataclasses
 import math
@@ -6,6 +6,13 @@ import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+OptionConflict = tuple[tuple[str, ...], str]
+"""The options concerned, the one to change first, and what is wrong."""
+
+
+ExplicitOptions = frozenset[str]
+"""Names of the options that somebody wrote down."""
 
 
 def define_option(default: Any, help: str, *, minimum: float | None = None, maximum: float | None = None) -> Any:
@@ -33,7 +40,9 @@ class Option:
         """What may be written for the value."""
         if isinstance(self.value_type, tuple):
             return "|".join(self.value_type)
-        return {bool: "true|false", int: "INTEGER", float: "NUMBER", str: "TEXT"}.get(self.value_type) or self.value_type.syntax
+        return {bool: "true|false", int: "INTEGER", float: "NUMBER", str: "TEXT"}.get(
+            self.value_type
+        ) or self.value_type.syntax
 
     def parse_words(self, words: list[str]) -> Any:
         """The value of a flag with these words behind it; ``ValueError`` says what is wrong."""
@@ -64,7 +73,9 @@ class Option:
         if self.value_type in (bool, int, float, str):
             if type(value) is self.value_type:
                 return value
-            raise ValueError(f"expected {_describe_type(self.value_type)}, got {_format_value(value)}{_hint_unquoted(value, self.value_type)}")
+            raise ValueError(
+                f"expected {_describe_type(self.value_type)}, got {_format_value(value)}{_hint_unquoted(value, self.value_type)}"
+            )
         return self._parse_custom(value)
 
     def _validate_choice(self, value: Any) -> str:

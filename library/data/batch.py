@@ -8,13 +8,18 @@ import torch
 from torch import Tensor
 
 from ..diffusion.noise import sent
-from .cutting import BadSample
+from .images import BadSample
 
 EXTRA_TEXT_TOKENS = 64
 """Rows of a text: more than models fill up to."""
+
+
 EXTRA_TEXT = " ".join(["a picture of things, of which nobody knows the name,"] * 4)
 
+
 TextLength = Literal["same", "longer", "shorter"]
+
+
 Cond = dict[str, Tensor | list[Tensor]]
 """The text side, with a family's own keys; a list where lengths differ from sample to sample."""
 

@@ -1,12 +1,14 @@
 """At which size a picture is trained: to the bit the buckets of sd-scripts, and the crop that is really made."""
 
 import math
-from collections.abc import Callable
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ..config.values import Resolution
+from ..config.types import Resolution
 from ..dataset.schema import DatasetConfig
-from .symmetric import compute_covering_size, make_landscape_resolutions, find_nearest_bucket
+from .manifest import Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +22,11 @@ class BucketAssignment:
     @classmethod
     def center_crop(cls, bucket_resolution: tuple[int, int], resized_size: tuple[int, int]) -> "BucketAssignment":
         """With the cut in the middle, as sd-scripts makes it without random_crop."""
-        return cls(bucket_resolution, resized_size, ((resized_size[0] - bucket_resolution[0]) // 2, (resized_size[1] - bucket_resolution[1]) // 2))
+        return cls(
+            bucket_resolution,
+            resized_size,
+            ((resized_size[0] - bucket_resolution[0]) // 2, (resized_size[1] - bucket_resolution[1]) // 2),
+        )
 
     @property
     def cropped_fraction(self) -> float:
@@ -72,17 +78,23 @@ def make_bucket_resolutions(resolution: Resolution, min_size: int, max_size: int
     return sorted(sizes)
 
 
-def _assign_nearest_bucket(width: int, height: int, bucket_resolutions: list[tuple[int, int]], aspect_ratios: list[float]) -> BucketAssignment:
+def _assign_nearest_bucket(
+    width: int, height: int, bucket_resolutions: list[tuple[int, int]], aspect_ratios: list[float]
+) -> BucketAssignment:
     ratio = width / height
     if (width, height) in bucket_resolutions:
         bucket = (width, height)
     else:
         errors = [abs(candidate - ratio) for candidate in aspect_ratios]
         bucket = bucket_resolutions[errors.index(min(errors))]  # the first of equals, as numpy's argmin
-    return BucketAssignment.center_crop(bucket, _compute_covering_size_kohya(width, height, bucket, ratio > bucket[0] / bucket[1]))
+    return BucketAssignment.center_crop(
+        bucket, _compute_covering_size_kohya(width, height, bucket, ratio > bucket[0] / bucket[1])
+    )
 
 
-def _compute_covering_size_kohya(width: int, height: int, bucket_resolution: tuple[int, int], is_wider: bool) -> tuple[int, int]:
+def _compute_covering_size_kohya(
+    width: int, height: int, bucket_resolution: tuple[int, int], is_wider: bool
+) -> tuple[int, int]:
     """The size at which the picture just covers the bucket."""
     scale = bucket_resolution[1] / height if is_wider else bucket_resolution[0] / width
     return int(width * scale + 0.5), int(height * scale + 0.5)
@@ -121,7 +133,9 @@ def _round_down_to_step(side: float, step: int) -> int:
 def _build_symmetric_assigner(dataset: DatasetConfig) -> BucketAssigner:
     """The nearest bucket by log aspect ratio, if it leaves enough of the picture."""
     resolution, step = dataset.resolution, dataset.bucket_reso_steps
-    sizes = make_landscape_resolutions(resolution.width * resolution.height, dataset.min_bucket_reso, dataset.max_bucket_reso, step)
+    sizes = make_landscape_resolutions(
+        resolution.width * resolution.height, dataset.min_bucket_reso, dataset.max_bucket_reso, step
+    )
 
     def assign_symmetric(width: int, height: int) -> BucketAssignment:
         placement = assign_to_bucket((width, height), find_nearest_bucket(width, height, sizes))
@@ -146,4 +160,179 @@ def _assign_single_resolution(width: int, height: int, resolution: Resolution) -
     bucket = (resolution.width, resolution.height)
     if (width, height) == bucket:
         return BucketAssignment.center_crop(bucket, bucket)
-    return BucketAssignment.center_crop(bucket, _compute_covering_size_kohya(width, height, bucket, width / height > bucket[0] / bucket[1]))
+    return BucketAssignment.center_crop(
+        bucket, _compute_covering_size_kohya(width, height, bucket, width / height > bucket[0] / bucket[1])
+    )
+
+
+def merge_small_buckets(samples: Sequence[Sample], assignments: Sequence[BucketAssignment],
+           datasets: Sequence[DatasetConfig]) -> tuple[tuple[BucketAssignment, ...], list[str]]:  # fmt: skip
+    """The placements after merging, and what was merged.
+
+    Pictures are counted, not their repeats.  Of the buckets below ``bucket_min_pictures``, the one with the fewest
+    pictures joins the bucket nearest to it by log aspect ratio, until none is left that can.  A bucket stays when one
+    of its pictures would lose more than ``bucket_max_crop``.
+    """
+    found, notes = list(assignments), []
+    for number, dataset in enumerate(datasets):
+        if dataset.bucket_min_pictures == 1:
+            continue
+        members: defaultdict[WidthHeight, list[int]] = defaultdict(list)
+        for index, sample in enumerate(samples):
+            if sample.dataset_index == number:
+                members[found[index].bucket_resolution].append(index)
+        stays: set[WidthHeight] = set()
+        while (small := _find_smallest_bucket(members, dataset.bucket_min_pictures, stays)) is not None and len(
+            members
+        ) > 1:
+            target = _find_nearest_neighbor(small, members)
+            moved = {index: assign_to_bucket(samples[index].size, target) for index in members[small]}
+            worst = max(placement.cropped_fraction for placement in moved.values())
+            what = f"dataset {number + 1}: bucket {_format_resolution(small)} has fewer pictures ({len(moved)}) than" \
+                   f" bucket_min_pictures {dataset.bucket_min_pictures}"  # fmt: skip
+            if worst > dataset.bucket_max_crop:
+                stays.add(small)
+                notes.append(f"{what}, and stays: in {_format_resolution(target)} one of them would lose {worst:.1%}, more than"
+                             f" bucket_max_crop {dataset.bucket_max_crop:g}")  # fmt: skip
+                continue
+            for index, placement in moved.items():
+                found[index] = placement
+            members[target] += members.pop(small)
+            notes.append(f"{what}; they join {_format_resolution(target)}, where they lose at most {worst:.1%}")
+    return tuple(found), notes
+
+
+WidthHeight = tuple[int, int]
+
+
+def _find_smallest_bucket(
+    bucket_members: dict[WidthHeight, list[int]], min_images: int, unmergeable: set[WidthHeight]
+) -> WidthHeight | None:
+    """Of equals the one farthest from the square."""
+    small = [
+        bucket for bucket in bucket_members if len(bucket_members[bucket]) < min_images and bucket not in unmergeable
+    ]
+    return min(
+        small, key=lambda bucket: (len(bucket_members[bucket]), -compute_log_aspect_ratio(bucket), bucket), default=None
+    )
+
+
+def _find_nearest_neighbor(small_bucket: WidthHeight, bucket_members: dict[WidthHeight, list[int]]) -> WidthHeight:
+    def compute_distance(bucket: WidthHeight) -> tuple[float, int, WidthHeight]:
+        return (
+            abs(_compute_signed_log_ratio(bucket) - _compute_signed_log_ratio(small_bucket)),
+            -len(bucket_members[bucket]),
+            bucket,
+        )
+
+    return min((bucket for bucket in bucket_members if bucket != small_bucket), key=compute_distance)
+
+
+def _compute_signed_log_ratio(resolution: WidthHeight) -> float:
+    """Lying is positive, upright negative."""
+    return (
+        compute_log_aspect_ratio(resolution)
+        if resolution[0] >= resolution[1]
+        else -compute_log_aspect_ratio(resolution)
+    )
+
+
+def _format_resolution(resolution: WidthHeight) -> str:
+    return f"{resolution[0]}x{resolution[1]}"
+
+
+AREA_TOLERANCE = 0.02
+"""How far the area of a bucket may be from the one that was set, as a share of it."""
+
+
+MAX_GAP_IN_PITCHES = 1.5
+
+
+MIN_DISTANCE_IN_PITCHES = 0.5
+"""In pitches: what lies nearer to a bucket than this does not help to close a gap."""
+
+
+def make_landscape_resolutions(area: int, min_size: int, max_size: int, step: int) -> list[WidthHeight]:
+    """The square and all lying buckets, by their ratio; turned by a quarter they are the upright ones."""
+    min_size -= min_size % step
+    max_size += -max_size % step
+    side = max(step, round(math.sqrt(area) / step) * step)
+    pitch = 2 * step / math.sqrt(area)
+
+    def compute_area_error(size: WidthHeight) -> float:
+        return abs(size[0] * size[1] / area - 1)
+
+    candidates = [
+        size for size in _list_candidate_resolutions(area, max_size, step) if min_size <= size[1] < size[0] <= max_size
+    ]
+    slots: dict[int, WidthHeight] = {}
+    for size in candidates:
+        slot = round(compute_log_aspect_ratio(size) / pitch)
+        if (
+            slot > 0
+            and compute_area_error(size) <= AREA_TOLERANCE
+            and (slot not in slots or compute_area_error(size) < compute_area_error(slots[slot]))
+        ):
+            slots[slot] = size
+    sizes = sorted({(side, side), *slots.values()}, key=compute_log_aspect_ratio)
+    return _fill_gaps(sizes, sorted((compute_area_error(size), size) for size in candidates), pitch)
+
+
+def find_nearest_bucket(width: int, height: int, landscape_resolutions: Sequence[WidthHeight]) -> WidthHeight:
+    """The bucket of a picture; of two at equal distance the one nearer to the square."""
+    ratio = compute_log_aspect_ratio((width, height))
+    at = bisect_left(landscape_resolutions, ratio, key=compute_log_aspect_ratio)
+    if at == len(landscape_resolutions) or (
+        at > 0
+        and ratio - compute_log_aspect_ratio(landscape_resolutions[at - 1])
+        <= compute_log_aspect_ratio(landscape_resolutions[at]) - ratio
+    ):
+        at -= 1
+    long, short = landscape_resolutions[at]
+    return (long, short) if width >= height else (short, long)
+
+
+def compute_covering_size(image_size: WidthHeight, bucket_resolution: WidthHeight) -> WidthHeight:
+    """The size at which the picture just covers the bucket; in whole numbers, so that turning it changes nothing."""
+    width, height = image_size
+    if width * bucket_resolution[1] >= height * bucket_resolution[0]:
+        return max(bucket_resolution[0], _divide_rounded(width * bucket_resolution[1], height)), bucket_resolution[1]
+    return bucket_resolution[0], max(bucket_resolution[1], _divide_rounded(height * bucket_resolution[0], width))
+
+
+def compute_log_aspect_ratio(resolution: WidthHeight) -> float:
+    """The log aspect ratio, never negative."""
+    return math.log(max(resolution) / min(resolution))
+
+
+def _divide_rounded(dividend: int, divisor: int) -> int:
+    """Rounded to the nearest whole number."""
+    return (2 * dividend + divisor) // (2 * divisor)
+
+
+def _list_candidate_resolutions(area: int, max_size: int, step: int) -> Iterable[WidthHeight]:
+    """For every length of one side the two of the other between which the area lies."""
+    sizes = set()
+    for side in range(step, max_size + 1, step):
+        other = area // side // step * step
+        sizes |= {(max(side, other), min(side, other)), (max(side, other + step), min(side, other + step))}
+    return sizes
+
+
+def _fill_gaps(
+    resolutions: Sequence[WidthHeight], candidates_by_error: Sequence[tuple[float, WidthHeight]], pitch: float
+) -> list[WidthHeight]:
+    """``sizes`` and what is needed between them; behind the last one there is nothing to be near to."""
+    closed = [resolutions[0]]
+    waiting = list(reversed(resolutions[1:]))
+    while waiting:
+        low, high = compute_log_aspect_ratio(closed[-1]), compute_log_aspect_ratio(waiting[-1])
+        between: WidthHeight | None = None
+        if high - low > MAX_GAP_IN_PITCHES * pitch:
+            between = next((size for error, size in candidates_by_error if error < (high - low) / 4
+                            and low + MIN_DISTANCE_IN_PITCHES * pitch < compute_log_aspect_ratio(size) < high - MIN_DISTANCE_IN_PITCHES * pitch), None)  # fmt: skip
+        if between is not None:
+            waiting.append(between)
+        else:
+            closed.append(waiting.pop())
+    return closed

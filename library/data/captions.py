@@ -9,7 +9,9 @@ from ..dataset.schema import SubsetConfig
 _WILDCARD_PATTERN = re.compile(r"\{([^}]+)\}")
 
 
-def process_caption(caption: str, subset: SubsetConfig, rng: random.Random, *, epoch: int, step: int, total_steps: int) -> str:
+def process_caption(
+    caption: str, subset: SubsetConfig, rng: random.Random, *, epoch: int, step: int, total_steps: int
+) -> str:
     """The caption as it is shown in ``epoch`` and optimizer ``step`` (both from 0) of a run of ``steps``.
 
     The order is that of sd-scripts: prefix and suffix, dropout, wildcards, tags, secondary separator.

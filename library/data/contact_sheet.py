@@ -8,29 +8,53 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..dataset.image_inspection import Pixels
+from ..dataset.masks import MaskPixels, load_image_and_mask
 from ..errors import UserError
-from .bucket_facts import BucketSummary
 from .buckets import BucketAssignment
-from .images import Pixels, resize_and_crop
+from .contact_sheet_text import TextRenderer
+from .images import resize_and_crop, resize_and_crop_mask
 from .manifest import Manifest
-from .masks import MaskPixels, load_image_and_mask, resize_and_crop_mask
-from .sheet_text import TextRenderer
+from .summary import BucketSummary
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+
 MAX_IMAGES = 480
 """On one sheet; with many buckets, each shows fewer."""
+
+
 SHEET_WIDTH = 1600
+
+
 THUMBNAIL_AREA = 200 * 200
+
+
 MAX_THUMBNAIL_SIDE = 420  # side of a thumbnail
+
+
 TITLE_WIDTH = 480
+
+
 MIN_CELL_WIDTH = 160  # of a cell, for the text
+
+
 CELL_GAP, MARGIN, BLOCK_GAP = 14, 24, 36
+
+
 LINE_HEIGHT, HEADING_HEIGHT = 17, 56
+
+
 CAPTION_LINES = 2
+
+
 BACKGROUND_COLOR, MUTED_COLOR, WARNING_COLOR = (250, 250, 248), (105, 105, 105), (190, 40, 20)
+
+
 CROPPED_FRACTION_IN_RED = 0.2
+
+
 MASK_COLOR, MASK_OPACITY = (205, 40, 160), 0.6
 """What a mask leaves out is covered with this colour, to this degree."""
 
@@ -47,7 +71,9 @@ class BucketBlock:
 
     @property
     def cell_size(self) -> tuple[int, int]:
-        return max(self.thumbnail_size[0], MIN_CELL_WIDTH), self.thumbnail_size[1] + 6 + LINE_HEIGHT * (2 + CAPTION_LINES)
+        return max(self.thumbnail_size[0], MIN_CELL_WIDTH), self.thumbnail_size[1] + 6 + LINE_HEIGHT * (
+            2 + CAPTION_LINES
+        )
 
     @property
     def size(self) -> tuple[int, int]:
@@ -55,7 +81,9 @@ class BucketBlock:
 
     def split(self, count: int) -> "tuple[BucketBlock, BucketBlock]":
         """The first ``count`` pictures, and the others."""
-        return replace(self, sample_indices=self.sample_indices[:count]), replace(self, sample_indices=self.sample_indices[count:], is_first=False)
+        return replace(self, sample_indices=self.sample_indices[:count]), replace(
+            self, sample_indices=self.sample_indices[count:], is_first=False
+        )
 
 
 @dataclass
@@ -78,13 +106,25 @@ class SheetRow:
         return max(0, (SHEET_WIDTH - 2 * MARGIN - used + CELL_GAP) // (block.cell_size[0] + CELL_GAP))
 
 
-def build_blocks(buckets: Sequence[BucketSummary], assignments: Sequence[BucketAssignment], max_per_bucket: int) -> list[BucketBlock]:
+def build_blocks(
+    buckets: Sequence[BucketSummary], assignments: Sequence[BucketAssignment], max_per_bucket: int
+) -> list[BucketBlock]:
     """The buckets with the pictures that are shown, those that lose most first; upright buckets come first."""
     shown = buckets[:MAX_IMAGES]
     max_per_bucket = max(1, min(max_per_bucket, MAX_IMAGES // max(len(shown), 1)))
     blocks = []
-    for facts in sorted(shown, key=lambda item: (item.from_step, item.dataset_number, item.resolution[0] / item.resolution[1], item.resolution)):
-        samples = sorted(facts.sample_indices, key=lambda index: (-assignments[index].cropped_fraction, index))[:max_per_bucket]
+    for facts in sorted(
+        shown,
+        key=lambda item: (
+            item.from_step,
+            item.dataset_number,
+            item.resolution[0] / item.resolution[1],
+            item.resolution,
+        ),
+    ):
+        samples = sorted(facts.sample_indices, key=lambda index: (-assignments[index].cropped_fraction, index))[
+            :max_per_bucket
+        ]
         blocks.append(BucketBlock(facts, tuple(samples), compute_thumbnail_size(facts.resolution), len(samples)))
     return blocks
 
@@ -174,12 +214,24 @@ def _draw_block(sheet: "Image", renderer: TextRenderer, corner: tuple[int, int],
         x, y = left + number * (block.cell_size[0] + CELL_GAP), top + HEADING_HEIGHT
         pixels, masked = _load_as_trained(manifest, assignments[index], index)
         sheet.paste(_make_thumbnail(pixels, block.thumbnail_size), (x, y))
-        _draw_labels(renderer, (x, y + block.thumbnail_size[1] + 4), block.cell_size[0], manifest, assignments[index], index, masked)
+        _draw_labels(
+            renderer,
+            (x, y + block.thumbnail_size[1] + 4),
+            block.cell_size[0],
+            manifest,
+            assignments[index],
+            index,
+            masked,
+        )
 
 
 def _format_dataset_and_stage(summary: BucketSummary, manifest: Manifest) -> str:
     """The dataset and the stage, where there are several."""
-    parts = [f"dataset {summary.dataset_number + 1}"] if len({dataset.dataset_number for dataset in manifest.datasets}) > 1 else []
+    parts = (
+        [f"dataset {summary.dataset_number + 1}"]
+        if len({dataset.dataset_number for dataset in manifest.datasets}) > 1
+        else []
+    )
     if len({dataset.from_step for dataset in manifest.datasets}) > 1:
         parts.append(f"step {summary.from_step + 1}")
     return ", ".join(parts)
@@ -197,7 +249,9 @@ def _draw_labels(renderer: TextRenderer, corner: tuple[int, int], width: int, ma
     if sample.mask is not None:
         said = f"{loss:.1%} cut{where}, {masked_fraction:.0%} masked"
     said += ", regularisation" if sample.is_reg else ""
-    renderer.draw_text((x, y + LINE_HEIGHT), said, width, color=WARNING_COLOR if loss > CROPPED_FRACTION_IN_RED else MUTED_COLOR)
+    renderer.draw_text(
+        (x, y + LINE_HEIGHT), said, width, color=WARNING_COLOR if loss > CROPPED_FRACTION_IN_RED else MUTED_COLOR
+    )
     caption = sample.caption.replace("\n", " | ") or "(no caption)"
     for number, line in enumerate(renderer.wrap_text(caption, width, CAPTION_LINES)):
         renderer.draw_text((x, y + (2 + number) * LINE_HEIGHT), line, width, color=MUTED_COLOR)

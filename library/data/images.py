@@ -1,68 +1,63 @@
-"""From a picture file to the pixels a model is trained on: upright, without transparency, resized and cut."""
+"""What the model sees of a picture and of its mask: read, resized, cut out and mirrored alike."""
 
-import io
-from typing import TYPE_CHECKING, Protocol
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..dataset.image_inspection import Pixels
+from ..dataset.masks import Mask, MaskPixels, load_alpha_channel, load_image_and_mask, load_red_channel
+from .augment import augment_color
 from .buckets import BucketAssignment
+from .manifest import Sample
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-Pixels = NDArray[np.uint8]
-"""(height, width, 3), RGB."""
 
-_MAX_UINT16 = 65535
-EXIF_ORIENTATION_TAG = 0x0112
+@dataclass(frozen=True)
+class BadSample:
+    """A picture that was fine when it was looked at, and cannot be used now."""
+
+    name: str
+    problem: str
+
+
+@dataclass(frozen=True)
+class CropParams:
+    """One way in which a picture is shown."""
+
+    left_top: tuple[int, int]  # left, top in the resized picture
+    is_flipped: bool
+    interpolation: str | None
+
+
+def load_sample_pixels(sample: Sample, assignment: BucketAssignment, crop_params: CropParams, color_rng: random.Random | None = None
+        ) -> tuple[Pixels, MaskPixels | None] | BadSample:  # fmt: skip
+    """The pixels, and those of the mask; with ``colours`` they are changed a little, as it draws."""
+    try:
+        image, values = load_image_and_mask(sample.image, sample.mask)
+        mask = values if sample.mask is None or values is None else resize_and_crop_mask(
+            sample.mask, values, assignment, crop_params.left_top, is_flipped=crop_params.is_flipped)  # fmt: skip
+    except Exception as error:  # decoders raise whatever they like on broken data
+        return BadSample(str(sample.image), f"was fine at the start and cannot be read now: {error}")
+    if image.size != sample.size:
+        return BadSample(str(sample.image), f"was {sample.size} at the start of the run, now it is {image.size}")
+    pixels = resize_and_crop(image, assignment, crop_params.left_top, crop_params.interpolation)
+    if color_rng is not None:
+        pixels = augment_color(pixels, color_rng)
+    return np.ascontiguousarray(pixels[:, ::-1] if crop_params.is_flipped else pixels), mask
+
+
 _PILLOW_FILTERS = {"nearest": "NEAREST", "bilinear": "BILINEAR", "linear": "BILINEAR", "bicubic": "BICUBIC",
             "cubic": "BICUBIC", "lanczos": "LANCZOS", "box": "BOX"}  # fmt: skip
 
 
-class ImageSource(Protocol):
-    """A ``Path`` or an ``ImageRef``."""
-
-    def read_bytes(self) -> bytes: ...
-
-
-def load_rgb_image(source: ImageSource) -> "Image":
-    """The picture as a viewer shows it, in RGB; transparent parts are white."""
-    from PIL import Image
-
-    image = load_oriented_image(source)
-    if has_transparency(image):
-        image = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
-        image = Image.alpha_composite(white, image)
-    return image.convert("RGB")
-
-
-def load_oriented_image(source: ImageSource) -> "Image":
-    """The picture as it is stored, but in the orientation in which a viewer shows it, and with 8 bits a channel."""
-    from PIL import Image, ImageOps
-
-    with Image.open(io.BytesIO(source.read_bytes())) as opened:
-        image = ImageOps.exif_transpose(opened)
-        image.load()
-    if image.mode.startswith("I"):  # 16 bits of grey, which Pillow's own conversion would cut off at 255
-        grey = np.asarray(image).astype(np.float64) * (255 / _MAX_UINT16)
-        image = Image.fromarray(np.clip(np.rint(grey), 0, 255).astype(np.uint8))
-    return image
-
-
-def has_transparency(image: "Image") -> bool:
-    """Whether anything in the file speaks of transparency; it may still be opaque everywhere."""
-    return "A" in image.getbands() or "transparency" in image.info
-
-
-def split_alpha(image: "Image") -> "tuple[Image, Image]":
-    """The colours that lie under the transparency, as sd-scripts takes them, and the opacity."""
-    both = image.convert("RGBA")
-    return both.convert("RGB"), both.getchannel("A")
-
-
-def resize_and_crop(image: "Image", assignment: BucketAssignment, crop_left_top: tuple[int, int], interpolation: str | None) -> Pixels:
+def resize_and_crop(
+    image: "Image", assignment: BucketAssignment, crop_left_top: tuple[int, int], interpolation: str | None
+) -> Pixels:
     """The bucket's pixels, cut out at ``crop`` (left, top) after resizing."""
     whole = resize_image(image, assignment.resized_size, interpolation)
     left, top = crop_left_top
@@ -109,3 +104,38 @@ def _average_rows(image: NDArray[np.uint8] | NDArray[np.float32], num_rows: int)
     for index in range(rows.shape[1]):
         averaged += image[rows[:, index]] * shares[:, index, None]
     return averaged
+
+
+def load_resized_mask(
+    mask: Mask, assignment: BucketAssignment, crop_left_top: tuple[int, int], *, is_flipped: bool
+) -> MaskPixels:
+    """The mask of what the model sees: resized, cut out at ``crop`` (left, top) and mirrored as its picture is.
+
+    ``ValueError`` when the file is not what it was when it was looked at, ``OSError`` when it cannot be read.
+    """
+    values = load_alpha_channel(mask.image) if mask.is_alpha else load_red_channel(mask.image)
+    return resize_and_crop_mask(mask, values, assignment, crop_left_top, is_flipped=is_flipped)
+
+
+def resize_and_crop_mask(mask: Mask, values: MaskPixels, assignment: BucketAssignment, crop_left_top: tuple[int, int], *,
+                is_flipped: bool) -> MaskPixels:  # fmt: skip
+    """The same for a mask that has been read."""
+    size = (values.shape[1], values.shape[0])
+    if size != mask.size:
+        raise ValueError(f"the mask {mask.image} was {mask.size} at the start of the run, now it is {size}")
+    left, top = crop_left_top
+    width, height = assignment.bucket_resolution
+    cut = resize_mask(values, assignment.resized_size)[top : top + height, left : left + width]
+    return np.ascontiguousarray(cut[:, ::-1] if is_flipped else cut)
+
+
+def resize_mask(values: MaskPixels, size: tuple[int, int]) -> MaskPixels:
+    """Averaged over areas when shrinking, else bilinear: whatever the picture's filter, edges do not ring."""
+    from PIL import Image
+
+    height, width = values.shape
+    if (width, height) == size:
+        return values
+    if width >= size[0] and height >= size[1]:
+        return resize_area(values[..., None], size)[..., 0]
+    return np.asarray(Image.fromarray(values).resize(size, Image.Resampling.BILINEAR))

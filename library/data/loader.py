@@ -1,8 +1,10 @@
-"""Read ahead what a plan wants: pictures decoded, cut and mirrored, captions as they are shown."""
+"""Batches that are the same at every evaluation and on any number of processes: all pictures once, in a fixed order."""
 
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,16 +12,95 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from ..randomness import derive_rng
+from ..dataset.image_inspection import Pixels
+from ..dataset.masks import MaskPixels
+from ..randomness import derive_rng, derive_seed
+from .augment import Augmenter, SampleView
 from .batch import PixelBatch
-from .batches import MicroBatchSchedule
+from .batch_plan import Bucket, MicroBatch, MicroBatchSchedule
 from .buckets import BucketAssignment
-from .cutting import BadSample, CropParams, load_sample_pixels
-from .images import Pixels
+from .images import BadSample, CropParams, load_sample_pixels
 from .manifest import Manifest
-from .masks import MaskPixels
-from .showing import Augmenter, SampleView
-from .workers import PrefetchIterator, WorkerFailure
+from .worker_pool import PrefetchIterator, WorkerFailure
+
+PREFETCH_BATCHES = 2
+
+
+ReadBatch = Callable[[int], PixelBatch]
+"""From the number of a batch to the batch."""
+
+
+@dataclass(frozen=True)
+class ValidationBatches:
+    """What is read is what stands here, whole: it is shared over processes batch by batch."""
+
+    buckets: tuple[Bucket, ...]
+    micro_batches: tuple[MicroBatch, ...]
+    dp_size: int = 1
+    accumulation_steps: int = 1
+
+    def get_micro_batch(self, position: int) -> MicroBatch:
+        """The batch with this number."""
+        return self.micro_batches[position]
+
+    @property
+    def dataset_numbers(self) -> dict[int, int]:
+        """The dataset of each sample."""
+        return {
+            sample: self.buckets[batch.bucket_index].dataset_number
+            for batch in self.micro_batches
+            for sample in batch.sample_indices
+        }
+
+    def count_real_samples(self, step: int) -> int:
+        """The pictures in it; none only fills up."""
+        return len(self.micro_batches[step].sample_indices)
+
+
+def build_validation_batches(
+    manifest: Manifest, assignments: Sequence[BucketAssignment], first_index: int, max_batches: int | None
+) -> ValidationBatches:
+    """All samples, bucket by bucket in batches of their datasets' size; they are counted from ``first`` on.
+
+    Of more than ``most`` batches those are taken that a hash of their first picture chooses.  The place of a sample,
+    from which its random numbers follow, comes from its picture alone.
+    """
+    members: defaultdict[tuple[int, tuple[int, int]], list[int]] = defaultdict(list)
+    for index in range(len(manifest.samples)):
+        members[manifest.samples[index].dataset_index, assignments[index].bucket_resolution].append(index)
+    buckets, batches = [], []
+    for number, ((dataset, size), samples) in enumerate(sorted(members.items())):
+        at_once = manifest.datasets[dataset].batch_size
+        buckets.append(Bucket(size, samples, [1.0] * len(samples), at_once, dataset))
+        batches += [_build_micro_batch(manifest, number, samples[start : start + at_once], first_index)
+                    for start in range(0, len(samples), at_once)]  # fmt: skip
+    chosen = sorted(
+        range(len(batches)), key=lambda number: derive_seed(0, "measured", batches[number].global_positions[0])
+    )[:max_batches]
+    return ValidationBatches(tuple(buckets), tuple(batches[number] for number in sorted(chosen)))
+
+
+def prefetch_batches(read_batch: ReadBatch, batch_indices: Sequence[int]) -> Iterator[PixelBatch]:
+    """The batches with these numbers, read by a thread while those before are worked on."""
+    with ThreadPoolExecutor(1, "validation") as pool:
+        waiting: list[Future[PixelBatch]] = []
+        for number in batch_indices:
+            waiting.append(pool.submit(read_batch, number))
+            if len(waiting) > PREFETCH_BATCHES:
+                yield waiting.pop(0).result()
+        for future in waiting:
+            yield future.result()
+
+
+def _build_micro_batch(
+    manifest: Manifest, bucket_index: int, sample_indices: Sequence[int], first_index: int
+) -> MicroBatch:
+    places = tuple(derive_seed(0, f"place/{manifest.samples[index].content_hash}") for index in sample_indices)
+    count = len(sample_indices)
+    return MicroBatch(
+        bucket_index, 0, tuple(first_index + index for index in sample_indices), (0,) * count, (True,) * count, places
+    )
+
 
 BatchDataset = Dataset[PixelBatch | WorkerFailure]
 """Position of the plan -> this rank's batch: a function of nothing else, so that anybody may read anything ahead."""
@@ -52,7 +133,11 @@ class ImageLoader:
                  multiprocessing_context: str | None = None):  # fmt: skip
         self.dataset, self.batch_plan = dataset, batch_plan
         self.num_workers = min(num_workers, _count_usable_cpus())
-        self.prefetch_factor, self.pin_memory, self.multiprocessing_context = prefetch_factor, pin_memory, multiprocessing_context
+        self.prefetch_factor, self.pin_memory, self.multiprocessing_context = (
+            prefetch_factor,
+            pin_memory,
+            multiprocessing_context,
+        )
 
     def iter_steps(self, first_step: int) -> Iterator[StepBatches]:
         """The work of each step from ``from_step`` on, without end; workers live as long as the iterator."""
@@ -101,7 +186,10 @@ class MicroBatchDataset(Dataset[PixelBatch | WorkerFailure]):
         rows = [self._load_view(visit) for visit in visits]
         stand_ins = [_find_replacement(rows, row) for row in range(len(rows))]
         visits = [visits[row] for row in stand_ins]
-        pictures = [self._replace_bad_with_black(rows[row], visit.sample_index) for row, visit in zip(stand_ins, visits, strict=True)]
+        pictures = [
+            self._replace_bad_with_black(rows[row], visit.sample_index)
+            for row, visit in zip(stand_ins, visits, strict=True)
+        ]
         samples = [self.augmenter.manifest.samples[visit.sample_index] for visit in visits]
         weights = [sample.loss_weight * real * isinstance(row, LoadedImage)
                    for sample, real, row in zip(samples, batch.is_real, rows, strict=True)]  # fmt: skip
@@ -112,7 +200,9 @@ class MicroBatchDataset(Dataset[PixelBatch | WorkerFailure]):
             loss_weights=torch.tensor(weights, dtype=torch.float32),
             global_positions=batch.global_positions,
             sample_keys=tuple(sample.key for sample in samples),
-            mask=_stack_masks([picture.mask for picture in pictures], self.batch_plan.buckets[batch.bucket_index].resolution),
+            mask=_stack_masks(
+                [picture.mask for picture in pictures], self.batch_plan.buckets[batch.bucket_index].resolution
+            ),
             bad_samples=tuple(row for row in rows if isinstance(row, BadSample)),
         )
 

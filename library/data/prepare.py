@@ -1,39 +1,44 @@
-"""From the settings to placed pictures: ``check`` before anything is loaded, then ``prepare``."""
+"""Python's search for circles of garbage, paused while a million objects are made that all stay."""
 
+import gc
 from array import array
 from collections import defaultdict
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config.schema import CacheConfig, DataConfig, TrainConfig, ValidateConfig
-from ..dataset.schema import DatasetConfig, collect_flag_defaults
+from ..config.schema import TrainConfig
+from ..config.schema_data import DataConfig
+from ..dataset.dataset_config import load_dataset_config
+from ..dataset.schema import DatasetConfig
+from ..dataset.validate import validate_dataset_config, validate_resolution_multiple
 from ..errors import ConfigError
 from ..randomness import derive_seed
-from .batches import BatchPlan, Bucket
-from .bucket_facts import summarize_buckets
+from .augment import Augmenter, SampleView
+from .batch_plan import AnyBatchPlan, BatchPlan, Bucket, StagedBatchPlan
 from .buckets import BucketAssignment, build_bucket_assigner
-from .cache.rules import validate_latent_caching
-from .collector import pause_garbage_collection
-from .dataset_config import ParsedDatasetConfig, parse_dataset_config
-from .dataset_rules import validate_paths, validate_supported_features
-from .describe import format_data_summary
-from .held_out import validate_validation_options, disable_augmentations
-from .manifest import Manifest, build_manifest
-from .mask_rules import validate_masks
-from .record import JsonObject, export_datasets
-from .showing import Augmenter, SampleView
-from .stage_rules import validate_stages
-from .staged_plan import AnyBatchPlan, StagedBatchPlan
-from .stages import expand_resolution_schedule
-from .staging import check_stages_not_empty, assign_buckets
+from .manifest import Manifest
+from .manifest_builder import assign_buckets, build_manifest, check_stages_not_empty
+from .summary import JsonObject, export_datasets, format_data_summary, summarize_buckets
+from .validation_split import disable_augmentations
 
 if TYPE_CHECKING:
-    from .cache.latents import LatentReader
-    from .cache.texts import TextReader
-    from .fixed_batches import ValidationBatches, ReadBatch
-    from .loader import StepLoader
+    from ..cache.readers import LatentReader, TextReader
+    from .loader import ReadBatch, StepLoader, ValidationBatches
+
+
+@contextmanager
+def pause_garbage_collection() -> Iterator[None]:
+    """The search walks over all objects again and again as they become more, and finds nothing."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,9 @@ class PreparedData:
         """Draw the pictures as the model will see them, up to ``limit`` of each bucket, and say what was drawn."""
         from .contact_sheet import draw_contact_sheet, save_contact_sheet
 
-        sheet, count = draw_contact_sheet(self.manifest, self.assignments, summarize_buckets(self.assignments, batch_plan), max_per_bucket)
+        sheet, count = draw_contact_sheet(
+            self.manifest, self.assignments, summarize_buckets(self.assignments, batch_plan), max_per_bucket
+        )
         save_contact_sheet(sheet, path)
         return f"contact sheet: {path}, {count} of {len(self.manifest.samples)} pictures"
 
@@ -97,7 +104,9 @@ class PreparedData:
         if self.validation is None:
             return self
         mine, others = self.manifest, self.validation.manifest
-        shifted = [replace(sample, dataset_index=sample.dataset_index + len(mine.datasets)) for sample in others.samples]
+        shifted = [
+            replace(sample, dataset_index=sample.dataset_index + len(mine.datasets)) for sample in others.samples
+        ]
         manifest = replace(mine, datasets=(*mine.datasets, *others.datasets), samples=(*mine.samples, *shifted))
         return replace(self, manifest=manifest, assignments=(*self.assignments, *self.validation.assignments))
 
@@ -106,15 +115,18 @@ class PreparedData:
         """The pictures for validation, if any, in ``most`` batches at most, and what reads them, as for ``loader``."""
         if self.validation is None:
             return None
-        from .cache.loader import CachedLatentLoader
-        from .fixed_batches import build_validation_batches
-        from .loader import MicroBatchDataset
+        from ..cache.readers import CachedLatentLoader
+        from .loader import MicroBatchDataset, build_validation_batches
 
         whole = self.merge_validation()
-        batches = build_validation_batches(self.validation.manifest, self.validation.assignments, len(self.manifest.samples), max_batches)
+        batches = build_validation_batches(
+            self.validation.manifest, self.validation.assignments, len(self.manifest.samples), max_batches
+        )
         showing = Augmenter(whole.manifest, whole.assignments, 0, 0)  # nothing in it is drawn
         if latent_reader is not None:
-            return batches, CachedLatentLoader(showing, batches, 0, latent_reader, text_reader, pin_memory=False).load_micro_batch
+            return batches, CachedLatentLoader(
+                showing, batches, 0, latent_reader, text_reader, pin_memory=False
+            ).load_micro_batch
         return batches, MicroBatchDataset(whole.manifest, whole.assignments, batches, 0, 0, 0).__getitem__
 
     def build_image_loader(self, batch_plan: AnyBatchPlan, rank: int, *, total_steps: int, pin_memory: bool,
@@ -123,11 +135,18 @@ class PreparedData:
 
         With ``latents`` no picture is opened, with ``texts`` captions come encoded.
         """
-        from .cache.loader import CachedLatentLoader, CachedTextLoader
+        from ..cache.readers import CachedLatentLoader, CachedTextLoader
         from .loader import ImageLoader, MicroBatchDataset  # torch is not needed for looking at pictures
 
         if latent_reader is not None:
-            return CachedLatentLoader(self.build_augmenter(batch_plan, total_steps), batch_plan, rank, latent_reader, text_reader, pin_memory=pin_memory)
+            return CachedLatentLoader(
+                self.build_augmenter(batch_plan, total_steps),
+                batch_plan,
+                rank,
+                latent_reader,
+                text_reader,
+                pin_memory=pin_memory,
+            )
         reader = MicroBatchDataset(self.manifest, self.assignments, batch_plan, rank, batch_plan.seed, total_steps)
         loader = ImageLoader(reader, batch_plan, num_workers=self.config.max_data_loader_n_workers,
                         prefetch_factor=self.config.prefetch_factor, pin_memory=pin_memory)  # fmt: skip
@@ -152,7 +171,9 @@ class PreparedData:
         placements = tuple(self.assignments[index] for index in kept)
         manifest = replace(self.manifest, samples=samples)
         check_stages_not_empty(manifest)
-        others = self.validation and self.validation.remove_validation_samples({index - first for index in sample_indices})
+        others = self.validation and self.validation.remove_validation_samples(
+            {index - first for index in sample_indices}
+        )
         return PreparedData(self.config, manifest, placements, _build_buckets(manifest, placements), others)
 
     def remove_validation_samples(self, sample_indices: Set[int]) -> "PreparedData | None":
@@ -161,23 +182,6 @@ class PreparedData:
         manifest = replace(self.manifest, samples=tuple(self.manifest.samples[index] for index in kept))
         placements = tuple(self.assignments[index] for index in kept)
         return replace(self, manifest=manifest, assignments=placements) if kept else None
-
-
-def validate_dataset_config(config: DataConfig, cache: CacheConfig | None = None, validate: ValidateConfig | None = None,
-          train: TrainConfig | None = None, invalid_flags: Set[str] = frozenset()) -> list[str]:  # fmt: skip
-    """Everything that is wrong with the dataset file, without opening a picture or importing anything heavy.
-
-    ``wrong`` are options of the run that could not be read.
-    """
-    if config.dataset_config is None or not Path(config.dataset_config).is_file():
-        return []  # the rules across options say so
-    reading = load_dataset_config(config, invalid_flags)
-    datasets = reading.datasets
-    found = [*reading.problems, *validate_paths(datasets), *validate_supported_features(datasets), *validate_masks(datasets, config)]
-    found += validate_latent_caching(datasets, cache or CacheConfig())
-    found += validate_validation_options(datasets, validate or ValidateConfig())
-    found += validate_stages(datasets, train)
-    return list(dict.fromkeys(found))
 
 
 def prepare_data(config: DataConfig, size_multiple: int, cache_dir: str | None = None) -> PreparedData:
@@ -207,34 +211,6 @@ def _build_prepared_data(config: DataConfig, datasets: Sequence[DatasetConfig], 
     apart = tuple(places[sample.dataset_index](*sample.size) for sample in held_out.samples)
     return PreparedData(config, manifest, placements, _build_buckets(manifest, placements),
                     PreparedData(config, held_out, apart, ()) if apart else None)  # fmt: skip
-
-
-def load_dataset_config(config: DataConfig, invalid_flags: Set[str] = frozenset()) -> ParsedDatasetConfig:
-    """The dataset file alone, with the run's options where it is silent; looks at no folder."""
-    return parse_dataset_config(Path(str(config.dataset_config)), collect_flag_defaults(config), invalid_flags)
-
-
-def validate_resolution_multiple(datasets: Sequence[DatasetConfig], size_multiple: int) -> list[str]:
-    """Sizes that the model cannot take."""
-    problems = []
-    for dataset in datasets:
-        if dataset.enable_bucket:
-            if (step := dataset.bucket_reso_steps) % size_multiple:
-                problems.append(f"{dataset.locate('bucket_reso_steps')}: bucket_reso_steps: {step} is no multiple of"
-                                f" {size_multiple}, as this model needs; write {_round_to_multiple(step, size_multiple)}")  # fmt: skip
-            continue
-        where = dataset.format_location("resolution" if dataset.resolution_schedule is None else "resolution_schedule")
-        for size in [piece.resolution for piece in expand_resolution_schedule(dataset)]:
-            if size.width % size_multiple or size.height % size_multiple:
-                sides = [_round_to_multiple(side, size_multiple) for side in (size.width, size.height)]
-                problems.append(f"{where}: {size} is no multiple of {size_multiple} on each side, as this model needs;"
-                                f" write {sides}")  # fmt: skip
-    return problems
-
-
-def _round_to_multiple(value: int, multiple: int) -> int:
-    """The multiple of ``step`` that is nearest, but not nothing."""
-    return max(multiple, round(value / multiple) * multiple)
 
 
 def _build_buckets(manifest: Manifest, assignments: Sequence[BucketAssignment]) -> tuple[Bucket, ...]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from ..config.schema import PreviewConfig
-from ..config.toml_lines import read_toml_with_lines
+from ..config.schema_output import PreviewConfig
+from ..config.toml_positions import read_toml_with_lines
 from ..errors import ConfigError
 from ..registry import suggest_name
 
@@ -64,7 +64,9 @@ def _parse_int(value: Any, minimum: int, maximum: int | None = None) -> int:
     if type(value) is not int:
         raise _InvalidValue(f"expected a whole number, got {value!r}")
     if value < minimum or (maximum is not None and value > maximum):
-        raise _InvalidValue(f"expected at least {minimum}{'' if maximum is None else f' and at most {maximum}'}, got {value}")
+        raise _InvalidValue(
+            f"expected at least {minimum}{'' if maximum is None else f' and at most {maximum}'}, got {value}"
+        )
     return value
 
 
@@ -79,7 +81,9 @@ def _parse_side(value: Any) -> int:
     pixels = _parse_int(value, IMAGE_SIZE_MULTIPLE)
     if pixels % IMAGE_SIZE_MULTIPLE:
         below = pixels - pixels % IMAGE_SIZE_MULTIPLE
-        raise _InvalidValue(f"{pixels} is no multiple of {IMAGE_SIZE_MULTIPLE}; write {below} or {below + IMAGE_SIZE_MULTIPLE}")
+        raise _InvalidValue(
+            f"{pixels} is no multiple of {IMAGE_SIZE_MULTIPLE}; write {below} or {below + IMAGE_SIZE_MULTIPLE}"
+        )
     return pixels
 
 
@@ -120,7 +124,11 @@ _PROMPT_FIELDS: Mapping[str, _PromptField] = {
     "flow_shift": _PromptField("flow_shift", _parse_positive),
     "sample_sampler": _PromptField("sampler", _parse_sampler),
 }
+
+
 _TEXT_KEYS = frozenset({"prompt", "negative_prompt", "sample_sampler"})
+
+
 _SHORT_OPTIONS: Mapping[str, str] = {
     "n": "negative_prompt",
     "w": "width",
@@ -135,6 +143,8 @@ _SHORT_OPTIONS: Mapping[str, str] = {
     "rcfg": "renorm_cfg",
     "fs": "flow_shift",
 }
+
+
 _UNSUPPORTED_KEYS: Mapping[str, str] = {
     "controlnet_image": "control pictures are not supported",
     "cfg_trunc_ratio": "only Lumina has it; leave it out",
@@ -159,7 +169,9 @@ def _parse_line(line: str, location: str, problems: list[str]) -> Prompt | None:
         name, _, value = option.strip().partition(" ")
         key = _SHORT_OPTIONS.get(name.lower())
         if key is None:
-            known = ", ".join(f"--{letter} {each}" for letter, each in _SHORT_OPTIONS.items() if each not in _UNSUPPORTED_KEYS)
+            known = ", ".join(
+                f"--{letter} {each}" for letter, each in _SHORT_OPTIONS.items() if each not in _UNSUPPORTED_KEYS
+            )
             hint = suggest_name(name, _SHORT_OPTIONS, "--") or f"; there are: {known}"
             found.append(f"{location}: --{name}: unknown option{hint}")
         elif key in values:

@@ -14,14 +14,21 @@ from .listing import format_first_names
 from .schema import SubsetConfig, resolve_path
 
 MAX_EXPANSIONS = 1_000_000
+
+
 SHARD_EXTENSIONS = {
     "parquet": (".parquet",),
     "webdataset": (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst"),
 }
 """Which files of a directory are shards; compressed tar files are listed to be rejected with a message."""
 
+
 _NUMERIC_RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
+
+
 _PATTERN_TOKEN = re.compile(r"\*\*/|\*\*|\*|\?|\[!?\]?[^\]]*\]|.", re.DOTALL)
+
+
 _DATASETS_STATE_FILE = "state.json"
 
 

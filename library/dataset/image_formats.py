@@ -4,8 +4,13 @@ import re
 from collections.abc import Collection
 
 _HTML = re.compile(rb"\s*(?:<\?xml[^>]*>\s*)?(?:<!--.*?-->\s*)?<(?:!doctype\s+html|html|head|body)\b", re.I | re.S)
+
+
 _SVG = re.compile(rb"\s*(?:<\?xml[^>]*>\s*)?(?:<!.*?>\s*)*<svg\b", re.I | re.S)
+
+
 _TEXT_PREFIX_BYTES = 512
+
 
 _SIGNATURES: tuple[tuple[bytes, str], ...] = (
     (b"\x89PNG\r\n\x1a\n", "PNG"),
@@ -20,7 +25,9 @@ _SIGNATURES: tuple[tuple[bytes, str], ...] = (
     (b"\0\0\0\x0cJXL \r\n\x87\n", "JPEG XL"),
 )
 
+
 _FORMAT_HINTS = {"AVIF": "; Pillow 11.3 and later can read it", "JPEG XL": ", for example with `djxl`"}
+
 
 _CONTAINER_BRANDS = {
     "HEIC": (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"),
@@ -29,6 +36,7 @@ _CONTAINER_BRANDS = {
     "a camera raw file": (b"crx ",),
 }
 """Brands of ISO base media files, the container of images and videos."""
+
 
 _NON_IMAGES: tuple[tuple[bytes, str], ...] = (
     (b"version https://git-lfs", "a git-lfs pointer, not the image itself; run `git lfs pull`"),
@@ -39,6 +47,7 @@ _NON_IMAGES: tuple[tuple[bytes, str], ...] = (
     (b"\x1f\x8b", "compressed with gzip; unpack it"),
     (b"\x1aE\xdf\xa3", "a video; extract frames as PNG"),
 )
+
 
 CONVERT_HINT = "convert it to PNG or JPEG"
 

@@ -8,6 +8,8 @@ from .image_ref import ImageRef
 from .schema import SubsetConfig
 
 IMAGE_EXTENSIONS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".avif", ".jxl")
+
+
 SHOWN_NAMES = 3
 
 

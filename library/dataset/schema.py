@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from ..config.options import Option, define_option, iter_options
-from ..config.resolution_schedule import ResolutionSchedule
-from ..config.schema import DataConfig, RunConfig
-from ..config.values import Resolution
+from ..config.schema import RunConfig
+from ..config.schema_data import DataConfig
+from ..config.types import Resolution, ResolutionSchedule
 
 GENERAL_TABLE, DATASET_TABLE, SUBSET_TABLE = "[general]", "[[datasets]]", "[[datasets.subsets]]"
+
+
 DatasetKind = Literal["dreambooth", "finetuning", "controlnet"]
 """Captions in files beside the pictures, captions in a metadata file, or pictures with masks."""
 
@@ -78,7 +80,9 @@ class SubsetConfig:
 
     def resolve_mask_dir(self) -> Path | None:
         """The folder of masks, looked for in the same two places."""
-        return None if self.conditioning_data_dir is None else resolve_path(self.dataset_file, self.conditioning_data_dir)
+        return (
+            None if self.conditioning_data_dir is None else resolve_path(self.dataset_file, self.conditioning_data_dir)
+        )
 
     @property
     def normalized_caption_extensions(self) -> tuple[str, ...]:
@@ -202,7 +206,9 @@ class _SharedKeys:
 @dataclass(frozen=True)
 class _SubsetKeys:
     image_dir: str | None = define_option(None, "folder of pictures")
-    metadata_file: str | None = define_option(None, "captions of all pictures in one .json, .jsonl, .csv or .parquet file")
+    metadata_file: str | None = define_option(
+        None, "captions of all pictures in one .json, .jsonl, .csv or .parquet file"
+    )
     parquet: tuple[str, ...] = define_option((), "parquet files that hold the pictures")
     webdataset: tuple[str, ...] = define_option((), "tar files that hold the pictures")
     conditioning_data_dir: str | None = define_option(None, "folder of masks")
@@ -221,12 +227,20 @@ _DATASET_FLAGS = {
     "bucket_no_upscale", "bucket_mode", "bucket_max_crop", "bucket_min_pictures", "validation_seed",
     "resolution_schedule",
 }  # fmt: skip
+
+
 _SUBSET_FLAGS = {"alpha_mask"}
+
+
 _FLAG_TO_KEY = {"train_batch_size": "batch_size", "dataset_repeats": "num_repeats"}
 
 
 def _build_keys() -> dict[str, DatasetKey]:
-    levels = {"dataset": (GENERAL_TABLE, DATASET_TABLE), "shared": (GENERAL_TABLE, DATASET_TABLE, SUBSET_TABLE), "subset": (SUBSET_TABLE,)}
+    levels = {
+        "dataset": (GENERAL_TABLE, DATASET_TABLE),
+        "shared": (GENERAL_TABLE, DATASET_TABLE, SUBSET_TABLE),
+        "subset": (SUBSET_TABLE,),
+    }
     keys = {option.name: DatasetKey(option, levels[option.group]) for option in iter_options(_FileOnlyKeys)}
     wanted = {item.name for item in (*fields(SubsetConfig), *fields(DatasetConfig))}
     for option in iter_options(RunConfig):

@@ -28,6 +28,8 @@ _COMPRESSIONS = {
     b"\xfd7zXZ": ("xz", "unxz"),
     b"(\xb5/\xfd": ("zstd", "unzstd"),
 }
+
+
 _WINDOWS_DRIVE = re.compile(r"[A-Za-z]:[\\/]")
 
 

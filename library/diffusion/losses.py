@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..config.schema import LossConfig
+from ..config.schema_objective import LossConfig
 from .process import NUM_TRAIN_TIMESTEPS, NoiseProcess
 
 
@@ -64,10 +64,33 @@ HUBER_SCHEDULES: Mapping[str, Callable[[Tensor, Tensor, float], Tensor]] = {
 """What ``huber_schedule`` can name: the threshold at time ``t``, where signal and noise are in this ratio."""
 
 
-def compute_elementwise_loss(prediction: Tensor, target: Tensor, timesteps: Tensor, process: NoiseProcess, config: LossConfig) -> Tensor:
+def compute_elementwise_loss(
+    prediction: Tensor, target: Tensor, timesteps: Tensor, process: NoiseProcess, config: LossConfig
+) -> Tensor:
     """The loss of each number, in float32; shape as ``predicted``."""
     prediction, target = prediction.float(), target.float()
     if config.loss_type in PLAIN_LOSSES:
         return PLAIN_LOSSES[config.loss_type](prediction, target)
     c = config.huber_scale * HUBER_SCHEDULES[config.huber_schedule](timesteps, process.snr(timesteps), config.huber_c)
     return THRESHOLD_LOSSES[config.loss_type](prediction, target, c.view(-1, *[1] * (prediction.ndim - 1)))
+
+
+def resize_mask_to_latents(mask: Tensor, size: tuple[int, int]) -> Tensor:
+    """Masks of pixels (B, 1, height, width) in bytes, as shares (B, 1, H, W) of what each latent covers."""
+    return F.interpolate(mask.float() / 255, size=size, mode="area")
+
+
+def reduce_loss_per_sample(loss: Tensor, mask: Tensor | None, *, normalize_by_area: bool = False) -> Tensor:
+    """One number for each sample (B,) of an elementwise loss (B, C, H, W).
+
+    As in sd-scripts the mean is over all elements, so that a picture of which a mask leaves a quarter weighs a quarter.
+    ``by_area`` divides by the area of the mask instead, so that each picture weighs the same; one of which nothing is
+    left weighs nothing.
+    """
+    if mask is None:
+        return loss.flatten(1).mean(1)
+    means = (loss * mask).flatten(1).mean(1)
+    if not normalize_by_area:
+        return means
+    area = mask.flatten(1).mean(1)
+    return means / area.where(area > 0, 1)

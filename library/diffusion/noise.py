@@ -10,13 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..config.schema import NoiseConfig
+from ..config.schema_objective import NoiseConfig
 
 GeneratorFactory = Callable[[str], list[torch.Generator]]
 """Purpose -> a generator for each sample, so that what is drawn for one thing never moves another."""
 
 
-def apply_noise_options(noise: Tensor, latents: Tensor, config: NoiseConfig, make_generators: GeneratorFactory) -> Tensor:
+def apply_noise_options(
+    noise: Tensor, latents: Tensor, config: NoiseConfig, make_generators: GeneratorFactory
+) -> Tensor:
     """The noise that is mixed with the latents and, by its process, asked of the model."""
     if config.noise_offset:
         noise = apply_noise_offset(noise, latents, config, make_generators("noise offset"))
@@ -35,7 +37,9 @@ def apply_input_perturbation(noise: Tensor, config: NoiseConfig, make_generators
     return noise + (_expand_dims_like(strength, extra) * extra).to(noise, non_blocking=True)
 
 
-def apply_noise_offset(noise: Tensor, latents: Tensor, config: NoiseConfig, generators: Sequence[torch.Generator]) -> Tensor:
+def apply_noise_offset(
+    noise: Tensor, latents: Tensor, config: NoiseConfig, generators: Sequence[torch.Generator]
+) -> Tensor:
     """Each channel as a whole moved by a normal number, so that the model learns to make pictures darker or lighter.
 
     With ``adaptive_noise_scale`` by more where the channel's mean is far from 0.
@@ -56,7 +60,9 @@ def apply_pyramid_noise(noise: Tensor, config: NoiseConfig, generators: Sequence
     return noise / _expand_dims_like(noise.flatten(1).std(1), noise)
 
 
-def _sample_pyramid_noise(channels: int, height: int, width: int, config: NoiseConfig, generator: torch.Generator) -> Tensor:
+def _sample_pyramid_noise(
+    channels: int, height: int, width: int, config: NoiseConfig, generator: torch.Generator
+) -> Tensor:
     total = torch.zeros(channels, height, width)
     for level in range(config.multires_noise_iterations):
         smaller = (2 + 2 * float(torch.rand((), generator=generator))) ** level

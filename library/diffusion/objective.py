@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 from torch import Size, Tensor
 
-from ..config.schema import LossConfig, NoiseConfig
+from ..config.schema_objective import LossConfig, NoiseConfig
 from .losses import compute_elementwise_loss
-from .noise import GeneratorFactory, apply_noise_options, apply_input_perturbation, sent
+from .noise import GeneratorFactory, apply_input_perturbation, apply_noise_options, sent
 from .process import NoiseProcess
-from .timesteps import sample_quantiles_and_noise, compute_timesteps
+from .timesteps import compute_timesteps, sample_quantiles_and_noise
 from .weighting import compute_loss_weights
 
 
@@ -40,7 +40,11 @@ class Objective:
         made = self.add_noise_at(latents, noise, t)
         if not self.noise_config.ip_noise_gamma:
             return made
-        return NoisyBatch(self.add_noise_at(latents, apply_input_perturbation(noise, self.noise_config, make_generators), t).latents, made.target, t)
+        return NoisyBatch(
+            self.add_noise_at(latents, apply_input_perturbation(noise, self.noise_config, make_generators), t).latents,
+            made.target,
+            t,
+        )
 
     def add_noise_at(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> NoisyBatch:
         """The batch at given times with given noise, as validation wants it."""
@@ -53,7 +57,9 @@ class Objective:
 
     def compute_elementwise_loss(self, prediction: Tensor, noisy_batch: NoisyBatch) -> Tensor:
         """The loss of each number, before masks; the mean over a sample is its loss."""
-        return compute_elementwise_loss(prediction, noisy_batch.target, noisy_batch.timesteps, self.process, self.loss_config)
+        return compute_elementwise_loss(
+            prediction, noisy_batch.target, noisy_batch.timesteps, self.process, self.loss_config
+        )
 
     def compute_loss_weights(self, timesteps: Tensor) -> Tensor:
         """How much the loss of a sample at time ``t`` counts."""

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 from torch import Size, Tensor
 
 from ..errors import ConfigError
-from .shift import NO_SHIFT, TimestepShift, build_timestep_shift
 
 NUM_TRAIN_TIMESTEPS = 1000
 """Length of the noise schedule that every supported model is trained with."""
@@ -91,6 +90,38 @@ class VPredictionProcess(DiscreteProcess):
 
 
 @dataclass(frozen=True)
+class FixedShift:
+    """One factor for pictures of every size."""
+
+    factor: float = 1.0
+
+    def compute_factor(self, num_tokens: int) -> float:
+        """The factor for a picture that the model sees as ``tokens`` patches."""
+        return self.factor
+
+
+NO_SHIFT = FixedShift()
+
+
+@dataclass(frozen=True)
+class DynamicShift:
+    """A factor ``exp(m)`` (or, linearly, ``m``) with ``m`` on the straight line through two points (tokens, m)."""
+
+    base_point: tuple[int, float]
+    max_point: tuple[int, float]
+    is_exponential: bool = True
+
+    def compute_factor(self, num_tokens: int) -> float:
+        """The factor for a picture that the model sees as ``tokens`` patches."""
+        (start, least), (end, most) = self.base_point, self.max_point
+        m = least + (most - least) * (num_tokens - start) / (end - start)
+        return math.exp(m) if self.is_exponential else m
+
+
+TimestepShift = FixedShift | DynamicShift
+
+
+@dataclass(frozen=True)
 class FlowMatchingProcess:
     """A straight line ``x_s = (1 - s) x_0 + s e`` with ``s = t / 1000``; the model predicts its direction ``e - x_0``.
 
@@ -133,7 +164,10 @@ def build_discrete_process(alphas_cumprod: Tensor, prediction_type: str) -> Epsi
     if len(alphas_cumprod) != NUM_TRAIN_TIMESTEPS:
         raise ConfigError([f"the model's scheduler says num_train_timesteps {len(alphas_cumprod)}; only {NUM_TRAIN_TIMESTEPS} is "
                            "supported"])  # fmt: skip
-    kinds: dict[str, type[EpsilonProcess | VPredictionProcess]] = {"epsilon": EpsilonProcess, "v_prediction": VPredictionProcess}
+    kinds: dict[str, type[EpsilonProcess | VPredictionProcess]] = {
+        "epsilon": EpsilonProcess,
+        "v_prediction": VPredictionProcess,
+    }
     if prediction_type not in kinds:
         raise ConfigError([f"the model's scheduler says prediction_type {prediction_type!r}; "
                            "only epsilon and v_prediction can be trained"])  # fmt: skip
@@ -143,3 +177,23 @@ def build_discrete_process(alphas_cumprod: Tensor, prediction_type: str) -> Epsi
 def _expand_like(values: Tensor, like: Tensor) -> Tensor:
     """One value a sample, shaped to be multiplied with ``like``."""
     return values.view(-1, *[1] * (like.ndim - 1)).to(like)
+
+
+FLUX_DEV_SHIFT = DynamicShift((256, 0.5), (4096, 1.15))
+"""The line that FLUX.1 dev draws pictures by."""
+
+
+def build_timestep_shift(scheduler_config: Mapping[str, Any]) -> TimestepShift:
+    """How the pipeline moves its times, from the settings of diffusers' ``FlowMatchEulerDiscreteScheduler``."""
+    if not scheduler_config.get("use_dynamic_shifting", False):
+        return FixedShift(float(scheduler_config.get("shift", 1.0)))
+    return DynamicShift(
+        (int(scheduler_config.get("base_image_seq_len", 256)), float(scheduler_config.get("base_shift", 0.5))),
+        (int(scheduler_config.get("max_image_seq_len", 4096)), float(scheduler_config.get("max_shift", 1.15))),
+        scheduler_config.get("time_shift_type", "exponential") == "exponential",
+    )
+
+
+def apply_shift(sigmas: Tensor, factor: float) -> Tensor:
+    """Times in 0..1, moved towards 1, which is noise, by a factor above 1."""
+    return factor * sigmas / (1 + (factor - 1) * sigmas)

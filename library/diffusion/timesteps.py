@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Size, Tensor
 
-from ..config.schema import NoiseConfig
-from .process import NUM_TRAIN_TIMESTEPS, FlowMatchingProcess, NoiseProcess
-from .shift import FLUX_DEV_SHIFT, apply_shift
+from ..config.schema_objective import NoiseConfig
+from .process import FLUX_DEV_SHIFT, NUM_TRAIN_TIMESTEPS, FlowMatchingProcess, NoiseProcess, apply_shift
 
 MIN_SIGMA = 1e-6
 """No share of noise is smaller: at 0 the ratio of signal to noise has no end."""
@@ -38,7 +37,10 @@ def mode_quantile(u: Tensor, noise_config: NoiseConfig) -> Tensor:
     return u + noise_config.mode_scale * (torch.cos(math.pi / 2 * u) ** 2 - 1 + u)
 
 
-WEIGHTING_SCHEME_QUANTILES: Mapping[str, Callable[[Tensor, NoiseConfig], Tensor]] = {"logit_normal": logit_normal_quantile, "mode": mode_quantile}
+WEIGHTING_SCHEME_QUANTILES: Mapping[str, Callable[[Tensor, NoiseConfig], Tensor]] = {
+    "logit_normal": logit_normal_quantile,
+    "mode": mode_quantile,
+}
 """Names of ``weighting_scheme`` that choose times; under the other names ``sigma`` draws them uniformly."""
 
 
@@ -71,10 +73,15 @@ TIMESTEP_SAMPLINGS: Mapping[str, Callable[[Tensor, NoiseConfig, FlowMatchingProc
 
 def compute_timesteps(u: Tensor, noise_config: NoiseConfig, process: NoiseProcess, latents_shape: Size) -> Tensor:
     """``t`` on 0..1000 for each ``u``, for latents of this shape, within ``min_timestep`` and ``max_timestep``."""
-    low, high = noise_config.min_timestep or 0, NUM_TRAIN_TIMESTEPS if noise_config.max_timestep is None else noise_config.max_timestep
+    low, high = (
+        noise_config.min_timestep or 0,
+        NUM_TRAIN_TIMESTEPS if noise_config.max_timestep is None else noise_config.max_timestep,
+    )
     if not isinstance(process, FlowMatchingProcess):
         return (low + (high - low) * u).floor().float()
-    s = TIMESTEP_SAMPLINGS[noise_config.flow_timestep_sampling](u, noise_config, process, process.count_tokens(latents_shape))
+    s = TIMESTEP_SAMPLINGS[noise_config.flow_timestep_sampling](
+        u, noise_config, process, process.count_tokens(latents_shape)
+    )
     return (low + (high - low) * s).clamp(min=NUM_TRAIN_TIMESTEPS * MIN_SIGMA).float()
 
 

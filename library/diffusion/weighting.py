@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from ..config.schema import LossConfig, NoiseConfig
+from ..config.schema_objective import LossConfig, NoiseConfig
 from .process import NUM_TRAIN_TIMESTEPS, DiscreteProcess, FlowMatchingProcess, NoiseProcess
 
 MAX_SNR = 1000.0
@@ -63,7 +63,9 @@ FLOW_WEIGHTINGS: Mapping[str, Callable[[Tensor], Tensor]] = {"sigma_sqrt": sigma
 """Weights of flow models by the share of noise; the other names of ``weighting_scheme`` choose times instead."""
 
 
-def compute_loss_weights(process: NoiseProcess, timesteps: Tensor, noise_config: NoiseConfig, loss_config: LossConfig) -> Tensor:
+def compute_loss_weights(
+    process: NoiseProcess, timesteps: Tensor, noise_config: NoiseConfig, loss_config: LossConfig
+) -> Tensor:
     """The weight of each sample's loss: all that was asked for, multiplied."""
     total = torch.ones_like(timesteps)
     if isinstance(process, FlowMatchingProcess):

@@ -2,9 +2,12 @@
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import (
     DistributedDataParallelKwargs,
@@ -15,15 +18,20 @@ from accelerate.utils import (
 )
 
 from ..config import RunConfig
-from ..config.schema import DistributedConfig
+from ..config.schema_distributed import DistributedConfig
 from ..errors import ConfigError
-from .backend import can_destroy_group_alone, build_process_group_kwargs
-from .engines import hide_engine_variables
-from .launcher_settings import find_launch_problems
-from .meeting import join_process_group
-from .refusals import AcceleratorFacts, find_launch_problems, format_mismatches, resolve_mixed_precision, validate_accelerator
-from .trackers import create_tracker_dir, resolve_tracker_dir, resolve_tracker, validate_trackers
-from .world import World, format_timestamp
+from .launcher_settings import validate_launch_command
+from .preflight import (
+    AcceleratorFacts,
+    find_launch_problems,
+    format_mismatches,
+    resolve_mixed_precision,
+    validate_accelerator,
+)
+from .process_group import build_process_group_kwargs, can_destroy_group_alone
+from .rendezvous import join_process_group
+from .trackers import create_tracker_dir, resolve_tracker, resolve_tracker_dir, validate_trackers
+from .world import ENGINE_VARIABLES, World, format_timestamp
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +42,7 @@ def prepare_accelerator(args: RunConfig) -> Accelerator:
     The process group, folders of trackers, ``WANDB_DIR`` and the processors that it may use are its side effects.
     """
     world = World.from_environment()
-    problems = [*find_launch_problems(args, world), *find_launch_problems(args, world)]
+    problems = [*find_launch_problems(args, world), *validate_launch_command(args, world)]
     with hide_engine_variables():
         # The ranks meet here, before the Accelerator: the folder that its constructor takes needs a time they agree on.
         state = join_process_group(args, world, problems)
@@ -49,7 +57,11 @@ def prepare_accelerator(args: RunConfig) -> Accelerator:
 
 
 def _build_accelerator(config: RunConfig, world: World, state: PartialState) -> Accelerator:
-    _raise_problems(format_mismatches({"processes": (world.world_size, state.num_processes), "rank": (world.rank, state.process_index)}))
+    _raise_problems(
+        format_mismatches(
+            {"processes": (world.world_size, state.num_processes), "rank": (world.rank, state.process_index)}
+        )
+    )
     world = replace(world, started_at=_agree_on_start_time(config, state))
     accelerator = Accelerator(**build_accelerator_kwargs(config, world))
     _raise_problems(validate_accelerator(config, world, read_accelerator_facts(accelerator)))
@@ -148,3 +160,24 @@ def _agree_on_start_time(config: RunConfig, state: PartialState) -> str:
 def _raise_problems(problems: list[str]) -> None:
     if problems:
         raise ConfigError(problems)
+
+
+@contextmanager
+def hide_engine_variables() -> Iterator[None]:
+    """Inside, the environment asks for no engine, so that an ``Accelerator`` is one of plain data parallel."""
+    hidden = {name: os.environ.pop(name) for name in ENGINE_VARIABLES if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+def unset_fsdp_variable() -> None:
+    """Have nobody else act on it later: transformers would load weights on one process and none on the others."""
+    os.environ.pop("ACCELERATE_USE_FSDP", None)
+
+
+def set_deepspeed_device(device: torch.device) -> None:
+    """Keep DeepSpeed, which accelerate imports wherever it is installed, from looking for one itself and saying so."""
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", device.type)

@@ -13,6 +13,8 @@ import torch
 
 HOST = torch.device("cpu")
 """The machine's own memory."""
+
+
 NUMA_NODES_DIR = Path("/sys/devices/system/node")
 
 
@@ -135,3 +137,7 @@ def get_device_name(device: torch.device) -> str:
     """What the device calls itself; nothing for a processor, of which ``platform`` knows more."""
     module = getattr(torch, device.type, None)
     return "" if device.type == "cpu" or module is None else str(module.get_device_name(device))
+
+
+MIXED_PRECISION_DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
+"""Precision of the frozen model; the adapters in it are always float32."""

@@ -18,6 +18,7 @@ from ..errors import ConfigError
 
 ACCELERATE, TORCHRUN = "accelerate launch", "torchrun"
 
+
 LAUNCHERS: Mapping[tuple[str, ...], str] = {
     ("accelerate", "launch"): ACCELERATE,
     ("accelerate-launch",): ACCELERATE,
@@ -28,6 +29,7 @@ LAUNCHERS: Mapping[tuple[str, ...], str] = {
     ("-m", "torch.distributed.launch"): TORCHRUN,
 }
 """The ways to write each launcher, programs without their directory."""
+
 
 _UNSET = object()
 """Stands for an option that was not written; a parser's default value does not show it."""

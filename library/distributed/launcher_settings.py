@@ -30,7 +30,11 @@ class Setting:
 
 
 STEPS = "gradient_accumulation_steps"
+
+
 REGIONAL = "dynamo_use_regional_compilation"
+
+
 SETTINGS = (
     Setting("mixed_precision", "ACCELERATE_MIXED_PRECISION", "no", "mixed_precision"),
     Setting("num_processes", "WORLD_SIZE", torchrun="nproc_per_node"),
@@ -52,6 +56,8 @@ SETTINGS = (
     Setting("use_megatron_lm", "ACCELERATE_USE_MEGATRON_LM", is_inherited=True),
     Setting("use_parallelism_config", "ACCELERATE_USE_PARALLELISM_CONFIG", is_inherited=True),
 )
+
+
 ENGINE_FLAGS = ("multi_gpu", "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm")
 """With one of these, ``accelerate launch`` ignores ``distributed_type`` in its config file."""
 
@@ -91,7 +97,7 @@ def find_overridden_settings(config: RunConfig, locations: Mapping[str, str]) ->
     return [setting.warning for setting in settings if setting.warning]
 
 
-def find_launch_problems(config: RunConfig, world: World) -> list[str]:
+def validate_launch_command(config: RunConfig, world: World) -> list[str]:
     """Return what ``accelerate launch`` was asked to do and does not do, and the command that does it."""
     command, problems = world.launch_command, []
     if command is None or command.launcher != ACCELERATE:
@@ -174,7 +180,9 @@ def _find_launcher_sources(world: World, environment: Mapping[str, str]) -> tupl
     before = (command.environment if command is not None else {}) or environment
     variables = _find_variables(before, {setting.name: setting.variable for setting in SETTINGS})
     if command is None:
-        sizes = _find_variables(before, {"num_processes": next((name for name in WORLD_SIZE_VARIABLES if name in before), "")})
+        sizes = _find_variables(
+            before, {"num_processes": next((name for name in WORLD_SIZE_VARIABLES if name in before), "")}
+        )
         return [{**variables, **sizes}], {}
     flags = _find_flags(command)
     if command.launcher == TORCHRUN:
@@ -235,12 +243,20 @@ def _find_variables(environment: Mapping[str, str], names: Mapping[str, str]) ->
 def _read_values(world: World, environment: Mapping[str, str], own: Sources) -> dict[str, str]:
     """Return the value of each setting that means something here."""
     machine = world.machine
-    binds = machine.numa_nodes > 1 and not machine.numa_affinity_problem if world.numa_affinity is None else world.numa_affinity
+    binds = (
+        machine.numa_nodes > 1 and not machine.numa_affinity_problem
+        if world.numa_affinity is None
+        else world.numa_affinity
+    )
     values = {
         setting.name: _normalize(environment.get(setting.variable, "")) or setting.default for setting in SETTINGS
     }
     values |= {name: source.value for name, source in own.items()}
-    values |= {"num_processes": str(world.world_size), "num_machines": str(world.num_machines), "device": world.device_type}
+    values |= {
+        "num_processes": str(world.world_size),
+        "num_machines": str(world.num_machines),
+        "device": world.device_type,
+    }
     values["enable_cpu_affinity"] = _normalize(binds)
     values["main_process_port"] = values["main_process_port"] if values["main_process_port"] != "0" else "a free port"
     unused = {"main_process_port"} if world.world_size == 1 else set()

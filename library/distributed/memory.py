@@ -12,6 +12,8 @@ from ..data.batch import PixelBatch
 
 PHASE = "phase/"
 """How the names of phases begin in a profile."""
+
+
 SYNCHRONIZE: ContextVar[Callable[[], None] | None] = ContextVar("synchronize", default=None)
 """Waits for the device; set by a profiler, so that the time of a phase includes the device's work."""
 

@@ -15,7 +15,11 @@ from typing import Any
 
 SUPERVISOR_DIR = "LORIKEET_SUPERVISOR"
 """The environment variable with the directory that ``python -m library launch`` shares with training processes."""
+
+
 SIGNAL_FILE, EXIT_CODE_FILE, PROCESS_PREFIX = "signal", "exit_code", "process-"
+
+
 DUPLICATE_SIGNAL_SECONDS = 3.0
 """A launcher passes on what it got itself, so that one request arrives twice; what comes later is a second one."""
 
@@ -30,7 +34,9 @@ class StopSignals:
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():  # no other thread may set them
-            self._previous_handlers = {number: signal.signal(number, self._handle_signal) for number in list_stop_signals()}
+            self._previous_handlers = {
+                number: signal.signal(number, self._handle_signal) for number in list_stop_signals()
+            }
             if (number := register_process()) is not None and self.received is None:
                 self._handle_signal(number, None)
         return self

@@ -1,14 +1,39 @@
-"""Which experiment trackers a run uses, where they write, and whether they can start at all."""
+"""Pictures for experiment trackers, of which each wants them in its own way."""
 
+import io
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import LoggerType
+from PIL import Image
 
-from ..config.schema import LogConfig
+from ..config import RunConfig
+from ..config.options import flatten_config, iter_options
+from ..config.schema_output import LogConfig
+from ..config.toml_positions import read_toml_with_lines
 from .world import parse_env_bool
+
+if TYPE_CHECKING:
+    from .collectives import Communicator
+
+
+def log_images_to_tracker(tracker: Any, images: Mapping[str, bytes], step: int) -> None:
+    """Give PNG files to one of accelerate's trackers; those that take no pictures are passed by."""
+    if not hasattr(tracker, "log_images"):
+        return
+    opened = {name: Image.open(io.BytesIO(data)).convert("RGB") for name, data in images.items()}
+    if tracker.name == "tensorboard":
+        batches = {name: np.asarray(picture)[None] for name, picture in opened.items()}
+        tracker.log_images(batches, step=step, dataformats="NHWC")
+    elif tracker.name == "aim":
+        tracker.log_images(opened, step=step)
+    else:
+        tracker.log_images({name: [picture] for name, picture in opened.items()}, step=step)
+
 
 PACKAGES = {"comet_ml": "comet_ml", "tensorboard": "tensorboard"}
 """What to install, where the package is not called like the tracker in all cases."""
@@ -73,3 +98,34 @@ def create_tracker_dir(directory: str | None, log: LogConfig) -> list[str]:
     if resolve_tracker(log) in ("wandb", "all"):
         os.environ["WANDB_DIR"] = directory
     return []
+
+
+def start_trackers(config: RunConfig, communicator: "Communicator") -> None:
+    """Open the trackers that were asked for; settings go to them only when ``log_config`` says so."""
+    log = config.log
+    settings = collect_shareable_settings(config) if log.log_config else {}
+    arguments: dict[str, Any] = read_toml_with_lines(Path(log.log_tracker_config))[0] if log.log_tracker_config else {}
+    wandb = arguments.setdefault("wandb", {})
+    wandb["settings"] = WANDB_PRIVATE_SETTINGS | wandb.get("settings", {})
+    if log.wandb_run_name:
+        wandb.setdefault("name", log.wandb_run_name)
+    communicator.init_trackers(log.log_tracker_name or "network_train", settings, arguments)
+
+
+WANDB_PRIVATE_SETTINGS = {"x_disable_meta": True, "disable_git": True, "disable_code": True, "disable_job_creation": True,
+           "console": "off"}  # fmt: skip
+"""wandb sends the command line, the program's path, the git remote and the terminal unless it is told not to."""
+
+
+SHAREABLE_TEXT_OPTIONS = {"network_module", "optimizer_type", "optimizer_args"}
+"""Texts that hold no path and nothing a person wrote."""
+
+
+def collect_shareable_settings(config: RunConfig) -> dict[str, Any]:
+    """The settings that are numbers, switches and choices, in types that every tracker takes."""
+    values = flatten_config(config)
+    open_ones = [option.name for option in iter_options(RunConfig)
+                 if option.value_type is not str or option.name in SHAREABLE_TEXT_OPTIONS]  # fmt: skip
+    plain = (bool, int, float, str)
+    return {name: values[name] if isinstance(values[name], plain) else str(values[name])
+            for name in open_ones if values[name] is not None}  # fmt: skip

@@ -1,8 +1,8 @@
-"""Where this process stands among the others, read from its surroundings once."""
+"""Ranks and machines as they stand in messages."""
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
@@ -12,6 +12,20 @@ from ..errors import ConfigError
 from .devices import Machine, detect_machine
 from .launch_command import LaunchCommand, find_launch_command
 
+MAX_RANKS_SHOWN = 6
+
+
+def format_ranks(ranks: Sequence[int], hostnames: Sequence[str] = ()) -> str:
+    """``ranks 2, 3 (on gpu-b)``."""
+    shown = ", ".join(map(str, ranks[:MAX_RANKS_SHOWN]))
+    shown += f" and {len(ranks) - MAX_RANKS_SHOWN} more" if len(ranks) > MAX_RANKS_SHOWN else ""
+    names = list(dict.fromkeys(hostnames[rank] for rank in ranks)) if hostnames else []
+    where = (
+        f" (on {', '.join(names[:MAX_RANKS_SHOWN])}{', ...' if len(names) > MAX_RANKS_SHOWN else ''})" if names else ""
+    )
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{where}"
+
+
 ENGINE_VARIABLES = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
     "ACCELERATE_USE_FSDP": "FSDP",
@@ -20,12 +34,25 @@ ENGINE_VARIABLES = {
 }
 """Variables by which a launcher asks for something else than plain data parallelism."""
 
+
 ENGINE_VARIABLE_PREFIXES = ("FSDP_", "PARALLELISM_CONFIG_", "ACCELERATE_DEEPSPEED_", "ACCELERATE_GRADIENT_CLIPPING")
 
+
 WORLD_SIZE_VARIABLES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+
+
 RANK_VARIABLES = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
+
+
 LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
-LOCAL_WORLD_SIZE_VARIABLES = ("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
+
+
+LOCAL_WORLD_SIZE_VARIABLES = (
+    "LOCAL_WORLD_SIZE",
+    "MPI_LOCALNRANKS",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+)
 """Names under which torchrun and the MPI launchers tell the same; accelerate reads them in this order."""
 
 
@@ -76,7 +103,9 @@ class World:
             dynamo_mode=env.get("ACCELERATE_DYNAMO_MODE"),
             numa_affinity=parse_env_bool(env.get("ACCELERATE_CPU_AFFINITY")),
             engines=tuple(name for key, name in ENGINE_VARIABLES.items() if parse_env_bool(env.get(key))),
-            launcher_variables={name: value for name, value in env.items() if name.startswith(ENGINE_VARIABLE_PREFIXES)},
+            launcher_variables={
+                name: value for name, value in env.items() if name.startswith(ENGINE_VARIABLE_PREFIXES)
+            },
             launch_command=find_launch_command(),
         )
 
@@ -85,7 +114,13 @@ class World:
         """So many processes on a machine with as many GPUs, or so many, whatever there is here."""
         machine = Machine("cuda", world_size if device_count is None else device_count)
         local_rank = 0 if world_size > 1 else None
-        return cls(world_size=world_size, local_rank=local_rank, local_world_size=world_size, device_type=machine.device_type, machine=machine)
+        return cls(
+            world_size=world_size,
+            local_rank=local_rank,
+            local_world_size=world_size,
+            device_type=machine.device_type,
+            machine=machine,
+        )
 
     @property
     def num_machines(self) -> int:

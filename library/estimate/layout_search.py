@@ -7,23 +7,26 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ..config import RunConfig
-from ..config.checks import validate_config
 from ..config.options import build_config, flatten_config
+from ..config.validate import validate_config
 from ..errors import ConfigError
-from ..families import FAMILIES
-from ..families.detect import DetectedModel
-from ..families.unloaded import load_components_on_meta
+from ..models.detect import DetectedModel
+from ..models.families import FAMILIES
+from ..models.loading import load_components_on_meta
 from ..optim import optimizers
-from ..training.outline import DryRun
-from ..training.parallel_fit import validate_model_parallel
-from ..training.resting import find_innermost_blocks
+from ..parallel.offload import find_innermost_blocks
+from ..training.preflight import validate_model_parallel
+from .dry_run import DryRun
 from .memory_estimate import DevicePart, MemoryEstimate, estimate_memory, estimate_optimizer_state, split_model
 from .meta_run import LargestBatch, MetaRun, count_all_reduce_bytes
 from .parallel_layouts import OPTIONS, ParallelLayout, find_conflicts, find_layouts, format_flags
 
 logger = logging.getLogger(__name__)
 
+
 GB = 2**30
+
+
 MAX_BUFFERED_SHAPES = 64
 """For which a pipeline keeps buffers (``distributed/schedules``)."""
 
@@ -208,7 +211,9 @@ def suggest_savings(
 
 def _is_plain(layout: ParallelLayout) -> bool:
     """Data parallel with or without sharding, on the devices alone."""
-    return layout.dims.model_parallel_size == 1 and not any("offload" in name or "map" in name for name in layout.options)
+    return layout.dims.model_parallel_size == 1 and not any(
+        "offload" in name or "map" in name for name in layout.options
+    )
 
 
 def _list_savings(model: DetectedModel) -> Iterator[dict[str, Any]]:

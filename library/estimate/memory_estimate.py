@@ -10,23 +10,29 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..config.schema import OptimConfig
-from ..config.values import DeviceMap
-from ..distributed.chain import partition_blocks
-from ..distributed.device_map import iter_weight_devices, build_device_map
-from ..distributed.sharded import find_fsdp_blocks
-from ..distributed.sharding import FSDPSettings
-from ..distributed.swapping import MAX_BYTES_AHEAD
-from ..distributed.zero_settings import DeepSpeedSettings
+from ..config.types import DeviceMap
+from ..distributed.deepspeed_settings import DeepSpeedSettings
+from ..distributed.fsdp_settings import FSDPSettings
 from ..errors import UserError
 from ..optim.optimizers import ParamGroup, build_optimizer
+from ..parallel.device_map import build_device_map, iter_weight_devices
+from ..parallel.fsdp import find_fsdp_blocks
+from ..parallel.offload import MAX_BYTES_AHEAD
+from ..parallel.pipeline_stages import partition_blocks
 from .meta_run import MetaRun, StepMemory, count_frozen_bytes
 from .parallel_layouts import ParallelLayout
 
 CONTEXT_BYTES = 768 * 2**20
 """Assumed: the device's context, workspaces of its libraries, and fragmentation."""
+
+
 COMMUNICATION_BYTES = 256 * 2**20
 """Assumed: buffers of NCCL."""
+
+
 UNLIMITED = 2**60
+
+
 ZERO_DEFAULTS = {"stage3_param_persistence_threshold": 100_000, "stage3_max_live_parameters": 1_000_000_000}
 """DeepSpeed's own, in elements."""
 
@@ -188,7 +194,9 @@ def _shard_by_fsdp(run: MetaRun, frozen: int, sharding: FSDPSettings) -> tuple[i
     gathered = 0
     for part in run.trained.children():
         counted, sizes = set[Tensor](), list[int]()
-        for block in find_fsdp_blocks(part, sharding.block_classes):  # inner ones first; they do not count again in outer ones
+        for block in find_fsdp_blocks(
+            part, sharding.block_classes
+        ):  # inner ones first; they do not count again in outer ones
             own = {each for each in block.parameters() if not each.requires_grad} - counted
             counted |= own
             sizes.append(sum(each.nbytes for each in own))

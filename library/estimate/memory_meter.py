@@ -13,14 +13,18 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 ATTENTION: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
 ATTENTION_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 """The fused attention that has a meta kernel; it saves for backward what the fused kernels of GPUs save."""
+
 
 HALF_OPS: Any = {
     *(F.linear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose2d, F.scaled_dot_product_attention, torch.einsum),
     *(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.baddbmm, torch.addmm),
 }
 """Ops that CUDA's autocast runs in half precision, as far as diffusion models use them."""
+
 
 FLOAT32_OPS: Any = {
     *(F.layer_norm, F.group_norm, F.softmax, torch.softmax, Tensor.softmax, torch.pow, Tensor.pow, Tensor.__pow__),

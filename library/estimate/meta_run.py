@@ -14,28 +14,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..adapters.switching import cast_trainable_parameters
+from ..adapters.lora import cast_trainable_parameters
 from ..config import RunConfig
 from ..data.batch import Cond, Moments, PixelBatch
-from ..distributed.chain import Activations, StageRunner
-from ..distributed.context_cut import ContextParallel
-from ..distributed.copies import CopyStream
-from ..distributed.frozen import FrozenConv2d, FrozenLinear
-from ..distributed.packing import QuantizedWeight
-from ..distributed.tensor_cut import TensorParallel
-from ..families import FAMILIES
-from ..families.base import Family
-from ..families.detect import DetectedModel
-from ..families.loading import load_pipeline_on_meta
+from ..distributed.async_copy import CopyStream
+from ..distributed.devices import MIXED_PRECISION_DTYPES
+from ..models.base import Family
+from ..models.detect import DetectedModel
+from ..models.families import FAMILIES
+from ..models.loading import load_pipeline_on_meta
 from ..optim.optimizers import ParamGroup
-from ..training.groups import build_param_groups
-from ..training.objective import build_objective
-from ..training.parallel_fit import build_parallel_plan
-from ..training.precision import MIXED_PRECISION_DTYPES
-from ..training.resting import is_quantized_or_offloaded, quantize_and_offload_base
-from ..training.starting import read_initial_weights
+from ..parallel.blocks import Activations
+from ..parallel.context_parallel import ContextParallel
+from ..parallel.offload import is_quantized_or_offloaded, quantize_and_offload_base
+from ..parallel.pipeline_stages import StageRunner
+from ..parallel.quantize import FrozenConv2d, FrozenLinear, QuantizedWeight
+from ..parallel.tensor_parallel import TensorParallel
+from ..training.init_weights import read_initial_weights
+from ..training.setup import build_objective, build_parallel_plan
 from ..training.task import DiffusionTask
-from ..training.trained import build_trainable_modules, get_trainable_parameters, select_trained_text_encoders
+from ..training.trainable import (
+    build_param_groups,
+    build_trainable_modules,
+    get_trainable_parameters,
+    select_trained_text_encoders,
+)
 from .memory_meter import AutocastEmulation, MemoryMeter, run_backward
 
 META = torch.device("meta")
@@ -110,11 +113,13 @@ class FakeGroup:
     def all_reduce(self, tensor: Tensor) -> None:
         self.sent_bytes += count_all_reduce_bytes(tensor.nbytes, self.size)
 
-    def swapped(self, sent: Tensor, tie: Tensor, whose: Tensor, rows: int, *, is_out: bool) -> tuple[Tensor, Tensor]:
-        """All-to-all of tokens and heads, as ``token_exchange.Others`` has it."""
-        own = float((whose == self.rank).float().mean()) if is_out else 1 / self.size
+    def all_to_all(
+        self, tensor: Tensor, dependency: Tensor, owner_ranks: Tensor, rows: int, *, gather_heads: bool
+    ) -> tuple[Tensor, Tensor]:
+        """All-to-all of tokens and heads."""
+        own = float((owner_ranks == self.rank).float().mean()) if gather_heads else 1 / self.size
         apply: Any = _FakeAllToAll.apply
-        return apply(sent, rows, sent.nbytes * (1 - own), self), tie
+        return apply(tensor, rows, tensor.nbytes * (1 - own), self), dependency
 
 
 class _FakeAllToAll(torch.autograd.Function):
@@ -193,7 +198,13 @@ class MetaRun:
     """A run as it is assembled for training, on the meta device, with the model partitioned as one rank has it."""
 
     def __init__(
-        self, config: RunConfig, model: DetectedModel, batch: LargestBatch, tp: int = 1, cp: int = 1, pipeline: bool = False
+        self,
+        config: RunConfig,
+        model: DetectedModel,
+        batch: LargestBatch,
+        tp: int = 1,
+        cp: int = 1,
+        pipeline: bool = False,
     ):
         precision = config.distributed.mixed_precision or "no"
         self.config, self._dtype = config, None if precision == "no" else MIXED_PRECISION_DTYPES[precision]
@@ -234,7 +245,9 @@ class MetaRun:
     def frozen_encoders(self) -> list[nn.Module]:
         """VAE and text encoders that are on the device and not trained, unless caches replace them."""
         cache, trained = self.config.cache, select_trained_text_encoders(self.config, self.family.facts)
-        texts = [] if cache.caches_text_outputs else [part for part in self.family.text_components if part not in trained]
+        texts = (
+            [] if cache.caches_text_outputs else [part for part in self.family.text_components if part not in trained]
+        )
         names = [*texts, *([] if cache.caches_latents else ["vae"])]
         return [part for name in names if isinstance(part := getattr(self.pipe, name), nn.Module)]
 
@@ -264,7 +277,9 @@ class MetaRun:
 
     def _enter_block(self, place: int, form: Signature, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if place == 0:
-            flow = dict.fromkeys(self.chain.collect_inputs(0, form.bind(*args, **kwargs), ()))  # a UNet's is twice the same
+            flow = dict.fromkeys(
+                self.chain.collect_inputs(0, form.bind(*args, **kwargs), ())
+            )  # a UNet's is twice the same
             self._recorder.watch(0, tuple(flow))
         self._recorder.end_forward()
         result = run(*args, **kwargs)

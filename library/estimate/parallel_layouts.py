@@ -7,24 +7,24 @@ from shlex import quote
 from typing import Any
 
 from ..config import RunConfig
-from ..config.checks import validate_config
 from ..config.options import build_config, flatten_config
-from ..config.values import DeviceMap
-from ..distributed.device_map import validate_device_map_launch
+from ..config.types import DeviceMap
+from ..config.validate import validate_config
+from ..distributed.deepspeed_settings import DeepSpeedSettings, resolve_deepspeed_settings
 from ..distributed.devices import HOST
-from ..distributed.layout import ParallelDims, build_parallel_dims, validate_parallel_dims
-from ..distributed.refusals import validate_compiled_context_parallel
-from ..distributed.sharding import FSDPSettings, resolve_fsdp
+from ..distributed.fsdp_settings import FSDPSettings, resolve_fsdp
+from ..distributed.parallel_dims import ParallelDims, build_parallel_dims, validate_parallel_dims
+from ..distributed.preflight import validate_compiled_context_parallel, validate_device_map_launch
 from ..distributed.world import World
-from ..distributed.zero import DeepSpeedStrategy
-from ..distributed.zero_settings import DeepSpeedSettings, resolve_deepspeed_settings
-from ..families import FAMILIES
-from ..families.detect import DetectedModel
-from ..optim.elementwise import validate_elementwise_optimizer
-from ..training.parallel_fit import validate_model_parallel
-from ..training.resting import validate_quantize_offload
+from ..models.detect import DetectedModel
+from ..models.families import FAMILIES
+from ..optim.optimizers import validate_elementwise_optimizer
+from ..parallel.deepspeed import DeepSpeedStrategy
+from ..training.preflight import validate_model_parallel, validate_quantize_offload
 
 SIZES = {"pp_size": "PP", "tp_size": "TP", "cp_size": "CP"}
+
+
 OPTIONS = (*SIZES, "device_map", "fsdp", "fsdp_offload_params", "dp_replicate_size", "deepspeed", "zero_stage",
            "offload_optimizer_device", "offload_param_device")  # fmt: skip
 """Layouts differ in these; those that the user set restrict the search."""
@@ -82,7 +82,11 @@ def find_layouts(
 def find_conflicts(config: RunConfig, world_size: int) -> list[str]:
     """Why training would refuse these settings on so many devices."""
     world = _build_world(config, world_size)
-    problems = [*resolve_fsdp(config, world).problems, *resolve_deepspeed_settings(config, world)[1], *validate_parallel_dims(config, world)]
+    problems = [
+        *resolve_fsdp(config, world).problems,
+        *resolve_deepspeed_settings(config, world)[1],
+        *validate_parallel_dims(config, world),
+    ]
     return [*problems, *validate_device_map_launch(config, world), *validate_compiled_context_parallel(config, world)]
 
 
@@ -93,14 +97,18 @@ def _find_conflicts(layout: ParallelLayout, config: RunConfig, given: frozenset[
             yield f"--{problem[0][0]}: {problem[1]}"
     yield from find_conflicts(layout.config, world_size)
     is_sharded = layout.sharding is not None or layout.zero is not None
-    yield from validate_quantize_offload(layout.config, not is_sharded and layout.dims.cp == layout.dims.model_parallel_size)
+    yield from validate_quantize_offload(
+        layout.config, not is_sharded and layout.dims.cp == layout.dims.model_parallel_size
+    )
     if layout.zero is not None:
         yield from validate_elementwise_optimizer(layout.config.optim, DeepSpeedStrategy.optimizer_sharding_engine)
 
 
 def _build_layout(name: str, options: Mapping[str, Any], config: RunConfig, world_size: int) -> ParallelLayout:
     defaults = {option: None for option in OPTIONS} | {"zero_stage": flatten_config(RunConfig())["zero_stage"]}
-    own: RunConfig = build_config(RunConfig, {**flatten_config(config), **defaults, **dict.fromkeys(SIZES, 1), **options})
+    own: RunConfig = build_config(
+        RunConfig, {**flatten_config(config), **defaults, **dict.fromkeys(SIZES, 1), **options}
+    )
     world = _build_world(own, world_size)
     sharding, zero = resolve_fsdp(own, world).settings, resolve_deepspeed_settings(own, world)[0]
     return ParallelLayout(name, options, own, build_parallel_dims(own, world), sharding, zero)

@@ -1,10 +1,10 @@
-"""Optimizers by name: a table of what is known, and any class by its import path."""
+"""Which optimizers treat each number for itself, so that tensors may be cut in pieces between processes."""
 
 import copy
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,8 +12,21 @@ import torch
 from ..config.schema import OptimConfig
 from ..errors import ConfigError
 from ..registry import suggest_name
-from .arguments import import_class, parse_keyword_args, find_unknown_args
-from .table import OPTIMIZERS, OptimizerInfo
+from .arguments import find_unknown_args, import_class, parse_keyword_args
+
+ELEMENTWISE_OPTIMIZERS = frozenset(
+    [*(f"torch.optim.{name}" for name in ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adadelta")),
+     "pytorch_optimizer.Lion"]
+)  # fmt: skip
+
+
+def validate_elementwise_optimizer(config: OptimConfig, engine: str) -> list[str]:
+    """Where the optimizer looks at tensors as a whole, which would then be different ones, or at all of them."""
+    if resolve_optimizer(config.optimizer_type).import_path in ELEMENTWISE_OPTIMIZERS:
+        return []
+    return [f"--optimizer_type {config.optimizer_type}: looks at tensors as a whole, and {engine} gives each process"
+            " pieces of them; take AdamW, Adam, SGD or Lion, or --fsdp in its place"]  # fmt: skip
+
 
 MIN_USUAL_LR_FACTOR = 0.1
 """Optimizers that find their rate take a factor near 1; below this somebody has most likely written a rate."""
@@ -49,7 +62,10 @@ def build_optimizer(config: OptimConfig, param_groups: Sequence[ParamGroup]) -> 
 def _instantiate_optimizer(optimizer_class: type[torch.optim.Optimizer], param_groups: list[dict[str, Any]],
            arguments: dict[str, Any]) -> torch.optim.Optimizer:  # fmt: skip
     """Torch's own in its fused form, wherever it has one for the device, unless the settings speak of it."""
-    is_torchs = optimizer_class is getattr(torch.optim, optimizer_class.__name__, None) and "fused" in inspect.signature(optimizer_class).parameters
+    is_torchs = (
+        optimizer_class is getattr(torch.optim, optimizer_class.__name__, None)
+        and "fused" in inspect.signature(optimizer_class).parameters
+    )
     # In half precision torch's fused SGD changes nothing on processors, without a word.
     is_whole = all(weight.dtype == torch.float32 for group in param_groups for weight in group["params"])
     if is_torchs and is_whole and not {"fused", "foreach", "capturable", "differentiable"} & set(arguments):
@@ -69,6 +85,17 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
         return f"{name}, fused: all that is done with a weight at once"
     is_forbidden = group["foreach"] is False
     return f"{name}, one weight after the other" if is_forbidden else f"{name}, many weights at once where torch can"
+
+
+@dataclass(frozen=True)
+class OptimizerInfo:
+    """Where an optimizer comes from, and how its arguments are called there."""
+
+    import_path: str
+    pip_package: str | None = None  # the package, where it is not one that is always there
+    default_args: Mapping[str, Any] = field(default_factory=dict)  # arguments that sd-scripts gives it
+    arg_aliases: Mapping[str, str] = field(default_factory=dict)  # sd-scripts' name of an argument -> the one here
+    is_lr_free: bool = False  # the learning rate is a factor, usually 1, on what it finds by itself
 
 
 def resolve_optimizer(name: str) -> OptimizerInfo:
@@ -185,3 +212,56 @@ def validate_optimizer(config: OptimConfig) -> None:
     if wanted:
         raise ConfigError([f"--optimizer_type {config.optimizer_type}: its step wants {', '.join(wanted)}, since it"
                            " computes the loss several times in a step; take another"])  # fmt: skip
+
+
+_PYTORCH_OPTIMIZER = "pytorch_optimizer"
+
+
+_BITSANDBYTES = "bitsandbytes"
+
+
+_DADAPT_ARG_ALIASES = {"decouple": "weight_decouple", "use_bias_correction": "bias_correction"}
+
+
+def _define_pytorch_optimizer(name: str, *, is_lr_free: bool = False, **arg_aliases: str) -> OptimizerInfo:
+    return OptimizerInfo(f"{_PYTORCH_OPTIMIZER}.{name}", _PYTORCH_OPTIMIZER, {}, arg_aliases, is_lr_free)
+
+
+def _define_bitsandbytes(name: str, **default_args: Any) -> OptimizerInfo:
+    return OptimizerInfo(f"{_BITSANDBYTES}.optim.{name}", _BITSANDBYTES, default_args)
+
+
+_NESTEROV_ARGS = {"momentum": 0.9, "nesterov": True}
+
+
+OPTIMIZERS: Mapping[str, OptimizerInfo] = {
+    "AdamW": OptimizerInfo("torch.optim.AdamW"),
+    "Adam": OptimizerInfo("torch.optim.Adam"),
+    "SGD": OptimizerInfo("torch.optim.SGD"),
+    "SGDNesterov": OptimizerInfo("torch.optim.SGD", default_args=_NESTEROV_ARGS),
+    "Muon": OptimizerInfo("torch.optim.Muon"),
+    "Adafactor": OptimizerInfo("transformers.optimization.Adafactor"),
+    "Adam8bit": _define_bitsandbytes("Adam8bit"),
+    "AdamW8bit": _define_bitsandbytes("AdamW8bit"),
+    "PagedAdamW": _define_bitsandbytes("PagedAdamW"),
+    "PagedAdamW8bit": _define_bitsandbytes("PagedAdamW8bit"),
+    "PagedAdamW32bit": _define_bitsandbytes("PagedAdamW32bit"),
+    "Lion8bit": _define_bitsandbytes("Lion8bit"),
+    "PagedLion8bit": _define_bitsandbytes("PagedLion8bit"),
+    "SGDNesterov8bit": _define_bitsandbytes("SGD8bit", **_NESTEROV_ARGS),
+    "Lion": _define_pytorch_optimizer("Lion", decoupled_weight_decay="weight_decouple"),
+    "CAME": _define_pytorch_optimizer("CAME"),
+    "Prodigy": _define_pytorch_optimizer("Prodigy", is_lr_free=True, **_DADAPT_ARG_ALIASES),
+    "DAdaptAdam": _define_pytorch_optimizer("DAdaptAdam", is_lr_free=True, **_DADAPT_ARG_ALIASES),
+    "DAdaptAdaGrad": _define_pytorch_optimizer("DAdaptAdaGrad", is_lr_free=True),
+    "DAdaptAdan": _define_pytorch_optimizer("DAdaptAdan", is_lr_free=True),
+    "DAdaptLion": _define_pytorch_optimizer("DAdaptLion", is_lr_free=True),
+    "DAdaptSGD": _define_pytorch_optimizer("DAdaptSGD", is_lr_free=True),
+    "DAdaptation": OptimizerInfo("dadaptation.experimental.DAdaptAdamPreprint", "dadaptation", is_lr_free=True),
+    "DAdaptAdamPreprint": OptimizerInfo("dadaptation.experimental.DAdaptAdamPreprint", "dadaptation",
+                                        is_lr_free=True),
+    "DAdaptAdanIP": OptimizerInfo("dadaptation.experimental.DAdaptAdanIP", "dadaptation", is_lr_free=True),
+    "AdamWScheduleFree": _define_pytorch_optimizer("ScheduleFreeAdamW"),
+    "RAdamScheduleFree": _define_pytorch_optimizer("ScheduleFreeRAdam"),
+    "SGDScheduleFree": _define_pytorch_optimizer("ScheduleFreeSGD"),
+}  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 
 from ..config.schema import OptimConfig
 from ..errors import ConfigError
-from .arguments import import_class, parse_keyword_args, find_unknown_args
+from .arguments import find_unknown_args, import_class, parse_keyword_args
 
 LRSchedule = Callable[[int], float]
 """From an optimizer step, from 0, to a share of the peak learning rate."""
@@ -127,7 +127,9 @@ def build_lr_schedule(config: OptimConfig, total_steps: int) -> LRSchedule:
     """The course of the learning rate over a run of ``steps``; mistakes in its settings are a ``ConfigError``."""
     if config.lr_scheduler_type:
         return _build_from_scheduler_class(config, total_steps)
-    course = ScheduleContext(config, total_steps, config.lr_warmup_steps.to_steps(total_steps), config.lr_decay_steps.to_steps(total_steps))
+    course = ScheduleContext(
+        config, total_steps, config.lr_warmup_steps.to_steps(total_steps), config.lr_decay_steps.to_steps(total_steps)
+    )
     if config.lr_scheduler in STEP_SCHEDULES:
         after = STEP_SCHEDULES[config.lr_scheduler](course)
     else:

@@ -37,7 +37,7 @@ def _run_launch(argv: Sequence[str]) -> tuple[str, int]:
 
 
 def _run_options(argv: Sequence[str]) -> tuple[str, int]:
-    from ..config.describe import format_options_page
+    from ..config.help import format_options_page
 
     return format_options_page(), 0
 

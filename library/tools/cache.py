@@ -5,11 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from ..config import RunConfig, parse_config
-from ..data.prepare import validate_dataset_config
+from ..dataset.validate import validate_dataset_config
 from ..errors import ConfigError
 from ..registry import suggest_name
 
 USAGE = "usage: python -m library cache build|verify|repair|prune|info --dataset_config FILE [--option value ...]"
+
+
 COMMANDS = {
     "build": "encode what is missing or damaged; as many processes as you like may do it at once",
     "verify": "read everything that is kept and name what is damaged",
@@ -17,6 +19,8 @@ COMMANDS = {
     "prune": "list what these pictures and this model do not need; with --yes, remove it",
     "info": "what is kept, and how much of what is wanted is there",
 }
+
+
 CONFIRM_FLAG = "--yes"
 
 
@@ -32,7 +36,7 @@ def run(argv: Sequence[str]) -> tuple[str, int]:
     problems = list(loaded.problems)
     if CONFIRM_FLAG in words and command != "prune":
         problems.append(f"{CONFIRM_FLAG}: belongs to prune")
-    from ..families.fitting import validate_model_options
+    from ..models.preflight import validate_model_options
 
     config = _enable_disk_cache(loaded.config)
     problems += [
@@ -45,16 +49,16 @@ def run(argv: Sequence[str]) -> tuple[str, int]:
 
     log, rank = config.log, int(os.environ.get("RANK", "0"))
     configure_logging(level=log.console_log_level, file=log.console_log_file, simple=True, quiet=log.quiet, rank=rank)
-    from ..training import cache_care  # what is imported with it may have something to say
+    from ..cache import maintenance  # what is imported with it may have something to say
 
-    works: Mapping[str, Callable[[cache_care.RunCaches], tuple[str, int]]] = {
-        "build": cache_care.build_caches,
-        "verify": cache_care.verify_caches,
-        "repair": cache_care.repair_caches,
-        "prune": lambda care: cache_care.prune_caches(care, is_confirmed=CONFIRM_FLAG in words),
-        "info": cache_care.summarize_caches,
+    works: Mapping[str, Callable[[maintenance.RunCaches], tuple[str, int]]] = {
+        "build": maintenance.build_caches,
+        "verify": maintenance.verify_caches,
+        "repair": maintenance.repair_caches,
+        "prune": lambda care: maintenance.prune_caches(care, is_confirmed=CONFIRM_FLAG in words),
+        "info": maintenance.summarize_caches,
     }
-    with cache_care.open_run_caches(config) as care:
+    with maintenance.open_run_caches(config) as care:
         said, code = works[command](care)
         return (said if care.strategy.is_main else ""), code
 

@@ -25,9 +25,16 @@ from .doctor_checks import CheckFailed, Finding, run_checks, run_in_child
 if TYPE_CHECKING:
     from ..distributed.launcher_settings import ResolvedSetting
 
+
 USAGE = "usage: python -m library doctor [--json] [-- accelerate launch ... train_lora.py ...]"
+
+
 PACKAGE, DISTRIBUTION = __package__.split(".")[0], "lorikeet-lora"
+
+
 ROOT = Path(__file__).resolve().parents[2]
+
+
 NEEDED = {
     "torch": (2, 11),
     "accelerate": (1, 15),
@@ -39,10 +46,18 @@ NEEDED = {
     "tensorboard": (2, 18),
 }
 """The oldest releases that pyproject.toml allows."""
+
+
 ANY_RELEASE = {"numpy": "numpy", "PIL": "pillow", "psutil": "psutil", "toml": "toml", "tqdm": "tqdm", "yaml": "pyyaml"}
 """Module and package of what is needed in any release."""
+
+
 OPTIONAL = ("deepspeed", "bitsandbytes", "nvidia-ml-py", "torchao", "pyarrow")
+
+
 PYTHONS = ((3, 10), (3, 13))
+
+
 MIN_FREE_DISK = 2 * 2**30
 
 
@@ -95,8 +110,8 @@ def check_command(words: Sequence[str]) -> "Iterator[Finding | ResolvedSetting]"
 
     assignments, words = split_assignments(words)
     os.environ |= assignments  # before accelerate is imported, which looks for its config file then
-    from ..distributed.launcher_settings import find_launch_problems, resolve_settings
-    from ..distributed.refusals import find_launch_problems
+    from ..distributed.launcher_settings import resolve_settings, validate_launch_command
+    from ..distributed.preflight import find_launch_problems
     from ..distributed.world import World
 
     launch = parse_launch_command(words, os.environ)
@@ -114,7 +129,7 @@ def check_command(words: Sequence[str]) -> "Iterator[Finding | ResolvedSetting]"
     yield from resolve_settings(loaded.config, loaded.locations, world, environment)
     for problem in (
         *loaded.problems,
-        *find_launch_problems(loaded.config, world),
+        *validate_launch_command(loaded.config, world),
         *find_launch_problems(loaded.config, world),
     ):
         yield Finding("command", problem, ok=False)

@@ -23,7 +23,11 @@ from typing import Any
 from ..errors import ConfigError, UserError
 
 PRELOAD = ("torch", "accelerate", "diffusers", "transformers", "peft")
+
+
 LAUNCHER_PREFIXES = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_", "MASTER_")
+
+
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 """What a check must not inherit: it is one process without a launcher."""
 
@@ -137,7 +141,7 @@ def _call(sender: Connection, function: Callable[..., Any], arguments: Sequence[
 
 def describe_machine() -> tuple[list[Finding], list[Check]]:
     """Return what this machine has, and the checks that it allows."""
-    from ..distributed.devices import get_compute_toolkit, list_backends, detect_machine, list_device_types
+    from ..distributed.devices import detect_machine, get_compute_toolkit, list_backends, list_device_types
 
     machine = detect_machine(os.environ)
     devices = list_device_types(machine)
@@ -254,13 +258,14 @@ def check_training_step(device: str, precision: str) -> str:
     import torch
 
     from ..adapters.lora import inject_into_model
-    from ..config.schema import AdapterConfig, LossConfig, NoiseConfig
+    from ..config.schema import AdapterConfig
+    from ..config.schema_objective import LossConfig, NoiseConfig
     from ..data.batch import PixelBatch
     from ..diffusion.objective import Objective
-    from ..distributed.copies import CopyStream
-    from ..families import FAMILIES
+    from ..distributed.async_copy import CopyStream
+    from ..models.families import FAMILIES
     from ..training.task import DiffusionTask
-    from ..training.trained import get_trainable_parameters
+    from ..training.trainable import get_trainable_parameters
 
     accelerator, place = _prepare_accelerator(device, "--mixed_precision", precision), torch.device(device)
     family = FAMILIES.get("sd1")()

@@ -8,17 +8,19 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..config import RunConfig, parse_config
-from ..config.kohya import KOHYA_OPTIONS
-from ..config.load import COMMAND_OPTIONS
+from ..config.kohya_compat import KOHYA_OPTIONS
 from ..config.options import define_option, iter_options
-from ..config.schema import DataConfig
-from ..config.values import MemorySize
-from ..data.prepare import validate_dataset_config, load_dataset_config
-from ..data.resolved import collect_extra_keys, convert_to_sd_scripts
+from ..config.parser import COMMAND_OPTIONS
+from ..config.schema_data import DataConfig
+from ..config.types import MemorySize
+from ..dataset.dataset_config import collect_extra_keys, convert_to_sd_scripts, load_dataset_config
+from ..dataset.validate import validate_dataset_config
 from ..errors import ConfigError
 from ..log import configure_logging
 
 PREVIEW_SUFFIXES = (".png", ".jpg", ".webp")
+
+
 USAGE = "usage: python -m library plan --dataset_config FILE [--option value ...]"
 
 
@@ -28,12 +30,22 @@ class PlanOptions:
 
     world_size: int = define_option(1, "plan for this many processes", minimum=1)
     json: bool = define_option(False, "everything as JSON: settings, buckets, every picture, steps")
-    resolve_only: bool = define_option(False, "with json: the dataset file alone, in sd-scripts' names; looks at no folder")
-    preview: str | None = define_option(None, "draw the pictures as they will be trained into this file (.png, .jpg, .webp)")
-    preview_limit: int = define_option(12, "pictures of each bucket in the preview, those that lose most first", minimum=1)
-    gpu_memory: MemorySize | None = define_option(None, "estimate which parallel layouts fit on GPUs of this size, such as 24GB")
+    resolve_only: bool = define_option(
+        False, "with json: the dataset file alone, in sd-scripts' names; looks at no folder"
+    )
+    preview: str | None = define_option(
+        None, "draw the pictures as they will be trained into this file (.png, .jpg, .webp)"
+    )
+    preview_limit: int = define_option(
+        12, "pictures of each bucket in the preview, those that lose most first", minimum=1
+    )
+    gpu_memory: MemorySize | None = define_option(
+        None, "estimate which parallel layouts fit on GPUs of this size, such as 24GB"
+    )
     gpu_tflops: float = define_option(100.0, "gpu_memory: assumed speed of a GPU, in TFLOP/s", minimum=0.001)
-    link_speed: float = define_option(25.0, "gpu_memory: assumed bandwidth between GPUs and to the host, in GB/s", minimum=0.001)
+    link_speed: float = define_option(
+        25.0, "gpu_memory: assumed bandwidth between GPUs and to the host, in GB/s", minimum=0.001
+    )
 
 
 @dataclass(frozen=True)
@@ -52,25 +64,33 @@ def run(argv: Sequence[str]) -> tuple[str, int]:
     problems = [*own.problems, *_validate_options(options, frozenset(own.locations)), *training.problems]
     if options.resolve_only:
         return _format_resolved_datasets(data, problems), 0
-    from ..families.fitting import validate_model_options
+    from ..models.preflight import validate_model_options
 
-    problems += validate_dataset_config(data, training.config.cache, training.config.validate, training.config.train, training.invalid_options)
+    problems += validate_dataset_config(
+        data, training.config.cache, training.config.validate, training.config.train, training.invalid_options
+    )
     problems += validate_model_options(training.config, training.locations)
     path = Path(options.preview).expanduser() if options.preview else None
     if path is not None:
         problems += _validate_preview_path(path, data)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-    from ..training.outline import build_dry_run
+    from ..estimate.dry_run import build_dry_run
 
     if "world_size" in own.locations and training.config.parallel.model_parallel_size > 1:
         _check_parallel_dims(training.config, options.world_size)
     log = training.config.log
-    configure_logging(level=log.console_log_level, simple=True, quiet=log.quiet)  # on standard error, beside what is asked for
+    configure_logging(
+        level=log.console_log_level, simple=True, quiet=log.quiet
+    )  # on standard error, beside what is asked for
     parallel = training.config.parallel
     groups = 1 if parallel.device_map is not None else max(1, options.world_size // parallel.model_parallel_size)
     outlook = build_dry_run(training.config, groups)
-    said = outlook.prepared.write_contact_sheet(outlook.plan.batch_plan, path, options.preview_limit) if path is not None else ""
+    said = (
+        outlook.prepared.write_contact_sheet(outlook.plan.batch_plan, path, options.preview_limit)
+        if path is not None
+        else ""
+    )
     if options.gpu_memory is not None:
         from ..estimate.layout_search import Devices, build_report_record, format_report, search_layouts
 
@@ -86,7 +106,7 @@ def run(argv: Sequence[str]) -> tuple[str, int]:
 
 
 def _check_parallel_dims(config: RunConfig, world_size: int) -> None:
-    from ..distributed.layout import validate_parallel_dims  # which takes torch along
+    from ..distributed.parallel_dims import validate_parallel_dims  # which takes torch along
     from ..distributed.world import World
 
     if problems := [*validate_parallel_dims(config, World.build_fake(world_size))]:
@@ -151,7 +171,9 @@ def _validate_preview_path(path: Path, data: DataConfig) -> Iterator[str]:
         return
     target = path.resolve().parent
     subsets = [subset for dataset in load_dataset_config(data).datasets for subset in dataset.subsets]
-    folders = [(folder.resolve(), subset.recursive) for subset in subsets if (folder := subset.resolve_image_dir()) is not None]
+    folders = [
+        (folder.resolve(), subset.recursive) for subset in subsets if (folder := subset.resolve_image_dir()) is not None
+    ]
     if any(target == folder or (deep and folder in target.parents) for folder, deep in folders):
         yield f"--preview: {path} lies among the pictures and would be trained next time; name another folder"
 

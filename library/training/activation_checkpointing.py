@@ -16,9 +16,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from ..config.schema import TrainConfig
-from ..distributed.compiled_block import is_compiled
-from ..distributed.host_copy import copy_to_host
+from ..distributed.async_copy import copy_to_host
 from ..distributed.memory import is_out_of_memory
+from ..parallel.compile import is_compiled
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """Around the forward pass of a block, and around its recomputation."""

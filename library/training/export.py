@@ -1,38 +1,44 @@
 """Writing LoRA files when they are due: every process takes part, one writes, all learn how it went."""
 
+import hashlib
 import logging
 import time
 from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import TypeVar
+from dataclasses import dataclass, field
+from pathlib import Path, PureWindowsPath
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from .. import __version__
-from ..adapters import file, lora
-from ..adapters.comparing import compare_file_with_model
-from ..adapters.formats import FileFormat, convert_from_file_format, convert_to_file_format, choose_file_format
+from ..adapters import checkpoint_file, lora
+from ..adapters.checkpoint_file import InvalidAdapterFileError, compare_file_with_model, read_safetensors
+from ..adapters.formats import FileFormat, choose_file_format, convert_from_file_format, convert_to_file_format
 from ..adapters.lora import Adapter
-from ..adapters.metadata import BaseModelMetadata, RunMetadata, build_metadata, add_model_hashes
-from ..adapters.updates import group_updates
-from ..adapters.verify import InvalidAdapterFileError, read_safetensors
+from ..adapters.metadata import BaseModelMetadata, RunMetadata, add_model_hashes, build_metadata
+from ..adapters.state_dict import group_updates
+from ..atomic_files import compute_sha256
+from ..config.schema import ModelConfig
+from ..config.schema_output import SaveConfig
+from ..data.batch_plan import get_planned_stages
+from ..data.metadata import build_dataset_metadata as told_of_data
 from ..data.prepare import PreparedData
-from ..data.staged_plan import get_planned_stages
-from ..data.told import build_dataset_metadata as told_of_data
-from ..families.sampling import use_eval_mode
-from ..families.upload import HubUploader
+from ..models.sampling import use_eval_mode
 from ..optim.optimizers import use_eval_weights
 from ..randomness import derive_seed
-from .job import TrainingRun
-from .lora_parts import collect_component_keys
-from .model_told import build_model_metadata
-from .plan import is_interval_reached
-from .retention import AdapterRetention
+from .hub_upload import HubUploader
+from .state import TrainingRun, is_interval_reached
+from .trainable import collect_component_keys
 
 logger = logging.getLogger(__name__)
 
+
 SOFTWARE = f"lorikeet/{__version__}"
+
+
 MAX_DIFFERENCES_SHOWN = 3
+
+
 T = TypeVar("T")
 
 
@@ -42,7 +48,12 @@ class SaveAdapter:
     is_deferrable = False
 
     def __init__(self, adapter: Adapter, prepared: PreparedData, data_parallel_size: int, started_at: float):
-        self.adapter, self.prepared, self.data_parallel_size, self.started_at = adapter, prepared, data_parallel_size, started_at
+        self.adapter, self.prepared, self.data_parallel_size, self.started_at = (
+            adapter,
+            prepared,
+            data_parallel_size,
+            started_at,
+        )
         self.saved_paths: list[Path] = []
         self.retention: AdapterRetention | None = None
         self.upload: HubUploader | None = None
@@ -108,13 +119,19 @@ class SaveAdapter:
         Here the model's files are read through once, for their hashes; only the process that writes comes here.
         """
         if not run.config.save.no_metadata:
-            self.dataset_metadata = told_of_data(self.prepared.manifest, self.prepared.assignments, self.data_parallel_size)
+            self.dataset_metadata = told_of_data(
+                self.prepared.manifest, self.prepared.assignments, self.data_parallel_size
+            )
             self.model_metadata = build_model_metadata(run.config.model)
         if run.config.save.huggingface_repo_id is not None:
             self.upload = HubUploader(run.config.save, run.config.save.huggingface_repo_id)
             self.upload.create_repo()
         form = self._build_tensors(run, run.strategy.unwrap_model(run.model))[2]
-        if form != "diffusers" and run.task.family.denoiser_name == "unet" and len(set(self.adapter.alphas.values())) > 1:
+        if (
+            form != "diffusers"
+            and run.task.family.denoiser_name == "unet"
+            and len(set(self.adapter.alphas.values())) > 1
+        ):
             logger.warning(
                 "diffusers, as of 0.42, mixes up alphas that differ between the blocks of a UNet when it reads "
                 "such files; for diffusers, convert them: python -m library convert IN OUT --to diffusers"
@@ -127,36 +144,46 @@ class SaveAdapter:
             run.strategy.run_on_main(lambda: self._write_file(run, path, trained))
         logger.info("saved %s", path)
 
-    def _build_tensors(self, run: TrainingRun, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], FileFormat]:
+    def _build_tensors(
+        self, run: TrainingRun, model: nn.Module
+    ) -> tuple[dict[str, Tensor], dict[str, str], FileFormat]:
         state, alphas, family = lora.get_adapter_state_dict(model), self.adapter.alphas, run.task.family
         chosen = run.config.save.save_format
         kinds = {update.adapter_type for update in group_updates(state, alphas).values()}
         form = choose_file_format(kinds, family.lora_format) if chosen == "auto" else chosen
         tensors, told = convert_to_file_format(state, alphas, collect_component_keys(family, run.task.pipe), form)
-        return file.cast_tensors(tensors, run.config.save.save_precision), told, form
+        return checkpoint_file.cast_tensors(tensors, run.config.save.save_precision), told, form
 
     def _write_file(self, run: TrainingRun, path: Path, model: nn.Module) -> None:
         tensors, told, _ = self._build_tensors(run, model)
-        metadata = add_model_hashes(tensors, {**self._build_metadata(run), **({} if run.config.save.no_metadata else told)})
+        metadata = add_model_hashes(
+            tensors, {**self._build_metadata(run), **({} if run.config.save.no_metadata else told)}
+        )
         # Two of the files are compared with the model in memory, which would take too long for all.
         is_compared = not self.saved_paths or run.state.step >= run.plan.steps
         # A learning rate of 0, as in the first step of a warm-up, leaves the update at zero, and rightly so.
-        file.write_adapter_file(path, tensors, metadata, is_trained=run.state.has_trained,
+        checkpoint_file.write_adapter_file(path, tensors, metadata, is_trained=run.state.has_trained,
                    check=(lambda part: self._verify_file(run, part, model, told)) if is_compared else None)  # fmt: skip
 
     def _verify_file(self, run: TrainingRun, path: Path, model: nn.Module, file_metadata: Mapping[str, str]) -> None:
         """Read anew, does the file do in each layer what the adapter in memory does?"""
         tensors, metadata = read_safetensors(path)
-        content = convert_from_file_format(tensors, {**metadata, **file_metadata}, collect_component_keys(run.task.family, run.task.pipe))
+        content = convert_from_file_format(
+            tensors, {**metadata, **file_metadata}, collect_component_keys(run.task.family, run.task.pipe)
+        )
         with run.strategy.bypass_tensor_parallel():
             found = list(compare_file_with_model(model, content, self.adapter.alphas))
         if found:
             more = f" (and {len(found) - MAX_DIFFERENCES_SHOWN} more)" if len(found) > MAX_DIFFERENCES_SHOWN else ""
-            raise InvalidAdapterFileError(f"{path.name} is not what was trained: {'; '.join(found[:MAX_DIFFERENCES_SHOWN])}{more}")
+            raise InvalidAdapterFileError(
+                f"{path.name} is not what was trained: {'; '.join(found[:MAX_DIFFERENCES_SHOWN])}{more}"
+            )
 
     def _build_metadata(self, run: TrainingRun) -> dict[str, str]:
         titles = run.task.family.get_base_model_info(run.task.pipe)
-        model = BaseModelMetadata(titles.base_model_version, titles.architecture, run.task.objective.process.prediction_type)
+        model = BaseModelMetadata(
+            titles.base_model_version, titles.architecture, run.task.objective.process.prediction_type
+        )
         return build_metadata(run.config, model, self._collect_run_facts(run), SOFTWARE)
 
     def _collect_run_facts(self, run: TrainingRun) -> RunMetadata:
@@ -193,3 +220,80 @@ def _format_optimizer(run: TrainingRun) -> str:
     """``torch.optim.adamw.AdamW(weight_decay=0.1)``, as sd-scripts writes it."""
     kind = type(getattr(run.optimizer, "optimizer", run.optimizer))
     return f"{kind.__module__}.{kind.__name__}({','.join(run.config.optim.optimizer_args)})"
+
+
+def build_model_metadata(model: ModelConfig) -> dict[str, str]:
+    """sd-scripts' keys; hashes of single files only, since a folder has none that anybody would look for."""
+    told = {"ss_sd_model_name": format_model_name(model.pretrained_model_name_or_path)}
+    vae = model.vae or model.ae
+    if vae is not None:
+        told["ss_vae_name"] = format_model_name(vae)
+    for place, old, new in ((model.pretrained_model_name_or_path, "ss_sd_model_hash", "ss_new_sd_model_hash"),
+                            (vae, "ss_vae_hash", "ss_new_vae_hash")):  # fmt: skip
+        path = Path(place).expanduser() if place is not None else None
+        if path is not None and path.is_file():
+            told |= {old: _compute_legacy_hash(path), new: compute_sha256(path)}
+    return told
+
+
+def format_model_name(source: str | None) -> str:
+    """Of a path the last part; a hub id as it is."""
+    if source is None:
+        return "built-in"
+    if PureWindowsPath(source).is_absolute():
+        return PureWindowsPath(source).name
+    path = Path(source).expanduser()
+    return path.name if path.is_absolute() or path.exists() else source
+
+
+def _compute_legacy_hash(path: Path) -> str:
+    """What web UIs once told models apart by: 64 KiB after the first MiB."""
+    with path.open("rb") as file:
+        file.seek(0x100000)
+        return hashlib.sha256(file.read(0x10000)).hexdigest()[:8]
+
+
+@dataclass
+class AdapterRetention:
+    """Knows what this run wrote, with those that it goes on from, and never touches anything else; on the process
+    that writes."""
+
+    config: SaveConfig
+    epoch_files: dict[int, list[Path]] = field(default_factory=dict)
+    step_files: dict[int, list[Path]] = field(default_factory=dict)
+
+    def to_json(self) -> list[list[Any]]:
+        """All that was written, for a state."""
+        return [[[number, [path.name for path in paths]] for number, paths in written.items()]
+                for written in (self.epoch_files, self.step_files)]  # fmt: skip
+
+    @classmethod
+    def from_json(cls, config: SaveConfig, names: list[list[Any]]) -> "AdapterRetention":
+        """As it was when a state was saved."""
+        folder = Path(config.output_dir)
+        return cls(config, *({number: [folder / name for name in each] for number, each in part} for part in names))
+
+    def record_epoch_save(self, epoch: int, paths: list[Path]) -> None:
+        """Of the epochs that were saved, the last n stay."""
+        self.epoch_files[epoch] = paths
+        if self.config.save_last_n_epochs is not None and self.config.save_every_n_epochs is not None:
+            _delete_files_up_to(
+                self.epoch_files, epoch - self.config.save_every_n_epochs * self.config.save_last_n_epochs
+            )
+
+    def record_step_save(self, step: int, paths: list[Path]) -> None:
+        """What was saved in the last n steps stays."""
+        self.step_files[step] = paths
+        if self.config.save_last_n_steps is not None:
+            _delete_files_up_to(self.step_files, step - self.config.save_last_n_steps - 1)
+
+
+def _delete_files_up_to(written: dict[int, list[Path]], last: int) -> None:
+    """All that was written up to ``last``."""
+    for number in [each for each in written if each <= last]:
+        for path in written.pop(number):
+            try:
+                path.unlink(missing_ok=True)
+                logger.info("removed %s", path)
+            except OSError as error:
+                logger.warning("%s: cannot be removed: %s", path, error.strerror)

@@ -8,11 +8,9 @@ from functools import partial
 from ..data.loader import StepBatches
 from ..distributed.memory import record_phase
 from ..optim.optimizers import get_learning_rates, set_learning_rates
-from .health import CHECK_INTERVAL_STEPS
-from .job import StopRequested, StepMetrics, TrainingRun
-from .probe import probe_gradients
-from .rehearsal import check_later_stages_fit
-from .warm_up import warm_up_compilation
+from .state import StepMetrics, StopRequested, TrainingRun
+from .step_guards import CHECK_INTERVAL_STEPS
+from .warmup import check_later_stages_fit, probe_gradients, warm_up_compilation
 
 
 def train(run: TrainingRun) -> None:

@@ -3,9 +3,21 @@
 import json
 import logging
 import math
-from collections.abc import Mapping
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import nn
+
+from ..adapters.regularization import compute_layer_update_norms, find_adapter_layers
+from ..distributed.devices import get_peak_memory
+from ..log import ProgressBar
+from ..report.metric_series import read_metrics
+from .callbacks import combine_norms
+from .state import StepMetrics, TrainingRun
 
 logger = logging.getLogger(__name__)
 
@@ -46,23 +58,142 @@ class MetricsFile:
             logger.warning("%s: cannot be written and is left behind: %s", self.path, error.strerror)
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The figures in the file; a line that was cut off, or that something else wrote, is none."""
-    try:
-        texts = path.read_text("utf-8", "replace").splitlines()
-    except FileNotFoundError:
-        return []
-    return [line for line in map(_parse_line, texts) if line is not None]
-
-
-def _parse_line(text: str) -> dict[str, Any] | None:
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) and isinstance(found.get("step"), int) else None
-
-
 def _to_json_value(value: Any) -> Any:
     """JSON has no word for what is no number."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+TIMESTEP_BINS = 10
+
+
+def compute_grouped_losses(run: "TrainingRun", metrics: Sequence["StepMetrics"]) -> Mapping[str, float]:
+    """Mean loss of the pictures of these steps, over all processes; every process has to call this.
+
+    Which picture is of which bucket is known to all from the plan, so only times and losses travel.
+    """
+    strategy = run.strategy
+    if strategy.has_loss:
+        mine = [
+            torch.stack([seen.timesteps.float(), seen.losses.float()])
+            for item in metrics
+            for seen in item.micro_batches
+        ]
+        table = torch.cat(mine, dim=1).T.contiguous()
+    else:  # as large as what the others have
+        count = sum(len(batch.sample_indices) for item in metrics for batch in run.plan.batch_plan.get_step(item.step))
+        table = torch.zeros(count // strategy.data_parallel_size, 2, device=strategy.device)
+    everybody = strategy.all_gather_tensor(table).tolist()
+    tellers, each = strategy.loss_ranks, len(everybody) // strategy.world_size
+    sums: defaultdict[str, list[float]] = defaultdict(list)
+    place = 0
+    for item in metrics:
+        for batch in run.plan.batch_plan.get_step(item.step):
+            bucket = run.plan.batch_plan.buckets[batch.bucket_index]
+            share = len(batch.sample_indices) // len(tellers)
+            for index, is_real in enumerate(batch.is_real):
+                rank, offset = divmod(index, share)
+                time, loss = everybody[tellers[rank] * each + place + offset]
+                if is_real and math.isfinite(loss):
+                    low = min(int(time * TIMESTEP_BINS), TIMESTEP_BINS - 1)
+                    sums[f"loss/time/{low / TIMESTEP_BINS:.1f}-{(low + 1) / TIMESTEP_BINS:.1f}"].append(loss)
+                    sums[f"loss/bucket/{bucket.resolution[0]}x{bucket.resolution[1]}"].append(loss)
+                    sums[f"loss/dataset/{bucket.dataset_number + 1}"].append(loss)
+            place += share
+    return {name: sum(values) / len(values) for name, values in sorted(sums.items())}
+
+
+class TrainingLogger:
+    """Shows each step when it is sent on its way, and tells its figures when they are known."""
+
+    def __init__(self, progress: ProgressBar, metrics_file: MetricsFile | None, samples: int = 0):
+        self.progress, self.metrics_file, self.has_working_tracker = progress, metrics_file, True
+        self.recent_losses: deque[float] = deque(
+            metrics_file.previous_losses if metrics_file is not None else (), maxlen=100
+        )
+        self.progress_fields: dict[str, str] = {}
+        self.adapted_layers: dict[str, nn.Module] = {}
+        self.last_logged_at, self.last_logged_samples = time.monotonic(), samples
+
+    def advance_progress(self, run: TrainingRun) -> None:
+        """The bar goes on, or back where steps were taken back."""
+        self.progress.update(self.progress_fields, run.state.step - self.progress.completed)
+
+    def log_steps(self, run: TrainingRun, metrics: Sequence[StepMetrics]) -> None:
+        """Tell the figures of these steps; every process has to call this."""
+        self.adapted_layers = self.adapted_layers or find_adapter_layers(run.strategy.unwrap_model(run.model))
+        length = combine_norms(compute_layer_update_norms(self.adapted_layers).values())
+        slowest = run.strategy.find_straggler()
+        read = {**compute_grouped_losses(run, metrics), **self._measure_throughput(run, metrics), "update/norm": length}
+        if slowest is not None:
+            read |= {"speed/slowest_rank": slowest.rank, "speed/lost_to_slowest": slowest.lost_fraction}
+        for item in metrics:
+            values = self._build_step_values(run, item)
+            if item is metrics[-1]:
+                values |= read
+            self._write_values(run, values, item.step + 1)
+        self.progress_fields = self._format_progress_fields(metrics[-1], read)
+        if slowest is not None:
+            host = run.strategy.hostnames[slowest.rank]
+            self.progress_fields["slowest"] = (
+                f"rank {slowest.rank} on {host} ({slowest.lost_fraction:.0%} of the time lost)"
+            )
+
+    def log_values(self, run: TrainingRun, values: Mapping[str, float]) -> None:
+        """Figures that are not of each step; what has no end is left out."""
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        self._write_values(run, finite, run.state.step)
+
+    def _write_values(self, run: TrainingRun, values: dict[str, Any], step: int) -> None:
+        if self.metrics_file is not None:
+            self.metrics_file.write_step(step, values)
+        self._call_tracker(lambda: run.strategy.log_metrics(values, step))
+
+    def _build_step_values(self, run: TrainingRun, metrics: StepMetrics) -> dict[str, Any]:
+        loss = float(metrics.loss)
+        if math.isfinite(loss):  # what was left out is in no mean
+            self.recent_losses.append(loss)
+        return {
+            "loss/current": loss,
+            "loss/average": self._compute_average_loss(),
+            **{f"lr/{name}": float(rate) for name, rate in metrics.learning_rates.items()},
+            "gradient_norm": float(metrics.grad_norm),
+            "epoch": run.plan.batch_plan.get_epoch(metrics.step) + 1,
+            "data_wait_seconds": metrics.data_wait_seconds,
+        }
+
+    def _compute_average_loss(self) -> float:
+        return sum(self.recent_losses) / len(self.recent_losses) if self.recent_losses else math.nan
+
+    def _measure_throughput(self, run: TrainingRun, metrics: Sequence[StepMetrics]) -> dict[str, float]:
+        now = time.monotonic()
+        seconds, samples = max(now - self.last_logged_at, 1e-9), run.state.samples - self.last_logged_samples
+        self.last_logged_at, self.last_logged_samples = now, run.state.samples
+        return {
+            "speed/steps_per_second": len(metrics) / seconds,
+            "speed/samples_per_second": samples / seconds,
+            "memory/peak_gb": max(map(get_peak_memory, run.strategy.devices)) / 1e9,
+        }
+
+    def _format_progress_fields(self, last_metrics: StepMetrics, throughput: dict[str, float]) -> dict[str, str]:
+        rates = {"lr" if name == "unet" else f"lr {name}": f"{float(rate):.2e}"
+                 for name, rate in last_metrics.learning_rates.items()}  # fmt: skip
+        return {
+            "loss": f"{self._compute_average_loss():.4f}",
+            **rates,
+            "steps/s": f"{throughput['speed/steps_per_second']:.2f}",
+            "samples/s": f"{throughput['speed/samples_per_second']:.1f}",
+        }
+
+    def log_images(self, run: TrainingRun, images: Mapping[str, bytes]) -> None:
+        """Previews go to trackers; their files are there anyway."""
+        self._call_tracker(lambda: run.strategy.log_images(images, run.state.step))
+
+    def _call_tracker(self, function: Callable[[], None]) -> None:
+        """Trackers are company, not crew: one that fails is left behind and the run goes on."""
+        if not self.has_working_tracker:
+            return
+        try:
+            function()
+        except Exception as error:
+            self.has_working_tracker = False
+            logger.warning("the tracker failed and is not used any more; training goes on: %s", error)

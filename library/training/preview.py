@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ..config.schema import PreviewConfig
+from ..config.schema_output import PreviewConfig
 from ..data.prompts import Prompt
-from ..families.sampling import use_eval_mode
+from ..models.sampling import use_eval_mode
 from ..optim.optimizers import use_eval_weights
 from ..randomness import derive_seed
-from .job import TrainingRun
-from .plan import is_interval_reached
+from .state import TrainingRun, is_interval_reached
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+
 logger = logging.getLogger(__name__)
+
 
 ALL_RANKS_TIMEOUT_SECONDS = 60.0
 """Processes that draw together fail at the same place, if it is the picture's fault."""
@@ -49,7 +50,9 @@ class Preview:
         self.saved_paths: list[Path] = []
 
     def should_run(self, run: TrainingRun) -> bool:
-        return is_interval_reached(run.plan, run.state.step, self.config.sample_every_n_steps, self.config.sample_every_n_epochs)
+        return is_interval_reached(
+            run.plan, run.state.step, self.config.sample_every_n_steps, self.config.sample_every_n_epochs
+        )
 
     def __call__(self, run: TrainingRun) -> None:
         self.generate_previews(run)

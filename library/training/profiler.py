@@ -22,19 +22,23 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.benchmark import Timer
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..config.values import StepRange
-from ..distributed.devices import HOST, synchronize
+from ..config.types import StepRange
+from ..distributed.devices import HOST, MIXED_PRECISION_DTYPES, synchronize
 from ..distributed.memory import PHASE, SYNCHRONIZE, record_phase
-from ..distributed.schedules import IS_REPEATED_FORWARD
-from ..families.empty import build_empty_model
-from .job import Callback, TrainingRun
-from .precision import MIXED_PRECISION_DTYPES
+from ..models.weights import build_empty_model
+from ..parallel.pipeline_schedule import IS_REPEATED_FORWARD
+from .state import Callback, TrainingRun
 
 logger = logging.getLogger(__name__)
 
+
 MOST_PROFILED = 3
 """A trace of more steps is too large for viewers."""
+
+
 PHASES = ("data", "encode", "forward", "backward", "communication", "optimizer", "other")
+
+
 META = torch.device("meta")
 
 
@@ -44,9 +48,9 @@ class _Callback:
 
     is_wanted: Callable[[TrainingRun], bool]
     work: Callable[[TrainingRun], None]
-    can_wait: bool = False
+    is_deferrable: bool = False
 
-    def is_due(self, run: TrainingRun) -> bool:
+    def should_run(self, run: TrainingRun) -> bool:
         return self.is_wanted(run)
 
     def __call__(self, run: TrainingRun) -> None:
@@ -75,7 +79,9 @@ class StepProfiler:
             )
         others = run.callbacks
 
-        def is_due(run: TrainingRun) -> bool:  # the same on all ranks, which read their losses together when anything is due
+        def is_due(
+            run: TrainingRun,
+        ) -> bool:  # the same on all ranks, which read their losses together when anything is due
             is_inside = self.boundaries[0] < run.state.step < self.steps.last
             return run.state.step in self.boundaries or (is_inside and any(other.should_run(run) for other in others))
 
@@ -119,7 +125,11 @@ class StepProfiler:
         collectives = sum(event.time_range.elapsed_us() for event in events if _is_collective(event)) / 1e6
         step, flops = self.seconds / self.timed, self.calls.count_flops(get_denoiser(run)) / self.timed
         flops /= run.strategy.model_parallel_size
-        peak = measure_peak_flops(run.strategy.device, MIXED_PRECISION_DTYPES[run.strategy.mixed_precision]) if flops else None
+        peak = (
+            measure_peak_flops(run.strategy.device, MIXED_PRECISION_DTYPES[run.strategy.mixed_precision])
+            if flops
+            else None
+        )
         metrics = {f"profile/{name}_seconds": phases.get(name, 0.0) for name in PHASES}
         metrics |= {"profile/step_seconds": step, "profile/collectives_seconds": collectives / self.profiled}
         metrics |= {"profile/step_teraflop": flops / 1e12} if flops else {}

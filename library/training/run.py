@@ -6,49 +6,45 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from ..atomic_files import find_write_error
+from ..cache.model_fingerprint import compute_quick_file_fingerprint, compute_quick_model_fingerprint
+from ..cache.precompute import CacheReaders, cache_latents, cache_text_encoder_outputs
 from ..config import RunConfig
-from ..config.schema import PreviewConfig
+from ..config.schema_output import PreviewConfig
 from ..data.prepare import PreparedData
 from ..data.prompts import Prompt, load_prompts
-from ..distributed.choice import build_strategy
 from ..distributed.launcher_settings import find_overridden_settings
 from ..distributed.signals import StopSignals
-from ..distributed.strategy import Strategy
-from ..durable import find_write_error
+from ..distributed.trackers import start_trackers
 from ..errors import ConfigError, UserError
-from ..families import FAMILIES
-from ..families.attention import validate_attention_mode
-from ..families.base import Family
-from ..families.detect import DetectedModel, detect_model
-from ..families.drawable import validate_prompts
-from ..families.identity import compute_quick_model_fingerprint, compute_quick_file_fingerprint
+from ..estimate.dry_run import format_plan
 from ..log import ProgressBar
+from ..models.attention import validate_attention_mode
+from ..models.base import Family
+from ..models.detect import DetectedModel, detect_model
+from ..models.families import FAMILIES
+from ..models.preflight import validate_prompts
 from ..optim import optimizers, schedules
-from ..optim.elementwise import validate_elementwise_optimizer
-from . import before_after, state_folder
-from .assembly import build_run, load_training_pipeline
-from .bad_samples import TooManyFailures
-from .caching import CacheReaders, cache_latents, cache_text_encoder_outputs
-from .ending import FailureHandler
+from ..optim.optimizers import validate_elementwise_optimizer
+from ..parallel.strategy import Strategy
+from ..parallel.strategy_registry import build_strategy
+from ..report import preview_grid
+from . import checkpoint_dir
+from .callbacks import SaveReport, UpdateNorms, WeightsDiverged, WeightSyncCheck
+from .checkpoint import SaveCheckpoint
 from .export import SaveAdapter
-from .going_on import Resume
-from .job import StopRequested, TrainingRun
-from .keep_state import SaveCheckpoint
-from .learnt import UpdateNorms
+from .init_weights import merge_base_weights, read_initial_weights
 from .loop import train
-from .metrics import MetricsFile
-from .outline import format_plan
+from .metrics import MetricsFile, TrainingLogger
 from .output_lock import hold_output_lock
-from .parallel_fit import check_model_parallel
-from .pictures import prepare_dataset
-from .plan import RunPlan
+from .preflight import check_model_parallel, check_quantize_offload
 from .preview import Preview
-from .reporting import SaveReport
-from .resting import check_quantize_offload
-from .same_weights import WeightsDiverged, WeightSyncCheck
-from .starting import merge_base_weights, read_initial_weights
-from .track import TrainingLogger, start_trackers
-from .trained import check_adapter_targets
+from .resume import Resume
+from .setup import build_run, load_training_pipeline, prepare_dataset
+from .shutdown import FailureHandler
+from .state import RunPlan, StopRequested, TrainingRun
+from .step_guards import TooManyFailures
+from .trainable import check_adapter_targets
 from .validation import Validation
 
 logger = logging.getLogger(__name__)
@@ -77,7 +73,11 @@ def run_training(config: RunConfig, locations: Mapping[str, str] | None = None) 
 
 
 def _prepare_and_train(
-    config: RunConfig, locations: Mapping[str, str], strategy: Strategy, started_at: float, failure_handler: FailureHandler
+    config: RunConfig,
+    locations: Mapping[str, str],
+    strategy: Strategy,
+    started_at: float,
+    failure_handler: FailureHandler,
 ) -> None:
     for line in find_overridden_settings(config, locations):
         logger.warning("%s", line)
@@ -93,9 +93,15 @@ def _prepare_and_train(
     prompts = _read_prompts(config.preview, detected)
     strategy.assert_equal_across_ranks(_compute_input_fingerprints(config, detected, prompts))
     prepared = prepare_dataset(config, strategy, detected.size_multiple)
-    plan = RunPlan.from_config(prepared.build_batch_plan(strategy.data_parallel_size, config.train), config.train, config.optim)
-    strategy.assert_equal_across_ranks({"steps": plan.steps, "batch sizes": sorted({bucket.batch_size for bucket in plan.batch_plan.buckets})})
-    strategy.check_batch_sizes({bucket.batch_size for bucket in plan.batch_plan.buckets}, plan.batch_plan.accumulation_steps)
+    plan = RunPlan.from_config(
+        prepared.build_batch_plan(strategy.data_parallel_size, config.train), config.train, config.optim
+    )
+    strategy.assert_equal_across_ranks(
+        {"steps": plan.steps, "batch sizes": sorted({bucket.batch_size for bucket in plan.batch_plan.buckets})}
+    )
+    strategy.check_batch_sizes(
+        {bucket.batch_size for bucket in plan.batch_plan.buckets}, plan.batch_plan.accumulation_steps
+    )
     for line in format_plan(prepared, plan, strategy.data_parallel_size).splitlines():
         logger.info("%s", line)
     schedules.build_lr_schedule(config.optim, plan.steps)  # some are made for so many steps and no more
@@ -106,7 +112,9 @@ def _prepare_and_train(
     pictures = len(prepared.manifest.samples)
     prepared, latents = cache_latents(config, strategy, family, detected, prepared)
     if len(prepared.manifest.samples) < pictures:
-        plan = RunPlan.from_config(prepared.build_batch_plan(strategy.data_parallel_size, config.train), config.train, config.optim)
+        plan = RunPlan.from_config(
+            prepared.build_batch_plan(strategy.data_parallel_size, config.train), config.train, config.optim
+        )
     texts = cache_text_encoder_outputs(config, strategy, family, detected, prepared, plan, prompts)
     pipe = load_training_pipeline(config, strategy, family, detected, CacheReaders(latents, texts), prompts)
     merge_base_weights(pipe, starts)
@@ -118,10 +126,14 @@ def _prepare_and_train(
     going_on.restore(job)
     validation = _build_validation(config, prepared, CacheReaders(latents, texts))
     told = format_plan(prepared, plan, strategy.data_parallel_size)
-    _train_and_save(job, failure_handler, export, going_on, [*validation, preview], told, [prompt.text for prompt in prompts])
+    _train_and_save(
+        job, failure_handler, export, going_on, [*validation, preview], told, [prompt.text for prompt in prompts]
+    )
 
 
-def _compute_input_fingerprints(config: RunConfig, detected: DetectedModel, prompts: Sequence[Prompt]) -> dict[str, str]:
+def _compute_input_fingerprints(
+    config: RunConfig, detected: DetectedModel, prompts: Sequence[Prompt]
+) -> dict[str, str]:
     """What files hold that may lie elsewhere on each machine; pictures take longer and come after."""
     adapter = config.adapter
     return {
@@ -212,7 +224,7 @@ def _prepare_output_dir(config: RunConfig, output_dir: Path, name: str, held: Ex
                     for option, place in places.items() if (why := find_write_error(place))]:  # fmt: skip
         raise ConfigError(problems)
     held.enter_context(hold_output_lock(output_dir, name))
-    state_folder.remove_leftover_files(output_dir, name)
+    checkpoint_dir.remove_leftover_files(output_dir, name)
 
 
 def _build_preview(config: RunConfig, prompts: Sequence[Prompt]) -> Preview:
@@ -222,7 +234,9 @@ def _build_preview(config: RunConfig, prompts: Sequence[Prompt]) -> Preview:
 
 def _build_validation(config: RunConfig, prepared: PreparedData, cache_readers: CacheReaders) -> list[Validation]:
     """One, where pictures are kept for it."""
-    found = prepared.build_validation_reader(config.validate.max_validation_steps, cache_readers.latent_reader, cache_readers.text_reader)
+    found = prepared.build_validation_reader(
+        config.validate.max_validation_steps, cache_readers.latent_reader, cache_readers.text_reader
+    )
     return [] if found is None else [Validation(config.validate, *found)]
 
 
@@ -231,7 +245,7 @@ def _write_preview_grid(config: RunConfig, prompts: Sequence[str], started_at: f
     folder, name = Path(config.save.output_dir), config.save.output_name
     path = folder / f"{name}.before_after.png"
     try:
-        return before_after.write_preview_grid(folder / "sample", name, prompts, started_at, path)
+        return preview_grid.write_preview_grid(folder / "sample", name, prompts, started_at, path)
     except OSError as error:
         logger.warning("%s could not be written: %s", path, error)
         return None

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..adapters.dropout import LoraDropout
-from ..data.batch import Batch, Cond, Moments, PixelBatch, normalize_pixels, map_cond_tensors, concatenate_cond
-from ..data.cache.texts import TextReader
-from ..diffusion.masking import resize_mask_to_latents, reduce_loss_per_sample
+from ..adapters.regularization import LoraDropout
+from ..cache.readers import TextReader
+from ..data.batch import Batch, Cond, Moments, PixelBatch, concatenate_cond, map_cond_tensors, normalize_pixels
+from ..diffusion.losses import reduce_loss_per_sample, resize_mask_to_latents
 from ..diffusion.objective import Objective
-from ..distributed.copies import CopyStream
+from ..distributed.async_copy import CopyStream
 from ..distributed.memory import record_phase
-from ..families.base import Family
+from ..models.base import Family
 from ..randomness import derive_seed
 
 
@@ -60,11 +60,20 @@ class DiffusionTask:
         self.seed_dropout(pixel_batch, step)
         with record_phase("encode", pixel_batch):
             batch = self.encode(pixel_batch, step)
-        noised = self.objective.add_noise(batch.latents, partial(self.build_generators, step=step, global_positions=batch.global_positions))
+        noised = self.objective.add_noise(
+            batch.latents, partial(self.build_generators, step=step, global_positions=batch.global_positions)
+        )
         predicted = self.family.predict(self.pipe, self.denoiser, noised.latents, noised.timesteps, batch)
         loss = self.objective.compute_elementwise_loss(predicted, noised)
-        losses = reduce_loss_per_sample(loss, batch.mask, normalize_by_area=self.normalize_masked_loss) * self.objective.compute_loss_weights(noised.timesteps)
-        self._record_stats(MicroBatchStats(noised.timesteps / 1000, losses.detach(), batch.loss_weights, batch.sample_keys, batch.global_positions), step)
+        losses = reduce_loss_per_sample(
+            loss, batch.mask, normalize_by_area=self.normalize_masked_loss
+        ) * self.objective.compute_loss_weights(noised.timesteps)
+        self._record_stats(
+            MicroBatchStats(
+                noised.timesteps / 1000, losses.detach(), batch.loss_weights, batch.sample_keys, batch.global_positions
+            ),
+            step,
+        )
         return losses * batch.loss_weights
 
     def seed_dropout(self, pixel_batch: PixelBatch, step: int) -> None:
@@ -103,19 +112,34 @@ class DiffusionTask:
     def encode(self, pixel_batch: PixelBatch, step: int) -> Batch:
         """Pictures to latents and captions to conditioning, as far as that is not done."""
         with torch.set_grad_enabled(self.trains_text_encoders and torch.is_grad_enabled()):
-            cond = self.encode_text(pixel_batch.captions) if pixel_batch.cond is None else map_cond_tensors(pixel_batch.cond, self.to_device)
+            cond = (
+                self.encode_text(pixel_batch.captions)
+                if pixel_batch.cond is None
+                else map_cond_tensors(pixel_batch.cond, self.to_device)
+            )
         with torch.no_grad():
             return self._build_batch(pixel_batch, cond, step)
 
     def _build_batch(self, pixel_batch: PixelBatch, cond: Cond, step: int) -> Batch:
         kept = pixel_batch.moments
-        moments = self.encode_moments(pixel_batch.pixels) if kept is None else Moments(self.to_device(kept.mean_and_std))
+        moments = (
+            self.encode_moments(pixel_batch.pixels) if kept is None else Moments(self.to_device(kept.mean_and_std))
+        )
         latents = moments.sample(self.build_generators("vae", step, pixel_batch.global_positions))
         frame, weight = self.to_device(pixel_batch.size_conditioning), self.to_device(pixel_batch.loss_weights)
         mask = None if pixel_batch.latent_mask is None else self.to_device(pixel_batch.latent_mask)
         if pixel_batch.mask is not None:
             mask = resize_mask_to_latents(self.to_device(pixel_batch.mask), (latents.shape[-2], latents.shape[-1]))
-        return Batch(latents, cond, frame, weight, pixel_batch.global_positions, pixel_batch.sample_keys, mask, self._text_multiple)
+        return Batch(
+            latents,
+            cond,
+            frame,
+            weight,
+            pixel_batch.global_positions,
+            pixel_batch.sample_keys,
+            mask,
+            self._text_multiple,
+        )
 
     def encode_moments(self, pixels: Tensor | None) -> Moments:
         """What the VAE says of pictures, as many at once as it is to take."""
@@ -130,7 +154,9 @@ class DiffusionTask:
         """Conditioning for captions: what was kept, or else as many at once as the text encoders are to take."""
         if self.text_reader is not None:
             return map_cond_tensors(self.text_reader.read_cond(captions), self.to_device)
-        size = len(captions) if self.trains_text_encoders else self.text_encoder_batch_size  # their graph is kept for all of them
+        size = (
+            len(captions) if self.trains_text_encoders else self.text_encoder_batch_size
+        )  # their graph is kept for all of them
         parts = [self.family.encode_prompts(self.pipe, list(captions[first : first + size]))
                  for first in range(0, len(captions), size)]  # fmt: skip
         return concatenate_cond(parts)
@@ -140,4 +166,6 @@ class DiffusionTask:
 
         So one device with four micro-steps, four devices with one, and a resumed run all draw the same.
         """
-        return [torch.Generator().manual_seed(derive_seed(self.seed, purpose, step, place)) for place in global_positions]
+        return [
+            torch.Generator().manual_seed(derive_seed(self.seed, purpose, step, place)) for place in global_positions
+        ]

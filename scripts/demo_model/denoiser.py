@@ -20,12 +20,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
-from library.config.schema import DataConfig, NoiseConfig, TrainConfig
+from library.config.schema import TrainConfig
+from library.config.schema_data import DataConfig
+from library.config.schema_objective import NoiseConfig
 from library.data.batch import normalize_pixels
-from library.data.cutting import BadSample
+from library.data.batch_plan import AnyBatchPlan
+from library.data.images import BadSample
 from library.data.loader import MicroBatchDataset
 from library.data.prepare import prepare_data
-from library.data.staged_plan import AnyBatchPlan
 from library.diffusion.process import NoiseProcess, build_discrete_process
 from library.diffusion.timesteps import compute_timesteps
 from library.errors import UserError
@@ -142,7 +144,9 @@ class LatentDataset:
     def load_batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Load latents and tokens of a step, without the samples that only pad the batch."""
         micro = self.plan.get_micro_batch(step)
-        real = [entry for entry in zip(micro.sample_indices, micro.repeat_indices, micro.is_real, strict=True) if entry[2]]
+        real = [
+            entry for entry in zip(micro.sample_indices, micro.repeat_indices, micro.is_real, strict=True) if entry[2]
+        ]
         captions = [self.reader.get_caption(micro.epoch, step, index, copy) for index, copy, _ in real]
         tokens = self.tokenizer(
             captions, padding="max_length", truncation=True, max_length=MAX_TOKENS, return_tensors="pt"

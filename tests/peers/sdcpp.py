@@ -42,7 +42,7 @@ def written(folder: Path) -> list[str]:
     from test_adapters_formats import draw_state
 
     from library.adapters.formats import convert_to_file_format
-    from library.families import FAMILIES
+    from library.models.families import FAMILIES
 
     pipe = FAMILIES.get("sd1")().load("random:sd1", torch.float32)
     state, alphas, parts = draw_state("sd1", pipe=pipe)

@@ -12,8 +12,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
-from library.config.values import DeviceMap
-from library.distributed.device_map import iter_weight_devices, attach_dispatch_hooks, build_device_map, list_unsplit_modules
+from library.config.types import DeviceMap
+from library.parallel.device_map import (
+    attach_dispatch_hooks,
+    iter_weight_devices,
+    list_unsplit_modules,
+)
+from library.parallel.device_map import build_device_map as assign_devices
 
 DEVICE_TYPE = "lazy"
 
@@ -31,7 +36,7 @@ def dispatch_to_fake_devices(pipe: Any, part: str, count: int) -> Iterator[dict[
     devices = [torch.device(DEVICE_TYPE, number) for number in range(count)]
     with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        places = build_device_map(model, build_device_map(model, count), ())
+        places = assign_devices(model, build_device_map(model, count), ())
         fakes: dict[torch.Tensor, torch.Tensor] = {}
         for _, tensor, number in iter_weight_devices(model, places):
             fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=devices[number])

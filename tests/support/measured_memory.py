@@ -21,7 +21,7 @@ from library.estimate.layout_search import Devices, LayoutEstimate, estimate_lay
 from library.estimate.memory_estimate import MemoryEstimate
 from library.estimate.meta_run import LargestBatch
 from library.estimate.parallel_layouts import find_layouts
-from library.families.detect import DetectedModel, detect_model
+from library.models.detect import DetectedModel, detect_model
 from library.training.loop import train
 
 PARTS = ("weights", "adapters", "gradients", "optimizer")

@@ -1,0 +1,226 @@
+"""Reading a cache: which entries there are, and their bytes straight from the files, as far as they are asked for."""
+
+import mmap
+import os
+import zlib
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import UserError
+from .format import (
+    ENTRY_RECORD,
+    RECORD_DTYPE,
+    TOMBSTONE_RECORD,
+    ByteArray,
+    KeyArray,
+    RecordArray,
+    is_valid_header,
+    verify_checksums,
+)
+from .writer import get_index_path, get_shard_path
+
+RowIndices = NDArray[np.int64]
+"""Positions in ``Store.entries``; -1 where there is no entry."""
+
+
+MAX_THREADS = 8
+
+
+_NO_RECORDS = np.zeros(0, RECORD_DTYPE)
+
+
+@dataclass
+class IndexFile:
+    """What one writer announced."""
+
+    directory: Path
+    num_bytes_read: int = 0  # bytes
+    is_valid: bool = True
+    num_entries: int = 0  # that it ever announced
+    tombstoned_writers: frozenset[int] = frozenset()  # writers of whose entries it said that they are damaged
+
+
+class CacheStore:
+    """The entries of several cache folders together, as they were at the last ``refresh``."""
+
+    def __init__(self, directories: Sequence[Path]):
+        self.directories = tuple(dict.fromkeys(directories))
+        self.entries: RecordArray = _NO_RECORDS
+        self._records: list[RecordArray] = []
+        self._index_files: dict[int, IndexFile] = {}  # by writer
+        self._mmaps: dict[tuple[int, int], ByteArray] = {}
+        self._sorted_key_prefixes: NDArray[np.uint64] = np.zeros(0, np.uint64)
+        self._sort_order: RowIndices = np.zeros(0, np.int64)
+        self.refresh()
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def refresh(self) -> bool:
+        """Look for what was announced since the last time; whether there was anything.
+
+        Rows that were found before are not valid any more when there was.
+        """
+        fresh = [
+            records for writer, path in self._iter_index_files() if len(records := self._read_new_records(writer, path))
+        ]
+        if not fresh:
+            return False
+        self._records += fresh
+        self.entries = self._filter_usable(np.concatenate(self._records))
+        halves = _split_keys(self.entries["key"])
+        self._sort_order = np.argsort(halves[:, 0], kind="stable")
+        self._sorted_key_prefixes = halves[self._sort_order, 0]
+        return True
+
+    def find_rows(self, keys: KeyArray) -> RowIndices:
+        """Where the entries with these keys are."""
+        rows = np.full(len(keys), -1, np.int64)
+        if not len(self.entries) or not len(keys):
+            return rows
+        wanted, there = _split_keys(keys), _split_keys(self.entries["key"])
+        at = np.searchsorted(self._sorted_key_prefixes, wanted[:, 0])
+        open_ones = np.flatnonzero(at < len(self._sorted_key_prefixes))
+        while len(open_ones):  # once, but for keys whose first halves are alike
+            places = at[open_ones]
+            candidates = self._sort_order[places]
+            alike = self._sorted_key_prefixes[places] == wanted[open_ones, 0]
+            hit = alike & (there[candidates, 1] == wanted[open_ones, 1])
+            rows[open_ones[hit]] = candidates[hit]
+            open_ones = open_ones[alike & ~hit]
+            at[open_ones] += 1
+            open_ones = open_ones[at[open_ones] < len(self._sorted_key_prefixes)]
+        return rows
+
+    def read_blob(self, row: int) -> ByteArray:
+        """The tensors of an entry, as bytes that lie in the file."""
+        entry = self.entries[row]
+        return self._read_span(entry, int(entry["length"]))
+
+    def read_name(self, row: int) -> str:
+        """What the entry was called when it was written."""
+        entry = self.entries[row]
+        whole = self._read_span(entry, int(entry["length"]) + int(entry["name_length"]))
+        return whole[int(entry["length"]) :].tobytes().decode(errors="replace")
+
+    def is_intact(self, row: int) -> bool:
+        """Whether the bytes are those that were written."""
+        entry = self.entries[row]
+        whole = self._read_span(entry, int(entry["length"]) + int(entry["name_length"]))
+        return zlib.crc32(whole.data) == int(entry["checksum"])
+
+    def find_damaged(self, rows: Iterable[int]) -> list[int]:
+        """Those of the rows whose bytes are not what was written; several at a time."""
+        rows = list(rows)
+        for row in rows:  # mapped here, so that the threads only read
+            self.read_blob(row)
+        with ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_THREADS)) as pool:
+            right = list(pool.map(self.is_intact, rows, chunksize=64))
+        return [row for row, is_right in zip(rows, right, strict=True) if not is_right]
+
+    def open_all_shards(self) -> None:
+        """Open the files of all entries, so that they can be read even when the files' names are taken away."""
+        for row in np.unique(self.entries[["writer", "part"]], return_index=True)[1].tolist():
+            self.read_blob(row)
+
+    def get_directory(self, row: int) -> Path:
+        """The cache folder that an entry is in."""
+        return self._index_files[int(self.entries["writer"][row])].directory
+
+    def get_index_files(self) -> dict[int, IndexFile]:
+        """Everybody who announced something, and what."""
+        return {writer: file for writer, file in self._index_files.items() if file.is_valid}
+
+    def _iter_index_files(self) -> Iterable[tuple[int, Path]]:
+        for folder in self.directories:
+            try:
+                names = sorted(entry.name for entry in os.scandir(folder) if entry.name.endswith(".index"))
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError as error:
+                raise UserError(f"{folder} cannot be read: {error.strerror}") from None
+            for name in names:
+                try:
+                    writer = int(name.removesuffix(".index"), 16)
+                except ValueError:
+                    continue
+                self._index_files.setdefault(writer, IndexFile(folder))
+                yield writer, folder
+
+    def _read_new_records(self, writer_id: int, directory: Path) -> RecordArray:
+        """The whole and sound records that an index file got since the last time."""
+        file = self._index_files[writer_id]
+        try:
+            with get_index_path(directory, writer_id).open("rb") as opened:
+                opened.seek(file.num_bytes_read)
+                data = opened.read()
+        except OSError:  # pruned a moment ago
+            return _NO_RECORDS
+        records = np.frombuffer(data[: len(data) // RECORD_DTYPE.itemsize * RECORD_DTYPE.itemsize], RECORD_DTYPE)
+        if not len(records):
+            return _NO_RECORDS
+        if file.num_bytes_read == 0:
+            file.is_valid = is_valid_header(records) and int(records["writer"][0]) == writer_id
+        file.num_bytes_read += records.nbytes
+        records = records[verify_checksums(records)] if file.is_valid else _NO_RECORDS
+        file.num_entries += int((records["kind"] == ENTRY_RECORD).sum())
+        file.tombstoned_writers |= set(records["writer"][records["kind"] == TOMBSTONE_RECORD].tolist())
+        return records
+
+    def _filter_usable(self, records: RecordArray) -> RecordArray:
+        """Entries that nobody dropped and whose shards are long enough to hold them."""
+        entries: RecordArray = records[records["kind"] == ENTRY_RECORD]
+        dropped = records[records["kind"] == TOMBSTONE_RECORD]
+        if len(dropped):
+            gone = np.isin(_compute_locations(entries), _compute_locations(dropped))
+            entries = entries[~gone]
+        if not len(entries):
+            return entries
+        ends = entries["offset"] + entries["length"] + entries["name_length"]
+        writers, which = np.unique(entries["writer"], return_inverse=True)
+        places = which * (int(entries["part"].max()) + 1) + entries["part"]
+        first, shard = np.unique(places, return_index=True, return_inverse=True)[1:]
+        sizes = [self._get_shard_size(int(writers[which[row]]), int(entries["part"][row])) for row in first]
+        usable: RecordArray = entries[ends <= np.array(sizes, np.uint64)[shard]]
+        return usable
+
+    def _get_shard_size(self, writer_id: int, shard_number: int) -> int:
+        try:
+            return get_shard_path(self._index_files[writer_id].directory, writer_id, shard_number).stat().st_size
+        except OSError:
+            return 0
+
+    def _read_span(self, entry: np.void, length: int) -> ByteArray:
+        place, first = (int(entry["writer"]), int(entry["part"])), int(entry["offset"])
+        mapped = self._mmaps.get(place)
+        if mapped is None or len(mapped) < first + length:  # it has grown since
+            mapped = self._mmaps[place] = self._map_shard(*place)
+        if len(mapped) < first + length:
+            raise UserError(f"{self._index_files[place[0]].directory}: a file has become shorter; start again, and what is"
+                            " missing is made anew")  # fmt: skip
+        return mapped[first : first + length]
+
+    def _map_shard(self, writer_id: int, shard_number: int) -> ByteArray:
+        path = get_shard_path(self._index_files[writer_id].directory, writer_id, shard_number)
+        try:
+            with path.open("rb") as file:
+                return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+        except (OSError, ValueError) as error:  # an empty file cannot be mapped
+            raise UserError(f"{path} cannot be read: {error}") from None
+
+
+def _split_keys(keys: KeyArray) -> NDArray[np.uint64]:
+    return np.ascontiguousarray(keys).view(np.uint64).reshape(-1, 2)
+
+
+def _compute_locations(records: RecordArray) -> NDArray[np.void]:
+    """Where entries lie, as one value each."""
+    place = np.zeros(len(records), [("writer", "<u8"), ("part", "<u8"), ("offset", "<u8")])
+    for name in ("writer", "part", "offset"):
+        place[name] = records[name]
+    return place.view("V24")

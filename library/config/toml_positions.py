@@ -1,0 +1,166 @@
+"""The text of a file that a user wrote; what keeps it from being read is told as a mistake in the settings."""
+
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+
+
+def read_text_file(path: Path) -> str:
+    """UTF-8, with a byte order mark or without."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError([f"{path}: no such file (looked in {path.resolve().parent})"]) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError([f"{path}: not UTF-8 at byte {error.start}; save the file as UTF-8"]) from None
+    except OSError as error:
+        raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from None
+
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+KeyPath = tuple[str | int, ...]
+"""Keys and array positions from the root: ``("datasets", 0, "subsets", 1, "image_dir")``."""
+
+
+_BLANK = re.compile(r"(?:[ \t\r\n]|#[^\n]*)*")
+
+
+_SPACES = re.compile(r"[ \t]*")
+
+
+_KEY = re.compile(r"\"(?:[^\"\\\n]|\\.)*\"|'[^'\n]*'|[A-Za-z0-9_-]+")
+
+
+_STRING = re.compile(r'"""(?:[^\\]|\\.)*?"{3,5}|\'\'\'.*?\'{3,5}|"(?:[^"\\\n]|\\.)*"|\'[^\'\n]*\'', re.DOTALL)
+
+
+_SCALAR = re.compile(r"[^\s,\]}#]+(?: [^\s,\]}#]+)?")  # a date and its time may stand apart
+
+
+def read_toml_with_lines(path: Path) -> tuple[dict[str, Any], Mapping[KeyPath, int]]:
+    """Return the data of a TOML file and the line of each key."""
+    text = read_text_file(path)
+    try:
+        return tomllib.loads(text), find_key_lines(text)
+    except tomllib.TOMLDecodeError as error:
+        message = str(error)
+        found = re.search(r" \(at line (\d+), column \d+\)", message)
+        place = f"{path}:{found[1]}" if found else f"{path}:{text.count(chr(10)) + 1}"
+        reason = message.replace(found[0], "") if found else message.replace(" (at end of document)", "")
+        raise ConfigError([f"{place}: not valid TOML: {reason}"]) from None
+
+
+def find_key_lines(text: str) -> dict[KeyPath, int]:
+    """Return the line, counted from 1, on which each key of a valid TOML text first stands."""
+    return _KeyScanner(text).scan()
+
+
+def _unquote_key(key: str) -> str:
+    """A part of a key as the parser sees it."""
+    if key[0] not in "\"'":
+        return key
+    return str(tomllib.loads(f"key = {key}")["key"])
+
+
+class _KeyScanner:
+    """Reads just enough of TOML to follow keys; the text is known to be valid."""
+
+    def __init__(self, text: str):
+        self.text, self.offset = text, 0
+        self.lines: dict[KeyPath, int] = {}
+        self.array_lengths: dict[KeyPath, int] = {}  # of arrays of tables
+
+    def scan(self) -> dict[KeyPath, int]:
+        table: KeyPath = ()
+        self.skip(_BLANK)
+        while self.offset < len(self.text):
+            if self.text.startswith("[", self.offset):
+                table = self.read_table_header()
+            else:
+                self.read_assignment(table)
+            self.skip(_BLANK)
+        return self.lines
+
+    def skip(self, pattern: re.Pattern[str]) -> None:
+        if match := pattern.match(self.text, self.offset):
+            self.offset = match.end()
+
+    def read_table_header(self) -> KeyPath:
+        """``[a.b]`` or ``[[a.b]]``; inside an array of tables a name means its newest table."""
+        is_array = self.text.startswith("[[", self.offset)
+        start = self.offset
+        self.offset += 2 if is_array else 1
+        *parents, last = self.read_dotted_key()
+        self.offset = self.text.index("]", self.offset) + (2 if is_array else 1)
+        path: KeyPath = ()
+        for name in parents:
+            path = (*path, name)
+            self.record_line(path, start)
+            path = self.resolve_newest_table(path)
+        path = (*path, last)
+        self.record_line(path, start)
+        if is_array:
+            self.array_lengths[path] = self.array_lengths.get(path, 0) + 1
+            path = self.resolve_newest_table(path)
+            self.record_line(path, start)
+        return path
+
+    def resolve_newest_table(self, path: KeyPath) -> KeyPath:
+        return (*path, self.array_lengths[path] - 1) if path in self.array_lengths else path
+
+    def read_assignment(self, table: KeyPath) -> None:
+        start = self.offset
+        path = table
+        for name in self.read_dotted_key():
+            path = (*path, name)
+            self.record_line(path, start)
+        self.offset = self.text.index("=", self.offset) + 1
+        self.skip(_SPACES)
+        self.read_value(path)
+
+    def read_dotted_key(self) -> list[str]:
+        names = []
+        while True:
+            self.skip(_SPACES)
+            match = _KEY.match(self.text, self.offset)
+            if match is None:
+                raise AssertionError(f"no key at offset {self.offset} of a text that was parsed as TOML")
+            names.append(_unquote_key(match[0]))
+            self.offset = match.end()
+            self.skip(_SPACES)
+            if not self.text.startswith(".", self.offset):
+                return names
+            self.offset += 1
+
+    def read_value(self, path: KeyPath) -> None:
+        opening = self.text[self.offset]
+        if opening in "[{":
+            self.offset += 1
+            index = 0
+            self.skip(_BLANK)
+            while self.text[self.offset] not in "]}":
+                if opening == "[":
+                    self.record_line((*path, index), self.offset)
+                    self.read_value((*path, index))
+                    index += 1
+                else:
+                    self.read_assignment(path)
+                self.skip(_BLANK)
+                if self.text[self.offset] == ",":
+                    self.offset += 1
+                    self.skip(_BLANK)
+            self.offset += 1
+        else:
+            self.skip(_STRING if opening in "\"'" else _SCALAR)
+
+    def record_line(self, path: KeyPath, offset: int) -> None:
+        self.lines.setdefault(path, self.text.count("\n", 0, offset) + 1)

@@ -1,0 +1,189 @@
+"""Every picture that will be trained, looked at once: decoded, measured, with its caption, or named as unusable."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from ..dataset.image_inspection import InspectedImage, build_image_inspector
+from ..dataset.image_ref import ImageRef
+from ..dataset.listing import ListedImage
+from ..dataset.mask_checks import MaskScanResult, find_subsets_without_masks, scan_masks
+from ..dataset.scan import ImageDefect, scan_images
+from ..dataset.scan_cache import ScanRoots
+from ..dataset.schema import DatasetConfig
+from ..dataset.sources import list_all_images
+from ..dataset.stages import Stage, build_stages, expand_resolution_schedule
+from ..dataset.validate import find_unused_keys
+from ..errors import ConfigError
+from .buckets import BucketAssignment, build_bucket_assigner, merge_small_buckets
+from .manifest import Manifest, Sample
+from .repeats import apply_dataset_weights, balance_regularization_images
+from .report import (
+    DataProblem,
+    collect_notices,
+    format_problem_counts,
+    is_summary_truncated,
+    summarize_problems,
+    write_full_report,
+)
+from .validation_split import split_validation_samples
+
+
+def build_manifest(datasets: Sequence[DatasetConfig], on_bad_data: Literal["fail", "skip"],
+         cache_dir: Path | None = None) -> Manifest:  # fmt: skip
+    """Look at every picture and caption; all that cannot be used are named together, or skipped and noted.
+
+    Datasets with a schedule of resolutions are in the manifest as they are in the end.
+    What was found out is kept in ``cache_dir``, or else beside the pictures.
+    """
+    broken: list[str] = []
+    notes = list(dict.fromkeys(find_unused_keys(datasets)))
+    stages = [expand_resolution_schedule(dataset) for dataset in datasets]
+    datasets = [pieces[-1] for pieces in stages]
+    endings = []
+    found: list[ListedImage] = []
+    bad: list[DataProblem] = []
+    for listing in list_all_images(datasets):
+        broken += listing.problems
+        notes += listing.notes
+        endings.append(
+            (listing.dataset, listing.index, listing.caption_source, listing.num_captions, len(listing.images))
+        )
+        found += listing.images
+        bad += [DataProblem("missing", line) for line in listing.missing]
+    roots = ScanRoots(datasets, cache_dir)
+    audit = scan_images(build_image_inspector(), roots.group_by_root(found), roots.get_cache_dir)
+    masks = scan_masks(datasets, found, audit.images, roots)
+    total = len(found) + len(bad)
+    sorted_out = _build_samples(stages, found, audit.images, masks)
+    bad += sorted_out.problems
+    unusable = len(found) - len(sorted_out.samples) + len(bad) - len(sorted_out.problems)
+    if broken or ((bad or masks.unmatched) and on_bad_data == "fail"):  # a folder as a whole is nothing to skip
+        raise ConfigError([*broken, *_format_bad_data(bad, masks.unmatched, unusable, total, audit.cache_folders)])
+    notices = collect_notices(datasets, sorted_out.samples, sorted_out.assignments, audit.images)
+    notes = list(dict.fromkeys(notes))  # two datasets may show the same folder
+    notes += dict.fromkeys([*audit.notes, *masks.notes, *(notice.text for notice in notices)])
+    if is_summary_truncated(bad, notices) and (where := write_full_report(bad, notices, audit.cache_folders)):
+        notes.append(f"not all names are shown above{where}")
+    if bad:
+        notes.append(
+            "\n  ".join([f"{unusable} pictures are skipped ({format_problem_counts(bad)}):", *summarize_problems(bad)])
+        )
+    notes += masks.unmatched
+    parts = split_validation_samples(sorted_out.samples, datasets)
+    samples = list(parts.train_samples)
+    notes += parts.notes
+    for number in range(len(datasets)):
+        samples, more = balance_regularization_images(samples, number)
+        notes += more
+    if not any(not sample.is_reg for sample in samples):
+        why = "; validation_split keeps all of them for validation" if parts.validation_samples else ""
+        raise ConfigError([*summarize_problems(bad), f"no picture is left to train on{why}"])
+    if maskless := find_subsets_without_masks(
+        datasets, [sample.mask for sample in (*samples, *parts.validation_samples)]
+    ):
+        raise ConfigError([*summarize_problems(bad), *maskless])
+    return Manifest(tuple(datasets), tuple(samples), tuple(notes), tuple(endings), parts.validation_samples)
+
+
+@dataclass
+class _BuiltSamples:
+    """What was found, as samples with their places; and a line for each that cannot be one."""
+
+    samples: list[Sample] = field(default_factory=list)
+    assignments: list[BucketAssignment] = field(default_factory=list)
+    problems: list[DataProblem] = field(default_factory=list)
+
+
+def _build_samples(dataset_stages: Sequence[Sequence[DatasetConfig]], found_images: Iterable[ListedImage],
+                inspected: Mapping[ImageRef, InspectedImage], mask_scan: MaskScanResult) -> _BuiltSamples:  # fmt: skip
+    result = _BuiltSamples()
+    places = [list(map(build_bucket_assigner, pieces)) for pieces in dataset_stages]
+    names: Counter[str] = Counter()
+    told: set[tuple[ImageRef, str]] = set()
+    for item in found_images:
+        picture = inspected[item.image]
+        flaw, placement = picture.defect, None
+        try:
+            for place in places[item.dataset] if flaw is None else ():  # it has to fit in all; the last one counts
+                placement = place(*picture.size)
+        except ValueError as error:
+            flaw, placement = ImageDefect("of a size that fits no bucket", str(error)), None
+        if flaw is not None and (item.image, flaw.text) not in told:
+            told.add((item.image, flaw.text))
+            result.problems.append(DataProblem(flaw.kind, f"{item.image}: {flaw.text}"))
+        mask = (item.dataset, item.subset, item.image)
+        if reason := mask_scan.problems.get(mask):
+            result.problems.append(DataProblem("mask", f"{item.image}: {reason}"))
+        if item.problem:
+            result.problems.append(DataProblem("caption", item.problem))
+        if placement is None or reason or item.problem:
+            continue
+        dataset = dataset_stages[item.dataset][-1]
+        subset = dataset.subsets[item.subset]
+        name = item.image.key
+        names[name] += 1
+        key = name if names[name] == 1 else f"{name}#{names[name]}"
+        weight = dataset.prior_loss_weight if subset.is_reg else 1.0
+        result.samples.append(Sample(key, item.image, picture.size, item.caption, item.dataset, item.subset,
+                                     subset.num_repeats, weight, subset.is_reg, picture.content_hash,
+                                     mask_scan.masks.get(mask)))  # fmt: skip
+        result.assignments.append(placement)
+    return result
+
+
+def _format_bad_data(problems: Sequence[DataProblem], unmatched_masks: Sequence[str], num_unusable: int, total: int,
+             directories: Sequence[Path]) -> list[str]:  # fmt: skip
+    """The report of a run that does not start."""
+    if not problems:
+        return list(unmatched_masks)
+    end = f"{num_unusable} of {total} pictures cannot be used; mend or remove them, or leave them out with" \
+          " --on_bad_data skip"  # fmt: skip
+    if is_summary_truncated(problems, []):
+        end += f" ({format_problem_counts(problems)}){write_full_report(problems, [], directories)}"
+    return [*summarize_problems(problems), *unmatched_masks, end]
+
+
+def assign_buckets(
+    manifest: Manifest, datasets: Sequence[DatasetConfig]
+) -> tuple[Manifest, tuple[BucketAssignment, ...]]:
+    """The manifest with the datasets of all stages, one stage after the other, and where each picture is placed."""
+    stages = build_stages(datasets)
+    whole = replace(manifest, datasets=(), samples=())
+    placements: list[BucketAssignment] = []
+    latest: dict[int, int] = {}
+    for stage in stages:
+        part, places = _assign_stage_buckets(manifest, stage)
+        first = len(whole.datasets)
+        latest |= {dataset.dataset_number: first + index for index, dataset in enumerate(stage.datasets)}
+        shifted = [replace(sample, dataset_index=latest[sample.dataset_index]) for sample in part.samples]
+        said = part.notes if len(stages) == 1 else [f"from step {stage.first_step}: {note}" for note in part.notes]
+        whole = replace(whole, datasets=(*whole.datasets, *stage.datasets), samples=(*whole.samples, *shifted),
+                        notes=(*whole.notes, *said))  # fmt: skip
+        placements += places
+    endings = tuple((latest[ending[0]], *ending[1:]) for ending in manifest.caption_counts)
+    whole = replace(whole, caption_counts=endings)
+    check_stages_not_empty(whole)
+    return whole, tuple(placements)
+
+
+def check_stages_not_empty(manifest: Manifest) -> None:
+    """Pictures may all be kept for validation, or be left out."""
+    used = {manifest.datasets[sample.dataset_index].from_step for sample in manifest.samples if not sample.is_reg}
+    if empty := {dataset.from_step for dataset in manifest.datasets} - used:
+        when = f" from step {min(empty)} on" if max(empty) else ""
+        raise ConfigError([f"no picture is left to train on{when}"])
+
+
+def _assign_stage_buckets(manifest: Manifest, stage: Stage) -> tuple[Manifest, tuple[BucketAssignment, ...]]:
+    """The pictures of one stage, with datasets as they are counted in the file."""
+    here = {dataset.dataset_number: dataset for dataset in stage.datasets}
+    datasets = [here.get(number, dataset) for number, dataset in enumerate(manifest.datasets)]
+    places = {number: build_bucket_assigner(dataset) for number, dataset in here.items()}
+    mine = [sample for sample in manifest.samples if sample.dataset_index in here]
+    alone = [places[sample.dataset_index](*sample.size) for sample in mine]
+    placements, notes = merge_small_buckets(mine, alone, datasets)
+    samples, shares = apply_dataset_weights(mine, datasets)
+    return replace(manifest, samples=samples, notes=(*notes, *shares)), placements

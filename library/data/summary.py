@@ -1,0 +1,230 @@
+"""What there is to say about each bucket of a plan: numbers for the table, for JSON and for the contact sheet."""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..dataset.dataset_config import collect_extra_keys, convert_to_sd_scripts
+from ..dataset.masks import Mask, get_mask_source
+from .batch_plan import AnyBatchPlan, PlannedStage, get_planned_stages
+from .buckets import BucketAssignment
+from .manifest import Manifest
+
+
+@dataclass(frozen=True)
+class BucketSummary:
+    """One bucket of one dataset in one epoch."""
+
+    dataset_number: int  # its number in the file
+    resolution: tuple[int, int]
+    sample_indices: tuple[int, ...]  # positions in the manifest
+    samples_per_epoch: int  # with repeats
+    batch_size: int
+    num_micro_batches: int  # of all ranks together
+    remainder: int  # what does not fill whole steps
+    padding: int  # samples that weigh nothing
+    mean_cropped_fraction: float  # share of a picture that is cut away
+    most_cropped_sample: int  # position in the manifest of the picture that loses most
+    max_cropped_fraction: float
+    from_step: int = 0  # of its stage
+
+
+def summarize_buckets(assignments: Sequence[BucketAssignment], batch_plan: AnyBatchPlan) -> list[BucketSummary]:
+    """In the order of the plan's buckets."""
+    return [facts for stage in get_planned_stages(batch_plan) for facts in summarize_stage_buckets(assignments, stage)]
+
+
+def summarize_stage_buckets(assignments: Sequence[BucketAssignment], stage: PlannedStage) -> list[BucketSummary]:
+    """Of one stage alone."""
+    found, plan = [], stage.batch_plan
+    for index, bucket in enumerate(plan.buckets):
+        losses = [assignments[sample].cropped_fraction for sample in bucket.sample_indices]
+        worst_loss, shown = max(losses), plan.count_samples(index)
+        found.append(
+            BucketSummary(
+                dataset_number=bucket.dataset_number,
+                from_step=stage.first_step,
+                resolution=bucket.resolution,
+                sample_indices=tuple(bucket.sample_indices),
+                samples_per_epoch=shown,
+                batch_size=bucket.batch_size,
+                num_micro_batches=plan.count_micro_batches(index),
+                remainder=shown % (bucket.batch_size * plan.dp_size * plan.accumulation_steps),
+                padding=plan.count_padding(index),
+                mean_cropped_fraction=sum(losses) / len(losses),
+                most_cropped_sample=bucket.sample_indices[losses.index(worst_loss)],
+                max_cropped_fraction=worst_loss,
+            )
+        )
+    return found
+
+
+def export_bucket(manifest: Manifest, summary: BucketSummary) -> dict[str, object]:
+    """For JSON."""
+    return {
+        "size": list(summary.resolution),
+        "pictures": len(summary.sample_indices),
+        "samples": summary.samples_per_epoch,
+        "batch_size": summary.batch_size,
+        "micro_batches": summary.num_micro_batches,
+        "remainder": summary.remainder,
+        "padding": summary.padding,
+        "crop_loss": {
+            "mean": summary.mean_cropped_fraction,
+            "worst": summary.max_cropped_fraction,
+            "worst_image": str(manifest.samples[summary.most_cropped_sample].image),
+        },
+    }
+
+
+def format_data_summary(
+    manifest: Manifest, assignments: Sequence[BucketAssignment], batch_plan: AnyBatchPlan, total_steps: int
+) -> str:
+    """The pictures, the buckets and the arithmetic of a run of ``steps`` optimizer steps, as text."""
+    stages = get_planned_stages(batch_plan)
+    lines = [_format_subsets(manifest), *manifest.notes]
+    for number, stage in enumerate(stages, 1):
+        end = total_steps if stage.end_step is None else min(stage.end_step, total_steps)
+        if len(stages) > 1:
+            lines.append(f"stage {number} of {len(stages)}: steps {stage.first_step + 1} to {end}")
+        lines += [_format_bucket_table(manifest, summarize_stage_buckets(assignments, stage)), _format_epoch(stage)]
+        what = "the run" if len(stages) == 1 else "the stage"
+        lines.append(
+            f"{what}: {end - stage.first_step} steps = {_format_number((end - stage.first_step) / _compute_steps_per_epoch(stage))} epochs"
+        )
+    return "\n".join(lines if len(stages) == 1 else [*lines, f"the run: {total_steps} steps in {len(stages)} stages"])
+
+
+def _format_subsets(manifest: Manifest) -> str:
+    repeats: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+    masks: Counter[tuple[int, int]] = Counter()
+    for sample in manifest.samples:
+        repeats[sample.dataset_index, sample.subset_index].append(sample.repeats)
+        masks[sample.dataset_index, sample.subset_index] += sample.mask is not None
+    lines = []
+    for number, index, ending, captions, found in manifest.caption_counts:
+        subset = manifest.datasets[number].subsets[index]
+        mine = repeats[number, index]
+        kind = "regularisation picture" if subset.is_reg else "picture"
+        masked = f", masks {masks[number, index]}/{len(mine)}" if get_mask_source(subset) else ""
+        name = f"dataset {manifest.datasets[number].dataset_number + 1}"
+        lines.append(f"{name}, {subset.source}: {_format_count(len(mine), kind)}{_format_repeats(mine)}, captions"
+                     f" found {captions}/{found} ({ending or 'no ending'}){masked}")  # fmt: skip
+    return "\n".join(lines)
+
+
+def _format_count(count: int, noun: str) -> str:
+    return f"{count} {noun}" + "s" * (count != 1)
+
+
+def _format_number(value: float) -> str:
+    return f"{value:.2f}".rstrip("0").rstrip(".")
+
+
+def _format_repeats(repeats: Sequence[float]) -> str:
+    """Regularisation, and weights of datasets, give pictures of one subset different repeats, or parts of them."""
+    if not repeats:
+        return ""
+    least, most = min(repeats), max(repeats)
+    times = f"{least:.4g}" if least == most else f"{least:.4g} to {most:.4g}"
+    return f" x {times} repeats = {_format_number(sum(repeats))} in an epoch"
+
+
+def _format_bucket_table(manifest: Manifest, buckets: Sequence[BucketSummary]) -> str:
+    """A line a bucket; the remainder is what does not fill whole steps, padding weighs nothing."""
+    head = ("dataset", "bucket", "pictures", "x repeats", "batch size", "micro-batches", "remainder", "padding",
+            "mean crop", "worst crop")  # fmt: skip
+    rows: list[tuple[str, ...]] = [head]
+    for bucket in buckets:
+        cells = (bucket.dataset_number + 1, f"{bucket.resolution[0]}x{bucket.resolution[1]}", len(bucket.sample_indices), bucket.samples_per_epoch,
+                 bucket.batch_size, bucket.num_micro_batches, bucket.remainder, bucket.padding,
+                 f"{bucket.mean_cropped_fraction:.1%}", f"{bucket.max_cropped_fraction:.1%}")  # fmt: skip
+        rows.append(tuple(map(str, cells)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    worst = [
+        "worst picture",
+        *(
+            manifest.samples[bucket.most_cropped_sample].key if bucket.max_cropped_fraction else ""
+            for bucket in buckets
+        ),
+    ]
+    return "\n".join(f"{line}  {name}".rstrip() for line, name in zip(lines, worst, strict=True))
+
+
+def _format_padding(padding: int, total_with_padding: int) -> str:
+    return (
+        f", and {padding} that fill up the last batches of buckets and weigh nothing: {total_with_padding}"
+        if padding
+        else ""
+    )
+
+
+def _compute_steps_per_epoch(stage: PlannedStage) -> float:
+    return stage.batch_plan.micro_batches_per_epoch / stage.batch_plan.accumulation_steps
+
+
+def _format_epoch(stage: PlannedStage) -> str:
+    plan = stage.batch_plan
+    batch = " or ".join(map(str, sorted({bucket.batch_size for bucket in plan.buckets})))
+    pictures = sum(len(bucket.sample_indices) for bucket in plan.buckets)
+    padding = sum(map(plan.count_padding, range(len(plan.buckets))))
+    filled = plan.samples_per_epoch + padding
+    return "\n".join([
+        f"one epoch: {_format_count(pictures, 'picture')}, with repeats {plan.samples_per_epoch}{_format_padding(padding, filled)}",
+        f"  {filled} / (batch {batch} x {plan.dp_size} process{'es' * (plan.dp_size != 1)}"
+        f" x accumulation {plan.accumulation_steps}) = {_format_number(_compute_steps_per_epoch(stage))} steps",
+    ])  # fmt: skip
+
+
+JsonObject = dict[str, Any]
+
+
+def export_datasets(
+    manifest: Manifest, assignments: Sequence[BucketAssignment], batch_plan: AnyBatchPlan
+) -> list[JsonObject]:
+    """Each dataset: its settings in sd-scripts' names, our own beside them, its buckets, and every picture."""
+    facts = summarize_buckets(assignments, batch_plan)
+    records = []
+    for number, (dataset, settings) in enumerate(
+        zip(manifest.datasets, convert_to_sd_scripts(manifest.datasets), strict=True)
+    ):
+        records.append(
+            {
+                "resolved": settings,
+                "beyond": collect_extra_keys(dataset),
+                "bucket_mode": dataset.bucket_mode,
+                "bucket_max_crop": dataset.bucket_max_crop,
+                "bucket_min_pictures": dataset.bucket_min_pictures,
+                "buckets": [export_bucket(manifest, bucket) for bucket in facts
+                            if manifest.samples[bucket.most_cropped_sample].dataset_index == number],
+                "samples": [_export_sample(manifest, assignments, index) for index, sample in enumerate(manifest.samples)
+                            if sample.dataset_index == number],
+            }
+        )  # fmt: skip
+    return records
+
+
+def _export_sample(manifest: Manifest, assignments: Sequence[BucketAssignment], sample_index: int) -> JsonObject:
+    sample, placement = manifest.samples[sample_index], assignments[sample_index]
+    subset = manifest.datasets[sample.dataset_index].subsets[sample.subset_index]
+    return {
+        "image": str(sample.image),
+        "size": list(sample.size),
+        "bucket": list(placement.bucket_resolution),
+        "resized": list(placement.resized_size),
+        "crop": None if subset.random_crop else list(placement.crop_left_top),  # drawn anew each time
+        "crop_loss": placement.cropped_fraction,
+        "caption": sample.caption,
+        "repeats": sample.repeats,
+        "subset": sample.subset_index,
+        "is_reg": sample.is_reg,
+        "weight": sample.loss_weight,
+        "mask": None if sample.mask is None else _export_mask(sample.mask),
+    }
+
+
+def _export_mask(mask: Mask) -> JsonObject:
+    """Its file, which is the picture itself where its opacity is the mask, and how much of the picture counts."""
+    return {"image": str(mask.image), "is_alpha": mask.is_alpha, "share": mask.coverage}

@@ -1,0 +1,132 @@
+"""Which pictures are kept for validation: decided for each by what is in it, so that other pictures change nothing."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..dataset.schema import DatasetConfig, SubsetConfig
+from ..randomness import derive_rng, derive_seed
+from .captions import process_caption
+from .manifest import Sample
+
+DEFAULT_VALIDATION_SEED = 0
+"""Of the choice where no ``validation_seed`` says another: the same pictures whatever the seed of training is."""
+
+
+@dataclass(frozen=True)
+class ValidationSplit:
+    """The pictures to train on, those to validate on, and what has to be said about them."""
+
+    train_samples: tuple[Sample, ...]
+    validation_samples: tuple[Sample, ...]
+    notes: tuple[str, ...] = ()
+
+
+def split_validation_samples(samples: Sequence[Sample], datasets: Sequence[DatasetConfig]) -> ValidationSplit:
+    """Keep ``validation_split`` of each subset, but no regularisation picture; nothing that is kept is trained on.
+
+    A picture is drawn by a hash of its file, so that all its copies share its lot and its name does not matter.  A
+    dataset that is to be split and is so small that chance would leave one side empty gives it one picture.
+    """
+    held: dict[tuple[int, str], Sample] = {}  # each picture once in a dataset
+    for number, dataset in enumerate(datasets):
+        if not any(subset.validation_split for subset in dataset.subsets):
+            continue
+        mine = [sample for sample in samples if sample.dataset_index == number and not sample.is_reg]
+        for sample in _select_validation_samples(mine, dataset):
+            held.setdefault((number, sample.content_hash), sample)
+    if not held:
+        return ValidationSplit(tuple(samples), ())
+    contents = {content for _, content in held}
+    training = tuple(sample for sample in samples if sample.content_hash not in contents)
+    kept = sorted(held.values(), key=lambda sample: (sample.dataset_index, sample.content_hash))
+    return ValidationSplit(
+        training,
+        tuple(_freeze_sample(sample, datasets) for sample in kept),
+        tuple(_format_notes(samples, held, datasets)),
+    )
+
+
+def disable_augmentations(dataset: DatasetConfig) -> DatasetConfig:
+    """The same with everything off that shows a picture or a caption in more than one way."""
+    return replace(
+        dataset,
+        subsets=tuple(
+            replace(subset, **_RANDOM_SETTINGS_OFF, **_BAKED_IN_CAPTION_SETTINGS) for subset in dataset.subsets
+        ),
+    )
+
+
+_RANDOM_SETTINGS_OFF: Mapping[str, Any] = {
+    "flip_aug": False,
+    "random_crop": False,
+    "color_aug": False,
+    "shuffle_caption": False,
+    "caption_dropout_rate": 0.0,
+    "caption_dropout_every_n_epochs": 0,
+    "caption_tag_dropout_rate": 0.0,
+    "token_warmup_step": 0.0,
+}
+
+
+_BAKED_IN_CAPTION_SETTINGS: Mapping[str, Any] = {
+    "enable_wildcard": False, "caption_prefix": None, "caption_suffix": None, "secondary_separator": None
+}  # fmt: skip
+"""What these do is in the caption of a picture that is held out, once and for all."""
+
+
+def _select_validation_samples(samples: Sequence[Sample], dataset: DatasetConfig) -> list[Sample]:
+    """Those whose number lies below the split, of which no side may be empty that chance alone would empty."""
+    shares = [dataset.subsets[sample.subset_index].validation_split for sample in samples]
+    numbers = [_hash_to_unit_interval(sample.content_hash, dataset) for sample in samples]
+    drawn = [sample for sample, share, number in zip(samples, shares, numbers, strict=True) if number < share]
+    by_chance = [(number / share, sample) for sample, share, number in zip(samples, shares, numbers, strict=True)
+                 if 0 < share < 1]  # fmt: skip
+    if len({sample.content_hash for _, sample in by_chance}) < 2:
+        return drawn
+    if not drawn:
+        return [min(by_chance, key=lambda item: item[0])[1]]
+    if len(drawn) == len(samples):
+        spared = max(by_chance, key=lambda item: item[0])[1].content_hash
+        return [sample for sample in drawn if sample.content_hash != spared]
+    return drawn
+
+
+def _hash_to_unit_interval(content_hash: str, dataset: DatasetConfig) -> float:
+    """From 0 to 1, and the same for this content whatever else there is."""
+    return derive_seed(_get_validation_seed(dataset), f"held out/{content_hash}") / 2**63
+
+
+def _get_validation_seed(dataset: DatasetConfig) -> int:
+    return DEFAULT_VALIDATION_SEED if dataset.validation_seed is None else dataset.validation_seed
+
+
+def _freeze_sample(sample: Sample, datasets: Sequence[DatasetConfig]) -> Sample:
+    """The sample as it is always shown: once, in full weight, with one caption."""
+    dataset = datasets[sample.dataset_index]
+    subset: SubsetConfig = dataset.subsets[sample.subset_index]
+    settled = replace(subset, **_RANDOM_SETTINGS_OFF)
+    draw = derive_rng(_get_validation_seed(dataset), f"caption/{sample.content_hash}")
+    caption = process_caption(sample.caption, settled, draw, epoch=0, step=0, total_steps=0)
+    return replace(sample, repeats=1, loss_weight=1.0, caption=caption)
+
+
+def _format_notes(samples: Sequence[Sample], validation_samples: dict[tuple[int, str], Sample],
+           datasets: Sequence[DatasetConfig]) -> list[str]:  # fmt: skip
+    found: defaultdict[int, int] = defaultdict(int)
+    elsewhere: defaultdict[int, int] = defaultdict(int)
+    contents = {content for _, content in validation_samples}
+    for sample in samples:
+        found[sample.dataset_index] += not sample.is_reg
+        elsewhere[sample.dataset_index] += (
+            sample.content_hash in contents and (sample.dataset_index, sample.content_hash) not in validation_samples
+        )
+    notes = []
+    for number in range(len(datasets)):
+        if count := sum(dataset == number for dataset, _ in validation_samples):
+            notes.append(f"dataset {number + 1}: {count} of {found[number]} pictures are kept for validation")
+        if elsewhere[number]:
+            notes.append(f"dataset {number + 1}: {elsewhere[number]} pictures are not trained on, because they are kept"
+                         " for validation in another dataset")  # fmt: skip
+    return notes

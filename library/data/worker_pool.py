@@ -1,0 +1,183 @@
+"""Processes that read ahead: started once for a run, deaf to signals, never awaited in vain and never left behind."""
+
+import atexit
+import itertools
+import multiprocessing.connection
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from ..errors import UserError
+
+SHUTDOWN_TIMEOUT_SECONDS = 10.0
+"""Workers that have not ended by then are killed."""
+
+
+_EXIT_TIMEOUT_SECONDS = 1.0  # between the first sign of a death and its being known
+
+
+class SharedMemoryItem(Protocol):
+    """What a reader makes: it can move to memory that other processes see."""
+
+    def share_memory(self) -> "SharedMemoryItem": ...
+
+
+@dataclass(frozen=True)
+class WorkerFailure:
+    """What a reader hands over in the place of a batch; it ends the run."""
+
+    problem: str
+
+
+Item = TypeVar("Item", bound=SharedMemoryItem)
+
+
+class PrefetchIterator(Generic[Item]):
+    """``reader[first]``, ``reader[first + 1]`` and so on, without end, in this order whatever the number of workers."""
+
+    def __init__(self, dataset: "Dataset[Item | WorkerFailure]", first_position: int, *, num_workers: int, prefetch_factor: int,
+                 pin_memory: bool, multiprocessing_context: str | None = None):  # fmt: skip
+        self.settings_hint = (
+            f"--max_data_loader_n_workers (now {num_workers}) or --prefetch_factor (now {prefetch_factor})"
+        )
+        loader: DataLoader[Item | WorkerFailure] = DataLoader(
+            dataset,
+            batch_size=None,  # the plan made the batches
+            sampler=_PositionSampler(first_position),
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor if num_workers else None,
+            collate_fn=_move_to_shared_memory,
+            worker_init_fn=_ignore_signals,
+            multiprocessing_context=multiprocessing_context if num_workers else None,
+            pin_memory=pin_memory,
+        )
+        with _keep_sigchld_handler():
+            self.data_iterator: Any = iter(loader)
+        self.is_shut_down = False
+        self.workers: list[Any] = list(getattr(self.data_iterator, "_workers", ()))
+        atexit.register(self.shutdown)  # a traceback that somebody keeps is enough for an iterator never to be closed
+
+    def __iter__(self) -> "PrefetchIterator[Item]":
+        return self
+
+    def __next__(self) -> Item:
+        try:
+            item: Item | WorkerFailure = next(self.data_iterator)
+        except Exception as error:
+            dead = self._find_dead_workers() if self.workers else []
+            if not dead:
+                raise
+            self.shutdown(kill=True)
+            raise UserError(_format_worker_death(dead[0].pid, dead[0].exitcode, self.settings_hint)) from error
+        if isinstance(item, WorkerFailure):  # raised here and not in a worker, whose traceback would become part of it
+            raise UserError(item.problem)
+        return item
+
+    def _find_dead_workers(self) -> list[Any]:
+        """Workers that ended by themselves, which none should."""
+        sentinels = {worker.sentinel: worker for worker in self.workers}
+        for gone in multiprocessing.connection.wait(list(sentinels), _EXIT_TIMEOUT_SECONDS):
+            sentinels[gone].join(_EXIT_TIMEOUT_SECONDS)  # what it had open is closed a moment before its end is known
+        return [worker for worker in self.workers if worker.exitcode is not None]
+
+    def shutdown(self, *, kill: bool = False) -> None:
+        """End all workers; those that do not end, or all of them ``at_once``, are killed.
+
+        They ignore SIGTERM, with which Python ends what is left of them at its own end, and it would wait for ever.
+        A worker that was killed may have held a lock for which the orderly end would wait, too.
+        """
+        if self.is_shut_down:  # when the interpreter goes it closes what it finds, and much is gone by then
+            return
+        self.is_shut_down = True
+        atexit.unregister(self.shutdown)
+        if kill:
+            self._kill_workers()
+        self._shutdown_gracefully()
+        self._kill_workers()
+
+    def _shutdown_gracefully(self) -> None:
+        end = getattr(self.data_iterator, "_shutdown_workers", None)
+        if end is None:  # there are no workers
+            return
+        for queue in (self.data_iterator._worker_result_queue, *self.data_iterator._index_queues):
+            queue.cancel_join_thread()  # what is still in them interests nobody
+        thread = threading.Thread(target=end, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter goes, and some releases of Python 3.12 start no thread then
+            return
+        thread.join(SHUTDOWN_TIMEOUT_SECONDS)
+
+    def _kill_workers(self) -> None:
+        for worker in self.workers:
+            if worker.is_alive():
+                worker.kill()
+        for worker in self.workers:
+            worker.join(_EXIT_TIMEOUT_SECONDS)
+
+
+class _PositionSampler:
+    """Every position from ``first`` on."""
+
+    def __init__(self, first_position: int):
+        self.first_position = first_position
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count(self.first_position)
+
+
+def _move_to_shared_memory(item: Any) -> Any:
+    """Moved to shared memory by the worker itself.
+
+    Otherwise the thread that sends it does so, which prints an error and goes on when there is no memory, while the
+    main process waits for a batch that never comes.
+    """
+    if get_worker_info() is None or isinstance(item, WorkerFailure):
+        return item
+    try:
+        return item.share_memory()
+    except RuntimeError as error:
+        return WorkerFailure(f"no shared memory left for pictures that are read ahead; {_SHARED_MEMORY_HINT}: {error}")
+
+
+_SHARED_MEMORY_HINT = "give the container more of it (docker run --shm-size 8g, or --ipc host), or use fewer workers"
+
+
+def _ignore_signals(worker_id: int) -> None:
+    """A signal goes to the whole process group; the main process decides what it means, and needs its workers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+@contextmanager
+def _keep_sigchld_handler() -> Iterator[None]:
+    """Keep torch's handler of SIGCHLD out.
+
+    It raises when a worker dies, in the middle of whatever the main thread is doing.  Without it the death is found
+    within seconds when the next batch is wanted, which is where something can be said about it.
+    """
+    if not hasattr(signal, "SIGCHLD") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGCHLD)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def _format_worker_death(pid: int, exit_code: int, settings_hint: str) -> str:
+    """What became of a worker, and what can be done."""
+    who = f"a process that reads pictures (pid {pid})"
+    if exit_code == -signal.SIGKILL:
+        return (f"{who} was killed, most likely by the system because memory ran out; lower {settings_hint}, or give the job"
+                " more memory")  # fmt: skip
+    if exit_code == -signal.SIGBUS:
+        return f"{who} found no shared memory left; {_SHARED_MEMORY_HINT}"
+    how = f"died of {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with exit code {exit_code}"
+    return f"{who} {how}; with --max_data_loader_n_workers 0 the main process reads, and shows where it happens"

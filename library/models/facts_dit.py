@@ -1,0 +1,201 @@
+"""Facts of the families that learn by flow matching: Stable Diffusion 3, FLUX.1, Z-Image and Qwen-Image."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from ..config.schema import ModelConfig
+from .facts import FamilyFacts, FamilyMatch
+from .model_configs import ConfigReader, JsonDict, ModelError, read_required
+
+_CHECKPOINT_PREFIXES = ("model.diffusion_model.",)
+"""What stands before the transformer in whole checkpoints; a file of the transformer alone has nothing there."""
+
+
+def _match_flow_model(read: ConfigReader, channels_per_latent: int, reason: str) -> FamilyMatch:
+    """The checks that all share; ``channels`` are those of the transformer's input for each of the VAE's."""
+    transformer, vae, scheduler = (read_required(read, file) for file in (
+        "transformer/config.json", "vae/config.json", "scheduler/scheduler_config.json"))  # fmt: skip
+    takes, makes = transformer.get("in_channels"), vae.get("latent_channels", vae.get("z_dim"))
+    if isinstance(takes, int) and isinstance(makes, int) and takes != makes * channels_per_latent:
+        raise ModelError(f"its transformer takes {takes} channels and not {makes * channels_per_latent}; models that fill in, edit "
+                      "or follow a drawing cannot be trained")  # fmt: skip
+    name, steps = scheduler.get("_class_name", ""), scheduler.get("num_train_timesteps", 1000)
+    if "FlowMatch" not in name:
+        raise ModelError(f"its scheduler is {name}, and only flow matching fits {reason}")
+    if steps != 1000:
+        raise ModelError(f"its scheduler says num_train_timesteps {steps}; only 1000 is supported")
+    # The VAE divides sizes by 8 or what its blocks say, and the transformer reads patches of 2 x 2.
+    return FamilyMatch(reason, _get_vae_scale_factor(vae) * 2, "flow")
+
+
+def _get_vae_scale_factor(vae: JsonDict) -> int:
+    halvings = vae.get("temperal_downsample")  # Qwen-Image's spelling
+    if isinstance(halvings, list):
+        return int(2 ** len(halvings))
+    blocks = vae.get("block_out_channels")
+    if not isinstance(blocks, list) or not blocks:
+        raise ModelError("the config.json of its VAE names no block_out_channels; the file is damaged")
+    return int(2 ** (len(blocks) - 1))
+
+
+def _match_sd3(read: ConfigReader) -> FamilyMatch:
+    depth = read_required(read, "transformer/config.json").get("num_layers")
+    return _match_flow_model(read, 1, f"the transformer has {depth} joint blocks")
+
+
+def _match_flux(read: ConfigReader) -> FamilyMatch:
+    guided = read_required(read, "transformer/config.json").get("guidance_embeds", False)
+    kind = "a guidance, so it is dev" if guided else "no guidance, so it is schnell"
+    return replace(_match_flow_model(read, 4, f"the transformer is told {kind}"), has_guidance_embeds=bool(guided))
+
+
+def _match_z_image(read: ConfigReader) -> FamilyMatch:
+    config = read_required(read, "transformer/config.json")
+    if config.get("siglip_feat_dim") is not None:
+        raise ModelError("it is Z-Image-Omni, which reads pictures, too; use Z-Image or Z-Image-Turbo")
+    return _match_flow_model(read, 1, f"the transformer has {config.get('n_layers')} blocks")
+
+
+def _match_qwen_image(read: ConfigReader) -> FamilyMatch:
+    config = read_required(read, "transformer/config.json")
+    if config.get("zero_cond_t") or config.get("use_layer3d_rope") or config.get("use_additional_t_cond"):
+        raise ModelError("it is Qwen-Image-Edit or Qwen-Image-Layered; use Qwen-Image")
+    return _match_flow_model(read, 4, f"the transformer has {config.get('num_layers')} blocks")
+
+
+def _validate_flux_guidance(read: ConfigReader, options: ModelConfig) -> Iterator[str]:
+    guided = (read("transformer/config.json") or {}).get("guidance_embeds", False)
+    if not guided and options.guidance_scale != ModelConfig.guidance_scale:
+        yield "guidance_scale: FLUX.1 schnell is told no guidance; leave this option out"
+
+
+_CLIP_PREFIXES: Mapping[str, tuple[str, ...]] = {
+    "text_encoder": ("text_encoders.clip_l.transformer.",),
+    "text_encoder_2": ("text_encoders.clip_g.transformer.",),
+}
+
+
+_SD3_TEXT_COMPONENTS = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3")
+
+
+SD3_FACTS = FamilyFacts(
+    name="sd3",
+    title="Stable Diffusion 3",
+    pipeline_class="StableDiffusion3Pipeline",
+    denoiser_name="transformer",
+    components=("transformer", "vae", *_SD3_TEXT_COMPONENTS),
+    match_configs=_match_sd3,
+    component_options={"vae": "vae", "clip_l": "text_encoder", "clip_g": "text_encoder_2", "t5xxl": "text_encoder_3"},
+    text_encoders=("text_encoder", "text_encoder_2", "text_encoder_3"),
+    t5_encoder="text_encoder_3",
+    extra_options=("t5xxl_max_token_length",),
+    single_file_prefixes={
+        "transformer": _CHECKPOINT_PREFIXES,
+        "vae": ("first_stage_model.",),
+        **_CLIP_PREFIXES,
+        "text_encoder_3": ("text_encoders.t5xxl.transformer.",),
+    },
+    single_file_keys=("joint_blocks.0.x_block.attn.qkv.weight", "context_embedder.weight", "x_embedder.proj.weight"),
+    diffusers_keys={
+        "joint_blocks.0.x_block.attn.qkv.weight": "transformer_blocks.0.attn.to_q.weight",
+        "joint_blocks.0.x_block.attn.ln_q.weight": "transformer_blocks.0.attn.norm_q.weight",
+        "joint_blocks.0.x_block.attn2.qkv.weight": "transformer_blocks.0.attn2.to_q.weight",
+        "x_embedder.proj.weight": "pos_embed.proj.weight",
+    },
+    shape_checks={
+        ("context_embedder.weight", 0): ("transformer", "caption_projection_dim"),
+        ("context_embedder.weight", 1): ("transformer", "joint_attention_dim"),
+        ("x_embedder.proj.weight", 1): ("transformer", "in_channels"),
+        ("joint_blocks.0.x_block.attn.ln_q.weight", None): ("transformer", "qk_norm"),
+        ("joint_blocks.0.x_block.attn2.qkv.weight", None): ("transformer", "dual_attention_layers"),
+    },
+)
+
+
+_MASKED_ATTENTION_MODES = ("xformers", "efficient", "cudnn", "math")
+"""Ways to compute attention that can leave out the padding of texts."""
+
+
+FLUX_FACTS = FamilyFacts(
+    name="flux",
+    title="FLUX.1",
+    pipeline_class="FluxPipeline",
+    denoiser_name="transformer",
+    components=("transformer", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
+    match_configs=_match_flux,
+    component_options={"ae": "vae", "vae": "vae", "clip_l": "text_encoder", "t5xxl": "text_encoder_2"},
+    text_encoders=("text_encoder", "text_encoder_2"),
+    t5_encoder="text_encoder_2",
+    extra_options=("t5xxl_max_token_length", "guidance_scale"),
+    attention_modes=(*_MASKED_ATTENTION_MODES, "flash", "flash3"),
+    validate_options=_validate_flux_guidance,
+    single_file_prefixes={
+        "transformer": _CHECKPOINT_PREFIXES,
+        "vae": ("vae.",),
+        "text_encoder": _CLIP_PREFIXES["text_encoder"],
+        "text_encoder_2": ("text_encoders.t5xxl.transformer.",),
+    },
+    single_file_keys=("double_blocks.0.img_attn.qkv.weight", "vector_in.in_layer.weight", "img_in.weight"),
+    diffusers_keys={
+        "double_blocks.0.img_attn.qkv.weight": "single_transformer_blocks.0.proj_mlp.weight",
+        "vector_in.in_layer.weight": "time_text_embed.text_embedder.linear_1.weight",
+        "guidance_in.in_layer.weight": "time_text_embed.guidance_embedder.linear_1.weight",
+        "img_in.weight": "x_embedder.weight",
+        "txt_in.weight": "context_embedder.weight",
+    },
+    shape_checks={
+        ("img_in.weight", 1): ("transformer", "in_channels"),
+        ("txt_in.weight", 1): ("transformer", "joint_attention_dim"),
+        ("vector_in.in_layer.weight", 1): ("transformer", "pooled_projection_dim"),
+        ("guidance_in.in_layer.weight", None): ("transformer", "guidance_embeds"),
+    },
+)
+
+
+Z_IMAGE_FACTS = FamilyFacts(
+    name="z_image",
+    title="Z-Image",
+    pipeline_class="ZImagePipeline",
+    denoiser_name="transformer",
+    components=("transformer", "vae", "text_encoder", "tokenizer"),
+    match_configs=_match_z_image,
+    component_options={"ae": "vae", "vae": "vae", "text_encoder": "text_encoder"},
+    attention_modes=_MASKED_ATTENTION_MODES,
+    single_file_prefixes={
+        "transformer": _CHECKPOINT_PREFIXES,
+        "vae": ("vae.",),
+        "text_encoder": ("text_encoders.qwen3_4b.transformer.",),
+    },
+    single_file_keys=(
+        "noise_refiner.0.attention.qkv.weight",
+        "cap_embedder.1.weight",
+        "layers.0.adaLN_modulation.0.weight",
+    ),
+    diffusers_keys={"noise_refiner.0.attention.qkv.weight": "noise_refiner.0.attention.to_q.weight"},
+    shape_checks={
+        ("cap_embedder.1.weight", 0): ("transformer", "dim"),
+        ("cap_embedder.1.weight", 1): ("transformer", "cap_feat_dim"),
+    },
+)
+
+
+QWEN_IMAGE_FACTS = FamilyFacts(
+    name="qwen_image",
+    title="Qwen-Image",
+    pipeline_class="QwenImagePipeline",
+    denoiser_name="transformer",
+    components=("transformer", "vae", "text_encoder", "tokenizer"),
+    match_configs=_match_qwen_image,
+    component_options={"vae": "vae", "text_encoder": "text_encoder"},
+    attention_modes=_MASKED_ATTENTION_MODES,
+    single_file_prefixes={
+        "transformer": _CHECKPOINT_PREFIXES,
+        "vae": ("vae.",),
+        "text_encoder": ("text_encoders.qwen25_7b.transformer.",),
+    },
+    single_file_keys=("transformer_blocks.0.img_mlp.net.0.proj.weight", "transformer_blocks.0.attn.add_q_proj.weight"),
+    shape_checks={
+        ("img_in.weight", 1): ("transformer", "in_channels"),
+        ("txt_in.weight", 1): ("transformer", "joint_attention_dim"),
+    },
+)

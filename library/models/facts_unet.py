@@ -1,0 +1,135 @@
+"""What the families with a UNet have in common: the noise process, and the layers that get a LoRA."""
+
+from .facts import FamilyFacts, FamilyMatch
+from .model_configs import ConfigReader, JsonDict, ModelError, read_required
+
+UNET_LORA_TARGET_MODULES = (
+    "proj_in", "proj_out", "to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2",
+)  # fmt: skip
+"""Every linear layer and 1x1 convolution inside the UNet's Transformer2DModel blocks."""
+
+
+UNET_CONV_LORA_TARGET_MODULES = (
+    "resnets.*.conv1", "resnets.*.conv2", "resnets.*.conv_shortcut", "resnets.*.time_emb_proj", "downsamplers.*.conv",
+    "upsamplers.*.conv",
+)  # fmt: skip
+"""What gets a LoRA besides when convolutions are to have one: all layers between the transformers."""
+
+
+def _match_unet_model(read: ConfigReader) -> FamilyMatch:
+    """The checks that all three share."""
+    unet, vae, scheduler = (read_required(read, file) for file in (
+        "unet/config.json", "vae/config.json", "scheduler/scheduler_config.json"))  # fmt: skip
+    if unet.get("in_channels", 4) != 4:
+        raise ModelError(f"its UNet takes {unet['in_channels']} channels and not 4; inpainting and editing models "
+                      "cannot be trained")  # fmt: skip
+    predicts, steps = scheduler.get("prediction_type", "epsilon"), scheduler.get("num_train_timesteps", 1000)
+    if predicts not in ("epsilon", "v_prediction"):
+        raise ModelError(
+            f"its scheduler says prediction_type {predicts!r}; only epsilon and v_prediction can be trained"
+        )
+    if steps != 1000:
+        raise ModelError(f"its scheduler says num_train_timesteps {steps}; only 1000 is supported")
+    return FamilyMatch(f"the UNet reads text of width {unet.get('cross_attention_dim')}", _get_downscale_factor(vae) * _get_downscale_factor(unet),
+                "v" if predicts == "v_prediction" else "epsilon")  # fmt: skip
+
+
+def match_sd1(read: ConfigReader) -> FamilyMatch | None:
+    """Everything with this pipeline class that is not Stable Diffusion 2."""
+    return None if _is_sd2(read) else _match_unet_model(read)
+
+
+def match_sd2(read: ConfigReader) -> FamilyMatch | None:
+    return _match_unet_model(read) if _is_sd2(read) else None
+
+
+def match_sdxl(read: ConfigReader) -> FamilyMatch | None:
+    unet = read_required(read, "unet/config.json")
+    if unet.get("addition_embed_type") != "text_time":
+        raise ModelError(
+            "its UNet takes no sizes (addition_embed_type is not text_time), so it is no Stable Diffusion XL"
+        )
+    if unet.get("projection_class_embeddings_input_dim") == 2560:
+        raise ModelError("it is the refiner of Stable Diffusion XL; LoRAs are trained on the base model")
+    return _match_unet_model(read)
+
+
+def _is_sd2(read: ConfigReader) -> bool:
+    unet = read_required(read, "unet/config.json")
+    return unet.get("cross_attention_dim") == 1024 or bool(unet.get("use_linear_projection"))
+
+
+def _get_downscale_factor(config: JsonDict) -> int:
+    """By what a VAE's or UNet's sizes are divided: every block but the last halves them."""
+    blocks = config.get("block_out_channels")
+    if not isinstance(blocks, list) or not blocks:
+        raise ModelError("the config.json of its UNet or VAE names no block_out_channels; the file is damaged")
+    return int(2 ** (len(blocks) - 1))
+
+
+_UNET_PREFIXES, _VAE_PREFIXES = ("model.diffusion_model.",), ("first_stage_model.",)
+
+
+SD1_FACTS = FamilyFacts(
+    name="sd1",
+    title="Stable Diffusion 1",
+    pipeline_class="StableDiffusionPipeline",
+    denoiser_name="unet",
+    components=("unet", "vae", "text_encoder", "tokenizer"),
+    match_configs=match_sd1,
+    component_options={"vae": "vae", "clip_l": "text_encoder"},
+    text_encoders=("text_encoder",),
+    extra_options=("clip_skip", "max_token_length"),
+    single_file_prefixes={
+        "unet": _UNET_PREFIXES,
+        "vae": _VAE_PREFIXES,
+        "text_encoder": ("cond_stage_model.transformer.",),
+    },
+    single_file_keys=("input_blocks.0.0.weight", "input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight"),
+    shape_checks={
+        ("input_blocks.0.0.weight", 0): ("unet", "block_out_channels", 0),
+        ("input_blocks.0.0.weight", 1): ("unet", "in_channels"),
+        ("input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight", 1): ("unet", "cross_attention_dim"),
+    },
+)
+
+
+SD2_FACTS = FamilyFacts(
+    name="sd2",
+    title="Stable Diffusion 2",
+    pipeline_class="StableDiffusionPipeline",
+    denoiser_name="unet",
+    components=("unet", "vae", "text_encoder", "tokenizer"),
+    match_configs=match_sd2,
+    component_options={"vae": "vae"},
+    text_encoders=("text_encoder",),
+    extra_options=("clip_skip", "max_token_length"),
+    single_file_prefixes={"unet": _UNET_PREFIXES, "vae": _VAE_PREFIXES, "text_encoder": ("cond_stage_model.model.",)},
+    single_file_keys=SD1_FACTS.single_file_keys,
+    shape_checks=SD1_FACTS.shape_checks,
+)
+
+
+SDXL_FACTS = FamilyFacts(
+    name="sdxl",
+    title="Stable Diffusion XL",
+    pipeline_class="StableDiffusionXLPipeline",
+    denoiser_name="unet",
+    components=("unet", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
+    match_configs=match_sdxl,
+    component_options={"vae": "vae", "clip_l": "text_encoder", "clip_g": "text_encoder_2"},
+    text_encoders=("text_encoder", "text_encoder_2"),
+    extra_options=("max_token_length",),
+    single_file_prefixes={
+        "unet": _UNET_PREFIXES,
+        "vae": _VAE_PREFIXES,
+        "text_encoder": ("conditioner.embedders.0.transformer.",),
+        "text_encoder_2": ("conditioner.embedders.1.model.",),
+    },
+    single_file_keys=("input_blocks.0.0.weight", "label_emb.0.0.weight"),
+    shape_checks={
+        ("input_blocks.0.0.weight", 0): ("unet", "block_out_channels", 0),
+        ("input_blocks.0.0.weight", 1): ("unet", "in_channels"),
+        ("label_emb.0.0.weight", 1): ("unet", "projection_class_embeddings_input_dim"),
+    },
+)

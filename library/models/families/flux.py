@@ -1,0 +1,121 @@
+"""FLUX.1 dev and schnell: patches of 2 x 2 latents in a row, CLIP's pooled text and T5; flow matching.
+
+dev has its guidance distilled in and is told how strong it is to be; schnell is not, and draws in four steps.
+"""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from PIL.Image import Image
+from torch import Tensor, nn
+
+from ...data.batch import Batch, Cond, Moments
+from ...data.prompts import Prompt
+from ...diffusion.process import FlowMatchingProcess, NoiseProcess
+from .. import text_encoding, vae
+from ..base import BaseModelInfo, Family
+from ..facts_dit import FLUX_FACTS
+from ..sampling import run_flow_sampling_pipeline
+from ..text_encoding import CLIP_LORA_TARGET_MODULES, T5_LORA_TARGET_MODULES
+
+
+class Flux(Family):
+    facts = FLUX_FACTS
+    denoiser_name = "transformer"
+    text_components = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+    tokenizer_repo_ids = {"tokenizer": "openai/clip-vit-large-patch14", "tokenizer_2": "google/t5-v1_1-xxl"}  # noqa: RUF012
+    # Every linear layer of the double and single blocks; proj_out is also a name outside of them.
+    lora_target_modules = (
+        "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
+        "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2", "norm1.linear",
+        "norm1_context.linear", "norm.linear", "proj_mlp", "single_transformer_blocks.*.proj_out",
+    )  # fmt: skip
+    lora_prefix = "lora_unet"
+    lora_format = "diffusers"
+    lora_key_style = "flux"
+    text_lora_target_modules = {"text_encoder": CLIP_LORA_TARGET_MODULES, "text_encoder_2": T5_LORA_TARGET_MODULES}  # noqa: RUF012
+    text_lora_prefixes = {"text_encoder": "lora_te1", "text_encoder_2": "lora_te3"}  # noqa: RUF012
+    block_lists = ("transformer_blocks", "single_transformer_blocks")
+    block_token_args = {  # noqa: RUF012
+        "image_rotary_emb": ((0, ("encoder_hidden_states", "hidden_states")),) * 2,
+    }
+    default_image_size = (1024, 1024)
+    default_num_inference_steps = 20
+    default_guidance_scale = 1.0
+
+    def get_non_block_lora_target_modules(self, denoiser: Any) -> tuple[str, ...]:
+        embedders = ("timestep", "text", "guidance") if denoiser.config.guidance_embeds else ("timestep", "text")
+        layers = (f"time_text_embed.{each}_embedder.linear_{number}" for each in embedders for number in (1, 2))
+        return "x_embedder", "context_embedder", *layers
+
+    def build_noise_process(self, pipe: Any) -> NoiseProcess:
+        return FlowMatchingProcess.from_scheduler(pipe.scheduler.config)
+
+    def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
+        return BaseModelInfo("flux1", "flux-1-dev" if _has_guidance_embeds(pipe) else "flux-1-schnell")
+
+    def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        with text_encoding.suppress_truncation_warnings(pipe, pipe.tokenizer, pipe.tokenizer_2):
+            embeds, pooled, _ = pipe.encode_prompt(
+                list(prompts), device=pipe.text_encoder.device, max_sequence_length=self._get_max_sequence_length(pipe)
+            )
+        return {"embeds": embeds, "pooled": pooled}
+
+    def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
+        return text_encoding.find_truncated_prompts(
+            pipe.tokenizer_2, prompts, self._get_max_sequence_length(pipe) - 1
+        )  # and one for the end of the text
+
+    def _get_max_sequence_length(self, pipe: Any) -> int:
+        # dev and schnell differ; the transformer, which knows better than the scheduler, may not be loaded yet.
+        return self.model_config.t5xxl_max_token_length or (512 if pipe.scheduler.config.use_dynamic_shifting else 256)
+
+    def encode_moments(self, pipe: Any, pixels: Tensor) -> Moments:
+        return vae.encode_vae_moments(pipe.vae, pixels)
+
+    def decode_latents(self, pipe: Any, latents: Tensor) -> Tensor:
+        return vae.decode_vae_latents(pipe.vae, latents)
+
+    def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
+        count, channels, height, width = noisy_latents.shape
+        embeds = cast(Tensor, batch.cond["embeds"])
+        # They are made on the host: sent by the pipeline itself, they would be waited for.
+        places = pipe._prepare_latent_image_ids(count, height // 2, width // 2, None, noisy_latents.dtype)
+        predicted = denoiser(
+            hidden_states=pipe._pack_latents(noisy_latents, count, channels, height, width),
+            timestep=timesteps / 1000,
+            guidance=torch.full_like(timesteps, self.model_config.guidance_scale)
+            if _has_guidance_embeds(pipe)
+            else None,
+            encoder_hidden_states=embeds,
+            pooled_projections=batch.cond["pooled"],
+            txt_ids=noisy_latents.new_zeros(embeds.shape[1], 3),
+            img_ids=places.to(noisy_latents.device, non_blocking=True),
+            return_dict=False,
+        )[0]
+        unpacked: Tensor = pipe._unpack_latents(predicted, height, width, vae_scale_factor=1)
+        return unpacked
+
+    def generate_image(
+        self,
+        pipe: Any,
+        prompt: Prompt,
+        cond: Cond,
+        negative_cond: Cond,
+        generator: torch.Generator,
+        sampler: str | None,
+    ) -> Image:
+        return run_flow_sampling_pipeline(
+            self, pipe, prompt, generator, sampler,
+            num_inference_steps=prompt.num_inference_steps or (self.default_num_inference_steps if _has_guidance_embeds(pipe) else 4),
+            true_cfg_scale=self.default_guidance_scale if prompt.cfg_scale is None else prompt.cfg_scale,
+            guidance_scale=3.5 if prompt.embedded_guidance is None else prompt.embedded_guidance,
+            prompt_embeds=cond["embeds"], pooled_prompt_embeds=cond["pooled"],
+            negative_prompt_embeds=negative_cond["embeds"], negative_pooled_prompt_embeds=negative_cond["pooled"],
+        )  # fmt: skip
+
+
+def _has_guidance_embeds(pipe: Any) -> bool:
+    """dev is, schnell is not."""
+    return bool(pipe.transformer.config.guidance_embeds)

@@ -1,0 +1,74 @@
+"""Stable Diffusion 1.x: UNet, one CLIP text encoder, prediction of noise or velocity."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from PIL.Image import Image
+from torch import Tensor, nn
+
+from ...data.batch import Batch, Cond, Moments
+from ...data.prompts import Prompt
+from ...diffusion.process import NoiseProcess
+from .. import text_encoding, vae
+from ..base import BaseModelInfo, Family
+from ..facts_unet import SD1_FACTS, UNET_CONV_LORA_TARGET_MODULES, UNET_LORA_TARGET_MODULES
+from ..sampling import run_sampling_pipeline
+from ..schedulers import build_noise_process
+from ..text_encoding import CLIP_LORA_TARGET_MODULES, encode_with_clip
+
+
+class StableDiffusion1(Family):
+    facts = SD1_FACTS
+    denoiser_name = "unet"
+    has_skip_connections = True
+    text_components = ("text_encoder", "tokenizer")
+    tokenizer_repo_ids = {"tokenizer": "openai/clip-vit-large-patch14"}  # noqa: RUF012
+    lora_target_modules = UNET_LORA_TARGET_MODULES
+    conv_lora_target_modules = UNET_CONV_LORA_TARGET_MODULES
+    lora_prefix = "lora_unet"
+    lora_other_key_styles = ("ldm",)
+    text_lora_target_modules = {"text_encoder": CLIP_LORA_TARGET_MODULES}  # noqa: RUF012
+    text_lora_prefixes = {"text_encoder": "lora_te"}  # noqa: RUF012
+    default_image_size = (512, 512)
+    default_num_inference_steps = 30
+    default_guidance_scale = 7.5
+
+    def build_noise_process(self, pipe: Any) -> NoiseProcess:
+        return build_noise_process(pipe)
+
+    def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
+        return BaseModelInfo("sd_v1", "stable-diffusion-v1")
+
+    def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        return {"embeds": encode_with_clip(pipe, prompts, self.model_config)}
+
+    def get_unused_text_layers(self, encoder: Any, component: str) -> tuple[str, ...]:
+        return text_encoding.get_last_layer_names(encoder, (self.model_config.clip_skip or 1) - 1)
+
+    def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
+        return text_encoding.find_truncated_prompts(pipe.tokenizer, prompts, self.model_config.max_token_length)
+
+    def encode_moments(self, pipe: Any, pixels: Tensor) -> Moments:
+        return vae.encode_vae_moments(pipe.vae, pixels)
+
+    def decode_latents(self, pipe: Any, latents: Tensor) -> Tensor:
+        return vae.decode_vae_latents(pipe.vae, latents)
+
+    def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
+        predicted: Tensor = denoiser(
+            noisy_latents, timesteps, encoder_hidden_states=batch.cond["embeds"], return_dict=False
+        )[0]
+        return predicted
+
+    def generate_image(
+        self,
+        pipe: Any,
+        prompt: Prompt,
+        cond: Cond,
+        negative_cond: Cond,
+        generator: torch.Generator,
+        sampler: str | None,
+    ) -> Image:
+        return run_sampling_pipeline(self, pipe, prompt, generator, sampler,
+                         prompt_embeds=cond["embeds"], negative_prompt_embeds=negative_cond["embeds"])  # fmt: skip

@@ -1,0 +1,119 @@
+"""Stable Diffusion 3 and 3.5: two CLIP text encoders and T5, read together; flow matching."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from PIL.Image import Image
+from torch import Tensor, nn
+
+from ...data.batch import Batch, Cond, Moments
+from ...data.prompts import Prompt
+from ...diffusion.process import FlowMatchingProcess, NoiseProcess
+from .. import text_encoding, vae
+from ..base import BaseModelInfo, Family
+from ..facts_dit import SD3_FACTS
+from ..sampling import run_flow_sampling_pipeline
+from ..text_encoding import CLIP_LORA_TARGET_MODULES, T5_LORA_TARGET_MODULES
+
+
+class StableDiffusion3(Family):
+    facts = SD3_FACTS
+    denoiser_name = "transformer"
+    text_components = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3")
+    tokenizer_repo_ids = {  # noqa: RUF012
+        "tokenizer": "openai/clip-vit-large-patch14",
+        "tokenizer_2": "laion/CLIP-ViT-bigG-14-laion2B-39B-b160k",
+        "tokenizer_3": "google/t5-v1_1-xxl",
+    }
+    # Every linear layer of the joint blocks; the second attention is 3.5-medium's.
+    lora_target_modules = (
+        "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
+        "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2", "norm1.linear",
+        "norm1_context.linear",
+    )  # fmt: skip
+    lora_prefix = "lora_unet"
+    lora_format = "diffusers"
+    lora_key_style = "sd3"
+    text_lora_target_modules = {  # noqa: RUF012
+        "text_encoder": CLIP_LORA_TARGET_MODULES, "text_encoder_2": CLIP_LORA_TARGET_MODULES, "text_encoder_3": T5_LORA_TARGET_MODULES,
+    }  # fmt: skip
+    text_lora_prefixes = {  # noqa: RUF012
+        "text_encoder": "lora_te1", "text_encoder_2": "lora_te2", "text_encoder_3": "lora_te3",
+    }  # fmt: skip
+    block_lists = ("transformer_blocks",)
+    default_image_size = (1024, 1024)
+    default_num_inference_steps = 28
+    default_guidance_scale = 7.0
+
+    def get_unused_layers(self, denoiser: Any) -> tuple[str, ...]:
+        # The last block asks nothing on behalf of the text.
+        return (f"transformer_blocks.{len(denoiser.transformer_blocks) - 1}.attn.add_q_proj",)
+
+    def get_non_block_lora_target_modules(self, denoiser: Any) -> tuple[str, ...]:
+        embedders = (f"time_text_embed.{each}_embedder.linear_{number}" for each in ("timestep", "text")
+                     for number in (1, 2))  # fmt: skip
+        return "pos_embed.proj", "context_embedder", *embedders, "norm_out.linear", "proj_out"
+
+    def build_noise_process(self, pipe: Any) -> NoiseProcess:
+        return FlowMatchingProcess.from_scheduler(pipe.scheduler.config)
+
+    def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
+        kind = _get_sd3_variant(pipe.transformer.config)
+        return BaseModelInfo(kind, f"stable-diffusion-3-{kind}")
+
+    def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        with text_encoding.suppress_truncation_warnings(pipe, pipe.tokenizer, pipe.tokenizer_2, pipe.tokenizer_3):
+            embeds, _, pooled, _ = pipe.encode_prompt(
+                list(prompts), None, None, pipe.text_encoder.device, do_classifier_free_guidance=False,
+                max_sequence_length=self.max_sequence_length,
+            )  # fmt: skip
+        return {"embeds": embeds, "pooled": pooled}
+
+    def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
+        return text_encoding.find_truncated_prompts(
+            pipe.tokenizer_3, prompts, self.max_sequence_length - 1
+        )  # and one for the end of the text
+
+    @property
+    def max_sequence_length(self) -> int:
+        return self.model_config.t5xxl_max_token_length or 256
+
+    def encode_moments(self, pipe: Any, pixels: Tensor) -> Moments:
+        return vae.encode_vae_moments(pipe.vae, pixels)
+
+    def decode_latents(self, pipe: Any, latents: Tensor) -> Tensor:
+        return vae.decode_vae_latents(pipe.vae, latents)
+
+    def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
+        predicted: Tensor = denoiser(
+            hidden_states=noisy_latents,
+            timestep=timesteps,
+            encoder_hidden_states=batch.cond["embeds"],
+            pooled_projections=batch.cond["pooled"],
+            return_dict=False,
+        )[0]
+        return predicted
+
+    def generate_image(
+        self,
+        pipe: Any,
+        prompt: Prompt,
+        cond: Cond,
+        negative_cond: Cond,
+        generator: torch.Generator,
+        sampler: str | None,
+    ) -> Image:
+        return run_flow_sampling_pipeline(
+            self, pipe, prompt, generator, sampler,
+            guidance_scale=self.default_guidance_scale if prompt.cfg_scale is None else prompt.cfg_scale,
+            prompt_embeds=cond["embeds"], pooled_prompt_embeds=cond["pooled"],
+            negative_prompt_embeds=negative_cond["embeds"], negative_pooled_prompt_embeds=negative_cond["pooled"],
+        )  # fmt: skip
+
+
+def _get_sd3_variant(config: Any) -> str:
+    """sd-scripts' name for the model; only 3.5-medium has blocks with two attentions."""
+    if config.qk_norm is None:
+        return "medium"
+    return "5-medium" if config.dual_attention_layers else "5-large"

@@ -1,0 +1,95 @@
+"""Stable Diffusion XL: UNet that is told sizes, two CLIP text encoders, prediction of noise or velocity."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from PIL.Image import Image
+from torch import Tensor, nn
+
+from ...data.batch import Batch, Cond, Moments
+from ...data.prompts import Prompt
+from ...diffusion.process import NoiseProcess
+from .. import text_encoding, vae
+from ..base import BaseModelInfo, Family
+from ..facts_unet import SDXL_FACTS, UNET_CONV_LORA_TARGET_MODULES, UNET_LORA_TARGET_MODULES
+from ..sampling import run_sampling_pipeline
+from ..schedulers import build_noise_process
+from ..text_encoding import CHUNK_LENGTH, CLIP_LORA_TARGET_MODULES, join_chunks, tokenize_in_chunks
+
+
+class StableDiffusionXL(Family):
+    facts = SDXL_FACTS
+    denoiser_name = "unet"
+    has_skip_connections = True
+    text_components = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+    tokenizer_repo_ids = {  # noqa: RUF012
+        "tokenizer": "openai/clip-vit-large-patch14",
+        "tokenizer_2": "laion/CLIP-ViT-bigG-14-laion2B-39B-b160k",
+    }
+    lora_target_modules = UNET_LORA_TARGET_MODULES
+    conv_lora_target_modules = UNET_CONV_LORA_TARGET_MODULES
+    lora_prefix = "lora_unet"
+    lora_key_style = "ldm"
+    text_lora_target_modules = dict.fromkeys(("text_encoder", "text_encoder_2"), CLIP_LORA_TARGET_MODULES)
+    text_lora_prefixes = {"text_encoder": "lora_te1", "text_encoder_2": "lora_te2"}  # noqa: RUF012
+    default_image_size = (1024, 1024)
+    default_num_inference_steps = 30
+    default_guidance_scale = 7.5
+
+    def build_noise_process(self, pipe: Any) -> NoiseProcess:
+        return build_noise_process(pipe)
+
+    def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
+        return BaseModelInfo("sdxl_base_v1-0", "stable-diffusion-xl-v1-base")
+
+    def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        length = self.model_config.max_token_length
+        states = []
+        for tokenizer, encoder in ((pipe.tokenizer, pipe.text_encoder), (pipe.tokenizer_2, pipe.text_encoder_2)):
+            rows = tokenize_in_chunks(tokenizer, prompts, length)
+            output = encoder(rows.to(encoder.device, non_blocking=True), output_hidden_states=True)
+            states.append(join_chunks(output.hidden_states[-2], length // CHUNK_LENGTH))
+        pooled = output.text_embeds[:: length // CHUNK_LENGTH]  # of the first piece of each prompt
+        return {"embeds": torch.cat(states, dim=-1), "pooled": pooled}
+
+    def get_unused_text_layers(self, encoder: Any, component: str) -> tuple[str, ...]:
+        # Only the second one's last layer is read, for the text as a whole.
+        return text_encoding.get_last_layer_names(encoder, 1) if component == "text_encoder" else ()
+
+    def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
+        return text_encoding.find_truncated_prompts(pipe.tokenizer, prompts, self.model_config.max_token_length)
+
+    def encode_moments(self, pipe: Any, pixels: Tensor) -> Moments:
+        return vae.encode_vae_moments(pipe.vae, pixels)
+
+    def decode_latents(self, pipe: Any, latents: Tensor) -> Tensor:
+        return vae.decode_vae_latents(pipe.vae, latents)
+
+    def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
+        # The frame is in the order that the UNet reads it: original size, crop, target size; height before width.
+        sizes = {"text_embeds": batch.cond["pooled"], "time_ids": batch.size_conditioning}
+        predicted: Tensor = denoiser(
+            noisy_latents,
+            timesteps,
+            encoder_hidden_states=batch.cond["embeds"],
+            added_cond_kwargs=sizes,
+            return_dict=False,
+        )[0]
+        return predicted
+
+    def generate_image(
+        self,
+        pipe: Any,
+        prompt: Prompt,
+        cond: Cond,
+        negative_cond: Cond,
+        generator: torch.Generator,
+        sampler: str | None,
+    ) -> Image:
+        # The pipeline tells the UNet an uncropped picture of the size that is drawn.
+        return run_sampling_pipeline(
+            self, pipe, prompt, generator, sampler,
+            prompt_embeds=cond["embeds"], pooled_prompt_embeds=cond["pooled"],
+            negative_prompt_embeds=negative_cond["embeds"], negative_pooled_prompt_embeds=negative_cond["pooled"],
+        )  # fmt: skip

@@ -1,0 +1,120 @@
+"""Tokenizers for models that bring none: single files, and models with random weights."""
+
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers.pre_tokenizers import ByteLevel
+
+START_TOKEN, END_TOKEN = "<|startoftext|>", "<|endoftext|>"
+
+
+_METASPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+
+
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+_MIN_VOCAB_SIZE = 150
+"""Tokens that every vocabulary has; transformers makes an empty one, silently, where it finds no files."""
+
+
+def load_pretrained_tokenizer(tokenizer_class: Any, path_or_id: str, subfolder: str = "", **options: Any) -> Any:
+    """The tokenizer in a folder or hub id, which must have a vocabulary."""
+    tokenizer = tokenizer_class.from_pretrained(path_or_id, subfolder=subfolder, **options)
+    if len(tokenizer) < _MIN_VOCAB_SIZE:
+        raise OSError("there is no vocabulary in it (vocab.json and merges.txt, or tokenizer.json)")
+    return tokenizer
+
+
+def load_cached_tokenizer(tokenizer_class: Any, config: Mapping[str, Any], repo_id: str, cache_dir: str | None) -> Any:
+    """The tokenizer of a published model, from sd-scripts' kind of cache folder, or from the hub and into it.
+
+    ``hub_id`` may name a folder in it: ``owner/name:tokenizer``.  What ``config`` says of padding and length counts.
+    """
+    options = {name: config[name] for name in ("pad_token", "model_max_length") if name in config}
+    repository, _, subfolder = repo_id.partition(":")
+    name = repository.replace("/", "_")
+    kept = Path(cache_dir).expanduser() / name if cache_dir else None
+    if kept is not None and kept.is_dir():
+        return load_pretrained_tokenizer(tokenizer_class, str(kept), **options)
+    try:
+        tokenizer = load_pretrained_tokenizer(tokenizer_class, repository, subfolder, **options)
+    except (OSError, ValueError):
+        raise OSError(
+            f"a single file brings no tokenizer, and {repository} cannot be reached on the hub; with a network it is "
+            f"downloaded once; without one, put it into FOLDER/{name} and use --tokenizer_cache_dir FOLDER, or use "
+            "the model as a diffusers folder"
+        ) from None
+    if kept is not None:
+        tokenizer.save_pretrained(str(kept))
+    return tokenizer
+
+
+def build_byte_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any:
+    """A token for each byte of the text, for a model with random weights, which has no words to know."""
+    makers = {
+        "CLIPTokenizer": _build_clip_tokenizer,
+        "T5Tokenizer": _build_t5_tokenizer,
+        "T5TokenizerFast": _build_t5_tokenizer,
+        "Qwen2Tokenizer": _build_qwen_tokenizer,
+    }
+    return makers[tokenizer_class.__name__](tokenizer_class, config)
+
+
+def _build_clip_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any:
+    # Through files, since versions of transformers differ in what the constructor takes.
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "vocab.json").write_text(json.dumps(build_byte_vocabulary()), encoding="utf-8")
+        Path(folder, "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
+        return tokenizer_class.from_pretrained(folder, model_max_length=config.get("model_max_length", 77),
+                                   pad_token=config.get("pad_token", END_TOKEN))  # fmt: skip
+
+
+def build_byte_vocabulary() -> dict[str, int]:
+    """A token for each letter of byte-level text, inside and at the end of a word, and two special ones."""
+    letters = sorted(ByteLevel.alphabet())
+    tokens = [*letters, *(f"{letter}</w>" for letter in letters), START_TOKEN, END_TOKEN]
+    return {token: number for number, token in enumerate(tokens)}
+
+
+def _build_t5_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any:
+    """A token for each letter of Western languages; all others are one unknown token."""
+    letters = [_METASPACE, *map(chr, [*range(33, 127), *range(161, 256)])]
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -2.0), *((letter, -3.0) for letter in letters)]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=2))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    settings = {"tokenizer_class": "T5TokenizerFast", "extra_ids": 0, "eos_token": "</s>", "unk_token": "<unk>",
+                "pad_token": "<pad>", "model_max_length": config.get("model_max_length", 512)}  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(str(Path(folder, "tokenizer.json")))
+        _write_json(folder, "tokenizer_config.json", settings)
+        return tokenizer_class.from_pretrained(folder)
+
+
+def _build_qwen_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any:
+    """A token for each byte of the text, and Qwen's marks of who speaks."""
+    settings = {
+        "tokenizer_class": "Qwen2Tokenizer", "unk_token": None, "pad_token": END_TOKEN, "eos_token": "<|im_end|>",
+        "additional_special_tokens": ["<|im_start|>", "<|im_end|>"], "chat_template": _CHAT_TEMPLATE,
+        "model_max_length": config.get("model_max_length", 4096),
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        _write_json(
+            folder, "vocab.json", {letter: number for number, letter in enumerate(sorted(ByteLevel.alphabet()))}
+        )
+        Path(folder, "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
+        _write_json(folder, "tokenizer_config.json", settings)
+        return tokenizer_class.from_pretrained(folder)
+
+
+def _write_json(directory: str, name: str, data: Any) -> None:
+    Path(directory, name).write_text(json.dumps(data), encoding="utf-8")

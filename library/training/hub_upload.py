@@ -1,0 +1,66 @@
+"""LoRA files sent to the Hugging Face hub as they are written; what cannot be sent is told, and training goes on."""
+
+import logging
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from huggingface_hub import HfApi
+from huggingface_hub.utils.tqdm import disable_progress_bars
+
+from ..config.schema_output import SaveConfig
+
+logger = logging.getLogger(__name__)
+
+
+class HubUploader:
+    """Sends files to one repository, one after the other; the token is HF_TOKEN's or that of ``hf auth login``."""
+
+    def __init__(self, config: SaveConfig, repo_id: str):
+        self.config, self.repo_id = config, repo_id
+        self.api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
+        self.executor = ThreadPoolExecutor(1, "upload") if config.async_upload else None
+        self.pending: list[Future[None]] = []
+        self.is_repo_ready = False
+
+    def create_repo(self) -> None:
+        """Make sure that the repository is there; it is private unless it is said to be public."""
+        disable_progress_bars()
+        is_private = self.config.huggingface_repo_visibility != "public"
+        self.is_repo_ready = self._try_or_warn("cannot be opened", lambda: self.api.create_repo(
+            self.repo_id, repo_type=self.config.huggingface_repo_type, private=is_private, exist_ok=True))  # fmt: skip
+
+    def upload(self, paths: Iterable[Path]) -> None:
+        """Send these files, at once or in the background."""
+        for path in paths:
+            if self.executor is None:
+                self._upload_file(path)
+            else:
+                self.pending.append(self.executor.submit(self._upload_file, path))
+
+    def wait(self) -> None:
+        """Wait for what is still under way."""
+        for each in self.pending:
+            each.result()
+        self.pending.clear()
+
+    def _upload_file(self, path: Path) -> None:
+        if not self.is_repo_ready:
+            self.create_repo()
+        name = "/".join([*(self.config.huggingface_path_in_repo or "").strip("/").split("/"), path.name]).lstrip("/")
+        done = self.is_repo_ready and self._try_or_warn(f"does not get {path.name}", lambda: self.api.upload_file(
+            path_or_fileobj=path, path_in_repo=name, repo_id=self.repo_id,
+            repo_type=self.config.huggingface_repo_type, commit_message=f"Upload {path.name}"))  # fmt: skip
+        if done:
+            logger.info("uploaded %s to %s", path.name, self.repo_id)
+
+    def _try_or_warn(self, failure: str, action: Callable[[], object]) -> bool:
+        try:
+            action()
+        except Exception as error:  # the hub, the network and the library have errors of many kinds
+            first = next(iter(str(error).strip().splitlines()), "")
+            logger.warning("huggingface_repo_id: %s %s: %s: %s; the file stays on this machine, and training goes on",
+                           self.repo_id, failure, type(error).__name__, first)  # fmt: skip
+            return False
+        return True

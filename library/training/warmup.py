@@ -1,0 +1,192 @@
+"""Before the first step: does a gradient reach every weight that is to learn?"""
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..data.batch import PixelBatch, TextLength
+from ..data.batch_plan import MicroBatchSchedule, PlannedStage, get_planned_stages
+from ..distributed.devices import has_device_memory
+from ..distributed.memory import OutOfMemory, record_phase
+from ..errors import UserError
+from ..log import ProgressBar
+from ..randomness import derive_seed
+from .state import TrainingRun
+
+if TYPE_CHECKING:
+    from ..parallel.compile import Compilation
+
+
+logger = logging.getLogger(__name__)
+
+
+MAX_PARAMETERS_SHOWN = 5
+
+
+PERTURBATION_STD = 1e-2
+"""Half of a LoRA starts at zero, which keeps the gradient from the other half; the probe stirs it this much."""
+
+
+def probe_gradients(run: TrainingRun, batch: PixelBatch) -> None:
+    """One forward and backward that changes nothing; what no gradient reaches is named."""
+    model = run.strategy.unwrap_model(run.model)
+    weights = {name: item for name, item in model.named_parameters() if item.requires_grad}
+    kept = {name: item.detach().clone() for name, item in weights.items()}
+    generator = torch.Generator().manual_seed(derive_seed(run.config.train.seed, "probe"))
+    try:
+        with torch.no_grad():
+            for item in weights.values():
+                if not bool(item.any()):
+                    item.copy_(torch.randn(item.shape, generator=generator) * PERTURBATION_STD)
+        loss = run_forward_backward(run, batch)
+        _check_gradients(float(loss), {name: item.grad for name, item in weights.items()})
+    finally:
+        with torch.no_grad():
+            for name, item in weights.items():
+                item.copy_(kept[name])
+                item.grad = None
+
+
+def _check_gradients(loss: float, gradients: dict[str, torch.Tensor | None]) -> None:
+    reached = [name for name, gradient in gradients.items() if gradient is not None and bool(gradient.any())]
+    broken = [name for name in reached if not bool(torch.isfinite(gradients[name]).all())]  # type: ignore[arg-type]
+    if not torch.isfinite(torch.tensor(loss)) or broken:
+        raise UserError(f"before the first step: the loss is {loss:g} and {len(broken)} of {len(gradients)} gradients"
+                        " hold something that is no number, though nothing was learnt yet; the model, its VAE or the"
+                        f" precision is at fault. Try mixed_precision bf16 or no.{_format_names(broken)}")  # fmt: skip
+    if not reached:
+        raise UserError("before the first step: no gradient reaches any of the weights that are to learn")
+    idle = [name for name in gradients if name not in set(reached)]
+    if idle:
+        logger.warning("%d of %d tensors that are to learn get no gradient and will stay as they are:%s", len(idle),
+                       len(gradients), _format_names(idle))  # fmt: skip
+
+
+def _format_names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_PARAMETERS_SHOWN} more" if len(names) > MAX_PARAMETERS_SHOWN else ""
+    return f" {', '.join(names[:MAX_PARAMETERS_SHOWN])}{more}" if names else ""
+
+
+BatchShapes = list[tuple[tuple[int, int], int]]
+"""Width and height of pictures, and how many of them come at once."""
+
+
+def list_batch_shapes(plan: MicroBatchSchedule) -> BatchShapes:
+    """All that a plan holds, the largest first: what does not fit into memory shows at once."""
+    sizes = {(bucket.resolution, bucket.batch_size) for bucket in plan.buckets}
+    return sorted(sizes, key=lambda each: (each[0][0] * each[0][1] * each[1], each), reverse=True)
+
+
+def run_forward_backward(run: TrainingRun, batch: PixelBatch) -> torch.Tensor:
+    """Forward and backward, with all samples counted; the loss."""
+    task = replace(run.task, denoiser=run.strategy.unwrap_model(run.model), micro_batch_stats=[])
+    if run.compilation is not None:
+        run.compilation.mark_step_begin()
+    with record_phase("forward", batch), run.strategy.accelerator.autocast():
+        whole = replace(batch, loss_weights=torch.ones_like(batch.loss_weights), mask=None)
+        loss = task(whole, run.state.step).mean()
+    with record_phase("backward", batch):
+        run.strategy.backward(loss)
+    return loss.detach()
+
+
+def run_trial_step(run: TrainingRun, batch: PixelBatch) -> None:
+    """The same, as far down the ladder as it takes; its gradients are dropped."""
+    run.oom_recovery.run_until_fits(run.strategy, batch, run.state.step, partial(run_forward_backward, run))
+    run.optimizer.zero_grad(set_to_none=True)
+
+
+def check_later_stages_fit(run: TrainingRun, first_batch: PixelBatch) -> None:
+    """The largest batch of all stages to come, if it is larger than those that the run begins with.
+
+    Where the machine's own memory would be out, nobody is told of it, so there it is not tried.  Nor with a ladder:
+    it would go down for all steps before, and goes down by itself when the size comes.
+    """
+    if run.oom_recovery.is_enabled:
+        return
+    now, *later = [
+        stage
+        for stage in get_planned_stages(run.plan.batch_plan)
+        if stage.end_step is None or stage.end_step > run.state.step
+    ]
+    largest = max(later, key=_count_pixels, default=now)
+    if _count_pixels(largest) <= _count_pixels(now) or not has_device_memory(run.strategy.device):
+        return
+    (size, count), *_ = list_batch_shapes(largest.batch_plan)
+    try:
+        run_trial_step(run, first_batch.build_dummy_batch(size, count))
+    except OutOfMemory as error:
+        when = f"{error.reason}; they come from step {largest.first_step + 1} on, and were tried beforehand"
+        raise OutOfMemory(error.phase, error.batch, when.removeprefix("; ")) from None
+
+
+def _count_pixels(stage: PlannedStage) -> int:
+    (width, height), count = list_batch_shapes(stage.batch_plan)[0]
+    return width * height * count
+
+
+RECORDING_BATCH_SIZE = 2
+"""Pictures in a batch that is only looked at: with two of them, texts of two lengths meet."""
+
+
+TEXT_LENGTHS: tuple[TextLength, ...] = ("same", "longer", "shorter")
+
+
+def warm_up_compilation(run: TrainingRun, compilation: "Compilation", first_batch: PixelBatch) -> None:
+    """Forward and backward of black pictures of every size; nothing is learnt, and nothing drawn but by place."""
+    started, sizes = time.perf_counter(), list_batch_shapes(run.plan.batch_plan)
+    texts_vary = _record_input_shapes(run, compilation, first_batch, sizes)
+    batches = [
+        batch
+        for size, count in sizes
+        for batch in _vary_text_lengths(first_batch.build_dummy_batch(size, count), texts_vary)
+    ]
+    with ProgressBar(
+        len(batches), 0, "compiling", enabled=run.strategy.is_main, unit="size", log_first_and_last=False
+    ) as progress:
+        for batch in batches:
+            run_trial_step(run, batch)
+            progress.update({"graphs": str(compilation.graph_count)})
+    compilation.finish_warmup()
+    seconds = time.perf_counter() - started
+    run.metric_logger.log_values(run, {"compile/seconds": seconds, "compile/graphs": compilation.graph_count})
+    logger.info("compiled for %d sizes in %.1f s: %s", len(sizes), seconds, compilation)
+
+
+def _record_input_shapes(
+    run: TrainingRun, compilation: "Compilation", first_batch: PixelBatch, shapes: BatchShapes
+) -> bool:
+    """See what changes with the text and what with the size, before anything is compiled for it; whether texts do."""
+    count = min(len(first_batch), RECORDING_BATCH_SIZE)
+    with torch.no_grad(), run.strategy.accelerator.autocast(), compilation.record_shapes():
+        task = replace(run.task, denoiser=run.strategy.unwrap_model(run.model), micro_batch_stats=[])
+        small = first_batch.build_dummy_batch(shapes[-1][0], count)
+        texts_vary = any(isinstance(value, list) for value in task.encode(small, run.state.step).cond.values())
+        batches = [batch for size in _select_extreme_sizes([size for size, _ in shapes])
+                   for batch in _vary_text_lengths(first_batch.build_dummy_batch(size, count), texts_vary)]  # fmt: skip
+        batches += [small.vary_text_lengths([length] * count) for length in TEXT_LENGTHS if texts_vary]
+        for batch in batches:
+            task(batch, run.state.step)
+    compilation.choose_dynamic_shapes(len(shapes), texts_vary)
+    return texts_vary
+
+
+def _vary_text_lengths(batch: PixelBatch, texts_vary: bool) -> list[PixelBatch]:
+    """The batch; where texts differ in length, with texts of one length, and with longer and shorter ones beside it."""
+    if not texts_vary:
+        return [batch]
+    ways: list[list[TextLength]] = [["same"] * len(batch)]
+    if len(batch) > 1:
+        ways += [["same", other] + ["same"] * (len(batch) - 2) for other in TEXT_LENGTHS[1:]]
+    return [batch.vary_text_lengths(lengths) for lengths in ways]
+
+
+def _select_extreme_sizes(sizes: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The smallest and the largest in every way: between them, whatever changes has changed."""
+    ways = (lambda size: size[0], lambda size: size[1], lambda size: size[0] * size[1])
+    return sorted({most(sizes, key=way) for way in ways for most in (min, max)})
