@@ -127,7 +127,7 @@ def build_latent_cache_spec(config: RunConfig, encoder_loader: EncoderLoader, pr
         option=option,
         keys=wanted.keys,
         directories=[cache_dirs[sample] / LATENTS_DIR_NAME for sample in wanted.sample_indices],
-        relative_sizes=[_compute_area(prepared.assignments[sample].bucket) for sample in wanted.sample_indices],
+        relative_sizes=[_compute_area(prepared.assignments[sample].bucket_resolution) for sample in wanted.sample_indices],
         disk_full_hint="make room, name another folder with --cache_dir, halve it with --cache_precision fp16, or encode"
         f" pictures as they are used: take --{option} out",
     )
@@ -299,7 +299,7 @@ def estimate_caches(
         wanted = build_latent_keys(showing, "")
         once = np.unique(wanted.keys, return_index=True)[1]
         size = None if model_sizes is None else BYTES_PER_ELEMENT[cache.cache_precision] * sum(
-            model_sizes.count_moment_elements(prepared.assignments[sample].bucket) for sample in wanted.sample_indices[once])  # fmt: skip
+            model_sizes.count_moment_elements(prepared.assignments[sample].bucket_resolution) for sample in wanted.sample_indices[once])  # fmt: skip
         found.append(CacheEstimate("latents", len(once), size, False, folders if cache.cache_latents_to_disk else ()))
     if cache.caches_text_outputs:
         path = config.preview.sample_prompts

@@ -58,7 +58,7 @@ class Manifest:
 
 
 _FINGERPRINT_EXCLUDED = {
-    *("subsets", "places", "file", "batch_size", "number", "resolution_schedule", "from_step", "to_step"),
+    *("subsets", "locations", "dataset_file", "batch_size", "dataset_number", "resolution_schedule", "from_step", "to_step"),
     *(
         "image_dir",
         "metadata_file",

@@ -114,13 +114,13 @@ def _parse_sampler(value: Any) -> str:
 
 _PROMPT_FIELDS: Mapping[str, _PromptField] = {
     "prompt": _PromptField("text", _parse_text),
-    "negative_prompt": _PromptField("negative", _parse_text),
+    "negative_prompt": _PromptField("negative_prompt", _parse_text),
     "width": _PromptField("width", _parse_side),
     "height": _PromptField("height", _parse_side),
     "seed": _PromptField("seed", _parse_seed),
-    "sample_steps": _PromptField("steps", lambda value: _parse_int(value, 1, 1000)),
-    "scale": _PromptField("scale", _parse_non_negative),
-    "guidance_scale": _PromptField("guidance", _parse_non_negative),
+    "sample_steps": _PromptField("num_inference_steps", lambda value: _parse_int(value, 1, 1000)),
+    "scale": _PromptField("cfg_scale", _parse_non_negative),
+    "guidance_scale": _PromptField("embedded_guidance", _parse_non_negative),
     "flow_shift": _PromptField("flow_shift", _parse_positive),
     "sample_sampler": _PromptField("sampler", _parse_sampler),
 }

@@ -155,7 +155,7 @@ class _DatasetConfigParser:
         }
         values = {**general_values, **self.parse_table(key_path, own, DATASET_TABLE)}
         if flat:
-            subsets = [{**self.parse_musubi_subset(key_path, table, values), "joins_lines": LocatedValue(True, None)}]
+            subsets = [{**self.parse_musubi_subset(key_path, table, values), "join_caption_lines": LocatedValue(True, None)}]
         else:
             tables = table.get("subsets", [])
             if not self.is_array_of_tables((*key_path, "subsets"), tables, SUBSET_TABLE):
@@ -266,7 +266,7 @@ class _DatasetConfigParser:
         where = values[""].location or ""
         return SubsetConfig(
             dataset_file=self.path,
-            join_caption_lines="joins_lines" in values,
+            join_caption_lines="join_caption_lines" in values,
             **self.collect_fields(SubsetConfig, values, where),
         )
 
@@ -279,7 +279,7 @@ class _DatasetConfigParser:
             largest = values["resolution_schedule"] and values["resolution_schedule"].largest
             values["resolution"] = largest or values["resolution"] or _PLACEHOLDER_RESOLUTION
         places = {name: place for name in names if (place := located_values[name].location)}
-        return {**values, "places": {**places, "": location}}
+        return {**values, "locations": {**places, "": location}}
 
     def format_location(self, key_path: KeyPath) -> str:
         return (
@@ -354,7 +354,7 @@ _EXTRA_SUBSET_KEYS = ("parquet", "webdataset", "recursive", "include", "exclude"
                "cache_directory")  # fmt: skip
 
 
-_INTERNAL_FIELDS = ("kind", "subsets", "places", "file", "joins_lines", "number")
+_INTERNAL_FIELDS = ("kind", "subsets", "locations", "dataset_file", "join_caption_lines", "dataset_number")
 
 
 def convert_to_sd_scripts(datasets: Sequence[DatasetConfig]) -> list[dict[str, Any]]:

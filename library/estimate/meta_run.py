@@ -339,7 +339,7 @@ class MetaRun:
 
     def _quantized_weights(self) -> list[QuantizedWeight]:
         """On the device all the time; they are no parameters."""
-        owners = (getattr(getattr(layer, "fetch", None), "__self__", None) for layer in self.trained.modules())
+        owners = (getattr(getattr(layer, "fetch_weight", None), "__self__", None) for layer in self.trained.modules())
         return [owner for owner in owners if isinstance(owner, QuantizedWeight)]
 
 

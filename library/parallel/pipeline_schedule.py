@@ -154,7 +154,7 @@ class RecomputingPipelineStage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         stage: Any = self.submod
-        with record_phase("backward", stage.recalled(bwd_chunk_id)):
+        with record_phase("backward", stage.prepare_backward(bwd_chunk_id)):
             return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 

@@ -123,13 +123,13 @@ class _FrozenLayerFunction(torch.autograd.Function):
         has_autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
         dtype = torch.get_autocast_dtype(kind) if has_autocast else input.dtype
         bias = None if layer.bias is None else layer.bias.to(dtype)
-        said: Tensor = layer.out(input.to(dtype), layer.fetch().numbers(dtype), bias)
+        said: Tensor = layer.compute_output(input.to(dtype), layer.fetch_weight().dequantize(dtype), bias)
         return said
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (gradient,) = gradients
-        back: Tensor = ctx.layer.back(gradient, ctx.layer.fetch().numbers(gradient.dtype), ctx.shape)
+        back: Tensor = ctx.layer.compute_input_grad(gradient, ctx.layer.fetch_weight().dequantize(gradient.dtype), ctx.shape)
         return back.to(ctx.dtype), None
 
 
@@ -144,7 +144,7 @@ def convert_frozen_layer(layer: nn.Module, fetch_weight: FetchWeight) -> None:
     """From now on the layer asks ``fetch`` for its weight, and has none of its own."""
     del layer._parameters["weight"]
     layer.__class__ = FROZEN_CLASSES[type(layer)]
-    layer.fetch = fetch_weight  # type: ignore[assignment]
+    layer.fetch_weight = fetch_weight  # type: ignore[assignment]
 
 
 NF4_BLOCK_SIZE = 64
