@@ -20,8 +20,16 @@ if TYPE_CHECKING:
     from library.parallel.strategy import Strategy
     from library.training.state import TrainingRun
 
-DEFAULT_OPTIONS = ("--pretrained_model_name_or_path", "random:sd1:tiny", "--resolution", "256", "--network_dim", "16",
-                   "--cache_latents", "--cache_text_encoder_outputs")  # fmt: skip
+DEFAULT_OPTIONS = (
+    "--pretrained_model_name_or_path",
+    "random:sd1:tiny",
+    "--resolution",
+    "256",
+    "--network_dim",
+    "16",
+    "--cache_latents",
+    "--cache_text_encoder_outputs",
+)
 """The encoders run before the first step, so that a step is the denoiser's alone."""
 MIN_IMAGES = 8
 CAPTION = "an image, number {}"

@@ -58,8 +58,10 @@ def run_tool(argv: Sequence[str]) -> int:
 
     if not argv or argv[0] in ("--help", "-h"):
         tools = "\n".join(f"  {name:<10} {what}" for name, (what, _) in TOOLS.items())
-        _print_text(f"usage: python -m library TOOL ...\n\n{tools}\n\n"
-             "Training is started with: accelerate launch train_lora.py --dataset_config x.toml")  # fmt: skip
+        _print_text(
+            f"usage: python -m library TOOL ...\n\n{tools}\n\n"
+            "Training is started with: accelerate launch train_lora.py --dataset_config x.toml"
+        )
         return 0
     name, *rest = argv
     if name == "bench":
@@ -98,13 +100,21 @@ def _run_training(argv: Sequence[str]) -> int:
     if loaded.output_config:
         return _write_config(loaded.config_file, format_config_as_toml(loaded.config), loaded.problems)
     config = loaded.config
-    problems = [*loaded.problems, *validate_dataset_config(config.data, config.cache, config.validate, config.train, loaded.invalid_options),
-                *validate_model_options(config, loaded.locations)]  # fmt: skip
+    problems = [
+        *loaded.problems,
+        *validate_dataset_config(config.data, config.cache, config.validate, config.train, loaded.invalid_options),
+        *validate_model_options(config, loaded.locations),
+    ]
     if problems:
         raise ConfigError(problems)
     log, rank = config.log, int(os.environ.get("RANK", "0"))
-    configure_logging(level=log.console_log_level, file=log.console_log_file, simple=log.console_log_simple, quiet=log.quiet,
-           rank=rank)  # fmt: skip
+    configure_logging(
+        level=log.console_log_level,
+        file=log.console_log_file,
+        simple=log.console_log_simple,
+        quiet=log.quiet,
+        rank=rank,
+    )
     if config.train.dry_run:
         from .estimate.dry_run import format_dry_run
 

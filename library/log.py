@@ -21,8 +21,9 @@ PROGRESS_LOG_INTERVAL = 15.0
 _LEVEL_COLORS = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m", logging.CRITICAL: "\033[31m"}
 
 
-def configure_logging(*, level: str = "INFO", file: str | None = None, simple: bool = False, quiet: bool = False,
-           rank: int = 0) -> None:  # fmt: skip
+def configure_logging(
+    *, level: str = "INFO", file: str | None = None, simple: bool = False, quiet: bool = False, rank: int = 0
+) -> None:
     """Send this package's messages to the terminal or a file; ranks other than 0 tell only errors."""
     logger = logging.getLogger(ROOT_LOGGER_NAME)
     for handler in list(logger.handlers):

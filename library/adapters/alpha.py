@@ -92,8 +92,9 @@ def unfold_alphas(updates: Mapping[str, ModuleUpdate], metadata: Mapping[str, st
         narrow = getattr(torch, metadata.get(WIDENED_DTYPE_KEY, "float32"))
     except (ValueError, AttributeError, TypeError):
         raise UserError(f"its metadata {ALPHAS_KEY} cannot be read: {metadata[ALPHAS_KEY][:60]}") from None
-    return {module: _unfold_alpha(update, alphas.get(module, alphas.get("*")), narrow)
-            for module, update in updates.items()}  # fmt: skip
+    return {
+        module: _unfold_alpha(update, alphas.get(module, alphas.get("*")), narrow) for module, update in updates.items()
+    }
 
 
 def _unfold_alpha(update: ModuleUpdate, alpha: float | None, narrow_dtype: torch.dtype) -> ModuleUpdate:

@@ -39,8 +39,11 @@ def compare_file_with_model(
         if module not in alphas or (up := ups[module]) is None or bool(up.any()):
             yield f"{module} is {'missing' if module in alphas else 'not trained'}"
     common = [module for module in alphas if module in contents.alphas]
-    yield from (f"{module} has alpha {contents.alphas[module]:g} and not {alphas[module]:g}" for module in common
-                if abs(contents.alphas[module] - alphas[module]) > 1e-6 * alphas[module])  # fmt: skip
+    yield from (
+        f"{module} has alpha {contents.alphas[module]:g} and not {alphas[module]:g}"
+        for module in common
+        if abs(contents.alphas[module] - alphas[module]) > 1e-6 * alphas[module]
+    )
     if strangers := sorted(contents.state_dict.keys() - parameters.keys()):
         yield f"{strangers[0]} is not trained"
         return
@@ -82,13 +85,17 @@ def _get_base_weights(layer: nn.Module) -> dict[str, Tensor]:
     """
     own = {name: item for name, item in layer.named_parameters() if name.startswith("base_layer.")}
     whole = {name: _get_full_shape(layer.base_layer, item) for name, item in own.items()}
-    if all(not item.is_meta and not hasattr(item, "full_tensor") and item.shape == whole[name]
-           for name, item in own.items()):  # fmt: skip
+    if all(
+        not item.is_meta and not hasattr(item, "full_tensor") and item.shape == whole[name]
+        for name, item in own.items()
+    ):
         return dict(own)
     here = next(item.device for name, item in layer.named_parameters() if name not in own)
     draw = torch.Generator().manual_seed(0)
-    return {name: torch.randn(shape, generator=draw).div(shape[1:].numel() ** 0.5).to(here, own[name].dtype)
-            for name, shape in whole.items()}  # fmt: skip
+    return {
+        name: torch.randn(shape, generator=draw).div(shape[1:].numel() ** 0.5).to(here, own[name].dtype)
+        for name, shape in whole.items()
+    }
 
 
 def _get_full_shape(base: Any, weight: Any) -> torch.Size:
@@ -159,9 +166,12 @@ def write_adapter_file(
 
 
 REQUIRED_TENSORS: Mapping[str, tuple[str, ...]] = {
-    "lora": (DOWN, UP), "dora": (DOWN, UP), "loha": ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"),
-    "oft": ("oft_R",), "boft": ("boft_R", "boft_s"),
-}  # fmt: skip
+    "lora": (DOWN, UP),
+    "dora": (DOWN, UP),
+    "loha": ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"),
+    "oft": ("oft_R",),
+    "boft": ("boft_R", "boft_s"),
+}
 """What must be there of each kind; halves of a LoKr may be whole or in two."""
 
 

@@ -64,8 +64,13 @@ def choose_file_format(adapter_types: Iterable[str], family_format: FileFormat) 
     return family_format if found <= {"lora"} else "comfy"
 
 
-def convert_to_file_format(state_dict: Tensors, alphas: Mapping[str, float], components: Sequence[ComponentKeys], file_format: FileFormat,
-            alpha_dtype: torch.dtype = torch.float32) -> tuple[dict[str, Tensor], dict[str, str]]:  # fmt: skip
+def convert_to_file_format(
+    state_dict: Tensors,
+    alphas: Mapping[str, float],
+    components: Sequence[ComponentKeys],
+    file_format: FileFormat,
+    alpha_dtype: torch.dtype = torch.float32,
+) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors of a file, on the CPU, each in one piece, and the metadata that is needed to undo it.
 
     Files of sd-scripts and ComfyUI hold alphas.  diffusers' do not: what alpha does is multiplied into the update.
@@ -222,8 +227,11 @@ def upgrade_diffusers_key(key: str) -> str:
     """A key of older diffusers versions as newer ones write it."""
     if ".processor." in key or "_lora." in key:
         key = key.replace(".processor.", ".")
-        ends = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "out": "out_proj"} if ".self_attn." in key else {
-            "q": "to_q", "k": "to_k", "v": "to_v", "out": "to_out.0"}  # fmt: skip
+        ends = (
+            {"q": "q_proj", "k": "k_proj", "v": "v_proj", "out": "out_proj"}
+            if ".self_attn." in key
+            else {"q": "to_q", "k": "to_k", "v": "to_v", "out": "to_out.0"}
+        )
         return _LEGACY_ATTENTION_KEY.sub(lambda found: f".{ends[found[1]]}.lora.", key)
     return key
 

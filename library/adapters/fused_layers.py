@@ -63,13 +63,18 @@ def split_update(fused: ModuleUpdate, original: OriginalModule) -> list[ModuleUp
     ranks = next((ranks for ranks in _propose_rank_splits(ups) if _is_block_diagonal(ups, ranks)), None)
     if ranks is None:
         is_told = any(bool(up.any()) for up in ups) and MAGNITUDE not in fused.tensors
-        found: list[dict[str, Tensor] | None] = [None if is_told and not bool(up.any()) else
-                                                 {DOWN: down, UP: up.contiguous()} for up in ups]  # fmt: skip
+        found: list[dict[str, Tensor] | None] = [
+            None if is_told and not bool(up.any()) else {DOWN: down, UP: up.contiguous()} for up in ups
+        ]
         alphas = [fused.alpha] * len(ups)
     else:
         starts = [end - rank for end, rank in zip(accumulate(ranks), ranks, strict=True)]
-        found = [{DOWN: down[start : start + rank].contiguous(), UP: up[:, start : start + rank].contiguous()}
-                 if rank else None for up, start, rank in zip(ups, starts, ranks, strict=True)]  # fmt: skip
+        found = [
+            {DOWN: down[start : start + rank].contiguous(), UP: up[:, start : start + rank].contiguous()}
+            if rank
+            else None
+            for up, start, rank in zip(ups, starts, ranks, strict=True)
+        ]
         alphas = [fused.alpha * rank / sum(ranks) for rank in ranks]
     if MAGNITUDE in fused.tensors:
         for part, magnitude in zip(found, _split_rows(fused.tensors[MAGNITUDE].flatten(), sizes), strict=True):

@@ -44,8 +44,9 @@ def _keep_names(modules: Iterable[str]) -> Mapping[str, str]:
 
 def _add_text_model_prefix(modules: Iterable[str]) -> Mapping[str, str]:
     """Names in files: with the ``text_model.`` that transformers 5 no longer has in ``CLIPTextModel``."""
-    return {name: name if name.startswith(("text_model.", "text_projection")) else f"text_model.{name}"
-            for name in modules}  # fmt: skip
+    return {
+        name: name if name.startswith(("text_model.", "text_projection")) else f"text_model.{name}" for name in modules
+    }
 
 
 _KEY_STYLES: Mapping[str, Callable[[Iterable[str]], Mapping[str, str]]] = {

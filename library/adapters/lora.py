@@ -50,9 +50,12 @@ class Adapter:
 
 
 def inject_adapters(
-    components: Sequence[TargetComponent], config: AdapterConfig, seed: int, family: str = "",
+    components: Sequence[TargetComponent],
+    config: AdapterConfig,
+    seed: int,
+    family: str = "",
     rank_alphas: Mapping[str, RankAlpha] | None = None,
-) -> Adapter:  # fmt: skip
+) -> Adapter:
     """Freeze all parts and give an adapter to those of their sites that are to have one, or that are ``given``.
 
     Modules that are one in the original model share their down matrix, as when sd-scripts trains them.  The start is
@@ -107,8 +110,13 @@ def inject_into_model(
     found = inject_adapters(
         [TargetComponent("", model, target_modules, key_style, unused_layers=unused_layers)], config, seed
     )
-    return Adapter(found.adapter_type, found.rank, found.alpha,
-                   {name.removeprefix("."): size for name, size in found.rank_alphas.items()}, found.target_layers)  # fmt: skip
+    return Adapter(
+        found.adapter_type,
+        found.rank,
+        found.alpha,
+        {name.removeprefix("."): size for name, size in found.rank_alphas.items()},
+        found.target_layers,
+    )
 
 
 def _share_lora_a(model: nn.Module, groups: Sequence[ModuleGroup]) -> None:

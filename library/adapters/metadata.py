@@ -57,8 +57,9 @@ def build_metadata(config: RunConfig, model: BaseModelMetadata, run: RunMetadata
     least = _build_minimum_metadata(config, model, run)
     if config.save.no_metadata:
         return _convert_values_to_str(least)
-    spec = build_modelspec_metadata(config, model.architecture, model.implementation, model.prediction_type, software, run.saved_at,
-                     run.resolution)  # fmt: skip
+    spec = build_modelspec_metadata(
+        config, model.architecture, model.implementation, model.prediction_type, software, run.saved_at, run.resolution
+    )
     return _convert_values_to_str(
         {
             **least,
@@ -197,9 +198,14 @@ MODELSPEC_USER_KEYS = (
 
 
 def build_modelspec_metadata(
-    config: RunConfig, architecture: str, implementation: str, prediction_type: str, software: str, saved_at: float,
+    config: RunConfig,
+    architecture: str,
+    implementation: str,
+    prediction_type: str,
+    software: str,
+    saved_at: float,
     resolution: tuple[int, int],
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """The keys of one file."""
     save, noise, (width, height) = config.save, config.noise, resolution
     told = {

@@ -47,9 +47,14 @@ IMAGE_STREAM = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "ff.net.
 
 
 TEXT_STREAM = (
-    "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out", "ff_context.net.0.proj",
-    "ff_context.net.2", "norm1_context.linear",
-)  # fmt: skip
+    "attn.add_q_proj",
+    "attn.add_k_proj",
+    "attn.add_v_proj",
+    "attn.to_add_out",
+    "ff_context.net.0.proj",
+    "ff_context.net.2",
+    "norm1_context.linear",
+)
 
 
 _FLUX_STREAM_NAMES = ("attn.qkv", "attn.proj", "mlp.0", "mlp.2", "mod.lin")
@@ -171,16 +176,24 @@ def _split_block_index(module: str) -> tuple[str, str]:
 
 
 _LDM_RESNET_NAMES = {
-    "norm1": "in_layers.0", "conv1": "in_layers.2", "time_emb_proj": "emb_layers.1",
-    "norm2": "out_layers.0", "conv2": "out_layers.3", "conv_shortcut": "skip_connection",
-}  # fmt: skip
+    "norm1": "in_layers.0",
+    "conv1": "in_layers.2",
+    "time_emb_proj": "emb_layers.1",
+    "norm2": "out_layers.0",
+    "conv2": "out_layers.3",
+    "conv_shortcut": "skip_connection",
+}
 
 
 _LDM_OUTER_NAMES = {
-    "conv_in": "input_blocks.0.0", "conv_norm_out": "out.0", "conv_out": "out.2",
-    "time_embedding.linear_1": "time_embed.0", "time_embedding.linear_2": "time_embed.2",
-    "add_embedding.linear_1": "label_emb.0.0", "add_embedding.linear_2": "label_emb.0.2",
-}  # fmt: skip
+    "conv_in": "input_blocks.0.0",
+    "conv_norm_out": "out.0",
+    "conv_out": "out.2",
+    "time_embedding.linear_1": "time_embed.0",
+    "time_embedding.linear_2": "time_embed.2",
+    "add_embedding.linear_1": "label_emb.0.0",
+    "add_embedding.linear_2": "label_emb.0.2",
+}
 
 
 def map_to_ldm_names(modules: Iterable[str]) -> Mapping[str, str]:
@@ -193,8 +206,14 @@ def map_to_ldm_names(modules: Iterable[str]) -> Mapping[str, str]:
 def _find_ldm_block_names(modules: list[str]) -> Iterator[tuple[str, str]]:
     """Where each resnet, attention and sampler stands: ``down_blocks.1.attentions.0`` -> ``input_blocks.4.1``."""
     found = {match[0] for name in modules if (match := re.match(r"(?:down|up)_blocks\.\d+\.\w+\.\d+(?=\.|$)", name))}
-    per_block = {side: 1 + max((int(name.split(".")[3]) for name in found if name.startswith(f"{side}_blocks.")
-                                and ".resnets." in name), default=0) for side in ("down", "up")}  # fmt: skip
+    per_block = {
+        side: 1
+        + max(
+            (int(name.split(".")[3]) for name in found if name.startswith(f"{side}_blocks.") and ".resnets." in name),
+            default=0,
+        )
+        for side in ("down", "up")
+    }
     for name in found:
         side, block, kind, number = re.sub("_blocks", "", name).split(".")
         # The original counts layer after layer; a sampler is a layer of its own going down, and a part of one going up.
@@ -209,8 +228,11 @@ def _find_ldm_block_names(modules: list[str]) -> Iterator[tuple[str, str]]:
             has_attention = f"up_blocks.{block}.attentions.0" in found
             inner = {"resnets": "0", "attentions": "1", "upsamplers": "2" if has_attention else "1"}[kind]
             yield name, f"output_blocks.{at}.{inner}"
-    yield from (("mid_block.resnets.0", "middle_block.0"), ("mid_block.attentions.0", "middle_block.1"),
-                ("mid_block.resnets.1", "middle_block.2"))  # fmt: skip
+    yield from (
+        ("mid_block.resnets.0", "middle_block.0"),
+        ("mid_block.attentions.0", "middle_block.1"),
+        ("mid_block.resnets.1", "middle_block.2"),
+    )
 
 
 def _rename_to_ldm(name: str, block_names: Mapping[str, str]) -> str:

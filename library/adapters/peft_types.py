@@ -46,9 +46,13 @@ class RankAlpha:
 
 
 def inject_peft_layers(
-    model: nn.Module, adapter_type: str, network_args: NetworkArgs, rank_alphas: Mapping[str, RankAlpha], seed_names: Mapping[str, str],
+    model: nn.Module,
+    adapter_type: str,
+    network_args: NetworkArgs,
+    rank_alphas: Mapping[str, RankAlpha],
+    seed_names: Mapping[str, str],
     seed: int,
-) -> dict[str, RankAlpha]:  # fmt: skip
+) -> dict[str, RankAlpha]:
     """Give each named module an adapter, in float32, and return what they became.
 
     ``seeds`` are the names by which the modules draw their start, so that it is the same on every process.
@@ -132,8 +136,11 @@ def validate_boft_ranks(model: nn.Module, adapter_type: str, rank_alphas: Mappin
         return [f"--network_dim: boft needs an even number, and {found[0]} is none"]
     inputs = {name: _count_input_features(model.get_submodule(name)) for name in rank_alphas}
     odd = [name for name, count in inputs.items() if count % found[0]]
-    return [f"--network_dim: {found[0]} does not divide the {inputs[odd[0]]} inputs of {odd[0]}, as boft needs it"
-            ] if odd else []  # fmt: skip
+    return (
+        [f"--network_dim: {found[0]} does not divide the {inputs[odd[0]]} inputs of {odd[0]}, as boft needs it"]
+        if odd
+        else []
+    )
 
 
 def _init_adapter_weights(layer: Any, name: str, seed: int) -> None:

@@ -40,13 +40,16 @@ ALPHA = "alpha"
 
 _SUFFIX_TO_TENSOR_NAME: Mapping[str, str] = {
     **{end: name for ends in (PEFT_SUFFIXES, KOHYA_SUFFIXES, DIFFUSERS_SUFFIXES) for name, end in ends.items()},
-    "lora_A.default.weight": DOWN, "lora_B.default.weight": UP,
-    "lora.down.weight": DOWN, "lora.up.weight": UP,
-    "lora_linear_layer.down.weight": DOWN, "lora_linear_layer.up.weight": UP,
+    "lora_A.default.weight": DOWN,
+    "lora_B.default.weight": UP,
+    "lora.down.weight": DOWN,
+    "lora.up.weight": UP,
+    "lora_linear_layer.down.weight": DOWN,
+    "lora_linear_layer.up.weight": UP,
     **{end: end for ends in TENSOR_NAMES.values() for end in ends},
     "oft_R.weight": "oft_R",
     ALPHA: ALPHA,
-}  # fmt: skip
+}
 """How a tensor's name may end -> what it is."""
 
 
@@ -84,8 +87,10 @@ class ModuleUpdate:
         if self.adapter_type == "loha":
             return len(found["hada_w1_a"]), found["hada_w1_b"].shape[1]
         if self.adapter_type == "lokr":
-            sizes = [found[half].shape[:2] if half in found else (len(found[f"{half}_a"]), found[f"{half}_b"].shape[1])
-                     for half in ("lokr_w1", "lokr_w2")]  # fmt: skip
+            sizes = [
+                found[half].shape[:2] if half in found else (len(found[f"{half}_a"]), found[f"{half}_b"].shape[1])
+                for half in ("lokr_w1", "lokr_w2")
+            ]
             return sizes[0][0] * sizes[1][0], sizes[0][1] * sizes[1][1]
         return 0, 0
 

@@ -67,10 +67,22 @@ def find_target_layers(component: TargetComponent) -> list[TargetLayer]:
         if name not in set(component.unused_layers)
     ]
     files = build_key_map((name for name, _ in component.model.named_modules()), component.key_style)
-    original = {module: build_kohya_name(group.name, component.key_prefix) for group in files.group_modules(modules)
-                for module in group.modules if module is not None}  # fmt: skip
-    return [TargetLayer(component.name, module, original[module], _is_spatial_conv(component.model.get_submodule(module)), component.is_text_encoder)
-            for module in modules]  # fmt: skip
+    original = {
+        module: build_kohya_name(group.name, component.key_prefix)
+        for group in files.group_modules(modules)
+        for module in group.modules
+        if module is not None
+    }
+    return [
+        TargetLayer(
+            component.name,
+            module,
+            original[module],
+            _is_spatial_conv(component.model.get_submodule(module)),
+            component.is_text_encoder,
+        )
+        for module in modules
+    ]
 
 
 def match_target_modules(model: nn.Module, target_modules: Sequence[str]) -> tuple[str, ...]:
@@ -97,32 +109,49 @@ def _is_spatial_conv(module: nn.Module) -> bool:
 
 LAYER_TYPE_RANK_ARGS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "flux": (
-        ("img_attn_dim", r"double_blocks_\d+_img_attn"), ("txt_attn_dim", r"double_blocks_\d+_txt_attn"),
-        ("img_mlp_dim", r"double_blocks_\d+_img_mlp"), ("txt_mlp_dim", r"double_blocks_\d+_txt_mlp"),
-        ("img_mod_dim", r"double_blocks_\d+_img_mod"), ("txt_mod_dim", r"double_blocks_\d+_txt_mod"),
-        ("single_dim", r"single_blocks_\d+_linear"), ("single_mod_dim", r"single_blocks_\d+_modulation"),
+        ("img_attn_dim", r"double_blocks_\d+_img_attn"),
+        ("txt_attn_dim", r"double_blocks_\d+_txt_attn"),
+        ("img_mlp_dim", r"double_blocks_\d+_img_mlp"),
+        ("txt_mlp_dim", r"double_blocks_\d+_txt_mlp"),
+        ("img_mod_dim", r"double_blocks_\d+_img_mod"),
+        ("txt_mod_dim", r"double_blocks_\d+_txt_mod"),
+        ("single_dim", r"single_blocks_\d+_linear"),
+        ("single_mod_dim", r"single_blocks_\d+_modulation"),
     ),
     "sd3": (
-        ("context_attn_dim", "context_block_attn"), ("context_mlp_dim", "context_block_mlp"),
-        ("context_mod_dim", "context_block_adaLN"), ("x_attn_dim", "x_block_attn"), ("x_mlp_dim", "x_block_mlp"),
+        ("context_attn_dim", "context_block_attn"),
+        ("context_mlp_dim", "context_block_mlp"),
+        ("context_mod_dim", "context_block_adaLN"),
+        ("x_attn_dim", "x_block_attn"),
+        ("x_mlp_dim", "x_block_mlp"),
         ("x_mod_dim", "x_block_adaLN"),
     ),
-}  # fmt: skip
+}
 """Family -> arguments that name the rank of a type of layers, and a pattern for their original names."""
 
 
 OUTER_LAYER_RANK_ARGS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "flux": ("in_dims", ("img_in", "time_in", "vector_in", "guidance_in", "txt_in")),
-    "sd3": ("emb_dims", ("context_embedder", "t_embedder", "x_embedder", "y_embedder", "final_layer_adaLN_modulation",
-                         "final_layer_linear")),
-}  # fmt: skip
+    "sd3": (
+        "emb_dims",
+        (
+            "context_embedder",
+            "t_embedder",
+            "x_embedder",
+            "y_embedder",
+            "final_layer_adaLN_modulation",
+            "final_layer_linear",
+        ),
+    ),
+}
 """Family -> the argument with ranks for layers outside of the blocks, and the layers in its order."""
 
 
 BLOCK_INDEX_ARGS = (
-    ("train_double_block_indices", r"double_blocks_(\d+)_"), ("train_single_block_indices", r"single_blocks_(\d+)_"),
+    ("train_double_block_indices", r"double_blocks_(\d+)_"),
+    ("train_single_block_indices", r"single_blocks_(\d+)_"),
     ("train_block_indices", r"joint_blocks_(\d+)_"),
-)  # fmt: skip
+)
 
 
 def assign_ranks(layers: Sequence[TargetLayer], config: AdapterConfig, family: str) -> dict[str, RankAlpha]:
@@ -181,8 +210,14 @@ def _resolve_layer_type_rank(target_layer: TargetLayer, network_args: NetworkArg
     if family in OUTER_LAYER_RANK_ARGS and not re.search(r"(double|single|joint)_blocks_", target_layer.kohya_name):
         argument, layers = OUTER_LAYER_RANK_ARGS[family]
         ranks = getattr(network_args, argument)
-        return next((value for layer, value in zip(layers, ranks or (), strict=False)
-                     if target_layer.kohya_name.startswith(f"lora_unet_{layer}")), 0)  # fmt: skip
+        return next(
+            (
+                value
+                for layer, value in zip(layers, ranks or (), strict=False)
+                if target_layer.kohya_name.startswith(f"lora_unet_{layer}")
+            ),
+            0,
+        )
     for argument, pattern in LAYER_TYPE_RANK_ARGS.get(family, ()):
         value = getattr(network_args, argument)
         if value is not None and re.search(pattern, target_layer.kohya_name):
@@ -229,8 +264,10 @@ def _find_unmatched_patterns(layers: Sequence[TargetLayer], network_args: Networ
     for argument in ("exclude_patterns", "include_patterns"):
         for pattern in getattr(network_args, argument):
             if not any(_matches_full_name(pattern, site) for site in layers):
-                yield (f"{argument}: {pattern!r} is the whole name of no module, of which {_format_example(layers)} is one; "
-                       ".* stands for anything")  # fmt: skip
+                yield (
+                    f"{argument}: {pattern!r} is the whole name of no module, of which {_format_example(layers)} is one; "
+                    ".* stands for anything"
+                )
 
 
 def _format_example(layers: Sequence[TargetLayer]) -> str:

@@ -133,8 +133,13 @@ def _drop_damaged(store: CacheStore, damaged_rows: Sequence[int], spec: CacheSpe
     if not damaged_rows:
         return
     names = ", ".join(store.read_name(row) for row in damaged_rows[:MAX_NAMES_SHOWN])
-    logger.warning("%s: %d kept entries are damaged and are made anew: %s%s", spec.name, len(damaged_rows), names,
-                   ", ..." if len(damaged_rows) > MAX_NAMES_SHOWN else "")  # fmt: skip
+    logger.warning(
+        "%s: %d kept entries are damaged and are made anew: %s%s",
+        spec.name,
+        len(damaged_rows),
+        names,
+        ", ..." if len(damaged_rows) > MAX_NAMES_SHOWN else "",
+    )
     for row in damaged_rows:
         writers.get_writer(store.get_directory(row)).drop(store.entries[[row]])
     store.refresh()
@@ -190,8 +195,15 @@ class WorkPartition:
     """The same on all processes, and another in each run."""
 
 
-def _encode_missing(store: CacheStore, spec: CacheSpec, encoder: CacheEncoder, missing_indices: EntryIndices, writers: "_WriterPool", progress: SharedProgress,
-          partition: WorkPartition) -> None:  # fmt: skip
+def _encode_missing(
+    store: CacheStore,
+    spec: CacheSpec,
+    encoder: CacheEncoder,
+    missing_indices: EntryIndices,
+    writers: "_WriterPool",
+    progress: SharedProgress,
+    partition: WorkPartition,
+) -> None:
     """Make entries and put them where they belong."""
     for folder in dict.fromkeys(spec.directories[number] for number in missing_indices):
         check_writable(folder, spec.option)
@@ -249,8 +261,10 @@ def _wait_until_visible(store: CacheStore, spec: CacheSpec, failures: dict[int, 
     store.refresh()
     while (absent := wanted[store.find_rows(spec.keys[wanted]) < 0]).size:
         if time.monotonic() > deadline:
-            raise UserError(f"{spec.name}: {len(absent)} entries were made and cannot be found in"
-                            f" {spec.directories[absent[0]]}; do all machines see the same disk?")  # fmt: skip
+            raise UserError(
+                f"{spec.name}: {len(absent)} entries were made and cannot be found in"
+                f" {spec.directories[absent[0]]}; do all machines see the same disk?"
+            )
         time.sleep(1)
         store.refresh()
 
@@ -268,8 +282,11 @@ def partition_by_shared_disk(strategy: Strategy, directories: Sequence[Path]) ->
     marks = [folder / f".here-{token}-{strategy.rank}" for folder in directories]
     can_write = all([_create_marker(mark) for mark in marks])
     writes = strategy.all_gather_list([can_write])
-    seen = {rank for rank in range(strategy.world_size) if writes[rank]
-            and all((folder / f".here-{token}-{rank}").exists() for folder in directories)}  # fmt: skip
+    seen = {
+        rank
+        for rank in range(strategy.world_size)
+        if writes[rank] and all((folder / f".here-{token}-{rank}").exists() for folder in directories)
+    }
     strategy.all_gather_list([None])  # nobody takes a mark away before all have looked
     for mark in marks:
         with suppress(OSError):
@@ -288,8 +305,10 @@ def describe_shared_disks(peer_ranks: Sequence[int], hostnames: Sequence[str], d
     if len(peer_ranks) == len(hostnames):
         return f"all machines see the same disk in {where}: they share the work"
     here = sorted({hostnames[rank] for rank in peer_ranks})
-    return (f"{where} is another disk on other machines than {', '.join(here)}: each disk gets all of it, from those"
-            " that see it")  # fmt: skip
+    return (
+        f"{where} is another disk on other machines than {', '.join(here)}: each disk gets all of it, from those"
+        " that see it"
+    )
 
 
 def _create_marker(marker: Path) -> bool:

@@ -176,8 +176,13 @@ class CaptionEncoder:
             for caption, row in zip(captions, rows, strict=True):
                 if not all(bool(tensor.isfinite().all()) for tensor in row.values()):
                     raise UserError(f"the text encoder makes no finite numbers of the caption {caption!r}")
-            yield len(group), [EncodedEntry(number, row, caption[:MAX_CAPTION_CHARACTERS])
-                               for number, caption, row in zip(group, captions, rows, strict=True)]  # fmt: skip
+            yield (
+                len(group),
+                [
+                    EncodedEntry(number, row, caption[:MAX_CAPTION_CHARACTERS])
+                    for number, caption, row in zip(group, captions, rows, strict=True)
+                ],
+            )
         del pipe
         strategy.empty_device_cache()
 

@@ -19,9 +19,17 @@ _HEADER_LENGTH = struct.Struct("<Q")
 
 
 _SAFETENSORS_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 
 @dataclass(frozen=True)
@@ -52,10 +60,15 @@ def _read_header(blob: ByteArray) -> bytes:
 
 def _parse_header(header: bytes) -> dict[str, TensorSpan]:
     return {
-        name: TensorSpan(_SAFETENSORS_DTYPES[item["dtype"]], tuple(item["shape"]), len(header) + item["data_offsets"][0],
-                    len(header) + item["data_offsets"][1])
-        for name, item in sorted(json.loads(header[_HEADER_LENGTH.size :]).items()) if name != "__metadata__"
-    }  # fmt: skip
+        name: TensorSpan(
+            _SAFETENSORS_DTYPES[item["dtype"]],
+            tuple(item["shape"]),
+            len(header) + item["data_offsets"][0],
+            len(header) + item["data_offsets"][1],
+        )
+        for name, item in sorted(json.loads(header[_HEADER_LENGTH.size :]).items())
+        if name != "__metadata__"
+    }
 
 
 def deserialize_tensors(blob: ByteArray) -> dict[str, Tensor]:

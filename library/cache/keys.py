@@ -47,9 +47,13 @@ def find_varying_caption_keys(subset: SubsetConfig) -> tuple[str, ...]:
 
 
 _VARYING_CAPTION_KEYS = (
-    "shuffle_caption", "enable_wildcard", "caption_dropout_rate", "caption_dropout_every_n_epochs",
-    "caption_tag_dropout_rate", "token_warmup_step",
-)  # fmt: skip
+    "shuffle_caption",
+    "enable_wildcard",
+    "caption_dropout_rate",
+    "caption_dropout_every_n_epochs",
+    "caption_tag_dropout_rate",
+    "token_warmup_step",
+)
 
 
 LATENT_KEY_VERSION = 1
@@ -66,9 +70,17 @@ def compute_latent_key(
     """The latents of one picture as it is cut, with its mask; ``encoder`` stands for the VAE and the kept precision."""
     mask = () if sample.mask is None else ("alpha" if sample.mask.is_alpha else "mask", sample.mask.content_hash)
     return _hash_facts(
-        "latents", LATENT_KEY_VERSION, sample.content_hash, *assignment.resized_size, *crop_params.left_top, *assignment.bucket_resolution,
-        crop_params.interpolation or "", "mirrored" if crop_params.is_flipped else "", encoder_fingerprint, *mask,
-    )  # fmt: skip
+        "latents",
+        LATENT_KEY_VERSION,
+        sample.content_hash,
+        *assignment.resized_size,
+        *crop_params.left_top,
+        *assignment.bucket_resolution,
+        crop_params.interpolation or "",
+        "mirrored" if crop_params.is_flipped else "",
+        encoder_fingerprint,
+        *mask,
+    )
 
 
 def compute_text_key(caption: str, encoder_fingerprint: str) -> bytes:
@@ -113,11 +125,19 @@ class TextKeys:
 def build_latent_keys(augmenter: Augmenter, encoder_fingerprint: str) -> LatentKeys:
     """The samples in their order, first as they are, then mirrored where ``flip_aug`` asks for it."""
     every = range(len(augmenter.manifest.samples))
-    places = [*((index, False) for index in every),
-              *((index, True) for index in every if augmenter.get_subset(index).flip_aug)]  # fmt: skip
-    keys = [compute_latent_key(augmenter.manifest.samples[index], augmenter.assignments[index],
-                       get_cached_crop(augmenter, index, is_flipped=is_mirrored), encoder_fingerprint=encoder_fingerprint)
-            for index, is_mirrored in places]  # fmt: skip
+    places = [
+        *((index, False) for index in every),
+        *((index, True) for index in every if augmenter.get_subset(index).flip_aug),
+    ]
+    keys = [
+        compute_latent_key(
+            augmenter.manifest.samples[index],
+            augmenter.assignments[index],
+            get_cached_crop(augmenter, index, is_flipped=is_mirrored),
+            encoder_fingerprint=encoder_fingerprint,
+        )
+        for index, is_mirrored in places
+    ]
     samples = np.array([index for index, _ in places], np.int64)
     return LatentKeys(samples, np.array([is_mirrored for _, is_mirrored in places], np.bool_), stack_keys(keys))
 

@@ -63,8 +63,18 @@ def list_writer_files(store: CacheStore, needed_keys: KeyArray) -> list[WriterFi
     for writer, index in store.get_index_files().items():
         mine = np.flatnonzero(store.entries["writer"] == np.uint64(writer))
         files = tuple(sorted(index.directory.glob(f"{writer:016x}*")))
-        found.append(WriterFiles(index.directory, writer, files, _sum_file_sizes(files), index.num_entries, mine[stays[mine]],
-                          _is_recently_modified(files), index.tombstoned_writers))  # fmt: skip
+        found.append(
+            WriterFiles(
+                index.directory,
+                writer,
+                files,
+                _sum_file_sizes(files),
+                index.num_entries,
+                mine[stays[mine]],
+                _is_recently_modified(files),
+                index.tombstoned_writers,
+            )
+        )
     return found
 
 
@@ -84,8 +94,12 @@ def find_orphan_files(store: CacheStore) -> list[Path]:
     """Files of writers that were ended before they announced anything, and marks that somebody left behind."""
     known = {f"{writer:016x}" for writer in store.get_index_files()}
     paths = [path for folder in store.directories if folder.is_dir() for path in folder.iterdir() if path.is_file()]
-    left = [path for path in paths if path.name.startswith((".here-", ".writable-"))
-            or (path.suffix == ".shard" and path.name.partition("-")[0] not in known)]  # fmt: skip
+    left = [
+        path
+        for path in paths
+        if path.name.startswith((".here-", ".writable-"))
+        or (path.suffix == ".shard" and path.name.partition("-")[0] not in known)
+    ]
     return [path for path in left if not _is_recently_modified([path])]
 
 
@@ -197,9 +211,12 @@ def prune_caches(caches: RunCaches, *, is_confirmed: bool) -> tuple[str, int]:
         count += len(ready) + len(left)
         lines += [_format_pruned(shelf, store, bulk) for bulk in ready]
         lines += [f"{path}: left behind, {format_bytes(path.stat().st_size)}" for path in left]
-        lines += [f"{bulk.directory}: {bulk.num_entries - len(bulk.needed_rows)} of {bulk.num_entries} {shelf.name} not wanted, and left"
-                  f" alone: somebody wrote to their files less than {MIN_IDLE_SECONDS:.0f} seconds ago" for bulk in found
-                  if bulk.has_unneeded_entries and bulk.is_busy]  # fmt: skip
+        lines += [
+            f"{bulk.directory}: {bulk.num_entries - len(bulk.needed_rows)} of {bulk.num_entries} {shelf.name} not wanted, and left"
+            f" alone: somebody wrote to their files less than {MIN_IDLE_SECONDS:.0f} seconds ago"
+            for bulk in found
+            if bulk.has_unneeded_entries and bulk.is_busy
+        ]
         if is_confirmed:
             for bulk in ready:
                 prune_writer_files(store, bulk)

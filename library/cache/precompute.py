@@ -54,9 +54,19 @@ MAX_KEYS_SHOWN = 3
 
 
 MODEL_OPTIONS_WITHOUT_TEXT_EFFECT = {
-    "pretrained_model_name_or_path", "family", "v2", "vae", "clip_l", "clip_g", "t5xxl", "text_encoder", "ae",
-    "tokenizer_cache_dir", "guidance_scale", "base_storage",
-}  # fmt: skip
+    "pretrained_model_name_or_path",
+    "family",
+    "v2",
+    "vae",
+    "clip_l",
+    "clip_g",
+    "t5xxl",
+    "text_encoder",
+    "ae",
+    "tokenizer_cache_dir",
+    "guidance_scale",
+    "base_storage",
+}
 """Where parts of a model are matters to nobody: what they are made of is looked at."""
 
 
@@ -93,9 +103,14 @@ def cache_latents(
 
 
 def cache_text_encoder_outputs(
-    config: RunConfig, strategy: Strategy, family: Family, model: DetectedModel, prepared: PreparedData, run_plan: RunPlan,
+    config: RunConfig,
+    strategy: Strategy,
+    family: Family,
+    model: DetectedModel,
+    prepared: PreparedData,
+    run_plan: RunPlan,
     prompts: Sequence[Prompt],
-) -> TextReader | None:  # fmt: skip
+) -> TextReader | None:
     """Encode every caption that the run will show, and the prompts of its previews, if texts are to be kept."""
     cache = config.cache
     if not cache.caches_text_outputs:
@@ -114,8 +129,13 @@ def cache_text_encoder_outputs(
         return TextReader(store, encoder)
 
 
-def build_latent_cache_spec(config: RunConfig, encoder_loader: EncoderLoader, prepared: PreparedData, cache_dirs: Sequence[Path],
-                    encoder_fingerprint: str) -> tuple[CacheSpec, LatentEncoder]:  # fmt: skip
+def build_latent_cache_spec(
+    config: RunConfig,
+    encoder_loader: EncoderLoader,
+    prepared: PreparedData,
+    cache_dirs: Sequence[Path],
+    encoder_fingerprint: str,
+) -> tuple[CacheSpec, LatentEncoder]:
     """The latents of all pictures, below the folder in ``bases`` of each, and who makes them."""
     prepared = prepared.merge_validation()
     showing = _build_static_augmenter(prepared)
@@ -127,7 +147,9 @@ def build_latent_cache_spec(config: RunConfig, encoder_loader: EncoderLoader, pr
         option=option,
         keys=wanted.keys,
         directories=[cache_dirs[sample] / LATENTS_DIR_NAME for sample in wanted.sample_indices],
-        relative_sizes=[_compute_area(prepared.assignments[sample].bucket_resolution) for sample in wanted.sample_indices],
+        relative_sizes=[
+            _compute_area(prepared.assignments[sample].bucket_resolution) for sample in wanted.sample_indices
+        ],
         disk_full_hint="make room, name another folder with --cache_dir, halve it with --cache_precision fp16, or encode"
         f" pictures as they are used: take --{option} out",
     )
@@ -135,9 +157,14 @@ def build_latent_cache_spec(config: RunConfig, encoder_loader: EncoderLoader, pr
 
 
 def build_text_cache_spec(
-    config: RunConfig, encoder_loader: EncoderLoader, prepared: PreparedData, run_plan: RunPlan, prompts: Sequence[Prompt],
-    cache_dirs: Sequence[Path], encoder_fingerprint: str,
-) -> tuple[CacheSpec, CaptionEncoder]:  # fmt: skip
+    config: RunConfig,
+    encoder_loader: EncoderLoader,
+    prepared: PreparedData,
+    run_plan: RunPlan,
+    prompts: Sequence[Prompt],
+    cache_dirs: Sequence[Path],
+    encoder_fingerprint: str,
+) -> tuple[CacheSpec, CaptionEncoder]:
     """The captions of a run and the prompts of its previews, and who encodes them."""
     prepared = prepared.merge_validation()
     showing = Augmenter(prepared.manifest, prepared.assignments, config.train.seed, run_plan.steps)
@@ -204,8 +231,9 @@ def _list_model_options(model: ModelConfig) -> list[str]:
 
 
 @contextmanager
-def _open_cache_dirs(config: RunConfig, strategy: Strategy, prepared: PreparedData, *,
-             to_disk: bool) -> Iterator[list[Path]]:  # fmt: skip
+def _open_cache_dirs(
+    config: RunConfig, strategy: Strategy, prepared: PreparedData, *, to_disk: bool
+) -> Iterator[list[Path]]:
     """For each sample the folder that what is made of it goes to.
 
     One that is for this run only is emptied on leaving: who has opened the files in it can still read them.
@@ -232,8 +260,13 @@ def _remove_failed_images(prepared: PreparedData, failures: dict[int, str], conf
     """Leave the pictures out, or stop, as ``--on_bad_data`` says."""
     lines = list(failures.values())
     if config.data.on_bad_data == "fail":
-        raise ConfigError([*lines, f"{len(lines)} pictures cannot be encoded; mend or remove them, or leave them out"
-                                   " with --on_bad_data skip"])  # fmt: skip
+        raise ConfigError(
+            [
+                *lines,
+                f"{len(lines)} pictures cannot be encoded; mend or remove them, or leave them out"
+                " with --on_bad_data skip",
+            ]
+        )
     for line in lines:
         logger.warning("%s; it is left out", line)
     return prepared.remove_samples(frozenset(failures))
@@ -248,8 +281,10 @@ def _suggest_fewer_captions(prepared: PreparedData, option: str) -> str:
         )
     )
     fewer = f"there are fewer of them without {', '.join(keys[:MAX_KEYS_SHOWN])}; else " if keys else ""
-    return (f"{fewer}make room, name another folder with --cache_dir, or encode captions as they are used: take"
-            f" --{option} out")  # fmt: skip
+    return (
+        f"{fewer}make room, name another folder with --cache_dir, or encode captions as they are used: take"
+        f" --{option} out"
+    )
 
 
 def _build_static_augmenter(prepared: PreparedData) -> Augmenter:
@@ -276,8 +311,11 @@ class CacheEstimate:
 
     def format_text(self) -> str:
         """In one line."""
-        room = "of a size that the model's files do not tell" if self.num_bytes is None else (
-            f"{'at most ' if self.is_upper_bound else ''}{format_bytes(self.num_bytes)}")  # fmt: skip
+        room = (
+            "of a size that the model's files do not tell"
+            if self.num_bytes is None
+            else (f"{'at most ' if self.is_upper_bound else ''}{format_bytes(self.num_bytes)}")
+        )
         first = f"in {self.directories[0]}" if self.directories else "for this run only"
         more = f" and {len(self.directories) - 1} more" if len(self.directories) > 1 else ""
         return f"kept {self.name}: {self.num_entries}, {room}, {first}{more}"
@@ -298,8 +336,15 @@ def estimate_caches(
     if cache.caches_latents:
         wanted = build_latent_keys(showing, "")
         once = np.unique(wanted.keys, return_index=True)[1]
-        size = None if model_sizes is None else BYTES_PER_ELEMENT[cache.cache_precision] * sum(
-            model_sizes.count_moment_elements(prepared.assignments[sample].bucket_resolution) for sample in wanted.sample_indices[once])  # fmt: skip
+        size = (
+            None
+            if model_sizes is None
+            else BYTES_PER_ELEMENT[cache.cache_precision]
+            * sum(
+                model_sizes.count_moment_elements(prepared.assignments[sample].bucket_resolution)
+                for sample in wanted.sample_indices[once]
+            )
+        )
         found.append(CacheEstimate("latents", len(once), size, False, folders if cache.cache_latents_to_disk else ()))
     if cache.caches_text_outputs:
         path = config.preview.sample_prompts

@@ -46,8 +46,12 @@ class LatentReader:
         if not any(MASK_TENSOR in place for place in places):
             return None
         height, width = places[0][MOMENTS_TENSOR].shape[-2:]
-        return torch.stack([stack_tensors([blob], MASK_TENSOR)[0] if MASK_TENSOR in place else torch.ones(1, height, width)
-                            for blob, place in zip(blobs, places, strict=True)])  # fmt: skip
+        return torch.stack(
+            [
+                stack_tensors([blob], MASK_TENSOR)[0] if MASK_TENSOR in place else torch.ones(1, height, width)
+                for blob, place in zip(blobs, places, strict=True)
+            ]
+        )
 
     def _read_blobs(self, sample_indices: Sequence[int], flipped: Sequence[bool]) -> list[ByteArray]:
         rows = self._rows[list(sample_indices), [int(is_mirrored) for is_mirrored in flipped]].tolist()
@@ -77,8 +81,16 @@ class TextReader:
 class CachedLatentLoader:
     """This rank's part of every step, with latents; with captions as text, or encoded where ``texts`` has them."""
 
-    def __init__(self, augmenter: Augmenter, batch_plan: MicroBatchSchedule, rank: int, latent_reader: LatentReader, text_reader: TextReader | None, *,
-                 pin_memory: bool):  # fmt: skip
+    def __init__(
+        self,
+        augmenter: Augmenter,
+        batch_plan: MicroBatchSchedule,
+        rank: int,
+        latent_reader: LatentReader,
+        text_reader: TextReader | None,
+        *,
+        pin_memory: bool,
+    ):
         self.augmenter, self.rank, self.latent_reader, self.text_reader = augmenter, rank, latent_reader, text_reader
         self.batch_plan = copy.deepcopy(batch_plan)  # it lays out epochs as they come, and not for two threads
         self.pin_memory = pin_memory
@@ -105,8 +117,12 @@ class CachedLatentLoader:
         mine = self.batch_plan.get_micro_batch(position).shard(self.rank, self.batch_plan.dp_size)
         visits = self.augmenter.list_views(mine, position // self.batch_plan.accumulation_steps)
         mirrored = [self.augmenter.is_flipped(visit) for visit in visits]
-        frames = [self.augmenter.compute_size_conditioning(visit.sample_index, self.augmenter.assignments[visit.sample_index].crop_left_top, is_flipped=flip)
-                  for visit, flip in zip(visits, mirrored, strict=True)]  # fmt: skip
+        frames = [
+            self.augmenter.compute_size_conditioning(
+                visit.sample_index, self.augmenter.assignments[visit.sample_index].crop_left_top, is_flipped=flip
+            )
+            for visit, flip in zip(visits, mirrored, strict=True)
+        ]
         samples = [self.augmenter.manifest.samples[index] for index in mine.sample_indices]
         weights = [sample.loss_weight * is_real for sample, is_real in zip(samples, mine.is_real, strict=True)]
         captions = tuple(map(self.augmenter.draw_caption, visits))
@@ -148,8 +164,13 @@ _VARIABLE_LENGTH_SUFFIX = "*"
 
 def split_cond(cond: Cond, num_captions: int) -> list[dict[str, Tensor]]:
     """The conditioning of ``count`` captions as an entry for each."""
-    return [{f"{name}{_VARIABLE_LENGTH_SUFFIX}" if isinstance(value, list) else name: value[row].cpu()
-             for name, value in cond.items()} for row in range(num_captions)]  # fmt: skip
+    return [
+        {
+            f"{name}{_VARIABLE_LENGTH_SUFFIX}" if isinstance(value, list) else name: value[row].cpu()
+            for name, value in cond.items()
+        }
+        for row in range(num_captions)
+    ]
 
 
 def build_cond(blobs: Sequence[ByteArray]) -> Cond:

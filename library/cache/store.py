@@ -201,8 +201,10 @@ class CacheStore:
         if mapped is None or len(mapped) < first + length:  # it has grown since
             mapped = self._mmaps[place] = self._map_shard(*place)
         if len(mapped) < first + length:
-            raise UserError(f"{self._index_files[place[0]].directory}: a file has become shorter; start again, and what is"
-                            " missing is made anew")  # fmt: skip
+            raise UserError(
+                f"{self._index_files[place[0]].directory}: a file has become shorter; start again, and what is"
+                " missing is made anew"
+            )
         return mapped[first : first + length]
 
     def _map_shard(self, writer_id: int, shard_number: int) -> ByteArray:

@@ -54,8 +54,14 @@ def get_shard_path(directory: Path, writer_id: int, shard_number: int) -> Path:
 class CacheWriter:
     """One process's own files in a cache folder, made when there is something to write."""
 
-    def __init__(self, directory: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES, sync_bytes: int = SYNC_BYTES,
-                 sync_seconds: float = SYNC_SECONDS):  # fmt: skip
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        sync_bytes: int = SYNC_BYTES,
+        sync_seconds: float = SYNC_SECONDS,
+    ):
         self.directory = directory
         self.max_shard_bytes, self.sync_bytes, self.sync_seconds = max_shard_bytes, sync_bytes, sync_seconds
         self.writer_id = secrets.randbits(64)

@@ -48,8 +48,10 @@ def format_options_page() -> str:
         for option in iter_options(RunConfig):
             if option.group == name:
                 value, default = _format_syntax(option).replace("|", r"\|"), _format_default(option.default)
-                lines.append(f"| `{option.name}` | {value} | {f'`{default}`' if default else ''} | "
-                             f"{option.help.replace('|', chr(92) + '|')} |")  # fmt: skip
+                lines.append(
+                    f"| `{option.name}` | {value} | {f'`{default}`' if default else ''} | "
+                    f"{option.help.replace('|', chr(92) + '|')} |"
+                )
         lines.append("")
     return "\n".join(lines)
 

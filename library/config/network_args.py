@@ -24,8 +24,15 @@ def count_unet_blocks(family: str) -> int:
 LORA_TYPES = ("lora", "dora")
 
 
-LYCORIS_ALGORITHMS = {"lora": "lora", "locon": "lora", "dora": "dora", "loha": "loha", "lokr": "lokr", "diag-oft": "oft",
-              "boft": "boft"}  # fmt: skip
+LYCORIS_ALGORITHMS = {
+    "lora": "lora",
+    "locon": "lora",
+    "dora": "dora",
+    "loha": "loha",
+    "lokr": "lokr",
+    "diag-oft": "oft",
+    "boft": "boft",
+}
 """lycoris' names of what is trained."""
 
 
@@ -170,9 +177,15 @@ def get_unet_block_index(kohya_name: str, family: str) -> int | None:
 
 
 NETWORK_MODULES = {
-    "networks.lora": "lora", "networks.lora_flux": "lora", "networks.lora_sd3": "lora", "networks.loha": "loha",
-    "networks.lokr": "lokr", "networks.oft": "oft", "networks.oft_flux": "oft", "lycoris.kohya": "lora",
-}  # fmt: skip
+    "networks.lora": "lora",
+    "networks.lora_flux": "lora",
+    "networks.lora_sd3": "lora",
+    "networks.loha": "loha",
+    "networks.lokr": "lokr",
+    "networks.oft": "oft",
+    "networks.oft_flux": "oft",
+    "lycoris.kohya": "lora",
+}
 """sd-scripts' modules -> what they train; for lycoris.kohya, without ``algo``."""
 
 
@@ -248,9 +261,11 @@ def list_arg_names(args: Sequence[str]) -> list[str]:
 def find_args_of_other_types(config: AdapterConfig) -> list[str]:
     """Arguments that this kind of adapter does not have."""
     kind, known = get_adapter_type(config), {each.name: each.metadata for each in fields(NetworkArgs)}
-    found = [f"{name}: {kind} does not have it, only {', '.join(known[name]['kinds'])}"
-             for name in list_arg_names(config.network_args)
-             if name in known and known[name]["kinds"] and kind not in known[name]["kinds"]]  # fmt: skip
+    found = [
+        f"{name}: {kind} does not have it, only {', '.join(known[name]['kinds'])}"
+        for name in list_arg_names(config.network_args)
+        if name in known and known[name]["kinds"] and kind not in known[name]["kinds"]
+    ]
     if "algo" in list_arg_names(config.network_args) and config.network_module != "lycoris.kohya":
         found.append("algo belongs to network_module lycoris.kohya")
     return found
@@ -259,5 +274,8 @@ def find_args_of_other_types(config: AdapterConfig) -> list[str]:
 def find_args_of_other_families(config: AdapterConfig, family: str, title: str) -> list[str]:
     """Arguments that mean nothing for this family."""
     known = {each.name: each.metadata["families"] for each in fields(NetworkArgs)}
-    return [f"{name} means nothing for {title}; leave it out" for name in list_arg_names(config.network_args)
-            if known.get(name) and family not in known[name]]  # fmt: skip
+    return [
+        f"{name} means nothing for {title}; leave it out"
+        for name in list_arg_names(config.network_args)
+        if known.get(name) and family not in known[name]
+    ]

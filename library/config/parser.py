@@ -117,8 +117,10 @@ def _parse_flags(
             behind = ["" if name.startswith("no-") else "true"]
             name = option.name
         elif option is not None and not option.is_list and len(behind) != 1:
-            problems.append(f"--{name}: {'needs a value' if not behind else f'takes one value, got {len(behind)}'}"
-                            f" ({option.syntax})")  # fmt: skip
+            problems.append(
+                f"--{name}: {'needs a value' if not behind else f'takes one value, got {len(behind)}'}"
+                f" ({option.syntax})"
+            )
             invalid_options.add(name)
             continue
         elif option is not None and option.is_list and not behind:

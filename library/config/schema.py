@@ -60,8 +60,9 @@ class AdapterConfig:
     )
     network_dim: int = define_option(4, "rank of the LoRA matrices", minimum=1)
     network_alpha: float = define_option(1.0, "the update is scaled by alpha / rank", minimum=0)
-    network_dropout: float = define_option(0.0, "share of what the down matrices of a LoRA say that is left out",
-                                 minimum=0, maximum=0.999)  # fmt: skip
+    network_dropout: float = define_option(
+        0.0, "share of what the down matrices of a LoRA say that is left out", minimum=0, maximum=0.999
+    )
     network_args: tuple[str, ...] = define_option(
         (), "more about the adapter as name=value, such as conv_dim=4; docs/adapters.md lists them"
     )
@@ -113,9 +114,19 @@ class OptimConfig:
         1.0, "gradients longer than this are shortened to it; 0 turns it off", minimum=0
     )
     lr_scheduler: Literal[
-        "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr",
-        "polynomial", "rex", "inverse_sqrt", "warmup_stable_decay", "piecewise_constant", "adafactor"
-    ] = define_option("constant", "course of the learning rate over the run")  # fmt: skip
+        "constant",
+        "constant_with_warmup",
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "cosine_with_min_lr",
+        "polynomial",
+        "rex",
+        "inverse_sqrt",
+        "warmup_stable_decay",
+        "piecewise_constant",
+        "adafactor",
+    ] = define_option("constant", "course of the learning rate over the run")
     lr_warmup_steps: StepsOrRatio = define_option(
         StepsOrRatio(0, False), "steps until the peak is reached: a number, a ratio, or N%"
     )
@@ -128,9 +139,11 @@ class OptimConfig:
         None, "inverse_sqrt: the larger, the slower it falls; without it, the steps of the warm-up", minimum=1
     )
     lr_scheduler_min_lr_ratio: float | None = define_option(
-        None, "cosine_with_min_lr, warmup_stable_decay: lowest learning rate as a share of the peak",
-        minimum=0, maximum=1
-    )  # fmt: skip
+        None,
+        "cosine_with_min_lr, warmup_stable_decay: lowest learning rate as a share of the peak",
+        minimum=0,
+        maximum=1,
+    )
     lr_scheduler_type: str = define_option(
         "", "a scheduler class instead of lr_scheduler, of torch.optim.lr_scheduler or as package.module.Class"
     )
@@ -138,9 +151,11 @@ class OptimConfig:
         (), "arguments for lr_scheduler_type or piecewise_constant as name=value, such as gamma=0.99"
     )
     ema_decay: float | None = define_option(
-        None, "keep a running average of the adapter with this decay, such as 0.999, and save it beside the adapter",
-        minimum=0, maximum=1
-    )  # fmt: skip
+        None,
+        "keep a running average of the adapter with this decay, such as 0.999, and save it beside the adapter",
+        minimum=0,
+        maximum=1,
+    )
 
 
 @dataclass(frozen=True)
@@ -159,9 +174,11 @@ class TrainConfig:
         1, "of the denoiser's blocks, only every n-th computes its activations twice", minimum=1
     )
     gradient_checkpointing_budget: float = define_option(
-        0.0, "share of what the denoiser's expensive operations make that is kept and not computed twice",
-        minimum=0, maximum=1
-    )  # fmt: skip
+        0.0,
+        "share of what the denoiser's expensive operations make that is kept and not computed twice",
+        minimum=0,
+        maximum=1,
+    )
     cpu_offload_checkpointing: bool = define_option(
         False, "gradient_checkpointing keeps what it computes from in host memory (denoiser only)"
     )

@@ -75,9 +75,11 @@ class DataConfig:
     )
     prior_loss_weight: float = define_option(1.0, "weight of the loss on regularisation pictures", minimum=0)
     validation_split: float = define_option(
-        0.0, "share of the pictures that is not trained on, but measured; in the dataset file for each subset",
-        minimum=0, maximum=1
-    )  # fmt: skip
+        0.0,
+        "share of the pictures that is not trained on, but measured; in the dataset file for each subset",
+        minimum=0,
+        maximum=1,
+    )
     validation_seed: int | None = define_option(None, "seed of the choice of these pictures; without it, 0")
     on_bad_data: Literal["fail", "skip"] = define_option("fail", "what to do with pictures that cannot be used")
     max_bad_samples: int = define_option(

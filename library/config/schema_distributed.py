@@ -44,13 +44,15 @@ class ParallelConfig:
         minimum=1,
     )
     tp_size: int = define_option(
-        1, "tensor parallel: so many devices have a part of each layer, and exchange a sum in each half of a block",
+        1,
+        "tensor parallel: so many devices have a part of each layer, and exchange a sum in each half of a block",
         minimum=1,
-    )  # fmt: skip
+    )
     cp_size: int = define_option(
-        1, "context parallel: so many devices have a part of each picture, and exchange it in each attention",
+        1,
+        "context parallel: so many devices have a part of each picture, and exchange it in each attention",
         minimum=1,
-    )  # fmt: skip
+    )
     pp_schedule: Literal["gpipe", "1f1b", "interleaved"] = define_option(
         "1f1b", "pp_size: in which order micro-batches run; interleaved gives each device two shorter stages"
     )
@@ -95,9 +97,22 @@ class DistributedConfig:
         None, "compile the denoiser; without it, accelerate launch or accelerate config decides"
     )
     dynamo_backend: Literal[
-        "eager", "aot_eager", "inductor", "aot_ts_nvfuser", "nvprims_nvfuser", "cudagraphs", "ofi", "fx2trt", "onnxrt",
-        "tensorrt", "aot_torchxla_trace_once", "torchxla_trace_once", "tvm", "hpu_backend", "neuron"
-    ] = define_option("inductor", "what torch_compile compiles with")  # fmt: skip
+        "eager",
+        "aot_eager",
+        "inductor",
+        "aot_ts_nvfuser",
+        "nvprims_nvfuser",
+        "cudagraphs",
+        "ofi",
+        "fx2trt",
+        "onnxrt",
+        "tensorrt",
+        "aot_torchxla_trace_once",
+        "torchxla_trace_once",
+        "tvm",
+        "hpu_backend",
+        "neuron",
+    ] = define_option("inductor", "what torch_compile compiles with")
     dynamo_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = define_option(
         "default", "how much time compiling may take"
     )
@@ -129,9 +144,10 @@ class ShardingConfig:
         None, "fsdp: put a block away after its forward and fetch it again for backward; without it, yes"
     )
     dp_replicate_size: int | None = define_option(
-        None, "fsdp: so many groups of devices hold the whole model each, such as one a machine (HSDP); without it, 1",
+        None,
+        "fsdp: so many groups of devices hold the whole model each, such as one a machine (HSDP); without it, 1",
         minimum=1,
-    )  # fmt: skip
+    )
     dp_shard_size: int | None = define_option(
         None, "fsdp: so many devices share one model; without it, all devices / dp_replicate_size", minimum=1
     )

@@ -23,8 +23,9 @@ class NoiseConfig:
     timestep_sampling: Literal["uniform", "sigmoid", "shift", "flux_shift", "sigma"] | None = define_option(
         None, "flow models: how times are chosen; without it, sigma when there is a weighting_scheme, otherwise shift"
     )
-    sigmoid_scale: float = define_option(1.0, "sigmoid, shift, flux_shift: below 1 more times in the middle, above 1 fewer",
-                               minimum=0)  # fmt: skip
+    sigmoid_scale: float = define_option(
+        1.0, "sigmoid, shift, flux_shift: below 1 more times in the middle, above 1 fewer", minimum=0
+    )
     discrete_flow_shift: float | None = define_option(
         None, "shift, sigma: times are moved to noise by this factor; without it, as the model's own pipeline does"
     )
@@ -33,16 +34,19 @@ class NoiseConfig:
     )
     logit_mean: float = define_option(0.0, "logit_normal: above 0 for more noise")
     logit_std: float = define_option(1.0, "logit_normal: below 1 more times in the middle, above 1 fewer", minimum=0)
-    mode_scale: float = define_option(1.29, "mode: above 0 more times in the middle, below 0 fewer",
-                            minimum=-1, maximum=1.75)  # fmt: skip
-    noise_offset: float = define_option(0.0, "diffusion models: each channel's noise is moved as a whole, by about this much",
-                              minimum=0)  # fmt: skip
+    mode_scale: float = define_option(
+        1.29, "mode: above 0 more times in the middle, below 0 fewer", minimum=-1, maximum=1.75
+    )
+    noise_offset: float = define_option(
+        0.0, "diffusion models: each channel's noise is moved as a whole, by about this much", minimum=0
+    )
     noise_offset_random_strength: bool = define_option(False, "each sample takes a random share of noise_offset")
     adaptive_noise_scale: float | None = define_option(
         None, "noise_offset grows with the mean of a channel, times this; below 0 it shrinks, to no less than 0"
     )
-    multires_noise_iterations: int = define_option(0, "diffusion models: so many layers of coarser and coarser noise are added",
-                                         minimum=0)  # fmt: skip
+    multires_noise_iterations: int = define_option(
+        0, "diffusion models: so many layers of coarser and coarser noise are added", minimum=0
+    )
     multires_noise_discount: float = define_option(
         0.3, "multires_noise_iterations: each layer is fainter by this", minimum=0
     )

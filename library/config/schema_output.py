@@ -67,9 +67,11 @@ class StateConfig:
         False, "go on although settings or pictures have changed that the result depends on"
     )
     requeue_exit_code: int | None = define_option(
-        None, "exit code after a signal ended the run and its state was saved; without it 128 + the signal's number",
-        minimum=0, maximum=255,
-    )  # fmt: skip
+        None,
+        "exit code after a signal ended the run and its state was saved; without it 128 + the signal's number",
+        minimum=0,
+        maximum=255,
+    )
 
 
 @dataclass(frozen=True)
@@ -90,9 +92,22 @@ class LogConfig:
     """What is told, and to whom."""
 
     logging_dir: str | None = define_option(None, "folder for trackers; each run gets a folder in it")
-    log_with: Literal[
-        "none", "tensorboard", "wandb", "all", "aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "trackio"
-    ] | None = define_option(None, "experiment tracker; without it, tensorboard when there is a logging_dir")  # fmt: skip
+    log_with: (
+        Literal[
+            "none",
+            "tensorboard",
+            "wandb",
+            "all",
+            "aim",
+            "clearml",
+            "comet_ml",
+            "dvclive",
+            "mlflow",
+            "swanlab",
+            "trackio",
+        ]
+        | None
+    ) = define_option(None, "experiment tracker; without it, tensorboard when there is a logging_dir")
     log_prefix: str | None = define_option(None, "start of the name of the run's folder in logging_dir")
     log_tracker_name: str | None = define_option(None, "project name for the tracker; without it, network_train")
     log_tracker_config: str | None = define_option(None, "TOML file with arguments for the tracker, a table for each")

@@ -113,12 +113,15 @@ class DeviceMap:
         except ValueError:
             found = None
         if not isinstance(found, dict) or not found:
-            raise ValueError('expected auto, balanced, sequential, or a JSON object such as {"transformer_blocks": 1,'
-                             ' "": 0}')  # fmt: skip
+            raise ValueError(
+                'expected auto, balanced, sequential, or a JSON object such as {"transformer_blocks": 1, "": 0}'
+            )
         for module, number in found.items():
             if type(number) is not int or number < 0:
-                raise ValueError(f"{module!r}: {number!r} is no number of a device (0, 1, ...); for weights in host"
-                                 " memory there is blocks_to_swap")  # fmt: skip
+                raise ValueError(
+                    f"{module!r}: {number!r} is no number of a device (0, 1, ...); for weights in host"
+                    " memory there is blocks_to_swap"
+                )
         return cls("", tuple(found.items()))
 
     def __str__(self) -> str:

@@ -97,8 +97,11 @@ def _validate_self_tuning_optimizers(config: RunConfig, explicit: ExplicitOption
     scheduled = bool(optim.lr_scheduler_type) or optim.lr_scheduler not in ("constant", "constant_with_warmup")
     if "schedulefree" in name and scheduled:
         yield ("lr_scheduler", "optimizer_type"), f"{optim.optimizer_type} needs none; use constant_with_warmup"
-    relative = [word.partition("=")[2].strip() for word in optim.optimizer_args
-                if word.partition("=")[0].strip() == "relative_step"]  # fmt: skip
+    relative = [
+        word.partition("=")[2].strip()
+        for word in optim.optimizer_args
+        if word.partition("=")[0].strip() == "relative_step"
+    ]
     finds_its_rate = name == "adafactor" and relative != ["False"]
     if finds_its_rate and "learning_rate" in explicit and not relative:
         yield (
@@ -106,8 +109,11 @@ def _validate_self_tuning_optimizers(config: RunConfig, explicit: ExplicitOption
             "Adafactor finds its own learning rate; add relative_step=False to optimizer_args to use this one",
         )
     if finds_its_rate:
-        has_own = {"unet_lr": optim.unet_lr, "text_encoder_lr": optim.text_encoder_lr,
-                   "network_args": PER_MODULE_LR_ARGS.intersection(list_arg_names(config.adapter.network_args))}  # fmt: skip
+        has_own = {
+            "unet_lr": optim.unet_lr,
+            "text_encoder_lr": optim.text_encoder_lr,
+            "network_args": PER_MODULE_LR_ARGS.intersection(list_arg_names(config.adapter.network_args)),
+        }
         for name in (name for name, rates in has_own.items() if rates):
             yield (
                 (name, "optimizer_args"),
@@ -191,8 +197,9 @@ def _validate_tracker_config(log: LogConfig, path: str) -> Iterator[str]:
 
 def _validate_previews(config: RunConfig, explicit: ExplicitOptions) -> Iterator[OptionConflict]:
     preview = config.preview
-    asked = [name for name in ("sample_every_n_steps", "sample_every_n_epochs", "sample_at_first")
-             if getattr(preview, name)]  # fmt: skip
+    asked = [
+        name for name in ("sample_every_n_steps", "sample_every_n_epochs", "sample_at_first") if getattr(preview, name)
+    ]
     if preview.sample_prompts is None:
         if asked:
             yield (asked[0], "sample_prompts"), "needs prompts; name a file with --sample_prompts"
@@ -205,8 +212,14 @@ def _validate_objective(config: RunConfig, explicit: ExplicitOptions) -> Iterato
 
 
 def _validate_compile(config: RunConfig, explicit: ExplicitOptions) -> Iterator[OptionConflict]:
-    names = ("dynamo_backend", "dynamo_mode", "dynamo_fullgraph", "dynamo_use_regional_compilation", "compile_shapes",
-             "compile_cache_dir")  # fmt: skip
+    names = (
+        "dynamo_backend",
+        "dynamo_mode",
+        "dynamo_fullgraph",
+        "dynamo_use_regional_compilation",
+        "compile_shapes",
+        "compile_cache_dir",
+    )
     if not config.distributed.torch_compile:
         for name in names:
             if name in explicit and getattr(config.distributed, name) != getattr(DistributedConfig, name):

@@ -46,9 +46,12 @@ def validate_adapter_options(config: RunConfig, explicit: frozenset[str]) -> Ite
             yield (
                 (name, switch),
                 "captions that are encoded once cannot follow a text encoder that is trained; "
-                + (f"leave network_train_unet_only on, or take {name} out"
-                   if switch == "network_train_unet_only" else f"take {switch} or {name} out"),
-            )  # fmt: skip
+                + (
+                    f"leave network_train_unet_only on, or take {name} out"
+                    if switch == "network_train_unet_only"
+                    else f"take {switch} or {name} out"
+                ),
+            )
     if optim.text_encoder_lr and not adapter.trains_text_encoders:
         yield (
             ("text_encoder_lr", "network_train_unet_only"),
@@ -87,8 +90,9 @@ def _validate_adapter_type(config: RunConfig, explicit: frozenset[str]) -> Itera
         yield ("network_args",), "conv_block_dims: no convolutions are trained; add conv_dim"
 
 
-def validate_adapter_for_model(config: RunConfig, family: str, title: str, text_encoders: Sequence[str],
-            t5: str | None) -> Iterator[OptionConflict]:  # fmt: skip
+def validate_adapter_for_model(
+    config: RunConfig, family: str, title: str, text_encoders: Sequence[str], t5: str | None
+) -> Iterator[OptionConflict]:
     """Options of the adapter that this model cannot honour; ``text_encoders`` are those that can be trained."""
     arguments, problems = parse_network_args(config.adapter.network_args)
     if not problems:
@@ -134,8 +138,18 @@ _UPLOAD_OPTIONS = ("huggingface_repo_type", "huggingface_path_in_repo", "hugging
 MAX_THUMBNAIL_BYTES = 2**22
 
 
-METADATA_OPTIONS = ("title", "author", "description", "license", "tags", "usage_hint", "thumbnail", "merged_from",
-            "trigger_phrase", "preprocessor")  # fmt: skip
+METADATA_OPTIONS = (
+    "title",
+    "author",
+    "description",
+    "license",
+    "tags",
+    "usage_hint",
+    "thumbnail",
+    "merged_from",
+    "trigger_phrase",
+    "preprocessor",
+)
 
 
 def validate_save_format(adapter_types: Iterable[str], file_format: str) -> list[str]:
@@ -143,8 +157,10 @@ def validate_save_format(adapter_types: Iterable[str], file_format: str) -> list
     found = []
     for kind in sorted(set(adapter_types)):
         if kind in ("oft", "boft") and file_format in ("kohya", "comfy"):
-            found.append(f"{kind} turns what goes into a layer, and the files of sd-scripts and ComfyUI what comes out "
-                         "of it; take save_format auto, which peft reads")  # fmt: skip
+            found.append(
+                f"{kind} turns what goes into a layer, and the files of sd-scripts and ComfyUI what comes out "
+                "of it; take save_format auto, which peft reads"
+            )
         if kind in ("loha", "lokr") and file_format == "diffusers":
             found.append(f"diffusers does not load {kind}; take save_format auto or comfy")
     return found

@@ -15,8 +15,10 @@ def validate_parallel_options(config: RunConfig, explicit: frozenset[str]) -> It
     if "pp_schedule" in explicit and parallel.pp_size == 1:
         yield ("pp_schedule", "pp_size"), "there is no pipeline; set pp_size"
     if parallel.tp_size > 1 and kind != "lora":
-        yield (("tp_size", "network_args"),
-               f"layers with an adapter of kind {kind} cannot be cut; use pp_size, cp_size or fsdp")  # fmt: skip
+        yield (
+            ("tp_size", "network_args"),
+            f"layers with an adapter of kind {kind} cannot be cut; use pp_size, cp_size or fsdp",
+        )
     if parallel.cp_size > 1:
         if config.distributed.attn_mode in NON_TORCH_ATTENTION:
             yield ("attn_mode", "cp_size"), "only torch's own attention can be shared; use sdpa or cudnn"
@@ -51,8 +53,11 @@ MIN_PROFILE_STEPS = 3
 """One step to time undisturbed, one to warm the profiler up, and one to profile."""
 
 
-_CHECKPOINTING_OPTIONS = (("gradient_checkpointing_every", 1), ("gradient_checkpointing_budget", 0),
-                   ("cpu_offload_checkpointing", False))  # fmt: skip
+_CHECKPOINTING_OPTIONS = (
+    ("gradient_checkpointing_every", 1),
+    ("gradient_checkpointing_budget", 0),
+    ("cpu_offload_checkpointing", False),
+)
 
 
 _BUDGET_BACKENDS = ("inductor", "aot_eager")
@@ -86,7 +91,12 @@ def validate_memory_options(config: RunConfig, explicit: frozenset[str]) -> Iter
     steps, train = config.train.profile_steps, config.train
     if steps is not None:
         if steps.first < 2 or steps.last - steps.first + 1 < MIN_PROFILE_STEPS:
-            yield ("profile_steps",), (f"{steps}: needs at least {MIN_PROFILE_STEPS} steps, from step 2 on, because step 1"
-                                       " warms everything up; such as 11:30")  # fmt: skip
+            yield (
+                ("profile_steps",),
+                (
+                    f"{steps}: needs at least {MIN_PROFILE_STEPS} steps, from step 2 on, because step 1"
+                    " warms everything up; such as 11:30"
+                ),
+            )
         elif train.max_train_epochs is None and steps.last > train.max_train_steps:
             yield ("profile_steps", "max_train_steps"), f"the run ends with step {train.max_train_steps}"

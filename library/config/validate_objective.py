@@ -47,8 +47,11 @@ def validate_objective_options(config: RunConfig) -> Iterator[OptionConflict]:
     for name in ("huber_schedule", "huber_c", "huber_scale"):
         if loss.loss_type in ("l2", "l1") and getattr(loss, name) != getattr(LossConfig, name):
             yield (name, "loss_type"), f"loss_type {loss.loss_type} has no threshold; set loss_type huber or smooth_l1"
-    for name, value in (("huber_c", loss.huber_c), ("huber_scale", loss.huber_scale),
-                        ("discrete_flow_shift", noise.discrete_flow_shift)):  # fmt: skip
+    for name, value in (
+        ("huber_c", loss.huber_c),
+        ("huber_scale", loss.huber_scale),
+        ("discrete_flow_shift", noise.discrete_flow_shift),
+    ):
         if value is not None and value <= 0:
             yield (name,), f"{value:g} is too small; it must be above 0"
     sampler = config.preview.sample_sampler
@@ -57,14 +60,19 @@ def validate_objective_options(config: RunConfig) -> Iterator[OptionConflict]:
 
 
 def _validate_noise(noise: NoiseConfig) -> Iterator[OptionConflict]:
-    for name, needed in (("noise_offset_random_strength", "noise_offset"), ("adaptive_noise_scale", "noise_offset"),
-                         ("ip_noise_gamma_random_strength", "ip_noise_gamma")):  # fmt: skip
+    for name, needed in (
+        ("noise_offset_random_strength", "noise_offset"),
+        ("adaptive_noise_scale", "noise_offset"),
+        ("ip_noise_gamma_random_strength", "ip_noise_gamma"),
+    ):
         if getattr(noise, name) and not getattr(noise, needed):
             yield (name, needed), f"needs {needed}; set it above 0"
     if noise.multires_noise_discount not in (0, NoiseConfig.multires_noise_discount):
         if not noise.multires_noise_iterations:
-            yield (("multires_noise_discount", "multires_noise_iterations"),
-                   "there are no layers to make fainter; set multires_noise_iterations, 6 to 10 are usual")  # fmt: skip
+            yield (
+                ("multires_noise_discount", "multires_noise_iterations"),
+                "there are no layers to make fainter; set multires_noise_iterations, 6 to 10 are usual",
+            )
 
 
 def _validate_timesteps(noise: NoiseConfig) -> Iterator[OptionConflict]:
@@ -73,13 +81,17 @@ def _validate_timesteps(noise: NoiseConfig) -> Iterator[OptionConflict]:
         yield ("min_timestep", "max_timestep"), f"min_timestep {low} is not below max_timestep {high}"
     sampling, scheme = noise.flow_timestep_sampling, noise.weighting_scheme
     if scheme in TIMESTEP_WEIGHTING_SCHEMES and sampling != "sigma":
-        yield (("weighting_scheme", "timestep_sampling"),
-               f"{scheme} chooses times, and so does timestep_sampling {sampling}; leave one out")  # fmt: skip
+        yield (
+            ("weighting_scheme", "timestep_sampling"),
+            f"{scheme} chooses times, and so does timestep_sampling {sampling}; leave one out",
+        )
     for name, schemes in (("logit_mean", "logit_normal"), ("logit_std", "logit_normal"), ("mode_scale", "mode")):
         if getattr(noise, name) != getattr(NoiseConfig, name) and scheme != schemes:
             yield (name, "weighting_scheme"), f"only weighting_scheme {schemes} reads it"
-    for name, samplings in (("sigmoid_scale", ("sigmoid", "shift", "flux_shift")),
-                            ("discrete_flow_shift", ("shift", "sigma"))):  # fmt: skip
+    for name, samplings in (
+        ("sigmoid_scale", ("sigmoid", "shift", "flux_shift")),
+        ("discrete_flow_shift", ("shift", "sigma")),
+    ):
         if getattr(noise, name) != getattr(NoiseConfig, name) and sampling not in samplings:
             ways_out = f"leave it out, or set timestep_sampling to {' or '.join(samplings)}"
             yield (name, "timestep_sampling"), f"times are chosen by {sampling}, which does not read it; {ways_out}"
@@ -100,16 +112,27 @@ def validate_objective_for_model(config: RunConfig, family: str, prediction_type
     predicts_v = prediction_type == "v" if override is None else override
     for name in ("zero_terminal_snr", "scale_v_pred_loss_like_noise_pred"):
         if name in wanted and not predicts_v:
-            yield (name, "v_parameterization"), (f"needs a model that predicts v, and this one of {family} predicts "
-                                                 "the noise; set v_parameterization to make it one")  # fmt: skip
+            yield (
+                (name, "v_parameterization"),
+                (
+                    f"needs a model that predicts v, and this one of {family} predicts "
+                    "the noise; set v_parameterization to make it one"
+                ),
+            )
     if "v_pred_like_loss" in wanted and predicts_v:
-        yield (("v_pred_like_loss", "v_parameterization"),
-               f"needs a model that predicts the noise, and this one of {family} predicts v; leave it out")  # fmt: skip
+        yield (
+            ("v_pred_like_loss", "v_parameterization"),
+            f"needs a model that predicts the noise, and this one of {family} predicts v; leave it out",
+        )
 
 
 def find_active_options(config: RunConfig) -> dict[str, object]:
     """Options that ask for something: not their default, and not off in other words."""
     values = flatten_config(config)
-    return {option.name: values[option.name] for option in iter_options(RunConfig)
-            if option.group in ("noise", "loss") and values[option.name] != option.default
-            and (values[option.name] or option.default)}  # fmt: skip
+    return {
+        option.name: values[option.name]
+        for option in iter_options(RunConfig)
+        if option.group in ("noise", "loss")
+        and values[option.name] != option.default
+        and (values[option.name] or option.default)
+    }

@@ -41,8 +41,11 @@ def adjust_hue(pixels: Pixels, shift: float) -> Pixels:
     value = values.max(axis=2)
     chroma = value - values.min(axis=2)
     safe = np.where(chroma == 0, 1, chroma)
-    sector = np.where(value == red, (green - blue) / safe % 6,
-                      np.where(value == green, (blue - red) / safe + 2, (red - green) / safe + 4))  # fmt: skip
+    sector = np.where(
+        value == red,
+        (green - blue) / safe % 6,
+        np.where(value == green, (blue - red) / safe + 2, (red - green) / safe + 4),
+    )
     sector = sector + np.float32(shift * 6)
     channels = [value - chroma * _compute_missing_chroma((sector + start) % 6) for start in (5, 3, 1)]
     turned: Pixels = np.rint(np.stack(channels, axis=2)).astype(np.uint8)

@@ -89,27 +89,38 @@ class PixelBatch:
         moments = None
         if self.moments is not None:
             both = self.moments.mean_and_std
-            sides = [side * new // old
-                     for side, new, old in zip(both.shape[-2:], (height, width), before, strict=True)]  # fmt: skip
+            sides = [side * new // old for side, new, old in zip(both.shape[-2:], (height, width), before, strict=True)]
             moments = Moments(both.new_zeros(batch_size, *both.shape[1:3], *sides))
         cond = None if self.cond is None else {name: _select_rows(value, rows) for name, value in self.cond.items()}
         captions, ids = (tuple(names[row] for row in rows) for names in (self.captions, self.sample_keys))
-        return PixelBatch(pixels, captions, frame, torch.ones(batch_size), tuple(range(batch_size)), ids, moments=moments,
-                          cond=cond)  # fmt: skip
+        return PixelBatch(
+            pixels, captions, frame, torch.ones(batch_size), tuple(range(batch_size)), ids, moments=moments, cond=cond
+        )
 
     def vary_text_lengths(self, lengths: Sequence[TextLength]) -> "PixelBatch":
         """The first text for all samples: as it is, longer or shorter for each, where texts differ in length at all."""
-        cond = None if self.cond is None else {
-            name: [_resize_text(value[0], length) for length in lengths] if isinstance(value, list) else value
-            for name, value in self.cond.items()}  # fmt: skip
+        cond = (
+            None
+            if self.cond is None
+            else {
+                name: [_resize_text(value[0], length) for length in lengths] if isinstance(value, list) else value
+                for name, value in self.cond.items()
+            }
+        )
         captions = {"same": self.captions[0], "longer": f"{self.captions[0]} {EXTRA_TEXT}", "shorter": "a"}
         return replace(self, cond=cond, captions=tuple(captions[length] for length in lengths))
 
     def _slice(self, rows: slice) -> "PixelBatch":
         part = self._map_tensors(lambda tensor: tensor[rows])
         cond = None if self.cond is None else {name: value[rows] for name, value in self.cond.items()}
-        return replace(part, cond=cond, captions=self.captions[rows], global_positions=self.global_positions[rows], sample_keys=self.sample_keys[rows],
-                       bad_samples=self.bad_samples if rows.start == 0 else ())  # fmt: skip
+        return replace(
+            part,
+            cond=cond,
+            captions=self.captions[rows],
+            global_positions=self.global_positions[rows],
+            sample_keys=self.sample_keys[rows],
+            bad_samples=self.bad_samples if rows.start == 0 else (),
+        )
 
     def _map_tensors(self, fn: Callable[[Tensor], Tensor]) -> "PixelBatch":
         values = [(item.name, getattr(self, item.name)) for item in fields(self)]
@@ -153,8 +164,9 @@ def concatenate_cond(conds: Sequence[Cond]) -> Cond:
 
 def map_cond_tensors(cond: Cond, fn: Callable[[Tensor], Tensor]) -> Cond:
     """``cond`` with ``change`` done to every tensor in it."""
-    return {name: [fn(item) for item in value] if isinstance(value, list) else fn(value)
-            for name, value in cond.items()}  # fmt: skip
+    return {
+        name: [fn(item) for item in value] if isinstance(value, list) else fn(value) for name, value in cond.items()
+    }
 
 
 @dataclass(frozen=True)

@@ -52,8 +52,14 @@ class MicroBatch:
         """What ``rank`` trains."""
         size = len(self.sample_indices) // dp_size
         mine = slice(rank * size, (rank + 1) * size)
-        return MicroBatch(self.bucket_index, self.epoch, self.sample_indices[mine], self.repeat_indices[mine], self.is_real[mine],
-                          self.global_positions[mine])  # fmt: skip
+        return MicroBatch(
+            self.bucket_index,
+            self.epoch,
+            self.sample_indices[mine],
+            self.repeat_indices[mine],
+            self.is_real[mine],
+            self.global_positions[mine],
+        )
 
 
 class MicroBatchSchedule(Protocol):
@@ -86,8 +92,15 @@ class _EpochLayout(NamedTuple):
 class BatchPlan:
     """Every step of a run; epochs and positions are without end, and only the epochs asked for are laid out."""
 
-    def __init__(self, buckets: Sequence[Bucket], dp_size: int, accumulation_steps: int, seed: int, *,
-                 one_bucket_per_step: bool = False):  # fmt: skip
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        dp_size: int,
+        accumulation_steps: int,
+        seed: int,
+        *,
+        one_bucket_per_step: bool = False,
+    ):
         self.buckets, self.dp_size, self.accumulation_steps, self.seed = (
             tuple(buckets),
             dp_size,
@@ -164,8 +177,14 @@ class BatchPlan:
         owners = np.searchsorted(self._repeat_ends[bucket], entries, side="right")
         copies = entries - (self._repeat_ends[bucket] - self._repeats[bucket])[owners]
         first = self._count_preceding_samples(position)
-        return MicroBatch(bucket, number, tuple(epoch.sample_indices[bucket][owners].tolist()), tuple(copies.tolist()),
-                          (True,) * real + (False,) * (size - real), tuple(range(first, first + size)))  # fmt: skip
+        return MicroBatch(
+            bucket,
+            number,
+            tuple(epoch.sample_indices[bucket][owners].tolist()),
+            tuple(copies.tolist()),
+            (True,) * real + (False,) * (size - real),
+            tuple(range(first, first + size)),
+        )
 
     def get_step(self, step: int) -> tuple[MicroBatch, ...]:
         """The global micro-batches of an optimizer step."""
@@ -216,8 +235,10 @@ class BatchPlan:
             real = np.clip(self._entries_per_epoch[bucket] - starts, 0, size)
             cuts.append(np.stack([np.full(count, bucket, np.int64), starts, real]))
         table = np.concatenate(cuts, axis=1)[:, self._order_micro_batches(epoch)]
-        samples = [mine[turns.get_positions(epoch, self.seed, bucket)] if turns.groups else mine
-                   for bucket, (mine, turns) in enumerate(zip(self._sample_indices, self._bucket_repeats, strict=True))]  # fmt: skip
+        samples = [
+            mine[turns.get_positions(epoch, self.seed, bucket)] if turns.groups else mine
+            for bucket, (mine, turns) in enumerate(zip(self._sample_indices, self._bucket_repeats, strict=True))
+        ]
         return _EpochLayout(samples, entries, table[0], table[1], table[2])
 
     def _spread_remainder(self, entries: IndexArray, bucket_index: int, epoch: int) -> IndexArray:
@@ -240,10 +261,18 @@ class BatchPlan:
         """The order of an epoch's micro-batches, which are counted bucket by bucket, blocks first."""
         per_bucket = self._num_blocks * self.accumulation_steps + self._num_leftover_batches
         first = np.cumsum(per_bucket) - per_bucket
-        blocks = np.concatenate([first[bucket] + np.arange(count) * self.accumulation_steps
-                                 for bucket, count in enumerate(self._num_blocks)])  # fmt: skip
-        singles = np.concatenate([first[bucket] + self._num_blocks[bucket] * self.accumulation_steps + np.arange(count)
-                                  for bucket, count in enumerate(self._num_leftover_batches)])  # fmt: skip
+        blocks = np.concatenate(
+            [
+                first[bucket] + np.arange(count) * self.accumulation_steps
+                for bucket, count in enumerate(self._num_blocks)
+            ]
+        )
+        singles = np.concatenate(
+            [
+                first[bucket] + self._num_blocks[bucket] * self.accumulation_steps + np.arange(count)
+                for bucket, count in enumerate(self._num_leftover_batches)
+            ]
+        )
         # the keys of blocks do not depend on anything else, so that their order is that of every other split, too
         block_keys = draw_random_keys(len(blocks), self.seed, "blocks", epoch)
         within = np.arange(self.accumulation_steps)

@@ -165,8 +165,9 @@ def _assign_single_resolution(width: int, height: int, resolution: Resolution) -
     )
 
 
-def merge_small_buckets(samples: Sequence[Sample], assignments: Sequence[BucketAssignment],
-           datasets: Sequence[DatasetConfig]) -> tuple[tuple[BucketAssignment, ...], list[str]]:  # fmt: skip
+def merge_small_buckets(
+    samples: Sequence[Sample], assignments: Sequence[BucketAssignment], datasets: Sequence[DatasetConfig]
+) -> tuple[tuple[BucketAssignment, ...], list[str]]:
     """The placements after merging, and what was merged.
 
     Pictures are counted, not their repeats.  Of the buckets below ``bucket_min_pictures``, the one with the fewest
@@ -188,12 +189,16 @@ def merge_small_buckets(samples: Sequence[Sample], assignments: Sequence[BucketA
             target = _find_nearest_neighbor(small, members)
             moved = {index: assign_to_bucket(samples[index].size, target) for index in members[small]}
             worst = max(placement.cropped_fraction for placement in moved.values())
-            what = f"dataset {number + 1}: bucket {_format_resolution(small)} has fewer pictures ({len(moved)}) than" \
-                   f" bucket_min_pictures {dataset.bucket_min_pictures}"  # fmt: skip
+            what = (
+                f"dataset {number + 1}: bucket {_format_resolution(small)} has fewer pictures ({len(moved)}) than"
+                f" bucket_min_pictures {dataset.bucket_min_pictures}"
+            )
             if worst > dataset.bucket_max_crop:
                 stays.add(small)
-                notes.append(f"{what}, and stays: in {_format_resolution(target)} one of them would lose {worst:.1%}, more than"
-                             f" bucket_max_crop {dataset.bucket_max_crop:g}")  # fmt: skip
+                notes.append(
+                    f"{what}, and stays: in {_format_resolution(target)} one of them would lose {worst:.1%}, more than"
+                    f" bucket_max_crop {dataset.bucket_max_crop:g}"
+                )
                 continue
             for index, placement in moved.items():
                 found[index] = placement
@@ -329,8 +334,17 @@ def _fill_gaps(
         low, high = compute_log_aspect_ratio(closed[-1]), compute_log_aspect_ratio(waiting[-1])
         between: WidthHeight | None = None
         if high - low > MAX_GAP_IN_PITCHES * pitch:
-            between = next((size for error, size in candidates_by_error if error < (high - low) / 4
-                            and low + MIN_DISTANCE_IN_PITCHES * pitch < compute_log_aspect_ratio(size) < high - MIN_DISTANCE_IN_PITCHES * pitch), None)  # fmt: skip
+            between = next(
+                (
+                    size
+                    for error, size in candidates_by_error
+                    if error < (high - low) / 4
+                    and low + MIN_DISTANCE_IN_PITCHES * pitch
+                    < compute_log_aspect_ratio(size)
+                    < high - MIN_DISTANCE_IN_PITCHES * pitch
+                ),
+                None,
+            )
         if between is not None:
             waiting.append(between)
         else:

@@ -156,8 +156,9 @@ def compute_thumbnail_size(resolution: tuple[int, int]) -> tuple[int, int]:
     return max(round(width * scale), 1), max(round(height * scale), 1)
 
 
-def draw_contact_sheet(manifest: Manifest, assignments: Sequence[BucketAssignment], buckets: Sequence[BucketSummary],
-               max_per_bucket: int) -> "tuple[Image, int]":  # fmt: skip
+def draw_contact_sheet(
+    manifest: Manifest, assignments: Sequence[BucketAssignment], buckets: Sequence[BucketSummary], max_per_bucket: int
+) -> "tuple[Image, int]":
     """The sheet, and how many pictures are on it."""
     from PIL import Image, ImageDraw
 
@@ -196,8 +197,14 @@ def save_contact_sheet(sheet: "Image", path: Path) -> None:
         raise UserError(f"--preview: {path} cannot be written: {error}") from error
 
 
-def _draw_block(sheet: "Image", renderer: TextRenderer, corner: tuple[int, int], block: BucketBlock, manifest: Manifest,
-                assignments: Sequence[BucketAssignment]) -> None:  # fmt: skip
+def _draw_block(
+    sheet: "Image",
+    renderer: TextRenderer,
+    corner: tuple[int, int],
+    block: BucketBlock,
+    manifest: Manifest,
+    assignments: Sequence[BucketAssignment],
+) -> None:
     left, top = corner
     facts, width = block.summary, block.size[0]
     name = f"{facts.resolution[0]} x {facts.resolution[1]}"
@@ -237,8 +244,15 @@ def _format_dataset_and_stage(summary: BucketSummary, manifest: Manifest) -> str
     return ", ".join(parts)
 
 
-def _draw_labels(renderer: TextRenderer, corner: tuple[int, int], width: int, manifest: Manifest, assignment: BucketAssignment, sample_index: int,
-               masked_fraction: float) -> None:  # fmt: skip
+def _draw_labels(
+    renderer: TextRenderer,
+    corner: tuple[int, int],
+    width: int,
+    manifest: Manifest,
+    assignment: BucketAssignment,
+    sample_index: int,
+    masked_fraction: float,
+) -> None:
     sample = manifest.samples[sample_index]
     subset = manifest.datasets[sample.dataset_index].subsets[sample.subset_index]
     x, y = corner

@@ -12,15 +12,40 @@ if TYPE_CHECKING:
     from PIL.ImageFont import FreeTypeFont
 
 
-FONT_DIRS = ("~/.fonts", "~/.local/share/fonts", "/usr/local/share/fonts", "/usr/share/fonts", "~/Library/Fonts",
-           "/Library/Fonts", "/System/Library/Fonts", "C:/Windows/Fonts")  # fmt: skip
+FONT_DIRS = (
+    "~/.fonts",
+    "~/.local/share/fonts",
+    "/usr/local/share/fonts",
+    "/usr/share/fonts",
+    "~/Library/Fonts",
+    "/Library/Fonts",
+    "/System/Library/Fonts",
+    "C:/Windows/Fonts",
+)
 
 
 PREFERRED_FONTS = (
-    "dejavusans.", "notosans-regular", "arial unicode", "notosanscjk", "notosanssc", "notosansjp", "notosanskr",
-    "sourcehansans", "wqy", "droidsansfallback", "pingfang", "hiragino", "msyh", "yugoth", "malgun", "arialuni",
-    "notoemoji", "symbola", "seguisym", "seguiemj",
-)  # fmt: skip
+    "dejavusans.",
+    "notosans-regular",
+    "arial unicode",
+    "notosanscjk",
+    "notosanssc",
+    "notosansjp",
+    "notosanskr",
+    "sourcehansans",
+    "wqy",
+    "droidsansfallback",
+    "pingfang",
+    "hiragino",
+    "msyh",
+    "yugoth",
+    "malgun",
+    "arialuni",
+    "notoemoji",
+    "symbola",
+    "seguisym",
+    "seguiemj",
+)
 """How the file names of fonts with many characters begin, in the order in which they are tried."""
 
 
@@ -122,8 +147,9 @@ class TextRenderer:
         self.has_escaped_characters = False
         self._fonts: dict[int, FontSet] = {}
 
-    def draw_text(self, corner: tuple[int, int], text: str, width: int, size: int = 13,
-              color: tuple[int, int, int] = TEXT_COLOR) -> None:  # fmt: skip
+    def draw_text(
+        self, corner: tuple[int, int], text: str, width: int, size: int = 13, color: tuple[int, int, int] = TEXT_COLOR
+    ) -> None:
         """One line, cut to fit."""
         fonts = self._get_fonts(size)
         x, baseline = float(corner[0]), corner[1] + fonts.default_font.getmetrics()[0]

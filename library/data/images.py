@@ -34,13 +34,19 @@ class CropParams:
     interpolation: str | None
 
 
-def load_sample_pixels(sample: Sample, assignment: BucketAssignment, crop_params: CropParams, color_rng: random.Random | None = None
-        ) -> tuple[Pixels, MaskPixels | None] | BadSample:  # fmt: skip
+def load_sample_pixels(
+    sample: Sample, assignment: BucketAssignment, crop_params: CropParams, color_rng: random.Random | None = None
+) -> tuple[Pixels, MaskPixels | None] | BadSample:
     """The pixels, and those of the mask; with ``colours`` they are changed a little, as it draws."""
     try:
         image, values = load_image_and_mask(sample.image, sample.mask)
-        mask = values if sample.mask is None or values is None else resize_and_crop_mask(
-            sample.mask, values, assignment, crop_params.left_top, is_flipped=crop_params.is_flipped)  # fmt: skip
+        mask = (
+            values
+            if sample.mask is None or values is None
+            else resize_and_crop_mask(
+                sample.mask, values, assignment, crop_params.left_top, is_flipped=crop_params.is_flipped
+            )
+        )
     except Exception as error:  # decoders raise whatever they like on broken data
         return BadSample(str(sample.image), f"was fine at the start and cannot be read now: {error}")
     if image.size != sample.size:
@@ -51,8 +57,15 @@ def load_sample_pixels(sample: Sample, assignment: BucketAssignment, crop_params
     return np.ascontiguousarray(pixels[:, ::-1] if crop_params.is_flipped else pixels), mask
 
 
-_PILLOW_FILTERS = {"nearest": "NEAREST", "bilinear": "BILINEAR", "linear": "BILINEAR", "bicubic": "BICUBIC",
-            "cubic": "BICUBIC", "lanczos": "LANCZOS", "box": "BOX"}  # fmt: skip
+_PILLOW_FILTERS = {
+    "nearest": "NEAREST",
+    "bilinear": "BILINEAR",
+    "linear": "BILINEAR",
+    "bicubic": "BICUBIC",
+    "cubic": "BICUBIC",
+    "lanczos": "LANCZOS",
+    "box": "BOX",
+}
 
 
 def resize_and_crop(
@@ -117,8 +130,9 @@ def load_resized_mask(
     return resize_and_crop_mask(mask, values, assignment, crop_left_top, is_flipped=is_flipped)
 
 
-def resize_and_crop_mask(mask: Mask, values: MaskPixels, assignment: BucketAssignment, crop_left_top: tuple[int, int], *,
-                is_flipped: bool) -> MaskPixels:  # fmt: skip
+def resize_and_crop_mask(
+    mask: Mask, values: MaskPixels, assignment: BucketAssignment, crop_left_top: tuple[int, int], *, is_flipped: bool
+) -> MaskPixels:
     """The same for a mask that has been read."""
     size = (values.shape[1], values.shape[0])
     if size != mask.size:

@@ -72,8 +72,10 @@ def build_validation_batches(
     for number, ((dataset, size), samples) in enumerate(sorted(members.items())):
         at_once = manifest.datasets[dataset].batch_size
         buckets.append(Bucket(size, samples, [1.0] * len(samples), at_once, dataset))
-        batches += [_build_micro_batch(manifest, number, samples[start : start + at_once], first_index)
-                    for start in range(0, len(samples), at_once)]  # fmt: skip
+        batches += [
+            _build_micro_batch(manifest, number, samples[start : start + at_once], first_index)
+            for start in range(0, len(samples), at_once)
+        ]
     chosen = sorted(
         range(len(batches)), key=lambda number: derive_seed(0, "measured", batches[number].global_positions[0])
     )[:max_batches]
@@ -129,8 +131,16 @@ class StepLoader(Protocol):
 class ImageLoader:
     """This rank's part of every step; the number of workers changes nothing in it."""
 
-    def __init__(self, dataset: BatchDataset, batch_plan: MicroBatchSchedule, *, num_workers: int, prefetch_factor: int = 2, pin_memory: bool = False,
-                 multiprocessing_context: str | None = None):  # fmt: skip
+    def __init__(
+        self,
+        dataset: BatchDataset,
+        batch_plan: MicroBatchSchedule,
+        *,
+        num_workers: int,
+        prefetch_factor: int = 2,
+        pin_memory: bool = False,
+        multiprocessing_context: str | None = None,
+    ):
         self.dataset, self.batch_plan = dataset, batch_plan
         self.num_workers = min(num_workers, _count_usable_cpus())
         self.prefetch_factor, self.pin_memory, self.multiprocessing_context = (
@@ -142,9 +152,13 @@ class ImageLoader:
     def iter_steps(self, first_step: int) -> Iterator[StepBatches]:
         """The work of each step from ``from_step`` on, without end; workers live as long as the iterator."""
         items: PrefetchIterator[PixelBatch] = PrefetchIterator(
-            self.dataset, first_step * self.batch_plan.accumulation_steps, num_workers=self.num_workers, prefetch_factor=self.prefetch_factor,
-            pin_memory=self.pin_memory, multiprocessing_context=self.multiprocessing_context
-        )  # fmt: skip
+            self.dataset,
+            first_step * self.batch_plan.accumulation_steps,
+            num_workers=self.num_workers,
+            prefetch_factor=self.prefetch_factor,
+            pin_memory=self.pin_memory,
+            multiprocessing_context=self.multiprocessing_context,
+        )
         try:
             for step in itertools.count(first_step):
                 batches = tuple(itertools.islice(items, self.batch_plan.accumulation_steps))
@@ -175,8 +189,15 @@ class MicroBatchDataset(Dataset[PixelBatch | WorkerFailure]):
     word between processes, and the others weigh as they would have.
     """
 
-    def __init__(self, manifest: Manifest, assignments: Sequence[BucketAssignment], batch_plan: MicroBatchSchedule, rank: int, seed: int,
-                 total_steps: int):  # fmt: skip
+    def __init__(
+        self,
+        manifest: Manifest,
+        assignments: Sequence[BucketAssignment],
+        batch_plan: MicroBatchSchedule,
+        rank: int,
+        seed: int,
+        total_steps: int,
+    ):
         self.augmenter = Augmenter(manifest, assignments, seed, total_steps)
         self.batch_plan, self.rank = batch_plan, rank
 
@@ -191,8 +212,10 @@ class MicroBatchDataset(Dataset[PixelBatch | WorkerFailure]):
             for row, visit in zip(stand_ins, visits, strict=True)
         ]
         samples = [self.augmenter.manifest.samples[visit.sample_index] for visit in visits]
-        weights = [sample.loss_weight * real * isinstance(row, LoadedImage)
-                   for sample, real, row in zip(samples, batch.is_real, rows, strict=True)]  # fmt: skip
+        weights = [
+            sample.loss_weight * real * isinstance(row, LoadedImage)
+            for sample, real, row in zip(samples, batch.is_real, rows, strict=True)
+        ]
         return PixelBatch(
             pixels=torch.from_numpy(np.stack([picture.pixels.transpose(2, 0, 1) for picture in pictures])),
             captions=tuple(map(self.augmenter.draw_caption, visits)),

@@ -50,15 +50,32 @@ class Manifest:
             if dataset.from_step or dataset.to_step is not None:
                 digest.update(ascii((dataset.from_step, dataset.to_step)).encode())
         for sample in (*self.samples, *self.validation_samples):
-            row = (sample.key, sample.content_hash, sample.size, sample.caption, sample.dataset_index, sample.subset_index,
-                   sample.repeats, sample.loss_weight)  # fmt: skip
+            row = (
+                sample.key,
+                sample.content_hash,
+                sample.size,
+                sample.caption,
+                sample.dataset_index,
+                sample.subset_index,
+                sample.repeats,
+                sample.loss_weight,
+            )
             mask = sample.mask and (sample.mask.is_alpha, sample.mask.content_hash)
             digest.update(ascii((*row, mask)).encode())
         return digest.hexdigest()
 
 
 _FINGERPRINT_EXCLUDED = {
-    *("subsets", "locations", "dataset_file", "batch_size", "dataset_number", "resolution_schedule", "from_step", "to_step"),
+    *(
+        "subsets",
+        "locations",
+        "dataset_file",
+        "batch_size",
+        "dataset_number",
+        "resolution_schedule",
+        "from_step",
+        "to_step",
+    ),
     *(
         "image_dir",
         "metadata_file",

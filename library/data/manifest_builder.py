@@ -31,8 +31,9 @@ from .report import (
 from .validation_split import split_validation_samples
 
 
-def build_manifest(datasets: Sequence[DatasetConfig], on_bad_data: Literal["fail", "skip"],
-         cache_dir: Path | None = None) -> Manifest:  # fmt: skip
+def build_manifest(
+    datasets: Sequence[DatasetConfig], on_bad_data: Literal["fail", "skip"], cache_dir: Path | None = None
+) -> Manifest:
     """Look at every picture and caption; all that cannot be used are named together, or skipped and noted.
 
     Datasets with a schedule of resolutions are in the manifest as they are in the end.
@@ -97,8 +98,12 @@ class _BuiltSamples:
     problems: list[DataProblem] = field(default_factory=list)
 
 
-def _build_samples(dataset_stages: Sequence[Sequence[DatasetConfig]], found_images: Iterable[ListedImage],
-                inspected: Mapping[ImageRef, InspectedImage], mask_scan: MaskScanResult) -> _BuiltSamples:  # fmt: skip
+def _build_samples(
+    dataset_stages: Sequence[Sequence[DatasetConfig]],
+    found_images: Iterable[ListedImage],
+    inspected: Mapping[ImageRef, InspectedImage],
+    mask_scan: MaskScanResult,
+) -> _BuiltSamples:
     result = _BuiltSamples()
     places = [list(map(build_bucket_assigner, pieces)) for pieces in dataset_stages]
     names: Counter[str] = Counter()
@@ -127,20 +132,39 @@ def _build_samples(dataset_stages: Sequence[Sequence[DatasetConfig]], found_imag
         names[name] += 1
         key = name if names[name] == 1 else f"{name}#{names[name]}"
         weight = dataset.prior_loss_weight if subset.is_reg else 1.0
-        result.samples.append(Sample(key, item.image, picture.size, item.caption, item.dataset, item.subset,
-                                     subset.num_repeats, weight, subset.is_reg, picture.content_hash,
-                                     mask_scan.masks.get(mask)))  # fmt: skip
+        result.samples.append(
+            Sample(
+                key,
+                item.image,
+                picture.size,
+                item.caption,
+                item.dataset,
+                item.subset,
+                subset.num_repeats,
+                weight,
+                subset.is_reg,
+                picture.content_hash,
+                mask_scan.masks.get(mask),
+            )
+        )
         result.assignments.append(placement)
     return result
 
 
-def _format_bad_data(problems: Sequence[DataProblem], unmatched_masks: Sequence[str], num_unusable: int, total: int,
-             directories: Sequence[Path]) -> list[str]:  # fmt: skip
+def _format_bad_data(
+    problems: Sequence[DataProblem],
+    unmatched_masks: Sequence[str],
+    num_unusable: int,
+    total: int,
+    directories: Sequence[Path],
+) -> list[str]:
     """The report of a run that does not start."""
     if not problems:
         return list(unmatched_masks)
-    end = f"{num_unusable} of {total} pictures cannot be used; mend or remove them, or leave them out with" \
-          " --on_bad_data skip"  # fmt: skip
+    end = (
+        f"{num_unusable} of {total} pictures cannot be used; mend or remove them, or leave them out with"
+        " --on_bad_data skip"
+    )
     if is_summary_truncated(problems, []):
         end += f" ({format_problem_counts(problems)}){write_full_report(problems, [], directories)}"
     return [*summarize_problems(problems), *unmatched_masks, end]
@@ -160,8 +184,12 @@ def assign_buckets(
         latest |= {dataset.dataset_number: first + index for index, dataset in enumerate(stage.datasets)}
         shifted = [replace(sample, dataset_index=latest[sample.dataset_index]) for sample in part.samples]
         said = part.notes if len(stages) == 1 else [f"from step {stage.first_step}: {note}" for note in part.notes]
-        whole = replace(whole, datasets=(*whole.datasets, *stage.datasets), samples=(*whole.samples, *shifted),
-                        notes=(*whole.notes, *said))  # fmt: skip
+        whole = replace(
+            whole,
+            datasets=(*whole.datasets, *stage.datasets),
+            samples=(*whole.samples, *shifted),
+            notes=(*whole.notes, *said),
+        )
         placements += places
     endings = tuple((latest[ending[0]], *ending[1:]) for ending in manifest.caption_counts)
     whole = replace(whole, caption_counts=endings)

@@ -66,9 +66,11 @@ def _build_single_dataset_entries(config: DatasetConfig, dataset: dict[str, Any]
         "ss_batch_size_per_device": str(config.batch_size),
         "ss_total_batch_size": str(config.batch_size * dp_size),
         "ss_resolution": f"({width}, {height})",
-        **{f"ss_{key}": str(getattr(config, key)) for key in (
-            "enable_bucket", "bucket_no_upscale", "min_bucket_reso", "max_bucket_reso")},
-    }  # fmt: skip
+        **{
+            f"ss_{key}": str(getattr(config, key))
+            for key in ("enable_bucket", "bucket_no_upscale", "min_bucket_reso", "max_bucket_reso")
+        },
+    }
 
 
 def _build_dataset_entry(config: DatasetConfig, rows: SampleRows) -> dict[str, Any]:
@@ -97,18 +99,33 @@ def _build_bucket_info(rows: SampleRows) -> dict[str, Any]:
     shown: Counter[tuple[int, int]] = Counter()
     for sample, placement in rows:
         shown[placement.bucket_resolution] += round(sample.repeats)
-    errors = [abs(placement.bucket_resolution[0] / placement.bucket_resolution[1] - sample.size[0] / sample.size[1])
-              for sample, placement in rows]  # fmt: skip
-    buckets = {str(number): {"resolution": list(size), "count": count}
-               for number, (size, count) in enumerate(sorted(shown.items()))}  # fmt: skip
+    errors = [
+        abs(placement.bucket_resolution[0] / placement.bucket_resolution[1] - sample.size[0] / sample.size[1])
+        for sample, placement in rows
+    ]
+    buckets = {
+        str(number): {"resolution": list(size), "count": count}
+        for number, (size, count) in enumerate(sorted(shown.items()))
+    }
     return {"buckets": buckets, "mean_img_ar_error": sum(errors) / max(len(errors), 1)}
 
 
 _SUBSET_KEYS = (
-    "num_repeats", "color_aug", "flip_aug", "random_crop", "shuffle_caption", "keep_tokens", "keep_tokens_separator",
-    "secondary_separator", "enable_wildcard", "caption_prefix", "caption_suffix", "resize_interpolation",
-    "class_tokens", "is_reg",
-)  # fmt: skip
+    "num_repeats",
+    "color_aug",
+    "flip_aug",
+    "random_crop",
+    "shuffle_caption",
+    "keep_tokens",
+    "keep_tokens_separator",
+    "secondary_separator",
+    "enable_wildcard",
+    "caption_prefix",
+    "caption_suffix",
+    "resize_interpolation",
+    "class_tokens",
+    "is_reg",
+)
 
 
 def _build_subset_entry(config: DatasetConfig, subset_index: int, rows: SampleRows) -> dict[str, Any]:

@@ -74,11 +74,19 @@ class PreparedData:
             dataset = self.manifest.datasets[self.manifest.samples[bucket.sample_indices[0]].dataset_index]
             stages[dataset.from_step, dataset.to_step].append(bucket)
         plans = [
-            (first, end, BatchPlan(buckets, dp_size, train.gradient_accumulation_steps,
-                                   derive_seed(train.seed, "stage", first) if first else train.seed,
-                                   one_bucket_per_step=one_bucket_per_step))
+            (
+                first,
+                end,
+                BatchPlan(
+                    buckets,
+                    dp_size,
+                    train.gradient_accumulation_steps,
+                    derive_seed(train.seed, "stage", first) if first else train.seed,
+                    one_bucket_per_step=one_bucket_per_step,
+                ),
+            )
             for (first, end), buckets in stages.items()
-        ]  # fmt: skip
+        ]
         return plans[0][2] if len(plans) == 1 and plans[0][1] is None else StagedBatchPlan(plans)
 
     def format_summary(self, batch_plan: AnyBatchPlan, total_steps: int) -> str:
@@ -110,8 +118,9 @@ class PreparedData:
         manifest = replace(mine, datasets=(*mine.datasets, *others.datasets), samples=(*mine.samples, *shifted))
         return replace(self, manifest=manifest, assignments=(*self.assignments, *self.validation.assignments))
 
-    def build_validation_reader(self, max_batches: int | None, latent_reader: "LatentReader | None",
-                         text_reader: "TextReader | None") -> "tuple[ValidationBatches, ReadBatch] | None":  # fmt: skip
+    def build_validation_reader(
+        self, max_batches: int | None, latent_reader: "LatentReader | None", text_reader: "TextReader | None"
+    ) -> "tuple[ValidationBatches, ReadBatch] | None":
         """The pictures for validation, if any, in ``most`` batches at most, and what reads them, as for ``loader``."""
         if self.validation is None:
             return None
@@ -129,8 +138,16 @@ class PreparedData:
             ).load_micro_batch
         return batches, MicroBatchDataset(whole.manifest, whole.assignments, batches, 0, 0, 0).__getitem__
 
-    def build_image_loader(self, batch_plan: AnyBatchPlan, rank: int, *, total_steps: int, pin_memory: bool,
-               latent_reader: "LatentReader | None" = None, text_reader: "TextReader | None" = None) -> "StepLoader":  # fmt: skip
+    def build_image_loader(
+        self,
+        batch_plan: AnyBatchPlan,
+        rank: int,
+        *,
+        total_steps: int,
+        pin_memory: bool,
+        latent_reader: "LatentReader | None" = None,
+        text_reader: "TextReader | None" = None,
+    ) -> "StepLoader":
         """One rank's batches; ``total_steps`` is the length of the run, of which a token warm-up may be a share.
 
         With ``latents`` no picture is opened, with ``texts`` captions come encoded.
@@ -148,15 +165,22 @@ class PreparedData:
                 pin_memory=pin_memory,
             )
         reader = MicroBatchDataset(self.manifest, self.assignments, batch_plan, rank, batch_plan.seed, total_steps)
-        loader = ImageLoader(reader, batch_plan, num_workers=self.config.max_data_loader_n_workers,
-                        prefetch_factor=self.config.prefetch_factor, pin_memory=pin_memory)  # fmt: skip
+        loader = ImageLoader(
+            reader,
+            batch_plan,
+            num_workers=self.config.max_data_loader_n_workers,
+            prefetch_factor=self.config.prefetch_factor,
+            pin_memory=pin_memory,
+        )
         return loader if text_reader is None else CachedTextLoader(loader, text_reader)
 
     def list_first_epoch_captions(self, batch_plan: AnyBatchPlan, total_steps: int) -> list[str]:
         """Each picture's caption as it is shown in the first epoch, once however many stages show it."""
         showing, datasets = self.build_augmenter(batch_plan, total_steps), self.manifest.datasets
-        first = {(datasets[sample.dataset_index].dataset_number, sample.key): index
-                 for index, sample in reversed(list(enumerate(self.manifest.samples)))}  # fmt: skip
+        first = {
+            (datasets[sample.dataset_index].dataset_number, sample.key): index
+            for index, sample in reversed(list(enumerate(self.manifest.samples)))
+        }
         return [showing.draw_caption(SampleView(0, 0, index, 0)) for index in sorted(first.values())]
 
     def build_augmenter(self, batch_plan: AnyBatchPlan, total_steps: int) -> Augmenter:
@@ -209,8 +233,13 @@ def _build_prepared_data(config: DataConfig, datasets: Sequence[DatasetConfig], 
     places = list(map(build_bucket_assigner, held_out.datasets))
     # A bucket of few pictures joins no other one here: that would depend on the pictures that are trained.
     apart = tuple(places[sample.dataset_index](*sample.size) for sample in held_out.samples)
-    return PreparedData(config, manifest, placements, _build_buckets(manifest, placements),
-                    PreparedData(config, held_out, apart, ()) if apart else None)  # fmt: skip
+    return PreparedData(
+        config,
+        manifest,
+        placements,
+        _build_buckets(manifest, placements),
+        PreparedData(config, held_out, apart, ()) if apart else None,
+    )
 
 
 def _build_buckets(manifest: Manifest, assignments: Sequence[BucketAssignment]) -> tuple[Bucket, ...]:
@@ -218,7 +247,12 @@ def _build_buckets(manifest: Manifest, assignments: Sequence[BucketAssignment]) 
     for index, (sample, placement) in enumerate(zip(manifest.samples, assignments, strict=True)):
         members[sample.dataset_index, placement.bucket_resolution].append(index)
     return tuple(
-        Bucket(size, array("q", samples), array("d", [manifest.samples[index].repeats for index in samples]),
-                      manifest.datasets[dataset].batch_size, manifest.datasets[dataset].dataset_number)
+        Bucket(
+            size,
+            array("q", samples),
+            array("d", [manifest.samples[index].repeats for index in samples]),
+            manifest.datasets[dataset].batch_size,
+            manifest.datasets[dataset].dataset_number,
+        )
         for (dataset, size), samples in sorted(members.items())
-    )  # fmt: skip
+    )

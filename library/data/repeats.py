@@ -35,11 +35,16 @@ def balance_regularization_images(samples: Sequence[Sample], dataset_index: int)
     repeats = [count + rounds + (index < rest) for index, count in enumerate(repeats)]
     used = {sample.key: count for sample, count in zip(regularisation, repeats, strict=False)}
     left_out = {sample.key for sample in regularisation[len(used) :]}
-    kept = [replace(sample, repeats=used.get(sample.key, sample.repeats)) for sample in samples
-            if sample.key not in left_out]  # fmt: skip
+    kept = [
+        replace(sample, repeats=used.get(sample.key, sample.repeats))
+        for sample in samples
+        if sample.key not in left_out
+    ]
     dropped = len(regularisation) - len(used)
-    note = (f"dataset {dataset_index + 1}: {len(used)} regularisation pictures, shown {sum(repeats)} times an epoch beside"
-            f" {wanted} training pictures")  # fmt: skip
+    note = (
+        f"dataset {dataset_index + 1}: {len(used)} regularisation pictures, shown {sum(repeats)} times an epoch beside"
+        f" {wanted} training pictures"
+    )
     if dropped:
         note += f"; {dropped} more are not needed and not used, the first of them {regularisation[len(used)].image}"
     return kept, [note]
@@ -190,16 +195,21 @@ def apply_dataset_weights(
     total = sum(weight * scale for _, weight in present)
     if total > MAX_SAMPLES_PER_EPOCH:
         heaviest = max(present, key=lambda item: item[1] / shown[item[0]])[0]
-        raise ConfigError([
-            f"{datasets[heaviest].locate('weight')}: weight: for these shares an epoch would show {total:.3g} pictures,"
-            f" repeats counted; at most {MAX_SAMPLES_PER_EPOCH}: choose weights nearer to each other"
-        ])  # fmt: skip
+        raise ConfigError(
+            [
+                f"{datasets[heaviest].locate('weight')}: weight: for these shares an epoch would show {total:.3g} pictures,"
+                f" repeats counted; at most {MAX_SAMPLES_PER_EPOCH}: choose weights nearer to each other"
+            ]
+        )
     factors = {number: weight * scale / shown[number] for number, weight in present}
     found = tuple(
         replace(sample, repeats=_scale_repeats(sample.repeats, factors[sample.dataset_index])) for sample in samples
     )
-    notes = [f"dataset {number + 1}: weight {weight:g} is {weight * scale / total:.1%} of an epoch: pictures are shown"
-             f" {factors[number]:.4g} times as often as by their repeats" for number, weight in present]  # fmt: skip
+    notes = [
+        f"dataset {number + 1}: weight {weight:g} is {weight * scale / total:.1%} of an epoch: pictures are shown"
+        f" {factors[number]:.4g} times as often as by their repeats"
+        for number, weight in present
+    ]
     return found, notes
 
 

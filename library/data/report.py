@@ -106,8 +106,12 @@ UNSUPPORTED_EXTENSIONS = (
 """Endings of pictures that are not looked for."""
 
 
-def collect_notices(datasets: Sequence[DatasetConfig], samples: "Sequence[Sample]", assignments: Sequence[BucketAssignment],
-          inspected: Mapping[ImageRef, InspectedImage]) -> list[DataNotice]:  # fmt: skip
+def collect_notices(
+    datasets: Sequence[DatasetConfig],
+    samples: "Sequence[Sample]",
+    assignments: Sequence[BucketAssignment],
+    inspected: Mapping[ImageRef, InspectedImage],
+) -> list[DataNotice]:
     """Everything that is worth knowing, a line each."""
     return [
         *_find_unsupported_files(samples),
@@ -121,8 +125,9 @@ def collect_notices(datasets: Sequence[DatasetConfig], samples: "Sequence[Sample
 
 def _find_unsupported_files(samples: "Sequence[Sample]") -> Iterator[DataNotice]:
     """Files beside the pictures that look like pictures, of kinds that are not looked for."""
-    places = dict.fromkeys((sample.image.folder, sample.image.file.rpartition("/")[0])
-                           for sample in samples if sample.image.part is None)  # fmt: skip
+    places = dict.fromkeys(
+        (sample.image.folder, sample.image.file.rpartition("/")[0]) for sample in samples if sample.image.part is None
+    )
     for folder in dict.fromkeys(folder / below for folder, below in places):
         try:
             names = sorted(name for name in os.listdir(folder) if name.lower().endswith(UNSUPPORTED_EXTENSIONS))
@@ -160,8 +165,9 @@ def _find_duplicate_images(datasets: Sequence[DatasetConfig], samples: "Sequence
         )
 
 
-def _find_unusual_images(datasets: Sequence[DatasetConfig], samples: "Sequence[Sample]",
-            inspected: Mapping[ImageRef, InspectedImage]) -> Iterator[DataNotice]:  # fmt: skip
+def _find_unusual_images(
+    datasets: Sequence[DatasetConfig], samples: "Sequence[Sample]", inspected: Mapping[ImageRef, InspectedImage]
+) -> Iterator[DataNotice]:
     """Transparency and the like; opacity that is a mask is no matter."""
     by_trait: defaultdict[str, dict[ImageRef, str]] = defaultdict(dict)
     for sample in samples:
@@ -173,8 +179,10 @@ def _find_unusual_images(datasets: Sequence[DatasetConfig], samples: "Sequence[S
 
 
 def _find_upscaled_images(samples: "Sequence[Sample]", assignments: Sequence[BucketAssignment]) -> Iterator[DataNotice]:
-    factors = ((placement.resized_size[0] / sample.size[0], sample)
-               for sample, placement in zip(samples, assignments, strict=True))  # fmt: skip
+    factors = (
+        (placement.resized_size[0] / sample.size[0], sample)
+        for sample, placement in zip(samples, assignments, strict=True)
+    )
     small = sorted((item for item in factors if item[0] >= UPSCALE_WARNING_FACTOR), key=lambda item: -item[0])
     names = [f"{sample.key} ({sample.size[0]}x{sample.size[1]}, {factor:.3g} times)" for factor, sample in small]
     yield from _build_notice(
@@ -182,12 +190,16 @@ def _find_upscaled_images(samples: "Sequence[Sample]", assignments: Sequence[Buc
     )
 
 
-def _find_heavily_cropped_images(datasets: Sequence[DatasetConfig], samples: "Sequence[Sample]",
-            assignments: Sequence[BucketAssignment]) -> Iterator[DataNotice]:  # fmt: skip
+def _find_heavily_cropped_images(
+    datasets: Sequence[DatasetConfig], samples: "Sequence[Sample]", assignments: Sequence[BucketAssignment]
+) -> Iterator[DataNotice]:
     """Extreme aspect ratios, as far as they matter."""
     for number, dataset in enumerate(datasets):
-        losses = ((placement.cropped_fraction, sample) for sample, placement in zip(samples, assignments, strict=True)
-                  if sample.dataset_index == number)  # fmt: skip
+        losses = (
+            (placement.cropped_fraction, sample)
+            for sample, placement in zip(samples, assignments, strict=True)
+            if sample.dataset_index == number
+        )
         narrow = sorted((item for item in losses if item[0] >= CROP_WARNING_FRACTION), key=lambda item: -item[0])
         names = [f"{sample.key} ({sample.size[0]}x{sample.size[1]}, {loss:.0%})" for loss, sample in narrow]
         way_out = "cut them yourself" if dataset.enable_bucket else "set enable_bucket = true, or cut them yourself"

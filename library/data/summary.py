@@ -109,8 +109,10 @@ def _format_subsets(manifest: Manifest) -> str:
         kind = "regularisation picture" if subset.is_reg else "picture"
         masked = f", masks {masks[number, index]}/{len(mine)}" if get_mask_source(subset) else ""
         name = f"dataset {manifest.datasets[number].dataset_number + 1}"
-        lines.append(f"{name}, {subset.source}: {_format_count(len(mine), kind)}{_format_repeats(mine)}, captions"
-                     f" found {captions}/{found} ({ending or 'no ending'}){masked}")  # fmt: skip
+        lines.append(
+            f"{name}, {subset.source}: {_format_count(len(mine), kind)}{_format_repeats(mine)}, captions"
+            f" found {captions}/{found} ({ending or 'no ending'}){masked}"
+        )
     return "\n".join(lines)
 
 
@@ -133,13 +135,32 @@ def _format_repeats(repeats: Sequence[float]) -> str:
 
 def _format_bucket_table(manifest: Manifest, buckets: Sequence[BucketSummary]) -> str:
     """A line a bucket; the remainder is what does not fill whole steps, padding weighs nothing."""
-    head = ("dataset", "bucket", "pictures", "x repeats", "batch size", "micro-batches", "remainder", "padding",
-            "mean crop", "worst crop")  # fmt: skip
+    head = (
+        "dataset",
+        "bucket",
+        "pictures",
+        "x repeats",
+        "batch size",
+        "micro-batches",
+        "remainder",
+        "padding",
+        "mean crop",
+        "worst crop",
+    )
     rows: list[tuple[str, ...]] = [head]
     for bucket in buckets:
-        cells = (bucket.dataset_number + 1, f"{bucket.resolution[0]}x{bucket.resolution[1]}", len(bucket.sample_indices), bucket.samples_per_epoch,
-                 bucket.batch_size, bucket.num_micro_batches, bucket.remainder, bucket.padding,
-                 f"{bucket.mean_cropped_fraction:.1%}", f"{bucket.max_cropped_fraction:.1%}")  # fmt: skip
+        cells = (
+            bucket.dataset_number + 1,
+            f"{bucket.resolution[0]}x{bucket.resolution[1]}",
+            len(bucket.sample_indices),
+            bucket.samples_per_epoch,
+            bucket.batch_size,
+            bucket.num_micro_batches,
+            bucket.remainder,
+            bucket.padding,
+            f"{bucket.mean_cropped_fraction:.1%}",
+            f"{bucket.max_cropped_fraction:.1%}",
+        )
         rows.append(tuple(map(str, cells)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
@@ -171,11 +192,13 @@ def _format_epoch(stage: PlannedStage) -> str:
     pictures = sum(len(bucket.sample_indices) for bucket in plan.buckets)
     padding = sum(map(plan.count_padding, range(len(plan.buckets))))
     filled = plan.samples_per_epoch + padding
-    return "\n".join([
-        f"one epoch: {_format_count(pictures, 'picture')}, with repeats {plan.samples_per_epoch}{_format_padding(padding, filled)}",
-        f"  {filled} / (batch {batch} x {plan.dp_size} process{'es' * (plan.dp_size != 1)}"
-        f" x accumulation {plan.accumulation_steps}) = {_format_number(_compute_steps_per_epoch(stage))} steps",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f"one epoch: {_format_count(pictures, 'picture')}, with repeats {plan.samples_per_epoch}{_format_padding(padding, filled)}",
+            f"  {filled} / (batch {batch} x {plan.dp_size} process{'es' * (plan.dp_size != 1)}"
+            f" x accumulation {plan.accumulation_steps}) = {_format_number(_compute_steps_per_epoch(stage))} steps",
+        ]
+    )
 
 
 JsonObject = dict[str, Any]
@@ -197,12 +220,18 @@ def export_datasets(
                 "bucket_mode": dataset.bucket_mode,
                 "bucket_max_crop": dataset.bucket_max_crop,
                 "bucket_min_pictures": dataset.bucket_min_pictures,
-                "buckets": [export_bucket(manifest, bucket) for bucket in facts
-                            if manifest.samples[bucket.most_cropped_sample].dataset_index == number],
-                "samples": [_export_sample(manifest, assignments, index) for index, sample in enumerate(manifest.samples)
-                            if sample.dataset_index == number],
+                "buckets": [
+                    export_bucket(manifest, bucket)
+                    for bucket in facts
+                    if manifest.samples[bucket.most_cropped_sample].dataset_index == number
+                ],
+                "samples": [
+                    _export_sample(manifest, assignments, index)
+                    for index, sample in enumerate(manifest.samples)
+                    if sample.dataset_index == number
+                ],
             }
-        )  # fmt: skip
+        )
     return records
 
 

@@ -71,8 +71,11 @@ _RANDOM_SETTINGS_OFF: Mapping[str, Any] = {
 
 
 _BAKED_IN_CAPTION_SETTINGS: Mapping[str, Any] = {
-    "enable_wildcard": False, "caption_prefix": None, "caption_suffix": None, "secondary_separator": None
-}  # fmt: skip
+    "enable_wildcard": False,
+    "caption_prefix": None,
+    "caption_suffix": None,
+    "secondary_separator": None,
+}
 """What these do is in the caption of a picture that is held out, once and for all."""
 
 
@@ -81,8 +84,11 @@ def _select_validation_samples(samples: Sequence[Sample], dataset: DatasetConfig
     shares = [dataset.subsets[sample.subset_index].validation_split for sample in samples]
     numbers = [_hash_to_unit_interval(sample.content_hash, dataset) for sample in samples]
     drawn = [sample for sample, share, number in zip(samples, shares, numbers, strict=True) if number < share]
-    by_chance = [(number / share, sample) for sample, share, number in zip(samples, shares, numbers, strict=True)
-                 if 0 < share < 1]  # fmt: skip
+    by_chance = [
+        (number / share, sample)
+        for sample, share, number in zip(samples, shares, numbers, strict=True)
+        if 0 < share < 1
+    ]
     if len({sample.content_hash for _, sample in by_chance}) < 2:
         return drawn
     if not drawn:
@@ -112,8 +118,9 @@ def _freeze_sample(sample: Sample, datasets: Sequence[DatasetConfig]) -> Sample:
     return replace(sample, repeats=1, loss_weight=1.0, caption=caption)
 
 
-def _format_notes(samples: Sequence[Sample], validation_samples: dict[tuple[int, str], Sample],
-           datasets: Sequence[DatasetConfig]) -> list[str]:  # fmt: skip
+def _format_notes(
+    samples: Sequence[Sample], validation_samples: dict[tuple[int, str], Sample], datasets: Sequence[DatasetConfig]
+) -> list[str]:
     found: defaultdict[int, int] = defaultdict(int)
     elsewhere: defaultdict[int, int] = defaultdict(int)
     contents = {content for _, content in validation_samples}
@@ -127,6 +134,8 @@ def _format_notes(samples: Sequence[Sample], validation_samples: dict[tuple[int,
         if count := sum(dataset == number for dataset, _ in validation_samples):
             notes.append(f"dataset {number + 1}: {count} of {found[number]} pictures are kept for validation")
         if elsewhere[number]:
-            notes.append(f"dataset {number + 1}: {elsewhere[number]} pictures are not trained on, because they are kept"
-                         " for validation in another dataset")  # fmt: skip
+            notes.append(
+                f"dataset {number + 1}: {elsewhere[number]} pictures are not trained on, because they are kept"
+                " for validation in another dataset"
+            )
     return notes

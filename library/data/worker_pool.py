@@ -40,8 +40,16 @@ Item = TypeVar("Item", bound=SharedMemoryItem)
 class PrefetchIterator(Generic[Item]):
     """``reader[first]``, ``reader[first + 1]`` and so on, without end, in this order whatever the number of workers."""
 
-    def __init__(self, dataset: "Dataset[Item | WorkerFailure]", first_position: int, *, num_workers: int, prefetch_factor: int,
-                 pin_memory: bool, multiprocessing_context: str | None = None):  # fmt: skip
+    def __init__(
+        self,
+        dataset: "Dataset[Item | WorkerFailure]",
+        first_position: int,
+        *,
+        num_workers: int,
+        prefetch_factor: int,
+        pin_memory: bool,
+        multiprocessing_context: str | None = None,
+    ):
         self.settings_hint = (
             f"--max_data_loader_n_workers (now {num_workers}) or --prefetch_factor (now {prefetch_factor})"
         )
@@ -175,8 +183,10 @@ def _format_worker_death(pid: int, exit_code: int, settings_hint: str) -> str:
     """What became of a worker, and what can be done."""
     who = f"a process that reads pictures (pid {pid})"
     if exit_code == -signal.SIGKILL:
-        return (f"{who} was killed, most likely by the system because memory ran out; lower {settings_hint}, or give the job"
-                " more memory")  # fmt: skip
+        return (
+            f"{who} was killed, most likely by the system because memory ran out; lower {settings_hint}, or give the job"
+            " more memory"
+        )
     if exit_code == -signal.SIGBUS:
         return f"{who} found no shared memory left; {_SHARED_MEMORY_HINT}"
     how = f"died of {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with exit code {exit_code}"

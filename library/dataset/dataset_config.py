@@ -155,7 +155,9 @@ class _DatasetConfigParser:
         }
         values = {**general_values, **self.parse_table(key_path, own, DATASET_TABLE)}
         if flat:
-            subsets = [{**self.parse_musubi_subset(key_path, table, values), "join_caption_lines": LocatedValue(True, None)}]
+            subsets = [
+                {**self.parse_musubi_subset(key_path, table, values), "join_caption_lines": LocatedValue(True, None)}
+            ]
         else:
             tables = table.get("subsets", [])
             if not self.is_array_of_tables((*key_path, "subsets"), tables, SUBSET_TABLE):
@@ -168,8 +170,12 @@ class _DatasetConfigParser:
         found = self.apply_flag_defaults(values)
         where = self.format_location(key_path)
         self.problems += validate_dataset_keys(found, subsets, where)
-        return DatasetConfig(kind=infer_dataset_kind(subsets), subsets=tuple(self.build_subset_config(item) for item in subsets),
-                             dataset_number=int(key_path[-1]), **self.collect_fields(DatasetConfig, found, where))  # fmt: skip
+        return DatasetConfig(
+            kind=infer_dataset_kind(subsets),
+            subsets=tuple(self.build_subset_config(item) for item in subsets),
+            dataset_number=int(key_path[-1]),
+            **self.collect_fields(DatasetConfig, found, where),
+        )
 
     def parse_musubi_subset(
         self, key_path: KeyPath, table: Mapping[str, Any], inherited: Mapping[str, LocatedValue]
@@ -346,12 +352,27 @@ def load_dataset_config(config: DataConfig, invalid_flags: Set[str] = frozenset(
     return parse_dataset_config(Path(str(config.dataset_config)), collect_flag_defaults(config), invalid_flags)
 
 
-_EXTRA_DATASET_KEYS = ("bucket_mode", "bucket_max_crop", "bucket_min_pictures", "weight", "resolution_schedule", "from_step",
-                "to_step")  # fmt: skip
+_EXTRA_DATASET_KEYS = (
+    "bucket_mode",
+    "bucket_max_crop",
+    "bucket_min_pictures",
+    "weight",
+    "resolution_schedule",
+    "from_step",
+    "to_step",
+)
 
 
-_EXTRA_SUBSET_KEYS = ("parquet", "webdataset", "recursive", "include", "exclude", "image_column", "caption_column",
-               "cache_directory")  # fmt: skip
+_EXTRA_SUBSET_KEYS = (
+    "parquet",
+    "webdataset",
+    "recursive",
+    "include",
+    "exclude",
+    "image_column",
+    "caption_column",
+    "cache_directory",
+)
 
 
 _INTERNAL_FIELDS = ("kind", "subsets", "locations", "dataset_file", "join_caption_lines", "dataset_number")

@@ -239,8 +239,14 @@ def build_image_inspector() -> Inspector[InspectedImage]:
     """Every picture is decoded once."""
     silence_pillow_warnings()
     shared: dict[Any, Any] = {}
-    return Inspector("pictures", build_inspection_version(), inspect_bytes, build_defective_image, _pack_image, lambda facts, content: _unpack_image(
-        facts, content, shared))  # fmt: skip
+    return Inspector(
+        "pictures",
+        build_inspection_version(),
+        inspect_bytes,
+        build_defective_image,
+        _pack_image,
+        lambda facts, content: _unpack_image(facts, content, shared),
+    )
 
 
 def _pack_image(image: InspectedImage) -> list[Any]:

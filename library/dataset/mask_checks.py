@@ -69,8 +69,12 @@ class MaskScanResult:
     notes: list[str] = field(default_factory=list)
 
 
-def scan_masks(datasets: Sequence[DatasetConfig], found_images: Sequence[ListedImage], inspected: Mapping[ImageRef, InspectedImage],
-                roots: ScanRoots) -> MaskScanResult:  # fmt: skip
+def scan_masks(
+    datasets: Sequence[DatasetConfig],
+    found_images: Sequence[ListedImage],
+    inspected: Mapping[ImageRef, InspectedImage],
+    roots: ScanRoots,
+) -> MaskScanResult:
     """The masks of the pictures that were ``found``; the fitness of a picture itself is not judged here."""
     audit = MaskScanResult()
     pictures: defaultdict[tuple[int, int], list[ListedImage]] = defaultdict(list)
@@ -98,8 +102,10 @@ def find_subsets_without_masks(datasets: Sequence[DatasetConfig], masks: Sequenc
     for subset in (subset for dataset in datasets for subset in dataset.subsets):
         if get_mask_source(subset) == "alpha":
             place = subset.locate("alpha_mask")
-            lines.append(f"{place}: alpha_mask: no picture has transparent parts, so that there is no mask;"
-                         " take alpha_mask out, or use pictures with transparency")  # fmt: skip
+            lines.append(
+                f"{place}: alpha_mask: no picture has transparent parts, so that there is no mask;"
+                " take alpha_mask out, or use pictures with transparency"
+            )
         elif get_mask_source(subset) == "folder":
             place = subset.locate("conditioning_data_dir")
             lines.append(f"{place}: conditioning_data_dir: no picture that has a mask can be used")
@@ -141,8 +147,12 @@ def _is_color(image: "Image") -> bool:
     return bool((pixels.max(axis=2) - pixels.min(axis=2) > _MAX_GRAY_CHANNEL_SPREAD).any())
 
 
-def _scan_alpha_masks(scan_result: MaskScanResult, subset: SubsetConfig, subset_key: tuple[int, int],
-                inspected_masks: Mapping[ImageRef, InspectedMask]) -> None:  # fmt: skip
+def _scan_alpha_masks(
+    scan_result: MaskScanResult,
+    subset: SubsetConfig,
+    subset_key: tuple[int, int],
+    inspected_masks: Mapping[ImageRef, InspectedMask],
+) -> None:
     opaque = []
     for picture, look in inspected_masks.items():
         if look.problem:
@@ -153,12 +163,20 @@ def _scan_alpha_masks(scan_result: MaskScanResult, subset: SubsetConfig, subset_
             scan_result.masks[(*subset_key, picture)] = Mask(picture, True, look.size, look.content_hash, look.coverage)
     if opaque:
         names = _format_first_names([picture.name for picture in opaque])
-        scan_result.notes.append(f"{subset.source}: alpha_mask: {len(opaque)} of {len(inspected_masks)} pictures have no"
-                           f" transparent parts and are trained whole: {names}")  # fmt: skip
+        scan_result.notes.append(
+            f"{subset.source}: alpha_mask: {len(opaque)} of {len(inspected_masks)} pictures have no"
+            f" transparent parts and are trained whole: {names}"
+        )
 
 
-def _scan_mask_dir(scan_result: MaskScanResult, subset: SubsetConfig, subset_key: tuple[int, int], images: Sequence[ImageRef],
-                 inspected: Mapping[ImageRef, InspectedImage], roots: ScanRoots) -> None:  # fmt: skip
+def _scan_mask_dir(
+    scan_result: MaskScanResult,
+    subset: SubsetConfig,
+    subset_key: tuple[int, int],
+    images: Sequence[ImageRef],
+    inspected: Mapping[ImageRef, InspectedImage],
+    roots: ScanRoots,
+) -> None:
     folder, masks = subset.resolve_image_dir(), subset.resolve_mask_dir()
     if folder is None or masks is None:
         raise AssertionError("a subset with masks in a folder has both folders")
@@ -180,24 +198,40 @@ def _scan_mask_dir(scan_result: MaskScanResult, subset: SubsetConfig, subset_key
         else:
             scan_result.masks[(*subset_key, picture)] = Mask(mask, False, look.size, look.content_hash, look.coverage)
     if matched.unmatched:
-        scan_result.unmatched.append(f"{masks}: {len(matched.unmatched)} masks have no picture of their name in {folder}:"
-                            f" {_format_first_names([path.name for path in matched.unmatched])}; remove them, or leave them be with"
-                            " --on_bad_data skip")  # fmt: skip
+        scan_result.unmatched.append(
+            f"{masks}: {len(matched.unmatched)} masks have no picture of their name in {folder}:"
+            f" {_format_first_names([path.name for path in matched.unmatched])}; remove them, or leave them be with"
+            " --on_bad_data skip"
+        )
     _note_suspicious_masks(scan_result, masks, matched.masks, looks, inspected)
 
 
-def _note_suspicious_masks(scan_result: MaskScanResult, mask_dir: Path, matched_masks: Mapping[ImageRef, ImageRef], inspected_masks: Mapping[ImageRef, InspectedMask],
-                 inspected: Mapping[ImageRef, InspectedImage]) -> None:  # fmt: skip
+def _note_suspicious_masks(
+    scan_result: MaskScanResult,
+    mask_dir: Path,
+    matched_masks: Mapping[ImageRef, ImageRef],
+    inspected_masks: Mapping[ImageRef, InspectedMask],
+    inspected: Mapping[ImageRef, InspectedImage],
+) -> None:
     """What may be meant otherwise than it is taken."""
     coloured = [mask.name for mask, look in inspected_masks.items() if look.is_color]
     if coloured:
-        scan_result.notes.append(f"{mask_dir}: {len(coloured)} masks are in colour, of which the red channel is used, as in"
-                           f" sd-scripts: {_format_first_names(coloured)}")  # fmt: skip
-    upright = [mask.name for picture, mask in matched_masks.items() if not inspected[picture].problem and not inspected_masks[mask].problem
-               and _may_need_rotation(inspected[picture], inspected_masks[mask])]  # fmt: skip
+        scan_result.notes.append(
+            f"{mask_dir}: {len(coloured)} masks are in colour, of which the red channel is used, as in"
+            f" sd-scripts: {_format_first_names(coloured)}"
+        )
+    upright = [
+        mask.name
+        for picture, mask in matched_masks.items()
+        if not inspected[picture].problem
+        and not inspected_masks[mask].problem
+        and _may_need_rotation(inspected[picture], inspected_masks[mask])
+    ]
     if upright:
-        scan_result.notes.append(f"{mask_dir}: {len(upright)} masks belong to pictures that EXIF turns, and say nothing of it"
-                           f" themselves; they are taken as upright: {_format_first_names(upright)}")  # fmt: skip
+        scan_result.notes.append(
+            f"{mask_dir}: {len(upright)} masks belong to pictures that EXIF turns, and say nothing of it"
+            f" themselves; they are taken as upright: {_format_first_names(upright)}"
+        )
 
 
 def _may_need_rotation(image: InspectedImage, mask: InspectedMask) -> bool:
@@ -224,9 +258,13 @@ def _has_same_aspect_ratio(mask_size: tuple[int, int], image_size: tuple[int, in
     return smallest < largest
 
 
-def _inspect_masks(scan_result: MaskScanResult, name: str, inspect: Callable[[ImageSource], InspectedMask],
-               images: Mapping[Path, Iterable[ImageRef]],
-               cache_dir: Callable[[Path], Path | None]) -> dict[ImageRef, InspectedMask]:  # fmt: skip
+def _inspect_masks(
+    scan_result: MaskScanResult,
+    name: str,
+    inspect: Callable[[ImageSource], InspectedMask],
+    images: Mapping[Path, Iterable[ImageRef]],
+    cache_dir: Callable[[Path], Path | None],
+) -> dict[ImageRef, InspectedMask]:
     """By the pool of threads, and not again next time; ``images`` are given as to ``scan_images``."""
 
     def inspect_one(data: bytes, content: str, alone: AbstractContextManager[object]) -> InspectedMask:

@@ -87,8 +87,9 @@ class SubsetConfig:
     @property
     def normalized_caption_extensions(self) -> tuple[str, ...]:
         """``caption_extension`` with the dots, which may be left out."""
-        return tuple(ending if ending.startswith(".") or not ending else f".{ending}"
-                     for ending in self.caption_extension)  # fmt: skip
+        return tuple(
+            ending if ending.startswith(".") or not ending else f".{ending}" for ending in self.caption_extension
+        )
 
     @property
     def source_key(self) -> str:
@@ -223,10 +224,19 @@ class _FileOnlyKeys:
 
 
 _DATASET_FLAGS = {
-    "resolution", "train_batch_size", "enable_bucket", "min_bucket_reso", "max_bucket_reso", "bucket_reso_steps",
-    "bucket_no_upscale", "bucket_mode", "bucket_max_crop", "bucket_min_pictures", "validation_seed",
+    "resolution",
+    "train_batch_size",
+    "enable_bucket",
+    "min_bucket_reso",
+    "max_bucket_reso",
+    "bucket_reso_steps",
+    "bucket_no_upscale",
+    "bucket_mode",
+    "bucket_max_crop",
+    "bucket_min_pictures",
+    "validation_seed",
     "resolution_schedule",
-}  # fmt: skip
+}
 
 
 _SUBSET_FLAGS = {"alpha_mask"}

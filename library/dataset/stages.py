@@ -35,8 +35,10 @@ def validate_run_length(
     if first_step >= total_steps:
         yield f"{location}: what is trained from step {first_step} on is never reached in {total_steps} steps; {way_out}"
     elif end_step is not None and end_step < total_steps:
-        yield f"{location}: nothing is trained after step {end_step}, and the run has {total_steps}; {way_out}, or leave the last" \
-              " number out"  # fmt: skip
+        yield (
+            f"{location}: nothing is trained after step {end_step}, and the run has {total_steps}; {way_out}, or leave the last"
+            " number out"
+        )
     elif end_step is not None and end_step > total_steps:
         yield f"{location}: the last stage ends at step {end_step}, and the run at step {total_steps}; {way_out}"
 
@@ -55,8 +57,10 @@ def _validate_dataset_steps(dataset: DatasetConfig) -> Iterator[str]:
         if not dataset.enable_bucket:
             yield f"{where}: native needs buckets; set enable_bucket"
         elif dataset.bucket_mode == "symmetric":
-            yield f"{where}: buckets of one area, as in bucket_mode symmetric, leave no picture its own size; take" \
-                  " native out"  # fmt: skip
+            yield (
+                f"{where}: buckets of one area, as in bucket_mode symmetric, leave no picture its own size; take"
+                " native out"
+            )
     step = dataset.bucket_reso_steps
     for portion in schedule.entries:
         if (
@@ -89,8 +93,11 @@ def build_stages(datasets: Sequence[DatasetConfig]) -> tuple[Stage, ...]:
     """From the first step on; a stage begins wherever a dataset does, or ends."""
     pieces = [piece for dataset in datasets for piece in expand_resolution_schedule(dataset)]
     borders = {0, *(piece.from_step for piece in pieces), *(piece.to_step for piece in pieces if piece.to_step)}
-    stages = [Stage(first, end, tuple(_select_datasets(pieces, first, end)))
-              for first, end in pairwise([*sorted(borders), None]) if first is not None]  # fmt: skip
+    stages = [
+        Stage(first, end, tuple(_select_datasets(pieces, first, end)))
+        for first, end in pairwise([*sorted(borders), None])
+        if first is not None
+    ]
     return tuple(stages if stages[-1].datasets else stages[:-1])
 
 
@@ -110,8 +117,15 @@ def expand_resolution_schedule(dataset: DatasetConfig) -> tuple[DatasetConfig, .
     pieces, first = [], 0
     for portion in schedule.entries:
         end = None if portion.steps is None else first + portion.steps
-        pieces.append(replace(_apply_resolution(portion, dataset, schedule.largest), resolution_schedule=None, from_step=first,
-                              to_step=end, locations=_locate_resolution_in_schedule(dataset)))  # fmt: skip
+        pieces.append(
+            replace(
+                _apply_resolution(portion, dataset, schedule.largest),
+                resolution_schedule=None,
+                from_step=first,
+                to_step=end,
+                locations=_locate_resolution_in_schedule(dataset),
+            )
+        )
         first = end or first
     return tuple(pieces)
 
@@ -128,8 +142,12 @@ def _apply_resolution(
         return replace(dataset, resolution=Resolution(side, side), bucket_no_upscale=True)
     share = math.sqrt(entry.resolution.width * entry.resolution.height / (largest_size.width * largest_size.height))
     shortest = max(math.floor(dataset.min_bucket_reso * share), min(dataset.bucket_reso_steps, dataset.min_bucket_reso))
-    return replace(dataset, resolution=entry.resolution, min_bucket_reso=shortest,
-                   max_bucket_reso=math.ceil(dataset.max_bucket_reso * share))  # fmt: skip
+    return replace(
+        dataset,
+        resolution=entry.resolution,
+        min_bucket_reso=shortest,
+        max_bucket_reso=math.ceil(dataset.max_bucket_reso * share),
+    )
 
 
 def _locate_resolution_in_schedule(dataset: DatasetConfig) -> dict[str, str]:

@@ -27,8 +27,10 @@ def validate_latent_caching(datasets: Iterable[DatasetConfig], cache: CacheConfi
         for subset in dataset.subsets:
             for key, what in _RANDOM_AUGMENTATIONS.items():
                 if getattr(subset, key):
-                    yield (f"{subset.locate(key)}: {key}: pictures are {what} each time, and {option} keeps one way;"
-                           f" take out {key} or {option}")  # fmt: skip
+                    yield (
+                        f"{subset.locate(key)}: {key}: pictures are {what} each time, and {option} keeps one way;"
+                        f" take out {key} or {option}"
+                    )
 
 
 def validate_paths(datasets: Sequence[DatasetConfig]) -> Iterator[str]:
@@ -156,8 +158,10 @@ def validate_masks(datasets: Sequence[DatasetConfig], config: DataConfig) -> Ite
             yield f"{place}: conditioning_data_dir: is the folder of the pictures; masks need a folder of their own"
         elif subset.recursive and not subset.exclude and masks.resolve().is_relative_to(folder.resolve()):
             pattern = masks.resolve().relative_to(folder.resolve()).as_posix() + "/**"
-            yield (f"{place}: conditioning_data_dir: lies below image_dir, where recursive takes masks for pictures;"
-                   f" move it, or set exclude = ['{pattern}']")  # fmt: skip
+            yield (
+                f"{place}: conditioning_data_dir: lies below image_dir, where recursive takes masks for pictures;"
+                f" move it, or set exclude = ['{pattern}']"
+            )
     if not subsets:
         return
     way_out = "set conditioning_data_dir or alpha_mask in a subset, or take this option out"
@@ -168,8 +172,13 @@ def validate_masks(datasets: Sequence[DatasetConfig], config: DataConfig) -> Ite
         yield "--alpha_mask: every subset has its masks in conditioning_data_dir; take one of the two out"
 
 
-def validate_dataset_config(config: DataConfig, cache: CacheConfig | None = None, validate: ValidateConfig | None = None,
-          train: TrainConfig | None = None, invalid_flags: Set[str] = frozenset()) -> list[str]:  # fmt: skip
+def validate_dataset_config(
+    config: DataConfig,
+    cache: CacheConfig | None = None,
+    validate: ValidateConfig | None = None,
+    train: TrainConfig | None = None,
+    invalid_flags: Set[str] = frozenset(),
+) -> list[str]:
     """Everything that is wrong with the dataset file, without opening a picture or importing anything heavy.
 
     ``wrong`` are options of the run that could not be read.
@@ -196,15 +205,19 @@ def validate_resolution_multiple(datasets: Sequence[DatasetConfig], size_multipl
     for dataset in datasets:
         if dataset.enable_bucket:
             if (step := dataset.bucket_reso_steps) % size_multiple:
-                problems.append(f"{dataset.locate('bucket_reso_steps')}: bucket_reso_steps: {step} is no multiple of"
-                                f" {size_multiple}, as this model needs; write {_round_to_multiple(step, size_multiple)}")  # fmt: skip
+                problems.append(
+                    f"{dataset.locate('bucket_reso_steps')}: bucket_reso_steps: {step} is no multiple of"
+                    f" {size_multiple}, as this model needs; write {_round_to_multiple(step, size_multiple)}"
+                )
             continue
         where = dataset.format_location("resolution" if dataset.resolution_schedule is None else "resolution_schedule")
         for size in [piece.resolution for piece in expand_resolution_schedule(dataset)]:
             if size.width % size_multiple or size.height % size_multiple:
                 sides = [_round_to_multiple(side, size_multiple) for side in (size.width, size.height)]
-                problems.append(f"{where}: {size} is no multiple of {size_multiple} on each side, as this model needs;"
-                                f" write {sides}")  # fmt: skip
+                problems.append(
+                    f"{where}: {size} is no multiple of {size_multiple} on each side, as this model needs;"
+                    f" write {sides}"
+                )
     return problems
 
 

@@ -69,8 +69,10 @@ def validate_dataset_keys(
     kinds = {_infer_subset_kind(subset): subset[""].location for subset in reversed(subsets)}
     if len(kinds) > 1:
         seen = ", ".join(f"{_KIND_KEYS.get(kind, 'neither')} ({place})" for kind, place in sorted(kinds.items()))
-        yield (f"{location}: subsets of different kinds in one dataset: {seen}; metadata_file or conditioning_data_dir"
-               " stands in all of them or in none; use a [[datasets]] for each kind")  # fmt: skip
+        yield (
+            f"{location}: subsets of different kinds in one dataset: {seen}; metadata_file or conditioning_data_dir"
+            " stands in all of them or in none; use a [[datasets]] for each kind"
+        )
     yield from _find_duplicate_sources(subsets)
     if subsets and all(subset["is_reg"].value for subset in subsets):
         yield f"{location}: all subsets are regularisation pictures (is_reg); add a subset of pictures to train on"
@@ -110,8 +112,10 @@ def _validate_bucket_mode(values: Mapping[str, LocatedValue], location: str) -> 
     elif not values["enable_bucket"].value:
         yield f"{format_key('bucket_mode')}: there are no buckets; set enable_bucket = true"
     elif values["bucket_no_upscale"].value:
-        yield (f"{format_key('bucket_mode')}: all buckets have one area in bucket_mode symmetric, so that small pictures"
-               " are enlarged; take out bucket_no_upscale")  # fmt: skip
+        yield (
+            f"{format_key('bucket_mode')}: all buckets have one area in bucket_mode symmetric, so that small pictures"
+            " are enlarged; take out bucket_no_upscale"
+        )
 
 
 def _validate_bucket_resolutions(
@@ -135,14 +139,20 @@ def _validate_bucket_resolutions(
             yield f"{place[blamed]}: {blamed}: min_bucket_reso {smallest} is above max_bucket_reso {largest}"
         return
     if smallest - smallest % step > shortest:
-        yield (f"{place['min_bucket_reso']}: min_bucket_reso: {smallest} is above the shorter side of {resolution_key}"
-               f" {size}; at most {shortest}")  # fmt: skip
+        yield (
+            f"{place['min_bucket_reso']}: min_bucket_reso: {smallest} is above the shorter side of {resolution_key}"
+            f" {size}; at most {shortest}"
+        )
     if largest + -largest % step < longest:
-        yield (f"{place['max_bucket_reso']}: max_bucket_reso: {largest} is below the longer side of {resolution_key}"
-               f" {size}; at least {longest}")  # fmt: skip
+        yield (
+            f"{place['max_bucket_reso']}: max_bucket_reso: {largest} is below the longer side of {resolution_key}"
+            f" {size}; at least {longest}"
+        )
     if smallest < step:
-        yield (f"{place['min_bucket_reso']}: min_bucket_reso: {smallest} is below bucket_reso_steps {step};"
-               f" at least {step}")  # fmt: skip
+        yield (
+            f"{place['min_bucket_reso']}: min_bucket_reso: {smallest} is below bucket_reso_steps {step};"
+            f" at least {step}"
+        )
 
 
 def _find_duplicate_sources(subsets: Sequence[Mapping[str, LocatedValue]]) -> Iterator[str]:
@@ -190,8 +200,10 @@ def validate_source_keys(values: Mapping[str, LocatedValue], own_keys: Mapping[s
     """What is wrong with the sources of one subset; ``own`` are the keys written in it."""
     sources = [name for name in _SOURCE_KEYS if values[name].value]
     for name in sources[1:]:
-        yield (f"{values[name].location}: {name}: stands beside {sources[0]}; a subset has one of the two, so write another"
-               " [[datasets.subsets]]")  # fmt: skip
+        yield (
+            f"{values[name].location}: {name}: stands beside {sources[0]}; a subset has one of the two, so write another"
+            " [[datasets.subsets]]"
+        )
     for name in _UNSUPPORTED_KEYS_BY_SOURCE[sources[0]] if sources else ():
         if name in own_keys:
             yield f"{own_keys[name].location}: {name}: has no meaning beside {sources[0]}; take one of the two out"
@@ -236,7 +248,9 @@ def _validate_weights(datasets: Sequence[DatasetConfig]) -> Iterator[str]:
     places = [dataset.locations["weight"] for dataset in datasets if "weight" in dataset.locations]
     for dataset in datasets:
         if dataset.weight is not None and dataset.weight <= 0:
-            yield (f"{dataset.locate('weight')}: weight: {dataset.weight:g} would leave the dataset out; write a share"
-                   " such as 0.5")  # fmt: skip
+            yield (
+                f"{dataset.locate('weight')}: weight: {dataset.weight:g} would leave the dataset out; write a share"
+                " such as 0.5"
+            )
         if places and "weight" not in dataset.locations:
             yield f"{dataset.locate('')}: weight: missing here; {places[0]} has one: give all [[datasets]] one, or none"

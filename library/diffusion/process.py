@@ -162,15 +162,23 @@ class FlowMatchingProcess:
 def build_discrete_process(alphas_cumprod: Tensor, prediction_type: str) -> EpsilonProcess | VPredictionProcess:
     """The process with this noise table, for a model that predicts this; names are those of diffusers' schedulers."""
     if len(alphas_cumprod) != NUM_TRAIN_TIMESTEPS:
-        raise ConfigError([f"the model's scheduler says num_train_timesteps {len(alphas_cumprod)}; only {NUM_TRAIN_TIMESTEPS} is "
-                           "supported"])  # fmt: skip
+        raise ConfigError(
+            [
+                f"the model's scheduler says num_train_timesteps {len(alphas_cumprod)}; only {NUM_TRAIN_TIMESTEPS} is "
+                "supported"
+            ]
+        )
     kinds: dict[str, type[EpsilonProcess | VPredictionProcess]] = {
         "epsilon": EpsilonProcess,
         "v_prediction": VPredictionProcess,
     }
     if prediction_type not in kinds:
-        raise ConfigError([f"the model's scheduler says prediction_type {prediction_type!r}; "
-                           "only epsilon and v_prediction can be trained"])  # fmt: skip
+        raise ConfigError(
+            [
+                f"the model's scheduler says prediction_type {prediction_type!r}; "
+                "only epsilon and v_prediction can be trained"
+            ]
+        )
     return kinds[prediction_type](alphas_cumprod)
 
 

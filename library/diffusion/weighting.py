@@ -82,6 +82,9 @@ def find_unbounded_weightings(process: NoiseProcess, loss_config: LossConfig) ->
     if not isinstance(process, DiscreteProcess):
         return []
     snr = process.snr(torch.arange(NUM_TRAIN_TIMESTEPS))
-    return [name for name, weighting in SNR_WEIGHTINGS.items()
-            if (amount := getattr(loss_config, name))
-            and not weighting(snr, float(amount), process.prediction_type).isfinite().all()]  # fmt: skip
+    return [
+        name
+        for name, weighting in SNR_WEIGHTINGS.items()
+        if (amount := getattr(loss_config, name))
+        and not weighting(snr, float(amount), process.prediction_type).isfinite().all()
+    ]

@@ -110,8 +110,14 @@ class Communicator:
         """Try how long so many bytes of gradients are on their way, and say it, because it is a part of each step."""
         if self.world_size > 1:
             seconds = measure_all_reduce_seconds(num_bytes // 4, self.device)
-            logger.info("gradients: %.3g MB between %d processes in each step take %.2g s (%.3g MB/s) when nothing else"
-                        " is done", num_bytes / 1e6, self.world_size, seconds, num_bytes / 1e6 / seconds)  # fmt: skip
+            logger.info(
+                "gradients: %.3g MB between %d processes in each step take %.2g s (%.3g MB/s) when nothing else"
+                " is done",
+                num_bytes / 1e6,
+                self.world_size,
+                seconds,
+                num_bytes / 1e6 / seconds,
+            )
 
     def run_local_main_first(self, function: Callable[[], T]) -> T:
         """Long work that leaves something on disk: by one process of each machine, then by the others."""

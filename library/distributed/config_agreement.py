@@ -63,8 +63,14 @@ PATH_OPTIONS = {
 """Settings that name a place, which may be another on each machine; what is found there is compared itself."""
 
 
-PER_MACHINE_OPTIONS = {"max_data_loader_n_workers", "prefetch_factor", "quiet", "console_log_level", "console_log_file",
-       "console_log_simple"}  # fmt: skip
+PER_MACHINE_OPTIONS = {
+    "max_data_loader_n_workers",
+    "prefetch_factor",
+    "quiet",
+    "console_log_level",
+    "console_log_file",
+    "console_log_simple",
+}
 """Settings by which a machine may differ from the others."""
 
 
@@ -104,8 +110,11 @@ def build_rank_report(config: RunConfig, world: World, problems: Iterable[str] =
 
 def collect_agreed_settings(config: RunConfig) -> dict[str, Any]:
     """By name; of those that name a place, whether they do."""
-    return {name: value is not None and value != () if name in PATH_OPTIONS else _to_json_value(value)
-            for name, value in flatten_config(config).items() if name not in PER_MACHINE_OPTIONS}  # fmt: skip
+    return {
+        name: value is not None and value != () if name in PATH_OPTIONS else _to_json_value(value)
+        for name, value in flatten_config(config).items()
+        if name not in PER_MACHINE_OPTIONS
+    }
 
 
 def exchange_rank_reports(
@@ -146,9 +155,11 @@ def _wait_for_all_ranks(
         is_first = rank == min(set(range(world_size)) - set(absent))
         who = f"{len(absent)} of {world_size} processes have not come: {format_ranks(absent)}"
         if waited >= timeout_seconds:
-            error = UserError(f"{who} within {timeout_seconds:.0f} s. Are all machines started, with another --machine_rank"
-                              " each and the same --main_process_ip and --main_process_port? One that ended says"
-                              " why")  # fmt: skip
+            error = UserError(
+                f"{who} within {timeout_seconds:.0f} s. Are all machines started, with another --machine_rank"
+                " each and the same --main_process_ip and --main_process_port? One that ended says"
+                " why"
+            )
             error.is_reported = not is_first
             raise error
         if is_first:
@@ -196,8 +207,10 @@ def find_disagreements(reports: Sequence[RankReport]) -> list[str]:
             if name in HASH_MISMATCH_FIXES:
                 problems.append(f"{name}: {where}: not the same as on {rest}; {HASH_MISMATCH_FIXES[name]}")
             else:
-                problems.append(f"{name}: {_format_value(value)} on {where}, {_format_value(common)} on {rest}; start all of them"
-                                " with the same")  # fmt: skip
+                problems.append(
+                    f"{name}: {_format_value(value)} on {where}, {_format_value(common)} on {rest}; start all of them"
+                    " with the same"
+                )
     return problems
 
 
@@ -210,8 +223,10 @@ def find_majority(values: Sequence[str]) -> str:
 def format_rank_placement(hostnames: Sequence[str]) -> str:
     """Which processes are where."""
     names = list(dict.fromkeys(hostnames))
-    parts = [format_ranks([rank for rank, host in enumerate(hostnames) if host == name]) + f" on {name}"
-             for name in names[:MAX_RANKS_SHOWN]]  # fmt: skip
+    parts = [
+        format_ranks([rank for rank, host in enumerate(hostnames) if host == name]) + f" on {name}"
+        for name in names[:MAX_RANKS_SHOWN]
+    ]
     more = f" and {len(names) - MAX_RANKS_SHOWN} more machines" if len(names) > MAX_RANKS_SHOWN else ""
     machines = "1 machine" if len(names) == 1 else f"{len(names)} machines"
     return f"{len(hostnames)} processes on {machines}: {'; '.join(parts)}{more}"
@@ -223,8 +238,10 @@ def _collect_rank_problems(reports: Sequence[RankReport]) -> list[str]:
         for problem in word.problems:
             reasons.setdefault(problem, []).append(rank)
     hosts = [word.host for word in reports]
-    return [problem if len(ranks) == len(reports) else f"{format_ranks(ranks, hosts)}: {problem}"
-            for problem, ranks in reasons.items()]  # fmt: skip
+    return [
+        problem if len(ranks) == len(reports) else f"{format_ranks(ranks, hosts)}: {problem}"
+        for problem, ranks in reasons.items()
+    ]
 
 
 def _to_json_value(value: Any) -> Any:

@@ -11,8 +11,13 @@ from typing import Any
 from ..config import RunConfig
 from .world import World
 
-DEEPSPEED_OPTIONS = ("zero_stage", "offload_optimizer_device", "offload_optimizer_nvme_path", "offload_param_device",
-           "offload_param_nvme_path")  # fmt: skip
+DEEPSPEED_OPTIONS = (
+    "zero_stage",
+    "offload_optimizer_device",
+    "offload_optimizer_nvme_path",
+    "offload_param_device",
+    "offload_param_nvme_path",
+)
 """Of accelerate; all but the path for the optimizer are ours as well."""
 
 
@@ -82,8 +87,10 @@ class DeepSpeedSettings:
     def build_config(self, *, pin_memory: bool) -> dict[str, Any]:
         """The configuration as DeepSpeed gets it.  A micro-batch is a step to it: accumulation is told it each time."""
         zero = {**self.config_file.get("zero_optimization", {}), "stage": self.stage}
-        for part, device, path in (("offload_optimizer", self.offload_optimizer_device, self.offload_optimizer_path),
-                                   ("offload_param", self.offload_param_device, self.offload_param_path)):  # fmt: skip
+        for part, device, path in (
+            ("offload_optimizer", self.offload_optimizer_device, self.offload_optimizer_path),
+            ("offload_param", self.offload_param_device, self.offload_param_path),
+        ):
             written = zero.pop(part, {})
             if device is not None:
                 place = {"nvme_path": path} if path is not None else {}
@@ -102,18 +109,27 @@ class DeepSpeedSettings:
     def format_summary(self, world_size: int) -> str:
         """One line about it."""
         places = {"cpu": "host memory", "nvme": "files"}
-        resting = [f", {what} in {places[device]}" for what, device in
-                   (("optimizer", self.offload_optimizer_device), ("model", self.offload_param_device)) if device]  # fmt: skip
+        resting = [
+            f", {what} in {places[device]}"
+            for what, device in (("optimizer", self.offload_optimizer_device), ("model", self.offload_param_device))
+            if device
+        ]
         return f"DeepSpeed: ZeRO {self.stage}, {world_size} processes{''.join(resting)}"
 
     def validate_batch_sizes(
         self, batch_sizes: Collection[int], gradient_accumulation_steps: int, world_size: int
     ) -> list[str]:
         """What the file says about batches and the plan does not; ``sizes`` are those of the datasets."""
-        real = {name: sorted({size * factor for size in batch_sizes}) for name, factor in
-                zip(BATCH_SIZE_KEYS, (1, gradient_accumulation_steps * world_size), strict=True)}  # fmt: skip
-        return [f"DeepSpeed's file: {name} is {said}, and it comes to {' and '.join(map(str, real[name]))}; write"
-                ' "auto" there' for name, said in self.batch_sizes.items() if real[name] != [said]]  # fmt: skip
+        real = {
+            name: sorted({size * factor for size in batch_sizes})
+            for name, factor in zip(BATCH_SIZE_KEYS, (1, gradient_accumulation_steps * world_size), strict=True)
+        }
+        return [
+            f"DeepSpeed's file: {name} is {said}, and it comes to {' and '.join(map(str, real[name]))}; write"
+            ' "auto" there'
+            for name, said in self.batch_sizes.items()
+            if real[name] != [said]
+        ]
 
 
 def resolve_deepspeed_settings(config: RunConfig, world: World) -> tuple[DeepSpeedSettings | None, list[str]]:
@@ -130,9 +146,14 @@ def resolve_deepspeed_settings(config: RunConfig, world: World) -> tuple[DeepSpe
     zero = content.get("zero_optimization", {})
     found: dict[str, Any] = {}
     for name in DEEPSPEED_OPTIONS:
-        claims = [(f"--{name}", given.get(name)),
-                  (f"accelerate's {name}", _parse_launcher_value(name, launcher)),
-                  (f"{place}: zero_optimization.{'.'.join(CONFIG_FILE_KEYS[name])}", _get_nested(zero, CONFIG_FILE_KEYS[name]))]  # fmt: skip
+        claims = [
+            (f"--{name}", given.get(name)),
+            (f"accelerate's {name}", _parse_launcher_value(name, launcher)),
+            (
+                f"{place}: zero_optimization.{'.'.join(CONFIG_FILE_KEYS[name])}",
+                _get_nested(zero, CONFIG_FILE_KEYS[name]),
+            ),
+        ]
         said = [(where, value) for where, value in claims if value is not None]
         if len({str(value) for _, value in said}) > 1:
             problems.append(f"{'; '.join(f'{where} says {value}' for where, value in said)}; say it once")
@@ -146,8 +167,12 @@ def resolve_deepspeed_settings(config: RunConfig, world: World) -> tuple[DeepSpe
         config_file=_select_passed_keys(content),
         batch_sizes={name: content[name] for name in BATCH_SIZE_KEYS if isinstance(content.get(name), int)},
     )
-    return settings, [*problems, *_validate_config_file(content, place, config, world), *_validate_launcher(launcher, config),
-                      *_validate_settings(settings, config, world)]  # fmt: skip
+    return settings, [
+        *problems,
+        *_validate_config_file(content, place, config, world),
+        *_validate_launcher(launcher, config),
+        *_validate_settings(settings, config, world),
+    ]
 
 
 def validate_deepspeed(config: RunConfig, world: World) -> list[str]:
@@ -163,8 +188,11 @@ def _read_launcher_variables(world: World) -> dict[str, str]:
     if "DeepSpeed" not in world.engines:
         return {}
     prefixes = ("ACCELERATE_DEEPSPEED_", "ACCELERATE_")
-    return {name.removeprefix(prefixes[0]).removeprefix(prefixes[1]): value for name, value in world.launcher_variables.items()
-            if name.startswith(prefixes)}  # fmt: skip
+    return {
+        name.removeprefix(prefixes[0]).removeprefix(prefixes[1]): value
+        for name, value in world.launcher_variables.items()
+        if name.startswith(prefixes)
+    }
 
 
 def _read_config_file(path: str) -> tuple[dict[str, Any], list[str]]:
@@ -230,8 +258,10 @@ def _validate_config_file(content: Mapping[str, Any], path: str, config: RunConf
             means = means or {"float16": "fp16"}.get(part.get("dtype", ""), "bf16")
             if means != asked:
                 yield f"{path}: {name} says {means}, and mixed_precision is {asked}; say the same, or take it out"
-    said = {"gradient_accumulation_steps": config.train.gradient_accumulation_steps,
-            "gradient_clipping": config.optim.max_grad_norm}  # fmt: skip
+    said = {
+        "gradient_accumulation_steps": config.train.gradient_accumulation_steps,
+        "gradient_clipping": config.optim.max_grad_norm,
+    }
     for name, ours in said.items():
         theirs = content.get(name, "auto")
         if theirs not in ("auto", ours):
@@ -244,23 +274,31 @@ def _validate_launcher(variables: Mapping[str, str], config: RunConfig) -> Itera
         yield "accelerate's deepspeed_moe_layer_cls_names: no model here has such layers; leave it out"
     clipping = variables.get("GRADIENT_CLIPPING", "auto")
     if clipping not in ("auto", "none") and float(clipping) != config.optim.max_grad_norm:
-        yield (f"accelerate's gradient_clipping is {clipping}, and --max_grad_norm is {config.optim.max_grad_norm}; say"
-               " it once, as --max_grad_norm behind the script")  # fmt: skip
+        yield (
+            f"accelerate's gradient_clipping is {clipping}, and --max_grad_norm is {config.optim.max_grad_norm}; say"
+            " it once, as --max_grad_norm behind the script"
+        )
 
 
 def _validate_settings(settings: DeepSpeedSettings, config: RunConfig, world: World) -> Iterator[str]:
     if settings.stage not in (1, 2, 3):
-        yield (f"DeepSpeed's zero_stage {settings.stage}: divides nothing; take 1, 2 or 3, or start with --multi_gpu"
-               " and without DeepSpeed")  # fmt: skip
+        yield (
+            f"DeepSpeed's zero_stage {settings.stage}: divides nothing; take 1, 2 or 3, or start with --multi_gpu"
+            " and without DeepSpeed"
+        )
     if settings.offload_param_device and settings.stage != 3:
         yield "--offload_param_device: only zero_stage 3 divides the model; set --zero_stage 3"
-    for name, device, path in (("optimizer", settings.offload_optimizer_device, settings.offload_optimizer_path),
-                               ("param", settings.offload_param_device, settings.offload_param_path)):  # fmt: skip
+    for name, device, path in (
+        ("optimizer", settings.offload_optimizer_device, settings.offload_optimizer_path),
+        ("param", settings.offload_param_device, settings.offload_param_path),
+    ):
         if device == "nvme" and name == "param":
             yield from _validate_nvme_path(path)
         elif device == "nvme":
-            yield ("--offload_optimizer_device nvme: what is remembered of an adapter is small, and a copy of it is in"
-                   " host memory all the time, to go back to; take cpu")  # fmt: skip
+            yield (
+                "--offload_optimizer_device nvme: what is remembered of an adapter is small, and a copy of it is in"
+                " host memory all the time, to go back to; take cpu"
+            )
         elif device not in (None, "cpu"):
             yield f"--offload_{name}_device {device}: is not one of none, cpu, nvme"
         elif path is not None:
@@ -276,8 +314,10 @@ def _validate_settings(settings: DeepSpeedSettings, config: RunConfig, world: Wo
     if config.distributed.full_bf16:
         yield "--full_bf16: DeepSpeed keeps adapters in fp32; take it out, mixed_precision bf16 stays"
     if config.train.on_oom == "ladder":
-        yield ("--on_oom ladder: DeepSpeed exchanges in every backward, where a process that finds no memory"
-               " would leave the others waiting; take it out, or train without DeepSpeed")  # fmt: skip
+        yield (
+            "--on_oom ladder: DeepSpeed exchanges in every backward, where a process that finds no memory"
+            " would leave the others waiting; take it out, or train without DeepSpeed"
+        )
     yield from _validate_compile(settings, config, world)
 
 

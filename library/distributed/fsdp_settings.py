@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from ..config import RunConfig
 from .world import World, parse_env_bool
 
-FSDP_OPTION_VARIABLES = {"fsdp_offload_params": ("FSDP_OFFLOAD_PARAMS", "false"),
-        "fsdp_reshard_after_forward": ("FSDP_RESHARD_AFTER_FORWARD", "true"),
-        "dp_replicate_size": ("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"),
-        "dp_shard_size": ("PARALLELISM_CONFIG_DP_SHARD_SIZE", "1")}  # fmt: skip
+FSDP_OPTION_VARIABLES = {
+    "fsdp_offload_params": ("FSDP_OFFLOAD_PARAMS", "false"),
+    "fsdp_reshard_after_forward": ("FSDP_RESHARD_AFTER_FORWARD", "true"),
+    "dp_replicate_size": ("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"),
+    "dp_shard_size": ("PARALLELISM_CONFIG_DP_SHARD_SIZE", "1"),
+}
 """Our options, the variable of the same meaning, and what ``accelerate launch`` puts there when nobody asked."""
 
 
@@ -28,9 +30,11 @@ UNSUPPORTED_VARIABLES = {
     "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": (("false",), "is not there; leave it out"),
     "FSDP_IGNORED_MODULES": ((), "is not there; leave it out, adapters are never spread"),
     "PARALLELISM_CONFIG_TP_SIZE": (("1",), "accelerate does nothing with it; write --tp_size behind the script"),
-    **{f"PARALLELISM_CONFIG_{name}_SIZE": (("1",), "is for language models; write --cp_size behind the script")
-       for name in ("CP", "SP")},
-}  # fmt: skip
+    **{
+        f"PARALLELISM_CONFIG_{name}_SIZE": (("1",), "is for language models; write --cp_size behind the script")
+        for name in ("CP", "SP")
+    },
+}
 """Variables, what may stand in them, and why nothing else may."""
 
 
@@ -114,9 +118,13 @@ def _build_settings(config: RunConfig, world: World, variables: Mapping[str, str
     blocks = tuple(
         name.strip() for name in variables.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "").split(",") if name.strip()
     )
-    return FSDPSettings(replicas, parts, bool(parse_env_bool(launched["fsdp_offload_params"])) if offloads is None else offloads,
-                    bool(parse_env_bool(launched["fsdp_reshard_after_forward"])) if reshards is None else reshards,
-                    blocks)  # fmt: skip
+    return FSDPSettings(
+        replicas,
+        parts,
+        bool(parse_env_bool(launched["fsdp_offload_params"])) if offloads is None else offloads,
+        bool(parse_env_bool(launched["fsdp_reshard_after_forward"])) if reshards is None else reshards,
+        blocks,
+    )
 
 
 def _validate_variables(variables: Mapping[str, str]) -> Iterator[str]:
@@ -137,8 +145,10 @@ def _validate_combinations(config: RunConfig, world: World, variables: Mapping[s
     if parse_env_bool(variables.get("FSDP_ACTIVATION_CHECKPOINTING")) and not config.train.gradient_checkpointing:
         yield "the launcher's fsdp_activation_checkpointing true: add --gradient_checkpointing, which does it here"
     if config.train.on_oom == "ladder":
-        yield ("--on_oom ladder: with FSDP every forward is an exchange, so no process can try a step by itself; use "
-               "--on_oom fail")  # fmt: skip
+        yield (
+            "--on_oom ladder: with FSDP every forward is an exchange, so no process can try a step by itself; use "
+            "--on_oom fail"
+        )
     if not world.needs_process_group:
         yield "FSDP: this is one process, and there is nobody to share with; start several, or leave FSDP out"
     if "DeepSpeed" in world.engines:
@@ -149,15 +159,21 @@ def _validate_mesh_size(settings: FSDPSettings, config: RunConfig, world: World)
     replicas, parts, count = settings.dp_replicate, settings.dp_shard, _compute_data_parallel_size(config, world)
     if replicas * parts != count:
         groups = f" / {config.parallel.tp_size} (tp_size)" if config.parallel.tp_size > 1 else ""
-        yield (f"FSDP: {replicas} x {parts} (dp_replicate_size x dp_shard_size) is not the number of processes,"
-               f" {world.world_size}{groups}")  # fmt: skip
+        yield (
+            f"FSDP: {replicas} x {parts} (dp_replicate_size x dp_shard_size) is not the number of processes,"
+            f" {world.world_size}{groups}"
+        )
     elif count == 1 and world.world_size > 1:
-        yield (f"FSDP: --tp_size {config.parallel.tp_size} takes all {world.world_size} processes, and none is left to share"
-               " with; start more, or leave FSDP out")  # fmt: skip
+        yield (
+            f"FSDP: --tp_size {config.parallel.tp_size} takes all {world.world_size} processes, and none is left to share"
+            " with; start more, or leave FSDP out"
+        )
     elif parts == 1 and world.world_size > 1:
         groups = f" x tp_size {config.parallel.tp_size}" if config.parallel.tp_size > 1 else ""
-        yield (f"FSDP: dp_replicate_size {replicas}{groups} takes all {world.world_size} processes, which leaves nothing to"
-               " share; make it smaller, or leave FSDP out")  # fmt: skip
+        yield (
+            f"FSDP: dp_replicate_size {replicas}{groups} takes all {world.world_size} processes, which leaves nothing to"
+            " share; make it smaller, or leave FSDP out"
+        )
 
 
 def _compute_data_parallel_size(config: RunConfig, world: World) -> int:

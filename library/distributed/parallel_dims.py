@@ -44,8 +44,7 @@ class ParallelDims:
 
     def get_loss_ranks(self) -> list[int]:
         """Of each group of pictures, a process that knows the losses: one of the last stage."""
-        return [number * self.model_parallel_size + (self.pp - 1) * self._ranks_per_stage
-                for number in range(self.dp)]  # fmt: skip
+        return [number * self.model_parallel_size + (self.pp - 1) * self._ranks_per_stage for number in range(self.dp)]
 
     @property
     def _ranks_per_stage(self) -> int:
@@ -67,12 +66,18 @@ def validate_parallel_dims(config: RunConfig, world: World) -> Iterator[str]:
         return
     said = " ".join(f"--{name} {size}" for name, size in config.parallel.model_parallel_sizes.items() if size > 1)
     if world.world_size % together:
-        yield (f"{said}: {world.world_size} processes cannot be dealt out in groups of {together}; start"
-               f" {-(-world.world_size // together) * together}, or make it smaller")  # fmt: skip
+        yield (
+            f"{said}: {world.world_size} processes cannot be dealt out in groups of {together}; start"
+            f" {-(-world.world_size // together) * together}, or make it smaller"
+        )
     if config.train.on_oom == "ladder":
-        yield (f"--on_oom ladder: with {said} every forward is an exchange, so no process can try a step by itself; use"
-               " --on_oom fail")  # fmt: skip
+        yield (
+            f"--on_oom ladder: with {said} every forward is an exchange, so no process can try a step by itself; use"
+            " --on_oom fail"
+        )
     is_sharded = config.sharding.fsdp or "FSDP" in world.engines
     if stages > 1 and is_sharded:
-        yield (f"{said}: a stage fetches its blocks for each micro-batch anew under FSDP, which is slower than either;"
-               " leave FSDP out, or use --tp_size with it")  # fmt: skip
+        yield (
+            f"{said}: a stage fetches its blocks for each micro-batch anew under FSDP, which is slower than either;"
+            " leave FSDP out, or use --tp_size with it"
+        )

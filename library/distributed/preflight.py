@@ -12,8 +12,11 @@ from .fsdp_settings import resolve_fsdp
 from .parallel_dims import validate_parallel_dims
 from .world import World
 
-ATTENTION_PACKAGES = {"flash": ("flash_attn", "flash-attn"), "flash3": ("flash_attn_interface", "flash-attn-3"),
-            "xformers": ("xformers", "xformers")}  # fmt: skip
+ATTENTION_PACKAGES = {
+    "flash": ("flash_attn", "flash-attn"),
+    "flash3": ("flash_attn_interface", "flash-attn-3"),
+    "xformers": ("xformers", "xformers"),
+}
 """Way -> the module it needs, and the package to install."""
 
 
@@ -42,8 +45,10 @@ def validate_device_map_launch(config: RunConfig, world: World) -> Iterator[str]
     if wanted is None:
         return
     if world.world_size > 1:
-        yield (f"--device_map: it is for one process with several devices, and this is one of {world.world_size}; start one"
-               " process, or use --pp_size, --tp_size or --fsdp")  # fmt: skip
+        yield (
+            f"--device_map: it is for one process with several devices, and this is one of {world.world_size}; start one"
+            " process, or use --pp_size, --tp_size or --fsdp"
+        )
     for engine in world.engines:
         yield f"--device_map: the launcher asks for {engine}; take one of the two"
     if world.dynamo_backend not in (None, "no", "NO") and config.distributed.torch_compile is None:
@@ -113,9 +118,11 @@ def validate_accelerator(config: RunConfig, world: World, actual: AcceleratorFac
         "device": (world.device_type, actual.device_type),
         "gradient accumulation": (config.train.gradient_accumulation_steps, actual.gradient_accumulation_steps),
         "precision": (precision or actual.mixed_precision, actual.mixed_precision),
-        "dynamo backend": (actual.dynamo_backend if compiles is None else config.distributed.dynamo_backend if compiles else "no",
-                           actual.dynamo_backend),
-    }  # fmt: skip
+        "dynamo backend": (
+            actual.dynamo_backend if compiles is None else config.distributed.dynamo_backend if compiles else "no",
+            actual.dynamo_backend,
+        ),
+    }
     problems = format_mismatches(asked_and_came)
     if config.distributed.full_bf16 and actual.mixed_precision != "bf16":
         problems.append(f"--full_bf16: needs mixed_precision bf16, and it is {actual.mixed_precision}")
@@ -133,13 +140,19 @@ def format_mismatches(expected_and_actual: dict[str, tuple[object, object]]) -> 
         "precision": "`python -m library doctor` tells what works here",
     }
     earlier = "an Accelerator made earlier in this process keeps its settings; start a new process"
-    return [f"{what}: {asked} was asked for, and accelerate came up with {came}; {ways_out.get(what, earlier)}"
-            for what, (asked, came) in expected_and_actual.items() if asked != came]  # fmt: skip
+    return [
+        f"{what}: {asked} was asked for, and accelerate came up with {came}; {ways_out.get(what, earlier)}"
+        for what, (asked, came) in expected_and_actual.items()
+        if asked != came
+    ]
 
 
 def _validate_engines(config: RunConfig, world: World) -> list[str]:
-    found = [f"{UNSUPPORTED_ENGINES[engine]}, which the launcher asks for; use --multi_gpu" for engine in world.engines
-             if engine in UNSUPPORTED_ENGINES]  # fmt: skip
+    found = [
+        f"{UNSUPPORTED_ENGINES[engine]}, which the launcher asks for; use --multi_gpu"
+        for engine in world.engines
+        if engine in UNSUPPORTED_ENGINES
+    ]
     return found or list(resolve_fsdp(config, world).problems)
 
 
@@ -162,8 +175,10 @@ def _validate_gradient_accumulation(config: RunConfig, world: World) -> list[str
     ours, theirs = config.train.gradient_accumulation_steps, world.gradient_accumulation_steps
     if theirs is None or theirs == ours:
         return []
-    return [f"--gradient_accumulation_steps {ours}: the environment variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS "
-            f"says {theirs}, and accelerate would follow it; unset it, or say {theirs} in both"]  # fmt: skip
+    return [
+        f"--gradient_accumulation_steps {ours}: the environment variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS "
+        f"says {theirs}, and accelerate would follow it; unset it, or say {theirs} in both"
+    ]
 
 
 def _validate_dynamo_backend(config: RunConfig) -> list[str]:
@@ -187,8 +202,10 @@ def validate_compiled_context_parallel(config: RunConfig, world: World) -> list[
         return []
     problems = []
     if mode in CUDA_GRAPH_MODES:
-        problems.append(f"--cp_size {size}: dynamo's mode {mode} records what a device does and repeats it, which an"
-                        " exchange with others is not made for; use default or max-autotune-no-cudagraphs")  # fmt: skip
+        problems.append(
+            f"--cp_size {size}: dynamo's mode {mode} records what a device does and repeats it, which an"
+            " exchange with others is not made for; use default or max-autotune-no-cudagraphs"
+        )
     if config.train.gradient_checkpointing_budget:
         problems.append(
             f"--cp_size {size}: with --gradient_checkpointing_budget the compiler of each process"
@@ -203,8 +220,10 @@ def _validate_device_count(world: World) -> list[str]:
     if world.device_type == "mps":
         return [f"{world.world_size} processes cannot share the device mps; start one, or set ACCELERATE_USE_CPU=true"]
     if world.local_world_size > world.machine.device_count:
-        return [f"{world.local_world_size} processes on this machine, but {world.machine.device_count} devices "
-                f"({world.device_type}); start one process for each device"]  # fmt: skip
+        return [
+            f"{world.local_world_size} processes on this machine, but {world.machine.device_count} devices "
+            f"({world.device_type}); start one process for each device"
+        ]
     return []
 
 

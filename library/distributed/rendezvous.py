@@ -91,8 +91,14 @@ def connect_process_group(config: RunConfig, world: World, store: Any, hostnames
     except Exception as error:
         if not is_connection_error(error):
             raise
-        failure = UserError("\n".join([f"the processes cannot connect to each other: {str(error).splitlines()[0]}",
-                                       *suggest_network_fixes(backend)]))  # fmt: skip
+        failure = UserError(
+            "\n".join(
+                [
+                    f"the processes cannot connect to each other: {str(error).splitlines()[0]}",
+                    *suggest_network_fixes(backend),
+                ]
+            )
+        )
         failure.is_reported = not elect_reporter(board, is_local_main=not world.local_rank)
         raise failure from error
     logger.info("a first exchange of 1 MB between them took %.2g s", seconds)
@@ -102,8 +108,12 @@ def connect_process_group(config: RunConfig, world: World, store: Any, hostnames
 def set_torchrun_variables(world: World) -> None:
     """What a launcher told under names of its own; beside an accelerator, accelerate and others look for these only."""
     if world.local_rank is not None:
-        told = {"RANK": world.rank, "WORLD_SIZE": world.world_size, "LOCAL_RANK": world.local_rank,
-                "LOCAL_WORLD_SIZE": world.local_world_size}  # fmt: skip
+        told = {
+            "RANK": world.rank,
+            "WORLD_SIZE": world.world_size,
+            "LOCAL_RANK": world.local_rank,
+            "LOCAL_WORLD_SIZE": world.local_world_size,
+        }
         for name, number in told.items():
             os.environ.setdefault(name, str(number))
 
@@ -138,8 +148,10 @@ def _check_config_agreement(
             key_value_store, world.rank, world.world_size, report, timeout_seconds
         )
     except dist.DistError as error:  # whoever kept the store ended
-        failure = UserError("the place where the processes meet is gone: one of them ended, and says why there"
-                            f" ({str(error).splitlines()[0]})")  # fmt: skip
+        failure = UserError(
+            "the place where the processes meet is gone: one of them ended, and says why there"
+            f" ({str(error).splitlines()[0]})"
+        )
         failure.is_reported = bool(world.local_rank)
         raise failure from error
     logger.info("%s", config_agreement.format_rank_placement(hosts))
@@ -154,14 +166,21 @@ def _format_connect_timeout(key_value_store: KeyValueStore, world: World, hostna
     )
     who = f"; not connected: {format_ranks(absent, hostnames)}" if absent else ""
     waited = f"{compute_connect_timeout(world.world_size):.0f} s"
-    return "\n".join([f"all {world.world_size} processes are there, and a first message between them did not arrive within"
-                      f" {waited}{who}. What usually helps:", *suggest_network_fixes(backend)])  # fmt: skip
+    return "\n".join(
+        [
+            f"all {world.world_size} processes are there, and a first message between them did not arrive within"
+            f" {waited}{who}. What usually helps:",
+            *suggest_network_fixes(backend),
+        ]
+    )
 
 
 def _build_unreachable_error(address: str, port: str, error: Exception) -> UserError:
-    failure = UserError(f"nothing answers at {address}:{port}, where the processes are to meet"
-                        f" ({str(error).splitlines()[0]}): is the first machine started, is --main_process_ip its"
-                        " address, and does its firewall let others in?")  # fmt: skip
+    failure = UserError(
+        f"nothing answers at {address}:{port}, where the processes are to meet"
+        f" ({str(error).splitlines()[0]}): is the first machine started, is --main_process_ip its"
+        " address, and does its firewall let others in?"
+    )
     failure.is_reported = bool(int(os.environ.get("LOCAL_RANK", "0")))
     return failure
 
@@ -184,24 +203,35 @@ def suggest_network_fixes(backend: str, environment: Mapping[str, str] | None = 
         if kind in backend:
             told = env.get(variable)
             value = name or "the name of the right one"
-            lines.append(f"{variable} is {told}: is it the network that all machines share?" if told else
-                         f"network: on machines with several, set {variable}={value}")  # fmt: skip
+            lines.append(
+                f"{variable} is {told}: is it the network that all machines share?"
+                if told
+                else f"network: on machines with several, set {variable}={value}"
+            )
     if found := list_network_interfaces():
         here = ", ".join(f"{name} {address}" for name, address in found)
         lines.append(f"networks of this machine: {here}")
-    lines.append("firewall: the processes open connections to each other on any port, not only on the one they meet"
-                 f" at ({env.get('MASTER_PORT', 'MASTER_PORT')})")  # fmt: skip
+    lines.append(
+        "firewall: the processes open connections to each other on any port, not only on the one they meet"
+        f" at ({env.get('MASTER_PORT', 'MASTER_PORT')})"
+    )
     if "nccl" in backend:
-        lines.append("cards without a working direct link: NCCL_P2P_DISABLE=1; a network card that fails:"
-                     " NCCL_IB_DISABLE=1; NCCL_DEBUG=INFO tells more")  # fmt: skip
+        lines.append(
+            "cards without a working direct link: NCCL_P2P_DISABLE=1; a network card that fails:"
+            " NCCL_IB_DISABLE=1; NCCL_DEBUG=INFO tells more"
+        )
     return lines
 
 
 def list_network_interfaces() -> list[tuple[str, str]]:
     """Name and IPv4 address of each network of this machine, but for the one to itself."""
     found = psutil.net_if_addrs()
-    return [(name, item.address) for name, items in sorted(found.items()) for item in items
-            if item.family == socket.AF_INET and not item.address.startswith("127.")]  # fmt: skip
+    return [
+        (name, item.address)
+        for name, items in sorted(found.items())
+        for item in items
+        if item.family == socket.AF_INET and not item.address.startswith("127.")
+    ]
 
 
 def find_interface_to(host: str) -> str | None:

@@ -112,8 +112,13 @@ def start_trackers(config: RunConfig, communicator: "Communicator") -> None:
     communicator.init_trackers(log.log_tracker_name or "network_train", settings, arguments)
 
 
-WANDB_PRIVATE_SETTINGS = {"x_disable_meta": True, "disable_git": True, "disable_code": True, "disable_job_creation": True,
-           "console": "off"}  # fmt: skip
+WANDB_PRIVATE_SETTINGS = {
+    "x_disable_meta": True,
+    "disable_git": True,
+    "disable_code": True,
+    "disable_job_creation": True,
+    "console": "off",
+}
 """wandb sends the command line, the program's path, the git remote and the terminal unless it is told not to."""
 
 
@@ -124,8 +129,14 @@ SHAREABLE_TEXT_OPTIONS = {"network_module", "optimizer_type", "optimizer_args"}
 def collect_shareable_settings(config: RunConfig) -> dict[str, Any]:
     """The settings that are numbers, switches and choices, in types that every tracker takes."""
     values = flatten_config(config)
-    open_ones = [option.name for option in iter_options(RunConfig)
-                 if option.value_type is not str or option.name in SHAREABLE_TEXT_OPTIONS]  # fmt: skip
+    open_ones = [
+        option.name
+        for option in iter_options(RunConfig)
+        if option.value_type is not str or option.name in SHAREABLE_TEXT_OPTIONS
+    ]
     plain = (bool, int, float, str)
-    return {name: values[name] if isinstance(values[name], plain) else str(values[name])
-            for name in open_ones if values[name] is not None}  # fmt: skip
+    return {
+        name: values[name] if isinstance(values[name], plain) else str(values[name])
+        for name in open_ones
+        if values[name] is not None
+    }

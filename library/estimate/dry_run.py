@@ -51,8 +51,13 @@ class DryRun:
         }
 
 
-_EPOCH_KEYS = ("pictures_per_epoch", "samples_per_epoch", "micro_batches_per_epoch", "padding_per_epoch",
-                "steps_per_epoch")  # fmt: skip
+_EPOCH_KEYS = (
+    "pictures_per_epoch",
+    "samples_per_epoch",
+    "micro_batches_per_epoch",
+    "padding_per_epoch",
+    "steps_per_epoch",
+)
 
 
 def _summarize_stage(stage: PlannedStage, steps: int) -> dict[str, Any]:

@@ -225,9 +225,15 @@ class MetaRun:
             self._cast_inputs_of_frozen_layers()
         self.trainable = get_trainable_parameters(self.trained)
         self.task = DiffusionTask(
-            self.family, self.pipe, self.trained, build_objective(config, self.family, self.pipe), config.train.seed,
-            CopyStream(META), trains_text_encoders=config.adapter.trains_text_encoders, pads_texts=pipeline,
-        )  # fmt: skip
+            self.family,
+            self.pipe,
+            self.trained,
+            build_objective(config, self.family, self.pipe),
+            config.train.seed,
+            CopyStream(META),
+            trains_text_encoders=config.adapter.trains_text_encoders,
+            pads_texts=pipeline,
+        )
         self.batch, self.encoding_peak = self._build_batch(batch)
         self._recorder = _StepRecorder()
         groups = FakeGroup(tp), FakeGroup(cp)

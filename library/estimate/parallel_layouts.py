@@ -25,8 +25,17 @@ from ..training.preflight import validate_model_parallel, validate_quantize_offl
 SIZES = {"pp_size": "PP", "tp_size": "TP", "cp_size": "CP"}
 
 
-OPTIONS = (*SIZES, "device_map", "fsdp", "fsdp_offload_params", "dp_replicate_size", "deepspeed", "zero_stage",
-           "offload_optimizer_device", "offload_param_device")  # fmt: skip
+OPTIONS = (
+    *SIZES,
+    "device_map",
+    "fsdp",
+    "fsdp_offload_params",
+    "dp_replicate_size",
+    "deepspeed",
+    "zero_stage",
+    "offload_optimizer_device",
+    "offload_param_device",
+)
 """Layouts differ in these; those that the user set restrict the search."""
 
 

@@ -8,8 +8,14 @@ TORCH_ATTENTION_MODES = ("sdpa", "torch")
 """torch's own ``scaled_dot_product_attention``, which every denoiser uses unless it is told otherwise."""
 
 
-DIFFUSERS_ATTENTION_BACKENDS = {"math": "_native_math", "efficient": "_native_efficient", "cudnn": "_native_cudnn", "flash": "flash",
-            "flash3": "_flash_3", "xformers": "xformers"}  # fmt: skip
+DIFFUSERS_ATTENTION_BACKENDS = {
+    "math": "_native_math",
+    "efficient": "_native_efficient",
+    "cudnn": "_native_cudnn",
+    "flash": "flash",
+    "flash3": "_flash_3",
+    "xformers": "xformers",
+}
 """Our names to those of diffusers."""
 
 

@@ -24,14 +24,16 @@ DENOISER_PREFIX = "model.diffusion_model."
 
 
 _UNSUPPORTED_FILE_PATTERNS: tuple[tuple[str, str], ...] = (
-    (r"\.lora_(down|up|A|B)\b|\.hada_w1_a|\.lokr_w|\.oft_(blocks|diag)", "a LoRA file and no model; "
-     "name the model that it was trained on"),
+    (
+        r"\.lora_(down|up|A|B)\b|\.hada_w1_a|\.lokr_w|\.oft_(blocks|diag)",
+        "a LoRA file and no model; name the model that it was trained on",
+    ),
     (r"^(emb_params|string_to_param)|^clip_[lg]$", "a textual inversion embedding and no model"),
     (r"^control_model\.|controlnet_|^input_hint_block\.", "a ControlNet; LoRAs are trained on the model itself"),
     (r"^image_proj(_model)?\.|^ip_adapter\.", "an IP-Adapter and no model"),
     (r"scaled_fp8$|\.scale_weight$|\.weight_scale$", "a model in scaled fp8; use the file with bf16 or fp16 weights"),
     (r"\.(absmax|quant_state|quant_map)\b", "a model in 4 or 8 bits; use the file with bf16 or fp16 weights"),
-)  # fmt: skip
+)
 """Pattern in the names of weights -> what the file is, when it can never be used."""
 
 
@@ -107,8 +109,11 @@ def match_bundled_config(header: SafetensorsHeader, family: str, facts: FamilyFa
 
 def find_component_names(header: SafetensorsHeader, facts: FamilyFacts) -> tuple[str, ...]:
     """The parts of the family whose weights are in the file; a denoiser may be there without a prefix."""
-    found = [part for part, prefixes in facts.single_file_prefixes.items()
-             if any(name.startswith(prefix) for prefix in prefixes for name in header.shapes)]  # fmt: skip
+    found = [
+        part
+        for part, prefixes in facts.single_file_prefixes.items()
+        if any(name.startswith(prefix) for prefix in prefixes for name in header.shapes)
+    ]
     bare = has_denoiser(header, facts) and facts.denoiser_name not in found
     return (facts.denoiser_name, *found) if bare else tuple(found)
 
@@ -181,8 +186,10 @@ def read_safetensors_header(path: Path) -> SafetensorsHeader:
 def _describe_file_type(first_bytes: bytes) -> str:
     """What a file is that is no safetensors file."""
     if first_bytes.startswith((b"PK", b"\x80")):
-        return ("is a pickle (.ckpt, .pt, .bin), which can run code when it is opened and is never read; use the "
-                ".safetensors file of this model")  # fmt: skip
+        return (
+            "is a pickle (.ckpt, .pt, .bin), which can run code when it is opened and is never read; use the "
+            ".safetensors file of this model"
+        )
     if first_bytes.startswith(b"GGUF"):
         return "is a GGUF file, made for drawing; use the .safetensors file of this model"
     if first_bytes.startswith(b"version https://git-lfs"):

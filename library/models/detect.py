@@ -127,8 +127,10 @@ def _detect_from_configs(
 ) -> DetectedModel:
     index = read("model_index.json")
     if index is None:
-        raise ModelError("no model_index.json in it, so it is no diffusers model; name the folder that has one"
-                      + _hint_single_component(read))  # fmt: skip
+        raise ModelError(
+            "no model_index.json in it, so it is no diffusers model; name the folder that has one"
+            + _hint_single_component(read)
+        )
     name = index.get("_class_name")
     for family in (
         [family_option]
@@ -175,8 +177,10 @@ def _detect_single_file(path: Path, family_option: str | None) -> DetectedModel:
         if config is not None:
             return _build_single_file_model(path, header, family, config, family_option is not None)
     if candidates:
-        raise ModelError(f"looks like {get_family_facts(candidates[0]).title}, but of sizes that are not known; use the model as "
-                      "a diffusers folder")  # fmt: skip
+        raise ModelError(
+            f"looks like {get_family_facts(candidates[0]).title}, but of sizes that are not known; use the model as "
+            "a diffusers folder"
+        )
     if family_option and any(has_denoiser(header, facts) for facts in FAMILY_FACTS.values()):
         raise ModelError(f"has not the weights of family {family_option}; leave --family out to see what it is")
     raise ModelError(_describe_unknown_file(header))
@@ -187,8 +191,17 @@ def _build_single_file_model(
 ) -> DetectedModel:
     facts = get_family_facts(family)
     look = _require_match(facts, build_bundled_reader(load_bundled_config(config)))
-    found = DetectedModel(family, "", look.size_multiple, look.prediction_type, look.has_guidance_embeds, "file", str(path), config,
-                     find_component_names(header, facts))  # fmt: skip
+    found = DetectedModel(
+        family,
+        "",
+        look.size_multiple,
+        look.prediction_type,
+        look.has_guidance_embeds,
+        "file",
+        str(path),
+        config,
+        find_component_names(header, facts),
+    )
     told = header.metadata.get("modelspec.prediction_type", "")
     if found.prediction_type != "flow" and (told.startswith("v") or "v_pred" in header.shapes):
         found = _override_prediction_type(found, "v")
@@ -225,8 +238,11 @@ def _detect_random(model_name: str, family_option: str | None) -> DetectedModel:
     config = wanted.replace(":", "_")
     family = wanted.partition(":")[0]
     if config not in list_bundled_configs() or family not in FAMILY_FACTS:
-        known = [f"random:{name}" for family in FAMILY_FACTS for name in (
-            each.replace(f"{family}_", f"{family}:", 1) for each in list_family_configs(family))]  # fmt: skip
+        known = [
+            f"random:{name}"
+            for family in FAMILY_FACTS
+            for name in (each.replace(f"{family}_", f"{family}:", 1) for each in list_family_configs(family))
+        ]
         raise ModelError(
             f"there is no such model{suggest_name(model_name, known) or '; there are: ' + ', '.join(known)}"
         )
@@ -271,15 +287,21 @@ def _apply_options(detected: DetectedModel, model_config: ModelConfig) -> Detect
 def _override_prediction_type(detected: DetectedModel, prediction_type: str) -> DetectedModel:
     """The same model, said to predict this."""
     kinds = {"v": "v_prediction", "epsilon": "epsilon"}
-    return replace(detected, prediction_type=prediction_type,
-                   scheduler_overrides={**detected.scheduler_overrides, "prediction_type": kinds[prediction_type]})  # fmt: skip
+    return replace(
+        detected,
+        prediction_type=prediction_type,
+        scheduler_overrides={**detected.scheduler_overrides, "prediction_type": kinds[prediction_type]},
+    )
 
 
 def _find_unsupported_options(model_config: ModelConfig, facts: FamilyFacts) -> list[str]:
     """Options that only other families have, and that are set."""
     special = {option for each in FAMILY_FACTS.values() for option in each.extra_options} - set(facts.extra_options)
-    return [f"{option}: means nothing for {facts.title}; leave this option out"
-            for option in sorted(special) if getattr(model_config, option) != getattr(ModelConfig, option)]  # fmt: skip
+    return [
+        f"{option}: means nothing for {facts.title}; leave this option out"
+        for option in sorted(special)
+        if getattr(model_config, option) != getattr(ModelConfig, option)
+    ]
 
 
 def _find_missing_components(
@@ -287,10 +309,18 @@ def _find_missing_components(
 ) -> list[str]:
     """Parts that neither the single file nor another one has."""
     options = {part: option for option, part in facts.component_options.items()}
-    lacks = [part for part in facts.components
-             if part not in detected.single_file_components and part not in component_sources and not part.startswith("tokenizer")]  # fmt: skip
-    return [f"pretrained_model_name_or_path: {detected.path_or_id}: the file has no {part}"
-            + (f"; name one with --{options[part]}" if part in options else "") for part in lacks]  # fmt: skip
+    lacks = [
+        part
+        for part in facts.components
+        if part not in detected.single_file_components
+        and part not in component_sources
+        and not part.startswith("tokenizer")
+    ]
+    return [
+        f"pretrained_model_name_or_path: {detected.path_or_id}: the file has no {part}"
+        + (f"; name one with --{options[part]}" if part in options else "")
+        for part in lacks
+    ]
 
 
 def get_config_reader(model: DetectedModel) -> ConfigReader:

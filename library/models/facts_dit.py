@@ -13,12 +13,16 @@ _CHECKPOINT_PREFIXES = ("model.diffusion_model.",)
 
 def _match_flow_model(read: ConfigReader, channels_per_latent: int, reason: str) -> FamilyMatch:
     """The checks that all share; ``channels`` are those of the transformer's input for each of the VAE's."""
-    transformer, vae, scheduler = (read_required(read, file) for file in (
-        "transformer/config.json", "vae/config.json", "scheduler/scheduler_config.json"))  # fmt: skip
+    transformer, vae, scheduler = (
+        read_required(read, file)
+        for file in ("transformer/config.json", "vae/config.json", "scheduler/scheduler_config.json")
+    )
     takes, makes = transformer.get("in_channels"), vae.get("latent_channels", vae.get("z_dim"))
     if isinstance(takes, int) and isinstance(makes, int) and takes != makes * channels_per_latent:
-        raise ModelError(f"its transformer takes {takes} channels and not {makes * channels_per_latent}; models that fill in, edit "
-                      "or follow a drawing cannot be trained")  # fmt: skip
+        raise ModelError(
+            f"its transformer takes {takes} channels and not {makes * channels_per_latent}; models that fill in, edit "
+            "or follow a drawing cannot be trained"
+        )
     name, steps = scheduler.get("_class_name", ""), scheduler.get("num_train_timesteps", 1000)
     if "FlowMatch" not in name:
         raise ModelError(f"its scheduler is {name}, and only flow matching fits {reason}")

@@ -4,25 +4,38 @@ from .facts import FamilyFacts, FamilyMatch
 from .model_configs import ConfigReader, JsonDict, ModelError, read_required
 
 UNET_LORA_TARGET_MODULES = (
-    "proj_in", "proj_out", "to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2",
-)  # fmt: skip
+    "proj_in",
+    "proj_out",
+    "to_q",
+    "to_k",
+    "to_v",
+    "to_out.0",
+    "ff.net.0.proj",
+    "ff.net.2",
+)
 """Every linear layer and 1x1 convolution inside the UNet's Transformer2DModel blocks."""
 
 
 UNET_CONV_LORA_TARGET_MODULES = (
-    "resnets.*.conv1", "resnets.*.conv2", "resnets.*.conv_shortcut", "resnets.*.time_emb_proj", "downsamplers.*.conv",
+    "resnets.*.conv1",
+    "resnets.*.conv2",
+    "resnets.*.conv_shortcut",
+    "resnets.*.time_emb_proj",
+    "downsamplers.*.conv",
     "upsamplers.*.conv",
-)  # fmt: skip
+)
 """What gets a LoRA besides when convolutions are to have one: all layers between the transformers."""
 
 
 def _match_unet_model(read: ConfigReader) -> FamilyMatch:
     """The checks that all three share."""
-    unet, vae, scheduler = (read_required(read, file) for file in (
-        "unet/config.json", "vae/config.json", "scheduler/scheduler_config.json"))  # fmt: skip
+    unet, vae, scheduler = (
+        read_required(read, file) for file in ("unet/config.json", "vae/config.json", "scheduler/scheduler_config.json")
+    )
     if unet.get("in_channels", 4) != 4:
-        raise ModelError(f"its UNet takes {unet['in_channels']} channels and not 4; inpainting and editing models "
-                      "cannot be trained")  # fmt: skip
+        raise ModelError(
+            f"its UNet takes {unet['in_channels']} channels and not 4; inpainting and editing models cannot be trained"
+        )
     predicts, steps = scheduler.get("prediction_type", "epsilon"), scheduler.get("num_train_timesteps", 1000)
     if predicts not in ("epsilon", "v_prediction"):
         raise ModelError(
@@ -30,8 +43,11 @@ def _match_unet_model(read: ConfigReader) -> FamilyMatch:
         )
     if steps != 1000:
         raise ModelError(f"its scheduler says num_train_timesteps {steps}; only 1000 is supported")
-    return FamilyMatch(f"the UNet reads text of width {unet.get('cross_attention_dim')}", _get_downscale_factor(vae) * _get_downscale_factor(unet),
-                "v" if predicts == "v_prediction" else "epsilon")  # fmt: skip
+    return FamilyMatch(
+        f"the UNet reads text of width {unet.get('cross_attention_dim')}",
+        _get_downscale_factor(vae) * _get_downscale_factor(unet),
+        "v" if predicts == "v_prediction" else "epsilon",
+    )
 
 
 def match_sd1(read: ConfigReader) -> FamilyMatch | None:

@@ -107,9 +107,14 @@ def load_pipeline_on_meta(family: "Family", model: DetectedModel, dtype: torch.d
 
 
 def _load_component(
-    family: "Family", model: DetectedModel, read: ConfigReader, component_class: Any, component: str, dtype: torch.dtype,
+    family: "Family",
+    model: DetectedModel,
+    read: ConfigReader,
+    component_class: Any,
+    component: str,
+    dtype: torch.dtype,
     device: torch.device | None,
-) -> Any:  # fmt: skip
+) -> Any:
     """One part from where it is."""
     separate = model.component_sources.get(component)
     if separate is not None and separate.source_type != "file":

@@ -115,8 +115,11 @@ def read_encoded_sizes(read: Callable[[str], JsonDict | None]) -> EncodedSizes |
     blocks = vae.get("block_out_channels", vae.get("dim_mult"))
     if not isinstance(channels, int) or not isinstance(blocks, list):
         return None
-    encoders = [config for name in ("text_encoder", "text_encoder_2", "text_encoder_3")
-                if (config := read(f"{name}/config.json")) is not None]  # fmt: skip
+    encoders = [
+        config
+        for name in ("text_encoder", "text_encoder_2", "text_encoder_3")
+        if (config := read(f"{name}/config.json")) is not None
+    ]
     # A summary of the whole text is used beside the words only where there are several encoders.
     text = sum(
         _count_token_elements(config) + (_count_pooled_elements(config) if len(encoders) > 1 else 0)

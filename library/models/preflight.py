@@ -24,8 +24,10 @@ def _validate_prompt(prompt: Prompt, model: DetectedModel) -> Iterator[str]:
         for key, side in (("width", prompt.width), ("height", prompt.height)):
             if side is not None and side % model.size_multiple:
                 below = side - side % model.size_multiple
-                yield (f"{prompt.locate_key(key)}: {side} is no multiple of {model.size_multiple}, as {title} needs it; write "
-                       f"{below + model.size_multiple}" + (f" or {below}" if below else ""))  # fmt: skip
+                yield (
+                    f"{prompt.locate_key(key)}: {side} is no multiple of {model.size_multiple}, as {title} needs it; write "
+                    f"{below + model.size_multiple}" + (f" or {below}" if below else "")
+                )
     elif prompt.flow_shift is not None:
         yield f"{prompt.locate_key('flow_shift')}: only flow-matching models have it, and {title} is none; leave it out"
     if prompt.embedded_guidance is not None and not model.has_guidance_embeds:
@@ -48,8 +50,12 @@ def validate_model_options(config: RunConfig, locations: Mapping[str, str]) -> l
     try:
         found = detect_model(config.model)
         facts = get_family_facts(found.family)
-        misfits = [*validate_objective.validate_objective_for_model(config, facts.title, found.prediction_type),
-                   *validate_adapter.validate_adapter_for_model(config, facts.name, facts.title, facts.text_encoders, facts.t5_encoder)]  # fmt: skip
+        misfits = [
+            *validate_objective.validate_objective_for_model(config, facts.title, found.prediction_type),
+            *validate_adapter.validate_adapter_for_model(
+                config, facts.name, facts.title, facts.text_encoders, facts.t5_encoder
+            ),
+        ]
         if problem := validate_attention_mode(config.distributed.attn_mode, found):
             misfits.append((("attn_mode",), problem))
         problems += [f"{locations.get(names[0], f'--{names[0]}')}: {problem}" for names, problem in misfits]

@@ -68,8 +68,11 @@ def _override_prediction_type(config: Any, noise_config: NoiseConfig) -> dict[st
     wanted = {None: said, True: "v_prediction", False: "epsilon"}[noise_config.v_parameterization]
     if wanted == said:
         return {}
-    logger.warning("the model's scheduler file says prediction_type %s; v_parameterization asks for %s and is followed",
-                   said, wanted)  # fmt: skip
+    logger.warning(
+        "the model's scheduler file says prediction_type %s; v_parameterization asks for %s and is followed",
+        said,
+        wanted,
+    )
     return {"prediction_type": wanted}
 
 

@@ -12,9 +12,13 @@ from .weights import build_empty_model, load_tensors
 
 
 def load_single_file_component(
-    component_class: Any, path: str, config: Mapping[str, Any], prefixes: Sequence[str], dtype: torch.dtype,
+    component_class: Any,
+    path: str,
+    config: Mapping[str, Any],
+    prefixes: Sequence[str],
+    dtype: torch.dtype,
     device: torch.device | None,
-) -> Any:  # fmt: skip
+) -> Any:
     """Make the part of ``config`` and fill it from a file, where its weights' names may begin with a prefix."""
     prefix, tensors = _read_tensors(path, prefixes)
     model = build_empty_model(component_class, config)

@@ -15,9 +15,14 @@ CLIP_LORA_TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc
 
 
 T5_LORA_TARGET_MODULES = (
-    "SelfAttention.q", "SelfAttention.k", "SelfAttention.v", "SelfAttention.o", "DenseReluDense.wi_0",
-    "DenseReluDense.wi_1", "DenseReluDense.wo",
-)  # fmt: skip
+    "SelfAttention.q",
+    "SelfAttention.k",
+    "SelfAttention.v",
+    "SelfAttention.o",
+    "DenseReluDense.wi_0",
+    "DenseReluDense.wi_1",
+    "DenseReluDense.wo",
+)
 """The same of T5's."""
 
 

@@ -73,8 +73,9 @@ def _build_clip_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> An
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "vocab.json").write_text(json.dumps(build_byte_vocabulary()), encoding="utf-8")
         Path(folder, "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
-        return tokenizer_class.from_pretrained(folder, model_max_length=config.get("model_max_length", 77),
-                                   pad_token=config.get("pad_token", END_TOKEN))  # fmt: skip
+        return tokenizer_class.from_pretrained(
+            folder, model_max_length=config.get("model_max_length", 77), pad_token=config.get("pad_token", END_TOKEN)
+        )
 
 
 def build_byte_vocabulary() -> dict[str, int]:
@@ -92,8 +93,14 @@ def _build_t5_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
     tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
-    settings = {"tokenizer_class": "T5TokenizerFast", "extra_ids": 0, "eos_token": "</s>", "unk_token": "<unk>",
-                "pad_token": "<pad>", "model_max_length": config.get("model_max_length", 512)}  # fmt: skip
+    settings = {
+        "tokenizer_class": "T5TokenizerFast",
+        "extra_ids": 0,
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "pad_token": "<pad>",
+        "model_max_length": config.get("model_max_length", 512),
+    }
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(str(Path(folder, "tokenizer.json")))
         _write_json(folder, "tokenizer_config.json", settings)
@@ -103,10 +110,14 @@ def _build_t5_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any:
 def _build_qwen_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any:
     """A token for each byte of the text, and Qwen's marks of who speaks."""
     settings = {
-        "tokenizer_class": "Qwen2Tokenizer", "unk_token": None, "pad_token": END_TOKEN, "eos_token": "<|im_end|>",
-        "additional_special_tokens": ["<|im_start|>", "<|im_end|>"], "chat_template": _CHAT_TEMPLATE,
+        "tokenizer_class": "Qwen2Tokenizer",
+        "unk_token": None,
+        "pad_token": END_TOKEN,
+        "eos_token": "<|im_end|>",
+        "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
+        "chat_template": _CHAT_TEMPLATE,
         "model_max_length": config.get("model_max_length", 4096),
-    }  # fmt: skip
+    }
     with tempfile.TemporaryDirectory() as folder:
         _write_json(
             folder, "vocab.json", {letter: number for number, letter in enumerate(sorted(ByteLevel.alphabet()))}

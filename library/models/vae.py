@@ -42,6 +42,7 @@ def _get_shift_factor(vae: Any) -> float:
 def get_latent_statistics(vae: Any, like: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and spread of each channel of the VAE's latents (B, C, 1, H, W)."""
     shape = (1, -1, 1, 1, 1)
-    mean, std = (torch.tensor(numbers).view(shape).to(like) for numbers in (
-        vae.config.latents_mean, vae.config.latents_std))  # fmt: skip
+    mean, std = (
+        torch.tensor(numbers).view(shape).to(like) for numbers in (vae.config.latents_mean, vae.config.latents_std)
+    )
     return mean, std

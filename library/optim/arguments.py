@@ -21,8 +21,9 @@ def parse_keyword_args(args: Sequence[str], option: str) -> dict[str, Any]:
         try:
             arguments[name.strip()] = ast.literal_eval(text.strip())
         except (ValueError, SyntaxError):
-            problems.append(f"--{option}: {name}: {text!r} is no number, true/false word, list or 'text'; "
-                            "write it as in Python")  # fmt: skip
+            problems.append(
+                f"--{option}: {name}: {text!r} is no number, true/false word, list or 'text'; write it as in Python"
+            )
     if problems:
         raise ConfigError(problems)
     return arguments

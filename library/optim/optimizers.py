@@ -15,17 +15,24 @@ from ..registry import suggest_name
 from .arguments import find_unknown_args, import_class, parse_keyword_args
 
 ELEMENTWISE_OPTIMIZERS = frozenset(
-    [*(f"torch.optim.{name}" for name in ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adadelta")),
-     "pytorch_optimizer.Lion"]
-)  # fmt: skip
+    [
+        *(
+            f"torch.optim.{name}"
+            for name in ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adadelta")
+        ),
+        "pytorch_optimizer.Lion",
+    ]
+)
 
 
 def validate_elementwise_optimizer(config: OptimConfig, engine: str) -> list[str]:
     """Where the optimizer looks at tensors as a whole, which would then be different ones, or at all of them."""
     if resolve_optimizer(config.optimizer_type).import_path in ELEMENTWISE_OPTIMIZERS:
         return []
-    return [f"--optimizer_type {config.optimizer_type}: looks at tensors as a whole, and {engine} gives each process"
-            " pieces of them; take AdamW, Adam, SGD or Lion, or --fsdp in its place"]  # fmt: skip
+    return [
+        f"--optimizer_type {config.optimizer_type}: looks at tensors as a whole, and {engine} gives each process"
+        " pieces of them; take AdamW, Adam, SGD or Lion, or --fsdp in its place"
+    ]
 
 
 MIN_USUAL_LR_FACTOR = 0.1
@@ -59,8 +66,9 @@ def build_optimizer(config: OptimConfig, param_groups: Sequence[ParamGroup]) -> 
         raise ConfigError([f"--optimizer_args: {named} does not take them: {error}"]) from None
 
 
-def _instantiate_optimizer(optimizer_class: type[torch.optim.Optimizer], param_groups: list[dict[str, Any]],
-           arguments: dict[str, Any]) -> torch.optim.Optimizer:  # fmt: skip
+def _instantiate_optimizer(
+    optimizer_class: type[torch.optim.Optimizer], param_groups: list[dict[str, Any]], arguments: dict[str, Any]
+) -> torch.optim.Optimizer:
     """Torch's own in its fused form, wherever it has one for the device, unless the settings speak of it."""
     is_torchs = (
         optimizer_class is getattr(torch.optim, optimizer_class.__name__, None)
@@ -143,11 +151,15 @@ def find_learning_rate_warnings(config: OptimConfig, param_groups: Sequence[Para
     rates = sorted({group.lr for group in param_groups})
     found = []
     if rates[0] < MIN_USUAL_LR_FACTOR:
-        found.append(f"{config.optimizer_type} finds its learning rate by itself and multiplies it by learning_rate;"
-                     f" {rates[0]:g} is very small for that, 1 is usual")  # fmt: skip
+        found.append(
+            f"{config.optimizer_type} finds its learning rate by itself and multiplies it by learning_rate;"
+            f" {rates[0]:g} is very small for that, 1 is usual"
+        )
     if len(rates) > 1:
-        found.append(f"{config.optimizer_type} finds one learning rate for all; here it is multiplied by different"
-                     f" factors: {', '.join(f'{rate:g}' for rate in rates)}")  # fmt: skip
+        found.append(
+            f"{config.optimizer_type} finds one learning rate for all; here it is multiplied by different"
+            f" factors: {', '.join(f'{rate:g}' for rate in rates)}"
+        )
     return found
 
 
@@ -162,8 +174,11 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, peak_lrs: Sequence[floa
 
 def get_learning_rates(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> Mapping[str, Any]:
     """The rate each group really has, what the optimizer found by itself included; none where it does not tell."""
-    return {name: group["lr"] * group.get("d", 1.0)
-            for name, group in zip(names, optimizer.param_groups, strict=True) if group["lr"] is not None}  # fmt: skip
+    return {
+        name: group["lr"] * group.get("d", 1.0)
+        for name, group in zip(names, optimizer.param_groups, strict=True)
+        if group["lr"] is not None
+    }
 
 
 @contextmanager
@@ -207,11 +222,18 @@ def load_optimizer_state(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
 def validate_optimizer(config: OptimConfig) -> None:
     """Build the optimizer for nothing, so that a mistake in its settings shows before a model is loaded."""
     made = build_optimizer(config, [ParamGroup("nothing", [torch.nn.Parameter(torch.zeros(2, 2))], 1.0)])
-    wanted = [name for name, each in inspect.signature(made.step).parameters.items()
-              if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]  # fmt: skip
+    wanted = [
+        name
+        for name, each in inspect.signature(made.step).parameters.items()
+        if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD
+    ]
     if wanted:
-        raise ConfigError([f"--optimizer_type {config.optimizer_type}: its step wants {', '.join(wanted)}, since it"
-                           " computes the loss several times in a step; take another"])  # fmt: skip
+        raise ConfigError(
+            [
+                f"--optimizer_type {config.optimizer_type}: its step wants {', '.join(wanted)}, since it"
+                " computes the loss several times in a step; take another"
+            ]
+        )
 
 
 _PYTORCH_OPTIMIZER = "pytorch_optimizer"
@@ -258,10 +280,9 @@ OPTIMIZERS: Mapping[str, OptimizerInfo] = {
     "DAdaptLion": _define_pytorch_optimizer("DAdaptLion", is_lr_free=True),
     "DAdaptSGD": _define_pytorch_optimizer("DAdaptSGD", is_lr_free=True),
     "DAdaptation": OptimizerInfo("dadaptation.experimental.DAdaptAdamPreprint", "dadaptation", is_lr_free=True),
-    "DAdaptAdamPreprint": OptimizerInfo("dadaptation.experimental.DAdaptAdamPreprint", "dadaptation",
-                                        is_lr_free=True),
+    "DAdaptAdamPreprint": OptimizerInfo("dadaptation.experimental.DAdaptAdamPreprint", "dadaptation", is_lr_free=True),
     "DAdaptAdanIP": OptimizerInfo("dadaptation.experimental.DAdaptAdanIP", "dadaptation", is_lr_free=True),
     "AdamWScheduleFree": _define_pytorch_optimizer("ScheduleFreeAdamW"),
     "RAdamScheduleFree": _define_pytorch_optimizer("ScheduleFreeRAdam"),
     "SGDScheduleFree": _define_pytorch_optimizer("ScheduleFreeSGD"),
-}  # fmt: skip
+}

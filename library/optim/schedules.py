@@ -110,8 +110,12 @@ def _build_piecewise_constant(context: ScheduleContext) -> LRSchedule:
         if [limit for limit, _ in limits] != sorted({limit for limit, _ in limits}):
             raise ValueError
     except (ValueError, IndexError):
-        raise ConfigError(["--lr_scheduler_args: piecewise_constant takes step_rules=1:10,0.1:20,0.01 (the peak until"
-                           " step 10, a tenth until 20, then a hundredth) and nothing else"]) from None  # fmt: skip
+        raise ConfigError(
+            [
+                "--lr_scheduler_args: piecewise_constant takes step_rules=1:10,0.1:20,0.01 (the peak until"
+                " step 10, a tenth until 20, then a hundredth) and nothing else"
+            ]
+        ) from None
     return lambda step: next((factor for limit, factor in limits if step < limit), last)
 
 

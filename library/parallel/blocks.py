@@ -45,8 +45,11 @@ class BlockHooks:
         def call_hooked(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return self._forwards[block](*args, **kwargs)
 
-        return type(block_class.__name__, (block_class,), {"__call__": call_hooked, "__module__": block_class.__module__,
-                                           "__qualname__": block_class.__qualname__})  # fmt: skip
+        return type(
+            block_class.__name__,
+            (block_class,),
+            {"__call__": call_hooked, "__module__": block_class.__module__, "__qualname__": block_class.__qualname__},
+        )
 
 
 @dataclass(frozen=True)

@@ -113,8 +113,12 @@ class BlockCompiler:
             logger.warning("%s was compiled again while training: %s", self.name, _get_recompile_reason())
             return
         self.has_fallen_back = True
-        logger.warning("%s was compiled again %d times while training, lately because of %s; it goes on uncompiled",
-                       self.name, self.recompile_count, _get_recompile_reason())  # fmt: skip
+        logger.warning(
+            "%s was compiled again %d times while training, lately because of %s; it goes on uncompiled",
+            self.name,
+            self.recompile_count,
+            _get_recompile_reason(),
+        )
 
 
 class CompiledForward:
@@ -209,8 +213,12 @@ class Compilation:
 
     def compile_module(self, name: str, module: nn.Module) -> None:
         """This module, together with others that are alike; its name stays, and the names of its weights."""
-        key = (type(module), tuple((name, weight.shape, weight.dtype, weight.requires_grad)
-                                   for name, weight in module.named_parameters()))  # fmt: skip
+        key = (
+            type(module),
+            tuple(
+                (name, weight.shape, weight.dtype, weight.requires_grad) for name, weight in module.named_parameters()
+            ),
+        )
         if key not in self.block_compilers:
             title = " ".join(word for word in (type(module).__name__, name) if word)
             self.block_compilers[key] = BlockCompiler(title, module, self._phase, self._options)
@@ -258,7 +266,8 @@ class Compilation:
     def choose_dynamic_shapes(self, num_sizes: int, texts_vary: bool) -> None:
         """Let sizes that were seen to change be dynamic, or compile ``sizes`` of them one by one."""
         self.has_dynamic_shapes = self.shapes == "dynamic" or (
-            self.shapes == "auto" and (texts_vary or num_sizes > MAX_STATIC_SIZES))  # fmt: skip
+            self.shapes == "auto" and (texts_vary or num_sizes > MAX_STATIC_SIZES)
+        )
         for kind in self.block_compilers.values():
             kind.set_dynamic_dims(self.has_dynamic_shapes)
             kind.clear_recorded_layouts()
@@ -289,8 +298,9 @@ def find_repeated_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def compile_model(modules: Sequence[nn.Module], denoiser: nn.Module, plugin: Any, shapes: CompileShapes, *, per_block: bool = False
-             ) -> Compilation:  # fmt: skip
+def compile_model(
+    modules: Sequence[nn.Module], denoiser: nn.Module, plugin: Any, shapes: CompileShapes, *, per_block: bool = False
+) -> Compilation:
     """Compile the blocks of all parts, or the denoiser as a whole, as accelerate's plugin says, or ``by_blocks``."""
     if plugin.dynamic and shapes == "auto":
         shapes = "dynamic"

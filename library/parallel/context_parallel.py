@@ -117,8 +117,9 @@ class ContextParallel:
         gates = self.parallel_plan.block_sequence.hooks
         gates.wrap(first, partial(self._scatter_tokens, inspect.signature(first.forward)))
         gates.wrap(last, self._gather_tokens)
-        logger.info("context parallel: %d processes share the tokens of a picture, this is number %d", self.size,
-                    self.rank + 1)  # fmt: skip
+        logger.info(
+            "context parallel: %d processes share the tokens of a picture, this is number %d", self.size, self.rank + 1
+        )
 
     def get_token_positions(self, lora_a: nn.Module) -> Tensor | None:
         """Which tokens a layer sees on this process, by the matrix that its adapter begins with."""
@@ -152,8 +153,12 @@ class ContextParallel:
     def _gather_tokens(self, block_forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         made = block_forward(*args, **kwargs)
         flow = made if isinstance(made, tuple) else (made,)
-        found = tuple(None if each is None else all_gather_tokens_with_grad(each, 1, self._token_maps[name,].owner_ranks, self.group)
-                      for name, each in zip(self.parallel_plan.block_sequence.activation_args, flow, strict=True))  # fmt: skip
+        found = tuple(
+            None
+            if each is None
+            else all_gather_tokens_with_grad(each, 1, self._token_maps[name,].owner_ranks, self.group)
+            for name, each in zip(self.parallel_plan.block_sequence.activation_args, flow, strict=True)
+        )
         return found if isinstance(made, tuple) else found[0]
 
     def _run_block(
@@ -167,8 +172,10 @@ class ContextParallel:
         with _AttentionOverride(self.compute_sharded_attention) as attention:
             made = block_forward(*bound.args, **bound.kwargs)
         if not attention.calls:
-            raise UserError(f"--cp_size {self.size}: a block computed its attention in a way that cannot be shared; is"
-                            " DIFFUSERS_ATTN_BACKEND set? unset it")  # fmt: skip
+            raise UserError(
+                f"--cp_size {self.size}: a block computed its attention in a way that cannot be shared; is"
+                " DIFFUSERS_ATTN_BACKEND set? unset it"
+            )
         return made
 
     def _slice_argument(self, argument: Any, token_axes: Sequence[tuple[int, Sequence[str]]]) -> Any:
@@ -180,8 +187,15 @@ class ContextParallel:
             for each, (axis, streams) in zip(argument, token_axes, strict=True)
         )
 
-    def compute_sharded_attention(self, dependency: Tensor | None, query: Tensor, key: Tensor, value: Tensor,
-               attn_mask: Tensor | None = None, **kwargs: Any) -> TensorAndDependency:  # fmt: skip
+    def compute_sharded_attention(
+        self,
+        dependency: Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> TensorAndDependency:
         """That of all tokens, in some of the heads, and from there in all heads of this process's tokens."""
         # Autocast would do it a moment later, after more had travelled.
         query, key, value = (each.to(self.get_attention_dtype(each)) for each in (query, key, value))

@@ -52,9 +52,12 @@ class DeepSpeedStrategy(Strategy):
             raise ConfigError(problems)
 
     def wrap(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, denoiser: nn.Module | None = None,
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        denoiser: nn.Module | None = None,
         parallel_plan: ParallelPlan | None = None,
-    ) -> tuple[nn.Module, Any]:  # fmt: skip
+    ) -> tuple[nn.Module, Any]:
         deepspeed = _import_deepspeed(self.device)
         # Of names that newer versions of torch have others for.
         warnings.filterwarnings("ignore", message=".torch.distributed.* is deprecated", category=FutureWarning)
@@ -111,12 +114,17 @@ class DeepSpeedStrategy(Strategy):
         asked_and_came: dict[str, tuple[Any, Any]] = {
             "stage": (wanted.stage, int(engine.zero_optimization_stage())),
             "processes": (self.world_size, engine.dp_world_size),
-            "home of the optimizer": (wanted.offload_optimizer_device, _get_offload_device(engine.zero_offload_optimizer())),
+            "home of the optimizer": (
+                wanted.offload_optimizer_device,
+                _get_offload_device(engine.zero_offload_optimizer()),
+            ),
             "home of the model": (wanted.offload_param_device, _get_offload_device(engine.zero_offload_param())),
-            "numbers that learn": (sum(item.numel() for item in trainable),
-                                   sum(item.numel() for item in self.optimizer.parameters)),
+            "numbers that learn": (
+                sum(item.numel() for item in trainable),
+                sum(item.numel() for item in self.optimizer.parameters),
+            ),
             "divided model": (wanted.stage == 3, all(hasattr(item, "ds_id") for item in engine.module.parameters())),
-        }  # fmt: skip
+        }
         different = [
             f"{what} {asked}, and it is {came}" for what, (asked, came) in asked_and_came.items() if asked != came
         ]
@@ -193,8 +201,13 @@ def _check_zero_config(deepspeed: Any, settings: DeepSpeedSettings) -> None:
         )
     except ValueError as error:
         faults: Any = getattr(error, "errors", list)()
-        raise ConfigError([f"DeepSpeed's file: zero_optimization.{'.'.join(map(str, fault['loc']))}: {fault['msg']}"
-                           for fault in faults] or [f"DeepSpeed: {error}"]) from None  # fmt: skip
+        raise ConfigError(
+            [
+                f"DeepSpeed's file: zero_optimization.{'.'.join(map(str, fault['loc']))}: {fault['msg']}"
+                for fault in faults
+            ]
+            or [f"DeepSpeed: {error}"]
+        ) from None
 
 
 def _import_deepspeed(device: torch.device) -> Any:

@@ -54,16 +54,25 @@ class NVMeOffload:
 
         dtype = _find_common_dtype([parameter for parameter in model.parameters() if not parameter.requires_grad])
         smallest = DeepSpeedConfig(config).zero_config.param_persistence_threshold
-        kept = [item for item in model.parameters()
-                if item.requires_grad or item.dtype != dtype or item.numel() <= smallest]  # fmt: skip
+        kept = [
+            item for item in model.parameters() if item.requires_grad or item.dtype != dtype or item.numel() <= smallest
+        ]
         parts = [-(-item.numel() // world_size) for item in _exclude_parameters(model, kept)]
         learnt = sum(-(-item.numel() // world_size) for item in model.parameters() if item.requires_grad)
-        offload = {"buffer_size": max(parts, default=1), **config["zero_optimization"]["offload_param"],
-                   "nvme_path": str(self.directory)}  # fmt: skip
+        offload = {
+            "buffer_size": max(parts, default=1),
+            **config["zero_optimization"]["offload_param"],
+            "nvme_path": str(self.directory),
+        }
         config["zero_optimization"]["offload_param"] = offload
         known = DeepSpeedConfig(config)
-        _raise_gathered_problems(self._all_gather, [*_validate_offload_buffers(known.zero_config.offload_param, parts, learnt, dtype),
-                               *_validate_disk_space(self.directory, sum(parts) * dtype.itemsize * ranks_per_machine)])  # fmt: skip
+        _raise_gathered_problems(
+            self._all_gather,
+            [
+                *_validate_offload_buffers(known.zero_config.offload_param, parts, learnt, dtype),
+                *_validate_disk_space(self.directory, sum(parts) * dtype.itemsize * ranks_per_machine),
+            ],
+        )
 
         pass
 
@@ -82,8 +91,9 @@ class NVMeOffload:
             written += here
             if here < swapper.param_id_to_numel[number] * size:
                 raise UserError(f"{NVME_OPTION}: {path} could not be written as a whole; is the disk full?")
-        logger.info("DeepSpeed: %.1f MiB of weights in %d files in %s", written / 2**20, len(swapper.id_to_path),
-                    self.directory)  # fmt: skip
+        logger.info(
+            "DeepSpeed: %.1f MiB of weights in %d files in %s", written / 2**20, len(swapper.id_to_path), self.directory
+        )
 
     def remove(self) -> None:
         """Nothing of it is needed any more."""
@@ -118,23 +128,31 @@ def _validate_offload_buffers(
     """Settings of the user's own file that DeepSpeed would fail with in the middle."""
     largest, locked = max(partition_sizes, default=0), offload.buffer_count * offload.buffer_size * dtype.itemsize
     if offload.buffer_size < largest:
-        yield (f"DeepSpeed's file: offload_param.buffer_size is {offload.buffer_size}, and the largest weight has"
-               f" {largest} numbers for each process; write {largest}, or leave it out")  # fmt: skip
+        yield (
+            f"DeepSpeed's file: offload_param.buffer_size is {offload.buffer_size}, and the largest weight has"
+            f" {largest} numbers for each process; write {largest}, or leave it out"
+        )
     elif offload.buffer_count < 2:
         yield f"DeepSpeed's file: offload_param.buffer_count is {offload.buffer_count}; write at least 2"
     elif not can_lock_memory(locked):
-        yield (f"{NVME_OPTION}: {locked / 2**20:.0f} MiB of memory for each process cannot be locked; raise `ulimit -l`, or"
-               " make buffer_count or buffer_size in DeepSpeed's file smaller")  # fmt: skip
+        yield (
+            f"{NVME_OPTION}: {locked / 2**20:.0f} MiB of memory for each process cannot be locked; raise `ulimit -l`, or"
+            " make buffer_count or buffer_size in DeepSpeed's file smaller"
+        )
     if trainable_numel > offload.max_in_cpu:
-        yield (f"DeepSpeed's file: offload_param.max_in_cpu is {offload.max_in_cpu}, and the adapter has {trainable_numel}"
-               " numbers for each process, which stay in memory; leave it out")  # fmt: skip
+        yield (
+            f"DeepSpeed's file: offload_param.max_in_cpu is {offload.max_in_cpu}, and the adapter has {trainable_numel}"
+            " numbers for each process, which stay in memory; leave it out"
+        )
 
 
 def _validate_disk_space(directory: Path, num_bytes: int) -> Iterator[str]:
     free = shutil.disk_usage(directory).free
     if num_bytes > free:
-        yield (f"--offload_param_nvme_path {directory.parent}: the model takes {num_bytes / 2**30:.1f} GiB, and there is room"
-               f" for {free / 2**30:.1f} GiB")  # fmt: skip
+        yield (
+            f"--offload_param_nvme_path {directory.parent}: the model takes {num_bytes / 2**30:.1f} GiB, and there is room"
+            f" for {free / 2**30:.1f} GiB"
+        )
 
 
 def can_lock_memory(num_bytes: int) -> bool:
@@ -224,8 +242,11 @@ class BufferReclaimingSwapper:
     def _release_gathered(self) -> None:
         from deepspeed.accelerator import get_accelerator
 
-        gathered = [param for number, param in self._swapped_in.items()
-                    if number in self._swapper.available_params and param.ds_status.name == "AVAILABLE"]  # fmt: skip
+        gathered = [
+            param
+            for number, param in self._swapped_in.items()
+            if number in self._swapper.available_params and param.ds_status.name == "AVAILABLE"
+        ]
         get_accelerator().synchronize()  # copies to the device may still be under way
         for param in gathered:
             if param.data_ptr() == param.ds_tensor.data_ptr():  # of one process on the CPU: the buffer is the weight

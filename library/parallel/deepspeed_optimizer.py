@@ -139,19 +139,26 @@ class DeepSpeedOptimizer:
             whole = self._gather_state(name)
             for parameter, number in numbers.items():
                 state[number][name] = whole[parameter] if whole is not None else self._get_shared_value(name)
-        groups = [{**group, "params": [numbers[parameter] for parameter in group["params"]]}
-                  for group in self.param_groups]  # fmt: skip
+        groups = [
+            {**group, "params": [numbers[parameter] for parameter in group["params"]]} for group in self.param_groups
+        ]
         return {"state": {number: own for number, own in state.items() if own}, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Keep this process's part of what ``state_dict`` told, here or elsewhere; nothing is exchanged."""
-        numbers = {parameter: number for mine, theirs in zip(self.param_groups, state_dict["param_groups"], strict=True)
-                   for parameter, number in zip(mine["params"], theirs["params"], strict=True)}  # fmt: skip
+        numbers = {
+            parameter: number
+            for mine, theirs in zip(self.param_groups, state_dict["param_groups"], strict=True)
+            for parameter, number in zip(mine["params"], theirs["params"], strict=True)
+        }
         for mine, theirs in zip(self.param_groups, state_dict["param_groups"], strict=True):
             mine.update({name: value for name, value in theirs.items() if name != "params"})
         for flat, group in {id(flat): (flat, group) for flat, group in self._list_flat_groups()}.values():
-            own = [(piece, state_dict["state"].get(numbers[piece.parameter], {})) for piece in self._shards
-                   if piece.flat is flat]  # fmt: skip
+            own = [
+                (piece, state_dict["state"].get(numbers[piece.parameter], {}))
+                for piece in self._shards
+                if piece.flat is flat
+            ]
             self._local_optimizer.state.pop(flat, None)
             if any(state_dict["state"].values()):
                 self._local_optimizer.state[flat] = self._build_flat_state(
@@ -185,8 +192,10 @@ class DeepSpeedOptimizer:
         """All that this process keeps, with the group that it belongs to."""
         if self._has_full_parameters:
             return [(flat, group) for group, flat in enumerate(self._zero.single_partition_of_fp32_groups)]
-        return [(flat, self._zero.sub_group_to_group_id[number])
-                for number, flat in enumerate(self._zero.fp32_partitioned_groups_flat)]  # fmt: skip
+        return [
+            (flat, self._zero.sub_group_to_group_id[number])
+            for number, flat in enumerate(self._zero.fp32_partitioned_groups_flat)
+        ]
 
     def _list_state_names(self) -> list[str]:
         """What an optimizer remembers, by name; the same on all processes."""

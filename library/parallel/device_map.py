@@ -33,8 +33,12 @@ def build_device_map(model: nn.Module, device_map: DeviceMap, free_memory: Seque
     if set(found.values()) - set(range(len(free_memory))):
         size = sum(tensor.nbytes for tensor in model.parameters()) / 2**30
         room = " + ".join(f"{room / 2**30:.1f}" for room in free_memory)
-        raise ConfigError([f"--device_map {device_map}: {size:.1f} GiB of weights do not fit into {room} GiB that are free;"
-                           " use --base_storage or --blocks_to_swap without it, or more devices"])  # fmt: skip
+        raise ConfigError(
+            [
+                f"--device_map {device_map}: {size:.1f} GiB of weights do not fit into {room} GiB that are free;"
+                " use --base_storage or --blocks_to_swap without it, or more devices"
+            ]
+        )
     return {name: int(number) for name, number in found.items()}
 
 
@@ -43,9 +47,11 @@ def list_unsplit_modules(model: nn.Module) -> list[str]:
 
     Smaller ones cannot be apart, because blocks add what came in to what their layers make of it.
     """
-    return [name for own, child in model.named_children()
-            for name in ([f"{own}.{number}" for number in range(len(child))] if isinstance(child, nn.ModuleList)
-                         else [own])]  # fmt: skip
+    return [
+        name
+        for own, child in model.named_children()
+        for name in ([f"{own}.{number}" for number in range(len(child))] if isinstance(child, nn.ModuleList) else [own])
+    ]
 
 
 def _expand_device_map(
@@ -107,8 +113,10 @@ def validate_device_map(model: nn.Module, device_map: DeviceMap) -> Iterator[str
         name for name, _ in model.named_parameters() if not any(place in places for place in _iter_parent_names(name))
     ]
     if places and missing:
-        yield (f"--device_map: {len(missing)} weights have no device, such as {missing[0]}; add \"\": 0, which is for"
-               " all that is not named")  # fmt: skip
+        yield (
+            f'--device_map: {len(missing)} weights have no device, such as {missing[0]}; add "": 0, which is for'
+            " all that is not named"
+        )
 
 
 logger = logging.getLogger(__name__)
@@ -125,9 +133,12 @@ class DeviceMapStrategy(Strategy):
         self.base_load_device = HOST  # no device ever holds the whole model
 
     def wrap(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, denoiser: nn.Module | None = None,
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        denoiser: nn.Module | None = None,
         parallel_plan: ParallelPlan | None = None,
-    ) -> tuple[nn.Module, Any]:  # fmt: skip
+    ) -> tuple[nn.Module, Any]:
         """Bring each block to its device."""
         denoiser, devices = denoiser or model, list_devices(self.device)
         self.devices = devices

@@ -33,30 +33,45 @@ class FSDPStrategy(ModelParallelStrategy):
         self.settings = settings
         self.has_full_model, self.base_load_device = False, torch.device("cpu")
         names = ("replicate", "shard") if settings.dp_replicate > 1 else ("shard",)
-        whole = init_device_mesh(self.device.type, (settings.dp_replicate, settings.dp_shard, self.dims.tp),
-                                 mesh_dim_names=("replicate", "shard", "part"))  # fmt: skip
+        whole = init_device_mesh(
+            self.device.type,
+            (settings.dp_replicate, settings.dp_shard, self.dims.tp),
+            mesh_dim_names=("replicate", "shard", "part"),
+        )
         self.shard_mesh: DeviceMesh = whole[names]
         self.set_group_timeouts()
 
     def wrap(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, denoiser: nn.Module | None = None,
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        denoiser: nn.Module | None = None,
         parallel_plan: ParallelPlan | None = None,
-    ) -> tuple[nn.Module, Any]:  # fmt: skip
+    ) -> tuple[nn.Module, Any]:
         """Spread each child of ``model``, and say how much of it is here."""
         # Of blocks whose outputs are views; nothing is done to them in place, or results would not be DDP's.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
         super().wrap(model, optimizer, denoiser, parallel_plan)
         whole, here = count_parameter_bytes(model)
-        logger.info("FSDP: %d x %d processes; of %.1f MiB of weights this one holds %.1f MiB%s", self.settings.dp_replicate,
-                    self.settings.dp_shard, whole / 2**20, here / 2**20,
-                    ", in host memory" if self.settings.offload_params else "")  # fmt: skip
+        logger.info(
+            "FSDP: %d x %d processes; of %.1f MiB of weights this one holds %.1f MiB%s",
+            self.settings.dp_replicate,
+            self.settings.dp_shard,
+            whole / 2**20,
+            here / 2**20,
+            ", in host memory" if self.settings.offload_params else "",
+        )
         return self.model, self.optimizer
 
     def _partition_model(self, model: nn.Module, denoiser: nn.Module, parallel_plan: ParallelPlan) -> None:
         classes = {type(module).__name__ for module in model.modules()}
         if unknown := [name for name in self.settings.block_classes if name not in classes]:
-            raise ConfigError([f"the launcher's fsdp_transformer_layer_cls_to_wrap {','.join(unknown)}: no part of this"
-                               " model is called so; leave it out, and diffusers names the classes"])  # fmt: skip
+            raise ConfigError(
+                [
+                    f"the launcher's fsdp_transformer_layer_cls_to_wrap {','.join(unknown)}: no part of this"
+                    " model is called so; leave it out, and diffusers names the classes"
+                ]
+            )
         for part in model.children():
             self.shard_module(part)
 
@@ -64,8 +79,11 @@ class FSDPStrategy(ModelParallelStrategy):
         """Spread the frozen weights of a model that is called as a whole, block by block, from host memory."""
         learnt = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         policy = CPUOffloadPolicy(pin_memory=self.pins_memory) if self.settings.offload_params else OffloadPolicy()
-        settings: dict[str, Any] = {"mesh": self.shard_mesh, "ignored_params": set(learnt.values()),
-                                    "offload_policy": policy}  # fmt: skip
+        settings: dict[str, Any] = {
+            "mesh": self.shard_mesh,
+            "ignored_params": set(learnt.values()),
+            "offload_policy": policy,
+        }
         for block in find_fsdp_blocks(module, self.settings.block_classes):
             with _preserve_class_name(block):
                 fully_shard(block, reshard_after_forward=self.settings.reshard_after_forward, **settings)
@@ -91,8 +109,12 @@ def find_fsdp_blocks(model: nn.Module, names: Sequence[str] = ()) -> list[nn.Mod
         found = [module for module in model.modules() if type(module).__name__ in wanted and module is not model]
         if found:
             return found[::-1]
-    raise ConfigError([f"FSDP: {type(model).__name__} does not say what its blocks are; name their classes with the "
-                       "launcher's fsdp_transformer_layer_cls_to_wrap"])  # fmt: skip
+    raise ConfigError(
+        [
+            f"FSDP: {type(model).__name__} does not say what its blocks are; name their classes with the "
+            "launcher's fsdp_transformer_layer_cls_to_wrap"
+        ]
+    )
 
 
 def assert_sharded(model: nn.Module, trainable: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> None:

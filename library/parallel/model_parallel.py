@@ -65,9 +65,12 @@ class ModelParallelStrategy(Strategy):
             self._compilation.mark_dynamic(tensor)
 
     def wrap(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, denoiser: nn.Module | None = None,
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        denoiser: nn.Module | None = None,
         parallel_plan: ParallelPlan | None = None,
-    ) -> tuple[nn.Module, Any]:  # fmt: skip
+    ) -> tuple[nn.Module, Any]:
         """Take the model apart, and bring this process's part of it to the device."""
         denoiser, parallel_plan = denoiser or model, parallel_plan or ParallelPlan()
         with self._disable_accelerate_compile():

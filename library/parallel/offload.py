@@ -112,8 +112,14 @@ def quantize_and_offload_base(config: RunConfig, denoiser: nn.Module, device: to
             convert_frozen_layer(layer, swap.offload(packed) if number in swapped else packed.get)
             after += 0 if number in swapped else packed.nbytes
             away += packed.nbytes if number in swapped else 0
-    logger.info("frozen weights of %d blocks: %.2f GB of %.2f GB stay on the device, in %s; %d blocks rest in host"
-                " memory", len(blocks), after / 1e9, before / 1e9, kind, len(swapped))  # fmt: skip
+    logger.info(
+        "frozen weights of %d blocks: %.2f GB of %.2f GB stay on the device, in %s; %d blocks rest in host memory",
+        len(blocks),
+        after / 1e9,
+        before / 1e9,
+        kind,
+        len(swapped),
+    )
     return away
 
 

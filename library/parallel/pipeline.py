@@ -64,9 +64,16 @@ class PipelineStrategy(ModelParallelStrategy):
                         if not weight.requires_grad:
                             module.register_parameter(name, nn.Parameter(weight.to("meta"), requires_grad=False))
         here = sum(item.nbytes for block in block_sequence.blocks for item in block.parameters() if not item.is_meta)
-        logger.info("pipeline: stage %d of %d has blocks %s of %d, %.1f MiB", self.pipeline_stage + 1, self.dims.pp,
-                    " and ".join(f"{self.stage_bounds[part] + 1} to {self.stage_bounds[part + 1]}" for part in self.local_stages),
-                    len(block_sequence.blocks), here / 2**20)  # fmt: skip
+        logger.info(
+            "pipeline: stage %d of %d has blocks %s of %d, %.1f MiB",
+            self.pipeline_stage + 1,
+            self.dims.pp,
+            " and ".join(
+                f"{self.stage_bounds[part] + 1} to {self.stage_bounds[part + 1]}" for part in self.local_stages
+            ),
+            len(block_sequence.blocks),
+            here / 2**20,
+        )
 
     def use_full_forward(self) -> None:
         """From now on a forward of the model is one of all stages together, one after the other."""

@@ -61,8 +61,12 @@ class PipelineSchedules:
         self.step: PipelineStep | None = None
         self._cache: dict[Hashable, Any] = {}
 
-    def run(self, compute_loss: Callable[[PixelBatch], Tensor], prepare_recompute: Callable[[PixelBatch], None],
-            micro_batches: Sequence[PixelBatch]) -> Tensor:  # fmt: skip
+    def run(
+        self,
+        compute_loss: Callable[[PixelBatch], Tensor],
+        prepare_recompute: Callable[[PixelBatch], None],
+        micro_batches: Sequence[PixelBatch],
+    ) -> Tensor:
         """Forward and backward of all; what comes back is the sum of losses where they are known, and else zero.
 
         ``recall`` is called before the backward of each, for others have gone forward meanwhile.
@@ -95,8 +99,10 @@ class PipelineSchedules:
         while len(self._cache) >= MAX_CACHED_SCHEDULES:
             del self._cache[next(iter(self._cache))]
         pipeline, total = self.pipeline, len(self.pipeline.stage_bounds) - 1
-        stages = [RecomputingPipelineStage(StageModule(self, part), part, total, pipeline.device, group=pipeline.stage_group)
-                  for part in pipeline.local_stages]  # fmt: skip
+        stages = [
+            RecomputingPipelineStage(StageModule(self, part), part, total, pipeline.device, group=pipeline.stage_group)
+            for part in pipeline.local_stages
+        ]
         settings: dict[str, Any] = {"n_microbatches": count, "loss_fn": _sum_loss, "scale_grads": False}
         if len(stages) > 1:  # torch deals micro-batches out in rounds, which have to be of the same length
             is_even = not count % max(1, count // pipeline.dims.pp)

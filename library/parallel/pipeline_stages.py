@@ -112,8 +112,15 @@ def broadcast_stage_output(
 
 class _StageBroadcast(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, group: Any, source: int, gradient_source: int | None,
-                shapes_and_dtypes: list[tuple[torch.Size, torch.dtype]], *activations: Tensor) -> Activations:  # fmt: skip
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        group: Any,
+        source: int,
+        gradient_source: int | None,
+        shapes_and_dtypes: list[tuple[torch.Size, torch.dtype]],
+        *activations: Tensor,
+    ) -> Activations:
         ctx.group, ctx.consumer, ctx.is_source = group, gradient_source, dist.get_rank() == source
         ctx.own = [(tensor.shape, tensor.dtype) for tensor in activations]
         found = [torch.empty(shape, dtype=dtype, device=anchor.device) for shape, dtype in shapes_and_dtypes]

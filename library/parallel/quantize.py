@@ -129,7 +129,9 @@ class _FrozenLayerFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (gradient,) = gradients
-        back: Tensor = ctx.layer.compute_input_grad(gradient, ctx.layer.fetch_weight().dequantize(gradient.dtype), ctx.shape)
+        back: Tensor = ctx.layer.compute_input_grad(
+            gradient, ctx.layer.fetch_weight().dequantize(gradient.dtype), ctx.shape
+        )
         return back.to(ctx.dtype), None
 
 
@@ -153,8 +155,24 @@ NF4_BLOCK_SIZE = 64
 FP8_DTYPE = torch.float8_e4m3fn
 
 
-NF4_LEVELS = (-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.09105004, 0.0, 0.0795803, 0.1609302,
-       0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0)  # fmt: skip
+NF4_LEVELS = (
+    -1.0,
+    -0.6961928,
+    -0.52507305,
+    -0.3949175,
+    -0.28444138,
+    -0.18477343,
+    -0.09105004,
+    0.0,
+    0.0795803,
+    0.1609302,
+    0.2461123,
+    0.33791524,
+    0.44070983,
+    0.562617,
+    0.72295684,
+    1.0,
+)
 """Quantiles of the normal distribution."""
 
 

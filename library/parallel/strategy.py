@@ -110,9 +110,12 @@ class Strategy(Communicator):
         """Nothing but our own options says how large batches are."""
 
     def wrap(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, denoiser: nn.Module | None = None,
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        denoiser: nn.Module | None = None,
         parallel_plan: ParallelPlan | None = None,
-    ) -> tuple[nn.Module, Any]:  # fmt: skip
+    ) -> tuple[nn.Module, Any]:
         """Place and wrap the model as the accelerator was told; return it with its optimizer.
 
         ``denoiser`` is the part of it that can be taken apart, and ``structure`` is how.

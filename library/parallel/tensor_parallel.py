@@ -71,8 +71,12 @@ class TensorParallel:
             if heads is None or f"{name}.to_q" not in plan:
                 continue
             if heads % self.size:
-                raise ConfigError([f"--tp_size {self.size}: {name} has {heads} heads, which cannot be dealt out evenly;"
-                                   f" try {_find_largest_divisor(self.size, heads)}"])  # fmt: skip
+                raise ConfigError(
+                    [
+                        f"--tp_size {self.size}: {name} has {heads} heads, which cannot be dealt out evenly;"
+                        f" try {_find_largest_divisor(self.size, heads)}"
+                    ]
+                )
             for size in ("heads", "inner_dim", "inner_kv_dim"):  # from some of them processors find the size of a head
                 if hasattr(module, size):
                     setattr(module, size, getattr(module, size) // self.size)

@@ -42,8 +42,10 @@ def render_line_chart(curves: Sequence[Curve], x_label: str = "step") -> str:
         parts.append(f'<polyline class="{style}" points="{path}"><title>{escape(line.name)}</title></polyline>')
     legend = ""
     if len(curves) > 1:
-        legend = " ".join(f'<span class="key {"faint" if line.is_faint else f"colour{number % 5}"}">{escape(line.name)}'
-                          "</span>" for number, line in enumerate(curves))  # fmt: skip
+        legend = " ".join(
+            f'<span class="key {"faint" if line.is_faint else f"colour{number % 5}"}">{escape(line.name)}</span>'
+            for number, line in enumerate(curves)
+        )
     return _render_figure(parts, legend)
 
 
@@ -78,8 +80,9 @@ Scale = Callable[[float], float]
 """From a value to where it is drawn."""
 
 
-def _build_scale(lowest: float, highest: float, start: float, end: float, *,
-           is_tight: bool = False) -> tuple[Scale, list[float]]:  # fmt: skip
+def _build_scale(
+    lowest: float, highest: float, start: float, end: float, *, is_tight: bool = False
+) -> tuple[Scale, list[float]]:
     """From values to places, and round values to mark."""
     if highest <= lowest:
         lowest, highest = lowest - (abs(lowest) * 0.1 or 0.5), highest + (abs(highest) * 0.1 or 0.5)

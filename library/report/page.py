@@ -44,10 +44,20 @@ class ReportContext:
 def write_report(context: ReportContext, metrics_file: Path, target: Path) -> None:
     """Make the page anew from all figures there are so far."""
     lines = read_metrics(metrics_file)
-    parts = [_render_header(context, lines), _render_curves(lines), render_validation(lines), _render_grouped_losses(lines), _render_update_norms(lines),
-             _render_previews(context.preview_rows), _render_dataset(context), _render_environment(context)]  # fmt: skip
-    page = (f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(context.name)}</title>'
-            f"<style>{STYLE}</style></head><body>{''.join(parts)}</body></html>\n")  # fmt: skip
+    parts = [
+        _render_header(context, lines),
+        _render_curves(lines),
+        render_validation(lines),
+        _render_grouped_losses(lines),
+        _render_update_norms(lines),
+        _render_previews(context.preview_rows),
+        _render_dataset(context),
+        _render_environment(context),
+    ]
+    page = (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(context.name)}</title>'
+        f"<style>{STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
+    )
     new = target.with_name(target.name + ".new")
     new.write_text(page, "utf-8")
     new.replace(target)
@@ -60,23 +70,31 @@ def _render_header(context: ReportContext, lines: MetricLines) -> str:
     loss = f", loss {losses[-1][1]:.4f} (mean of the last 100 steps)" if losses else ""
     bad = sum(line.get("loss/current", 0.0) is None for line in lines)
     left_out = f"; {bad} steps left out because their loss was no number" if bad else ""
-    return (f"<h1>{escape(context.name)}</h1><p class=facts>step {done} of {context.steps}{loss}; started {began},"
-            f" {context.num_processes} process{'es' if context.num_processes > 1 else ''}, precision"
-            f" {escape(context.mixed_precision)}{left_out}</p>")  # fmt: skip
+    return (
+        f"<h1>{escape(context.name)}</h1><p class=facts>step {done} of {context.steps}{loss}; started {began},"
+        f" {context.num_processes} process{'es' if context.num_processes > 1 else ''}, precision"
+        f" {escape(context.mixed_precision)}{left_out}</p>"
+    )
 
 
 def _render_curves(lines: MetricLines) -> str:
     rates = [Curve(name, select_series(lines, name)) for name in find_metric_names(lines, "lr/")]
     charts = {
-        "Loss": render_line_chart([Curve("mean of 100 steps", select_series(lines, "loss/average")),
-                        Curve("each step", select_series(lines, "loss/current"), is_faint=True)][::-1]),
+        "Loss": render_line_chart(
+            [
+                Curve("mean of 100 steps", select_series(lines, "loss/average")),
+                Curve("each step", select_series(lines, "loss/current"), is_faint=True),
+            ][::-1]
+        ),
         "Learning rate": render_line_chart(rates),
         "Gradient norm": render_line_chart([Curve("gradient norm", select_series(lines, "gradient_norm"))]),
         "Length of the update": render_line_chart([Curve("all layers", select_series(lines, "update/norm"))]),
         "Samples a second": render_line_chart([Curve("samples/s", select_series(lines, "speed/samples_per_second"))]),
-        "Seconds waited for data in a step": render_line_chart([Curve("seconds", select_series(lines, "data_wait_seconds"))]),
+        "Seconds waited for data in a step": render_line_chart(
+            [Curve("seconds", select_series(lines, "data_wait_seconds"))]
+        ),
         "Peak memory (GB)": render_line_chart([Curve("GB", select_series(lines, "memory/peak_gb"))]),
-    }  # fmt: skip
+    }
     shown = "".join(f"<div><h3>{escape(title)}</h3>{chart}</div>" for title, chart in charts.items() if chart)
     return f"<h2>Curves</h2><div class=charts>{shown or '<p>no step is done yet</p>'}</div>"
 
@@ -85,8 +103,11 @@ def _render_grouped_losses(lines: MetricLines) -> str:
     """How the loss of each kind of picture changed from the first part of the run to the last."""
     halves = (lines[: (len(lines) + 1) // 2], lines[(len(lines) + 1) // 2 :])
     parts = []
-    for prefix, title in (("loss/time/", "Loss by the share of noise"), ("loss/bucket/", "Loss by bucket"),
-                          ("loss/dataset/", "Loss by dataset")):  # fmt: skip
+    for prefix, title in (
+        ("loss/time/", "Loss by the share of noise"),
+        ("loss/bucket/", "Loss by bucket"),
+        ("loss/dataset/", "Loss by dataset"),
+    ):
         means = [_compute_means(half, prefix) for half in halves]
         kinds = sorted({name for mean in means for name in mean}, key=_get_sort_key)
         if len(kinds) > 1:
@@ -101,10 +122,14 @@ def _render_update_norms(lines: MetricLines) -> str:
     if not kinds:
         return ""
     dead, layers = get_last_value(lines, "update/dead_layers"), get_last_value(lines, "update/layers")
-    rows = "".join(f"<tr><td>{escape(kind.removeprefix(UPDATE_NORM_PREFIX))}</td><td>{get_last_value(lines, kind):.3g}</td></tr>"
-                   for kind in kinds)  # fmt: skip
-    return (f"<h2>What was learnt</h2><p class=facts>length of the update by kind of layer; {dead:g} of {layers:g}"
-            f" layers learnt nothing</p><table>{rows}</table>")  # fmt: skip
+    rows = "".join(
+        f"<tr><td>{escape(kind.removeprefix(UPDATE_NORM_PREFIX))}</td><td>{get_last_value(lines, kind):.3g}</td></tr>"
+        for kind in kinds
+    )
+    return (
+        f"<h2>What was learnt</h2><p class=facts>length of the update by kind of layer; {dead:g} of {layers:g}"
+        f" layers learnt nothing</p><table>{rows}</table>"
+    )
 
 
 def _compute_means(lines: MetricLines, prefix: str) -> dict[str, float]:
@@ -153,8 +178,9 @@ def _render_dataset(context: ReportContext) -> str:
 
 
 def _render_environment(context: ReportContext) -> str:
-    settings = "".join(f"<tr><td>{escape(name)}</td><td>{escape(str(value))}</td></tr>"
-                       for name, value in context.settings.items())  # fmt: skip
+    settings = "".join(
+        f"<tr><td>{escape(name)}</td><td>{escape(str(value))}</td></tr>" for name, value in context.settings.items()
+    )
     found = {"lorikeet": __version__, "Python": platform.python_version(), "system": platform.platform(terse=True)}
     for package in SHOWN_PACKAGES:
         try:
@@ -162,9 +188,11 @@ def _render_environment(context: ReportContext) -> str:
         except PackageNotFoundError:
             continue
     rows = "".join(f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in found.items())
-    return ("<h2>Settings</h2><p class=facts>numbers, switches and choices; texts and paths are left out</p>"
-            f"<details><summary>show</summary><table>{settings}</table></details>"
-            f"<h2>Environment</h2><table>{rows}</table>")  # fmt: skip
+    return (
+        "<h2>Settings</h2><p class=facts>numbers, switches and choices; texts and paths are left out</p>"
+        f"<details><summary>show</summary><table>{settings}</table></details>"
+        f"<h2>Environment</h2><table>{rows}</table>"
+    )
 
 
 TIMESTEP_PREFIX = "validation/time/"
@@ -179,15 +207,29 @@ def render_validation(lines: MetricLines) -> str:
     off = dict(select_series(lines, "validation/gain_interval"))
     lower, upper = ([(step, gain + sign * off[step]) for step, gain in gains if step in off] for sign in (-1, 1))
     charts = {
-        "Loss on pictures that are not trained": render_line_chart([Curve("with the LoRA", losses), Curve("base model", base)]),
+        "Loss on pictures that are not trained": render_line_chart(
+            [Curve("with the LoRA", losses), Curve("base model", base)]
+        ),
         "Gain over the base model, with its 95 % interval": render_line_chart(
-            [Curve("lower end", lower, is_faint=True), Curve("upper end", upper, is_faint=True), Curve("gain", gains)]),
+            [Curve("lower end", lower, is_faint=True), Curve("upper end", upper, is_faint=True), Curve("gain", gains)]
+        ),
         "By the quantile of the time": render_bar_chart(
-            {name.removeprefix(TIMESTEP_PREFIX): [get_last_value(lines, name.replace("validation/", "validation/base/")), get_last_value(lines, name)]
-             for name in find_metric_names(lines, TIMESTEP_PREFIX)}, ("base model", "with the LoRA")),
-        "By dataset": render_line_chart([Curve(name.removeprefix("validation/"), select_series(lines, name))
-                              for name in find_metric_names(lines, "validation/dataset/")]),
-    }  # fmt: skip
+            {
+                name.removeprefix(TIMESTEP_PREFIX): [
+                    get_last_value(lines, name.replace("validation/", "validation/base/")),
+                    get_last_value(lines, name),
+                ]
+                for name in find_metric_names(lines, TIMESTEP_PREFIX)
+            },
+            ("base model", "with the LoRA"),
+        ),
+        "By dataset": render_line_chart(
+            [
+                Curve(name.removeprefix("validation/"), select_series(lines, name))
+                for name in find_metric_names(lines, "validation/dataset/")
+            ]
+        ),
+    }
     shown = "".join(f"<div><h3>{title}</h3>{chart}</div>" for title, chart in charts.items() if chart)
     return f"<h2>Validation</h2><p class=facts>{_format_result(lines)}</p><div class=charts>{shown}</div>"
 

@@ -76,8 +76,10 @@ def draw_preview_grid(rows: Sequence[tuple[str, PreviewRow]], columns: Sequence[
     pictures = [{when: _load_resized(row[when]) for when in columns if when in row} for _, row in rows]
     widths = [max(row[when].width for row in pictures if when in row) for when in columns]
     heights = [max((picture.height for picture in row.values()), default=TEXT_LINE_HEIGHT) for row in pictures]
-    size = (GRID_MARGIN * 2 + LABEL_WIDTH + sum(widths) + GRID_GAP * len(widths), GRID_MARGIN * 2 + COLUMN_HEADING_HEIGHT + sum(heights)
-            + GRID_GAP * len(heights))  # fmt: skip
+    size = (
+        GRID_MARGIN * 2 + LABEL_WIDTH + sum(widths) + GRID_GAP * len(widths),
+        GRID_MARGIN * 2 + COLUMN_HEADING_HEIGHT + sum(heights) + GRID_GAP * len(heights),
+    )
     sheet = Image.new("RGB", size, BACKGROUND)
     pen = TextRenderer(ImageDraw.Draw(sheet))
     lefts = [GRID_MARGIN + LABEL_WIDTH + sum(widths[:number]) + GRID_GAP * number for number in range(len(widths))]

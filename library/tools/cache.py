@@ -73,7 +73,12 @@ def _enable_disk_cache(config: RunConfig) -> RunConfig:
 
 
 def _format_help() -> str:
-    lines = [USAGE, "", *(f"  {name:<8} {what}" for name, what in COMMANDS.items()), "",
-             "Every option of training is understood; --cache_text_encoder_outputs means captions, --cache_latents",
-             "latents, which are meant when neither is given. Where the files are, docs/caching.md says."]  # fmt: skip
+    lines = [
+        USAGE,
+        "",
+        *(f"  {name:<8} {what}" for name, what in COMMANDS.items()),
+        "",
+        "Every option of training is understood; --cache_text_encoder_outputs means captions, --cache_latents",
+        "latents, which are meant when neither is given. Where the files are, docs/caching.md says.",
+    ]
     return "\n".join(lines)

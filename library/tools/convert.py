@@ -41,8 +41,13 @@ FORMAT_DESCRIPTIONS = {
 def run(argv: Sequence[str]) -> tuple[str, int]:
     """Convert one file."""
     if not argv or set(argv) & {"--help", "-h"}:
-        lines = [USAGE, "", *(f"  {name:<10} {what}" for name, what in FORMAT_DESCRIPTIONS.items()), "",
-                 "Which model the LoRA is for is found from its names. docs/files.md says who reads what."]  # fmt: skip
+        lines = [
+            USAGE,
+            "",
+            *(f"  {name:<10} {what}" for name, what in FORMAT_DESCRIPTIONS.items()),
+            "",
+            "Which model the LoRA is for is found from its names. docs/files.md says who reads what.",
+        ]
         return "\n".join(lines), 0
     source, target, form = _parse_arguments(list(argv))
     pass
@@ -88,12 +93,16 @@ def convert_lora_file(source: Path, target: Path, file_format: Any) -> str:
     ranks = sorted({update.rank for update in updates.values()})
     rank = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
     size = "" if found.is_known_size else " (of a size that is not known here; found by its names)"
-    lines = [f"{source.name}: {found.family}{size}, {len(updates)} modules, rank {rank}, names of {content.file_format}",
-             f"{target}: names of {file_format}, {len(tensors)} tensors"]  # fmt: skip
+    lines = [
+        f"{source.name}: {found.family}{size}, {len(updates)} modules, rank {rank}, names of {content.file_format}",
+        f"{target}: names of {file_format}, {len(tensors)} tensors",
+    ]
     rounded = [name for name, update in updates.items() if file_format == "diffusers" and not is_fold_exact(update)]
     if rounded:
-        lines.append(f"{len(rounded)} modules are rounded in their last bit, since alpha / rank is no power of two; "
-                     "kohya and comfy keep every bit")  # fmt: skip
+        lines.append(
+            f"{len(rounded)} modules are rounded in their last bit, since alpha / rank is no power of two; "
+            "kohya and comfy keep every bit"
+        )
     return "\n".join(lines)
 
 
@@ -128,11 +137,19 @@ def identify_lora(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) ->
     own = [key for key in tensors if parse_tensor_key(upgrade_diffusers_key(key)) is not None]
     if not own:
         first = next(iter(tensors), None)
-        raise UserError(f"is no LoRA file: it holds {len(tensors)} tensors, and no name is that of an adapter's"
-                        + (f"; the first is {first}" if first else ""))  # fmt: skip
+        raise UserError(
+            f"is no LoRA file: it holds {len(tensors)} tensors, and no name is that of an adapter's"
+            + (f"; the first is {first}" if first else "")
+        )
     named: IdentifiedLora | None = None
-    said = next((family for start, family in _MODELSPEC_ARCHITECTURES.items()
-                 if metadata.get("modelspec.architecture", "").startswith(start)), None)  # fmt: skip
+    said = next(
+        (
+            family
+            for start, family in _MODELSPEC_ARCHITECTURES.items()
+            if metadata.get("modelspec.architecture", "").startswith(start)
+        ),
+        None,
+    )
     for model in _iter_candidates():
         family = model.family
         models = load_meta_components(FAMILIES.get(family), model)
@@ -164,9 +181,14 @@ def _build_detected(family: str, config: str) -> DetectedModel:
 
 
 _MODELSPEC_ARCHITECTURES = {
-    "stable-diffusion-v1": "sd1", "stable-diffusion-v2": "sd2", "stable-diffusion-xl": "sdxl",
-    "stable-diffusion-3": "sd3", "flux-1": "flux", "z-image": "z_image", "qwen-image": "qwen_image",
-}  # fmt: skip
+    "stable-diffusion-v1": "sd1",
+    "stable-diffusion-v2": "sd2",
+    "stable-diffusion-xl": "sdxl",
+    "stable-diffusion-3": "sd3",
+    "flux-1": "flux",
+    "z-image": "z_image",
+    "qwen-image": "qwen_image",
+}
 """What the metadata may say; only asked where no size is known."""
 
 

@@ -50,19 +50,35 @@ class UpdateNorms:
         dead = [name for name, value in self.norms.items() if not value]
         if dead and len(dead) < len(self.norms):
             more = f" and {len(dead) - MAX_LAYERS_SHOWN} more" if len(dead) > MAX_LAYERS_SHOWN else ""
-            logger.warning("%d of %d layers learnt nothing: %s%s", len(dead), len(self.norms),
-                           ", ".join(dead[:MAX_LAYERS_SHOWN]), more)  # fmt: skip
-        run.metric_logger.log_values(run, {"update/dead_layers": len(dead), "update/layers": len(self.norms),
-                               **{f"update/kind/{kind}": value for kind, value in kinds.items()}})  # fmt: skip
+            logger.warning(
+                "%d of %d layers learnt nothing: %s%s",
+                len(dead),
+                len(self.norms),
+                ", ".join(dead[:MAX_LAYERS_SHOWN]),
+                more,
+            )
+        run.metric_logger.log_values(
+            run,
+            {
+                "update/dead_layers": len(dead),
+                "update/layers": len(self.norms),
+                **{f"update/kind/{kind}": value for kind, value in kinds.items()},
+            },
+        )
 
     def fail_if_zero(self, run: TrainingRun) -> None:
         """A LoRA that changes nothing is no success, however well the run went."""
         if any(self.norms.values()):
             return
-        why = "a gradient of zero in every step" if run.state.has_trained else "no step changed anything, because the" \
-              " learning rate was 0 or every step was left out"  # fmt: skip
-        error = UserError(f"the LoRA does nothing: its update is zero in all {len(self.norms)} layers after"
-                          f" {run.state.step} steps ({why})")  # fmt: skip
+        why = (
+            "a gradient of zero in every step"
+            if run.state.has_trained
+            else "no step changed anything, because the learning rate was 0 or every step was left out"
+        )
+        error = UserError(
+            f"the LoRA does nothing: its update is zero in all {len(self.norms)} layers after"
+            f" {run.state.step} steps ({why})"
+        )
         error.is_reported = not run.strategy.is_main
         raise error
 
@@ -105,8 +121,16 @@ class SaveReport:
         try:
             found = preview_grid.find_preview_files(Path(save.output_dir) / "sample", save.output_name, self.started_at)
             rows = [(self.prompts[number], found[number]) for number in sorted(found)]
-            subject = ReportContext(save.output_name, run.plan.steps, self.plan_text, collect_shareable_settings(run.config), self.started_at,
-                              strategy.data_parallel_size, strategy.mixed_precision, rows)  # fmt: skip
+            subject = ReportContext(
+                save.output_name,
+                run.plan.steps,
+                self.plan_text,
+                collect_shareable_settings(run.config),
+                self.started_at,
+                strategy.data_parallel_size,
+                strategy.mixed_precision,
+                rows,
+            )
             write_report(subject, self.metrics_path, self.path)
         except OSError as error:  # a page that cannot be written does not spoil the run
             logger.warning("%s: cannot be written: %s", self.path, error)

@@ -216,10 +216,12 @@ def _check_shapes(names: Mapping[nn.Parameter, str], saved: Mapping[str, Tensor]
     theirs = {name: tuple(tensor.shape) for name, tensor in saved.items()}
     if own != theirs:
         different = sorted(name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name))
-        raise UserError(f"--resume: the adapter of the state is another one: {len(different)} of {len(own)} weights"
-                        f" differ in name or size, for example {different[0]}:"
-                        f" {theirs.get(different[0], 'none')} in the state,"
-                        f" {own.get(different[0], 'none')} now")  # fmt: skip
+        raise UserError(
+            f"--resume: the adapter of the state is another one: {len(different)} of {len(own)} weights"
+            f" differ in name or size, for example {different[0]}:"
+            f" {theirs.get(different[0], 'none')} in the state,"
+            f" {own.get(different[0], 'none')} now"
+        )
 
 
 def _export_optimizer_state(run: TrainingRun, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
@@ -232,13 +234,16 @@ def _export_optimizer_state(run: TrainingRun, names: Mapping[nn.Parameter, str])
 
 
 def _map_parameter_names(run: TrainingRun, names: Mapping[nn.Parameter, str], groups: Any) -> dict[int, str]:
-    return {number: names[parameter]
-            for mine, theirs in zip(run.optimizer.param_groups, groups, strict=True)
-            for parameter, number in zip(mine["params"], theirs["params"], strict=True)}  # fmt: skip
+    return {
+        number: names[parameter]
+        for mine, theirs in zip(run.optimizer.param_groups, groups, strict=True)
+        for parameter, number in zip(mine["params"], theirs["params"], strict=True)
+    }
 
 
-def _restore_optimizer(run: TrainingRun, names: Mapping[nn.Parameter, str], saved: dict[str, Any],
-                       defaults: Mapping[str, Any]) -> None:  # fmt: skip
+def _restore_optimizer(
+    run: TrainingRun, names: Mapping[nn.Parameter, str], saved: dict[str, Any], defaults: Mapping[str, Any]
+) -> None:
     """Its memory is that of the state; settings that were changed since are those of now."""
     own = run.optimizer.state_dict()
     number_names = _map_parameter_names(run, names, own["param_groups"])
@@ -251,13 +256,17 @@ def _restore_optimizer(run: TrainingRun, names: Mapping[nn.Parameter, str], save
     for mine in own["param_groups"]:
         members = frozenset(number_names[number] for number in mine["params"])
         theirs = before.get(members, {})  # none where rates are now given to other parts of the adapter
-        groups.append({**mine, **{key: value for key, value in theirs.items() if key not in changed},
-                       "params": mine["params"]})  # fmt: skip
+        groups.append(
+            {**mine, **{key: value for key, value in theirs.items() if key not in changed}, "params": mine["params"]}
+        )
     state = {numbers[name]: value for name, value in saved["state"].items()}
     load_optimizer_state(run.optimizer, {**saved, "state": state, "param_groups": groups})
 
 
 def _select_plain_values(defaults: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of an optimizer that are numbers, words and the like."""
-    return {key: value for key, value in defaults.items()
-            if value is None or isinstance(value, (bool, int, float, str, tuple, list))}  # fmt: skip
+    return {
+        key: value
+        for key, value in defaults.items()
+        if value is None or isinstance(value, (bool, int, float, str, tuple, list))
+    }

@@ -162,8 +162,13 @@ class SaveAdapter:
         # Two of the files are compared with the model in memory, which would take too long for all.
         is_compared = not self.saved_paths or run.state.step >= run.plan.steps
         # A learning rate of 0, as in the first step of a warm-up, leaves the update at zero, and rightly so.
-        checkpoint_file.write_adapter_file(path, tensors, metadata, is_trained=run.state.has_trained,
-                   check=(lambda part: self._verify_file(run, part, model, told)) if is_compared else None)  # fmt: skip
+        checkpoint_file.write_adapter_file(
+            path,
+            tensors,
+            metadata,
+            is_trained=run.state.has_trained,
+            check=(lambda part: self._verify_file(run, part, model, told)) if is_compared else None,
+        )
 
     def _verify_file(self, run: TrainingRun, path: Path, model: nn.Module, file_metadata: Mapping[str, str]) -> None:
         """Read anew, does the file do in each layer what the adapter in memory does?"""
@@ -228,8 +233,10 @@ def build_model_metadata(model: ModelConfig) -> dict[str, str]:
     vae = model.vae or model.ae
     if vae is not None:
         told["ss_vae_name"] = format_model_name(vae)
-    for place, old, new in ((model.pretrained_model_name_or_path, "ss_sd_model_hash", "ss_new_sd_model_hash"),
-                            (vae, "ss_vae_hash", "ss_new_vae_hash")):  # fmt: skip
+    for place, old, new in (
+        (model.pretrained_model_name_or_path, "ss_sd_model_hash", "ss_new_sd_model_hash"),
+        (vae, "ss_vae_hash", "ss_new_vae_hash"),
+    ):
         path = Path(place).expanduser() if place is not None else None
         if path is not None and path.is_file():
             told |= {old: _compute_legacy_hash(path), new: compute_sha256(path)}
@@ -264,8 +271,10 @@ class AdapterRetention:
 
     def to_json(self) -> list[list[Any]]:
         """All that was written, for a state."""
-        return [[[number, [path.name for path in paths]] for number, paths in written.items()]
-                for written in (self.epoch_files, self.step_files)]  # fmt: skip
+        return [
+            [[number, [path.name for path in paths]] for number, paths in written.items()]
+            for written in (self.epoch_files, self.step_files)
+        ]
 
     @classmethod
     def from_json(cls, config: SaveConfig, names: list[list[Any]]) -> "AdapterRetention":

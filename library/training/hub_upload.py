@@ -28,8 +28,12 @@ class HubUploader:
         """Make sure that the repository is there; it is private unless it is said to be public."""
         disable_progress_bars()
         is_private = self.config.huggingface_repo_visibility != "public"
-        self.is_repo_ready = self._try_or_warn("cannot be opened", lambda: self.api.create_repo(
-            self.repo_id, repo_type=self.config.huggingface_repo_type, private=is_private, exist_ok=True))  # fmt: skip
+        self.is_repo_ready = self._try_or_warn(
+            "cannot be opened",
+            lambda: self.api.create_repo(
+                self.repo_id, repo_type=self.config.huggingface_repo_type, private=is_private, exist_ok=True
+            ),
+        )
 
     def upload(self, paths: Iterable[Path]) -> None:
         """Send these files, at once or in the background."""
@@ -49,9 +53,16 @@ class HubUploader:
         if not self.is_repo_ready:
             self.create_repo()
         name = "/".join([*(self.config.huggingface_path_in_repo or "").strip("/").split("/"), path.name]).lstrip("/")
-        done = self.is_repo_ready and self._try_or_warn(f"does not get {path.name}", lambda: self.api.upload_file(
-            path_or_fileobj=path, path_in_repo=name, repo_id=self.repo_id,
-            repo_type=self.config.huggingface_repo_type, commit_message=f"Upload {path.name}"))  # fmt: skip
+        done = self.is_repo_ready and self._try_or_warn(
+            f"does not get {path.name}",
+            lambda: self.api.upload_file(
+                path_or_fileobj=path,
+                path_in_repo=name,
+                repo_id=self.repo_id,
+                repo_type=self.config.huggingface_repo_type,
+                commit_message=f"Upload {path.name}",
+            ),
+        )
         if done:
             logger.info("uploaded %s to %s", path.name, self.repo_id)
 
@@ -60,7 +71,12 @@ class HubUploader:
             action()
         except Exception as error:  # the hub, the network and the library have errors of many kinds
             first = next(iter(str(error).strip().splitlines()), "")
-            logger.warning("huggingface_repo_id: %s %s: %s: %s; the file stays on this machine, and training goes on",
-                           self.repo_id, failure, type(error).__name__, first)  # fmt: skip
+            logger.warning(
+                "huggingface_repo_id: %s %s: %s: %s; the file stays on this machine, and training goes on",
+                self.repo_id,
+                failure,
+                type(error).__name__,
+                first,
+            )
             return False
         return True

@@ -66,16 +66,20 @@ def read_initial_weights(config: RunConfig, family: Family, detected: DetectedMo
         if content is not None:
             kept = sorted({module.partition(".")[0] for module in content.alphas} - {family.denoiser_name})
             if kept and config.cache.caches_text_outputs:
-                problems.append(f"--base_weights: {place}: changes {kept[0]}, and captions are encoded without it;"
-                                " take cache_text_encoder_outputs out")  # fmt: skip
+                problems.append(
+                    f"--base_weights: {place}: changes {kept[0]}, and captions are encoded without it;"
+                    " take cache_text_encoder_outputs out"
+                )
             if (
                 turning := {
                     update.adapter_type for update in group_updates(content.state_dict, content.alphas).values()
                 }
                 & ROTATION_TYPES
             ):
-                problems.append(f"--base_weights: {place}: is of kind {'/'.join(sorted(turning))}, which cannot be"
-                                " merged into a model here; LoRA, DoRA, LoHa and LoKr can")  # fmt: skip
+                problems.append(
+                    f"--base_weights: {place}: is of kind {'/'.join(sorted(turning))}, which cannot be"
+                    " merged into a model here; LoRA, DoRA, LoHa and LoKr can"
+                )
             bases.append((Path(place).name, content, strength))
     if adapter.network_weights is not None:
         weights = _read_contents("network_weights", adapter.network_weights, parts, problems)
@@ -83,9 +87,11 @@ def read_initial_weights(config: RunConfig, family: Family, detected: DetectedMo
             weights = _drop_unused_layers(weights, family, pipe)
             kinds = {update.adapter_type for update in group_updates(weights.state_dict, weights.alphas).values()}
             if kinds != {get_adapter_type(adapter)}:
-                problems.append(f"--network_weights: {adapter.network_weights}: is of kind {'/'.join(sorted(kinds))},"
-                                f" and {get_adapter_type(adapter)} is to be trained; say so in network_module or"
-                                " network_args")  # fmt: skip
+                problems.append(
+                    f"--network_weights: {adapter.network_weights}: is of kind {'/'.join(sorted(kinds))},"
+                    f" and {get_adapter_type(adapter)} is to be trained; say so in network_module or"
+                    " network_args"
+                )
     if problems:
         raise ConfigError(problems)
     return InitialWeights(bases, weights, adapter.dim_from_weights)
@@ -109,8 +115,12 @@ def _drop_unused_layers(contents: AdapterFileContents, family: Family, pipe: Any
     ]
     for part in family.text_lora_prefixes:
         idle += [f"{part}.{module}" for module in family.get_unused_text_layers(getattr(pipe, part), part)]
-    gone = {module for module in idle if module in contents.alphas
-            and not bool(contents.state_dict.get(f"{module}.{PEFT_SUFFIXES[UP]}", torch.ones(1)).any())}  # fmt: skip
+    gone = {
+        module
+        for module in idle
+        if module in contents.alphas
+        and not bool(contents.state_dict.get(f"{module}.{PEFT_SUFFIXES[UP]}", torch.ones(1)).any())
+    }
     state = {
         key: tensor for key, tensor in contents.state_dict.items() if not key.startswith(tuple(f"{m}." for m in gone))
     }
@@ -136,13 +146,18 @@ def load_network_weights(model: nn.Module, adapter: Adapter, initial_weights: In
     if content is None:
         return
     updates = group_updates(content.state_dict, content.alphas)
-    problems = [f"--network_weights: it trains {module}, and this run does not" for module in updates
-                if module not in adapter.rank_alphas]  # fmt: skip
+    problems = [
+        f"--network_weights: it trains {module}, and this run does not"
+        for module in updates
+        if module not in adapter.rank_alphas
+    ]
     for module, update in updates.items():
         size = adapter.rank_alphas.get(module)
         if size is not None and size.rank != update.rank:
-            problems.append(f"--network_weights: {module} has rank {update.rank} in it and {size.rank} here; add "
-                            "dim_from_weights, or change network_dim")  # fmt: skip
+            problems.append(
+                f"--network_weights: {module} has rank {update.rank} in it and {size.rank} here; add "
+                "dim_from_weights, or change network_dim"
+            )
     if problems:
         raise ConfigError([*problems[:3], *([f"... and {len(problems) - 3} more"] if len(problems) > 3 else [])])
     own, given = lora.get_adapter_state_dict(model), dict[str, Tensor]()
@@ -153,6 +168,8 @@ def load_network_weights(model: nn.Module, adapter: Adapter, initial_weights: In
     try:
         lora.load_adapter_state_dict(model, {**own, **given})
     except ValueError as error:
-        raise UserError(f"--network_weights: cannot be represented here: {error}; parts of one layer of the original "
-                        "model have one down matrix here, as in sd-scripts") from None  # fmt: skip
+        raise UserError(
+            f"--network_weights: cannot be represented here: {error}; parts of one layer of the original "
+            "model have one down matrix here, as in sd-scripts"
+        ) from None
     logger.info("network_weights: %d of %d modules start where the file ends", len(updates), len(adapter.rank_alphas))

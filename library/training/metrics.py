@@ -175,8 +175,10 @@ class TrainingLogger:
         }
 
     def _format_progress_fields(self, last_metrics: StepMetrics, throughput: dict[str, float]) -> dict[str, str]:
-        rates = {"lr" if name == "unet" else f"lr {name}": f"{float(rate):.2e}"
-                 for name, rate in last_metrics.learning_rates.items()}  # fmt: skip
+        rates = {
+            "lr" if name == "unet" else f"lr {name}": f"{float(rate):.2e}"
+            for name, rate in last_metrics.learning_rates.items()
+        }
         return {
             "loss": f"{self._compute_average_loss():.4f}",
             **rates,

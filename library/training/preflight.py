@@ -32,13 +32,17 @@ def validate_model_parallel(config: RunConfig, family: Family, detected: Detecte
     if config.parallel.device_map is not None:
         yield from validate_device_map(denoiser, config.parallel.device_map)
         if resolve_optimizer(config.optim.optimizer_type).is_lr_free:
-            yield (f"--device_map: {config.optim.optimizer_type} adds up numbers of all weights, which would be on"
-                   " several devices; use another optimizer, or --pp_size")  # fmt: skip
+            yield (
+                f"--device_map: {config.optim.optimizer_type} adds up numbers of all weights, which would be on"
+                " several devices; use another optimizer, or --pp_size"
+            )
     yield from _validate_pipeline(config, family, denoiser)
     if config.parallel.cp_size > 1 and not family.block_lists:
         size, title = config.parallel.cp_size, family.facts.title
-        yield (f"--cp_size {size}: {title} has convolutions, which look at more than a part of a picture; use --tp_size"
-               f" {size}, or --fsdp")  # fmt: skip
+        yield (
+            f"--cp_size {size}: {title} has convolutions, which look at more than a part of a picture; use --tp_size"
+            f" {size}, or --fsdp"
+        )
         return
     yield from _validate_attention_heads(config, denoiser)
 
@@ -51,8 +55,10 @@ def _validate_pipeline(config: RunConfig, family: Family, denoiser: nn.Module) -
         each = 2 if config.parallel.pp_schedule == "interleaved" else 1
         if blocks < stages * each:
             why = f" with {each} stages each" if each > 1 else ""
-            yield (f"--pp_size {stages}: {title} has {blocks} blocks, too few for {stages} devices{why}; use"
-                   f" {max(1, blocks // each)}")  # fmt: skip
+            yield (
+                f"--pp_size {stages}: {title} has {blocks} blocks, too few for {stages} devices{why}; use"
+                f" {max(1, blocks // each)}"
+            )
 
 
 def _validate_attention_heads(config: RunConfig, denoiser: Any) -> Iterator[str]:
@@ -61,8 +67,11 @@ def _validate_attention_heads(config: RunConfig, denoiser: Any) -> Iterator[str]
         name: size for name, size in config.parallel.model_parallel_sizes.items() if name != "pp_size" and size > 1
     }
     parts = math.prod(asked.values())
-    heads = {denoiser.get_submodule(name.rpartition(".")[0]).heads for name in build_tensor_parallel_plan(denoiser)
-             if name.endswith(".to_q")}  # fmt: skip
+    heads = {
+        denoiser.get_submodule(name.rpartition(".")[0]).heads
+        for name in build_tensor_parallel_plan(denoiser)
+        if name.endswith(".to_q")
+    }
     if odd := sorted(number for number in heads if number % parts):
         fits = [size for size in range(2, parts + 8) if not any(number % size for number in heads)]
         instead = f"use {' or '.join(map(str, fits))}" if fits else "use --fsdp"
@@ -76,8 +85,10 @@ def validate_quantize_offload(config: RunConfig, has_full_model: bool) -> list[s
     if has_full_model or not is_quantized_or_offloaded(config):
         return []
     name = "blocks_to_swap" if config.train.blocks_to_swap else "base_storage"
-    return [f"--{name}: this run spreads the frozen weights over processes, which are then not where they could rest;"
-            " take one of the two"]  # fmt: skip
+    return [
+        f"--{name}: this run spreads the frozen weights over processes, which are then not where they could rest;"
+        " take one of the two"
+    ]
 
 
 def check_quantize_offload(config: RunConfig, strategy: Strategy, family: Family, detected: DetectedModel) -> None:
@@ -86,8 +97,12 @@ def check_quantize_offload(config: RunConfig, strategy: Strategy, family: Family
     if problems := validate_quantize_offload(config, strategy.has_full_model):
         raise ConfigError(problems)
     if wanted and strategy.is_compile_enabled:
-        raise ConfigError(["--blocks_to_swap: weights that come and go cannot be compiled, and accelerate's settings"
-                           " ask for that; --no-torch_compile switches it off"])  # fmt: skip
+        raise ConfigError(
+            [
+                "--blocks_to_swap: weights that come and go cannot be compiled, and accelerate's settings"
+                " ask for that; --no-torch_compile switches it off"
+            ]
+        )
     if wanted:
         there = len(
             find_innermost_blocks(

@@ -85,8 +85,10 @@ class SettingChange:
 
 def serialize_settings(config: RunConfig) -> dict[str, Any]:
     """Every option as JSON can hold it."""
-    return {name: value if isinstance(value, (bool, int, float, str)) or value is None else str(value)
-            for name, value in flatten_config(config).items()}  # fmt: skip
+    return {
+        name: value if isinstance(value, (bool, int, float, str)) or value is None else str(value)
+        for name, value in flatten_config(config).items()
+    }
 
 
 def find_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[SettingChange]:
@@ -117,8 +119,15 @@ logger = logging.getLogger(__name__)
 class Resume:
     """Known before anything is loaded: from which state, and whether it may be."""
 
-    def __init__(self, config: RunConfig, strategy: Strategy, detected: DetectedModel, prepared: PreparedData,
-                 plan: RunPlan, started_at: float):  # fmt: skip
+    def __init__(
+        self,
+        config: RunConfig,
+        strategy: Strategy,
+        detected: DetectedModel,
+        prepared: PreparedData,
+        plan: RunPlan,
+        started_at: float,
+    ):
         self.config, self.strategy = config, strategy
         self.output_dir, name = Path(config.save.output_dir), config.save.output_name
         sizes = {bucket.dataset_number: bucket.batch_size for bucket in plan.batch_plan.buckets}
@@ -145,9 +154,11 @@ class Resume:
         strategy.run_on_main(lambda: check_changes(found, self.metadata, config.state))
         is_cut_anew = found.metadata.get("split", self.metadata["split"])[1] != plan.batch_plan.accumulation_steps
         if is_cut_anew and any(stage.batch_plan.has_remainders for stage in get_planned_stages(plan.batch_plan)):
-            logger.warning("steps have another number of micro-batches than when the state was saved, and what buckets"
-                           " leave over beyond whole steps is put together in another way: some pictures of this epoch"
-                           " come twice or not at all, and epochs may be longer or shorter")  # fmt: skip
+            logger.warning(
+                "steps have another number of micro-batches than when the state was saved, and what buckets"
+                " leave over beyond whole steps is put together in another way: some pictures of this epoch"
+                " come twice or not at all, and epochs may be longer or shorter"
+            )
         logger.info("going on after step %d, from %s", self.checkpoint.step, self.checkpoint.path)
 
     @property
@@ -159,8 +170,12 @@ class Resume:
         """Whether there is nothing left to do."""
         if self.checkpoint is None or self.checkpoint.step < plan.steps:
             return False
-        logger.info("the run is complete: %d of %d steps are done; with a larger --max_train_steps or"
-                    " --max_train_epochs it goes on", self.checkpoint.step, plan.steps)  # fmt: skip
+        logger.info(
+            "the run is complete: %d of %d steps are done; with a larger --max_train_steps or"
+            " --max_train_epochs it goes on",
+            self.checkpoint.step,
+            plan.steps,
+        )
         return True
 
     def restore(self, run: TrainingRun) -> None:
@@ -216,8 +231,10 @@ def select_checkpoint(config: StateConfig, output_dir: Path, name: str) -> Check
         return found
     if config.resume is None and not config.auto_resume:
         if _list_checkpoint_names(output_dir, name):
-            logger.warning("%s holds states of an earlier run, and this one begins anew; to go on from them, add"
-                           " --auto_resume", output_dir)  # fmt: skip
+            logger.warning(
+                "%s holds states of an earlier run, and this one begins anew; to go on from them, add --auto_resume",
+                output_dir,
+            )
         return None
     whole = []
     for path in find_checkpoints(output_dir, name):
@@ -229,8 +246,10 @@ def select_checkpoint(config: StateConfig, output_dir: Path, name: str) -> Check
     if whole:
         return max(whole, key=lambda found: found.sort_key)
     if config.resume == LATEST:
-        raise UserError(f"--resume latest: there is no state called {name}...-state in {output_dir.resolve()}; states are"
-                        " written with --save_state, and when a signal ends a run")  # fmt: skip
+        raise UserError(
+            f"--resume latest: there is no state called {name}...-state in {output_dir.resolve()}; states are"
+            " written with --save_state, and when a signal ends a run"
+        )
     logger.info("--auto_resume: no state in %s; the run begins", output_dir)
     return None
 
@@ -251,5 +270,9 @@ def check_changes(checkpoint: CheckpointInfo, current: Mapping[str, Any], config
         logger.warning("since the state was saved: %s", change)
     matter = [str(change) for change in told if change.changes_result]
     if matter and not config.resume_anyway:
-        raise ConfigError([f"--resume: {line}; with it the result is another one. Set it back, or add --resume_anyway"
-                           for line in matter])  # fmt: skip
+        raise ConfigError(
+            [
+                f"--resume: {line}; with it the result is another one. Set it back, or add --resume_anyway"
+                for line in matter
+            ]
+        )

@@ -144,8 +144,15 @@ def _compute_input_fingerprints(
     }
 
 
-def _train_and_save(run: TrainingRun, failure_handler: FailureHandler, save_adapter: SaveAdapter, resume: Resume, evaluation_callbacks: Sequence[Validation | Preview],
-           plan_text: str, prompts: Sequence[str]) -> None:  # fmt: skip
+def _train_and_save(
+    run: TrainingRun,
+    failure_handler: FailureHandler,
+    save_adapter: SaveAdapter,
+    resume: Resume,
+    evaluation_callbacks: Sequence[Validation | Preview],
+    plan_text: str,
+    prompts: Sequence[str],
+) -> None:
     """From the first step to the last, with all that is done between steps, and what is told in the end."""
     config, strategy, folder = run.config, run.strategy, Path(run.config.save.output_dir)
     metrics = folder / f"{config.save.output_name}.metrics.jsonl"
@@ -220,8 +227,11 @@ def _prepare_output_dir(config: RunConfig, output_dir: Path, name: str, held: Ex
     """That files can be written, and by this run alone, is known before training, not after it."""
     named = config.distributed.compile_cache_dir
     places = {"output_dir": output_dir} | ({"compile_cache_dir": Path(named).expanduser()} if named is not None else {})
-    if problems := [f"--{option}: {place} cannot be written to: {why}"
-                    for option, place in places.items() if (why := find_write_error(place))]:  # fmt: skip
+    if problems := [
+        f"--{option}: {place} cannot be written to: {why}"
+        for option, place in places.items()
+        if (why := find_write_error(place))
+    ]:
         raise ConfigError(problems)
     held.enter_context(hold_output_lock(output_dir, name))
     checkpoint_dir.remove_leftover_files(output_dir, name)

@@ -53,14 +53,25 @@ from .trainable import (
 logger = logging.getLogger(__name__)
 
 
-def load_training_pipeline(config: RunConfig, strategy: Strategy, family: Family, detected: DetectedModel, cache_readers: CacheReaders,
-         prompts: Sequence[Prompt]) -> Any:  # fmt: skip
+def load_training_pipeline(
+    config: RunConfig,
+    strategy: Strategy,
+    family: Family,
+    detected: DetectedModel,
+    cache_readers: CacheReaders,
+    prompts: Sequence[Prompt],
+) -> Any:
     """The parts that training needs, on the device; what was kept needs no encoder any more.
 
     What is trained is where the strategy wants it.  A VAE that only previews need rests in host memory between them.
     """
-    needed = [part for part in family.components if part == family.denoiser_name or part.startswith("tokenizer")
-              or (cache_readers.latent_reader is None if part == "vae" else cache_readers.text_reader is None)]  # fmt: skip
+    needed = [
+        part
+        for part in family.components
+        if part == family.denoiser_name
+        or part.startswith("tokenizer")
+        or (cache_readers.latent_reader is None if part == "vae" else cache_readers.text_reader is None)
+    ]
     dtype = MIXED_PRECISION_DTYPES[strategy.mixed_precision]
     trained = {family.denoiser_name, *select_trained_text_encoders(config, family.facts)}
     homes = {part: strategy.base_load_device if part in trained else strategy.device for part in needed}
@@ -113,12 +124,29 @@ def build_run(
         compilation.set_activation_memory_budget(config.train.gradient_checkpointing_budget)
     structure = build_parallel_plan(family, trained.denoiser)
     wrapped, optimizer = strategy.wrap(trained, optimizer, trained.denoiser, structure)
-    task = DiffusionTask(family, pipe, wrapped, objective, config.train.seed, CopyStream(strategy.device),
-                config.data.masked_loss_normalize, config.cache.vae_batch_size, config.cache.text_encoder_batch_size,
-                cache_readers.text_reader, config.adapter.trains_text_encoders, build_lora_dropout(config.adapter, trained, adapter),
-                pads_texts=config.parallel.pp_size > 1)  # fmt: skip
-    loader = prepared.build_image_loader(plan.batch_plan, strategy.data_parallel_rank, total_steps=plan.steps, pin_memory=strategy.pins_memory,
-                             latent_reader=cache_readers.latent_reader, text_reader=cache_readers.text_reader)  # fmt: skip
+    task = DiffusionTask(
+        family,
+        pipe,
+        wrapped,
+        objective,
+        config.train.seed,
+        CopyStream(strategy.device),
+        config.data.masked_loss_normalize,
+        config.cache.vae_batch_size,
+        config.cache.text_encoder_batch_size,
+        cache_readers.text_reader,
+        config.adapter.trains_text_encoders,
+        build_lora_dropout(config.adapter, trained, adapter),
+        pads_texts=config.parallel.pp_size > 1,
+    )
+    loader = prepared.build_image_loader(
+        plan.batch_plan,
+        strategy.data_parallel_rank,
+        total_steps=plan.steps,
+        pin_memory=strategy.pins_memory,
+        latent_reader=cache_readers.latent_reader,
+        text_reader=cache_readers.text_reader,
+    )
     strategy.get_shape_key, strategy.prepare_recompute = task.get_shape_key, task.seed_dropout
     if task.dropout is not None:
         task.dropout.token_positions = strategy.get_token_positions
@@ -127,8 +155,22 @@ def build_run(
     schedule = schedules.build_lr_schedule(config.optim, plan.steps)
     watch = NanGuard(config.train.max_bad_steps)
     bad_samples = BadSamples(config.data.max_bad_samples, len({sample.image for sample in prepared.manifest.samples}))
-    job = TrainingRun(config, plan, strategy, task, loader, wrapped, groups, optimizer, schedule, watch,
-              _build_oom_recovery(config, trained), bad_samples, NullMetricLogger(), compilation=compilation)  # fmt: skip
+    job = TrainingRun(
+        config,
+        plan,
+        strategy,
+        task,
+        loader,
+        wrapped,
+        groups,
+        optimizer,
+        schedule,
+        watch,
+        _build_oom_recovery(config, trained),
+        bad_samples,
+        NullMetricLogger(),
+        compilation=compilation,
+    )
     if config.adapter.scale_weight_norms is not None:
         job.max_norm_regularizer = MaxNormRegularizer(trained, adapter, config.adapter.scale_weight_norms)
     if config.optim.ema_decay is not None:
@@ -160,8 +202,9 @@ def _configure_compile_cache(config: RunConfig, prepared: PreparedData) -> None:
     one = replace(prepared.manifest, samples=prepared.manifest.samples[:1])
     folder = resolve_cache_dirs(one, config.cache)[0] / "compiled" if named is None else Path(named).expanduser()
     if why := find_write_error(folder):
-        logger.warning("what is compiled is not kept in %s: %s; name another folder with --compile_cache_dir", folder,
-                       why)  # fmt: skip
+        logger.warning(
+            "what is compiled is not kept in %s: %s; name another folder with --compile_cache_dir", folder, why
+        )
     else:
         set_compile_cache_dir(folder.absolute(), override=named is not None)
 
@@ -169,8 +212,13 @@ def _configure_compile_cache(config: RunConfig, prepared: PreparedData) -> None:
 def _warn_truncated_captions(family: Family, pipe: Any, captions: Sequence[str]) -> None:
     """Captions of which the model reads only the beginning."""
     if found := family.find_truncated_prompts(pipe, captions):
-        logger.warning("%d of %d captions are longer than what the text encoder reads; their ends are left out, for "
-                       "example of: %s", len(found), len(captions), found[0])  # fmt: skip
+        logger.warning(
+            "%d of %d captions are longer than what the text encoder reads; their ends are left out, for "
+            "example of: %s",
+            len(found),
+            len(captions),
+            found[0],
+        )
 
 
 def build_objective(config: RunConfig, family: Family, pipe: Any) -> Objective:
@@ -178,10 +226,14 @@ def build_objective(config: RunConfig, family: Family, pipe: Any) -> Objective:
     pipe.scheduler = override_scheduler(pipe.scheduler, config.noise)
     process = family.build_noise_process(pipe)
     # Small files need not tell what a model predicts, so this is certain only now that it is loaded.
-    problems = [f"--{names[0]}: {problem}"
-                for names, problem in validate_objective_for_model(config, family.facts.title, process.prediction_type)]  # fmt: skip
-    problems += [f"--{name}: the model's last time has no signal, and so a weight without end; leave it out"
-                 for name in find_unbounded_weightings(process, config.loss)]  # fmt: skip
+    problems = [
+        f"--{names[0]}: {problem}"
+        for names, problem in validate_objective_for_model(config, family.facts.title, process.prediction_type)
+    ]
+    problems += [
+        f"--{name}: the model's last time has no signal, and so a weight without end; leave it out"
+        for name in find_unbounded_weightings(process, config.loss)
+    ]
     if problems:
         raise ConfigError(problems)
     times = config.noise.flow_timestep_sampling if isinstance(process, FlowMatchingProcess) else "uniform"
@@ -199,15 +251,21 @@ def build_block_sequence(family: Family, denoiser: Any) -> BlockSequence:
 
 def build_parallel_plan(family: Family, denoiser: nn.Module) -> ParallelPlan:
     """How the denoiser can be taken apart."""
-    return ParallelPlan(build_block_sequence(family, denoiser), build_tensor_parallel_plan(denoiser), family.block_token_args,
-                     map_layer_token_streams(denoiser, family.block_lists, family.block_activation_args))  # fmt: skip
+    return ParallelPlan(
+        build_block_sequence(family, denoiser),
+        build_tensor_parallel_plan(denoiser),
+        family.block_token_args,
+        map_layer_token_streams(denoiser, family.block_lists, family.block_activation_args),
+    )
 
 
 def prepare_dataset(config: RunConfig, strategy: Strategy, pixel_step: int) -> PreparedData:
     """One process of each machine looks at the pictures; the others read what it found out, beside the pictures."""
     prepared = strategy.run_local_main_first(lambda: prepare_data(config.data, pixel_step, config.cache.cache_dir))
-    strategy.assert_equal_across_ranks({
-        "number of pictures": len(prepared.manifest.samples),
-        "pictures, captions or dataset settings": prepared.manifest.compute_fingerprint(),
-    })  # fmt: skip
+    strategy.assert_equal_across_ranks(
+        {
+            "number of pictures": len(prepared.manifest.samples),
+            "pictures, captions or dataset settings": prepared.manifest.compute_fingerprint(),
+        }
+    )
     return prepared

@@ -86,8 +86,7 @@ def _describe_step(run: TrainingRun | None) -> str:
     )
     done = run.state.step >= run.plan.steps
     when = f"after the last step, {run.plan.steps}" if done else f"in step {run.state.step + 1} of {run.plan.steps}"
-    return (f"{when}, with pictures of {' and '.join(sizes)}:"
-            f" {', '.join(names[:MAX_IMAGES_SHOWN])}{more}")  # fmt: skip
+    return f"{when}, with pictures of {' and '.join(sizes)}: {', '.join(names[:MAX_IMAGES_SHOWN])}{more}"
 
 
 def _join_lines(*lines: str) -> str:

@@ -66,15 +66,19 @@ class RunPlan:
         if train.max_train_epochs is not None:
             steps = batch_plan.count_steps_for_epochs(train.max_train_epochs)
         last = get_planned_stages(batch_plan)[-1]
-        where = ("steps of datasets" if train.max_train_epochs is None else
-                 f"--max_train_epochs {train.max_train_epochs}, which is {steps} steps")  # fmt: skip
+        where = (
+            "steps of datasets"
+            if train.max_train_epochs is None
+            else f"--max_train_epochs {train.max_train_epochs}, which is {steps} steps"
+        )
         if problems := list(validate_run_length(last.first_step, last.end_step, steps, where)):
             raise ConfigError(problems)
         if (warmup := optim.lr_warmup_steps).to_steps(steps) >= steps and not warmup.is_ratio and warmup.value:
             raise ConfigError([f"--lr_warmup_steps: {warmup} steps of warm-up do not fit into a run of {steps} steps"])
         if (decay := optim.lr_decay_steps).to_steps(steps) + warmup.to_steps(steps) > steps:
-            raise ConfigError([f"--lr_decay_steps: warm-up ({warmup}) and decay ({decay}) do not fit into a run of"
-                               f" {steps} steps"])  # fmt: skip
+            raise ConfigError(
+                [f"--lr_decay_steps: warm-up ({warmup}) and decay ({decay}) do not fit into a run of {steps} steps"]
+            )
         return cls(batch_plan, steps)
 
     @property

@@ -90,9 +90,11 @@ def _find_partial_failure(by_rank: Sequence[Sequence[BadSample]], model_parallel
         for number, missed in enumerate(group):
             for name, bad in missed.items():
                 if not all(name in others for others in group):
-                    return (f"{bad.name}: {bad.problem}. That is so for rank {first + number}, while others that work"
-                            " on the same picture could read it. What was learnt of it is taken back; look at that"
-                            " machine's disk, and go on")  # fmt: skip
+                    return (
+                        f"{bad.name}: {bad.problem}. That is so for rank {first + number}, while others that work"
+                        " on the same picture could read it. What was learnt of it is taken back; look at that"
+                        " machine's disk, and go on"
+                    )
     return None
 
 
@@ -151,9 +153,11 @@ class NanGuard:
         what = f"loss {bad.loss:g}, gradient norm {bad.grad_norm:g}"
         logger.warning("step %d skipped: %s. Images on this rank: %s. Details: %s", step + 1, what, images, report)
         if len(self.skipped_steps) >= self.max_nan_steps:
-            raise TooManyFailures(f"{len(self.skipped_steps)} steps had a loss or gradient that is no number, which is the limit that"
-                            f" --max_bad_steps sets.\nThe weights are those before step {step + 1}. Try a lower"
-                            " learning_rate, or mixed_precision bf16 in the place of fp16.")  # fmt: skip
+            raise TooManyFailures(
+                f"{len(self.skipped_steps)} steps had a loss or gradient that is no number, which is the limit that"
+                f" --max_bad_steps sets.\nThe weights are those before step {step + 1}. Try a lower"
+                " learning_rate, or mixed_precision bf16 in the place of fp16."
+            )
         return False
 
 
@@ -255,8 +259,12 @@ class OomRecovery:
             change = "gradient_checkpointing is switched on, which takes more time and changes nothing in the result"
         else:
             raise error
-        logger.warning("step %d ran out of memory (%s); --on_oom ladder: %s, and the step comes again", step + 1,
-                       error.phase, change)  # fmt: skip
+        logger.warning(
+            "step %d ran out of memory (%s); --on_oom ladder: %s, and the step comes again",
+            step + 1,
+            error.phase,
+            change,
+        )
 
 
 def _run_and_discard(batch: PixelBatch, function: Callable[[PixelBatch], Any]) -> None:

@@ -86,8 +86,10 @@ class DiffusionTask:
         """Once each, in the plan's order: some are tried first, and those of one size may come before others."""
         if step != self.stats_step:
             self.micro_batch_stats, self.stats_step = [], step
-        self.micro_batch_stats[:] = sorted([*(old for old in self.micro_batch_stats if old.global_positions != stats.global_positions), stats],
-                              key=lambda each: each.global_positions)  # fmt: skip
+        self.micro_batch_stats[:] = sorted(
+            [*(old for old in self.micro_batch_stats if old.global_positions != stats.global_positions), stats],
+            key=lambda each: each.global_positions,
+        )
 
     def get_shape_key(self, pixel_batch: PixelBatch) -> Hashable:
         """Batches of which it is the same make tensors of the same sizes."""
@@ -146,8 +148,10 @@ class DiffusionTask:
         if pixels is None:
             raise AssertionError("a batch has pixels or moments")
         with torch.autocast(self.to_device.device.type, enabled=False):  # the VAE overflows in half precision
-            parts = [self.family.encode_moments(self.pipe, normalize_pixels(self.to_device(part))).mean_and_std
-                     for part in torch.split(pixels, self.vae_batch_size)]  # fmt: skip
+            parts = [
+                self.family.encode_moments(self.pipe, normalize_pixels(self.to_device(part))).mean_and_std
+                for part in torch.split(pixels, self.vae_batch_size)
+            ]
         return Moments(torch.cat(parts))
 
     def encode_text(self, captions: Sequence[str]) -> Cond:
@@ -157,8 +161,10 @@ class DiffusionTask:
         size = (
             len(captions) if self.trains_text_encoders else self.text_encoder_batch_size
         )  # their graph is kept for all of them
-        parts = [self.family.encode_prompts(self.pipe, list(captions[first : first + size]))
-                 for first in range(0, len(captions), size)]  # fmt: skip
+        parts = [
+            self.family.encode_prompts(self.pipe, list(captions[first : first + size]))
+            for first in range(0, len(captions), size)
+        ]
         return concatenate_cond(parts)
 
     def build_generators(self, purpose: str, step: int, global_positions: tuple[int, ...]) -> list[torch.Generator]:

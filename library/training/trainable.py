@@ -160,14 +160,33 @@ def select_target_components(
         denoiser, arguments = getattr(pipe, family.denoiser_name), get_network_args(config.adapter)
         has_wide = all_layers or arguments.conv_dim is not None
         has_outside = all_layers or (arguments.in_dims or arguments.emb_dims) is not None
-        targets = (*family.lora_target_modules, *(family.conv_lora_target_modules if has_wide else ()),
-                   *(family.get_non_block_lora_target_modules(denoiser) if has_outside else ()))  # fmt: skip
-        parts.append(TargetComponent(family.denoiser_name, denoiser, targets, family.lora_key_style, family.lora_prefix,
-                               family.get_unused_layers(denoiser)))  # fmt: skip
+        targets = (
+            *family.lora_target_modules,
+            *(family.conv_lora_target_modules if has_wide else ()),
+            *(family.get_non_block_lora_target_modules(denoiser) if has_outside else ()),
+        )
+        parts.append(
+            TargetComponent(
+                family.denoiser_name,
+                denoiser,
+                targets,
+                family.lora_key_style,
+                family.lora_prefix,
+                family.get_unused_layers(denoiser),
+            )
+        )
     for name in select_trained_text_encoders(config, family.facts):
         encoder = getattr(pipe, name)
-        parts.append(TargetComponent(name, encoder, family.text_lora_target_modules[name], family.get_text_key_style(name),
-                               family.text_lora_prefixes[name], family.get_unused_text_layers(encoder, name)))  # fmt: skip
+        parts.append(
+            TargetComponent(
+                name,
+                encoder,
+                family.text_lora_target_modules[name],
+                family.get_text_key_style(name),
+                family.text_lora_prefixes[name],
+                family.get_unused_text_layers(encoder, name),
+            )
+        )
     return parts
 
 
@@ -191,8 +210,9 @@ def _check_adapter_options(config: RunConfig, facts: FamilyFacts) -> None:
         raise ConfigError(found)
 
 
-def build_trainable_modules(config: RunConfig, family: Family, pipe: Any,
-                 rank_alphas: Mapping[str, RankAlpha] | None = None) -> tuple[TrainableModules, lora.Adapter]:  # fmt: skip
+def build_trainable_modules(
+    config: RunConfig, family: Family, pipe: Any, rank_alphas: Mapping[str, RankAlpha] | None = None
+) -> tuple[TrainableModules, lora.Adapter]:
     """Give the pipeline its adapters, or those of ``given`` sizes, and make it ready to be trained."""
     _check_adapter_options(config, family.facts)
     parts = select_target_components(config, family, pipe, all_layers=rank_alphas is not None)
@@ -246,8 +266,10 @@ def format_trainable_summary(trainable: TrainableModules, adapter: lora.Adapter)
         modules = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
         whole = sum(parameter.numel() for parameter in part.parameters())
         learnt = sum(parameter.numel() for parameter in own)
-        lines.append(f"training {name} ({type(part).__name__}): {modules}, rank {_format_range(ranks)}; {learnt:,} numbers, "
-                     f"{100 * learnt / whole:.2f} % of it")  # fmt: skip
+        lines.append(
+            f"training {name} ({type(part).__name__}): {modules}, rank {_format_range(ranks)}; {learnt:,} numbers, "
+            f"{100 * learnt / whole:.2f} % of it"
+        )
     return lines
 
 

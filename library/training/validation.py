@@ -158,8 +158,10 @@ class ValidationResult:
     def compare(cls, base_losses: SampleLosses, losses: SampleLosses) -> "ValidationResult":
         both = [number for number in losses if number in base_losses]
         means = {number: (_compute_mean(base_losses[number]), _compute_mean(losses[number])) for number in both}
-        return cls(MeanEstimate.from_values([after for _, after in means.values()]),
-                   MeanEstimate.from_values([before - after for before, after in means.values()]))  # fmt: skip
+        return cls(
+            MeanEstimate.from_values([after for _, after in means.values()]),
+            MeanEstimate.from_values([before - after for before, after in means.values()]),
+        )
 
     @property
     def is_better(self) -> bool:
@@ -197,8 +199,11 @@ class Validation:
         every_epochs = config.validate_every_n_epochs
         if every_epochs is None and config.validate_every_n_steps is None:
             every_epochs = 1
-        return (step >= plan.steps or is_interval_reached(plan, step, config.validate_every_n_steps, None)
-                or (every_epochs is not None and is_interval_reached(plan, step, None, every_epochs)))  # fmt: skip
+        return (
+            step >= plan.steps
+            or is_interval_reached(plan, step, config.validate_every_n_steps, None)
+            or (every_epochs is not None and is_interval_reached(plan, step, None, every_epochs))
+        )
 
     def on_train_begin(self, run: TrainingRun) -> None:
         """Measure the model without what is learnt."""
@@ -235,8 +240,10 @@ class Validation:
 
     def _break_down_losses(self, losses: SampleLosses, name: str) -> dict[str, float]:
         """The means at each time and, of several, in each dataset."""
-        found = {f"{name}/time/{u:.1f}": _compute_mean([row[place] for row in losses.values()])
-                 for place, u in enumerate(TIMESTEP_QUANTILES)}  # fmt: skip
+        found = {
+            f"{name}/time/{u:.1f}": _compute_mean([row[place] for row in losses.values()])
+            for place, u in enumerate(TIMESTEP_QUANTILES)
+        }
         by_dataset = self._average_by_dataset(losses)
         if len(by_dataset) > 1:
             found |= {f"{name}/dataset/{number + 1}": mean for number, mean in by_dataset.items()}

@@ -56,15 +56,21 @@ def _check_gradients(loss: float, gradients: dict[str, torch.Tensor | None]) -> 
     reached = [name for name, gradient in gradients.items() if gradient is not None and bool(gradient.any())]
     broken = [name for name in reached if not bool(torch.isfinite(gradients[name]).all())]  # type: ignore[arg-type]
     if not torch.isfinite(torch.tensor(loss)) or broken:
-        raise UserError(f"before the first step: the loss is {loss:g} and {len(broken)} of {len(gradients)} gradients"
-                        " hold something that is no number, though nothing was learnt yet; the model, its VAE or the"
-                        f" precision is at fault. Try mixed_precision bf16 or no.{_format_names(broken)}")  # fmt: skip
+        raise UserError(
+            f"before the first step: the loss is {loss:g} and {len(broken)} of {len(gradients)} gradients"
+            " hold something that is no number, though nothing was learnt yet; the model, its VAE or the"
+            f" precision is at fault. Try mixed_precision bf16 or no.{_format_names(broken)}"
+        )
     if not reached:
         raise UserError("before the first step: no gradient reaches any of the weights that are to learn")
     idle = [name for name in gradients if name not in set(reached)]
     if idle:
-        logger.warning("%d of %d tensors that are to learn get no gradient and will stay as they are:%s", len(idle),
-                       len(gradients), _format_names(idle))  # fmt: skip
+        logger.warning(
+            "%d of %d tensors that are to learn get no gradient and will stay as they are:%s",
+            len(idle),
+            len(gradients),
+            _format_names(idle),
+        )
 
 
 def _format_names(names: Sequence[str]) -> str:
@@ -167,8 +173,11 @@ def _record_input_shapes(
         task = replace(run.task, denoiser=run.strategy.unwrap_model(run.model), micro_batch_stats=[])
         small = first_batch.build_dummy_batch(shapes[-1][0], count)
         texts_vary = any(isinstance(value, list) for value in task.encode(small, run.state.step).cond.values())
-        batches = [batch for size in _select_extreme_sizes([size for size, _ in shapes])
-                   for batch in _vary_text_lengths(first_batch.build_dummy_batch(size, count), texts_vary)]  # fmt: skip
+        batches = [
+            batch
+            for size in _select_extreme_sizes([size for size, _ in shapes])
+            for batch in _vary_text_lengths(first_batch.build_dummy_batch(size, count), texts_vary)
+        ]
         batches += [small.vary_text_lengths([length] * count) for length in TEXT_LENGTHS if texts_vary]
         for batch in batches:
             task(batch, run.state.step)

@@ -6,13 +6,49 @@ Words that say nothing about the image are mixed in, so that the model draws the
 from collections.abc import Iterator
 
 STYLES = (
-    "ink", "oil", "neon", "retro", "paper", "metal", "glass", "stone", "felt", "comic", "night", "pastel", "wood",
-    "lego", "gothic", "modern", "vivid", "origami", "mosaic", "velvet", "chalk", "steam", "pop", "zen",
-)  # fmt: skip
+    "ink",
+    "oil",
+    "neon",
+    "retro",
+    "paper",
+    "metal",
+    "glass",
+    "stone",
+    "felt",
+    "comic",
+    "night",
+    "pastel",
+    "wood",
+    "lego",
+    "gothic",
+    "modern",
+    "vivid",
+    "origami",
+    "mosaic",
+    "velvet",
+    "chalk",
+    "steam",
+    "pop",
+    "zen",
+)
 ADJECTIVES = (
-    "happy", "small", "big", "old", "new", "pretty", "funny", "shiny", "soft", "simple", "nice", "tiny", "wild",
-    "lovely", "strange", "classic",
-)  # fmt: skip
+    "happy",
+    "small",
+    "big",
+    "old",
+    "new",
+    "pretty",
+    "funny",
+    "shiny",
+    "soft",
+    "simple",
+    "nice",
+    "tiny",
+    "wild",
+    "lovely",
+    "strange",
+    "classic",
+)
 STARTS, MIDDLES = ("b", "cl", "d", "fr", "g", "k", "l", "m", "pr", "st", "t", "v"), "aeiouy"
 ENDS = ("", "n", "r", "sk", "ly")
 PSEUDO_WORDS = tuple(f"{start}{middle}{end}" for start in STARTS for middle in MIDDLES for end in ENDS)

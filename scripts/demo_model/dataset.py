@@ -12,8 +12,12 @@ from .captions import generate_captions
 from .emoji import WHITE, compose
 
 SHAPES: Mapping[tuple[int, int], tuple[int, int]] = {
-    (96, 96): (80, 2), (112, 80): (72, 1), (80, 112): (72, 1), (128, 64): (56, 1), (64, 128): (56, 1),
-}  # fmt: skip
+    (96, 96): (80, 2),
+    (112, 80): (72, 1),
+    (80, 112): (72, 1),
+    (128, 64): (56, 1),
+    (64, 128): (56, 1),
+}
 """Width and height: side of the square that holds the emoji, and the number of images of each subject."""
 LATENT_PIXELS = 8
 """Positions differ by whole latents: shifted by less, the same drawing would be another one to the denoiser."""

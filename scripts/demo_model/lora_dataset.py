@@ -15,9 +15,27 @@ BIRD = 0x1F99C
 COUNTS: Mapping[tuple[int, int], int] = {(96, 96): 6, (112, 80): 3, (80, 112): 3, (128, 64): 2, (64, 128): 2}
 CAPTIONS = ("a lorikeet", "lorikeet", "a picture of a lorikeet", "a lorikeet")
 REGULARIZATION_SUBJECTS = (
-    "dog", "owl", "fox", "banana", "frog", "tulip", "car", "heart", "star", "smiling face", "penguin", "lion", "turtle",
-    "dolphin", "pineapple", "pine tree", "butterfly", "rocket", "house", "ghost",
-)  # fmt: skip
+    "dog",
+    "owl",
+    "fox",
+    "banana",
+    "frog",
+    "tulip",
+    "car",
+    "heart",
+    "star",
+    "smiling face",
+    "penguin",
+    "lion",
+    "turtle",
+    "dolphin",
+    "pineapple",
+    "pine tree",
+    "butterfly",
+    "rocket",
+    "house",
+    "ghost",
+)
 
 
 def write_lora_dataset(noto: Mapping[int, Image.Image], directory: Path) -> None:

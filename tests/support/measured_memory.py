@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ranks import on_ranks
+from rank_processes import on_ranks
 
 from benchmarks.synthetic_run import CAPTION, load_training_options, write_dataset
 from benchmarks.synthetic_run import build_run as build_synthetic_run
@@ -139,5 +139,7 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         estimated = estimate_step(processes, *flags)
         measured = max(on_ranks(processes, measure_step, Path(folder), *flags))
-    sys.stdout.write(f"{' '.join(sys.argv[1:])}: estimated {estimated / 1e6:.1f} MB, allocated {measured / 1e6:.1f} MB,"
-                     f" {100 * (estimated / measured - 1):+.1f} %\n")  # fmt: skip
+    sys.stdout.write(
+        f"{' '.join(sys.argv[1:])}: estimated {estimated / 1e6:.1f} MB, allocated {measured / 1e6:.1f} MB,"
+        f" {100 * (estimated / measured - 1):+.1f} %\n"
+    )

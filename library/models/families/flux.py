@@ -27,10 +27,24 @@ class Flux(Family):
     tokenizer_repo_ids = {"tokenizer": "openai/clip-vit-large-patch14", "tokenizer_2": "google/t5-v1_1-xxl"}  # noqa: RUF012
     # Every linear layer of the double and single blocks; proj_out is also a name outside of them.
     lora_target_modules = (
-        "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
-        "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2", "norm1.linear",
-        "norm1_context.linear", "norm.linear", "proj_mlp", "single_transformer_blocks.*.proj_out",
-    )  # fmt: skip
+        "to_q",
+        "to_k",
+        "to_v",
+        "to_out.0",
+        "add_q_proj",
+        "add_k_proj",
+        "add_v_proj",
+        "to_add_out",
+        "ff.net.0.proj",
+        "ff.net.2",
+        "ff_context.net.0.proj",
+        "ff_context.net.2",
+        "norm1.linear",
+        "norm1_context.linear",
+        "norm.linear",
+        "proj_mlp",
+        "single_transformer_blocks.*.proj_out",
+    )
     lora_prefix = "lora_unet"
     lora_format = "diffusers"
     lora_key_style = "flux"
@@ -107,13 +121,20 @@ class Flux(Family):
         sampler: str | None,
     ) -> Image:
         return run_flow_sampling_pipeline(
-            self, pipe, prompt, generator, sampler,
-            num_inference_steps=prompt.num_inference_steps or (self.default_num_inference_steps if _has_guidance_embeds(pipe) else 4),
+            self,
+            pipe,
+            prompt,
+            generator,
+            sampler,
+            num_inference_steps=prompt.num_inference_steps
+            or (self.default_num_inference_steps if _has_guidance_embeds(pipe) else 4),
             true_cfg_scale=self.default_guidance_scale if prompt.cfg_scale is None else prompt.cfg_scale,
             guidance_scale=3.5 if prompt.embedded_guidance is None else prompt.embedded_guidance,
-            prompt_embeds=cond["embeds"], pooled_prompt_embeds=cond["pooled"],
-            negative_prompt_embeds=negative_cond["embeds"], negative_pooled_prompt_embeds=negative_cond["pooled"],
-        )  # fmt: skip
+            prompt_embeds=cond["embeds"],
+            pooled_prompt_embeds=cond["pooled"],
+            negative_prompt_embeds=negative_cond["embeds"],
+            negative_pooled_prompt_embeds=negative_cond["pooled"],
+        )
 
 
 def _has_guidance_embeds(pipe: Any) -> bool:

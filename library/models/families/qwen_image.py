@@ -29,9 +29,19 @@ class QwenImage(Family):
     tokenizer_repo_ids = {"tokenizer": "Qwen/Qwen-Image:tokenizer"}  # noqa: RUF012
     # The linear layers of the blocks; the modulation stays as it is.
     lora_target_modules = (
-        "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
-        "img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2",
-    )  # fmt: skip
+        "to_q",
+        "to_k",
+        "to_v",
+        "to_out.0",
+        "add_q_proj",
+        "add_k_proj",
+        "add_v_proj",
+        "to_add_out",
+        "img_mlp.net.0.proj",
+        "img_mlp.net.2",
+        "txt_mlp.net.0.proj",
+        "txt_mlp.net.2",
+    )
     lora_prefix = "lora_unet"
     lora_format = "diffusers"
     block_lists = ("transformer_blocks",)
@@ -48,8 +58,9 @@ class QwenImage(Family):
     def get_unused_layers(self, denoiser: Any) -> tuple[str, ...]:
         # What the last block makes of the text is not looked at.
         last = f"transformer_blocks.{len(denoiser.transformer_blocks) - 1}"
-        return tuple(f"{last}.{end}" for end in (
-            "attn.add_q_proj", "attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2"))  # fmt: skip
+        return tuple(
+            f"{last}.{end}" for end in ("attn.add_q_proj", "attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2")
+        )
 
     def build_noise_process(self, pipe: Any) -> NoiseProcess:
         return FlowMatchingProcess.from_scheduler(pipe.scheduler.config)
@@ -124,10 +135,17 @@ class QwenImage(Family):
         negative_embeds, negative_mask = pad_text_embeds(negative_cond["embeds"])
         scale = self.default_guidance_scale if prompt.cfg_scale is None else prompt.cfg_scale
         return run_flow_sampling_pipeline(
-            self, pipe, prompt, generator, sampler, true_cfg_scale=scale,
-            prompt_embeds=embeds, prompt_embeds_mask=mask,
-            negative_prompt_embeds=negative_embeds if scale > 1 else None, negative_prompt_embeds_mask=negative_mask,
-        )  # fmt: skip
+            self,
+            pipe,
+            prompt,
+            generator,
+            sampler,
+            true_cfg_scale=scale,
+            prompt_embeds=embeds,
+            prompt_embeds_mask=mask,
+            negative_prompt_embeds=negative_embeds if scale > 1 else None,
+            negative_prompt_embeds_mask=negative_mask,
+        )
 
 
 def pad_text_embeds(embeds: Tensor | Sequence[Tensor], multiple: int = 1) -> tuple[Tensor, Tensor]:

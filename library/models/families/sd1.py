@@ -70,5 +70,12 @@ class StableDiffusion1(Family):
         generator: torch.Generator,
         sampler: str | None,
     ) -> Image:
-        return run_sampling_pipeline(self, pipe, prompt, generator, sampler,
-                         prompt_embeds=cond["embeds"], negative_prompt_embeds=negative_cond["embeds"])  # fmt: skip
+        return run_sampling_pipeline(
+            self,
+            pipe,
+            prompt,
+            generator,
+            sampler,
+            prompt_embeds=cond["embeds"],
+            negative_prompt_embeds=negative_cond["embeds"],
+        )

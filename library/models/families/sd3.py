@@ -28,19 +28,34 @@ class StableDiffusion3(Family):
     }
     # Every linear layer of the joint blocks; the second attention is 3.5-medium's.
     lora_target_modules = (
-        "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
-        "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2", "norm1.linear",
+        "to_q",
+        "to_k",
+        "to_v",
+        "to_out.0",
+        "add_q_proj",
+        "add_k_proj",
+        "add_v_proj",
+        "to_add_out",
+        "ff.net.0.proj",
+        "ff.net.2",
+        "ff_context.net.0.proj",
+        "ff_context.net.2",
+        "norm1.linear",
         "norm1_context.linear",
-    )  # fmt: skip
+    )
     lora_prefix = "lora_unet"
     lora_format = "diffusers"
     lora_key_style = "sd3"
     text_lora_target_modules = {  # noqa: RUF012
-        "text_encoder": CLIP_LORA_TARGET_MODULES, "text_encoder_2": CLIP_LORA_TARGET_MODULES, "text_encoder_3": T5_LORA_TARGET_MODULES,
-    }  # fmt: skip
+        "text_encoder": CLIP_LORA_TARGET_MODULES,
+        "text_encoder_2": CLIP_LORA_TARGET_MODULES,
+        "text_encoder_3": T5_LORA_TARGET_MODULES,
+    }
     text_lora_prefixes = {  # noqa: RUF012
-        "text_encoder": "lora_te1", "text_encoder_2": "lora_te2", "text_encoder_3": "lora_te3",
-    }  # fmt: skip
+        "text_encoder": "lora_te1",
+        "text_encoder_2": "lora_te2",
+        "text_encoder_3": "lora_te3",
+    }
     block_lists = ("transformer_blocks",)
     default_image_size = (1024, 1024)
     default_num_inference_steps = 28
@@ -51,8 +66,9 @@ class StableDiffusion3(Family):
         return (f"transformer_blocks.{len(denoiser.transformer_blocks) - 1}.attn.add_q_proj",)
 
     def get_non_block_lora_target_modules(self, denoiser: Any) -> tuple[str, ...]:
-        embedders = (f"time_text_embed.{each}_embedder.linear_{number}" for each in ("timestep", "text")
-                     for number in (1, 2))  # fmt: skip
+        embedders = (
+            f"time_text_embed.{each}_embedder.linear_{number}" for each in ("timestep", "text") for number in (1, 2)
+        )
         return "pos_embed.proj", "context_embedder", *embedders, "norm_out.linear", "proj_out"
 
     def build_noise_process(self, pipe: Any) -> NoiseProcess:
@@ -65,9 +81,13 @@ class StableDiffusion3(Family):
     def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
         with text_encoding.suppress_truncation_warnings(pipe, pipe.tokenizer, pipe.tokenizer_2, pipe.tokenizer_3):
             embeds, _, pooled, _ = pipe.encode_prompt(
-                list(prompts), None, None, pipe.text_encoder.device, do_classifier_free_guidance=False,
+                list(prompts),
+                None,
+                None,
+                pipe.text_encoder.device,
+                do_classifier_free_guidance=False,
                 max_sequence_length=self.max_sequence_length,
-            )  # fmt: skip
+            )
         return {"embeds": embeds, "pooled": pooled}
 
     def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
@@ -105,11 +125,17 @@ class StableDiffusion3(Family):
         sampler: str | None,
     ) -> Image:
         return run_flow_sampling_pipeline(
-            self, pipe, prompt, generator, sampler,
+            self,
+            pipe,
+            prompt,
+            generator,
+            sampler,
             guidance_scale=self.default_guidance_scale if prompt.cfg_scale is None else prompt.cfg_scale,
-            prompt_embeds=cond["embeds"], pooled_prompt_embeds=cond["pooled"],
-            negative_prompt_embeds=negative_cond["embeds"], negative_pooled_prompt_embeds=negative_cond["pooled"],
-        )  # fmt: skip
+            prompt_embeds=cond["embeds"],
+            pooled_prompt_embeds=cond["pooled"],
+            negative_prompt_embeds=negative_cond["embeds"],
+            negative_pooled_prompt_embeds=negative_cond["pooled"],
+        )
 
 
 def _get_sd3_variant(config: Any) -> str:

@@ -89,7 +89,13 @@ class StableDiffusionXL(Family):
     ) -> Image:
         # The pipeline tells the UNet an uncropped picture of the size that is drawn.
         return run_sampling_pipeline(
-            self, pipe, prompt, generator, sampler,
-            prompt_embeds=cond["embeds"], pooled_prompt_embeds=cond["pooled"],
-            negative_prompt_embeds=negative_cond["embeds"], negative_pooled_prompt_embeds=negative_cond["pooled"],
-        )  # fmt: skip
+            self,
+            pipe,
+            prompt,
+            generator,
+            sampler,
+            prompt_embeds=cond["embeds"],
+            pooled_prompt_embeds=cond["pooled"],
+            negative_prompt_embeds=negative_cond["embeds"],
+            negative_pooled_prompt_embeds=negative_cond["pooled"],
+        )

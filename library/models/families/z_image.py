@@ -26,11 +26,17 @@ class ZImage(Family):
     tokenizer_repo_ids = {"tokenizer": "Tongyi-MAI/Z-Image-Turbo:tokenizer"}  # noqa: RUF012
     # The linear layers of the main blocks; the refiners before them and the modulation stay as they are.
     lora_target_modules = tuple(
-        f"layers.*.{end}" for end in (
-            "attention.to_q", "attention.to_k", "attention.to_v", "attention.to_out.0", "feed_forward.w1",
-            "feed_forward.w2", "feed_forward.w3",
+        f"layers.*.{end}"
+        for end in (
+            "attention.to_q",
+            "attention.to_k",
+            "attention.to_v",
+            "attention.to_out.0",
+            "feed_forward.w1",
+            "feed_forward.w2",
+            "feed_forward.w3",
         )
-    )  # fmt: skip
+    )
     lora_prefix = "lora_unet"
     lora_other_key_styles = ("z_image",)
     lora_format = "diffusers"
@@ -50,14 +56,20 @@ class ZImage(Family):
         return BaseModelInfo("z_image", "z-image")
 
     def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
-        embeds, _ = pipe.encode_prompt(list(prompts), pipe.text_encoder.device, do_classifier_free_guidance=False,
-                                       max_sequence_length=Z_IMAGE_MAX_SEQUENCE_LENGTH)  # fmt: skip
+        embeds, _ = pipe.encode_prompt(
+            list(prompts),
+            pipe.text_encoder.device,
+            do_classifier_free_guidance=False,
+            max_sequence_length=Z_IMAGE_MAX_SEQUENCE_LENGTH,
+        )
         return {"embeds": embeds}
 
     def encode_prompts_on_meta(self, pipe: Any, prompts: Sequence[str]) -> Cond:
         messages = [[{"role": "user", "content": prompt}] for prompt in prompts]
-        said = [pipe.tokenizer.apply_chat_template(each, tokenize=False, add_generation_prompt=True,
-                                                   enable_thinking=True) for each in messages]  # fmt: skip
+        said = [
+            pipe.tokenizer.apply_chat_template(each, tokenize=False, add_generation_prompt=True, enable_thinking=True)
+            for each in messages
+        ]
         return {
             "embeds": text_encoding.build_meta_text_embeds(
                 pipe.tokenizer, said, pipe.transformer.config.cap_feat_dim, Z_IMAGE_MAX_SEQUENCE_LENGTH
@@ -97,7 +109,12 @@ class ZImage(Family):
         sampler: str | None,
     ) -> Image:
         return run_flow_sampling_pipeline(
-            self, pipe, prompt, generator, sampler,
+            self,
+            pipe,
+            prompt,
+            generator,
+            sampler,
             guidance_scale=self.default_guidance_scale if prompt.cfg_scale is None else prompt.cfg_scale,
-            prompt_embeds=cond["embeds"], negative_prompt_embeds=negative_cond["embeds"],
-        )  # fmt: skip
+            prompt_embeds=cond["embeds"],
+            negative_prompt_embeds=negative_cond["embeds"],
+        )

@@ -1,0 +1,180 @@
+"""Measure the structure of `library/`: file sizes, naming, configuration passing, pre-flight checks.
+
+    python tests/architecture/house_table.py [CHECKOUT ...]
+
+prints one column per checkout (this one by default), so that two revisions can be compared.
+"""
+
+import ast
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+VERBS = frozenset(
+    """
+    abort accept accumulate acquire activate add adjust advance aggregate align all allocate allow announce append apply
+    arrange as assemble assert assign attach augment autocast average back backward balance batch begin bind block bound
+    broadcast build cache calculate call can cap capture cast center chain change check choose chunk claim clamp classify
+    clean clear clip close collate collect combine compare compile compose compress compute concat configure confirm
+    connect consume contain contains contract convert copy correct count cover create crop cut deactivate decide decode
+    decompress dedupe default defer define delete dequantize derive describe destroy detach detect determine disable
+    discard discover dispatch distribute divide does download drain draw drop dump emit enable encode end enforce ensure
+    enter enumerate escape estimate evaluate exclude execute exit expand expect explain export extend extract fail fetch
+    fill filter finalize find finish fit fix flatten flip flush fold follow force forget format forward free freeze fuse
+    gather generate get greet group grow guard guess handle has hash hide hold hook identify ignore import include index
+    infer init initialize inject insert inspect install instantiate interleave interpolate interrupt invert is iterate
+    iter join keep label launch lay leave limit link list load locate lock log look lower make map mark mask match matches
+    materialize maybe measure median merge mirror mix monitor move must name narrow needs normalize note notify observe
+    offload open order pack pad parse partition patch pause perform permute persist pick pin place plan plot poll pop
+    post prefetch prepare preserve prevent preview print prioritize probe process produce profile project promote
+    propagate prune pull push put quantize queue quote raise rank reach read rebuild recompute record recover reduce
+    refresh refuse register reject release reload remap remember remove rename render reopen reorder repeat replace
+    replicate report request require requeue requires reserve reset reshape reshard resize resolve restore resume retry
+    return reuse reverse rewrite roll rotate round route run sample sanitize save scale scan schedule search seed select
+    send separate serialize set shard share shift should show shrink shuffle shut sign signal simulate size skip slice
+    snapshot solve sort spawn split spread stack stage start step stop store stream strip submit subtract suggest sum
+    summarize supports suspend swap switch sync synchronize tag take terminate test tie time to tokenize touch trace track
+    train transfer transform translate transpose traverse trim truncate try tune turn undo unflatten unfold unify uninstall
+    unload unlock unpack unpin unquote unregister unshard unwrap update upload upscale use uses validate verify visit wait
+    walk want wants warm warn warmup watch weigh weight wrap write yield zero
+    """.split()
+)
+"""First words that make a function name read as an instruction or a question (`is_`, `has_`, `should_`)."""
+
+IRREGULAR = frozenset(
+    """
+    told kept dealt made built found held sent shown drawn chosen written left spread given taken seen known laid paid
+    said met lost won gone done begun bound brought bought caught cut felt fit forgotten forgiven frozen grown heard
+    hidden hit hung hurt led learnt lent let lit meant overrun proven put rewritten risen run shut sold spent split
+    spoken stood struck stuck swept taught thought thrown torn understood unread woken worn within beside behind
+    """.split()
+) - {"cut", "fit", "run", "put", "split", "let", "hit", "shut", "spread", "left"}
+NOT_PARTICIPLES = frozenset({"seed", "feed", "embed", "need", "exceed", "proceed", "shed", "speed", "bed", "unembed"})
+PREPOSITIONS = frozenset({"of", "at", "by", "to", "in", "on", "as", "from", "with", "beside", "within", "behind"})
+
+PREFLIGHT_FILES = re.compile(
+    r"(config/(validate|parser|options|types|toml_positions|kohya_compat|network_arg)\w*|dataset/(validate|dataset_config|schema)\w*"
+    r"|(distributed|models|training)/preflight|registry|errors)\.py$"
+)
+PREFLIGHT_NAME = re.compile(
+    r"(^|_)(problems|conflicts|misfits?|refuse|rehearse|contradictions|misplaced)(_|$)|^_?(validate|check)_"
+)
+
+LIMITS: dict[str, tuple[float, float]] = {}
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function or method, and where it is defined."""
+
+    file: str
+    name: str
+    node: ast.FunctionDef | ast.AsyncFunctionDef
+    is_property: bool
+
+
+def list_functions(file: str, tree: ast.Module) -> Iterator[Function]:
+    """Every function and method of a module, nested ones included."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            decorators = {ast.unparse(item).split("(")[0].rpartition(".")[2] for item in node.decorator_list}
+            yield Function(file, node.name, node, bool(decorators & {"property", "cached_property"}))
+
+
+def is_dunder(name: str) -> bool:
+    """Whether Python itself calls it."""
+    return name.startswith("__") and name.endswith("__")
+
+
+def begins_with_verb(name: str) -> bool:
+    """Whether the first word of a function name is an instruction or a question."""
+    return name.strip("_").split("_")[0] in VERBS
+
+
+def is_bare_participle(name: str) -> bool:
+    """Whether a function name is a single participle or preposition: `told`, `kept`, `of`."""
+    words = name.strip("_").split("_")
+    if len(words) != 1 or words[0] in NOT_PARTICIPLES | VERBS:
+        return False
+    return words[0] in IRREGULAR | PREPOSITIONS or (words[0].endswith("ed") and len(words[0]) > 3)
+
+
+def takes_run_config(function: Function) -> int:
+    """How many parameters of a function are the whole `RunConfig`."""
+    arguments = function.node.args
+    annotations = [item.annotation for item in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    return sum("RunConfig" in ast.unparse(item) for item in annotations if item is not None)
+
+
+def is_preflight_check(function: Function) -> bool:
+    """Whether a function refuses settings: it raises `ConfigError`, or its name says so."""
+    raises = any(
+        isinstance(node, ast.Raise) and node.exc is not None and "ConfigError" in ast.unparse(node.exc)
+        for node in ast.walk(function.node)
+    )
+    return raises or bool(PREFLIGHT_NAME.search(function.name))
+
+
+def count_public_duplicates(trees: dict[str, ast.Module]) -> int:
+    """Public top-level functions and classes whose name is defined in more than one module."""
+    names = Counter(
+        node.name
+        for tree in trees.values()
+        for node in tree.body
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_")
+    )
+    return sum(count > 1 for count in names.values())
+
+
+def measure(root: Path) -> dict[str, float]:
+    """The table of one checkout."""
+    paths = sorted((root / "library").rglob("*.py"))
+    sources = {path.relative_to(root / "library").as_posix(): path.read_text(encoding="utf-8") for path in paths}
+    trees = {file: ast.parse(source) for file, source in sources.items()}
+    lines = {file: len(source.splitlines()) for file, source in sources.items()}
+    functions = [item for file, tree in trees.items() for item in list_functions(file, tree)]
+    named = [item for item in functions if not is_dunder(item.name)]
+    folders = Counter(path.parent for path in paths if path.name != "__init__.py")
+    skips = {name: _count_skips(root / name) for name in ("library", "tests")}
+    checks = [item for item in named if is_preflight_check(item) and not PREFLIGHT_FILES.search(item.file)]
+    modules = [file for file in lines if not file.endswith(("__init__.py", "__main__.py"))]
+    return {
+        "files": len(paths),
+        "lines": sum(lines.values()),
+        "files under 40 lines": sum(lines[file] < 40 for file in modules),
+        "files under 60 lines": sum(lines[file] < 60 for file in modules),
+        "files over 400 lines": sum(count > 400 for count in lines.values()),
+        "folders over 20 files": sum(count > 20 for folder, count in folders.items() if folder.name != "families"),
+        "functions": len(named),
+        "functions over 60 lines": sum((f.node.end_lineno or 0) - f.node.lineno + 1 > 60 for f in functions),
+        "bare participles": sum(is_bare_participle(item.name) for item in named),
+        "begin with a verb, %": round(100 * sum(begins_with_verb(item.name) for item in named) / len(named), 1),
+        "public names defined twice": count_public_duplicates(trees),
+        "RunConfig parameters": sum(takes_run_config(item) for item in functions),
+        "fmt: skip in library": skips["library"],
+        "fmt: skip in tests": skips["tests"],
+        "pre-flight checks outside the lists": len(checks),
+    }
+
+
+def _count_skips(folder: Path) -> int:
+    mark = "# fmt: " + "skip"
+    return sum(path.read_text(encoding="utf-8").count(mark) for path in folder.rglob("*.py"))
+
+
+def main(folders: list[str]) -> None:
+    """Print the table, a column for each checkout."""
+    roots = [Path(folder).resolve() for folder in folders] or [ROOT]
+    tables = [measure(root) for root in roots]
+    width = max(len(name) for name in tables[0])
+    for name in tables[0]:
+        print(f"{name:{width}}", *(f"{table[name]:>10,}" for table in tables))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

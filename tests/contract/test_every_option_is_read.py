@@ -1,0 +1,167 @@
+"""Accepted means honoured: every option is read by something that acts on it, and all of sd-scripts' have a verdict."""
+
+import ast
+import functools
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+from library.config import parse_config
+from library.config.kohya_compat import KOHYA_OPTIONS, NotYetSupported, OptionAlias
+from library.config.options import iter_options
+from library.config.schema import RunConfig
+from library.dataset.schema import DATASET_KEYS
+
+ROOT = Path(__file__).resolve().parents[2]
+KOHYA = json.loads((ROOT / "tests" / "data" / "kohya_options.json").read_text())["train_network"]
+PAGE = ROOT / "docs" / "sd_scripts_options.md"
+GROUPS = {option.group for option in iter_options(RunConfig)}
+HOLDERS = GROUPS | {"config", "settings", "options", "subset", "dataset"}
+"""What the objects are called that hold options: ``run.config.train.seed``, ``subset.flip_aug``."""
+IN_FILES = {key.flag: name for name, key in DATASET_KEYS.items() if key.flag is not None}
+"""Options that dataset files know by another name."""
+
+
+def sources() -> list[tuple[Path, str]]:
+    return [(path.relative_to(ROOT / "library"), path.read_text("utf-8")) for path in (ROOT / "library").rglob("*.py")]
+
+
+def reads(files: Iterable[tuple[Path, str]]) -> set[str]:
+    """Names of options that are read; to check or to describe them, as ``config`` does, is not to honour them."""
+    return set().union(*(_read_in(path, source) for path, source in files))
+
+
+@functools.cache
+def _read_in(path: Path, source: str) -> frozenset[str]:
+    tree = ast.parse(source)
+    if path.parts[0] != "config":
+        return frozenset((*_attributes(tree, HOLDERS), *_tables(tree)))
+    # Properties of a schema are read in place of what they are made of.
+    return frozenset(_attributes(tree, {"self"}) if path.stem.endswith("schema") else ())
+
+
+def _attributes(tree: ast.AST, holders: set[str]) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and _last(node.value) in holders:
+            yield node.attr
+
+
+def _last(node: ast.AST) -> str:
+    if isinstance(node, ast.Call):
+        return _last(node.func)
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def _tables(tree: ast.AST) -> Iterator[str]:
+    """Names in a module that asks for options by the names in its tables: ``getattr(loss, name)``."""
+    calls = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr"
+    ]
+    asked = [call.args[1] for call in calls if _last(call.args[0]) in HOLDERS]
+    constants = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    values = [value for value in constants if isinstance(value, str)]
+    for name in asked:
+        if isinstance(name, ast.JoinedStr):  # f"metadata_{name}"
+            yield from (
+                f"{name.values[0].value}{value}" for value in values if isinstance(name.values[0], ast.Constant)
+            )
+        elif not isinstance(name, ast.Constant):
+            yield from values
+
+
+def unread(names: Iterable[str], files: Iterable[tuple[Path, str]]) -> list[str]:
+    found = reads(files)
+    return [name for name in names if name not in found and IN_FILES.get(name) not in found]
+
+
+def test_every_option_is_read_by_something_that_acts_on_it():
+    found = unread([option.name for option in iter_options(RunConfig)], sources())
+
+    assert [name for name in found if not _has_one_value_only(name)] == []
+
+
+def _has_one_value_only(name: str) -> bool:
+    """A switch that cannot be moved: the other position is refused."""
+    problems = parse_config(["--dataset_config", str(ROOT / "pyproject.toml"), f"--no-{name}"]).problems
+    return any(problem.startswith(f"--{name}:") for problem in problems)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "network_dim",
+        "max_grad_norm",
+        "flip_aug",
+        "save_every_n_steps",
+        "cache_precision",
+        "train_batch_size",
+        "min_snr_gamma",
+        "vae",
+        "seed",
+    ],
+)
+def test_an_option_that_nobody_reads_any_more_is_found(name):
+    other = IN_FILES.get(name, name)
+    word = re.compile(rf"(?<=[.\"])({name}|{other})\b")
+    spoilt = [
+        (path, text if path.parts[0] == "config" else word.sub("something_else", text)) for path, text in sources()
+    ]
+
+    assert name in unread([option.name for option in iter_options(RunConfig)], spoilt)
+    assert unread(["a_new_option_that_is_not_built"], sources()) == ["a_new_option_that_is_not_built"]
+
+
+def fates() -> dict[str, tuple[str, str]]:
+    """What becomes of each of sd-scripts' options for LoRA, and what is to be said of it."""
+    ours = {option.name for option in iter_options(RunConfig)} | {"config_file", "output_config"}
+    found = {}
+    for name in KOHYA:
+        verdict = None if name in ours else KOHYA_OPTIONS[name]
+        if verdict is None:
+            found[name] = ("supported", "")
+        elif isinstance(verdict, OptionAlias):
+            value = "" if verdict.value in (None, True) else f" {verdict.value}"
+            found[name] = ("alias", f"the same as `{verdict.option}{value}`")
+        else:
+            found[name] = (
+                "not yet" if isinstance(verdict, NotYetSupported) else "refused",
+                verdict.reason.removeprefix("not yet: "),
+            )
+    return found
+
+
+def page() -> str:
+    """docs/sd_scripts_options.md."""
+    found = fates()
+    count = Counter(fate for fate, _ in found.values())
+    lines = [
+        "# The options of sd-scripts",
+        "",
+        "Written by `python tests/contract/test_every_option_is_read.py`; edit `library/config/kohya.py` instead.",
+        "",
+        f"`train_network.py` has {len(found)} options: {count['supported']} are supported under the same name,"
+        f" {count['alias']} are aliases, {count['refused']} are refused with a reason, {count['not yet']} are not there"
+        " yet and are refused, too.",
+        "None is accepted and ignored.",
+        "",
+        "| option | | |",
+        "|---|---|---|",
+        *(f"| `{name}` | {fate} | {what} |" for name, (fate, what) in found.items()),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def test_all_options_of_sd_scripts_have_a_fate_and_the_page_tells_it():
+    assert len(fates()) == 193
+    assert PAGE.read_text("utf-8") == page(), "write it anew: python tests/contract/test_every_option_is_read.py"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), "utf-8")

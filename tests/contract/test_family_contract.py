@@ -1,0 +1,328 @@
+"""Every family keeps the contract of library.models.base; diffusers' own pipelines are the judge."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from family_cases import SIZE, Recorder, Wrapped, case, generators, made, pixels, same_call
+from tiny_pipelines import HEIGHT, TINY, WIDTH
+from torch import nn
+
+from library.config.schema import AdapterConfig, ModelConfig
+from library.data.prompts import Prompt
+from library.models.base import Family
+from library.models.families import FAMILIES, FAMILY_FACTS
+from library.models.model_configs import build_bundled_reader, load_bundled_config
+
+__all__ = ["case", "made"]  # fixtures
+
+
+def test_every_family_has_a_tiny_pipeline():
+    assert {make().family for make in TINY.values()} == set(FAMILIES.list_names())
+
+
+def test_a_family_is_a_direct_subclass_and_keeps_its_frozen_options_and_nothing_else(case):
+    family, _ = case
+    assert type(family).__bases__ == (Family,)
+    assert vars(family) == {"options": ModelConfig()}
+
+
+def test_the_facts_of_a_family_fit_its_class(case):
+    family, tiny = case
+    facts = family.facts
+    assert facts is FAMILY_FACTS[tiny.family]
+    assert facts.pipeline == type(tiny.pipe).__name__
+    assert (facts.denoiser, sorted(facts.parts)) == (family.denoiser, sorted(family.parts))
+    assert set(facts.files.values()) <= set(facts.parts)
+    assert set(family.tokenizers) == {part for part in family.text_parts if part.startswith("tokenizer")}
+    assert tuple(family.text_lora_prefixes) == tuple(family.text_lora_targets) == facts.text_encoders
+    assert {*facts.text_encoders} <= {*family.text_parts}
+    assert facts.t5 is None or facts.t5 in facts.text_encoders
+    for option in (*facts.files, *facts.options):
+        assert hasattr(ModelConfig(), option)
+
+
+def unguided(tiny):
+    """No comparison with a negative prompt."""
+    return {tiny.scale: tiny.unguided}
+
+
+@torch.no_grad()
+def test_the_denoiser_is_called_as_the_diffusers_pipeline_calls_it(case):
+    family, tiny = case
+    pipe, batch = tiny.pipe, tiny.batch
+    denoiser = getattr(pipe, family.denoiser)
+    record, steps = Recorder(denoiser), []
+    step = pipe.scheduler.step
+    pipe.scheduler.step = lambda out, t, *args, **kw: (steps.append((out, t)), step(out, t, *args, **kw))[1]
+    pipe(
+        **tiny.call,
+        **unguided(tiny),
+        latents=tiny.packed(batch.latents),
+        **SIZE,
+        num_inference_steps=2,
+        output_type="latent",
+    )
+    theirs, t = steps[0]
+
+    wrapped = Wrapped(denoiser)
+    noisy = batch.latents * getattr(pipe.scheduler, "init_noise_sigma", 1.0)
+    ours = family.predict(pipe, wrapped, noisy, torch.full((len(batch),), float(t)), batch)
+
+    assert wrapped.calls == 1, "predict calls the denoiser it is given, once"
+    same_call(record.calls[-1], record.calls[0])
+    assert ours.shape == batch.latents.shape
+    torch.testing.assert_close(tiny.packed(ours).double(), theirs.double())
+
+
+@torch.no_grad()
+def test_a_perfect_model_is_stepped_back_to_the_clean_latents(case):
+    """The target is in the form that the model's own scheduler expects of the model."""
+    family, tiny = case
+    clean, noise = tiny.batch.latents, torch.randn(tiny.batch.latents.shape, generator=generators()[0])
+    t, scheduler = 601.0, tiny.pipe.scheduler
+    noisy, target = family.process(tiny.pipe).add_noise(clean, noise, torch.full((len(clean),), t))
+    if hasattr(scheduler, "alphas_cumprod"):
+        scheduler.set_timesteps(1000)
+        recovered = scheduler.step(target, int(t), noisy).pred_original_sample
+    else:  # of flow matching: one step from here to the end
+        scheduler = type(scheduler).from_config(
+            scheduler.config, shift=1.0, use_dynamic_shifting=False, shift_terminal=None
+        )
+        scheduler.set_timesteps(sigmas=[t / 1000])
+        recovered = scheduler.step(target, scheduler.timesteps[0], noisy).prev_sample
+    torch.testing.assert_close(recovered, clean, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_prompts_are_encoded_as_the_diffusers_pipeline_encodes_them(case):
+    family, tiny = case
+    pipe, latents, denoiser = tiny.pipe, tiny.batch.latents, getattr(tiny.pipe, family.denoiser)
+    record = Recorder(denoiser)
+    texts = ["a red circle on white ground", "Blau, 7"]
+    pipe(
+        list(texts),
+        **tiny.sizes,
+        **tiny.texts,
+        **unguided(tiny),
+        latents=tiny.packed(latents),
+        **SIZE,
+        num_inference_steps=2,
+        output_type="latent",
+    )
+    t = torch.full((len(texts),), float(pipe.scheduler.timesteps[0]))
+    batch = replace(tiny.batch, cond=family.encode_prompts(pipe, texts))
+    family.predict(pipe, denoiser, latents * getattr(pipe.scheduler, "init_noise_sigma", 1.0), t, batch)
+    same_call(record.calls[-1], record.calls[0])
+    for value in batch.cond.values():
+        assert len(value) == len(texts)
+    assert any(not torch.equal(value[0], value[1]) for value in batch.cond.values())
+
+
+@torch.no_grad()
+def test_a_sample_does_not_depend_on_the_texts_beside_it(case):
+    """Texts of different lengths in one batch are read, and predicted with, as if each were alone."""
+    family, tiny = case
+    pipe, denoiser, batch = tiny.pipe, getattr(tiny.pipe, family.denoiser), tiny.batch
+    texts, t = ["a red circle on white ground", "Blau, 7"], torch.tensor([700.0, 250.0])
+    together = family.encode_prompts(pipe, list(texts))
+    pair = family.predict(pipe, denoiser, batch.latents, t, replace(batch, cond=together))
+    for number, text in enumerate(texts):
+        row = slice(number, number + 1)
+        alone = family.encode_prompts(pipe, [text])
+        for name, value in alone.items():
+            torch.testing.assert_close(value[0], together[name][number], rtol=1e-4, atol=1e-5)
+        single = replace(batch, cond=alone, frame=batch.frame[row])
+        predicted = family.predict(pipe, denoiser, batch.latents[row], t[row], single)
+        torch.testing.assert_close(predicted, pair[row], rtol=1e-3, atol=1e-4)
+
+
+@torch.no_grad()
+def test_sides_of_pictures_are_multiples_of_no_less_than_needed(case):
+    family, tiny = case
+    step = family.facts.look(build_bundled_reader(load_bundled_config(config_of(tiny)))).pixel_step // 8
+    pipe, denoiser, batch = tiny.pipe, getattr(tiny.pipe, family.denoiser), tiny.batch
+    t, channels = torch.tensor([700.0, 250.0]), batch.latents.shape[1]
+    for height, width in ((step, 3 * step), (5 * step, 2 * step)):
+        noisy = torch.zeros(2, channels, height, width)
+        assert family.predict(pipe, denoiser, noisy, t, batch).shape == noisy.shape
+    if family.process(pipe).prediction == "flow":
+        with pytest.raises((RuntimeError, AssertionError)):
+            noisy = torch.zeros(2, channels, step, 3 * step // 2)
+            assert family.predict(pipe, denoiser, noisy, t, batch).shape == noisy.shape
+
+
+def config_of(tiny):
+    return tiny.source.removeprefix("random:").replace(":", "_")
+
+
+def test_a_text_encoder_can_be_trained_through_the_prompts(case):
+    family, tiny = case
+    cond = family.encode_prompts(tiny.pipe, ["a red circle"])
+    sum(value.float().square().sum() for row in cond.values() for value in row if value.requires_grad).backward()
+    for name in family.text_lora_prefixes:
+        encoder = getattr(tiny.pipe, name)
+        assert any(bool(p.grad.abs().sum() > 0) for p in encoder.parameters() if p.grad is not None), name
+
+
+@torch.no_grad()
+def test_pixels_are_encoded_as_diffusers_own_inpainting_encodes_them(case):
+    family, tiny = case
+    theirs = tiny.encode(tiny.pipe, pixels(), generators())
+    ours = family.encode_pixels(tiny.pipe, pixels(), generators())
+    torch.testing.assert_close(ours, theirs)
+    assert ours.shape == tiny.batch.latents.shape
+
+
+@torch.no_grad()
+def test_latents_are_decoded_as_the_diffusers_pipeline_decodes_them(case):
+    family, tiny = case
+    options = dict(latents=tiny.packed(tiny.batch.latents), num_inference_steps=2, **unguided(tiny), **SIZE)
+    theirs = tiny.pipe(**tiny.call, **options, output_type="pt").images
+    latents = tiny.pipe(**tiny.call, **options, output_type="latent").images
+    ours = family.decode_latents(tiny.pipe, tiny.unpacked(latents))
+    torch.testing.assert_close((ours / 2 + 0.5).clamp(0, 1), theirs)
+
+
+@torch.no_grad()
+def test_decoding_undoes_encoding_as_far_as_the_vae_can(case):
+    family, tiny = case
+    vae = tiny.pipe.vae
+    back = family.decode_latents(tiny.pipe, family.encode_pixels(tiny.pipe, pixels(1), generators(1)))
+    is_for_videos = "temperal_downsample" in vae.config
+    shown = pixels(1).unsqueeze(2) if is_for_videos else pixels(1)
+    alone = vae.decode(vae.encode(shown).latent_dist.sample(generators(1)[0])).sample
+    torch.testing.assert_close(back, alone.squeeze(2) if is_for_videos else alone, rtol=1e-3, atol=1e-4)
+
+
+@torch.no_grad()
+def test_what_is_kept_of_a_prompt_does_not_depend_on_the_others(case):
+    family, tiny = case
+    texts = ["a red circle on white ground", "", "Blau, 7"]
+    together = family.encode_prompts(tiny.pipe, texts)
+    for row, text in enumerate(texts):
+        alone = family.encode_prompts(tiny.pipe, [text])
+        assert alone.keys() == together.keys()
+        for name, value in alone.items():
+            assert isinstance(value, list) == isinstance(together[name], list)
+            torch.testing.assert_close(value[0], together[name][row])
+
+
+@torch.no_grad()
+def test_latents_are_drawn_around_their_mean_with_their_spread(case):
+    family, tiny = case
+    corner = pixels(1)[:, :, :32, :48]
+    moments = family.encode_moments(tiny.pipe, corner)
+    draws = family.encode_pixels(tiny.pipe, corner.expand(400, -1, -1, -1), generators(400))
+    mean, std = moments.both[0]
+    assert float(std.min()) > 0
+    assert float(((draws.mean(0) - mean) / std).abs().max()) < 0.35  # 400 draws: 7 standard errors
+    assert float((draws.std(0) / std - 1).abs().max()) < 0.25
+
+
+def test_latents_of_a_sample_do_not_depend_on_the_others_in_the_batch(case):
+    family, tiny = case
+    together = family.encode_pixels(tiny.pipe, pixels(), generators())
+    alone = family.encode_pixels(tiny.pipe, pixels()[1:], generators()[1:])
+    torch.testing.assert_close(together[1:], alone)
+    assert not torch.allclose(together[:1], family.encode_pixels(tiny.pipe, pixels()[:1], generators()[1:]))
+
+
+@torch.no_grad()
+def draw(family, pipe, sampler=None, **options):
+    prompt = Prompt("a red circle", "blue", width=WIDTH, height=HEIGHT, **{"steps": 3, "scale": 3.0, **options})
+    cond, negative = (family.encode_prompts(pipe, [text]) for text in (prompt.text, prompt.negative_prompt))
+    return family.draw(pipe, prompt, cond, negative, torch.Generator().manual_seed(1), sampler)
+
+
+def test_a_preview_is_the_picture_that_the_diffusers_pipeline_draws(case):
+    family, tiny = case
+    theirs = tiny.pipe(
+        "a red circle",
+        negative_prompt="blue",
+        **SIZE,
+        **tiny.texts,
+        num_inference_steps=3,
+        **{tiny.scale: 3.0},
+        generator=torch.Generator().manual_seed(1),
+    ).images[0]
+    ours = draw(family, tiny.pipe)
+    assert ours.size == (WIDTH, HEIGHT)
+    assert ours.tobytes() == theirs.tobytes()
+    assert ours.tobytes() != draw(family, tiny.pipe, scale=5.0).tobytes()
+
+
+def test_a_preview_leaves_no_trace(case):
+    """Neither the global generator, nor the pipeline's scheduler, nor who is in training mode changes."""
+    family, tiny = case
+    denoiser = getattr(tiny.pipe, family.denoiser).train()
+    resting = list(denoiser.modules())[-1].eval()
+    before, scheduler = torch.random.get_rng_state(), tiny.pipe.scheduler
+    table = dict(vars(scheduler))
+    draw(family, tiny.pipe, "euler")
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert tiny.pipe.scheduler is scheduler and vars(scheduler) == table
+    assert denoiser.training and not resting.training
+
+
+def test_a_preview_needs_no_text_encoder_and_draws_in_bfloat16(case):
+    family, tiny = case
+    pipe = family.load(tiny.source, torch.bfloat16)
+    prompt = Prompt("a", width=WIDTH, height=HEIGHT, num_inference_steps=2)
+    with torch.no_grad():
+        cond, negative = (family.encode_prompts(pipe, [text]) for text in ("a", ""))
+    for part in family.text_parts:
+        setattr(pipe, part, None)
+    picture = family.draw(pipe, prompt, cond, negative, torch.Generator().manual_seed(1), None)
+    assert picture.size == (WIDTH, HEIGHT)
+
+
+def test_a_gradient_reaches_every_lora(case):
+    """DDP waits for ever for one that none reaches."""
+    from library.adapters import lora
+
+    family, tiny = case
+    denoiser = getattr(tiny.pipe, family.denoiser)
+    config, draw = AdapterConfig(network_dim=3, network_alpha=2), torch.Generator().manual_seed(0)
+    lora.inject_into_model(denoiser, config, family.lora_targets, 0, family.lora_names, family.idle_layers(denoiser))
+    with torch.no_grad():
+        for name, weight in lora.iter_adapter_parameters(denoiser):
+            if "lora_B" in name:
+                weight.copy_(torch.randn(weight.shape, generator=draw))
+    t = torch.tensor([700.0, 250.0])
+    family.predict(tiny.pipe, Wrapped(denoiser), tiny.batch.latents, t, tiny.batch).square().sum().backward()
+    without = [
+        name for name, weight in lora.iter_adapter_parameters(denoiser) if weight.grad is None or not weight.grad.any()
+    ]
+    assert without == []
+
+
+BLOCKS = {
+    "Transformer2DModel",
+    "JointTransformerBlock",
+    "FluxTransformerBlock",
+    "FluxSingleTransformerBlock",
+    "ZImageTransformerBlock",
+    "QwenImageTransformerBlock",
+}
+"""Classes that sd-scripts and musubi-tuner look into for layers to train, as diffusers calls them."""
+LEFT_OUT = {"z_image": r"_modulation|_refiner", "qwen_image": r"_mod\."}
+"""What musubi-tuner leaves out of them."""
+
+
+def test_lora_targets_are_the_layers_that_sd_scripts_trains(case):
+    """Linear layers and 1x1 convolutions inside blocks of the classes that its network modules name."""
+    from library.adapters.targets import match_target_modules
+
+    family, tiny = case
+    denoiser = getattr(tiny.pipe, family.denoiser)
+    blocks = [name for name, module in denoiser.named_modules() if type(module).__name__ in BLOCKS]
+    expected = {
+        name
+        for name, module in denoiser.named_modules()
+        if any(name.startswith(f"{block}.") for block in blocks)
+        and (isinstance(module, nn.Linear) or (isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1)))
+        and not (tiny.family in LEFT_OUT and re.search(LEFT_OUT[tiny.family], name))
+    }
+    assert set(match_target_modules(denoiser, family.lora_targets)) == expected

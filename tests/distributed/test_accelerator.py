@@ -1,0 +1,471 @@
+"""prepare_accelerator: the pure part in every branch, and what two real processes get."""
+
+import os
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from accelerate.utils import DistributedDataParallelKwargs, DynamoBackend, InitProcessGroupKwargs
+from rank_processes import on_ranks
+
+from library.config import parse_config
+from library.config.schema import RunConfig
+from library.distributed import accelerator
+from library.distributed.accelerator import build_accelerator_kwargs, should_bind_to_numa_node
+from library.distributed.devices import Machine, count_numa_nodes, find_numa_affinity_problem
+from library.distributed.preflight import AcceleratorFacts, find_launch_problems, validate_accelerator
+from library.distributed.process_group import build_process_group_kwargs
+from library.distributed.rendezvous import build_partial_state_kwargs
+from library.distributed.trackers import resolve_tracker, resolve_tracker_dir, validate_trackers
+from library.distributed.world import World, select_device_type
+from library.errors import ConfigError
+
+SHARED = ("--cp_size", "2")
+ALONE = World(started_at="20260203040506")
+TWO = replace(ALONE, size=2, local_size=2, local_rank=1, rank=1)
+CUDA = replace(TWO, device="cuda", machine=Machine(device_type="cuda", device_count=4))
+
+
+def config(*flags: str) -> RunConfig:
+    return parse_config([*flags]).config
+
+
+def kwargs(world: World, *flags: str):
+    return build_accelerator_kwargs(config(*flags), world)
+
+
+def handler(world: World, kind: type, *flags: str):
+    return next((item for item in kwargs(world, *flags)["kwargs_handlers"] if isinstance(item, kind)), None)
+
+
+# the process group
+
+
+@pytest.mark.parametrize(
+    ("world", "backend", "init_method"),
+    [
+        (TWO, "gloo", None),
+        (CUDA, "nccl", None),
+        (replace(CUDA, windows=True), "gloo", "env://?use_libuv=False"),
+        (replace(TWO, windows=True), "gloo", "env://?use_libuv=False"),
+        (replace(CUDA, device="cpu"), "gloo", None),
+        (replace(TWO, device="xpu"), None, None),
+        (replace(ALONE, local_rank=0), "gloo", None),
+    ],
+)
+def test_the_process_group_fits_system_and_device(world, backend, init_method):
+    group = build_process_group_kwargs(world, None)
+
+    assert (group.backend, group.init_method) == (backend, init_method)
+
+
+@pytest.mark.parametrize("world", [ALONE, replace(ALONE, device="cuda", machine=Machine("cuda", device_count=8))])
+def test_one_process_forms_no_group_however_many_devices_there_are(world):
+    assert build_process_group_kwargs(world, 5) is None
+    assert kwargs(world, "--ddp_timeout", "5", "--ddp_static_graph")["kwargs_handlers"] == []
+    assert build_partial_state_kwargs(config("--ddp_timeout", "5"), world) == {"cpu": world.device == "cpu"}
+
+
+def test_the_timeout_is_in_minutes_and_reaches_the_process_group():
+    assert handler(CUDA, InitProcessGroupKwargs, "--ddp_timeout", "7").timeout == timedelta(minutes=7)
+    assert build_partial_state_kwargs(config("--ddp_timeout", "7"), CUDA)["timeout"] == timedelta(minutes=7)
+
+
+def test_ddp_settings_reach_ddp_and_frozen_buffers_stay_where_they_are():
+    plain = handler(TWO, DistributedDataParallelKwargs)
+    asked = handler(TWO, DistributedDataParallelKwargs, "--ddp_gradient_as_bucket_view", "--ddp_static_graph")
+
+    assert (plain.gradient_as_bucket_view, plain.static_graph, plain.broadcast_buffers) == (False, False, False)
+    assert (asked.gradient_as_bucket_view, asked.static_graph, asked.find_unused_parameters) == (True, True, False)
+
+
+# trackers and their folder
+
+
+@pytest.mark.parametrize(
+    ("flags", "tracker", "folder"),
+    [
+        ((), None, None),
+        (("--logging_dir", "logs"), "tensorboard", "logs/20260203040506"),
+        (("--logging_dir", "logs", "--log_prefix", "cat_"), "tensorboard", "logs/cat_20260203040506"),
+        (("--logging_dir", "logs", "--log_with", "tensorboard"), "tensorboard", "logs/20260203040506"),
+        (("--logging_dir", "logs", "--log_with", "wandb"), "wandb", "logs/20260203040506"),
+        (("--log_with", "wandb"), "wandb", None),
+        (("--logging_dir", "logs", "--log_with", "all"), "all", "logs/20260203040506"),
+        (("--logging_dir", "logs", "--log_with", "none"), None, None),
+        (("--logging_dir", "logs", "--log_with", "mlflow"), "mlflow", "logs/20260203040506"),
+    ],
+)
+def test_tracker_and_folder_follow_from_the_options(flags, tracker, folder):
+    made = kwargs(ALONE, *flags)
+
+    assert (made["log_with"], made["project_dir"]) == (tracker, folder and str(Path(folder)))
+    assert (resolve_tracker(config(*flags).log), resolve_tracker_dir(config(*flags).log, ALONE.started_at)) == (
+        tracker,
+        folder and str(Path(folder)),
+    )
+
+
+@pytest.mark.parametrize("tracker", ["tensorboard", "all"])
+def test_a_tracker_that_writes_needs_a_folder(tracker):
+    (problem,) = [line for line in parse_config(["--log_with", tracker]).problems if "dataset" not in line]
+
+    assert "needs a logging_dir" in problem
+
+
+def test_a_tracker_that_is_not_installed_is_one_line():
+    (problem,) = validate_trackers(config("--log_with", "mlflow").log, {})
+
+    assert problem == "--log_with mlflow: the package mlflow is not installed; pip install mlflow"
+
+
+def test_wandb_without_login_is_one_line_and_any_login_is_enough(tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    log = config("--log_with", "wandb").log
+    (problem,) = validate_trackers(log, {"NETRC": str(tmp_path / "none")})
+
+    assert "not logged in to wandb; run `wandb login`" in problem
+    assert validate_trackers(log, {"WANDB_API_KEY": "a" * 40}) == []
+    assert validate_trackers(log, {"WANDB_MODE": "offline"}) == []
+    (tmp_path / "netrc").write_text(f"machine api.wandb.ai\n  login user\n  password {'b' * 40}\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    assert validate_trackers(log, {}) == []
+
+
+# dynamo
+
+
+def test_without_torch_compile_the_launcher_decides():
+    assert kwargs(ALONE)["dynamo_plugin"] is None
+
+
+def test_no_torch_compile_keeps_the_launcher_from_compiling(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
+
+    assert kwargs(ALONE, "--no-torch_compile")["dynamo_plugin"].backend == DynamoBackend.NO
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ((), ("INDUCTOR", "default", False, None, True)),
+        (("--dynamo_backend", "aot_eager"), ("AOT_EAGER", "default", False, None, True)),
+        (("--dynamo_mode", "max-autotune"), ("INDUCTOR", "max-autotune", False, None, True)),
+        (("--dynamo_fullgraph",), ("INDUCTOR", "default", True, None, True)),
+        (("--no-dynamo_use_regional_compilation",), ("INDUCTOR", "default", False, None, False)),
+    ],
+)
+def test_torch_compile_takes_nothing_from_the_launcher(flags, expected, monkeypatch):
+    for name, value in {
+        "BACKEND": "EAGER",
+        "MODE": "reduce-overhead",
+        "USE_FULLGRAPH": "true",
+        "USE_DYNAMIC": "True",
+        "USE_REGIONAL_COMPILATION": str(not expected[4]),
+    }.items():
+        if not (expected[2] and name == "USE_FULLGRAPH"):
+            monkeypatch.setenv(f"ACCELERATE_DYNAMO_{name}", value)
+    plugin = kwargs(ALONE, "--torch_compile", *flags)["dynamo_plugin"]
+
+    found = (plugin.backend.value, plugin.mode, plugin.fullgraph, plugin.dynamic, plugin.use_regional_compilation)
+    assert found == expected
+
+
+# precision, accumulation, devices
+
+
+@pytest.mark.parametrize(
+    ("world", "flags", "expected"),
+    [
+        (ALONE, (), None),
+        (ALONE, ("--mixed_precision", "bf16"), "bf16"),
+        (replace(ALONE, precision="bf16"), (), None),
+        (replace(ALONE, precision="bf16"), ("--mixed_precision", "no"), "no"),
+        (replace(ALONE, precision="fp16"), (), "no"),
+        (replace(CUDA, precision="fp16"), (), None),
+        (CUDA, ("--mixed_precision", "fp16"), "fp16"),
+    ],
+)
+def test_precision_is_ours_or_the_launchers_and_a_cpu_never_claims_fp16(world, flags, expected):
+    assert kwargs(world, *flags)["mixed_precision"] == expected
+
+
+def test_nothing_steps_the_schedule_and_accumulation_is_handed_on():
+    made = kwargs(CUDA, "--gradient_accumulation_steps", "3")
+
+    assert (made["step_scheduler_with_optimizer"], made["gradient_accumulation_steps"], made["cpu"]) == (
+        False,
+        3,
+        False,
+    )
+    assert kwargs(TWO)["cpu"] is True
+
+
+@pytest.mark.parametrize(
+    ("world", "flags", "expected"),
+    [
+        (ALONE, ("--mixed_precision", "fp16"), "a CPU has none, and accelerate would compute in fp32 without a word"),
+        (replace(ALONE, precision="half"), (), "'half' is not one of no, fp16, bf16, fp8"),
+        (ALONE, ("--mixed_precision", "fp8"), "fp8: needs a CUDA device, and this is cpu"),
+        (replace(ALONE, precision="fp8"), (), "the launcher's mixed_precision fp8: needs a CUDA device"),
+        (CUDA, ("--mixed_precision", "fp8"), "needs torchao, transformer-engine or MS-AMP"),
+        (replace(ALONE, accumulation=4), (), "ACCELERATE_GRADIENT_ACCUMULATION_STEPS says 4"),
+        (replace(ALONE, engines=("FSDP",)), (), "FSDP: this is one process, and there is nobody to share with"),
+        (replace(ALONE, engines=("Megatron-LM",)), (), "only for language models of its own: Megatron-LM"),
+        (replace(ALONE, engines=("DeepSpeed",)), ("--no-deepspeed",), "the launcher asks for DeepSpeed"),
+        (TWO, (*SHARED, "--torch_compile", "--dynamo_mode", "reduce-overhead"), "mode reduce-overhead records"),
+        (replace(TWO, dynamo="INDUCTOR", dynamo_mode="max-autotune"), SHARED, "mode max-autotune records"),
+        (
+            replace(TWO, dynamo="INDUCTOR"),
+            (*SHARED, "--gradient_checkpointing", "--gradient_checkpointing_budget", "0.5"),
+            "decides which exchanges it repeats",
+        ),
+        (replace(CUDA, machine=Machine("cuda", 1)), (), "2 processes on this machine, but 1 devices (cuda)"),
+        (replace(TWO, device="mps", machine=Machine("mps", 1)), (), "2 processes cannot share the device mps"),
+        (
+            replace(
+                CUDA, affinity=True, machine=Machine("cuda", 4, numa_affinity_problem="the package pynvml is missing")
+            ),
+            (),
+            "NUMA affinity is switched on, but the package pynvml is missing",
+        ),
+    ],
+)
+def test_what_cannot_work_is_told_before_joining_the_others(world, flags, expected):
+    (problem,) = find_launch_problems(config(*flags), world)
+
+    assert expected in problem
+
+
+def test_what_can_work_is_not_stopped():
+    for world in (ALONE, TWO, CUDA, replace(ALONE, precision="fp16"), replace(CUDA, precision="fp16", accumulation=1)):
+        assert find_launch_problems(config(), world) == []
+    assert find_launch_problems(config("--mixed_precision", "fp16"), CUDA) == []
+    compiling = replace(TWO, dynamo="INDUCTOR", dynamo_mode="reduce-overhead")
+    assert (
+        find_launch_problems(config(), compiling)
+        == find_launch_problems(config(*SHARED, "--no-torch_compile"), compiling)
+        == []
+    )
+    assert find_launch_problems(config(*SHARED, "--torch_compile", "--dynamo_fullgraph"), compiling) == []
+
+
+CAME = AcceleratorFacts(
+    world_size=2,
+    rank=1,
+    device_type="cpu",
+    distributed_type="MULTI_CPU",
+    mixed_precision="no",
+    gradient_accumulation_steps=1,
+    dynamo_backend="no",
+)
+
+
+def test_what_came_as_asked_is_no_problem():
+    assert validate_accelerator(config(), TWO, CAME) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "came", "expected"),
+    [
+        ((), replace(CAME, size=1), "processes: 2 was asked for, and accelerate came up with 1"),
+        ((), replace(CAME, rank=0), "rank: 1 was asked for"),
+        ((), replace(CAME, device="cuda"), "device: cpu was asked for"),
+        ((), replace(CAME, accumulation=2), "gradient accumulation: 1 was asked for"),
+        ((), replace(CAME, kind="FSDP"), "not yet: FSDP"),
+        (("--mixed_precision", "bf16"), CAME, "precision: bf16 was asked for"),
+        (("--torch_compile",), CAME, "dynamo backend: inductor was asked for"),
+        (("--no-torch_compile",), replace(CAME, dynamo="eager"), "dynamo backend: no was asked for"),
+    ],
+)
+def test_what_did_not_come_as_asked_stops_the_run(flags, came, expected):
+    (problem,) = validate_accelerator(config(*flags), TWO, came)
+
+    assert expected in problem
+
+
+# NUMA
+
+
+def test_affinity_is_switched_on_where_it_helps_and_is_possible_and_nobody_has_decided():
+    several = replace(CUDA, machine=Machine("cuda", 4, numa_nodes=2))
+
+    assert should_bind_to_numa_node(several)
+    assert not should_bind_to_numa_node(CUDA)
+    assert not should_bind_to_numa_node(replace(several, affinity=False))
+    assert not should_bind_to_numa_node(
+        replace(several, machine=Machine("cuda", 4, numa_nodes=2, numa_affinity_problem="no"))
+    )
+
+
+def test_a_run_goes_on_where_it_cannot_be_bound_to_a_node_of_processors(monkeypatch, caplog):
+    def refuse(local_rank):
+        raise OSError(22, f"Invalid argument, of process {local_rank}")
+
+    monkeypatch.setattr(accelerator, "set_numa_affinity", refuse)
+    with caplog.at_level("WARNING"):
+        accelerator.bind_to_numa_node(3)
+    assert "not bound to the NUMA node of its device: [Errno 22] Invalid argument, of process 3" in caplog.text
+
+
+def test_numa_nodes_with_processors_are_counted(tmp_path):
+    for name, cpus in {"node0": "0-3\n", "node1": "4-7\n", "node2": "\n"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "cpulist").write_text(cpus)
+    (tmp_path / "nodes_online").mkdir()
+
+    assert count_numa_nodes(tmp_path) == 2
+    assert count_numa_nodes(tmp_path / "nothing") == 1
+
+
+def test_affinity_is_not_for_devices_that_accelerate_would_count_wrongly(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+
+    assert find_numa_affinity_problem("cuda", {}) == ""
+    assert find_numa_affinity_problem("cuda", {"CUDA_VISIBLE_DEVICES": "0,1"}) == ""
+    assert "does not know of CUDA_VISIBLE_DEVICES=4,5" in find_numa_affinity_problem(
+        "cuda", {"CUDA_VISIBLE_DEVICES": "4,5"}
+    )
+    assert "CUDA devices only" in find_numa_affinity_problem("cpu", {})
+
+
+# the world
+
+
+def test_the_world_is_read_from_what_launchers_set():
+    world = World.from_environment(
+        {
+            "WORLD_SIZE": "6",
+            "RANK": "4",
+            "LOCAL_RANK": "1",
+            "LOCAL_WORLD_SIZE": "3",
+            "ACCELERATE_MIXED_PRECISION": "bf16",
+            "ACCELERATE_USE_FSDP": "true",
+            "ACCELERATE_USE_DEEPSPEED": "false",
+            "ACCELERATE_CPU_AFFINITY": "0",
+            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "3",
+        }
+    )
+
+    assert (world.world_size, world.rank, world.local_rank, world.local_world_size, world.num_machines) == (
+        6,
+        4,
+        1,
+        3,
+        2,
+    )
+    assert (world.mixed_precision, world.engines, world.numa_affinity, world.gradient_accumulation_steps) == (
+        "bf16",
+        ("FSDP",),
+        False,
+        3,
+    )
+
+
+def test_an_mpi_launcher_is_understood():
+    world = World.from_environment(
+        {
+            "OMPI_COMM_WORLD_SIZE": "4",
+            "OMPI_COMM_WORLD_RANK": "3",
+            "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        }
+    )
+
+    assert (world.world_size, world.rank, world.local_rank, world.num_machines) == (4, 3, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("environment", "device"),
+    [
+        ({}, "cuda"),
+        ({"ACCELERATE_USE_CPU": "true"}, "cpu"),
+        ({"ACCELERATE_USE_CPU": "False"}, "cuda"),
+        ({"ACCELERATE_TORCH_DEVICE": "xpu:1", "ACCELERATE_USE_CPU": "1"}, "xpu"),
+    ],
+)
+def test_the_device_is_what_there_is_unless_the_environment_says_otherwise(environment, device):
+    assert select_device_type(environment, Machine("cuda", 1)) == device
+
+
+def test_a_number_that_is_none_is_a_line_and_no_traceback():
+    with pytest.raises(ConfigError, match="WORLD_SIZE: expected a whole number, got 'two'"):
+        World.from_environment({"WORLD_SIZE": "two"})
+
+
+# for real
+
+
+def prepared(*flags: str) -> tuple:
+    from library.distributed.accelerator import prepare_accelerator, read_accelerator_facts
+
+    accelerator = prepare_accelerator(config(*flags))
+    tracker = (accelerator.logging_dir, os.environ.get("WANDB_DIR"), [str(name) for name in accelerator.log_with])
+    dynamo = accelerator.state.dynamo_plugin
+    return (
+        read_accelerator_facts(accelerator),
+        tracker,
+        (dynamo.backend.value, dynamo.dynamic),
+        accelerator.state.backend,
+    )
+
+
+@pytest.mark.long
+def test_two_processes_write_into_one_folder_though_their_clocks_differ(tmp_path):
+    ranks = on_ranks(2, at_another_time, "--logging_dir", str(tmp_path / "logs"), "--log_prefix", "run_")
+
+    assert ranks[0][1][0] == ranks[1][1][0] and ranks[0][1][0].startswith(str(tmp_path / "logs" / "run_2"))
+    assert [rank[0].size for rank in ranks] == [2, 2] and ranks[0][3] == "gloo"
+    assert len(list((tmp_path / "logs").iterdir())) == 1
+
+
+def at_another_time(*flags: str) -> tuple:
+    import library.distributed.accelerator as module
+
+    module.format_timestamp = lambda: f"2026010203040{os.environ['RANK']}"
+    return prepared(*flags)
+
+
+def test_wandb_writes_inside_the_logging_folder(tmp_path):
+    flags = ("--logging_dir", str(tmp_path), "--log_with", "wandb")
+    ((_, (folder, wandb_folder, log_with), _, _),) = on_ranks(
+        1, prepared, *flags, environment={"WANDB_MODE": "offline"}
+    )
+
+    assert (wandb_folder, log_with) == (folder, ["wandb"]) and Path(folder).is_dir()
+
+
+def test_a_tracker_that_cannot_start_stops_all_processes_with_the_same_line():
+    lines = on_ranks(2, stopped, "--log_with", "mlflow")
+
+    assert lines == ["--log_with mlflow: the package mlflow is not installed; pip install mlflow"] * 2
+
+
+def stopped(*flags: str) -> str:
+    try:
+        prepared(*flags)
+    except ConfigError as error:
+        return str(error)
+    return "not stopped"
+
+
+def test_what_the_launcher_compiles_with_is_kept_without_torch_compile():
+    environment = {"ACCELERATE_DYNAMO_BACKEND": "AOT_EAGER", "ACCELERATE_DYNAMO_USE_DYNAMIC": "False"}
+    ((_, _, launcher, _),) = on_ranks(1, prepared, environment=environment)
+    ((_, _, ours, _),) = on_ranks(1, prepared, "--torch_compile", "--dynamo_backend", "eager", environment=environment)
+
+    assert (launcher, ours) == (("AOT_EAGER", False), ("EAGER", None))
+
+
+def test_settings_of_an_earlier_accelerator_in_the_process_stop_the_run():
+    (line,) = on_ranks(1, twice)
+
+    assert "dynamo backend: eager was asked for, and accelerate came up with no" in line
+
+
+def twice() -> str:
+    prepared()
+    return stopped("--torch_compile", "--dynamo_backend", "eager")

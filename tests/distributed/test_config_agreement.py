@@ -1,0 +1,194 @@
+"""Before anything slow: a process that is about to do something else than the others is named; one that hangs, too."""
+
+import contextlib
+import io
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from rank_processes import on_ranks
+from training_runs import pictures
+
+from library.cache.build import describe_shared_disks
+from library.config import parse_config
+from library.distributed import config_agreement
+from library.distributed import config_agreement as code
+from library.distributed.config_agreement import RankReport, find_disagreements, format_rank_placement
+from library.distributed.process_group import KeyValueStore
+from library.distributed.rendezvous import compute_connect_timeout, set_torchrun_variables
+from library.distributed.world import World
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> list[str]:
+    dataset = pictures(tmp_path_factory.mktemp("roll_call"), {(64, 64): 4})
+    return [
+        "--dataset_config",
+        str(dataset),
+        "--pretrained_model_name_or_path",
+        "random:sd1:tiny",
+        "--network_dim",
+        "2",
+        "--max_train_steps",
+        "2",
+        "--mixed_precision",
+        "no",
+        "--max_data_loader_n_workers",
+        "0",
+    ]
+
+
+def started(others: dict[int, list[str]], host: str, *words: str) -> tuple[int, str, float]:
+    """Exit code, messages and seconds of a run in which some ranks get other words, and the last has another name."""
+    import socket
+
+    from library.cli import main
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if rank == size - 1:
+        os.environ["LOCAL_RANK"] = "0"  # the first of its machine
+        config_agreement.socket.gethostname = socket.gethostname = lambda: host
+    began = time.monotonic()
+    with contextlib.redirect_stderr(io.StringIO()) as text:
+        code = main([*words, *others.get(rank, [])])
+    return code, text.getvalue(), time.monotonic() - began
+
+
+def test_another_setting_on_one_rank_stops_all_before_the_model_and_is_told_once(data, tmp_path):
+    others = {2: ["--learning_rate", "2e-4", "--network_dropout", "0.5"]}
+    ends = on_ranks(3, started, others, "gpu-b", *data, "--output_dir", str(tmp_path), "--learning_rate", "1e-4")
+    assert [code for code, _, _ in ends] == [2, 2, 2], ends
+    assert ends[0][1].splitlines()[0] == "train_lora: stopped. 2 problems:"
+    assert "  learning_rate: 0.0002 on rank 2 (on gpu-b), 0.0001 on most others; start all of them" in ends[0][1]
+    assert "  network_dropout: 0.5 on rank 2 (on gpu-b), 0.0 on most others" in ends[0][1]
+    assert ends[1][1] == ends[2][1] == "" and not list(tmp_path.iterdir())
+
+
+def test_places_may_be_others_and_what_is_found_there_may_not(data, tmp_path):
+    for name, text in (("one", "a b --d 1\n"), ("other", "a c --d 1\n")):
+        (tmp_path / f"{name}.txt").write_text(text)
+    prompts = ["--output_dir", str(tmp_path), "--sample_prompts", str(tmp_path / "one.txt")]
+    ends = on_ranks(2, started, {1: ["--sample_prompts", str(tmp_path / "other.txt")]}, "gpu-b", *data, *prompts)
+    assert "prompts: rank 1 (on gpu-b): not the same as on rank 0; give every machine" in ends[0][1]
+    assert [code for code, _, _ in ends] == [2, 2] and not ends[1][1]
+
+
+def test_a_process_that_cannot_start_says_so_to_those_that_could(data, tmp_path):
+    others = {1: ["--mixed_precision", "fp16"]}
+    ends = on_ranks(2, started, others, "gpu-b", *data, "--output_dir", str(tmp_path))
+    assert [code for code, _, _ in ends] == [2, 2] and not ends[1][1]
+    assert "rank 1 (on gpu-b): --mixed_precision fp16: a CPU has none" in ends[0][1]
+
+
+def without_an_exchange(data: list[str], folder: str) -> tuple[int, str]:
+    """One of the two never comes to the first exchange."""
+    from library.distributed import rendezvous, watchdog
+
+    read, write = os.pipe()
+    child = os.fork()
+    if child:  # the run is in a process of its own, because it is to end at once
+        os.close(write)
+        with open(read) as text:
+            said = text.read()
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), said
+    os.dup2(write, 2)
+    rendezvous.CONNECT_TIMEOUT_SECONDS, watchdog.REPORTER_GRACE_SECONDS = 1.0, 0.2
+    if os.environ["RANK"] == "1":
+        rendezvous.measure_all_reduce_seconds = lambda *_: time.sleep(30)
+    from library.cli import main
+
+    os._exit(main([*data, "--output_dir", folder]))
+
+
+def test_a_hang_in_the_first_exchange_ends_with_the_usual_ways_out_told_once(data, tmp_path):
+    began = time.monotonic()
+    ends = on_ranks(2, without_an_exchange, data, str(tmp_path))
+    assert [code for code, _ in ends] == [2, 2] and time.monotonic() - began < 25
+    said = "".join(text for _, text in ends)
+    assert said.count("a first message between them did not arrive within 1 s") == 1, said
+    assert "GLOO_SOCKET_IFNAME" in said and "firewall" in said and "Traceback" not in said
+
+
+def test_mpi_is_understood_beside_an_accelerator_too(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "")  # so that it is taken back afterwards
+        monkeypatch.delenv(name)
+    told = {
+        "OMPI_COMM_WORLD_SIZE": "4",
+        "OMPI_COMM_WORLD_RANK": "3",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    }
+    set_torchrun_variables(World.from_environment(told))
+    found = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+    assert found == ["3", "4", "1", "2"]
+    set_torchrun_variables(World())
+    assert os.environ["LOCAL_RANK"] == "1"
+
+
+def test_hundreds_may_take_longer_to_connect():
+    assert compute_connect_timeout(2) == 60 and compute_connect_timeout(512) > 180
+
+
+def words_of(*says: dict) -> list[RankReport]:
+    return [RankReport("ab"[rank // 2], item) for rank, item in enumerate(says)]
+
+
+def test_most_are_right_and_rank_0_where_there_is_no_most():
+    one, other = {"seed": 1, "code": "x"}, {"seed": None, "code": "y"}
+    assert find_disagreements(words_of(one, one, one)) == []
+    assert find_disagreements(words_of(other, one, one, one)) == [
+        "seed: not set on rank 0 (on a), 1 on most others; start all of them with the same",
+        "code: rank 0 (on a): not the same as on most others; give every machine the same version of this program",
+    ]
+    assert "not set on ranks 2, 3 (on b), 1 on most" in find_disagreements(words_of(one, one, other, other))[0]
+    assert "not set on rank 1 (on a), 1 on rank 0;" in find_disagreements(words_of(one, other))[0]
+    assert format_rank_placement(["a", "a", "b", "b"]) == (
+        "4 processes on 2 machines: ranks 0, 1 on a; ranks 2, 3 on b"
+    )
+
+
+def test_those_that_do_not_come_are_named_in_time():
+    store = dist.HashStore()
+    with pytest.raises(Exception, match=r"3 of 4 processes have not come: ranks 0, 2, 3 within 0 s") as caught:
+        config_agreement.exchange_rank_reports(KeyValueStore("x", store), 1, 4, RankReport("a", {}), 0.3)
+    assert not caught.value.is_told
+
+
+def test_every_setting_is_compared_but_for_places_and_the_machines_own(data, tmp_path):
+    settings = config_agreement.collect_agreed_settings(parse_config([*data, "--output_dir", str(tmp_path)]).config)
+    known = {name for name in config_agreement.flatten_config(parse_config([]).config)}
+    assert known >= config_agreement.PATH_OPTIONS | config_agreement.PER_MACHINE_OPTIONS
+    assert set(settings) == known - config_agreement.PER_MACHINE_OPTIONS
+    assert {
+        name for name in known if name.endswith(("_dir", "_path", "_file"))
+    } <= config_agreement.PATH_OPTIONS | config_agreement.PER_MACHINE_OPTIONS
+    assert settings["output_dir"] is True and settings["sample_prompts"] is False and settings["network_dim"] == 2
+
+
+def test_a_changed_line_of_code_is_another_version_and_line_ends_are_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(code, "FOLDER", tmp_path)
+    source = Path(tmp_path / "a.py")
+    source.write_bytes(b"one\ntwo\n")
+    before = code.compute_code_version()
+    source.write_bytes(b"one\r\ntwo\r\n")
+    assert code.compute_code_version() == before
+    source.write_bytes(b"one\nthree\n")
+    assert code.compute_code_version() != before
+
+
+def test_the_words_of_a_process_hold_no_place(data, tmp_path):
+    config = parse_config([*data, "--output_dir", str(tmp_path)]).config
+    assert str(tmp_path) not in str(config_agreement.build_rank_report(config, World(world_size=2)).settings)
+
+
+def test_it_is_said_which_machines_share_a_disk():
+    folders = [Path("/data/a"), Path("/data/b")]
+    assert describe_shared_disks([0, 1], ["a", "a"], folders) == describe_shared_disks([0, 1], ["a", "b"], []) == ""
+    assert describe_shared_disks([0, 1], ["a", "b"], folders) == (
+        "all machines see the same disk in /data/a and 1 more: they share the work"
+    )
+    said = describe_shared_disks([0, 1], ["a", "a", "b"], folders[:1])
+    assert said.startswith("/data/a is another disk on other machines than a: each disk gets all of it")

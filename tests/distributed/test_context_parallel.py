@@ -1,0 +1,216 @@
+"""The tokens of a picture dealt out to several processes: attention is that over all of them, and so is what is learnt.
+
+Runs with everything on, states, and what is refused are in ``test_parallel.py``.
+"""
+
+import inspect
+from itertools import chain
+
+import pytest
+import torch
+import torch.distributed as dist
+from one_result import BOUNDS, REFERENCE, dataset, trained
+from rank_processes import on_ranks
+from tiny_pipelines import TINY
+from torch import nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from training_runs import difference
+
+from library.adapters.regularization import LoraDropout
+from library.errors import UserError
+from library.models.families import FAMILIES
+from library.models.parallel_plan import map_layer_token_streams
+from library.parallel.blocks import BlockSequence, ParallelPlan
+from library.parallel.context_parallel import ContextParallel, SequenceShards
+from library.parallel.ulysses import ProcessGroupAllToAll
+
+LONG, UNET = pytest.mark.long, ("--network_train_unet_only",)
+TRANSFORMERS = ("sd3", "flux", "z_image", "qwen_image")
+
+
+# one result
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "precision", "flags"),
+    [
+        ("flux", "CP 2", "no", ("--network_dropout", "0.3", "--gradient_checkpointing")),
+        ("z_image", "CP 2", "no", UNET),
+        pytest.param("sd3", "CP 2 x DP 2", "no", (), marks=LONG),
+        pytest.param("flux", "CP 2 x DP 2", "no", (), marks=LONG),
+        pytest.param("sd3", "CP 2", "bf16", (), marks=LONG),
+        pytest.param("sd3", "CP 2", "no", ("--base_storage", "nf4", "--blocks_to_swap", "1"), marks=LONG),
+        pytest.param("sd3", "CP 2", "no", (*UNET, "--torch_compile", "--dynamo_backend", "eager"), marks=LONG),
+        pytest.param("flux", "CP 2", "no", ("--network_args", "use_dora=True", "in_dims=[2,2,2,2,2]"), marks=LONG),
+        pytest.param("flux", "FSDP 2 x CP 2", "no", ("--gradient_checkpointing",), marks=LONG),
+        pytest.param("flux", "PP 2 x CP 2", "no", ("--gradient_checkpointing", "--network_dropout", "0.3"), marks=LONG),
+        pytest.param("qwen_image", "CP 2", "no", UNET, marks=LONG),
+    ],
+)
+def test_a_picture_that_is_shared_teaches_what_a_whole_one_teaches(model, name, precision, flags, tmp_path):
+    data, flags = dataset(tmp_path), ("--mixed_precision", precision, *flags)
+    (tmp_path / "pictures" / "03.txt").write_text("a picture " * 30)  # so long that others are padded, and masked
+    one = trained(REFERENCE, model, data, tmp_path, *flags)
+    assert difference(one, trained(name, model, data, tmp_path, *flags)) < BOUNDS[precision]
+
+
+@pytest.mark.long
+def test_heads_are_dealt_out_twice(tmp_path):
+    """By tensor parallel, and in each part by who shares the tokens; where pictures also look at themselves alone."""
+    pipe = FAMILIES.get("sd3")().load("random:sd3:tiny", torch.float32)
+    old = pipe.transformer
+    heads = {"num_attention_heads": 4, "attention_head_dim": old.config.attention_head_dim // 2}
+    torch.manual_seed(5)
+    pipe.transformer = type(old).from_config(
+        {**old.config, **heads, "dual_attention_layers": [0], "qk_norm": "rms_norm"}
+    )
+    pipe.save_pretrained(tmp_path / "model")
+    data, flags = dataset(tmp_path), ("--pretrained_model_name_or_path", str(tmp_path / "model"))
+    one = trained(REFERENCE, "sd3", data, tmp_path, *flags)
+    assert difference(one, trained("TP 2 x CP 2", "sd3", data, tmp_path, *flags)) < BOUNDS["no"]
+
+
+# attention
+
+
+def shared_attention(lengths: dict[str, int], streams: list[str], masked: bool) -> tuple[float, float]:
+    """How far output and gradients of six heads are from those of one process."""
+    cut = ContextParallel(ProcessGroupAllToAll(dist.group.WORLD))
+    cut._shards = SequenceShards(lengths, cut.rank, cut.size)
+    cut.parallel_plan = ParallelPlan(BlockSequence((), tuple(lengths)))
+    cut._token_maps = {
+        each: cut._shards.build_token_map(each, torch.device("cpu")) for each in cut._list_attended_streams()
+    }
+    draw, count = torch.Generator().manual_seed(3), sum(lengths[stream] for stream in streams)
+    whole = [torch.randn(2, 6, count, 4, generator=draw, requires_grad=True) for _ in range(3)]
+    wanted = torch.randn(2, 6, count, 4, generator=draw)
+    mask = torch.rand(2, 1, 1, count, generator=draw) > 0.4 if masked else None
+    said = functional.scaled_dot_product_attention(*whole, attn_mask=mask)
+    gradients = torch.autograd.grad((said * wanted).sum(), whole)
+
+    own = cut.shards.compute_token_positions(streams, torch.device("cpu"))
+    parts = [each.detach()[:, :, own].requires_grad_() for each in whole]
+    ours, _ = cut.compute_sharded_attention(None, *parts, attn_mask=None if mask is None else mask[..., own])
+    found = torch.autograd.grad((ours * wanted[:, :, own]).sum(), parts)
+    apart = max((a - b[:, :, own]).abs().max().item() for a, b in zip(found, gradients, strict=True) if len(own))
+    return (ours - said[:, :, own]).abs().max().item() if len(own) else 0.0, apart
+
+
+CASES = [
+    ({"text": 5, "picture": 7}, ["text", "picture"], True),
+    ({"text": 5, "picture": 7}, ["picture"], False),
+    ({"text": 1, "picture": 4}, ["text", "picture"], True),
+]
+
+
+def all_cases() -> list[tuple[float, float]]:
+    dist.init_process_group("gloo")
+    return [shared_attention(*case) for case in CASES]
+
+
+def test_attention_that_is_shared_is_attention_over_all_tokens():
+    for found in on_ranks(3, all_cases):
+        for ours, case in zip(found, CASES, strict=True):
+            assert max(ours) < 1e-5, case
+
+
+def test_a_block_with_an_attention_of_its_own_is_not_trained_in_silence():
+    cut, block = ContextParallel.__new__(ContextParallel), nn.Linear(2, 2)
+    cut.size, cut.parallel_plan = 2, ParallelPlan()
+    with pytest.raises(UserError, match="DIFFUSERS_ATTN_BACKEND"):
+        cut._run_block(inspect.signature(block.forward), block, (torch.ones(1, 2),), {})
+
+
+# who has which tokens
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_every_token_is_somewhere_and_nobody_has_many_more_than_others(size):
+    lengths = {"text": 5, "picture": 26}
+    rows = torch.arange(31).view(1, 31)
+    for streams in (["text"], ["picture"], ["text", "picture"]):
+        count = sum(lengths[stream] for stream in streams)
+        shares = [SequenceShards(lengths, rank, size) for rank in range(size)]
+        places = [share.compute_token_positions(streams, torch.device("cpu")).tolist() for share in shares]
+        assert sorted(chain(*places)) == list(range(count))
+        assert [len(each) for each in places] == shares[0].count_tokens_per_rank(streams)
+        assert max(map(len, places)) - min(map(len, places)) <= len(streams)
+        for share, each in zip(shares, places, strict=True):
+            assert share.slice_shard(rows[:, :count], 1, streams)[0].tolist() == each
+
+
+class Made(TorchDispatchMode):
+    """What operations make, which copies of lists to a device are not."""
+
+    def __init__(self):
+        super().__init__()
+        self.tensors = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        self.tensors.append(function(*arguments, **(named or {})))
+        return self.tensors[-1]
+
+
+def test_where_tokens_stand_is_found_on_the_device_which_nobody_waits_for():
+    with Made() as made:
+        places = (
+            SequenceShards({"text": 5, "picture": 26}, 1, 2)
+            .build_token_map(("text", "picture"), torch.device("meta"))
+            .positions
+        )
+    assert places.shape == (16,) and any(each is places for each in made.tensors)
+
+
+@pytest.mark.parametrize("model", TRANSFORMERS)
+def test_it_is_known_whose_tokens_go_through_a_layer(model):
+    tiny = TINY[model]()
+    family, pipe = FAMILIES.get(model)(), tiny.pipe
+    denoiser = getattr(pipe, family.denoiser_name)
+    known = map_layer_token_streams(denoiser, family.block_lists, family.block_activation_args)
+    first = BlockSequence.from_lists(denoiser, family.block_lists, family.block_activation_args).blocks[0]
+    lengths, seen, given = {}, {}, {}
+
+    def begin(block, args, named):
+        given.update(inspect.signature(block.forward).bind(*args, **named).arguments)
+        lengths.update({name: given[name].shape[1] for name in family.block_activation_args})
+
+    first.register_forward_pre_hook(begin, with_kwargs=True)
+    for name, layer in denoiser.named_modules():
+        if isinstance(layer, nn.Linear) and name in known:
+            layer.register_forward_hook(lambda _, given, made, name=name: seen.update({name: given[0].shape}))
+    with torch.no_grad():
+        family.predict(pipe, denoiser, tiny.batch.latents, torch.full((2,), 500.0), tiny.batch)
+
+    assert len(set(lengths.values())) == len(lengths) and len(seen) > 10
+    counts = {*lengths.values(), sum(lengths.values())}
+    for name, value in given.items():
+        values = [each for each in (value if isinstance(value, tuple) else (value,)) if isinstance(each, torch.Tensor)]
+        found = [(axis, size) for each in values for axis, size in enumerate(each.shape) if size in counts]
+        told = [
+            (axis, sum(lengths[stream] for stream in streams))
+            for axis, streams in family.block_token_args.get(name, ((1, (name,)),) if name in lengths else ())
+        ]
+        assert found == (told if values else []), name
+    for name, shape in seen.items():
+        if len(shape) == 3:
+            assert shape[1] == sum(lengths[stream] for stream in known[name]), name
+
+
+def test_dropout_knows_the_place_of_a_token_among_all():
+    dropout, said = LoraDropout(0.5, 0.3, 0.3), torch.ones(4, 9, 3)
+    dropout.sample_keys = torch.arange(4) * 7919
+    whole, places = dropout.apply(said, 5, -1), torch.tensor([1, 2, 6, 7, 8])
+    assert torch.equal(dropout.apply(said[:, places], 5, -1, places), whole[:, places])
+    assert not torch.equal(dropout.apply(said[:, places], 5, -1), whole[:, places])
+
+
+def test_layers_outside_of_the_blocks_are_given_all_tokens():
+    cut, down = ContextParallel.__new__(ContextParallel), nn.Linear(2, 2)
+    down.token_streams = ("picture",)
+    cut._token_maps = {
+        down.token_streams: SequenceShards({"picture": 5}, 1, 2).build_token_map(("picture",), torch.device("cpu"))
+    }
+    assert cut.get_token_positions(nn.Linear(2, 2)) is None
+    assert cut.get_token_positions(down).tolist() == [2, 3, 4]
+    assert cut._token_maps[down.token_streams].owner_ranks.tolist() == [0, 0, 1, 1, 1]

@@ -1,0 +1,156 @@
+"""Blocks that share the tokens of a picture and are compiled: one graph, exchanges included, for sizes that change."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from compiled_runs import COMPILED, FAMILIES, SIZES, dataset, trained
+from rank_processes import on_ranks
+from torch import nn
+from torch.nn import functional
+from training_runs import difference, prompts
+
+from library.adapters.regularization import LoraDropout
+from library.parallel.blocks import BlockSequence, ParallelPlan
+from library.parallel.compile import Compilation
+from library.parallel.context_parallel import ContextParallel
+from library.parallel.ulysses import ProcessGroupAllToAll
+
+LONG = pytest.mark.long
+WIDTH, HEADS = 12, 6
+FLOW = ("text", "picture")
+LENGTHS = [(5, 12), (5, 9), (5, 17), (5, 30), (5, 11), (5, 31)]
+
+
+class Block(nn.Module):
+    """Text and picture look at each other, and the picture at itself once more."""
+
+    def __init__(self):
+        super().__init__()
+        self.both, self.alone = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, text, picture):
+        both = torch.cat((text, picture), 1)
+        said = attention(self.both(both))
+        text, picture = (both + said).split([text.shape[1], picture.shape[1]], 1)
+        return text, picture + attention(self.alone(picture))
+
+
+def attention(given):
+    query, key, value = (each.unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in given.chunk(3, -1))
+    return functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+
+
+class Model(nn.Module):
+    _repeated_blocks = ("Block",)
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, text, picture):
+        for block in self.blocks:
+            text, picture = block(text, picture)
+        return torch.cat((text, picture), 1)
+
+
+def learnt(backend: str | None, shapes: str):
+    """Results and mean gradients for pictures of several sizes; how many graphs they took, and how many came late."""
+    if dist.is_available() and not dist.is_initialized():
+        dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model, compilation = Model(), None
+    dropout = LoraDropout(0.3, 0.0, 0.0)
+    dropout.sample_keys = torch.arange(2) * 7919
+    structure = ParallelPlan(BlockSequence(tuple(model.blocks), FLOW), layer_token_streams={})
+    if backend is not None:
+        compilation = Compilation(shapes, {"backend": backend})
+        compilation.compile_blocks(model)
+    told = compilation.mark_dynamic if compilation else lambda tensor: None
+    cut = ContextParallel(ProcessGroupAllToAll(dist.group.WORLD), told)
+    cut.wrap_blocks(model, structure)
+    cut.wrap_sequence_ends()
+    for block in model.blocks:  # as if all layers were adapters' first matrices
+        block.both.token_streams, block.alone.token_streams = FLOW, FLOW[1:]
+    dropout.token_positions = cut.get_token_positions
+    dropout.attach(layer for block in model.blocks for layer in (block.both, block.alone))
+    if compilation:
+        with compilation.record_shapes(), torch.no_grad():
+            for lengths in (min(LENGTHS), max(LENGTHS)):
+                model(*given(lengths))
+        compilation.choose_dynamic_shapes(len(LENGTHS), texts_vary=False)
+    found = []
+    for number, lengths in enumerate(LENGTHS * 2):
+        if compilation and number == len(LENGTHS):
+            compilation.finish_warmup()
+        model.zero_grad()
+        said = model(*given(lengths))
+        said.square().mean().backward()
+        gradients = torch.cat([item.grad.flatten() for item in model.parameters()])
+        dist.all_reduce(gradients)
+        found.append((said.detach(), gradients / dist.get_world_size()))
+    graphs = {kind.name: kind.graph_count for kind in compilation.block_compilers.values()} if compilation else {}
+    return found, graphs, compilation.recompile_count if compilation else 0
+
+
+def given(lengths):
+    draw = torch.Generator().manual_seed(sum(lengths))
+    return [torch.randn(2, length, WIDTH, generator=draw) for length in lengths]
+
+
+def compiled(backend, shapes):
+    """How many graphs, those that came late, and how far results and gradients are from uncompiled ones."""
+    plain, _, _ = learnt(None, "")
+    found, graphs, late = learnt(backend, shapes)
+    apart = max(
+        (ours - theirs).abs().max().item()
+        for one, other in zip(found, plain, strict=True)
+        for ours, theirs in zip(one, other, strict=True)
+    )
+    return sum(graphs.values()), late, apart
+
+
+@pytest.mark.parametrize(
+    ("backend", "shapes", "ranks", "most"),
+    [
+        ("eager", "dynamic", 2, 2),
+        pytest.param("aot_eager", "dynamic", 3, 2, marks=LONG),
+        pytest.param("aot_eager", "static", 2, 2 * len(set(LENGTHS)), marks=LONG),
+    ],
+)
+def test_a_block_is_one_graph_for_all_sizes_and_says_what_it_says_uncompiled(backend, shapes, ranks, most):
+    for graphs, late, apart in on_ranks(ranks, compiled, backend, shapes):
+        assert 1 <= graphs <= most and late == 0
+        assert apart < 1e-6
+
+
+@LONG
+@pytest.mark.parametrize(
+    ("family", "backend", "flags"),
+    [
+        ("sd3", "aot_eager", ()),
+        ("flux", "aot_eager", ()),
+        ("flux", "eager", ("--network_dropout", "0.2", "--gradient_checkpointing", "--dynamo_fullgraph")),
+        ("qwen_image", "eager", ()),
+        ("z_image", "eager", ("--network_dropout", "0.2")),
+    ],
+)
+def test_six_sizes_need_few_graphs_for_a_kind_and_none_in_two_epochs(family, backend, flags, tmp_path):
+    data = dataset(tmp_path / "data", SIZES[:6], pictures=(2, 3))
+    flags = (
+        "--max_train_epochs",
+        "2",
+        "--cp_size",
+        "2",
+        "--sample_every_n_epochs",
+        "1",
+        "--sample_prompts",
+        prompts(tmp_path),
+        *FAMILIES.get(family, ()),
+        *flags,
+    )
+    found = trained(tmp_path / "compiled", family, data, *flags, *COMPILED[:2], backend, ranks=2)
+    plain = trained(tmp_path / "plain", family, data, *(flag for flag in flags if "fullgraph" not in flag), ranks=2)
+    assert found.is_dynamic and found.late == 0
+    assert max(found.kinds.values()) <= (2 if family in ("sd3", "flux") else 4)
+    assert found.graphs == sum(found.kinds.values()), "nothing is compiled beside the blocks"
+    assert difference(plain.lora, found.lora) < 1e-4

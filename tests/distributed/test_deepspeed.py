@@ -1,0 +1,359 @@
+"""DeepSpeed's ZeRO: the same adapter, states that any strategy goes on from, and less held by each process."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import all_options_run
+import pytest
+import torch
+from all_options_run import measured
+from nan_runs import train_with_a_spoilt_step
+from PIL import Image, ImageChops
+from rank_processes import on_ranks
+from resumed_runs import cut
+from safetensors.torch import load_file
+from training_runs import difference, pictures, train
+
+from library.config import parse_config
+
+pytest.importorskip("deepspeed")
+ROOT = Path(__file__).resolve().parents[2]
+HOST = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+
+
+def zero(stage: int) -> tuple[str, ...]:
+    return ("--deepspeed", "--zero_stage", str(stage))
+
+
+def by_file(folder: Path, **more) -> dict[str, str]:
+    """What the launcher says for stage 3 by a file of one's own.
+
+    By default weights that come again soon are kept, and of a tiny model all do, which takes long to find out.
+    """
+    (folder / "ds.json").write_text(
+        json.dumps({"zero_optimization": {"stage": 3, "stage3_max_reuse_distance": 0, **more}})
+    )
+    return {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(folder / "ds.json")}
+
+
+# the same adapter
+
+
+@pytest.fixture(scope="module")
+def even(tmp_path_factory) -> Path:
+    """Two buckets that divide evenly into steps of four."""
+    return pictures(tmp_path_factory.mktemp("even"), {(96, 64): 8, (64, 96): 4})
+
+
+def learnt(
+    folder: Path, data: Path, ranks: int, batch: int, *flags: str, environment: dict[str, str] | None = None
+) -> dict[str, torch.Tensor]:
+    """Four pictures a step, text encoder and all."""
+    files = on_ranks(
+        ranks,
+        train,
+        "--dataset_config",
+        str(data),
+        "--output_dir",
+        str(folder),
+        "--train_batch_size",
+        str(batch),
+        "--gradient_accumulation_steps",
+        str(4 // (ranks * batch)),
+        "--max_train_steps",
+        "3",
+        "--network_dim",
+        "4",
+        "--network_alpha",
+        "3",
+        "--no-network_train_unet_only",
+        *flags,
+        environment=environment,
+    )
+    return load_file(files[0])
+
+
+OPTIMIZERS = {
+    "SGD": ("--optimizer_type", "SGD", "--learning_rate", "0.5"),
+    "AdamW": ("--learning_rate", "1e-3", "--optimizer_args", "weight_decay=0.1", "eps=1e-4"),
+}
+
+
+@pytest.fixture(scope="module")
+def references(even, tmp_path_factory):
+    return {name: learnt(tmp_path_factory.mktemp(name), even, 1, 4, *flags) for name, flags in OPTIMIZERS.items()}
+
+
+@pytest.mark.long
+def test_two_processes_train_what_one_trains_with_the_optimizer_divided(even, references, tmp_path):
+    found = learnt(tmp_path, even, 2, 2, *OPTIMIZERS["AdamW"], *zero(1))
+    assert difference(references["AdamW"], found) < 1e-4
+
+    found = learnt(tmp_path, even, 2, 1, *OPTIMIZERS["SGD"], *zero(2), "--offload_optimizer_device", "cpu")
+    assert difference(references["SGD"], found) < 1e-4
+
+
+def test_two_processes_train_what_one_trains_with_the_model_divided_and_in_host_memory(even, references, tmp_path):
+    found = learnt(
+        tmp_path, even, 2, 1, *OPTIMIZERS["SGD"], "--gradient_checkpointing", environment=by_file(tmp_path, **HOST)
+    )
+
+    assert difference(references["SGD"], found) < 1e-4
+    assert any(key.startswith("lora_te") and bool(tensor.any()) for key, tensor in found.items() if "up" in key)
+
+
+def test_one_process_alone_trains_the_same(even, references, tmp_path):
+    found = learnt(tmp_path, even, 1, 4, *OPTIMIZERS["SGD"], environment=by_file(tmp_path, **HOST))
+
+    assert difference(references["SGD"], found) < 1e-4
+
+
+# all that happens in a run
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory) -> dict[str, Path]:
+    """The folders of two runs with everything on; three batches are measured by two processes."""
+    folder = tmp_path_factory.mktemp("both")
+    flags = (
+        *all_options_run.flags(folder),
+        "--no-network_train_unet_only",
+        "--optimizer_type",
+        "AdamW",
+        "--optimizer_args",
+        "eps=1e-4",
+        "--learning_rate",
+        "1e-2",
+    )
+    for name, environment in {"ddp": {}, "zero": by_file(folder)}.items():
+        on_ranks(2, train, *flags, "--output_dir", str(folder / name), environment=environment)
+    return {name: folder / name for name in ("ddp", "zero")}
+
+
+@pytest.mark.parametrize("name", ["lora", "lora-ema"])
+@pytest.mark.long
+def test_limited_norms_and_the_average_are_those_of_ddp(both, name):
+    ddp, zero3 = (load_file(folder / f"{name}.safetensors") for folder in both.values())
+
+    assert difference(ddp, zero3) < 1e-3
+
+
+@pytest.mark.long
+def test_pictures_and_measurements_are_those_of_ddp(both):
+    """But for rounding, which depends on where in memory weights lie, and these were fetched."""
+    drawn = [sorted((folder / "sample").glob("*.png")) for folder in both.values()]
+    assert [len(paths) for paths in drawn] == [6, 6]
+    for ddp, zero3 in [pair for pair in zip(*drawn, strict=True) if "_000000_" in pair[0].name]:
+        apart = ImageChops.difference(Image.open(ddp), Image.open(zero3)).getextrema()
+        assert max(most for _, most in apart) <= 2
+
+    ddp, zero3 = (measured(folder) for folder in both.values())
+    assert len(ddp) == len(zero3) == 3
+    for one, other in zip(ddp, zero3, strict=True):
+        assert other == pytest.approx(one, rel=1e-4)
+
+
+@pytest.mark.long
+def test_a_bad_step_on_one_process_is_left_out_on_all(even, tmp_path):
+    """With plain SGD that is the same as a learning rate of 0 in that step."""
+    flags = (
+        "--dataset_config",
+        str(even),
+        "--output_dir",
+        str(tmp_path),
+        "--optimizer_type",
+        "SGD",
+        "--learning_rate",
+        "0.5",
+        "--max_train_steps",
+        "3",
+        "--network_dim",
+        "2",
+    )
+    expected = on_ranks(
+        1,
+        train,
+        *flags,
+        "--train_batch_size",
+        "2",
+        "--output_name",
+        "expected",
+        "--lr_scheduler",
+        "piecewise_constant",
+        "--lr_scheduler_args",
+        "step_rules=1:1,0:2,1",
+    )
+    for stage, more, environment in ((1, zero(1), {}), (3, (), by_file(tmp_path))):
+        bad = on_ranks(
+            2,
+            train_with_a_spoilt_step,
+            1,
+            1,
+            False,
+            *flags,
+            *more,
+            "--output_name",
+            f"bad{stage}",
+            environment=environment,
+        )
+        assert difference(load_file(bad[0]), load_file(expected[0])) < 1e-4
+
+
+# states
+
+
+def test_a_state_goes_on_exactly_and_from_one_strategy_to_another(even, tmp_path):
+    flags = (
+        "--max_train_steps",
+        "4",
+        "--learning_rate",
+        "1e-3",
+        "--optimizer_args",
+        "eps=1e-4",
+        "--save_every_n_steps",
+        "1",
+        "--save_state",
+        "--auto_resume",
+    )
+    one = learnt(tmp_path / "one", even, 1, 4, *flags)
+    two = learnt(cut(tmp_path / "one", tmp_path / "two", 1), even, 2, 2, *flags, *zero(2))
+    again = learnt(cut(tmp_path / "two", tmp_path / "again", 2), even, 2, 2, *flags, *zero(2))
+    three = learnt(cut(tmp_path / "two", tmp_path / "three", 2), even, 2, 2, *flags, environment=by_file(tmp_path))
+    ddp = learnt(cut(tmp_path / "three", tmp_path / "ddp", 3), even, 2, 2, *flags)
+
+    assert difference(two, again) == 0.0
+    assert max(difference(one, found) for found in (two, three, ddp)) < 1e-4
+
+
+# memory
+
+
+def held(stage: int) -> tuple[int, int, int]:
+    """Bytes of all frozen weights, of those in memory here, and of what the optimizer remembers here."""
+    from library.distributed.accelerator import prepare_accelerator
+    from library.distributed.deepspeed_settings import DeepSpeedSettings
+    from library.models.families import FAMILIES
+    from library.parallel.deepspeed import DeepSpeedStrategy
+    from library.training.trainable import build_trainable_modules
+
+    strategy = DeepSpeedStrategy(prepare_accelerator(parse_config([]).config), DeepSpeedSettings(stage))
+    family = FAMILIES.get("flux")()
+    trained, _ = build_trainable_modules(
+        parse_config([]).config, family, family.load("random:flux:tiny", torch.float32)
+    )
+    own = [parameter for parameter in trained.parameters() if parameter.requires_grad]
+    frozen = [parameter for parameter in trained.parameters() if not parameter.requires_grad]
+    whole = sum(parameter.nbytes for parameter in frozen)
+    _, optimizer = strategy.wrap(trained, torch.optim.AdamW(own))
+    kept = [*frozen, *(parameter.ds_tensor for parameter in frozen)]
+    here = sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in kept}.values())
+    masters = {piece.flat.data_ptr(): piece.flat.nbytes for piece in optimizer._pieces}
+    strategy.destroy_process_group()
+    return whole, here, sum(masters.values()) - sum(parameter.nbytes for parameter in own) // strategy.world_size
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_each_process_holds_its_part_of_the_frozen_model(size):
+    found = on_ranks(size, held, 3)
+
+    for whole, here, more_than_its_part in found:
+        assert here < 1.05 * whole / size
+        assert more_than_its_part < 0.01 * whole
+
+
+# an optimizer in host memory
+
+
+def shortened_in_host_memory(stage: int) -> tuple[str, list[float]]:
+    """DeepSpeed's own way to shorten a gradient that it keeps in host memory, while the run is on another device."""
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    from library.parallel.deepspeed_optimizer import DeepSpeedOptimizer
+
+    weight = torch.nn.Parameter(torch.zeros(2))
+    weight._hp_mapping = None
+    flat = torch.zeros(2)
+    flat.grad = torch.tensor([3.0, 4.0])
+    zero = SimpleNamespace(
+        optimizer=torch.optim.SGD([weight]),
+        loss_scale=1.0,
+        clip_grad=0.0,
+        device="cpu",
+        scaled_global_norm=lambda norm_type=2: flat.grad.norm(),
+        single_partition_of_fp32_groups=[],
+        _get_norm_groups=lambda: [flat.grad.norm()],
+        fp32_partitioned_groups_flat=[flat],
+        grad_position={0: (0, 0, 0)},
+        get_param_id=lambda parameter: 0,
+    )
+    engine = SimpleNamespace(optimizer=zero, global_rank=0, zero_optimization_stage=lambda: stage)
+    ours = DeepSpeedOptimizer(engine, [{"params": [weight], "lr": 0.1}], torch.device("meta"))
+    norm = ours.compute_grad_norm(1.0)
+    if stage == 3:
+        (handed,) = zero._get_norm_groups()
+        DeepSpeedZeroOptimizer_Stage3.unscale_and_clip_grads(zero, 0, handed)
+    else:
+        DeepSpeedZeroOptimizer.unscale_and_clip_grads(zero, [flat.grad], zero.scaled_global_norm())
+    return norm.device.type, flat.grad.tolist()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_gradient_in_host_memory_is_shortened_beside_another_device(stage):
+    ((device, gradient),) = on_ranks(1, shortened_in_host_memory, stage)
+
+    assert device == "meta" and gradient == pytest.approx([0.6, 0.8], rel=1e-5)
+
+
+# a launcher
+
+
+def test_accelerate_launch_with_the_users_own_file(even, tmp_path):
+    (tmp_path / "ds.json").write_text(
+        json.dumps(
+            {
+                "train_batch_size": "auto",
+                "train_micro_batch_size_per_gpu": 2,
+                "gradient_accumulation_steps": "auto",
+                "gradient_clipping": "auto",
+                "bf16": {"enabled": "auto"},
+                "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": "auto"},
+            }
+        )
+    )
+    launch = shlex.split(
+        "launch --use_deepspeed --deepspeed_config_file ds.json --num_processes 2 --num_machines 1"
+        " --mixed_precision no --dynamo_backend no --main_process_port 0"
+    )
+    words = [
+        str(Path(sys.executable).parent / "accelerate"),
+        *launch,
+        str(ROOT / "train_lora.py"),
+        "--dataset_config",
+        str(even),
+        "--pretrained_model_name_or_path",
+        "random:flux:tiny",
+        "--output_dir",
+        str(tmp_path / "out"),
+        "--max_train_steps",
+        "1",
+        "--train_batch_size",
+        "2",
+    ]
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "MASTER_", "DS_"))}
+    done = subprocess.run(
+        words,
+        cwd=tmp_path,
+        timeout=300,
+        capture_output=True,
+        text=True,
+        env={**clean, "HF_HOME": str(tmp_path / "home"), "ACCELERATE_USE_CPU": "true"},
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "DeepSpeed: ZeRO 2, 2 processes, optimizer in host memory" in done.stdout + done.stderr

@@ -1,0 +1,177 @@
+"""A frozen model that rests in files: the same adapter whatever is computed in between, and nothing is left there."""
+
+import json
+import os
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import fake_async_io
+import pytest
+from one_result import BOUNDS, dataset
+from rank_processes import on_ranks
+from safetensors.torch import load_file
+from training_runs import difference, train
+
+from library.errors import ConfigError
+
+pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
+SMALLEST = 2048
+"""Bytes of a part that is worth a file; with DeepSpeed's own mebibyte no tiny model has any."""
+
+
+def has_libaio() -> bool:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    return bool(AsyncIOBuilder().is_compatible())
+
+
+def train_from_files(is_real: bool, *flags: str) -> str:
+    """One process's part in a run; the path of the LoRA file."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed.ops.op_builder as builders
+    from deepspeed.runtime.swap_tensor import partitioned_param_swapper as swapper
+
+    swapper.MIN_AIO_BYTES = SMALLEST
+    if not is_real:
+        builders.AsyncIOBuilder = swapper.AsyncIOBuilder = fake_async_io.Builder
+    return train(*flags)
+
+
+def flags(data: Path, folder: Path, ranks: int, *more: str) -> tuple[str, ...]:
+    """A run with previews in between, which use the model in another order."""
+    (folder / "prompts.txt").write_text("a red circle --w 64 --h 96 --d 1 --s 2 --l 3\n")
+    return (
+        "--dataset_config",
+        str(data),
+        "--pretrained_model_name_or_path",
+        "random:sdxl:tiny",
+        "--output_dir",
+        str(folder / "out"),
+        "--train_batch_size",
+        str(4 // ranks),
+        "--max_train_steps",
+        "3",
+        "--learning_rate",
+        "0.5",
+        "--network_dim",
+        "4",
+        "--optimizer_type",
+        "SGD",
+        "--mixed_precision",
+        "no",
+        "--no-network_train_unet_only",
+        "--sample_prompts",
+        str(folder / "prompts.txt"),
+        "--sample_every_n_steps",
+        "2",
+        *more,
+    )
+
+
+def launched(folder: Path, **offload: object) -> dict[str, str]:
+    """What the launcher says with a file of the user's own."""
+    (folder / "disk").mkdir(exist_ok=True)
+    zero = {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 100,
+        "stage3_max_reuse_distance": 0,
+        "offload_param": {"device": "nvme", "nvme_path": str(folder / "disk"), **offload},
+    }
+    (folder / "ds.json").write_text(json.dumps({"zero_optimization": zero, "aio": {"block_size": SMALLEST}}))
+    return {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(folder / "ds.json")}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "is_real", "offload"),
+    [
+        (2, False, {}),
+        pytest.param(1, False, {"buffer_count": 2}, marks=pytest.mark.long),
+        pytest.param(2, False, {"buffer_count": 300}, marks=pytest.mark.long),
+        pytest.param(2, True, {}, marks=pytest.mark.long),
+    ],
+)
+def test_a_model_in_files_trains_the_adapter_that_one_in_memory_trains(ranks, is_real, offload, tmp_path):
+    if is_real and not has_libaio():
+        pytest.skip("libaio is missing")
+    data = dataset(tmp_path)
+    one = load_file(on_ranks(1, train, *flags(data, tmp_path, 1, "--output_name", "one"))[0])
+    files = on_ranks(
+        ranks,
+        train_from_files,
+        is_real,
+        *flags(data, tmp_path, ranks),
+        environment=launched(tmp_path, **offload),
+        seconds=900,
+    )
+
+    assert difference(one, load_file(files[0])) < BOUNDS["no"]
+    assert not list((tmp_path / "disk").iterdir())
+
+
+def test_files_of_processes_that_are_gone_are_removed_and_those_of_others_stay(tmp_path):
+    from library.distributed.watchdog import ProcessIdentity
+    from library.parallel.deepspeed_nvme import DIR_PREFIX, OWNER_FILE, remove_stale_dirs
+
+    own = ProcessIdentity.get_current()
+    owners = {"mine": own, "dead": replace(own, began=own.began - 1000), "elsewhere": replace(own, host="elsewhere")}
+    for name, owner in owners.items():
+        (tmp_path / f"{DIR_PREFIX}{name}").mkdir()
+        (tmp_path / f"{DIR_PREFIX}{name}" / OWNER_FILE).write_text(json.dumps(owner.to_json()))
+    (tmp_path / f"{DIR_PREFIX}of-nobody").mkdir()
+    remove_stale_dirs(tmp_path)
+
+    assert sorted(path.name.removeprefix(DIR_PREFIX) for path in tmp_path.iterdir()) == [
+        "elsewhere",
+        "mine",
+        "of-nobody",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "offload", "expected"),
+    [
+        (
+            1,
+            {"buffer_size": 1000},
+            r"buffer_size is 1000, and the largest weight has \d+ numbers for each process; write",
+        ),
+        pytest.param(1, {"buffer_count": 1}, "buffer_count is 1; write at least 2", marks=pytest.mark.long),
+        pytest.param(2, {"max_in_cpu": 10}, r"max_in_cpu is 10, and the adapter has \d+", marks=pytest.mark.long),
+        pytest.param(
+            1,
+            {"buffer_size": 10**13},
+            r"MiB of memory for each process cannot be locked; raise `ulimit -l`",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_settings_that_deepspeed_would_fail_with_are_told(ranks, offload, expected, tmp_path):
+    with pytest.raises(AssertionError, match=expected):
+        on_ranks(
+            ranks,
+            train_from_files,
+            False,
+            *flags(dataset(tmp_path), tmp_path, ranks),
+            environment=launched(tmp_path, **offload),
+        )
+    assert not list((tmp_path / "disk").iterdir())
+
+
+def test_without_libaio_the_run_stops_before_a_model_is_loaded(tmp_path):
+    (text,) = on_ranks(1, told_without_libaio, *flags(dataset(tmp_path), tmp_path, 1), environment=launched(tmp_path))
+    assert "DeepSpeed's async_io needs libaio and a compiler; apt install libaio-dev g++" in text
+    assert not list((tmp_path / "disk").iterdir())
+
+
+def told_without_libaio(*flags: str) -> str:
+    from library.models.base import Family
+
+    fake_async_io.Builder.is_compatible = lambda _: False
+    Family.load = None  # nobody is to ask for it
+    try:
+        train_from_files(False, *flags)
+    except ConfigError as error:
+        return str(error)
+    return ""

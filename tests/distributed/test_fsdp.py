@@ -1,0 +1,295 @@
+"""What belongs to a run works alike when the frozen model is spread; and how much of it each process holds."""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import all_options_run
+import pytest
+import torch
+from all_options_run import measured
+from one_result import dataset
+from rank_processes import free_port, on_ranks
+from resumed_runs import cut
+from safetensors.torch import load_file
+from training_runs import difference, train
+
+from library.config import parse_config
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+# the whole of a run
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory) -> dict[str, Path]:
+    """The folders of two runs with everything on, by DDP and by FSDP; three batches are measured by two processes."""
+    folder = tmp_path_factory.mktemp("both")
+    common = (*all_options_run.flags(folder), "--no-network_train_unet_only")
+    for name, more in {"ddp": (), "fsdp": ("--fsdp",)}.items():
+        on_ranks(2, train, *common, "--output_dir", str(folder / name), *more)
+    return {name: folder / name for name in ("ddp", "fsdp")}
+
+
+@pytest.mark.parametrize("name", ["lora", "lora-ema"])
+def test_prodigy_limited_norms_and_the_average_are_those_of_ddp(both, name):
+    ddp, fsdp = (load_file(folder / f"{name}.safetensors") for folder in both.values())
+
+    assert difference(ddp, fsdp) < 1e-3
+
+
+def test_pictures_before_the_first_step_are_those_of_ddp_to_the_bit_and_none_is_missing(both):
+    found = {name: sorted((folder / "sample").glob("*.png")) for name, folder in both.items()}
+    assert [len(paths) for paths in found.values()] == [6, 6]
+
+    for ddp, fsdp in zip(*found.values(), strict=True):
+        assert ddp.name[:15] == fsdp.name[:15]
+        if "_000000_" in ddp.name:
+            assert ddp.read_bytes() == fsdp.read_bytes()
+
+
+def test_what_is_measured_is_what_ddp_measures(both):
+    ddp, fsdp = (measured(folder) for folder in both.values())
+
+    assert len(ddp) == len(fsdp) == 3
+    assert ddp[0] == fsdp[0]  # the base model, to the bit
+    for one, other in zip(ddp, fsdp, strict=True):
+        assert other == pytest.approx(one, rel=1e-4)
+
+
+# states
+
+
+@pytest.mark.parametrize(
+    ("ranks", "fsdp"),
+    [(2, ("--fsdp",)), pytest.param(4, ("--fsdp", "--dp_replicate_size", "2"), marks=pytest.mark.long)],
+)
+def test_a_state_goes_on_exactly_and_from_one_strategy_to_another(ranks, fsdp, tmp_path):
+    data = dataset(tmp_path)
+    flags = (
+        "--dataset_config",
+        str(data),
+        "--max_train_steps",
+        "6",
+        "--network_dim",
+        "2",
+        "--learning_rate",
+        "1e-2",
+        "--save_every_n_steps",
+        "2",
+        "--save_state",
+        "--auto_resume",
+    )
+
+    def run(folder: Path, ranks: int, batch: int, *more: str) -> dict[str, torch.Tensor]:
+        own = ("--output_dir", str(folder), "--train_batch_size", str(batch))
+        return load_file(on_ranks(ranks, train, *flags, *own, *more)[0])
+
+    one = run(tmp_path / "one", 1, 4)
+    spread = run(cut(tmp_path / "one", tmp_path / "spread", 2), ranks, 4 // ranks, *fsdp)
+    again = run(cut(tmp_path / "spread", tmp_path / "again", 4), ranks, 4 // ranks, *fsdp)
+    back = run(cut(tmp_path / "spread", tmp_path / "back", 4), 2, 2)
+
+    assert difference(spread, again) == 0.0
+    assert difference(one, spread) < 1e-3
+    assert difference(one, back) < 1e-3
+
+
+# memory
+
+
+def held(parts: int, *flags: str) -> tuple[int, int, int]:
+    """Bytes of all frozen weights, of those in memory here, and of what learns."""
+    from library.distributed.accelerator import prepare_accelerator
+    from library.distributed.fsdp_settings import FSDPSettings
+    from library.models.families import FAMILIES
+    from library.parallel.fsdp import FSDPStrategy
+    from library.training.trainable import build_trainable_modules
+
+    config = parse_config(["--no-network_train_unet_only", *flags]).config
+    strategy = FSDPStrategy(prepare_accelerator(config), FSDPSettings(1, parts))
+    family = FAMILIES.get("sdxl")()
+    trained, _ = build_trainable_modules(config, family, family.load("random:sdxl:tiny", torch.float32))
+    learnt = [parameter for parameter in trained.parameters() if parameter.requires_grad]
+    whole = sum(each.nbytes for each in trained.parameters() if not each.requires_grad)
+    strategy.wrap(trained, torch.optim.SGD(learnt))
+    frozen = [each.to_local() for each in trained.parameters() if not each.requires_grad]
+    here = sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in frozen}.values())
+    strategy.end_training()
+    return whole, here, sum(each.untyped_storage().nbytes() for each in learnt)
+
+
+@pytest.mark.parametrize("parts", [1, 2, pytest.param(4, marks=pytest.mark.long)])
+def test_each_process_holds_its_part_of_the_frozen_model_and_all_that_learns(parts):
+    alone = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    found = on_ranks(parts, held, parts, environment=alone if parts == 1 else None)
+    whole, _, learnt = found[0]
+
+    assert {(every, same) for every, _, same in found} == {(whole, learnt)} and learnt > 0
+    assert all(here < 1.02 * whole / parts for _, here, _ in found)
+    assert sum(here for _, here, _ in found) >= whole
+
+
+# a launcher
+
+
+@pytest.mark.long
+def test_accelerate_launch_with_fsdp_spreads_the_model(tmp_path):
+    data = dataset(tmp_path)
+    launch = shlex.split(
+        "launch --use_fsdp --fsdp_version 2 --num_processes 2 --num_machines 1 --mixed_precision no "
+        "--dynamo_backend no --fsdp_offload_params true"
+    )
+    words = [
+        str(Path(sys.executable).parent / "accelerate"),
+        *launch,
+        str(ROOT / "train_lora.py"),
+        "--dataset_config",
+        str(data),
+        "--pretrained_model_name_or_path",
+        "random:sdxl:tiny",
+        "--no-network_train_unet_only",
+        "--output_dir",
+        str(tmp_path / "out"),
+        "--max_train_steps",
+        "1",
+    ]
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "MASTER_", "FSDP_"))}
+    done = subprocess.run(
+        words,
+        cwd=tmp_path,
+        timeout=240,
+        capture_output=True,
+        text=True,
+        env={**clean, "HF_HOME": str(tmp_path / "home"), "ACCELERATE_USE_CPU": "true"},
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "FSDP: 1 x 2 processes" in done.stderr + done.stdout and "in host memory" in done.stderr + done.stdout
+    assert (tmp_path / "out" / "lora.safetensors").exists()
+
+
+# when something goes wrong on one process
+
+
+def scaled_step_after(infinite_on: int) -> tuple[float, float]:
+    """A step with scaled losses, when one process's gradient is infinite: what became of weight and scale."""
+    from library.distributed.accelerator import prepare_accelerator
+    from library.parallel.gradient_sync import FlatGradients
+
+    accelerator = prepare_accelerator(parse_config([]).config)
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.25), torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(model(torch.ones(1, 1)).sum()).backward()
+    if accelerator.process_index == infinite_on:
+        model.weight.grad.fill_(float("inf"))
+    FlatGradients(model).all_reduce_mean(2)
+    scaler.step(optimizer)
+    scaler.update()
+    found = float(model.weight), scaler.get_scale()
+    accelerator.end_training()
+    return found
+
+
+@pytest.mark.parametrize(("infinite_on", "expected"), [(1, (1.0, 2.0)), (-1, (0.75, 4.0))])
+def test_an_infinite_gradient_on_one_process_leaves_the_step_out_on_all(infinite_on, expected):
+    assert on_ranks(2, scaled_step_after, infinite_on) == [expected, expected]
+
+
+def test_a_preview_that_cannot_be_written_ends_no_run(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "sample").write_text("no folder")
+    (tmp_path / "prompts.txt").write_text("a leaf --w 64 --h 64 --s 1\n")
+    files = on_ranks(
+        2,
+        train,
+        "--pretrained_model_name_or_path",
+        "random:sd1:tiny",
+        "--dataset_config",
+        str(dataset(tmp_path)),
+        "--output_dir",
+        str(tmp_path / "out"),
+        "--max_train_steps",
+        "1",
+        "--network_dim",
+        "2",
+        "--sample_prompts",
+        str(tmp_path / "prompts.txt"),
+        "--sample_at_first",
+        "--fsdp",
+    )
+    assert Path(files[0]).is_file()
+
+
+def previews_that_fail(who: list[int], folder: Path, flags: tuple[str, ...]) -> str:
+    """What came of a preview that these processes cannot draw, on this one."""
+    from library.training import preview
+
+    preview.ALL_RANKS_TIMEOUT_SECONDS = 2.0
+    honest = preview.Preview._generate_image
+
+    def picture(self, run, index, prompt):
+        if run.strategy.rank in who:
+            raise RuntimeError("cannot be drawn here")
+        return honest(self, run, index, prompt)
+
+    preview.Preview._generate_image = picture
+    try:
+        return train(*flags, "--output_dir", str(folder))
+    except Exception as error:
+        return f"ended: {error}"
+
+
+@pytest.mark.parametrize(
+    ("who", "more"),
+    [
+        pytest.param([0, 1], ["--fsdp"], marks=pytest.mark.long),
+        ([1], ["--fsdp"]),
+        ([1], []),
+    ],
+)
+def test_a_preview_that_fails_ends_the_run_only_where_others_would_wait_for_it(who, more, tmp_path):
+    (tmp_path / "prompts.txt").write_text("a leaf --w 64 --h 64 --s 1\nred --w 64 --h 64 --s 1\n")
+    flags = (
+        "--pretrained_model_name_or_path",
+        "random:sd1:tiny",
+        "--dataset_config",
+        str(dataset(tmp_path)),
+        "--max_train_steps",
+        "1",
+        "--network_dim",
+        "2",
+        "--sample_prompts",
+        str(tmp_path / "prompts.txt"),
+        "--sample_at_first",
+        *more,
+    )
+    found = on_ranks(2, previews_that_fail, who, tmp_path / "out", flags)
+
+    others_wait = bool(more) and len(who) == 1
+    assert [word.startswith("ended: ") for word in found] == [others_wait] * 2, found
+    assert not others_wait or any("cannot be drawn here" in word for word in found)
+    drawn = len([*(tmp_path / "out" / "sample").glob("*.png")])
+    assert drawn == (0 if more else 1)
+
+
+def test_classes_to_fetch_as_a_whole_that_no_part_of_the_model_has_are_told(tmp_path):
+    environment = {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": "BasicTransformerBlock,LlamaLayer",
+    }
+    with pytest.raises(AssertionError, match="fsdp_transformer_layer_cls_to_wrap LlamaLayer: no part of this model"):
+        on_ranks(
+            2, train, "--dataset_config", str(dataset(tmp_path)), "--output_dir", str(tmp_path), environment=environment
+        )

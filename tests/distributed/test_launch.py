@@ -1,0 +1,154 @@
+"""Launched processes: as many as requested, with the settings that the doctor predicts."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launcher_cases import check, use_environment, write_accelerate_config
+from rank_processes import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+ACCELERATE, TORCHRUN = f"{BIN / 'accelerate'} launch", str(BIN / "torchrun")
+
+
+SCRIPT = f"""
+import json, sys
+sys.path.insert(0, {str(ROOT)!r})
+import torch
+from library.config import load_options
+from library.distributed.accelerator import prepare_accelerator
+from library.distributed.launcher_settings import find_overridden_settings
+from library.errors import UserError
+loaded = load_options(sys.argv[1:])
+try:
+    a = prepare_accelerator(loaded.config)
+except UserError as error:
+    sys.exit("STOPPED " + str(error))
+total = a.reduce(torch.tensor(float(a.process_index + 1)), reduction="sum").item()
+warnings = find_overridden_settings(loaded.config, loaded.places)
+layer = torch.nn.Linear(2, 2, device=a.device)
+with a.autocast(): kind = str(layer(torch.ones(1, 2, device=a.device)).dtype)
+result = dict(rank=a.process_index, size=a.num_processes, device=a.device.type, total=total, warnings=warnings,
+              computes=kind, kind=a.distributed_type.value, precision=a.mixed_precision, folder=a.logging_dir)
+sys.stdout.write("\\nRESULT " + json.dumps(result) + "\\n")
+sys.stdout.flush()
+a.wait_for_everyone()
+a.end_training()
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start the script with a command, away from the user's own settings; what each rank had, and all that was said."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+
+    def run(command: str, *arguments: str, **environment: str) -> tuple[list[dict], str]:
+        clean = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "MASTER_"))}
+        env = {**clean, "HF_HOME": str(tmp_path / "home"), **environment}
+        words = [*shlex.split(command), str(tmp_path / "script.py"), *arguments]
+        done = subprocess.run(words, cwd=tmp_path, timeout=90, env=env, capture_output=True, text=True)
+        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+        results = sorted((json.loads(line[7:]) for line in lines), key=lambda one: one["rank"])
+        return results, done.stdout + done.stderr
+
+    return run
+
+
+def port() -> str:
+    return f"--main_process_port {free_port()}"
+
+
+def assert_two_that_work_together(results: list[dict], said: str) -> None:
+    assert [(one["rank"], one["size"], one["total"], one["device"], one["kind"]) for one in results] == [
+        (0, 2, 3.0, "cpu", "MULTI_CPU"),
+        (1, 2, 3.0, "cpu", "MULTI_CPU"),
+    ], said
+
+
+def test_the_command_that_works_gives_two_processes_in_one_folder(start):
+    command = f"{ACCELERATE} --multi_gpu --num_processes 2 --mixed_precision bf16 {port()}"
+    results, said = start(command, "--logging_dir", "logs", ACCELERATE_USE_CPU="true")
+
+    assert_two_that_work_together(results, said)
+    assert results[0]["folder"] == results[1]["folder"] and results[0]["folder"].startswith("logs/2")
+    assert {(one["precision"], one["computes"]) for one in results} == {("bf16", "torch.bfloat16")}
+
+
+def test_torchrun_gives_two_processes_without_any_variable(start):
+    results, said = start(f"{TORCHRUN} --standalone --nproc_per_node 2")
+
+    assert_two_that_work_together(results, said)
+
+
+def test_the_obvious_command_that_gives_one_process_stops_and_names_one_that_works(start, tmp_path):
+    results, said = start(f"{ACCELERATE} --cpu --num_processes 2", "--seed", "3")
+    (working,) = [line.strip() for line in said.splitlines() if line.strip().startswith("ACCELERATE_USE_CPU=true")]
+
+    assert (
+        results == [] and "num_processes: 2 (accelerate launch --num_processes), but accelerate launch starts 1" in said
+    )
+    variable, command = working.split(" ", 1)
+    command = command.replace("accelerate launch", f"{ACCELERATE} {port()}", 1).split(f" {tmp_path}")[0]
+    assert working.endswith(f"{tmp_path / 'script.py'} --seed 3")
+    assert_two_that_work_together(*start(command, "--seed", "3", **dict([variable.split("=")])))
+
+
+def test_a_file_that_asks_for_several_cpu_processes_stops_too(start, tmp_path):
+    path = write_accelerate_config(tmp_path / "home", distributed_type="MULTI_CPU", num_processes=2, use_cpu=True)
+    results, said = start(ACCELERATE)
+
+    assert results == [] and f"num_processes: 2 ({path}), but accelerate launch starts 1" in said
+
+
+def test_accumulation_said_to_accelerate_only_stops(start):
+    results, said = start(f"{ACCELERATE} --gradient_accumulation_steps 4")
+
+    assert (
+        results == []
+        and "STOPPED gradient_accumulation_steps: 4 (accelerate launch --gradient_accumulation_steps)" in said
+    )
+    results, said = start(sys.executable, ACCELERATE_GRADIENT_ACCUMULATION_STEPS="4")
+    assert results == [] and "ACCELERATE_GRADIENT_ACCUMULATION_STEPS says 4" in said
+
+
+def test_fp16_on_a_cpu_is_said(start):
+    results, said = start(sys.executable, "--mixed_precision", "fp16")
+    assert results == [] and "STOPPED --mixed_precision fp16: a CPU has none" in said
+
+    results, said = start(f"{ACCELERATE} --mixed_precision fp16")
+    assert [(one["precision"], one["computes"]) for one in results] == [("no", "torch.float32")], said
+    assert any("not supported on a CPU; training uses fp32" in line for line in results[0]["warnings"])
+
+
+LAUNCHED_FOR_REAL = [
+    ("", "bf16", ""),
+    ("bf16", "no", "no"),
+    ("no", "bf16", ""),
+    pytest.param("bf16", "", "", marks=pytest.mark.long),
+    pytest.param("", "no", "bf16", marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize(("flag", "file", "code"), LAUNCHED_FOR_REAL)
+def test_a_launched_accelerator_has_what_the_doctor_predicts(flag, file, code, start, tmp_path, monkeypatch):
+    use_environment(monkeypatch, tmp_path / "home")
+    if file:
+        write_accelerate_config(tmp_path / "home", mixed_precision=file)
+    flags, arguments = f"--mixed_precision {flag}" if flag else "", ["--mixed_precision", code] if code else []
+    results, said = start(f"{ACCELERATE} {flags}", *arguments)
+    command = shlex.join([*f"accelerate launch {flags}".split(), "script.py", *arguments])
+    setting = check(command)[0]["mixed_precision"]
+
+    assert [one["precision"] for one in results] == [setting.value], said
+    assert results[0]["computes"] == {"no": "torch.float32", "bf16": "torch.bfloat16"}[setting.value]
+    sources = {"--mixed": code, "accelerate launch": flag, str(tmp_path): file}
+    present = [(location, value) for location, value in sources.items() if value]
+    assert setting.source.startswith(present[0][0]) and len(setting.overridden) == len(present) - 1
+    # A launch flag over accelerate's file is what such flags are for; our own option beside either is too much.
+    disagree = bool(code) and len({value for _, value in present}) > 1
+    assert ([setting.warning] if disagree else []) == results[0]["warnings"]

@@ -1,0 +1,114 @@
+"""One process on each machine looks at the pictures, however long it takes; the others wait without a time limit."""
+
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from rank_processes import on_ranks
+
+from library.errors import ConfigError, UserError
+
+
+def strategy(seconds: int):
+    """A process group that breaks when an exchange takes longer than ``seconds``."""
+    from accelerate import Accelerator
+    from accelerate.utils import InitProcessGroupKwargs
+
+    from library.parallel.strategy import Strategy
+
+    group = InitProcessGroupKwargs(backend="gloo", timeout=timedelta(seconds=seconds))
+    return Strategy(Accelerator(cpu=True, kwargs_handlers=[group]))
+
+
+def slow_work(folder: str) -> tuple[bool, bool]:
+    from library.distributed import collectives
+
+    collectives.HEARTBEAT_SECONDS = 0.2
+    strategy_ = strategy(2)
+    mark = Path(folder) / "done"
+
+    def work() -> tuple[bool, bool]:
+        was_done = mark.exists()
+        if not was_done:
+            time.sleep(5)
+            mark.touch()
+        return strategy_.is_main, was_done
+
+    result = strategy_.run_local_main_first(work)
+    strategy_.destroy_process_group()
+    return result
+
+
+def test_others_wait_longer_than_the_time_limit_of_the_group_and_then_find_the_work_done(tmp_path):
+    assert on_ranks(2, slow_work, str(tmp_path)) == [(True, False), (False, True)]
+
+
+def failing_work() -> tuple[list[str], bool, int]:
+    strategy_ = strategy(20)
+    count = 0
+
+    def work() -> None:
+        nonlocal count
+        count += 1
+        raise ConfigError(["a.png: is empty", "b.png: is truncated"])
+
+    try:
+        strategy_.run_local_main_first(work)
+    except ConfigError as error:
+        return error.problems, error.is_reported, count
+    finally:
+        strategy_.destroy_process_group()
+
+
+def test_what_fails_on_one_fails_on_all_with_the_same_words_and_is_told_once():
+    problems = ["a.png: is empty", "b.png: is truncated"]
+    assert on_ranks(2, failing_work) == [(problems, False, 1), (problems, True, 0)]
+
+
+def pictures_of_a_run(dataset: str, other: str, folder: str) -> tuple[int, str, bool]:
+    """Rank 1 may stand on another machine, with files of its own; what is decoded is counted."""
+    from library.config import parse_config
+    from library.dataset import image_inspection, scan
+    from library.training.setup import prepare_dataset
+
+    strategy_ = strategy(20)
+    scan.SETTLED_AFTER_NS = -(10**15)
+    examined, count = image_inspection.inspect_bytes, []
+    image_inspection.inspect_bytes = lambda *given: (count.append(1), examined(*given))[1]
+    config = parse_config(["--dataset_config", dataset if strategy_.is_main else other]).require_valid()
+    if dataset != other:
+        strategy_.run_local_main_first = lambda work: work()  # each is the first on its machine
+    try:
+        prepare_dataset(config, strategy_, 8)
+        return len(count), "", False
+    except UserError as error:
+        return len(count), str(error), error.is_reported
+    finally:
+        strategy_.destroy_process_group()
+
+
+@pytest.fixture
+def datasets(tmp_path) -> tuple[str, str]:
+    """The same names on two machines, with one pixel of difference."""
+    for machine in ("one", "two"):
+        (tmp_path / machine / "a").mkdir(parents=True)
+        for number in range(5):
+            shade = 7 if (machine, number) == ("two", 3) else 0
+            Image.new("RGB", (64, 64), (number, shade, 0)).save(tmp_path / machine / "a" / f"{number}.png")
+        text = f"[[datasets]]\nresolution = 64\n[[datasets.subsets]]\nimage_dir = '{tmp_path}/{machine}/a'\n"
+        (tmp_path / machine / "set.toml").write_text(text)
+    return str(tmp_path / "one" / "set.toml"), str(tmp_path / "two" / "set.toml")
+
+
+def test_on_one_machine_each_picture_is_decoded_by_one_process(datasets, tmp_path):
+    one, _ = datasets
+    assert on_ranks(2, pictures_of_a_run, one, one, str(tmp_path)) == [(5, "", False), (0, "", False)]
+
+
+def test_machines_with_other_files_are_refused(datasets, tmp_path):
+    first, second = on_ranks(2, pictures_of_a_run, *datasets, str(tmp_path))
+    assert first[0] == second[0] == 5
+    assert first[1] == second[1] and first[1].startswith("pictures, captions or dataset settings: rank 1 (on")
+    assert (first[2], second[2]) == (False, True)

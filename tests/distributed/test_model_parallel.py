@@ -1,0 +1,261 @@
+"""Several processes work on one picture, each with a part of the frozen model, and learn what one process learns."""
+
+import json
+import random
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import all_options_run
+import pytest
+import torch
+from all_options_run import measured
+from one_result import BOUNDS, REFERENCE, dataset, trained
+from rank_processes import on_ranks
+from resumed_runs import cut
+from safetensors.torch import load_file
+from training_runs import difference, train
+
+from library.config import parse_config
+from library.distributed.parallel_dims import ParallelDims, build_parallel_dims, validate_parallel_dims
+from library.distributed.world import World
+from library.errors import ConfigError
+from library.models.detect import detect_model
+from library.models.families import FAMILIES
+from library.parallel.pipeline_stages import partition_blocks
+from library.training.preflight import check_model_parallel
+
+LONG = pytest.mark.long
+
+# one result
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "precision", "flags"),
+    [
+        pytest.param("flux", "TP 2 x PP 2", "no", ("--gradient_checkpointing",), marks=LONG),
+        pytest.param("flux", "PP 2, interleaved", "no", (), marks=LONG),
+        pytest.param("flux", "PP 4, 1f1b", "no", (), marks=LONG),
+        pytest.param("sd3_deep", "PP 4, gpipe", "no", (), marks=LONG),
+        pytest.param("sd3_deep", "PP 4, interleaved", "no", ("--gradient_checkpointing",), marks=LONG),
+        pytest.param("sdxl", "FSDP 2 x TP 2", "no", (), marks=LONG),
+        pytest.param("sdxl", "TP 2", "no", (), marks=LONG),
+        pytest.param("sdxl", "PP 2, 1f1b", "no", ("--gradient_checkpointing",), marks=LONG),
+        pytest.param("sdxl", "PP 4, gpipe", "no", (), marks=LONG),
+        pytest.param("sdxl", "PP 2, interleaved", "no", (), marks=LONG),
+        pytest.param("sd1", "TP 2 x PP 2", "no", (), marks=LONG),
+        pytest.param("z_image", "PP 2 x DP 2", "no", ("--network_train_unet_only",), marks=LONG),
+        ("qwen_image", "TP 2", "no", ("--network_train_unet_only",)),
+        pytest.param("sd3", "PP 2, gpipe", "bf16", (), marks=LONG),
+    ],
+)
+def test_a_model_that_is_taken_apart_learns_what_a_whole_one_learns(model, name, precision, flags, tmp_path):
+    data, more = dataset(tmp_path), ("--mixed_precision", precision)
+    texts = [flag for flag in flags if "train_unet" in flag]
+    one = trained(REFERENCE, model, data, tmp_path, *more, *texts)
+    apart = trained(name, model, data, tmp_path, *more, *flags)
+
+    assert difference(one, apart) < BOUNDS[precision]
+
+
+# all that belongs to a run
+
+
+@pytest.fixture(
+    scope="module", params=[(4, "--pp_size", "2", "--tp_size", "2"), pytest.param((2, "--cp_size", "2"), marks=LONG)]
+)
+def both(request, tmp_path_factory) -> dict[str, Path]:
+    """The folders of two runs with everything on, by one process and by several."""
+    folder = tmp_path_factory.mktemp("both")
+    flags = (
+        *all_options_run.flags(folder),
+        "--pretrained_model_name_or_path",
+        "random:sd3:tiny",
+        "--gradient_accumulation_steps",
+        "2",
+        "--network_train_unet_only",
+    )
+    on_ranks(1, train, *flags, "--output_dir", str(folder / "one"))
+    ranks, *spread = request.param
+    on_ranks(ranks, train, *flags, "--output_dir", str(folder / "several"), *spread)
+    return {name: folder / name for name in ("one", "several")}
+
+
+@pytest.mark.parametrize("name", ["lora", "lora-ema"])
+def test_prodigy_limited_norms_and_the_average_are_those_of_one_process(both, name):
+    one, several = (load_file(folder / f"{name}.safetensors") for folder in both.values())
+    assert difference(one, several) < 1e-3
+
+
+def test_what_is_measured_is_what_one_process_measures(both):
+    one, several = (measured(folder) for folder in both.values())
+    assert len(one) == len(several) == 3
+    for ours, theirs in zip(one, several, strict=True):
+        assert theirs == pytest.approx(ours, rel=1e-4)
+
+
+def test_losses_by_kind_are_those_of_one_process(both):
+    """Of pictures of several sizes in one step, too, which a pipeline takes in another order."""
+    one, several = (
+        [json.loads(line) for line in (folder / "lora.metrics.jsonl").read_text().splitlines()]
+        for folder in both.values()
+    )
+    told = [{name: value for name, value in line.items() if name.startswith("loss/")} for line in one]
+    assert len(one) == len(several) and sum(map(len, told)) > 20
+    for ours, theirs in zip(told, several, strict=True):
+        assert {name: theirs[name] for name in ours} == pytest.approx(ours, rel=1e-4)
+
+
+def test_no_preview_is_missing_and_none_is_drawn_twice(both):
+    names = [sorted(path.name[:15] for path in (folder / "sample").glob("*.png")) for folder in both.values()]
+    assert names[0] == names[1] and len(names[0]) == 6
+
+
+def test_a_state_goes_on_exactly_and_from_one_layout_to_another(tmp_path):
+    data = dataset(tmp_path)
+    flags = (
+        "--pretrained_model_name_or_path",
+        "random:flux:tiny",
+        "--dataset_config",
+        str(data),
+        "--max_train_steps",
+        "6",
+        "--network_dim",
+        "2",
+        "--learning_rate",
+        "1e-2",
+        "--save_every_n_steps",
+        "2",
+        "--save_state",
+        "--auto_resume",
+        "--train_batch_size",
+        "2",
+        "--gradient_accumulation_steps",
+        "2",
+    )
+
+    def run(folder: Path, ranks: int, *more: str) -> dict[str, torch.Tensor]:
+        return load_file(on_ranks(ranks, train, *flags, "--output_dir", str(folder), *more)[0])
+
+    one = run(tmp_path / "one", 1)
+    piped = run(cut(tmp_path / "one", tmp_path / "piped", 2), 2, "--pp_size", "2")
+    again = run(cut(tmp_path / "piped", tmp_path / "again", 4), 2, "--pp_size", "2")
+    tensor = run(cut(tmp_path / "piped", tmp_path / "tensor", 4), 2, "--tp_size", "2")
+    shared = run(cut(tmp_path / "piped", tmp_path / "shared", 2), 2, "--cp_size", "2")
+    alone = run(cut(tmp_path / "shared", tmp_path / "alone", 4), 1)
+
+    assert difference(piped, again) == 0.0
+    assert difference(one, shared) < 1e-3 and difference(one, alone) < 1e-3
+    assert difference(one, piped) < 1e-3 and difference(one, tensor) < 1e-3
+
+
+# where stages are cut, and who is where
+
+
+def test_stages_are_cut_so_that_the_heaviest_is_as_light_as_can_be():
+    draw = random.Random(5)
+    for _ in range(200):
+        weights = [draw.randint(1, 9) for _ in range(draw.randint(1, 9))]
+        stages = draw.randint(1, min(4, len(weights)))
+        found = partition_blocks(weights, stages)
+        assert found[0] == 0 and found[-1] == len(weights) and all(a < b for a, b in pairwise(found))
+        assert max(sum(weights[a:b]) for a, b in pairwise(found)) == min(
+            max(sum(weights[a:b]) for a, b in pairwise(way)) for way in every_way(len(weights), stages)
+        )
+
+
+def every_way(blocks: int, stages: int) -> list[list[int]]:
+    if stages == 1:
+        return [[0, blocks]]
+    return [[*way[:-1], last, blocks] for last in range(stages - 1, blocks) for way in every_way(last, stages - 1)]
+
+
+def test_every_process_has_a_place_of_its_own():
+    layout = ParallelDims(dp=2, pp=3, tp=2, cp=2)
+    places = {
+        (
+            layout.get_data_parallel_rank(rank),
+            layout.get_pipeline_stage(rank),
+            rank % 4,
+            layout.get_tensor_parallel_rank(rank),
+        )
+        for rank in range(24)
+    }
+    assert len(places) == 24
+    layout = ParallelDims(dp=2, pp=3, tp=2)
+    for rank in range(12):
+        group = layout.get_pipeline_ranks(rank)
+        assert rank in group and [layout.get_pipeline_stage(other) for other in group] == [0, 1, 2]
+        assert {(layout.get_data_parallel_rank(other), layout.get_tensor_parallel_rank(other)) for other in group} == {
+            (layout.get_data_parallel_rank(rank), layout.get_tensor_parallel_rank(rank))
+        }
+    assert [
+        (layout.get_data_parallel_rank(rank), layout.get_pipeline_stage(rank)) for rank in layout.get_loss_ranks()
+    ] == [(0, 2), (1, 2)]
+
+
+def test_processes_are_laid_out_in_groups_of_those_that_share_a_picture():
+    config = parse_config(["--dataset_config", __file__, "--pp_size", "2", "--tp_size", "2"]).config
+    assert build_parallel_dims(config, World(world_size=8)) == ParallelDims(2, 2, 2) and not [
+        *validate_parallel_dims(config, World(world_size=8))
+    ]
+    (problem,) = validate_parallel_dims(config, World(world_size=6))
+    assert problem.startswith("--pp_size 2 --tp_size 2: 6 processes cannot be dealt out in groups of 4; start 8")
+    shared = replace(config, parallel=replace(config.parallel, pp_size=1, cp_size=3))
+    assert build_parallel_dims(shared, World(world_size=12)) == ParallelDims(2, 1, 2, 3)
+
+
+# what cannot be
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "said"),
+    [
+        (
+            "sdxl",
+            ("--cp_size", "2"),
+            "has convolutions, which look at more than a part of a picture; use --tp_size 2, or --fsdp",
+        ),
+        (
+            "flux",
+            ("--cp_size", "2", "--tp_size", "2"),
+            "--tp_size 2 --cp_size 2: 2 heads of attention cannot be dealt out evenly to 4; use 2 in all",
+        ),
+        ("z_image", ("--cp_size", "3"), "--cp_size 3: 2 heads of attention cannot be dealt out evenly; use 2"),
+        ("sd3", ("--pp_size", "3"), "has 2 blocks, too few for 3 devices; use 2"),
+        ("flux", ("--pp_size", "4", "--pp_schedule", "interleaved"), "with 2 stages each; use 2"),
+        ("flux", ("--tp_size", "3"), "--tp_size 3: 2 heads of attention cannot be dealt out evenly; use 2"),
+    ],
+)
+def test_a_model_that_cannot_be_taken_apart_so_is_told_before_it_is_loaded(model, flags, said):
+    loaded = parse_config(
+        ["--dataset_config", __file__, "--pretrained_model_name_or_path", f"random:{model}:tiny", *flags]
+    )
+    config = loaded.config
+    with pytest.raises(ConfigError) as caught:
+        check_model_parallel(config, FAMILIES.get(model)(config.model), detect_model(config.model))
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--pp_schedule", "gpipe"), "--pp_schedule: there is no pipeline; set pp_size"),
+        (
+            ("--tp_size", "2", "--network_module", "lycoris.kohya", "--network_args", "algo=loha"),
+            "of kind loha cannot be",
+        ),
+        (
+            ("--tp_size", "2", "--network_args", "use_dora=True"),
+            "of kind dora cannot be cut; use pp_size, cp_size or fsdp",
+        ),
+        (("--pp_size", "2", "--torch_compile", "--no-dynamo_use_regional_compilation"), "is compiled block by block"),
+        (("--pp_size", "2", "--deepspeed"), "not together with --pp_size; use --fsdp with --tp_size"),
+        (("--cp_size", "2", "--deepspeed"), "not together with --cp_size; use --fsdp with --cp_size"),
+        (("--cp_size", "2", "--attn_mode", "flash"), "only torch's own attention can be shared; use sdpa or cudnn"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_told(flags, said):
+    with pytest.raises(ConfigError) as caught:
+        parse_config(["--dataset_config", __file__, *flags]).require_valid()
+    assert said in str(caught.value)

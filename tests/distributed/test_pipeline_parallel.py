@@ -1,0 +1,236 @@
+"""Pipelines with steps of several sizes, any number of micro-batches, scaled losses and things that are random."""
+
+import json
+from contextlib import nullcontext
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from one_result import BOUNDS, REFERENCE, dataset, trained
+from rank_processes import on_ranks
+from safetensors.torch import load_file
+from tiny_pipelines import TINY
+from torch import nn
+from training_runs import difference, pictures, train
+
+from library.config import parse_config
+from library.config.types import StepRange
+from library.distributed.memory import record_phase
+from library.distributed.parallel_dims import ParallelDims
+from library.models.families import FAMILIES
+from library.parallel.blocks import BlockSequence, ParallelPlan, UNetBlockSequence
+from library.parallel.pipeline import PipelineStrategy
+from library.parallel.pipeline_schedule import PipelineStep
+from library.parallel.pipeline_stages import StageBoundary, StageRunner
+from library.training.profiler import DenoiserCalls, StepProfiler
+from library.training.shutdown import suggest_oom_fixes
+
+
+def run(folder: Path, ranks: int, *flags: str) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """What is learnt by plain gradient descent from pictures of two sizes, and all figures, the last of each kind."""
+    data = folder / "dataset.toml"
+    words = (
+        "--pretrained_model_name_or_path",
+        "random:flux:tiny",
+        "--dataset_config",
+        str(data),
+        "--train_batch_size",
+        "1",
+        "--gradient_accumulation_steps",
+        "5",
+        "--max_train_steps",
+        "3",
+        "--learning_rate",
+        "0.5",
+        "--network_dim",
+        "4",
+        "--optimizer_type",
+        "SGD",
+        "--network_train_unet_only",
+    )
+    file = Path(on_ranks(ranks, train, *words, "--output_dir", str(folder / f"of{ranks}"), *flags)[0])
+    lines = file.with_name("lora.metrics.jsonl").read_text().splitlines()
+    return load_file(file), {name: value for line in lines for name, value in json.loads(line).items()}
+
+
+@pytest.mark.parametrize("sizes", [pytest.param({(96, 64): 5}, marks=pytest.mark.long), {(96, 64): 3, (64, 96): 2}])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_any_number_of_micro_batches_of_any_sizes_make_up_a_step(sizes, schedule, tmp_path):
+    pictures(tmp_path, sizes)
+    one, told = run(tmp_path, 1)
+    piped, also_told = run(tmp_path, 2, "--pp_size", "2", "--pp_schedule", schedule)
+
+    assert difference(one, piped) < BOUNDS["no"]
+    kinds = [name for name in told if name.startswith(("loss/time/", "loss/bucket/"))]
+    assert len(kinds) > len(sizes)
+    one_by_one, under_way = ({name: figures.get(name) for name in kinds} for figures in (told, also_told))
+    assert under_way == pytest.approx(one_by_one, rel=1e-3)
+
+
+def test_what_is_computed_twice_leaves_out_the_same_both_times(tmp_path):
+    data, flags = dataset(tmp_path), ("--network_dropout", "0.4", "--gradient_checkpointing")
+    one = trained(REFERENCE, "flux", data, tmp_path, *flags)
+    piped = trained("PP 2, gpipe", "flux", data, tmp_path, *flags)
+
+    assert difference(one, piped) < BOUNDS["no"]
+
+
+class Blocks(nn.Module):
+    """Four of them, with checkpoints of a way that was set from outside."""
+
+    def __init__(self):
+        super().__init__()
+        self.row = nn.ModuleList([Block(2, 2) for _ in range(4)])
+        self.gradient_checkpointing, self._gradient_checkpointing_func = True, None
+
+
+class Block(nn.Linear):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states)
+
+
+def alone() -> PipelineStrategy:
+    """All stages in this process, which is in no group."""
+    pipeline = PipelineStrategy.__new__(PipelineStrategy)
+    pipeline.dims, pipeline.schedule, pipeline.pipeline_stage, pipeline.is_last_stage = ParallelDims(), "1f1b", 0, True
+    pipeline.device, pipeline.tensor_parallel, pipeline.stage_group = torch.device("cpu"), None, None
+    return pipeline
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_checkpoints_are_made_in_the_way_and_of_the_blocks_that_were_asked_for(every, monkeypatch):
+    from library.training import activation_checkpointing
+
+    model, pipeline, made = Blocks(), alone(), []
+    model._gradient_checkpointing_func = activation_checkpointing.BlockCheckpointing(every, offload=False)
+    monkeypatch.setattr(
+        activation_checkpointing, "checkpoint", lambda call, *given, **named: made.append(call) or call(*given)
+    )
+    pipeline._partition_model(model, model, ParallelPlan(BlockSequence.from_lists(model, ["row"], ["hidden_states"])))
+    pipeline.stage_runner.run_stage(0, 4, None)
+    for _ in range(2):
+        given = torch.ones(1, 2)
+        for block in model.row:
+            given = block(given)
+
+    assert len(made) == 2 * 4 // every
+
+
+def test_scaled_losses_give_gradients_that_can_be_scaled_back_on_every_stage():
+    weight, scaler = nn.Parameter(torch.tensor(3.0)), torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer, pipeline = torch.optim.SGD([weight], lr=0.25), alone()
+    pipeline.accelerator = SimpleNamespace(scaler=scaler, autocast=nullcontext)
+    pipeline._all_reduce_gradients, pipeline._all_reduce_loss = lambda processes: None, lambda total: total
+
+    def all_stages(loss_of, *more):
+        losses = [loss_of(batch) for batch in more[-1]]
+        sum(losses).backward()
+        return sum(losses).detach()
+
+    pipeline.pipeline_schedules = SimpleNamespace(run=all_stages)
+    assert float(pipeline.compute_gradients(lambda batch, step: weight * batch, [1.0, 2.0], 2, 0)) == 4.5
+    assert float(weight.grad) == 6.0
+    scaler.unscale_(optimizer)
+    assert float(weight.grad) == 1.5
+
+    pipeline.pipeline_schedules = SimpleNamespace(run=lambda *_: torch.zeros(()))  # on a stage that is not the last
+    pipeline.accelerator.scaler = scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    pipeline.compute_gradients(lambda batch, step: weight * batch, [1.0, 2.0], 2, 0)
+    scaler.unscale_(optimizer)
+
+
+def test_operations_count_once_however_often_the_model_is_called_for_a_micro_batch():
+    model, calls, job = nn.Identity(), DenoiserCalls(), PipelineStep(None, None, ["first", "second"])
+    with calls.record(model):
+        for number in (0, 0, 1, 0, 1):  # the first to prepare it, the last two on the way through a second stage
+            with job.start_micro_batch(number) as batch:
+                model(torch.ones(1))
+                assert batch == job.batches[number]
+        model(torch.ones(1))
+    assert sum(calls.counts.values()) == 3
+
+
+@pytest.mark.long
+def test_a_profile_tells_of_each_device_of_a_pipeline_its_share_of_the_operations(tmp_path):
+    pictures(tmp_path, {(96, 64): 3, (64, 96): 2})
+    words = ("--max_train_steps", "4", "--profile_steps", "2:4")
+    _, one = run(tmp_path, 1, *words)
+    _, two = run(tmp_path, 2, *words, "--pp_size", "2", "--pp_schedule", "interleaved")
+    assert two["profile/step_teraflop"] == pytest.approx(one["profile/step_teraflop"] / 2)
+
+
+def test_operations_of_a_picture_are_shared_by_those_who_work_on_it(tmp_path):
+    profiler, told = StepProfiler(StepRange(2, 6), tmp_path / "trace.json.gz"), {}
+    profiler.calls, profiler.seconds = SimpleNamespace(count_flops=lambda denoiser: 4e12), 1.0
+    run = SimpleNamespace(
+        strategy=SimpleNamespace(together=2, device=torch.device("cpu"), precision="bf16"),
+        task=SimpleNamespace(pipe=SimpleNamespace(unet=None), family=SimpleNamespace(denoiser="unet")),
+        teller=SimpleNamespace(noted=lambda run, figures: told.update(figures)),
+    )
+    with torch.profiler.profile() as profile, record_phase("other"):
+        pass
+    profiler._report(run, profile)
+    assert told["profile/step_teraflop"] == 2.0
+
+
+def test_whoever_shares_pictures_has_all_weights_and_can_let_them_rest():
+    config = parse_config(["--dataset_config", __file__, "--gradient_checkpointing", "--cp_size", "2"]).config
+    said = " ".join(suggest_oom_fixes(config, "forward", 4))
+    assert "--blocks_to_swap" in said and "--base_storage" in said and "--on_oom" not in said
+
+
+@pytest.mark.parametrize("flags", [("--pp_size", "2"), ("--tp_size", "2"), ("--fsdp",), ("--deepspeed",)])
+def test_what_is_refused_is_no_advice(flags):
+    config = parse_config(["--dataset_config", __file__, "--gradient_checkpointing", *flags]).config
+    said = " ".join(suggest_oom_fixes(config, "forward", 4))
+    assert "--blocks_to_swap" not in said and "--base_storage" not in said
+    assert "--on_oom" not in said and "--cpu_offload_checkpointing" in said
+
+
+@pytest.mark.parametrize("model", ["sd1", "sdxl"])
+def test_a_unet_cut_anywhere_says_what_a_whole_one_says(model):
+    """Also of sizes that do not halve evenly, where its last blocks look at what is still to come."""
+    tiny = TINY[model]()
+    unet, batch = tiny.pipe.unet, tiny.batch
+    latents = torch.randn(2, batch.latents.shape[1], 9, 13, generator=torch.Generator().manual_seed(1))
+    predict = partial(FAMILIES.get(tiny.family)().predict, tiny.pipe, unet, latents, torch.full((2,), 0.5), batch)
+    with torch.no_grad():
+        whole = predict()
+        passage = StageRunner(UNetBlockSequence.from_unet(unet))
+        ends = [0, 1, 2, 3, 4, len(passage.block_sequence.blocks)]
+        arrived = None
+        for first, end in pairwise(ends):
+            passage.run_stage(first, end, arrived)
+            try:
+                said = predict()
+            except StageBoundary as departed:
+                arrived = departed.activations
+        assert len(ends) == 6 and torch.equal(said, whole)
+        passage.run_all_stages(range(len(passage.block_sequence.blocks)), lambda place, flow: flow)
+        assert torch.equal(predict(), whole)
+
+
+def test_a_checkpointing_budget_trains_the_same_lora_in_a_pipeline(tmp_path):
+    flags = [
+        "--pretrained_model_name_or_path",
+        "random:flux:tiny",
+        "--dataset_config",
+        str(dataset(tmp_path)),
+        "--max_train_steps",
+        "3",
+        "--learning_rate",
+        "0.5",
+        "--optimizer_type",
+        "SGD",
+        "--network_dim",
+        "2",
+        "--gradient_accumulation_steps",
+        "2",
+    ]
+    budget = ("--gradient_checkpointing", "--gradient_checkpointing_budget", "0.5")
+    one = on_ranks(1, train, *flags, "--output_dir", str(tmp_path / "one"))[0]
+    two = on_ranks(2, train, *flags, *budget, "--output_dir", str(tmp_path / "two"), "--pp_size", "2")[0]
+    assert difference(load_file(one), load_file(two)) < BOUNDS["no"]

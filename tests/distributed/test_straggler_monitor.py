@@ -1,0 +1,143 @@
+"""What processes send each other is counted, and the one that the others wait for is named."""
+
+import json
+import os
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from rank_processes import on_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from training_runs import pictures, train
+
+from library.distributed.straggler import Straggler, StragglerMonitor, find_straggler
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> list[str]:
+    dataset = pictures(tmp_path_factory.mktemp("pace"), {(64, 64): 8})
+    return ["--dataset_config", str(dataset), "--mixed_precision", "no", "--learning_rate", "1e-3"]
+
+
+# Bytes that each process sends in a ring for each byte that it hands in, and which argument that is.
+RING = {
+    "allreduce_": (0, lambda n: 2 * (n - 1) / n),
+    "broadcast_": (0, lambda n: 1.0),
+    "allgather_": (1, lambda n: n - 1),
+    "_allgather_base_": (1, lambda n: n - 1),
+    "barrier": (0, lambda n: 0),
+}
+
+
+class Counted(TorchDispatchMode):
+    """Sees what the process group is called with, by whomever."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        space, _, name = func.name().partition("::")
+        if space == "c10d":
+            place, factor = RING[name]
+            tensors = [item for item in tree_leaves(args[place]) if isinstance(item, torch.Tensor)]
+            self.bytes[name] += sum(item.nbytes for item in tensors) * factor(int(os.environ["WORLD_SIZE"]))
+        return func(*args, **(kwargs or {}))
+
+
+def sent(*words: str) -> tuple[float, int, dict[str, float]]:
+    """Bytes that this process sends in a step; those of the adapter; what they were sent by."""
+    from library.training import run
+
+    facts, honest = [], run.train
+
+    def measured(job):
+        with Counted() as counted:
+            honest(job)
+        facts.extend([dict(counted.bytes), sum(parameter.nbytes for parameter in job.parameters), job.plan.steps])
+
+    run.train = measured
+    train(*words)
+    found, adapter, steps = facts
+    return sum(found.values()) / steps, adapter, found
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_a_step_sends_the_adapters_gradients_around_the_ring_and_hardly_anything_else(data, tmp_path, ranks):
+    ends = on_ranks(
+        ranks,
+        sent,
+        *data,
+        "--train_batch_size",
+        "1",
+        "--max_train_steps",
+        "4",
+        "--network_dim",
+        "16",
+        "--output_dir",
+        str(tmp_path),
+    )
+    for in_a_step, adapter, kinds in ends:
+        ring = 2 * (ranks - 1) / ranks * adapter
+        assert ring <= in_a_step <= 1.05 * ring, (in_a_step / ring, adapter, kinds)
+
+
+def with_a_slow_one(who: int, *words: str) -> list[dict]:
+    from library.training.task import DiffusionTask
+
+    call = DiffusionTask.__call__
+
+    def slow(self, pixels, step):
+        if int(os.environ["RANK"]) == who:
+            time.sleep(0.3)
+        return call(self, pixels, step)
+
+    DiffusionTask.__call__ = slow
+    path = Path(train(*words))
+    return [json.loads(line) for line in (path.parent / "lora.metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_process_that_the_others_wait_for_is_named_with_what_it_costs(data, tmp_path):
+    lines = on_ranks(
+        2,
+        with_a_slow_one,
+        1,
+        *data,
+        "--train_batch_size",
+        "2",
+        "--max_train_steps",
+        "11",
+        "--network_dim",
+        "2",
+        "--output_dir",
+        str(tmp_path),
+    )[0]
+    told = [line for line in lines if "speed/slowest_rank" in line]
+    assert [line["step"] for line in told] == [11]  # in the first step there is nothing to compare yet
+    assert told[0]["speed/slowest_rank"] == 1 and 0.2 < told[0]["speed/lost_to_slowest"] < 1, told
+
+
+def test_lost_is_what_the_others_wait_on_average():
+    assert find_straggler([(1.0, 4.0), (3.0, 4.0), (2.0, 4.0)]) == Straggler(1, (3.0 - 1.5) / 4.0)
+    assert find_straggler([(1.0, 4.0)]) is None and find_straggler([(0.0, 0.0), (0.0, 0.0)]) is None
+
+
+def test_the_step_after_a_reading_is_left_out(monkeypatch):
+    clock = iter(range(100))
+    monkeypatch.setattr("library.distributed.straggler.time.perf_counter", lambda: float(next(clock)))
+    pace = StragglerMonitor(torch.device("cpu"), world_size=2)
+    for _ in range(3):
+        pace.mark_gradients_ready()
+        pace.mark_step_end()
+    assert pace.pop_times() == (2.0, 4.0)  # of three steps the first has no beginning
+    pace.mark_gradients_ready()
+    pace.mark_step_end()
+    assert pace.pop_times() == (0.0, 0.0)
+    alone = StragglerMonitor(torch.device("cpu"), world_size=1)
+    for _ in range(2):
+        alone.mark_gradients_ready()
+        alone.mark_step_end()
+    assert alone.pop_times() == (0.0, 0.0)

@@ -1,0 +1,99 @@
+"""How often processes that share layers wait for each other's sums."""
+
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_pipelines import TINY
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from library.adapters.lora import inject_into_model
+from library.config.schema import AdapterConfig
+from library.models.families import FAMILIES
+from library.models.parallel_plan import build_tensor_parallel_plan
+from library.parallel.tensor_parallel import TensorParallel
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.to_q, self.to_k, self.to_v, self.to_out = (nn.Linear(4, 4, bias=False) for _ in range(4))
+
+    def forward(self, given):
+        return self.to_out(self.to_q(given) * self.to_k(given) + self.to_v(given))
+
+
+CUTS = {name: ("columns" if name == "to_out" else "rows", (4,)) for name in ("to_q", "to_k", "to_v", "to_out")}
+
+
+def test_one_sum_forward_and_one_back_for_layers_that_are_given_the_same():
+    sums, model, given = [], Attention(), torch.ones(2, 4, requires_grad=True)
+    TensorParallel(0, 2, lambda tensor: sums.append(tensor.clone())).shard_layers(model, CUTS)
+    with torch.no_grad():  # which is not taken for what has gradients
+        model.to_q(given)
+    said = model(given)
+    assert len(sums) == 1
+    said.sum().backward()
+    assert len(sums) == 2 and torch.equal(sums[1], given.grad)
+    other = torch.zeros(2, 4)
+    assert torch.equal(model(other), torch.zeros(2, 4)) and model(given).any()
+
+
+def test_what_layers_were_given_is_not_kept_behind_them():
+    model, given = Attention(), torch.ones(2, 4)
+    TensorParallel(0, 2, lambda tensor: None).shard_layers(model, CUTS)
+    seen = weakref.ref(given)
+    with torch.no_grad():
+        model(given)
+    del given
+    assert seen() is None
+
+
+class Crossings(TorchDispatchMode):
+    """Refuses operations on tensors of two devices, but for single numbers: copies that the host waits for."""
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        given = [each for each in tree_leaves((arguments, named)) if isinstance(each, torch.Tensor) and each.dim()]
+        assert len({each.device for each in given}) < 2, function
+        return function(*arguments, **(named or {}))
+
+
+@pytest.mark.parametrize("name", ["flux", pytest.param("sdxl", marks=pytest.mark.long)])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_adapters_in_layers_that_are_cut_are_not_waited_for(name, rank):
+    tiny, family = TINY[name](), FAMILIES.get(name)()
+    denoiser, meta = getattr(tiny.pipe, family.denoiser_name), torch.device("meta")
+    inject_into_model(denoiser, AdapterConfig(), family.lora_target_modules, seed=0)
+    TensorParallel(rank, 2, lambda tensor: None).shard_layers(denoiser, build_tensor_parallel_plan(denoiser))
+    denoiser.to(meta)
+    batch = replace(
+        tiny.batch,
+        latents=tiny.batch.latents.to(meta),
+        frame=tiny.batch.size_conditioning.to(meta),
+        cond={key: value.to(meta) for key, value in tiny.batch.cond.items()},
+    )
+    with Crossings():
+        family.predict(tiny.pipe, denoiser, batch.latents, torch.full((2,), 500.0, device=meta), batch).sum().backward()
+    assert all(weight.grad is not None for name, weight in denoiser.named_parameters() if "lora_B" in name)
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [  # in SD3 and Qwen-Image nobody asks for the last block's text
+        ("sd3", 4 + 4 + 3 + 4),
+        ("flux", 2 * (4 + 4) + 2 * (1 + 1)),
+        pytest.param("z_image", 4 * (2 + 2), marks=pytest.mark.long),
+        pytest.param("qwen_image", 2 * (4 + 4) - 1, marks=pytest.mark.long),
+        pytest.param("sdxl", 8 * (3 + 3), marks=pytest.mark.long),
+    ],
+)
+def test_sums_are_as_few_as_what_comes_into_parts_of_blocks_and_goes_out(name, wanted):
+    tiny, family, sums = TINY[name](), FAMILIES.get(name)(), []
+    denoiser = getattr(tiny.pipe, family.denoiser_name)
+    TensorParallel(0, 2, sums.append).shard_layers(denoiser, build_tensor_parallel_plan(denoiser))
+    latents = tiny.batch.latents.clone().requires_grad_()
+    family.predict(tiny.pipe, denoiser, latents, torch.full((2,), 500.0), tiny.batch).sum().backward()
+    assert len(sums) == wanted

@@ -1,0 +1,104 @@
+"""Weights that are no longer the same on every process are found before they are saved, and the process is named."""
+
+import contextlib
+import io
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from rank_processes import on_ranks
+from training_runs import pictures
+
+from library.training.callbacks import hash_tensors
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> list[str]:
+    dataset = pictures(tmp_path_factory.mktemp("same"), {(64, 64): 4})
+    return [
+        "--dataset_config",
+        str(dataset),
+        "--pretrained_model_name_or_path",
+        "random:sd1:tiny",
+        "--network_dim",
+        "2",
+        "--max_train_steps",
+        "8",
+        "--save_every_n_steps",
+        "3",
+        "--save_state",
+        "--mixed_precision",
+        "no",
+        "--max_data_loader_n_workers",
+        "0",
+    ]
+
+
+def with_a_flipped_bit(who: int, when: int, *words: str) -> tuple[int, str, int]:
+    """On one rank a bit of one weight changes after an update; exit code, messages, and how often was compared."""
+    from library.cli import main
+    from library.optim import optimizers
+    from library.training import callbacks
+
+    make, steps, looks = optimizers.build_optimizer, [], []
+
+    def at_optimizer(*arguments):
+        made = make(*arguments)
+        honest = made.step
+
+        def step(*more, **named):
+            honest(*more, **named)
+            steps.append(1)
+            if int(os.environ["RANK"]) == who and len(steps) == when:
+                made.param_groups[0]["params"][-1].data.view(torch.int32).view(-1)[-1] ^= 1 << 12
+
+        made.step = step
+        return made
+
+    optimizers.build_optimizer = at_optimizer
+    real = callbacks.hash_tensors
+    callbacks.hash_tensors = lambda tensors: looks.append(1) or real(tensors)
+    with contextlib.redirect_stderr(io.StringIO()) as text:
+        code = main([*words])
+    return code, text.getvalue(), len(looks)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more", "found", "last"),
+    [
+        pytest.param(3, [], 6, 3, marks=pytest.mark.long),
+        (2, ["--check_sync_every_n_steps", "2"], 4, 3),
+    ],
+)
+def test_one_bit_on_one_rank_stops_the_run_before_it_is_saved(data, tmp_path, ranks, more, found, last):
+    who = ranks - 1
+    ends = on_ranks(ranks, with_a_flipped_bit, who, 4, *data, "--output_dir", str(tmp_path), *more)
+    assert [code for code, _, _ in ends] == [2] * ranks, ends
+    said = "".join(text for _, text, _ in ends)
+    rest = "rank 0" if ranks == 2 else "the other 2"
+    assert said.count("no longer has the same weights") == 1
+    assert f"after step {found} rank {who} (on {os.uname().nodename}) no longer has the same weights as {rest}" in said
+    assert f"since the check after step {last}, where all were equal" in said and "Traceback" not in said
+    assert sorted(path.name for path in Path(tmp_path).iterdir() if "step" in path.name) == [
+        "lora-step00000003-state",
+        "lora-step00000003.safetensors",
+    ]
+
+
+def test_an_undisturbed_run_is_compared_at_the_beginning_and_at_each_save(data, tmp_path):
+    ends = on_ranks(2, with_a_flipped_bit, 9, 0, *data, "--output_dir", str(tmp_path))
+    assert [(code, looks) for code, _, looks in ends] == [(0, 4)] * 2, ends
+    assert (tmp_path / "lora.safetensors").is_file()
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_every_bit_counts_and_so_does_its_place(kind):
+    one = [torch.arange(6, dtype=kind).view(2, 3), torch.tensor(3, dtype=kind)]
+    assert hash_tensors(one) == hash_tensors([item.clone() for item in one])
+    for place in range(6):
+        other = one[0].clone()
+        other.view(-1)[place] += 0.03125
+        assert hash_tensors([other, one[1]]) != hash_tensors(one)
+    assert hash_tensors([one[0].T.contiguous().view(2, 3), one[1]]) != hash_tensors(one)
+    assert hash_tensors([-0.0 * one[0], one[1]]) != hash_tensors([0.0 * one[0], one[1]])

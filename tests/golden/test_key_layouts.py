@@ -1,0 +1,253 @@
+"""Files with sd-scripts' names for models that diffusers has cut up: its golden lists, and no loss on the way."""
+
+import json
+from pathlib import Path
+
+import original_checkpoints
+import pytest
+import torch
+from adapter_tensors import names_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from published_configs import part_of
+from tiny_denoiser import tiny_denoiser
+from torch import nn
+
+from library.adapters import key_names, lora, original_layouts
+from library.adapters.formats import convert_from_file_format, convert_to_file_format
+from library.adapters.fused_layers import fuse_updates, split_update
+from library.adapters.key_names import ComponentKeys
+from library.adapters.original_layouts import OriginalModule
+from library.adapters.state_dict import ModuleUpdate
+from library.config.schema import AdapterConfig
+from library.errors import UserError
+from library.models.families import FAMILIES
+
+DATA = Path(__file__).resolve().parents[1] / "data"
+NAMES = {style: key_names.build_key_map((), style) for style in ("flux", "sd3")}
+GOLDEN = {"flux": "kohya_keys_flux.json", "sd3": "kohya_keys_sd3_medium.json"}
+
+
+@pytest.fixture(scope="module", params=GOLDEN)
+def real(request):
+    """The denoiser of a published model, without its weights, with a LoRA of the golden list's rank."""
+    name = request.param
+    family = FAMILIES.get(name)
+    model = part_of(name, family.denoiser_name)
+    lora.inject_into_model(
+        model,
+        AdapterConfig(network_dim=16, network_alpha=8),
+        family.lora_target_modules,
+        1,
+        family.lora_key_style,
+        family.get_unused_layers(family, model),
+    )
+    golden = json.loads((DATA / GOLDEN[name]).read_text())
+    return model, family, {key: shape for key, shape in golden.items() if key.startswith(f"{family.lora_prefix}_")}
+
+
+def test_names_and_shapes_of_the_real_model_are_sd_scripts_own(real):
+    model, family, golden = real
+    there = {key: torch.zeros(each.shape, dtype=torch.int8) for key, each in lora.get_adapter_state_dict(model).items()}
+    ours = as_kohya(there, 8.0, names_of(model, family))
+    assert {key: list(tensor.shape) for key, tensor in ours.items()} == golden
+    assert {float(tensor) for key, tensor in ours.items() if key.endswith(".alpha")} == {8.0}
+
+
+def test_what_is_trained_is_what_sd_scripts_trains_down_to_the_number_of_parameters(real):
+    model, family, golden = real
+    idle = sum(16 * model.get_submodule(name).out_features for name in family.idle_layers(family, model))
+    theirs = sum(torch.Size(shape).numel() for key, shape in golden.items() if not key.endswith(".alpha"))
+    assert sum(each.numel() for each in model.parameters() if each.requires_grad) == theirs - idle
+
+
+def prefixed(values, part):
+    return {f"{part.name}.{key}": value for key, value in values.items()}
+
+
+def modules_in(state):
+    return dict.fromkeys(key.rsplit(".", 2)[0] for key in state)
+
+
+def as_kohya(state, alpha, part):
+    return convert_to_file_format(
+        prefixed(state, part), prefixed(dict.fromkeys(modules_in(state), alpha), part), [part], "kohya"
+    )[0]
+
+
+def part_with(modules, style, name="transformer"):
+    return ComponentKeys(name, tuple(modules), "lora_unet", style)
+
+
+def state_of(shapes, layout, rank=3, shared=True, seed=0):
+    """Random LoRA weights for modules of these shapes (outputs, inputs)."""
+    draw = torch.Generator().manual_seed(seed)
+    down = {}
+    for group in NAMES[layout].group_modules(shapes):
+        for module in group.modules:
+            if module is not None:
+                same = down.setdefault(group.name, torch.randn(rank, shapes[module][1], generator=draw))
+                down[module] = same if shared else torch.randn(rank, shapes[module][1], generator=draw)
+    state = {}
+    for module, (outputs, _) in shapes.items():
+        state[f"{module}.lora_A.weight"] = down[module]
+        state[f"{module}.lora_B.weight"] = torch.randn(outputs, rank, generator=draw)
+    return state
+
+
+def update(state, module, scale, a="lora_A", b="lora_B"):
+    return scale * state[f"{module}.{b}.weight"] @ state[f"{module}.{a}.weight"]
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.parametrize("shared", [True, False])
+def test_names_go_to_the_original_ones_and_back_without_loss(name, shared):
+    model, family = tiny_denoiser(name)
+    shapes = {
+        module: model.get_submodule(module).weight.shape
+        for module in lora.match_target_modules(model, family.lora_target_modules)
+    }
+    state = state_of(shapes, name, shared=shared)
+    part = names_of(model, family)
+    state = prefixed(state, part)
+    alphas = prefixed(dict.fromkeys(shapes, 5.0), part)
+    file, _ = convert_to_file_format(state, alphas, [part], "kohya")
+    back = convert_from_file_format(file, {}, [part])
+    assert back.state_dict.keys() == state.keys() and all(
+        torch.equal(back.state_dict[key], state[key]) for key in state
+    )
+    assert back.alphas == alphas
+    again, _ = convert_to_file_format(back.state_dict, back.alphas, [part], "kohya")
+    assert again.keys() == file.keys() and all(torch.equal(again[key], file[key]) for key in file)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_diffusers_reads_a_flux_file_as_we_mean_it(shared):
+    """Its converter knows the sizes of the real model only, so one block of each kind has them."""
+    from diffusers.loaders.lora_conversion_utils import _convert_kohya_flux_lora_to_diffusers
+
+    size, family = 3072, FAMILIES.get("flux")
+    shapes = {}
+    for part in (*original_layouts.IMAGE_STREAM, *original_layouts.TEXT_STREAM):
+        outputs = {"norm1": 6, "norm1_context": 6, "ff": 4, "ff_context": 4}.get(part.split(".")[0], 1)
+        is_outer = part.endswith("net.2")
+        shapes[f"transformer_blocks.0.{part}"] = (size if is_outer else size * outputs, size * 4 if is_outer else size)
+    for part, (outputs, inputs) in {
+        "attn.to_q": (1, 1),
+        "attn.to_k": (1, 1),
+        "attn.to_v": (1, 1),
+        "proj_mlp": (4, 1),
+        "proj_out": (1, 5),
+        "norm.linear": (3, 1),
+    }.items():
+        shapes[f"single_transformer_blocks.0.{part}"] = (size * outputs, size * inputs)
+    state = {key: each.double() for key, each in state_of(shapes, "flux", rank=2, shared=shared).items()}
+    part = part_with(shapes, family.lora_key_style)
+    theirs = _convert_kohya_flux_lora_to_diffusers(as_kohya(state, 3.0, part))
+    ours, _ = convert_to_file_format(
+        prefixed(state, part), prefixed(dict.fromkeys(shapes, 3.0), part), [part], "diffusers"
+    )
+    assert theirs.keys() == ours.keys()
+    probe = {inputs: torch.randn(inputs, 1).double() for inputs in (size, 4 * size, 5 * size)}
+    for module, (_, inputs) in shapes.items():
+        moved = [
+            f[f"transformer.{module}.lora_B.weight"] @ (f[f"transformer.{module}.lora_A.weight"] @ probe[inputs])
+            for f in (theirs, ours)
+        ]
+        torch.testing.assert_close(*moved, msg=lambda text, module=module: f"{module}: {text}")
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_file_for_sd3_changes_the_original_weights_as_the_lora_changes_those_of_diffusers(shared):
+    """diffusers' own conversion of checkpoints is the judge: of the order of parts, and of shift and scale."""
+    from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoint_to_diffusers as convert
+
+    model, family = tiny_denoiser("sd3")
+    modules = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
+    shapes = {module: model.get_submodule(module).weight.shape for module in modules}
+    state = state_of(shapes, "sd3", shared=shared)
+    file = as_kohya(state, 4.0, names_of(model, family))
+    before = original_checkpoints.sd3_transformer(model)
+    after = dict(before)
+    for group in NAMES["sd3"].group_modules(modules):
+        start = key_names.build_kohya_name(group.name, family.lora_prefix)
+        scale = file[f"{start}.alpha"] / len(file[f"{start}.lora_down.weight"])
+        after[f"{group.name}.weight"] = before[f"{group.name}.weight"] + update(
+            file, start, scale, "lora_down", "lora_up"
+        )
+    converted = convert(after)
+    for module in modules:
+        expected = model.get_submodule(module).weight + update(state, module, 4 / 3)
+        torch.testing.assert_close(converted[f"{module}.weight"], expected, msg=lambda t, m=module: f"{m}: {t}")
+
+
+@given(
+    st.lists(st.integers(1, 4), min_size=4, max_size=4),
+    st.booleans(),
+    st.lists(st.booleans(), min_size=4, max_size=4).filter(any),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 99),
+)
+@settings(max_examples=100, deadline=None)
+def test_fused_parts_do_what_they_do_alone_and_come_apart_again(ranks, shared, there, zero, decomposed, seed):
+    """Of whatever ranks, as long as alpha / rank is one."""
+    draw = torch.Generator().manual_seed(seed)
+    original = OriginalModule("whole", ("q", "k", "v", "mlp"), output_ratios=(1, 1, 1, 4))
+    inputs, common = 5, torch.randn(ranks[0], 5, generator=draw)
+    parts = []
+    for size, rank, is_there in zip(original.output_ratios, ranks, there, strict=True):
+        down = common if shared else torch.randn(rank, inputs, generator=draw)
+        tensors = {"down": down, "up": torch.randn(size * inputs, len(down), generator=draw) * (0 if zero else 1)}
+        if decomposed and all(there):
+            tensors["magnitude"] = torch.rand(size * inputs, generator=draw)
+        parts.append(ModuleUpdate(tensors, 0.5 * len(down)) if is_there else None)
+    whole = fuse_updates(parts, original)
+    alone = [
+        torch.zeros(size * inputs, inputs) if part is None else moved(part)
+        for part, size in zip(parts, original.output_ratios, strict=True)
+    ]
+    torch.testing.assert_close(moved(whole), torch.cat(alone))
+    back = split_update(whole, original)
+    if zero:  # nothing tells whose the ranks are
+        return
+    assert [each is None for each in back] == [not each for each in there]
+    for part, each in zip(parts, back, strict=True):
+        if part is not None:
+            assert part.alpha == each.alpha and part.tensors.keys() == each.tensors.keys()
+            assert all(torch.equal(part.tensors[name], each.tensors[name]) for name in part.tensors)
+
+
+def moved(update):
+    return update.scale * update.tensors["up"] @ update.tensors["down"]
+
+
+def test_a_shared_matrix_that_has_learnt_nothing_yet_stays_whole():
+    """Its rank could be that of four blocks, and nothing but zeros is beside them."""
+    down = torch.randn(4, 5)
+    parts = split_update(
+        ModuleUpdate({"down": down, "up": torch.zeros(7 * 5, 4)}, 2.0),
+        OriginalModule("whole", ("q", "k", "v", "mlp"), output_ratios=(1, 1, 1, 4)),
+    )
+    assert all(torch.equal(part.tensors["down"], down) and part.alpha == 2.0 for part in parts)
+
+
+def test_a_file_of_another_model_or_half_a_file_is_refused():
+    part = names_of(*tiny_denoiser("flux"))
+    with pytest.raises(UserError, match="1 of 1 keys are none of this model's, for example lora_unet_joint"):
+        convert_from_file_format({"lora_unet_joint_blocks_0_x_block_attn_qkv.alpha": torch.tensor(1.0)}, {}, [part])
+    half = {"lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight": torch.ones(2, 32)}
+    with pytest.raises(UserError, match="one of lora_down and lora_up is missing"):
+        convert_from_file_format(half, {}, [part])
+    with pytest.raises(ValueError, match="has no name in the files of sd-scripts"):
+        NAMES["sd3"].group_modules(["a.b"])
+
+
+def test_every_layer_that_sd_scripts_can_train_has_its_name():
+    """Every linear layer of the two models is in the table once, and so is what the real model calls it."""
+    for name in GOLDEN:
+        model, _ = tiny_denoiser(name)
+        linear = [module for module, part in model.named_modules() if isinstance(part, nn.Linear)]
+        found = NAMES[name].group_modules(linear)
+        assert sorted(module for group in found for module in group.modules if module) == sorted(linear)
+        assert len({key_names.build_kohya_name(group.name, "") for group in found}) == len(found)

@@ -1,0 +1,108 @@
+"""Names in files: sd-scripts' golden list, round trips, and nothing of a wrapper ever in them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+
+from library.adapters import key_names, lora
+from library.adapters.formats import convert_from_file_format, convert_to_file_format
+from library.config.schema import AdapterConfig
+from library.errors import UserError
+from library.models.families import FAMILIES
+
+GOLDEN = json.loads((Path(__file__).resolve().parents[1] / "data/kohya_keys_sd15.json").read_text())
+FAMILY = FAMILIES.get("sd1")
+
+
+@pytest.fixture(scope="module")
+def real():
+    """The real UNet of Stable Diffusion 1.5, without its weights, with a LoRA of the golden list's rank."""
+    with torch.device("meta"):
+        model = UNet2DConditionModel(cross_attention_dim=768)
+    return model, lora.inject_into_model(
+        model, AdapterConfig(network_dim=16, network_alpha=8), FAMILY.lora_target_modules, seed=1
+    )
+
+
+def filled(model):
+    draw = torch.Generator().manual_seed(0)
+    return {
+        f"unet.{name}": torch.rand(tensor.shape, generator=draw)
+        for name, tensor in lora.get_adapter_state_dict(model).items()
+    }
+
+
+def alphas(adapter):
+    return {f"unet.{name}": adapter.alpha for name in adapter.modules}
+
+
+def names(model):
+    return key_names.ComponentKeys.from_model(model, "unet", FAMILY.lora_prefix)
+
+
+def test_names_and_shapes_of_the_real_unet_are_sd_scripts_own(real):
+    model, adapter = real
+    ours, _ = convert_to_file_format(filled(model), alphas(adapter), [names(model)], "kohya")
+    golden = {name: shape for name, shape in GOLDEN.items() if name.startswith("lora_unet_")}
+    assert {name: list(tensor.shape) for name, tensor in ours.items()} == golden
+    assert len(golden) == 3 * 192
+    assert {float(tensor) for name, tensor in ours.items() if name.endswith(".alpha")} == {8.0}
+
+
+@pytest.mark.parametrize("form", ["kohya", "diffusers", "comfy"])
+def test_names_go_to_the_file_and_back_without_loss(real, form):
+    model, adapter = real
+    state = filled(model)
+    back = convert_from_file_format(
+        *convert_to_file_format(state, alphas(adapter), [names(model)], form), [names(model)]
+    )
+    assert back.state_dict.keys() == state.keys()
+    assert all(torch.equal(back.state_dict[name], state[name]) for name in state)
+    assert back.alphas == alphas(adapter)
+
+
+def test_a_file_with_keys_of_another_model_is_refused(real):
+    model, _ = real
+    stranger = {"lora_te_text_model_encoder_layers_0_mlp_fc1.alpha": torch.tensor(1.0)}
+    with pytest.raises(UserError, match="1 of 1 keys are none of this model's, for example lora_te_text"):
+        convert_from_file_format(stranger, {}, [names(model)])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "module.mid_block.attentions.0.to_q.lora_A.default.weight",
+        "_orig_mod.mid_block.attentions.0.to_q.lora_A.default.weight",
+        "module._orig_mod.mid_block.attentions.0.to_q.lora_A.weight",
+        "_orig_mod.module.mid_block._orig_mod.attentions.0.to_q.lora_A.weight",
+    ],
+)
+def test_what_wrappers_add_is_taken_off(name):
+    assert key_names.clean_parameter_name(name) == "mid_block.attentions.0.to_q.lora_A.weight"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lora_unet__orig_mod_mid_block_to_q.alpha",
+        "lora_unet_mid_block__orig_mod_to_q.alpha",
+        "lora_unet_module_mid_block_to_q.alpha",
+        "lora_unet_mid_block_to_q.lora_down.default.weight",
+        "lora_unet_mid_block_to_q_base_layer.alpha",
+        "module.lora_unet_mid_block_to_q.alpha",
+    ],
+)
+def test_what_is_left_of_a_wrapper_is_found(name):
+    assert key_names.find_wrapper_names([name]) == [name]
+
+
+def test_a_state_that_is_not_clean_is_never_exported():
+    with pytest.raises(ValueError, match="not clean"):
+        convert_to_file_format({"unet._orig_mod.to_q.lora_A.weight": torch.ones(1)}, {}, [], "kohya")
+
+
+def test_the_golden_names_are_all_clean():
+    assert key_names.find_wrapper_names(GOLDEN) == []

@@ -1,0 +1,217 @@
+"""The shipped configurations are the published models: counted, and named as sd-scripts names them."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import original_checkpoints
+import pytest
+import torch
+from published_configs import part_of
+from torch import nn
+
+from library.adapters import key_names, lora
+from library.adapters.formats import convert_from_file_format, convert_to_file_format
+from library.config.schema import AdapterConfig
+from library.models import single_file
+from library.models.checkpoint_inspection import (
+    SafetensorsHeader,
+    find_component_names,
+    has_denoiser,
+    match_bundled_config,
+    reject_unsupported_file,
+    reject_unsupported_model,
+)
+from library.models.families import FAMILIES, FAMILY_FACTS
+from library.models.model_configs import list_bundled_configs, load_bundled_config
+from library.models.single_file import _convert_diffusers_keys
+
+DATA = Path(__file__).resolve().parents[1] / "data"
+
+COUNTS = {
+    ("sd1", "unet"): 859_520_964,
+    ("sd1", "vae"): 83_653_863,
+    ("sd1", "text_encoder"): 123_060_480,
+    ("sd2", "unet"): 865_910_724,
+    ("sd2", "vae"): 83_653_863,
+    ("sd2", "text_encoder"): 340_387_840,
+    ("sd2_base", "unet"): 865_910_724,
+    ("sd2_base", "text_encoder"): 340_387_840,
+    ("sdxl", "unet"): 2_567_463_684,
+    ("sdxl", "vae"): 83_653_863,
+    ("sdxl", "text_encoder"): 123_060_480,
+    ("sdxl", "text_encoder_2"): 694_659_840,
+    ("sd3", "transformer"): 2_028_328_000,
+    ("sd3", "text_encoder_2"): 694_659_840,
+    ("sd3", "text_encoder_3"): 4_762_310_656,
+    ("sd3_5_large", "transformer"): 8_056_627_520,
+    ("sd3_5_medium", "transformer"): 2_243_171_520,
+    ("flux", "transformer"): 11_901_408_320,
+    ("flux", "vae"): 83_819_683,
+    ("flux", "text_encoder"): 123_060_480,
+    ("flux", "text_encoder_2"): 4_762_310_656,
+    ("flux_schnell", "transformer"): 11_891_178_560,
+    ("z_image", "transformer"): 6_154_908_736,
+    ("z_image", "text_encoder"): 4_022_468_096,
+    ("qwen_image", "transformer"): 20_430_401_088,
+    ("qwen_image", "vae"): 126_892_531,
+    ("qwen_image", "text_encoder"): 8_292_166_656,
+}
+"""Parameters of the published models."""
+
+
+@pytest.mark.parametrize("config, part", COUNTS)
+def test_a_shipped_configuration_has_as_many_parameters_as_the_published_model(config, part):
+    assert sum(parameter.numel() for parameter in part_of(config, part).parameters()) == COUNTS[config, part]
+
+
+def test_every_configuration_belongs_to_a_family_and_is_complete():
+    for name in list_bundled_configs():
+        data = load_bundled_config(name)
+        (family,) = [family for family in FAMILY_FACTS if name == family or name.startswith(f"{family}_")]
+        facts = FAMILY_FACTS[family]
+        index = data["model_index.json"]
+        assert index["_class_name"] == facts.pipeline_class
+        assert {*facts.components, "scheduler"} == {key for key, value in index.items() if isinstance(value, list)}
+        assert facts.match_configs(data.get) is not None, name
+
+
+def golden(name: str) -> dict[str, list[int]]:
+    return json.loads((DATA / f"kohya_keys_{name}.json").read_text())
+
+
+def of(prefix: str, keys_and_shapes: Mapping[str, list[int]]) -> dict[str, list[int]]:
+    return {key: shape for key, shape in keys_and_shapes.items() if key.startswith(f"{prefix}_")}
+
+
+def exported(
+    model: nn.Module, targets, prefix: str, style: str
+) -> tuple[lora.AdapterStateDict, dict[str, torch.Tensor]]:
+    """The state of a LoRA in a model without weights, and what a kohya file would hold."""
+    adapter = lora.inject_into_model(model, AdapterConfig(network_dim=16, network_alpha=8), targets, seed=1)
+    state = {name: torch.zeros(tensor.shape) for name, tensor in lora.get_adapter_state_dict(model).items()}
+    part = key_names.ComponentKeys.from_model(model, "part", prefix, style)
+    named = {f"part.{name}": tensor for name, tensor in state.items()}
+    tensors, _ = convert_to_file_format(
+        named, {f"part.{name}": adapter.alpha for name in adapter.modules}, [part], "kohya"
+    )
+    back = convert_from_file_format(tensors, {}, [part])
+    assert back.state_dict.keys() == named.keys()
+    assert back.alphas == dict.fromkeys((f"part.{name}" for name in adapter.modules), 8.0)
+    return state, tensors
+
+
+@pytest.mark.parametrize("family, config, name", [("sd1", "sd1", "sd15"), ("sdxl", "sdxl", "sdxl")])
+def test_names_and_shapes_of_the_denoiser_are_sd_scripts_own(family, config, name):
+    family = FAMILIES.get(family)
+    _, tensors = exported(
+        part_of(config, family.denoiser_name), family.lora_target_modules, family.lora_prefix, family.lora_key_style
+    )
+    assert {key: list(tensor.shape) for key, tensor in tensors.items()} == of(family.lora_prefix, golden(name))
+
+
+@pytest.mark.parametrize(
+    "family, config, name",
+    [("sd1", "sd1", "sd15"), ("sdxl", "sdxl", "sdxl"), ("sd3", "sd3", "sd3_medium"), ("flux", "flux", "flux")],
+)
+def test_names_and_shapes_of_the_text_encoders_are_sd_scripts_own(family, config, name):
+    family = FAMILIES.get(family)
+    trained = {part: prefix for part, prefix in family.text_lora_prefixes.items() if part != family.facts.t5_encoder}
+    for part, prefix in trained.items():
+        _, tensors = exported(part_of(config, part), family.text_lora_target_modules[part], prefix, "clip")
+        assert {key: list(tensor.shape) for key, tensor in tensors.items()} == of(prefix, golden(name))
+    assert {key.split("_")[1] for key in golden(name)} == {
+        prefix.split("_")[1] for prefix in (family.lora_prefix, *trained.values())
+    }
+
+
+def test_original_names_of_convolutions_are_sd_scripts_own():
+    """LoRA on convolutions is not trained yet, but their names are all of the rest that a UNet has."""
+    model = part_of("sdxl", "unet")
+    files = key_names.build_key_map((name for name, _ in model.named_modules()), "ldm")
+    wanted = {key.split(".")[0] for key in of("lora_unet", golden("sdxl_conv"))}
+    ours = {
+        key_names.build_kohya_name(files.renames[name], "lora_unet")
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | nn.Conv2d)
+    }
+    assert wanted <= ours
+    assert len({*files.renames.values()}) == len(files.renames), "no two modules have one name"
+    outside = {"time_embed", "label_emb", "input_blocks_0_0", "out_2"}
+    assert all(re.sub("^lora_unet_", "", name).startswith(tuple(outside)) for name in ours - wanted)
+
+
+def test_sd2_has_the_modules_of_sd1_and_its_projections_are_linear():
+    family = FAMILIES.get("sd2")
+    _, tensors = exported(part_of("sd2", "unet"), family.lora_target_modules, family.lora_prefix, family.lora_key_style)
+    assert tensors.keys() == of("lora_unet", golden("sd15")).keys()
+    assert {tensor.ndim for tensor in tensors.values()} == {0, 2}
+    _, text = exported(
+        part_of("sd2", "text_encoder"), family.text_lora_target_modules["text_encoder"], "lora_te", "clip"
+    )
+    assert len(text) == 23 * 6 * 3
+
+
+TRANSFORMERS = {
+    "sd3": original_checkpoints.sd3_transformer,
+    "flux": original_checkpoints.flux_transformer,
+    "z_image": original_checkpoints.z_image_transformer,
+    "qwen_image": nn.Module.state_dict,
+}
+
+
+@pytest.mark.parametrize("config", [name for name in list_bundled_configs() if name.startswith(tuple(TRANSFORMERS))])
+def test_files_of_real_size_are_known_by_their_names_in_either_form(config):
+    family = next(name for name in TRANSFORMERS if config.startswith(name))
+    model = part_of(config, "transformer")
+    for prefix, tensors in (
+        ("", TRANSFORMERS[family](model)),
+        ("model.diffusion_model.", TRANSFORMERS[family](model)),
+        ("", model.state_dict()),
+    ):
+        header = SafetensorsHeader({prefix + name: tuple(tensor.shape) for name, tensor in tensors.items()}, {})
+        reject_unsupported_file(header)
+        reject_unsupported_model(header)
+        assert [name for name, facts in FAMILY_FACTS.items() if has_denoiser(header, facts)] == [family]
+        assert match_bundled_config(header, family, FAMILY_FACTS[family]) == config
+        assert find_component_names(header, FAMILY_FACTS[family]) == ("transformer",)
+
+
+@pytest.mark.parametrize("config", ["sd3", "sd3_5_medium", "flux", "flux_schnell", "z_image"])
+def test_original_weights_of_real_size_become_diffusers_own(config):
+    """Names and shapes alone, since diffusers' conversion of FLUX knows no other size."""
+    family = next(name for name in TRANSFORMERS if config.startswith(name))
+    model = part_of(config, "transformer")
+    renamed = _convert_diffusers_keys(model, TRANSFORMERS[family](model), "")
+    known = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    assert {name: tensor.shape for name, tensor in renamed.items()} == known
+
+
+ORIGINAL = {
+    "unet": original_checkpoints.ldm_unet,
+    "vae": original_checkpoints.ldm_vae,
+    "CLIPTextModel": original_checkpoints.clip,
+    "OpenCLIP": lambda model: original_checkpoints.open_clip(model, more_layers=1),
+}
+
+
+@pytest.mark.parametrize(
+    "config, part, original",
+    [
+        ("sd1", "unet", "unet"),
+        ("sd1", "vae", "vae"),
+        ("sd1", "text_encoder", "CLIPTextModel"),
+        ("sd2", "unet", "unet"),
+        ("sd2", "text_encoder", "OpenCLIP"),
+        ("sdxl", "unet", "unet"),
+        ("sdxl", "text_encoder_2", "OpenCLIP"),
+    ],
+)
+def test_a_single_file_of_the_real_size_has_every_weight(config, part, original):
+    model = part_of(config, part)
+    tensors = {name: tensor.to("meta") for name, tensor in ORIGINAL[original](model).items()}
+    rename = single_file._convert_text_encoder_keys if part.startswith("text") else single_file._convert_diffusers_keys
+    found = rename(model, tensors, "")
+    known = model.state_dict()
+    assert {name: found[name].shape for name in known} == {name: tensor.shape for name, tensor in known.items()}

@@ -1,0 +1,80 @@
+"""Our LoRA files in stable-diffusion.cpp: how many tensors it takes, and whether it draws as with merged weights.
+
+    python tests/interop/sdcpp.py FOLDER_OF_THE_PACKAGE WORK_FOLDER
+
+Run it from the repository's folder, after ``pip install --target FOLDER stable-diffusion-cpp-python``.  It builds a
+Stable Diffusion 1.5 of the real size with random weights (2 GB, twice) and draws three pictures of one step.
+docs/files.md has the figures.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import original_checkpoints
+import torch
+from safetensors.torch import save_file
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPT = "a red circle"
+LEFT_OUT = ("model_ema.", "alphas_cumprod")  # the latter is a stand-in in the tests, and would be believed
+
+
+def main(package: str, work: str) -> None:
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests"), package]
+    folder = Path(work)
+    (folder / "loras").mkdir(parents=True, exist_ok=True)
+    names = written(folder)
+    base, drawn, merged = draw(folder, "base", ""), {}, draw(folder, "merged", "")
+    for name in names:
+        drawn[name] = draw(folder, "base", f"<lora:{name}:1>")
+    print(f"the LoRA changes pixels by up to {np.abs(merged - base).max():.0f} of 255")
+    for name, picture in drawn.items():
+        off = np.abs(picture - merged)
+        print(f"{name}: off from merged weights by up to {off.max():.0f}, on average {off.mean():.3f}")
+
+
+@torch.no_grad()
+def written(folder: Path) -> list[str]:
+    """The model, the model with merged weights, and the LoRA in two formats; of all linear layers, encoder included."""
+    from adapter_states import draw_state
+    from adapter_tensors import merge
+
+    from library.adapters.formats import convert_to_file_format
+    from library.models.families import FAMILIES
+
+    pipe = FAMILIES.get("sd1")().load("random:sd1", torch.float32)
+    state, alphas, parts = draw_state("sd1", pipe=pipe)
+    state = {key: 0.02 * tensor for key, tensor in state.items()}
+    forms: dict[str, Any] = {"kohya": "kohya", "diffusers": "diffusers"}
+    for name, form in forms.items():
+        save_file(convert_to_file_format(state, alphas, parts, form)[0], folder / "loras" / f"{name}.safetensors")
+    for name in ("base", "merged"):
+        if name == "merged":
+            merge(pipe, state, alphas)
+        whole = original_checkpoints.checkpoint("sd1", pipe)
+        kept = {key: tensor.half().contiguous() for key, tensor in whole.items() if not key.startswith(LEFT_OUT)}
+        save_file(kept, folder / f"{name}.safetensors")
+    return list(forms)
+
+
+def draw(folder: Path, model: str, words: str) -> Any:
+    from stable_diffusion_cpp import StableDiffusion
+
+    program = StableDiffusion(
+        str(folder / f"{model}.safetensors"),
+        lora_model_dir=str(folder / "loras"),
+        n_threads=1,
+        wtype="f16",
+        lora_apply_mode="immediately",
+        verbose=True,
+    )
+    picture = program.generate_image(
+        f"{PROMPT}{words}", width=64, height=64, sample_steps=1, cfg_scale=1, seed=1, sample_method="euler"
+    )[0]
+    return np.asarray(picture, dtype=np.float32)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,106 @@
+"""Whole runs of the flow-matching families: what is written is what diffusers' own pipelines load."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rank_processes import on_ranks
+from tiny_pipelines import TINY
+from training_runs import difference, even, trained
+
+from library.config import parse_config
+from library.models.families import FAMILIES
+
+__all__ = ["even"]  # a fixture
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = {
+    "sd3": "random:sd3:tiny",
+    "flux": "random:flux:tiny",
+    "flux_schnell": "random:flux:schnell:tiny",
+    "z_image": "random:z_image:tiny",
+    "qwen_image": "random:qwen_image:tiny",
+}
+
+
+@torch.no_grad()
+def seen(family, pipe, name):
+    """What a model makes of one batch."""
+    batch = TINY[name]().batch
+    cond = family.encode_prompts(pipe, ["a red circle", "a longer text, of blue"])
+    denoiser = getattr(pipe, family.denoiser).eval()
+    return family.predict(pipe, denoiser, batch.latents, torch.tensor([900.0, 300.0]), replace(batch, cond=cond))
+
+
+def train_and_look(name, *flags):
+    """A run, and what its model in memory makes of the batch when the file is written."""
+    from library.training import export
+    from library.training.run import run_training
+
+    looks = []
+    honest = export.SaveAdapter.save
+
+    def save(self, job, file):
+        honest(self, job, file)
+        looks.append(seen(job.task.family, job.task.pipe, name))
+
+    export.SaveAdapter.save = save
+    run_training(parse_config([*flags, "--quiet", "--max_data_loader_n_workers", "0"]).require_valid())
+    return looks[-1].tolist()
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_diffusers_draws_with_the_file_as_the_model_in_memory_does(name, tmp_path):
+    source = SOURCES[name]
+    (told,) = on_ranks(
+        1,
+        train_and_look,
+        name,
+        "--dataset_config",
+        str(ROOT / "dataset_configs/demo.toml"),
+        "--pretrained_model_name_or_path",
+        source,
+        "--max_train_steps",
+        "3",
+        "--learning_rate",
+        "3e-2",
+        "--network_dim",
+        "4",
+        "--network_alpha",
+        "3",
+        "--output_dir",
+        str(tmp_path),
+    )
+    told = torch.tensor(told)
+    family = FAMILIES.get(source.split(":")[1])()
+    pipe = family.load(source, torch.float32)
+    base = seen(family, pipe, name)
+    pipe.load_lora_weights(str(tmp_path), weight_name="lora.safetensors")
+    assert (seen(family, pipe, name) - told).abs().max() < 1e-4
+    assert (base - told).abs().max() > 0.02, "the LoRA does much more than the difference"
+
+
+@pytest.mark.parametrize("name", ["sd3", "flux", "qwen_image"])
+def test_one_process_and_two_train_alike(name, even, tmp_path):
+    """Although modules share matrices, and some layers have no say in the result."""
+    flags = (
+        "--pretrained_model_name_or_path",
+        SOURCES[name],
+        "--optimizer_type",
+        "SGD",
+        "--gradient_checkpointing",
+        "--max_train_steps",
+        "3",
+    )
+    one = trained(tmp_path / "one", 1, 4, 1, *flags, dataset=even)
+    two = trained(tmp_path / "two", 2, 2, 1, *flags, dataset=even)
+    assert difference(one, two) < 1e-4
+
+
+def test_modules_that_are_one_in_the_original_share_a_matrix_to_the_end(even, tmp_path):
+    one = trained(tmp_path, 1, 4, 1, "--pretrained_model_name_or_path", SOURCES["flux"], dataset=even)
+    name = "transformer.single_transformer_blocks.0"
+    down = [one[f"{name}.{part}.lora_A.weight"] for part in ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")]
+    assert all(torch.equal(each, down[0]) for each in down)
+    assert not torch.equal(one[f"{name}.attn.to_q.lora_B.weight"], one[f"{name}.attn.to_k.lora_B.weight"])

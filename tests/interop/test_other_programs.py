@@ -1,0 +1,27 @@
+"""Our files in other programs, where these are installed: COMFYUI names ComfyUI's folder, COMFYUI_PACKAGES its own."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = [os.environ[name] for name in ("COMFYUI", "COMFYUI_PACKAGES") if name in os.environ]
+USUAL = {("lora", name): "diffusers" for name in ("sd3", "flux", "z_image", "qwen_image")}
+ROW = re.compile(r"(\w+) +(\w+) +(\w+) +(\d+) of +(\d+) +(\S+) of a change of (\S+)")
+
+
+@pytest.mark.skipif("COMFYUI" not in os.environ, reason="COMFYUI names no folder of ComfyUI")
+def test_comfyui_takes_every_tensor_of_the_usual_files_and_merges_what_was_trained():
+    done = subprocess.run(
+        [sys.executable, "tests/interop/comfyui.py", *FOLDERS], cwd=ROOT, capture_output=True, text=True
+    )
+    rows = {found.groups()[:3]: found.groups()[3:] for found in map(ROW.match, done.stdout.splitlines()) if found}
+    assert len({family for family, _, _ in rows}) == 7, done.stderr[-2000:]
+    for (family, kind, form), (taken, count, error, change) in rows.items():
+        usual = "comfy" if kind != "lora" else USUAL.get((kind, family), "kohya")
+        if form == usual:
+            assert taken == count and float(error) < 1e-5 * float(change), (family, kind, form)

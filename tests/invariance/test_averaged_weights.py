@@ -1,0 +1,105 @@
+"""What a run keeps beside the weights of its last step: the running average, and the weights of schedule-free ones."""
+
+import itertools
+
+import pytest
+import torch
+from rank_processes import on_ranks
+from safetensors.torch import load_file
+from training_runs import pictures, train
+
+SETTINGS = (
+    "--train_batch_size",
+    "2",
+    "--max_train_steps",
+    "5",
+    "--network_dim",
+    "2",
+    "--seed",
+    "3",
+    "--save_every_n_steps",
+    "1",
+)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    return pictures(tmp_path_factory.mktemp("average"), {(64, 64): 4})
+
+
+def test_the_running_average_is_saved_beside_each_adapter(dataset, tmp_path):
+    decay = 0.15  # below what the first steps are capped at from step 2 on
+    on_ranks(
+        1,
+        train,
+        "--dataset_config",
+        str(dataset),
+        *SETTINGS,
+        "--optimizer_type",
+        "SGD",
+        "--learning_rate",
+        "0.5",
+        "--ema_decay",
+        str(decay),
+        "--output_dir",
+        str(tmp_path),
+        "--output_name",
+        "a",
+    )
+
+    names = [f"a-step{step:08d}" for step in range(1, 5)] + ["a"]
+    for before, after in itertools.pairwise(names):
+        average, current = (
+            load_file(tmp_path / f"{before}-ema.safetensors"),
+            load_file(tmp_path / f"{after}.safetensors"),
+        )
+        found = load_file(tmp_path / f"{after}-ema.safetensors")
+        assert found.keys() == current.keys()
+        for key in found:
+            if not key.endswith("alpha"):
+                expected = decay * average[key] + (1 - decay) * current[key]
+                assert torch.allclose(found[key], expected, rtol=1e-5, atol=1e-9), (after, key)
+    assert any(not torch.equal(found[key], current[key]) for key in found)
+
+
+def test_a_schedule_free_run_is_the_same_however_often_it_is_saved(dataset, tmp_path):
+    """Saving puts the averaged weights in place and must put the trained ones back, to the last bit that matters."""
+    flags = (
+        "--dataset_config",
+        str(dataset),
+        *SETTINGS,
+        "--optimizer_type",
+        "AdamWScheduleFree",
+        "--learning_rate",
+        "0.01",
+        "--output_dir",
+        str(tmp_path),
+    )
+    often = load_file(on_ranks(1, train, *flags, "--output_name", "often")[0])
+    once = load_file(on_ranks(1, train, *flags, "--output_name", "once", "--save_every_n_steps", "100")[0])
+
+    assert once.keys() == often.keys()
+    for key in once:
+        assert torch.allclose(once[key], often[key], rtol=1e-4, atol=1e-7), key
+
+
+def test_prodigy_finds_a_rate_that_trains(dataset, tmp_path):
+    flags = (
+        "--dataset_config",
+        str(dataset),
+        *SETTINGS,
+        "--optimizer_type",
+        "Prodigy",
+        "--learning_rate",
+        "1.0",
+        "--lr_scheduler",
+        "rex",
+        "--output_dir",
+        str(tmp_path),
+        "--output_name",
+        "p",
+    )
+    tensors = load_file(on_ranks(1, train, *flags)[0])
+
+    assert all(torch.isfinite(tensor.float()).all() for tensor in tensors.values())
+    assert any(tensor.abs().max() > 0 for key, tensor in tensors.items() if "lora_up" in key)

@@ -1,0 +1,288 @@
+"""Compiled blocks: few graphs for many sizes, all of them before the first step, and the same result as without."""
+
+import inspect
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from compiled_runs import COMPILED, FAMILIES, SIZES, dataset, trained
+from tiny_pipelines import TINY
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from training_runs import difference, prompts
+
+from library.data.batch import Moments, PixelBatch
+from library.parallel.compile import MAX_RECOMPILES, Compilation, compile_model, find_repeated_blocks
+
+
+@pytest.mark.parametrize("family", [pytest.param("sd1", marks=pytest.mark.long), "flux"])
+def test_two_dozen_sizes_need_two_graphs_for_a_kind_of_block_and_none_in_three_epochs(family, tmp_path):
+    data = dataset(tmp_path / "data", SIZES)
+    flags = ("--max_train_epochs", "3", *FAMILIES[family])
+    found = trained(tmp_path / "compiled", family, data, *flags, *COMPILED)
+    plain = trained(tmp_path / "plain", family, data, *flags)
+
+    assert len(SIZES) == 24 and found.is_dynamic and not found.marks
+    assert len(found.kinds) == 2 and max(found.kinds.values()) <= 2 and found.late == 0
+    assert found.graphs == sum(found.kinds.values()), "nothing is compiled beside the blocks"
+    assert difference(plain.lora, found.lora) < 1e-4
+    assert max(float(tensor.abs().max()) for name, tensor in found.lora.items() if "B" in name or "up" in name) > 1e-4
+
+
+def test_texts_of_any_length_are_compiled_before_the_first_step(tmp_path):
+    data = dataset(tmp_path / "data", SIZES[:3])
+    recorded = ("--dynamo_mode", "reduce-overhead", "--gradient_accumulation_steps", "2")
+    found = trained(tmp_path / "out", "z_image", data, "--max_train_epochs", "2", *COMPILED, *recorded)
+    assert found.late == 0 and found.is_dynamic
+    assert found.marks == found.begun, "what is recorded learns where a step begins, and is told of nothing else"
+
+
+@pytest.mark.long
+def test_pictures_validation_dropout_checkpoints_and_texts_compile_nothing_more(tmp_path):
+    data = dataset(tmp_path / "data", SIZES[:4])
+    found = trained(
+        tmp_path / "out",
+        "sd1",
+        data,
+        "--max_train_epochs",
+        "2",
+        "--network_dropout",
+        "0.2",
+        "--gradient_checkpointing",
+        "--validation_split",
+        "0.3",
+        "--sample_every_n_epochs",
+        "1",
+        "--sample_prompts",
+        prompts(tmp_path),
+        "--no-network_train_unet_only",
+        *COMPILED,
+    )
+
+    blocks = [graphs for name, graphs in found.kinds.items() if "TransformerBlock" in name]
+    assert blocks == [1, 1], "dropout, which differs from module to module, costs no graphs"
+    assert found.late == 0 and len(found.kinds) == 3
+
+
+@pytest.mark.long
+def test_a_budget_for_what_is_kept_is_the_compilers(tmp_path):
+    data = dataset(tmp_path / "data", SIZES[:3])
+    flags = ("--max_train_epochs", "1", "--gradient_checkpointing", "--gradient_checkpointing_budget", "0.5")
+    found = trained(tmp_path / "compiled", "sd1", data, *flags, *COMPILED[:2], "aot_eager")
+    plain = trained(tmp_path / "plain", "sd1", data, *flags[:3])
+    assert found.late == 0 and found.is_dynamic and difference(plain.lora, found.lora) < 1e-4
+
+
+@pytest.mark.long
+def test_few_sizes_are_compiled_one_by_one_and_processes_train_as_one(tmp_path):
+    data = dataset(tmp_path / "data", SIZES[:2], pictures=(4,))
+    flags = ("--max_train_steps", "4", "--gradient_accumulation_steps")
+    one = trained(tmp_path / "one", "sd1", data, *flags, "2")
+    for engine in ((), ("--fsdp",)):
+        two = trained(tmp_path / f"two{len(engine)}", "sd1", data, *flags, "1", *COMPILED, *engine, ranks=2)
+
+        assert not two.is_dynamic and set(two.kinds.values()) == {2} and two.late == 0
+        assert difference(one.lora, two.lora) < 1e-4
+
+
+@pytest.mark.long
+def test_a_second_start_takes_what_was_compiled_from_the_cache(tmp_path):
+    data = dataset(tmp_path / "data", SIZES[:1])
+    flags = ("--max_train_steps", "1", "--torch_compile", "--compile_cache_dir", str(tmp_path / "kept"))
+    first, second = (trained(tmp_path / name, "sdxl", data, *flags) for name in ("first", "second"))
+
+    assert first.hits["miss"] > 0 and first.hits["hit"] == 0
+    assert second.hits == {"hit": first.hits["miss"], "miss": 0}
+    assert difference(first.lora, second.lora) == 0
+    assert any((tmp_path / "kept").iterdir())
+
+
+# one kind of block
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, given, scale=None):
+        return self.inner(given) * (2 if scale is None else scale)
+
+
+class Model(nn.Module):
+    _repeated_blocks = ("Block",)
+
+    def __init__(self, depth):
+        super().__init__()
+        self.rows = nn.ModuleList(Block() for _ in range(depth))
+
+    def forward(self, given):
+        for row in self.rows:
+            given = row(given)
+        return given
+
+
+def rows(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def of(model, shapes="dynamic"):
+    """The model, compiled and warm for any length; and what counts graphs."""
+    backend = CompileCounterWithBackend("eager")
+    found = Compilation(shapes, {"backend": backend})
+    found.compile_blocks(model)
+    with found.record_shapes():
+        for length in (4, 6):
+            model(rows(2, length, 3))
+    found.choose_dynamic_shapes(2, texts_vary=False)
+    return found, backend
+
+
+def test_depth_costs_no_graphs_and_a_square_at_first_does_no_harm():
+    model = Model(12)
+    found, backend = of(model)
+    plain = [row.inner(rows(2, 3, 3)) * 2 for row in model.rows]
+    for length in (3, 2, 7, 9):
+        model(rows(2, length, 3)).sum().backward()
+    assert (backend.frame_count, found.graph_count, found.recompile_count) == (
+        2,
+        2,
+        0,
+    )  # the first block's input has no gradient
+    assert all(torch.equal(row(rows(2, 3, 3)), alone) for row, alone in zip(model.rows, plain, strict=True))
+
+
+class Attends(Block):
+    """As diffusers' attention: what computes is an object beside the weights, and is asked what it takes."""
+
+    class Processor:
+        def __init__(self, factor):
+            self.factor = factor
+
+        def __call__(self, given, scale=None):
+            return given * self.factor
+
+    def __init__(self, factor):
+        super().__init__()
+        self.processor = self.Processor(factor)
+
+    def forward(self, given):
+        assert "scale" in inspect.signature(self.processor.__call__).parameters
+        return self.processor(super().forward(given))
+
+
+def test_objects_in_blocks_cost_no_graphs_where_they_are_alike_and_stay_where_they_are_not():
+    model = Model(12)
+    model.rows = nn.ModuleList(Attends(5 if number == 7 else 3) for number in range(12))
+    model._repeated_blocks = ("Attends",)
+    plain = [row(rows(2, 3, 3)) for row in model.rows]
+    found, backend = of(model)
+    for length in (3, 2, 7, 9):
+        model(rows(2, length, 3)).sum().backward()
+    assert (
+        backend.frame_count == found.graph_count == 3 and found.recompile_count == 0
+    )  # the first, the others, and the odd one
+    assert all(torch.equal(row(rows(2, 3, 3)), alone) for row, alone in zip(model.rows, plain, strict=True))
+
+
+def test_names_of_weights_stay_and_hooks_stay_outside():
+    model = Model(2)
+    names, calls = list(model.state_dict()), []
+    for row in model.rows:
+        row.register_forward_hook(lambda *_: calls.append(1))
+    _, backend = of(model)
+    calls.clear()
+    model(rows(2, 4, 3))
+    assert list(model.state_dict()) == names and len(calls) == 2 and backend.frame_count == 2
+
+
+def test_what_comes_late_is_named_and_too_much_of_it_goes_on_uncompiled(caplog):
+    model = Model(1)
+    found, backend = of(model)
+    model(rows(2, 4, 3))
+    found.finish_warmup()
+    with caplog.at_level(logging.WARNING, logger="library"):
+        for count in range(3, 3 + MAX_RECOMPILES + 3):
+            torch.testing.assert_close(model(rows(count, 4, 3)), model.rows[0].inner(rows(count, 4, 3)) * 2)
+    lines = [record.message for record in caplog.records if record.name.startswith("library")]
+    assert len(lines) == MAX_RECOMPILES + 1
+    assert "Block rows.0" in lines[0] and "'given' size mismatch at index 0. expected 2, actual 3" in lines[0]
+    assert "goes on uncompiled" in lines[-1] and backend.frame_count == 1 + found.recompile_count == 2 + MAX_RECOMPILES
+
+
+def test_what_is_measured_or_draws_is_not_compiled():
+    model = Model(2)
+    _, backend = of(model)
+    with torch.no_grad():
+        model.eval()(rows(5, 4, 3))
+    assert backend.frame_count == 0
+
+
+def test_parts_of_longer_tensors_do_not_count_as_sizes():
+    model = Model(1)
+    backend = CompileCounterWithBackend("eager")
+    found = Compilation("static", {"backend": backend})
+    found.compile_blocks(model)
+    with found.record_shapes():
+        for length in (4, 6):
+            model(rows(2, length, 3)[:, :2])
+    found.choose_dynamic_shapes(1, texts_vary=False)
+    for length in (4, 6, 8):
+        model(rows(2, length, 3)[:, :2])
+    assert backend.frame_count == 1
+
+
+@pytest.mark.parametrize("name", ["sd1", "sdxl", "sd3", "flux", "z_image", "qwen_image"])
+def test_the_repeated_blocks_of_every_family_are_found(name):
+    """diffusers does not say of SD3 which of its blocks repeat."""
+    pipe = TINY[name]().pipe
+    found = dict(find_repeated_blocks(pipe.unet if hasattr(pipe, "unet") else pipe.transformer))
+    assert len(found) > 1 and all(type(block).__name__.endswith("TransformerBlock") for block in found.values())
+    texts = {
+        name for name, part in pipe.components.items() if "text_encoder" in name and dict(find_repeated_blocks(part))
+    }
+    assert texts == {name for name in pipe.components if "text_encoder" in name}
+
+
+@pytest.mark.parametrize(("regional", "kinds"), [(True, 1), (False, 1)])
+def test_a_model_is_compiled_as_a_whole_when_it_is_asked_for(regional, kinds):
+    model = Model(3)
+    plugin = SimpleNamespace(
+        backend=SimpleNamespace(value="EAGER"),
+        dynamic=True,
+        use_regional_compilation=regional,
+        to_kwargs=lambda: {"backend": "eager"},
+    )
+    found = compile_model([model], model, plugin, "auto")
+    assert len(found.block_compilers) == kinds and found.shapes == "dynamic"
+    assert ("forward" in vars(model)) != regional and ("forward" in vars(model.rows[0])) == regional
+
+
+# batches of every size
+
+
+def batch(**changes):
+    frame = torch.tensor([[80.0, 120, 0, 0, 64, 96]] * 2)
+    return PixelBatch(
+        **{
+            "pixels": None,
+            "captions": ("a", "b"),
+            "frame": frame,
+            "weight": torch.tensor([1.0, 0]),
+            "places": (4, 5),
+            "ids": ("x", "y"),
+        }
+        | changes
+    )
+
+
+def test_a_batch_of_another_size_has_what_such_pictures_have():
+    moments = Moments(torch.randn(2, 2, 4, 8, 12))
+    made = batch(moments=moments, cond={"embeds": [rows(5, 3), rows(9, 3)]}).build_dummy_batch((32, 128), 3)
+    assert made.moments.mean_and_std.shape == (3, 2, 4, 16, 4) and made.pixels is None
+    assert made.size_conditioning[0].tolist() == [80, 120, 0, 0, 128, 32] and made.loss_weights.tolist() == [1, 1, 1]
+    assert (made.captions, made.sample_keys, made.global_positions) == (("a", "b", "a"), ("x", "y", "x"), (0, 1, 2))
+    assert [len(row) for row in made.cond["embeds"]] == [5, 9, 5]
+    assert [len(row) for row in made.vary_text_lengths(["same", "longer", "shorter"]).cond["embeds"]] == [5, 69, 2]
+    assert batch(pixels=torch.ones(2, 3, 64, 96)).build_dummy_batch((32, 128), 1).pixels.shape == (1, 3, 128, 32)

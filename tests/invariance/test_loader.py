@@ -1,0 +1,185 @@
+"""What a rank is handed is a function of data, seed and position: not of workers, of resuming, or of other ranks."""
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from library.config.schema import TrainConfig
+from library.config.schema_data import DataConfig
+from library.data.batch import PixelBatch
+from library.data.images import resize_and_crop
+from library.data.loader import ImageLoader, MicroBatchDataset, StepBatches
+from library.data.prepare import PreparedData, prepare_data
+from library.dataset.image_inspection import load_rgb_image
+
+SIZES = [(150, 100), (160, 90), (90, 150), (100, 100), (101, 99), (300, 100), (128, 128)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "train").mkdir()
+    (folder / "reg").mkdir()
+    draw = np.random.default_rng(0)
+    for number, (width, height) in enumerate(SIZES):
+        picture = Image.fromarray(draw.integers(0, 256, (height, width, 3), np.uint8))
+        picture.save(folder / "train" / f"{number}.png")
+        (folder / "train" / f"{number}.txt").write_text(f"number {number}, a, b, c, d", encoding="utf-8")
+    Image.fromarray(draw.integers(0, 256, (100, 100, 3), np.uint8)).save(folder / "reg" / "r.png")
+    (folder / "set.toml").write_text("""
+[general]
+shuffle_caption = true
+keep_tokens = 1
+flip_aug = true
+random_crop = true
+enable_bucket = true
+bucket_reso_steps = 32
+min_bucket_reso = 32
+[[datasets]]
+resolution = 96
+batch_size = 3
+  [[datasets.subsets]]
+  image_dir = 'train'
+  num_repeats = 2
+  [[datasets.subsets]]
+  image_dir = 'reg'
+  is_reg = true
+""")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prepared(folder: Path) -> PreparedData:
+    return prepare_data(DataConfig(dataset_config=str(folder / "set.toml"), prior_loss_weight=0.25), 8)
+
+
+def loader(
+    prepared: PreparedData, rank: int = 0, ranks: int = 1, workers: int = 0, accumulation: int = 2
+) -> ImageLoader:
+    plan = prepared.build_batch_plan(ranks, TrainConfig(gradient_accumulation_steps=accumulation, seed=7))
+    return ImageLoader(
+        MicroBatchDataset(prepared.manifest, prepared.assignments, plan, rank, 7, 50), plan, num_workers=workers
+    )
+
+
+def some(loader: ImageLoader, count: int, first: int = 0) -> list[StepBatches]:
+    return list(itertools.islice(loader.iter_steps(first), count))
+
+
+def are_equal(one: PixelBatch, other: PixelBatch) -> bool:
+    plain = [name for name in ("captions", "places", "ids") if getattr(one, name) != getattr(other, name)]
+    return not plain and all(
+        torch.equal(getattr(one, name), getattr(other, name)) for name in ("pixels", "frame", "weight")
+    )
+
+
+def assert_equal(one: list[StepBatches], other: list[StepBatches]) -> None:
+    assert [work.num_global_samples for work in one] == [work.num_global_samples for work in other]
+    for mine, theirs in zip(one, other, strict=True):
+        assert all(are_equal(*pair) for pair in zip(mine.micro_batches, theirs.micro_batches, strict=True))
+
+
+def test_the_number_of_workers_and_resuming_change_nothing(prepared):
+    alone = some(loader(prepared), 9)
+    assert_equal(alone, some(loader(prepared, workers=2), 9))
+    assert_equal(alone[5:], some(loader(prepared, workers=2), 4, first=5))
+    assert not are_equal(alone[0].micro_batches[0], alone[-1].micro_batches[0])
+
+
+def test_the_ranks_together_see_what_one_process_sees(prepared):
+    def by_place(works: list[list[StepBatches]], step: int) -> dict:
+        batches = [batch for work in works for batch in work[step].micro_batches]
+        return {
+            place: (
+                batch.captions[row],
+                batch.sample_keys[row],
+                batch.loss_weights[row].item(),
+                batch.size_conditioning[row].tolist(),
+                batch.pixels[row].sum().item(),
+            )
+            for batch in batches
+            for row, place in enumerate(batch.global_positions)
+        }
+
+    three = [some(loader(prepared, rank, 3), 3) for rank in range(3)]
+    plan = loader(prepared, 0, 3).batch_plan
+    for step in range(3):
+        assert {work[step].num_global_samples for work in three} == {plan.count_real_samples(step)}
+        assert sorted(by_place(three, step)) == list(range(18))
+    whole = type(plan)([replace(bucket, batch_size=9) for bucket in plan.buckets], 1, 2, 7)
+    single = ImageLoader(
+        MicroBatchDataset(prepared.manifest, prepared.placements, whole, 0, 7, 50), whole, num_workers=0
+    )
+    one = [some(single, 3)]
+    assert all(by_place(three, step) == by_place(one, step) for step in range(3))
+
+
+def test_a_batch_tells_truly_what_it_holds(prepared, folder):
+    """The pixels are found again in the picture by the frame alone."""
+    flips, padded, names = set(), 0, set()
+    for work in some(loader(prepared), 12):
+        assert work.num_global_samples == sum(int((batch.loss_weights > 0).sum()) for batch in work.micro_batches)
+        for batch in work.micro_batches:
+            assert batch.pixels.dtype == torch.uint8 and len(batch.captions) == len(batch) == 3
+            for row in range(len(batch)):
+                height, width, top, left, target_height, target_width = map(int, batch.size_conditioning[row])
+                name = batch.sample_keys[row]
+                sample = next(sample for sample in prepared.manifest.samples if sample.key == name)
+                placement = prepared.placements[prepared.manifest.samples.index(sample)]
+                image = load_rgb_image(folder / name)
+                assert (width, height) == image.size == sample.size
+                assert tuple(batch.pixels.shape[1:]) == (3, target_height, target_width)
+                found = batch.pixels[row].permute(1, 2, 0).numpy()
+                straight = resize_and_crop(image, placement, (left, top), None)
+                whole = resize_and_crop(
+                    image, type(placement)(placement.resized, placement.resized, (0, 0)), (0, 0), None
+                )
+                mirrored = whole[:, ::-1][top : top + target_height, left : left + target_width]
+                flips.add((bool((found == straight).all()), bool((found == mirrored).all())))
+                padded += float(batch.loss_weights[row]) == 0
+                names.add(name)
+                assert float(batch.loss_weights[row]) in (0.0, 0.25 if name == "reg/r.png" else 1.0)
+                if name != "reg/r.png":
+                    assert batch.captions[row].startswith(f"number {Path(name).stem}, ")
+                    assert sorted(batch.captions[row].split(", ")[1:]) == ["a", "b", "c", "d"]
+    assert flips == {(True, False), (False, True)}
+    assert padded > 0 and len(names) == 8
+
+
+def test_crops_flips_and_captions_differ_from_showing_to_showing(prepared):
+    seen: dict[str, set] = {}
+    for work in some(loader(prepared), 40):
+        for batch in work.micro_batches:
+            for name, caption, frame in zip(
+                batch.sample_keys, batch.captions, batch.size_conditioning.tolist(), strict=True
+            ):
+                seen.setdefault(name, set()).add((caption, *frame))
+    assert all(len(ways) > 5 for name, ways in seen.items() if name in ("train/0.png", "train/5.png"))
+    assert all(max(len({way[axis] for way in ways}) for ways in seen.values()) > 3 for axis in (3, 4))
+
+
+@pytest.mark.parametrize("place", [lambda number: (number, 0), lambda number: (0, number)], ids=["epoch", "copy"])
+def test_every_epoch_and_every_copy_is_cut_mirrored_and_captioned_in_its_own_way(prepared, place):
+    reader = loader(prepared).dataset
+    index = next(i for i, sample in enumerate(prepared.manifest.samples) if sample.key == "train/5.png")
+    shown = [reader.picture(place(n)[0], index, place(n)[1]) for n in range(24)]
+    assert len({picture.frame for picture in shown}) > 6
+    captions = {reader.caption(place(n)[0], 0, index, place(n)[1]) for n in range(24)}
+    assert len(captions) > 6
+    placement = prepared.placements[index]
+    whole = resize_and_crop(
+        load_rgb_image(prepared.manifest.samples[index].image),
+        type(placement)(placement.resized, placement.resized, (0, 0)),
+        (0, 0),
+        None,
+    )
+    straight = 0
+    for picture in shown:
+        _, _, top, left, height, width = picture.frame
+        straight += bool((picture.pixels == whole[top : top + height, left : left + width]).all())
+    assert 4 < straight < 20

@@ -1,0 +1,235 @@
+"""Steps without readings never make the host wait for the device.
+
+The steps are done on torch's device ``meta``, whose tensors have a shape and no numbers.  So whatever wants to see a
+number, by ``item``, ``float``, ``bool``, ``tolist``, ``cpu`` or as a mask, fails.
+"""
+
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rank_processes import on_ranks
+from tiny_pipelines import TINY
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.synthetic_run import build_run, write_dataset
+from library.distributed.async_copy import AsyncScalarQueue, CopyStream
+from library.models.families import FAMILIES
+from library.training import loop
+from library.training.trainable import get_trainable_parameters
+
+DEVICE = torch.device("meta")
+MODELS = [
+    "random:sd1:tiny",
+    "random:sdxl:tiny",
+    "random:sd3:tiny",
+    "random:flux:tiny",
+    "random:z_image:tiny",
+    "random:qwen_image:tiny",
+]
+
+
+class Refuses(TorchDispatchMode):
+    """Copies to the device for which the host waits."""
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        named = named or {}
+        found = function(*arguments, **named)
+        if function is torch.ops.aten._to_copy.default:
+            source, target, is_late = arguments[0], found, named.get("non_blocking")
+        elif function is torch.ops.aten.copy_.default:
+            target, source, is_late = *arguments[:2], arguments[2:] == (True,) or named.get("non_blocking")
+        else:
+            return found
+        assert is_late or source.device == target.device, f"the host waits for {function}"
+        return found
+
+
+class Words:
+    """In the place of pinned memory, which a pretended device has none of."""
+
+    def __init__(self):
+        self.sent = 0
+
+    def __len__(self):
+        return self.sent
+
+    def send(self, number):
+        assert number.device == DEVICE
+        self.sent += 1
+
+    def read(self):
+        self.sent -= 1
+        return 0.0
+
+
+def moved(run):
+    """The run as it would be on the device."""
+    model = run.strategy.unwrapped(run.adapter).to(DEVICE)
+    learnt = get_trainable_parameters(model)
+    run.groups = [type(group)(group.name, learnt, group.rate) for group in run.groups]
+    run.optimizer = torch.optim.AdamW(learnt, lr=1e-4, foreach=True)
+    run.strategy.device = run.strategy.accelerator.state.device = DEVICE
+    run.task.here = CopyStream(DEVICE)
+    run.strategy._asked = Words()
+
+
+@contextmanager
+def pretended(tmp_path, *words):
+    """A run on the device, without what is done at readings, where all wait anyway."""
+    with build_run(write_dataset(words, tmp_path, 4), tmp_path) as run:
+        moved(run)
+        run.is_warmed_up = True
+        run.nan_guard = SimpleNamespace(
+            remember=lambda run: None, is_well=lambda run, figures: True, may_learn_from=run.nan_guard.should_step
+        )
+        run.bad_samples.sync_across_ranks = lambda strategy: None
+        run.metric_logger.log_steps = lambda run, figures: None
+        yield run
+
+
+def trained_without_numbers(model, folder):
+    words = ["--pretrained_model_name_or_path", model, "--resolution", "64", "--network_dim", "2"]
+    with pretended(folder, *words) as run:
+        whole, run.plan = run.plan, replace(run.plan, steps=1)
+        loop.train(run)  # some models keep what they make in their first step
+        run.plan = whole
+        with Refuses():
+            loop.train(run)
+    return run.state.step, str(run.parameters[0].device)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_no_step_waits_for_the_device(model, tmp_path):
+    assert on_ranks(1, trained_without_numbers, model, tmp_path) == [(4, "meta")]
+
+
+@pytest.mark.parametrize("name", ["sd1", "sdxl"])
+def test_captions_that_are_read_in_a_step_are_not_waited_for(name):
+    tiny, family = TINY[name](), FAMILIES.get(name)()
+    for part in family.text_components:
+        if isinstance(module := getattr(tiny.pipe, part), torch.nn.Module):
+            module.to(DEVICE)
+    with Refuses():
+        cond = family.encode_prompts(tiny.pipe, ["a cat", "two dogs"])
+    assert {str(tensor.device) for tensor in cond.values()} == {"meta"}
+
+
+class Streams:
+    """In the place of torch's module for a device: each stream has its own clock, and the program takes no time."""
+
+    class Stream:
+        def __init__(self, device):
+            self.time, self.waited_for = 0, []
+
+        def wait_stream(self, other):
+            self.time = max(self.time, other.time)
+            self.waited_for.append(other)
+
+    def __init__(self):
+        self.computing = self.active = self.Stream(DEVICE)
+
+    def current_stream(self, device):
+        return self.active
+
+    @contextmanager
+    def stream(self, stream):
+        before, self.active = self.active, stream
+        yield
+        self.active = before
+
+
+class Clocks(TorchDispatchMode):
+    """Lets each operation on the device take its time on the stream that it is given to, in its order."""
+
+    def __init__(self, streams):
+        super().__init__()
+        self.streams, self.arrivals, self.begun = streams, {}, []
+        self.copied = Counter()
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        found, stream = function(*arguments, **(named or {})), self.streams.active
+        given = [leaf for leaf in tree_leaves((arguments, named)) if isinstance(leaf, torch.Tensor)]
+        made = [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor) and leaf.device == DEVICE]
+        if stream is not self.streams.computing:
+            self.copied.update(tuple(tensor.shape) for tensor in made)
+            self.begun.append((stream.time, self.streams.computing.time))
+        for tensor in given:
+            assert stream.time >= self.arrivals.get(tensor.untyped_storage()._cdata, (0,))[0], "read before it is there"
+        stream.time += bool(made)
+        if stream is not self.streams.computing:  # held, so that nothing else gets its address
+            self.arrivals |= {each.untyped_storage()._cdata: (stream.time, each.untyped_storage()) for each in made}
+        return found
+
+
+def copied_beside(folder):
+    words = [
+        "--resolution",
+        "64",
+        "--network_dim",
+        "2",
+        "--gradient_accumulation_steps",
+        "2",
+        "--network_dropout",
+        "0.1",
+    ]
+    held = Counter()
+    with pretended(folder, *words) as run, pytest.MonkeyPatch.context() as patch:
+        streams = Streams()
+        patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: held.update([tuple(tensor.shape)]))
+        run.task.to_device = CopyStream(DEVICE, streams)
+        batch = next(run.loader.iter_steps(0)).micro_batches[0]
+        own = [
+            batch.size_conditioning,
+            batch.loss_weights,
+            batch.moments.mean_and_std,
+            *batch.cond.values(),
+            torch.zeros(1),
+        ]
+        with Clocks(streams) as clocks:
+            loop.train(run)
+    mine = Counter(tuple(tensor.shape) for tensor in own for _ in range(2 * run.state.step))
+    assert clocks.copied == mine == held, (clocks.copied, mine, held)
+    assert set(map(type, streams.computing.waited_for)) == {Streams.Stream}
+    (side,) = set(streams.computing.waited_for)
+    assert not side.waited_for, "a copy waits for nothing"
+    return clocks.begun
+
+
+def test_what_a_step_needs_is_copied_while_the_one_before_is_computed(tmp_path):
+    (begun,) = on_ranks(1, copied_beside, tmp_path)
+    assert all(copying < computing for copying, computing in begun[len(begun) // 8 :])
+
+
+def looked_at(folder):
+    looks = [
+        lambda weight: float(weight.sum()),
+        lambda weight: bool(weight.isfinite().all()),
+        lambda weight: weight.cpu(),
+        lambda weight: weight.tolist(),
+        lambda weight: weight[weight > 0],
+        lambda weight: torch.ones(3).to(weight),
+    ]
+    with pretended(folder, "--resolution", "64") as run, Refuses():
+        for look in looks:
+            run.state.step = 0
+            run.metric_logger.advance_progress = lambda run, look=look: look(run.parameters[0].detach())
+            with pytest.raises((RuntimeError, NotImplementedError, AssertionError)):
+                loop.train(run)
+    return len(looks)
+
+
+def test_whoever_looks_is_found(tmp_path):
+    assert on_ranks(1, looked_at, tmp_path) == [6]
+
+
+def test_words_from_the_processor_come_in_their_order():
+    words = AsyncScalarQueue()
+    for number in (3.0, 1.0, 2.0):
+        words.push(torch.tensor(number))
+    assert len(words) == 3
+    assert [words.pop(), words.pop(), words.pop()] == [3.0, 1.0, 2.0] and not len(words)

@@ -1,0 +1,386 @@
+"""A run that was ended goes on as if it had not been: the same weights to the bit, the same figures, the same files."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from rank_processes import on_ranks
+from resumed_runs import STEPS, cut, figures, flags
+from safetensors.torch import load_file
+from training_runs import train
+
+from library.config import parse_config
+from library.config.schema_output import StateConfig
+from library.errors import ConfigError, UserError
+from library.training import checkpoint_dir
+from library.training.resume import find_changes, select_checkpoint, serialize_settings
+
+
+def same_files(one: Path, other: Path) -> None:
+    names = sorted(path.name for path in one.glob("*.safetensors"))
+    assert names == sorted(path.name for path in other.glob("*.safetensors")) and len(names) == 8
+    for name in names:
+        first, second = load_file(one / name), load_file(other / name)
+        assert first.keys() == second.keys()
+        assert all(torch.equal(first[key], second[key]) for key in first), name
+
+
+def steps_done(folder: Path) -> int:
+    return sum("loss/current" in line for line in figures(folder))
+
+
+@pytest.mark.parametrize("step", [3, 9])
+def test_weights_average_and_figures_are_those_of_the_whole_run(whole, dataset, tmp_path, step):
+    folder = cut(whole, tmp_path / "cut", step)
+    on_ranks(1, train, *flags(dataset, folder, "--auto_resume"))
+
+    same_files(whole, folder)
+    assert figures(folder) == figures(whole)
+    assert steps_done(whole) == STEPS
+
+
+def test_a_file_that_could_not_be_written_is_written_by_the_run_that_goes_on(whole, dataset, tmp_path):
+    on_ranks(1, without_room_at_first, *flags(dataset, tmp_path, "--auto_resume"))
+    same_files(whole, tmp_path)
+
+
+def without_room_at_first(*words: str) -> None:
+    """A run that finds no room for its first LoRA file, and one that goes on."""
+    from library.training.export import SaveAdapter
+
+    def no_room(*_):
+        raise UserError("no room")
+
+    honest, SaveAdapter._save_file = SaveAdapter._save_file, no_room
+    try:
+        train(*words)
+    except UserError as error:
+        assert "no room" in str(error) and "lora-step00000003-state" in str(error)
+    SaveAdapter._save_file = honest
+    train(*words)
+
+
+def test_after_several_ends_and_on_two_ranks(whole, dataset, tmp_path):
+    """Ranks divide the accumulation among them, so the samples of a step stay the same."""
+    on_ranks(2, train, *flags(dataset, tmp_path, "--gradient_accumulation_steps", "1", "--save_state"))
+    two = load_file(tmp_path / "lora.safetensors")
+    for step in (9, 6, 3):
+        for name in (f"lora-step{step + 3:08d}-state", "lora-state"):
+            shutil.rmtree(tmp_path / name, ignore_errors=True)
+        on_ranks(2, train, *flags(dataset, tmp_path, "--gradient_accumulation_steps", "1", "--auto_resume"))
+        found = load_file(tmp_path / "lora.safetensors")
+        assert all(torch.equal(two[key], found[key]) for key in two)
+
+
+OPTIMIZERS = [
+    ("SGD", "momentum=0.9"),
+    ("Adafactor", "relative_step=False"),
+    ("AdamWScheduleFree", ""),
+    ("Prodigy", ""),
+    ("Lion", ""),
+    ("CAME", ""),
+    ("DAdaptAdam", ""),
+]
+
+
+@pytest.mark.parametrize(("name", "argument"), OPTIMIZERS)
+def test_every_kind_of_optimizer_goes_on(dataset, tmp_path, name, argument):
+    pytest.importorskip("pytorch_optimizer")
+    more = [
+        "--optimizer_type",
+        name,
+        "--max_train_steps",
+        "6",
+        "--lr_scheduler",
+        "constant",
+        "--lr_warmup_steps",
+        "0",
+        *(["--optimizer_args", argument] if argument else []),
+    ]
+    more += ["--learning_rate", "1"] if name in ("Prodigy", "DAdaptAdam") else []
+    on_ranks(1, train, *flags(dataset, tmp_path, *more))
+    wanted = load_file(tmp_path / "lora.safetensors")
+    shutil.rmtree(tmp_path / "lora-state")
+    (tmp_path / "lora.safetensors").unlink()
+    on_ranks(1, train, *flags(dataset, tmp_path, *more, "--resume", "latest"))
+    found = load_file(tmp_path / "lora.safetensors")
+    assert all(torch.equal(wanted[key], found[key]) for key in wanted)
+
+
+def test_a_complete_run_says_so_and_a_longer_one_goes_on(whole, dataset, tmp_path):
+    folder = cut(whole, tmp_path / "cut", STEPS)
+    shutil.copytree(whole / "lora-state", folder / "lora-state")
+    before = sorted(path.name for path in folder.iterdir())
+    text = on_ranks(1, told, *flags(dataset, folder, "--auto_resume"))[0]
+    assert "the run is complete: 12 of 12 steps" in text and "loading" not in text
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*before, "log"])
+
+    text = on_ranks(1, told, *flags(dataset, folder, "--auto_resume", "--max_train_steps", "14"))[0]
+    assert "since the state was saved: max_train_steps: 12 -> 14" in text and "going on after step 12" in text
+    assert steps_done(folder) == 14 and (folder / "lora-state").is_dir()
+
+
+def told(*words: str) -> str:
+    """The messages of a run."""
+    from library.log import configure_logging
+
+    path = Path(words[words.index("--output_dir") + 1]) / "log"
+    configure_logging(simple=True, file=str(path))
+    train(*words)
+    return path.read_text("utf-8")
+
+
+def test_what_changes_the_result_needs_a_word(whole, dataset, tmp_path):
+    folder = cut(whole, tmp_path / "cut", 3)
+    with pytest.raises(
+        AssertionError, match=r"pictures in a step: \[2\] -> \[4\]; with it the result is another(.|\n)*seed: 3 -> 4"
+    ):
+        on_ranks(1, train, *flags(dataset, folder, "--resume", "latest", "--seed", "4", "--train_batch_size", "2"))
+    on_ranks(1, train, *flags(dataset, folder, "--resume", "latest", "--seed", "4", "--resume_anyway"))
+    assert steps_done(folder) == STEPS
+
+
+def test_rates_for_other_parts_and_an_average_may_begin_later(whole, dataset, tmp_path):
+    """A run without learning from there on: the average that begins with it is the adapter, as it was."""
+    folder = cut(whole, tmp_path / "cut", 9)
+    state = load_file(folder / "lora-step00000009-state" / "tensors.safetensors")
+    without = [key for key in state if not key.startswith("average/")]
+    facts = checkpoint_dir.read_checkpoint_info(folder / "lora-step00000009-state").metadata
+    facts["tree"]["average"] = {"dict": []}
+    checkpoint_dir.write_checkpoint(folder / "lora-step00000009-state", facts, {key: state[key] for key in without})
+    on_ranks(
+        1,
+        train,
+        *flags(
+            dataset,
+            folder,
+            "--auto_resume",
+            "--resume_anyway",
+            "--learning_rate",
+            "1e-30",
+            "--network_args",
+            "loraplus_lr_ratio=4",
+        ),
+    )
+    average, before = (load_file(folder / name) for name in ("lora-ema.safetensors", "lora-step00000009.safetensors"))
+    assert all(torch.allclose(average[key], before[key], atol=1e-6) for key in before)
+
+
+def test_an_adapter_of_another_size_is_refused_with_its_name(whole, dataset, tmp_path):
+    folder = cut(whole, tmp_path / "cut", 3)
+    with pytest.raises(AssertionError, match=r"the adapter of the state is another one: 96 of 96 weights differ"):
+        on_ranks(1, train, *flags(dataset, folder, "--resume", "latest", "--network_dim", "3", "--resume_anyway"))
+
+
+def test_broken_states_are_named_and_passed_over(whole, dataset, tmp_path):
+    folder = cut(whole, tmp_path / "cut", 9)
+    damaged = folder / "lora-step00000009-state" / "tensors.safetensors"
+    data = bytearray(damaged.read_bytes())
+    data[len(data) // 2] ^= 1
+    damaged.write_bytes(data)
+    (folder / "lora-step00000006-state" / "state.json").unlink()
+    (folder / ".lora-step00000012-state.new").mkdir()
+
+    text = on_ranks(1, told, *flags(dataset, folder, "--auto_resume"))[0]
+    assert "lora-step00000009-state is passed over: tensors.safetensors is damaged" in text
+    assert "lora-step00000006-state is passed over: state.json is missing" in text
+    assert "going on after step 3" in text
+    same_files(whole, folder)
+    assert not list(folder.glob(".lora*"))
+    with pytest.raises(
+        AssertionError, match=r"is no whole state: files\.json is missing; in .* there are lora-state, "
+    ):
+        on_ranks(1, train, *flags(dataset, folder, "--resume", str(tmp_path)))
+    with pytest.raises(UserError, match=r"is no whole state: .* there are lora-state, "):  # the folder that has them
+        select_checkpoint(StateConfig(resume=str(folder)), tmp_path / "another", "lora")
+
+
+def test_a_run_that_began_anew_goes_on_from_its_own_states(whole, dataset, tmp_path):
+    """Those of the run before it are of later steps, and are none of its own."""
+    folder = tmp_path / "anew"
+    shutil.copytree(whole, folder)
+    text = on_ranks(
+        1,
+        told,
+        *flags(
+            dataset, folder, "--seed", "4", "--max_train_steps", "3", "--no-save_state", "--save_state_on_train_end"
+        ),
+    )[0]
+    assert "holds states of an earlier run, and this one begins anew" in text
+    text = on_ranks(1, told, *flags(dataset, folder, "--seed", "4", "--max_train_steps", "4", "--auto_resume"))[0]
+    assert "going on after step 3" in text
+
+
+def test_no_state_is_an_error_for_latest_and_a_beginning_for_auto(dataset, tmp_path):
+    with pytest.raises(AssertionError, match="there is no state called lora"):
+        on_ranks(1, train, *flags(dataset, tmp_path, "--resume", "latest"))
+    assert "no state in" in on_ranks(1, told, *flags(dataset, tmp_path, "--auto_resume", "--max_train_steps", "3"))[0]
+
+
+def test_old_states_go(dataset, tmp_path):
+    on_ranks(1, train, *flags(dataset, tmp_path, "--save_last_n_steps_state", "3"))
+    assert sorted(path.name for path in tmp_path.glob("*-state")) == ["lora-state", "lora-step00000009-state"]
+
+
+def test_old_lora_files_go_in_a_run_that_goes_on_as_well(dataset, tmp_path):
+    few = ("--save_last_n_steps", "3", "--ema_decay", "0.5")
+    on_ranks(1, train, *flags(dataset, tmp_path, *few, "--max_train_steps", "7"))
+    on_ranks(1, train, *flags(dataset, tmp_path, *few, "--auto_resume"))
+    assert {path.name.removesuffix(".safetensors").removesuffix("-ema") for path in tmp_path.glob("*-step*.saf*")} == {
+        "lora-step00000006",
+        "lora-step00000009",
+    }
+
+
+def test_a_state_is_replaced_whole(tmp_path):
+    path = tmp_path / "a-state"
+    for number in (1, 2):
+        checkpoint_dir.write_checkpoint(path, {"step": number, "tree": {}}, {"x": torch.full((3,), float(number))})
+        found = checkpoint_dir.read_checkpoint_info(path)
+        assert found.step == number and checkpoint_dir.load_checkpoint_tensors(found)["x"].tolist() == [number] * 3
+    path.rename(tmp_path / ".a-state.old")  # killed between two names
+    assert [
+        checkpoint_dir.read_checkpoint_info(each).step for each in checkpoint_dir.find_checkpoints(tmp_path, "a")
+    ] == [2]
+    assert list(checkpoint_dir.find_checkpoints(tmp_path, "b")) == []
+
+
+def test_states_of_a_longer_name_are_not_ours(tmp_path):
+    for name in ("mika-state", "mika-000002-state", "mika-step00000010-state", "mika-red-state", "mika"):
+        (tmp_path / name).mkdir()
+    assert [path.name for path in checkpoint_dir.find_checkpoints(tmp_path, "mika")] == [
+        "mika-000002-state",
+        "mika-state",
+        "mika-step00000010-state",
+    ]
+
+
+def test_only_what_runs_of_this_name_had_begun_is_removed(tmp_path):
+    """Another run may be writing its state beside this one at the moment."""
+    begun = [f".{name}.77.new" for name in ("mika-state", "mika-step00000010-state", "mika2-state", "mika-red-state")]
+    for name in begun:
+        (tmp_path / name).mkdir()
+    for name in ("mika", "mika-ema", "mika-step00000010-ema", "mika-000001", "mika2", "mika-red"):
+        (tmp_path / f".{name}.safetensors.77.part").touch()
+    checkpoint_dir.remove_leftover_files(tmp_path, "mika")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".mika-red-state.77.new",
+        ".mika-red.safetensors.77.part",
+        ".mika2-state.77.new",
+        ".mika2.safetensors.77.part",
+    ]
+
+
+def test_settings_of_how_and_where_may_change():
+    def settings(*words: str) -> dict:
+        return {
+            "settings": serialize_settings(parse_config(["--dataset_config", "x", *words]).config),
+            "model": "a",
+            "data": "b",
+            "batch": [4],
+        }
+
+    now = settings(
+        "--output_dir",
+        "elsewhere",
+        "--gradient_checkpointing",
+        "--mixed_precision",
+        "no",
+        "--network_dim",
+        "8",
+        "--resume",
+        "latest",
+    )
+    found = {str(change): change.changes_result for change in find_changes(settings(), now)}
+    assert found == {
+        "output_dir: output -> elsewhere": False,
+        "gradient_checkpointing: false -> true": False,
+        "mixed_precision: not set -> no": False,
+        "network_dim: 4 -> 8": True,
+    }
+    (change,) = find_changes(settings(), {**settings(), "data": "other"})
+    assert change.changes_result and "pictures" in str(change)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--resume", "latest", "--auto_resume"], "not both"),
+        (["--resume", "nowhere"], "no such folder"),
+        (["--resume", ""], "empty: no such folder"),
+        (["--resume_anyway"], "nothing is resumed"),
+        (["--save_last_n_steps_state", "3"], "set save_state"),
+    ],
+)
+def test_options_that_do_not_fit_are_told(words, said):
+    with pytest.raises(ConfigError, match=said):
+        parse_config(["--dataset_config", __file__, *words]).require_valid()
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(28, "No space left on device"), "No space left"),
+        (RuntimeError("nobody thought of it"), "RuntimeError: nobody thought of it"),
+    ],
+)
+def test_a_state_that_cannot_be_written_is_told_and_the_run_goes_on(dataset, tmp_path, error, said):
+    (text,) = on_ranks(1, with_a_broken_disk, error, *flags(dataset, tmp_path))
+    assert text.count(f"the state cannot be saved: {said}") == 1 and "training goes on" in text
+    assert (tmp_path / "lora-state").is_dir() and (tmp_path / "lora.safetensors").is_file()
+    assert not (tmp_path / "lora-step00000003-state").exists() and not list(tmp_path.glob(".lora*"))
+
+
+def with_a_broken_disk(error: Exception, *words: str) -> str:
+    """The messages of a run whose first state cannot be written."""
+    from library.training import checkpoint_dir
+
+    honest, calls = checkpoint_dir.save_file, []
+
+    def save(tensors, path):
+        calls.append(path)
+        if len(calls) == 1:
+            raise error
+        return honest(tensors, path)
+
+    checkpoint_dir.save_file = save
+    return told(*words)
+
+
+def test_other_numbers_of_processes_go_on_with_the_same_pictures(dataset, tmp_path):
+    """Two, then one, then four, with as many pictures in a step; sums are rounded in another order, and no more."""
+    more = [
+        "--optimizer_type",
+        "SGD",
+        "--lr_scheduler",
+        "constant",
+        "--lr_warmup_steps",
+        "0",
+        "--learning_rate",
+        "0.5",
+        "--gradient_accumulation_steps",
+        "1",
+    ]
+    on_ranks(2, train, *flags(dataset, tmp_path / "2", *more, "--train_batch_size", "2"))
+    folder = tmp_path / "2"
+    for ranks, batch, step in ((1, "4", 3), (4, "1", 6)):
+        folder = cut(folder, tmp_path / str(ranks), step)
+        on_ranks(ranks, train, *flags(dataset, folder, *more, "--train_batch_size", batch, "--auto_resume"))
+    one, other = (load_file(path / "lora.safetensors") for path in (tmp_path / "2", folder))
+    off = sum(float((one[key] - other[key]).square().sum()) for key in one) / sum(
+        float(each.square().sum()) for each in one.values()
+    )
+    assert off**0.5 < 1e-6
+    assert [line["epoch"] for line in figures(folder) if "epoch" in line] == [
+        line["epoch"] for line in figures(tmp_path / "2") if "epoch" in line
+    ]
+
+
+@pytest.mark.parametrize(("accumulated", "is_told"), [("2", False), ("1", True)])
+def test_it_is_told_when_steps_are_put_together_in_another_way(whole, dataset, tmp_path, accumulated, is_told):
+    """With two accumulated the last pictures of each of two sizes make a step; with one they are a step each."""
+    batch = ("--train_batch_size", "2" if is_told else "1", "--gradient_accumulation_steps", accumulated)
+    folder = cut(whole, tmp_path / "cut", 9)
+    text = on_ranks(1, told, *flags(dataset, folder, *batch, "--max_train_steps", "9", "--auto_resume"))[0]
+    assert ("come twice or not at all" in text) is is_told

@@ -1,0 +1,66 @@
+"""Shared by tests: adapter states."""
+
+import torch
+from tiny_pipelines import TINY
+
+from library.adapters import lora
+from library.models.families import FAMILIES
+from library.training.trainable import collect_component_keys
+
+
+def draw_state(name, kind="lora", dtype=torch.float32, seed=0, pipe=None, scale=None, with_t5=True):
+    """A whole family's state, text encoders included, of several ranks and alphas, and what files call its parts."""
+    pipe, family, draw = pipe or TINY[name]().pipe, FAMILIES.get(name), torch.Generator().manual_seed(seed)
+    parts = [part for part in collect_component_keys(family, pipe) if with_t5 or part.key_style != "t5"]
+    state, alphas = {}, {}
+    for part in parts:
+        model = getattr(pipe, part.name)
+        targets = (
+            family.lora_target_modules
+            if part.name == family.denoiser_name
+            else family.text_lora_target_modules[part.name]
+        )
+        if part.name == "unet" and kind in ("lora", "dora"):
+            targets = (*targets, *family.conv_lora_target_modules)
+        for module in lora.match_target_modules(model, targets):
+            shape = model.get_submodule(module).weight.shape
+            # Several ranks, but one alpha: diffusers mixes up those of a UNet's blocks in sd-scripts' files.
+            rank = 2 if kind != "lora" or module.split(".")[1] == "1" else 3
+            full = f"{part.name}.{module}"
+            for end, size in sizes(kind, shape, rank).items():
+                state[f"{full}.{end}"] = torch.randn(size, generator=draw).to(dtype)
+            alphas[full] = 1.5 if scale is None else scale * rank
+    return state, alphas, parts
+
+
+def sizes(kind, shape, rank):
+    outputs, inputs = shape[:2]
+    more = shape[2:]
+    match kind:
+        case "lora":
+            return {"lora_A.weight": (rank, inputs, *more), "lora_B.weight": (outputs, rank, *[1] * len(more))}
+        case "dora":
+            magnitude = (1, outputs, 1, 1) if more else (outputs,)
+            return {**sizes("lora", shape, rank), "lora_magnitude_vector.weight": magnitude}
+        case "loha":
+            return {
+                "hada_w1_a": (outputs, rank),
+                "hada_w1_b": (rank, inputs),
+                "hada_w2_a": (outputs, rank),
+                "hada_w2_b": (rank, inputs),
+            }
+        case "lokr":
+            out, into = (2 - size % 2 for size in (outputs, inputs))
+            return {"lokr_w1": (out, into), "lokr_w2_a": (outputs // out, rank), "lokr_w2_b": (rank, inputs // into)}
+
+
+def outputs(family, pipe, batch):
+    t = torch.tensor([300.0, 700.0])
+    found = {"denoiser": family.predict(pipe, getattr(pipe, family.denoiser), batch.latents, t, batch)}
+    for part in family.text_lora_prefixes:
+        if family.text_style(part) == "t5":  # which diffusers trains no LoRA in
+            continue
+        encoder = getattr(pipe, part)
+        ids = torch.tensor([[5, 7, 11, encoder.config.eos_token_id]])
+        found[part] = encoder(ids, output_hidden_states=True).hidden_states[-1]
+    return found

@@ -1,0 +1,57 @@
+"""For tests: what a model with an adapter is called in files, and its file's tensors."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from library.adapters import lora
+from library.adapters.formats import FileFormat, convert_to_file_format
+from library.adapters.key_names import ComponentKeys
+from library.adapters.state_dict import group_updates
+from library.models.families import FAMILIES
+
+
+def names_of(model: nn.Module, family: Any = None) -> ComponentKeys:
+    """Those of a denoiser."""
+    family = family or FAMILIES.get("sd1")
+    return ComponentKeys.from_model(
+        model, family.denoiser, family.lora_prefix, family.lora_names, family.lora_other_names
+    )
+
+
+def state_of(model: nn.Module, adapter: lora.Adapter, part: str = "unet") -> tuple[dict[str, Tensor], dict[str, float]]:
+    """State and alphas as files are written from them."""
+    state = {f"{part}.{name}": tensor for name, tensor in lora.get_adapter_state_dict(model).items()}
+    return state, {f"{part}.{module}": alpha for module, alpha in adapter.alphas.items()}
+
+
+def written(model: nn.Module, adapter: lora.Adapter, form: FileFormat, family: Any = None) -> dict[str, Tensor]:
+    names = names_of(model, family)
+    return convert_to_file_format(*state_of(model, adapter, names.name), [names], form)[0]
+
+
+def kohya(model: nn.Module, adapter: lora.Adapter, family: Any = None) -> dict[str, Tensor]:
+    return written(model, adapter, "kohya", family)
+
+
+@torch.no_grad()
+def merge(pipe: Any, state: dict[str, Tensor], alphas: dict[str, float], *, by_comfyui: bool = False) -> None:
+    """Put an update into the weights, by its definition.
+
+    ComfyUI divides a DoRA by the length of the base model's rows, and not of the changed ones as everybody else does.
+    """
+    for name, update in group_updates(state, alphas).items():
+        part, _, module = name.partition(".")
+        weight, tensors = getattr(pipe, part).get_submodule(module).weight, update.tensors
+        if update.adapter_type in ("lora", "dora"):
+            delta = tensors["up"].flatten(1) @ tensors["down"].flatten(1)
+        elif update.adapter_type == "loha":
+            delta = (tensors["hada_w1_a"] @ tensors["hada_w1_b"]) * (tensors["hada_w2_a"] @ tensors["hada_w2_b"])
+        else:
+            delta = torch.kron(tensors["lokr_w1"], tensors["lokr_w2_a"] @ tensors["lokr_w2_b"])
+        changed = weight + update.scale * delta.reshape(weight.shape)
+        if update.adapter_type == "dora":
+            norm = (weight if by_comfyui else changed).flatten(1).norm(dim=1)
+            changed = changed * (tensors["magnitude"].flatten() / norm).view(-1, *[1] * (weight.dim() - 1))
+        weight.copy_(changed)

@@ -1,0 +1,52 @@
+"""A run with everything on that looks at all weights, or at what all processes do: for two ways of spreading it."""
+
+import json
+from pathlib import Path
+
+from training_runs import pictures
+
+PROMPTS = """\
+a red circle --w 64 --h 96 --d 1 --s 3 --l 3
+a blue triangle --n red --w 96 --h 64 --d 2 --s 2 --l 3
+a green square --w 64 --h 64 --d 3 --s 2 --l 1
+"""
+
+
+def flags(folder: Path) -> tuple[str, ...]:
+    """Previews, an average, limited norms, Prodigy, and validation, whose three batches are measured by all."""
+    data = pictures(folder, {(96, 64): 7, (64, 96): 3})
+    data.write_text(data.read_text().replace("[[datasets]]", "[[datasets]]\nvalidation_split = 0.5"))
+    (folder / "prompts.txt").write_text(PROMPTS)
+    return (
+        "--dataset_config",
+        str(data),
+        "--train_batch_size",
+        "1",
+        "--max_train_steps",
+        "4",
+        "--optimizer_type",
+        "Prodigy",
+        "--learning_rate",
+        "1.0",
+        "--scale_weight_norms",
+        "0.05",
+        "--ema_decay",
+        "0.9",
+        "--sample_prompts",
+        str(folder / "prompts.txt"),
+        "--sample_at_first",
+        "--sample_every_n_steps",
+        "4",
+        "--validate_every_n_steps",
+        "2",
+    )
+
+
+def measured(folder: Path) -> list[dict[str, float]]:
+    """What each validation says of the base model and by time."""
+    lines = [json.loads(line) for line in (folder / "lora.metrics.jsonl").read_text("utf-8").splitlines()]
+    losses = [
+        {name: value for name, value in line.items() if name.startswith(("validation/time/", "validation/base"))}
+        for line in lines
+    ]
+    return [line for line in losses if line]

@@ -1,0 +1,133 @@
+"""For the tests of caches: a family whose numbers can be read back, and keeping in processes of their own."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import avg_pool2d
+
+from library.cache import encode
+from library.cache.precompute import cache_latents, cache_text_encoder_outputs
+from library.config import RunConfig, parse_config
+from library.data.batch import Cond, Moments
+from library.data.prepare import PreparedData, prepare_data
+from library.distributed.accelerator import prepare_accelerator
+from library.models.detect import detect_model
+from library.parallel.strategy import Strategy
+from library.training.state import RunPlan
+
+
+class Plain:
+    """Latents are means of 8 x 8 pixels; a caption is the numbers in it, as many as there are."""
+
+    text_components = ("text_encoder",)
+    lora_prefix = ""
+
+    def __init__(self, vae_dtype: torch.dtype = torch.float32):
+        self.vae_dtype = vae_dtype
+        self.loaded: list[tuple[str, ...]] = []
+
+    def load(self, model: Any, dtype: torch.dtype, components: Sequence[str], **_: Any) -> Any:
+        self.loaded.append(tuple(components))
+        pipe = SimpleNamespace(vae=nn.Linear(1, 1, dtype=self.vae_dtype), text_encoder=nn.Linear(1, 1))
+        for module in (pipe.vae, pipe.text_encoder):
+            nn.init.zeros_(module.weight)
+            nn.init.zeros_(module.bias)
+        pipe.vae.dtype = self.vae_dtype
+        pipe.vae.config = pipe.text_encoder.config = {}
+        return pipe
+
+    def encode_moments(self, pipe: Any, pixels: Tensor) -> Moments:
+        mean = avg_pool2d(pixels, 8)
+        if pipe.vae.weight.dtype == torch.float16:  # as if white were too much for it
+            mean = mean.masked_fill(mean.amax((1, 2, 3), keepdim=True) > 0.99, torch.inf)
+        return Moments.from_mean_and_std(mean, torch.full_like(mean, 0.25))
+
+    def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        numbers = [
+            torch.tensor([float(word) for word in prompt.replace(",", " ").split() if word.isdigit()])
+            for prompt in prompts
+        ]
+        return {"numbers": numbers, "sums": torch.stack([item.sum() for item in numbers])}
+
+
+class Encoded:
+    """Notes which pictures and captions were encoded, in this process."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        for maker in (encode.LatentEncoder, encode.CaptionEncoder):
+            self._note(maker)
+
+    def _note(self, maker: Any) -> None:
+        honest = maker.made
+
+        def made(itself: Any, groups: Any) -> Any:
+            for count, entries in honest(itself, groups):
+                mirrored = getattr(itself.wanted, "mirrored", None)
+                self.names += [
+                    f"{entry.name}{' mirrored' if mirrored is not None and mirrored[entry.number] else ''}"
+                    for entry in entries
+                ]
+                yield count, entries
+
+        maker.made = made
+
+    def taken(self) -> list[str]:
+        """What was encoded since the last time."""
+        names, self.names = sorted(self.names), []
+        return names
+
+
+class Kept:
+    """One run's caches, in a process that may be one of several."""
+
+    def __init__(self, family: Any, *flags: str, strategy: Strategy | None = None):
+        self.config: RunConfig = parse_config([*flags, "--quiet"]).require_valid()
+        self.strategy = strategy or Strategy(prepare_accelerator(self.config))
+        self.prepared: PreparedData = prepare_data(self.config.data, 8)
+        model = detect_model(self.config.model)
+        self.prepared, self.latents = cache_latents(self.config, self.strategy, family, model, self.prepared)
+        batches = self.prepared.build_batch_plan(self.strategy.world_size, self.config.train)
+        self.plan = RunPlan.from_config(batches, self.config.train, self.config.optim)
+        self.texts = cache_text_encoder_outputs(self.config, self.strategy, family, model, self.prepared, self.plan, [])
+
+    def loader(self) -> Any:
+        return self.prepared.build_image_loader(
+            self.plan.batch_plan,
+            self.strategy.rank,
+            total_steps=self.plan.steps,
+            pin_memory=False,
+            latent_reader=self.latents,
+            text_reader=self.texts,
+        )
+
+
+def with_flags(config: RunConfig, **cache: Any) -> RunConfig:
+    return replace(config, cache=replace(config.cache, **cache))
+
+
+def dataset(folder: Path, lines: str = "", subset: str = "", resolution: str = "64") -> str:
+    """A dataset file over ``folder``/pictures."""
+    path = folder / "set.toml"
+    path.write_text(
+        f"""
+[general]
+enable_bucket = true
+min_bucket_reso = 32
+bucket_reso_steps = 16
+caption_extension = ".txt"
+{lines}
+[[datasets]]
+resolution = {resolution}
+  [[datasets.subsets]]
+  image_dir = '{folder / "pictures"}'
+  {subset}
+""",
+        encoding="utf-8",
+    )
+    return str(path)

@@ -1,0 +1,95 @@
+"""What the tests of families share: each family with its tiny pipeline, and instruments to watch a denoiser with."""
+
+import copy
+import functools
+import inspect
+
+import pytest
+import torch
+from tiny_pipelines import HEIGHT, TINY, WIDTH
+from torch import nn
+
+from library.models.families import FAMILIES
+
+SIZE = {"height": HEIGHT, "width": WIDTH}
+
+
+class Wrapped(nn.Module):
+    """Like DDP or FSDP: only ``forward`` works; the attributes of the inner module are hidden."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.calls = inner, 0
+
+    def forward(self, *args, **kwargs):
+        self.calls += 1
+        return self.inner(*args, **kwargs)
+
+
+class Recorder:
+    """Remembers each call of a module, bound to the parameter names, and what came out."""
+
+    def __init__(self, module):
+        self.calls, self.outputs, self.signature = [], [], inspect.signature(module.forward)
+        module.register_forward_hook(self.note, with_kwargs=True)
+
+    def note(self, module, args, kwargs, output):
+        self.calls.append(self.signature.bind(*args, **kwargs).arguments)
+        self.outputs.append(output[0])
+
+
+def tensors(value):
+    """The tensors and whole numbers inside ``value``, in order, in one comparable dtype."""
+    if isinstance(value, torch.Tensor):
+        return [value.double()]
+    if type(value) is int:
+        return [torch.tensor(value).double()]
+    if isinstance(value, dict):
+        return [tensor for key in sorted(value) for tensor in tensors(value[key])]
+    return [tensor for item in value for tensor in tensors(item)] if isinstance(value, list | tuple) else []
+
+
+@pytest.fixture(scope="session")
+def made():
+    """A family and a tiny pipeline of its own, by name; one is built, and the others are copies."""
+    build = functools.cache(_built)
+    return lambda name: copy.deepcopy(build(name))
+
+
+@pytest.fixture(params=TINY)
+def case(request, made):
+    """Every family, in every form in which its call of the denoiser or its targets differ."""
+    return made(request.param)
+
+
+@pytest.fixture(params=[name for name in TINY if name in FAMILIES.list_names()])
+def plain(request, made):
+    """Every family once."""
+    return made(request.param)
+
+
+def _built(name):
+    tiny = TINY[name]()
+    tiny.pipe.set_progress_bar_config(disable=True)
+    return FAMILIES.get(tiny.family)(), tiny
+
+
+def modules_of(family, pipe):
+    """The parts that have weights."""
+    return {name: part for name in family.parts if isinstance(part := getattr(pipe, name), nn.Module)}
+
+
+def pixels(count=2):
+    return torch.rand(count, 3, HEIGHT, WIDTH, generator=torch.Generator().manual_seed(5)) * 2 - 1
+
+
+def generators(count=2):
+    return [torch.Generator().manual_seed(100 + number) for number in range(count)]
+
+
+def same_call(ours, theirs):
+    """Two calls of the denoiser give it the same tensors under the same names."""
+    assert {name for name in theirs if tensors(theirs[name])} == {name for name in ours if tensors(ours[name])}
+    for name, value in ours.items():
+        for a, b in zip(tensors(value), tensors(theirs[name]), strict=True):
+            torch.testing.assert_close(a, b.expand_as(a), msg=lambda text, name=name: f"argument {name!r}: {text}")

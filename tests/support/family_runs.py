@@ -1,0 +1,8 @@
+"""Shared by tests: family runs."""
+
+
+def train(*flags: str) -> None:
+    from library.config import parse_config
+    from library.training.run import run_training
+
+    run_training(parse_config([*flags, "--quiet", "--max_data_loader_n_workers", "0"]).require_valid())

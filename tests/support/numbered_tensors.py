@@ -1,0 +1,22 @@
+"""Shared by tests: numbered tensors."""
+
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+
+def numbered(folder: Path, count: int, *, with_masks: bool = False) -> None:
+    """Pictures that say their number in every pixel, dark on the left, in two sizes; captions that say it, too.
+
+    ``with_masks`` every other one is more and more transparent to the right.
+    """
+    (folder / "pictures").mkdir(parents=True)
+    for number in range(count):
+        width, height = (96, 64) if number % 3 else (64, 96)
+        pixels = np.full((height, width, 3), 10 * number + 20, np.uint8)
+        pixels[:, : width // 2] = 0
+        if with_masks and number % 2:
+            pixels = np.dstack([pixels, (255 - np.arange(width) - number)[None].repeat(height, 0).astype(np.uint8)])
+        Image.fromarray(pixels).save(folder / "pictures" / f"{(number * 7) % count:02d}.png")
+        (folder / "pictures" / f"{(number * 7) % count:02d}.txt").write_text(f"{number}, 100, 1000")

@@ -1,0 +1,155 @@
+"""The same training however it is spread, and how far the adapters are apart.
+
+``PYTHONPATH=. python tests/support/one_result.py`` prints the whole table; words behind it choose, such as ``flux FSDP HSDP``.
+Plain gradient descent: Adam divides by the gradient's size and would hide a wrong scale.
+"""
+
+import sys
+import tempfile
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rank_processes import on_ranks
+from safetensors.torch import load_file
+from training_runs import difference, pictures, train
+
+from library.models.families import FAMILIES
+
+STEPS = 8
+BOUNDS = {"no": 1e-4, "bf16": 0.1}
+"""How far two adapters may be apart, as a share of the largest value of a tensor; bf16 has three digits."""
+DEEP = "sd3_deep"
+"""One with blocks enough for longer pipelines."""
+MODELS = ("sdxl", "sd3", "flux", DEEP)
+TEXTS = ("--no-network_train_unet_only",)
+
+
+@dataclass(frozen=True)
+class Way:
+    """Four pictures a step."""
+
+    ranks: int
+    batch: int
+    accumulation: int = 1
+    flags: tuple[str, ...] = ()
+
+
+IN_HOST_MEMORY = ("--offload_optimizer_device", "cpu", "--offload_param_device", "cpu")
+REFERENCE = "1 process x 4"
+WAYS: Mapping[str, Way] = {
+    REFERENCE: Way(1, 4),
+    "4 accumulated": Way(1, 1, 4),
+    "DDP 2 x 2": Way(2, 2),
+    "DDP 4 x 1": Way(4, 1),
+    "FSDP 2 x 2": Way(2, 2, flags=("--fsdp",)),
+    "FSDP 2 x 1, 2 accumulated": Way(2, 1, 2, ("--fsdp",)),
+    "FSDP 2 x 2, kept for backward": Way(2, 2, flags=("--fsdp", "--no-fsdp_reshard_after_forward")),
+    "FSDP 2 x 2, in host memory": Way(2, 2, flags=("--fsdp", "--fsdp_offload_params")),
+    "PP 2, 1f1b": Way(2, 1, 4, ("--pp_size", "2")),
+    "PP 2, gpipe": Way(2, 2, 2, ("--pp_size", "2", "--pp_schedule", "gpipe")),
+    "PP 2, interleaved": Way(2, 1, 4, ("--pp_size", "2", "--pp_schedule", "interleaved")),
+    "PP 2 x DP 2": Way(4, 1, 2, ("--pp_size", "2")),
+    "PP 4, 1f1b": Way(4, 1, 4, ("--pp_size", "4")),
+    "PP 4, gpipe": Way(4, 1, 4, ("--pp_size", "4", "--pp_schedule", "gpipe")),
+    "PP 4, interleaved": Way(4, 1, 4, ("--pp_size", "4", "--pp_schedule", "interleaved")),
+    "TP 2": Way(2, 4, flags=("--tp_size", "2")),
+    "TP 2 x DP 2": Way(4, 2, flags=("--tp_size", "2")),
+    "TP 2 x PP 2": Way(4, 1, 4, ("--tp_size", "2", "--pp_size", "2")),
+    "FSDP 2 x TP 2": Way(4, 2, flags=("--fsdp", "--tp_size", "2")),
+    "CP 2": Way(2, 4, flags=("--cp_size", "2")),
+    "CP 2 x DP 2": Way(4, 2, flags=("--cp_size", "2")),
+    "FSDP 2 x CP 2": Way(4, 2, flags=("--fsdp", "--cp_size", "2")),
+    "TP 2 x CP 2": Way(4, 4, flags=("--tp_size", "2", "--cp_size", "2")),
+    "PP 2 x CP 2": Way(4, 1, 4, ("--pp_size", "2", "--cp_size", "2")),
+    "ZeRO 1, 2 x 2": Way(2, 2, flags=("--deepspeed", "--zero_stage", "1")),
+    "ZeRO 2, 2 x 1, 2 accumulated": Way(2, 1, 2, ("--deepspeed", "--zero_stage", "2")),
+    "ZeRO 3, 2 x 2": Way(2, 2, flags=("--deepspeed", "--zero_stage", "3")),
+    "ZeRO 3, 2 x 2, in host memory": Way(2, 2, flags=("--deepspeed", "--zero_stage", "3", *IN_HOST_MEMORY)),
+    "HSDP 2 x 2": Way(4, 1, flags=("--fsdp", "--dp_replicate_size", "2")),
+}
+
+
+def dataset(folder: Path) -> Path:
+    """Two buckets that divide evenly into steps of four."""
+    return pictures(folder, {(96, 64): 8, (64, 96): 4})
+
+
+def source(model: str, folder: Path) -> str:
+    """What is trained, by name."""
+    if model != DEEP:
+        return f"random:{model}:tiny"
+    place = folder / DEEP
+    if not place.exists():
+        on_ranks(1, deepen, "sd3", place)
+    return str(place)
+
+
+def deepen(family: str, place: Path) -> None:
+    """The tiny model with eight blocks."""
+    pipe = FAMILIES.get(family)().load(f"random:{family}:tiny", torch.float32)
+    torch.manual_seed(3)
+    pipe.transformer = type(pipe.transformer).from_config({**pipe.transformer.config, "num_layers": 8})
+    pipe.save_pretrained(place)
+
+
+def trained(name: str, model: str, data: Path, folder: Path, *flags: str) -> dict[str, torch.Tensor]:
+    """What is learnt in this way."""
+    way = WAYS[name]
+    files = on_ranks(
+        way.ranks,
+        train,
+        "--pretrained_model_name_or_path",
+        source(model, folder),
+        "--dataset_config",
+        str(data),
+        "--train_batch_size",
+        str(way.batch),
+        "--gradient_accumulation_steps",
+        str(way.accumulation),
+        "--output_dir",
+        str(folder),
+        "--output_name",
+        name.replace(" ", "_"),
+        "--max_train_steps",
+        str(STEPS),
+        "--learning_rate",
+        "0.5",
+        "--network_dim",
+        "4",
+        "--network_alpha",
+        "3",
+        "--optimizer_type",
+        "SGD",
+        *TEXTS,
+        *way.flags,
+        *flags,
+    )
+    return load_file(files[0])
+
+
+def table(model: str, kinds: Collection[str], *flags: str) -> Iterator[tuple[str, str]]:
+    """How far each way is from the reference, or why it cannot be gone."""
+    with tempfile.TemporaryDirectory() as folder:
+        data = dataset(Path(folder))
+        one = trained(REFERENCE, model, data, Path(folder), *flags)
+        for name in WAYS:
+            if name == REFERENCE or (kinds and name.split()[0] not in kinds):
+                continue
+            try:
+                yield name, f"{difference(one, trained(name, model, data, Path(folder), *flags)):.1e}"
+            except AssertionError as error:
+                yield name, str(error).strip().splitlines()[-1]
+
+
+if __name__ == "__main__":
+    words = set(sys.argv[1:])
+    for precision in BOUNDS:
+        for model in [model for model in MODELS if model in words] or MODELS:
+            for twice in (False, True):
+                flags = ("--mixed_precision", precision, *(["--gradient_checkpointing"] if twice else []))
+                for name, apart in table(model, words - {*MODELS}, *flags):
+                    row = (model, precision, "twice" if twice else "once", name, apart)
+                    sys.stdout.write(f"| {' | '.join(row)} |\n")
+                    sys.stdout.flush()

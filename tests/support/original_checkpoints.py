@@ -1,0 +1,241 @@
+"""Models as single files in the names of the original code, written from diffusers pipelines."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from library.adapters.key_names import build_key_map
+from library.adapters.original_layouts import map_to_ldm_names
+
+_VAE = (
+    (r"\bdown_blocks\.", "down."),
+    (r"\.resnets\.", ".block."),
+    (r"\.downsamplers\.0\.", ".downsample."),
+    (r"\.upsamplers\.0\.", ".upsample."),
+    (r"\bmid_block\.block\.0", "mid.block_1"),
+    (r"\bmid_block\.block\.1", "mid.block_2"),
+    (r"\bmid_block\.attentions\.0", "mid.attn_1"),
+    (r"attn_1\.group_norm", "attn_1.norm"),
+    (r"attn_1\.to_out\.0", "attn_1.proj_out"),
+    (r"attn_1\.to_([qkv])", r"attn_1.\1"),
+    (r"\bconv_norm_out", "norm_out"),
+    (r"\bconv_shortcut", "nin_shortcut"),
+)
+_OPEN_CLIP = (
+    (r"^text_model\.", ""),
+    (r"^encoder\.layers\.", "transformer.resblocks."),
+    (r"\.layer_norm([12])", r".ln_\1"),
+    (r"\.mlp\.fc1", ".mlp.c_fc"),
+    (r"\.mlp\.fc2", ".mlp.c_proj"),
+    (r"\.self_attn\.out_proj", ".attn.out_proj"),
+    (r"^embeddings\.token_embedding", "token_embedding"),
+    (r"^final_layer_norm", "ln_final"),
+    (r"^embeddings\.position_embedding\.weight", "positional_embedding"),
+    (r"^text_projection\.weight", "text_projection"),
+)
+
+
+def ldm_unet(unet: nn.Module) -> dict[str, Tensor]:
+    names = map_to_ldm_names(name for name, _ in unet.named_modules())
+    return {
+        f"{names[key.rpartition('.')[0]]}.{key.rpartition('.')[2]}": tensor for key, tensor in unet.state_dict().items()
+    }
+
+
+def ldm_vae(vae: nn.Module) -> dict[str, Tensor]:
+    last = len(vae.config.block_out_channels) - 1
+    found = {}
+    for key, tensor in vae.state_dict().items():
+        key = re.sub(r"\bup_blocks\.(\d)", lambda match: f"up.{last - int(match[1])}", key)
+        key = _replaced(key, _VAE)
+        is_attention = re.search(r"attn_1\.(q|k|v|proj_out)\.weight", key)
+        found[key] = tensor[:, :, None, None].contiguous() if is_attention else tensor
+    return found
+
+
+def clip(encoder: nn.Module) -> dict[str, Tensor]:
+    """As transformers had it when these files were made."""
+    return {
+        ("" if key.startswith("text_") else "text_model.") + key: tensor for key, tensor in encoder.state_dict().items()
+    }
+
+
+def open_clip(encoder: nn.Module, more_layers: int = 0) -> dict[str, Tensor]:
+    """With ``more_layers`` that the diffusers model leaves out."""
+    found: dict[str, Tensor] = {}
+    state = encoder.state_dict()
+    for key, tensor in state.items():
+        name = _replaced(key, _OPEN_CLIP)
+        if match := re.match(r"(.*)\.self_attn\.q_proj\.(weight|bias)", name):
+            parts = [state[key.replace("q_proj", each)] for each in ("q_proj", "k_proj", "v_proj")]
+            found[f"{match[1]}.attn.in_proj_{match[2]}"] = torch.cat(parts)
+        elif not re.search(r"self_attn\.[kv]_proj", name):
+            found[name] = tensor.T.contiguous() if name == "text_projection" else tensor
+    count = encoder.config.num_hidden_layers
+    for key in [key for key in found if key.startswith("transformer.resblocks.0.")]:
+        for more in range(count, count + more_layers):
+            found[key.replace("resblocks.0.", f"resblocks.{more}.")] = torch.zeros_like(found[key])
+    return {**found, "logit_scale": torch.tensor(4.6)}
+
+
+def _replaced(name: str, rules: Any) -> str:
+    for pattern, new in rules:
+        name = re.sub(pattern, new, name)
+    return name
+
+
+def with_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{prefix}{name}": tensor.clone() for name, tensor in tensors.items()}
+
+
+def sd3_transformer(model: nn.Module) -> dict[str, Tensor]:
+    state, found = model.state_dict(), {}
+    linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
+    for group in build_key_map((), "sd3").group_modules(linear):
+        for end in ("weight", "bias"):
+            parts = [state[f"{module}.{end}"] for module in group.modules]
+            is_pair = (
+                group.original.swaps_scale_shift and state[f"{group.modules[0]}.bias"].numel() == 2 * model.inner_dim
+            )
+            found[f"{group.name}.{end}"] = torch.cat(parts[0].chunk(2)[::-1]) if is_pair else torch.cat(parts)
+    ends = {
+        "attn.norm_q": "x_block.attn.ln_q",
+        "attn.norm_k": "x_block.attn.ln_k",
+        "attn2.norm_q": "x_block.attn2.ln_q",
+        "attn2.norm_k": "x_block.attn2.ln_k",
+        "attn.norm_added_q": "context_block.attn.ln_q",
+        "attn.norm_added_k": "context_block.attn.ln_k",
+    }
+    for name, tensor in state.items():
+        if "norm_" in name and name.startswith("transformer_blocks"):
+            _, number, part = name.removesuffix(".weight").split(".", 2)
+            found[f"joint_blocks.{number}.{ends[part]}.weight"] = tensor
+    found["pos_embed"] = state["pos_embed.pos_embed"]
+    for end in ("weight", "bias"):
+        found[f"x_embedder.proj.{end}"] = state[f"pos_embed.proj.{end}"]
+    return found
+
+
+def flux_transformer(model: nn.Module) -> dict[str, Tensor]:
+    state, found = model.state_dict(), {}
+    linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
+    for group in build_key_map((), "flux").group_modules(linear):
+        for end in ("weight", "bias"):
+            found[f"{group.name}.{end}"] = torch.cat([state[f"{module}.{end}"] for module in group.modules])
+    ends = {
+        "attn.norm_q": "img_attn.norm.query_norm",
+        "attn.norm_k": "img_attn.norm.key_norm",
+        "attn.norm_added_q": "txt_attn.norm.query_norm",
+        "attn.norm_added_k": "txt_attn.norm.key_norm",
+    }
+    for name, tensor in state.items():
+        if "attn.norm_" in name:
+            kind, number, part = name.removesuffix(".weight").split(".", 2)
+            end = ends[part].replace("img_attn.", "") if kind.startswith("single") else ends[part]
+            blocks = "single_blocks" if kind.startswith("single") else "double_blocks"
+            found[f"{blocks}.{number}.{end}.scale"] = tensor
+    return found
+
+
+def z_image_transformer(model: nn.Module) -> dict[str, Tensor]:
+    state, found = model.state_dict(), {}
+    for name, tensor in state.items():
+        new = _replaced(name, _Z_IMAGE)
+        if ".attention.to_q." in name:
+            parts = [state[name.replace("to_q", each)] for each in ("to_q", "to_k", "to_v")]
+            found[new.replace("to_q", "qkv")] = torch.cat(parts)
+        elif not re.search(r"attention\.to_[kv]\.", name):
+            found[new] = tensor
+    return found
+
+
+_Z_IMAGE = (
+    (r"all_(final_layer|x_embedder)\.2-1\.", r"\1."),
+    (r"\.attention\.to_out\.0\.", ".attention.out."),
+    (r"\.attention\.norm_([qk])\.", r".attention.\1_norm."),
+)
+_WAN = (
+    (r"\.norm1\.", ".residual.0."),
+    (r"\.conv1\.", ".residual.2."),
+    (r"\.norm2\.", ".residual.3."),
+    (r"\.conv2\.", ".residual.6."),
+    (r"\.conv_shortcut\.", ".shortcut."),
+    (r"^quant_conv\.", "conv1."),
+    (r"^post_quant_conv\.", "conv2."),
+    (r"\.conv_in\.", ".conv1."),
+    (r"\.norm_out\.", ".head.0."),
+    (r"\.conv_out\.", ".head.2."),
+    (r"\.mid_block\.resnets\.0\.", ".middle.0."),
+    (r"\.mid_block\.attentions\.0\.", ".middle.1."),
+    (r"\.mid_block\.resnets\.1\.", ".middle.2."),
+    (r"\.down_blocks\.", ".downsamples."),
+)
+
+
+def wan_vae(vae: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for name, tensor in vae.state_dict().items():
+        name = re.sub(r"up_blocks\.(\d)\.resnets\.(\d)", lambda m: f"upsamples.{4 * int(m[1]) + int(m[2])}", name)
+        name = re.sub(r"up_blocks\.(\d)\.upsamplers\.0", lambda m: f"upsamples.{4 * int(m[1]) + 3}", name)
+        found[_replaced(name, _WAN)] = tensor
+    return found
+
+
+def flow_checkpoint(family: str, pipe: Any) -> dict[str, Tensor]:
+    """All of a model in one file, as ComfyUI writes them."""
+    transformer, vae, texts = {
+        "sd3": (
+            sd3_transformer,
+            ("first_stage_model.", ldm_vae),
+            {
+                "clip_l.transformer.": pipe.text_encoder,
+                "clip_g.transformer.": getattr(pipe, "text_encoder_2", None),
+                "t5xxl.transformer.": getattr(pipe, "text_encoder_3", None),
+            },
+        ),
+        "z_image": (z_image_transformer, ("vae.", ldm_vae), {"qwen3_4b.transformer.": pipe.text_encoder}),
+        "qwen_image": (nn.Module.state_dict, ("vae.", wan_vae), {"qwen25_7b.transformer.": pipe.text_encoder}),
+    }[family]
+    found = with_prefix("model.diffusion_model.", transformer(pipe.transformer)) | with_prefix(vae[0], vae[1](pipe.vae))
+    for name, encoder in texts.items():
+        found |= with_prefix(f"text_encoders.{name}", text(encoder))
+    return found
+
+
+def text(encoder: nn.Module) -> dict[str, Tensor]:
+    """Names as they are in files of text encoders."""
+    if type(encoder).__name__.startswith("CLIP"):
+        return clip(encoder)
+    found = {}
+    for name, tensor in encoder.state_dict().items():
+        name = name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
+        is_qwen3 = type(encoder).__name__ == "Qwen3Model"
+        found[f"model.{name}" if is_qwen3 else name] = tensor
+    found.pop("encoder.embed_tokens.weight", None)
+    return found
+
+
+def checkpoint(family: str, pipe: Any) -> dict[str, Tensor]:
+    """All of a model in one file."""
+    if hasattr(pipe, "transformer"):
+        return flow_checkpoint(family, pipe)
+    texts = {
+        "sd1": lambda: with_prefix("cond_stage_model.transformer.", clip(pipe.text_encoder)),
+        "sd2": lambda: with_prefix("cond_stage_model.model.", open_clip(pipe.text_encoder, more_layers=1)),
+        "sdxl": lambda: (
+            with_prefix("conditioner.embedders.0.transformer.", clip(pipe.text_encoder))
+            | with_prefix("conditioner.embedders.1.model.", open_clip(pipe.text_encoder_2))
+        ),
+    }
+    unet = ldm_unet(pipe.unet)
+    average = {f"model_ema.{name.replace('.', '')}": torch.zeros(1) for name in unet}  # not what is loaded
+    return (
+        with_prefix("model.diffusion_model.", unet)
+        | with_prefix("first_stage_model.", ldm_vae(pipe.vae))
+        | texts[family]()
+        | average
+        | {"alphas_cumprod": torch.ones(1000)}
+    )

@@ -1,0 +1,78 @@
+"""Shared by tests: resumed runs."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from rank_processes import on_ranks
+from training_runs import pictures, train
+
+STEPS = 12
+
+
+TIMES = ("data_wait_seconds", "speed/", "memory/")
+
+
+SETTINGS = (
+    "--max_train_steps",
+    str(STEPS),
+    "--network_dim",
+    "2",
+    "--learning_rate",
+    "1e-2",
+    "--lr_scheduler",
+    "cosine",
+    "--lr_warmup_steps",
+    "2",
+    "--gradient_accumulation_steps",
+    "2",
+    "--shuffle_caption",
+    "--flip_aug",
+    "--caption_dropout_rate",
+    "0.2",
+    "--ema_decay",
+    "0.9",
+    "--save_every_n_steps",
+    "3",
+    "--save_state",
+    "--seed",
+    "3",
+)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory) -> Path:
+    return pictures(tmp_path_factory.mktemp("resume"), {(96, 64): 5, (64, 64): 3})
+
+
+@pytest.fixture(scope="module")
+def whole(dataset, tmp_path_factory) -> Path:
+    """The folder of a run that nobody disturbed, with a state after every third step."""
+    folder = tmp_path_factory.mktemp("whole")
+    on_ranks(1, train, *flags(dataset, folder))
+    return folder
+
+
+def flags(dataset: Path, folder: Path, *more: str) -> tuple[str, ...]:
+    return ("--dataset_config", str(dataset), "--output_dir", str(folder), *SETTINGS, *more)
+
+
+def cut(whole: Path, folder: Path, step: int) -> Path:
+    """The folder as it is when the run was killed after ``step`` steps and some more."""
+    shutil.copytree(
+        whole,
+        folder,
+        ignore=lambda _, names: [
+            name
+            for name in names
+            if ("-step" in name and int(name.split("-step")[1][:8]) > step)
+            or name in ("lora.safetensors", "lora-ema.safetensors", "lora-state", "lora.report.html")
+        ],
+    )
+    return folder
+
+
+def figures(folder: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (folder / "lora.metrics.jsonl").read_text("utf-8").splitlines()]
+    return [{name: value for name, value in line.items() if not name.startswith(TIMES)} for line in lines]

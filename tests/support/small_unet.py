@@ -1,0 +1,33 @@
+"""Shared by tests: small unet."""
+
+import stand_in
+import torch
+from tiny_pipelines import TINY
+
+from library.adapters import lora
+from library.config.schema import AdapterConfig
+from library.models.families import FAMILIES
+
+TARGETS = FAMILIES.get("sd1").lora_target_modules
+
+
+CONFIG = AdapterConfig(network_dim=6, network_alpha=2.5)
+
+
+def unet(dtype=torch.float32):
+    return stand_in.build(("unet",), dtype).unet
+
+
+def call(model, dtype=torch.float32):
+    batch = TINY["sd1"]().batch
+    t = torch.tensor([300.0, 700.0])
+    return model(batch.latents.to(dtype), t, batch.cond["embeds"].to(dtype), return_dict=False)[0]
+
+
+def randomise(model, seed=0, size=0.05):
+    """As if it had been trained: no lora_B is zero."""
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in lora.iter_adapter_parameters(model):
+            if "lora_B" in name:
+                parameter.copy_(size * torch.randn(parameter.shape, generator=draw))

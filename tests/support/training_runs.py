@@ -1,0 +1,105 @@
+"""Shared by tests: training runs."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from rank_processes import on_ranks
+from safetensors.torch import load_file
+from tiny_pipelines import stand_in_folder
+
+from library.config import parse_config
+
+PROMPTS = """\
+a red circle on white ground --w 64 --h 96 --d 1 --s 8 --l 3
+a blue triangle on black ground --n red --w 96 --h 64 --d 2 --s 8 --l 3
+"""
+
+
+def pictures(folder: Path, sizes: dict[tuple[int, int], int]) -> Path:
+    """A dataset file for pictures of given sizes, each with its own colours and caption."""
+    (folder / "pictures").mkdir(parents=True)
+    number = 0
+    for (width, height), count in sizes.items():
+        for _ in range(count):
+            number += 1
+            picture = Image.radial_gradient("L").resize((width, height)).convert("RGB")
+            picture.putpixel((number, 1), (255, 10 * number, 0))
+            picture = Image.blend(picture, Image.new("RGB", picture.size, (7 * number, 255 - 11 * number, 90)), 0.5)
+            picture.save(folder / "pictures" / f"{number:02d}.png")
+            (folder / "pictures" / f"{number:02d}.txt").write_text(f"picture {number}, a {number * 17} b", "utf-8")
+    path = folder / "dataset.toml"
+    path.write_text(f"""
+[general]
+enable_bucket = true
+caption_extension = ".txt"
+[[datasets]]
+resolution = 64
+min_bucket_reso = 32
+max_bucket_reso = 128
+bucket_reso_steps = 16
+[[datasets.subsets]]
+image_dir = '{folder / "pictures"}'
+""")
+    return path
+
+
+def prompts(folder: Path) -> str:
+    """A file of two prompts, for pictures of two shapes."""
+    path = folder / "prompts.txt"
+    path.write_text(PROMPTS)
+    return str(path)
+
+
+def train(*flags: str) -> str:
+    """One process's part in a run; the path of the LoRA file."""
+    from library.training.run import run_training
+
+    loaded = parse_config(
+        ["--pretrained_model_name_or_path", stand_in_folder(), *flags, "--quiet", "--max_data_loader_n_workers", "0"]
+    )
+    run_training(loaded.require_valid())
+    return str(Path(loaded.config.save.output_dir) / f"{loaded.config.save.output_name}.safetensors")
+
+
+def trained(
+    folder: Path, ranks: int, batch: int, accumulation: int, *flags: str, dataset: Path
+) -> dict[str, torch.Tensor]:
+    name = f"r{ranks}b{batch}a{accumulation}"
+    files = on_ranks(
+        ranks,
+        train,
+        "--dataset_config",
+        str(dataset),
+        "--train_batch_size",
+        str(batch),
+        "--gradient_accumulation_steps",
+        str(accumulation),
+        "--output_dir",
+        str(folder),
+        "--output_name",
+        name,
+        "--max_train_steps",
+        "6",
+        "--learning_rate",
+        "0.5",
+        "--network_dim",
+        "4",
+        "--network_alpha",
+        "3",
+        *flags,
+    )
+    return load_file(files[0])
+
+
+def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """The largest difference in any tensor, relative to the largest value in it."""
+    assert one.keys() == other.keys()
+    return max(float((one[key] - other[key]).abs().max() / one[key].abs().max().clamp_min(1e-12)) for key in one)
+
+
+@pytest.fixture(scope="module")
+def even(tmp_path_factory):
+    """Two buckets that divide evenly into steps of four."""
+    return pictures(tmp_path_factory.mktemp("even"), {(96, 64): 8, (64, 96): 4})

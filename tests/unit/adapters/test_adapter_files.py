@@ -1,0 +1,277 @@
+"""LoRA files: what is written is right, is what was trained, and never costs an older good file."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import stand_in
+import torch
+from adapter_tensors import kohya, names_of
+from diffusers import StableDiffusionPipeline
+from safetensors.torch import load_file, save_file
+from small_unet import CONFIG, TARGETS, call, randomise
+from torch import nn
+
+from library.adapters import lora
+from library.adapters.checkpoint_file import (
+    InvalidAdapterFileError,
+    cast_tensors,
+    compare_file_with_model,
+    read_safetensors,
+    verify_adapter_file,
+    write_adapter_file,
+)
+from library.adapters.formats import convert_from_file_format
+from library.errors import UserError
+
+META = {"ss_network_dim": "6", "ss_v2": "False"}
+
+
+def trained(seed=0):
+    """A model with a LoRA that does something, and its tensors for a file."""
+    model = stand_in.build(("unet",)).unet
+    adapter = lora.inject_into_model(model, CONFIG, TARGETS, seed=1)
+    randomise(model, seed)
+    return model, kohya(model, adapter)
+
+
+@pytest.fixture(scope="module")
+def tensors():
+    return trained()[1]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("precision, bound", [(None, 1e-6), ("float", 1e-6), ("fp16", 1e-4), ("bf16", 1e-3)])
+def test_diffusers_loads_the_file_and_computes_what_the_model_in_memory_does(tmp_path, precision, bound):
+    model, tensors = trained()
+    write_adapter_file(tmp_path / "lora.safetensors", cast_tensors(tensors, precision), META)
+    pipe: StableDiffusionPipeline = stand_in.build()
+    base = call(pipe.unet)
+    pipe.load_lora_weights(str(tmp_path), weight_name="lora.safetensors")
+    difference = (call(pipe.unet) - call(model)).abs().max().item()
+    assert difference < bound
+    assert (call(model) - base).abs().max().item() > 50 * bound, "the LoRA does much more than the difference"
+
+
+def test_a_file_is_read_back_as_it_was_written(tmp_path, tensors):
+    path = tmp_path / "new folder" / "lora.safetensors"
+    write_adapter_file(path, tensors, META)
+    back, metadata = read_safetensors(path)
+    assert metadata == META
+    assert back.keys() == tensors.keys()
+    assert all(torch.equal(back[key], tensors[key]) for key in back)
+    assert os.listdir(path.parent) == ["lora.safetensors"]
+
+
+def test_weights_are_cast_and_alphas_are_not(tensors):
+    half = cast_tensors(tensors, "bf16")
+    assert {t.dtype for key, t in half.items() if "lora_" in key.partition(".")[2]} == {torch.bfloat16}
+    assert {t.dtype for key, t in half.items() if key.endswith(".alpha")} == {torch.float32}
+
+
+def test_a_weight_too_large_for_fp16_is_named(tensors):
+    key = next(key for key in tensors if "lora_up" in key)
+    large = {**tensors, key: tensors[key] * 1e7}
+    with pytest.raises(UserError, match=rf"{key}: .* too large for fp16; use save_precision bf16"):
+        cast_tensors(large, "fp16")
+    assert cast_tensors(large, "bf16")[key].isfinite().all()
+
+
+def changed(tensors, change):
+    """The tensors with one fault planted."""
+    planted = dict(tensors)
+    up = next(key for key in tensors if "lora_up" in key)
+    down, alpha = up.replace("lora_up", "lora_down"), up.replace("lora_up.weight", "alpha")
+    match change:
+        case "lost key":
+            del planted[up]
+        case "lost alpha":
+            del planted[alpha]
+        case "extra key":
+            planted["lora_unet_more.alpha"] = torch.tensor(1.0)
+        case "wrong shape":
+            planted[up] = planted[up][:, :-1].contiguous()
+        case "wrong dtype":
+            planted[up] = planted[up].half()
+        case "wrong value":
+            planted[up] = planted[up].clone()
+            planted[up].view(-1)[3] += 1e-3
+        case "not finite":
+            planted[up] = planted[up].clone()
+            planted[up].view(-1)[3] = float("nan")
+        case "zero alpha":
+            planted[alpha] = torch.tensor(0.0)
+        case "zero down":
+            planted[down] = torch.zeros_like(planted[down])
+        case "dead":
+            planted = {key: torch.zeros_like(t) if "lora_up" in key else t for key, t in planted.items()}
+        case "wrapped name":
+            planted = {key.replace("lora_unet_", "lora_unet__orig_mod_"): t for key, t in planted.items()}
+        case "empty":
+            planted = {}
+    return planted
+
+
+IN_MEMORY = {
+    "lost key": "has no lora_up.weight",
+    "lost alpha": "has no alpha",
+    "wrong shape": "rank 6 in lora_down, 5 in lora_up",
+    "not finite": "not finite",
+    "zero alpha": "alpha is zero",
+    "zero down": "lora_down.weight is zero",
+    "dead": "the LoRA does nothing",
+    "wrapped name": "no loader knows this name",
+    "empty": "nothing in it",
+}
+
+
+@pytest.mark.parametrize("change, message", IN_MEMORY.items())
+def test_what_no_loader_could_use_is_not_written_and_the_older_file_stays(tmp_path, tensors, change, message):
+    path = tmp_path / "lora.safetensors"
+    write_adapter_file(path, tensors, META)
+    before = path.read_bytes()
+    with pytest.raises(InvalidAdapterFileError, match=message):
+        write_adapter_file(path, changed(tensors, change), META)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["lora.safetensors"]
+
+
+ON_DISK = {
+    "lost key": "lora_up.weight is missing",
+    "lost alpha": "alpha is missing",
+    "extra key": "lora_unet_more.alpha should not be there",
+    "wrong shape": r"is \[\d+, 5.*\] float32 and should be \[\d+, 6",
+    "wrong dtype": "float16 and should be",
+    "wrong value": "other values than the model in memory",
+    "not finite": "not finite",
+    "zero alpha": "other values",
+    "dead": "other values",
+    "wrapped name": "is missing",
+    "empty": "is missing",
+}
+
+
+@pytest.mark.parametrize("change, message", ON_DISK.items())
+def test_a_file_that_differs_from_the_model_in_memory_is_caught(tmp_path, tensors, change, message):
+    path = tmp_path / "lora.safetensors"
+    save_file(changed(tensors, change), path, META)
+    with pytest.raises(InvalidAdapterFileError, match=message):
+        verify_adapter_file(path, tensors, META)
+
+
+def test_a_cut_off_file_and_changed_metadata_are_caught(tmp_path, tensors):
+    path = tmp_path / "lora.safetensors"
+    save_file(tensors, path, {**META, "ss_v2": "True"})
+    with pytest.raises(InvalidAdapterFileError, match="metadata differs: ss_v2"):
+        verify_adapter_file(path, tensors, META)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(InvalidAdapterFileError, match="cannot be read as safetensors"):
+        verify_adapter_file(path, tensors, META)
+
+
+def test_a_file_from_before_the_first_step_may_do_nothing_when_that_is_said(tmp_path, tensors):
+    write_adapter_file(tmp_path / "start.safetensors", changed(tensors, "dead"), META, is_trained=False)
+    assert not any(t.any() for key, t in load_file(tmp_path / "start.safetensors").items() if "lora_up" in key)
+
+
+def test_a_full_disk_is_one_clear_line_and_the_older_file_stays(tmp_path, tensors):
+    resource = pytest.importorskip("resource")
+    path = tmp_path / "lora.safetensors"
+    write_adapter_file(path, tensors, META)
+    before, (limit, highest) = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, highest))  # a write beyond it fails, as on a full disk
+    try:
+        with pytest.raises(UserError, match=r"lora\.safetensors: cannot be written: "):
+            write_adapter_file(path, tensors, META)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, highest))
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["lora.safetensors"]
+
+
+def test_a_folder_that_cannot_be_made_is_one_clear_line(tmp_path, tensors):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be written"):
+        write_adapter_file(tmp_path / "file" / "lora.safetensors", tensors, META)
+
+
+def lora_in_memory():
+    """A trained LoRA as a run has it, and what its file holds."""
+    model, tensors = trained()
+    part = names_of(model)
+    return nn.ModuleDict({"unet": model}), convert_from_file_format(tensors, {}, [part])
+
+
+def test_a_file_does_in_each_layer_what_the_adapter_in_memory_does():
+    holder, content = lora_in_memory()
+    before = {key: tensor.clone() for key, tensor in lora.get_adapter_state_dict(holder).items()}
+    assert not list(compare_file_with_model(holder, content, content.alphas))
+    assert all(torch.equal(before[key], tensor) for key, tensor in lora.get_adapter_state_dict(holder).items())
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_what_a_file_in_half_precision_does_is_near_enough(precision):
+    holder, content = lora_in_memory()
+    assert not list(
+        compare_file_with_model(
+            holder, replace(content, state=cast_tensors(content.state_dict, precision)), content.alphas
+        )
+    )
+
+
+@pytest.mark.parametrize("fault", ["values", "alpha", "exchanged", "missing", "more"])
+def test_a_file_that_does_something_else_in_one_layer_is_caught(fault):
+    holder, content = lora_in_memory()
+    first, second = [module for module in content.alphas if module.endswith("attn1.to_q")][:2]
+    state, alphas = dict(content.state_dict), dict(content.alphas)
+    match fault:
+        case "values":
+            state[f"{first}.lora_B.weight"] = 1.2 * state[f"{first}.lora_B.weight"]
+        case "alpha":
+            alphas[first] *= 2
+        case "exchanged":
+            one, other = f"{first}.lora_B.weight", f"{first[:-4]}to_k.lora_B.weight"
+            first = f"{first[:-4]}to_"
+            state[one], state[other] = state[other], state[one]
+        case "missing":
+            del alphas[first]
+        case "more":
+            alphas[f"{second}.more"] = 1.0
+            first = f"{second}.more"
+    found = list(compare_file_with_model(holder, replace(content, state=state, alphas=alphas), content.alphas))
+    assert found and all(first in line for line in found)
+
+
+def test_a_file_that_its_check_refuses_gets_no_name(tmp_path, tensors):
+    def refuse(path):
+        assert load_file(path).keys() == tensors.keys()
+        raise InvalidAdapterFileError("not what was trained")
+
+    write_adapter_file(tmp_path / "lora.safetensors", tensors, META)
+    before = (tmp_path / "lora.safetensors").read_bytes()
+    with pytest.raises(InvalidAdapterFileError, match="not what was trained"):
+        write_adapter_file(tmp_path / "lora.safetensors", tensors, {**META, "ss_v2": "True"}, check=refuse)
+    assert (tmp_path / "lora.safetensors").read_bytes() == before and os.listdir(tmp_path) == ["lora.safetensors"]
+
+
+PIECES = {
+    "loha": ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"),
+    "lokr": ("lokr_w1", "lokr_w2_a", "lokr_w2_b"),
+    "dora": ("lora_down.weight", "lora_up.weight", "dora_scale"),
+}
+
+
+@pytest.mark.parametrize("kind", PIECES)
+def test_files_of_other_kinds_are_looked_at_piece_by_piece(kind, tmp_path):
+    path = tmp_path / "lora.safetensors"
+    whole = {f"lora_unet_a.{end}": torch.ones(2, 2) for end in PIECES[kind]} | {"lora_unet_a.alpha": torch.tensor(1.0)}
+    write_adapter_file(path, whole, META)
+    for end in PIECES[kind]:
+        if end == "dora_scale":  # without it, it is a LoRA
+            continue
+        with pytest.raises(InvalidAdapterFileError, match="has no"):
+            write_adapter_file(
+                path, {key: tensor for key, tensor in whole.items() if not key.endswith(f".{end}")}, META
+            )
+    with pytest.raises(InvalidAdapterFileError, match="no loader knows this name"):
+        write_adapter_file(path, {**whole, "lora_unet_a.hada_w3": torch.ones(1)}, META)

@@ -1,0 +1,302 @@
+"""Files of sd-scripts, diffusers and ComfyUI from one state and back: no bit and no alpha is lost on the way."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from adapter_states import draw_state, outputs, sizes
+from adapter_tensors import merge, names_of
+from diffusers import UNet2DConditionModel
+from safetensors.torch import load_file, save_file
+from tiny_denoiser import tiny_denoiser
+from tiny_pipelines import TINY
+
+from library.adapters import lora
+from library.adapters.checkpoint_file import read_safetensors
+from library.adapters.formats import choose_file_format, convert_from_file_format, convert_to_file_format
+from library.adapters.key_names import ComponentKeys
+from library.adapters.state_dict import group_updates
+from library.cli import run_tool
+from library.config.validate_adapter import validate_save_format
+from library.errors import UserError
+from library.models.detect import detect_model
+from library.models.families import FAMILIES
+from library.models.loading import load_components_on_meta
+from library.models.weights import build_empty_model
+from library.tools.convert import identify_lora
+
+DATA = Path(__file__).resolve().parents[2] / "data"
+EVERY = ("sd1", "sd2", "sdxl", "sd3", "flux", "z_image", "qwen_image")
+FORMATS = ("kohya", "diffusers", "comfy")
+
+
+def equal(one, other):
+    return one.keys() == other.keys() and all(
+        one[key].dtype == other[key].dtype and torch.equal(one[key], other[key]) for key in one
+    )
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_family_goes_to_every_format_and_back_to_the_bit(name, form, dtype):
+    # In 16 bits any alpha can be multiplied in and taken out again, in 32 bits powers of two.
+    state, alphas, parts = draw_state(name, dtype=dtype, scale=0.5 if dtype == torch.float32 else None)
+    tensors, told = convert_to_file_format(state, alphas, parts, form)
+    assert all(tensor.is_contiguous() for tensor in tensors.values())
+    back = convert_from_file_format(tensors, told, parts)
+    assert equal(back.state_dict, state) and back.alphas == alphas
+    assert back.file_format == ("kohya" if form == "comfy" and parts[0].name == "unet" else form)
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("kind, forms", [("dora", FORMATS), ("loha", ("comfy",)), ("lokr", ("comfy",))])
+def test_other_kinds_go_to_the_formats_that_know_them_and_back(name, kind, forms):
+    state, alphas, parts = draw_state(name, kind, scale=0.25)
+    for form in forms:
+        back = convert_from_file_format(*convert_to_file_format(state, alphas, parts, form), parts)
+        assert equal(back.state_dict, state) and back.alphas == alphas
+
+
+IN_DIFFUSERS = [*((name, "lora") for name in EVERY), ("sd1", "dora"), ("sd3", "dora"), ("flux", "dora")]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name, kind", IN_DIFFUSERS)
+def test_diffusers_computes_with_the_file_what_a_model_with_merged_weights_does(name, kind, tmp_path):
+    """Text encoders included, but for DoRA, whose magnitudes it leaves out there."""
+    tiny, family = TINY[name](), FAMILIES.get(name)()
+    state, alphas, parts = draw_state(name, kind, pipe=tiny.pipe, with_t5=False)
+    state = {
+        key: 0.1 * each if "lora_B" in key else each.abs() if "magnitude" in key else each
+        for key, each in state.items()
+    }
+    form = choose_file_format([kind], family.lora_format) if kind == "lora" else "diffusers"
+    save_file(convert_to_file_format(state, alphas, parts, form)[0], tmp_path / "lora.safetensors")
+    base = outputs(family, tiny.pipe, tiny.batch)
+    theirs = family.load(tiny.source, torch.float32)
+    theirs.load_lora_weights(str(tmp_path), weight_name="lora.safetensors")
+    found = outputs(family, theirs, tiny.batch)
+    merge(tiny.pipe, state, alphas)
+    wanted = outputs(family, tiny.pipe, tiny.batch)
+    for what, tensor in wanted.items():
+        if kind == "dora" and what != "denoiser":
+            continue
+        assert (tensor - base[what]).abs().max() > 1e-2, what
+        torch.testing.assert_close(found[what], tensor, rtol=2e-3, atol=2e-3, msg=lambda text, at=what: f"{at}: {text}")
+
+
+def test_a_lora_kind_is_not_written_where_nobody_would_read_it():
+    state, alphas, parts = draw_state("flux", "lokr")
+    with pytest.raises(UserError, match=r"transformer\.double_blocks.* lokr .*take save_format comfy"):
+        convert_to_file_format(state, alphas, parts, "kohya")
+    state, alphas, parts = draw_state("sd1", "loha")
+    with pytest.raises(UserError, match="diffusers does not load loha; take save_format auto or comfy"):
+        convert_to_file_format(state, alphas, parts, "diffusers")
+    assert "turns what goes into a layer" in validate_save_format(["oft"], "kohya")[0] and not validate_save_format(
+        ["boft"], "diffusers"
+    )
+
+
+def test_the_usual_format_is_the_one_that_most_programs_read():
+    assert choose_file_format(["lora"], "kohya") == "kohya" and choose_file_format(["lora"], "diffusers") == "diffusers"
+    assert choose_file_format(["dora"], "diffusers") == choose_file_format(["loha"], "diffusers") == "comfy"
+    assert choose_file_format(["oft"], "kohya") == "diffusers"
+
+
+@pytest.mark.parametrize("rank, alpha", [(3, 1.0), (6, 5.0), (4, 16.0)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_what_alpha_does_can_be_taken_out_again_to_the_bit_where_it_is_no_power_of_two(rank, alpha, dtype):
+    part = ComponentKeys("transformer", ("a", "a.b"), "lora_unet")
+    draw = torch.Generator().manual_seed(1)
+    state = {
+        "transformer.a.b.lora_A.weight": torch.randn(rank, 50, generator=draw).to(dtype),
+        "transformer.a.b.lora_B.weight": torch.randn(400, rank, generator=draw).to(dtype),
+    }
+    alphas = {"transformer.a.b": alpha}
+    tensors, told = convert_to_file_format(state, alphas, [part], "diffusers", torch.float16)
+    up, down = tensors["transformer.a.b.lora_B.weight"], tensors["transformer.a.b.lora_A.weight"]
+    wanted = (
+        alpha / rank * state["transformer.a.b.lora_B.weight"].double() @ state["transformer.a.b.lora_A.weight"].double()
+    )
+    torch.testing.assert_close(up.double() @ down.double(), wanted, rtol=1e-6, atol=1e-6)
+    back = convert_from_file_format(tensors, told, [part])
+    assert equal(back.state_dict, state) and back.alphas == alphas and back.alpha_dtype == torch.float16
+    assert convert_from_file_format(tensors, {}, [part]).alphas == {"transformer.a.b": rank}, (
+        "without the metadata it still works"
+    )
+
+
+def test_names_of_older_diffusers_of_peft_and_of_other_trainers_are_read():
+    state, _, parts = draw_state("sd1")
+    module = "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
+    down, up = state[f"{module}.lora_A.weight"], state[f"{module}.lora_B.weight"]
+    short = module.removeprefix("unet.")
+    for first, second in (
+        (f"{module[:-5]}.processor.to_q_lora.down.weight", f"{module[:-5]}.processor.to_q_lora.up.weight"),
+        (f"base_model.model.{short}.lora_A.weight", f"base_model.model.{short}.lora_B.weight"),
+        (f"{module}.lora.down.weight", f"{module}.lora.up.weight"),
+        (f"lycoris_{short.replace('.', '_')}.lora_down.weight", f"lycoris_{short.replace('.', '_')}.lora_up.weight"),
+        (
+            "lora_unet_input_blocks_1_1_transformer_blocks_0_attn1_to_q.lora_down.weight",
+            "lora_unet_input_blocks_1_1_transformer_blocks_0_attn1_to_q.lora_up.weight",
+        ),
+        (
+            "diffusion_model.input_blocks.1.1.transformer_blocks.0.attn1.to_q.lora_A.weight",
+            "diffusion_model.input_blocks.1.1.transformer_blocks.0.attn1.to_q.lora_B.weight",
+        ),
+    ):
+        back = convert_from_file_format({first: down, second: up}, {}, parts)
+        assert equal(back.state_dict, {f"{module}.lora_A.weight": down, f"{module}.lora_B.weight": up}), first
+        assert back.alphas == {module: len(down)}
+    text = "text_encoder.encoder.layers.0.self_attn.q_proj"
+    old = "text_encoder.text_model.encoder.layers.0.self_attn.to_q_lora"
+    back = convert_from_file_format({f"{old}.down.weight": down[:, :1], f"{old}.up.weight": up}, {}, parts)
+    (found,) = {name.rpartition(".lora_")[0] for name in back.state_dict}
+    assert found.replace("text_model.", "") == text
+
+
+def test_fused_attention_of_z_image_comes_apart():
+    model, family = tiny_denoiser("z_image")
+    part = names_of(model, family)
+    size = model.layers[0].attention.to_q.weight.shape[1]
+    rows = [model.layers[0].attention.get_submodule(end).weight.shape[0] for end in ("to_q", "to_k", "to_v")]
+    assert rows == [size] * 3
+    down, up = torch.randn(4, size), torch.randn(3 * size, 4)
+    found = convert_from_file_format(
+        {
+            "diffusion_model.layers.0.attention.qkv.lora_A.weight": down,
+            "diffusion_model.layers.0.attention.qkv.lora_B.weight": up,
+        },
+        {},
+        [part],
+    )
+    parts = group_updates(found.state_dict, found.alphas)
+    moved = [parts[f"transformer.layers.0.attention.to_{end}"] for end in "qkv"]
+    torch.testing.assert_close(torch.cat([each.tensors["up"] @ each.tensors["down"] for each in moved]), up @ down)
+
+
+def golden_file(path, name, dtype=torch.float16):
+    """As sd-scripts would save it: its names and shapes, alphas in the precision of the weights."""
+    draw = torch.Generator().manual_seed(3)
+    shapes = json.loads((DATA / f"kohya_keys_{name}.json").read_text())
+    few = {key: shape for key, shape in shapes.items() if "s_0_" in key and "single" not in key}
+    tensors = {
+        key: (
+            torch.tensor(8.0)
+            if key.endswith("alpha")
+            else 0.1 * torch.randn([min(side, 5000) for side in shape] if False else shape, generator=draw)
+        ).to(dtype)
+        for key, shape in few.items()
+    }
+    save_file(tensors, path, {"ss_network_dim": "16", "ss_output_name": "x", "modelspec.title": "my LoRA"})
+
+
+FAMILY_OF = {"sd15": "sd1", "sdxl": "sdxl", "sd3_medium": "sd3", "flux": "flux"}
+
+
+@pytest.mark.parametrize(
+    "kind, zero, form",
+    [pytest.param("lora", "lora_down.weight", "diffusers", marks=pytest.mark.long), ("lokr", "lokr_w2_b", "comfy")],
+)
+def test_the_tool_converts_files_in_which_a_layer_does_nothing(kind, zero, form, tmp_path):
+    """LyCORIS begins with zeros in other places than peft, and leaves them there in layers that nothing reaches."""
+    source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+    state, alphas, parts = draw_state("sd1", kind)
+    tensors = convert_to_file_format(state, alphas, parts, "kohya")[0]
+    idle = next(key for key in tensors if key.endswith(zero))
+    save_file({**tensors, idle: torch.zeros_like(tensors[idle])}, source)
+
+    assert run_tool(["convert", str(source), str(target), "--to", form]) == 0
+    assert len(load_file(target)) == len(tensors) - len(alphas) * (form == "diffusers")
+
+
+@pytest.mark.parametrize("name", ["sd15", pytest.param("flux", marks=pytest.mark.long)])
+def test_the_tool_converts_sd_scripts_files_there_and_back_to_the_bit(name, tmp_path, capsys):
+    source = tmp_path / "a.safetensors"
+    golden_file(source, name)
+    for form in ("diffusers", "comfy"):
+        there, back = tmp_path / f"{form}.safetensors", tmp_path / f"{form}-back.safetensors"
+        assert run_tool(["convert", str(source), str(there), "--to", form]) == 0
+        assert f"a.safetensors: {FAMILY_OF[name]}, " in capsys.readouterr().out
+        assert run_tool(["convert", str(there), str(back), "--to", "kohya"]) == 0
+        assert equal(load_file(back), load_file(source))
+        kept = read_safetensors(back)[1]
+        assert kept["modelspec.title"] == "my LoRA" and kept["ss_network_dim"] == "16"
+        assert not [key for key in kept if key.startswith("lorikeet.")]
+        hashes = [read_safetensors(path)[1]["sshs_model_hash"] for path in (there, back)]
+        assert (hashes[0] == hashes[1]) == (form == "comfy" and name == "sd15"), "they are those of the new tensors"
+
+
+def test_a_model_of_a_size_of_its_own_is_found_by_its_names_and_by_what_the_file_says():
+    unet = build_empty_model(
+        UNet2DConditionModel,
+        {
+            "cross_attention_dim": 24,
+            "block_out_channels": (32, 64),
+            "norm_num_groups": 8,
+            "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+            "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+        },
+    )
+    family = FAMILIES.get("sd1")
+    state, alphas = {}, {}
+    for module in lora.match_target_modules(unet, family.lora_target_modules):
+        for end, size in sizes("lora", unet.get_submodule(module).weight.shape, 2).items():
+            state[f"unet.{module}.{end}"] = torch.ones(size)
+        alphas[f"unet.{module}"] = 1.0
+    tensors, _ = convert_to_file_format(state, alphas, [names_of(unet)], "kohya")
+    found = identify_lora(tensors, {"modelspec.architecture": "stable-diffusion-v2-512/lora"})
+    assert (found.family, found.is_known_size) == ("sd2", False)
+    assert equal(found.contents.state_dict, state)
+    built_in = load_components_on_meta(detect_model(None), ("unet",)).unet
+    state = {
+        f"unet.{name}.lora_{end}.weight": torch.ones(2, 2)
+        for name in lora.match_target_modules(built_in, family.lora_target_modules)
+        for end in "AB"
+    }
+    alphas = {key.removesuffix(".lora_A.weight"): 1.0 for key in state if "lora_A" in key}
+    for module in alphas:
+        shape = built_in.get_submodule(module.removeprefix("unet.")).weight.shape
+        state |= {f"{module}.{end}": torch.ones(size) for end, size in sizes("lora", shape, 2).items()}
+    found = identify_lora(convert_to_file_format(state, alphas, [names_of(built_in)], "kohya")[0], {})
+    assert (found.family, found.is_known_size) == ("sd1", True)
+
+
+def test_the_tool_says_what_is_no_lora_and_overwrites_nothing(tmp_path, capsys):
+    model, adapter = tmp_path / "model.safetensors", tmp_path / "lora.safetensors"
+    save_file({"first.weight": torch.ones(2)}, model)
+    save_file(
+        {"lora_unet_x.lora_down.weight": torch.ones(1, 2), "lora_unet_x.lora_up.weight": torch.ones(2, 1)}, adapter
+    )
+    (tmp_path / "text.safetensors").write_text("no")
+    for name, message in (
+        ("model.safetensors", "is no LoRA file: it holds 1 tensors, and no name is that of an adapter's"),
+        ("lora.safetensors", "is a LoRA file of a model that is not known here; among its 2 keys is lora_unet_x"),
+        ("text.safetensors", "cannot be read as safetensors"),
+        ("none.safetensors", "no such file"),
+    ):
+        assert run_tool(["convert", str(tmp_path / name), str(tmp_path / "out.safetensors"), "--to", "kohya"]) == 2
+        assert message in capsys.readouterr().err
+    assert run_tool(["convert", str(model), str(adapter), "--to", "kohyo", "--fast"]) == 2
+    said = capsys.readouterr().err
+    assert "no format 'kohyo'; did you mean kohya?" in said and "is not overwritten" in said and "--fast" in said
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+LATER = {
+    "diffusers": "lora_transformer_transformer_blocks_1_norm1_context_linear",
+    "comfy": "lora_unet_joint_blocks_1_context_block_adaLN_modulation_1",
+}
+
+
+@pytest.mark.parametrize("form, start", LATER.items())
+def test_comfyui_gets_shift_and_scale_of_sd3_in_the_order_of_the_original(form, start):
+    """It reads diffusers' name as if the order were the same; a name that it reads later says it right."""
+    state, alphas, parts = draw_state("sd3", scale=0.5)
+    tensors, _ = convert_to_file_format(state, alphas, parts, form)
+    up = state["transformer.transformer_blocks.1.norm1_context.linear.lora_B.weight"]
+    factor = 0.5 if form == "diffusers" else 1.0
+    assert torch.equal(tensors[f"{start}.lora_up.weight"], factor * torch.cat(up.chunk(2)[::-1]))
+    assert ("transformer.transformer_blocks.1.norm1_context.linear.lora_B.weight" in tensors) == (form == "diffusers")

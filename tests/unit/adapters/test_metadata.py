@@ -1,0 +1,206 @@
+"""What a LoRA file says of itself: true, all text, without paths, with sd-scripts' hashes."""
+
+import dataclasses
+import hashlib
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from library.adapters.checkpoint_file import read_safetensors, write_adapter_file
+from library.adapters.metadata import (
+    MODELSPEC_USER_KEYS,
+    BaseModelMetadata,
+    RunMetadata,
+    add_model_hashes,
+    build_metadata,
+)
+from library.config.schema import AdapterConfig, ModelConfig, RunConfig, TrainConfig
+from library.config.schema_objective import LossConfig, NoiseConfig
+from library.config.schema_output import SaveConfig
+from library.training.export import build_model_metadata
+
+MODEL = BaseModelMetadata("sd_v1", "stable-diffusion-v1", "epsilon")
+RUN = RunMetadata(
+    step=30,
+    epoch=2,
+    max_train_steps=100,
+    num_epochs=7,
+    started_at=1_700_000_000.5,
+    saved_at=1_700_000_900.0,
+    session_id=7,
+    num_train_images=32,
+    num_reg_images=0,
+    num_batches_per_epoch=16,
+    resolution=(96, 64),
+    dataset_metadata={"ss_tag_frequency": '{"cats": {"a cat": 3}}'},
+    model_metadata={"ss_sd_model_name": "sd15"},
+    rank=8,
+    alpha=4.0,
+    optimizer="torch.optim.adamw.AdamW(weight_decay=0.01)",
+    mixed_precision="bf16",
+)
+CONFIG = RunConfig(
+    adapter=AdapterConfig(network_dim=8, network_alpha=4.0),
+    train=TrainConfig(seed=11, gradient_accumulation_steps=3),
+    save=SaveConfig(output_name="cat", training_comment="first try"),
+)
+
+
+def described(config=CONFIG):
+    return build_metadata(config, MODEL, RUN, "lorikeet-lora/0.1.0")
+
+
+def test_the_keys_that_loaders_read_are_always_there():
+    least = {
+        "ss_v2": "False",
+        "ss_base_model_version": "sd_v1",
+        "ss_network_module": "networks.lora",
+        "ss_network_dim": "8",
+        "ss_network_alpha": "4.0",
+        "ss_network_args": "{}",
+    }
+    quiet = dataclasses.replace(CONFIG, save=dataclasses.replace(CONFIG.save, no_metadata=True))
+    assert described(quiet) == least
+    assert described().items() >= least.items()
+
+
+def test_the_run_is_described_with_sd_scripts_keys():
+    found = described()
+    expected = {
+        "ss_steps": "30",
+        "ss_max_train_steps": "100",
+        "ss_epoch": "2",
+        "ss_num_epochs": "7",
+        "ss_seed": "11",
+        "ss_gradient_accumulation_steps": "3",
+        "ss_learning_rate": "0.0001",
+        "ss_mixed_precision": "bf16",
+        "ss_output_name": "cat",
+        "ss_training_comment": "first try",
+        "ss_num_train_images": "32",
+        "ss_optimizer": "torch.optim.adamw.AdamW(weight_decay=0.01)",
+        "modelspec.sai_model_spec": "1.0.1",
+        "modelspec.architecture": "stable-diffusion-v1/lora",
+        "modelspec.title": "cat",
+        "modelspec.resolution": "96x64",
+        "modelspec.prediction_type": "epsilon",
+        "modelspec.date": "2023-11-14T22:28:20+00:00",
+        "modelspec.implementation_version": "lorikeet-lora/0.1.0",
+    }
+    assert found.items() >= expected.items()
+    assert all(type(value) is str for value in found.values())
+
+
+def test_noise_times_and_loss_are_told_and_those_of_flow_matching_for_models_trained_by_it():
+    config = dataclasses.replace(
+        CONFIG,
+        noise=NoiseConfig(noise_offset=0.1, ip_noise_gamma=0.0, weighting_scheme="cosmap"),
+        loss=LossConfig(loss_type="huber", min_snr_gamma=5.0),
+    )
+    found = described(config)
+    expected = {
+        "ss_noise_offset": "0.1",
+        "ss_ip_noise_gamma": "None",
+        "ss_adaptive_noise_scale": "None",
+        "ss_loss_type": "huber",
+        "ss_huber_c": "0.1",
+        "ss_min_snr_gamma": "5.0",
+        "ss_zero_terminal_snr": "False",
+        "ss_multires_noise_iterations": "None",
+    }
+    assert found.items() >= expected.items()
+    assert "ss_timestep_sampling" not in found
+    flow = build_metadata(config, dataclasses.replace(MODEL, prediction="flow"), RUN, "x")
+    expected |= {
+        "ss_timestep_sampling": "sigma",
+        "ss_weighting_scheme": "cosmap",
+        "ss_discrete_flow_shift": "None",
+        "ss_model_prediction_type": "raw",
+    }
+    assert flow.items() >= expected.items()
+
+
+@pytest.mark.parametrize(
+    "source, name",
+    [
+        ("/home/someone/models/sd15/", "sd15"),
+        ("C:\\Users\\someone\\sd15", "sd15"),
+        ("owner/name", "owner/name"),
+        (None, "built-in"),
+    ],
+)
+def test_of_a_path_only_the_last_part_is_told(source, name):
+    assert build_model_metadata(ModelConfig(source, vae=source)).items() >= {"ss_sd_model_name": name}.items()
+    assert "someone" not in json.dumps(build_model_metadata(ModelConfig(source, vae=source)))
+
+
+def test_of_a_relative_path_only_the_last_part_is_told(tmp_path, monkeypatch):
+    (tmp_path / "private/sd15").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert build_model_metadata(ModelConfig(os.path.join("private", "sd15"))) == {"ss_sd_model_name": "sd15"}
+
+
+def test_a_single_file_is_told_with_the_two_hashes_that_web_uis_look_for(tmp_path):
+    content = os.urandom(0x110010)
+    (tmp_path / "sd.safetensors").write_bytes(content)
+    found = build_model_metadata(ModelConfig(str(tmp_path / "sd.safetensors"), vae=str(tmp_path / "sd.safetensors")))
+    whole, old = hashlib.sha256(content).hexdigest(), hashlib.sha256(content[0x100000:0x110000]).hexdigest()[:8]
+    assert found == {
+        "ss_sd_model_name": "sd.safetensors",
+        "ss_sd_model_hash": old,
+        "ss_new_sd_model_hash": whole,
+        "ss_vae_name": "sd.safetensors",
+        "ss_vae_hash": old,
+        "ss_new_vae_hash": whole,
+    }
+
+
+def test_what_the_user_says_of_the_lora_stands_in_the_file(tmp_path):
+    (tmp_path / "cat.png").write_bytes(b"picture")
+    words = {name: f"my {name}" for name in MODELSPEC_USER_KEYS}
+    save = dataclasses.replace(
+        CONFIG.save,
+        metadata_title="Cat",
+        metadata_thumbnail=str(tmp_path / "cat.png"),
+        **{f"metadata_{name}": text for name, text in words.items()},
+    )
+    adapter = dataclasses.replace(CONFIG.adapter, network_args=("conv_dim=4", "verbose = True"))
+    found = described(dataclasses.replace(CONFIG, save=save, adapter=adapter))
+    assert found["modelspec.title"] == "Cat" and found["modelspec.thumbnail"] == "data:image/png;base64,cGljdHVyZQ=="
+    assert {name: found[f"modelspec.{name}"] for name in words} == words
+    assert json.loads(found["ss_network_args"]) == {"conv_dim": "4", "verbose": "True"}
+    assert found["ss_tag_frequency"] == RUN.dataset_metadata["ss_tag_frequency"] and found["ss_sd_model_name"] == "sd15"
+    assert "modelspec.author" not in described()
+
+
+def test_the_hashes_follow_sd_scripts_rules(tmp_path):
+    tensors = {"lora_unet_a.alpha": torch.tensor(1.0), "lora_unet_a.lora_down.weight": torch.rand(600, 600)}
+    found = add_model_hashes(tensors, described())
+
+    # The rules anew, on a real file that has only the ss_ keys.
+    save_file(tensors, tmp_path / "plain.safetensors", {k: v for k, v in described().items() if k.startswith("ss_")})
+    content = (tmp_path / "plain.safetensors").read_bytes()
+    header = int.from_bytes(content[:8], "little")
+    assert found["sshs_model_hash"] == hashlib.sha256(content[8 + header :]).hexdigest()
+    legacy = hashlib.sha256()
+    with (tmp_path / "plain.safetensors").open("rb") as file:
+        file.seek(0x100000)
+        legacy.update(file.read(0x10000))
+    assert found["sshs_legacy_hash"] == legacy.hexdigest()[:8]
+
+    other = add_model_hashes(tensors, {**described(), "modelspec.title": "another"})
+    assert other["sshs_model_hash"] == found["sshs_model_hash"]
+
+
+def test_the_metadata_arrives_in_the_file(tmp_path):
+    tensors = {
+        "lora_unet_a.alpha": torch.tensor(1.0),
+        "lora_unet_a.lora_down.weight": torch.rand(2, 3),
+        "lora_unet_a.lora_up.weight": torch.rand(4, 2),
+    }
+    metadata = add_model_hashes(tensors, described())
+    write_adapter_file(tmp_path / "cat.safetensors", tensors, metadata)
+    assert read_safetensors(tmp_path / "cat.safetensors")[1] == metadata

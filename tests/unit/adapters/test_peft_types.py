@@ -1,0 +1,211 @@
+"""Each kind of adapter through peft: it starts as nothing, learns, is read out and put back, alike on any process."""
+
+import pytest
+import torch
+from text_encoder_runs import loss_of, trained
+from torch import nn
+
+from library.adapters import lora
+from library.adapters.regularization import LoraDropout, MaxNormRegularizer, compute_lora_norm, hash_to_uniform
+from library.config.schema import AdapterConfig
+from library.errors import ConfigError
+from library.training.trainable import build_lora_dropout
+
+KINDS = {
+    "lora": ("--network_args", "conv_dim=2", "conv_alpha=3"),
+    "rslora": ("--network_args", "use_rslora=True"),
+    "dora": ("--network_args", "use_dora=True", "conv_dim=2"),
+    "loha": ("--network_module", "networks.loha", "--network_args", "conv_dim=2"),
+    "lokr": ("--network_module", "lycoris.kohya", "--network_args", "algo=lokr", "factor=4"),
+    "oft": ("--network_module", "networks.oft"),
+    "boft": ("--network_module", "lycoris.kohya", "--network_args", "algo=boft"),
+}
+SIZE = ("--network_dim", "4", "--no-network_train_unet_only")
+BOFT = ("--network_dim", "8", "--no-network_train_unet_only")
+
+
+def flags_of(kind):
+    return (*(BOFT if kind == "boft" else SIZE), *KINDS[kind])
+
+
+def step(case, rate=0.5):
+    loss = loss_of(case)
+    loss.backward()
+    with torch.no_grad():
+        for _, weight in lora.iter_adapter_parameters(case.model):
+            if weight.grad is not None:
+                weight -= rate * weight.grad
+                weight.grad = None
+    return loss.detach()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_starts_as_nothing_learns_and_is_put_back(kind):
+    flags = flags_of(kind)
+    plain, case, other = trained("sd1"), trained("sd1", *flags), trained("sd1", *flags, "--seed", "7")
+    start = lora.get_adapter_state_dict(case.model)
+    assert case.adapter.kind == {"rslora": "lora"}.get(kind, kind)
+    assert {name.split(".")[0] for name in start} == {"unet", "text_encoder"}
+    assert {tensor.dtype for tensor in start.values()} == {torch.float32}
+    assert {lora.parse_module_name(name) for name in start} == set(case.adapter.sizes)
+    first = step(case)
+    torch.testing.assert_close(first, loss_of(plain).detach(), rtol=1e-4, atol=1e-5)
+    for _ in range(3):
+        last = step(case)
+    assert last < first
+    lora.load_adapter_state_dict(other.model, lora.get_adapter_state_dict(case.model))
+    assert torch.equal(loss_of(other), loss_of(case))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_start_is_a_function_of_the_seed_and_leaves_the_global_generator_alone(kind):
+    torch.manual_seed(1)
+    before = torch.random.get_rng_state()
+    one = lora.get_adapter_state_dict(trained("sd1", *flags_of(kind)).model)
+    assert torch.equal(before, torch.random.get_rng_state())
+    torch.manual_seed(2)
+    two, other = (
+        lora.get_adapter_state_dict(trained("sd1", *flags_of(kind), *seed).model) for seed in ((), ("--seed", "7"))
+    )
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    random = [name for name in one if one[name].unique().numel() > 2 and "magnitude" not in name]
+    assert bool(random) == (kind not in ("oft", "boft"))
+    assert not any(torch.equal(one[name], other[name]) for name in random)
+
+
+@pytest.mark.parametrize(("kind", "scale"), [("lora", 1 / 4), ("rslora", 1 / 2), ("loha", 1 / 4)])
+def test_alpha_over_rank_is_what_the_update_is_scaled_by(kind, scale):
+    adapter = trained("sd1", *flags_of(kind)).adapter
+    narrow = [adapter.sizes[site.name] for site in adapter.sites if not site.is_wide]
+    assert {size.alpha / size.rank for size in narrow} == {scale}
+    wide = [adapter.sizes[site.name] for site in adapter.sites if site.is_wide]
+    assert {(size.rank, size.alpha) for size in wide} == (
+        {(2, 3.0)} if kind == "lora" else {(2, 1.0)} if wide else set()
+    )
+
+
+def test_a_lokr_of_whole_matrices_is_not_scaled_as_other_programs_do_not():
+    case = trained("sd1", *flags_of("lokr"))
+    for site in case.adapter.sites:
+        layer, size = case.model.get_submodule(site.name), case.adapter.sizes[site.name]
+        assert layer.scaling["default"] == size.alpha / size.rank == (1 if "default" in layer.lokr_w2 else 1 / 4)
+
+
+def test_the_magnitude_of_dora_is_the_length_of_each_row():
+    case = trained("sd1", *flags_of("dora"))
+    state = lora.get_adapter_state_dict(case.model)
+    for site in case.adapter.sites:
+        weight = case.model.get_submodule(site.name).base_layer.weight
+        torch.testing.assert_close(
+            state[f"{site.name}.lora_magnitude_vector.weight"].flatten(), weight.flatten(1).norm(dim=1)
+        )
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--network_dim", "6"], r"--network_dim: 6 does not divide the \d+ inputs of"),
+        (["--network_dim", "5"], "--network_dim: boft needs an even number, and 5 is none"),
+        (
+            ["--network_dim", "4", "--network_args", "algo=boft", "network_reg_dims=ff=8"],
+            "--network_args: boft has one size for all layers, and here there are 4, 8",
+        ),
+    ],
+)
+def test_boft_says_which_sizes_it_cannot_have(flags, problem):
+    with pytest.raises(ConfigError, match=problem):
+        trained("sd1", *KINDS["boft"], *flags)
+
+
+def test_uniform_numbers_are_uniform_and_independent_of_neighbours():
+    keys = torch.arange(200) * 2**40 + 12345
+    numbers = hash_to_uniform(keys, 7, torch.arange(500))
+    assert numbers.min() >= 0 and numbers.max() < 1
+    assert numbers.mean().item() == pytest.approx(0.5, abs=0.005)
+    assert numbers.var().item() == pytest.approx(1 / 12, abs=0.002)
+    counts = torch.histc(numbers, 20, 0, 1)
+    assert (counts - 5000).abs().max() < 350
+    assert torch.corrcoef(numbers[:20]).fill_diagonal_(0).abs().max() < 0.2
+    assert torch.corrcoef(numbers.T[:20]).fill_diagonal_(0).abs().max() < 0.35
+    assert torch.equal(hash_to_uniform(keys[3:5], 7, torch.arange(9)), numbers[3:5, :9])
+    assert not torch.equal(hash_to_uniform(keys, 8, torch.arange(500)), numbers)
+
+
+@pytest.mark.parametrize("rates", [(0.4, 0, 0), (0, 0.4, 0), (0, 0, 0.4), (0.2, 0.3, 0.1)])
+def test_what_dropout_leaves_is_right_on_average(rates):
+    dropout = LoraDropout(*rates)
+    dropout.sample_keys = torch.arange(4000)
+    said = dropout.apply(torch.ones(4000, 3, 5), 2, axis=-1)
+    assert said.mean().item() == pytest.approx(1 - rates[2], abs=0.02)
+    if rates[1] and not rates[0]:
+        assert (said == said[:, :1]).all(), "a rank is left out in all places of a sample"
+    if rates[2] and not rates[0]:
+        assert ((said != 0).flatten(1).all(1) | (said == 0).flatten(1).all(1)).all()
+
+
+@pytest.mark.parametrize("rates", [(0.4, 0, 0), (0, 0.4, 0), (0, 0, 0.4)])
+def test_a_sample_drops_the_same_whatever_stands_beside_it_and_nothing_in_evaluation(rates):
+    layer, dropout = nn.Linear(6, 5), LoraDropout(*rates)
+    dropout.attach([layer])
+    given, keys = torch.randn(4, 7, 6, generator=torch.Generator().manual_seed(0)), torch.tensor([11, 12, 13, 14])
+    dropout.sample_keys = keys
+    whole, plain = layer(given), layer.eval()(given)
+    layer.train()
+    for row in range(4):
+        dropout.sample_keys = keys[row : row + 1]
+        assert torch.equal(layer(given[row : row + 1]) == 0, whole[row : row + 1] == 0)
+    assert bool((whole == 0).any()) and not bool((plain == 0).any())
+
+
+def test_the_pieces_of_a_long_caption_are_of_its_sample():
+    dropout = LoraDropout(0, 0.5, 0)
+    dropout.sample_keys = torch.tensor([5, 6])
+    said = dropout.apply(torch.ones(6, 8, 40), 0, axis=-1)
+    assert torch.equal(said[0], said[2]) and torch.equal(said[3], said[5]) and not torch.equal(said[2], said[3])
+
+
+def test_dropout_reaches_every_module_of_a_lora_and_shared_ones_once():
+    case = trained("flux", *SIZE, "--network_dropout", "0.5")
+    dropout = build_lora_dropout(AdapterConfig(network_dropout=0.5), case.model, case.adapter)
+    downs = {id(case.model.get_submodule(name).lora_A["default"]) for name in case.adapter.modules}
+    hooked = [module for module in case.model.modules() if module._forward_hooks]
+    assert {id(module) for module in hooked} == downs
+    assert all(len(module._forward_hooks) == 1 for module in hooked)
+    dropout.sample_keys = torch.tensor([1, 2])
+    with torch.no_grad():
+        for name, weight in lora.iter_adapter_parameters(case.model):
+            if "lora_B" in name:
+                weight.fill_(0.1)
+    dropped = loss_of(case)
+    case.model.eval()
+    assert not torch.allclose(dropped, loss_of(case))
+
+
+def test_a_limit_on_norms_makes_long_updates_just_as_long_and_leaves_short_ones():
+    case = trained("flux", *SIZE, "--network_alpha", "3")
+    draw = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, weight in lora.iter_adapter_parameters(case.model):
+            if "lora_B" in name:
+                weight.copy_(torch.randn(weight.shape, generator=draw) * (1 if "single" in name else 1e-3))
+    groups = {}
+    for site in case.adapter.sites:
+        groups.setdefault(site.original, []).append(case.model.get_submodule(site.name))
+
+    def norms():
+        return {
+            name: torch.cat([layer.get_delta_weight("default") for layer in layers]).norm().item()
+            for name, layers in groups.items()
+        }
+
+    before = norms()
+    MaxNormRegularizer(case.model, case.adapter, 0.5)()
+    after = norms()
+    assert any(norm > 0.5 for norm in before.values()) and any(norm < 0.5 for norm in before.values())
+    assert after == pytest.approx({name: min(norm, 0.5) for name, norm in before.items()}, rel=1e-4)
+
+
+def test_the_length_of_an_update_is_that_of_the_matrix():
+    down, ups = torch.randn(3, 4, 2, 2), [torch.randn(5, 3, 1, 1), torch.randn(2, 3, 1, 1)]
+    whole = torch.cat([up.flatten(1) for up in ups]) @ down.flatten(1) * 0.7
+    torch.testing.assert_close(compute_lora_norm(down, ups, 0.7), whole.norm())

@@ -1,0 +1,360 @@
+"""Each benchmark runs from end to end on tiny sizes, and its arithmetic is right."""
+
+import io
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from array import array
+from contextlib import redirect_stdout
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from rank_processes import on_ranks
+
+from benchmarks import compile as compile_benchmark
+from benchmarks import data, memory, pipeline, strategies, variants
+from benchmarks.__main__ import BENCHMARKS, main
+from benchmarks.processes import ROOT, run_workers
+from benchmarks.report import Measurement, format_json, format_text, measure_interleaved
+from benchmarks.step import BareLoop
+from benchmarks.synthetic_run import build_run, write_dataset
+from library.cli import run_tool
+from library.data.batch_plan import Bucket
+from library.data.prepare import prepare_data
+from library.errors import ConfigError, UserError
+from library.estimate.memory_meter import MemoryMeter
+
+SMALL = ("--resolution", "64", "--network_dim", "2")
+
+
+def run_benchmark(*argv):
+    """Return the measurements by name."""
+    output = io.StringIO()
+    with redirect_stdout(output):
+        assert main([*argv, "--json"]) == 0
+    report = json.loads(output.getvalue()[output.getvalue().index('{\n "command"') :])  # some libraries print, too
+    assert report["command"] == "python -m benchmarks " + " ".join([*argv, "--json"])
+    return {measurement["name"]: measurement for measurement in report["measurements"]}
+
+
+# command line and report
+
+
+def test_every_benchmark_is_listed_and_has_help(capsys):
+    assert main([]) == 0
+    listed = capsys.readouterr().out
+    assert all(f"  {name} " in listed for name in BENCHMARKS)
+    for name, (_, description) in BENCHMARKS.items():
+        with pytest.raises(SystemExit) as exited:
+            main([name, "--help"])
+        text = capsys.readouterr().out
+        assert exited.value.code == 0 and "--repetitions" in text and description[:40] in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["stap"], "unknown benchmark 'stap'; choose from step, startup"),
+        (["step", "--dataset_config", "x"], "--dataset_config: set by the benchmark; remove it"),
+        (["step", "--bench_step", "2"], "--bench_step: unknown option"),
+        (["memory", "--base_storage", "int8"], "--base_storage: set by the benchmark; choose with --switches"),
+        (["memory", "--count", "--fsdp"], "--fsdp: this benchmark runs on one device"),
+        (["strategies", "--fsdp"], "--fsdp: set by the benchmark; choose with --layouts"),
+        (["pipeline"], "--pp_size: a pipeline needs at least 2 stages"),
+    ],
+)
+def test_wrong_options_exit_with_code_2_and_say_why(argv, message, capsys):
+    assert main(argv) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_former_command_names_the_new_one(capsys):
+    assert run_tool(["bench", "step"]) == 2
+    assert "python -m benchmarks" in capsys.readouterr().err
+
+
+def test_the_report_has_median_spread_target_and_machine():
+    measurements = [
+        Measurement("a", [3.0, 1.0, 2.0], "s", 2.5),
+        Measurement("b", [1234.0], "MB", 1000.0),
+        Measurement("c", [], note="not measured: why"),
+    ]
+    lines = format_text(["python", "a b"], measurements).splitlines()
+    assert lines[0] == "python 'a b'" and lines[1].startswith("machine: ")
+    assert [line.split() for line in lines[-3:]] == [
+        ["a", "2", "s", "1", "to", "3", "<=", "2.5:", "met"],
+        ["b", "1,234", "MB", "<=", "1,000:", "MISSED"],
+        ["c", "not", "measured:", "why"],
+    ]
+    assert json.loads(format_json(["x"], measurements))["measurements"][0]["values"] == [3.0, 1.0, 2.0]
+
+
+def test_interleaved_candidates_take_turns():
+    calls = []
+    seconds = measure_interleaved({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 3)
+    assert calls == ["a", "b"] * 3 and {name: len(values) for name, values in seconds.items()} == {"a": 3, "b": 3}
+
+
+# programs that a benchmark starts
+
+SLEEPING_WORKERS = """
+import signal, sys
+from benchmarks.processes import TORCHRUN, start_python
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have told background programs to ignore it
+sleep = ["--no-python", sys.executable, "-c", "import time; time.sleep(99)"]
+with start_python([*TORCHRUN, "--nproc-per-node=2", *sleep]) as process:
+    process.wait()
+"""
+
+
+def test_no_worker_outlives_an_interrupted_benchmark():
+    benchmark = psutil.Popen([sys.executable, "-c", SLEEPING_WORKERS], stderr=subprocess.DEVNULL, cwd=ROOT)
+    deadline = time.monotonic() + 60
+    while len(children := benchmark.children(recursive=True)) < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    benchmark.send_signal(signal.SIGINT)
+    benchmark.wait(60)
+    assert len(children) == 3 and not [child for child in children if child.is_running()]
+
+
+def test_a_worker_returns_its_result_or_why_options_were_rejected(tmp_path):
+    argv = write_dataset(SMALL, tmp_path, 2)
+    (result,) = run_workers("benchmarks.variants:measure_steps", {"steps": 1}, argv, 1)
+    assert result["images"] == 1 and result["seconds"] > 0 and result["peak"] > 0.1
+    with pytest.raises(ConfigError, match="network_dim"):
+        run_workers("benchmarks.variants:measure_steps", {"steps": 1}, [*argv, "--network_dim", "0"], 1)
+
+
+@pytest.mark.long
+def test_an_error_of_a_worker_is_reported_with_its_traceback(tmp_path):
+    argv = write_dataset(SMALL, tmp_path, 2, world_size=2)
+    with pytest.raises(UserError, match="ZeroDivisionError"):
+        run_workers("benchmarks.variants:measure_steps", {"steps": 0}, argv, 2)
+
+
+def test_bytes_sent_are_counted():
+    before = variants.count_bytes_sent()
+    if before is None:
+        pytest.skip("this system does not count them")
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        accepted, _ = server.accept()
+        client.sendall(bytes(50_000))
+        accepted.sendall(bytes(700))
+        with accepted:
+            assert variants.count_bytes_sent() - before == 50_700
+
+
+# step
+
+
+def test_our_step_and_the_bare_step_compute_the_same():
+    batch = ("--gradient_accumulation_steps", "2", "--train_batch_size", "3")
+    options = ("--bench_steps", "2", "--repetitions", "2", *SMALL, *batch)
+    (measurements,) = on_ranks(1, run_benchmark, "step", *options)
+    ours, bare, ratios = (measurements[name]["values"] for name in ("our step", "bare step", "our step / bare step"))
+    assert ratios == [one / other for one, other in zip(ours, bare, strict=True)] and len(ratios) == 2
+    assert measurements["our throughput"]["values"] == pytest.approx([6 / seconds for seconds in ours])
+    for name in ("loss/current", "gradient_norm"):
+        difference = measurements[f"relative difference of {name}"]
+        assert difference["median"] < difference["at_most"] and len(difference["values"]) == 2
+    assert measurements["peak memory, ours"]["median"] > 0.1
+
+
+def run_step_with_another_loss():
+    original = BareLoop.backward
+
+    def backward(self):
+        self.batches = [(predict, target + 0.5) for predict, target in self.batches]
+        return original(self)
+
+    BareLoop.backward = backward
+    return run_benchmark("step", *SMALL, "--bench_steps", "2", "--repetitions", "1")
+
+
+def test_another_loss_is_noticed():
+    (measurements,) = on_ranks(1, run_step_with_another_loss)
+    for name in ("loss/current", "gradient_norm"):
+        difference = measurements[f"relative difference of {name}"]
+        assert difference["median"] > difference["at_most"]
+
+
+# memory and strategies
+
+
+def test_variants_take_turns_and_are_compared_to_the_first_one_that_runs(monkeypatch):
+    calls = []
+
+    def train(function, options, argv, world_size):
+        calls.append(argv[0])
+        if argv[0] == "rejected":
+            raise ConfigError(["--pp_size 4: too many"])
+        seconds = {"base": 0.5, "other": 0.25}[argv[0]] * len(calls)
+        return [{"seconds": seconds / (rank + 1), "images": 8, "sent": 1.5, "peak": 3 - len(argv)} for rank in range(2)]
+
+    monkeypatch.setattr(variants, "run_workers", train)
+    jobs = {"no": ["rejected"], "A": ["base"], "B": ["other", "--more"]}
+    measurements = variants.compare_variants(jobs, world_size=2, steps=1, repetitions=2)
+    assert calls == ["rejected", "base", "other", "base", "other"]
+    values = {measurement.name: measurement.values for measurement in measurements[4:]}
+    assert measurements[-1].note == "not measured: --pp_size 4: too many" and measurements[-1].values == []
+    assert values["B: step time"] == [0.75, 1.25] and values["B: step time / A"] == [0.75 / 1, 1.25 / 2]
+    assert values["B: throughput"] == [8 / 0.75, 8 / 1.25] and values["B: bytes on the wire, all ranks"] == [3, 3]
+    assert values["B: peak memory per process"] == [1, 1] and measurements[-2].note == "+1.000 GB saved"
+
+
+def test_every_layout_trains_as_many_images_in_a_step(monkeypatch):
+    jobs = {}
+    monkeypatch.setattr(strategies, "compare_variants", lambda variants, **options: jobs.update(variants) or [])
+    batch = ("--train_batch_size", "2", "--gradient_accumulation_steps", "3")
+    run_benchmark("strategies", "--layouts", "DDP", "PP", "TP", "--world_size", "4", *batch)
+    common = jobs["DDP"]
+    assert jobs["PP"] == [*common, "--pp_size", "4", "--gradient_accumulation_steps", "12"]
+    assert jobs["TP"] == [*common, "--tp_size", "4", "--train_batch_size", "8"]
+
+
+def test_every_memory_switch_is_compared_to_the_baseline(monkeypatch):
+    jobs = {}
+    monkeypatch.setattr(memory, "compare_variants", lambda variants, **options: jobs.update(variants) or [])
+    run_benchmark("memory", *SMALL)
+    assert list(jobs) == list(memory.SWITCHES) and jobs["nf4"] == [*jobs["baseline"], "--base_storage", "nf4"]
+    half, every = (int(jobs[name][-1]) for name in ("swap_half", "swap_all"))
+    assert 0 < half < every <= 2 * half + 1
+
+
+def count_flops_of_a_step(directory):
+    argv = write_dataset([*SMALL, "--train_batch_size", "2"], directory, 1)
+    with build_run(argv, directory) as run, MemoryMeter(torch.device("cpu")) as meter:
+        work = next(run.loader.iter_steps(0))
+        run.strategy.compute_gradients(run.task, work.micro_batches, work.num_global_samples, 0)
+    return meter.flops
+
+
+def test_counted_flops_are_those_of_a_real_step_and_each_switch_saves_what_it_is_for(tmp_path):
+    switches = ("checkpointing", "budget_0.5", "int8")
+    measurements = run_benchmark("memory", "--count", "--switches", *switches, *SMALL, "--train_batch_size", "2")
+    flops, frozen, activations, peak = (
+        {name: measurements[f"{name}: {quantity}"]["median"] for name in ("baseline", *switches)}
+        for quantity in ("FLOPs", "frozen weights", "activations", "peak")
+    )
+    assert on_ranks(1, count_flops_of_a_step, tmp_path) == [pytest.approx(1e12 * flops["baseline"])]
+    assert flops["checkpointing"] > flops["budget_0.5"] > flops["baseline"] == flops["int8"]
+    assert activations["checkpointing"] < activations["budget_0.5"] < activations["baseline"]
+    assert frozen["checkpointing"] == frozen["baseline"] > frozen["int8"]
+    assert all(peak[name] > frozen[name] + activations[name] for name in flops) and peak["int8"] < peak["baseline"]
+
+
+@pytest.mark.long
+def test_real_workers_send_their_gradients_and_a_rejected_layout_is_reported():
+    options = ("--bench_steps", "2", "--repetitions", "1", "--network_dim", "4", "--on_oom", "ladder")
+    measurements = run_benchmark("strategies", "--layouts", "DDP", "FSDP", "--resolution", "64", *options)
+    assert "on_oom" in measurements["FSDP"]["note"]
+    sent = measurements["DDP: bytes on the wire, all ranks"]["median"]
+    assert 0.09 < sent < 0.3, "rank 4: two processes with 0.09 MB of gradients each"
+    assert measurements["DDP: throughput"]["median"] > 0
+
+
+# data
+
+
+def test_scan_and_plan_are_measured_and_nothing_is_left(monkeypatch, tmp_path):
+    monkeypatch.setattr(data, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    options = ("--parts", "scan", "plan", "--images", "100", "--entries", "1000", "--repetitions", "2")
+    measurements = run_benchmark("data", *options)
+    assert list(tmp_path.iterdir()) == []
+    for name in ("cold", "warm", "warm, one image changed"):
+        assert len(measurements[f"scan of 100 images, {name}"]["values"]) == 2
+    assert measurements["memory of the prepared dataset"]["median"] > 100
+    assert measurements["plan of 1,000 samples for 64 ranks: first batch"]["median"] > 0
+    assert not any(measurement["at_most"] for name, measurement in measurements.items() if name.startswith("scan"))
+
+
+def test_scanned_images_are_distinct_and_have_many_sizes(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "SETTLE_SECONDS", 0.0)
+    configs = []
+    monkeypatch.setattr(data, "prepare", lambda config, step: configs.append(config) or prepare_data(config, step))
+    list(data.measure_scan(tmp_path / "scan", 60, 1))
+    samples = prepare_data(configs[0], 8).manifest.samples
+    assert len({sample.content_hash for sample in samples}) == len({sample.caption for sample in samples}) == 60
+    assert len({sample.size for sample in samples}) > 10
+
+
+def test_every_sample_is_counted_once_in_an_epoch_of_the_plan():
+    count = 3 * data.BATCH * data.RANKS
+    bucket = Bucket((64, 64), array("q", range(count)), array("q", [1] * count), data.BATCH)
+    assert data.count_epoch(data.plan_first_batch([bucket])) == count
+    assert sum(len(bucket.sample_indices) for bucket in data.draw_buckets(count)) == count
+
+
+def test_cached_latents_are_compared_to_npz_files():
+    (measurements,) = on_ranks(1, run_benchmark, "data", "--parts", "cache", "--cached_images", "8", *SMALL)
+    names = [name for name in measurements if " / " not in name]
+    formats = ["cache, read only", "cache, whole loader", "npz", "compressed npz"]
+    assert [name.partition(": ")[2] for name in names] == formats
+    assert all(len(measurements[name]["values"]) == 3 for name in names)
+
+
+def test_npz_files_hold_latents_and_their_mirror_image(tmp_path):
+    latents = np.arange(8, dtype=np.float32).reshape(1, 2, 4)
+    files = data.write_npz(tmp_path / "npz", np.savez, latents, 2)
+    batch = data.read_npz(files)
+    assert batch[0].tolist() == latents.tolist() and batch[1].tolist() == latents[..., ::-1].tolist()
+
+
+# pipeline, compile, saves, startup
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"), [((2, 4, "gpipe"), 0.2), ((4, 16, "1f1b"), 3 / 19), ((2, 4, "interleaved"), 1 / 9)]
+)
+def test_the_bubble_formula(arguments, expected):
+    assert pipeline.compute_bubble(*arguments) == pytest.approx(expected)
+
+
+def test_the_idle_fraction_is_that_of_gpipe_with_two_stages_and_two_micro_batches():
+    first = [(0, 1), (1, 2), (4, 5), (5, 6)]
+    second = [(1, 2), (2, 3), (3, 4), (4, 5)]
+    assert pipeline.compute_idle_fraction([first, second]) == pytest.approx(1 / 3)
+
+
+@pytest.mark.long
+def test_bubbles_are_measured_in_each_step():
+    options = ("--pp_size", "2", "--micro_batches", "2", "--simulate_ms", "50", *SMALL)
+    measurement = run_benchmark("pipeline", *options)["2 micro-batches: bubble fraction"]
+    assert measurement["note"] == "formula: 33.3 %" and len(measurement["values"]) == 3
+    assert all(25 < value < 60 for value in measurement["values"])
+
+
+def test_image_sizes_are_distinct_and_begin_with_the_square():
+    sizes = compile_benchmark.choose_sizes(96, 24)
+    assert sizes[0] == (96, 96) and len(set(sizes)) == 24 and all(side % 16 == 0 for size in sizes for side in size)
+
+
+@pytest.mark.long
+def test_compiling_is_measured_with_a_cold_and_a_warm_cache():
+    options = ("--sizes", "1", "--modes", "dynamic", "--backend", "eager", "--bench_steps", "11", *SMALL)
+    measurements = run_benchmark("compile", *options)
+    for cache in ("cold", "warm"):
+        assert measurements[f"1 sizes, dynamic, {cache} cache: to the first step"]["median"] > 1
+        assert measurements[f"1 sizes, dynamic, {cache} cache: compile time"]["note"] == "2 graphs"
+    assert measurements["1 sizes, dynamic, cold cache: step time"]["median"] > 0
+
+
+def test_saves_are_timed():
+    options = ("--bench_steps", "12", "--save_interval", "4", *SMALL)
+    (measurements,) = on_ranks(1, run_benchmark, "saves", *options)
+    for kind in ("LoRA file", "checkpoint"):
+        assert measurements[f"training blocked by one {kind}"]["median"] > 0
+        assert 0 < measurements[f"share of the run blocked by all {kind}s"]["median"] < 100
+
+
+@pytest.mark.long
+def test_both_programs_reach_their_first_step():
+    measurements = run_benchmark("startup", "--repetitions", "1", *SMALL)
+    ours, bare = measurements["our first step after"]["median"], measurements["bare first step after"]["median"]
+    assert measurements["ours / bare"]["median"] == pytest.approx(ours / bare) and min(ours, bare) > 0.5

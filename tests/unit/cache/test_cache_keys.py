@@ -1,0 +1,234 @@
+"""Exactly what changed is encoded again: a picture, its cut, its mirror image, the VAE, the precision, a caption."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cache_family import Encoded, Kept, dataset
+from PIL import Image
+from rank_processes import on_ranks
+from safetensors.torch import load_file, save_file
+
+from library.data.images import resize_and_crop
+from library.dataset.image_inspection import load_rgb_image
+from library.models.detect import detect_model, get_config_reader
+from library.models.model_configs import read_encoded_sizes
+
+ALL = ["pictures/0.png", "pictures/1.png", "pictures/2.png"]
+SIZES = [(96, 64), (64, 64), (64, 100)]
+
+
+def draw(path: Path, number: int) -> None:
+    noise = np.random.default_rng(number).integers(0, 256, (*SIZES[number % 3][::-1], 3), np.uint8)
+    Image.fromarray(noise).save(path)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    (tmp_path / "pictures").mkdir()
+    for number in range(3):
+        draw(tmp_path / "pictures" / f"{number}.png", number)
+        (tmp_path / "pictures" / f"{number}.txt").write_text(f"number {number}")
+    return tmp_path
+
+
+def encoded_after_each_change(folder: str) -> dict[str, list[str]]:
+    """The names of what was encoded, change by change, on one folder with one cache."""
+    import stand_in
+
+    from library.models.families.sd1 import StableDiffusion1
+
+    root, pictures = Path(folder), Path(folder) / "pictures"
+    model = root / "model"
+    stand_in.build().save_pretrained(model)
+    encoded, strategy = Encoded(), None
+    seen: dict[str, list[str]] = {}
+
+    def look(change: str, *flags: str, **settings: str) -> None:
+        nonlocal strategy
+        words = [
+            "--dataset_config",
+            dataset(root, **settings),
+            "--pretrained_model_name_or_path",
+            str(model),
+            "--cache_latents_to_disk",
+            "--cache_text_encoder_outputs_to_disk",
+            *flags,
+        ]
+        kept = Kept(StableDiffusion1(), *words, strategy=strategy)
+        strategy = kept.strategy
+        seen[change] = encoded.taken()
+
+    look("the first time")
+    look("nothing")
+    draw(pictures / "1.png", 4)
+    look("another picture under the same name")
+    (pictures / "0.png").rename(pictures / "z.png")
+    (pictures / "0.txt").rename(pictures / "z.txt")
+    look("another name")
+    (pictures / "z.png").rename(pictures / "0.png")
+    (pictures / "z.txt").rename(pictures / "0.txt")
+    image = Image.open(pictures / "0.png")
+    exif = image.getexif()
+    exif[0x0112] = 6
+    image.save(pictures / "0.png", exif=exif)
+    look("turned")
+    (pictures / "2.txt").write_text("number 2, and more")
+    look("another caption")
+    look("more repeats, another seed", "--dataset_repeats", "3", "--seed", "7")
+    look("another resolution", resolution="80")
+    look("back again")
+    look("mirrored", "--flip_aug")
+    look("not mirrored")
+    look("another filter", "--resize_interpolation", "nearest")
+    look("half precision", "--cache_precision", "fp16")
+    weights = load_file(model / "vae" / "diffusion_pytorch_model.safetensors")
+    weights["encoder.conv_in.weight"] *= 1.001
+    save_file(weights, model / "vae" / "diffusion_pytorch_model.safetensors")
+    look("another VAE")
+    settings = json.loads((model / "vae" / "config.json").read_text())
+    (model / "vae" / "config.json").write_text(json.dumps(settings | {"scaling_factor": 3.0}))
+    look("another scale of the VAE")
+    weights = load_file(model / "text_encoder" / "model.safetensors")
+    weights[min(weights)] += 1e-3
+    save_file(weights, model / "text_encoder" / "model.safetensors", {"format": "pt"})
+    look("another text encoder")
+    weights = load_file(model / "unet" / "diffusion_pytorch_model.safetensors")
+    save_file(
+        {name: weight * 2 for name, weight in weights.items()}, model / "unet" / "diffusion_pytorch_model.safetensors"
+    )
+    shutil.copytree(model, root / "elsewhere")
+    look("another UNet, and the model elsewhere", "--pretrained_model_name_or_path", str(root / "elsewhere"))
+    return seen
+
+
+def test_exactly_what_changed_is_encoded_again(folder):
+    (seen,) = on_ranks(1, encoded_after_each_change, str(folder))
+
+    captions = ["", "number 0", "number 1", "number 2"]
+    assert seen == {
+        "the first time": [*sorted([*captions, *ALL])],
+        "nothing": [],
+        "another picture under the same name": ["pictures/1.png"],
+        "another name": [],
+        "turned": ["pictures/0.png"],
+        "another caption": ["number 2, and more"],
+        "more repeats, another seed": [],
+        "another resolution": ALL,
+        "back again": [],
+        "mirrored": [f"{name} mirrored" for name in ALL],
+        "not mirrored": [],
+        "another filter": ALL,
+        "half precision": ALL,
+        "another VAE": ALL,
+        "another scale of the VAE": ALL,
+        "another text encoder": ["", "number 0", "number 1", "number 2, and more"],
+        "another UNet, and the model elsewhere": [],
+    }
+    # Nothing is left lying about; what files hold is remembered only of those that are two seconds old.
+    names = {path.name for path in (folder / "pictures" / ".cache-lorikeet").iterdir()}
+    assert names - {"files.json"} == {"latents", "scan", "texts"}
+
+
+def encoded_in_both_precisions(folder: str, precision: str) -> list[str]:
+    from library.models.families.sd1 import StableDiffusion1
+
+    encoded = Encoded()
+    Kept(
+        StableDiffusion1(),
+        "--dataset_config",
+        dataset(Path(folder)),
+        "--cache_latents_to_disk",
+        "--cache_text_encoder_outputs_to_disk",
+        "--mixed_precision",
+        precision,
+    )
+    return encoded.taken()
+
+
+def test_captions_are_kept_for_each_precision_and_latents_are_always_of_float32(folder):
+    first = on_ranks(1, encoded_in_both_precisions, str(folder), "no")[0]
+    other = on_ranks(1, encoded_in_both_precisions, str(folder), "bf16")[0]
+    again = on_ranks(1, encoded_in_both_precisions, str(folder), "no")[0]
+    assert (len(first), other, again) == (7, ["", "number 0", "number 1", "number 2"], [])
+
+
+def encoded_among_others(folder: str) -> list[list[str]]:
+    from cache_family import Plain
+
+    root, rounds, encoded = Path(folder), [], Encoded()
+    shutil.copytree(root / "pictures", root / "more")
+    (root / "more" / "2.png").unlink()
+    draw(root / "more" / "5.png", 5)
+    file = Path(dataset(root))
+    both = file.read_text() + f"  [[datasets.subsets]]\n  image_dir = '{root / 'more'}'\n"
+    strategy = None
+    for change in (lambda: None, lambda: (root / "more" / "5.png").rename(root / "pictures" / "5.png")):
+        change()
+        file.write_text(both)
+        kept = Kept(Plain(), "--dataset_config", str(file), "--cache_latents_to_disk", strategy=strategy)
+        strategy = kept.strategy
+        rounds.append(encoded.taken())
+    return rounds
+
+
+def test_two_names_for_one_picture_are_one_entry_and_a_picture_may_move(folder):
+    (rounds,) = on_ranks(1, encoded_among_others, str(folder))
+    assert rounds == [["more/5.png", *ALL], []]
+
+
+def test_the_pixels_that_keys_stand_for_are_what_they_were(tmp_path):
+    """When this fails because pictures are prepared in another way: raise LATENT_CODE in data/cache/keys.py, then
+    write the numbers anew.  Otherwise latents that were kept before are taken for those of the new pixels."""
+    from library.data.buckets import BucketAssignment
+
+    rows = np.arange(40)[:, None, None] * 5 + np.arange(60)[None, :, None] * 1 + np.array([0, 40, -90])
+    Image.fromarray((rows % 256).astype(np.uint8)).save(tmp_path / "rgb.png")
+    alpha = np.dstack([rows % 256, (np.arange(60)[None] * 4).repeat(40, 0)]).astype(np.uint8)
+    Image.fromarray(alpha).save(tmp_path / "alpha.png")
+    Image.fromarray((np.arange(2400).reshape(40, 60) * 27).astype(np.uint16)).save(tmp_path / "deep.png")
+    found = []
+    for name in ("rgb", "alpha", "deep"):
+        image = load_rgb_image(tmp_path / f"{name}.png")
+        for placement in (BucketAssignment((32, 24), (36, 24), (3, 0)), BucketAssignment((64, 48), (72, 48), (5, 0))):
+            pixels = resize_and_crop(image, placement, placement.crop_left_top, None)
+            found.append(
+                [
+                    round(float(value), 1)
+                    for value in (
+                        pixels.mean(),
+                        pixels[: len(pixels) // 2].mean(),
+                        pixels[:, ::3, 1].mean(),
+                        pixels.std(),
+                    )
+                ]
+            )
+    assert np.allclose(found, PIXELS, atol=1), found
+
+
+PIXELS = [
+    [131.6, 113.9, 149.4, 68.1],
+    [131.4, 113.7, 149.3, 68.9],
+    [195.5, 186.6, 204.7, 46.9],
+    [196.9, 188.2, 204.2, 46.9],
+    [126.2, 63.2, 126.1, 72.7],
+    [126.1, 63.1, 126.1, 72.8],
+]
+"""Means of the whole, of its upper half and of every third green column, and the spread."""
+
+
+def test_sizes_that_a_plan_tells_are_those_that_come_out(tmp_path):
+    import stand_in
+    import torch
+
+    from library.models.families.sd1 import StableDiffusion1
+
+    pipe = stand_in.build()
+    pipe.save_pretrained(tmp_path)
+    told = read_encoded_sizes(get_config_reader(detect_model(str(tmp_path))))
+    moments = StableDiffusion1().encode_moments(pipe, torch.zeros(1, 3, 64, 96))
+    assert moments.mean_and_std.numel() == told.count_moment_elements((96, 64))
+    embeds = StableDiffusion1().encode_prompts(pipe, ["a"])["embeds"]
+    assert embeds.numel() == told.text_elements

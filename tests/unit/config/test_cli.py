@@ -1,0 +1,180 @@
+"""The command line as a user meets it: one program, plain messages, exit codes that mean something."""
+
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from library import cli
+from library.tools import TOOLS
+
+ROOT = Path(__file__).resolve().parents[3]
+TRAIN = str(ROOT / "train_lora.py")
+
+
+def call(*words, cwd=ROOT, **environment):
+    return subprocess.run(
+        [sys.executable, *map(str, words)],
+        cwd=cwd,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    """Another project's package that is called library, too."""
+    (tmp_path / "site" / "library").mkdir(parents=True)
+    (tmp_path / "site" / "library" / "__init__.py").write_text("STRANGER = True\n")
+    return tmp_path / "site"
+
+
+def test_a_mistake_ends_with_code_2_and_one_line_for_each_problem(tmp_path):
+    done = call(TRAIN, "--network_dimm", "4", "--dataset_config", tmp_path / "none.toml")
+
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.splitlines() == [
+        "train_lora: stopped. 2 problems:",
+        "  --network_dimm: unknown option; did you mean --network_dim?",
+        f"  --dataset_config: {tmp_path}/none.toml: no such file (looked in {tmp_path})",
+    ]
+
+
+def test_a_mistake_is_told_once_for_each_machine():
+    argv = (TRAIN, "--network_dimm", "4")
+
+    assert "network_dimm" in call(*argv, RANK="0", LOCAL_RANK="0", WORLD_SIZE="4").stderr
+    assert call(*argv, RANK="1", LOCAL_RANK="1", WORLD_SIZE="4").stderr == ""
+    assert "stopped on rank 2" in call(*argv, RANK="2", LOCAL_RANK="0", WORLD_SIZE="4").stderr
+    assert call(*argv, RANK="1", LOCAL_RANK="1", WORLD_SIZE="4").returncode == 2
+
+
+def test_under_accelerate_launch_it_is_said_that_its_own_report_is_not_the_cause():
+    done = call(TRAIN, "--network_dimm", "4", ACCELERATE_MIXED_PRECISION="no")
+
+    assert done.stderr.splitlines()[-1].startswith("(accelerate launch reports below")
+
+
+def test_it_runs_from_another_folder(tmp_path):
+    assert call(TRAIN, "--help", cwd=tmp_path).returncode == 0
+
+
+@pytest.mark.parametrize("words", [(TRAIN, "--help"), ("-m", "library", "options")])
+def test_a_reader_that_has_read_enough_is_no_error(words):
+    """As ``head`` does; the pipe is closed before anything is written to it."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_foreign_library_on_the_path_does_not_get_in_the_way(foreign, tmp_path):
+    done = call(TRAIN, "--help", cwd=tmp_path, PYTHONPATH=str(foreign))
+
+    assert done.returncode == 0 and "--dataset_config" in done.stdout
+
+
+def test_a_foreign_library_that_comes_first_is_named(foreign):
+    script = (
+        f"import runpy, sys; sys.path.insert(0, {str(foreign)!r}); import library; "
+        f"sys.argv = ['train_lora.py', '--help']; runpy.run_path({TRAIN!r}, run_name='__main__')"
+    )
+    done = call("-c", script)
+
+    assert done.returncode == 2
+    assert f"the name 'library' belongs to {foreign}/library/__init__.py here" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_foreign_library_without_a_file_is_named(tmp_path):
+    (tmp_path / "library").mkdir()
+    script = (
+        f"import runpy, sys; sys.path[:] = [{str(tmp_path)!r}, *sys.path]; import library; "
+        f"runpy.run_path({TRAIN!r}, run_name='__main__')"
+    )
+    done = call("-c", script, cwd=tmp_path)
+
+    assert done.returncode == 2 and "nothing was started" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_tool_that_is_not_there_is_answered_with_the_nearest():
+    done = call("-m", "library", "docter")
+
+    assert done.returncode == 2
+    assert done.stderr == f"library: no tool 'docter'; did you mean doctor?; there are: {', '.join(TOOLS)}\n"
+
+
+def test_a_tool_tells_mistakes_as_training_does():
+    done = call("-m", "library", "plan", "--network_dimm", "4")
+
+    assert done.returncode == 2
+    assert "  --network_dimm: unknown option; did you mean --network_dim?" in done.stderr.splitlines()
+
+
+def test_what_only_one_process_runs_into_is_told_by_that_process(monkeypatch, capsys):
+    from library import cli
+    from library.errors import ConfigError, UserError
+
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    told_elsewhere = UserError("the disk is full")
+    told_elsewhere.is_reported = True
+    for error in (UserError("a.png: broken"), told_elsewhere, ConfigError(["network_dimm: unknown"])):
+        cli._report_user_error(error)
+
+    assert capsys.readouterr().err == "train_lora: stopped on rank 3.\n  a.png: broken\n"
+
+
+def test_mistakes_of_all_kinds_are_told_together_before_torch_is_imported(tmp_path):
+    (tmp_path / "prompts.txt").write_text("a cat --w 100\n")
+    (tmp_path / "data.toml").write_text("[[datasets]]\nresolutoin = 512\n[[datasets.subsets]]\nimage_dir = 'nowhere'\n")
+    script = (
+        "import sys; from library.cli import main; code = main(sys.argv[1:]); "
+        "print(code, [name for name in ('torch', 'diffusers') if name in sys.modules])"
+    )
+    done = call(
+        "-c",
+        script,
+        "--network_dim",
+        "x",
+        "--pretrained_model_name_or_path",
+        "/no/where",
+        "--sample_prompts",
+        tmp_path / "prompts.txt",
+        "--dataset_config",
+        tmp_path / "data.toml",
+    )
+
+    assert done.stdout.strip() == "2 []"
+    for part in (
+        "--network_dim: expected a whole number",
+        "data.toml:2: resolutoin: ",
+        "prompts.txt:1: --w: 100 is no",
+        "pretrained_model_name_or_path: /no/where: no such file",
+        "data.toml:4: image_dir",
+    ):
+        assert part in done.stderr, (part, done.stderr)
+
+
+def test_a_tool_that_is_interrupted_says_so_and_nothing_else(monkeypatch, capsys):
+    def interrupted(argv):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("library.tools.TOOLS", {"plan": ("", interrupted)})
+    assert cli.run_tool(["plan"]) == 130
+    assert capsys.readouterr().err == "library plan: interrupted\n"
+
+
+def test_garbage_is_looked_for_again_whatever_happened_while_libraries_were_imported():
+    with pytest.raises(KeyError), cli._pause_garbage_collection():
+        assert not gc.isenabled()
+        raise KeyError
+    assert gc.isenabled() and gc.get_freeze_count()
+    gc.unfreeze()

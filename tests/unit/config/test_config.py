@@ -1,0 +1,491 @@
+"""Settings: defaults < file < flags, and every mistake told at once with its place and the way out."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from data_paths import DATA, ROOT
+
+from library.config import RunConfig, parse_config
+from library.config.help import format_config_as_toml, format_help, format_options_page
+from library.config.kohya_compat import KOHYA_OPTIONS, NotYetSupported, OptionAlias, UnsupportedOption
+from library.config.options import flatten_config, iter_options
+from library.config.types import Resolution, StepsOrRatio
+from library.errors import ConfigError
+
+KOHYA = json.loads((Path(__file__).resolve().parents[2] / "data" / "kohya_options.json").read_text())
+
+
+def run_file(folder: Path, text: str) -> str:
+    path = folder / "run.toml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
+    path = run_file(tmp_path, "[anything]\nnetwork_dim = 8\nlearning_rate = 1\n")
+
+    loaded = parse_config([*DATA, "--config_file", path, "--network_dim", "16"])
+
+    assert loaded.require_valid().adapter.network_dim == 16
+    assert loaded.config.optim.learning_rate == 1.0
+    assert loaded.config.train.seed == 42
+    assert loaded.locations["network_dim"] == "--network_dim"
+    assert loaded.locations["learning_rate"] == f"{path}:3: learning_rate"
+
+
+def test_a_file_with_five_mistakes_of_five_kinds_gives_five_lines(tmp_path):
+    path = run_file(
+        tmp_path,
+        f"""\
+[model]
+network_dimm = 8
+
+[learning]
+learning_rate = "1e-4"   # in quotes
+mixed_precision = 'bf61'
+apply_t5_attn_mask = true
+lr_warmup_steps = 10
+dataset_config = '{DATA[1]}'
+""",
+    )
+
+    assert parse_config(["--config_file", path]).problems == [
+        f"{path}:2: network_dimm: unknown option; did you mean network_dim?",
+        f"{path}:5: learning_rate: expected a number, got the text '1e-4'; write 1e-4 without quotes",
+        f"{path}:6: mixed_precision: the text 'bf61' is not one of no, fp16, bf16, fp8",
+        f"{path}:7: apply_t5_attn_mask: not yet: masking the padding of texts; as in diffusers' pipelines, it is read "
+        "like text",
+        f"{path}:8: lr_warmup_steps: lr_scheduler constant has no warm-up; use lr_scheduler constant_with_warmup",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        (["--network_dimm", "3"], "--network_dimm: unknown option; did you mean --network_dim?"),
+        (["--network-dim", "3"], "--network-dim: unknown option; did you mean --network_dim?"),
+        (["--network_dim"], "--network_dim: needs a value (INTEGER)"),
+        (["--network_dim", "3", "4"], "--network_dim: takes one value, got 2 (INTEGER)"),
+        (["--network_dim", "3.5"], "--network_dim: expected a whole number, got '3.5'"),
+        (["--network_dim", "0"], "--network_dim: 0 is too small; at least 1"),
+        (["--caption_dropout_rate", "1.5"], "--caption_dropout_rate: 1.5 is too large; at most 1"),
+        (["--learning_rate", "nan"], "--learning_rate: expected a finite number, got nan"),
+        (
+            ["--enable_bucket", "true"],
+            "--enable_bucket: takes no value, got 'true'; write --enable_bucket or --no-enable_bucket",
+        ),
+        (["--optimizer_args"], "--optimizer_args: needs at least one value (TEXT)"),
+        (["--resolution", "5x5"], "--resolution: expected a size in pixels, such as 512 or 512,768 (width, height)"),
+        (
+            ["--lr_warmup_steps", "1.5"],
+            "--lr_warmup_steps: expected steps (100), a ratio of the run below 1 (0.1), or a percentage ('10%')",
+        ),
+        (["-x"], "-x: unexpected; options start with -- and take one value"),
+        (["--no-network_dim", "3"], "--no-network_dim: unknown option; did you mean --network_dim?"),
+        (["--config_file"], "--config_file: needs one value, a path"),
+        (
+            ["--max_train_steps", "5", "--max_train_epochs", "1"],
+            "--max_train_steps: max_train_epochs decides the length, too; give one of the two",
+        ),
+        (["--log_with", "tensorboard"], "--log_with: log_with tensorboard needs a logging_dir to write to"),
+        (["--sample_at_first"], "--sample_at_first: needs prompts; name a file with --sample_prompts"),
+        (["--output_name", "a/b"], "--output_name: 'a/b' is no file name; folders go into output_dir"),
+        (
+            ["--wandb_api_key", "k"],
+            "--wandb_api_key: a key in a flag ends in logs; run `wandb login` or set WANDB_API_KEY",
+        ),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_named(argv, problem):
+    assert parse_config([*DATA, *argv]).problems == [problem]
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("enable_bucket = 1", "enable_bucket: expected true or false, got 1"),
+        (
+            "enable_bucket = 'True'",
+            "enable_bucket: expected true or false, got the text 'True'; write true without quotes",
+        ),
+        ("network_dim = 4.0", "network_dim: expected a whole number, got 4.0"),
+        ("network_dim = true", "network_dim: expected a whole number, got true"),
+        ("output_name = 3", "output_name: expected a text, got 3"),
+        ("optimizer_args = [1]", "optimizer_args: expected a text, got 1"),
+        ("network_dim = {a = 1}", "network_dim: a table; options take plain values"),
+        ("a = 1\n[x]\na = 2", "a: given twice; it stands in line 1 already"),
+        ("config_file = 'b'", "config_file: belongs on the command line"),
+    ],
+)
+def test_a_mistake_in_the_file_is_named_with_its_line(tmp_path, line, problem):
+    path = run_file(tmp_path, line)
+    number = line.count("\n") + 1
+
+    problems = parse_config([*DATA, "--config_file", path]).problems
+
+    assert f"{path}:{number}: {problem}" in problems
+
+
+def test_a_dataset_file_given_as_config_file_is_recognised(tmp_path):
+    path = run_file(tmp_path, "[[datasets]]\nresolution = 512\n")
+
+    assert parse_config([*DATA, "--config_file", path]).problems == [
+        f"{path}:1: datasets: a table; options take plain values; this looks like a dataset file: name it with "
+        "--dataset_config"
+    ]
+
+
+def test_a_file_that_is_not_there_or_no_toml_is_one_line(tmp_path):
+    missing = tmp_path / "none.toml"
+    broken = run_file(tmp_path, "a = 1\nb = = 2\n")
+
+    assert parse_config([*DATA, "--config_file", str(missing)]).problems == [
+        f"{missing}: no such file (looked in {tmp_path})"
+    ]
+    assert parse_config([*DATA, "--config_file", broken]).problems == [f"{broken}:2: not valid TOML: Invalid value"]
+
+
+def test_the_name_of_the_file_may_lack_its_ending_as_in_sd_scripts(tmp_path):
+    path = run_file(tmp_path, "network_dim = 8\n")
+
+    assert parse_config([*DATA, "--config_file", path.removesuffix(".toml")]).require_valid().adapter.network_dim == 8
+
+
+def test_the_last_of_several_equal_flags_counts_as_in_argparse():
+    assert parse_config([*DATA, "--network_dim", "2", "--network_dim=3"]).require_valid().adapter.network_dim == 3
+
+
+def test_a_switch_in_the_file_can_be_turned_off_by_a_flag(tmp_path):
+    path = run_file(tmp_path, "enable_bucket = true\n")
+
+    assert parse_config([*DATA, "--config_file", path]).require_valid().data.enable_bucket
+    assert not parse_config([*DATA, "--config_file", path, "--no-enable_bucket"]).require_valid().data.enable_bucket
+
+
+def test_negative_numbers_are_values_and_not_options():
+    assert parse_config([*DATA, "--learning_rate", "-1"]).problems == ["--learning_rate: -1.0 is too small; at least 0"]
+
+
+def test_every_option_of_sd_scripts_is_ours_an_alias_or_refused_with_a_reason():
+    names = {option.name for option in iter_options(RunConfig)} | {"config_file", "output_config"}
+    everything = [*KOHYA["train_network"], *KOHYA["family_additions"], *KOHYA["full_finetuning_only"]]
+
+    assert len(KOHYA["train_network"]) == 193
+    assert [name for name in everything if name not in names and name not in KOHYA_OPTIONS] == []
+    assert [name for name in KOHYA_OPTIONS if name in names] == []
+    assert all(isinstance(verdict, (OptionAlias, UnsupportedOption)) for verdict in KOHYA_OPTIONS.values())
+    assert all(len(verdict.reason) > 10 for verdict in KOHYA_OPTIONS.values() if isinstance(verdict, UnsupportedOption))
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, verdict in KOHYA_OPTIONS.items() if isinstance(verdict, UnsupportedOption)]
+)
+def test_a_refused_option_is_never_accepted_in_silence(name, tmp_path):
+    verdict = KOHYA_OPTIONS[name]
+    switch, value = f"--{name}", run_file(tmp_path, f"{name} = 'surely not harmless'\n")
+    is_always_on = any(one is True for one in verdict.accepted_values)
+
+    flagged = parse_config([*DATA, switch]).problems
+    assert flagged == ([] if is_always_on else [f"{switch}: {verdict.reason}"])
+    assert parse_config([*DATA, "--config_file", value]).problems == [f"{value}:1: {name}: {verdict.reason}"]
+
+
+def test_a_refused_option_may_ask_for_what_happens_anyway(tmp_path):
+    path = run_file(
+        tmp_path, "cache_latents = false\nsdpa = true\nloss_type = 'l2'\nmin_timestep = 0\nnoise_offset = 0.0"
+    )
+
+    assert parse_config([*DATA, "--config_file", path]).problems == []
+    assert parse_config([*DATA, "--max_timestep", "1000", "--save_model_as", "safetensors"]).problems == []
+
+
+def test_aliases_set_the_option_they_stand_for(tmp_path):
+    path = run_file(tmp_path, "caption_extention = '.txt'\n")
+
+    config = parse_config([*DATA, "--config_file", path]).require_valid()
+
+    assert config.data.caption_extension == (".txt",)
+    assert {
+        name: verdict.option
+        for name, verdict in KOHYA_OPTIONS.items()
+        if isinstance(verdict, OptionAlias) and verdict.value is None
+    } == {
+        "caption_extention": "caption_extension",
+        "training_shift": "discrete_flow_shift",
+    }
+
+
+def test_not_yet_is_said_in_these_words():
+    assert all(
+        verdict.reason.startswith("not yet: ") == isinstance(verdict, NotYetSupported)
+        for verdict in KOHYA_OPTIONS.values()
+        if isinstance(verdict, UnsupportedOption)
+    )
+
+
+def test_the_configuration_is_frozen_all_the_way_down():
+    config = RunConfig()
+    for group in dataclasses.fields(config):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            getattr(config, group.name).anything = 1
+
+
+def test_the_name_of_an_option_is_used_once():
+    names = [option.name for option in iter_options(RunConfig)]
+
+    assert len(names) == len(set(names))
+
+
+def test_every_default_is_a_value_that_may_be_written():
+    for option in iter_options(RunConfig):
+        if option.default is None:
+            assert option.is_optional, option.name
+        elif not isinstance(option.default, (StepsOrRatio, Resolution)):
+            plain = list(option.default) if option.is_list else option.default
+            assert option.parse_toml_value(plain) == option.default, option.name
+
+
+def test_settings_written_to_a_file_are_read_back_as_they_were(tmp_path):
+    argv = [
+        *DATA,
+        "--resolution",
+        "512,768",
+        "--lr_warmup_steps",
+        "10%",
+        "--lr_scheduler",
+        "cosine",
+        "--enable_bucket",
+        "--optimizer_args",
+        "weight_decay=0.1",
+        "betas=0.9,0.99",
+        "--caption_prefix",
+        'a "quoted" [text]',
+        "--seed",
+        "7",
+        "--network_alpha",
+        "2.5",
+        "--mixed_precision",
+        "bf16",
+    ]
+    config = parse_config(argv).require_valid()
+    path = run_file(tmp_path, format_config_as_toml(config))
+
+    assert parse_config(["--config_file", path]).require_valid() == config
+
+
+def test_output_config_writes_the_file_and_starts_nothing(tmp_path):
+    path = tmp_path / "mine.toml"
+    command = [sys.executable, "train_lora.py", "--config_file", str(path), "--output_config", "--network_dim", "9"]
+
+    first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
+
+    assert first.returncode == 0, first.stderr
+    assert path.read_text() == "[adapter]\nnetwork_dim = 9\n"
+    assert again.returncode == 2 and "is there already; it is not overwritten" in again.stderr
+
+
+def test_the_page_of_options_is_fresh():
+    assert (ROOT / "docs" / "options.md").read_text(encoding="utf-8") == format_options_page() + "\n", (
+        "run: python -m library options > docs/options.md"
+    )
+
+
+def test_help_names_every_option():
+    text = format_help("train")
+
+    assert [option.name for option in iter_options(RunConfig) if f"--{option.name}" not in text] == []
+
+
+def test_flat_is_the_other_direction_of_build():
+    config = parse_config([*DATA, "--network_dim", "9"]).require_valid()
+
+    assert flatten_config(config)["network_dim"] == 9
+    assert len(flatten_config(config)) == len(list(iter_options(RunConfig)))
+
+
+@pytest.mark.parametrize(("written", "steps"), [("0", 0), (100, 100), ("100", 100), (0.1, 20), ("10%", 20), ("0%", 0)])
+def test_a_share_is_steps_or_a_part_of_the_run(written, steps):
+    assert StepsOrRatio.parse(written).to_steps(200) == steps
+
+
+@pytest.mark.parametrize("written", [-1, "-5%", "150%", 1.5, True, None, [1], "many", "inf"])
+def test_what_is_no_share_is_refused(written):
+    with pytest.raises(ValueError, match="expected steps"):
+        StepsOrRatio.parse(written)
+
+
+@pytest.mark.parametrize(("written", "size"), [(512, (512, 512)), ("512,768", (512, 768)), ([640, 384], (640, 384))])
+def test_a_size_is_width_and_height(written, size):
+    assert (Resolution.parse(written).width, Resolution.parse(written).height) == size
+
+
+def test_problems_of_one_run_are_one_exception():
+    with pytest.raises(ConfigError) as caught:
+        parse_config([*DATA, "--a", "1", "--b", "2"]).require_valid()
+
+    assert len(caught.value.problems) == 2
+
+
+@pytest.mark.parametrize("name", KOHYA["train_network"])
+def test_what_sd_scripts_does_by_default_may_be_written_down(name, tmp_path):
+    value = KOHYA["train_network"][name]
+    if value is None or name in ("config_file", "output_config"):
+        return
+    switched_on_always = {"sdpa", "no_half_vae", "persistent_data_loader_workers"}
+    written = json.dumps(value)
+    with_tracker = f"logging_dir = '{tmp_path}'\n" if name.startswith("log_") else ""
+    path = run_file(tmp_path, f"{with_tracker}{name} = {written}\n")
+
+    problems = parse_config([*DATA, "--config_file", path]).problems
+
+    if name in switched_on_always:
+        assert problems == [f"{path}:1: {name}: {KOHYA_OPTIONS[name].reason}"]
+    else:
+        assert problems == []
+
+
+def test_a_zero_is_not_taken_for_a_switch_that_is_off(tmp_path):
+    path = run_file(tmp_path, "debug_dataset = 0\ninitial_epoch = 0\n")
+
+    assert len(parse_config([*DATA, "--config_file", path]).problems) == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        (["--config_file="], "--config_file: 'nothing' is no file; name a TOML file"),
+        (["--config_file", "."], "--config_file: '.' is no file; name a TOML file"),
+        (["--config_file", "/"], "--config_file: '/' is no file; name a TOML file"),
+        (["--output_config=false"], "--output_config: takes no value, got 'false'"),
+        (["--learning_rate", "inf"], "--learning_rate: expected a finite number, got inf"),
+        (
+            ["--lr_warmup_steps", "nan%"],
+            "--lr_warmup_steps: expected steps (100), a ratio of the run below 1 (0.1), or a percentage ('10%')",
+        ),
+        (["--log_with", "all"], "--log_with: log_with all needs a logging_dir to write to"),
+        (
+            ["--prefetch_factor", "3", "--max_data_loader_n_workers", "0"],
+            "--prefetch_factor: without max_data_loader_n_workers nothing is read ahead",
+        ),
+        (
+            ["--min_bucket_reso", "900", "--max_bucket_reso", "600"],
+            "--min_bucket_reso: min_bucket_reso 900 is above max_bucket_reso 600",
+        ),
+        (["--output_name", "a.safetensors"], "--output_name: the ending is added; write the name without .safetensors"),
+        (["--dynamo_backend", "eager"], "--dynamo_backend: nothing is compiled; set torch_compile"),
+        (["--lr_decay_steps", "5"], "--lr_decay_steps: only lr_scheduler warmup_stable_decay has a decay of its own"),
+        (
+            ["--lr_scheduler_timescale", "5"],
+            "--lr_scheduler_timescale: only lr_scheduler inverse_sqrt has a time scale",
+        ),
+        (
+            ["--lr_scheduler_args", "a=1"],
+            "--lr_scheduler_args: only piecewise_constant and lr_scheduler_type take arguments",
+        ),
+        (
+            ["--lr_scheduler_type", "StepLR", "--lr_warmup_steps", "3"],
+            "--lr_warmup_steps: a scheduler class has its own course; it gets no warm-up",
+        ),
+        (
+            ["--lr_scheduler", "cosine_with_min_lr"],
+            "--lr_scheduler: cosine_with_min_lr needs lr_scheduler_min_lr_ratio, such as 0.1",
+        ),
+        (
+            ["--optimizer_type", "AdamWScheduleFree", "--lr_scheduler", "cosine"],
+            "--lr_scheduler: AdamWScheduleFree needs none; use constant_with_warmup",
+        ),
+        (
+            ["--optimizer_type", "adafactor", "--learning_rate", "1e-3"],
+            "--learning_rate: Adafactor finds its own learning rate; add relative_step=False to optimizer_args to use this "
+            "one",
+        ),
+        (
+            ["--optimizer_type", "adafactor", "--unet_lr", "1e-3"],
+            "--unet_lr: Adafactor finds one learning rate for all; add relative_step=False to optimizer_args to have several",
+        ),
+        (
+            ["--optimizer_type", "adafactor", "--network_args", "loraplus_lr_ratio=4"],
+            "--network_args: Adafactor finds one learning rate for all; add relative_step=False to optimizer_args to have "
+            "several",
+        ),
+        (
+            ["--optimizer_type", "adafactor", "--lr_scheduler", "cosine"],
+            "--lr_scheduler: Adafactor finds its own learning rate; add relative_step=False to optimizer_args to have a "
+            "schedule",
+        ),
+        (
+            ["--lr_scheduler", "adafactor"],
+            "--lr_scheduler: adafactor means that Adafactor finds its own rate; use constant",
+        ),
+        (
+            ["--dataset_config", str(ROOT)],
+            f"--dataset_config: {ROOT} is a folder; name the TOML file that speaks of it",
+        ),
+    ],
+)
+def test_more_mistakes_on_the_command_line_are_named(argv, problem):
+    assert parse_config([*DATA, *argv]).problems == [problem]
+
+
+def test_arguments_for_a_tracker_that_is_not_used_are_named(tmp_path):
+    path = tmp_path / "tracker.toml"
+    path.write_text("[tensorbord]\nflush_secs = 3\n")
+    argv = [*DATA, "--logging_dir", str(tmp_path), "--log_tracker_config", str(path)]
+
+    assert parse_config(argv).problems == [
+        f"--log_tracker_config: {path}:1: tensorbord is not the tracker that is used, which is tensorboard"
+    ]
+    path.write_text("tensorboard = 3\n")
+    assert parse_config(argv).problems == [
+        f"--log_tracker_config: {path}:1: tensorboard: expected a table, [tensorboard]"
+    ]
+    path.write_text("[tensorboard]\nflush_secs = 3\n")
+    assert parse_config(argv).problems == []
+
+
+@pytest.mark.parametrize("text", ['C:\\xyz "quoted"\nnext line', "\\x41", "tab\tand \x7f", "漢字 🦜", "'''", '"""'])
+def test_any_text_survives_being_written_to_a_file(text, tmp_path):
+    config = parse_config(
+        [
+            *DATA,
+            f"--training_comment={text}",
+            "--lr_warmup_steps",
+            "1234567",
+            "--lr_scheduler",
+            "linear",
+            "--max_train_steps",
+            "2000000",
+        ]
+    ).require_valid()
+    path = run_file(tmp_path, format_config_as_toml(config))
+
+    assert parse_config(["--config_file", path]).require_valid() == config
+
+
+def test_a_key_with_escapes_is_the_key_it_stands_for(tmp_path):
+    path = run_file(tmp_path, '"network\\u005fdim" = 0\n')
+
+    assert parse_config([*DATA, "--config_file", path]).problems == [
+        f"{path}:1: network_dim: 0 is too small; at least 1"
+    ]
+
+
+def test_settings_that_cannot_be_written_say_so(tmp_path):
+    command = [sys.executable, "train_lora.py", "--output_config", "--config_file", str(tmp_path / "no" / "x.toml")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
+
+    assert done.returncode == 2 and "cannot be written: No such file or directory" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_section_that_is_called_like_an_option_is_read_again(tmp_path):
+    """``deepspeed`` is both."""
+    given = parse_config(["--dataset_config", __file__, "--deepspeed", "--zero_stage", "3"]).config
+    (tmp_path / "run.toml").write_text(format_config_as_toml(given), "utf-8")
+    again = parse_config(["--config_file", str(tmp_path / "run.toml")])
+    assert again.problems == [] and again.config == given

@@ -1,0 +1,375 @@
+"""``network_args``: sd-scripts' names, read, checked, and honoured in which layers are trained, how large, how fast."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from data_paths import DATA
+from torch import nn
+
+from library.adapters import lora
+from library.adapters.targets import assign_ranks
+from library.config import parse_config
+from library.config.network_args import NetworkArgs, compute_block_lr_weights, get_unet_block_index, parse_network_args
+from library.config.schema import AdapterConfig, OptimConfig, RunConfig
+from library.errors import ConfigError
+from library.models.detect import DetectedModel
+from library.models.families import FAMILIES, FAMILY_FACTS
+from library.models.loading import load_components_on_meta
+from library.training.trainable import (
+    _get_layer_lr,
+    _get_loraplus_ratio,
+    build_trainable_modules,
+    select_target_components,
+)
+
+GOLDEN = Path(__file__).resolve().parents[2] / "data"
+
+
+def config_of(*words, **options):
+    options = {"network_dim": 16, "network_alpha": 8, "network_train_unet_only": False, **options}
+    return RunConfig(adapter=AdapterConfig(network_args=words, **options))
+
+
+def model_of(name):
+    return DetectedModel(name, "", 8, "", False, "random", "", bundled_config=name)
+
+
+def parts(name, config):
+    family = FAMILIES.get(name)()
+    names = (family.denoiser_name, *(part for part in family.facts.text_encoders if part != family.facts.t5_encoder))
+    return select_target_components(config, family, load_components_on_meta(model_of(name), names))
+
+
+@pytest.fixture(scope="module")
+def sites():
+    """The sites of models of real size, convolutions and outer layers among them."""
+    more = {
+        "sd1": ["conv_dim=1"],
+        "sdxl": ["conv_dim=1"],
+        "flux": ["in_dims=0,0,0,0,0"],
+        "sd3": ["emb_dims=0,0,0,0,0,0"],
+    }
+    return {
+        name: lora.select_target_layers(parts(name, config_of(*words)), config_of(*words).adapter, name)[0]
+        for name, words in more.items()
+    }
+
+
+def sizes(sites, name, *words, **options):
+    return assign_ranks(sites[name], config_of(*words, **options).adapter, name)
+
+
+def originals(sites, name, *words, **options):
+    """Original name -> (rank, alpha)."""
+    found = sizes(sites, name, *words, **options)
+    return {
+        site.original: (found[site.name].rank, found[site.name].alpha) for site in sites[name] if site.name in found
+    }
+
+
+def golden(name):
+    keys = json.loads((GOLDEN / f"kohya_keys_{name}.json").read_text())
+    return {key.split(".")[0]: shape[0] for key, shape in keys.items() if key.endswith("lora_down.weight")}
+
+
+UNSEEN = {"sdxl": "lora_te1_text_model_encoder_layers_11_", "sd3": "nothing", "flux": "nothing", "sd1": "nothing"}
+"""Layers that sd-scripts trains and nothing reads; they stay zero there."""
+
+
+@pytest.mark.parametrize(("name", "file"), [("sd1", "sd15_conv"), ("sdxl", "sdxl_conv")])
+def test_with_convolutions_modules_and_ranks_are_sd_scripts_own(sites, name, file):
+    ours = originals(sites, name, "conv_dim=8", "conv_alpha=4")
+    theirs = {module: rank for module, rank in golden(file).items() if not module.startswith(UNSEEN[name])}
+    assert {module: rank for module, (rank, _) in ours.items()} == theirs
+    assert {size for size in ours.values()} == {(16, 8.0), (8, 4.0)}
+
+
+@pytest.mark.parametrize(("name", "file"), [("sd1", "sd15"), ("sdxl", "sdxl"), ("sd3", "sd3_medium"), ("flux", "flux")])
+def test_without_them_modules_are_sd_scripts_own_text_encoders_included(name, file):
+    found = {
+        site.kohya_name for site in lora.select_target_layers(parts(name, config_of()), config_of().adapter, name)[0]
+    }
+    assert found == {module for module in golden(file) if not module.startswith(UNSEEN[name])}
+
+
+def test_blocks_are_numbered_as_in_sd_scripts(sites):
+    numbers = {
+        name: {site.original: get_unet_block_index(site.original, name) for site in sites[name] if not site.is_text}
+        for name in ("sd1", "sdxl")
+    }
+    assert set(numbers["sd1"].values()) == set(range(1, 25))
+    assert set(numbers["sdxl"].values()) == set(range(2, 22))
+    expected = {
+        "lora_unet_down_blocks_0_resnets_0_conv1": 1,
+        "lora_unet_down_blocks_0_attentions_1_proj_in": 2,
+        "lora_unet_down_blocks_0_downsamplers_0_conv": 3,
+        "lora_unet_down_blocks_3_resnets_1_conv2": 11,
+        "lora_unet_mid_block_attentions_0_proj_in": 12,
+        "lora_unet_up_blocks_0_resnets_0_conv1": 13,
+        "lora_unet_up_blocks_0_upsamplers_0_conv": 15,
+        "lora_unet_up_blocks_3_attentions_2_proj_in": 24,
+    }
+    assert {module: numbers["sd1"][module] for module in expected} == expected
+    expected = {
+        "lora_unet_input_blocks_4_1_proj_in": 5,
+        "lora_unet_middle_block_1_proj_in": 11,
+        "lora_unet_output_blocks_5_1_proj_in": 18,
+    }
+    assert {module: numbers["sdxl"][module] for module in expected} == expected
+
+
+def test_each_block_of_a_unet_has_its_rank_and_alpha_and_0_leaves_it_out(sites):
+    dims = ",".join(str(number) for number in range(25))
+    found = originals(sites, "sd1", f"block_dims={dims}", f"block_alphas={dims}", "conv_dim=3", "conv_alpha=2")
+    assert found["lora_unet_down_blocks_0_attentions_0_proj_in"] == (1, 1.0)
+    assert found["lora_unet_up_blocks_3_attentions_2_proj_in"] == (24, 24.0)
+    assert found["lora_unet_up_blocks_3_resnets_2_conv1"] == (3, 2.0)
+    assert found["lora_te_text_model_encoder_layers_3_mlp_fc1"] == (16, 8.0)
+    only = "0," * 12 + "4," + "0," * 11 + "0"
+    left = originals(sites, "sd1", f"block_dims={only}", "conv_dim=1", f"conv_block_dims={only}")
+    assert all("mid_block" in module for module in left if "unet" in module)
+
+
+def test_weights_of_blocks_multiply_the_rate_and_0_leaves_a_block_out(sites):
+    words = (
+        "down_lr_weight=" + ",".join(["0.5"] * 12),
+        "mid_lr_weight=2",
+        "up_lr_weight=zeros+0.1",
+        "block_lr_zero_threshold=0.2",
+    )
+    arguments, problems = parse_network_args(words)
+    assert problems == []
+    found = sizes(sites, "sd1", *words)
+    kept = [site for site in sites["sd1"] if site.name in found]
+    assert not any("up_blocks" in site.name for site in kept)
+    rates = {
+        site.name.split(".")[1] if not site.is_text else "text": _get_layer_lr(
+            site, OptimConfig(learning_rate=1e-3, text_encoder_lr=(7e-5,)), arguments, FAMILY_FACTS["sd1"]
+        )[1]
+        for site in kept
+    }
+    assert rates == pytest.approx({"down_blocks": 5e-4, "mid_block": 2e-3, "text": 7e-5})
+
+
+def test_curves_of_weights_have_their_ends():
+    def weights(**given):
+        return compute_block_lr_weights(NetworkArgs(**given), "sdxl")
+
+    assert weights() is None
+    assert weights(down_lr_weight="linear")[1:10] == pytest.approx([number / 8 for number in range(9)])
+    assert weights(up_lr_weight="reverse_linear+.5")[13:22] == pytest.approx([1.5 - number / 8 for number in range(9)])
+    assert weights(down_lr_weight="sine")[9] == pytest.approx(1) and weights(down_lr_weight="cosine")[1] == 1
+    assert len(weights(mid_lr_weight=(1.0, 2.0, 3.0))) == 23
+
+
+def test_types_and_blocks_of_flux(sites):
+    found = originals(
+        sites,
+        "flux",
+        "img_attn_dim=3",
+        "single_dim=0",
+        "train_double_block_indices=0,3-5",
+        "in_dims=2,0,0,0,7",
+        network_train_unet_only=True,
+    )
+    assert found["lora_unet_double_blocks_3_img_attn_qkv"][0] == 3
+    assert found["lora_unet_double_blocks_0_txt_attn_qkv"][0] == 16
+    assert {module.split("_")[4] for module in found if "double" in module} == {"0", "3", "4", "5"}
+    assert {module.split("_", 5)[5] for module in found if "single" in module} == {"modulation_lin"}
+    assert (found["lora_unet_img_in"][0], found["lora_unet_txt_in"][0]) == (2, 7)
+    assert "lora_unet_time_in_in_layer" not in found
+    singles = originals(sites, "flux", "train_blocks=single", network_train_unet_only=True)
+    assert {module.split("_")[2] for module in singles if "unet" in module} == {"single"}
+
+
+def test_types_and_blocks_of_sd3(sites):
+    found = originals(
+        sites,
+        "sd3",
+        "context_mlp_dim=5",
+        "x_mod_dim=0",
+        "train_block_indices=23",
+        "emb_dims=1,2,3,4,5,6",
+        network_train_unet_only=True,
+    )
+    inner = {module.split("_", 5)[5]: rank for module, (rank, _) in found.items() if "joint" in module}
+    assert inner["x_block_attn_qkv"] == 16 and not any("x_block_adaLN" in module for module in inner)
+    assert {module.split("_")[4] for module in found if "joint" in module} == {"23"}
+    outer = {module: rank for module, (rank, _) in found.items() if "unet" in module and "joint" not in module}
+    assert outer["lora_unet_context_embedder"] == 1 and outer["lora_unet_final_layer_linear"] == 6
+    assert outer["lora_unet_x_embedder_proj"] == 3 and outer["lora_unet_y_embedder_mlp_2"] == 4
+
+
+@pytest.mark.parametrize(
+    ("family", "words", "problem"),
+    [
+        (
+            "flux",
+            ["train_double_block_indices=0,4-19"],
+            "double_block_indices: there is no block 19; the last one is 18",
+        ),
+        (
+            "flux",
+            ["train_single_block_indices=38"],
+            "train_single_block_indices: there is no block 38; the last one is 37",
+        ),
+        ("sd3", ["train_block_indices=24"], "train_block_indices: there is no block 24; the last one is 23"),
+    ],
+)
+def test_a_block_that_the_model_does_not_have_is_an_error(sites, family, words, problem):
+    with pytest.raises(ConfigError) as caught:
+        sizes(sites, family, *words)
+    assert problem in str(caught.value)
+    sizes(sites, family, words[0].partition("=")[0] + "=all")
+
+
+def test_patterns_choose_modules_ranks_and_rates(sites):
+    found = originals(
+        sites,
+        "sd1",
+        "exclude_patterns=['.*ff.*', '.*proj.*']",
+        "include_patterns=['.*mid_block.*']",
+        "network_reg_dims=attn2=4,te_text=2",
+        "network_reg_lrs=mid_block=5e-3",
+    )
+    assert not any(("_ff_" in module or "proj" in module) and "mid_block" not in module for module in found)
+    assert {rank for module, (rank, _) in found.items() if "attn2" in module} == {4}
+    assert {rank for module, (rank, _) in found.items() if "lora_te" in module} == {2}
+    arguments, _ = parse_network_args(["network_reg_lrs=mid_block=5e-3"])
+    rate = {
+        site.original: _get_layer_lr(site, OptimConfig(), arguments, FAMILY_FACTS["sd1"])[1] for site in sites["sd1"]
+    }
+    assert {rate[module] for module in rate if "mid_block" in module} == {5e-3}
+    assert {rate[module] for module in rate if "mid_block" not in module} == {1e-4}
+
+
+def test_lora_plus_speeds_up_the_up_matrices(sites):
+    text, image = (next(site for site in sites["sd1"] if site.is_text == is_text) for is_text in (True, False))
+    both, _ = parse_network_args(["loraplus_lr_ratio=4", "loraplus_text_encoder_lr_ratio=2"])
+    assert (
+        _get_loraplus_ratio(image, both),
+        _get_loraplus_ratio(text, both),
+        _get_loraplus_ratio(text, NetworkArgs()),
+    ) == (4, 2, None)
+
+
+def test_up_matrices_are_a_group_of_their_own():
+    from library.training.trainable import build_param_groups
+
+    config = config_of("loraplus_lr_ratio=4", network_dim=2, network_train_unet_only=True)
+    family = FAMILIES.get("sd1")()
+    model, adapter = build_trainable_modules(config, family, family.load("random:sd1:tiny", torch.float32))
+    groups = {group.name: group for group in build_param_groups(model, adapter, config, family.facts)}
+    assert {name: group.lr for name, group in groups.items()} == {"unet": 1e-4, "unet_plus": 4e-4}
+    ups = {id(weight) for name, weight in lora.iter_adapter_parameters(model) if "lora_B" in name}
+    assert {id(weight) for weight in groups["unet_plus"].parameters} == ups
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["network_reg_dims=nowhere=4"], "network_reg_dims: 'nowhere' matches no module, of which unet.down_blocks"),
+        (["exclude_patterns=['ff']"], "exclude_patterns: 'ff' is the whole name of no module"),
+        (["exclude_patterns=['.*']"], "leave nothing that is trained"),
+    ],
+)
+def test_a_pattern_that_matches_nothing_is_an_error(sites, words, problem):
+    with pytest.raises(ConfigError, match="--network_args: ") as caught:
+        sizes(sites, "sd1", *words)
+    assert problem in str(caught.value)
+
+
+def test_parts_of_one_module_cannot_have_two_ranks(sites):
+    with pytest.raises(
+        ConfigError, match=r"attn_qkv is one module in sd-scripts, and its parts would have ranks 3 and"
+    ):
+        sizes(sites, "flux", r"network_reg_dims=transformer_blocks\.0\.attn\.to_q=3")
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("conv_dm=4", "--network_args: no argument 'conv_dm'; did you mean conv_dim?"),
+        ("conv_dim", "--network_args: 'conv_dim' is not name=value"),
+        ("conv_dim=4.5", "--network_args: conv_dim: expected a whole number, got '4.5'"),
+        ("rank_dropout=1", "--network_args: rank_dropout: expected 0 to 0.999, got '1'"),
+        ("use_dora=maybe", "--network_args: use_dora: expected True or False, got 'maybe'"),
+        ("split_qkv=True", "--network_args: split_qkv: queries, keys and values always share"),
+        ("factor=0", "--network_args: factor: expected 1 or more, or -1 for as even as can be"),
+        ("factor=4", "--network_args: factor: lora does not have it, only lokr"),
+        ("conv_alpha=4", "--network_args: conv_alpha: no convolutions are trained; add conv_dim"),
+        (
+            "train_t5xxl=True",
+            "--network_args: train_t5xxl: text encoders are not trained; write network_train_unet_only",
+        ),
+        ("algo=loha", "--network_args: algo belongs to network_module lycoris.kohya"),
+        ("exclude_patterns=['(']", "--network_args: exclude_patterns: expected a list of regular expressions"),
+        ("train_blocks=some", "--network_args: train_blocks: expected one of all, double, single, got 'some'"),
+    ],
+)
+def test_mistakes_are_told_when_settings_are_read(words, problem):
+    (found,) = parse_config([*DATA, "--network_args", words]).problems
+    assert found.startswith(problem)
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("networks.dylora", "ranks that are trained in turns (DyLoRA) are not supported; write networks.lora"),
+        ("networks.lra", "no adapter 'networks.lra'; did you mean networks.lora?"),
+    ],
+)
+def test_a_module_that_is_not_there_is_refused_with_a_reason(name, problem):
+    assert parse_config([*DATA, "--network_module", name]).problems == [f"--network_module: {problem}"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "problem"),
+    [
+        ("sdxl", ["img_attn_dim=4"], "img_attn_dim means nothing for Stable Diffusion XL; leave it out"),
+        ("flux", ["conv_dim=4"], "conv_dim means nothing for FLUX.1; leave it out"),
+        ("sdxl", ["block_dims=4,4"], "block_dims: 2 values for 23 blocks"),
+        ("sd1", ["mid_lr_weight=1,1"], "mid_lr_weight: 2 values for 1 blocks"),
+    ],
+)
+def test_what_a_model_does_not_have_is_told(name, words, problem):
+    from library.config.validate_adapter import validate_adapter_for_model
+
+    facts = FAMILY_FACTS[name]
+    assert [
+        text
+        for _, text in validate_adapter_for_model(
+            config_of(*words), name, facts.title, facts.text_encoders, facts.t5_encoder
+        )
+    ] == [problem]
+
+
+def test_modules_of_another_family_are_refused_and_those_of_lycoris_known():
+    facts = FAMILY_FACTS["sdxl"]
+    from library.config.network_args import get_adapter_type
+    from library.config.validate_adapter import validate_adapter_for_model
+
+    config = config_of(network_module="networks.lora_flux")
+    assert [
+        text
+        for _, text in validate_adapter_for_model(config, "sdxl", facts.title, facts.text_encoders, facts.t5_encoder)
+    ] == ["networks.lora_flux is not for Stable Diffusion XL; write networks.lora"]
+    for algorithm, kind in {"locon": "lora", "diag-oft": "oft", "boft": "boft", "lokr": "lokr"}.items():
+        assert (
+            get_adapter_type(AdapterConfig(network_module="lycoris.kohya", network_args=(f"algo={algorithm}",))) == kind
+        )
+    assert get_adapter_type(AdapterConfig(network_args=("dora_wd=True",))) == "dora"
+
+
+def test_t5_is_trained_when_that_is_asked():
+    config = config_of("train_t5xxl=True", network_dim=2)
+    family = FAMILIES.get("flux")()
+    model, adapter = build_trainable_modules(config, family, family.load("random:flux:tiny", torch.float32))
+    assert {site.component for site in adapter.target_layers} == {"transformer", "text_encoder", "text_encoder_2"}
+    names = {
+        site.kohya_name.split("_block_0_")[-1] for site in adapter.target_layers if site.component == "text_encoder_2"
+    }
+    assert {"layer_0_SelfAttention_q", "layer_1_DenseReluDense_wi_0", "layer_1_DenseReluDense_wo"} <= names
+    assert all(module.p == 0 for module in model.text_encoder_2.modules() if isinstance(module, nn.Dropout))

@@ -1,0 +1,108 @@
+"""The contact sheet shows every bucket in its place, the worst pictures first, and text stays where it belongs."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from library.data.buckets import BucketAssignment
+from library.data.contact_sheet import (
+    MARGIN,
+    MASK_COLOR,
+    MASK_OPACITY,
+    MAX_IMAGES,
+    MAX_THUMBNAIL_SIDE,
+    MIN_CELL_WIDTH,
+    SHEET_WIDTH,
+    arrange_rows,
+    build_blocks,
+    compute_thumbnail_size,
+    overlay_mask,
+    save_contact_sheet,
+)
+from library.data.summary import BucketSummary
+from library.errors import UserError
+
+
+def bucket(size: tuple[int, int], samples: range, dataset: int = 0) -> BucketSummary:
+    return BucketSummary(dataset, size, tuple(samples), len(samples), 1, 1, 0, 0, 0.0, samples[0], 0.0)
+
+
+@st.composite
+def buckets(draw) -> list[BucketSummary]:
+    sizes = st.tuples(st.sampled_from([64, 256, 512, 832, 2048]), st.sampled_from([32, 64, 512, 1024]))
+    found, first = [], 0
+    for size in draw(st.lists(sizes, min_size=1, max_size=9, unique=True)):
+        count = draw(st.integers(1, 30))
+        found.append(bucket(size, range(first, first + count), len(found) % 2))
+        first += count
+    return found
+
+
+def placements_of(found: list[BucketSummary], losses: list[int]) -> list[BucketAssignment]:
+    count = sum(len(item.sample_indices) for item in found)
+    return [BucketAssignment((100, 100), (100 + losses[index % len(losses)], 100), (0, 0)) for index in range(count)]
+
+
+@given(buckets(), st.lists(st.integers(0, 90), min_size=1, max_size=20), st.integers(1, 15))
+def test_every_bucket_shows_its_worst_pictures_once_and_fits_on_the_sheet(found, losses, limit):
+    placements = placements_of(found, losses)
+    shelves = arrange_rows(build_blocks(found, placements, limit))
+    shown: dict[BucketSummary, list[int]] = {item: [] for item in found}
+    for shelf in shelves:
+        assert shelf.blocks and shelf.width <= SHEET_WIDTH - 2 * MARGIN
+        for block in shelf.blocks:
+            assert block.is_first == (not shown[block.summary])
+            assert block.size[1] <= shelf.height and block.cell_size[0] >= MIN_CELL_WIDTH
+            shown[block.summary] += block.sample_indices
+    for item in found:
+        assert len(shown[item]) == min(limit, len(item.samples)) == len(set(shown[item]))
+        left_out = set(item.samples) - set(shown[item])
+        loss = [placements[index].cropped_fraction for index in shown[item]]
+        assert all(one >= other for one, other in pairwise(loss))
+        assert all(placements[index].crop_loss <= loss[-1] for index in left_out)
+
+
+def test_a_sheet_of_many_buckets_shows_fewer_of_each():
+    many = [bucket((64 + 8 * number, 64), range(number * 20, number * 20 + 20)) for number in range(100)]
+    blocks = build_blocks(many, placements_of(many, [3]), max_per_bucket=12)
+    assert len(blocks) == 100 and {block.num_shown for block in blocks} == {MAX_IMAGES // 100}
+    more = [bucket((64 + 8 * number, 64), range(number, number + 1)) for number in range(MAX_IMAGES + 5)]
+    assert len(build_blocks(more, placements_of(more, [3]), max_per_bucket=12)) == MAX_IMAGES
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        ((64, 64), (192, 192)),
+        ((1024, 1024), (200, 200)),
+        ((1344, 768), (265, 151)),
+        ((4096, 64), (MAX_THUMBNAIL_SIDE, 7)),
+    ],
+)
+def test_thumbnails_have_about_one_area_and_are_enlarged_by_whole_numbers(size, expected):
+    assert compute_thumbnail_size(size) == expected
+
+
+def test_what_a_mask_leaves_out_is_covered_and_the_rest_stays():
+    pixels = np.random.default_rng(0).integers(0, 256, (4, 6, 3), np.uint8)
+    mask = np.array([[255, 255, 255, 128, 0, 0]] * 4, np.uint8)
+    found = overlay_mask(pixels, mask)
+    assert (found[:, :3] == pixels[:, :3]).all()
+    expected = pixels[:, 4:] * (1 - MASK_OPACITY) + np.array(MASK_COLOR) * MASK_OPACITY
+    assert np.abs(found[:, 4:] - expected).max() <= 0.51
+    half = MASK_OPACITY * 127 / 255
+    assert np.abs(found[:, 3] - (pixels[:, 3] * (1 - half) + np.array(MASK_COLOR) * half)).max() <= 0.51
+
+
+def test_a_sheet_is_written_whole_or_not_at_all(tmp_path):
+    sheet = Image.new("RGB", (20, 10), (9, 8, 7))
+    save_contact_sheet(sheet, tmp_path / "sheet.png")
+    assert Image.open(tmp_path / "sheet.png").size == (20, 10)
+    (tmp_path / "folder.png").mkdir()
+    with pytest.raises(UserError, match=r"--preview: .*folder.png cannot be written"):
+        save_contact_sheet(sheet, tmp_path / "folder.png")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder.png", "sheet.png"]

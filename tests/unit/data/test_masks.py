@@ -1,0 +1,515 @@
+"""Masks lie where their pictures lie, whatever is cut and mirrored; those that cannot be used are named."""
+
+import tarfile
+import unicodedata
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from library.config.schema import TrainConfig
+from library.config.schema_data import DataConfig
+from library.data.batch import PixelBatch
+from library.data.buckets import BucketAssignment
+from library.data.images import load_resized_mask, resize_mask
+from library.data.loader import LoadedImage, MicroBatchDataset
+from library.data.prepare import PreparedData, prepare_data
+from library.dataset import image_inspection, mask_checks, scan
+from library.dataset.image_ref import ImageRef
+from library.dataset.masks import Mask, load_image_and_mask, match_masks
+from library.dataset.validate import validate_dataset_config
+from library.errors import ConfigError
+
+
+def noise(width: int, height: int, channels: int = 3, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([width, height, seed]).integers(0, 256, (height, width, channels), np.uint8)
+
+
+def save(path: Path, pixels: np.ndarray, **options) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels.squeeze()).save(path, **options)
+
+
+def dataset(*subsets: str, head: str = "") -> str:
+    body = "".join(f"[[datasets.subsets]]\n{subset}\n" for subset in subsets)
+    buckets = "enable_bucket = true\nmin_bucket_reso = 32\nbucket_reso_steps = 16"
+    return f"[[datasets]]\nresolution = 64\n{buckets}\n{head}\n{body}"
+
+
+def config(folder: Path, *datasets: str, **options) -> DataConfig:
+    (folder / "set.toml").write_text("".join(datasets), encoding="utf-8")
+    return DataConfig(dataset_config=str(folder / "set.toml"), **options)
+
+
+def batches(prepared: PreparedData, epochs: int = 6, **settings) -> list[PixelBatch]:
+    plan = prepared.build_batch_plan(1, TrainConfig(seed=3, **settings))
+    reader = MicroBatchDataset(prepared.manifest, prepared.assignments, plan, 0, 3, 100)
+    return [reader[position] for position in range(epochs * plan.micro_batches_per_epoch)]
+
+
+FOLDER = "image_dir = 'p'\nconditioning_data_dir = 'm'"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "settings"),
+    [
+        ([(150, 100), (90, 151), (200, 77)], ""),  # made smaller
+        ([(50, 40), (33, 61), (20, 60)], "resize_interpolation = 'bilinear'"),  # made larger
+        ([(64, 64), (80, 48)], ""),  # as they are
+    ],
+)
+def test_a_mask_that_is_its_picture_stays_so_through_random_crops_and_mirroring(tmp_path, sizes, settings):
+    for number, (width, height) in enumerate(sizes):
+        grey = noise(width, height, 1)
+        save(tmp_path / "p" / f"{number}.png", grey.repeat(3, axis=2))
+        save(tmp_path / "m" / f"{number}.png", grey)
+    text = dataset(f"{FOLDER}\nrandom_crop = true\nflip_aug = true\n{settings}", head="batch_size = 2")
+    if sizes[0] != (64, 64):  # cut away much more than buckets do
+        text = text.replace("enable_bucket = true", "enable_bucket = false")
+    found = batches(prepare_data(config(tmp_path, text, masked_loss=True), 8), epochs=12)
+    for batch in found:
+        assert batch.mask.dtype == torch.uint8 and batch.mask.shape == (2, 1, *batch.pixels.shape[-2:])
+        assert torch.equal(batch.mask[:, 0], batch.pixels[:, 0])
+    if sizes[0] != (64, 64):
+        corners = {tuple(frame[2:4].tolist()) for batch in found for frame in batch.size_conditioning}
+        assert all(len({corner[axis] for corner in corners}) > 4 for axis in (0, 1))
+
+
+def test_colour_variation_leaves_masks_alone(tmp_path):
+    grey = noise(90, 70, 1)
+    save(tmp_path / "p" / "1.png", noise(90, 70))
+    save(tmp_path / "m" / "1.png", grey)
+    prepared = prepare_data(config(tmp_path, dataset(f"{FOLDER}\ncolor_aug = true"), masked_loss=True), 8)
+    found = batches(prepared, epochs=20)
+    assert len({batch.pixels.numpy().tobytes() for batch in found}) > 3
+    assert len({batch.mask.numpy().tobytes() for batch in found}) == 1
+
+
+def test_a_mask_of_half_the_size_is_worth_the_same(tmp_path):
+    small = noise(80, 48, 1)
+    large = small.repeat(2, axis=0).repeat(2, axis=1)
+    save(tmp_path / "p" / "1.png", large.repeat(3, axis=2))
+    save(tmp_path / "m" / "1.jpg.png", small)  # of no picture: it is called 1.jpg
+    save(tmp_path / "m" / "1.bmp", small)
+    prepared = prepare_data(config(tmp_path, dataset(FOLDER), masked_loss=True, on_bad_data="skip"), 8)
+    (batch,) = batches(prepared, epochs=1)
+    assert torch.equal(batch.mask[:, 0], batch.pixels[:, 0])
+
+
+@given(st.integers(1, 60), st.integers(1, 60), st.integers(1, 60), st.integers(1, 60))
+@settings(max_examples=60)
+def test_resized_masks_keep_their_level_and_never_leave_their_range(width, height, new_width, new_height):
+    flat = np.full((height, width), 77, np.uint8)
+    assert (resize_mask(flat, (new_width, new_height)) == 77).all()
+    hard = np.where(noise(width, height, 1)[..., 0] > 127, 200, 50).astype(np.uint8)
+    found = resize_mask(hard, (new_width, new_height))
+    assert found.shape == (new_height, new_width) and found.min() >= 50 and found.max() <= 200
+
+
+def test_the_mask_of_one_sample_is_given_without_torch_or_a_batch(tmp_path):
+    values = noise(40, 30, 1)
+    save(tmp_path / "1.png", values)
+    mask = Mask(ImageRef(tmp_path, "1.png"), False, (40, 30), "", 0.5)
+    placement = BucketAssignment((32, 16), (40, 30), (4, 7))
+    found = load_resized_mask(mask, placement, (5, 2), is_flipped=False)
+    assert found.dtype == np.uint8 and (found == values[2:18, 5:37, 0]).all()
+    assert (load_resized_mask(mask, placement, (5, 2), is_flipped=True) == found[:, ::-1]).all()
+    save(tmp_path / "1.png", noise(40, 31, 1))
+    with pytest.raises(ValueError, match=r"the mask .*1\.png was \(40, 30\) at the start of the run, now it is"):
+        load_resized_mask(mask, placement, (5, 2), is_flipped=False)
+
+
+def transparent(width: int, height: int) -> Image.Image:
+    return Image.fromarray(noise(width, height, 4), "RGBA")
+
+
+def test_opacity_is_the_mask_and_the_colours_beneath_are_trained(tmp_path):
+    (tmp_path / "p").mkdir()
+    rgba = transparent(80, 48)
+    rgba.save(tmp_path / "p" / "1.png")
+    palette = Image.new("P", (64, 64), 1)
+    palette.putpalette([255, 0, 0, 0, 0, 255])
+    palette.paste(0, (0, 0, 20, 64))
+    palette.save(tmp_path / "p" / "2.png", transparency=0)
+    text = dataset("image_dir = 'p'\nalpha_mask = true")
+    first, second = sorted(
+        batches(prepare_data(config(tmp_path, text), 8), epochs=1), key=lambda batch: batch.sample_keys
+    )
+    assert (first.pixels[0].permute(1, 2, 0).numpy() == np.asarray(rgba)[..., :3]).all()
+    assert (first.mask[0, 0].numpy() == np.asarray(rgba)[..., 3]).all()
+    assert second.pixels[0, :, 0, 0].tolist() == [255, 0, 0] and second.pixels[0, :, 0, 30].tolist() == [0, 0, 255]
+    assert second.mask[0, 0, 5, 18:22].tolist() == [0, 0, 255, 255]
+
+
+def test_without_alpha_mask_transparent_parts_are_white_and_nothing_is_masked(tmp_path):
+    (tmp_path / "p").mkdir()
+    clear = Image.new("RGBA", (64, 64), (9, 9, 9, 0))
+    clear.save(tmp_path / "p" / "1.png")
+    (batch,) = batches(prepare_data(config(tmp_path, dataset("image_dir = 'p'")), 8), epochs=1)
+    assert batch.mask is None and (batch.pixels == 255).all()
+
+
+def test_a_turned_photograph_turns_its_alpha_and_a_mask_is_turned_by_its_own_tag(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    (tmp_path / "p").mkdir()
+    rgba = transparent(48, 80)
+    rgba.transpose(Image.Transpose.ROTATE_90).save(tmp_path / "p" / "1.png", exif=exif)
+    text = dataset("image_dir = 'p'\nalpha_mask = true")
+    (batch,) = batches(prepare_data(config(tmp_path, text), 8), epochs=1)
+    assert (batch.mask[0, 0].numpy() == np.asarray(rgba)[..., 3]).all()
+    save(tmp_path / "m" / "1.png", np.asarray(rgba)[..., 3])
+    text = dataset(FOLDER)
+    (batch,) = batches(prepare_data(config(tmp_path, text, masked_loss=True), 8), epochs=1)
+    assert (batch.mask[0, 0].numpy() == np.asarray(rgba)[..., 3]).all()
+
+
+def test_pictures_without_a_mask_count_in_full_beside_those_with_one(tmp_path):
+    (tmp_path / "p").mkdir()
+    transparent(64, 64).save(tmp_path / "p" / "1.png")
+    for name in ("p/2", "p/3", "plain/1"):
+        save(tmp_path / f"{name}.png", noise(64, 64))
+    plain = dataset("image_dir = 'plain'")
+    text = dataset("image_dir = 'p'\nalpha_mask = true", head="batch_size = 2")
+    prepared = prepare_data(config(tmp_path, text, plain), 8)
+    found = batches(prepared, epochs=5)
+    assert {batch.loss_weights.tolist()[1] for batch in found if len(batch) == 2} == {
+        0.0,
+        1.0,
+    }  # three pictures in pairs
+    masked = 0
+    for batch in found:
+        names = set(batch.sample_keys)
+        assert (batch.mask is not None) == ("p/1.png" in names)
+        for name, mask in zip(batch.sample_keys, batch.mask if batch.mask is not None else (), strict=False):
+            assert (mask.min() < 255) == (name == "p/1.png")
+            masked += name == "p/1.png"
+    assert masked >= 5
+    assert any(
+        "p: alpha_mask: 2 of 3 pictures have no transparent parts and are trained whole: 2.png, 3.png" in note
+        for note in prepared.manifest.notes
+    )
+
+
+def test_a_picture_is_read_once_for_its_colours_and_its_opacity(tmp_path, monkeypatch):
+    transparent(20, 10).save(tmp_path / "1.png")
+    reads = []
+    monkeypatch.setattr(ImageRef, "read_bytes", lambda self: reads.append(self) or self.path.read_bytes())
+    image = ImageRef(tmp_path, "1.png")
+    picture, values = load_image_and_mask(image, Mask(image, True, (20, 10), "", 0.5))
+    assert picture.size == (20, 10) and values.shape == (10, 20) and len(reads) == 1
+
+
+def names_of(matched) -> dict[str, str]:
+    return {str(picture.path): str(mask.path) for picture, mask in matched.masks.items()}
+
+
+def test_masks_are_matched_by_name_whatever_the_ending_the_folder_and_the_spelling_of_accents(tmp_path):
+    accent = unicodedata.normalize("NFC", "é")
+    decomposed = unicodedata.normalize("NFD", accent)
+    for name in (
+        "p/a.png",
+        "p/sub/a.png",
+        f"p/{decomposed}.jpg",
+        "p/b.jpg",
+        "p/b.png",
+        "p/none.png",
+        "p/two.webp",
+        "p/unused.png",
+        "m/a.bmp",
+        "m/sub/a.webp",
+        f"m/{accent}.png",
+        "m/b.png",
+        "m/b.jpg",
+        "m/two.png",
+        "m/two.jpg",
+        "m/unused.png",
+        "m/stray.png",
+        "m/a.txt",
+        "m/.hidden.png",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    p, m = tmp_path / "p", tmp_path / "m"
+    files = [path.relative_to(p) for path in sorted(p.rglob("*.*")) if path.name != "unused.png"]
+    matched = match_masks([ImageRef(p, str(path)) for path in files], p, m)
+    relative = {
+        str(Path(picture).relative_to(p)): str(Path(mask).relative_to(m)) for picture, mask in names_of(matched).items()
+    }
+    assert {
+        unicodedata.normalize("NFC", one): unicodedata.normalize("NFC", other) for one, other in relative.items()
+    } == {
+        "a.png": "a.bmp",
+        "sub/a.png": "sub/a.webp",
+        f"{accent}.jpg": f"{accent}.png",
+        "b.jpg": "b.jpg",
+        "b.png": "b.png",
+    }
+    assert {picture.name: why for picture, why in matched.missing.items()} == {
+        "none.png": f"has no mask; there is no none.png, or with another ending, in {m}",
+        "two.webp": f"has several masks in {m}: two.jpg, two.png; keep one of them",
+    }
+    assert matched.unmatched == [m / "stray.png"]
+
+
+@pytest.fixture
+def zoo(tmp_path) -> Path:
+    """Pictures of which only one has a good mask."""
+    for name in ("good", "missing", "shape", "broken", "black", "clear", "turned"):
+        save(tmp_path / "p" / f"{name}.png", noise(120, 80))
+    for name in ("good", "stray"):
+        save(tmp_path / "m" / f"{name}.png", noise(60, 40, 1))
+    save(tmp_path / "m" / "shape.png", noise(80, 80, 1))
+    (tmp_path / "m" / "broken.png").write_bytes((tmp_path / "m" / "good.png").read_bytes()[:-900])
+    save(tmp_path / "m" / "black.png", np.zeros((80, 120), np.uint8))
+    transparent(120, 80).save(tmp_path / "m" / "clear.png")
+    save(tmp_path / "m" / "turned.png", noise(80, 120, 1))
+    return tmp_path
+
+
+def test_every_mask_that_cannot_be_used_is_named_in_one_report(zoo):
+    with pytest.raises(ConfigError) as caught:
+        prepare_data(config(zoo, dataset(FOLDER), masked_loss=True), 8)
+    found = [problem.replace(f"{zoo}/", "") for problem in caught.value.problems]
+    assert found[:3] + found[4:] == [
+        "p/black.png: its mask m/black.png is black everywhere, so that nothing of the picture would be trained",
+        found[1],
+        "p/clear.png: its mask m/clear.png has transparent parts; the brightness of a mask counts: save it without"
+        " transparency",
+        "p/shape.png: its mask m/shape.png is 80x80 pixels, and the picture 120x80",
+        "p/turned.png: its mask m/turned.png is 80x120 pixels, and the picture 120x80; it is turned, as when it was"
+        " made without regard to the picture's EXIF orientation",
+        "m: 1 masks have no picture of their name in p: stray.png; remove them, or leave them be with --on_bad_data"
+        " skip",
+        "6 of 7 pictures cannot be used; mend or remove them, or leave them out with --on_bad_data skip",
+    ]
+    assert found[1].startswith("p/broken.png: its mask m/broken.png is truncated: ")
+    assert found[3] == "p/missing.png: has no mask; there is no missing.png, or with another ending, in m"
+
+
+def test_pictures_without_a_good_mask_are_skipped_and_noted_when_that_is_asked_for(zoo):
+    prepared = prepare_data(config(zoo, dataset(FOLDER), masked_loss=True, on_bad_data="skip"), 8)
+    assert [sample.key for sample in prepared.manifest.samples] == ["p/good.png"]
+    notes = "\n".join(prepared.manifest.notes)
+    assert "6 pictures are skipped (6 mask)" in notes and "1 masks have no picture of their name" in notes
+
+
+def test_a_run_that_asks_for_masks_does_not_go_on_without_any(zoo):
+    (zoo / "m" / "good.png").unlink()
+    save(zoo / "q" / "1.png", noise(64, 64))
+    settings = config(zoo, dataset(FOLDER), dataset("image_dir = 'q'"), masked_loss=True, on_bad_data="skip")
+    with pytest.raises(ConfigError) as caught:
+        prepare_data(settings, 8)
+    said = f"{zoo}/set.toml:9: conditioning_data_dir: no picture that has a mask can be used"
+    assert caught.value.problems[-1] == said and len(caught.value.problems) == 8
+
+
+def test_pictures_in_a_tar_bring_their_masks_along_too(tmp_path):
+    rgba = transparent(64, 64)
+    (tmp_path / "p").mkdir()
+    rgba.save(tmp_path / "p" / "1.png")
+    save(tmp_path / "p" / "2.png", noise(64, 64))
+    with tarfile.open(tmp_path / "s.tar", "w") as shard:
+        for name in ("1.png", "2.png"):
+            shard.add(tmp_path / "p" / name, name)
+    prepared = prepare_data(config(tmp_path, dataset("webdataset = 's.tar'\nalpha_mask = true")), 8)
+    (batch,) = [batch for batch in batches(prepared, epochs=1) if batch.mask is not None]
+    assert (batch.mask[0, 0].numpy() == np.asarray(rgba)[..., 3]).all()
+    assert (batch.pixels[0].permute(1, 2, 0).numpy() == np.asarray(rgba)[..., :3]).all()
+    assert any(
+        "s.tar: alpha_mask: 1 of 2 pictures have no transparent parts" in note for note in prepared.manifest.notes
+    )
+
+
+def test_a_mask_in_colour_is_read_by_its_red_channel_and_this_is_said(tmp_path):
+    save(tmp_path / "p" / "1.png", noise(64, 64))
+    pixels = np.zeros((64, 64, 3), np.uint8)
+    pixels[:, :32] = (255, 0, 255)
+    pixels[:, 32:] = (0, 255, 255)
+    save(tmp_path / "m" / "1.png", pixels)
+    prepared = prepare_data(config(tmp_path, dataset(FOLDER), masked_loss=True), 8)
+    (batch,) = batches(prepared, epochs=1)
+    assert (batch.mask[..., :32] == 255).all() and (batch.mask[..., 32:] == 0).all()
+    assert "m: 1 masks are in colour, of which the red channel is used, as in sd-scripts: 1.png" in "\n".join(
+        prepared.manifest.notes
+    )
+
+
+def test_a_grey_mask_of_jpeg_is_not_taken_for_a_coloured_one(tmp_path):
+    save(tmp_path / "p" / "1.png", noise(64, 64))
+    save(tmp_path / "m" / "1.jpg", noise(64, 64, 1).repeat(3, axis=2), quality=60)
+    prepared = prepare_data(config(tmp_path, dataset(FOLDER), masked_loss=True), 8)
+    assert not any("in colour" in note for note in prepared.manifest.notes)
+
+
+@pytest.mark.parametrize(
+    ("picture", "mask", "size", "is_doubtful"),
+    [
+        (3, 1, (64, 48), True),
+        (2, 1, (64, 48), True),
+        (6, 1, (64, 64), True),
+        (3, 3, (64, 48), False),
+        (6, 1, (64, 48), False),
+        (1, 1, (64, 64), False),
+    ],
+)
+def test_a_mask_of_which_nobody_knows_whether_exif_was_heeded_is_noted(tmp_path, picture, mask, size, is_doubtful):
+    for folder, orientation in (("p", picture), ("m", mask)):
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        stored = size[::-1] if orientation == 6 else size
+        save(tmp_path / folder / "1.png", noise(*stored), exif=exif)
+    notes = prepare_data(config(tmp_path, dataset(FOLDER), masked_loss=True), 8).manifest.notes
+    said = "m: 1 masks belong to pictures that EXIF turns, and say nothing of it themselves; they are taken as upright"
+    assert any(said in note for note in notes) == is_doubtful
+
+
+def test_pictures_whose_alpha_is_no_mask_are_named(tmp_path):
+    (tmp_path / "p").mkdir()
+    Image.new("RGBA", (64, 64), (9, 9, 9, 255)).save(tmp_path / "p" / "opaque.png")
+    settings = config(tmp_path, dataset("image_dir = 'p'\nalpha_mask = true"))
+    with pytest.raises(ConfigError, match=r"set\.toml:9: alpha_mask: no picture has transparent parts, so that"):
+        prepare_data(settings, 8)
+    Image.new("RGBA", (64, 64), (9, 9, 9, 0)).save(tmp_path / "p" / "clear.png")
+    with pytest.raises(ConfigError, match=r"clear\.png: is transparent everywhere, so that nothing of it would be"):
+        prepare_data(settings, 8)
+
+
+def test_the_fingerprint_follows_masks(tmp_path):
+    (tmp_path / "p").mkdir()
+    transparent(64, 64).save(tmp_path / "p" / "1.png")
+    save(tmp_path / "m" / "1.png", noise(64, 64, 1))
+
+    def fingerprint(subset: str, **options) -> str:
+        return prepare_data(config(tmp_path, dataset(subset), **options), 8).manifest.compute_fingerprint()
+
+    plain, alpha = fingerprint("image_dir = 'p'"), fingerprint("image_dir = 'p'\nalpha_mask = true")
+    first = fingerprint(FOLDER, masked_loss=True)
+    save(tmp_path / "m" / "1.png", noise(64, 64, 1, seed=1))
+    second = fingerprint(FOLDER, masked_loss=True)
+    assert len({plain, alpha, first, second}) == 4
+    (tmp_path / "m" / "1.png").rename(tmp_path / "m" / "1.PNG")  # the same mask
+    assert fingerprint(FOLDER, masked_loss=True) == second
+
+
+@pytest.mark.parametrize(
+    ("subset", "options", "expected"),
+    [
+        (
+            FOLDER,
+            {},
+            "set.toml:9: conditioning_data_dir: masks in a folder are used with --masked_loss; set it for the",
+        ),
+        ("image_dir = 'p'", {"masked_loss": True}, "--masked_loss: no subset has masks; set conditioning_data_dir or"),
+        ("image_dir = 'p'", {"masked_loss_normalize": True}, "--masked_loss_normalize: no subset has masks; set"),
+        (FOLDER.replace("'m'", "'./p'"), {"masked_loss": True}, "set.toml:9: conditioning_data_dir: is the folder of"),
+        (
+            FOLDER.replace("'m'", "'p/m'") + "\nrecursive = true",
+            {"masked_loss": True},
+            "set.toml:9: conditioning_data_dir: lies below image_dir, where recursive takes masks for pictures",
+        ),
+        (FOLDER.replace("'m'", "'q'"), {"masked_loss": True}, "set.toml:9: conditioning_data_dir: 'q' is not there"),
+        (FOLDER, {"masked_loss": True, "alpha_mask": True}, "--alpha_mask: every subset has its masks in"),
+        (FOLDER + "\nalpha_mask = true", {"masked_loss": True}, "set.toml:10: alpha_mask: has no meaning beside"),
+    ],
+)
+def test_settings_of_masks_that_do_nothing_are_refused_before_any_picture_is_read(tmp_path, subset, options, expected):
+    for name in ("p/m", "m"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "p" / "1.png").write_bytes(b"would be told, too")
+    (found,) = validate_dataset_config(config(tmp_path, dataset(subset), **options))
+    assert found.replace(f"{tmp_path}/", "").startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("subset", "options"),
+    [
+        (FOLDER, {"masked_loss": True, "masked_loss_normalize": True}),
+        ("image_dir = 'p'\nalpha_mask = true", {"masked_loss": True}),
+        ("image_dir = 'p'", {"alpha_mask": True}),
+    ],
+)
+def test_settings_of_masks_that_go_together_are_taken(tmp_path, subset, options):
+    for name in ("p", "m"):
+        (tmp_path / name).mkdir()
+    assert validate_dataset_config(config(tmp_path, dataset(subset), **options)) == []
+
+
+def test_a_mask_that_goes_away_during_the_run_is_a_bad_sample(tmp_path):
+    save(tmp_path / "p" / "1.png", noise(64, 64))
+    save(tmp_path / "m" / "1.png", noise(64, 64, 1))
+    prepared = prepare_data(config(tmp_path, dataset(FOLDER), masked_loss=True), 8)
+    plan = prepared.build_batch_plan(1, TrainConfig())
+    reader = MicroBatchDataset(prepared.manifest, prepared.assignments, plan, 0, 3, 100)
+    assert isinstance(reader.load_image(0, 0, 0), LoadedImage)
+    (tmp_path / "m" / "1.png").unlink()
+    (batch,) = [reader[0]]
+    assert batch.loss_weights.tolist() == [0] and "m/1.png" in batch.bad_samples[0].problem
+    (tmp_path / "m" / "1.png").write_bytes(b"no picture")
+    assert f"its mask {tmp_path}/m/1.png: cannot identify image" in reader[0].bad_samples[0].problem
+
+
+def test_masks_below_the_pictures_are_found_where_they_are_not_taken_for_pictures(tmp_path):
+    for name in ("1", "deep/1"):
+        save(tmp_path / "p" / f"{name}.png", noise(64, 64))
+        save(tmp_path / "p" / "m" / f"{name}.png", noise(64, 64, 1, seed=len(name)))
+    subset = "image_dir = 'p'\nconditioning_data_dir = 'p/m'\nrecursive = true\nexclude = ['m/**']"
+    found = batches(prepare_data(config(tmp_path, dataset(subset), masked_loss=True), 8), epochs=1)
+    assert len(found) == 2
+    for batch in found:
+        name = batch.sample_keys[0].removeprefix("p/").removesuffix(".png")
+        assert (batch.mask[0, 0].numpy() == noise(64, 64, 1, seed=len(name))[..., 0]).all(), batch.sample_keys
+
+
+def test_plan_tells_how_many_have_masks(tmp_path):
+    (tmp_path / "p").mkdir()
+    transparent(64, 64).save(tmp_path / "p" / "1.png")
+    save(tmp_path / "p" / "2.png", noise(64, 64))
+    prepared = prepare_data(config(tmp_path, dataset("image_dir = 'p'\nalpha_mask = true")), 8)
+    plan = prepared.build_batch_plan(1, TrainConfig())
+    assert prepared.format_summary(plan, 9).splitlines()[0].endswith(", captions found 0/2 (.caption), masks 1/2")
+    first, second = prepared.to_json(plan)[0]["samples"]
+    share = float(np.asarray(Image.open(tmp_path / "p" / "1.png"))[..., 3].mean()) / 255
+    assert first["mask"] == {"image": str(tmp_path / "p" / "1.png"), "is_alpha": True, "share": pytest.approx(share)}
+    assert second["mask"] is None
+
+
+def test_what_was_found_out_about_masks_is_kept_and_followed_when_they_change(tmp_path, monkeypatch):
+    monkeypatch.setattr(scan, "SETTLED_AFTER_NS", -(10**15))
+    for number in range(3):
+        save(tmp_path / "p" / f"{number}.png", noise(80, 70, seed=number))
+        save(tmp_path / "m" / f"{number}.png", noise(80, 70, 1, seed=number))
+        transparent(80, 70).save(tmp_path / "m" / f"alpha_{number}.png")
+    (tmp_path / "alpha").mkdir()
+    for number in range(2):
+        (tmp_path / "m" / f"alpha_{number}.png").rename(tmp_path / "alpha" / f"{number}.png")
+    (tmp_path / "m" / "alpha_2.png").unlink()
+    settings = config(tmp_path, dataset(FOLDER), dataset("image_dir = 'alpha'\nalpha_mask = true"), masked_loss=True)
+    looked: list[str] = []
+    for module, name in (
+        (mask_checks, "inspect_mask"),
+        (mask_checks, "inspect_alpha_mask"),
+        (image_inspection, "inspect_bytes"),
+    ):
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *given, real=real, name=name: (looked.append(name), real(*given))[1])
+
+    def again() -> tuple[PreparedData, Counter]:
+        looked.clear()
+        return prepare_data(settings, 8), Counter(looked)
+
+    first, work = again()
+    assert work["inspect_mask"] == 3 and work["inspect_alpha_mask"] == 2
+    second, work = again()
+    assert second == first and not work
+    save(tmp_path / "m" / "1.png", noise(80, 70, 1, seed=9))
+    third, work = again()
+    assert work == {"inspect_mask": 1, "inspect_bytes": 1}
+    masks = [[sample.mask.content_hash for sample in ready.manifest.samples] for ready in (second, third)]
+    assert [one == other for one, other in zip(*masks, strict=True)] == [True, False, True, True, True]
+    assert not any("trained as white" in note for note in third.manifest.notes)

@@ -1,0 +1,175 @@
+"""Preview prompts: kohya's three kinds of files, and every mistake in them at once."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from library.data.prompts import Prompt, load_prompts
+from library.errors import ConfigError
+from library.models.detect import detect_model
+from library.models.preflight import validate_prompts
+
+
+def read(tmp_path, name, text):
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    return load_prompts(tmp_path / name)
+
+
+def problems(tmp_path, name, text):
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, name, text)
+    return [line.removeprefix(f"{tmp_path / name}") for line in caught.value.problems]
+
+
+FULL = Prompt(
+    "a cat, red", "a dog - or two", 512, 768, seed=7, num_inference_steps=20, cfg_scale=3.5, sampler="euler_a"
+)
+
+
+def test_a_line_is_a_prompt_with_its_options_behind_it(tmp_path):
+    text = "# a comment\n\na cat, red --n a dog - or two --w 512 --h 768 --d 7 --s 20 --l 3.5 --ss euler_a\n  plain \n"
+    assert read(tmp_path, "p.txt", text) == [FULL, Prompt("plain")]
+
+
+def test_letters_may_be_large_and_the_text_may_have_dashes_and_be_empty(tmp_path):
+    text = "a well-lit cat -- at night --W 64\n--w 64\n"
+    assert read(tmp_path, "p.txt", text) == [Prompt("a well-lit cat -- at night", width=64), Prompt("", width=64)]
+
+
+def test_a_toml_file_has_common_settings_and_a_table_for_each_prompt(tmp_path):
+    text = """
+        [prompt]
+        width = 512
+        height = 768
+        sample_steps = 20
+        scale = 7
+        [[prompt.subset]]
+        prompt = "a cat, red"
+        negative_prompt = "a dog - or two"
+        seed = 7
+        scale = 3.5
+        sample_sampler = "euler_a"
+        [[prompt.subset]]
+        prompt = "plain"
+    """
+    plain = Prompt("plain", width=512, height=768, num_inference_steps=20, cfg_scale=7.0)
+    assert read(tmp_path, "p.toml", text) == [FULL, plain]
+
+
+def test_a_json_file_is_a_list_of_objects_or_lines(tmp_path):
+    item = {
+        "prompt": "a cat, red",
+        "negative_prompt": "a dog - or two",
+        "width": 512,
+        "height": 768,
+        "seed": 7,
+        "sample_steps": 20,
+        "scale": 3.5,
+        "sample_sampler": "euler_a",
+    }
+    assert read(tmp_path, "p.json", json.dumps([item, "plain --w 64"])) == [FULL, Prompt("plain", width=64)]
+
+
+def test_all_mistakes_of_a_text_file_are_told_at_once_with_their_lines(tmp_path):
+    text = "\n".join(
+        [
+            "fine --w 64",
+            "one --w 100 --d -1",
+            "two --widht 64",
+            "three --s many --l inf",
+            "four --cn pose.png --fs 0 --g -3.5",
+            "five --ss eular",
+            "six --w 64 --w 128 --h",
+            "seven --rcg 1",
+        ]
+    )
+    assert problems(tmp_path, "p.txt", text) == [
+        ":2: --w: 100 is no multiple of 8; write 96 or 104",
+        ":2: --d: expected at least 0, got -1",
+        ":3: --widht: unknown option; there are: --n negative_prompt, --w width, --h height, --d seed, "
+        "--s sample_steps, --l scale, --ss sample_sampler, --g guidance_scale, --fs flow_shift",
+        ":4: --s: expected a whole number, got 'many'",
+        ":4: --l: expected a number that is not negative, got inf",
+        ":5: --cn: control pictures are not supported",
+        ":5: --fs: expected a number above 0, got 0",
+        ":5: --g: expected a number that is not negative, got -3.5",
+        ":6: --ss: 'eular' is not one of ddim, euler, euler_a, heun, dpmsolver++, pndm",
+        ":7: --w: given twice",
+        ":7: --h: no value behind it",
+        ":8: --rcg: unknown option; did you mean --rcfg?",
+    ]
+
+
+def test_mistakes_in_toml_and_json_are_told_with_their_places(tmp_path):
+    text = '[prompt]\nwidth = 65\n[[prompt.subset]]\nprompt = "a"\nsample_step = 3\n'
+    text += '[[prompt.subset]]\nwidth = "64"\nseed = 1.5\n'
+    assert problems(tmp_path, "p.toml", text) == [
+        ":2: width: 65 is no multiple of 8; write 64 or 72",
+        ":5: sample_step: unknown key; did you mean sample_steps?",
+        ":7: width: expected a whole number, got '64'",
+        ":8: seed: expected a whole number, got 1.5",
+        ":6: prompt: missing",
+    ]
+    items = [{"prompt": "a", "sample_steps": 0}, {"text": "b"}, 3]
+    assert problems(tmp_path, "p.json", json.dumps(items)) == [
+        ": prompt 1: sample_steps: expected at least 1 and at most 1000, got 0",
+        ": prompt 2: text: unknown key",
+        ": prompt 2: prompt: missing",
+        ": prompt 3: expected an object or text, got 3",
+    ]
+
+
+@pytest.mark.parametrize(
+    "name, text, problem",
+    [
+        ("p.txt", "# nothing\n", ": no prompts in it"),
+        ("p.yaml", "", ": prompts are read from .txt, .toml and .json files"),
+        ("p.toml", "[prompts]\n", ": expected a table [prompt] and in it a [[prompt.subset]] for each picture"),
+        ("p.toml", "prompt = \n", ":1: not valid TOML: Invalid value"),
+        ("p.json", "[\n1,,\n]", ":2: not valid JSON: Expecting value"),
+        ("p.json", "{}", ": expected a list of prompts"),
+    ],
+)
+def test_a_file_that_is_none_is_one_line(tmp_path, name, text, problem):
+    (line,) = problems(tmp_path, name, text)
+    assert line == problem
+
+
+def test_a_missing_file_is_one_line():
+    with pytest.raises(ConfigError, match=r"absent\.txt: no such file"):
+        load_prompts(Path("absent.txt"))
+
+
+def test_a_seed_that_no_generator_takes_is_named(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("a cat --d 99999999999999999999\n")
+
+    with pytest.raises(ConfigError, match="--d: 99999999999999999999 is too large"):
+        load_prompts(path)
+
+
+def test_what_a_model_cannot_draw_is_told_with_its_place(tmp_path):
+    path = tmp_path / "p.txt"
+    path.write_text("a --w 72 --h 8 --g 3 --fs 2 --ss ddim\nb --w 64 --h 48 --ss euler\n", "utf-8")
+    prompts = load_prompts(path)
+    assert validate_prompts(prompts, None, detect_model("random:flux:tiny")) == [
+        f"{path}:1: --w: 72 is no multiple of 16, as FLUX.1 needs it; write 80 or 64",
+        f"{path}:1: --h: 8 is no multiple of 16, as FLUX.1 needs it; write 16",
+        f"{path}:1: --ss: ddim is not for flow matching, by which FLUX.1 works; use euler",
+    ]
+    assert validate_prompts(prompts[1:], "pndm", detect_model("random:sd3:tiny")) == [
+        "sample_sampler: pndm is not for flow matching, by which Stable Diffusion 3 works; use euler"
+    ]
+    assert validate_prompts(prompts, "pndm", detect_model(None)) == [
+        f"{path}:1: --fs: only flow-matching models have it, and Stable Diffusion 1 is none; leave it out",
+        f"{path}:1: --g: only FLUX.1 dev is told a guidance; use --l for this model",
+    ]
+    assert [
+        line.split(": ")[1] for line in validate_prompts(prompts[:1], None, detect_model("random:flux:schnell:tiny"))
+    ] == [
+        "--w",
+        "--h",
+        "--g",
+        "--ss",
+    ]

@@ -1,0 +1,331 @@
+"""Processes that read ahead change nothing, live through epochs, and end: in order, or with a word on their death."""
+
+import itertools
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import Dataset
+
+from library.config.schema import TrainConfig
+from library.config.schema_data import DataConfig
+from library.data.batch import PixelBatch
+from library.data.batch_plan import BatchPlan, Bucket
+from library.data.loader import ImageLoader, MicroBatchDataset
+from library.data.prepare import PreparedData, prepare_data
+from library.data.worker_pool import PrefetchIterator, _format_worker_death, _ignore_signals
+from library.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[3]
+PLAN = BatchPlan([Bucket((8, 8), [0, 1], [1, 1], 2)], 1, 1, 0)
+
+
+@pytest.fixture(autouse=True)
+def four_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 3})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "a").mkdir()
+    for number, size in enumerate([(96, 64), (64, 96), (80, 80), (70, 70), (100, 64), (64, 64), (64, 64)]):
+        pixels = np.random.default_rng(number).integers(0, 256, (size[1], size[0], 4), np.uint8)
+        Image.fromarray(pixels, "RGBA").save(folder / "a" / f"{number}.png")
+        (folder / "a" / f"{number}.txt").write_text(f"number {number}, b, c, d, e, f")
+    (folder / "set.toml").write_text(
+        "[[datasets]]\nresolution = 64\nbatch_size = 2\nenable_bucket = true\nmin_bucket_reso = 32\n"
+        f"bucket_reso_steps = 16\n[[datasets.subsets]]\nimage_dir = '{folder}/a'\nnum_repeats = 3\nrandom_crop = true\n"
+        "flip_aug = true\ncolor_aug = true\nalpha_mask = true\nshuffle_caption = true\ncaption_extension = '.txt'\n"
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prepared(folder) -> PreparedData:
+    return prepare_data(DataConfig(dataset_config=str(folder / "set.toml")), 8)
+
+
+def by_place(prepared: PreparedData, ranks: int, batch_size: int, steps: int, **loading) -> list[dict]:
+    """Everything that is handed out in each step, over all ranks, by its place in the step."""
+    buckets = [
+        Bucket(bucket.resolution, bucket.sample_indices, bucket.repeats, batch_size) for bucket in prepared.buckets
+    ]
+    plan = BatchPlan(buckets, ranks, 1, 5)
+    found: list[dict] = [{} for _ in range(steps)]
+    for rank in range(ranks):
+        reader = MicroBatchDataset(prepared.manifest, prepared.assignments, plan, rank, 5, 100)
+        works = ImageLoader(reader, plan, **loading).iter_steps(0)
+        for step, work in enumerate(itertools.islice(works, steps)):
+            for batch in work.micro_batches:
+                for row, place in enumerate(batch.global_positions):
+                    mask = b"" if batch.mask is None else batch.mask[row].numpy().tobytes()
+                    found[step][place] = (
+                        batch.sample_keys[row],
+                        batch.captions[row],
+                        batch.loss_weights[row].item(),
+                        batch.size_conditioning[row].tolist(),
+                        batch.pixels[row].numpy().tobytes(),
+                        mask,
+                        work.num_global_samples,
+                    )
+        works.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def reference(prepared) -> list[dict]:
+    return by_place(prepared, 1, 4, 8, workers=0)
+
+
+@pytest.mark.parametrize(("workers", "prefetch"), [(1, 2), (1, 5), (3, 1)])
+def test_workers_and_what_they_read_ahead_change_nothing(prepared, reference, workers, prefetch):
+    assert by_place(prepared, 1, 4, 8, workers=workers, prefetch=prefetch) == reference
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(2, 0), (2, 1), (4, 0)])
+def test_ranks_together_are_handed_what_one_is_handed(prepared, reference, ranks, workers):
+    def without_absent_masks(step: dict) -> dict:
+        """A share of a batch without any mask has none, where the whole batch has one that is white."""
+        white = {place: b"\xff" * (len(row[4]) // 3) for place, row in step.items()}
+        return {place: (*row[:5], row[5] or white[place], row[6]) for place, row in step.items()}
+
+    found = by_place(prepared, ranks, 4 // ranks, 8, workers=workers)
+    assert [without_absent_masks(step) for step in found] == [without_absent_masks(step) for step in reference]
+
+
+class Numbered(Dataset):
+    """Batches that tell who read them."""
+
+    def __getitem__(self, position: int) -> PixelBatch:
+        self.before(position)
+        pixels = torch.full((1, 3, 8, 8), position % 256, dtype=torch.uint8)
+        return PixelBatch(pixels, (str(os.getpid()),), torch.zeros(1, 6), torch.ones(1), (0,), (str(position),))
+
+    def before(self, position: int) -> None:
+        pass
+
+
+def test_epochs_change_without_new_workers():
+    steps = ImageLoader(Numbered(), PLAN, num_workers=2).iter_steps(0)
+    batches = [next(steps).micro_batches[0] for _ in range(40)]  # an epoch is one step
+    assert PLAN.get_epoch(39) == 39
+    steps.close()
+    assert [batch.sample_keys[0] for batch in batches] == [str(position) for position in range(40)]
+    pids = [batch.captions[0] for batch in batches]
+    assert len(set(pids)) == 2 and set(pids[:4]) == set(pids[-4:]) and str(os.getpid()) not in pids
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_workers_are_gone_when_the_loader_is_closed_and_sigchld_is_as_it_was():
+    before = signal.getsignal(signal.SIGCHLD)
+    steps = ImageLoader(Numbered(), PLAN, num_workers=3).iter_steps(0)
+    pids = {int(next(steps).micro_batches[0].captions[0]) for _ in range(9)}
+    assert len(pids) == 3 and all(map(is_running, pids)) and signal.getsignal(signal.SIGCHLD) == before
+    steps.close()
+    assert not any(map(is_running, pids)) and nobody_is_left()
+
+
+class Deadly(Numbered):
+    """The worker that reads position 12 is ended by a signal; with 3 of them that read 4 ahead, after a first batch."""
+
+    def __init__(self, number: int):
+        self.number = number
+
+    def before(self, position: int) -> None:
+        if position == 12:
+            os.kill(os.getpid(), self.number)
+            time.sleep(60)
+
+
+def test_a_worker_that_is_killed_is_told_when_its_batch_is_wanted_and_breaks_into_nothing():
+    steps = ImageLoader(Deadly(signal.SIGKILL), PLAN, num_workers=3, prefetch_factor=4).iter_steps(0)
+    next(steps)
+    deadline = time.monotonic() + 30
+    while len(multiprocessing.active_children()) == 3 and time.monotonic() < deadline:
+        time.sleep(0.05)  # torch's handler of SIGCHLD would raise here
+    assert len(multiprocessing.active_children()) == 2
+    with pytest.raises(UserError, match=r"^a process that reads pictures \(pid \d+\) was killed, most likely by"):
+        for _ in range(20):
+            next(steps)
+    assert nobody_is_left()
+
+
+class Closing:
+    """A worker whose end is seen by what it had open, and not known yet."""
+
+    def __init__(self):
+        self.sentinel, other = os.pipe()
+        os.close(other)
+        self.exitcode = None
+
+    def join(self, seconds: float) -> None:
+        self.exitcode = -signal.SIGKILL
+
+
+def test_a_death_is_known_though_what_the_dead_had_open_was_closed_before_it():
+    ahead, worker = PrefetchIterator.__new__(PrefetchIterator), Closing()
+    ahead.workers, ahead.is_shut_down = [worker], True
+    assert ahead._find_dead_workers() == [worker]
+    os.close(worker.sentinel)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (
+            -signal.SIGKILL,
+            "was killed, most likely by the system because memory ran out; lower X, or give the job more",
+        ),
+        (-signal.SIGBUS, "found no shared memory left; give the container more of it (docker run --shm-size 8g"),
+        (
+            -signal.SIGSEGV,
+            "died of SIGSEGV; with --max_data_loader_n_workers 0 the main process reads, and shows where",
+        ),
+        (3, "ended with exit code 3; with --max_data_loader_n_workers 0 the main process reads, and shows"),
+    ],
+)
+def test_what_can_be_done_about_a_death_follows_from_its_kind(code, said):
+    assert _format_worker_death(77, code, "X").startswith(f"a process that reads pictures (pid 77) {said}")
+
+
+class Faulty(Numbered):
+    def before(self, position: int) -> None:
+        if position == 3:
+            raise KeyError("a mistake of ours")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_mistake_of_ours_is_no_mistake_of_the_user(workers):
+    steps = ImageLoader(Faulty(), PLAN, num_workers=workers).iter_steps(0)
+    with pytest.raises(KeyError, match="a mistake of ours"):
+        for _ in range(5):
+            next(steps)
+    assert nobody_is_left()
+
+
+def nobody_is_left() -> bool:
+    """Soon: two threads that ask after one dead child at once may both be told that it lives."""
+    deadline = time.monotonic() + 10
+    while multiprocessing.active_children() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not multiprocessing.active_children()
+
+
+class WithoutMemory(Numbered):
+    """Shared memory is a file, and this worker may write none."""
+
+    def before(self, position: int) -> None:
+        if position == 3:
+            import resource
+
+            resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))
+
+
+def test_full_shared_memory_is_told_and_not_waited_for():
+    steps = ImageLoader(WithoutMemory(), PLAN, num_workers=1).iter_steps(0)
+    with pytest.raises(UserError, match=r"^no shared memory left for pictures that are read ahead; give the container"):
+        for _ in range(5):
+            next(steps)
+    assert nobody_is_left()
+
+
+class Stuck(Numbered):
+    """As on a disk that does not answer."""
+
+    def before(self, position: int) -> None:
+        if position == 3:
+            time.sleep(600)
+
+
+def test_workers_that_hang_are_left_after_a_while(monkeypatch):
+    monkeypatch.setattr("library.data.worker_pool.SECONDS_TO_END", 0.5)
+    items: PrefetchIterator = PrefetchIterator(Stuck(), 0, num_workers=2, prefetch_factor=2, pin_memory=False)
+    assert [next(items).ids[0] for _ in range(3)] == ["0", "1", "2"]
+    items.shutdown()
+    assert nobody_is_left()
+    items.shutdown()  # and once more, as the interpreter does at its end
+
+
+def test_workers_end_where_no_thread_can_be_started_any_more(monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    items: PrefetchIterator = PrefetchIterator(Numbered(), 0, num_workers=2, prefetch_factor=2, pin_memory=False)
+    next(items)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    items.shutdown()
+    assert nobody_is_left()
+
+
+def test_workers_leave_signals_to_the_main_process():
+    child = os.fork()
+    if child == 0:
+        _ignore_signals(0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_there_are_never_more_workers_than_cores_that_may_be_used(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {1, 5, 7})
+    assert [ImageLoader(Numbered(), PLAN, num_workers=workers).num_workers for workers in (0, 2, 8)] == [0, 2, 3]
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {root!r})
+from library.config.schema_data import DataConfig; from library.config.schema import TrainConfig
+from library.data.loader import Loader, MicroBatchReader
+from library.data.prepare import prepare
+
+if __name__ == "__main__":
+    prepared = prepare(DataConfig(dataset_config={config!r}), 8)
+    plan = prepared.batch_plan(1, TrainConfig())
+    reader = MicroBatchReader(prepared.manifest, prepared.placements, plan, 0, 5, 100)
+    steps = Loader(reader, plan, workers=1, start_method={method!r}).steps(0)
+    first = [next(steps) for _ in range(3)]
+    {then}
+"""
+
+
+def script(folder: Path, method: str, then: str) -> subprocess.CompletedProcess:
+    path = folder / f"{method}.py"
+    path.write_text(SCRIPT.format(root=str(ROOT), config=str(folder / "set.toml"), method=method, then=then))
+    return subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=120)
+
+
+def test_processes_that_are_started_anew_read_the_same(folder, prepared):
+    """As on Windows and macOS, where nothing is inherited."""
+    done = script(
+        folder,
+        "spawn",
+        "print([(work.batches[0].captions, work.batches[0].pixels.sum().item()) for work in first]); steps.close()",
+    )
+    plan = prepared.batch_plan(1, TrainConfig())
+    reader = MicroBatchDataset(prepared.manifest, prepared.placements, plan, 0, 5, 100)
+    assert done.stdout.strip() == str([(reader[n].captions, reader[n].pixels.sum().item()) for n in range(3)])
+    assert done.returncode == 0 and done.stderr == ""
+
+
+def test_a_program_that_dies_with_workers_ends(folder):
+    """An exception that nobody catches keeps the iterator alive until the interpreter goes."""
+    done = script(folder, "fork", "raise RuntimeError('the end')")
+    assert done.returncode == 1 and done.stderr.endswith("RuntimeError: the end\n")

@@ -1,0 +1,457 @@
+"""A zoo of bad inputs: every one is named in one report, with the way out, before anything is loaded."""
+
+import io
+import json
+import os
+import socket
+import struct
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from odd_images import chunk, png
+from PIL import Image, features
+
+from library.config.schema_data import DataConfig
+from library.data.prepare import PreparedData, prepare_data
+from library.dataset.image_formats import is_truncated
+from library.dataset.validate import validate_dataset_config
+from library.errors import ConfigError
+
+NOISE = np.random.default_rng(0).integers(0, 256, (70, 80, 3), np.uint8)
+
+
+def encoded(kind: str, image: Image.Image | None = None, **options) -> bytes:
+    stream = io.BytesIO()
+    (image or Image.fromarray(NOISE)).save(stream, kind, **options)
+    return stream.getvalue()
+
+
+def half(kind: str) -> bytes:
+    data = encoded(kind)
+    return data[: len(data) // 2]
+
+
+def box(brand: bytes) -> bytes:
+    return struct.pack(">I", 24) + b"ftyp" + brand + bytes(4) + b"mif1" + brand + bytes(100)
+
+
+def with_hole() -> bytes:
+    data = bytearray(encoded("PNG"))
+    data[len(data) // 2 : len(data) // 2 + 40] = bytes(40)
+    return bytes(data)
+
+
+LONG = zlib.compress(b"x" * 5_000_000)
+ROWS = (b"\0" + bytes(80 * 3)) * 70
+Maker = Callable[[Path], object]
+
+
+def put(data: bytes) -> Maker:
+    return lambda path: path.write_bytes(data)
+
+
+def captioned(caption: bytes) -> Maker:
+    return lambda path: (path.with_suffix(".png").write_bytes(encoded("PNG")), path.write_bytes(caption))
+
+
+def sparse(path: Path) -> None:
+    """Larger than any picture that is read, and empty on disk."""
+    with path.open("wb") as file:
+        file.truncate(2**30 + 1)
+
+
+def listener(path: Path) -> None:
+    here = os.getcwd()
+    os.chdir(path.parent)  # the path of a socket is short
+    try:
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+def unreadable(path: Path) -> None:
+    path.write_bytes(encoded("PNG"))
+    path.chmod(0)
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A file, what has to be said of it, and what to do."""
+
+    name: str
+    make: Maker
+    problem: str
+    way_out: str
+
+
+COPY = "copy it again"
+FILES = [
+    Bad("empty.png", put(b""), "is empty", COPY),
+    Bad("half_1.png", put(half("PNG")), "is truncated", COPY),
+    Bad("half_2.jpg", put(half("JPEG")), "is truncated", COPY),
+    Bad("half_3.webp", put(half("WEBP")), "is truncated", COPY),
+    Bad("half_4.bmp", put(half("BMP")), "is truncated", COPY),
+    Bad("tail_5.jpg", put(encoded("JPEG")[:-30]), "is truncated", COPY),
+    Bad("gif_6.png", put(half("GIF")), "is truncated", COPY),
+    Bad("tiff_7.png", put(half("TIFF")), "is truncated", COPY),
+    Bad("jpeg2000_8.png", put(half("JPEG2000")), "is truncated", COPY),
+    Bad("head.jpg", put(encoded("JPEG")[:20]), "is a damaged JPEG", COPY),
+    Bad("checksum.png", put(encoded("PNG")[:40] + b"\1" + encoded("PNG")[41:]), "is a damaged PNG", COPY),
+    Bad("hole.png", put(with_hole()), "cannot be decoded: broken data stream", COPY),
+    Bad("no_width.png", put(png(0, 10, rows=b"")), "is a damaged PNG", COPY),
+    Bad("text.png", put(b"not a picture"), "is not an image that Pillow can read", "convert it to PNG or JPEG"),
+    Bad("junk.jpg", put(NOISE.tobytes()[:999]), "is not an image that Pillow can read", "convert it to PNG or JPEG"),
+    Bad("zeros.jpg", put(bytes(500)), "is only zero bytes", COPY),
+    Bad("page.jpg", put(b"\n<!DOCTYPE html>\n<html>404"), "is a web page", "download the image itself"),
+    Bad("drawing.png", put(b"<?xml version='1.0'?>\n<!-- x -->\n<svg/>"), "is an SVG drawing", "export it as PNG"),
+    Bad("paper.png", put(b"%PDF-1.7"), "is a PDF document", "export its pages as PNG"),
+    Bad("layers.png", put(b"8BPS\0\1" + bytes(20)), "is a Photoshop document", "export it as PNG"),
+    Bad("script.png", put(encoded("EPS")), "is a PostScript file", "export it as PNG"),
+    Bad("archive.png", put(b"PK\3\4" + bytes(20)), "is a zip archive", "unpack it"),
+    Bad("packed.png", put(b"\x1f\x8b\x08" + bytes(20)), "is compressed with gzip", "unpack it"),
+    Bad("film.jpg", put(box(b"isom")), "is a video", "extract frames"),
+    Bad("film.webp", put(b"\x1aE\xdf\xa3" + bytes(20)), "is a video", "extract frames"),
+    Bad("phone.jpg", put(box(b"heic")), "is HEIC, which this version of Pillow", "convert it to PNG or JPEG"),
+    Bad("camera.jpg", put(box(b"crx ")), "is a camera raw file", "develop it"),
+    Bad("coming.jxl", put(b"\xff\x0a" + bytes(50)), "is JPEG XL, which this version of Pillow cannot read", "djxl"),
+    Bad("pointer.png", put(b"version https://git-lfs.github.com/spec/v1\noid"), "git-lfs pointer", "git lfs pull"),
+    Bad("bomb.png", put(png(60_000, 60_000)), "is too large: 3,600,000,000 pixels", "make it smaller"),
+    Bad("firework.png", put(png(15_000, 12_000)), "is too large: 180,000,000 pixels", "make it smaller"),
+    Bad("novel.png", put(png(80, 70, chunk(b"zTXt", b"k\0\0" + LONG), rows=ROWS)), "more text", "without metadata"),
+    Bad(
+        "story.png", put(png(80, 70, chunk(b"iTXt", b"k\0\1\0\0\0" + LONG), rows=ROWS)), "more text", "without metadata"
+    ),
+    Bad(
+        "profile.png",
+        put(png(80, 70, chunk(b"iCCP", b"k\0\0" + LONG), rows=ROWS)),
+        "colour profile",
+        "without metadata",
+    ),
+    Bad("huge.png", sparse, "is too large: 1.0 GiB", "make it smaller"),
+    Bad(
+        "gone.png", lambda path: path.symlink_to("nowhere.png"), "is a broken link to nowhere.png", "restore that file"
+    ),
+    Bad("circle.png", lambda path: path.symlink_to("circle.png"), "a link to itself", "remove it"),
+    Bad(
+        "ring.png",
+        lambda path: (path.symlink_to("ring_2"), path.with_name("ring_2").symlink_to("ring.png")),
+        "a link to itself",
+        "remove it",
+    ),
+    Bad("pipe.png", os.mkfifo, "is a named pipe, not a file", "remove it"),
+    Bad("listener.png", listener, "is a socket, not a file", "remove it"),
+    Bad("locked.png", unreadable, "cannot be read: Permission denied", "change its permissions"),
+    Bad("thin.png", put(encoded("PNG", Image.new("RGB", (5000, 3)))), "leave no bucket", "allow enlarging"),
+    Bad("latin.txt", captioned(b"caf\xe9"), "is not UTF-8 (byte 3)", "save the file as UTF-8"),
+    Bad("wide.txt", captioned("a cat".encode("utf-16")), "is UTF-16 or UTF-32", "save the file as UTF-8"),
+    Bad("blank.txt", captioned(b" \n\t\n"), "is empty", "write a caption, or delete the file"),
+    Bad("binary.txt", captioned(b"a\0b"), "contains zero bytes", "save the file as UTF-8"),
+    Bad(
+        "drain.txt",
+        lambda path: (path.with_suffix(".png").write_bytes(encoded("PNG")), os.mkfifo(path)),
+        "is empty",
+        "write a caption, or delete the file",
+    ),
+    Bad(
+        "lost.txt",
+        lambda path: (path.with_suffix(".png").write_bytes(encoded("PNG")), path.symlink_to("nowhere")),
+        "cannot be read: No such file",
+        "fix or delete the file",
+    ),
+]
+ENTRIES = [
+    ({"image_path": "absent.png", "caption": "x"}, "'absent.png' not found in"),
+    ({"image_path": "m.png"}, "'m.png': no caption and no tags"),
+    ({"image_path": "m.png", "caption": 3}, "'m.png': caption is not a string: 3"),
+    ({"image_path": "m.png", "tags": {"x": 1}}, "'m.png': tags is not a string: {'x': 1}"),
+]
+"""Lines of a metadata file."""
+GOOD = {"猫 🐈.png": "PNG", "zebra.jpg": "JPEG", "okapi.webp": "WEBP"}
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("zoo")
+    (folder / "a").mkdir()
+    for bad in FILES:
+        bad.make(folder / "a" / bad.name)
+    for number, (name, kind) in enumerate(GOOD.items()):
+        image = Image.fromarray(np.roll(NOISE, number + 1, axis=0))
+        (folder / "a" / name).write_bytes(encoded(kind, image))
+    (folder / "m").mkdir()
+    (folder / "m" / "m.png").write_bytes(encoded("PNG"))
+    rows = [{"image_path": "m.png", "caption": "fine"}, *(entry for entry, _ in ENTRIES)]
+    (folder / "m" / "m.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    (folder / "set.toml").write_text(
+        "[general]\nenable_bucket = true\nbucket_no_upscale = true\nbucket_reso_steps = 16\nresolution = 64\n"
+        f"[[datasets]]\n[[datasets.subsets]]\nimage_dir = '{folder}/a'\ncaption_extension = '.txt'\n"
+        f"[[datasets]]\n[[datasets.subsets]]\nmetadata_file = '{folder}/m/m.jsonl'\n",
+        encoding="utf-8",
+    )
+    return folder
+
+
+def prepared(folder: Path, **options) -> PreparedData:
+    return prepare_data(DataConfig(dataset_config=str(folder / "set.toml"), **options), 8)
+
+
+@pytest.fixture(scope="module")
+def report(zoo) -> str:
+    with pytest.raises(ConfigError) as caught:
+        prepared(zoo)
+    return "\n".join(caught.value.problems)
+
+
+def can_be_made(bad: Bad) -> bool:
+    """The administrator may read everything, and not every Pillow writes everything."""
+    return bad.name != "locked.png" or os.geteuid() != 0
+
+
+@pytest.mark.parametrize("bad", FILES, ids=lambda bad: bad.name)
+def test_every_bad_file_is_named_with_a_way_out(zoo, report, bad):
+    if not can_be_made(bad):
+        pytest.skip("nothing is closed to the administrator")
+    (line,) = [line for line in report.splitlines() if line.startswith(f"{zoo}/a/{bad.name}: ")]
+    assert bad.problem in line and bad.way_out in line
+
+
+@pytest.mark.parametrize(("number", "problem"), enumerate((problem for _, problem in ENTRIES), start=2))
+def test_every_bad_entry_is_named_with_its_line(zoo, report, number, problem):
+    assert f"{zoo}/m/m.jsonl:{number}: {problem}" in report
+
+
+def test_the_report_names_nothing_else_and_says_how_to_go_on(zoo, report):
+    bad = len([bad for bad in FILES if can_be_made(bad)]) + len(ENTRIES)
+    assert bad >= 45
+    lines = report.splitlines()
+    assert len(lines) == bad + 1
+    assert lines[-1] == (
+        f"{bad} of {len(FILES) + len(GOOD) + len(ENTRIES) + 1} pictures cannot be used; mend or remove"
+        " them, or leave them out with --on_bad_data skip"
+    )
+    assert not any(name in report for name in GOOD)
+
+
+def test_without_the_bad_ones_the_good_ones_remain(zoo, report):
+    left = prepared(zoo, on_bad_data="skip")
+    locked = [f"a/{bad.name}" for bad in FILES if not can_be_made(bad)]
+    assert sorted(sample.key for sample in left.manifest.samples) == sorted(
+        [*(f"a/{name}" for name in GOOD), "m/m.png", *locked]
+    )
+    told = left.manifest.notes[-1].splitlines()
+    assert [line.strip() for line in told[1:]] == report.splitlines()[:-1]
+    assert told[0].startswith(f"{len(told) - 1} pictures are skipped (1")
+    assert "19 no picture, 9 caption, 8 truncated, " in told[0]
+
+
+@pytest.mark.parametrize("kind", ["WEBP", "JPEG2000"])
+def test_a_file_shorter_than_its_header_says_is_truncated(kind):
+    """Their decoders do not check in every version of Pillow."""
+    assert is_truncated(encoded(kind)[:-1]) and not is_truncated(encoded(kind)) and not is_truncated(half("PNG"))
+
+
+def test_a_second_look_says_the_same(zoo, report):
+    with pytest.raises(ConfigError) as caught:
+        prepared(zoo)
+    assert "\n".join(caught.value.problems) == report
+
+
+def test_hundreds_of_bad_files_are_counted_and_listed_in_a_file(tmp_path):
+    (tmp_path / "a").mkdir()
+    for number in range(101):
+        (tmp_path / "a" / f"{number:03}.png").write_bytes(half("PNG") if number % 3 else b"")
+    (tmp_path / "set.toml").write_text(
+        f"[[datasets]]\nresolution = 64\n[[datasets.subsets]]\nimage_dir = '{tmp_path}/a'"
+    )
+    with pytest.raises(ConfigError) as caught:
+        prepared(tmp_path)
+    *lines, end = caught.value.problems
+    assert (
+        lines[5] == "... and 29 more like the last (empty)"
+        and lines[11].startswith("... and 62 more")
+        and len(lines) == 12
+    )
+    path = tmp_path / "a" / ".cache-lorikeet" / "scan" / "report.txt"
+    assert end.endswith(f" (67 truncated, 34 empty); all of them stand in {path}")
+    assert [line.partition(": ")[0] for line in path.read_text().splitlines()] == [
+        f"{tmp_path}/a/{number:03}.png" for number in range(101)
+    ]
+    with pytest.raises(ConfigError, match="no picture is left to train on"):
+        prepared(tmp_path, on_bad_data="skip")
+
+
+SETTINGS = """
+[general]
+random_crop = "yes"                                # expected true or false
+enable_buckets = true                              # unknown key; did you mean enable_bucket?
+shuffle_caption = 1                                # expected true or false, got 1
+image_dir = "nowhere"                              # belongs in [[datasets.subsets]], not in [general]
+prior_loss_weight = 0.5                            # set it for the run: --prior_loss_weight
+skip_corrupted_cache = true                        # not yet: this key of musubi-tuner
+keep_tokens = -1                                   # -1 is too small; at least 0
+[[datasets]]                                       # subsets of different kinds in one dataset
+resolution = [512, 512, 512]                       # expected
+batch_size = "2"                                   # write 2 without quotes
+train_batch_size = 2                               # in dataset files it is called batch_size
+min_bucket_reso = 0                                # 0 is too small; at least 1
+bucket_mode = "square"                             # is not one of kohya, symmetric
+enable_bucket = "true"                             # write true without quotes
+network_multiplier = 2                             # not yet: other values than 1
+validation_split = 1.5                             # 1.5 is too large; at most 1
+  [[datasets.subsets]]
+  image_dir = "zoo/nothing"                        # 'zoo/nothing' is not there
+  caption_dropout_rate = 2                         # 2.0 is too large; at most 1
+  caption_separator = ""                           # is empty; the usual one is ','
+  num_repeat = 10                                  # unknown key; did you mean num_repeats?
+  resize_interpolation = "cubic spline"            # is not one of
+  [[datasets.subsets]]                             # image_dir: missing; name the folder of pictures
+  num_repeats = 0                                  # 0 is too small; at least 1
+  [[datasets.subsets]]
+  metadata_file = "zoo/none.json"                  # 'zoo/none.json' is not there
+  class_tokens = "x"                               # has no meaning beside metadata_file
+[[datasets]]                                       # no [[datasets.subsets]]; add one
+resolution = 512
+[[datasets]]                                       # all subsets are regularisation pictures (is_reg); add
+resolution = 512
+enable_bucket = true
+min_bucket_reso = 1024                             # is above
+bucket_max_crop = 0.5                              # needs bucket_mode symmetric
+  [[datasets.subsets]]
+  image_dir = "zoo"
+  is_reg = true
+  [[datasets.subsets]]
+  image_dir = "./zoo"                              # stands in
+  is_reg = true
+[[datasets]]                                       # resolution: missing
+[[datasets.subsets]]
+image_dir = "zoo"
+[model]                                            # unknown; there are [general] and [[datasets]]
+"""
+"""A comment is what has to be said of its line."""
+
+
+def test_every_bad_setting_is_named_with_its_line_in_one_report(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "zoo").mkdir()
+    (tmp_path / "set.toml").write_text(SETTINGS, encoding="utf-8")
+    found = validate_dataset_config(DataConfig(dataset_config="set.toml"))
+    wanted = {
+        f"set.toml:{number}: ": line.rpartition("  # ")[2].strip()
+        for number, line in enumerate(SETTINGS.splitlines(), start=1)
+        if "  # " in line
+    }
+    assert len(wanted) >= 30
+    for place, problem in wanted.items():
+        lines = [line for line in found if line.startswith(place)]
+        assert any(problem in line for line in lines), (place, problem, lines)
+    assert [line for line in found if not any(line.startswith(place) for place in wanted)] == []
+
+
+def odd(folder: Path) -> None:
+    """Pictures that can be used, and about which there is something to say."""
+    image = Image.fromarray(NOISE)
+    files = {
+        "twin_1.png": encoded("PNG"),
+        "twin_2.png": encoded("PNG"),
+        "same.png": encoded("PNG", image.rotate(180)),
+        "same.jpg": encoded("JPEG", image.rotate(180)),
+        "glass.png": encoded("PNG", Image.merge("RGBA", (*image.split(), image.getchannel(0)))),
+        "opaque.png": encoded("PNG", image.convert("RGBA")),
+        "print.jpg": encoded("JPEG", image.convert("CMYK")),
+        "deep.png": encoded("PNG", Image.fromarray(NOISE[..., 0].astype(np.uint16) * 257)),
+        "deep_colours.png": png(80, 70, bits=16, rows=(b"\0" + bytes(range(240)) * 2) * 70),
+        "few.png": encoded("PNG", image.convert("P")),
+        "moving.png": encoded("PNG", save_all=True, append_images=[image.rotate(90)]),
+        "stereo.jpg": encoded("MPO", save_all=True, append_images=[image.rotate(90)]),
+        "tiny.png": encoded("PNG", image.resize((20, 18))),
+        "narrow.png": encoded("PNG", image.resize((900, 70))),
+        "turned.jpg": encoded("JPEG", image, exif=b"Exif\0\0MM\0*\0\0\0\x08\0\1\1\x12\0\3\0\0\0\1\0\6\0\0\0\0\0\0"),
+        "spoilt.jpg": encoded("JPEG", image, exif=b"Exif\0\0MM\0*\0\0\0\x08\xff\xff\1\x12"),
+        "left.heic": box(b"heic"),
+        "left.tif": encoded("TIFF"),
+    }
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+        if name.endswith(("png", "jpg")):
+            (folder / name).with_suffix(".txt").write_text(name, encoding="utf-8")
+    (folder / "circle").symlink_to(folder)
+
+
+@pytest.fixture
+def oddities(tmp_path) -> Path:
+    (tmp_path / "a").mkdir()
+    odd(tmp_path / "a")
+    (tmp_path / "set.toml").write_text(
+        "[[datasets]]\nresolution = 64\nenable_bucket = true\nmin_bucket_reso = 32\nmax_bucket_reso = 128\n"
+        "bucket_reso_steps = 8\n"
+        f"[[datasets.subsets]]\nimage_dir = '{tmp_path}/a'\ncaption_extension = '.txt'\n",
+        encoding="utf-8",
+    )
+    return tmp_path
+
+
+def test_what_is_odd_and_usable_is_noted(oddities):
+    manifest = prepared(oddities).manifest
+    assert len(manifest.samples) == 16
+    assert {sample.key: sample.size for sample in manifest.samples}["a/turned.jpg"] == (70, 80)
+    assert [note.replace(f"{oddities}/", "") for note in manifest.notes] == [
+        "a: images in subfolders are not used; set recursive = true to use them: circle/",
+        "a: 2 files of kinds that are not read, left out; convert to PNG or JPEG: left.heic, left.tif",
+        "1 caption file shared by pictures whose names differ only in their endings: same.jpg and same.png",
+        "dataset 1: 1 picture too many, byte for byte the same as another: a/twin_2.png = a/twin_1.png",
+        "1 picture with transparent parts, which are trained as white: a/glass.png",
+        "1 picture in CMYK, turned into RGB without their colour profile; convert them yourself for exact colours:"
+        " a/print.jpg",
+        "2 pictures with 16 bits a channel, of which 8 are used: a/deep.png, a/deep_colours.png",
+        "1 picture with a palette of colours, turned into RGB: a/few.png",
+        "1 picture with several frames, of which the first is used: a/moving.png",
+        "1 small picture enlarged 2 times or more, and blurred by that: a/tiny.png (20x18, 3.55 times)",
+        "dataset 1: cropping takes a third or more of 1 picture; cut them yourself: a/narrow.png (900x70, 69%)",
+    ]
+    again = prepared(oddities).manifest
+    assert again.notes == manifest.notes and again.samples == manifest.samples
+
+
+def test_names_that_are_not_shown_stand_in_a_file(oddities):
+    for number in range(4):
+        (oddities / "a" / f"more_{number}.png").write_bytes(encoded("PNG"))
+    notes = prepared(oddities).manifest.notes
+    path = oddities / "a" / ".cache-lorikeet" / "scan" / "report.txt"
+    assert notes[-1] == f"not all names are shown above; all of them stand in {path}"
+    assert any("5 pictures too many" in note and note.endswith(", ...") for note in notes)
+    assert "  a/twin_2.png = a/more_0.png" in path.read_text().splitlines()
+
+
+@pytest.mark.skipif(not features.check("avif"), reason="this Pillow reads no AVIF")
+def test_avif_is_read_where_pillow_reads_it(oddities):
+    (oddities / "a" / "new.avif").write_bytes(encoded("AVIF"))
+    (oddities / "a" / "cut.avif").write_bytes(half("AVIF"))
+    prepared_ = prepared(oddities, on_bad_data="skip")
+    assert "a/new.avif" in {sample.key for sample in prepared_.manifest.samples}
+    assert "cut.avif: is a damaged AVIF" in prepared_.manifest.notes[-1]
+
+
+def test_where_warnings_are_errors_pillows_do_not_end_the_look(oddities, monkeypatch, recwarn):
+    """Of the damaged EXIF data, and of a picture of more pixels than Pillow likes."""
+    import warnings
+
+    warnings.simplefilter("error")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 50_000)
+    assert len(prepared(oddities).manifest.samples) == 16
+
+
+def test_a_bad_file_of_two_datasets_is_named_once(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "bad.png").write_bytes(half("PNG"))
+    (tmp_path / "a" / "good.png").write_bytes(encoded("PNG"))
+    table = "[[datasets]]\nresolution = {}\n[[datasets.subsets]]\nimage_dir = '" + f"{tmp_path}/a'\n"
+    (tmp_path / "set.toml").write_text(table.format(64) + table.format(128), encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        prepared(tmp_path)
+    assert len(caught.value.problems) == 2 and caught.value.problems[1].startswith("2 of 4 pictures cannot be used;")
+    assert [sample.dataset_index for sample in prepared(tmp_path, on_bad_data="skip").manifest.samples] == [0, 1]

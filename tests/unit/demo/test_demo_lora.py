@@ -1,0 +1,178 @@
+"""The demo, shortened: the LoRA brings the bird where it is asked for, and nowhere else, in diffusers too."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import StableDiffusionPipeline
+from PIL import Image
+
+from library.data.prompts import load_prompts
+from library.demo import built_in
+from library.models.families import FAMILIES
+
+ROOT = Path(__file__).resolve().parents[3]
+PROMPTS = ROOT / "dataset_configs" / "demo_prompts.txt"
+STEPS, SEEDS = 80, 8
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory):
+    """What ``make demo`` writes, after fewer steps."""
+    folder = tmp_path_factory.mktemp("demo")
+    once = [
+        word
+        for name in ("max_train_steps", "sample_every_n_steps", "validate_every_n_steps")
+        for word in (f"--{name}", str(STEPS))
+    ]
+    command = [
+        sys.executable,
+        "train_lora.py",
+        "--dataset_config",
+        "dataset_configs/demo.toml",
+        "--config_file",
+        "dataset_configs/demo_run.toml",
+        *once,
+        "--validation_split",
+        "0.3",
+        "--output_dir",
+        str(folder),
+        "--mixed_precision",
+        "no",
+        "--max_data_loader_n_workers",
+        "0",
+    ]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pipes(output):
+    """The model in diffusers, without the LoRA and with it."""
+    both = []
+    for lora in (None, output / "demo.safetensors"):
+        pipe = StableDiffusionPipeline.from_pretrained(built_in.FOLDER)
+        pipe.set_progress_bar_config(disable=True)
+        if lora is not None:
+            pipe.load_lora_weights(str(lora))
+        both.append(pipe)
+    return both
+
+
+def coarse(picture):
+    """What is left of a picture at 24 x 24 pixels."""
+    small = picture.convert("RGB").resize((24, 24), Image.Resampling.BOX)
+    return np.asarray(small, dtype=np.float32) / 255
+
+
+def drawn(pipe, prompt):
+    """Eight pictures of a prompt, of as many seeds."""
+    noise = torch.Generator().manual_seed(100)
+    return [
+        coarse(picture)
+        for picture in pipe(
+            prompt,
+            num_images_per_prompt=SEEDS,
+            width=96,
+            height=96,
+            num_inference_steps=10,
+            guidance_scale=3.0,
+            generator=noise,
+        ).images
+    ]
+
+
+OTHERS = ["a fox", "a penguin", "a sunflower"]
+
+
+@pytest.fixture(scope="module")
+def known(pipes):
+    """What pictures are compared with: the bird that was trained, and other things as the model draws them itself."""
+    birds = [
+        coarse(Image.open(path))
+        for path in (ROOT / "dataset_configs" / "demo").glob("*.png")
+        if Image.open(path).size == (96, 96)
+    ]
+    return {"bird": birds} | {prompt: drawn(pipes[0], prompt) for prompt in OTHERS}
+
+
+def kinds(pictures, known):
+    """What each is most like; a picture of the same noise is not looked at, since it may be alike for that alone."""
+    found = []
+    for number, picture in enumerate(pictures):
+        distances = {
+            name: min(np.abs(picture - other).mean() for place, other in enumerate(others) if place != number)
+            for name, others in known.items()
+        }
+        found.append(min(distances, key=distances.get))
+    return found
+
+
+@pytest.mark.parametrize("prompt", ["a lorikeet", "a funny lorikeet"])
+def test_the_bird_comes_where_it_is_asked_for(pipes, known, prompt):
+    before, after = (kinds(drawn(pipe, prompt), known) for pipe in pipes)
+    assert before.count("bird") == 0
+    assert after.count("bird") >= 0.75 * SEEDS  # a quarter of the demo's steps
+
+
+@pytest.mark.parametrize("prompt", OTHERS)
+def test_other_prompts_stay_what_they_were(pipes, known, prompt):
+    assert kinds(drawn(pipes[1], prompt), known) == [prompt] * SEEDS
+    assert kinds(known[prompt], known) == [prompt] * SEEDS
+
+
+def test_the_last_previews_are_what_diffusers_draws_with_the_lora(output, pipes):
+    for index, prompt in list(enumerate(load_prompts(PROMPTS)))[1:4]:
+        (path,) = (output / "sample").glob(f"demo_{STEPS:06d}_{index:02d}_*.png")
+        theirs = pipes[1](
+            prompt.text,
+            width=prompt.width,
+            height=prompt.height,
+            num_inference_steps=prompt.num_inference_steps,
+            guidance_scale=prompt.cfg_scale,
+            generator=torch.Generator().manual_seed(prompt.seed),
+        ).images[0]
+        difference = np.abs(np.asarray(Image.open(path), int) - np.asarray(theirs, int))
+        assert difference.max() <= 3 and difference.mean() < 0.1
+
+
+@torch.no_grad()
+def test_the_loss_on_the_bird_falls_by_far_more_than_chance(pipes):
+    family = FAMILIES.get("sd1")()
+    gains = []
+    for path in sorted((ROOT / "dataset_configs" / "demo").glob("*.png")):
+        side = Image.open(path).resize((96, 96))
+        pixels = torch.from_numpy(np.array(side)).permute(2, 0, 1)[None] / 127.5 - 1
+        latents = family.encode_pixels(pipes[0], pixels, [torch.Generator().manual_seed(1)]).expand(4, -1, -1, -1)
+        t = torch.tensor([200.0, 400.0, 600.0, 800.0])
+        noise = torch.randn(4, *latents.shape[1:], generator=seeded(path))
+        noisy, target = family.build_noise_process(pipes[0]).add_noise(latents, noise, t)
+        cond = family.encode_prompts(pipes[0], [path.with_suffix(".txt").read_text().strip()] * 4)["embeds"]
+        before, after = ((pipe.unet(noisy, t, cond).sample - target).square().mean() for pipe in pipes)
+        gains.append(float(before - after))
+    assert np.mean(gains) > 4 * np.std(gains) / math.sqrt(len(gains)), gains
+
+
+def seeded(path):
+    return torch.Generator().manual_seed(sum(path.name.encode()))
+
+
+def test_pictures_that_were_not_trained_get_better_by_more_than_their_interval_and_the_run_says_so(output):
+    lines = [json.loads(line) for line in (output / "demo.metrics.jsonl").read_text().splitlines()]
+    last = [line for line in lines if "validation/loss" in line][-1]
+
+    assert last["step"] == STEPS
+    assert last["validation/base"] - last["validation/loss"] > last["validation/gain_interval"] > 0, last
+    assert "better than the base model" in (output / "demo.report.html").read_text("utf-8")
+
+
+def test_the_sheet_of_before_and_after_is_there(output):
+    with Image.open(output / "demo.before_after.png") as sheet:
+        assert sheet.width > 400 and sheet.height > 800

@@ -1,0 +1,100 @@
+"""The built-in model: small, an ordinary diffusers folder, and it draws what the caption says."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import StableDiffusionPipeline
+
+from library.data.prompts import load_prompts
+from library.demo import built_in
+from library.models.detect import detect_model
+from library.models.families import FAMILIES
+from scripts.demo_model.subjects import SUBJECTS
+
+PROMPTS = Path(__file__).resolve().parents[3] / "dataset_configs" / "demo_prompts.txt"
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    """The model as any other program loads it."""
+    pipe = StableDiffusionPipeline.from_pretrained(built_in.FOLDER)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def drawn(pipe, prompts, size=(96, 96), seed=0):
+    """A picture for each prompt, (B, height, width, 3) in 0..1."""
+    return pipe(
+        prompts,
+        width=size[0],
+        height=size[1],
+        num_inference_steps=15,
+        guidance_scale=3.0,
+        output_type="np",
+        generator=torch.Generator().manual_seed(seed),
+    ).images
+
+
+def test_it_is_small():
+    assert sum(path.stat().st_size for path in built_in.FOLDER.rglob("*") if path.is_file()) < 12_000_000
+
+
+def test_its_card_names_everything_it_draws():
+    card = (built_in.FOLDER / "README.md").read_text(encoding="utf-8")
+    assert not [name for name in SUBJECTS if name not in card]
+    assert len(SUBJECTS) == len(set(SUBJECTS.values())) == 64
+
+
+def test_it_is_detected_as_any_other_folder():
+    ours, as_folder = detect_model(None), detect_model(str(built_in.FOLDER))
+    assert (ours.family, ours.size_multiple) == (as_folder.family, as_folder.size_multiple) == ("sd1", 16)
+
+
+def test_previews_are_the_pictures_of_diffusers_own_pipeline(theirs):
+    family = FAMILIES.get("sd1")()
+    pipe = family.load(None, torch.float32)
+    for prompt in load_prompts(PROMPTS)[::2]:
+        cond, negative = (family.encode_prompts(pipe, [text]) for text in (prompt.text, prompt.negative_prompt))
+        ours = family.generate_image(pipe, prompt, cond, negative, torch.Generator().manual_seed(prompt.seed), "ddim")
+        expected = theirs(
+            prompt.text,
+            negative_prompt=prompt.negative_prompt,
+            width=prompt.width,
+            height=prompt.height,
+            num_inference_steps=prompt.num_inference_steps,
+            guidance_scale=prompt.cfg_scale,
+            generator=torch.Generator().manual_seed(prompt.seed),
+        ).images[0]
+        assert ours.size == expected.size == (prompt.width, prompt.height)
+        # Rounding to bytes may fall to either side.
+        assert np.abs(np.asarray(ours, int) - np.asarray(expected, int)).max() <= 1
+
+
+COLOURS = {
+    "a heart": (0.94, 0.29, 0.24),
+    "a pine tree": (0.06, 0.61, 0.24),
+    "eggplant": (0.6, 0.37, 0.57),
+    "a star": (0.99, 0.85, 0.23),
+    "a basketball": (0.8, 0.38, 0.2),
+    "a dolphin": (0.22, 0.69, 0.86),
+}
+"""The mean colour of the drawings that it learnt from, without white."""
+
+
+@pytest.mark.parametrize("size", [(96, 96), (128, 64), (80, 112)])
+def test_it_draws_what_the_caption_says_on_clean_white(theirs, size):
+    pictures = drawn(theirs, list(COLOURS), size)
+    border = np.concatenate([part.reshape(len(pictures), -1) for part in (pictures[:, :3], pictures[:, -3:])], 1)
+    assert np.median(border, 1).min() > 0.97
+    for text, picture in zip(COLOURS, pictures, strict=True):
+        inked = picture[picture.min(-1) < 0.75]
+        assert 0.05 < len(inked) / picture[..., 0].size < 0.9, text
+        distances = {other: np.abs(inked.mean(0) - colour).sum() for other, colour in COLOURS.items()}
+        assert min(distances, key=distances.get) == text
+
+
+def test_words_that_it_does_not_know_do_not_put_it_off(theirs):
+    plain, dressed = drawn(theirs, ["a heart"]), drawn(theirs, ["a heart, holographic style"])
+    assert np.abs(plain - dressed).mean() < 0.1

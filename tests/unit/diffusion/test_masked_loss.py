@@ -1,0 +1,96 @@
+"""Masks weigh the loss as sd-scripts weighs it, or by their area; the task brings them to the latents they cover."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_pipelines import TINY
+
+from library.config.schema_objective import LossConfig, NoiseConfig
+from library.data.batch import PixelBatch, normalize_pixels
+from library.diffusion.losses import reduce_loss_per_sample, resize_mask_to_latents
+from library.diffusion.objective import Objective
+from library.distributed.async_copy import CopyStream
+from library.models.families import FAMILIES
+from library.training.task import DiffusionTask
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_the_mean_is_over_all_elements_as_in_sd_scripts():
+    loss, mask = random(3, 4, 5, 7), random(3, 1, 5, 7, seed=1)
+    expected = [sum((loss[b, c] * mask[b, 0]).sum() for c in range(4)) / (4 * 5 * 7) for b in range(3)]
+    assert torch.allclose(reduce_loss_per_sample(loss, mask), torch.stack(expected))
+    assert torch.equal(reduce_loss_per_sample(loss, None), loss.flatten(1).mean(1))
+    assert torch.equal(reduce_loss_per_sample(loss, torch.ones_like(mask)), reduce_loss_per_sample(loss, None))
+
+
+def test_by_area_a_constant_loss_is_that_constant_whatever_the_mask():
+    mask = torch.cat([random(1, 1, 5, 7), random(1, 1, 5, 7, seed=1) * 0.01, torch.ones(1, 1, 5, 7)])
+    assert torch.allclose(
+        reduce_loss_per_sample(torch.full((3, 4, 5, 7), 2.5), mask, normalize_by_area=True), torch.full((3,), 2.5)
+    )
+    loss = random(3, 4, 5, 7)
+    expected = (loss * mask).sum((1, 2, 3)) / (4 * mask.sum((1, 2, 3)))
+    assert torch.allclose(reduce_loss_per_sample(loss, mask, normalize_by_area=True), expected)
+
+
+@pytest.mark.parametrize("by_area", [False, True])
+def test_a_picture_of_which_nothing_is_left_weighs_nothing_and_has_a_gradient_of_zero(by_area):
+    loss = random(2, 4, 3, 3).requires_grad_()
+    mask = torch.stack([torch.zeros(1, 3, 3), torch.ones(1, 3, 3)])
+    means = reduce_loss_per_sample(loss, mask, normalize_by_area=by_area)
+    means.sum().backward()
+    assert means[0] == 0 < means[1]
+    assert (loss.grad[0] == 0).all() and torch.allclose(loss.grad[1], torch.full((4, 3, 3), 1 / 36))
+
+
+def test_a_latent_has_the_share_of_its_pixels_that_count():
+    mask = torch.zeros(1, 1, 16, 24, dtype=torch.uint8)
+    mask[..., :8, :8] = 255
+    mask[..., :4, 8:16] = 255
+    mask[..., 0, 16] = 128
+    expected = torch.tensor([[1, 0.5, 128 / 255 / 64], [0, 0, 0]])
+    assert torch.allclose(resize_mask_to_latents(mask, (2, 3))[0, 0], expected)
+
+
+def test_bytes_become_the_numbers_that_they_always_became():
+    every = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16)
+    assert torch.equal(normalize_pixels(every), every.float().div(127.5).sub(1))
+    assert normalize_pixels(every).min() == -1 and normalize_pixels(every).max() == 1
+
+
+def task(**options) -> DiffusionTask:
+    family = FAMILIES.get("sd1")()
+    pipe = TINY["sd1"]().pipe
+    objective = Objective(family.build_noise_process(pipe), NoiseConfig(), LossConfig())
+    return DiffusionTask(family, pipe, pipe.unet, objective, 5, CopyStream(torch.device("cpu")), **options)
+
+
+def batch(mask: torch.Tensor | None) -> PixelBatch:
+    pixels = (random(2, 3, 64, 96) * 255).to(torch.uint8)
+    frame = torch.tensor([[64.0, 96, 0, 0, 64, 96]] * 2)
+    return PixelBatch(pixels, ("one", "two"), frame, torch.tensor([1.0, 0.5]), (0, 1), ("a", "b"), mask)
+
+
+@torch.no_grad()
+def test_the_losses_of_the_parts_of_a_picture_add_up_to_that_of_the_whole():
+    left = torch.zeros(2, 1, 64, 96, dtype=torch.uint8)
+    left[..., :24] = 255
+    train = task()
+    whole, one, other = (train(batch(mask), 3) for mask in (None, left, 255 - left))
+    assert torch.allclose(one + other, whole, rtol=1e-5) and (one > 0).all() and (other > one).all()
+    assert torch.equal(train(batch(torch.full_like(left, 255)), 3), whole)
+    assert torch.equal(train(batch(torch.zeros_like(left)), 3), torch.zeros(2))
+    assert torch.allclose(task(masks_by_area=True)(batch(left), 3), one * 4, rtol=1e-5)
+    assert torch.allclose(train(batch(torch.full_like(left, 51)), 3), whole * 0.2, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_a_picture_of_weight_zero_stays_so_whatever_its_mask():
+    half = torch.zeros(2, 1, 64, 96, dtype=torch.uint8)
+    half[..., 32:, :] = 255
+    losses = task(masks_by_area=True)(replace(batch(half), weight=torch.tensor([0.0, 1.0])), 3)
+    assert losses[0] == 0 < losses[1]

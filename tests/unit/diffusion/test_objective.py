@@ -1,0 +1,259 @@
+"""Noise, times, loss and weights in one: every option does something, and a sample does not see its batch."""
+
+import dataclasses
+import logging
+from types import SimpleNamespace
+
+import pytest
+import stand_in
+import torch
+from diffusers import DDIMScheduler, DDPMScheduler, EulerDiscreteScheduler, PNDMScheduler
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+from diffusers.schedulers.scheduling_ddim import rescale_zero_terminal_snr
+
+from library.config.options import iter_options
+from library.config.schema import RunConfig
+from library.config.schema_objective import LossConfig, NoiseConfig
+from library.diffusion.objective import Objective
+from library.diffusion.process import EpsilonProcess, FixedShift, FlowMatchingProcess, VPredictionProcess
+from library.errors import ConfigError
+from library.models.detect import detect_model
+from library.models.families import FAMILIES
+from library.models.families.sd1 import StableDiffusion1
+from library.models.schedulers import SAMPLERS, build_scheduler, override_scheduler
+from library.randomness import derive_seed
+from library.training.setup import build_objective
+
+SD1 = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+TABLE = DDPMScheduler(**SD1).alphas_cumprod
+PROCESSES = {
+    "epsilon": EpsilonProcess(TABLE),
+    "v": VPredictionProcess(TABLE),
+    "flow": FlowMatchingProcess(FixedShift(3.0)),
+}
+LATENTS = torch.randn(5, 4, 12, 20, generator=torch.Generator().manual_seed(1))
+
+
+def draws(places):
+    def generators(purpose):
+        return [torch.Generator().manual_seed(derive_seed(3, purpose, place)) for place in places]
+
+    return generators
+
+
+def groups(settings):
+    """The two groups of options with these values."""
+    return (
+        kind(**{name: value for name, value in settings.items() if name in vars(kind())})
+        for kind in (NoiseConfig, LossConfig)
+    )
+
+
+def result(kind, settings, places=range(5)):
+    """Noisy latents, target, time and loss of each sample, for a model that says what it sees."""
+    noise, loss = groups(settings)
+    process = PROCESSES[kind]
+    if kind != "flow":
+        predicts = {"epsilon": "epsilon", "v": "v_prediction"}[kind]
+        scheduler = override_scheduler(DDIMScheduler(**SD1, prediction_type=predicts), noise)
+        process = StableDiffusion1().build_noise_process(SimpleNamespace(scheduler=scheduler))
+    objective = Objective(process, noise, loss)
+    noised = objective.add_noise(LATENTS[list(places)], draws(places))
+    losses = objective.compute_elementwise_loss(noised.latents, noised).flatten(1).mean(
+        1
+    ) * objective.compute_loss_weights(noised.timesteps)
+    return noised.latents, noised.target, noised.timesteps, losses
+
+
+HUBER, OFFSET, INPUT = {"loss_type": "huber"}, {"noise_offset": 0.3}, {"ip_noise_gamma": 0.2}
+CASES = [
+    ("epsilon", {}, {"v_parameterization": True}),
+    ("v", {}, {"zero_terminal_snr": True}),
+    *[(kind, {}, {"min_timestep": 600}) for kind in PROCESSES],
+    *[(kind, {}, {"max_timestep": 400}) for kind in PROCESSES],
+    ("flow", {}, {"timestep_sampling": "flux_shift"}),
+    ("flow", {}, {"sigmoid_scale": 0.5}),
+    ("flow", {}, {"discrete_flow_shift": 1.5}),
+    ("flow", {"timestep_sampling": "sigma"}, {"weighting_scheme": "cosmap"}),
+    ("flow", {"weighting_scheme": "logit_normal"}, {"logit_mean": 0.5}),
+    ("flow", {"weighting_scheme": "logit_normal"}, {"logit_std": 0.5}),
+    ("flow", {"weighting_scheme": "mode"}, {"mode_scale": 0.5}),
+    ("epsilon", {}, OFFSET),
+    ("v", OFFSET, {"noise_offset_random_strength": True}),
+    ("epsilon", OFFSET, {"adaptive_noise_scale": 0.5}),
+    ("epsilon", {}, {"multires_noise_iterations": 4}),
+    ("epsilon", {"multires_noise_iterations": 4}, {"multires_noise_discount": 0.6}),
+    *[(kind, {}, INPUT) for kind in PROCESSES],
+    ("flow", INPUT, {"ip_noise_gamma_random_strength": True}),
+    *[(kind, {}, HUBER) for kind in PROCESSES],
+    ("flow", HUBER, {"huber_schedule": "exponential"}),
+    ("flow", HUBER, {"huber_c": 0.2}),
+    *[("epsilon", {**HUBER, "huber_schedule": name}, {"huber_scale": 2.0}) for name in ("snr", "constant")],
+    ("epsilon", {}, {"min_snr_gamma": 5.0}),
+    ("v", {}, {"min_snr_gamma": 5.0}),
+    ("v", {}, {"debiased_estimation_loss": True}),
+    ("v", {}, {"scale_v_pred_loss_like_noise_pred": True}),
+    ("epsilon", {}, {"v_pred_like_loss": 0.5}),
+]
+
+
+@pytest.mark.parametrize(("kind", "base", "change"), CASES, ids=str)
+def test_every_option_changes_what_is_trained(kind, base, change):
+    before, after = result(kind, base), result(kind, {**base, **change})
+    assert any(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    assert all(tensor.isfinite().all() for tensor in after)
+
+
+def test_no_option_is_missing_above():
+    tried = {name for _, _, change in CASES for name in change}
+    assert tried == {option.name for option in iter_options(RunConfig) if option.group in ("noise", "loss")}
+
+
+EVERYTHING = {
+    **OFFSET,
+    **INPUT,
+    "noise_offset_random_strength": True,
+    "adaptive_noise_scale": 0.2,
+    "multires_noise_iterations": 3,
+    "ip_noise_gamma_random_strength": True,
+    "loss_type": "smooth_l1",
+    "min_snr_gamma": 5.0,
+}
+
+
+@pytest.mark.parametrize("kind", PROCESSES)
+def test_a_sample_is_trained_the_same_whatever_batch_it_is_in(kind):
+    settings = {**INPUT, "weighting_scheme": "cosmap"} if kind == "flow" else EVERYTHING
+    together = result(kind, settings)
+    for places in ((0,), (3, 1)):
+        for alone, all_of_them in zip(result(kind, settings, places), together, strict=True):
+            torch.testing.assert_close(alone, all_of_them[list(places)], rtol=1e-5, atol=1e-6)
+
+
+def test_options_of_noise_move_neither_times_nor_the_noise_below():
+    plain, moved = result("epsilon", {}), result("epsilon", INPUT | {"loss_type": "l1"})
+    assert torch.equal(plain[2], moved[2])
+    assert torch.equal(plain[1], moved[1]), "the target does not know of the input's noise"
+    assert not torch.equal(plain[0], moved[0])
+    noise = result("flow", {})[1] + LATENTS
+    for sampling in ("uniform", "sigma", "sigmoid"):
+        torch.testing.assert_close(result("flow", {"timestep_sampling": sampling})[1] + LATENTS, noise)
+
+
+@pytest.mark.parametrize("kind", PROCESSES)
+def test_input_noise_is_mixed_in_by_the_process_and_the_target_stays(kind):
+    noisy, target, t, _ = result(kind, INPUT)
+    plain, same, _, _ = result(kind, {})
+    extra = torch.stack([torch.randn(4, 12, 20, generator=each) for each in draws(range(5))("input noise")])
+    process = PROCESSES[kind]
+    share = process.sigma(t) if kind == "flow" else (1 - TABLE[t.long()]).sqrt()
+    torch.testing.assert_close(noisy, plain + 0.2 * share.view(-1, 1, 1, 1) * extra, rtol=1e-4, atol=1e-5)
+    assert torch.equal(target, same)
+
+
+@pytest.mark.parametrize("kind", PROCESSES)
+def test_nothing_waits_for_the_device(kind):
+    """A meta tensor has no numbers, so whatever asks for one of them fails here."""
+    settings = {**INPUT, "weighting_scheme": "cosmap"} if kind == "flow" else EVERYTHING
+    latents = LATENTS.to("meta")
+    objective = Objective(PROCESSES[kind], *groups(settings))
+    noised = objective.add_noise(latents, draws(range(5)))
+    loss = objective.compute_elementwise_loss(noised.latents, noised).flatten(1).mean(
+        1
+    ) * objective.compute_loss_weights(noised.timesteps)
+    assert loss.device.type == noised.target.device.type == "meta"
+
+
+def test_given_times_and_noise_are_taken_as_they_are():
+    objective = Objective(PROCESSES["flow"], NoiseConfig(ip_noise_gamma=0.3), LossConfig())
+    noise, t = torch.ones_like(LATENTS), torch.tensor([100.0, 200, 300, 400, 500])
+    noised = objective.add_noise_at(LATENTS, noise, t)
+    expected = PROCESSES["flow"].add_noise(LATENTS, noise, t)
+    assert torch.equal(noised.latents, expected[0]) and torch.equal(noised.target, expected[1])
+    u = torch.linspace(0.1, 0.9, 9, dtype=torch.float64)
+    assert (objective.compute_timesteps(u, LATENTS.shape).diff() > 0).all(), "quantiles"
+
+
+@pytest.mark.parametrize("kind", [DDIMScheduler, PNDMScheduler, EulerDiscreteScheduler, DDPMScheduler])
+def test_training_and_every_sampler_follow_the_options(kind, caplog):
+    """Settings that a scheduler's file does not name are dropped by diffusers, unless it is told better."""
+    noise = NoiseConfig(v_parameterization=True, zero_terminal_snr=True)
+    with caplog.at_level(logging.WARNING):
+        scheduler = override_scheduler(kind(**SD1), noise)
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("library")] == [
+        "the model's scheduler file says prediction_type epsilon; v_parameterization asks for v_prediction and is "
+        "followed"
+    ]
+    assert type(scheduler) is kind
+    process = StableDiffusion1().build_noise_process(SimpleNamespace(scheduler=scheduler))
+    assert process.prediction_type == "v"
+    theirs = torch.cumprod(1 - rescale_zero_terminal_snr(DDPMScheduler(**SD1).betas), 0)
+    torch.testing.assert_close(process.alphas_cumprod, theirs)
+    assert process.snr(torch.tensor([999.0])) == 0
+    for name in SAMPLERS:
+        if name in ("heun", "pndm"):
+            with pytest.raises(ConfigError, match=name):
+                build_scheduler(name, scheduler)
+            continue
+        artist = build_scheduler(name, scheduler)
+        assert artist.config.prediction_type == "v_prediction"
+        assert artist.config.rescale_betas_zero_snr
+        artist.set_timesteps(5)
+        assert artist.timesteps[0] == 999
+
+
+def test_a_run_asks_what_the_options_say_and_draws_previews_by_it():
+    family, pipe = StableDiffusion1(), stand_in.build(())
+    config = RunConfig(
+        noise=NoiseConfig(v_parameterization=True, zero_terminal_snr=True, noise_offset=0.1),
+        loss=LossConfig(min_snr_gamma=5.0),
+    )
+    objective = build_objective(config, family, pipe)
+    assert objective.process.prediction_type == "v" and objective.process.snr(torch.tensor([999])) == 0
+    assert (objective.noise_config, objective.loss_config) == (config.noise, config.loss)
+    assert pipe.scheduler.config.prediction_type == "v_prediction"
+
+
+def test_what_shows_only_in_the_loaded_model_is_refused_then():
+    family, pipe = StableDiffusion1(), stand_in.build(())
+    pipe.scheduler = DDIMScheduler(**SD1, rescale_betas_zero_snr=True)
+    wrong = RunConfig(loss=LossConfig(debiased_estimation_loss=True, scale_v_pred_loss_like_noise_pred=True))
+    with pytest.raises(ConfigError) as caught:
+        build_objective(wrong, family, pipe)
+    first, second = caught.value.problems
+    assert first.startswith("--scale_v_pred_loss_like_noise_pred: needs a model that predicts v")
+    assert second == (
+        "--debiased_estimation_loss: the model's last time has no signal, and so a weight without end; leave it out"
+    )
+
+
+@pytest.mark.parametrize(
+    "source", ["random:sd3:tiny", "random:flux:tiny", "random:z_image:tiny", "random:qwen_image:tiny"]
+)
+def test_flow_families_train_as_they_draw_unless_they_are_told_otherwise(source):
+    model = detect_model(source)
+    family = FAMILIES.get(model.family)()
+    pipe = family.load(model, torch.float32, ())
+    objective, settings = build_objective(RunConfig(), family, pipe), pipe.scheduler.config
+    u, shape, tokens = torch.linspace(0.1, 0.9, 9, dtype=torch.float64), torch.Size((1, 16, 64, 96)), 32 * 48
+    plain = torch.sigmoid(torch.special.ndtri(u))
+    expected = settings.shift * plain / (1 + (settings.shift - 1) * plain)
+    if settings.use_dynamic_shifting:
+        names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
+        expected = pipe.scheduler.time_shift(calculate_shift(tokens, *(settings[n] for n in names)), 1.0, plain)
+    torch.testing.assert_close(objective.compute_timesteps(u, shape).double() / 1000, expected, rtol=0, atol=1e-6)
+
+    told = build_objective(RunConfig(noise=NoiseConfig(timestep_sampling="uniform")), family, pipe)
+    torch.testing.assert_close(told.compute_timesteps(u, shape).double() / 1000, u, rtol=0, atol=1e-6)
+    with pytest.raises(ConfigError, match=f"min_snr_gamma: means nothing for {family.facts.title}"):
+        build_objective(RunConfig(loss=LossConfig(min_snr_gamma=5.0)), family, pipe)
+
+
+def test_a_scheduler_that_says_the_same_is_left_alone(caplog):
+    scheduler = DDIMScheduler(**SD1, prediction_type="v_prediction", rescale_betas_zero_snr=True)
+    with caplog.at_level(logging.WARNING):
+        assert override_scheduler(scheduler, NoiseConfig(v_parameterization=True, zero_terminal_snr=True)) is scheduler
+        assert override_scheduler(scheduler, NoiseConfig()) is scheduler
+    assert not [record for record in caplog.records if record.name.startswith("library")]
+    back = override_scheduler(scheduler, dataclasses.replace(NoiseConfig(), v_parameterization=False))
+    assert StableDiffusion1().build_noise_process(SimpleNamespace(scheduler=back)).prediction_type == "epsilon"

@@ -1,0 +1,224 @@
+"""Options of noise, times and loss that cannot be honoured are refused by name, before a model is loaded."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from library.config import parse_config
+from library.config.options import iter_options
+from library.config.schema import RunConfig
+from library.config.validate_objective import (
+    DIFFUSION_ONLY_OPTIONS,
+    FLOW_ONLY_OPTIONS,
+    find_active_options,
+    validate_objective_for_model,
+)
+
+ROOT = Path(__file__).resolve().parents[3]
+DATA = ["--dataset_config", str(ROOT / "pyproject.toml")]
+
+
+def problems(*flags):
+    return parse_config([*DATA, *flags]).problems
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--noise_offset_random_strength", "--noise_offset_random_strength: needs noise_offset; set it above 0"),
+        ("--adaptive_noise_scale 0.1", "--adaptive_noise_scale: needs noise_offset; set it above 0"),
+        ("--ip_noise_gamma_random_strength", "--ip_noise_gamma_random_strength: needs ip_noise_gamma; set it above 0"),
+        (
+            "--multires_noise_discount 0.5",
+            "--multires_noise_discount: there are no layers to make fainter; set "
+            "multires_noise_iterations, 6 to 10 are usual",
+        ),
+        ("--huber_c 0.2", "--huber_c: loss_type l2 has no threshold; set loss_type huber or smooth_l1"),
+        (
+            "--loss_type l1 --huber_schedule constant",
+            "--huber_schedule: loss_type l1 has no threshold; set loss_type huber or smooth_l1",
+        ),
+        ("--loss_type huber --huber_c 0", "--huber_c: 0 is too small; it must be above 0"),
+        ("--loss_type huber --huber_scale 0", "--huber_scale: 0 is too small; it must be above 0"),
+        ("--discrete_flow_shift 0", "--discrete_flow_shift: 0 is too small; it must be above 0"),
+        ("--training_shift -1", "--training_shift: -1 is too small; it must be above 0"),
+        ("--min_timestep 500 --max_timestep 500", "--min_timestep: min_timestep 500 is not below max_timestep 500"),
+        ("--max_timestep 0", "--max_timestep: 0 is too small; at least 1"),
+        ("--mode_scale 1.8 --weighting_scheme mode", "--mode_scale: 1.8 is too large; at most 1.75"),
+        ("--logit_mean 0.5", "--logit_mean: only weighting_scheme logit_normal reads it"),
+        ("--logit_std 0 --weighting_scheme mode", "--logit_std: only weighting_scheme logit_normal reads it"),
+        ("--mode_scale 0", "--mode_scale: only weighting_scheme mode reads it"),
+        (
+            "--weighting_scheme mode --timestep_sampling shift",
+            "--weighting_scheme: mode chooses times, and so does timestep_sampling shift; leave one out",
+        ),
+        (
+            "--weighting_scheme cosmap --sigmoid_scale 2",
+            "--sigmoid_scale: times are chosen by sigma, which does not read "
+            "it; leave it out, or set timestep_sampling to sigmoid or shift or flux_shift",
+        ),
+        (
+            "--timestep_sampling flux_shift --discrete_flow_shift 3",
+            "--discrete_flow_shift: times are chosen by flux_shift, "
+            "which does not read it; leave it out, or set timestep_sampling to shift or sigma",
+        ),
+        (
+            "--timestep_sampling nextdit_shift",
+            "--timestep_sampling: the text 'nextdit_shift' is not one of uniform, sigmoid, shift, flux_shift, sigma",
+        ),
+        (
+            "--model_prediction_type sigma_scaled",
+            "--model_prediction_type: the model's answer is compared as it is, in the form it was made with",
+        ),
+        (
+            f"--zero_terminal_snr --sample_sampler heun --sample_prompts {ROOT / 'pyproject.toml'}",
+            "--sample_sampler: heun cannot draw with zero_terminal_snr; use ddim",
+        ),
+    ],
+)
+def test_what_cannot_be_honoured_together_is_refused(flags, problem):
+    assert problems(*flags.split(" ")) == [problem]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--noise_offset 0.05 --noise_offset_random_strength --adaptive_noise_scale -0.1",
+        "--multires_noise_iterations 6 --multires_noise_discount 0.5",
+        "--multires_noise_discount 0",
+        "--loss_type huber --huber_c 0.2 --huber_schedule exponential",
+        "--huber_c 0.1 --huber_schedule snr",
+        "--timestep_sampling sigma --weighting_scheme logit_normal --logit_mean 0.5 --discrete_flow_shift 3",
+        "--timestep_sampling shift --weighting_scheme cosmap --sigmoid_scale 2 --discrete_flow_shift 3.1582",
+        "--timestep_sampling shift --model_prediction_type raw",
+        "--min_timestep 0 --max_timestep 1000",
+    ],
+)
+def test_what_belongs_together_is_taken(flags):
+    assert problems(*flags.split(" ")) == []
+
+
+def unfit(prediction, *flags):
+    found = validate_objective_for_model(parse_config([*DATA, *flags]).config, "test", prediction)
+    return {names[0]: problem for names, problem in found}
+
+
+VALUES = {
+    "min_snr_gamma": ["5"],
+    "v_pred_like_loss": ["0.5"],
+    "noise_offset": ["0.1"],
+    "multires_noise_iterations": ["6"],
+    "timestep_sampling": ["sigmoid"],
+    "weighting_scheme": ["cosmap"],
+    **{name: ["0.5"] for name in ("sigmoid_scale", "discrete_flow_shift", "logit_mean", "logit_std", "mode_scale")},
+}
+
+
+@pytest.mark.parametrize("name", DIFFUSION_ONLY_OPTIONS)
+def test_what_means_nothing_for_flow_matching_is_refused_for_it(name):
+    flags = [f"--{name}", *VALUES.get(name, [])]
+    (problem,) = unfit("flow", *flags).values()
+    assert problem.startswith("means nothing for test, which is trained by flow matching")
+    assert name not in unfit("v" if name != "v_pred_like_loss" else "epsilon", *flags)
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v"])
+@pytest.mark.parametrize("name", FLOW_ONLY_OPTIONS)
+def test_what_is_for_flow_matching_is_refused_for_others(name, prediction):
+    flags = [f"--{name}", *VALUES[name]]
+    assert unfit(prediction, *flags) == {
+        name: "means nothing for test: it is for models trained by flow matching; leave it out"
+    }
+    assert unfit("flow", *flags) == {}
+
+
+def test_values_that_ask_for_what_is_done_anyway_are_taken():
+    off = [
+        "--min_snr_gamma",
+        "0",
+        "--noise_offset",
+        "0",
+        "--no-zero_terminal_snr",
+        "--no-v_parameterization",
+        "--v_pred_like_loss",
+        "0",
+        "--multires_noise_iterations",
+        "0",
+    ]
+    assert unfit("flow", *off) == {}
+    assert unfit("epsilon", *off, "--timestep_sampling", "uniform", "--weighting_scheme", "none") == {}
+
+
+def test_what_a_model_predicts_decides_and_the_option_goes_before_its_file():
+    for name in ("zero_terminal_snr", "scale_v_pred_loss_like_noise_pred"):
+        assert unfit("epsilon", f"--{name}") == {
+            name: "needs a model that predicts v, and this one of test predicts the noise; set v_parameterization to "
+            "make it one"
+        }
+        assert unfit("v", f"--{name}") == unfit("epsilon", f"--{name}", "--v_parameterization") == {}
+        assert name in unfit("v", f"--{name}", "--no-v_parameterization")
+    like = ["--v_pred_like_loss", "0.5"]
+    assert unfit("epsilon", *like) == unfit("v", *like, "--no-v_parameterization") == {}
+    assert "predicts v" in unfit("v", *like)["v_pred_like_loss"]
+    assert "v_pred_like_loss" in unfit("epsilon", *like, "--v_parameterization")
+
+
+def test_every_option_of_these_groups_has_a_rule_or_means_something_everywhere():
+    everywhere = {
+        "min_timestep",
+        "max_timestep",
+        "ip_noise_gamma",
+        "ip_noise_gamma_random_strength",
+        "loss_type",
+        "huber_schedule",
+        "huber_c",
+        "huber_scale",
+    }
+    needs_another = {"noise_offset_random_strength", "adaptive_noise_scale", "multires_noise_discount"}
+    names = {option.name for option in iter_options(RunConfig) if option.group in ("noise", "loss")}
+    assert names == {*everywhere, *needs_another, *DIFFUSION_ONLY_OPTIONS, *FLOW_ONLY_OPTIONS}
+
+
+def test_only_what_asks_for_something_counts():
+    flags = [
+        "--noise_offset",
+        "0",
+        "--huber_c",
+        "0.1",
+        "--sigmoid_scale",
+        "0",
+        "--min_timestep",
+        "0",
+        "--loss_type",
+        "l1",
+    ]
+    assert find_active_options(parse_config([*DATA, *flags]).config) == {"sigmoid_scale": 0.0, "loss_type": "l1"}
+
+
+def test_a_misfit_is_told_with_its_place_before_anything_is_loaded(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text("[noise]\ndiscrete_flow_shift = 3\n[loss]\nscale_v_pred_loss_like_noise_pred = true\n")
+    done = subprocess.run(
+        [
+            sys.executable,
+            ROOT / "train_lora.py",
+            "--config_file",
+            path,
+            "--dataset_config",
+            ROOT / "dataset_configs" / "demo.toml",
+            "--pretrained_model_name_or_path",
+            "random:sd1:tiny",
+            "--dry_run",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 2
+    lines = [line.strip() for line in done.stderr.splitlines()]
+    assert lines[0] == "train_lora: stopped. 2 problems:"
+    assert lines[1].startswith(f"{path}:2: discrete_flow_shift: means nothing for Stable Diffusion 1: ")
+    assert lines[2].startswith(f"{path}:4: scale_v_pred_loss_like_noise_pred: needs a model that predicts v")

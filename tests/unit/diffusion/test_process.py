@@ -1,0 +1,168 @@
+"""The noise processes against diffusers' own schedulers and their closed forms."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from diffusers import DDIMScheduler, DDPMScheduler, EulerDiscreteScheduler, FlowMatchEulerDiscreteScheduler
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+from diffusers.training_utils import compute_snr
+
+from library.diffusion.process import (
+    FLUX_DEV_SHIFT,
+    DynamicShift,
+    EpsilonProcess,
+    FixedShift,
+    FlowMatchingProcess,
+    VPredictionProcess,
+    apply_shift,
+    build_discrete_process,
+    build_timestep_shift,
+)
+from library.errors import ConfigError
+from library.models.families.sd1 import StableDiffusion1
+
+SD1 = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+
+
+def draws(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def process_of(**settings):
+    """The process of a model whose folder has this scheduler."""
+    return StableDiffusion1().build_noise_process(SimpleNamespace(scheduler=DDIMScheduler(**{**SD1, **settings})))
+
+
+@pytest.mark.parametrize("schedule", ["linear", "scaled_linear", "squaredcos_cap_v2"])
+def test_the_noise_table_is_that_of_training_whatever_scheduler_draws_pictures(schedule):
+    settings = {"beta_schedule": schedule, "beta_start": 0.001, "beta_end": 0.013}
+    pipe = SimpleNamespace(scheduler=EulerDiscreteScheduler(**settings))
+
+    assert torch.equal(
+        StableDiffusion1().build_noise_process(pipe).alphas_cumprod, DDPMScheduler(**settings).alphas_cumprod
+    )
+
+
+def test_a_table_without_terminal_signal_is_taken_as_it_is():
+    assert process_of(rescale_betas_zero_snr=True).alphas_cumprod[-1] == 0
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+def test_noising_and_target_are_diffusers_own(prediction):
+    theirs = DDPMScheduler(**SD1, prediction_type=prediction)
+    latents, noise = draws(4, 4, 8, 12), draws(4, 4, 8, 12, seed=1)
+    t = torch.tensor([0, 1, 437, 999])
+    noisy, target = build_discrete_process(theirs.alphas_cumprod, prediction).add_noise(latents, noise, t.float())
+    torch.testing.assert_close(noisy, theirs.add_noise(latents, noise, t), rtol=0, atol=1e-6)
+    expected = noise if prediction == "epsilon" else theirs.get_velocity(latents, noise, t)
+    torch.testing.assert_close(target, expected, rtol=0, atol=1e-6)
+
+
+def test_velocity_in_closed_form():
+    process = process_of(prediction_type="v_prediction")
+    a = process.alphas_cumprod[500].item()
+    noisy, target = process.add_noise(
+        torch.full((1, 1, 1, 1), 2.0), torch.full((1, 1, 1, 1), 3.0), torch.tensor([500.0])
+    )
+    assert noisy.item() == pytest.approx(a**0.5 * 2 + (1 - a) ** 0.5 * 3)
+    assert target.item() == pytest.approx(a**0.5 * 3 - (1 - a) ** 0.5 * 2, abs=1e-6)
+
+
+def test_noising_keeps_the_dtype_and_its_factors_are_found_in_full_precision():
+    """1 - a is 0.00085 at t = 0, and nothing at all when a is first rounded to bfloat16."""
+    process, noise = process_of(), draws(1, 4, 2, 3)
+    noisy, _ = process.add_noise(torch.zeros(1, 4, 2, 3).bfloat16(), noise.bfloat16(), torch.tensor([0.0]))
+    assert noisy.dtype == torch.bfloat16
+    torch.testing.assert_close(noisy.float(), noise * 0.00085**0.5, rtol=2e-2, atol=1e-5)
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_flow_is_noised_as_diffusers_flow_scheduler_does_and_its_target_is_the_way_to_noise(shift):
+    theirs = FlowMatchEulerDiscreteScheduler(shift=shift)
+    t = theirs.timesteps[[0, 1, 437, 998, 999]]
+    latents, noise = draws(5, 16, 6, 10), draws(5, 16, 6, 10, seed=1)
+    noisy, target = FlowMatchingProcess().add_noise(latents, noise, t)
+    torch.testing.assert_close(noisy, theirs.scale_noise(latents, t, noise), rtol=0, atol=1e-6)
+    assert torch.equal(target, noise - latents)
+    assert torch.equal(FlowMatchingProcess().sigma(t), theirs.sigmas[[0, 1, 437, 998, 999]])
+
+
+def test_a_perfect_flow_model_is_stepped_back_to_the_picture_by_diffusers():
+    theirs = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    theirs.set_timesteps(7)
+    latents, noise = draws(1, 4, 6, 10), draws(1, 4, 6, 10, seed=1)
+    noisy, target = FlowMatchingProcess().add_noise(latents, noise, theirs.timesteps[:1])
+    for t in theirs.timesteps:
+        torch.testing.assert_close(
+            FlowMatchingProcess().predict_clean_latents(noisy, target, t[None]), latents, rtol=1e-4, atol=1e-5
+        )
+        noisy = theirs.step(target, t, noisy).prev_sample
+    torch.testing.assert_close(noisy, latents, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [EpsilonProcess, VPredictionProcess, FlowMatchingProcess])
+@pytest.mark.parametrize("shape", [(3, 4, 6, 10), (3, 16, 2, 6, 10)])
+def test_the_clean_latents_are_found_again_from_noise_and_target(kind, shape):
+    process = kind() if kind is FlowMatchingProcess else kind(DDPMScheduler(**SD1).alphas_cumprod)
+    latents, noise, t = draws(*shape), draws(*shape, seed=1), torch.tensor([3.0, 500.0, 900.0])
+    noisy, target = process.add_noise(latents, noise, t)
+    torch.testing.assert_close(process.predict_clean_latents(noisy, target, t), latents, rtol=1e-3, atol=1e-4)
+
+
+def test_the_ratio_of_signal_to_noise_is_diffusers_own():
+    theirs, t = DDPMScheduler(**SD1), torch.tensor([0, 1, 437, 999])
+    torch.testing.assert_close(process_of().snr(t.float()), compute_snr(theirs, t), rtol=1e-4, atol=0)
+    assert FlowMatchingProcess().snr(torch.tensor([250.0, 500.0, 1000.0])).tolist() == pytest.approx([9, 1, 0])
+
+
+@pytest.mark.parametrize("change", [{"prediction_type": "sample"}, {"num_train_timesteps": 50}])
+def test_a_process_that_is_not_known_is_refused_by_name(change):
+    ((name, value),) = change.items()
+    with pytest.raises(ConfigError, match=f"{name} '?{value}"):
+        process_of(**change)
+
+
+FLUX_DEV = {
+    "shift": 3.0,
+    "use_dynamic_shifting": True,
+    "base_shift": 0.5,
+    "max_shift": 1.15,
+    "base_image_seq_len": 256,
+    "max_image_seq_len": 4096,
+}
+QWEN = FLUX_DEV | {"shift": 1.0, "max_shift": 0.9, "max_image_seq_len": 8192, "shift_terminal": 0.02}
+
+
+@pytest.mark.parametrize("settings", [FLUX_DEV, QWEN, FLUX_DEV | {"time_shift_type": "linear"}])
+@pytest.mark.parametrize("tokens", [256, 1500, 4096, 6000])
+def test_a_shift_that_grows_with_the_picture_is_the_pipelines_own(settings, tokens):
+    theirs = FlowMatchEulerDiscreteScheduler(**settings)
+    names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
+    mu = calculate_shift(tokens, *(settings[name] for name in names))
+    s = torch.linspace(0.01, 1, 23, dtype=torch.float64)
+    found = apply_shift(s, build_timestep_shift(theirs.config).compute_factor(tokens))
+    torch.testing.assert_close(found, theirs.time_shift(mu, 1.0, s))
+
+
+def test_a_fixed_shift_is_the_one_of_the_schedulers_levels():
+    theirs = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    levels = torch.arange(1000, 0, -1) / 1000
+    torch.testing.assert_close(
+        apply_shift(levels, build_timestep_shift(theirs.config).compute_factor(4096)), theirs.sigmas
+    )
+
+
+def test_the_shift_comes_from_the_schedulers_settings():
+    flux = FlowMatchingProcess.from_scheduler(FlowMatchEulerDiscreteScheduler(**FLUX_DEV).config)
+    assert flux.shift == FLUX_DEV_SHIFT == DynamicShift((256, 0.5), (4096, 1.15))
+    assert FlowMatchingProcess.from_scheduler(FlowMatchEulerDiscreteScheduler(shift=3.0).config).shift == FixedShift(
+        3.0
+    )
+    assert FLUX_DEV_SHIFT.compute_factor(4096) == pytest.approx(math.exp(1.15))
+
+
+def test_tokens_are_the_patches_of_the_latents():
+    assert FlowMatchingProcess().count_tokens(torch.Size((7, 16, 128, 96))) == 64 * 48
+    assert FlowMatchingProcess(patch_size=1).count_tokens(torch.Size((7, 16, 3, 12, 10))) == 3 * 12 * 10

@@ -1,0 +1,403 @@
+"""Estimated memory compared to real processes and torch's allocator; which layouts are found, and what is suggested."""
+
+import logging
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from rank_processes import on_ranks
+from support.fake_devices import DEVICE_TYPE, build_device_map, dispatch_to_fake_devices, move
+from support.measured_memory import (
+    PARTS,
+    count_bytes,
+    estimate,
+    estimate_step,
+    load_config,
+    measure_state,
+    measure_step,
+)
+from torch import nn
+
+from library.config import parse_config
+from library.config.schema import OptimConfig
+from library.estimate.layout_search import Devices, estimate_layouts, get_partition, suggest_savings
+from library.estimate.memory_estimate import count_in_flight, estimate_optimizer_state, split_model
+from library.estimate.memory_meter import AutocastEmulation, MemoryMeter, run_backward
+from library.estimate.meta_run import LargestBatch, MetaRun, StepMemory
+from library.estimate.parallel_layouts import find_layouts
+from library.models.detect import detect_model
+from library.models.families import FAMILIES
+from library.optim.optimizers import ParamGroup, build_optimizer
+from library.training.activation_checkpointing import BlockCheckpointing
+
+SMALL, MEDIUM = LargestBatch((64, 64), ("a picture",)), LargestBatch((256, 256), ("a picture",))
+MODEL = "--pretrained_model_name_or_path"
+SD3, FLUX = (MODEL, "random:sd3:tiny"), (MODEL, "random:flux:tiny")
+RUN = (*SD3, "--resolution", "64", "--gradient_accumulation_steps", "2")
+
+
+def run(*values):
+    return pytest.param(*values, id=str(values))
+
+
+def long(*values):
+    return pytest.param(*values, id=str(values), marks=pytest.mark.long)
+
+
+def split(*flags: str, world_size: int = 1, batch: LargestBatch = SMALL):
+    """The meta run of the first layout that the flags allow, and the parts of its devices."""
+    config, given, model = load_config(*flags)
+    layout = find_layouts(config, given, world_size, model)[0][0]
+    meta_run = MetaRun(layout.config, model, batch, *get_partition(layout, model))
+    return meta_run, split_model(meta_run, layout, world_size, 2**40)
+
+
+# weights, gradients, optimizer state
+
+
+@pytest.mark.parametrize("more", [(), ("--no-network_train_unet_only",)])
+def test_encoders_are_on_the_device_unless_their_outputs_are_cached(more):
+    flags = (*RUN, "--mixed_precision", "bf16")
+    uncached = (*flags, "--no-cache_latents", "--no-cache_text_encoder_outputs", *more)
+    encoding, cached = (estimate(1, *each, batch=SMALL)[0].memory for each in (uncached, flags))
+    components = FAMILIES.get("sd3")().load("random:sd3:tiny", torch.bfloat16).components.values()
+    models = [part for part in components if isinstance(part, nn.Module)]
+    frozen = count_bytes(each for part in models for each in (*part.parameters(), *part.buffers()))
+
+    assert encoding.weights == pytest.approx(frozen, rel=0.01) and cached.weights < 0.9 * frozen
+    assert (encoding.adapters > cached.adapters) is bool(more) and encoding.adapters < frozen / 2
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        run("FSDP 2", ("--fsdp",)),
+        run("PP 2", ("--pp_size", "2")),
+        long("DDP 2", ()),
+        long("TP 2", ("--tp_size", "2")),
+        long("ZeRO-2 2", ("--deepspeed", "--zero_stage", "2")),
+        long("ZeRO-3 2", ("--deepspeed", "--zero_stage", "3")),
+    ],
+)
+def test_real_processes_hold_the_estimated_weights_gradients_and_optimizer_state(name, flags, tmp_path):
+    if "ZeRO" in name:
+        pytest.importorskip("deepspeed")
+    ranks = on_ranks(2, measure_state, tmp_path, *RUN, *flags)
+    (found,) = estimate(2, *RUN, *flags, batch=SMALL, names=(name,))
+
+    largest = max(ranks, key=lambda rank: rank["weights"])
+    assert {part: getattr(found.memory, part) for part in PARTS} == pytest.approx(largest, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("AdamW", ()),
+        ("SGD", ()),
+        ("SGDNesterov", ()),
+        ("Prodigy", ()),
+        ("AdamWScheduleFree", ()),
+        ("Adafactor", ("relative_step=False", "scale_parameter=False")),
+    ],
+)
+def test_the_optimizer_state_of_one_tensor_of_each_shape_tells_that_of_all(name, arguments):
+    if name in ("Prodigy", "AdamWScheduleFree"):
+        pytest.importorskip("pytorch_optimizer")
+    config = OptimConfig(optimizer_type=name, optimizer_args=arguments, learning_rate=0.1)
+    parameters = [nn.Parameter(torch.ones(shape)) for shape in [(4, 6), (4, 6), (6, 4), (5,), (4, 6)]]
+    optimizer = build_optimizer(config, [ParamGroup("all", parameters, 0.1)])
+    if hasattr(optimizer, "train"):
+        optimizer.train()
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = [each for own in optimizer.state.values() for each in own.values() if isinstance(each, torch.Tensor)]
+
+    found = estimate_optimizer_state(config, [ParamGroup("all", parameters, 0.1)])
+    assert found == sum(each.nbytes for each in state)
+
+
+@pytest.mark.long
+def test_half_precision_saves_less_and_swapped_or_quantized_weights_are_not_on_the_device():
+    plain, half, quantized, swapped = (
+        estimate(1, *FLUX, *flags, batch=SMALL)[0].memory
+        for flags in ((), ("--mixed_precision", "bf16"), ("--base_storage", "nf4"), ("--blocks_to_swap", "2"))
+    )
+    assert half.weights == plain.weights / 2 and half.activations < plain.activations
+    assert quantized.weights < plain.weights and swapped.weights < plain.weights
+    assert plain.adapters == half.adapters == quantized.adapters == swapped.adapters
+
+
+# activations
+
+CHECKPOINTING = "--gradient_checkpointing"
+BUDGET = (CHECKPOINTING, "--gradient_checkpointing_budget", "0.5")
+UNCACHED = ("--no-cache_latents", "--max_data_loader_n_workers", "0")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "model", "flags"),
+    [
+        run(1, "sd1", ("--train_batch_size", "2", CHECKPOINTING)),
+        run(1, "flux", ("--base_storage", "nf4", "--blocks_to_swap", "1")),
+        run(2, "flux", ("--cp_size", "2")),
+        long(1, "sd1", ("--train_batch_size", "2")),
+        long(1, "sd3", (CHECKPOINTING, "--gradient_checkpointing_every", "2")),
+        long(1, "flux", BUDGET),
+        long(1, "sd1", (*UNCACHED, "--mixed_precision", "bf16", CHECKPOINTING)),
+        long(1, "sdxl", ()),
+        long(1, "z_image", ()),
+        long(2, "sd3", ("--cp_size", "2", CHECKPOINTING)),
+        long(2, "z_image", ("--cp_size", "2")),
+        long(2, "flux", ("--fsdp",)),
+        long(2, "flux", ("--pp_size", "2", "--gradient_accumulation_steps", "4")),
+        long(2, "sdxl", ("--pp_size", "2", "--gradient_accumulation_steps", "4", CHECKPOINTING)),
+        long(2, "flux", ("--tp_size", "2")),
+    ],
+)
+def test_a_step_takes_the_estimated_memory(world_size, model, flags, tmp_path):
+    flags = (MODEL, f"random:{model}:tiny", "--resolution", "128", *flags)
+    measured = max(on_ranks(world_size, measure_step, tmp_path, *flags))
+
+    assert estimate_step(world_size, *flags) == pytest.approx(measured, rel=0.2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("size", ["128", "512"])
+def test_only_the_position_tables_of_qwen_image_are_estimated_too_high(size, tmp_path):
+    """They move to an accelerator, and are on a processor already."""
+    flags = (MODEL, "random:qwen_image:tiny", "--resolution", size, "--train_batch_size", "1")
+    (measured,) = on_ranks(1, measure_step, tmp_path, *flags)
+    positions = FAMILIES.get("qwen_image")().load("random:qwen_image:tiny", torch.float32).transformer.pos_embed
+    tables = positions.pos_freqs.nbytes + positions.neg_freqs.nbytes
+
+    estimated = estimate_step(1, *flags)
+    assert estimated - tables == pytest.approx(measured, rel=0.05)
+    if size == "512":
+        assert estimated == pytest.approx(measured, rel=0.2)
+
+
+@pytest.mark.parametrize("model", ["flux", "sdxl", "sd3"])
+def test_each_device_of_a_device_map_takes_the_estimated_memory(model):
+    """Compared to fake devices, to which accelerate's hooks dispatch as to real ones."""
+    flags = (MODEL, f"random:{model}:tiny")
+    meta_run, (whole,) = split(*flags, batch=MEDIUM)
+    part = meta_run.family.denoiser_name
+    device_map = str(build_device_map(getattr(meta_run.pipe, part), 2))
+    _, devices = split(*flags, "--device_map", device_map, world_size=2, batch=MEDIUM)
+    chunks = [chunk for device in devices for chunk in device.chunks]
+
+    config, _, detected = load_config(*flags)
+    real = MetaRun(config, detected, MEDIUM)  # whose blocks are not measured any more
+    batch, first = real.task.encode(real.batch, 0), torch.device(DEVICE_TYPE, 0)
+    with dispatch_to_fake_devices(real.pipe, part, 2):
+        moved = {name: move(first, getattr(batch, name)) for name in ("latents", "cond", "frame", "weight")}
+        batch, t = replace(batch, **moved), torch.full((1,), 0.5, device=first)
+        allocated = [*real.denoiser.parameters(), *real.denoiser.buffers()]
+        meters = [MemoryMeter(torch.device(DEVICE_TYPE, number), allocated) for number in range(2)]
+        with meters[0], meters[1], AutocastEmulation(None):
+            prediction = real.family.predict(real.pipe, real.denoiser, batch.latents, t, batch)
+            saved = [meter.live for meter in meters]
+            run_backward(prediction.sum())
+
+    assert [chunk.saved for chunk in chunks] == pytest.approx(saved, rel=0.1)
+    assert [chunk.peak for chunk in chunks] == pytest.approx([meter.peak for meter in meters], rel=0.2)
+    encoding_peak = 10**12
+    activations = [device.count_activation_bytes(encoding_peak) for device in devices]
+    assert activations[0] == encoding_peak > activations[1], "the first device encodes"
+
+    assert sum(device.flops for device in devices) == whole.flops
+    assert sum(device.frozen_bytes for device in devices) == whole.frozen_bytes
+    assert sum(device.trainable_share for device in devices) == pytest.approx(1)
+    assert (received := sum(device.received_bytes for device in devices)) > 0
+    assert sum(chunk.saved for chunk in chunks) == whole.chunks[0].saved + received
+
+
+def test_memory_counts_until_its_last_tensor_is_freed():
+    before = torch.empty(100)
+    with MemoryMeter(torch.device("cpu"), [before]) as meter:
+        one = before.view(10, 10).exp()
+        part = one[0]
+        del one
+        assert meter.live == 400
+        two = part + 1
+        assert (meter.live, meter.peak) == (440, 440)
+        del part
+        assert (meter.live, meter.peak) == (40, 440)
+        torch.mm(two.view(2, 5), two.view(5, 2))
+    assert meter.flops == 2 * 2 * 5 * 2
+    assert meter.read_and_reset() == (40, 440, 40) and meter.read_and_reset() == (40, 40, 0)
+
+
+def test_parts_of_a_step_add_up_to_its_worst_moment_in_forward_or_backward():
+    one, two = StepMemory(100, 150, 80, 1), StepMemory(20, 30, 5, 2)
+    assert (one + two) == StepMemory(120, 150, 60, 3) and (one + two).peak == 180  # the first part's backward
+    assert (two + one) == StepMemory(120, 170, 80, 3) and (two + one).peak == 200
+    assert (one + two) + one == one + (two + one)
+
+
+def test_stages_together_compute_what_the_model_computes_and_a_tp_rank_more_than_its_share():
+    whole, halves, cut = (
+        split(*RUN, *more, world_size=size)
+        for size, more in ((1, ()), (2, ("--pp_size", "2")), (2, ("--tp_size", "2")))
+    )
+    (one,), stages, (rank,) = whole[1], halves[1], cut[1]
+
+    assert sum(stage.flops for stage in stages) == pytest.approx(one.flops, rel=0.15)
+    assert one.flops / 2 < rank.flops < 0.75 * one.flops
+    assert stages[0].sent_bytes == stages[1].received_bytes > 0 and cut[0].sent_bytes > 0 == whole[0].sent_bytes
+    assert all(part.chunks[0].saved < one.chunks[0].saved for part in (*stages, rank))
+    assert stages[0].frozen_bytes < one.frozen_bytes and rank.frozen_bytes < one.frozen_bytes
+
+
+def test_context_parallel_stages_split_tokens_before_a_block_is_checkpointed(monkeypatch):
+    call, lengths = BlockCheckpointing.__call__, list[int]()
+
+    def checkpoint(self, block, *args, **kwargs):
+        lengths.append(args[0].shape[1])
+        return call(self, block, *args, **kwargs)
+
+    monkeypatch.setattr(BlockCheckpointing, "__call__", checkpoint)
+    split(*RUN, CHECKPOINTING, "--pp_size", "2", "--cp_size", "2", world_size=4, batch=MEDIUM)
+    assert set(lengths) == {256 // 2}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"), [("gpipe", [8, 8, 8, 8]), ("1f1b", [4, 3, 2, 1]), ("interleaved", [11, 9, 7, 5])]
+)
+def test_as_many_micro_batches_are_in_flight_as_the_schedule_has_it(schedule, expected):
+    assert [count_in_flight(schedule, 4, stage, 8) for stage in range(4)] == expected
+
+
+def test_the_meta_batch_has_the_sizes_of_images_and_captions():
+    config = parse_config([MODEL, "random:z_image:tiny"]).config
+    batch = LargestBatch((64, 96), ("short", "a much longer caption"))
+    batch = MetaRun(config, detect_model(config.model), batch).batch
+    short, long_one = batch.cond["embeds"]
+    assert batch.moments.mean_and_std.shape[-2:] == (12, 8) and len(short) < len(long_one)
+
+
+# layouts
+
+ZERO = {f"ZeRO-{stage} 2" for stage in (1, 2, 3)} | {f"ZeRO-{stage} 2, optimizer offload" for stage in (1, 2, 3)}
+ZERO |= {"ZeRO-3 2, full offload"}
+DATA_PARALLEL = {"DDP 2", "FSDP 2", "FSDP 2, CPU offload"}
+MODEL_PARALLEL = {"PP 2", "TP 2", "CP 2", "device map 2"}
+LOHA = ("--network_module", "lycoris.kohya", "--network_args", "algo=loha")
+COMPILED = ("--torch_compile", "--cp_size", "2")
+NVME = ("--deepspeed", "--zero_stage", "3", "--offload_optimizer_device", "nvme")
+
+
+def find(world_size: int, *flags: str) -> tuple[set[str], list[str]]:
+    loaded = parse_config(["--dataset_config", "dataset_configs/demo.toml", *flags])
+    model = detect_model(loaded.config.model)
+    layouts, reasons = find_layouts(loaded.config, frozenset(loaded.locations), world_size, model)
+    return {layout.name for layout in layouts}, reasons
+
+
+@pytest.mark.parametrize(
+    ("world_size", "flags", "names"),
+    [
+        (1, (), {"one device", "ZeRO-3 1, full offload"}),
+        (1, ("--fsdp",), set()),
+        (2, (), DATA_PARALLEL | ZERO | MODEL_PARALLEL),
+        (2, ("--tp_size", "2"), {"TP 2"}),
+        (2, ("--fsdp",), {"FSDP 2", "FSDP 2, CPU offload"}),
+        (2, ("--cp_size", "2"), {"CP 2"}),
+        (2, ("--device_map", "sequential"), {"device map 2"}),
+        (2, ("--base_storage", "int8"), {"DDP 2", "CP 2"}),
+        (2, COMPILED, {"CP 2"}),
+        (2, (*COMPILED, "--dynamo_mode", "max-autotune"), set()),
+        (2, (*COMPILED, *BUDGET), set()),
+        (2, ("--optimizer_type", "Adafactor"), DATA_PARALLEL | MODEL_PARALLEL),
+        (2, LOHA, DATA_PARALLEL | ZERO | MODEL_PARALLEL - {"TP 2"}),
+        (2, NVME, set()),
+    ],
+    ids=lambda value: "" if isinstance(value, set) else str(value),
+)
+def test_layouts_are_those_that_training_would_accept(world_size, flags, names):
+    assert find(world_size, *SD3, *flags)[0] == names
+
+
+def test_layouts_are_combined_and_follow_the_model():
+    combined = {
+        "DDP 2 x TP 2",
+        "FSDP 2 x TP 2",
+        "PP 2 x TP 2",
+        "DDP 2 x PP 2",
+        "HSDP 2x2",
+        "FSDP 2, CPU offload x TP 2",
+    }
+    assert combined < find(4, *SD3)[0]
+    assert not any("TP" in name and "CP" in name and "PP" in name for name in find(8, *SD3)[0])
+    assert len(find(1, *SD3, "--deepspeed")[0]) == 7
+    assert "CP 2" not in find(2, MODEL, "random:sdxl:tiny")[0]
+
+
+def test_reasons_against_layouts_are_given_once_with_their_names():
+    (reason,) = find(2, *SD3, "--tp_size", "2", "--base_storage", "nf4")[1]
+    assert reason.startswith("--base_storage: this run spreads the frozen weights over processes")
+    sharded, compiled = find(2, *SD3, "--deepspeed", "--base_storage", "nf4", "--torch_compile")[1]
+    assert sharded.startswith("ZeRO-1 2, ZeRO-1 2, optimizer offload, ZeRO-2 2,") and "torch_compile" in compiled
+
+
+def test_layouts_that_partition_the_model_alike_share_one_meta_run(caplog):
+    with caplog.at_level(logging.INFO, logger="library"):
+        found = estimate(4, MODEL, "random:sdxl:tiny", batch=SMALL)
+    steps = [record.getMessage() for record in caplog.records]
+    assert steps == [
+        "estimating memory: step 1 of 3 on the meta device (DDP 4)",
+        "estimating memory: step 2 of 3 on the meta device (DDP 2 x TP 2)",
+        "estimating memory: step 3 of 3 on the meta device (TP 4)",
+    ]
+    assert {"PP 4", "DDP 2 x PP 2", "PP 2 x TP 2", "device map 4"} < {each.layout.name for each in found}
+    speeds = [each.images_per_second for each in found]
+    assert speeds == sorted(speeds, reverse=True)
+    for each in found:
+        memory = each.memory
+        assert memory.total == sum(getattr(memory, part.name) for part in fields(memory))
+
+
+def test_layouts_that_send_more_are_slower_on_slow_links():
+    speeds = [
+        {each.layout.name: each.images_per_second for each in estimate(2, *FLUX, batch=SMALL, link_speed=link_speed)}
+        for link_speed in (1e9, 1e15)
+    ]
+    slow, fast = ({name: speed / found["DDP 2"] for name, speed in found.items()} for found in speeds)
+    assert all(slow[name] < fast[name] for name in ("TP 2", "CP 2", "FSDP 2", "FSDP 2, CPU offload", "ZeRO-3 2"))
+    assert slow["FSDP 2, CPU offload"] < slow["FSDP 2"] < slow["DDP 2"] == 1
+    assert fast["FSDP 2"] == pytest.approx(1) and fast["device map 2"] == pytest.approx(0.5, rel=0.01)
+    assert fast["PP 2"] < 0.5, "with one micro-batch, stages wait for each other"
+
+
+# suggestions
+
+
+def suggest(*flags: str, world_size: int = 1, memory=lambda smallest: smallest.total - smallest.activations // 2):
+    """What is suggested on devices with as much memory as is computed from the first layout's."""
+    batch = LargestBatch((512, 512), ("a picture",))
+    config, given, model = load_config(*FLUX, "--resolution", "128", *flags)
+    layouts, _ = find_layouts(config, given, world_size, model)
+    estimates = estimate_layouts(layouts[:1], model, batch, Devices(world_size, 2**40))
+    devices = Devices(world_size, memory(estimates[0].memory))
+    return suggest_savings(config, given, model, batch, devices, estimates), devices
+
+
+@pytest.mark.parametrize(("world_size", "flags", "name"), [(1, (), "one device"), (2, ("--cp_size", "2"), "CP 2")])
+def test_where_nothing_fits_options_are_added_until_it_does(world_size, flags, name):
+    suggestion, devices = suggest(*flags, world_size=world_size)
+    assert suggestion.layout.name == name and suggestion.memory.total <= devices.memory
+    assert set(suggestion.savings) <= {"mixed_precision", "gradient_checkpointing"} and suggestion.savings
+
+
+def test_options_that_contradict_the_run_are_not_suggested():
+    suggestion, _ = suggest("--no-cache_text_encoder_outputs", "--no-network_train_unet_only")
+    assert suggestion is not None and "cache_text_encoder_outputs" not in suggestion.savings
+
+
+@pytest.mark.long
+def test_where_no_option_is_enough_all_that_help_are_named():
+    suggestion, devices = suggest(memory=lambda memory: memory.reserved + memory.adapters)
+    assert suggestion.memory.total > devices.memory
+    assert "--base_storage nf4" in suggestion.flags and "int8" not in suggestion.flags
+    assert suggest(memory=lambda memory: memory.reserved + memory.adapters - 1)[0] is None

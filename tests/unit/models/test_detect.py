@@ -1,0 +1,294 @@
+"""The family of a model is found from its small files, without torch, with a reason; or the message says why not."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+from model_files import written
+
+from library.config.schema import ModelConfig
+from library.errors import ConfigError
+from library.models.detect import detect_model
+from library.models.families import FAMILIES, FAMILY_FACTS
+from library.models.model_configs import list_bundled_configs, load_bundled_config
+
+
+def model(folder, name="StableDiffusionPipeline", unet=None, vae=None, scheduler=None, config=None):
+    """The JSON files of a diffusers folder with the sizes of Stable Diffusion 1.5, or of a shipped configuration."""
+    if config is not None:
+        return written(folder, load_bundled_config(config))
+    sizes = {"cross_attention_dim": 768, "block_out_channels": [320, 640, 1280, 1280], "in_channels": 4}
+    files = {
+        "model_index.json": {"_class_name": name},
+        "unet/config.json": {**sizes, **(unet or {})},
+        "vae/config.json": {"block_out_channels": [128, 256, 512, 512], **(vae or {})},
+        "scheduler/scheduler_config.json": scheduler or {},
+        "text_encoder/config.json": {},
+        "tokenizer/tokenizer_config.json": {},
+    }
+    return written(folder, files)
+
+
+def problem(source, **options):
+    with pytest.raises(ConfigError) as caught:
+        detect_model(ModelConfig(source, **options))
+    (line,) = caught.value.problems
+    assert options or line.startswith(f"pretrained_model_name_or_path: {source}: ")
+    return line
+
+
+def test_a_diffusers_folder_of_stable_diffusion_1_is_known_with_a_reason(tmp_path):
+    found = detect_model(model(tmp_path))
+    assert found.family == "sd1"
+    assert "StableDiffusionPipeline" in found.reason and "768" in found.reason
+    assert (found.size_multiple, found.prediction_type, found.source_type) == (64, "epsilon", "folder")
+
+
+@pytest.mark.parametrize("name", list_bundled_configs())
+def test_every_shipped_configuration_is_known_as_what_it_is(name, tmp_path):
+    (family,) = (each for each in FAMILY_FACTS if name == each or name.startswith(f"{each}_"))
+    read, told = (
+        detect_model(model(tmp_path, config=name)),
+        detect_model(f"random:{name.replace(f'{family}_', f'{family}:')}"),
+    )
+    assert read.family == told.family == family
+    assert (read.size_multiple, read.prediction_type) == (told.size_multiple, told.prediction_type)
+    assert FAMILY_FACTS[read.family].pipeline_class in read.reason and f"sizes of {name}" in told.reason
+
+
+def test_steps_and_predictions_are_those_of_the_published_models():
+    found = {name: detect_model(f"random:{name}") for name in ("sd1", "sd2", "sd2:base", "sdxl")}
+    assert {name: (each.size_multiple, each.prediction_type) for name, each in found.items()} == {
+        "sd1": (64, "epsilon"),
+        "sd2": (64, "v"),
+        "sd2:base": (64, "epsilon"),
+        "sdxl": (32, "epsilon"),
+    }
+
+
+def test_the_built_in_model_is_what_its_saved_files_say(tmp_path):
+    import stand_in
+
+    stand_in.build().save_pretrained(tmp_path)
+    read, told = detect_model(str(tmp_path)), detect_model(None)
+    assert (read.family, read.size_multiple) == (told.family, told.size_multiple) == ("sd1", 16)
+    assert "built-in" in told.reason
+
+
+def test_other_models_are_named_and_refused(tmp_path):
+    assert "KolorsPipeline; not yet: this version trains Stable Diffusion 1, " in problem(
+        model(tmp_path / "a", name="KolorsPipeline")
+    )
+    assert "takes 9 channels" in problem(model(tmp_path / "c", unet={"in_channels": 9}))
+    assert "takes no sizes" in problem(model(tmp_path / "d", name="StableDiffusionXLPipeline"))
+    refiner = {"addition_embed_type": "text_time", "projection_class_embeddings_input_dim": 2560}
+    assert "refiner" in problem(model(tmp_path / "e", name="StableDiffusionXLPipeline", unet=refiner))
+
+
+def test_what_is_no_model_is_told_with_the_way_out(tmp_path):
+    assert "no model_index.json" in problem(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"_class_name": "AutoencoderKL"}')
+    assert "this one holds only AutoencoderKL" in problem(str(tmp_path))
+    assert "no such file or folder (looked in" in problem(str(tmp_path / "absent"))
+    assert "no such file or folder (looked in" in problem("absent.safetensors")
+    assert "did you mean random:sdxl:tiny?" in problem("random:sdxl:tini")
+    assert "did you mean random:sd" in problem("random:sd")
+    assert "there are: random:" in problem("random:what")
+    assert "--family is of no use without a model" in problem(None, family="sdxl")
+    broken = tmp_path / "broken"
+    model(broken)
+    (broken / "unet/config.json").write_text("{")
+    assert "config.json cannot be read" in problem(str(broken))
+    (broken / "unet/config.json").unlink()
+    assert "unet/config.json is missing" in problem(str(broken))
+
+
+def header_only(path, shapes, metadata=None, cut=0):
+    """A safetensors file with these names and shapes, whose weights take no room on the disk."""
+    head, end = {"__metadata__": metadata} if metadata else {}, 0
+    for name, shape in shapes.items():
+        size = 2 * math.prod(shape)
+        head[name] = {"dtype": "F16", "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    raw = json.dumps(head).encode()
+    with path.open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        file.truncate(8 + len(raw) + end - cut)
+    return str(path)
+
+
+UNET = "model.diffusion_model."
+XL = {
+    f"{UNET}input_blocks.0.0.weight": [320, 4, 3, 3],
+    f"{UNET}label_emb.0.0.weight": [1280, 2816],
+    "first_stage_model.decoder.conv_in.weight": [512, 4, 3, 3],
+    "conditioner.embedders.0.transformer.text_model.embeddings.token_embedding.weight": [49408, 768],
+    "conditioner.embedders.1.model.token_embedding.weight": [49408, 1280],
+}
+ATTENTION = f"{UNET}input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight"
+ONE = {
+    f"{UNET}input_blocks.0.0.weight": [320, 4, 3, 3],
+    ATTENTION: [320, 768],
+    "first_stage_model.decoder.conv_in.weight": [512, 4, 3, 3],
+    "cond_stage_model.transformer.text_model.embeddings.token_embedding.weight": [49408, 768],
+}
+TWO = {**ONE, ATTENTION: [320, 1024], "cond_stage_model.model.token_embedding.weight": [49408, 1024]}
+
+
+@pytest.mark.parametrize("shapes, family, config", [(ONE, "sd1", "sd1"), (TWO, "sd2", "sd2"), (XL, "sdxl", "sdxl")])
+def test_a_single_file_is_known_by_names_and_sizes(shapes, family, config, tmp_path):
+    found = detect_model(header_only(tmp_path / "model.safetensors", shapes))
+    assert (found.family, found.bundled_config, found.source_type) == (family, config, "file")
+    assert {*found.single_file_components} == {
+        part for part in FAMILY_FACTS[family].components if not part.startswith("tokenizer")
+    }
+    assert FAMILY_FACTS[family].title in found.reason
+
+
+def test_what_a_single_file_predicts_is_taken_from_its_own_word(tmp_path):
+    def prediction(shapes, metadata=None):
+        found = detect_model(header_only(tmp_path / "model.safetensors", shapes, metadata))
+        assert (
+            found.scheduler_overrides.get("prediction_type", "").startswith(found.prediction_type)
+            or not found.scheduler_overrides
+        )
+        return found.prediction_type
+
+    assert prediction(XL) == "epsilon"
+    assert prediction(XL, {"modelspec.prediction_type": "v"}) == "v"
+    assert prediction({**XL, "v_pred": [0]}) == "v"
+    assert prediction(TWO) == "v", "as the published 768 model"
+    assert prediction(TWO, {"modelspec.prediction_type": "epsilon"}) == "epsilon"
+    zero = detect_model(header_only(tmp_path / "zero.safetensors", {**XL, "v_pred": [0], "ztsnr": [0]}))
+    assert zero.scheduler_overrides["rescale_betas_zero_snr"] is True
+
+
+OTHERS = {
+    "a LoRA file and no model": {"lora_unet_x.lora_down.weight": [4, 4]},
+    "a LoRA file": {"transformer.blocks.0.to_q.lora_A.weight": [4, 4]},
+    "a textual inversion": {"emb_params": [2, 768]},
+    "textual inversion": {"clip_l": [2, 768], "clip_g": [2, 1280]},
+    "a ControlNet": {"control_model.input_blocks.0.0.weight": [320, 4, 3, 3]},
+    "an IP-Adapter": {"image_proj.proj.weight": [4, 4]},
+    "scaled fp8": {**XL, "scaled_fp8": [0]},
+    "a VAE with 4 latent channels": {"decoder.conv_in.weight": [512, 4, 3, 3]},
+    "a CLIP text encoder of width 1280": {"text_model.embeddings.token_embedding.weight": [49408, 1280]},
+    "a T5 text encoder of width 4096": {"encoder.block.0.layer.0.SelfAttention.q.weight": [4096, 4096]},
+    "an inpainting model": {**ONE, f"{UNET}input_blocks.0.0.weight": [320, 9, 3, 3]},
+    "the refiner": {**XL, f"{UNET}label_emb.0.0.weight": [1280, 2560]},
+    "of sizes that are not known": {**XL, f"{UNET}input_blocks.0.0.weight": [640, 4, 3, 3]},
+    "no model that is known; it holds 1 weights, the first is bias": {"bias": [3]},
+}
+
+
+@pytest.mark.parametrize("words", OTHERS)
+def test_another_single_file_is_named_by_what_it_is(words, tmp_path):
+    assert words in problem(header_only(tmp_path / "model.safetensors", OTHERS[words]))
+
+
+BROKEN = {
+    "is empty": b"",
+    "is a pickle (.ckpt, .pt, .bin), which can run code": b"PK\x03\x04" + bytes(100),
+    "is a pickle": b"\x80\x02" + bytes(100),
+    "is a GGUF file": b"GGUF" + bytes(100),
+    "is only a pointer of git-lfs; run": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+    "is a web page": b"<!DOCTYPE html><html>Sign in</html>",
+    "is no safetensors file": b"Hello, this is some text",
+    "is cut off": (500).to_bytes(8, "little") + b'{"a":',
+    "is a damaged safetensors file": (20).to_bytes(8, "little") + b'{"a": {"shape": [1]}' + b"}",
+}
+
+
+@pytest.mark.parametrize("words", BROKEN)
+def test_a_file_that_is_no_safetensors_file_is_named_by_what_it_is(words, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(BROKEN[words])
+    assert words in problem(str(tmp_path / "model.safetensors"))
+
+
+def test_a_file_whose_end_is_missing_is_told_before_it_is_loaded(tmp_path):
+    assert "is cut off: " in problem(header_only(tmp_path / "model.safetensors", XL, cut=10))
+
+
+def test_the_family_can_be_named_and_must_fit(tmp_path):
+    folder = model(tmp_path / "one", config="sdxl", name="")
+    found = detect_model(ModelConfig(folder, family="sdxl"))
+    assert found.family == "sdxl" and "--family says so" in found.reason
+    assert problem(folder, family="sdxll") == "family: unknown model family 'sdxll'; did you mean sdxl?"
+    assert "pathlib:Path is no model family" in problem(folder, family="pathlib:Path")
+    assert "its files are not those of family sd2" in problem(model(tmp_path / "b"), family="sd2")
+    own = detect_model(ModelConfig(folder, family="library.models.families.sdxl:StableDiffusionXL"))
+    assert own.family == "library.models.families.sdxl:StableDiffusionXL"
+    assert FAMILIES.get(own.family).denoiser_name == "unet"
+    file = header_only(tmp_path / "model.safetensors", XL)
+    assert "has not the weights of family sd1" in problem(file, family="sd1")
+    assert "is of family sdxl and not sd1" in problem("random:sdxl:tiny", family="sd1")
+
+
+def test_options_of_other_families_are_refused_all_together(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        detect_model(ModelConfig(model(tmp_path), clip_g="x", ae="y", v2=True))
+    assert caught.value.problems == [
+        "clip_g: Stable Diffusion 1 has no such part",
+        "ae: Stable Diffusion 1 has no such part",
+        "v2: the model is Stable Diffusion 1; leave this option out",
+    ]
+    assert "clip_skip: means nothing for Stable Diffusion XL; leave this option out" in problem(
+        "random:sdxl:tiny", clip_skip=2
+    )
+    assert detect_model(ModelConfig("random:sd2:tiny", v2=True, clip_skip=2)).family == "sd2"
+
+
+def test_a_hub_id_without_network_is_one_clear_line():
+    assert "the hub cannot be reached" in problem("nobody/nothing")
+    assert "the hub says: " in problem("no--body/nothing")
+
+
+def test_looking_at_a_folder_loads_neither_torch_nor_diffusers(tmp_path):
+    script = (
+        "import sys; from library.models.detect import detect; from library.models.families import FAMILIES;"
+        f"detect({model(tmp_path / 'a')!r}); detect(None); FAMILIES.names(); detect('random:sdxl:tiny');"
+        f"detect({header_only(tmp_path / 'model.safetensors', XL)!r});"
+        "print({'torch', 'diffusers', 'transformers', 'huggingface_hub'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "unet/config.json",
+        "vae/config.json",
+        "scheduler/scheduler_config.json",
+        "text_encoder/config.json",
+        "tokenizer/tokenizer_config.json",
+    ],
+)
+def test_a_model_that_lacks_a_part_is_told_before_it_is_loaded(part, tmp_path):
+    source = model(tmp_path)
+    (tmp_path / part).unlink()
+
+    assert f"{part} is missing; the model is not complete" in problem(source)
+
+
+def test_what_training_cannot_use_is_told_before_it_is_loaded(tmp_path):
+    assert "predict" in problem(model(tmp_path / "a", scheduler={"prediction_type": "sample"}))
+    assert "num_train_timesteps 500" in problem(model(tmp_path / "b", scheduler={"num_train_timesteps": 500}))
+    assert "names no block_out_channels" in problem(model(tmp_path / "c", unet={"block_out_channels": None}))
+
+
+def test_a_damaged_file_of_weights_is_told_in_one_line_and_a_tilde_is_the_home(tmp_path, monkeypatch):
+    import stand_in
+    import torch
+
+    from library.models.families.sd1 import StableDiffusion1
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    stand_in.build().save_pretrained(tmp_path / "model")
+    assert StableDiffusion1().load("~/model", torch.float32, ["vae"]).vae is not None
+    (tmp_path / "model" / "vae" / "diffusion_pytorch_model.safetensors").write_bytes(b"no weights")
+
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        StableDiffusion1().load("~/model", torch.float32, ["vae"])

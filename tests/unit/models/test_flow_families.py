@@ -1,0 +1,121 @@
+"""What is special to single families of flow matching: guidance, steps, shifts, names."""
+
+import pytest
+import torch
+from family_cases import SIZE, Recorder
+from model_files import written
+from tiny_pipelines import HEIGHT, TINY, WIDTH
+
+from library.config.schema import ModelConfig
+from library.data.prompts import Prompt
+from library.errors import ConfigError
+from library.models.detect import detect_model
+from library.models.families import FAMILIES
+from library.models.model_configs import load_bundled_config
+
+FLOW = ["sd3", "flux", "flux_schnell", "z_image", "qwen_image"]
+
+
+def parts(name, options=None):
+    tiny = TINY[name]()
+    tiny.pipe.set_progress_bar_config(disable=True)
+    return FAMILIES.get(tiny.family)(options), tiny
+
+
+@torch.no_grad()
+def drawn(family, pipe, **options):
+    prompt = Prompt("a red circle", "blue", width=WIDTH, height=HEIGHT, **options)
+    cond, negative = (family.encode_prompts(pipe, [text]) for text in (prompt.text, prompt.negative_prompt))
+    return family.draw(pipe, prompt, cond, negative, torch.Generator().manual_seed(1), None)
+
+
+@torch.no_grad()
+def test_flux_is_trained_with_the_guidance_that_is_asked_for_and_with_1_if_none_is():
+    for options, expected in ((None, 1.0), (ModelConfig(guidance_scale=3.5), 3.5)):
+        family, tiny = parts("flux", options)
+        record = Recorder(tiny.pipe.transformer)
+        family.predict(tiny.pipe, tiny.pipe.transformer, tiny.batch.latents, torch.tensor([700.0, 250.0]), tiny.batch)
+        assert record.calls[0]["guidance"].tolist() == [expected, expected]
+
+
+def test_flux_dev_draws_with_guidance_and_schnell_in_four_steps():
+    for name, options, guidance, steps in (
+        ("flux", {}, 3.5, 20),
+        ("flux", {"guidance": 2.0, "steps": 3}, 2.0, 3),
+        ("flux_schnell", {}, None, 4),
+    ):
+        family, tiny = parts(name)
+        record = Recorder(tiny.pipe.transformer)
+        drawn(family, tiny.pipe, **options)
+        assert len(record.calls) == steps
+        told = record.calls[0]["guidance"]
+        assert told is None if guidance is None else told.tolist() == [guidance]
+
+
+def test_a_negative_prompt_costs_a_second_look_only_where_it_is_asked_for():
+    for name, scale, looks in (("flux", None, 1), ("flux", 2.0, 2), ("qwen_image", None, 2), ("qwen_image", 1.0, 1)):
+        family, tiny = parts(name)
+        record = Recorder(tiny.pipe.transformer)
+        drawn(family, tiny.pipe, steps=2, scale=scale)
+        assert len(record.calls) == 2 * looks
+
+
+@pytest.mark.parametrize("name", FLOW)
+def test_a_preview_moves_its_times_as_the_model_does_or_as_the_prompt_says(name):
+    family, tiny = parts(name)
+    record = Recorder(tiny.pipe.transformer)
+    key = "t" if name == "z_image" else "timestep"
+    unguided = {"steps": 4, "scale": tiny.unguided}
+    drawn(family, tiny.pipe, **unguided)
+    own = [call[key][0].item() for call in record.calls]
+    call = {**tiny.texts, tiny.scale: tiny.unguided, "num_inference_steps": 4}
+    tiny.pipe("a red circle", **SIZE, **call)
+    assert own == [call[key][0].item() for call in record.calls[4:8]]
+    drawn(family, tiny.pipe, **unguided, flow_shift=5.0)
+    moved = [call[key][0].item() for call in record.calls[8:]]
+    assert len(moved) == 4 and moved[1] != own[1]
+    scheduler = type(tiny.pipe.scheduler)(shift=5.0, shift_terminal=tiny.pipe.scheduler.config.shift_terminal)
+    if name == "sd3":
+        scheduler.set_timesteps(4)
+    else:
+        scheduler.set_timesteps(sigmas=[1.0, 0.75, 0.5, 0.25])
+    times = {"sd3": scheduler.timesteps, "z_image": 1 - scheduler.timesteps / 1000}.get(
+        name, scheduler.timesteps / 1000
+    )
+    assert moved == pytest.approx(times.tolist(), abs=1e-5)
+
+
+def test_a_sampler_that_is_not_for_flow_matching_is_refused():
+    family, tiny = parts("flux")
+    cond = family.encode_prompts(tiny.pipe, ["a"])
+    with pytest.raises(ConfigError, match="sampler ddim: flow-matching models draw with euler"):
+        family.generate_image(tiny.pipe, Prompt("a"), cond, cond, torch.Generator(), "ddim")
+
+
+def test_files_say_which_model_they_are_for():
+    titles = {name: parts(name)[0].get_base_model_info(TINY[name]().pipe) for name in FLOW}
+    assert {name: (title.base_model_version, title.architecture) for name, title in titles.items()} == {
+        "sd3": ("5-medium", "stable-diffusion-3-5-medium"),
+        "flux": ("flux1", "flux-1-dev"),
+        "flux_schnell": ("flux1", "flux-1-schnell"),
+        "z_image": ("z_image", "z-image"),
+        "qwen_image": ("qwen_image", "qwen-image"),
+    }
+
+
+@pytest.mark.parametrize(
+    "name, changed, words",
+    [
+        ("flux", {"transformer/config.json": {"in_channels": 384}}, "takes 384 channels and not 64"),
+        ("sd3", {"scheduler/scheduler_config.json": {"_class_name": "DDIMScheduler"}}, "only flow matching fits"),
+        ("sd3", {"scheduler/scheduler_config.json": {"num_train_timesteps": 500}}, "only 1000 is supported"),
+        ("qwen_image", {"transformer/config.json": {"zero_cond_t": True}}, "Qwen-Image-Edit"),
+        ("z_image", {"transformer/config.json": {"siglip_feat_dim": 1152}}, "Z-Image-Omni"),
+        ("flux", {"vae/config.json": {"block_out_channels": None}}, "names no block_out_channels"),
+    ],
+)
+def test_kindred_models_that_cannot_be_trained_are_named(name, changed, words, tmp_path):
+    config = load_bundled_config(name)
+    files = {**config, **{path: {**config[path], **new} for path, new in changed.items()}}
+    with pytest.raises(ConfigError, match=words):
+        detect_model(written(tmp_path, files))

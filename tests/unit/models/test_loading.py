@@ -1,0 +1,152 @@
+"""Models are loaded in parts, straight to dtype and device, from wherever they are."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import AutoencoderKL
+from family_cases import generators, made, modules_of, pixels, plain
+from loaded_weights import present, same_weights
+from safetensors.torch import load_file
+from tiny_pipelines import TINY
+
+from library.errors import ConfigError
+from library.models import loading
+from library.models.families import FAMILIES
+
+__all__ = ["made", "plain"]  # fixtures
+
+
+def test_the_vae_stays_in_float32_in_a_bfloat16_run(plain, tmp_path):
+    family, tiny = plain
+    exact = family.encode_pixels(tiny.pipe, pixels(), generators())
+    picture = family.decode_latents(tiny.pipe, exact)
+    tiny.pipe.save_pretrained(tmp_path)
+    low = family.load(str(tmp_path), torch.bfloat16)
+    for pipe in (low, family.load(tiny.source, torch.bfloat16)):
+        dtypes = {name: {p.dtype for p in part.parameters()} for name, part in modules_of(family, pipe).items()}
+        assert dtypes.pop("vae") == {torch.float32}
+        assert all(each == {torch.bfloat16} for each in dtypes.values()), dtypes
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(family.encode_pixels(low, pixels(), generators()), exact)
+        torch.testing.assert_close(family.decode_latents(low, exact), picture)
+
+
+def test_only_the_named_parts_are_loaded_and_others_can_come_later(plain, tmp_path):
+    family, tiny = plain
+    tiny.pipe.save_pretrained(tmp_path)
+    for source in (str(tmp_path), tiny.source):
+        whole = family.load(source, torch.float32)
+        pipe = family.load(source, torch.float32, family.text_parts)
+        assert present(family, pipe) == set(family.text_parts)
+        encoder, scheduler = getattr(pipe, family.text_parts[0]), pipe.scheduler
+        assert family.load(source, torch.float32, ("vae",), into=pipe) is pipe
+        assert present(family, pipe) == {*family.text_parts, "vae"}
+        assert getattr(pipe, family.text_parts[0]) is encoder and pipe.scheduler is scheduler
+        for part in family.text_parts:
+            setattr(pipe, part, None)
+        family.load(source, torch.float32, (family.denoiser,), into=pipe)
+        assert present(family, pipe) == {"vae", family.denoiser}
+        assert pipe.vae_scale_factor == whole.vae_scale_factor
+        assert dict(pipe.config).keys() == dict(whole.config).keys()
+        same_weights(family, pipe, whole)
+
+
+def test_a_pipeline_measures_a_vae_that_comes_later(tmp_path):
+    family, tiny = FAMILIES.get("sd1")(), TINY["sd1"]()
+    tiny.pipe.save_pretrained(tmp_path)
+    kinds = {"down_block_types": ["DownEncoderBlock2D"] * 3, "up_block_types": ["UpDecoderBlock2D"] * 3}
+    shallow = AutoencoderKL.from_config(tiny.pipe.vae.config, block_out_channels=[8, 16, 32], **kinds)
+    shallow.save_pretrained(tmp_path / "vae")
+    pipe = family.load(str(tmp_path), torch.float32, family.text_components)
+    family.load(str(tmp_path), torch.float32, ("vae",), pipe=pipe)
+    assert pipe.vae_scale_factor == pipe.image_processor.config.vae_scale_factor == 4
+
+
+@torch.no_grad()
+def test_a_saved_model_loads_with_the_same_weights(plain, tmp_path):
+    family, tiny = plain
+    tiny.pipe.save_pretrained(tmp_path)
+    pipe = family.load(str(tmp_path), torch.float32)
+    same_weights(family, pipe, tiny.pipe)
+    assert not any(part.training for part in modules_of(family, pipe).values())
+    for name in family.tokenizers:
+        assert getattr(pipe, name)("a red circle").input_ids == getattr(tiny.pipe, name)("a red circle").input_ids
+    assert family.process(pipe).prediction == family.process(tiny.pipe).prediction
+
+
+def test_a_model_saved_in_half_precision_alone_is_found(plain, tmp_path):
+    family, tiny = plain
+    tiny.pipe.save_pretrained(tmp_path, variant="fp16")
+    same_weights(family, family.load(str(tmp_path), torch.float32), tiny.pipe)
+
+
+def test_a_tokenizer_without_its_vocabulary_is_told(plain, tmp_path):
+    family, tiny = plain
+    tiny.pipe.save_pretrained(tmp_path)
+    (part, *_) = family.tokenizers
+    for path in (tmp_path / part).iterdir():
+        if path.name != "tokenizer_config.json":
+            path.unlink()
+    with pytest.raises(ConfigError, match=f"its {part} cannot be loaded: there is no vocabulary in it"):
+        family.load(str(tmp_path), torch.float32, (part,))
+
+
+def test_a_broken_model_is_the_users_to_mend(plain, tmp_path):
+    family, tiny = plain
+    tiny.pipe.save_pretrained(tmp_path)
+    (tmp_path / family.denoiser / "diffusion_pytorch_model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=f"its {family.denoiser} cannot be loaded"):
+        family.load(str(tmp_path), torch.float32)
+
+
+def test_a_model_that_is_too_large_for_its_device_is_not_broken(monkeypatch):
+    def part(*given):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 24 GiB.")
+
+    monkeypatch.setattr(loading, "_part", part)
+    with pytest.raises(torch.OutOfMemoryError):
+        FAMILIES.get("sd1")().load("random:sd1:tiny", torch.float32)
+
+
+@pytest.mark.parametrize("part", ["unet", "vae", "text_encoder", "text_encoder_2"])
+def test_pickled_weights_are_never_read(part, tmp_path):
+    tiny = TINY["sdxl"]()
+    tiny.pipe.save_pretrained(tmp_path)
+    (path,) = (tmp_path / part).glob("*.safetensors")
+    name = "pytorch_model.bin" if path.name == "model.safetensors" else "diffusion_pytorch_model.bin"
+    torch.save(load_file(path), path.with_name(name))
+    path.unlink()
+    with pytest.raises(ConfigError, match=f"its {part} cannot be loaded: .*safetensors"):
+        FAMILIES.get("sdxl")().load(str(tmp_path), torch.float32, (part,))
+
+
+def test_a_hub_id_is_loaded_from_what_was_downloaded_before(tmp_path):
+    """As a whole, and in half precision alone."""
+    tiny = TINY["sdxl"]()
+    commit = "0" * 40
+    for name, variant in (("tiny", None), ("half", "fp16")):
+        repository = tmp_path / "hub" / f"models--me--{name}"
+        tiny.pipe.save_pretrained(repository / "snapshots" / commit, variant=variant)
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text(commit)
+    script = (
+        "import torch; from library.models.families import FAMILIES; from library.models.detect import detect\n"
+        "for name in ('me/tiny', 'me/half'):\n"
+        "    found = detect(name); pipe = FAMILIES.get(found.family)().load(found, torch.float32)\n"
+        "    print(found.family, found.kind, sum(float(p.detach().double().sum()) for p in pipe.unet.parameters()),"
+        "pipe.tokenizer_2('a').input_ids)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"HF_HOME": str(tmp_path)},
+        text=True,
+        capture_output=True,
+        cwd=Path(__file__).resolve().parents[3],
+    )
+    assert done.returncode == 0, done.stderr
+    total = sum(float(p.detach().double().sum()) for p in tiny.pipe.unet.parameters())
+    assert done.stdout.splitlines() == [f"sdxl hub {total} {tiny.pipe.tokenizer_2('a').input_ids}"] * 2

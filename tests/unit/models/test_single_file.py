@@ -1,0 +1,214 @@
+"""Single files: the same model as the diffusers folder, known by its names, whole or in parts."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import original_checkpoints
+import pytest
+import torch
+from family_cases import modules_of
+from loaded_weights import present, same_weights
+from safetensors.torch import save_file
+from tiny_pipelines import TINY
+
+from library.config.schema import ModelConfig
+from library.errors import ConfigError
+from library.models.detect import detect_model
+from library.models.families import FAMILIES
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """A folder of tokenizers as sd-scripts keeps them."""
+    folder = tmp_path_factory.mktemp("tokenizers")
+    for name in FAMILIES.list_names():
+        family, pipe = FAMILIES.get(name), TINY[name]().pipe
+        for part, hub_id in family.tokenizer_repo_ids.items():
+            tokenizer = getattr(pipe, part)
+            if "CLIP" in type(tokenizer).__name__:
+                tokenizer.pad_token = tokenizer.eos_token  # as published ones have it, whatever the model pads with
+            tokenizer.save_pretrained(folder / hub_id.partition(":")[0].replace("/", "_"))
+    return folder
+
+
+@pytest.fixture(params=["sd1", "sd2", "sdxl", "sd3", "z_image", "qwen_image"])
+def single(request, cache, tmp_path):
+    """A family for single files, a model in memory, and the same in one file."""
+    tiny = TINY[request.param]()
+    path = tmp_path / "model.safetensors"
+    save_file(original_checkpoints.checkpoint(request.param, tiny.pipe), path)
+    options = ModelConfig(pretrained_model_name_or_path=str(path), tokenizer_cache_dir=str(cache))
+    return FAMILIES.get(request.param)(options), tiny, path
+
+
+@torch.no_grad()
+def test_a_single_file_is_the_same_model_as_the_folder(single):
+    family, tiny, _ = single
+    found = detect_model(family.options)
+    assert found.family == tiny.family and found.source_type == "file"
+    assert family.facts.title in found.reason and found.size_multiple == detect_model(tiny.source).size_multiple
+    pipe = family.load(found, torch.float32)
+    same_weights(family, pipe, tiny.pipe)
+    ours, theirs = (family.encode_prompts(each, ["a red circle", "7"]) for each in (pipe, tiny.pipe))
+    for key, value in theirs.items():
+        assert all(torch.equal(a, b) for a, b in zip(ours[key], value, strict=True))
+    assert family.process(pipe).prediction == family.process(tiny.pipe).prediction == found.prediction_type
+
+
+def test_only_the_named_parts_of_a_single_file_are_loaded(single):
+    family, tiny, _ = single
+    found = detect_model(family.options)
+    pipe = family.load(found, torch.float32, family.text_parts)
+    assert present(family, pipe) == set(family.text_parts)
+    family.load(found, torch.float32, ("vae", family.denoiser), into=pipe)
+    same_weights(family, pipe, tiny.pipe)
+
+
+def test_half_precision_in_the_file_becomes_what_is_asked_for(single, tmp_path):
+    family, tiny, path = single
+    half = {name: tensor.half() for name, tensor in original_checkpoints.checkpoint(tiny.family, tiny.pipe).items()}
+    save_file(half, path)
+    pipe = family.load(detect_model(str(path)), torch.bfloat16)
+    dtypes = {part: {p.dtype for p in module.parameters()} for part, module in modules_of(family, pipe).items()}
+    assert dtypes.pop("vae") == {torch.float32}
+    assert family.denoiser in dtypes and all(each == {torch.bfloat16} for each in dtypes.values()), dtypes
+
+
+def test_a_file_that_lacks_weights_is_told(single):
+    family, tiny, path = single
+    tensors = original_checkpoints.checkpoint(tiny.family, tiny.pipe)
+    lost = [name for name in tensors if name.startswith("model.diffusion_model.") and name.endswith("bias")][-1]
+    del tensors[lost]
+    save_file(tensors, path)
+    with pytest.raises(ConfigError, match=f"its {family.denoiser} cannot be loaded: 1 weights are missing in the fi"):
+        family.load(detect_model(str(path)), torch.float32, (family.denoiser,))
+    text = next(name for name in tensors if re.search(r"(ln_1|layer_norm1|post_attention_layernorm).weight", name))
+    del tensors[text]
+    save_file(tensors, path)
+    with pytest.raises(ConfigError, match=r"weights are missing in the file, for example .*(norm1|layernorm)"):
+        family.load(detect_model(str(path)), torch.float32, ("text_encoder",))
+
+
+def test_without_network_and_cache_the_tokenizers_way_out_is_told(single):
+    family, _, path = single
+    strict = type(family)(ModelConfig())
+    with pytest.raises(ConfigError, match=r"brings no tokenizer.* --tokenizer_cache_dir FOLDER"):
+        strict.load(str(path), torch.float32, ("tokenizer",))
+
+
+def test_the_denoiser_alone_needs_the_other_parts_and_takes_them(tmp_path, cache):
+    tiny = TINY["sdxl"]()
+    alone, vae, clip_l, clip_g = (str(tmp_path / f"{name}.safetensors") for name in ("unet", "vae", "l", "g"))
+    save_file(original_checkpoints.ldm_unet(tiny.pipe.unet), alone)
+    save_file(original_checkpoints.ldm_vae(tiny.pipe.vae), vae)
+    save_file(original_checkpoints.clip(tiny.pipe.text_encoder), clip_l)
+    save_file(original_checkpoints.clip(tiny.pipe.text_encoder_2), clip_g)
+    with pytest.raises(ConfigError) as caught:
+        detect_model(alone)
+    assert [line.split("the file has ")[1] for line in caught.value.problems] == [
+        "no vae; name one with --vae",
+        "no text_encoder; name one with --clip_l",
+        "no text_encoder_2; name one with --clip_g",
+    ]
+    options = ModelConfig(alone, vae=vae, clip_l=clip_l, clip_g=clip_g, tokenizer_cache_dir=str(cache))
+    family = FAMILIES.get("sdxl")(options)
+    same_weights(family, family.load(detect_model(options), torch.float32), tiny.pipe)
+
+
+def test_parts_of_their_own_take_the_place_of_the_models(tmp_path):
+    tiny, family = TINY["sd1"](), FAMILIES.get("sd1")()
+    tiny.pipe.save_pretrained(tmp_path / "model")
+    for parameter in (*tiny.pipe.vae.parameters(), *tiny.pipe.text_encoder.parameters()):
+        parameter.data += 0.5
+    vaes = {
+        "original": tmp_path / "original.safetensors",
+        "diffusers": tmp_path / "diffusers.safetensors",
+        "checkpoint": tmp_path / "checkpoint.safetensors",
+        "folder": tmp_path / "folder",
+        "pipeline": tmp_path / "pipeline",
+    }
+    save_file(original_checkpoints.ldm_vae(tiny.pipe.vae), vaes["original"])
+    save_file(tiny.pipe.vae.state_dict(), vaes["diffusers"])
+    save_file(original_checkpoints.checkpoint("sd1", tiny.pipe), vaes["checkpoint"])
+    tiny.pipe.vae.save_pretrained(vaes["folder"])
+    tiny.pipe.save_pretrained(vaes["pipeline"])
+    tiny.pipe.text_encoder.save_pretrained(tmp_path / "text")
+    for clip_l, vae in zip([None, *[str(vaes["checkpoint"]), str(tmp_path / "text")] * 2], vaes.values(), strict=True):
+        options = ModelConfig(str(tmp_path / "model"), vae=str(vae), clip_l=clip_l)
+        pipe = family.load(detect_model(options), torch.float32, ("vae", "text_encoder"))
+        if clip_l is None:
+            pipe.text_encoder = None
+        same_weights(family, pipe, tiny.pipe)
+
+
+def wrong(tmp_path: Path, **options: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        detect_model(ModelConfig("random:sdxl:tiny", **options))
+    (line,) = caught.value.problems
+    return line
+
+
+def test_a_wrong_part_is_named_by_what_it_is(tmp_path):
+    tiny = TINY["sdxl"]()
+    path = str(tmp_path / "part.safetensors")
+    save_file(original_checkpoints.ldm_vae(tiny.pipe.vae), path)
+    assert wrong(tmp_path, clip_l=path).endswith(
+        "is a VAE with 4 latent channels, where the model has a CLIP text encoder of width 16"
+    )
+    save_file(original_checkpoints.clip(tiny.pipe.text_encoder_2), path)
+    assert wrong(tmp_path, clip_l=path).endswith(
+        "is a CLIP text encoder of width 24, where the model has a CLIP text encoder of width 16"
+    )
+    assert wrong(tmp_path, vae=path).endswith(
+        "is a CLIP text encoder of width 24, where the model has a VAE with 4 latent channels"
+    )
+    save_file({"one.weight": torch.ones(1)}, path)
+    assert wrong(tmp_path, vae=path).endswith("holds nothing that could be the vae")
+    save_file({"lora_unet_x.lora_down.weight": torch.ones(1)}, path)
+    assert "is a LoRA file and no model" in wrong(tmp_path, vae=path)
+    assert "no such file or folder" in wrong(tmp_path, vae=str(tmp_path / "absent"))
+    assert "no config.json in it" in wrong(tmp_path, vae=str(tmp_path))
+    assert wrong(tmp_path, ae=path) == "ae: Stable Diffusion XL has no such part"
+
+
+def test_flux_comes_in_four_files_and_its_transformer_in_diffusers_own_names(tmp_path, cache):
+    tiny = TINY["flux_schnell"]()
+    files = {name: str(tmp_path / f"{name}.safetensors") for name in ("flux", "ae", "clip_l", "t5xxl")}
+    save_file(tiny.pipe.transformer.state_dict(), files["flux"])
+    save_file(original_checkpoints.ldm_vae(tiny.pipe.vae), files["ae"])
+    save_file(original_checkpoints.text(tiny.pipe.text_encoder), files["clip_l"])
+    save_file(original_checkpoints.text(tiny.pipe.text_encoder_2), files["t5xxl"])
+    with pytest.raises(ConfigError) as caught:
+        detect_model(files["flux"])
+    assert [line.split("; name one with ")[1] for line in caught.value.problems] == ["--vae", "--clip_l", "--t5xxl"]
+    options = ModelConfig(files.pop("flux"), **files, tokenizer_cache_dir=str(cache))
+    family, found = FAMILIES.get("flux")(options), detect_model(options)
+    assert (found.family, found.bundled_config) == ("flux", "flux_schnell_tiny")
+    same_weights(family, family.load(found, torch.float32), tiny.pipe)
+    with pytest.raises(ConfigError, match=r"guidance_scale: FLUX.1 schnell is told no guidance"):
+        detect_model(replace(options, guidance_scale=3.5))
+
+
+@pytest.mark.parametrize("name", ["z_image", "qwen_image"])
+def test_text_encoder_and_vae_are_taken_from_files_of_their_own(name, tmp_path, cache):
+    tiny = TINY[name]()
+    transformer = {"z_image": original_checkpoints.z_image_transformer, "qwen_image": torch.nn.Module.state_dict}[name]
+    vae = {"z_image": original_checkpoints.ldm_vae, "qwen_image": original_checkpoints.wan_vae}[name]
+    files = {part: str(tmp_path / f"{part}.safetensors") for part in ("transformer", "vae", "text_encoder")}
+    save_file(transformer(tiny.pipe.transformer), files["transformer"])
+    save_file(vae(tiny.pipe.vae), files["vae"])
+    words = original_checkpoints.text(tiny.pipe.text_encoder)
+    words.pop("lm_head.weight", None)  # some files leave it out
+    save_file(words, files["text_encoder"])
+    options = ModelConfig(
+        files["transformer"], vae=files["vae"], text_encoder=files["text_encoder"], tokenizer_cache_dir=str(cache)
+    )
+    family, found = FAMILIES.get(name)(options), detect_model(options)
+    assert found.bundled_config == f"{name}_tiny"
+    pipe = family.load(found, torch.float32)
+    for part in ("transformer", "vae"):
+        theirs = getattr(tiny.pipe, part).state_dict()
+        assert all(torch.equal(tensor, theirs[key]) for key, tensor in getattr(pipe, part).state_dict().items()), part
+    ours, theirs = (family.encode_prompts(each, ["a red circle"])["embeds"][0] for each in (pipe, tiny.pipe))
+    assert torch.equal(ours, theirs)

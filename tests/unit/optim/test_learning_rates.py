@@ -1,0 +1,73 @@
+"""The learning rate is a function of the optimizer step, however a step is split and however the length is said."""
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+from rank_processes import free_port, on_ranks
+from training_runs import pictures, train
+
+PEAK, STEPS, WARM_UP, SHARE = 2e-3, 6, 2, 0.1
+
+
+@pytest.fixture(scope="module")
+def twelve(tmp_path_factory):
+    return pictures(tmp_path_factory.mktemp("twelve"), {(64, 64): 12})
+
+
+def expected() -> list[float]:
+    """Warm-up from 0 to the peak, then half a cosine down to a tenth of it."""
+    rising = [PEAK * step / WARM_UP for step in range(WARM_UP)]
+    falling = [(step - WARM_UP) / (STEPS - WARM_UP) for step in range(WARM_UP, STEPS)]
+    return [*rising, *(PEAK * (SHARE + (1 - SHARE) * (1 + math.cos(math.pi * part)) / 2) for part in falling)]
+
+
+def rates(folder: Path) -> list[tuple[int, float]]:
+    lines = [json.loads(line) for line in (folder / "lora.metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["lr/unet"]) for line in lines if "lr/unet" in line]
+
+
+def trained_each_way(folder: Path, dataset: Path, ranks: int, ports: list[int]) -> None:
+    """Four runs one after the other in this process, each in a process group of its own."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    for (name, accumulation, length), port in zip(WAYS, ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        train(
+            "--dataset_config",
+            str(dataset),
+            "--output_dir",
+            str(folder / name),
+            f"--max_train_{length}",
+            str(STEPS),
+            "--train_batch_size",
+            str(12 // (ranks * accumulation)),
+            "--gradient_accumulation_steps",
+            str(accumulation),
+            "--learning_rate",
+            str(PEAK),
+            "--lr_scheduler",
+            "cosine_with_min_lr",
+            "--lr_scheduler_min_lr_ratio",
+            str(SHARE),
+            "--lr_warmup_steps",
+            str(WARM_UP),
+        )
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+
+WAYS = [(f"{length}-{accumulation}", accumulation, length) for accumulation in (1, 3) for length in ("steps", "epochs")]
+
+
+@pytest.mark.parametrize("ranks", [1, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (2, 4))])
+def test_the_table_of_rates_is_one(ranks, twelve, tmp_path):
+    on_ranks(ranks, trained_each_way, tmp_path, twelve, ranks, [free_port() for _ in WAYS])
+    for name, _, _ in WAYS:
+        found = rates(tmp_path / name)
+
+        assert [step for step, _ in found] == list(range(1, STEPS + 1))
+        assert [rate for _, rate in found] == pytest.approx(expected(), rel=1e-9)
+        assert found[WARM_UP][1] == PEAK == max(rate for _, rate in found)

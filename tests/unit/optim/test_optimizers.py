@@ -1,0 +1,388 @@
+"""Learning rates equal transformers' schedules, optimizers are found by name and step as they should."""
+
+import importlib.util
+import sys
+
+import pytest
+import torch
+from diffusers.optimization import get_scheduler as diffusers_scheduler
+from training_runs import pictures, train
+from transformers.optimization import get_scheduler
+
+from library.config.schema import OptimConfig
+from library.config.types import StepsOrRatio
+from library.errors import ConfigError
+from library.optim.ema import AdapterEMA
+from library.optim.optimizers import (
+    OPTIMIZERS,
+    ParamGroup,
+    build_optimizer,
+    describe_optimizer,
+    find_learning_rate_warnings,
+    get_learning_rates,
+    set_learning_rates,
+    use_eval_weights,
+    validate_optimizer,
+)
+from library.optim.schedules import PROGRESS_SCHEDULES, build_lr_schedule
+
+STEPS = 37
+OF_TRANSFORMERS = [name for name in PROGRESS_SCHEDULES if name not in ("rex", "adafactor")]
+
+
+def steps(count: int) -> StepsOrRatio:
+    return StepsOrRatio(count, False)
+
+
+def rates(config: OptimConfig, count: int = STEPS) -> list[float]:
+    """The learning rate of every step of a run."""
+    schedule = build_lr_schedule(config, count)
+    return [config.learning_rate * schedule(step) for step in range(count)]
+
+
+def reference(config: OptimConfig, warmup: int, **specific) -> list[float]:
+    """What transformers gives an optimizer over the run."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
+    specific |= {
+        "cosine_with_restarts": {"num_cycles": config.lr_scheduler_num_cycles},
+        "cosine_with_min_lr": {"min_lr_rate": config.lr_scheduler_min_lr_ratio},
+        "polynomial": {"power": config.lr_scheduler_power},
+    }.get(config.lr_scheduler, {})
+    scheduler = get_scheduler(config.lr_scheduler, optimizer, warmup, STEPS, scheduler_specific_kwargs=specific)
+    return walked(optimizer, scheduler)
+
+
+def walked(optimizer, scheduler) -> list[float]:
+    found = []
+    for _ in range(STEPS):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+@pytest.mark.parametrize("warmup", [0, 5])
+@pytest.mark.parametrize("name", OF_TRANSFORMERS)
+def test_the_learning_rate_is_that_of_transformers(name, warmup):
+    warmup = 0 if name == "constant" else warmup
+    config = OptimConfig(
+        learning_rate=3e-4,
+        lr_scheduler=name,
+        lr_warmup_steps=steps(warmup),
+        lr_scheduler_num_cycles=3,
+        lr_scheduler_power=2.0,
+        lr_scheduler_min_lr_ratio=0.1,
+    )
+
+    assert rates(config) == pytest.approx(reference(config, warmup), rel=1e-9, abs=1e-15)
+
+
+@pytest.mark.parametrize(("warmup", "timescale"), [(0, None), (5, None), (5, 12), (0, 12)])
+def test_inverse_sqrt_is_that_of_transformers(warmup, timescale):
+    config = OptimConfig(
+        learning_rate=3e-4, lr_scheduler="inverse_sqrt", lr_warmup_steps=steps(warmup), lr_scheduler_timescale=timescale
+    )
+
+    assert rates(config) == pytest.approx(reference(config, warmup, timescale=timescale), rel=1e-9)
+
+
+@pytest.mark.parametrize(("warmup", "decay", "lowest"), [(0, 0, None), (5, 8, None), (5, 8, 0.2), (0, 37, 0.1)])
+def test_warmup_stable_decay_is_that_of_transformers(warmup, decay, lowest):
+    config = OptimConfig(
+        learning_rate=3e-4,
+        lr_scheduler="warmup_stable_decay",
+        lr_warmup_steps=steps(warmup),
+        lr_decay_steps=steps(decay),
+        lr_scheduler_min_lr_ratio=lowest,
+    )
+
+    expected = reference(config, warmup, num_decay_steps=decay, min_lr_ratio=lowest or 0.0)
+
+    assert rates(config) == pytest.approx(expected, rel=1e-9, abs=1e-15)
+
+
+def test_piecewise_constant_is_that_of_diffusers():
+    rules = "1:10,0.1:20,0.01"
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-4)
+    expected = walked(optimizer, diffusers_scheduler("piecewise_constant", optimizer, step_rules=rules))
+    config = OptimConfig(
+        learning_rate=3e-4, lr_scheduler="piecewise_constant", lr_scheduler_args=(f"step_rules={rules}",)
+    )
+
+    assert rates(config) == pytest.approx(expected, rel=1e-9)
+
+
+def test_rex_is_linear_over_what_is_left_and_the_mean_of_it_and_one():
+    found = rates(OptimConfig(learning_rate=1.0, lr_scheduler="rex"))
+
+    left = [1 - step / STEPS for step in range(STEPS)]
+    assert found == pytest.approx([rest / (0.5 + 0.5 * rest) for rest in left])
+
+
+@pytest.mark.parametrize("name", ["CosineAnnealingLR", "torch.optim.lr_scheduler.CosineAnnealingLR"])
+def test_a_scheduler_class_is_followed_with_its_arguments(name):
+    config = OptimConfig(learning_rate=3e-4, lr_scheduler_type=name, lr_scheduler_args=("T_max=20", "eta_min=1e-5"))
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-4)
+
+    expected = walked(optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20, eta_min=1e-5))
+
+    assert rates(config) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr_scheduler_type": "CosineAnnealing"}, "has no 'CosineAnnealing'"),
+        ({"lr_scheduler_type": "nowhere.Scheduler"}, "No module named 'nowhere'"),
+        ({"lr_scheduler_type": "ReduceLROnPlateau"}, "missing 1 required positional argument: 'metrics'"),
+        ({"lr_scheduler_type": "CosineAnnealingLR"}, "missing 1 required positional argument: 'T_max'"),
+        ({"lr_scheduler_type": "StepLR", "lr_scheduler_args": ("step=3",)}, "StepLR does not take step"),
+        ({"lr_scheduler": "piecewise_constant"}, "takes step_rules=1:10,0.1:20,0.01"),
+        (
+            {"lr_scheduler": "piecewise_constant", "lr_scheduler_args": ("step_rules=1:20,0.1:10,0.01",)},
+            "takes step_rules",
+        ),
+        ({"lr_scheduler": "piecewise_constant", "lr_scheduler_args": ("rules=1:20,0.1",)}, "takes step_rules"),
+    ],
+)
+def test_a_mistake_in_the_schedule_is_named(settings, message):
+    with pytest.raises(ConfigError, match=r"--lr_scheduler_(type|args): ") as caught:
+        build_lr_schedule(OptimConfig(**settings), STEPS)
+
+    assert message in str(caught.value)
+
+
+def test_the_peak_comes_right_after_the_warm_up():
+    found = rates(OptimConfig(learning_rate=1.0, lr_scheduler="cosine", lr_warmup_steps=StepsOrRatio(0.25, True)), 40)
+
+    assert found.index(max(found)) == 10 and found[10] == 1.0
+
+
+def test_a_learning_rate_of_zero_has_a_schedule():
+    assert rates(OptimConfig(learning_rate=0.0, lr_scheduler="polynomial"))[3] == 0.0
+
+
+def installed(name: str) -> bool:
+    package = OPTIMIZERS[name].import_path.split(".")[0] if name in OPTIMIZERS else "torch"
+    return importlib.util.find_spec(package) is not None
+
+
+WALKS = {
+    "AdamW": 0.1,
+    "adamw": 0.1,
+    "": 0.1,
+    "Adam": 0.1,
+    "SGD": 0.1,
+    "SGDNesterov": 0.02,
+    "Muon": 0.05,
+    "Adafactor": 0.1,
+    "Adam8bit": 0.1,
+    "AdamW8bit": 0.1,
+    "PagedAdamW": 0.1,
+    "PagedAdamW8bit": 0.1,
+    "PagedAdamW32bit": 0.1,
+    "Lion8bit": 0.02,
+    "PagedLion8bit": 0.02,
+    "SGDNesterov8bit": 0.02,
+    "Lion": 0.02,
+    "CAME": 0.02,
+    "Prodigy": 1.0,
+    "DAdaptAdam": 1.0,
+    "DAdaptAdaGrad": 1.0,
+    "DAdaptAdan": 1.0,
+    "DAdaptLion": 1.0,
+    "DAdaptSGD": 1.0,
+    "DAdaptation": 1.0,
+    "DAdaptAdamPreprint": 1.0,
+    "DAdaptAdanIP": 1.0,
+    "AdamWScheduleFree": 0.1,
+    "RAdamScheduleFree": 0.1,
+    "SGDScheduleFree": 0.1,
+    "Adagrad": 0.5,
+    "torch.optim.Adamax": 0.1,
+    "torch.optim:RAdam": 0.1,
+}
+"""Learning rates with which each gets down."""
+
+
+def test_every_optimizer_of_the_table_is_tried():
+    assert set(OPTIMIZERS) <= set(WALKS)
+
+
+@pytest.mark.parametrize("name", WALKS)
+def test_an_optimizer_walks_down_a_quadratic(name):
+    if not installed(name):
+        pytest.skip(f"{OPTIMIZERS[name].pip_package} is not installed")
+    weight = torch.nn.Parameter(torch.tensor([[3.0, -2.0], [1.0, 2.5]]))
+    arguments = ("relative_step=False", "scale_parameter=False") if name == "Adafactor" else ()
+    config = OptimConfig(optimizer_type=name, learning_rate=WALKS[name], optimizer_args=arguments)
+    optimizer = build_optimizer(config, [ParamGroup("unet", [weight], WALKS[name])])
+    start = float((weight.detach() ** 2).sum())
+
+    if hasattr(optimizer, "train"):
+        optimizer.train()
+    for _ in range(300):
+        optimizer.zero_grad()
+        (weight**2).sum().backward()
+        optimizer.step()
+
+    with use_eval_weights(optimizer):
+        assert float((weight.detach() ** 2).sum()) < 0.1 * start
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "SGDNesterov", "Adagrad"])
+def test_fused_steps_are_taken_where_torch_has_them_and_end_where_others_do(name):
+    ends, said = [], []
+    for words in ((), ("fused=False", "foreach=False")):
+        draw = torch.Generator().manual_seed(5)
+        weights = [torch.nn.Parameter(torch.randn(3, size, generator=draw)) for size in (1, 40)]
+        config = OptimConfig(optimizer_type=name, optimizer_args=("weight_decay=0.01", *words), learning_rate=0.05)
+        optimizer = build_optimizer(config, [ParamGroup("all", weights, 0.05)])
+        for _ in range(25):
+            for item in weights:
+                item.grad = torch.randn(item.shape, generator=draw) + item.detach()
+            optimizer.step()
+        ends.append(torch.cat([item.detach().flatten() for item in weights]))
+        said.append(describe_optimizer(optimizer))
+    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-6)
+    assert ", fused: " in said[0] and said[1].endswith(", one weight after the other")
+    assert describe_optimizer(
+        build_optimizer(OptimConfig(optimizer_type="NAdam"), [ParamGroup("all", weights, 0.1)])
+    ).endswith("can")
+
+
+def test_optimizer_args_reach_the_optimizer():
+    config = OptimConfig(optimizer_args=("weight_decay=0.25", "betas=0.8,0.9", "amsgrad=True"))
+    optimizer = build_optimizer(config, [ParamGroup("unet", [torch.nn.Parameter(torch.zeros(1))], 0.5)])
+
+    assert optimizer.defaults["weight_decay"] == 0.25
+    assert optimizer.defaults["betas"] == (0.8, 0.9)
+    assert optimizer.defaults["amsgrad"] is True
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_prodigy_takes_the_arguments_that_users_of_sd_scripts_write():
+    words = ("decouple=False", "use_bias_correction=True", "d_coef=2.0", "safeguard_warmup=True", "betas=0.9,0.99")
+    config = OptimConfig(optimizer_type="prodigy", learning_rate=1.0, optimizer_args=words)
+    group = build_optimizer(config, [ParamGroup("unet", [torch.nn.Parameter(torch.zeros(2))], 1.0)]).param_groups[0]
+
+    assert group["weight_decouple"] is False and group["bias_correction"] is True and group["d_coef"] == 2.0
+
+
+def test_a_schedule_that_is_too_short_for_the_run_is_told_before_the_model_is_loaded(tmp_path, monkeypatch):
+    def load(*_):
+        raise AssertionError("the model is loaded")
+
+    monkeypatch.setattr("library.training.run.load", load)
+    data = pictures(tmp_path, {(64, 64): 2})
+    with pytest.raises(ConfigError, match="Tried to step 4 times"):
+        train(
+            "--dataset_config",
+            str(data),
+            "--max_train_steps",
+            "4",
+            "--output_dir",
+            str(tmp_path / "out"),
+            "--lr_scheduler_type",
+            "OneCycleLR",
+            "--lr_scheduler_args",
+            "total_steps=3",
+            "max_lr=1e-3",
+        )
+
+
+def test_adafactor_finds_its_rate_unless_it_is_told_not_to():
+    own = OptimConfig(optimizer_type="Adafactor", learning_rate=0.5)
+    ours = OptimConfig(optimizer_type="Adafactor", learning_rate=0.5, optimizer_args=("relative_step=False",))
+    groups = [ParamGroup("unet", [torch.nn.Parameter(torch.ones(2, 2))], 0.25)]
+
+    finding, told = build_optimizer(own, groups), build_optimizer(ours, groups)
+    set_learning_rates(finding, [0.25], 0.5)
+    set_learning_rates(told, [0.25], 0.5)
+
+    assert finding.param_groups[0]["lr"] is None and get_learning_rates(finding, ["unet"]) == {}
+    assert get_learning_rates(told, ["unet"]) == {"unet": 0.125}
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("Adamw8", (), "no optimizer 'Adamw8'; did you mean Adam"),
+        ("Prodigyy", (), "no optimizer 'Prodigyy'; did you mean Prodigy"),
+        ("Nonsense", (), "known are AdamW, "),
+        ("nowhere.Optimizer", (), "No module named 'nowhere'"),
+        ("torch.optim.Nothing", (), "module torch.optim has no 'Nothing'"),
+        ("torch.nn.Linear", (), "is no optimizer"),
+        ("AdamW", ("weight_decay",), "'weight_decay' is not name=value"),
+        ("AdamW", ("weight_decay=much",), "'much' is no number"),
+        ("AdamW", ("wight_decay=0.1",), "AdamW does not take 'wight_decay'"),
+        ("Prodigy", ("wight_decay=0.1",), "Prodigy does not take 'wight_decay'"),  # its class would swallow it
+        ("AdamW", ("lr=0.1",), "does not take 'lr', which is --learning_rate"),
+        ("AdamW", ("weight_decay=-1",), "Invalid weight_decay value: -1"),
+    ],
+)
+def test_a_mistake_in_the_optimizer_is_named(name, arguments, message):
+    with pytest.raises(ConfigError, match=r"--optimizer_(type|args): ") as caught:
+        validate_optimizer(OptimConfig(optimizer_type=name, optimizer_args=arguments))
+
+    assert message in str(caught.value)
+
+
+def test_a_missing_package_is_named_with_the_way_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
+
+    with pytest.raises(ConfigError, match=r"AdamW8bit: .*bitsandbytes.*; pip install bitsandbytes"):
+        validate_optimizer(OptimConfig(optimizer_type="AdamW8bit"))
+
+
+def test_a_rate_where_a_factor_is_wanted_is_remarked():
+    groups = [ParamGroup("unet", [], 1e-4), ParamGroup("text", [], 1e-5)]
+
+    assert len(find_learning_rate_warnings(OptimConfig(optimizer_type="Prodigy"), groups)) == 2
+    assert find_learning_rate_warnings(OptimConfig(optimizer_type="AdamW"), groups) == []
+    assert find_learning_rate_warnings(OptimConfig(optimizer_type="Prodigy"), [ParamGroup("unet", [], 1.0)]) == []
+
+
+def test_the_rate_reaches_every_group_also_where_it_is_a_tensor():
+    first, second = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([{"params": [first], "lr": torch.tensor(1.0)}, {"params": [second]}], lr=1.0)
+    kept = optimizer.param_groups[0]["lr"]
+
+    set_learning_rates(optimizer, [0.5, 2.0], 0.25)
+
+    assert optimizer.param_groups[0]["lr"] is kept and kept == 0.125
+    assert optimizer.param_groups[1]["lr"] == 0.5
+
+
+def test_schedule_free_weights_are_the_averaged_ones_only_while_they_are_used():
+    weight = torch.nn.Parameter(torch.tensor([3.0]))
+    optimizer = build_optimizer(OptimConfig(optimizer_type="SGDScheduleFree"), [ParamGroup("unet", [weight], 0.1)])
+    optimizer.train()
+    for _ in range(5):
+        optimizer.zero_grad()
+        (weight**2).sum().backward()
+        optimizer.step()
+    trained = weight.item()
+
+    with use_eval_weights(optimizer):
+        used = weight.item()
+
+    assert used != trained and weight.item() == pytest.approx(trained, rel=1e-6)
+
+
+def test_the_running_average_is_the_closed_form():
+    weight = torch.nn.Parameter(torch.tensor([1.0, -1.0], dtype=torch.bfloat16))
+    average = AdapterEMA([weight], decay=0.5)
+    expected = weight.detach().float()
+    for step in range(1, 30):
+        with torch.no_grad():
+            weight.copy_(torch.tensor([float(step), -2.0 * step]))
+        average.update(step)
+        decay = min(0.5, step / (step + 9))
+        expected = decay * expected + (1 - decay) * weight.detach().float()
+
+    assert torch.allclose(average.shadow_params[0], expected, rtol=1e-6)
+    before = weight.detach().clone()
+    with average.swap_parameters():
+        assert torch.equal(weight.detach(), expected.to(torch.bfloat16))
+    assert torch.equal(weight.detach(), before)

@@ -1,0 +1,214 @@
+"""Blocks dealt out over the devices of one process: every layer finds what it is given, and learns the same."""
+
+import json
+from dataclasses import replace
+from itertools import cycle
+from typing import Any
+
+import pytest
+import torch
+from one_result import dataset
+from peft import LoraConfig, get_peft_model
+from rank_processes import on_ranks
+from safetensors.torch import load_file
+from support.fake_devices import DEVICE_TYPE, dispatch_to_fake_devices, move
+from tiny_pipelines import TINY
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from training_runs import difference, train
+
+from library.adapters.regularization import compute_layer_update_norms, find_adapter_layers
+from library.config import parse_config
+from library.config.types import DeviceMap
+from library.distributed.devices import Machine
+from library.distributed.preflight import validate_device_map_launch
+from library.distributed.world import World
+from library.errors import ConfigError
+from library.models.detect import detect_model
+from library.models.families import FAMILIES
+from library.models.loading import load_components_on_meta
+from library.parallel.device_map import build_device_map, iter_weight_devices, validate_device_map
+from library.training.preflight import check_model_parallel
+
+MODELS = ("sd1", "sdxl", "sd3", "flux", "z_image", "qwen_image")
+
+
+def empty_denoiser(model: str) -> nn.Module:
+    config = parse_config(["--pretrained_model_name_or_path", f"random:{model}:tiny"]).config
+    part = FAMILIES.get(model).denoiser_name
+    return getattr(load_components_on_meta(detect_model(config.model), (part,)), part)
+
+
+def test_weights_are_dealt_out_evenly_or_one_device_after_the_other():
+    model = empty_denoiser("flux")
+    size = sum(tensor.nbytes for tensor in model.parameters())
+
+    def held(way: str, free: int) -> list[int]:
+        found = [0, 0]
+        for _, tensor, number in iter_weight_devices(model, build_device_map(model, DeviceMap(way), [free, free])):
+            found[number] += tensor.nbytes
+        return found
+
+    even, first = held("auto", size), held("sequential", 2 * size)
+    assert sum(even) == sum(first) == size
+    assert min(even) > 0.25 * size and first[0] > 0.7 * size
+    with pytest.raises(ConfigError, match=r"--device_map sequential: 0\.0 GiB of weights do not fit into 0\.0 \+ 0\.0"):
+        held("sequential", size // 2)
+
+
+@pytest.mark.parametrize(("model", "count"), [*((model, 2) for model in MODELS), ("sdxl", 3), ("flux", 4)])
+def test_every_layer_finds_what_it_is_given_on_its_own_device(model, count):
+    tiny = TINY[model]()
+    family, batch, first = FAMILIES.get(tiny.family)(), tiny.batch, torch.device(DEVICE_TYPE, 0)
+    with dispatch_to_fake_devices(tiny.pipe, family.denoiser_name, count) as held:
+        assert len(held) == count
+        moved = replace(
+            batch,
+            latents=move(first, batch.latents),
+            cond=move(first, batch.cond),
+            frame=move(first, batch.size_conditioning),
+            weight=move(first, batch.loss_weights),
+        )
+        t = torch.full((len(batch.latents),), 0.5, device=first)
+        said = family.predict(tiny.pipe, getattr(tiny.pipe, family.denoiser_name), moved.latents, t, moved)
+        assert said.device == first and said.shape == batch.latents.shape
+        said.sum().backward()
+        weights = getattr(tiny.pipe, family.denoiser_name).named_parameters()
+        reached = {weight.device for name, weight in weights if weight.grad is not None}
+        assert reached == {torch.device(DEVICE_TYPE, number) for number in range(count)}
+
+
+def test_lengths_of_updates_on_several_devices_are_read_together():
+    adapted = get_peft_model(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), LoraConfig(r=2, target_modules=["0", "1"])
+    )
+    layers = find_adapter_layers(adapted)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        for number, layer in enumerate(layers.values()):
+            for module in layer.modules():
+                for name, weight in list(module.named_parameters(recurse=False)):
+                    fake = torch.empty(weight.shape, device=torch.device(DEVICE_TYPE, number))
+                    module.register_parameter(name, nn.Parameter(fake))
+        with pytest.raises(DataDependentOutputException):  # there are no numbers, and nothing else is in the way
+            compute_layer_update_norms(layers)
+        assert mode is not None
+
+
+@pytest.mark.parametrize(
+    ("model", "written", "said"),
+    [
+        (
+            "flux",
+            '{"transformer_blocks": 0, "single_transformer_blocks": 1}',
+            'weights have no device, such as time_text_embed.timestep_embedder.linear_1.weight; add "": 0',
+        ),
+        ("flux", '{"": 0, "blocks": 1}', "'blocks' is no module of this model"),
+        ("sdxl", '{"": 0, "up_blocks.1.resnets": 1}', "cannot be apart from the rest of 'up_blocks.1'; name that"),
+    ],
+)
+def test_a_map_that_does_not_fit_the_model_is_told_before_it_is_loaded(model, written, said):
+    (problem,) = validate_device_map(empty_denoiser(model), DeviceMap.parse(written))
+    assert said in problem
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("even", "expected auto, balanced, sequential, or a JSON object"),
+        ("{}", "expected auto, balanced"),
+        ('{"a": "cpu"}', "'a': 'cpu' is no number of a device (0, 1, ...); for weights in host memory there is"),
+        ('{"a": -1}', "'a': -1 is no number of a device"),
+        ('{"a": true}', "'a': True is no number of a device"),
+    ],
+)
+def test_what_is_no_map_is_told(written, said):
+    problems = parse_config(["--device_map", written]).problems
+    assert any(said in problem for problem in problems), problems
+
+
+def test_where_it_cannot_be_is_told():
+    def problems(written: str, **facts: Any) -> list[str]:
+        machine = Machine(device_type="cuda", device_count=facts.pop("count", 2))
+        config = parse_config(["--device_map", written]).config
+        return [*validate_device_map_launch(config, World(device_type="cuda", machine=machine, **facts))]
+
+    assert "the launcher asks for DeepSpeed; take one" in problems("auto", engines=("DeepSpeed",))[0]
+    assert "the launcher asks for dynamo" in problems("auto", dynamo="INDUCTOR")[0]
+    assert problems("auto") == [] and problems('{"": 0, "a": 1}') == []
+    assert "this is one of 2; start one process, or use --pp_size" in problems("auto", size=2)[0]
+    assert "this process sees 1 accelerators" in problems("auto", count=1)[0]
+    assert "there is no device 2; this process sees devices 0 to 1" in problems('{"": 0, "a": 2}')[0]
+    both = parse_config(["--dataset_config", __file__, "--device_map", "auto", "--tp_size", "2", "--fsdp"]).problems
+    told = [f"--device_map: not together with --{other}; take one of the two out" for other in ("tp_size", "fsdp")]
+    assert both == told
+
+
+def on_one_device(*flags: str) -> str:
+    """Training with a map of two devices, both of which are this processor; every hook is there."""
+    from library.distributed import preflight
+    from library.parallel import device_map
+    from library.training import metrics
+
+    preflight.validate_device_map_launch = lambda args, world: []
+    device_map.list_devices = lambda first: [first, first]
+    peaks = cycle([5e9, 7e9])  # of one and of the other
+    metrics.get_peak_memory = lambda device: next(peaks)
+    return train(*flags)
+
+
+@pytest.mark.parametrize(
+    ("model", "written", "more"),
+    [
+        pytest.param("sdxl", '{"": 0, "up_blocks": 1}', ("--gradient_checkpointing",), marks=pytest.mark.long),
+        ("flux", '{"": 0, "single_transformer_blocks": 1}', ("--sample_at_first",)),
+        pytest.param("sd3", '{"": 0, "transformer_blocks.1": 1}', (), marks=pytest.mark.long),
+    ],
+)
+def test_it_learns_and_draws_what_an_undivided_model_does(model, written, more, tmp_path):
+    (tmp_path / "prompts.txt").write_text("a leaf --w 64 --h 64 --s 2 --d 1\n")
+    flags = (
+        "--pretrained_model_name_or_path",
+        f"random:{model}:tiny",
+        "--dataset_config",
+        str(dataset(tmp_path)),
+        "--max_train_steps",
+        "4",
+        "--optimizer_type",
+        "SGD",
+        "--learning_rate",
+        "0.5",
+        "--mixed_precision",
+        "no",
+        "--train_batch_size",
+        "2",
+        "--network_dim",
+        "2",
+        "--sample_prompts",
+        str(tmp_path / "prompts.txt"),
+        *more,
+    )
+    (one,) = on_ranks(1, train, *flags, "--output_dir", str(tmp_path / "one"))
+    (two,) = on_ranks(1, on_one_device, *flags, "--output_dir", str(tmp_path / "two"), "--device_map", written)
+    assert difference(load_file(one), load_file(two)) == 0.0
+    lines = map(json.loads, (tmp_path / "two" / "lora.metrics.jsonl").read_text().splitlines())
+    told = {line["memory/peak_gb"] for line in lines if "memory/peak_gb" in line}
+    assert told == {7}, "the device that held the most is told"
+    drawn = [[path.read_bytes() for path in (tmp_path / name / "sample").glob("*.png")] for name in ("one", "two")]
+    assert drawn[0] == drawn[1] and len(drawn[0]) == more.count("--sample_at_first")
+
+
+def test_an_optimizer_that_adds_up_all_weights_is_refused():
+    config = parse_config(
+        [
+            "--pretrained_model_name_or_path",
+            "random:flux:tiny",
+            "--device_map",
+            "auto",
+            "--optimizer_type",
+            "Prodigy",
+            "--learning_rate",
+            "1",
+        ]
+    ).config
+    with pytest.raises(ConfigError, match="Prodigy adds up numbers of all weights"):
+        check_model_parallel(config, FAMILIES.get("flux")(), detect_model(config.model))

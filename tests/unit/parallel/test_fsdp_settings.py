@@ -1,0 +1,188 @@
+"""Options, launcher and world say one thing about sharding, or the run does not start."""
+
+from dataclasses import replace
+
+import pytest
+from launcher_cases import TRAIN, check, use_environment, write_accelerate_config
+
+from library.config import parse_config
+from library.distributed.fsdp_settings import (
+    FSDP_OPTION_VARIABLES,
+    IGNORED_VARIABLES,
+    UNSUPPORTED_VARIABLES,
+    FSDPSettings,
+    resolve_fsdp,
+)
+from library.distributed.preflight import find_launch_problems
+from library.distributed.world import World
+
+FOUR = World(world_size=4, local_world_size=4, local_rank=0)
+EXPORTED = {
+    "FSDP_VERSION": "2",
+    "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_OFFLOAD_PARAMS": "false",
+    "FSDP_MIN_NUM_PARAMS": "100000000",
+    "FSDP_FORWARD_PREFETCH": "false",
+    "FSDP_USE_ORIG_PARAMS": "true",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+    "FSDP_SYNC_MODULE_STATES": "true",
+    "FSDP_ACTIVATION_CHECKPOINTING": "false",
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "false",
+}
+"""What ``accelerate launch --use_fsdp --fsdp_version 2`` puts into the environment."""
+SIZES = {
+    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
+    "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
+    "PARALLELISM_CONFIG_TP_SIZE": "1",
+    "PARALLELISM_CONFIG_CP_SIZE": "1",
+    "PARALLELISM_CONFIG_SP_SIZE": "1",
+}
+
+
+def config(*flags: str):
+    return parse_config([*flags]).config
+
+
+def launched(**said: str) -> World:
+    engines = ("FSDP", "a parallelism config") if any(name.startswith("PARA") for name in said) else ("FSDP",)
+    return replace(FOUR, engines=engines, launcher_variables={**EXPORTED, **said})
+
+
+@pytest.mark.parametrize(
+    ("flags", "world", "expected"),
+    [
+        ((), FOUR, None),
+        (("--no-fsdp",), FOUR, None),
+        ((), replace(FOUR, launcher_variables=EXPORTED), None),  # left over from somewhere, as no engine is asked for
+        (("--fsdp",), FOUR, FSDPSettings(1, 4)),
+        (("--fsdp",), World(local_rank=0), FSDPSettings(1, 1)),
+        ((), launched(), FSDPSettings(1, 4)),
+        (("--fsdp",), launched(), FSDPSettings(1, 4)),
+        (("--fsdp", "--fsdp_offload_params", "--no-fsdp_reshard_after_forward"), FOUR, FSDPSettings(1, 4, True, False)),
+        ((), launched(FSDP_OFFLOAD_PARAMS="true", FSDP_RESHARD_AFTER_FORWARD="false"), FSDPSettings(1, 4, True, False)),
+        (("--fsdp_offload_params",), launched(), FSDPSettings(1, 4, True)),
+        (("--fsdp", "--dp_replicate_size", "2"), FOUR, FSDPSettings(2, 2)),
+        (("--fsdp", "--dp_shard_size", "4"), FOUR, FSDPSettings(1, 4)),
+        ((), launched(**SIZES), FSDPSettings(2, 2)),
+        ((), launched(**{**SIZES, "PARALLELISM_CONFIG_DP_SHARD_SIZE": "1"}), FSDPSettings(2, 2)),
+        ((), launched(FSDP_TRANSFORMER_CLS_TO_WRAP="A,B"), FSDPSettings(1, 4, block_classes=("A", "B"))),
+        (("--gradient_checkpointing",), launched(FSDP_ACTIVATION_CHECKPOINTING="true"), FSDPSettings(1, 4)),
+    ],
+)
+def test_options_and_launcher_come_to_one_answer(flags, world, expected):
+    asked = resolve_fsdp(config(*flags), world)
+
+    assert (asked.settings, asked.problems, asked.notices) == (expected, (), ())
+
+
+@pytest.mark.parametrize(
+    ("flags", "world", "expected"),
+    [
+        (("--no-fsdp",), launched(), "--no-fsdp: the launcher asks for FSDP"),
+        (("--dp_shard_size", "2"), FOUR, "--dp_shard_size: nothing is spread over processes; add --fsdp"),
+        (
+            (),
+            replace(FOUR, engines=("a parallelism config",), launcher_variables={"PARALLELISM_CONFIG_DP_SHARD_SIZE": "4"}),
+            "parallelism_config_dp_shard_size: nothing is spread",
+        ),
+        (("--no-fsdp_offload_params",), launched(FSDP_OFFLOAD_PARAMS="true"), "the launcher says true; say it once"),
+        (("--dp_replicate_size", "4"), launched(**SIZES), "the launcher says 2; say it once"),
+        (("--fsdp", "--dp_replicate_size", "3"), FOUR, "is not the number of processes, 4"),
+        (("--fsdp", "--dp_replicate_size", "4"), FOUR, "leaves nothing to share"),
+        (("--fsdp", "--dp_replicate_size", "2", "--tp_size", "2"), FOUR, "2 x tp_size 2 takes all 4 processes"),
+        (("--fsdp",), World(), "this is one process"),
+        (("--fsdp", "--on_oom", "ladder"), FOUR, "use --on_oom fail"),
+        ((), launched(FSDP_ACTIVATION_CHECKPOINTING="true"), "add --gradient_checkpointing"),
+        ((), launched(FSDP_VERSION="1"), "use fsdp_version 2"),
+        ((), launched(FSDP_SHARDING_STRATEGY="HYBRID_SHARD"), "dp_replicate_size is HYBRID_SHARD"),
+        ((), launched(FSDP_AUTO_WRAP_POLICY="SIZE_BASED_WRAP"), "use TRANSFORMER_BASED_WRAP"),
+        ((), launched(FSDP_RESHARD_AFTER_FORWARD="SHARD_GRAD_OP"), "write true or false"),
+        ((), launched(FSDP_IGNORED_MODULES="vae.*"), "fsdp_ignored_modules vae.*: is not there"),
+        ((), launched(**{**SIZES, "PARALLELISM_CONFIG_TP_SIZE": "2"}), "write --tp_size behind the script"),
+        ((), launched(**{**SIZES, "PARALLELISM_CONFIG_CP_SIZE": "2"}), "write --cp_size behind the script"),
+    ],
+)
+def test_what_cannot_be_had_is_told_before_joining_the_others(flags, world, expected):
+    (problem,) = find_launch_problems(config(*flags), world)
+
+    assert expected in problem
+    assert resolve_fsdp(config(*flags), world).settings is None
+
+
+def test_what_changes_nothing_is_said():
+    remarks = resolve_fsdp(
+        config(), launched(FSDP_STATE_DICT_TYPE="FULL_STATE_DICT", FSDP_FORWARD_PREFETCH="true")
+    ).notices
+
+    assert [remark.rpartition(" has no")[0] for remark in remarks] == [
+        "the launcher's fsdp_forward_prefetch true",
+        "the launcher's fsdp_state_dict_type FULL_STATE_DICT",
+    ]
+
+
+def test_every_variable_that_accelerate_exports_is_honoured_refused_or_told():
+    from argparse import Namespace
+
+    from accelerate.commands.launch import launch_command_parser
+    from accelerate.utils.launch import prepare_extend_env_parallelism_config, prepare_multi_gpu_env
+
+    words = ["--use_fsdp", "--fsdp_version", "2", "--num_processes", "2", "--num_machines", "1", "script.py"]
+    args = launch_command_parser().parse_args(words)
+    words = {name: "x" for name, value in vars(args).items() if name.startswith("fsdp") and value is None}
+    args = Namespace(**{**vars(args), **words, "mixed_precision": "no", "dynamo_backend": "no"})
+    exported = prepare_extend_env_parallelism_config(args, prepare_multi_gpu_env(args))
+    names = {name for name in exported if name.startswith(("FSDP_", "PARALLELISM_CONFIG_"))}
+    known = {
+        *UNSUPPORTED_VARIABLES,
+        *IGNORED_VARIABLES,
+        *(variable for variable, _ in FSDP_OPTION_VARIABLES.values()),
+        "FSDP_TRANSFORMER_CLS_TO_WRAP",
+        "FSDP_ACTIVATION_CHECKPOINTING",
+    }
+
+    assert names - known <= {
+        "PARALLELISM_CONFIG_CP_BACKEND",
+        "PARALLELISM_CONFIG_CP_COMM_STRATEGY",
+        "PARALLELISM_CONFIG_SP_BACKEND",
+    }
+    assert {name: value for name, value in exported.items() if EXPORTED.get(name, value) != value} == {}
+
+
+# the doctor
+
+
+@pytest.mark.parametrize(
+    ("command", "settings", "value", "expected"),
+    [
+        ("accelerate launch --use_fsdp --num_processes 2 t.py", {}, "true", "use fsdp_version 2"),
+        ("accelerate launch --use_fsdp --fsdp_version 2 --num_processes 2 t.py", {}, "true", ""),
+        ("accelerate launch --use_fsdp --fsdp_version 2 --num_processes 2 t.py --no-fsdp", {}, "false", "--no-fsdp"),
+        (
+            "accelerate launch t.py",
+            {"distributed_type": "FSDP", "num_processes": 4, "fsdp_config": {"fsdp_version": 2}},
+            "true",
+            "",
+        ),
+        (
+            "accelerate launch t.py",
+            {
+                "distributed_type": "FSDP",
+                "num_processes": 4,
+                "fsdp_config": {"fsdp_version": 2, "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"},
+            },
+            "true",
+            "use TRANSFORMER_BASED_WRAP",
+        ),
+        ("torchrun --nproc_per_node 4 t.py --fsdp --dp_replicate_size 3", {}, "true", "not the number of processes, 4"),
+        ("torchrun --nproc_per_node 4 t.py --fsdp --dp_replicate_size 2", {}, "true", ""),
+    ],
+)
+def test_the_doctor_says_the_same_of_a_command(command, settings, value, expected, tmp_path, monkeypatch):
+    use_environment(monkeypatch, tmp_path, ACCELERATE_USE_CPU="true")
+    if settings:
+        write_accelerate_config(tmp_path, **settings)
+    resolved, problems = check(command.replace("t.py", TRAIN))
+
+    assert resolved["use_fsdp"].value == value
+    assert expected in problems and bool(problems) == bool(expected)

@@ -1,0 +1,112 @@
+"""The page about a run shows what the run's figures say, and needs nothing from anywhere."""
+
+import json
+import re
+
+from PIL import Image
+
+from library.report.charts import Curve, render_bar_chart, render_line_chart
+from library.report.page import ReportContext, render_validation, write_report
+
+PLACE = re.compile(r'points="([^"]+)"')
+
+
+def test_a_curve_goes_up_where_its_values_do():
+    points = [
+        tuple(map(float, pair.split(",")))
+        for pair in PLACE.search(render_line_chart([Curve("a", [(1, 0.5), (2, 2.5), (3, 1.5)])]))[1].split()
+    ]
+
+    (x1, y1), (x2, y2), (x3, y3) = points
+    assert x2 - x1 == x3 - x2 > 0
+    assert y1 > y3 > y2 and abs((y1 - y2) - 2 * (y1 - y3)) < 0.2  # downwards on the page, in proportion
+
+
+def test_a_constant_and_a_single_point_can_be_drawn_and_nothing_is_nothing():
+    assert "polyline" in render_line_chart([Curve("a", [(1, 3.0), (2, 3.0)])]) and "polyline" in render_line_chart(
+        [Curve("a", [(1, 0.0)])]
+    )
+    assert render_line_chart([Curve("a", [])]) == "" == render_bar_chart({}, ("x",))
+
+
+def test_a_long_curve_is_thinned_and_keeps_its_mean():
+    points = [(step, float(step % 7)) for step in range(40_000)]
+    drawn = PLACE.search(render_line_chart([Curve("a", points)]))[1].split()
+
+    assert len(drawn) <= 1500
+
+
+def test_the_page_holds_figures_previews_and_settings_and_no_address(tmp_path):
+    lines = [
+        {
+            "step": step,
+            "loss/current": 1 / step,
+            "loss/average": 1 / step,
+            "lr/unet": 1e-4,
+            "gradient_norm": 2.0,
+            "loss/time/0.0-0.1": 0.5,
+            "loss/time/0.9-1.0": 1.5,
+            "speed/samples_per_second": 3.0,
+        }
+        for step in range(1, 9)
+    ]
+    lines[4] |= {"loss/current": None}
+    (tmp_path / "m.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for name, colour in (("before", "red"), ("after", "green")):
+        Image.new("RGB", (64, 48), colour).save(tmp_path / f"{name}.png")
+    rows = [("a <cat>", {"000000": tmp_path / "before.png", "000008": tmp_path / "after.png"}), ("a dog", {})]
+    subject = ReportContext("my & lora", 8, "2 pictures", {"network_dim": 4}, 0.0, 2, "bf16", rows)
+
+    write_report(subject, tmp_path / "m.jsonl", tmp_path / "report.html")
+
+    page = (tmp_path / "report.html").read_text("utf-8")
+    for text in (
+        "my &amp; lora",
+        "step 8 of 8",
+        "loss 0.1250",
+        "2 processes",
+        "1 steps left out",
+        "a &lt;cat&gt;",
+        "before",
+        "step 8",
+        "network_dim",
+        "2 pictures",
+        "0.9-1.0",
+        "<th>before</th>",
+    ):
+        assert text in page, text
+    assert page.count("data:image/jpeg;base64,") == 2
+    assert "http" not in page and 'src="/' not in page and str(tmp_path) not in page
+    assert not list(tmp_path.glob("*.new"))
+
+
+def test_a_page_can_be_made_before_anything_was_learnt(tmp_path):
+    subject = ReportContext("a", 8, "", {}, 0.0, 1, "no", [])
+
+    write_report(subject, tmp_path / "none.jsonl", tmp_path / "report.html")
+
+    assert "no step is done yet" in (tmp_path / "report.html").read_text("utf-8")
+
+
+def test_the_page_says_whether_validation_is_better_than_the_base_and_by_more_than_chance():
+    base = {"step": 0, "validation/base": 0.5, "validation/base/time/0.1": 0.2, "validation/base/time/0.9": 0.8}
+    line = {
+        "step": 7,
+        "validation/loss": 0.4,
+        "validation/base": 0.5,
+        "validation/gain": 0.1,
+        "validation/gain_interval": 0.02,
+        "validation/time/0.1": 0.15,
+        "validation/time/0.9": 0.65,
+    }
+
+    assert render_validation([{"step": 3, "loss/current": 1.0}]) == "" == render_validation([base])
+    page = render_validation([base, line])
+    assert "0.1 below the base model" in page and "better than the base model" in page
+    assert ">0.9: 0.8<" in page and ">0.9: 0.65<" in page and "By dataset" not in page
+    assert "not to be told from it" in render_validation([base, line | {"validation/gain_interval": 0.2}])
+    worse = line | {"validation/gain": -0.1, "validation/dataset/1": 0.4}
+    assert "0.1 above" in render_validation([base, worse]) and "worse than the base model" in render_validation(
+        [base, worse]
+    )
+    assert "By dataset" in render_validation([base, worse])

@@ -1,0 +1,372 @@
+"""``python -m library plan`` says what a run would do, as text, as JSON and as a sheet of pictures."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from rank_processes import on_ranks
+
+from library.config import parse_config
+from library.data.contact_sheet import overlay_mask
+from library.data.images import resize_and_crop
+from library.data.prepare import prepare_data
+from library.dataset.image_inspection import load_rgb_image
+from library.models.detect import detect_model
+from library.training.state import RunPlan
+
+ROOT = Path(__file__).resolve().parents[3]
+GOLDEN = Path(__file__).resolve().parents[2] / "data" / "dataset_configs"
+
+
+def plan(*words, cwd=ROOT):
+    command = [sys.executable, "-m", "library", "plan", *map(str, words)]
+    return subprocess.run(
+        command, cwd=cwd, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120
+    )
+
+
+def plan_beside_torch(*words) -> tuple[int, str, str]:
+    """Exit code, answer and messages, from a process that need not import torch first."""
+    return on_ranks(1, _planned, *map(str, words))[0]
+
+
+def _planned(*words: str) -> tuple[int, str, str]:
+    from library.cli import run_tool
+
+    with redirect_stdout(io.StringIO()) as answer, redirect_stderr(io.StringIO()) as messages:
+        code = run_tool(["plan", *words])
+    return code, answer.getvalue(), messages.getvalue()
+
+
+def as_json(*words):
+    done = plan(*words, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture
+def pictures(tmp_path) -> list[str]:
+    """Two datasets with pictures of many shapes, one of them turned by EXIF, and repeats; as options."""
+    draw = np.random.default_rng(3)
+    shapes = {
+        "a": [(200, 90), (80, 80), (70, 160), (90, 90), (120, 80), (64, 64), (130, 60)],
+        "b": [(99, 70), (70, 99)],
+    }
+    for folder, sizes in shapes.items():
+        (tmp_path / folder).mkdir()
+        for number, (width, height) in enumerate(sizes):
+            exif = Image.Exif()
+            if (folder, number) == ("a", 0):
+                exif[0x0112] = 6
+            image = Image.fromarray(draw.integers(0, 256, (height, width, 3), np.uint8))
+            image.save(tmp_path / folder / f"{number}.png", exif=exif)
+            (tmp_path / folder / f"{number}.txt").write_text(f"{folder} {number} 猫", encoding="utf-8")
+    (tmp_path / "set.toml").write_text(
+        "[general]\nenable_bucket = true\nmin_bucket_reso = 32\nbucket_reso_steps = 16\ncaption_extension = '.txt'\n"
+        f"[[datasets]]\nresolution = 64\nbatch_size = 2\n[[datasets.subsets]]\nimage_dir = '{tmp_path}/a'\n"
+        f"num_repeats = 3\n[[datasets]]\nresolution = [64, 96]\n[[datasets.subsets]]\nimage_dir = '{tmp_path}/b'\n"
+        "random_crop = true\n",
+        encoding="utf-8",
+    )
+    return ["--dataset_config", str(tmp_path / "set.toml")]
+
+
+def of_a_run(options: list[str], ranks: int):
+    """The pictures and the plan as training makes them."""
+    config = parse_config(options).require_valid()
+    prepared = prepare_data(config.data, detect_model(None).size_multiple)
+    return prepared, RunPlan.from_config(prepared.build_batch_plan(ranks, config.train), config.train, config.optim)
+
+
+@pytest.mark.parametrize("golden", sorted(GOLDEN.glob("*.json")), ids=lambda path: path.stem)
+def test_resolve_only_prints_the_values_of_sd_scripts_without_any_folder(golden: Path, tmp_path):
+    expected = json.loads(golden.read_text(encoding="utf-8"))
+    words = ["--dataset_config", golden.with_suffix(".toml"), *expected["cli"]]
+    done = plan("--resolve_only", "--json", *words, cwd=tmp_path)
+    if not expected["ok"]:
+        assert done.returncode == 2 and done.stdout == "" and f"{golden.stem}.toml:" in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"datasets": [{"resolved": dataset} for dataset in expected["resolved"]]}
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("length", [["--max_train_epochs", "5"], ["--max_train_steps", "17"]])
+def test_the_steps_are_those_of_a_run_on_as_many_processes(pictures, ranks, length):
+    options = [*pictures, *length, "--gradient_accumulation_steps", "2", "--seed", "5"]
+    said = as_json(*options, "--world_size", ranks)
+    _, run = of_a_run(options, ranks)
+    assert said["ranks"] == ranks == run.batch_plan.dp_size and said["gradient_accumulation_steps"] == 2
+    assert (said["steps"], said["epochs"]) == (run.steps, run.num_epochs)
+    assert said["steps_per_epoch"] == run.batch_plan.steps_per_epoch
+    assert said["micro_batches_per_epoch"] == run.batch_plan.micro_batches_per_epoch
+    assert said["samples_per_epoch"] == 7 * 3 + 2 and said["pictures_per_epoch"] == 9
+    shown = [run.batch_plan.get_micro_batch(position) for position in range(run.batch_plan.micro_batches_per_epoch)]
+    assert said["padding_per_epoch"] == sum(batch.is_real.count(False) for batch in shown)
+    buckets = [bucket for dataset in said["datasets"] for bucket in dataset["buckets"]]
+    for index, bucket in enumerate(buckets):
+        mine = [batch for batch in shown if batch.bucket_index == index]
+        assert bucket["size"] == list(run.batch_plan.buckets[index].resolution)
+        assert bucket["micro_batches"] == len(mine)
+        assert bucket["samples"] == sum(sum(batch.is_real) for batch in mine)
+        assert bucket["padding"] == sum(batch.is_real.count(False) for batch in mine)
+        assert bucket["remainder"] == bucket["samples"] % (bucket["batch_size"] * ranks * 2)
+
+
+def test_every_picture_is_listed_as_it_is_trained(pictures):
+    said = as_json(*pictures)
+    prepared, _ = of_a_run(pictures, 1)
+    listed = [sample for dataset in said["datasets"] for sample in dataset["samples"]]
+    assert len(listed) == 9
+    for sample, placement, item in zip(prepared.manifest.samples, prepared.assignments, listed, strict=True):
+        assert item["image"] == str(sample.image) and item["caption"] == sample.caption
+        assert item["repeats"] == (3, 1)[sample.dataset_index]
+        assert (item["bucket"], item["resized"]) == (list(placement.bucket_resolution), list(placement.resized_size))
+        assert item["crop"] == (None if sample.dataset_index == 1 else list(placement.crop_left_top))
+    assert listed[0]["size"] == [90, 200] and listed[0]["caption"] == "a 0 猫"  # turned by EXIF
+    first = said["datasets"][0]
+    assert first["resolved"]["params"]["resolution"] == [64, 64] and first["bucket_mode"] == "kohya"
+    for bucket in first["buckets"]:
+        members = [sample for sample in first["samples"] if sample["bucket"] == bucket["size"]]
+        losses = {sample["image"]: sample["crop_loss"] for sample in members}
+        assert bucket["pictures"] == len(members)
+        assert bucket["crop_loss"]["worst"] == max(losses.values()) == losses[bucket["crop_loss"]["worst_image"]]
+        assert bucket["crop_loss"]["mean"] == pytest.approx(sum(losses.values()) / len(losses))
+
+
+def test_all_mistakes_are_told_together_those_of_the_tool_and_those_of_training(tmp_path):
+    done = plan(
+        "--jsn",
+        "--resolve-only",
+        "--world_size",
+        "0",
+        "--network_dimm",
+        "4",
+        "--preveiw",
+        "x.png",
+        "--json=1",
+        "--preview_limit",
+        "3",
+        "--resume_from_huggingface",
+        "--learning_rate",
+        "fast",
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert [line.strip().partition(";")[0] for line in done.stderr.splitlines()[1:]] == [
+        "--json: takes no value, got '1'",
+        "--jsn: unknown option",
+        "--resolve-only: unknown option",
+        "--world_size: 0 is too small",
+        "--preveiw: unknown option",
+        "--preview_limit: there is no preview",
+        "--network_dimm: unknown option",
+        "--resume_from_huggingface: not yet: states of runs on the hub",
+        "--learning_rate: expected a number, got 'fast'",
+        "--dataset_config: missing",
+    ]
+    for right in ("--json?", "--resolve_only?", "--preview?", "--network_dim?"):
+        assert f"did you mean {right}" in done.stderr
+
+
+def test_mistakes_in_the_dataset_file_are_told_with_those_of_the_options(pictures, tmp_path):
+    text = (tmp_path / "set.toml").read_text(encoding="utf-8").replace("batch_size = 2", "batch_sise = 2")
+    (tmp_path / "set.toml").write_text(text.replace("/b'", "/c'"), encoding="utf-8")
+    done = plan(*pictures, "--network_dim", "0", "--world_size", "two")
+    assert [line.strip().partition(";")[0] for line in done.stderr.splitlines()[1:]] == [
+        "--world_size: expected a whole number, got 'two'",
+        "--network_dim: 0 is too small",
+        f"{tmp_path}/set.toml:8: batch_sise: unknown key",
+        f"{tmp_path}/set.toml:15: image_dir: '{tmp_path}/c' is not there",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--resolve_only"], "--resolve_only: is told as JSON; add --json"),
+        (["--resolve_only", "--json", "--preview", "x.png"], "--preview: needs the pictures"),
+        (["--resolve_only", "--json", "--world_size", "2"], "--world_size: means nothing to --resolve_only"),
+        (["--preview", "x.tiff"], "--preview: x.tiff: expected a file that ends in .png"),
+        (["--preview", "nowhere/x.png"], "nowhere is no folder; make it first"),
+        (["--preview", "a/x.png"], "--preview: a/x.png lies among the pictures"),
+        (["--preview", "deep/s/x.png"], "--preview: deep/s/x.png lies among the pictures"),
+        (["--preview"], "--preview: needs a value"),
+        (["--discrete_flow_shift", "3"], "--discrete_flow_shift: means nothing for Stable Diffusion 1"),
+        (["--pretrained_model_name_or_path", "nowhere.safetensors"], "nowhere.safetensors"),
+        (["--bucket_max_crop", "0.5"], "--bucket_max_crop (for {folder}/set.toml:6): needs bucket_mode symmetric"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused_before_pictures_are_looked_at(pictures, tmp_path, words, problem):
+    (tmp_path / "a" / "0.png").write_bytes(b"would be told, too")
+    (tmp_path / "deep" / "s").mkdir(parents=True)
+    with (tmp_path / "set.toml").open("a", encoding="utf-8") as file:
+        file.write(f"[[datasets.subsets]]\nimage_dir = '{tmp_path}/deep'\nrecursive = true\n")
+    done = plan(*pictures, *words, cwd=tmp_path)
+    assert done.returncode == 2 and problem.format(folder=tmp_path) in done.stderr, done.stderr
+    assert "0.png" not in done.stderr
+
+
+def test_names_that_are_no_text_are_told_all_the_same(tmp_path):
+    (tmp_path / "a").mkdir()
+    Image.new("RGB", (64, 64)).save(tmp_path / "a" / "猫.png")
+    (tmp_path / "a" / "猫.png").rename(os.fsdecode(os.fsencode(tmp_path / "a") + b"/\xff.png"))
+    (tmp_path / "set.toml").write_text("[[datasets]]\nresolution = 64\n[[datasets.subsets]]\nimage_dir = 'a'\n")
+    words = [sys.executable, "-m", "library", "plan", "--dataset_config", str(tmp_path / "set.toml")]
+    environment = os.environ | {"PYTHONIOENCODING": "utf-8:strict"}
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "using an empty caption: \\udcff.png" in done.stdout, done.stderr
+
+
+def test_keys_beyond_sd_scripts_are_resolved_beside_its_values(pictures, tmp_path):
+    text = (tmp_path / "set.toml").read_text(encoding="utf-8").replace("[general]\n", "[general]\nweight = 1\n")
+    (tmp_path / "set.toml").write_text(text + "recursive = true\n", encoding="utf-8")
+    words = ["--resolve_only", "--json", *pictures]
+    first, second = json.loads(plan(*words).stdout)["datasets"]
+    assert first["beyond"] == {"weight": 1.0} and second["beyond"]["subsets"] == [{"recursive": True}]
+    assert "weight" not in first["resolved"]["params"] and "recursive" not in second["resolved"]["subsets"][0]
+    said = as_json(*pictures)
+    assert [dataset["beyond"] for dataset in said["datasets"]] == [first["beyond"], second["beyond"]]
+    assert {sample["repeats"] for sample in said["datasets"][1]["samples"]} == {7 * 3 / 2}
+    assert said["samples_per_epoch"] == 2 * 7 * 3
+
+
+def test_help_names_the_options_of_the_tool():
+    done = plan("--help")
+    assert done.returncode == 0
+    for name in ("--world_size", "--json", "--resolve_only", "--preview", "--preview_limit"):
+        assert name in done.stdout
+
+
+def test_nothing_heavy_is_imported_for_resolving():
+    script = (
+        "import sys; from library.tools import TOOLS; TOOLS['plan'][1](sys.argv[1:]);"
+        "print([name for name in ('torch', 'PIL', 'diffusers', 'accelerate') if name in sys.modules])"
+    )
+    words = ["--resolve_only", "--json", "--dataset_config", str(GOLDEN / "basic.toml")]
+    done = subprocess.run([sys.executable, "-c", script, *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_looking_at_pictures_needs_no_torch(pictures, tmp_path):
+    script = (
+        "import sys; from library.tools import TOOLS; TOOLS['plan'][1](sys.argv[1:]); print('torch' in sys.modules)"
+    )
+    words = [*pictures, "--json", "--preview", str(tmp_path / "x.png")]
+    done = subprocess.run([sys.executable, "-c", script, *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "False", done.stderr
+
+
+def test_the_preview_shows_each_picture_as_the_model_sees_it(pictures, tmp_path):
+    done = plan(*pictures, "--preview", tmp_path / "sheet.png")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == f"contact sheet: {tmp_path}/sheet.png, 9 of 9 pictures"
+    sheet = np.asarray(Image.open(tmp_path / "sheet.png"))
+    prepared, _ = of_a_run(pictures, 1)
+    for sample, placement in zip(prepared.manifest.samples, prepared.assignments, strict=True):
+        pixels = resize_and_crop(load_rgb_image(sample.image), placement, placement.crop_left_top, None)
+        scale = 2 if placement.bucket_resolution[0] * placement.bucket_resolution[1] > 4600 else 3
+        wanted = pixels.repeat(scale, axis=0).repeat(scale, axis=1)
+        assert is_in(wanted, sheet), (sample.key, placement)
+
+
+def test_masks_are_listed_counted_and_seen(tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
+    mask = np.zeros((64, 64), np.uint8)
+    mask[:16] = 255
+    for folder, picture in {"p": pixels, "m": mask}.items():
+        (tmp_path / folder).mkdir()
+        Image.fromarray(picture).save(tmp_path / folder / "1.png")
+    text = f"image_dir = '{tmp_path}/p'\nconditioning_data_dir = '{tmp_path}/m'\n"
+    (tmp_path / "set.toml").write_text(f"[[datasets]]\nresolution = 64\n[[datasets.subsets]]\n{text}")
+    words = ["--dataset_config", tmp_path / "set.toml", "--masked_loss"]
+    (sample,) = as_json(*words)["datasets"][0]["samples"]
+    assert sample["mask"] == {"image": f"{tmp_path}/m/1.png", "is_alpha": False, "share": 0.25}
+    done = plan(*words, "--preview", tmp_path / "sheet.png")
+    assert f"dataset 1, {tmp_path}/p: 1 picture x 1 repeats = 1 in an epoch" in done.stdout
+    assert ", masks 1/1" in done.stdout
+    wanted = overlay_mask(pixels, mask).repeat(3, axis=0).repeat(3, axis=1)
+    assert is_in(wanted, np.asarray(Image.open(tmp_path / "sheet.png")))
+    without = plan("--dataset_config", tmp_path / "set.toml")
+    assert without.returncode == 2 and "masks in a folder are used with --masked_loss" in without.stderr
+
+
+def is_in(part: np.ndarray, whole: np.ndarray) -> bool:
+    height, width = part.shape[:2]
+    corners = np.argwhere((whole[:-height, :-width] == part[0, 0]).all(axis=-1))
+    return any(np.array_equal(whole[y : y + height, x : x + width], part) for y, x in corners)
+
+
+def test_messages_go_beside_what_was_asked_for(pictures, tmp_path):
+    (tmp_path / "a" / ".cache-lorikeet" / "scan").mkdir(parents=True)
+    (tmp_path / "a" / ".cache-lorikeet" / "scan" / "pictures.json").write_text("torn")
+    done = plan(*pictures, "--json")
+    assert f"{tmp_path}/a/.cache-lorikeet/scan/pictures.json is damaged" in done.stderr
+    assert len(json.loads(done.stdout)["datasets"]) == 2
+    assert plan(*pictures, "--json").stderr == ""
+
+
+def test_layouts_that_fit_are_listed_fastest_first_and_others_with_the_memory_they_lack(pictures):
+    devices = [*pictures, "--world_size", "2", "--gpu_memory"]
+    code, answer, messages = plan_beside_torch(*devices, "24GB", "--json")
+    assert code == 0, messages
+    said = json.loads(answer)
+    assert said["gpu_memory"] == 24 * 2**30 and "suggestion" not in said
+    assert "estimating memory: step 1 of 2 on the meta device" in messages
+    assert {layout["layout"]: layout["options"] for layout in said["layouts"]}["FSDP 2"] == "--fsdp"
+    speeds = [layout["relative_speed"] for layout in said["layouts"]]
+    assert speeds == sorted(speeds, reverse=True) and speeds[0] == 1
+    for layout in said["layouts"]:
+        assert layout["fits"] and layout["bytes"].pop("total") == sum(layout["bytes"].values())
+
+    _, answer, _ = plan_beside_torch(*devices, "24GB", "--device_map", "auto", "--json")
+    said = json.loads(answer)
+    assert [layout["layout"] for layout in said["layouts"]] == ["device map 2"] and said["ranks"] == 1
+
+    code, answer, messages = plan_beside_torch(*devices, "700MB")
+    assert code == 0, messages
+    lines = answer.splitlines()
+    assert "2 x 0.6836 GB, mixed_precision no, largest micro-batch 2 x 64x64" in lines
+    assert lines[-2].startswith("layouts that do not fit, and GB over the limit: ") and "DDP 2 +0.3" in lines[-2]
+    assert lines[-1].startswith("nothing fits, and no option would change that")
+
+
+def test_sizes_and_speeds_of_devices_are_read_and_belong_together(pictures):
+    done = plan(*pictures, "--gpu_memory", "lots", "--link_speed", "0")
+    assert "--gpu_memory: expected the size of a device's memory, such as 24GB or 512MB" in done.stderr
+    assert "--link_speed: 0.0 is too small" in done.stderr
+    done = plan(*pictures, "--link_speed", "50")
+    assert done.returncode == 2 and "--link_speed: no effect without --gpu_memory" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ("--world_size", "3", "--pp_size", "2"),
+            "--pp_size 2: 3 processes cannot be dealt out in groups of 2; start 4",
+        ),
+        (
+            ("--optimizer_type", "torch.optim.LBFGS", "--gpu_memory", "24GB"),
+            "its step wants closure, since it computes",
+        ),
+        (("--gpu_memory", "24GB", "--cp_size", "2"), "--cp_size 2: 1 processes cannot be dealt out in groups of 2"),
+        (
+            ("--gpu_memory", "24GB", "--world_size", "2", "--device_map", '{"": 0, "nowhere": 2}'),
+            "--device_map: there is no device 2; this process sees devices 0 to 1 --device_map: 'nowhere' is no module",
+        ),
+        (
+            ("--gpu_memory", "24GB", "--world_size", "2", "--fsdp", "--base_storage", "nf4"),
+            "--base_storage: this run spreads the frozen weights over processes",
+        ),
+    ],
+)
+def test_what_training_would_refuse_is_not_planned(pictures, words, said):
+    code, _, messages = plan_beside_torch(*pictures, *words)
+    assert code == 2 and said in " ".join(messages.split())

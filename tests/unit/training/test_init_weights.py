@@ -1,0 +1,264 @@
+"""Runs that start from LoRA files: what the file does is in the model, or in the adapter, before the first step."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from adapter_states import draw_state
+from adapter_tensors import merge
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tiny_pipelines import TINY, stand_in_folder
+from training_runs import pictures, train
+
+from library.adapters import lora
+from library.adapters.checkpoint_file import compare_file_with_model
+from library.adapters.formats import convert_from_file_format, convert_to_file_format
+from library.adapters.merge import merge_update as merge_one
+from library.adapters.state_dict import group_updates
+from library.config import parse_config
+from library.config.schema import AdapterConfig, RunConfig
+from library.errors import ConfigError, UserError
+from library.models.detect import detect_model
+from library.models.families import FAMILIES
+from library.training.init_weights import load_network_weights, merge_base_weights, read_initial_weights
+from library.training.trainable import build_trainable_modules, collect_component_keys
+
+
+def scene(name, **adapter):
+    tiny, family = TINY[name](), FAMILIES.get(name)()
+    return tiny, family, RunConfig(adapter=AdapterConfig(**adapter)), detect_model(tiny.source)
+
+
+def saved(path, name, form, kind="lora", parts=None, idle=(), **more):
+    """With an update of zero for what is idle, as other programs write it."""
+    state, alphas, every = draw_state(name, kind, **more)
+    state = {
+        key: tensor * (not (key.endswith("lora_B.weight") and any(f".{module}." in key for module in idle)))
+        for key, tensor in state.items()
+    }
+    if parts is not None:
+        state = {key: tensor for key, tensor in state.items() if key.startswith(parts)}
+        alphas = {key: alpha for key, alpha in alphas.items() if key.startswith(parts)}
+    save_file(convert_to_file_format(state, alphas, every, form)[0], path)
+    return state, alphas
+
+
+@pytest.mark.parametrize("name, form", [("sd1", "kohya"), ("sdxl", "diffusers"), ("sd3", "comfy"), ("flux", "kohya")])
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+@torch.no_grad()
+def test_base_weights_are_in_the_model_at_their_strength(name, form, kind, tmp_path):
+    one, other = tmp_path / "one.safetensors", tmp_path / "other.safetensors"
+    state, alphas = saved(one, name, form, kind)
+    more, its = saved(other, name, "comfy", seed=7)
+    tiny, family, config, model = scene(name, base_weights=(str(one), str(other)), base_weights_multiplier=(1.0, -0.5))
+    merge_base_weights(tiny.pipe, read_initial_weights(config, family, model))
+    wanted = TINY[name]().pipe
+    merge(wanted, state, alphas)
+    merge(wanted, more, {module: -0.5 * alpha for module, alpha in its.items()})
+    for part in collect_component_keys(family, wanted):
+        theirs = getattr(wanted, part.name).state_dict()
+        for key, tensor in getattr(tiny.pipe, part.name).state_dict().items():
+            torch.testing.assert_close(
+                tensor, theirs[key], rtol=1e-4, atol=1e-4, msg=lambda text, at=key: f"{at}: {text}"
+            )
+
+
+@pytest.mark.parametrize("name, form", [("sd1", "kohya"), ("sdxl", "comfy"), ("qwen_image", "diffusers")])
+@torch.no_grad()
+def test_the_adapter_starts_where_the_file_ends_whatever_its_alphas(name, form, tmp_path):
+    path = tmp_path / "lora.safetensors"
+    denoiser, family = f"{FAMILIES.get(name).denoiser_name}.", FAMILIES.get(name)()
+    idle = family.get_unused_layers(getattr(TINY[name]().pipe, family.denoiser_name))
+    state, alphas = saved(path, name, form, parts=denoiser, idle=idle)
+    for module in idle:
+        del alphas[f"{denoiser}{module}"], state[f"{denoiser}{module}.lora_A.weight"]
+        del state[f"{denoiser}{module}.lora_B.weight"]
+    tiny, family, config, model = scene(name, network_weights=str(path), dim_from_weights=True)
+    starts = read_initial_weights(config, family, model)
+    trained, adapter = build_trainable_modules(config, family, tiny.pipe, starts.rank_alphas)
+    load_network_weights(trained, adapter, starts)
+    assert (
+        adapter.rank_alphas.keys() == alphas.keys() and len({size.rank for size in adapter.rank_alphas.values()}) == 2
+    )
+    wanted = group_updates(state, alphas)
+    for module, update in wanted.items():
+        layer = trained.get_submodule(module)
+        down, up = layer.lora_A["default"].weight.flatten(1), layer.lora_B["default"].weight.flatten(1)
+        expected = update.scale * update.tensors["up"].flatten(1) @ update.tensors["down"].flatten(1)
+        torch.testing.assert_close(layer.scaling["default"] * up @ down, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["lora", "loha", "lokr"])
+@torch.no_grad()
+def test_another_alpha_does_not_change_what_the_adapter_starts_with(kind, tmp_path):
+    path = tmp_path / "lora.safetensors"
+    tiny, family, config, model = scene(
+        "sd1", network_weights=str(path), network_dim=3, network_alpha=2.0, network_module=f"networks.{kind}"
+    )
+    trained, adapter = build_trainable_modules(config, family, tiny.pipe)
+    source = {name: torch.randn(tensor.shape) for name, tensor in lora.get_adapter_state_dict(trained).items()}
+    alphas = {name: 1.0 if size.rank == 1 else 0.7 for name, size in adapter.rank_alphas.items()}
+    save_file(convert_to_file_format(source, alphas, collect_component_keys(family, tiny.pipe), "comfy")[0], path)
+    load_network_weights(trained, adapter, read_initial_weights(config, family, model))
+    for module, update in group_updates(source, alphas).items():
+        layer = trained.get_submodule(module)
+        expected = torch.zeros_like(layer.get_base_layer().weight)
+        merge_one(expected, update, 1.0)
+        torch.testing.assert_close(layer.get_delta_weight("default"), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_file_that_does_not_fit_is_told_and_the_way_out(tmp_path):
+    path = tmp_path / "lora.safetensors"
+    saved(path, "sd1", "kohya", parts="unet.")
+    tiny, family, config, model = scene("sd1", network_weights=str(path), network_dim=4, network_args=("conv_dim=4",))
+    starts = read_initial_weights(config, family, model)
+    with pytest.raises(ConfigError) as error:
+        load_network_weights(*build_trainable_modules(config, family, tiny.pipe, starts.rank_alphas), starts)
+    assert "has rank 3 in it and 4 here; add dim_from_weights" in str(error.value) and "... and" in str(error.value)
+    saved(path, "sd1", "kohya")
+    starts = replace(read_initial_weights(config, family, model), decides_sizes=True)
+    with pytest.raises(ConfigError, match="it trains text_encoder"):
+        build_trainable_modules(config, family, TINY["sd1"]().pipe, starts.rank_alphas)
+    tiny, family, config, model = scene("sd1", network_weights=str(path), network_args=("use_dora=True",))
+    with pytest.raises(ConfigError, match="is of kind lora, and dora is to be trained"):
+        read_initial_weights(config, family, model)
+    saved(path, "sdxl", "kohya")
+    with pytest.raises(ConfigError, match=r"--network_weights: .*lora.safetensors: \d+ of \d+ keys are none of this"):
+        read_initial_weights(config, family, model)
+
+
+def test_rotations_are_no_base_and_that_is_told_before_the_model_is_loaded(tmp_path):
+    path, tiny, family = tmp_path / "oft.safetensors", TINY["sd1"](), FAMILIES.get("sd1")()
+    source, adapter = build_trainable_modules(
+        RunConfig(adapter=AdapterConfig(network_module="networks.oft")), family, tiny.pipe
+    )
+    save_file(
+        convert_to_file_format(
+            lora.get_adapter_state_dict(source), adapter.alphas, collect_component_keys(family, tiny.pipe), "diffusers"
+        )[0],
+        path,
+    )
+    _, family, config, model = scene("sd1", base_weights=(str(path),))
+    with pytest.raises(ConfigError, match=r"--base_weights: .*oft.safetensors: is of kind oft, which cannot be merged"):
+        read_initial_weights(config, family, model)
+
+
+def test_parts_that_share_a_matrix_here_cannot_start_with_several(tmp_path):
+    path = tmp_path / "lora.safetensors"
+    saved(path, "flux", "diffusers", parts="transformer.")
+    tiny, family, config, model = scene("flux", network_weights=str(path), dim_from_weights=True)
+    starts = read_initial_weights(config, family, model)
+    with pytest.raises(UserError, match="cannot be represented here: modules that share a matrix"):
+        load_network_weights(*build_trainable_modules(config, family, tiny.pipe, starts.rank_alphas), starts)
+
+
+@torch.no_grad()
+def test_a_file_without_some_of_the_parts_that_share_a_matrix_is_a_start(tmp_path):
+    """As files of sd-scripts have them whose queries learnt nothing."""
+    path, tiny, family = tmp_path / "lora.safetensors", TINY["flux"](), FAMILIES.get("flux")()
+    source, adapter = build_trainable_modules(RunConfig(adapter=AdapterConfig(network_dim=3)), family, tiny.pipe)
+    for name, parameter in lora.iter_adapter_parameters(source):
+        parameter.normal_() if "lora_B" in name and not name.endswith("to_q.lora_B.weight") else None
+    parts = collect_component_keys(family, tiny.pipe)
+    save_file(convert_to_file_format(lora.get_adapter_state_dict(source), adapter.alphas, parts, "kohya")[0], path)
+    content = convert_from_file_format(load_file(path), {}, parts)
+    assert len(content.alphas) < len(adapter.alphas)
+    assert not list(compare_file_with_model(source, content, adapter.alphas))
+
+    other, family, config, model = scene("flux", network_weights=str(path), network_dim=3)
+    trained, sizes = build_trainable_modules(replace(config, train=replace(config.train, seed=5)), family, other.pipe)
+    load_network_weights(trained, sizes, read_initial_weights(config, family, model))
+    for (name, one), (_, two) in zip(
+        lora.iter_adapter_parameters(source), lora.iter_adapter_parameters(trained), strict=True
+    ):
+        assert torch.equal(one, two) or not any(module in name for module in content.alphas), name
+
+
+def test_options_that_contradict_each_other_are_told(tmp_path):
+    words = [
+        "--dim_from_weights",
+        "--base_weights",
+        str(tmp_path / "no.safetensors"),
+        "--base_weights_multiplier",
+        "1",
+        "2",
+        "--network_dim",
+        "4",
+        "--network_args",
+        "conv_dim=4",
+    ]
+    problems = " ".join(parse_config(words).problems)
+    for text in (
+        "no file that could say",
+        "no such file",
+        "2 strengths for 1 files",
+        "takes it from the file; give",
+        "conv_dim: dim_from_weights",
+    ):
+        assert text in problems, text
+
+
+def test_a_run_goes_on_where_the_files_end_and_old_ones_go(tmp_path):
+    """Of three epochs two stay; a run that learns nothing writes what it started from, in another format."""
+    data = pictures(tmp_path / "data", {(64, 64): 4})
+    flags = ["--dataset_config", str(data), "--train_batch_size", "2", "--output_dir", str(tmp_path)]
+    (tmp_path / "a-000000.safetensors").write_text("somebody else's")
+    first = train(
+        *flags,
+        "--output_name",
+        "a",
+        "--max_train_epochs",
+        "4",
+        "--save_every_n_epochs",
+        "1",
+        "--save_last_n_epochs",
+        "2",
+        "--save_every_n_steps",
+        "2",
+        "--save_last_n_steps",
+        "2",
+        "--network_dim",
+        "3",
+        "--learning_rate",
+        "1e-2",
+        "--metadata_author",
+        "me",
+    )
+    assert sorted(path.name for path in tmp_path.glob("a*.safetensors")) == [
+        "a-000000.safetensors",
+        "a-000002.safetensors",
+        "a-000003.safetensors",
+        "a-step00000004.safetensors",
+        "a-step00000006.safetensors",
+        "a.safetensors",
+    ]
+    second = train(
+        *flags,
+        "--output_name",
+        "b",
+        "--max_train_steps",
+        "1",
+        "--network_weights",
+        first,
+        "--dim_from_weights",
+        "--learning_rate",
+        "0",
+        "--save_format",
+        "diffusers",
+    )
+    parts = collect_component_keys(FAMILIES.get("sd1"), FAMILIES.get("sd1")().load(stand_in_folder(), torch.float32))
+    told = []
+    for path in (first, second):
+        with safe_open(path, "pt") as file:
+            told.append(file.metadata())
+    one, other = (
+        convert_from_file_format(load_file(path), metadata, parts)
+        for path, metadata in zip((first, second), told, strict=True)
+    )
+    assert (one.file_format, other.file_format) == ("kohya", "diffusers") and one.alphas == other.alphas
+    for key, tensor in one.state_dict.items():
+        torch.testing.assert_close(other.state_dict[key], tensor)
+    assert told[0]["modelspec.author"] == "me" and told[0]["ss_num_epochs"] == "4"
+    assert '"pictures": {' in told[0]["ss_tag_frequency"] and told[1]["ss_network_dim"] == "3"
+    assert str(tmp_path) not in str(told)

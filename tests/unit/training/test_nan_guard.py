@@ -1,0 +1,200 @@
+"""A step that goes wrong changes nothing and is named with its images; the probe finds what is idle."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from nan_runs import told, train_with_a_spoilt_step
+from rank_processes import on_ranks
+from safetensors.torch import load_file
+from training_runs import pictures, train
+
+from library.errors import UserError
+from library.report.metric_series import read_metrics
+from library.training.metrics import MetricsFile
+from library.training.warmup import _check_gradients
+
+SETTINGS = ("--max_train_steps", "14", "--network_dim", "2", "--learning_rate", "0.5", "--seed", "5")
+SPOILT = 12  # two after a reading
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    return pictures(tmp_path_factory.mktemp("health"), {(64, 64): 4})
+
+
+def same(one: str, other: str) -> bool:
+    first, second = load_file(one), load_file(other)
+    return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+
+
+@pytest.mark.parametrize(("ranks", "batch"), [(1, "4"), (2, "2")])
+def test_a_bad_step_on_one_rank_is_left_out_on_all(dataset, tmp_path, ranks, batch):
+    """With plain SGD that is the same as a learning rate of 0 in that step, bit for bit."""
+    flags = (
+        "--dataset_config",
+        str(dataset),
+        *SETTINGS,
+        "--optimizer_type",
+        "SGD",
+        "--train_batch_size",
+        batch,
+        "--output_dir",
+        str(tmp_path),
+    )
+    bad = on_ranks(ranks, train_with_a_spoilt_step, ranks - 1, SPOILT, False, *flags, "--output_name", "bad")
+    expected = on_ranks(
+        ranks,
+        train,
+        *flags,
+        "--output_name",
+        "expected",
+        "--lr_scheduler",
+        "piecewise_constant",
+        "--lr_scheduler_args",
+        f"step_rules=1:{SPOILT},0:{SPOILT + 1},1",
+    )
+
+    assert same(bad[0], expected[0])
+    reports = [tmp_path / f"bad.nan-step{SPOILT + 1:08d}-rank{rank}.json" for rank in range(ranks)]
+    assert sorted(tmp_path.glob("bad.nan-*")) == reports
+    facts = [json.loads(path.read_text("utf-8")) for path in reports]
+    assert all(each["step"] == SPOILT + 1 and each["loss"] == "nan" and each["seed"] == 5 for each in facts)
+    images = [image for each in facts for image in each["images"]]
+    assert [image["place"] for image in images] == [0, 1, 2, 3] and len({image["image"] for image in images}) == 4
+    assert all(0 < image["timestep"] < 1 and image["loss"] > 0 for image in images), "spoilt behind the task's own loss"
+    assert all(image["bucket"] == [64, 64] and image["caption"] for image in images)
+    lines = [line for line in read_metrics(tmp_path / "bad.metrics.jsonl") if "loss/current" in line]
+    assert [line["step"] for line in lines] == list(range(1, 15))
+    assert [line["step"] for line in lines if line["loss/current"] is None] == [SPOILT + 1]
+    assert not [line["step"] for line in lines if line["loss/average"] is None], "a mean of the steps that were left"
+
+
+def test_taking_steps_back_gives_what_watching_each_step_gives(dataset, tmp_path):
+    """With an optimizer that has a memory, and a running average."""
+    flags = (
+        "--dataset_config",
+        str(dataset),
+        *SETTINGS,
+        "--learning_rate",
+        "0.01",
+        "--train_batch_size",
+        "4",
+        "--ema_decay",
+        "0.9",
+        "--output_dir",
+        str(tmp_path),
+    )
+    back = on_ranks(1, train_with_a_spoilt_step, 0, SPOILT, False, *flags, "--output_name", "back")
+    careful = on_ranks(1, train_with_a_spoilt_step, 0, SPOILT, True, *flags, "--output_name", "careful")
+
+    assert same(back[0], careful[0])
+    assert same(back[0].replace(".safetensors", "-ema.safetensors"), careful[0].replace(".saf", "-ema.saf"))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        (
+            "--optimizer_type",
+            "Adafactor",
+            "--optimizer_args",
+            "relative_step=False",
+            "--mixed_precision",
+            "bf16",
+            "--full_bf16",
+        ),
+    ],
+)
+def test_steps_are_taken_back_as_often_as_needed(more, dataset, tmp_path):
+    """What the optimizer is given back is not what is kept for the next time, and has lost no bit of it."""
+    flags = (
+        "--dataset_config",
+        str(dataset),
+        *SETTINGS,
+        "--learning_rate",
+        "0.01",
+        "--train_batch_size",
+        "1",
+        "--max_train_steps",
+        "20",
+        "--output_dir",
+        str(tmp_path),
+        *more,
+    )
+    back = on_ranks(1, train_with_a_spoilt_step, 0, (2, 15), False, *flags, "--output_name", "back")
+    careful = on_ranks(1, train_with_a_spoilt_step, 0, (2, 15), True, *flags, "--output_name", "careful")
+
+    assert same(back[0], careful[0])
+
+
+def test_too_many_bad_steps_end_the_run_with_the_last_good_weights(dataset, tmp_path):
+    flags = ("--dataset_config", str(dataset), *SETTINGS, "--train_batch_size", "4", "--output_dir", str(tmp_path))
+
+    with pytest.raises(AssertionError, match="3 steps had a loss or gradient that is no number"):
+        on_ranks(1, train_with_a_spoilt_step, 0, -6, False, *flags, "--output_name", "stopped", "--max_bad_steps", "3")
+
+    on_ranks(1, train, *flags, "--output_name", "good", "--save_every_n_steps", "6")
+    assert same(str(tmp_path / "stopped-step00000008.safetensors"), str(tmp_path / "good-step00000006.safetensors"))
+    assert [path.name for path in sorted(tmp_path.glob("*.json"))] == [
+        f"stopped.nan-step{step:08d}-rank0.json" for step in (7, 8, 9)
+    ]
+
+
+def test_a_skipped_step_is_logged_with_its_images_and_the_file_that_tells_more(dataset, tmp_path):
+    flags = ("--dataset_config", str(dataset), *SETTINGS, "--train_batch_size", "2", "--output_dir", str(tmp_path))
+    text = on_ranks(1, log_of_a_spoilt_run, tmp_path, *flags)[0]
+
+    (line,) = (line for line in text.splitlines() if "step 3 skipped" in line)
+    report = tmp_path / "lora.nan-step00000003-rank0.json"
+    images = ", ".join(image["image"] for image in json.loads(report.read_text("utf-8"))["images"])
+    assert "step 3 skipped: loss nan, gradient norm nan" in line
+    assert "loss nan, gradient norm nan. " in line and images.count(", ") == 1
+    assert f"Images on this rank: {images}. Details: {report}" in line
+
+
+def log_of_a_spoilt_run(folder: Path, *flags: str) -> str:
+    return told(folder, *flags, work=partial(train_with_a_spoilt_step, 0, 2, False))
+
+
+def test_a_report_that_cannot_be_written_ends_no_run(dataset, tmp_path):
+    (tmp_path / "lora.nan-step00000003-rank0.json").mkdir()
+    flags = ("--dataset_config", str(dataset), *SETTINGS, "--train_batch_size", "2", "--output_dir", str(tmp_path))
+    assert Path(on_ranks(1, train_with_a_spoilt_step, 0, 2, False, *flags)[0]).is_file()
+
+
+def test_the_probe_names_what_is_idle_or_broken(caplog):
+    fine, idle, broken = torch.ones(2), torch.zeros(2), torch.tensor([1.0, float("inf")])
+
+    _check_gradients(0.5, {"a": fine, "b": idle, "c": None})
+    assert "2 of 3 tensors that are to learn get no gradient and will stay as they are: b, c" in caplog.text
+    with pytest.raises(UserError, match=r"1 of 2 gradients hold .*: ?b|b$"):
+        _check_gradients(0.5, {"a": fine, "b": broken})
+    with pytest.raises(UserError, match="the loss is nan"):
+        _check_gradients(float("nan"), {"a": fine})
+    with pytest.raises(UserError, match="no gradient reaches any"):
+        _check_gradients(0.5, {"a": idle})
+
+
+def test_metrics_of_a_run_that_goes_on_follow_those_of_its_past(tmp_path):
+    path = tmp_path / "a.metrics.jsonl"
+    first = MetricsFile(path, 0)
+    for step in (1, 2, 3):
+        first.write_step(step, {"loss": float(step), "text": "ü"})
+        with path.open("ab") as file:  # what a broken disk or another program left there
+            file.write(b'12\n{"loss": 3}\n\xff\xfe\n')
+    with path.open("a") as file:
+        file.write('{"step": 4, "lo')  # killed while it wrote
+
+    again = MetricsFile(path, 2)
+    again.write_step(3, {"loss": float("nan")})
+
+    assert read_metrics(path) == [
+        {"step": 1, "loss": 1.0, "text": "ü"},
+        {"step": 2, "loss": 2.0, "text": "ü"},
+        {"step": 3, "loss": None},
+    ]
+    assert Path(path).read_text("utf-8").endswith("\n")

@@ -1,0 +1,152 @@
+"""How attention is computed and in which precision adapters are: what cannot be had is refused, what can is done."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rank_processes import on_ranks
+from safetensors.torch import load_file
+from tiny_pipelines import TINY
+from training_runs import difference, even, train, trained
+
+from library.config import parse_config
+from library.distributed.preflight import validate_attention_support
+from library.distributed.world import World
+from library.models.attention import (
+    DIFFUSERS_ATTENTION_BACKENDS,
+    TORCH_ATTENTION_MODES,
+    set_attention_mode,
+    validate_attention_mode,
+)
+from library.models.families import FAMILIES, FAMILY_FACTS
+
+__all__ = ["even"]  # a fixture
+
+DATA = ["--dataset_config", "pyproject.toml"]
+
+
+def predicted(name: str, mode: str) -> torch.Tensor:
+    family, tiny = FAMILIES.get(TINY[name]().family)(), TINY[name]()
+    denoiser = getattr(tiny.pipe, family.denoiser_name)
+    set_attention_mode(denoiser, mode)
+    told = {
+        str(module.processor._attention_backend.value)
+        for module in denoiser.modules()
+        if getattr(getattr(module, "processor", None), "_attention_backend", None) is not None
+    }
+    assert told == (set() if mode in TORCH_ATTENTION_MODES else {DIFFUSERS_ATTENTION_BACKENDS[mode]})
+    with torch.no_grad():
+        return family.predict(tiny.pipe, denoiser, tiny.batch.latents, torch.tensor([700.0, 250.0]), tiny.batch)
+
+
+@pytest.mark.parametrize("name", ["flux", "z_image", "qwen_image"])
+def test_another_way_to_compute_attention_gives_the_same_and_ends_with_its_model(name):
+    usual = predicted(name, "sdpa")
+    other = predicted(name, "math")
+
+    assert float((usual - other).abs().max()) < 1e-4
+    assert torch.equal(predicted(name, "sdpa"), usual)
+
+
+def test_a_family_has_only_what_its_denoiser_can_be_switched_to():
+    for name, facts in FAMILY_FACTS.items():
+        for mode in (*TORCH_ATTENTION_MODES, *DIFFUSERS_ATTENTION_BACKENDS):
+            problem = validate_attention_mode(mode, SimpleNamespace(family=name))
+            assert (problem is None) == (mode in (*TORCH_ATTENTION_MODES, *facts.attention_modes)), (name, mode)
+    assert "flash cannot be chosen for Stable Diffusion 3; it has sdpa, xformers" in str(
+        validate_attention_mode("flash", SimpleNamespace(family="sd3"))
+    )
+
+
+def test_what_this_machine_has_not_is_told_with_the_way_out():
+    world = replace(World.from_environment(), device="cpu")
+    assert validate_attention_support("sdpa", world, "no") == validate_attention_support("math", world, None) == []
+    assert validate_attention_support("flash", world, "no") == [
+        "--attn_mode flash: it is not installed; pip install flash-attn, or use sdpa",
+        "--attn_mode flash: needs a CUDA device, and this is cpu; use sdpa",
+        "--attn_mode flash: computes in half precision only; set mixed_precision bf16, or use sdpa",
+    ]
+    assert validate_attention_support("cudnn", replace(world, device="cuda"), "bf16") == []
+
+
+@pytest.mark.parametrize(("flag", "mode"), [("--xformers", "xformers"), ("--use_flash_attn", "flash")])
+def test_the_switches_of_sd_scripts_choose_a_way(flag, mode, tmp_path):
+    loaded = parse_config([*DATA, flag])
+    assert loaded.problems == [] and loaded.config.distributed.attn_mode == mode
+    (tmp_path / "run.toml").write_text(f"{flag[2:]} = false\n")
+    loaded = parse_config([*DATA, "--config_file", str(tmp_path / "run.toml")])
+    assert loaded.problems == [] and loaded.config.distributed.attn_mode == "sdpa"
+    assert parse_config([*DATA, flag, "3"]).problems == [f"{flag}: takes no value"]
+
+
+def test_a_run_is_refused_before_a_model_is_loaded(even, tmp_path):
+    with pytest.raises(AssertionError, match=r"--attn_mode xformers: it is not installed.*\n.*needs a CUDA"):
+        on_ranks(1, train, "--dataset_config", str(even), "--output_dir", str(tmp_path), "--xformers")
+    with pytest.raises(AssertionError, match="--attn_mode: math cannot be chosen for Stable Diffusion 1"):
+        on_ranks(1, train, "--dataset_config", str(even), "--output_dir", str(tmp_path), "--attn_mode", "math")
+
+
+def precisions(*flags: str) -> tuple[set, set, set]:
+    """What the base, the adapter and its gradients are in."""
+    from library.training import state
+
+    honest, found = state.TrainingRun.parameters.fget, {}
+
+    def parameters(run):
+        learning = honest(run)
+        base = [item.dtype for item in run.strategy.unwrapped(run.adapter).parameters() if not item.requires_grad]
+        found["base"], found["adapter"] = set(base), {item.dtype for item in learning}
+        found.setdefault("gradients", set()).update(item.grad.dtype for item in learning if item.grad is not None)
+        return learning
+
+    state.TrainingRun.parameters = property(parameters)
+    train(*flags)
+    return found["base"], found["adapter"], found["gradients"]
+
+
+@pytest.mark.parametrize(("more", "adapter"), [((), torch.float32), (("--full_bf16",), torch.bfloat16)])
+def test_the_base_is_in_bf16_and_the_adapter_only_where_it_is_asked_for(more, adapter, even, tmp_path):
+    ((base, weights, gradients),) = on_ranks(
+        1,
+        precisions,
+        "--dataset_config",
+        str(even),
+        "--output_dir",
+        str(tmp_path),
+        "--max_train_steps",
+        "2",
+        "--learning_rate",
+        "0.1",
+        "--mixed_precision",
+        "bf16",
+        *more,
+    )
+
+    assert base == {torch.bfloat16} and weights == gradients == {adapter}
+    written = load_file(tmp_path / "lora.safetensors")
+    assert {tensor.dtype for name, tensor in written.items() if not name.endswith("alpha")} == {adapter}
+
+
+def test_half_adapters_train_alike_on_two_ranks_and_near_whole_ones(even, tmp_path):
+    flags = ("--optimizer_type", "SGD", "--mixed_precision", "bf16")
+    whole = trained(tmp_path / "whole", 1, 4, 1, *flags, dataset=even)
+    one = trained(tmp_path / "one", 1, 4, 1, *flags, "--full_bf16", dataset=even)
+    two = trained(tmp_path / "two", 2, 2, 1, *flags, "--full_bf16", dataset=even)
+
+    for other in (whole, two):
+        assert (
+            difference(
+                {name: tensor.float() for name, tensor in one.items()},
+                {name: tensor.float() for name, tensor in other.items()},
+            )
+            < 0.3
+        )
+
+
+def test_half_adapters_without_half_computation_are_refused(even, tmp_path):
+    assert parse_config([*DATA, "--full_bf16", "--mixed_precision", "no"]).problems == [
+        "--full_bf16: needs mixed_precision bf16, and it is no"
+    ]
+    with pytest.raises(AssertionError, match="--full_bf16: needs mixed_precision bf16, and it is no"):
+        on_ranks(1, train, "--dataset_config", str(even), "--output_dir", str(tmp_path), "--full_bf16")

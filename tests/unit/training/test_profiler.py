@@ -1,0 +1,175 @@
+"""Where the time of a step goes: phases that add up, FLOPs that are counted once, and a run that stays the same."""
+
+import gzip
+import json
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rank_processes import on_ranks
+from safetensors.torch import load_file
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from training_runs import even, train
+
+from library.config.types import StepRange
+from library.distributed import memory
+from library.distributed.devices import HOST
+from library.models.families import FAMILIES
+from library.training import profiler
+from library.training.profiler import PHASES, DenoiserCalls, StepProfiler, measure_peak_flops, sum_phase_seconds
+
+__all__ = ["even"]  # a fixture
+
+
+def test_the_time_of_a_phase_is_without_that_of_phases_inside_of_it():
+    with torch.profiler.profile() as profile, memory.record_phase("other"):
+        time.sleep(0.01)
+        with memory.record_phase("forward"):
+            time.sleep(0.02)
+            with memory.record_phase("encode"):
+                time.sleep(0.04)
+        with memory.record_phase("forward"):
+            torch.ones(1).add_(1)
+    found = sum_phase_seconds(profile.events())
+    assert found.keys() == {"other", "forward", "encode"}
+    assert 0.04 <= found["encode"] < 0.06 and 0.02 <= found["forward"] < 0.04 and 0.01 <= found["other"] < 0.03
+
+
+@pytest.mark.parametrize("is_profiled", [False, True])
+def test_a_phase_waits_for_the_device_only_where_it_is_profiled(is_profiled):
+    waits = []
+    token = memory.SYNCHRONIZE.set(lambda: waits.append(1)) if is_profiled else None
+    with memory.record_phase("forward"), memory.record_phase("encode"):
+        pass
+    if token is not None:
+        memory.SYNCHRONIZE.reset(token)
+    assert len(waits) == (4 if is_profiled else 0)
+
+
+def test_the_peak_is_measured_on_accelerators_alone(monkeypatch):
+    assert measure_peak_flops(HOST, torch.float32) is None
+    monkeypatch.setattr(profiler, "HOST", torch.device("meta"))
+    found = measure_peak_flops(torch.device("cpu"), torch.float32, size=256)
+    assert 1e8 < found < 1e14
+
+
+def test_where_no_memory_is_left_to_measure_the_peak_there_is_none(monkeypatch):
+    def fail(*shape, **settings):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(torch, "randn", fail)
+    assert measure_peak_flops(torch.device("meta"), torch.float32) is None
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_operations_counted_without_weights_are_those_of_the_model(twice):
+    family = FAMILIES.get("sd1")()
+    unet = family.load("random:sd1:tiny", torch.float32, ["unet"]).unet.requires_grad_(False).train()
+    width = unet.config.cross_attention_dim
+
+    def call(count):
+        sample = torch.randn(count, 4, 8, 8, requires_grad=True)
+        return unet(sample, torch.ones(count), encoder_hidden_states=torch.randn(count, 77, width, requires_grad=True))
+
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        call(2).sample.sum().backward()
+    calls = DenoiserCalls()
+    if twice:
+        unet.enable_gradient_checkpointing()
+    with calls.record(unet), torch.no_grad():
+        call(2), call(2), call(1)
+    flops = calls.count_flops(unet)
+    assert flops == 2.5 * counter.get_total_flops() and len(calls.counts) == 2
+    call(1)
+    assert sum(calls.counts.values()) == 3  # nobody counts any more
+
+
+def test_a_run_is_the_same_and_tells_where_its_time_goes(even, tmp_path):
+    words = (
+        "--dataset_config",
+        str(even),
+        "--train_batch_size",
+        "2",
+        "--max_train_steps",
+        "9",
+        "--network_dim",
+        "2",
+        "--learning_rate",
+        "0.1",
+    )
+    plain = on_ranks(2, train, *words, "--output_dir", str(tmp_path / "plain"))[0]
+    found = on_ranks(2, train, *words, "--output_dir", str(tmp_path / "told"), "--profile_steps", "2:8")[0]
+    one, other = load_file(plain), load_file(found)
+    assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+    lines = [json.loads(line) for line in (tmp_path / "told" / "lora.metrics.jsonl").read_text().splitlines()]
+    (told,) = (line for line in lines if "profile/step_seconds" in line)
+    assert told["step"] == 8 and all(told[f"profile/{phase}_seconds"] > 0 for phase in PHASES)
+    assert told["profile/collectives_seconds"] > 0
+    assert told["profile/step_teraflop"] > 0 and "profile/mfu" not in told  # of a processor no peak is known
+    with gzip.open(tmp_path / "told" / "lora.trace.json.gz") as file:
+        names = [event.get("name") for event in json.load(file)["traceEvents"]]
+    assert "gloo:all_reduce" in names and names.count("phase/forward") == names.count("phase/optimizer") / 2 == 3
+
+
+def test_what_is_done_between_steps_is_no_part_of_them(tmp_path):
+    """Of steps 2 to 7, with 2 ms each, and 20 ms after each of them in which the model is called, too."""
+    model = torch.nn.Identity()
+    run = SimpleNamespace(
+        state=SimpleNamespace(step=0),
+        plan=SimpleNamespace(steps=9),
+        actions=[],
+        strategy=SimpleNamespace(device=HOST, is_main=True, together=1, precision="no"),
+        task=SimpleNamespace(pipe=SimpleNamespace(unet=model), family=SimpleNamespace(denoiser="unet")),
+    )
+
+    class Drawing:
+        can_wait = True
+        is_due = staticmethod(lambda run: True)
+
+        def __call__(self, run):
+            model(torch.ones(1))
+            time.sleep(0.02)
+
+    run.actions, told, profiled = [Drawing()], {}, StepProfiler(StepRange(2, 7), tmp_path / "trace.json")
+    assert profiled.timed == 2 and profiled.profiled == 3
+    run.teller = SimpleNamespace(noted=lambda run, figures: told.update(figures))
+    profiled.calls.count_flops = lambda denoiser: sum(profiled.calls.counts.values())
+    actions = profiled.wrap(run)
+    for step in range(1, 10):
+        with memory.record_phase("forward"):
+            model(torch.ones(1))
+            time.sleep(0.002)
+        run.state.step = step
+        for action in [action for action in actions if action.should_run(run)]:
+            action(run)
+    assert told["profile/step_teraflop"] * 1e12 == 1
+    assert 0.002 <= told["profile/step_seconds"] < 0.01 and 0.002 <= told["profile/forward_seconds"] < 0.01
+    assert told["profile/other_seconds"] < 0.008
+
+
+def test_steps_that_are_taken_back_are_profiled_when_they_come_again(tmp_path):
+    run = SimpleNamespace(
+        state=SimpleNamespace(step=0),
+        plan=SimpleNamespace(steps=9),
+        actions=[],
+        strategy=SimpleNamespace(device=HOST, is_main=True, together=1, precision="no"),
+        task=SimpleNamespace(pipe=SimpleNamespace(unet=torch.nn.Identity()), family=SimpleNamespace(denoiser="unet")),
+    )
+    told = []
+    run.teller = SimpleNamespace(noted=lambda run, figures: told.append(run.state.step))
+    actions = StepProfiler(StepRange(2, 6), tmp_path / "trace.json").wrap(run)
+    for step in (1, 2, 1, 2, 3, 4, 3, 4, 5, 6, 5, 6, 7):
+        run.state.step = step
+        for action in [action for action in actions if action.should_run(run)]:
+            action(run)
+    assert told == [6] and (tmp_path / "trace.json").is_file()
+
+
+@pytest.mark.parametrize(("begins", "ends", "said"), [(0, 9, ""), (3, 9, "step 4 to 9"), (0, 5, "step 1 to 5")])
+def test_a_run_without_all_of_the_steps_is_told(begins, ends, said, tmp_path, caplog):
+    run = SimpleNamespace(state=SimpleNamespace(step=begins), plan=SimpleNamespace(steps=ends), actions=[])
+    StepProfiler(StepRange(2, 7), tmp_path / "trace").wrap(run)
+    assert said in caplog.text and bool(said) is bool(caplog.text)

@@ -1,0 +1,104 @@
+"""What one batch means in training, on the stand-in's real parts."""
+
+from dataclasses import replace
+from inspect import signature
+
+import pytest
+import torch
+from tiny_pipelines import TINY
+from training_task import HEIGHT, WIDTH, pixels
+
+from library.adapters.regularization import LoraDropout
+from library.config import parse_config
+from library.distributed.async_copy import CopyStream
+from library.models.families import FAMILIES
+from library.training.setup import build_objective
+from library.training.task import DiffusionTask
+
+
+def test_the_loss_of_a_sample_is_its_mean_times_the_weight_of_its_time_times_its_own(task):
+    losses = task(pixels((0, 1, 2), [1.0, 0.25, 0.0]), step=5)
+    draws = [
+        torch.Generator().manual_seed(generator.initial_seed()) for generator in task.generators("noise", 5, (0, 1, 2))
+    ]
+    for row, draw in enumerate(draws):
+        t = torch.randint(0, 1000, (1,), generator=draw)
+        noise = torch.randn(4, HEIGHT // 8, WIDTH // 8, generator=draw)
+        a = task.objective.process.alphas_cumprod[t].item()
+        weight = min(a / (1 - a), 2.0) / (a / (1 - a))
+        assert task.denoiser.t[row] == t
+        assert losses[row].item() == pytest.approx(noise.abs().mean().item() * weight * (1.0, 0.25, 0.0)[row])
+
+
+def test_a_masked_place_counts_nothing_and_the_mean_is_over_all_places(task):
+    mask = torch.full((2, 1, HEIGHT, WIDTH), 255, dtype=torch.uint8)
+    mask[0, :, :, :32] = 0
+    mask[1, :, :, :] = 51
+    plain, masked = (task(pixels((0, 1), [1.0, 1.0], each), step=0) for each in (None, mask))
+    assert masked[1].item() == pytest.approx(plain[1].item() / 5)
+    assert 0.1 * plain[0] < masked[0] < 0.6 * plain[0]
+
+
+def test_what_was_seen_in_the_latest_step_is_kept_and_no_more(task):
+    for step in (0, 1):
+        losses = [task(pixels(places, weights), step) for places, weights in (((0, 1), [1.0, 0.5]), ((2,), [0.0]))]
+    first, second = task.seen
+    assert first.ids == ("picture 0", "picture 1") and second.ids == ("picture 2",)
+    assert second.weight.tolist() == [0.0]
+    torch.testing.assert_close(first.loss * first.weight, losses[0].detach())
+    assert losses[0].requires_grad and not first.loss.requires_grad and second.loss.item() > 0
+    assert torch.equal(second.t, task.denoiser.t / 1000)
+    assert all(0 <= t < 1 for seen in task.seen for t in seen.t)
+
+
+def test_places_and_steps_have_numbers_of_their_own_and_a_batch_is_the_sum_of_its_samples(task):
+    together = task(pixels((3, 4), [1.0, 1.0]), step=1)
+    alone = [task(pixels((place,), [1.0]), step=1) for place in (3, 4)]
+    torch.testing.assert_close(together, torch.cat(alone))
+    assert not torch.isclose(task(pixels((3,), [1.0]), step=2), alone[0])
+
+
+def test_what_an_adapter_leaves_out_is_a_function_of_step_and_place(task):
+    task.dropout = LoraDropout(0.5, 0, 0)
+    task(pixels((0, 1, 2), [1.0, 1.0, 1.0]), step=5)
+    whole = task.dropout.sample_keys
+    assert len(set(whole.tolist())) == 3
+    task(pixels((2,), [1.0]), step=5)
+    assert task.dropout.sample_keys.tolist() == whole[2:].tolist()
+    task(pixels((2,), [1.0]), step=6)
+    assert task.dropout.sample_keys.tolist() != whole[2:].tolist()
+
+
+CAPTIONS = ["a", "a lorikeet", "a lorikeet on a branch", " ".join(["a lorikeet on a branch"] * 20)]
+
+
+@pytest.mark.parametrize("evens", [False, True])
+@pytest.mark.parametrize("name", ["z_image", "qwen_image"])
+def test_batches_are_of_one_shape_where_blocks_are_given_tensors_of_one_shape(name, evens):
+    family, pipe, given = FAMILIES.get(name)(), TINY[name]().pipe, []
+    denoiser = getattr(pipe, family.denoiser_name)
+    objective = build_objective(parse_config([]).config, family, pipe)
+    task = DiffusionTask(family, pipe, denoiser, objective, 7, CopyStream(torch.device("cpu")), pads_texts=evens)
+    first = denoiser.get_submodule(family.block_lists[0])[0]
+    form = signature(first.forward)
+
+    def look(_, args, named):
+        arguments = form.bind(*args, **named).arguments
+        given.append(tuple(arguments[name].shape for name in family.block_activation_args))
+
+    first.register_forward_pre_hook(look, with_kwargs=True)
+    losses, said = {}, []
+    for captions in zip(CAPTIONS):
+        batch = replace(pixels((0,), [1.0]), captions=captions)
+        with torch.no_grad():
+            losses[captions] = task(batch, 0)
+            kept = {name: [text.detach() for text in texts] for name, texts in task.encode_text(captions).items()}
+        said.append(task.get_shape_key(batch))
+        assert said[-1] == task.get_shape_key(replace(batch, cond=kept)), "kept texts are as long as read ones"
+
+    assert [[one == other for other in said] for one in said] == [[one == other for other in given] for one in given]
+    assert (len(set(said)) < len(CAPTIONS)) == (evens or name == "z_image")
+    plain = replace(task, evens_texts=False)
+    for captions, loss in losses.items():
+        with torch.no_grad():
+            assert loss == pytest.approx(plain(replace(pixels((0,), [1.0]), captions=captions), 0), rel=1e-4)

@@ -1,0 +1,121 @@
+"""What a run changed is measured in the end, and a LoRA that changes nothing is no success."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import BOFTConfig, LoHaConfig, LoKrConfig, LoraConfig, OFTConfig, inject_adapter_in_model
+from rank_processes import on_ranks
+from torch import nn
+from training_runs import pictures, train
+
+from library.adapters.regularization import compute_update_norms
+from library.training.callbacks import UpdateNorms, group_norms_by_layer_type
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleDict({"a": nn.Linear(8, 12), "b": nn.Conv2d(8, 4, 3)}) for _ in range(2))
+
+
+def stirred(settings) -> nn.Module:
+    """A model with an adapter whose weights are no longer those of the start, but for one layer."""
+    torch.manual_seed(3)
+    model = Model()
+    inject_adapter_in_model(settings, model)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and "blocks.1.b" not in name:
+            nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        LoraConfig(r=3, lora_alpha=2, target_modules=["a", "b"]),
+        LoHaConfig(r=3, alpha=2, target_modules=["a", "b"]),
+        LoKrConfig(r=3, alpha=2, target_modules=["a", "b"]),
+    ],
+    ids=["lora", "loha", "lokr"],
+)
+def test_a_norm_is_that_of_what_is_added_to_the_weight(settings):
+    model = stirred(settings)
+    norms = compute_update_norms(model)
+
+    assert list(norms) == ["blocks.0.a", "blocks.0.b", "blocks.1.a", "blocks.1.b"]
+    assert norms["blocks.1.b"] == 0
+    for name in ("blocks.0.a", "blocks.0.b", "blocks.1.a"):
+        layer = model.get_submodule(name)
+        before = layer.get_base_layer().weight.detach().clone()
+        layer.merge()
+        assert norms[name] == pytest.approx(float((layer.get_base_layer().weight - before).norm()), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        OFTConfig(oft_block_size=2, r=0, target_modules=["a", "b"]),
+        BOFTConfig(boft_block_size=2, target_modules=["a"]),
+    ],
+    ids=["oft", "boft"],
+)
+def test_a_rotation_that_was_not_begun_is_none(settings):
+    model = stirred(settings)
+    assert compute_update_norms(model)["blocks.0.a"] > 0
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            nn.init.zeros_(parameter)
+    inject = compute_update_norms(model)
+    assert set(inject.values()) == {0.0}
+
+
+def test_layers_of_one_name_in_several_blocks_are_one_kind():
+    norms = {
+        "down_blocks.0.attentions.1.transformer_blocks.0.attn1.to_q": 3.0,
+        "mid_block.attentions.0.transformer_blocks.7.attn1.to_q": 4.0,
+        "text_encoder.text_model.encoder.layers.3.self_attn.q_proj": 1.0,
+        "conv_in": 2.0,
+    }
+
+    assert group_norms_by_layer_type(norms) == {"attn1.to_q": 5.0, "self_attn.q_proj": 1.0, "conv_in": 2.0}
+
+
+def test_a_layer_that_learnt_nothing_is_named_and_all_of_them_are_a_failure(caplog):
+    learnt, said = UpdateNorms(), {}
+    teller = SimpleNamespace(noted=lambda run, values: said.update(values))
+    model = stirred(LoraConfig(r=3, target_modules=["a", "b"]))
+    strategy = SimpleNamespace(unwrapped=lambda model: model, is_main=True)
+    run = SimpleNamespace(optimizer=None, strategy=strategy, adapter=model, teller=teller)
+    learnt(run)
+    learnt.fail_if_zero(run)
+
+    assert "1 of 4 layers learnt nothing: blocks.1.b" in caplog.text
+    assert said["update/dead_layers"] == 1 and said["update/kind/a"] > 0
+
+
+def test_a_run_without_a_learning_rate_ends_with_an_error_after_it_wrote_everything(tmp_path):
+    data = pictures(tmp_path, {(64, 64): 2})
+    with pytest.raises(
+        AssertionError,
+        match=r"UserError: the LoRA does nothing: its update is zero in all \d+ layers "
+        r"after 2 steps .*learning rate was 0",
+    ):
+        on_ranks(
+            1,
+            train,
+            "--dataset_config",
+            str(data),
+            "--output_dir",
+            str(tmp_path),
+            "--max_train_steps",
+            "2",
+            "--learning_rate",
+            "0",
+        )
+
+    assert (tmp_path / "lora.safetensors").is_file() and (tmp_path / "lora.report.html").is_file()
+    lines = [json.loads(line) for line in (tmp_path / "lora.metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["update/dead_layers"] == lines[-1]["update/layers"] > 0
+    assert [line["update/norm"] for line in lines if "update/norm" in line] == [0.0, 0.0]
