@@ -37,7 +37,7 @@ class FailureHandler:
         if self._is_handled or isinstance(error, (ConfigError, RunInterrupted)):
             return error
         self._is_handled = True
-        is_told = getattr(error, "is_told", False) or not self.peers.elect_reporter()
+        is_told = getattr(error, "is_reported", False) or not self.peers.elect_reporter()
         where = _describe_step(run)
         shown = (
             format_oom_message(error, self.config, run.state.step if run else None) if is_out_of_memory(error) else ""
