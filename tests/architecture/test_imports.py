@@ -160,8 +160,10 @@ def test_a_planted_import_cycle_is_found(one, other, found):
 
 def test_settings_are_read_and_checked_before_anything_heavy_is_imported():
     script = (
-        "import sys; from library.config import parse_config; from library.dataset.validate import validate_dataset_config\n"
-        "parsed = parse_config(['--dataset_config', 'dataset_configs/demo.toml']); validate_dataset_config(parsed.require_valid().data)\n"
+        "import sys; from library.config import parse_config\n"
+        "from library.dataset.validate import validate_dataset_config\n"
+        "parsed = parse_config(['--dataset_config', 'dataset_configs/demo.toml'])\n"
+        "validate_dataset_config(parsed.require_valid().data)\n"
         "heavy = ('torch', 'diffusers', 'transformers', 'peft', 'accelerate', 'PIL')\n"
         "print([name for name in heavy if name in sys.modules])"
     )
