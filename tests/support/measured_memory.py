@@ -111,7 +111,7 @@ def measure_state(folder: Path, *flags: str) -> dict[str, int]:
 
 
 def _measure_parts(run: Any) -> tuple[int, int, int, int]:
-    model, trainable = run.strategy.unwrap_model(run.adapter), run.parameters
+    model, trainable = run.strategy.unwrap_model(run.model), run.parameters
     frozen = [each for each in model.parameters() if not each.requires_grad]
     frozen += [each.ds_tensor for each in frozen if hasattr(each, "ds_tensor")]
     optimizer, gradients, masters = run.optimizer, count_bytes(each.grad for each in trainable), []
