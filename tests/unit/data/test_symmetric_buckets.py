@@ -48,7 +48,7 @@ def symmetric(resolution=(512, 768), smallest=256, largest=1024, step=64, **sett
         "resize_interpolation": None,
         "prior_loss_weight": 1.0,
         "subsets": (),
-        "places": {"": "set.toml:1"},
+        "locations": {"": "set.toml:1"},
     }
     return DatasetConfig(**{**values, **settings})
 
@@ -201,16 +201,16 @@ def test_merging_keeps_every_picture_and_leaves_no_small_bucket_that_could_join(
     assert len(placements) == len(samples)
     buckets = defaultdict(list)
     for item, before, after in zip(samples, alone, placements, strict=True):
-        if item.dataset == 1:
+        if item.dataset_index == 1:
             assert after == before
             continue
         buckets[after.bucket_resolution].append(item)
         assert after.cropped_fraction <= max_crop
-        if after.bucket_resolution != before.bucket:
+        if after.bucket_resolution != before.bucket_resolution:
             assert [
                 bucket - resized for bucket, resized in zip(after.bucket_resolution, after.resized_size, strict=True)
             ].count(0) > 0
-            assert any(f"bucket {before.bucket[0]}x{before.bucket[1]} has" in note for note in notes)
+            assert any(f"bucket {before.bucket_resolution[0]}x{before.bucket_resolution[1]} has" in note for note in notes)
         else:
             assert after == before
     small = [bucket for bucket, members in buckets.items() if len(members) < least]
@@ -218,7 +218,7 @@ def test_merging_keeps_every_picture_and_leaves_no_small_bucket_that_could_join(
         any(f"bucket {a}x{b} has" in note and "stays" in note for note in notes) for a, b in small
     )
     assert set(buckets) <= {
-        placement.bucket for placement, item in zip(alone, samples, strict=True) if not item.dataset
+        placement.bucket_resolution for placement, item in zip(alone, samples, strict=True) if not item.dataset_index
     }
 
 
