@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from ..config.schema import TrainConfig
 from ..config.schema_data import DataConfig
 from ..dataset.dataset_config import ParsedDatasetConfig, load_dataset_config
-from ..dataset.schema import DatasetConfig
 from ..dataset.validate import validate_dataset_config, validate_resolution_multiple
 from ..errors import ConfigError
 from ..randomness import derive_seed
