@@ -53,7 +53,8 @@ def test_in_each_stage_every_copy_is_seen_once_in_each_epoch_and_never_twice_in_
         for step in range(stage.first_step, end):
             for batch in plan.get_step(step):
                 assert plan.buckets[batch.bucket_index] in stage.batch_plan.buckets
-                real = [entry for entry in zip(batch.sample_indices, batch.repeat_indices, batch.is_real, strict=True) if entry[2]]
+                entries = zip(batch.sample_indices, batch.repeat_indices, batch.is_real, strict=True)
+                real = [entry for entry in entries if entry[2]]
                 seen.setdefault(batch.epoch, Counter()).update(real)
             assert plan.count_real_samples(step) == sum(sum(batch.is_real) for batch in plan.get_step(step))
         assert list(seen) == list(range(stage.first_epoch, stage.first_epoch + len(seen))), (
@@ -72,7 +73,9 @@ def test_epochs_end_where_they_are_complete_or_cut_off(plan, epochs):
     assert plan.count_completed_epochs(steps) >= epochs > plan.count_completed_epochs(steps - 1)
     for stage in plan.stages[1:]:
         assert plan.count_completed_epochs(stage.first_step) == stage.first_epoch == plan.get_epoch(stage.first_step)
-    assert all(plan.get_epoch(step) in (plan.count_completed_epochs(step), plan.count_completed_epochs(step + 1) - 1) for step in range(20))
+    for step in range(20):
+        completed = plan.count_completed_epochs(step), plan.count_completed_epochs(step + 1) - 1
+        assert plan.get_epoch(step) in completed
 
 
 def read(path: Path, text: str, **flags):
