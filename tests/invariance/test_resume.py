@@ -13,7 +13,7 @@ from training_runs import train
 from library.config import parse_config
 from library.config.schema_output import StateConfig
 from library.errors import ConfigError, UserError
-from library.training import checkpoint_dir
+from library.checkpoint import checkpoint_dir
 from library.training.resume import find_changes, select_checkpoint, serialize_settings
 
 __all__ = ["dataset", "whole"]  # fixtures
@@ -336,7 +336,7 @@ def test_a_state_that_cannot_be_written_is_told_and_the_run_goes_on(dataset, tmp
 
 def with_a_broken_disk(error: Exception, *words: str) -> str:
     """The messages of a run whose first state cannot be written."""
-    from library.training import checkpoint_dir
+    from library.checkpoint import checkpoint_dir
 
     honest, calls = checkpoint_dir.save_file, []
 

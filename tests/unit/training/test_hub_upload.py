@@ -10,7 +10,7 @@ import pytest
 
 from library.config import parse_config
 from library.config.schema_output import SaveConfig
-from library.training.hub_upload import HubUploader
+from library.checkpoint.hub_upload import HubUploader
 
 
 class Hub(BaseHTTPRequestHandler):
