@@ -11,7 +11,7 @@ from ..config import RunConfig
 from ..config.schema import OptimConfig, TrainConfig
 from ..data.batch_plan import AnyBatchPlan, get_planned_stages
 from ..data.loader import StepBatches, StepLoader
-from ..dataset.stages import validate_run_length
+from ..dataset.validate import validate_run_length
 from ..errors import ConfigError
 from ..optim.ema import AdapterEMA
 from ..optim.optimizers import ParamGroup
