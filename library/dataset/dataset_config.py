@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ..config.kohya_compat import RENAMED_OPTIONS, format_rename_notice
 from ..config.schema_data import DataConfig
 from ..config.toml_positions import KeyPath, read_text_file, read_toml_with_lines
 from ..config.types import Resolution, ResolutionSchedule
@@ -58,7 +59,7 @@ _UNSUPPORTED_MUSUBI_KEYS: Mapping[str, str] = {
 }
 
 _EXTRA_DATASET_KEYS = (
-    "bucket_mode bucket_max_crop bucket_min_pictures weight resolution_schedule from_step to_step".split()
+    "bucket_mode bucket_max_crop bucket_min_images weight resolution_schedule from_step to_step".split()
 )
 _EXTRA_SUBSET_KEYS = "parquet webdataset recursive include exclude image_column caption_column cache_directory".split()
 _INTERNAL_FIELDS = ("kind", "subsets", "locations", "dataset_file", "join_caption_lines", "dataset_number")
@@ -70,6 +71,7 @@ class ParsedDatasetConfig:
 
     datasets: tuple[DatasetConfig, ...]
     problems: list[str]
+    notices: tuple[str, ...] = ()  # deprecated keys
 
     def require_valid(self) -> tuple[DatasetConfig, ...]:
         """Return the datasets; raise ``ConfigError`` with all problems if there are any."""
@@ -100,7 +102,8 @@ def parse_dataset_config(
         return ParsedDatasetConfig((), error.problems)
     parser = _DatasetConfigParser(path, lines, flag_defaults, invalid_flags)
     datasets = tuple(parser.parse_file(document))
-    return ParsedDatasetConfig(datasets, [*parser.problems, *validate_across_datasets(datasets)])
+    problems = [*parser.problems, *validate_across_datasets(datasets)]
+    return ParsedDatasetConfig(datasets, problems, tuple(parser.notices))
 
 
 class _JsonObject(dict[str, Any]):
@@ -163,6 +166,7 @@ class _DatasetConfigParser:
         self.path, self.key_lines = path, key_lines
         self.flag_defaults, self.invalid_flags = flag_defaults, invalid_flags
         self.problems: list[str] = []
+        self.notices: list[str] = []
 
     def parse_file(self, document: Mapping[str, Any]) -> list[DatasetConfig]:
         for name in document:
@@ -239,17 +243,24 @@ class _DatasetConfigParser:
         if not isinstance(table, dict):
             self.add_problem(key_path, f"expected the table {table_name}, got {table!r}")
             return values
-        for name, value in table.items():
+        for written_name, value in table.items():
+            name = RENAMED_OPTIONS.get(written_name, written_name)
+            value_path = (*key_path, written_name)
             key = DATASET_KEYS.get(name)
             if key is None or table_name not in key.tables:
                 reason = _explain_misplaced_key(name, table_name) or _explain_unknown_key(name, table_name)
-                self.add_problem((*key_path, name), reason)
+                self.add_problem(value_path, reason)
                 continue
-            location = self.format_location((*key_path, name))
+            location = self.format_location(value_path)
+            if name in values:
+                first = values[name].location
+                self.add_problem(value_path, f"duplicate key: the former name of {name}, set at {first}")
+            elif name != written_name:
+                self.notices.append(format_rename_notice(f"{location}: {written_name}", name))
             try:
                 values[name] = LocatedValue(key.option.parse_toml_value(value), location)
             except ValueError as error:
-                self.add_problem((*key_path, name), str(error))
+                self.add_problem(value_path, str(error))
                 values[name] = LocatedValue(None, location, is_invalid=True)
         return values
 

@@ -256,7 +256,7 @@ def _scan_mask_dir(
         names = format_first_names([path.name for path in matches.unmatched])
         result.unmatched.append(
             f"{mask_dir}: {format_count(len(matches.unmatched), 'mask')} without an image of the same name in"
-            f" {image_dir}: {names}; remove them, or ignore them with --on_bad_data skip"
+            f" {image_dir}: {names}; remove them, or ignore them with --on_invalid_images skip"
         )
     color = [file.name for file, mask in inspected_masks.items() if mask.is_color]
     if color:

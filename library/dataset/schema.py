@@ -112,7 +112,7 @@ class DatasetConfig:
     bucket_no_upscale: bool
     bucket_mode: Literal["kohya", "symmetric"]
     bucket_max_crop: float
-    bucket_min_pictures: int
+    bucket_min_images: int
     network_multiplier: float
     validation_split: float
     validation_seed: int | None
@@ -224,7 +224,7 @@ _TABLES_BY_LEVEL = {
 _FLAG_TO_KEY = {"train_batch_size": "batch_size", "dataset_repeats": "num_repeats"}
 _DATASET_FLAGS = frozenset(
     "resolution train_batch_size enable_bucket min_bucket_reso max_bucket_reso bucket_reso_steps bucket_no_upscale"
-    " bucket_mode bucket_max_crop bucket_min_pictures validation_seed resolution_schedule".split()
+    " bucket_mode bucket_max_crop bucket_min_images validation_seed resolution_schedule".split()
 )
 _LEVEL_BY_FLAG = {
     **dict.fromkeys(_DATASET_FLAGS, "dataset"),

@@ -32,7 +32,7 @@ UNSUPPORTED_KEYS_BY_KIND: Mapping[DatasetKind, tuple[str, ...]] = {
 
 _KIND_KEYS: Mapping[DatasetKind, str] = {"finetuning": "metadata_file", "controlnet": "conditioning_data_dir"}
 
-_SYMMETRIC_DEFAULTS = {"bucket_max_crop": 1, "bucket_min_pictures": 1}
+_SYMMETRIC_DEFAULTS = {"bucket_max_crop": 1, "bucket_min_images": 1}
 """Keys that only bucket_mode symmetric has, and the values that change nothing."""
 
 _SOURCE_KEYS = ("image_dir", "parquet", "webdataset")

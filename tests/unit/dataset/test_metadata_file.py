@@ -117,7 +117,7 @@ def test_all_problems_with_rows_are_reported_with_their_lines(tmp_path):
         "a/metadata.jsonl:3: no file_name",
         "a/metadata.jsonl:5: './2.png' is already listed in a/metadata.jsonl:4; remove one",
         "a/metadata.jsonl:1: text is not a string: 3",
-        "4 of 5 pictures cannot be used; mend or remove them, or leave them out with --on_bad_data skip",
+        "4 of 5 pictures cannot be used; mend or remove them, or leave them out with --on_invalid_images skip",
     ]
 
 
@@ -172,14 +172,14 @@ def test_a_parquet_row_is_reported_by_its_number(tmp_path):
         (
             {"metadata.jsonl": "", "metadata.csv": ""},
             "",
-            "image_dir: several metadata tables in a: metadata.csv, metadata.jsonl; keep one of them, or set metadata_file"
-            " = 'FILE'",
+            "image_dir: several metadata tables in a: metadata.csv, metadata.jsonl; keep one of them, or set"
+            " metadata_file = 'FILE'",
         ),
         (
             {"metadata.jsonl": encode_table(ROWS, ".jsonl")},
             "caption_column = 'txet'",
-            "image_dir: a/metadata.jsonl: no column 'txet' (set by caption_column); columns are file_name, text; did you"
-            " mean text?",
+            "image_dir: a/metadata.jsonl: no column 'txet' (set by caption_column); columns are file_name, text;"
+            " did you mean text?",
         ),
         ({}, "caption_column = 'text'", "caption_column: no effect: no metadata table in a"),
         ({}, "image_column = 'x'", "image_column: no effect: no metadata table in a"),
