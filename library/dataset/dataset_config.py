@@ -244,7 +244,7 @@ class _DatasetConfigParser:
             self.add_problem(key_path, f"expected the table {table_name}, got {table!r}")
             return values
         for written_name, value in table.items():
-            name = RENAMED_OPTIONS.get(written_name, written_name)
+            name = str(RENAMED_OPTIONS.get(written_name, written_name))
             value_path = (*key_path, written_name)
             key = DATASET_KEYS.get(name)
             if key is None or table_name not in key.tables:
