@@ -24,8 +24,8 @@ from ..models.base import Family
 from ..models.detect import DetectedModel, detect_model
 from ..models.families import FAMILIES
 from ..models.preflight import validate_prompts
-from ..optim import optimizers, schedules
-from ..optim.optimizers import validate_elementwise_optimizer
+from ..optim.preflight import validate_elementwise_optimizer, validate_lr_schedule, validate_optimizer
+from ..optim.schedules import build_lr_schedule
 from ..parallel.strategy import Strategy
 from ..parallel.strategy_registry import build_strategy
 from ..report import preview_grid
@@ -53,13 +53,13 @@ logger = logging.getLogger(__name__)
 def run_training(config: RunConfig, locations: Mapping[str, str] | None = None) -> None:
     """Train from beginning to end; ``locations`` says where each option was written."""
     started_at = time.time()
-    optimizers.validate_optimizer(config.optim)
-    schedules.validate_lr_schedule(config.optim)
+    if problems := [*validate_optimizer(config.optim), *validate_lr_schedule(config.optim)]:
+        raise ConfigError(problems)
     strategy = build_strategy(config)
     folder, name = Path(config.save.output_dir), config.save.output_name
     with strategy.process_group_scope():
         divider = strategy.optimizer_sharding_engine
-        if divider and (problems := validate_elementwise_optimizer(config.optim, divider)):
+        if divider and (problems := [*validate_elementwise_optimizer(config.optim, divider)]):
             raise ConfigError(problems)
         with ExitStack() as held:
             strategy.run_on_main(lambda: _prepare_output_dir(config, folder, name, held))
@@ -104,7 +104,7 @@ def _prepare_and_train(
     )
     for line in format_plan(prepared, plan, strategy.data_parallel_size).splitlines():
         logger.info("%s", line)
-    schedules.build_lr_schedule(config.optim, plan.steps)  # some are made for so many steps and no more
+    build_lr_schedule(config.optim, plan.steps)  # some schedulers fail for this number of steps
     going_on = Resume(config, strategy, detected, prepared, plan, started_at)
     if going_on.is_complete(plan):
         return

@@ -33,6 +33,7 @@ from ..models.parallel_plan import build_tensor_parallel_plan, map_layer_token_s
 from ..models.schedulers import override_scheduler
 from ..optim import optimizers, schedules
 from ..optim.ema import AdapterEMA
+from ..optim.preflight import find_learning_rate_warnings
 from ..parallel.blocks import BlockSequence, ParallelPlan, UNetBlockSequence
 from ..parallel.offload import is_quantized_or_offloaded, quantize_and_offload_base
 from ..parallel.strategy import Strategy
@@ -187,7 +188,7 @@ def _build_oom_recovery(config: RunConfig, trainable: Any) -> OomRecovery:
 
 
 def _build_optimizer(config: RunConfig, groups: Sequence[optimizers.ParamGroup]) -> torch.optim.Optimizer:
-    for line in optimizers.find_learning_rate_warnings(config.optim, groups):
+    for line in find_learning_rate_warnings(config.optim, groups):
         logger.warning("%s", line)
     optimizer = optimizers.build_optimizer(config.optim, groups)
     logger.info("optimizer: %s", optimizers.describe_optimizer(optimizer))
