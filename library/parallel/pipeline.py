@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from ..data.batch import PixelBatch
+from ..distributed.communicator import Communicator
 from ..distributed.parallel_dims import ParallelDims
 from .blocks import Activations, BlockSequence, ParallelPlan
 from .model_parallel import ModelParallelStrategy
@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 class PipelineStrategy(ModelParallelStrategy):
     """Each process has the blocks of one stage, or of two, and everything that is no block."""
 
-    def __init__(self, accelerator: Accelerator, dims: ParallelDims, schedule: str):
-        super().__init__(accelerator, dims)
+    def __init__(self, comm: Communicator, dims: ParallelDims, schedule: str):
+        super().__init__(comm, dims)
         self.schedule = schedule
         self.stage_group = self.mesh.get_group("stage")
 
@@ -83,7 +83,7 @@ class PipelineStrategy(ModelParallelStrategy):
         """Called after each block; where a stage ends, everybody gets what it made."""
         if index not in self._stage_ends:
             return activations
-        number, group = self._stage_ends[index], self.dims.get_pipeline_ranks(self.rank)
+        number, group = self._stage_ends[index], self.dims.get_pipeline_ranks(self.comm.rank)
         is_end = number == len(self.stage_bounds) - 2
         consumer = None if is_end else group[(number + 1) % self.dims.pp]
         return broadcast_stage_output(

@@ -12,14 +12,15 @@ import torch
 from .. import __version__
 from ..cache.model_fingerprint import compute_quick_model_fingerprint
 from ..config import RunConfig
+from ..config.kohya_compat import upgrade_settings
 from ..config.options import flatten_config, iter_options
 from ..config.schema_output import StateConfig
 from ..data.batch_plan import get_planned_stages
 from ..data.prepare import PreparedData
+from ..distributed.communicator import Communicator
 from ..distributed.signals import StopSignals
 from ..errors import ConfigError, RunInterrupted, UserError
 from ..models.detect import DetectedModel
-from ..parallel.strategy import Strategy
 from . import checkpoint_dir
 from .checkpoint import SaveCheckpoint, restore_state
 from .checkpoint_dir import CheckpointInfo, find_checkpoints, read_checkpoint_info
@@ -42,15 +43,15 @@ RESULT_NEUTRAL_GROUPS = {
 
 
 RESULT_NEUTRAL_OPTIONS = {
-    *("max_train_steps", "max_train_epochs", "gradient_checkpointing", "max_bad_steps", "on_oom", "dry_run"),
+    *("max_train_steps", "max_train_epochs", "gradient_checkpointing", "max_nan_steps", "on_oom", "dry_run"),
     *(
         "gradient_checkpointing_every",
-        "gradient_checkpointing_budget",
+        "activation_memory_budget",
         "cpu_offload_checkpointing",
         "blocks_to_swap",
         "profile_steps",
     ),
-    *("max_data_loader_n_workers", "prefetch_factor", "on_bad_data", "max_bad_samples"),
+    *("max_data_loader_n_workers", "prefetch_factor", "on_invalid_images", "max_invalid_images"),
     # batch and pictures are compared themselves, wherever they come from
     *("gradient_accumulation_steps", "train_batch_size", "dataset_config"),
     # so is the model, wherever its files lie
@@ -98,8 +99,9 @@ def find_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterat
             yield SettingChange(what, saved[what], current[what], changes_result=True)
     groups = {option.name: option.group for option in iter_options(RunConfig)}
     defaults = {option.name: option.default for option in iter_options(RunConfig)}
+    saved_settings = upgrade_settings(saved["settings"])
     for name, new in current["settings"].items():
-        old = saved["settings"].get(name, defaults[name])  # an option that is younger than the state
+        old = saved_settings.get(name, defaults[name])  # an option that is younger than the state
         if old != new and groups[name] != "state":
             yield SettingChange(
                 name,
@@ -122,13 +124,13 @@ class Resume:
     def __init__(
         self,
         config: RunConfig,
-        strategy: Strategy,
+        comm: Communicator,
         detected: DetectedModel,
         prepared: PreparedData,
         plan: RunPlan,
         started_at: float,
     ):
-        self.config, self.strategy = config, strategy
+        self.config, self.comm = config, comm
         self.output_dir, name = Path(config.save.output_dir), config.save.output_name
         sizes = {bucket.dataset_number: bucket.batch_size for bucket in plan.batch_plan.buckets}
         together = plan.batch_plan.dp_size * plan.batch_plan.accumulation_steps
@@ -139,19 +141,17 @@ class Resume:
             "batch": [size * together for _, size in sorted(sizes.items())],
             "split": [plan.batch_plan.dp_size, plan.batch_plan.accumulation_steps],
             "started_at": started_at,
-            "run": strategy.run_on_main_and_broadcast(
+            "run": comm.run_on_main_and_broadcast(
                 lambda: checkpoint_dir.compute_next_run_number(self.output_dir, name)
             ),
             "versions": {"lorikeet": __version__, "torch": torch.__version__},
         }
-        self.checkpoint = strategy.run_on_main_and_broadcast(
-            lambda: select_checkpoint(config.state, self.output_dir, name)
-        )
+        self.checkpoint = comm.run_on_main_and_broadcast(lambda: select_checkpoint(config.state, self.output_dir, name))
         if self.checkpoint is None:
             return
         self.metadata["started_at"] = self.checkpoint.metadata["started_at"]
         found = self.checkpoint
-        strategy.run_on_main(lambda: check_changes(found, self.metadata, config.state))
+        comm.run_on_main(lambda: check_changes(found, self.metadata, config.state))
         is_cut_anew = found.metadata.get("split", self.metadata["split"])[1] != plan.batch_plan.accumulation_steps
         if is_cut_anew and any(stage.batch_plan.has_remainders for stage in get_planned_stages(plan.batch_plan)):
             logger.warning(
@@ -183,7 +183,7 @@ class Resume:
         if self.checkpoint is None:
             return
         found = self.checkpoint
-        tensors = self.strategy.run_on_main_and_broadcast(lambda: checkpoint_dir.load_checkpoint_tensors(found))
+        tensors = self.comm.run_on_main_and_broadcast(lambda: checkpoint_dir.load_checkpoint_tensors(found))
         restore_state(run, found.metadata, tensors)
 
     def run_pending_callbacks(self, run: TrainingRun) -> None:
@@ -269,10 +269,10 @@ def check_changes(checkpoint: CheckpointInfo, current: Mapping[str, Any], config
     for change in told:
         logger.warning("since the state was saved: %s", change)
     matter = [str(change) for change in told if change.changes_result]
-    if matter and not config.resume_anyway:
+    if matter and not config.force_resume:
         raise ConfigError(
             [
-                f"--resume: {line}; with it the result is another one. Set it back, or add --resume_anyway"
+                f"--resume: {line}; with it the result is another one. Set it back, or add --force_resume"
                 for line in matter
             ]
         )

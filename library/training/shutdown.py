@@ -5,10 +5,10 @@ from pathlib import Path
 
 from ..config import RunConfig
 from ..data.batch import PixelBatch
+from ..distributed.communicator import Communicator
 from ..distributed.memory import OutOfMemory, is_out_of_memory
 from ..distributed.watchdog import PeerMonitor, ProcessIdentity
 from ..errors import ConfigError, CrashError, RunInterrupted, UserError, format_error, write_traceback
-from ..parallel.strategy import Strategy
 from .checkpoint import SaveCheckpoint
 from .state import TrainingRun
 
@@ -18,12 +18,12 @@ MAX_IMAGES_SHOWN = 6
 class FailureHandler:
     """Turns whatever ended a run into what is to be told about it."""
 
-    def __init__(self, strategy: Strategy, config: RunConfig):
-        self.rank, self.config = strategy.rank, config
+    def __init__(self, comm: Communicator, config: RunConfig):
+        self.rank, self.config = comm.rank, config
         self.peers = PeerMonitor(
-            strategy.rank,
-            strategy.all_gather_object(ProcessIdentity.get_current()),
-            strategy.open_key_value_store("ending"),
+            comm.rank,
+            comm.all_gather_object(ProcessIdentity.get_current()),
+            comm.open_key_value_store("ending"),
         )
         self._is_handled = False
 
@@ -37,7 +37,7 @@ class FailureHandler:
         if self._is_handled or isinstance(error, (ConfigError, RunInterrupted)):
             return error
         self._is_handled = True
-        is_told = getattr(error, "is_told", False) or not self.peers.elect_reporter()
+        is_told = getattr(error, "is_reported", False) or not self.peers.elect_reporter()
         where = _describe_step(run)
         shown = (
             format_oom_message(error, self.config, run.state.step if run else None) if is_out_of_memory(error) else ""
@@ -150,15 +150,15 @@ def suggest_oom_fixes(config: RunConfig, phase: str, batch_size: int) -> Iterato
         and batch_size > 1
         and phase != "optimizer"
     ):
-        yield "--on_oom ladder, which cuts batches in parts as far as needed, with the same result"
+        yield "--on_oom recover, which cuts batches in parts as far as needed, with the same result"
     if not train.gradient_checkpointing:
         yield "--gradient_checkpointing, which computes activations twice"
     elif not train.cpu_offload_checkpointing:
         yield "--cpu_offload_checkpointing, which keeps what is computed twice in host memory"
     if is_whole and not train.blocks_to_swap and not config.distributed.torch_compile:
         yield "--blocks_to_swap, which keeps frozen weights of so many blocks in host memory"
-    if is_whole and config.model.base_storage == "float":
-        yield "--base_storage int8, which keeps frozen weights in half as many bits as bf16"
+    if is_whole and config.model.quantize_base == "none":
+        yield "--quantize_base int8, which keeps frozen weights in half as many bits as bf16"
     if config.optim.optimizer_type.lower() in ("adamw", "adam"):
         yield "--optimizer_type AdamW8bit"
     yield "a smaller resolution in the dataset file, or a smaller --network_dim"

@@ -35,7 +35,7 @@ class TooManyFailures(UserError):
 class BadSamples:
     """What could not be read so far, by name."""
 
-    max_bad_samples: int  # --max_bad_samples
+    max_invalid_images: int  # --max_invalid_images
     num_images: int  # that the run has
     problems: dict[str, str] = field(default_factory=dict)
     unreported: list[BadSample] = field(default_factory=list)  # of this rank, since the last time all talked about it
@@ -47,20 +47,20 @@ class BadSamples:
     def sync_across_ranks(self, strategy: Strategy) -> None:
         """Every rank calls this at the same steps: all learn what any of them met with, and all stop together."""
         mine, self.unreported = self.unreported, []
-        if not strategy.all_reduce_sum(len(mine)):
+        if not strategy.comm.all_reduce_sum(len(mine)):
             return
-        by_rank = strategy.all_gather_object(mine)
+        by_rank = strategy.comm.all_gather_object(mine)
         if (half := _find_partial_failure(by_rank, strategy.model_parallel_size)) is not None:
             error = UserError(half)
-            error.is_reported = not strategy.is_main
+            error.is_reported = not strategy.comm.is_main
             raise error
         for bad in chain(*by_rank):
             if bad.name not in self.problems:
                 self.problems[bad.name] = bad.problem
                 logger.warning("%s: %s; what stands in its place weighs nothing", bad.name, bad.problem)
-        if len(self.problems) > self.max_bad_samples or 2 * len(self.problems) >= self.num_images:
+        if len(self.problems) > self.max_invalid_images or 2 * len(self.problems) >= self.num_images:
             error = TooManyFailures(self._format_limit_error())
-            error.is_reported = not strategy.is_main
+            error.is_reported = not strategy.comm.is_main
             raise error
 
     def log_summary(self) -> None:
@@ -72,8 +72,8 @@ class BadSamples:
     def _format_limit_error(self) -> str:
         lines = "".join(f"\n{name}: {problem}" for name, problem in self.problems.items())
         limit = (
-            f"max_bad_samples is {self.max_bad_samples}"
-            if len(self.problems) > self.max_bad_samples
+            f"max_invalid_images is {self.max_invalid_images}"
+            if len(self.problems) > self.max_invalid_images
             else "that is half of them or more"
         )
         return f"{len(self.problems)} of {self.num_images} pictures cannot be read any more; {limit}:{lines}"
@@ -155,7 +155,7 @@ class NanGuard:
         if len(self.skipped_steps) >= self.max_nan_steps:
             raise TooManyFailures(
                 f"{len(self.skipped_steps)} steps had a loss or gradient that is no number, which is the limit that"
-                f" --max_bad_steps sets.\nThe weights are those before step {step + 1}. Try a lower"
+                f" --max_nan_steps sets.\nThe weights are those before step {step + 1}. Try a lower"
                 " learning_rate, or mixed_precision bf16 in the place of fp16."
             )
         return False
@@ -174,7 +174,7 @@ def _write_nan_report(run: TrainingRun, work: StepBatches, bad: SkippedStep) -> 
 
     Noise is a function of seed, step and place, so this is enough to compute the step again.
     """
-    save, rank = run.config.save, run.strategy.rank
+    save, rank = run.config.save, run.strategy.comm.rank
     path = Path(save.output_dir) / f"{save.output_name}.nan-step{bad.step + 1:08d}-rank{rank}.json"
     samples: dict[int, tuple[float, float]] = {}
     for seen in run.task.micro_batch_stats:
@@ -260,7 +260,7 @@ class OomRecovery:
         else:
             raise error
         logger.warning(
-            "step %d ran out of memory (%s); --on_oom ladder: %s, and the step comes again",
+            "step %d ran out of memory (%s); --on_oom recover: %s, and the step comes again",
             step + 1,
             error.phase,
             change,

@@ -64,18 +64,18 @@ class Encoded:
             self._note(maker)
 
     def _note(self, maker: Any) -> None:
-        honest = maker.made
+        encode_batches = maker.encode_batches
 
-        def made(itself: Any, groups: Any) -> Any:
-            for count, entries in honest(itself, groups):
-                mirrored = getattr(itself.wanted, "mirrored", None)
+        def encode_and_note(itself: Any, groups: Any) -> Any:
+            for count, entries in encode_batches(itself, groups):
+                flipped = getattr(getattr(itself, "latent_keys", None), "flipped", None)
                 self.names += [
-                    f"{entry.name}{' mirrored' if mirrored is not None and mirrored[entry.number] else ''}"
+                    f"{entry.name}{' mirrored' if flipped is not None and flipped[entry.index] else ''}"
                     for entry in entries
                 ]
                 yield count, entries
 
-        maker.made = made
+        maker.encode_batches = encode_and_note
 
     def taken(self) -> list[str]:
         """What was encoded since the last time."""
@@ -88,18 +88,18 @@ class Kept:
 
     def __init__(self, family: Any, *flags: str, strategy: Strategy | None = None):
         self.config: RunConfig = parse_config([*flags, "--quiet"]).require_valid()
-        self.strategy = strategy or Strategy(prepare_accelerator(self.config))
+        self.strategy = strategy or Strategy(Communicator(prepare_accelerator(self.config)))
         self.prepared: PreparedData = prepare_data(self.config.data, 8)
         model = detect_model(self.config.model)
         self.prepared, self.latents = cache_latents(self.config, self.strategy, family, model, self.prepared)
-        batches = self.prepared.build_batch_plan(self.strategy.world_size, self.config.train)
+        batches = self.prepared.build_batch_plan(self.strategy.comm.world_size, self.config.train)
         self.plan = RunPlan.from_config(batches, self.config.train, self.config.optim)
         self.texts = cache_text_encoder_outputs(self.config, self.strategy, family, model, self.prepared, self.plan, [])
 
     def loader(self) -> Any:
         return self.prepared.build_image_loader(
             self.plan.batch_plan,
-            self.strategy.rank,
+            self.strategy.comm.rank,
             total_steps=self.plan.steps,
             pin_memory=False,
             latent_reader=self.latents,
