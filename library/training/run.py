@@ -9,10 +9,12 @@ from pathlib import Path
 from ..atomic_files import find_write_error
 from ..cache.model_fingerprint import compute_quick_file_fingerprint, compute_quick_model_fingerprint
 from ..cache.precompute import CacheReaders, cache_latents, cache_text_encoder_outputs
+from ..cache.readers import build_validation_reader
 from ..config import RunConfig
 from ..config.schema_output import PreviewConfig
 from ..data.prepare import PreparedData
 from ..data.prompts import Prompt, load_prompts
+from ..data.run_plan import RunPlan
 from ..distributed.launcher_settings import find_overridden_settings
 from ..distributed.signals import StopSignals
 from ..distributed.trackers import Trackers
@@ -42,7 +44,7 @@ from .preview import Preview
 from .resume import Resume
 from .setup import build_run, load_training_pipeline, prepare_dataset
 from .shutdown import FailureHandler
-from .state import RunPlan, StopRequested, TrainingRun
+from .state import StopRequested, TrainingRun
 from .step_guards import TooManyFailures
 from .trainable import check_adapter_targets
 from .validation import Validation
@@ -244,8 +246,8 @@ def _build_preview(config: RunConfig, prompts: Sequence[Prompt]) -> Preview:
 
 def _build_validation(config: RunConfig, prepared: PreparedData, cache_readers: CacheReaders) -> list[Validation]:
     """One, where pictures are kept for it."""
-    found = prepared.build_validation_reader(
-        config.validate.max_validation_steps, cache_readers.latent_reader, cache_readers.text_reader
+    found = build_validation_reader(
+        prepared, config.validate.max_validation_steps, cache_readers.latent_reader, cache_readers.text_reader
     )
     return [] if found is None else [Validation(config.validate, *found)]
 
