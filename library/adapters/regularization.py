@@ -24,11 +24,17 @@ SEQUENCE_NDIM = 3
 class LoraDropout:
     """Leaves out parts of what the down matrices of a LoRA say, while the model is in training."""
 
-    def __init__(self, dropout: float, rank_dropout: float, module_dropout: float):
+    def __init__(
+        self,
+        dropout: float,
+        rank_dropout: float,
+        module_dropout: float,
+        get_token_positions: Callable[[nn.Module], Tensor | None] | None = None,
+    ):
         self.dropout, self.rank_dropout, self.module_dropout = dropout, rank_dropout, module_dropout
         self.sample_keys: Tensor | None = None
         """One number for each sample of the batch; without it nothing is left out."""
-        self.token_positions: Callable[[nn.Module], Tensor | None] = lambda down: None
+        self.token_positions = get_token_positions or (lambda lora_a: None)
         """Which of all tokens a down matrix is given, where others are given the rest."""
 
     def attach(self, down_layers: Iterable[nn.Module]) -> None:

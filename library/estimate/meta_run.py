@@ -30,7 +30,7 @@ from ..parallel.offload import is_quantized_or_offloaded, quantize_and_offload_b
 from ..parallel.pipeline_stages import StageRunner
 from ..parallel.quantize import FrozenConv2d, FrozenLinear, QuantizedWeight
 from ..parallel.tensor_parallel import TensorParallel
-from ..training.init_weights import read_initial_weights
+from ..checkpoint.init_weights import read_initial_weights
 from ..training.setup import build_objective, build_parallel_plan
 from ..training.task import DiffusionTask
 from ..training.trainable import (

@@ -1,4 +1,4 @@
-"""Checkpoints: capture and restore the state of a run (adapter, EMA, optimizer, counters), and the callback that saves."""
+"""Checkpoints: capture and restore the state of a run (adapter, EMA, optimizer, counters), and the callback."""
 
 import logging
 import shutil
@@ -231,7 +231,9 @@ def _export_optimizer_state(run: TrainingRun, names: Mapping[nn.Parameter, str])
     exported = dict(run.optimizer.state_dict())
     numbers = _map_parameter_names(run, names, exported["param_groups"])
     state = {numbers[number]: value for number, value in exported.pop("state").items()}
-    groups = [{**group, "params": [numbers[number] for number in group["params"]]} for group in exported["param_groups"]]
+    groups = [
+        {**group, "params": [numbers[number] for number in group["params"]]} for group in exported["param_groups"]
+    ]
     return {**exported, "state": state, "param_groups": groups}
 
 

@@ -18,6 +18,7 @@ from ..adapters.lora import Adapter
 from ..adapters.metadata import BaseModelMetadata, RunMetadata, add_model_hashes, build_metadata
 from ..adapters.state_dict import group_updates
 from ..atomic_files import compute_sha256
+from ..checkpoint.component_keys import collect_component_keys
 from ..checkpoint.hub_upload import HubUploader
 from ..config.schema import ModelConfig
 from ..config.schema_output import SaveConfig
@@ -28,7 +29,6 @@ from ..models.sampling import use_eval_mode
 from ..optim.optimizers import use_eval_weights
 from ..randomness import derive_seed
 from .state import TrainingRun, is_interval_reached
-from .trainable import collect_component_keys
 
 logger = logging.getLogger(__name__)
 

@@ -19,13 +19,14 @@ from ..config.options import flatten_config, iter_options
 from ..config.schema_output import StateConfig
 from ..data.batch_plan import get_planned_stages
 from ..data.prepare import PreparedData
+from ..data.run_plan import RunPlan
 from ..distributed.communicator import Communicator
 from ..distributed.signals import StopSignals
 from ..errors import ConfigError, RunInterrupted, UserError
 from ..models.detect import DetectedModel
 from .checkpoint import SaveCheckpoint, restore_state
 from .export import AdapterRetention
-from .state import RunPlan, TrainingRun
+from .state import TrainingRun
 
 logger = logging.getLogger(__name__)
 
@@ -212,7 +213,7 @@ def select_checkpoint(config: StateConfig, output_dir: Path, name: str) -> Check
     if config.resume is None and not config.auto_resume:
         if _list_checkpoint_names(output_dir, name):
             logger.warning(
-                "%s holds checkpoints of an earlier run, but this run starts from scratch; to resume, add --auto_resume",
+                "%s has checkpoints of an earlier run, but this run starts from scratch; to resume, add --auto_resume",
                 output_dir,
             )
         return None

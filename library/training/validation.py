@@ -1,4 +1,4 @@
-"""The validation callback: loss on held-out images at fixed timesteps with fixed noise, compared with the base model."""
+"""The validation callback: loss on validation images at fixed timesteps with fixed noise, next to the base model."""
 
 import logging
 import math

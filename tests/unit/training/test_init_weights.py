@@ -21,8 +21,9 @@ from library.config.schema import AdapterConfig, RunConfig
 from library.errors import ConfigError, UserError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
-from library.training.init_weights import load_network_weights, merge_base_weights, read_initial_weights
-from library.training.trainable import build_trainable_modules, collect_component_keys
+from library.checkpoint.init_weights import load_network_weights, merge_base_weights, read_initial_weights
+from library.checkpoint.component_keys import collect_component_keys
+from library.training.trainable import build_trainable_modules
 
 
 def scene(name, **adapter):

@@ -9,6 +9,7 @@ import torch
 from training_runs import pictures
 from training_task import HEIGHT, WIDTH, pixels, task
 
+from library.cache.readers import build_validation_reader
 from library.config.schema_data import DataConfig
 from library.data.batch_plan import Bucket, MicroBatch
 from library.data.loader import ValidationBatches
@@ -85,12 +86,12 @@ def test_dropout_is_off_while_it_is_measured_and_on_again_after(task):
 def test_of_too_many_batches_the_same_are_measured_and_all_once(tmp_path):
     data = str(pictures(tmp_path, {(96, 64): 9, (64, 96): 6}))
     prepared = prepare_data(DataConfig(dataset_config=data, validation_split=0.6, train_batch_size=2), 8)
-    whole, _ = prepared.build_validation_reader(None, None, None)
-    some, _ = prepared.build_validation_reader(3, None, None)
+    whole, _ = build_validation_reader(prepared, None, None, None)
+    some, _ = build_validation_reader(prepared, 3, None, None)
     samples = [sample for batch in whole.micro_batches for sample in batch.sample_indices]
 
     first, count = len(prepared.manifest.samples), len(prepared.validation.manifest.samples)
     assert sorted(samples) == list(range(first, first + count))
     assert len(some.micro_batches) == 3 and set(some.micro_batches) < set(whole.micro_batches)
-    assert some == prepared.build_validation_reader(3, None, None)[0]
+    assert some == build_validation_reader(prepared, 3, None, None)[0]
     assert {some.dataset_numbers[sample] for batch in some.micro_batches for sample in batch.sample_indices} == {0}
