@@ -23,8 +23,8 @@ from library.errors import ConfigError
 
 SHARED = ("--cp_size", "2")
 ALONE = World(started_at="20260203040506")
-TWO = replace(ALONE, size=2, local_size=2, local_rank=1, rank=1)
-CUDA = replace(TWO, device="cuda", machine=Machine(device_type="cuda", device_count=4))
+TWO = replace(ALONE, world_size=2, local_world_size=2, local_rank=1, rank=1)
+CUDA = replace(TWO, device_type="cuda", machine=Machine(device_type="cuda", device_count=4))
 
 
 def config(*flags: str) -> RunConfig:
@@ -47,10 +47,10 @@ def handler(world: World, kind: type, *flags: str):
     [
         (TWO, "gloo", None),
         (CUDA, "nccl", None),
-        (replace(CUDA, windows=True), "gloo", "env://?use_libuv=False"),
-        (replace(TWO, windows=True), "gloo", "env://?use_libuv=False"),
-        (replace(CUDA, device="cpu"), "gloo", None),
-        (replace(TWO, device="xpu"), None, None),
+        (replace(CUDA, is_windows=True), "gloo", "env://?use_libuv=False"),
+        (replace(TWO, is_windows=True), "gloo", "env://?use_libuv=False"),
+        (replace(CUDA, device_type="cpu"), "gloo", None),
+        (replace(TWO, device_type="xpu"), None, None),
         (replace(ALONE, local_rank=0), "gloo", None),
     ],
 )
@@ -60,11 +60,11 @@ def test_the_process_group_fits_system_and_device(world, backend, init_method):
     assert (group.backend, group.init_method) == (backend, init_method)
 
 
-@pytest.mark.parametrize("world", [ALONE, replace(ALONE, device="cuda", machine=Machine("cuda", device_count=8))])
+@pytest.mark.parametrize("world", [ALONE, replace(ALONE, device_type="cuda", machine=Machine("cuda", device_count=8))])
 def test_one_process_forms_no_group_however_many_devices_there_are(world):
     assert build_process_group_kwargs(world, 5) is None
     assert kwargs(world, "--ddp_timeout", "5", "--ddp_static_graph")["kwargs_handlers"] == []
-    assert build_partial_state_kwargs(config("--ddp_timeout", "5"), world) == {"cpu": world.device == "cpu"}
+    assert build_partial_state_kwargs(config("--ddp_timeout", "5"), world) == {"cpu": world.device_type == "cpu"}
 
 
 def test_the_timeout_is_in_minutes_and_reaches_the_process_group():
@@ -182,10 +182,10 @@ def test_torch_compile_takes_nothing_from_the_launcher(flags, expected, monkeypa
     [
         (ALONE, (), None),
         (ALONE, ("--mixed_precision", "bf16"), "bf16"),
-        (replace(ALONE, precision="bf16"), (), None),
-        (replace(ALONE, precision="bf16"), ("--mixed_precision", "no"), "no"),
-        (replace(ALONE, precision="fp16"), (), "no"),
-        (replace(CUDA, precision="fp16"), (), None),
+        (replace(ALONE, mixed_precision="bf16"), (), None),
+        (replace(ALONE, mixed_precision="bf16"), ("--mixed_precision", "no"), "no"),
+        (replace(ALONE, mixed_precision="fp16"), (), "no"),
+        (replace(CUDA, mixed_precision="fp16"), (), None),
         (CUDA, ("--mixed_precision", "fp16"), "fp16"),
     ],
 )
@@ -208,26 +208,26 @@ def test_nothing_steps_the_schedule_and_accumulation_is_handed_on():
     ("world", "flags", "expected"),
     [
         (ALONE, ("--mixed_precision", "fp16"), "a CPU has none, and accelerate would compute in fp32 without a word"),
-        (replace(ALONE, precision="half"), (), "'half' is not one of no, fp16, bf16, fp8"),
+        (replace(ALONE, mixed_precision="half"), (), "'half' is not one of no, fp16, bf16, fp8"),
         (ALONE, ("--mixed_precision", "fp8"), "fp8: needs a CUDA device, and this is cpu"),
-        (replace(ALONE, precision="fp8"), (), "the launcher's mixed_precision fp8: needs a CUDA device"),
+        (replace(ALONE, mixed_precision="fp8"), (), "the launcher's mixed_precision fp8: needs a CUDA device"),
         (CUDA, ("--mixed_precision", "fp8"), "needs torchao, transformer-engine or MS-AMP"),
-        (replace(ALONE, accumulation=4), (), "ACCELERATE_GRADIENT_ACCUMULATION_STEPS says 4"),
+        (replace(ALONE, gradient_accumulation_steps=4), (), "ACCELERATE_GRADIENT_ACCUMULATION_STEPS says 4"),
         (replace(ALONE, engines=("FSDP",)), (), "FSDP: this is one process, and there is nobody to share with"),
         (replace(ALONE, engines=("Megatron-LM",)), (), "only for language models of its own: Megatron-LM"),
         (replace(ALONE, engines=("DeepSpeed",)), ("--no-deepspeed",), "the launcher asks for DeepSpeed"),
         (TWO, (*SHARED, "--torch_compile", "--dynamo_mode", "reduce-overhead"), "mode reduce-overhead records"),
-        (replace(TWO, dynamo="INDUCTOR", dynamo_mode="max-autotune"), SHARED, "mode max-autotune records"),
+        (replace(TWO, dynamo_backend="INDUCTOR", dynamo_mode="max-autotune"), SHARED, "mode max-autotune records"),
         (
-            replace(TWO, dynamo="INDUCTOR"),
+            replace(TWO, dynamo_backend="INDUCTOR"),
             (*SHARED, "--gradient_checkpointing", "--gradient_checkpointing_budget", "0.5"),
             "decides which exchanges it repeats",
         ),
         (replace(CUDA, machine=Machine("cuda", 1)), (), "2 processes on this machine, but 1 devices (cuda)"),
-        (replace(TWO, device="mps", machine=Machine("mps", 1)), (), "2 processes cannot share the device mps"),
+        (replace(TWO, device_type="mps", machine=Machine("mps", 1)), (), "2 processes cannot share the device mps"),
         (
             replace(
-                CUDA, affinity=True, machine=Machine("cuda", 4, numa_affinity_problem="the package pynvml is missing")
+                CUDA, numa_affinity=True, machine=Machine("cuda", 4, numa_affinity_problem="the package pynvml is missing")
             ),
             (),
             "NUMA affinity is switched on, but the package pynvml is missing",
@@ -241,10 +241,10 @@ def test_what_cannot_work_is_told_before_joining_the_others(world, flags, expect
 
 
 def test_what_can_work_is_not_stopped():
-    for world in (ALONE, TWO, CUDA, replace(ALONE, precision="fp16"), replace(CUDA, precision="fp16", accumulation=1)):
+    for world in (ALONE, TWO, CUDA, replace(ALONE, mixed_precision="fp16"), replace(CUDA, mixed_precision="fp16", gradient_accumulation_steps=1)):
         assert find_launch_problems(config(), world) == []
     assert find_launch_problems(config("--mixed_precision", "fp16"), CUDA) == []
-    compiling = replace(TWO, dynamo="INDUCTOR", dynamo_mode="reduce-overhead")
+    compiling = replace(TWO, dynamo_backend="INDUCTOR", dynamo_mode="reduce-overhead")
     assert (
         find_launch_problems(config(), compiling)
         == find_launch_problems(config(*SHARED, "--no-torch_compile"), compiling)
@@ -271,14 +271,14 @@ def test_what_came_as_asked_is_no_problem():
 @pytest.mark.parametrize(
     ("flags", "came", "expected"),
     [
-        ((), replace(CAME, size=1), "processes: 2 was asked for, and accelerate came up with 1"),
+        ((), replace(CAME, world_size=1), "processes: 2 was asked for, and accelerate came up with 1"),
         ((), replace(CAME, rank=0), "rank: 1 was asked for"),
-        ((), replace(CAME, device="cuda"), "device: cpu was asked for"),
-        ((), replace(CAME, accumulation=2), "gradient accumulation: 1 was asked for"),
-        ((), replace(CAME, kind="FSDP"), "not yet: FSDP"),
+        ((), replace(CAME, device_type="cuda"), "device: cpu was asked for"),
+        ((), replace(CAME, gradient_accumulation_steps=2), "gradient accumulation: 1 was asked for"),
+        ((), replace(CAME, distributed_type="FSDP"), "not yet: FSDP"),
         (("--mixed_precision", "bf16"), CAME, "precision: bf16 was asked for"),
         (("--torch_compile",), CAME, "dynamo backend: inductor was asked for"),
-        (("--no-torch_compile",), replace(CAME, dynamo="eager"), "dynamo backend: no was asked for"),
+        (("--no-torch_compile",), replace(CAME, dynamo_backend="eager"), "dynamo backend: no was asked for"),
     ],
 )
 def test_what_did_not_come_as_asked_stops_the_run(flags, came, expected):
@@ -295,7 +295,7 @@ def test_affinity_is_switched_on_where_it_helps_and_is_possible_and_nobody_has_d
 
     assert should_bind_to_numa_node(several)
     assert not should_bind_to_numa_node(CUDA)
-    assert not should_bind_to_numa_node(replace(several, affinity=False))
+    assert not should_bind_to_numa_node(replace(several, numa_affinity=False))
     assert not should_bind_to_numa_node(
         replace(several, machine=Machine("cuda", 4, numa_nodes=2, numa_affinity_problem="no"))
     )
@@ -418,7 +418,7 @@ def test_two_processes_write_into_one_folder_though_their_clocks_differ(tmp_path
     ranks = on_ranks(2, at_another_time, "--logging_dir", str(tmp_path / "logs"), "--log_prefix", "run_")
 
     assert ranks[0][1][0] == ranks[1][1][0] and ranks[0][1][0].startswith(str(tmp_path / "logs" / "run_2"))
-    assert [rank[0].size for rank in ranks] == [2, 2] and ranks[0][3] == "gloo"
+    assert [rank[0].world_size for rank in ranks] == [2, 2] and ranks[0][3] == "gloo"
     assert len(list((tmp_path / "logs").iterdir())) == 1
 
 

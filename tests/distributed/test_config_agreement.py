@@ -154,7 +154,7 @@ def test_those_that_do_not_come_are_named_in_time():
     store = dist.HashStore()
     with pytest.raises(Exception, match=r"3 of 4 processes have not come: ranks 0, 2, 3 within 0 s") as caught:
         config_agreement.exchange_rank_reports(KeyValueStore("x", store), 1, 4, RankReport("a", {}), 0.3)
-    assert not caught.value.is_told
+    assert not caught.value.is_reported
 
 
 def test_every_setting_is_compared_but_for_places_and_the_machines_own(data, tmp_path):
@@ -169,7 +169,7 @@ def test_every_setting_is_compared_but_for_places_and_the_machines_own(data, tmp
 
 
 def test_a_changed_line_of_code_is_another_version_and_line_ends_are_not(tmp_path, monkeypatch):
-    monkeypatch.setattr(code, "FOLDER", tmp_path)
+    monkeypatch.setattr(code, "PACKAGE_DIR", tmp_path)
     source = Path(tmp_path / "a.py")
     source.write_bytes(b"one\ntwo\n")
     before = code.compute_code_version()

@@ -30,7 +30,7 @@ try:
 except UserError as error:
     sys.exit("STOPPED " + str(error))
 total = a.reduce(torch.tensor(float(a.process_index + 1)), reduction="sum").item()
-warnings = find_overridden_settings(loaded.config, loaded.places)
+warnings = find_overridden_settings(loaded.config, loaded.locations)
 layer = torch.nn.Linear(2, 2, device=a.device)
 with a.autocast(): kind = str(layer(torch.ones(1, 2, device=a.device)).dtype)
 result = dict(rank=a.process_index, size=a.num_processes, device=a.device.type, total=total, warnings=warnings,

@@ -483,7 +483,7 @@ def test_on_a_machine_with_several_numa_nodes_processes_are_bound_by_default():
     machine = Machine("cuda", device_count=4, physical_cores=16, usable_cpus=32, numa_nodes=2)
     world = World(world_size=4, local_rank=0, local_world_size=4, device_type="cuda", machine=machine)
     command = parse_launch_command("accelerate launch t.py".split(), {})
-    settings = {s.name: s for s in resolve_settings(RunConfig(), {}, replace(world, launch=command), {})}
+    settings = {s.name: s for s in resolve_settings(RunConfig(), {}, replace(world, launch_command=command), {})}
 
     assert [settings[name].value for name in ("num_processes", "device", "enable_cpu_affinity")] == [
         "4",
