@@ -277,7 +277,7 @@ def test_scan_and_plan_are_measured_and_nothing_is_left(monkeypatch, tmp_path):
 def test_scanned_images_are_distinct_and_have_many_sizes(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "SETTLE_SECONDS", 0.0)
     configs = []
-    monkeypatch.setattr(data, "prepare", lambda config, step: configs.append(config) or prepare_data(config, step))
+    monkeypatch.setattr(data, "prepare_data", lambda config, step: configs.append(config) or prepare_data(config, step))
     list(data.measure_scan(tmp_path / "scan", 60, 1))
     samples = prepare_data(configs[0], 8).manifest.samples
     assert len({sample.content_hash for sample in samples}) == len({sample.caption for sample in samples}) == 60

@@ -191,7 +191,9 @@ def test_each_device_of_a_device_map_takes_the_estimated_memory(model):
     real = MetaRun(config, detected, MEDIUM)  # whose blocks are not measured any more
     batch, first = real.task.encode(real.batch, 0), torch.device(DEVICE_TYPE, 0)
     with dispatch_to_fake_devices(real.pipe, part, 2):
-        moved = {name: move(first, getattr(batch, name)) for name in ("latents", "cond", "frame", "weight")}
+        moved = {
+            name: move(first, getattr(batch, name)) for name in ("latents", "cond", "size_conditioning", "loss_weights")
+        }
         batch, t = replace(batch, **moved), torch.full((1,), 0.5, device=first)
         allocated = [*real.denoiser.parameters(), *real.denoiser.buffers()]
         meters = [MemoryMeter(torch.device(DEVICE_TYPE, number), allocated) for number in range(2)]
