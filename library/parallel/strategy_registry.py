@@ -5,8 +5,8 @@ import logging
 from ..config import RunConfig
 from ..distributed.accelerator import prepare_accelerator, set_deepspeed_device, unset_fsdp_variable
 from ..distributed.communicator import Communicator
-from ..distributed.deepspeed_settings import resolve_deepspeed_settings
-from ..distributed.fsdp_settings import resolve_fsdp
+from ..distributed.deepspeed_settings import resolve_deepspeed
+from ..distributed.fsdp_settings import find_ignored_fsdp_settings, resolve_fsdp
 from ..distributed.parallel_dims import build_parallel_dims
 from ..distributed.world import World
 from .strategy import Strategy
@@ -17,12 +17,12 @@ logger = logging.getLogger(__name__)
 def build_strategy(config: RunConfig) -> Strategy:
     """Join the other processes, and return how they work together."""
     world = World.from_environment()
-    asked = resolve_fsdp(config, world)
-    zero, _ = resolve_deepspeed_settings(config, world)  # its problems are told before the others are joined
+    fsdp = resolve_fsdp(config.sharding, config.parallel.tp_size, world)
+    zero = resolve_deepspeed(config.deepspeed, world)
     comm = Communicator(prepare_accelerator(config))
     unset_fsdp_variable()
     set_deepspeed_device(comm.device)
-    layout = build_parallel_dims(config, world)
+    layout = build_parallel_dims(config.parallel, world.world_size)
     if config.parallel.device_map is not None:
         from .device_map import DeviceMapStrategy
 
@@ -35,14 +35,14 @@ def build_strategy(config: RunConfig) -> Strategy:
         from .deepspeed import DeepSpeedStrategy
 
         return DeepSpeedStrategy(comm, zero)
-    if layout.model_parallel_size > 1 and asked.settings is None:
+    if layout.model_parallel_size > 1 and fsdp is None:
         from .model_parallel import ModelParallelStrategy
 
         return ModelParallelStrategy(comm, layout)
-    if asked.settings is None:
+    if fsdp is None:
         return Strategy(comm)
     from .fsdp import FSDPStrategy
 
-    for remark in asked.notices:
-        logger.warning("%s", remark)
-    return FSDPStrategy(comm, asked.settings, layout)
+    for notice in find_ignored_fsdp_settings(world):
+        logger.warning("%s", notice)
+    return FSDPStrategy(comm, fsdp, layout)

@@ -14,10 +14,15 @@ from library.config.schema import RunConfig
 from library.distributed import accelerator
 from library.distributed.accelerator import build_accelerator_kwargs, should_bind_to_numa_node
 from library.distributed.devices import Machine, count_numa_nodes, find_numa_affinity_problem
-from library.distributed.preflight import AcceleratorFacts, find_launch_problems, validate_accelerator
+from library.distributed.preflight import (
+    AcceleratorFacts,
+    validate_accelerator,
+    validate_distributed,
+    validate_trackers,
+)
 from library.distributed.process_group import build_process_group_kwargs
 from library.distributed.rendezvous import build_partial_state_kwargs
-from library.distributed.trackers import resolve_tracker, resolve_tracker_dir, validate_trackers
+from library.distributed.trackers import resolve_tracker, resolve_tracker_dir
 from library.distributed.world import World, select_device_type
 from library.errors import ConfigError
 
@@ -32,7 +37,9 @@ def config(*flags: str) -> RunConfig:
 
 
 def kwargs(world: World, *flags: str):
-    return build_accelerator_kwargs(config(*flags), world)
+    config_ = config(*flags)
+    steps = config_.train.gradient_accumulation_steps
+    return build_accelerator_kwargs(config_.distributed, config_.log, steps, world)
 
 
 def handler(world: World, kind: type, *flags: str):
@@ -64,12 +71,12 @@ def test_the_process_group_fits_system_and_device(world, backend, init_method):
 def test_one_process_forms_no_group_however_many_devices_there_are(world):
     assert build_process_group_kwargs(world, 5) is None
     assert kwargs(world, "--ddp_timeout", "5", "--ddp_static_graph")["kwargs_handlers"] == []
-    assert build_partial_state_kwargs(config("--ddp_timeout", "5"), world) == {"cpu": world.device_type == "cpu"}
+    assert build_partial_state_kwargs(world, 5) == {"cpu": world.device_type == "cpu"}
 
 
 def test_the_timeout_is_in_minutes_and_reaches_the_process_group():
     assert handler(CUDA, InitProcessGroupKwargs, "--ddp_timeout", "7").timeout == timedelta(minutes=7)
-    assert build_partial_state_kwargs(config("--ddp_timeout", "7"), CUDA)["timeout"] == timedelta(minutes=7)
+    assert build_partial_state_kwargs(CUDA, 7)["timeout"] == timedelta(minutes=7)
 
 
 def test_ddp_settings_reach_ddp_and_frozen_buffers_stay_where_they_are():
@@ -207,50 +214,66 @@ def test_nothing_steps_the_schedule_and_accumulation_is_handed_on():
 @pytest.mark.parametrize(
     ("world", "flags", "expected"),
     [
-        (ALONE, ("--mixed_precision", "fp16"), "a CPU has none, and accelerate would compute in fp32 without a word"),
+        (ALONE, ("--mixed_precision", "fp16"), "not supported on a CPU, accelerate would silently compute in fp32"),
         (replace(ALONE, mixed_precision="half"), (), "'half' is not one of no, fp16, bf16, fp8"),
         (ALONE, ("--mixed_precision", "fp8"), "fp8: needs a CUDA device, and this is cpu"),
         (replace(ALONE, mixed_precision="fp8"), (), "the launcher's mixed_precision fp8: needs a CUDA device"),
         (CUDA, ("--mixed_precision", "fp8"), "needs torchao, transformer-engine or MS-AMP"),
-        (replace(ALONE, gradient_accumulation_steps=4), (), "ACCELERATE_GRADIENT_ACCUMULATION_STEPS says 4"),
-        (replace(ALONE, engines=("FSDP",)), (), "FSDP: this is one process, and there is nobody to share with"),
-        (replace(ALONE, engines=("Megatron-LM",)), (), "only for language models of its own: Megatron-LM"),
-        (replace(ALONE, engines=("DeepSpeed",)), ("--no-deepspeed",), "the launcher asks for DeepSpeed"),
-        (TWO, (*SHARED, "--torch_compile", "--dynamo_mode", "reduce-overhead"), "mode reduce-overhead records"),
-        (replace(TWO, dynamo_backend="INDUCTOR", dynamo_mode="max-autotune"), SHARED, "mode max-autotune records"),
+        (replace(ALONE, gradient_accumulation_steps=4), (), "ACCELERATE_GRADIENT_ACCUMULATION_STEPS is 4"),
+        (replace(ALONE, engines=("FSDP",)), (), "FSDP: needs several processes, and this is a single one"),
+        (replace(ALONE, engines=("Megatron-LM",)), (), "requests Megatron-LM, which supports language models only"),
+        (replace(ALONE, engines=("DeepSpeed",)), ("--no-deepspeed",), "the launcher requests DeepSpeed"),
+        (
+            TWO,
+            (*SHARED, "--torch_compile", "--dynamo_mode", "reduce-overhead"),
+            "mode reduce-overhead uses CUDA graphs",
+        ),
+        (
+            replace(TWO, dynamo_backend="INDUCTOR", dynamo_mode="max-autotune"),
+            SHARED,
+            "mode max-autotune uses CUDA graphs",
+        ),
         (
             replace(TWO, dynamo_backend="INDUCTOR"),
             (*SHARED, "--gradient_checkpointing", "--gradient_checkpointing_budget", "0.5"),
-            "decides which exchanges it repeats",
+            "decides which all-to-alls to recompute",
         ),
         (replace(CUDA, machine=Machine("cuda", 1)), (), "2 processes on this machine, but 1 devices (cuda)"),
         (replace(TWO, device_type="mps", machine=Machine("mps", 1)), (), "2 processes cannot share the device mps"),
         (
             replace(
-                CUDA, numa_affinity=True, machine=Machine("cuda", 4, numa_affinity_problem="the package pynvml is missing")
+                CUDA,
+                numa_affinity=True,
+                machine=Machine("cuda", 4, numa_affinity_problem="the package pynvml is missing"),
             ),
             (),
-            "NUMA affinity is switched on, but the package pynvml is missing",
+            "NUMA affinity is enabled, but the package pynvml is missing",
         ),
     ],
 )
 def test_what_cannot_work_is_told_before_joining_the_others(world, flags, expected):
-    (problem,) = find_launch_problems(config(*flags), world)
+    (problem,) = validate_distributed(config(*flags), world)
 
     assert expected in problem
 
 
 def test_what_can_work_is_not_stopped():
-    for world in (ALONE, TWO, CUDA, replace(ALONE, mixed_precision="fp16"), replace(CUDA, mixed_precision="fp16", gradient_accumulation_steps=1)):
-        assert find_launch_problems(config(), world) == []
-    assert find_launch_problems(config("--mixed_precision", "fp16"), CUDA) == []
+    for world in (
+        ALONE,
+        TWO,
+        CUDA,
+        replace(ALONE, mixed_precision="fp16"),
+        replace(CUDA, mixed_precision="fp16", gradient_accumulation_steps=1),
+    ):
+        assert validate_distributed(config(), world) == []
+    assert validate_distributed(config("--mixed_precision", "fp16"), CUDA) == []
     compiling = replace(TWO, dynamo_backend="INDUCTOR", dynamo_mode="reduce-overhead")
     assert (
-        find_launch_problems(config(), compiling)
-        == find_launch_problems(config(*SHARED, "--no-torch_compile"), compiling)
+        validate_distributed(config(), compiling)
+        == validate_distributed(config(*SHARED, "--no-torch_compile"), compiling)
         == []
     )
-    assert find_launch_problems(config(*SHARED, "--torch_compile", "--dynamo_fullgraph"), compiling) == []
+    assert validate_distributed(config(*SHARED, "--torch_compile", "--dynamo_fullgraph"), compiling) == []
 
 
 CAME = AcceleratorFacts(
@@ -265,24 +288,24 @@ CAME = AcceleratorFacts(
 
 
 def test_what_came_as_asked_is_no_problem():
-    assert validate_accelerator(config(), TWO, CAME) == []
+    assert validate_accelerator(config().distributed, 1, TWO, CAME) == []
 
 
 @pytest.mark.parametrize(
     ("flags", "came", "expected"),
     [
-        ((), replace(CAME, world_size=1), "processes: 2 was asked for, and accelerate came up with 1"),
-        ((), replace(CAME, rank=0), "rank: 1 was asked for"),
-        ((), replace(CAME, device_type="cuda"), "device: cpu was asked for"),
-        ((), replace(CAME, gradient_accumulation_steps=2), "gradient accumulation: 1 was asked for"),
-        ((), replace(CAME, distributed_type="FSDP"), "not yet: FSDP"),
-        (("--mixed_precision", "bf16"), CAME, "precision: bf16 was asked for"),
-        (("--torch_compile",), CAME, "dynamo backend: inductor was asked for"),
-        (("--no-torch_compile",), replace(CAME, dynamo_backend="eager"), "dynamo backend: no was asked for"),
+        ((), replace(CAME, world_size=1), "world size: expected 2, but accelerate has 1"),
+        ((), replace(CAME, rank=0), "rank: expected 1"),
+        ((), replace(CAME, device_type="cuda"), "device: expected cpu"),
+        ((), replace(CAME, gradient_accumulation_steps=2), "gradient accumulation: expected 1"),
+        ((), replace(CAME, distributed_type="FSDP"), "accelerate set up FSDP, which is not supported"),
+        (("--mixed_precision", "bf16"), CAME, "mixed precision: expected bf16"),
+        (("--torch_compile",), CAME, "dynamo backend: expected inductor"),
+        (("--no-torch_compile",), replace(CAME, dynamo_backend="eager"), "dynamo backend: expected no"),
     ],
 )
 def test_what_did_not_come_as_asked_stops_the_run(flags, came, expected):
-    (problem,) = validate_accelerator(config(*flags), TWO, came)
+    (problem,) = validate_accelerator(config(*flags).distributed, 1, TWO, came)
 
     assert expected in problem
 
@@ -463,7 +486,7 @@ def test_what_the_launcher_compiles_with_is_kept_without_torch_compile():
 def test_settings_of_an_earlier_accelerator_in_the_process_stop_the_run():
     (line,) = on_ranks(1, twice)
 
-    assert "dynamo backend: eager was asked for, and accelerate came up with no" in line
+    assert "dynamo backend: expected eager, but accelerate has no" in line
 
 
 def twice() -> str:

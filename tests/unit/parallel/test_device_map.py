@@ -130,7 +130,11 @@ def test_where_it_cannot_be_is_told():
     def problems(written: str, **facts: Any) -> list[str]:
         machine = Machine(device_type="cuda", device_count=facts.pop("count", 2))
         config = parse_config(["--device_map", written]).config
-        return [*validate_device_map_launch(config, World(device_type="cuda", machine=machine, **facts))]
+        return [
+            *validate_device_map_launch(
+                config.parallel.device_map, config.distributed, World(device_type="cuda", machine=machine, **facts)
+            )
+        ]
 
     assert "the launcher asks for DeepSpeed; take one" in problems("auto", engines=("DeepSpeed",))[0]
     assert "the launcher asks for dynamo" in problems("auto", dynamo="INDUCTOR")[0]
