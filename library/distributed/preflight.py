@@ -55,7 +55,7 @@ def validate_parallelism(config: RunConfig, world: World) -> Iterator[str]:
     yield from validate_deepspeed(config, world)
     yield from validate_parallel_dims(config, world)
     yield from validate_device_map_launch(config.parallel.device_map, config.distributed, world)
-    has_budget = bool(config.train.gradient_checkpointing_budget)
+    has_budget = bool(config.train.activation_memory_budget)
     yield from _validate_compiled_context_parallel(config.parallel.cp_size, has_budget, config.distributed, world)
 
 
@@ -92,13 +92,13 @@ def validate_device_map_launch(
         return
     if world.world_size > 1:
         yield (
-            f"--device_map: needs a single process with several devices, but the world size is {world.world_size}; start"
-            " one process, or use --pp_size, --tp_size or --fsdp"
+            f"--device_map: needs a single process with several devices, but the world size is {world.world_size};"
+            " start one process, or use --pp_size, --tp_size or --fsdp"
         )
     for engine in world.engines:
         yield f"--device_map: the launcher requests {engine}; use one of the two"
     if world.dynamo_backend not in (None, "no", "NO") and distributed.torch_compile is None:
-        yield "--device_map: the launcher requests torch.compile, which cannot compile its hooks; add --no-torch_compile"
+        yield "--device_map: the launcher requests torch.compile, which its hooks do not allow; add --no-torch_compile"
     if world.device_type == "cpu" or count < 2:
         yield f"--device_map: needs several accelerators, and this process sees {count}; remove it"
     elif unknown := sorted({index for _, index in device_map.device_by_module if index >= count}):
@@ -117,12 +117,12 @@ def _validate_compiled_context_parallel(
         return
     if mode in CUDA_GRAPH_MODES:
         yield (
-            f"--cp_size {cp_size}: dynamo's mode {mode} uses CUDA graphs, which cannot capture the all-to-all; use default"
-            " or max-autotune-no-cudagraphs"
+            f"--cp_size {cp_size}: dynamo's mode {mode} uses CUDA graphs, which cannot capture the all-to-all; use"
+            " default or max-autotune-no-cudagraphs"
         )
     if has_checkpointing_budget:
         yield (
-            f"--cp_size {cp_size}: with --gradient_checkpointing_budget each rank's compiler decides which all-to-alls to"
+            f"--cp_size {cp_size}: with --activation_memory_budget each rank's compiler decides which all-to-alls to"
             " recompute, and ranks could deadlock; remove the budget"
         )
 
@@ -152,8 +152,8 @@ def _validate_launch_command(gradient_accumulation_steps: int, world: World) -> 
 def _validate_gradient_accumulation(steps: int, world: World) -> Iterator[str]:
     if world.gradient_accumulation_steps not in (None, steps):
         yield (
-            f"--gradient_accumulation_steps {steps}: the environment variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS is "
-            f"{world.gradient_accumulation_steps}, and accelerate would use that; unset it, or make them equal"
+            f"--gradient_accumulation_steps {steps}: the environment variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS is"
+            f" {world.gradient_accumulation_steps}, and accelerate would use that; unset it, or make them equal"
         )
 
 

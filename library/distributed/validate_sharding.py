@@ -152,12 +152,12 @@ def _validate_launcher_variables(variables: Mapping[str, str], max_grad_norm: fl
         yield "accelerate's deepspeed_moe_layer_cls_names: no model here has MoE layers; remove it"
     clipping = variables.get("GRADIENT_CLIPPING", "auto")
     if clipping not in ("auto", "none") and float(clipping) != max_grad_norm:
-        yield f"accelerate's gradient_clipping is {clipping}, but --max_grad_norm is {max_grad_norm}; set only the latter"
+        yield f"accelerate's gradient_clipping is {clipping}, but --max_grad_norm is {max_grad_norm}; remove it"
 
 
 def _validate_offload(settings: DeepSpeedSettings) -> Iterator[str]:
     if settings.stage not in (1, 2, 3):
-        yield f"DeepSpeed's zero_stage {settings.stage}: shards nothing; use 1, 2 or 3, or --multi_gpu without DeepSpeed"
+        yield f"DeepSpeed's zero_stage {settings.stage}: shards nothing; use 1, 2 or 3, or --multi_gpu instead"
     if settings.offload_param_device and settings.stage != 3:
         yield "--offload_param_device: only ZeRO stage 3 shards the model; set --zero_stage 3"
     for name, device, path in (
@@ -198,8 +198,8 @@ def _validate_deepspeed_combinations(settings: DeepSpeedSettings, config: RunCon
         yield "--full_bf16: DeepSpeed keeps adapters in fp32; remove it, and use --mixed_precision bf16"
     if config.train.on_oom != "fail":
         yield (
-            f"--on_oom {config.train.on_oom}: DeepSpeed reduces gradients in every backward, so no rank can retry a step"
-            " alone; use --on_oom fail"
+            f"--on_oom {config.train.on_oom}: DeepSpeed reduces gradients in every backward, so no rank can retry a"
+            " step alone; use --on_oom fail"
         )
     compiles = ours.torch_compile if ours.torch_compile is not None else world.dynamo_backend not in (None, "no", "NO")
     if compiles and settings.stage == 3:

@@ -235,7 +235,7 @@ def test_nothing_steps_the_schedule_and_accumulation_is_handed_on():
         ),
         (
             replace(TWO, dynamo_backend="INDUCTOR"),
-            (*SHARED, "--gradient_checkpointing", "--gradient_checkpointing_budget", "0.5"),
+            (*SHARED, "--gradient_checkpointing", "--activation_memory_budget", "0.5"),
             "decides which all-to-alls to recompute",
         ),
         (replace(CUDA, machine=Machine("cuda", 1)), (), "2 processes on this machine, but 1 devices (cuda)"),

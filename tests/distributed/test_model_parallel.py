@@ -18,6 +18,7 @@ from training_runs import difference, train
 
 from library.config import parse_config
 from library.distributed.parallel_dims import ParallelDims, build_parallel_dims
+from library.distributed.preflight import validate_parallel_dims
 from library.distributed.world import World
 from library.errors import ConfigError
 from library.models.detect import detect_model
@@ -200,7 +201,7 @@ def test_processes_are_laid_out_in_groups_of_those_that_share_a_picture():
         *validate_parallel_dims(config, World(world_size=8))
     ]
     (problem,) = validate_parallel_dims(config, World(world_size=6))
-    assert problem.startswith("--pp_size 2 --tp_size 2: 6 processes cannot be dealt out in groups of 4; start 8")
+    assert problem.startswith("--pp_size 2 --tp_size 2: the world size 6 is not a multiple of 4; start 8")
     shared = replace(config, parallel=replace(config.parallel, pp_size=1, cp_size=3))
     assert build_parallel_dims(shared.parallel, 12) == ParallelDims(2, 1, 2, 3)
 

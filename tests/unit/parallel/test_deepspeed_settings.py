@@ -146,7 +146,11 @@ def test_the_users_own_file_is_filled_and_handed_on(file):
         (("--deepspeed", "--offload_optimizer_device", "disk"), TWO, "device disk: expected none, cpu or nvme"),
         ((), launched(OFFLOAD_OPTIMIZER_NVME_PATH="/x"), "offload_optimizer_nvme_path: no effect without"),
         (("--deepspeed", "--full_bf16", "--mixed_precision", "bf16"), TWO, "DeepSpeed keeps adapters in fp32"),
-        (("--deepspeed", "--on_oom", "ladder"), TWO, "--on_oom ladder: DeepSpeed reduces gradients in every backward"),
+        (
+            ("--deepspeed", "--on_oom", "recover"),
+            TWO,
+            "--on_oom recover: DeepSpeed reduces gradients in every backward",
+        ),
         (("--deepspeed", "--fsdp"), TWO, "--fsdp: DeepSpeed is requested as well"),
         (
             ("--deepspeed",),
@@ -154,9 +158,13 @@ def test_the_users_own_file_is_filled_and_handed_on(file):
             "the launcher's FSDP: DeepSp",
         ),
         (("--deepspeed", "--zero_stage", "3", "--torch_compile"), TWO, "--torch_compile: ZeRO stage 3 gathers"),
-        (("--deepspeed", "--zero_stage", "3"), replace(TWO, dynamo="INDUCTOR"), "ZeRO stage 3 gathers"),
+        (("--deepspeed", "--zero_stage", "3"), replace(TWO, dynamo_backend="INDUCTOR"), "ZeRO stage 3 gathers"),
         (("--deepspeed", "--tp_size", "2"), TWO, "--tp_size 2: not supported with DeepSpeed"),
-        (("--deepspeed",), replace(TWO, device="cuda", precision="fp16"), "--mixed_precision fp16: not supported"),
+        (
+            ("--deepspeed",),
+            replace(TWO, device_type="cuda", mixed_precision="fp16"),
+            "--mixed_precision fp16: not supported",
+        ),
         (
             ("--deepspeed", "--zero_stage", "2"),
             launched(ZERO_STAGE="3"),
@@ -233,6 +241,6 @@ def test_a_run_stops_over_such_an_optimizer_and_over_words_that_deepspeed_does_n
         on_ranks(1, train, *flags, "--deepspeed", "--optimizer_type", "Adafactor")
 
     world = file(zero_optimization={"stage": 3, "stage3_max_live_parameter": 5})
-    environment = {"ACCELERATE_USE_DEEPSPEED": "true", **world.said}
+    environment = {"ACCELERATE_USE_DEEPSPEED": "true", **world.launcher_variables}
     with pytest.raises(AssertionError, match=r"zero_optimization\.stage3_max_live_parameter: Extra inputs"):
         on_ranks(1, train, *flags, environment=environment)

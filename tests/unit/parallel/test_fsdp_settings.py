@@ -98,7 +98,7 @@ def test_options_and_launcher_come_to_one_answer(flags, world, expected):
         (("--fsdp", "--dp_replicate_size", "4"), FOUR, "nothing is sharded"),
         (("--fsdp", "--dp_replicate_size", "2", "--tp_size", "2"), FOUR, "2 x tp_size 2 takes all 4 processes"),
         (("--fsdp",), World(), "this is a single one"),
-        (("--fsdp", "--on_oom", "ladder"), FOUR, "use --on_oom fail"),
+        (("--fsdp", "--on_oom", "recover"), FOUR, "use --on_oom fail"),
         ((), launched(FSDP_ACTIVATION_CHECKPOINTING="true"), "use --gradient_checkpointing instead"),
         ((), launched(FSDP_VERSION="1"), "use fsdp_version 2"),
         ((), launched(FSDP_SHARDING_STRATEGY="HYBRID_SHARD"), "dp_replicate_size is HYBRID_SHARD"),
