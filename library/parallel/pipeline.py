@@ -1,4 +1,4 @@
-"""The blocks of the model spread over processes, through which micro-batches run one behind the other."""
+"""Pipeline parallelism: each rank has the blocks of one stage (two if interleaved), and all that is not a block."""
 
 import logging
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class PipelineStrategy(ModelParallelStrategy):
-    """Each process has the blocks of one stage, or of two, and everything that is no block."""
+    """Runs the micro-batches of a step through the stages by a schedule; other forwards run all stages in turn."""
 
     def __init__(self, accelerator: Accelerator, dims: ParallelDims, schedule: str):
         super().__init__(accelerator, dims)
@@ -28,83 +28,71 @@ class PipelineStrategy(ModelParallelStrategy):
         self.stage_group = self.mesh.get_group("stage")
 
     def _partition_model(self, model: nn.Module, denoiser: nn.Module, parallel_plan: ParallelPlan) -> None:
-        chain = parallel_plan.block_sequence
-        self.stage_runner = StageRunner(chain)
-        self._assign_stages(chain.count_block_parameters())
-        # Of blocks alone, without what goes on between processes; UNets do it inside of their blocks.
+        sequence = parallel_plan.block_sequence
+        checkpoint_function: Any = None
+        # Checkpoint single blocks, without the communication between them; UNets do so themselves, inside of blocks.
         if getattr(denoiser, "gradient_checkpointing", False):
             denoiser.gradient_checkpointing = False  # type: ignore[assignment]
-            way: Any = denoiser._gradient_checkpointing_func
-            self.stage_runner.checkpoint_function = way
-        self._drop_remote_weights(chain)
+            checkpoint_function = denoiser._gradient_checkpointing_func
+        self.stage_runner = StageRunner(sequence, checkpoint_function)
+        self._assign_stages(sequence.count_block_parameters())
+        self._drop_remote_weights(sequence)
         super()._partition_model(model, denoiser, parallel_plan)
         self.grad_anchor = torch.zeros((), device=self.device, requires_grad=True)
         self.pipeline_schedules = PipelineSchedules(self)
         self.use_full_forward()
 
     def _assign_stages(self, block_costs: Sequence[float]) -> None:
-        """Which blocks are whose."""
-        each = 2 if self.schedule == "interleaved" else 1
-        stages = self.dims.pp
-        self.stage_bounds = partition_blocks(block_costs, each * stages)
-        self.local_stages = [
-            number for number in range(len(self.stage_bounds) - 1) if number % stages == self.pipeline_stage
-        ]
-        self._local_blocks = {
-            place for part in self.local_stages for place in range(self.stage_bounds[part], self.stage_bounds[part + 1])
-        }
-        self._stage_ends = {end - 1: number for number, end in enumerate(self.stage_bounds[1:])}
+        num_ranks, stages_per_rank = self.dims.pp, 2 if self.schedule == "interleaved" else 1
+        bounds = self.stage_bounds = partition_blocks(block_costs, stages_per_rank * num_ranks)
+        self.local_stages = [stage for stage in range(len(bounds) - 1) if stage % num_ranks == self.pipeline_stage]
+        self._local_blocks = {index for stage in self.local_stages for index in range(bounds[stage], bounds[stage + 1])}
+        self._stage_ends = {end - 1: stage for stage, end in enumerate(bounds[1:])}
 
     def _drop_remote_weights(self, block_sequence: BlockSequence) -> None:
-        """Blocks of others lose their frozen weights."""
-        for place, block in enumerate(block_sequence.blocks):
-            if place not in self._local_blocks:
+        """Move the frozen weights of other stages' blocks to the meta device."""
+        for index, block in enumerate(block_sequence.blocks):
+            if index not in self._local_blocks:
                 for module in block.modules():
                     for name, weight in list(module.named_parameters(recurse=False)):
                         if not weight.requires_grad:
                             module.register_parameter(name, nn.Parameter(weight.to("meta"), requires_grad=False))
-        here = sum(item.nbytes for block in block_sequence.blocks for item in block.parameters() if not item.is_meta)
-        logger.info(
-            "pipeline: stage %d of %d has blocks %s of %d, %.1f MiB",
-            self.pipeline_stage + 1,
-            self.dims.pp,
-            " and ".join(
-                f"{self.stage_bounds[part] + 1} to {self.stage_bounds[part + 1]}" for part in self.local_stages
-            ),
-            len(block_sequence.blocks),
-            here / 2**20,
-        )
+        blocks, bounds = block_sequence.blocks, self.stage_bounds
+        mib = sum(item.nbytes for block in blocks for item in block.parameters() if not item.is_meta) / 2**20
+        ranges = " and ".join(f"{bounds[stage] + 1} to {bounds[stage + 1]}" for stage in self.local_stages)
+        rank = f"rank {self.pipeline_stage + 1} of {self.dims.pp}"
+        logger.info("pipeline: %s has blocks %s of %d (%.1f MiB)", rank, ranges, len(blocks), mib)
 
     def use_full_forward(self) -> None:
-        """From now on a forward of the model is one of all stages together, one after the other."""
+        """Make each forward of the model run all stages in turn, with the output of each broadcast to all."""
         self.stage_runner.run_all_stages(self._local_blocks, self._broadcast_stage_output)
 
     def _broadcast_stage_output(self, index: int, activations: Activations) -> Activations:
-        """Called after each block; where a stage ends, everybody gets what it made."""
+        """Broadcast the output of a block that is the last of its stage."""
         if index not in self._stage_ends:
             return activations
-        number, group = self._stage_ends[index], self.dims.get_pipeline_ranks(self.rank)
-        is_end = number == len(self.stage_bounds) - 2
-        consumer = None if is_end else group[(number + 1) % self.dims.pp]
+        stage, ranks = self._stage_ends[index], self.dims.get_pipeline_ranks(self.rank)
+        is_last = stage == len(self.stage_bounds) - 2
+        next_rank = None if is_last else ranks[(stage + 1) % self.dims.pp]
         return broadcast_stage_output(
-            activations, self.stage_group, group[number % self.dims.pp], consumer, self.grad_anchor
+            activations, self.stage_group, ranks[stage % self.dims.pp], next_rank, self.grad_anchor
         )
 
     def compute_gradients(
         self, loss_function: LossFunction, batches: Sequence[PixelBatch], num_samples: int, step: int
     ) -> Tensor:
-        """Forward and backward of one step, with as many micro-batches under way as there are stages."""
-        scaler = self.accelerator.scaler  # of fp16; it has to be asked once on every stage, or it cannot scale back
+        scaler = self.accelerator.scaler  # fp16's; it has to scale once on every stage, or it cannot unscale there
         scale = 1.0 if scaler is None else scaler.scale(torch.ones((), device=self.device))
 
         def compute_loss(batch: PixelBatch) -> Tensor:
             with self.accelerator.autocast():
                 return loss_function(batch, step).sum() * (scale / num_samples)
 
-        total = (
-            self.pipeline_schedules.run(compute_loss, lambda batch: self.prepare_recompute(batch, step), batches)
-            / scale
-        )
+        def prepare_recompute(batch: PixelBatch) -> None:
+            loss_function.seed_dropout(batch, step)
+
+        schedules, get_shape_key = self.pipeline_schedules, loss_function.get_shape_key
+        total = schedules.run(compute_loss, prepare_recompute, get_shape_key, batches) / scale
         self.accelerator.sync_gradients = True
         self._all_reduce_gradients(1)
         return self._all_reduce_loss(total)

@@ -1,4 +1,4 @@
-"""Micro-batches on their way through a pipeline, in the orders of torch.distributed.pipelining."""
+"""Pipeline schedules (GPipe, 1F1B, interleaved 1F1B) over ``torch.distributed.pipelining``, one per batch shape."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 
 MAX_CACHED_SCHEDULES = 64
-"""So many sizes of pictures have their buffers ready; a rarer one is prepared again."""
+"""Schedules, with their receive buffers, that are cached; the least recently used is dropped."""
 
 
-IS_REPEATED_FORWARD: ContextVar[bool] = ContextVar("is_again", default=False)
-"""Whether the model was called for the same micro-batch before: by another stage of this process, or to prepare it."""
+IS_REPEATED_FORWARD: ContextVar[bool] = ContextVar("is_repeated_forward", default=False)
+"""Whether the denoiser ran for this micro-batch before: for torch's shape inference, or on this rank's first stage."""
 
 
 @dataclass
 class PipelineStep:
-    """What all stages work on."""
+    """Micro-batches of one shape, and what every stage does with them."""
 
     compute_loss: Callable[[PixelBatch], Tensor]
     prepare_recompute: Callable[[PixelBatch], None]
@@ -44,7 +44,7 @@ class PipelineStep:
 
     @contextmanager
     def start_micro_batch(self, index: int) -> Iterator[PixelBatch]:
-        """The micro-batch, on its way through a stage."""
+        """Yield the micro-batch for one forward through a stage."""
         token = IS_REPEATED_FORWARD.set(index in self.started)
         self.started.add(index)
         try:
@@ -54,7 +54,7 @@ class PipelineStep:
 
 
 class PipelineSchedules:
-    """One for each size of pictures and number of micro-batches, for which torch prepares buffers."""
+    """Runs micro-batches through a schedule for their shape and number, for which torch allocates buffers once."""
 
     def __init__(self, pipeline: "PipelineStrategy"):
         self.pipeline = pipeline
@@ -65,15 +65,16 @@ class PipelineSchedules:
         self,
         compute_loss: Callable[[PixelBatch], Tensor],
         prepare_recompute: Callable[[PixelBatch], None],
+        get_shape_key: Callable[[PixelBatch], Hashable],
         micro_batches: Sequence[PixelBatch],
     ) -> Tensor:
-        """Forward and backward of all; what comes back is the sum of losses where they are known, and else zero.
+        """Run forward and backward of all micro-batches; return the sum of the losses on the last stage, else 0.
 
-        ``recall`` is called before the backward of each, for others have gone forward meanwhile.
+        ``prepare_recompute`` is called before each backward: the latest forward was of another micro-batch.
         """
         groups: dict[Hashable, list[PixelBatch]] = {}
         for batch in micro_batches:
-            groups.setdefault(self.pipeline.get_shape_key(batch), []).append(batch)
+            groups.setdefault(get_shape_key(batch), []).append(batch)
         total = torch.zeros((), device=self.pipeline.device)
         try:
             for shape, batches in groups.items():
@@ -86,43 +87,46 @@ class PipelineSchedules:
     def _run_schedule(self, shape: Hashable, step: PipelineStep) -> Tensor:
         self.step, count = step, len(step.batches)
         schedule = self._get_schedule((shape, count), count)
-        numbers, losses = torch.arange(count), list[Tensor]()
-        begins = (numbers,) if 0 in self.pipeline.local_stages else ()  # the first stage has to be given something
-        ends = {"target": numbers, "losses": losses} if self.pipeline.is_last_stage else {}
-        schedule.step(*begins, number=numbers, **ends)
+        indices, losses = torch.arange(count), list[Tensor]()
+        inputs = (indices,) if 0 in self.pipeline.local_stages else ()  # torch needs an argument for the first stage
+        targets = {"target": indices, "losses": losses} if self.pipeline.is_last_stage else {}
+        schedule.step(*inputs, index=indices, **targets)
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.pipeline.device)
 
     def _get_schedule(self, key: Hashable, count: int) -> Any:
         if key in self._cache:
-            self._cache[key] = self._cache.pop(key)  # the latest stands last
+            self._cache[key] = self._cache.pop(key)  # the most recently used is last
             return self._cache[key]
         while len(self._cache) >= MAX_CACHED_SCHEDULES:
             del self._cache[next(iter(self._cache))]
-        pipeline, total = self.pipeline, len(self.pipeline.stage_bounds) - 1
+        schedule = self._cache[key] = self._build_schedule(count)
+        return schedule
+
+    def _build_schedule(self, count: int) -> Any:
+        pipeline, num_stages = self.pipeline, len(self.pipeline.stage_bounds) - 1
         stages = [
-            RecomputingPipelineStage(StageModule(self, part), part, total, pipeline.device, group=pipeline.stage_group)
-            for part in pipeline.local_stages
+            RecomputingPipelineStage(
+                StageModule(self, index), index, num_stages, pipeline.device, group=pipeline.stage_group
+            )
+            for index in pipeline.local_stages
         ]
         settings: dict[str, Any] = {"n_microbatches": count, "loss_fn": _sum_loss, "scale_grads": False}
-        if len(stages) > 1:  # torch deals micro-batches out in rounds, which have to be of the same length
+        if len(stages) > 1:  # torch runs micro-batches in rounds of equal size
             is_even = not count % max(1, count // pipeline.dims.pp)
-            kind: Any = ScheduleInterleaved1F1B if is_even else ScheduleLoopedBFS
-            made: Any = kind(stages, **settings)
-        elif pipeline.schedule == "1f1b" and count >= total:
-            made = Schedule1F1B(stages[0], **settings)
-        else:
-            made = ScheduleGPipe(stages[0], **settings)
-        self._cache[key] = made
-        return made
+            schedule_class: Any = ScheduleInterleaved1F1B if is_even else ScheduleLoopedBFS
+            return schedule_class(stages, **settings)
+        if pipeline.schedule == "1f1b" and count >= num_stages:
+            return Schedule1F1B(stages[0], **settings)
+        return ScheduleGPipe(stages[0], **settings)
 
 
-def _sum_loss(loss: Tensor, number: Tensor) -> Tensor:
-    """The last stage computes the loss itself."""
+def _sum_loss(loss: Tensor, target: Tensor) -> Tensor:
+    """The output of the last stage is the loss; ``target`` is unused."""
     return loss.sum()
 
 
 class StageModule(nn.Module):
-    """Runs the model as far as one part of its blocks goes."""
+    """Runs the model's forward over the blocks of one stage."""
 
     def __init__(self, schedules: PipelineSchedules, stage_index: int):
         super().__init__()
@@ -131,41 +135,41 @@ class StageModule(nn.Module):
         self._first, self._end = pipeline.stage_bounds[stage_index], pipeline.stage_bounds[stage_index + 1]
         self._is_first, self._is_last = stage_index == 0, stage_index == len(pipeline.stage_bounds) - 2
 
-    def forward(self, *received: Tensor, number: Tensor) -> Activations | Tensor:
-        job, passage = self._schedules.step, self._stage_runner
-        assert job is not None
-        passage.run_stage(
-            self._first, self._end, None if self._is_first else tuple(map(_ContiguousGradient.apply, received))
-        )
+    def forward(self, *received: Tensor, index: Tensor) -> Activations | Tensor:
+        """Return the stage's output activations, or the loss on the last stage."""
+        step = self._schedules.step
+        assert step is not None
+        inputs = None if self._is_first else tuple(map(_ContiguousGradient.apply, received))
+        self._stage_runner.run_stage(self._first, self._end, inputs)
         try:
-            with job.start_micro_batch(int(number)) as batch, record_phase("forward", batch):
-                loss = job.compute_loss(batch)
-        except StageBoundary as departed:
-            travel: Any = _StageOutput.apply
-            return tuple(travel(tensor, self._schedules.pipeline.grad_anchor) for tensor in departed.activations)
+            with step.start_micro_batch(int(index)) as batch, record_phase("forward", batch):
+                loss = step.compute_loss(batch)
+        except StageBoundary as boundary:
+            apply: Any = _StageOutput.apply
+            return tuple(apply(tensor, self._schedules.pipeline.grad_anchor) for tensor in boundary.activations)
         if not self._is_last:
-            raise AssertionError("a stage went on to the end of the model")
+            raise AssertionError("a stage that is not the last ran to the end of the model")
         return loss[None]
 
     def prepare_backward(self, index: int) -> PixelBatch:
-        """The micro-batch, of which the rest is to come now."""
-        job = self._schedules.step
-        assert job is not None
-        job.prepare_recompute(job.batches[index])
-        return job.batches[index]
+        """Set up the recomputation of a micro-batch and return it."""
+        step = self._schedules.step
+        assert step is not None
+        step.prepare_recompute(step.batches[index])
+        return step.batches[index]
 
 
 class RecomputingPipelineStage(PipelineStage):
-    """What is computed twice is to be the same in backward, when the latest forward was of another micro-batch."""
+    """Restores the random state of a micro-batch before its backward, which may recompute its forward."""
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        stage: Any = self.submod
-        with record_phase("backward", stage.prepare_backward(bwd_chunk_id)):
+        module: Any = self.submod
+        with record_phase("backward", module.prepare_backward(bwd_chunk_id)):
             return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 
 class _ContiguousGradient(torch.autograd.Function):
-    """What arrives; its gradient is sent back in one piece of memory."""
+    """Identity whose gradient is contiguous, as torch's send operations require."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -177,7 +181,7 @@ class _ContiguousGradient(torch.autograd.Function):
 
 
 class _StageOutput(torch.autograd.Function):
-    """What departs, in one piece of memory; there is a way back even where nothing in a stage learns."""
+    """Contiguous copy that requires grad through ``anchor``, also where a stage has no trainable parameters."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, anchor: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
 from accelerate import Accelerator
@@ -27,8 +27,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-LossFunction = Callable[[PixelBatch, int], Tensor]
-"""(batch, optimizer step) -> one weighted loss a sample."""
+class LossFunction(Protocol):
+    """The training task, as far as a strategy uses it."""
+
+    def __call__(self, batch: PixelBatch, step: int, /) -> Tensor:
+        """Return the weighted loss of each sample in optimizer step ``step``."""
+
+    def get_shape_key(self, batch: PixelBatch, /) -> Hashable:
+        """Return a value that is equal for batches with equal tensor shapes."""
+
+    def seed_dropout(self, batch: PixelBatch, step: int, /) -> None:
+        """Make the next forward of the batch repeat its LoRA dropout; called before a recomputation."""
 
 
 STOP_DELAY_STEPS = 2
@@ -56,10 +65,6 @@ class Strategy(Communicator):
         """Whether this process knows the losses."""
         self.loss_ranks = list(range(self.world_size))
         """Of each part, the process that knows the losses."""
-        self.get_shape_key: Callable[[PixelBatch], Hashable] = lambda batch: batch.size_conditioning.shape
-        """Batches of which it is the same make tensors of the same sizes."""
-        self.prepare_recompute: Callable[[PixelBatch, int], None] = lambda batch, step: None
-        """Called before a batch is computed again for its backward pass, when others came in between."""
         self.model_parallel_size = 1
         """So many processes share the work on one picture."""
         self.devices = [self.device]

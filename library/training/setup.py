@@ -147,7 +147,6 @@ def build_run(
         latent_reader=cache_readers.latent_reader,
         text_reader=cache_readers.text_reader,
     )
-    strategy.get_shape_key, strategy.prepare_recompute = task.get_shape_key, task.seed_dropout
     if task.dropout is not None:
         task.dropout.token_positions = strategy.get_token_positions
     if strategy.is_main:

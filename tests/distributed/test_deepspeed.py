@@ -252,7 +252,7 @@ def held(stage: int) -> tuple[int, int, int]:
     _, optimizer = strategy.wrap(trained, torch.optim.AdamW(own))
     kept = [*frozen, *(parameter.ds_tensor for parameter in frozen)]
     here = sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in kept}.values())
-    masters = {piece.flat.data_ptr(): piece.flat.nbytes for piece in optimizer._pieces}
+    masters = {piece.flat.data_ptr(): piece.flat.nbytes for piece in optimizer._shards}
     strategy.destroy_process_group()
     return whole, here, sum(masters.values()) - sum(parameter.nbytes for parameter in own) // strategy.world_size
 

@@ -135,14 +135,14 @@ def test_files_of_processes_that_are_gone_are_removed_and_those_of_others_stay(t
         (
             1,
             {"buffer_size": 1000},
-            r"buffer_size is 1000, and the largest weight has \d+ numbers for each process; write",
+            r"buffer_size is 1000, and the largest partition has \d+ elements; set",
         ),
-        pytest.param(1, {"buffer_count": 1}, "buffer_count is 1; write at least 2", marks=pytest.mark.long),
+        pytest.param(1, {"buffer_count": 1}, "buffer_count is 1; set at least 2", marks=pytest.mark.long),
         pytest.param(2, {"max_in_cpu": 10}, r"max_in_cpu is 10, and the adapter has \d+", marks=pytest.mark.long),
         pytest.param(
             1,
             {"buffer_size": 10**13},
-            r"MiB of memory for each process cannot be locked; raise `ulimit -l`",
+            r"cannot lock \d+ MiB of memory per process; raise `ulimit -l`",
             marks=pytest.mark.long,
         ),
     ],

@@ -6,6 +6,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import create_autospec
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from library.parallel.blocks import BlockSequence, ParallelPlan, UNetBlockSequen
 from library.parallel.pipeline import PipelineStrategy
 from library.parallel.pipeline_schedule import PipelineStep
 from library.parallel.pipeline_stages import StageBoundary, StageRunner
+from library.parallel.strategy import LossFunction
 from library.training.profiler import DenoiserCalls, StepProfiler
 from library.training.shutdown import suggest_oom_fixes
 
@@ -124,6 +126,7 @@ def test_scaled_losses_give_gradients_that_can_be_scaled_back_on_every_stage():
     optimizer, pipeline = torch.optim.SGD([weight], lr=0.25), alone()
     pipeline.accelerator = SimpleNamespace(scaler=scaler, autocast=nullcontext)
     pipeline._all_reduce_gradients, pipeline._all_reduce_loss = lambda processes: None, lambda total: total
+    loss_function = create_autospec(LossFunction, side_effect=lambda batch, step: weight * batch)
 
     def all_stages(loss_of, *more):
         losses = [loss_of(batch) for batch in more[-1]]
@@ -131,14 +134,14 @@ def test_scaled_losses_give_gradients_that_can_be_scaled_back_on_every_stage():
         return sum(losses).detach()
 
     pipeline.pipeline_schedules = SimpleNamespace(run=all_stages)
-    assert float(pipeline.compute_gradients(lambda batch, step: weight * batch, [1.0, 2.0], 2, 0)) == 4.5
+    assert float(pipeline.compute_gradients(loss_function, [1.0, 2.0], 2, 0)) == 4.5
     assert float(weight.grad) == 6.0
     scaler.unscale_(optimizer)
     assert float(weight.grad) == 1.5
 
     pipeline.pipeline_schedules = SimpleNamespace(run=lambda *_: torch.zeros(()))  # on a stage that is not the last
     pipeline.accelerator.scaler = scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    pipeline.compute_gradients(lambda batch, step: weight * batch, [1.0, 2.0], 2, 0)
+    pipeline.compute_gradients(loss_function, [1.0, 2.0], 2, 0)
     scaler.unscale_(optimizer)
 
 
@@ -166,9 +169,9 @@ def test_operations_of_a_picture_are_shared_by_those_who_work_on_it(tmp_path):
     profiler, told = StepProfiler(StepRange(2, 6), tmp_path / "trace.json.gz"), {}
     profiler.calls, profiler.seconds = SimpleNamespace(count_flops=lambda denoiser: 4e12), 1.0
     run = SimpleNamespace(
-        strategy=SimpleNamespace(together=2, device=torch.device("cpu"), precision="bf16"),
-        task=SimpleNamespace(pipe=SimpleNamespace(unet=None), family=SimpleNamespace(denoiser="unet")),
-        teller=SimpleNamespace(noted=lambda run, figures: told.update(figures)),
+        strategy=SimpleNamespace(model_parallel_size=2, device=torch.device("cpu"), mixed_precision="bf16"),
+        task=SimpleNamespace(pipe=SimpleNamespace(unet=None), family=SimpleNamespace(denoiser_name="unet")),
+        metric_logger=SimpleNamespace(log_values=lambda run, metrics: told.update(metrics)),
     )
     with torch.profiler.profile() as profile, record_phase("other"):
         pass

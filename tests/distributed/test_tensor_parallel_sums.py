@@ -72,7 +72,7 @@ def test_adapters_in_layers_that_are_cut_are_not_waited_for(name, rank):
     batch = replace(
         tiny.batch,
         latents=tiny.batch.latents.to(meta),
-        frame=tiny.batch.size_conditioning.to(meta),
+        size_conditioning=tiny.batch.size_conditioning.to(meta),
         cond={key: value.to(meta) for key, value in tiny.batch.cond.items()},
     )
     with Crossings():

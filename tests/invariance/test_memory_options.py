@@ -263,7 +263,7 @@ def test_gradients_are_those_of_the_plain_run(model, same, kinds, tmp_path):
 
 def test_every_nth_block_is_computed_twice_and_what_from_waits_on_the_host(monkeypatch):
     sent, honest = [], activation_checkpointing.copy_to_host
-    monkeypatch.setattr(activation_checkpointing, "on_host", lambda tensor: sent.append(tensor) or honest(tensor))
+    monkeypatch.setattr(activation_checkpointing, "copy_to_host", lambda tensor: sent.append(tensor) or honest(tensor))
     for every, times, to_host in ((1, [2, 2, 2, 2], False), (2, [2, 1, 2, 1], True)):
         blocks, calls = [nn.Linear(3, 3) for _ in range(4)], [0] * 4
         for number, block in enumerate(blocks):

@@ -58,24 +58,24 @@ class Words:
     def __len__(self):
         return self.sent
 
-    def send(self, number):
+    def push(self, number):
         assert number.device == DEVICE
         self.sent += 1
 
-    def read(self):
+    def pop(self):
         self.sent -= 1
         return 0.0
 
 
 def moved(run):
     """The run as it would be on the device."""
-    model = run.strategy.unwrapped(run.adapter).to(DEVICE)
+    model = run.strategy.unwrap_model(run.model).to(DEVICE)
     learnt = get_trainable_parameters(model)
-    run.groups = [type(group)(group.name, learnt, group.rate) for group in run.groups]
+    run.param_groups = [type(group)(group.name, learnt, group.lr) for group in run.param_groups]
     run.optimizer = torch.optim.AdamW(learnt, lr=1e-4, foreach=True)
     run.strategy.device = run.strategy.accelerator.state.device = DEVICE
-    run.task.here = CopyStream(DEVICE)
-    run.strategy._asked = Words()
+    run.task.to_device = CopyStream(DEVICE)
+    run.strategy._stop_flags = Words()
 
 
 @contextmanager
@@ -85,7 +85,9 @@ def pretended(tmp_path, *words):
         moved(run)
         run.is_warmed_up = True
         run.nan_guard = SimpleNamespace(
-            remember=lambda run: None, is_well=lambda run, figures: True, may_learn_from=run.nan_guard.should_step
+            take_snapshot=lambda run: None,
+            check_or_roll_back=lambda run, metrics: True,
+            should_step=run.nan_guard.should_step,
         )
         run.bad_samples.sync_across_ranks = lambda strategy: None
         run.metric_logger.log_steps = lambda run, figures: None

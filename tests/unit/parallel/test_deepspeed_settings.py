@@ -142,9 +142,9 @@ def test_the_users_own_file_is_filled_and_handed_on(file):
         (("--deepspeed", "--fsdp"), TWO, "--fsdp: DeepSpeed is asked for, too"),
         (("--deepspeed",), replace(TWO, engines=("FSDP",), launcher_variables={"FSDP_VERSION": "2"}), "the launcher's FSDP: DeepSp"),
         (("--deepspeed", "--zero_stage", "3", "--torch_compile"), TWO, "--torch_compile: zero_stage 3 fetches"),
-        (("--deepspeed", "--zero_stage", "3"), replace(TWO, dynamo="INDUCTOR"), "zero_stage 3 fetches and drops"),
+        (("--deepspeed", "--zero_stage", "3"), replace(TWO, dynamo_backend="INDUCTOR"), "zero_stage 3 fetches and drops"),
         (("--deepspeed", "--tp_size", "2"), TWO, "--tp_size 2: together with DeepSpeed it is not there"),
-        (("--deepspeed",), replace(TWO, device="cuda", precision="fp16"), "--mixed_precision fp16: not yet"),
+        (("--deepspeed",), replace(TWO, device_type="cuda", mixed_precision="fp16"), "--mixed_precision fp16: not yet"),
         (
             ("--deepspeed", "--zero_stage", "2"),
             launched(ZERO_STAGE="3"),
@@ -220,6 +220,6 @@ def test_a_run_stops_over_such_an_optimizer_and_over_words_that_deepspeed_does_n
         on_ranks(1, train, *flags, "--deepspeed", "--optimizer_type", "Adafactor")
 
     world = file(zero_optimization={"stage": 3, "stage3_max_live_parameter": 5})
-    environment = {"ACCELERATE_USE_DEEPSPEED": "true", **world.said}
+    environment = {"ACCELERATE_USE_DEEPSPEED": "true", **world.launcher_variables}
     with pytest.raises(AssertionError, match=r"zero_optimization\.stage3_max_live_parameter: Extra inputs"):
         on_ranks(1, train, *flags, environment=environment)

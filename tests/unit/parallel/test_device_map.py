@@ -66,8 +66,8 @@ def test_every_layer_finds_what_it_is_given_on_its_own_device(model, count):
             batch,
             latents=move(first, batch.latents),
             cond=move(first, batch.cond),
-            frame=move(first, batch.size_conditioning),
-            weight=move(first, batch.loss_weights),
+            size_conditioning=move(first, batch.size_conditioning),
+            loss_weights=move(first, batch.loss_weights),
         )
         t = torch.full((len(batch.latents),), 0.5, device=first)
         said = family.predict(tiny.pipe, getattr(tiny.pipe, family.denoiser_name), moved.latents, t, moved)
@@ -100,10 +100,10 @@ def test_lengths_of_updates_on_several_devices_are_read_together():
         (
             "flux",
             '{"transformer_blocks": 0, "single_transformer_blocks": 1}',
-            'weights have no device, such as time_text_embed.timestep_embedder.linear_1.weight; add "": 0',
+            'parameters have no device, such as time_text_embed.timestep_embedder.linear_1.weight; add "": 0',
         ),
         ("flux", '{"": 0, "blocks": 1}', "'blocks' is no module of this model"),
-        ("sdxl", '{"": 0, "up_blocks.1.resnets": 1}', "cannot be apart from the rest of 'up_blocks.1'; name that"),
+        ("sdxl", '{"": 0, "up_blocks.1.resnets": 1}', "'up_blocks.1.resnets' is inside of 'up_blocks.1', which cannot be split; map 'up_blocks.1'"),
     ],
 )
 def test_a_map_that_does_not_fit_the_model_is_told_before_it_is_loaded(model, written, said):
@@ -133,9 +133,9 @@ def test_where_it_cannot_be_is_told():
         return [*validate_device_map_launch(config, World(device_type="cuda", machine=machine, **facts))]
 
     assert "the launcher asks for DeepSpeed; take one" in problems("auto", engines=("DeepSpeed",))[0]
-    assert "the launcher asks for dynamo" in problems("auto", dynamo="INDUCTOR")[0]
+    assert "the launcher asks for dynamo" in problems("auto", dynamo_backend="INDUCTOR")[0]
     assert problems("auto") == [] and problems('{"": 0, "a": 1}') == []
-    assert "this is one of 2; start one process, or use --pp_size" in problems("auto", size=2)[0]
+    assert "this is one of 2; start one process, or use --pp_size" in problems("auto", world_size=2)[0]
     assert "this process sees 1 accelerators" in problems("auto", count=1)[0]
     assert "there is no device 2; this process sees devices 0 to 1" in problems('{"": 0, "a": 2}')[0]
     both = parse_config(["--dataset_config", __file__, "--device_map", "auto", "--tp_size", "2", "--fsdp"]).problems
