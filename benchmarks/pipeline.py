@@ -90,10 +90,10 @@ def measure_bubbles(run: "TrainingRun", repetitions: int, simulated_seconds: flo
             steps: Any = run.loader.iter_steps(step)
             work = next(steps)
             steps.close()
-            run.strategy.all_gather_object(None)  # a barrier: all stages begin at once
+            run.strategy.comm.barrier()  # all stages start together
             run.strategy.compute_gradients(run.task, work.batches, work.samples, step)
             run.optimizer.zero_grad()
-            bubbles.append(compute_idle_fraction(run.strategy.all_gather_object(list(busy))))
+            bubbles.append(compute_idle_fraction(run.strategy.comm.all_gather_object(list(busy))))
     return bubbles[1:]
 
 

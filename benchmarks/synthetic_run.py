@@ -5,7 +5,7 @@ A benchmark takes every training option besides its own, so that whatever a user
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -87,13 +87,14 @@ def build_run(argv: Sequence[str], directory: Path) -> Iterator["TrainingRun"]:
 
     config = parse_config(argv).require_valid()
     strategy = build_strategy(config)
-    with strategy.process_group_scope():
+    with strategy.comm.process_group_scope(), closing(strategy):
         yield _assemble_run(config, strategy, directory)
 
 
 def _assemble_run(config: RunConfig, strategy: "Strategy", directory: Path) -> "TrainingRun":
     """Do what ``library.training.run`` does up to the first step, without saving and resuming."""
     from library.cache.precompute import CacheReaders, cache_latents, cache_text_encoder_outputs
+    from library.distributed.trackers import Trackers
     from library.log import ProgressBar
     from library.models.detect import detect_model
     from library.models.families import FAMILIES
@@ -107,7 +108,7 @@ def _assemble_run(config: RunConfig, strategy: "Strategy", directory: Path) -> "
     family = FAMILIES.get(detected.family)(config.model)
     check_model_parallel(config, family, detected)
     starts = read_initial_weights(config, family, detected)
-    prepared = prepare_dataset(config, strategy, detected.size_multiple)
+    prepared = prepare_dataset(config, strategy.comm, detected.size_multiple)
     plan = RunPlan.from_config(
         prepared.build_batch_plan(strategy.data_parallel_size, config.train), config.train, config.optim
     )
@@ -116,8 +117,10 @@ def _assemble_run(config: RunConfig, strategy: "Strategy", directory: Path) -> "
     check_quantize_offload(config, strategy, family, detected)
     pipe = load_training_pipeline(config, strategy, family, detected, cached, ())
     run, _ = build_run(config, strategy, family, pipe, prepared, plan, cached, starts)
-    metrics = MetricsFile(directory / "metrics.jsonl", 0) if strategy.is_main else None
-    run.metric_logger = TrainingLogger(ProgressBar(plan.steps, 0, "benchmark", enabled=False), metrics)
+    metrics = MetricsFile(directory / "metrics.jsonl", 0) if strategy.comm.is_main else None
+    run.metric_logger = TrainingLogger(
+        ProgressBar(plan.steps, 0, "benchmark", enabled=False), metrics, Trackers(strategy.comm)
+    )
     return run
 
 

@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..distributed.communicator import Communicator
 from ..distributed.process_group import KeyValueStore
 from ..errors import UserError
 from ..log import ProgressBar
-from ..parallel.strategy import Strategy
 from .format import KeyArray, get_key_bytes
 from .paths import check_disk_space, check_writable, format_bytes
 from .store import CacheStore
@@ -77,11 +77,11 @@ class CacheEncoder(Protocol):
 
 
 def fill_cache(
-    strategy: Strategy, spec: CacheSpec, encoder: CacheEncoder, *, verify_existing: bool
+    comm: Communicator, spec: CacheSpec, encoder: CacheEncoder, *, verify_existing: bool
 ) -> tuple[CacheStore, dict[int, str]]:
     """Make what ``shelf`` lacks, in shares; return the cache and why some entries could not be made."""
     folders = list(dict.fromkeys(spec.directories))
-    share = partition_by_shared_disk(strategy, folders)
+    share = partition_by_shared_disk(comm, folders)
     store = CacheStore(folders)
     mine = np.unique(spec.keys, return_index=True)[1][share.index :: share.count]
     rows = store.find_rows(spec.keys[mine])
@@ -91,11 +91,11 @@ def fill_cache(
             damaged = store.find_damaged(rows[rows >= 0].tolist())
             missing = np.concatenate([missing, mine[np.isin(rows, damaged)]])
             _drop_damaged(store, damaged, spec, writers)
-        with track_shared_progress(strategy, share, spec.name, len(missing), spec.unit) as shared:
+        with track_shared_progress(comm, share, spec.name, len(missing), spec.unit) as shared:
             if len(missing):
                 _encode_missing(store, spec, encoder, missing, writers, shared, share)
     mine_failed = {bytes(spec.keys[number]): why for number, why in encoder.failures.items()}
-    failed = {key: why for part in strategy.all_gather_list([mine_failed]) for key, why in part.items()}
+    failed = {key: why for part in comm.all_gather_object(mine_failed) for key, why in part.items()}
     bad = {number: failed[bytes(key)] for number, key in enumerate(spec.keys) if key in failed} if failed else {}
     _wait_until_visible(store, spec, bad)
     return store, bad
@@ -148,8 +148,8 @@ def _drop_damaged(store: CacheStore, damaged_rows: Sequence[int], spec: CacheSpe
 class SharedProgress:
     """Tells how far all processes are, and waits for them."""
 
-    def __init__(self, strategy: Strategy, key_value_store: KeyValueStore, progress: ProgressBar):
-        self.strategy, self.key_value_store, self.progress = strategy, key_value_store, progress
+    def __init__(self, comm: Communicator, key_value_store: KeyValueStore, progress: ProgressBar):
+        self.comm, self.key_value_store, self.progress = comm, key_value_store, progress
 
     def add_done(self, count: int) -> None:
         """``count`` more pieces of this process's share are done."""
@@ -160,7 +160,7 @@ class SharedProgress:
         """Return when every process has done its share; what fails on one fails on all."""
         finished = self.key_value_store.add("finished", 1)
         news, since = (-1, finished), time.monotonic()
-        while finished < self.strategy.world_size:
+        while finished < self.comm.world_size:
             self._raise_remote_failure()
             time.sleep(POLL_INTERVAL_SECONDS)
             done, finished = self.key_value_store.read_counter("done"), self.key_value_store.read_counter("finished")
@@ -169,7 +169,7 @@ class SharedProgress:
                 news, since = (done, finished), time.monotonic()
             elif time.monotonic() - since > STALL_TIMEOUT_SECONDS:
                 raise UserError(
-                    f"{self.strategy.world_size - finished} of {self.strategy.world_size} processes have done nothing for"
+                    f"{self.comm.world_size - finished} of {self.comm.world_size} processes have done nothing for"
                     f" {STALL_TIMEOUT_SECONDS // 60} minutes, while this one waited for their share"
                 )
 
@@ -276,25 +276,25 @@ STALL_TIMEOUT_SECONDS = 30 * 60
 """After this long without anything done by anybody, something is wrong that nobody told."""
 
 
-def partition_by_shared_disk(strategy: Strategy, directories: Sequence[Path]) -> WorkPartition:
+def partition_by_shared_disk(comm: Communicator, directories: Sequence[Path]) -> WorkPartition:
     """Find the processes with which this one has all ``folders`` in common; a short collective."""
-    token = strategy.all_gather_list([secrets.token_hex(4)])[0]
-    marks = [folder / f".here-{token}-{strategy.rank}" for folder in directories]
+    token = comm.all_gather_object(secrets.token_hex(4))[0]
+    marks = [folder / f".here-{token}-{comm.rank}" for folder in directories]
     can_write = all([_create_marker(mark) for mark in marks])
-    writes = strategy.all_gather_list([can_write])
+    writes = comm.all_gather_object(can_write)
     seen = {
         rank
-        for rank in range(strategy.world_size)
+        for rank in range(comm.world_size)
         if writes[rank] and all((folder / f".here-{token}-{rank}").exists() for folder in directories)
     }
-    strategy.all_gather_list([None])  # nobody takes a mark away before all have looked
+    comm.barrier()  # nobody takes a mark away before all have looked
     for mark in marks:
         with suppress(OSError):
             mark.unlink()
-    peers = sorted(seen) if strategy.rank in seen else [strategy.rank]
-    if found := describe_shared_disks(peers, strategy.hostnames, directories):
+    peers = sorted(seen) if comm.rank in seen else [comm.rank]
+    if found := describe_shared_disks(peers, comm.hostnames, directories):
         logger.info("%s", found)
-    return WorkPartition(peers.index(strategy.rank), len(peers), token)
+    return WorkPartition(peers.index(comm.rank), len(peers), token)
 
 
 def describe_shared_disks(peer_ranks: Sequence[int], hostnames: Sequence[str], directories: Sequence[Path]) -> str:
@@ -323,12 +323,12 @@ def _create_marker(marker: Path) -> bool:
 
 @contextmanager
 def track_shared_progress(
-    strategy: Strategy, partition: WorkPartition, name: str, num_entries: int, unit: str
+    comm: Communicator, partition: WorkPartition, name: str, num_entries: int, unit: str
 ) -> Iterator[SharedProgress]:
     """Work of which ``mine`` pieces are this process's share; on leaving, all processes have done theirs."""
-    board = strategy.open_key_value_store(f"{partition.run_token}/{name}")
-    with ProgressBar(board.add("total", num_entries), 0, name, enabled=strategy.is_main, unit=unit) as progress:
-        shared = SharedProgress(strategy, board, progress)
+    board = comm.open_key_value_store(f"{partition.run_token}/{name}")
+    with ProgressBar(board.add("total", num_entries), 0, name, enabled=comm.is_main, unit=unit) as progress:
+        shared = SharedProgress(comm, board, progress)
         try:
             yield shared
         except Exception as error:

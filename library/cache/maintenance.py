@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from ..config import RunConfig
 from ..config.schema_distributed import DeepSpeedConfig, ParallelConfig, ShardingConfig
 from ..data.prepare import prepare_data
 from ..data.prompts import load_prompts
+from ..distributed.communicator import Communicator
 from ..models.base import Family
 from ..models.detect import detect_model
 from ..models.families import FAMILIES
@@ -130,7 +131,7 @@ MAX_NAMES_SHOWN = 20
 class RunCaches:
     """The caches of a run, and who fills them."""
 
-    strategy: Strategy
+    comm: Communicator
     caches: tuple[tuple[CacheSpec, CacheEncoder], ...]
     verify_existing: bool
 
@@ -143,8 +144,8 @@ def open_run_caches(config: RunConfig) -> Iterator[RunCaches]:
     """
     whole = replace(config, sharding=ShardingConfig(), parallel=ParallelConfig(), deepspeed=DeepSpeedConfig())
     strategy = build_strategy(whole)
-    with strategy.process_group_scope():
-        yield RunCaches(strategy, tuple(_build_caches(config, strategy)), not config.cache.skip_cache_check)
+    with strategy.comm.process_group_scope(), closing(strategy):
+        yield RunCaches(strategy.comm, tuple(_build_caches(config, strategy)), not config.cache.skip_cache_check)
 
 
 def build_caches(caches: RunCaches) -> tuple[str, int]:
@@ -157,10 +158,10 @@ def repair_caches(caches: RunCaches) -> tuple[str, int]:
     said, _ = verify_caches(caches)
     for shelf, _ in caches.caches:
         store = CacheStore(_list_directories(shelf))
-        for row in store.find_damaged(range(len(store))) if caches.strategy.is_main else []:
+        for row in store.find_damaged(range(len(store))) if caches.comm.is_main else []:
             with CacheWriter(store.get_directory(row)) as writer:
                 writer.drop(store.entries[[row]])
-    caches.strategy.all_gather_list([None])
+    caches.comm.barrier()
     made, code = _fill_caches(caches, verify_existing=False)
     return f"{said}\n{made}", code
 
@@ -203,7 +204,7 @@ def prune_caches(caches: RunCaches, *, is_confirmed: bool) -> tuple[str, int]:
     """Remove what is not wanted, or say what would be removed."""
     lines: list[str] = []
     count = 0
-    for shelf, _ in caches.caches if caches.strategy.is_main else ():
+    for shelf, _ in caches.caches if caches.comm.is_main else ():
         store = CacheStore(_list_directories(shelf))
         found = list_writer_files(store, shelf.keys)
         ready = select_prunable_files(found)
@@ -240,7 +241,7 @@ def _format_pruned(spec: CacheSpec, store: CacheStore, files: WriterFiles) -> st
 def _fill_caches(caches: RunCaches, *, verify_existing: bool) -> tuple[str, int]:
     lines, code = [], 0
     for shelf, maker in caches.caches:
-        store, bad = fill_cache(caches.strategy, shelf, maker, verify_existing=verify_existing)
+        store, bad = fill_cache(caches.comm, shelf, maker, verify_existing=verify_existing)
         lines.append(f"{shelf.name}: {_format_coverage(store, shelf)}")
         lines += [f"  {why}" for why in dict.fromkeys(bad.values())]
         code |= bool(bad)

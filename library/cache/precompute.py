@@ -19,6 +19,7 @@ from ..config.schema import ModelConfig
 from ..data.augment import Augmenter
 from ..data.prepare import PreparedData
 from ..data.prompts import Prompt, load_prompts
+from ..distributed.communicator import Communicator
 from ..distributed.devices import MIXED_PRECISION_DTYPES
 from ..errors import ConfigError
 from ..models.base import Family
@@ -86,19 +87,19 @@ def cache_latents(
     if not cache.caches_latents:
         return prepared, None
     to_disk = cache.cache_latents_to_disk
-    with _open_cache_dirs(config, strategy, prepared, to_disk=to_disk) as bases:
+    with _open_cache_dirs(config, strategy.comm, prepared, to_disk=to_disk) as bases:
         encoder = (
             compute_vae_fingerprint(config, strategy, family, model, bases[0]) if to_disk else TEMPORARY_FINGERPRINT
         )
         kitchen = EncoderLoader(strategy, family, model, cache)
         shelf, maker = build_latent_cache_spec(config, kitchen, prepared, bases, encoder)
-        store, bad = fill_cache(strategy, shelf, maker, verify_existing=to_disk and not cache.skip_cache_check)
+        store, bad = fill_cache(strategy.comm, shelf, maker, verify_existing=to_disk and not cache.skip_cache_check)
         wanted = maker.latent_keys
         if bad:
             by_sample = {int(wanted.sample_indices[number]): why for number, why in bad.items()}
             prepared = _remove_failed_images(prepared, by_sample, config)
             wanted = build_latent_keys(_build_static_augmenter(prepared.merge_validation()), encoder)
-        _open_store(store, strategy, to_disk=to_disk)
+        _open_store(store, strategy.comm, to_disk=to_disk)
         return prepared, LatentReader(store, wanted, len(prepared.merge_validation().manifest.samples))
 
 
@@ -116,7 +117,7 @@ def cache_text_encoder_outputs(
     if not cache.caches_text_outputs:
         return None
     to_disk = cache.cache_text_encoder_outputs_to_disk
-    with _open_cache_dirs(config, strategy, prepared, to_disk=to_disk) as bases:
+    with _open_cache_dirs(config, strategy.comm, prepared, to_disk=to_disk) as bases:
         encoder = (
             compute_text_encoder_fingerprint(config, strategy, family, model, bases[0])
             if to_disk
@@ -124,8 +125,8 @@ def cache_text_encoder_outputs(
         )
         kitchen = EncoderLoader(strategy, family, model, cache)
         shelf, maker = build_text_cache_spec(config, kitchen, prepared, run_plan, prompts, bases, encoder)
-        store, _ = fill_cache(strategy, shelf, maker, verify_existing=to_disk and not cache.skip_cache_check)
-        _open_store(store, strategy, to_disk=to_disk)
+        store, _ = fill_cache(strategy.comm, shelf, maker, verify_existing=to_disk and not cache.skip_cache_check)
+        _open_store(store, strategy.comm, to_disk=to_disk)
         return TextReader(store, encoder)
 
 
@@ -190,7 +191,7 @@ def compute_vae_fingerprint(
     config: RunConfig, strategy: Strategy, family: Family, model: DetectedModel, cache_dir: Path
 ) -> str:
     """A short text that stands for the VAE and all that decides what it makes of pixels."""
-    made_of = _compute_weight_hashes(strategy, family, model, ("vae",), cache_dir)
+    made_of = _compute_weight_hashes(strategy.comm, family, model, ("vae",), cache_dir)
     return compute_encoder_fingerprint(type(family).__name__, config.cache.cache_precision, *made_of)
 
 
@@ -198,7 +199,7 @@ def compute_text_encoder_fingerprint(
     config: RunConfig, strategy: Strategy, family: Family, model: DetectedModel, cache_dir: Path
 ) -> str:
     """A short text that stands for the text encoders and all that decides what they make of captions."""
-    made_of = _compute_weight_hashes(strategy, family, model, family.text_components, cache_dir)
+    made_of = _compute_weight_hashes(strategy.comm, family, model, family.text_components, cache_dir)
     # Models of one kind may read texts of different lengths, which their schedulers tell apart.
     scheduler = json.dumps(get_config_reader(model)("scheduler/scheduler_config.json"), sort_keys=True)
     precision = str(MIXED_PRECISION_DTYPES[strategy.mixed_precision])
@@ -208,16 +209,11 @@ def compute_text_encoder_fingerprint(
 
 
 def _compute_weight_hashes(
-    strategy: Strategy, family: Family, model: DetectedModel, parts: Sequence[str], cache_dir: Path
+    comm: Communicator, family: Family, model: DetectedModel, parts: Sequence[str], cache_dir: Path
 ) -> list[str]:
     """Told by one process: the others need not read all weights as well."""
-    found: list[str] = []
-    strategy.run_on_main(
-        lambda: found.extend(
-            compute_component_fingerprints(family, model, parts, FileHashCache(cache_dir / FILE_HASHES_NAME))
-        )
-    )
-    return strategy.all_gather_list(found)
+    hashes = FileHashCache(cache_dir / FILE_HASHES_NAME)
+    return comm.run_on_main_and_broadcast(lambda: compute_component_fingerprints(family, model, parts, hashes))
 
 
 def _list_model_options(model: ModelConfig) -> list[str]:
@@ -232,7 +228,7 @@ def _list_model_options(model: ModelConfig) -> list[str]:
 
 @contextmanager
 def _open_cache_dirs(
-    config: RunConfig, strategy: Strategy, prepared: PreparedData, *, to_disk: bool
+    config: RunConfig, comm: Communicator, prepared: PreparedData, *, to_disk: bool
 ) -> Iterator[list[Path]]:
     """For each sample the folder that what is made of it goes to.
 
@@ -241,7 +237,7 @@ def _open_cache_dirs(
     if to_disk:
         yield resolve_cache_dirs(prepared.merge_validation().manifest, config.cache)
         return
-    folder = get_temporary_cache_dir(config.cache, strategy.all_gather_list([secrets.token_hex(4)])[0])
+    folder = get_temporary_cache_dir(config.cache, comm.all_gather_object(secrets.token_hex(4))[0])
     try:
         yield [folder] * len(prepared.merge_validation().manifest.samples)
     finally:
@@ -250,10 +246,10 @@ def _open_cache_dirs(
             atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
 
-def _open_store(store: CacheStore, strategy: Strategy, *, to_disk: bool) -> None:
+def _open_store(store: CacheStore, comm: Communicator, *, to_disk: bool) -> None:
     store.open_all_shards()
     if not to_disk:
-        strategy.all_gather_list([None])  # nobody takes the files away before all have opened them
+        comm.barrier()  # nobody takes the files away before all have opened them
 
 
 def _remove_failed_images(prepared: PreparedData, failures: dict[int, str], config: RunConfig) -> PreparedData:

@@ -1,10 +1,12 @@
 """Pictures for experiment trackers, of which each wants them in its own way."""
 
 import io
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
@@ -15,10 +17,12 @@ from ..config import RunConfig
 from ..config.options import flatten_config, iter_options
 from ..config.schema_output import LogConfig
 from ..config.toml_positions import read_toml_with_lines
+from ..errors import UserError
+from .communicator import Communicator
+from .process_group import drain_gloo_threads
 from .world import parse_env_bool
 
-if TYPE_CHECKING:
-    from .collectives import Communicator
+logger = logging.getLogger(__name__)
 
 
 def log_images_to_tracker(tracker: Any, images: Mapping[str, bytes], step: int) -> None:
@@ -100,16 +104,67 @@ def create_tracker_dir(directory: str | None, log: LogConfig) -> list[str]:
     return []
 
 
-def start_trackers(config: RunConfig, communicator: "Communicator") -> None:
-    """Open the trackers that were asked for; settings go to them only when ``log_config`` says so."""
-    log = config.log
-    settings = collect_shareable_settings(config) if log.log_config else {}
-    arguments: dict[str, Any] = read_toml_with_lines(Path(log.log_tracker_config))[0] if log.log_tracker_config else {}
-    wandb = arguments.setdefault("wandb", {})
-    wandb["settings"] = WANDB_PRIVATE_SETTINGS | wandb.get("settings", {})
-    if log.wandb_run_name:
-        wandb.setdefault("name", log.wandb_run_name)
-    communicator.init_trackers(log.log_tracker_name or "network_train", settings, arguments)
+class Trackers:
+    """The experiment trackers (``--log_with``) of a run; accelerate runs them on the main process.
+
+    A tracker that fails ends nothing: it is not used any more, and training continues.
+    """
+
+    def __init__(self, comm: Communicator):
+        self.comm, self.accelerator = comm, comm.accelerator
+        self._has_failed = False
+
+    @property
+    def has_trackers(self) -> bool:
+        """The same on all ranks."""
+        return bool(self.accelerator.log_with)
+
+    def init_trackers(self, config: RunConfig) -> None:
+        """Start the trackers; they get the settings of the run only with ``--log_config``."""
+        log = config.log
+        settings = collect_shareable_settings(config) if log.log_config else {}
+        init_kwargs: dict[str, Any] = (
+            read_toml_with_lines(Path(log.log_tracker_config))[0] if log.log_tracker_config else {}
+        )
+        wandb = init_kwargs.setdefault("wandb", {})
+        wandb["settings"] = WANDB_PRIVATE_SETTINGS | wandb.get("settings", {})
+        if log.wandb_run_name:
+            wandb.setdefault("name", log.wandb_run_name)
+
+        def init_on_main() -> None:
+            try:
+                self.accelerator.init_trackers(log.log_tracker_name or "network_train", settings, init_kwargs)
+            except Exception as error:  # each tracker has exception types of its own
+                raise UserError(f"--log_with: the tracker could not start: {type(error).__name__}: {error}") from error
+
+        self.comm.run_on_main(init_on_main)
+
+    def log_metrics(self, values: dict[str, Any], step: int) -> None:
+        """Log the metrics of a step."""
+        self._call(lambda: self.accelerator.log(values, step=step))
+
+    def log_images(self, images: Mapping[str, bytes], step: int) -> None:
+        """Log images, given as PNG files."""
+        for tracker in self.accelerator.trackers:
+            self._call(partial(log_images_to_tracker, tracker, images, step))
+
+    def end_training(self) -> None:
+        """Wait for all ranks, and close the trackers."""
+        self.accelerator.wait_for_everyone()
+        drain_gloo_threads()
+        try:
+            self.accelerator.end_training()
+        except Exception as error:  # all files are written by now
+            logger.warning("a tracker could not be closed: %s", error)
+
+    def _call(self, function: Callable[[], None]) -> None:
+        if self._has_failed:
+            return
+        try:
+            function()
+        except Exception as error:
+            self._has_failed = True
+            logger.warning("the tracker failed and is not used any more; training continues: %s", error)
 
 
 WANDB_PRIVATE_SETTINGS = {

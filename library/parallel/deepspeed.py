@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from ..data.batch import PixelBatch
 from ..distributed.accelerator import set_deepspeed_device
+from ..distributed.communicator import Communicator
 from ..distributed.deepspeed_settings import DeepSpeedSettings
-from ..distributed.process_group import can_destroy_group_alone, select_backend
+from ..distributed.process_group import select_backend
 from ..errors import ConfigError, UserError
 from .blocks import ParallelPlan
 from .deepspeed_nvme import NVMeOffload
@@ -34,8 +34,8 @@ class DeepSpeedStrategy(Strategy):
     optimizer_sharding_engine = "DeepSpeed"
     has_full_model = False
 
-    def __init__(self, accelerator: Accelerator, settings: DeepSpeedSettings):
-        super().__init__(accelerator)
+    def __init__(self, comm: Communicator, settings: DeepSpeedSettings):
+        super().__init__(comm)
         _check_zero_config(_import_deepspeed(self.device), settings)
         self._engine: Any = None
         self._has_set_local_rank = False
@@ -45,10 +45,12 @@ class DeepSpeedStrategy(Strategy):
         self.settings = settings
         self._nvme: NVMeOffload | None = None
         if settings.offload_param_device == "nvme":
-            self._nvme = NVMeOffload(settings.offload_param_path or "", self.all_gather_object)
+            self._nvme = NVMeOffload(settings.offload_param_path or "", self.comm.all_gather_object)
 
     def check_batch_sizes(self, batch_sizes: Collection[int], gradient_accumulation_steps: int) -> None:
-        if problems := self.settings.validate_batch_sizes(batch_sizes, gradient_accumulation_steps, self.world_size):
+        if problems := self.settings.validate_batch_sizes(
+            batch_sizes, gradient_accumulation_steps, self.comm.world_size
+        ):
             raise ConfigError(problems)
 
     def wrap(
@@ -72,20 +74,20 @@ class DeepSpeedStrategy(Strategy):
         if self.settings.stage == 3:
             # Before the engine sees the model, which would have it whole on the device first.
             if self._nvme is not None:
-                here = self.hostnames.count(self.hostnames[self.rank])
-                self._nvme.partition_model(deepspeed.zero, model, config, self.world_size, here)
+                here = self.comm.hostnames.count(self.comm.hostnames[self.comm.rank])
+                self._nvme.partition_model(deepspeed.zero, model, config, self.comm.world_size, here)
             else:
                 deepspeed.zero.Init(module=model, config_dict_or_path=config, dtype=torch.float32)
             for buffer in model.buffers():
                 buffer.data = buffer.data.to(self.device)
         self._engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
-        self.set_group_timeouts()
+        self.comm.set_group_timeouts()
         if self.settings.stage == 3:
             self._keep_adapter_gathered(learning)
             _enable_external_parameter_detection(model)
         self.model, self.optimizer = self._engine, DeepSpeedOptimizer(self._engine, groups, self.device)
         self._check_engine(learning)
-        logger.info("%s", self.settings.format_summary(self.world_size))
+        logger.info("%s", self.settings.format_summary(self.comm.world_size))
         return self.model, self.optimizer
 
     def _init_single_process_group(self) -> None:
@@ -113,7 +115,7 @@ class DeepSpeedStrategy(Strategy):
         engine, wanted = self._engine, self.settings
         asked_and_came: dict[str, tuple[Any, Any]] = {
             "stage": (wanted.stage, int(engine.zero_optimization_stage())),
-            "processes": (self.world_size, engine.dp_world_size),
+            "processes": (self.comm.world_size, engine.dp_world_size),
             "home of the optimizer": (
                 wanted.offload_optimizer_device,
                 _get_offload_device(engine.zero_offload_optimizer()),
@@ -148,7 +150,7 @@ class DeepSpeedStrategy(Strategy):
             parameter.grad = gradient
 
     def _backward_unscaled(self, loss: Tensor) -> None:
-        self._engine.backward(loss * self.world_size)  # it takes the mean over processes
+        self._engine.backward(loss * self.comm.world_size)  # it takes the mean over processes
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
         norm: Tensor = self.optimizer.compute_grad_norm(max_norm)
@@ -161,10 +163,7 @@ class DeepSpeedStrategy(Strategy):
         inner: Any = self._engine.module if model is self._engine else model
         return super().unwrap_model(inner)
 
-    def destroy_process_group(self, *, graceful: bool = True) -> None:
-        super().destroy_process_group(graceful=graceful)
-        if dist.is_initialized() and (graceful or can_destroy_group_alone()):
-            dist.destroy_process_group()
+    def close(self) -> None:
         if self._has_set_local_rank:
             del os.environ["LOCAL_RANK"]
         if self._nvme is not None:

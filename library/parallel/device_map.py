@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from accelerate import Accelerator, dispatch_model, infer_auto_device_map
+from accelerate import dispatch_model, infer_auto_device_map
 from accelerate.utils import get_balanced_memory
 from torch import Tensor, nn
 
 from ..config.types import DeviceMap
+from ..distributed.communicator import Communicator
 from ..distributed.devices import HOST, get_free_memory
 from ..errors import ConfigError
 from .blocks import ParallelPlan
@@ -131,8 +132,8 @@ class DeviceMapStrategy(Strategy):
 
     has_full_model = False
 
-    def __init__(self, accelerator: Accelerator, device_map: DeviceMap):
-        super().__init__(accelerator)
+    def __init__(self, comm: Communicator, device_map: DeviceMap):
+        super().__init__(comm)
         self.device_map = device_map
         self.base_load_device = HOST  # no device ever holds the whole model
 

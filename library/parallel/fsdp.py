@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ..distributed.communicator import Communicator
 from ..distributed.fsdp_settings import FSDPSettings
 from ..distributed.parallel_dims import ParallelDims
 from ..errors import ConfigError
@@ -28,8 +28,8 @@ class FSDPStrategy(ModelParallelStrategy):
     What learns is not spread: it is small, and so every optimizer, state and file is what it is under DDP.
     """
 
-    def __init__(self, accelerator: Accelerator, settings: FSDPSettings, dims: ParallelDims | None = None):
-        super().__init__(accelerator, ParallelDims(dp=accelerator.num_processes) if dims is None else dims)
+    def __init__(self, comm: Communicator, settings: FSDPSettings, dims: ParallelDims | None = None):
+        super().__init__(comm, ParallelDims(dp=comm.world_size) if dims is None else dims)
         self.settings = settings
         self.has_full_model, self.base_load_device = False, torch.device("cpu")
         names = ("replicate", "shard") if settings.dp_replicate > 1 else ("shard",)
@@ -39,7 +39,7 @@ class FSDPStrategy(ModelParallelStrategy):
             mesh_dim_names=("replicate", "shard", "part"),
         )
         self.shard_mesh: DeviceMesh = whole[names]
-        self.set_group_timeouts()
+        self.comm.set_group_timeouts()
 
     def wrap(
         self,

@@ -5,11 +5,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..data.batch import PixelBatch
+from ..distributed.communicator import Communicator
 from ..distributed.memory import record_phase
 from ..distributed.parallel_dims import ParallelDims
 from .blocks import ParallelPlan
@@ -31,13 +31,13 @@ class ModelParallelStrategy(Strategy):
 
     has_collective_forward = True
 
-    def __init__(self, accelerator: Accelerator, dims: ParallelDims):
-        super().__init__(accelerator)
+    def __init__(self, comm: Communicator, dims: ParallelDims):
+        super().__init__(comm)
         self.dims, self.model_parallel_size = dims, dims.model_parallel_size
-        self.data_parallel_rank, self.data_parallel_size = dims.get_data_parallel_rank(self.rank), dims.dp
+        self.data_parallel_rank, self.data_parallel_size = dims.get_data_parallel_rank(self.comm.rank), dims.dp
         self.loss_ranks = dims.get_loss_ranks()
-        self.has_loss = self.rank in self.loss_ranks
-        self.pipeline_stage = dims.get_pipeline_stage(self.rank)
+        self.has_loss = self.comm.rank in self.loss_ranks
+        self.pipeline_stage = dims.get_pipeline_stage(self.comm.rank)
         self.is_last_stage = self.pipeline_stage == dims.pp - 1
         self.has_full_model = dims.cp == dims.model_parallel_size
         if not self.has_full_model:
@@ -51,7 +51,7 @@ class ModelParallelStrategy(Strategy):
             self.context_parallel = ContextParallel(
                 ProcessGroupAllToAll(self.mesh.get_group("context")), self._mark_dynamic
             )
-        self.set_group_timeouts()
+        self.comm.set_group_timeouts()
 
     def compile(
         self, modules: Sequence[nn.Module], denoiser: nn.Module, shapes: "CompileShapes"
@@ -115,7 +115,7 @@ class ModelParallelStrategy(Strategy):
     ) -> Tensor:
         """Forward and backward of one step; the gradients are exchanged once, after its last micro-batch."""
         loss = super().compute_gradients(loss_function, batches, num_samples, step)
-        self._all_reduce_gradients(self.world_size)
+        self._all_reduce_gradients(self.comm.world_size)
         return loss
 
     def _all_reduce_gradients(self, divisor: int) -> None:

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from ..data.batch import PixelBatch
+from ..distributed.communicator import Communicator
 from ..distributed.parallel_dims import ParallelDims
 from .blocks import Activations, BlockSequence, ParallelPlan
 from .model_parallel import ModelParallelStrategy
@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 class PipelineStrategy(ModelParallelStrategy):
     """Runs the micro-batches of a step through the stages by a schedule; other forwards run all stages in turn."""
 
-    def __init__(self, accelerator: Accelerator, dims: ParallelDims, schedule: str):
-        super().__init__(accelerator, dims)
+    def __init__(self, comm: Communicator, dims: ParallelDims, schedule: str):
+        super().__init__(comm, dims)
         self.schedule = schedule
         self.stage_group = self.mesh.get_group("stage")
 
@@ -71,7 +71,7 @@ class PipelineStrategy(ModelParallelStrategy):
         """Broadcast the output of a block that is the last of its stage."""
         if index not in self._stage_ends:
             return activations
-        stage, ranks = self._stage_ends[index], self.dims.get_pipeline_ranks(self.rank)
+        stage, ranks = self._stage_ends[index], self.dims.get_pipeline_ranks(self.comm.rank)
         is_last = stage == len(self.stage_bounds) - 2
         next_rank = None if is_last else ranks[(stage + 1) % self.dims.pp]
         return broadcast_stage_output(

@@ -6,13 +6,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 
 from ..data.batch import PixelBatch
 from ..distributed.async_copy import AsyncScalarQueue
-from ..distributed.collectives import Communicator
+from ..distributed.communicator import Communicator
 from ..distributed.devices import has_device_memory
 from ..distributed.memory import OutOfMemory, record_phase
 from ..distributed.straggler import Straggler, StragglerMonitor, find_straggler
@@ -43,7 +42,7 @@ class LossFunction(Protocol):
 STOP_DELAY_STEPS = 2
 
 
-class Strategy(Communicator):
+class Strategy:
     """Every process holds the whole model and sees its own part of each global batch: one process, or DDP."""
 
     optimizer_sharding_engine = ""
@@ -55,15 +54,15 @@ class Strategy(Communicator):
     has_replicated_adapter = True
     """Whether every process holds all that is trained, equal to the bit."""
 
-    def __init__(self, accelerator: Accelerator):
-        super().__init__(accelerator)
+    def __init__(self, comm: Communicator):
+        self.comm, self.accelerator, self.device = comm, comm.accelerator, comm.device
         self.is_stop_requested: Callable[[], bool] = lambda: False
         """Whether this process was asked to end the run."""
-        self.data_parallel_rank, self.data_parallel_size = self.rank, self.world_size
+        self.data_parallel_rank, self.data_parallel_size = self.comm.rank, self.comm.world_size
         """Which part of a global batch this process works on, and how many parts there are."""
         self.has_loss = True
         """Whether this process knows the losses."""
-        self.loss_ranks = list(range(self.world_size))
+        self.loss_ranks = list(range(self.comm.world_size))
         """Of each part, the process that knows the losses."""
         self.model_parallel_size = 1
         """So many processes share the work on one picture."""
@@ -72,7 +71,7 @@ class Strategy(Communicator):
         self.base_load_device = self.device
         """Where the frozen part of what is trained is loaded to, before it is wrapped."""
         self._stop_flags = AsyncScalarQueue()
-        self.straggler_monitor = StragglerMonitor(self.device, self.world_size)
+        self.straggler_monitor = StragglerMonitor(self.device, self.comm.world_size)
 
     @property
     def has_grad_scaler(self) -> bool:
@@ -128,7 +127,7 @@ class Strategy(Communicator):
         with self._disable_accelerate_compile(), warnings.catch_warnings():
             # torch has a new name for it that accelerate does not know; the old one still does what is meant.
             warnings.filterwarnings("ignore", message=".*broadcast_buffers.* is deprecated", category=FutureWarning)
-            if self.world_size > 1:
+            if self.comm.world_size > 1:
                 exclude_frozen_from_ddp(model)
             self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.straggler_monitor.attach(self.model)
@@ -181,7 +180,7 @@ class Strategy(Communicator):
                     total += self._run_micro_batch(loss_function, batch, num_samples, step)
             self.straggler_monitor.mark_gradients_ready()
             with record_phase("communication"):
-                return total, FlatGradients(self.model) if self.world_size > 1 else None
+                return total, FlatGradients(self.model) if self.comm.world_size > 1 else None
 
         found = self.run_catching_oom(compute_local_gradients)
         if isinstance(found, OutOfMemory):
@@ -189,7 +188,7 @@ class Strategy(Communicator):
         total, gradients = found
         if gradients is not None:
             with record_phase("communication"):
-                gradients.all_reduce_mean(self.world_size)
+                gradients.all_reduce_mean(self.comm.world_size)
         self.accelerator.sync_gradients = True
         return self._all_reduce_loss(total)
 
@@ -200,7 +199,7 @@ class Strategy(Communicator):
             result = function()
         except OutOfMemory as error:
             failure = error.strip_traceback()
-        if not self.all_reduce_sum(int(failure is not None)):
+        if not self.comm.all_reduce_sum(int(failure is not None)):
             return cast(T, result)
         del result
         self.model.zero_grad(set_to_none=True)
@@ -218,7 +217,7 @@ class Strategy(Communicator):
 
     def _backward_unscaled(self, loss: Tensor) -> None:
         """accelerate divides by the number of micro-steps and DDP takes the mean over processes; both are undone."""
-        self.accelerator.backward(loss * self.accelerator.gradient_accumulation_steps * self.world_size)
+        self.accelerator.backward(loss * self.accelerator.gradient_accumulation_steps * self.comm.world_size)
 
     def get_token_positions(self, lora_a: nn.Module) -> Tensor | None:
         """Which tokens of a picture an adapter's first matrix is given here; ``None`` for all of them."""
@@ -248,15 +247,18 @@ class Strategy(Communicator):
 
     def find_straggler(self) -> Straggler | None:
         """The process that the others waited for since this was asked; every process has to ask."""
-        if self.world_size == 1:
+        if self.comm.world_size == 1:
             return None
         mine = torch.tensor([self.straggler_monitor.pop_times()], device=self.device)
-        return find_straggler(self.all_gather_tensor(mine).tolist())
+        return find_straggler(self.comm.all_gather_tensor(mine).tolist())
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
         """Shorten the gradient to ``longest`` (0: leave it) and return the length it had."""
         norm = self.accelerator.clip_grad_norm_(parameters, max_norm or float("inf"))
         return torch.as_tensor(norm, device=self.device)
+
+    def close(self) -> None:
+        """Release what the engine keeps outside of this process's memory; call it before the process group ends."""
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         """The model without any wrapper, for reading names and weights."""

@@ -60,7 +60,7 @@ def run(argv: Sequence[str]) -> tuple[str, int]:
     }
     with maintenance.open_run_caches(config) as care:
         said, code = works[command](care)
-        return (said if care.strategy.is_main else ""), code
+        return (said if care.comm.is_main else ""), code
 
 
 def _enable_disk_cache(config: RunConfig) -> RunConfig:

@@ -79,7 +79,7 @@ class UpdateNorms:
             f"the LoRA does nothing: its update is zero in all {len(self.norms)} layers after"
             f" {run.state.step} steps ({why})"
         )
-        error.is_reported = not run.strategy.is_main
+        error.is_reported = not run.strategy.comm.is_main
         raise error
 
 
@@ -115,7 +115,7 @@ class SaveReport:
         return self.save_adapter.should_run(run)
 
     def __call__(self, run: TrainingRun) -> None:
-        if not run.strategy.is_main:
+        if not run.strategy.comm.is_main:
             return
         save, strategy = run.config.save, run.strategy
         try:
@@ -160,10 +160,10 @@ class WeightSyncCheck:
 
     def __call__(self, run: TrainingRun) -> None:
         average = run.ema.shadow_params if run.ema is not None else []
-        hashes = run.strategy.all_gather_object(hash_tensors([*run.parameters, *average]))
+        hashes = run.strategy.comm.all_gather_object(hash_tensors([*run.parameters, *average]))
         common = find_majority(hashes)
         if others := [rank for rank, value in enumerate(hashes) if value != common]:
-            who = format_ranks(others, run.strategy.hostnames)
+            who = format_ranks(others, run.strategy.comm.hostnames)
             rest = "rank 0" if len(hashes) == 2 else f"the other {len(hashes) - len(others)}"
             first, last = self.last_equal_step is None, self.last_equal_step
             since = "before the first step" if first else f"since the check after step {last}, where all were equal"
@@ -185,4 +185,4 @@ def hash_tensors(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def _is_needed(run: TrainingRun) -> bool:
-    return run.strategy.world_size > 1 and run.strategy.has_replicated_adapter
+    return run.strategy.comm.world_size > 1 and run.strategy.has_replicated_adapter

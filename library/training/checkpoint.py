@@ -50,7 +50,7 @@ class SaveCheckpoint:
     def save(self, run: TrainingRun, name: str, pending: Sequence[str] = ()) -> None:
         """Begin to write the state; one process does, for all have the same."""
         tree = capture_state(run)  # by all, for where a strategy divides it, all have to give their parts
-        if run.strategy.is_main:
+        if run.strategy.comm.is_main:
             self._start_writing(run, tree, name, pending)
 
     def save_on_this_rank(self, run: TrainingRun, name: str, pending: Sequence[str] = ()) -> Path:
@@ -76,7 +76,7 @@ class SaveCheckpoint:
 
     def wait_until_written(self, run: TrainingRun) -> None:
         """Wait until the last state is on disk; if it is not, every process ends with the reason."""
-        run.strategy.run_on_main(self._finish_writing)
+        run.strategy.comm.run_on_main(self._finish_writing)
 
     def _finish_writing(self) -> None:
         self._join_writer()

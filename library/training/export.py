@@ -87,10 +87,10 @@ class SaveAdapter:
         if self._is_epoch_save_due(run):
             epoch = run.plan.count_completed_epochs(step)
             paths = self.save(run, f"{name}-{epoch:06d}.safetensors")
-            run.strategy.run_on_main(lambda: kept.record_epoch_save(epoch, paths))
+            run.strategy.comm.run_on_main(lambda: kept.record_epoch_save(epoch, paths))
         if self._is_step_save_due(run):
             written = self.save(run, f"{name}-step{step:08d}.safetensors")
-            run.strategy.run_on_main(lambda: kept.record_step_save(step, written))
+            run.strategy.comm.run_on_main(lambda: kept.record_step_save(step, written))
 
     def save(self, run: TrainingRun, name: str) -> list[Path]:
         """Write one file, and one of the average; an error on the process that writes is raised on all."""
@@ -102,7 +102,7 @@ class SaveAdapter:
             with run.ema.swap_parameters():
                 self._save_file(run, paths[1])
         self.saved_paths.append(paths[0])
-        run.strategy.run_on_main(lambda: self._upload(paths, is_last=run.state.step >= run.plan.steps))
+        run.strategy.comm.run_on_main(lambda: self._upload(paths, is_last=run.state.step >= run.plan.steps))
         return paths
 
     def _upload(self, paths: list[Path], is_last: bool) -> None:
@@ -141,7 +141,7 @@ class SaveAdapter:
     def _save_file(self, run: TrainingRun, path: Path) -> None:
         trained = run.strategy.unwrap_model(run.model)
         with use_eval_mode(trained):  # what is left out at random in training is not in the file
-            run.strategy.run_on_main(lambda: self._write_file(run, path, trained))
+            run.strategy.comm.run_on_main(lambda: self._write_file(run, path, trained))
         logger.info("saved %s", path)
 
     def _build_tensors(

@@ -5,7 +5,7 @@ import logging
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 
 from ..adapters.regularization import compute_layer_update_norms, find_adapter_layers
 from ..distributed.devices import get_peak_memory
+from ..distributed.trackers import Trackers
 from ..log import ProgressBar
 from ..report.metric_series import read_metrics
 from .callbacks import combine_norms
@@ -82,8 +83,8 @@ def compute_grouped_losses(run: "TrainingRun", metrics: Sequence["StepMetrics"])
     else:  # as large as what the others have
         count = sum(len(batch.sample_indices) for item in metrics for batch in run.plan.batch_plan.get_step(item.step))
         table = torch.zeros(count // strategy.data_parallel_size, 2, device=strategy.device)
-    everybody = strategy.all_gather_tensor(table).tolist()
-    tellers, each = strategy.loss_ranks, len(everybody) // strategy.world_size
+    everybody = strategy.comm.all_gather_tensor(table).tolist()
+    tellers, each = strategy.loss_ranks, len(everybody) // strategy.comm.world_size
     sums: defaultdict[str, list[float]] = defaultdict(list)
     place = 0
     for item in metrics:
@@ -105,14 +106,18 @@ def compute_grouped_losses(run: "TrainingRun", metrics: Sequence["StepMetrics"])
 class TrainingLogger:
     """Shows each step when it is sent on its way, and tells its figures when they are known."""
 
-    def __init__(self, progress: ProgressBar, metrics_file: MetricsFile | None, samples: int = 0):
-        self.progress, self.metrics_file, self.has_working_tracker = progress, metrics_file, True
+    def __init__(self, progress: ProgressBar, metrics_file: MetricsFile | None, trackers: Trackers, samples: int = 0):
+        self.progress, self.metrics_file, self.trackers = progress, metrics_file, trackers
         self.recent_losses: deque[float] = deque(
             metrics_file.previous_losses if metrics_file is not None else (), maxlen=100
         )
         self.progress_fields: dict[str, str] = {}
         self.adapted_layers: dict[str, nn.Module] = {}
         self.last_logged_at, self.last_logged_samples = time.monotonic(), samples
+
+    @property
+    def has_trackers(self) -> bool:
+        return self.trackers.has_trackers
 
     def advance_progress(self, run: TrainingRun) -> None:
         """The bar goes on, or back where steps were taken back."""
@@ -133,7 +138,7 @@ class TrainingLogger:
             self._write_values(run, values, item.step + 1)
         self.progress_fields = self._format_progress_fields(metrics[-1], read)
         if slowest is not None:
-            host = run.strategy.hostnames[slowest.rank]
+            host = run.strategy.comm.hostnames[slowest.rank]
             self.progress_fields["slowest"] = (
                 f"rank {slowest.rank} on {host} ({slowest.lost_fraction:.0%} of the time lost)"
             )
@@ -146,7 +151,7 @@ class TrainingLogger:
     def _write_values(self, run: TrainingRun, values: dict[str, Any], step: int) -> None:
         if self.metrics_file is not None:
             self.metrics_file.write_step(step, values)
-        self._call_tracker(lambda: run.strategy.log_metrics(values, step))
+        self.trackers.log_metrics(values, step)
 
     def _build_step_values(self, run: TrainingRun, metrics: StepMetrics) -> dict[str, Any]:
         loss = float(metrics.loss)
@@ -188,14 +193,4 @@ class TrainingLogger:
 
     def log_images(self, run: TrainingRun, images: Mapping[str, bytes]) -> None:
         """Previews go to trackers; their files are there anyway."""
-        self._call_tracker(lambda: run.strategy.log_images(images, run.state.step))
-
-    def _call_tracker(self, function: Callable[[], None]) -> None:
-        """Trackers are company, not crew: one that fails is left behind and the run goes on."""
-        if not self.has_working_tracker:
-            return
-        try:
-            function()
-        except Exception as error:
-            self.has_working_tracker = False
-            logger.warning("the tracker failed and is not used any more; training goes on: %s", error)
+        self.trackers.log_images(images, run.state.step)

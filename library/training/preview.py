@@ -67,15 +67,15 @@ class Preview:
         """Draw the prompts, each process its share; a picture that fails is a warning and no more."""
         with use_eval_weights(run.optimizer), use_eval_mode(run.strategy.unwrap_model(run.model)):
             drawn = self._generate_for_rank(run)
-        if run.strategy.has_trackers:
-            everybody = run.strategy.all_gather_list(drawn)
-            run.metric_logger.log_images(run, {f"preview/{index:02d}": picture for index, picture in sorted(everybody)})
+        if run.metric_logger.has_trackers:
+            images = sorted(image for images in run.strategy.comm.all_gather_object(drawn) for image in images)
+            run.metric_logger.log_images(run, {f"preview/{index:02d}": image for index, image in images})
 
     def _generate_for_rank(self, run: TrainingRun) -> list[tuple[int, bytes]]:
         """The numbers of prompts, and the pictures as PNG files."""
         drawn = []
         for index, prompt in enumerate(self.prompts):
-            is_mine = index % run.strategy.world_size == run.strategy.rank
+            is_mine = index % run.strategy.comm.world_size == run.strategy.comm.rank
             if not (is_mine or run.strategy.has_collective_forward):
                 continue
             picture = None
@@ -91,7 +91,9 @@ class Preview:
         return drawn
 
     def _has_failed_on_all_ranks(self, run: TrainingRun, index: int) -> bool:
-        return run.strategy.all_ranks_reached(f"preview {index} after step {run.state.step}", ALL_RANKS_TIMEOUT_SECONDS)
+        return run.strategy.comm.all_ranks_reached(
+            f"preview {index} after step {run.state.step}", ALL_RANKS_TIMEOUT_SECONDS
+        )
 
     def _generate_image(self, run: TrainingRun, index: int, prompt: Prompt) -> "tuple[Image, int]":
         """With the seed that it was drawn from."""

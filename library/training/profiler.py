@@ -88,7 +88,7 @@ class StepProfiler:
         return [_Callback(is_due, lambda run: self._step.close()), *others, _Callback(is_due, self._begin_step)]
 
     def _begin_step(self, run: TrainingRun) -> None:
-        if not run.strategy.is_main:
+        if not run.strategy.comm.is_main:
             return
         if self.crossed < len(self.boundaries) and run.state.step == self.boundaries[self.crossed]:
             self.crossed += 1

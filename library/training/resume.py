@@ -16,10 +16,10 @@ from ..config.options import flatten_config, iter_options
 from ..config.schema_output import StateConfig
 from ..data.batch_plan import get_planned_stages
 from ..data.prepare import PreparedData
+from ..distributed.communicator import Communicator
 from ..distributed.signals import StopSignals
 from ..errors import ConfigError, RunInterrupted, UserError
 from ..models.detect import DetectedModel
-from ..parallel.strategy import Strategy
 from . import checkpoint_dir
 from .checkpoint import SaveCheckpoint, restore_state
 from .checkpoint_dir import CheckpointInfo, find_checkpoints, read_checkpoint_info
@@ -122,13 +122,13 @@ class Resume:
     def __init__(
         self,
         config: RunConfig,
-        strategy: Strategy,
+        comm: Communicator,
         detected: DetectedModel,
         prepared: PreparedData,
         plan: RunPlan,
         started_at: float,
     ):
-        self.config, self.strategy = config, strategy
+        self.config, self.comm = config, comm
         self.output_dir, name = Path(config.save.output_dir), config.save.output_name
         sizes = {bucket.dataset_number: bucket.batch_size for bucket in plan.batch_plan.buckets}
         together = plan.batch_plan.dp_size * plan.batch_plan.accumulation_steps
@@ -139,19 +139,17 @@ class Resume:
             "batch": [size * together for _, size in sorted(sizes.items())],
             "split": [plan.batch_plan.dp_size, plan.batch_plan.accumulation_steps],
             "started_at": started_at,
-            "run": strategy.run_on_main_and_broadcast(
+            "run": comm.run_on_main_and_broadcast(
                 lambda: checkpoint_dir.compute_next_run_number(self.output_dir, name)
             ),
             "versions": {"lorikeet": __version__, "torch": torch.__version__},
         }
-        self.checkpoint = strategy.run_on_main_and_broadcast(
-            lambda: select_checkpoint(config.state, self.output_dir, name)
-        )
+        self.checkpoint = comm.run_on_main_and_broadcast(lambda: select_checkpoint(config.state, self.output_dir, name))
         if self.checkpoint is None:
             return
         self.metadata["started_at"] = self.checkpoint.metadata["started_at"]
         found = self.checkpoint
-        strategy.run_on_main(lambda: check_changes(found, self.metadata, config.state))
+        comm.run_on_main(lambda: check_changes(found, self.metadata, config.state))
         is_cut_anew = found.metadata.get("split", self.metadata["split"])[1] != plan.batch_plan.accumulation_steps
         if is_cut_anew and any(stage.batch_plan.has_remainders for stage in get_planned_stages(plan.batch_plan)):
             logger.warning(
@@ -183,7 +181,7 @@ class Resume:
         if self.checkpoint is None:
             return
         found = self.checkpoint
-        tensors = self.strategy.run_on_main_and_broadcast(lambda: checkpoint_dir.load_checkpoint_tensors(found))
+        tensors = self.comm.run_on_main_and_broadcast(lambda: checkpoint_dir.load_checkpoint_tensors(found))
         restore_state(run, found.metadata, tensors)
 
     def run_pending_callbacks(self, run: TrainingRun) -> None:

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from ..atomic_files import find_write_error
@@ -15,7 +15,7 @@ from ..data.prepare import PreparedData
 from ..data.prompts import Prompt, load_prompts
 from ..distributed.launcher_settings import find_overridden_settings
 from ..distributed.signals import StopSignals
-from ..distributed.trackers import start_trackers
+from ..distributed.trackers import Trackers
 from ..errors import ConfigError, UserError
 from ..estimate.dry_run import format_plan
 from ..log import ProgressBar
@@ -57,13 +57,13 @@ def run_training(config: RunConfig, locations: Mapping[str, str] | None = None) 
     schedules.validate_lr_schedule(config.optim)
     strategy = build_strategy(config)
     folder, name = Path(config.save.output_dir), config.save.output_name
-    with strategy.process_group_scope():
+    with strategy.comm.process_group_scope(), closing(strategy):
         divider = strategy.optimizer_sharding_engine
         if divider and (problems := validate_elementwise_optimizer(config.optim, divider)):
             raise ConfigError(problems)
         with ExitStack() as held:
-            strategy.run_on_main(lambda: _prepare_output_dir(config, folder, name, held))
-            ending = FailureHandler(strategy, config)
+            strategy.comm.run_on_main(lambda: _prepare_output_dir(config, folder, name, held))
+            ending = FailureHandler(strategy.comm, config)
             try:
                 _prepare_and_train(config, locations or {}, strategy, started_at, ending)
             except Exception as error:
@@ -91,12 +91,12 @@ def _prepare_and_train(
     check_quantize_offload(config, strategy, family, detected)
     starts = read_initial_weights(config, family, detected)
     prompts = _read_prompts(config.preview, detected)
-    strategy.assert_equal_across_ranks(_compute_input_fingerprints(config, detected, prompts))
-    prepared = prepare_dataset(config, strategy, detected.size_multiple)
+    strategy.comm.assert_equal_across_ranks(_compute_input_fingerprints(config, detected, prompts))
+    prepared = prepare_dataset(config, strategy.comm, detected.size_multiple)
     plan = RunPlan.from_config(
         prepared.build_batch_plan(strategy.data_parallel_size, config.train), config.train, config.optim
     )
-    strategy.assert_equal_across_ranks(
+    strategy.comm.assert_equal_across_ranks(
         {"steps": plan.steps, "batch sizes": sorted({bucket.batch_size for bucket in plan.batch_plan.buckets})}
     )
     strategy.check_batch_sizes(
@@ -105,7 +105,7 @@ def _prepare_and_train(
     for line in format_plan(prepared, plan, strategy.data_parallel_size).splitlines():
         logger.info("%s", line)
     schedules.build_lr_schedule(config.optim, plan.steps)  # some are made for so many steps and no more
-    going_on = Resume(config, strategy, detected, prepared, plan, started_at)
+    going_on = Resume(config, strategy.comm, detected, prepared, plan, started_at)
     if going_on.is_complete(plan):
         return
 
@@ -119,10 +119,10 @@ def _prepare_and_train(
     pipe = load_training_pipeline(config, strategy, family, detected, CacheReaders(latents, texts), prompts)
     merge_base_weights(pipe, starts)
     job, adapter = build_run(config, strategy, family, pipe, prepared, plan, CacheReaders(latents, texts), starts)
-    strategy.log_all_reduce_time(sum(parameter.nbytes for parameter in job.parameters))
+    strategy.comm.log_all_reduce_time(sum(parameter.nbytes for parameter in job.parameters))
     preview = _build_preview(config, prompts)
     export = SaveAdapter(adapter, prepared, strategy.data_parallel_size, going_on.started_at)
-    strategy.run_on_main(lambda: export.prepare(job))
+    strategy.comm.run_on_main(lambda: export.prepare(job))
     going_on.restore(job)
     validation = _build_validation(config, prepared, CacheReaders(latents, texts))
     told = format_plan(prepared, plan, strategy.data_parallel_size)
@@ -159,11 +159,11 @@ def _train_and_save(
     keeper = SaveCheckpoint(config.state, save_adapter, folder, resume.metadata)
     report, learnt = SaveReport(save_adapter, plan_text, prompts, metrics, resume.started_at), UpdateNorms()
     guard = WeightSyncCheck(config.distributed.check_sync_every_n_steps, [save_adapter, keeper])
-    start_trackers(config, strategy)
-    wanted = strategy.is_main
+    trackers, wanted = Trackers(strategy.comm), strategy.comm.is_main
+    trackers.init_trackers(config)
     with StopSignals() as signals, ProgressBar(run.plan.steps, run.state.step, "training", enabled=wanted) as progress:
         file = MetricsFile(metrics, run.state.step) if wanted else None
-        run.metric_logger = TrainingLogger(progress, file, run.state.samples)
+        run.metric_logger = TrainingLogger(progress, file, trackers, run.state.samples)
         run.callbacks = [guard, *evaluation_callbacks, learnt, save_adapter, report, keeper]
         if (profiled := config.train.profile_steps) is not None:
             from .profiler import StepProfiler
@@ -189,8 +189,8 @@ def _train_and_save(
             raise failure_handler.build_final_error(error, run, keeper) from error
     keeper.wait_until_written(run)
     run.bad_samples.log_summary()
-    strategy.end_training()
-    sheet = _write_preview_grid(config, prompts, resume.started_at) if strategy.is_main else None
+    trackers.end_training()
+    sheet = _write_preview_grid(config, prompts, resume.started_at) if strategy.comm.is_main else None
     previews = folder / "sample"
     _log_output_paths(save_adapter.saved_paths, previews if previews.is_dir() else None, sheet, report.path)
     learnt.fail_if_zero(run)

@@ -24,6 +24,7 @@ from ..diffusion.objective import Objective
 from ..diffusion.process import FlowMatchingProcess
 from ..diffusion.weighting import find_unbounded_weightings
 from ..distributed.async_copy import CopyStream
+from ..distributed.communicator import Communicator
 from ..distributed.devices import HOST, MIXED_PRECISION_DTYPES
 from ..errors import ConfigError
 from ..models.attention import set_attention_mode
@@ -149,7 +150,7 @@ def build_run(
     )
     if task.dropout is not None:
         task.dropout.token_positions = strategy.get_token_positions
-    if strategy.is_main:
+    if strategy.comm.is_main:
         _warn_truncated_captions(family, pipe, prepared.list_first_epoch_captions(plan.batch_plan, plan.steps))
     schedule = schedules.build_lr_schedule(config.optim, plan.steps)
     watch = NanGuard(config.train.max_bad_steps)
@@ -258,10 +259,10 @@ def build_parallel_plan(family: Family, denoiser: nn.Module) -> ParallelPlan:
     )
 
 
-def prepare_dataset(config: RunConfig, strategy: Strategy, pixel_step: int) -> PreparedData:
+def prepare_dataset(config: RunConfig, comm: Communicator, pixel_step: int) -> PreparedData:
     """One process of each machine looks at the pictures; the others read what it found out, beside the pictures."""
-    prepared = strategy.run_local_main_first(lambda: prepare_data(config.data, pixel_step, config.cache.cache_dir))
-    strategy.assert_equal_across_ranks(
+    prepared = comm.run_local_main_first(lambda: prepare_data(config.data, pixel_step, config.cache.cache_dir))
+    comm.assert_equal_across_ranks(
         {
             "number of pictures": len(prepared.manifest.samples),
             "pictures, captions or dataset settings": prepared.manifest.compute_fingerprint(),

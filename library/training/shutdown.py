@@ -5,10 +5,10 @@ from pathlib import Path
 
 from ..config import RunConfig
 from ..data.batch import PixelBatch
+from ..distributed.communicator import Communicator
 from ..distributed.memory import OutOfMemory, is_out_of_memory
 from ..distributed.watchdog import PeerMonitor, ProcessIdentity
 from ..errors import ConfigError, CrashError, RunInterrupted, UserError, format_error, write_traceback
-from ..parallel.strategy import Strategy
 from .checkpoint import SaveCheckpoint
 from .state import TrainingRun
 
@@ -18,12 +18,12 @@ MAX_IMAGES_SHOWN = 6
 class FailureHandler:
     """Turns whatever ended a run into what is to be told about it."""
 
-    def __init__(self, strategy: Strategy, config: RunConfig):
-        self.rank, self.config = strategy.rank, config
+    def __init__(self, comm: Communicator, config: RunConfig):
+        self.rank, self.config = comm.rank, config
         self.peers = PeerMonitor(
-            strategy.rank,
-            strategy.all_gather_object(ProcessIdentity.get_current()),
-            strategy.open_key_value_store("ending"),
+            comm.rank,
+            comm.all_gather_object(ProcessIdentity.get_current()),
+            comm.open_key_value_store("ending"),
         )
         self._is_handled = False
 

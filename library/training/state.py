@@ -40,6 +40,10 @@ class StepMetrics:
 class MetricLogger(Protocol):
     """Gets to know how the run goes."""
 
+    @property
+    def has_trackers(self) -> bool:
+        """Whether images go anywhere; the same on all ranks."""
+
     def advance_progress(self, run: "TrainingRun") -> None:
         """A step was sent on its way; nobody knows yet how it went."""
 
@@ -187,6 +191,8 @@ class StopRequested(Exception):
 
 class NullMetricLogger:
     """Tells nobody."""
+
+    has_trackers = False
 
     def advance_progress(self, run: "TrainingRun") -> None: ...
 

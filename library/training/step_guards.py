@@ -47,12 +47,12 @@ class BadSamples:
     def sync_across_ranks(self, strategy: Strategy) -> None:
         """Every rank calls this at the same steps: all learn what any of them met with, and all stop together."""
         mine, self.unreported = self.unreported, []
-        if not strategy.all_reduce_sum(len(mine)):
+        if not strategy.comm.all_reduce_sum(len(mine)):
             return
-        by_rank = strategy.all_gather_object(mine)
+        by_rank = strategy.comm.all_gather_object(mine)
         if (half := _find_partial_failure(by_rank, strategy.model_parallel_size)) is not None:
             error = UserError(half)
-            error.is_reported = not strategy.is_main
+            error.is_reported = not strategy.comm.is_main
             raise error
         for bad in chain(*by_rank):
             if bad.name not in self.problems:
@@ -60,7 +60,7 @@ class BadSamples:
                 logger.warning("%s: %s; what stands in its place weighs nothing", bad.name, bad.problem)
         if len(self.problems) > self.max_bad_samples or 2 * len(self.problems) >= self.num_images:
             error = TooManyFailures(self._format_limit_error())
-            error.is_reported = not strategy.is_main
+            error.is_reported = not strategy.comm.is_main
             raise error
 
     def log_summary(self) -> None:
@@ -174,7 +174,7 @@ def _write_nan_report(run: TrainingRun, work: StepBatches, bad: SkippedStep) -> 
 
     Noise is a function of seed, step and place, so this is enough to compute the step again.
     """
-    save, rank = run.config.save, run.strategy.rank
+    save, rank = run.config.save, run.strategy.comm.rank
     path = Path(save.output_dir) / f"{save.output_name}.nan-step{bad.step + 1:08d}-rank{rank}.json"
     samples: dict[int, tuple[float, float]] = {}
     for seen in run.task.micro_batch_stats:

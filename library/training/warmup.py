@@ -153,7 +153,7 @@ def warm_up_compilation(run: TrainingRun, compilation: "Compilation", first_batc
         for batch in _vary_text_lengths(first_batch.build_dummy_batch(size, count), texts_vary)
     ]
     with ProgressBar(
-        len(batches), 0, "compiling", enabled=run.strategy.is_main, unit="size", log_first_and_last=False
+        len(batches), 0, "compiling", enabled=run.strategy.comm.is_main, unit="size", log_first_and_last=False
     ) as progress:
         for batch in batches:
             run_trial_step(run, batch)

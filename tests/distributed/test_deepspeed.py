@@ -241,7 +241,7 @@ def held(stage: int) -> tuple[int, int, int]:
     from library.parallel.deepspeed import DeepSpeedStrategy
     from library.training.trainable import build_trainable_modules
 
-    strategy = DeepSpeedStrategy(prepare_accelerator(parse_config([]).config), DeepSpeedSettings(stage))
+    strategy = DeepSpeedStrategy(Communicator(prepare_accelerator(parse_config([]).config)), DeepSpeedSettings(stage))
     family = FAMILIES.get("flux")()
     trained, _ = build_trainable_modules(
         parse_config([]).config, family, family.load("random:flux:tiny", torch.float32)
@@ -253,8 +253,9 @@ def held(stage: int) -> tuple[int, int, int]:
     kept = [*frozen, *(parameter.ds_tensor for parameter in frozen)]
     here = sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in kept}.values())
     masters = {piece.flat.data_ptr(): piece.flat.nbytes for piece in optimizer._shards}
-    strategy.destroy_process_group()
-    return whole, here, sum(masters.values()) - sum(parameter.nbytes for parameter in own) // strategy.world_size
+    strategy.close()
+    strategy.comm.destroy_process_group()
+    return whole, here, sum(masters.values()) - sum(parameter.nbytes for parameter in own) // strategy.comm.world_size
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])

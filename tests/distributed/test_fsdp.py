@@ -110,7 +110,7 @@ def held(parts: int, *flags: str) -> tuple[int, int, int]:
     from library.training.trainable import build_trainable_modules
 
     config = parse_config(["--no-network_train_unet_only", *flags]).config
-    strategy = FSDPStrategy(prepare_accelerator(config), FSDPSettings(1, parts))
+    strategy = FSDPStrategy(Communicator(prepare_accelerator(config)), FSDPSettings(1, parts))
     family = FAMILIES.get("sdxl")()
     trained, _ = build_trainable_modules(config, family, family.load("random:sdxl:tiny", torch.float32))
     learnt = [parameter for parameter in trained.parameters() if parameter.requires_grad]
@@ -118,7 +118,7 @@ def held(parts: int, *flags: str) -> tuple[int, int, int]:
     strategy.wrap(trained, torch.optim.SGD(learnt))
     frozen = [each.to_local() for each in trained.parameters() if not each.requires_grad]
     here = sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in frozen}.values())
-    strategy.end_training()
+    strategy.comm.destroy_process_group()
     return whole, here, sum(each.untyped_storage().nbytes() for each in learnt)
 
 
@@ -239,7 +239,7 @@ def previews_that_fail(who: list[int], folder: Path, flags: tuple[str, ...]) -> 
     honest = preview.Preview._generate_image
 
     def picture(self, run, index, prompt):
-        if run.strategy.rank in who:
+        if run.strategy.comm.rank in who:
             raise RuntimeError("cannot be drawn here")
         return honest(self, run, index, prompt)
 

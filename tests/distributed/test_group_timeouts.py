@@ -3,7 +3,7 @@
 from datetime import timedelta
 
 import pytest
-from rank_processes import on_ranks
+from rank_processes import join_ranks, on_ranks
 
 from library.distributed.process_group import build_process_group_kwargs
 from library.distributed.world import World
@@ -15,13 +15,12 @@ ERRORS = {"bug": ValueError("bug"), "asked": RunInterrupted("asked", 0)}
 def left_behind(backend: str, end: str) -> tuple[bool, str]:
     """Whether the group is there after a run that ended so; with nccl its end is a wait for all others."""
     import torch.distributed as dist
-    from test_local_main_first import strategy
 
-    strategy_, said = strategy(20), ""
+    comm, said = join_ranks(20), ""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "get_backend", lambda: backend)
         try:
-            with strategy_.process_group_scope():
+            with comm.process_group_scope():
                 if end in ERRORS:
                     raise ERRORS[end]
         except Exception as found:
@@ -60,7 +59,7 @@ def patience(*words: str) -> set[timedelta]:
     from library.parallel.strategy_registry import build_strategy
 
     strategy = build_strategy(parse_config([*words, "--ddp_timeout", "7"]).config)
-    with strategy.process_group_scope():
+    with strategy.comm.process_group_scope():
         groups = list(dist.distributed_c10d._world.pg_map)
         assert len(groups) > 1
         return {group._get_backend(torch.device("cpu")).options._timeout for group in groups}

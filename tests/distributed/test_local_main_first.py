@@ -1,32 +1,20 @@
 """One process on each machine looks at the pictures, however long it takes; the others wait without a time limit."""
 
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from PIL import Image
-from rank_processes import on_ranks
+from rank_processes import join_ranks, on_ranks
 
 from library.errors import ConfigError, UserError
 
 
-def strategy(seconds: int):
-    """A process group that breaks when an exchange takes longer than ``seconds``."""
-    from accelerate import Accelerator
-    from accelerate.utils import InitProcessGroupKwargs
-
-    from library.parallel.strategy import Strategy
-
-    group = InitProcessGroupKwargs(backend="gloo", timeout=timedelta(seconds=seconds))
-    return Strategy(Accelerator(cpu=True, kwargs_handlers=[group]))
-
-
 def slow_work(folder: str) -> tuple[bool, bool]:
-    from library.distributed import collectives
+    from library.distributed import communicator as module
 
-    collectives.HEARTBEAT_SECONDS = 0.2
-    strategy_ = strategy(2)
+    module.HEARTBEAT_SECONDS = 0.2
+    comm = join_ranks(2)
     mark = Path(folder) / "done"
 
     def work() -> tuple[bool, bool]:
@@ -34,10 +22,10 @@ def slow_work(folder: str) -> tuple[bool, bool]:
         if not was_done:
             time.sleep(5)
             mark.touch()
-        return strategy_.is_main, was_done
+        return comm.is_main, was_done
 
-    result = strategy_.run_local_main_first(work)
-    strategy_.destroy_process_group()
+    result = comm.run_local_main_first(work)
+    comm.destroy_process_group()
     return result
 
 
@@ -46,7 +34,7 @@ def test_others_wait_longer_than_the_time_limit_of_the_group_and_then_find_the_w
 
 
 def failing_work() -> tuple[list[str], bool, int]:
-    strategy_ = strategy(20)
+    comm = join_ranks(20)
     count = 0
 
     def work() -> None:
@@ -55,11 +43,11 @@ def failing_work() -> tuple[list[str], bool, int]:
         raise ConfigError(["a.png: is empty", "b.png: is truncated"])
 
     try:
-        strategy_.run_local_main_first(work)
+        comm.run_local_main_first(work)
     except ConfigError as error:
         return error.problems, error.is_reported, count
     finally:
-        strategy_.destroy_process_group()
+        comm.destroy_process_group()
 
 
 def test_what_fails_on_one_fails_on_all_with_the_same_words_and_is_told_once():
@@ -73,20 +61,20 @@ def pictures_of_a_run(dataset: str, other: str, folder: str) -> tuple[int, str, 
     from library.dataset import image_inspection, scan
     from library.training.setup import prepare_dataset
 
-    strategy_ = strategy(20)
+    comm = join_ranks(20)
     scan.SETTLED_AFTER_NS = -(10**15)
     examined, count = image_inspection.inspect_bytes, []
     image_inspection.inspect_bytes = lambda *given: (count.append(1), examined(*given))[1]
-    config = parse_config(["--dataset_config", dataset if strategy_.is_main else other]).require_valid()
+    config = parse_config(["--dataset_config", dataset if comm.is_main else other]).require_valid()
     if dataset != other:
-        strategy_.run_local_main_first = lambda work: work()  # each is the first on its machine
+        comm.run_local_main_first = lambda work: work()  # each is the first on its machine
     try:
-        prepare_dataset(config, strategy_, 8)
+        prepare_dataset(config, comm, 8)
         return len(count), "", False
     except UserError as error:
         return len(count), str(error), error.is_reported
     finally:
-        strategy_.destroy_process_group()
+        comm.destroy_process_group()
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ def dies(victims: tuple[int, ...], *flags: str) -> None:
     honest = step_guards.NanGuard.should_step
 
     def may_learn_from(watch, run, work, figures) -> bool:
-        if run.state.step == KILLED_AT and run.strategy.rank in victims:
+        if run.state.step == KILLED_AT and run.strategy.comm.rank in victims:
             os.kill(os.getpid(), signal.SIGKILL)
         return honest(watch, run, work, figures)
 

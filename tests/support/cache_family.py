@@ -88,18 +88,18 @@ class Kept:
 
     def __init__(self, family: Any, *flags: str, strategy: Strategy | None = None):
         self.config: RunConfig = parse_config([*flags, "--quiet"]).require_valid()
-        self.strategy = strategy or Strategy(prepare_accelerator(self.config))
+        self.strategy = strategy or Strategy(Communicator(prepare_accelerator(self.config)))
         self.prepared: PreparedData = prepare_data(self.config.data, 8)
         model = detect_model(self.config.model)
         self.prepared, self.latents = cache_latents(self.config, self.strategy, family, model, self.prepared)
-        batches = self.prepared.build_batch_plan(self.strategy.world_size, self.config.train)
+        batches = self.prepared.build_batch_plan(self.strategy.comm.world_size, self.config.train)
         self.plan = RunPlan.from_config(batches, self.config.train, self.config.optim)
         self.texts = cache_text_encoder_outputs(self.config, self.strategy, family, model, self.prepared, self.plan, [])
 
     def loader(self) -> Any:
         return self.prepared.build_image_loader(
             self.plan.batch_plan,
-            self.strategy.rank,
+            self.strategy.comm.rank,
             total_steps=self.plan.steps,
             pin_memory=False,
             latent_reader=self.latents,

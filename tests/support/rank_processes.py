@@ -7,6 +7,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -61,6 +62,17 @@ def on_ranks(
     if len(done) != size:
         raise AssertionError(f"{size - len(done)} ranks ended without a word: {[p.exitcode for p in processes]}")
     return [done[rank] for rank in range(size)]
+
+
+def join_ranks(timeout_seconds: float) -> Any:
+    """Called on a rank: its ``Communicator``; a collective that takes longer than ``timeout_seconds`` fails."""
+    from accelerate import Accelerator
+    from accelerate.utils import InitProcessGroupKwargs
+
+    from library.distributed.communicator import Communicator
+
+    group = InitProcessGroupKwargs(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+    return Communicator(Accelerator(cpu=True, kwargs_handlers=[group]))
 
 
 def free_port() -> int:
