@@ -15,7 +15,8 @@ from ..distributed.communicator import Communicator
 from ..distributed.devices import HOST, get_free_memory
 from ..errors import ConfigError
 from .blocks import ParallelPlan
-from .strategy import Strategy
+from .ddp import DDPStrategy
+from .strategy import StrategySettings
 
 logger = logging.getLogger(__name__)
 
@@ -127,15 +128,15 @@ def validate_device_map(model: nn.Module, device_map: DeviceMap) -> Iterator[str
         )
 
 
-class DeviceMapStrategy(Strategy):
-    """Everything but the denoiser is on the first device, and adapters are where their layers are."""
+class DeviceMapStrategy(DDPStrategy):
+    """One process, with the denoiser split over its devices; everything else is on the first device."""
 
     has_full_model = False
 
-    def __init__(self, comm: Communicator, device_map: DeviceMap):
-        super().__init__(comm)
-        self.device_map = device_map
-        self.base_load_device = HOST  # no device ever holds the whole model
+    def __init__(self, comm: Communicator, settings: StrategySettings):
+        super().__init__(comm, settings)
+        self.device_map = settings.device_map or DeviceMap("balanced")
+        self.base_load_device = HOST  # no device has to hold the full model
 
     def wrap(
         self,
@@ -144,31 +145,31 @@ class DeviceMapStrategy(Strategy):
         denoiser: nn.Module | None = None,
         parallel_plan: ParallelPlan | None = None,
     ) -> tuple[nn.Module, Any]:
-        """Bring each block to its device."""
         denoiser, devices = denoiser or model, list_devices(self.device)
         self.devices = devices
         places = build_device_map(denoiser, self.device_map, [get_free_memory(device) for device in devices])
-        for part in model.children():
-            if part is not denoiser:
-                part.to(devices[0])
+        for child in model.children():
+            if child is not denoiser:
+                child.to(devices[0])
         place_weights(denoiser, places, devices)
-        learnt = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         attach_dispatch_hooks(denoiser, places, devices)
-        if [parameter for parameter in model.parameters() if parameter.requires_grad] != learnt:
-            raise AssertionError("accelerate put others in the place of the parameters that learn")
-        self._log_placement(denoiser)
+        if [parameter for parameter in model.parameters() if parameter.requires_grad] != trainable:
+            raise AssertionError("accelerate replaced trainable parameters, which the optimizer holds")
+        _log_placement(denoiser)
         self.model = self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
         self.optimizer = self.accelerator.prepare_optimizer(optimizer)
         return self.model, self.optimizer
 
-    def _log_placement(self, denoiser: nn.Module) -> None:
-        held: Counter[torch.device] = Counter()
-        for tensor in denoiser.parameters():
-            held[tensor.device] += tensor.nbytes
-        for device, size in held.items():
-            logger.info("device map: %s holds %.1f MiB of the denoiser", device, size / 2**20)
+
+def _log_placement(denoiser: nn.Module) -> None:
+    num_bytes: Counter[torch.device] = Counter()
+    for parameter in denoiser.parameters():
+        num_bytes[parameter.device] += parameter.nbytes
+    for device, size in num_bytes.items():
+        logger.info("device map: %.1f MiB of the denoiser on %s", size / 2**20, device)
 
 
 def list_devices(device: torch.device) -> list[torch.device]:
-    """All devices of this kind that the process sees."""
-    return [torch.device(device.type, number) for number in range(torch.accelerator.device_count())]
+    """Return all devices of this type that the process sees."""
+    return [torch.device(device.type, index) for index in range(torch.accelerator.device_count())]

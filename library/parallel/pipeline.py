@@ -14,7 +14,7 @@ from .blocks import Activations, BlockSequence, ParallelPlan
 from .model_parallel import ModelParallelStrategy
 from .pipeline_schedule import PipelineSchedules
 from .pipeline_stages import StageRunner, broadcast_stage_output, partition_blocks
-from .strategy import LossFunction
+from .strategy import LossFunction, StrategySettings
 
 logger = logging.getLogger(__name__)
 
@@ -22,10 +22,10 @@ logger = logging.getLogger(__name__)
 class PipelineStrategy(ModelParallelStrategy):
     """Runs the micro-batches of a step through the stages by a schedule; other forwards run all stages in turn."""
 
-    def __init__(self, comm: Communicator, dims: ParallelDims, schedule: str):
-        super().__init__(comm, dims)
-        self.schedule = schedule
-        self.stage_group = self.mesh.get_group("stage")
+    def __init__(self, comm: Communicator, settings: StrategySettings):
+        super().__init__(comm, settings)
+        self.schedule = settings.pp_schedule
+        self.stage_group = self.mesh.get_group("pp")
 
     def _partition_model(self, model: nn.Module, denoiser: nn.Module, parallel_plan: ParallelPlan) -> None:
         sequence = parallel_plan.block_sequence

@@ -239,9 +239,11 @@ def held(stage: int) -> tuple[int, int, int]:
     from library.distributed.deepspeed_settings import DeepSpeedSettings
     from library.models.families import FAMILIES
     from library.parallel.deepspeed import DeepSpeedStrategy
+    from library.parallel.strategy import StrategySettings
     from library.training.trainable import build_trainable_modules
 
-    strategy = DeepSpeedStrategy(Communicator(prepare_accelerator(parse_config([]).config)), DeepSpeedSettings(stage))
+    comm = Communicator(prepare_accelerator(parse_config([]).config))
+    strategy = DeepSpeedStrategy(comm, StrategySettings(deepspeed=DeepSpeedSettings(stage)))
     family = FAMILIES.get("flux")()
     trained, _ = build_trainable_modules(
         parse_config([]).config, family, family.load("random:flux:tiny", torch.float32)

@@ -107,10 +107,11 @@ def held(parts: int, *flags: str) -> tuple[int, int, int]:
     from library.distributed.fsdp_settings import FSDPSettings
     from library.models.families import FAMILIES
     from library.parallel.fsdp import FSDPStrategy
+    from library.parallel.strategy import StrategySettings
     from library.training.trainable import build_trainable_modules
 
     config = parse_config(["--no-network_train_unet_only", *flags]).config
-    strategy = FSDPStrategy(Communicator(prepare_accelerator(config)), FSDPSettings(1, parts))
+    strategy = FSDPStrategy(Communicator(prepare_accelerator(config)), StrategySettings(fsdp=FSDPSettings(1, parts)))
     family = FAMILIES.get("sdxl")()
     trained, _ = build_trainable_modules(config, family, family.load("random:sdxl:tiny", torch.float32))
     learnt = [parameter for parameter in trained.parameters() if parameter.requires_grad]
@@ -289,7 +290,9 @@ def test_classes_to_fetch_as_a_whole_that_no_part_of_the_model_has_are_told(tmp_
         "FSDP_VERSION": "2",
         "FSDP_TRANSFORMER_CLS_TO_WRAP": "BasicTransformerBlock,LlamaLayer",
     }
-    with pytest.raises(AssertionError, match="fsdp_transformer_layer_cls_to_wrap LlamaLayer: no part of this model"):
+    with pytest.raises(
+        AssertionError, match="fsdp_transformer_layer_cls_to_wrap LlamaLayer: this model has no such class"
+    ):
         on_ranks(
             2, train, "--dataset_config", str(dataset(tmp_path)), "--output_dir", str(tmp_path), environment=environment
         )

@@ -208,7 +208,9 @@ def test_what_comes_late_is_named_and_too_much_of_it_goes_on_uncompiled(caplog):
     lines = [record.message for record in caplog.records if record.name.startswith("library")]
     assert len(lines) == MAX_RECOMPILES + 1
     assert "Block rows.0" in lines[0] and "'given' size mismatch at index 0. expected 2, actual 3" in lines[0]
-    assert "its blocks run eagerly" in lines[-1] and backend.frame_count == 1 + found.recompile_count == 2 + MAX_RECOMPILES
+    assert (
+        "its blocks run eagerly" in lines[-1] and backend.frame_count == 1 + found.recompile_count == 2 + MAX_RECOMPILES
+    )
 
 
 def test_what_is_measured_or_draws_is_not_compiled():

@@ -56,7 +56,7 @@ def counted(*flags):
         kinds=told,
         late=found.recompile_count if found else 0,
         is_dynamic=found and found.has_dynamic_shapes,
-        begun=len(tried) + jobs[0].state.step + 1,
+        begun=len(tried) + jobs[0].state.step,
         marks=len(marks),
         graphs=counters["stats"]["unique_graphs"],
         lora=lora,

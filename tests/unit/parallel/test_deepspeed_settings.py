@@ -45,7 +45,11 @@ def file(tmp_path):
     [
         ((), TWO, None),
         (("--zero_stage", "2"), TWO, None),  # sd-scripts' default, written down
-        ((), replace(TWO, launcher_variables={"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}), None),  # left over: nobody asks for it
+        (
+            (),
+            replace(TWO, launcher_variables={"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}),
+            None,
+        ),  # left over: nobody asks for it
         (("--deepspeed",), TWO, DeepSpeedSettings(2)),
         (
             ("--deepspeed", "--zero_stage", "3", "--offload_param_device", "cpu"),
@@ -140,9 +144,17 @@ def test_the_users_own_file_is_filled_and_handed_on(file):
         (("--deepspeed", "--full_bf16", "--mixed_precision", "bf16"), TWO, "DeepSpeed keeps adapters in fp32"),
         (("--deepspeed", "--on_oom", "ladder"), TWO, "--on_oom ladder: DeepSpeed exchanges in every backward"),
         (("--deepspeed", "--fsdp"), TWO, "--fsdp: DeepSpeed is asked for, too"),
-        (("--deepspeed",), replace(TWO, engines=("FSDP",), launcher_variables={"FSDP_VERSION": "2"}), "the launcher's FSDP: DeepSp"),
+        (
+            ("--deepspeed",),
+            replace(TWO, engines=("FSDP",), launcher_variables={"FSDP_VERSION": "2"}),
+            "the launcher's FSDP: DeepSp",
+        ),
         (("--deepspeed", "--zero_stage", "3", "--torch_compile"), TWO, "--torch_compile: zero_stage 3 fetches"),
-        (("--deepspeed", "--zero_stage", "3"), replace(TWO, dynamo_backend="INDUCTOR"), "zero_stage 3 fetches and drops"),
+        (
+            ("--deepspeed", "--zero_stage", "3"),
+            replace(TWO, dynamo_backend="INDUCTOR"),
+            "zero_stage 3 fetches and drops",
+        ),
         (("--deepspeed", "--tp_size", "2"), TWO, "--tp_size 2: together with DeepSpeed it is not there"),
         (("--deepspeed",), replace(TWO, device_type="cuda", mixed_precision="fp16"), "--mixed_precision fp16: not yet"),
         (

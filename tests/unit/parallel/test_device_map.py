@@ -103,7 +103,11 @@ def test_lengths_of_updates_on_several_devices_are_read_together():
             'parameters have no device, such as time_text_embed.timestep_embedder.linear_1.weight; add "": 0',
         ),
         ("flux", '{"": 0, "blocks": 1}', "'blocks' is no module of this model"),
-        ("sdxl", '{"": 0, "up_blocks.1.resnets": 1}', "'up_blocks.1.resnets' is inside of 'up_blocks.1', which cannot be split; map 'up_blocks.1'"),
+        (
+            "sdxl",
+            '{"": 0, "up_blocks.1.resnets": 1}',
+            "'up_blocks.1.resnets' is inside of 'up_blocks.1', which cannot be split; map 'up_blocks.1'",
+        ),
     ],
 )
 def test_a_map_that_does_not_fit_the_model_is_told_before_it_is_loaded(model, written, said):

@@ -83,7 +83,9 @@ def test_options_and_launcher_come_to_one_answer(flags, world, expected):
         (("--dp_shard_size", "2"), FOUR, "--dp_shard_size: nothing is spread over processes; add --fsdp"),
         (
             (),
-            replace(FOUR, engines=("a parallelism config",), launcher_variables={"PARALLELISM_CONFIG_DP_SHARD_SIZE": "4"}),
+            replace(
+                FOUR, engines=("a parallelism config",), launcher_variables={"PARALLELISM_CONFIG_DP_SHARD_SIZE": "4"}
+            ),
             "parallelism_config_dp_shard_size: nothing is spread",
         ),
         (("--no-fsdp_offload_params",), launched(FSDP_OFFLOAD_PARAMS="true"), "the launcher says true; say it once"),
