@@ -144,15 +144,15 @@ def measure_cache(
     argv = write_dataset([*defaults, *training_options], directory, 1, min_images=count)
     with build_run(argv, directory) as run:
         loader: Any = run.loader
-        steps, batch_size = loader.steps(0), run.config.data.train_batch_size
+        steps, batch_size = loader.iter_steps(0), run.config.data.train_batch_size
         batches = [range(start, start + batch_size) for start in range(0, count - batch_size + 1, batch_size)]
         mirrored = [number % 2 == 0 for number in range(batch_size)]
-        shape = loader.latents.moments([0], [False]).both.shape[2:]
+        shape = loader.latent_reader.read_moments([0], [False]).mean_and_std.shape[2:]
         latents = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
         plain = write_npz(directory / "npz", np.savez, latents, count)
         compressed = write_npz(directory / "compressed", np.savez_compressed, latents, count)
         candidates: dict[str, Callable[[], object]] = {
-            "cache, read only": lambda: [loader.latents.moments(list(batch), mirrored) for batch in batches],
+            "cache, read only": lambda: [loader.latent_reader.read_moments(list(batch), mirrored) for batch in batches],
             "cache, whole loader": lambda: [next(steps) for _ in batches],
             "npz": lambda: [read_npz([plain[index] for index in batch]) for batch in batches],
             "compressed npz": lambda: [read_npz([compressed[index] for index in batch]) for batch in batches],

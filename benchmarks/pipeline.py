@@ -91,7 +91,7 @@ def measure_bubbles(run: "TrainingRun", repetitions: int, simulated_seconds: flo
             work = next(steps)
             steps.close()
             run.strategy.comm.barrier()  # all stages start together
-            run.strategy.compute_gradients(run.task, work.batches, work.samples, step)
+            run.strategy.compute_gradients(run.task, work.micro_batches, work.num_global_samples, step)
             run.optimizer.zero_grad()
             bubbles.append(compute_idle_fraction(run.strategy.comm.all_gather_object(list(busy))))
     return bubbles[1:]

@@ -33,7 +33,7 @@ def run(options: Namespace, training_options: Sequence[str], directory: Path) ->
     total = [seconds["total"] for seconds in with_saves]
     saves = math.ceil(options.bench_steps / options.save_interval)  # the last step is saved in any case
     yield Measurement("step time without saves", [seconds / options.bench_steps for seconds in plain], "s")
-    for title, callback in (("LoRA file", "Export"), ("checkpoint", "KeepState")):
+    for title, callback in (("LoRA file", "SaveAdapter"), ("checkpoint", "SaveCheckpoint")):
         blocked = [seconds[callback] for seconds in with_saves]
         yield Measurement(f"training blocked by one {title}", [seconds / saves for seconds in blocked], "s")
         shares = [100 * share for share in compute_ratios(blocked, total)]
@@ -47,7 +47,7 @@ def train_timed(argv: Sequence[str], output: Path) -> dict[str, float]:
     from library.training.export import SaveAdapter
     from library.training.run import run_training as train
 
-    seconds = {"Export": 0.0, "KeepState": 0.0}
+    seconds = {"SaveAdapter": 0.0, "SaveCheckpoint": 0.0}
 
     def time_calls(callback: Any) -> Callable[..., None]:
         save = callback.__call__

@@ -99,7 +99,7 @@ def record_inputs(run: "TrainingRun", denoiser: Any) -> tuple[Any, Any]:
     hook = denoiser.register_forward_pre_hook(lambda _, *call: calls.append(call), with_kwargs=True)
     steps: Any = run.loader.iter_steps(0)
     with torch.no_grad(), run.strategy.accelerator.autocast():
-        run.task(next(steps).batches[0], 0)
+        run.task(next(steps).micro_batches[0], 0)
     steps.close()
     hook.remove()
     return calls[0]

@@ -102,7 +102,7 @@ def prepare_batches(run: "TrainingRun") -> Iterator[Batch]:
     steps: Any = run.loader.iter_steps(step)
     work = next(steps)
     steps.close()
-    for pixels in work.batches:
+    for pixels in work.micro_batches:
         with torch.no_grad():
             batch = task.encode(pixels, step)
             noised = task.objective.add_noise(

@@ -22,7 +22,7 @@ from ..distributed.preflight import CUDA_GRAPH_MODES
 logger = logging.getLogger(__name__)
 
 
-CompileShapes = Literal["auto", "static", "dynamic"]
+CompileDynamic = Literal["auto", "false", "true"]
 
 
 MAX_RECOMPILES = 4
@@ -188,8 +188,8 @@ def _get_recompile_reason() -> str:
 class Compilation:
     """All compiled blocks of a run, by block class."""
 
-    def __init__(self, shapes: CompileShapes, options: Mapping[str, Any]):
-        self.shapes, self._options = shapes, dict(options)
+    def __init__(self, dynamic: CompileDynamic, options: Mapping[str, Any]):
+        self.dynamic, self._options = dynamic, dict(options)
         self.has_dynamic_shapes = False
         self.block_compilers: dict[Any, BlockCompiler] = {}
         self._phase = CompilePhase()
@@ -253,8 +253,8 @@ class Compilation:
 
     def choose_dynamic_shapes(self, num_sizes: int, texts_vary: bool) -> None:
         """Make recorded dimensions that changed dynamic, or compile ``num_sizes`` static sizes."""
-        self.has_dynamic_shapes = self.shapes == "dynamic" or (
-            self.shapes == "auto" and (texts_vary or num_sizes > MAX_STATIC_SIZES)
+        self.has_dynamic_shapes = self.dynamic == "true" or (
+            self.dynamic == "auto" and (texts_vary or num_sizes > MAX_STATIC_SIZES)
         )
         for compiler in self.block_compilers.values():
             compiler.set_dynamic_dims(self.has_dynamic_shapes)
@@ -286,12 +286,12 @@ def find_repeated_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def compile_model(
-    modules: Sequence[nn.Module], denoiser: nn.Module, plugin: Any, shapes: CompileShapes, *, per_block: bool = False
+    modules: Sequence[nn.Module], denoiser: nn.Module, plugin: Any, dynamic: CompileDynamic, *, per_block: bool = False
 ) -> Compilation:
     """Compile the repeated blocks of all modules; the denoiser as a whole if accelerate's plugin asks for it."""
-    if plugin.dynamic and shapes == "auto":
-        shapes = "dynamic"
-    compilation = Compilation(shapes, plugin.to_kwargs())
+    if plugin.dynamic and dynamic == "auto":
+        dynamic = "true"
+    compilation = Compilation(dynamic, plugin.to_kwargs())
     for module in modules:
         if module is denoiser and not (plugin.use_regional_compilation or per_block):
             compilation.compile_module("", module)

@@ -42,7 +42,7 @@ def build_device_map(model: nn.Module, device_map: DeviceMap, free_memory: Seque
         problem = (
             f"--device_map {device_map}: {needed:.1f} GiB of weights do not fit into {available} GiB of free memory"
         )
-        raise ConfigError([f"{problem}; use more devices, or --base_storage or --blocks_to_swap without a device map"])
+        raise ConfigError([f"{problem}; use more devices, or --quantize_base or --blocks_to_swap without a device map"])
     return {name: int(device) for name, device in devices.items()}
 
 

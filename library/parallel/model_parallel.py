@@ -23,7 +23,7 @@ from .tensor_parallel import TensorParallel
 from .ulysses import ProcessGroupAllToAll
 
 if TYPE_CHECKING:
-    from .compile import Compilation, CompileShapes
+    from .compile import Compilation, CompileDynamic
 
 
 class ModelParallelStrategy(Strategy):
@@ -50,9 +50,9 @@ class ModelParallelStrategy(Strategy):
         comm.set_group_timeouts()
 
     def compile(
-        self, modules: Sequence[nn.Module], denoiser: nn.Module, shapes: "CompileShapes"
+        self, modules: Sequence[nn.Module], denoiser: nn.Module, dynamic: "CompileDynamic"
     ) -> "Compilation | None":
-        self._compilation = super().compile(modules, denoiser, shapes)
+        self._compilation = super().compile(modules, denoiser, dynamic)
         return self._compilation
 
     def _mark_dynamic(self, tensor: Tensor) -> None:

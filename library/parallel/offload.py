@@ -90,7 +90,7 @@ class WeightOffloader:
 
 def is_quantized_or_offloaded(config: RunConfig) -> bool:
     """Whether any part of the base model is quantized or offloaded."""
-    return bool(config.train.blocks_to_swap) or config.model.base_storage != "float"
+    return bool(config.train.blocks_to_swap) or config.model.quantize_base != "none"
 
 
 def quantize_and_offload_base(config: RunConfig, denoiser: nn.Module, device: torch.device) -> int:
@@ -98,13 +98,13 @@ def quantize_and_offload_base(config: RunConfig, denoiser: nn.Module, device: to
 
     Return the bytes in host memory.
     """
-    quant_type, blocks = config.model.base_storage, find_innermost_blocks(denoiser)
+    quant_type, blocks = config.model.quantize_base, find_innermost_blocks(denoiser)
     offloader = WeightOffloader(device)
     swapped = set(select_spread_indices(len(blocks), config.train.blocks_to_swap))
     bytes_before = bytes_on_device = bytes_on_host = 0
     for index, block in enumerate(blocks):
         for layer in block.modules():
-            if not can_convert_frozen_layer(layer) or (quant_type == "float" and index not in swapped):
+            if not can_convert_frozen_layer(layer) or (quant_type == "none" and index not in swapped):
                 continue
             own: Any = layer
             bytes_before += own.weight.nbytes

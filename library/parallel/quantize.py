@@ -31,14 +31,14 @@ NF4_LEVELS = (
 class QuantizedWeight:
     """A frozen weight as plain tensors, which may be moved between devices and are no parameters."""
 
-    quant_type: str  # float (as loaded), fp8, int8 or nf4
+    quant_type: str  # none, fp8, int8 or nf4
     shape: torch.Size
     dtype: torch.dtype  # of the original weight
     tensors: tuple[Tensor, ...]  # values; row scales; the levels of nf4
 
     @classmethod
     def quantize(cls, weight: Tensor, quant_type: str) -> "QuantizedWeight":
-        if quant_type == "float":
+        if quant_type == "none":
             return cls(quant_type, weight.shape, weight.dtype, (weight.detach(),))
         rows = weight.detach().float()
         if quant_type == "nf4":
@@ -52,7 +52,7 @@ class QuantizedWeight:
         return cls(quant_type, weight.shape, weight.dtype, (values, scale))
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        if self.quant_type == "float":
+        if self.quant_type == "none":
             return self.tensors[0].to(dtype)
         if dtype is torch.float16:  # in which the smallest scales underflow
             return self.dequantize(torch.float32).to(dtype)

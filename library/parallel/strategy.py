@@ -24,7 +24,7 @@ from .blocks import ParallelPlan
 from .gradient_sync import all_reduce_loss, scale_loss
 
 if TYPE_CHECKING:
-    from .compile import Compilation, CompileShapes
+    from .compile import Compilation, CompileDynamic
 
 
 T = TypeVar("T")
@@ -117,7 +117,7 @@ class Strategy(ABC):
         clear_device_cache(garbage_collection=True)
 
     def compile(
-        self, modules: Sequence[nn.Module], denoiser: nn.Module, shapes: "CompileShapes"
+        self, modules: Sequence[nn.Module], denoiser: nn.Module, dynamic: "CompileDynamic"
     ) -> "Compilation | None":
         """Compile the modules if asked for; call it before ``wrap``."""
         if not self.is_compile_enabled:
@@ -126,7 +126,7 @@ class Strategy(ABC):
 
         plugin = self.accelerator.state.dynamo_plugin
         # Per block, so that collectives between blocks are not compiled.
-        return compile_model(modules, denoiser, plugin, shapes, per_block=self.model_parallel_size > 1)
+        return compile_model(modules, denoiser, plugin, dynamic, per_block=self.model_parallel_size > 1)
 
     def check_batch_sizes(self, batch_sizes: Collection[int], gradient_accumulation_steps: int) -> None:
         """Raise if the engine's own configuration has other batch sizes."""

@@ -83,6 +83,7 @@ def run(argv: Sequence[str]) -> tuple[str, int]:
     configure_logging(
         level=log.console_log_level, simple=True, quiet=log.quiet
     )  # on standard error, beside what is asked for
+    training.log_notices()
     parallel = training.config.parallel
     groups = 1 if parallel.device_map is not None else max(1, options.world_size // parallel.model_parallel_size)
     outlook = build_dry_run(training.config, groups)

@@ -31,7 +31,7 @@ def test_every_copy_of_every_sample_is_seen_exactly_once_in_each_epoch(buckets, 
     planned = {
         (sample, copy)
         for bucket in buckets
-        for sample, repeats in zip(bucket.samples, bucket.repeats, strict=True)
+        for sample, repeats in zip(bucket.sample_indices, bucket.repeats, strict=True)
         for copy in range(repeats)
     }
     assert copies_in(plan, epoch) == Counter(planned)
@@ -46,10 +46,10 @@ def test_a_micro_batch_holds_one_bucket_and_the_same_number_on_every_rank(bucket
         shares = [plan.get_rank_step(step, rank) for rank in range(ranks)]
         assert {len(share) for share in shares} == {accumulation}
         for parts in zip(*shares, strict=True):
-            assert len({part.bucket for part in parts}) == 1
-            bucket = buckets[parts[0].bucket]
-            assert all(len(part.samples) == bucket.batch_size for part in parts)
-            assert all(set(part.samples) <= set(bucket.samples) for part in parts)
+            assert len({part.bucket_index for part in parts}) == 1
+            bucket = buckets[parts[0].bucket_index]
+            assert all(len(part.sample_indices) == bucket.batch_size for part in parts)
+            assert all(set(part.sample_indices) <= set(bucket.sample_indices) for part in parts)
         together = [place for share in shares for part in share for place in part.global_positions]
         assert sorted(together) == list(range(len(together)))
         assert plan.count_real_samples(step) == sum(sum(part.is_real) for share in shares for part in share)

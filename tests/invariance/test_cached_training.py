@@ -192,8 +192,8 @@ def paired(dataset_file: str, *flags: str) -> list[tuple[int, int, int, bool, in
         *flags,
     )
     rows = []
-    for step, work in enumerate(itertools.islice(kept.loader().steps(0), kept.plan.steps)):
-        for batch in work.batches:
+    for step, work in enumerate(itertools.islice(kept.loader().iter_steps(0), kept.plan.steps)):
+        for batch in work.micro_batches:
             moments = batch.moments or family.encode_moments(pipe, normalize_pixels(batch.pixels))
             mask = batch.latent_mask
             if batch.mask is not None:
@@ -201,7 +201,7 @@ def paired(dataset_file: str, *flags: str) -> list[tuple[int, int, int, bool, in
                     batch.mask, (moments.mean_and_std.shape[-2], moments.mean_and_std.shape[-1])
                 )
             cond = batch.cond or family.encode_prompts(pipe, batch.captions)
-            for row, (name, weight) in enumerate(zip(batch.ids, batch.weight.tolist(), strict=True)):
+            for row, (name, weight) in enumerate(zip(batch.sample_keys, batch.loss_weights.tolist(), strict=True)):
                 latent = moments.mean_and_std[row, 0, 0]
                 value, is_mirrored = float(latent.max()), bool(latent[0, 0] > latent[0, -1])
                 assert float(latent.min()) == -1 and float(cond["sums"][row]) == float(cond["numbers"][row].sum())
@@ -215,9 +215,9 @@ def paired(dataset_file: str, *flags: str) -> list[tuple[int, int, int, bool, in
                         is_mirrored,
                         order,
                         weight,
-                        batch.places[row],
+                        batch.global_positions[row],
                         step,
-                        tuple(batch.frame[row].tolist()),
+                        tuple(batch.size_conditioning[row].tolist()),
                         None if mask is None else mask[row].tolist(),
                     )
                 )
@@ -353,18 +353,25 @@ def test_a_picture_on_which_the_vae_overflows_is_named_and_encoded_in_float32(tm
     assert values == pytest.approx([10 / 127.5 - 1, 1, 90 / 127.5 - 1])
 
 
-def with_a_picture_that_breaks(dataset_file: str, on_bad_data: str) -> Any:
+def with_a_picture_that_breaks(dataset_file: str, on_invalid_images: str) -> Any:
 
     honest = cache_family.cache_latents
 
     def breaking(config, strategy, *others):
-        strategy.from_all([None])  # all have looked at the pictures
+        strategy.all_gather_list([None])  # all have looked at the pictures
         (Path(dataset_file).parent / "pictures" / "03.png").write_bytes(b"broken since")
         return honest(config, strategy, *others)
 
     cache_family.cache_latents = breaking
     try:
-        run = Kept(Plain(), "--dataset_config", dataset_file, "--cache_latents_to_disk", "--on_bad_data", on_bad_data)
+        run = Kept(
+            Plain(),
+            "--dataset_config",
+            dataset_file,
+            "--cache_latents_to_disk",
+            "--on_invalid_images",
+            on_invalid_images,
+        )
     except ConfigError as error:
         return error.problems
     names = [sample.key for sample in run.prepared.manifest.samples]

@@ -72,9 +72,9 @@ def some(loader: ImageLoader, count: int, first: int = 0) -> list[StepBatches]:
 
 
 def are_equal(one: PixelBatch, other: PixelBatch) -> bool:
-    plain = [name for name in ("captions", "places", "ids") if getattr(one, name) != getattr(other, name)]
+    plain = [name for name in ("captions", "global_positions", "sample_keys") if getattr(one, name) != getattr(other, name)]
     return not plain and all(
-        torch.equal(getattr(one, name), getattr(other, name)) for name in ("pixels", "frame", "weight")
+        torch.equal(getattr(one, name), getattr(other, name)) for name in ("pixels", "size_conditioning", "loss_weights")
     )
 
 
@@ -113,7 +113,7 @@ def test_the_ranks_together_see_what_one_process_sees(prepared):
         assert sorted(by_place(three, step)) == list(range(18))
     whole = type(plan)([replace(bucket, batch_size=9) for bucket in plan.buckets], 1, 2, 7)
     single = ImageLoader(
-        MicroBatchDataset(prepared.manifest, prepared.placements, whole, 0, 7, 50), whole, num_workers=0
+        MicroBatchDataset(prepared.manifest, prepared.assignments, whole, 0, 7, 50), whole, num_workers=0
     )
     one = [some(single, 3)]
     assert all(by_place(three, step) == by_place(one, step) for step in range(3))
@@ -130,14 +130,14 @@ def test_a_batch_tells_truly_what_it_holds(prepared, folder):
                 height, width, top, left, target_height, target_width = map(int, batch.size_conditioning[row])
                 name = batch.sample_keys[row]
                 sample = next(sample for sample in prepared.manifest.samples if sample.key == name)
-                placement = prepared.placements[prepared.manifest.samples.index(sample)]
+                placement = prepared.assignments[prepared.manifest.samples.index(sample)]
                 image = load_rgb_image(folder / name)
                 assert (width, height) == image.size == sample.size
                 assert tuple(batch.pixels.shape[1:]) == (3, target_height, target_width)
                 found = batch.pixels[row].permute(1, 2, 0).numpy()
                 straight = resize_and_crop(image, placement, (left, top), None)
                 whole = resize_and_crop(
-                    image, type(placement)(placement.resized, placement.resized, (0, 0)), (0, 0), None
+                    image, type(placement)(placement.resized_size, placement.resized_size, (0, 0)), (0, 0), None
                 )
                 mirrored = whole[:, ::-1][top : top + target_height, left : left + target_width]
                 flips.add((bool((found == straight).all()), bool((found == mirrored).all())))
@@ -167,19 +167,19 @@ def test_crops_flips_and_captions_differ_from_showing_to_showing(prepared):
 def test_every_epoch_and_every_copy_is_cut_mirrored_and_captioned_in_its_own_way(prepared, place):
     reader = loader(prepared).dataset
     index = next(i for i, sample in enumerate(prepared.manifest.samples) if sample.key == "train/5.png")
-    shown = [reader.picture(place(n)[0], index, place(n)[1]) for n in range(24)]
-    assert len({picture.frame for picture in shown}) > 6
-    captions = {reader.caption(place(n)[0], 0, index, place(n)[1]) for n in range(24)}
+    shown = [reader.load_image(place(n)[0], index, place(n)[1]) for n in range(24)]
+    assert len({picture.size_conditioning for picture in shown}) > 6
+    captions = {reader.get_caption(place(n)[0], 0, index, place(n)[1]) for n in range(24)}
     assert len(captions) > 6
-    placement = prepared.placements[index]
+    placement = prepared.assignments[index]
     whole = resize_and_crop(
         load_rgb_image(prepared.manifest.samples[index].image),
-        type(placement)(placement.resized, placement.resized, (0, 0)),
+        type(placement)(placement.resized_size, placement.resized_size, (0, 0)),
         (0, 0),
         None,
     )
     straight = 0
     for picture in shown:
-        _, _, top, left, height, width = picture.frame
+        _, _, top, left, height, width = picture.size_conditioning
         straight += bool((picture.pixels == whole[top : top + height, left : left + width]).all())
     assert 4 < straight < 20

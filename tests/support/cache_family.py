@@ -65,18 +65,18 @@ class Encoded:
             self._note(maker)
 
     def _note(self, maker: Any) -> None:
-        honest = maker.made
+        encode_batches = maker.encode_batches
 
-        def made(itself: Any, groups: Any) -> Any:
-            for count, entries in honest(itself, groups):
-                mirrored = getattr(itself.wanted, "mirrored", None)
+        def encode_and_note(itself: Any, groups: Any) -> Any:
+            for count, entries in encode_batches(itself, groups):
+                flipped = getattr(getattr(itself, "latent_keys", None), "flipped", None)
                 self.names += [
-                    f"{entry.name}{' mirrored' if mirrored is not None and mirrored[entry.number] else ''}"
+                    f"{entry.name}{' mirrored' if flipped is not None and flipped[entry.index] else ''}"
                     for entry in entries
                 ]
                 yield count, entries
 
-        maker.made = made
+        maker.encode_batches = encode_and_note
 
     def taken(self) -> list[str]:
         """What was encoded since the last time."""

@@ -64,9 +64,9 @@ def measure_step(folder: Path, *flags: str) -> int:
     folder = folder / os.environ.get("RANK", "0")
     folder.mkdir()
     train_config = load_config(*flags)[0].train
-    steps = 2 if train_config.blocks_to_swap or train_config.gradient_checkpointing_budget else 1  # the first differs
+    steps = 2 if train_config.blocks_to_swap or train_config.activation_memory_budget else 1  # the first differs
     with build_run(folder, steps, *flags) as run:
-        compute_gradients, peaks = run.strategy.gradients, []
+        compute_gradients, peaks = run.strategy.compute_gradients, []
 
         def measure(*arguments):
             for parameter in run.parameters:
@@ -77,7 +77,7 @@ def measure_step(folder: Path, *flags: str) -> int:
             peaks.append(find_peak(profile))
             return loss
 
-        run.strategy.gradients = measure
+        run.strategy.compute_gradients = measure
         train(run)
     return peaks[-1]
 
@@ -98,20 +98,20 @@ def measure_state(folder: Path, *flags: str) -> dict[str, int]:
     folder.mkdir()
     found: dict[str, int] = {}
     with build_run(folder, 2, *flags) as run:
-        clip = run.strategy.clip
+        clip = run.strategy.clip_grad_norm
 
         def measure(parameters, max_norm):
             if run.state.step == 1:
                 found.update(zip(PARTS, _measure_parts(run), strict=True))
             return clip(parameters, max_norm)
 
-        run.strategy.clip = measure
+        run.strategy.clip_grad_norm = measure
         train(run)
     return found
 
 
 def _measure_parts(run: Any) -> tuple[int, int, int, int]:
-    model, trainable = run.strategy.unwrapped(run.adapter), run.parameters
+    model, trainable = run.strategy.unwrap_model(run.model), run.parameters
     frozen = [each for each in model.parameters() if not each.requires_grad]
     frozen += [each.ds_tensor for each in frozen if hasattr(each, "ds_tensor")]
     optimizer, gradients, masters = run.optimizer, count_bytes(each.grad for each in trainable), []

@@ -64,7 +64,7 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 
 
 def test_entries_are_what_was_put_in_whoever_wrote_them_and_in_how_many_shards(tmp_path):
-    fill(tmp_path / "a", range(20), shard_bytes=600)
+    fill(tmp_path / "a", range(20), max_shard_bytes=600)
     fill(tmp_path / "a", range(20, 25))
     fill(tmp_path / "b", range(25, 30))
     assert len(list((tmp_path / "a").glob("*.shard"))) > 5
@@ -327,7 +327,7 @@ def test_the_hash_of_a_file_is_computed_again_only_when_the_file_changed(tmp_pat
     monkeypatch.setattr("library.cache.model_fingerprint.SETTLED_AFTER_NS", 0)
     file.write_bytes(b"one")
     first = FileHashCache(memory).get_hash(file)
-    monkeypatch.setattr("library.cache.model_fingerprint.hash_of", lambda path: path.read_bytes().decode())
+    monkeypatch.setattr("library.cache.model_fingerprint.compute_sha256", lambda path: path.read_bytes().decode())
     assert FileHashCache(memory).get_hash(file) == first
     file.write_bytes(b"another")
     assert FileHashCache(memory).get_hash(file) == "another"
@@ -354,5 +354,5 @@ def test_the_hash_of_a_file_that_has_just_been_written_is_not_remembered(tmp_pat
     file, memory = tmp_path / "weights", tmp_path / "files.json"
     file.write_bytes(b"one")
     FileHashCache(memory).get_hash(file)
-    monkeypatch.setattr("library.cache.model_fingerprint.hash_of", lambda path: "looked at again")
+    monkeypatch.setattr("library.cache.model_fingerprint.compute_sha256", lambda path: "looked at again")
     assert FileHashCache(memory).get_hash(file) == "looked at again"

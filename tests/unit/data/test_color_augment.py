@@ -76,9 +76,9 @@ def test_each_epoch_and_each_copy_varies_in_its_own_way_and_always_in_the_same(t
         readers.append(MicroBatchDataset(prepared.manifest, prepared.assignments, plan, 0, 3, 100))
     with_colours, without = readers
     for place in (lambda n: (n, 0), lambda n: (0, n)):
-        shown = [with_colours.picture(place(n)[0], 0, place(n)[1]).pixels for n in range(60)]
-        plain = [without.picture(place(n)[0], 0, place(n)[1]).pixels for n in range(60)]
-        again = [with_colours.picture(place(n)[0], 0, place(n)[1]).pixels for n in range(60)]
+        shown = [with_colours.load_image(place(n)[0], 0, place(n)[1]).pixels for n in range(60)]
+        plain = [without.load_image(place(n)[0], 0, place(n)[1]).pixels for n in range(60)]
+        again = [with_colours.load_image(place(n)[0], 0, place(n)[1]).pixels for n in range(60)]
         assert all((one == other).all() for one, other in zip(shown, again, strict=True))
         changed = [n for n in range(60) if (shown[n] != plain[n]).any()]
         assert 8 < len(changed) < 32 and len({shown[n].tobytes() for n in changed}) > len(changed) - 3

@@ -59,11 +59,11 @@ def test_every_bucket_shows_its_worst_pictures_once_and_fits_on_the_sheet(found,
             assert block.size[1] <= shelf.height and block.cell_size[0] >= MIN_CELL_WIDTH
             shown[block.summary] += block.sample_indices
     for item in found:
-        assert len(shown[item]) == min(limit, len(item.samples)) == len(set(shown[item]))
-        left_out = set(item.samples) - set(shown[item])
+        assert len(shown[item]) == min(limit, len(item.sample_indices)) == len(set(shown[item]))
+        left_out = set(item.sample_indices) - set(shown[item])
         loss = [placements[index].cropped_fraction for index in shown[item]]
         assert all(one >= other for one, other in pairwise(loss))
-        assert all(placements[index].crop_loss <= loss[-1] for index in left_out)
+        assert all(placements[index].cropped_fraction <= loss[-1] for index in left_out)
 
 
 def test_a_sheet_of_many_buckets_shows_fewer_of_each():

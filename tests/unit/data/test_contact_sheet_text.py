@@ -54,7 +54,7 @@ def test_a_text_without_spaces_uses_all_its_lines():
 def test_characters_that_no_font_has_are_written_as_codes_and_this_is_known():
     writer = pen()
     assert writer.truncate_text("plain", 400) == "plain" and not writer.has_escaped_characters
-    assert writer.truncate_text("a 猫 🐈 é", 400) == r"a \u732b \U0001f408 \xe9" and writer.wrote_codes
+    assert writer.truncate_text("a 猫 🐈 é", 400) == r"a \u732b \U0001f408 \xe9" and writer.has_escaped_characters
     assert writer.truncate_text("猫" * 9, 150) == r"\u732b\u732b\u732b..."  # no code is cut in two
 
 

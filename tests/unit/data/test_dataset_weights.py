@@ -43,13 +43,13 @@ def test_parts_of_repeats_are_kept_over_the_epochs_which_are_all_of_one_length(
         samples = range(number, number := number + len(repeats))
         made.append(Bucket((64, 64), samples, repeats, batch, dataset))
     plan = BatchPlan(made, ranks, accumulation, seed)
-    wanted = {sample: times for bucket in made for sample, times in zip(bucket.samples, bucket.repeats, strict=True)}
+    wanted = {sample: times for bucket in made for sample, times in zip(bucket.sample_indices, bucket.repeats, strict=True)}
     epochs = [shown(plan, epoch) for epoch in range(4)]
     for epoch in epochs:
         assert epoch.total() == plan.samples_per_epoch == sum(map(plan.count_samples, range(len(made))))
         assert all(math.floor(times) <= epoch[sample] <= math.ceil(times) for sample, times in wanted.items())
         for index, bucket in enumerate(made):
-            assert sum(epoch[sample] for sample in bucket.samples) == plan.count_samples(index)
+            assert sum(epoch[sample] for sample in bucket.sample_indices) == plan.count_samples(index)
     for dataset in (0, 1):
         exact = sum(times for bucket in made if bucket.dataset == dataset for times in bucket.repeats)
         total = sum(plan.count_samples(index) for index, bucket in enumerate(made) if bucket.dataset == dataset)

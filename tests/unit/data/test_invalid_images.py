@@ -85,7 +85,7 @@ def test_the_nearest_neighbour_stands_in_and_weighs_nothing(prepared, tmp_path, 
             if row not in rows:
                 assert all(
                     torch.equal(getattr(old, name)[row], getattr(new, name)[row])
-                    for name in ("pixels", "mask", "frame", "weight")
+                    for name in ("pixels", "mask", "size_conditioning", "loss_weights")
                 )
                 assert (old.captions[row], old.sample_keys[row]) == (new.captions[row], new.sample_keys[row])
                 continue
@@ -93,7 +93,7 @@ def test_the_nearest_neighbour_stands_in_and_weighs_nothing(prepared, tmp_path, 
             near = min(good, key=lambda other: abs(other - row))
             assert new.loss_weights[row] == 0
             assert all(
-                torch.equal(new.__dict__[name][row], old.__dict__[name][near]) for name in ("pixels", "mask", "frame")
+                torch.equal(new.__dict__[name][row], old.__dict__[name][near]) for name in ("pixels", "mask", "size_conditioning")
             )
             assert (new.captions[row], new.sample_keys[row]) == (old.captions[near], old.sample_keys[near])
             found += 1
@@ -131,7 +131,7 @@ def test_the_divisor_of_the_step_stays_as_planned_and_ranks_need_no_word_of_each
             assert {work.num_global_samples for work in works} == {plan.count_real_samples(step)}
             lost = sum(len(work.bad_samples) for work in works)
             padded = sum(
-                plan.buckets[batch.bucket].batch_size * ranks - sum(batch.weights) for batch in plan.step(step)
+                plan.buckets[batch.bucket_index].batch_size * ranks - sum(batch.is_real) for batch in plan.get_step(step)
             )
             weights = torch.cat([batch.loss_weights for work in works for batch in work.micro_batches])
             assert lost <= int((weights == 0).sum()) <= lost + padded
@@ -142,7 +142,7 @@ def test_what_failed_comes_through_workers_beside_the_batch(prepared, tmp_path, 
     (tmp_path / "a" / "2.png").unlink()
     plan = reader(prepared).batch_plan
     steps = ImageLoader(reader(prepared), plan, num_workers=workers).iter_steps(0)
-    works: list[StepBatches] = [next(steps) for _ in range(plan.batches_per_epoch)]
+    works: list[StepBatches] = [next(steps) for _ in range(plan.micro_batches_per_epoch)]
     steps.close()
     assert {bad.name for work in works for bad in work.bad_samples} == {str(tmp_path / "a" / "2.png")}
 
@@ -156,7 +156,7 @@ def test_everything_a_batch_holds_is_pinned_and_shared(prepared, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(id(tensor)) or tensor.clone())
     copy = pin_memory(batch)
     tensors = [item.name for item in fields(PixelBatch) if isinstance(getattr(batch, item.name), torch.Tensor)]
-    assert tensors == ["pixels", "frame", "weight", "mask"]
+    assert tensors == ["pixels", "size_conditioning", "loss_weights", "mask"]
     assert sorted(pinned) == sorted(id(getattr(batch, name)) for name in tensors)
     assert all(torch.equal(getattr(copy, name), getattr(batch, name)) for name in tensors)
     assert replace(copy, **{name: getattr(batch, name) for name in tensors}) == batch

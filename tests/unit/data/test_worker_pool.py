@@ -84,12 +84,12 @@ def by_place(prepared: PreparedData, ranks: int, batch_size: int, steps: int, **
 
 @pytest.fixture(scope="module")
 def reference(prepared) -> list[dict]:
-    return by_place(prepared, 1, 4, 8, workers=0)
+    return by_place(prepared, 1, 4, 8, num_workers=0)
 
 
 @pytest.mark.parametrize(("workers", "prefetch"), [(1, 2), (1, 5), (3, 1)])
 def test_workers_and_what_they_read_ahead_change_nothing(prepared, reference, workers, prefetch):
-    assert by_place(prepared, 1, 4, 8, workers=workers, prefetch=prefetch) == reference
+    assert by_place(prepared, 1, 4, 8, num_workers=workers, prefetch_factor=prefetch) == reference
 
 
 @pytest.mark.parametrize(("ranks", "workers"), [(2, 0), (2, 1), (4, 0)])
@@ -99,7 +99,7 @@ def test_ranks_together_are_handed_what_one_is_handed(prepared, reference, ranks
         white = {place: b"\xff" * (len(row[4]) // 3) for place, row in step.items()}
         return {place: (*row[:5], row[5] or white[place], row[6]) for place, row in step.items()}
 
-    found = by_place(prepared, ranks, 4 // ranks, 8, workers=workers)
+    found = by_place(prepared, ranks, 4 // ranks, 8, num_workers=workers)
     assert [without_absent_masks(step) for step in found] == [without_absent_masks(step) for step in reference]
 
 
@@ -255,9 +255,9 @@ class Stuck(Numbered):
 
 
 def test_workers_that_hang_are_left_after_a_while(monkeypatch):
-    monkeypatch.setattr("library.data.worker_pool.SECONDS_TO_END", 0.5)
+    monkeypatch.setattr("library.data.worker_pool.SHUTDOWN_TIMEOUT_SECONDS", 0.5)
     items: PrefetchIterator = PrefetchIterator(Stuck(), 0, num_workers=2, prefetch_factor=2, pin_memory=False)
-    assert [next(items).ids[0] for _ in range(3)] == ["0", "1", "2"]
+    assert [next(items).sample_keys[0] for _ in range(3)] == ["0", "1", "2"]
     items.shutdown()
     assert nobody_is_left()
     items.shutdown()  # and once more, as the interpreter does at its end
@@ -293,14 +293,14 @@ SCRIPT = """
 import sys
 sys.path.insert(0, {root!r})
 from library.config.schema_data import DataConfig; from library.config.schema import TrainConfig
-from library.data.loader import Loader, MicroBatchReader
-from library.data.prepare import prepare
+from library.data.loader import ImageLoader, MicroBatchDataset
+from library.data.prepare import prepare_data
 
 if __name__ == "__main__":
-    prepared = prepare(DataConfig(dataset_config={config!r}), 8)
-    plan = prepared.batch_plan(1, TrainConfig())
-    reader = MicroBatchReader(prepared.manifest, prepared.placements, plan, 0, 5, 100)
-    steps = Loader(reader, plan, workers=1, start_method={method!r}).steps(0)
+    prepared = prepare_data(DataConfig(dataset_config={config!r}), 8)
+    plan = prepared.build_batch_plan(1, TrainConfig())
+    reader = MicroBatchDataset(prepared.manifest, prepared.assignments, plan, 0, 5, 100)
+    steps = ImageLoader(reader, plan, num_workers=1, multiprocessing_context={method!r}).iter_steps(0)
     first = [next(steps) for _ in range(3)]
     {then}
 """
@@ -317,10 +317,10 @@ def test_processes_that_are_started_anew_read_the_same(folder, prepared):
     done = script(
         folder,
         "spawn",
-        "print([(work.batches[0].captions, work.batches[0].pixels.sum().item()) for work in first]); steps.close()",
+        "print([(work.micro_batches[0].captions, work.micro_batches[0].pixels.sum().item()) for work in first]); steps.close()",
     )
-    plan = prepared.batch_plan(1, TrainConfig())
-    reader = MicroBatchDataset(prepared.manifest, prepared.placements, plan, 0, 5, 100)
+    plan = prepared.build_batch_plan(1, TrainConfig())
+    reader = MicroBatchDataset(prepared.manifest, prepared.assignments, plan, 0, 5, 100)
     assert done.stdout.strip() == str([(reader[n].captions, reader[n].pixels.sum().item()) for n in range(3)])
     assert done.returncode == 0 and done.stderr == ""
 

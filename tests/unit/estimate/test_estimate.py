@@ -121,7 +121,7 @@ def test_the_optimizer_state_of_one_tensor_of_each_shape_tells_that_of_all(name,
 def test_half_precision_saves_less_and_swapped_or_quantized_weights_are_not_on_the_device():
     plain, half, quantized, swapped = (
         estimate(1, *FLUX, *flags, batch=SMALL)[0].memory
-        for flags in ((), ("--mixed_precision", "bf16"), ("--base_storage", "nf4"), ("--blocks_to_swap", "2"))
+        for flags in ((), ("--mixed_precision", "bf16"), ("--quantize_base", "nf4"), ("--blocks_to_swap", "2"))
     )
     assert half.weights == plain.weights / 2 and half.activations < plain.activations
     assert quantized.weights < plain.weights and swapped.weights < plain.weights
@@ -131,7 +131,7 @@ def test_half_precision_saves_less_and_swapped_or_quantized_weights_are_not_on_t
 # activations
 
 CHECKPOINTING = "--gradient_checkpointing"
-BUDGET = (CHECKPOINTING, "--gradient_checkpointing_budget", "0.5")
+BUDGET = (CHECKPOINTING, "--activation_memory_budget", "0.5")
 UNCACHED = ("--no-cache_latents", "--max_data_loader_n_workers", "0")
 
 
@@ -139,7 +139,7 @@ UNCACHED = ("--no-cache_latents", "--max_data_loader_n_workers", "0")
     ("world_size", "model", "flags"),
     [
         run(1, "sd1", ("--train_batch_size", "2", CHECKPOINTING)),
-        run(1, "flux", ("--base_storage", "nf4", "--blocks_to_swap", "1")),
+        run(1, "flux", ("--quantize_base", "nf4", "--blocks_to_swap", "1")),
         run(2, "flux", ("--cp_size", "2")),
         long(1, "sd1", ("--train_batch_size", "2")),
         long(1, "sd3", (CHECKPOINTING, "--gradient_checkpointing_every", "2")),
@@ -191,7 +191,9 @@ def test_each_device_of_a_device_map_takes_the_estimated_memory(model):
     real = MetaRun(config, detected, MEDIUM)  # whose blocks are not measured any more
     batch, first = real.task.encode(real.batch, 0), torch.device(DEVICE_TYPE, 0)
     with dispatch_to_fake_devices(real.pipe, part, 2):
-        moved = {name: move(first, getattr(batch, name)) for name in ("latents", "cond", "frame", "weight")}
+        moved = {
+            name: move(first, getattr(batch, name)) for name in ("latents", "cond", "size_conditioning", "loss_weights")
+        }
         batch, t = replace(batch, **moved), torch.full((1,), 0.5, device=first)
         allocated = [*real.denoiser.parameters(), *real.denoiser.buffers()]
         meters = [MemoryMeter(torch.device(DEVICE_TYPE, number), allocated) for number in range(2)]
@@ -305,7 +307,7 @@ def find(world_size: int, *flags: str) -> tuple[set[str], list[str]]:
         (2, ("--fsdp",), {"FSDP 2", "FSDP 2, CPU offload"}),
         (2, ("--cp_size", "2"), {"CP 2"}),
         (2, ("--device_map", "sequential"), {"device map 2"}),
-        (2, ("--base_storage", "int8"), {"DDP 2", "CP 2"}),
+        (2, ("--quantize_base", "int8"), {"DDP 2", "CP 2"}),
         (2, COMPILED, {"CP 2"}),
         (2, (*COMPILED, "--dynamo_mode", "max-autotune"), set()),
         (2, (*COMPILED, *BUDGET), set()),
@@ -335,9 +337,9 @@ def test_layouts_are_combined_and_follow_the_model():
 
 
 def test_reasons_against_layouts_are_given_once_with_their_names():
-    (reason,) = find(2, *SD3, "--tp_size", "2", "--base_storage", "nf4")[1]
-    assert reason.startswith("--base_storage: this run spreads the frozen weights over processes")
-    sharded, compiled = find(2, *SD3, "--deepspeed", "--base_storage", "nf4", "--torch_compile")[1]
+    (reason,) = find(2, *SD3, "--tp_size", "2", "--quantize_base", "nf4")[1]
+    assert reason.startswith("--quantize_base: this run spreads the frozen weights over processes")
+    sharded, compiled = find(2, *SD3, "--deepspeed", "--quantize_base", "nf4", "--torch_compile")[1]
     assert sharded.startswith("ZeRO-1 2, ZeRO-1 2, optimizer offload, ZeRO-2 2,") and "torch_compile" in compiled
 
 
@@ -399,5 +401,5 @@ def test_options_that_contradict_the_run_are_not_suggested():
 def test_where_no_option_is_enough_all_that_help_are_named():
     suggestion, devices = suggest(memory=lambda memory: memory.reserved + memory.adapters)
     assert suggestion.memory.total > devices.memory
-    assert "--base_storage nf4" in suggestion.flags and "int8" not in suggestion.flags
+    assert "--quantize_base nf4" in suggestion.flags and "int8" not in suggestion.flags
     assert suggest(memory=lambda memory: memory.reserved + memory.adapters - 1)[0] is None

@@ -136,7 +136,7 @@ def run_failing_checks(machine: Machine, monkeypatch) -> dict[str, Finding]:
             return doctor_checks.describe_machine()
         raise CheckFailed("RuntimeError: no")
 
-    monkeypatch.setattr("library.distributed.devices.this_machine", lambda environment: machine)
+    monkeypatch.setattr("library.distributed.devices.detect_machine", lambda environment: machine)
     monkeypatch.setattr(doctor_checks, "run_in_child", fail)
     return {finding.name: finding for finding in doctor_checks.run_checks()}
 
@@ -158,7 +158,7 @@ def test_without_a_training_step_or_memory_training_is_impossible(monkeypatch):
 
 
 def test_every_device_trains_a_step_and_several_devices_need_their_backend(monkeypatch):
-    monkeypatch.setattr("library.distributed.devices.group_backends", lambda machine: (("nccl", "cuda"),))
+    monkeypatch.setattr("library.distributed.devices.list_backends", lambda machine: (("nccl", "cuda"),))
     found = run_failing_checks(Machine("cuda", 3), monkeypatch)
 
     assert {"training step on cuda:1", "training step on cuda:2", "memory of cuda"} <= set(found)

@@ -1,4 +1,4 @@
-"""The house keeps its own rules, and the rules catch who breaks them."""
+"""Every module of `library/` follows the import rules, and planted violations are found."""
 
 import json
 import os
@@ -7,44 +7,56 @@ import sys
 from pathlib import Path, PurePosixPath
 
 import pytest
-from house_rules import FLOORS, circle, module_name, problems
+from import_rules import LAYERS, find_import_cycle, find_violations, get_module_name
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = ROOT / "library"
 MODULES = sorted(path.relative_to(LIBRARY) for path in LIBRARY.rglob("*.py"))
 
 
-def test_every_module_keeps_the_rules():
+def test_every_module_follows_the_rules():
     found = [
         f"library/{path}: {problem}"
         for path in MODULES
-        for problem in problems(PurePosixPath(path), (LIBRARY / path).read_text(encoding="utf-8"))
+        for problem in find_violations(PurePosixPath(path), (LIBRARY / path).read_text(encoding="utf-8"))
     ]
 
     assert not found, "\n".join(found)
 
 
-def test_every_room_is_on_a_floor():
-    rooms = {path.with_suffix("").parts[0] for path in MODULES}
+def test_every_package_has_a_layer():
+    packages = {path.with_suffix("").parts[0] for path in MODULES}
 
-    assert rooms == {name for floor in FLOORS for name in floor}
+    assert packages == {name for layer in LAYERS for name in layer}
 
 
 PLANTED = {
-    "a floor skipped upwards": ("data/x.py", "from ..training import loop", "imports upwards: data -> training"),
+    "an import upwards": ("data/x.py", "from ..training import loop", "imports upwards: data -> training"),
     "a peer": ("models/x.py", "from ..adapters import lora", "imports a peer: models -> adapters"),
     "a peer through the package": ("optim/x.py", "from .. import distributed", "imports a peer"),
     "a peer below data": ("dataset/x.py", "from ..diffusion import noise", "imports a peer: dataset -> diffusion"),
-    "a door": ("training/x.py", "from diffusers import UNet2DConditionModel", "diffusers may be imported only in"),
-    "a door by a submodule": ("data/x.py", "import torch.distributed.run", "torch.distributed may be imported only in"),
-    "a door by from-import": ("data/x.py", "from torch import distributed", "torch.distributed may be imported only"),
+    "a third-party library": (
+        "training/x.py",
+        "from diffusers import UNet2DConditionModel",
+        "diffusers may be imported only in",
+    ),
+    "a third-party submodule": (
+        "data/x.py",
+        "import torch.distributed.run",
+        "torch.distributed may be imported only in",
+    ),
+    "a third-party from-import": (
+        "data/x.py",
+        "from torch import distributed",
+        "torch.distributed may be imported only",
+    ),
     "an absolute import of itself": ("data/x.py", "import library.config", "write it relative"),
     "a benchmark": ("training/x.py", "from benchmarks.step import BareLoop", "is not part of the package"),
     "a long file": ("data/x.py", "\n" * 400, "longer than 400 lines"),
     "a long function": ("data/x.py", "def f():\n" + "    a = 1\n" * 60, "f is longer than 60 lines"),
     "a print": ("data/x.py", "def f():\n    print(1)", "print; use the module's logger"),
     "a global": ("data/x.py", "def f():\n    global a\n    a = 1", "global"),
-    "a changeable module value": ("data/x.py", "seen = {}", "seen is changeable"),
+    "mutable module state": ("data/x.py", "seen = {}", "seen is mutable"),
     "a cached function": ("data/x.py", "@functools.lru_cache\ndef f(): ...", "keeps state in the module"),
     "a bare except": ("data/x.py", "def f():\n    try: g()\n    except: pass", "bare except"),
     "args written to": ("cli.py", "def f(args):\n    args.a = 1", "writes to args"),
@@ -60,17 +72,17 @@ PLANTED = {
 def test_a_planted_violation_is_caught(name):
     path, source, expected = PLANTED[name]
 
-    assert any(expected in problem for problem in problems(PurePosixPath(path), f'"""Planted."""\n{source}\n'))
+    assert any(expected in problem for problem in find_violations(PurePosixPath(path), f'"""Planted."""\n{source}\n'))
 
 
 def test_a_module_without_a_docstring_is_caught():
-    assert problems(PurePosixPath("data/x.py"), "a = 1") == ["no module docstring"]
+    assert find_violations(PurePosixPath("data/x.py"), "a = 1") == ["no module docstring"]
 
 
 def test_a_harmless_module_is_not_caught():
     source = '"""Fine."""\nimport math\nfrom ..config import schema\nNAMES = {"a": 1}\ndef f():\n    return math.pi'
 
-    assert problems(PurePosixPath("data/x.py"), source) == []
+    assert find_violations(PurePosixPath("data/x.py"), source) == []
 
 
 IMPORT = """
@@ -107,7 +119,7 @@ print(json.dumps({name: said for name in sys.argv[2:] if (said := way(name))}))
 @pytest.mark.parametrize("way", ["together", pytest.param("alone", marks=pytest.mark.long)])
 def test_every_module_imports_without_devices_and_network_and_changes_nothing(way):
     """Alone as well, which is the same where nothing is imported in a circle."""
-    names = [module_name(PurePosixPath(path)) for path in MODULES if path.name != "__main__.py"]
+    names = [get_module_name(PurePosixPath(path)) for path in MODULES if path.name != "__main__.py"]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, "-c", IMPORT, way, *names],
@@ -122,8 +134,10 @@ def test_every_module_imports_without_devices_and_network_and_changes_nothing(wa
     assert json.loads(done.stdout.splitlines()[-1]) == {}
 
 
-def test_nothing_is_imported_in_a_circle_so_that_every_module_can_be_the_first():
-    assert circle({PurePosixPath(path): (LIBRARY / path).read_text(encoding="utf-8") for path in MODULES}) == []
+def test_there_are_no_import_cycles():
+    assert (
+        find_import_cycle({PurePosixPath(path): (LIBRARY / path).read_text(encoding="utf-8") for path in MODULES}) == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,17 +151,19 @@ def test_nothing_is_imported_in_a_circle_so_that_every_module_can_be_the_first()
         ("from . import b", "import a", False),
     ],
 )
-def test_a_planted_circle_is_found(one, other, found):
+def test_a_planted_import_cycle_is_found(one, other, found):
     sources = {"data/__init__.py": "from . import a\nx = 1", "data/a.py": one, "data/b.py": other}
-    names = circle({PurePosixPath(path): source for path, source in sources.items()})
+    names = find_import_cycle({PurePosixPath(path): source for path, source in sources.items()})
 
     assert bool(names) == found and (not found or {"library.data.a", "library.data.b"} <= {*names})
 
 
 def test_settings_are_read_and_checked_before_anything_heavy_is_imported():
     script = (
-        "import sys; from library.config import load_options; from library.data.prepare import check\n"
-        "loaded = load_options(['--dataset_config', 'dataset_configs/demo.toml']); check(loaded.require().data)\n"
+        "import sys; from library.config import parse_config\n"
+        "from library.dataset.validate import validate_dataset_config\n"
+        "parsed = parse_config(['--dataset_config', 'dataset_configs/demo.toml'])\n"
+        "validate_dataset_config(parsed.require_valid().data)\n"
         "heavy = ('torch', 'diffusers', 'transformers', 'peft', 'accelerate', 'PIL')\n"
         "print([name for name in heavy if name in sys.modules])"
     )

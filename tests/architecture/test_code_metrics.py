@@ -1,0 +1,92 @@
+"""The structure of `library/` and `tests/` stays within its limits, and the measurements see what they should."""
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from code_metrics import LIMITS, ROOT, begins_with_verb, is_bare_participle, measure
+
+TEST_FILES = sorted((ROOT / "tests").rglob("test_*.py"))
+TEST_FOLDERS = {"unit", "contract", "invariance", "golden", "distributed", "interop", "architecture"}
+
+
+def test_the_structure_is_within_its_limits():
+    table = measure(ROOT)
+    outside = {name: table[name] for name, (low, high) in LIMITS.items() if not low <= table[name] <= high}
+
+    assert not outside, f"outside the limits of tests/architecture/code_metrics.py: {outside}"
+
+
+PLANTED = {
+    "lines": ("data/x.py", "A = 1\n" * 40_000),
+    "files over 400 lines": ("data/x.py", "A = 1\n" * 401),
+    "files under 40 lines": ("data/x.py", "A = 1\n"),
+    "functions over 60 lines": ("data/x.py", "def load_all():\n" + "    a = 1\n" * 60),
+    "bare participles": ("data/x.py", "def kept(): ...\n" + "A = 1\n" * 60),
+    "begin with a verb, %": ("data/x.py", "def images(): ...\ndef captions(): ...\n"),
+    "public names defined twice": ("data/x.py", "def load_b(): ...\n" + "A = 1\n" * 60),
+    "RunConfig parameters": ("data/x.py", f"def load_all({', '.join(f'a{n}: RunConfig' for n in range(31))}): ...\n"),
+    "fmt: skip in library": ("data/x.py", "A = [1]  # fmt: " + "skip\n" + "B = [1]  # fmt: skip\n" * 60),
+    "pre-flight functions outside the list": ("data/x.py", "def validate_all(): ...\n" * 61),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_violation_is_measured(name, tmp_path):
+    file, source = PLANTED[name]
+    for path, text in {file: source, "data/b.py": "def load_b(): ...\n" + "A = 1\n" * 60}.items():
+        (tmp_path / "library" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "library" / path).write_text(text, encoding="utf-8")
+    low, high = LIMITS[name]
+    value = measure(tmp_path)[name]
+
+    assert not low <= value <= high
+
+
+def test_many_files_in_one_folder_are_measured(tmp_path):
+    (tmp_path / "library" / "data").mkdir(parents=True)
+    for number in range(21):
+        (tmp_path / "library" / "data" / f"x{number}.py").write_text("A = 1\n", encoding="utf-8")
+
+    assert measure(tmp_path)["folders over 20 files"] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "is_bare"),
+    [("told", True), ("_kept", True), ("within", True), ("counted", True), ("seed", False), ("load_kept", False)],
+)
+def test_participles_are_known(name, is_bare):
+    assert is_bare_participle(name) == is_bare
+
+
+@pytest.mark.parametrize(("name", "is_verb"), [("load_lora", True), ("_is_open", True), ("images", False)])
+def test_verbs_are_known(name, is_verb):
+    assert begins_with_verb(name) == is_verb
+
+
+def test_no_test_imports_another_test_file():
+    names = {path.stem for path in TEST_FILES}
+    found = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            found += [f"{path.name} imports {name}" for name in modules if name.rpartition(".")[2] in names]
+
+    assert not found
+
+
+def test_test_files_are_in_their_folders_and_have_unique_names():
+    folders = {path.relative_to(ROOT / "tests").parts[0] for path in TEST_FILES}
+    names = Counter(path.name for path in (ROOT / "tests").rglob("*.py"))
+
+    assert folders == TEST_FOLDERS
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+@pytest.mark.parametrize("room", sorted(path.name for path in Path(ROOT / "tests" / "unit").iterdir() if path.is_dir()))
+def test_every_folder_of_unit_tests_is_named_after_a_package(room):
+    places = [ROOT / "library", ROOT / "benchmarks"]
+
+    assert room == "__pycache__" or any((place / room).is_dir() or place.name == room for place in places)
