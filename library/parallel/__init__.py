@@ -1,1 +1,1 @@
-"""Parallelism and memory of a training step: strategies, gradient synchronisation, compilation, offload, quantization."""
+"""Parallel strategies, gradient synchronisation, compilation, offload and quantization of a training step."""

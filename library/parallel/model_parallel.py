@@ -1,4 +1,4 @@
-"""Tensor, context and (in subclasses) pipeline and FSDP parallelism: several ranks share the frozen model or its tokens.
+"""Tensor and context parallelism, the base of pipeline parallelism and FSDP: ranks share the model or its tokens.
 
 LoRA adapters are replicated: after ``gradient_sync`` every rank makes the same step, so optimizers, checkpoints and
 LoRA files are those of a single process.

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from ..data.batch import PixelBatch
 from ..distributed.communicator import Communicator
-from ..distributed.parallel_dims import ParallelDims
 from .blocks import Activations, BlockSequence, ParallelPlan
 from .model_parallel import ModelParallelStrategy
 from .pipeline_schedule import PipelineSchedules

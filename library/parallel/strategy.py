@@ -128,7 +128,7 @@ class Strategy(ABC):
         # Per block, so that collectives between blocks are not compiled.
         return compile_model(modules, denoiser, plugin, dynamic, per_block=self.model_parallel_size > 1)
 
-    def check_batch_sizes(self, batch_sizes: Collection[int], gradient_accumulation_steps: int) -> None:
+    def check_batch_sizes(self, batch_sizes: Collection[int], gradient_accumulation_steps: int) -> None:  # noqa: B027
         """Raise if the engine's own configuration has other batch sizes."""
 
     @abstractmethod
@@ -248,10 +248,10 @@ class Strategy(ABC):
         """Return the positions of the tokens that an adapter's down matrix sees on this rank; ``None``: all."""
         return None
 
-    def sync_optimizer_copies(self) -> None:
+    def sync_optimizer_copies(self) -> None:  # noqa: B027
         """Update copies of the trainable parameters that the engine keeps; call it after writing to them."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Release files and environment variables of the engine; call it before the process group is destroyed."""
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:

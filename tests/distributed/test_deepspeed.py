@@ -236,6 +236,7 @@ def test_a_state_goes_on_exactly_and_from_one_strategy_to_another(even, tmp_path
 def held(stage: int) -> tuple[int, int, int]:
     """Bytes of all frozen weights, of those in memory here, and of what the optimizer remembers here."""
     from library.distributed.accelerator import prepare_accelerator
+    from library.distributed.communicator import Communicator
     from library.distributed.deepspeed_settings import DeepSpeedSettings
     from library.models.families import FAMILIES
     from library.parallel.deepspeed import DeepSpeedStrategy

@@ -104,6 +104,7 @@ def test_a_state_goes_on_exactly_and_from_one_strategy_to_another(ranks, fsdp, t
 def held(parts: int, *flags: str) -> tuple[int, int, int]:
     """Bytes of all frozen weights, of those in memory here, and of what learns."""
     from library.distributed.accelerator import prepare_accelerator
+    from library.distributed.communicator import Communicator
     from library.distributed.fsdp_settings import FSDPSettings
     from library.models.families import FAMILIES
     from library.parallel.fsdp import FSDPStrategy
