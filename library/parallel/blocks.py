@@ -15,9 +15,7 @@ from torch import Tensor, nn
 Activations = tuple[Tensor, ...]
 """What a block passes to the next, in the order in which the block returns it."""
 
-
 BlockForward = Callable[..., Any]
-
 
 BlockHook = Callable[[BlockForward, Any, Any], Any]
 """(the wrapped forward, args, kwargs) -> the output that the model sees."""
@@ -138,8 +136,7 @@ def _get_submodules(block: nn.Module, name: str) -> Any:
 
 
 TensorParallelPlan = Mapping[str, tuple[str, tuple[int, ...]]]
-"""Layer name -> ``rows`` or ``columns`` of its weight, and the sizes of the fused parts to be sharded one by one."""
-
+"""Layer name -> ``colwise`` or ``rowwise``, and the sizes of its fused parts, each of which is sharded."""
 
 TokenAxes = Mapping[str, tuple[tuple[int, tuple[str, ...]], ...]]
 """Block argument -> for each tensor in it: its token axis, and the streams (by activation name) concatenated there."""
@@ -155,3 +152,5 @@ class ParallelPlan:
     """Block arguments with tokens besides the activations, which all have them along axis 1."""
     layer_token_streams: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Layer name -> the streams whose tokens pass through it."""
+    denoiser: nn.Module | None = None
+    """The module to shard, of those that are trained; ``None``: all of them."""

@@ -24,18 +24,14 @@ logger = logging.getLogger(__name__)
 
 CompileDynamic = Literal["auto", "false", "true"]
 
-
 MAX_RECOMPILES = 4
 """Recompiles of a block class during training, after which its blocks run eagerly."""
-
 
 MAX_STATIC_SIZES = 2
 """With more bucket sizes than this, ``auto`` compiles dynamic shapes."""
 
-
 MAX_GRAPHS_PER_SIZE = 4
 """Graphs of a block class for one size: its input requires grad or not, text is masked or not."""
-
 
 _CACHE_DIR_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..data.batch import PixelBatch
 from ..distributed.memory import OutOfMemory, record_phase
@@ -17,13 +18,7 @@ from .strategy import LossFunction, Strategy
 class DDPStrategy(Strategy):
     """Wraps the model with accelerate, which means DDP where there are several processes."""
 
-    def wrap(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        denoiser: nn.Module | None = None,
-        parallel_plan: ParallelPlan | None = None,
-    ) -> tuple[nn.Module, Any]:
+    def wrap(self, model: nn.Module, optimizer: Optimizer, plan: ParallelPlan | None = None) -> tuple[nn.Module, Any]:
         with self._disable_accelerate_compile(), warnings.catch_warnings():
             # accelerate passes broadcast_buffers, which torch 2.13 deprecates; it still has its effect.
             warnings.filterwarnings("ignore", message=".*broadcast_buffers.* is deprecated", category=FutureWarning)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..data.batch import PixelBatch
 from ..distributed.accelerator import set_deepspeed_device
@@ -21,6 +22,7 @@ from .blocks import ParallelPlan
 from .deepspeed_nvme import NVMeOffload
 from .deepspeed_optimizer import DeepSpeedOptimizer
 from .gradient_sync import scale_loss
+from .preflight import validate_zero_config
 from .strategy import LossFunction, Strategy, StrategySettings
 
 logger = logging.getLogger(__name__)
@@ -39,7 +41,9 @@ class DeepSpeedStrategy(Strategy):
     def __init__(self, comm: Communicator, settings: StrategySettings):
         super().__init__(comm, settings)
         self.settings = zero = settings.deepspeed or DeepSpeedSettings()
-        _check_zero_config(_import_deepspeed(self.device), zero)
+        _import_deepspeed(self.device)
+        if problems := list(validate_zero_config(zero)):
+            raise ConfigError(problems)
         self._engine: Any = None
         self._has_set_local_rank = False
         self.has_collective_forward = zero.stage == 3
@@ -55,13 +59,7 @@ class DeepSpeedStrategy(Strategy):
         ):
             raise ConfigError(problems)
 
-    def wrap(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        denoiser: nn.Module | None = None,
-        parallel_plan: ParallelPlan | None = None,
-    ) -> tuple[nn.Module, Any]:
+    def wrap(self, model: nn.Module, optimizer: Optimizer, plan: ParallelPlan | None = None) -> tuple[nn.Module, Any]:
         deepspeed = _import_deepspeed(self.device)
         # DeepSpeed uses names that torch has deprecated.
         warnings.filterwarnings("ignore", message=".torch.distributed.* is deprecated", category=FutureWarning)
@@ -197,22 +195,6 @@ def _enable_external_parameter_detection(model: nn.Module) -> None:
     for child in model.children():
         child.register_forward_pre_hook(lambda child, *_: set_in_forward(child, True), prepend=True)
         child.register_forward_hook(lambda child, *_: set_in_forward(child, False), always_call=True)
-
-
-def _check_zero_config(deepspeed: Any, settings: DeepSpeedSettings) -> None:
-    """Raise what DeepSpeed's own validation refuses, before a model is loaded."""
-    try:
-        deepspeed.runtime.zero.config.DeepSpeedZeroConfig(
-            **settings.build_config(pin_memory=False)["zero_optimization"]
-        )
-    except ValueError as error:
-        faults: Any = getattr(error, "errors", list)()  # pydantic's
-        names = (".".join(map(str, fault["loc"])) for fault in faults)
-        problems = [
-            f"DeepSpeed's file: zero_optimization.{name}: {fault['msg']}"
-            for name, fault in zip(names, faults, strict=True)
-        ]
-        raise ConfigError(problems or [f"DeepSpeed: {error}"]) from None
 
 
 def _import_deepspeed(device: torch.device) -> Any:

@@ -1,13 +1,11 @@
 """NVMe offload of the frozen model (ZeRO-Infinity): DeepSpeed reads its partitions from files, layer by layer."""
 
-import ctypes
 import json
 import logging
-import mmap
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,27 +15,21 @@ from torch import Tensor, nn
 
 from ..distributed.watchdog import ProcessIdentity
 from ..errors import ConfigError, UserError
+from .preflight import NVME_OPTION, validate_disk_space, validate_libaio, validate_offload_buffers
 
 logger = logging.getLogger(__name__)
 
 
-NVME_OPTION = "--offload_param_device nvme"
-
-
 DIR_PREFIX, OWNER_FILE = "lorikeet-weights-", "process.json"
 
-
 AllGather = Callable[[list[str]], Sequence[list[str]]]
-
-
-LIBAIO_FIX = "apt install libaio-dev g++ (dnf: libaio-devel gcc-c++) and pip install ninja, or take cpu"
 
 
 class NVMeOffload:
     """The directory with this rank's partitions, which exists as long as it trains."""
 
     def __init__(self, path: str, all_gather: AllGather):
-        _raise_gathered_problems(all_gather, _validate_libaio())
+        _raise_gathered_problems(all_gather, validate_libaio())
         self._all_gather = all_gather
         remove_stale_dirs(Path(path))
         self.directory = Path(tempfile.mkdtemp(prefix=DIR_PREFIX, dir=path))
@@ -61,8 +53,8 @@ class NVMeOffload:
         zero["offload_param"] = offload
         deepspeed_config = DeepSpeedConfig(config)
         problems = [
-            *_validate_offload_buffers(deepspeed_config.zero_config.offload_param, sizes, trainable_numel, dtype),
-            *_validate_disk_space(self.directory, sum(sizes) * dtype.itemsize * ranks_per_machine),
+            *validate_offload_buffers(deepspeed_config.zero_config.offload_param, sizes, trainable_numel, dtype),
+            *validate_disk_space(self.directory, sum(sizes) * dtype.itemsize * ranks_per_machine),
         ]
         _raise_gathered_problems(self._all_gather, problems)
 
@@ -106,76 +98,11 @@ def _find_common_dtype(parameters: Collection[nn.Parameter]) -> torch.dtype:
     return sizes.most_common(1)[0][0]
 
 
-def _validate_offload_buffers(
-    offload: Any, partition_sizes: Sequence[int], trainable_numel: int, dtype: torch.dtype
-) -> Iterator[str]:
-    """Check buffer settings of the user's DeepSpeed file with which DeepSpeed would crash later."""
-    largest, locked = max(partition_sizes, default=0), offload.buffer_count * offload.buffer_size * dtype.itemsize
-    if offload.buffer_size < largest:
-        yield (
-            f"DeepSpeed's file: offload_param.buffer_size is {offload.buffer_size}, and the largest partition has"
-            f" {largest} elements; set {largest}, or remove it"
-        )
-    elif offload.buffer_count < 2:
-        yield f"DeepSpeed's file: offload_param.buffer_count is {offload.buffer_count}; set at least 2"
-    elif not can_lock_memory(locked):
-        yield (
-            f"{NVME_OPTION}: cannot lock {locked / 2**20:.0f} MiB of memory per process; raise `ulimit -l`, or lower"
-            " buffer_count or buffer_size in DeepSpeed's file"
-        )
-    if trainable_numel > offload.max_in_cpu:
-        yield (
-            f"DeepSpeed's file: offload_param.max_in_cpu is {offload.max_in_cpu}, and the adapter has {trainable_numel}"
-            " elements per process, which stay in memory; remove it"
-        )
-
-
-def _validate_disk_space(directory: Path, num_bytes: int) -> Iterator[str]:
-    free = shutil.disk_usage(directory).free
-    if num_bytes > free:
-        yield (
-            f"--offload_param_nvme_path {directory.parent}: not enough disk space for the model:"
-            f" {num_bytes / 2**30:.1f} GiB needed, {free / 2**30:.1f} GiB free"
-        )
-
-
-def can_lock_memory(num_bytes: int) -> bool:
-    """Whether this much memory can be page-locked; DeepSpeed aborts the process where it cannot."""
-    try:
-        memory = mmap.mmap(-1, max(num_bytes, 1))
-    except (OSError, OverflowError, ValueError):
-        return False
-    address = ctypes.c_char.from_buffer(memory)
-    arguments = ctypes.c_void_p(ctypes.addressof(address)), ctypes.c_size_t(num_bytes)
-    libc: Any = ctypes.CDLL(None)
-    is_locked: bool = libc.mlock(*arguments) == 0
-    libc.munlock(*arguments)
-    return is_locked
-
-
 def _raise_gathered_problems(all_gather: AllGather, problems: Iterable[str]) -> None:
     """Raise the problems of any rank on all ranks: machines have their own disks and packages."""
     gathered = dict.fromkeys(problem for rank_problems in all_gather(list(problems)) for problem in rank_problems)
     if gathered:
         raise ConfigError(list(gathered))
-
-
-def _validate_libaio() -> Iterator[str]:
-    """Compile DeepSpeed's async_io, which it does when it is first used."""
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-
-    try:
-        builder = AsyncIOBuilder()
-        is_compatible = builder.is_compatible()
-        if is_compatible:
-            logger.info("loading DeepSpeed's async_io, which is compiled on first use (takes minutes)")
-            builder.load(verbose=False)
-    except Exception as error:  # compilers raise exceptions of their own
-        reason = str(error).partition("\n")[0]
-        yield f"{NVME_OPTION}: DeepSpeed's async_io cannot be built: {reason}; {LIBAIO_FIX}"
-        return
-    if not is_compatible:
-        yield f"{NVME_OPTION}: DeepSpeed's async_io needs libaio and a compiler; {LIBAIO_FIX}"
 
 
 def build_param_swapper(deepspeed_config: Any, dtype: torch.dtype) -> Any:

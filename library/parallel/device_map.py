@@ -9,6 +9,7 @@ import torch
 from accelerate import dispatch_model, infer_auto_device_map
 from accelerate.utils import get_balanced_memory
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..config.types import DeviceMap
 from ..distributed.communicator import Communicator
@@ -87,7 +88,7 @@ def iter_weight_devices(model: nn.Module, places: Mapping[str, int]) -> Iterator
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         # Weights of the model itself are used between its modules, on the first device.
         is_own = "." not in name
-        yield name, tensor, 0 if is_own else next(places[key] for key in _iter_parent_names(name) if key in places)
+        yield name, tensor, 0 if is_own else next(places[key] for key in iter_parent_names(name) if key in places)
 
 
 def attach_dispatch_hooks(model: nn.Module, places: Mapping[str, int], devices: Sequence[torch.device]) -> None:
@@ -98,34 +99,12 @@ def attach_dispatch_hooks(model: nn.Module, places: Mapping[str, int], devices: 
     del dispatched.hf_device_map  # with it accelerate refuses a process that a launcher gave a rank
 
 
-def _iter_parent_names(name: str) -> Iterator[str]:
+def iter_parent_names(name: str) -> Iterator[str]:
     """Yield the name of a weight and those of the modules that contain it, innermost first."""
     yield name
     while name:
         name = name.rpartition(".")[0]
         yield name
-
-
-def validate_device_map(model: nn.Module, device_map: DeviceMap) -> Iterator[str]:
-    """Check a user's map against the model, which may be on the meta device."""
-    modules, unsplit, devices = (
-        dict(model.named_modules()),
-        list_unsplit_modules(model),
-        dict(device_map.device_by_module),
-    )
-    for name in devices:
-        if name not in modules:
-            yield f"--device_map: {name!r} is no module of this model"
-        elif block := next((block for block in unsplit if name.startswith(f"{block}.")), None):
-            yield f"--device_map: {name!r} is inside of {block!r}, which cannot be split; map {block!r}"
-    missing = [
-        name for name, _ in model.named_parameters() if not any(key in devices for key in _iter_parent_names(name))
-    ]
-    if devices and missing:
-        yield (
-            f'--device_map: {len(missing)} parameters have no device, such as {missing[0]}; add "": 0 for all modules'
-            " that are not listed"
-        )
 
 
 class DeviceMapStrategy(DDPStrategy):
@@ -138,14 +117,8 @@ class DeviceMapStrategy(DDPStrategy):
         self.device_map = settings.device_map or DeviceMap("balanced")
         self.base_load_device = HOST  # no device has to hold the full model
 
-    def wrap(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        denoiser: nn.Module | None = None,
-        parallel_plan: ParallelPlan | None = None,
-    ) -> tuple[nn.Module, Any]:
-        denoiser, devices = denoiser or model, list_devices(self.device)
+    def wrap(self, model: nn.Module, optimizer: Optimizer, plan: ParallelPlan | None = None) -> tuple[nn.Module, Any]:
+        denoiser, devices = (plan and plan.denoiser) or model, list_devices(self.device)
         self.devices = devices
         places = build_device_map(denoiser, self.device_map, [get_free_memory(device) for device in devices])
         for child in model.children():

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim import Optimizer
 
 from ..distributed.communicator import Communicator
 from ..distributed.devices import HOST
@@ -39,16 +39,10 @@ class FSDPStrategy(ModelParallelStrategy):
         self.shard_mesh: DeviceMesh = mesh[names]
         comm.set_group_timeouts()
 
-    def wrap(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        denoiser: nn.Module | None = None,
-        parallel_plan: ParallelPlan | None = None,
-    ) -> tuple[nn.Module, Any]:
+    def wrap(self, model: nn.Module, optimizer: Optimizer, plan: ParallelPlan | None = None) -> tuple[nn.Module, Any]:
         # Some blocks return views.  FSDP2 warns of in-place changes to them, which do not happen here.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
-        super().wrap(model, optimizer, denoiser, parallel_plan)
+        super().wrap(model, optimizer, plan)
         total, local = count_parameter_bytes(model)
         logger.info(
             "FSDP: %d x %d processes (replicate x shard), %.1f MiB of %.1f MiB of weights on this rank%s",
@@ -60,7 +54,7 @@ class FSDPStrategy(ModelParallelStrategy):
         )
         return self.model, self.optimizer
 
-    def _partition_model(self, model: nn.Module, denoiser: nn.Module, parallel_plan: ParallelPlan) -> None:
+    def _partition_model(self, model: nn.Module, plan: ParallelPlan) -> None:
         classes = {type(module).__name__ for module in model.modules()}
         if unknown := ",".join(name for name in self.settings.block_classes if name not in classes):
             option = "the launcher's fsdp_transformer_layer_cls_to_wrap"

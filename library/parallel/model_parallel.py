@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import Optimizer
 
 from ..data.batch import PixelBatch
 from ..distributed.communicator import Communicator
@@ -59,20 +60,15 @@ class ModelParallelStrategy(Strategy):
         if self._compilation is not None:
             self._compilation.mark_dynamic(tensor)
 
-    def wrap(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        denoiser: nn.Module | None = None,
-        parallel_plan: ParallelPlan | None = None,
-    ) -> tuple[nn.Module, Any]:
-        denoiser, parallel_plan = denoiser or model, parallel_plan or ParallelPlan()
+    def wrap(self, model: nn.Module, optimizer: Optimizer, plan: ParallelPlan | None = None) -> tuple[nn.Module, Any]:
+        plan = plan or ParallelPlan()
+        denoiser = plan.denoiser or model
         with self._disable_accelerate_compile():
             if self.tensor_parallel is not None:
-                self.tensor_parallel.shard_layers(denoiser, parallel_plan.tensor_parallel)
+                self.tensor_parallel.shard_layers(denoiser, plan.tensor_parallel)
             if self.context_parallel is not None:
-                self.context_parallel.wrap_blocks(denoiser, parallel_plan)
-            self._partition_model(model, denoiser, parallel_plan)
+                self.context_parallel.wrap_blocks(denoiser, plan)
+            self._partition_model(model, plan)
             if self.context_parallel is not None:
                 self.context_parallel.wrap_sequence_ends()
             # Adds autocast; does not move or wrap the model.
@@ -80,7 +76,7 @@ class ModelParallelStrategy(Strategy):
         self.optimizer = self.accelerator.prepare_optimizer(optimizer)
         return self.model, self.optimizer
 
-    def _partition_model(self, model: nn.Module, denoiser: nn.Module, parallel_plan: ParallelPlan) -> None:
+    def _partition_model(self, model: nn.Module, plan: ParallelPlan) -> None:
         """Move the model to the device; subclasses distribute it over ranks first."""
         for tensor in (*model.parameters(), *model.buffers()):
             if not tensor.is_meta:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config import RunConfig
+from ..config.schema import ModelConfig, TrainConfig
 from ..distributed.async_copy import CopyStream, copy_to_host
 from .quantize import FetchWeight, QuantizedWeight, can_convert_frozen_layer, convert_frozen_layer
 
@@ -26,9 +26,7 @@ logger = logging.getLogger(__name__)
 AccessHistory = tuple[bool, tuple[int, ...]]
 """Whether in a backward pass, and the latest weights: activation checkpointing fetches in more than one order."""
 
-
 HISTORY_LENGTH = 3
-
 
 MAX_BYTES_AHEAD = 2**28
 """Bytes of fetched weights that the device may still have to use."""
@@ -88,19 +86,18 @@ class WeightOffloader:
         return prefetched[1]
 
 
-def is_quantized_or_offloaded(config: RunConfig) -> bool:
+def is_quantized_or_offloaded(model: ModelConfig, train: TrainConfig) -> bool:
     """Whether any part of the base model is quantized or offloaded."""
-    return bool(config.train.blocks_to_swap) or config.model.quantize_base != "none"
+    return bool(train.blocks_to_swap) or model.quantize_base != "none"
 
 
-def quantize_and_offload_base(config: RunConfig, denoiser: nn.Module, device: torch.device) -> int:
+def quantize_and_offload_base(denoiser: nn.Module, device: torch.device, model: ModelConfig, train: TrainConfig) -> int:
     """Quantize the frozen weights of all blocks, and offload some blocks, evenly spread so that copies overlap.
 
     Return the bytes in host memory.
     """
-    quant_type, blocks = config.model.quantize_base, find_innermost_blocks(denoiser)
-    offloader = WeightOffloader(device)
-    swapped = set(select_spread_indices(len(blocks), config.train.blocks_to_swap))
+    blocks, quant_type, offloader = find_innermost_blocks(denoiser), model.quantize_base, WeightOffloader(device)
+    swapped = set(select_spread_indices(len(blocks), train.blocks_to_swap))
     bytes_before = bytes_on_device = bytes_on_host = 0
     for index, block in enumerate(blocks):
         for layer in block.modules():

@@ -1,21 +1,41 @@
-"""Pipeline parallelism: each rank has the blocks of one stage (two if interleaved), and all that is not a block."""
+"""Pipeline parallelism over ``torch.distributed.pipelining``: GPipe, 1F1B or interleaved 1F1B schedules of stages.
+
+Each rank has the blocks of one stage (two if interleaved), and all modules that are no blocks.
+"""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+)
 
 from ..data.batch import PixelBatch
 from ..distributed.communicator import Communicator
+from ..distributed.memory import record_phase
 from .blocks import Activations, BlockSequence, ParallelPlan
 from .model_parallel import ModelParallelStrategy
-from .pipeline_schedule import PipelineSchedules
-from .pipeline_stages import StageRunner, broadcast_stage_output, partition_blocks
+from .pipeline_stages import StageBoundary, StageRunner, broadcast_stage_output, partition_blocks
 from .strategy import LossFunction, StrategySettings
 
 logger = logging.getLogger(__name__)
+
+
+MAX_CACHED_SCHEDULES = 64
+"""Schedules, with their receive buffers, that are cached; the least recently used is dropped."""
+
+IS_REPEATED_FORWARD: ContextVar[bool] = ContextVar("is_repeated_forward", default=False)
+"""Whether the denoiser ran for this micro-batch before: for torch's shape inference, or on this rank's first stage."""
 
 
 class PipelineStrategy(ModelParallelStrategy):
@@ -26,8 +46,8 @@ class PipelineStrategy(ModelParallelStrategy):
         self.schedule = settings.pp_schedule
         self.stage_group = self.mesh.get_group("pp")
 
-    def _partition_model(self, model: nn.Module, denoiser: nn.Module, parallel_plan: ParallelPlan) -> None:
-        sequence = parallel_plan.block_sequence
+    def _partition_model(self, model: nn.Module, plan: ParallelPlan) -> None:
+        denoiser, sequence = plan.denoiser or model, plan.block_sequence
         checkpoint_function: Any = None
         # Checkpoint single blocks, without the communication between them; UNets do so themselves, inside of blocks.
         if getattr(denoiser, "gradient_checkpointing", False):
@@ -36,7 +56,7 @@ class PipelineStrategy(ModelParallelStrategy):
         self.stage_runner = StageRunner(sequence, checkpoint_function)
         self._assign_stages(sequence.count_block_parameters())
         self._drop_remote_weights(sequence)
-        super()._partition_model(model, denoiser, parallel_plan)
+        super()._partition_model(model, plan)
         self.grad_anchor = torch.zeros((), device=self.device, requires_grad=True)
         self.pipeline_schedules = PipelineSchedules(self)
         self.use_full_forward()
@@ -95,3 +115,162 @@ class PipelineStrategy(ModelParallelStrategy):
         self.accelerator.sync_gradients = True
         self._all_reduce_gradients(1)
         return self._all_reduce_loss(total)
+
+
+@dataclass
+class PipelineStep:
+    """Micro-batches of one shape, and what every stage does with them."""
+
+    compute_loss: Callable[[PixelBatch], Tensor]
+    prepare_recompute: Callable[[PixelBatch], None]
+    batches: Sequence[PixelBatch]
+    started: set[int] = field(default_factory=set)
+
+    @contextmanager
+    def start_micro_batch(self, index: int) -> Iterator[PixelBatch]:
+        """Yield the micro-batch for one forward through a stage."""
+        token = IS_REPEATED_FORWARD.set(index in self.started)
+        self.started.add(index)
+        try:
+            yield self.batches[index]
+        finally:
+            IS_REPEATED_FORWARD.reset(token)
+
+
+class PipelineSchedules:
+    """Runs micro-batches through a schedule for their shape and number, for which torch allocates buffers once."""
+
+    def __init__(self, pipeline: PipelineStrategy):
+        self.pipeline = pipeline
+        self.step: PipelineStep | None = None
+        self._cache: dict[Hashable, Any] = {}
+
+    def run(
+        self,
+        compute_loss: Callable[[PixelBatch], Tensor],
+        prepare_recompute: Callable[[PixelBatch], None],
+        get_shape_key: Callable[[PixelBatch], Hashable],
+        micro_batches: Sequence[PixelBatch],
+    ) -> Tensor:
+        """Run forward and backward of all micro-batches; return the sum of the losses on the last stage, else 0.
+
+        ``prepare_recompute`` is called before each backward: the latest forward was of another micro-batch.
+        """
+        groups: dict[Hashable, list[PixelBatch]] = {}
+        for batch in micro_batches:
+            groups.setdefault(get_shape_key(batch), []).append(batch)
+        total = torch.zeros((), device=self.pipeline.device)
+        try:
+            for shape, batches in groups.items():
+                total += self._run_schedule(shape, PipelineStep(compute_loss, prepare_recompute, batches))
+        finally:
+            self.step = None
+            self.pipeline.use_full_forward()
+        return total
+
+    def _run_schedule(self, shape: Hashable, step: PipelineStep) -> Tensor:
+        self.step, count = step, len(step.batches)
+        schedule = self._get_schedule((shape, count), count)
+        indices, losses = torch.arange(count), list[Tensor]()
+        inputs = (indices,) if 0 in self.pipeline.local_stages else ()  # torch needs an argument for the first stage
+        targets = {"target": indices, "losses": losses} if self.pipeline.is_last_stage else {}
+        schedule.step(*inputs, index=indices, **targets)
+        return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.pipeline.device)
+
+    def _get_schedule(self, key: Hashable, count: int) -> Any:
+        if key in self._cache:
+            self._cache[key] = self._cache.pop(key)  # the most recently used is last
+            return self._cache[key]
+        while len(self._cache) >= MAX_CACHED_SCHEDULES:
+            del self._cache[next(iter(self._cache))]
+        schedule = self._cache[key] = self._build_schedule(count)
+        return schedule
+
+    def _build_schedule(self, count: int) -> Any:
+        pipeline, num_stages = self.pipeline, len(self.pipeline.stage_bounds) - 1
+        stages = [
+            RecomputingPipelineStage(
+                StageModule(self, index), index, num_stages, pipeline.device, group=pipeline.stage_group
+            )
+            for index in pipeline.local_stages
+        ]
+        settings: dict[str, Any] = {"n_microbatches": count, "loss_fn": _sum_loss, "scale_grads": False}
+        if len(stages) > 1:  # torch runs micro-batches in rounds of equal size
+            is_even = not count % max(1, count // pipeline.dims.pp)
+            schedule_class: Any = ScheduleInterleaved1F1B if is_even else ScheduleLoopedBFS
+            return schedule_class(stages, **settings)
+        if pipeline.schedule == "1f1b" and count >= num_stages:
+            return Schedule1F1B(stages[0], **settings)
+        return ScheduleGPipe(stages[0], **settings)
+
+
+def _sum_loss(loss: Tensor, target: Tensor) -> Tensor:
+    """The output of the last stage is the loss; ``target`` is unused."""
+    return loss.sum()
+
+
+class StageModule(nn.Module):
+    """Runs the model's forward over the blocks of one stage."""
+
+    def __init__(self, schedules: PipelineSchedules, stage_index: int):
+        super().__init__()
+        pipeline = schedules.pipeline
+        self._schedules, self._stage_runner = schedules, pipeline.stage_runner
+        self._first, self._end = pipeline.stage_bounds[stage_index], pipeline.stage_bounds[stage_index + 1]
+        self._is_first, self._is_last = stage_index == 0, stage_index == len(pipeline.stage_bounds) - 2
+
+    def forward(self, *received: Tensor, index: Tensor) -> Activations | Tensor:
+        """Return the stage's output activations, or the loss on the last stage."""
+        step = self._schedules.step
+        assert step is not None
+        inputs = None if self._is_first else tuple(map(_ContiguousGradient.apply, received))
+        self._stage_runner.run_stage(self._first, self._end, inputs)
+        try:
+            with step.start_micro_batch(int(index)) as batch, record_phase("forward", batch):
+                loss = step.compute_loss(batch)
+        except StageBoundary as boundary:
+            apply: Any = _StageOutput.apply
+            return tuple(apply(tensor, self._schedules.pipeline.grad_anchor) for tensor in boundary.activations)
+        if not self._is_last:
+            raise AssertionError("a stage that is not the last ran to the end of the model")
+        return loss[None]
+
+    def prepare_backward(self, index: int) -> PixelBatch:
+        """Set up the recomputation of a micro-batch and return it."""
+        step = self._schedules.step
+        assert step is not None
+        step.prepare_recompute(step.batches[index])
+        return step.batches[index]
+
+
+class RecomputingPipelineStage(PipelineStage):
+    """Restores the random state of a micro-batch before its backward, which may recompute its forward."""
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self.submod
+        with record_phase("backward", module.prepare_backward(bwd_chunk_id)):
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """Identity whose gradient is contiguous, as torch's send operations require."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0].contiguous()
+
+
+class _StageOutput(torch.autograd.Function):
+    """Contiguous copy that requires grad through ``anchor``, also where a stage has no trainable parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, anchor: Tensor) -> Tensor:
+        return tensor.clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0], None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 import torch
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..config.types import DeviceMap
 from ..data.batch import PixelBatch
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-
 
 STOP_DELAY_STEPS = 2
 """Steps after which the host reads a stop flag, so that it does not wait for the device."""
@@ -132,17 +132,8 @@ class Strategy(ABC):
         """Raise if the engine's own configuration has other batch sizes."""
 
     @abstractmethod
-    def wrap(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        denoiser: nn.Module | None = None,
-        parallel_plan: ParallelPlan | None = None,
-    ) -> tuple[nn.Module, Any]:
-        """Move, shard and wrap the model; return it with its optimizer.
-
-        ``denoiser`` is the module of it that can be sharded, by ``parallel_plan``.
-        """
+    def wrap(self, model: nn.Module, optimizer: Optimizer, plan: ParallelPlan | None = None) -> tuple[nn.Module, Any]:
+        """Move, shard and wrap the model; return it with its optimizer."""
 
     @contextmanager
     def _disable_accelerate_compile(self) -> Iterator[None]:

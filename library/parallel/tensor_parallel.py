@@ -1,7 +1,7 @@
 """Tensor parallelism: frozen linear layers sharded column-wise or row-wise (Megatron), with replicated LoRA adapters.
 
-A column-wise layer (torch's word: its output features are sharded, which are *rows* of the weight) computes some of
-its outputs; a row-wise layer takes some of its inputs and all-reduces its output.  An adapter uses the same slice of
+A column-wise layer (torch's ``ColwiseParallel``; the *rows* of its weight are sharded) computes some of its outputs; a
+row-wise layer takes some of its inputs and all-reduces its output.  An adapter uses the same slice of
 its own matrices, so its gradient on a rank is partial, and the sum over the tensor-parallel group is the gradient.
 """
 
@@ -41,9 +41,9 @@ class TensorParallel:
     def shard_layers(self, model: nn.Module, plan: TensorParallelPlan) -> None:
         """Replace each layer of the plan by this rank's shard."""
         self._shard_attention_heads(model, plan)
-        for name, (weight_axis, sizes) in plan.items():
+        for name, (style, sizes) in plan.items():
             layer = model.get_submodule(name)
-            shard = self._shard_colwise if weight_axis == "rows" else self._shard_rowwise
+            shard = self._shard_colwise if style == "colwise" else self._shard_rowwise
             shard(layer, self._compute_local_ranges(sizes))
             self.partial_grad_parameters |= {parameter for parameter in layer.parameters() if parameter.requires_grad}
 

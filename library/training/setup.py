@@ -76,9 +76,7 @@ def load_training_pipeline(
     dtype = MIXED_PRECISION_DTYPES[strategy.mixed_precision]
     trained = {family.denoiser_name, *select_trained_text_encoders(config, family.facts)}
     homes = {part: strategy.base_load_device if part in trained else strategy.device for part in needed}
-    if is_quantized_or_offloaded(
-        config
-    ):  # weights that are to rest in host memory, or in fewer bits, might not fit as they are
+    if is_quantized_or_offloaded(config.model, config.train):  # the full weights might not fit on the device
         homes[family.denoiser_name] = HOST
     pipe = None
     for home in dict.fromkeys(homes.values()):
@@ -115,16 +113,15 @@ def build_run(
         parameter.data = parameter.data.to(strategy.device)
     for line in format_trainable_summary(trained, adapter):
         logger.info("%s", line)
-    if is_quantized_or_offloaded(config):
-        quantize_and_offload_base(config, trained.denoiser, strategy.device)
+    if is_quantized_or_offloaded(config.model, config.train):
+        quantize_and_offload_base(trained.denoiser, strategy.device, config.model, config.train)
     groups = build_param_groups(trained, adapter, config, family.facts)
     optimizer = _build_optimizer(config, groups)
     compilation = strategy.compile(list(trained.children()), trained.denoiser, config.distributed.compile_dynamic)
     if compilation is not None:
         _configure_compile_cache(config, prepared)
         compilation.set_activation_memory_budget(config.train.activation_memory_budget)
-    structure = build_parallel_plan(family, trained.denoiser)
-    wrapped, optimizer = strategy.wrap(trained, optimizer, trained.denoiser, structure)
+    wrapped, optimizer = strategy.wrap(trained, optimizer, build_parallel_plan(family, trained.denoiser))
     task = DiffusionTask(
         family,
         pipe,
@@ -258,6 +255,7 @@ def build_parallel_plan(family: Family, denoiser: nn.Module) -> ParallelPlan:
         build_tensor_parallel_plan(denoiser),
         family.block_token_args,
         map_layer_token_streams(denoiser, family.block_lists, family.block_activation_args),
+        denoiser,
     )
 
 

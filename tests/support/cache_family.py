@@ -16,6 +16,7 @@ from library.config import RunConfig, parse_config
 from library.data.batch import Cond, Moments
 from library.data.prepare import PreparedData, prepare_data
 from library.distributed.accelerator import prepare_accelerator
+from library.distributed.communicator import Communicator
 from library.models.detect import detect_model
 from library.parallel.ddp import DDPStrategy
 from library.parallel.strategy import Strategy, StrategySettings

@@ -1,4 +1,4 @@
-"""Shared by tests: compiled runs."""
+"""Compiled training runs and what was compiled for them."""
 
 from types import SimpleNamespace
 
