@@ -1,4 +1,4 @@
-"""FSDP: previews, validation, checkpoints and adapters equal those of DDP, and each rank holds its shard of the model."""
+"""FSDP: previews, validation, checkpoints and adapters equal those of DDP; each rank holds its shard of the model."""
 
 import os
 import shlex
