@@ -18,7 +18,7 @@ from ..distributed.preflight import validate_parallelism
 from ..distributed.world import World
 from ..models.detect import DetectedModel
 from ..models.families import FAMILIES
-from ..optim.optimizers import validate_elementwise_optimizer
+from ..optim.preflight import validate_elementwise_optimizer
 from ..parallel.deepspeed import DeepSpeedStrategy
 from ..training.preflight import validate_model_parallel, validate_quantize_offload
 

@@ -135,19 +135,20 @@ def test_hundreds_may_take_longer_to_connect():
     assert compute_connect_timeout(2) == 60 and compute_connect_timeout(512) > 180
 
 
-def words_of(*says: dict) -> list[RankReport]:
+def build_reports(*says: dict) -> list[RankReport]:
     return [RankReport("ab"[rank // 2], item) for rank, item in enumerate(says)]
 
 
 def test_most_are_right_and_rank_0_where_there_is_no_most():
     one, other = {"seed": 1, "code": "x"}, {"seed": None, "code": "y"}
-    assert find_disagreements(words_of(one, one, one)) == []
-    assert find_disagreements(words_of(other, one, one, one)) == [
+    assert find_disagreements(build_reports(one, one, one)) == []
+    assert find_disagreements(build_reports(other, one, one, one)) == [
         "seed: not set on rank 0 (on a), 1 on most others; start all of them with the same value",
-        "code: rank 0 (on a): not the same as on most others; install the same version of this program on every machine",
+        "code: rank 0 (on a): not the same as on most others; "
+        "install the same version of this program on every machine",
     ]
-    assert "not set on ranks 2, 3 (on b), 1 on most" in find_disagreements(words_of(one, one, other, other))[0]
-    assert "not set on rank 1 (on a), 1 on rank 0;" in find_disagreements(words_of(one, other))[0]
+    assert "not set on ranks 2, 3 (on b), 1 on most" in find_disagreements(build_reports(one, one, other, other))[0]
+    assert "not set on rank 1 (on a), 1 on rank 0;" in find_disagreements(build_reports(one, other))[0]
     assert format_rank_placement(["a", "a", "b", "b"]) == (
         "4 processes on 2 machines: ranks 0, 1 on a; ranks 2, 3 on b"
     )

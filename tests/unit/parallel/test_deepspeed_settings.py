@@ -1,4 +1,4 @@
-"""Options, launcher and the user's own file say one thing about DeepSpeed, or the run does not start."""
+"""DeepSpeed settings of options, launcher and config file are resolved to one configuration, or refused."""
 
 import json
 from dataclasses import replace
@@ -13,7 +13,7 @@ from library.distributed.deepspeed_settings import DeepSpeedSettings, resolve_de
 from library.distributed.preflight import validate_distributed
 from library.distributed.validate_sharding import validate_deepspeed
 from library.distributed.world import World
-from library.optim.optimizers import validate_elementwise_optimizer
+from library.optim.preflight import validate_elementwise_optimizer
 
 STAGE_3 = ("--deepspeed", "--zero_stage", "3")
 TWO = World(world_size=2, local_world_size=2, local_rank=0, mixed_precision="no")
@@ -72,12 +72,12 @@ def file(tmp_path):
         (("--deepspeed", "--zero_stage", "3"), launched(ZERO_STAGE="3"), DeepSpeedSettings(3)),
     ],
 )
-def test_what_is_said_in_one_place_or_alike_in_several_holds(flags, world, expected):
+def test_options_and_launcher_are_resolved_to_one_configuration(flags, world, expected):
     assert resolve_deepspeed(config(*flags).deepspeed, world) == expected
     assert validate_distributed(config(*flags), world) == []
 
 
-def test_the_users_own_file_is_filled_and_handed_on(file):
+def test_a_deepspeed_config_file_is_completed_and_passed_on(file):
     world = file(
         train_batch_size=16,
         train_micro_batch_size_per_gpu=4,
@@ -175,7 +175,7 @@ def test_the_users_own_file_is_filled_and_handed_on(file):
         ((), launched(CONFIG_FILE="/nowhere.json"), "/nowhere.json: DeepSpeed's file cannot be read"),
     ],
 )
-def test_what_does_not_go_together_is_told_before_joining(flags, world, expected):
+def test_incompatible_deepspeed_settings_are_refused_before_the_rendezvous(flags, world, expected):
     world = replace(world, machine=replace(world.machine, device_count=2))
     (problem,) = [line for line in validate_distributed(config(*flags), world) if expected in line]
     assert "\n" not in problem
@@ -204,13 +204,13 @@ def test_what_does_not_go_together_is_told_before_joining(flags, world, expected
         ((), {"zero_optimization": []}, "not a DeepSpeed config"),
     ],
 )
-def test_a_file_that_says_something_else_than_the_options_is_named(flags, content, expected, file):
+def test_a_config_file_that_contradicts_the_options_is_refused(flags, content, expected, file):
     world = file(**{"zero_optimization": {"stage": 1}, **content})
     (problem,) = validate_deepspeed(config(*flags), world)
     assert expected in problem
 
 
-def test_a_model_in_files_is_handed_on_with_all_that_is_said_about_it(file, tmp_path):
+def test_nvme_settings_are_passed_on(file, tmp_path):
     part = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_count": 7, "buffer_size": 10**8, "max_in_cpu": 10**9}
     aio = {"block_size": 262144, "queue_depth": 32}
     world = file(zero_optimization={"stage": 3, "offload_param": part}, aio=aio)
@@ -224,20 +224,20 @@ def test_a_model_in_files_is_handed_on_with_all_that_is_said_about_it(file, tmp_
 
 
 @pytest.mark.parametrize("name", ["", "AdamW", "SGDNesterov", "lion", "RMSprop"])
-def test_optimizers_that_treat_each_number_for_itself_may_be_divided(name):
-    assert validate_elementwise_optimizer(config("--optimizer_type", name).optim, "DeepSpeed") == []
+def test_elementwise_optimizers_can_be_sharded(name):
+    assert not [*validate_elementwise_optimizer(config("--optimizer_type", name).optim, "DeepSpeed")]
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "Prodigy", "CAME", "AdamW8bit", "Muon", "AdamWScheduleFree"])
-def test_optimizers_that_look_at_more_are_refused_with_what_works(name):
+def test_other_optimizers_are_refused_with_alternatives(name):
     (problem,) = validate_elementwise_optimizer(config("--optimizer_type", name).optim, "DeepSpeed")
-    assert problem.startswith(f"--optimizer_type {name}: looks at tensors as a whole") and "or --fsdp" in problem
+    assert problem.startswith(f"--optimizer_type {name}: needs whole tensors") and "or --fsdp" in problem
 
 
-def test_a_run_stops_over_such_an_optimizer_and_over_words_that_deepspeed_does_not_know(tmp_path, file):
+def test_a_run_fails_for_such_an_optimizer_and_for_unknown_zero_settings(tmp_path, file):
     (tmp_path / "data.toml").write_text(f"[[datasets]]\n[[datasets.subsets]]\nimage_dir = '{tmp_path}'\n")
     flags = ("--dataset_config", str(tmp_path / "data.toml"), "--output_dir", str(tmp_path / "out"))
-    with pytest.raises(AssertionError, match="DeepSpeed gives each process pieces of them; take AdamW"):
+    with pytest.raises(AssertionError, match="DeepSpeed shards them over processes; use AdamW"):
         on_ranks(1, train, *flags, "--deepspeed", "--optimizer_type", "Adafactor")
 
     world = file(zero_optimization={"stage": 3, "stage3_max_live_parameter": 5})
