@@ -1,4 +1,8 @@
-"""The key names of each part of a pipeline that can have an adapter: the denoiser and the text encoders."""
+"""The key names of each part of a pipeline that can have an adapter: the denoiser and the text encoders.
+
+They map the modules of a loaded component to the keys of LoRA files: diffusers', sd-scripts' and ComfyUI's. Saving,
+loading and converting LoRA files all use them.
+"""
 
 from typing import Any
 

@@ -15,7 +15,7 @@ from ..models.families import FAMILIES
 from ..models.loading import load_components_on_meta
 from ..optim.preflight import validate_optimizer
 from ..parallel.offload import find_innermost_blocks
-from ..training.preflight import validate_model_parallel
+from ..training.validate_model import validate_model_parallel
 from .dry_run import DryRun
 from .memory_estimate import DevicePart, MemoryEstimate, estimate_memory, estimate_optimizer_state, split_model
 from .meta_run import LargestBatch, MetaRun, count_all_reduce_bytes

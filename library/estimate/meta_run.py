@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..adapters.lora import cast_trainable_parameters
+from ..checkpoint.init_weights import read_initial_weights
 from ..config import RunConfig
 from ..data.batch import Cond, Moments, PixelBatch
 from ..distributed.async_copy import CopyStream
@@ -30,7 +31,6 @@ from ..parallel.offload import is_quantized_or_offloaded, quantize_and_offload_b
 from ..parallel.pipeline_stages import StageRunner
 from ..parallel.quantize import FrozenConv2d, FrozenLinear, QuantizedWeight
 from ..parallel.tensor_parallel import TensorParallel
-from ..checkpoint.init_weights import read_initial_weights
 from ..training.setup import build_objective, build_parallel_plan
 from ..training.task import DiffusionTask
 from ..training.trainable import (
@@ -213,15 +213,15 @@ class MetaRun:
         self._models = [part for part in self.pipe.components.values() if isinstance(part, nn.Module)]
         for part in self._models:
             part.requires_grad_(False)
-        sizes = read_initial_weights(config, self.family, model).rank_alphas
+        sizes = read_initial_weights(config.adapter, self.family, model).rank_alphas
         self.trained, self.adapter = build_trainable_modules(config, self.family, self.pipe, sizes)
         if config.distributed.full_bf16:
             cast_trainable_parameters(self.trained, torch.bfloat16)
         self.denoiser: Any = self.trained.denoiser
         self.offloaded_bytes = 0
         """Of frozen weights that stay in host memory (``blocks_to_swap``)."""
-        if is_quantized_or_offloaded(config):
-            self.offloaded_bytes = quantize_and_offload_base(config, self.denoiser, META)
+        if is_quantized_or_offloaded(config.model, config.train):
+            self.offloaded_bytes = quantize_and_offload_base(self.denoiser, META, config.model, config.train)
             self._cast_inputs_of_frozen_layers()
         self.trainable = get_trainable_parameters(self.trained)
         self.task = DiffusionTask(
@@ -250,7 +250,8 @@ class MetaRun:
     @property
     def frozen_encoders(self) -> list[nn.Module]:
         """VAE and text encoders that are on the device and not trained, unless caches replace them."""
-        cache, trained = self.config.cache, select_trained_text_encoders(self.config, self.family.facts)
+        config, facts = self.config, self.family.facts
+        cache, trained = config.cache, select_trained_text_encoders(config.adapter, config.optim, facts)
         texts = (
             [] if cache.caches_text_outputs else [part for part in self.family.text_components if part not in trained]
         )
@@ -258,7 +259,8 @@ class MetaRun:
         return [part for name in names if isinstance(part := getattr(self.pipe, name), nn.Module)]
 
     def build_param_groups(self) -> list[ParamGroup]:
-        return build_param_groups(self.trained, self.adapter, self.config, self.family.facts)
+        config = self.config
+        return build_param_groups(self.trained, self.adapter, config.adapter, config.optim, self.family.facts)
 
     def _partition(self, tp_group: FakeGroup, cp_group: FakeGroup, pipeline: bool) -> None:
         """Apply TP, CP and PP in the order of training, in which the last wrapper of a block is the outermost."""

@@ -57,12 +57,13 @@ logger = logging.getLogger(__name__)
 def run_training(config: RunConfig, locations: Mapping[str, str] | None = None) -> None:
     """Train a LoRA; ``locations`` says where each option was set, for messages."""
     started_at = time.time()
-    strategy = build_strategy(config)
+    signals = StopSignals()
+    strategy = build_strategy(config, lambda: signals.received is not None)
     with strategy.comm.process_group_scope(), closing(strategy), ExitStack() as stack:
         strategy.comm.run_on_main(lambda: _prepare_output_dir(config.save, config.distributed.compile_cache_dir, stack))
         failure_handler = FailureHandler(strategy.comm, config)
         try:
-            _prepare_and_train(config, locations or {}, strategy, started_at, failure_handler)
+            _prepare_and_train(config, locations or {}, strategy, started_at, failure_handler, signals)
         except Exception as error:
             if (final_error := failure_handler.build_final_error(error)) is error:
                 raise
@@ -75,6 +76,7 @@ def _prepare_and_train(
     strategy: Strategy,
     started_at: float,
     failure_handler: FailureHandler,
+    signals: StopSignals,
 ) -> None:
     comm = strategy.comm
     for line in find_overridden_settings(config, locations):
@@ -117,7 +119,7 @@ def _prepare_and_train(
     comm.log_all_reduce_time(sum(parameter.nbytes for parameter in run.parameters))
     resume.restore(run)
     callbacks = _build_callbacks(run, adapter, prepared, readers, prompts, resume)
-    _train_and_save(run, callbacks, failure_handler, resume, [prompt.text for prompt in prompts])
+    _train_and_save(run, callbacks, failure_handler, signals, resume, [prompt.text for prompt in prompts])
 
 
 def _load_prompts(preview: PreviewConfig, detected: DetectedModel) -> list[Prompt]:
@@ -223,6 +225,7 @@ def _train_and_save(
     run: TrainingRun,
     callbacks: RunCallbacks,
     failure_handler: FailureHandler,
+    signals: StopSignals,
     resume: Resume,
     prompts: Sequence[str],
 ) -> None:
@@ -231,11 +234,10 @@ def _train_and_save(
     trackers = Trackers(comm)
     trackers.init_trackers(run.config)
     first_step, is_main, metrics_path = run.state.step, comm.is_main, _get_metrics_path(run.config.save)
-    with StopSignals() as signals, ProgressBar(run.plan.steps, first_step, "training", enabled=is_main) as progress:
+    with signals, ProgressBar(run.plan.steps, first_step, "training", enabled=is_main) as progress:
         metrics_file = MetricsFile(metrics_path, first_step) if is_main else None
         metric_logger = TrainingLogger(progress, metrics_file, trackers, run.state.samples)
         run = replace(run, metric_logger=metric_logger, callbacks=callbacks.list_all())
-        run.strategy.is_stop_requested = lambda: signals.received is not None
         for callback in run.callbacks:
             callback.on_train_begin(run)
         resume.run_pending_callbacks(run)

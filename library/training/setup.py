@@ -83,7 +83,7 @@ def load_training_pipeline(
     encoders = select_trained_text_encoders(config.adapter, config.optim, family.facts)
     trained = {family.denoiser_name, *encoders}
     devices = {name: strategy.base_load_device if name in trained else strategy.device for name in needed}
-    if is_quantized_or_offloaded(config):  # the full weights might not fit on the device
+    if is_quantized_or_offloaded(config.model, config.train):  # the full weights might not fit on the device
         devices[family.denoiser_name] = HOST
     pipe = None
     for device in dict.fromkeys(devices.values()):
@@ -121,16 +121,15 @@ def build_run(
         parameter.data = parameter.data.to(strategy.device)
     for line in format_trainable_summary(trained, adapter):
         logger.info("%s", line)
-    if is_quantized_or_offloaded(config):
-        quantize_and_offload_base(config, trained.denoiser, strategy.device)
+    if is_quantized_or_offloaded(config.model, config.train):
+        quantize_and_offload_base(trained.denoiser, strategy.device, config.model, config.train)
     groups = build_param_groups(trained, adapter, config.adapter, config.optim, family.facts)
     optimizer = _build_optimizer(config.optim, groups)
     compilation = strategy.compile(list(trained.children()), trained.denoiser, config.distributed.compile_dynamic)
     if compilation is not None:
         _configure_compile_cache(config.distributed.compile_cache_dir, config.cache, prepared)
         compilation.set_activation_memory_budget(config.train.activation_memory_budget)
-    parallel_plan = build_parallel_plan(family, trained.denoiser)
-    model, optimizer = strategy.wrap(trained, optimizer, trained.denoiser, parallel_plan)
+    model, optimizer = strategy.wrap(trained, optimizer, build_parallel_plan(family, trained.denoiser))
     task = DiffusionTask(
         family,
         pipe,
@@ -146,7 +145,6 @@ def build_run(
         build_lora_dropout(config.adapter, trained, adapter, strategy.get_token_positions),
         pads_texts=config.parallel.pp_size > 1,
     )
-    strategy.get_shape_key, strategy.prepare_recompute = task.get_shape_key, task.seed_dropout
     loader = build_step_loader(
         prepared,
         plan.batch_plan,
@@ -244,6 +242,7 @@ def build_parallel_plan(family: Family, denoiser: nn.Module) -> ParallelPlan:
         build_tensor_parallel_plan(denoiser),
         family.block_token_args,
         map_layer_token_streams(denoiser, family.block_lists, family.block_activation_args),
+        denoiser,
     )
 
 

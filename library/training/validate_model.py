@@ -16,8 +16,8 @@ from ..models.detect import DetectedModel
 from ..models.loading import load_components_on_meta
 from ..models.parallel_plan import build_tensor_parallel_plan
 from ..optim.optimizers import resolve_optimizer
-from ..parallel.device_map import validate_device_map
 from ..parallel.offload import find_innermost_blocks, is_quantized_or_offloaded
+from ..parallel.preflight import validate_device_map
 from .setup import build_block_sequence
 from .trainable import select_target_components, select_trained_text_encoders
 
@@ -104,7 +104,7 @@ def _validate_attention_heads(config: RunConfig, denoiser: Any) -> Iterator[str]
 
 def validate_quantize_offload(config: RunConfig, has_full_model: bool) -> Iterator[str]:
     """Quantizing and offloading the base need all frozen weights in one process."""
-    if not has_full_model and is_quantized_or_offloaded(config):
+    if not has_full_model and is_quantized_or_offloaded(config.model, config.train):
         name = "blocks_to_swap" if config.train.blocks_to_swap else "quantize_base"
         yield f"--{name}: not available in runs that shard the frozen weights over processes; use one of the two"
 

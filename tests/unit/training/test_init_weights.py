@@ -53,7 +53,7 @@ def test_base_weights_are_in_the_model_at_their_strength(name, form, kind, tmp_p
     state, alphas = saved(one, name, form, kind)
     more, its = saved(other, name, "comfy", seed=7)
     tiny, family, config, model = scene(name, base_weights=(str(one), str(other)), base_weights_multiplier=(1.0, -0.5))
-    merge_base_weights(tiny.pipe, read_initial_weights(config, family, model))
+    merge_base_weights(tiny.pipe, read_initial_weights(config.adapter, family, model))
     wanted = TINY[name]().pipe
     merge(wanted, state, alphas)
     merge(wanted, more, {module: -0.5 * alpha for module, alpha in its.items()})
@@ -76,7 +76,7 @@ def test_the_adapter_starts_where_the_file_ends_whatever_its_alphas(name, form, 
         del alphas[f"{denoiser}{module}"], state[f"{denoiser}{module}.lora_A.weight"]
         del state[f"{denoiser}{module}.lora_B.weight"]
     tiny, family, config, model = scene(name, network_weights=str(path), dim_from_weights=True)
-    starts = read_initial_weights(config, family, model)
+    starts = read_initial_weights(config.adapter, family, model)
     trained, adapter = build_trainable_modules(config, family, tiny.pipe, starts.rank_alphas)
     load_network_weights(trained, adapter, starts)
     assert (
@@ -101,7 +101,7 @@ def test_another_alpha_does_not_change_what_the_adapter_starts_with(kind, tmp_pa
     source = {name: torch.randn(tensor.shape) for name, tensor in lora.get_adapter_state_dict(trained).items()}
     alphas = {name: 1.0 if size.rank == 1 else 0.7 for name, size in adapter.rank_alphas.items()}
     save_file(convert_to_file_format(source, alphas, collect_component_keys(family, tiny.pipe), "comfy")[0], path)
-    load_network_weights(trained, adapter, read_initial_weights(config, family, model))
+    load_network_weights(trained, adapter, read_initial_weights(config.adapter, family, model))
     for module, update in group_updates(source, alphas).items():
         layer = trained.get_submodule(module)
         expected = torch.zeros_like(layer.get_base_layer().weight)
@@ -113,20 +113,20 @@ def test_a_file_that_does_not_fit_is_told_and_the_way_out(tmp_path):
     path = tmp_path / "lora.safetensors"
     saved(path, "sd1", "kohya", parts="unet.")
     tiny, family, config, model = scene("sd1", network_weights=str(path), network_dim=4, network_args=("conv_dim=4",))
-    starts = read_initial_weights(config, family, model)
+    starts = read_initial_weights(config.adapter, family, model)
     with pytest.raises(ConfigError) as error:
         load_network_weights(*build_trainable_modules(config, family, tiny.pipe, starts.rank_alphas), starts)
     assert "has rank 3 in it and 4 here; add dim_from_weights" in str(error.value) and "... and" in str(error.value)
     saved(path, "sd1", "kohya")
-    starts = replace(read_initial_weights(config, family, model), is_dim_from_weights=True)
+    starts = replace(read_initial_weights(config.adapter, family, model), is_dim_from_weights=True)
     with pytest.raises(ConfigError, match="it trains text_encoder"):
         build_trainable_modules(config, family, TINY["sd1"]().pipe, starts.rank_alphas)
     tiny, family, config, model = scene("sd1", network_weights=str(path), network_args=("use_dora=True",))
     with pytest.raises(ConfigError, match="is of kind lora, and dora is to be trained"):
-        read_initial_weights(config, family, model)
+        read_initial_weights(config.adapter, family, model)
     saved(path, "sdxl", "kohya")
     with pytest.raises(ConfigError, match=r"--network_weights: .*lora.safetensors: \d+ of \d+ keys are none of this"):
-        read_initial_weights(config, family, model)
+        read_initial_weights(config.adapter, family, model)
 
 
 def test_rotations_are_no_base_and_that_is_told_before_the_model_is_loaded(tmp_path):
@@ -142,14 +142,14 @@ def test_rotations_are_no_base_and_that_is_told_before_the_model_is_loaded(tmp_p
     )
     _, family, config, model = scene("sd1", base_weights=(str(path),))
     with pytest.raises(ConfigError, match=r"--base_weights: .*oft.safetensors: is of kind oft, which cannot be merged"):
-        read_initial_weights(config, family, model)
+        read_initial_weights(config.adapter, family, model)
 
 
 def test_parts_that_share_a_matrix_here_cannot_start_with_several(tmp_path):
     path = tmp_path / "lora.safetensors"
     saved(path, "flux", "diffusers", parts="transformer.")
     tiny, family, config, model = scene("flux", network_weights=str(path), dim_from_weights=True)
-    starts = read_initial_weights(config, family, model)
+    starts = read_initial_weights(config.adapter, family, model)
     with pytest.raises(UserError, match="cannot be represented here: modules that share a matrix"):
         load_network_weights(*build_trainable_modules(config, family, tiny.pipe, starts.rank_alphas), starts)
 
@@ -169,7 +169,7 @@ def test_a_file_without_some_of_the_parts_that_share_a_matrix_is_a_start(tmp_pat
 
     other, family, config, model = scene("flux", network_weights=str(path), network_dim=3)
     trained, sizes = build_trainable_modules(replace(config, train=replace(config.train, seed=5)), family, other.pipe)
-    load_network_weights(trained, sizes, read_initial_weights(config, family, model))
+    load_network_weights(trained, sizes, read_initial_weights(config.adapter, family, model))
     for (name, one), (_, two) in zip(
         lora.iter_adapter_parameters(source), lora.iter_adapter_parameters(trained), strict=True
     ):
