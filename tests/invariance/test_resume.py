@@ -217,7 +217,7 @@ def test_a_run_that_began_anew_goes_on_from_its_own_states(whole, dataset, tmp_p
 def test_no_state_is_an_error_for_latest_and_a_beginning_for_auto(dataset, tmp_path):
     with pytest.raises(AssertionError, match=r"no checkpoint lora\*-state in"):
         on_ranks(1, train, *flags(dataset, tmp_path, "--resume", "latest"))
-    assert "no state in" in on_ranks(1, told, *flags(dataset, tmp_path, "--auto_resume", "--max_train_steps", "3"))[0]
+    assert "no checkpoint in" in on_ranks(1, told, *flags(dataset, tmp_path, "--auto_resume", "--max_train_steps", "3"))[0]
 
 
 def test_old_states_go(dataset, tmp_path):
@@ -386,3 +386,16 @@ def test_it_is_told_when_steps_are_put_together_in_another_way(whole, dataset, t
     folder = cut(whole, tmp_path / "cut", 9)
     text = on_ranks(1, told, *flags(dataset, folder, *batch, "--max_train_steps", "9", "--auto_resume"))[0]
     assert ("come twice or not at all" in text) is is_told
+
+
+def test_a_checkpoint_of_the_first_edition_is_read_with_its_names(tmp_path):
+    names = ["SameWeights", "Validation", "Preview", "Learnt", "Export", "Report", "KeepState"]
+    old = {"step": 3, "has_learnt": True, "bad_steps": [[1, "nan", "1.0"]], "bad_pictures": {"a": "b"}, "owed": names}
+    checkpoint_dir.write_checkpoint(tmp_path / "a-state", old, {"x": torch.zeros(1)})
+    metadata = checkpoint_dir.read_checkpoint_info(tmp_path / "a-state").metadata
+    assert metadata["has_trained"] is True and metadata["skipped_steps"] == [[1, "nan", "1.0"]]
+    assert metadata["bad_samples"] == {"a": "b"} and not old.keys() & metadata.keys() - {"step"}
+    assert metadata["pending"] == [
+        *("weight_sync_check", "validation", "preview", "update_norms"),
+        *("save_adapter", "save_report", "save_checkpoint"),
+    ]
