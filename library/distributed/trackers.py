@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from ..config import RunConfig
-from ..config.options import flatten_config, iter_options
+from ..config.options import iter_options
 from ..config.schema_output import LogConfig
 from ..config.toml_positions import read_toml_with_lines
 from ..errors import UserError
@@ -91,10 +91,9 @@ class Trackers:
         """The same on all ranks."""
         return bool(self.accelerator.log_with)
 
-    def init_trackers(self, config: RunConfig) -> None:
-        """Start the trackers; they get the settings of the run only with ``--log_config``."""
-        log = config.log
-        settings = collect_shareable_settings(config) if log.log_config else {}
+    def init_trackers(self, log: LogConfig, options: Mapping[str, Any]) -> None:
+        """Start the trackers; they get the run's ``options`` only with ``--log_config``."""
+        settings = collect_shareable_settings(options) if log.log_config else {}
         init_kwargs: dict[str, Any] = (
             read_toml_with_lines(Path(log.log_tracker_config))[0] if log.log_tracker_config else {}
         )
@@ -153,9 +152,8 @@ SHAREABLE_TEXT_OPTIONS = {"network_module", "optimizer_type", "optimizer_args"}
 """Text options that hold no path and nothing private."""
 
 
-def collect_shareable_settings(config: RunConfig) -> dict[str, Any]:
+def collect_shareable_settings(options: Mapping[str, Any]) -> dict[str, Any]:
     """Select numbers, switches and choices, which hold nothing private, in types that every tracker accepts."""
-    values = flatten_config(config)
     names = [
         option.name
         for option in iter_options(RunConfig)
@@ -163,7 +161,7 @@ def collect_shareable_settings(config: RunConfig) -> dict[str, Any]:
     ]
     plain = (bool, int, float, str)
     return {
-        name: values[name] if isinstance(values[name], plain) else str(values[name])
+        name: options[name] if isinstance(options[name], plain) else str(options[name])
         for name in names
-        if values[name] is not None
+        if options[name] is not None
     }
