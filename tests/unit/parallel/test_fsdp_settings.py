@@ -44,9 +44,9 @@ def config(*flags: str):
     return parse_config([*flags]).config
 
 
-def launched(**said: str) -> World:
-    engines = ("FSDP", "a parallelism config") if any(name.startswith("PARA") for name in said) else ("FSDP",)
-    return replace(FOUR, engines=engines, launcher_variables={**EXPORTED, **said})
+def launched(**variables: str) -> World:
+    engines = ("FSDP", "a parallelism config") if any(name.startswith("PARA") for name in variables) else ("FSDP",)
+    return replace(FOUR, engines=engines, launcher_variables={**EXPORTED, **variables})
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,9 @@ def launched(**said: str) -> World:
     ],
 )
 def test_fsdp_options_and_launcher_are_resolved_to_one_configuration(flags, world, expected):
-    asked = resolve_fsdp(config(*flags), world)
+    resolved = resolve_fsdp(config(*flags), world)
 
-    assert (asked.settings, asked.problems, asked.notices) == (expected, (), ())
+    assert (resolved.settings, resolved.problems, resolved.notices) == (expected, (), ())
 
 
 @pytest.mark.parametrize(
