@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
-from accelerate.utils import LoggerType
 from PIL import Image
 
 from ..config import RunConfig
@@ -39,10 +37,6 @@ def log_images_to_tracker(tracker: Any, images: Mapping[str, bytes], step: int) 
         tracker.log_images({name: [picture] for name, picture in opened.items()}, step=step)
 
 
-PACKAGES = {"comet_ml": "comet_ml", "tensorboard": "tensorboard"}
-"""What to install, where the package is not called like the tracker in all cases."""
-
-
 def resolve_tracker(log: LogConfig) -> str | None:
     """``log_with`` after its default: a folder alone means tensorboard."""
     if log.log_with is None:
@@ -55,28 +49,6 @@ def resolve_tracker_dir(log: LogConfig, started_at: str) -> str | None:
     if log.logging_dir is None or resolve_tracker(log) is None:
         return None
     return str(Path(log.logging_dir) / f"{log.log_prefix or ''}{started_at}")
-
-
-def validate_trackers(log: LogConfig, environment: Mapping[str, str]) -> list[str]:
-    """What keeps the trackers from starting; asked on the main process, which is the one that runs them."""
-    name = resolve_tracker(log)
-    if name is None:
-        return []
-    names = [str(item) for item in get_available_trackers()] if name == "all" else [name]
-    return [problem for item in names for problem in _validate_tracker(item, log, environment)]
-
-
-def _validate_tracker(name: str, log: LogConfig, environment: Mapping[str, str]) -> list[str]:
-    place = f"--log_with {log.log_with}" if log.log_with else f"--logging_dir {log.logging_dir}"
-    if name not in LoggerType:
-        return [f"{place}: this version of accelerate does not know {name}; pip install -U accelerate"]
-    if LoggerType(name) not in get_available_trackers():
-        return [f"{place}: the package {name} is not installed; pip install {name}"]
-    if LOGGER_TYPE_TO_CLASS[name].requires_logging_directory and log.logging_dir is None:
-        return [f"{place}: {name} writes to a folder; name one with --logging_dir"]
-    if name == "wandb" and not is_wandb_ready(environment):
-        return [f"{place}: not logged in to wandb; run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline"]
-    return []
 
 
 def is_wandb_ready(environment: Mapping[str, str]) -> bool:

@@ -122,6 +122,14 @@ class World:
             machine=machine,
         )
 
+    def resolve_mixed_precision(self, option: str | None) -> str | None:
+        """Return ``--mixed_precision``; ``None`` leaves it to the launcher.
+
+        A launcher's fp16 becomes ``no`` on a CPU: accelerate computes in fp32 there and still reports fp16.  That is no
+        error, since accelerate's config file may have been written for another machine.
+        """
+        return "no" if (option, self.mixed_precision, self.device_type) == (None, "fp16", "cpu") else option
+
     @property
     def num_machines(self) -> int:
         """How many machines take part, as far as the launcher tells."""
