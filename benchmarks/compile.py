@@ -17,6 +17,7 @@ from .report import Measurement, add_count_option, compute_ratios
 from .synthetic_run import load_training_options, read_intervals, write_dataset
 
 MODES = ("eager", "static", "dynamic")
+DYNAMIC = {"static": "false", "dynamic": "true"}
 COLD, WARM = "cold cache", "warm cache"
 MAX_WARM_RATIO = 1 / 3
 Samples = dict[tuple[str, str], dict[str, list[float]]]
@@ -48,7 +49,13 @@ def measure_sizes(count: int, options: Namespace, training_options: Sequence[str
     samples: Samples = defaultdict(lambda: defaultdict(list))
     for repetition in range(options.repetitions):
         for mode in options.modes:
-            compiling = ["--torch_compile", "--dynamo_backend", options.backend, "--compile_shapes", mode]
+            compiling = [
+                "--torch_compile",
+                "--dynamo_backend",
+                options.backend,
+                "--compile_dynamic",
+                DYNAMIC.get(mode, "auto"),
+            ]
             compiling += ["--compile_cache_dir", str(directory / f"cache_{mode}_{repetition}")]
             for cache in (COLD,) if mode == "eager" else (COLD, WARM):
                 output = directory / f"{mode}_{cache}_{repetition}"

@@ -17,16 +17,16 @@ SWITCHES: Mapping[str, Sequence[str]] = {
     "baseline": (),
     "checkpointing": CHECKPOINTING,
     "checkpointing_every_2": (*CHECKPOINTING, "--gradient_checkpointing_every", "2"),
-    "budget_0.25": (*CHECKPOINTING, "--gradient_checkpointing_budget", "0.25"),
-    "budget_0.5": (*CHECKPOINTING, "--gradient_checkpointing_budget", "0.5"),
-    "budget_1": (*CHECKPOINTING, "--gradient_checkpointing_budget", "1"),
+    "budget_0.25": (*CHECKPOINTING, "--activation_memory_budget", "0.25"),
+    "budget_0.5": (*CHECKPOINTING, "--activation_memory_budget", "0.5"),
+    "budget_1": (*CHECKPOINTING, "--activation_memory_budget", "1"),
     "cpu_offload": OFFLOADED,
     "swap_half": ("--blocks_to_swap", "HALF"),
     "swap_all": ("--blocks_to_swap", "ALL"),
-    "fp8": ("--base_storage", "fp8"),
-    "int8": ("--base_storage", "int8"),
-    "nf4": ("--base_storage", "nf4"),
-    "all_combined": (*OFFLOADED, "--blocks_to_swap", "ALL", "--base_storage", "nf4"),
+    "fp8": ("--quantize_base", "fp8"),
+    "int8": ("--quantize_base", "int8"),
+    "nf4": ("--quantize_base", "nf4"),
+    "all_combined": (*OFFLOADED, "--blocks_to_swap", "ALL", "--quantize_base", "nf4"),
 }
 """``HALF`` and ``ALL`` stand for numbers of blocks of the model."""
 SEVERAL_DEVICES = {"fsdp", "deepspeed", "pp_size", "tp_size", "cp_size", "device_map"}

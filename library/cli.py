@@ -115,6 +115,7 @@ def _run_training(argv: Sequence[str]) -> int:
         quiet=log.quiet,
         rank=rank,
     )
+    loaded.log_notices()
     if config.train.dry_run:
         from .estimate.dry_run import format_dry_run
 

@@ -66,7 +66,7 @@ MODEL_OPTIONS_WITHOUT_TEXT_EFFECT = {
     "ae",
     "tokenizer_cache_dir",
     "guidance_scale",
-    "base_storage",
+    "quantize_base",
 }
 """Where parts of a model are matters to nobody: what they are made of is looked at."""
 
@@ -253,14 +253,14 @@ def _open_store(store: CacheStore, comm: Communicator, *, to_disk: bool) -> None
 
 
 def _remove_failed_images(prepared: PreparedData, failures: dict[int, str], config: RunConfig) -> PreparedData:
-    """Leave the pictures out, or stop, as ``--on_bad_data`` says."""
+    """Leave the pictures out, or stop, as ``--on_invalid_images`` says."""
     lines = list(failures.values())
-    if config.data.on_bad_data == "fail":
+    if config.data.on_invalid_images == "fail":
         raise ConfigError(
             [
                 *lines,
                 f"{len(lines)} pictures cannot be encoded; mend or remove them, or leave them out"
-                " with --on_bad_data skip",
+                " with --on_invalid_images skip",
             ]
         )
     for line in lines:

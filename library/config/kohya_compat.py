@@ -3,6 +3,7 @@
 Options of the same name and meaning stand in ``schema.py``; a test holds both against the full list.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +67,40 @@ _FULL_TRAINING = UnsupportedOption("trains whole models or embeddings; this prog
 _BROKEN_IN_KOHYA = UnsupportedOption("does not work in sd-scripts either")
 
 
+RENAMED_OPTIONS = {
+    "base_storage": "quantize_base",
+    "resume_anyway": "force_resume",
+    "max_bad_steps": "max_nan_steps",
+    "on_bad_data": "on_invalid_images",
+    "max_bad_samples": "max_invalid_images",
+    "bucket_min_pictures": "bucket_min_images",
+    "gradient_checkpointing_budget": "activation_memory_budget",
+    "compile_shapes": "compile_dynamic",
+}
+"""Options of ours by their names of the last release, which are accepted with a notice for one release."""
+
+
+RENAMED_VALUES: dict[str, dict[Any, str]] = {
+    "quantize_base": {"float": "none"},
+    "on_oom": {"ladder": "recover"},
+    "compile_dynamic": {"static": "false", "dynamic": "true"},
+}
+"""Values of the last release, by the option's name of today."""
+
+
+def format_rename_notice(location: str, name: str) -> str:
+    return f"{location}: renamed to {name}; the old name will be removed in the next release"
+
+
+def upgrade_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Rename the options and values that another name had when ``settings`` were saved."""
+    renamed = {RENAMED_OPTIONS.get(name, name): value for name, value in settings.items()}
+    return {
+        name: RENAMED_VALUES[name].get(value, value) if name in RENAMED_VALUES else value
+        for name, value in renamed.items()
+    }
+
+
 KOHYA_OPTIONS: dict[str, OptionAlias | UnsupportedOption] = {
     # aliases
     "caption_extention": OptionAlias("caption_extension"),
@@ -104,8 +139,8 @@ KOHYA_OPTIONS: dict[str, OptionAlias | UnsupportedOption] = {
     "full_fp16": UnsupportedOption(
         "torch scales no gradients in fp16, and Adam's squares of them vanish; use full_bf16"
     ),
-    "fp8_base": OptionAlias("base_storage", "fp8"),
-    "fp8_base_unet": OptionAlias("base_storage", "fp8"),
+    "fp8_base": OptionAlias("quantize_base", "fp8"),
+    "fp8_base_unet": OptionAlias("quantize_base", "fp8"),
     "lowram": UnsupportedOption("models are always loaded without a second copy"),
     "highvram": UnsupportedOption("memory is never given back during a run, so there is nothing to switch"),
     "mem_eff_attn": UnsupportedOption("attention is always computed by PyTorch's memory-saving kernels"),
@@ -160,7 +195,7 @@ KOHYA_OPTIONS: dict[str, OptionAlias | UnsupportedOption] = {
     "save_t5xxl": _BROKEN_IN_KOHYA,
     "t5xxl_device": _BROKEN_IN_KOHYA,
     "t5xxl_dtype": _BROKEN_IN_KOHYA,
-    "fp8_scaled": OptionAlias("base_storage", "fp8"),
+    "fp8_scaled": OptionAlias("quantize_base", "fp8"),
     "fp8_vl": _define_not_yet_supported("text encoders in fp8"),
     "split_attn": UnsupportedOption(
         "attention is computed piece by piece anyway, with masks where texts differ in length"

@@ -79,6 +79,8 @@ class Option:
         return self._parse_custom(value)
 
     def _validate_choice(self, value: Any) -> str:
+        if isinstance(value, bool):
+            value = str(value).lower()  # compile_dynamic = true
         if value not in self.value_type:
             raise ValueError(f"{_format_value(value)} is not one of {', '.join(self.value_type)}")
         return str(value)

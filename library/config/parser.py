@@ -1,170 +1,201 @@
-"""Defaults < TOML file < flags, into one ``RunConfig``; everything that is wrong is collected, nothing is guessed."""
+"""Parse the command line and the run TOML (``--config_file``) into a ``RunConfig``: defaults < TOML < flags.
 
+Every problem is collected with its file and line, so that the user sees all of them at once.
+"""
+
+import logging
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
 from ..registry import suggest_name
-from .kohya_compat import KOHYA_OPTIONS, OptionAlias
+from .kohya_compat import KOHYA_OPTIONS, RENAMED_OPTIONS, RENAMED_VALUES, OptionAlias, format_rename_notice
 from .options import Option, build_config, iter_options
 from .schema import RunConfig
 from .toml_positions import read_toml_with_lines
 from .validate import validate_config
 
 COMMAND_OPTIONS = {"config_file": True, "output_config": False}
-"""What is said to the program, not about the run; True where a value follows."""
-
+"""Options that are no settings of a run, and whether they take a value."""
 
 _FLAG_PATTERN = re.compile(r"--|-[A-Za-z]")  # -1 and - are values
 
 
 @dataclass(frozen=True)
 class RawSetting:
-    """One option as somebody wrote it."""
+    """An option as it was written, before its value is converted."""
 
     name: str
-    value: Any  # the words behind a flag, or a TOML value
+    value: Any  # the words after a flag, or a TOML value
     location: str  # "--network_dim" or "run.toml:3: network_dim"
     is_flag: bool
 
 
 @dataclass(frozen=True)
 class ParsedConfig:
-    """The configuration, and where each value that is no default was set."""
+    """A configuration, the location of every value that was set, and the problems."""
 
     config: RunConfig
     locations: dict[str, str]
     problems: list[str]
+    notices: list[str]
+    """One line for each deprecated name that was used."""
     config_file: Path | None = None
     output_config: bool = False
     invalid_options: frozenset[str] = frozenset()
-    """Options whose value could not be read, so that nothing follows from what they are by default."""
+    """Options whose value could not be read; ``config`` has their default, which must not lead to further problems."""
 
     def require_valid(self) -> RunConfig:
-        """The configuration, if nothing was wrong."""
+        """Return the configuration, or raise a ``ConfigError`` with all problems."""
         if self.problems:
             raise ConfigError(self.problems)
         return self.config
 
+    def log_notices(self) -> None:
+        for notice in self.notices:
+            logging.getLogger(__name__).warning(notice)
+
 
 def parse_config(argv: Sequence[str], config_class: type = RunConfig) -> ParsedConfig:
-    """Read flags, and the TOML file that ``--config_file`` names."""
-    known = {option.name: option for option in iter_options(config_class)}
-    problems: list[str] = []
-    wrong: set[str] = set()
-    flags = list(_parse_flags(argv, known, problems, wrong))
+    """Parse flags, and the TOML file of ``--config_file``."""
+    options = {option.name: option for option in iter_options(config_class)}
+    problems, notices, invalid_options = list[str](), list[str](), set[str]()
+    flags = list(_parse_flags(argv, options, problems, invalid_options))
     commands = {setting.name: setting for setting in flags if setting.name in COMMAND_OPTIONS}
-    path = None
-    settings: list[RawSetting] = []
-    named = commands["config_file"].value[0] if "config_file" in commands else ""
-    if "config_file" in commands and (not named or Path(named).name in ("", "..") or Path(named).is_dir()):
-        problems.append(f"--config_file: {named or 'nothing'!r} is no file; name a TOML file")
-    elif named:
-        path = Path(named)
-        path = path if path.suffix else path.with_suffix(".toml")
-        if "output_config" not in commands:
-            settings += _read_config_file(path, known, problems)
-    settings += [setting for setting in flags if setting.name not in COMMAND_OPTIONS]
+    path = _resolve_config_file(commands, problems)
+    settings = [setting for setting in flags if setting.name not in COMMAND_OPTIONS]
+    if path is not None and "output_config" not in commands:
+        settings = [*_read_config_file(path, options, problems), *settings]
 
-    values: dict[str, Any] = {}
-    places: dict[str, str] = {}
+    values, locations = dict[str, Any](), dict[str, str]()
     for setting in settings:
-        option = known.get(setting.name)
+        setting, notice = _rename_deprecated(setting)
+        if notice is not None:
+            notices.append(notice)
         try:
+            option = options.get(setting.name)
             name, value = (
-                _translate_kohya_option(setting, known)
-                if option is None
-                else (setting.name, _convert_value(setting, option))
+                (setting.name, _convert_value(setting, option))
+                if option is not None
+                else _translate_kohya_option(setting, options)
             )
         except ValueError as error:
             problems.append(f"{setting.location}: {error}")
-            wrong.add(setting.name)
+            invalid_options.add(setting.name)
             continue
-        if name is not None:
-            values[name], places[name] = value, setting.location
+        if name:
+            values[name], locations[name] = value, setting.location
     config = build_config(config_class, values)
     if config_class is RunConfig:
-        for names, message in validate_config(config, frozenset(places)):
-            if not wrong.intersection(names):
-                problems.append(f"{places.get(names[0], f'--{names[0]}')}: {message}")
-    return ParsedConfig(config, places, problems, path, "output_config" in commands, frozenset(wrong))
+        for names, message in validate_config(config, frozenset(locations)):
+            if not invalid_options.intersection(names):
+                problems.append(f"{locations.get(names[0], f'--{names[0]}')}: {message}")
+    is_output = "output_config" in commands
+    return ParsedConfig(config, locations, problems, notices, path, is_output, frozenset(invalid_options))
 
 
 def _parse_flags(
     argv: Sequence[str], options: dict[str, Option], problems: list[str], invalid_options: set[str]
 ) -> Iterator[RawSetting]:
-    """Cut the command line into options with the words that belong to each."""
+    """Split the command line into flags, each with the words that belong to it."""
     words = list(argv)
     while words:
         word = words.pop(0)
         if not word.startswith("--") or word == "--":
-            problems.append(f"{word}: unexpected; options start with -- and take one value")
+            problems.append(f"{word}: unexpected argument; options start with --")
             continue
-        name, equals, glued = word[2:].partition("=")
-        behind = [glued] if equals else []
+        name, equals, inline_value = word[2:].partition("=")
+        values = [inline_value] if equals else []
         while words and not equals and not _FLAG_PATTERN.match(words[0]):
-            behind.append(words.pop(0))
-        option = options.get(name) or options.get(name.removeprefix("no-"))
-        if option is not None and option.value_type is bool:
-            if behind:
-                problems.append(
-                    f"--{name}: takes no value, got {behind[0]!r}; write --{option.name} or --no-{option.name}"
-                )
-                continue
-            behind = ["" if name.startswith("no-") else "true"]
-            name = option.name
-        elif option is not None and not option.is_list and len(behind) != 1:
-            problems.append(
-                f"--{name}: {'needs a value' if not behind else f'takes one value, got {len(behind)}'}"
-                f" ({option.syntax})"
-            )
-            invalid_options.add(name)
-            continue
-        elif option is not None and option.is_list and not behind:
-            problems.append(f"--{name}: needs at least one value ({option.syntax})")
-            invalid_options.add(name)
-            continue
-        elif COMMAND_OPTIONS.get(name) and len(behind) != 1:
-            problems.append(f"--{name}: needs one value, a path")
-            continue
-        elif COMMAND_OPTIONS.get(name) is False and behind:
-            problems.append(f"--{name}: takes no value, got {behind[0]!r}")
-            continue
-        yield RawSetting(name, behind, f"--{name}", is_flag=True)
+            values.append(words.pop(0))
+        positive_name = name.removeprefix("no-")
+        option = _find_option(name, options) or _find_option(positive_name, options)
+        if option is not None and option.value_type is bool and not values:
+            yield RawSetting(positive_name, ["" if name.startswith("no-") else "true"], f"--{name}", is_flag=True)
+        elif problem := _validate_flag(name, values, option):
+            problems.append(f"--{name}: {problem}")
+            invalid_options.add(option.name if option is not None else name)
+        else:
+            yield RawSetting(name, values, f"--{name}", is_flag=True)
+
+
+def _find_option(name: str, options: dict[str, Option]) -> Option | None:
+    return options.get(RENAMED_OPTIONS.get(name, name))
+
+
+def _validate_flag(name: str, values: Sequence[str], option: Option | None) -> str | None:
+    """Check the number of values of a flag."""
+    if option is None:
+        takes_value = COMMAND_OPTIONS.get(name)
+        if takes_value and len(values) != 1:
+            return "expects a path"
+        return f"takes no value, got {values[0]!r}" if takes_value is False and values else None
+    if option.value_type is bool:
+        return f"takes no value, got {values[0]!r}; use --{option.name} or --no-{option.name}"
+    if not values:
+        return f"expects {'at least one' if option.is_list else 'a'} value ({option.syntax})"
+    if len(values) > 1 and not option.is_list:
+        return f"expects one value, got {len(values)} ({option.syntax})"
+    return None
+
+
+def _resolve_config_file(commands: dict[str, RawSetting], problems: list[str]) -> Path | None:
+    if "config_file" not in commands:
+        return None
+    text = commands["config_file"].value[0]
+    path = Path(text)
+    if path.name in ("", "..") or path.is_dir():
+        problems.append(f"--config_file: {text!r} is not a file; give the run TOML")
+        return None
+    return path if path.suffix else path.with_suffix(".toml")
 
 
 def _read_config_file(path: Path, options: dict[str, Option], problems: list[str]) -> Iterator[RawSetting]:
-    """The keys of a TOML file; section names are for the reader only, as in sd-scripts."""
+    """Read the keys of a run TOML; as in sd-scripts, section names have no meaning."""
     try:
         data, lines = read_toml_with_lines(path)
     except ConfigError as error:
         problems += error.problems
         return
     first_lines: dict[str, int] = {}
-    sections = {option.group for option in options.values()}  # of which some are called like an option
+    sections = {option.group for option in options.values()}  # some share their name with an option: deepspeed
     for key, item in data.items():
         is_section = isinstance(item, dict) and (key not in options or key in sections)
         members = {(key, name): value for name, value in item.items()} if is_section else {(key,): item}
         for key_path, value in members.items():
             name, line = str(key_path[-1]), lines[key_path]
-            place = f"{path}:{line}: {name}"
-            if name in first_lines:
-                problems.append(f"{place}: given twice; it stands in line {first_lines[name]} already")
+            current_name, location = RENAMED_OPTIONS.get(name, name), f"{path}:{line}: {name}"
+            if current_name in first_lines:
+                problems.append(f"{location}: duplicate key, first set in line {first_lines[current_name]}")
             elif name in COMMAND_OPTIONS:
-                problems.append(f"{place}: belongs on the command line")
+                problems.append(f"{location}: only allowed on the command line")
             elif isinstance(value, dict) or (isinstance(value, list) and any(isinstance(v, dict) for v in value)):
-                problems.append(f"{place}: a table; options take plain values{_hint_dataset_file(key_path)}")
+                problems.append(f"{location}: expected a value, got a table{_suggest_dataset_config(key_path)}")
             else:
-                yield RawSetting(name, value, place, is_flag=False)
-            first_lines.setdefault(name, line)
+                yield RawSetting(name, value, location, is_flag=False)
+            first_lines.setdefault(current_name, line)
 
 
-def _hint_dataset_file(key_path: tuple[str, ...]) -> str:
+def _suggest_dataset_config(key_path: tuple[str, ...]) -> str:
     is_dataset = "datasets" in key_path or "subsets" in key_path
-    return "; this looks like a dataset file: name it with --dataset_config" if is_dataset else ""
+    return "; this looks like a dataset TOML: give it with --dataset_config" if is_dataset else ""
+
+
+def _rename_deprecated(setting: RawSetting) -> tuple[RawSetting, str | None]:
+    """Give an option and its value their current names, and return a notice if one of them was renamed."""
+    name, values = RENAMED_OPTIONS.get(setting.name, setting.name), setting.value
+    old_value = values[0] if setting.is_flag and values else values
+    new_value = RENAMED_VALUES.get(name, {}).get(old_value) if isinstance(old_value, str) else None
+    if new_value is not None:
+        notice = format_rename_notice(f"{setting.location} {old_value}", f"{name} {new_value}")
+        value = [new_value, *values[1:]] if setting.is_flag else new_value
+        return replace(setting, name=name, value=value), notice
+    if name != setting.name:
+        return replace(setting, name=name), format_rename_notice(setting.location, name)
+    return setting, None
 
 
 def _convert_value(setting: RawSetting, option: Option) -> Any:
@@ -174,45 +205,38 @@ def _convert_value(setting: RawSetting, option: Option) -> Any:
 
 
 def _translate_kohya_option(setting: RawSetting, options: dict[str, Option]) -> tuple[str | None, Any]:
-    """What an option of sd-scripts that is none of ours stands for; ``ValueError`` when it is refused."""
-    underscored = setting.name.replace("-", "_")
+    """Return the option and value that an sd-scripts option stands for; no name if it has no effect here.
+
+    Raises ``ValueError`` for an option that is unknown or not supported.
+    """
+    prefix, underscored = "--" if setting.is_flag else "", setting.name.replace("-", "_")
     if underscored != setting.name and underscored in options:
-        raise ValueError(f"unknown option; did you mean {_get_flag_prefix(setting)}{underscored}?")
+        raise ValueError(f"unknown option; did you mean {prefix}{underscored}?")
     verdict = KOHYA_OPTIONS.get(setting.name)
     if verdict is None:
         names = [*options, *KOHYA_OPTIONS, *COMMAND_OPTIONS]
-        raise ValueError(f"unknown option{suggest_name(setting.name, names, _get_flag_prefix(setting))}")
+        raise ValueError(f"unknown option{suggest_name(setting.name, names, prefix)}")
     if not isinstance(verdict, OptionAlias):
-        if not verdict.accepts(_get_plain_value(setting)):
+        if not verdict.accepts(_get_toml_value(setting)):
             raise ValueError(verdict.reason)
         return None, None
     if verdict.value is not None:
-        return _apply_switch_alias(setting, verdict)
+        is_on = _get_toml_value(setting)
+        if not isinstance(is_on, bool):
+            raise ValueError("takes no value" if setting.is_flag else "expected true or false")
+        return (verdict.option, verdict.value) if is_on else (None, None)
     if setting.is_flag and len(setting.value) != 1:
-        raise ValueError("takes one value")
+        raise ValueError("expects one value")
     return verdict.option, _convert_value(setting, options[verdict.option])
 
 
-def _apply_switch_alias(setting: RawSetting, alias: OptionAlias) -> tuple[str | None, Any]:
-    """A switch that stands for a value of an option; off, it says nothing."""
-    value = _get_plain_value(setting)
-    if not isinstance(value, bool):
-        raise ValueError("expected true or false; it is a switch" if not setting.is_flag else "takes no value")
-    return (alias.option, alias.value) if value else (None, None)
-
-
-def _get_plain_value(setting: RawSetting) -> Any:
-    """The value as TOML would have it: a flag alone is true, one word may be a number."""
+def _get_toml_value(setting: RawSetting) -> Any:
+    """Return the value as TOML would have it: a flag without a value is true, a number in a flag is a number."""
     if not setting.is_flag:
         return setting.value
     if not setting.value:
         return True
-    word = setting.value[0]
     try:
-        return float(word)
+        return float(setting.value[0])
     except ValueError:
-        return word
-
-
-def _get_flag_prefix(setting: RawSetting) -> str:
-    return "--" if setting.is_flag else ""
+        return setting.value[0]

@@ -43,8 +43,8 @@ class ModelConfig:
         minimum=1,
         maximum=512,
     )
-    base_storage: Literal["float", "fp8", "int8", "nf4"] = define_option(
-        "float", "how the frozen weights of the denoiser's blocks rest in memory: as they compute, or in 8 or 4 bits"
+    quantize_base: Literal["none", "fp8", "int8", "nf4"] = define_option(
+        "none", "how the frozen weights of the denoiser's blocks rest in memory: as they compute, or in 8 or 4 bits"
     )
     guidance_scale: float = define_option(1.0, "guidance that FLUX.1 dev is told while it is trained", minimum=0)
 
@@ -173,7 +173,7 @@ class TrainConfig:
     gradient_checkpointing_every: int = define_option(
         1, "of the denoiser's blocks, only every n-th computes its activations twice", minimum=1
     )
-    gradient_checkpointing_budget: float = define_option(
+    activation_memory_budget: float = define_option(
         0.0,
         "share of what the denoiser's expensive operations make that is kept and not computed twice",
         minimum=0,
@@ -186,11 +186,11 @@ class TrainConfig:
         0, "so many of the denoiser's blocks have their frozen weights in host memory, and fetch them ahead", minimum=0
     )
     seed: int = define_option(42, "all randomness of a run follows from it", minimum=0)
-    max_bad_steps: int = define_option(
+    max_nan_steps: int = define_option(
         10, "stop after this many steps whose loss or gradient is no number; each of them is left out", minimum=1
     )
-    on_oom: Literal["fail", "ladder"] = define_option(
-        "fail", "ladder: where memory does not suffice, cut batches in parts, then turn gradient_checkpointing on"
+    on_oom: Literal["fail", "recover"] = define_option(
+        "fail", "on CUDA out of memory; recover: split the micro-batch, then enable gradient checkpointing; fail: stop"
     )
     profile_steps: StepRange | None = define_option(
         None, "profile these steps, such as 11:30: a table of phases, FLOPs, MFU, and a trace of the last three"

@@ -35,7 +35,7 @@ class DataConfig:
     bucket_max_crop: float = define_option(
         1.0, "bucket_mode symmetric: a picture that loses a larger share of itself cannot be used", minimum=0, maximum=1
     )
-    bucket_min_pictures: int = define_option(
+    bucket_min_images: int = define_option(
         1, "bucket_mode symmetric: buckets with fewer pictures (repeats not counted) join the nearest one", minimum=1
     )
     resize_interpolation: (
@@ -81,8 +81,8 @@ class DataConfig:
         maximum=1,
     )
     validation_seed: int | None = define_option(None, "seed of the choice of these pictures; without it, 0")
-    on_bad_data: Literal["fail", "skip"] = define_option("fail", "what to do with pictures that cannot be used")
-    max_bad_samples: int = define_option(
+    on_invalid_images: Literal["fail", "skip"] = define_option("fail", "what to do with pictures that cannot be used")
+    max_invalid_images: int = define_option(
         10, "end the run when more pictures than this, or half of all, become unreadable; 0: at the first", minimum=0
     )
     max_data_loader_n_workers: int = define_option(

@@ -120,10 +120,10 @@ class DistributedConfig:
     dynamo_use_regional_compilation: bool = define_option(
         True, "compile the blocks that a model repeats, all alike ones at once; off: the denoiser as a whole"
     )
-    compile_shapes: Literal["auto", "static", "dynamic"] = define_option(
+    compile_dynamic: Literal["auto", "false", "true"] = define_option(
         "auto",
-        "dynamic: compile once for all sizes of pictures; static: once for each, which may be faster and takes longer "
-        "to begin; auto: dynamic from three sizes on",
+        "true: compile one graph for all image sizes; false: one graph for each size (slower to start, may be faster "
+        "per step); auto: true from three sizes on",
     )
     compile_cache_dir: str | None = define_option(
         None, "folder for what is compiled, for the next start; without it, beside what is kept of the pictures"

@@ -63,7 +63,7 @@ class StateConfig:
     auto_resume: bool = define_option(
         False, "go on from the latest state if there is one, and begin anew if there is none"
     )
-    resume_anyway: bool = define_option(
+    force_resume: bool = define_option(
         False, "go on although settings or pictures have changed that the result depends on"
     )
     requeue_exit_code: int | None = define_option(

@@ -217,7 +217,7 @@ def _validate_compile(config: RunConfig, explicit: ExplicitOptions) -> Iterator[
         "dynamo_mode",
         "dynamo_fullgraph",
         "dynamo_use_regional_compilation",
-        "compile_shapes",
+        "compile_dynamic",
         "compile_cache_dir",
     )
     if not config.distributed.torch_compile:
@@ -235,8 +235,8 @@ def _validate_resume(config: RunConfig, explicit: ExplicitOptions) -> Iterator[O
             ("resume",),
             f"{state.resume or 'empty'}: no such folder; name one that ends in -state, or write latest",
         )
-    if state.resume_anyway and state.resume is None and not state.auto_resume:
-        yield ("resume_anyway",), "nothing is resumed; add resume or auto_resume"
+    if state.force_resume and state.resume is None and not state.auto_resume:
+        yield ("force_resume",), "nothing is resumed; add resume or auto_resume"
     for name in ("save_last_n_epochs_state", "save_last_n_steps_state"):
         if getattr(state, name) is not None and not state.save_state:
             yield (name, "save_state"), "no states are saved on the way; set save_state"

@@ -44,7 +44,7 @@ def _find_device_map_conflicts(config: RunConfig) -> Iterator[str]:
         "deepspeed": config.deepspeed.deepspeed,
         "torch_compile": config.distributed.torch_compile,
         "blocks_to_swap": config.train.blocks_to_swap,
-        "base_storage": config.model.base_storage != "float",
+        "quantize_base": config.model.quantize_base != "none",
     }
     return (name for name, is_on in asked.items() if is_on)
 
@@ -55,7 +55,7 @@ MIN_PROFILE_STEPS = 3
 
 _CHECKPOINTING_OPTIONS = (
     ("gradient_checkpointing_every", 1),
-    ("gradient_checkpointing_budget", 0),
+    ("activation_memory_budget", 0),
     ("cpu_offload_checkpointing", False),
 )
 
@@ -70,19 +70,15 @@ def validate_memory_options(config: RunConfig, explicit: frozenset[str]) -> Iter
         if getattr(config.train, name) != nothing and not config.train.gradient_checkpointing:
             yield (name, "gradient_checkpointing"), "there are no checkpoints; set gradient_checkpointing as well"
     backend = config.distributed.dynamo_backend
-    if (
-        config.train.gradient_checkpointing_budget
-        and config.distributed.torch_compile
-        and backend not in _BUDGET_BACKENDS
-    ):
+    if config.train.activation_memory_budget and config.distributed.torch_compile and backend not in _BUDGET_BACKENDS:
         yield (
-            ("gradient_checkpointing_budget", "dynamo_backend"),
+            ("activation_memory_budget", "dynamo_backend"),
             f"what {backend} compiles has no budget; {' and '.join(_BUDGET_BACKENDS)} have one",
         )
-    if config.train.gradient_checkpointing_budget and config.distributed.torch_compile:
+    if config.train.activation_memory_budget and config.distributed.torch_compile:
         for name, nothing in (("gradient_checkpointing_every", 1), ("cpu_offload_checkpointing", False)):
             if getattr(config.train, name) != nothing:
-                yield (name, "gradient_checkpointing_budget"), "where blocks are compiled, the budget alone decides"
+                yield (name, "activation_memory_budget"), "where blocks are compiled, the budget alone decides"
     if config.train.blocks_to_swap and config.distributed.torch_compile:
         yield (
             ("blocks_to_swap", "torch_compile"),

@@ -170,20 +170,20 @@ def merge_small_buckets(
 ) -> tuple[tuple[BucketAssignment, ...], list[str]]:
     """The placements after merging, and what was merged.
 
-    Pictures are counted, not their repeats.  Of the buckets below ``bucket_min_pictures``, the one with the fewest
+    Pictures are counted, not their repeats.  Of the buckets below ``bucket_min_images``, the one with the fewest
     pictures joins the bucket nearest to it by log aspect ratio, until none is left that can.  A bucket stays when one
     of its pictures would lose more than ``bucket_max_crop``.
     """
     found, notes = list(assignments), []
     for number, dataset in enumerate(datasets):
-        if dataset.bucket_min_pictures == 1:
+        if dataset.bucket_min_images == 1:
             continue
         members: defaultdict[WidthHeight, list[int]] = defaultdict(list)
         for index, sample in enumerate(samples):
             if sample.dataset_index == number:
                 members[found[index].bucket_resolution].append(index)
         stays: set[WidthHeight] = set()
-        while (small := _find_smallest_bucket(members, dataset.bucket_min_pictures, stays)) is not None and len(
+        while (small := _find_smallest_bucket(members, dataset.bucket_min_images, stays)) is not None and len(
             members
         ) > 1:
             target = _find_nearest_neighbor(small, members)
@@ -191,7 +191,7 @@ def merge_small_buckets(
             worst = max(placement.cropped_fraction for placement in moved.values())
             what = (
                 f"dataset {number + 1}: bucket {_format_resolution(small)} has fewer pictures ({len(moved)}) than"
-                f" bucket_min_pictures {dataset.bucket_min_pictures}"
+                f" bucket_min_images {dataset.bucket_min_images}"
             )
             if worst > dataset.bucket_max_crop:
                 stays.add(small)

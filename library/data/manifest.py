@@ -2,8 +2,8 @@
 
 import hashlib
 from dataclasses import dataclass, fields
-from typing import Any
 
+from ..config.types import Resolution
 from ..dataset.image_ref import ImageRef
 from ..dataset.masks import Mask
 from ..dataset.schema import DatasetConfig, SubsetConfig
@@ -45,8 +45,8 @@ class Manifest:
         """
         digest = hashlib.blake2b(digest_size=16)
         for dataset in self.datasets:
-            rows = [_list_fingerprint_settings(dataset), *map(_list_fingerprint_settings, dataset.subsets)]
-            digest.update(ascii(rows).encode())
+            rows = [_format_fingerprint_settings(dataset), *map(_format_fingerprint_settings, dataset.subsets)]
+            digest.update(f"[{', '.join(rows)}]".encode())
             if dataset.from_step or dataset.to_step is not None:
                 digest.update(ascii((dataset.from_step, dataset.to_step)).encode())
         for sample in (*self.samples, *self.validation_samples):
@@ -93,5 +93,15 @@ _FINGERPRINT_EXCLUDED = {
 """Fields of datasets and subsets that change nothing beside what their samples say."""
 
 
-def _list_fingerprint_settings(table: DatasetConfig | SubsetConfig) -> list[tuple[str, Any]]:
-    return [(item.name, getattr(table, item.name)) for item in fields(table) if item.name not in _FINGERPRINT_EXCLUDED]
+_FINGERPRINT_NAMES = {"bucket_min_images": "bucket_min_pictures", "join_caption_lines": "joins_lines"}
+"""Former names of fields, which stay in the fingerprint so that checkpoints of the last release can be resumed."""
+
+
+def _format_fingerprint_settings(table: DatasetConfig | SubsetConfig) -> str:
+    pairs = []
+    for name in (item.name for item in fields(table) if item.name not in _FINGERPRINT_EXCLUDED):
+        value = getattr(table, name)
+        is_resolution = isinstance(value, Resolution)  # called Size in the last release
+        text = f"Size(width={value.width}, height={value.height})" if is_resolution else ascii(value)
+        pairs.append(f"({_FINGERPRINT_NAMES.get(name, name)!r}, {text})")
+    return f"[{', '.join(pairs)}]"

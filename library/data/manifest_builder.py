@@ -32,7 +32,7 @@ from .validation_split import split_validation_samples
 
 
 def build_manifest(
-    datasets: Sequence[DatasetConfig], on_bad_data: Literal["fail", "skip"], cache_dir: Path | None = None
+    datasets: Sequence[DatasetConfig], on_invalid_images: Literal["fail", "skip"], cache_dir: Path | None = None
 ) -> Manifest:
     """Look at every picture and caption; all that cannot be used are named together, or skipped and noted.
 
@@ -61,7 +61,7 @@ def build_manifest(
     sorted_out = _build_samples(stages, found, audit.images, masks)
     bad += sorted_out.problems
     unusable = len(found) - len(sorted_out.samples) + len(bad) - len(sorted_out.problems)
-    if broken or ((bad or masks.unmatched) and on_bad_data == "fail"):  # a folder as a whole is nothing to skip
+    if broken or ((bad or masks.unmatched) and on_invalid_images == "fail"):  # a folder as a whole is nothing to skip
         raise ConfigError([*broken, *_format_bad_data(bad, masks.unmatched, unusable, total, audit.cache_folders)])
     notices = collect_notices(datasets, sorted_out.samples, sorted_out.assignments, audit.images)
     notes = list(dict.fromkeys(notes))  # two datasets may show the same folder
@@ -163,7 +163,7 @@ def _format_bad_data(
         return list(unmatched_masks)
     end = (
         f"{num_unusable} of {total} pictures cannot be used; mend or remove them, or leave them out with"
-        " --on_bad_data skip"
+        " --on_invalid_images skip"
     )
     if is_summary_truncated(problems, []):
         end += f" ({format_problem_counts(problems)}){write_full_report(problems, [], directories)}"

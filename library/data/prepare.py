@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..config.schema import TrainConfig
 from ..config.schema_data import DataConfig
-from ..dataset.dataset_config import load_dataset_config
-from ..dataset.schema import DatasetConfig
+from ..dataset.dataset_config import ParsedDatasetConfig, load_dataset_config
 from ..dataset.validate import validate_dataset_config, validate_resolution_multiple
 from ..errors import ConfigError
 from ..randomness import derive_seed
@@ -220,11 +219,13 @@ def prepare_data(config: DataConfig, size_multiple: int, cache_dir: str | None =
     if problems or reading.problems:
         raise ConfigError(list(dict.fromkeys(problems or reading.problems)))
     with pause_garbage_collection():
-        return _build_prepared_data(config, reading.datasets, Path(cache_dir).expanduser() if cache_dir else None)
+        return _build_prepared_data(config, reading, Path(cache_dir).expanduser() if cache_dir else None)
 
 
-def _build_prepared_data(config: DataConfig, datasets: Sequence[DatasetConfig], cache_dir: Path | None) -> PreparedData:
-    found = build_manifest(datasets, config.on_bad_data, cache_dir)
+def _build_prepared_data(config: DataConfig, parsed: ParsedDatasetConfig, cache_dir: Path | None) -> PreparedData:
+    datasets = parsed.datasets
+    found = build_manifest(datasets, config.on_invalid_images, cache_dir)
+    found = replace(found, notes=(*parsed.notices, *found.notes))
     if config.resolution is not None and all(dataset.resolution_schedule for dataset in datasets):
         note = "--resolution: not used, because every dataset has a resolution_schedule"
         found = replace(found, notes=(note, *found.notes))

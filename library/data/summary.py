@@ -219,7 +219,7 @@ def export_datasets(
                 "beyond": collect_extra_keys(dataset),
                 "bucket_mode": dataset.bucket_mode,
                 "bucket_max_crop": dataset.bucket_max_crop,
-                "bucket_min_pictures": dataset.bucket_min_pictures,
+                "bucket_min_images": dataset.bucket_min_images,
                 "buckets": [
                     export_bucket(manifest, bucket)
                     for bucket in facts

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ..config.kohya_compat import RENAMED_OPTIONS, format_rename_notice
 from ..config.schema_data import DataConfig
 from ..config.toml_positions import KeyPath, read_text_file, read_toml_with_lines
 from ..config.types import Resolution, ResolutionSchedule
@@ -40,6 +41,7 @@ class ParsedDatasetConfig:
 
     datasets: tuple[DatasetConfig, ...]
     problems: list[str]
+    notices: tuple[str, ...] = ()  # deprecated keys
 
     def require_valid(self) -> tuple[DatasetConfig, ...]:
         """The datasets, if nothing was wrong."""
@@ -65,7 +67,8 @@ def parse_dataset_config(
         return ParsedDatasetConfig((), error.problems)
     reader = _DatasetConfigParser(path, lines, flag_defaults, invalid_flags)
     datasets = tuple(reader.parse_file(data))
-    return ParsedDatasetConfig(datasets, [*reader.problems, *validate_across_datasets(datasets)])
+    problems = [*reader.problems, *validate_across_datasets(datasets)]
+    return ParsedDatasetConfig(datasets, problems, tuple(reader.notices))
 
 
 class _JsonObject(dict[str, Any]):
@@ -130,6 +133,7 @@ class _DatasetConfigParser:
             invalid_flags,
         )
         self.problems: list[str] = []
+        self.notices: list[str] = []
 
     def parse_file(self, document: Mapping[str, Any]) -> list[DatasetConfig]:
         for name in document:
@@ -214,18 +218,25 @@ class _DatasetConfigParser:
         if not isinstance(table, dict):
             self.add_problem(key_path, f"expected the table {table_name}, got {table!r}")
             return found
-        for name, value in table.items():
+        for written_name, value in table.items():
+            name = RENAMED_OPTIONS.get(str(written_name), str(written_name))
+            value_path = (*key_path, written_name)
             key = DATASET_KEYS.get(name)
             if key is None or table_name not in key.tables:
                 self.add_problem(
-                    (*key_path, name), self.suggest_table(name, table_name) or self.format_unknown_key(name, table_name)
+                    value_path, self.suggest_table(name, table_name) or self.format_unknown_key(name, table_name)
                 )
                 continue
+            location = self.format_location(value_path)
+            if name in found:
+                self.add_problem(value_path, f"duplicate key: the former name of {name}, set at {found[name].location}")
+            elif name != written_name:
+                self.notices.append(format_rename_notice(f"{location}: {written_name}", name))
             try:
-                found[name] = LocatedValue(key.option.parse_toml_value(value), self.format_location((*key_path, name)))
+                found[name] = LocatedValue(key.option.parse_toml_value(value), location)
             except ValueError as error:
-                self.add_problem((*key_path, name), str(error))
-                found[name] = LocatedValue(None, self.format_location((*key_path, name)), is_invalid=True)
+                self.add_problem(value_path, str(error))
+                found[name] = LocatedValue(None, location, is_invalid=True)
         return found
 
     def suggest_table(self, name: str, table_name: str) -> str | None:
@@ -355,7 +366,7 @@ def load_dataset_config(config: DataConfig, invalid_flags: Set[str] = frozenset(
 _EXTRA_DATASET_KEYS = (
     "bucket_mode",
     "bucket_max_crop",
-    "bucket_min_pictures",
+    "bucket_min_images",
     "weight",
     "resolution_schedule",
     "from_step",

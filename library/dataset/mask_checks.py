@@ -201,7 +201,7 @@ def _scan_mask_dir(
         scan_result.unmatched.append(
             f"{masks}: {len(matched.unmatched)} masks have no picture of their name in {folder}:"
             f" {_format_first_names([path.name for path in matched.unmatched])}; remove them, or leave them be with"
-            " --on_bad_data skip"
+            " --on_invalid_images skip"
         )
     _note_suspicious_masks(scan_result, masks, matched.masks, looks, inspected)
 

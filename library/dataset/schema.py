@@ -118,7 +118,7 @@ class DatasetConfig:
     bucket_no_upscale: bool
     bucket_mode: Literal["kohya", "symmetric"]
     bucket_max_crop: float
-    bucket_min_pictures: int
+    bucket_min_images: int
     network_multiplier: float
     validation_split: float
     validation_seed: int | None
@@ -233,7 +233,7 @@ _DATASET_FLAGS = {
     "bucket_no_upscale",
     "bucket_mode",
     "bucket_max_crop",
-    "bucket_min_pictures",
+    "bucket_min_images",
     "validation_seed",
     "resolution_schedule",
 }

@@ -91,7 +91,7 @@ def validate_dataset_keys(
         yield from _validate_bucket_resolutions(values, location, key)
 
 
-_SYMMETRIC_ONLY_KEYS = {"bucket_max_crop": 1, "bucket_min_pictures": 1}
+_SYMMETRIC_ONLY_KEYS = {"bucket_max_crop": 1, "bucket_min_images": 1}
 """Keys of bucket_mode symmetric, with the values that ask for nothing."""
 
 

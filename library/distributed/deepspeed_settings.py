@@ -313,9 +313,9 @@ def _validate_settings(settings: DeepSpeedSettings, config: RunConfig, world: Wo
         yield f"{place}: DeepSpeed is asked for, too; take one of the two"
     if config.distributed.full_bf16:
         yield "--full_bf16: DeepSpeed keeps adapters in fp32; take it out, mixed_precision bf16 stays"
-    if config.train.on_oom == "ladder":
+    if config.train.on_oom == "recover":
         yield (
-            "--on_oom ladder: DeepSpeed exchanges in every backward, where a process that finds no memory"
+            "--on_oom recover: DeepSpeed exchanges in every backward, where a process that finds no memory"
             " would leave the others waiting; take it out, or train without DeepSpeed"
         )
     yield from _validate_compile(settings, config, world)

@@ -144,9 +144,9 @@ def _validate_combinations(config: RunConfig, world: World, variables: Mapping[s
     """What does not go together with it."""
     if parse_env_bool(variables.get("FSDP_ACTIVATION_CHECKPOINTING")) and not config.train.gradient_checkpointing:
         yield "the launcher's fsdp_activation_checkpointing true: add --gradient_checkpointing, which does it here"
-    if config.train.on_oom == "ladder":
+    if config.train.on_oom == "recover":
         yield (
-            "--on_oom ladder: with FSDP every forward is an exchange, so no process can try a step by itself; use "
+            "--on_oom recover: with FSDP every forward is an exchange, so no process can try a step by itself; use "
             "--on_oom fail"
         )
     if not world.needs_process_group:

@@ -49,7 +49,7 @@ SETTINGS = (
     Setting("dynamo_backend", "ACCELERATE_DYNAMO_BACKEND", "no", "dynamo_backend"),
     Setting("dynamo_mode", "ACCELERATE_DYNAMO_MODE", "default", "dynamo_mode"),
     Setting("dynamo_use_fullgraph", "ACCELERATE_DYNAMO_USE_FULLGRAPH", option="dynamo_fullgraph"),
-    Setting("dynamo_use_dynamic", "ACCELERATE_DYNAMO_USE_DYNAMIC", "auto", "compile_shapes"),
+    Setting("dynamo_use_dynamic", "ACCELERATE_DYNAMO_USE_DYNAMIC", "auto", "compile_dynamic"),
     Setting(REGIONAL, "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", option=REGIONAL),
     Setting("use_deepspeed", "ACCELERATE_USE_DEEPSPEED", option="deepspeed", is_inherited=True),
     Setting("use_fsdp", "ACCELERATE_USE_FSDP", option="fsdp", is_inherited=True),
@@ -168,7 +168,7 @@ def _find_own_options(config: RunConfig, locations: Mapping[str, str]) -> Source
             if values["torch_compile"] is None:
                 continue
             location = location or locations.get("torch_compile", "--torch_compile")
-            value = {"static": "false", "dynamic": "true"}.get(value, value) if values["torch_compile"] else "no"
+            value = value if values["torch_compile"] else "no"
         if location is not None:
             own[setting.name] = SettingSource(location.removesuffix(f": {setting.option}"), value)
     return own

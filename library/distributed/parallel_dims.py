@@ -70,9 +70,9 @@ def validate_parallel_dims(config: RunConfig, world: World) -> Iterator[str]:
             f"{said}: {world.world_size} processes cannot be dealt out in groups of {together}; start"
             f" {-(-world.world_size // together) * together}, or make it smaller"
         )
-    if config.train.on_oom == "ladder":
+    if config.train.on_oom == "recover":
         yield (
-            f"--on_oom ladder: with {said} every forward is an exchange, so no process can try a step by itself; use"
+            f"--on_oom recover: with {said} every forward is an exchange, so no process can try a step by itself; use"
             " --on_oom fail"
         )
     is_sharded = config.sharding.fsdp or "FSDP" in world.engines

@@ -206,9 +206,9 @@ def validate_compiled_context_parallel(config: RunConfig, world: World) -> list[
             f"--cp_size {size}: dynamo's mode {mode} records what a device does and repeats it, which an"
             " exchange with others is not made for; use default or max-autotune-no-cudagraphs"
         )
-    if config.train.gradient_checkpointing_budget:
+    if config.train.activation_memory_budget:
         problems.append(
-            f"--cp_size {size}: with --gradient_checkpointing_budget the compiler of each process"
+            f"--cp_size {size}: with --activation_memory_budget the compiler of each process"
             " decides which exchanges it repeats, and others might wait for ever; leave the budget out"
         )
     return problems

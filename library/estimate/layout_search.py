@@ -254,8 +254,8 @@ def _list_savings(model: DetectedModel) -> Iterator[dict[str, Any]]:
     yield {"cache_text_encoder_outputs": True}
     yield {"mixed_precision": "bf16"}
     yield {"gradient_checkpointing": True}
-    yield {"base_storage": "int8"}
-    yield {"base_storage": "nf4"}
+    yield {"quantize_base": "int8"}
+    yield {"quantize_base": "nf4"}
     part = FAMILIES.get(model.family).denoiser_name
     yield {"blocks_to_swap": len(find_innermost_blocks(getattr(load_components_on_meta(model, (part,)), part)))}
     yield {"gradient_checkpointing": True, "cpu_offload_checkpointing": True}

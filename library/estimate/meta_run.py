@@ -242,7 +242,7 @@ class MetaRun:
         frozen_bytes = count_frozen_bytes(self.trained, *self.frozen_encoders)
         self.frozen_bytes = frozen_bytes + sum(weight.nbytes for weight in self._list_quantized_weights())
         # Prefetching of swapped weights and a checkpointing budget begin with the second step.
-        count = 2 if config.train.blocks_to_swap or config.train.gradient_checkpointing_budget else 1
+        count = 2 if config.train.blocks_to_swap or config.train.activation_memory_budget else 1
         self.step = [self._run_step() for _ in range(count)][-1]
         self.sent_bytes = sum(group.sent_bytes for group in groups) / count
         """To tensor- and context-parallel ranks, per micro-batch."""

@@ -177,7 +177,7 @@ def _get_recompile_reason() -> str:
     return "something that dynamo does not tell"
 
 
-CompileShapes = Literal["auto", "static", "dynamic"]
+CompileDynamic = Literal["auto", "false", "true"]
 
 
 MAX_STATIC_SIZES = 2
@@ -194,8 +194,8 @@ _CACHE_DIR_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 class Compilation:
     """All that is compiled in a run, by kinds of blocks."""
 
-    def __init__(self, shapes: CompileShapes, options: Mapping[str, Any]):
-        self.shapes, self._options = shapes, dict(options)
+    def __init__(self, dynamic: CompileDynamic, options: Mapping[str, Any]):
+        self.dynamic, self._options = dynamic, dict(options)
         self.has_dynamic_shapes = False
         self.block_compilers: dict[Any, BlockCompiler] = {}
         self._phase = CompilePhase()
@@ -265,8 +265,8 @@ class Compilation:
 
     def choose_dynamic_shapes(self, num_sizes: int, texts_vary: bool) -> None:
         """Let sizes that were seen to change be dynamic, or compile ``sizes`` of them one by one."""
-        self.has_dynamic_shapes = self.shapes == "dynamic" or (
-            self.shapes == "auto" and (texts_vary or num_sizes > MAX_STATIC_SIZES)
+        self.has_dynamic_shapes = self.dynamic == "true" or (
+            self.dynamic == "auto" and (texts_vary or num_sizes > MAX_STATIC_SIZES)
         )
         for kind in self.block_compilers.values():
             kind.set_dynamic_dims(self.has_dynamic_shapes)
@@ -299,12 +299,12 @@ def find_repeated_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def compile_model(
-    modules: Sequence[nn.Module], denoiser: nn.Module, plugin: Any, shapes: CompileShapes, *, per_block: bool = False
+    modules: Sequence[nn.Module], denoiser: nn.Module, plugin: Any, dynamic: CompileDynamic, *, per_block: bool = False
 ) -> Compilation:
     """Compile the blocks of all parts, or the denoiser as a whole, as accelerate's plugin says, or ``by_blocks``."""
-    if plugin.dynamic and shapes == "auto":
-        shapes = "dynamic"
-    found = Compilation(shapes, plugin.to_kwargs())
+    if plugin.dynamic and dynamic == "auto":
+        dynamic = "true"
+    found = Compilation(dynamic, plugin.to_kwargs())
     for part in modules:
         if part is denoiser and not (plugin.use_regional_compilation or per_block):
             found.compile_module("", part)

@@ -37,7 +37,7 @@ def build_device_map(model: nn.Module, device_map: DeviceMap, free_memory: Seque
         raise ConfigError(
             [
                 f"--device_map {device_map}: {size:.1f} GiB of weights do not fit into {room} GiB that are free;"
-                " use --base_storage or --blocks_to_swap without it, or more devices"
+                " use --quantize_base or --blocks_to_swap without it, or more devices"
             ]
         )
     return {name: int(number) for name, number in found.items()}

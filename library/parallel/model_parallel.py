@@ -20,7 +20,7 @@ from .tensor_parallel import TensorParallel
 from .ulysses import ProcessGroupAllToAll
 
 if TYPE_CHECKING:
-    from .compile import Compilation, CompileShapes
+    from .compile import Compilation, CompileDynamic
 
 
 class ModelParallelStrategy(Strategy):
@@ -54,10 +54,10 @@ class ModelParallelStrategy(Strategy):
         self.comm.set_group_timeouts()
 
     def compile(
-        self, modules: Sequence[nn.Module], denoiser: nn.Module, shapes: "CompileShapes"
+        self, modules: Sequence[nn.Module], denoiser: nn.Module, dynamic: "CompileDynamic"
     ) -> "Compilation | None":
         """As without others; of what changes in an exchange, it is told."""
-        self._compilation = super().compile(modules, denoiser, shapes)
+        self._compilation = super().compile(modules, denoiser, dynamic)
         return self._compilation
 
     def _mark_dynamic(self, tensor: Tensor) -> None:

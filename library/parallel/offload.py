@@ -91,7 +91,7 @@ logger = logging.getLogger(__name__)
 
 def is_quantized_or_offloaded(config: RunConfig) -> bool:
     """Whether any of it is to rest."""
-    return bool(config.train.blocks_to_swap) or config.model.base_storage != "float"
+    return bool(config.train.blocks_to_swap) or config.model.quantize_base != "none"
 
 
 def quantize_and_offload_base(config: RunConfig, denoiser: nn.Module, device: torch.device) -> int:
@@ -99,12 +99,12 @@ def quantize_and_offload_base(config: RunConfig, denoiser: nn.Module, device: to
 
     Returns how many bytes are in host memory now.
     """
-    kind, blocks = config.model.base_storage, find_innermost_blocks(denoiser)
+    kind, blocks = config.model.quantize_base, find_innermost_blocks(denoiser)
     swap, swapped = WeightOffloader(device), set(select_spread_indices(len(blocks), config.train.blocks_to_swap))
     before = after = away = 0
     for number, block in enumerate(blocks):
         for layer in block.modules():
-            if not can_convert_frozen_layer(layer) or (kind == "float" and number not in swapped):
+            if not can_convert_frozen_layer(layer) or (kind == "none" and number not in swapped):
                 continue
             own: Any = layer
             packed = QuantizedWeight.quantize(own.weight.to(device), kind)

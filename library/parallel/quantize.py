@@ -17,14 +17,14 @@ from torch.nn.grad import conv2d_input
 class QuantizedWeight:
     """A weight; what it is made of may be moved, and is no parameter of anything."""
 
-    quant_type: str  # float, fp8, int8 or nf4
+    quant_type: str  # none, fp8, int8 or nf4
     shape: torch.Size
     dtype: torch.dtype  # that it had
     tensors: tuple[Tensor, ...]
 
     @classmethod
     def quantize(cls, weight: Tensor, quant_type: str) -> "QuantizedWeight":
-        if quant_type == "float":
+        if quant_type == "none":
             return cls(quant_type, weight.shape, weight.dtype, (weight.detach(),))
         rows = weight.detach().float()
         if quant_type == "nf4":
@@ -42,9 +42,9 @@ class QuantizedWeight:
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The weight, as near to what it was as its kind can be."""
-        if dtype is torch.float16 and self.quant_type != "float":  # which cannot hold the smallest factors
+        if dtype is torch.float16 and self.quant_type != "none":  # which cannot hold the smallest factors
             return self.dequantize(torch.float32).to(dtype)
-        if self.quant_type == "float":
+        if self.quant_type == "none":
             return self.tensors[0].to(dtype)
         packed, factor = self.tensors[:2]
         if self.quant_type == "nf4":

@@ -20,7 +20,7 @@ from .ddp import exclude_frozen_from_ddp
 from .gradient_sync import FlatGradients
 
 if TYPE_CHECKING:
-    from .compile import Compilation, CompileShapes
+    from .compile import Compilation, CompileDynamic
 
 
 T = TypeVar("T")
@@ -93,7 +93,7 @@ class Strategy:
         clear_device_cache(garbage_collection=True)
 
     def compile(
-        self, modules: Sequence[nn.Module], denoiser: nn.Module, shapes: "CompileShapes"
+        self, modules: Sequence[nn.Module], denoiser: nn.Module, dynamic: "CompileDynamic"
     ) -> "Compilation | None":
         """Compile what is trained as the accelerator was told, if at all; call it before ``wrap``."""
         if self.accelerator.state.dynamo_plugin.backend.value == "NO":
@@ -102,7 +102,7 @@ class Strategy:
 
         plugin = self.accelerator.state.dynamo_plugin
         return compile_model(
-            modules, denoiser, plugin, shapes, per_block=self.model_parallel_size > 1
+            modules, denoiser, plugin, dynamic, per_block=self.model_parallel_size > 1
         )  # exchanges are not compiled
 
     def check_batch_sizes(self, batch_sizes: Collection[int], gradient_accumulation_steps: int) -> None:

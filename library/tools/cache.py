@@ -47,6 +47,7 @@ def run(argv: Sequence[str]) -> tuple[str, int]:
 
     log, rank = config.log, int(os.environ.get("RANK", "0"))
     configure_logging(level=log.console_log_level, file=log.console_log_file, simple=True, quiet=log.quiet, rank=rank)
+    loaded.log_notices()
     from ..cache import maintenance  # after logging is configured, as its imports may log
 
     commands: Mapping[str, Callable[[maintenance.RunCaches], tuple[str, int]]] = {

@@ -111,6 +111,8 @@ def check_command(words: Sequence[str]) -> "Iterator[Finding | ResolvedSetting]"
         yield Finding("command", str(error), ok=False)
         return
     world = replace(World.from_environment(environment), launch_command=launch)
+    for notice in loaded.notices:
+        yield Finding("command", notice)
     yield from resolve_settings(loaded.config, loaded.locations, world, environment)
     for problem in (
         *loaded.problems,

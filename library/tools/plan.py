@@ -84,6 +84,7 @@ def run(argv: Sequence[str]) -> tuple[str, int]:
         raise ConfigError(list(dict.fromkeys(problems)))
     log = training.config.log
     configure_logging(level=log.console_log_level, simple=True, quiet=log.quiet)  # to stderr
+    training.log_notices()
     return _format_plan(options, training), 0
 
 

@@ -28,7 +28,7 @@ def enable_activation_checkpointing(models: Iterable[nn.Module], denoiser: nn.Mo
     """Switch checkpointing on in all models; the options on blocks, budget and offloading are the denoiser's."""
     for model in models:
         if model is denoiser:
-            every, budget = train.gradient_checkpointing_every, train.gradient_checkpointing_budget
+            every, budget = train.gradient_checkpointing_every, train.activation_memory_budget
             blocks = BlockCheckpointing(every, offload=train.cpu_offload_checkpointing, budget=budget)
             model.enable_gradient_checkpointing(blocks)  # type: ignore[operator]
             continue

@@ -84,7 +84,7 @@ def validate_quantize_offload(config: RunConfig, has_full_model: bool) -> list[s
     """Only a process that has all frozen weights can let them rest."""
     if has_full_model or not is_quantized_or_offloaded(config):
         return []
-    name = "blocks_to_swap" if config.train.blocks_to_swap else "base_storage"
+    name = "blocks_to_swap" if config.train.blocks_to_swap else "quantize_base"
     return [
         f"--{name}: this run spreads the frozen weights over processes, which are then not where they could rest;"
         " take one of the two"

@@ -12,6 +12,7 @@ import torch
 from .. import __version__
 from ..cache.model_fingerprint import compute_quick_model_fingerprint
 from ..config import RunConfig
+from ..config.kohya_compat import upgrade_settings
 from ..config.options import flatten_config, iter_options
 from ..config.schema_output import StateConfig
 from ..data.batch_plan import get_planned_stages
@@ -42,15 +43,15 @@ RESULT_NEUTRAL_GROUPS = {
 
 
 RESULT_NEUTRAL_OPTIONS = {
-    *("max_train_steps", "max_train_epochs", "gradient_checkpointing", "max_bad_steps", "on_oom", "dry_run"),
+    *("max_train_steps", "max_train_epochs", "gradient_checkpointing", "max_nan_steps", "on_oom", "dry_run"),
     *(
         "gradient_checkpointing_every",
-        "gradient_checkpointing_budget",
+        "activation_memory_budget",
         "cpu_offload_checkpointing",
         "blocks_to_swap",
         "profile_steps",
     ),
-    *("max_data_loader_n_workers", "prefetch_factor", "on_bad_data", "max_bad_samples"),
+    *("max_data_loader_n_workers", "prefetch_factor", "on_invalid_images", "max_invalid_images"),
     # batch and pictures are compared themselves, wherever they come from
     *("gradient_accumulation_steps", "train_batch_size", "dataset_config"),
     # so is the model, wherever its files lie
@@ -98,8 +99,9 @@ def find_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterat
             yield SettingChange(what, saved[what], current[what], changes_result=True)
     groups = {option.name: option.group for option in iter_options(RunConfig)}
     defaults = {option.name: option.default for option in iter_options(RunConfig)}
+    saved_settings = upgrade_settings(saved["settings"])
     for name, new in current["settings"].items():
-        old = saved["settings"].get(name, defaults[name])  # an option that is younger than the state
+        old = saved_settings.get(name, defaults[name])  # an option that is younger than the state
         if old != new and groups[name] != "state":
             yield SettingChange(
                 name,
@@ -267,10 +269,10 @@ def check_changes(checkpoint: CheckpointInfo, current: Mapping[str, Any], config
     for change in told:
         logger.warning("since the state was saved: %s", change)
     matter = [str(change) for change in told if change.changes_result]
-    if matter and not config.resume_anyway:
+    if matter and not config.force_resume:
         raise ConfigError(
             [
-                f"--resume: {line}; with it the result is another one. Set it back, or add --resume_anyway"
+                f"--resume: {line}; with it the result is another one. Set it back, or add --force_resume"
                 for line in matter
             ]
         )

@@ -119,10 +119,10 @@ def build_run(
         quantize_and_offload_base(config, trained.denoiser, strategy.device)
     groups = build_param_groups(trained, adapter, config, family.facts)
     optimizer = _build_optimizer(config, groups)
-    compilation = strategy.compile(list(trained.children()), trained.denoiser, config.distributed.compile_shapes)
+    compilation = strategy.compile(list(trained.children()), trained.denoiser, config.distributed.compile_dynamic)
     if compilation is not None:
         _configure_compile_cache(config, prepared)
-        compilation.set_activation_memory_budget(config.train.gradient_checkpointing_budget)
+        compilation.set_activation_memory_budget(config.train.activation_memory_budget)
     structure = build_parallel_plan(family, trained.denoiser)
     wrapped, optimizer = strategy.wrap(trained, optimizer, trained.denoiser, structure)
     task = DiffusionTask(
@@ -154,8 +154,10 @@ def build_run(
     if strategy.comm.is_main:
         _warn_truncated_captions(family, pipe, prepared.list_first_epoch_captions(plan.batch_plan, plan.steps))
     schedule = schedules.build_lr_schedule(config.optim, plan.steps)
-    watch = NanGuard(config.train.max_bad_steps)
-    bad_samples = BadSamples(config.data.max_bad_samples, len({sample.image for sample in prepared.manifest.samples}))
+    watch = NanGuard(config.train.max_nan_steps)
+    bad_samples = BadSamples(
+        config.data.max_invalid_images, len({sample.image for sample in prepared.manifest.samples})
+    )
     job = TrainingRun(
         config,
         plan,
@@ -184,7 +186,7 @@ def build_run(
 def _build_oom_recovery(config: RunConfig, trainable: Any) -> OomRecovery:
     """What can be done when memory is out; activations can be computed twice, unless they are already."""
     can_save = partial(enable_activation_checkpointing, list(trainable.children()), trainable.denoiser, config.train)
-    return OomRecovery(config.train.on_oom == "ladder", None if config.train.gradient_checkpointing else can_save)
+    return OomRecovery(config.train.on_oom == "recover", None if config.train.gradient_checkpointing else can_save)
 
 
 def _build_optimizer(config: RunConfig, groups: Sequence[optimizers.ParamGroup]) -> torch.optim.Optimizer:

@@ -150,15 +150,15 @@ def suggest_oom_fixes(config: RunConfig, phase: str, batch_size: int) -> Iterato
         and batch_size > 1
         and phase != "optimizer"
     ):
-        yield "--on_oom ladder, which cuts batches in parts as far as needed, with the same result"
+        yield "--on_oom recover, which cuts batches in parts as far as needed, with the same result"
     if not train.gradient_checkpointing:
         yield "--gradient_checkpointing, which computes activations twice"
     elif not train.cpu_offload_checkpointing:
         yield "--cpu_offload_checkpointing, which keeps what is computed twice in host memory"
     if is_whole and not train.blocks_to_swap and not config.distributed.torch_compile:
         yield "--blocks_to_swap, which keeps frozen weights of so many blocks in host memory"
-    if is_whole and config.model.base_storage == "float":
-        yield "--base_storage int8, which keeps frozen weights in half as many bits as bf16"
+    if is_whole and config.model.quantize_base == "none":
+        yield "--quantize_base int8, which keeps frozen weights in half as many bits as bf16"
     if config.optim.optimizer_type.lower() in ("adamw", "adam"):
         yield "--optimizer_type AdamW8bit"
     yield "a smaller resolution in the dataset file, or a smaller --network_dim"

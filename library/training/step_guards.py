@@ -35,7 +35,7 @@ class TooManyFailures(UserError):
 class BadSamples:
     """What could not be read so far, by name."""
 
-    max_bad_samples: int  # --max_bad_samples
+    max_invalid_images: int  # --max_invalid_images
     num_images: int  # that the run has
     problems: dict[str, str] = field(default_factory=dict)
     unreported: list[BadSample] = field(default_factory=list)  # of this rank, since the last time all talked about it
@@ -58,7 +58,7 @@ class BadSamples:
             if bad.name not in self.problems:
                 self.problems[bad.name] = bad.problem
                 logger.warning("%s: %s; what stands in its place weighs nothing", bad.name, bad.problem)
-        if len(self.problems) > self.max_bad_samples or 2 * len(self.problems) >= self.num_images:
+        if len(self.problems) > self.max_invalid_images or 2 * len(self.problems) >= self.num_images:
             error = TooManyFailures(self._format_limit_error())
             error.is_reported = not strategy.comm.is_main
             raise error
@@ -72,8 +72,8 @@ class BadSamples:
     def _format_limit_error(self) -> str:
         lines = "".join(f"\n{name}: {problem}" for name, problem in self.problems.items())
         limit = (
-            f"max_bad_samples is {self.max_bad_samples}"
-            if len(self.problems) > self.max_bad_samples
+            f"max_invalid_images is {self.max_invalid_images}"
+            if len(self.problems) > self.max_invalid_images
             else "that is half of them or more"
         )
         return f"{len(self.problems)} of {self.num_images} pictures cannot be read any more; {limit}:{lines}"
@@ -155,7 +155,7 @@ class NanGuard:
         if len(self.skipped_steps) >= self.max_nan_steps:
             raise TooManyFailures(
                 f"{len(self.skipped_steps)} steps had a loss or gradient that is no number, which is the limit that"
-                f" --max_bad_steps sets.\nThe weights are those before step {step + 1}. Try a lower"
+                f" --max_nan_steps sets.\nThe weights are those before step {step + 1}. Try a lower"
                 " learning_rate, or mixed_precision bf16 in the place of fp16."
             )
         return False
@@ -260,7 +260,7 @@ class OomRecovery:
         else:
             raise error
         logger.warning(
-            "step %d ran out of memory (%s); --on_oom ladder: %s, and the step comes again",
+            "step %d ran out of memory (%s); --on_oom recover: %s, and the step comes again",
             step + 1,
             error.phase,
             change,

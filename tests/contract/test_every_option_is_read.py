@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 KOHYA = json.loads((ROOT / "tests" / "data" / "kohya_options.json").read_text())["train_network"]
 PAGE = ROOT / "docs" / "sd_scripts_options.md"
 GROUPS = {option.group for option in iter_options(RunConfig)}
-HOLDERS = GROUPS | {"config", "settings", "options", "subset", "dataset"}
+HOLDERS = GROUPS | {f"{group}_config" for group in GROUPS} | {"config", "settings", "options", "subset", "dataset"}
 """What the objects are called that hold options: ``run.config.train.seed``, ``subset.flip_aug``."""
 IN_FILES = {key.flag: name for name, key in DATASET_KEYS.items() if key.flag is not None}
 """Options that dataset files know by another name."""
@@ -41,7 +41,7 @@ def _read_in(path: Path, source: str) -> frozenset[str]:
     if path.parts[0] != "config":
         return frozenset((*_attributes(tree, HOLDERS), *_tables(tree)))
     # Properties of a schema are read in place of what they are made of.
-    return frozenset(_attributes(tree, {"self"}) if path.stem.endswith("schema") else ())
+    return frozenset(_attributes(tree, {"self"}) if path.stem.startswith("schema") else ())
 
 
 def _attributes(tree: ast.AST, holders: set[str]) -> Iterator[str]:

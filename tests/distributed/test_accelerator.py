@@ -220,7 +220,7 @@ def test_nothing_steps_the_schedule_and_accumulation_is_handed_on():
         (replace(TWO, dynamo="INDUCTOR", dynamo_mode="max-autotune"), SHARED, "mode max-autotune records"),
         (
             replace(TWO, dynamo="INDUCTOR"),
-            (*SHARED, "--gradient_checkpointing", "--gradient_checkpointing_budget", "0.5"),
+            (*SHARED, "--gradient_checkpointing", "--activation_memory_budget", "0.5"),
             "decides which exchanges it repeats",
         ),
         (replace(CUDA, machine=Machine("cuda", 1)), (), "2 processes on this machine, but 1 devices (cuda)"),

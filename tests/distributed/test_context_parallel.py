@@ -40,7 +40,7 @@ TRANSFORMERS = ("sd3", "flux", "z_image", "qwen_image")
         pytest.param("sd3", "CP 2 x DP 2", "no", (), marks=LONG),
         pytest.param("flux", "CP 2 x DP 2", "no", (), marks=LONG),
         pytest.param("sd3", "CP 2", "bf16", (), marks=LONG),
-        pytest.param("sd3", "CP 2", "no", ("--base_storage", "nf4", "--blocks_to_swap", "1"), marks=LONG),
+        pytest.param("sd3", "CP 2", "no", ("--quantize_base", "nf4", "--blocks_to_swap", "1"), marks=LONG),
         pytest.param("sd3", "CP 2", "no", (*UNET, "--torch_compile", "--dynamo_backend", "eager"), marks=LONG),
         pytest.param("flux", "CP 2", "no", ("--network_args", "use_dora=True", "in_dims=[2,2,2,2,2]"), marks=LONG),
         pytest.param("flux", "FSDP 2 x CP 2", "no", ("--gradient_checkpointing",), marks=LONG),

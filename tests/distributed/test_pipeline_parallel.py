@@ -179,14 +179,14 @@ def test_operations_of_a_picture_are_shared_by_those_who_work_on_it(tmp_path):
 def test_whoever_shares_pictures_has_all_weights_and_can_let_them_rest():
     config = parse_config(["--dataset_config", __file__, "--gradient_checkpointing", "--cp_size", "2"]).config
     said = " ".join(suggest_oom_fixes(config, "forward", 4))
-    assert "--blocks_to_swap" in said and "--base_storage" in said and "--on_oom" not in said
+    assert "--blocks_to_swap" in said and "--quantize_base" in said and "--on_oom" not in said
 
 
 @pytest.mark.parametrize("flags", [("--pp_size", "2"), ("--tp_size", "2"), ("--fsdp",), ("--deepspeed",)])
 def test_what_is_refused_is_no_advice(flags):
     config = parse_config(["--dataset_config", __file__, "--gradient_checkpointing", *flags]).config
     said = " ".join(suggest_oom_fixes(config, "forward", 4))
-    assert "--blocks_to_swap" not in said and "--base_storage" not in said
+    assert "--blocks_to_swap" not in said and "--quantize_base" not in said
     assert "--on_oom" not in said and "--cpu_offload_checkpointing" in said
 
 
@@ -230,7 +230,7 @@ def test_a_checkpointing_budget_trains_the_same_lora_in_a_pipeline(tmp_path):
         "--gradient_accumulation_steps",
         "2",
     ]
-    budget = ("--gradient_checkpointing", "--gradient_checkpointing_budget", "0.5")
+    budget = ("--gradient_checkpointing", "--activation_memory_budget", "0.5")
     one = on_ranks(1, train, *flags, "--output_dir", str(tmp_path / "one"))[0]
     two = on_ranks(2, train, *flags, *budget, "--output_dir", str(tmp_path / "two"), "--pp_size", "2")[0]
     assert difference(load_file(one), load_file(two)) < BOUNDS["no"]

@@ -99,7 +99,7 @@ def _dataset(bucketed: bool, no_upscale: bool) -> DatasetConfig:
         bucket_no_upscale=no_upscale,
         bucket_mode="kohya",
         bucket_max_crop=1.0,
-        bucket_min_pictures=1,
+        bucket_min_images=1,
         network_multiplier=1.0,
         validation_split=0.0,
         validation_seed=None,

@@ -353,7 +353,7 @@ def test_a_picture_on_which_the_vae_overflows_is_named_and_encoded_in_float32(tm
     assert values == pytest.approx([10 / 127.5 - 1, 1, 90 / 127.5 - 1])
 
 
-def with_a_picture_that_breaks(dataset_file: str, on_bad_data: str) -> Any:
+def with_a_picture_that_breaks(dataset_file: str, on_invalid_images: str) -> Any:
 
     honest = cache_family.cache_latents
 
@@ -364,7 +364,14 @@ def with_a_picture_that_breaks(dataset_file: str, on_bad_data: str) -> Any:
 
     cache_family.cache_latents = breaking
     try:
-        run = Kept(Plain(), "--dataset_config", dataset_file, "--cache_latents_to_disk", "--on_bad_data", on_bad_data)
+        run = Kept(
+            Plain(),
+            "--dataset_config",
+            dataset_file,
+            "--cache_latents_to_disk",
+            "--on_invalid_images",
+            on_invalid_images,
+        )
     except ConfigError as error:
         return error.problems
     names = [sample.key for sample in run.prepared.manifest.samples]

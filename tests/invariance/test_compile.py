@@ -68,7 +68,7 @@ def test_pictures_validation_dropout_checkpoints_and_texts_compile_nothing_more(
 @pytest.mark.long
 def test_a_budget_for_what_is_kept_is_the_compilers(tmp_path):
     data = dataset(tmp_path / "data", SIZES[:3])
-    flags = ("--max_train_epochs", "1", "--gradient_checkpointing", "--gradient_checkpointing_budget", "0.5")
+    flags = ("--max_train_epochs", "1", "--gradient_checkpointing", "--activation_memory_budget", "0.5")
     found = trained(tmp_path / "compiled", "sd1", data, *flags, *COMPILED[:2], "aot_eager")
     plain = trained(tmp_path / "plain", "sd1", data, *flags[:3])
     assert found.late == 0 and found.is_dynamic and difference(plain.lora, found.lora) < 1e-4
@@ -127,10 +127,10 @@ def rows(*shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
-def of(model, shapes="dynamic"):
+def of(model, dynamic="true"):
     """The model, compiled and warm for any length; and what counts graphs."""
     backend = CompileCounterWithBackend("eager")
-    found = Compilation(shapes, {"backend": backend})
+    found = Compilation(dynamic, {"backend": backend})
     found.compile_blocks(model)
     with found.record_shapes():
         for length in (4, 6):
@@ -222,7 +222,7 @@ def test_what_is_measured_or_draws_is_not_compiled():
 def test_parts_of_longer_tensors_do_not_count_as_sizes():
     model = Model(1)
     backend = CompileCounterWithBackend("eager")
-    found = Compilation("static", {"backend": backend})
+    found = Compilation("false", {"backend": backend})
     found.compile_blocks(model)
     with found.record_shapes():
         for length in (4, 6):
@@ -255,7 +255,7 @@ def test_a_model_is_compiled_as_a_whole_when_it_is_asked_for(regional, kinds):
         to_kwargs=lambda: {"backend": "eager"},
     )
     found = compile_model([model], model, plugin, "auto")
-    assert len(found.block_compilers) == kinds and found.shapes == "dynamic"
+    assert len(found.block_compilers) == kinds and found.dynamic == "true"
     assert ("forward" in vars(model)) != regional and ("forward" in vars(model.rows[0])) == regional
 
 

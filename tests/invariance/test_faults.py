@@ -131,7 +131,7 @@ def without_memory(phase: str, who: int, fits: int, *words: str) -> tuple[int, s
 @pytest.mark.parametrize(("ranks", "phase", "fits"), [(1, "backward", 1), (1, "forward", 0), (2, "backward", 1)])
 def test_a_step_that_finds_no_memory_is_cut_and_trains_the_same(dataset, whole, tmp_path, ranks, phase, fits):
     ends = on_ranks(
-        ranks, without_memory, phase, ranks - 1, fits, *flags(dataset, tmp_path, ranks, "--on_oom", "ladder")
+        ranks, without_memory, phase, ranks - 1, fits, *flags(dataset, tmp_path, ranks, "--on_oom", "recover")
     )
     assert [code for code, _ in ends] == [0] * ranks, ends
     text = ends[0][1]
@@ -157,7 +157,7 @@ def test_without_the_ladder_it_is_told_where_it_was_and_what_to_try(dataset, who
     if phase != "optimizer":
         assert re.search(rf"with {4 // ranks} pictures of 80x48: pictures/\d\d\.png, ", text)
     assert "Try next: --cache_latents, after which the VAE is not needed" in text and "Traceback" not in text
-    assert ("--on_oom ladder" in text) == (phase != "optimizer")
+    assert ("--on_oom recover" in text) == (phase != "optimizer")
     if ranks == 2:
         assert ends[0][0] == 1 and "ended" not in ends[0][1] and "stopped" not in ends[0][1]
     goes_on_exactly(dataset, whole, tmp_path, ranks)
@@ -172,7 +172,7 @@ def goes_on_exactly(dataset: Path, whole: dict[int, Path], folder: Path, ranks: 
 
 
 def test_at_the_foot_of_the_ladder_the_run_ends(dataset, tmp_path):
-    ((code, text),) = on_ranks(1, without_memory, "forward", 0, -1, *flags(dataset, tmp_path, 1, "--on_oom", "ladder"))
+    ((code, text),) = on_ranks(1, without_memory, "forward", 0, -1, *flags(dataset, tmp_path, 1, "--on_oom", "recover"))
     assert code == 2 and "gradient_checkpointing is switched on" in text, text
     assert f"out of memory in step {STEP + 1} in the forward pass, with 1 picture of 80x48" in text
     assert list(tmp_path.glob("lora-step*-state"))

@@ -91,13 +91,13 @@ def test_a_lost_picture_trains_nothing_and_the_others_the_same_on_one_rank_and_t
 
 
 def test_too_many_lost_pictures_end_the_run_on_all_ranks_in_the_same_step(masked, tmp_path):
-    flags = run_of(tmp_path, masked, 2, 1, "--max_train_steps", "40", "--max_bad_samples", "2")
+    flags = run_of(tmp_path, masked, 2, 1, "--max_train_steps", "40", "--max_invalid_images", "2")
     lost = ("02.png", "04.png", "07.png")
     (step, said, told), (other_step, other_said, other_told) = on_ranks(2, losing, lost, *flags)
 
     assert step == other_step < 30 and said == other_said and (told, other_told) == (False, True)
     first, *lines = said.splitlines()
-    assert first == "3 of 8 pictures cannot be read any more; max_bad_samples is 2:"
+    assert first == "3 of 8 pictures cannot be read any more; max_invalid_images is 2:"
     folder = masked.parent / "pictures"
     assert sorted(lines) == [
         f"{folder / name}: was fine at the start and cannot be read now: the disk is gone" for name in lost
@@ -107,12 +107,12 @@ def test_too_many_lost_pictures_end_the_run_on_all_ranks_in_the_same_step(masked
 @pytest.mark.parametrize(
     ("lost", "limit", "said"),
     [
-        (("02.png",), "0", "1 of 8 pictures cannot be read any more; max_bad_samples is 0:"),
+        (("02.png",), "0", "1 of 8 pictures cannot be read any more; max_invalid_images is 0:"),
         (("01.png", "02.png", "03.png", "04.png"), "10", "4 of 8 pictures cannot be read any more; that is half of"),
     ],
 )
 def test_the_first_ends_the_run_when_none_is_allowed_and_half_of_all_in_any_case(masked, tmp_path, lost, limit, said):
-    flags = run_of(tmp_path, masked, 1, 4, "--max_train_steps", "20", "--max_bad_samples", limit)
+    flags = run_of(tmp_path, masked, 1, 4, "--max_train_steps", "20", "--max_invalid_images", limit)
     ((step, found, _),) = on_ranks(1, losing, lost, *flags)
 
     assert found.startswith(said) and step <= CHECK_INTERVAL_STEPS
@@ -120,7 +120,7 @@ def test_the_first_ends_the_run_when_none_is_allowed_and_half_of_all_in_any_case
 
 @pytest.mark.parametrize("lost", [("03.png",), tuple(f"{number:02d}.png" for number in range(1, 9))])
 def test_what_was_learnt_is_kept_when_the_last_step_shows_that_too_many_are_lost(masked, tmp_path, lost):
-    flags = run_of(tmp_path, masked, 1, 8, "--max_train_steps", "2", "--max_bad_samples", "0")
+    flags = run_of(tmp_path, masked, 1, 8, "--max_train_steps", "2", "--max_invalid_images", "0")
     ((step, found, _),) = on_ranks(1, losing, lost, *flags)
 
     assert step <= 1 and "pictures cannot be read any more" in found

@@ -33,7 +33,7 @@ from library.training import activation_checkpointing
 
 __all__ = ["even"]  # a fixture
 
-KINDS = ["float", "fp8", "int8", "nf4"]
+KINDS = ["none", "fp8", "int8", "nf4"]
 WIDEST = max(later - earlier for earlier, later in pairwise(NF4_LEVELS)) / 2
 
 
@@ -53,13 +53,13 @@ def test_no_number_is_further_off_than_its_bits_allow(kind, shape):
         padded = F.pad(weight.flatten(), (0, -weight.numel() % NF4_BLOCK_SIZE)).view(-1, NF4_BLOCK_SIZE)
         most = padded.abs().amax(1, keepdim=True).expand_as(padded).flatten()[: weight.numel()].view_as(rows)
     bound = {
-        "float": 0 * most,
+        "none": 0 * most,
         "int8": most / 127,
         "fp8": 2**-4 * rows.abs() + most * 2**-9 / 448 + most * 2**-8,
         "nf4": most * (WIDEST + 2**-8),
     }[kind]
     assert found.shape == weight.shape and (off <= bound).all()
-    assert kind == "float" or off.any()
+    assert kind == "none" or off.any()
 
 
 def test_what_the_bits_can_hold_comes_back_as_it_was():
@@ -73,7 +73,7 @@ def test_what_the_bits_can_hold_comes_back_as_it_was():
 
 def test_a_weight_takes_the_room_of_its_bits():
     size = {kind: QuantizedWeight.quantize(torch.randn(64, 1024).bfloat16(), kind).nbytes / 65536 for kind in KINDS}
-    assert size["float"] == 2 and 1 < size["int8"] == size["fp8"] < 1.01 and 0.5 < size["nf4"] < 0.54
+    assert size["none"] == 2 and 1 < size["int8"] == size["fp8"] < 1.01 and 0.5 < size["nf4"] < 0.54
 
 
 @pytest.mark.parametrize(("kind", "most"), [("fp8", 4.1), ("int8", 4.1), ("nf4", 6.2)])
@@ -135,7 +135,7 @@ def test_weights_are_sent_ahead_and_at_most_two_are_there(is_twice):
     swap = WeightOffloader(torch.device("cpu"), device.copy)
     layers = [nn.Linear(4, 4).requires_grad_(False) for _ in range(6)]
     for layer in layers:
-        convert_frozen_layer(layer, swap.offload(QuantizedWeight.quantize(layer.weight, "float")))
+        convert_frozen_layer(layer, swap.offload(QuantizedWeight.quantize(layer.weight, "none")))
     fetched = []
     for _ in range(3):
         before, given = (device.made, swap.prefetch_hits), torch.ones(1, 4, requires_grad=True)
@@ -190,7 +190,7 @@ def test_the_program_takes_no_more_memory_for_weights_than_it_may_be_ahead(room,
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     swap = WeightOffloader(torch.device("cpu"), torch.clone)
     swap._copy_stream = CopyStream(torch.device("cpu"), device)
-    fetches = [swap.offload(QuantizedWeight.quantize(torch.zeros(16), "float")) for _ in range(6)]
+    fetches = [swap.offload(QuantizedWeight.quantize(torch.zeros(16), "none")) for _ in range(6)]
     held = []
     for _ in range(4):
         for fetch in fetches:
@@ -220,7 +220,7 @@ def gradients(folder: Path, cases):
             draw = torch.Generator().manual_seed(1)
             for item in run.parameters:
                 item.data = torch.randn(item.shape, generator=draw) * 0.05
-            for _ in range(2 if "--gradient_checkpointing_budget" in words else 1):  # the first finds out what to keep
+            for _ in range(2 if "--activation_memory_budget" in words else 1):  # the first finds out what to keep
                 run.optimizer.zero_grad(set_to_none=True)
                 loss = run.oom_recovery.compute_gradients(run.strategy, run.task, next(run.loader.iter_steps(0)), 0)
             assert all(item.grad.any() for item in run.parameters)
@@ -228,7 +228,7 @@ def gradients(folder: Path, cases):
     return found
 
 
-BUDGETS = [("--gradient_checkpointing", "--gradient_checkpointing_budget", share) for share in ("0.4", "1")]
+BUDGETS = [("--gradient_checkpointing", "--activation_memory_budget", share) for share in ("0.4", "1")]
 SAME = [
     *BUDGETS,
     ("--gradient_checkpointing", "--gradient_checkpointing_every", "2"),
@@ -245,7 +245,7 @@ OFF = {"int8": 0.05, "fp8": 0.2, "nf4": 0.5}
 )
 def test_gradients_are_those_of_the_plain_run(model, same, kinds, tmp_path):
     fewer = [
-        ("--base_storage", kind, *more)
+        ("--quantize_base", kind, *more)
         for kind in kinds
         for more in ((), ("--blocks_to_swap", "2", "--gradient_checkpointing"))
     ]
@@ -279,7 +279,7 @@ def test_every_nth_block_is_computed_twice_and_what_from_waits_on_the_host(monke
 
 @pytest.mark.long
 def test_two_processes_learn_what_one_learns_with_weights_at_rest(even, tmp_path):
-    flags = ("--base_storage", "int8", "--blocks_to_swap", "1", "--optimizer_type", "SGD")
+    flags = ("--quantize_base", "int8", "--blocks_to_swap", "1", "--optimizer_type", "SGD")
     one, two = (trained(tmp_path / str(ranks), ranks, 4 // ranks, 1, *flags, dataset=even) for ranks in (1, 2))
     assert difference(one, two) < 1e-4
 
@@ -302,7 +302,7 @@ def test_mistakes_are_told_before_anything_is_loaded(even, tmp_path):
             "--gradient_checkpointing_every",
             "2",
             "--cpu_offload_checkpointing",
-            "--gradient_checkpointing_budget",
+            "--activation_memory_budget",
             "0.5",
             "--blocks_to_swap",
             "1",
@@ -313,7 +313,7 @@ def test_mistakes_are_told_before_anything_is_loaded(even, tmp_path):
     ).problems
     assert [problem.partition(":")[0] for problem in found] == [
         "--gradient_checkpointing_every",
-        "--gradient_checkpointing_budget",
+        "--activation_memory_budget",
         "--cpu_offload_checkpointing",
         "--gradient_checkpointing_every",
         "--cpu_offload_checkpointing",  # beside a budget where blocks are compiled
@@ -322,4 +322,4 @@ def test_mistakes_are_told_before_anything_is_loaded(even, tmp_path):
     ]
     (told,) = on_ranks(1, refused, *words, "--blocks_to_swap", "99", "--quiet")
     assert len(told) == 1 and told[0].startswith("--blocks_to_swap: 99; this model has ")
-    assert parse_config([*words, "--fp8_base"]).config.model.base_storage == "fp8"
+    assert parse_config([*words, "--fp8_base"]).config.model.quantize_base == "fp8"

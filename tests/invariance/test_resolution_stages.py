@@ -328,7 +328,7 @@ def test_the_largest_size_to_come_is_tried_before_the_first_step_and_nothing_is_
     assert seen == [(3, 2, 64, 96)]
     assert "with 2 pictures of 96x64" in told and "they come from step 8 on, and were tried beforehand" in told
 
-    ladder = ("--auto_resume", "--on_oom", "ladder")
+    ladder = ("--auto_resume", "--on_oom", "recover")
     ((seen, _),) = on_ranks(1, tried, 48 * 48, *words, "--output_dir", str(other), *ladder)
     assert {count for step, count, *_ in seen if step < 7} == {2}, "a ladder goes down when the size comes"
 

@@ -137,7 +137,7 @@ def test_what_changes_the_result_needs_a_word(whole, dataset, tmp_path):
         AssertionError, match=r"pictures in a step: \[2\] -> \[4\]; with it the result is another(.|\n)*seed: 3 -> 4"
     ):
         on_ranks(1, train, *flags(dataset, folder, "--resume", "latest", "--seed", "4", "--train_batch_size", "2"))
-    on_ranks(1, train, *flags(dataset, folder, "--resume", "latest", "--seed", "4", "--resume_anyway"))
+    on_ranks(1, train, *flags(dataset, folder, "--resume", "latest", "--seed", "4", "--force_resume"))
     assert steps_done(folder) == STEPS
 
 
@@ -156,7 +156,7 @@ def test_rates_for_other_parts_and_an_average_may_begin_later(whole, dataset, tm
             dataset,
             folder,
             "--auto_resume",
-            "--resume_anyway",
+            "--force_resume",
             "--learning_rate",
             "1e-30",
             "--network_args",
@@ -170,7 +170,7 @@ def test_rates_for_other_parts_and_an_average_may_begin_later(whole, dataset, tm
 def test_an_adapter_of_another_size_is_refused_with_its_name(whole, dataset, tmp_path):
     folder = cut(whole, tmp_path / "cut", 3)
     with pytest.raises(AssertionError, match=r"the adapter of the state is another one: 96 of 96 weights differ"):
-        on_ranks(1, train, *flags(dataset, folder, "--resume", "latest", "--network_dim", "3", "--resume_anyway"))
+        on_ranks(1, train, *flags(dataset, folder, "--resume", "latest", "--network_dim", "3", "--force_resume"))
 
 
 def test_broken_states_are_named_and_passed_over(whole, dataset, tmp_path):
@@ -309,7 +309,7 @@ def test_settings_of_how_and_where_may_change():
         (["--resume", "latest", "--auto_resume"], "not both"),
         (["--resume", "nowhere"], "no such folder"),
         (["--resume", ""], "empty: no such folder"),
-        (["--resume_anyway"], "nothing is resumed"),
+        (["--force_resume"], "nothing is resumed"),
         (["--save_last_n_steps_state", "3"], "set save_state"),
     ],
 )

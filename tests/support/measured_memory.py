@@ -64,7 +64,7 @@ def measure_step(folder: Path, *flags: str) -> int:
     folder = folder / os.environ.get("RANK", "0")
     folder.mkdir()
     train_config = load_config(*flags)[0].train
-    steps = 2 if train_config.blocks_to_swap or train_config.gradient_checkpointing_budget else 1  # the first differs
+    steps = 2 if train_config.blocks_to_swap or train_config.activation_memory_budget else 1  # the first differs
     with build_run(folder, steps, *flags) as run:
         compute_gradients, peaks = run.strategy.compute_gradients, []
 

@@ -101,7 +101,7 @@ def test_progress_may_go_several_at_a_time_and_say_nothing_when_it_is_quick(caps
 
 def test_a_length_of_time_passed_is_told_in_lines(capsys, monkeypatch):
     log.configure_logging(simple=True)
-    monkeypatch.setattr(log, "SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(log, "PROGRESS_LOG_INTERVAL", 0.0)
     with log.ProgressBar(30, 0, "looking", enabled=True, log_first_and_last=False) as progress:
         for _ in range(3):
             progress.update({}, 10)

@@ -8,11 +8,11 @@ from library.errors import ConfigError
 from library.randomness import derive_rng, derive_seed
 from library.registry import Registry, suggest_name
 
-TABLE = Registry("thing", "library", {"size": ".config.values:Size", "gone": ".config.values:Gone"})
+TABLE = Registry("thing", "library", {"size": ".config.types:Resolution", "gone": ".config.types:Gone"})
 
 
 def test_a_name_is_imported_when_it_is_asked_for():
-    assert TABLE.get("size").__name__ == "Size"
+    assert TABLE.get("size").__name__ == "Resolution"
     assert TABLE.list_names() == ["gone", "size"]
 
 
@@ -25,7 +25,7 @@ def test_the_user_may_name_a_module_of_their_own():
     [
         ("sise", "unknown thing 'sise'; did you mean size?"),
         ("other", "unknown thing 'other'; there are: gone, size"),
-        ("gone", "module .config.values has no 'Gone'"),
+        ("gone", "module .config.types has no 'Gone'"),
         ("nowhere:x", "No module named 'nowhere'"),
     ],
 )

@@ -62,7 +62,7 @@ def test_every_benchmark_is_listed_and_has_help(capsys):
         (["stap"], "unknown benchmark 'stap'; choose from step, startup"),
         (["step", "--dataset_config", "x"], "--dataset_config: set by the benchmark; remove it"),
         (["step", "--bench_step", "2"], "--bench_step: unknown option"),
-        (["memory", "--base_storage", "int8"], "--base_storage: set by the benchmark; choose with --switches"),
+        (["memory", "--quantize_base", "int8"], "--quantize_base: set by the benchmark; choose with --switches"),
         (["memory", "--count", "--fsdp"], "--fsdp: this benchmark runs on one device"),
         (["strategies", "--fsdp"], "--fsdp: set by the benchmark; choose with --layouts"),
         (["pipeline"], "--pp_size: a pipeline needs at least 2 stages"),
@@ -221,7 +221,7 @@ def test_every_memory_switch_is_compared_to_the_baseline(monkeypatch):
     jobs = {}
     monkeypatch.setattr(memory, "compare_variants", lambda variants, **options: jobs.update(variants) or [])
     run_benchmark("memory", *SMALL)
-    assert list(jobs) == list(memory.SWITCHES) and jobs["nf4"] == [*jobs["baseline"], "--base_storage", "nf4"]
+    assert list(jobs) == list(memory.SWITCHES) and jobs["nf4"] == [*jobs["baseline"], "--quantize_base", "nf4"]
     half, every = (int(jobs[name][-1]) for name in ("swap_half", "swap_all"))
     assert 0 < half < every <= 2 * half + 1
 
@@ -250,7 +250,7 @@ def test_counted_flops_are_those_of_a_real_step_and_each_switch_saves_what_it_is
 
 @pytest.mark.long
 def test_real_workers_send_their_gradients_and_a_rejected_layout_is_reported():
-    options = ("--bench_steps", "2", "--repetitions", "1", "--network_dim", "4", "--on_oom", "ladder")
+    options = ("--bench_steps", "2", "--repetitions", "1", "--network_dim", "4", "--on_oom", "recover")
     measurements = run_benchmark("strategies", "--layouts", "DDP", "FSDP", "--resolution", "64", *options)
     assert "on_oom" in measurements["FSDP"]["note"]
     sent = measurements["DDP: bytes on the wire, all ranks"]["median"]

@@ -68,25 +68,25 @@ dataset_config = '{DATA[1]}'
     [
         (["--network_dimm", "3"], "--network_dimm: unknown option; did you mean --network_dim?"),
         (["--network-dim", "3"], "--network-dim: unknown option; did you mean --network_dim?"),
-        (["--network_dim"], "--network_dim: needs a value (INTEGER)"),
-        (["--network_dim", "3", "4"], "--network_dim: takes one value, got 2 (INTEGER)"),
+        (["--network_dim"], "--network_dim: expects a value (INTEGER)"),
+        (["--network_dim", "3", "4"], "--network_dim: expects one value, got 2 (INTEGER)"),
         (["--network_dim", "3.5"], "--network_dim: expected a whole number, got '3.5'"),
         (["--network_dim", "0"], "--network_dim: 0 is too small; at least 1"),
         (["--caption_dropout_rate", "1.5"], "--caption_dropout_rate: 1.5 is too large; at most 1"),
         (["--learning_rate", "nan"], "--learning_rate: expected a finite number, got nan"),
         (
             ["--enable_bucket", "true"],
-            "--enable_bucket: takes no value, got 'true'; write --enable_bucket or --no-enable_bucket",
+            "--enable_bucket: takes no value, got 'true'; use --enable_bucket or --no-enable_bucket",
         ),
-        (["--optimizer_args"], "--optimizer_args: needs at least one value (TEXT)"),
+        (["--optimizer_args"], "--optimizer_args: expects at least one value (TEXT)"),
         (["--resolution", "5x5"], "--resolution: expected a size in pixels, such as 512 or 512,768 (width, height)"),
         (
             ["--lr_warmup_steps", "1.5"],
             "--lr_warmup_steps: expected steps (100), a ratio of the run below 1 (0.1), or a percentage ('10%')",
         ),
-        (["-x"], "-x: unexpected; options start with -- and take one value"),
+        (["-x"], "-x: unexpected argument; options start with --"),
         (["--no-network_dim", "3"], "--no-network_dim: unknown option; did you mean --network_dim?"),
-        (["--config_file"], "--config_file: needs one value, a path"),
+        (["--config_file"], "--config_file: expects a path"),
         (
             ["--max_train_steps", "5", "--max_train_epochs", "1"],
             "--max_train_steps: max_train_epochs decides the length, too; give one of the two",
@@ -116,9 +116,9 @@ def test_a_mistake_on_the_command_line_is_named(argv, problem):
         ("network_dim = true", "network_dim: expected a whole number, got true"),
         ("output_name = 3", "output_name: expected a text, got 3"),
         ("optimizer_args = [1]", "optimizer_args: expected a text, got 1"),
-        ("network_dim = {a = 1}", "network_dim: a table; options take plain values"),
-        ("a = 1\n[x]\na = 2", "a: given twice; it stands in line 1 already"),
-        ("config_file = 'b'", "config_file: belongs on the command line"),
+        ("network_dim = {a = 1}", "network_dim: expected a value, got a table"),
+        ("a = 1\n[x]\na = 2", "a: duplicate key, first set in line 1"),
+        ("config_file = 'b'", "config_file: only allowed on the command line"),
     ],
 )
 def test_a_mistake_in_the_file_is_named_with_its_line(tmp_path, line, problem):
@@ -134,7 +134,7 @@ def test_a_dataset_file_given_as_config_file_is_recognised(tmp_path):
     path = run_file(tmp_path, "[[datasets]]\nresolution = 512\n")
 
     assert parse_config([*DATA, "--config_file", path]).problems == [
-        f"{path}:1: datasets: a table; options take plain values; this looks like a dataset file: name it with "
+        f"{path}:1: datasets: expected a value, got a table; this looks like a dataset TOML: give it with "
         "--dataset_config"
     ]
 
@@ -358,9 +358,9 @@ def test_a_zero_is_not_taken_for_a_switch_that_is_off(tmp_path):
 @pytest.mark.parametrize(
     ("argv", "problem"),
     [
-        (["--config_file="], "--config_file: 'nothing' is no file; name a TOML file"),
-        (["--config_file", "."], "--config_file: '.' is no file; name a TOML file"),
-        (["--config_file", "/"], "--config_file: '/' is no file; name a TOML file"),
+        (["--config_file="], "--config_file: '' is not a file; give the run TOML"),
+        (["--config_file", "."], "--config_file: '.' is not a file; give the run TOML"),
+        (["--config_file", "/"], "--config_file: '/' is not a file; give the run TOML"),
         (["--output_config=false"], "--output_config: takes no value, got 'false'"),
         (["--learning_rate", "inf"], "--learning_rate: expected a finite number, got inf"),
         (

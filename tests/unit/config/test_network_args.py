@@ -65,7 +65,7 @@ def originals(sites, name, *words, **options):
     """Original name -> (rank, alpha)."""
     found = sizes(sites, name, *words, **options)
     return {
-        site.original: (found[site.name].rank, found[site.name].alpha) for site in sites[name] if site.name in found
+        site.kohya_name: (found[site.name].rank, found[site.name].alpha) for site in sites[name] if site.name in found
     }
 
 
@@ -96,7 +96,11 @@ def test_without_them_modules_are_sd_scripts_own_text_encoders_included(name, fi
 
 def test_blocks_are_numbered_as_in_sd_scripts(sites):
     numbers = {
-        name: {site.original: get_unet_block_index(site.original, name) for site in sites[name] if not site.is_text}
+        name: {
+            site.kohya_name: get_unet_block_index(site.kohya_name, name)
+            for site in sites[name]
+            if not site.is_text_encoder
+        }
         for name in ("sd1", "sdxl")
     }
     assert set(numbers["sd1"].values()) == set(range(1, 25))
@@ -145,7 +149,7 @@ def test_weights_of_blocks_multiply_the_rate_and_0_leaves_a_block_out(sites):
     kept = [site for site in sites["sd1"] if site.name in found]
     assert not any("up_blocks" in site.name for site in kept)
     rates = {
-        site.name.split(".")[1] if not site.is_text else "text": _get_layer_lr(
+        site.name.split(".")[1] if not site.is_text_encoder else "text": _get_layer_lr(
             site, OptimConfig(learning_rate=1e-3, text_encoder_lr=(7e-5,)), arguments, FAMILY_FACTS["sd1"]
         )[1]
         for site in kept
@@ -239,14 +243,14 @@ def test_patterns_choose_modules_ranks_and_rates(sites):
     assert {rank for module, (rank, _) in found.items() if "lora_te" in module} == {2}
     arguments, _ = parse_network_args(["network_reg_lrs=mid_block=5e-3"])
     rate = {
-        site.original: _get_layer_lr(site, OptimConfig(), arguments, FAMILY_FACTS["sd1"])[1] for site in sites["sd1"]
+        site.kohya_name: _get_layer_lr(site, OptimConfig(), arguments, FAMILY_FACTS["sd1"])[1] for site in sites["sd1"]
     }
     assert {rate[module] for module in rate if "mid_block" in module} == {5e-3}
     assert {rate[module] for module in rate if "mid_block" not in module} == {1e-4}
 
 
 def test_lora_plus_speeds_up_the_up_matrices(sites):
-    text, image = (next(site for site in sites["sd1"] if site.is_text == is_text) for is_text in (True, False))
+    text, image = (next(site for site in sites["sd1"] if site.is_text_encoder == is_text) for is_text in (True, False))
     both, _ = parse_network_args(["loraplus_lr_ratio=4", "loraplus_text_encoder_lr_ratio=2"])
     assert (
         _get_loraplus_ratio(image, both),

@@ -133,13 +133,13 @@ def test_all_that_cannot_be_used_is_named_in_one_report(tmp_path):
 def test_bad_pictures_are_skipped_and_noted_when_that_is_asked_for(tmp_path):
     save(tmp_path / "a" / "good.png", caption="good")
     (tmp_path / "a" / "bad.png").write_bytes(b"bad")
-    prepared = made(tmp_path, "image_dir = 'a'\ncaption_extension = 'txt'", on_bad_data="skip")
+    prepared = made(tmp_path, "image_dir = 'a'\ncaption_extension = 'txt'", on_invalid_images="skip")
     assert [sample.key for sample in prepared.manifest.samples] == ["a/good.png"]
     assert prepared.manifest.notes[-1].startswith("1 pictures are skipped (1 no picture):\n  ")
     assert "bad.png: is not an image" in prepared.manifest.notes[-1]
     (tmp_path / "a" / "good.png").write_bytes(b"bad")
     with pytest.raises(ConfigError, match="no picture is left to train on"):
-        made(tmp_path, "image_dir = 'a'", on_bad_data="skip")
+        made(tmp_path, "image_dir = 'a'", on_invalid_images="skip")
 
 
 def test_a_folder_without_pictures_says_what_is_there_and_what_to_do(tmp_path):
@@ -206,7 +206,7 @@ def test_mistakes_in_metadata_files_are_named_with_their_lines(tmp_path):
         f"m.jsonl:2: 'b.png' not found in {Path.cwd()}, {tmp_path}",
         "m.jsonl:1: 'a.png': no caption and no tags",
         "m.jsonl:3: 'a.png': caption is not a string: 3",
-        "3 of 3 pictures cannot be used; mend or remove them, or leave them out with --on_bad_data skip",
+        "3 of 3 pictures cannot be used; mend or remove them, or leave them out with --on_invalid_images skip",
     ]
     for text, problem in {"{": "not valid JSON", "[]": "expected an object", "": "no images listed"}.items():
         (tmp_path / "m.jsonl").write_text(text)
@@ -379,7 +379,7 @@ def test_pictures_that_would_lose_too_much_are_named_or_skipped(tmp_path):
     assert caught.value.problems[0].startswith(
         f"{tmp_path}/a/thin.png: 300x40 pixels would lose 46.7% in the nearest bucket 128x32, more than bucket_max_crop"
     )
-    skipped = symmetric(tmp_path, "bucket_max_crop = 0.3", on_bad_data="skip")
+    skipped = symmetric(tmp_path, "bucket_max_crop = 0.3", on_invalid_images="skip")
     assert [sample.key for sample in skipped.manifest.samples] == ["a/good.png"]
     assert "thin.png: 300x40 pixels would lose" in skipped.manifest.notes[-1]
     assert len(symmetric(tmp_path, "bucket_max_crop = 0.47").assignments) == 2
@@ -388,7 +388,7 @@ def test_pictures_that_would_lose_too_much_are_named_or_skipped(tmp_path):
 def test_the_table_tells_what_is_cut_away_and_merging_is_noted(tmp_path):
     for name, width in {"0": 64, "1": 66, "2": 81, "wide": 128}.items():
         save(tmp_path / "a" / f"{name}.png", width, 64, caption="x")
-    plain, joined = symmetric(tmp_path), symmetric(tmp_path, "bucket_min_pictures = 4")
+    plain, joined = symmetric(tmp_path), symmetric(tmp_path, "bucket_min_images = 4")
     assert len(plain.buckets) == 3 and len(plain.manifest.notes) == 1
     (bucket,) = joined.buckets
     assert sorted(bucket.sample_indices) == [0, 1, 2, 3]

@@ -96,7 +96,7 @@ def test_a_mask_of_half_the_size_is_worth_the_same(tmp_path):
     save(tmp_path / "p" / "1.png", large.repeat(3, axis=2))
     save(tmp_path / "m" / "1.jpg.png", small)  # of no picture: it is called 1.jpg
     save(tmp_path / "m" / "1.bmp", small)
-    prepared = prepare_data(config(tmp_path, dataset(FOLDER), masked_loss=True, on_bad_data="skip"), 8)
+    prepared = prepare_data(config(tmp_path, dataset(FOLDER), masked_loss=True, on_invalid_images="skip"), 8)
     (batch,) = batches(prepared, epochs=1)
     assert torch.equal(batch.mask[:, 0], batch.pixels[:, 0])
 
@@ -284,16 +284,16 @@ def test_every_mask_that_cannot_be_used_is_named_in_one_report(zoo):
         "p/shape.png: its mask m/shape.png is 80x80 pixels, and the picture 120x80",
         "p/turned.png: its mask m/turned.png is 80x120 pixels, and the picture 120x80; it is turned, as when it was"
         " made without regard to the picture's EXIF orientation",
-        "m: 1 masks have no picture of their name in p: stray.png; remove them, or leave them be with --on_bad_data"
+        "m: 1 masks have no picture of their name in p: stray.png; remove them, or leave them be with --on_invalid_images"
         " skip",
-        "6 of 7 pictures cannot be used; mend or remove them, or leave them out with --on_bad_data skip",
+        "6 of 7 pictures cannot be used; mend or remove them, or leave them out with --on_invalid_images skip",
     ]
     assert found[1].startswith("p/broken.png: its mask m/broken.png is truncated: ")
     assert found[3] == "p/missing.png: has no mask; there is no missing.png, or with another ending, in m"
 
 
 def test_pictures_without_a_good_mask_are_skipped_and_noted_when_that_is_asked_for(zoo):
-    prepared = prepare_data(config(zoo, dataset(FOLDER), masked_loss=True, on_bad_data="skip"), 8)
+    prepared = prepare_data(config(zoo, dataset(FOLDER), masked_loss=True, on_invalid_images="skip"), 8)
     assert [sample.key for sample in prepared.manifest.samples] == ["p/good.png"]
     notes = "\n".join(prepared.manifest.notes)
     assert "6 pictures are skipped (6 mask)" in notes and "1 masks have no picture of their name" in notes
@@ -302,7 +302,7 @@ def test_pictures_without_a_good_mask_are_skipped_and_noted_when_that_is_asked_f
 def test_a_run_that_asks_for_masks_does_not_go_on_without_any(zoo):
     (zoo / "m" / "good.png").unlink()
     save(zoo / "q" / "1.png", noise(64, 64))
-    settings = config(zoo, dataset(FOLDER), dataset("image_dir = 'q'"), masked_loss=True, on_bad_data="skip")
+    settings = config(zoo, dataset(FOLDER), dataset("image_dir = 'q'"), masked_loss=True, on_invalid_images="skip")
     with pytest.raises(ConfigError) as caught:
         prepare_data(settings, 8)
     said = f"{zoo}/set.toml:9: conditioning_data_dir: no picture that has a mask can be used"

@@ -41,7 +41,7 @@ def symmetric(resolution=(512, 768), smallest=256, largest=1024, step=64, **sett
         "bucket_no_upscale": False,
         "bucket_mode": "symmetric",
         "bucket_max_crop": 1.0,
-        "bucket_min_pictures": 1,
+        "bucket_min_images": 1,
         "network_multiplier": 1.0,
         "validation_split": 0.0,
         "validation_seed": None,
@@ -189,7 +189,7 @@ def sample(number: int, size: tuple[int, int], dataset: int = 0, repeats: int = 
     st.sampled_from([0.3, 0.6, 1.0]),
 )
 def test_merging_keeps_every_picture_and_leaves_no_small_bucket_that_could_join(pictures, least, max_crop):
-    datasets = [symmetric(bucket_min_pictures=least, bucket_max_crop=max_crop), symmetric((512, 512))]
+    datasets = [symmetric(bucket_min_images=least, bucket_max_crop=max_crop), symmetric((512, 512))]
     samples, alone = [], []
     for number, (width, height, dataset) in enumerate(pictures):
         try:
@@ -223,7 +223,7 @@ def test_merging_keeps_every_picture_and_leaves_no_small_bucket_that_could_join(
 
 
 def test_small_buckets_join_the_nearest_by_log_ratio_and_pictures_are_counted_without_repeats():
-    dataset = symmetric((512, 512), bucket_min_pictures=2)
+    dataset = symmetric((512, 512), bucket_min_images=2)
     sizes = [(512, 512)] * 3 + [(576, 448)] * 2 + [(704, 384)] + [(256, 1024)]
     samples = [sample(number, size, repeats=5) for number, size in enumerate(sizes)]
     alone = [build_bucket_assigner(dataset)(*size) for size in sizes]
@@ -231,9 +231,9 @@ def test_small_buckets_join_the_nearest_by_log_ratio_and_pictures_are_counted_wi
     assert Counter(placement.bucket_resolution for placement in placements) == {(512, 512): 4, (576, 448): 3}
     assert placements[5] == BucketAssignment((576, 448), (821, 448), (122, 0))
     assert notes == [
-        "dataset 1: bucket 256x1024 has fewer pictures (1) than bucket_min_pictures 2; they join 512x512, where they"
+        "dataset 1: bucket 256x1024 has fewer pictures (1) than bucket_min_images 2; they join 512x512, where they"
         " lose at most 75.0%",
-        "dataset 1: bucket 704x384 has fewer pictures (1) than bucket_min_pictures 2; they join 576x448, where they"
+        "dataset 1: bucket 704x384 has fewer pictures (1) than bucket_min_images 2; they join 576x448, where they"
         " lose at most 29.8%",
     ]
     kept, notes = merge_small_buckets(samples, alone, [replace(dataset, bucket_max_crop=0.5)])
@@ -247,7 +247,7 @@ GOOD = "[[datasets]]\nresolution = 512\n[[datasets.subsets]]\nimage_dir = 'a'\n"
     ("general", "flags", "expected"),
     [
         ("bucket_max_crop = 0.5", {}, ["set.toml:2: bucket_max_crop: needs bucket_mode symmetric"]),
-        ("bucket_min_pictures = 3\nenable_bucket = true", {}, ["set.toml:2: bucket_min_pictures: needs bucket_mode"]),
+        ("bucket_min_images = 3\nenable_bucket = true", {}, ["set.toml:2: bucket_min_images: needs bucket_mode"]),
         ("enable_bucket = true", {"bucket_max_crop": 0.1}, ["--bucket_max_crop (for set.toml:3): needs bucket_mode"]),
         ("bucket_mode = 'symmetric'", {}, ["set.toml:2: bucket_mode: there are no buckets; set enable_bucket = true"]),
         (
@@ -257,7 +257,7 @@ GOOD = "[[datasets]]\nresolution = 512\n[[datasets.subsets]]\nimage_dir = 'a'\n"
         ),
         ("bucket_mode = 'square'", {}, ["set.toml:2: bucket_mode: the text 'square' is not one of kohya, symmetric"]),
         ("bucket_max_crop = 1.5", {}, ["set.toml:2: bucket_max_crop: 1.5 is too large; at most 1"]),
-        ("enable_bucket = true", {"bucket_mode": "symmetric", "bucket_max_crop": 0.1, "bucket_min_pictures": 2}, []),
+        ("enable_bucket = true", {"bucket_mode": "symmetric", "bucket_max_crop": 0.1, "bucket_min_images": 2}, []),
         ("bucket_max_crop = 1", {}, []),
     ],
 )

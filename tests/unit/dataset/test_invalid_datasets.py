@@ -232,13 +232,13 @@ def test_the_report_names_nothing_else_and_says_how_to_go_on(zoo, report):
     assert len(lines) == bad + 1
     assert lines[-1] == (
         f"{bad} of {len(FILES) + len(GOOD) + len(ENTRIES) + 1} pictures cannot be used; mend or remove"
-        " them, or leave them out with --on_bad_data skip"
+        " them, or leave them out with --on_invalid_images skip"
     )
     assert not any(name in report for name in GOOD)
 
 
 def test_without_the_bad_ones_the_good_ones_remain(zoo, report):
-    left = prepared(zoo, on_bad_data="skip")
+    left = prepared(zoo, on_invalid_images="skip")
     locked = [f"a/{bad.name}" for bad in FILES if not can_be_made(bad)]
     assert sorted(sample.key for sample in left.manifest.samples) == sorted(
         [*(f"a/{name}" for name in GOOD), "m/m.png", *locked]
@@ -282,7 +282,7 @@ def test_hundreds_of_bad_files_are_counted_and_listed_in_a_file(tmp_path):
         f"{tmp_path}/a/{number:03}.png" for number in range(101)
     ]
     with pytest.raises(ConfigError, match="no picture is left to train on"):
-        prepared(tmp_path, on_bad_data="skip")
+        prepared(tmp_path, on_invalid_images="skip")
 
 
 SETTINGS = """
@@ -431,7 +431,7 @@ def test_names_that_are_not_shown_stand_in_a_file(oddities):
 def test_avif_is_read_where_pillow_reads_it(oddities):
     (oddities / "a" / "new.avif").write_bytes(encoded("AVIF"))
     (oddities / "a" / "cut.avif").write_bytes(half("AVIF"))
-    prepared_ = prepared(oddities, on_bad_data="skip")
+    prepared_ = prepared(oddities, on_invalid_images="skip")
     assert "a/new.avif" in {sample.key for sample in prepared_.manifest.samples}
     assert "cut.avif: is a damaged AVIF" in prepared_.manifest.notes[-1]
 
@@ -454,4 +454,4 @@ def test_a_bad_file_of_two_datasets_is_named_once(tmp_path):
     with pytest.raises(ConfigError) as caught:
         prepared(tmp_path)
     assert len(caught.value.problems) == 2 and caught.value.problems[1].startswith("2 of 4 pictures cannot be used;")
-    assert [sample.dataset_index for sample in prepared(tmp_path, on_bad_data="skip").manifest.samples] == [0, 1]
+    assert [sample.dataset_index for sample in prepared(tmp_path, on_invalid_images="skip").manifest.samples] == [0, 1]

@@ -216,7 +216,7 @@ def test_broken_files_and_rows_are_reported_and_can_be_skipped(tmp_path):
     assert found[0].startswith("p/b.parquet: cannot be read as parquet: Parquet magic bytes not found in footer")
     assert found[1].startswith("p/a.parquet:2: is not an image that Pillow can read")
     assert found[2].startswith("p/a.parquet:3: cannot be read: the cell is empty")
-    skipped = prepare_subsets(tmp_path, "parquet = 'p'", on_bad_data="skip")
+    skipped = prepare_subsets(tmp_path, "parquet = 'p'", on_invalid_images="skip")
     assert [sample.key for sample in skipped.manifest.samples] == ["a.parquet/0", "a.parquet/1"]
     write_table(tmp_path / "p" / "b.parquet", {"image": [], "text": []})
     write_table(

@@ -121,7 +121,7 @@ def test_optimizer_state_is_measured_on_one_tensor_of_each_shape(name, arguments
 def test_half_precision_saves_less_and_swapped_or_quantized_weights_are_not_on_the_device():
     plain, half, quantized, swapped = (
         estimate(1, *FLUX, *flags, batch=SMALL)[0].memory
-        for flags in ((), ("--mixed_precision", "bf16"), ("--base_storage", "nf4"), ("--blocks_to_swap", "2"))
+        for flags in ((), ("--mixed_precision", "bf16"), ("--quantize_base", "nf4"), ("--blocks_to_swap", "2"))
     )
     assert half.weights == plain.weights / 2 and half.activations < plain.activations
     assert quantized.weights < plain.weights and swapped.weights < plain.weights
@@ -131,7 +131,7 @@ def test_half_precision_saves_less_and_swapped_or_quantized_weights_are_not_on_t
 # activations
 
 CHECKPOINTING = "--gradient_checkpointing"
-BUDGET = (CHECKPOINTING, "--gradient_checkpointing_budget", "0.5")
+BUDGET = (CHECKPOINTING, "--activation_memory_budget", "0.5")
 UNCACHED = ("--no-cache_latents", "--max_data_loader_n_workers", "0")
 
 
@@ -139,7 +139,7 @@ UNCACHED = ("--no-cache_latents", "--max_data_loader_n_workers", "0")
     ("world_size", "model", "flags"),
     [
         run(1, "sd1", ("--train_batch_size", "2", CHECKPOINTING)),
-        run(1, "flux", ("--base_storage", "nf4", "--blocks_to_swap", "1")),
+        run(1, "flux", ("--quantize_base", "nf4", "--blocks_to_swap", "1")),
         run(2, "flux", ("--cp_size", "2")),
         long(1, "sd1", ("--train_batch_size", "2")),
         long(1, "sd3", (CHECKPOINTING, "--gradient_checkpointing_every", "2")),
@@ -307,7 +307,7 @@ def find(world_size: int, *flags: str) -> tuple[set[str], list[str]]:
         (2, ("--fsdp",), {"FSDP 2", "FSDP 2, CPU offload"}),
         (2, ("--cp_size", "2"), {"CP 2"}),
         (2, ("--device_map", "sequential"), {"device map 2"}),
-        (2, ("--base_storage", "int8"), {"DDP 2", "CP 2"}),
+        (2, ("--quantize_base", "int8"), {"DDP 2", "CP 2"}),
         (2, COMPILED, {"CP 2"}),
         (2, (*COMPILED, "--dynamo_mode", "max-autotune"), set()),
         (2, (*COMPILED, *BUDGET), set()),
@@ -337,9 +337,9 @@ def test_layouts_are_combined_and_follow_the_model():
 
 
 def test_reasons_against_layouts_are_given_once_with_their_names():
-    (reason,) = find(2, *SD3, "--tp_size", "2", "--base_storage", "nf4")[1]
-    assert reason.startswith("--base_storage: this run spreads the frozen weights over processes")
-    sharded, compiled = find(2, *SD3, "--deepspeed", "--base_storage", "nf4", "--torch_compile")[1]
+    (reason,) = find(2, *SD3, "--tp_size", "2", "--quantize_base", "nf4")[1]
+    assert reason.startswith("--quantize_base: this run spreads the frozen weights over processes")
+    sharded, compiled = find(2, *SD3, "--deepspeed", "--quantize_base", "nf4", "--torch_compile")[1]
     assert sharded.startswith("ZeRO-1 2, ZeRO-1 2, optimizer offload, ZeRO-2 2,") and "torch_compile" in compiled
 
 
@@ -402,5 +402,5 @@ def test_options_that_contradict_the_run_are_not_suggested():
 def test_where_no_option_is_enough_all_that_help_are_suggested():
     suggestion, devices = suggest(memory=lambda memory: memory.reserved + memory.adapters)
     assert suggestion.memory.total > devices.memory
-    assert "--base_storage nf4" in suggestion.flags and "int8" not in suggestion.flags
+    assert "--quantize_base nf4" in suggestion.flags and "int8" not in suggestion.flags
     assert suggest(memory=lambda memory: memory.reserved + memory.adapters - 1)[0] is None

@@ -142,7 +142,7 @@ def test_the_users_own_file_is_filled_and_handed_on(file):
         (("--deepspeed", "--offload_optimizer_device", "disk"), TWO, "device disk: is not one of none, cpu, nvme"),
         ((), launched(OFFLOAD_OPTIMIZER_NVME_PATH="/x"), "offload_optimizer_nvme_path: nothing is kept in files"),
         (("--deepspeed", "--full_bf16", "--mixed_precision", "bf16"), TWO, "DeepSpeed keeps adapters in fp32"),
-        (("--deepspeed", "--on_oom", "ladder"), TWO, "--on_oom ladder: DeepSpeed exchanges in every backward"),
+        (("--deepspeed", "--on_oom", "recover"), TWO, "--on_oom recover: DeepSpeed exchanges in every backward"),
         (("--deepspeed", "--fsdp"), TWO, "--fsdp: DeepSpeed is asked for, too"),
         (
             ("--deepspeed",),

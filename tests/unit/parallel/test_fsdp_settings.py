@@ -94,7 +94,7 @@ def test_options_and_launcher_come_to_one_answer(flags, world, expected):
         (("--fsdp", "--dp_replicate_size", "4"), FOUR, "leaves nothing to share"),
         (("--fsdp", "--dp_replicate_size", "2", "--tp_size", "2"), FOUR, "2 x tp_size 2 takes all 4 processes"),
         (("--fsdp",), World(), "this is one process"),
-        (("--fsdp", "--on_oom", "ladder"), FOUR, "use --on_oom fail"),
+        (("--fsdp", "--on_oom", "recover"), FOUR, "use --on_oom fail"),
         ((), launched(FSDP_ACTIVATION_CHECKPOINTING="true"), "add --gradient_checkpointing"),
         ((), launched(FSDP_VERSION="1"), "use fsdp_version 2"),
         ((), launched(FSDP_SHARDING_STRATEGY="HYBRID_SHARD"), "dp_replicate_size is HYBRID_SHARD"),

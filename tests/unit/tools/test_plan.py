@@ -197,7 +197,7 @@ def test_problems_of_the_dataset_file_are_reported_with_those_of_options(dataset
         (["--preview", "nowhere/x.png"], "nowhere: no such folder"),
         (["--preview", "a/x.png"], "--preview: a/x.png is in an image folder"),
         (["--preview", "deep/s/x.png"], "--preview: deep/s/x.png is in an image folder"),
-        (["--preview"], "--preview: needs a value"),
+        (["--preview"], "--preview: expects a value"),
         (["--discrete_flow_shift", "3"], "--discrete_flow_shift: means nothing for Stable Diffusion 1"),
         (["--pretrained_model_name_or_path", "nowhere.safetensors"], "nowhere.safetensors"),
         (["--bucket_max_crop", "0.5"], "--bucket_max_crop (for {folder}/set.toml:6): needs bucket_mode symmetric"),
@@ -362,8 +362,8 @@ def test_sizes_and_speeds_of_devices_are_read_and_belong_together(dataset):
             "--device_map: there is no device 2; this process sees devices 0 to 1 --device_map: 'nowhere' is no module",
         ),
         (
-            ("--gpu_memory", "24GB", "--world_size", "2", "--fsdp", "--base_storage", "nf4"),
-            "--base_storage: this run spreads the frozen weights over processes",
+            ("--gpu_memory", "24GB", "--world_size", "2", "--fsdp", "--quantize_base", "nf4"),
+            "--quantize_base: this run spreads the frozen weights over processes",
         ),
     ],
 )

@@ -135,7 +135,7 @@ def test_too_many_bad_steps_end_the_run_with_the_last_good_weights(dataset, tmp_
     flags = ("--dataset_config", str(dataset), *SETTINGS, "--train_batch_size", "4", "--output_dir", str(tmp_path))
 
     with pytest.raises(AssertionError, match="3 steps had a loss or gradient that is no number"):
-        on_ranks(1, train_with_a_spoilt_step, 0, -6, False, *flags, "--output_name", "stopped", "--max_bad_steps", "3")
+        on_ranks(1, train_with_a_spoilt_step, 0, -6, False, *flags, "--output_name", "stopped", "--max_nan_steps", "3")
 
     on_ranks(1, train, *flags, "--output_name", "good", "--save_every_n_steps", "6")
     assert same(str(tmp_path / "stopped-step00000008.safetensors"), str(tmp_path / "good-step00000006.safetensors"))
