@@ -1,4 +1,4 @@
-"""``python -m library plan --dataset_config FILE [...]``: print buckets, steps and estimated memory, without training."""
+"""``python -m library plan --dataset_config FILE [...]``: print buckets, steps and memory estimates, before training."""
 
 import json
 from collections.abc import Iterator, Sequence

@@ -82,7 +82,8 @@ def prepare_run(options: list[str], world_size: int):
     """Prepare dataset and plan as training does."""
     config = parse_config(options).require_valid()
     prepared = prepare_data(config.data, detect_model(None).size_multiple)
-    return prepared, RunPlan.from_config(prepared.build_batch_plan(world_size, config.train), config.train, config.optim)
+    batch_plan = prepared.build_batch_plan(world_size, config.train)
+    return prepared, RunPlan.from_config(batch_plan, config.train, config.optim)
 
 
 @pytest.mark.parametrize("golden", sorted(GOLDEN.glob("*.json")), ids=lambda path: path.stem)
