@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..atomic_files import write_atomic
 from .image_ref import ImageRef
 from .listing import ListedImage
 from .schema import DatasetConfig
@@ -166,21 +167,6 @@ def _read_entries(path: Path, version: str) -> dict[str, CachedScan]:
 
 def _compute_digest(version: str, body: bytes) -> str:
     return hashlib.blake2b(body, key=hashlib.sha256(version.encode()).digest(), digest_size=16).hexdigest()
-
-
-def write_atomic(path: Path, data: bytes) -> None:
-    """Write a file so that readers see either the old or the new content."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}-{os.getpid()}-{os.urandom(4).hex()}")
-    try:
-        with temporary.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 class ScanRoots:

@@ -11,7 +11,6 @@ from ..errors import ConfigError
 from ..models.detect import DetectedModel
 from ..models.families import FAMILIES
 from ..models.loading import load_components_on_meta
-from ..optim.optimizers import validate_optimizer
 from ..parallel.offload import find_innermost_blocks
 from .memory_estimate import DevicePart, MemoryEstimate, estimate_memory, estimate_optimizer_state, split_model
 from .meta_run import LargestBatch, MetaRun, count_all_reduce_bytes
@@ -114,7 +113,6 @@ class LayoutReport:
 
 def search_layouts(finder: LayoutFinder, batch: LargestBatch, devices: Devices) -> LayoutReport:
     """Estimate every layout that the settings allow; if none fits, suggest options that save memory."""
-    validate_optimizer(finder.config.optim)
     if problems := finder.validate():
         raise ConfigError(problems)
     layouts, reasons = finder.find_layouts()

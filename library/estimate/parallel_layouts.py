@@ -20,7 +20,7 @@ from ..distributed.preflight import validate_compiled_context_parallel, validate
 from ..distributed.world import World
 from ..models.detect import DetectedModel
 from ..models.families import FAMILIES
-from ..optim.optimizers import validate_elementwise_optimizer
+from ..optim.preflight import validate_elementwise_optimizer, validate_optimizer
 from ..parallel.deepspeed import DeepSpeedStrategy
 from ..training.preflight import validate_model_parallel, validate_quantize_offload
 
@@ -93,7 +93,8 @@ class LayoutFinder:
 
     def validate(self) -> list[str]:
         """Why training would reject the user's own settings on so many devices."""
-        return [*self._validate_launch(self.config), *self._validate_model(self.config)]
+        launch, model = self._validate_launch(self.config), self._validate_model(self.config)
+        return [*validate_optimizer(self.config.optim), *launch, *model]
 
     def add_options(self, options: Mapping[str, Any]) -> "LayoutFinder | None":
         """Add options to the user's; None if they change nothing or contradict the run."""

@@ -9,10 +9,12 @@ from pathlib import Path
 from ..atomic_files import find_write_error
 from ..cache.model_fingerprint import compute_quick_file_fingerprint, compute_quick_model_fingerprint
 from ..cache.precompute import CacheReaders, cache_latents, cache_text_encoder_outputs
+from ..cache.readers import build_validation_reader
 from ..config import RunConfig
 from ..config.schema_output import PreviewConfig
 from ..data.prepare import PreparedData
 from ..data.prompts import Prompt, load_prompts
+from ..data.run_plan import RunPlan
 from ..distributed.launcher_settings import find_overridden_settings
 from ..distributed.signals import StopSignals
 from ..distributed.trackers import Trackers
@@ -24,8 +26,8 @@ from ..models.base import Family
 from ..models.detect import DetectedModel, detect_model
 from ..models.families import FAMILIES
 from ..models.preflight import validate_prompts
-from ..optim import optimizers, schedules
-from ..optim.optimizers import validate_elementwise_optimizer
+from ..optim.preflight import validate_elementwise_optimizer, validate_lr_schedule, validate_optimizer
+from ..optim.schedules import build_lr_schedule
 from ..parallel.strategy import Strategy
 from ..parallel.strategy_registry import build_strategy
 from ..report import preview_grid
@@ -42,7 +44,7 @@ from .preview import Preview
 from .resume import Resume
 from .setup import build_run, load_training_pipeline, prepare_dataset
 from .shutdown import FailureHandler
-from .state import RunPlan, StopRequested, TrainingRun
+from .state import StopRequested, TrainingRun
 from .step_guards import TooManyFailures
 from .trainable import check_adapter_targets
 from .validation import Validation
@@ -53,13 +55,13 @@ logger = logging.getLogger(__name__)
 def run_training(config: RunConfig, locations: Mapping[str, str] | None = None) -> None:
     """Train from beginning to end; ``locations`` says where each option was written."""
     started_at = time.time()
-    optimizers.validate_optimizer(config.optim)
-    schedules.validate_lr_schedule(config.optim)
+    if problems := [*validate_optimizer(config.optim), *validate_lr_schedule(config.optim)]:
+        raise ConfigError(problems)
     strategy = build_strategy(config)
     folder, name = Path(config.save.output_dir), config.save.output_name
     with strategy.comm.process_group_scope(), closing(strategy):
         divider = strategy.optimizer_sharding_engine
-        if divider and (problems := validate_elementwise_optimizer(config.optim, divider)):
+        if divider and (problems := [*validate_elementwise_optimizer(config.optim, divider)]):
             raise ConfigError(problems)
         with ExitStack() as held:
             strategy.comm.run_on_main(lambda: _prepare_output_dir(config, folder, name, held))
@@ -104,7 +106,7 @@ def _prepare_and_train(
     )
     for line in format_plan(prepared, plan, strategy.data_parallel_size).splitlines():
         logger.info("%s", line)
-    schedules.build_lr_schedule(config.optim, plan.steps)  # some are made for so many steps and no more
+    build_lr_schedule(config.optim, plan.steps)  # some schedulers fail for this number of steps
     going_on = Resume(config, strategy.comm, detected, prepared, plan, started_at)
     if going_on.is_complete(plan):
         return
@@ -244,8 +246,8 @@ def _build_preview(config: RunConfig, prompts: Sequence[Prompt]) -> Preview:
 
 def _build_validation(config: RunConfig, prepared: PreparedData, cache_readers: CacheReaders) -> list[Validation]:
     """One, where pictures are kept for it."""
-    found = prepared.build_validation_reader(
-        config.validate.max_validation_steps, cache_readers.latent_reader, cache_readers.text_reader
+    found = build_validation_reader(
+        prepared, config.validate.max_validation_steps, cache_readers.latent_reader, cache_readers.text_reader
     )
     return [] if found is None else [Validation(config.validate, *found)]
 

@@ -16,10 +16,12 @@ from ..adapters.regularization import MaxNormRegularizer
 from ..atomic_files import find_write_error
 from ..cache.paths import resolve_cache_dirs
 from ..cache.precompute import CacheReaders
+from ..cache.readers import build_step_loader
 from ..config import RunConfig
 from ..config.validate_objective import find_active_options, validate_objective_for_model
 from ..data.prepare import PreparedData, prepare_data
 from ..data.prompts import Prompt
+from ..data.run_plan import RunPlan
 from ..diffusion.objective import Objective
 from ..diffusion.process import FlowMatchingProcess
 from ..diffusion.weighting import find_unbounded_weightings
@@ -34,12 +36,13 @@ from ..models.parallel_plan import build_tensor_parallel_plan, map_layer_token_s
 from ..models.schedulers import override_scheduler
 from ..optim import optimizers, schedules
 from ..optim.ema import AdapterEMA
+from ..optim.preflight import find_learning_rate_warnings
 from ..parallel.blocks import BlockSequence, ParallelPlan, UNetBlockSequence
 from ..parallel.offload import is_quantized_or_offloaded, quantize_and_offload_base
 from ..parallel.strategy import Strategy
 from .activation_checkpointing import enable_activation_checkpointing
 from .init_weights import InitialWeights, load_network_weights
-from .state import NullMetricLogger, RunPlan, TrainingRun
+from .state import NullMetricLogger, TrainingRun
 from .step_guards import BadSamples, NanGuard, OomRecovery
 from .task import DiffusionTask
 from .trainable import (
@@ -140,7 +143,8 @@ def build_run(
         build_lora_dropout(config.adapter, trained, adapter),
         pads_texts=config.parallel.pp_size > 1,
     )
-    loader = prepared.build_image_loader(
+    loader = build_step_loader(
+        prepared,
         plan.batch_plan,
         strategy.data_parallel_rank,
         total_steps=plan.steps,
@@ -190,7 +194,7 @@ def _build_oom_recovery(config: RunConfig, trainable: Any) -> OomRecovery:
 
 
 def _build_optimizer(config: RunConfig, groups: Sequence[optimizers.ParamGroup]) -> torch.optim.Optimizer:
-    for line in optimizers.find_learning_rate_warnings(config.optim, groups):
+    for line in find_learning_rate_warnings(config.optim, groups):
         logger.warning("%s", line)
     optimizer = optimizers.build_optimizer(config.optim, groups)
     logger.info("optimizer: %s", optimizers.describe_optimizer(optimizer))

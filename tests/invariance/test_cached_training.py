@@ -358,7 +358,7 @@ def with_a_picture_that_breaks(dataset_file: str, on_invalid_images: str) -> Any
     honest = cache_family.cache_latents
 
     def breaking(config, strategy, *others):
-        strategy.all_gather_list([None])  # all have looked at the pictures
+        strategy.comm.barrier()  # all have looked at the pictures
         (Path(dataset_file).parent / "pictures" / "03.png").write_bytes(b"broken since")
         return honest(config, strategy, *others)
 

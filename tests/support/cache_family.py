@@ -12,13 +12,15 @@ from torch.nn.functional import avg_pool2d
 
 from library.cache import encode
 from library.cache.precompute import cache_latents, cache_text_encoder_outputs
+from library.cache.readers import build_step_loader
 from library.config import RunConfig, parse_config
 from library.data.batch import Cond, Moments
 from library.data.prepare import PreparedData, prepare_data
+from library.data.run_plan import RunPlan
 from library.distributed.accelerator import prepare_accelerator
+from library.distributed.communicator import Communicator
 from library.models.detect import detect_model
 from library.parallel.strategy import Strategy
-from library.training.state import RunPlan
 
 
 class Plain:
@@ -97,7 +99,8 @@ class Kept:
         self.texts = cache_text_encoder_outputs(self.config, self.strategy, family, model, self.prepared, self.plan, [])
 
     def loader(self) -> Any:
-        return self.prepared.build_image_loader(
+        return build_step_loader(
+            self.prepared,
             self.plan.batch_plan,
             self.strategy.comm.rank,
             total_steps=self.plan.steps,

@@ -12,7 +12,7 @@ from library.config import parse_config
 from library.distributed.deepspeed_settings import DeepSpeedSettings, resolve_deepspeed_settings
 from library.distributed.preflight import find_launch_problems
 from library.distributed.world import World
-from library.optim.optimizers import validate_elementwise_optimizer
+from library.optim.preflight import validate_elementwise_optimizer
 
 STAGE_3 = ("--deepspeed", "--zero_stage", "3")
 TWO = World(world_size=2, local_world_size=2, local_rank=0, mixed_precision="no")
@@ -212,19 +212,19 @@ def test_a_model_in_files_is_handed_on_with_all_that_is_said_about_it(file, tmp_
 
 @pytest.mark.parametrize("name", ["", "AdamW", "SGDNesterov", "lion", "RMSprop"])
 def test_optimizers_that_treat_each_number_for_itself_may_be_divided(name):
-    assert validate_elementwise_optimizer(config("--optimizer_type", name).optim, "DeepSpeed") == []
+    assert not [*validate_elementwise_optimizer(config("--optimizer_type", name).optim, "DeepSpeed")]
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "Prodigy", "CAME", "AdamW8bit", "Muon", "AdamWScheduleFree"])
 def test_optimizers_that_look_at_more_are_refused_with_what_works(name):
     (problem,) = validate_elementwise_optimizer(config("--optimizer_type", name).optim, "DeepSpeed")
-    assert problem.startswith(f"--optimizer_type {name}: looks at tensors as a whole") and "or --fsdp" in problem
+    assert problem.startswith(f"--optimizer_type {name}: needs whole tensors") and "or --fsdp" in problem
 
 
 def test_a_run_stops_over_such_an_optimizer_and_over_words_that_deepspeed_does_not_know(tmp_path, file):
     (tmp_path / "data.toml").write_text(f"[[datasets]]\n[[datasets.subsets]]\nimage_dir = '{tmp_path}'\n")
     flags = ("--dataset_config", str(tmp_path / "data.toml"), "--output_dir", str(tmp_path / "out"))
-    with pytest.raises(AssertionError, match="DeepSpeed gives each process pieces of them; take AdamW"):
+    with pytest.raises(AssertionError, match="DeepSpeed shards them over processes; use AdamW"):
         on_ranks(1, train, *flags, "--deepspeed", "--optimizer_type", "Adafactor")
 
     world = file(zero_optimization={"stage": 3, "stage3_max_live_parameter": 5})

@@ -17,9 +17,9 @@ from library.config import parse_config
 from library.data.contact_sheet import overlay_mask
 from library.data.images import resize_and_crop
 from library.data.prepare import prepare_data
+from library.data.run_plan import RunPlan
 from library.dataset.image_inspection import load_rgb_image
 from library.models.detect import detect_model
-from library.training.state import RunPlan
 
 ROOT = Path(__file__).resolve().parents[3]
 GOLDEN = Path(__file__).resolve().parents[2] / "data" / "dataset_configs"
