@@ -1,4 +1,4 @@
-"""``python -m library plan --dataset_config FILE [...]``: print buckets, steps and memory estimates, before training."""
+"""``python -m library plan --dataset_config FILE [...]``: print buckets, steps and memory, without training."""
 
 import json
 from collections.abc import Iterator, Sequence
