@@ -8,8 +8,6 @@ from .image_ref import ImageRef
 from .schema import SubsetConfig
 
 IMAGE_EXTENSIONS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".avif", ".jxl")
-
-
 SHOWN_NAMES = 3
 
 
@@ -113,9 +111,9 @@ def format_count(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def format_first_names(names: Sequence[str]) -> str:
+def format_first_names(names: Sequence[str], max_names: int = SHOWN_NAMES) -> str:
     """Join the first few names, with dots if there are more."""
-    return ", ".join(names[:SHOWN_NAMES]) + (", ..." if len(names) > SHOWN_NAMES else "")
+    return ", ".join(names[:max_names]) + (", ..." if len(names) > max_names else "")
 
 
 def is_image_file(name: str) -> bool:

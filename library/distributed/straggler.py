@@ -6,10 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.nn.parallel import DistributedDataParallel
 
 TimeMark = Any
 """A mark in the device's order of work, or the time where the device is the processor itself."""
@@ -58,17 +54,6 @@ class StragglerMonitor:
         return sum(_measure_seconds(began, ready) for began, ready, _ in steps), sum(
             _measure_seconds(one, end) for one, _, end in steps
         )
-
-    def attach(self, model: nn.Module) -> None:
-        """Know when the last gradients of ``model`` are on their way, if DDP exchanges them."""
-        for module in model.modules():
-            if isinstance(module, DistributedDataParallel):
-                module.register_comm_hook(None, self._all_reduce_bucket)
-
-    def _all_reduce_bucket(self, _: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined, unused-ignore]
-        if bucket.is_last():
-            self.mark_gradients_ready()
-        return allreduce_hook(None, bucket)  # type: ignore[arg-type]
 
     def _record_mark(self) -> TimeMark:
         if self._device.type == "cpu":

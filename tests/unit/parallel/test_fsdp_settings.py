@@ -1,4 +1,4 @@
-"""Options, launcher and world say one thing about sharding, or the run does not start."""
+"""FSDP settings of options and launcher are resolved to one configuration, or refused."""
 
 from dataclasses import replace
 
@@ -70,7 +70,7 @@ def launched(**said: str) -> World:
         (("--gradient_checkpointing",), launched(FSDP_ACTIVATION_CHECKPOINTING="true"), FSDPSettings(1, 4)),
     ],
 )
-def test_options_and_launcher_come_to_one_answer(flags, world, expected):
+def test_fsdp_options_and_launcher_are_resolved_to_one_configuration(flags, world, expected):
     asked = resolve_fsdp(config(*flags), world)
 
     assert (asked.settings, asked.problems, asked.notices) == (expected, (), ())
@@ -105,14 +105,14 @@ def test_options_and_launcher_come_to_one_answer(flags, world, expected):
         ((), launched(**{**SIZES, "PARALLELISM_CONFIG_CP_SIZE": "2"}), "write --cp_size behind the script"),
     ],
 )
-def test_what_cannot_be_had_is_told_before_joining_the_others(flags, world, expected):
+def test_invalid_fsdp_settings_are_refused_before_the_rendezvous(flags, world, expected):
     (problem,) = find_launch_problems(config(*flags), world)
 
     assert expected in problem
     assert resolve_fsdp(config(*flags), world).settings is None
 
 
-def test_what_changes_nothing_is_said():
+def test_launcher_settings_without_effect_are_reported():
     remarks = resolve_fsdp(
         config(), launched(FSDP_STATE_DICT_TYPE="FULL_STATE_DICT", FSDP_FORWARD_PREFETCH="true")
     ).notices
@@ -123,7 +123,7 @@ def test_what_changes_nothing_is_said():
     ]
 
 
-def test_every_variable_that_accelerate_exports_is_honoured_refused_or_told():
+def test_every_exported_fsdp_variable_is_used_refused_or_reported():
     from argparse import Namespace
 
     from accelerate.commands.launch import launch_command_parser
@@ -180,7 +180,7 @@ def test_every_variable_that_accelerate_exports_is_honoured_refused_or_told():
         ("torchrun --nproc_per_node 4 t.py --fsdp --dp_replicate_size 2", {}, "true", ""),
     ],
 )
-def test_the_doctor_says_the_same_of_a_command(command, settings, value, expected, tmp_path, monkeypatch):
+def test_the_doctor_reports_the_same_problems_for_a_command(command, settings, value, expected, tmp_path, monkeypatch):
     use_environment(monkeypatch, tmp_path, ACCELERATE_USE_CPU="true")
     if settings:
         write_accelerate_config(tmp_path, **settings)

@@ -184,7 +184,7 @@ def test_problems_of_the_dataset_file_are_reported_with_those_of_options(dataset
         "--world_size: expected a whole number, got 'two'",
         "--network_dim: 0 is too small",
         f"{tmp_path}/set.toml:8: batch_sise: unknown key",
-        f"{tmp_path}/set.toml:15: image_dir: '{tmp_path}/c' is not there",
+        f"{tmp_path}/set.toml:15: image_dir: '{tmp_path}/c' not found",
     ]
 
 
@@ -295,7 +295,7 @@ def test_masks_are_listed_counted_and_drawn(tmp_path):
     wanted = overlay_mask(pixels, mask).repeat(3, axis=0).repeat(3, axis=1)
     assert contains_image(np.asarray(Image.open(tmp_path / "sheet.png")), wanted)
     without = plan("--dataset_config", tmp_path / "set.toml")
-    assert without.returncode == 2 and "masks in a folder are used with --masked_loss" in without.stderr
+    assert without.returncode == 2 and "a folder of masks needs --masked_loss" in without.stderr
 
 
 def contains_image(sheet: np.ndarray, image: np.ndarray) -> bool:
@@ -306,9 +306,9 @@ def contains_image(sheet: np.ndarray, image: np.ndarray) -> bool:
 
 def test_log_messages_go_to_stderr(dataset, tmp_path):
     (tmp_path / "a" / ".cache-lorikeet" / "scan").mkdir(parents=True)
-    (tmp_path / "a" / ".cache-lorikeet" / "scan" / "pictures.json").write_text("torn")
+    (tmp_path / "a" / ".cache-lorikeet" / "scan" / "images.json").write_text("torn")
     done = plan(*dataset, "--json")
-    assert f"{tmp_path}/a/.cache-lorikeet/scan/pictures.json is damaged" in done.stderr
+    assert f"{tmp_path}/a/.cache-lorikeet/scan/images.json is damaged" in done.stderr
     assert len(json.loads(done.stdout)["datasets"]) == 2
     assert plan(*dataset, "--json").stderr == ""
 
