@@ -355,7 +355,7 @@ def test_sizes_and_speeds_of_devices_are_read_and_belong_together(dataset):
         ),
         (
             ("--optimizer_type", "torch.optim.LBFGS", "--gpu_memory", "24GB"),
-            "its step wants closure, since it computes",
+            "its step() requires closure: it evaluates",
         ),
         (("--gpu_memory", "24GB", "--cp_size", "2"), "--cp_size 2: 1 processes cannot be dealt out in groups of 2"),
         (
