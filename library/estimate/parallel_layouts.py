@@ -12,11 +12,11 @@ from ..config.options import build_config, flatten_config
 from ..config.schema_distributed import ParallelConfig
 from ..config.types import DeviceMap
 from ..config.validate import validate_config
-from ..distributed.deepspeed_settings import DeepSpeedSettings, resolve_deepspeed_settings
+from ..distributed.deepspeed_settings import DeepSpeedSettings, resolve_deepspeed
 from ..distributed.devices import HOST
 from ..distributed.fsdp_settings import FSDPSettings, resolve_fsdp
-from ..distributed.parallel_dims import ParallelDims, build_parallel_dims, validate_parallel_dims
-from ..distributed.preflight import validate_compiled_context_parallel, validate_device_map_launch
+from ..distributed.parallel_dims import ParallelDims, build_parallel_dims
+from ..distributed.preflight import validate_parallelism
 from ..distributed.world import World
 from ..models.detect import DetectedModel
 from ..models.families import FAMILIES
@@ -93,8 +93,8 @@ class LayoutFinder:
 
     def validate(self) -> list[str]:
         """Why training would reject the user's own settings on so many devices."""
-        launch, model = self._validate_launch(self.config), self._validate_model(self.config)
-        return [*validate_optimizer(self.config.optim), *launch, *model]
+        launch = validate_parallelism(self.config, self._build_world(self.config.parallel))
+        return [*validate_optimizer(self.config.optim), *launch, *self._validate_model(self.config)]
 
     def add_options(self, options: Mapping[str, Any]) -> "LayoutFinder | None":
         """Add options to the user's; None if they change nothing or contradict the run."""
@@ -108,14 +108,6 @@ class LayoutFinder:
     def _known_problems(self) -> set[Any]:
         return set(validate_config(self.config, self.explicit))
 
-    def _validate_launch(self, config: RunConfig) -> Iterator[str]:
-        world = self._build_world(config.parallel)
-        yield from resolve_fsdp(config, world).problems
-        yield from resolve_deepspeed_settings(config, world)[1]
-        yield from validate_parallel_dims(config, world)
-        yield from validate_device_map_launch(config, world)
-        yield from validate_compiled_context_parallel(config, world)
-
     def _validate_model(self, config: RunConfig) -> Iterator[str]:
         return iter(validate_model_parallel(config, FAMILIES.get(self.model.family)(config.model), self.model))
 
@@ -123,7 +115,7 @@ class LayoutFinder:
         for problem in validate_config(layout.config, self.explicit | set(layout.options)):
             if problem not in self._known_problems:
                 yield f"--{problem[0][0]}: {problem[1]}"
-        yield from self._validate_launch(layout.config)
+        yield from validate_parallelism(layout.config, self._build_world(layout.config.parallel))
         is_replicated = layout.sharding is None and layout.zero is None
         has_whole_model = is_replicated and layout.dims.cp == layout.dims.model_parallel_size
         yield from validate_quantize_offload(layout.config, has_whole_model)
@@ -135,8 +127,9 @@ class LayoutFinder:
         defaults["zero_stage"] = flatten_config(RunConfig())["zero_stage"]
         config: RunConfig = build_config(RunConfig, {**flatten_config(self.config), **defaults, **options})
         world = self._build_world(config.parallel)
-        sharding, zero = resolve_fsdp(config, world).settings, resolve_deepspeed_settings(config, world)[0]
-        return ParallelLayout(name, options, config, build_parallel_dims(config, world), sharding, zero)
+        sharding = resolve_fsdp(config.sharding, config.parallel.tp_size, world)
+        dims, zero = build_parallel_dims(config.parallel, world.world_size), resolve_deepspeed(config.deepspeed, world)
+        return ParallelLayout(name, options, config, dims, sharding, zero)
 
     def _build_world(self, parallel: ParallelConfig) -> World:
         return World.build_fake(1 if parallel.device_map else self.num_devices, self.num_devices)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from ..config import RunConfig
 from ..distributed.accelerator import prepare_accelerator, set_deepspeed_device, unset_fsdp_variable
 from ..distributed.communicator import Communicator
-from ..distributed.deepspeed_settings import resolve_deepspeed_settings
-from ..distributed.fsdp_settings import resolve_fsdp
+from ..distributed.deepspeed_settings import resolve_deepspeed
+from ..distributed.fsdp_settings import find_ignored_fsdp_settings, resolve_fsdp
 from ..distributed.parallel_dims import build_parallel_dims
 from ..distributed.world import World
 from ..registry import Registry
@@ -33,17 +33,15 @@ STRATEGIES: Registry[type[Strategy]] = Registry(
 def build_strategy(config: RunConfig, is_stop_requested: Callable[[], bool] = lambda: False) -> Strategy:
     """Join the process group and build the strategy of this run."""
     world = World.from_environment()
-    fsdp = resolve_fsdp(config, world)
-    deepspeed, _ = resolve_deepspeed_settings(config, world)
-    comm = Communicator(prepare_accelerator(config))  # which raises the problems of both
+    comm = Communicator(prepare_accelerator(config))
     unset_fsdp_variable()
     set_deepspeed_device(comm.device)
-    for notice in fsdp.notices:
+    for notice in find_ignored_fsdp_settings(world):
         logger.warning("%s", notice)
     settings = StrategySettings(
-        build_parallel_dims(config, world),
-        fsdp.settings,
-        deepspeed,
+        build_parallel_dims(config.parallel, world.world_size),
+        resolve_fsdp(config.sharding, config.parallel.tp_size, world),
+        resolve_deepspeed(config.deepspeed, world),
         config.parallel.device_map,
         config.parallel.pp_schedule,
         is_stop_requested,

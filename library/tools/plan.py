@@ -76,7 +76,7 @@ def run(argv: Sequence[str]) -> tuple[str, int]:
     if options.preview:
         problems += _validate_preview_path(Path(options.preview).expanduser(), data)
     if not problems and "world_size" in own.locations and training.config.parallel.model_parallel_size > 1:
-        from ..distributed.parallel_dims import validate_parallel_dims  # imports torch
+        from ..distributed.preflight import validate_parallel_dims  # imports torch
         from ..distributed.world import World
 
         problems += validate_parallel_dims(training.config, World.build_fake(options.world_size))

@@ -269,7 +269,7 @@ def prepare_dataset(config: RunConfig, comm: Communicator, pixel_step: int) -> P
     comm.assert_equal_across_ranks(
         {
             "number of pictures": len(prepared.manifest.samples),
-            "pictures, captions or dataset settings": prepared.manifest.compute_fingerprint(),
+            "images, captions or dataset settings": prepared.manifest.compute_fingerprint(),
         }
     )
     return prepared

@@ -339,4 +339,4 @@ def test_accelerate_launch_with_a_deepspeed_config_file(even, tmp_path):
     )
 
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "DeepSpeed: ZeRO 2, 2 processes, optimizer in host memory" in done.stdout + done.stderr
+    assert "DeepSpeed: ZeRO stage 2, world size 2, optimizer offloaded to host memory" in done.stdout + done.stderr

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from training_runs import difference, train
 
 from library.config import parse_config
-from library.distributed.parallel_dims import ParallelDims, build_parallel_dims, validate_parallel_dims
+from library.distributed.parallel_dims import ParallelDims, build_parallel_dims
+from library.distributed.preflight import validate_parallel_dims
 from library.distributed.world import World
 from library.errors import ConfigError
 from library.models.detect import detect_model
@@ -186,13 +187,13 @@ def test_ranks_have_distinct_coordinates_and_share_a_pipeline_with_their_group()
 
 def test_parallel_dims_divide_the_world_size():
     config = parse_config(["--dataset_config", __file__, "--pp_size", "2", "--tp_size", "2"]).config
-    assert build_parallel_dims(config, World(world_size=8)) == ParallelDims(2, 2, 2) and not [
+    assert build_parallel_dims(config.parallel, 8) == ParallelDims(2, 2, 2) and not [
         *validate_parallel_dims(config, World(world_size=8))
     ]
     (problem,) = validate_parallel_dims(config, World(world_size=6))
-    assert problem.startswith("--pp_size 2 --tp_size 2: 6 processes cannot be dealt out in groups of 4; start 8")
+    assert problem.startswith("--pp_size 2 --tp_size 2: the world size 6 is not a multiple of 4; start 8")
     shared = replace(config, parallel=replace(config.parallel, pp_size=1, cp_size=3))
-    assert build_parallel_dims(shared, World(world_size=12)) == ParallelDims(2, 1, 2, 3)
+    assert build_parallel_dims(shared.parallel, 12) == ParallelDims(2, 1, 2, 3)
 
 
 # what cannot be

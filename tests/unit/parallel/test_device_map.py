@@ -135,13 +135,14 @@ def test_device_maps_are_refused_with_other_engines_and_too_few_devices():
     def problems(written: str, **facts: Any) -> list[str]:
         machine = Machine(device_type="cuda", device_count=facts.pop("count", 2))
         config = parse_config(["--device_map", written]).config
-        return [*validate_device_map_launch(config, World(device_type="cuda", machine=machine, **facts))]
+        world = World(device_type="cuda", machine=machine, **facts)
+        return [*validate_device_map_launch(config.parallel.device_map, config.distributed, world)]
 
-    assert "the launcher asks for DeepSpeed; take one" in problems("auto", engines=("DeepSpeed",))[0]
-    assert "the launcher asks for dynamo" in problems("auto", dynamo_backend="INDUCTOR")[0]
+    assert "the launcher requests DeepSpeed; use one" in problems("auto", engines=("DeepSpeed",))[0]
+    assert "the launcher requests torch.compile" in problems("auto", dynamo_backend="INDUCTOR")[0]
     assert problems("auto") == [] and problems('{"": 0, "a": 1}') == []
-    assert "this is one of 2; start one process, or use --pp_size" in problems("auto", world_size=2)[0]
-    assert "this process sees 1 accelerators" in problems("auto", count=1)[0]
+    assert "the world size is 2; start one process, or use --pp_size" in problems("auto", world_size=2)[0]
+    assert "and this process sees 1; remove it" in problems("auto", count=1)[0]
     assert "there is no device 2; this process sees devices 0 to 1" in problems('{"": 0, "a": 2}')[0]
     both = parse_config(["--dataset_config", __file__, "--device_map", "auto", "--tp_size", "2", "--fsdp"]).problems
     told = [f"--device_map: not together with --{other}; take one of the two out" for other in ("tp_size", "fsdp")]
@@ -154,7 +155,7 @@ def train_with_device_map_on_cpu(*flags: str) -> str:
     from library.parallel import device_map
     from library.training import metrics
 
-    preflight.validate_device_map_launch = lambda args, world: []
+    preflight.validate_device_map_launch = lambda *_: []
     device_map.list_devices = lambda first: [first, first]
     peaks = cycle([5e9, 7e9])  # of one and of the other
     metrics.get_peak_memory = lambda device: next(peaks)
