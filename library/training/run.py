@@ -11,6 +11,7 @@ from ..cache.model_fingerprint import compute_quick_file_fingerprint, compute_qu
 from ..cache.precompute import CacheReaders, cache_latents, cache_text_encoder_outputs
 from ..cache.readers import build_validation_reader
 from ..config import RunConfig
+from ..config.options import flatten_config
 from ..config.schema_output import PreviewConfig
 from ..data.prepare import PreparedData
 from ..data.prompts import Prompt, load_prompts
@@ -172,7 +173,7 @@ def _train_and_save(
     report, learnt = SaveReport(save_adapter, plan_text, prompts, metrics, resume.started_at), UpdateNorms()
     guard = WeightSyncCheck(config.distributed.check_sync_every_n_steps, [save_adapter, keeper])
     trackers, wanted = Trackers(strategy.comm), strategy.comm.is_main
-    trackers.init_trackers(config)
+    trackers.init_trackers(config.log, flatten_config(config))
     with signals, ProgressBar(run.plan.steps, run.state.step, "training", enabled=wanted) as progress:
         file = MetricsFile(metrics, run.state.step) if wanted else None
         run.metric_logger = TrainingLogger(progress, file, trackers, run.state.samples)
