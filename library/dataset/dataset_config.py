@@ -33,7 +33,6 @@ from .validate_keys import (
 )
 
 Values = dict[str, LocatedValue]
-
 _PLACEHOLDER_RESOLUTION = Resolution(1, 1)  # keeps the config complete when the resolution is missing or invalid
 
 MUSUBI_SUBSET_KEYS: Mapping[str, str] = {"image_directory": "image_dir", "image_jsonl_file": "metadata_file"}
@@ -57,7 +56,6 @@ _UNSUPPORTED_MUSUBI_KEYS: Mapping[str, str] = {
         "videos",
     ),
 }
-
 _EXTRA_DATASET_KEYS = (
     "bucket_mode bucket_max_crop bucket_min_images weight resolution_schedule from_step to_step".split()
 )

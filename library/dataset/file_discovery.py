@@ -223,7 +223,7 @@ def resolve_shards(subset: SubsetConfig) -> Shards:
     listed: set[Path] = set()
     for key in SHARD_EXTENSIONS:
         for name in getattr(subset, key):
-            setting = f"{subset.locate(key)}: {key}"
+            setting = subset.format_location(key)
             try:
                 files = list(_resolve_name(name, key, subset))
             except ValueError as error:

@@ -78,16 +78,16 @@ class SubsetListing:
 
     def add_problem(self, key: str, message: str) -> None:
         """Add a problem with the subset as a whole."""
-        self.problems.append(f"{self.subset.locate(key)}: {key}: {message}")
+        self.problems.append(f"{self.subset.format_location(key)}: {message}")
 
     def mark_used(self, key: str, value: str = "") -> None:
         """Note that a key, or one value of its list, had an effect."""
-        self.used_settings.add(f"{self.subset.locate(key)}: {key}: {value}")
+        self.used_settings.add(f"{self.subset.format_location(key)}: {value}")
 
     def mark_unused(self, key: str, message: str, value: str = "") -> None:
         """Note that it had none: an error unless it is also set for another subset, where it has one."""
         if key in self.subset.locations:
-            setting = f"{self.subset.locations[key]}: {key}"
+            setting = self.subset.format_location(key)
             self.unused_settings[f"{setting}: {value}"] = f"{setting}: {message}"
 
     def add_caption_notes(self, location: str, caption: str = "caption") -> None:

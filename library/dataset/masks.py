@@ -194,12 +194,12 @@ def find_subsets_without_masks(datasets: Sequence[DatasetConfig], masks: Sequenc
     for subset in (subset for dataset in datasets for subset in dataset.subsets):
         if get_mask_source(subset) == "alpha":
             problems.append(
-                f"{subset.locate('alpha_mask')}: alpha_mask: no image has transparent parts; remove alpha_mask, or use"
+                f"{subset.format_location('alpha_mask')}: no image has transparent parts; remove alpha_mask, or use"
                 " images with transparency"
             )
         elif get_mask_source(subset) == "folder":
-            where = subset.locate("conditioning_data_dir")
-            problems.append(f"{where}: conditioning_data_dir: none of the usable images has a mask")
+            where = subset.format_location("conditioning_data_dir")
+            problems.append(f"{where}: none of the usable images has a mask")
     return problems
 
 

@@ -16,8 +16,21 @@ DatasetKind = Literal["dreambooth", "finetuning", "controlnet"]
 """Captions in files next to the images, captions in a metadata file, or images with a folder of masks."""
 
 
+class _LocatedKeys:
+    locations: Mapping[str, str]
+
+    def locate(self, key: str) -> str:
+        """Return where the value of ``key`` was set, for the start of a message."""
+        return self.locations.get(key, self.locations[""])
+
+    def format_location(self, key: str) -> str:
+        """Return the location and the key; a location that is a flag names the key itself."""
+        location = self.locate(key)
+        return location if location.startswith("--") else f"{location}: {key}"
+
+
 @dataclass(frozen=True)
-class SubsetConfig:
+class SubsetConfig(_LocatedKeys):
     """One source of images (folder, metadata file, parquet files or tar shards) with its settings."""
 
     image_dir: str | None
@@ -61,10 +74,6 @@ class SubsetConfig:
     locations: Mapping[str, str] = field(compare=False, repr=False)  # "file:line" of each key; "" for the subset itself
     join_caption_lines: bool = False  # musubi-tuner joins the lines of a caption; not a key of the file
 
-    def locate(self, key: str) -> str:
-        """Return where the value of ``key`` was set, for the start of a message."""
-        return self.locations.get(key, self.locations[""])
-
     def resolve_image_dir(self) -> Path | None:
         return self._resolve(self.image_dir)
 
@@ -99,7 +108,7 @@ class SubsetConfig:
 
 
 @dataclass(frozen=True)
-class DatasetConfig:
+class DatasetConfig(_LocatedKeys):
     """Subsets that are trained at the same resolution and batch size."""
 
     kind: DatasetKind
@@ -125,15 +134,6 @@ class DatasetConfig:
     from_step: int = 0  # first step that trains this dataset, counted from 0
     to_step: int | None = None  # end of these steps, exclusive
     dataset_number: int = 0  # index in the file
-
-    def locate(self, key: str) -> str:
-        """Return where the value of ``key`` was set, for the start of a message."""
-        return self.locations.get(key, self.locations[""])
-
-    def format_location(self, key: str) -> str:
-        """Return the location and the key; a location that is a flag names the key itself."""
-        location = self.locate(key)
-        return location if location.startswith("--") else f"{location}: {key}"
 
 
 def resolve_path(dataset_file: Path, name: str) -> Path:

@@ -57,7 +57,7 @@ def validate_paths(datasets: Sequence[DatasetConfig]) -> Iterator[str]:
             ("metadata_file", subset.resolve_metadata_file(), "file"),
         )
         for key, path, expected in paths:
-            where = f"{subset.locate(key)}: {key}"
+            where = subset.format_location(key)
             if path is None or (path.is_dir() if expected == "folder" else path.is_file()):
                 continue
             if path.exists():
@@ -76,14 +76,14 @@ def validate_supported_features(datasets: Sequence[DatasetConfig]) -> Iterator[s
     """Yield sd-scripts' settings that are not implemented; nothing is accepted and then ignored."""
     for dataset in datasets:
         if dataset.network_multiplier != 1:
-            where = dataset.locate("network_multiplier")
-            yield f"{where}: network_multiplier: not supported yet: values other than 1"
+            where = dataset.format_location("network_multiplier")
+            yield f"{where}: not supported yet: values other than 1"
     for subset in _iter_subsets(datasets):
         if subset.face_crop_aug_range:
-            where = f"{subset.locate('face_crop_aug_range')}: face_crop_aug_range"
+            where = subset.format_location("face_crop_aug_range")
             yield f"{where}: not supported yet: cropping around faces; crop the images beforehand"
         for name, value in (subset.custom_attributes or {}).items():
-            where = f"{subset.locate('custom_attributes')}: custom_attributes: {name}"
+            where = f"{subset.format_location('custom_attributes')}: {name}"
             if name == _KNOWN_ATTRIBUTE and value:
                 yield f"{where}: not supported yet: the loss against the output of the base model"
             elif name != _KNOWN_ATTRIBUTE and (hint := suggest_name(name, [_KNOWN_ATTRIBUTE])):
@@ -112,7 +112,7 @@ def find_unused_keys(datasets: Sequence[DatasetConfig]) -> Iterator[str]:
                 yield f"{dataset.locations[key]}: {key}: not used, because {reason}"
     for subset in _iter_subsets(datasets):
         if names := set(subset.custom_attributes or {}) - {_KNOWN_ATTRIBUTE}:
-            where = f"{subset.locate('custom_attributes')}: custom_attributes"
+            where = subset.format_location("custom_attributes")
             yield f"{where}: {', '.join(sorted(names))}: not used, training reads no such attributes"
 
 
@@ -133,7 +133,7 @@ def validate_masks(datasets: Sequence[DatasetConfig], config: DataConfig) -> Ite
 
 def _validate_mask_dir(subset: SubsetConfig, config: DataConfig) -> Iterator[str]:
     image_dir, mask_dir = subset.resolve_image_dir(), subset.resolve_mask_dir()
-    where = f"{subset.locate('conditioning_data_dir')}: conditioning_data_dir"
+    where = subset.format_location("conditioning_data_dir")
     if not config.masked_loss:
         yield f"{where}: a folder of masks needs --masked_loss; set it for the run"
     if image_dir is None or mask_dir is None or not image_dir.is_dir() or not mask_dir.is_dir():
@@ -157,7 +157,7 @@ def validate_latent_caching(datasets: Iterable[DatasetConfig], cache: CacheConfi
         for key, change in _RANDOM_AUGMENTATIONS.items():
             if getattr(subset, key):
                 yield (
-                    f"{subset.locate(key)}: {key}: cannot be used with {option}, because images are {change} at"
+                    f"{subset.format_location(key)}: cannot be used with {option}, because images are {change} at"
                     " random each time; remove one of the two"
                 )
 
@@ -181,7 +181,7 @@ def validate_resolution_multiple(datasets: Sequence[DatasetConfig], size_multipl
         if dataset.enable_bucket:
             if (step := dataset.bucket_reso_steps) % size_multiple:
                 problems.append(
-                    f"{dataset.locate('bucket_reso_steps')}: bucket_reso_steps: {step} is not a multiple of"
+                    f"{dataset.format_location('bucket_reso_steps')}: {step} is not a multiple of"
                     f" {size_multiple}, which this model needs; set {_round_to_multiple(step, size_multiple)}"
                 )
             continue
@@ -235,13 +235,13 @@ def validate_run_length(
 def _validate_dataset_steps(dataset: DatasetConfig) -> Iterator[str]:
     schedule = dataset.resolution_schedule
     if dataset.to_step is not None and dataset.to_step <= dataset.from_step:
-        yield f"{dataset.locate('to_step')}: to_step: {dataset.to_step} is not above from_step {dataset.from_step}"
+        yield f"{dataset.format_location('to_step')}: {dataset.to_step} is not above from_step {dataset.from_step}"
     if schedule is None:
         return
     where = dataset.format_location("resolution_schedule")
     for key, default in (("from_step", 0), ("to_step", None)):
         if getattr(dataset, key) != default:
-            yield f"{dataset.locate(key)}: {key}: resolution_schedule sets the steps already; remove {key}"
+            yield f"{dataset.format_location(key)}: resolution_schedule sets the steps already; remove {key}"
     if schedule.has_native and not dataset.enable_bucket:
         yield f"{where}: native needs buckets; set enable_bucket = true"
     elif schedule.has_native and dataset.bucket_mode == "symmetric":

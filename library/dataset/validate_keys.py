@@ -230,7 +230,7 @@ def _validate_inherited_keys(datasets: Sequence[DatasetConfig]) -> Iterator[str]
 def _validate_weights(datasets: Sequence[DatasetConfig]) -> Iterator[str]:
     locations = [dataset.locations["weight"] for dataset in datasets if "weight" in dataset.locations]
     for dataset in datasets:
-        where = f"{dataset.locate('weight')}: weight"
+        where = dataset.format_location("weight")
         if dataset.weight is not None and dataset.weight <= 0:
             yield f"{where}: {dataset.weight:g} would exclude the dataset; set a positive weight, such as 0.5"
         if locations and "weight" not in dataset.locations:

@@ -96,7 +96,7 @@ def _validate_fsdp_mesh(sharding: ShardingConfig, tp_size: int, world: World) ->
 
 def validate_deepspeed(config: RunConfig, world: World) -> Iterator[str]:
     """Compare options, launcher settings and the JSON file; check what does not work together with DeepSpeed."""
-    ours, is_launched = config.deepspeed, "DeepSpeed" in world.engines
+    ours, distributed, is_launched = config.deepspeed, config.distributed, "DeepSpeed" in world.engines
     if not (ours.deepspeed or is_launched):
         for name in ZERO_OPTION_KEYS:
             value = getattr(ours, name, None)
@@ -114,13 +114,34 @@ def validate_deepspeed(config: RunConfig, world: World) -> Iterator[str]:
         if len({str(value) for _, value in values}) > 1:
             yield f"{'; '.join(f'{location} is {value}' for location, value in values)}; set it once"
     settings = sources.resolve()
-    yield from _validate_config_file(sources, config, world)
-    yield from _validate_launcher_variables(sources.variables, config.optim.max_grad_norm)
+    yield from _validate_config_file(sources, distributed.mixed_precision or world.mixed_precision or "no")
+    yield from _validate_config_values(sources, config.train.gradient_accumulation_steps, config.optim.max_grad_norm)
     yield from _validate_offload(settings)
-    yield from _validate_deepspeed_combinations(settings, config, world)
+    if (distributed.mixed_precision or world.mixed_precision) == "fp16" and world.device_type != "cpu":
+        yield "--mixed_precision fp16: not supported with DeepSpeed; use bf16 or no"
+    for name, size in config.parallel.model_parallel_sizes.items():
+        if size > 1:
+            yield f"--{name} {size}: not supported with DeepSpeed; use one of the two"
+    if config.sharding.fsdp or "FSDP" in world.engines:
+        source = "--fsdp" if config.sharding.fsdp else "the launcher's FSDP"
+        yield f"{source}: DeepSpeed is requested as well; use one of the two"
+    if distributed.full_bf16:
+        yield "--full_bf16: DeepSpeed keeps adapters in fp32; remove it, and use --mixed_precision bf16"
+    if config.train.on_oom != "fail":
+        yield (
+            f"--on_oom {config.train.on_oom}: DeepSpeed reduces gradients in every backward, so no rank can retry a"
+            " step alone; use --on_oom fail"
+        )
+    compiles = (
+        distributed.torch_compile
+        if distributed.torch_compile is not None
+        else world.dynamo_backend not in (None, "no", "NO")
+    )
+    if compiles and settings.stage == 3:
+        yield "--torch_compile: ZeRO stage 3 gathers weights inside the blocks; use --fsdp, or stage 1 or 2"
 
 
-def _validate_config_file(sources: DeepSpeedSources, config: RunConfig, world: World) -> Iterator[str]:
+def _validate_config_file(sources: DeepSpeedSources, mixed_precision: str) -> Iterator[str]:
     content, path = sources.content, sources.path
     if content and get_config_value(content, "zero_optimization", "stage") is None:
         yield f"{path}: zero_optimization.stage is missing; set it to 1, 2 or 3"
@@ -132,22 +153,24 @@ def _validate_config_file(sources: DeepSpeedSources, config: RunConfig, world: W
     for keys, allowed in UNSUPPORTED_OFFLOAD.items():
         if get_config_value(content, "zero_optimization", *keys) not in allowed:
             yield f"{path}: zero_optimization.{'.'.join(keys)}: a split optimizer state is not supported; remove it"
-    mixed_precision = config.distributed.mixed_precision or world.mixed_precision or "no"
     for name, value in PRECISION_SECTIONS.items():
         section = content.get(name)
         if isinstance(section, dict) and section.get("enabled") is True:
             value = value or {"float16": "fp16"}.get(section.get("dtype", ""), "bf16")
             if value != mixed_precision:
                 yield f"{path}: {name} enables {value}, but mixed_precision is {mixed_precision}; make them equal"
+
+
+def _validate_config_values(
+    sources: DeepSpeedSources, gradient_accumulation_steps: int, max_grad_norm: float
+) -> Iterator[str]:
+    content, variables = sources.content, sources.variables
     for name, option, ours in (
-        ("gradient_accumulation_steps", "gradient_accumulation_steps", config.train.gradient_accumulation_steps),
-        ("gradient_clipping", "max_grad_norm", config.optim.max_grad_norm),
+        ("gradient_accumulation_steps", "gradient_accumulation_steps", gradient_accumulation_steps),
+        ("gradient_clipping", "max_grad_norm", max_grad_norm),
     ):
         if content.get(name, "auto") not in ("auto", ours):
-            yield f'{path}: {name} is {content[name]}, but --{option} is {ours}; set it to "auto" in the file'
-
-
-def _validate_launcher_variables(variables: Mapping[str, str], max_grad_norm: float) -> Iterator[str]:
+            yield f'{sources.path}: {name} is {content[name]}, but --{option} is {ours}; set it to "auto" in the file'
     if variables.get("MOE_LAYER_CLS_NAMES", "none").lower() != "none":
         yield "accelerate's deepspeed_moe_layer_cls_names: no model here has MoE layers; remove it"
     clipping = variables.get("GRADIENT_CLIPPING", "auto")
@@ -182,25 +205,3 @@ def _validate_nvme_path(path: str | None) -> Iterator[str]:
         yield "--offload_param_device nvme: set --offload_param_nvme_path, a directory on a fast disk of each machine"
     elif not Path(path).is_dir() or not os.access(path, os.W_OK):
         yield f"--offload_param_nvme_path {path}: not a writable directory on this machine"
-
-
-def _validate_deepspeed_combinations(settings: DeepSpeedSettings, config: RunConfig, world: World) -> Iterator[str]:
-    ours = config.distributed
-    if (ours.mixed_precision or world.mixed_precision) == "fp16" and world.device_type != "cpu":
-        yield "--mixed_precision fp16: not supported with DeepSpeed; use bf16 or no"
-    for name, size in config.parallel.model_parallel_sizes.items():
-        if size > 1:
-            yield f"--{name} {size}: not supported with DeepSpeed; use one of the two"
-    if config.sharding.fsdp or "FSDP" in world.engines:
-        source = "--fsdp" if config.sharding.fsdp else "the launcher's FSDP"
-        yield f"{source}: DeepSpeed is requested as well; use one of the two"
-    if ours.full_bf16:
-        yield "--full_bf16: DeepSpeed keeps adapters in fp32; remove it, and use --mixed_precision bf16"
-    if config.train.on_oom != "fail":
-        yield (
-            f"--on_oom {config.train.on_oom}: DeepSpeed reduces gradients in every backward, so no rank can retry a"
-            " step alone; use --on_oom fail"
-        )
-    compiles = ours.torch_compile if ours.torch_compile is not None else world.dynamo_backend not in (None, "no", "NO")
-    if compiles and settings.stage == 3:
-        yield "--torch_compile: ZeRO stage 3 gathers weights inside the blocks; use --fsdp, or stage 1 or 2"

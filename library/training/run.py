@@ -16,6 +16,7 @@ from ..checkpoint import checkpoint_dir
 from ..checkpoint.init_weights import merge_base_weights, read_initial_weights
 from ..checkpoint.output_lock import hold_output_lock
 from ..config import RunConfig
+from ..config.options import flatten_config
 from ..config.schema import AdapterConfig
 from ..config.schema_output import PreviewConfig, SaveConfig
 from ..data.prepare import PreparedData
@@ -232,7 +233,7 @@ def _train_and_save(
     """Train to the last step, save when the run stops or fails, and log where the files are."""
     comm = run.strategy.comm
     trackers = Trackers(comm)
-    trackers.init_trackers(run.config)
+    trackers.init_trackers(run.config.log, flatten_config(run.config))
     first_step, is_main, metrics_path = run.state.step, comm.is_main, _get_metrics_path(run.config.save)
     with signals, ProgressBar(run.plan.steps, first_step, "training", enabled=is_main) as progress:
         metrics_file = MetricsFile(metrics_path, first_step) if is_main else None

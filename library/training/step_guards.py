@@ -64,7 +64,7 @@ class BadSamples:
             raise error
 
     def log_summary(self) -> None:
-                if self.problems:
+        if self.problems:
             message = "%d images became unreadable during the run and were no longer trained: %s"
             logger.warning(message, len(self.problems), ", ".join(self.problems))
 
