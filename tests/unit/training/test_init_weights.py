@@ -116,13 +116,14 @@ def test_a_file_that_does_not_fit_is_told_and_the_way_out(tmp_path):
     starts = read_initial_weights(config.adapter, family, model)
     with pytest.raises(ConfigError) as error:
         load_network_weights(*build_trainable_modules(config, family, tiny.pipe, starts.rank_alphas), starts)
-    assert "has rank 3 in it and 4 here; add dim_from_weights" in str(error.value) and "... and" in str(error.value)
+    assert "has rank 3 in the file and 4 in this run; add dim_from_weights" in str(error.value)
+    assert "... and" in str(error.value)
     saved(path, "sd1", "kohya")
     starts = replace(read_initial_weights(config.adapter, family, model), is_dim_from_weights=True)
     with pytest.raises(ConfigError, match="it trains text_encoder"):
         build_trainable_modules(config, family, TINY["sd1"]().pipe, starts.rank_alphas)
     tiny, family, config, model = scene("sd1", network_weights=str(path), network_args=("use_dora=True",))
-    with pytest.raises(ConfigError, match="is of kind lora, and dora is to be trained"):
+    with pytest.raises(ConfigError, match="has type lora, but this run trains dora"):
         read_initial_weights(config.adapter, family, model)
     saved(path, "sdxl", "kohya")
     with pytest.raises(ConfigError, match=r"--network_weights: .*lora.safetensors: \d+ of \d+ keys are none of this"):
@@ -141,7 +142,7 @@ def test_rotations_are_no_base_and_that_is_told_before_the_model_is_loaded(tmp_p
         path,
     )
     _, family, config, model = scene("sd1", base_weights=(str(path),))
-    with pytest.raises(ConfigError, match=r"--base_weights: .*oft.safetensors: is of kind oft, which cannot be merged"):
+    with pytest.raises(ConfigError, match=r"--base_weights: .*oft.safetensors: has type oft, which cannot be merged"):
         read_initial_weights(config.adapter, family, model)
 
 
@@ -150,7 +151,7 @@ def test_parts_that_share_a_matrix_here_cannot_start_with_several(tmp_path):
     saved(path, "flux", "diffusers", parts="transformer.")
     tiny, family, config, model = scene("flux", network_weights=str(path), dim_from_weights=True)
     starts = read_initial_weights(config.adapter, family, model)
-    with pytest.raises(UserError, match="cannot be represented here: modules that share a matrix"):
+    with pytest.raises(UserError, match="cannot be loaded: modules that share a matrix"):
         load_network_weights(*build_trainable_modules(config, family, tiny.pipe, starts.rank_alphas), starts)
 
 
