@@ -196,7 +196,7 @@ class _DatasetConfigParser:
                 None if is_wrong else value, self.format_location((*key_path, name)), is_invalid=is_wrong
             )
             if is_wrong:
-                self.add_problem((*key_path, name), f"expected a text, got {value!r}")
+                self.add_problem((*key_path, name), f"expected a string, got {value!r}")
         return self.validate_subset(self.apply_flag_defaults(values), {}, self.format_location(key_path))
 
     def parse_subset(

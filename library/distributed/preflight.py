@@ -125,7 +125,7 @@ def validate_accelerator(config: RunConfig, world: World, actual: AcceleratorFac
     }
     problems = format_mismatches(asked_and_came)
     if config.distributed.full_bf16 and actual.mixed_precision != "bf16":
-        problems.append(f"--full_bf16: needs mixed_precision bf16, and it is {actual.mixed_precision}")
+        problems.append(f"--full_bf16: needs mixed_precision bf16, not {actual.mixed_precision}")
     if actual.distributed_type != "NO" and not actual.distributed_type.startswith("MULTI_"):
         problems.append(f"not yet: {actual.distributed_type}, which accelerate set up; use --multi_gpu")
     return problems

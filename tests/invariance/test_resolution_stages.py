@@ -125,9 +125,9 @@ def test_datasets_come_and_go(tmp_path):
 
 
 WRONG = {
-    "resolution_schedule = '256,512'": "x.toml:2: resolution_schedule: 256 has no number of steps",
-    "resolution_schedule = '256:0'": "x.toml:2: resolution_schedule: '256:0' is no size with steps",
-    "resolution_schedule = 'big:3'": "x.toml:2: resolution_schedule: 'big:3' is no size with steps",
+    "resolution_schedule = '256,512'": "x.toml:2: resolution_schedule: 256 needs a number of steps, such as 256:1000",
+    "resolution_schedule = '256:0'": "x.toml:2: resolution_schedule: expected SIZE:STEPS, such as 256:1000, 512x768:500 or native, got '256:0'",
+    "resolution_schedule = 'big:3'": "x.toml:2: resolution_schedule: expected SIZE:STEPS, such as 256:1000, 512x768:500 or native, got 'big:3'",
     "resolution_schedule = '64:9,native'": "x.toml:2: resolution_schedule: native needs buckets",
     "resolution_schedule = '64:9,96:90'": "nothing is trained after step 99, and the run has 100",
     "resolution_schedule = '64:9,96:92'": "the last stage ends at step 101, and the run at step 100",

@@ -114,11 +114,14 @@ def test_a_map_that_does_not_fit_the_model_is_told_before_it_is_loaded(model, wr
 @pytest.mark.parametrize(
     ("written", "said"),
     [
-        ("even", "expected auto, balanced, sequential, or a JSON object"),
+        ("even", "expected auto, balanced, sequential, or JSON such as"),
         ("{}", "expected auto, balanced"),
-        ('{"a": "cpu"}', "'a': 'cpu' is no number of a device (0, 1, ...); for weights in host memory there is"),
-        ('{"a": -1}', "'a': -1 is no number of a device"),
-        ('{"a": true}', "'a': True is no number of a device"),
+        (
+            '{"a": "cpu"}',
+            "'a': expected a device index (0, 1, ...), got 'cpu'; to keep weights in CPU memory, use blocks_to_swap",
+        ),
+        ('{"a": -1}', "'a': expected a device index (0, 1, ...), got -1"),
+        ('{"a": true}', "'a': expected a device index (0, 1, ...), got True"),
     ],
 )
 def test_what_is_no_map_is_told(written, said):
@@ -139,7 +142,7 @@ def test_where_it_cannot_be_is_told():
     assert "this process sees 1 accelerators" in problems("auto", count=1)[0]
     assert "there is no device 2; this process sees devices 0 to 1" in problems('{"": 0, "a": 2}')[0]
     both = parse_config(["--dataset_config", __file__, "--device_map", "auto", "--tp_size", "2", "--fsdp"]).problems
-    told = [f"--device_map: not together with --{other}; take one of the two out" for other in ("tp_size", "fsdp")]
+    told = [f"--device_map: cannot be combined with {other}; remove one of them" for other in ("tp_size", "fsdp")]
     assert both == told
 
 
