@@ -167,7 +167,7 @@ def test_all_mistakes_are_told_together_those_of_the_tool_and_those_of_training(
         "--preveiw: unknown option",
         "--preview_limit: there is no preview",
         "--network_dimm: unknown option",
-        "--resume_from_huggingface: not yet: states of runs on the hub",
+        "--resume_from_huggingface: not yet: training states on the hub",
         "--learning_rate: expected a number, got 'fast'",
         "--dataset_config: missing",
     ]
