@@ -94,6 +94,7 @@ def build_run(argv: Sequence[str], directory: Path) -> Iterator["TrainingRun"]:
 def _assemble_run(config: RunConfig, strategy: "Strategy", directory: Path) -> "TrainingRun":
     """Do what ``library.training.run`` does up to the first step, without saving and resuming."""
     from library.cache.precompute import CacheReaders, cache_latents, cache_text_encoder_outputs
+    from library.data.run_plan import RunPlan
     from library.distributed.trackers import Trackers
     from library.log import ProgressBar
     from library.models.detect import detect_model
@@ -102,7 +103,6 @@ def _assemble_run(config: RunConfig, strategy: "Strategy", directory: Path) -> "
     from library.training.metrics import MetricsFile, TrainingLogger
     from library.training.preflight import check_model_parallel, check_quantize_offload
     from library.training.setup import build_run, load_training_pipeline, prepare_dataset
-    from library.training.state import RunPlan
 
     detected = detect_model(config.model)
     family = FAMILIES.get(detected.family)(config.model)

@@ -1,14 +1,38 @@
-"""The content of large files as a hash, computed once and remembered by path, size and times of change."""
+"""Write files atomically, make them durable, hash them, and find out whether a directory is writable."""
 
 import hashlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _READ_CHUNK_BYTES = 2**24
 
 
+@contextmanager
+def open_atomic_path(path: Path) -> Iterator[Path]:
+    """Yield a temporary path next to ``path``; it replaces ``path`` on success and is removed on failure."""
+    temporary = path.with_name(f".{path.stem}-{os.getpid()}-{os.urandom(4).hex()}{path.suffix}")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write a file so that readers see either the old or the new content."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open_atomic_path(path) as temporary:
+        with temporary.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+
 def compute_sha256(file: Path) -> str:
-    """SHA-256 of what is in a file, however large it is."""
+    """Hash a file of any size."""
     digest = hashlib.sha256()
     with file.open("rb") as opened:
         while chunk := opened.read(_READ_CHUNK_BYTES):
@@ -17,24 +41,24 @@ def compute_sha256(file: Path) -> str:
 
 
 def fsync_file(path: Path) -> None:
-    """The contents of a file."""
+    """Flush the content of a file to disk."""
     with path.open("rb+") as file:
         os.fsync(file.fileno())
 
 
 def fsync_dir(path: Path) -> None:
-    """The names in a folder, where the system can."""
+    """Flush the names in a directory to disk, where the operating system can."""
     if not hasattr(os, "O_DIRECTORY"):  # Windows
         return
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(folder)
+        os.fsync(directory)
     finally:
-        os.close(folder)
+        os.close(directory)
 
 
 def find_write_error(directory: Path) -> str | None:
-    """What keeps files from being made in ``folder``, which is made if need be; nothing where all is well."""
+    """Return why no file can be created in ``directory`` (created if missing), or None."""
     probe = directory / f".writable-{os.getpid()}-{os.urandom(4).hex()}"
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -12,13 +12,13 @@ from ..config import RunConfig
 from ..config.schema_distributed import DeepSpeedConfig, ParallelConfig, ShardingConfig
 from ..data.prepare import prepare_data
 from ..data.prompts import load_prompts
+from ..data.run_plan import RunPlan
 from ..distributed.communicator import Communicator
 from ..models.base import Family
 from ..models.detect import detect_model
 from ..models.families import FAMILIES
 from ..parallel.strategy import Strategy
 from ..parallel.strategy_registry import build_strategy
-from ..training.state import RunPlan
 from .build import CacheEncoder, CacheSpec, fill_cache
 from .encode import EncoderLoader
 from .format import KeyArray, get_key_bytes

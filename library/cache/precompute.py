@@ -19,6 +19,7 @@ from ..config.schema import ModelConfig
 from ..data.augment import Augmenter
 from ..data.prepare import PreparedData
 from ..data.prompts import Prompt, load_prompts
+from ..data.run_plan import RunPlan
 from ..distributed.communicator import Communicator
 from ..distributed.devices import MIXED_PRECISION_DTYPES
 from ..errors import ConfigError
@@ -26,7 +27,6 @@ from ..models.base import Family
 from ..models.detect import DetectedModel, get_config_reader
 from ..models.model_configs import EncodedSizes
 from ..parallel.strategy import Strategy
-from ..training.state import RunPlan
 from .build import CacheSpec, fill_cache
 from .encode import CaptionEncoder, EncoderLoader, LatentEncoder
 from .keys import (
@@ -98,7 +98,7 @@ def cache_latents(
         if bad:
             by_sample = {int(wanted.sample_indices[number]): why for number, why in bad.items()}
             prepared = _remove_failed_images(prepared, by_sample, config)
-            wanted = build_latent_keys(_build_static_augmenter(prepared.merge_validation()), encoder)
+            wanted = build_latent_keys(prepared.merge_validation().build_static_augmenter(), encoder)
         _open_store(store, strategy.comm, to_disk=to_disk)
         return prepared, LatentReader(store, wanted, len(prepared.merge_validation().manifest.samples))
 
@@ -139,7 +139,7 @@ def build_latent_cache_spec(
 ) -> tuple[CacheSpec, LatentEncoder]:
     """The latents of all pictures, below the folder in ``bases`` of each, and who makes them."""
     prepared = prepared.merge_validation()
-    showing = _build_static_augmenter(prepared)
+    showing = prepared.build_static_augmenter()
     wanted = build_latent_keys(showing, encoder_fingerprint)
     option = "cache_latents_to_disk" if config.cache.cache_latents_to_disk else "cache_latents"
     shelf = CacheSpec(
@@ -281,11 +281,6 @@ def _suggest_fewer_captions(prepared: PreparedData, option: str) -> str:
         f"{fewer}make room, name another folder with --cache_dir, or encode captions as they are used: take"
         f" --{option} out"
     )
-
-
-def _build_static_augmenter(prepared: PreparedData) -> Augmenter:
-    """The samples where nothing is drawn about how they are shown."""
-    return Augmenter(prepared.manifest, prepared.assignments, 0, 0)
 
 
 def _compute_area(size: tuple[int, int]) -> int:

@@ -1,10 +1,8 @@
-"""The latents of a run's pictures as a cache holds them, for a batch at a time."""
+"""Read cached latents and text-encoder outputs, and build the loaders that put them into batches."""
 
 import copy
 import itertools
-from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -13,19 +11,34 @@ from torch import Tensor
 
 from ..data.augment import Augmenter
 from ..data.batch import Cond, Moments, PixelBatch
-from ..data.batch_plan import MicroBatchSchedule
-from ..data.loader import ImageLoader, StepBatches
+from ..data.batch_plan import AnyBatchPlan, MicroBatchSchedule
+from ..data.loader import (
+    ImageLoader,
+    MicroBatchDataset,
+    ReadBatch,
+    StepBatches,
+    StepLoader,
+    ValidationBatches,
+    build_validation_batches,
+)
+from ..data.prepare import PreparedData
+from ..data.worker_pool import prefetch_in_threads
 from ..errors import UserError
 from .format import ByteArray, deserialize_tensors, read_tensor_spans, stack_keys, stack_tensors
 from .keys import LatentKeys, compute_text_key
 from .store import CacheStore
 
 MOMENTS_TENSOR, MASK_TENSOR = "moments", "mask"
-"""Names of the tensors (2, C, H, W), and (1, H, W) where a picture has a mask: shares of each latent, 0..1."""
+"""Tensors of a latent entry: (2, C, H, W), and for an image with a mask (1, H, W) in 0..1 at latent resolution."""
+
+PREFETCH_STEPS = 2
+
+_VARIABLE_LENGTH_SUFFIX = "*"
+"""Marks the name of a tensor that families return as a list, because its length differs between captions."""
 
 
 class LatentReader:
-    """Mean and spread of each picture's latents, copied once, from the file into the batch; and the masks."""
+    """Mean and standard deviation of each sample's latents, and masks, copied once from the mapped file."""
 
     def __init__(self, store: CacheStore, latent_keys: LatentKeys, num_samples: int):
         self.store = store
@@ -33,53 +46,48 @@ class LatentReader:
         self._rows[latent_keys.sample_indices, latent_keys.flipped.astype(np.int64)] = store.find_rows(latent_keys.keys)
 
     def read_moments(self, sample_indices: Sequence[int], flipped: Sequence[bool]) -> Moments:
-        """Of samples of one bucket, each straight or mirrored."""
-        both = stack_tensors(self._read_blobs(sample_indices, flipped), MOMENTS_TENSOR)
-        if not isinstance(both, Tensor):
-            raise AssertionError("a batch is of one bucket, whose latents have one size")
-        return Moments(both)
+        """Read the latents of samples of one bucket, each as it is or flipped."""
+        mean_and_std = stack_tensors(self._read_blobs(sample_indices, flipped), MOMENTS_TENSOR)
+        if not isinstance(mean_and_std, Tensor):
+            raise AssertionError("latents of one bucket differ in shape")
+        return Moments(mean_and_std)
 
     def read_masks(self, sample_indices: Sequence[int], flipped: Sequence[bool]) -> Tensor | None:
-        """The same for masks; of a picture without one everything counts, and nothing is there when none has one."""
+        """Read the masks of these samples, ones where a sample has none; None if no sample has one."""
         blobs = self._read_blobs(sample_indices, flipped)
-        places = [read_tensor_spans(blob) for blob in blobs]
-        if not any(MASK_TENSOR in place for place in places):
+        spans = [read_tensor_spans(blob) for blob in blobs]
+        if not any(MASK_TENSOR in span for span in spans):
             return None
-        height, width = places[0][MOMENTS_TENSOR].shape[-2:]
-        return torch.stack(
-            [
-                stack_tensors([blob], MASK_TENSOR)[0] if MASK_TENSOR in place else torch.ones(1, height, width)
-                for blob, place in zip(blobs, places, strict=True)
-            ]
-        )
+        ones = torch.ones(1, *spans[0][MOMENTS_TENSOR].shape[-2:])
+        masks = [
+            stack_tensors([blob], MASK_TENSOR)[0] if MASK_TENSOR in span else ones
+            for blob, span in zip(blobs, spans, strict=True)
+        ]
+        return torch.stack(masks)
 
     def _read_blobs(self, sample_indices: Sequence[int], flipped: Sequence[bool]) -> list[ByteArray]:
-        rows = self._rows[list(sample_indices), [int(is_mirrored) for is_mirrored in flipped]].tolist()
+        rows = self._rows[list(sample_indices), [int(is_flipped) for is_flipped in flipped]].tolist()
         return [self.store.read_blob(row) for row in rows]
 
 
-PREFETCH_STEPS = 2
-
-
 class TextReader:
-    """Conditioning for captions of a run."""
+    """Cached text-encoder outputs of the captions of a run."""
 
     def __init__(self, store: CacheStore, encoder_fingerprint: str):
         self.store, self.encoder_fingerprint = store, encoder_fingerprint
 
     def read_cond(self, captions: Sequence[str]) -> Cond:
-        """As ``Family.encode_prompts`` would give it for these captions."""
-        rows = self.store.find_rows(
-            stack_keys(compute_text_key(caption, self.encoder_fingerprint) for caption in captions)
-        )
+        """Return what ``Family.encode_prompts`` returns for these captions."""
+        keys = stack_keys(compute_text_key(caption, self.encoder_fingerprint) for caption in captions)
+        rows = self.store.find_rows(keys)
         if (rows < 0).any():
             missing = captions[int((rows < 0).argmax())]
-            raise UserError(f"the caption {missing!r} is not among those that were encoded before the run")
+            raise UserError(f"no cached text-encoder output for the caption {missing!r}")
         return build_cond([self.store.read_blob(int(row)) for row in rows])
 
 
 class CachedLatentLoader:
-    """This rank's part of every step, with latents; with captions as text, or encoded where ``texts`` has them."""
+    """This rank's batches with cached latents, and with cached text-encoder outputs if ``text_reader`` is given."""
 
     def __init__(
         self,
@@ -92,89 +100,108 @@ class CachedLatentLoader:
         pin_memory: bool,
     ):
         self.augmenter, self.rank, self.latent_reader, self.text_reader = augmenter, rank, latent_reader, text_reader
-        self.batch_plan = copy.deepcopy(batch_plan)  # it lays out epochs as they come, and not for two threads
+        self.batch_plan = copy.deepcopy(batch_plan)  # its epoch cache must not be shared between two threads
         self.pin_memory = pin_memory
 
     def iter_steps(self, first_step: int) -> Iterator[StepBatches]:
-        """The work of each step from ``from_step`` on, without end."""
-        waiting: deque[Future[StepBatches]] = deque()
-        with ThreadPoolExecutor(1, "cache") as pool:
-            for step in itertools.count(first_step):
-                ahead = range(step + len(waiting), step + 1 + PREFETCH_STEPS)
-                waiting.extend(pool.submit(self.load_step, number) for number in ahead)
-                yield waiting.popleft().result()
+        """Yield the batches of each optimizer step from ``first_step`` on, without end."""
+        return prefetch_in_threads(self.load_step, itertools.count(first_step), depth=PREFETCH_STEPS)
 
     def load_step(self, step: int) -> StepBatches:
-        """One step."""
+        """Load the micro-batches of one optimizer step."""
         first = step * self.batch_plan.accumulation_steps
-        batches = tuple(
-            self.load_micro_batch(position) for position in range(first, first + self.batch_plan.accumulation_steps)
-        )
-        return StepBatches(batches, self.batch_plan.count_real_samples(step))
+        positions = range(first, first + self.batch_plan.accumulation_steps)
+        return StepBatches(tuple(map(self.load_micro_batch, positions)), self.batch_plan.count_real_samples(step))
 
     def load_micro_batch(self, position: int) -> PixelBatch:
-        """One micro-batch."""
-        mine = self.batch_plan.get_micro_batch(position).shard(self.rank, self.batch_plan.dp_size)
-        visits = self.augmenter.list_views(mine, position // self.batch_plan.accumulation_steps)
-        mirrored = [self.augmenter.is_flipped(visit) for visit in visits]
-        frames = [
-            self.augmenter.compute_size_conditioning(
-                visit.sample_index, self.augmenter.assignments[visit.sample_index].crop_left_top, is_flipped=flip
-            )
-            for visit, flip in zip(visits, mirrored, strict=True)
+        """Load one micro-batch."""
+        shard = self.batch_plan.get_micro_batch(position).shard(self.rank, self.batch_plan.dp_size)
+        views = self.augmenter.list_views(shard, position // self.batch_plan.accumulation_steps)
+        flipped = [self.augmenter.is_flipped(view) for view in views]
+        assignments = [self.augmenter.assignments[index] for index in shard.sample_indices]
+        size_conditioning = [
+            self.augmenter.compute_size_conditioning(view.sample_index, assignment.crop_left_top, is_flipped=is_flipped)
+            for view, assignment, is_flipped in zip(views, assignments, flipped, strict=True)
         ]
-        samples = [self.augmenter.manifest.samples[index] for index in mine.sample_indices]
-        weights = [sample.loss_weight * is_real for sample, is_real in zip(samples, mine.is_real, strict=True)]
-        captions = tuple(map(self.augmenter.draw_caption, visits))
+        samples = [self.augmenter.manifest.samples[index] for index in shard.sample_indices]
+        weights = [sample.loss_weight * is_real for sample, is_real in zip(samples, shard.is_real, strict=True)]
+        captions = tuple(map(self.augmenter.draw_caption, views))
+        has_mask = any(sample.mask for sample in samples)
         batch = PixelBatch(
             pixels=None,
             captions=captions,
-            size_conditioning=torch.tensor(frames, dtype=torch.float32),
+            size_conditioning=torch.tensor(size_conditioning, dtype=torch.float32),
             loss_weights=torch.tensor(weights, dtype=torch.float32),
-            global_positions=mine.global_positions,
+            global_positions=shard.global_positions,
             sample_keys=tuple(sample.key for sample in samples),
-            moments=self.latent_reader.read_moments(mine.sample_indices, mirrored),
-            latent_mask=self.latent_reader.read_masks(mine.sample_indices, mirrored)
-            if any(sample.mask for sample in samples)
-            else None,
+            moments=self.latent_reader.read_moments(shard.sample_indices, flipped),
+            latent_mask=self.latent_reader.read_masks(shard.sample_indices, flipped) if has_mask else None,
             cond=None if self.text_reader is None else self.text_reader.read_cond(captions),
         )
         return batch.pin_memory() if self.pin_memory else batch
 
 
 class CachedTextLoader:
-    """A loader of pixels, whose captions are encoded already."""
+    """An image loader, with cached text-encoder outputs added to its batches."""
 
     def __init__(self, image_loader: ImageLoader, text_reader: TextReader):
         self.image_loader, self.text_reader = image_loader, text_reader
 
     def iter_steps(self, first_step: int) -> Iterator[StepBatches]:
-        """As the loader's."""
-        for work in self.image_loader.iter_steps(first_step):
-            yield replace(work, micro_batches=self._add_cond(work.micro_batches))
+        """Yield the batches of each optimizer step from ``first_step`` on, without end."""
+        for step_batches in self.image_loader.iter_steps(first_step):
+            yield replace(step_batches, micro_batches=tuple(map(self._add_cond, step_batches.micro_batches)))
 
-    def _add_cond(self, batches: Sequence[PixelBatch]) -> tuple[PixelBatch, ...]:
-        whole = [replace(batch, cond=self.text_reader.read_cond(batch.captions)) for batch in batches]
-        return tuple(batch.pin_memory() if self.image_loader.pin_memory else batch for batch in whole)
+    def _add_cond(self, batch: PixelBatch) -> PixelBatch:
+        batch = replace(batch, cond=self.text_reader.read_cond(batch.captions))
+        return batch.pin_memory() if self.image_loader.pin_memory else batch
 
 
-_VARIABLE_LENGTH_SUFFIX = "*"
-"""Behind the names of what a family hands out as a list, because captions differ in it."""
+def build_step_loader(
+    prepared: PreparedData,
+    batch_plan: AnyBatchPlan,
+    rank: int,
+    *,
+    total_steps: int,
+    pin_memory: bool,
+    latent_reader: LatentReader | None,
+    text_reader: TextReader | None,
+) -> StepLoader:
+    """Build one rank's loader: from the caches that exist, from image files and captions otherwise."""
+    if latent_reader is not None:
+        augmenter = prepared.build_augmenter(batch_plan, total_steps)
+        return CachedLatentLoader(augmenter, batch_plan, rank, latent_reader, text_reader, pin_memory=pin_memory)
+    loader = prepared.build_image_loader(batch_plan, rank, total_steps=total_steps, pin_memory=pin_memory)
+    return loader if text_reader is None else CachedTextLoader(loader, text_reader)
+
+
+def build_validation_reader(
+    prepared: PreparedData,
+    max_batches: int | None,
+    latent_reader: LatentReader | None,
+    text_reader: TextReader | None,
+) -> tuple[ValidationBatches, ReadBatch] | None:
+    """Build the validation batches, at most ``max_batches``, and the function that reads one; None without images."""
+    if prepared.validation is None:
+        return None
+    validation, first_index = prepared.validation, len(prepared.manifest.samples)
+    merged = prepared.merge_validation()
+    batches = build_validation_batches(validation.manifest, validation.assignments, first_index, max_batches)
+    if latent_reader is None:
+        return batches, MicroBatchDataset(merged.manifest, merged.assignments, batches, 0, 0, 0).__getitem__
+    augmenter = merged.build_static_augmenter()
+    loader = CachedLatentLoader(augmenter, batches, 0, latent_reader, text_reader, pin_memory=False)
+    return batches, loader.load_micro_batch
 
 
 def split_cond(cond: Cond, num_captions: int) -> list[dict[str, Tensor]]:
-    """The conditioning of ``count`` captions as an entry for each."""
-    return [
-        {
-            f"{name}{_VARIABLE_LENGTH_SUFFIX}" if isinstance(value, list) else name: value[row].cpu()
-            for name, value in cond.items()
-        }
-        for row in range(num_captions)
-    ]
+    """Split the conditioning of a batch into one cache entry for each caption."""
+    names = {name: f"{name}{_VARIABLE_LENGTH_SUFFIX}" if isinstance(cond[name], list) else name for name in cond}
+    return [{names[name]: value[row].cpu() for name, value in cond.items()} for row in range(num_captions)]
 
 
 def build_cond(blobs: Sequence[ByteArray]) -> Cond:
-    """The other way round: entries as the conditioning of a batch."""
+    """Join cache entries to the conditioning of a batch; the inverse of ``split_cond``."""
     cond: Cond = {}
     for name in read_tensor_spans(blobs[0]):
         if name.endswith(_VARIABLE_LENGTH_SUFFIX):
@@ -182,6 +209,6 @@ def build_cond(blobs: Sequence[ByteArray]) -> Cond:
             continue
         value = stack_tensors(blobs, name)
         if isinstance(value, list):
-            raise AssertionError(f"{name} differs in shape from caption to caption; the family must hand out a list")
+            raise AssertionError(f"{name} differs in shape from caption to caption; the family must return a list")
         cond[name] = value
     return cond

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..diffusion.noise import sent
+from ..diffusion.noise import copy_async
 from .images import BadSample
 
 EXTRA_TEXT_TOKENS = 64
@@ -39,7 +39,7 @@ class Moments:
         """Latents (B, C, H, W), of each sample by its own generator, so that none depends on the others."""
         mean, std = self.mean_and_std.float().unbind(1)
         noise = [torch.randn(mean.shape[1:], generator=each, device=each.device) for each in generators]
-        return mean + std * sent(torch.stack(noise), mean)
+        return mean + std * copy_async(torch.stack(noise), mean)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ import itertools
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,7 +20,7 @@ from .batch_plan import Bucket, MicroBatch, MicroBatchSchedule
 from .buckets import BucketAssignment
 from .images import BadSample, CropParams, load_sample_pixels
 from .manifest import Manifest
-from .worker_pool import PrefetchIterator, WorkerFailure
+from .worker_pool import PrefetchIterator, WorkerFailure, prefetch_in_threads
 
 PREFETCH_BATCHES = 2
 
@@ -83,15 +82,8 @@ def build_validation_batches(
 
 
 def prefetch_batches(read_batch: ReadBatch, batch_indices: Sequence[int]) -> Iterator[PixelBatch]:
-    """The batches with these numbers, read by a thread while those before are worked on."""
-    with ThreadPoolExecutor(1, "validation") as pool:
-        waiting: list[Future[PixelBatch]] = []
-        for number in batch_indices:
-            waiting.append(pool.submit(read_batch, number))
-            if len(waiting) > PREFETCH_BATCHES:
-                yield waiting.pop(0).result()
-        for future in waiting:
-            yield future.result()
+    """Read the batches with these indices in order, the next ones while the current one is computed."""
+    return prefetch_in_threads(read_batch, batch_indices, depth=PREFETCH_BATCHES)
 
 
 def _build_micro_batch(

@@ -24,8 +24,7 @@ from .summary import JsonObject, export_datasets, format_data_summary, summarize
 from .validation_split import disable_augmentations
 
 if TYPE_CHECKING:
-    from ..cache.readers import LatentReader, TextReader
-    from .loader import ReadBatch, StepLoader, ValidationBatches
+    from .loader import ImageLoader
 
 
 @contextmanager
@@ -117,61 +116,20 @@ class PreparedData:
         manifest = replace(mine, datasets=(*mine.datasets, *others.datasets), samples=(*mine.samples, *shifted))
         return replace(self, manifest=manifest, assignments=(*self.assignments, *self.validation.assignments))
 
-    def build_validation_reader(
-        self, max_batches: int | None, latent_reader: "LatentReader | None", text_reader: "TextReader | None"
-    ) -> "tuple[ValidationBatches, ReadBatch] | None":
-        """The pictures for validation, if any, in ``most`` batches at most, and what reads them, as for ``loader``."""
-        if self.validation is None:
-            return None
-        from ..cache.readers import CachedLatentLoader
-        from .loader import MicroBatchDataset, build_validation_batches
-
-        whole = self.merge_validation()
-        batches = build_validation_batches(
-            self.validation.manifest, self.validation.assignments, len(self.manifest.samples), max_batches
-        )
-        showing = Augmenter(whole.manifest, whole.assignments, 0, 0)  # nothing in it is drawn
-        if latent_reader is not None:
-            return batches, CachedLatentLoader(
-                showing, batches, 0, latent_reader, text_reader, pin_memory=False
-            ).load_micro_batch
-        return batches, MicroBatchDataset(whole.manifest, whole.assignments, batches, 0, 0, 0).__getitem__
-
     def build_image_loader(
-        self,
-        batch_plan: AnyBatchPlan,
-        rank: int,
-        *,
-        total_steps: int,
-        pin_memory: bool,
-        latent_reader: "LatentReader | None" = None,
-        text_reader: "TextReader | None" = None,
-    ) -> "StepLoader":
-        """One rank's batches; ``total_steps`` is the length of the run, of which a token warm-up may be a share.
+        self, batch_plan: AnyBatchPlan, rank: int, *, total_steps: int, pin_memory: bool
+    ) -> "ImageLoader":
+        """Build one rank's loader of pixels; ``total_steps`` resolves a token warmup given as a fraction of the run."""
+        from .loader import ImageLoader, MicroBatchDataset  # torch is not needed to inspect a dataset
 
-        With ``latents`` no picture is opened, with ``texts`` captions come encoded.
-        """
-        from ..cache.readers import CachedLatentLoader, CachedTextLoader
-        from .loader import ImageLoader, MicroBatchDataset  # torch is not needed for looking at pictures
-
-        if latent_reader is not None:
-            return CachedLatentLoader(
-                self.build_augmenter(batch_plan, total_steps),
-                batch_plan,
-                rank,
-                latent_reader,
-                text_reader,
-                pin_memory=pin_memory,
-            )
-        reader = MicroBatchDataset(self.manifest, self.assignments, batch_plan, rank, batch_plan.seed, total_steps)
-        loader = ImageLoader(
-            reader,
+        dataset = MicroBatchDataset(self.manifest, self.assignments, batch_plan, rank, batch_plan.seed, total_steps)
+        return ImageLoader(
+            dataset,
             batch_plan,
             num_workers=self.config.max_data_loader_n_workers,
             prefetch_factor=self.config.prefetch_factor,
             pin_memory=pin_memory,
         )
-        return loader if text_reader is None else CachedTextLoader(loader, text_reader)
 
     def list_first_epoch_captions(self, batch_plan: AnyBatchPlan, total_steps: int) -> list[str]:
         """Each picture's caption as it is shown in the first epoch, once however many stages show it."""
@@ -183,8 +141,12 @@ class PreparedData:
         return [showing.draw_caption(SampleView(0, 0, index, 0)) for index in sorted(first.values())]
 
     def build_augmenter(self, batch_plan: AnyBatchPlan, total_steps: int) -> Augmenter:
-        """How the samples are shown in a run of so many steps."""
+        """Build what draws the crop, flip and caption of each sample in a run of ``total_steps`` steps."""
         return Augmenter(self.manifest, self.assignments, batch_plan.seed, total_steps)
+
+    def build_static_augmenter(self) -> Augmenter:
+        """Build an augmenter for where nothing random is drawn."""
+        return Augmenter(self.manifest, self.assignments, 0, 0)
 
     def remove_samples(self, sample_indices: frozenset[int]) -> "PreparedData":
         """Some pictures fewer, by their numbers in ``whole``."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..atomic_files import write_atomic
 from ..dataset.image_inspection import TRAIT_DESCRIPTIONS, InspectedImage
 from ..dataset.image_ref import ImageRef
-from ..dataset.scan_cache import write_atomic
 from ..dataset.schema import DatasetConfig
 from .buckets import BucketAssignment
 

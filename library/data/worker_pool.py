@@ -5,7 +5,9 @@ import itertools
 import multiprocessing.connection
 import signal
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -35,6 +37,8 @@ class WorkerFailure:
 
 
 Item = TypeVar("Item", bound=SharedMemoryItem)
+Key = TypeVar("Key")
+Loaded = TypeVar("Loaded")
 
 
 class PrefetchIterator(Generic[Item]):
@@ -127,6 +131,20 @@ class PrefetchIterator(Generic[Item]):
                 worker.kill()
         for worker in self.workers:
             worker.join(_EXIT_TIMEOUT_SECONDS)
+
+
+def prefetch_in_threads(
+    load: Callable[[Key], Loaded], keys: Iterable[Key], *, depth: int, num_threads: int = 1
+) -> Iterator[Loaded]:
+    """``map(load, keys)``, in order, with up to ``depth`` results loaded ahead by threads."""
+    pending: deque[Future[Loaded]] = deque()
+    with ThreadPoolExecutor(num_threads) as pool:
+        for key in keys:
+            pending.append(pool.submit(load, key))
+            if len(pending) > depth:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
 
 
 class _PositionSampler:

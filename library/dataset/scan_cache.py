@@ -14,30 +14,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..atomic_files import write_atomic
 from .image_ref import ImageRef
 from .listing import ListedImage
 from .schema import DatasetConfig
 
 logger = logging.getLogger(__name__)
 
-
 CACHE_FOLDER = ".cache-lorikeet"
 """In a folder of images; hidden, so that no search for images enters it."""
 
-
 SCAN_FOLDER = "scan"
-
-
 _LAYOUT = "lorikeet scan 1"
-
 
 FileStamp = tuple[int, int, int]
 """Size in bytes, time of the last change of the content and of the last change of the inode, in nanoseconds."""
 
-
 UNSETTLED: FileStamp = (-1, -1, -1)
 """For a file changed so recently that a further change might not show in its times."""
-
 
 SETTLED_AFTER_NS = 2 * 10**9
 """The coarsest file systems have timestamps of two seconds."""
@@ -166,21 +160,6 @@ def _read_entries(path: Path, version: str) -> dict[str, CachedScan]:
 
 def _compute_digest(version: str, body: bytes) -> str:
     return hashlib.blake2b(body, key=hashlib.sha256(version.encode()).digest(), digest_size=16).hexdigest()
-
-
-def write_atomic(path: Path, data: bytes) -> None:
-    """Write a file so that readers see either the old or the new content."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}-{os.getpid()}-{os.urandom(4).hex()}")
-    try:
-        with temporary.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 class ScanRoots:

@@ -8,9 +8,9 @@ from ..cache.precompute import CacheEstimate, estimate_caches
 from ..config import RunConfig
 from ..data.batch_plan import PlannedStage, get_planned_stages
 from ..data.prepare import PreparedData, prepare_data
+from ..data.run_plan import RunPlan
 from ..models.detect import DetectedModel, detect_model, get_config_reader
 from ..models.model_configs import read_encoded_sizes
-from ..training.state import RunPlan
 
 
 @dataclass(frozen=True)

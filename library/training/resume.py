@@ -17,6 +17,7 @@ from ..config.options import flatten_config, iter_options
 from ..config.schema_output import StateConfig
 from ..data.batch_plan import get_planned_stages
 from ..data.prepare import PreparedData
+from ..data.run_plan import RunPlan
 from ..distributed.communicator import Communicator
 from ..distributed.signals import StopSignals
 from ..errors import ConfigError, RunInterrupted, UserError
@@ -25,7 +26,7 @@ from . import checkpoint_dir
 from .checkpoint import SaveCheckpoint, restore_state
 from .checkpoint_dir import CheckpointInfo, find_checkpoints, read_checkpoint_info
 from .export import AdapterRetention, SaveAdapter
-from .state import RunPlan, TrainingRun
+from .state import TrainingRun
 
 RESULT_NEUTRAL_GROUPS = {
     "distributed",

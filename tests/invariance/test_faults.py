@@ -248,7 +248,7 @@ def with_an_early_bug(folder: str, *words: str) -> tuple[int, str]:
 def test_a_bug_before_anything_is_known_is_told_as_well(tmp_path):
     ((code, text),) = on_ranks(1, with_an_early_bug, str(tmp_path))
     assert code == 1 and text.splitlines()[:2] == ["train_lora: ended by an error.", "  KeyError: 'nothing'"]
-    assert "Traceback" not in text and "load_options" in (tmp_path / "train_lora.error.txt").read_text("utf-8")
+    assert "Traceback" not in text and "parse_config" in (tmp_path / "train_lora.error.txt").read_text("utf-8")
 
 
 def ends_while_it_still_speaks() -> int:
@@ -272,7 +272,7 @@ def test_a_process_that_is_killed_is_named_and_the_others_end(dataset, tmp_path)
     victim.send_signal(signal.SIGKILL)
     code, text = ended(run)
     assert code == 1
-    assert re.search(rf"rank 1 \(process {victim.pid} on .*\) has ended without a word, killed", text), text
+    assert re.search(rf"rank 1 \(process {victim.pid} on .*\) died without an error message: killed", text), text
     assert text.count("train_lora: ended") == 1 and "--auto_resume goes on" in text
     assert len(list(tmp_path.glob("lora-step*-state"))) == 1
 

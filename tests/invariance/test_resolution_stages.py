@@ -24,12 +24,13 @@ from library.config.schema_data import CacheConfig, DataConfig, ValidateConfig
 from library.data.batch_plan import BatchPlan, StagedBatchPlan
 from library.data.buckets import build_bucket_assigner
 from library.data.prepare import prepare_data
+from library.data.run_plan import RunPlan
 from library.dataset.dataset_config import parse_dataset_config
 from library.dataset.schema import collect_flag_defaults
 from library.dataset.stages import build_stages, expand_resolution_schedule
 from library.dataset.validate import validate_dataset_config
 from library.errors import ConfigError, UserError
-from library.training.state import RunPlan, is_interval_reached
+from library.training.state import is_interval_reached
 
 FOLDER = Path(__file__).resolve().parents[2] / "dataset_configs" / "pictures" / "shapes" / "circles"
 
@@ -48,31 +49,34 @@ def staged_plans(draw) -> StagedBatchPlan:
 @given(staged_plans())
 def test_in_each_stage_every_copy_is_seen_once_in_each_epoch_and_never_twice_in_one_that_is_cut_off(plan):
     for stage in plan.stages:
-        end = stage.end or stage.first + 5
+        end = stage.end_step or stage.first_step + 5
         seen: dict[int, Counter] = {}
-        for step in range(stage.first, end):
-            for batch in plan.step(step):
-                assert plan.buckets[batch.bucket] in stage.plan.buckets
-                real = [entry for entry in zip(batch.samples, batch.copies, batch.weights, strict=True) if entry[2]]
+        for step in range(stage.first_step, end):
+            for batch in plan.get_step(step):
+                assert plan.buckets[batch.bucket_index] in stage.batch_plan.buckets
+                entries = zip(batch.sample_indices, batch.repeat_indices, batch.is_real, strict=True)
+                real = [entry for entry in entries if entry[2]]
                 seen.setdefault(batch.epoch, Counter()).update(real)
-            assert plan.real_samples(step) == sum(sum(batch.weights) for batch in plan.step(step))
+            assert plan.count_real_samples(step) == sum(sum(batch.is_real) for batch in plan.get_step(step))
         assert list(seen) == list(range(stage.first_epoch, stage.first_epoch + len(seen))), (
             "epochs are never used twice"
         )
-        assert all(max(seen) < later.first_epoch for later in plan.stages if later.first > stage.first)
+        assert all(max(seen) < later.first_epoch for later in plan.stages if later.first_step > stage.first_step)
         *whole, cut = seen.values()
         for counts in whole:
-            assert sum(counts.values()) == len(counts) == stage.plan.samples_per_epoch
+            assert sum(counts.values()) == len(counts) == stage.batch_plan.samples_per_epoch
         assert max(cut.values()) == 1
 
 
 @given(staged_plans(), st.integers(1, 12))
 def test_epochs_end_where_they_are_complete_or_cut_off(plan, epochs):
-    steps = plan.steps_for_epochs(epochs)
-    assert plan.epochs_done(steps) >= epochs > plan.epochs_done(steps - 1)
+    steps = plan.count_steps_for_epochs(epochs)
+    assert plan.count_completed_epochs(steps) >= epochs > plan.count_completed_epochs(steps - 1)
     for stage in plan.stages[1:]:
-        assert plan.epochs_done(stage.first) == stage.first_epoch == plan.epoch_of(stage.first)
-    assert all(plan.epoch_of(step) in (plan.epochs_done(step), plan.epochs_done(step + 1) - 1) for step in range(20))
+        assert plan.count_completed_epochs(stage.first_step) == stage.first_epoch == plan.get_epoch(stage.first_step)
+    for step in range(20):
+        completed = plan.count_completed_epochs(step), plan.count_completed_epochs(step + 1) - 1
+        assert plan.get_epoch(step) in completed
 
 
 def read(path: Path, text: str, **flags):
@@ -96,7 +100,7 @@ def test_each_resolution_has_the_buckets_of_its_own_and_native_those_of_pictures
     for size in [(900, 900), (2000, 500), (333, 777), (5000, 4000), (640, 1600)]:
         assert small(*size) == as_small(*size) and middle(*size) == as_middle(*size)
         assert native(*size) == as_native(*size)
-    assert native(900, 900).resized == (900, 900) and native(900, 900).bucket == (896, 896)
+    assert native(900, 900).resized_size == (900, 900) and native(900, 900).bucket_resolution == (896, 896)
 
 
 def test_datasets_come_and_go(tmp_path):
@@ -129,18 +133,18 @@ WRONG = {
     "resolution_schedule = '256:0'": "x.toml:2: resolution_schedule: expected SIZE:STEPS, such as 256:1000, 512x768:500 or native, got '256:0'",
     "resolution_schedule = 'big:3'": "x.toml:2: resolution_schedule: expected SIZE:STEPS, such as 256:1000, 512x768:500 or native, got 'big:3'",
     "resolution_schedule = '64:9,native'": "x.toml:2: resolution_schedule: native needs buckets",
-    "resolution_schedule = '64:9,96:90'": "nothing is trained after step 99, and the run has 100",
-    "resolution_schedule = '64:9,96:92'": "the last stage ends at step 101, and the run at step 100",
-    "resolution_schedule = '64:100,96'": "what is trained from step 100 on is never reached in 100 steps",
-    "resolution_schedule = '64:9,96'\nto_step = 3": "x.toml:3: to_step: resolution_schedule says from which step",
-    "resolution_schedule = '32:9,512'\nenable_bucket = true": "32,32 has no room for one bucket of bucket_reso_steps",
+    "resolution_schedule = '64:9,96:90'": "the last stage ends at step 99, but the run has 100 steps",
+    "resolution_schedule = '64:9,96:92'": "the last stage ends at step 101, but the run has only 100 steps",
+    "resolution_schedule = '64:100,96'": "the last stage starts at step 100, but the run has only 100 steps",
+    "resolution_schedule = '64:9,96'\nto_step = 3": "x.toml:3: to_step: resolution_schedule sets the steps already",
+    "resolution_schedule = '32:9,512'\nenable_bucket = true": "32,32 is too small for a bucket with bucket_reso_steps",
     "resolution_schedule = '16:9,32'\nenable_bucket = true\nbucket_no_upscale = true": (
-        "x.toml:2: resolution_schedule: 32,32 has no room for one bucket of bucket_reso_steps 64"
+        "x.toml:2: resolution_schedule: 32,32 is too small for a bucket with bucket_reso_steps 64"
     ),
     "resolution_schedule = '200:9,native'\nenable_bucket = true": "min_bucket_reso: 256 is above the shorter side",
     "resolution = 64\nfrom_step = 5\nto_step = 5": "x.toml:4: to_step: 5 is not above from_step 5",
-    "resolution = 64\nfrom_step = 5": "x.toml:3: from_step: from step 0 to 5 there is no dataset to train on",
-    "resolution = 64\nto_step = 5": "x.toml:3: to_step: nothing is trained after step 5, and the run has 100",
+    "resolution = 64\nfrom_step = 5": "x.toml:3: from_step: no dataset to train on from step 0 to 5",
+    "resolution = 64\nto_step = 5": "x.toml:3: to_step: the last stage ends at step 5, but the run has 100 steps",
     "resolution = 64\nfrom_step = -1": "x.toml:3: from_step: -1 is too small",
 }
 
@@ -153,7 +157,7 @@ def test_what_is_wrong_is_told_with_its_place(tmp_path, text):
         DataConfig(dataset_config=str(path)), CacheConfig(), ValidateConfig(), TrainConfig(max_train_steps=100)
     )
     assert WRONG[text] in problem and "x.toml" in problem
-    assert all("resolution_schedule: 16,16 has no room" in other for other in others)
+    assert all("resolution_schedule: 16,16 is too small" in other for other in others)
 
 
 @pytest.mark.parametrize("words", [("--resolution_schedule", "big"), ("--resolution_schedule",), ("--resolution", "0")])
@@ -173,7 +177,7 @@ def test_sizes_that_a_model_cannot_take_are_told_with_the_key_that_says_them(tmp
     with pytest.raises(ConfigError) as error:
         prepare_data(DataConfig(dataset_config=str(path)), 8, str(tmp_path))
     assert error.value.problems == [
-        f"{path}:2: resolution_schedule: 36,36 is no multiple of 8 on each side, as this model needs; write [32, 32]"
+        f"{path}:2: resolution_schedule: 36,36 is not a multiple of 8 on each side, which this model needs; set [32, 32]"
     ]
 
 
@@ -226,7 +230,7 @@ def test_a_run_counted_in_epochs_has_to_reach_the_last_stage(tmp_path):
         ["--dataset_config", str(data), "--resolution_schedule", "32:6,64", "--max_train_epochs", "1"]
     ).require_valid()
     prepared = prepare_data(config.data, 8)
-    with pytest.raises(ConfigError, match="from step 6 on is never reached in 4 steps"):
+    with pytest.raises(ConfigError, match="starts at step 6, but the run has only 4 steps"):
         RunPlan.from_config(prepared.build_batch_plan(1, config.train), config.train, config.optim)
 
 
@@ -300,8 +304,8 @@ def tried(fits: int, *flags: str) -> tuple[list[tuple[float, ...]], str]:
     warmup.has_device_memory = lambda device: True
 
     def counted(self, pixels, step):
-        seen.append((step, len(pixels), *pixels.frame[0, 4:].tolist()))
-        if pixels.frame[0, 4] * pixels.frame[0, 5] > fits:
+        seen.append((step, len(pixels), *pixels.size_conditioning[0, 4:].tolist()))
+        if pixels.size_conditioning[0, 4] * pixels.size_conditioning[0, 5] > fits:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return call(self, pixels, step)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from rank_processes import on_ranks
-from resumed_runs import STEPS, cut, figures, flags
+from resumed_runs import STEPS, cut, dataset, figures, flags, whole
 from safetensors.torch import load_file
 from training_runs import train
 
@@ -15,6 +15,8 @@ from library.config.schema_output import StateConfig
 from library.errors import ConfigError, UserError
 from library.training import checkpoint_dir
 from library.training.resume import find_changes, select_checkpoint, serialize_settings
+
+__all__ = ["dataset", "whole"]  # fixtures
 
 
 def same_files(one: Path, other: Path) -> None:

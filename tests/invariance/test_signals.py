@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 from filelock import SoftFileLease
-from launched_runs import ROOT, ended, started, when_it_trains
+from launched_runs import ROOT, ended, settings, started, when_it_trains
 from rank_processes import on_ranks
 from safetensors.torch import load_file
 from training_runs import train
@@ -22,6 +22,8 @@ from training_runs import train
 from library.errors import UserError
 from library.training import output_lock
 from library.training.output_lock import hold_output_lock
+
+__all__ = ["settings"]  # a fixture
 
 
 @pytest.mark.parametrize(
@@ -141,10 +143,10 @@ def test_a_lock_that_another_run_took_over_is_told(short_leases, tmp_path, caplo
 
 def test_a_second_signal_ends_at_once(tmp_path):
     script = (
-        "import os, signal, time; from library.distributed import signals; signals.SECONDS_OF_ONE = 0.2\n"
-        "with signals.Signals() as asked:\n"
+        "import os, signal, time; from library.distributed import signals; signals.DUPLICATE_SIGNAL_SECONDS = 0.2\n"
+        "with signals.StopSignals() as signals_:\n"
         "    os.kill(os.getpid(), signal.SIGTERM); os.kill(os.getpid(), signal.SIGTERM); time.sleep(0.3)\n"
-        "    print(asked.asked, flush=True); os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)\n"
+        "    print(signals_.received, flush=True); os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == -signal.SIGTERM and done.stdout == "15\n"
@@ -181,11 +183,11 @@ def test_before_anything_is_trained_the_launcher_is_ended():
 
 def test_a_signal_is_forwarded_to_the_training_process_and_its_exit_code_is_returned():
     script = (
-        "import time; from library.distributed.signals import Signals, report_exit_code\n"
-        "with Signals() as signals:\n"
+        "import time; from library.distributed.signals import StopSignals, report_exit_code\n"
+        "with StopSignals() as signals:\n"
         "    print('up', flush=True)\n"
-        "    while signals.asked is None: time.sleep(0.02)\n"
-        "    raise SystemExit(report_exit_code(60 + signals.asked))\n"
+        "    while signals.received is None: time.sleep(0.02)\n"
+        "    raise SystemExit(report_exit_code(60 + signals.received))\n"
     )
     process = supervised("sh", "-c", f'{shlex.join([sys.executable, "-c", script])}; echo "code $?"; exit 1')
     assert process.stdout is not None and process.stdout.readline() == "up\n"

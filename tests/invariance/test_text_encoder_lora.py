@@ -34,8 +34,8 @@ def test_a_gradient_reaches_every_lora_of_denoiser_and_text_encoders(name):
     loss_of(case).backward()
     weights = dict(lora.iter_adapter_parameters(case.model))
     assert [each for each, weight in weights.items() if weight.grad is None or not weight.grad.any()] == []
-    wanted = [part for part in case.family.facts.text_encoders if part != case.family.facts.t5]
-    assert {each.split(".")[0] for each in weights} == {case.family.denoiser, *wanted}
+    wanted = [part for part in case.family.facts.text_encoders if part != case.family.facts.t5_encoder]
+    assert {each.split(".")[0] for each in weights} == {case.family.denoiser_name, *wanted}
     assert {id(weight) for weight in weights.values()} == {
         id(weight)
         for part in case.pipe.components.values()
@@ -44,7 +44,7 @@ def test_a_gradient_reaches_every_lora_of_denoiser_and_text_encoders(name):
         if weight.requires_grad and part is not case.pipe.vae
     } - {
         id(weight)
-        for part in (getattr(case.pipe, case.family.facts.t5 or "", None),)
+        for part in (getattr(case.pipe, case.family.facts.t5_encoder or "", None),)
         if part is not None
         for weight in part.parameters()
     }

@@ -10,6 +10,7 @@ from rank_processes import on_ranks
 from safetensors.torch import load_file
 from training_runs import difference, pictures, train
 
+from library.cache.readers import build_validation_reader
 from library.config import parse_config
 from library.config.schema_data import DataConfig
 from library.data.prepare import prepare_data
@@ -179,9 +180,9 @@ token_warmup_step = 100
 """,
     )
     prepared = prepare_data(DataConfig(dataset_config=str(lively)), 8)
-    batches, read = prepared.build_validation_reader(None, None, None)
+    batches, read = build_validation_reader(prepared, None, None, None)
     plain = prepare_data(DataConfig(dataset_config=str(data), validation_split=0.5), 8)
-    _, read_plain = plain.build_validation_reader(None, None, None)
+    _, read_plain = build_validation_reader(plain, None, None, None)
     for number in range(len(batches.micro_batches)):
         one, other = read(number), read_plain(number)
         assert (one.pixels == other.pixels).all() and one.global_positions == other.global_positions

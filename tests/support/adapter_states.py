@@ -3,7 +3,7 @@
 import torch
 from tiny_pipelines import TINY
 
-from library.adapters import lora
+from library.adapters.targets import match_target_modules
 from library.models.families import FAMILIES
 from library.training.trainable import collect_component_keys
 
@@ -22,7 +22,7 @@ def draw_state(name, kind="lora", dtype=torch.float32, seed=0, pipe=None, scale=
         )
         if part.name == "unet" and kind in ("lora", "dora"):
             targets = (*targets, *family.conv_lora_target_modules)
-        for module in lora.match_target_modules(model, targets):
+        for module in match_target_modules(model, targets):
             shape = model.get_submodule(module).weight.shape
             # Several ranks, but one alpha: diffusers mixes up those of a UNet's blocks in sd-scripts' files.
             rank = 2 if kind != "lora" or module.split(".")[1] == "1" else 3
@@ -56,9 +56,9 @@ def sizes(kind, shape, rank):
 
 def outputs(family, pipe, batch):
     t = torch.tensor([300.0, 700.0])
-    found = {"denoiser": family.predict(pipe, getattr(pipe, family.denoiser), batch.latents, t, batch)}
+    found = {"denoiser": family.predict(pipe, getattr(pipe, family.denoiser_name), batch.latents, t, batch)}
     for part in family.text_lora_prefixes:
-        if family.text_style(part) == "t5":  # which diffusers trains no LoRA in
+        if family.get_text_key_style(part) == "t5":  # which diffusers trains no LoRA in
             continue
         encoder = getattr(pipe, part)
         ids = torch.tensor([[5, 7, 11, encoder.config.eos_token_id]])

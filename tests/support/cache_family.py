@@ -12,13 +12,16 @@ from torch.nn.functional import avg_pool2d
 
 from library.cache import encode
 from library.cache.precompute import cache_latents, cache_text_encoder_outputs
+from library.cache.readers import build_step_loader
 from library.config import RunConfig, parse_config
 from library.data.batch import Cond, Moments
 from library.data.prepare import PreparedData, prepare_data
+from library.data.run_plan import RunPlan
 from library.distributed.accelerator import prepare_accelerator
+from library.distributed.communicator import Communicator
 from library.models.detect import detect_model
-from library.parallel.strategy import Strategy
-from library.training.state import RunPlan
+from library.parallel.ddp import DDPStrategy
+from library.parallel.strategy import Strategy, StrategySettings
 
 
 class Plain:
@@ -88,7 +91,7 @@ class Kept:
 
     def __init__(self, family: Any, *flags: str, strategy: Strategy | None = None):
         self.config: RunConfig = parse_config([*flags, "--quiet"]).require_valid()
-        self.strategy = strategy or Strategy(Communicator(prepare_accelerator(self.config)))
+        self.strategy = strategy or DDPStrategy(Communicator(prepare_accelerator(self.config)), StrategySettings())
         self.prepared: PreparedData = prepare_data(self.config.data, 8)
         model = detect_model(self.config.model)
         self.prepared, self.latents = cache_latents(self.config, self.strategy, family, model, self.prepared)
@@ -97,7 +100,8 @@ class Kept:
         self.texts = cache_text_encoder_outputs(self.config, self.strategy, family, model, self.prepared, self.plan, [])
 
     def loader(self) -> Any:
-        return self.prepared.build_image_loader(
+        return build_step_loader(
+            self.prepared,
             self.plan.batch_plan,
             self.strategy.comm.rank,
             total_steps=self.plan.steps,

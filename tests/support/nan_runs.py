@@ -22,7 +22,7 @@ def train_with_a_spoilt_step(rank: int, step: int | tuple[int, ...], careful: bo
 
     def watch(self, most):
         start(self, most)
-        self.careful_until = 10**9 if careful else 0
+        self.check_each_step_until = 10**9 if careful else 0
 
     DiffusionTask.__call__, step_guards.NanGuard.__init__ = spoilt, watch
     try:

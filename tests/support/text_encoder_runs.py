@@ -29,7 +29,7 @@ def loss_of(case, texts=("a red circle", "two, blue squares")):
     kind = next(case.model.parameters()).dtype
     batch = SimpleNamespace(
         cond={name: value if isinstance(value, list) else value.to(kind) for name, value in cond.items()},
-        frame=batch.frame.to(kind),
+        size_conditioning=batch.size_conditioning.to(kind),
     )
     t = torch.tensor([700.0, 250.0], dtype=kind)
     return case.family.predict(case.pipe, case.model, case.tiny.batch.latents.to(kind), t, batch).square().mean()

@@ -53,8 +53,8 @@ def test_parts_of_repeats_are_kept_over_the_epochs_which_are_all_of_one_length(
         for index, bucket in enumerate(made):
             assert sum(epoch[sample] for sample in bucket.sample_indices) == plan.count_samples(index)
     for dataset in (0, 1):
-        exact = sum(times for bucket in made if bucket.dataset == dataset for times in bucket.repeats)
-        total = sum(plan.count_samples(index) for index, bucket in enumerate(made) if bucket.dataset == dataset)
+        exact = sum(times for bucket in made if bucket.dataset_number == dataset for times in bucket.repeats)
+        total = sum(plan.count_samples(index) for index, bucket in enumerate(made) if bucket.dataset_number == dataset)
         assert abs(total - exact) <= 0.5 + 1e-6
     again = BatchPlan(made, ranks + 1, accumulation, seed)  # what is shown does not depend on the processes
     assert [shown(again, epoch) for epoch in range(4)] == epochs

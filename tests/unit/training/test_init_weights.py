@@ -117,7 +117,7 @@ def test_a_file_that_does_not_fit_is_told_and_the_way_out(tmp_path):
         load_network_weights(*build_trainable_modules(config, family, tiny.pipe, starts.rank_alphas), starts)
     assert "has rank 3 in it and 4 here; add dim_from_weights" in str(error.value) and "... and" in str(error.value)
     saved(path, "sd1", "kohya")
-    starts = replace(read_initial_weights(config, family, model), decides_sizes=True)
+    starts = replace(read_initial_weights(config, family, model), is_dim_from_weights=True)
     with pytest.raises(ConfigError, match="it trains text_encoder"):
         build_trainable_modules(config, family, TINY["sd1"]().pipe, starts.rank_alphas)
     tiny, family, config, model = scene("sd1", network_weights=str(path), network_args=("use_dora=True",))

@@ -120,31 +120,31 @@ def test_what_is_done_between_steps_is_no_part_of_them(tmp_path):
     run = SimpleNamespace(
         state=SimpleNamespace(step=0),
         plan=SimpleNamespace(steps=9),
-        actions=[],
-        strategy=SimpleNamespace(device=HOST, is_main=True, together=1, precision="no"),
-        task=SimpleNamespace(pipe=SimpleNamespace(unet=model), family=SimpleNamespace(denoiser="unet")),
+        callbacks=[],
+        strategy=SimpleNamespace(device=HOST, comm=SimpleNamespace(is_main=True), model_parallel_size=1, mixed_precision="no"),
+        task=SimpleNamespace(pipe=SimpleNamespace(unet=model), family=SimpleNamespace(denoiser_name="unet")),
     )
 
     class Drawing:
-        can_wait = True
-        is_due = staticmethod(lambda run: True)
+        is_deferrable = True
+        should_run = staticmethod(lambda run: True)
 
         def __call__(self, run):
             model(torch.ones(1))
             time.sleep(0.02)
 
-    run.actions, told, profiled = [Drawing()], {}, StepProfiler(StepRange(2, 7), tmp_path / "trace.json")
+    run.callbacks, told, profiled = [Drawing()], {}, StepProfiler(StepRange(2, 7), tmp_path / "trace.json")
     assert profiled.timed == 2 and profiled.profiled == 3
-    run.teller = SimpleNamespace(noted=lambda run, figures: told.update(figures))
+    run.metric_logger = SimpleNamespace(log_values=lambda run, figures: told.update(figures))
     profiled.calls.count_flops = lambda denoiser: sum(profiled.calls.counts.values())
-    actions = profiled.wrap(run)
+    callbacks = profiled.wrap(run)
     for step in range(1, 10):
         with memory.record_phase("forward"):
             model(torch.ones(1))
             time.sleep(0.002)
         run.state.step = step
-        for action in [action for action in actions if action.should_run(run)]:
-            action(run)
+        for callback in [callback for callback in callbacks if callback.should_run(run)]:
+            callback(run)
     assert told["profile/step_teraflop"] * 1e12 == 1
     assert 0.002 <= told["profile/step_seconds"] < 0.01 and 0.002 <= told["profile/forward_seconds"] < 0.01
     assert told["profile/other_seconds"] < 0.008
@@ -154,22 +154,22 @@ def test_steps_that_are_taken_back_are_profiled_when_they_come_again(tmp_path):
     run = SimpleNamespace(
         state=SimpleNamespace(step=0),
         plan=SimpleNamespace(steps=9),
-        actions=[],
-        strategy=SimpleNamespace(device=HOST, is_main=True, together=1, precision="no"),
-        task=SimpleNamespace(pipe=SimpleNamespace(unet=torch.nn.Identity()), family=SimpleNamespace(denoiser="unet")),
+        callbacks=[],
+        strategy=SimpleNamespace(device=HOST, comm=SimpleNamespace(is_main=True), model_parallel_size=1, mixed_precision="no"),
+        task=SimpleNamespace(pipe=SimpleNamespace(unet=torch.nn.Identity()), family=SimpleNamespace(denoiser_name="unet")),
     )
     told = []
-    run.teller = SimpleNamespace(noted=lambda run, figures: told.append(run.state.step))
-    actions = StepProfiler(StepRange(2, 6), tmp_path / "trace.json").wrap(run)
+    run.metric_logger = SimpleNamespace(log_values=lambda run, figures: told.append(run.state.step))
+    callbacks = StepProfiler(StepRange(2, 6), tmp_path / "trace.json").wrap(run)
     for step in (1, 2, 1, 2, 3, 4, 3, 4, 5, 6, 5, 6, 7):
         run.state.step = step
-        for action in [action for action in actions if action.should_run(run)]:
-            action(run)
+        for callback in [callback for callback in callbacks if callback.should_run(run)]:
+            callback(run)
     assert told == [6] and (tmp_path / "trace.json").is_file()
 
 
 @pytest.mark.parametrize(("begins", "ends", "said"), [(0, 9, ""), (3, 9, "step 4 to 9"), (0, 5, "step 1 to 5")])
 def test_a_run_without_all_of_the_steps_is_told(begins, ends, said, tmp_path, caplog):
-    run = SimpleNamespace(state=SimpleNamespace(step=begins), plan=SimpleNamespace(steps=ends), actions=[])
+    run = SimpleNamespace(state=SimpleNamespace(step=begins), plan=SimpleNamespace(steps=ends), callbacks=[])
     StepProfiler(StepRange(2, 7), tmp_path / "trace").wrap(run)
     assert said in caplog.text and bool(said) is bool(caplog.text)

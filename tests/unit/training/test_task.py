@@ -6,7 +6,7 @@ from inspect import signature
 import pytest
 import torch
 from tiny_pipelines import TINY
-from training_task import HEIGHT, WIDTH, pixels
+from training_task import HEIGHT, WIDTH, pixels, task
 
 from library.adapters.regularization import LoraDropout
 from library.config import parse_config
@@ -15,11 +15,13 @@ from library.models.families import FAMILIES
 from library.training.setup import build_objective
 from library.training.task import DiffusionTask
 
+__all__ = ["task"]  # a fixture
+
 
 def test_the_loss_of_a_sample_is_its_mean_times_the_weight_of_its_time_times_its_own(task):
     losses = task(pixels((0, 1, 2), [1.0, 0.25, 0.0]), step=5)
     draws = [
-        torch.Generator().manual_seed(generator.initial_seed()) for generator in task.generators("noise", 5, (0, 1, 2))
+        torch.Generator().manual_seed(generator.initial_seed()) for generator in task.build_generators("noise", 5, (0, 1, 2))
     ]
     for row, draw in enumerate(draws):
         t = torch.randint(0, 1000, (1,), generator=draw)
@@ -42,13 +44,13 @@ def test_a_masked_place_counts_nothing_and_the_mean_is_over_all_places(task):
 def test_what_was_seen_in_the_latest_step_is_kept_and_no_more(task):
     for step in (0, 1):
         losses = [task(pixels(places, weights), step) for places, weights in (((0, 1), [1.0, 0.5]), ((2,), [0.0]))]
-    first, second = task.seen
-    assert first.ids == ("picture 0", "picture 1") and second.ids == ("picture 2",)
-    assert second.weight.tolist() == [0.0]
-    torch.testing.assert_close(first.loss * first.weight, losses[0].detach())
-    assert losses[0].requires_grad and not first.loss.requires_grad and second.loss.item() > 0
-    assert torch.equal(second.t, task.denoiser.t / 1000)
-    assert all(0 <= t < 1 for seen in task.seen for t in seen.t)
+    first, second = task.micro_batch_stats
+    assert first.sample_keys == ("picture 0", "picture 1") and second.sample_keys == ("picture 2",)
+    assert second.loss_weights.tolist() == [0.0]
+    torch.testing.assert_close(first.losses * first.loss_weights, losses[0].detach())
+    assert losses[0].requires_grad and not first.losses.requires_grad and second.losses.item() > 0
+    assert torch.equal(second.timesteps, task.denoiser.t / 1000)
+    assert all(0 <= t < 1 for stats in task.micro_batch_stats for t in stats.timesteps)
 
 
 def test_places_and_steps_have_numbers_of_their_own_and_a_batch_is_the_sum_of_its_samples(task):
@@ -98,7 +100,7 @@ def test_batches_are_of_one_shape_where_blocks_are_given_tensors_of_one_shape(na
 
     assert [[one == other for other in said] for one in said] == [[one == other for other in given] for one in given]
     assert (len(set(said)) < len(CAPTIONS)) == (evens or name == "z_image")
-    plain = replace(task, evens_texts=False)
+    plain = replace(task, pads_texts=False)
     for captions, loss in losses.items():
         with torch.no_grad():
             assert loss == pytest.approx(plain(replace(pixels((0,), [1.0]), captions=captions), 0), rel=1e-4)

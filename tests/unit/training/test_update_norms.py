@@ -84,10 +84,10 @@ def test_layers_of_one_name_in_several_blocks_are_one_kind():
 
 def test_a_layer_that_learnt_nothing_is_named_and_all_of_them_are_a_failure(caplog):
     learnt, said = UpdateNorms(), {}
-    teller = SimpleNamespace(noted=lambda run, values: said.update(values))
+    metric_logger = SimpleNamespace(log_values=lambda run, values: said.update(values))
     model = stirred(LoraConfig(r=3, target_modules=["a", "b"]))
-    strategy = SimpleNamespace(unwrapped=lambda model: model, is_main=True)
-    run = SimpleNamespace(optimizer=None, strategy=strategy, adapter=model, teller=teller)
+    strategy = SimpleNamespace(unwrap_model=lambda model: model, comm=SimpleNamespace(is_main=True))
+    run = SimpleNamespace(optimizer=None, strategy=strategy, model=model, metric_logger=metric_logger)
     learnt(run)
     learnt.fail_if_zero(run)
 

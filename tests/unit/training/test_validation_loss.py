@@ -9,6 +9,7 @@ import torch
 from training_runs import pictures
 from training_task import HEIGHT, WIDTH, pixels, task
 
+from library.cache.readers import build_validation_reader
 from library.config.schema_data import DataConfig
 from library.data.batch_plan import Bucket, MicroBatch
 from library.data.loader import ValidationBatches
@@ -18,18 +19,16 @@ from library.training.validation import TIMESTEP_QUANTILES, VALIDATION_SEED, com
 __all__ = ["task"]  # a fixture
 
 
-class Alone:
+class SingleProcess:
     """The strategy of one process."""
 
-    rank, size, data_rank, data_size = 0, 1, 0, 1
-    device, is_main, computes_together = torch.device("cpu"), True, False
+    data_parallel_rank, data_parallel_size, has_collective_forward = 0, 1, False
+    device = torch.device("cpu")
     accelerator = SimpleNamespace(autocast=nullcontext)
+    comm = SimpleNamespace(gather_for_metrics=lambda tensors: tensors)
 
-    def unwrapped(self, model):
+    def unwrap_model(self, model):
         return model
-
-    def measured(self, tensors):
-        return tensors
 
 
 def measured(task, *batches):
@@ -37,10 +36,10 @@ def measured(task, *batches):
     micro, first = [], 5
     for batch in batches:
         count = len(batch)
-        micro.append(MicroBatch(0, 0, tuple(range(first, first + count)), (0,) * count, (True,) * count, batch.places))
+        micro.append(MicroBatch(0, 0, tuple(range(first, first + count)), (0,) * count, (True,) * count, batch.global_positions))
         first += count
     fixed = ValidationBatches((Bucket((WIDTH, HEIGHT), (), (), 1),), tuple(micro))
-    run = SimpleNamespace(strategy=Alone(), task=task, adapter=task.denoiser)
+    run = SimpleNamespace(strategy=SingleProcess(), task=task, model=task.denoiser)
     return compute_validation_losses(run, fixed, lambda number: batches[number])
 
 
@@ -50,7 +49,7 @@ def test_each_picture_is_measured_at_the_quantiles_with_noise_of_its_own(task):
     assert list(found) == [5, 6, 7]
     for place, number in enumerate(found):
         for at, u in enumerate(TIMESTEP_QUANTILES):
-            (draw,) = replace(task, seed=VALIDATION_SEED).generators("measured", at, (place,))
+            (draw,) = replace(task, seed=VALIDATION_SEED).build_generators("measured", at, (place,))
             noise = torch.randn(4, HEIGHT // 8, WIDTH // 8, generator=draw)
             a = task.objective.process.alphas_cumprod[int(1000 * u)].item()
             weight = min(a / (1 - a), 2.0) / (a / (1 - a))
@@ -71,7 +70,7 @@ def test_what_a_mask_hides_does_not_count_and_what_cannot_be_read_is_left_out(ta
         [each / 5 for each in plain[6]], rel=1e-5
     )
     assert measured(task, pixels((0, 1), [0.0, 1.0])) == {6: plain[6]}
-    by_area = measured(replace(task, masks_by_area=True), pixels((0, 1), [1.0, 1.0], mask))
+    by_area = measured(replace(task, normalize_masked_loss=True), pixels((0, 1), [1.0, 1.0], mask))
     assert by_area[5] == pytest.approx(plain[5], rel=1e-5)
 
 
@@ -87,12 +86,12 @@ def test_dropout_is_off_while_it_is_measured_and_on_again_after(task):
 def test_of_too_many_batches_the_same_are_measured_and_all_once(tmp_path):
     data = str(pictures(tmp_path, {(96, 64): 9, (64, 96): 6}))
     prepared = prepare_data(DataConfig(dataset_config=data, validation_split=0.6, train_batch_size=2), 8)
-    whole, _ = prepared.build_validation_reader(None, None, None)
-    some, _ = prepared.build_validation_reader(3, None, None)
+    whole, _ = build_validation_reader(prepared, None, None, None)
+    some, _ = build_validation_reader(prepared, 3, None, None)
     samples = [sample for batch in whole.micro_batches for sample in batch.sample_indices]
 
     first, count = len(prepared.manifest.samples), len(prepared.validation.manifest.samples)
     assert sorted(samples) == list(range(first, first + count))
     assert len(some.micro_batches) == 3 and set(some.micro_batches) < set(whole.micro_batches)
-    assert some == prepared.build_validation_reader(3, None, None)[0]
+    assert some == build_validation_reader(prepared, 3, None, None)[0]
     assert {some.dataset_numbers[sample] for batch in some.micro_batches for sample in batch.sample_indices} == {0}
