@@ -143,7 +143,7 @@ def page() -> str:
     lines = [
         "# The options of sd-scripts",
         "",
-        "Written by `python tests/contract/test_every_option_is_read.py`; edit `library/config/kohya.py` instead.",
+        "Written by `python tests/contract/test_every_option_is_read.py`; edit `library/config/kohya_compat.py` instead.",
         "",
         f"`train_network.py` has {len(found)} options: {count['supported']} are supported under the same name,"
         f" {count['alias']} are aliases, {count['refused']} are refused with a reason, {count['not yet']} are not there"

@@ -98,8 +98,8 @@ def test_captions_are_built_when_they_are_asked_for(tmp_path):
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["biuld"], "no command 'biuld'; did you mean build?"),
-        (["verify", "--yes"], "--yes: belongs to prune"),
+        (["biuld"], "unknown command 'biuld'; did you mean build?"),
+        (["verify", "--yes"], "--yes: only with prune"),
         (["build", "--dataset_config", "nowhere.toml", "--cache_dirr", "x"], "--cache_dirr: unknown option"),
     ],
 )
