@@ -94,7 +94,7 @@ def test_a_lora_kind_is_not_written_where_nobody_would_read_it():
     state, alphas, parts = draw_state("sd1", "loha")
     with pytest.raises(UserError, match="diffusers does not load loha; take save_format auto or comfy"):
         convert_to_file_format(state, alphas, parts, "diffusers")
-    assert "turns what goes into a layer" in validate_save_format(["oft"], "kohya")[0] and not validate_save_format(
+    assert "rotates a layer's input" in validate_save_format(["oft"], "kohya")[0] and not validate_save_format(
         ["boft"], "diffusers"
     )
 
