@@ -210,7 +210,9 @@ def test_merging_keeps_every_picture_and_leaves_no_small_bucket_that_could_join(
             assert [
                 bucket - resized for bucket, resized in zip(after.bucket_resolution, after.resized_size, strict=True)
             ].count(0) > 0
-            assert any(f"bucket {before.bucket_resolution[0]}x{before.bucket_resolution[1]} has" in note for note in notes)
+            assert any(
+                f"bucket {before.bucket_resolution[0]}x{before.bucket_resolution[1]} has" in note for note in notes
+            )
         else:
             assert after == before
     small = [bucket for bucket, members in buckets.items() if len(members) < least]
