@@ -1,7 +1,7 @@
 """Read the JSON configs of models: from folders, the hub, and the bundled ``configs/NAME.json``; no torch.
 
-A bundled config maps the path of each JSON file of a diffusers folder to its content.  NAME is the family, or the family
-and a variant: ``sdxl``, ``sdxl_tiny``.
+A bundled config maps the path of each JSON file of a diffusers folder to its content.  NAME is the family, or the
+family and a variant: ``sdxl``, ``sdxl_tiny``.
 """
 
 import json

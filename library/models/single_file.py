@@ -19,7 +19,7 @@ def load_single_file_component(
     dtype: torch.dtype,
     device: torch.device | None,
 ) -> Any:
-    """Build a component from its config and load its weights; in the file, its keys have one of ``prefixes``, or none."""
+    """Build a component from its config and load its weights; its keys in the file may have one of ``prefixes``."""
     prefix, tensors = _read_tensors(path, prefixes)
     model = build_empty_model(component_class, config)
     is_text_encoder = component_class.__module__.startswith("transformers.")

@@ -94,7 +94,7 @@ def join_chunks(hidden_states: Tensor, num_chunks: int) -> Tensor:
 
 
 def encode_with_clip(pipe: Any, prompts: Sequence[str], model_config: ModelConfig) -> Tensor:
-    """Encode prompts with the pipeline's only text encoder; ``clip_skip`` counts as in sd-scripts: 1 is the last layer."""
+    """Encode prompts with the only text encoder; ``clip_skip`` counts as in sd-scripts: 1 is the last layer."""
     rows = tokenize_in_chunks(pipe.tokenizer, prompts, model_config.max_token_length)
     output = pipe.text_encoder(rows.to(pipe.text_encoder.device, non_blocking=True), output_hidden_states=True)
     states = get_normed_hidden_states(pipe.text_encoder, output, model_config.clip_skip or 1)
