@@ -146,5 +146,5 @@ def _split_rows(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
 
 
 def _build_block_diagonal(blocks: Sequence[Tensor]) -> Tensor:
-    result: Tensor = torch.block_diag(*blocks)
+    result: Tensor = torch.block_diag(*blocks)  # type: ignore[no-untyped-call]
     return result

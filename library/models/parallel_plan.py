@@ -33,7 +33,7 @@ def map_layer_token_streams(
 
 
 def build_tensor_parallel_plan(denoiser: nn.Module) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Layer -> whether its weight is sharded by ``rows`` or ``columns``, and the sizes that are sharded separately."""
+    """Layer -> ``colwise`` or ``rowwise`` sharding, and the sizes of the sections that are sharded separately."""
     plan: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, layer in denoiser.named_modules():
         base: Any = getattr(layer, "base_layer", layer)
@@ -41,9 +41,9 @@ def build_tensor_parallel_plan(denoiser: nn.Module) -> dict[str, tuple[str, tupl
             continue
         if COLWISE_PATTERN.search(name):
             parts = 2 if type(denoiser.get_submodule(name.rpartition(".")[0])).__name__ in GATED_ACTIVATIONS else 1
-            plan[name] = "rows", (base.out_features // parts,) * parts
+            plan[name] = "colwise", (base.out_features // parts,) * parts
         elif ROWWISE_PATTERN.search(name):
-            plan[name] = "columns", (base.in_features,)
+            plan[name] = "rowwise", (base.in_features,)
         elif FUSED_ROWWISE_PATTERN.search(name):
-            plan[name] = "columns", (base.out_features, base.in_features - base.out_features)
+            plan[name] = "rowwise", (base.out_features, base.in_features - base.out_features)
     return plan

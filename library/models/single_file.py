@@ -56,7 +56,8 @@ def _convert_diffusers_keys(model: Any, tensors: dict[str, Tensor], prefix: str)
     if "input_blocks.0.0.weight" in tensors:
         tensors = {DENOISER_PREFIX + name: tensor for name, tensor in tensors.items()}
     class_name = _CONVERSION_CLASSES.get(type(model).__name__, type(model).__name__)
-    convert: Any = single_file_model.SINGLE_FILE_LOADABLE_CLASSES[class_name]["checkpoint_mapping_fn"]
+    classes: Any = single_file_model.SINGLE_FILE_LOADABLE_CLASSES
+    convert = classes[class_name]["checkpoint_mapping_fn"]
     checkpoint = bare if class_name in _PREFIXLESS_CLASSES else tensors
     converted: Mapping[str, Tensor] = convert(checkpoint=checkpoint, config=dict(model.config))
     return converted

@@ -11,6 +11,7 @@ from ..cache.model_fingerprint import compute_quick_file_fingerprint, compute_qu
 from ..cache.precompute import CacheReaders, cache_latents, cache_text_encoder_outputs
 from ..cache.readers import build_validation_reader
 from ..config import RunConfig
+from ..config.options import flatten_config
 from ..config.schema_output import PreviewConfig
 from ..data.prepare import PreparedData
 from ..data.prompts import Prompt, load_prompts
@@ -56,7 +57,8 @@ def run_training(config: RunConfig, locations: Mapping[str, str] | None = None) 
     started_at = time.time()
     if problems := [*validate_optimizer(config.optim), *validate_lr_schedule(config.optim)]:
         raise ConfigError(problems)
-    strategy = build_strategy(config)
+    signals = StopSignals()
+    strategy = build_strategy(config, lambda: signals.received is not None)
     folder, name = Path(config.save.output_dir), config.save.output_name
     with strategy.comm.process_group_scope(), closing(strategy):
         divider = strategy.optimizer_sharding_engine
@@ -66,7 +68,7 @@ def run_training(config: RunConfig, locations: Mapping[str, str] | None = None) 
             strategy.comm.run_on_main(lambda: _prepare_output_dir(config, folder, name, held))
             ending = FailureHandler(strategy.comm, config)
             try:
-                _prepare_and_train(config, locations or {}, strategy, started_at, ending)
+                _prepare_and_train(config, locations or {}, strategy, started_at, ending, signals)
             except Exception as error:
                 if (end := ending.build_final_error(error)) is error:
                     raise
@@ -79,6 +81,7 @@ def _prepare_and_train(
     strategy: Strategy,
     started_at: float,
     failure_handler: FailureHandler,
+    signals: StopSignals,
 ) -> None:
     for line in find_overridden_settings(config, locations):
         logger.warning("%s", line)
@@ -128,7 +131,14 @@ def _prepare_and_train(
     validation = _build_validation(config, prepared, CacheReaders(latents, texts))
     told = format_plan(prepared, plan, strategy.data_parallel_size)
     _train_and_save(
-        job, failure_handler, export, going_on, [*validation, preview], told, [prompt.text for prompt in prompts]
+        job,
+        failure_handler,
+        signals,
+        export,
+        going_on,
+        [*validation, preview],
+        told,
+        [prompt.text for prompt in prompts],
     )
 
 
@@ -148,6 +158,7 @@ def _compute_input_fingerprints(
 def _train_and_save(
     run: TrainingRun,
     failure_handler: FailureHandler,
+    signals: StopSignals,
     save_adapter: SaveAdapter,
     resume: Resume,
     evaluation_callbacks: Sequence[Validation | Preview],
@@ -161,8 +172,8 @@ def _train_and_save(
     report, learnt = SaveReport(save_adapter, plan_text, prompts, metrics, resume.started_at), UpdateNorms()
     guard = WeightSyncCheck(config.distributed.check_sync_every_n_steps, [save_adapter, keeper])
     trackers, wanted = Trackers(strategy.comm), strategy.comm.is_main
-    trackers.init_trackers(config)
-    with StopSignals() as signals, ProgressBar(run.plan.steps, run.state.step, "training", enabled=wanted) as progress:
+    trackers.init_trackers(config.log, flatten_config(config))
+    with signals, ProgressBar(run.plan.steps, run.state.step, "training", enabled=wanted) as progress:
         file = MetricsFile(metrics, run.state.step) if wanted else None
         run.metric_logger = TrainingLogger(progress, file, trackers, run.state.samples)
         run.callbacks = [guard, *evaluation_callbacks, learnt, save_adapter, report, keeper]
@@ -170,7 +181,6 @@ def _train_and_save(
             from .profiler import StepProfiler
 
             run.callbacks = StepProfiler(profiled, folder / f"{config.save.output_name}.trace.json.gz").wrap(run)
-        strategy.is_stop_requested = lambda: signals.received is not None
         for look in evaluation_callbacks:
             look.on_train_begin(run)
         guard.on_train_begin(run)
