@@ -19,7 +19,7 @@ from ..config.schema import AdapterConfig, ModelConfig, OptimConfig, RunConfig, 
 from ..config.schema_data import DataConfig
 from ..config.schema_objective import LossConfig, NoiseConfig
 from ..config.schema_output import SaveConfig
-from ..config.validate_adapter import THUMBNAIL_TYPES
+from ..config.validate import THUMBNAIL_TYPES
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,11 @@ def validate_model_options(config: RunConfig, locations: Mapping[str, str]) -> I
         detected = None
     if detected is not None:
         conflicts = [
-            *validate_objective.validate_objective_for_model(config, facts.title, detected.prediction_type),
+            *validate_objective.validate_objective_for_model(
+                config.noise, config.loss, facts.title, detected.prediction_type
+            ),
             *validate_adapter.validate_adapter_for_model(
-                config, facts.name, facts.title, facts.text_encoders, facts.t5_encoder
+                config.adapter, config.optim, facts.name, facts.title, facts.text_encoders, facts.t5_encoder
             ),
             *((("attn_mode",), line) for line in validate_attention_mode(config.distributed.attn_mode, detected)),
         ]
