@@ -96,7 +96,9 @@ def validate_objective(config: RunConfig, family: "Family", process: "NoiseProce
     """Check the objective against the prediction type, which is certain only when the model is loaded."""
     from ..diffusion.weighting import find_unbounded_weightings
 
-    for names, problem in validate_objective_for_model(config, family.facts.title, process.prediction_type):
+    for names, problem in validate_objective_for_model(
+        config.noise, config.loss, family.facts.title, process.prediction_type
+    ):
         yield f"--{names[0]}: {problem}"
     for name in find_unbounded_weightings(process, config.loss):
         yield f"--{name}: the model's last timestep has zero SNR, so its loss weight is infinite; remove the option"

@@ -126,7 +126,7 @@ def _prepare_and_train(
 def _load_prompts(preview: PreviewConfig, detected: DetectedModel) -> list[Prompt]:
     """Load the preview prompts and check that this model can generate them."""
     prompts = load_prompts(Path(preview.sample_prompts)) if preview.sample_prompts else []
-    if problems := validate_prompts(prompts, preview.sample_sampler, detected):
+    if problems := [*validate_prompts(prompts, preview.sample_sampler, detected)]:
         raise ConfigError(problems)
     return prompts
 

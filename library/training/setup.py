@@ -223,7 +223,7 @@ def build_objective(config: RunConfig, family: Family, pipe: Any) -> Objective:
     if problems := list(validate_objective(config, family, process)):
         raise ConfigError(problems)
     sampling = config.noise.flow_timestep_sampling if isinstance(process, FlowMatchingProcess) else "uniform"
-    settings = "".join(f", {name} {value}" for name, value in find_active_options(config).items())
+    settings = "".join(f", {name} {value}" for name, value in find_active_options(config.noise, config.loss).items())
     logger.info("prediction type: %s; timestep sampling: %s%s", process.prediction_type, sampling, settings)
     return Objective(process, config.noise, config.loss)
 

@@ -10,11 +10,11 @@ from ..adapters import lora
 from ..config import RunConfig
 from ..config.validate_adapter import validate_adapter_for_model
 from ..errors import ConfigError
-from ..models.attention import validate_attention_mode
 from ..models.base import Family
 from ..models.detect import DetectedModel
 from ..models.loading import load_components_on_meta
 from ..models.parallel_plan import build_tensor_parallel_plan
+from ..models.preflight import validate_attention_mode
 from ..optim.optimizers import resolve_optimizer
 from ..parallel.offload import find_innermost_blocks, is_quantized_or_offloaded
 from ..parallel.preflight import validate_device_map
@@ -23,14 +23,15 @@ from .trainable import select_target_components, select_trained_text_encoders
 
 
 def validate_attention(mode: str, detected: DetectedModel) -> Iterator[str]:
-    if problem := validate_attention_mode(mode, detected):
-        yield f"--attn_mode: {problem}"
+    yield from (f"--attn_mode: {problem}" for problem in validate_attention_mode(mode, detected))
 
 
 def validate_adapter_targets(config: RunConfig, family: Family, detected: DetectedModel) -> Iterator[str]:
     """Check the adapter options, and that the patterns of ``network_args`` match layers."""
     facts = family.facts
-    options = validate_adapter_for_model(config, facts.name, facts.title, facts.text_encoders, facts.t5_encoder)
+    options = validate_adapter_for_model(
+        config.adapter, config.optim, facts.name, facts.title, facts.text_encoders, facts.t5_encoder
+    )
     problems = [f"--{names[0]}: {problem}" for names, problem in options]
     yield from problems
     if not problems and config.adapter.network_args:

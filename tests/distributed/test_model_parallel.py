@@ -234,19 +234,22 @@ def test_a_model_that_cannot_be_sharded_is_refused_before_it_is_loaded(model, fl
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--pp_schedule", "gpipe"), "--pp_schedule: there is no pipeline; set pp_size"),
+        (("--pp_schedule", "gpipe"), "--pp_schedule: no effect without pp_size above 1"),
         (
             ("--tp_size", "2", "--network_module", "lycoris.kohya", "--network_args", "algo=loha"),
-            "of kind loha cannot be",
+            "not loha; use pp_size, cp_size or fsdp",
         ),
         (
             ("--tp_size", "2", "--network_args", "use_dora=True"),
-            "of kind dora cannot be cut; use pp_size, cp_size or fsdp",
+            "tensor parallelism supports lora only, not dora; use pp_size, cp_size or fsdp",
         ),
-        (("--pp_size", "2", "--torch_compile", "--no-dynamo_use_regional_compilation"), "is compiled block by block"),
-        (("--pp_size", "2", "--deepspeed"), "not together with --pp_size; use --fsdp with --tp_size"),
-        (("--cp_size", "2", "--deepspeed"), "not together with --cp_size; use --fsdp with --cp_size"),
-        (("--cp_size", "2", "--attn_mode", "flash"), "only torch's own attention can be shared; use sdpa or cudnn"),
+        (
+            ("--pp_size", "2", "--torch_compile", "--no-dynamo_use_regional_compilation"),
+            "is always compiled block by block",
+        ),
+        (("--pp_size", "2", "--deepspeed"), "cannot be combined with pp_size; use fsdp with tp_size"),
+        (("--cp_size", "2", "--deepspeed"), "cannot be combined with cp_size; use fsdp with cp_size"),
+        (("--cp_size", "2", "--attn_mode", "flash"), "context parallelism does not support flash; use sdpa or cudnn"),
     ],
 )
 def test_incompatible_options_are_refused(flags, message):

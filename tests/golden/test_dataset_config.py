@@ -67,17 +67,17 @@ train_batch_size = 2
     assert problems(tmp_path, text) == [
         "set.toml:18: extra: unknown table; expected [general] or [[datasets]]",
         "set.toml:2: enable_buckets: unknown key; did you mean enable_bucket?",
-        "set.toml:3: flip_aug: expected true or false, got the text 'true'; write true without quotes",
+        "set.toml:3: flip_aug: expected true or false, got 'true'; write true without quotes",
         "set.toml:4: image_dir: belongs in [[datasets.subsets]], not in [general]",
-        "set.toml:7: batch_size: expected a whole number, got the text '4'; write 4 without quotes",
-        "set.toml:8: keep_tokens: -1 is too small; at least 0",
+        "set.toml:7: batch_size: expected an integer, got '4'; write 4 without quotes",
+        "set.toml:8: keep_tokens: must be at least 0, got -1",
         "set.toml:9: prior_loss_weight: not a key of dataset files; set it for the run: --prior_loss_weight",
         "set.toml:10: train_batch_size: unknown key; in dataset files it is called batch_size",
         "set.toml:12: resolution: belongs in [general] or [[datasets]], not in [[datasets.subsets]]",
-        "set.toml:13: num_repeats: 0 is too small; at least 1",
-        "set.toml:14: caption_dropout_rate: 1.5 is too large; at most 1",
+        "set.toml:13: num_repeats: must be at least 1, got 0",
+        "set.toml:14: caption_dropout_rate: must be at most 1, got 1.5",
         "set.toml:11: image_dir: missing; set the folder of images: image_dir = 'FOLDER'",
-        "set.toml:16: image_dir: expected a text, got ['a']",
+        "set.toml:16: image_dir: expected a string, got ['a']",
         "set.toml:17: face_crop_aug_range: expected two numbers, such as [2.0, 4.0]",
         "set.toml:6: resolution: missing; set it here, in [general] or with --resolution, such as 512 or [512, 768]",
     ]
@@ -264,12 +264,12 @@ def test_a_dataset_file_in_json_equals_the_same_file_in_toml(tmp_path):
         (
             '"num_repeats": 3',
             '"num_repeats": "3"',
-            ": datasets[0].subsets[0]: num_repeats: expected a whole number, got the text '3'; write 3",
+            ": datasets[0].subsets[0]: num_repeats: expected an integer, got '3'; write 3",
         ),
         (
             '"num_repeats": 3',
             '"num_repeats": null',
-            ": datasets[0].subsets[0]: num_repeats: expected a whole number, got null",
+            ": datasets[0].subsets[0]: num_repeats: expected an integer, got null",
         ),
         (
             '"keep_tokens"',
@@ -324,7 +324,7 @@ def test_a_json_file_that_does_not_exist_is_reported(tmp_path):
         GOOD + "include = ['a', '']": "5: include: is empty; set at least one value, or remove it",
         GOOD + "exclude = '[z-a]'": "5: exclude: '[z-a]' is not a valid pattern: bad character range z-a",
         GOOD + "include = 'a{1..99999999}'": "5: include: {1..99999999} expands to more than 1000000 names",
-        GOOD + "recursive = 'yes'": "5: recursive: expected true or false, got the text 'yes'",
+        GOOD + "recursive = 'yes'": "5: recursive: expected true or false, got 'yes'",
         GOOD + "recursif = true": "5: recursif: unknown key; did you mean recursive?",
         GOOD + "weight = 2": "5: weight: belongs in [general] or [[datasets]], not in [[datasets.subsets]]",
         GOOD.replace("512", "512\nweight = 0"): "3: weight: 0 would exclude the dataset; set a"

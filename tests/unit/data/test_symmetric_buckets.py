@@ -210,7 +210,9 @@ def test_merging_keeps_every_picture_and_leaves_no_small_bucket_that_could_join(
             assert [
                 bucket - resized for bucket, resized in zip(after.bucket_resolution, after.resized_size, strict=True)
             ].count(0) > 0
-            assert any(f"bucket {before.bucket_resolution[0]}x{before.bucket_resolution[1]} has" in note for note in notes)
+            assert any(
+                f"bucket {before.bucket_resolution[0]}x{before.bucket_resolution[1]} has" in note for note in notes
+            )
         else:
             assert after == before
     small = [bucket for bucket, members in buckets.items() if len(members) < least]
@@ -256,7 +258,7 @@ GOOD = "[[datasets]]\nresolution = 512\n[[datasets.subsets]]\nimage_dir = 'a'\n"
             ["set.toml:2: bucket_mode: symmetric buckets all have the same area"],
         ),
         ("bucket_mode = 'square'", {}, ["set.toml:2: bucket_mode: the text 'square' is not one of kohya, symmetric"]),
-        ("bucket_max_crop = 1.5", {}, ["set.toml:2: bucket_max_crop: 1.5 is too large; at most 1"]),
+        ("bucket_max_crop = 1.5", {}, ["set.toml:2: bucket_max_crop: must be at most 1, got 1.5"]),
         ("enable_bucket = true", {"bucket_mode": "symmetric", "bucket_max_crop": 0.1, "bucket_min_images": 2}, []),
         ("bucket_max_crop = 1", {}, []),
     ],

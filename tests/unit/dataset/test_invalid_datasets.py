@@ -306,24 +306,24 @@ shuffle_caption = 1                                # expected true or false, got
 image_dir = "nowhere"                              # belongs in [[datasets.subsets]], not in [general]
 prior_loss_weight = 0.5                            # set it for the run: --prior_loss_weight
 skip_corrupted_cache = true                        # not supported yet: this key of musubi-tuner
-keep_tokens = -1                                   # -1 is too small; at least 0
+keep_tokens = -1                                   # must be at least 0, got -1
 [[datasets]]                                       # subsets of different types in one dataset
 resolution = [512, 512, 512]                       # expected
 batch_size = "2"                                   # write 2 without quotes
 train_batch_size = 2                               # in dataset files it is called batch_size
-min_bucket_reso = 0                                # 0 is too small; at least 1
+min_bucket_reso = 0                                # must be at least 1, got 0
 bucket_mode = "square"                             # is not one of kohya, symmetric
 enable_bucket = "true"                             # write true without quotes
 network_multiplier = 2                             # not supported yet: values other than 1
-validation_split = 1.5                             # 1.5 is too large; at most 1
+validation_split = 1.5                             # must be at most 1, got 1.5
   [[datasets.subsets]]
   image_dir = "images/nothing"                        # 'images/nothing' not found
-  caption_dropout_rate = 2                         # 2.0 is too large; at most 1
+  caption_dropout_rate = 2                         # must be at most 1, got 2.0
   caption_separator = ""                           # must not be empty; the default is ','
   num_repeat = 10                                  # unknown key; did you mean num_repeats?
   resize_interpolation = "cubic spline"            # is not one of
   [[datasets.subsets]]                             # image_dir: missing; set the folder of images
-  num_repeats = 0                                  # 0 is too small; at least 1
+  num_repeats = 0                                  # must be at least 1, got 0
   [[datasets.subsets]]
   metadata_file = "images/none.json"                  # 'images/none.json' not found
   class_tokens = "x"                               # not supported with metadata_file

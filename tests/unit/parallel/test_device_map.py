@@ -121,11 +121,14 @@ def test_a_device_map_that_does_not_match_the_model_is_refused(model, written, e
 @pytest.mark.parametrize(
     ("written", "expected"),
     [
-        ("even", "expected auto, balanced, sequential, or a JSON object"),
+        ("even", "expected auto, balanced, sequential, or JSON such as"),
         ("{}", "expected auto, balanced"),
-        ('{"a": "cpu"}', "'a': 'cpu' is no number of a device (0, 1, ...); for weights in host memory there is"),
-        ('{"a": -1}', "'a': -1 is no number of a device"),
-        ('{"a": true}', "'a': True is no number of a device"),
+        (
+            '{"a": "cpu"}',
+            "'a': expected a device index (0, 1, ...), got 'cpu'; to keep weights in CPU memory, use blocks_to_swap",
+        ),
+        ('{"a": -1}', "'a': expected a device index (0, 1, ...), got -1"),
+        ('{"a": true}', "'a': expected a device index (0, 1, ...), got True"),
     ],
 )
 def test_invalid_device_maps_are_refused(written, expected):
@@ -147,7 +150,7 @@ def test_device_maps_are_refused_with_other_engines_and_too_few_devices():
     assert "and this process sees 1; remove it" in problems("auto", count=1)[0]
     assert "there is no device 2; this process sees devices 0 to 1" in problems('{"": 0, "a": 2}')[0]
     both = parse_config(["--dataset_config", __file__, "--device_map", "auto", "--tp_size", "2", "--fsdp"]).problems
-    reported = [f"--device_map: not together with --{other}; take one of the two out" for other in ("tp_size", "fsdp")]
+    reported = [f"--device_map: cannot be combined with {other}; remove one of them" for other in ("tp_size", "fsdp")]
     assert both == reported
 
 

@@ -108,7 +108,7 @@ def test_the_steps_are_those_of_a_run_on_as_many_processes(dataset, ranks, lengt
     assert (plan_json["steps"], plan_json["epochs"]) == (run.steps, run.num_epochs)
     assert plan_json["steps_per_epoch"] == run.batch_plan.steps_per_epoch
     assert plan_json["micro_batches_per_epoch"] == run.batch_plan.micro_batches_per_epoch
-    assert plan_json["samples_per_epoch"] == 7 * 3 + 2 and plan_json["pictures_per_epoch"] == 9
+    assert plan_json["samples_per_epoch"] == 7 * 3 + 2 and plan_json["images_per_epoch"] == 9
     shown = [run.batch_plan.get_micro_batch(position) for position in range(run.batch_plan.micro_batches_per_epoch)]
     assert plan_json["padding_per_epoch"] == sum(batch.is_real.count(False) for batch in shown)
     buckets = [bucket for dataset in plan_json["datasets"] for bucket in dataset["buckets"]]
@@ -164,11 +164,11 @@ def test_problems_of_tool_and_training_options_are_reported_together(tmp_path):
         "--json: takes no value, got '1'",
         "--jsn: unknown option",
         "--resolve-only: unknown option",
-        "--world_size: 0 is too small",
+        "--world_size: must be at least 1, got 0",
         "--preveiw: unknown option",
         "--preview_limit: no effect without --preview",
         "--network_dimm: unknown option",
-        "--resume_from_huggingface: not yet: states of runs on the hub",
+        "--resume_from_huggingface: not yet: training states on the hub",
         "--learning_rate: expected a number, got 'fast'",
         "--dataset_config: missing",
     ]
@@ -181,8 +181,8 @@ def test_problems_of_the_dataset_file_are_reported_with_those_of_options(dataset
     (tmp_path / "set.toml").write_text(text.replace("/b'", "/c'"), encoding="utf-8")
     done = plan(*dataset, "--network_dim", "0", "--world_size", "two")
     assert [line.strip().partition(";")[0] for line in done.stderr.splitlines()[1:]] == [
-        "--world_size: expected a whole number, got 'two'",
-        "--network_dim: 0 is too small",
+        "--world_size: expected an integer, got 'two'",
+        "--network_dim: must be at least 1, got 0",
         f"{tmp_path}/set.toml:8: batch_sise: unknown key",
         f"{tmp_path}/set.toml:15: image_dir: '{tmp_path}/c' not found",
     ]
@@ -199,7 +199,7 @@ def test_problems_of_the_dataset_file_are_reported_with_those_of_options(dataset
         (["--preview", "a/x.png"], "--preview: a/x.png is in an image folder"),
         (["--preview", "deep/s/x.png"], "--preview: deep/s/x.png is in an image folder"),
         (["--preview"], "--preview: expects a value"),
-        (["--discrete_flow_shift", "3"], "--discrete_flow_shift: means nothing for Stable Diffusion 1"),
+        (["--discrete_flow_shift", "3"], "--discrete_flow_shift: not applicable to Stable Diffusion 1"),
         (["--pretrained_model_name_or_path", "nowhere.safetensors"], "nowhere.safetensors"),
         (["--bucket_max_crop", "0.5"], "--bucket_max_crop (for {folder}/set.toml:6): needs bucket_mode symmetric"),
     ],
@@ -340,8 +340,8 @@ def test_layouts_that_fit_are_listed_fastest_first_and_others_with_the_memory_th
 
 def test_sizes_and_speeds_of_devices_are_read_and_belong_together(dataset):
     done = plan(*dataset, "--gpu_memory", "lots", "--link_speed", "0")
-    assert "--gpu_memory: expected the size of a device's memory, such as 24GB or 512MB" in done.stderr
-    assert "--link_speed: 0.0 is too small" in done.stderr
+    assert "--gpu_memory: expected a memory size, such as 24GB or 512MB" in done.stderr
+    assert "--link_speed: must be at least 0.001, got 0.0" in done.stderr
     done = plan(*dataset, "--link_speed", "50")
     assert done.returncode == 2 and "--link_speed: no effect without --gpu_memory" in done.stderr
 

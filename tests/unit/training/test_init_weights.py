@@ -16,13 +16,13 @@ from library.adapters.checkpoint_file import compare_file_with_model
 from library.adapters.formats import convert_from_file_format, convert_to_file_format
 from library.adapters.merge import merge_update as merge_one
 from library.adapters.state_dict import group_updates
+from library.checkpoint.component_keys import collect_component_keys
+from library.checkpoint.init_weights import load_network_weights, merge_base_weights, read_initial_weights
 from library.config import parse_config
 from library.config.schema import AdapterConfig, RunConfig
 from library.errors import ConfigError, UserError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
-from library.checkpoint.init_weights import load_network_weights, merge_base_weights, read_initial_weights
-from library.checkpoint.component_keys import collect_component_keys
 from library.training.trainable import build_trainable_modules
 
 
@@ -126,7 +126,7 @@ def test_a_file_that_does_not_fit_is_told_and_the_way_out(tmp_path):
     with pytest.raises(ConfigError, match="has type lora, but this run trains dora"):
         read_initial_weights(config.adapter, family, model)
     saved(path, "sdxl", "kohya")
-    with pytest.raises(ConfigError, match=r"--network_weights: .*lora.safetensors: \d+ of \d+ keys are none of this"):
+    with pytest.raises(ConfigError, match=r"--network_weights: .*lora.safetensors: \d+ of \d+ keys do not belong to this"):
         read_initial_weights(config.adapter, family, model)
 
 
