@@ -13,7 +13,7 @@ from peft import BOFTConfig, LoHaConfig, LoKrConfig, LoraConfig, OFTConfig, Peft
 from torch import nn
 
 from ..config.network_args import NetworkArgs
-from ..randomness import derive_seed
+from ..randomness import derive_generator
 
 ADAPTER_WEIGHT_PATTERN = (
     r"\.(?:lora_[AB]|lora_magnitude_vector|hada_[wt]\d|lokr_[wt]\d|oft_R|boft_[Rs])(?:_[ab])?(?:\.|$)"
@@ -174,7 +174,7 @@ def _init_weight(layer: Any, weight_name: str, shape: torch.Size, name: str, see
         return torch.zeros(shape)
     # As nn.Linear makes its own.
     purpose = "lora" if weight_name == "lora_A" else weight_name
-    generator = torch.Generator().manual_seed(derive_seed(seed, f"{purpose}/{name}"))
+    generator = derive_generator(seed, f"{purpose}/{name}")
     drawn: torch.Tensor = nn.init.kaiming_uniform_(torch.empty(shape), a=math.sqrt(5), generator=generator)
     return drawn
 

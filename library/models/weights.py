@@ -11,7 +11,7 @@ import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 
-from ..randomness import derive_seed
+from ..randomness import derive_generator, derive_seed
 
 _NOISE_LENGTH = 4_194_301
 """Length of the block: a prime, so that the rows of a matrix are never cut from the same place twice."""
@@ -59,7 +59,7 @@ def build_random_component(
 ) -> Any:
     """One part with the sizes of ``config``; parameters are made in their dtype and where they belong."""
     model = build_empty_model(component_class, config)
-    numbers = torch.randn(_NOISE_LENGTH, generator=torch.Generator().manual_seed(derive_seed(seed, "random weights")))
+    numbers = torch.randn(_NOISE_LENGTH, generator=derive_generator(seed, "random weights"))
     numbers = numbers.to(device=device, dtype=dtype)
     made: dict[int, nn.Parameter] = {}  # by the empty one: some layers share theirs
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
