@@ -3,8 +3,10 @@
 A purpose names what is drawn, so that a new draw never shifts the others:
 - data, by epoch and sample: "crop", "flip", "caption", "colour"; "stage" for the batch plan of a later stage;
 - validation split, by content: "held out/HASH", "caption/HASH", "place/HASH";
-- each step, by its global position: "dropout", and the noise and timesteps of the objective;
-- the adapter's initial weights, by module: "PURPOSE/MODULE"; "random weights" of a model without files;
+- each training step, by the global position of the sample: "dropout", "vae" (sampling of latents), "noise",
+  "noise offset", "multires noise", "input noise"; "measured" in validation;
+- initial weights of the adapter, by module: "PURPOSE/MODULE";
+- "random weights" of a model without files;
 - "preview", "probe" (gradient check) and "session" (metadata).
 """
 

@@ -27,8 +27,8 @@ class DataConfig:
     bucket_no_upscale: bool = define_option(False, "never upscale images; buckets follow the image sizes")
     bucket_mode: Literal["kohya", "symmetric"] = define_option(
         "kohya",
-        "kohya: buckets of sd-scripts; symmetric: buckets of equal area for portrait and landscape alike, chosen by log "
-        "aspect ratio",
+        "kohya: buckets of sd-scripts; symmetric: buckets of equal area for portrait and landscape alike, chosen by "
+        "log aspect ratio",
     )
     bucket_max_crop: float = define_option(
         1.0, "bucket_mode symmetric: reject images that lose a larger fraction by cropping", minimum=0, maximum=1
