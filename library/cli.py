@@ -117,11 +117,10 @@ def _run_training(argv: Sequence[str]) -> int:
     )
     loaded.log_notices()
     if config.train.dry_run:
-        from .estimate.dry_run import format_dry_run
+        from .estimate.dry_run import build_dry_run
 
-        text = format_dry_run(
-            config, max(1, int(os.environ.get("WORLD_SIZE", "1")) // config.parallel.model_parallel_size)
-        )
+        dp_size = max(1, int(os.environ.get("WORLD_SIZE", "1")) // config.parallel.model_parallel_size)
+        text = build_dry_run(config, dp_size).format_summary()
         if rank == 0:
             _print_text(text)
         return 0
