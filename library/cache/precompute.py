@@ -3,29 +3,24 @@
 import atexit
 import json
 import logging
-import os
 import secrets
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from ..config import RunConfig
 from ..config.schema import ModelConfig
 from ..data.augment import Augmenter
 from ..data.prepare import PreparedData
-from ..data.prompts import Prompt, load_prompts
+from ..data.prompts import Prompt
 from ..data.run_plan import RunPlan
 from ..distributed.communicator import Communicator
 from ..distributed.devices import MIXED_PRECISION_DTYPES
 from ..errors import ConfigError
 from ..models.base import Family
 from ..models.detect import DetectedModel, get_config_reader
-from ..models.model_configs import EncodedSizes
 from ..parallel.strategy import Strategy
 from .build import CacheSpec, fill_cache
 from .encode import CaptionEncoder, EncoderLoader, LatentEncoder
@@ -37,7 +32,7 @@ from .keys import (
     find_varying_caption_keys,
 )
 from .model_fingerprint import FileHashCache, compute_component_fingerprints
-from .paths import LATENTS_DIR_NAME, TEXTS_DIR_NAME, format_bytes, get_temporary_cache_dir, resolve_cache_dirs
+from .paths import LATENTS_DIR_NAME, TEXTS_DIR_NAME, get_temporary_cache_dir, resolve_cache_dirs
 from .readers import LatentReader, TextReader
 from .store import CacheStore
 
@@ -285,65 +280,3 @@ def _suggest_fewer_captions(prepared: PreparedData, option: str) -> str:
 
 def _compute_area(size: tuple[int, int]) -> int:
     return size[0] * size[1]
-
-
-BYTES_PER_ELEMENT = {"float": 4, "fp16": 2, "bf16": 2}
-
-
-@dataclass(frozen=True)
-class CacheEstimate:
-    """What is kept of one kind."""
-
-    name: str
-    num_entries: int
-    num_bytes: int | None  # in bytes; not known for every model
-    is_upper_bound: bool  # whether it may be less
-    directories: Sequence[Path]  # none: for the run only
-
-    def format_text(self) -> str:
-        """In one line."""
-        room = (
-            "of a size that the model's files do not tell"
-            if self.num_bytes is None
-            else (f"{'at most ' if self.is_upper_bound else ''}{format_bytes(self.num_bytes)}")
-        )
-        first = f"in {self.directories[0]}" if self.directories else "for this run only"
-        more = f" and {len(self.directories) - 1} more" if len(self.directories) > 1 else ""
-        return f"kept {self.name}: {self.num_entries}, {room}, {first}{more}"
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain data."""
-        return {"entries": self.num_entries, "bytes": self.num_bytes, "folders": list(map(str, self.directories))}
-
-
-def estimate_caches(
-    config: RunConfig, prepared: PreparedData, run_plan: RunPlan, model_sizes: EncodedSizes | None
-) -> list[CacheEstimate]:
-    """Of latents and of captions, as far as they are kept."""
-    cache, prepared = config.cache, prepared.merge_validation()
-    showing = Augmenter(prepared.manifest, prepared.assignments, config.train.seed, run_plan.steps)
-    folders = list(dict.fromkeys(resolve_cache_dirs(prepared.manifest, cache)))
-    found = []
-    if cache.caches_latents:
-        wanted = build_latent_keys(showing, "")
-        once = np.unique(wanted.keys, return_index=True)[1]
-        size = (
-            None
-            if model_sizes is None
-            else BYTES_PER_ELEMENT[cache.cache_precision]
-            * sum(
-                model_sizes.count_moment_elements(prepared.assignments[sample].bucket_resolution)
-                for sample in wanted.sample_indices[once]
-            )
-        )
-        found.append(CacheEstimate("latents", len(once), size, False, folders if cache.cache_latents_to_disk else ()))
-    if cache.caches_text_outputs:
-        path = config.preview.sample_prompts
-        prompts = load_prompts(Path(path)) if path else []
-        also = [text for prompt in prompts for text in (prompt.text, prompt.negative_prompt)]
-        count = len(collect_run_captions(showing, run_plan.batch_plan, run_plan.steps, also))
-        precision = config.distributed.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-        size = None if model_sizes is None else count * model_sizes.text_elements * (4 if precision == "no" else 2)
-        to_disk = cache.cache_text_encoder_outputs_to_disk
-        found.append(CacheEstimate("captions", count, size, True, folders if to_disk else ()))
-    return found

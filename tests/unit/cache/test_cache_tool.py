@@ -161,7 +161,7 @@ def test_a_plan_tells_how_much_will_be_kept_and_where(tmp_path):
         "--max_train_steps",
         "3",
     ]
-    said = json.loads(plan(*words, "--json").stdout)["kept"]
+    said = json.loads(plan(*words, "--json").stdout)["caches"]
     latents = 2 * 4 * 10 * 6 * 4
     assert said["latents"] == {
         "entries": 12,
@@ -170,8 +170,8 @@ def test_a_plan_tells_how_much_will_be_kept_and_where(tmp_path):
     }
     assert said["captions"] == {"entries": 7, "bytes": 7 * 77 * 128 * 4, "folders": []}
     text = plan(*words).stdout.splitlines()
-    assert f"kept latents: 12, 23 kB, in {tmp_path}/pictures/.cache-lorikeet" in text
-    assert "kept captions: 7, at most 276 kB, for this run only" in text
+    assert f"cached latents: 12, 23 kB, in {tmp_path}/pictures/.cache-lorikeet" in text
+    assert "cached captions: 7, at most 276 kB, for this run only" in text
     assert os.listdir(tmp_path / "pictures" / ".cache-lorikeet") == ["scan"]
 
 
