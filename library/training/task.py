@@ -17,7 +17,7 @@ from ..diffusion.objective import Objective
 from ..distributed.async_copy import CopyStream
 from ..distributed.memory import record_phase
 from ..models.base import Family
-from ..randomness import derive_seed
+from ..randomness import derive_generator, derive_seed
 
 
 @dataclass(frozen=True)
@@ -174,5 +174,4 @@ class DiffusionTask:
 
         So one device with four micro-batches, four devices with one, and a resumed run draw the same noise.
         """
-        seeds = [derive_seed(self.seed, purpose, step, position) for position in global_positions]
-        return [torch.Generator().manual_seed(seed) for seed in seeds]
+        return [derive_generator(self.seed, purpose, step, position) for position in global_positions]
