@@ -364,7 +364,7 @@ def test_sizes_and_speeds_of_devices_are_read_and_belong_together(dataset):
         ),
         (
             ("--gpu_memory", "24GB", "--world_size", "2", "--fsdp", "--quantize_base", "nf4"),
-            "--quantize_base: this run spreads the frozen weights over processes",
+            "--quantize_base: not available in runs that shard the frozen weights over processes",
         ),
     ],
 )
