@@ -1,5 +1,6 @@
 """What would be trained, in words or as data; told at the start of a run, by --dry_run, and by the plan tool."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +9,7 @@ from ..cache.precompute import CacheEstimate, estimate_caches
 from ..config import RunConfig
 from ..data.batch_plan import PlannedStage, get_planned_stages
 from ..data.prepare import PreparedData, prepare_data
+from ..data.prompts import load_preview_prompts
 from ..data.run_plan import RunPlan
 from ..models.detect import DetectedModel, detect_model, get_config_reader
 from ..models.model_configs import read_encoded_sizes
@@ -82,8 +84,17 @@ def build_dry_run(config: RunConfig, data_parallel_size: int) -> DryRun:
         detected,
         prepared,
         plan,
-        estimate_caches(config, prepared, plan, read_encoded_sizes(get_config_reader(detected))),
+        _estimate_caches(config, detected, prepared, plan),
     )
+
+
+def _estimate_caches(
+    config: RunConfig, detected: DetectedModel, prepared: PreparedData, plan: RunPlan
+) -> list[CacheEstimate]:
+    precision = config.distributed.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    prompts = load_preview_prompts(config.preview) if config.cache.caches_text_outputs else []
+    sizes = read_encoded_sizes(get_config_reader(detected))
+    return estimate_caches(config.cache, prepared, plan, prompts, sizes, 4 if precision == "no" else 2)
 
 
 def format_plan(prepared: PreparedData, plan: RunPlan, ranks: int) -> str:

@@ -7,13 +7,14 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from ..atomic_files import find_write_error
+from ..cache.encode import EncoderLoader
 from ..cache.model_fingerprint import compute_quick_file_fingerprint, compute_quick_model_fingerprint
 from ..cache.precompute import CacheReaders, cache_latents, cache_text_encoder_outputs
 from ..cache.readers import build_validation_reader
 from ..config import RunConfig
 from ..config.schema_output import PreviewConfig
 from ..data.prepare import PreparedData
-from ..data.prompts import Prompt, load_prompts
+from ..data.prompts import Prompt, load_preview_prompts
 from ..data.run_plan import RunPlan
 from ..distributed.launcher_settings import find_overridden_settings
 from ..distributed.signals import StopSignals
@@ -112,12 +113,13 @@ def _prepare_and_train(
         return
 
     pictures = len(prepared.manifest.samples)
-    prepared, latents = cache_latents(config, strategy, family, detected, prepared)
+    encoders = EncoderLoader(strategy, family, detected, config.model, config.cache)
+    prepared, latents = cache_latents(encoders, prepared)
     if len(prepared.manifest.samples) < pictures:
         plan = RunPlan.from_config(
             prepared.build_batch_plan(strategy.data_parallel_size, config.train), config.train, config.optim
         )
-    texts = cache_text_encoder_outputs(config, strategy, family, detected, prepared, plan, prompts)
+    texts = cache_text_encoder_outputs(encoders, prepared, plan, prompts)
     pipe = load_training_pipeline(config, strategy, family, detected, CacheReaders(latents, texts), prompts)
     merge_base_weights(pipe, starts)
     job, adapter = build_run(config, strategy, family, pipe, prepared, plan, CacheReaders(latents, texts), starts)
@@ -219,7 +221,7 @@ def _save_partial_adapter(save_adapter: SaveAdapter, run: TrainingRun) -> None:
 
 def _read_prompts(preview: PreviewConfig, detected: DetectedModel) -> list[Prompt]:
     """The prompts of previews, all of which this model can draw."""
-    prompts = load_prompts(Path(preview.sample_prompts)) if preview.sample_prompts else []
+    prompts = load_preview_prompts(preview)
     if problems := validate_prompts(prompts, preview.sample_sampler, detected):
         raise ConfigError(problems)
     return prompts

@@ -357,10 +357,10 @@ def with_a_picture_that_breaks(dataset_file: str, on_invalid_images: str) -> Any
 
     honest = cache_family.cache_latents
 
-    def breaking(config, strategy, *others):
-        strategy.comm.barrier()  # all have looked at the pictures
+    def breaking(encoders, prepared):
+        encoders.strategy.comm.barrier()  # all have looked at the pictures
         (Path(dataset_file).parent / "pictures" / "03.png").write_bytes(b"broken since")
-        return honest(config, strategy, *others)
+        return honest(encoders, prepared)
 
     cache_family.cache_latents = breaking
     try:
