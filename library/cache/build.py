@@ -249,8 +249,8 @@ def _wait_until_visible(store: CacheStore, spec: CacheSpec, failures: dict[int, 
     while (absent := expected[store.find_rows(spec.keys[expected]) < 0]).size:
         if time.monotonic() > deadline:
             raise UserError(
-                f"{spec.name}: {len(absent)} entries were written, but are not in {spec.directories[absent[0]]}; is this"
-                " directory on the same disk on all machines?"
+                f"{spec.name}: {len(absent)} entries were written, but are not in {spec.directories[absent[0]]};"
+                " do all machines see the same disk there?"
             )
         time.sleep(1)
         store.refresh()

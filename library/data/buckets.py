@@ -249,9 +249,7 @@ def _format_resolution(resolution: WidthHeight) -> str:
 AREA_TOLERANCE = 0.02
 """How far the area of a bucket may be from the one that was set, as a share of it."""
 
-
 MAX_GAP_IN_PITCHES = 1.5
-
 
 MIN_DISTANCE_IN_PITCHES = 0.5
 """In pitches: what lies nearer to a bucket than this does not help to close a gap."""

@@ -92,7 +92,6 @@ _FINGERPRINT_EXCLUDED = {
 }
 """Fields of datasets and subsets that change nothing beside what their samples say."""
 
-
 _FINGERPRINT_NAMES = {"bucket_min_images": "bucket_min_pictures", "join_caption_lines": "joins_lines"}
 """Former names of fields, which stay in the fingerprint so that checkpoints of the last release can be resumed."""
 

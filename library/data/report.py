@@ -20,10 +20,8 @@ if TYPE_CHECKING:
 MAX_LISTED_PROBLEMS = 100
 """So many lines are told in full."""
 
-
 MAX_LISTED_PER_KIND = 5
 """Of one kind, when there are more."""
-
 
 REPORT_FILENAME = "report.txt"
 
@@ -90,14 +88,11 @@ def write_full_report(
 
 MAX_NAMES_SHOWN = 3
 
-
 UPSCALE_WARNING_FACTOR = 2.0
 """From this factor on, a picture counts as small."""
 
-
 CROP_WARNING_FRACTION = 1 / 3
 """From this share on, a picture counts as narrow."""
-
 
 UNSUPPORTED_EXTENSIONS = (
     *(".heic", ".heif", ".tif", ".tiff", ".gif", ".jfif", ".jpe", ".jp2", ".psd", ".svg", ".tga", ".ico", ".exr"),

@@ -19,7 +19,6 @@ from ..errors import UserError
 SHUTDOWN_TIMEOUT_SECONDS = 10.0
 """Workers that have not ended by then are killed."""
 
-
 _EXIT_TIMEOUT_SECONDS = 1.0  # between the first sign of a death and its being known
 
 
