@@ -200,10 +200,10 @@ def _open_shards(store: CacheStore, comm: Communicator, *, to_disk: bool) -> Non
 
 
 def _remove_failed_images(prepared: PreparedData, failures: dict[int, str]) -> PreparedData:
-    """Skip the images that could not be encoded, or fail, as ``--on_bad_data`` says."""
+    """Skip the images that could not be encoded, or fail, as ``--on_invalid_images`` says."""
     lines = list(failures.values())
-    if prepared.config.on_bad_data == "fail":
-        advice = f"{len(lines)} images cannot be encoded; fix or remove them, or skip them with --on_bad_data skip"
+    if prepared.config.on_invalid_images == "fail":
+        advice = f"{len(lines)} images cannot be encoded; fix or remove them, or skip them with --on_invalid_images skip"
         raise ConfigError([*lines, advice])
     for line in lines:
         logger.warning("%s; skipped", line)
