@@ -43,7 +43,9 @@ def test_parts_of_repeats_are_kept_over_the_epochs_which_are_all_of_one_length(
         samples = range(number, number := number + len(repeats))
         made.append(Bucket((64, 64), samples, repeats, batch, dataset))
     plan = BatchPlan(made, ranks, accumulation, seed)
-    wanted = {sample: times for bucket in made for sample, times in zip(bucket.sample_indices, bucket.repeats, strict=True)}
+    wanted = {
+        sample: times for bucket in made for sample, times in zip(bucket.sample_indices, bucket.repeats, strict=True)
+    }
     epochs = [shown(plan, epoch) for epoch in range(4)]
     for epoch in epochs:
         assert epoch.total() == plan.samples_per_epoch == sum(map(plan.count_samples, range(len(made))))

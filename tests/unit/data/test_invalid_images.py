@@ -93,7 +93,8 @@ def test_the_nearest_neighbour_stands_in_and_weighs_nothing(prepared, tmp_path, 
             near = min(good, key=lambda other: abs(other - row))
             assert new.loss_weights[row] == 0
             assert all(
-                torch.equal(new.__dict__[name][row], old.__dict__[name][near]) for name in ("pixels", "mask", "size_conditioning")
+                torch.equal(new.__dict__[name][row], old.__dict__[name][near])
+                for name in ("pixels", "mask", "size_conditioning")
             )
             assert (new.captions[row], new.sample_keys[row]) == (old.captions[near], old.sample_keys[near])
             found += 1
@@ -131,7 +132,8 @@ def test_the_divisor_of_the_step_stays_as_planned_and_ranks_need_no_word_of_each
             assert {work.num_global_samples for work in works} == {plan.count_real_samples(step)}
             lost = sum(len(work.bad_samples) for work in works)
             padded = sum(
-                plan.buckets[batch.bucket_index].batch_size * ranks - sum(batch.is_real) for batch in plan.get_step(step)
+                plan.buckets[batch.bucket_index].batch_size * ranks - sum(batch.is_real)
+                for batch in plan.get_step(step)
             )
             weights = torch.cat([batch.loss_weights for work in works for batch in work.micro_batches])
             assert lost <= int((weights == 0).sum()) <= lost + padded

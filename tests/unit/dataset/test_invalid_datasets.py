@@ -146,7 +146,7 @@ FILES = [
     Bad("pipe.png", os.mkfifo, "is a named pipe, not a file", "remove it"),
     Bad("listener.png", listener, "is a socket, not a file", "remove it"),
     Bad("locked.png", unreadable, "cannot be read: Permission denied", "change its permissions"),
-    Bad("thin.png", put(encoded("PNG", Image.new("RGB", (5000, 3)))), "leave no bucket", "allow enlarging"),
+    Bad("thin.png", put(encoded("PNG", Image.new("RGB", (5000, 3)))), "leave no bucket", "allow upscaling"),
     Bad("latin.txt", captioned(b"caf\xe9"), "is not UTF-8 (byte 3)", "save the file as UTF-8"),
     Bad("wide.txt", captioned("a cat".encode("utf-16")), "is UTF-16 or UTF-32", "save the file as UTF-8"),
     Bad("blank.txt", captioned(b" \n\t\n"), "is empty", "write a caption, or delete the file"),
