@@ -203,7 +203,7 @@ def _remove_failed_images(prepared: PreparedData, failures: dict[int, str]) -> P
     """Skip the images that could not be encoded, or fail, as ``--on_invalid_images`` says."""
     lines = list(failures.values())
     if prepared.config.on_invalid_images == "fail":
-        advice = f"{len(lines)} images cannot be encoded; fix or remove them, or skip them with --on_invalid_images skip"
+        advice = f"{len(lines)} images cannot be encoded; fix, remove or skip them (--on_invalid_images skip)"
         raise ConfigError([*lines, advice])
     for line in lines:
         logger.warning("%s; skipped", line)

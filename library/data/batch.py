@@ -77,7 +77,7 @@ class PixelBatch:
         return [self._slice(slice(first, first + batch_size)) for first in range(0, len(self), batch_size)]
 
     def build_dummy_batch(self, image_size: tuple[int, int], batch_size: int) -> "PixelBatch":
-        """Build a batch of black images of this (width, height), without masks, with these samples' captions repeated."""
+        """Build a batch of black images of this (width, height), without masks, with these captions repeated."""
         width, height = image_size
         rows = [number % len(self) for number in range(batch_size)]
         size_conditioning = self.size_conditioning[rows]

@@ -1,4 +1,4 @@
-"""Aspect-ratio buckets: sd-scripts' (``bucket_mode kohya``, equal to the pixel), symmetric ones, and merging of small ones."""
+"""Aspect-ratio buckets: exactly sd-scripts' (``bucket_mode kohya``), symmetric ones, and merging of small ones."""
 
 import math
 from bisect import bisect_left
@@ -13,7 +13,7 @@ from .manifest import Sample
 
 @dataclass(frozen=True, slots=True)
 class BucketAssignment:
-    """The size to which an image is resized, and the bucket that is cropped from it; (width, height) and (left, top)."""
+    """The size to which an image is resized, and the bucket cropped from it; (width, height) and (left, top)."""
 
     bucket_resolution: tuple[int, int]
     resized_size: tuple[int, int]
@@ -65,7 +65,7 @@ def _build_uncached_assigner(dataset: DatasetConfig) -> BucketAssigner:
 
 
 def make_bucket_resolutions(resolution: Resolution, min_size: int, max_size: int, step: int) -> list[tuple[int, int]]:
-    """Make sd-scripts' buckets of at most the area of ``resolution``; ``min_size`` is rounded down to steps, ``max_size`` up."""
+    """Make sd-scripts' buckets of at most the area of ``resolution``; ``min_size`` is rounded down, ``max_size`` up."""
     area = resolution.width * resolution.height
     min_size -= min_size % step
     max_size += -max_size % step

@@ -144,7 +144,7 @@ class ImageLoader:
         self.multiprocessing_context = multiprocessing_context
 
     def iter_steps(self, first_step: int) -> Iterator[StepBatches]:
-        """Yield the batches of each optimizer step from ``first_step`` on, without end; workers live as long as the iterator."""
+        """Yield the batches of each optimizer step from ``first_step`` on; workers live as long as the iterator."""
         items: PrefetchIterator[PixelBatch] = PrefetchIterator(
             self.dataset,
             first_step * self.batch_plan.accumulation_steps,

@@ -231,8 +231,8 @@ def test_the_report_names_nothing_else_and_says_how_to_go_on(zoo, report):
     lines = report.splitlines()
     assert len(lines) == bad + 1
     assert lines[-1] == (
-        f"{bad} of {len(FILES) + len(GOOD) + len(ENTRIES) + 1} pictures cannot be used; mend or remove"
-        " them, or leave them out with --on_invalid_images skip"
+        f"{bad} of {len(FILES) + len(GOOD) + len(ENTRIES) + 1} images cannot be used; fix or remove"
+        " them, or skip them with --on_invalid_images skip"
     )
     assert not any(name in report for name in GOOD)
 
@@ -245,7 +245,7 @@ def test_without_the_bad_ones_the_good_ones_remain(zoo, report):
     )
     told = left.manifest.notes[-1].splitlines()
     assert [line.strip() for line in told[1:]] == report.splitlines()[:-1]
-    assert told[0].startswith(f"{len(told) - 1} pictures are skipped (1")
+    assert told[0].startswith(f"{len(told) - 1} images skipped (1")
     assert "19 no picture, 9 caption, 8 truncated, " in told[0]
 
 
@@ -277,11 +277,11 @@ def test_hundreds_of_bad_files_are_counted_and_listed_in_a_file(tmp_path):
         and len(lines) == 12
     )
     path = tmp_path / "a" / ".cache-lorikeet" / "scan" / "report.txt"
-    assert end.endswith(f" (67 truncated, 34 empty); all of them stand in {path}")
+    assert end.endswith(f" (67 truncated, 34 empty); full list in {path}")
     assert [line.partition(": ")[0] for line in path.read_text().splitlines()] == [
         f"{tmp_path}/a/{number:03}.png" for number in range(101)
     ]
-    with pytest.raises(ConfigError, match="no picture is left to train on"):
+    with pytest.raises(ConfigError, match="no images left to train on"):
         prepared(tmp_path, on_invalid_images="skip")
 
 
@@ -401,17 +401,17 @@ def test_what_is_odd_and_usable_is_noted(oddities):
     assert {sample.key: sample.size for sample in manifest.samples}["a/turned.jpg"] == (70, 80)
     assert [note.replace(f"{oddities}/", "") for note in manifest.notes] == [
         "a: images in subfolders are not used; set recursive = true to use them: circle/",
-        "a: 2 files of kinds that are not read, left out; convert to PNG or JPEG: left.heic, left.tif",
-        "1 caption file shared by pictures whose names differ only in their endings: same.jpg and same.png",
-        "dataset 1: 1 picture too many, byte for byte the same as another: a/twin_2.png = a/twin_1.png",
-        "1 picture with transparent parts, which are trained as white: a/glass.png",
-        "1 picture in CMYK, turned into RGB without their colour profile; convert them yourself for exact colours:"
+        "a: 2 files in unsupported formats ignored; convert to PNG or JPEG: left.heic, left.tif",
+        "1 caption file shared by images whose names differ only in the extension: same.jpg and same.png",
+        "dataset 1: 1 image identical to another image: a/twin_2.png = a/twin_1.png",
+        "1 image with transparent parts, which are trained as white: a/glass.png",
+        "1 image in CMYK, turned into RGB without their colour profile; convert them yourself for exact colours:"
         " a/print.jpg",
-        "2 pictures with 16 bits a channel, of which 8 are used: a/deep.png, a/deep_colours.png",
-        "1 picture with a palette of colours, turned into RGB: a/few.png",
-        "1 picture with several frames, of which the first is used: a/moving.png",
-        "1 small picture enlarged 2 times or more, and blurred by that: a/tiny.png (20x18, 3.55 times)",
-        "dataset 1: cropping takes a third or more of 1 picture; cut them yourself: a/narrow.png (900x70, 69%)",
+        "2 images with 16 bits a channel, of which 8 are used: a/deep.png, a/deep_colours.png",
+        "1 image with a palette of colours, turned into RGB: a/few.png",
+        "1 image with several frames, of which the first is used: a/moving.png",
+        "1 small image upscaled 2 times or more, and blurred by that: a/tiny.png (20x18, 3.55 times)",
+        "dataset 1: cropping takes a third or more of 1 image; crop them yourself: a/narrow.png (900x70, 69%)",
     ]
     again = prepared(oddities).manifest
     assert again.notes == manifest.notes and again.samples == manifest.samples
@@ -422,8 +422,8 @@ def test_names_that_are_not_shown_stand_in_a_file(oddities):
         (oddities / "a" / f"more_{number}.png").write_bytes(encoded("PNG"))
     notes = prepared(oddities).manifest.notes
     path = oddities / "a" / ".cache-lorikeet" / "scan" / "report.txt"
-    assert notes[-1] == f"not all names are shown above; all of them stand in {path}"
-    assert any("5 pictures too many" in note and note.endswith(", ...") for note in notes)
+    assert notes[-1] == f"not all names are listed above; full list in {path}"
+    assert any("5 images identical to" in note and note.endswith(", ...") for note in notes)
     assert "  a/twin_2.png = a/more_0.png" in path.read_text().splitlines()
 
 
@@ -453,5 +453,5 @@ def test_a_bad_file_of_two_datasets_is_named_once(tmp_path):
     (tmp_path / "set.toml").write_text(table.format(64) + table.format(128), encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
         prepared(tmp_path)
-    assert len(caught.value.problems) == 2 and caught.value.problems[1].startswith("2 of 4 pictures cannot be used;")
+    assert len(caught.value.problems) == 2 and caught.value.problems[1].startswith("2 of 4 images cannot be used;")
     assert [sample.dataset_index for sample in prepared(tmp_path, on_invalid_images="skip").manifest.samples] == [0, 1]
