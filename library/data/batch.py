@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..diffusion.noise import sent
+from ..diffusion.noise import copy_async
 from .images import BadSample
 
 EXTRA_TEXT_TOKENS = 64
@@ -38,7 +38,7 @@ class Moments:
         """Draw latents (B, C, H, W); each sample has its own generator, so that it does not depend on its neighbors."""
         mean, std = self.mean_and_std.float().unbind(1)
         noise = [torch.randn(mean.shape[1:], generator=each, device=each.device) for each in generators]
-        return mean + std * sent(torch.stack(noise), mean)
+        return mean + std * copy_async(torch.stack(noise), mean)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Literal
 from ..dataset.image_inspection import InspectedImage, build_image_inspector
 from ..dataset.image_ref import ImageRef
 from ..dataset.listing import ListedImage
-from ..dataset.mask_checks import MaskScanResult, find_subsets_without_masks, scan_masks
+from ..dataset.masks import MaskScanResult, find_subsets_without_masks, scan_masks
 from ..dataset.scan import ImageDefect, scan_images
 from ..dataset.scan_cache import ScanRoots
 from ..dataset.schema import DatasetConfig

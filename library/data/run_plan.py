@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..config.schema import OptimConfig, TrainConfig
-from ..dataset.stages import validate_run_length
+from ..dataset.validate import validate_run_length
 from ..errors import ConfigError
 from .batch_plan import AnyBatchPlan, get_planned_stages
 

@@ -12,17 +12,11 @@ from ..registry import suggest_name
 DEFAULT_EXTENSION, FALLBACK_EXTENSION, JSON_EXTENSION = ".caption", ".txt", ".json"
 """sd-scripts looks for .caption files; without any, .txt is read, which most datasets have."""
 
-
 CAPTION_COLUMNS = ("text", "caption", "prompt")
 """Columns that hold captions if no ``caption_column`` is set."""
 
-
 _CHUNK_BYTES = 2**16
-
-
 _LINE_BREAKS = re.compile(r"\r\n|\r|\n")
-
-
 _UTF16_OR_UTF32_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\x00\x00\xfe\xff")
 
 

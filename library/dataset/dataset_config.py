@@ -1,4 +1,4 @@
-"""Read a dataset file in sd-scripts' format, TOML or JSON; what is wrong with it is found at once."""
+"""Parse the dataset file, TOML or JSON in sd-scripts' or musubi-tuner's format, and report all its problems at once."""
 
 import json
 from collections import Counter
@@ -32,47 +32,80 @@ from .validate_keys import (
     validate_subset_keys,
 )
 
-_PLACEHOLDER_RESOLUTION = Resolution(1, 1)  # stands in a configuration that is refused anyway
+Values = dict[str, LocatedValue]
+_PLACEHOLDER_RESOLUTION = Resolution(1, 1)  # keeps the config complete when the resolution is missing or invalid
+
+MUSUBI_SUBSET_KEYS: Mapping[str, str] = {"image_directory": "image_dir", "image_jsonl_file": "metadata_file"}
+"""musubi-tuner's names of subset keys; its datasets have no subsets and contain these keys themselves."""
+
+_UNSUPPORTED_MUSUBI_KEYS: Mapping[str, str] = {
+    "skip_corrupted_cache": "this key of musubi-tuner",
+    "multiple_target": "several target images, for layered models",
+    **dict.fromkeys(
+        "control_directory no_resize_control control_resolution flux_kontext_no_resize_control"
+        " qwen_image_edit_no_resize_control qwen_image_edit_control_resolution".split(),
+        "control images, for editing models",
+    ),
+    **dict.fromkeys(
+        "fp_latent_window_size fp_1f_clean_indices fp_1f_target_index fp_1f_no_post".split(),
+        "one-frame training of FramePack",
+    ),
+    **dict.fromkeys(
+        "video_directory video_jsonl_file target_frames frame_extraction frame_stride frame_sample max_frames"
+        " source_fps".split(),
+        "videos",
+    ),
+}
+_EXTRA_DATASET_KEYS = (
+    "bucket_mode bucket_max_crop bucket_min_images weight resolution_schedule from_step to_step".split()
+)
+_EXTRA_SUBSET_KEYS = "parquet webdataset recursive include exclude image_column caption_column cache_directory".split()
+_INTERNAL_FIELDS = ("kind", "subsets", "locations", "dataset_file", "join_caption_lines", "dataset_number")
 
 
 @dataclass(frozen=True)
 class ParsedDatasetConfig:
-    """What the file says, as far as it can be understood, and everything that is wrong with it."""
+    """The datasets as far as they could be parsed, and all problems of the file."""
 
     datasets: tuple[DatasetConfig, ...]
     problems: list[str]
     notices: tuple[str, ...] = ()  # deprecated keys
 
     def require_valid(self) -> tuple[DatasetConfig, ...]:
-        """The datasets, if nothing was wrong."""
+        """Return the datasets; raise ``ConfigError`` with all problems if there are any."""
         if self.problems:
             raise ConfigError(self.problems)
         return self.datasets
 
 
+def load_dataset_config(config: DataConfig, invalid_flags: Set[str] = frozenset()) -> ParsedDatasetConfig:
+    """Parse the run's dataset file with the run's options as defaults; accesses no image folder."""
+    return parse_dataset_config(Path(str(config.dataset_config)), collect_flag_defaults(config), invalid_flags)
+
+
 def parse_dataset_config(
     path: Path, flag_defaults: Mapping[str, Any], invalid_flags: Set[str] = frozenset()
 ) -> ParsedDatasetConfig:
-    """Read the file; ``flags`` (see ``flags_of``) stand in where it is silent. Looks at no folder.
+    """Parse the file; ``flag_defaults`` (see ``collect_flag_defaults``) supply keys that it does not set.
 
-    ``wrong`` are options of the run that could not be read.
+    ``invalid_flags`` are options of the run that could not be parsed and are reported already.
     """
-    lines: Mapping[KeyPath, int] | None = None  # a JSON file has none
+    lines: Mapping[KeyPath, int] | None = None  # unknown in JSON
     try:
         if path.suffix.lower() == ".json":
-            data = _read_json(path)
+            document = _read_json(path)
         else:
-            data, lines = read_toml_with_lines(path)
+            document, lines = read_toml_with_lines(path)
     except ConfigError as error:
         return ParsedDatasetConfig((), error.problems)
-    reader = _DatasetConfigParser(path, lines, flag_defaults, invalid_flags)
-    datasets = tuple(reader.parse_file(data))
-    problems = [*reader.problems, *validate_across_datasets(datasets)]
-    return ParsedDatasetConfig(datasets, problems, tuple(reader.notices))
+    parser = _DatasetConfigParser(path, lines, flag_defaults, invalid_flags)
+    datasets = tuple(parser.parse_file(document))
+    problems = [*parser.problems, *validate_across_datasets(datasets)]
+    return ParsedDatasetConfig(datasets, problems, tuple(parser.notices))
 
 
 class _JsonObject(dict[str, Any]):
-    """An object of a JSON file that knows which of its keys are duplicates: the json module keeps the last value."""
+    """A JSON object that records duplicate keys, of which the json module silently keeps the last."""
 
     def __init__(self, pairs: Iterable[tuple[str, Any]]):
         pairs = list(pairs)
@@ -81,44 +114,46 @@ class _JsonObject(dict[str, Any]):
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Read a dataset file in JSON; syntax errors have the line and column that the json module gives."""
+    """Read a JSON file; raise ``ConfigError`` with the line of a syntax error."""
     text = read_text_file(path)
     try:
-        data = json.loads(text, object_pairs_hook=_JsonObject, parse_constant=_reject_constant)
-        duplicates = list(_find_duplicates(data, ()))
+        document = json.loads(text, object_pairs_hook=_JsonObject, parse_constant=_reject_constant)
+        duplicates = list(_find_duplicates(document, ()))
     except json.JSONDecodeError as error:
         raise ConfigError([f"{path}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno})"]) from None
     except ValueError as error:
         raise ConfigError([f"{path}: not valid JSON: {error}"]) from None
     except RecursionError:
         raise ConfigError([f"{path}: nested too deeply"]) from None
-    if not isinstance(data, dict):
+    if not isinstance(document, dict):
         raise ConfigError([f"{path}: expected an object {{...}}"])
     if duplicates:
-        raise ConfigError([f"{_format_json_location(path, at)}: {at[-1]}: duplicate key" for at in duplicates])
-    return data
+        raise ConfigError([f"{_format_json_location(path, key)}: {key[-1]}: duplicate key" for key in duplicates])
+    return document
 
 
 def _reject_constant(constant: str) -> None:
     raise ValueError(f"{constant} is not a JSON number")
 
 
-def _find_duplicates(value: Any, at: KeyPath) -> Iterator[KeyPath]:
+def _find_duplicates(value: Any, key_path: KeyPath) -> Iterator[KeyPath]:
     if isinstance(value, _JsonObject):
-        yield from ((*at, key) for key in value.duplicates)
+        yield from ((*key_path, key) for key in value.duplicates)
     members = value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ())
     for key, member in members:
-        yield from _find_duplicates(member, (*at, key))
+        yield from _find_duplicates(member, (*key_path, key))
 
 
-def _format_json_location(path: Path, at: KeyPath) -> str:
-    """Return the file and the table of a key, as ``set.json: datasets[0].subsets[1]``; lines are not known."""
-    table = at[:-1] if isinstance(at[-1], str) else at
+def _format_json_location(path: Path, key_path: KeyPath) -> str:
+    """Return the file and the table of a key, as ``set.json: datasets[0].subsets[1]``."""
+    table = key_path[:-1] if isinstance(key_path[-1], str) else key_path
     keys = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in table).removeprefix(".")
     return f"{path}: {keys}" if keys else str(path)
 
 
 class _DatasetConfigParser:
+    """Turns the tables of one file into configs and collects problems; an invalid value falls back to its default."""
+
     def __init__(
         self,
         path: Path,
@@ -126,20 +161,16 @@ class _DatasetConfigParser:
         flag_defaults: Mapping[str, Any],
         invalid_flags: Set[str],
     ):
-        self.path, self.key_lines, self.flag_defaults, self.invalid_flags = (
-            path,
-            key_lines,
-            flag_defaults,
-            invalid_flags,
-        )
+        self.path, self.key_lines = path, key_lines
+        self.flag_defaults, self.invalid_flags = flag_defaults, invalid_flags
         self.problems: list[str] = []
         self.notices: list[str] = []
 
     def parse_file(self, document: Mapping[str, Any]) -> list[DatasetConfig]:
         for name in document:
             if name not in ("general", "datasets"):
-                level = self.suggest_table(name, "the top of the file")
-                self.add_problem((name,), level or "unknown; there are [general] and [[datasets]]")
+                reason = _explain_misplaced_key(name, "the top of the file")
+                self.add_problem((name,), reason or "unknown table; expected [general] or [[datasets]]")
         general = self.parse_table(("general",), document.get("general", {}), GENERAL_TABLE)
         tables = document.get("datasets", [])
         if not self.is_array_of_tables(("datasets",), tables, DATASET_TABLE):
@@ -148,264 +179,170 @@ class _DatasetConfigParser:
             self.problems.append(f"{self.path}: no [[datasets]]; add one, and [[datasets.subsets]] with image_dir")
         return [self.parse_dataset(("datasets", index), table, general) for index, table in enumerate(tables)]
 
-    def parse_dataset(
-        self, key_path: KeyPath, table: Mapping[str, Any], general_values: Mapping[str, LocatedValue]
-    ) -> DatasetConfig:
-        flat = is_musubi_dataset(table)
-        own = {
-            name: value
-            for name, value in table.items()
-            if name != "subsets" and not (flat and name in MUSUBI_SUBSET_KEYS)
-        }
-        values = {**general_values, **self.parse_table(key_path, own, DATASET_TABLE)}
-        if flat:
-            subsets = [
-                {**self.parse_musubi_subset(key_path, table, values), "join_caption_lines": LocatedValue(True, None)}
-            ]
+    def parse_dataset(self, key_path: KeyPath, table: Mapping[str, Any], general: Values) -> DatasetConfig:
+        is_musubi = _is_musubi_dataset(table)
+        ignored = {"subsets", *MUSUBI_SUBSET_KEYS} if is_musubi else {"subsets"}
+        own = {name: value for name, value in table.items() if name not in ignored}
+        values = {**general, **self.parse_table(key_path, own, DATASET_TABLE)}
+        if is_musubi:
+            subset = self.parse_musubi_subset(key_path, table, values)
+            subsets = [{**subset, "join_caption_lines": LocatedValue(True, None)}]
         else:
-            tables = table.get("subsets", [])
-            if not self.is_array_of_tables((*key_path, "subsets"), tables, SUBSET_TABLE):
-                tables = []
-            elif not tables:
-                self.add_problem(key_path, "no [[datasets.subsets]]; add one with image_dir = 'FOLDER'")
-            subsets = [
-                self.parse_subset((*key_path, "subsets", index), item, values) for index, item in enumerate(tables)
-            ]
-        found = self.apply_flag_defaults(values)
-        where = self.format_location(key_path)
-        self.problems += validate_dataset_keys(found, subsets, where)
+            subsets = self.parse_subsets(key_path, table, values)
+        resolved = self.apply_flag_defaults(values)
+        location = self.format_location(key_path)
+        self.problems += validate_dataset_keys(resolved, subsets, location)
         return DatasetConfig(
             kind=infer_dataset_kind(subsets),
-            subsets=tuple(self.build_subset_config(item) for item in subsets),
+            subsets=tuple(self.build_subset_config(subset) for subset in subsets),
             dataset_number=int(key_path[-1]),
-            **self.collect_fields(DatasetConfig, found, where),
+            **_collect_fields(DatasetConfig, resolved, location),
         )
 
-    def parse_musubi_subset(
-        self, key_path: KeyPath, table: Mapping[str, Any], inherited: Mapping[str, LocatedValue]
-    ) -> dict[str, LocatedValue]:
-        """musubi-tuner's way to write a dataset: the folder stands in it, there are no subsets."""
+    def parse_musubi_subset(self, key_path: KeyPath, table: Mapping[str, Any], inherited: Values) -> Values:
+        """Read the only subset of a musubi-tuner dataset, whose keys are in the dataset itself."""
         values = dict(inherited)
-        named = [name for name in MUSUBI_SUBSET_KEYS if name in table]
-        if not named:  # pictures are not what it is about, which is told with the key that says so
+        names = [name for name in MUSUBI_SUBSET_KEYS if name in table]
+        if not names:  # a video dataset, which is reported by its own key
             values["image_dir"] = LocatedValue(None, self.format_location(key_path), is_invalid=True)
-        for name in named:
-            value = table[name]
-            is_wrong = not isinstance(value, str)
-            values[MUSUBI_SUBSET_KEYS[name]] = LocatedValue(
-                None if is_wrong else value, self.format_location((*key_path, name)), is_invalid=is_wrong
-            )
-            if is_wrong:
-                self.add_problem((*key_path, name), f"expected a text, got {value!r}")
-        return self.validate_subset(self.apply_flag_defaults(values), {}, self.format_location(key_path))
+        for name in names:
+            value, location = table[name], self.format_location((*key_path, name))
+            if isinstance(value, str):
+                values[MUSUBI_SUBSET_KEYS[name]] = LocatedValue(value, location)
+            else:
+                values[MUSUBI_SUBSET_KEYS[name]] = LocatedValue(None, location, is_invalid=True)
+                self.add_problem((*key_path, name), f"expected a string, got {value!r}")
+        return self.resolve_subset(key_path, values, {})
 
-    def parse_subset(
-        self, key_path: KeyPath, table: Mapping[str, Any], inherited: Mapping[str, LocatedValue]
-    ) -> dict[str, LocatedValue]:
-        own = self.parse_table(key_path, table, SUBSET_TABLE)
-        return self.validate_subset(self.apply_flag_defaults({**inherited, **own}), own, self.format_location(key_path))
+    def parse_subsets(self, key_path: KeyPath, table: Mapping[str, Any], inherited: Values) -> list[Values]:
+        tables = table.get("subsets", [])
+        if not self.is_array_of_tables((*key_path, "subsets"), tables, SUBSET_TABLE):
+            return []
+        if not tables:
+            self.add_problem(key_path, "no [[datasets.subsets]]; add one with image_dir = 'FOLDER'")
+        subsets = []
+        for index, subset in enumerate(tables):
+            subset_path = (*key_path, "subsets", index)
+            own = self.parse_table(subset_path, subset, SUBSET_TABLE)
+            subsets.append(self.resolve_subset(subset_path, {**inherited, **own}, own))
+        return subsets
 
-    def validate_subset(
-        self, values: dict[str, LocatedValue], own_keys: Mapping[str, LocatedValue], location: str
-    ) -> dict[str, LocatedValue]:
-        values[""] = LocatedValue(None, location)
-        self.problems += [*validate_subset_keys(values, own_keys, location), *validate_source_keys(values, own_keys)]
-        return values
+    def resolve_subset(self, key_path: KeyPath, values: Values, own_keys: Values) -> Values:
+        """Add the defaults and validate; the location of the subset itself is stored under the empty key."""
+        location = self.format_location(key_path)
+        resolved = {**self.apply_flag_defaults(values), "": LocatedValue(None, location)}
+        self.problems += validate_subset_keys(resolved, own_keys, location)
+        self.problems += validate_source_keys(resolved, own_keys)
+        return resolved
 
-    def parse_table(self, key_path: KeyPath, table: Any, table_name: str) -> dict[str, LocatedValue]:
-        """The values of one table; what is wrong is noted and left out."""
-        found: dict[str, LocatedValue] = {}
+    def parse_table(self, key_path: KeyPath, table: Any, table_name: str) -> Values:
+        """Parse the keys of one table."""
+        values: Values = {}
         if not isinstance(table, dict):
             self.add_problem(key_path, f"expected the table {table_name}, got {table!r}")
-            return found
+            return values
         for written_name, value in table.items():
-            name = RENAMED_OPTIONS.get(str(written_name), str(written_name))
+            name = str(RENAMED_OPTIONS.get(written_name, written_name))
             value_path = (*key_path, written_name)
             key = DATASET_KEYS.get(name)
             if key is None or table_name not in key.tables:
-                self.add_problem(
-                    value_path, self.suggest_table(name, table_name) or self.format_unknown_key(name, table_name)
-                )
+                reason = _explain_misplaced_key(name, table_name) or _explain_unknown_key(name, table_name)
+                self.add_problem(value_path, reason)
                 continue
             location = self.format_location(value_path)
-            if name in found:
-                self.add_problem(value_path, f"duplicate key: the former name of {name}, set at {found[name].location}")
+            if name in values:
+                first = values[name].location
+                self.add_problem(value_path, f"duplicate key: the former name of {name}, set at {first}")
             elif name != written_name:
                 self.notices.append(format_rename_notice(f"{location}: {written_name}", name))
             try:
-                found[name] = LocatedValue(key.option.parse_toml_value(value), location)
+                values[name] = LocatedValue(key.option.parse_toml_value(value), location)
             except ValueError as error:
                 self.add_problem(value_path, str(error))
-                found[name] = LocatedValue(None, location, is_invalid=True)
-        return found
-
-    def suggest_table(self, name: str, table_name: str) -> str | None:
-        """For names that are right, but not here."""
-        if later := explain_unsupported_key(name):
-            return later
-        if name in MUSUBI_SUBSET_KEYS:
-            return f"goes with {DATASET_TABLE} that has no subsets; in a subset it is called {MUSUBI_SUBSET_KEYS[name]}"
-        key = DATASET_KEYS.get(name)
-        if key is None or table_name in key.tables:
-            return None
-        if not key.tables:
-            return f"not a key of dataset files; set it for the run: --{key.flag}"
-        return f"belongs in {' or '.join(key.tables)}, not in {table_name}"
-
-    def format_unknown_key(self, name: str, table_name: str) -> str:
-        for key in DATASET_KEYS.values():
-            if name == key.flag:
-                return f"unknown key; in dataset files it is called {key.name}"
-        here = [key.name for key in DATASET_KEYS.values() if table_name in key.tables]
-        here += ["subsets"] if table_name == DATASET_TABLE else []
-        hint = suggest_name(name, here) or suggest_name(name, DATASET_KEYS)
-        return f"unknown key{hint or '; allowed in ' + table_name + ': ' + ', '.join(sorted(here))}"
+                values[name] = LocatedValue(None, location, is_invalid=True)
+        return values
 
     def is_array_of_tables(self, key_path: KeyPath, value: Any, table_name: str) -> bool:
         if isinstance(value, list) and all(isinstance(item, dict) for item in value):
             return True
-        self.add_problem(key_path, f"expected tables, each headed {table_name}")
+        self.add_problem(key_path, f"expected an array of tables: {table_name}")
         return False
 
-    def apply_flag_defaults(self, values: Mapping[str, LocatedValue]) -> dict[str, LocatedValue]:
-        """Every key with its value: from the file, from the run's options, or as it is by default."""
-        found = {}
-        for key in DATASET_KEYS.values():
-            flag = f"--{key.flag}" if key.flag is not None else None
-            found[key.name] = LocatedValue(
-                self.flag_defaults.get(key.name, key.option.default), flag, key.flag in self.invalid_flags
-            )
+    def apply_flag_defaults(self, values: Values) -> Values:
+        """Return every key with its value: from the file, from the run's options, or the default of the option."""
+        resolved = {}
+        for name, key in DATASET_KEYS.items():
+            location = f"--{key.flag}" if key.flag is not None else None
+            default = self.flag_defaults.get(name, key.option.default)
+            resolved[name] = LocatedValue(default, location, key.flag in self.invalid_flags)
         for name, item in values.items():
-            found[name] = LocatedValue(found[name].value, item.location, is_invalid=True) if item.is_invalid else item
-        return found
+            is_usable = not item.is_invalid
+            resolved[name] = item if is_usable else LocatedValue(resolved[name].value, item.location, is_invalid=True)
+        return resolved
 
-    def build_subset_config(self, values: Mapping[str, LocatedValue]) -> SubsetConfig:
-        where = values[""].location or ""
+    def build_subset_config(self, values: Values) -> SubsetConfig:
         return SubsetConfig(
             dataset_file=self.path,
             join_caption_lines="join_caption_lines" in values,
-            **self.collect_fields(SubsetConfig, values, where),
+            **_collect_fields(SubsetConfig, values, values[""].location or ""),
         )
-
-    def collect_fields(
-        self, config_class: type, located_values: Mapping[str, LocatedValue], location: str
-    ) -> dict[str, Any]:
-        names = [item.name for item in fields(config_class) if item.name in DATASET_KEYS]
-        values = {name: located_values[name].value for name in names}
-        if "resolution" in values:
-            largest = values["resolution_schedule"] and values["resolution_schedule"].largest
-            values["resolution"] = largest or values["resolution"] or _PLACEHOLDER_RESOLUTION
-        places = {name: place for name in names if (place := located_values[name].location)}
-        return {**values, "locations": {**places, "": location}}
 
     def format_location(self, key_path: KeyPath) -> str:
-        return (
-            _format_json_location(self.path, key_path)
-            if self.key_lines is None
-            else f"{self.path}:{self.key_lines[key_path]}"
-        )
+        if self.key_lines is None:
+            return _format_json_location(self.path, key_path)
+        return f"{self.path}:{self.key_lines[key_path]}"
 
     def add_problem(self, key_path: KeyPath, message: str) -> None:
         name = f"{key_path[-1]}: " if isinstance(key_path[-1], str) else ""
         self.problems.append(f"{self.format_location(key_path)}: {name}{message}")
 
 
-MUSUBI_SUBSET_KEYS: Mapping[str, str] = {"image_directory": "image_dir", "image_jsonl_file": "metadata_file"}
-"""Its names for keys of a subset."""
+def _is_musubi_dataset(table: Mapping[str, object]) -> bool:
+    return "subsets" not in table and any(
+        name in table for name in (*MUSUBI_SUBSET_KEYS, "video_directory", "video_jsonl_file")
+    )
 
 
-_CONTROL_IMAGES = "control pictures, as editing models take them"
+def _explain_misplaced_key(name: str, table_name: str) -> str | None:
+    """Explain a key that exists but is not supported, or not in this table."""
+    if name in _UNSUPPORTED_MUSUBI_KEYS:
+        return f"not supported yet: {_UNSUPPORTED_MUSUBI_KEYS[name]}; remove it"
+    if name in MUSUBI_SUBSET_KEYS:
+        return (
+            f"only valid in {DATASET_TABLE} without subsets (musubi-tuner); in a subset use {MUSUBI_SUBSET_KEYS[name]}"
+        )
+    key = DATASET_KEYS.get(name)
+    if key is None or table_name in key.tables:
+        return None
+    if not key.tables:
+        return f"not a key of dataset files; set it for the run: --{key.flag}"
+    return f"belongs in {' or '.join(key.tables)}, not in {table_name}"
 
 
-_VIDEOS = "videos"
+def _explain_unknown_key(name: str, table_name: str) -> str:
+    for key in DATASET_KEYS.values():
+        if name == key.flag:
+            return f"unknown key; in dataset files it is called {key.name}"
+    allowed = [key.name for key in DATASET_KEYS.values() if table_name in key.tables]
+    allowed += ["subsets"] if table_name == DATASET_TABLE else []
+    hint = suggest_name(name, allowed) or suggest_name(name, DATASET_KEYS)
+    return f"unknown key{hint or '; allowed in ' + table_name + ': ' + ', '.join(sorted(allowed))}"
 
 
-_ONE_FRAME_TRAINING = "one-frame training of FramePack"
-
-
-_UNSUPPORTED_MUSUBI_KEYS: Mapping[str, str] = {
-    "skip_corrupted_cache": "this key of musubi-tuner",
-    "control_directory": _CONTROL_IMAGES,
-    "no_resize_control": _CONTROL_IMAGES,
-    "control_resolution": _CONTROL_IMAGES,
-    "flux_kontext_no_resize_control": _CONTROL_IMAGES,
-    "qwen_image_edit_no_resize_control": _CONTROL_IMAGES,
-    "qwen_image_edit_control_resolution": _CONTROL_IMAGES,
-    "multiple_target": "several target pictures, as layered models take them",
-    "fp_latent_window_size": _ONE_FRAME_TRAINING,
-    "fp_1f_clean_indices": _ONE_FRAME_TRAINING,
-    "fp_1f_target_index": _ONE_FRAME_TRAINING,
-    "fp_1f_no_post": _ONE_FRAME_TRAINING,
-    "video_directory": _VIDEOS,
-    "video_jsonl_file": _VIDEOS,
-    "target_frames": _VIDEOS,
-    "frame_extraction": _VIDEOS,
-    "frame_stride": _VIDEOS,
-    "frame_sample": _VIDEOS,
-    "max_frames": _VIDEOS,
-    "source_fps": _VIDEOS,
-}
-
-
-def is_musubi_dataset(table: Mapping[str, object]) -> bool:
-    """Whether a dataset with these keys is written in musubi-tuner's way."""
-    wanted = {*MUSUBI_SUBSET_KEYS, "video_directory", "video_jsonl_file"}
-    return "subsets" not in table and not wanted.isdisjoint(table)
-
-
-def explain_unsupported_key(name: str) -> str | None:
-    """For a key that cannot be honoured yet."""
-    return f"not yet: {_UNSUPPORTED_MUSUBI_KEYS[name]}; take it out" if name in _UNSUPPORTED_MUSUBI_KEYS else None
-
-
-def load_dataset_config(config: DataConfig, invalid_flags: Set[str] = frozenset()) -> ParsedDatasetConfig:
-    """The dataset file alone, with the run's options where it is silent; looks at no folder."""
-    return parse_dataset_config(Path(str(config.dataset_config)), collect_flag_defaults(config), invalid_flags)
-
-
-_EXTRA_DATASET_KEYS = (
-    "bucket_mode",
-    "bucket_max_crop",
-    "bucket_min_images",
-    "weight",
-    "resolution_schedule",
-    "from_step",
-    "to_step",
-)
-
-
-_EXTRA_SUBSET_KEYS = (
-    "parquet",
-    "webdataset",
-    "recursive",
-    "include",
-    "exclude",
-    "image_column",
-    "caption_column",
-    "cache_directory",
-)
-
-
-_INTERNAL_FIELDS = ("kind", "subsets", "locations", "dataset_file", "join_caption_lines", "dataset_number")
+def _collect_fields(config_class: type, located: Values, location: str) -> dict[str, Any]:
+    """Collect the arguments of a config class, with the location of each."""
+    names = [item.name for item in fields(config_class) if item.name in DATASET_KEYS]
+    values = {name: located[name].value for name in names}
+    if "resolution" in values:
+        largest = values["resolution_schedule"] and values["resolution_schedule"].largest
+        values["resolution"] = largest or values["resolution"] or _PLACEHOLDER_RESOLUTION
+    locations = {name: where for name in names if (where := located[name].location)}
+    return {**values, "locations": {**locations, "": location}}
 
 
 def convert_to_sd_scripts(datasets: Sequence[DatasetConfig]) -> list[dict[str, Any]]:
-    """Each dataset with the keys that sd-scripts knows."""
+    """Convert to the resolved form of sd-scripts, with only the keys that it knows."""
     return [_convert_dataset(dataset) for dataset in datasets]
-
-
-def collect_extra_keys(dataset: DatasetConfig) -> dict[str, Any]:
-    """The keys that sd-scripts does not know, of a dataset and of its subsets, where they are not as by default."""
-    own = _collect_non_default(dataset, _EXTRA_DATASET_KEYS)
-    subsets = [_collect_non_default(subset, _EXTRA_SUBSET_KEYS) for subset in dataset.subsets]
-    return {**own, "subsets": subsets} if any(subsets) else own
-
-
-def _collect_non_default(config: DatasetConfig | SubsetConfig, keys: Sequence[str]) -> dict[str, Any]:
-    values = {name: getattr(config, name) for name in keys}
-    return {
-        name: _convert_to_json(value) for name, value in values.items() if value != DATASET_KEYS[name].option.default
-    }
 
 
 def _convert_dataset(dataset: DatasetConfig) -> dict[str, Any]:
@@ -419,17 +356,29 @@ def _convert_dataset(dataset: DatasetConfig) -> dict[str, Any]:
         values = _collect_values(subset, (*_EXTRA_SUBSET_KEYS, *UNSUPPORTED_KEYS_BY_KIND[dataset.kind]))
         if len(subset.caption_extension) == 1 and "caption_extension" in values:
             (values["caption_extension"],) = subset.caption_extension
-        # sd-scripts keeps these two in its subsets, too
+        # sd-scripts has these two in its subsets as well
         subsets.append({**values, "validation_seed": 0, "validation_split": subset.validation_split})
-    # its masked datasets count as dreambooth ones
+    # sd-scripts resolves controlnet datasets as dreambooth ones
     kind = "finetuning" if dataset.kind == "finetuning" else "dreambooth"
     return {"kind": kind, "params": params, "subsets": subsets}
 
 
 def _collect_values(config: DatasetConfig | SubsetConfig, excluded: Sequence[str]) -> dict[str, Any]:
     names = [item.name for item in fields(config) if item.name not in (*excluded, *_INTERNAL_FIELDS)]
-    values: Mapping[str, Any] = {name: getattr(config, name) for name in names}
-    return {name: _convert_to_json(value) for name, value in values.items()}
+    return {name: _convert_to_json(getattr(config, name)) for name in names}
+
+
+def collect_extra_keys(dataset: DatasetConfig) -> dict[str, Any]:
+    """Collect the non-default values of keys that sd-scripts does not have."""
+    own = _collect_non_default(dataset, _EXTRA_DATASET_KEYS)
+    subsets = [_collect_non_default(subset, _EXTRA_SUBSET_KEYS) for subset in dataset.subsets]
+    return {**own, "subsets": subsets} if any(subsets) else own
+
+
+def _collect_non_default(config: DatasetConfig | SubsetConfig, keys: Sequence[str]) -> dict[str, Any]:
+    values = {name: getattr(config, name) for name in keys}
+    defaults = {name: DATASET_KEYS[name].option.default for name in keys}
+    return {name: _convert_to_json(value) for name, value in values.items() if value != defaults[name]}
 
 
 def _convert_to_json(value: Any) -> Any:

@@ -10,25 +10,18 @@ from itertools import pairwise
 from pathlib import Path, PurePosixPath
 
 from ..registry import suggest_name
-from .listing import format_first_names
+from .listing import SHOWN_NAMES, format_first_names
 from .schema import SubsetConfig, resolve_path
 
 MAX_EXPANSIONS = 1_000_000
-
-
 SHARD_EXTENSIONS = {
     "parquet": (".parquet",),
+    # compressed tar files are listed too, and then rejected with a message
     "webdataset": (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst"),
 }
-"""Which files of a directory are shards; compressed tar files are listed to be rejected with a message."""
-
-
+_MAX_NAMES_IN_FOLDER = 8
 _NUMERIC_RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
-
-
 _PATTERN_TOKEN = re.compile(r"\*\*/|\*\*|\*|\?|\[!?\]?[^\]]*\]|.", re.DOTALL)
-
-
 _DATASETS_STATE_FILE = "state.json"
 
 
@@ -40,6 +33,10 @@ class DirectoryTree:
     folders: list[str] = field(default_factory=list)  # at the top, whether searched or not
     loops: list[str] = field(default_factory=list)  # links to folders that are searched anyway
     problems: list[str] = field(default_factory=list)  # folders that cannot be read
+
+    def format_content(self, max_names: int = SHOWN_NAMES) -> str:
+        """Format the first files and top folders for a message."""
+        return format_first_names([*self.files, *(f"{name}/" for name in self.folders)], max_names) or "nothing"
 
 
 def walk_directory(folder: Path, *, recursive: bool) -> DirectoryTree:
@@ -63,8 +60,7 @@ def walk_directory(folder: Path, *, recursive: bool) -> DirectoryTree:
 
 
 def _split_path(path: str) -> list[str]:
-    """Sort key that orders paths folder by folder."""
-    return path.split("/")
+    return path.split("/")  # as a sort key, this orders paths folder by folder
 
 
 def _walk(folder: Path, start: str, tree: DirectoryTree, visited: set[str], recursive: bool) -> list[str]:
@@ -227,7 +223,7 @@ def resolve_shards(subset: SubsetConfig) -> Shards:
     listed: set[Path] = set()
     for key in SHARD_EXTENSIONS:
         for name in getattr(subset, key):
-            setting = f"{subset.locate(key)}: {key}"
+            setting = subset.format_location(key)
             try:
                 files = list(_resolve_name(name, key, subset))
             except ValueError as error:
@@ -259,7 +255,7 @@ def _resolve_name(name: str, key: str, subset: SubsetConfig) -> Iterator[Path]:
         else:
             missing.append(pattern)
     if missing:
-        raise ValueError(_describe_missing(missing, subset.dataset_file))
+        raise ValueError(describe_missing_path(missing, subset.dataset_file))
 
 
 def _list_shards(folder: Path, key: str, *, recursive: bool) -> list[Path]:
@@ -270,11 +266,9 @@ def _list_shards(folder: Path, key: str, *, recursive: bool) -> list[Path]:
     if not files and key == "parquet":
         files = _list_saved_dataset(folder, tree.files)
     if not files:
-        content = [*tree.files, *(f"{name}/" for name in tree.folders)]
         hint = "; set recursive = true to search its folders" if tree.folders and not recursive else ""
         kinds = f"{SHARD_EXTENSIONS[key][0]} files" + (" or save_to_disk datasets" if key == "parquet" else "")
-        there = format_first_names(content) or "nothing"
-        raise ValueError(f"no {kinds} in {folder.absolute()}, which contains {there}{hint}")
+        raise ValueError(f"no {kinds} in {folder.absolute()}, which contains {tree.format_content()}{hint}")
     return files
 
 
@@ -301,17 +295,17 @@ def _glob_files(pattern: str, config_folder: Path) -> list[Path]:
     return sorted((path for path in matches if path.is_file()), key=lambda path: _split_path(path.as_posix()))
 
 
-def _describe_missing(names: list[str], config_file: Path) -> str:
-    """Say which files are missing, and what their folder contains instead."""
-    folder = Path(names[0]).expanduser().parent
-    existing = next((path for path in (folder, config_file.parent / folder) if path.is_dir()), None)
-    tree = walk_directory(existing, recursive=False) if existing else DirectoryTree()
-    content = [*tree.files, *(f"{name}/" for name in tree.folders)]
-    there = f"folder {folder} not found either"
-    if existing:
-        there = f"{existing.absolute()} contains {format_first_names(content) or 'nothing'}"
-    searched = "" if Path(names[0]).is_absolute() else f" (also searched next to {config_file})"
+def describe_missing_path(names: Sequence[str], dataset_file: Path) -> str:
+    """Report paths that do not exist, with the content of the folder in which the first one was expected."""
+    path = Path(names[0]).expanduser()
+    candidates = [path.absolute(), (dataset_file.parent / path).absolute()]
+    missing = next((candidate for candidate in candidates if candidate.parent.is_dir()), candidates[0])
+    while not missing.parent.is_dir():
+        missing = missing.parent
+    tree = walk_directory(missing.parent, recursive=False)
+    content = f"{missing.parent} contains {tree.format_content(_MAX_NAMES_IN_FOLDER)}"
+    content = tree.problems[0] if tree.problems else content
+    searched = "" if path.is_absolute() else f" (also searched next to {dataset_file})"
     if len(names) > 1:
-        return f"{len(names)} files not found{searched}: {format_first_names(names)}; {there}"
-    hint = suggest_name(Path(names[0]).name, [name.rstrip("/") for name in content])
-    return f"{names[0]!r} not found{searched}; {there}{hint}"
+        return f"{len(names)} files not found{searched}: {format_first_names(names)}; {content}"
+    return f"{names[0]!r} not found{searched}; {content}{suggest_name(missing.name, [*tree.files, *tree.folders])}"

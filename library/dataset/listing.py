@@ -8,8 +8,6 @@ from .image_ref import ImageRef
 from .schema import SubsetConfig
 
 IMAGE_EXTENSIONS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".avif", ".jxl")
-
-
 SHOWN_NAMES = 3
 
 
@@ -80,16 +78,16 @@ class SubsetListing:
 
     def add_problem(self, key: str, message: str) -> None:
         """Add a problem with the subset as a whole."""
-        self.problems.append(f"{self.subset.locate(key)}: {key}: {message}")
+        self.problems.append(f"{self.subset.format_location(key)}: {message}")
 
     def mark_used(self, key: str, value: str = "") -> None:
         """Note that a key, or one value of its list, had an effect."""
-        self.used_settings.add(f"{self.subset.locate(key)}: {key}: {value}")
+        self.used_settings.add(f"{self.subset.format_location(key)}: {value}")
 
     def mark_unused(self, key: str, message: str, value: str = "") -> None:
         """Note that it had none: an error unless it is also set for another subset, where it has one."""
         if key in self.subset.locations:
-            setting = f"{self.subset.locations[key]}: {key}"
+            setting = self.subset.format_location(key)
             self.unused_settings[f"{setting}: {value}"] = f"{setting}: {message}"
 
     def add_caption_notes(self, location: str, caption: str = "caption") -> None:
@@ -113,9 +111,9 @@ def format_count(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def format_first_names(names: Sequence[str]) -> str:
+def format_first_names(names: Sequence[str], max_names: int = SHOWN_NAMES) -> str:
     """Join the first few names, with dots if there are more."""
-    return ", ".join(names[:SHOWN_NAMES]) + (", ..." if len(names) > SHOWN_NAMES else "")
+    return ", ".join(names[:max_names]) + (", ..." if len(names) > max_names else "")
 
 
 def is_image_file(name: str) -> bool:

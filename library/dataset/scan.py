@@ -21,20 +21,12 @@ from .scan_cache import SETTLED_AFTER_NS, UNSETTLED, CachedScan, FileStamp, Scan
 MAX_FILE_BYTES = 2**30
 """Larger files, or parts of files, are not read."""
 
-
 LARGE_FILE_BYTES = 2**26
 """Larger files are read one at a time, so that a pool of threads does not fill the memory."""
 
-
 _MAX_THREADS = 16
-
-
 _IMAGES_PER_TASK = 32
-
-
 _SECONDS_BETWEEN_WRITES = 60.0
-
-
 T = TypeVar("T")
 
 

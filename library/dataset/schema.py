@@ -1,7 +1,7 @@
-"""What a dataset file may say: each key of sd-scripts with its type, the levels it may stand on and its flag."""
+"""Schema of the dataset file: the keys of sd-scripts and ours, each with its type, its tables and its flag."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -12,14 +12,26 @@ from ..config.types import Resolution, ResolutionSchedule
 
 GENERAL_TABLE, DATASET_TABLE, SUBSET_TABLE = "[general]", "[[datasets]]", "[[datasets.subsets]]"
 
-
 DatasetKind = Literal["dreambooth", "finetuning", "controlnet"]
-"""Captions in files beside the pictures, captions in a metadata file, or pictures with masks."""
+"""Captions in files next to the images, captions in a metadata file, or images with a folder of masks."""
+
+
+class _LocatedKeys:
+    locations: Mapping[str, str]
+
+    def locate(self, key: str) -> str:
+        """Return where the value of ``key`` was set, for the start of a message."""
+        return self.locations.get(key, self.locations[""])
+
+    def format_location(self, key: str) -> str:
+        """Return the location and the key; a location that is a flag names the key itself."""
+        location = self.locate(key)
+        return location if location.startswith("--") else f"{location}: {key}"
 
 
 @dataclass(frozen=True)
-class SubsetConfig:
-    """One folder of pictures, or one metadata file, with everything that is said about it."""
+class SubsetConfig(_LocatedKeys):
+    """One source of images (folder, metadata file, parquet files or tar shards) with its settings."""
 
     image_dir: str | None
     metadata_file: str | None
@@ -58,55 +70,46 @@ class SubsetConfig:
     cache_info: bool
     cache_directory: str | None
     validation_split: float
-    dataset_file: Path = field(compare=False)  # the dataset file
+    dataset_file: Path = field(compare=False)
     locations: Mapping[str, str] = field(compare=False, repr=False)  # "file:line" of each key; "" for the subset itself
-    join_caption_lines: bool = False  # a caption of several lines is one, as for musubi-tuner; no key says so
-
-    def locate(self, key: str) -> str:
-        """Where the value of ``key`` was set, for the start of a message."""
-        return self.locations.get(key, self.locations[""])
+    join_caption_lines: bool = False  # musubi-tuner joins the lines of a caption; not a key of the file
 
     def resolve_image_dir(self) -> Path | None:
-        """The folder of pictures: seen from the working directory as in sd-scripts, or else from the dataset file."""
-        return None if self.image_dir is None else resolve_path(self.dataset_file, self.image_dir)
+        return self._resolve(self.image_dir)
 
     def resolve_metadata_file(self) -> Path | None:
-        """The metadata file, looked for in the same two places."""
-        return None if self.metadata_file is None else resolve_path(self.dataset_file, self.metadata_file)
+        return self._resolve(self.metadata_file)
 
     def resolve_cache_directory(self) -> Path | None:
-        """For what is kept, looked for in the same two places."""
-        return None if self.cache_directory is None else resolve_path(self.dataset_file, self.cache_directory)
+        return self._resolve(self.cache_directory)
 
     def resolve_mask_dir(self) -> Path | None:
-        """The folder of masks, looked for in the same two places."""
-        return (
-            None if self.conditioning_data_dir is None else resolve_path(self.dataset_file, self.conditioning_data_dir)
-        )
+        return self._resolve(self.conditioning_data_dir)
+
+    def _resolve(self, name: str | None) -> Path | None:
+        return None if name is None else resolve_path(self.dataset_file, name)
 
     @property
     def normalized_caption_extensions(self) -> tuple[str, ...]:
-        """``caption_extension`` with the dots, which may be left out."""
-        return tuple(
-            ending if ending.startswith(".") or not ending else f".{ending}" for ending in self.caption_extension
-        )
+        """``caption_extension`` with leading dots, which are optional in the file."""
+        return tuple(name if name.startswith(".") or not name else f".{name}" for name in self.caption_extension)
 
     @property
     def source_key(self) -> str:
-        """The key that names the images."""
+        """The key that sets the source of the images."""
         keys = ("parquet", "webdataset", "metadata_file")
         return next((key for key in keys if getattr(self, key)), "image_dir")
 
     @property
     def source(self) -> str:
-        """Where the pictures come from, as it was written."""
+        """The source of the images as written in the file."""
         shards = self.parquet or self.webdataset
         return ", ".join(shards) if shards else str(self.metadata_file or self.image_dir)
 
 
 @dataclass(frozen=True)
-class DatasetConfig:
-    """Subsets that are trained at one resolution with one batch size."""
+class DatasetConfig(_LocatedKeys):
+    """Subsets that are trained at the same resolution and batch size."""
 
     kind: DatasetKind
     resolution: Resolution
@@ -126,36 +129,27 @@ class DatasetConfig:
     prior_loss_weight: float
     subsets: tuple[SubsetConfig, ...]
     locations: Mapping[str, str] = field(compare=False, repr=False)
-    weight: float | None = None  # share of an epoch, beside those of the other datasets
+    weight: float | None = None  # share of an epoch relative to the other datasets
     resolution_schedule: ResolutionSchedule | None = None
-    from_step: int = 0  # steps that are done before the first that shows it
-    to_step: int | None = None  # steps that are done after the last that does
-    dataset_number: int = 0  # in the file
-
-    def locate(self, key: str) -> str:
-        """Where the value of ``key`` was set, for the start of a message."""
-        return self.locations.get(key, self.locations[""])
-
-    def format_location(self, key: str) -> str:
-        """The same with the key, which an option of the run tells by itself."""
-        place = self.locate(key)
-        return place if place.startswith("--") else f"{place}: {key}"
+    from_step: int = 0  # first step that trains this dataset, counted from 0
+    to_step: int | None = None  # end of these steps, exclusive
+    dataset_number: int = 0  # index in the file
 
 
 def resolve_path(dataset_file: Path, name: str) -> Path:
-    """``name`` seen from the working directory; if nothing is there but beside ``file`` there is, that."""
+    """Resolve relative to the working directory, as sd-scripts does, or else to the folder of the dataset file."""
     path = Path(name).expanduser()
-    beside = dataset_file.parent / path
-    return beside if not path.exists() and beside.exists() else path
+    next_to_file = dataset_file.parent / path
+    return next_to_file if not path.exists() and next_to_file.exists() else path
 
 
 @dataclass(frozen=True)
 class DatasetKey:
-    """One key of the file."""
+    """One key of the dataset file."""
 
-    option: Option  # how its value is read
+    option: Option  # parses the value
     tables: tuple[str, ...]
-    flag: str | None = None  # the option of the run that stands in where the file is silent
+    flag: str | None = None  # option of the run that supplies the default
 
     @property
     def name(self) -> str:
@@ -163,7 +157,7 @@ class DatasetKey:
 
 
 class _FloatRange:
-    syntax: ClassVar[str] = "[SMALLEST, LARGEST]"
+    syntax: ClassVar[str] = "[MIN, MAX]"
 
     @classmethod
     def parse(cls, value: Any) -> tuple[float, float]:
@@ -184,36 +178,34 @@ class _FreeTable:
 
 @dataclass(frozen=True)
 class _DatasetKeys:
-    network_multiplier: float = define_option(1.0, "strength of the adapter while training")
-    weight: float | None = define_option(None, "share of an epoch, beside the weights of the other datasets")
-    from_step: int = define_option(0, "the dataset is trained after so many steps", minimum=0)
-    to_step: int | None = define_option(None, "the dataset is trained until so many steps are done", minimum=1)
+    network_multiplier: float = define_option(1.0, "multiplier of the LoRA during training")
+    weight: float | None = define_option(None, "share of an epoch relative to the weights of the other datasets")
+    from_step: int = define_option(0, "train the dataset from this step on", minimum=0)
+    to_step: int | None = define_option(None, "train the dataset up to this step", minimum=1)
 
 
 @dataclass(frozen=True)
 class _SharedKeys:
-    class_tokens: str | None = define_option(None, "caption of pictures that have none")
-    face_crop_aug_range: _FloatRange | None = define_option(None, "cut around faces")  # noqa: RUF009
+    class_tokens: str | None = define_option(None, "caption of images without one")
+    face_crop_aug_range: _FloatRange | None = define_option(None, "crop around faces")  # noqa: RUF009
     custom_attributes: _FreeTable | None = define_option(None, "free table")  # noqa: RUF009
-    cache_info: bool = define_option(False, "keep sizes and captions in a file")
-    cache_directory: str | None = define_option(None, "folder for what is kept of these pictures")
-    recursive: bool = define_option(False, "search folders below the folder, too")
-    include: tuple[str, ...] = define_option((), "patterns of which a picture's path has to match one")
-    exclude: tuple[str, ...] = define_option((), "patterns of which a picture's path must match none")
-    image_column: str | None = define_option(None, "column of pictures, or of their file names")
+    cache_info: bool = define_option(False, "cache sizes and captions in a file")
+    cache_directory: str | None = define_option(None, "folder for the caches of these images")
+    recursive: bool = define_option(False, "search subfolders too")
+    include: tuple[str, ...] = define_option((), "use only images whose path matches one of these patterns")
+    exclude: tuple[str, ...] = define_option((), "skip images whose path matches one of these patterns")
+    image_column: str | None = define_option(None, "column of images, or of their file names")
     caption_column: str | None = define_option(None, "column of captions")
 
 
 @dataclass(frozen=True)
 class _SubsetKeys:
-    image_dir: str | None = define_option(None, "folder of pictures")
-    metadata_file: str | None = define_option(
-        None, "captions of all pictures in one .json, .jsonl, .csv or .parquet file"
-    )
-    parquet: tuple[str, ...] = define_option((), "parquet files that hold the pictures")
-    webdataset: tuple[str, ...] = define_option((), "tar files that hold the pictures")
+    image_dir: str | None = define_option(None, "folder of images")
+    metadata_file: str | None = define_option(None, ".json, .jsonl, .csv or .parquet file of image paths and captions")
+    parquet: tuple[str, ...] = define_option((), "parquet files that contain the images")
+    webdataset: tuple[str, ...] = define_option((), "tar shards that contain the images")
     conditioning_data_dir: str | None = define_option(None, "folder of masks")
-    is_reg: bool = define_option(False, "regularisation pictures")
+    is_reg: bool = define_option(False, "regularization images")
 
 
 @dataclass(frozen=True)
@@ -223,53 +215,38 @@ class _FileOnlyKeys:
     subset: _SubsetKeys = field(default_factory=_SubsetKeys)
 
 
-_DATASET_FLAGS = {
-    "resolution",
-    "train_batch_size",
-    "enable_bucket",
-    "min_bucket_reso",
-    "max_bucket_reso",
-    "bucket_reso_steps",
-    "bucket_no_upscale",
-    "bucket_mode",
-    "bucket_max_crop",
-    "bucket_min_images",
-    "validation_seed",
-    "resolution_schedule",
+_TABLES_BY_LEVEL = {
+    "dataset": (GENERAL_TABLE, DATASET_TABLE),
+    "shared": (GENERAL_TABLE, DATASET_TABLE, SUBSET_TABLE),
+    "subset": (SUBSET_TABLE,),
+    "run": (),
+}
+_FLAG_TO_KEY = {"train_batch_size": "batch_size", "dataset_repeats": "num_repeats"}
+_DATASET_FLAGS = frozenset(
+    "resolution train_batch_size enable_bucket min_bucket_reso max_bucket_reso bucket_reso_steps bucket_no_upscale"
+    " bucket_mode bucket_max_crop bucket_min_images validation_seed resolution_schedule".split()
+)
+_LEVEL_BY_FLAG = {
+    **dict.fromkeys(_DATASET_FLAGS, "dataset"),
+    "alpha_mask": "subset",
+    "prior_loss_weight": "run",  # sd-scripts accepts it as a flag only
 }
 
 
-_SUBSET_FLAGS = {"alpha_mask"}
-
-
-_FLAG_TO_KEY = {"train_batch_size": "batch_size", "dataset_repeats": "num_repeats"}
-
-
 def _build_keys() -> dict[str, DatasetKey]:
-    levels = {
-        "dataset": (GENERAL_TABLE, DATASET_TABLE),
-        "shared": (GENERAL_TABLE, DATASET_TABLE, SUBSET_TABLE),
-        "subset": (SUBSET_TABLE,),
-    }
-    keys = {option.name: DatasetKey(option, levels[option.group]) for option in iter_options(_FileOnlyKeys)}
-    wanted = {item.name for item in (*fields(SubsetConfig), *fields(DatasetConfig))}
+    keys = {option.name: DatasetKey(option, _TABLES_BY_LEVEL[option.group]) for option in iter_options(_FileOnlyKeys)}
+    names = {item.name for item in (*fields(SubsetConfig), *fields(DatasetConfig))}
     for option in iter_options(RunConfig):
         name = _FLAG_TO_KEY.get(option.name, option.name)
-        if option.group == "data" and name in wanted:
-            level: tuple[str, ...] = levels["dataset"] if option.name in _DATASET_FLAGS else levels["shared"]
-            level = levels["subset"] if option.name in _SUBSET_FLAGS else level
-            level = () if name == "prior_loss_weight" else level  # sd-scripts takes it from the run alone
-            keys[name] = DatasetKey(_rename_option(option, name), level, option.name)
+        if option.group == "data" and name in names:
+            tables = _TABLES_BY_LEVEL[_LEVEL_BY_FLAG.get(option.name, "shared")]
+            keys[name] = DatasetKey(replace(option, name=name), tables, option.name)
     return keys
-
-
-def _rename_option(option: Option, name: str) -> Option:
-    return Option(**{**{item.name: getattr(option, item.name) for item in fields(Option)}, "name": name})
 
 
 DATASET_KEYS: Mapping[str, DatasetKey] = _build_keys()
 
 
 def collect_flag_defaults(config: DataConfig) -> dict[str, Any]:
-    """What the run's options say for keys that the file leaves out."""
+    """Collect the values of the run's options for keys that the file does not set."""
     return {key.name: getattr(config, key.flag) for key in DATASET_KEYS.values() if key.flag is not None}

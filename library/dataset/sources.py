@@ -18,7 +18,7 @@ def find_missing_sources(subset: SubsetConfig) -> Iterator[str]:
     yield from resolve_shards(subset).problems
     needs_pyarrow = subset.parquet or str(subset.metadata_file).lower().endswith(".parquet")
     if needs_pyarrow and not is_pyarrow_installed():
-        yield f"{subset.locate(subset.source_key)}: {subset.source_key}: {PYARROW_NEEDED}"
+        yield f"{subset.format_location(subset.source_key)}: {PYARROW_NEEDED}"
 
 
 def list_images(subset: SubsetConfig, dataset: int, index: int) -> SubsetListing:
@@ -73,7 +73,7 @@ def _find_overlaps(dataset: DatasetConfig, listings: Sequence[SubsetListing]) ->
                 key = subset.source_key
                 hint = "exclude them in one of the two" if key == "image_dir" else "list each file once"
                 yield (
-                    f"{subset.locate(key)}: {key}: {format_count(len(shared), 'image')} also in"
+                    f"{subset.format_location(key)}: {format_count(len(shared), 'image')} also in"
                     f" {other.locate(other.source_key)}: {format_first_names(shared)}; {hint}"
                 )
 

@@ -20,27 +20,17 @@ from .listing import ImageCaption, SubsetListing, format_count, format_first_nam
 from .schema import SubsetConfig
 
 PYARROW_NEEDED = "parquet files need pyarrow: pip install 'pyarrow>=17'"
-
-
 IMAGE_COLUMN = "image"
-
 
 ROW_GROUP_CACHE_BYTES = 128 * 2**20
 """Row groups that a process keeps in memory; at least two, whatever their size."""
 
-
 LARGE_ROW_GROUP_BYTES = 256 * 2**20
-
-
 _ARROW_EXTENSION = ".arrow"
-
-
 _BATCH_ROWS = 4096
-
 
 _MAPPED_FILE_BYTES = 2 * 2**20
 """What a memory-mapped file counts in the cache of row groups: little, so that many stay open, but not all."""
-
 
 _REWRITE_SCRIPT = "import pyarrow.parquet as p; p.write_table(p.read_table('OLD'), 'NEW', row_group_size=100)"
 

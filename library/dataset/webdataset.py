@@ -28,8 +28,6 @@ _COMPRESSIONS = {
     b"\xfd7zXZ": ("xz", "unxz"),
     b"(\xb5/\xfd": ("zstd", "unzstd"),
 }
-
-
 _WINDOWS_DRIVE = re.compile(r"[A-Za-z]:[\\/]")
 
 

@@ -1,1 +1,1 @@
-"""Mathematics of diffusion: noise processes, timestep densities, losses; pure functions on tensors."""
+"""Mathematics of diffusion: noise processes, timestep sampling, losses and weightings; pure functions on tensors."""

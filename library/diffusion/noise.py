@@ -1,7 +1,6 @@
-"""What is added to the normal noise of a sample; every sample has generators of its own.
+"""Noise offset, multires (pyramid) noise and input perturbation; every sample has its own random generators.
 
-Random numbers come from the CPU, whose generators give the same beside every device; only what depends on the latents
-is computed where they are.
+Random numbers are drawn on the CPU, so they are the same for every device; what depends on the latents runs on theirs.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,13 +12,13 @@ from torch import Tensor
 from ..config.schema_objective import NoiseConfig
 
 GeneratorFactory = Callable[[str], list[torch.Generator]]
-"""Purpose -> a generator for each sample, so that what is drawn for one thing never moves another."""
+"""Purpose -> one generator per sample, so that drawing for one purpose never shifts another."""
 
 
 def apply_noise_options(
     noise: Tensor, latents: Tensor, config: NoiseConfig, make_generators: GeneratorFactory
 ) -> Tensor:
-    """The noise that is mixed with the latents and, by its process, asked of the model."""
+    """Apply noise offset and multires noise; the result is mixed with the latents and part of the target."""
     if config.noise_offset:
         noise = apply_noise_offset(noise, latents, config, make_generators("noise offset"))
     if config.multires_noise_iterations:
@@ -28,7 +27,7 @@ def apply_noise_options(
 
 
 def apply_input_perturbation(noise: Tensor, config: NoiseConfig, make_generators: GeneratorFactory) -> Tensor:
-    """Noise for the model's input that its target knows nothing of (Ning et al. 2023, arXiv 2301.11706)."""
+    """Perturb the noise of the model's input, but not of its target (Ning et al. 2023, arXiv 2301.11706)."""
     if not config.ip_noise_gamma:
         return noise
     generators = make_generators("input noise")
@@ -40,22 +39,22 @@ def apply_input_perturbation(noise: Tensor, config: NoiseConfig, make_generators
 def apply_noise_offset(
     noise: Tensor, latents: Tensor, config: NoiseConfig, generators: Sequence[torch.Generator]
 ) -> Tensor:
-    """Each channel as a whole moved by a normal number, so that the model learns to make pictures darker or lighter.
+    """Shift each channel by a Gaussian number, so that the model learns to change the overall brightness.
 
-    With ``adaptive_noise_scale`` by more where the channel's mean is far from 0.
+    ``adaptive_noise_scale`` adds to the strength in proportion to the absolute mean of the channel's latents.
     """
     strength = _sample_strengths(config.noise_offset, generators, config.noise_offset_random_strength)
-    moves = torch.stack([torch.randn(noise.shape[1], generator=each) for each in generators])
-    strength, moves = (each.to(noise, non_blocking=True) for each in (strength.view(-1, 1), moves))
+    offsets = torch.stack([torch.randn(noise.shape[1], generator=each) for each in generators])
+    strength, offsets = (each.to(noise, non_blocking=True) for each in (strength.view(-1, 1), offsets))
     if config.adaptive_noise_scale:
         strength = (strength + config.adaptive_noise_scale * latents.flatten(2).mean(2).abs()).clamp(min=0)
-    return noise + _expand_dims_like(strength * moves, noise)
+    return noise + _expand_dims_like(strength * offsets, noise)
 
 
 def apply_pyramid_noise(noise: Tensor, config: NoiseConfig, generators: Sequence[torch.Generator]) -> Tensor:
-    """Coarser and coarser noise added, fainter by ``multires_noise_discount`` each time; spread 1 for each sample."""
-    rows, columns = noise.shape[-2:]
-    layers = torch.stack([_sample_pyramid_noise(noise.shape[1], rows, columns, config, each) for each in generators])
+    """Add noise of ever lower resolution, discounted by ``multires_noise_discount`` per level; normalize to std 1."""
+    height, width = noise.shape[-2:]
+    layers = torch.stack([_sample_pyramid_noise(noise.shape[1], height, width, config, each) for each in generators])
     noise = noise + layers.to(noise, non_blocking=True)
     return noise / _expand_dims_like(noise.flatten(1).std(1), noise)
 
@@ -75,7 +74,7 @@ def _sample_pyramid_noise(
 
 
 def _sample_strengths(amount: float, generators: Sequence[torch.Generator], is_random: bool) -> Tensor:
-    """``amount`` for each sample, or a random share of it."""
+    """``amount`` for each sample, or a uniformly random fraction of it."""
     if not is_random:
         return torch.full((len(generators),), amount)
     return amount * torch.stack([torch.rand((), generator=each) for each in generators])
@@ -85,11 +84,10 @@ def _expand_dims_like(values: Tensor, like: Tensor) -> Tensor:
     return values.view(*values.shape, *[1] * (like.ndim - values.ndim))
 
 
-def sent(tensor: Tensor, like: Tensor) -> Tensor:
-    """On its way to where ``like`` is, in its precision, and nobody waits for it.
+def copy_async(tensor: Tensor, like: Tensor) -> Tensor:
+    """Copy to the device and dtype of ``like`` without waiting for the device.
 
-    CUDA copies by itself from pinned memory only; from other memory the program may have to wait until the device has
-    come so far, and the more so the larger the tensor is.
+    CUDA copies asynchronously from pinned memory only; a copy from pageable memory may synchronize.
     """
     if like.is_cuda and not tensor.is_cuda and not tensor.is_pinned():
         tensor = tensor.pin_memory()

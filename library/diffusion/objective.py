@@ -1,4 +1,4 @@
-"""What a model is asked, and how its answer is judged: noise process, times, noise, loss and weights in one."""
+"""The training objective: timestep sampling, noising, loss function and loss weighting of a model, combined."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ from torch import Size, Tensor
 
 from ..config.schema_objective import LossConfig, NoiseConfig
 from .losses import compute_elementwise_loss
-from .noise import GeneratorFactory, apply_input_perturbation, apply_noise_options, sent
+from .noise import GeneratorFactory, apply_input_perturbation, apply_noise_options, copy_async
 from .process import NoiseProcess
 from .timesteps import compute_timesteps, sample_quantiles_and_noise
 from .weighting import compute_loss_weights
@@ -14,53 +14,49 @@ from .weighting import compute_loss_weights
 
 @dataclass(frozen=True)
 class NoisyBatch:
-    """A batch at the times it is trained at."""
+    """Noised latents and their target."""
 
-    latents: Tensor  # with noise: what the model sees
-    target: Tensor  # what it is to say
+    latents: Tensor  # noised: the input of the denoiser
+    target: Tensor  # what the denoiser should predict
     timesteps: Tensor  # (B,), 0..1000
 
 
 @dataclass(frozen=True)
 class Objective:
-    """Pure functions of a batch; the random numbers are handed in."""
+    """Pure functions of a batch; random numbers come from the generators passed in."""
 
     process: NoiseProcess
     noise_config: NoiseConfig
     loss_config: LossConfig
 
     def add_noise(self, latents: Tensor, make_generators: GeneratorFactory) -> NoisyBatch:
-        """The batch at times and with noise that are a function of each sample's generators and of nothing else.
+        """Noise the latents at random timesteps, a function of each sample's generators only.
 
-        They are drawn on the CPU, whose generators give the same numbers beside every kind of device.
+        Random numbers are drawn on the CPU, so they are the same for every device.
         """
         u, noise = sample_quantiles_and_noise(make_generators("noise"), latents.shape[1:])
-        t = self.compute_timesteps(u, latents.shape).to(latents.device, non_blocking=True)
-        noise = apply_noise_options(sent(noise, latents), latents, self.noise_config, make_generators)
-        made = self.add_noise_at(latents, noise, t)
+        timesteps = self.compute_timesteps(u, latents.shape).to(latents.device, non_blocking=True)
+        noise = apply_noise_options(copy_async(noise, latents), latents, self.noise_config, make_generators)
+        batch = self.add_noise_at(latents, noise, timesteps)
         if not self.noise_config.ip_noise_gamma:
-            return made
-        return NoisyBatch(
-            self.add_noise_at(latents, apply_input_perturbation(noise, self.noise_config, make_generators), t).latents,
-            made.target,
-            t,
-        )
+            return batch
+        perturbed = apply_input_perturbation(noise, self.noise_config, make_generators)
+        return NoisyBatch(self.add_noise_at(latents, perturbed, timesteps).latents, batch.target, timesteps)
 
     def add_noise_at(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> NoisyBatch:
-        """The batch at given times with given noise, as validation wants it."""
+        """Noise the latents with this noise at these timesteps, as validation does."""
         noisy, target = self.process.add_noise(latents, noise, timesteps)
         return NoisyBatch(noisy, target, timesteps)
 
     def compute_timesteps(self, u: Tensor, latents_shape: Size) -> Tensor:
-        """The ``u``-quantiles, in float64 and between 0 and 1, of the times that latents of this shape train at."""
+        """The timesteps at the quantiles ``u`` (float64, between 0 and 1) for latents of this shape."""
         return compute_timesteps(u, self.noise_config, self.process, latents_shape)
 
     def compute_elementwise_loss(self, prediction: Tensor, noisy_batch: NoisyBatch) -> Tensor:
-        """The loss of each number, before masks; the mean over a sample is its loss."""
-        return compute_elementwise_loss(
-            prediction, noisy_batch.target, noisy_batch.timesteps, self.process, self.loss_config
-        )
+        """The unreduced loss, before masks and weights."""
+        target, timesteps = noisy_batch.target, noisy_batch.timesteps
+        return compute_elementwise_loss(prediction, target, timesteps, self.process, self.loss_config)
 
     def compute_loss_weights(self, timesteps: Tensor) -> Tensor:
-        """How much the loss of a sample at time ``t`` counts."""
+        """The loss weight of samples at these timesteps."""
         return compute_loss_weights(self.process, timesteps, self.noise_config, self.loss_config)

@@ -1,6 +1,6 @@
-"""Noise processes: how latents are noised at time ``t``, and what a model is to predict.
+"""Noise processes: how latents are noised at a timestep, and what the model predicts (epsilon, v or flow).
 
-``t`` is a float tensor on diffusers' scale of 0..1000, one value a sample; 0 is the picture.
+Timesteps are a float tensor on diffusers' scale of 0..1000, one value per sample; 0 is the clean image.
 The letters follow Ho et al. 2020 (arXiv 2006.11239): ``x_t = sqrt(a) x_0 + sqrt(1 - a) e`` with ``a`` the
 cumulative product of ``1 - beta`` up to ``t``.
 """
@@ -12,36 +12,36 @@ from typing import Any, Protocol
 
 from torch import Size, Tensor
 
-from ..errors import ConfigError
+from ..errors import UserError
 
 NUM_TRAIN_TIMESTEPS = 1000
-"""Length of the noise schedule that every supported model is trained with."""
+"""Length of the noise schedule of every supported model."""
 
 
 class NoiseProcess(Protocol):
-    """What training needs to know of a model's noise process."""
+    """Forward process and prediction target of a model."""
 
     @property
     def prediction_type(self) -> str:
-        """What the model predicts: ``epsilon``, ``v`` or ``flow``."""
+        """``epsilon``, ``v`` or ``flow``."""
         ...
 
     def add_noise(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``(noisy, target)``; the target is what a family's ``predict`` is compared with."""
+        """Return the noisy latents and the target that ``Family.predict`` is compared with."""
         ...
 
     def predict_clean_latents(self, noisy_latents: Tensor, prediction: Tensor, timesteps: Tensor) -> Tensor:
-        """The latents that ``predicted`` says are below the noise; undoes ``add_noise`` for a perfect model."""
+        """The x_0 estimate of a prediction; inverts ``add_noise`` for a perfect model."""
         ...
 
     def snr(self, timesteps: Tensor) -> Tensor:
-        """Signal to noise ratio of each sample: the square of how the two are mixed."""
+        """Signal-to-noise ratio of each sample, ``(signal / noise)^2``."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class DiscreteProcess:
-    """A process with a table of 1000 noise levels; ``t`` is a whole number from 0 to 999."""
+    """A DDPM process with 1000 noise levels; timesteps are whole numbers from 0 to 999."""
 
     alphas_cumprod: Tensor
 
@@ -55,7 +55,7 @@ class DiscreteProcess:
         return a / (1 - a)
 
     def _gather_alphas_cumprod(self, timesteps: Tensor) -> Tensor:
-        # The table goes to t and not t to the table: the other way round waits for the device.
+        # Move the table to the timesteps and not the other way round, which would synchronize with the device.
         return self.alphas_cumprod.to(timesteps.device, non_blocking=True)[timesteps.long()]
 
 
@@ -91,12 +91,11 @@ class VPredictionProcess(DiscreteProcess):
 
 @dataclass(frozen=True)
 class FixedShift:
-    """One factor for pictures of every size."""
+    """The same shift at every resolution."""
 
     factor: float = 1.0
 
     def compute_factor(self, num_tokens: int) -> float:
-        """The factor for a picture that the model sees as ``tokens`` patches."""
         return self.factor
 
 
@@ -105,17 +104,17 @@ NO_SHIFT = FixedShift()
 
 @dataclass(frozen=True)
 class DynamicShift:
-    """A factor ``exp(m)`` (or, linearly, ``m``) with ``m`` on the straight line through two points (tokens, m)."""
+    """Resolution-dependent shift ``exp(mu)`` (or ``mu``), with ``mu`` linear in the number of tokens."""
 
     base_point: tuple[int, float]
     max_point: tuple[int, float]
     is_exponential: bool = True
 
     def compute_factor(self, num_tokens: int) -> float:
-        """The factor for a picture that the model sees as ``tokens`` patches."""
-        (start, least), (end, most) = self.base_point, self.max_point
-        m = least + (most - least) * (num_tokens - start) / (end - start)
-        return math.exp(m) if self.is_exponential else m
+        """The shift for an image of this many tokens (patches)."""
+        (start, base_shift), (end, max_shift) = self.base_point, self.max_point
+        mu = base_shift + (max_shift - base_shift) * (num_tokens - start) / (end - start)
+        return math.exp(mu) if self.is_exponential else mu
 
 
 TimestepShift = FixedShift | DynamicShift
@@ -123,24 +122,24 @@ TimestepShift = FixedShift | DynamicShift
 
 @dataclass(frozen=True)
 class FlowMatchingProcess:
-    """A straight line ``x_s = (1 - s) x_0 + s e`` with ``s = t / 1000``; the model predicts its direction ``e - x_0``.
+    """Rectified flow ``x_s = (1 - s) x_0 + s e`` with ``s = t / 1000``; the model predicts the velocity ``e - x_0``.
 
-    (Liu et al. 2022, arXiv 2209.03003.)  Families turn ``t`` and the prediction into their model's own convention.
+    (Liu et al. 2022, arXiv 2209.03003.)  Families convert timesteps and predictions to their model's convention.
     """
 
     shift: TimestepShift = NO_SHIFT
-    """How the model's own pipeline moves times towards noise."""
+    """Timestep shift of the model's own scheduler."""
     patch_size: int = 2
-    """A square of this many latents on each side is one token of the model."""
+    """Side of the patch of latents that is one token."""
     prediction_type: str = "flow"
 
     @classmethod
     def from_scheduler(cls, scheduler_config: Mapping[str, Any], patch_size: int = 2) -> "FlowMatchingProcess":
-        """The process of a pipeline whose flow scheduler has these settings."""
+        """The process of a pipeline whose ``FlowMatchEulerDiscreteScheduler`` has this config."""
         return cls(build_timestep_shift(scheduler_config), patch_size)
 
     def sigma(self, timesteps: Tensor) -> Tensor:
-        """The share of noise ``s``, in float32 at least."""
+        """Noise level 0..1, in float32 at least."""
         return timesteps.float() / NUM_TRAIN_TIMESTEPS
 
     def add_noise(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,44 +154,35 @@ class FlowMatchingProcess:
         return ((1 - s) / s) ** 2
 
     def count_tokens(self, latents_shape: Size) -> int:
-        """Into how many patches the model cuts latents of this shape (B, C, ..., H, W)."""
+        """Number of patches of latents of this shape (B, C, ..., H, W)."""
         return math.prod(latents_shape[2:]) // self.patch_size**2
 
 
 def build_discrete_process(alphas_cumprod: Tensor, prediction_type: str) -> EpsilonProcess | VPredictionProcess:
-    """The process with this noise table, for a model that predicts this; names are those of diffusers' schedulers."""
-    if len(alphas_cumprod) != NUM_TRAIN_TIMESTEPS:
-        raise ConfigError(
-            [
-                f"the model's scheduler says num_train_timesteps {len(alphas_cumprod)}; only {NUM_TRAIN_TIMESTEPS} is "
-                "supported"
-            ]
-        )
-    kinds: dict[str, type[EpsilonProcess | VPredictionProcess]] = {
-        "epsilon": EpsilonProcess,
-        "v_prediction": VPredictionProcess,
-    }
-    if prediction_type not in kinds:
-        raise ConfigError(
-            [
-                f"the model's scheduler says prediction_type {prediction_type!r}; "
-                "only epsilon and v_prediction can be trained"
-            ]
-        )
-    return kinds[prediction_type](alphas_cumprod)
+    """Build the process of a noise schedule; ``prediction_type`` is named as in diffusers' schedulers."""
+    steps = len(alphas_cumprod)
+    if steps != NUM_TRAIN_TIMESTEPS:
+        raise UserError(f"the scheduler has num_train_timesteps {steps}; only {NUM_TRAIN_TIMESTEPS} is supported")
+    if prediction_type == "epsilon":
+        return EpsilonProcess(alphas_cumprod)
+    if prediction_type == "v_prediction":
+        return VPredictionProcess(alphas_cumprod)
+    raise UserError(
+        f"the scheduler has prediction_type {prediction_type!r}; only epsilon and v_prediction are supported"
+    )
 
 
 def _expand_like(values: Tensor, like: Tensor) -> Tensor:
-    """One value a sample, shaped to be multiplied with ``like``."""
+    """One value per sample, broadcastable to ``like``."""
     return values.view(-1, *[1] * (like.ndim - 1)).to(like)
 
 
 FLUX_DEV_SHIFT = DynamicShift((256, 0.5), (4096, 1.15))
-"""The line that FLUX.1 dev draws pictures by."""
+"""The shift of FLUX.1 dev's scheduler."""
 
 
 def build_timestep_shift(scheduler_config: Mapping[str, Any]) -> TimestepShift:
-    """How the pipeline moves its times, from the settings of diffusers' ``FlowMatchEulerDiscreteScheduler``."""
+    """Read the timestep shift from the config of a ``FlowMatchEulerDiscreteScheduler``."""
     if not scheduler_config.get("use_dynamic_shifting", False):
         return FixedShift(float(scheduler_config.get("shift", 1.0)))
     return DynamicShift(
@@ -203,5 +193,5 @@ def build_timestep_shift(scheduler_config: Mapping[str, Any]) -> TimestepShift:
 
 
 def apply_shift(sigmas: Tensor, factor: float) -> Tensor:
-    """Times in 0..1, moved towards 1, which is noise, by a factor above 1."""
+    """Shift sigmas (0..1) towards noise for a factor above 1."""
     return factor * sigmas / (1 + (factor - 1) * sigmas)

@@ -1,4 +1,4 @@
-"""The one place that builds an ``Accelerator``: a thin call over pure functions of the settings and the world."""
+"""``prepare_accelerator``: join the process group and build the ``Accelerator``, its handlers, dynamo and tracker."""
 
 import logging
 import os
@@ -18,87 +18,91 @@ from accelerate.utils import (
 )
 
 from ..config import RunConfig
+from ..config.options import flatten_config
 from ..config.schema_distributed import DistributedConfig
+from ..config.schema_output import LogConfig
 from ..errors import ConfigError
-from .launcher_settings import validate_launch_command
+from .config_agreement import build_rank_report
 from .preflight import (
     AcceleratorFacts,
-    find_launch_problems,
     format_mismatches,
-    resolve_mixed_precision,
     validate_accelerator,
+    validate_distributed,
+    validate_trackers,
 )
 from .process_group import build_process_group_kwargs, can_destroy_group_alone
-from .rendezvous import join_process_group
-from .trackers import create_tracker_dir, resolve_tracker, resolve_tracker_dir, validate_trackers
+from .rendezvous import build_partial_state_kwargs, join_process_group
+from .trackers import create_tracker_dir, resolve_tracker, resolve_tracker_dir
 from .world import ENGINE_VARIABLES, World, format_timestamp
 
 logger = logging.getLogger(__name__)
 
 
 def prepare_accelerator(args: RunConfig) -> Accelerator:
-    """Join the other processes, agree with them, and build the ``Accelerator``; stop when less came than was asked.
+    """Join the process group, agree on the settings, and build the ``Accelerator``; raise if it differs from them.
 
-    The process group, folders of trackers, ``WANDB_DIR`` and the processors that it may use are its side effects.
+    Side effects: the process group, tracker directories, ``WANDB_DIR``, and this process's CPU affinity.
     """
     world = World.from_environment()
-    problems = [*find_launch_problems(args, world), *validate_launch_command(args, world)]
+    problems = validate_distributed(args, world)
     with hide_engine_variables():
-        # The ranks meet here, before the Accelerator: the folder that its constructor takes needs a time they agree on.
-        state = join_process_group(args, world, problems)
+        # Before the Accelerator is built: the tracker directory that it takes needs a start time that all ranks share.
+        if world.world_size > 1:
+            report = build_rank_report(flatten_config(args), world, problems)
+            state = join_process_group(world, args.distributed.ddp_timeout, report)
+        else:
+            _raise_problems(problems)
+            state = PartialState(**build_partial_state_kwargs(world, args.distributed.ddp_timeout))
         if should_bind_to_numa_node(world):
             bind_to_numa_node(state.local_process_index)
         try:
-            return _build_accelerator(args, world, state)
+            ranks = {"world size": (world.world_size, state.num_processes), "rank": (world.rank, state.process_index)}
+            _raise_problems(format_mismatches(ranks))
+            world = replace(world, started_at=_agree_on_start_time(args.log, state))
+            steps = args.train.gradient_accumulation_steps
+            accelerator = Accelerator(**build_accelerator_kwargs(args.distributed, args.log, steps, world))
+            facts = read_accelerator_facts(accelerator)
+            _raise_problems(validate_accelerator(args.distributed, steps, world, facts))
+            return accelerator
         except ConfigError:
             if can_destroy_group_alone():
                 state.destroy_process_group()
             raise
 
 
-def _build_accelerator(config: RunConfig, world: World, state: PartialState) -> Accelerator:
-    _raise_problems(
-        format_mismatches(
-            {"processes": (world.world_size, state.num_processes), "rank": (world.rank, state.process_index)}
-        )
-    )
-    world = replace(world, started_at=_agree_on_start_time(config, state))
-    accelerator = Accelerator(**build_accelerator_kwargs(config, world))
-    _raise_problems(validate_accelerator(config, world, read_accelerator_facts(accelerator)))
-    return accelerator
-
-
-def build_accelerator_kwargs(config: RunConfig, world: World) -> dict[str, Any]:
-    """The keyword arguments of ``Accelerator`` for these settings in this world.  Pure."""
+def build_accelerator_kwargs(
+    distributed: DistributedConfig, log: LogConfig, gradient_accumulation_steps: int, world: World
+) -> dict[str, Any]:
+    """Build the keyword arguments of ``Accelerator``.  Pure."""
     return {
-        "mixed_precision": resolve_mixed_precision(config, world),
-        "gradient_accumulation_steps": config.train.gradient_accumulation_steps,
+        "mixed_precision": world.resolve_mixed_precision(distributed.mixed_precision),
+        "gradient_accumulation_steps": gradient_accumulation_steps,
         "cpu": world.device_type == "cpu",
-        "log_with": resolve_tracker(config.log),
-        "project_dir": resolve_tracker_dir(config.log, world.started_at),
-        "dynamo_plugin": build_dynamo_plugin(config.distributed),
-        "kwargs_handlers": build_kwargs_handlers(config, world),
+        "log_with": resolve_tracker(log),
+        "project_dir": resolve_tracker_dir(log, world.started_at),
+        "dynamo_plugin": build_dynamo_plugin(distributed),
+        "kwargs_handlers": build_kwargs_handlers(distributed, world),
         "step_scheduler_with_optimizer": False,
     }
 
 
-def build_kwargs_handlers(config: RunConfig, world: World) -> list[KwargsHandler]:
-    """The process group and DDP, as far as there are other processes."""
-    group = build_process_group_kwargs(world, config.distributed.ddp_timeout)
+def build_kwargs_handlers(distributed: DistributedConfig, world: World) -> list[KwargsHandler]:
+    """Build the handlers of process group and DDP; none for a single process."""
+    group = build_process_group_kwargs(world, distributed.ddp_timeout)
     if group is None:
         return []
     ddp = DistributedDataParallelKwargs(
-        # Buffers belong to the frozen model and are the same everywhere.  Sending them before each forward costs time
-        # and stops everything where one depends on the size of the pictures.
+        # Buffers belong to the frozen model and are equal on all ranks.  Broadcasting them before each forward costs
+        # time, and fails where the shape of one depends on the image size.
         broadcast_buffers=False,
-        gradient_as_bucket_view=config.distributed.ddp_gradient_as_bucket_view,
-        static_graph=config.distributed.ddp_static_graph,
+        gradient_as_bucket_view=distributed.ddp_gradient_as_bucket_view,
+        static_graph=distributed.ddp_static_graph,
     )
     return [group, ddp]
 
 
 def build_dynamo_plugin(distributed: DistributedConfig) -> TorchDynamoPlugin | None:
-    """What ``torch_compile`` asks for; ``None`` leaves it to the launcher."""
+    """Build the plugin that ``torch_compile`` asks for; ``None`` leaves it to the launcher."""
     if distributed.torch_compile is None:
         return None
     if not distributed.torch_compile:
@@ -109,29 +113,29 @@ def build_dynamo_plugin(distributed: DistributedConfig) -> TorchDynamoPlugin | N
         fullgraph=distributed.dynamo_fullgraph,
         use_regional_compilation=distributed.dynamo_use_regional_compilation,
     )
-    # The plugin takes the launcher's value, and accelerate launch always gives one: false.
+    # The plugin reads ACCELERATE_DYNAMO_USE_DYNAMIC, which accelerate launch always sets: to false.
     plugin.dynamic = None
     return plugin
 
 
-def bind_to_numa_node(local_rank: int) -> None:
-    """To the NUMA node of the device; nobody asked for it, so where it cannot be done the run goes on without.
-
-    Containers may have a driver's library that tells nothing, or none of the node's processors.
-    """
-    try:
-        set_numa_affinity(local_rank)
-    except Exception as error:  # the driver's library has kinds of its own
-        logger.warning("this process is not bound to the NUMA node of its device: %s", error)
-
-
 def should_bind_to_numa_node(world: World) -> bool:
-    """Whether to use accelerate's NUMA affinity though nobody asked for it; what the environment says is followed."""
+    """Whether to use accelerate's NUMA affinity by default; ``ACCELERATE_CPU_AFFINITY`` overrides it either way."""
     return world.numa_affinity is None and world.machine.numa_nodes > 1 and not world.machine.numa_affinity_problem
 
 
+def bind_to_numa_node(local_rank: int) -> None:
+    """Bind this process to the NUMA node of its device; a failure is only a warning, since nobody requested it.
+
+    In a container the driver's library may report nothing, or the node's CPUs may not be available.
+    """
+    try:
+        set_numa_affinity(local_rank)
+    except Exception as error:  # the driver's library has exception types of its own
+        logger.warning("this process is not bound to the NUMA node of its device: %s", error)
+
+
 def read_accelerator_facts(accelerator: Accelerator) -> AcceleratorFacts:
-    """What the Accelerator really has."""
+    """Read what ``validate_accelerator`` compares."""
     return AcceleratorFacts(
         world_size=accelerator.num_processes,
         rank=accelerator.process_index,
@@ -143,18 +147,18 @@ def read_accelerator_facts(accelerator: Accelerator) -> AcceleratorFacts:
     )
 
 
-def _agree_on_start_time(config: RunConfig, state: PartialState) -> str:
-    """One start time for all ranks; and what is wrong with the main rank's trackers stops all of them."""
-    word: list[tuple[str, list[str]]] = [("", [])]
+def _agree_on_start_time(log: LogConfig, state: PartialState) -> str:
+    """Broadcast the main process's start time; problems with its trackers are raised on all ranks."""
+    message: list[tuple[str, list[str]]] = [("", [])]
     if state.is_main_process:
-        started = format_timestamp()
-        problems = validate_trackers(config.log, os.environ)
-        word = [(started, problems or create_tracker_dir(resolve_tracker_dir(config.log, started), config.log))]
+        started_at = format_timestamp()
+        problems = validate_trackers(log, os.environ)
+        message = [(started_at, problems or create_tracker_dir(resolve_tracker_dir(log, started_at), log))]
     if state.num_processes > 1:
-        broadcast_object_list(word)
-    started, problems = word[0]
+        broadcast_object_list(message)
+    started_at, problems = message[0]
     _raise_problems(problems)
-    return started
+    return started_at
 
 
 def _raise_problems(problems: list[str]) -> None:
@@ -164,7 +168,7 @@ def _raise_problems(problems: list[str]) -> None:
 
 @contextmanager
 def hide_engine_variables() -> Iterator[None]:
-    """Inside, the environment asks for no engine, so that an ``Accelerator`` is one of plain data parallel."""
+    """Hide the launcher's engine variables, so that accelerate sets up plain data parallelism."""
     hidden = {name: os.environ.pop(name) for name in ENGINE_VARIABLES if name in os.environ}
     try:
         yield
@@ -173,11 +177,11 @@ def hide_engine_variables() -> Iterator[None]:
 
 
 def unset_fsdp_variable() -> None:
-    """Have nobody else act on it later: transformers would load weights on one process and none on the others."""
+    """Unset ``ACCELERATE_USE_FSDP``: transformers would load weights on the main process only."""
     os.environ.pop("ACCELERATE_USE_FSDP", None)
 
 
 def set_deepspeed_device(device: torch.device) -> None:
-    """Keep DeepSpeed, which accelerate imports wherever it is installed, from looking for one itself and saying so."""
+    """Tell DeepSpeed to use the CPU; accelerate imports it where it is installed, and it would probe and warn."""
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", device.type)

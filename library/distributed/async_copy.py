@@ -1,7 +1,4 @@
-"""Copies from host memory on a stream of their own: they wait for nothing that the device computes meanwhile.
-
-What is computed afterwards waits for them on the device, and the program waits for neither.
-"""
+"""Asynchronous copies between host and device that neither stall the device nor block Python."""
 
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -16,10 +13,10 @@ T = TypeVar("T")
 
 
 class CopyStream:
-    """To one device; where it has no streams, a copy is one as ever."""
+    """A stream for copies to one device; on devices without streams, plain copies."""
 
     def __init__(self, device: torch.device, stream_module: Any = None):
-        """``streams`` is torch's module for such devices."""
+        """``stream_module`` replaces torch's module for the device type (``torch.cuda``), for tests."""
         self.device = device
         self._stream_module = (
             torch.get_device_module(device) if stream_module is None and has_device_memory(device) else stream_module
@@ -27,46 +24,44 @@ class CopyStream:
         self._stream = None if self._stream_module is None else self._stream_module.Stream(device)
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """The tensor on the device, for what is computed from now on."""
-        found = self.start_copy(tensor)
-        if found is not tensor:
-            self.wait_for_copies([found])
-        return found
+        """Copy to the device; work queued from now on waits for the copy."""
+        copy = self.start_copy(tensor)
+        if copy is not tensor:
+            self.wait_for_copies([copy])
+        return copy
 
     def start_copy(self, tensor: Tensor) -> Tensor:
-        """On its way, which begins at once; nobody may touch it before ``arrive``."""
+        """Start a copy; the result must not be used before ``wait_for_copies``."""
         return self.run_on_stream(lambda: tensor.to(self.device, non_blocking=True))
 
     def run_on_stream(self, copy: Callable[[], T]) -> T:
-        """What ``copy`` makes, on this stream."""
         if self._stream is None:
             return copy()
         with self._stream_module.stream(self._stream):
             return copy()
 
     def record_event(self) -> Any:
-        """A place in what the device was given to compute until now; ``None`` where nobody is ahead of it."""
+        """Record an event on the compute stream; ``None`` on devices without streams."""
         if self._stream is None:
             return None
-        mark = self._stream_module.Event()
-        mark.record(self._stream_module.current_stream(self.device))
-        return mark
+        event = self._stream_module.Event()
+        event.record(self._stream_module.current_stream(self.device))
+        return event
 
     def wait_for_copies(self, tensors: Iterable[Tensor]) -> None:
-        """Whatever is computed from now on comes behind all copies until now."""
+        """Make the compute stream wait for all copies started so far."""
         if self._stream is None:
             return
-        now = self._stream_module.current_stream(self.device)
-        now.wait_stream(self._stream)
+        compute_stream = self._stream_module.current_stream(self.device)
+        compute_stream.wait_stream(self._stream)
         for tensor in tensors:
-            tensor.record_stream(now)  # their memory is not given to later copies before it is read
+            tensor.record_stream(compute_stream)  # or the allocator could reuse their memory for later copies
 
 
 class HostSnapshot:
-    """A nest of dicts, lists and tensors as it was; on an accelerator its memory there is not touched.
+    """A copy of a tree of dicts, lists and tensors in pinned host memory, whose buffers are reused.
 
-    Copies go to pinned memory in the order of the device's own work, so the program does not wait for them; the
-    buffers are kept from one copy to the next.
+    Copies are queued on the compute stream, so they see the values of this point without blocking Python.
     """
 
     def __init__(self) -> None:
@@ -74,31 +69,31 @@ class HostSnapshot:
         self._devices = set[torch.device]()
 
     def capture(self, tree: Any) -> None:
-        """Copy ``tree`` as it is now in the device's order of work."""
+        """Queue a copy of ``tree``."""
         self._copy = _copy_tree(tree, self._copy)
         self._devices = _find_devices(tree)
 
     def wait(self) -> Any:
-        """The copy; wait until it is complete.  What is inside belongs to this object."""
-        for device in self._devices:  # by name, for each thread has its own current device
+        """Wait for the copy and return it; the tensors inside belong to this object."""
+        for device in self._devices:  # by name: each thread has its own current device
             torch.accelerator.synchronize(device)
         return self._copy
 
 
 def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory, from which the device can fetch it by itself; on its way when this returns."""
-    if tensor.is_meta:  # which has no numbers: only of the right size, and it takes no room
+    """Queue a copy to host memory, pinned for CUDA."""
+    if tensor.is_meta:  # for estimates: a tensor of the right shape that takes no memory
         return torch.empty(1, dtype=tensor.dtype).expand(tensor.shape)
-    place = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
-    return place.copy_(tensor.detach(), non_blocking=True)
+    buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
+    return buffer.copy_(tensor.detach(), non_blocking=True)
 
 
 def _find_devices(tree: Any) -> set[torch.device]:
-    """Where tensors are, but for the host, which is never waited for."""
+    """Find the devices of all tensors, except cpu."""
     if isinstance(tree, torch.Tensor):
         return set() if tree.device.type == "cpu" else {tree.device}
-    inside = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
-    return {device for value in inside for device in _find_devices(value)}
+    values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
+    return {device for value in values for device in _find_devices(value)}
 
 
 def _copy_tree(tree: Any, buffers: Any) -> Any:
@@ -107,19 +102,20 @@ def _copy_tree(tree: Any, buffers: Any) -> Any:
         with torch.no_grad():
             return buffers.copy_(tree.detach(), non_blocking=True) if fits else copy_to_host(tree)
     if isinstance(tree, dict):
-        before = buffers if isinstance(buffers, dict) else {}
-        return {key: _copy_tree(value, before.get(key)) for key, value in tree.items()}
+        previous = buffers if isinstance(buffers, dict) else {}
+        return {key: _copy_tree(value, previous.get(key)) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
-        olds = buffers if isinstance(buffers, (list, tuple)) and len(buffers) == len(tree) else [None] * len(tree)
-        return type(tree)(_copy_tree(value, before) for value, before in zip(tree, olds, strict=True))
+        fits = isinstance(buffers, (list, tuple)) and len(buffers) == len(tree)
+        pairs = zip(tree, buffers if fits else [None] * len(tree), strict=True)
+        return type(tree)(_copy_tree(value, buffer) for value, buffer in pairs)
     return tree
 
 
 class AsyncScalarQueue:
-    """Numbers on their way from the device, each read once and in their order.
+    """A queue of device scalars (of one dtype and device) that are read later, in order.
 
-    Whoever reads one waits for what the device did until then, and no more.  Their places in pinned memory are used
-    again and again, because to pin memory waits for the device.
+    Reading one waits for the device's work up to it, and no more.  Pinned buffers are reused, because pinning memory
+    synchronizes the device.
     """
 
     def __init__(self) -> None:
@@ -130,22 +126,22 @@ class AsyncScalarQueue:
         return len(self._pending)
 
     def push(self, scalar: torch.Tensor) -> None:
-        """All numbers are of one kind and from one device."""
+        """Queue a copy of ``scalar``."""
         if scalar.device.type == "cpu":
             self._pending.append((scalar.detach(), None))
             return
         if not self._free:
             self._free.append((torch.empty((), dtype=scalar.dtype, pin_memory=True), torch.Event(scalar.device)))
-        place, event = self._free.pop()
-        place.copy_(scalar.detach(), non_blocking=True)
+        buffer, event = self._free.pop()
+        buffer.copy_(scalar.detach(), non_blocking=True)
         event.record()
-        self._pending.append((place, event))
+        self._pending.append((buffer, event))
 
     def pop(self) -> float:
-        """The oldest of them."""
-        place, event = self._pending.popleft()
+        """Read the oldest scalar."""
+        buffer, event = self._pending.popleft()
         if event is None:
-            return float(place)
+            return float(buffer)
         event.synchronize()
-        self._free.append((place, event))
-        return float(place)
+        self._free.append((buffer, event))
+        return float(buffer)

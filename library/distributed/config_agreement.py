@@ -1,4 +1,4 @@
-"""Which code runs here: this package by its sources, others by their versions."""
+"""Config agreement: before anything slow, all ranks exchange code version and settings, and stop where they differ."""
 
 import hashlib
 import json
@@ -13,46 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..config import RunConfig
-from ..config.options import flatten_config
 from ..errors import ConfigError, UserError
-from .preflight import resolve_mixed_precision
 from .process_group import KeyValueStore
 from .world import MAX_RANKS_SHOWN, World, format_ranks
 
-COMPARED_PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate")
-
-
-PACKAGE_DIR = Path(__file__).resolve().parents[1]
-
-
-def compute_code_version() -> str:
-    """The version, and a hash of every source file, because a clone may be of any day."""
-    digest = hashlib.blake2b(digest_size=8)
-    for path in sorted(PACKAGE_DIR.rglob("*.py"), key=lambda path: path.relative_to(PACKAGE_DIR).as_posix()):
-        text = path.read_bytes().replace(b"\r\n", b"\n")  # as git writes them on another system
-        digest.update(f"{path.relative_to(PACKAGE_DIR).as_posix()} {len(text)}\n".encode())
-        digest.update(text)
-    return f"{__version__} {digest.hexdigest()}"
-
-
-def get_package_versions() -> dict[str, str]:
-    """Those that change what is computed, without what they were built for: machines may have other devices."""
-    return {name: metadata.version(name).partition("+")[0] for name in COMPARED_PACKAGES}
-
-
 logger = logging.getLogger(__name__)
 
+COMPARED_PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate")
+PACKAGE_DIR = Path(__file__).resolve().parents[1]
 
 POLL_SECONDS = 0.1
-
-
 NOTICE_SECONDS = 30.0
-
-
 READ_GRACE_SECONDS = 5.0
-"""How long a process stays that cannot start, so that the others learn why."""
-
+"""How long a rank that cannot start stays, so that the others can read why."""
 
 PATH_OPTIONS = {
     *("pretrained_model_name_or_path", "vae", "clip_l", "clip_g", "t5xxl", "text_encoder", "ae", "tokenizer_cache_dir"),
@@ -60,59 +33,68 @@ PATH_OPTIONS = {
     *("sample_prompts", "logging_dir", "log_tracker_config", "metadata_thumbnail", "compile_cache_dir"),
     "offload_param_nvme_path",
 }
-"""Settings that name a place, which may be another on each machine; what is found there is compared itself."""
-
+"""Paths may differ between machines; the contents of the files are compared instead."""
 
 PER_MACHINE_OPTIONS = {
-    "max_data_loader_n_workers",
-    "prefetch_factor",
-    "quiet",
-    "console_log_level",
-    "console_log_file",
-    "console_log_simple",
+    *("max_data_loader_n_workers", "prefetch_factor"),
+    *("quiet", "console_log_level", "console_log_file", "console_log_simple"),
 }
-"""Settings by which a machine may differ from the others."""
-
+"""Settings that may differ between machines."""
 
 HASH_MISMATCH_FIXES = {
-    "code": "give every machine the same version of this program",
-    "model": "give every machine the same files of it",
-    "network_weights": "give every machine the same file",
-    "base_weights": "give every machine the same files",
-    "prompts": "give every machine the same file for --sample_prompts",
-    "pictures, captions or dataset settings": "give every machine the same files, by a shared folder or exact copies",
+    "code": "install the same version of this program on every machine",
+    "model": "copy the same model files to every machine",
+    "network_weights": "copy the same file to every machine",
+    "base_weights": "copy the same files to every machine",
+    "prompts": "use the same --sample_prompts file on every machine",
+    "images, captions or dataset settings": "use the same files on every machine: a shared folder, or exact copies",
 }
-"""Of what is compared by a hash, which says nothing to anybody; of all else the values are shown."""
+"""Fixes for values that are compared by hash, which the message does not show."""
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one process has to say."""
+    """What a rank publishes before it joins the process group."""
 
-    host: str
+    hostname: str
     settings: Mapping[str, Any]
     problems: tuple[str, ...] = ()
 
 
-def build_rank_report(config: RunConfig, world: World, problems: Iterable[str] = ()) -> RankReport:
-    """Code, settings and what the launcher said."""
-    says = {
+def build_rank_report(options: Mapping[str, Any], world: World, problems: Iterable[str] = ()) -> RankReport:
+    """Collect code version, package versions, launcher settings and options."""
+    settings = {
         "code": compute_code_version(),
         **get_package_versions(),
         "device": world.device_type,
-        "precision": resolve_mixed_precision(config, world) or world.mixed_precision or "no",
+        "mixed precision": world.resolve_mixed_precision(options["mixed_precision"]) or world.mixed_precision or "no",
         "dynamo backend of the launcher": world.dynamo_backend or "no",
         "engines": " and ".join(world.engines) or "DDP",
-        **collect_agreed_settings(config),
+        **collect_agreed_settings(options),
     }
-    return RankReport(socket.gethostname(), says, tuple(problems))
+    return RankReport(socket.gethostname(), settings, tuple(problems))
 
 
-def collect_agreed_settings(config: RunConfig) -> dict[str, Any]:
-    """By name; of those that name a place, whether they do."""
+def compute_code_version() -> str:
+    """Return the version and a hash of every source file, since a git clone may be at any commit."""
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(PACKAGE_DIR.rglob("*.py"), key=lambda path: path.relative_to(PACKAGE_DIR).as_posix()):
+        text = path.read_bytes().replace(b"\r\n", b"\n")  # as git checks out on Windows
+        digest.update(f"{path.relative_to(PACKAGE_DIR).as_posix()} {len(text)}\n".encode())
+        digest.update(text)
+    return f"{__version__} {digest.hexdigest()}"
+
+
+def get_package_versions() -> dict[str, str]:
+    """Return versions without build tags such as ``+cu128``, since devices may differ between machines."""
+    return {name: metadata.version(name).partition("+")[0] for name in COMPARED_PACKAGES}
+
+
+def collect_agreed_settings(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that have to be equal on all ranks; of a path, whether it is set."""
     return {
         name: value is not None and value != () if name in PATH_OPTIONS else _to_json_value(value)
-        for name, value in flatten_config(config).items()
+        for name, value in options.items()
         if name not in PER_MACHINE_OPTIONS
     }
 
@@ -120,67 +102,67 @@ def collect_agreed_settings(config: RunConfig) -> dict[str, Any]:
 def exchange_rank_reports(
     key_value_store: KeyValueStore, rank: int, world_size: int, report: RankReport, timeout_seconds: float
 ) -> list[str]:
-    """The machines of all processes, by rank.
+    """Publish this rank's report and wait for all others; return the hostnames by rank.
 
-    An error for the user when some do not come in this time, cannot start, or are about to do something else.
+    Raise on all ranks when some do not arrive in time, cannot start, or have other settings.
     """
-    key_value_store.set(f"word {rank}", json.dumps([report.host, dict(report.settings), report.problems]))
-    key_value_store.add("come", 1)
+    key_value_store.set(f"report {rank}", json.dumps([report.hostname, dict(report.settings), report.problems]))
+    key_value_store.add("arrived", 1)
     _wait_for_all_ranks(key_value_store, rank, world_size, report, timeout_seconds)
-    if rank == 0:  # one reads them all, and everybody what came of it: with hundreds of processes that is much less
-        found = [json.loads(key_value_store.get(f"word {other}") or "") for other in range(world_size)]
-        words = [RankReport(host, says, tuple(problems)) for host, says, problems in found]
-        key_value_store.set("outcome", json.dumps([[word.host for word in words], find_report_problems(words)]))
-    while (outcome := key_value_store.get("outcome")) is None:
+    if rank == 0:  # compares for all: every rank reading every report would be quadratic
+        raw = [json.loads(key_value_store.get(f"report {other}") or "") for other in range(world_size)]
+        reports = [RankReport(hostname, settings, tuple(problems)) for hostname, settings, problems in raw]
+        outcome = [[report.hostname for report in reports], find_report_problems(reports)]
+        key_value_store.set("outcome", json.dumps(outcome))
+    while (message := key_value_store.get("outcome")) is None:
         time.sleep(POLL_SECONDS)
-    hosts, problems = json.loads(outcome)
+    hostnames, problems = json.loads(message)
     _wait_until_read(key_value_store, rank, world_size)
     _raise_on_every_rank(problems, rank)
-    return list(hosts)
+    return list(hostnames)
 
 
 def _wait_for_all_ranks(
     key_value_store: KeyValueStore, rank: int, world_size: int, report: RankReport, timeout_seconds: float
 ) -> None:
-    began, told_at = time.monotonic(), 0.0
-    while key_value_store.read_counter("come") < world_size:
+    start, last_notice = time.monotonic(), 0.0
+    while key_value_store.read_counter("arrived") < world_size:
         time.sleep(POLL_SECONDS)
-        waited = time.monotonic() - began
+        waited = time.monotonic() - start
         if report.problems and waited > READ_GRACE_SECONDS:
             raise ConfigError(report.problems)
-        if waited - told_at < min(NOTICE_SECONDS, timeout_seconds):
+        if waited - last_notice < min(NOTICE_SECONDS, timeout_seconds):
             continue
-        told_at = waited
-        absent = [other for other in range(world_size) if key_value_store.get(f"word {other}") is None]
-        is_first = rank == min(set(range(world_size)) - set(absent))
-        who = f"{len(absent)} of {world_size} processes have not come: {format_ranks(absent)}"
+        last_notice = waited
+        missing = [other for other in range(world_size) if key_value_store.get(f"report {other}") is None]
+        is_reporter = rank == min(set(range(world_size)) - set(missing))
+        summary = f"{len(missing)} of {world_size} processes have not connected: {format_ranks(missing)}"
         if waited >= timeout_seconds:
             error = UserError(
-                f"{who} within {timeout_seconds:.0f} s. Are all machines started, with another --machine_rank"
-                " each and the same --main_process_ip and --main_process_port? One that ended says"
-                " why"
+                f"{summary} within {timeout_seconds:.0f} s. Are all machines started, each with its own --machine_rank"
+                " and the same --main_process_ip and --main_process_port? If one stopped, its own log shows why"
             )
-            error.is_reported = not is_first
+            error.is_reported = not is_reporter
             raise error
-        if is_first:
-            logger.log(logging.ERROR if rank else logging.WARNING, "waiting for %.0f s: %s", waited, who)
+        if is_reporter:
+            logger.log(logging.ERROR if rank else logging.WARNING, "waiting for %.0f s: %s", waited, summary)
 
 
 def _wait_until_read(key_value_store: KeyValueStore, rank: int, world_size: int) -> None:
-    """The first process may keep the store, so it stays until the others have read what they need."""
-    gone, began = key_value_store.add("gone", 1), time.monotonic()
-    while rank == 0 and gone < world_size and time.monotonic() - began < READ_GRACE_SECONDS:
+    """Keep rank 0, which may host the store, until the others have read the outcome."""
+    count, start = key_value_store.add("read", 1), time.monotonic()
+    while rank == 0 and count < world_size and time.monotonic() - start < READ_GRACE_SECONDS:
         time.sleep(POLL_SECONDS)
-        gone = key_value_store.read_counter("gone")
+        count = key_value_store.read_counter("read")
 
 
 def check_rank_reports(reports: Sequence[RankReport], rank: int) -> None:
-    """Stop all processes, for the same reason told by one, when they are not alike."""
+    """Raise on all ranks if their reports differ; only rank 0 prints the error."""
     _raise_on_every_rank(find_report_problems(reports), rank)
 
 
 def find_report_problems(reports: Sequence[RankReport]) -> list[str]:
-    """Why some cannot start, and in what some differ."""
+    """Return the problems of single ranks, and the settings that differ."""
     return [*_collect_rank_problems(reports), *find_disagreements(reports)]
 
 
@@ -192,39 +174,35 @@ def _raise_on_every_rank(problems: list[str], rank: int) -> None:
 
 
 def find_disagreements(reports: Sequence[RankReport]) -> list[str]:
-    """A line for each thing in which some process is not like most of them."""
-    hosts, problems = [word.host for word in reports], []
-    for name in dict.fromkeys(name for word in reports for name in word.settings):
-        values = [json.dumps(word.settings.get(name)) for word in reports]
+    """Return a line for each setting in which some rank differs from the majority."""
+    hostnames, problems = [report.hostname for report in reports], []
+    reference = "rank 0" if len(reports) == 2 else "most others"
+    for name in dict.fromkeys(name for report in reports for name in report.settings):
+        values = [json.dumps(report.settings.get(name)) for report in reports]
         common = find_majority(values)
-        others: dict[str, list[int]] = {}
-        for rank, value in enumerate(values):
-            if value != common:
-                others.setdefault(value, []).append(rank)
-        for value, ranks in others.items():
-            where = format_ranks(ranks, hosts)
-            rest = "rank 0" if len(reports) == 2 else "most others"
+        for value in dict.fromkeys(value for value in values if value != common):
+            ranks = format_ranks([rank for rank, other in enumerate(values) if other == value], hostnames)
             if name in HASH_MISMATCH_FIXES:
-                problems.append(f"{name}: {where}: not the same as on {rest}; {HASH_MISMATCH_FIXES[name]}")
+                problems.append(f"{name}: {ranks}: not the same as on {reference}; {HASH_MISMATCH_FIXES[name]}")
             else:
                 problems.append(
-                    f"{name}: {_format_value(value)} on {where}, {_format_value(common)} on {rest}; start all of them"
-                    " with the same"
+                    f"{name}: {_format_value(value)} on {ranks}, {_format_value(common)} on {reference}; start all of"
+                    " them with the same value"
                 )
     return problems
 
 
 def find_majority(values: Sequence[str]) -> str:
-    """What most say; where there is no most, what rank 0 says."""
+    """Return the most frequent value; in a tie, that of rank 0."""
     counts = Counter(values)
     return max(counts, key=lambda value: (counts[value], value == values[0]))
 
 
 def format_rank_placement(hostnames: Sequence[str]) -> str:
-    """Which processes are where."""
+    """Format which ranks run on which machine."""
     names = list(dict.fromkeys(hostnames))
     parts = [
-        format_ranks([rank for rank, host in enumerate(hostnames) if host == name]) + f" on {name}"
+        format_ranks([rank for rank, hostname in enumerate(hostnames) if hostname == name]) + f" on {name}"
         for name in names[:MAX_RANKS_SHOWN]
     ]
     more = f" and {len(names) - MAX_RANKS_SHOWN} more machines" if len(names) > MAX_RANKS_SHOWN else ""
@@ -233,14 +211,14 @@ def format_rank_placement(hostnames: Sequence[str]) -> str:
 
 
 def _collect_rank_problems(reports: Sequence[RankReport]) -> list[str]:
-    reasons: dict[str, list[int]] = {}
-    for rank, word in enumerate(reports):
-        for problem in word.problems:
-            reasons.setdefault(problem, []).append(rank)
-    hosts = [word.host for word in reports]
+    ranks_by_problem: dict[str, list[int]] = {}
+    for rank, report in enumerate(reports):
+        for problem in report.problems:
+            ranks_by_problem.setdefault(problem, []).append(rank)
+    hostnames = [report.hostname for report in reports]
     return [
-        problem if len(ranks) == len(reports) else f"{format_ranks(ranks, hosts)}: {problem}"
-        for problem, ranks in reasons.items()
+        problem if len(ranks) == len(reports) else f"{format_ranks(ranks, hostnames)}: {problem}"
+        for problem, ranks in ranks_by_problem.items()
     ]
 
 

@@ -1,4 +1,4 @@
-"""What this machine has: its devices, processors and NUMA nodes, read without starting anything."""
+"""The machine: accelerators, CPUs, NUMA nodes and memory, detected without initializing a device."""
 
 import importlib.util
 import os
@@ -12,7 +12,7 @@ import psutil
 import torch
 
 HOST = torch.device("cpu")
-"""The machine's own memory."""
+"""The host's memory."""
 
 
 NUMA_NODES_DIR = Path("/sys/devices/system/node")
@@ -20,20 +20,20 @@ NUMA_NODES_DIR = Path("/sys/devices/system/node")
 
 @dataclass(frozen=True)
 class Machine:
-    """Facts that no setting changes."""
+    """The hardware, independent of settings."""
 
     device_type: str = "cpu"
-    """Kind of the accelerator; without one, the processor itself."""
+    """Of the accelerator; cpu without one."""
     device_count: int = 0
     physical_cores: int = 1
     usable_cpus: int = 1
     numa_nodes: int = 1
     numa_affinity_problem: str = ""
-    """Why accelerate could not bind a process to the NUMA node of its device; empty when it could."""
+    """Why accelerate cannot bind a process to the NUMA node of its device; empty if it can."""
 
 
 def detect_machine(environment: Mapping[str, str]) -> Machine:
-    """Look around once."""
+    """Detect the hardware of this machine."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = accelerator.type if accelerator is not None else "cpu"
     return Machine(
@@ -47,33 +47,33 @@ def detect_machine(environment: Mapping[str, str]) -> Machine:
 
 
 def count_numa_nodes(directory: Path) -> int:
-    """Nodes that have processors; 1 where the system does not tell."""
+    """Count the nodes that have CPUs; 1 where the system does not list them."""
     nodes = [node for node in directory.glob("node*") if re.fullmatch(r"node\d+", node.name)]
     return max(1, sum(bool(_read_text(node / "cpulist")) for node in nodes))
 
 
 def find_numa_affinity_problem(device: str, environment: Mapping[str, str]) -> str:
-    """What keeps accelerate from binding processes to NUMA nodes, with the way out; empty when nothing does."""
+    """Return why accelerate cannot bind processes to NUMA nodes, with a fix; empty if it can."""
     if device != "cuda":
-        return f"accelerate does it for CUDA devices only, this is {device}"
+        return f"accelerate supports it for CUDA devices only, this is {device}"
     if not hasattr(os, "sched_setaffinity"):
-        return "this operating system cannot bind a process to processors"
+        return "this operating system has no CPU affinity"
     package, install = ("amdsmi", "comes with ROCm") if torch.version.hip else ("pynvml", "pip install nvidia-ml-py")
     if importlib.util.find_spec(package) is None:
         return f"the package {package} is missing ({install})"
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.split(",") != [str(index) for index in range(len(visible.split(",")))]:
-        return f"accelerate counts devices from 0 and does not know of CUDA_VISIBLE_DEVICES={visible}"
+        return f"accelerate counts devices from 0 and ignores CUDA_VISIBLE_DEVICES={visible}"
     return ""
 
 
 def list_device_types(machine: Machine) -> tuple[str, ...]:
-    """Every kind of device that training can be tried on."""
+    """List the device types that training can run on."""
     return ("cpu",) if machine.device_type == "cpu" else (machine.device_type, "cpu")
 
 
 def list_backends(machine: Machine) -> tuple[tuple[str, str], ...]:
-    """(process-group backend, device it exchanges tensors of) for all that can be tried here."""
+    """List (process-group backend, device type of its tensors) for every backend available here."""
     backends = [("gloo", "cpu")]
     if torch.distributed.is_available() and torch.distributed.is_nccl_available() and machine.device_type == "cuda":
         backends.append(("nccl", "cuda"))
@@ -83,10 +83,10 @@ def list_backends(machine: Machine) -> tuple[tuple[str, str], ...]:
 
 
 def get_compute_toolkit() -> str:
-    """The toolkit that torch was built for."""
+    """Return the toolkit that torch was built for."""
     if torch.version.hip:
         return f"ROCm {torch.version.hip}"
-    return f"CUDA {torch.version.cuda}" if torch.version.cuda else "none (this torch computes on the CPU)"
+    return f"CUDA {torch.version.cuda}" if torch.version.cuda else "none (a CPU build of torch)"
 
 
 def _read_text(path: Path) -> str:
@@ -97,7 +97,7 @@ def _read_text(path: Path) -> str:
 
 
 def get_peak_memory(device: torch.device) -> int:
-    """The most bytes that this process ever held on ``device``; on a processor, of the machine's memory."""
+    """Return this process's peak memory on ``device`` in bytes; for cpu, its peak resident set."""
     module = getattr(torch, device.type, None)
     if device.type != "cpu" and module is not None and hasattr(module, "max_memory_allocated"):
         return int(module.max_memory_allocated(device))
@@ -108,14 +108,14 @@ def get_peak_memory(device: torch.device) -> int:
 def _get_peak_resident() -> int:
     try:
         import resource
-    except ImportError:  # Windows, which has told its peak above
+    except ImportError:  # on Windows, whose peak is in memory_info
         return 0
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def get_free_memory(device: torch.device) -> int:
-    """Bytes that a new tensor may take there."""
+    """Return the free bytes on ``device``."""
     module = getattr(torch, device.type, None)
     if device.type != "cpu" and module is not None and hasattr(module, "mem_get_info"):
         return int(module.mem_get_info(device)[0])
@@ -123,21 +123,21 @@ def get_free_memory(device: torch.device) -> int:
 
 
 def has_device_memory(device: torch.device) -> bool:
-    """Whether it copies from pinned host memory by itself, on streams, and says when its memory is out."""
+    """Whether it has memory of its own, with asynchronous copies from pinned host memory and out-of-memory errors."""
     return device.type in ("cuda", "xpu")
 
 
 def synchronize(device: torch.device) -> None:
-    """Until everything that was sent to the device is done; a processor is done already."""
+    """Wait for all work queued on the device; no effect for cpu."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def get_device_name(device: torch.device) -> str:
-    """What the device calls itself; nothing for a processor, of which ``platform`` knows more."""
+    """Return the product name of the device; empty for cpu."""
     module = getattr(torch, device.type, None)
     return "" if device.type == "cpu" or module is None else str(module.get_device_name(device))
 
 
 MIXED_PRECISION_DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
-"""Precision of the frozen model; the adapters in it are always float32."""
+"""The dtype of the frozen model; adapters are always float32."""

@@ -9,7 +9,7 @@ from typing import Any
 from ..config import RunConfig
 from ..config.options import flatten_config
 from ..errors import ConfigError
-from .launch_command import ACCELERATE, TORCHRUN, LaunchCommand, format_multi_process_command
+from .launch_command import ACCELERATE, TORCHRUN, LaunchCommand
 from .world import WORLD_SIZE_VARIABLES, World, parse_env_bool
 
 
@@ -93,31 +93,8 @@ def find_overridden_settings(config: RunConfig, locations: Mapping[str, str]) ->
 
     ``locations`` says where each of our options was written.
     """
-    settings = resolve_settings(config, locations, World.from_environment(), os.environ)
+    settings = resolve_settings(flatten_config(config), locations, World.from_environment(), os.environ)
     return [setting.warning for setting in settings if setting.warning]
-
-
-def validate_launch_command(config: RunConfig, world: World) -> list[str]:
-    """Return what ``accelerate launch`` was asked to do and does not do, and the command that does it."""
-    command, problems = world.launch_command, []
-    if command is None or command.launcher != ACCELERATE:
-        return []
-    flags, in_file = _find_flags(command), _find_in_config_file(command)
-    requested = flags.get("num_processes") or in_file.get("num_processes")
-    if requested is not None and requested.value not in ("0", "1", str(world.world_size)):
-        on_cpu = world.machine.device_type == "cpu" or "device" in flags or "device" in in_file
-        needed = "--multi_gpu, on a CPU together with ACCELERATE_USE_CPU=true" if on_cpu else "--multi_gpu"
-        problems.append(
-            f"num_processes: {requested.value} ({requested.location}), but accelerate launch starts {world.world_size}; "
-            f"several processes need {needed}:\n  {format_multi_process_command(command, on_cpu=on_cpu)}"
-        )
-    steps = config.train.gradient_accumulation_steps
-    if STEPS in flags and flags[STEPS].value != str(steps):
-        problems.append(
-            f"{STEPS}: {flags[STEPS].value} ({flags[STEPS].location}) is only passed to DeepSpeed, training uses "
-            f"{steps}; move the flag behind {command.script}"
-        )
-    return problems
 
 
 def read_accelerate_config(path: Path) -> dict[str, Any]:
@@ -143,10 +120,10 @@ def get_accelerate_config_path() -> Path:
 
 
 def resolve_settings(
-    config: RunConfig, locations: Mapping[str, str], world: World, environment: Mapping[str, str]
+    options: Mapping[str, Any], locations: Mapping[str, str], world: World, environment: Mapping[str, str]
 ) -> list[ResolvedSetting]:
     """Resolve everything that a launcher can set; ``environment`` is that of the training script."""
-    own = _find_own_options(config, locations)
+    own = _find_own_options(options, locations)
     layers, unread = _find_launcher_sources(world, environment)
     first = {name: layers[-1][name] for name in (STEPS,) if name in layers[-1]}  # accelerate prefers it to the code
     if device := environment.get("ACCELERATE_TORCH_DEVICE"):
@@ -159,16 +136,16 @@ def resolve_settings(
     return resolved
 
 
-def _find_own_options(config: RunConfig, locations: Mapping[str, str]) -> Sources:
-    values, own = flatten_config(config), {}
+def _find_own_options(options: Mapping[str, Any], locations: Mapping[str, str]) -> Sources:
+    own = {}
     for setting in SETTINGS:
         location = locations.get(setting.option)
-        value = _normalize(values.get(setting.option))
+        value = _normalize(options.get(setting.option))
         if setting.name.startswith("dynamo_"):
-            if values["torch_compile"] is None:
+            if options["torch_compile"] is None:
                 continue
             location = location or locations.get("torch_compile", "--torch_compile")
-            value = value if values["torch_compile"] else "no"
+            value = value if options["torch_compile"] else "no"
         if location is not None:
             own[setting.name] = SettingSource(location.removesuffix(f": {setting.option}"), value)
     return own
@@ -184,12 +161,12 @@ def _find_launcher_sources(world: World, environment: Mapping[str, str]) -> tupl
             before, {"num_processes": next((name for name in WORLD_SIZE_VARIABLES if name in before), "")}
         )
         return [{**variables, **sizes}], {}
-    flags = _find_flags(command)
+    flags = find_flags(command)
     if command.launcher == TORCHRUN:
         names = {setting.name: f"PET_{setting.torchrun.upper()}" for setting in SETTINGS if setting.torchrun}
         variables = {name: source for name, source in variables.items() if name not in names}
         return [flags, _find_variables(before, names), variables], {}
-    in_file = _find_in_config_file(command)
+    in_file = find_config_file_settings(command)
     ignored = [(variables, s.name, "overwritten by accelerate launch") for s in SETTINGS if not s.is_inherited]
     ignored.append((flags, STEPS, "only passed to DeepSpeed"))
     ignored.append((in_file, "enable_cpu_affinity", "not read by accelerate"))
@@ -204,7 +181,7 @@ def _find_launcher_sources(world: World, environment: Mapping[str, str]) -> tupl
     return [flags, in_file, variables], unread
 
 
-def _find_flags(command: LaunchCommand) -> Sources:
+def find_flags(command: LaunchCommand) -> Sources:
     flags = {}
     for name, value in command.options.items():
         flags[name] = SettingSource(f"{command.launcher} --{name}", _normalize(value))
@@ -213,7 +190,7 @@ def _find_flags(command: LaunchCommand) -> Sources:
     return {**flags, "device": replace(flags["cpu"], value="cpu")} if "cpu" in flags else flags
 
 
-def _find_in_config_file(command: LaunchCommand) -> Sources:
+def find_config_file_settings(command: LaunchCommand) -> Sources:
     """Return what accelerate's file sets; what is wrong with a broken one is said by ``accelerate launch``."""
     path = Path(command.options.get("config_file") or get_accelerate_config_path())
     if "config_file" not in command.options and (not path.is_file() or command.options.get("cpu")):

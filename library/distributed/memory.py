@@ -1,4 +1,4 @@
-"""Phases of a step: named in a profile, and named by an error when the device runs out of memory."""
+"""Phases of a training step: named ranges in a profile, and the place of an out-of-memory error."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,28 +11,30 @@ from torch.profiler import record_function
 from ..data.batch import PixelBatch
 
 PHASE = "phase/"
-"""How the names of phases begin in a profile."""
-
+"""Prefix of the phases' names in a profile."""
 
 SYNCHRONIZE: ContextVar[Callable[[], None] | None] = ContextVar("synchronize", default=None)
-"""Waits for the device; set by a profiler, so that the time of a phase includes the device's work."""
+"""Synchronizes the device; set by the profiler, so that a phase's time includes the device's work."""
+
+OOM_MESSAGES = ("_STATUS_ALLOC_FAILED", "CUDA error: out of memory", "HIP error: out of memory", "'out of memory'")
+"""Out-of-memory messages of libraries that bypass torch's allocator: BLAS, convolutions, kernels, NCCL."""
 
 
 class OutOfMemory(Exception):
-    """The device, or the machine, had no memory left for a part of a step."""
+    """A phase of a step ran out of device or host memory."""
 
     def __init__(self, phase: str, batch: PixelBatch | None = None, reason: str = ""):
         super().__init__(phase, reason)
         self.phase, self.batch, self.reason = phase, batch, reason
 
     def strip_traceback(self) -> "OutOfMemory":
-        """The same without the frames that it came through, which hold on to the memory that is missing."""
+        """Return a copy without the traceback, whose frames keep the tensors of the failed step alive."""
         return OutOfMemory(self.phase, self.batch, self.reason)
 
 
 @contextmanager
 def record_phase(name: str, batch: PixelBatch | None = None) -> Iterator[None]:
-    """Name this part of a step for torch.profiler; raise ``OutOfMemory`` of the innermost phase that has none left."""
+    """Name this part of a step for torch.profiler; turn an out-of-memory error inside into ``OutOfMemory``."""
     synchronize = SYNCHRONIZE.get() or _do_nothing
     try:
         synchronize()
@@ -48,15 +50,11 @@ def record_phase(name: str, batch: PixelBatch | None = None) -> Iterator[None]:
 def _do_nothing() -> None: ...
 
 
-OOM_MESSAGES = ("_STATUS_ALLOC_FAILED", "CUDA error: out of memory", "HIP error: out of memory", "'out of memory'")
-"""What is said by those that take memory of a device past torch: for matrices, convolutions, kernels, messages."""
-
-
 def is_out_of_memory(error: Exception) -> bool:
-    """Devices have a type for it; the machine's own memory and libraries of devices have a sentence."""
+    """Recognize torch's exception types, and by message those of the host's memory and of device libraries."""
     if isinstance(error, (OutOfMemory, torch.OutOfMemoryError, MemoryError)):
         return True
-    said = str(error)
+    message = str(error)
     return isinstance(error, RuntimeError) and (
-        should_reduce_batch_size(RuntimeError(said)) or any(mark in said for mark in OOM_MESSAGES)
+        should_reduce_batch_size(RuntimeError(message)) or any(part in message for part in OOM_MESSAGES)
     )

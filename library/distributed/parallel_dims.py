@@ -1,18 +1,15 @@
-"""How processes are arranged when several of them work on one picture."""
+"""The parallel dimensions of a run and the ranks in each of them: data, pipeline, context and tensor parallel."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..config import RunConfig
-from .world import World
+from ..config.schema_distributed import ParallelConfig
 
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """``data`` groups with pictures of their own; in each ``stages`` of the blocks, in each of them ``contexts`` that
-    share the tokens of a picture, and ``parts`` of each layer.
+    """The size of each dimension, as in torchtitan; ``dp`` counts groups of ranks that work on different images.
 
-    Processes that share layers exchange the most, so they are neighbours; those of other pictures are the farthest.
+    Tensor-parallel ranks communicate the most, so they are neighbors; data-parallel ranks are the farthest apart.
     """
 
     dp: int = 1
@@ -22,62 +19,33 @@ class ParallelDims:
 
     @property
     def model_parallel_size(self) -> int:
-        """Processes that work on the same picture."""
+        """Number of ranks that work on the same images."""
         return self.pp * self.cp * self.tp
 
     def get_data_parallel_rank(self, rank: int) -> int:
-        """Which group of pictures a process works on."""
         return rank // self.model_parallel_size
 
     def get_pipeline_stage(self, rank: int) -> int:
-        """Which of the blocks a process has."""
         return rank % self.model_parallel_size // self._ranks_per_stage
 
     def get_tensor_parallel_rank(self, rank: int) -> int:
-        """Which part of each layer a process has."""
         return rank % self.tp
 
     def get_pipeline_ranks(self, rank: int) -> list[int]:
-        """The processes that make up the pipeline of this one, in the order of stages."""
+        """Return the ranks of this rank's pipeline, by stage."""
         first = self.get_data_parallel_rank(rank) * self.model_parallel_size + rank % self._ranks_per_stage
         return [first + stage * self._ranks_per_stage for stage in range(self.pp)]
 
     def get_loss_ranks(self) -> list[int]:
-        """Of each group of pictures, a process that knows the losses: one of the last stage."""
-        return [number * self.model_parallel_size + (self.pp - 1) * self._ranks_per_stage for number in range(self.dp)]
+        """Return one rank of each data-parallel group that computes the loss: the first of the last stage."""
+        return [group * self.model_parallel_size + (self.pp - 1) * self._ranks_per_stage for group in range(self.dp)]
 
     @property
     def _ranks_per_stage(self) -> int:
         return self.cp * self.tp
 
 
-def build_parallel_dims(config: RunConfig, world: World) -> ParallelDims:
-    """The layout that was asked for."""
-    asked = config.parallel
-    return ParallelDims(
-        max(1, world.world_size // asked.model_parallel_size), asked.pp_size, asked.tp_size, asked.cp_size
-    )
-
-
-def validate_parallel_dims(config: RunConfig, world: World) -> Iterator[str]:
-    """Why a run cannot be laid out so, and what can be had instead."""
-    stages, together = config.parallel.pp_size, config.parallel.model_parallel_size
-    if together == 1:
-        return
-    said = " ".join(f"--{name} {size}" for name, size in config.parallel.model_parallel_sizes.items() if size > 1)
-    if world.world_size % together:
-        yield (
-            f"{said}: {world.world_size} processes cannot be dealt out in groups of {together}; start"
-            f" {-(-world.world_size // together) * together}, or make it smaller"
-        )
-    if config.train.on_oom == "recover":
-        yield (
-            f"--on_oom recover: with {said} every forward is an exchange, so no process can try a step by itself; use"
-            " --on_oom fail"
-        )
-    is_sharded = config.sharding.fsdp or "FSDP" in world.engines
-    if stages > 1 and is_sharded:
-        yield (
-            f"{said}: a stage fetches its blocks for each micro-batch anew under FSDP, which is slower than either;"
-            " leave FSDP out, or use --tp_size with it"
-        )
+def build_parallel_dims(parallel: ParallelConfig, world_size: int) -> ParallelDims:
+    """Distribute the ranks that model parallelism leaves over data parallelism."""
+    dp = max(1, world_size // parallel.model_parallel_size)
+    return ParallelDims(dp, parallel.pp_size, parallel.tp_size, parallel.cp_size)

@@ -1,70 +1,245 @@
-"""Which ways to compute attention this machine has; asked before any model is loaded, and without importing them."""
+"""Pre-flight checks of launcher, devices and distributed settings: what is known to fail before the ranks connect."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from accelerate.utils import DynamoBackend, is_fp8_available
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+from accelerate.utils import DynamoBackend, LoggerType, is_fp8_available
 
 from ..config import RunConfig
-from .deepspeed_settings import validate_deepspeed
-from .fsdp_settings import resolve_fsdp
-from .parallel_dims import validate_parallel_dims
+from ..config.schema_distributed import DeepSpeedConfig, DistributedConfig
+from ..config.schema_output import LogConfig
+from ..config.types import DeviceMap
+from .launch_command import ACCELERATE, format_multi_process_command
+from .launcher_settings import find_config_file_settings, find_flags
+from .trackers import is_wandb_ready, resolve_tracker
+from .validate_sharding import validate_deepspeed, validate_fsdp
 from .world import World
+
+UNSUPPORTED_ENGINES = {"Megatron-LM": "supports language models only"}
+
+CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
+"""Modes of dynamo that use CUDA graphs."""
 
 ATTENTION_PACKAGES = {
     "flash": ("flash_attn", "flash-attn"),
     "flash3": ("flash_attn_interface", "flash-attn-3"),
     "xformers": ("xformers", "xformers"),
 }
-"""Way -> the module it needs, and the package to install."""
-
+"""Attention mode -> the module that it needs, and the package to install."""
 
 HALF_PRECISION_ATTENTION = ("flash", "flash3", "cudnn")
 
 
+def validate_distributed(config: RunConfig, world: World) -> list[str]:
+    """Return every problem that settings, launcher and machine show.  Pure."""
+    ours = config.distributed
+    return [
+        *_validate_launch_command(config.train.gradient_accumulation_steps, world),
+        *_validate_gradient_accumulation(config.train.gradient_accumulation_steps, world),
+        *_validate_engines(world),
+        *validate_parallelism(config, world),
+        *_validate_deepspeed_package(config.deepspeed, world),
+        *_validate_mixed_precision(ours.mixed_precision, world),
+        *_validate_dynamo_backend(ours),
+        *_validate_device_count(world),
+        *_validate_numa_affinity(world),
+        *validate_attention_support(ours.attn_mode, world, ours.mixed_precision or world.mixed_precision),
+    ]
+
+
+def validate_parallelism(config: RunConfig, world: World) -> Iterator[str]:
+    """Check parallel dimensions and engines against the world size and each other; also for estimated worlds."""
+    yield from validate_fsdp(config.sharding, config.train, config.parallel.tp_size, world)
+    yield from validate_deepspeed(config, world)
+    yield from validate_parallel_dims(config, world)
+    yield from validate_device_map_launch(config.parallel.device_map, config.distributed, world)
+    has_budget = bool(config.train.activation_memory_budget)
+    yield from _validate_compiled_context_parallel(config.parallel.cp_size, has_budget, config.distributed, world)
+
+
+def validate_parallel_dims(config: RunConfig, world: World) -> Iterator[str]:
+    """Check --pp_size, --tp_size and --cp_size."""
+    parallel, size = config.parallel, config.parallel.model_parallel_size
+    if size == 1:
+        return
+    flags = " ".join(f"--{name} {size}" for name, size in parallel.model_parallel_sizes.items() if size > 1)
+    if world.world_size % size:
+        suggestion = -(-world.world_size // size) * size
+        yield (
+            f"{flags}: the world size {world.world_size} is not a multiple of {size}; start {suggestion} processes, or"
+            " use smaller sizes"
+        )
+    if config.train.on_oom != "fail":
+        yield (
+            f"--on_oom {config.train.on_oom}: with {flags} every forward is a collective, so no rank can retry a step"
+            " alone; use --on_oom fail"
+        )
+    if parallel.pp_size > 1 and (config.sharding.fsdp or "FSDP" in world.engines):
+        yield (
+            f"{flags}: a pipeline stage under FSDP gathers its blocks for each micro-batch, slower than either alone;"
+            " turn FSDP off, or use it with --tp_size"
+        )
+
+
+def validate_device_map_launch(
+    device_map: DeviceMap | None, distributed: DistributedConfig, world: World
+) -> Iterator[str]:
+    """Check what --device_map needs of launcher and machine."""
+    count = world.machine.device_count
+    if device_map is None:
+        return
+    if world.world_size > 1:
+        yield (
+            f"--device_map: needs a single process with several devices, but the world size is {world.world_size};"
+            " start one process, or use --pp_size, --tp_size or --fsdp"
+        )
+    for engine in world.engines:
+        yield f"--device_map: the launcher requests {engine}; use one of the two"
+    if world.dynamo_backend not in (None, "no", "NO") and distributed.torch_compile is None:
+        yield "--device_map: the launcher requests torch.compile, which its hooks do not allow; add --no-torch_compile"
+    if world.device_type == "cpu" or count < 2:
+        yield f"--device_map: needs several accelerators, and this process sees {count}; remove it"
+    elif unknown := sorted({index for _, index in device_map.device_by_module if index >= count}):
+        yield f"--device_map: there is no device {unknown[0]}; this process sees devices 0 to {count - 1}"
+
+
+def _validate_compiled_context_parallel(
+    cp_size: int, has_checkpointing_budget: bool, distributed: DistributedConfig, world: World
+) -> Iterator[str]:
+    """Check whether all-to-alls inside compiled blocks are safe, whether options or launcher request compiling."""
+    if distributed.torch_compile is None:
+        backend, mode = world.dynamo_backend or "no", world.dynamo_mode or "default"
+    else:
+        backend, mode = distributed.dynamo_backend if distributed.torch_compile else "no", distributed.dynamo_mode
+    if cp_size == 1 or backend.lower() == "no":
+        return
+    if mode in CUDA_GRAPH_MODES:
+        yield (
+            f"--cp_size {cp_size}: dynamo's mode {mode} uses CUDA graphs, which cannot capture the all-to-all; use"
+            " default or max-autotune-no-cudagraphs"
+        )
+    if has_checkpointing_budget:
+        yield (
+            f"--cp_size {cp_size}: with --activation_memory_budget each rank's compiler decides which all-to-alls to"
+            " recompute, and ranks could deadlock; remove the budget"
+        )
+
+
+def _validate_launch_command(gradient_accumulation_steps: int, world: World) -> Iterator[str]:
+    """Check for flags of ``accelerate launch`` that do not do what they say; suggest the command that does."""
+    command = world.launch_command
+    if command is None or command.launcher != ACCELERATE:
+        return
+    flags, in_file = find_flags(command), find_config_file_settings(command)
+    requested = flags.get("num_processes") or in_file.get("num_processes")
+    if requested is not None and requested.value not in ("0", "1", str(world.world_size)):
+        on_cpu = world.machine.device_type == "cpu" or "device" in flags or "device" in in_file
+        needed = "--multi_gpu, on a CPU together with ACCELERATE_USE_CPU=true" if on_cpu else "--multi_gpu"
+        yield (
+            f"num_processes: {requested.value} ({requested.location}), but accelerate launch starts {world.world_size};"
+            f" several processes need {needed}:\n  {format_multi_process_command(command, on_cpu=on_cpu)}"
+        )
+    steps = flags.get("gradient_accumulation_steps")
+    if steps is not None and steps.value != str(gradient_accumulation_steps):
+        yield (
+            f"gradient_accumulation_steps: {steps.value} ({steps.location}) is only passed to DeepSpeed, training uses "
+            f"{gradient_accumulation_steps}; move the flag behind {command.script}"
+        )
+
+
+def _validate_gradient_accumulation(steps: int, world: World) -> Iterator[str]:
+    if world.gradient_accumulation_steps not in (None, steps):
+        yield (
+            f"--gradient_accumulation_steps {steps}: the environment variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS is"
+            f" {world.gradient_accumulation_steps}, and accelerate would use that; unset it, or make them equal"
+        )
+
+
+def _validate_engines(world: World) -> Iterator[str]:
+    for engine in world.engines:
+        if engine in UNSUPPORTED_ENGINES:
+            yield f"the launcher requests {engine}, which {UNSUPPORTED_ENGINES[engine]}; use --multi_gpu"
+
+
+def _validate_deepspeed_package(deepspeed: DeepSpeedConfig, world: World) -> Iterator[str]:
+    is_requested = deepspeed.deepspeed or ("DeepSpeed" in world.engines and deepspeed.deepspeed is None)
+    if is_requested and find_spec("deepspeed") is None:
+        yield "--deepspeed: the package deepspeed is not installed; pip install '.[deepspeed]'"
+
+
+def _validate_mixed_precision(ours: str | None, world: World) -> Iterator[str]:
+    precision = ours or world.mixed_precision
+    source = "the launcher's mixed_precision" if ours is None else "--mixed_precision"
+    if precision not in (None, "no", "fp16", "bf16", "fp8"):
+        yield f"{source}: {precision!r} is not one of no, fp16, bf16, fp8"
+    elif precision == "fp16" and world.device_type == "cpu" and ours:
+        yield f"{source} fp16: not supported on a CPU, accelerate would silently compute in fp32; use bf16 or no"
+    elif precision == "fp8" and world.device_type != "cuda":
+        yield f"{source} fp8: needs a CUDA device, and this is {world.device_type}; use bf16"
+    elif precision == "fp8" and not is_fp8_available():
+        yield f"{source} fp8: needs torchao, transformer-engine or MS-AMP; pip install torchao, or use bf16"
+
+
+def _validate_dynamo_backend(distributed: DistributedConfig) -> Iterator[str]:
+    name = distributed.dynamo_backend
+    if distributed.torch_compile and name.upper() not in DynamoBackend.__members__:
+        yield f"--dynamo_backend {name}: not supported by this version of accelerate; pip install -U accelerate"
+
+
+def _validate_device_count(world: World) -> Iterator[str]:
+    if world.world_size == 1 or world.device_type == "cpu":
+        return
+    if world.device_type == "mps":
+        yield f"{world.world_size} processes cannot share the device mps; start one, or set ACCELERATE_USE_CPU=true"
+    elif world.local_world_size > world.machine.device_count:
+        yield (
+            f"{world.local_world_size} processes on this machine, but {world.machine.device_count} devices "
+            f"({world.device_type}); start one process per device"
+        )
+
+
+def _validate_numa_affinity(world: World) -> Iterator[str]:
+    problem = world.machine.numa_affinity_problem
+    if world.numa_affinity and world.device_type == "cuda" and "missing" in problem:
+        yield f"NUMA affinity is enabled, but {problem}"
+
+
 def validate_attention_support(mode: str, world: World, precision: str | None) -> list[str]:
-    """Everything that keeps ``mode`` from working here; torch's own choice (sdpa) works everywhere."""
+    """Check whether this machine supports an attention mode; torch's own choice (sdpa) works everywhere."""
     if mode in ("sdpa", "torch", "math"):
         return []
     problems = []
     if mode in ATTENTION_PACKAGES and find_spec(ATTENTION_PACKAGES[mode][0]) is None:
-        problems.append(
-            f"--attn_mode {mode}: it is not installed; pip install {ATTENTION_PACKAGES[mode][1]}, or use sdpa"
-        )
+        package = ATTENTION_PACKAGES[mode][1]
+        problems.append(f"--attn_mode {mode}: not installed; pip install {package}, or use sdpa")
     if world.device_type != "cuda":
         problems.append(f"--attn_mode {mode}: needs a CUDA device, and this is {world.device_type}; use sdpa")
     if mode in HALF_PRECISION_ATTENTION and precision not in ("bf16", "fp16"):
-        problems.append(f"--attn_mode {mode}: computes in half precision only; set mixed_precision bf16, or use sdpa")
+        problems.append(f"--attn_mode {mode}: supports half precision only; set mixed_precision bf16, or use sdpa")
     return problems
 
 
-def validate_device_map_launch(config: RunConfig, world: World) -> Iterator[str]:
-    """Why blocks cannot be dealt out over devices here, and what can be had instead."""
-    wanted, count = config.parallel.device_map, world.machine.device_count
-    if wanted is None:
-        return
-    if world.world_size > 1:
-        yield (
-            f"--device_map: it is for one process with several devices, and this is one of {world.world_size}; start one"
-            " process, or use --pp_size, --tp_size or --fsdp"
-        )
-    for engine in world.engines:
-        yield f"--device_map: the launcher asks for {engine}; take one of the two"
-    if world.dynamo_backend not in (None, "no", "NO") and config.distributed.torch_compile is None:
-        yield "--device_map: the launcher asks for dynamo, and hooks cannot be compiled; add --no-torch_compile"
-    if world.device_type == "cpu" or count < 2:
-        yield f"--device_map: this process sees {count} accelerators, and there is nothing to deal out; leave it out"
-    elif beyond := sorted({number for _, number in wanted.device_by_module if number >= count}):
-        yield f"--device_map: there is no device {beyond[0]}; this process sees devices 0 to {count - 1}"
+def validate_trackers(log: LogConfig, environment: Mapping[str, str]) -> list[str]:
+    """Check whether the trackers can start; for the main process, which runs them."""
+    name = resolve_tracker(log)
+    if name is None:
+        return []
+    names = [str(item) for item in get_available_trackers()] if name == "all" else [name]
+    return [problem for item in names for problem in _validate_tracker(item, log, environment)]
 
 
-UNSUPPORTED_ENGINES = {"Megatron-LM": "only for language models of its own: Megatron-LM"}
-"""Engines that a launcher may ask for in vain, and why."""
-
-
-CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
-"""Modes of dynamo that use CUDA graphs."""
+def _validate_tracker(name: str, log: LogConfig, environment: Mapping[str, str]) -> Iterator[str]:
+    option = f"--log_with {log.log_with}" if log.log_with else f"--logging_dir {log.logging_dir}"
+    if name not in LoggerType:
+        yield f"{option}: this version of accelerate does not support {name}; pip install -U accelerate"
+    elif LoggerType(name) not in get_available_trackers():
+        yield f"{option}: the package {name} is not installed; pip install {name}"
+    elif LOGGER_TYPE_TO_CLASS[name].requires_logging_directory and log.logging_dir is None:
+        yield f"{option}: {name} writes to a directory; set --logging_dir"
+    elif name == "wandb" and not is_wandb_ready(environment):
+        yield f"{option}: not logged in to wandb; run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline"
 
 
 @dataclass(frozen=True)
@@ -80,155 +255,41 @@ class AcceleratorFacts:
     dynamo_backend: str
 
 
-def resolve_mixed_precision(config: RunConfig, world: World) -> str | None:
-    """Our own setting; ``None`` leaves it to the launcher.
-
-    A launcher's fp16 becomes ``no`` on a CPU, because that is how accelerate computes there while it still says fp16.
-    It is no error: the word may come from a file that was written once for all programs and another machine.
-    """
-    asked = config.distributed.mixed_precision
-    return "no" if asked is None and world.mixed_precision == "fp16" and world.device_type == "cpu" else asked
-
-
-def find_launch_problems(config: RunConfig, world: World) -> list[str]:
-    """Everything that is known to go wrong from settings and surroundings alone.  Pure."""
-    asked = config.distributed.mixed_precision or world.mixed_precision
-    return [
-        *_validate_engines(config, world),
-        *validate_parallel_dims(config, world),
-        *validate_device_map_launch(config, world),
-        *validate_deepspeed(config, world),
-        *_validate_mixed_precision(config, world),
-        *_validate_gradient_accumulation(config, world),
-        *_validate_dynamo_backend(config),
-        *validate_compiled_context_parallel(config, world),
-        *_validate_device_count(world),
-        *_validate_numa_affinity(world),
-        *validate_attention_support(config.distributed.attn_mode, world, asked),
-    ]
-
-
-def validate_accelerator(config: RunConfig, world: World, actual: AcceleratorFacts) -> list[str]:
-    """Everything in which the ``Accelerator`` is not what was asked for.  Pure."""
-    precision = resolve_mixed_precision(config, world) or world.mixed_precision
-    compiles = config.distributed.torch_compile
-    asked_and_came: dict[str, tuple[object, object]] = {
-        "processes": (world.world_size, actual.world_size),
-        "rank": (world.rank, actual.rank),
-        "device": (world.device_type, actual.device_type),
-        "gradient accumulation": (config.train.gradient_accumulation_steps, actual.gradient_accumulation_steps),
-        "precision": (precision or actual.mixed_precision, actual.mixed_precision),
-        "dynamo backend": (
-            actual.dynamo_backend if compiles is None else config.distributed.dynamo_backend if compiles else "no",
-            actual.dynamo_backend,
-        ),
-    }
-    problems = format_mismatches(asked_and_came)
-    if config.distributed.full_bf16 and actual.mixed_precision != "bf16":
+def validate_accelerator(
+    distributed: DistributedConfig, gradient_accumulation_steps: int, world: World, actual: AcceleratorFacts
+) -> list[str]:
+    """Compare the ``Accelerator`` with the settings.  Pure."""
+    compiles = distributed.torch_compile
+    dynamo_backend = distributed.dynamo_backend if compiles else "no"
+    precision = world.resolve_mixed_precision(distributed.mixed_precision) or world.mixed_precision
+    problems = format_mismatches(
+        {
+            "world size": (world.world_size, actual.world_size),
+            "rank": (world.rank, actual.rank),
+            "device": (world.device_type, actual.device_type),
+            "gradient accumulation": (gradient_accumulation_steps, actual.gradient_accumulation_steps),
+            "mixed precision": (precision or actual.mixed_precision, actual.mixed_precision),
+            "dynamo backend": (actual.dynamo_backend if compiles is None else dynamo_backend, actual.dynamo_backend),
+        }
+    )
+    if distributed.full_bf16 and actual.mixed_precision != "bf16":
         problems.append(f"--full_bf16: needs mixed_precision bf16, and it is {actual.mixed_precision}")
     if actual.distributed_type != "NO" and not actual.distributed_type.startswith("MULTI_"):
-        problems.append(f"not yet: {actual.distributed_type}, which accelerate set up; use --multi_gpu")
+        problems.append(f"accelerate set up {actual.distributed_type}, which is not supported; use --multi_gpu")
     return problems
 
 
-def format_mismatches(expected_and_actual: dict[str, tuple[object, object]]) -> list[str]:
-    """A line for each thing that is not as asked."""
-    ways_out = {
-        "processes": "start through accelerate launch --multi_gpu, or torchrun",
+def format_mismatches(expected_and_actual: Mapping[str, tuple[object, object]]) -> list[str]:
+    """Format a line for each difference."""
+    fixes = {
+        "world size": "start through accelerate launch --multi_gpu, or torchrun",
         "rank": "start through accelerate launch --multi_gpu, or torchrun",
-        "device": "`python -m library doctor` tells what works here",
-        "precision": "`python -m library doctor` tells what works here",
+        "device": "`python -m library doctor` shows what works here",
+        "mixed precision": "`python -m library doctor` shows what works here",
     }
-    earlier = "an Accelerator made earlier in this process keeps its settings; start a new process"
+    default = "an Accelerator built earlier in this process keeps its settings; start a new process"
     return [
-        f"{what}: {asked} was asked for, and accelerate came up with {came}; {ways_out.get(what, earlier)}"
-        for what, (asked, came) in expected_and_actual.items()
-        if asked != came
+        f"{name}: expected {expected}, but accelerate has {actual}; {fixes.get(name, default)}"
+        for name, (expected, actual) in expected_and_actual.items()
+        if expected != actual
     ]
-
-
-def _validate_engines(config: RunConfig, world: World) -> list[str]:
-    found = [
-        f"{UNSUPPORTED_ENGINES[engine]}, which the launcher asks for; use --multi_gpu"
-        for engine in world.engines
-        if engine in UNSUPPORTED_ENGINES
-    ]
-    return found or list(resolve_fsdp(config, world).problems)
-
-
-def _validate_mixed_precision(config: RunConfig, world: World) -> list[str]:
-    asked, place = config.distributed.mixed_precision or world.mixed_precision, "--mixed_precision"
-    if config.distributed.mixed_precision is None:
-        place = "the launcher's mixed_precision"
-    if asked not in (None, "no", "fp16", "bf16", "fp8"):
-        return [f"{place}: {asked!r} is not one of no, fp16, bf16, fp8"]
-    if asked == "fp16" and world.device_type == "cpu" and config.distributed.mixed_precision:
-        return [f"{place} fp16: a CPU has none, and accelerate would compute in fp32 without a word; use bf16 or no"]
-    if asked == "fp8" and world.device_type != "cuda":
-        return [f"{place} fp8: needs a CUDA device, and this is {world.device_type}; use bf16"]
-    if asked == "fp8" and not is_fp8_available():
-        return [f"{place} fp8: needs torchao, transformer-engine or MS-AMP; pip install torchao, or use bf16"]
-    return []
-
-
-def _validate_gradient_accumulation(config: RunConfig, world: World) -> list[str]:
-    ours, theirs = config.train.gradient_accumulation_steps, world.gradient_accumulation_steps
-    if theirs is None or theirs == ours:
-        return []
-    return [
-        f"--gradient_accumulation_steps {ours}: the environment variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS "
-        f"says {theirs}, and accelerate would follow it; unset it, or say {theirs} in both"
-    ]
-
-
-def _validate_dynamo_backend(config: RunConfig) -> list[str]:
-    name = config.distributed.dynamo_backend
-    if not config.distributed.torch_compile or name.upper() in DynamoBackend.__members__:
-        return []
-    return [f"--dynamo_backend {name}: this version of accelerate does not know it; pip install -U accelerate"]
-
-
-def validate_compiled_context_parallel(config: RunConfig, world: World) -> list[str]:
-    """Why tokens cannot be exchanged in what is compiled.
-
-    Exchanges are compiled with blocks, whoever asks for that: the options, or else the launcher.
-    """
-    ours, size = config.distributed, config.parallel.cp_size
-    if ours.torch_compile is None:
-        backend, mode = world.dynamo_backend or "no", world.dynamo_mode or "default"
-    else:
-        backend, mode = ours.dynamo_backend if ours.torch_compile else "no", ours.dynamo_mode
-    if size == 1 or backend.lower() == "no":
-        return []
-    problems = []
-    if mode in CUDA_GRAPH_MODES:
-        problems.append(
-            f"--cp_size {size}: dynamo's mode {mode} records what a device does and repeats it, which an"
-            " exchange with others is not made for; use default or max-autotune-no-cudagraphs"
-        )
-    if config.train.activation_memory_budget:
-        problems.append(
-            f"--cp_size {size}: with --activation_memory_budget the compiler of each process"
-            " decides which exchanges it repeats, and others might wait for ever; leave the budget out"
-        )
-    return problems
-
-
-def _validate_device_count(world: World) -> list[str]:
-    if world.world_size == 1 or world.device_type == "cpu":
-        return []
-    if world.device_type == "mps":
-        return [f"{world.world_size} processes cannot share the device mps; start one, or set ACCELERATE_USE_CPU=true"]
-    if world.local_world_size > world.machine.device_count:
-        return [
-            f"{world.local_world_size} processes on this machine, but {world.machine.device_count} devices "
-            f"({world.device_type}); start one process for each device"
-        ]
-    return []
-
-
-def _validate_numa_affinity(world: World) -> list[str]:
-    obstacle = world.machine.numa_affinity_problem
-    if world.numa_affinity and world.device_type == "cuda" and "missing" in obstacle:
-        return [f"NUMA affinity is switched on, but {obstacle}"]
-    return []

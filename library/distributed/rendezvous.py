@@ -1,4 +1,4 @@
-"""How the processes of a run come together: they call the roll, connect, and send each other a first message."""
+"""Rendezvous: ranks find each other through a store, agree on their settings, connect, and test one all-reduce."""
 
 import logging
 import os
@@ -14,45 +14,38 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 
-from ..config import RunConfig
 from ..errors import ConfigError, UserError
-from . import config_agreement
+from .config_agreement import RankReport, exchange_rank_reports, format_rank_placement
 from .process_group import KeyValueStore, build_process_group_kwargs
 from .watchdog import abort_process, call_with_timeout, elect_reporter, is_connection_error, timeout
 from .world import World, format_ranks
 
 logger = logging.getLogger(__name__)
 
-
 CONNECT_TIMEOUT_SECONDS = 60.0
-"""All processes are there by then, so it takes long only where it does not work, or where they are hundreds."""
-
+"""All ranks have reported by then, so it takes this long only where the network fails, or for hundreds of ranks."""
 
 JOIN_TIMEOUT_MINUTES = 10
+TEST_MESSAGE_NUMEL = 2**18  # 1 MB
+STORE_PREFIX = "rank reports"
 
 
-TEST_MESSAGE_NUMEL = 2**18
-"""Numbers in it: one MB."""
-
-
-def join_process_group(config: RunConfig, world: World, problems: list[str]) -> PartialState:
-    """Join the other processes; nobody does, when some cannot start or are about to do something else."""
-    if world.world_size == 1:
-        _raise_problems(problems)
-        return PartialState(**build_partial_state_kwargs(config, world))
-    word = config_agreement.build_rank_report(config, world, problems)
-    minutes = config.distributed.ddp_timeout or JOIN_TIMEOUT_MINUTES
-    if (store := open_rendezvous_store(world, timedelta(minutes=minutes))) is None:
-        _raise_problems(problems)
-        state = connect_process_group(config, world, None, [])
-        _check_config_agreement(KeyValueStore("roll call"), world, word, 60.0 * minutes)
+def join_process_group(world: World, timeout_minutes: int | None, report: RankReport) -> PartialState:
+    """Join the process group; raise on all ranks if some cannot start or have other settings."""
+    seconds = 60.0 * (timeout_minutes or JOIN_TIMEOUT_MINUTES)
+    store = open_rendezvous_store(world, timedelta(seconds=seconds))
+    if store is None:
+        if report.problems:
+            raise ConfigError(report.problems)
+        state = connect_process_group(world, timeout_minutes, None, [])
+        _check_config_agreement(KeyValueStore(STORE_PREFIX), world, report, seconds)
         return state
-    hosts = _check_config_agreement(KeyValueStore("roll call", store), world, word, 60.0 * minutes)
-    return connect_process_group(config, world, store, hosts)
+    hostnames = _check_config_agreement(KeyValueStore(STORE_PREFIX, store), world, report, seconds)
+    return connect_process_group(world, timeout_minutes, store, hostnames)
 
 
 def open_rendezvous_store(world: World, timeout: timedelta) -> Any:
-    """The store that the launcher named; ``None`` under launchers whose addresses only accelerate knows."""
+    """Open the store at MASTER_ADDR; ``None`` under launchers whose address only accelerate knows."""
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if not address or not port:
         return None
@@ -64,178 +57,154 @@ def open_rendezvous_store(world: World, timeout: timedelta) -> Any:
     except (dist.DistError, OSError) as error:
         raise _build_unreachable_error(address, port, error) from error
     store.set_timeout(timeout)
-    # A restarted group must not find the addresses of the one before, which some launchers leave in the store.
+    # A restarted group must not read the keys of the previous attempt, which some launchers leave in the store.
     return torch_dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def connect_process_group(config: RunConfig, world: World, store: Any, hostnames: list[str]) -> PartialState:
-    """The process group, through which a first message went; what does not work is told soon, not after an hour."""
+def connect_process_group(world: World, timeout_minutes: int | None, store: Any, hostnames: list[str]) -> PartialState:
+    """Initialize the process group and all-reduce once; a failure is reported after a minute, not after the timeout."""
     set_torchrun_variables(world)
-    board = KeyValueStore("connecting", store) if store is not None else KeyValueStore("connecting")
-    kwargs = build_partial_state_kwargs(config, world)
+    key_value_store = KeyValueStore("connect", store)
+    kwargs = build_partial_state_kwargs(world, timeout_minutes)
     backend = str(kwargs.get("backend"))
     if store is not None:
         kwargs |= {"store": store, "rank": world.rank, "world_size": world.world_size}
         kwargs.pop("init_method", None)
 
     def abort_on_timeout() -> None:
-        abort_process(
-            board, _format_connect_timeout(board, world, hostnames, backend), is_local_main=not world.local_rank
-        )
+        message = _format_connect_timeout(key_value_store, world, hostnames, backend)
+        abort_process(key_value_store, message, is_local_main=not world.local_rank)
 
     try:
         with timeout(compute_connect_timeout(world.world_size), abort_on_timeout):
             state = PartialState(**kwargs)
-            board.add(f"connected {world.rank}", 1)
+            key_value_store.add(f"connected {world.rank}", 1)
             seconds = measure_all_reduce_seconds(TEST_MESSAGE_NUMEL, state.device)
     except Exception as error:
         if not is_connection_error(error):
             raise
-        failure = UserError(
-            "\n".join(
-                [
-                    f"the processes cannot connect to each other: {str(error).splitlines()[0]}",
-                    *suggest_network_fixes(backend),
-                ]
-            )
-        )
-        failure.is_reported = not elect_reporter(board, is_local_main=not world.local_rank)
+        summary = f"the processes cannot connect to each other: {str(error).splitlines()[0]}"
+        failure = UserError("\n".join([summary, *suggest_network_fixes(backend)]))
+        failure.is_reported = not elect_reporter(key_value_store, is_local_main=not world.local_rank)
         raise failure from error
-    logger.info("a first exchange of 1 MB between them took %.2g s", seconds)
+    logger.info("test all-reduce of 1 MB: %.2g s", seconds)
     return state
 
 
 def set_torchrun_variables(world: World) -> None:
-    """What a launcher told under names of its own; beside an accelerator, accelerate and others look for these only."""
+    """Set torchrun's variables under other launchers; on a GPU, accelerate and others read only these."""
     if world.local_rank is not None:
-        told = {
+        variables = {
             "RANK": world.rank,
             "WORLD_SIZE": world.world_size,
             "LOCAL_RANK": world.local_rank,
             "LOCAL_WORLD_SIZE": world.local_world_size,
         }
-        for name, number in told.items():
+        for name, number in variables.items():
             os.environ.setdefault(name, str(number))
 
 
 def compute_connect_timeout(world_size: int) -> float:
-    """After which it does not work."""
+    """Compute the seconds after which connecting has failed."""
     return CONNECT_TIMEOUT_SECONDS + world_size // 4
 
 
 def measure_all_reduce_seconds(numel: int, device: torch.device) -> float:
-    """How long a sum of so many numbers over all processes takes, when it is not the first."""
+    """Measure the second of two all-reduces of ``numel`` floats; the first one sets up connections."""
     message = torch.zeros(numel, device=device)
     for _ in range(2):
-        began = time.perf_counter()
+        start = time.perf_counter()
         dist.all_reduce(message)
         message[0].item()  # waits for the device
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
-def build_partial_state_kwargs(config: RunConfig, world: World) -> dict[str, Any]:
-    """The keyword arguments of ``PartialState``, which joins the process group.  Pure."""
-    group = build_process_group_kwargs(world, config.distributed.ddp_timeout)
+def build_partial_state_kwargs(world: World, timeout_minutes: int | None) -> dict[str, Any]:
+    """Build the keyword arguments of ``PartialState``, which initializes the process group.  Pure."""
+    group = build_process_group_kwargs(world, timeout_minutes)
     return {"cpu": world.device_type == "cpu", **(group.to_kwargs() if group is not None else {})}
 
 
 def _check_config_agreement(
-    key_value_store: KeyValueStore, world: World, report: config_agreement.RankReport, timeout_seconds: float
+    key_value_store: KeyValueStore, world: World, report: RankReport, timeout_seconds: float
 ) -> list[str]:
-    """The machines by rank."""
+    """Return the hostnames by rank."""
     try:
-        hosts = config_agreement.exchange_rank_reports(
-            key_value_store, world.rank, world.world_size, report, timeout_seconds
-        )
-    except dist.DistError as error:  # whoever kept the store ended
+        hostnames = exchange_rank_reports(key_value_store, world.rank, world.world_size, report, timeout_seconds)
+    except dist.DistError as error:  # the process that hosts the store ended
         failure = UserError(
-            "the place where the processes meet is gone: one of them ended, and says why there"
+            "lost the connection to the rendezvous store: a process stopped, its own log shows why"
             f" ({str(error).splitlines()[0]})"
         )
         failure.is_reported = bool(world.local_rank)
         raise failure from error
-    logger.info("%s", config_agreement.format_rank_placement(hosts))
-    return hosts
+    logger.info("%s", format_rank_placement(hostnames))
+    return hostnames
 
 
 def _format_connect_timeout(key_value_store: KeyValueStore, world: World, hostnames: list[str], backend: str) -> str:
-    """What does not work, as far as it can be known, and what to try."""
     ranks = range(world.world_size)
-    absent = call_with_timeout(
+    missing = call_with_timeout(
         lambda: [rank for rank in ranks if not key_value_store.read_counter(f"connected {rank}")], None
     )
-    who = f"; not connected: {format_ranks(absent, hostnames)}" if absent else ""
-    waited = f"{compute_connect_timeout(world.world_size):.0f} s"
-    return "\n".join(
-        [
-            f"all {world.world_size} processes are there, and a first message between them did not arrive within"
-            f" {waited}{who}. What usually helps:",
-            *suggest_network_fixes(backend),
-        ]
+    who = f"; not connected: {format_ranks(missing, hostnames)}" if missing else ""
+    summary = (
+        f"all {world.world_size} processes have started, but a test all-reduce did not finish within"
+        f" {compute_connect_timeout(world.world_size):.0f} s{who}. What usually helps:"
     )
+    return "\n".join([summary, *suggest_network_fixes(backend)])
 
 
 def _build_unreachable_error(address: str, port: str, error: Exception) -> UserError:
     failure = UserError(
-        f"nothing answers at {address}:{port}, where the processes are to meet"
-        f" ({str(error).splitlines()[0]}): is the first machine started, is --main_process_ip its"
-        " address, and does its firewall let others in?"
+        f"no rendezvous at {address}:{port} ({str(error).splitlines()[0]}): is the first machine started, is"
+        " --main_process_ip its address, and does its firewall allow connections?"
     )
     failure.is_reported = bool(int(os.environ.get("LOCAL_RANK", "0")))
     return failure
-
-
-def _raise_problems(problems: list[str]) -> None:
-    if problems:
-        raise ConfigError(problems)
 
 
 INTERFACE_VARIABLES = {"nccl": "NCCL_SOCKET_IFNAME", "gloo": "GLOO_SOCKET_IFNAME"}
 
 
 def suggest_network_fixes(backend: str, environment: Mapping[str, str] | None = None) -> list[str]:
-    """What usually helps when processes find each other and cannot talk."""
+    """Return what usually helps when ranks find the store but cannot connect to each other."""
     env = os.environ if environment is None else environment
     lines = []
     address = env.get("MASTER_ADDR", "")
-    name = find_interface_to(address) if address else None
-    for kind, variable in INTERFACE_VARIABLES.items():
-        if kind in backend:
-            told = env.get(variable)
-            value = name or "the name of the right one"
+    interface = find_interface_to(address) if address else None
+    for name, variable in INTERFACE_VARIABLES.items():
+        if name in backend:
             lines.append(
-                f"{variable} is {told}: is it the network that all machines share?"
-                if told
-                else f"network: on machines with several, set {variable}={value}"
+                f"{variable} is {env[variable]}: is that the network that all machines share?"
+                if env.get(variable)
+                else f"network interface: on machines with several, set {variable}={interface or 'INTERFACE'}"
             )
-    if found := list_network_interfaces():
-        here = ", ".join(f"{name} {address}" for name, address in found)
-        lines.append(f"networks of this machine: {here}")
+    if interfaces := list_network_interfaces():
+        lines.append(f"interfaces of this machine: {', '.join(f'{name} {address}' for name, address in interfaces)}")
     lines.append(
-        "firewall: the processes open connections to each other on any port, not only on the one they meet"
-        f" at ({env.get('MASTER_PORT', 'MASTER_PORT')})"
+        f"firewall: ranks connect to each other on any port, not only on {env.get('MASTER_PORT', 'MASTER_PORT')}"
     )
     if "nccl" in backend:
         lines.append(
-            "cards without a working direct link: NCCL_P2P_DISABLE=1; a network card that fails:"
-            " NCCL_IB_DISABLE=1; NCCL_DEBUG=INFO tells more"
+            "GPUs without working peer-to-peer: NCCL_P2P_DISABLE=1; failing InfiniBand: NCCL_IB_DISABLE=1;"
+            " NCCL_DEBUG=INFO shows more"
         )
     return lines
 
 
 def list_network_interfaces() -> list[tuple[str, str]]:
-    """Name and IPv4 address of each network of this machine, but for the one to itself."""
-    found = psutil.net_if_addrs()
+    """Return name and IPv4 address of each network interface except loopback."""
     return [
         (name, item.address)
-        for name, items in sorted(found.items())
+        for name, items in sorted(psutil.net_if_addrs().items())
         for item in items
         if item.family == socket.AF_INET and not item.address.startswith("127.")
     ]
 
 
 def find_interface_to(host: str) -> str | None:
-    """Through which network this machine talks to another; nothing is sent."""
+    """Return the interface that routes to ``host``; sends nothing."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         own = probe.getsockname()[0]

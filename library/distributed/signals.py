@@ -1,4 +1,4 @@
-"""Signals that ask a run to end: noted, not obeyed at once, so that the step can be finished and kept.
+"""Stop signals (SIGTERM, SIGINT, SIGUSR1): the current step is finished and a checkpoint saved before the run ends.
 
 Under ``python -m library launch`` (``tools/launch.py``), training processes register in a directory to get signals
 directly, and leave their exit code there.
@@ -21,11 +21,11 @@ SIGNAL_FILE, EXIT_CODE_FILE, PROCESS_PREFIX = "signal", "exit_code", "process-"
 
 
 DUPLICATE_SIGNAL_SECONDS = 3.0
-"""A launcher passes on what it got itself, so that one request arrives twice; what comes later is a second one."""
+"""Launchers forward signals that the process also gets itself; one that comes later is a second request."""
 
 
 class StopSignals:
-    """Inside, the first signal is noted in ``asked``, and a second one ends the process at once."""
+    """Context in which the first signal is stored in ``received``, and a second one ends the process at once."""
 
     def __init__(self) -> None:
         self.received: int | None = None
@@ -33,7 +33,7 @@ class StopSignals:
         self._previous_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignals":
-        if threading.current_thread() is threading.main_thread():  # no other thread may set them
+        if threading.current_thread() is threading.main_thread():  # Python sets handlers in no other thread
             self._previous_handlers = {
                 number: signal.signal(number, self._handle_signal) for number in list_stop_signals()
             }
@@ -48,7 +48,7 @@ class StopSignals:
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
     def ignore_sigterm(self) -> None:
-        """A launcher ends all processes as soon as one of them ended; what is still to be said takes seconds only."""
+        """Ignore SIGTERM, which launchers send when another rank has failed, while the error is reported."""
         if self._previous_handlers.pop(signal.SIGTERM, None) is not None:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -56,15 +56,17 @@ class StopSignals:
         if self.received is None:
             self.received, self._received_at = number, time.monotonic()
             name = signal.Signals(number).name
-            # Not through logging: it may be just writing a line when the signal comes.
-            os.write(2, f"\n{name}: the step is finished and the state saved; a second {name} ends at once\n".encode())
+            # Not through logging, whose lock the interrupted code may hold.
+            os.write(
+                2, f"\n{name}: the step is finished and a checkpoint saved; a second {name} stops at once\n".encode()
+            )
         elif time.monotonic() - self._received_at > DUPLICATE_SIGNAL_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
 
 def list_stop_signals() -> list[int]:
-    """Return the signals that ask a run to end, as far as this system has them."""
+    """Return the stop signals that this operating system has."""
     return [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
 
 
@@ -89,7 +91,7 @@ def report_exit_code(code: int) -> int:
 
 
 def write_number(path: Path, number: int) -> None:
-    """Write a file that is whole whenever it can be read."""
+    """Write a file atomically."""
     with suppress(OSError):  # the supervisor and its directory are gone
         temporary = path.with_name(f".{path.name}-{os.getpid()}")
         temporary.write_text(str(number), "ascii")
@@ -97,7 +99,7 @@ def write_number(path: Path, number: int) -> None:
 
 
 def read_number(path: Path) -> int | None:
-    """Read such a file; ``None`` if there is none."""
+    """Read such a file; ``None`` if it does not exist."""
     try:
         return int(path.read_text("ascii"))
     except (OSError, ValueError):

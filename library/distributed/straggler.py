@@ -1,4 +1,4 @@
-"""How long each process works in a step before it waits for the others: who is the slowest, and what it costs."""
+"""Straggler detection: how long each rank computes in a step before it waits for the others in the all-reduce."""
 
 import time
 from collections.abc import Sequence
@@ -6,27 +6,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.nn.parallel import DistributedDataParallel
 
 TimeMark = Any
-"""A mark in the device's order of work, or the time where the device is the processor itself."""
+"""A device event, or the time on a CPU."""
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """The process that the others wait for."""
+    """The rank that the others wait for."""
 
     rank: int
-    lost_fraction: float  # of the time, which the others spend on average waiting for it
+    lost_fraction: float  # of the time, that the others spend waiting for it on average
 
 
 class StragglerMonitor:
-    """Marks in a step, which are read when the device is waited for anyway.
+    """Records events in each step, and reads them when the device is synchronized anyway.
 
-    All processes leave an exchange at the same time; from there to its own gradients each works alone.
+    All ranks leave an all-reduce at the same time; from there until its own gradients are ready, each computes alone.
     """
 
     def __init__(self, device: torch.device, world_size: int):
@@ -36,12 +32,12 @@ class StragglerMonitor:
         self._steps: list[tuple[TimeMark, TimeMark, TimeMark]] = []
 
     def mark_gradients_ready(self) -> None:
-        """The gradients of this process are on their way."""
+        """Record that this rank's gradients are ready, and the all-reduce starts."""
         if not self._is_single_process:
             self._gradients_ready = self._record_mark()
 
     def mark_step_end(self) -> None:
-        """All processes have finished the step."""
+        """Record that all ranks have finished the step."""
         if self._is_single_process:
             return
         now = self._record_mark()
@@ -50,25 +46,13 @@ class StragglerMonitor:
         self._step_start, self._gradients_ready = now, None
 
     def pop_times(self) -> tuple[float, float]:
-        """Seconds worked alone, and all that passed, since it was read; the next step is left out.
+        """Return the seconds computed alone and in total since the last call, and skip the next step.
 
-        What is done between steps, with the others, would count as this process's own work.
+        Callbacks between the steps contain collectives, which would count as this rank's own work.
         """
         steps, self._steps, self._step_start = self._steps, [], None
-        return sum(_measure_seconds(began, ready) for began, ready, _ in steps), sum(
-            _measure_seconds(one, end) for one, _, end in steps
-        )
-
-    def attach(self, model: nn.Module) -> None:
-        """Know when the last gradients of ``model`` are on their way, if DDP exchanges them."""
-        for module in model.modules():
-            if isinstance(module, DistributedDataParallel):
-                module.register_comm_hook(None, self._all_reduce_bucket)
-
-    def _all_reduce_bucket(self, _: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined, unused-ignore]
-        if bucket.is_last():
-            self.mark_gradients_ready()
-        return allreduce_hook(None, bucket)  # type: ignore[arg-type]
+        busy = sum(_measure_seconds(start, ready) for start, ready, _ in steps)
+        return busy, sum(_measure_seconds(start, end) for start, _, end in steps)
 
     def _record_mark(self) -> TimeMark:
         if self._device.type == "cpu":
@@ -79,14 +63,14 @@ class StragglerMonitor:
 
 
 def find_straggler(busy_and_total: Sequence[Sequence[float]]) -> Straggler | None:
-    """By rank; nothing where nothing was measured."""
-    worked = [one for one, _ in busy_and_total]
-    passed = max(all_of for _, all_of in busy_and_total)
-    if len(worked) < 2 or not passed:
+    """Find the slowest rank from the seconds of each; ``None`` where nothing was measured."""
+    busy = [seconds for seconds, _ in busy_and_total]
+    total = max(seconds for _, seconds in busy_and_total)
+    if len(busy) < 2 or not total:
         return None
-    rank = max(range(len(worked)), key=worked.__getitem__)
-    others = (sum(worked) - worked[rank]) / (len(worked) - 1)
-    return Straggler(rank, (worked[rank] - others) / passed)
+    rank = max(range(len(busy)), key=busy.__getitem__)
+    others = (sum(busy) - busy[rank]) / (len(busy) - 1)
+    return Straggler(rank, (busy[rank] - others) / total)
 
 
 def _measure_seconds(start: TimeMark, end: TimeMark) -> float:

@@ -1,4 +1,4 @@
-"""Pictures for experiment trackers, of which each wants them in its own way."""
+"""Experiment trackers (``--log_with``): start, metrics, images, end, and which settings are sent to them."""
 
 import io
 import logging
@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
-from accelerate.utils import LoggerType
 from PIL import Image
 
 from ..config import RunConfig
-from ..config.options import flatten_config, iter_options
+from ..config.options import iter_options
 from ..config.schema_output import LogConfig
 from ..config.toml_positions import read_toml_with_lines
 from ..errors import UserError
@@ -26,61 +24,35 @@ logger = logging.getLogger(__name__)
 
 
 def log_images_to_tracker(tracker: Any, images: Mapping[str, bytes], step: int) -> None:
-    """Give PNG files to one of accelerate's trackers; those that take no pictures are passed by."""
+    """Log PNG files to one of accelerate's trackers, each of which takes images in a format of its own."""
     if not hasattr(tracker, "log_images"):
         return
     opened = {name: Image.open(io.BytesIO(data)).convert("RGB") for name, data in images.items()}
     if tracker.name == "tensorboard":
-        batches = {name: np.asarray(picture)[None] for name, picture in opened.items()}
+        batches = {name: np.asarray(image)[None] for name, image in opened.items()}
         tracker.log_images(batches, step=step, dataformats="NHWC")
     elif tracker.name == "aim":
         tracker.log_images(opened, step=step)
     else:
-        tracker.log_images({name: [picture] for name, picture in opened.items()}, step=step)
-
-
-PACKAGES = {"comet_ml": "comet_ml", "tensorboard": "tensorboard"}
-"""What to install, where the package is not called like the tracker in all cases."""
+        tracker.log_images({name: [image] for name, image in opened.items()}, step=step)
 
 
 def resolve_tracker(log: LogConfig) -> str | None:
-    """``log_with`` after its default: a folder alone means tensorboard."""
+    """Return ``--log_with``, or tensorboard if only ``--logging_dir`` is set."""
     if log.log_with is None:
         return "tensorboard" if log.logging_dir is not None else None
     return None if log.log_with == "none" else log.log_with
 
 
 def resolve_tracker_dir(log: LogConfig, started_at: str) -> str | None:
-    """The run's own folder for trackers: ``<logging_dir>/<log_prefix><YYYYmmddHHMMSS>``."""
+    """Return the run's own directory: ``<logging_dir>/<log_prefix><YYYYmmddHHMMSS>``."""
     if log.logging_dir is None or resolve_tracker(log) is None:
         return None
     return str(Path(log.logging_dir) / f"{log.log_prefix or ''}{started_at}")
 
 
-def validate_trackers(log: LogConfig, environment: Mapping[str, str]) -> list[str]:
-    """What keeps the trackers from starting; asked on the main process, which is the one that runs them."""
-    name = resolve_tracker(log)
-    if name is None:
-        return []
-    names = [str(item) for item in get_available_trackers()] if name == "all" else [name]
-    return [problem for item in names for problem in _validate_tracker(item, log, environment)]
-
-
-def _validate_tracker(name: str, log: LogConfig, environment: Mapping[str, str]) -> list[str]:
-    place = f"--log_with {log.log_with}" if log.log_with else f"--logging_dir {log.logging_dir}"
-    if name not in LoggerType:
-        return [f"{place}: this version of accelerate does not know {name}; pip install -U accelerate"]
-    if LoggerType(name) not in get_available_trackers():
-        return [f"{place}: the package {name} is not installed; pip install {name}"]
-    if LOGGER_TYPE_TO_CLASS[name].requires_logging_directory and log.logging_dir is None:
-        return [f"{place}: {name} writes to a folder; name one with --logging_dir"]
-    if name == "wandb" and not is_wandb_ready(environment):
-        return [f"{place}: not logged in to wandb; run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline"]
-    return []
-
-
 def is_wandb_ready(environment: Mapping[str, str]) -> bool:
-    """Whether wandb could start without asking anybody anything."""
+    """Whether wandb can start without prompting for a login."""
     mode = environment.get("WANDB_MODE", "online").lower()
     if mode in ("offline", "disabled", "dryrun") or parse_env_bool(environment.get("WANDB_DISABLED")):
         return True
@@ -88,17 +60,17 @@ def is_wandb_ready(environment: Mapping[str, str]) -> bool:
         return True
     import wandb
 
-    return bool(wandb.login(prompt=False, verify=False))  # to verify would need the network
+    return bool(wandb.login(prompt=False, verify=False))  # verifying would need the network
 
 
 def create_tracker_dir(directory: str | None, log: LogConfig) -> list[str]:
-    """Make the run's folder, and keep wandb's files in it; say what is in the way."""
+    """Create the run's directory and direct wandb to it; return problems."""
     if directory is None:
         return []
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        return [f"--logging_dir {log.logging_dir}: no folder can be made there: {error.strerror}"]
+        return [f"--logging_dir {log.logging_dir}: cannot create the directory: {error.strerror}"]
     if resolve_tracker(log) in ("wandb", "all"):
         os.environ["WANDB_DIR"] = directory
     return []
@@ -119,10 +91,9 @@ class Trackers:
         """The same on all ranks."""
         return bool(self.accelerator.log_with)
 
-    def init_trackers(self, config: RunConfig) -> None:
-        """Start the trackers; they get the settings of the run only with ``--log_config``."""
-        log = config.log
-        settings = collect_shareable_settings(config) if log.log_config else {}
+    def init_trackers(self, log: LogConfig, options: Mapping[str, Any]) -> None:
+        """Start the trackers; they get the run's ``options`` only with ``--log_config``."""
+        settings = collect_shareable_settings(options) if log.log_config else {}
         init_kwargs: dict[str, Any] = (
             read_toml_with_lines(Path(log.log_tracker_config))[0] if log.log_tracker_config else {}
         )
@@ -174,24 +145,23 @@ WANDB_PRIVATE_SETTINGS = {
     "disable_job_creation": True,
     "console": "off",
 }
-"""wandb sends the command line, the program's path, the git remote and the terminal unless it is told not to."""
+"""By default wandb uploads the command line, the program's path, the git remote and the terminal output."""
 
 
 SHAREABLE_TEXT_OPTIONS = {"network_module", "optimizer_type", "optimizer_args"}
-"""Texts that hold no path and nothing a person wrote."""
+"""Text options that hold no path and nothing private."""
 
 
-def collect_shareable_settings(config: RunConfig) -> dict[str, Any]:
-    """The settings that are numbers, switches and choices, in types that every tracker takes."""
-    values = flatten_config(config)
-    open_ones = [
+def collect_shareable_settings(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Select numbers, switches and choices, which hold nothing private, in types that every tracker accepts."""
+    names = [
         option.name
         for option in iter_options(RunConfig)
         if option.value_type is not str or option.name in SHAREABLE_TEXT_OPTIONS
     ]
     plain = (bool, int, float, str)
     return {
-        name: values[name] if isinstance(values[name], plain) else str(values[name])
-        for name in open_ones
-        if values[name] is not None
+        name: options[name] if isinstance(options[name], plain) else str(options[name])
+        for name in names
+        if options[name] is not None
     }

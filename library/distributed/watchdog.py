@@ -1,4 +1,4 @@
-"""Something that may hang, watched from outside: a message in time, and an end."""
+"""Watchdog: abort collectives that hang, and detect ranks that died; the error is reported once."""
 
 import logging
 import os
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 EXIT_CODE = 2
-"""As for mistakes of the user's: something outside of the program has to change."""
+"""As for user errors: the cause is outside of the program."""
 
 
 STORE_ANSWER_SECONDS = 3.0
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 @contextmanager
 def timeout(seconds: float, on_timeout: Callable[[], None]) -> Iterator[None]:
-    """Call ``late`` in a thread of its own when the inside takes longer than this."""
+    """Call ``on_timeout`` in a thread if the inside takes longer than ``seconds``."""
     timer = threading.Timer(seconds, on_timeout)
     timer.daemon = True
     timer.start()
@@ -46,38 +46,38 @@ def timeout(seconds: float, on_timeout: Callable[[], None]) -> Iterator[None]:
 
 
 def elect_reporter(key_value_store: KeyValueStore, *, is_local_main: bool) -> bool:
-    """Whether this process is the one to tell; to be asked once.
+    """Return whether this rank reports the error; call it once per error.
 
-    The store may not answer either.  Then one process of each machine tells.
+    If the store does not answer either, one rank of each machine reports it.
     """
     return call_with_timeout(lambda: key_value_store.add("late", 1), 1 if is_local_main else 2) == 1
 
 
 def abort_process(key_value_store: KeyValueStore, message: str, *, is_local_main: bool) -> None:
-    """Tell why, on one of the processes that come here, and end: what hangs in a library cannot be called back."""
+    """Log the error on one rank and exit at once: a collective that hangs cannot be interrupted."""
     if elect_reporter(key_value_store, is_local_main=is_local_main):
         logger.error("%s", message)
     else:
-        threading.Event().wait(REPORTER_GRACE_SECONDS)  # whoever ends first takes the launcher along
+        threading.Event().wait(REPORTER_GRACE_SECONDS)  # the launcher stops the others when the first one exits
     os._exit(EXIT_CODE)
 
 
 def call_with_timeout(function: Callable[[], T], default: T) -> T:
-    """What ``ask`` gives, if it does within seconds."""
-    found: list[T] = []
+    """Return the result of ``function``, or ``default`` if it fails or takes longer than a few seconds."""
+    results: list[T] = []
 
     def call_in_thread() -> None:
-        with suppress(Exception):  # of whatever kind: then there is no answer
-            found.append(function())
+        with suppress(Exception):
+            results.append(function())
 
     thread = threading.Thread(target=call_in_thread, daemon=True)
     thread.start()
     thread.join(STORE_ANSWER_SECONDS)
-    return found[0] if found else default
+    return results[0] if results else default
 
 
 EXIT_GRACE_SECONDS = 3.0
-"""The connections of a process that is killed close a little before it is gone."""
+"""Connections of a killed process close a little before the process disappears."""
 
 
 GLOO_ERRORS = ("/gloo/", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
@@ -85,43 +85,41 @@ GLOO_ERRORS = ("/gloo/", "Connection closed by peer", "Connection reset by peer"
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """Where and what it is."""
+    """Identifies a process across machines, containers and reused process ids."""
 
     host: str
-    system: str  # machines may have one name, and containers on one machine numbers of their own
+    system: str  # boot id and pid namespace: host names may be equal, and containers have pids of their own
     pid: int
-    began: float  # seconds after the machine did, which stays the same when somebody sets the clock
+    began: float  # seconds since boot, which does not change with the clock
 
     @classmethod
     def get_current(cls) -> "ProcessIdentity":
-        """This one."""
+        """Identify this process."""
         return cls(socket.gethostname(), _read_boot_id(), os.getpid(), _compute_start_time(psutil.Process()))
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "ProcessIdentity | None":
-        """What ``as_json`` gave, or nothing where it does not stand."""
+        """Parse ``to_json``'s result; ``None`` if it is incomplete."""
         try:
             return cls(str(data["host"]), str(data["system"]), int(data["pid"]), float(data["began"]))
         except (KeyError, TypeError, ValueError):
             return None
 
     def to_json(self) -> dict[str, Any]:
-        """For a file."""
+        """Return a JSON object."""
         return asdict(self)
 
     @property
     def is_on_this_machine(self) -> bool:
-        """On this machine and in this container, so that it can be asked."""
+        """Whether it is in this machine and container, so that ``is_alive`` can tell."""
         return (self.host, self.system) == (socket.gethostname(), _read_boot_id())
 
     def is_alive(self) -> bool:
-        """Whether it does; only to be asked on its own machine."""
+        """Whether it still runs; call it on its own machine only."""
         with suppress(psutil.Error):
-            found = psutil.Process(self.pid)
-            return (
-                abs(_compute_start_time(found) - self.began) < CLOCK_TOLERANCE_SECONDS
-                and found.status() not in DEAD_STATUSES
-            )
+            process = psutil.Process(self.pid)
+            is_same = abs(_compute_start_time(process) - self.began) < CLOCK_TOLERANCE_SECONDS
+            return is_same and process.status() not in DEAD_STATUSES
         return False
 
     def __str__(self) -> str:
@@ -129,30 +127,30 @@ class ProcessIdentity:
 
 
 class PeerMonitor:
-    """All processes of a run by rank, as they were at its beginning."""
+    """Detects which processes of a run have died; ``processes`` are by rank."""
 
     def __init__(self, rank: int, processes: Sequence[ProcessIdentity], key_value_store: KeyValueStore):
         self.rank, self.processes, self.key_value_store = rank, tuple(processes), key_value_store
 
     def elect_reporter(self) -> bool:
-        """Whether this process is the one to tell: the first that asks is.  To be asked once."""
+        """Return whether this rank reports the error: the first to ask does.  Call it once."""
         if len(self.processes) == 1:
             return True
         place = call_with_timeout(lambda: self.key_value_store.add("failed", 1), 0)
         if place:
             return place == 1
-        # Whoever kept the board is gone, or the way to it; then one tells on each machine.
+        # The store's host or the connection is gone: one rank of each machine reports.
         here = {rank for rank, process in enumerate(self.processes) if process.is_on_this_machine}
         return self.rank <= min(here - set(self.find_dead_ranks()), default=0)
 
     def find_dead_ranks(self) -> list[int]:
-        """Ranks whose processes on this machine have ended."""
+        """Return the ranks on this machine whose processes have ended."""
         return [
             rank for rank, process in enumerate(self.processes) if process.is_on_this_machine and not process.is_alive()
         ]
 
     def describe_lost_peer(self, error: BaseException) -> str | None:
-        """A sentence, when ``error`` says that another process does not answer any more."""
+        """Format a message if ``error`` means that another rank is gone."""
         if len(self.processes) == 1 or not is_connection_error(error):
             return None
         deadline = time.monotonic() + EXIT_GRACE_SECONDS
@@ -160,28 +158,27 @@ class PeerMonitor:
             time.sleep(0.1)
         if gone:
             names = ", ".join(f"rank {rank} ({self.processes[rank]})" for rank in gone)
-            ended = "has ended" if len(gone) == 1 else "have ended"
-            return f"{names} {ended} without a word, killed by the system (out of memory?) or by somebody"
+            return f"{names} died without an error message: killed by the system (out of memory?) or by a user"
         elsewhere = [rank for rank, process in enumerate(self.processes) if not process.is_on_this_machine]
         hosts = [process.host for process in self.processes]
-        where = f"; look at {format_ranks(elsewhere, hosts)}, and at the network in between" if elsewhere else ""
-        return f"another process does not answer, and all on this machine are there{where}: {_get_reason(error)}"
+        where = f"; check {format_ranks(elsewhere, hosts)} and the network" if elsewhere else ""
+        return f"lost the connection to another rank, while all ranks on this machine run{where}: {_get_reason(error)}"
 
 
 def is_connection_error(error: BaseException) -> bool:
-    """Whether it says that another process, or the way to it, is gone."""
+    """Whether another rank or the network to it failed."""
     if isinstance(error, (dist.DistError, ConnectionError)):
         return True
     return isinstance(error, RuntimeError) and any(mark in str(error) for mark in GLOO_ERRORS)
 
 
 def _get_reason(error: BaseException) -> str:
-    """The first line, without the place in somebody's source files."""
+    """Return the first line without gloo's source location."""
     return str(error).partition("\n")[0].rpartition("] ")[2]
 
 
 CLOCK_TOLERANCE_SECONDS = 2.0
-"""Clocks of the system count in whole seconds, and two of them are read."""
+"""The system counts some clocks in whole seconds, and two of them are read."""
 
 
 BOOT_ID_FILE, PID_NAMESPACE_LINK = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
@@ -191,13 +188,13 @@ DEAD_STATUSES = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
 def _read_boot_id() -> str:
-    """The start of the system that this process runs on, and where its number counts; nothing where none says so."""
+    """Return the boot id and the pid namespace; empty where the system has none."""
     with suppress(OSError):
         return f"{BOOT_ID_FILE.read_text('ascii').strip()} {PID_NAMESPACE_LINK.readlink()}"
     return ""
 
 
 def _compute_start_time(process: psutil.Process) -> float:
-    # In this order, because some versions add what they knew of the system's beginning until then.
+    # In this order: some versions of psutil compute create_time from the boot time that they read last.
     boot = psutil.boot_time()
     return float(process.create_time() - boot)

@@ -1,4 +1,4 @@
-"""Ranks and machines as they stand in messages."""
+"""``World``: world size, ranks, device and launcher settings of this process, read from the environment."""
 
 import os
 import sys
@@ -16,7 +16,7 @@ MAX_RANKS_SHOWN = 6
 
 
 def format_ranks(ranks: Sequence[int], hostnames: Sequence[str] = ()) -> str:
-    """``ranks 2, 3 (on gpu-b)``."""
+    """Format ``ranks 2, 3 (on gpu-b)``."""
     shown = ", ".join(map(str, ranks[:MAX_RANKS_SHOWN]))
     shown += f" and {len(ranks) - MAX_RANKS_SHOWN} more" if len(ranks) > MAX_RANKS_SHOWN else ""
     names = list(dict.fromkeys(hostnames[rank] for rank in ranks)) if hostnames else []
@@ -32,7 +32,7 @@ ENGINE_VARIABLES = {
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism config",
 }
-"""Variables by which a launcher asks for something else than plain data parallelism."""
+"""Variables by which a launcher requests an engine other than plain data parallelism."""
 
 
 ENGINE_VARIABLE_PREFIXES = ("FSDP_", "PARALLELISM_CONFIG_", "ACCELERATE_DEEPSPEED_", "ACCELERATE_GRADIENT_CLIPPING")
@@ -53,39 +53,39 @@ LOCAL_WORLD_SIZE_VARIABLES = (
     "OMPI_COMM_WORLD_LOCAL_SIZE",
     "MV2_COMM_WORLD_LOCAL_SIZE",
 )
-"""Names under which torchrun and the MPI launchers tell the same; accelerate reads them in this order."""
+"""The variables of torchrun and of MPI launchers, in the order in which accelerate reads them."""
 
 
 @dataclass(frozen=True)
 class World:
-    """The launcher's word, the machine, and the time that the run started at."""
+    """What the launcher set, the machine, and the start time of the run."""
 
     world_size: int = 1
     rank: int = 0
     local_rank: int | None = None
-    """``None`` when no launcher gave one."""
+    """``None`` without a launcher."""
     local_world_size: int = 1
     device_type: str = "cpu"
-    """Kind of device that this process computes on."""
+    """cpu, cuda, xpu or mps."""
     machine: Machine = field(default_factory=Machine)
     is_windows: bool = False
     mixed_precision: str | None = None
-    """What the launcher says; ``None`` when it says nothing.  The same for the next four."""
+    """Set by the launcher; ``None`` if it is not.  The same for the next four."""
     gradient_accumulation_steps: int | None = None
     dynamo_backend: str | None = None
     dynamo_mode: str | None = None
     numa_affinity: bool | None = None
     engines: tuple[str, ...] = ()
     launcher_variables: Mapping[str, str] = field(default_factory=dict)
-    """What the launcher says about them, by the names of its variables."""
+    """The launcher's variables for the engines."""
     launch_command: LaunchCommand | None = None
-    """The command that started this process, where it can be seen."""
+    """The launcher's command, if it can be read."""
     started_at: str = ""
     """YYYYmmddHHMMSS, the same on every rank; empty until the ranks have agreed."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> "World":
-        """This process."""
+        """Read the environment of this process."""
         env = os.environ if environment is None else environment
         machine = detect_machine(env)
         size = _read_first_int(env, WORLD_SIZE_VARIABLES) or 1
@@ -111,7 +111,7 @@ class World:
 
     @classmethod
     def build_fake(cls, world_size: int, device_count: int | None = None) -> "World":
-        """So many processes on a machine with as many GPUs, or so many, whatever there is here."""
+        """Build a world of one machine with ``device_count`` GPUs (default: one per process), for estimates."""
         machine = Machine("cuda", world_size if device_count is None else device_count)
         local_rank = 0 if world_size > 1 else None
         return cls(
@@ -122,36 +122,42 @@ class World:
             machine=machine,
         )
 
+    def resolve_mixed_precision(self, option: str | None) -> str | None:
+        """Return ``--mixed_precision``; ``None`` leaves it to the launcher.
+
+        A launcher's fp16 becomes ``no`` on a CPU: accelerate computes in fp32 there and still reports fp16.  That is no
+        error, since accelerate's config file may have been written for another machine.
+        """
+        return "no" if (option, self.mixed_precision, self.device_type) == (None, "fp16", "cpu") else option
+
     @property
     def num_machines(self) -> int:
-        """How many machines take part, as far as the launcher tells."""
+        """Number of machines, as far as the launcher sets it."""
         return max(1, self.world_size // max(1, self.local_world_size))
 
     @property
     def needs_process_group(self) -> bool:
-        """accelerate forms a process group also for one process that was given a local rank."""
+        """Whether accelerate initializes one: also for a single process that has a local rank."""
         return self.world_size > 1 or self.local_rank is not None
 
 
 def format_timestamp() -> str:
-    """The local time as it stands in folder names."""
+    """Format the local time for directory names."""
     return datetime.now().strftime("%Y%m%d%H%M%S")
 
 
 def select_device_type(environment: Mapping[str, str], machine: Machine) -> str:
-    """The kind of device, after what the environment may forbid."""
+    """Return the device type, which the environment may override."""
     if forced := environment.get("ACCELERATE_TORCH_DEVICE"):
         return torch.device(forced).type
     return "cpu" if parse_env_bool(environment.get("ACCELERATE_USE_CPU")) else machine.device_type
 
 
 def parse_env_bool(text: str | None) -> bool | None:
-    """A yes or no as accelerate reads it; ``None`` when nothing was said."""
+    """Parse a boolean as accelerate does; ``None`` if it is not set."""
     if text is None or not text.strip():
         return None
-    if text.strip().lower() in ("y", "yes", "t", "true", "on", "1"):
-        return True
-    return False
+    return text.strip().lower() in ("y", "yes", "t", "true", "on", "1")
 
 
 def _read_first_int(environment: Mapping[str, str], names: tuple[str, ...]) -> int | None:
@@ -162,10 +168,10 @@ def _read_first_int(environment: Mapping[str, str], names: tuple[str, ...]) -> i
 
 
 def _read_int(environment: Mapping[str, str], name: str) -> int | None:
-    word = environment.get(name)
-    if word is None or not word.strip():
+    text = environment.get(name)
+    if text is None or not text.strip():
         return None
     try:
-        return int(word)
+        return int(text)
     except ValueError:
-        raise ConfigError([f"environment variable {name}: expected a whole number, got {word!r}"]) from None
+        raise ConfigError([f"environment variable {name}: expected a whole number, got {text!r}"]) from None

@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from ..models.detect import DetectedModel
 from ..models.families import FAMILIES
 from ..models.loading import load_components_on_meta
-from ..optim import optimizers
+from ..optim.preflight import validate_optimizer
 from ..parallel.offload import find_innermost_blocks
 from ..training.preflight import validate_model_parallel
 from .dry_run import DryRun
@@ -72,7 +72,8 @@ class LayoutReport:
 
 def search_layouts(config: RunConfig, given: frozenset[str], outlook: DryRun, devices: Devices) -> LayoutReport:
     """Estimate all layouts that these settings allow; ``given`` are the options that the user set."""
-    optimizers.validate_optimizer(config.optim)
+    if problems := [*validate_optimizer(config.optim)]:
+        raise ConfigError(problems)
     model, batch = outlook.detected, find_largest_batch(outlook)
     problems = find_conflicts(config, devices.count)
     if problems := [*problems, *validate_model_parallel(config, FAMILIES.get(model.family)(config.model), model)]:

@@ -220,8 +220,8 @@ class MetaRun:
         self.denoiser: Any = self.trained.denoiser
         self.offloaded_bytes = 0
         """Of frozen weights that stay in host memory (``blocks_to_swap``)."""
-        if is_quantized_or_offloaded(config):
-            self.offloaded_bytes = quantize_and_offload_base(config, self.denoiser, META)
+        if is_quantized_or_offloaded(config.model, config.train):
+            self.offloaded_bytes = quantize_and_offload_base(self.denoiser, META, config.model, config.train)
             self._cast_inputs_of_frozen_layers()
         self.trainable = get_trainable_parameters(self.trained)
         self.task = DiffusionTask(

@@ -10,15 +10,15 @@ from ..config import RunConfig
 from ..config.options import build_config, flatten_config
 from ..config.types import DeviceMap
 from ..config.validate import validate_config
-from ..distributed.deepspeed_settings import DeepSpeedSettings, resolve_deepspeed_settings
+from ..distributed.deepspeed_settings import DeepSpeedSettings, resolve_deepspeed
 from ..distributed.devices import HOST
 from ..distributed.fsdp_settings import FSDPSettings, resolve_fsdp
-from ..distributed.parallel_dims import ParallelDims, build_parallel_dims, validate_parallel_dims
-from ..distributed.preflight import validate_compiled_context_parallel, validate_device_map_launch
+from ..distributed.parallel_dims import ParallelDims, build_parallel_dims
+from ..distributed.preflight import validate_parallelism
 from ..distributed.world import World
 from ..models.detect import DetectedModel
 from ..models.families import FAMILIES
-from ..optim.optimizers import validate_elementwise_optimizer
+from ..optim.preflight import validate_elementwise_optimizer
 from ..parallel.deepspeed import DeepSpeedStrategy
 from ..training.preflight import validate_model_parallel, validate_quantize_offload
 
@@ -91,12 +91,7 @@ def find_layouts(
 def find_conflicts(config: RunConfig, world_size: int) -> list[str]:
     """Why training would refuse these settings on so many devices."""
     world = _build_world(config, world_size)
-    problems = [
-        *resolve_fsdp(config, world).problems,
-        *resolve_deepspeed_settings(config, world)[1],
-        *validate_parallel_dims(config, world),
-    ]
-    return [*problems, *validate_device_map_launch(config, world), *validate_compiled_context_parallel(config, world)]
+    return [*validate_parallelism(config, world)]
 
 
 def _find_conflicts(layout: ParallelLayout, config: RunConfig, given: frozenset[str], world_size: int) -> Iterator[str]:
@@ -119,8 +114,9 @@ def _build_layout(name: str, options: Mapping[str, Any], config: RunConfig, worl
         RunConfig, {**flatten_config(config), **defaults, **dict.fromkeys(SIZES, 1), **options}
     )
     world = _build_world(own, world_size)
-    sharding, zero = resolve_fsdp(own, world).settings, resolve_deepspeed_settings(own, world)[0]
-    return ParallelLayout(name, options, own, build_parallel_dims(own, world), sharding, zero)
+    sharding = resolve_fsdp(own.sharding, own.parallel.tp_size, world)
+    dims, zero = build_parallel_dims(own.parallel, world.world_size), resolve_deepspeed(own.deepspeed, world)
+    return ParallelLayout(name, options, own, dims, sharding, zero)
 
 
 def _build_world(config: RunConfig, world_size: int) -> World:

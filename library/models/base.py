@@ -1,8 +1,10 @@
-"""The contract of a model family: what training asks of a kind of model, and nothing else.
+"""The interface of a model family: everything that training needs to know about an architecture.
 
-A family keeps nothing but the frozen options that it was made with: its modules live in a diffusers pipeline ``pipe``
-that is passed in and may be loaded in parts.  The denoiser is passed apart, because a strategy may have wrapped it:
-call ``denoiser``, but read attributes only from ``pipe``.
+How to add a family: see ``families/__init__.py``.
+
+A family is stateless apart from its frozen ``ModelConfig``: the modules live in a diffusers pipeline ``pipe`` that is
+passed in and may be loaded in parts.  The denoiser is passed separately, because a parallel strategy may have wrapped
+it: call ``denoiser``, but read its attributes from ``pipe`` only.
 """
 
 from abc import ABC, abstractmethod
@@ -21,11 +23,13 @@ from ..diffusion.process import NoiseProcess
 from .detect import DetectedModel
 from .facts import FamilyFacts
 from .loading import load_pipeline
+from .sampling import sample_image
+from .vae import decode_vae_latents, encode_vae_moments
 
 
 @dataclass(frozen=True)
 class BaseModelInfo:
-    """What a LoRA file says of the model that it was trained on."""
+    """How the metadata of a LoRA file names the base model."""
 
     base_model_version: str
     """``ss_base_model_version``."""
@@ -34,62 +38,65 @@ class BaseModelInfo:
 
 
 class Family(ABC):
-    """Subclass once for each family, directly."""
+    """Subclass directly, once per family."""
 
     facts: ClassVar[FamilyFacts]
-    """What is known without importing the family."""
+    """What is known without importing torch."""
     denoiser_name: ClassVar[str]
-    """The part of the pipeline that is trained."""
+    """The pipeline component that is trained: ``unet`` or ``transformer``."""
     text_components: ClassVar[tuple[str, ...]]
-    """The parts that ``encode_prompts`` needs; they can be freed before the denoiser is loaded."""
+    """The components that ``encode_prompts`` needs; they can be freed before the denoiser is loaded."""
     tokenizer_repo_ids: ClassVar[Mapping[str, str]]
-    """Hub ids of the tokenizers, for single files, which bring none."""
+    """Hub ids of the tokenizers, for single-file checkpoints, which contain none."""
+
     lora_target_modules: ClassVar[tuple[str, ...]]
-    """Ends of the names of the denoiser's modules that get a LoRA, cut at dots; sd-scripts' choice."""
+    """Suffixes of the names of the denoiser's modules that get a LoRA, matched at dots; same choice as sd-scripts."""
     lora_prefix: ClassVar[str]
-    """What stands before the names of the denoiser's modules in a kohya file."""
+    """Prefix of the denoiser's keys in a kohya file."""
     lora_key_style: ClassVar[str] = "diffusers"
-    """How a kohya file names the denoiser's modules: ``diffusers``, or the original names of ``ldm`` (SDXL), ``flux``
-    or ``sd3``, where some of them are one."""
+    """How a kohya file names the denoiser's modules: ``diffusers``, or as in the original code of ``ldm`` (SDXL),
+    ``flux`` or ``sd3``, where several modules of diffusers are one."""
     lora_other_key_styles: ClassVar[tuple[str, ...]] = ()
-    """More of these, in which LoRA files by others name the denoiser's modules."""
+    """Further key styles that are read."""
     lora_format: ClassVar[Literal["kohya", "diffusers"]] = "kohya"
-    """What LoRA files every loader reads: sd-scripts' (``kohya``), or ``diffusers`` with names as in diffusers."""
+    """The file format that most programs load for this family."""
     conv_lora_target_modules: ClassVar[tuple[str, ...]] = ()
-    """What joins ``lora_targets`` when convolutions are trained, too."""
+    """Additional ``lora_target_modules`` when convolutions are trained."""
     text_lora_target_modules: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Each of ``facts.text_encoders`` -> the same as ``lora_targets`` for it."""
+    """Each of ``facts.text_encoders`` -> its ``lora_target_modules``."""
     text_lora_prefixes: ClassVar[Mapping[str, str]] = {}
-    """Text encoder -> what stands before the names of its modules in a kohya file."""
+    """Text encoder -> prefix of its keys in a kohya file."""
+
     block_lists: ClassVar[tuple[str, ...]] = ()
-    """Lists of the denoiser's blocks in the order in which they run; none where blocks do not simply follow each
-    other."""
+    """The denoiser's module lists of blocks in execution order; empty where blocks are not sequential."""
     has_skip_connections: ClassVar[bool] = False
-    """Whether it is a UNet, whose first blocks hand on to its last ones as well."""
+    """Whether the denoiser is a UNet."""
     block_activation_args: ClassVar[tuple[str, ...]] = ("encoder_hidden_states", "hidden_states")
-    """The arguments that such a block gets from the one before, in the order in which it returns them."""
+    """The arguments that a block gets from the previous block, in the order in which it returns them."""
     block_token_args: ClassVar[Mapping[str, tuple[tuple[int, tuple[str, ...]], ...]]] = {}
-    """Its other arguments that say something of each token -> for each tensor in them, the axis of tokens, and the
-    arguments of ``block_flow`` that bring these, in their order."""
+    """Further block arguments with a token axis -> for each of their tensors: that axis, and the
+    ``block_activation_args`` whose tokens it covers, in order."""
+
     has_variable_text_length: ClassVar[bool] = False
-    """Whether conditioning is as long as its caption."""
+    """Whether the text conditioning is as long as its caption."""
     denoiser_text_multiple: ClassVar[int] = 1
-    """To a multiple of so many tokens the denoiser itself makes such texts longer."""
+    """The denoiser itself pads variable-length text to a multiple of this many tokens."""
     pad_text_to_multiple_of: ClassVar[int] = 1
-    """To a multiple of so many they are filled up, and masked, where it pays that few lengths differ."""
+    """Pad (and mask) variable-length text to a multiple of this many tokens where fewer shapes pay off (compile)."""
+
     default_image_size: ClassVar[tuple[int, int]]
-    """Width and height of a preview whose prompt names none."""
+    """Width and height of a preview, unless its prompt sets them."""
     default_num_inference_steps: ClassVar[int]
-    """Steps of a preview whose prompt names none."""
+    """Sampling steps of a preview, unless its prompt sets them."""
     default_guidance_scale: ClassVar[float]
-    """Classifier-free guidance of a preview whose prompt names none."""
+    """Classifier-free guidance of a preview, unless its prompt sets it."""
 
     def __init__(self, model_config: ModelConfig | None = None):
         self.model_config = model_config or ModelConfig()
 
     @property
     def components(self) -> tuple[str, ...]:
-        """All that ``load`` can load, beside the scheduler."""
+        """All components that ``load`` can load, apart from the scheduler."""
         return (*self.text_components, "vae", self.denoiser_name)
 
     def load(
@@ -101,76 +108,83 @@ class Family(ABC):
         pipe: Any = None,
         device: torch.device | None = None,
     ) -> Any:
-        """Load ``parts``, or all, straight to dtype and device (without one: the CPU); the VAE is always float32.
+        """Load ``components`` (default: all) directly to dtype and device (default: CPU); the VAE is always float32.
 
-        ``into`` is a pipeline of which other parts are loaded: it gets the new ones beside them.  So text encoders
-        can come first, and go (set them to None) before the denoiser comes.
+        With ``pipe``, the components are added to that pipeline.  So the text encoders can be loaded, used and freed
+        (set to None) before the denoiser is loaded.
         """
         return load_pipeline(self, model, dtype, self.components if components is None else components, pipe, device)
 
-    def get_unused_layers(self, denoiser: Any) -> tuple[str, ...]:
-        """Names of layers that no gradient reaches, since the model leaves out what they make; they get no LoRA."""
-        return ()
-
     @classmethod
     def get_text_key_style(cls, component: str) -> str:
-        """How a kohya file names a text encoder's modules: as ``clip`` or ``t5``."""
+        """How a kohya file names a text encoder's modules: ``clip`` or ``t5``."""
         return "t5" if component == cls.facts.t5_encoder else "clip"
 
     def get_non_block_lora_target_modules(self, denoiser: Any) -> tuple[str, ...]:
-        """What joins ``lora_targets`` when layers outside of the blocks are trained, too."""
+        """Additional ``lora_target_modules`` when layers outside of the blocks are trained."""
+        return ()
+
+    def get_unused_layers(self, denoiser: Any) -> tuple[str, ...]:
+        """Layers whose output the model discards: no gradient reaches them, so they get no LoRA."""
         return ()
 
     def get_unused_text_layers(self, encoder: Any, component: str) -> tuple[str, ...]:
-        """The same for a text encoder: what comes after the layer that is read."""
+        """The same for a text encoder: the layers after the one whose hidden states are used."""
         return ()
 
     @abstractmethod
     def build_noise_process(self, pipe: Any) -> NoiseProcess:
-        """The noise process that the model was made with."""
+        """The noise process of the model."""
 
     @abstractmethod
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
-        """What LoRA files say of this model."""
+        """The base model's names for the metadata of LoRA files."""
 
     @abstractmethod
     def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
-        """Text to conditioning, a row for each prompt; the keys are the family's own.
+        """Encode texts to conditioning with one row per prompt; the keys are the family's own.
 
-        A row does not depend on the other prompts, its length included: where texts differ in length, it is a list.
-        Gradients are not switched off here: text encoders may be trained.
+        A row, including its length, must not depend on the other prompts: values of variable length are lists.
+        Gradients stay enabled: text encoders may be trained.
         """
 
     def encode_prompts_on_meta(self, pipe: Any, prompts: Sequence[str]) -> Cond:
-        """Of ``encode_prompts`` only the sizes, by a pipeline without weights."""
+        """The shapes that ``encode_prompts`` returns, from a pipeline on the meta device."""
         with torch.no_grad():
             return self.encode_prompts(pipe, prompts)
 
     def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
-        """Those of the prompts whose ends ``encode_prompts`` leaves out."""
+        """The prompts that ``encode_prompts`` truncates."""
         return []
 
-    @abstractmethod
     def encode_moments(self, pipe: Any, pixels: Tensor) -> Moments:
-        """Pixels (B, 3, height, width) in -1..1 to what the VAE says of them, as the denoiser expects latents.
+        """Encode pixels (B, 3, height, width) in -1..1 to the mean and standard deviation of their latents.
 
-        Shift and scale are done: to the mean both, to the standard deviation the scale.  Nothing is random here, so
-        that what comes out can be kept, and training with it is training without it.
+        The VAE's shift and scale are applied, so samples are what the denoiser expects.  Nothing is random here, so
+        that training on cached moments equals training without a cache.
         """
+        return encode_vae_moments(pipe.vae, pixels)
 
     def encode_pixels(self, pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
-        """Pixels to latents as the denoiser expects them, drawn for each sample by its own generator."""
+        """Encode pixels and sample latents, with one generator per sample."""
         return self.encode_moments(pipe, pixels).sample(generators)
 
-    @abstractmethod
     def decode_latents(self, pipe: Any, latents: Tensor) -> Tensor:
-        """Latents to pixels in -1..1; undoes ``encode_pixels`` as far as the VAE can."""
+        """Decode latents to pixels in -1..1."""
+        return decode_vae_latents(pipe.vae, latents)
 
     @abstractmethod
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
-        """The model's prediction, to be compared with the target of ``process``; same shape as ``noisy``."""
+        """Run the denoiser; the result has the shape of the latents and is compared with the process's target."""
 
     @abstractmethod
+    def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
+        """The arguments of the diffusers pipeline's call for a preview: guidance and text embeddings."""
+
+    def get_guidance_scale(self, prompt: Prompt) -> float:
+        """The classifier-free guidance of a preview."""
+        return self.default_guidance_scale if prompt.cfg_scale is None else prompt.cfg_scale
+
     def generate_image(
         self,
         pipe: Any,
@@ -180,8 +194,10 @@ class Family(ABC):
         generator: torch.Generator,
         sampler: str | None,
     ) -> Image:
-        """One picture by the diffusers pipeline with the modules in memory.
+        """Sample one preview image with the diffusers pipeline and the modules in memory.
 
-        ``cond`` and ``negative`` are ``encode_prompts`` of the prompt's two texts, so that no text encoder is needed
-        here.  All randomness comes from ``generator``.  Without a sampler the family chooses.
+        ``cond`` and ``negative_cond`` are ``encode_prompts`` of the prompt's two texts, so no text encoder is needed
+        here.  All random numbers come from ``generator``.  ``sampler`` None is the family's default.
         """
+        sampling_kwargs = self.build_sampling_kwargs(pipe, prompt, cond, negative_cond)
+        return sample_image(self, pipe, prompt, sampling_kwargs, generator, sampler)

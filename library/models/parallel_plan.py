@@ -42,7 +42,7 @@ GATED_ACTIVATIONS = {"GEGLU", "SwiGLU"}
 
 
 def build_tensor_parallel_plan(denoiser: nn.Module) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Name of each layer that is cut -> ``rows`` or ``columns``, and how many of them each piece has."""
+    """Name of each layer that is cut -> ``colwise`` or ``rowwise``, and how many of them each piece has."""
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, layer in denoiser.named_modules():
         base: Any = getattr(layer, "base_layer", layer)
@@ -50,10 +50,10 @@ def build_tensor_parallel_plan(denoiser: nn.Module) -> dict[str, tuple[str, tupl
             continue
         if COLWISE_PATTERN.search(name):
             parts = 2 if type(denoiser.get_submodule(name.rpartition(".")[0])).__name__ in GATED_ACTIVATIONS else 1
-            found[name] = "rows", (base.out_features // parts,) * parts
+            found[name] = "colwise", (base.out_features // parts,) * parts
         elif ROWWISE_PATTERN.search(name):
-            found[name] = "columns", (base.in_features,)
+            found[name] = "rowwise", (base.in_features,)
         elif FUSED_ROWWISE_PATTERN.search(name):
             heads = base.out_features
-            found[name] = "columns", (heads, base.in_features - heads)
+            found[name] = "rowwise", (heads, base.in_features - heads)
     return found

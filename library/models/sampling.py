@@ -1,6 +1,6 @@
-"""What drawing pictures needs beside a pipeline: a scheduler by kohya's sampler name, and modules at rest."""
+"""Sample preview images: a diffusers pipeline around the modules in memory, with a scheduler of its own."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -15,18 +15,9 @@ if TYPE_CHECKING:
     from .base import Family
 
 
-def build_sampling_pipeline(pipe: Any, scheduler: Any) -> Any:
-    """A pipeline around the same modules with a scheduler of its own, which keeps the course of the drawing."""
-    _, settings = type(pipe)._get_signature_keys(type(pipe))
-    options = {name: pipe.config[name] for name in settings if name in pipe.config}
-    artist = type(pipe)(**{**pipe.components, **options, "scheduler": scheduler})
-    artist.set_progress_bar_config(disable=True)
-    return artist
-
-
 @contextmanager
 def use_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Switch dropout and the like off, and back on where it was on."""
+    """Switch to eval mode, and back to training mode the modules that were in it."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -36,36 +27,39 @@ def use_eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def run_sampling_pipeline(
-    family: "Family", pipe: Any, prompt: Prompt, generator: torch.Generator, sampler: str | None, **conditioning: Any
-) -> Image:
-    """One picture by the pipeline's class with another scheduler; ``conditioning`` is given to it as it is."""
-    artist = build_sampling_pipeline(pipe, build_scheduler(sampler or "ddim", pipe.scheduler))
-    scale = family.default_guidance_scale if prompt.cfg_scale is None else prompt.cfg_scale
-    return _run_pipeline(family, artist, prompt, generator, guidance_scale=scale, **conditioning)
-
-
-def run_flow_sampling_pipeline(
-    family: "Family", pipe: Any, prompt: Prompt, generator: torch.Generator, sampler: str | None, **conditioning: Any
-) -> Image:
-    """The same for flow matching, with the model's own scheduler; ``conditioning`` names the guidance, too."""
-    artist = build_sampling_pipeline(pipe, build_flow_scheduler(sampler, pipe.scheduler, prompt.flow_shift))
-    return _run_pipeline(family, artist, prompt, generator, **conditioning)
-
-
 @torch.no_grad()
-def _run_pipeline(
-    family: "Family", sampling_pipe: Any, prompt: Prompt, generator: torch.Generator, **call: Any
+def sample_image(
+    family: "Family",
+    pipe: Any,
+    prompt: Prompt,
+    sampling_kwargs: Mapping[str, Any],
+    generator: torch.Generator,
+    sampler: str | None,
 ) -> Image:
+    """Sample one image; ``sampling_kwargs`` are the family's arguments of the pipeline's call."""
+    if family.build_noise_process(pipe).prediction_type == "flow":
+        scheduler = build_flow_scheduler(sampler, pipe.scheduler, prompt.flow_shift)
+    else:
+        scheduler = build_scheduler(sampler or "ddim", pipe.scheduler)
+    sampling_pipe = _build_sampling_pipeline(pipe, scheduler)
     width, height = prompt.width or family.default_image_size[0], prompt.height or family.default_image_size[1]
-    call.setdefault("num_inference_steps", prompt.num_inference_steps or family.default_num_inference_steps)
+    steps = prompt.num_inference_steps or family.default_num_inference_steps
+    kwargs = {"num_inference_steps": steps, **sampling_kwargs, "width": width, "height": height}
     with use_eval_mode(getattr(sampling_pipe, family.denoiser_name)):
-        latents = sampling_pipe(width=width, height=height, generator=generator, output_type="latent", **call).images
-    if latents.ndim == 3:  # in a row of patches
+        latents = sampling_pipe(generator=generator, output_type="latent", **kwargs).images
+    if latents.ndim == 3:  # packed into patches
         latents = sampling_pipe._unpack_latents(latents, height, width, sampling_pipe.vae_scale_factor)
-        latents = latents.squeeze(2) if latents.ndim == 5 else latents  # a video of one frame
-    # Decoded here and not by the pipeline, which would give a float32 VAE the denoiser's dtype.
-    picture: Image = sampling_pipe.image_processor.postprocess(
-        family.decode_latents(sampling_pipe, latents), output_type="pil"
-    )[0]
-    return picture
+        latents = latents.squeeze(2) if latents.ndim == 5 else latents  # the frame axis of a video VAE
+    # Decode outside of the pipeline, which would cast the float32 VAE to the denoiser's dtype.
+    pixels = family.decode_latents(sampling_pipe, latents)
+    image: Image = sampling_pipe.image_processor.postprocess(pixels, output_type="pil")[0]
+    return image
+
+
+def _build_sampling_pipeline(pipe: Any, scheduler: Any) -> Any:
+    """A pipeline around the same modules with its own scheduler, which holds the state of the sampling."""
+    _, settings = type(pipe)._get_signature_keys(type(pipe))
+    options = {name: pipe.config[name] for name in settings if name in pipe.config}
+    sampling_pipe = type(pipe)(**{**pipe.components, **options, "scheduler": scheduler})
+    sampling_pipe.set_progress_bar_config(disable=True)
+    return sampling_pipe

@@ -1,1 +1,1 @@
-"""Learning: optimizers and the course of the learning rate."""
+"""Optimizers, learning rate schedules and EMA."""

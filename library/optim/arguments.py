@@ -1,4 +1,4 @@
-"""Arguments written as ``name=value`` and classes named by their import path."""
+"""Keyword arguments written as ``name=value`` (``optimizer_args``, ``lr_scheduler_args``), and classes by their path."""
 
 import ast
 import importlib
@@ -6,43 +6,41 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import UserError
 
 
 def parse_keyword_args(args: Sequence[str], option: str) -> dict[str, Any]:
-    """``["weight_decay=0.01", "betas=0.9,0.99"]`` as keyword arguments, values written as in Python."""
+    """Parse ``["weight_decay=0.01", "betas=0.9,0.99"]``; values are Python literals."""
     arguments: dict[str, Any] = {}
     problems = []
-    for word in args:
-        name, equals, text = word.partition("=")
-        if not equals or not name.strip().isidentifier():
-            problems.append(f"--{option}: {word!r} is not name=value")
+    for arg in args:
+        name, equals, text = (part.strip() for part in arg.partition("="))
+        if not equals or not name.isidentifier():
+            problems.append(f"--{option}: {arg!r} is not name=value")
             continue
         try:
-            arguments[name.strip()] = ast.literal_eval(text.strip())
+            arguments[name] = ast.literal_eval(text)
         except (ValueError, SyntaxError):
-            problems.append(
-                f"--{option}: {name}: {text!r} is no number, true/false word, list or 'text'; write it as in Python"
-            )
+            problems.append(f"--{option}: {name}: {text!r} is not a Python literal (a number, True, a list or 'text')")
     if problems:
-        raise ConfigError(problems)
+        raise UserError("\n".join(problems))
     return arguments
 
 
 def find_unknown_args(function: Callable[..., Any], names: Sequence[str]) -> list[str]:
-    """Those of ``names`` that ``function`` does not name; one that swallows any name would ignore them in silence."""
+    """The names that are no parameter of ``function``; ``**kwargs`` do not count, since they would hide a typo."""
     parameters = inspect.signature(function).parameters.values()
     known = {item.name for item in parameters if item.kind is not inspect.Parameter.VAR_KEYWORD}
     return [name for name in names if name not in known]
 
 
 def import_class(import_path: str, option: str, name: str, pip_package: str | None = None) -> Any:
-    """What ``path`` (``package.module.Name``, or with a colon) stands for; ``called`` is what the user wrote."""
+    """Import ``package.module.Name`` or ``package.module:Name``; ``option`` and ``name`` are for the message."""
     module_name, _, attribute = import_path.replace(":", ".").rpartition(".")
-    way_out = f"; pip install {pip_package}" if pip_package else ""
+    suggestion = f"; pip install {pip_package}" if pip_package else ""
     try:
         return getattr(importlib.import_module(module_name), attribute)
     except ModuleNotFoundError as error:
-        raise ConfigError([f"--{option}: {name}: {error}{way_out}"]) from None
+        raise UserError(f"--{option}: {name}: {error}{suggestion}") from None
     except AttributeError:
-        raise ConfigError([f"--{option}: {name}: module {module_name} has no {attribute!r}{way_out}"]) from None
+        raise UserError(f"--{option}: {name}: module {module_name} has no {attribute!r}{suggestion}") from None

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the optimizer step, so that ranks, accumulation and resume cannot move it."""
+"""Learning rate schedules as pure functions of the optimizer step, independent of ranks, accumulation and resume."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 import torch
 
 from ..config.schema import OptimConfig
-from ..errors import ConfigError
+from ..errors import UserError
 from .arguments import find_unknown_args, import_class, parse_keyword_args
 
 LRSchedule = Callable[[int], float]
-"""From an optimizer step, from 0, to a share of the peak learning rate."""
+"""Optimizer step, from 0 -> factor on the peak learning rate."""
 
 
 @dataclass(frozen=True)
 class ScheduleContext:
-    """The run as a schedule sees it, lengths in optimizer steps."""
+    """What a schedule depends on; lengths are in optimizer steps."""
 
     config: OptimConfig
     total_steps: int
@@ -29,7 +29,7 @@ class ScheduleContext:
 
 
 ProgressFactor = Callable[[float, ScheduleContext], float]
-"""From progress after the warm-up, 0 to 1, to a share of the peak."""
+"""Progress after the warmup, 0 to 1 -> factor on the peak."""
 
 
 def _constant(progress: float, context: ScheduleContext) -> float:
@@ -55,21 +55,21 @@ def _cosine_with_min_lr(progress: float, context: ScheduleContext) -> float:
 
 
 def _polynomial(progress: float, context: ScheduleContext) -> float:
-    """Ends at the floor that transformers gives this schedule, 1e-7 in absolute terms."""
+    """Decays to transformers' ``lr_end`` of 1e-7 (an absolute learning rate)."""
     peak = context.config.learning_rate
     floor = min(1e-7 / peak, 1.0) if peak else 0.0
     return float((1.0 - floor) * (1.0 - progress) ** context.config.lr_scheduler_power + floor)
 
 
 def _rex(progress: float, context: ScheduleContext) -> float:
-    """Stays high for long and falls fast at the end (reflected exponential)."""
+    """Reflected exponential: stays high for long and falls fast at the end."""
     return (1.0 - progress) / (1.0 - progress / 2)
 
 
 PROGRESS_SCHEDULES: Mapping[str, ProgressFactor] = {
     "constant": _constant,
     "constant_with_warmup": _constant,
-    "adafactor": _constant,  # the rate is the optimizer's own
+    "adafactor": _constant,  # the optimizer computes the rate
     "linear": _linear,
     "cosine": _cosine,
     "cosine_with_restarts": _cosine_with_restarts,
@@ -77,17 +77,17 @@ PROGRESS_SCHEDULES: Mapping[str, ProgressFactor] = {
     "polynomial": _polynomial,
     "rex": _rex,
 }
-"""Schedules that know only how far the run has come."""
+"""``lr_scheduler`` -> schedules that depend on the progress only."""
 
 
 def _build_inverse_sqrt(context: ScheduleContext) -> LRSchedule:
-    """Falls with the root of the steps, counted as if they had begun ``timescale`` before the warm-up's end."""
+    """``sqrt(timescale / (step - warmup + timescale))``."""
     timescale = context.config.lr_scheduler_timescale or context.warmup_steps or 10_000
     return lambda step: math.sqrt(timescale / (step - context.warmup_steps + timescale))
 
 
 def _build_warmup_stable_decay(context: ScheduleContext) -> LRSchedule:
-    """At the peak until the decay, which ends with the run."""
+    """Constant, then a cosine decay over the last ``lr_decay_steps``."""
     start = context.total_steps - context.decay_steps
 
     def factor(step: int) -> float:
@@ -99,22 +99,20 @@ def _build_warmup_stable_decay(context: ScheduleContext) -> LRSchedule:
 
 
 def _build_piecewise_constant(context: ScheduleContext) -> LRSchedule:
-    """``step_rules=1:10,0.1:20,0.01``: the peak until step 10, a tenth until 20, a hundredth from there on."""
-    words = dict(word.partition("=")[::2] for word in context.config.lr_scheduler_args)
-    rules = words.pop("step_rules", "").strip().strip("'\"").split(",")
+    """``step_rules=1:10,0.1:20,0.01``: factor 1 until step 10, 0.1 until step 20, then 0.01."""
+    arguments = dict(arg.partition("=")[::2] for arg in context.config.lr_scheduler_args)
+    rules = arguments.pop("step_rules", "").strip().strip("'\"").split(",")
     try:
-        if words:
+        if arguments:
             raise ValueError
         limits = [(int(rule.split(":")[1]), float(rule.split(":")[0])) for rule in rules[:-1]]
         last = float(rules[-1])
         if [limit for limit, _ in limits] != sorted({limit for limit, _ in limits}):
             raise ValueError
     except (ValueError, IndexError):
-        raise ConfigError(
-            [
-                "--lr_scheduler_args: piecewise_constant takes step_rules=1:10,0.1:20,0.01 (the peak until"
-                " step 10, a tenth until 20, then a hundredth) and nothing else"
-            ]
+        raise UserError(
+            "--lr_scheduler_args: piecewise_constant takes step_rules=1:10,0.1:20,0.01 (factor 1 until step 10, 0.1 "
+            "until step 20, then 0.01) and nothing else"
         ) from None
     return lambda step: next((factor for limit, factor in limits if step < limit), last)
 
@@ -124,55 +122,52 @@ STEP_SCHEDULES: Mapping[str, Callable[[ScheduleContext], LRSchedule]] = {
     "warmup_stable_decay": _build_warmup_stable_decay,
     "piecewise_constant": _build_piecewise_constant,
 }
-"""Schedules that count steps."""
+"""``lr_scheduler`` -> schedules that depend on the step."""
 
 
 def build_lr_schedule(config: OptimConfig, total_steps: int) -> LRSchedule:
-    """The course of the learning rate over a run of ``steps``; mistakes in its settings are a ``ConfigError``."""
+    """Build the learning rate schedule of a run of ``total_steps``; a mistake in the settings raises ``UserError``."""
     if config.lr_scheduler_type:
         return _build_from_scheduler_class(config, total_steps)
-    course = ScheduleContext(
-        config, total_steps, config.lr_warmup_steps.to_steps(total_steps), config.lr_decay_steps.to_steps(total_steps)
+    warmup_steps, decay_steps = (
+        steps.to_steps(total_steps) for steps in (config.lr_warmup_steps, config.lr_decay_steps)
     )
+    context = ScheduleContext(config, total_steps, warmup_steps, decay_steps)
     if config.lr_scheduler in STEP_SCHEDULES:
-        after = STEP_SCHEDULES[config.lr_scheduler](course)
+        after_warmup = STEP_SCHEDULES[config.lr_scheduler](context)
     else:
-        factor, rest = PROGRESS_SCHEDULES[config.lr_scheduler], max(1, total_steps - course.warmup_steps)
+        progress_factor, remaining = PROGRESS_SCHEDULES[config.lr_scheduler], max(1, total_steps - warmup_steps)
 
-        def after(step: int) -> float:
-            return factor(min((step - course.warmup_steps) / rest, 1.0), course)
+        def after_warmup(step: int) -> float:
+            return progress_factor(min((step - warmup_steps) / remaining, 1.0), context)
 
-    lowest = course.min_lr_ratio if config.lr_scheduler == "warmup_stable_decay" else 0.0
+    start = context.min_lr_ratio if config.lr_scheduler == "warmup_stable_decay" else 0.0
 
-    def factor_of(step: int) -> float:
-        if step < course.warmup_steps:
-            return lowest + (1.0 - lowest) * step / course.warmup_steps
-        return after(step)
+    def factor(step: int) -> float:
+        if step < warmup_steps:
+            return start + (1.0 - start) * step / warmup_steps
+        return after_warmup(step)
 
-    return factor_of
+    return factor
 
 
 def _build_from_scheduler_class(config: OptimConfig, total_steps: int) -> LRSchedule:
-    """A scheduler of torch or of the user's own, walked through once beforehand, which makes it a function, too."""
+    """Tabulate a torch scheduler, or one by its import path, over the whole run."""
     name = config.lr_scheduler_type
-    kind = import_class(name if "." in name else f"torch.optim.lr_scheduler.{name}", "lr_scheduler_type", name)
+    import_path = name if "." in name else f"torch.optim.lr_scheduler.{name}"
+    scheduler_class = import_class(import_path, "lr_scheduler_type", name)
     arguments = parse_keyword_args(config.lr_scheduler_args, "lr_scheduler_args")
     peak = config.learning_rate or 1.0
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=peak)
-    if unknown := find_unknown_args(kind, list(arguments)):
-        raise ConfigError([f"--lr_scheduler_args: {name} does not take {', '.join(unknown)}"])
+    if unknown := find_unknown_args(scheduler_class, list(arguments)):
+        raise UserError(f"--lr_scheduler_args: {name} does not take {', '.join(unknown)}")
     try:
-        scheduler = kind(optimizer, **arguments)
+        scheduler = scheduler_class(optimizer, **arguments)
         rates = []
         for _ in range(total_steps):
             rates.append(optimizer.param_groups[0]["lr"] / peak)
             optimizer.step()
             scheduler.step()
-    except Exception as error:  # a class of the user's own raises what it likes
-        raise ConfigError([f"--lr_scheduler_type: {name}: {error}"]) from None
+    except Exception as error:  # a user's class may raise anything
+        raise UserError(f"--lr_scheduler_type: {name}: {error}") from None
     return lambda step: float(rates[min(step, len(rates) - 1)])
-
-
-def validate_lr_schedule(config: OptimConfig) -> None:
-    """Build the schedule for nothing, so that a mistake in its settings shows before a model is loaded."""
-    build_lr_schedule(config, 2)

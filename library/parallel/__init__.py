@@ -1,1 +1,1 @@
-"""TODO."""
+"""Parallel strategies, gradient synchronisation, compilation, offload and quantization of a training step."""

@@ -1,7 +1,7 @@
-"""The blocks of a denoiser as a chain that can be cut: each process runs some of them and passes the others by.
+"""The denoiser's transformer or UNet blocks in execution order, hooks around them, and the ``ParallelPlan``.
 
-The model's own forward runs on every process, with embeddings before the chain and what comes behind it, which is
-little.  Only blocks are kept apart: one that is not here hands on what came in, or what another process made of it.
+Pipeline and context parallelism split only the blocks.  Everything before and after them (embeddings, final norm) is
+small and runs on every rank, in the model's own ``forward``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,48 +13,44 @@ from typing import Any
 from torch import Tensor, nn
 
 Activations = tuple[Tensor, ...]
-"""What goes from block to block, in the order in which a block returns it."""
-
+"""What a block passes to the next, in the order in which the block returns it."""
 
 BlockForward = Callable[..., Any]
 
-
 BlockHook = Callable[[BlockForward, Any, Any], Any]
-"""Called with what the block does, its arguments, and its named arguments."""
+"""(the wrapped forward, args, kwargs) -> the output that the model sees."""
 
 
 class BlockHooks:
-    """Those of one model."""
+    """Functions that replace the call of single blocks of one model, with the original forward as an argument."""
 
     def __init__(self) -> None:
         self._classes: dict[type, type] = {}
         self._forwards: dict[nn.Module, BlockForward] = {}
 
     def wrap(self, block: nn.Module, hook: BlockHook) -> None:
-        """``keeper`` comes before others that keep this block already."""
+        """Call ``hook`` in place of the block; the hook added last is the outermost."""
         if block not in self._forwards:
-            own = type(block)
-            self._forwards[block] = partial(own.__call__, block)
-            if own not in self._classes:
-                self._classes[own] = self._make_hooked_class(own)
-            block.__class__ = self._classes[own]
-        run = self._forwards[block]  # always the same, for whoever counts blocks
-        self._forwards[block] = lambda *args, **named: hook(run, args, named)
+            block_class = type(block)
+            self._forwards[block] = partial(block_class.__call__, block)
+            if block_class not in self._classes:
+                self._classes[block_class] = self._make_hooked_class(block_class)
+            block.__class__ = self._classes[block_class]
+        forward = self._forwards[block]  # one object per block: activation checkpointing counts blocks by it
+        self._forwards[block] = lambda *args, **kwargs: hook(forward, args, kwargs)
 
     def _make_hooked_class(self, block_class: type) -> type:
+        # A subclass, not a replaced ``forward``: forward hooks of the block have to stay inside of the wrapped call.
         def call_hooked(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return self._forwards[block](*args, **kwargs)
 
-        return type(
-            block_class.__name__,
-            (block_class,),
-            {"__call__": call_hooked, "__module__": block_class.__module__, "__qualname__": block_class.__qualname__},
-        )
+        names = {"__module__": block_class.__module__, "__qualname__": block_class.__qualname__}
+        return type(block_class.__name__, (block_class,), {"__call__": call_hooked, **names})
 
 
 @dataclass(frozen=True)
 class BlockSequence:
-    """Blocks in the order in which they run, and the names of the arguments that they hand on."""
+    """Blocks in execution order, and the names of the arguments that each block returns for the next."""
 
     blocks: tuple[nn.Module, ...] = ()
     activation_args: tuple[str, ...] = ()
@@ -64,73 +60,75 @@ class BlockSequence:
     def from_lists(
         cls, model: nn.Module, block_lists: Sequence[str], activation_args: Sequence[str]
     ) -> "BlockSequence":
-        """From the names of the lists that hold the blocks."""
+        """Build it from the names of the model's ``ModuleList`` attributes."""
         blocks = [block for name in block_lists for block in model.get_submodule(name).children()]
         return cls(tuple(blocks), tuple(activation_args))
 
     def count_block_parameters(self) -> list[int]:
-        """How large each block is."""
-        return [sum(item.numel() for item in block.parameters()) for block in self.blocks]
+        return [sum(parameter.numel() for parameter in block.parameters()) for block in self.blocks]
 
     def collect_inputs(self, index: int, bound_arguments: BoundArguments, previous: Activations) -> Activations:
-        """What comes to a block, which the model calls with ``bound``; ``before`` left the one before it."""
+        """Return the input activations of a block; ``previous`` is the output of the block before it."""
         return tuple(bound_arguments.arguments[name] for name in self.activation_args)
 
     def run_block(
         self, index: int, block_forward: Callable[..., Any], bound_arguments: BoundArguments, activations: Activations
     ) -> Activations:
-        """What leaves a block that is here."""
-        made = block_forward(*bound_arguments.args, **bound_arguments.kwargs)
-        made = made if isinstance(made, tuple) else (made,)
-        # The last block of a model may make nothing of the text, which nobody asks for any more.
-        return tuple(old if new is None else new for new, old in zip(made, activations, strict=True))
+        """Run a block of this stage on its bound arguments and return its output activations."""
+        output = block_forward(*bound_arguments.args, **bound_arguments.kwargs)
+        outputs = output if isinstance(output, tuple) else (output,)
+        # The last block of a model may return None for the text stream, which nothing reads any more.
+        return tuple(old if new is None else new for new, old in zip(outputs, activations, strict=True))
 
     def build_output(self, index: int, activations: Activations) -> Any:
-        """What the model gets as the block's result."""
+        """Return the activations in the form in which the model expects a block's output."""
         return activations if len(activations) > 1 else activations[0]
 
 
 @dataclass(frozen=True)
 class UNetBlockSequence(BlockSequence):
-    """A flow is what the next block gets, and behind it all that blocks to come still wait for, the latest last."""
+    """The blocks of a UNet: activations are the next block's input, then the skip connections still to be consumed.
+
+    The latest skip connection is last.
+    """
 
     num_down_blocks: int = 0
-    """So many blocks at the beginning hand something on; behind the one that follows them, all take it."""
+    """The first blocks, which add skip connections; those after the mid block consume them."""
 
     @classmethod
     def from_unet(cls, unet: Any) -> "UNetBlockSequence":
-        """From a UNet as diffusers builds it."""
+        """Build it from a diffusers UNet."""
         return cls((*unet.down_blocks, unet.mid_block, *unet.up_blocks), num_down_blocks=len(unet.down_blocks))
 
     def collect_inputs(self, index: int, bound_arguments: BoundArguments, previous: Activations) -> Activations:
-        """The model gathers what is handed on by itself, and here it has not all of it."""
-        given = bound_arguments.arguments["hidden_states"]
-        return previous if index else (given, given)
+        # The model's own list of skip connections is incomplete on a pipeline stage, so ``previous`` carries them.
+        hidden_states = bound_arguments.arguments["hidden_states"]
+        return previous if index else (hidden_states, hidden_states)
 
     def run_block(
         self, index: int, block_forward: Callable[..., Any], bound_arguments: BoundArguments, activations: Activations
     ) -> Activations:
-        """The block gets its own in the place of what the model has for it."""
-        given, waiting = activations[0], activations[1:]
-        bound_arguments.arguments["hidden_states"] = given
+        """Run a block on these activations instead of those that the model passed."""
+        hidden_states, skips = activations[0], activations[1:]
+        arguments = bound_arguments.arguments
+        arguments["hidden_states"] = hidden_states
         if index > self.num_down_blocks:
             count = len(_get_submodules(self.blocks[index], "resnets"))
-            waiting, bound_arguments.arguments["res_hidden_states_tuple"] = waiting[:-count], waiting[-count:]
-            if waiting and bound_arguments.arguments.get("upsample_size") is not None:
-                bound_arguments.arguments["upsample_size"] = waiting[-1].shape[2:]
-        made = block_forward(*bound_arguments.args, **bound_arguments.kwargs)
+            skips, arguments["res_hidden_states_tuple"] = skips[:-count], skips[-count:]
+            if skips and arguments.get("upsample_size") is not None:
+                arguments["upsample_size"] = skips[-1].shape[2:]
+        output = block_forward(*bound_arguments.args, **bound_arguments.kwargs)
         if index >= self.num_down_blocks:
-            return (made, *waiting)
-        return (made[0], *waiting, *made[1])
+            return (output, *skips)
+        return (output[0], *skips, *output[1])
 
     def build_output(self, index: int, activations: Activations) -> Any:
-        """As many as the model expects, though it will not see them used."""
+        """Return as many skip connections as the model expects; it collects them, and no block reads them."""
         if index >= self.num_down_blocks:
             return activations[0]
         block = self.blocks[index]
-        return activations[0], activations[:1] * (
-            len(_get_submodules(block, "resnets")) + len(_get_submodules(block, "downsamplers"))
-        )
+        count = len(_get_submodules(block, "resnets")) + len(_get_submodules(block, "downsamplers"))
+        return activations[0], activations[:1] * count
 
 
 def _get_submodules(block: nn.Module, name: str) -> Any:
@@ -138,21 +136,21 @@ def _get_submodules(block: nn.Module, name: str) -> Any:
 
 
 TensorParallelPlan = Mapping[str, tuple[str, tuple[int, ...]]]
-"""Layer -> ``rows`` or ``columns``, and the sizes of pieces that are cut each for itself."""
-
+"""Layer name -> ``colwise`` or ``rowwise``, and the sizes of its fused parts, each of which is sharded."""
 
 TokenAxes = Mapping[str, tuple[tuple[int, tuple[str, ...]], ...]]
-"""Argument of a block -> for each tensor in it, which axis has tokens, and those of which streams, one behind the
-other; streams are called as what goes from block to block."""
+"""Block argument -> for each tensor in it: its token axis, and the streams (by activation name) concatenated there."""
 
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """Its blocks where they simply follow each other, how its layers can be cut, and where tokens are."""
+    """How a denoiser can be sharded: its blocks, its linear layers, and where tokens are."""
 
     block_sequence: BlockSequence = field(default_factory=BlockSequence)
     tensor_parallel: TensorParallelPlan = field(default_factory=dict)
     block_token_args: TokenAxes = field(default_factory=dict)
-    """Beside the flow of the chain, of which everything has tokens along axis 1."""
+    """Block arguments with tokens besides the activations, which all have them along axis 1."""
     layer_token_streams: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Layer -> the streams whose tokens go through it."""
+    """Layer name -> the streams whose tokens pass through it."""
+    denoiser: nn.Module | None = None
+    """The module to shard, of those that are trained; ``None``: all of them."""

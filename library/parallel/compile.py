@@ -1,4 +1,4 @@
-"""One kind of block, compiled once for all blocks that are alike, in as few graphs as sizes allow."""
+"""``torch.compile`` of repeated blocks: equal blocks share their graphs, with dynamic shapes where sizes vary."""
 
 import inspect
 import logging
@@ -22,20 +22,30 @@ from ..distributed.preflight import CUDA_GRAPH_MODES
 logger = logging.getLogger(__name__)
 
 
+CompileDynamic = Literal["auto", "false", "true"]
+
 MAX_RECOMPILES = 4
-"""So many graphs of a kind may be compiled while a run trains; then its blocks go on as they are."""
+"""Recompiles of a block class during training, after which its blocks run eagerly."""
+
+MAX_STATIC_SIZES = 2
+"""With more bucket sizes than this, ``auto`` compiles dynamic shapes."""
+
+MAX_GRAPHS_PER_SIZE = 4
+"""Graphs of a block class for one size: its input requires grad or not, text is masked or not."""
+
+_CACHE_DIR_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 @dataclass
 class CompilePhase:
-    """What the blocks of a run do at the moment; they all look at the same one."""
+    """The state that all compiled blocks of a run share."""
 
-    is_recording_shapes: bool = False  # note the sizes of what comes in, and compile nothing
-    is_warmed_up: bool = False  # all that was planned is compiled
+    is_recording_shapes: bool = False  # run eagerly and record input layouts
+    is_warmed_up: bool = False  # every expected graph is compiled
 
 
 class TensorLayout(NamedTuple):
-    """How a tensor came in."""
+    """Shape and strides of an input tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -43,9 +53,9 @@ class TensorLayout(NamedTuple):
 
 
 class BlockCompiler:
-    """The blocks of one class whose weights have the same shapes: they share their graphs.
+    """Compiles the forward of blocks with the same class and parameter shapes, which share their graphs.
 
-    Everything is compiled for the sizes that come in, but for those that were seen to change.
+    Shapes are static, except dimensions that changed between recorded calls.
     """
 
     def __init__(self, name: str, block: nn.Module, phase: CompilePhase, options: Mapping[str, Any]):
@@ -54,14 +64,13 @@ class BlockCompiler:
         self.has_fallen_back = False
         self._eager_forward = _copy_with_own_code_object(type(block).forward)
         self._compiled_forward: Callable[..., Any] = torch.compile(self._eager_forward, **{**options, "dynamic": False})
-        self._recorded_layouts: defaultdict[int, list[tuple[TensorLayout | None, ...]]] = defaultdict(
-            list
-        )  # by how many came in
-        self._dynamic_dims: dict[tuple[int, int], list[int]] = {}  # how many came in, which of them -> dimensions
+        # Keyed by the number of input leaves; dimensions and flags by that number and the index of the leaf.
+        self._recorded_layouts: defaultdict[int, list[tuple[TensorLayout | None, ...]]] = defaultdict(list)
+        self._dynamic_dims: dict[tuple[int, int], list[int]] = {}
         self._non_contiguous: set[tuple[int, int]] = set()
 
     def call(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """The block's forward; while it only draws or is measured, and when it has given up, as it is."""
+        """Run the block's forward: eagerly in eval mode, while shapes are recorded, and after a fallback."""
         if self.phase.is_recording_shapes:
             leaves = trees.tree_leaves((args, kwargs))
             self._recorded_layouts[len(leaves)].append(tuple(_get_layout(leaf) for leaf in leaves))
@@ -72,36 +81,33 @@ class BlockCompiler:
     def _call_compiled(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._dynamic_dims or self._non_contiguous:
             args, kwargs = self._prepare_inputs(args, kwargs)
-        before = count_graphs()
-        result = self._compiled_forward(block, *args, **kwargs)
-        if found := count_graphs() - before:
-            self._count_recompiles(found)
-        return result
+        graphs_before = count_graphs()
+        output = self._compiled_forward(block, *args, **kwargs)
+        if new_graphs := count_graphs() - graphs_before:
+            self._count_recompiles(new_graphs)
+        return output
 
     def _prepare_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         leaves, tree = trees.tree_flatten((args, kwargs))
-        for place, leaf in enumerate(leaves):
+        for index, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
-                if (len(leaves), place) in self._non_contiguous:
-                    leaves[place] = leaf = leaf.contiguous()
-                for dimension in self._dynamic_dims.get((len(leaves), place), ()):
-                    torch._dynamo.maybe_mark_dynamic(leaf, dimension)
+                if (len(leaves), index) in self._non_contiguous:
+                    leaves[index] = leaf = leaf.contiguous()
+                for dim in self._dynamic_dims.get((len(leaves), index), ()):
+                    torch._dynamo.maybe_mark_dynamic(leaf, dim)
         prepared: tuple[tuple[Any, ...], dict[str, Any]] = trees.tree_unflatten(leaves, tree)
         return prepared
 
     def set_dynamic_dims(self, allow_dynamic: bool) -> None:
-        """Take what was seen for what will come."""
+        """Decide from the recorded layouts which dimensions are dynamic, and forget the layouts."""
         for count, calls in self._recorded_layouts.items():
-            for place, column in enumerate(zip(*calls, strict=True)):
+            for index, column in enumerate(zip(*calls, strict=True)):
                 layouts = [layout for layout in column if layout is not None]
-                if allow_dynamic and (dimensions := _find_changing_dims(column)):
-                    self._dynamic_dims[count, place] = dimensions
-                # A part of a longer tensor has the strides of the whole, which would be compiled for one by one.
+                if allow_dynamic and (dims := _find_changing_dims(layouts)):
+                    self._dynamic_dims[count, index] = dims
+                # A slice of a longer tensor has its strides, each of which would be compiled.
                 if len({layout.is_contiguous or layout.stride for layout in layouts}) > 1:
-                    self._non_contiguous.add((count, place))
-
-    def clear_recorded_layouts(self) -> None:
-        """What was seen."""
+                    self._non_contiguous.add((count, index))
         self._recorded_layouts.clear()
 
     def _count_recompiles(self, new_graphs: int) -> None:
@@ -110,11 +116,11 @@ class BlockCompiler:
             return
         self.recompile_count += new_graphs
         if self.recompile_count <= MAX_RECOMPILES:
-            logger.warning("%s was compiled again while training: %s", self.name, _get_recompile_reason())
+            logger.warning("torch.compile: %s was recompiled during training: %s", self.name, _get_recompile_reason())
             return
         self.has_fallen_back = True
         logger.warning(
-            "%s was compiled again %d times while training, lately because of %s; it goes on uncompiled",
+            "torch.compile: %s was recompiled %d times during training, last because of: %s; its blocks run eagerly",
             self.name,
             self.recompile_count,
             _get_recompile_reason(),
@@ -122,7 +128,7 @@ class BlockCompiler:
 
 
 class CompiledForward:
-    """Takes the place of a block's own ``forward``; hooks of the block stay outside of what is compiled."""
+    """Replaces a block's ``forward``, so that hooks of the block stay outside of the graph."""
 
     def __init__(self, compiler: BlockCompiler, block: nn.Module):
         self._compiler, self._block = compiler, block
@@ -130,7 +136,6 @@ class CompiledForward:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether it still is."""
         return not self._compiler.has_fallen_back
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -138,18 +143,18 @@ class CompiledForward:
 
 
 def is_compiled(block: Any) -> bool:
-    """Whether a block of a run goes through a compiler, and has not given up."""
+    """Whether the block is compiled and has not fallen back to eager."""
     forward = getattr(block, "forward", None)
     return isinstance(forward, CompiledForward) and forward.is_compiled
 
 
 def count_graphs() -> int:
-    """Of this process."""
+    """Return the number of graphs that dynamo compiled in this process."""
     return int(counters["stats"]["unique_graphs"])
 
 
 def _copy_with_own_code_object(function: Any) -> Any:
-    """The same function with another code object: dynamo keeps graphs, and counts them, for each of those."""
+    """Copy a function with its code object, by which dynamo caches graphs and counts recompiles."""
     code = function.__code__.replace(co_filename=function.__code__.co_filename)
     copy = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
@@ -160,39 +165,24 @@ def _get_layout(leaf: Any) -> TensorLayout | None:
     return TensorLayout(tuple(leaf.shape), leaf.stride(), leaf.is_contiguous()) if isinstance(leaf, Tensor) else None
 
 
-def _find_changing_dims(column: tuple[TensorLayout | None, ...]) -> list[int]:
-    """Dimensions in which these differ; tensors of another rank are another thing."""
-    shapes = [layout.shape for layout in column if layout is not None]
-    shapes = [shape for shape in shapes if len(shape) == len(shapes[0])]
-    return [number for number, sizes in enumerate(zip(*shapes, strict=True)) if len(set(sizes)) > 1]
+def _find_changing_dims(layouts: Sequence[TensorLayout]) -> list[int]:
+    """Return the dimensions in which tensors with the first one's number of dimensions differ."""
+    shapes = [layout.shape for layout in layouts if len(layout.shape) == len(layouts[0].shape)]
+    return [dim for dim, sizes in enumerate(zip(*shapes, strict=True)) if len(set(sizes)) > 1]
 
 
 def _get_recompile_reason() -> str:
-    """What dynamo says of the latest graph that it had to make again."""
+    """Return dynamo's reason for the latest recompile."""
     for metrics in reversed(get_compilation_metrics()):
         if reason := getattr(metrics, "recompile_reason", None):
-            _, _, what = str(reason).partition(": ")
-            line, _, _ = (what or str(reason)).partition("\n")
+            _, _, text = str(reason).partition(": ")
+            line, _, _ = (text or str(reason)).partition("\n")
             return re.split(r"\. Guard failed|\s+#", line)[0]
-    return "something that dynamo does not tell"
-
-
-CompileDynamic = Literal["auto", "false", "true"]
-
-
-MAX_STATIC_SIZES = 2
-"""Of more sizes than this, ``auto`` makes one dynamic one."""
-
-
-MAX_GRAPHS_PER_SIZE = 4
-"""At most, of one kind of block: gradients may be wanted of what comes into it or not, text may be masked or not."""
-
-
-_CACHE_DIR_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+    return "unknown reason"
 
 
 class Compilation:
-    """All that is compiled in a run, by kinds of blocks."""
+    """All compiled blocks of a run, by block class."""
 
     def __init__(self, dynamic: CompileDynamic, options: Mapping[str, Any]):
         self.dynamic, self._options = dynamic, dict(options)
@@ -200,63 +190,57 @@ class Compilation:
         self.block_compilers: dict[Any, BlockCompiler] = {}
         self._phase = CompilePhase()
         self._uses_cuda_graphs = options.get("mode") in CUDA_GRAPH_MODES or options.get("backend") == "cudagraphs"
-        # DDP's own way of compiling cuts graphs where it exchanges gradients; blocks are cut small enough.
+        # DDPOptimizer splits graphs at gradient buckets; blocks are small enough.
         torch._dynamo.config.optimize_ddp = False
-        # Dropout, a part of modules, is told which tokens it sees; of another picture they are not as many.
+        # LoRA dropout has the token positions as a module attribute, whose length differs between images.
         torch._dynamo.config.force_nn_module_property_static_shapes = False
 
     def compile_blocks(self, model: nn.Module) -> None:
-        """The blocks of which ``model`` has many; the model as a whole where it has none."""
+        """Compile the model's repeated blocks, or the model as a whole if it has none."""
         blocks = dict(find_repeated_blocks(model))
         for name, block in (blocks or {"": model}).items():
             self.compile_module(name, block)
 
     def compile_module(self, name: str, module: nn.Module) -> None:
-        """This module, together with others that are alike; its name stays, and the names of its weights."""
-        key = (
-            type(module),
-            tuple(
-                (name, weight.shape, weight.dtype, weight.requires_grad) for name, weight in module.named_parameters()
-            ),
-        )
+        """Compile this module together with equal ones; module and parameter names stay."""
+        parameters = ((name, item.shape, item.dtype, item.requires_grad) for name, item in module.named_parameters())
+        key = type(module), tuple(parameters)
         if key not in self.block_compilers:
-            title = " ".join(word for word in (type(module).__name__, name) if word)
+            title = f"{type(module).__name__} {name}".rstrip()
             self.block_compilers[key] = BlockCompiler(title, module, self._phase, self._options)
         module.forward = CompiledForward(self.block_compilers[key], module)
 
     def mark_step_begin(self) -> None:
-        """Nothing that was computed until now is needed any more, but what was copied.
+        """Tell CUDA graphs that outputs of earlier calls may be overwritten.
 
-        What is recorded on a device writes into the same memory each time.  Without this word, torch would take each
-        block that is computed again for backward for the begin of another step, and gradients for what is left of it.
+        Otherwise torch takes each recomputed block for the begin of a step, and gradients for outputs still in use.
         """
         if self._uses_cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
 
     def set_activation_memory_budget(self, budget: float) -> None:
-        """Of what a block computes on its way forward, keep this share for the way back; 0 leaves it as it is."""
+        """Set the share of a block's activations that the partitioner saves for backward; 0 keeps the default."""
         import torch._functorch.config
 
         config: Any = torch._functorch.config
         config.activation_memory_budget = budget or 1.0
 
     def __str__(self) -> str:
-        way = "for sizes that change" if self.has_dynamic_shapes else "for each size"
-        return f"{self.graph_count} graphs {way}, of {len(self.block_compilers)} kinds of blocks"
+        shapes = "dynamic" if self.has_dynamic_shapes else "static"
+        return f"{self.graph_count} graphs ({shapes} shapes) for {len(self.block_compilers)} block classes"
 
     @property
     def graph_count(self) -> int:
-        """Compiled so far."""
-        return sum(kind.graph_count for kind in self.block_compilers.values())
+        return sum(compiler.graph_count for compiler in self.block_compilers.values())
 
     @property
     def recompile_count(self) -> int:
-        """Those of them that nobody had planned."""
-        return sum(kind.recompile_count for kind in self.block_compilers.values())
+        """Graphs compiled after the warm-up."""
+        return sum(compiler.recompile_count for compiler in self.block_compilers.values())
 
     @contextmanager
     def record_shapes(self) -> Iterator[None]:
-        """Inside, nothing is compiled, and it is noted what comes into the blocks."""
+        """Inside, blocks run eagerly and record their input layouts."""
         self._phase.is_recording_shapes = True
         try:
             yield
@@ -264,36 +248,35 @@ class Compilation:
             self._phase.is_recording_shapes = False
 
     def choose_dynamic_shapes(self, num_sizes: int, texts_vary: bool) -> None:
-        """Let sizes that were seen to change be dynamic, or compile ``sizes`` of them one by one."""
+        """Make recorded dimensions that changed dynamic, or compile ``num_sizes`` static sizes."""
         self.has_dynamic_shapes = self.dynamic == "true" or (
             self.dynamic == "auto" and (texts_vary or num_sizes > MAX_STATIC_SIZES)
         )
-        for kind in self.block_compilers.values():
-            kind.set_dynamic_dims(self.has_dynamic_shapes)
-            kind.clear_recorded_layouts()
+        for compiler in self.block_compilers.values():
+            compiler.set_dynamic_dims(self.has_dynamic_shapes)
         config: Any = torch._dynamo.config
         config.recompile_limit = max(config.recompile_limit, MAX_GRAPHS_PER_SIZE * num_sizes + 2 * MAX_RECOMPILES)
-        wanted = len(self.block_compilers) * config.recompile_limit
-        config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, wanted)
+        accumulated = len(self.block_compilers) * config.recompile_limit
+        config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, accumulated)
 
     def mark_dynamic(self, tensor: Tensor) -> None:
-        """What comes into blocks by a way of its own, too, gets another length from time to time."""
+        """Mark the length of a tensor that is no argument of a block as dynamic."""
         if self.has_dynamic_shapes:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
 
     def finish_warmup(self) -> None:
-        """From now on a new graph is one too many."""
+        """Count new graphs as recompiles from now on."""
         self._phase.is_warmed_up = True
 
 
 def find_repeated_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The blocks that make up a model, as diffusers names them, or else what is not to be split over devices."""
-    kinds: Iterable[str] = getattr(model, "_repeated_blocks", None) or getattr(model, "_no_split_modules", None) or ()
-    rows = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
+    """Yield the outermost repeated blocks: members of a ``ModuleList`` whose class diffusers or transformers lists."""
+    classes: Iterable[str] = getattr(model, "_repeated_blocks", None) or getattr(model, "_no_split_modules", None) or ()
+    lists = {name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     outer: list[str] = []
     for name, module in model.named_modules():
-        row, _, _ = name.rpartition(".")
-        if type(module).__name__ in kinds and f"{row}." in rows and not name.startswith(tuple(outer)):
+        parent, _, _ = name.rpartition(".")
+        if type(module).__name__ in classes and parent in lists and not name.startswith(tuple(outer)):
             outer.append(f"{name}.")
             yield name, module
 
@@ -301,20 +284,20 @@ def find_repeated_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def compile_model(
     modules: Sequence[nn.Module], denoiser: nn.Module, plugin: Any, dynamic: CompileDynamic, *, per_block: bool = False
 ) -> Compilation:
-    """Compile the blocks of all parts, or the denoiser as a whole, as accelerate's plugin says, or ``by_blocks``."""
+    """Compile the repeated blocks of all modules; the denoiser as a whole if accelerate's plugin asks for it."""
     if plugin.dynamic and dynamic == "auto":
         dynamic = "true"
-    found = Compilation(dynamic, plugin.to_kwargs())
-    for part in modules:
-        if part is denoiser and not (plugin.use_regional_compilation or per_block):
-            found.compile_module("", part)
+    compilation = Compilation(dynamic, plugin.to_kwargs())
+    for module in modules:
+        if module is denoiser and not (plugin.use_regional_compilation or per_block):
+            compilation.compile_module("", module)
         else:
-            found.compile_blocks(part)
-    return found
+            compilation.compile_blocks(module)
+    return compilation
 
 
 def set_compile_cache_dir(path: Path, *, override: bool) -> None:
-    """Have torch keep what it compiles, for this process and its children; unless named, what the user set stays."""
+    """Cache compiled graphs in ``path``, in this process and its children; ``override`` the user's own setting."""
     import torch._functorch.config
     import torch._inductor.config
 

@@ -1,12 +1,64 @@
-"""What one optimizer step means on however many processes."""
+"""One process, or DDP: every rank holds the whole model and trains on its own part of each global batch."""
 
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..data.batch import PixelBatch
+from ..distributed.memory import OutOfMemory, record_phase
+from .blocks import ParallelPlan
+from .gradient_sync import FlatGradients, exclude_frozen_from_ddp, register_ddp_comm_hook
+from .strategy import LossFunction, Strategy
 
 
-def exclude_frozen_from_ddp(model: nn.Module) -> None:
-    """What is frozen is the same everywhere, so DDP need not send it around at the start, nor keep books on it."""
-    frozen = [name for name, item in model.named_parameters() if not item.requires_grad]
-    held: Any = model
-    held._ddp_params_and_buffers_to_ignore = [*frozen, *(name for name, _ in model.named_buffers())]
+class DDPStrategy(Strategy):
+    """Wraps the model with accelerate, which means DDP where there are several processes."""
+
+    def wrap(self, model: nn.Module, optimizer: Optimizer, plan: ParallelPlan | None = None) -> tuple[nn.Module, Any]:
+        with self._disable_accelerate_compile(), warnings.catch_warnings():
+            # accelerate passes broadcast_buffers, which torch 2.13 deprecates; it still has its effect.
+            warnings.filterwarnings("ignore", message=".*broadcast_buffers.* is deprecated", category=FutureWarning)
+            if self.comm.world_size > 1:
+                exclude_frozen_from_ddp(model)
+            self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        register_ddp_comm_hook(self.model, self.straggler_monitor.mark_gradients_ready)
+        return self.model, self.optimizer
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def compute_gradients(
+        self, loss_function: LossFunction, batches: Sequence[PixelBatch], num_samples: int, step: int
+    ) -> Tensor:
+        return self._all_reduce_loss(self._accumulate_gradients(loss_function, batches, num_samples, step))
+
+    def compute_gradients_catching_oom(
+        self, loss_function: LossFunction, batches: Sequence[PixelBatch], num_samples: int, step: int
+    ) -> Tensor | OutOfMemory:
+        """Compute gradients without collectives, and all-reduce them when no rank ran out of memory.
+
+        A rank that fails in the middle of DDP's all-reduces would leave the others waiting in them.
+        """
+
+        def compute_local_gradients() -> tuple[Tensor, FlatGradients | None]:
+            total = torch.zeros((), device=self.device)
+            for batch in batches:  # split batches are more than accelerate.accumulate counts
+                with self.accelerator.no_sync(self.model):
+                    total += self._run_micro_batch(loss_function, batch, num_samples, step)
+            self.straggler_monitor.mark_gradients_ready()
+            with record_phase("communication"):
+                return total, FlatGradients(self.model) if self.comm.world_size > 1 else None
+
+        result = self.run_catching_oom(compute_local_gradients)
+        if isinstance(result, OutOfMemory):
+            return result
+        total, gradients = result
+        if gradients is not None:
+            with record_phase("communication"):
+                gradients.all_reduce_mean(self.comm.world_size)
+        self.accelerator.sync_gradients = True
+        return self._all_reduce_loss(total)

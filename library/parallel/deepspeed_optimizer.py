@@ -1,10 +1,10 @@
-"""An optimizer whose memory DeepSpeed divides among the processes, told and taken as if it were whole.
+"""An optimizer whose state DeepSpeed shards (ZeRO), with the interface and the state dict of a torch optimizer.
 
-DeepSpeed lays parameters end to end and gives every process a stretch of them, or a stretch of each.  Where which
-number of a parameter is kept is the same for the numbers that an optimizer remembers of it.
+DeepSpeed flattens parameters and gives every rank a slice of the flat tensor, or at stage 3 a slice of each parameter.
+Optimizer state has the same layout as the parameters that it belongs to.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class ParameterShard:
-    """What this process keeps of a parameter: ``length`` numbers from ``start`` on, at ``place`` in ``flat``."""
+    """This rank's part of a parameter: ``length`` elements from ``start``, stored at ``offset`` of ``flat``."""
 
     parameter: nn.Parameter
     start: int
@@ -24,45 +24,49 @@ class ParameterShard:
     offset: int
 
     def slice(self, flat: Tensor) -> Tensor:
-        """The numbers of this piece in something that lies as ``self.flat`` does."""
+        """Return the shard's elements in a tensor with the layout of ``self.flat``."""
         return flat.narrow(0, self.offset, self.length)
+
+    def slice_full(self, tensor: Tensor) -> Tensor:
+        """Return the shard's elements in a full tensor of the parameter's shape."""
+        return tensor.reshape(-1).narrow(0, self.start, self.length)
 
 
 def list_parameter_shards(
     zero_optimizer: Any, parameters: Sequence[nn.Parameter], stage: int, rank: int
 ) -> list[ParameterShard]:
-    """What this process keeps of ``parameters``, from DeepSpeed's own books."""
-    found = []
+    """Read from DeepSpeed's bookkeeping what this rank holds of ``parameters``."""
+    shards = []
     for parameter in parameters:
         if stage < 3:
             mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]
             if mapping is not None:
-                inside, place = mapping.lp_fragment_address, mapping.hp_fragment_address.start
+                address, offset = mapping.lp_fragment_address, mapping.hp_fragment_address.start
                 flat = zero_optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
-                found.append(ParameterShard(parameter, inside.start, inside.numel, flat, place))
+                shards.append(ParameterShard(parameter, address.start, address.numel, flat, offset))
             continue
-        subgroup, place, length = zero_optimizer.grad_position[zero_optimizer.get_param_id(parameter)]
-        start = rank * length  # the last ones may be filled up, or have nothing
+        subgroup, offset, length = zero_optimizer.grad_position[zero_optimizer.get_param_id(parameter)]
+        start = rank * length  # the last ranks may be padded, or hold nothing
         length = min(length, parameter.numel() - start)
         if length > 0:
             flat = zero_optimizer.fp32_partitioned_groups_flat[subgroup]
-            found.append(ParameterShard(parameter, start, length, flat, place))
-    return found
+            shards.append(ParameterShard(parameter, start, length, flat, offset))
+    return shards
 
 
 class DeepSpeedOptimizer:
-    """What the loop sees of it: groups of whole parameters, and a memory of whole tensors."""
+    """The optimizer that the training loop sees: param groups of full parameters, state dicts of full tensors."""
 
     def __init__(self, engine: Any, groups: Sequence[Mapping[str, Any]], device: torch.device):
         self._engine, self._zero, self._device = engine, engine.optimizer, device
         self.param_groups: list[dict[str, Any]] = [dict(group) for group in groups]
         self.defaults: dict[str, Any] = self._local_optimizer.defaults
-        self.state: dict[Any, Any] = {}  # nothing of it is whole
+        self.state: dict[Any, Any] = {}  # no rank has full state
         stage = int(engine.zero_optimization_stage())
         self._shards = list_parameter_shards(self._zero, self.parameters, stage, engine.global_rank)
         self._has_full_parameters = stage < 3
         self._loaded_state: Mapping[str, Any] | None = None
-        """What was given to this optimizer, for as long as nothing was learnt since."""
+        """The state dict that was loaded, until the next step."""
         self._grad_norm = torch.zeros(())
         self._has_gradients = False
         self._compute_grad_norm = self._replace_norm_function(stage)
@@ -73,39 +77,39 @@ class DeepSpeedOptimizer:
 
     @property
     def _local_optimizer(self) -> Any:
-        """The optimizer that each process has for what it keeps."""
+        """The torch optimizer of this rank's flat tensors."""
         return self._zero.optimizer
 
     def _replace_norm_function(self, stage: int) -> Any:
-        """DeepSpeed looks at the gradient's length in its step; here the step before it already has."""
+        """Have DeepSpeed's step use the norm that ``compute_grad_norm`` computed; return DeepSpeed's own function."""
         if stage < 3:
-            own, self._zero.scaled_global_norm = self._zero.scaled_global_norm, lambda norm_type=2: self._grad_norm
-            return own
+            original, self._zero.scaled_global_norm = self._zero.scaled_global_norm, lambda norm_type=2: self._grad_norm
+            return original
         from deepspeed.runtime.utils import combine_grad_norm_groups
 
-        groups, self._zero._get_norm_groups = self._zero._get_norm_groups, lambda: [self._grad_norm]
-        return lambda: combine_grad_norm_groups(groups())
+        get_groups, self._zero._get_norm_groups = self._zero._get_norm_groups, lambda: [self._grad_norm]
+        return lambda: combine_grad_norm_groups(get_groups())
 
     def compute_grad_norm(self, max_norm: float) -> Tensor:
-        """Of all processes together, infinite where it is no number; the step will shorten it to ``longest``."""
+        """Return the norm over all ranks (inf if non-finite); the next step clips gradients to ``max_norm``."""
         self._zero.clip_grad = max_norm
         self._has_gradients = True
         if wait := getattr(self._zero, "_wait_for_offload_copies", None):
             wait()
-        # DeepSpeed multiplies gradients by what it makes of the length, so that is to stay where they are.
+        # Kept on its device: DeepSpeed multiplies gradients, which may be offloaded, by a factor made of it.
         self._grad_norm = torch.as_tensor(self._compute_grad_norm())
         return self._grad_norm.to(self._device)
 
     def step(self) -> None:
-        """Every process moves what it keeps, and all get to know the whole."""
-        for mine, theirs in zip(self.param_groups, self._local_optimizer.param_groups, strict=True):
-            theirs.update({name: value for name, value in mine.items() if name != "params"})
+        """Update this rank's shards and all-gather the parameters."""
+        for group, local_group in zip(self.param_groups, self._local_optimizer.param_groups, strict=True):
+            local_group.update({name: value for name, value in group.items() if name != "params"})
         self._engine.step()
         self._loaded_state, self._has_gradients = None, False
         self._gather_parameters()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients that no step was made with: DeepSpeed leaves a step with a gradient of no number out."""
+        """Drop gradients without a step: DeepSpeed skips the step of an infinite gradient norm and clears them."""
         if self._has_gradients:
             self._grad_norm = torch.full_like(self._grad_norm, float("inf"))
             self._engine.step()
@@ -113,116 +117,107 @@ class DeepSpeedOptimizer:
             self._gather_parameters()
 
     def _gather_parameters(self) -> None:
-        """DeepSpeed takes parameters away in a step, and does not give them back where it leaves the step out."""
+        """All-gather parameters that DeepSpeed partitioned in a step, which it does not do when it skips the step."""
         if not self._has_full_parameters:
-            gone = [item for item in self.parameters if not item.numel()]
-            if gone:
-                gone[0].all_gather(gone)  # type: ignore[attr-defined]
+            partitioned = [item for item in self.parameters if not item.numel()]
+            if partitioned:
+                partitioned[0].all_gather(partitioned)  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def copy_parameters_to_shards(self) -> None:
-        """What stands in the parameters counts from now on; they were written to, on all processes alike."""
-        for piece in self._shards:
-            value = piece.parameter.detach().reshape(-1).narrow(0, piece.start, piece.length)
-            piece.slice(piece.flat).copy_(value)
+        """Take over new values of the parameters, which were written on all ranks alike."""
+        for shard in self._shards:
+            value = shard.slice_full(shard.parameter.detach())
+            shard.slice(shard.flat).copy_(value)
             if not self._has_full_parameters:
-                kept: Tensor = piece.parameter.ds_tensor  # type: ignore[attr-defined]
-                kept.narrow(0, 0, piece.length).copy_(value)
+                partition: Tensor = shard.parameter.ds_tensor  # type: ignore[attr-defined]
+                partition.narrow(0, 0, shard.length).copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch tells it; all processes have to ask, but for one that was just given what it is to tell."""
+        """Gather torch's state dict with full tensors: a collective, unless it was just loaded."""
         if self._loaded_state is not None:
             return dict(self._loaded_state)
-        numbers = {parameter: number for number, parameter in enumerate(self.parameters)}
-        state: dict[int, dict[str, Any]] = {number: {} for number in numbers.values()}
+        indices = {parameter: index for index, parameter in enumerate(self.parameters)}
+        state: dict[int, dict[str, Any]] = {index: {} for index in indices.values()}
         for name in self._list_state_names():
-            whole = self._gather_state(name)
-            for parameter, number in numbers.items():
-                state[number][name] = whole[parameter] if whole is not None else self._get_shared_value(name)
+            tensors = self._gather_state(name)
+            for parameter, index in indices.items():
+                state[index][name] = tensors[parameter] if tensors is not None else self._get_shared_value(name)
         groups = [
-            {**group, "params": [numbers[parameter] for parameter in group["params"]]} for group in self.param_groups
+            {**group, "params": [indices[parameter] for parameter in group["params"]]} for group in self.param_groups
         ]
-        return {"state": {number: own for number, own in state.items() if own}, "param_groups": groups}
+        return {"state": {index: entry for index, entry in state.items() if entry}, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Keep this process's part of what ``state_dict`` told, here or elsewhere; nothing is exchanged."""
-        numbers = {
-            parameter: number
-            for mine, theirs in zip(self.param_groups, state_dict["param_groups"], strict=True)
-            for parameter, number in zip(mine["params"], theirs["params"], strict=True)
-        }
-        for mine, theirs in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            mine.update({name: value for name, value in theirs.items() if name != "params"})
-        for flat, group in {id(flat): (flat, group) for flat, group in self._list_flat_groups()}.values():
-            own = [
-                (piece, state_dict["state"].get(numbers[piece.parameter], {}))
-                for piece in self._shards
-                if piece.flat is flat
+        """Take this rank's shards of a state dict with full tensors, of any engine; no communication."""
+        indices: dict[nn.Parameter, int] = {}
+        for group, loaded_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            indices.update(zip(group["params"], loaded_group["params"], strict=True))
+            group.update({name: value for name, value in loaded_group.items() if name != "params"})
+        # For a rank without a shard in a group: the names of the state.
+        first_state: Mapping[str, Any] = next(iter(state_dict["state"].values()), {})
+        for flat, group_index in {id(flat): (flat, group) for flat, group in self._list_flat_groups()}.values():
+            states: list[tuple[ParameterShard | None, Mapping[str, Any]]] = [
+                (shard, state_dict["state"].get(indices[shard.parameter], {}))
+                for shard in self._shards
+                if shard.flat is flat
             ]
             self._local_optimizer.state.pop(flat, None)
             if any(state_dict["state"].values()):
-                self._local_optimizer.state[flat] = self._build_flat_state(
-                    flat, group, own or self._get_example_state(state_dict)
-                )
+                flat_state = self._build_flat_state(flat, group_index, states or [(None, first_state)])
+                self._local_optimizer.state[flat] = flat_state
         self._loaded_state, self._has_gradients = state_dict, False
 
-    def _get_example_state(
-        self, state_dict: Mapping[str, Any]
-    ) -> list[tuple[ParameterShard | None, Mapping[str, Any]]]:
-        """For a process that has nothing of a group: what kinds of memory there are."""
-        return [(None, next(iter(state_dict["state"].values())))]
-
     def _build_flat_state(
-        self, flat: Tensor, group: int, shard_states: Iterable[tuple[ParameterShard | None, Mapping[str, Any]]]
+        self, flat: Tensor, group: int, shard_states: Sequence[tuple[ParameterShard | None, Mapping[str, Any]]]
     ) -> dict[str, Any]:
         state: dict[str, Any] = {}
-        on_device = any(self.param_groups[group].get(name) for name in ("fused", "capturable"))
-        for piece, memory in shard_states:
-            for name, value in memory.items():
+        is_on_device = any(self.param_groups[group].get(name) for name in ("fused", "capturable"))
+        for shard, shard_state in shard_states:
+            for name, value in shard_state.items():
                 if not isinstance(value, Tensor) or not value.dim():
-                    home = flat.device if on_device else torch.device("cpu")
-                    state[name] = value.to(home, copy=True) if isinstance(value, Tensor) else value
+                    device = flat.device if is_on_device else torch.device("cpu")
+                    state[name] = value.to(device, copy=True) if isinstance(value, Tensor) else value
                     continue
-                kept = state.setdefault(name, torch.zeros_like(flat))
-                if piece is not None:
-                    piece.slice(kept).copy_(value.reshape(-1).narrow(0, piece.start, piece.length))
+                flat_value = state.setdefault(name, torch.zeros_like(flat))
+                if shard is not None:
+                    shard.slice(flat_value).copy_(shard.slice_full(value))
         return state
 
     def _list_flat_groups(self) -> list[tuple[Tensor, int]]:
-        """All that this process keeps, with the group that it belongs to."""
+        """List this rank's flat tensors, each with the index of its param group."""
         if self._has_full_parameters:
             return [(flat, group) for group, flat in enumerate(self._zero.single_partition_of_fp32_groups)]
         return [
-            (flat, self._zero.sub_group_to_group_id[number])
-            for number, flat in enumerate(self._zero.fp32_partitioned_groups_flat)
+            (flat, self._zero.sub_group_to_group_id[index])
+            for index, flat in enumerate(self._zero.fp32_partitioned_groups_flat)
         ]
 
+    def _get_flat_state(self, flat: Tensor) -> Mapping[str, Any]:
+        state: Mapping[str, Any] = self._local_optimizer.state.get(flat, {})
+        return state
+
     def _list_state_names(self) -> list[str]:
-        """What an optimizer remembers, by name; the same on all processes."""
-        return sorted(
-            {name for flat, _ in self._list_flat_groups() for name in self._local_optimizer.state.get(flat, {})}
-        )
+        """List the names of the optimizer state, the same on all ranks."""
+        return sorted({name for flat, _ in self._list_flat_groups() for name in self._get_flat_state(flat)})
 
     def _get_shared_value(self, name: str) -> Any:
-        """What is remembered once for all that a process keeps, such as the number of steps."""
-        value = next(
-            state[name]
-            for flat, _ in self._list_flat_groups()
-            if name in (state := self._local_optimizer.state.get(flat, {}))
-        )
+        """Return state that is one value per flat tensor, such as the step count."""
+        states = (self._get_flat_state(flat) for flat, _ in self._list_flat_groups())
+        value = next(state[name] for state in states if name in state)
         return value.clone() if isinstance(value, Tensor) else value
 
     def _gather_state(self, name: str) -> dict[nn.Parameter, Tensor] | None:
-        """What all processes together remember of each parameter; ``None`` for what is remembered once for all."""
-        states = {id(flat): self._local_optimizer.state.get(flat, {}).get(name) for flat, _ in self._list_flat_groups()}
+        """Gather the state of each parameter from all ranks; ``None`` for state that is one value per flat tensor."""
+        states = {id(flat): self._get_flat_state(flat).get(name) for flat, _ in self._list_flat_groups()}
         if not any(isinstance(value, Tensor) and value.dim() for value in states.values()):
             return None
         sizes = [parameter.numel() for parameter in self.parameters]
-        whole = torch.zeros(sum(sizes), dtype=torch.float32, device=self._device)
-        parts = dict(zip(self.parameters, torch.split(whole, sizes), strict=True))
-        for piece in self._shards:
-            kept = states[id(piece.flat)]
-            if kept is not None:
-                parts[piece.parameter].narrow(0, piece.start, piece.length).copy_(piece.slice(kept))
-        dist.all_reduce(whole)
+        buffer = torch.zeros(sum(sizes), dtype=torch.float32, device=self._device)
+        parts = dict(zip(self.parameters, torch.split(buffer, sizes), strict=True))
+        for shard in self._shards:
+            flat_value = states[id(shard.flat)]
+            if flat_value is not None:
+                parts[shard.parameter].narrow(0, shard.start, shard.length).copy_(shard.slice(flat_value))
+        dist.all_reduce(buffer)
         return {parameter: part.view_as(parameter) for parameter, part in parts.items()}

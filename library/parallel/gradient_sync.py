@@ -1,30 +1,107 @@
-"""The gradients of a model in one piece of memory, which is exchanged in one go."""
+"""Gradient synchronisation: everything that all-reduces, scales or divides LoRA gradients, for every engine.
+
+The loss of a micro-batch is the sum over its samples, divided by the samples of the whole optimizer step (of all ranks
+and micro-batches).  So gradients are summed over micro-batches and ranks.  Where an engine averages them instead,
+``scale_loss`` multiplies the loss beforehand:
+
+| engine                  | all-reduce                               | loss times         | gradients divided by   |
+|-------------------------|------------------------------------------|--------------------|------------------------|
+| single process          | none                                     | accumulation steps | the same (accelerate)  |
+| DDP                     | in backward of the last micro-batch,     | accumulation steps | the same (accelerate), |
+|                         | per bucket                               | x world size       | world size (DDP)       |
+| DDP, --on_oom recover   | flat, after the last micro-batch,        | as DDP             | the same (accelerate), |
+|                         | when no rank ran out of memory           |                    | world size             |
+| FSDP, tensor parallel,  | flat, over all ranks, after the last     | as DDP             | the same (accelerate), |
+| context parallel        | micro-batch (adapters are replicated)    |                    | world size x cp (*)    |
+| pipeline                | flat, over all ranks, after the schedule | 1                  | cp (*)                 |
+| DeepSpeed               | in backward, by DeepSpeed                | world size         | the same (DeepSpeed)   |
+| gradient probe, warm-up | none with DDP and DeepSpeed,             | 1 (0 before the    | dp x cp (*)            |
+| (``Strategy.backward``) | otherwise flat, over all ranks           | last stage)        |                        |
+
+(*) Tensor parallel: gradients that are complete on every rank of a group are divided by tp first; those of adapters in
+sharded layers are partial.  Context parallel: gathered tokens multiply their gradient by cp (``ulysses``).
+"""
+
+from collections.abc import Callable, Container
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from ..distributed.memory import record_phase
+from ..distributed.parallel_dims import ParallelDims
+
+
+def scale_loss(
+    loss: Tensor, engine: Literal["accelerate", "deepspeed"], accumulation_steps: int, world_size: int
+) -> Tensor:
+    """Cancel the averages that follow: over micro-batches (by accelerate only) and over ranks."""
+    if engine == "deepspeed":  # whose own gradient_accumulation_steps is 1
+        return loss * world_size
+    return loss * accumulation_steps * world_size
 
 
 class FlatGradients:
-    """A copy of all gradients; making it may need memory, exchanging it does not."""
+    """A copy of all gradients in one tensor.  Creating it allocates memory, the all-reduce does not."""
 
     def __init__(self, model: nn.Module, *, include_missing: bool = False):
-        """``of_all``: of everything that learns, also what got no gradient on this process."""
+        """``include_missing``: use zeros for trainable parameters without a gradient, which other ranks may have."""
         if include_missing:
-            for item in model.parameters():
-                if item.requires_grad and item.grad is None:
-                    item.grad = torch.zeros_like(item)
-        self._gradients = [item.grad for item in model.parameters() if item.grad is not None]
+            for parameter in model.parameters():
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        self._gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         self._flat = torch.cat([gradient.reshape(-1) for gradient in self._gradients])
 
-    def all_reduce_sum(self) -> None:
-        """The model's gradients become the sum over all processes."""
-        self.all_reduce_mean(1)
-
     def all_reduce_mean(self, divisor: int) -> None:
-        """The same, divided by so many."""
+        """Sum over all ranks, divide by ``divisor``, and copy the result to the gradients."""
         dist.all_reduce(self._flat)
         self._flat /= divisor
         parts = torch.split(self._flat, [gradient.numel() for gradient in self._gradients])
         for gradient, part in zip(self._gradients, parts, strict=True):
             gradient.copy_(part.view_as(gradient))
+
+
+def all_reduce_gradients(
+    model: nn.Module, dims: ParallelDims, divisor: int, partial_grad_parameters: Container[nn.Parameter]
+) -> None:
+    """All-reduce gradients over all ranks of FSDP, tensor, context and pipeline parallelism; divide by divisor x cp."""
+    if dims.tp > 1:
+        for parameter in model.parameters():
+            if parameter.grad is not None and parameter not in partial_grad_parameters:
+                parameter.grad /= dims.tp
+    with record_phase("communication"):
+        gradients = FlatGradients(model, include_missing=dims.model_parallel_size > 1)
+        gradients.all_reduce_mean(divisor * dims.cp)
+
+
+def all_reduce_loss(accelerator: Accelerator, loss: Tensor, *, stop_requested: bool) -> tuple[Tensor, Tensor]:
+    """Sum the loss over all ranks; return it with the number of ranks that were asked to stop, on the device."""
+    stop_flag = loss.new_full((), float(stop_requested))
+    with record_phase("communication"):
+        total, num_stop_requests = accelerator.reduce(torch.stack([loss, stop_flag]), reduction="sum")
+    return total, num_stop_requests
+
+
+def exclude_frozen_from_ddp(model: nn.Module) -> None:
+    """Have DDP ignore frozen parameters and buffers: they are equal on all ranks and need no broadcast at the start."""
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    ignored: Any = model
+    ignored._ddp_params_and_buffers_to_ignore = [*frozen, *(name for name, _ in model.named_buffers())]
+
+
+def register_ddp_comm_hook(model: nn.Module, on_last_bucket: Callable[[], None]) -> None:
+    """All-reduce DDP's buckets as DDP does without a hook; call ``on_last_bucket`` before the last."""
+
+    def all_reduce_bucket(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined, unused-ignore]
+        if bucket.is_last():
+            on_last_bucket()
+        return allreduce_hook(None, bucket)  # type: ignore[arg-type]
+
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            module.register_comm_hook(None, all_reduce_bucket)

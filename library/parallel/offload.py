@@ -1,60 +1,62 @@
-"""Weights that rest in host memory: each is copied to the device shortly before it is needed, and dropped after it.
+"""CPU offload of frozen weights (``--blocks_to_swap``) with prefetch on a copy stream, and base quantization.
 
-They are frozen, so nothing is ever copied back.  Which weight comes after which is learnt from the first step; from
-then on each is sent on its way while the one before is being used, on a stream of its own.
+Offloaded weights are frozen, so they are only ever copied to the device and dropped after use.  The order of use is
+recorded in the first step; from then on the next weight is prefetched while the current one is used.
 
-The program is ahead of the device, and takes memory for weights that the device comes to much later.  So it waits for
-the device when it is too far ahead, which then has enough to do to compute on meanwhile.
+The host runs ahead of the device and would allocate weights that the device uses much later.  So it waits for the
+device at ``MAX_BYTES_AHEAD``, which leaves the device enough queued work.
 """
 
 import logging
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..config import RunConfig
+from ..config.schema import ModelConfig, TrainConfig
 from ..distributed.async_copy import CopyStream, copy_to_host
-from .quantize import QuantizedWeight, can_convert_frozen_layer, convert_frozen_layer
+from .quantize import FetchWeight, QuantizedWeight, can_convert_frozen_layer, convert_frozen_layer
+
+logger = logging.getLogger(__name__)
+
 
 AccessHistory = tuple[bool, tuple[int, ...]]
-"""Whether in a backward pass, and the latest weights, which checkpointing asks for in more than one order."""
-
+"""Whether in a backward pass, and the latest weights: activation checkpointing fetches in more than one order."""
 
 HISTORY_LENGTH = 3
 
-
 MAX_BYTES_AHEAD = 2**28
-"""Bytes of weights that the program may have used before the device has."""
+"""Bytes of fetched weights that the device may still have to use."""
 
 
 class WeightOffloader:
-    """Hands out weights by number."""
+    """Weights in host memory, fetched by index."""
 
     def __init__(self, device: torch.device, copy: Callable[[Tensor], Tensor] | None = None):
-        """``copy`` brings a tensor to the device, without anybody waiting for it."""
+        """``copy`` starts an asynchronous copy of a tensor to the device."""
         self.device, self.host_weights = device, list[QuantizedWeight]()
         self.prefetch_hits = 0
-        """How many weights were there already when they were asked for."""
+        """Fetches whose weight was prefetched."""
         self._copy_stream = CopyStream(device)
         self._copy = copy or (lambda tensor: tensor.to(device, non_blocking=True))
         self._next_index: dict[AccessHistory, int] = {}
         self._history: AccessHistory = (False, ())
         self._prefetched: tuple[int, QuantizedWeight] | None = None
         self._in_flight = deque[tuple[Any, int]]()
-        """Of weights that the device may still have to use: where it has, and how large they are."""
+        """Events after the use of each weight on the device, and the weights' bytes."""
         self._bytes_in_use = 0
 
-    def offload(self, weight: QuantizedWeight) -> Callable[[], QuantizedWeight]:
-        """Keep it on the host, pinned where that makes copies faster; returns who hands it out."""
-        number = len(self.host_weights)
+    def offload(self, weight: QuantizedWeight) -> FetchWeight:
+        """Move a weight to (pinned) host memory and return the function that fetches it."""
+        index = len(self.host_weights)
         self.host_weights.append(weight.map_tensors(copy_to_host))
-        return lambda: self.fetch(number)
+        return lambda: self.fetch(index)
 
     def fetch(self, index: int) -> QuantizedWeight:
-        """The weight on the device; the one that came after it last time is sent on its way."""
+        """Return the weight on the device, and prefetch the one that was used after it last time."""
         self._limit_bytes_ahead()
         weight = self._take_prefetched(index)
         self._bytes_in_use = weight.nbytes
@@ -63,75 +65,74 @@ class WeightOffloader:
         self._history = (is_backward, (*self._history[1], index)[-HISTORY_LENGTH:])
         following = self._next_index.get(self._history)
         if following is not None:
-            self._prefetched = (
-                following,
-                self._copy_stream.run_on_stream(lambda: self.host_weights[following].map_tensors(self._copy)),
-            )
+            copy_next = partial(self.host_weights[following].map_tensors, self._copy)
+            self._prefetched = following, self._copy_stream.run_on_stream(copy_next)
         return weight
 
     def _limit_bytes_ahead(self) -> None:
-        """Whoever asks for a weight has given the device all that it computes with the one before."""
-        if (mark := self._copy_stream.record_event()) is None:
+        """Wait for the device while too much is in flight; a fetch means that the last weight's work is queued."""
+        if (event := self._copy_stream.record_event()) is None:
             return
-        self._in_flight.append((mark, self._bytes_in_use))
-        while sum(size for _, size in self._in_flight) > MAX_BYTES_AHEAD:
+        self._in_flight.append((event, self._bytes_in_use))
+        while sum(num_bytes for _, num_bytes in self._in_flight) > MAX_BYTES_AHEAD:
             self._in_flight.popleft()[0].synchronize()
 
     def _take_prefetched(self, index: int) -> QuantizedWeight:
-        ahead, self._prefetched = self._prefetched, None
-        if ahead is None or ahead[0] != index:
+        prefetched, self._prefetched = self._prefetched, None
+        if prefetched is None or prefetched[0] != index:
             return self.host_weights[index].map_tensors(self._copy)
         self.prefetch_hits += 1
-        self._copy_stream.wait_for_copies(ahead[1].tensors)
-        return ahead[1]
+        self._copy_stream.wait_for_copies(prefetched[1].tensors)
+        return prefetched[1]
 
 
-logger = logging.getLogger(__name__)
+def is_quantized_or_offloaded(model: ModelConfig, train: TrainConfig) -> bool:
+    """Whether any part of the base model is quantized or offloaded."""
+    return bool(train.blocks_to_swap) or model.quantize_base != "none"
 
 
-def is_quantized_or_offloaded(config: RunConfig) -> bool:
-    """Whether any of it is to rest."""
-    return bool(config.train.blocks_to_swap) or config.model.quantize_base != "none"
+def quantize_and_offload_base(denoiser: nn.Module, device: torch.device, model: ModelConfig, train: TrainConfig) -> int:
+    """Quantize the frozen weights of all blocks, and offload some blocks, evenly spread so that copies overlap.
 
-
-def quantize_and_offload_base(config: RunConfig, denoiser: nn.Module, device: torch.device) -> int:
-    """Of blocks in fewer bits, and of some blocks in host memory; spread evenly, so that there is time between them.
-
-    Returns how many bytes are in host memory now.
+    Return the bytes in host memory.
     """
-    kind, blocks = config.model.quantize_base, find_innermost_blocks(denoiser)
-    swap, swapped = WeightOffloader(device), set(select_spread_indices(len(blocks), config.train.blocks_to_swap))
-    before = after = away = 0
-    for number, block in enumerate(blocks):
+    blocks, quant_type, offloader = find_innermost_blocks(denoiser), model.quantize_base, WeightOffloader(device)
+    swapped = set(select_spread_indices(len(blocks), train.blocks_to_swap))
+    bytes_before = bytes_on_device = bytes_on_host = 0
+    for index, block in enumerate(blocks):
         for layer in block.modules():
-            if not can_convert_frozen_layer(layer) or (kind == "none" and number not in swapped):
+            if not can_convert_frozen_layer(layer) or (quant_type == "none" and index not in swapped):
                 continue
             own: Any = layer
-            packed = QuantizedWeight.quantize(own.weight.to(device), kind)
-            before += own.weight.nbytes
-            convert_frozen_layer(layer, swap.offload(packed) if number in swapped else packed.get)
-            after += 0 if number in swapped else packed.nbytes
-            away += packed.nbytes if number in swapped else 0
+            bytes_before += own.weight.nbytes
+            weight = QuantizedWeight.quantize(own.weight.to(device), quant_type)
+            if index in swapped:
+                convert_frozen_layer(layer, offloader.offload(weight))
+                bytes_on_host += weight.nbytes
+            else:
+                convert_frozen_layer(layer, weight.get)
+                bytes_on_device += weight.nbytes
     logger.info(
-        "frozen weights of %d blocks: %.2f GB of %.2f GB stay on the device, in %s; %d blocks rest in host memory",
+        "base model: frozen weights of %d blocks: %.2f GB -> %.2f GB on the device (%s), %d blocks offloaded (%.2f GB)",
         len(blocks),
-        after / 1e9,
-        before / 1e9,
-        kind,
+        bytes_before / 1e9,
+        bytes_on_device / 1e9,
+        quant_type,
         len(swapped),
+        bytes_on_host / 1e9,
     )
-    return away
+    return bytes_on_host
 
 
 def find_innermost_blocks(denoiser: Any) -> list[nn.Module]:
-    """Those of which a model has many, in its own order; diffusers knows what they are called."""
-    named = (getattr(denoiser, kind, None) or () for kind in ("_repeated_blocks", "_no_split_modules"))
-    names = {name for several in named for name in several}
-    found = [module for module in denoiser.modules() if type(module).__name__ in names]
-    known = set(found)
-    return [module for module in found if not known & set(list(module.modules())[1:])]  # the innermost
+    """Return the blocks that diffusers lists as repeated or not to be split, without those that contain others."""
+    attributes = (getattr(denoiser, name, None) or () for name in ("_repeated_blocks", "_no_split_modules"))
+    class_names = {name for names in attributes for name in names}
+    blocks = [module for module in denoiser.modules() if type(module).__name__ in class_names]
+    known = set(blocks)
+    return [block for block in blocks if not known & set(list(block.modules())[1:])]
 
 
-def select_spread_indices(count: int, wanted: int) -> list[int]:
-    """``wanted`` of ``count`` places, as evenly as can be."""
-    return [place for place in range(count) if (place + 1) * wanted // count > place * wanted // count]
+def select_spread_indices(count: int, num_selected: int) -> list[int]:
+    """Return ``num_selected`` of the indices below ``count``, evenly spread."""
+    return [index for index in range(count) if (index + 1) * num_selected // count > index * num_selected // count]

@@ -1,110 +1,276 @@
-"""The blocks of the model spread over processes, through which micro-batches run one behind the other."""
+"""Pipeline parallelism over ``torch.distributed.pipelining``: GPipe, 1F1B or interleaved 1F1B schedules of stages.
+
+Each rank has the blocks of one stage (two if interleaved), and all modules that are no blocks.
+"""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+)
 
 from ..data.batch import PixelBatch
 from ..distributed.communicator import Communicator
-from ..distributed.parallel_dims import ParallelDims
+from ..distributed.memory import record_phase
 from .blocks import Activations, BlockSequence, ParallelPlan
 from .model_parallel import ModelParallelStrategy
-from .pipeline_schedule import PipelineSchedules
-from .pipeline_stages import StageRunner, broadcast_stage_output, partition_blocks
-from .strategy import LossFunction
+from .pipeline_stages import StageBoundary, StageRunner, broadcast_stage_output, partition_blocks
+from .strategy import LossFunction, StrategySettings
 
 logger = logging.getLogger(__name__)
 
 
+MAX_CACHED_SCHEDULES = 64
+"""Schedules, with their receive buffers, that are cached; the least recently used is dropped."""
+
+IS_REPEATED_FORWARD: ContextVar[bool] = ContextVar("is_repeated_forward", default=False)
+"""Whether the denoiser ran for this micro-batch before: for torch's shape inference, or on this rank's first stage."""
+
+
 class PipelineStrategy(ModelParallelStrategy):
-    """Each process has the blocks of one stage, or of two, and everything that is no block."""
+    """Runs the micro-batches of a step through the stages by a schedule; other forwards run all stages in turn."""
 
-    def __init__(self, comm: Communicator, dims: ParallelDims, schedule: str):
-        super().__init__(comm, dims)
-        self.schedule = schedule
-        self.stage_group = self.mesh.get_group("stage")
+    def __init__(self, comm: Communicator, settings: StrategySettings):
+        super().__init__(comm, settings)
+        self.schedule = settings.pp_schedule
+        self.stage_group = self.mesh.get_group("pp")
 
-    def _partition_model(self, model: nn.Module, denoiser: nn.Module, parallel_plan: ParallelPlan) -> None:
-        chain = parallel_plan.block_sequence
-        self.stage_runner = StageRunner(chain)
-        self._assign_stages(chain.count_block_parameters())
-        # Of blocks alone, without what goes on between processes; UNets do it inside of their blocks.
+    def _partition_model(self, model: nn.Module, plan: ParallelPlan) -> None:
+        denoiser, sequence = plan.denoiser or model, plan.block_sequence
+        checkpoint_function: Any = None
+        # Checkpoint single blocks, without the communication between them; UNets do so themselves, inside of blocks.
         if getattr(denoiser, "gradient_checkpointing", False):
             denoiser.gradient_checkpointing = False  # type: ignore[assignment]
-            way: Any = denoiser._gradient_checkpointing_func
-            self.stage_runner.checkpoint_function = way
-        self._drop_remote_weights(chain)
-        super()._partition_model(model, denoiser, parallel_plan)
+            checkpoint_function = denoiser._gradient_checkpointing_func
+        self.stage_runner = StageRunner(sequence, checkpoint_function)
+        self._assign_stages(sequence.count_block_parameters())
+        self._drop_remote_weights(sequence)
+        super()._partition_model(model, plan)
         self.grad_anchor = torch.zeros((), device=self.device, requires_grad=True)
         self.pipeline_schedules = PipelineSchedules(self)
         self.use_full_forward()
 
     def _assign_stages(self, block_costs: Sequence[float]) -> None:
-        """Which blocks are whose."""
-        each = 2 if self.schedule == "interleaved" else 1
-        stages = self.dims.pp
-        self.stage_bounds = partition_blocks(block_costs, each * stages)
-        self.local_stages = [
-            number for number in range(len(self.stage_bounds) - 1) if number % stages == self.pipeline_stage
-        ]
-        self._local_blocks = {
-            place for part in self.local_stages for place in range(self.stage_bounds[part], self.stage_bounds[part + 1])
-        }
-        self._stage_ends = {end - 1: number for number, end in enumerate(self.stage_bounds[1:])}
+        num_ranks, stages_per_rank = self.dims.pp, 2 if self.schedule == "interleaved" else 1
+        bounds = self.stage_bounds = partition_blocks(block_costs, stages_per_rank * num_ranks)
+        self.local_stages = [stage for stage in range(len(bounds) - 1) if stage % num_ranks == self.pipeline_stage]
+        self._local_blocks = {index for stage in self.local_stages for index in range(bounds[stage], bounds[stage + 1])}
+        self._stage_ends = {end - 1: stage for stage, end in enumerate(bounds[1:])}
 
     def _drop_remote_weights(self, block_sequence: BlockSequence) -> None:
-        """Blocks of others lose their frozen weights."""
-        for place, block in enumerate(block_sequence.blocks):
-            if place not in self._local_blocks:
+        """Move the frozen weights of other stages' blocks to the meta device."""
+        for index, block in enumerate(block_sequence.blocks):
+            if index not in self._local_blocks:
                 for module in block.modules():
                     for name, weight in list(module.named_parameters(recurse=False)):
                         if not weight.requires_grad:
                             module.register_parameter(name, nn.Parameter(weight.to("meta"), requires_grad=False))
-        here = sum(item.nbytes for block in block_sequence.blocks for item in block.parameters() if not item.is_meta)
-        logger.info(
-            "pipeline: stage %d of %d has blocks %s of %d, %.1f MiB",
-            self.pipeline_stage + 1,
-            self.dims.pp,
-            " and ".join(
-                f"{self.stage_bounds[part] + 1} to {self.stage_bounds[part + 1]}" for part in self.local_stages
-            ),
-            len(block_sequence.blocks),
-            here / 2**20,
-        )
+        blocks, bounds = block_sequence.blocks, self.stage_bounds
+        mib = sum(item.nbytes for block in blocks for item in block.parameters() if not item.is_meta) / 2**20
+        ranges = " and ".join(f"{bounds[stage] + 1} to {bounds[stage + 1]}" for stage in self.local_stages)
+        rank = f"rank {self.pipeline_stage + 1} of {self.dims.pp}"
+        logger.info("pipeline: %s has blocks %s of %d (%.1f MiB)", rank, ranges, len(blocks), mib)
 
     def use_full_forward(self) -> None:
-        """From now on a forward of the model is one of all stages together, one after the other."""
+        """Make each forward of the model run all stages in turn, with the output of each broadcast to all."""
         self.stage_runner.run_all_stages(self._local_blocks, self._broadcast_stage_output)
 
     def _broadcast_stage_output(self, index: int, activations: Activations) -> Activations:
-        """Called after each block; where a stage ends, everybody gets what it made."""
+        """Broadcast the output of a block that is the last of its stage."""
         if index not in self._stage_ends:
             return activations
-        number, group = self._stage_ends[index], self.dims.get_pipeline_ranks(self.comm.rank)
-        is_end = number == len(self.stage_bounds) - 2
-        consumer = None if is_end else group[(number + 1) % self.dims.pp]
+        stage, ranks = self._stage_ends[index], self.dims.get_pipeline_ranks(self.comm.rank)
+        is_last = stage == len(self.stage_bounds) - 2
+        next_rank = None if is_last else ranks[(stage + 1) % self.dims.pp]
         return broadcast_stage_output(
-            activations, self.stage_group, group[number % self.dims.pp], consumer, self.grad_anchor
+            activations, self.stage_group, ranks[stage % self.dims.pp], next_rank, self.grad_anchor
         )
 
     def compute_gradients(
         self, loss_function: LossFunction, batches: Sequence[PixelBatch], num_samples: int, step: int
     ) -> Tensor:
-        """Forward and backward of one step, with as many micro-batches under way as there are stages."""
-        scaler = self.accelerator.scaler  # of fp16; it has to be asked once on every stage, or it cannot scale back
+        scaler = self.accelerator.scaler  # fp16's; it has to scale once on every stage, or it cannot unscale there
         scale = 1.0 if scaler is None else scaler.scale(torch.ones((), device=self.device))
 
         def compute_loss(batch: PixelBatch) -> Tensor:
             with self.accelerator.autocast():
                 return loss_function(batch, step).sum() * (scale / num_samples)
 
-        total = (
-            self.pipeline_schedules.run(compute_loss, lambda batch: self.prepare_recompute(batch, step), batches)
-            / scale
-        )
+        def prepare_recompute(batch: PixelBatch) -> None:
+            loss_function.seed_dropout(batch, step)
+
+        schedules, get_shape_key = self.pipeline_schedules, loss_function.get_shape_key
+        total = schedules.run(compute_loss, prepare_recompute, get_shape_key, batches) / scale
         self.accelerator.sync_gradients = True
         self._all_reduce_gradients(1)
         return self._all_reduce_loss(total)
+
+
+@dataclass
+class PipelineStep:
+    """Micro-batches of one shape, and what every stage does with them."""
+
+    compute_loss: Callable[[PixelBatch], Tensor]
+    prepare_recompute: Callable[[PixelBatch], None]
+    batches: Sequence[PixelBatch]
+    started: set[int] = field(default_factory=set)
+
+    @contextmanager
+    def start_micro_batch(self, index: int) -> Iterator[PixelBatch]:
+        """Yield the micro-batch for one forward through a stage."""
+        token = IS_REPEATED_FORWARD.set(index in self.started)
+        self.started.add(index)
+        try:
+            yield self.batches[index]
+        finally:
+            IS_REPEATED_FORWARD.reset(token)
+
+
+class PipelineSchedules:
+    """Runs micro-batches through a schedule for their shape and number, for which torch allocates buffers once."""
+
+    def __init__(self, pipeline: PipelineStrategy):
+        self.pipeline = pipeline
+        self.step: PipelineStep | None = None
+        self._cache: dict[Hashable, Any] = {}
+
+    def run(
+        self,
+        compute_loss: Callable[[PixelBatch], Tensor],
+        prepare_recompute: Callable[[PixelBatch], None],
+        get_shape_key: Callable[[PixelBatch], Hashable],
+        micro_batches: Sequence[PixelBatch],
+    ) -> Tensor:
+        """Run forward and backward of all micro-batches; return the sum of the losses on the last stage, else 0.
+
+        ``prepare_recompute`` is called before each backward: the latest forward was of another micro-batch.
+        """
+        groups: dict[Hashable, list[PixelBatch]] = {}
+        for batch in micro_batches:
+            groups.setdefault(get_shape_key(batch), []).append(batch)
+        total = torch.zeros((), device=self.pipeline.device)
+        try:
+            for shape, batches in groups.items():
+                total += self._run_schedule(shape, PipelineStep(compute_loss, prepare_recompute, batches))
+        finally:
+            self.step = None
+            self.pipeline.use_full_forward()
+        return total
+
+    def _run_schedule(self, shape: Hashable, step: PipelineStep) -> Tensor:
+        self.step, count = step, len(step.batches)
+        schedule = self._get_schedule((shape, count), count)
+        indices, losses = torch.arange(count), list[Tensor]()
+        inputs = (indices,) if 0 in self.pipeline.local_stages else ()  # torch needs an argument for the first stage
+        targets = {"target": indices, "losses": losses} if self.pipeline.is_last_stage else {}
+        schedule.step(*inputs, index=indices, **targets)
+        return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.pipeline.device)
+
+    def _get_schedule(self, key: Hashable, count: int) -> Any:
+        if key in self._cache:
+            self._cache[key] = self._cache.pop(key)  # the most recently used is last
+            return self._cache[key]
+        while len(self._cache) >= MAX_CACHED_SCHEDULES:
+            del self._cache[next(iter(self._cache))]
+        schedule = self._cache[key] = self._build_schedule(count)
+        return schedule
+
+    def _build_schedule(self, count: int) -> Any:
+        pipeline, num_stages = self.pipeline, len(self.pipeline.stage_bounds) - 1
+        stages = [
+            RecomputingPipelineStage(
+                StageModule(self, index), index, num_stages, pipeline.device, group=pipeline.stage_group
+            )
+            for index in pipeline.local_stages
+        ]
+        settings: dict[str, Any] = {"n_microbatches": count, "loss_fn": _sum_loss, "scale_grads": False}
+        if len(stages) > 1:  # torch runs micro-batches in rounds of equal size
+            is_even = not count % max(1, count // pipeline.dims.pp)
+            schedule_class: Any = ScheduleInterleaved1F1B if is_even else ScheduleLoopedBFS
+            return schedule_class(stages, **settings)
+        if pipeline.schedule == "1f1b" and count >= num_stages:
+            return Schedule1F1B(stages[0], **settings)
+        return ScheduleGPipe(stages[0], **settings)
+
+
+def _sum_loss(loss: Tensor, target: Tensor) -> Tensor:
+    """The output of the last stage is the loss; ``target`` is unused."""
+    return loss.sum()
+
+
+class StageModule(nn.Module):
+    """Runs the model's forward over the blocks of one stage."""
+
+    def __init__(self, schedules: PipelineSchedules, stage_index: int):
+        super().__init__()
+        pipeline = schedules.pipeline
+        self._schedules, self._stage_runner = schedules, pipeline.stage_runner
+        self._first, self._end = pipeline.stage_bounds[stage_index], pipeline.stage_bounds[stage_index + 1]
+        self._is_first, self._is_last = stage_index == 0, stage_index == len(pipeline.stage_bounds) - 2
+
+    def forward(self, *received: Tensor, index: Tensor) -> Activations | Tensor:
+        """Return the stage's output activations, or the loss on the last stage."""
+        step = self._schedules.step
+        assert step is not None
+        inputs = None if self._is_first else tuple(map(_ContiguousGradient.apply, received))
+        self._stage_runner.run_stage(self._first, self._end, inputs)
+        try:
+            with step.start_micro_batch(int(index)) as batch, record_phase("forward", batch):
+                loss = step.compute_loss(batch)
+        except StageBoundary as boundary:
+            apply: Any = _StageOutput.apply
+            return tuple(apply(tensor, self._schedules.pipeline.grad_anchor) for tensor in boundary.activations)
+        if not self._is_last:
+            raise AssertionError("a stage that is not the last ran to the end of the model")
+        return loss[None]
+
+    def prepare_backward(self, index: int) -> PixelBatch:
+        """Set up the recomputation of a micro-batch and return it."""
+        step = self._schedules.step
+        assert step is not None
+        step.prepare_recompute(step.batches[index])
+        return step.batches[index]
+
+
+class RecomputingPipelineStage(PipelineStage):
+    """Restores the random state of a micro-batch before its backward, which may recompute its forward."""
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self.submod
+        with record_phase("backward", module.prepare_backward(bwd_chunk_id)):
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """Identity whose gradient is contiguous, as torch's send operations require."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0].contiguous()
+
+
+class _StageOutput(torch.autograd.Function):
+    """Contiguous copy that requires grad through ``anchor``, also where a stage has no trainable parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, anchor: Tensor) -> Tensor:
+        return tensor.clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0], None

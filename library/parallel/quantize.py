@@ -1,6 +1,6 @@
-"""Frozen weights in fewer bits: how they are put together, and how numbers come out again.
+"""Quantized frozen weights (fp8, int8, nf4) and the layers that dequantize them in forward and backward.
 
-Each row has a factor of its own, in nf4 each 64 numbers (Dettmers et al. 2023, arXiv 2305.14314).
+fp8 and int8 have one scale per output row, nf4 has one per block of 64 values (QLoRA, arXiv 2305.14314).
 """
 
 from collections.abc import Callable
@@ -12,15 +12,28 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.grad import conv2d_input
 
+FP8_DTYPE = torch.float8_e4m3fn
+
+NF4_BLOCK_SIZE = 64
+
+
+# fmt: off
+NF4_LEVELS = (
+    -1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.09105004, 0.0,
+    0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0,
+)
+# fmt: on
+"""Quantiles of the normal distribution."""
+
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A weight; what it is made of may be moved, and is no parameter of anything."""
+    """A frozen weight as plain tensors, which may be moved between devices and are no parameters."""
 
     quant_type: str  # none, fp8, int8 or nf4
     shape: torch.Size
-    dtype: torch.dtype  # that it had
-    tensors: tuple[Tensor, ...]
+    dtype: torch.dtype  # of the original weight
+    tensors: tuple[Tensor, ...]  # values; row scales; the levels of nf4
 
     @classmethod
     def quantize(cls, weight: Tensor, quant_type: str) -> "QuantizedWeight":
@@ -28,35 +41,31 @@ class QuantizedWeight:
             return cls(quant_type, weight.shape, weight.dtype, (weight.detach(),))
         rows = weight.detach().float()
         if quant_type == "nf4":
-            short = -rows.numel() % NF4_BLOCK_SIZE
-            rows = torch.nn.functional.pad(rows.flatten(), (0, short)).view(-1, NF4_BLOCK_SIZE)
-            factor, rows = _compute_row_scales(rows, 1.0)
-            between = torch.tensor(NF4_LEVELS, device=rows.device)
-            places = torch.bucketize(rows, (between[1:] + between[:-1]) / 2).to(torch.uint8)
-            return cls(quant_type, weight.shape, weight.dtype, (places[:, ::2] << 4 | places[:, 1::2], factor, between))
-        factor, rows = _compute_row_scales(
-            rows.flatten(1), 127.0 if quant_type == "int8" else torch.finfo(FP8_DTYPE).max
-        )
-        packed = rows.round().to(torch.int8) if quant_type == "int8" else rows.to(FP8_DTYPE)
-        return cls(quant_type, weight.shape, weight.dtype, (packed, factor))
+            rows = F.pad(rows.flatten(), (0, -rows.numel() % NF4_BLOCK_SIZE)).view(-1, NF4_BLOCK_SIZE)
+            scale, rows = _scale_rows(rows, 1.0)
+            levels = torch.tensor(NF4_LEVELS, device=rows.device)
+            indices = torch.bucketize(rows, (levels[1:] + levels[:-1]) / 2).to(torch.uint8)
+            return cls(quant_type, weight.shape, weight.dtype, (indices[:, ::2] << 4 | indices[:, 1::2], scale, levels))
+        scale, rows = _scale_rows(rows.flatten(1), 127.0 if quant_type == "int8" else torch.finfo(FP8_DTYPE).max)
+        values = rows.round().to(torch.int8) if quant_type == "int8" else rows.to(FP8_DTYPE)
+        return cls(quant_type, weight.shape, weight.dtype, (values, scale))
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The weight, as near to what it was as its kind can be."""
-        if dtype is torch.float16 and self.quant_type != "none":  # which cannot hold the smallest factors
-            return self.dequantize(torch.float32).to(dtype)
         if self.quant_type == "none":
             return self.tensors[0].to(dtype)
-        packed, factor = self.tensors[:2]
+        if dtype is torch.float16:  # in which the smallest scales underflow
+            return self.dequantize(torch.float32).to(dtype)
+        values, scale = self.tensors[:2]
         if self.quant_type == "nf4":
-            # A byte is looked up as a whole, by 32 bits: as an index, torch would make 64 bits of each number.
-            each = self.tensors[2].to(dtype)
-            pairs = torch.stack([each.repeat_interleave(16), each.repeat(16)], dim=1)
-            rows = torch.nn.functional.embedding(packed.int(), pairs).flatten(1) * factor.to(dtype)
+            # Look up both values of a byte at once, with 32-bit indices: torch would index single values with 64 bits.
+            levels = self.tensors[2].to(dtype)
+            pairs = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
+            rows = F.embedding(values.int(), pairs).flatten(1) * scale.to(dtype)
             return rows.flatten()[: self.shape.numel()].view(self.shape)
-        return (packed.to(dtype) * factor.to(dtype)).view(self.shape)
+        return (values.to(dtype) * scale.to(dtype)).view(self.shape)
 
     def get(self) -> "QuantizedWeight":
-        """For whoever asks where it rests."""
+        """Return this weight: the ``FetchWeight`` of one that stays on the device."""
         return self
 
     @property
@@ -67,28 +76,34 @@ class QuantizedWeight:
         return replace(self, tensors=tuple(map(function, self.tensors)))
 
 
+def _scale_rows(rows: Tensor, max_value: float) -> tuple[Tensor, Tensor]:
+    """Return a bf16 scale per row, and the rows divided by it, clamped to ``max_value``."""
+    scale = (rows.abs().amax(1, keepdim=True) / max_value).clamp(min=1e-12).bfloat16()
+    return scale, (rows / scale.float()).clamp(-max_value, max_value)
+
+
 FetchWeight = Callable[[], QuantizedWeight]
-"""Hands out the weight, on the device."""
+"""Returns the weight on the device that computes."""
 
 
 class FrozenLayer(nn.Module):
-    """A layer whose weight is no parameter."""
+    """A layer without a weight parameter: forward and backward each fetch and dequantize the weight."""
 
     fetch_weight: FetchWeight
 
     @property
     def weight(self) -> Any:
-        """For whoever wants to look at it."""
-        packed = self.fetch_weight()
-        return packed.dequantize(packed.dtype)
+        """The dequantized weight, for code that reads ``layer.weight``."""
+        quantized = self.fetch_weight()
+        return quantized.dequantize(quantized.dtype)
 
     def forward(self, input: Tensor) -> Tensor:
-        said: Tensor = _FrozenLayerFunction.apply(input, self)  # type: ignore[no-untyped-call]
-        return said
+        output: Tensor = _FrozenLayerFunction.apply(input, self)  # type: ignore[no-untyped-call]
+        return output
 
 
 class FrozenLinear(FrozenLayer, nn.Linear):  # type: ignore[override]
-    """A linear layer that has no parameter but its bias."""
+    """A linear layer whose only parameter is its bias."""
 
     def compute_output(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(input, weight, bias)
@@ -98,85 +113,51 @@ class FrozenLinear(FrozenLayer, nn.Linear):  # type: ignore[override]
 
 
 class FrozenConv2d(FrozenLayer, nn.Conv2d):  # type: ignore[override]
-    """A convolution that has no parameter but its bias."""
+    """A convolution whose only parameter is its bias."""
 
     def compute_output(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        said: Tensor = self._conv_forward(input, weight, bias)
-        return said
+        output: Tensor = self._conv_forward(input, weight, bias)
+        return output
 
     def compute_input_grad(self, gradient: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
-        turned: Any = conv2d_input
-        back: Tensor = turned(shape, weight, gradient, self.stride, self.padding, self.dilation, self.groups)
-        return back
+        function: Any = conv2d_input
+        grad: Tensor = function(shape, weight, gradient, self.stride, self.padding, self.dilation, self.groups)
+        return grad
 
 
 FROZEN_CLASSES: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: FrozenLinear, nn.Conv2d: FrozenConv2d}
 
 
 class _FrozenLayerFunction(torch.autograd.Function):
-    """What a layer says of what it is given; its weight and bias get no gradient."""
+    """Saves nothing for backward: weight and bias get no gradient, and the input's gradient needs only the weight."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, layer: Any) -> Tensor:
         ctx.layer, ctx.shape, ctx.dtype = layer, input.shape, input.dtype
-        kind = input.device.type
-        has_autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-        dtype = torch.get_autocast_dtype(kind) if has_autocast else input.dtype
+        device = input.device.type
+        has_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if has_autocast else input.dtype
         bias = None if layer.bias is None else layer.bias.to(dtype)
-        said: Tensor = layer.compute_output(input.to(dtype), layer.fetch_weight().dequantize(dtype), bias)
-        return said
+        output: Tensor = layer.compute_output(input.to(dtype), layer.fetch_weight().dequantize(dtype), bias)
+        return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (gradient,) = gradients
-        back: Tensor = ctx.layer.compute_input_grad(
-            gradient, ctx.layer.fetch_weight().dequantize(gradient.dtype), ctx.shape
-        )
-        return back.to(ctx.dtype), None
+        weight = ctx.layer.fetch_weight().dequantize(gradient.dtype)
+        grad: Tensor = ctx.layer.compute_input_grad(gradient, weight, ctx.shape)
+        return grad.to(ctx.dtype), None
 
 
 def can_convert_frozen_layer(layer: nn.Module) -> bool:
-    """Whether the layer's weight is frozen and of a kind that is known here."""
+    """Whether the layer is frozen and of a supported class."""
     if type(layer) not in FROZEN_CLASSES or isinstance(getattr(layer, "padding", 0), str):
         return False
     return all(not parameter.requires_grad for parameter in layer.parameters())
 
 
 def convert_frozen_layer(layer: nn.Module, fetch_weight: FetchWeight) -> None:
-    """From now on the layer asks ``fetch`` for its weight, and has none of its own."""
+    """Replace the layer's weight parameter by ``fetch_weight``, in place."""
     del layer._parameters["weight"]
     layer.__class__ = FROZEN_CLASSES[type(layer)]
     layer.fetch_weight = fetch_weight  # type: ignore[assignment]
-
-
-NF4_BLOCK_SIZE = 64
-
-
-FP8_DTYPE = torch.float8_e4m3fn
-
-
-NF4_LEVELS = (
-    -1.0,
-    -0.6961928,
-    -0.52507305,
-    -0.3949175,
-    -0.28444138,
-    -0.18477343,
-    -0.09105004,
-    0.0,
-    0.0795803,
-    0.1609302,
-    0.2461123,
-    0.33791524,
-    0.44070983,
-    0.562617,
-    0.72295684,
-    1.0,
-)
-"""Quantiles of the normal distribution."""
-
-
-def _compute_row_scales(rows: Tensor, max_value: float) -> tuple[Tensor, Tensor]:
-    """What makes the largest of each row ``most``, as a number that bf16 can hold, and the rows divided by it."""
-    factor = (rows.abs().amax(1, keepdim=True) / max_value).clamp(min=1e-12).bfloat16()
-    return factor, (rows / factor.float()).clamp(-max_value, max_value)

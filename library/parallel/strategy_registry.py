@@ -1,48 +1,64 @@
-"""Which strategy a run gets."""
+"""The table of parallel strategies, and ``build_strategy``, which selects one by options and launcher."""
 
 import logging
+from collections.abc import Callable
 
 from ..config import RunConfig
 from ..distributed.accelerator import prepare_accelerator, set_deepspeed_device, unset_fsdp_variable
 from ..distributed.communicator import Communicator
-from ..distributed.deepspeed_settings import resolve_deepspeed_settings
-from ..distributed.fsdp_settings import resolve_fsdp
+from ..distributed.deepspeed_settings import resolve_deepspeed
+from ..distributed.fsdp_settings import find_ignored_fsdp_settings, resolve_fsdp
 from ..distributed.parallel_dims import build_parallel_dims
 from ..distributed.world import World
-from .strategy import Strategy
+from ..registry import Registry
+from .strategy import Strategy, StrategySettings
 
 logger = logging.getLogger(__name__)
 
 
-def build_strategy(config: RunConfig) -> Strategy:
-    """Join the other processes, and return how they work together."""
+STRATEGIES: Registry[type[Strategy]] = Registry(
+    "parallel strategy",
+    __package__,
+    {
+        "ddp": ".ddp:DDPStrategy",
+        "device_map": ".device_map:DeviceMapStrategy",
+        "pipeline": ".pipeline:PipelineStrategy",
+        "deepspeed": ".deepspeed:DeepSpeedStrategy",
+        "fsdp": ".fsdp:FSDPStrategy",
+        "model_parallel": ".model_parallel:ModelParallelStrategy",
+    },
+)
+
+
+def build_strategy(config: RunConfig, is_stop_requested: Callable[[], bool] = lambda: False) -> Strategy:
+    """Join the process group and build the strategy of this run."""
     world = World.from_environment()
-    asked = resolve_fsdp(config, world)
-    zero, _ = resolve_deepspeed_settings(config, world)  # its problems are told before the others are joined
     comm = Communicator(prepare_accelerator(config))
     unset_fsdp_variable()
     set_deepspeed_device(comm.device)
-    layout = build_parallel_dims(config, world)
-    if config.parallel.device_map is not None:
-        from .device_map import DeviceMapStrategy
+    for notice in find_ignored_fsdp_settings(world):
+        logger.warning("%s", notice)
+    settings = StrategySettings(
+        build_parallel_dims(config.parallel, world.world_size),
+        resolve_fsdp(config.sharding, config.parallel.tp_size, world),
+        resolve_deepspeed(config.deepspeed, world),
+        config.parallel.device_map,
+        config.parallel.pp_schedule,
+        is_stop_requested,
+    )
+    return STRATEGIES.get(select_strategy(settings))(comm, settings)
 
-        return DeviceMapStrategy(comm, config.parallel.device_map)
-    if layout.pp > 1:
-        from .pipeline import PipelineStrategy
 
-        return PipelineStrategy(comm, layout, config.parallel.pp_schedule)
-    if zero is not None:
-        from .deepspeed import DeepSpeedStrategy
-
-        return DeepSpeedStrategy(comm, zero)
-    if layout.model_parallel_size > 1 and asked.settings is None:
-        from .model_parallel import ModelParallelStrategy
-
-        return ModelParallelStrategy(comm, layout)
-    if asked.settings is None:
-        return Strategy(comm)
-    from .fsdp import FSDPStrategy
-
-    for remark in asked.notices:
-        logger.warning("%s", remark)
-    return FSDPStrategy(comm, asked.settings, layout)
+def select_strategy(settings: StrategySettings) -> str:
+    """Return the name of the strategy for these settings."""
+    if settings.device_map is not None:
+        return "device_map"
+    if settings.dims is not None and settings.dims.pp > 1:
+        return "pipeline"
+    if settings.deepspeed is not None:
+        return "deepspeed"
+    if settings.fsdp is not None:
+        return "fsdp"
+    if settings.dims is not None and settings.dims.model_parallel_size > 1:
+        return "model_parallel"
+    return "ddp"

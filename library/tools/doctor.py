@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config import parse_config
+from ..config.options import flatten_config
 from ..errors import ConfigError
 from .doctor_checks import CheckFailed, Finding, run_checks, run_in_child
 
@@ -110,8 +111,8 @@ def check_command(words: Sequence[str]) -> "Iterator[Finding | ResolvedSetting]"
 
     assignments, words = split_assignments(words)
     os.environ |= assignments  # before accelerate is imported, which looks for its config file then
-    from ..distributed.launcher_settings import resolve_settings, validate_launch_command
-    from ..distributed.preflight import find_launch_problems
+    from ..distributed.launcher_settings import resolve_settings
+    from ..distributed.preflight import validate_distributed
     from ..distributed.world import World
 
     launch = parse_launch_command(words, os.environ)
@@ -128,12 +129,8 @@ def check_command(words: Sequence[str]) -> "Iterator[Finding | ResolvedSetting]"
     world = replace(World.from_environment(environment), launch_command=launch)
     for notice in loaded.notices:
         yield Finding("command", notice)
-    yield from resolve_settings(loaded.config, loaded.locations, world, environment)
-    for problem in (
-        *loaded.problems,
-        *validate_launch_command(loaded.config, world),
-        *find_launch_problems(loaded.config, world),
-    ):
+    yield from resolve_settings(flatten_config(loaded.config), loaded.locations, world, environment)
+    for problem in (*loaded.problems, *validate_distributed(loaded.config, world)):
         yield Finding("command", problem, ok=False)
 
 

@@ -107,7 +107,7 @@ def run(argv: Sequence[str]) -> tuple[str, int]:
 
 
 def _check_parallel_dims(config: RunConfig, world_size: int) -> None:
-    from ..distributed.parallel_dims import validate_parallel_dims  # which takes torch along
+    from ..distributed.preflight import validate_parallel_dims  # which takes torch along
     from ..distributed.world import World
 
     if problems := [*validate_parallel_dims(config, World.build_fake(world_size))]:

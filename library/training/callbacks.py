@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from ..adapters.regularization import compute_update_norms
+from ..config.options import flatten_config
 from ..distributed.config_agreement import find_majority
 from ..distributed.trackers import collect_shareable_settings
 from ..distributed.world import format_ranks
@@ -125,7 +126,7 @@ class SaveReport:
                 save.output_name,
                 run.plan.steps,
                 self.plan_text,
-                collect_shareable_settings(run.config),
+                collect_shareable_settings(flatten_config(run.config)),
                 self.started_at,
                 strategy.data_parallel_size,
                 strategy.mixed_precision,

@@ -13,8 +13,8 @@ from ..models.detect import DetectedModel
 from ..models.loading import load_components_on_meta
 from ..models.parallel_plan import build_tensor_parallel_plan
 from ..optim.optimizers import resolve_optimizer
-from ..parallel.device_map import validate_device_map
 from ..parallel.offload import find_innermost_blocks, is_quantized_or_offloaded
+from ..parallel.preflight import validate_device_map
 from ..parallel.strategy import Strategy
 from .setup import build_block_sequence
 
@@ -82,7 +82,7 @@ def _validate_attention_heads(config: RunConfig, denoiser: Any) -> Iterator[str]
 
 def validate_quantize_offload(config: RunConfig, has_full_model: bool) -> list[str]:
     """Only a process that has all frozen weights can let them rest."""
-    if has_full_model or not is_quantized_or_offloaded(config):
+    if has_full_model or not is_quantized_or_offloaded(config.model, config.train):
         return []
     name = "blocks_to_swap" if config.train.blocks_to_swap else "quantize_base"
     return [

@@ -26,7 +26,7 @@ from ..config.types import StepRange
 from ..distributed.devices import HOST, MIXED_PRECISION_DTYPES, synchronize
 from ..distributed.memory import PHASE, SYNCHRONIZE, record_phase
 from ..models.weights import build_empty_model
-from ..parallel.pipeline_schedule import IS_REPEATED_FORWARD
+from ..parallel.pipeline import IS_REPEATED_FORWARD
 from .state import Callback, TrainingRun
 
 logger = logging.getLogger(__name__)

@@ -12,6 +12,7 @@ from ..cache.model_fingerprint import compute_quick_file_fingerprint, compute_qu
 from ..cache.precompute import CacheReaders, cache_latents, cache_text_encoder_outputs
 from ..cache.readers import build_validation_reader
 from ..config import RunConfig
+from ..config.options import flatten_config
 from ..config.schema_output import PreviewConfig
 from ..data.prepare import PreparedData
 from ..data.prompts import Prompt, load_preview_prompts
@@ -27,8 +28,8 @@ from ..models.base import Family
 from ..models.detect import DetectedModel, detect_model
 from ..models.families import FAMILIES
 from ..models.preflight import validate_prompts
-from ..optim import optimizers, schedules
-from ..optim.optimizers import validate_elementwise_optimizer
+from ..optim.preflight import validate_elementwise_optimizer, validate_lr_schedule, validate_optimizer
+from ..optim.schedules import build_lr_schedule
 from ..parallel.strategy import Strategy
 from ..parallel.strategy_registry import build_strategy
 from ..report import preview_grid
@@ -56,19 +57,20 @@ logger = logging.getLogger(__name__)
 def run_training(config: RunConfig, locations: Mapping[str, str] | None = None) -> None:
     """Train from beginning to end; ``locations`` says where each option was written."""
     started_at = time.time()
-    optimizers.validate_optimizer(config.optim)
-    schedules.validate_lr_schedule(config.optim)
-    strategy = build_strategy(config)
+    if problems := [*validate_optimizer(config.optim), *validate_lr_schedule(config.optim)]:
+        raise ConfigError(problems)
+    signals = StopSignals()
+    strategy = build_strategy(config, lambda: signals.received is not None)
     folder, name = Path(config.save.output_dir), config.save.output_name
     with strategy.comm.process_group_scope(), closing(strategy):
         divider = strategy.optimizer_sharding_engine
-        if divider and (problems := validate_elementwise_optimizer(config.optim, divider)):
+        if divider and (problems := [*validate_elementwise_optimizer(config.optim, divider)]):
             raise ConfigError(problems)
         with ExitStack() as held:
             strategy.comm.run_on_main(lambda: _prepare_output_dir(config, folder, name, held))
             ending = FailureHandler(strategy.comm, config)
             try:
-                _prepare_and_train(config, locations or {}, strategy, started_at, ending)
+                _prepare_and_train(config, locations or {}, strategy, started_at, ending, signals)
             except Exception as error:
                 if (end := ending.build_final_error(error)) is error:
                     raise
@@ -81,6 +83,7 @@ def _prepare_and_train(
     strategy: Strategy,
     started_at: float,
     failure_handler: FailureHandler,
+    signals: StopSignals,
 ) -> None:
     for line in find_overridden_settings(config, locations):
         logger.warning("%s", line)
@@ -107,7 +110,7 @@ def _prepare_and_train(
     )
     for line in format_plan(prepared, plan, strategy.data_parallel_size).splitlines():
         logger.info("%s", line)
-    schedules.build_lr_schedule(config.optim, plan.steps)  # some are made for so many steps and no more
+    build_lr_schedule(config.optim, plan.steps)  # some schedulers fail for this number of steps
     going_on = Resume(config, strategy.comm, detected, prepared, plan, started_at)
     if going_on.is_complete(plan):
         return
@@ -131,7 +134,14 @@ def _prepare_and_train(
     validation = _build_validation(config, prepared, CacheReaders(latents, texts))
     told = format_plan(prepared, plan, strategy.data_parallel_size)
     _train_and_save(
-        job, failure_handler, export, going_on, [*validation, preview], told, [prompt.text for prompt in prompts]
+        job,
+        failure_handler,
+        signals,
+        export,
+        going_on,
+        [*validation, preview],
+        told,
+        [prompt.text for prompt in prompts],
     )
 
 
@@ -151,6 +161,7 @@ def _compute_input_fingerprints(
 def _train_and_save(
     run: TrainingRun,
     failure_handler: FailureHandler,
+    signals: StopSignals,
     save_adapter: SaveAdapter,
     resume: Resume,
     evaluation_callbacks: Sequence[Validation | Preview],
@@ -164,8 +175,8 @@ def _train_and_save(
     report, learnt = SaveReport(save_adapter, plan_text, prompts, metrics, resume.started_at), UpdateNorms()
     guard = WeightSyncCheck(config.distributed.check_sync_every_n_steps, [save_adapter, keeper])
     trackers, wanted = Trackers(strategy.comm), strategy.comm.is_main
-    trackers.init_trackers(config)
-    with StopSignals() as signals, ProgressBar(run.plan.steps, run.state.step, "training", enabled=wanted) as progress:
+    trackers.init_trackers(config.log, flatten_config(config))
+    with signals, ProgressBar(run.plan.steps, run.state.step, "training", enabled=wanted) as progress:
         file = MetricsFile(metrics, run.state.step) if wanted else None
         run.metric_logger = TrainingLogger(progress, file, trackers, run.state.samples)
         run.callbacks = [guard, *evaluation_callbacks, learnt, save_adapter, report, keeper]
@@ -173,7 +184,6 @@ def _train_and_save(
             from .profiler import StepProfiler
 
             run.callbacks = StepProfiler(profiled, folder / f"{config.save.output_name}.trace.json.gz").wrap(run)
-        strategy.is_stop_requested = lambda: signals.received is not None
         for look in evaluation_callbacks:
             look.on_train_begin(run)
         guard.on_train_begin(run)

@@ -36,6 +36,7 @@ from ..models.parallel_plan import build_tensor_parallel_plan, map_layer_token_s
 from ..models.schedulers import override_scheduler
 from ..optim import optimizers, schedules
 from ..optim.ema import AdapterEMA
+from ..optim.preflight import find_learning_rate_warnings
 from ..parallel.blocks import BlockSequence, ParallelPlan, UNetBlockSequence
 from ..parallel.offload import is_quantized_or_offloaded, quantize_and_offload_base
 from ..parallel.strategy import Strategy
@@ -78,9 +79,7 @@ def load_training_pipeline(
     dtype = MIXED_PRECISION_DTYPES[strategy.mixed_precision]
     trained = {family.denoiser_name, *select_trained_text_encoders(config, family.facts)}
     homes = {part: strategy.base_load_device if part in trained else strategy.device for part in needed}
-    if is_quantized_or_offloaded(
-        config
-    ):  # weights that are to rest in host memory, or in fewer bits, might not fit as they are
+    if is_quantized_or_offloaded(config.model, config.train):  # the full weights might not fit on the device
         homes[family.denoiser_name] = HOST
     pipe = None
     for home in dict.fromkeys(homes.values()):
@@ -117,16 +116,15 @@ def build_run(
         parameter.data = parameter.data.to(strategy.device)
     for line in format_trainable_summary(trained, adapter):
         logger.info("%s", line)
-    if is_quantized_or_offloaded(config):
-        quantize_and_offload_base(config, trained.denoiser, strategy.device)
+    if is_quantized_or_offloaded(config.model, config.train):
+        quantize_and_offload_base(trained.denoiser, strategy.device, config.model, config.train)
     groups = build_param_groups(trained, adapter, config, family.facts)
     optimizer = _build_optimizer(config, groups)
     compilation = strategy.compile(list(trained.children()), trained.denoiser, config.distributed.compile_dynamic)
     if compilation is not None:
         _configure_compile_cache(config, prepared)
         compilation.set_activation_memory_budget(config.train.activation_memory_budget)
-    structure = build_parallel_plan(family, trained.denoiser)
-    wrapped, optimizer = strategy.wrap(trained, optimizer, trained.denoiser, structure)
+    wrapped, optimizer = strategy.wrap(trained, optimizer, build_parallel_plan(family, trained.denoiser))
     task = DiffusionTask(
         family,
         pipe,
@@ -151,7 +149,6 @@ def build_run(
         latent_reader=cache_readers.latent_reader,
         text_reader=cache_readers.text_reader,
     )
-    strategy.get_shape_key, strategy.prepare_recompute = task.get_shape_key, task.seed_dropout
     if task.dropout is not None:
         task.dropout.token_positions = strategy.get_token_positions
     if strategy.comm.is_main:
@@ -193,7 +190,7 @@ def _build_oom_recovery(config: RunConfig, trainable: Any) -> OomRecovery:
 
 
 def _build_optimizer(config: RunConfig, groups: Sequence[optimizers.ParamGroup]) -> torch.optim.Optimizer:
-    for line in optimizers.find_learning_rate_warnings(config.optim, groups):
+    for line in find_learning_rate_warnings(config.optim, groups):
         logger.warning("%s", line)
     optimizer = optimizers.build_optimizer(config.optim, groups)
     logger.info("optimizer: %s", optimizers.describe_optimizer(optimizer))
@@ -262,6 +259,7 @@ def build_parallel_plan(family: Family, denoiser: nn.Module) -> ParallelPlan:
         build_tensor_parallel_plan(denoiser),
         family.block_token_args,
         map_layer_token_streams(denoiser, family.block_lists, family.block_activation_args),
+        denoiser,
     )
 
 
@@ -271,7 +269,7 @@ def prepare_dataset(config: RunConfig, comm: Communicator, pixel_step: int) -> P
     comm.assert_equal_across_ranks(
         {
             "number of pictures": len(prepared.manifest.samples),
-            "pictures, captions or dataset settings": prepared.manifest.compute_fingerprint(),
+            "images, captions or dataset settings": prepared.manifest.compute_fingerprint(),
         }
     )
     return prepared

@@ -25,21 +25,21 @@ def test_every_family_has_a_tiny_pipeline():
 def test_a_family_is_a_direct_subclass_and_keeps_its_frozen_options_and_nothing_else(case):
     family, _ = case
     assert type(family).__bases__ == (Family,)
-    assert vars(family) == {"options": ModelConfig()}
+    assert vars(family) == {"model_config": ModelConfig()}
 
 
 def test_the_facts_of_a_family_fit_its_class(case):
     family, tiny = case
     facts = family.facts
     assert facts is FAMILY_FACTS[tiny.family]
-    assert facts.pipeline == type(tiny.pipe).__name__
-    assert (facts.denoiser, sorted(facts.parts)) == (family.denoiser, sorted(family.parts))
-    assert set(facts.files.values()) <= set(facts.parts)
-    assert set(family.tokenizers) == {part for part in family.text_parts if part.startswith("tokenizer")}
-    assert tuple(family.text_lora_prefixes) == tuple(family.text_lora_targets) == facts.text_encoders
-    assert {*facts.text_encoders} <= {*family.text_parts}
-    assert facts.t5 is None or facts.t5 in facts.text_encoders
-    for option in (*facts.files, *facts.options):
+    assert facts.pipeline_class == type(tiny.pipe).__name__
+    assert (facts.denoiser_name, sorted(facts.components)) == (family.denoiser_name, sorted(family.components))
+    assert set(facts.component_options.values()) <= set(facts.components)
+    assert set(family.tokenizer_repo_ids) == {part for part in family.text_components if part.startswith("tokenizer")}
+    assert tuple(family.text_lora_prefixes) == tuple(family.text_lora_target_modules) == facts.text_encoders
+    assert {*facts.text_encoders} <= {*family.text_components}
+    assert facts.t5_encoder is None or facts.t5_encoder in facts.text_encoders
+    for option in (*facts.component_options, *facts.extra_options):
         assert hasattr(ModelConfig(), option)
 
 
@@ -52,7 +52,7 @@ def unguided(tiny):
 def test_the_denoiser_is_called_as_the_diffusers_pipeline_calls_it(case):
     family, tiny = case
     pipe, batch = tiny.pipe, tiny.batch
-    denoiser = getattr(pipe, family.denoiser)
+    denoiser = getattr(pipe, family.denoiser_name)
     record, steps = Recorder(denoiser), []
     step = pipe.scheduler.step
     pipe.scheduler.step = lambda out, t, *args, **kw: (steps.append((out, t)), step(out, t, *args, **kw))[1]
@@ -82,7 +82,7 @@ def test_a_perfect_model_is_stepped_back_to_the_clean_latents(case):
     family, tiny = case
     clean, noise = tiny.batch.latents, torch.randn(tiny.batch.latents.shape, generator=generators()[0])
     t, scheduler = 601.0, tiny.pipe.scheduler
-    noisy, target = family.process(tiny.pipe).add_noise(clean, noise, torch.full((len(clean),), t))
+    noisy, target = family.build_noise_process(tiny.pipe).add_noise(clean, noise, torch.full((len(clean),), t))
     if hasattr(scheduler, "alphas_cumprod"):
         scheduler.set_timesteps(1000)
         recovered = scheduler.step(target, int(t), noisy).pred_original_sample
@@ -98,7 +98,7 @@ def test_a_perfect_model_is_stepped_back_to_the_clean_latents(case):
 @torch.no_grad()
 def test_prompts_are_encoded_as_the_diffusers_pipeline_encodes_them(case):
     family, tiny = case
-    pipe, latents, denoiser = tiny.pipe, tiny.batch.latents, getattr(tiny.pipe, family.denoiser)
+    pipe, latents, denoiser = tiny.pipe, tiny.batch.latents, getattr(tiny.pipe, family.denoiser_name)
     record = Recorder(denoiser)
     texts = ["a red circle on white ground", "Blau, 7"]
     pipe(
@@ -124,7 +124,7 @@ def test_prompts_are_encoded_as_the_diffusers_pipeline_encodes_them(case):
 def test_a_sample_does_not_depend_on_the_texts_beside_it(case):
     """Texts of different lengths in one batch are read, and predicted with, as if each were alone."""
     family, tiny = case
-    pipe, denoiser, batch = tiny.pipe, getattr(tiny.pipe, family.denoiser), tiny.batch
+    pipe, denoiser, batch = tiny.pipe, getattr(tiny.pipe, family.denoiser_name), tiny.batch
     texts, t = ["a red circle on white ground", "Blau, 7"], torch.tensor([700.0, 250.0])
     together = family.encode_prompts(pipe, list(texts))
     pair = family.predict(pipe, denoiser, batch.latents, t, replace(batch, cond=together))
@@ -133,7 +133,7 @@ def test_a_sample_does_not_depend_on_the_texts_beside_it(case):
         alone = family.encode_prompts(pipe, [text])
         for name, value in alone.items():
             torch.testing.assert_close(value[0], together[name][number], rtol=1e-4, atol=1e-5)
-        single = replace(batch, cond=alone, frame=batch.frame[row])
+        single = replace(batch, cond=alone, size_conditioning=batch.size_conditioning[row])
         predicted = family.predict(pipe, denoiser, batch.latents[row], t[row], single)
         torch.testing.assert_close(predicted, pair[row], rtol=1e-3, atol=1e-4)
 
@@ -141,13 +141,13 @@ def test_a_sample_does_not_depend_on_the_texts_beside_it(case):
 @torch.no_grad()
 def test_sides_of_pictures_are_multiples_of_no_less_than_needed(case):
     family, tiny = case
-    step = family.facts.look(build_bundled_reader(load_bundled_config(config_of(tiny)))).pixel_step // 8
-    pipe, denoiser, batch = tiny.pipe, getattr(tiny.pipe, family.denoiser), tiny.batch
+    step = family.facts.match_configs(build_bundled_reader(load_bundled_config(config_of(tiny)))).size_multiple // 8
+    pipe, denoiser, batch = tiny.pipe, getattr(tiny.pipe, family.denoiser_name), tiny.batch
     t, channels = torch.tensor([700.0, 250.0]), batch.latents.shape[1]
     for height, width in ((step, 3 * step), (5 * step, 2 * step)):
         noisy = torch.zeros(2, channels, height, width)
         assert family.predict(pipe, denoiser, noisy, t, batch).shape == noisy.shape
-    if family.process(pipe).prediction == "flow":
+    if family.build_noise_process(pipe).prediction_type == "flow":
         with pytest.raises((RuntimeError, AssertionError)):
             noisy = torch.zeros(2, channels, step, 3 * step // 2)
             assert family.predict(pipe, denoiser, noisy, t, batch).shape == noisy.shape
@@ -215,7 +215,7 @@ def test_latents_are_drawn_around_their_mean_with_their_spread(case):
     corner = pixels(1)[:, :, :32, :48]
     moments = family.encode_moments(tiny.pipe, corner)
     draws = family.encode_pixels(tiny.pipe, corner.expand(400, -1, -1, -1), generators(400))
-    mean, std = moments.both[0]
+    mean, std = moments.mean_and_std[0]
     assert float(std.min()) > 0
     assert float(((draws.mean(0) - mean) / std).abs().max()) < 0.35  # 400 draws: 7 standard errors
     assert float((draws.std(0) / std - 1).abs().max()) < 0.25
@@ -231,9 +231,11 @@ def test_latents_of_a_sample_do_not_depend_on_the_others_in_the_batch(case):
 
 @torch.no_grad()
 def draw(family, pipe, sampler=None, **options):
-    prompt = Prompt("a red circle", "blue", width=WIDTH, height=HEIGHT, **{"steps": 3, "scale": 3.0, **options})
+    prompt = Prompt(
+        "a red circle", "blue", width=WIDTH, height=HEIGHT, **{"num_inference_steps": 3, "cfg_scale": 3.0, **options}
+    )
     cond, negative = (family.encode_prompts(pipe, [text]) for text in (prompt.text, prompt.negative_prompt))
-    return family.draw(pipe, prompt, cond, negative, torch.Generator().manual_seed(1), sampler)
+    return family.generate_image(pipe, prompt, cond, negative, torch.Generator().manual_seed(1), sampler)
 
 
 def test_a_preview_is_the_picture_that_the_diffusers_pipeline_draws(case):
@@ -250,13 +252,13 @@ def test_a_preview_is_the_picture_that_the_diffusers_pipeline_draws(case):
     ours = draw(family, tiny.pipe)
     assert ours.size == (WIDTH, HEIGHT)
     assert ours.tobytes() == theirs.tobytes()
-    assert ours.tobytes() != draw(family, tiny.pipe, scale=5.0).tobytes()
+    assert ours.tobytes() != draw(family, tiny.pipe, cfg_scale=5.0).tobytes()
 
 
 def test_a_preview_leaves_no_trace(case):
     """Neither the global generator, nor the pipeline's scheduler, nor who is in training mode changes."""
     family, tiny = case
-    denoiser = getattr(tiny.pipe, family.denoiser).train()
+    denoiser = getattr(tiny.pipe, family.denoiser_name).train()
     resting = list(denoiser.modules())[-1].eval()
     before, scheduler = torch.random.get_rng_state(), tiny.pipe.scheduler
     table = dict(vars(scheduler))
@@ -272,9 +274,9 @@ def test_a_preview_needs_no_text_encoder_and_draws_in_bfloat16(case):
     prompt = Prompt("a", width=WIDTH, height=HEIGHT, num_inference_steps=2)
     with torch.no_grad():
         cond, negative = (family.encode_prompts(pipe, [text]) for text in ("a", ""))
-    for part in family.text_parts:
+    for part in family.text_components:
         setattr(pipe, part, None)
-    picture = family.draw(pipe, prompt, cond, negative, torch.Generator().manual_seed(1), None)
+    picture = family.generate_image(pipe, prompt, cond, negative, torch.Generator().manual_seed(1), None)
     assert picture.size == (WIDTH, HEIGHT)
 
 
@@ -283,9 +285,11 @@ def test_a_gradient_reaches_every_lora(case):
     from library.adapters import lora
 
     family, tiny = case
-    denoiser = getattr(tiny.pipe, family.denoiser)
+    denoiser = getattr(tiny.pipe, family.denoiser_name)
     config, draw = AdapterConfig(network_dim=3, network_alpha=2), torch.Generator().manual_seed(0)
-    lora.inject_into_model(denoiser, config, family.lora_targets, 0, family.lora_names, family.idle_layers(denoiser))
+    lora.inject_into_model(
+        denoiser, config, family.lora_target_modules, 0, family.lora_key_style, family.get_unused_layers(denoiser)
+    )
     with torch.no_grad():
         for name, weight in lora.iter_adapter_parameters(denoiser):
             if "lora_B" in name:
@@ -316,7 +320,7 @@ def test_lora_targets_are_the_layers_that_sd_scripts_trains(case):
     from library.adapters.targets import match_target_modules
 
     family, tiny = case
-    denoiser = getattr(tiny.pipe, family.denoiser)
+    denoiser = getattr(tiny.pipe, family.denoiser_name)
     blocks = [name for name, module in denoiser.named_modules() if type(module).__name__ in BLOCKS]
     expected = {
         name
@@ -325,4 +329,4 @@ def test_lora_targets_are_the_layers_that_sd_scripts_trains(case):
         and (isinstance(module, nn.Linear) or (isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1)))
         and not (tiny.family in LEFT_OUT and re.search(LEFT_OUT[tiny.family], name))
     }
-    assert set(match_target_modules(denoiser, family.lora_targets)) == expected
+    assert set(match_target_modules(denoiser, family.lora_target_modules)) == expected

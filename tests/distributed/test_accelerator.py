@@ -14,17 +14,22 @@ from library.config.schema import RunConfig
 from library.distributed import accelerator
 from library.distributed.accelerator import build_accelerator_kwargs, should_bind_to_numa_node
 from library.distributed.devices import Machine, count_numa_nodes, find_numa_affinity_problem
-from library.distributed.preflight import AcceleratorFacts, find_launch_problems, validate_accelerator
+from library.distributed.preflight import (
+    AcceleratorFacts,
+    validate_accelerator,
+    validate_distributed,
+    validate_trackers,
+)
 from library.distributed.process_group import build_process_group_kwargs
 from library.distributed.rendezvous import build_partial_state_kwargs
-from library.distributed.trackers import resolve_tracker, resolve_tracker_dir, validate_trackers
+from library.distributed.trackers import resolve_tracker, resolve_tracker_dir
 from library.distributed.world import World, select_device_type
 from library.errors import ConfigError
 
 SHARED = ("--cp_size", "2")
 ALONE = World(started_at="20260203040506")
-TWO = replace(ALONE, size=2, local_size=2, local_rank=1, rank=1)
-CUDA = replace(TWO, device="cuda", machine=Machine(device_type="cuda", device_count=4))
+TWO = replace(ALONE, world_size=2, local_world_size=2, local_rank=1, rank=1)
+CUDA = replace(TWO, device_type="cuda", machine=Machine(device_type="cuda", device_count=4))
 
 
 def config(*flags: str) -> RunConfig:
@@ -32,7 +37,9 @@ def config(*flags: str) -> RunConfig:
 
 
 def kwargs(world: World, *flags: str):
-    return build_accelerator_kwargs(config(*flags), world)
+    config_ = config(*flags)
+    steps = config_.train.gradient_accumulation_steps
+    return build_accelerator_kwargs(config_.distributed, config_.log, steps, world)
 
 
 def handler(world: World, kind: type, *flags: str):
@@ -47,10 +54,10 @@ def handler(world: World, kind: type, *flags: str):
     [
         (TWO, "gloo", None),
         (CUDA, "nccl", None),
-        (replace(CUDA, windows=True), "gloo", "env://?use_libuv=False"),
-        (replace(TWO, windows=True), "gloo", "env://?use_libuv=False"),
-        (replace(CUDA, device="cpu"), "gloo", None),
-        (replace(TWO, device="xpu"), None, None),
+        (replace(CUDA, is_windows=True), "gloo", "env://?use_libuv=False"),
+        (replace(TWO, is_windows=True), "gloo", "env://?use_libuv=False"),
+        (replace(CUDA, device_type="cpu"), "gloo", None),
+        (replace(TWO, device_type="xpu"), None, None),
         (replace(ALONE, local_rank=0), "gloo", None),
     ],
 )
@@ -60,16 +67,16 @@ def test_the_process_group_fits_system_and_device(world, backend, init_method):
     assert (group.backend, group.init_method) == (backend, init_method)
 
 
-@pytest.mark.parametrize("world", [ALONE, replace(ALONE, device="cuda", machine=Machine("cuda", device_count=8))])
+@pytest.mark.parametrize("world", [ALONE, replace(ALONE, device_type="cuda", machine=Machine("cuda", device_count=8))])
 def test_one_process_forms_no_group_however_many_devices_there_are(world):
     assert build_process_group_kwargs(world, 5) is None
     assert kwargs(world, "--ddp_timeout", "5", "--ddp_static_graph")["kwargs_handlers"] == []
-    assert build_partial_state_kwargs(config("--ddp_timeout", "5"), world) == {"cpu": world.device == "cpu"}
+    assert build_partial_state_kwargs(world, 5) == {"cpu": world.device_type == "cpu"}
 
 
 def test_the_timeout_is_in_minutes_and_reaches_the_process_group():
     assert handler(CUDA, InitProcessGroupKwargs, "--ddp_timeout", "7").timeout == timedelta(minutes=7)
-    assert build_partial_state_kwargs(config("--ddp_timeout", "7"), CUDA)["timeout"] == timedelta(minutes=7)
+    assert build_partial_state_kwargs(CUDA, 7)["timeout"] == timedelta(minutes=7)
 
 
 def test_ddp_settings_reach_ddp_and_frozen_buffers_stay_where_they_are():
@@ -182,10 +189,10 @@ def test_torch_compile_takes_nothing_from_the_launcher(flags, expected, monkeypa
     [
         (ALONE, (), None),
         (ALONE, ("--mixed_precision", "bf16"), "bf16"),
-        (replace(ALONE, precision="bf16"), (), None),
-        (replace(ALONE, precision="bf16"), ("--mixed_precision", "no"), "no"),
-        (replace(ALONE, precision="fp16"), (), "no"),
-        (replace(CUDA, precision="fp16"), (), None),
+        (replace(ALONE, mixed_precision="bf16"), (), None),
+        (replace(ALONE, mixed_precision="bf16"), ("--mixed_precision", "no"), "no"),
+        (replace(ALONE, mixed_precision="fp16"), (), "no"),
+        (replace(CUDA, mixed_precision="fp16"), (), None),
         (CUDA, ("--mixed_precision", "fp16"), "fp16"),
     ],
 )
@@ -207,50 +214,66 @@ def test_nothing_steps_the_schedule_and_accumulation_is_handed_on():
 @pytest.mark.parametrize(
     ("world", "flags", "expected"),
     [
-        (ALONE, ("--mixed_precision", "fp16"), "a CPU has none, and accelerate would compute in fp32 without a word"),
-        (replace(ALONE, precision="half"), (), "'half' is not one of no, fp16, bf16, fp8"),
+        (ALONE, ("--mixed_precision", "fp16"), "not supported on a CPU, accelerate would silently compute in fp32"),
+        (replace(ALONE, mixed_precision="half"), (), "'half' is not one of no, fp16, bf16, fp8"),
         (ALONE, ("--mixed_precision", "fp8"), "fp8: needs a CUDA device, and this is cpu"),
-        (replace(ALONE, precision="fp8"), (), "the launcher's mixed_precision fp8: needs a CUDA device"),
+        (replace(ALONE, mixed_precision="fp8"), (), "the launcher's mixed_precision fp8: needs a CUDA device"),
         (CUDA, ("--mixed_precision", "fp8"), "needs torchao, transformer-engine or MS-AMP"),
-        (replace(ALONE, accumulation=4), (), "ACCELERATE_GRADIENT_ACCUMULATION_STEPS says 4"),
-        (replace(ALONE, engines=("FSDP",)), (), "FSDP: this is one process, and there is nobody to share with"),
-        (replace(ALONE, engines=("Megatron-LM",)), (), "only for language models of its own: Megatron-LM"),
-        (replace(ALONE, engines=("DeepSpeed",)), ("--no-deepspeed",), "the launcher asks for DeepSpeed"),
-        (TWO, (*SHARED, "--torch_compile", "--dynamo_mode", "reduce-overhead"), "mode reduce-overhead records"),
-        (replace(TWO, dynamo="INDUCTOR", dynamo_mode="max-autotune"), SHARED, "mode max-autotune records"),
+        (replace(ALONE, gradient_accumulation_steps=4), (), "ACCELERATE_GRADIENT_ACCUMULATION_STEPS is 4"),
+        (replace(ALONE, engines=("FSDP",)), (), "FSDP: needs several processes, and this is a single one"),
+        (replace(ALONE, engines=("Megatron-LM",)), (), "requests Megatron-LM, which supports language models only"),
+        (replace(ALONE, engines=("DeepSpeed",)), ("--no-deepspeed",), "the launcher requests DeepSpeed"),
         (
-            replace(TWO, dynamo="INDUCTOR"),
+            TWO,
+            (*SHARED, "--torch_compile", "--dynamo_mode", "reduce-overhead"),
+            "mode reduce-overhead uses CUDA graphs",
+        ),
+        (
+            replace(TWO, dynamo_backend="INDUCTOR", dynamo_mode="max-autotune"),
+            SHARED,
+            "mode max-autotune uses CUDA graphs",
+        ),
+        (
+            replace(TWO, dynamo_backend="INDUCTOR"),
             (*SHARED, "--gradient_checkpointing", "--activation_memory_budget", "0.5"),
-            "decides which exchanges it repeats",
+            "decides which all-to-alls to recompute",
         ),
         (replace(CUDA, machine=Machine("cuda", 1)), (), "2 processes on this machine, but 1 devices (cuda)"),
-        (replace(TWO, device="mps", machine=Machine("mps", 1)), (), "2 processes cannot share the device mps"),
+        (replace(TWO, device_type="mps", machine=Machine("mps", 1)), (), "2 processes cannot share the device mps"),
         (
             replace(
-                CUDA, affinity=True, machine=Machine("cuda", 4, numa_affinity_problem="the package pynvml is missing")
+                CUDA,
+                numa_affinity=True,
+                machine=Machine("cuda", 4, numa_affinity_problem="the package pynvml is missing"),
             ),
             (),
-            "NUMA affinity is switched on, but the package pynvml is missing",
+            "NUMA affinity is enabled, but the package pynvml is missing",
         ),
     ],
 )
 def test_what_cannot_work_is_told_before_joining_the_others(world, flags, expected):
-    (problem,) = find_launch_problems(config(*flags), world)
+    (problem,) = validate_distributed(config(*flags), world)
 
     assert expected in problem
 
 
 def test_what_can_work_is_not_stopped():
-    for world in (ALONE, TWO, CUDA, replace(ALONE, precision="fp16"), replace(CUDA, precision="fp16", accumulation=1)):
-        assert find_launch_problems(config(), world) == []
-    assert find_launch_problems(config("--mixed_precision", "fp16"), CUDA) == []
-    compiling = replace(TWO, dynamo="INDUCTOR", dynamo_mode="reduce-overhead")
+    for world in (
+        ALONE,
+        TWO,
+        CUDA,
+        replace(ALONE, mixed_precision="fp16"),
+        replace(CUDA, mixed_precision="fp16", gradient_accumulation_steps=1),
+    ):
+        assert validate_distributed(config(), world) == []
+    assert validate_distributed(config("--mixed_precision", "fp16"), CUDA) == []
+    compiling = replace(TWO, dynamo_backend="INDUCTOR", dynamo_mode="reduce-overhead")
     assert (
-        find_launch_problems(config(), compiling)
-        == find_launch_problems(config(*SHARED, "--no-torch_compile"), compiling)
+        validate_distributed(config(), compiling)
+        == validate_distributed(config(*SHARED, "--no-torch_compile"), compiling)
         == []
     )
-    assert find_launch_problems(config(*SHARED, "--torch_compile", "--dynamo_fullgraph"), compiling) == []
+    assert validate_distributed(config(*SHARED, "--torch_compile", "--dynamo_fullgraph"), compiling) == []
 
 
 CAME = AcceleratorFacts(
@@ -265,24 +288,24 @@ CAME = AcceleratorFacts(
 
 
 def test_what_came_as_asked_is_no_problem():
-    assert validate_accelerator(config(), TWO, CAME) == []
+    assert validate_accelerator(config().distributed, 1, TWO, CAME) == []
 
 
 @pytest.mark.parametrize(
     ("flags", "came", "expected"),
     [
-        ((), replace(CAME, size=1), "processes: 2 was asked for, and accelerate came up with 1"),
-        ((), replace(CAME, rank=0), "rank: 1 was asked for"),
-        ((), replace(CAME, device="cuda"), "device: cpu was asked for"),
-        ((), replace(CAME, accumulation=2), "gradient accumulation: 1 was asked for"),
-        ((), replace(CAME, kind="FSDP"), "not yet: FSDP"),
-        (("--mixed_precision", "bf16"), CAME, "precision: bf16 was asked for"),
-        (("--torch_compile",), CAME, "dynamo backend: inductor was asked for"),
-        (("--no-torch_compile",), replace(CAME, dynamo="eager"), "dynamo backend: no was asked for"),
+        ((), replace(CAME, world_size=1), "world size: expected 2, but accelerate has 1"),
+        ((), replace(CAME, rank=0), "rank: expected 1"),
+        ((), replace(CAME, device_type="cuda"), "device: expected cpu"),
+        ((), replace(CAME, gradient_accumulation_steps=2), "gradient accumulation: expected 1"),
+        ((), replace(CAME, distributed_type="FSDP"), "accelerate set up FSDP, which is not supported"),
+        (("--mixed_precision", "bf16"), CAME, "mixed precision: expected bf16"),
+        (("--torch_compile",), CAME, "dynamo backend: expected inductor"),
+        (("--no-torch_compile",), replace(CAME, dynamo_backend="eager"), "dynamo backend: expected no"),
     ],
 )
 def test_what_did_not_come_as_asked_stops_the_run(flags, came, expected):
-    (problem,) = validate_accelerator(config(*flags), TWO, came)
+    (problem,) = validate_accelerator(config(*flags).distributed, 1, TWO, came)
 
     assert expected in problem
 
@@ -295,7 +318,7 @@ def test_affinity_is_switched_on_where_it_helps_and_is_possible_and_nobody_has_d
 
     assert should_bind_to_numa_node(several)
     assert not should_bind_to_numa_node(CUDA)
-    assert not should_bind_to_numa_node(replace(several, affinity=False))
+    assert not should_bind_to_numa_node(replace(several, numa_affinity=False))
     assert not should_bind_to_numa_node(
         replace(several, machine=Machine("cuda", 4, numa_nodes=2, numa_affinity_problem="no"))
     )
@@ -326,7 +349,7 @@ def test_affinity_is_not_for_devices_that_accelerate_would_count_wrongly(monkeyp
 
     assert find_numa_affinity_problem("cuda", {}) == ""
     assert find_numa_affinity_problem("cuda", {"CUDA_VISIBLE_DEVICES": "0,1"}) == ""
-    assert "does not know of CUDA_VISIBLE_DEVICES=4,5" in find_numa_affinity_problem(
+    assert "ignores CUDA_VISIBLE_DEVICES=4,5" in find_numa_affinity_problem(
         "cuda", {"CUDA_VISIBLE_DEVICES": "4,5"}
     )
     assert "CUDA devices only" in find_numa_affinity_problem("cpu", {})
@@ -418,7 +441,7 @@ def test_two_processes_write_into_one_folder_though_their_clocks_differ(tmp_path
     ranks = on_ranks(2, at_another_time, "--logging_dir", str(tmp_path / "logs"), "--log_prefix", "run_")
 
     assert ranks[0][1][0] == ranks[1][1][0] and ranks[0][1][0].startswith(str(tmp_path / "logs" / "run_2"))
-    assert [rank[0].size for rank in ranks] == [2, 2] and ranks[0][3] == "gloo"
+    assert [rank[0].world_size for rank in ranks] == [2, 2] and ranks[0][3] == "gloo"
     assert len(list((tmp_path / "logs").iterdir())) == 1
 
 
@@ -463,7 +486,7 @@ def test_what_the_launcher_compiles_with_is_kept_without_torch_compile():
 def test_settings_of_an_earlier_accelerator_in_the_process_stop_the_run():
     (line,) = on_ranks(1, twice)
 
-    assert "dynamo backend: eager was asked for, and accelerate came up with no" in line
+    assert "dynamo backend: expected eager, but accelerate has no" in line
 
 
 def twice() -> str:

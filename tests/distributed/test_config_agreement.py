@@ -13,8 +13,8 @@ from training_runs import pictures
 
 from library.cache.build import describe_shared_disks
 from library.config import parse_config
+from library.config.options import flatten_config
 from library.distributed import config_agreement
-from library.distributed import config_agreement as code
 from library.distributed.config_agreement import RankReport, find_disagreements, format_rank_placement
 from library.distributed.process_group import KeyValueStore
 from library.distributed.rendezvous import compute_connect_timeout, set_torchrun_variables
@@ -71,7 +71,10 @@ def test_places_may_be_others_and_what_is_found_there_may_not(data, tmp_path):
         (tmp_path / f"{name}.txt").write_text(text)
     prompts = ["--output_dir", str(tmp_path), "--sample_prompts", str(tmp_path / "one.txt")]
     ends = on_ranks(2, started, {1: ["--sample_prompts", str(tmp_path / "other.txt")]}, "gpu-b", *data, *prompts)
-    assert "prompts: rank 1 (on gpu-b): not the same as on rank 0; give every machine" in ends[0][1]
+    assert (
+        "prompts: rank 1 (on gpu-b): not the same as on rank 0; use the same --sample_prompts file on every machine"
+        in ends[0][1]
+    )
     assert [code for code, _, _ in ends] == [2, 2] and not ends[1][1]
 
 
@@ -79,7 +82,7 @@ def test_a_process_that_cannot_start_says_so_to_those_that_could(data, tmp_path)
     others = {1: ["--mixed_precision", "fp16"]}
     ends = on_ranks(2, started, others, "gpu-b", *data, "--output_dir", str(tmp_path))
     assert [code for code, _, _ in ends] == [2, 2] and not ends[1][1]
-    assert "rank 1 (on gpu-b): --mixed_precision fp16: a CPU has none" in ends[0][1]
+    assert "rank 1 (on gpu-b): --mixed_precision fp16: not supported on a CPU" in ends[0][1]
 
 
 def without_an_exchange(data: list[str], folder: str) -> tuple[int, str]:
@@ -107,7 +110,7 @@ def test_a_hang_in_the_first_exchange_ends_with_the_usual_ways_out_told_once(dat
     ends = on_ranks(2, without_an_exchange, data, str(tmp_path))
     assert [code for code, _ in ends] == [2, 2] and time.monotonic() - began < 25
     said = "".join(text for _, text in ends)
-    assert said.count("a first message between them did not arrive within 1 s") == 1, said
+    assert said.count("a test all-reduce did not finish within 1 s") == 1, said
     assert "GLOO_SOCKET_IFNAME" in said and "firewall" in said and "Traceback" not in said
 
 
@@ -132,19 +135,20 @@ def test_hundreds_may_take_longer_to_connect():
     assert compute_connect_timeout(2) == 60 and compute_connect_timeout(512) > 180
 
 
-def words_of(*says: dict) -> list[RankReport]:
+def build_reports(*says: dict) -> list[RankReport]:
     return [RankReport("ab"[rank // 2], item) for rank, item in enumerate(says)]
 
 
 def test_most_are_right_and_rank_0_where_there_is_no_most():
     one, other = {"seed": 1, "code": "x"}, {"seed": None, "code": "y"}
-    assert find_disagreements(words_of(one, one, one)) == []
-    assert find_disagreements(words_of(other, one, one, one)) == [
-        "seed: not set on rank 0 (on a), 1 on most others; start all of them with the same",
-        "code: rank 0 (on a): not the same as on most others; give every machine the same version of this program",
+    assert find_disagreements(build_reports(one, one, one)) == []
+    assert find_disagreements(build_reports(other, one, one, one)) == [
+        "seed: not set on rank 0 (on a), 1 on most others; start all of them with the same value",
+        "code: rank 0 (on a): not the same as on most others; "
+        "install the same version of this program on every machine",
     ]
-    assert "not set on ranks 2, 3 (on b), 1 on most" in find_disagreements(words_of(one, one, other, other))[0]
-    assert "not set on rank 1 (on a), 1 on rank 0;" in find_disagreements(words_of(one, other))[0]
+    assert "not set on ranks 2, 3 (on b), 1 on most" in find_disagreements(build_reports(one, one, other, other))[0]
+    assert "not set on rank 1 (on a), 1 on rank 0;" in find_disagreements(build_reports(one, other))[0]
     assert format_rank_placement(["a", "a", "b", "b"]) == (
         "4 processes on 2 machines: ranks 0, 1 on a; ranks 2, 3 on b"
     )
@@ -152,14 +156,15 @@ def test_most_are_right_and_rank_0_where_there_is_no_most():
 
 def test_those_that_do_not_come_are_named_in_time():
     store = dist.HashStore()
-    with pytest.raises(Exception, match=r"3 of 4 processes have not come: ranks 0, 2, 3 within 0 s") as caught:
+    with pytest.raises(Exception, match=r"3 of 4 processes have not connected: ranks 0, 2, 3 within 0 s") as caught:
         config_agreement.exchange_rank_reports(KeyValueStore("x", store), 1, 4, RankReport("a", {}), 0.3)
-    assert not caught.value.is_told
+    assert not caught.value.is_reported
 
 
 def test_every_setting_is_compared_but_for_places_and_the_machines_own(data, tmp_path):
-    settings = config_agreement.collect_agreed_settings(parse_config([*data, "--output_dir", str(tmp_path)]).config)
-    known = {name for name in config_agreement.flatten_config(parse_config([]).config)}
+    config = parse_config([*data, "--output_dir", str(tmp_path)]).config
+    settings = config_agreement.collect_agreed_settings(flatten_config(config))
+    known = {name for name in flatten_config(parse_config([]).config)}
     assert known >= config_agreement.PATH_OPTIONS | config_agreement.PER_MACHINE_OPTIONS
     assert set(settings) == known - config_agreement.PER_MACHINE_OPTIONS
     assert {
@@ -169,19 +174,21 @@ def test_every_setting_is_compared_but_for_places_and_the_machines_own(data, tmp
 
 
 def test_a_changed_line_of_code_is_another_version_and_line_ends_are_not(tmp_path, monkeypatch):
-    monkeypatch.setattr(code, "FOLDER", tmp_path)
+    monkeypatch.setattr(config_agreement, "PACKAGE_DIR", tmp_path)
     source = Path(tmp_path / "a.py")
     source.write_bytes(b"one\ntwo\n")
-    before = code.compute_code_version()
+    before = config_agreement.compute_code_version()
     source.write_bytes(b"one\r\ntwo\r\n")
-    assert code.compute_code_version() == before
+    assert config_agreement.compute_code_version() == before
     source.write_bytes(b"one\nthree\n")
-    assert code.compute_code_version() != before
+    assert config_agreement.compute_code_version() != before
 
 
 def test_the_words_of_a_process_hold_no_place(data, tmp_path):
     config = parse_config([*data, "--output_dir", str(tmp_path)]).config
-    assert str(tmp_path) not in str(config_agreement.build_rank_report(config, World(world_size=2)).settings)
+    assert str(tmp_path) not in str(
+        config_agreement.build_rank_report(flatten_config(config), World(world_size=2)).settings
+    )
 
 
 def test_it_is_said_which_machines_share_a_disk():

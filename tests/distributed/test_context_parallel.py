@@ -1,7 +1,4 @@
-"""The tokens of a picture dealt out to several processes: attention is that over all of them, and so is what is learnt.
-
-Runs with everything on, states, and what is refused are in ``test_parallel.py``.
-"""
+"""Context parallelism: sharded attention equals attention over all tokens, and so does the trained adapter."""
 
 import inspect
 from itertools import chain
@@ -48,7 +45,7 @@ TRANSFORMERS = ("sd3", "flux", "z_image", "qwen_image")
         pytest.param("qwen_image", "CP 2", "no", UNET, marks=LONG),
     ],
 )
-def test_a_picture_that_is_shared_teaches_what_a_whole_one_teaches(model, name, precision, flags, tmp_path):
+def test_context_parallel_trains_the_adapter_of_one_process(model, name, precision, flags, tmp_path):
     data, flags = dataset(tmp_path), ("--mixed_precision", precision, *flags)
     (tmp_path / "pictures" / "03.txt").write_text("a picture " * 30)  # so long that others are padded, and masked
     one = trained(REFERENCE, model, data, tmp_path, *flags)
@@ -56,7 +53,7 @@ def test_a_picture_that_is_shared_teaches_what_a_whole_one_teaches(model, name, 
 
 
 @pytest.mark.long
-def test_heads_are_dealt_out_twice(tmp_path):
+def test_heads_are_split_by_tensor_and_context_parallel(tmp_path):
     """By tensor parallel, and in each part by who shares the tokens; where pictures also look at themselves alone."""
     pipe = FAMILIES.get("sd3")().load("random:sd3:tiny", torch.float32)
     old = pipe.transformer
@@ -74,7 +71,7 @@ def test_heads_are_dealt_out_twice(tmp_path):
 # attention
 
 
-def shared_attention(lengths: dict[str, int], streams: list[str], masked: bool) -> tuple[float, float]:
+def compare_sharded_attention(lengths: dict[str, int], streams: list[str], masked: bool) -> tuple[float, float]:
     """How far output and gradients of six heads are from those of one process."""
     cut = ContextParallel(ProcessGroupAllToAll(dist.group.WORLD))
     cut._shards = SequenceShards(lengths, cut.rank, cut.size)
@@ -104,18 +101,18 @@ CASES = [
 ]
 
 
-def all_cases() -> list[tuple[float, float]]:
+def compare_all_cases() -> list[tuple[float, float]]:
     dist.init_process_group("gloo")
-    return [shared_attention(*case) for case in CASES]
+    return [compare_sharded_attention(*case) for case in CASES]
 
 
-def test_attention_that_is_shared_is_attention_over_all_tokens():
-    for found in on_ranks(3, all_cases):
+def test_sharded_attention_is_attention_over_all_tokens():
+    for found in on_ranks(3, compare_all_cases):
         for ours, case in zip(found, CASES, strict=True):
             assert max(ours) < 1e-5, case
 
 
-def test_a_block_with_an_attention_of_its_own_is_not_trained_in_silence():
+def test_a_block_with_its_own_attention_kernel_is_refused():
     cut, block = ContextParallel.__new__(ContextParallel), nn.Linear(2, 2)
     cut.size, cut.parallel_plan = 2, ParallelPlan()
     with pytest.raises(UserError, match="DIFFUSERS_ATTN_BACKEND"):
@@ -126,7 +123,7 @@ def test_a_block_with_an_attention_of_its_own_is_not_trained_in_silence():
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
-def test_every_token_is_somewhere_and_nobody_has_many_more_than_others(size):
+def test_tokens_are_sharded_evenly_and_none_is_lost(size):
     lengths = {"text": 5, "picture": 26}
     rows = torch.arange(31).view(1, 31)
     for streams in (["text"], ["picture"], ["text", "picture"]):
@@ -140,7 +137,7 @@ def test_every_token_is_somewhere_and_nobody_has_many_more_than_others(size):
             assert share.slice_shard(rows[:, :count], 1, streams)[0].tolist() == each
 
 
-class Made(TorchDispatchMode):
+class CreatedTensors(TorchDispatchMode):
     """What operations make, which copies of lists to a device are not."""
 
     def __init__(self):
@@ -152,8 +149,8 @@ class Made(TorchDispatchMode):
         return self.tensors[-1]
 
 
-def test_where_tokens_stand_is_found_on_the_device_which_nobody_waits_for():
-    with Made() as made:
+def test_token_positions_are_created_on_the_device():
+    with CreatedTensors() as made:
         places = (
             SequenceShards({"text": 5, "picture": 26}, 1, 2)
             .build_token_map(("text", "picture"), torch.device("meta"))
@@ -163,7 +160,7 @@ def test_where_tokens_stand_is_found_on_the_device_which_nobody_waits_for():
 
 
 @pytest.mark.parametrize("model", TRANSFORMERS)
-def test_it_is_known_whose_tokens_go_through_a_layer(model):
+def test_the_token_streams_of_every_layer_are_known(model):
     tiny = TINY[model]()
     family, pipe = FAMILIES.get(model)(), tiny.pipe
     denoiser = getattr(pipe, family.denoiser_name)
@@ -197,7 +194,7 @@ def test_it_is_known_whose_tokens_go_through_a_layer(model):
             assert shape[1] == sum(lengths[stream] for stream in known[name]), name
 
 
-def test_dropout_knows_the_place_of_a_token_among_all():
+def test_dropout_depends_on_the_position_of_a_token_in_the_full_sequence():
     dropout, said = LoraDropout(0.5, 0.3, 0.3), torch.ones(4, 9, 3)
     dropout.sample_keys = torch.arange(4) * 7919
     whole, places = dropout.apply(said, 5, -1), torch.tensor([1, 2, 6, 7, 8])
@@ -205,7 +202,7 @@ def test_dropout_knows_the_place_of_a_token_among_all():
     assert not torch.equal(dropout.apply(said[:, places], 5, -1), whole[:, places])
 
 
-def test_layers_outside_of_the_blocks_are_given_all_tokens():
+def test_layers_outside_of_the_blocks_see_all_tokens():
     cut, down = ContextParallel.__new__(ContextParallel), nn.Linear(2, 2)
     down.token_streams = ("picture",)
     cut._token_maps = {

@@ -1,4 +1,4 @@
-"""Blocks that share the tokens of a picture and are compiled: one graph, exchanges included, for sizes that change."""
+"""Compiled context-parallel blocks: one graph, all-to-all included, for changing sizes."""
 
 import pytest
 import torch
@@ -117,7 +117,7 @@ def compiled(backend, dynamic):
         pytest.param("aot_eager", "false", 2, 2 * len(set(LENGTHS)), marks=LONG),
     ],
 )
-def test_a_block_is_one_graph_for_all_sizes_and_says_what_it_says_uncompiled(backend, dynamic, ranks, most):
+def test_a_compiled_context_parallel_block_is_one_graph_and_equals_eager(backend, dynamic, ranks, most):
     for graphs, late, apart in on_ranks(ranks, compiled, backend, dynamic):
         assert 1 <= graphs <= most and late == 0
         assert apart < 1e-6
@@ -134,15 +134,10 @@ def test_a_block_is_one_graph_for_all_sizes_and_says_what_it_says_uncompiled(bac
         ("z_image", "eager", ("--network_dropout", "0.2")),
     ],
 )
-def test_six_sizes_need_few_graphs_for_a_kind_and_none_in_two_epochs(family, backend, flags, tmp_path):
+def test_six_sizes_need_few_graphs_per_block_class_and_no_recompiles(family, backend, flags, tmp_path):
     data = dataset(tmp_path / "data", SIZES[:6], pictures=(2, 3))
     flags = (
-        "--max_train_epochs",
-        "2",
-        "--cp_size",
-        "2",
-        "--sample_every_n_epochs",
-        "1",
+        *"--max_train_epochs 2 --cp_size 2 --sample_every_n_epochs 1".split(),
         "--sample_prompts",
         prompts(tmp_path),
         *FAMILIES.get(family, ()),

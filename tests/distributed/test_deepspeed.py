@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO: the same adapter, states that any strategy goes on from, and less held by each process."""
+"""DeepSpeed ZeRO: the same adapter, checkpoints that any strategy resumes, and sharded memory."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def zero(stage: int) -> tuple[str, ...]:
     return ("--deepspeed", "--zero_stage", str(stage))
 
 
-def by_file(folder: Path, **more) -> dict[str, str]:
+def launch_with_config_file(folder: Path, **more) -> dict[str, str]:
     """What the launcher says for stage 3 by a file of one's own.
 
     By default weights that come again soon are kept, and of a tiny model all do, which takes long to find out.
@@ -65,13 +65,7 @@ def learnt(
         str(batch),
         "--gradient_accumulation_steps",
         str(4 // (ranks * batch)),
-        "--max_train_steps",
-        "3",
-        "--network_dim",
-        "4",
-        "--network_alpha",
-        "3",
-        "--no-network_train_unet_only",
+        *"--max_train_steps 3 --network_dim 4 --network_alpha 3 --no-network_train_unet_only".split(),
         *flags,
         environment=environment,
     )
@@ -90,7 +84,7 @@ def references(even, tmp_path_factory):
 
 
 @pytest.mark.long
-def test_two_processes_train_what_one_trains_with_the_optimizer_divided(even, references, tmp_path):
+def test_zero_1_and_2_train_the_adapter_of_one_process(even, references, tmp_path):
     found = learnt(tmp_path, even, 2, 2, *OPTIMIZERS["AdamW"], *zero(1))
     assert difference(references["AdamW"], found) < 1e-4
 
@@ -98,17 +92,23 @@ def test_two_processes_train_what_one_trains_with_the_optimizer_divided(even, re
     assert difference(references["SGD"], found) < 1e-4
 
 
-def test_two_processes_train_what_one_trains_with_the_model_divided_and_in_host_memory(even, references, tmp_path):
+def test_zero_3_with_cpu_offload_trains_the_adapter_of_one_process(even, references, tmp_path):
     found = learnt(
-        tmp_path, even, 2, 1, *OPTIMIZERS["SGD"], "--gradient_checkpointing", environment=by_file(tmp_path, **HOST)
+        tmp_path,
+        even,
+        2,
+        1,
+        *OPTIMIZERS["SGD"],
+        "--gradient_checkpointing",
+        environment=launch_with_config_file(tmp_path, **HOST),
     )
 
     assert difference(references["SGD"], found) < 1e-4
     assert any(key.startswith("lora_te") and bool(tensor.any()) for key, tensor in found.items() if "up" in key)
 
 
-def test_one_process_alone_trains_the_same(even, references, tmp_path):
-    found = learnt(tmp_path, even, 1, 4, *OPTIMIZERS["SGD"], environment=by_file(tmp_path, **HOST))
+def test_zero_3_with_one_process_trains_the_same_adapter(even, references, tmp_path):
+    found = learnt(tmp_path, even, 1, 4, *OPTIMIZERS["SGD"], environment=launch_with_config_file(tmp_path, **HOST))
 
     assert difference(references["SGD"], found) < 1e-4
 
@@ -122,29 +122,23 @@ def both(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("both")
     flags = (
         *all_options_run.flags(folder),
-        "--no-network_train_unet_only",
-        "--optimizer_type",
-        "AdamW",
-        "--optimizer_args",
-        "eps=1e-4",
-        "--learning_rate",
-        "1e-2",
+        *("--no-network_train_unet_only --optimizer_type AdamW --optimizer_args eps=1e-4 --learning_rate 1e-2").split(),
     )
-    for name, environment in {"ddp": {}, "zero": by_file(folder)}.items():
+    for name, environment in {"ddp": {}, "zero": launch_with_config_file(folder)}.items():
         on_ranks(2, train, *flags, "--output_dir", str(folder / name), environment=environment)
     return {name: folder / name for name in ("ddp", "zero")}
 
 
 @pytest.mark.parametrize("name", ["lora", "lora-ema"])
 @pytest.mark.long
-def test_limited_norms_and_the_average_are_those_of_ddp(both, name):
+def test_max_norm_and_ema_equal_those_of_ddp(both, name):
     ddp, zero3 = (load_file(folder / f"{name}.safetensors") for folder in both.values())
 
     assert difference(ddp, zero3) < 1e-3
 
 
 @pytest.mark.long
-def test_pictures_and_measurements_are_those_of_ddp(both):
+def test_previews_and_validation_losses_equal_those_of_ddp(both):
     """But for rounding, which depends on where in memory weights lie, and these were fetched."""
     drawn = [sorted((folder / "sample").glob("*.png")) for folder in both.values()]
     assert [len(paths) for paths in drawn] == [6, 6]
@@ -159,36 +153,25 @@ def test_pictures_and_measurements_are_those_of_ddp(both):
 
 
 @pytest.mark.long
-def test_a_bad_step_on_one_process_is_left_out_on_all(even, tmp_path):
+def test_a_nan_step_on_one_rank_is_skipped_on_all(even, tmp_path):
     """With plain SGD that is the same as a learning rate of 0 in that step."""
     flags = (
         "--dataset_config",
         str(even),
         "--output_dir",
         str(tmp_path),
-        "--optimizer_type",
-        "SGD",
-        "--learning_rate",
-        "0.5",
-        "--max_train_steps",
-        "3",
-        "--network_dim",
-        "2",
+        *"--optimizer_type SGD --learning_rate 0.5 --max_train_steps 3 --network_dim 2".split(),
     )
     expected = on_ranks(
         1,
         train,
         *flags,
-        "--train_batch_size",
-        "2",
-        "--output_name",
-        "expected",
-        "--lr_scheduler",
-        "piecewise_constant",
-        "--lr_scheduler_args",
-        "step_rules=1:1,0:2,1",
+        *(
+            "--train_batch_size 2 --output_name expected --lr_scheduler piecewise_constant "
+            "--lr_scheduler_args step_rules=1:1,0:2,1"
+        ).split(),
     )
-    for stage, more, environment in ((1, zero(1), {}), (3, (), by_file(tmp_path))):
+    for stage, more, environment in ((1, zero(1), {}), (3, (), launch_with_config_file(tmp_path))):
         bad = on_ranks(
             2,
             train_with_a_spoilt_step,
@@ -207,23 +190,19 @@ def test_a_bad_step_on_one_process_is_left_out_on_all(even, tmp_path):
 # states
 
 
-def test_a_state_goes_on_exactly_and_from_one_strategy_to_another(even, tmp_path):
+def test_resume_is_exact_and_works_across_strategies(even, tmp_path):
     flags = (
-        "--max_train_steps",
-        "4",
-        "--learning_rate",
-        "1e-3",
-        "--optimizer_args",
-        "eps=1e-4",
-        "--save_every_n_steps",
-        "1",
-        "--save_state",
-        "--auto_resume",
+        *(
+            "--max_train_steps 4 --learning_rate 1e-3 --optimizer_args eps=1e-4 --save_every_n_steps 1 "
+            "--save_state --auto_resume"
+        ).split(),
     )
     one = learnt(tmp_path / "one", even, 1, 4, *flags)
     two = learnt(cut(tmp_path / "one", tmp_path / "two", 1), even, 2, 2, *flags, *zero(2))
     again = learnt(cut(tmp_path / "two", tmp_path / "again", 2), even, 2, 2, *flags, *zero(2))
-    three = learnt(cut(tmp_path / "two", tmp_path / "three", 2), even, 2, 2, *flags, environment=by_file(tmp_path))
+    three = learnt(
+        cut(tmp_path / "two", tmp_path / "three", 2), even, 2, 2, *flags, environment=launch_with_config_file(tmp_path)
+    )
     ddp = learnt(cut(tmp_path / "three", tmp_path / "ddp", 3), even, 2, 2, *flags)
 
     assert difference(two, again) == 0.0
@@ -236,12 +215,15 @@ def test_a_state_goes_on_exactly_and_from_one_strategy_to_another(even, tmp_path
 def held(stage: int) -> tuple[int, int, int]:
     """Bytes of all frozen weights, of those in memory here, and of what the optimizer remembers here."""
     from library.distributed.accelerator import prepare_accelerator
+    from library.distributed.communicator import Communicator
     from library.distributed.deepspeed_settings import DeepSpeedSettings
     from library.models.families import FAMILIES
     from library.parallel.deepspeed import DeepSpeedStrategy
+    from library.parallel.strategy import StrategySettings
     from library.training.trainable import build_trainable_modules
 
-    strategy = DeepSpeedStrategy(Communicator(prepare_accelerator(parse_config([]).config)), DeepSpeedSettings(stage))
+    comm = Communicator(prepare_accelerator(parse_config([]).config))
+    strategy = DeepSpeedStrategy(comm, StrategySettings(deepspeed=DeepSpeedSettings(stage)))
     family = FAMILIES.get("flux")()
     trained, _ = build_trainable_modules(
         parse_config([]).config, family, family.load("random:flux:tiny", torch.float32)
@@ -252,14 +234,14 @@ def held(stage: int) -> tuple[int, int, int]:
     _, optimizer = strategy.wrap(trained, torch.optim.AdamW(own))
     kept = [*frozen, *(parameter.ds_tensor for parameter in frozen)]
     here = sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in kept}.values())
-    masters = {piece.flat.data_ptr(): piece.flat.nbytes for piece in optimizer._pieces}
+    masters = {piece.flat.data_ptr(): piece.flat.nbytes for piece in optimizer._shards}
     strategy.close()
     strategy.comm.destroy_process_group()
     return whole, here, sum(masters.values()) - sum(parameter.nbytes for parameter in own) // strategy.comm.world_size
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_each_process_holds_its_part_of_the_frozen_model(size):
+def test_each_rank_holds_its_shard_of_the_frozen_model(size):
     found = on_ranks(size, held, 3)
 
     for whole, here, more_than_its_part in found:
@@ -270,7 +252,7 @@ def test_each_process_holds_its_part_of_the_frozen_model(size):
 # an optimizer in host memory
 
 
-def shortened_in_host_memory(stage: int) -> tuple[str, list[float]]:
+def clip_offloaded_gradient(stage: int) -> tuple[str, list[float]]:
     """DeepSpeed's own way to shorten a gradient that it keeps in host memory, while the run is on another device."""
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -305,8 +287,8 @@ def shortened_in_host_memory(stage: int) -> tuple[str, list[float]]:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_gradient_in_host_memory_is_shortened_beside_another_device(stage):
-    ((device, gradient),) = on_ranks(1, shortened_in_host_memory, stage)
+def test_an_offloaded_gradient_is_clipped_in_host_memory(stage):
+    ((device, gradient),) = on_ranks(1, clip_offloaded_gradient, stage)
 
     assert device == "meta" and gradient == pytest.approx([0.6, 0.8], rel=1e-5)
 
@@ -314,7 +296,7 @@ def test_a_gradient_in_host_memory_is_shortened_beside_another_device(stage):
 # a launcher
 
 
-def test_accelerate_launch_with_the_users_own_file(even, tmp_path):
+def test_accelerate_launch_with_a_deepspeed_config_file(even, tmp_path):
     (tmp_path / "ds.json").write_text(
         json.dumps(
             {
@@ -357,4 +339,4 @@ def test_accelerate_launch_with_the_users_own_file(even, tmp_path):
     )
 
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "DeepSpeed: ZeRO 2, 2 processes, optimizer in host memory" in done.stdout + done.stderr
+    assert "DeepSpeed: ZeRO stage 2, world size 2, optimizer offloaded to host memory" in done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""A frozen model that rests in files: the same adapter whatever is computed in between, and nothing is left there."""
+"""NVMe offload: the same adapter whatever runs between steps, and no files are left behind."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def has_libaio() -> bool:
     return bool(AsyncIOBuilder().is_compatible())
 
 
-def train_from_files(is_real: bool, *flags: str) -> str:
+def train_with_nvme_offload(is_real: bool, *flags: str) -> str:
     """One process's part in a run; the path of the LoRA file."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed.ops.op_builder as builders
@@ -51,17 +51,10 @@ def flags(data: Path, folder: Path, ranks: int, *more: str) -> tuple[str, ...]:
         str(folder / "out"),
         "--train_batch_size",
         str(4 // ranks),
-        "--max_train_steps",
-        "3",
-        "--learning_rate",
-        "0.5",
-        "--network_dim",
-        "4",
-        "--optimizer_type",
-        "SGD",
-        "--mixed_precision",
-        "no",
-        "--no-network_train_unet_only",
+        *(
+            "--max_train_steps 3 --learning_rate 0.5 --network_dim 4 --optimizer_type SGD --mixed_precision "
+            "no --no-network_train_unet_only"
+        ).split(),
         "--sample_prompts",
         str(folder / "prompts.txt"),
         "--sample_every_n_steps",
@@ -92,14 +85,14 @@ def launched(folder: Path, **offload: object) -> dict[str, str]:
         pytest.param(2, True, {}, marks=pytest.mark.long),
     ],
 )
-def test_a_model_in_files_trains_the_adapter_that_one_in_memory_trains(ranks, is_real, offload, tmp_path):
+def test_nvme_offload_trains_the_adapter_of_one_process(ranks, is_real, offload, tmp_path):
     if is_real and not has_libaio():
         pytest.skip("libaio is missing")
     data = dataset(tmp_path)
     one = load_file(on_ranks(1, train, *flags(data, tmp_path, 1, "--output_name", "one"))[0])
     files = on_ranks(
         ranks,
-        train_from_files,
+        train_with_nvme_offload,
         is_real,
         *flags(data, tmp_path, ranks),
         environment=launched(tmp_path, **offload),
@@ -110,7 +103,7 @@ def test_a_model_in_files_trains_the_adapter_that_one_in_memory_trains(ranks, is
     assert not list((tmp_path / "disk").iterdir())
 
 
-def test_files_of_processes_that_are_gone_are_removed_and_those_of_others_stay(tmp_path):
+def test_only_directories_of_dead_processes_are_removed(tmp_path):
     from library.distributed.watchdog import ProcessIdentity
     from library.parallel.deepspeed_nvme import DIR_PREFIX, OWNER_FILE, remove_stale_dirs
 
@@ -135,23 +128,23 @@ def test_files_of_processes_that_are_gone_are_removed_and_those_of_others_stay(t
         (
             1,
             {"buffer_size": 1000},
-            r"buffer_size is 1000, and the largest weight has \d+ numbers for each process; write",
+            r"buffer_size is 1000, and the largest partition has \d+ elements; set",
         ),
-        pytest.param(1, {"buffer_count": 1}, "buffer_count is 1; write at least 2", marks=pytest.mark.long),
+        pytest.param(1, {"buffer_count": 1}, "buffer_count is 1; set at least 2", marks=pytest.mark.long),
         pytest.param(2, {"max_in_cpu": 10}, r"max_in_cpu is 10, and the adapter has \d+", marks=pytest.mark.long),
         pytest.param(
             1,
             {"buffer_size": 10**13},
-            r"MiB of memory for each process cannot be locked; raise `ulimit -l`",
+            r"cannot lock \d+ MiB of memory per process; raise `ulimit -l`",
             marks=pytest.mark.long,
         ),
     ],
 )
-def test_settings_that_deepspeed_would_fail_with_are_told(ranks, offload, expected, tmp_path):
+def test_buffer_settings_that_would_crash_deepspeed_are_refused(ranks, offload, expected, tmp_path):
     with pytest.raises(AssertionError, match=expected):
         on_ranks(
             ranks,
-            train_from_files,
+            train_with_nvme_offload,
             False,
             *flags(dataset(tmp_path), tmp_path, ranks),
             environment=launched(tmp_path, **offload),
@@ -159,19 +152,21 @@ def test_settings_that_deepspeed_would_fail_with_are_told(ranks, offload, expect
     assert not list((tmp_path / "disk").iterdir())
 
 
-def test_without_libaio_the_run_stops_before_a_model_is_loaded(tmp_path):
-    (text,) = on_ranks(1, told_without_libaio, *flags(dataset(tmp_path), tmp_path, 1), environment=launched(tmp_path))
+def test_missing_libaio_is_reported_before_a_model_is_loaded(tmp_path):
+    (text,) = on_ranks(
+        1, read_error_without_libaio, *flags(dataset(tmp_path), tmp_path, 1), environment=launched(tmp_path)
+    )
     assert "DeepSpeed's async_io needs libaio and a compiler; apt install libaio-dev g++" in text
     assert not list((tmp_path / "disk").iterdir())
 
 
-def told_without_libaio(*flags: str) -> str:
+def read_error_without_libaio(*flags: str) -> str:
     from library.models.base import Family
 
     fake_async_io.Builder.is_compatible = lambda _: False
     Family.load = None  # nobody is to ask for it
     try:
-        train_from_files(False, *flags)
+        train_with_nvme_offload(False, *flags)
     except ConfigError as error:
         return str(error)
     return ""

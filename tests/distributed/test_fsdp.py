@@ -1,4 +1,4 @@
-"""What belongs to a run works alike when the frozen model is spread; and how much of it each process holds."""
+"""FSDP: previews, validation, checkpoints and adapters equal those of DDP; each rank holds its shard of the model."""
 
 import os
 import shlex
@@ -35,13 +35,13 @@ def both(tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("name", ["lora", "lora-ema"])
-def test_prodigy_limited_norms_and_the_average_are_those_of_ddp(both, name):
+def test_prodigy_max_norm_and_ema_equal_those_of_ddp(both, name):
     ddp, fsdp = (load_file(folder / f"{name}.safetensors") for folder in both.values())
 
     assert difference(ddp, fsdp) < 1e-3
 
 
-def test_pictures_before_the_first_step_are_those_of_ddp_to_the_bit_and_none_is_missing(both):
+def test_previews_before_the_first_step_equal_those_of_ddp_to_the_bit(both):
     found = {name: sorted((folder / "sample").glob("*.png")) for name, folder in both.items()}
     assert [len(paths) for paths in found.values()] == [6, 6]
 
@@ -51,7 +51,7 @@ def test_pictures_before_the_first_step_are_those_of_ddp_to_the_bit_and_none_is_
             assert ddp.read_bytes() == fsdp.read_bytes()
 
 
-def test_what_is_measured_is_what_ddp_measures(both):
+def test_validation_losses_equal_those_of_ddp(both):
     ddp, fsdp = (measured(folder) for folder in both.values())
 
     assert len(ddp) == len(fsdp) == 3
@@ -67,21 +67,14 @@ def test_what_is_measured_is_what_ddp_measures(both):
     ("ranks", "fsdp"),
     [(2, ("--fsdp",)), pytest.param(4, ("--fsdp", "--dp_replicate_size", "2"), marks=pytest.mark.long)],
 )
-def test_a_state_goes_on_exactly_and_from_one_strategy_to_another(ranks, fsdp, tmp_path):
+def test_resume_is_exact_and_works_across_strategies(ranks, fsdp, tmp_path):
     data = dataset(tmp_path)
     flags = (
         "--dataset_config",
         str(data),
-        "--max_train_steps",
-        "6",
-        "--network_dim",
-        "2",
-        "--learning_rate",
-        "1e-2",
-        "--save_every_n_steps",
-        "2",
-        "--save_state",
-        "--auto_resume",
+        *(
+            "--max_train_steps 6 --network_dim 2 --learning_rate 1e-2 --save_every_n_steps 2 --save_state --auto_resume"
+        ).split(),
     )
 
     def run(folder: Path, ranks: int, batch: int, *more: str) -> dict[str, torch.Tensor]:
@@ -104,13 +97,15 @@ def test_a_state_goes_on_exactly_and_from_one_strategy_to_another(ranks, fsdp, t
 def held(parts: int, *flags: str) -> tuple[int, int, int]:
     """Bytes of all frozen weights, of those in memory here, and of what learns."""
     from library.distributed.accelerator import prepare_accelerator
+    from library.distributed.communicator import Communicator
     from library.distributed.fsdp_settings import FSDPSettings
     from library.models.families import FAMILIES
     from library.parallel.fsdp import FSDPStrategy
+    from library.parallel.strategy import StrategySettings
     from library.training.trainable import build_trainable_modules
 
     config = parse_config(["--no-network_train_unet_only", *flags]).config
-    strategy = FSDPStrategy(Communicator(prepare_accelerator(config)), FSDPSettings(1, parts))
+    strategy = FSDPStrategy(Communicator(prepare_accelerator(config)), StrategySettings(fsdp=FSDPSettings(1, parts)))
     family = FAMILIES.get("sdxl")()
     trained, _ = build_trainable_modules(config, family, family.load("random:sdxl:tiny", torch.float32))
     learnt = [parameter for parameter in trained.parameters() if parameter.requires_grad]
@@ -123,7 +118,7 @@ def held(parts: int, *flags: str) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("parts", [1, 2, pytest.param(4, marks=pytest.mark.long)])
-def test_each_process_holds_its_part_of_the_frozen_model_and_all_that_learns(parts):
+def test_each_rank_holds_its_shard_of_the_frozen_model_and_the_full_adapter(parts):
     alone = {
         "RANK": "0",
         "LOCAL_RANK": "0",
@@ -143,7 +138,7 @@ def test_each_process_holds_its_part_of_the_frozen_model_and_all_that_learns(par
 
 
 @pytest.mark.long
-def test_accelerate_launch_with_fsdp_spreads_the_model(tmp_path):
+def test_accelerate_launch_with_fsdp_shards_the_model(tmp_path):
     data = dataset(tmp_path)
     launch = shlex.split(
         "launch --use_fsdp --fsdp_version 2 --num_processes 2 --num_machines 1 --mixed_precision no "
@@ -181,7 +176,7 @@ def test_accelerate_launch_with_fsdp_spreads_the_model(tmp_path):
 # when something goes wrong on one process
 
 
-def scaled_step_after(infinite_on: int) -> tuple[float, float]:
+def run_scaled_step(infinite_on: int) -> tuple[float, float]:
     """A step with scaled losses, when one process's gradient is infinite: what became of weight and scale."""
     from library.distributed.accelerator import prepare_accelerator
     from library.parallel.gradient_sync import FlatGradients
@@ -202,11 +197,11 @@ def scaled_step_after(infinite_on: int) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize(("infinite_on", "expected"), [(1, (1.0, 2.0)), (-1, (0.75, 4.0))])
-def test_an_infinite_gradient_on_one_process_leaves_the_step_out_on_all(infinite_on, expected):
-    assert on_ranks(2, scaled_step_after, infinite_on) == [expected, expected]
+def test_an_infinite_gradient_on_one_rank_skips_the_step_on_all(infinite_on, expected):
+    assert on_ranks(2, run_scaled_step, infinite_on) == [expected, expected]
 
 
-def test_a_preview_that_cannot_be_written_ends_no_run(tmp_path):
+def test_a_preview_that_cannot_be_written_does_not_end_the_run(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "sample").write_text("no folder")
     (tmp_path / "prompts.txt").write_text("a leaf --w 64 --h 64 --s 1\n")
@@ -219,10 +214,7 @@ def test_a_preview_that_cannot_be_written_ends_no_run(tmp_path):
         str(dataset(tmp_path)),
         "--output_dir",
         str(tmp_path / "out"),
-        "--max_train_steps",
-        "1",
-        "--network_dim",
-        "2",
+        *"--max_train_steps 1 --network_dim 2".split(),
         "--sample_prompts",
         str(tmp_path / "prompts.txt"),
         "--sample_at_first",
@@ -231,7 +223,7 @@ def test_a_preview_that_cannot_be_written_ends_no_run(tmp_path):
     assert Path(files[0]).is_file()
 
 
-def previews_that_fail(who: list[int], folder: Path, flags: tuple[str, ...]) -> str:
+def run_with_failing_previews(who: list[int], folder: Path, flags: tuple[str, ...]) -> str:
     """What came of a preview that these processes cannot draw, on this one."""
     from library.training import preview
 
@@ -258,23 +250,20 @@ def previews_that_fail(who: list[int], folder: Path, flags: tuple[str, ...]) -> 
         ([1], []),
     ],
 )
-def test_a_preview_that_fails_ends_the_run_only_where_others_would_wait_for_it(who, more, tmp_path):
+def test_a_failing_preview_ends_the_run_only_if_other_ranks_would_deadlock(who, more, tmp_path):
     (tmp_path / "prompts.txt").write_text("a leaf --w 64 --h 64 --s 1\nred --w 64 --h 64 --s 1\n")
     flags = (
         "--pretrained_model_name_or_path",
         "random:sd1:tiny",
         "--dataset_config",
         str(dataset(tmp_path)),
-        "--max_train_steps",
-        "1",
-        "--network_dim",
-        "2",
+        *"--max_train_steps 1 --network_dim 2".split(),
         "--sample_prompts",
         str(tmp_path / "prompts.txt"),
         "--sample_at_first",
         *more,
     )
-    found = on_ranks(2, previews_that_fail, who, tmp_path / "out", flags)
+    found = on_ranks(2, run_with_failing_previews, who, tmp_path / "out", flags)
 
     others_wait = bool(more) and len(who) == 1
     assert [word.startswith("ended: ") for word in found] == [others_wait] * 2, found
@@ -283,13 +272,15 @@ def test_a_preview_that_fails_ends_the_run_only_where_others_would_wait_for_it(w
     assert drawn == (0 if more else 1)
 
 
-def test_classes_to_fetch_as_a_whole_that_no_part_of_the_model_has_are_told(tmp_path):
+def test_unknown_fsdp_wrap_classes_are_refused(tmp_path):
     environment = {
         "ACCELERATE_USE_FSDP": "true",
         "FSDP_VERSION": "2",
         "FSDP_TRANSFORMER_CLS_TO_WRAP": "BasicTransformerBlock,LlamaLayer",
     }
-    with pytest.raises(AssertionError, match="fsdp_transformer_layer_cls_to_wrap LlamaLayer: no part of this model"):
+    with pytest.raises(
+        AssertionError, match="fsdp_transformer_layer_cls_to_wrap LlamaLayer: this model has no such class"
+    ):
         on_ranks(
             2, train, "--dataset_config", str(dataset(tmp_path)), "--output_dir", str(tmp_path), environment=environment
         )

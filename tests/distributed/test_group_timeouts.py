@@ -62,6 +62,7 @@ def patience(*words: str) -> set[timedelta]:
     with strategy.comm.process_group_scope():
         groups = list(dist.distributed_c10d._world.pg_map)
         assert len(groups) > 1
+        strategy.comm.barrier()  # or rank 0, which hosts the store, could end while rank 1 still creates groups
         return {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
 
 

@@ -20,17 +20,17 @@ SCRIPT = f"""
 import json, sys
 sys.path.insert(0, {str(ROOT)!r})
 import torch
-from library.config import load_options
+from library.config import parse_config
 from library.distributed.accelerator import prepare_accelerator
 from library.distributed.launcher_settings import find_overridden_settings
 from library.errors import UserError
-loaded = load_options(sys.argv[1:])
+loaded = parse_config(sys.argv[1:])
 try:
     a = prepare_accelerator(loaded.config)
 except UserError as error:
     sys.exit("STOPPED " + str(error))
 total = a.reduce(torch.tensor(float(a.process_index + 1)), reduction="sum").item()
-warnings = find_overridden_settings(loaded.config, loaded.places)
+warnings = find_overridden_settings(loaded.config, loaded.locations)
 layer = torch.nn.Linear(2, 2, device=a.device)
 with a.autocast(): kind = str(layer(torch.ones(1, 2, device=a.device)).dtype)
 result = dict(rank=a.process_index, size=a.num_processes, device=a.device.type, total=total, warnings=warnings,
@@ -113,12 +113,12 @@ def test_accumulation_said_to_accelerate_only_stops(start):
         and "STOPPED gradient_accumulation_steps: 4 (accelerate launch --gradient_accumulation_steps)" in said
     )
     results, said = start(sys.executable, ACCELERATE_GRADIENT_ACCUMULATION_STEPS="4")
-    assert results == [] and "ACCELERATE_GRADIENT_ACCUMULATION_STEPS says 4" in said
+    assert results == [] and "ACCELERATE_GRADIENT_ACCUMULATION_STEPS is 4" in said
 
 
 def test_fp16_on_a_cpu_is_said(start):
     results, said = start(sys.executable, "--mixed_precision", "fp16")
-    assert results == [] and "STOPPED --mixed_precision fp16: a CPU has none" in said
+    assert results == [] and "STOPPED --mixed_precision fp16: not supported on a CPU" in said
 
     results, said = start(f"{ACCELERATE} --mixed_precision fp16")
     assert [(one["precision"], one["computes"]) for one in results] == [("no", "torch.float32")], said

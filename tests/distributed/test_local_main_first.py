@@ -98,5 +98,5 @@ def test_on_one_machine_each_picture_is_decoded_by_one_process(datasets, tmp_pat
 def test_machines_with_other_files_are_refused(datasets, tmp_path):
     first, second = on_ranks(2, pictures_of_a_run, *datasets, str(tmp_path))
     assert first[0] == second[0] == 5
-    assert first[1] == second[1] and first[1].startswith("pictures, captions or dataset settings: rank 1 (on")
+    assert first[1] == second[1] and first[1].startswith("images, captions or dataset settings: rank 1 (on")
     assert (first[2], second[2]) == (False, True)

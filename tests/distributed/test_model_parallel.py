@@ -1,4 +1,4 @@
-"""Several processes work on one picture, each with a part of the frozen model, and learn what one process learns."""
+"""Tensor, pipeline and context parallelism train the adapter of one process; previews, validation, checkpoints too."""
 
 import json
 import random
@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from training_runs import difference, train
 
 from library.config import parse_config
-from library.distributed.parallel_dims import ParallelDims, build_parallel_dims, validate_parallel_dims
+from library.distributed.parallel_dims import ParallelDims, build_parallel_dims
+from library.distributed.preflight import validate_parallel_dims
 from library.distributed.world import World
 from library.errors import ConfigError
 from library.models.detect import detect_model
@@ -49,7 +50,7 @@ LONG = pytest.mark.long
         pytest.param("sd3", "PP 2, gpipe", "bf16", (), marks=LONG),
     ],
 )
-def test_a_model_that_is_taken_apart_learns_what_a_whole_one_learns(model, name, precision, flags, tmp_path):
+def test_model_parallel_trains_the_adapter_of_one_process(model, name, precision, flags, tmp_path):
     data, more = dataset(tmp_path), ("--mixed_precision", precision)
     texts = [flag for flag in flags if "train_unet" in flag]
     one = trained(REFERENCE, model, data, tmp_path, *more, *texts)
@@ -69,11 +70,9 @@ def both(request, tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("both")
     flags = (
         *all_options_run.flags(folder),
-        "--pretrained_model_name_or_path",
-        "random:sd3:tiny",
-        "--gradient_accumulation_steps",
-        "2",
-        "--network_train_unet_only",
+        *(
+            "--pretrained_model_name_or_path random:sd3:tiny --gradient_accumulation_steps 2 --network_train_unet_only"
+        ).split(),
     )
     on_ranks(1, train, *flags, "--output_dir", str(folder / "one"))
     ranks, *spread = request.param
@@ -82,19 +81,19 @@ def both(request, tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("name", ["lora", "lora-ema"])
-def test_prodigy_limited_norms_and_the_average_are_those_of_one_process(both, name):
+def test_prodigy_max_norm_and_ema_equal_those_of_one_process(both, name):
     one, several = (load_file(folder / f"{name}.safetensors") for folder in both.values())
     assert difference(one, several) < 1e-3
 
 
-def test_what_is_measured_is_what_one_process_measures(both):
+def test_validation_losses_equal_those_of_one_process(both):
     one, several = (measured(folder) for folder in both.values())
     assert len(one) == len(several) == 3
     for ours, theirs in zip(one, several, strict=True):
         assert theirs == pytest.approx(ours, rel=1e-4)
 
 
-def test_losses_by_kind_are_those_of_one_process(both):
+def test_losses_by_bucket_and_timestep_equal_those_of_one_process(both):
     """Of pictures of several sizes in one step, too, which a pipeline takes in another order."""
     one, several = (
         [json.loads(line) for line in (folder / "lora.metrics.jsonl").read_text().splitlines()]
@@ -106,32 +105,22 @@ def test_losses_by_kind_are_those_of_one_process(both):
         assert {name: theirs[name] for name in ours} == pytest.approx(ours, rel=1e-4)
 
 
-def test_no_preview_is_missing_and_none_is_drawn_twice(both):
+def test_every_preview_is_generated_once(both):
     names = [sorted(path.name[:15] for path in (folder / "sample").glob("*.png")) for folder in both.values()]
     assert names[0] == names[1] and len(names[0]) == 6
 
 
-def test_a_state_goes_on_exactly_and_from_one_layout_to_another(tmp_path):
+def test_resume_is_exact_and_works_across_parallel_layouts(tmp_path):
     data = dataset(tmp_path)
     flags = (
         "--pretrained_model_name_or_path",
         "random:flux:tiny",
         "--dataset_config",
         str(data),
-        "--max_train_steps",
-        "6",
-        "--network_dim",
-        "2",
-        "--learning_rate",
-        "1e-2",
-        "--save_every_n_steps",
-        "2",
-        "--save_state",
-        "--auto_resume",
-        "--train_batch_size",
-        "2",
-        "--gradient_accumulation_steps",
-        "2",
+        *(
+            "--max_train_steps 6 --network_dim 2 --learning_rate 1e-2 --save_every_n_steps 2 --save_state "
+            "--auto_resume --train_batch_size 2 --gradient_accumulation_steps 2"
+        ).split(),
     )
 
     def run(folder: Path, ranks: int, *more: str) -> dict[str, torch.Tensor]:
@@ -152,7 +141,7 @@ def test_a_state_goes_on_exactly_and_from_one_layout_to_another(tmp_path):
 # where stages are cut, and who is where
 
 
-def test_stages_are_cut_so_that_the_heaviest_is_as_light_as_can_be():
+def test_the_largest_pipeline_stage_is_minimal():
     draw = random.Random(5)
     for _ in range(200):
         weights = [draw.randint(1, 9) for _ in range(draw.randint(1, 9))]
@@ -160,17 +149,19 @@ def test_stages_are_cut_so_that_the_heaviest_is_as_light_as_can_be():
         found = partition_blocks(weights, stages)
         assert found[0] == 0 and found[-1] == len(weights) and all(a < b for a, b in pairwise(found))
         assert max(sum(weights[a:b]) for a, b in pairwise(found)) == min(
-            max(sum(weights[a:b]) for a, b in pairwise(way)) for way in every_way(len(weights), stages)
+            max(sum(weights[a:b]) for a, b in pairwise(way)) for way in list_all_partitions(len(weights), stages)
         )
 
 
-def every_way(blocks: int, stages: int) -> list[list[int]]:
+def list_all_partitions(blocks: int, stages: int) -> list[list[int]]:
     if stages == 1:
         return [[0, blocks]]
-    return [[*way[:-1], last, blocks] for last in range(stages - 1, blocks) for way in every_way(last, stages - 1)]
+    return [
+        [*way[:-1], last, blocks] for last in range(stages - 1, blocks) for way in list_all_partitions(last, stages - 1)
+    ]
 
 
-def test_every_process_has_a_place_of_its_own():
+def test_ranks_have_distinct_coordinates_and_share_a_pipeline_with_their_group():
     layout = ParallelDims(dp=2, pp=3, tp=2, cp=2)
     places = {
         (
@@ -194,15 +185,15 @@ def test_every_process_has_a_place_of_its_own():
     ] == [(0, 2), (1, 2)]
 
 
-def test_processes_are_laid_out_in_groups_of_those_that_share_a_picture():
+def test_parallel_dims_divide_the_world_size():
     config = parse_config(["--dataset_config", __file__, "--pp_size", "2", "--tp_size", "2"]).config
-    assert build_parallel_dims(config, World(world_size=8)) == ParallelDims(2, 2, 2) and not [
+    assert build_parallel_dims(config.parallel, 8) == ParallelDims(2, 2, 2) and not [
         *validate_parallel_dims(config, World(world_size=8))
     ]
     (problem,) = validate_parallel_dims(config, World(world_size=6))
-    assert problem.startswith("--pp_size 2 --tp_size 2: 6 processes cannot be dealt out in groups of 4; start 8")
+    assert problem.startswith("--pp_size 2 --tp_size 2: the world size 6 is not a multiple of 4; start 8")
     shared = replace(config, parallel=replace(config.parallel, pp_size=1, cp_size=3))
-    assert build_parallel_dims(shared, World(world_size=12)) == ParallelDims(2, 1, 2, 3)
+    assert build_parallel_dims(shared.parallel, 12) == ParallelDims(2, 1, 2, 3)
 
 
 # what cannot be
@@ -227,7 +218,7 @@ def test_processes_are_laid_out_in_groups_of_those_that_share_a_picture():
         ("flux", ("--tp_size", "3"), "--tp_size 3: 2 heads of attention cannot be dealt out evenly; use 2"),
     ],
 )
-def test_a_model_that_cannot_be_taken_apart_so_is_told_before_it_is_loaded(model, flags, said):
+def test_a_model_that_cannot_be_sharded_is_refused_before_it_is_loaded(model, flags, said):
     loaded = parse_config(
         ["--dataset_config", __file__, "--pretrained_model_name_or_path", f"random:{model}:tiny", *flags]
     )
@@ -255,7 +246,7 @@ def test_a_model_that_cannot_be_taken_apart_so_is_told_before_it_is_loaded(model
         (("--cp_size", "2", "--attn_mode", "flash"), "only torch's own attention can be shared; use sdpa or cudnn"),
     ],
 )
-def test_settings_that_do_not_go_together_are_told(flags, said):
+def test_incompatible_options_are_refused(flags, said):
     with pytest.raises(ConfigError) as caught:
         parse_config(["--dataset_config", __file__, *flags]).require_valid()
     assert said in str(caught.value)

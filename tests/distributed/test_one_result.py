@@ -1,4 +1,4 @@
-"""Four pictures a step train one adapter, whichever strategy does it; ``one_result.py`` prints a table of all."""
+"""Four images per step train the same adapter with every strategy; ``one_result.py`` prints a table of all."""
 
 import pytest
 from one_result import BOUNDS, REFERENCE, dataset, trained
@@ -9,11 +9,11 @@ from training_runs import difference
     ("model", "name", "precision", "flags"),
     [
         ("sdxl", "HSDP 2 x 2", "no", ("--gradient_checkpointing",)),
-        pytest.param("flux", "FSDP 2 x 2, in host memory", "no", (), marks=pytest.mark.long),
+        pytest.param("flux", "FSDP 2 x 2, CPU offload", "no", (), marks=pytest.mark.long),
         pytest.param("sd3", "FSDP 2 x 1, 2 accumulated", "bf16", ("--gradient_checkpointing",), marks=pytest.mark.long),
     ],
 )
-def test_a_spread_model_trains_the_adapter_that_one_process_trains(model, name, precision, flags, tmp_path):
+def test_every_strategy_trains_the_adapter_of_one_process(model, name, precision, flags, tmp_path):
     data = dataset(tmp_path)
     more = ("--mixed_precision", precision)
     one = trained(REFERENCE, model, data, tmp_path, *more)

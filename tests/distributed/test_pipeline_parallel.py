@@ -1,4 +1,4 @@
-"""Pipelines with steps of several sizes, any number of micro-batches, scaled losses and things that are random."""
+"""Pipelines with several image sizes per step, any number of micro-batches, fp16 scaling, dropout and checkpointing."""
 
 import json
 from contextlib import nullcontext
@@ -6,6 +6,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import create_autospec
 
 import pytest
 import torch
@@ -22,9 +23,9 @@ from library.distributed.memory import record_phase
 from library.distributed.parallel_dims import ParallelDims
 from library.models.families import FAMILIES
 from library.parallel.blocks import BlockSequence, ParallelPlan, UNetBlockSequence
-from library.parallel.pipeline import PipelineStrategy
-from library.parallel.pipeline_schedule import PipelineStep
+from library.parallel.pipeline import PipelineStep, PipelineStrategy
 from library.parallel.pipeline_stages import StageBoundary, StageRunner
+from library.parallel.strategy import LossFunction
 from library.training.profiler import DenoiserCalls, StepProfiler
 from library.training.shutdown import suggest_oom_fixes
 
@@ -37,19 +38,10 @@ def run(folder: Path, ranks: int, *flags: str) -> tuple[dict[str, torch.Tensor],
         "random:flux:tiny",
         "--dataset_config",
         str(data),
-        "--train_batch_size",
-        "1",
-        "--gradient_accumulation_steps",
-        "5",
-        "--max_train_steps",
-        "3",
-        "--learning_rate",
-        "0.5",
-        "--network_dim",
-        "4",
-        "--optimizer_type",
-        "SGD",
-        "--network_train_unet_only",
+        *(
+            "--train_batch_size 1 --gradient_accumulation_steps 5 --max_train_steps 3 --learning_rate 0.5 "
+            "--network_dim 4 --optimizer_type SGD --network_train_unet_only"
+        ).split(),
     )
     file = Path(on_ranks(ranks, train, *words, "--output_dir", str(folder / f"of{ranks}"), *flags)[0])
     lines = file.with_name("lora.metrics.jsonl").read_text().splitlines()
@@ -58,7 +50,7 @@ def run(folder: Path, ranks: int, *flags: str) -> tuple[dict[str, torch.Tensor],
 
 @pytest.mark.parametrize("sizes", [pytest.param({(96, 64): 5}, marks=pytest.mark.long), {(96, 64): 3, (64, 96): 2}])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
-def test_any_number_of_micro_batches_of_any_sizes_make_up_a_step(sizes, schedule, tmp_path):
+def test_a_step_may_have_any_number_of_micro_batches_of_any_sizes(sizes, schedule, tmp_path):
     pictures(tmp_path, sizes)
     one, told = run(tmp_path, 1)
     piped, also_told = run(tmp_path, 2, "--pp_size", "2", "--pp_schedule", schedule)
@@ -70,7 +62,7 @@ def test_any_number_of_micro_batches_of_any_sizes_make_up_a_step(sizes, schedule
     assert under_way == pytest.approx(one_by_one, rel=1e-3)
 
 
-def test_what_is_computed_twice_leaves_out_the_same_both_times(tmp_path):
+def test_recomputation_repeats_dropout(tmp_path):
     data, flags = dataset(tmp_path), ("--network_dropout", "0.4", "--gradient_checkpointing")
     one = trained(REFERENCE, "flux", data, tmp_path, *flags)
     piped = trained("PP 2, gpipe", "flux", data, tmp_path, *flags)
@@ -101,7 +93,7 @@ def alone() -> PipelineStrategy:
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_checkpoints_are_made_in_the_way_and_of_the_blocks_that_were_asked_for(every, monkeypatch):
+def test_every_nth_block_is_checkpointed_by_the_models_own_function(every, monkeypatch):
     from library.training import activation_checkpointing
 
     model, pipeline, made = Blocks(), alone(), []
@@ -109,7 +101,7 @@ def test_checkpoints_are_made_in_the_way_and_of_the_blocks_that_were_asked_for(e
     monkeypatch.setattr(
         activation_checkpointing, "checkpoint", lambda call, *given, **named: made.append(call) or call(*given)
     )
-    pipeline._partition_model(model, model, ParallelPlan(BlockSequence.from_lists(model, ["row"], ["hidden_states"])))
+    pipeline._partition_model(model, ParallelPlan(BlockSequence.from_lists(model, ["row"], ["hidden_states"])))
     pipeline.stage_runner.run_stage(0, 4, None)
     for _ in range(2):
         given = torch.ones(1, 2)
@@ -119,11 +111,12 @@ def test_checkpoints_are_made_in_the_way_and_of_the_blocks_that_were_asked_for(e
     assert len(made) == 2 * 4 // every
 
 
-def test_scaled_losses_give_gradients_that_can_be_scaled_back_on_every_stage():
+def test_the_grad_scaler_can_unscale_gradients_on_every_stage():
     weight, scaler = nn.Parameter(torch.tensor(3.0)), torch.amp.GradScaler("cpu", init_scale=4.0)
     optimizer, pipeline = torch.optim.SGD([weight], lr=0.25), alone()
     pipeline.accelerator = SimpleNamespace(scaler=scaler, autocast=nullcontext)
     pipeline._all_reduce_gradients, pipeline._all_reduce_loss = lambda processes: None, lambda total: total
+    loss_function = create_autospec(LossFunction, side_effect=lambda batch, step: weight * batch)
 
     def all_stages(loss_of, *more):
         losses = [loss_of(batch) for batch in more[-1]]
@@ -131,18 +124,18 @@ def test_scaled_losses_give_gradients_that_can_be_scaled_back_on_every_stage():
         return sum(losses).detach()
 
     pipeline.pipeline_schedules = SimpleNamespace(run=all_stages)
-    assert float(pipeline.compute_gradients(lambda batch, step: weight * batch, [1.0, 2.0], 2, 0)) == 4.5
+    assert float(pipeline.compute_gradients(loss_function, [1.0, 2.0], 2, 0)) == 4.5
     assert float(weight.grad) == 6.0
     scaler.unscale_(optimizer)
     assert float(weight.grad) == 1.5
 
     pipeline.pipeline_schedules = SimpleNamespace(run=lambda *_: torch.zeros(()))  # on a stage that is not the last
     pipeline.accelerator.scaler = scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    pipeline.compute_gradients(lambda batch, step: weight * batch, [1.0, 2.0], 2, 0)
+    pipeline.compute_gradients(loss_function, [1.0, 2.0], 2, 0)
     scaler.unscale_(optimizer)
 
 
-def test_operations_count_once_however_often_the_model_is_called_for_a_micro_batch():
+def test_flops_of_a_micro_batch_are_counted_once():
     model, calls, job = nn.Identity(), DenoiserCalls(), PipelineStep(None, None, ["first", "second"])
     with calls.record(model):
         for number in (0, 0, 1, 0, 1):  # the first to prepare it, the last two on the way through a second stage
@@ -154,7 +147,7 @@ def test_operations_count_once_however_often_the_model_is_called_for_a_micro_bat
 
 
 @pytest.mark.long
-def test_a_profile_tells_of_each_device_of_a_pipeline_its_share_of_the_operations(tmp_path):
+def test_profiled_flops_of_a_pipeline_are_per_device(tmp_path):
     pictures(tmp_path, {(96, 64): 3, (64, 96): 2})
     words = ("--max_train_steps", "4", "--profile_steps", "2:4")
     _, one = run(tmp_path, 1, *words)
@@ -162,13 +155,13 @@ def test_a_profile_tells_of_each_device_of_a_pipeline_its_share_of_the_operation
     assert two["profile/step_teraflop"] == pytest.approx(one["profile/step_teraflop"] / 2)
 
 
-def test_operations_of_a_picture_are_shared_by_those_who_work_on_it(tmp_path):
+def test_profiled_flops_are_divided_by_the_model_parallel_size(tmp_path):
     profiler, told = StepProfiler(StepRange(2, 6), tmp_path / "trace.json.gz"), {}
     profiler.calls, profiler.seconds = SimpleNamespace(count_flops=lambda denoiser: 4e12), 1.0
     run = SimpleNamespace(
-        strategy=SimpleNamespace(together=2, device=torch.device("cpu"), precision="bf16"),
-        task=SimpleNamespace(pipe=SimpleNamespace(unet=None), family=SimpleNamespace(denoiser="unet")),
-        teller=SimpleNamespace(noted=lambda run, figures: told.update(figures)),
+        strategy=SimpleNamespace(model_parallel_size=2, device=torch.device("cpu"), mixed_precision="bf16"),
+        task=SimpleNamespace(pipe=SimpleNamespace(unet=None), family=SimpleNamespace(denoiser_name="unet")),
+        metric_logger=SimpleNamespace(log_values=lambda run, metrics: told.update(metrics)),
     )
     with torch.profiler.profile() as profile, record_phase("other"):
         pass
@@ -176,14 +169,14 @@ def test_operations_of_a_picture_are_shared_by_those_who_work_on_it(tmp_path):
     assert told["profile/step_teraflop"] == 2.0
 
 
-def test_whoever_shares_pictures_has_all_weights_and_can_let_them_rest():
+def test_oom_advice_for_context_parallel_includes_offload_and_quantization():
     config = parse_config(["--dataset_config", __file__, "--gradient_checkpointing", "--cp_size", "2"]).config
     said = " ".join(suggest_oom_fixes(config, "forward", 4))
     assert "--blocks_to_swap" in said and "--quantize_base" in said and "--on_oom" not in said
 
 
 @pytest.mark.parametrize("flags", [("--pp_size", "2"), ("--tp_size", "2"), ("--fsdp",), ("--deepspeed",)])
-def test_what_is_refused_is_no_advice(flags):
+def test_oom_advice_omits_options_that_would_be_refused(flags):
     config = parse_config(["--dataset_config", __file__, "--gradient_checkpointing", *flags]).config
     said = " ".join(suggest_oom_fixes(config, "forward", 4))
     assert "--blocks_to_swap" not in said and "--quantize_base" not in said
@@ -191,7 +184,7 @@ def test_what_is_refused_is_no_advice(flags):
 
 
 @pytest.mark.parametrize("model", ["sd1", "sdxl"])
-def test_a_unet_cut_anywhere_says_what_a_whole_one_says(model):
+def test_unet_stages_compute_the_same_as_the_full_unet(model):
     """Also of sizes that do not halve evenly, where its last blocks look at what is still to come."""
     tiny = TINY[model]()
     unet, batch = tiny.pipe.unet, tiny.batch
@@ -219,16 +212,10 @@ def test_a_checkpointing_budget_trains_the_same_lora_in_a_pipeline(tmp_path):
         "random:flux:tiny",
         "--dataset_config",
         str(dataset(tmp_path)),
-        "--max_train_steps",
-        "3",
-        "--learning_rate",
-        "0.5",
-        "--optimizer_type",
-        "SGD",
-        "--network_dim",
-        "2",
-        "--gradient_accumulation_steps",
-        "2",
+        *(
+            "--max_train_steps 3 --learning_rate 0.5 --optimizer_type SGD --network_dim 2 "
+            "--gradient_accumulation_steps 2"
+        ).split(),
     ]
     budget = ("--gradient_checkpointing", "--activation_memory_budget", "0.5")
     one = on_ranks(1, train, *flags, "--output_dir", str(tmp_path / "one"))[0]

@@ -1,4 +1,4 @@
-"""How often processes that share layers wait for each other's sums."""
+"""The all-reduces of tensor parallelism: as few as possible, and none waits for the host."""
 
 import weakref
 from dataclasses import replace
@@ -26,13 +26,13 @@ class Attention(nn.Module):
         return self.to_out(self.to_q(given) * self.to_k(given) + self.to_v(given))
 
 
-CUTS = {name: ("columns" if name == "to_out" else "rows", (4,)) for name in ("to_q", "to_k", "to_v", "to_out")}
+CUTS = {name: ("rowwise" if name == "to_out" else "colwise", (4,)) for name in ("to_q", "to_k", "to_v", "to_out")}
 
 
-def test_one_sum_forward_and_one_back_for_layers_that_are_given_the_same():
+def test_layers_with_the_same_input_share_all_reduces():
     sums, model, given = [], Attention(), torch.ones(2, 4, requires_grad=True)
     TensorParallel(0, 2, lambda tensor: sums.append(tensor.clone())).shard_layers(model, CUTS)
-    with torch.no_grad():  # which is not taken for what has gradients
+    with torch.no_grad():  # not shared with the forward that records gradients
         model.to_q(given)
     said = model(given)
     assert len(sums) == 1
@@ -42,7 +42,7 @@ def test_one_sum_forward_and_one_back_for_layers_that_are_given_the_same():
     assert torch.equal(model(other), torch.zeros(2, 4)) and model(given).any()
 
 
-def test_what_layers_were_given_is_not_kept_behind_them():
+def test_inputs_of_layers_are_released():
     model, given = Attention(), torch.ones(2, 4)
     TensorParallel(0, 2, lambda tensor: None).shard_layers(model, CUTS)
     seen = weakref.ref(given)
@@ -52,8 +52,8 @@ def test_what_layers_were_given_is_not_kept_behind_them():
     assert seen() is None
 
 
-class Crossings(TorchDispatchMode):
-    """Refuses operations on tensors of two devices, but for single numbers: copies that the host waits for."""
+class CrossDeviceDetector(TorchDispatchMode):
+    """Fails for operations on tensors of two devices (except scalars), for which the host would wait."""
 
     def __torch_dispatch__(self, function, types, arguments=(), named=None):
         given = [each for each in tree_leaves((arguments, named)) if isinstance(each, torch.Tensor) and each.dim()]
@@ -63,7 +63,7 @@ class Crossings(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", ["flux", pytest.param("sdxl", marks=pytest.mark.long)])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_adapters_in_layers_that_are_cut_are_not_waited_for(name, rank):
+def test_adapters_in_sharded_layers_need_no_host_device_copies(name, rank):
     tiny, family = TINY[name](), FAMILIES.get(name)()
     denoiser, meta = getattr(tiny.pipe, family.denoiser_name), torch.device("meta")
     inject_into_model(denoiser, AdapterConfig(), family.lora_target_modules, seed=0)
@@ -72,17 +72,17 @@ def test_adapters_in_layers_that_are_cut_are_not_waited_for(name, rank):
     batch = replace(
         tiny.batch,
         latents=tiny.batch.latents.to(meta),
-        frame=tiny.batch.size_conditioning.to(meta),
+        size_conditioning=tiny.batch.size_conditioning.to(meta),
         cond={key: value.to(meta) for key, value in tiny.batch.cond.items()},
     )
-    with Crossings():
+    with CrossDeviceDetector():
         family.predict(tiny.pipe, denoiser, batch.latents, torch.full((2,), 500.0, device=meta), batch).sum().backward()
     assert all(weight.grad is not None for name, weight in denoiser.named_parameters() if "lora_B" in name)
 
 
 @pytest.mark.parametrize(
     ("name", "wanted"),
-    [  # in SD3 and Qwen-Image nobody asks for the last block's text
+    [  # SD3 and Qwen-Image do not use the last block's text
         ("sd3", 4 + 4 + 3 + 4),
         ("flux", 2 * (4 + 4) + 2 * (1 + 1)),
         pytest.param("z_image", 4 * (2 + 2), marks=pytest.mark.long),
@@ -90,7 +90,7 @@ def test_adapters_in_layers_that_are_cut_are_not_waited_for(name, rank):
         pytest.param("sdxl", 8 * (3 + 3), marks=pytest.mark.long),
     ],
 )
-def test_sums_are_as_few_as_what_comes_into_parts_of_blocks_and_goes_out(name, wanted):
+def test_there_is_one_all_reduce_per_input_and_output_of_sharded_layers(name, wanted):
     tiny, family, sums = TINY[name](), FAMILIES.get(name)(), []
     denoiser = getattr(tiny.pipe, family.denoiser_name)
     TensorParallel(0, 2, sums.append).shard_layers(denoiser, build_tensor_parallel_plan(denoiser))

@@ -65,7 +65,7 @@ train_batch_size = 2
 [extra]
 """
     assert problems(tmp_path, text) == [
-        "set.toml:18: extra: unknown; there are [general] and [[datasets]]",
+        "set.toml:18: extra: unknown table; expected [general] or [[datasets]]",
         "set.toml:2: enable_buckets: unknown key; did you mean enable_bucket?",
         "set.toml:3: flip_aug: expected true or false, got the text 'true'; write true without quotes",
         "set.toml:4: image_dir: belongs in [[datasets.subsets]], not in [general]",
@@ -76,7 +76,7 @@ train_batch_size = 2
         "set.toml:12: resolution: belongs in [general] or [[datasets]], not in [[datasets.subsets]]",
         "set.toml:13: num_repeats: 0 is too small; at least 1",
         "set.toml:14: caption_dropout_rate: 1.5 is too large; at most 1",
-        "set.toml:11: image_dir: missing; name the folder of pictures: image_dir = 'FOLDER'",
+        "set.toml:11: image_dir: missing; set the folder of images: image_dir = 'FOLDER'",
         "set.toml:16: image_dir: expected a text, got ['a']",
         "set.toml:17: face_crop_aug_range: expected two numbers, such as [2.0, 4.0]",
         "set.toml:6: resolution: missing; set it here, in [general] or with --resolution, such as 512 or [512, 768]",
@@ -87,22 +87,22 @@ train_batch_size = 2
     ("text", "expected"),
     {
         "": "set.toml: no [[datasets]]; add one, and [[datasets.subsets]] with image_dir",
-        "datasets = 1": "set.toml:1: datasets: expected tables, each headed [[datasets]]",
+        "datasets = 1": "set.toml:1: datasets: expected an array of tables: [[datasets]]",
         "general = 1\n" + GOOD: "set.toml:1: general: expected the table [general], got 1",
         "[[datasets]]\nresolution = 512": "set.toml:1: no [[datasets.subsets]]; add one with image_dir = 'FOLDER'",
-        "[[datasets]]\nresolution = 512\nsubsets = 3": "set.toml:3: subsets: expected tables, each headed"
-        " [[datasets.subsets]]",
+        "[[datasets]]\nresolution = 512\nsubsets = 3": "set.toml:3: subsets: expected an array of"
+        " tables: [[datasets.subsets]]",
         GOOD + "is_rge = true": "set.toml:5: is_rge: unknown key; did you mean is_reg?",
-        GOOD + "is_reg = true": "set.toml:1: all subsets are regularisation pictures (is_reg); add a subset of pictures"
+        GOOD + "is_reg = true": "set.toml:1: all subsets are regularization images (is_reg); add a subset of images"
         " to train on",
-        GOOD + "[[datasets.subsets]]\nimage_dir = './a'": "set.toml:6: image_dir: './a' stands in set.toml:4, too; for"
-        " more repeats raise num_repeats there",
-        GOOD + "[[datasets.subsets]]\nmetadata_file = 'm.json'": "set.toml:1: subsets of different kinds in one"
-        " dataset: neither (set.toml:3), metadata_file (set.toml:5); metadata_file or conditioning_data_dir stands"
-        " in all of them or in none; use a [[datasets]] for each kind",
-        GOOD + "metadata_file = 'm.json'\nclass_tokens = 'x'": "set.toml:6: class_tokens: has no meaning beside"
-        " metadata_file; take one of the two out",
-        GOOD + "caption_separator = ''": "set.toml:5: caption_separator: is empty; the usual one is ','",
+        GOOD + "[[datasets.subsets]]\nimage_dir = './a'": "set.toml:6: image_dir: './a' is already set in set.toml:4;"
+        " for more repeats raise num_repeats there",
+        GOOD + "[[datasets.subsets]]\nmetadata_file = 'm.json'": "set.toml:1: subsets of different types in one"
+        " dataset: neither (set.toml:3), metadata_file (set.toml:5); set metadata_file or conditioning_data_dir in all"
+        " of them or in none, or use a [[datasets]] for each type",
+        GOOD + "metadata_file = 'm.json'\nclass_tokens = 'x'": "set.toml:6: class_tokens: not supported with"
+        " metadata_file; remove one of the two",
+        GOOD + "caption_separator = ''": "set.toml:5: caption_separator: must not be empty; the default is ','",
         "general.enable_bucket = true\ngeneral.min_bucket_reso = 640\n" + GOOD: "set.toml:2: min_bucket_reso: 640 is"
         " above the shorter side of resolution 512,512; at most 512",
         "general.enable_bucket = true\n" + GOOD.replace("512", "[512, 1300]"): "set.toml:2: max_bucket_reso: 1024 is"
@@ -111,10 +111,10 @@ train_batch_size = 2
         + GOOD: "set.toml:2: min_bucket_reso: min_bucket_reso 600 is above max_bucket_reso 576",
         "general.enable_bucket = true\ngeneral.min_bucket_reso = 32\n" + GOOD: "set.toml:2: min_bucket_reso: 32 is"
         " below bucket_reso_steps 64; at least 64",
-        GOOD + "image_directory = 'b'": "set.toml:5: image_directory: goes with [[datasets]] that has no subsets; in a"
-        " subset it is called image_dir",
+        GOOD + "image_directory = 'b'": "set.toml:5: image_directory: only valid in [[datasets]] without subsets"
+        " (musubi-tuner); in a subset use image_dir",
         "[[datasets]]\nresolution = 512\nimage_directory = 'a'\nskip_corrupted_cache = true": "set.toml:4:"
-        " skip_corrupted_cache: not yet: this key of musubi-tuner; take it out",
+        " skip_corrupted_cache: not supported yet: this key of musubi-tuner; remove it",
         "a = = 1": "set.toml:1: not valid TOML: Invalid value",
     }.items(),
 )
@@ -167,7 +167,7 @@ def test_missing_folders_are_told_with_what_is_there_instead(tmp_path):
     )
     found = [line.replace(f"{tmp_path}/", "") for line in validate_paths(read(tmp_path, text).require_valid())]
     assert found == [
-        f"set.toml:4: image_dir: '{tmp_path}/pictrues/deep' is not there; {tmp_path} has file, pictures/, set.toml;"
+        f"set.toml:4: image_dir: '{tmp_path}/pictrues/deep' not found; {tmp_path} contains file, set.toml, pictures/;"
         " did you mean pictures?".replace(f"{tmp_path}/", ""),
         "set.toml:6: image_dir: file is a file, not a folder",
     ]
@@ -207,7 +207,7 @@ color_aug = false
     found = [
         line.replace(f"{tmp_path}/", "") for line in validate_supported_features(read(tmp_path, text).require_valid())
     ]
-    assert [line.partition(": not yet: ")[0] for line in found] == [
+    assert [line.partition(": not supported yet: ")[0] for line in found] == [
         "set.toml:5: network_multiplier",
         "set.toml:6: face_crop_aug_range",
     ]
@@ -220,14 +220,14 @@ def test_attributes_are_refused_where_they_would_mean_something_and_noted_where_
 
     place = f"{tmp_path}/set.toml:5: custom_attributes: "
     assert list(validate_supported_features(subset("diff_output_preservation = true"))) == [
-        f"{place}diff_output_preservation: not yet: comparing with the model as it was"
+        f"{place}diff_output_preservation: not supported yet: the loss against the output of the base model"
     ]
     assert list(validate_supported_features(subset("diff_output_preservaton = true"))) == [
-        f"{place}diff_output_preservaton: no attribute that means anything; did you mean diff_output_preservation?"
+        f"{place}diff_output_preservaton: unknown attribute; did you mean diff_output_preservation?"
     ]
     assert list(validate_supported_features(subset("mood = 'calm', diff_output_preservation = false"))) == []
     assert list(find_unused_keys(subset("mood = 'calm', hour = 3"))) == [
-        f"{place}hour, mood: not used; training reads no such attributes"
+        f"{place}hour, mood: not used, training reads no such attributes"
     ]
     assert (
         list(find_unused_keys(subset(""))) == [] == list(find_unused_keys(subset("diff_output_preservation = false")))
@@ -274,8 +274,12 @@ def test_a_dataset_file_in_json_means_what_it_means_in_toml(tmp_path):
         ),
         ('"weight": 2', '"wait": 2', ": datasets[0]: wait: unknown key"),
         ('"enable_bucket"', '"enable_buckets"', ": general: enable_buckets: unknown key; did you mean enable_bucket?"),
-        ('"general"', '"generel"', ": generel: unknown; there are [general] and [[datasets]]"),
-        ('{"image_dir": "b", "keep_tokens": 1}', '"b"', ": datasets[0]: subsets: expected tables"),
+        ('"general"', '"generel"', ": generel: unknown table; expected [general] or [[datasets]]"),
+        (
+            '{"image_dir": "b", "keep_tokens": 1}',
+            '"b"',
+            ": datasets[0]: subsets: expected an array of tables: [[datasets.subsets]]",
+        ),
         ('"num_repeats": 3', '"image_dir": "c"', ": datasets[0].subsets[0]: image_dir: duplicate key"),
         ('"weight": 2', '"resolution": 64, "resolution": 65', ": datasets[0]: resolution: duplicate key"),
         ('"datasets": [', '"datasets": [], "datasets": [', ": datasets: duplicate key"),
@@ -302,31 +306,34 @@ def test_a_json_file_that_does_not_exist_is_reported(tmp_path):
 @pytest.mark.parametrize(
     ("text", "expected"),
     {
-        GOOD + "parquet = 'b'": "5: parquet: stands beside image_dir; a subset has one of the two, so write another"
-        " [[datasets.subsets]]",
-        GOOD.replace("image_dir = 'a'", "webdataset = ['b']\nimage_column = 'x'"): "5: image_column: has no meaning"
-        " beside webdataset; take it out",
-        "general.include = 'x'\n" + GOOD.replace("image_dir", "parquet"): "1: include: has no meaning beside parquet;"
-        " take it out",
-        GOOD.replace("image_dir", "metadata_file") + "recursive = true": "5: recursive: has no meaning beside"
-        " metadata_file; take it out",
-        GOOD.replace("image_dir", "parquet") + "caption_extension = '.txt'": "5: caption_extension: has no meaning"
-        " beside parquet; take one of the two out",
-        GOOD + "caption_extension = []": "5: caption_extension: is empty; name at least one, or take it out",
-        GOOD + "include = ['a', '']": "5: include: is empty; name at least one, or take it out",
+        GOOD + "parquet = 'b'": "5: parquet: image_dir is set too, and a subset has one source; use a"
+        " [[datasets.subsets]] for each",
+        GOOD.replace("image_dir = 'a'", "webdataset = ['b']\nimage_column = 'x'"): "5: image_column: not supported"
+        " with webdataset; remove it",
+        "general.include = 'x'\n" + GOOD.replace("image_dir", "parquet"): "1: include: not supported with parquet;"
+        " remove it",
+        GOOD.replace("image_dir", "metadata_file") + "recursive = true": "5: recursive: not supported with"
+        " metadata_file; remove it",
+        GOOD.replace("image_dir", "parquet") + "caption_extension = '.txt'": "5: caption_extension: not supported"
+        " with parquet; remove one of the two",
+        GOOD + "caption_extension = []": "5: caption_extension: is empty; set at least one value, or remove it",
+        GOOD + "include = ['a', '']": "5: include: is empty; set at least one value, or remove it",
         GOOD + "exclude = '[z-a]'": "5: exclude: '[z-a]' is not a valid pattern: bad character range z-a",
         GOOD + "include = 'a{1..99999999}'": "5: include: {1..99999999} expands to more than 1000000 names",
         GOOD + "recursive = 'yes'": "5: recursive: expected true or false, got the text 'yes'",
         GOOD + "recursif = true": "5: recursif: unknown key; did you mean recursive?",
         GOOD + "weight = 2": "5: weight: belongs in [general] or [[datasets]], not in [[datasets.subsets]]",
-        GOOD.replace("512", "512\nweight = 0"): "3: weight: 0 would leave the dataset out; write a share such as 0.5",
-        GOOD.replace("512", "512\nweight = -1"): "3: weight: -1 would leave the dataset out; write a share such as 0.5",
-        GOOD.replace("512", "512\nweight = 2") + GOOD: "6: weight: missing here; {file}:3 has one: give all"
-        " [[datasets]] one, or none",
-        "[[datasets]]\nresolution = 512\nimage_directory = 3": "3: image_directory: expected a text, got 3",
-        "[[datasets]]\nresolution = 512\nvideo_directory = 'v'": "3: video_directory: not yet: videos; take it out",
+        GOOD.replace("512", "512\nweight = 0"): "3: weight: 0 would exclude the dataset; set a"
+        " positive weight, such as 0.5",
+        GOOD.replace("512", "512\nweight = -1"): "3: weight: -1 would exclude the dataset; set a"
+        " positive weight, such as 0.5",
+        GOOD.replace("512", "512\nweight = 2") + GOOD: "6: weight: missing here, but set in {file}:3; set it for"
+        " all [[datasets]] or for none",
+        "[[datasets]]\nresolution = 512\nimage_directory = 3": "3: image_directory: expected a string, got 3",
+        "[[datasets]]\nresolution = 512\nvideo_directory = 'v'": "3: video_directory: not supported yet:"
+        " videos; remove it",
         "[[datasets]]\nresolution = 512\nimage_directory = 'a'\ncontrol_directory = 'c'": "4: control_directory: not"
-        " yet: control pictures, as editing models take them; take it out",
+        " supported yet: control images, for editing models; remove it",
     }.items(),
 )
 def test_a_mistake_in_keys_that_sd_scripts_does_not_know_is_told_with_the_way_out(tmp_path, text: str, expected: str):
@@ -394,4 +401,4 @@ caption_extension = ".cap"
         "skip_corrupted_cache",
     )
     found = read(tmp_path, text + "".join(f"{name} = 1\n" for name in later)).problems
-    assert [line.split(": ")[1:3] for line in found] == [[name, "not yet"] for name in later]
+    assert [line.split(": ")[1:3] for line in found] == [[name, "not supported yet"] for name in later]

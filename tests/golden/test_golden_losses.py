@@ -46,18 +46,18 @@ FLAGS = [
 def losses(*flags: str) -> list[float]:
     """The loss of each step of a run."""
     from library.config import parse_config
-    from library.parallel.strategy import Strategy
+    from library.parallel.ddp import DDPStrategy
     from library.training.run import run_training
 
     seen: list[float] = []
-    honest = Strategy.compute_gradients
+    honest = DDPStrategy.compute_gradients
 
     def gradients(self, *arguments):
         loss = honest(self, *arguments)
         seen.append(float(loss))
         return loss
 
-    Strategy.compute_gradients = gradients
+    DDPStrategy.compute_gradients = gradients
     run_training(parse_config(flags).require_valid())
     return seen
 

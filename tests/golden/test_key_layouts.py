@@ -19,6 +19,7 @@ from library.adapters.fused_layers import fuse_updates, split_update
 from library.adapters.key_names import ComponentKeys
 from library.adapters.original_layouts import OriginalModule
 from library.adapters.state_dict import ModuleUpdate
+from library.adapters.targets import match_target_modules
 from library.config.schema import AdapterConfig
 from library.errors import UserError
 from library.models.families import FAMILIES
@@ -56,7 +57,7 @@ def test_names_and_shapes_of_the_real_model_are_sd_scripts_own(real):
 
 def test_what_is_trained_is_what_sd_scripts_trains_down_to_the_number_of_parameters(real):
     model, family, golden = real
-    idle = sum(16 * model.get_submodule(name).out_features for name in family.idle_layers(family, model))
+    idle = sum(16 * model.get_submodule(name).out_features for name in family.get_unused_layers(family, model))
     theirs = sum(torch.Size(shape).numel() for key, shape in golden.items() if not key.endswith(".alpha"))
     assert sum(each.numel() for each in model.parameters() if each.requires_grad) == theirs - idle
 
@@ -105,7 +106,7 @@ def test_names_go_to_the_original_ones_and_back_without_loss(name, shared):
     model, family = tiny_denoiser(name)
     shapes = {
         module: model.get_submodule(module).weight.shape
-        for module in lora.match_target_modules(model, family.lora_target_modules)
+        for module in match_target_modules(model, family.lora_target_modules)
     }
     state = state_of(shapes, name, shared=shared)
     part = names_of(model, family)

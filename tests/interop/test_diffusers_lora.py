@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @torch.no_grad()
 def predicted(family, pipe, batch):
     t = torch.tensor([300.0, 700.0])
-    return family.predict(pipe, getattr(pipe, family.denoiser), batch.latents, t, batch)
+    return family.predict(pipe, getattr(pipe, family.denoiser_name), batch.latents, t, batch)
 
 
 @pytest.mark.parametrize("name", ["sd1", "sd2", "sdxl"])

@@ -57,12 +57,12 @@ def losses(*flags: str) -> tuple[list[float], list[tuple[str, ...]], list[str]]:
     """Of each step; the parts of the model that were loaded, load by load; and what was encoded."""
     from library.config import parse_config
     from library.models.families.sd1 import StableDiffusion1
-    from library.parallel.strategy import Strategy
+    from library.parallel.ddp import DDPStrategy
     from library.training.run import run_training
 
     seen: list[float] = []
     loaded: list[tuple[str, ...]] = []
-    honest, honest_load, encoded = Strategy.compute_gradients, StableDiffusion1.load, Encoded()
+    honest, honest_load, encoded = DDPStrategy.compute_gradients, StableDiffusion1.load, Encoded()
 
     def gradients(self, *arguments):
         loss = honest(self, *arguments)
@@ -73,7 +73,7 @@ def losses(*flags: str) -> tuple[list[float], list[tuple[str, ...]], list[str]]:
         loaded.append(tuple(parts))
         return honest_load(self, model, dtype, parts, **others)
 
-    Strategy.compute_gradients, StableDiffusion1.load = gradients, load
+    DDPStrategy.compute_gradients, StableDiffusion1.load = gradients, load
     run_training(parse_config(flags).require_valid())
     return seen, loaded, encoded.taken()
 

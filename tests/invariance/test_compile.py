@@ -1,4 +1,4 @@
-"""Compiled blocks: few graphs for many sizes, all of them before the first step, and the same result as without."""
+"""Compiled blocks: few graphs for many sizes, all of them before the first step, and the results of eager mode."""
 
 import inspect
 import logging
@@ -17,7 +17,7 @@ from library.parallel.compile import MAX_RECOMPILES, Compilation, compile_model,
 
 
 @pytest.mark.parametrize("family", [pytest.param("sd1", marks=pytest.mark.long), "flux"])
-def test_two_dozen_sizes_need_two_graphs_for_a_kind_of_block_and_none_in_three_epochs(family, tmp_path):
+def test_24_sizes_need_two_graphs_per_block_class_and_no_recompiles(family, tmp_path):
     data = dataset(tmp_path / "data", SIZES)
     flags = ("--max_train_epochs", "3", *FAMILIES[family])
     found = trained(tmp_path / "compiled", family, data, *flags, *COMPILED)
@@ -30,7 +30,7 @@ def test_two_dozen_sizes_need_two_graphs_for_a_kind_of_block_and_none_in_three_e
     assert max(float(tensor.abs().max()) for name, tensor in found.lora.items() if "B" in name or "up" in name) > 1e-4
 
 
-def test_texts_of_any_length_are_compiled_before_the_first_step(tmp_path):
+def test_all_text_lengths_are_compiled_before_the_first_step(tmp_path):
     data = dataset(tmp_path / "data", SIZES[:3])
     recorded = ("--dynamo_mode", "reduce-overhead", "--gradient_accumulation_steps", "2")
     found = trained(tmp_path / "out", "z_image", data, "--max_train_epochs", "2", *COMPILED, *recorded)
@@ -39,21 +39,16 @@ def test_texts_of_any_length_are_compiled_before_the_first_step(tmp_path):
 
 
 @pytest.mark.long
-def test_pictures_validation_dropout_checkpoints_and_texts_compile_nothing_more(tmp_path):
+def test_previews_validation_dropout_and_checkpointing_cause_no_recompiles(tmp_path):
     data = dataset(tmp_path / "data", SIZES[:4])
     found = trained(
         tmp_path / "out",
         "sd1",
         data,
-        "--max_train_epochs",
-        "2",
-        "--network_dropout",
-        "0.2",
-        "--gradient_checkpointing",
-        "--validation_split",
-        "0.3",
-        "--sample_every_n_epochs",
-        "1",
+        *(
+            "--max_train_epochs 2 --network_dropout 0.2 --gradient_checkpointing --validation_split 0.3 "
+            "--sample_every_n_epochs 1"
+        ).split(),
         "--sample_prompts",
         prompts(tmp_path),
         "--no-network_train_unet_only",
@@ -66,7 +61,7 @@ def test_pictures_validation_dropout_checkpoints_and_texts_compile_nothing_more(
 
 
 @pytest.mark.long
-def test_a_budget_for_what_is_kept_is_the_compilers(tmp_path):
+def test_an_activation_memory_budget_trains_the_same_lora(tmp_path):
     data = dataset(tmp_path / "data", SIZES[:3])
     flags = ("--max_train_epochs", "1", "--gradient_checkpointing", "--activation_memory_budget", "0.5")
     found = trained(tmp_path / "compiled", "sd1", data, *flags, *COMPILED[:2], "aot_eager")
@@ -75,7 +70,7 @@ def test_a_budget_for_what_is_kept_is_the_compilers(tmp_path):
 
 
 @pytest.mark.long
-def test_few_sizes_are_compiled_one_by_one_and_processes_train_as_one(tmp_path):
+def test_few_sizes_are_compiled_with_static_shapes_and_two_ranks_train_as_one(tmp_path):
     data = dataset(tmp_path / "data", SIZES[:2], pictures=(4,))
     flags = ("--max_train_steps", "4", "--gradient_accumulation_steps")
     one = trained(tmp_path / "one", "sd1", data, *flags, "2")
@@ -87,7 +82,7 @@ def test_few_sizes_are_compiled_one_by_one_and_processes_train_as_one(tmp_path):
 
 
 @pytest.mark.long
-def test_a_second_start_takes_what_was_compiled_from_the_cache(tmp_path):
+def test_a_second_run_reads_compiled_graphs_from_the_cache(tmp_path):
     data = dataset(tmp_path / "data", SIZES[:1])
     flags = ("--max_train_steps", "1", "--torch_compile", "--compile_cache_dir", str(tmp_path / "kept"))
     first, second = (trained(tmp_path / name, "sdxl", data, *flags) for name in ("first", "second"))
@@ -139,7 +134,7 @@ def of(model, dynamic="true"):
     return found, backend
 
 
-def test_depth_costs_no_graphs_and_a_square_at_first_does_no_harm():
+def test_equal_blocks_share_graphs_even_if_the_first_input_is_square():
     model = Model(12)
     found, backend = of(model)
     plain = [row.inner(rows(2, 3, 3)) * 2 for row in model.rows]
@@ -153,7 +148,7 @@ def test_depth_costs_no_graphs_and_a_square_at_first_does_no_harm():
     assert all(torch.equal(row(rows(2, 3, 3)), alone) for row, alone in zip(model.rows, plain, strict=True))
 
 
-class Attends(Block):
+class AttentionBlock(Block):
     """As diffusers' attention: what computes is an object beside the weights, and is asked what it takes."""
 
     class Processor:
@@ -172,10 +167,10 @@ class Attends(Block):
         return self.processor(super().forward(given))
 
 
-def test_objects_in_blocks_cost_no_graphs_where_they_are_alike_and_stay_where_they_are_not():
+def test_blocks_with_different_attention_processors_have_their_own_graphs():
     model = Model(12)
-    model.rows = nn.ModuleList(Attends(5 if number == 7 else 3) for number in range(12))
-    model._repeated_blocks = ("Attends",)
+    model.rows = nn.ModuleList(AttentionBlock(5 if number == 7 else 3) for number in range(12))
+    model._repeated_blocks = ("AttentionBlock",)
     plain = [row(rows(2, 3, 3)) for row in model.rows]
     found, backend = of(model)
     for length in (3, 2, 7, 9):
@@ -186,7 +181,7 @@ def test_objects_in_blocks_cost_no_graphs_where_they_are_alike_and_stay_where_th
     assert all(torch.equal(row(rows(2, 3, 3)), alone) for row, alone in zip(model.rows, plain, strict=True))
 
 
-def test_names_of_weights_stay_and_hooks_stay_outside():
+def test_parameter_names_stay_and_hooks_run_outside_of_graphs():
     model = Model(2)
     names, calls = list(model.state_dict()), []
     for row in model.rows:
@@ -197,7 +192,7 @@ def test_names_of_weights_stay_and_hooks_stay_outside():
     assert list(model.state_dict()) == names and len(calls) == 2 and backend.frame_count == 2
 
 
-def test_what_comes_late_is_named_and_too_much_of_it_goes_on_uncompiled(caplog):
+def test_recompiles_are_logged_and_too_many_fall_back_to_eager(caplog):
     model = Model(1)
     found, backend = of(model)
     model(rows(2, 4, 3))
@@ -208,10 +203,12 @@ def test_what_comes_late_is_named_and_too_much_of_it_goes_on_uncompiled(caplog):
     lines = [record.message for record in caplog.records if record.name.startswith("library")]
     assert len(lines) == MAX_RECOMPILES + 1
     assert "Block rows.0" in lines[0] and "'given' size mismatch at index 0. expected 2, actual 3" in lines[0]
-    assert "goes on uncompiled" in lines[-1] and backend.frame_count == 1 + found.recompile_count == 2 + MAX_RECOMPILES
+    assert (
+        "its blocks run eagerly" in lines[-1] and backend.frame_count == 1 + found.recompile_count == 2 + MAX_RECOMPILES
+    )
 
 
-def test_what_is_measured_or_draws_is_not_compiled():
+def test_eval_mode_is_not_compiled():
     model = Model(2)
     _, backend = of(model)
     with torch.no_grad():
@@ -219,7 +216,7 @@ def test_what_is_measured_or_draws_is_not_compiled():
     assert backend.frame_count == 0
 
 
-def test_parts_of_longer_tensors_do_not_count_as_sizes():
+def test_slices_of_longer_tensors_do_not_cause_recompiles():
     model = Model(1)
     backend = CompileCounterWithBackend("eager")
     found = Compilation("false", {"backend": backend})
@@ -246,7 +243,7 @@ def test_the_repeated_blocks_of_every_family_are_found(name):
 
 
 @pytest.mark.parametrize(("regional", "kinds"), [(True, 1), (False, 1)])
-def test_a_model_is_compiled_as_a_whole_when_it_is_asked_for(regional, kinds):
+def test_the_whole_model_is_compiled_without_regional_compilation(regional, kinds):
     model = Model(3)
     plugin = SimpleNamespace(
         backend=SimpleNamespace(value="EAGER"),
@@ -268,16 +265,16 @@ def batch(**changes):
         **{
             "pixels": None,
             "captions": ("a", "b"),
-            "frame": frame,
-            "weight": torch.tensor([1.0, 0]),
-            "places": (4, 5),
-            "ids": ("x", "y"),
+            "size_conditioning": frame,
+            "loss_weights": torch.tensor([1.0, 0]),
+            "global_positions": (4, 5),
+            "sample_keys": ("x", "y"),
         }
         | changes
     )
 
 
-def test_a_batch_of_another_size_has_what_such_pictures_have():
+def test_a_dummy_batch_has_the_shapes_of_its_size():
     moments = Moments(torch.randn(2, 2, 4, 8, 12))
     made = batch(moments=moments, cond={"embeds": [rows(5, 3), rows(9, 3)]}).build_dummy_batch((32, 128), 3)
     assert made.moments.mean_and_std.shape == (3, 2, 4, 16, 4) and made.pixels is None

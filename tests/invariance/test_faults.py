@@ -272,7 +272,7 @@ def test_a_process_that_is_killed_is_named_and_the_others_end(dataset, tmp_path)
     victim.send_signal(signal.SIGKILL)
     code, text = ended(run)
     assert code == 1
-    assert re.search(rf"rank 1 \(process {victim.pid} on .*\) has ended without a word, killed", text), text
+    assert re.search(rf"rank 1 \(process {victim.pid} on .*\) died without an error message: killed", text), text
     assert text.count("train_lora: ended") == 1 and "--auto_resume goes on" in text
     assert len(list(tmp_path.glob("lora-step*-state"))) == 1
 

@@ -1,4 +1,4 @@
-"""What saves memory changes nothing in the gradients, or no more than the bits that it leaves out."""
+"""Memory options do not change gradients, or only by the rounding of quantization."""
 
 import gc
 import weakref
@@ -44,7 +44,7 @@ def weight_of(*shape, seed=0):
 
 @pytest.mark.parametrize("shape", [(6, 128), (5, 7), (4, 3, 3, 3)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_number_is_further_off_than_its_bits_allow(kind, shape):
+def test_the_quantization_error_is_bounded(kind, shape):
     weight = weight_of(*shape)
     found = QuantizedWeight.quantize(weight, kind).dequantize(torch.float32)
     rows, off = weight.flatten(1), (found - weight).flatten(1).abs()
@@ -62,7 +62,7 @@ def test_no_number_is_further_off_than_its_bits_allow(kind, shape):
     assert kind == "none" or off.any()
 
 
-def test_what_the_bits_can_hold_comes_back_as_it_was():
+def test_representable_values_are_dequantized_exactly():
     for kind, weight in {
         "int8": torch.arange(-127.0, 128).view(1, -1) / 64,
         "nf4": torch.tensor(NF4_LEVELS).repeat(2 * NF4_BLOCK_SIZE // 16).view(2, -1) / 2,
@@ -71,13 +71,13 @@ def test_what_the_bits_can_hold_comes_back_as_it_was():
         assert torch.equal(QuantizedWeight.quantize(weight, kind).dequantize(torch.float32), weight), kind
 
 
-def test_a_weight_takes_the_room_of_its_bits():
+def test_a_quantized_weight_has_the_size_of_its_type():
     size = {kind: QuantizedWeight.quantize(torch.randn(64, 1024).bfloat16(), kind).nbytes / 65536 for kind in KINDS}
     assert size["none"] == 2 and 1 < size["int8"] == size["fp8"] < 1.01 and 0.5 < size["nf4"] < 0.54
 
 
 @pytest.mark.parametrize(("kind", "most"), [("fp8", 4.1), ("int8", 4.1), ("nf4", 6.2)])
-def test_little_room_is_needed_to_unpack(kind, most):
+def test_dequantization_needs_little_extra_memory(kind, most):
     packed, meta = QuantizedWeight.quantize(torch.randn(256, 1024).bfloat16(), kind), torch.device("meta")
     packed = packed.map_tensors(lambda tensor: tensor.to(meta))
     with MemoryMeter(meta, packed.tensors) as meter:
@@ -87,7 +87,7 @@ def test_little_room_is_needed_to_unpack(kind, most):
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_resting_layer_is_one_with_the_weight_that_it_hands_out(kind, autocast):
+def test_a_frozen_layer_equals_a_layer_with_the_dequantized_weight(kind, autocast):
     for layer, shape in (
         (nn.Linear(8, 6), (2, 5, 8)),
         (nn.Conv2d(8, 6, 3, stride=2, padding=1), (2, 8, 9, 7)),
@@ -130,7 +130,7 @@ class Device:
 
 
 @pytest.mark.parametrize("is_twice", [False, True])
-def test_weights_are_sent_ahead_and_at_most_two_are_there(is_twice):
+def test_offloaded_weights_are_prefetched_and_at_most_two_are_on_the_device(is_twice):
     device = Device()
     swap = WeightOffloader(torch.device("cpu"), device.copy)
     layers = [nn.Linear(4, 4).requires_grad_(False) for _ in range(6)]
@@ -151,7 +151,7 @@ def test_weights_are_sent_ahead_and_at_most_two_are_there(is_twice):
     assert device.most <= 2
 
 
-class AheadOf:
+class LazyDevice:
     """In the place of torch's module for a device that computes nothing before somebody waits for it."""
 
     class Stream:
@@ -184,8 +184,8 @@ class AheadOf:
 
 
 @pytest.mark.parametrize(("room", "waits", "most"), [(400, True, 400), (10**6, False, 6 * 4 * 64)])
-def test_the_program_takes_no_more_memory_for_weights_than_it_may_be_ahead(room, waits, most, monkeypatch):
-    device = AheadOf()
+def test_fetched_weights_in_flight_are_bounded(room, waits, most, monkeypatch):
+    device = LazyDevice()
     monkeypatch.setattr(offload, "MAX_BYTES_AHEAD", room)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     swap = WeightOffloader(torch.device("cpu"), torch.clone)
@@ -243,7 +243,7 @@ OFF = {"int8": 0.05, "fp8": 0.2, "nf4": 0.5}
     ("model", "same", "kinds"),
     [("random:sd1:tiny", SAME, OFF), pytest.param("random:flux:tiny", SAME[-1:], ["int8"], marks=pytest.mark.long)],
 )
-def test_gradients_are_those_of_the_plain_run(model, same, kinds, tmp_path):
+def test_memory_options_do_not_change_gradients(model, same, kinds, tmp_path):
     fewer = [
         ("--quantize_base", kind, *more)
         for kind in kinds
@@ -261,9 +261,9 @@ def test_gradients_are_those_of_the_plain_run(model, same, kinds, tmp_path):
         torch.testing.assert_close(swapped, one)
 
 
-def test_every_nth_block_is_computed_twice_and_what_from_waits_on_the_host(monkeypatch):
+def test_every_nth_block_is_recomputed_from_offloaded_inputs(monkeypatch):
     sent, honest = [], activation_checkpointing.copy_to_host
-    monkeypatch.setattr(activation_checkpointing, "on_host", lambda tensor: sent.append(tensor) or honest(tensor))
+    monkeypatch.setattr(activation_checkpointing, "copy_to_host", lambda tensor: sent.append(tensor) or honest(tensor))
     for every, times, to_host in ((1, [2, 2, 2, 2], False), (2, [2, 1, 2, 1], True)):
         blocks, calls = [nn.Linear(3, 3) for _ in range(4)], [0] * 4
         for number, block in enumerate(blocks):
@@ -278,7 +278,7 @@ def test_every_nth_block_is_computed_twice_and_what_from_waits_on_the_host(monke
 
 
 @pytest.mark.long
-def test_two_processes_learn_what_one_learns_with_weights_at_rest(even, tmp_path):
+def test_quantized_offloaded_training_is_the_same_with_two_processes(even, tmp_path):
     flags = ("--quantize_base", "int8", "--blocks_to_swap", "1", "--optimizer_type", "SGD")
     one, two = (trained(tmp_path / str(ranks), ranks, 4 // ranks, 1, *flags, dataset=even) for ranks in (1, 2))
     assert difference(one, two) < 1e-4
@@ -294,31 +294,22 @@ def refused(*words):
     return None
 
 
-def test_mistakes_are_told_before_anything_is_loaded(even, tmp_path):
+def test_invalid_memory_options_are_reported_before_loading(even, tmp_path):
     words = ("--dataset_config", str(even), "--output_dir", str(tmp_path))
     found = parse_config(
         [
             *words,
-            "--gradient_checkpointing_every",
-            "2",
-            "--cpu_offload_checkpointing",
-            "--activation_memory_budget",
-            "0.5",
-            "--blocks_to_swap",
-            "1",
-            "--torch_compile",
-            "--profile_steps",
-            "1:9",
+            *(
+                "--gradient_checkpointing_every 2 --cpu_offload_checkpointing --activation_memory_budget 0.5 "
+                "--blocks_to_swap 1 --torch_compile --profile_steps 1:9"
+            ).split(),
         ]
     ).problems
     assert [problem.partition(":")[0] for problem in found] == [
-        "--gradient_checkpointing_every",
-        "--activation_memory_budget",
-        "--cpu_offload_checkpointing",
-        "--gradient_checkpointing_every",
-        "--cpu_offload_checkpointing",  # beside a budget where blocks are compiled
-        "--blocks_to_swap",
-        "--profile_steps",
+        *(
+            "--gradient_checkpointing_every --activation_memory_budget --cpu_offload_checkpointing "
+            "--gradient_checkpointing_every --cpu_offload_checkpointing --blocks_to_swap --profile_steps"
+        ).split(),
     ]
     (told,) = on_ranks(1, refused, *words, "--blocks_to_swap", "99", "--quiet")
     assert len(told) == 1 and told[0].startswith("--blocks_to_swap: 99; this model has ")

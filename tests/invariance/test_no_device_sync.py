@@ -1,7 +1,7 @@
-"""Steps without readings never make the host wait for the device.
+"""Training steps never make the host wait for the device, except when metrics are read.
 
-The steps are done on torch's device ``meta``, whose tensors have a shape and no numbers.  So whatever wants to see a
-number, by ``item``, ``float``, ``bool``, ``tolist``, ``cpu`` or as a mask, fails.
+Steps run on torch's device ``meta``, whose tensors have no data: ``item``, ``float``, ``bool``, ``tolist``, ``cpu`` and
+boolean masks fail.
 """
 
 from collections import Counter
@@ -33,7 +33,7 @@ MODELS = [
 ]
 
 
-class Refuses(TorchDispatchMode):
+class BlockingCopyDetector(TorchDispatchMode):
     """Copies to the device for which the host waits."""
 
     def __torch_dispatch__(self, function, types, arguments=(), named=None):
@@ -49,8 +49,8 @@ class Refuses(TorchDispatchMode):
         return found
 
 
-class Words:
-    """In the place of pinned memory, which a pretended device has none of."""
+class FakeScalarQueue:
+    """In the place of pinned memory, which a run_on_meta_device device has none of."""
 
     def __init__(self):
         self.sent = 0
@@ -58,63 +58,65 @@ class Words:
     def __len__(self):
         return self.sent
 
-    def send(self, number):
+    def push(self, number):
         assert number.device == DEVICE
         self.sent += 1
 
-    def read(self):
+    def pop(self):
         self.sent -= 1
         return 0.0
 
 
-def moved(run):
+def move_to_meta_device(run):
     """The run as it would be on the device."""
-    model = run.strategy.unwrapped(run.adapter).to(DEVICE)
+    model = run.strategy.unwrap_model(run.model).to(DEVICE)
     learnt = get_trainable_parameters(model)
-    run.groups = [type(group)(group.name, learnt, group.rate) for group in run.groups]
+    run.param_groups = [type(group)(group.name, learnt, group.lr) for group in run.param_groups]
     run.optimizer = torch.optim.AdamW(learnt, lr=1e-4, foreach=True)
     run.strategy.device = run.strategy.accelerator.state.device = DEVICE
-    run.task.here = CopyStream(DEVICE)
-    run.strategy._asked = Words()
+    run.task.to_device = CopyStream(DEVICE)
+    run.strategy._stop_flags = FakeScalarQueue()
 
 
 @contextmanager
-def pretended(tmp_path, *words):
+def run_on_meta_device(tmp_path, *words):
     """A run on the device, without what is done at readings, where all wait anyway."""
     with build_run(write_dataset(words, tmp_path, 4), tmp_path) as run:
-        moved(run)
+        move_to_meta_device(run)
         run.is_warmed_up = True
         run.nan_guard = SimpleNamespace(
-            remember=lambda run: None, is_well=lambda run, figures: True, may_learn_from=run.nan_guard.should_step
+            take_snapshot=lambda run: None,
+            check_or_roll_back=lambda run, metrics: True,
+            should_step=run.nan_guard.should_step,
         )
         run.bad_samples.sync_across_ranks = lambda strategy: None
         run.metric_logger.log_steps = lambda run, figures: None
         yield run
 
 
-def trained_without_numbers(model, folder):
+def train_on_meta_device(model, folder):
     words = ["--pretrained_model_name_or_path", model, "--resolution", "64", "--network_dim", "2"]
-    with pretended(folder, *words) as run:
+    with run_on_meta_device(folder, *words) as run:
         whole, run.plan = run.plan, replace(run.plan, steps=1)
         loop.train(run)  # some models keep what they make in their first step
         run.plan = whole
-        with Refuses():
+        with BlockingCopyDetector():
             loop.train(run)
     return run.state.step, str(run.parameters[0].device)
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_no_step_waits_for_the_device(model, tmp_path):
-    assert on_ranks(1, trained_without_numbers, model, tmp_path) == [(4, "meta")]
+def test_a_step_never_waits_for_the_device(model, tmp_path):
+    assert on_ranks(1, train_on_meta_device, model, tmp_path) == [(4, "meta")]
 
 
 @pytest.mark.parametrize("name", ["sd1", "sdxl"])
-def test_captions_that_are_read_in_a_step_are_not_waited_for(name):
+def test_encoding_captions_in_a_step_does_not_wait_for_the_device(name):
     tiny, family = TINY[name](), FAMILIES.get(name)()
     for part in family.text_components:
         if isinstance(module := getattr(tiny.pipe, part), torch.nn.Module):
             module.to(DEVICE)
-    with Refuses():
+    with BlockingCopyDetector():
         cond = family.encode_prompts(tiny.pipe, ["a cat", "two dogs"])
     assert {str(tensor.device) for tensor in cond.values()} == {"meta"}
 
@@ -166,19 +168,12 @@ class Clocks(TorchDispatchMode):
         return found
 
 
-def copied_beside(folder):
+def record_copies(folder):
     words = [
-        "--resolution",
-        "64",
-        "--network_dim",
-        "2",
-        "--gradient_accumulation_steps",
-        "2",
-        "--network_dropout",
-        "0.1",
+        *"--resolution 64 --network_dim 2 --gradient_accumulation_steps 2 --network_dropout 0.1".split(),
     ]
     held = Counter()
-    with pretended(folder, *words) as run, pytest.MonkeyPatch.context() as patch:
+    with run_on_meta_device(folder, *words) as run, pytest.MonkeyPatch.context() as patch:
         streams = Streams()
         patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: held.update([tuple(tensor.shape)]))
         run.task.to_device = CopyStream(DEVICE, streams)
@@ -200,12 +195,12 @@ def copied_beside(folder):
     return clocks.begun
 
 
-def test_what_a_step_needs_is_copied_while_the_one_before_is_computed(tmp_path):
-    (begun,) = on_ranks(1, copied_beside, tmp_path)
+def test_inputs_of_a_step_are_copied_while_the_previous_step_runs(tmp_path):
+    (begun,) = on_ranks(1, record_copies, tmp_path)
     assert all(copying < computing for copying, computing in begun[len(begun) // 8 :])
 
 
-def looked_at(folder):
+def read_device_tensors(folder):
     looks = [
         lambda weight: float(weight.sum()),
         lambda weight: bool(weight.isfinite().all()),
@@ -214,7 +209,7 @@ def looked_at(folder):
         lambda weight: weight[weight > 0],
         lambda weight: torch.ones(3).to(weight),
     ]
-    with pretended(folder, "--resolution", "64") as run, Refuses():
+    with run_on_meta_device(folder, "--resolution", "64") as run, BlockingCopyDetector():
         for look in looks:
             run.state.step = 0
             run.metric_logger.advance_progress = lambda run, look=look: look(run.parameters[0].detach())
@@ -223,11 +218,11 @@ def looked_at(folder):
     return len(looks)
 
 
-def test_whoever_looks_is_found(tmp_path):
-    assert on_ranks(1, looked_at, tmp_path) == [6]
+def test_host_reads_of_device_tensors_are_detected(tmp_path):
+    assert on_ranks(1, read_device_tensors, tmp_path) == [6]
 
 
-def test_words_from_the_processor_come_in_their_order():
+def test_the_scalar_queue_is_first_in_first_out_on_a_cpu():
     words = AsyncScalarQueue()
     for number in (3.0, 1.0, 2.0):
         words.push(torch.tensor(number))

@@ -133,18 +133,18 @@ WRONG = {
     "resolution_schedule = '256:0'": "x.toml:2: resolution_schedule: '256:0' is no size with steps",
     "resolution_schedule = 'big:3'": "x.toml:2: resolution_schedule: 'big:3' is no size with steps",
     "resolution_schedule = '64:9,native'": "x.toml:2: resolution_schedule: native needs buckets",
-    "resolution_schedule = '64:9,96:90'": "nothing is trained after step 99, and the run has 100",
-    "resolution_schedule = '64:9,96:92'": "the last stage ends at step 101, and the run at step 100",
-    "resolution_schedule = '64:100,96'": "what is trained from step 100 on is never reached in 100 steps",
-    "resolution_schedule = '64:9,96'\nto_step = 3": "x.toml:3: to_step: resolution_schedule says from which step",
-    "resolution_schedule = '32:9,512'\nenable_bucket = true": "32,32 has no room for one bucket of bucket_reso_steps",
+    "resolution_schedule = '64:9,96:90'": "the last stage ends at step 99, but the run has 100 steps",
+    "resolution_schedule = '64:9,96:92'": "the last stage ends at step 101, but the run has only 100 steps",
+    "resolution_schedule = '64:100,96'": "the last stage starts at step 100, but the run has only 100 steps",
+    "resolution_schedule = '64:9,96'\nto_step = 3": "x.toml:3: to_step: resolution_schedule sets the steps already",
+    "resolution_schedule = '32:9,512'\nenable_bucket = true": "32,32 is too small for a bucket with bucket_reso_steps",
     "resolution_schedule = '16:9,32'\nenable_bucket = true\nbucket_no_upscale = true": (
-        "x.toml:2: resolution_schedule: 32,32 has no room for one bucket of bucket_reso_steps 64"
+        "x.toml:2: resolution_schedule: 32,32 is too small for a bucket with bucket_reso_steps 64"
     ),
     "resolution_schedule = '200:9,native'\nenable_bucket = true": "min_bucket_reso: 256 is above the shorter side",
     "resolution = 64\nfrom_step = 5\nto_step = 5": "x.toml:4: to_step: 5 is not above from_step 5",
-    "resolution = 64\nfrom_step = 5": "x.toml:3: from_step: from step 0 to 5 there is no dataset to train on",
-    "resolution = 64\nto_step = 5": "x.toml:3: to_step: nothing is trained after step 5, and the run has 100",
+    "resolution = 64\nfrom_step = 5": "x.toml:3: from_step: no dataset to train on from step 0 to 5",
+    "resolution = 64\nto_step = 5": "x.toml:3: to_step: the last stage ends at step 5, but the run has 100 steps",
     "resolution = 64\nfrom_step = -1": "x.toml:3: from_step: -1 is too small",
 }
 
@@ -157,7 +157,7 @@ def test_what_is_wrong_is_told_with_its_place(tmp_path, text):
         DataConfig(dataset_config=str(path)), CacheConfig(), ValidateConfig(), TrainConfig(max_train_steps=100)
     )
     assert WRONG[text] in problem and "x.toml" in problem
-    assert all("resolution_schedule: 16,16 has no room" in other for other in others)
+    assert all("resolution_schedule: 16,16 is too small" in other for other in others)
 
 
 @pytest.mark.parametrize("words", [("--resolution_schedule", "big"), ("--resolution_schedule",), ("--resolution", "0")])
@@ -177,7 +177,7 @@ def test_sizes_that_a_model_cannot_take_are_told_with_the_key_that_says_them(tmp
     with pytest.raises(ConfigError) as error:
         prepare_data(DataConfig(dataset_config=str(path)), 8, str(tmp_path))
     assert error.value.problems == [
-        f"{path}:2: resolution_schedule: 36,36 is no multiple of 8 on each side, as this model needs; write [32, 32]"
+        f"{path}:2: resolution_schedule: 36,36 is not a multiple of 8 on each side, which this model needs; set [32, 32]"
     ]
 
 
@@ -230,7 +230,7 @@ def test_a_run_counted_in_epochs_has_to_reach_the_last_stage(tmp_path):
         ["--dataset_config", str(data), "--resolution_schedule", "32:6,64", "--max_train_epochs", "1"]
     ).require_valid()
     prepared = prepare_data(config.data, 8)
-    with pytest.raises(ConfigError, match="from step 6 on is never reached in 4 steps"):
+    with pytest.raises(ConfigError, match="starts at step 6, but the run has only 4 steps"):
         RunPlan.from_config(prepared.build_batch_plan(1, config.train), config.train, config.optim)
 
 

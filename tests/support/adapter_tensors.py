@@ -16,7 +16,7 @@ def names_of(model: nn.Module, family: Any = None) -> ComponentKeys:
     """Those of a denoiser."""
     family = family or FAMILIES.get("sd1")
     return ComponentKeys.from_model(
-        model, family.denoiser, family.lora_prefix, family.lora_names, family.lora_other_names
+        model, family.denoiser_name, family.lora_prefix, family.lora_key_style, family.lora_other_key_styles
     )
 
 

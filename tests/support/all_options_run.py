@@ -1,4 +1,4 @@
-"""A run with everything on that looks at all weights, or at what all processes do: for two ways of spreading it."""
+"""Options of a run that use everything which reads all weights or communicates between ranks."""
 
 import json
 from pathlib import Path
@@ -20,25 +20,13 @@ def flags(folder: Path) -> tuple[str, ...]:
     return (
         "--dataset_config",
         str(data),
-        "--train_batch_size",
-        "1",
-        "--max_train_steps",
-        "4",
-        "--optimizer_type",
-        "Prodigy",
-        "--learning_rate",
-        "1.0",
-        "--scale_weight_norms",
-        "0.05",
-        "--ema_decay",
-        "0.9",
+        *(
+            "--train_batch_size 1 --max_train_steps 4 --optimizer_type Prodigy --learning_rate 1.0 "
+            "--scale_weight_norms 0.05 --ema_decay 0.9"
+        ).split(),
         "--sample_prompts",
         str(folder / "prompts.txt"),
-        "--sample_at_first",
-        "--sample_every_n_steps",
-        "4",
-        "--validate_every_n_steps",
-        "2",
+        *"--sample_at_first --sample_every_n_steps 4 --validate_every_n_steps 2".split(),
     )
 
 

@@ -20,7 +20,8 @@ from library.data.run_plan import RunPlan
 from library.distributed.accelerator import prepare_accelerator
 from library.distributed.communicator import Communicator
 from library.models.detect import detect_model
-from library.parallel.strategy import Strategy
+from library.parallel.ddp import DDPStrategy
+from library.parallel.strategy import Strategy, StrategySettings
 
 
 class Plain:
@@ -90,7 +91,7 @@ class Kept:
 
     def __init__(self, family: Any, *flags: str, strategy: Strategy | None = None):
         self.config: RunConfig = parse_config([*flags, "--quiet"]).require_valid()
-        self.strategy = strategy or Strategy(Communicator(prepare_accelerator(self.config)))
+        self.strategy = strategy or DDPStrategy(Communicator(prepare_accelerator(self.config)), StrategySettings())
         self.prepared: PreparedData = prepare_data(self.config.data, 8)
         model = detect_model(self.config.model)
         encoders = encode.EncoderLoader(self.strategy, family, model, self.config.model, self.config.cache)

@@ -1,4 +1,4 @@
-"""Shared by tests: compiled runs."""
+"""Compiled training runs and what was compiled for them."""
 
 from types import SimpleNamespace
 
@@ -48,15 +48,15 @@ def counted(*flags):
     ).require_valid()
     running.run_training(settings)
     found = jobs[0].compilation
-    told = {} if found is None else {kind.name: kind.graphs for kind in found.kinds.values()}
+    told = {} if found is None else {compiler.name: compiler.graph_count for compiler in found.block_compilers.values()}
     counters = torch._dynamo.utils.counters
     hits = {name: counters["inductor"][f"fxgraph_cache_{name}"] for name in ("hit", "miss")}
     lora = f"{settings.save.output_dir}/{settings.save.output_name}.safetensors"
     return SimpleNamespace(
         kinds=told,
-        late=found.late if found else 0,
-        is_dynamic=found and found.is_dynamic,
-        begun=len(tried) + jobs[0].state.step + 1,
+        late=found.recompile_count if found else 0,
+        is_dynamic=found and found.has_dynamic_shapes,
+        begun=len(tried) + jobs[0].state.step,
         marks=len(marks),
         graphs=counters["stats"]["unique_graphs"],
         lora=lora,

@@ -1,6 +1,6 @@
-"""In the place of DeepSpeed's async_io, which needs libaio: nothing is read before it is waited for.
+"""A fake of DeepSpeed's async_io, which needs libaio: nothing is read or written before ``wait``.
 
-So what is handed out before it has been read, or read into memory that has become another's, is wrong each time.
+So data that is used too early, or read into a buffer that was given to another weight, is wrong every time.
 """
 
 from types import SimpleNamespace

@@ -76,7 +76,7 @@ def _built(name):
 
 def modules_of(family, pipe):
     """The parts that have weights."""
-    return {name: part for name in family.parts if isinstance(part := getattr(pipe, name), nn.Module)}
+    return {name: part for name in family.components if isinstance(part := getattr(pipe, name), nn.Module)}
 
 
 def pixels(count=2):

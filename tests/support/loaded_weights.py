@@ -5,7 +5,7 @@ from family_cases import modules_of
 
 
 def present(family, pipe):
-    return {name for name in family.parts if getattr(pipe, name) is not None}
+    return {name for name in family.components if getattr(pipe, name) is not None}
 
 
 def same_weights(family, pipe, whole):

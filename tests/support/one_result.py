@@ -1,7 +1,7 @@
-"""The same training however it is spread, and how far the adapters are apart.
+"""The same training with every strategy, and the largest difference between the adapters.
 
-``PYTHONPATH=. python tests/support/one_result.py`` prints the whole table; words behind it choose, such as ``flux FSDP HSDP``.
-Plain gradient descent: Adam divides by the gradient's size and would hide a wrong scale.
+``PYTHONPATH=. python tests/support/one_result.py`` prints the whole table; arguments select rows, such as
+``flux FSDP HSDP``.  The optimizer is SGD: Adam divides by the gradient's size and would hide a wrong scale.
 """
 
 import sys
@@ -19,16 +19,16 @@ from library.models.families import FAMILIES
 
 STEPS = 8
 BOUNDS = {"no": 1e-4, "bf16": 0.1}
-"""How far two adapters may be apart, as a share of the largest value of a tensor; bf16 has three digits."""
+"""Allowed difference of two adapters, relative to the largest value of a tensor; bf16 has three digits."""
 DEEP = "sd3_deep"
-"""One with blocks enough for longer pipelines."""
+"""A model with enough blocks for longer pipelines."""
 MODELS = ("sdxl", "sd3", "flux", DEEP)
 TEXTS = ("--no-network_train_unet_only",)
 
 
 @dataclass(frozen=True)
-class Way:
-    """Four pictures a step."""
+class Layout:
+    """A layout that trains on four images per step."""
 
     ranks: int
     batch: int
@@ -38,36 +38,36 @@ class Way:
 
 IN_HOST_MEMORY = ("--offload_optimizer_device", "cpu", "--offload_param_device", "cpu")
 REFERENCE = "1 process x 4"
-WAYS: Mapping[str, Way] = {
-    REFERENCE: Way(1, 4),
-    "4 accumulated": Way(1, 1, 4),
-    "DDP 2 x 2": Way(2, 2),
-    "DDP 4 x 1": Way(4, 1),
-    "FSDP 2 x 2": Way(2, 2, flags=("--fsdp",)),
-    "FSDP 2 x 1, 2 accumulated": Way(2, 1, 2, ("--fsdp",)),
-    "FSDP 2 x 2, kept for backward": Way(2, 2, flags=("--fsdp", "--no-fsdp_reshard_after_forward")),
-    "FSDP 2 x 2, in host memory": Way(2, 2, flags=("--fsdp", "--fsdp_offload_params")),
-    "PP 2, 1f1b": Way(2, 1, 4, ("--pp_size", "2")),
-    "PP 2, gpipe": Way(2, 2, 2, ("--pp_size", "2", "--pp_schedule", "gpipe")),
-    "PP 2, interleaved": Way(2, 1, 4, ("--pp_size", "2", "--pp_schedule", "interleaved")),
-    "PP 2 x DP 2": Way(4, 1, 2, ("--pp_size", "2")),
-    "PP 4, 1f1b": Way(4, 1, 4, ("--pp_size", "4")),
-    "PP 4, gpipe": Way(4, 1, 4, ("--pp_size", "4", "--pp_schedule", "gpipe")),
-    "PP 4, interleaved": Way(4, 1, 4, ("--pp_size", "4", "--pp_schedule", "interleaved")),
-    "TP 2": Way(2, 4, flags=("--tp_size", "2")),
-    "TP 2 x DP 2": Way(4, 2, flags=("--tp_size", "2")),
-    "TP 2 x PP 2": Way(4, 1, 4, ("--tp_size", "2", "--pp_size", "2")),
-    "FSDP 2 x TP 2": Way(4, 2, flags=("--fsdp", "--tp_size", "2")),
-    "CP 2": Way(2, 4, flags=("--cp_size", "2")),
-    "CP 2 x DP 2": Way(4, 2, flags=("--cp_size", "2")),
-    "FSDP 2 x CP 2": Way(4, 2, flags=("--fsdp", "--cp_size", "2")),
-    "TP 2 x CP 2": Way(4, 4, flags=("--tp_size", "2", "--cp_size", "2")),
-    "PP 2 x CP 2": Way(4, 1, 4, ("--pp_size", "2", "--cp_size", "2")),
-    "ZeRO 1, 2 x 2": Way(2, 2, flags=("--deepspeed", "--zero_stage", "1")),
-    "ZeRO 2, 2 x 1, 2 accumulated": Way(2, 1, 2, ("--deepspeed", "--zero_stage", "2")),
-    "ZeRO 3, 2 x 2": Way(2, 2, flags=("--deepspeed", "--zero_stage", "3")),
-    "ZeRO 3, 2 x 2, in host memory": Way(2, 2, flags=("--deepspeed", "--zero_stage", "3", *IN_HOST_MEMORY)),
-    "HSDP 2 x 2": Way(4, 1, flags=("--fsdp", "--dp_replicate_size", "2")),
+LAYOUTS: Mapping[str, Layout] = {
+    REFERENCE: Layout(1, 4),
+    "4 accumulated": Layout(1, 1, 4),
+    "DDP 2 x 2": Layout(2, 2),
+    "DDP 4 x 1": Layout(4, 1),
+    "FSDP 2 x 2": Layout(2, 2, flags=("--fsdp",)),
+    "FSDP 2 x 1, 2 accumulated": Layout(2, 1, 2, ("--fsdp",)),
+    "FSDP 2 x 2, no reshard": Layout(2, 2, flags=("--fsdp", "--no-fsdp_reshard_after_forward")),
+    "FSDP 2 x 2, CPU offload": Layout(2, 2, flags=("--fsdp", "--fsdp_offload_params")),
+    "PP 2, 1f1b": Layout(2, 1, 4, ("--pp_size", "2")),
+    "PP 2, gpipe": Layout(2, 2, 2, ("--pp_size", "2", "--pp_schedule", "gpipe")),
+    "PP 2, interleaved": Layout(2, 1, 4, ("--pp_size", "2", "--pp_schedule", "interleaved")),
+    "PP 2 x DP 2": Layout(4, 1, 2, ("--pp_size", "2")),
+    "PP 4, 1f1b": Layout(4, 1, 4, ("--pp_size", "4")),
+    "PP 4, gpipe": Layout(4, 1, 4, ("--pp_size", "4", "--pp_schedule", "gpipe")),
+    "PP 4, interleaved": Layout(4, 1, 4, ("--pp_size", "4", "--pp_schedule", "interleaved")),
+    "TP 2": Layout(2, 4, flags=("--tp_size", "2")),
+    "TP 2 x DP 2": Layout(4, 2, flags=("--tp_size", "2")),
+    "TP 2 x PP 2": Layout(4, 1, 4, ("--tp_size", "2", "--pp_size", "2")),
+    "FSDP 2 x TP 2": Layout(4, 2, flags=("--fsdp", "--tp_size", "2")),
+    "CP 2": Layout(2, 4, flags=("--cp_size", "2")),
+    "CP 2 x DP 2": Layout(4, 2, flags=("--cp_size", "2")),
+    "FSDP 2 x CP 2": Layout(4, 2, flags=("--fsdp", "--cp_size", "2")),
+    "TP 2 x CP 2": Layout(4, 4, flags=("--tp_size", "2", "--cp_size", "2")),
+    "PP 2 x CP 2": Layout(4, 1, 4, ("--pp_size", "2", "--cp_size", "2")),
+    "ZeRO 1, 2 x 2": Layout(2, 2, flags=("--deepspeed", "--zero_stage", "1")),
+    "ZeRO 2, 2 x 1, 2 accumulated": Layout(2, 1, 2, ("--deepspeed", "--zero_stage", "2")),
+    "ZeRO 3, 2 x 2": Layout(2, 2, flags=("--deepspeed", "--zero_stage", "3")),
+    "ZeRO 3, 2 x 2, CPU offload": Layout(2, 2, flags=("--deepspeed", "--zero_stage", "3", *IN_HOST_MEMORY)),
+    "HSDP 2 x 2": Layout(4, 1, flags=("--fsdp", "--dp_replicate_size", "2")),
 }
 
 
@@ -77,7 +77,7 @@ def dataset(folder: Path) -> Path:
 
 
 def source(model: str, folder: Path) -> str:
-    """What is trained, by name."""
+    """Return the model of this name, building it if needed."""
     if model != DEEP:
         return f"random:{model}:tiny"
     place = folder / DEEP
@@ -87,7 +87,7 @@ def source(model: str, folder: Path) -> str:
 
 
 def deepen(family: str, place: Path) -> None:
-    """The tiny model with eight blocks."""
+    """Save the tiny model with eight blocks."""
     pipe = FAMILIES.get(family)().load(f"random:{family}:tiny", torch.float32)
     torch.manual_seed(3)
     pipe.transformer = type(pipe.transformer).from_config({**pipe.transformer.config, "num_layers": 8})
@@ -95,46 +95,39 @@ def deepen(family: str, place: Path) -> None:
 
 
 def trained(name: str, model: str, data: Path, folder: Path, *flags: str) -> dict[str, torch.Tensor]:
-    """What is learnt in this way."""
-    way = WAYS[name]
+    """Train in this layout and return the adapter."""
+    layout = LAYOUTS[name]
     files = on_ranks(
-        way.ranks,
+        layout.ranks,
         train,
         "--pretrained_model_name_or_path",
         source(model, folder),
         "--dataset_config",
         str(data),
         "--train_batch_size",
-        str(way.batch),
+        str(layout.batch),
         "--gradient_accumulation_steps",
-        str(way.accumulation),
+        str(layout.accumulation),
         "--output_dir",
         str(folder),
         "--output_name",
         name.replace(" ", "_"),
         "--max_train_steps",
         str(STEPS),
-        "--learning_rate",
-        "0.5",
-        "--network_dim",
-        "4",
-        "--network_alpha",
-        "3",
-        "--optimizer_type",
-        "SGD",
+        *"--learning_rate 0.5 --network_dim 4 --network_alpha 3 --optimizer_type SGD".split(),
         *TEXTS,
-        *way.flags,
+        *layout.flags,
         *flags,
     )
     return load_file(files[0])
 
 
 def table(model: str, kinds: Collection[str], *flags: str) -> Iterator[tuple[str, str]]:
-    """How far each way is from the reference, or why it cannot be gone."""
+    """Yield the difference of each layout to the reference, or why it fails."""
     with tempfile.TemporaryDirectory() as folder:
         data = dataset(Path(folder))
         one = trained(REFERENCE, model, data, Path(folder), *flags)
-        for name in WAYS:
+        for name in LAYOUTS:
             if name == REFERENCE or (kinds and name.split()[0] not in kinds):
                 continue
             try:

@@ -1,4 +1,16 @@
-"""The facts of every family by its name; no torch."""
+"""The model families by name: ``FAMILY_FACTS`` (no torch) and the ``FAMILIES`` registry of classes, imported lazily.
+
+How to add a family, say ``foo``:
+
+1. ``families/foo.py``: a subclass of ``models.base.Family`` that wraps the diffusers pipeline (copy the nearest one).
+2. Its ``FOO_FACTS`` in ``facts_unet.py`` or ``facts_dit.py``: how the model is detected, its components and options.
+3. One line each in ``FAMILY_FACTS`` and ``FAMILIES`` below.
+4. ``configs/foo.json`` and ``configs/foo_tiny.json``: the JSON files of the published model, and of a tiny one.
+5. A tiny pipeline in ``tests/support/tiny_pipelines.py``; ``tests/contract/test_family_contract.py`` then compares
+   the family with diffusers' own pipeline.
+
+A family outside of this package needs 1 and 2 only: ``--family package.module:Class``.
+"""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -20,7 +32,6 @@ FAMILY_FACTS: Mapping[str, FamilyFacts] = {
     "z_image": Z_IMAGE_FACTS,
     "qwen_image": QWEN_IMAGE_FACTS,
 }
-
 
 FAMILIES: "Registry[type[Family]]" = Registry(
     "model family",

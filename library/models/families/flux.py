@@ -1,22 +1,20 @@
-"""FLUX.1 dev and schnell: patches of 2 x 2 latents in a row, CLIP's pooled text and T5; flow matching.
+"""FLUX.1 dev and schnell: packed 2 x 2 latent patches, CLIP's pooled embedding and T5; flow matching.
 
-dev has its guidance distilled in and is told how strong it is to be; schnell is not, and draws in four steps.
+dev is guidance-distilled and has a guidance embedding; schnell has none and is sampled in four steps.
 """
 
 from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from PIL.Image import Image
 from torch import Tensor, nn
 
-from ...data.batch import Batch, Cond, Moments
+from ...data.batch import Batch, Cond
 from ...data.prompts import Prompt
 from ...diffusion.process import FlowMatchingProcess, NoiseProcess
-from .. import text_encoding, vae
+from .. import text_encoding
 from ..base import BaseModelInfo, Family
 from ..facts_dit import FLUX_FACTS
-from ..sampling import run_flow_sampling_pipeline
 from ..text_encoding import CLIP_LORA_TARGET_MODULES, T5_LORA_TARGET_MODULES
 
 
@@ -24,8 +22,8 @@ class Flux(Family):
     facts = FLUX_FACTS
     denoiser_name = "transformer"
     text_components = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
-    tokenizer_repo_ids = {"tokenizer": "openai/clip-vit-large-patch14", "tokenizer_2": "google/t5-v1_1-xxl"}  # noqa: RUF012
-    # Every linear layer of the double and single blocks; proj_out is also a name outside of them.
+    tokenizer_repo_ids = {"tokenizer": "openai/clip-vit-large-patch14", "tokenizer_2": "google/t5-v1_1-xxl"}
+    # Every linear layer of the double and single blocks; another proj_out lies outside of them.
     lora_target_modules = (
         "to_q",
         "to_k",
@@ -48,10 +46,10 @@ class Flux(Family):
     lora_prefix = "lora_unet"
     lora_format = "diffusers"
     lora_key_style = "flux"
-    text_lora_target_modules = {"text_encoder": CLIP_LORA_TARGET_MODULES, "text_encoder_2": T5_LORA_TARGET_MODULES}  # noqa: RUF012
-    text_lora_prefixes = {"text_encoder": "lora_te1", "text_encoder_2": "lora_te3"}  # noqa: RUF012
+    text_lora_target_modules = {"text_encoder": CLIP_LORA_TARGET_MODULES, "text_encoder_2": T5_LORA_TARGET_MODULES}
+    text_lora_prefixes = {"text_encoder": "lora_te1", "text_encoder_2": "lora_te3"}
     block_lists = ("transformer_blocks", "single_transformer_blocks")
-    block_token_args = {  # noqa: RUF012
+    block_token_args = {
         "image_rotary_emb": ((0, ("encoder_hidden_states", "hidden_states")),) * 2,
     }
     default_image_size = (1024, 1024)
@@ -77,58 +75,38 @@ class Flux(Family):
         return {"embeds": embeds, "pooled": pooled}
 
     def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
-        return text_encoding.find_truncated_prompts(
-            pipe.tokenizer_2, prompts, self._get_max_sequence_length(pipe) - 1
-        )  # and one for the end of the text
+        max_tokens = self._get_max_sequence_length(pipe) - 1  # minus the end token
+        return text_encoding.find_truncated_prompts(pipe.tokenizer_2, prompts, max_tokens)
 
     def _get_max_sequence_length(self, pipe: Any) -> int:
-        # dev and schnell differ; the transformer, which knows better than the scheduler, may not be loaded yet.
+        # dev and schnell differ; tell them by the scheduler, since the transformer may not be loaded yet.
         return self.model_config.t5xxl_max_token_length or (512 if pipe.scheduler.config.use_dynamic_shifting else 256)
-
-    def encode_moments(self, pipe: Any, pixels: Tensor) -> Moments:
-        return vae.encode_vae_moments(pipe.vae, pixels)
-
-    def decode_latents(self, pipe: Any, latents: Tensor) -> Tensor:
-        return vae.decode_vae_latents(pipe.vae, latents)
 
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         count, channels, height, width = noisy_latents.shape
         embeds = cast(Tensor, batch.cond["embeds"])
-        # They are made on the host: sent by the pipeline itself, they would be waited for.
-        places = pipe._prepare_latent_image_ids(count, height // 2, width // 2, None, noisy_latents.dtype)
+        # Built on the CPU and copied asynchronously: the pipeline's own copy would synchronize.
+        img_ids = pipe._prepare_latent_image_ids(count, height // 2, width // 2, None, noisy_latents.dtype)
+        has_guidance, scale = _has_guidance_embeds(pipe), self.model_config.guidance_scale
+        guidance = torch.full_like(timesteps, scale) if has_guidance else None
         predicted = denoiser(
             hidden_states=pipe._pack_latents(noisy_latents, count, channels, height, width),
             timestep=timesteps / 1000,
-            guidance=torch.full_like(timesteps, self.model_config.guidance_scale)
-            if _has_guidance_embeds(pipe)
-            else None,
+            guidance=guidance,
             encoder_hidden_states=embeds,
             pooled_projections=batch.cond["pooled"],
             txt_ids=noisy_latents.new_zeros(embeds.shape[1], 3),
-            img_ids=places.to(noisy_latents.device, non_blocking=True),
+            img_ids=img_ids.to(noisy_latents.device, non_blocking=True),
             return_dict=False,
         )[0]
         unpacked: Tensor = pipe._unpack_latents(predicted, height, width, vae_scale_factor=1)
         return unpacked
 
-    def generate_image(
-        self,
-        pipe: Any,
-        prompt: Prompt,
-        cond: Cond,
-        negative_cond: Cond,
-        generator: torch.Generator,
-        sampler: str | None,
-    ) -> Image:
-        return run_flow_sampling_pipeline(
-            self,
-            pipe,
-            prompt,
-            generator,
-            sampler,
-            num_inference_steps=prompt.num_inference_steps
-            or (self.default_num_inference_steps if _has_guidance_embeds(pipe) else 4),
-            true_cfg_scale=self.default_guidance_scale if prompt.cfg_scale is None else prompt.cfg_scale,
+    def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
+        default_steps = self.default_num_inference_steps if _has_guidance_embeds(pipe) else 4
+        return dict(
+            num_inference_steps=prompt.num_inference_steps or default_steps,
+            true_cfg_scale=self.get_guidance_scale(prompt),
             guidance_scale=3.5 if prompt.embedded_guidance is None else prompt.embedded_guidance,
             prompt_embeds=cond["embeds"],
             pooled_prompt_embeds=cond["pooled"],
@@ -138,5 +116,5 @@ class Flux(Family):
 
 
 def _has_guidance_embeds(pipe: Any) -> bool:
-    """dev is, schnell is not."""
+    """True for dev, False for schnell."""
     return bool(pipe.transformer.config.guidance_embeds)

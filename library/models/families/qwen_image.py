@@ -1,10 +1,9 @@
-"""Qwen-Image: patches of 2 x 2 latents in a row, Qwen2.5-VL's text of any length, a video VAE; flow matching."""
+"""Qwen-Image: packed 2 x 2 latent patches, variable-length text of Qwen2.5-VL, a video VAE; flow matching."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from PIL.Image import Image
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
@@ -15,19 +14,18 @@ from ...diffusion.process import FlowMatchingProcess, NoiseProcess
 from .. import text_encoding, vae
 from ..base import BaseModelInfo, Family
 from ..facts_dit import QWEN_IMAGE_FACTS
-from ..sampling import run_flow_sampling_pipeline
 from ..vae import get_latent_statistics
 
 QWEN_MAX_SEQUENCE_LENGTH = 512
-"""Tokens of text, as in diffusers' pipeline."""
+"""Maximum tokens of the prompt, as in diffusers' pipeline."""
 
 
 class QwenImage(Family):
     facts = QWEN_IMAGE_FACTS
     denoiser_name = "transformer"
     text_components = ("text_encoder", "tokenizer")
-    tokenizer_repo_ids = {"tokenizer": "Qwen/Qwen-Image:tokenizer"}  # noqa: RUF012
-    # The linear layers of the blocks; the modulation stays as it is.
+    tokenizer_repo_ids = {"tokenizer": "Qwen/Qwen-Image:tokenizer"}
+    # The linear layers of the blocks except the modulation.
     lora_target_modules = (
         "to_q",
         "to_k",
@@ -45,7 +43,7 @@ class QwenImage(Family):
     lora_prefix = "lora_unet"
     lora_format = "diffusers"
     block_lists = ("transformer_blocks",)
-    block_token_args = {  # noqa: RUF012
+    block_token_args = {
         "image_rotary_emb": ((0, ("hidden_states",)), (0, ("encoder_hidden_states",))),
         "encoder_hidden_states_mask": ((1, ("encoder_hidden_states",)),),
     }
@@ -56,11 +54,10 @@ class QwenImage(Family):
     default_guidance_scale = 4.0
 
     def get_unused_layers(self, denoiser: Any) -> tuple[str, ...]:
-        # What the last block makes of the text is not looked at.
+        # The text output of the last block is discarded.
         last = f"transformer_blocks.{len(denoiser.transformer_blocks) - 1}"
-        return tuple(
-            f"{last}.{end}" for end in ("attn.add_q_proj", "attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2")
-        )
+        layers = ("attn.add_q_proj", "attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2")
+        return tuple(f"{last}.{layer}" for layer in layers)
 
     def build_noise_process(self, pipe: Any) -> NoiseProcess:
         return FlowMatchingProcess.from_scheduler(pipe.scheduler.config)
@@ -69,34 +66,33 @@ class QwenImage(Family):
         return BaseModelInfo("qwen_image", "qwen-image")
 
     def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
-        embeds, mask = pipe.encode_prompt(
-            list(prompts), pipe.text_encoder.device, max_sequence_length=QWEN_MAX_SEQUENCE_LENGTH
-        )
+        device, max_length = pipe.text_encoder.device, QWEN_MAX_SEQUENCE_LENGTH
+        embeds, mask = pipe.encode_prompt(list(prompts), device, max_sequence_length=max_length)
         lengths = [embeds.shape[1]] * len(embeds) if mask is None else mask.sum(1).tolist()
-        return {"embeds": [each[:length] for each, length in zip(embeds, lengths, strict=True)]}
+        return {"embeds": [row[:length] for row, length in zip(embeds, lengths, strict=True)]}
 
     def encode_prompts_on_meta(self, pipe: Any, prompts: Sequence[str]) -> Cond:
-        said = [pipe.prompt_template_encode.format(prompt) for prompt in prompts]
-        width, before = pipe.transformer.config.joint_attention_dim, pipe.prompt_template_encode_start_idx
-        return {
-            "embeds": text_encoding.build_meta_text_embeds(
-                pipe.tokenizer, said, width, QWEN_MAX_SEQUENCE_LENGTH, before
-            )
-        }
+        texts = [pipe.prompt_template_encode.format(prompt) for prompt in prompts]
+        width, num_prefix_tokens = pipe.transformer.config.joint_attention_dim, pipe.prompt_template_encode_start_idx
+        max_length = QWEN_MAX_SEQUENCE_LENGTH
+        embeds = text_encoding.build_meta_text_embeds(pipe.tokenizer, texts, width, max_length, num_prefix_tokens)
+        return {"embeds": embeds}
 
     def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
-        before, _, _ = pipe.prompt_template_encode.partition("{}")
-        most = QWEN_MAX_SEQUENCE_LENGTH + pipe.prompt_template_encode_start_idx
-        cut = set(text_encoding.find_truncated_prompts(pipe.tokenizer, [before + prompt for prompt in prompts], most))
-        return [prompt for prompt in prompts if before + prompt in cut]
+        prefix, _, _ = pipe.prompt_template_encode.partition("{}")
+        max_tokens = QWEN_MAX_SEQUENCE_LENGTH + pipe.prompt_template_encode_start_idx
+        texts = [prefix + prompt for prompt in prompts]
+        truncated = set(text_encoding.find_truncated_prompts(pipe.tokenizer, texts, max_tokens))
+        return [prompt for prompt in prompts if prefix + prompt in truncated]
 
     @torch.no_grad()
     def encode_moments(self, pipe: Any, pixels: Tensor) -> Moments:
         frames = pixels.to(pipe.vae.device, pipe.vae.dtype).unsqueeze(2)
         with vae.disable_autocast(pipe.vae):
-            found = pipe.vae.encode(frames).latent_dist
-        mean, std = get_latent_statistics(pipe.vae, found.mean)
-        return Moments.from_mean_and_std(((found.mean - mean) / std).squeeze(2), (found.std / std).squeeze(2))
+            latent_dist = pipe.vae.encode(frames).latent_dist
+        mean, std = get_latent_statistics(pipe.vae, latent_dist.mean)
+        latent_mean, latent_std = (latent_dist.mean - mean) / std, latent_dist.std / std
+        return Moments.from_mean_and_std(latent_mean.squeeze(2), latent_std.squeeze(2))
 
     @torch.no_grad()
     def decode_latents(self, pipe: Any, latents: Tensor) -> Tensor:
@@ -109,37 +105,25 @@ class QwenImage(Family):
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         count, channels, height, width = noisy_latents.shape
         embeds, mask = pad_text_embeds(batch.cond["embeds"], batch.text_pad_multiple)
-        # Texts that are filled up have a mask even where nothing is left to fill: all of them are alike to a compiler.
-        is_whole = batch.text_pad_multiple == 1 and all(len(each) == embeds.shape[1] for each in batch.cond["embeds"])
+        # Padding to a multiple always passes a mask, even a full one, so that compiled graphs see one signature.
+        is_unpadded = all(len(row) == embeds.shape[1] for row in batch.cond["embeds"])
+        needs_mask = batch.text_pad_multiple > 1 or not is_unpadded
         predicted = denoiser(
             hidden_states=pipe._pack_latents(noisy_latents, count, channels, height, width),
             timestep=timesteps / 1000,
             encoder_hidden_states=embeds,
-            encoder_hidden_states_mask=None if is_whole else mask,
+            encoder_hidden_states_mask=mask if needs_mask else None,
             img_shapes=[[(1, height // 2, width // 2)]] * count,
             return_dict=False,
         )[0]
         frames: Tensor = pipe._unpack_latents(predicted, height, width, vae_scale_factor=1)
         return frames.squeeze(2)
 
-    def generate_image(
-        self,
-        pipe: Any,
-        prompt: Prompt,
-        cond: Cond,
-        negative_cond: Cond,
-        generator: torch.Generator,
-        sampler: str | None,
-    ) -> Image:
+    def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
         embeds, mask = pad_text_embeds(cond["embeds"])
         negative_embeds, negative_mask = pad_text_embeds(negative_cond["embeds"])
-        scale = self.default_guidance_scale if prompt.cfg_scale is None else prompt.cfg_scale
-        return run_flow_sampling_pipeline(
-            self,
-            pipe,
-            prompt,
-            generator,
-            sampler,
+        scale = self.get_guidance_scale(prompt)
+        return dict(
             true_cfg_scale=scale,
             prompt_embeds=embeds,
             prompt_embeds_mask=mask,
@@ -149,8 +133,8 @@ class QwenImage(Family):
 
 
 def pad_text_embeds(embeds: Tensor | Sequence[Tensor], multiple: int = 1) -> tuple[Tensor, Tensor]:
-    """Texts in one tensor (B, as long as the longest and so many tokens, width), and a mask of what is text."""
-    marks = [each.new_ones(len(each), dtype=torch.long) for each in embeds]
-    texts, mask = pad_sequence(list(embeds), batch_first=True), pad_sequence(marks, batch_first=True)
-    more = -texts.shape[1] % multiple
-    return pad(texts, (0, 0, 0, more)), pad(mask, (0, more))
+    """Pad texts to the longest, rounded up to ``multiple`` tokens: (B, tokens, width), and the attention mask."""
+    masks = [row.new_ones(len(row), dtype=torch.long) for row in embeds]
+    padded, mask = pad_sequence(list(embeds), batch_first=True), pad_sequence(masks, batch_first=True)
+    padding = -padded.shape[1] % multiple
+    return pad(padded, (0, 0, 0, padding)), pad(mask, (0, padding))

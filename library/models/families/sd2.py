@@ -1,20 +1,17 @@
-"""Stable Diffusion 2.x: UNet, one OpenCLIP text encoder without its last layer, prediction of noise or velocity."""
+"""Stable Diffusion 2.x: UNet with one OpenCLIP text encoder; epsilon or v prediction."""
 
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from PIL.Image import Image
 from torch import Tensor, nn
 
-from ...data.batch import Batch, Cond, Moments
+from ...data.batch import Batch, Cond
 from ...data.prompts import Prompt
 from ...diffusion.process import NoiseProcess
-from .. import text_encoding, vae
+from .. import text_encoding
 from ..base import BaseModelInfo, Family
 from ..facts_unet import SD2_FACTS, UNET_CONV_LORA_TARGET_MODULES, UNET_LORA_TARGET_MODULES
-from ..sampling import run_sampling_pipeline
-from ..schedulers import build_noise_process
+from ..schedulers import build_ddpm_process
 from ..text_encoding import CLIP_LORA_TARGET_MODULES, encode_with_clip
 
 
@@ -23,19 +20,19 @@ class StableDiffusion2(Family):
     denoiser_name = "unet"
     has_skip_connections = True
     text_components = ("text_encoder", "tokenizer")
-    tokenizer_repo_ids = {"tokenizer": "stabilityai/stable-diffusion-2:tokenizer"}  # noqa: RUF012
+    tokenizer_repo_ids = {"tokenizer": "stabilityai/stable-diffusion-2:tokenizer"}
     lora_target_modules = UNET_LORA_TARGET_MODULES
     conv_lora_target_modules = UNET_CONV_LORA_TARGET_MODULES
     lora_prefix = "lora_unet"
     lora_other_key_styles = ("ldm",)
-    text_lora_target_modules = {"text_encoder": CLIP_LORA_TARGET_MODULES}  # noqa: RUF012
-    text_lora_prefixes = {"text_encoder": "lora_te"}  # noqa: RUF012
+    text_lora_target_modules = {"text_encoder": CLIP_LORA_TARGET_MODULES}
+    text_lora_prefixes = {"text_encoder": "lora_te"}
     default_image_size = (512, 512)
     default_num_inference_steps = 30
     default_guidance_scale = 7.5
 
     def build_noise_process(self, pipe: Any) -> NoiseProcess:
-        return build_noise_process(pipe)
+        return build_ddpm_process(pipe.scheduler)
 
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
         if pipe.scheduler.config.prediction_type == "v_prediction":
@@ -51,33 +48,15 @@ class StableDiffusion2(Family):
     def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
         return text_encoding.find_truncated_prompts(pipe.tokenizer, prompts, self.model_config.max_token_length)
 
-    def encode_moments(self, pipe: Any, pixels: Tensor) -> Moments:
-        return vae.encode_vae_moments(pipe.vae, pixels)
-
-    def decode_latents(self, pipe: Any, latents: Tensor) -> Tensor:
-        return vae.decode_vae_latents(pipe.vae, latents)
-
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         predicted: Tensor = denoiser(
             noisy_latents, timesteps, encoder_hidden_states=batch.cond["embeds"], return_dict=False
         )[0]
         return predicted
 
-    def generate_image(
-        self,
-        pipe: Any,
-        prompt: Prompt,
-        cond: Cond,
-        negative_cond: Cond,
-        generator: torch.Generator,
-        sampler: str | None,
-    ) -> Image:
-        return run_sampling_pipeline(
-            self,
-            pipe,
-            prompt,
-            generator,
-            sampler,
+    def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
+        return dict(
+            guidance_scale=self.get_guidance_scale(prompt),
             prompt_embeds=cond["embeds"],
             negative_prompt_embeds=negative_cond["embeds"],
         )

@@ -1,19 +1,16 @@
-"""Stable Diffusion 3 and 3.5: two CLIP text encoders and T5, read together; flow matching."""
+"""Stable Diffusion 3 and 3.5: MMDiT with two CLIP text encoders and T5; flow matching."""
 
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from PIL.Image import Image
 from torch import Tensor, nn
 
-from ...data.batch import Batch, Cond, Moments
+from ...data.batch import Batch, Cond
 from ...data.prompts import Prompt
 from ...diffusion.process import FlowMatchingProcess, NoiseProcess
-from .. import text_encoding, vae
+from .. import text_encoding
 from ..base import BaseModelInfo, Family
 from ..facts_dit import SD3_FACTS
-from ..sampling import run_flow_sampling_pipeline
 from ..text_encoding import CLIP_LORA_TARGET_MODULES, T5_LORA_TARGET_MODULES
 
 
@@ -21,12 +18,12 @@ class StableDiffusion3(Family):
     facts = SD3_FACTS
     denoiser_name = "transformer"
     text_components = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3")
-    tokenizer_repo_ids = {  # noqa: RUF012
+    tokenizer_repo_ids = {
         "tokenizer": "openai/clip-vit-large-patch14",
         "tokenizer_2": "laion/CLIP-ViT-bigG-14-laion2B-39B-b160k",
         "tokenizer_3": "google/t5-v1_1-xxl",
     }
-    # Every linear layer of the joint blocks; the second attention is 3.5-medium's.
+    # Every linear layer of the joint blocks, including the second attention of 3.5-medium.
     lora_target_modules = (
         "to_q",
         "to_k",
@@ -46,12 +43,12 @@ class StableDiffusion3(Family):
     lora_prefix = "lora_unet"
     lora_format = "diffusers"
     lora_key_style = "sd3"
-    text_lora_target_modules = {  # noqa: RUF012
+    text_lora_target_modules = {
         "text_encoder": CLIP_LORA_TARGET_MODULES,
         "text_encoder_2": CLIP_LORA_TARGET_MODULES,
         "text_encoder_3": T5_LORA_TARGET_MODULES,
     }
-    text_lora_prefixes = {  # noqa: RUF012
+    text_lora_prefixes = {
         "text_encoder": "lora_te1",
         "text_encoder_2": "lora_te2",
         "text_encoder_3": "lora_te3",
@@ -62,21 +59,20 @@ class StableDiffusion3(Family):
     default_guidance_scale = 7.0
 
     def get_unused_layers(self, denoiser: Any) -> tuple[str, ...]:
-        # The last block asks nothing on behalf of the text.
+        # The last block has no queries for the text.
         return (f"transformer_blocks.{len(denoiser.transformer_blocks) - 1}.attn.add_q_proj",)
 
     def get_non_block_lora_target_modules(self, denoiser: Any) -> tuple[str, ...]:
-        embedders = (
-            f"time_text_embed.{each}_embedder.linear_{number}" for each in ("timestep", "text") for number in (1, 2)
-        )
+        names = (f"{embedder}_embedder.linear_{number}" for embedder in ("timestep", "text") for number in (1, 2))
+        embedders = (f"time_text_embed.{name}" for name in names)
         return "pos_embed.proj", "context_embedder", *embedders, "norm_out.linear", "proj_out"
 
     def build_noise_process(self, pipe: Any) -> NoiseProcess:
         return FlowMatchingProcess.from_scheduler(pipe.scheduler.config)
 
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
-        kind = _get_sd3_variant(pipe.transformer.config)
-        return BaseModelInfo(kind, f"stable-diffusion-3-{kind}")
+        variant = _get_sd3_variant(pipe.transformer.config)
+        return BaseModelInfo(variant, f"stable-diffusion-3-{variant}")
 
     def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
         with text_encoding.suppress_truncation_warnings(pipe, pipe.tokenizer, pipe.tokenizer_2, pipe.tokenizer_3):
@@ -91,19 +87,12 @@ class StableDiffusion3(Family):
         return {"embeds": embeds, "pooled": pooled}
 
     def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
-        return text_encoding.find_truncated_prompts(
-            pipe.tokenizer_3, prompts, self.max_sequence_length - 1
-        )  # and one for the end of the text
+        max_tokens = self.max_sequence_length - 1  # minus the end token
+        return text_encoding.find_truncated_prompts(pipe.tokenizer_3, prompts, max_tokens)
 
     @property
     def max_sequence_length(self) -> int:
         return self.model_config.t5xxl_max_token_length or 256
-
-    def encode_moments(self, pipe: Any, pixels: Tensor) -> Moments:
-        return vae.encode_vae_moments(pipe.vae, pixels)
-
-    def decode_latents(self, pipe: Any, latents: Tensor) -> Tensor:
-        return vae.decode_vae_latents(pipe.vae, latents)
 
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         predicted: Tensor = denoiser(
@@ -115,22 +104,9 @@ class StableDiffusion3(Family):
         )[0]
         return predicted
 
-    def generate_image(
-        self,
-        pipe: Any,
-        prompt: Prompt,
-        cond: Cond,
-        negative_cond: Cond,
-        generator: torch.Generator,
-        sampler: str | None,
-    ) -> Image:
-        return run_flow_sampling_pipeline(
-            self,
-            pipe,
-            prompt,
-            generator,
-            sampler,
-            guidance_scale=self.default_guidance_scale if prompt.cfg_scale is None else prompt.cfg_scale,
+    def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
+        return dict(
+            guidance_scale=self.get_guidance_scale(prompt),
             prompt_embeds=cond["embeds"],
             pooled_prompt_embeds=cond["pooled"],
             negative_prompt_embeds=negative_cond["embeds"],
@@ -139,7 +115,7 @@ class StableDiffusion3(Family):
 
 
 def _get_sd3_variant(config: Any) -> str:
-    """sd-scripts' name for the model; only 3.5-medium has blocks with two attentions."""
+    """sd-scripts' name of the variant; only 3.5-medium has blocks with two attentions."""
     if config.qk_norm is None:
         return "medium"
     return "5-medium" if config.dual_attention_layers else "5-large"

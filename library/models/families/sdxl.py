@@ -1,20 +1,18 @@
-"""Stable Diffusion XL: UNet that is told sizes, two CLIP text encoders, prediction of noise or velocity."""
+"""Stable Diffusion XL: UNet with size conditioning and two CLIP text encoders; epsilon or v prediction."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from PIL.Image import Image
 from torch import Tensor, nn
 
-from ...data.batch import Batch, Cond, Moments
+from ...data.batch import Batch, Cond
 from ...data.prompts import Prompt
 from ...diffusion.process import NoiseProcess
-from .. import text_encoding, vae
+from .. import text_encoding
 from ..base import BaseModelInfo, Family
 from ..facts_unet import SDXL_FACTS, UNET_CONV_LORA_TARGET_MODULES, UNET_LORA_TARGET_MODULES
-from ..sampling import run_sampling_pipeline
-from ..schedulers import build_noise_process
+from ..schedulers import build_ddpm_process
 from ..text_encoding import CHUNK_LENGTH, CLIP_LORA_TARGET_MODULES, join_chunks, tokenize_in_chunks
 
 
@@ -23,7 +21,7 @@ class StableDiffusionXL(Family):
     denoiser_name = "unet"
     has_skip_connections = True
     text_components = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
-    tokenizer_repo_ids = {  # noqa: RUF012
+    tokenizer_repo_ids = {
         "tokenizer": "openai/clip-vit-large-patch14",
         "tokenizer_2": "laion/CLIP-ViT-bigG-14-laion2B-39B-b160k",
     }
@@ -32,13 +30,13 @@ class StableDiffusionXL(Family):
     lora_prefix = "lora_unet"
     lora_key_style = "ldm"
     text_lora_target_modules = dict.fromkeys(("text_encoder", "text_encoder_2"), CLIP_LORA_TARGET_MODULES)
-    text_lora_prefixes = {"text_encoder": "lora_te1", "text_encoder_2": "lora_te2"}  # noqa: RUF012
+    text_lora_prefixes = {"text_encoder": "lora_te1", "text_encoder_2": "lora_te2"}
     default_image_size = (1024, 1024)
     default_num_inference_steps = 30
     default_guidance_scale = 7.5
 
     def build_noise_process(self, pipe: Any) -> NoiseProcess:
-        return build_noise_process(pipe)
+        return build_ddpm_process(pipe.scheduler)
 
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
         return BaseModelInfo("sdxl_base_v1-0", "stable-diffusion-xl-v1-base")
@@ -50,50 +48,32 @@ class StableDiffusionXL(Family):
             rows = tokenize_in_chunks(tokenizer, prompts, length)
             output = encoder(rows.to(encoder.device, non_blocking=True), output_hidden_states=True)
             states.append(join_chunks(output.hidden_states[-2], length // CHUNK_LENGTH))
-        pooled = output.text_embeds[:: length // CHUNK_LENGTH]  # of the first piece of each prompt
+        pooled = output.text_embeds[:: length // CHUNK_LENGTH]  # of the first chunk of each prompt
         return {"embeds": torch.cat(states, dim=-1), "pooled": pooled}
 
     def get_unused_text_layers(self, encoder: Any, component: str) -> tuple[str, ...]:
-        # Only the second one's last layer is read, for the text as a whole.
+        # Only the second encoder's last layer is used, for the pooled embedding.
         return text_encoding.get_last_layer_names(encoder, 1) if component == "text_encoder" else ()
 
     def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
         return text_encoding.find_truncated_prompts(pipe.tokenizer, prompts, self.model_config.max_token_length)
 
-    def encode_moments(self, pipe: Any, pixels: Tensor) -> Moments:
-        return vae.encode_vae_moments(pipe.vae, pixels)
-
-    def decode_latents(self, pipe: Any, latents: Tensor) -> Tensor:
-        return vae.decode_vae_latents(pipe.vae, latents)
-
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
-        # The frame is in the order that the UNet reads it: original size, crop, target size; height before width.
-        sizes = {"text_embeds": batch.cond["pooled"], "time_ids": batch.size_conditioning}
+        # time_ids: original size, crop top-left, target size; height before width.
+        added_cond = {"text_embeds": batch.cond["pooled"], "time_ids": batch.size_conditioning}
         predicted: Tensor = denoiser(
             noisy_latents,
             timesteps,
             encoder_hidden_states=batch.cond["embeds"],
-            added_cond_kwargs=sizes,
+            added_cond_kwargs=added_cond,
             return_dict=False,
         )[0]
         return predicted
 
-    def generate_image(
-        self,
-        pipe: Any,
-        prompt: Prompt,
-        cond: Cond,
-        negative_cond: Cond,
-        generator: torch.Generator,
-        sampler: str | None,
-    ) -> Image:
-        # The pipeline tells the UNet an uncropped picture of the size that is drawn.
-        return run_sampling_pipeline(
-            self,
-            pipe,
-            prompt,
-            generator,
-            sampler,
+    def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
+        # By default the pipeline conditions on an uncropped image of the target size.
+        return dict(
+            guidance_scale=self.get_guidance_scale(prompt),
             prompt_embeds=cond["embeds"],
             pooled_prompt_embeds=cond["pooled"],
             negative_prompt_embeds=negative_cond["embeds"],

@@ -1,48 +1,38 @@
-"""Z-Image: one stream of text and picture, Qwen3's text of any length; flow matching with time running backwards."""
+"""Z-Image: single-stream transformer with variable-length text of Qwen3; flow matching with reversed time."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from PIL.Image import Image
 from torch import Tensor, nn
 
-from ...data.batch import Batch, Cond, Moments
+from ...data.batch import Batch, Cond
 from ...data.prompts import Prompt
 from ...diffusion.process import FlowMatchingProcess, NoiseProcess
-from .. import text_encoding, vae
+from .. import text_encoding
 from ..base import BaseModelInfo, Family
 from ..facts_dit import Z_IMAGE_FACTS
-from ..sampling import run_flow_sampling_pipeline
 
 Z_IMAGE_MAX_SEQUENCE_LENGTH = 512
-"""Tokens of text with the marks of who speaks, as in diffusers' pipeline."""
+"""Maximum tokens of the prompt with the chat template, as in diffusers' pipeline."""
 
 
 class ZImage(Family):
     facts = Z_IMAGE_FACTS
     denoiser_name = "transformer"
     text_components = ("text_encoder", "tokenizer")
-    tokenizer_repo_ids = {"tokenizer": "Tongyi-MAI/Z-Image-Turbo:tokenizer"}  # noqa: RUF012
-    # The linear layers of the main blocks; the refiners before them and the modulation stay as they are.
-    lora_target_modules = tuple(
-        f"layers.*.{end}"
-        for end in (
-            "attention.to_q",
-            "attention.to_k",
-            "attention.to_v",
-            "attention.to_out.0",
-            "feed_forward.w1",
-            "feed_forward.w2",
-            "feed_forward.w3",
-        )
+    tokenizer_repo_ids = {"tokenizer": "Tongyi-MAI/Z-Image-Turbo:tokenizer"}
+    # The linear layers of the main blocks, without the refiners before them and without the modulation.
+    lora_target_modules = (
+        *(f"layers.*.attention.{layer}" for layer in ("to_q", "to_k", "to_v", "to_out.0")),
+        *(f"layers.*.feed_forward.{layer}" for layer in ("w1", "w2", "w3")),
     )
     lora_prefix = "lora_unet"
     lora_other_key_styles = ("z_image",)
     lora_format = "diffusers"
     block_lists = ("layers",)
     block_activation_args = ("x",)
-    block_token_args = {"attn_mask": ((1, ("x",)),), "freqs_cis": ((1, ("x",)),)}  # noqa: RUF012
+    block_token_args = {"attn_mask": ((1, ("x",)),), "freqs_cis": ((1, ("x",)),)}
     has_variable_text_length = True
     denoiser_text_multiple = 32
     default_image_size = (1024, 1024)
@@ -65,56 +55,36 @@ class ZImage(Family):
         return {"embeds": embeds}
 
     def encode_prompts_on_meta(self, pipe: Any, prompts: Sequence[str]) -> Cond:
-        messages = [[{"role": "user", "content": prompt}] for prompt in prompts]
-        said = [
-            pipe.tokenizer.apply_chat_template(each, tokenize=False, add_generation_prompt=True, enable_thinking=True)
-            for each in messages
-        ]
-        return {
-            "embeds": text_encoding.build_meta_text_embeds(
-                pipe.tokenizer, said, pipe.transformer.config.cap_feat_dim, Z_IMAGE_MAX_SEQUENCE_LENGTH
-            )
-        }
+        texts = [_apply_chat_template(pipe, prompt, add_generation_prompt=True) for prompt in prompts]
+        width, max_length = pipe.transformer.config.cap_feat_dim, Z_IMAGE_MAX_SEQUENCE_LENGTH
+        return {"embeds": text_encoding.build_meta_text_embeds(pipe.tokenizer, texts, width, max_length)}
 
     def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
-        said = {}
+        by_text = {}
         for prompt in prompts:
-            message = [{"role": "user", "content": prompt}]
-            text = pipe.tokenizer.apply_chat_template(message, tokenize=False, enable_thinking=True)
+            text = _apply_chat_template(pipe, prompt)
             end = text.rfind(prompt)
-            said[text[: end + len(prompt)] if end >= 0 else text] = prompt
-        return [
-            said[text]
-            for text in text_encoding.find_truncated_prompts(pipe.tokenizer, list(said), Z_IMAGE_MAX_SEQUENCE_LENGTH)
-        ]
-
-    def encode_moments(self, pipe: Any, pixels: Tensor) -> Moments:
-        return vae.encode_vae_moments(pipe.vae, pixels)
-
-    def decode_latents(self, pipe: Any, latents: Tensor) -> Tensor:
-        return vae.decode_vae_latents(pipe.vae, latents)
+            by_text[text[: end + len(prompt)] if end >= 0 else text] = prompt
+        max_length = Z_IMAGE_MAX_SEQUENCE_LENGTH
+        truncated = text_encoding.find_truncated_prompts(pipe.tokenizer, list(by_text), max_length)
+        return [by_text[text] for text in truncated]
 
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
-        pictures = list(noisy_latents.unsqueeze(2).unbind(0))  # each (C, 1, H, W): one frame
-        predicted = denoiser(pictures, 1 - timesteps / 1000, batch.cond["embeds"], return_dict=False)[0]
-        return -torch.stack(predicted).squeeze(2)  # the model's time runs from noise to picture, and so does its speed
+        frames = list(noisy_latents.unsqueeze(2).unbind(0))  # each (C, 1, H, W)
+        predicted = denoiser(frames, 1 - timesteps / 1000, batch.cond["embeds"], return_dict=False)[0]
+        return -torch.stack(predicted).squeeze(2)  # the model's time, and so its velocity, runs from noise to image
 
-    def generate_image(
-        self,
-        pipe: Any,
-        prompt: Prompt,
-        cond: Cond,
-        negative_cond: Cond,
-        generator: torch.Generator,
-        sampler: str | None,
-    ) -> Image:
-        return run_flow_sampling_pipeline(
-            self,
-            pipe,
-            prompt,
-            generator,
-            sampler,
-            guidance_scale=self.default_guidance_scale if prompt.cfg_scale is None else prompt.cfg_scale,
+    def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
+        return dict(
+            guidance_scale=self.get_guidance_scale(prompt),
             prompt_embeds=cond["embeds"],
             negative_prompt_embeds=negative_cond["embeds"],
         )
+
+
+def _apply_chat_template(pipe: Any, prompt: str, add_generation_prompt: bool = False) -> str:
+    messages = [{"role": "user", "content": prompt}]
+    text: str = pipe.tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=add_generation_prompt, enable_thinking=True
+    )
+    return text

@@ -214,7 +214,7 @@ def test_what_a_file_in_half_precision_does_is_near_enough(precision):
     holder, content = lora_in_memory()
     assert not list(
         compare_file_with_model(
-            holder, replace(content, state=cast_tensors(content.state_dict, precision)), content.alphas
+            holder, replace(content, state_dict=cast_tensors(content.state_dict, precision)), content.alphas
         )
     )
 
@@ -238,7 +238,7 @@ def test_a_file_that_does_something_else_in_one_layer_is_caught(fault):
         case "more":
             alphas[f"{second}.more"] = 1.0
             first = f"{second}.more"
-    found = list(compare_file_with_model(holder, replace(content, state=state, alphas=alphas), content.alphas))
+    found = list(compare_file_with_model(holder, replace(content, state_dict=state, alphas=alphas), content.alphas))
     assert found and all(first in line for line in found)
 
 

@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from tiny_denoiser import tiny_denoiser
 from tiny_pipelines import TINY
 
-from library.adapters import lora
 from library.adapters.checkpoint_file import read_safetensors
 from library.adapters.formats import choose_file_format, convert_from_file_format, convert_to_file_format
 from library.adapters.key_names import ComponentKeys
 from library.adapters.state_dict import group_updates
+from library.adapters.targets import match_target_modules
 from library.cli import run_tool
 from library.config.validate_adapter import validate_save_format
 from library.errors import UserError
@@ -242,7 +242,7 @@ def test_a_model_of_a_size_of_its_own_is_found_by_its_names_and_by_what_the_file
     )
     family = FAMILIES.get("sd1")
     state, alphas = {}, {}
-    for module in lora.match_target_modules(unet, family.lora_target_modules):
+    for module in match_target_modules(unet, family.lora_target_modules):
         for end, size in sizes("lora", unet.get_submodule(module).weight.shape, 2).items():
             state[f"unet.{module}.{end}"] = torch.ones(size)
         alphas[f"unet.{module}"] = 1.0
@@ -253,7 +253,7 @@ def test_a_model_of_a_size_of_its_own_is_found_by_its_names_and_by_what_the_file
     built_in = load_components_on_meta(detect_model(None), ("unet",)).unet
     state = {
         f"unet.{name}.lora_{end}.weight": torch.ones(2, 2)
-        for name in lora.match_target_modules(built_in, family.lora_target_modules)
+        for name in match_target_modules(built_in, family.lora_target_modules)
         for end in "AB"
     }
     alphas = {key.removesuffix(".lora_A.weight"): 1.0 for key in state if "lora_A" in key}

@@ -7,6 +7,7 @@ from small_unet import CONFIG, TARGETS, call, randomise, unet
 from torch import nn
 
 from library.adapters import lora
+from library.adapters.targets import match_target_modules
 from library.config.schema import AdapterConfig
 from library.errors import ConfigError
 
@@ -97,7 +98,7 @@ def test_a_target_that_matches_nothing_is_an_error_that_names_it():
 
 def test_a_target_is_the_end_of_a_name_cut_at_a_dot():
     model = nn.ModuleDict({"to_q": nn.Linear(2, 2), "not_to_q": nn.Linear(2, 2), "norm": nn.LayerNorm(2)})
-    assert lora.match_target_modules(model, ("to_q",)) == ("to_q",)
+    assert match_target_modules(model, ("to_q",)) == ("to_q",)
 
 
 class Outer(nn.Module):

@@ -113,7 +113,7 @@ def test_noise_times_and_loss_are_told_and_those_of_flow_matching_for_models_tra
     }
     assert found.items() >= expected.items()
     assert "ss_timestep_sampling" not in found
-    flow = build_metadata(config, dataclasses.replace(MODEL, prediction="flow"), RUN, "x")
+    flow = build_metadata(config, dataclasses.replace(MODEL, prediction_type="flow"), RUN, "x")
     expected |= {
         "ss_timestep_sampling": "sigma",
         "ss_weighting_scheme": "cosmap",

@@ -44,10 +44,10 @@ def test_an_adapter_starts_as_nothing_learns_and_is_put_back(kind):
     flags = flags_of(kind)
     plain, case, other = trained("sd1"), trained("sd1", *flags), trained("sd1", *flags, "--seed", "7")
     start = lora.get_adapter_state_dict(case.model)
-    assert case.adapter.kind == {"rslora": "lora"}.get(kind, kind)
+    assert case.adapter.adapter_type == {"rslora": "lora"}.get(kind, kind)
     assert {name.split(".")[0] for name in start} == {"unet", "text_encoder"}
     assert {tensor.dtype for tensor in start.values()} == {torch.float32}
-    assert {lora.parse_module_name(name) for name in start} == set(case.adapter.sizes)
+    assert {lora.parse_module_name(name) for name in start} == set(case.adapter.rank_alphas)
     first = step(case)
     torch.testing.assert_close(first, loss_of(plain).detach(), rtol=1e-4, atol=1e-5)
     for _ in range(3):
@@ -76,9 +76,9 @@ def test_the_start_is_a_function_of_the_seed_and_leaves_the_global_generator_alo
 @pytest.mark.parametrize(("kind", "scale"), [("lora", 1 / 4), ("rslora", 1 / 2), ("loha", 1 / 4)])
 def test_alpha_over_rank_is_what_the_update_is_scaled_by(kind, scale):
     adapter = trained("sd1", *flags_of(kind)).adapter
-    narrow = [adapter.sizes[site.name] for site in adapter.sites if not site.is_wide]
+    narrow = [adapter.rank_alphas[site.name] for site in adapter.target_layers if not site.is_spatial_conv]
     assert {size.alpha / size.rank for size in narrow} == {scale}
-    wide = [adapter.sizes[site.name] for site in adapter.sites if site.is_wide]
+    wide = [adapter.rank_alphas[site.name] for site in adapter.target_layers if site.is_spatial_conv]
     assert {(size.rank, size.alpha) for size in wide} == (
         {(2, 3.0)} if kind == "lora" else {(2, 1.0)} if wide else set()
     )
@@ -86,15 +86,15 @@ def test_alpha_over_rank_is_what_the_update_is_scaled_by(kind, scale):
 
 def test_a_lokr_of_whole_matrices_is_not_scaled_as_other_programs_do_not():
     case = trained("sd1", *flags_of("lokr"))
-    for site in case.adapter.sites:
-        layer, size = case.model.get_submodule(site.name), case.adapter.sizes[site.name]
+    for site in case.adapter.target_layers:
+        layer, size = case.model.get_submodule(site.name), case.adapter.rank_alphas[site.name]
         assert layer.scaling["default"] == size.alpha / size.rank == (1 if "default" in layer.lokr_w2 else 1 / 4)
 
 
 def test_the_magnitude_of_dora_is_the_length_of_each_row():
     case = trained("sd1", *flags_of("dora"))
     state = lora.get_adapter_state_dict(case.model)
-    for site in case.adapter.sites:
+    for site in case.adapter.target_layers:
         weight = case.model.get_submodule(site.name).base_layer.weight
         torch.testing.assert_close(
             state[f"{site.name}.lora_magnitude_vector.weight"].flatten(), weight.flatten(1).norm(dim=1)
@@ -189,8 +189,8 @@ def test_a_limit_on_norms_makes_long_updates_just_as_long_and_leaves_short_ones(
             if "lora_B" in name:
                 weight.copy_(torch.randn(weight.shape, generator=draw) * (1 if "single" in name else 1e-3))
     groups = {}
-    for site in case.adapter.sites:
-        groups.setdefault(site.original, []).append(case.model.get_submodule(site.name))
+    for site in case.adapter.target_layers:
+        groups.setdefault(site.kohya_name, []).append(case.model.get_submodule(site.name))
 
     def norms():
         return {

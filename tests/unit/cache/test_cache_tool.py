@@ -121,10 +121,10 @@ def test_what_cannot_be_kept_is_refused_while_settings_are_read_naming_both_side
     assert problems(tmp_path, "--cache_latents", "--cache_text_encoder_outputs_to_disk") == []
     assert problems(tmp_path, subset="random_crop = true") == []
     assert problems(tmp_path, "--cache_latents_to_disk", subset="random_crop = true") == [
-        f"{file}:12: random_crop: pictures are cut in another place each time, and cache_latents_to_disk keeps one"
-        " way; take out random_crop or cache_latents_to_disk"
+        f"{file}:12: random_crop: cannot be used with cache_latents_to_disk, because images are cropped at random"
+        " each time; remove one of the two"
     ]
-    assert problems(tmp_path, "--cache_latents", "--random_crop")[0].startswith("--random_crop: random_crop: pictures")
+    assert problems(tmp_path, "--cache_latents", "--random_crop")[0].startswith("--random_crop: cannot be used with")
     for switch in ("--no-network_train_unet_only", "--network_train_text_encoder_only"):
         (said,) = problems(tmp_path, "--cache_text_encoder_outputs", switch)
         assert said.startswith("--cache_text_encoder_outputs: ") and switch.removeprefix("--no-").strip("-") in said

@@ -122,7 +122,7 @@ def test_all_that_cannot_be_used_is_named_in_one_report(tmp_path):
         prepare_data(settings, 8)
     start = [problem.replace(f"{tmp_path}/", "")[:46] for problem in caught.value.problems]
     assert start == [
-        "a/cut.png: is truncated: it ends before the pi",
+        "a/cut.png: is truncated: the file ends before ",
         "a/empty.txt: is empty; write a caption, or del",
         "a/latin.txt: is not UTF-8 (byte 3); save the f",
         "a/thin.png: 5000x3 pixels leave no bucket with",
@@ -135,7 +135,7 @@ def test_bad_pictures_are_skipped_and_noted_when_that_is_asked_for(tmp_path):
     (tmp_path / "a" / "bad.png").write_bytes(b"bad")
     prepared = made(tmp_path, "image_dir = 'a'\ncaption_extension = 'txt'", on_invalid_images="skip")
     assert [sample.key for sample in prepared.manifest.samples] == ["a/good.png"]
-    assert prepared.manifest.notes[-1].startswith("1 image skipped (1 no picture):\n  ")
+    assert prepared.manifest.notes[-1].startswith("1 image skipped (1 not an image):\n  ")
     assert "bad.png: is not an image" in prepared.manifest.notes[-1]
     (tmp_path / "a" / "good.png").write_bytes(b"bad")
     with pytest.raises(ConfigError, match="no images left to train on"):
@@ -274,7 +274,7 @@ def test_one_folder_by_several_ways_is_looked_at_once(tmp_path, monkeypatch):
     examined.clear()
     prepare_data(settings, 8)
     assert examined == []
-    assert len((tmp_path / "a/.cache-lorikeet/scan/pictures.json").read_text().splitlines()[1].split("],[")) == 2
+    assert len((tmp_path / "a/.cache-lorikeet/scan/images.json").read_text().splitlines()[1].split("],[")) == 2
 
 
 def test_a_picture_takes_less_than_a_kilobyte_of_memory(tmp_path):
@@ -316,12 +316,12 @@ def encoded_sizes() -> list[bytes]:
 
 def test_sizes_that_the_model_cannot_take_are_refused(tmp_path):
     save(tmp_path / "a" / "1.png")
-    with pytest.raises(ConfigError, match=r"set.toml:5: bucket_reso_steps: 32 is no multiple of 64, .* write 64"):
+    with pytest.raises(ConfigError, match=r"set.toml:5: bucket_reso_steps: 32 is not a multiple of 64, .* set 64"):
         prepare_data(config(tmp_path, "image_dir = 'a'", head="bucket_reso_steps = 32"), 64)
     text = "[[datasets]]\nresolution = [72, 64]\n[[datasets.subsets]]\nimage_dir = 'a'\n"
     (tmp_path / "set.toml").write_text(text)
     settings = DataConfig(dataset_config=str(tmp_path / "set.toml"))
-    with pytest.raises(ConfigError, match=r"toml:2: resolution: 72,64 is no multiple of 16.* write .64, 64."):
+    with pytest.raises(ConfigError, match=r"toml:2: resolution: 72,64 is not a multiple of 16.* set .64, 64."):
         prepare_data(settings, 16)
     assert prepare_data(settings, 8).resolution == (72, 64)
 
@@ -334,8 +334,8 @@ def test_check_tells_all_of_the_file_without_torch_or_pillow(tmp_path):
     found = [line.replace(f"{tmp_path}/", "").partition(";")[0] for line in validate_dataset_config(settings)]
     assert found == [
         "set.toml:5: batch_size: expected a whole number, got the text 'x'",
-        "set.toml:10: image_dir: 'b' is not there (also looked beside set.toml)",
-        "set.toml:8: face_crop_aug_range: not yet: cutting around faces",
+        "set.toml:10: image_dir: 'b' not found (also searched next to set.toml)",
+        "set.toml:8: face_crop_aug_range: not supported yet: cropping around faces",
     ]
     assert (
         validate_dataset_config(DataConfig())

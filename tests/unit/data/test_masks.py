@@ -19,7 +19,7 @@ from library.data.buckets import BucketAssignment
 from library.data.images import load_resized_mask, resize_mask
 from library.data.loader import LoadedImage, MicroBatchDataset
 from library.data.prepare import PreparedData, prepare_data
-from library.dataset import image_inspection, mask_checks, scan
+from library.dataset import image_inspection, masks, scan
 from library.dataset.image_ref import ImageRef
 from library.dataset.masks import Mask, load_image_and_mask, match_masks
 from library.dataset.validate import validate_dataset_config
@@ -191,7 +191,7 @@ def test_pictures_without_a_mask_count_in_full_beside_those_with_one(tmp_path):
             masked += name == "p/1.png"
     assert masked >= 5
     assert any(
-        "p: alpha_mask: 2 of 3 pictures have no transparent parts and are trained whole: 2.png, 3.png" in note
+        "p: alpha_mask: 2 of 3 images without transparent parts, so that the whole image is trained: 2.png, 3." in note
         for note in prepared.manifest.notes
     )
 
@@ -251,7 +251,7 @@ def test_masks_are_matched_by_name_whatever_the_ending_the_folder_and_the_spelli
         "b.png": "b.png",
     }
     assert {picture.name: why for picture, why in matched.missing.items()} == {
-        "none.png": f"has no mask; there is no none.png, or with another ending, in {m}",
+        "none.png": f"has no mask: no none.png, or with another image extension, in {m}",
         "two.webp": f"has several masks in {m}: two.jpg, two.png; keep one of them",
     }
     assert matched.unmatched == [m / "stray.png"]
@@ -277,26 +277,26 @@ def test_every_mask_that_cannot_be_used_is_named_in_one_report(zoo):
         prepare_data(config(zoo, dataset(FOLDER), masked_loss=True), 8)
     found = [problem.replace(f"{zoo}/", "") for problem in caught.value.problems]
     assert found[:3] + found[4:] == [
-        "p/black.png: its mask m/black.png is black everywhere, so that nothing of the picture would be trained",
+        "p/black.png: its mask m/black.png is black everywhere, so that nothing of the image would be trained",
         found[1],
-        "p/clear.png: its mask m/clear.png has transparent parts; the brightness of a mask counts: save it without"
+        "p/clear.png: its mask m/clear.png has transparent parts, but its brightness is the mask; save it without"
         " transparency",
-        "p/shape.png: its mask m/shape.png is 80x80 pixels, and the picture 120x80",
-        "p/turned.png: its mask m/turned.png is 80x120 pixels, and the picture 120x80; it is turned, as when it was"
-        " made without regard to the picture's EXIF orientation",
-        "m: 1 masks have no picture of their name in p: stray.png; remove them, or leave them be with --on_invalid_images"
-        " skip",
+        "p/shape.png: its mask m/shape.png is 80x80 pixels, the image 120x80",
+        "p/turned.png: its mask m/turned.png is 80x120 pixels, the image 120x80; it is rotated, as if made"
+        " without applying the EXIF orientation of the image",
+        "m: 1 mask without an image of the same name in p: stray.png; remove them, or ignore them with"
+        " --on_invalid_images skip",
         "6 of 7 images cannot be used; fix or remove them, or skip them with --on_invalid_images skip",
     ]
     assert found[1].startswith("p/broken.png: its mask m/broken.png is truncated: ")
-    assert found[3] == "p/missing.png: has no mask; there is no missing.png, or with another ending, in m"
+    assert found[3] == "p/missing.png: has no mask: no missing.png, or with another image extension, in m"
 
 
 def test_pictures_without_a_good_mask_are_skipped_and_noted_when_that_is_asked_for(zoo):
     prepared = prepare_data(config(zoo, dataset(FOLDER), masked_loss=True, on_invalid_images="skip"), 8)
     assert [sample.key for sample in prepared.manifest.samples] == ["p/good.png"]
     notes = "\n".join(prepared.manifest.notes)
-    assert "6 images skipped (6 mask)" in notes and "1 masks have no picture of their name" in notes
+    assert "6 images skipped (6 mask)" in notes and "1 mask without an image of the same name" in notes
 
 
 def test_a_run_that_asks_for_masks_does_not_go_on_without_any(zoo):
@@ -305,7 +305,7 @@ def test_a_run_that_asks_for_masks_does_not_go_on_without_any(zoo):
     settings = config(zoo, dataset(FOLDER), dataset("image_dir = 'q'"), masked_loss=True, on_invalid_images="skip")
     with pytest.raises(ConfigError) as caught:
         prepare_data(settings, 8)
-    said = f"{zoo}/set.toml:9: conditioning_data_dir: no picture that has a mask can be used"
+    said = f"{zoo}/set.toml:9: conditioning_data_dir: none of the usable images has a mask"
     assert caught.value.problems[-1] == said and len(caught.value.problems) == 8
 
 
@@ -321,9 +321,7 @@ def test_pictures_in_a_tar_bring_their_masks_along_too(tmp_path):
     (batch,) = [batch for batch in batches(prepared, epochs=1) if batch.mask is not None]
     assert (batch.mask[0, 0].numpy() == np.asarray(rgba)[..., 3]).all()
     assert (batch.pixels[0].permute(1, 2, 0).numpy() == np.asarray(rgba)[..., :3]).all()
-    assert any(
-        "s.tar: alpha_mask: 1 of 2 pictures have no transparent parts" in note for note in prepared.manifest.notes
-    )
+    assert any("s.tar: alpha_mask: 1 of 2 images without transparent parts" in note for note in prepared.manifest.notes)
 
 
 def test_a_mask_in_colour_is_read_by_its_red_channel_and_this_is_said(tmp_path):
@@ -335,7 +333,7 @@ def test_a_mask_in_colour_is_read_by_its_red_channel_and_this_is_said(tmp_path):
     prepared = prepare_data(config(tmp_path, dataset(FOLDER), masked_loss=True), 8)
     (batch,) = batches(prepared, epochs=1)
     assert (batch.mask[..., :32] == 255).all() and (batch.mask[..., 32:] == 0).all()
-    assert "m: 1 masks are in colour, of which the red channel is used, as in sd-scripts: 1.png" in "\n".join(
+    assert "m: 1 mask in color, of which only the red channel is used, as in sd-scripts: 1.png" in "\n".join(
         prepared.manifest.notes
     )
 
@@ -344,7 +342,7 @@ def test_a_grey_mask_of_jpeg_is_not_taken_for_a_coloured_one(tmp_path):
     save(tmp_path / "p" / "1.png", noise(64, 64))
     save(tmp_path / "m" / "1.jpg", noise(64, 64, 1).repeat(3, axis=2), quality=60)
     prepared = prepare_data(config(tmp_path, dataset(FOLDER), masked_loss=True), 8)
-    assert not any("in colour" in note for note in prepared.manifest.notes)
+    assert not any("in color" in note for note in prepared.manifest.notes)
 
 
 @pytest.mark.parametrize(
@@ -365,15 +363,15 @@ def test_a_mask_of_which_nobody_knows_whether_exif_was_heeded_is_noted(tmp_path,
         stored = size[::-1] if orientation == 6 else size
         save(tmp_path / folder / "1.png", noise(*stored), exif=exif)
     notes = prepare_data(config(tmp_path, dataset(FOLDER), masked_loss=True), 8).manifest.notes
-    said = "m: 1 masks belong to pictures that EXIF turns, and say nothing of it themselves; they are taken as upright"
-    assert any(said in note for note in notes) == is_doubtful
+    expected = "m: 1 mask without an EXIF orientation for images that have one, assumed to be upright already"
+    assert any(expected in note for note in notes) == is_doubtful
 
 
 def test_pictures_whose_alpha_is_no_mask_are_named(tmp_path):
     (tmp_path / "p").mkdir()
     Image.new("RGBA", (64, 64), (9, 9, 9, 255)).save(tmp_path / "p" / "opaque.png")
     settings = config(tmp_path, dataset("image_dir = 'p'\nalpha_mask = true"))
-    with pytest.raises(ConfigError, match=r"set\.toml:9: alpha_mask: no picture has transparent parts, so that"):
+    with pytest.raises(ConfigError, match=r"set\.toml:9: alpha_mask: no image has transparent parts; remove"):
         prepare_data(settings, 8)
     Image.new("RGBA", (64, 64), (9, 9, 9, 0)).save(tmp_path / "p" / "clear.png")
     with pytest.raises(ConfigError, match=r"clear\.png: is transparent everywhere, so that nothing of it would be"):
@@ -403,19 +401,23 @@ def test_the_fingerprint_follows_masks(tmp_path):
         (
             FOLDER,
             {},
-            "set.toml:9: conditioning_data_dir: masks in a folder are used with --masked_loss; set it for the",
+            "set.toml:9: conditioning_data_dir: a folder of masks needs --masked_loss; set it for the",
         ),
         ("image_dir = 'p'", {"masked_loss": True}, "--masked_loss: no subset has masks; set conditioning_data_dir or"),
         ("image_dir = 'p'", {"masked_loss_normalize": True}, "--masked_loss_normalize: no subset has masks; set"),
-        (FOLDER.replace("'m'", "'./p'"), {"masked_loss": True}, "set.toml:9: conditioning_data_dir: is the folder of"),
+        (
+            FOLDER.replace("'m'", "'./p'"),
+            {"masked_loss": True},
+            "set.toml:9: conditioning_data_dir: is the same",
+        ),
         (
             FOLDER.replace("'m'", "'p/m'") + "\nrecursive = true",
             {"masked_loss": True},
-            "set.toml:9: conditioning_data_dir: lies below image_dir, where recursive takes masks for pictures",
+            "set.toml:9: conditioning_data_dir: is inside image_dir, so that recursive lists the masks as images",
         ),
-        (FOLDER.replace("'m'", "'q'"), {"masked_loss": True}, "set.toml:9: conditioning_data_dir: 'q' is not there"),
-        (FOLDER, {"masked_loss": True, "alpha_mask": True}, "--alpha_mask: every subset has its masks in"),
-        (FOLDER + "\nalpha_mask = true", {"masked_loss": True}, "set.toml:10: alpha_mask: has no meaning beside"),
+        (FOLDER.replace("'m'", "'q'"), {"masked_loss": True}, "set.toml:9: conditioning_data_dir: 'q' not found"),
+        (FOLDER, {"masked_loss": True, "alpha_mask": True}, "--alpha_mask: all subsets have their masks in"),
+        (FOLDER + "\nalpha_mask = true", {"masked_loss": True}, "set.toml:10: alpha_mask: not supported with"),
     ],
 )
 def test_settings_of_masks_that_do_nothing_are_refused_before_any_picture_is_read(tmp_path, subset, options, expected):
@@ -492,8 +494,8 @@ def test_what_was_found_out_about_masks_is_kept_and_followed_when_they_change(tm
     settings = config(tmp_path, dataset(FOLDER), dataset("image_dir = 'alpha'\nalpha_mask = true"), masked_loss=True)
     looked: list[str] = []
     for module, name in (
-        (mask_checks, "inspect_mask"),
-        (mask_checks, "inspect_alpha_mask"),
+        (masks, "inspect_mask"),
+        (masks, "inspect_alpha_mask"),
         (image_inspection, "inspect_bytes"),
     ):
         real = getattr(module, name)
@@ -510,6 +512,6 @@ def test_what_was_found_out_about_masks_is_kept_and_followed_when_they_change(tm
     save(tmp_path / "m" / "1.png", noise(80, 70, 1, seed=9))
     third, work = again()
     assert work == {"inspect_mask": 1, "inspect_bytes": 1}
-    masks = [[sample.mask.content_hash for sample in ready.manifest.samples] for ready in (second, third)]
-    assert [one == other for one, other in zip(*masks, strict=True)] == [True, False, True, True, True]
+    hashes = [[sample.mask.content_hash for sample in ready.manifest.samples] for ready in (second, third)]
+    assert [one == other for one, other in zip(*hashes, strict=True)] == [True, False, True, True, True]
     assert not any("trained as white" in note for note in third.manifest.notes)

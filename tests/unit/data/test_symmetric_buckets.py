@@ -251,11 +251,11 @@ GOOD = "[[datasets]]\nresolution = 512\n[[datasets.subsets]]\nimage_dir = 'a'\n"
         ("bucket_max_crop = 0.5", {}, ["set.toml:2: bucket_max_crop: needs bucket_mode symmetric"]),
         ("bucket_min_images = 3\nenable_bucket = true", {}, ["set.toml:2: bucket_min_images: needs bucket_mode"]),
         ("enable_bucket = true", {"bucket_max_crop": 0.1}, ["--bucket_max_crop (for set.toml:3): needs bucket_mode"]),
-        ("bucket_mode = 'symmetric'", {}, ["set.toml:2: bucket_mode: there are no buckets; set enable_bucket = true"]),
+        ("bucket_mode = 'symmetric'", {}, ["set.toml:2: bucket_mode: needs buckets; set enable_bucket = true"]),
         (
             "bucket_mode = 'symmetric'\nbucket_no_upscale = true\nenable_bucket = true",
             {},
-            ["set.toml:2: bucket_mode: all buckets have one area"],
+            ["set.toml:2: bucket_mode: symmetric buckets all have the same area"],
         ),
         ("bucket_mode = 'square'", {}, ["set.toml:2: bucket_mode: the text 'square' is not one of kohya, symmetric"]),
         ("bucket_max_crop = 1.5", {}, ["set.toml:2: bucket_max_crop: 1.5 is too large; at most 1"]),

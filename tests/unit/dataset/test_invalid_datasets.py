@@ -17,7 +17,7 @@ from PIL import Image, features
 
 from library.config.schema_data import DataConfig
 from library.data.prepare import PreparedData, prepare_data
-from library.dataset.image_formats import is_truncated
+from library.dataset.image_inspection import is_truncated
 from library.dataset.validate import validate_dataset_config
 from library.errors import ConfigError
 
@@ -122,14 +122,17 @@ FILES = [
     Bad("pointer.png", put(b"version https://git-lfs.github.com/spec/v1\noid"), "git-lfs pointer", "git lfs pull"),
     Bad("bomb.png", put(png(60_000, 60_000)), "is too large: 3,600,000,000 pixels", "make it smaller"),
     Bad("firework.png", put(png(15_000, 12_000)), "is too large: 180,000,000 pixels", "make it smaller"),
-    Bad("novel.png", put(png(80, 70, chunk(b"zTXt", b"k\0\0" + LONG), rows=ROWS)), "more text", "without metadata"),
+    Bad("novel.png", put(png(80, 70, chunk(b"zTXt", b"k\0\0" + LONG), rows=ROWS)), "more metadata", "without metadata"),
     Bad(
-        "story.png", put(png(80, 70, chunk(b"iTXt", b"k\0\1\0\0\0" + LONG), rows=ROWS)), "more text", "without metadata"
+        "story.png",
+        put(png(80, 70, chunk(b"iTXt", b"k\0\1\0\0\0" + LONG), rows=ROWS)),
+        "more metadata",
+        "without metadata",
     ),
     Bad(
         "profile.png",
         put(png(80, 70, chunk(b"iCCP", b"k\0\0" + LONG), rows=ROWS)),
-        "colour profile",
+        "color profile",
         "without metadata",
     ),
     Bad("huge.png", sparse, "is too large: 1.0 GiB", "make it smaller"),
@@ -246,7 +249,7 @@ def test_without_the_bad_ones_the_good_ones_remain(zoo, report):
     told = left.manifest.notes[-1].splitlines()
     assert [line.strip() for line in told[1:]] == report.splitlines()[:-1]
     assert told[0].startswith(f"{len(told) - 1} images skipped (1")
-    assert "19 no picture, 9 caption, 8 truncated, " in told[0]
+    assert "19 not an image, 9 caption, 8 truncated, " in told[0]
 
 
 @pytest.mark.parametrize("kind", ["WEBP", "JPEG2000"])
@@ -292,31 +295,31 @@ enable_buckets = true                              # unknown key; did you mean e
 shuffle_caption = 1                                # expected true or false, got 1
 image_dir = "nowhere"                              # belongs in [[datasets.subsets]], not in [general]
 prior_loss_weight = 0.5                            # set it for the run: --prior_loss_weight
-skip_corrupted_cache = true                        # not yet: this key of musubi-tuner
+skip_corrupted_cache = true                        # not supported yet: this key of musubi-tuner
 keep_tokens = -1                                   # -1 is too small; at least 0
-[[datasets]]                                       # subsets of different kinds in one dataset
+[[datasets]]                                       # subsets of different types in one dataset
 resolution = [512, 512, 512]                       # expected
 batch_size = "2"                                   # write 2 without quotes
 train_batch_size = 2                               # in dataset files it is called batch_size
 min_bucket_reso = 0                                # 0 is too small; at least 1
 bucket_mode = "square"                             # is not one of kohya, symmetric
 enable_bucket = "true"                             # write true without quotes
-network_multiplier = 2                             # not yet: other values than 1
+network_multiplier = 2                             # not supported yet: values other than 1
 validation_split = 1.5                             # 1.5 is too large; at most 1
   [[datasets.subsets]]
-  image_dir = "zoo/nothing"                        # 'zoo/nothing' is not there
+  image_dir = "zoo/nothing"                        # 'zoo/nothing' not found
   caption_dropout_rate = 2                         # 2.0 is too large; at most 1
-  caption_separator = ""                           # is empty; the usual one is ','
+  caption_separator = ""                           # must not be empty; the default is ','
   num_repeat = 10                                  # unknown key; did you mean num_repeats?
   resize_interpolation = "cubic spline"            # is not one of
-  [[datasets.subsets]]                             # image_dir: missing; name the folder of pictures
+  [[datasets.subsets]]                             # image_dir: missing; set the folder of images
   num_repeats = 0                                  # 0 is too small; at least 1
   [[datasets.subsets]]
-  metadata_file = "zoo/none.json"                  # 'zoo/none.json' is not there
-  class_tokens = "x"                               # has no meaning beside metadata_file
+  metadata_file = "zoo/none.json"                  # 'zoo/none.json' not found
+  class_tokens = "x"                               # not supported with metadata_file
 [[datasets]]                                       # no [[datasets.subsets]]; add one
 resolution = 512
-[[datasets]]                                       # all subsets are regularisation pictures (is_reg); add
+[[datasets]]                                       # all subsets are regularization images (is_reg); add
 resolution = 512
 enable_bucket = true
 min_bucket_reso = 1024                             # is above
@@ -325,12 +328,12 @@ bucket_max_crop = 0.5                              # needs bucket_mode symmetric
   image_dir = "zoo"
   is_reg = true
   [[datasets.subsets]]
-  image_dir = "./zoo"                              # stands in
+  image_dir = "./zoo"                              # is already set in
   is_reg = true
 [[datasets]]                                       # resolution: missing
 [[datasets.subsets]]
 image_dir = "zoo"
-[model]                                            # unknown; there are [general] and [[datasets]]
+[model]                                            # unknown table; expected [general] or [[datasets]]
 """
 """A comment is what has to be said of its line."""
 
@@ -405,11 +408,11 @@ def test_what_is_odd_and_usable_is_noted(oddities):
         "1 caption file shared by images whose names differ only in the extension: same.jpg and same.png",
         "dataset 1: 1 image identical to another image: a/twin_2.png = a/twin_1.png",
         "1 image with transparent parts, which are trained as white: a/glass.png",
-        "1 image in CMYK, turned into RGB without their colour profile; convert them yourself for exact colours:"
+        "1 image in CMYK, converted to RGB without their color profile; convert them yourself for exact colors:"
         " a/print.jpg",
-        "2 images with 16 bits a channel, of which 8 are used: a/deep.png, a/deep_colours.png",
-        "1 image with a palette of colours, turned into RGB: a/few.png",
-        "1 image with several frames, of which the first is used: a/moving.png",
+        "2 images with 16 bits per channel, of which 8 are used: a/deep.png, a/deep_colours.png",
+        "1 image with a color palette, converted to RGB: a/few.png",
+        "1 image with several frames, of which only the first is used: a/moving.png",
         "1 small image upscaled 2 times or more, and blurred by that: a/tiny.png (20x18, 3.55 times)",
         "dataset 1: cropping takes a third or more of 1 image; crop them yourself: a/narrow.png (900x70, 69%)",
     ]

@@ -172,14 +172,14 @@ def test_a_parquet_row_is_reported_by_its_number(tmp_path):
         (
             {"metadata.jsonl": "", "metadata.csv": ""},
             "",
-            "image_dir: several metadata tables in a: metadata.csv, metadata.jsonl; keep one of them, or set metadata_file"
-            " = 'FILE'",
+            "image_dir: several metadata tables in a: metadata.csv, metadata.jsonl; keep one of them, or set"
+            " metadata_file = 'FILE'",
         ),
         (
             {"metadata.jsonl": encode_table(ROWS, ".jsonl")},
             "caption_column = 'txet'",
-            "image_dir: a/metadata.jsonl: no column 'txet' (set by caption_column); columns are file_name, text; did you"
-            " mean text?",
+            "image_dir: a/metadata.jsonl: no column 'txet' (set by caption_column); columns are file_name, text;"
+            " did you mean text?",
         ),
         ({}, "caption_column = 'text'", "caption_column: no effect: no metadata table in a"),
         ({}, "image_column = 'x'", "image_column: no effect: no metadata table in a"),

@@ -136,7 +136,7 @@ def test_facts_of_another_shape_are_ignored(folder, work, monkeypatch):
 def test_a_damaged_cache_is_reported_and_replaced(folder, work, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("library"), "propagate", True)
     count_work(work, folder)
-    path = folder / ".cache-lorikeet" / "scan" / "pictures.json"
+    path = folder / ".cache-lorikeet" / "scan" / "images.json"
     whole = path.read_bytes()
     for at in range(0, len(whole), 97):
         broken = [whole[:at], whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]][at % 2]
@@ -156,7 +156,7 @@ def test_entries_of_files_that_are_not_requested_are_kept(folder, work):
     run_scan(folder, some)
     (folder / "9.bmp").unlink()
     assert count_work(work, folder) == (0, 0)
-    assert "9.bmp" not in (folder / ".cache-lorikeet" / "scan" / "pictures.json").read_text()
+    assert "9.bmp" not in (folder / ".cache-lorikeet" / "scan" / "images.json").read_text()
 
 
 def test_cache_dir_holds_the_caches_of_all_folders(folder, tmp_path, work):
@@ -269,12 +269,12 @@ def test_several_processes_may_scan_one_folder(folder, work):
         pool.starmap(scan_repeatedly, [(str(folder), 20)] * 2)
     count_work(work, folder)
     assert count_work(work, folder) == (0, 0)
-    assert [path.name for path in (folder / ".cache-lorikeet" / "scan").iterdir()] == ["pictures.json"]
+    assert [path.name for path in (folder / ".cache-lorikeet" / "scan").iterdir()] == ["images.json"]
 
 
 def test_a_killed_writer_leaves_the_old_or_the_new_cache(folder, work, monkeypatch):
     count_work(work, folder)
-    store = folder / ".cache-lorikeet" / "scan" / "pictures.json"
+    store = folder / ".cache-lorikeet" / "scan" / "images.json"
     before = store.read_bytes()
     write_image(folder / "3.bmp", 77)
     for step in ("fsync", "replace"):
@@ -319,7 +319,7 @@ def test_a_file_name_that_is_not_utf8_is_cached(folder, work):
     except OSError:
         pytest.skip("this file system knows only names in UTF-8")
     assert count_work(work, folder) == (11, 11) and count_work(work, folder) == (0, 0)
-    stored = (folder / ".cache-lorikeet" / "scan" / "pictures.json").read_bytes().split(b"\n", 1)[1]
+    stored = (folder / ".cache-lorikeet" / "scan" / "images.json").read_bytes().split(b"\n", 1)[1]
     assert odd.rpartition("/")[2] in [row[0] for row in json.loads(stored)]
 
 

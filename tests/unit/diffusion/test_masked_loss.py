@@ -84,7 +84,7 @@ def test_the_losses_of_the_parts_of_a_picture_add_up_to_that_of_the_whole():
     assert torch.allclose(one + other, whole, rtol=1e-5) and (one > 0).all() and (other > one).all()
     assert torch.equal(train(batch(torch.full_like(left, 255)), 3), whole)
     assert torch.equal(train(batch(torch.zeros_like(left)), 3), torch.zeros(2))
-    assert torch.allclose(task(masks_by_area=True)(batch(left), 3), one * 4, rtol=1e-5)
+    assert torch.allclose(task(normalize_masked_loss=True)(batch(left), 3), one * 4, rtol=1e-5)
     assert torch.allclose(train(batch(torch.full_like(left, 51)), 3), whole * 0.2, rtol=1e-5)
 
 
@@ -92,5 +92,5 @@ def test_the_losses_of_the_parts_of_a_picture_add_up_to_that_of_the_whole():
 def test_a_picture_of_weight_zero_stays_so_whatever_its_mask():
     half = torch.zeros(2, 1, 64, 96, dtype=torch.uint8)
     half[..., 32:, :] = 255
-    losses = task(masks_by_area=True)(replace(batch(half), weight=torch.tensor([0.0, 1.0])), 3)
+    losses = task(normalize_masked_loss=True)(replace(batch(half), loss_weights=torch.tensor([0.0, 1.0])), 3)
     assert losses[0] == 0 < losses[1]

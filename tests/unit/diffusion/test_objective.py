@@ -16,7 +16,7 @@ from library.config.schema import RunConfig
 from library.config.schema_objective import LossConfig, NoiseConfig
 from library.diffusion.objective import Objective
 from library.diffusion.process import EpsilonProcess, FixedShift, FlowMatchingProcess, VPredictionProcess
-from library.errors import ConfigError
+from library.errors import ConfigError, UserError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
 from library.models.families.sd1 import StableDiffusion1
@@ -181,8 +181,7 @@ def test_training_and_every_sampler_follow_the_options(kind, caplog):
     with caplog.at_level(logging.WARNING):
         scheduler = override_scheduler(kind(**SD1), noise)
     assert [record.getMessage() for record in caplog.records if record.name.startswith("library")] == [
-        "the model's scheduler file says prediction_type epsilon; v_parameterization asks for v_prediction and is "
-        "followed"
+        "v_parameterization overrides prediction_type epsilon of the scheduler config: v_prediction"
     ]
     assert type(scheduler) is kind
     process = StableDiffusion1().build_noise_process(SimpleNamespace(scheduler=scheduler))
@@ -192,7 +191,7 @@ def test_training_and_every_sampler_follow_the_options(kind, caplog):
     assert process.snr(torch.tensor([999.0])) == 0
     for name in SAMPLERS:
         if name in ("heun", "pndm"):
-            with pytest.raises(ConfigError, match=name):
+            with pytest.raises(UserError, match=name):
                 build_scheduler(name, scheduler)
             continue
         artist = build_scheduler(name, scheduler)

@@ -20,7 +20,7 @@ from library.diffusion.process import (
     build_discrete_process,
     build_timestep_shift,
 )
-from library.errors import ConfigError
+from library.errors import UserError
 from library.models.families.sd1 import StableDiffusion1
 
 SD1 = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
@@ -120,7 +120,7 @@ def test_the_ratio_of_signal_to_noise_is_diffusers_own():
 @pytest.mark.parametrize("change", [{"prediction_type": "sample"}, {"num_train_timesteps": 50}])
 def test_a_process_that_is_not_known_is_refused_by_name(change):
     ((name, value),) = change.items()
-    with pytest.raises(ConfigError, match=f"{name} '?{value}"):
+    with pytest.raises(UserError, match=f"{name} '?{value}"):
         process_of(**change)
 
 

@@ -14,14 +14,15 @@ from launcher_cases import TRAIN, check, use_environment, write_accelerate_confi
 from rank_processes import free_port
 
 from library.config import RunConfig, parse_config
+from library.config.options import flatten_config
 from library.distributed.devices import Machine
 from library.distributed.launch_command import find_launch_command, format_multi_process_command, parse_launch_command
 from library.distributed.launcher_settings import (
     SettingSource,
     read_accelerate_config,
     resolve_settings,
-    validate_launch_command,
 )
+from library.distributed.preflight import validate_distributed
 from library.distributed.world import World
 from library.errors import ConfigError
 
@@ -353,19 +354,19 @@ def test_a_value_of_the_run_file_is_named_with_its_line(home):
         (
             "accelerate launch t.py --gradient_accumulation_steps 2",
             {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"},
-            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS says 4",
+            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS is 4",
         ),
         ("accelerate launch --gradient_accumulation_steps 4 t.py", {}, "only passed to DeepSpeed, training uses 1"),
         ("accelerate launch --use_fsdp --num_processes 2 t.py", {}, "use fsdp_version 2"),
         (
             "accelerate launch --use_deepspeed --num_processes 2 --zero_stage 2 t.py --deepspeed --zero_stage 3",
             {},
-            "--zero_stage says 3; accelerate's zero_stage says 2",
+            "--zero_stage is 3; accelerate's zero_stage is 2",
         ),
         (
             "python train_lora.py",
             {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "0"},
-            "zero_stage 0: divides nothing",
+            "zero_stage 0: shards nothing",
         ),
         ("accelerate launch --multi_gpu --cpu t.py", {}, "You can only use one of `--cpu`, `--multi_gpu`"),
         ("torchrun --nproc_per_node gpu t.py", {}, "torchrun: Cuda is not available"),
@@ -457,7 +458,7 @@ def test_torchrun_and_plain_python_read_no_config_file(home, monkeypatch):
 def test_the_command_that_works_is_on_the_device_that_was_asked_for(flags, starts):
     command = parse_launch_command(f"accelerate launch {flags} t.py".split(), {})
     world = World(machine=Machine("cuda", 4), device_type="cuda", launch_command=command)
-    (problem,) = validate_launch_command(RunConfig(), world)
+    (problem,) = validate_distributed(RunConfig(), world)
 
     assert problem.splitlines()[1] == f"  {starts} launch --multi_gpu --num_processes 2 t.py"
 
@@ -483,7 +484,9 @@ def test_on_a_machine_with_several_numa_nodes_processes_are_bound_by_default():
     machine = Machine("cuda", device_count=4, physical_cores=16, usable_cpus=32, numa_nodes=2)
     world = World(world_size=4, local_rank=0, local_world_size=4, device_type="cuda", machine=machine)
     command = parse_launch_command("accelerate launch t.py".split(), {})
-    settings = {s.name: s for s in resolve_settings(RunConfig(), {}, replace(world, launch=command), {})}
+    settings = {
+        s.name: s for s in resolve_settings(flatten_config(RunConfig()), {}, replace(world, launch_command=command), {})
+    }
 
     assert [settings[name].value for name in ("num_processes", "device", "enable_cpu_affinity")] == [
         "4",
@@ -507,7 +510,9 @@ def test_the_value_is_what_an_accelerator_would_have(flag, file, code, home, mon
     settings, _ = check(shlex.join([*f"accelerate launch {flags}".split(), "t.py", *arguments]))
     _, exported, _ = run_accelerate([*flags.split(), "t.py"], monkeypatch)
     config = parse_config(arguments).config
-    asked = build_accelerator_kwargs(config, World.from_environment(exported))["mixed_precision"]
+    asked = build_accelerator_kwargs(config.distributed, config.log, 1, World.from_environment(exported))[
+        "mixed_precision"
+    ]
 
     # for None, AcceleratorState takes the variable that accelerate launch has set
     expected = exported["ACCELERATE_MIXED_PRECISION"] if asked is None else asked

@@ -247,9 +247,10 @@ def test_a_hub_id_without_network_is_one_clear_line():
 
 def test_looking_at_a_folder_loads_neither_torch_nor_diffusers(tmp_path):
     script = (
-        "import sys; from library.models.detect import detect; from library.models.families import FAMILIES;"
-        f"detect({model(tmp_path / 'a')!r}); detect(None); FAMILIES.names(); detect('random:sdxl:tiny');"
-        f"detect({header_only(tmp_path / 'model.safetensors', XL)!r});"
+        "import sys; from library.models.detect import detect_model; from library.models.families import FAMILIES;"
+        f"detect_model({model(tmp_path / 'a')!r}); detect_model(None); "
+        "FAMILIES.list_names(); detect_model('random:sdxl:tiny');"
+        f"detect_model({header_only(tmp_path / 'model.safetensors', XL)!r});"
         "print({'torch', 'diffusers', 'transformers', 'huggingface_hub'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

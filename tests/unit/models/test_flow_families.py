@@ -8,7 +8,7 @@ from tiny_pipelines import HEIGHT, TINY, WIDTH
 
 from library.config.schema import ModelConfig
 from library.data.prompts import Prompt
-from library.errors import ConfigError
+from library.errors import ConfigError, UserError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
 from library.models.model_configs import load_bundled_config
@@ -26,7 +26,7 @@ def parts(name, options=None):
 def drawn(family, pipe, **options):
     prompt = Prompt("a red circle", "blue", width=WIDTH, height=HEIGHT, **options)
     cond, negative = (family.encode_prompts(pipe, [text]) for text in (prompt.text, prompt.negative_prompt))
-    return family.draw(pipe, prompt, cond, negative, torch.Generator().manual_seed(1), None)
+    return family.generate_image(pipe, prompt, cond, negative, torch.Generator().manual_seed(1), None)
 
 
 @torch.no_grad()
@@ -41,7 +41,7 @@ def test_flux_is_trained_with_the_guidance_that_is_asked_for_and_with_1_if_none_
 def test_flux_dev_draws_with_guidance_and_schnell_in_four_steps():
     for name, options, guidance, steps in (
         ("flux", {}, 3.5, 20),
-        ("flux", {"guidance": 2.0, "steps": 3}, 2.0, 3),
+        ("flux", {"embedded_guidance": 2.0, "num_inference_steps": 3}, 2.0, 3),
         ("flux_schnell", {}, None, 4),
     ):
         family, tiny = parts(name)
@@ -56,7 +56,7 @@ def test_a_negative_prompt_costs_a_second_look_only_where_it_is_asked_for():
     for name, scale, looks in (("flux", None, 1), ("flux", 2.0, 2), ("qwen_image", None, 2), ("qwen_image", 1.0, 1)):
         family, tiny = parts(name)
         record = Recorder(tiny.pipe.transformer)
-        drawn(family, tiny.pipe, steps=2, scale=scale)
+        drawn(family, tiny.pipe, num_inference_steps=2, cfg_scale=scale)
         assert len(record.calls) == 2 * looks
 
 
@@ -65,7 +65,7 @@ def test_a_preview_moves_its_times_as_the_model_does_or_as_the_prompt_says(name)
     family, tiny = parts(name)
     record = Recorder(tiny.pipe.transformer)
     key = "t" if name == "z_image" else "timestep"
-    unguided = {"steps": 4, "scale": tiny.unguided}
+    unguided = {"num_inference_steps": 4, "cfg_scale": tiny.unguided}
     drawn(family, tiny.pipe, **unguided)
     own = [call[key][0].item() for call in record.calls]
     call = {**tiny.texts, tiny.scale: tiny.unguided, "num_inference_steps": 4}
@@ -88,7 +88,7 @@ def test_a_preview_moves_its_times_as_the_model_does_or_as_the_prompt_says(name)
 def test_a_sampler_that_is_not_for_flow_matching_is_refused():
     family, tiny = parts("flux")
     cond = family.encode_prompts(tiny.pipe, ["a"])
-    with pytest.raises(ConfigError, match="sampler ddim: flow-matching models draw with euler"):
+    with pytest.raises(UserError, match="sampler ddim: flow-matching models are sampled with euler"):
         family.generate_image(tiny.pipe, Prompt("a"), cond, cond, torch.Generator(), "ddim")
 
 

@@ -40,16 +40,16 @@ def test_only_the_named_parts_are_loaded_and_others_can_come_later(plain, tmp_pa
     tiny.pipe.save_pretrained(tmp_path)
     for source in (str(tmp_path), tiny.source):
         whole = family.load(source, torch.float32)
-        pipe = family.load(source, torch.float32, family.text_parts)
-        assert present(family, pipe) == set(family.text_parts)
-        encoder, scheduler = getattr(pipe, family.text_parts[0]), pipe.scheduler
-        assert family.load(source, torch.float32, ("vae",), into=pipe) is pipe
-        assert present(family, pipe) == {*family.text_parts, "vae"}
-        assert getattr(pipe, family.text_parts[0]) is encoder and pipe.scheduler is scheduler
-        for part in family.text_parts:
+        pipe = family.load(source, torch.float32, family.text_components)
+        assert present(family, pipe) == set(family.text_components)
+        encoder, scheduler = getattr(pipe, family.text_components[0]), pipe.scheduler
+        assert family.load(source, torch.float32, ("vae",), pipe=pipe) is pipe
+        assert present(family, pipe) == {*family.text_components, "vae"}
+        assert getattr(pipe, family.text_components[0]) is encoder and pipe.scheduler is scheduler
+        for part in family.text_components:
             setattr(pipe, part, None)
-        family.load(source, torch.float32, (family.denoiser,), into=pipe)
-        assert present(family, pipe) == {"vae", family.denoiser}
+        family.load(source, torch.float32, (family.denoiser_name,), pipe=pipe)
+        assert present(family, pipe) == {"vae", family.denoiser_name}
         assert pipe.vae_scale_factor == whole.vae_scale_factor
         assert dict(pipe.config).keys() == dict(whole.config).keys()
         same_weights(family, pipe, whole)
@@ -73,9 +73,9 @@ def test_a_saved_model_loads_with_the_same_weights(plain, tmp_path):
     pipe = family.load(str(tmp_path), torch.float32)
     same_weights(family, pipe, tiny.pipe)
     assert not any(part.training for part in modules_of(family, pipe).values())
-    for name in family.tokenizers:
+    for name in family.tokenizer_repo_ids:
         assert getattr(pipe, name)("a red circle").input_ids == getattr(tiny.pipe, name)("a red circle").input_ids
-    assert family.process(pipe).prediction == family.process(tiny.pipe).prediction
+    assert family.build_noise_process(pipe).prediction_type == family.build_noise_process(tiny.pipe).prediction_type
 
 
 def test_a_model_saved_in_half_precision_alone_is_found(plain, tmp_path):
@@ -87,7 +87,7 @@ def test_a_model_saved_in_half_precision_alone_is_found(plain, tmp_path):
 def test_a_tokenizer_without_its_vocabulary_is_told(plain, tmp_path):
     family, tiny = plain
     tiny.pipe.save_pretrained(tmp_path)
-    (part, *_) = family.tokenizers
+    (part, *_) = family.tokenizer_repo_ids
     for path in (tmp_path / part).iterdir():
         if path.name != "tokenizer_config.json":
             path.unlink()
@@ -98,8 +98,8 @@ def test_a_tokenizer_without_its_vocabulary_is_told(plain, tmp_path):
 def test_a_broken_model_is_the_users_to_mend(plain, tmp_path):
     family, tiny = plain
     tiny.pipe.save_pretrained(tmp_path)
-    (tmp_path / family.denoiser / "diffusion_pytorch_model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=f"its {family.denoiser} cannot be loaded"):
+    (tmp_path / family.denoiser_name / "diffusion_pytorch_model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=f"its {family.denoiser_name} cannot be loaded"):
         family.load(str(tmp_path), torch.float32)
 
 
@@ -107,7 +107,7 @@ def test_a_model_that_is_too_large_for_its_device_is_not_broken(monkeypatch):
     def part(*given):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 24 GiB.")
 
-    monkeypatch.setattr(loading, "_part", part)
+    monkeypatch.setattr(loading, "_load_component", part)
     with pytest.raises(torch.OutOfMemoryError):
         FAMILIES.get("sd1")().load("random:sd1:tiny", torch.float32)
 
@@ -134,10 +134,11 @@ def test_a_hub_id_is_loaded_from_what_was_downloaded_before(tmp_path):
         (repository / "refs").mkdir()
         (repository / "refs" / "main").write_text(commit)
     script = (
-        "import torch; from library.models.families import FAMILIES; from library.models.detect import detect\n"
+        "import torch; from library.models.families import FAMILIES; from library.models.detect import detect_model\n"
         "for name in ('me/tiny', 'me/half'):\n"
-        "    found = detect(name); pipe = FAMILIES.get(found.family)().load(found, torch.float32)\n"
-        "    print(found.family, found.kind, sum(float(p.detach().double().sum()) for p in pipe.unet.parameters()),"
+        "    found = detect_model(name); pipe = FAMILIES.get(found.family)().load(found, torch.float32)\n"
+        "    print(found.family, found.source_type, "
+        "sum(float(p.detach().double().sum()) for p in pipe.unet.parameters()),"
         "pipe.tokenizer_2('a').input_ids)"
     )
     done = subprocess.run(

@@ -45,7 +45,7 @@ def single(request, cache, tmp_path):
 @torch.no_grad()
 def test_a_single_file_is_the_same_model_as_the_folder(single):
     family, tiny, _ = single
-    found = detect_model(family.options)
+    found = detect_model(family.model_config)
     assert found.family == tiny.family and found.source_type == "file"
     assert family.facts.title in found.reason and found.size_multiple == detect_model(tiny.source).size_multiple
     pipe = family.load(found, torch.float32)
@@ -53,15 +53,19 @@ def test_a_single_file_is_the_same_model_as_the_folder(single):
     ours, theirs = (family.encode_prompts(each, ["a red circle", "7"]) for each in (pipe, tiny.pipe))
     for key, value in theirs.items():
         assert all(torch.equal(a, b) for a, b in zip(ours[key], value, strict=True))
-    assert family.process(pipe).prediction == family.process(tiny.pipe).prediction == found.prediction_type
+    assert (
+        family.build_noise_process(pipe).prediction_type
+        == family.build_noise_process(tiny.pipe).prediction_type
+        == found.prediction_type
+    )
 
 
 def test_only_the_named_parts_of_a_single_file_are_loaded(single):
     family, tiny, _ = single
-    found = detect_model(family.options)
-    pipe = family.load(found, torch.float32, family.text_parts)
-    assert present(family, pipe) == set(family.text_parts)
-    family.load(found, torch.float32, ("vae", family.denoiser), into=pipe)
+    found = detect_model(family.model_config)
+    pipe = family.load(found, torch.float32, family.text_components)
+    assert present(family, pipe) == set(family.text_components)
+    family.load(found, torch.float32, ("vae", family.denoiser_name), pipe=pipe)
     same_weights(family, pipe, tiny.pipe)
 
 
@@ -72,7 +76,7 @@ def test_half_precision_in_the_file_becomes_what_is_asked_for(single, tmp_path):
     pipe = family.load(detect_model(str(path)), torch.bfloat16)
     dtypes = {part: {p.dtype for p in module.parameters()} for part, module in modules_of(family, pipe).items()}
     assert dtypes.pop("vae") == {torch.float32}
-    assert family.denoiser in dtypes and all(each == {torch.bfloat16} for each in dtypes.values()), dtypes
+    assert family.denoiser_name in dtypes and all(each == {torch.bfloat16} for each in dtypes.values()), dtypes
 
 
 def test_a_file_that_lacks_weights_is_told(single):
@@ -81,8 +85,10 @@ def test_a_file_that_lacks_weights_is_told(single):
     lost = [name for name in tensors if name.startswith("model.diffusion_model.") and name.endswith("bias")][-1]
     del tensors[lost]
     save_file(tensors, path)
-    with pytest.raises(ConfigError, match=f"its {family.denoiser} cannot be loaded: 1 weights are missing in the fi"):
-        family.load(detect_model(str(path)), torch.float32, (family.denoiser,))
+    with pytest.raises(
+        ConfigError, match=f"its {family.denoiser_name} cannot be loaded: 1 weights are missing in the fi"
+    ):
+        family.load(detect_model(str(path)), torch.float32, (family.denoiser_name,))
     text = next(name for name in tensors if re.search(r"(ln_1|layer_norm1|post_attention_layernorm).weight", name))
     del tensors[text]
     save_file(tensors, path)

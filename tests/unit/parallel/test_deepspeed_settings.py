@@ -1,4 +1,4 @@
-"""Options, launcher and the user's own file say one thing about DeepSpeed, or the run does not start."""
+"""DeepSpeed settings of options, launcher and config file are resolved to one configuration, or refused."""
 
 import json
 from dataclasses import replace
@@ -9,10 +9,11 @@ from rank_processes import on_ranks
 from training_runs import train
 
 from library.config import parse_config
-from library.distributed.deepspeed_settings import DeepSpeedSettings, resolve_deepspeed_settings
-from library.distributed.preflight import find_launch_problems
+from library.distributed.deepspeed_settings import DeepSpeedSettings, resolve_deepspeed
+from library.distributed.preflight import validate_distributed
+from library.distributed.validate_sharding import validate_deepspeed
 from library.distributed.world import World
-from library.optim.optimizers import validate_elementwise_optimizer
+from library.optim.preflight import validate_elementwise_optimizer
 
 STAGE_3 = ("--deepspeed", "--zero_stage", "3")
 TWO = World(world_size=2, local_world_size=2, local_rank=0, mixed_precision="no")
@@ -71,12 +72,12 @@ def file(tmp_path):
         (("--deepspeed", "--zero_stage", "3"), launched(ZERO_STAGE="3"), DeepSpeedSettings(3)),
     ],
 )
-def test_what_is_said_in_one_place_or_alike_in_several_holds(flags, world, expected):
-    assert resolve_deepspeed_settings(config(*flags), world) == (expected, [])
-    assert find_launch_problems(config(*flags), world) == []
+def test_options_and_launcher_are_resolved_to_one_configuration(flags, world, expected):
+    assert resolve_deepspeed(config(*flags).deepspeed, world) == expected
+    assert validate_distributed(config(*flags), world) == []
 
 
-def test_the_users_own_file_is_filled_and_handed_on(file):
+def test_a_deepspeed_config_file_is_completed_and_passed_on(file):
     world = file(
         train_batch_size=16,
         train_micro_batch_size_per_gpu=4,
@@ -92,11 +93,10 @@ def test_the_users_own_file_is_filled_and_handed_on(file):
             "stage3_max_live_parameters": 5,
         },
     )
-    settings, problems = resolve_deepspeed_settings(
-        config("--gradient_accumulation_steps", "2", "--mixed_precision", "bf16"), world
-    )
+    asked = config("--gradient_accumulation_steps", "2", "--mixed_precision", "bf16")
+    settings = resolve_deepspeed(asked.deepspeed, world)
 
-    assert problems == [] and (settings.stage, settings.offload_param_device) == (3, "cpu")
+    assert [*validate_deepspeed(asked, world)] == [] and (settings.stage, settings.offload_param_device) == (3, "cpu")
     handed = settings.build_config(pin_memory=False)
     assert handed["zero_optimization"] == {
         "stage": 3,
@@ -107,127 +107,140 @@ def test_the_users_own_file_is_filled_and_handed_on(file):
     assert not {"bf16", "fp16", "train_batch_size"} & handed.keys()
     assert settings.validate_batch_sizes([4], 2, 2) == []
     micro, whole = settings.validate_batch_sizes([4, 8], 2, 2)
-    assert "train_micro_batch_size_per_gpu is 4, and it comes to 4 and 8" in micro
-    assert "train_batch_size is 16, and it comes to 16 and 32" in whole
+    assert "train_micro_batch_size_per_gpu is 4, but the batch plan has 4 and 8" in micro
+    assert "train_batch_size is 16, but the batch plan has 16 and 32" in whole
 
 
 @pytest.mark.parametrize(
     ("flags", "world", "expected"),
     [
-        (("--offload_optimizer_device", "cpu"), TWO, "--offload_optimizer_device: is about DeepSpeed, which nobody"),
-        (("--zero_stage", "3"), TWO, "--zero_stage: is about DeepSpeed"),
-        (("--deepspeed", "--zero_stage", "0"), TWO, "zero_stage 0: divides nothing"),
-        (("--deepspeed", "--offload_param_device", "cpu"), TWO, "only zero_stage 3 divides the model"),
+        (("--offload_optimizer_device", "cpu"), TWO, "--offload_optimizer_device: no effect without DeepSpeed"),
+        (("--zero_stage", "3"), TWO, "--zero_stage: no effect without DeepSpeed"),
+        (("--deepspeed", "--zero_stage", "0"), TWO, "zero_stage 0: shards nothing"),
+        (("--deepspeed", "--offload_param_device", "cpu"), TWO, "only ZeRO stage 3 shards the model"),
         (
             (),
             launched(OFFLOAD_OPTIMIZER_DEVICE="nvme", OFFLOAD_OPTIMIZER_NVME_PATH="/x"),
-            "--offload_optimizer_device nvme: what is remembered of an adapter is small",
+            "--offload_optimizer_device nvme: not supported: a LoRA's optimizer state is small",
         ),
-        ((*STAGE_3, "--offload_param_device", "nvme"), TWO, "set --offload_param_nvme_path, a folder on a fast disk"),
+        (
+            (*STAGE_3, "--offload_param_device", "nvme"),
+            TWO,
+            "set --offload_param_nvme_path, a directory on a fast disk",
+        ),
         (
             (*STAGE_3, "--offload_param_device", "nvme", "--offload_param_nvme_path", "/nowhere"),
             TWO,
-            "--offload_param_nvme_path /nowhere: is no folder that can be written to",
+            "--offload_param_nvme_path /nowhere: not a writable directory",
         ),
         (
             ("--deepspeed", "--offload_param_device", "nvme", "--offload_param_nvme_path", "/tmp"),
             TWO,
-            "only zero_stage 3 divides the model",
+            "only ZeRO stage 3 shards the model",
         ),
         (
             (*STAGE_3, "--offload_param_device", "cpu", "--offload_param_nvme_path", "/tmp"),
             TWO,
-            "nothing is kept in files",
+            "--offload_param_nvme_path: no effect without",
         ),
-        (("--deepspeed", "--offload_optimizer_device", "disk"), TWO, "device disk: is not one of none, cpu, nvme"),
-        ((), launched(OFFLOAD_OPTIMIZER_NVME_PATH="/x"), "offload_optimizer_nvme_path: nothing is kept in files"),
+        (("--deepspeed", "--offload_optimizer_device", "disk"), TWO, "device disk: expected none, cpu or nvme"),
+        ((), launched(OFFLOAD_OPTIMIZER_NVME_PATH="/x"), "offload_optimizer_nvme_path: no effect without"),
         (("--deepspeed", "--full_bf16", "--mixed_precision", "bf16"), TWO, "DeepSpeed keeps adapters in fp32"),
-        (("--deepspeed", "--on_oom", "recover"), TWO, "--on_oom recover: DeepSpeed exchanges in every backward"),
-        (("--deepspeed", "--fsdp"), TWO, "--fsdp: DeepSpeed is asked for, too"),
+        (
+            ("--deepspeed", "--on_oom", "recover"),
+            TWO,
+            "--on_oom recover: DeepSpeed reduces gradients in every backward",
+        ),
+        (("--deepspeed", "--fsdp"), TWO, "--fsdp: DeepSpeed is requested as well"),
         (
             ("--deepspeed",),
             replace(TWO, engines=("FSDP",), launcher_variables={"FSDP_VERSION": "2"}),
             "the launcher's FSDP: DeepSp",
         ),
-        (("--deepspeed", "--zero_stage", "3", "--torch_compile"), TWO, "--torch_compile: zero_stage 3 fetches"),
-        (("--deepspeed", "--zero_stage", "3"), replace(TWO, dynamo="INDUCTOR"), "zero_stage 3 fetches and drops"),
-        (("--deepspeed", "--tp_size", "2"), TWO, "--tp_size 2: together with DeepSpeed it is not there"),
-        (("--deepspeed",), replace(TWO, device="cuda", precision="fp16"), "--mixed_precision fp16: not yet"),
+        (("--deepspeed", "--zero_stage", "3", "--torch_compile"), TWO, "--torch_compile: ZeRO stage 3 gathers"),
+        (("--deepspeed", "--zero_stage", "3"), replace(TWO, dynamo_backend="INDUCTOR"), "ZeRO stage 3 gathers"),
+        (("--deepspeed", "--tp_size", "2"), TWO, "--tp_size 2: not supported with DeepSpeed"),
+        (
+            ("--deepspeed",),
+            replace(TWO, device_type="cuda", mixed_precision="fp16"),
+            "--mixed_precision fp16: not supported",
+        ),
         (
             ("--deepspeed", "--zero_stage", "2"),
             launched(ZERO_STAGE="3"),
-            "--zero_stage says 2; accelerate's zero_stage says 3; say it once",
+            "--zero_stage is 2; accelerate's zero_stage is 3; set it once",
         ),
-        ((), launched(ACCELERATE_GRADIENT_CLIPPING="0.5"), "gradient_clipping is 0.5, and --max_grad_norm is 1.0"),
+        ((), launched(ACCELERATE_GRADIENT_CLIPPING="0.5"), "gradient_clipping is 0.5, but --max_grad_norm is 1.0"),
         ((), launched(MOE_LAYER_CLS_NAMES="Experts"), "deepspeed_moe_layer_cls_names: no model here"),
         ((), launched(CONFIG_FILE="/nowhere.json"), "/nowhere.json: DeepSpeed's file cannot be read"),
     ],
 )
-def test_what_does_not_go_together_is_told_before_joining(flags, world, expected):
+def test_incompatible_deepspeed_settings_are_refused_before_the_rendezvous(flags, world, expected):
     world = replace(world, machine=replace(world.machine, device_count=2))
-    (problem,) = [line for line in find_launch_problems(config(*flags), world) if expected in line]
+    (problem,) = [line for line in validate_distributed(config(*flags), world) if expected in line]
     assert "\n" not in problem
 
 
 @pytest.mark.parametrize(
     ("flags", "content", "expected"),
     [
-        ((), {"optimizer": {"type": "AdamW"}}, "optimizer: is not DeepSpeed's to say here; take it out and write"),
-        ((), {"bf16": {"enabled": True}}, "bf16 says bf16, and mixed_precision is no"),
-        (("--mixed_precision", "bf16"), {"torch_autocast": {"enabled": True, "dtype": "float16"}}, "says fp16"),
-        ((), {"gradient_accumulation_steps": 4}, "gradient_accumulation_steps is 4, and --gradient_accumulation_steps"),
-        ((), {"gradient_clipping": 0.1}, "gradient_clipping is 0.1, and --max_grad_norm is 1.0"),
+        ((), {"optimizer": {"type": "AdamW"}}, "optimizer: not supported in DeepSpeed's file; remove it, set"),
+        ((), {"bf16": {"enabled": True}}, "bf16 enables bf16, but mixed_precision is no"),
+        (("--mixed_precision", "bf16"), {"torch_autocast": {"enabled": True, "dtype": "float16"}}, "enables fp16"),
+        ((), {"gradient_accumulation_steps": 4}, "gradient_accumulation_steps is 4, but --gradient_accumulation_steps"),
+        ((), {"gradient_clipping": 0.1}, "gradient_clipping is 0.1, but --max_grad_norm is 1.0"),
         (
             ("--deepspeed", "--zero_stage", "1"),
             {"zero_optimization": {"stage": 3}},
-            "zero_optimization.stage says 3; say it once",
+            "zero_optimization.stage is 3; set it once",
         ),
         ((), {"zero_optimization": {"offload_optimizer": {"device": "auto"}}}, "zero_optimization.stage is missing"),
         (
             (),
             {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
-            "offload_optimizer.ratio: not yet",
+            "offload_optimizer.ratio: a split optimizer state is not supported",
         ),
-        ((), {"aio": {"use_gds": True}}, "aio.use_gds: weights come from files through host memory here; take it out"),
-        ((), {"zero_optimization": []}, "is no configuration of DeepSpeed's"),
+        ((), {"aio": {"use_gds": True}}, "aio.use_gds: weights are read through host memory here; remove it"),
+        ((), {"zero_optimization": []}, "not a DeepSpeed config"),
     ],
 )
-def test_a_file_that_says_something_else_than_the_options_is_named(flags, content, expected, file):
-    (problem,) = resolve_deepspeed_settings(config(*flags), file(**{"zero_optimization": {"stage": 1}, **content}))[1]
+def test_a_config_file_that_contradicts_the_options_is_refused(flags, content, expected, file):
+    world = file(**{"zero_optimization": {"stage": 1}, **content})
+    (problem,) = validate_deepspeed(config(*flags), world)
     assert expected in problem
 
 
-def test_a_model_in_files_is_handed_on_with_all_that_is_said_about_it(file, tmp_path):
+def test_nvme_settings_are_passed_on(file, tmp_path):
     part = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_count": 7, "buffer_size": 10**8, "max_in_cpu": 10**9}
     aio = {"block_size": 262144, "queue_depth": 32}
-    settings, problems = resolve_deepspeed_settings(
-        config(), file(zero_optimization={"stage": 3, "offload_param": part}, aio=aio)
-    )
+    world = file(zero_optimization={"stage": 3, "offload_param": part}, aio=aio)
+    settings = resolve_deepspeed(config().deepspeed, world)
     handed = settings.build_config(pin_memory=False)
 
-    assert problems == [] and (settings.offload_param_device, settings.offload_param_path) == ("nvme", str(tmp_path))
+    assert [*validate_deepspeed(config(), world)] == []
+    assert (settings.offload_param_device, settings.offload_param_path) == ("nvme", str(tmp_path))
     assert handed["zero_optimization"]["offload_param"] == {**part, "pin_memory": False} and handed["aio"] == aio
-    assert "model in files" in settings.format_summary(2)
+    assert "model offloaded to NVMe" in settings.format_summary(2)
 
 
 @pytest.mark.parametrize("name", ["", "AdamW", "SGDNesterov", "lion", "RMSprop"])
-def test_optimizers_that_treat_each_number_for_itself_may_be_divided(name):
-    assert validate_elementwise_optimizer(config("--optimizer_type", name).optim, "DeepSpeed") == []
+def test_elementwise_optimizers_can_be_sharded(name):
+    assert not [*validate_elementwise_optimizer(config("--optimizer_type", name).optim, "DeepSpeed")]
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "Prodigy", "CAME", "AdamW8bit", "Muon", "AdamWScheduleFree"])
-def test_optimizers_that_look_at_more_are_refused_with_what_works(name):
+def test_other_optimizers_are_refused_with_alternatives(name):
     (problem,) = validate_elementwise_optimizer(config("--optimizer_type", name).optim, "DeepSpeed")
-    assert problem.startswith(f"--optimizer_type {name}: looks at tensors as a whole") and "or --fsdp" in problem
+    assert problem.startswith(f"--optimizer_type {name}: needs whole tensors") and "or --fsdp" in problem
 
 
-def test_a_run_stops_over_such_an_optimizer_and_over_words_that_deepspeed_does_not_know(tmp_path, file):
+def test_a_run_fails_for_such_an_optimizer_and_for_unknown_zero_settings(tmp_path, file):
     (tmp_path / "data.toml").write_text(f"[[datasets]]\n[[datasets.subsets]]\nimage_dir = '{tmp_path}'\n")
     flags = ("--dataset_config", str(tmp_path / "data.toml"), "--output_dir", str(tmp_path / "out"))
-    with pytest.raises(AssertionError, match="DeepSpeed gives each process pieces of them; take AdamW"):
+    with pytest.raises(AssertionError, match="DeepSpeed shards them over processes; use AdamW"):
         on_ranks(1, train, *flags, "--deepspeed", "--optimizer_type", "Adafactor")
 
     world = file(zero_optimization={"stage": 3, "stage3_max_live_parameter": 5})
-    environment = {"ACCELERATE_USE_DEEPSPEED": "true", **world.said}
+    environment = {"ACCELERATE_USE_DEEPSPEED": "true", **world.launcher_variables}
     with pytest.raises(AssertionError, match=r"zero_optimization\.stage3_max_live_parameter: Extra inputs"):
         on_ranks(1, train, *flags, environment=environment)

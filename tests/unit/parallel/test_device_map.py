@@ -1,4 +1,4 @@
-"""Blocks dealt out over the devices of one process: every layer finds what it is given, and learns the same."""
+"""Device maps: inputs reach the device of every layer, and training equals that on one device."""
 
 import json
 from dataclasses import replace
@@ -27,7 +27,8 @@ from library.errors import ConfigError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
 from library.models.loading import load_components_on_meta
-from library.parallel.device_map import build_device_map, iter_weight_devices, validate_device_map
+from library.parallel.device_map import build_device_map, iter_weight_devices
+from library.parallel.preflight import validate_device_map
 from library.training.preflight import check_model_parallel
 
 MODELS = ("sd1", "sdxl", "sd3", "flux", "z_image", "qwen_image")
@@ -39,7 +40,7 @@ def empty_denoiser(model: str) -> nn.Module:
     return getattr(load_components_on_meta(detect_model(config.model), (part,)), part)
 
 
-def test_weights_are_dealt_out_evenly_or_one_device_after_the_other():
+def test_weights_are_balanced_or_placed_sequentially():
     model = empty_denoiser("flux")
     size = sum(tensor.nbytes for tensor in model.parameters())
 
@@ -57,7 +58,7 @@ def test_weights_are_dealt_out_evenly_or_one_device_after_the_other():
 
 
 @pytest.mark.parametrize(("model", "count"), [*((model, 2) for model in MODELS), ("sdxl", 3), ("flux", 4)])
-def test_every_layer_finds_what_it_is_given_on_its_own_device(model, count):
+def test_inputs_of_every_layer_are_on_its_device(model, count):
     tiny = TINY[model]()
     family, batch, first = FAMILIES.get(tiny.family)(), tiny.batch, torch.device(DEVICE_TYPE, 0)
     with dispatch_to_fake_devices(tiny.pipe, family.denoiser_name, count) as held:
@@ -66,8 +67,8 @@ def test_every_layer_finds_what_it_is_given_on_its_own_device(model, count):
             batch,
             latents=move(first, batch.latents),
             cond=move(first, batch.cond),
-            frame=move(first, batch.size_conditioning),
-            weight=move(first, batch.loss_weights),
+            size_conditioning=move(first, batch.size_conditioning),
+            loss_weights=move(first, batch.loss_weights),
         )
         t = torch.full((len(batch.latents),), 0.5, device=first)
         said = family.predict(tiny.pipe, getattr(tiny.pipe, family.denoiser_name), moved.latents, t, moved)
@@ -78,7 +79,7 @@ def test_every_layer_finds_what_it_is_given_on_its_own_device(model, count):
         assert reached == {torch.device(DEVICE_TYPE, number) for number in range(count)}
 
 
-def test_lengths_of_updates_on_several_devices_are_read_together():
+def test_update_norms_of_several_devices_are_read_in_one_copy():
     adapted = get_peft_model(
         nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), LoraConfig(r=2, target_modules=["0", "1"])
     )
@@ -100,13 +101,17 @@ def test_lengths_of_updates_on_several_devices_are_read_together():
         (
             "flux",
             '{"transformer_blocks": 0, "single_transformer_blocks": 1}',
-            'weights have no device, such as time_text_embed.timestep_embedder.linear_1.weight; add "": 0',
+            'parameters have no device, such as time_text_embed.timestep_embedder.linear_1.weight; add "": 0',
         ),
         ("flux", '{"": 0, "blocks": 1}', "'blocks' is no module of this model"),
-        ("sdxl", '{"": 0, "up_blocks.1.resnets": 1}', "cannot be apart from the rest of 'up_blocks.1'; name that"),
+        (
+            "sdxl",
+            '{"": 0, "up_blocks.1.resnets": 1}',
+            "'up_blocks.1.resnets' is inside of 'up_blocks.1', which cannot be split; map 'up_blocks.1'",
+        ),
     ],
 )
-def test_a_map_that_does_not_fit_the_model_is_told_before_it_is_loaded(model, written, said):
+def test_a_device_map_that_does_not_match_the_model_is_refused(model, written, said):
     (problem,) = validate_device_map(empty_denoiser(model), DeviceMap.parse(written))
     assert said in problem
 
@@ -121,35 +126,36 @@ def test_a_map_that_does_not_fit_the_model_is_told_before_it_is_loaded(model, wr
         ('{"a": true}', "'a': True is no number of a device"),
     ],
 )
-def test_what_is_no_map_is_told(written, said):
+def test_invalid_device_maps_are_refused(written, said):
     problems = parse_config(["--device_map", written]).problems
     assert any(said in problem for problem in problems), problems
 
 
-def test_where_it_cannot_be_is_told():
+def test_device_maps_are_refused_with_other_engines_and_too_few_devices():
     def problems(written: str, **facts: Any) -> list[str]:
         machine = Machine(device_type="cuda", device_count=facts.pop("count", 2))
         config = parse_config(["--device_map", written]).config
-        return [*validate_device_map_launch(config, World(device_type="cuda", machine=machine, **facts))]
+        world = World(device_type="cuda", machine=machine, **facts)
+        return [*validate_device_map_launch(config.parallel.device_map, config.distributed, world)]
 
-    assert "the launcher asks for DeepSpeed; take one" in problems("auto", engines=("DeepSpeed",))[0]
-    assert "the launcher asks for dynamo" in problems("auto", dynamo="INDUCTOR")[0]
+    assert "the launcher requests DeepSpeed; use one" in problems("auto", engines=("DeepSpeed",))[0]
+    assert "the launcher requests torch.compile" in problems("auto", dynamo_backend="INDUCTOR")[0]
     assert problems("auto") == [] and problems('{"": 0, "a": 1}') == []
-    assert "this is one of 2; start one process, or use --pp_size" in problems("auto", size=2)[0]
-    assert "this process sees 1 accelerators" in problems("auto", count=1)[0]
+    assert "the world size is 2; start one process, or use --pp_size" in problems("auto", world_size=2)[0]
+    assert "and this process sees 1; remove it" in problems("auto", count=1)[0]
     assert "there is no device 2; this process sees devices 0 to 1" in problems('{"": 0, "a": 2}')[0]
     both = parse_config(["--dataset_config", __file__, "--device_map", "auto", "--tp_size", "2", "--fsdp"]).problems
     told = [f"--device_map: not together with --{other}; take one of the two out" for other in ("tp_size", "fsdp")]
     assert both == told
 
 
-def on_one_device(*flags: str) -> str:
+def train_with_device_map_on_cpu(*flags: str) -> str:
     """Training with a map of two devices, both of which are this processor; every hook is there."""
     from library.distributed import preflight
     from library.parallel import device_map
     from library.training import metrics
 
-    preflight.validate_device_map_launch = lambda args, world: []
+    preflight.validate_device_map_launch = lambda *_: []
     device_map.list_devices = lambda first: [first, first]
     peaks = cycle([5e9, 7e9])  # of one and of the other
     metrics.get_peak_memory = lambda device: next(peaks)
@@ -164,31 +170,25 @@ def on_one_device(*flags: str) -> str:
         pytest.param("sd3", '{"": 0, "transformer_blocks.1": 1}', (), marks=pytest.mark.long),
     ],
 )
-def test_it_learns_and_draws_what_an_undivided_model_does(model, written, more, tmp_path):
+def test_training_and_previews_with_a_device_map_equal_those_without(model, written, more, tmp_path):
     (tmp_path / "prompts.txt").write_text("a leaf --w 64 --h 64 --s 2 --d 1\n")
     flags = (
         "--pretrained_model_name_or_path",
         f"random:{model}:tiny",
         "--dataset_config",
         str(dataset(tmp_path)),
-        "--max_train_steps",
-        "4",
-        "--optimizer_type",
-        "SGD",
-        "--learning_rate",
-        "0.5",
-        "--mixed_precision",
-        "no",
-        "--train_batch_size",
-        "2",
-        "--network_dim",
-        "2",
+        *(
+            "--max_train_steps 4 --optimizer_type SGD --learning_rate 0.5 --mixed_precision no "
+            "--train_batch_size 2 --network_dim 2"
+        ).split(),
         "--sample_prompts",
         str(tmp_path / "prompts.txt"),
         *more,
     )
     (one,) = on_ranks(1, train, *flags, "--output_dir", str(tmp_path / "one"))
-    (two,) = on_ranks(1, on_one_device, *flags, "--output_dir", str(tmp_path / "two"), "--device_map", written)
+    (two,) = on_ranks(
+        1, train_with_device_map_on_cpu, *flags, "--output_dir", str(tmp_path / "two"), "--device_map", written
+    )
     assert difference(load_file(one), load_file(two)) == 0.0
     lines = map(json.loads, (tmp_path / "two" / "lora.metrics.jsonl").read_text().splitlines())
     told = {line["memory/peak_gb"] for line in lines if "memory/peak_gb" in line}
@@ -197,17 +197,13 @@ def test_it_learns_and_draws_what_an_undivided_model_does(model, written, more, 
     assert drawn[0] == drawn[1] and len(drawn[0]) == more.count("--sample_at_first")
 
 
-def test_an_optimizer_that_adds_up_all_weights_is_refused():
+def test_lr_free_optimizers_are_refused_with_a_device_map():
     config = parse_config(
         [
-            "--pretrained_model_name_or_path",
-            "random:flux:tiny",
-            "--device_map",
-            "auto",
-            "--optimizer_type",
-            "Prodigy",
-            "--learning_rate",
-            "1",
+            *(
+                "--pretrained_model_name_or_path random:flux:tiny --device_map auto --optimizer_type Prodigy "
+                "--learning_rate 1"
+            ).split(),
         ]
     ).config
     with pytest.raises(ConfigError, match="Prodigy adds up numbers of all weights"):

@@ -1,4 +1,4 @@
-"""Options, launcher and world say one thing about sharding, or the run does not start."""
+"""FSDP settings of options and launcher are resolved to one configuration, or refused."""
 
 from dataclasses import replace
 
@@ -11,9 +11,11 @@ from library.distributed.fsdp_settings import (
     IGNORED_VARIABLES,
     UNSUPPORTED_VARIABLES,
     FSDPSettings,
+    find_ignored_fsdp_settings,
     resolve_fsdp,
 )
-from library.distributed.preflight import find_launch_problems
+from library.distributed.preflight import validate_distributed
+from library.distributed.validate_sharding import validate_fsdp
 from library.distributed.world import World
 
 FOUR = World(world_size=4, local_world_size=4, local_rank=0)
@@ -70,52 +72,51 @@ def launched(**said: str) -> World:
         (("--gradient_checkpointing",), launched(FSDP_ACTIVATION_CHECKPOINTING="true"), FSDPSettings(1, 4)),
     ],
 )
-def test_options_and_launcher_come_to_one_answer(flags, world, expected):
-    asked = resolve_fsdp(config(*flags), world)
+def test_fsdp_options_and_launcher_are_resolved_to_one_configuration(flags, world, expected):
+    asked = config(*flags)
 
-    assert (asked.settings, asked.problems, asked.notices) == (expected, (), ())
+    assert resolve_fsdp(asked.sharding, asked.parallel.tp_size, world) == expected
+    assert validate_fsdp(asked.sharding, asked.train, asked.parallel.tp_size, world) == []
+    assert [*find_ignored_fsdp_settings(world)] == []
 
 
 @pytest.mark.parametrize(
     ("flags", "world", "expected"),
     [
-        (("--no-fsdp",), launched(), "--no-fsdp: the launcher asks for FSDP"),
-        (("--dp_shard_size", "2"), FOUR, "--dp_shard_size: nothing is spread over processes; add --fsdp"),
+        (("--no-fsdp",), launched(), "--no-fsdp: the launcher requests FSDP"),
+        (("--dp_shard_size", "2"), FOUR, "--dp_shard_size: no effect without FSDP; add --fsdp"),
         (
             (),
             replace(
                 FOUR, engines=("a parallelism config",), launcher_variables={"PARALLELISM_CONFIG_DP_SHARD_SIZE": "4"}
             ),
-            "parallelism_config_dp_shard_size: nothing is spread",
+            "parallelism_config_dp_shard_size: no effect without FSDP",
         ),
-        (("--no-fsdp_offload_params",), launched(FSDP_OFFLOAD_PARAMS="true"), "the launcher says true; say it once"),
-        (("--dp_replicate_size", "4"), launched(**SIZES), "the launcher says 2; say it once"),
-        (("--fsdp", "--dp_replicate_size", "3"), FOUR, "is not the number of processes, 4"),
-        (("--fsdp", "--dp_replicate_size", "4"), FOUR, "leaves nothing to share"),
+        (("--no-fsdp_offload_params",), launched(FSDP_OFFLOAD_PARAMS="true"), "the launcher sets true; set it once"),
+        (("--dp_replicate_size", "4"), launched(**SIZES), "the launcher sets 2; set it once"),
+        (("--fsdp", "--dp_replicate_size", "3"), FOUR, "is 3 x 1, but the world size is 4"),
+        (("--fsdp", "--dp_replicate_size", "4"), FOUR, "nothing is sharded"),
         (("--fsdp", "--dp_replicate_size", "2", "--tp_size", "2"), FOUR, "2 x tp_size 2 takes all 4 processes"),
-        (("--fsdp",), World(), "this is one process"),
+        (("--fsdp",), World(), "this is a single one"),
         (("--fsdp", "--on_oom", "recover"), FOUR, "use --on_oom fail"),
-        ((), launched(FSDP_ACTIVATION_CHECKPOINTING="true"), "add --gradient_checkpointing"),
+        ((), launched(FSDP_ACTIVATION_CHECKPOINTING="true"), "use --gradient_checkpointing instead"),
         ((), launched(FSDP_VERSION="1"), "use fsdp_version 2"),
         ((), launched(FSDP_SHARDING_STRATEGY="HYBRID_SHARD"), "dp_replicate_size is HYBRID_SHARD"),
         ((), launched(FSDP_AUTO_WRAP_POLICY="SIZE_BASED_WRAP"), "use TRANSFORMER_BASED_WRAP"),
         ((), launched(FSDP_RESHARD_AFTER_FORWARD="SHARD_GRAD_OP"), "write true or false"),
-        ((), launched(FSDP_IGNORED_MODULES="vae.*"), "fsdp_ignored_modules vae.*: is not there"),
-        ((), launched(**{**SIZES, "PARALLELISM_CONFIG_TP_SIZE": "2"}), "write --tp_size behind the script"),
-        ((), launched(**{**SIZES, "PARALLELISM_CONFIG_CP_SIZE": "2"}), "write --cp_size behind the script"),
+        ((), launched(FSDP_IGNORED_MODULES="vae.*"), "fsdp_ignored_modules vae.*: not supported"),
+        ((), launched(**{**SIZES, "PARALLELISM_CONFIG_TP_SIZE": "2"}), "set --tp_size behind the script"),
+        ((), launched(**{**SIZES, "PARALLELISM_CONFIG_CP_SIZE": "2"}), "set --cp_size behind the script"),
     ],
 )
-def test_what_cannot_be_had_is_told_before_joining_the_others(flags, world, expected):
-    (problem,) = find_launch_problems(config(*flags), world)
+def test_invalid_fsdp_settings_are_refused_before_the_rendezvous(flags, world, expected):
+    (problem,) = validate_distributed(config(*flags), world)
 
     assert expected in problem
-    assert resolve_fsdp(config(*flags), world).settings is None
 
 
-def test_what_changes_nothing_is_said():
-    remarks = resolve_fsdp(
-        config(), launched(FSDP_STATE_DICT_TYPE="FULL_STATE_DICT", FSDP_FORWARD_PREFETCH="true")
-    ).notices
+def test_launcher_settings_without_effect_are_reported():
+    remarks = find_ignored_fsdp_settings(launched(FSDP_STATE_DICT_TYPE="FULL_STATE_DICT", FSDP_FORWARD_PREFETCH="true"))
 
     assert [remark.rpartition(" has no")[0] for remark in remarks] == [
         "the launcher's fsdp_forward_prefetch true",
@@ -123,7 +124,7 @@ def test_what_changes_nothing_is_said():
     ]
 
 
-def test_every_variable_that_accelerate_exports_is_honoured_refused_or_told():
+def test_every_exported_fsdp_variable_is_used_refused_or_reported():
     from argparse import Namespace
 
     from accelerate.commands.launch import launch_command_parser
@@ -176,11 +177,11 @@ def test_every_variable_that_accelerate_exports_is_honoured_refused_or_told():
             "true",
             "use TRANSFORMER_BASED_WRAP",
         ),
-        ("torchrun --nproc_per_node 4 t.py --fsdp --dp_replicate_size 3", {}, "true", "not the number of processes, 4"),
+        ("torchrun --nproc_per_node 4 t.py --fsdp --dp_replicate_size 3", {}, "true", "the world size is 4"),
         ("torchrun --nproc_per_node 4 t.py --fsdp --dp_replicate_size 2", {}, "true", ""),
     ],
 )
-def test_the_doctor_says_the_same_of_a_command(command, settings, value, expected, tmp_path, monkeypatch):
+def test_the_doctor_reports_the_same_problems_for_a_command(command, settings, value, expected, tmp_path, monkeypatch):
     use_environment(monkeypatch, tmp_path, ACCELERATE_USE_CPU="true")
     if settings:
         write_accelerate_config(tmp_path, **settings)

@@ -183,7 +183,7 @@ def test_mistakes_in_the_dataset_file_are_told_with_those_of_the_options(picture
         "--world_size: expected a whole number, got 'two'",
         "--network_dim: 0 is too small",
         f"{tmp_path}/set.toml:8: batch_sise: unknown key",
-        f"{tmp_path}/set.toml:15: image_dir: '{tmp_path}/c' is not there",
+        f"{tmp_path}/set.toml:15: image_dir: '{tmp_path}/c' not found",
     ]
 
 
@@ -294,7 +294,7 @@ def test_masks_are_listed_counted_and_seen(tmp_path):
     wanted = overlay_mask(pixels, mask).repeat(3, axis=0).repeat(3, axis=1)
     assert is_in(wanted, np.asarray(Image.open(tmp_path / "sheet.png")))
     without = plan("--dataset_config", tmp_path / "set.toml")
-    assert without.returncode == 2 and "masks in a folder are used with --masked_loss" in without.stderr
+    assert without.returncode == 2 and "a folder of masks needs --masked_loss" in without.stderr
 
 
 def is_in(part: np.ndarray, whole: np.ndarray) -> bool:
@@ -305,9 +305,9 @@ def is_in(part: np.ndarray, whole: np.ndarray) -> bool:
 
 def test_messages_go_beside_what_was_asked_for(pictures, tmp_path):
     (tmp_path / "a" / ".cache-lorikeet" / "scan").mkdir(parents=True)
-    (tmp_path / "a" / ".cache-lorikeet" / "scan" / "pictures.json").write_text("torn")
+    (tmp_path / "a" / ".cache-lorikeet" / "scan" / "images.json").write_text("torn")
     done = plan(*pictures, "--json")
-    assert f"{tmp_path}/a/.cache-lorikeet/scan/pictures.json is damaged" in done.stderr
+    assert f"{tmp_path}/a/.cache-lorikeet/scan/images.json is damaged" in done.stderr
     assert len(json.loads(done.stdout)["datasets"]) == 2
     assert plan(*pictures, "--json").stderr == ""
 
@@ -350,13 +350,13 @@ def test_sizes_and_speeds_of_devices_are_read_and_belong_together(pictures):
     [
         (
             ("--world_size", "3", "--pp_size", "2"),
-            "--pp_size 2: 3 processes cannot be dealt out in groups of 2; start 4",
+            "--pp_size 2: the world size 3 is not a multiple of 2; start 4",
         ),
         (
             ("--optimizer_type", "torch.optim.LBFGS", "--gpu_memory", "24GB"),
             "its step wants closure, since it computes",
         ),
-        (("--gpu_memory", "24GB", "--cp_size", "2"), "--cp_size 2: 1 processes cannot be dealt out in groups of 2"),
+        (("--gpu_memory", "24GB", "--cp_size", "2"), "--cp_size 2: the world size 1 is not a multiple of 2"),
         (
             ("--gpu_memory", "24GB", "--world_size", "2", "--device_map", '{"": 0, "nowhere": 2}'),
             "--device_map: there is no device 2; this process sees devices 0 to 1 --device_map: 'nowhere' is no module",

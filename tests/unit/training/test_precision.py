@@ -63,9 +63,9 @@ def test_what_this_machine_has_not_is_told_with_the_way_out():
     world = replace(World.from_environment(), device_type="cpu")
     assert validate_attention_support("sdpa", world, "no") == validate_attention_support("math", world, None) == []
     assert validate_attention_support("flash", world, "no") == [
-        "--attn_mode flash: it is not installed; pip install flash-attn, or use sdpa",
+        "--attn_mode flash: not installed; pip install flash-attn, or use sdpa",
         "--attn_mode flash: needs a CUDA device, and this is cpu; use sdpa",
-        "--attn_mode flash: computes in half precision only; set mixed_precision bf16, or use sdpa",
+        "--attn_mode flash: supports half precision only; set mixed_precision bf16, or use sdpa",
     ]
     assert validate_attention_support("cudnn", replace(world, device_type="cuda"), "bf16") == []
 
@@ -81,7 +81,7 @@ def test_the_switches_of_sd_scripts_choose_a_way(flag, mode, tmp_path):
 
 
 def test_a_run_is_refused_before_a_model_is_loaded(even, tmp_path):
-    with pytest.raises(AssertionError, match=r"--attn_mode xformers: it is not installed.*\n.*needs a CUDA"):
+    with pytest.raises(AssertionError, match=r"--attn_mode xformers: not installed.*\n.*needs a CUDA"):
         on_ranks(1, train, "--dataset_config", str(even), "--output_dir", str(tmp_path), "--xformers")
     with pytest.raises(AssertionError, match="--attn_mode: math cannot be chosen for Stable Diffusion 1"):
         on_ranks(1, train, "--dataset_config", str(even), "--output_dir", str(tmp_path), "--attn_mode", "math")

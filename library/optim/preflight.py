@@ -1,0 +1,75 @@
+"""Checks of the optimizer and learning rate scheduler settings that need neither a model nor a process group."""
+
+import inspect
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from ..config.schema import OptimConfig
+from ..errors import UserError
+from .optimizers import OPTIMIZERS, ParamGroup, build_optimizer, resolve_optimizer
+from .schedules import build_lr_schedule
+
+ELEMENTWISE_OPTIMIZERS = frozenset(
+    [
+        *map("torch.optim.{}".format, "SGD Adam AdamW Adamax NAdam RAdam RMSprop Adadelta".split()),
+        OPTIMIZERS["Lion"].import_path,
+    ]
+)
+"""Optimizers that update each element on its own, so that parameters may be partitioned anywhere."""
+
+MIN_USUAL_LR_FACTOR = 0.1
+"""Learning-rate-free optimizers take a factor near 1; anything below this is probably meant as a learning rate."""
+
+
+def validate_optimizer(config: OptimConfig) -> Iterator[str]:
+    """Build the optimizer once with a dummy parameter, so that a mistake shows before a model is loaded."""
+    try:
+        optimizer = build_optimizer(config, [ParamGroup("dummy", [torch.nn.Parameter(torch.zeros(2, 2))], 1.0)])
+    except UserError as error:
+        yield from str(error).splitlines()
+        return
+    required = [
+        name
+        for name, each in inspect.signature(optimizer.step).parameters.items()
+        if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD
+    ]
+    if required:
+        yield (
+            f"--optimizer_type {config.optimizer_type}: its step() requires {', '.join(required)}: it evaluates the "
+            "loss several times per step, which is not supported; use another optimizer"
+        )
+
+
+def validate_lr_schedule(config: OptimConfig) -> Iterator[str]:
+    """Build the schedule once for two steps, so that a mistake shows before a model is loaded."""
+    try:
+        build_lr_schedule(config, 2)
+    except UserError as error:
+        yield from str(error).splitlines()
+
+
+def validate_elementwise_optimizer(config: OptimConfig, engine: str) -> Iterator[str]:
+    """An engine that shards flattened parameters gives wrong results with optimizers that need whole tensors."""
+    if resolve_optimizer(config.optimizer_type).import_path not in ELEMENTWISE_OPTIMIZERS:
+        yield (
+            f"--optimizer_type {config.optimizer_type}: needs whole tensors, but {engine} shards them over processes; "
+            "use AdamW, Adam, SGD or Lion, or --fsdp instead"
+        )
+
+
+def find_learning_rate_warnings(config: OptimConfig, param_groups: Sequence[ParamGroup]) -> list[str]:
+    """Learning rates that are allowed, but unusual for a learning-rate-free optimizer (Prodigy, D-Adaptation)."""
+    if not resolve_optimizer(config.optimizer_type).is_lr_free:
+        return []
+    name, rates = config.optimizer_type, sorted({group.lr for group in param_groups})
+    warnings = []
+    if rates[0] < MIN_USUAL_LR_FACTOR:
+        warnings.append(
+            f"{name} estimates the learning rate itself and multiplies it by learning_rate; {rates[0]:g} is very "
+            "small for that, 1 is usual"
+        )
+    if len(rates) > 1:
+        factors = ", ".join(f"{rate:g}" for rate in rates)
+        warnings.append(f"{name} estimates one learning rate for all parameters; it is multiplied by {factors} here")
+    return warnings

@@ -1,0 +1,121 @@
+"""Checks of settings that need the model or the engine: device maps, DeepSpeed's own file, NVMe offload."""
+
+import ctypes
+import logging
+import mmap
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config.types import DeviceMap
+from ..distributed.deepspeed_settings import DeepSpeedSettings
+from .device_map import iter_parent_names, list_unsplit_modules
+
+logger = logging.getLogger(__name__)
+
+
+NVME_OPTION = "--offload_param_device nvme"
+
+LIBAIO_FIX = "apt install libaio-dev g++ (dnf: libaio-devel gcc-c++) and pip install ninja, or use cpu"
+
+
+def validate_device_map(model: nn.Module, device_map: DeviceMap) -> Iterator[str]:
+    """Check a user's map against the model, which may be on the meta device."""
+    modules, devices = dict(model.named_modules()), dict(device_map.device_by_module)
+    unsplit = list_unsplit_modules(model)
+    for name in devices:
+        if name not in modules:
+            yield f"--device_map: {name!r} is no module of this model"
+        elif block := next((block for block in unsplit if name.startswith(f"{block}.")), None):
+            yield f"--device_map: {name!r} is inside of {block!r}, which cannot be split; map {block!r}"
+    missing = [
+        name for name, _ in model.named_parameters() if not any(key in devices for key in iter_parent_names(name))
+    ]
+    if devices and missing:
+        yield (
+            f'--device_map: {len(missing)} parameters have no device, such as {missing[0]}; add "": 0 for all modules'
+            " that are not listed"
+        )
+
+
+def validate_zero_config(settings: DeepSpeedSettings) -> Iterator[str]:
+    """Check the user's DeepSpeed file with DeepSpeed's own validation."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    try:
+        DeepSpeedZeroConfig(**settings.build_config(pin_memory=False)["zero_optimization"])
+    except ValueError as error:
+        faults: Any = getattr(error, "errors", list)()  # pydantic's
+        for fault in faults:
+            yield f"DeepSpeed's file: zero_optimization.{'.'.join(map(str, fault['loc']))}: {fault['msg']}"
+        if not faults:
+            yield f"DeepSpeed: {error}"
+
+
+def validate_libaio() -> Iterator[str]:
+    """Compile DeepSpeed's async_io, which it does when it is first used."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    try:
+        builder = AsyncIOBuilder()
+        is_compatible = builder.is_compatible()
+        if is_compatible:
+            logger.info("loading DeepSpeed's async_io, which is compiled on first use (takes minutes)")
+            builder.load(verbose=False)
+    except Exception as error:  # compilers raise exceptions of their own
+        reason = str(error).partition("\n")[0]
+        yield f"{NVME_OPTION}: DeepSpeed's async_io cannot be built: {reason}; {LIBAIO_FIX}"
+        return
+    if not is_compatible:
+        yield f"{NVME_OPTION}: DeepSpeed's async_io needs libaio and a compiler; {LIBAIO_FIX}"
+
+
+def validate_offload_buffers(
+    offload: Any, partition_sizes: Sequence[int], trainable_numel: int, dtype: torch.dtype
+) -> Iterator[str]:
+    """Check buffer settings of the user's DeepSpeed file with which DeepSpeed would crash later."""
+    largest, locked = max(partition_sizes, default=0), offload.buffer_count * offload.buffer_size * dtype.itemsize
+    if offload.buffer_size < largest:
+        yield (
+            f"DeepSpeed's file: offload_param.buffer_size is {offload.buffer_size}, and the largest partition has"
+            f" {largest} elements; set {largest}, or remove it"
+        )
+    elif offload.buffer_count < 2:
+        yield f"DeepSpeed's file: offload_param.buffer_count is {offload.buffer_count}; set at least 2"
+    elif not can_lock_memory(locked):
+        yield (
+            f"{NVME_OPTION}: cannot lock {locked / 2**20:.0f} MiB of memory per process; raise `ulimit -l`, or lower"
+            " buffer_count or buffer_size in DeepSpeed's file"
+        )
+    if trainable_numel > offload.max_in_cpu:
+        yield (
+            f"DeepSpeed's file: offload_param.max_in_cpu is {offload.max_in_cpu}, and the adapter has {trainable_numel}"
+            " elements per process, which stay in memory; remove it"
+        )
+
+
+def validate_disk_space(directory: Path, num_bytes: int) -> Iterator[str]:
+    free = shutil.disk_usage(directory).free
+    if num_bytes > free:
+        yield (
+            f"--offload_param_nvme_path {directory.parent}: not enough disk space for the model:"
+            f" {num_bytes / 2**30:.1f} GiB needed, {free / 2**30:.1f} GiB free"
+        )
+
+
+def can_lock_memory(num_bytes: int) -> bool:
+    """Whether this much memory can be page-locked; DeepSpeed aborts the process where it cannot."""
+    try:
+        memory = mmap.mmap(-1, max(num_bytes, 1))
+    except (OSError, OverflowError, ValueError):
+        return False
+    address = ctypes.c_char.from_buffer(memory)
+    arguments = ctypes.c_void_p(ctypes.addressof(address)), ctypes.c_size_t(num_bytes)
+    libc: Any = ctypes.CDLL(None)
+    is_locked: bool = libc.mlock(*arguments) == 0
+    libc.munlock(*arguments)
+    return is_locked
