@@ -76,11 +76,13 @@ def compute_component_fingerprints(
 def compute_quick_model_fingerprint(model: DetectedModel) -> str:
     """Hash the sizes, first and last bytes of a model's weight files, or its hub id: fast, to compare ranks."""
     digest = hashlib.sha256()
-    for source in (model, *model.component_sources.values()):
-        path = Path(source.path_or_id)
+    sources = [(model.source_type, model.path_or_id)]
+    sources += [(source.source_type, source.path_or_id) for source in model.component_sources.values()]
+    for source_type, path_or_id in sources:
+        path = Path(path_or_id)
         files = [path] if path.is_file() else sorted(path.rglob("*.safetensors")) if path.is_dir() else []
-        if source.source_type in ("random", "hub") or not files:
-            digest.update(source.path_or_id.encode())
+        if source_type in ("random", "hub") or not files:
+            digest.update(path_or_id.encode())
         _hash_file_ends(digest, files)
     return digest.hexdigest()
 

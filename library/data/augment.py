@@ -111,7 +111,7 @@ class Augmenter:
     def compute_size_conditioning(
         self, sample_index: int, crop_left_top: tuple[int, int], *, is_flipped: bool
     ) -> tuple[int, ...]:
-        """Compute (original height, width, crop top, left, target height, width), with ``left`` in the flipped image."""
+        """Compute (original height, width, crop top, left, target height, width); ``left`` is that of the flip."""
         size, assignment = self.manifest.samples[sample_index].size, self.assignments[sample_index]
         width, height = assignment.bucket_resolution
         left = assignment.resized_size[0] - width - crop_left_top[0] if is_flipped else crop_left_top[0]

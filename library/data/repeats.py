@@ -67,12 +67,12 @@ def draw_permutation(count: int, seed: int, purpose: str, *numbers: int) -> Inde
 
 
 def shuffle_with_repeats(repeats: IndexArray, chunk_size: int, seed: int, purpose: str, *numbers: int) -> IndexArray:
-    """Shuffle entries so that copies of a sample are in different chunks; copy c of sample i is ``sum(repeats[:i]) + c``.
+    """Shuffle entries so that copies of a sample are in different chunks; copy c of i is ``sum(repeats[:i]) + c``.
 
-    Entries are dealt like cards: samples are shuffled, with the copies of each adjacent, and every round gives one entry
-    to each chunk, in a new order of chunks.  If the copies of a sample cross two rounds, the order of the second one is
-    corrected, so that no chunk gets two of them.  The last, shorter chunk drops out early; samples with a copy for every
-    chunk are dealt first.
+    Entries are dealt like cards: samples are shuffled, with the copies of each adjacent, and every round gives one
+    entry to each chunk, in a new order of chunks.  If the copies of a sample cross two rounds, the order of the second
+    one is corrected, so that no chunk gets two of them.  The last, shorter chunk drops out early; samples with a copy
+    for every chunk are dealt first.
     """
     chunks, rest = divmod(int(repeats.sum()), chunk_size)
     needs_all = repeats > chunks
@@ -196,8 +196,8 @@ def apply_dataset_weights(
         heaviest = max(present, key=lambda item: item[1] / shown[item[0]])[0]
         raise ConfigError(
             [
-                f"{datasets[heaviest].locate('weight')}: weight: an epoch would have {total:.3g} images with repeats, more"
-                f" than {MAX_SAMPLES_PER_EPOCH}; choose less different weights"
+                f"{datasets[heaviest].locate('weight')}: weight: an epoch would have {total:.3g} images with repeats,"
+                f" more than {MAX_SAMPLES_PER_EPOCH}; choose less different weights"
             ]
         )
     factors = {number: weight * scale / shown[number] for number, weight in present}

@@ -135,7 +135,7 @@ def _format_notes(
             notes.append(f"dataset {number + 1}: {count} of {found[number]} images are used for validation")
         if elsewhere[number]:
             notes.append(
-                f"dataset {number + 1}: {elsewhere[number]} images are not trained on, because they are used for validation"
-                " in another dataset"
+                f"dataset {number + 1}: {elsewhere[number]} images are not trained on, because they are used for"
+                " validation in another dataset"
             )
     return notes

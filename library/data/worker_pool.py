@@ -41,7 +41,7 @@ Loaded = TypeVar("Loaded")
 
 
 class PrefetchIterator(Generic[Item]):
-    """``dataset[first_position]``, ``dataset[first_position + 1]`` ..., without end, in order for any number of workers."""
+    """``dataset[first_position]``, ``dataset[first_position + 1]`` ..., in order for any number of workers."""
 
     def __init__(
         self,
@@ -99,8 +99,8 @@ class PrefetchIterator(Generic[Item]):
     def shutdown(self, *, kill: bool = False) -> None:
         """Stop all workers, and kill those that do not stop, or all with ``kill``.
 
-        Workers ignore SIGTERM, which Python sends at exit, so it would wait forever.  With ``kill``, an orderly shutdown
-        could wait for a lock that a dead worker held.
+        Workers ignore SIGTERM, which Python sends at exit, so it would wait forever.  With ``kill``, an orderly
+        shutdown could wait for a lock that a dead worker held.
         """
         if self.is_shut_down:  # called again while the interpreter exits
             return
@@ -183,8 +183,8 @@ def _ignore_signals(worker_id: int) -> None:
 def _keep_sigchld_handler() -> Iterator[None]:
     """Remove torch's SIGCHLD handler again.
 
-    It raises when a worker dies, in the middle of whatever the main thread does.  Without it the death is noticed within
-    seconds when the next batch is requested, where it can be reported.
+    It raises when a worker dies, in the middle of whatever the main thread does.  Without it the death is noticed
+    within seconds when the next batch is requested, where it can be reported.
     """
     if not hasattr(signal, "SIGCHLD") or threading.current_thread() is not threading.main_thread():
         yield
@@ -207,4 +207,4 @@ def _format_worker_death(pid: int, exit_code: int, settings_hint: str) -> str:
     if exit_code == -signal.SIGBUS:
         return f"{worker}: no shared memory left; {_SHARED_MEMORY_HINT}"
     how = f"died of {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exited with code {exit_code}"
-    return f"{worker} {how}; --max_data_loader_n_workers 0 loads images in the main process and shows where it happens"
+    return f"{worker} {how}; --max_data_loader_n_workers 0 loads images in the main process and shows where it fails"

@@ -161,9 +161,7 @@ def test_regularisation_pictures_count_into_the_share(tmp_path):
 
 def test_weights_out_of_all_proportion_are_refused(tmp_path):
     head = two_datasets(tmp_path, "weight = 1", f"weight = {MAX_SAMPLES_PER_EPOCH}")[0]
-    with pytest.raises(
-        ConfigError, match=r"set.toml:9: weight: an epoch would have 1.2e\+09 images with repeats"
-    ):
+    with pytest.raises(ConfigError, match=r"set.toml:9: weight: an epoch would have 1.2e\+09 images with repeats"):
         prepare_data(make_config(tmp_path, head=head), 8)
 
 

@@ -317,7 +317,8 @@ def test_processes_that_are_started_anew_read_the_same(folder, prepared):
     done = script(
         folder,
         "spawn",
-        "print([(work.micro_batches[0].captions, work.micro_batches[0].pixels.sum().item()) for work in first]); steps.close()",
+        "batches = [work.micro_batches[0] for work in first]\n"
+        "    print([(batch.captions, batch.pixels.sum().item()) for batch in batches]); steps.close()",
     )
     plan = prepared.build_batch_plan(1, TrainConfig())
     reader = MicroBatchDataset(prepared.manifest, prepared.assignments, plan, 0, 5, 100)
