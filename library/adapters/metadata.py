@@ -16,7 +16,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ..config.schema import RunConfig
-from ..config.validate_adapter import THUMBNAIL_TYPES
+from ..config.validate import THUMBNAIL_TYPES
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""What becomes of each option of sd-scripts that is not one of ours: an alias, not yet there, or refused for good.
+"""Options under other names: options of sd-scripts that are not in ``schema*.py``, and options that were renamed.
 
-Options of the same name and meaning stand in ``schema.py``; a test holds both against the full list.
+An option of sd-scripts is an alias of one of ours, or it is refused with a reason; none is accepted and ignored.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class OptionAlias:
-    """Another way to write one of our options; or, with a value, a switch that gives an option this value."""
+    """Another name of an option; with a value, a switch that sets the option to this value."""
 
     option: str
     value: Any = None
@@ -18,53 +18,22 @@ class OptionAlias:
 
 @dataclass(frozen=True)
 class UnsupportedOption:
-    """Not taken, with what to do instead; ``harmless`` values ask for what happens anyway."""
+    """An option that is refused with a reason, except for values that ask for what happens anyway."""
 
     reason: str
     accepted_values: tuple[Any, ...] = ()
 
     def accepts(self, value: Any) -> bool:
-        """Whether ``value`` asks for what is done anyway; a switch that is off does, unless it is always on."""
-        is_always_on = any(one is True for one in self.accepted_values)  # not ``in``: a 1 is equal to True
+        """Whether ``value`` changes nothing; false does not, unless the option is always on."""
+        is_always_on = any(item is True for item in self.accepted_values)  # not ``in``: 1 equals True
         harmless = self.accepted_values if is_always_on else (False, *self.accepted_values)
         return value in ([], ()) or any(
-            isinstance(value, bool) == isinstance(one, bool) and value == one for one in harmless
+            isinstance(value, bool) == isinstance(item, bool) and value == item for item in harmless
         )
 
 
 class NotYetSupported(UnsupportedOption):
-    """Not taken by this version; a coming one will."""
-
-
-def _define_not_yet_supported(feature: str, *accepted_values: Any) -> NotYetSupported:
-    return NotYetSupported(f"not yet: {feature}", accepted_values)
-
-
-_HUB_STATE = _define_not_yet_supported(
-    "states of runs on the hub; --save_state keeps them in output_dir, --resume reads them there"
-)
-
-
-_TEXT_MASK = _define_not_yet_supported("masking the padding of texts; as in diffusers' pipelines, it is read like text")
-
-
-_TEXT_DROPOUT = _define_not_yet_supported(
-    "leaving out single text encoders; caption_dropout_rate leaves out captions", 0, 0.0
-)
-
-
-_POSITION_CROP = _define_not_yet_supported(
-    "other places of pictures in SD3's grid; they are in its middle, as when it draws", 0, 0.0
-)
-
-
-_OTHER_FAMILY = UnsupportedOption("belongs to a model family that is not supported")
-
-
-_FULL_TRAINING = UnsupportedOption("trains whole models or embeddings; this program trains LoRA adapters")
-
-
-_BROKEN_IN_KOHYA = UnsupportedOption("does not work in sd-scripts either")
+    """An option that is planned."""
 
 
 RENAMED_OPTIONS = {
@@ -77,15 +46,14 @@ RENAMED_OPTIONS = {
     "gradient_checkpointing_budget": "activation_memory_budget",
     "compile_shapes": "compile_dynamic",
 }
-"""Options of ours by their names of the last release, which are accepted with a notice for one release."""
-
+"""Former names of options, accepted with a notice for one release."""
 
 RENAMED_VALUES: dict[str, dict[Any, str]] = {
     "quantize_base": {"float": "none"},
     "on_oom": {"ladder": "recover"},
     "compile_dynamic": {"static": "false", "dynamic": "true"},
 }
-"""Values of the last release, by the option's name of today."""
+"""Former values, by the current name of the option."""
 
 
 def format_rename_notice(location: str, name: str) -> str:
@@ -93,7 +61,7 @@ def format_rename_notice(location: str, name: str) -> str:
 
 
 def upgrade_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename the options and values that another name had when ``settings`` were saved."""
+    """Give the settings of an older checkpoint their current names and values."""
     renamed = {RENAMED_OPTIONS.get(name, name): value for name, value in settings.items()}
     return {
         name: RENAMED_VALUES[name].get(value, value) if name in RENAMED_VALUES else value
@@ -101,163 +69,117 @@ def upgrade_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _define_planned(feature: str, *accepted_values: Any) -> NotYetSupported:
+    return NotYetSupported(f"not yet: {feature}", accepted_values)
+
+
+_USE_DATASET_TOML = "use a dataset TOML (--dataset_config)"
+_RESUME = UnsupportedOption("not needed: --resume continues at the saved step")
+_HUB_STATE = _define_planned(
+    "training states on the hub; --save_state writes them to output_dir, and --resume reads them there"
+)
+_TEXT_MASK = _define_planned("masking padding tokens; as in diffusers' pipelines, they are attended to")
+_TEXT_DROPOUT = _define_planned("dropout of single text encoders; use caption_dropout_rate", 0, 0.0)
+_POSITION_CROP = _define_planned(
+    "random crops of SD3's position embedding; the center crop of inference is used", 0, 0.0
+)
+_OTHER_FAMILY = UnsupportedOption("for a model family that is not supported")
+_FULL_TRAINING = UnsupportedOption("for full fine-tuning or textual inversion; only LoRA adapters are trained here")
+_BROKEN_IN_KOHYA = UnsupportedOption("has no effect in sd-scripts either; remove it")
+_ANYWAY = (True, False)
+
+_OTHER_FAMILY_OPTIONS = """
+    gemma2 gemma2_max_token_length system_prompt sample_batch_size byt5 vae_chunk_size qwen3 llm_adapter_path
+    llm_adapter_lr self_attn_lr cross_attn_lr mlp_lr mod_lr t5_tokenizer_path qwen3_max_token_length t5_max_token_length
+    vae_disable_cache
+""".split()
+_FULL_TRAINING_OPTIONS = """
+    block_lr learning_rate_te learning_rate_te1 learning_rate_te2 learning_rate_te3 train_text_encoder train_t5xxl
+    stop_text_encoder_training no_token_padding fused_optimizer_groups blockwise_fused_optimizers mem_eff_save
+    num_last_block_to_freeze diffusers_xformers use_safetensors token_string init_word num_vectors_per_token weights
+    use_object_template use_style_template
+""".split()
+
 KOHYA_OPTIONS: dict[str, OptionAlias | UnsupportedOption] = {
-    # aliases
     "caption_extention": OptionAlias("caption_extension"),
-    "sdpa": UnsupportedOption("cannot be switched off alone: choose another attn_mode", (True,)),
+    "training_shift": OptionAlias("discrete_flow_shift"),
+    "fp8_base": OptionAlias("quantize_base", "fp8"),
+    "fp8_base_unet": OptionAlias("quantize_base", "fp8"),
+    "fp8_scaled": OptionAlias("quantize_base", "fp8"),
+    "xformers": OptionAlias("attn_mode", "xformers"),
+    "use_flash_attn": OptionAlias("attn_mode", "flash"),
+    "unsloth_offload_checkpointing": OptionAlias("cpu_offload_checkpointing", True),
+    # what happens anyway
+    "sdpa": UnsupportedOption("cannot be switched off; choose another attn_mode", (True,)),
     "persistent_data_loader_workers": UnsupportedOption(
         "cannot be switched off: workers live as long as the run", (True,)
     ),
-    # secrets
-    "wandb_api_key": UnsupportedOption("a key in a flag ends in logs; run `wandb login` or set WANDB_API_KEY"),
-    "huggingface_token": UnsupportedOption("a token in a flag ends in logs; run `hf auth login` or set HF_TOKEN"),
-    # model
-    "no_half_vae": UnsupportedOption("cannot be switched off: the VAE always runs in fp32", (True,)),
-    # where pictures come from
-    "train_data_dir": UnsupportedOption(
-        "write a dataset file and name it with --dataset_config; image_dir = 'FOLDER' is enough"
-    ),
-    "reg_data_dir": UnsupportedOption(
-        "write a dataset file: is_reg = true in a subset, and name it with --dataset_config"
-    ),
-    "in_json": UnsupportedOption(
-        "write a dataset file: metadata_file = 'FILE' in a subset, and name it with --dataset_config"
-    ),
-    "dataset_class": UnsupportedOption("classes of sd-scripts cannot run here; describe the data in --dataset_config"),
-    "conditioning_data_dir": UnsupportedOption("sd-scripts does not read it either; it belongs into the dataset file"),
-    "cache_info": UnsupportedOption("cannot be switched off: what was found out about pictures is kept", (True, False)),
-    "debug_dataset": UnsupportedOption("use --dry_run to see what would be trained"),
-    # pictures
-    "weighted_captions": UnsupportedOption(
-        "captions are text; (tag:1.3) is read as it is written, as the encoders were trained"
-    ),
-    "face_crop_aug_range": UnsupportedOption("cut faces out beforehand; the file names of face_crop are not read"),
-    # loop
-    "initial_epoch": UnsupportedOption("a resumed run knows where it was"),
-    "initial_step": UnsupportedOption("a resumed run knows where it was"),
-    "skip_until_initial_step": UnsupportedOption("a resumed run knows where it was"),
-    "full_fp16": UnsupportedOption(
-        "torch scales no gradients in fp16, and Adam's squares of them vanish; use full_bf16"
-    ),
-    "fp8_base": OptionAlias("quantize_base", "fp8"),
-    "fp8_base_unet": OptionAlias("quantize_base", "fp8"),
-    "lowram": UnsupportedOption("models are always loaded without a second copy"),
-    "highvram": UnsupportedOption("memory is never given back during a run, so there is nothing to switch"),
-    "mem_eff_attn": UnsupportedOption("attention is always computed by PyTorch's memory-saving kernels"),
-    "xformers": OptionAlias("attn_mode", "xformers"),
-    "fused_backward_pass": UnsupportedOption(
-        "sd-scripts does not use it for LoRA either; optimizer_args can hold fused=True"
-    ),
-    # several processes
-    "zero3_init_flag": UnsupportedOption(
-        "models are always divided parameter by parameter at zero_stage 3", (True, False)
-    ),
+    "no_half_vae": UnsupportedOption("no effect: the VAE always runs in fp32", _ANYWAY),
+    "cache_info": UnsupportedOption("no effect: image metadata is always cached", _ANYWAY),
+    "lowram": UnsupportedOption("not needed: models are loaded without a second copy in memory", _ANYWAY),
+    "highvram": UnsupportedOption("no effect here", _ANYWAY),
+    "mem_eff_attn": UnsupportedOption("not needed: attention is always memory-efficient", _ANYWAY),
+    "split_attn": UnsupportedOption("not needed: texts of different lengths are masked in one attention call"),
+    "zero3_init_flag": UnsupportedOption("no effect: with zero_stage 3, parameters are sharded while loading", _ANYWAY),
     "zero3_save_16bit_model": UnsupportedOption(
-        "a LoRA file is always whole; save_precision says how exact", (True, False)
+        "no effect: LoRA files are always complete; save_precision sets their dtype", _ANYWAY
     ),
+    # secrets
+    "wandb_api_key": UnsupportedOption("a key in a flag ends up in logs; run `wandb login` or set WANDB_API_KEY"),
+    "huggingface_token": UnsupportedOption("a token in a flag ends up in logs; run `hf auth login` or set HF_TOKEN"),
+    # dataset
+    "train_data_dir": UnsupportedOption(f"{_USE_DATASET_TOML}; image_dir = 'FOLDER' in a subset is enough"),
+    "reg_data_dir": UnsupportedOption(f"{_USE_DATASET_TOML} with is_reg = true in a subset"),
+    "in_json": UnsupportedOption(f"{_USE_DATASET_TOML} with metadata_file = 'FILE' in a subset"),
+    "conditioning_data_dir": UnsupportedOption(f"{_USE_DATASET_TOML}; sd-scripts ignores this option, too"),
+    "dataset_class": UnsupportedOption(f"dataset classes of sd-scripts cannot run here; {_USE_DATASET_TOML}"),
+    "debug_dataset": UnsupportedOption("use --dry_run, or python -m library plan --preview"),
+    "weighted_captions": UnsupportedOption("not supported: (tag:1.3) is passed to the text encoder as text"),
+    "face_crop_aug_range": UnsupportedOption("not supported: crop faces beforehand"),
+    # training
+    "initial_epoch": _RESUME,
+    "initial_step": _RESUME,
+    "skip_until_initial_step": _RESUME,
+    "full_fp16": UnsupportedOption("not supported: fp16 gradients and Adam moments underflow; use full_bf16"),
+    "fused_backward_pass": UnsupportedOption("no effect on LoRA in sd-scripts either; use --optimizer_args fused=True"),
+    "use_8bit_adam": UnsupportedOption("deprecated in sd-scripts; use --optimizer_type AdamW8bit"),
+    "use_lion_optimizer": UnsupportedOption("deprecated in sd-scripts; use --optimizer_type Lion"),
     "offload_optimizer_nvme_path": UnsupportedOption(
-        "what is remembered of an adapter is small, and never moved into files; set --offload_optimizer_device cpu"
+        "not supported: the optimizer state of an adapter is small; use --offload_optimizer_device cpu"
     ),
-    "fp16_master_weights_and_gradients": UnsupportedOption("adapters and what optimizers remember stay in fp32"),
-    # optimizer and schedule
-    "use_8bit_adam": UnsupportedOption("an old name; write optimizer_type AdamW8bit"),
-    "use_lion_optimizer": UnsupportedOption("an old name; write optimizer_type Lion"),
-    # network
-    # files
+    "fp16_master_weights_and_gradients": UnsupportedOption(
+        "not supported: adapter weights and optimizer state stay in fp32"
+    ),
+    "disable_mmap_load_safetensors": UnsupportedOption("not supported: copy the model from a slow disk first"),
+    "split_mode": UnsupportedOption("deprecated in sd-scripts; use --blocks_to_swap"),
+    "text_encoder_cpu": UnsupportedOption("not supported: text encoders run on the training device"),
+    "use_sage_attn": UnsupportedOption("SageAttention has no backward pass; use --attn_mode flash"),
+    "fp8_vl": _define_planned("text encoders in fp8"),
+    # saving
     "save_model_as": UnsupportedOption(
         "LoRA files are safetensors; ckpt and pt files can run code when they are opened", ("safetensors",)
     ),
-    "save_n_epoch_ratio": UnsupportedOption("use save_every_n_epochs"),
+    "save_n_epoch_ratio": UnsupportedOption("deprecated in sd-scripts; use --save_every_n_epochs"),
     "resume_from_huggingface": _HUB_STATE,
     "save_state_to_huggingface": _HUB_STATE,
-    "metadata_is_negative_embedding": UnsupportedOption("a LoRA is no embedding"),
-    # transformer families and SDXL
-    "disable_mmap_load_safetensors": UnsupportedOption(
-        "safetensors maps files into memory; copy a file from a slow disk first"
-    ),
-    "split_mode": UnsupportedOption("an old name; blocks_to_swap moves blocks between host and device"),
-    "controlnet_model_name_or_path": UnsupportedOption(
-        "trains beside a ControlNet; this program trains LoRA adapters alone"
-    ),
+    "metadata_is_negative_embedding": UnsupportedOption("not applicable: a LoRA is not an embedding"),
+    # model families
+    "controlnet_model_name_or_path": UnsupportedOption("not supported: only LoRA adapters are trained here"),
     "apply_t5_attn_mask": _TEXT_MASK,
     "apply_lg_attn_mask": _TEXT_MASK,
-    "model_type": UnsupportedOption("the model is found by its files; Chroma is not supported", ("flux",)),
+    "model_type": UnsupportedOption("detected from the model files; Chroma is not supported", ("flux",)),
     "clip_l_dropout_rate": _TEXT_DROPOUT,
     "clip_g_dropout_rate": _TEXT_DROPOUT,
     "t5_dropout_rate": _TEXT_DROPOUT,
     "pos_emb_random_crop_rate": _POSITION_CROP,
     "enable_scaled_pos_embed": _POSITION_CROP,
-    "model_prediction_type": UnsupportedOption(
-        "the model's answer is compared as it is, in the form it was made with", ("raw",)
-    ),
-    "training_shift": OptionAlias("discrete_flow_shift"),
-    "save_clip": _BROKEN_IN_KOHYA,
-    "save_t5xxl": _BROKEN_IN_KOHYA,
-    "t5xxl_device": _BROKEN_IN_KOHYA,
-    "t5xxl_dtype": _BROKEN_IN_KOHYA,
-    "fp8_scaled": OptionAlias("quantize_base", "fp8"),
-    "fp8_vl": _define_not_yet_supported("text encoders in fp8"),
-    "split_attn": UnsupportedOption(
-        "attention is computed piece by piece anyway, with masks where texts differ in length"
-    ),
-    "use_flash_attn": OptionAlias("attn_mode", "flash"),
-    "use_sage_attn": UnsupportedOption(
-        "SageAttention has no backward pass, so nothing is trained with it; use attn_mode flash"
-    ),
-    "text_encoder_cpu": UnsupportedOption("text encoders run on the device that trains"),
-    "unsloth_offload_checkpointing": OptionAlias("cpu_offload_checkpointing", True),
-    **dict.fromkeys(
-        [
-            "gemma2",
-            "gemma2_max_token_length",
-            "system_prompt",
-            "sample_batch_size",
-            "byt5",
-            "vae_chunk_size",
-            "qwen3",
-            "llm_adapter_path",
-            "llm_adapter_lr",
-            "self_attn_lr",
-            "cross_attn_lr",
-            "mlp_lr",
-            "mod_lr",
-            "t5_tokenizer_path",
-            "qwen3_max_token_length",
-            "t5_max_token_length",
-            "vae_disable_cache",
-        ],
-        _OTHER_FAMILY,
-    ),
-    # options of this program that are gone
+    "model_prediction_type": UnsupportedOption("not supported: the loss is computed on the raw prediction", ("raw",)),
+    **dict.fromkeys(("save_clip", "save_t5xxl", "t5xxl_device", "t5xxl_dtype"), _BROKEN_IN_KOHYA),
+    **dict.fromkeys(_OTHER_FAMILY_OPTIONS, _OTHER_FAMILY),
+    **dict.fromkeys(_FULL_TRAINING_OPTIONS, _FULL_TRAINING),
+    # options of this program that were removed
     "replay": UnsupportedOption(
         "removed; OUTPUT_NAME.nan-step*.json lists the images, timesteps and losses of a skipped step"
     ),
     "pp_cut": UnsupportedOption("removed: stages are always balanced by weights"),
-    # other programs of sd-scripts
-    **dict.fromkeys(
-        [
-            "block_lr",
-            "learning_rate_te",
-            "learning_rate_te1",
-            "learning_rate_te2",
-            "learning_rate_te3",
-            "train_text_encoder",
-            "train_t5xxl",
-            "stop_text_encoder_training",
-            "no_token_padding",
-            "fused_optimizer_groups",
-            "blockwise_fused_optimizers",
-            "mem_eff_save",
-            "num_last_block_to_freeze",
-            "diffusers_xformers",
-            "use_safetensors",
-            "token_string",
-            "init_word",
-            "num_vectors_per_token",
-            "weights",
-            "use_object_template",
-            "use_style_template",
-        ],
-        _FULL_TRAINING,
-    ),
 }

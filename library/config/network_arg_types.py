@@ -1,4 +1,4 @@
-"""How the values of ``network_args`` are written: one function for each form, which says what it expected."""
+"""Parsers of the values in ``network_args``; each raises a ``ValueError`` that says what it expects."""
 
 import ast
 import re
@@ -6,18 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 LR_WEIGHT_PRESETS = ("cosine", "sine", "linear", "reverse_linear", "zeros")
-"""Names of curves over the blocks of a UNet."""
-
+"""Named curves of learning-rate weights over the blocks of a UNet, as in sd-scripts."""
 
 LAST_BLOCK = 10**6
-"""Stands for the last block of a model, whichever it is."""
+"""Stands for the last block of a model, whatever its index."""
 
 
 def parse_bool(text: str) -> bool:
-    words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-    if text.lower() not in words:
+    values = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+    if text.lower() not in values:
         raise ValueError("expected True or False")
-    return words[text.lower()]
+    return values[text.lower()]
 
 
 def make_number_parser(
@@ -27,7 +26,7 @@ def make_number_parser(
         try:
             value = number_type(text)
         except ValueError:
-            raise ValueError("expected a whole number" if number_type is int else "expected a number") from None
+            raise ValueError("expected an integer" if number_type is int else "expected a number") from None
         if not minimum <= value <= maximum:
             raise ValueError(f"expected {minimum:g} {'or more' if maximum == float('inf') else f'to {maximum:g}'}")
         return value
@@ -35,48 +34,47 @@ def make_number_parser(
     return parse
 
 
+parse_rank = make_number_parser(0, number_type=int)
+parse_alpha = make_number_parser(0)
+parse_positive = make_number_parser(1e-12)
+parse_dropout_rate = make_number_parser(0, 0.999)
+
+
 def parse_lokr_factor(text: str) -> int:
-    """How LoKr cuts a matrix: a whole number, or -1 for as even as can be."""
     value: int = make_number_parser(-1, number_type=int)(text)
     if not value:
-        raise ValueError("expected 1 or more, or -1 for as even as can be")
+        raise ValueError("expected 1 or more, or -1 for the most even factorization")
     return value
-
-
-parse_rank = make_number_parser(0, number_type=int)
-
-
-parse_positive = make_number_parser(1e-12)
-
-
-parse_dropout_rate = make_number_parser(0, 0.999)
 
 
 def make_list_parser(parse_item: Callable[[str], Any], count: int | None = None) -> Callable[[str], tuple[Any, ...]]:
     def parse(text: str) -> tuple[Any, ...]:
         items = tuple(parse_item(item.strip()) for item in text.strip("[]() ").split(",") if item.strip())
         if not items or count not in (None, len(items)):
-            raise ValueError(f"expected {count or 'some'} values with commas between them")
+            raise ValueError(f"expected {count or 'some'} comma-separated values")
         return items
 
     return parse
 
 
+parse_ranks = make_list_parser(parse_rank)
+parse_alphas = make_list_parser(parse_alpha)
+
+
 def parse_block_lr_weights(text: str) -> tuple[float, ...] | str:
-    """Numbers, or the name of a curve with a number that is added, such as ``sine+0.5``."""
-    name, _, base = text.partition("+")
+    """Parse a list of weights, or the name of a curve with an offset, such as ``sine+0.5``."""
+    name, _, offset = text.partition("+")
     if name in LR_WEIGHT_PRESETS:
-        make_number_parser(0)(base or "0")
+        parse_alpha(offset or "0")
         return text
-    found: tuple[float, ...] = make_list_parser(make_number_parser(0))(text)
-    return found
+    weights: tuple[float, ...] = parse_alphas(text)
+    return weights
 
 
 def parse_patterns(text: str) -> tuple[str, ...]:
-    """One regular expression, or a list of them as in Python."""
+    """Parse one regular expression, or a Python list of them."""
     try:
-        found = ast.literal_eval(text) if text.startswith(("[", "(")) else [text]
-        expressions = tuple(found)
+        expressions = tuple(ast.literal_eval(text) if text.startswith(("[", "(")) else [text])
         for expression in expressions:
             re.compile(expression)
     except (ValueError, SyntaxError, TypeError, re.error) as error:
@@ -85,30 +83,30 @@ def parse_patterns(text: str) -> tuple[str, ...]:
 
 
 def make_pattern_parser(parse_value: Callable[[str], Any]) -> Callable[[str], tuple[tuple[str, Any], ...]]:
-    """``pattern=value,pattern=value``."""
+    """Make a parser of ``pattern=value,pattern=value``."""
 
     def parse(text: str) -> tuple[tuple[str, Any], ...]:
-        found = []
+        pairs = []
         for item in text.split(","):
             pattern, equals, value = item.strip().rpartition("=")
             if not equals:
-                raise ValueError("expected pattern=value, with commas between several")
+                raise ValueError("expected comma-separated pattern=value")
             parse_patterns(f"[{pattern!r}]")
-            found.append((pattern, parse_value(value)))
-        return tuple(found)
+            pairs.append((pattern, parse_value(value)))
+        return tuple(pairs)
 
     return parse
 
 
 def parse_block_indices(text: str) -> tuple[tuple[int, int], ...]:
-    """``all``, ``none``, or numbers and ranges such as ``0,3-7``, as pairs of first and last."""
+    """Parse ``all``, ``none``, or indices and ranges such as ``0,3-7``, into pairs of first and last index."""
     if text in ("all", "none"):
         return ((0, LAST_BLOCK),) if text == "all" else ()
     try:
         ends = [item.strip().partition("-") for item in text.split(",")]
         return tuple((int(first), int(last) if dash else int(first)) for first, dash, last in ends)
     except ValueError:
-        raise ValueError("expected all, none, or numbers such as 0,3-7") from None
+        raise ValueError("expected all, none, or indices such as 0,3-7") from None
 
 
 def make_choice_parser(*choices: str) -> Callable[[str], str]:

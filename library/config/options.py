@@ -1,4 +1,4 @@
-"""Rules across options; each names the options it speaks of and says the way out."""
+"""Options as dataclass fields: declaration, parsing of values, and building a configuration from values."""
 
 import dataclasses
 import math
@@ -8,22 +8,21 @@ from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 OptionConflict = tuple[tuple[str, ...], str]
-"""The options concerned, the one to change first, and what is wrong."""
-
+"""The options that contradict each other, the one to change first, and the problem."""
 
 ExplicitOptions = frozenset[str]
-"""Names of the options that somebody wrote down."""
+"""Names of the options that were set by a flag or in the run TOML."""
 
 
 def define_option(default: Any, help: str, *, minimum: float | None = None, maximum: float | None = None) -> Any:
-    """A field of a group: default, help text and bounds stand beside the name and the type."""
+    """Declare a field of a config group: default, help and bounds; name and type are the field's own."""
     metadata = {"help": help, "minimum": minimum, "maximum": maximum}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
 class Option:
-    """One option as the tools see it: for reading it, for ``--help`` and for docs/options.md."""
+    """One option, for the parser, ``--help`` and docs/options.md."""
 
     name: str
     group: str
@@ -37,21 +36,18 @@ class Option:
 
     @property
     def syntax(self) -> str:
-        """What may be written for the value."""
         if isinstance(self.value_type, tuple):
             return "|".join(self.value_type)
-        return {bool: "true|false", int: "INTEGER", float: "NUMBER", str: "TEXT"}.get(
-            self.value_type
-        ) or self.value_type.syntax
+        names = {bool: "true|false", int: "INTEGER", float: "NUMBER", str: "TEXT"}
+        return names.get(self.value_type) or self.value_type.syntax
 
     def parse_words(self, words: list[str]) -> Any:
-        """The value of a flag with these words behind it; ``ValueError`` says what is wrong."""
-        if self.is_list:
-            return tuple(self._validate_bounds(self._parse_word(word)) for word in words)
-        return self._validate_bounds(self._parse_word(words[0]))
+        """Parse the words after a flag; ``ValueError`` says what is wrong."""
+        values = tuple(self._validate_bounds(self._parse_word(word)) for word in words)
+        return values if self.is_list else values[0]
 
     def parse_toml_value(self, value: Any) -> Any:
-        """The value of a TOML key; numbers in quotes and the like are errors, not guesses."""
+        """Parse a TOML value; a number in quotes is an error and not converted."""
         if self.is_list:
             items = value if isinstance(value, list) else [value]
             return tuple(self._validate_bounds(self._parse_item(item)) for item in items)
@@ -66,17 +62,17 @@ class Option:
         return self._validate_choice(word) if isinstance(self.value_type, tuple) else self._parse_custom(word)
 
     def _parse_item(self, value: Any) -> Any:
-        if isinstance(self.value_type, tuple):
+        expected = self.value_type
+        if isinstance(expected, tuple):
             return self._validate_choice(value)
-        if self.value_type is float and type(value) is int:
+        if expected is float and type(value) is int:
             return float(value)
-        if self.value_type in (bool, int, float, str):
-            if type(value) is self.value_type:
-                return value
-            raise ValueError(
-                f"expected {_describe_type(self.value_type)}, got {_format_value(value)}{_hint_unquoted(value, self.value_type)}"
-            )
-        return self._parse_custom(value)
+        if expected not in (bool, int, float, str):
+            return self._parse_custom(value)
+        if type(value) is not expected:
+            hint = _hint_unquoted(value, expected)
+            raise ValueError(f"expected {_describe_type(expected)}, got {_format_value(value)}{hint}")
+        return value
 
     def _validate_choice(self, value: Any) -> str:
         if isinstance(value, bool):
@@ -92,24 +88,24 @@ class Option:
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"expected a finite number, got {value}")
         if self.minimum is not None and value < self.minimum:
-            raise ValueError(f"{value} is too small; at least {self.minimum:g}")
+            raise ValueError(f"must be at least {self.minimum:g}, got {value}")
         if self.maximum is not None and value > self.maximum:
-            raise ValueError(f"{value} is too large; at most {self.maximum:g}")
+            raise ValueError(f"must be at most {self.maximum:g}, got {value}")
         return value
 
 
 def iter_options(config_class: type) -> Iterator[Option]:
-    """Every option of a configuration class, in order of declaration."""
+    """Iterate over the options of all groups of a configuration class, in order of declaration."""
     for group in dataclasses.fields(config_class):
         group_type = get_type_hints(config_class)[group.name]
         hints = get_type_hints(group_type)
         for field in dataclasses.fields(group_type):
-            kind, many, optional = _resolve_type_hint(hints[field.name])
-            yield Option(field.name, group.name, kind, many, optional, field.default, **field.metadata)
+            resolved = _resolve_type_hint(hints[field.name])
+            yield Option(field.name, group.name, *resolved, field.default, **field.metadata)
 
 
 def build_config(config_class: type, values: dict[str, Any]) -> Any:
-    """Make the configuration from checked values; what is not named keeps its default."""
+    """Build a configuration from parsed values by option name; the others keep their defaults."""
     groups: dict[str, dict[str, Any]] = {group.name: {} for group in dataclasses.fields(config_class)}
     for option in iter_options(config_class):
         if option.name in values:
@@ -119,45 +115,38 @@ def build_config(config_class: type, values: dict[str, Any]) -> Any:
 
 
 def flatten_config(config: Any) -> dict[str, Any]:
-    """The value of every option by name: the other direction of ``build``."""
+    """Return the value of every option by name: the inverse of ``build_config``."""
     return {option.name: getattr(getattr(config, option.group), option.name) for option in iter_options(type(config))}
 
 
 def _resolve_type_hint(hint: Any) -> tuple[Any, bool, bool]:
-    """``int | None`` -> (int, False, True); ``tuple[str, ...]`` -> (str, True, False)."""
+    """Return value type, is_list and is_optional: ``int | None`` -> (int, False, True)."""
     if get_origin(hint) in (Union, types.UnionType):
         (inner,) = (item for item in get_args(hint) if item is not type(None))
-        kind, many, _ = _resolve_type_hint(inner)
-        return kind, many, True
+        value_type, is_list, _ = _resolve_type_hint(inner)
+        return value_type, is_list, True
     if get_origin(hint) is Literal:
         return get_args(hint), False, False
     if get_origin(hint) is tuple:
-        kind, _, _ = _resolve_type_hint(get_args(hint)[0])
-        return kind, True, False
+        return _resolve_type_hint(get_args(hint)[0])[0], True, False
     return hint, False, False
 
 
 def _describe_type(value_type: type) -> str:
-    return {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}[value_type]
+    return {bool: "true or false", int: "an integer", float: "a number", str: "a string"}[value_type]
 
 
 def _format_value(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if value is None:
-        return "null"
-    return f"the text {value!r}" if isinstance(value, str) else repr(value)
+    return str(value).lower() if isinstance(value, bool) else "null" if value is None else repr(value)
 
 
 def _hint_unquoted(value: Any, value_type: type) -> str:
-    """The way out when a value is right but for its quotation marks."""
-    if not isinstance(value, str):
-        return ""
-    text = value.strip()
-    if value_type is bool:
-        return f"; write {text.lower()} without quotes" if text.lower() in ("true", "false") else ""
+    """Suggest the value without quotes, if that is all that is wrong."""
+    text = value.strip() if isinstance(value, str) else ""
     try:
-        value_type(text)
+        is_valid = text.lower() in ("true", "false") if value_type is bool else value_type(text) is not None
     except ValueError:
+        is_valid = False
+    if not text or not is_valid:
         return ""
-    return f"; write {text} without quotes"
+    return f"; write {text.lower() if value_type is bool else text} without quotes"

@@ -1,4 +1,4 @@
-"""Every option of the trainer, once, in typed frozen groups; a field's name is its flag and its TOML key."""
+"""All options of training, in typed frozen groups; a field's name is its flag and its key in the run TOML."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -13,76 +13,75 @@ from .types import StepRange, StepsOrRatio
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What is fine-tuned."""
+    """Base model."""
 
     pretrained_model_name_or_path: str | None = define_option(
         None,
-        "diffusers folder, .safetensors file or hub id of the base model, or random:FAMILY[:tiny] for random weights; "
-        "without it the built-in model is used",
+        "base model: diffusers folder, .safetensors file or hub id; random:FAMILY[:tiny] for random weights; default: "
+        "the built-in demo model",
     )
     family: str | None = define_option(
-        None, "kind of model, or your own package.module:Class; without it, found in its files"
+        None, "model family, or package.module:Class for your own; default: detected from the files"
     )
-    v2: bool = define_option(False, "say that the model is Stable Diffusion 2; an error when it is not")
-    vae: str | None = define_option(None, "VAE in the place of the model's own: file, diffusers folder or hub id")
+    v2: bool = define_option(False, "require Stable Diffusion 2; an error for any other model")
+    vae: str | None = define_option(None, "VAE to use instead of the model's: file, diffusers folder or hub id")
     clip_l: str | None = define_option(None, "CLIP-L text encoder: file, folder or hub id")
     clip_g: str | None = define_option(None, "CLIP-G text encoder: file, folder or hub id")
     t5xxl: str | None = define_option(None, "T5-XXL text encoder: file, folder or hub id")
     text_encoder: str | None = define_option(None, "text encoder of Z-Image or Qwen-Image: file, folder or hub id")
-    ae: str | None = define_option(None, "VAE of FLUX or Z-Image: file, diffusers folder or hub id")
+    ae: str | None = define_option(None, "autoencoder (VAE) of FLUX or Z-Image: file, diffusers folder or hub id")
     tokenizer_cache_dir: str | None = define_option(
-        None, "folder for the tokenizers that single files need; filled from the hub when they are not in it yet"
+        None, "folder of the tokenizers that single-file models need; downloaded from the hub if missing"
     )
-    clip_skip: int | None = define_option(None, "use the n-th last layer of CLIP (Stable Diffusion 1 and 2)", minimum=1)
+    clip_skip: int | None = define_option(
+        None, "use the output of CLIP's n-th layer from the end (Stable Diffusion 1 and 2)", minimum=1
+    )
     max_token_length: int = define_option(
-        75, "longest caption in tokens: 75, 150 or 225 (Stable Diffusion 1, 2, XL)", minimum=1
+        75, "maximum length of captions in tokens: 75, 150 or 225 (Stable Diffusion 1, 2, XL)", minimum=1
     )
     t5xxl_max_token_length: int | None = define_option(
         None,
-        "length of T5's text in tokens; without it 256 for SD3 and FLUX.1 schnell, 512 for FLUX.1 dev",
+        "maximum length of T5 input in tokens; default: 256 for SD3 and FLUX.1 schnell, 512 for FLUX.1 dev",
         minimum=1,
         maximum=512,
     )
     quantize_base: Literal["none", "fp8", "int8", "nf4"] = define_option(
-        "none", "how the frozen weights of the denoiser's blocks rest in memory: as they compute, or in 8 or 4 bits"
+        "none",
+        "quantize the frozen weights of the denoiser's blocks to save memory; computation stays in full precision",
     )
-    guidance_scale: float = define_option(1.0, "guidance that FLUX.1 dev is told while it is trained", minimum=0)
+    guidance_scale: float = define_option(1.0, "guidance embedding while training FLUX.1 dev", minimum=0)
 
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What is trained."""
+    """Adapter: its type, rank, initial weights and what it is attached to."""
 
     network_module: str = define_option(
         "networks.lora",
-        "kind of adapter: networks.lora, networks.loha, networks.lokr, networks.oft, or lycoris.kohya with algo in "
+        "adapter type: networks.lora, networks.loha, networks.lokr, networks.oft, or lycoris.kohya with algo in "
         "network_args",
     )
-    network_dim: int = define_option(4, "rank of the LoRA matrices", minimum=1)
-    network_alpha: float = define_option(1.0, "the update is scaled by alpha / rank", minimum=0)
+    network_dim: int = define_option(4, "rank of the adapter", minimum=1)
+    network_alpha: float = define_option(1.0, "scale of the adapter: alpha / rank; equal to the rank for 1", minimum=0)
     network_dropout: float = define_option(
-        0.0, "share of what the down matrices of a LoRA say that is left out", minimum=0, maximum=0.999
+        0.0, "LoRA dropout: probability of zeroing each output of the down matrix", minimum=0, maximum=0.999
     )
     network_args: tuple[str, ...] = define_option(
-        (), "more about the adapter as name=value, such as conv_dim=4; docs/adapters.md lists them"
+        (), "more adapter arguments as name=value, such as conv_dim=4; see docs/adapters.md"
     )
-    network_weights: str | None = define_option(None, "LoRA file, of any program, from which the adapter starts")
-    dim_from_weights: bool = define_option(False, "train the modules of network_weights, with their ranks and alphas")
-    base_weights: tuple[str, ...] = define_option(
-        (), "LoRA files that are merged into the model before anything is trained"
-    )
+    network_weights: str | None = define_option(None, "LoRA file to start from, saved by any program")
+    dim_from_weights: bool = define_option(False, "take modules, ranks and alphas from network_weights")
+    base_weights: tuple[str, ...] = define_option((), "LoRA files to merge into the base model before training")
     base_weights_multiplier: tuple[float, ...] = define_option(
-        (), "strengths of base_weights, one for each; without it 1"
+        (), "multiplier for each file of base_weights; default: 1"
     )
     scale_weight_norms: float | None = define_option(
-        None, "no module's update becomes longer than this; LoRA only", minimum=0.000001
+        None, "max-norm regularization: scale down modules whose weight norm exceeds this (LoRA only)", minimum=0.000001
     )
     network_train_unet_only: bool = define_option(
-        True, "train the denoiser and leave the text encoders as they are; off: train both"
+        True, "train the denoiser only (U-Net or transformer); off: train the text encoders, too"
     )
-    network_train_text_encoder_only: bool = define_option(
-        False, "train the text encoders and leave the denoiser as it is"
-    )
+    network_train_text_encoder_only: bool = define_option(False, "train the text encoders only")
 
     @property
     def trains_denoiser(self) -> bool:
@@ -95,24 +94,20 @@ class AdapterConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """How weights follow gradients."""
+    """Optimizer and learning rate schedule."""
 
     optimizer_type: str = define_option(
-        "AdamW", "AdamW, AdamW8bit, Lion, Adafactor, Prodigy, AdamWScheduleFree ..., or any package.module.Class"
+        "AdamW", "AdamW, AdamW8bit, Lion, Adafactor, Prodigy, AdamWScheduleFree ..., or package.module.Class"
     )
-    optimizer_args: tuple[str, ...] = define_option(
-        (), "arguments for the optimizer as name=value, such as weight_decay=0.01"
-    )
+    optimizer_args: tuple[str, ...] = define_option((), "optimizer arguments as name=value, such as weight_decay=0.01")
     learning_rate: float = define_option(1e-4, "peak learning rate", minimum=0)
     unet_lr: float | None = define_option(
-        None, "peak learning rate of the denoiser; without it learning_rate", minimum=0
+        None, "peak learning rate of the denoiser (U-Net or transformer); default: learning_rate", minimum=0
     )
     text_encoder_lr: tuple[float, ...] = define_option(
-        (), "peak learning rate of the text encoders, one for all or one for each; without it learning_rate", minimum=0
+        (), "peak learning rate of the text encoders, one for all or one for each; default: learning_rate", minimum=0
     )
-    max_grad_norm: float = define_option(
-        1.0, "gradients longer than this are shortened to it; 0 turns it off", minimum=0
-    )
+    max_grad_norm: float = define_option(1.0, "maximum gradient norm for gradient clipping; 0: no clipping", minimum=0)
     lr_scheduler: Literal[
         "constant",
         "constant_with_warmup",
@@ -126,33 +121,33 @@ class OptimConfig:
         "warmup_stable_decay",
         "piecewise_constant",
         "adafactor",
-    ] = define_option("constant", "course of the learning rate over the run")
+    ] = define_option("constant", "learning rate schedule")
     lr_warmup_steps: StepsOrRatio = define_option(
-        StepsOrRatio(0, False), "steps until the peak is reached: a number, a ratio, or N%"
+        StepsOrRatio(0, False), "warmup steps: a number, a ratio of the run below 1, or N%"
     )
     lr_decay_steps: StepsOrRatio = define_option(
-        StepsOrRatio(0, False), "warmup_stable_decay: steps of the decay at the end: a number, a ratio, or N%"
+        StepsOrRatio(0, False), "warmup_stable_decay: decay steps at the end: a number, a ratio of the run, or N%"
     )
-    lr_scheduler_num_cycles: int = define_option(1, "restarts of cosine_with_restarts", minimum=1)
-    lr_scheduler_power: float = define_option(1.0, "power of the polynomial schedule", minimum=0)
+    lr_scheduler_num_cycles: int = define_option(1, "cosine_with_restarts: number of cycles", minimum=1)
+    lr_scheduler_power: float = define_option(1.0, "polynomial: power", minimum=0)
     lr_scheduler_timescale: int | None = define_option(
-        None, "inverse_sqrt: the larger, the slower it falls; without it, the steps of the warm-up", minimum=1
+        None, "inverse_sqrt: time scale in steps, larger decays slower; default: lr_warmup_steps", minimum=1
     )
     lr_scheduler_min_lr_ratio: float | None = define_option(
         None,
-        "cosine_with_min_lr, warmup_stable_decay: lowest learning rate as a share of the peak",
+        "cosine_with_min_lr, warmup_stable_decay: minimum learning rate as a ratio of the peak",
         minimum=0,
         maximum=1,
     )
     lr_scheduler_type: str = define_option(
-        "", "a scheduler class instead of lr_scheduler, of torch.optim.lr_scheduler or as package.module.Class"
+        "", "scheduler class to use instead of lr_scheduler: of torch.optim.lr_scheduler, or package.module.Class"
     )
     lr_scheduler_args: tuple[str, ...] = define_option(
-        (), "arguments for lr_scheduler_type or piecewise_constant as name=value, such as gamma=0.99"
+        (), "arguments of lr_scheduler_type or piecewise_constant as name=value, such as gamma=0.99"
     )
     ema_decay: float | None = define_option(
         None,
-        "keep a running average of the adapter with this decay, such as 0.999, and save it beside the adapter",
+        "decay of an exponential moving average of the adapter, such as 0.999; it is saved next to the adapter",
         minimum=0,
         maximum=1,
     )
@@ -160,47 +155,43 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How long, and in which portions."""
+    """Length of training, memory savings and error handling."""
 
-    max_train_steps: int = define_option(
-        1600, "optimizer steps, counted once however many devices there are", minimum=1
-    )
-    max_train_epochs: int | None = define_option(
-        None, "train this many epochs; takes the place of max_train_steps", minimum=1
-    )
-    gradient_accumulation_steps: int = define_option(1, "micro-steps per optimizer step", minimum=1)
-    gradient_checkpointing: bool = define_option(False, "compute activations twice to save memory")
+    max_train_steps: int = define_option(1600, "number of optimizer steps, whatever the number of GPUs", minimum=1)
+    max_train_epochs: int | None = define_option(None, "number of epochs, instead of max_train_steps", minimum=1)
+    gradient_accumulation_steps: int = define_option(1, "micro-batches per optimizer step", minimum=1)
+    gradient_checkpointing: bool = define_option(False, "recompute activations in backward: less memory, slower steps")
     gradient_checkpointing_every: int = define_option(
-        1, "of the denoiser's blocks, only every n-th computes its activations twice", minimum=1
+        1, "gradient_checkpointing: checkpoint only every n-th block of the denoiser", minimum=1
     )
     activation_memory_budget: float = define_option(
         0.0,
-        "share of what the denoiser's expensive operations make that is kept and not computed twice",
+        "gradient_checkpointing: fraction of the activations of expensive operations to keep; 0 recomputes everything",
         minimum=0,
         maximum=1,
     )
     cpu_offload_checkpointing: bool = define_option(
-        False, "gradient_checkpointing keeps what it computes from in host memory (denoiser only)"
+        False, "gradient_checkpointing: offload the denoiser's checkpoints to CPU memory"
     )
     blocks_to_swap: int = define_option(
-        0, "so many of the denoiser's blocks have their frozen weights in host memory, and fetch them ahead", minimum=0
+        0, "number of denoiser blocks whose frozen weights are kept in CPU memory and prefetched when needed", minimum=0
     )
-    seed: int = define_option(42, "all randomness of a run follows from it", minimum=0)
+    seed: int = define_option(42, "random seed of the run", minimum=0)
     max_nan_steps: int = define_option(
-        10, "stop after this many steps whose loss or gradient is no number; each of them is left out", minimum=1
+        10, "stop after this many steps with a NaN or Inf loss or gradient; each of them is skipped", minimum=1
     )
     on_oom: Literal["fail", "recover"] = define_option(
-        "fail", "on CUDA out of memory; recover: split the micro-batch, then enable gradient checkpointing; fail: stop"
+        "fail", "when out of memory: stop, or recover by splitting micro-batches, then enabling gradient_checkpointing"
     )
     profile_steps: StepRange | None = define_option(
-        None, "profile these steps, such as 11:30: a table of phases, FLOPs, MFU, and a trace of the last three"
+        None, "profile these steps, such as 11:30: time per phase, FLOPs, MFU, and a trace of the last three steps"
     )
-    dry_run: bool = define_option(False, "check everything, print the plan, and stop before any model is loaded")
+    dry_run: bool = define_option(False, "validate the settings, print the plan, and exit without loading a model")
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One training run."""
+    """The configuration of one training run."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -1,4 +1,4 @@
-"""The options about DeepSpeed, by sd-scripts' names."""
+"""Options of precision, compiling, data parallelism, FSDP, model parallelism and DeepSpeed."""
 
 import math
 from dataclasses import dataclass
@@ -9,92 +9,31 @@ from .types import DeviceMap
 
 
 @dataclass(frozen=True)
-class DeepSpeedConfig:
-    """DeepSpeed's ZeRO, which divides what processes would all hold; without these, accelerate launch decides."""
-
-    deepspeed: bool | None = define_option(
-        None, "divide memory among processes by DeepSpeed's ZeRO; without it, the launcher says"
-    )
-    zero_stage: int | None = define_option(
-        None,
-        "deepspeed: 1 divides what the optimizer remembers, 2 gradients, too, 3 the model, too; without it, what"
-        " accelerate launch says, or 2",
-        minimum=0,
-        maximum=3,
-    )
-    offload_optimizer_device: str | None = define_option(
-        None, "deepspeed: cpu for an optimizer that remembers and computes in host memory, or none"
-    )
-    offload_param_device: str | None = define_option(
-        None,
-        "deepspeed, zero_stage 3: cpu for a model that rests in host memory, nvme for one that rests in files, or none",
-    )
-    offload_param_nvme_path: str | None = define_option(
-        None, "deepspeed: folder for offload_param_device nvme, on a fast disk of each machine"
-    )
-
-
-@dataclass(frozen=True)
-class ParallelConfig:
-    """Models that do not fit on one device: the frozen model is cut, and adapters stay whole everywhere."""
-
-    pp_size: int = define_option(
-        1,
-        "pipeline: so many devices have some of the blocks each; micro-batches go from one to the next",
-        minimum=1,
-    )
-    tp_size: int = define_option(
-        1,
-        "tensor parallel: so many devices have a part of each layer, and exchange a sum in each half of a block",
-        minimum=1,
-    )
-    cp_size: int = define_option(
-        1,
-        "context parallel: so many devices have a part of each picture, and exchange it in each attention",
-        minimum=1,
-    )
-    pp_schedule: Literal["gpipe", "1f1b", "interleaved"] = define_option(
-        "1f1b", "pp_size: in which order micro-batches run; interleaved gives each device two shorter stages"
-    )
-    device_map: DeviceMap | None = define_option(
-        None, "one process with several devices: deal the blocks of the model out over them"
-    )
-
-    @property
-    def model_parallel_sizes(self) -> dict[str, int]:
-        """The options by which several devices work on one picture."""
-        return {"pp_size": self.pp_size, "tp_size": self.tp_size, "cp_size": self.cp_size}
-
-    @property
-    def model_parallel_size(self) -> int:
-        """So many devices work on one picture."""
-        return math.prod(self.model_parallel_sizes.values())
-
-
-@dataclass(frozen=True)
 class DistributedConfig:
-    """How the work is spread over devices, and with which precision."""
+    """Mixed precision, attention, DDP and torch.compile."""
 
     mixed_precision: Literal["no", "fp16", "bf16", "fp8"] | None = define_option(
-        None, "compute precision; without it, accelerate launch or accelerate config decides"
+        None, "mixed precision; default: as set by accelerate launch or accelerate config"
     )
     full_bf16: bool = define_option(
-        False, "adapter, gradients and optimizer in bf16, too: half their memory, and small steps are lost in rounding"
+        False,
+        "adapter weights, gradients and optimizer state in bf16: half the memory, but small updates are rounded away",
     )
     attn_mode: Literal["sdpa", "torch", "math", "efficient", "cudnn", "flash", "flash3", "xformers"] = define_option(
-        "sdpa",
-        "how attention is computed: sdpa and torch let PyTorch choose; others where model and device have them",
+        "sdpa", "attention kernel; sdpa and torch: chosen by PyTorch; others must support the model and the GPU"
     )
     ddp_timeout: int | None = define_option(
-        None, "minutes that one process waits for the others; 30 without it", minimum=1
+        None, "minutes until a process that waits for the others gives up; default: 30", minimum=1
     )
-    ddp_gradient_as_bucket_view: bool = define_option(False, "DDP: gradients share memory with the exchange buffers")
-    ddp_static_graph: bool = define_option(False, "DDP: the graph never changes, which saves work")
+    ddp_gradient_as_bucket_view: bool = define_option(
+        False, "DDP: gradients are views of the communication buckets, which saves memory"
+    )
+    ddp_static_graph: bool = define_option(False, "DDP: assume that the autograd graph never changes, to save work")
     check_sync_every_n_steps: int | None = define_option(
-        None, "compare what is trained over all processes every n steps, too, not only before it is saved", minimum=1
+        None, "compare the adapter weights of all processes every n steps, not only before saving", minimum=1
     )
     torch_compile: bool | None = define_option(
-        None, "compile the denoiser; without it, accelerate launch or accelerate config decides"
+        None, "compile the denoiser with torch.compile; default: as set by accelerate launch or accelerate config"
     )
     dynamo_backend: Literal[
         "eager",
@@ -112,42 +51,93 @@ class DistributedConfig:
         "tvm",
         "hpu_backend",
         "neuron",
-    ] = define_option("inductor", "what torch_compile compiles with")
+    ] = define_option("inductor", "torch_compile: backend")
     dynamo_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = define_option(
-        "default", "how much time compiling may take"
+        "default", "torch_compile: mode; max-autotune compiles longer for faster kernels"
     )
-    dynamo_fullgraph: bool = define_option(False, "fail where a model cannot be compiled in one piece")
+    dynamo_fullgraph: bool = define_option(False, "torch_compile: fail on graph breaks")
     dynamo_use_regional_compilation: bool = define_option(
-        True, "compile the blocks that a model repeats, all alike ones at once; off: the denoiser as a whole"
+        True, "torch_compile: compile the repeated blocks of a model once for all of them; off: the whole denoiser"
     )
     compile_dynamic: Literal["auto", "false", "true"] = define_option(
         "auto",
-        "true: compile one graph for all image sizes; false: one graph for each size (slower to start, may be faster "
-        "per step); auto: true from three sizes on",
+        "torch_compile: true: one graph for all image sizes; false: a graph for each size, which starts slower and may "
+        "run faster; auto: true from three sizes on",
     )
     compile_cache_dir: str | None = define_option(
-        None, "folder for what is compiled, for the next start; without it, beside what is kept of the pictures"
+        None, "torch_compile: folder of compiled kernels for the next run; default: next to the image caches"
     )
 
 
 @dataclass(frozen=True)
 class ShardingConfig:
-    """Which process holds which part of the frozen model; what nobody says here, the launcher decides."""
+    """FSDP2: shard the frozen model over devices. Without these options, the launcher decides."""
 
     fsdp: bool | None = define_option(
-        None, "each device holds a part of the frozen model (FSDP2); without it, the launcher says"
+        None, "shard the frozen model over all devices with FSDP2; default: as set by the launcher"
     )
-    fsdp_offload_params: bool | None = define_option(
-        None, "fsdp: these parts rest in host memory while they are not used"
-    )
+    fsdp_offload_params: bool | None = define_option(None, "fsdp: offload the shards to CPU memory")
     fsdp_reshard_after_forward: bool | None = define_option(
-        None, "fsdp: put a block away after its forward and fetch it again for backward; without it, yes"
+        None, "fsdp: free a block's weights after forward and all-gather them again for backward; default: true"
     )
     dp_replicate_size: int | None = define_option(
-        None,
-        "fsdp: so many groups of devices hold the whole model each, such as one a machine (HSDP); without it, 1",
-        minimum=1,
+        None, "fsdp: number of replicas of the model, such as one per node (HSDP); default: 1", minimum=1
     )
     dp_shard_size: int | None = define_option(
-        None, "fsdp: so many devices share one model; without it, all devices / dp_replicate_size", minimum=1
+        None, "fsdp: number of devices that share a replica; default: all devices / dp_replicate_size", minimum=1
+    )
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Tensor, context and pipeline parallelism, for models that do not fit on one device."""
+
+    pp_size: int = define_option(
+        1, "pipeline parallelism: number of stages; each device has a part of the blocks", minimum=1
+    )
+    tp_size: int = define_option(
+        1,
+        "tensor parallelism: number of devices that split each layer, with an all-reduce per attention and MLP",
+        minimum=1,
+    )
+    cp_size: int = define_option(
+        1, "context parallelism: number of devices that split the tokens of each image", minimum=1
+    )
+    pp_schedule: Literal["gpipe", "1f1b", "interleaved"] = define_option(
+        "1f1b", "pipeline schedule of the micro-batches; interleaved: two shorter stages per device"
+    )
+    device_map: DeviceMap | None = define_option(
+        None, "place the blocks of the model on several devices of one process; default: one device"
+    )
+
+    @property
+    def model_parallel_sizes(self) -> dict[str, int]:
+        return {"pp_size": self.pp_size, "tp_size": self.tp_size, "cp_size": self.cp_size}
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Number of devices that work on the same images."""
+        return math.prod(self.model_parallel_sizes.values())
+
+
+@dataclass(frozen=True)
+class DeepSpeedConfig:
+    """DeepSpeed ZeRO. Without these options, the launcher decides."""
+
+    deepspeed: bool | None = define_option(None, "use DeepSpeed ZeRO; default: as set by the launcher")
+    zero_stage: int | None = define_option(
+        None,
+        "deepspeed: ZeRO stage; 1 shards the optimizer state, 2 also gradients, 3 also the model; default: as set by "
+        "the launcher, or 2",
+        minimum=0,
+        maximum=3,
+    )
+    offload_optimizer_device: str | None = define_option(
+        None, "deepspeed: cpu keeps the optimizer state and step in CPU memory; or none"
+    )
+    offload_param_device: str | None = define_option(
+        None, "deepspeed, zero_stage 3: offload the model to CPU memory (cpu) or to files (nvme); or none"
+    )
+    offload_param_nvme_path: str | None = define_option(
+        None, "deepspeed: folder for offload_param_device nvme, on a fast local disk of each node"
     )

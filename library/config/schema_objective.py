@@ -1,4 +1,4 @@
-"""Every option of noise, times and loss, in typed frozen groups that are part of ``schema.py``."""
+"""Options of the diffusion objective: noise, timesteps and loss."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,78 +8,88 @@ from .options import define_option
 
 @dataclass(frozen=True)
 class NoiseConfig:
-    """What the model is asked: which noise, at which times, and for what."""
+    """Noise, timesteps and prediction target."""
 
     v_parameterization: bool | None = define_option(
-        None, "diffusion models: the model predicts v, and not the noise; without it, its scheduler file says"
+        None,
+        "diffusion models: v-prediction instead of noise prediction; default: as the model's scheduler config says",
     )
     zero_terminal_snr: bool = define_option(
-        False, "models that predict v: no trace of the picture is left at the last time"
+        False, "v-prediction: rescale the noise schedule to zero terminal SNR, so that the last timestep is pure noise"
     )
-    min_timestep: int | None = define_option(None, "no time below this, of 1000; without it, 0", minimum=0, maximum=999)
+    min_timestep: int | None = define_option(None, "minimum timestep, of 1000; default: 0", minimum=0, maximum=999)
     max_timestep: int | None = define_option(
-        None, "no time from this on, of 1000; without it, 1000", minimum=1, maximum=1000
+        None, "maximum timestep (exclusive), of 1000; default: 1000", minimum=1, maximum=1000
     )
     timestep_sampling: Literal["uniform", "sigmoid", "shift", "flux_shift", "sigma"] | None = define_option(
-        None, "flow models: how times are chosen; without it, sigma when there is a weighting_scheme, otherwise shift"
+        None, "flow matching: distribution of timesteps; default: sigma with a weighting_scheme, shift without"
     )
     sigmoid_scale: float = define_option(
-        1.0, "sigmoid, shift, flux_shift: below 1 more times in the middle, above 1 fewer", minimum=0
+        1.0, "timestep_sampling sigmoid, shift, flux_shift: scale; smaller concentrates on middle timesteps", minimum=0
     )
     discrete_flow_shift: float | None = define_option(
-        None, "shift, sigma: times are moved to noise by this factor; without it, as the model's own pipeline does"
+        None, "timestep_sampling shift, sigma: shift towards noise; default: as in the model's pipeline"
     )
     weighting_scheme: Literal["none", "uniform", "sigma_sqrt", "cosmap", "logit_normal", "mode"] | None = define_option(
-        None, "flow models: sigma_sqrt and cosmap weigh losses; logit_normal and mode choose times for sigma"
+        None, "flow matching: loss weighting (sigma_sqrt, cosmap) or timestep distribution (logit_normal, mode)"
     )
-    logit_mean: float = define_option(0.0, "logit_normal: above 0 for more noise")
-    logit_std: float = define_option(1.0, "logit_normal: below 1 more times in the middle, above 1 fewer", minimum=0)
+    logit_mean: float = define_option(0.0, "weighting_scheme logit_normal: mean; above 0 means more noise")
+    logit_std: float = define_option(
+        1.0, "weighting_scheme logit_normal: standard deviation; smaller concentrates on middle timesteps", minimum=0
+    )
     mode_scale: float = define_option(
-        1.29, "mode: above 0 more times in the middle, below 0 fewer", minimum=-1, maximum=1.75
+        1.29, "weighting_scheme mode: scale; above 0 concentrates on middle timesteps", minimum=-1, maximum=1.75
     )
     noise_offset: float = define_option(
-        0.0, "diffusion models: each channel's noise is moved as a whole, by about this much", minimum=0
+        0.0,
+        "diffusion models: noise offset per channel, to learn dark and bright images; 0.05 to 0.1 is usual",
+        minimum=0,
     )
-    noise_offset_random_strength: bool = define_option(False, "each sample takes a random share of noise_offset")
+    noise_offset_random_strength: bool = define_option(False, "random noise_offset between 0 and its value per image")
     adaptive_noise_scale: float | None = define_option(
-        None, "noise_offset grows with the mean of a channel, times this; below 0 it shrinks, to no less than 0"
+        None, "add the mean of the latents times this to noise_offset; the sum is at least 0"
     )
     multires_noise_iterations: int = define_option(
-        0, "diffusion models: so many layers of coarser and coarser noise are added", minimum=0
+        0, "diffusion models: number of coarser noise levels to add (pyramid noise); 6 to 10 is usual", minimum=0
     )
     multires_noise_discount: float = define_option(
-        0.3, "multires_noise_iterations: each layer is fainter by this", minimum=0
+        0.3, "multires_noise_iterations: factor of each coarser noise level to the one before", minimum=0
     )
     ip_noise_gamma: float = define_option(
-        0.0, "so much noise is added to the model's input that it is not asked for", minimum=0
+        0.0, "input perturbation noise: noise added to the model's input but not to its target; 0.1 is usual", minimum=0
     )
-    ip_noise_gamma_random_strength: bool = define_option(False, "each sample takes a random share of ip_noise_gamma")
+    ip_noise_gamma_random_strength: bool = define_option(
+        False, "random ip_noise_gamma between 0 and its value per image"
+    )
 
     @property
     def flow_timestep_sampling(self) -> str:
-        """How the times of a flow model are chosen."""
         return self.timestep_sampling or ("sigma" if self.weighting_scheme else "shift")
 
 
 @dataclass(frozen=True)
 class LossConfig:
-    """How the model's answer is judged."""
+    """Loss function and loss weighting."""
 
     loss_type: Literal["l2", "l1", "huber", "smooth_l1"] = define_option(
-        "l2", "l2: squares of differences; huber, smooth_l1: large differences count less than their squares"
+        "l2", "loss function; huber and smooth_l1 are less sensitive to outliers than l2"
     )
     huber_schedule: Literal["constant", "exponential", "snr"] = define_option(
-        "snr", "constant: the threshold is huber_c; exponential, snr: it falls from 1 at pictures to huber_c at noise"
+        "snr",
+        "huber, smooth_l1: threshold by timestep: huber_c (constant), or from 1 at low noise to huber_c at high noise "
+        "(exponential, snr)",
     )
-    huber_c: float = define_option(0.1, "threshold of huber and smooth_l1: differences above it are large")
-    huber_scale: float = define_option(1.0, "the threshold is multiplied by this at all times")
+    huber_c: float = define_option(0.1, "huber, smooth_l1: threshold above which a difference counts linearly")
+    huber_scale: float = define_option(1.0, "huber, smooth_l1: factor of the threshold at all timesteps")
     min_snr_gamma: float | None = define_option(
-        None, "diffusion models: times with a signal to noise ratio above this count less; 5 is usual", minimum=0
+        None, "diffusion models: gamma of min-SNR weighting, which reduces the loss at low noise; 5 is usual", minimum=0
     )
-    debiased_estimation_loss: bool = define_option(False, "diffusion models: times with much noise count more")
+    debiased_estimation_loss: bool = define_option(
+        False, "diffusion models: debiased estimation loss, which raises the loss weight at high noise"
+    )
     scale_v_pred_loss_like_noise_pred: bool = define_option(
-        False, "models that predict v: each time counts as it does for models that predict the noise"
+        False, "v-prediction: weight timesteps as noise prediction does"
     )
     v_pred_like_loss: float | None = define_option(
-        None, "models that predict the noise: this share of the loss of v is added", minimum=0
+        None, "noise prediction: add a v-prediction-like loss with this weight", minimum=0
     )

@@ -1,4 +1,4 @@
-"""The text of a file that a user wrote; what keeps it from being read is told as a mistake in the settings."""
+"""Read TOML with the line of every key, so that messages can point to it."""
 
 import re
 import sys
@@ -8,9 +8,23 @@ from typing import Any
 
 from ..errors import ConfigError
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+KeyPath = tuple[str | int, ...]
+"""Keys and array indices from the root: ``("datasets", 0, "subsets", 1, "image_dir")``."""
+
+_BLANK = re.compile(r"(?:[ \t\r\n]|#[^\n]*)*")
+_SPACES = re.compile(r"[ \t]*")
+_KEY = re.compile(r"\"(?:[^\"\\\n]|\\.)*\"|'[^'\n]*'|[A-Za-z0-9_-]+")
+_STRING = re.compile(r'"""(?:[^\\]|\\.)*?"{3,5}|\'\'\'.*?\'{3,5}|"(?:[^"\\\n]|\\.)*"|\'[^\'\n]*\'', re.DOTALL)
+_SCALAR = re.compile(r"[^\s,\]}#]+(?: [^\s,\]}#]+)?")  # a space may separate date and time
+
 
 def read_text_file(path: Path) -> str:
-    """UTF-8, with a byte order mark or without."""
+    """Read UTF-8 text, with or without a byte order mark."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -21,58 +35,30 @@ def read_text_file(path: Path) -> str:
         raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from None
 
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-
-KeyPath = tuple[str | int, ...]
-"""Keys and array positions from the root: ``("datasets", 0, "subsets", 1, "image_dir")``."""
-
-
-_BLANK = re.compile(r"(?:[ \t\r\n]|#[^\n]*)*")
-
-
-_SPACES = re.compile(r"[ \t]*")
-
-
-_KEY = re.compile(r"\"(?:[^\"\\\n]|\\.)*\"|'[^'\n]*'|[A-Za-z0-9_-]+")
-
-
-_STRING = re.compile(r'"""(?:[^\\]|\\.)*?"{3,5}|\'\'\'.*?\'{3,5}|"(?:[^"\\\n]|\\.)*"|\'[^\'\n]*\'', re.DOTALL)
-
-
-_SCALAR = re.compile(r"[^\s,\]}#]+(?: [^\s,\]}#]+)?")  # a date and its time may stand apart
-
-
 def read_toml_with_lines(path: Path) -> tuple[dict[str, Any], Mapping[KeyPath, int]]:
-    """Return the data of a TOML file and the line of each key."""
+    """Return the data of a TOML file, and the line of each key."""
     text = read_text_file(path)
     try:
         return tomllib.loads(text), find_key_lines(text)
     except tomllib.TOMLDecodeError as error:
         message = str(error)
-        found = re.search(r" \(at line (\d+), column \d+\)", message)
-        place = f"{path}:{found[1]}" if found else f"{path}:{text.count(chr(10)) + 1}"
-        reason = message.replace(found[0], "") if found else message.replace(" (at end of document)", "")
-        raise ConfigError([f"{place}: not valid TOML: {reason}"]) from None
+        position = re.search(r" \(at line (\d+), column \d+\)", message)
+        line = position[1] if position else text.count("\n") + 1
+        reason = message.replace(position[0] if position else " (at end of document)", "")
+        raise ConfigError([f"{path}:{line}: not valid TOML: {reason}"]) from None
 
 
 def find_key_lines(text: str) -> dict[KeyPath, int]:
-    """Return the line, counted from 1, on which each key of a valid TOML text first stands."""
+    """Return the line, counted from 1, where each key of a valid TOML text first occurs."""
     return _KeyScanner(text).scan()
 
 
 def _unquote_key(key: str) -> str:
-    """A part of a key as the parser sees it."""
-    if key[0] not in "\"'":
-        return key
-    return str(tomllib.loads(f"key = {key}")["key"])
+    return str(tomllib.loads(f"key = {key}")["key"]) if key[0] in "\"'" else key
 
 
 class _KeyScanner:
-    """Reads just enough of TOML to follow keys; the text is known to be valid."""
+    """Scan just enough of TOML to follow the keys; the text is known to be valid."""
 
     def __init__(self, text: str):
         self.text, self.offset = text, 0
@@ -95,7 +81,7 @@ class _KeyScanner:
             self.offset = match.end()
 
     def read_table_header(self) -> KeyPath:
-        """``[a.b]`` or ``[[a.b]]``; inside an array of tables a name means its newest table."""
+        """Read ``[a.b]`` or ``[[a.b]]``; the name of an array of tables refers to its last table."""
         is_array = self.text.startswith("[[", self.offset)
         start = self.offset
         self.offset += 2 if is_array else 1
@@ -105,16 +91,16 @@ class _KeyScanner:
         for name in parents:
             path = (*path, name)
             self.record_line(path, start)
-            path = self.resolve_newest_table(path)
+            path = self.resolve_last_table(path)
         path = (*path, last)
         self.record_line(path, start)
         if is_array:
             self.array_lengths[path] = self.array_lengths.get(path, 0) + 1
-            path = self.resolve_newest_table(path)
+            path = self.resolve_last_table(path)
             self.record_line(path, start)
         return path
 
-    def resolve_newest_table(self, path: KeyPath) -> KeyPath:
+    def resolve_last_table(self, path: KeyPath) -> KeyPath:
         return (*path, self.array_lengths[path] - 1) if path in self.array_lengths else path
 
     def read_assignment(self, table: KeyPath) -> None:
@@ -133,7 +119,7 @@ class _KeyScanner:
             self.skip(_SPACES)
             match = _KEY.match(self.text, self.offset)
             if match is None:
-                raise AssertionError(f"no key at offset {self.offset} of a text that was parsed as TOML")
+                raise AssertionError(f"no key at offset {self.offset} of valid TOML")
             names.append(_unquote_key(match[0]))
             self.offset = match.end()
             self.skip(_SPACES)

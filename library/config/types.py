@@ -1,4 +1,4 @@
-"""At which resolution pictures are trained in which steps: ``256:1000,512:1000,native``."""
+"""Option values with a syntax of their own: resolutions, steps, device maps, memory sizes."""
 
 import json
 import math
@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 NATIVE = "native"
-
-
 _ENTRY_PATTERN = re.compile(r"(?:(\d+)(?:x(\d+))?|native)(?::(\d+))?")
 
 
@@ -30,10 +28,10 @@ class Resolution:
                 value = [int(part) for part in value.split(",")]
             except ValueError:
                 value = None
-        numbers = value if isinstance(value, list) and all(type(item) is int for item in value) else []
-        if len(numbers) not in (1, 2) or any(number < 1 for number in numbers):
-            raise ValueError("expected a size in pixels, such as 512 or 512,768 (width, height)")
-        return cls(numbers[0], numbers[-1])
+        sides = value if isinstance(value, list) and all(type(item) is int for item in value) else []
+        if len(sides) not in (1, 2) or any(side < 1 for side in sides):
+            raise ValueError("expected a size in pixels, such as 512 or 512,768 (width,height)")
+        return cls(sides[0], sides[-1])
 
     def __str__(self) -> str:
         return f"{self.width},{self.height}"
@@ -41,21 +39,22 @@ class Resolution:
 
 @dataclass(frozen=True)
 class ScheduledResolution:
-    """Some steps at one resolution; without a size each picture has its own, without steps it is all that are left."""
+    """One stage of a resolution schedule; ``None`` stands for native resolution, or for all remaining steps."""
 
     resolution: Resolution | None
     steps: int | None
 
     def __str__(self) -> str:
-        side = NATIVE if self.resolution is None else str(self.resolution.width)
-        if self.resolution is not None and self.resolution.width != self.resolution.height:
-            side = f"{self.resolution.width}x{self.resolution.height}"
-        return side if self.steps is None else f"{side}:{self.steps}"
+        text = NATIVE
+        if self.resolution is not None:
+            width, height = self.resolution.width, self.resolution.height
+            text = str(width) if width == height else f"{width}x{height}"
+        return text if self.steps is None else f"{text}:{self.steps}"
 
 
 @dataclass(frozen=True)
 class ResolutionSchedule:
-    """The portions of a run in their order."""
+    """The stages of a run in order: ``256:1000,512:1000,native``."""
 
     entries: tuple[ScheduledResolution, ...]
 
@@ -64,39 +63,39 @@ class ResolutionSchedule:
     @classmethod
     def parse(cls, value: Any) -> "ResolutionSchedule":
         words = value if isinstance(value, list) else str(value).split(",")
-        portions = tuple(_parse_entry(str(word).strip()) for word in words)
-        for portion in portions[:-1]:
-            if portion.steps is None:
-                raise ValueError(f"{portion} has no number of steps; only the last may go without: {portion}:1000")
-        return cls(portions)
+        entries = tuple(_parse_entry(str(word).strip()) for word in words)
+        for entry in entries[:-1]:
+            if entry.steps is None:
+                raise ValueError(f"{entry} needs a number of steps, such as {entry}:1000; only the last may omit it")
+        return cls(entries)
 
     @property
     def largest(self) -> Resolution | None:
-        """The largest size of all, by area."""
-        sizes = [portion.resolution for portion in self.entries if portion.resolution is not None]
-        return max(sizes, key=lambda size: size.width * size.height, default=None)
+        """The largest resolution by area."""
+        resolutions = [entry.resolution for entry in self.entries if entry.resolution is not None]
+        return max(resolutions, key=lambda resolution: resolution.width * resolution.height, default=None)
 
     @property
     def has_native(self) -> bool:
-        """Whether pictures keep their own sizes at any time."""
-        return any(portion.resolution is None for portion in self.entries)
+        """Whether any stage trains images at their own sizes."""
+        return any(entry.resolution is None for entry in self.entries)
 
     def __str__(self) -> str:
         return ",".join(map(str, self.entries))
 
 
 def _parse_entry(word: str) -> ScheduledResolution:
-    found = _ENTRY_PATTERN.fullmatch(word)
-    numbers = [None if number is None else int(number) for number in found.groups()] if found else [0, 0, 0]
-    width, height, steps = numbers
+    match = _ENTRY_PATTERN.fullmatch(word)
+    groups = match.groups() if match else ("0", "0", "0")
+    width, height, steps = (None if group is None else int(group) for group in groups)
     if 0 in (width, height, steps):
-        raise ValueError(f"{word!r} is no size with steps; expected 256:1000,512x768:500,native and the like")
+        raise ValueError(f"expected SIZE:STEPS, such as 256:1000, 512x768:500 or native, got {word!r}")
     return ScheduledResolution(None if width is None else Resolution(width, height or width), steps)
 
 
 @dataclass(frozen=True)
 class DeviceMap:
-    """A way to deal modules out over devices, or the number of each module's device."""
+    """A preset that places modules on devices, or the device index of each module."""
 
     preset: str = ""
     device_by_module: tuple[tuple[str, int], ...] = ()
@@ -109,20 +108,16 @@ class DeviceMap:
         if value in cls.PRESETS:
             return cls(value)
         try:
-            found = json.loads(value) if isinstance(value, str) else None
+            devices = json.loads(value) if isinstance(value, str) else None
         except ValueError:
-            found = None
-        if not isinstance(found, dict) or not found:
-            raise ValueError(
-                'expected auto, balanced, sequential, or a JSON object such as {"transformer_blocks": 1, "": 0}'
-            )
-        for module, number in found.items():
-            if type(number) is not int or number < 0:
-                raise ValueError(
-                    f"{module!r}: {number!r} is no number of a device (0, 1, ...); for weights in host"
-                    " memory there is blocks_to_swap"
-                )
-        return cls("", tuple(found.items()))
+            devices = None
+        if not isinstance(devices, dict) or not devices:
+            raise ValueError('expected auto, balanced, sequential, or JSON such as {"transformer_blocks": 1, "": 0}')
+        for module, index in devices.items():
+            if type(index) is not int or index < 0:
+                hint = "to keep weights in CPU memory, use blocks_to_swap"
+                raise ValueError(f"{module!r}: expected a device index (0, 1, ...), got {index!r}; {hint}")
+        return cls("", tuple(devices.items()))
 
     def __str__(self) -> str:
         return self.preset or json.dumps(dict(self.device_by_module))
@@ -130,7 +125,7 @@ class DeviceMap:
 
 @dataclass(frozen=True)
 class StepsOrRatio:
-    """A length in steps: ``100`` steps, or ``0.1`` or ``"10%"`` of the whole run."""
+    """A number of steps, or a ratio of the run: ``100``, ``0.1`` or ``"10%"``."""
 
     value: float
     is_ratio: bool
@@ -139,10 +134,10 @@ class StepsOrRatio:
 
     @classmethod
     def parse(cls, value: Any) -> "StepsOrRatio":
-        share = cls._parse_number(value)
-        if share is None or not 0 <= share.value < math.inf or (share.is_ratio and share.value > 1):
+        parsed = cls._parse_number(value)
+        if parsed is None or not 0 <= parsed.value < math.inf or (parsed.is_ratio and parsed.value > 1):
             raise ValueError("expected steps (100), a ratio of the run below 1 (0.1), or a percentage ('10%')")
-        return share
+        return parsed
 
     @classmethod
     def _parse_number(cls, value: Any) -> "StepsOrRatio | None":
@@ -160,7 +155,6 @@ class StepsOrRatio:
         return cls(number, is_ratio=False) if number.is_integer() else None
 
     def to_steps(self, total_steps: int) -> int:
-        """In optimizer steps, of a run of ``whole`` steps."""
         return round(self.value * total_steps) if self.is_ratio else int(self.value)
 
     def __str__(self) -> str:
@@ -171,7 +165,7 @@ class StepsOrRatio:
 
 @dataclass(frozen=True)
 class StepRange:
-    """Steps of a run, counted from 1, both ends included: ``10:20``."""
+    """A range of steps, counted from 1, both ends included: ``10:20``."""
 
     first: int
     last: int
@@ -182,7 +176,7 @@ class StepRange:
     def parse(cls, value: Any) -> "StepRange":
         first, _, last = str(value).partition(":")
         if not (first.isdecimal() and last.isdecimal()):
-            raise ValueError("expected two steps, such as 11:20")
+            raise ValueError("expected FIRST:LAST, such as 11:30")
         return cls(int(first), int(last))
 
     def __str__(self) -> str:
@@ -191,7 +185,7 @@ class StepRange:
 
 @dataclass(frozen=True)
 class MemorySize:
-    """Memory of a device: ``24GB``, ``24GiB`` and ``24`` are the same, as makers of GPUs count."""
+    """Memory of a GPU, in GiB as vendors count: ``24GB``, ``24GiB`` and ``24`` are the same."""
 
     num_bytes: int
 
@@ -199,11 +193,11 @@ class MemorySize:
 
     @classmethod
     def parse(cls, value: Any) -> "MemorySize":
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([gGmM]?)[iI]?[bB]?\s*", str(value))
-        number = float(found[1]) * 2 ** (20 if found[2] in ("m", "M") else 30) if found else 0
-        if isinstance(value, bool) or number < 1:
-            raise ValueError("expected the size of a device's memory, such as 24GB or 512MB")
-        return cls(int(number))
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([gGmM]?)[iI]?[bB]?\s*", str(value))
+        num_bytes = float(match[1]) * 2 ** (20 if match[2] in ("m", "M") else 30) if match else 0
+        if isinstance(value, bool) or num_bytes < 1:
+            raise ValueError("expected a memory size, such as 24GB or 512MB")
+        return cls(int(num_bytes))
 
     def __str__(self) -> str:
         return f"{self.num_bytes / 2**30:g}GB"

@@ -1,44 +1,50 @@
-"""Rules across the options by which several devices work on one picture; no torch."""
+"""Checks of precision, compiling, parallelism and memory options against each other, without importing torch."""
 
 from collections.abc import Iterator
 
 from .network_args import get_adapter_type
-from .schema import RunConfig
+from .options import ExplicitOptions, OptionConflict
+from .schema import AdapterConfig, RunConfig, TrainConfig
+from .schema_distributed import DeepSpeedConfig, DistributedConfig, ParallelConfig
 
 NON_TORCH_ATTENTION = ("flash", "flash3", "xformers")
-"""Ways to compute attention that are not torch's own."""
+"""Values of ``attn_mode`` that do not run torch's scaled_dot_product_attention."""
+
+MIN_PROFILE_STEPS = 3
+"""One step without the profiler for timing, one to warm the profiler up, and one to record."""
+
+_COMPILE_OPTIONS = (
+    *("dynamo_backend", "dynamo_mode", "dynamo_fullgraph", "dynamo_use_regional_compilation"),
+    *("compile_dynamic", "compile_cache_dir"),
+)
+_CHECKPOINTING_DEFAULTS = {
+    "gradient_checkpointing_every": 1,
+    "activation_memory_budget": 0,
+    "cpu_offload_checkpointing": False,
+}
+_BUDGET_BACKENDS = ("inductor", "aot_eager")
+"""Backends with torch's partitioner, which decides what is recomputed."""
 
 
-def validate_parallel_options(config: RunConfig, explicit: frozenset[str]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """What cannot be honoured together."""
-    parallel, kind, compiling = config.parallel, get_adapter_type(config.adapter), config.distributed
-    if "pp_schedule" in explicit and parallel.pp_size == 1:
-        yield ("pp_schedule", "pp_size"), "there is no pipeline; set pp_size"
-    if parallel.tp_size > 1 and kind != "lora":
-        yield (
-            ("tp_size", "network_args"),
-            f"layers with an adapter of kind {kind} cannot be cut; use pp_size, cp_size or fsdp",
-        )
-    if parallel.cp_size > 1:
-        if config.distributed.attn_mode in NON_TORCH_ATTENTION:
-            yield ("attn_mode", "cp_size"), "only torch's own attention can be shared; use sdpa or cudnn"
-    if parallel.device_map is not None:
-        for name in _find_device_map_conflicts(config):
-            yield ("device_map", name), f"not together with --{name}; take one of the two out"
-    if parallel.model_parallel_size == 1:
+def validate_precision(distributed: DistributedConfig) -> Iterator[OptionConflict]:
+    precision = distributed.mixed_precision
+    if distributed.full_bf16 and precision not in (None, "bf16"):
+        yield ("full_bf16", "mixed_precision"), f"needs mixed_precision bf16, not {precision}"
+
+
+def validate_compile_options(distributed: DistributedConfig, explicit: ExplicitOptions) -> Iterator[OptionConflict]:
+    if distributed.torch_compile:
         return
-    name = next(name for name, size in parallel.model_parallel_sizes.items() if size > 1)
-    if compiling.torch_compile and "dynamo_use_regional_compilation" in explicit:
-        if not compiling.dynamo_use_regional_compilation:
-            yield ("dynamo_use_regional_compilation", name), "a model that is taken apart is compiled block by block"
-    if config.deepspeed.deepspeed:
-        instead = "cp_size" if name == "cp_size" else "tp_size"
-        yield ("deepspeed", name), f"not together with --{name}; use --fsdp with --{instead}"
+    for name in _COMPILE_OPTIONS:
+        if name in explicit and getattr(distributed, name) != getattr(DistributedConfig, name):
+            yield (name, "torch_compile"), "no effect without torch_compile"
 
 
-def _find_device_map_conflicts(config: RunConfig) -> Iterator[str]:
-    """What else is asked for that needs the model in other places than a device map puts it."""
-    asked: dict[str, object] = {
+def validate_device_map(config: RunConfig) -> Iterator[OptionConflict]:
+    """A device map places whole modules, so nothing else may split, move or compile the model."""
+    if config.parallel.device_map is None:
+        return
+    is_used = {
         **{name: size > 1 for name, size in config.parallel.model_parallel_sizes.items()},
         "fsdp": config.sharding.fsdp,
         "deepspeed": config.deepspeed.deepspeed,
@@ -46,53 +52,64 @@ def _find_device_map_conflicts(config: RunConfig) -> Iterator[str]:
         "blocks_to_swap": config.train.blocks_to_swap,
         "quantize_base": config.model.quantize_base != "none",
     }
-    return (name for name, is_on in asked.items() if is_on)
+    for name in (name for name, value in is_used.items() if value):
+        yield ("device_map", name), f"cannot be combined with {name}; remove one of them"
 
 
-MIN_PROFILE_STEPS = 3
-"""One step to time undisturbed, one to warm the profiler up, and one to profile."""
+def validate_parallel_options(
+    parallel: ParallelConfig,
+    adapter: AdapterConfig,
+    distributed: DistributedConfig,
+    deepspeed: DeepSpeedConfig,
+    explicit: ExplicitOptions,
+) -> Iterator[OptionConflict]:
+    """Check tensor, context and pipeline parallelism."""
+    adapter_type = get_adapter_type(adapter)
+    if "pp_schedule" in explicit and parallel.pp_size == 1:
+        yield ("pp_schedule", "pp_size"), "no effect without pp_size above 1"
+    if parallel.tp_size > 1 and adapter_type != "lora":
+        problem = f"tensor parallelism supports lora only, not {adapter_type}; use pp_size, cp_size or fsdp"
+        yield ("tp_size", "network_args"), problem
+    if parallel.cp_size > 1 and distributed.attn_mode in NON_TORCH_ATTENTION:
+        problem = f"context parallelism does not support {distributed.attn_mode}; use sdpa or cudnn"
+        yield ("attn_mode", "cp_size"), problem
+    name = next((name for name, size in parallel.model_parallel_sizes.items() if size > 1), None)
+    if name is None:
+        return
+    regional = "dynamo_use_regional_compilation"
+    if distributed.torch_compile and regional in explicit and not distributed.dynamo_use_regional_compilation:
+        yield (regional, name), f"with {name} the model is always compiled block by block"
+    if deepspeed.deepspeed:
+        problem = f"cannot be combined with {name}; use fsdp with {'cp_size' if name == 'cp_size' else 'tp_size'}"
+        yield ("deepspeed", name), problem
 
 
-_CHECKPOINTING_OPTIONS = (
-    ("gradient_checkpointing_every", 1),
-    ("activation_memory_budget", 0),
-    ("cpu_offload_checkpointing", False),
-)
+def validate_checkpointing(train: TrainConfig, distributed: DistributedConfig) -> Iterator[OptionConflict]:
+    """Check activation checkpointing and block swapping."""
+    is_set = {name: getattr(train, name) != default for name, default in _CHECKPOINTING_DEFAULTS.items()}
+    for name, value in is_set.items():
+        if value and not train.gradient_checkpointing:
+            yield (name, "gradient_checkpointing"), "no effect without gradient_checkpointing"
+    if not distributed.torch_compile:
+        return
+    if is_set["activation_memory_budget"]:
+        if distributed.dynamo_backend not in _BUDGET_BACKENDS:
+            problem = f"dynamo_backend {distributed.dynamo_backend} ignores it; use {' or '.join(_BUDGET_BACKENDS)}"
+            yield ("activation_memory_budget", "dynamo_backend"), problem
+        for name in ("gradient_checkpointing_every", "cpu_offload_checkpointing"):
+            if is_set[name]:
+                problem = "with torch_compile, activation_memory_budget alone decides what is recomputed"
+                yield (name, "activation_memory_budget"), problem
+    if train.blocks_to_swap:
+        yield ("blocks_to_swap", "torch_compile"), "cannot be combined with torch_compile; remove one of them"
 
 
-_BUDGET_BACKENDS = ("inductor", "aot_eager")
-"""Backends that decide themselves what is computed again."""
-
-
-def validate_memory_options(config: RunConfig, explicit: frozenset[str]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """What cannot be honoured together."""
-    for name, nothing in _CHECKPOINTING_OPTIONS:
-        if getattr(config.train, name) != nothing and not config.train.gradient_checkpointing:
-            yield (name, "gradient_checkpointing"), "there are no checkpoints; set gradient_checkpointing as well"
-    backend = config.distributed.dynamo_backend
-    if config.train.activation_memory_budget and config.distributed.torch_compile and backend not in _BUDGET_BACKENDS:
-        yield (
-            ("activation_memory_budget", "dynamo_backend"),
-            f"what {backend} compiles has no budget; {' and '.join(_BUDGET_BACKENDS)} have one",
-        )
-    if config.train.activation_memory_budget and config.distributed.torch_compile:
-        for name, nothing in (("gradient_checkpointing_every", 1), ("cpu_offload_checkpointing", False)):
-            if getattr(config.train, name) != nothing:
-                yield (name, "activation_memory_budget"), "where blocks are compiled, the budget alone decides"
-    if config.train.blocks_to_swap and config.distributed.torch_compile:
-        yield (
-            ("blocks_to_swap", "torch_compile"),
-            "weights that come and go cannot be compiled; leave it, or --torch_compile, out",
-        )
-    steps, train = config.train.profile_steps, config.train
-    if steps is not None:
-        if steps.first < 2 or steps.last - steps.first + 1 < MIN_PROFILE_STEPS:
-            yield (
-                ("profile_steps",),
-                (
-                    f"{steps}: needs at least {MIN_PROFILE_STEPS} steps, from step 2 on, because step 1"
-                    " warms everything up; such as 11:30"
-                ),
-            )
-        elif train.max_train_epochs is None and steps.last > train.max_train_steps:
-            yield ("profile_steps", "max_train_steps"), f"the run ends with step {train.max_train_steps}"
+def validate_profile_steps(train: TrainConfig) -> Iterator[OptionConflict]:
+    steps = train.profile_steps
+    if steps is None:
+        return
+    if steps.first < 2 or steps.last - steps.first + 1 < MIN_PROFILE_STEPS:
+        problem = f"{steps}: expected at least {MIN_PROFILE_STEPS} steps after step 1 (warmup), such as 11:30"
+        yield ("profile_steps",), problem
+    elif train.max_train_epochs is None and steps.last > train.max_train_steps:
+        yield ("profile_steps", "max_train_steps"), f"{steps}: the run has {train.max_train_steps} steps"

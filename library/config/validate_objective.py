@@ -1,27 +1,23 @@
-"""Rules for noise, times and losses: among the options, and against what the model was made to predict."""
+"""Checks of the noise, timestep and loss options: against each other, and against the model's prediction type."""
 
 from collections.abc import Iterator
+from dataclasses import fields
 
-from .options import flatten_config, iter_options
-from .schema import RunConfig
+from .options import OptionConflict
 from .schema_objective import LossConfig, NoiseConfig
-
-OptionConflict = tuple[tuple[str, ...], str]
-"""The options concerned, the one to change first, and what is wrong."""
-
+from .schema_output import PreviewConfig
 
 DIFFUSION_ONLY_OPTIONS = {
-    "v_parameterization": "the model predicts neither v nor the noise",
-    "zero_terminal_snr": "its last time is noise alone already",
-    "noise_offset": "its last time is noise alone, so it learns how bright pictures are without it",
-    "multires_noise_iterations": "its last time is noise alone, so it learns large shapes without it",
-    "min_snr_gamma": "it weighs losses of models that predict v or the noise",
-    "debiased_estimation_loss": "it weighs losses of models that predict v or the noise",
-    "scale_v_pred_loss_like_noise_pred": "it weighs losses of models that predict v",
-    "v_pred_like_loss": "it weighs losses of models that predict the noise",
+    "v_parameterization": "it predicts neither v nor the noise",
+    "zero_terminal_snr": "its last timestep is pure noise already",
+    "noise_offset": "its last timestep is pure noise, so it learns brightness without it",
+    "multires_noise_iterations": "its last timestep is pure noise, so it learns low frequencies without it",
+    "min_snr_gamma": "it weights the loss of models that predict v or the noise",
+    "debiased_estimation_loss": "it weights the loss of models that predict v or the noise",
+    "scale_v_pred_loss_like_noise_pred": "it weights the loss of models that predict v",
+    "v_pred_like_loss": "it weights the loss of models that predict the noise",
 }
 """Options without a meaning for flow matching, and why."""
-
 
 FLOW_ONLY_OPTIONS = {
     "timestep_sampling": "uniform",
@@ -32,47 +28,45 @@ FLOW_ONLY_OPTIONS = {
     "logit_std": "",
     "mode_scale": "",
 }
-"""Options for the continuous times of flow matching, and values of theirs that ask for what is done anyway."""
-
+"""Options for flow matching, and the values that ask for what diffusion models do anyway."""
 
 TIMESTEP_WEIGHTING_SCHEMES = ("logit_normal", "mode")
-"""Names of ``weighting_scheme`` that choose times and weigh nothing."""
+"""Values of ``weighting_scheme`` that sample timesteps and do not weight the loss."""
 
 
-def validate_objective_options(config: RunConfig) -> Iterator[OptionConflict]:
-    """Options of noise, times and loss that cannot be honoured together, whatever the model."""
-    noise, loss = config.noise, config.loss
+def validate_objective_options(
+    noise: NoiseConfig, loss: LossConfig, preview: PreviewConfig
+) -> Iterator[OptionConflict]:
+    """Check the noise, timestep and loss options, whatever the model."""
     yield from _validate_noise(noise)
     yield from _validate_timesteps(noise)
     for name in ("huber_schedule", "huber_c", "huber_scale"):
         if loss.loss_type in ("l2", "l1") and getattr(loss, name) != getattr(LossConfig, name):
-            yield (name, "loss_type"), f"loss_type {loss.loss_type} has no threshold; set loss_type huber or smooth_l1"
+            yield (name, "loss_type"), f"no effect with loss_type {loss.loss_type}; set loss_type huber or smooth_l1"
     for name, value in (
         ("huber_c", loss.huber_c),
         ("huber_scale", loss.huber_scale),
         ("discrete_flow_shift", noise.discrete_flow_shift),
     ):
         if value is not None and value <= 0:
-            yield (name,), f"{value:g} is too small; it must be above 0"
-    sampler = config.preview.sample_sampler
-    if noise.zero_terminal_snr and config.preview.sample_prompts and sampler in ("heun", "pndm"):
-        yield ("sample_sampler", "zero_terminal_snr"), f"{sampler} cannot draw with zero_terminal_snr; use ddim"
+            yield (name,), f"must be above 0, got {value:g}"
+    sampler = preview.sample_sampler
+    if noise.zero_terminal_snr and preview.sample_prompts and sampler in ("heun", "pndm"):
+        yield ("sample_sampler", "zero_terminal_snr"), f"{sampler} does not support zero_terminal_snr; use ddim"
 
 
 def _validate_noise(noise: NoiseConfig) -> Iterator[OptionConflict]:
-    for name, needed in (
+    for name, required in (
         ("noise_offset_random_strength", "noise_offset"),
         ("adaptive_noise_scale", "noise_offset"),
         ("ip_noise_gamma_random_strength", "ip_noise_gamma"),
     ):
-        if getattr(noise, name) and not getattr(noise, needed):
-            yield (name, needed), f"needs {needed}; set it above 0"
+        if getattr(noise, name) and not getattr(noise, required):
+            yield (name, required), f"no effect without {required}; set it above 0"
+    discount, iterations = "multires_noise_discount", "multires_noise_iterations"
     if noise.multires_noise_discount not in (0, NoiseConfig.multires_noise_discount):
         if not noise.multires_noise_iterations:
-            yield (
-                ("multires_noise_discount", "multires_noise_iterations"),
-                "there are no layers to make fainter; set multires_noise_iterations, 6 to 10 are usual",
-            )
+            yield (discount, iterations), f"no effect without {iterations}; 6 to 10 are usual"
 
 
 def _validate_timesteps(noise: NoiseConfig) -> Iterator[OptionConflict]:
@@ -81,58 +75,47 @@ def _validate_timesteps(noise: NoiseConfig) -> Iterator[OptionConflict]:
         yield ("min_timestep", "max_timestep"), f"min_timestep {low} is not below max_timestep {high}"
     sampling, scheme = noise.flow_timestep_sampling, noise.weighting_scheme
     if scheme in TIMESTEP_WEIGHTING_SCHEMES and sampling != "sigma":
-        yield (
-            ("weighting_scheme", "timestep_sampling"),
-            f"{scheme} chooses times, and so does timestep_sampling {sampling}; leave one out",
-        )
-    for name, schemes in (("logit_mean", "logit_normal"), ("logit_std", "logit_normal"), ("mode_scale", "mode")):
-        if getattr(noise, name) != getattr(NoiseConfig, name) and scheme != schemes:
-            yield (name, "weighting_scheme"), f"only weighting_scheme {schemes} reads it"
+        problem = f"{scheme} samples timesteps, and so does timestep_sampling {sampling}; remove one of them"
+        yield ("weighting_scheme", "timestep_sampling"), problem
+    for name, required in (("logit_mean", "logit_normal"), ("logit_std", "logit_normal"), ("mode_scale", "mode")):
+        if getattr(noise, name) != getattr(NoiseConfig, name) and scheme != required:
+            yield (name, "weighting_scheme"), f"only used by weighting_scheme {required}"
     for name, samplings in (
         ("sigmoid_scale", ("sigmoid", "shift", "flux_shift")),
         ("discrete_flow_shift", ("shift", "sigma")),
     ):
         if getattr(noise, name) != getattr(NoiseConfig, name) and sampling not in samplings:
-            ways_out = f"leave it out, or set timestep_sampling to {' or '.join(samplings)}"
-            yield (name, "timestep_sampling"), f"times are chosen by {sampling}, which does not read it; {ways_out}"
+            problem = f"not used by timestep_sampling {sampling}; remove it, or use {' or '.join(samplings)}"
+            yield (name, "timestep_sampling"), problem
 
 
-def validate_objective_for_model(config: RunConfig, family: str, prediction_type: str) -> Iterator[OptionConflict]:
-    """Options without a meaning for this model, which was made to predict ``epsilon``, ``v`` or ``flow``."""
-    wanted = find_active_options(config)
+def validate_objective_for_model(
+    noise: NoiseConfig, loss: LossConfig, family: str, prediction_type: str
+) -> Iterator[OptionConflict]:
+    """Check the objective options against a model that predicts ``epsilon``, ``v`` or ``flow``."""
+    active = find_active_options(noise, loss)
     if prediction_type == "flow":
         for name, why in DIFFUSION_ONLY_OPTIONS.items():
-            if name in wanted:
-                yield (name,), f"means nothing for {family}, which is trained by flow matching: {why}; leave it out"
+            if name in active:
+                yield (name,), f"not applicable to {family}, a flow-matching model: {why}; remove it"
         return
     for name, harmless in FLOW_ONLY_OPTIONS.items():
-        if name in wanted and wanted[name] not in harmless.split(", "):
-            yield (name,), f"means nothing for {family}: it is for models trained by flow matching; leave it out"
-    override = config.noise.v_parameterization
+        if name in active and active[name] not in harmless.split(", "):
+            yield (name,), f"not applicable to {family}: only for flow-matching models; remove it"
+    override = noise.v_parameterization
     predicts_v = prediction_type == "v" if override is None else override
     for name in ("zero_terminal_snr", "scale_v_pred_loss_like_noise_pred"):
-        if name in wanted and not predicts_v:
-            yield (
-                (name, "v_parameterization"),
-                (
-                    f"needs a model that predicts v, and this one of {family} predicts "
-                    "the noise; set v_parameterization to make it one"
-                ),
+        if name in active and not predicts_v:
+            problem = (
+                f"needs a model that predicts v, but this {family} model predicts the noise; set v_parameterization"
             )
-    if "v_pred_like_loss" in wanted and predicts_v:
-        yield (
-            ("v_pred_like_loss", "v_parameterization"),
-            f"needs a model that predicts the noise, and this one of {family} predicts v; leave it out",
-        )
+            yield (name, "v_parameterization"), problem
+    if "v_pred_like_loss" in active and predicts_v:
+        problem = f"needs a model that predicts the noise, but this {family} model predicts v; remove it"
+        yield ("v_pred_like_loss", "v_parameterization"), problem
 
 
-def find_active_options(config: RunConfig) -> dict[str, object]:
-    """Options that ask for something: not their default, and not off in other words."""
-    values = flatten_config(config)
-    return {
-        option.name: values[option.name]
-        for option in iter_options(RunConfig)
-        if option.group in ("noise", "loss")
-        and values[option.name] != option.default
-        and (values[option.name] or option.default)
-    }
+def find_active_options(noise: NoiseConfig, loss: LossConfig) -> dict[str, object]:
+    """Return the options that change something: not the default, and not switched off by 0 or false."""
+    values = [(field, getattr(group, field.name)) for group in (noise, loss) for field in fields(group)]
+    return {field.name: value for field, value in values if value != field.default and (value or field.default)}

@@ -273,7 +273,7 @@ def validate_accelerator(
         }
     )
     if distributed.full_bf16 and actual.mixed_precision != "bf16":
-        problems.append(f"--full_bf16: needs mixed_precision bf16, and it is {actual.mixed_precision}")
+        problems.append(f"--full_bf16: needs mixed_precision bf16, not {actual.mixed_precision}")
     if actual.distributed_type != "NO" and not actual.distributed_type.startswith("MULTI_"):
         problems.append(f"accelerate set up {actual.distributed_type}, which is not supported; use --multi_gpu")
     return problems

@@ -49,11 +49,20 @@ def open_rendezvous_store(world: World, timeout: timedelta) -> Any:
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if not address or not port:
         return None
-    group = build_process_group_kwargs(world, None)
-    url = (group.init_method if group is not None else None) or "env://"
+    is_hosted_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     torch_dist: Any = dist
     try:
-        store, _, _ = next(torch_dist.rendezvous(url, world.rank, world.world_size, timeout=timeout))
+        # Not through dist.rendezvous(), where rank 0 would wait for all others before it could report who is missing.
+        store = torch_dist.TCPStore(
+            address,
+            int(port),
+            world.world_size,
+            is_master=world.rank == 0 and not is_hosted_by_torchrun,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+            use_libuv=not world.is_windows,  # torch for Windows is built without it
+        )
     except (dist.DistError, OSError) as error:
         raise _build_unreachable_error(address, port, error) from error
     store.set_timeout(timeout)

@@ -1,1 +1,1 @@
-"""Memory estimates and parallel layouts: what a run needs on each device, found without loading a model."""
+"""Memory estimates and parallel layouts: peak memory per GPU, computed without loading a model."""

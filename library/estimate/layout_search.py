@@ -1,34 +1,26 @@
-"""Estimate parallel layouts for a number of GPUs: which fit into memory, how fast they are, which options help."""
+"""Search the parallel layouts of a number of GPUs: estimated memory and speed of each, and options that save memory."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ..config import RunConfig
-from ..config.options import build_config, flatten_config
-from ..config.validate import validate_config
+from ..data.batch_plan import AnyBatchPlan
 from ..errors import ConfigError
 from ..models.detect import DetectedModel
 from ..models.families import FAMILIES
 from ..models.loading import load_components_on_meta
-from ..optim.preflight import validate_optimizer
 from ..parallel.offload import find_innermost_blocks
-from ..training.preflight import validate_model_parallel
-from .dry_run import DryRun
 from .memory_estimate import DevicePart, MemoryEstimate, estimate_memory, estimate_optimizer_state, split_model
 from .meta_run import LargestBatch, MetaRun, count_all_reduce_bytes
-from .parallel_layouts import OPTIONS, ParallelLayout, find_conflicts, find_layouts, format_flags
+from .parallel_layouts import LAYOUT_OPTIONS, LayoutFinder, ParallelLayout, format_flags
 
 logger = logging.getLogger(__name__)
 
-
 GB = 2**30
-
-
 MAX_BUFFERED_SHAPES = 64
-"""For which a pipeline keeps buffers (``distributed/schedules``)."""
+"""Image sizes for which a pipeline keeps its buffers (``parallel/pipeline_schedule``)."""
 
 
 @dataclass(frozen=True)
@@ -62,41 +54,85 @@ class LayoutReport:
     devices: Devices
     batch: LargestBatch
     estimates: Sequence[LayoutEstimate]
-    """The fastest first."""
+    """Fastest first."""
     suggestion: LayoutEstimate | None
-    """What would fit, or comes closest, where nothing fits."""
+    """Where nothing fits: what would fit with more options, or comes closest."""
 
     def fits(self, estimate: LayoutEstimate) -> bool:
         return estimate.memory.total <= self.devices.memory
 
+    def format_text(self) -> str:
+        """Format one page: layouts that fit, how much memory the others lack, and what would help if none fits."""
+        devices, (width, height), count = self.devices, self.batch.size, len(self.batch.captions)
+        precision = self.estimates[0].layout.config.distributed.mixed_precision or "no"
+        lines = [
+            f"{devices.count} x {devices.memory / GB:.4g} GB, mixed_precision {precision},"
+            f" largest micro-batch {count} x {width}x{height}"
+        ]
+        if fitting := [estimate for estimate in self.estimates if self.fits(estimate)]:
+            lines += ["layouts that fit, fastest first (peak GB of the fullest GPU):", *_format_table(fitting)]
+            lines.append(
+                f"speed: images per second relative to the first, for {devices.flops / 1e12:g} TFLOP/s per device and"
+                f" {devices.link_speed / 1e9:g} GB/s between devices (--gpu_tflops, --link_speed)"
+            )
+        others = sorted((each.memory.total, each.layout.name) for each in self.estimates if not self.fits(each))
+        if others:
+            lacking = ", ".join(f"{name} {(total - devices.memory) / GB:+.1f}" for total, name in others)
+            lines.append(f"layouts that do not fit, and GB over the limit: {lacking}")
+        if not fitting and self.suggestion is None:
+            lines.append("nothing fits, and no option would change that: the CUDA context and the LoRA alone need more")
+        elif self.suggestion is not None:
+            memory, name = self.suggestion.memory, self.suggestion.layout.name
+            parts = ", ".join(f"{name} {size / GB:.1f}" for name, size in asdict(memory).items() if size >= GB / 20)
+            lines.append(f"nothing fits; {name} needs {memory.total / GB:.1f} GB per device ({parts}) with")
+            lines.append(f"  {self.suggestion.flags}")
+            if "train_batch_size" in self.suggestion.savings:
+                lines.append("  (batch_size in the dataset TOML takes precedence over --train_batch_size)")
+            if not self.fits(self.suggestion):
+                lines.append(
+                    f"  still {(memory.total - devices.memory) / GB:.1f} GB too much: use larger or more devices"
+                )
+        return "\n".join(lines)
 
-def search_layouts(config: RunConfig, given: frozenset[str], outlook: DryRun, devices: Devices) -> LayoutReport:
-    """Estimate all layouts that these settings allow; ``given`` are the options that the user set."""
-    if problems := [*validate_optimizer(config.optim)]:
+    def export_json(self) -> dict[str, Any]:
+        """Build the report as plain data, for JSON."""
+        fastest = self.estimates[0].images_per_second
+        records = [
+            {
+                "layout": each.layout.name,
+                "options": each.flags,
+                "fits": self.fits(each),
+                "bytes": {**asdict(each.memory), "total": each.memory.total},
+                "relative_speed": round(each.images_per_second / fastest, 3),
+            }
+            for each in (*self.estimates, *([self.suggestion] if self.suggestion else []))
+        ]
+        suggestion = {"suggestion": records.pop()} if self.suggestion else {}
+        return {"gpu_memory": self.devices.memory, "layouts": records, **suggestion}
+
+
+def search_layouts(finder: LayoutFinder, batch: LargestBatch, devices: Devices) -> LayoutReport:
+    """Estimate every layout that the settings allow; if none fits, suggest options that save memory."""
+    if problems := finder.validate():
         raise ConfigError(problems)
-    model, batch = outlook.detected, find_largest_batch(outlook)
-    problems = find_conflicts(config, devices.count)
-    if problems := [*problems, *validate_model_parallel(config, FAMILIES.get(model.family)(config.model), model)]:
-        raise ConfigError(problems)
-    layouts, reasons = find_layouts(config, given, devices.count, model)
+    layouts, reasons = finder.find_layouts()
     if not layouts:
-        options = ", ".join(f"--{option}" for option in OPTIONS if option in given)
+        options = ", ".join(f"--{option}" for option in LAYOUT_OPTIONS if option in finder.explicit)
         raise ConfigError(reasons or [f"{options}: no layout with these options can be estimated"])
-    estimates = estimate_layouts(layouts, model, batch, devices)
-    if any(estimate.memory.total <= devices.memory for estimate in estimates):
-        return LayoutReport(devices, batch, estimates, None)
-    suggestion = suggest_savings(config, given, model, batch, devices, estimates)
-    return LayoutReport(devices, batch, estimates, suggestion)
+    report = LayoutReport(devices, batch, estimate_layouts(layouts, finder.model, batch, devices), None)
+    if any(map(report.fits, report.estimates)):
+        return report
+    return replace(report, suggestion=suggest_savings(finder, batch, devices, report.estimates))
 
 
-def find_largest_batch(outlook: DryRun) -> LargestBatch:
-    plan = outlook.plan.batch_plan
+def find_largest_batch(plan: AnyBatchPlan, captions: Iterable[str]) -> LargestBatch:
+    """Combine the bucket with the most pixels per micro-batch and the longest captions."""
     shapes = {(bucket.batch_size, *bucket.resolution) for bucket in plan.buckets if len(bucket.sample_indices)}
     pixels = sorted((count * width * height for count, width, height in shapes), reverse=True)
     count, width, height = max(shapes, key=lambda shape: shape[0] * shape[1] * shape[2])
-    captions = sorted(set(outlook.prepared.list_first_epoch_captions(plan, outlook.plan.steps)), key=len, reverse=True)
+    longest = sorted(set(captions), key=len, reverse=True)
     buffered_shapes = sum(pixels[:MAX_BUFFERED_SHAPES]) / pixels[0]
-    return LargestBatch((width, height), tuple((captions * count)[:count]), buffered_shapes)
+    return LargestBatch((width, height), tuple((longest * count)[:count]), buffered_shapes)
 
 
 def estimate_layouts(
@@ -106,7 +142,7 @@ def estimate_layouts(
     devices: Devices,
     savings: Mapping[str, Any] | None = None,
 ) -> list[LayoutEstimate]:
-    """Estimate layouts of one run, the fastest first; those that partition the model alike share a meta run."""
+    """Estimate layouts, fastest first; layouts that partition the model in the same way share a meta run."""
     partitions = [get_partition(layout, model) for layout in layouts]
     runs, estimates = dict[tuple[int, int, bool], MetaRun](), list[LayoutEstimate]()
     optimizer_state = 0
@@ -127,9 +163,9 @@ def estimate_layouts(
 
 
 def get_partition(layout: ParallelLayout, model: DetectedModel) -> tuple[int, int, bool]:
-    """Arguments of the ``MetaRun``: ranks of TP and CP, and whether a pipeline needs its own.
+    """Return the partition arguments of ``MetaRun``: TP size, CP size, and whether a pipeline needs a run of its own.
 
-    Stages are parts of any step, unless pipelines pad texts, or split tokens at another point.
+    The stages of a pipeline can be cut out of any run, unless it pads texts or splits tokens elsewhere.
     """
     dims = layout.dims
     varies = dims.cp > 1 or FAMILIES.get(model.family).has_variable_text_length
@@ -138,7 +174,7 @@ def get_partition(layout: ParallelLayout, model: DetectedModel) -> tuple[int, in
 
 @contextmanager
 def _disable_logging() -> Iterator[None]:
-    """Suppress what a run logs when it is assembled, and what accelerate says of devices that are not here."""
+    """Suppress what building a run logs, and accelerate's warnings about devices that this machine lacks."""
     logging.disable(logging.WARNING)
     try:
         yield
@@ -149,8 +185,8 @@ def _disable_logging() -> Iterator[None]:
 def estimate_images_per_second(
     layout: ParallelLayout, run: MetaRun, parts: Sequence[DevicePart], images: int, devices: Devices
 ) -> float:
-    """Of all devices together, from FLOPs, pipeline bubbles and bytes sent."""
-    config, zero, sharding, ranks = layout.config, layout.zero, layout.sharding, layout.ranks
+    """Estimate the throughput of all devices together, from FLOPs, pipeline bubbles and bytes sent."""
+    config, zero, sharding, ranks = layout.config, layout.zero, layout.sharding, layout.world_size
     micro_batches, stages = config.train.gradient_accumulation_steps, layout.dims.pp
     flops = max(part.flops for part in parts)
     sent_bytes = run.sent_bytes / stages + 2 * max(part.sent_bytes for part in parts)
@@ -170,19 +206,14 @@ def estimate_images_per_second(
     synchronized_bytes = count_all_reduce_bytes(trainable_bytes, ranks)
     if zero is not None and zero.offload_optimizer_device:
         synchronized_bytes += 2 * trainable_bytes / ranks
-    # Weights are gathered during computation; activations and gradients are waited for.
+    # Gathering weights overlaps with computation; activations and gradients do not.
     seconds = max(computation, micro_batches * gathered_bytes / devices.link_speed)
     seconds += (micro_batches * sent_bytes + synchronized_bytes) / devices.link_speed
     return micro_batches * images * layout.dims.dp / seconds
 
 
 def suggest_savings(
-    config: RunConfig,
-    given: frozenset[str],
-    model: DetectedModel,
-    batch: LargestBatch,
-    devices: Devices,
-    estimates: Sequence[LayoutEstimate],
+    finder: LayoutFinder, batch: LargestBatch, devices: Devices, estimates: Sequence[LayoutEstimate]
 ) -> LayoutEstimate | None:
     """Add options that save memory until a layout fits, or all that help; None if no option could ever be enough."""
     candidates = [estimate for estimate in estimates if _is_plain(estimate.layout)] or estimates
@@ -191,34 +222,32 @@ def suggest_savings(
     if smallest.memory.reserved + smallest.memory.adapters > devices.memory:
         return None
     savings = dict[str, Any]()
-    for options in _list_savings(model):
-        tried = {**savings, **options}
-        largest = replace(batch, captions=batch.captions[: tried.get("train_batch_size")])
-        changed: RunConfig = build_config(RunConfig, {**flatten_config(config), **tried})
-        is_set = changed == build_config(RunConfig, {**flatten_config(config), **savings})
-        if is_set or set(validate_config(changed, given | set(tried))) - set(validate_config(config, given)):
+    for options in _list_savings(finder.model):
+        changed = finder.add_options(options)
+        if changed is None:
             continue
+        tried = {**savings, **options}
         logger.info("estimating memory: no layout fits; trying %s", format_flags(options))
-        layouts, _ = find_layouts(changed, given | set(tried), devices.count, model)
-        layouts = [layout for layout in layouts if layout.name in names]
-        found = estimate_layouts(layouts, model, largest, devices, tried)
-        if fitting := [estimate for estimate in found if estimate.memory.total <= devices.memory]:
-            return min(fitting, key=lambda each: (-each.images_per_second, len(each.layout.options)))
-        best = min([smallest, *found], key=lambda estimate: estimate.memory.total)
+        layouts = [layout for layout in changed.find_layouts()[0] if layout.name in names]
+        largest = replace(batch, captions=batch.captions[: tried.get("train_batch_size")])
+        changed_estimates = estimate_layouts(layouts, finder.model, largest, devices, tried)
+        if fitting := [estimate for estimate in changed_estimates if estimate.memory.total <= devices.memory]:
+            return min(fitting, key=lambda estimate: (-estimate.images_per_second, len(estimate.layout.options)))
+        best = min([smallest, *changed_estimates], key=lambda estimate: estimate.memory.total)
         if best is not smallest:
-            smallest, savings = best, tried
+            smallest, savings, finder = best, tried, changed
     return smallest if savings else None
 
 
 def _is_plain(layout: ParallelLayout) -> bool:
-    """Data parallel with or without sharding, on the devices alone."""
+    """Whether it is data parallel, sharded or not, without offloading."""
     return layout.dims.model_parallel_size == 1 and not any(
         "offload" in name or "map" in name for name in layout.options
     )
 
 
 def _list_savings(model: DetectedModel) -> Iterator[dict[str, Any]]:
-    """First what costs nothing, last what changes the trained LoRA."""
+    """Yield options that save memory: first those that cost nothing, last those that change the trained LoRA."""
     yield {"cache_latents": True}
     yield {"cache_text_encoder_outputs": True}
     yield {"mixed_precision": "bf16"}
@@ -229,38 +258,6 @@ def _list_savings(model: DetectedModel) -> Iterator[dict[str, Any]]:
     yield {"blocks_to_swap": len(find_innermost_blocks(getattr(load_components_on_meta(model, (part,)), part)))}
     yield {"gradient_checkpointing": True, "cpu_offload_checkpointing": True}
     yield {"train_batch_size": 1}
-
-
-def format_report(report: LayoutReport) -> str:
-    """One page: layouts that fit, what the others lack, and what would help if none fits."""
-    devices, (width, height), count = report.devices, report.batch.size, len(report.batch.captions)
-    precision = report.estimates[0].layout.config.distributed.mixed_precision or "no"
-    lines = [
-        f"{devices.count} x {devices.memory / GB:.4g} GB, mixed_precision {precision},"
-        f" largest micro-batch {count} x {width}x{height}"
-    ]
-    if fitting := [estimate for estimate in report.estimates if report.fits(estimate)]:
-        lines += ["layouts that fit, fastest first (GB on the device that needs most):", *_format_table(fitting)]
-        lines.append(
-            f"speed: images per second relative to the first, for {devices.flops / 1e12:g} TFLOP/s per device and"
-            f" {devices.link_speed / 1e9:g} GB/s between devices (--gpu_tflops, --link_speed)"
-        )
-    others = sorted((each.memory.total, each.layout.name) for each in report.estimates if not report.fits(each))
-    if others:
-        lacking = ", ".join(f"{name} {(total - devices.memory) / GB:+.1f}" for total, name in others)
-        lines.append(f"layouts that do not fit, and GB over the limit: {lacking}")
-    if not fitting and report.suggestion is None:
-        lines.append("nothing fits, and no option would change that: there is no memory left beside the GPU's context")
-    elif report.suggestion is not None:
-        memory, name = report.suggestion.memory, report.suggestion.layout.name
-        parts = ", ".join(f"{name} {size / GB:.1f}" for name, size in asdict(memory).items() if size >= GB / 20)
-        lines.append(f"nothing fits; {name} needs {memory.total / GB:.1f} GB per device ({parts}) with")
-        lines.append(f"  {report.suggestion.flags}")
-        if "train_batch_size" in report.suggestion.savings:
-            lines.append("  (batch_size in the dataset TOML takes precedence over --train_batch_size)")
-        if not report.fits(report.suggestion):
-            lines.append(f"  still {(memory.total - devices.memory) / GB:.1f} GB too much: use larger or more devices")
-    return "\n".join(lines)
 
 
 def _format_table(estimates: Sequence[LayoutEstimate]) -> Iterator[str]:
@@ -274,20 +271,3 @@ def _format_table(estimates: Sequence[LayoutEstimate]) -> Iterator[str]:
     for *numbers, layout, flags in rows:
         cells = [cell.rjust(width) for cell, width in zip(numbers, widths, strict=False)]
         yield f"  {'  '.join(cells)}  {layout.ljust(widths[-2])}  {flags}".rstrip()
-
-
-def build_report_record(report: LayoutReport) -> dict[str, Any]:
-    """The same as plain data, for JSON."""
-    fastest = report.estimates[0].images_per_second
-    records = [
-        {
-            "layout": each.layout.name,
-            "options": each.flags,
-            "fits": report.fits(each),
-            "bytes": {**asdict(each.memory), "total": each.memory.total},
-            "relative_speed": round(each.images_per_second / fastest, 3),
-        }
-        for each in (*report.estimates, *([report.suggestion] if report.suggestion else []))
-    ]
-    suggestion = {"suggestion": records.pop()} if report.suggestion else {}
-    return {"gpu_memory": report.devices.memory, "layouts": records, **suggestion}

@@ -1,4 +1,4 @@
-"""The memory that a run needs on one device of a parallel layout: weights, gradients, optimizer state, activations."""
+"""Estimate peak memory per GPU of a parallel layout: weights, gradients, optimizer state, activations, buffers."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -23,37 +23,32 @@ from .meta_run import MetaRun, StepMemory, count_frozen_bytes
 from .parallel_layouts import ParallelLayout
 
 CONTEXT_BYTES = 768 * 2**20
-"""Assumed: the device's context, workspaces of its libraries, and fragmentation."""
-
-
+"""Assumed: CUDA context, cuBLAS and cuDNN workspaces, fragmentation."""
 COMMUNICATION_BYTES = 256 * 2**20
-"""Assumed: buffers of NCCL."""
-
-
+"""Assumed: NCCL buffers."""
 UNLIMITED = 2**60
-
-
 ZERO_DEFAULTS = {"stage3_param_persistence_threshold": 100_000, "stage3_max_live_parameters": 1_000_000_000}
-"""DeepSpeed's own, in elements."""
+"""DeepSpeed's defaults, in elements."""
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on the device that needs most."""
+    """Peak bytes on the GPU that needs most."""
 
     weights: int
-    """Frozen."""
+    """Frozen, as far as they stay on the device."""
     adapters: int
     gradients: int
     optimizer: int
     ema: int
     activations: int
-    """In the worst moment of a step, with temporary buffers."""
+    """Peak of forward and backward, temporary buffers included."""
     gathered: int
-    """Frozen weights of other devices, or of host memory, while they are used."""
+    """Frozen weights all-gathered from other ranks or copied from host memory, while they are used."""
     buffers: int
-    """For communication."""
+    """Of DDP, ZeRO or pipeline communication."""
     reserved: int
+    """Context and NCCL."""
 
     @property
     def total(self) -> int:
@@ -62,7 +57,7 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class DevicePart:
-    """What a device has of the model: all of it, a pipeline stage, or its part of a device map."""
+    """What one device holds of the model: all of it, a pipeline stage, or its part of a device map."""
 
     frozen_bytes: int
     """Bytes of frozen weights, before FSDP or ZeRO shard them."""
@@ -72,13 +67,13 @@ class DevicePart:
     """Bytes of activations from other pipeline stages, in a micro-batch."""
     sent_bytes: int = 0
     in_flight: int = 1
-    """Chunks that wait for backward at once."""
+    """Chunks that have run forward and not yet backward, at most."""
     trainable_share: float = 1.0
     encodes: bool = True
     """Whether images and captions are encoded here."""
 
     def count_activation_bytes(self, encoding_peak: int) -> int:
-        """In the worst moment of a step, which may be while the next micro-batch is encoded."""
+        """Peak bytes of activations, which may be reached while the next micro-batch is encoded."""
         saved = sum(chunk.saved for chunk in self.chunks) // len(self.chunks)
         computing = self.in_flight * saved + max(chunk.peak - chunk.saved for chunk in self.chunks)
         encoding = (self.in_flight - 1) * saved + encoding_peak if self.encodes else 0
@@ -90,7 +85,7 @@ class DevicePart:
 
 
 def split_model(run: MetaRun, layout: ParallelLayout, devices: int, device_memory: int) -> list[DevicePart]:
-    """One part for each pipeline stage, or each device of a device map; else one for all devices."""
+    """Split a run into one part per pipeline stage or device of a device map; otherwise all devices hold the same."""
     parallel = layout.config.parallel
     if layout.dims.pp > 1:
         micro_batches = layout.config.train.gradient_accumulation_steps
@@ -106,8 +101,8 @@ def _split_pipeline(run: MetaRun, stages: int, schedule: str, micro_batches: int
     parts = []
     for stage in range(stages):
         ranges = [(ends[chunk], ends[chunk + 1]) for chunk in range(stage, count, stages)]
-        local = {place for first, end in ranges for place in range(first, end)}
-        absent = [block for place, block in enumerate(blocks) if place not in local]
+        local = {index for first, end in ranges for index in range(first, end)}
+        absent = [block for index, block in enumerate(blocks) if index not in local]
         received = sum(step.flows[first] for first, _ in ranges if first)
         sent = sum(step.flows[end] for _, end in ranges if end < len(blocks))
         chunks = tuple(step.run_stage(first, end) for first, end in ranges)
@@ -118,7 +113,7 @@ def _split_pipeline(run: MetaRun, stages: int, schedule: str, micro_batches: int
 
 
 def count_in_flight(schedule: str, stages: int, stage: int, micro_batches: int) -> int:
-    """Chunks that went forward and not yet backward, at most, in torch's pipeline schedules."""
+    """Count the chunks that have run forward and not yet backward, at most, in torch's pipeline schedules."""
     if schedule == "interleaved":
         rounds = max(1, micro_batches // stages)
         if micro_batches % rounds:
@@ -134,13 +129,13 @@ def _split_device_map(run: MetaRun, device_map: DeviceMap, devices: int, device_
     device_of_block = [tensors[next(block.parameters())] for block in run.chain.blocks]
     total, parts = sum(parameter.nbytes for parameter in run.trainable), list[DevicePart]()
     for device in reversed(range(devices)):
-        own = [tensor for tensor, number in tensors.items() if number == device]
+        own = [tensor for tensor, owner in tensors.items() if owner == device]
         frozen = sum(tensor.nbytes for tensor in own if not tensor.requires_grad)
         share = sum(tensor.nbytes for tensor in own if tensor.requires_grad) / total
-        places = [place for place, number in enumerate(device_of_block) if number == device]
-        received = sum(run.step.flows[place] for place in places if place and place - 1 not in places)
-        chunk = sum((run.step.blocks[place] for place in places), StepMemory(received, received))
-        if device == 0:  # with all that is outside of blocks
+        indices = [index for index, owner in enumerate(device_of_block) if owner == device]
+        received = sum(run.step.flows[index] for index in indices if index and index - 1 not in indices)
+        chunk = sum((run.step.blocks[index] for index in indices), StepMemory(received, received))
+        if device == 0:  # also everything outside of the blocks
             frozen = run.frozen_bytes - sum(part.frozen_bytes for part in parts)
             share = 1 - sum(part.trainable_share for part in parts)
             chunk = run.step.head + chunk + run.step.tail
@@ -151,7 +146,7 @@ def _split_device_map(run: MetaRun, device_map: DeviceMap, devices: int, device_
 def estimate_memory(
     layout: ParallelLayout, run: MetaRun, parts: Sequence[DevicePart], optimizer_state: int, buffered_shapes: float
 ) -> MemoryEstimate:
-    """For the part that needs most; ``optimizer_state`` is that of all trainable parameters."""
+    """Estimate the part that needs most; ``optimizer_state`` is that of all trainable parameters."""
     estimates = [_estimate_part(layout, run, part, optimizer_state, buffered_shapes) for part in parts]
     return max(estimates, key=lambda estimate: estimate.total)
 
@@ -159,7 +154,7 @@ def estimate_memory(
 def _estimate_part(
     layout: ParallelLayout, run: MetaRun, part: DevicePart, optimizer_state: int, buffered_shapes: float
 ) -> MemoryEstimate:
-    train, ranks = layout.config.train, layout.ranks
+    train, ranks = layout.config.train, layout.world_size
     adapters = round(part.trainable_share * sum(parameter.nbytes for parameter in run.trainable))
     elements = round(part.trainable_share * sum(parameter.numel() for parameter in run.trainable))
     gradients, optimizer = adapters, round(part.trainable_share * optimizer_state)
@@ -182,21 +177,19 @@ def _estimate_part(
         if layout.sharding is None and layout.dims.model_parallel_size == 1:
             buffers = 0 if layout.config.distributed.ddp_gradient_as_bucket_view else adapters
         else:
-            buffers += max(0, adapters - activations)  # gradients are flattened when activations are freed
+            buffers += max(0, adapters - activations)  # flattened after activations are freed
     ema = 0 if layout.config.optim.ema_decay is None else 4 * elements
     reserved = CONTEXT_BYTES + (COMMUNICATION_BYTES if ranks > 1 else 0)
     return MemoryEstimate(weights, adapters, gradients, optimizer, ema, activations, gathered, buffers, reserved)
 
 
 def _shard_by_fsdp(run: MetaRun, frozen: int, sharding: FSDPSettings) -> tuple[int, int]:
-    """Shard each tensor by rows, with padding; two blocks are gathered at once, the second ahead of time."""
+    """Count sharded and gathered bytes: rows are sharded with padding; the next block is gathered ahead of time."""
     shards = sum(-(-each.shape[0] // sharding.dp_shard) * (each.nbytes // each.shape[0]) for each in run.frozen)
     gathered = 0
     for part in run.trained.children():
         counted, sizes = set[Tensor](), list[int]()
-        for block in find_fsdp_blocks(
-            part, sharding.block_classes
-        ):  # inner ones first; they do not count again in outer ones
+        for block in find_fsdp_blocks(part, sharding.block_classes):  # inner blocks first
             own = {each for each in block.parameters() if not each.requires_grad} - counted
             counted |= own
             sizes.append(sum(each.nbytes for each in own))
@@ -207,7 +200,7 @@ def _shard_by_fsdp(run: MetaRun, frozen: int, sharding: FSDPSettings) -> tuple[i
 
 
 def _shard_by_zero3(run: MetaRun, frozen: int, zero: DeepSpeedSettings, ranks: int) -> tuple[int, int]:
-    """Shard each tensor evenly; small ones are replicated, and gathered ones stay up to a limit."""
+    """Count sharded and gathered bytes: small tensors stay replicated, gathered ones stay live up to a limit."""
     limits: dict[str, Any] = {**ZERO_DEFAULTS, **zero.config_file.get("zero_optimization", {})}
     threshold, max_live = (int(limits[name]) for name in ZERO_DEFAULTS)
     large = [each for each in run.frozen if each.numel() > threshold]
@@ -218,14 +211,14 @@ def _shard_by_zero3(run: MetaRun, frozen: int, zero: DeepSpeedSettings, ranks: i
 
 
 def _count_zero_buckets(zero: DeepSpeedSettings, elements: int) -> int:
-    """DeepSpeed's gradient buckets, which it allocates however little it sends."""
+    """Count DeepSpeed's gradient buckets, which it allocates in full however few gradients there are."""
     settings: dict[str, Any] = dict(zero.config_file.get("zero_optimization", {}))
     count = 2 if settings.get("overlap_comm") and zero.stage < 3 else 1
     return 4 * count * int(settings.get("reduce_bucket_size", elements))
 
 
 def estimate_optimizer_state(config: OptimConfig, groups: Sequence[ParamGroup]) -> int:
-    """Bytes, by a step of the optimizer itself on one tensor of each shape."""
+    """Measure the bytes of optimizer state by a real step on one tensor of each shape."""
     counts = Counter((tuple(each.shape), each.dtype) for group in groups for each in group.parameters)
     parameters = [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape, dtype in counts]
     optimizer: Any = build_optimizer(config, [ParamGroup("shapes", parameters, config.learning_rate)])

@@ -1,4 +1,4 @@
-"""Live bytes and FLOPs of a program, counted op by op; and autocast and fused attention for torch's meta device."""
+"""Count live bytes and FLOPs op by op, and emulate autocast and fused attention on torch's meta device."""
 
 import weakref
 from collections.abc import Iterable
@@ -13,19 +13,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 ATTENTION: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-
-
 ATTENTION_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 """The fused attention that has a meta kernel; it saves for backward what the fused kernels of GPUs save."""
-
-
 HALF_OPS: Any = {
     *(F.linear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose2d, F.scaled_dot_product_attention, torch.einsum),
     *(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.baddbmm, torch.addmm),
 }
 """Ops that CUDA's autocast runs in half precision, as far as diffusion models use them."""
-
-
 FLOAT32_OPS: Any = {
     *(F.layer_norm, F.group_norm, F.softmax, torch.softmax, Tensor.softmax, torch.pow, Tensor.pow, Tensor.__pow__),
     *(torch.rsqrt, Tensor.rsqrt, torch.exp, Tensor.exp, torch.sum, Tensor.sum, torch.cumsum, torch.norm, Tensor.norm),
@@ -35,7 +29,7 @@ FLOAT32_OPS: Any = {
 
 
 class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Count the bytes of a device that are live at once, and FLOPs; no allocator is asked."""
+    """Count FLOPs and the bytes of storages that are alive on a device, without its allocator."""
 
     def __init__(self, device: torch.device, allocated: Iterable[Tensor] = ()):
         """``allocated`` tensors exist beforehand and do not count."""

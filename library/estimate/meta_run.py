@@ -1,6 +1,6 @@
-"""One training step on torch's meta device: bytes and FLOPs of every block, with real shapes and without data.
+"""Run one training step on torch's meta device: bytes and FLOPs of every block, with real shapes and without data.
 
-The model is built, adapted and partitioned by the code that does it in training, so there is no table of models.
+The training code itself builds, adapts and partitions the model, so there is no table of models.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -52,19 +52,19 @@ class LargestBatch:
     """Width and height in pixels."""
     captions: tuple[str, ...]
     buffered_shapes: float = 1.0
-    """All buckets together, in units of the largest; a pipeline has buffers for each shape."""
+    """Sum over all image sizes in units of the largest; a pipeline has buffers for each."""
 
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Forward and backward of a micro-batch by the model or by a part of it; weights and gradients do not count."""
+    """Activation memory of one micro-batch in the model or in a part of it, without weights and gradients."""
 
     saved: int = 0
-    """Bytes that forward leaves for backward."""
+    """Bytes that forward saves for backward."""
     forward_peak: int = 0
-    """Above what was live before forward."""
+    """Bytes above what was live before forward."""
     backward_peak: int = 0
-    """Above what was live after forward."""
+    """Bytes above what was live after forward."""
     flops: int = 0
 
     @property
@@ -72,7 +72,7 @@ class StepMemory:
         return max(self.forward_peak, self.saved + self.backward_peak)
 
     def __add__(self, after: "StepMemory") -> "StepMemory":
-        """Run this part and then another one on the same device, and backward in reverse order."""
+        """Combine with the part that follows on the same device; backward runs in reverse order."""
         forward_peak = max(self.forward_peak, self.saved + after.forward_peak)
         backward_peak = max(after.backward_peak, self.backward_peak - after.saved)
         return StepMemory(self.saved + after.saved, forward_peak, backward_peak, self.flops + after.flops)
@@ -80,7 +80,7 @@ class StepMemory:
 
 @dataclass(frozen=True)
 class MetaStep:
-    """Forward and backward of a micro-batch: the blocks, and what is computed before and after them."""
+    """Activation memory of one micro-batch: of each block, and of what is computed before and after the blocks."""
 
     head: StepMemory
     blocks: tuple[StepMemory, ...]
@@ -89,12 +89,12 @@ class MetaStep:
     """Bytes of the activations that enter each block, and of those that leave the last."""
 
     def run_stage(self, first: int, end: int) -> StepMemory:
-        """A pipeline stage with the blocks from ``first`` to ``end``, which receives and sends activations."""
+        """Activation memory of a pipeline stage with the blocks from ``first`` up to ``end``, and what it receives."""
         received = self.flows[first] - self.flows[0]
         stage = sum(self.blocks[first:end], StepMemory(received, received) + self.head)
         if end == len(self.blocks):
             return stage + self.tail
-        # A stage keeps what it sent until its backward has ended.
+        # A stage holds the activations that it sent until its backward has ended.
         return replace(stage, backward_peak=stage.backward_peak + self.flows[end])
 
     @property
@@ -103,7 +103,7 @@ class MetaStep:
 
 
 class FakeGroup:
-    """A process group without other processes: what is received has the right size, and sent bytes are counted."""
+    """A process group with one process: counts the bytes sent, and returns tensors of the right size."""
 
     rank = 0
 
@@ -123,7 +123,7 @@ class FakeGroup:
 
 
 class _FakeAllToAll(torch.autograd.Function):
-    """Gradients go the other way."""
+    """Gradients are sent back."""
 
     @staticmethod
     def forward(ctx: Any, sent: Tensor, rows: int, sent_bytes: float, group: FakeGroup) -> Tensor:
@@ -137,55 +137,55 @@ class _FakeAllToAll(torch.autograd.Function):
 
 
 def count_all_reduce_bytes(size: float, ranks: int) -> float:
-    """Bytes that each rank sends in a ring all-reduce."""
+    """Count the bytes that each rank sends in a ring all-reduce."""
     return 2 * (ranks - 1) / ranks * size
 
 
-class _MetaContextCut(ContextParallel):
-    """Context parallelism where no device knows its autocast dtype, and attention is emulated."""
+class _MetaContextParallel(ContextParallel):
+    """Context parallelism on the meta device, which has no autocast dtype and no fused attention."""
 
     def __init__(self, group: FakeGroup, dtype: torch.dtype | None):
         super().__init__(group)
         self._dtype = dtype
 
-    def get_attention_dtype(self, given: Tensor) -> torch.dtype:
-        return self._dtype or given.dtype
+    def get_attention_dtype(self, tensor: Tensor) -> torch.dtype:
+        return self._dtype or tensor.dtype
 
-    def compute_full_attention(self, *given: Any, **more: Any) -> Tensor:
-        return F.scaled_dot_product_attention(*given, **more)
+    def compute_full_attention(self, *args: Any, **kwargs: Any) -> Tensor:
+        return F.scaled_dot_product_attention(*args, **kwargs)
 
 
 class _StepRecorder:
-    """Read a meter at each boundary between blocks, in forward and, by hooks on activations, in backward."""
+    """Reads a meter at each block boundary: in forward directly, in backward by hooks on activations."""
 
     def __init__(self) -> None:
         self.start(MemoryMeter(META))
 
     def start(self, meter: MemoryMeter) -> None:
-        self._meter, self._place = meter, 0
+        self._meter, self._block = meter, 0
         self._forward: list[tuple[int, int, int]] = []
         self._backward: dict[int, tuple[int, int, int]] = {}
         self._flows: list[int] = []
 
     def end_forward(self) -> None:
-        """Of the head, of a block, or of the tail; what is not saved for backward is freed by now."""
+        """Record the end of the head, of a block or of the tail, when all that backward does not need is freed."""
         self._forward.append(self._meter.read_and_reset())
 
-    def watch(self, place: int, flow: Activations) -> None:
-        """Record when backward has reached the activations that enter block ``place``."""
-        self._flows.append(sum(tensor.nbytes for tensor in flow))
-        self._place = place
-        for tensor in flow:
+    def watch(self, block_index: int, activations: Activations) -> None:
+        """Record when backward reaches the activations that enter a block."""
+        self._flows.append(sum(tensor.nbytes for tensor in activations))
+        self._block = block_index
+        for tensor in activations:
             if tensor.requires_grad:
-                tensor.register_hook(partial(self._end_backward, place))  # type: ignore[no-untyped-call]
+                tensor.register_hook(partial(self._end_backward, block_index))  # type: ignore[no-untyped-call]
 
-    def _end_backward(self, place: int, _: Tensor) -> None:
-        if place <= self._place:
-            self._backward[self._place] = self._meter.read_and_reset()
-            self._place = place - 1
+    def _end_backward(self, block_index: int, _: Tensor) -> None:
+        if block_index <= self._block:
+            self._backward[self._block] = self._meter.read_and_reset()
+            self._block = block_index - 1
 
     def build_step(self) -> MetaStep:
-        self._backward[self._place] = self._meter.read_and_reset()
+        self._backward[self._block] = self._meter.read_and_reset()
         parts, before = list[StepMemory](), 0
         for number, (live, peak, flops) in enumerate(self._forward):
             _, backward_peak, backward_flops = self._backward.get(number - 1, (0, live, 0))
@@ -195,7 +195,7 @@ class _StepRecorder:
 
 
 class MetaRun:
-    """A run as it is assembled for training, on the meta device, with the model partitioned as one rank has it."""
+    """A run as training builds it, on the meta device, partitioned as one rank holds it, and one step of it."""
 
     def __init__(
         self,
@@ -213,13 +213,13 @@ class MetaRun:
         self._models = [part for part in self.pipe.components.values() if isinstance(part, nn.Module)]
         for part in self._models:
             part.requires_grad_(False)
-        sizes = read_initial_weights(config, self.family, model).rank_alphas
-        self.trained, self.adapter = build_trainable_modules(config, self.family, self.pipe, sizes)
+        rank_alphas = read_initial_weights(config, self.family, model).rank_alphas
+        self.trained, self.adapter = build_trainable_modules(config, self.family, self.pipe, rank_alphas)
         if config.distributed.full_bf16:
             cast_trainable_parameters(self.trained, torch.bfloat16)
         self.denoiser: Any = self.trained.denoiser
         self.offloaded_bytes = 0
-        """Of frozen weights that stay in host memory (``blocks_to_swap``)."""
+        """Frozen weights in host memory (``blocks_to_swap``)."""
         if is_quantized_or_offloaded(config.model, config.train):
             self.offloaded_bytes = quantize_and_offload_base(self.denoiser, META, config.model, config.train)
             self._cast_inputs_of_frozen_layers()
@@ -240,21 +240,20 @@ class MetaRun:
         self._partition(*groups, pipeline)
         self.frozen = [parameter for parameter in self.trained.parameters() if not parameter.requires_grad]
         frozen_bytes = count_frozen_bytes(self.trained, *self.frozen_encoders)
-        self.frozen_bytes = frozen_bytes + sum(weight.nbytes for weight in self._quantized_weights())
-        # From the second step on, swapped weights are prefetched and a checkpointing budget is used.
+        self.frozen_bytes = frozen_bytes + sum(weight.nbytes for weight in self._list_quantized_weights())
+        # Prefetching of swapped weights and a checkpointing budget begin with the second step.
         count = 2 if config.train.blocks_to_swap or config.train.activation_memory_budget else 1
         self.step = [self._run_step() for _ in range(count)][-1]
         self.sent_bytes = sum(group.sent_bytes for group in groups) / count
-        """To tensor- and context-parallel peers, in a micro-batch."""
+        """To tensor- and context-parallel ranks, per micro-batch."""
 
     @property
     def frozen_encoders(self) -> list[nn.Module]:
-        """VAE and text encoders that are on the device and not trained, unless caches replace them."""
+        """Frozen VAE and text encoders that stay on the device, as their outputs are not cached."""
         cache, trained = self.config.cache, select_trained_text_encoders(self.config, self.family.facts)
-        texts = (
-            [] if cache.caches_text_outputs else [part for part in self.family.text_components if part not in trained]
-        )
-        names = [*texts, *([] if cache.caches_latents else ["vae"])]
+        names = [] if cache.caches_latents else ["vae"]
+        if not cache.caches_text_outputs:
+            names += [name for name in self.family.text_components if name not in trained]
         return [part for name in names if isinstance(part := getattr(self.pipe, name), nn.Module)]
 
     def build_param_groups(self) -> list[ParamGroup]:
@@ -262,40 +261,38 @@ class MetaRun:
 
     def _partition(self, tp_group: FakeGroup, cp_group: FakeGroup, pipeline: bool) -> None:
         """Apply TP, CP and PP in the order of training, in which the last wrapper of a block is the outermost."""
-        structure = build_parallel_plan(self.family, self.denoiser)
-        self.chain = structure.block_sequence
+        plan = build_parallel_plan(self.family, self.denoiser)
+        self.chain = plan.block_sequence
         if tp_group.size > 1:
-            TensorParallel(0, tp_group.size, tp_group.all_reduce).shard_layers(self.denoiser, structure.tensor_parallel)
-        context = _MetaContextCut(cp_group, self._dtype) if cp_group.size > 1 else None
+            TensorParallel(0, tp_group.size, tp_group.all_reduce).shard_layers(self.denoiser, plan.tensor_parallel)
+        context = _MetaContextParallel(cp_group, self._dtype) if cp_group.size > 1 else None
         if context is not None:
-            context.wrap_blocks(self.denoiser, structure)
+            context.wrap_blocks(self.denoiser, plan)
             if not pipeline:
                 context.wrap_sequence_ends()
-        passage = StageRunner(self.chain)
-        if getattr(self.denoiser, "gradient_checkpointing", False):  # UNets do it inside of their blocks
+        runner = StageRunner(self.chain)
+        if getattr(self.denoiser, "gradient_checkpointing", False):  # UNets checkpoint inside of their blocks
             self.denoiser.gradient_checkpointing = False
-            passage.checkpoint_function = self.denoiser._gradient_checkpointing_func
-        passage.run_all_stages(range(len(self.chain.blocks)), self._leave_block)
+            runner.checkpoint_function = self.denoiser._gradient_checkpointing_func
+        runner.run_all_stages(range(len(self.chain.blocks)), self._leave_block)
         if context is not None and pipeline:
             context.wrap_sequence_ends()
-        for place, block in enumerate(self.chain.blocks):
-            self.chain.hooks.wrap(block, partial(self._enter_block, place, signature(block.forward)))
+        for index, block in enumerate(self.chain.blocks):
+            self.chain.hooks.wrap(block, partial(self._enter_block, index, signature(block.forward)))
 
-    def _enter_block(self, place: int, form: Signature, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if place == 0:
-            flow = dict.fromkeys(
-                self.chain.collect_inputs(0, form.bind(*args, **kwargs), ())
-            )  # a UNet's is twice the same
-            self._recorder.watch(0, tuple(flow))
+    def _enter_block(self, index: int, form: Signature, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if index == 0:
+            inputs = self.chain.collect_inputs(0, form.bind(*args, **kwargs), ())
+            self._recorder.watch(0, tuple(dict.fromkeys(inputs)))  # a UNet has the same tensor twice
         self._recorder.end_forward()
-        result = run(*args, **kwargs)
-        if place == len(self.chain.blocks) - 1:
+        result = forward(*args, **kwargs)
+        if index == len(self.chain.blocks) - 1:
             self._recorder.end_forward()
         return result
 
-    def _leave_block(self, place: int, flow: Activations) -> Activations:
-        self._recorder.watch(place + 1, flow)
-        return flow
+    def _leave_block(self, index: int, activations: Activations) -> Activations:
+        self._recorder.watch(index + 1, activations)
+        return activations
 
     def _run_step(self) -> MetaStep:
         with self._measure([self.trained], self._dtype) as meter:
@@ -307,18 +304,18 @@ class MetaRun:
 
     @contextmanager
     def _measure(self, models: Iterable[nn.Module], dtype: torch.dtype | None) -> Iterator[MemoryMeter]:
-        """Count what is allocated in addition to the weights, buffers and gradients of ``models``."""
+        """Measure what is allocated in addition to the weights, buffers and gradients of ``models``."""
         for parameter in self.trainable:
             parameter.grad = torch.zeros_like(parameter)
         allocated = [tensor for model in models for tensor in _list_tensors(model)]
         allocated += [parameter.grad for parameter in self.trainable if parameter.grad is not None]
-        allocated += [tensor for weight in self._quantized_weights() for tensor in weight.tensors]
+        allocated += [tensor for weight in self._list_quantized_weights() for tensor in weight.tensors]
         fused_attention = self.config.distributed.attn_mode != "math"
         with MemoryMeter(META, allocated) as meter, AutocastEmulation(dtype, fused_attention=fused_attention):
             yield meter
 
     def _build_batch(self, batch: LargestBatch) -> tuple[PixelBatch, int]:
-        """Build a batch as caches or encoders provide it; also the peak memory of encoders that run in each step."""
+        """Build the encoded batch; also return the peak memory of the encoders whose outputs are not cached."""
         (width, height), count, cache, peak = batch.size, len(batch.captions), self.config.cache, 0
         cond: Cond | None = self.family.encode_prompts_on_meta(self.pipe, batch.captions)
         if self.config.adapter.trains_text_encoders:
@@ -332,25 +329,26 @@ class MetaRun:
             latents = self.family.encode_moments(self.pipe, pixels).mean_and_std
         peak = peak if cache.caches_latents else max(peak, meter.peak)
         moments = Moments(latents.new_empty(count, *latents.shape[1:]))
-        frame, weight = torch.zeros(count, 6, device=META), torch.ones(count, device=META)
-        places, ids = tuple(range(count)), tuple(map(str, range(count)))
-        return PixelBatch(None, batch.captions, frame, weight, places, ids, moments=moments, cond=cond), peak
+        size_conditioning, loss_weights = torch.zeros(count, 6, device=META), torch.ones(count, device=META)
+        positions, keys = tuple(range(count)), tuple(map(str, range(count)))
+        fields = (None, batch.captions, size_conditioning, loss_weights, positions, keys)
+        return PixelBatch(*fields, moments=moments, cond=cond), peak
 
     def _cast_inputs_of_frozen_layers(self) -> None:
-        """They ask the device for its autocast dtype, and the meta device has none."""
+        """Cast here, as those layers ask the device for its autocast dtype, and the meta device has none."""
         dtype = self._dtype
         for layer in self.denoiser.modules() if dtype is not None else ():
             if isinstance(layer, (FrozenLinear, FrozenConv2d)):
                 layer.register_forward_pre_hook(lambda _, args: (args[0].to(dtype), *args[1:]))
 
-    def _quantized_weights(self) -> list[QuantizedWeight]:
-        """On the device all the time; they are no parameters."""
+    def _list_quantized_weights(self) -> list[QuantizedWeight]:
+        """List the quantized weights that stay on the device; they are not parameters."""
         owners = (getattr(getattr(layer, "fetch_weight", None), "__self__", None) for layer in self.trained.modules())
         return [owner for owner in owners if isinstance(owner, QuantizedWeight)]
 
 
 def count_frozen_bytes(*modules: nn.Module) -> int:
-    """Of weights that are not trained, and of buffers; each tensor once."""
+    """Count the bytes of frozen weights and of buffers, shared tensors once."""
     tensors = {id(tensor): tensor for module in modules for tensor in _list_tensors(module)}
     return sum(tensor.nbytes for tensor in tensors.values() if not tensor.requires_grad)
 

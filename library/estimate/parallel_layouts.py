@@ -1,13 +1,15 @@
-"""Parallel layouts that a run could use on a number of devices: DDP, FSDP, HSDP, ZeRO, PP, TP, CP, device maps."""
+"""Find the parallel layouts that a run could use: DDP, FSDP, HSDP, ZeRO, PP, TP, CP, device map."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from shlex import quote
 from typing import Any
 
 from ..config import RunConfig
 from ..config.options import build_config, flatten_config
+from ..config.schema_distributed import ParallelConfig
 from ..config.types import DeviceMap
 from ..config.validate import validate_config
 from ..distributed.deepspeed_settings import DeepSpeedSettings, resolve_deepspeed
@@ -18,15 +20,13 @@ from ..distributed.preflight import validate_parallelism
 from ..distributed.world import World
 from ..models.detect import DetectedModel
 from ..models.families import FAMILIES
-from ..optim.preflight import validate_elementwise_optimizer
+from ..optim.preflight import validate_elementwise_optimizer, validate_optimizer
 from ..parallel.deepspeed import DeepSpeedStrategy
 from ..training.preflight import validate_model_parallel, validate_quantize_offload
 
-SIZES = {"pp_size": "PP", "tp_size": "TP", "cp_size": "CP"}
-
-
-OPTIONS = (
-    *SIZES,
+SIZE_OPTIONS = {"pp_size": "PP", "tp_size": "TP", "cp_size": "CP"}
+LAYOUT_OPTIONS = (
+    *SIZE_OPTIONS,
     "device_map",
     "fsdp",
     "fsdp_offload_params",
@@ -41,18 +41,18 @@ OPTIONS = (
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """A way to use the devices, as training would set it up."""
+    """One way to distribute a run over the devices, resolved as training would resolve it."""
 
     name: str
     options: Mapping[str, Any]
-    """That select it."""
+    """The options that select it."""
     config: RunConfig
     dims: ParallelDims
     sharding: FSDPSettings | None
     zero: DeepSpeedSettings | None
 
     @property
-    def ranks(self) -> int:
+    def world_size(self) -> int:
         return self.dims.dp * self.dims.model_parallel_size
 
 
@@ -61,112 +61,122 @@ def format_flags(options: Mapping[str, Any]) -> str:
     return " ".join(f"--{name}" if value is True else f"--{name} {quote(str(value))}" for name, value in items)
 
 
-def find_layouts(
-    config: RunConfig, given: frozenset[str], world_size: int, model: DetectedModel
-) -> tuple[list[ParallelLayout], list[str]]:
-    """Find what this model and these settings allow; also the reasons against the others, each once.
+@dataclass(frozen=True)
+class LayoutFinder:
+    """Finds the layouts that the settings and the model of a run allow on ``num_devices`` devices."""
 
-    ``given`` are the options that the user set; layouts that contradict them are not considered.
-    """
-    layouts, reasons = list[ParallelLayout](), dict[str, list[str]]()
-    model_problems = dict[tuple[ParallelDims, Any], str | None]()
-    family = FAMILIES.get(model.family)(config.model)
-    for name, options in _enumerate_options(config, given, world_size):
-        layout = _build_layout(name, options, config, world_size)
-        problem = next(_find_conflicts(layout, config, given, world_size), None)
-        key = layout.dims, layout.config.parallel.device_map
-        if problem is None:
-            if key not in model_problems:
-                model_problems[key] = next(validate_model_parallel(layout.config, family, model), None)
-            problem = model_problems[key]
-        if problem is None:
-            layouts.append(layout)
-        else:
-            reasons.setdefault(problem, []).append(name)
-    if len(reasons) == 1:
-        return layouts, [*reasons]
-    return layouts, [f"{', '.join(names)}: {problem}" for problem, names in reasons.items()]
+    config: RunConfig
+    explicit: frozenset[str]
+    """Options that the user set; layouts that contradict them are not considered."""
+    model: DetectedModel
+    num_devices: int
 
+    def find_layouts(self) -> tuple[list[ParallelLayout], list[str]]:
+        """Return the layouts that training would accept, and why it would reject the others, each reason once."""
+        layouts, reasons = list[ParallelLayout](), dict[str, list[str]]()
+        model_problems = dict[tuple[ParallelDims, Any], str | None]()
+        for name, options in self._enumerate_options():
+            layout = self._build_layout(name, options)
+            problem = next(self._validate_layout(layout), None)
+            if problem is None:
+                key = layout.dims, layout.config.parallel.device_map
+                if key not in model_problems:
+                    model_problems[key] = next(self._validate_model(layout.config), None)
+                problem = model_problems[key]
+            if problem is None:
+                layouts.append(layout)
+            else:
+                reasons.setdefault(problem, []).append(name)
+        if len(reasons) == 1:
+            return layouts, [*reasons]
+        return layouts, [f"{', '.join(names)}: {problem}" for problem, names in reasons.items()]
 
-def find_conflicts(config: RunConfig, world_size: int) -> list[str]:
-    """Why training would refuse these settings on so many devices."""
-    world = _build_world(config, world_size)
-    return [*validate_parallelism(config, world)]
+    def validate(self) -> list[str]:
+        """Why training would reject the user's own settings on so many devices."""
+        launch = validate_parallelism(self.config, self._build_world(self.config.parallel))
+        return [*validate_optimizer(self.config.optim), *launch, *self._validate_model(self.config)]
 
+    def add_options(self, options: Mapping[str, Any]) -> "LayoutFinder | None":
+        """Add options to the user's; None if they change nothing or contradict the run."""
+        config: RunConfig = build_config(RunConfig, {**flatten_config(self.config), **options})
+        explicit = self.explicit | set(options)
+        if config == self.config or set(validate_config(config, explicit)) - self._known_problems:
+            return None
+        return replace(self, config=config, explicit=explicit)
 
-def _find_conflicts(layout: ParallelLayout, config: RunConfig, given: frozenset[str], world_size: int) -> Iterator[str]:
-    known = set(validate_config(config, given))
-    for problem in validate_config(layout.config, given | set(layout.options)):
-        if problem not in known:
-            yield f"--{problem[0][0]}: {problem[1]}"
-    yield from find_conflicts(layout.config, world_size)
-    is_sharded = layout.sharding is not None or layout.zero is not None
-    yield from validate_quantize_offload(
-        layout.config, not is_sharded and layout.dims.cp == layout.dims.model_parallel_size
-    )
-    if layout.zero is not None:
-        yield from validate_elementwise_optimizer(layout.config.optim, DeepSpeedStrategy.optimizer_sharding_engine)
+    @cached_property
+    def _known_problems(self) -> set[Any]:
+        return set(validate_config(self.config, self.explicit))
 
+    def _validate_model(self, config: RunConfig) -> Iterator[str]:
+        return iter(validate_model_parallel(config, FAMILIES.get(self.model.family)(config.model), self.model))
 
-def _build_layout(name: str, options: Mapping[str, Any], config: RunConfig, world_size: int) -> ParallelLayout:
-    defaults = {option: None for option in OPTIONS} | {"zero_stage": flatten_config(RunConfig())["zero_stage"]}
-    own: RunConfig = build_config(
-        RunConfig, {**flatten_config(config), **defaults, **dict.fromkeys(SIZES, 1), **options}
-    )
-    world = _build_world(own, world_size)
-    sharding = resolve_fsdp(own.sharding, own.parallel.tp_size, world)
-    dims, zero = build_parallel_dims(own.parallel, world.world_size), resolve_deepspeed(own.deepspeed, world)
-    return ParallelLayout(name, options, own, dims, sharding, zero)
+    def _validate_layout(self, layout: ParallelLayout) -> Iterator[str]:
+        for problem in validate_config(layout.config, self.explicit | set(layout.options)):
+            if problem not in self._known_problems:
+                yield f"--{problem[0][0]}: {problem[1]}"
+        yield from validate_parallelism(layout.config, self._build_world(layout.config.parallel))
+        is_replicated = layout.sharding is None and layout.zero is None
+        has_whole_model = is_replicated and layout.dims.cp == layout.dims.model_parallel_size
+        yield from validate_quantize_offload(layout.config, has_whole_model)
+        if layout.zero is not None:
+            yield from validate_elementwise_optimizer(layout.config.optim, DeepSpeedStrategy.optimizer_sharding_engine)
 
+    def _build_layout(self, name: str, options: Mapping[str, Any]) -> ParallelLayout:
+        defaults = dict.fromkeys(LAYOUT_OPTIONS) | dict.fromkeys(SIZE_OPTIONS, 1)
+        defaults["zero_stage"] = flatten_config(RunConfig())["zero_stage"]
+        config: RunConfig = build_config(RunConfig, {**flatten_config(self.config), **defaults, **options})
+        world = self._build_world(config.parallel)
+        sharding = resolve_fsdp(config.sharding, config.parallel.tp_size, world)
+        dims, zero = build_parallel_dims(config.parallel, world.world_size), resolve_deepspeed(config.deepspeed, world)
+        return ParallelLayout(name, options, config, dims, sharding, zero)
 
-def _build_world(config: RunConfig, world_size: int) -> World:
-    return World.build_fake(1 if config.parallel.device_map else world_size, world_size)
+    def _build_world(self, parallel: ParallelConfig) -> World:
+        return World.build_fake(1 if parallel.device_map else self.num_devices, self.num_devices)
 
-
-def _enumerate_options(
-    config: RunConfig, given: frozenset[str], world_size: int
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Names and options of layouts that agree with the options that the user set."""
-    values = flatten_config(config)
-    required = {option: _normalize(option, values[option]) for option in OPTIONS if option in given}
-    device_map = config.parallel.device_map or DeviceMap("balanced")
-    for name, options in _enumerate_all(world_size, device_map):
-        if not given.issuperset(SIZES) and options.keys() >= SIZES.keys():
-            continue  # slower than any two of them, and there would be many
-        if any(_normalize(option, options.get(option)) != value for option, value in required.items()):
-            continue
-        if world_size == 1 and "deepspeed" in options.keys() - given and "offload_param_device" not in options:
-            continue  # nothing to shard with
-        yield name, options
+    def _enumerate_options(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield names and options of the layouts that agree with the user's options."""
+        values = flatten_config(self.config)
+        required = {option: _normalize(option, values[option]) for option in LAYOUT_OPTIONS if option in self.explicit}
+        device_map = self.config.parallel.device_map or DeviceMap("balanced")
+        for name, options in _enumerate_layouts(self.num_devices, device_map):
+            if not self.explicit.issuperset(SIZE_OPTIONS) and options.keys() >= SIZE_OPTIONS.keys():
+                continue  # PP x TP x CP is slower than any two of them, and there would be many
+            if any(_normalize(option, options.get(option)) != value for option, value in required.items()):
+                continue
+            is_added = "deepspeed" in options.keys() - self.explicit
+            if self.num_devices == 1 and is_added and "offload_param_device" not in options:
+                continue  # nothing to shard
+            yield name, options
 
 
 def _normalize(option: str, value: Any) -> Any:
-    """All values that switch an option off are equal."""
+    """Map all values that switch an option off to None."""
     is_off = value in (None, False, "none") or (option.endswith("_size") and value == 1)
     return None if is_off else value
 
 
-def _enumerate_all(world_size: int, device_map: DeviceMap) -> Iterator[tuple[str, dict[str, Any]]]:
-    divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
+def _enumerate_layouts(num_devices: int, device_map: DeviceMap) -> Iterator[tuple[str, dict[str, Any]]]:
+    divisors = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
     for sizes in ((pp, tp, cp) for pp in divisors for tp in divisors for cp in divisors):
-        if world_size % prod(sizes):
+        if num_devices % prod(sizes):
             continue
-        options = {option: size for option, size in zip(SIZES, sizes, strict=True) if size > 1}
-        parts = [f"{SIZES[option]} {size}" for option, size in options.items()]
-        replicas = world_size // prod(sizes)
-        data_parallel = [f"DDP {replicas}"] if replicas > 1 else []
-        yield " x ".join([*data_parallel, *parts]) or "one device", options
-        if replicas > 1 and "pp_size" not in options:
-            for sharded, more in _enumerate_fsdp(replicas):
-                yield " x ".join([sharded, *parts]), {**options, "fsdp": True, **more}
+        options = {option: size for option, size in zip(SIZE_OPTIONS, sizes, strict=True) if size > 1}
+        model_parallel = [f"{SIZE_OPTIONS[option]} {size}" for option, size in options.items()]
+        dp = num_devices // prod(sizes)
+        data_parallel = [f"DDP {dp}"] if dp > 1 else []
+        yield " x ".join([*data_parallel, *model_parallel]) or "one device", options
+        if dp > 1 and "pp_size" not in options:
+            for fsdp, more in _enumerate_fsdp(dp):
+                yield " x ".join([fsdp, *model_parallel]), {**options, "fsdp": True, **more}
     for stage in (1, 2, 3):
         options, offload = {"deepspeed": True, "zero_stage": stage}, {"offload_optimizer_device": HOST.type}
-        yield f"ZeRO-{stage} {world_size}", options
-        yield f"ZeRO-{stage} {world_size}, optimizer offload", {**options, **offload}
+        yield f"ZeRO-{stage} {num_devices}", options
+        yield f"ZeRO-{stage} {num_devices}, optimizer offload", {**options, **offload}
         if stage == 3:
-            yield f"ZeRO-3 {world_size}, full offload", {**options, **offload, "offload_param_device": HOST.type}
-    if world_size > 1:
-        yield f"device map {world_size}", {"device_map": device_map}
+            yield f"ZeRO-3 {num_devices}, full offload", {**options, **offload, "offload_param_device": HOST.type}
+    if num_devices > 1:
+        yield f"device map {num_devices}", {"device_map": device_map}
 
 
 def _enumerate_fsdp(ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:

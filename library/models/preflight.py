@@ -51,9 +51,11 @@ def validate_model_options(config: RunConfig, locations: Mapping[str, str]) -> l
         found = detect_model(config.model)
         facts = get_family_facts(found.family)
         misfits = [
-            *validate_objective.validate_objective_for_model(config, facts.title, found.prediction_type),
+            *validate_objective.validate_objective_for_model(
+                config.noise, config.loss, facts.title, found.prediction_type
+            ),
             *validate_adapter.validate_adapter_for_model(
-                config, facts.name, facts.title, facts.text_encoders, facts.t5_encoder
+                config.adapter, config.optim, facts.name, facts.title, facts.text_encoders, facts.t5_encoder
             ),
         ]
         if problem := validate_attention_mode(config.distributed.attn_mode, found):

@@ -45,9 +45,11 @@ class NVMeOffload:
         dtype = _find_common_dtype([parameter for parameter in model.parameters() if not parameter.requires_grad])
         threshold = DeepSpeedConfig(config).zero_config.param_persistence_threshold
         parameters = list(model.parameters())
-        kept = [item for item in parameters if item.requires_grad or item.dtype != dtype or item.numel() <= threshold]
-        kept_ids = {id(item) for item in kept}
-        sizes = [-(-item.numel() // world_size) for item in parameters if id(item) not in kept_ids]
+        in_memory = [
+            item for item in parameters if item.requires_grad or item.dtype != dtype or item.numel() <= threshold
+        ]
+        in_memory_ids = {id(item) for item in in_memory}
+        sizes = [-(-item.numel() // world_size) for item in parameters if id(item) not in in_memory_ids]
         trainable_numel = sum(-(-item.numel() // world_size) for item in parameters if item.requires_grad)
         offload = {"buffer_size": max(sizes, default=1), **zero["offload_param"], "nvme_path": str(self.directory)}
         zero["offload_param"] = offload
@@ -60,7 +62,7 @@ class NVMeOffload:
 
         cpu_offload = {name: value for name, value in offload.items() if name != "nvme_path"} | {"device": "cpu"}
         cpu_config = {**config, "zero_optimization": {**zero, "offload_param": cpu_offload}}
-        deepspeed_zero.Init(module=nn.ParameterList(kept), config_dict_or_path=cpu_config, dtype=torch.float32)
+        deepspeed_zero.Init(module=nn.ParameterList(in_memory), config_dict_or_path=cpu_config, dtype=torch.float32)
         swapper = build_param_swapper(deepspeed_config, dtype)
         deepspeed_zero.Init(module=model, config_dict_or_path=config, dtype=dtype, param_swapper=swapper)
         self._check_written(swapper)

@@ -77,23 +77,27 @@ def _expand_device_map(
         yield from _expand_device_map(child, f"{prefix}{child_name}", devices, device)
 
 
-def place_weights(model: nn.Module, places: Mapping[str, int], devices: Sequence[torch.device]) -> None:
+def place_weights(model: nn.Module, device_indices: Mapping[str, int], devices: Sequence[torch.device]) -> None:
     """Move every weight to its device in place: the optimizer holds the same parameter objects."""
-    for _, tensor, device in iter_weight_devices(model, places):
+    for _, tensor, device in iter_weight_devices(model, device_indices):
         tensor.data = tensor.data.to(devices[device])
 
 
-def iter_weight_devices(model: nn.Module, places: Mapping[str, int]) -> Iterator[tuple[str, Tensor, int]]:
+def iter_weight_devices(model: nn.Module, device_indices: Mapping[str, int]) -> Iterator[tuple[str, Tensor, int]]:
     """Yield the name of every weight, the weight, and its device index."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         # Weights of the model itself are used between its modules, on the first device.
         is_own = "." not in name
-        yield name, tensor, 0 if is_own else next(places[key] for key in iter_parent_names(name) if key in places)
+        yield (
+            name,
+            tensor,
+            0 if is_own else next(device_indices[key] for key in iter_parent_names(name) if key in device_indices),
+        )
 
 
-def attach_dispatch_hooks(model: nn.Module, places: Mapping[str, int], devices: Sequence[torch.device]) -> None:
+def attach_dispatch_hooks(model: nn.Module, device_indices: Mapping[str, int], devices: Sequence[torch.device]) -> None:
     """Attach accelerate's hooks, which move inputs to the device of each module."""
-    device_map: Any = {name: devices[index] for name, index in places.items()}
+    device_map: Any = {name: devices[index] for name, index in device_indices.items()}
     dispatch_model(model, device_map, main_device=devices[0], force_hooks=True)
     dispatched: Any = model
     del dispatched.hf_device_map  # with it accelerate refuses a process that a launcher gave a rank
@@ -120,13 +124,13 @@ class DeviceMapStrategy(DDPStrategy):
     def wrap(self, model: nn.Module, optimizer: Optimizer, plan: ParallelPlan | None = None) -> tuple[nn.Module, Any]:
         denoiser, devices = (plan and plan.denoiser) or model, list_devices(self.device)
         self.devices = devices
-        places = build_device_map(denoiser, self.device_map, [get_free_memory(device) for device in devices])
+        device_indices = build_device_map(denoiser, self.device_map, [get_free_memory(device) for device in devices])
         for child in model.children():
             if child is not denoiser:
                 child.to(devices[0])
-        place_weights(denoiser, places, devices)
+        place_weights(denoiser, device_indices, devices)
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        attach_dispatch_hooks(denoiser, places, devices)
+        attach_dispatch_hooks(denoiser, device_indices, devices)
         if [parameter for parameter in model.parameters() if parameter.requires_grad] != trainable:
             raise AssertionError("accelerate replaced trainable parameters, which the optimizer holds")
         _log_placement(denoiser)

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..errors import ConfigError
 from .blocks import TensorParallelPlan
 
 Ranges = tuple[tuple[int, int], ...]
@@ -69,10 +68,8 @@ class TensorParallel:
             heads = getattr(module, "heads", None)
             if heads is None or f"{name}.to_q" not in plan:
                 continue
-            if heads % self.size:
-                divisor = next(size for size in range(self.size, 0, -1) if not heads % size)
-                problem = f"--tp_size {self.size}: {name} has {heads} attention heads, which is not divisible by it"
-                raise ConfigError([f"{problem}; use {divisor}"])
+            if heads % self.size:  # refused in preflight
+                raise AssertionError(f"{heads} heads of {name} are not divisible by tp_size {self.size}")
             for size in ("heads", "inner_dim", "inner_kv_dim"):  # attention processors compute the head size from them
                 if hasattr(module, size):
                     setattr(module, size, getattr(module, size) // self.size)

@@ -1,39 +1,17 @@
 """Command-line tools, ``python -m library NAME``: from arguments to text and exit code."""
 
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
+from importlib import import_module
+from typing import Any
 
 Tool = Callable[[Sequence[str]], tuple[str, int] | Generator[str, None, int]]
-"""A tool that takes long yields its lines as they are known, and returns the exit code."""
+"""Returns text and exit code; a slow tool yields its lines one by one and returns the exit code."""
 
 
-def _run_doctor(argv: Sequence[str]) -> Generator[str, None, int]:
-    from .doctor import run
-
-    return run(argv)
-
-
-def _run_plan(argv: Sequence[str]) -> tuple[str, int]:
-    from .plan import run
-
-    return run(argv)
-
-
-def _run_cache(argv: Sequence[str]) -> tuple[str, int]:
-    from .cache import run
-
-    return run(argv)
-
-
-def _run_convert(argv: Sequence[str]) -> tuple[str, int]:
-    from .convert import run
-
-    return run(argv)
-
-
-def _run_launch(argv: Sequence[str]) -> tuple[str, int]:
-    from .launch import run
-
-    return run(argv)
+def _run_tool(module: str, argv: Sequence[str]) -> Any:
+    """Import a tool only when it is run: most of them import torch."""
+    return import_module(f"{__name__}.{module}").run(argv)
 
 
 def _run_options(argv: Sequence[str]) -> tuple[str, int]:
@@ -43,10 +21,10 @@ def _run_options(argv: Sequence[str]) -> tuple[str, int]:
 
 
 TOOLS: dict[str, tuple[str, Tool]] = {
-    "doctor": ("check packages, devices and a launch command", _run_doctor),
-    "plan": ("what would be trained, without training", _run_plan),
-    "cache": ("latents and captions kept on disk: build, verify, repair, prune, info", _run_cache),
-    "convert": ("a LoRA file with the names of another program", _run_convert),
-    "launch": ("accelerate launch or torchrun with signal forwarding and exit codes", _run_launch),
-    "options": ("the page docs/options.md", _run_options),
+    "doctor": ("check packages, devices and a launch command", partial(_run_tool, "doctor")),
+    "plan": ("print buckets, steps, samples and estimated memory, without training", partial(_run_tool, "plan")),
+    "cache": ("cached latents and captions: build, verify, repair, prune, info", partial(_run_tool, "cache")),
+    "convert": ("convert a LoRA file to another program's key names", partial(_run_tool, "convert")),
+    "launch": ("accelerate launch or torchrun with signal forwarding and exit codes", partial(_run_tool, "launch")),
+    "options": ("print docs/options.md", _run_options),
 }

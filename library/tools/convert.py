@@ -1,4 +1,4 @@
-"""``python -m library convert IN OUT --to FORMAT``: a LoRA file with the names of another program, without loss."""
+"""``python -m library convert IN OUT --to FORMAT``: convert a LoRA file to another program's key names."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,12 +29,10 @@ from ..registry import suggest_name
 from ..training.trainable import _list_adaptable_components, build_component_keys
 
 USAGE = "usage: python -m library convert IN.safetensors OUT.safetensors --to kohya|diffusers|comfy"
-
-
 FORMAT_DESCRIPTIONS = {
-    "kohya": "as sd-scripts writes them; read by ComfyUI, Forge and diffusers for SD 1, SD 2 and SDXL",
-    "diffusers": "as diffusers writes them; alpha is multiplied into the weights, and told in the metadata",
-    "comfy": "as ComfyUI reads them, with alpha: like kohya for SD and SDXL, diffusers' names for the others",
+    "kohya": "sd-scripts' keys; read by ComfyUI, Forge and diffusers for SD 1, SD 2 and SDXL",
+    "diffusers": "diffusers' keys; alpha is multiplied into the weights, and stored in the metadata",
+    "comfy": "keys that ComfyUI reads, with alpha: kohya for SD and SDXL, diffusers' for other models",
 }
 
 
@@ -46,62 +44,60 @@ def run(argv: Sequence[str]) -> tuple[str, int]:
             "",
             *(f"  {name:<10} {what}" for name, what in FORMAT_DESCRIPTIONS.items()),
             "",
-            "Which model the LoRA is for is found from its names. docs/files.md says who reads what.",
+            "The model is detected from the keys. For which program reads which format, see docs/files.md.",
         ]
         return "\n".join(lines), 0
-    source, target, form = _parse_arguments(list(argv))
-    pass
-
-    return convert_lora_file(source, target, form), 0
+    return convert_lora_file(*_parse_arguments(list(argv))), 0
 
 
 def _parse_arguments(argv: list[str]) -> tuple[Path, Path, str]:
-    problems, form = [], ""
+    problems, file_format = [], ""
     if "--to" in argv:
         at = argv.index("--to")
-        form = "".join(argv[at + 1 : at + 2])
+        file_format = "".join(argv[at + 1 : at + 2])
         del argv[at : at + 2]
-    if form not in FORMAT_DESCRIPTIONS:
-        what = f"--to: no format {form!r}{suggest_name(form, FORMAT_DESCRIPTIONS)}" if form else "--to: missing"
-        problems.append(f"{what}; there are: {', '.join(FORMAT_DESCRIPTIONS)}")
-    problems += [f"{word}: no such option" for word in argv if word.startswith("--")]
+    if file_format not in FORMAT_DESCRIPTIONS:
+        hint = suggest_name(file_format, FORMAT_DESCRIPTIONS)
+        problem = f"--to: unknown format {file_format!r}{hint}" if file_format else "--to: missing"
+        problems.append(f"{problem}; choose from {', '.join(FORMAT_DESCRIPTIONS)}")
+    problems += [f"{word}: unknown option" for word in argv if word.startswith("--")]
     paths = [Path(word).expanduser() for word in argv if not word.startswith("--")]
     if len(paths) != 2:
-        problems.append(f"expected two files, and found {len(paths)}; {USAGE}")
+        problems.append(f"expected two files, got {len(paths)}; {USAGE}")
     elif paths[1].exists():
-        problems.append(f"{paths[1]}: is there already; it is not overwritten")
+        problems.append(f"{paths[1]}: already exists; it is not overwritten")
     elif paths[1].suffix != ".safetensors":
-        problems.append(f"{paths[1]}: LoRA files end in .safetensors")
+        problems.append(f"{paths[1]}: expected a file name ending in .safetensors")
     if problems:
         raise ConfigError(problems)
-    return paths[0], paths[1], form
+    return paths[0], paths[1], file_format
 
 
 def convert_lora_file(source: Path, target: Path, file_format: Any) -> str:
-    """Write ``target`` with the names of ``form``; returns what was done, in words."""
-    found = read_lora_file(source)
-    content = found.contents
+    """Convert one file; return a summary."""
+    lora = read_lora_file(source)
+    content = lora.contents
     try:
-        tensors, told = convert_to_file_format(
-            content.state_dict, content.alphas, found.components, file_format, content.alpha_dtype
+        tensors, alpha_metadata = convert_to_file_format(
+            content.state_dict, content.alphas, lora.components, file_format, content.alpha_dtype
         )
     except UserError as error:
         raise UserError(f"{source}: {error}") from None
-    kept = {key: value for key, value in found.metadata.items() if key not in ALPHA_METADATA_KEYS}
-    checkpoint_file.write_adapter_file(target, tensors, add_model_hashes(tensors, {**kept, **told}), is_trained=False)
+    metadata = {key: value for key, value in lora.metadata.items() if key not in ALPHA_METADATA_KEYS} | alpha_metadata
+    checkpoint_file.write_adapter_file(target, tensors, add_model_hashes(tensors, metadata), is_trained=False)
     updates = group_updates(content.state_dict, content.alphas)
     ranks = sorted({update.rank for update in updates.values()})
     rank = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
-    size = "" if found.is_known_size else " (of a size that is not known here; found by its names)"
+    size = "" if lora.is_known_size else " (of unknown size; detected from the keys)"
     lines = [
-        f"{source.name}: {found.family}{size}, {len(updates)} modules, rank {rank}, names of {content.file_format}",
-        f"{target}: names of {file_format}, {len(tensors)} tensors",
+        f"{source.name}: {lora.family}{size}, {len(updates)} modules, rank {rank}, {content.file_format} format",
+        f"{target}: {file_format} format, {len(tensors)} tensors",
     ]
     rounded = [name for name, update in updates.items() if file_format == "diffusers" and not is_fold_exact(update)]
     if rounded:
         lines.append(
-            f"{len(rounded)} modules are rounded in their last bit, since alpha / rank is no power of two; "
-            "kohya and comfy keep every bit"
+            f"{len(rounded)} modules are rounded in the last bit, as alpha / rank is not a power of two; "
+            "kohya and comfy are exact"
         )
     return "\n".join(lines)
 
@@ -118,13 +114,13 @@ class IdentifiedLora:
 
 
 def read_lora_file(path: Path) -> IdentifiedLora:
-    """Read a LoRA file of any program that is known here."""
+    """Read a LoRA file in any supported format, and detect its model."""
     if not path.is_file():
         raise UserError(f"{path}: no such file (looked in {path.absolute().parent})")
     try:
         tensors, metadata = read_safetensors(path)
     except InvalidAdapterFileError as error:
-        hint = "; only .safetensors files are read" if path.suffix != ".safetensors" else ""
+        hint = "; only .safetensors files can be read" if path.suffix != ".safetensors" else ""
         raise UserError(f"{error}{hint}") from None
     try:
         return identify_lora(tensors, metadata)
@@ -133,22 +129,18 @@ def read_lora_file(path: Path) -> IdentifiedLora:
 
 
 def identify_lora(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> IdentifiedLora:
-    """The model whose names and shapes these are; where only the names are, the model is of another size."""
-    own = [key for key in tensors if parse_tensor_key(upgrade_diffusers_key(key)) is not None]
-    if not own:
+    """Find the model that has layers of these names and shapes, or else of these names."""
+    adapter_keys = [key for key in tensors if parse_tensor_key(upgrade_diffusers_key(key)) is not None]
+    if not adapter_keys:
         first = next(iter(tensors), None)
         raise UserError(
-            f"is no LoRA file: it holds {len(tensors)} tensors, and no name is that of an adapter's"
+            f"not a LoRA file: none of its {len(tensors)} tensors has the name of a LoRA weight"
             + (f"; the first is {first}" if first else "")
         )
-    named: IdentifiedLora | None = None
-    said = next(
-        (
-            family
-            for start, family in _MODELSPEC_ARCHITECTURES.items()
-            if metadata.get("modelspec.architecture", "").startswith(start)
-        ),
-        None,
+    same_names: IdentifiedLora | None = None
+    architecture = metadata.get("modelspec.architecture", "")
+    stated = next(
+        (family for start, family in _MODELSPEC_ARCHITECTURES.items() if architecture.startswith(start)), None
     )
     for model in _iter_candidates():
         family = model.family
@@ -160,18 +152,19 @@ def identify_lora(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) ->
             continue
         if _has_matching_shapes(content, models):
             return IdentifiedLora(family, content, parts, metadata, True)
-        if named is None or (named.family != said and family == said):
-            named = IdentifiedLora(family, content, parts, metadata, False)
-    if named is None:
-        raise UserError(f"is a LoRA file of a model that is not known here; among its {len(tensors)} keys is {own[0]}")
-    return named
+        if same_names is None or (same_names.family != stated and family == stated):
+            same_names = IdentifiedLora(family, content, parts, metadata, False)
+    if same_names is None:
+        raise UserError(f"LoRA of an unknown model; one of its {len(tensors)} keys is {adapter_keys[0]}")
+    return same_names
 
 
 def _iter_candidates() -> Iterator[DetectedModel]:
-    """Published sizes and the built-in model before tiny ones."""
+    """Yield published models and the built-in one before tiny ones."""
     every = [(family, config) for family in FAMILY_FACTS for config in list_family_configs(family)]
     published, tiny = (
-        [_build_detected(*one) for one in every if ("tiny" in one[1]) == is_tiny] for is_tiny in (False, True)
+        [_build_detected(family, config) for family, config in every if ("tiny" in config) == is_tiny]
+        for is_tiny in (False, True)
     )
     yield from (*published, detect_model(None), *tiny)
 
@@ -189,11 +182,11 @@ _MODELSPEC_ARCHITECTURES = {
     "z-image": "z_image",
     "qwen-image": "qwen_image",
 }
-"""What the metadata may say; only asked where no size is known."""
+"""Prefixes of ``modelspec.architecture``; used only if no known model has these shapes."""
 
 
 def _has_matching_shapes(contents: AdapterFileContents, models: Mapping[str, nn.Module]) -> bool:
-    """Whether all LoRA matrices have the sizes of the layers; other kinds are told by their names."""
+    """Whether all LoRA matrices fit the layers; of other adapter types, only names are compared."""
     for name, update in group_updates(contents.state_dict, contents.alphas).items():
         part, _, module = name.partition(".")
         weight = models[part].get_submodule(module).weight
@@ -205,7 +198,7 @@ def _has_matching_shapes(contents: AdapterFileContents, models: Mapping[str, nn.
 
 
 def load_meta_components(family: type[Family], detected: DetectedModel) -> dict[str, nn.Module]:
-    """The same parts of a model that is not loaded, without weights."""
+    """Load the modules that can have a LoRA on the meta device."""
     names = _list_adaptable_components(family)
     pipe = load_components_on_meta(detected, names)
     return {name: getattr(pipe, name) for name in names}

@@ -1,6 +1,6 @@
 """``python -m library doctor [--json] [-- accelerate launch ...]``: check packages, devices and a launch command.
 
-Nothing heavy is imported here before it is known to work in a child process.
+Heavy packages are imported only after a child process has imported them.
 """
 
 import importlib
@@ -26,16 +26,9 @@ from .doctor_checks import CheckFailed, Finding, run_checks, run_in_child
 if TYPE_CHECKING:
     from ..distributed.launcher_settings import ResolvedSetting
 
-
 USAGE = "usage: python -m library doctor [--json] [-- accelerate launch ... train_lora.py ...]"
-
-
 PACKAGE, DISTRIBUTION = __package__.split(".")[0], "lorikeet-lora"
-
-
 ROOT = Path(__file__).resolve().parents[2]
-
-
 NEEDED = {
     "torch": (2, 11),
     "accelerate": (1, 15),
@@ -46,19 +39,11 @@ NEEDED = {
     "wandb": (0, 30),
     "tensorboard": (2, 18),
 }
-"""The oldest releases that pyproject.toml allows."""
-
-
+"""Oldest releases, as in pyproject.toml."""
 ANY_RELEASE = {"numpy": "numpy", "PIL": "pillow", "psutil": "psutil", "toml": "toml", "tqdm": "tqdm", "yaml": "pyyaml"}
-"""Module and package of what is needed in any release."""
-
-
+"""Module and package; any release will do."""
 OPTIONAL = ("deepspeed", "bitsandbytes", "nvidia-ml-py", "torchao", "pyarrow")
-
-
 PYTHONS = ((3, 10), (3, 13))
-
-
 MIN_FREE_DISK = 2 * 2**30
 
 

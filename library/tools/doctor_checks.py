@@ -1,6 +1,6 @@
-"""The doctor's checks of devices, each a small real computation in a child process, because it may crash or hang.
+"""Checks of devices: each is a small real computation in a child process, because it may crash or hang.
 
-Everything heavy is imported inside the functions: ``set_forkserver_preload`` has it imported once for all of them.
+Heavy packages are imported inside of the functions; ``set_forkserver_preload`` imports them once for all children.
 """
 
 import math
@@ -23,13 +23,9 @@ from typing import Any
 from ..errors import ConfigError, UserError
 
 PRELOAD = ("torch", "accelerate", "diffusers", "transformers", "peft")
-
-
 LAUNCHER_PREFIXES = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_", "MASTER_")
-
-
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-"""What a check must not inherit: it is one process without a launcher."""
+"""A check must not inherit these: it is one process without a launcher."""
 
 
 class CheckFailed(Exception):
@@ -49,13 +45,13 @@ class Finding:
 
     @property
     def is_error(self) -> bool:
-        """Whether training cannot work like this."""
+        """Whether training cannot work."""
         return self.needed and not self.ok
 
 
 @dataclass(frozen=True)
 class Check:
-    """A check that runs in a child process: what the function returns is shown, what it raises is the reason."""
+    """A check that runs in a child process: shows what the function returns, fails with what it raises."""
 
     name: str
     function: Callable[..., str]
@@ -140,7 +136,7 @@ def _call(sender: Connection, function: Callable[..., Any], arguments: Sequence[
 
 
 def describe_machine() -> tuple[list[Finding], list[Check]]:
-    """Return what this machine has, and the checks that it allows."""
+    """Describe this machine; return findings, and the checks that it can run."""
     from ..distributed.devices import detect_machine, get_compute_toolkit, list_backends, list_device_types
 
     machine = detect_machine(os.environ)
@@ -267,14 +263,14 @@ def check_training_step(device: str, precision: str) -> str:
     from ..training.task import DiffusionTask
     from ..training.trainable import get_trainable_parameters
 
-    accelerator, place = _prepare_accelerator(device, "--mixed_precision", precision), torch.device(device)
+    accelerator, target = _prepare_accelerator(device, "--mixed_precision", precision), torch.device(device)
     family = FAMILIES.get("sd1")()
     pipe = family.load(None, torch.float32)
-    pipe.to(place)
+    pipe.to(target)
     denoiser = getattr(pipe, family.denoiser_name)
     inject_into_model(denoiser, AdapterConfig(), family.lora_target_modules, seed=0)
     objective = Objective(family.build_noise_process(pipe), NoiseConfig(), LossConfig())
-    task = DiffusionTask(family, pipe, denoiser, objective, seed=0, to_device=CopyStream(place))
+    task = DiffusionTask(family, pipe, denoiser, objective, seed=0, to_device=CopyStream(target))
     optimizer = accelerator.prepare(torch.optim.SGD(get_trainable_parameters(denoiser), lr=1e-3))
     height, width = 64, 128
     pixels = torch.linspace(0, 255, 3 * height * width).to(torch.uint8).view(1, 3, height, width)

@@ -1,11 +1,11 @@
-"""``python -m library plan --dataset_config x.toml [...]``: what would be trained, without training."""
+"""``python -m library plan --dataset_config FILE [...]``: print buckets, steps and memory, without training."""
 
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ..config import RunConfig, parse_config
 from ..config.kohya_compat import KOHYA_OPTIONS
@@ -18,29 +18,32 @@ from ..dataset.validate import validate_dataset_config
 from ..errors import ConfigError
 from ..log import configure_logging
 
+if TYPE_CHECKING:
+    from ..config.parser import ParsedConfig
+    from ..estimate.dry_run import DryRun
+    from ..estimate.layout_search import LayoutReport
+
 PREVIEW_SUFFIXES = (".png", ".jpg", ".webp")
-
-
 USAGE = "usage: python -m library plan --dataset_config FILE [--option value ...]"
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What the tool itself is told."""
+    """The options of this tool."""
 
     world_size: int = define_option(1, "plan for this many processes", minimum=1)
-    json: bool = define_option(False, "everything as JSON: settings, buckets, every picture, steps")
+    json: bool = define_option(False, "print JSON: settings, buckets, every image, steps")
     resolve_only: bool = define_option(
-        False, "with json: the dataset file alone, in sd-scripts' names; looks at no folder"
+        False, "with --json: only resolve the dataset file, under sd-scripts' names; no image folder is scanned"
     )
     preview: str | None = define_option(
-        None, "draw the pictures as they will be trained into this file (.png, .jpg, .webp)"
+        None, "draw a contact sheet of the images as they will be trained into this file (.png, .jpg, .webp)"
     )
     preview_limit: int = define_option(
-        12, "pictures of each bucket in the preview, those that lose most first", minimum=1
+        12, "images per bucket on the contact sheet, those that lose most by cropping first", minimum=1
     )
     gpu_memory: MemorySize | None = define_option(
-        None, "estimate which parallel layouts fit on GPUs of this size, such as 24GB"
+        None, "estimate which parallel layouts fit on GPUs with this much memory, such as 24GB"
     )
     gpu_tflops: float = define_option(100.0, "gpu_memory: assumed speed of a GPU, in TFLOP/s", minimum=0.001)
     link_speed: float = define_option(
@@ -54,11 +57,11 @@ class _Arguments:
 
 
 def run(argv: Sequence[str]) -> tuple[str, int]:
-    """Takes every option of training beside its own."""
+    """Print the plan of a run; every training option is accepted."""
     if set(argv) & {"--help", "-h"}:
         return _format_help(), 0
-    mine, theirs = _split_arguments(argv)
-    own, training = parse_config(mine, _Arguments), parse_config(theirs)
+    tool_argv, training_argv = _split_arguments(argv)
+    own, training = parse_config(tool_argv, _Arguments), parse_config(training_argv)
     options: PlanOptions = cast(Any, own.config).plan
     data = training.config.data
     problems = [*own.problems, *_validate_options(options, frozenset(own.locations)), *training.problems]
@@ -70,52 +73,53 @@ def run(argv: Sequence[str]) -> tuple[str, int]:
         data, training.config.cache, training.config.validate, training.config.train, training.invalid_options
     )
     problems += validate_model_options(training.config, training.locations)
-    path = Path(options.preview).expanduser() if options.preview else None
-    if path is not None:
-        problems += _validate_preview_path(path, data)
+    if options.preview:
+        problems += _validate_preview_path(Path(options.preview).expanduser(), data)
+    if not problems and "world_size" in own.locations and training.config.parallel.model_parallel_size > 1:
+        from ..distributed.preflight import validate_parallel_dims  # imports torch
+        from ..distributed.world import World
+
+        problems += validate_parallel_dims(training.config, World.build_fake(options.world_size))
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
+    log = training.config.log
+    configure_logging(level=log.console_log_level, simple=True, quiet=log.quiet)  # to stderr
+    training.log_notices()
+    return _format_plan(options, training), 0
+
+
+def _format_plan(options: PlanOptions, training: "ParsedConfig") -> str:
     from ..estimate.dry_run import build_dry_run
 
-    if "world_size" in own.locations and training.config.parallel.model_parallel_size > 1:
-        _check_parallel_dims(training.config, options.world_size)
-    log = training.config.log
-    configure_logging(
-        level=log.console_log_level, simple=True, quiet=log.quiet
-    )  # on standard error, beside what is asked for
-    training.log_notices()
     parallel = training.config.parallel
-    groups = 1 if parallel.device_map is not None else max(1, options.world_size // parallel.model_parallel_size)
-    outlook = build_dry_run(training.config, groups)
-    said = (
-        outlook.prepared.write_contact_sheet(outlook.plan.batch_plan, path, options.preview_limit)
-        if path is not None
-        else ""
-    )
-    if options.gpu_memory is not None:
-        from ..estimate.layout_search import Devices, build_report_record, format_report, search_layouts
-
-        speeds = options.gpu_tflops * 1e12, options.link_speed * 1e9
-        devices = Devices(options.world_size, options.gpu_memory.num_bytes, *speeds)
-        report = search_layouts(training.config, frozenset(training.locations), outlook, devices)
-        found, told = build_report_record(report), format_report(report)
-    else:
-        found, told = {}, ""
+    dp = 1 if parallel.device_map is not None else max(1, options.world_size // parallel.model_parallel_size)
+    dry_run = build_dry_run(training.config, dp)
+    contact_sheet = ""
+    if options.preview:
+        path = Path(options.preview).expanduser()
+        contact_sheet = dry_run.prepared.write_contact_sheet(dry_run.plan.batch_plan, path, options.preview_limit)
+    report = _search_layouts(options, training, dry_run)
     if options.json:
-        return json.dumps({**outlook.export_json(), **found}, indent=1), 0
-    return "\n".join(filter(None, [outlook.format_summary(), said, told])), 0
+        return json.dumps({**dry_run.export_json(), **(report.export_json() if report else {})}, indent=1)
+    return "\n".join(filter(None, [dry_run.format_summary(), contact_sheet, report.format_text() if report else ""]))
 
 
-def _check_parallel_dims(config: RunConfig, world_size: int) -> None:
-    from ..distributed.preflight import validate_parallel_dims  # which takes torch along
-    from ..distributed.world import World
+def _search_layouts(options: PlanOptions, training: "ParsedConfig", dry_run: "DryRun") -> "LayoutReport | None":
+    if options.gpu_memory is None:
+        return None
+    from ..estimate.layout_search import Devices, find_largest_batch, search_layouts
+    from ..estimate.parallel_layouts import LayoutFinder
 
-    if problems := [*validate_parallel_dims(config, World.build_fake(world_size))]:
-        raise ConfigError(problems)
+    speeds = options.gpu_tflops * 1e12, options.link_speed * 1e9
+    devices = Devices(options.world_size, options.gpu_memory.num_bytes, *speeds)
+    finder = LayoutFinder(training.config, frozenset(training.locations), dry_run.detected, devices.count)
+    plan = dry_run.plan.batch_plan
+    captions = dry_run.prepared.list_first_epoch_captions(plan, dry_run.plan.steps)
+    return search_layouts(finder, find_largest_batch(plan, captions), devices)
 
 
 def _format_resolved_datasets(data: DataConfig, problems: list[str]) -> str:
-    """The dataset file alone, as JSON."""
+    """Format the resolved dataset file as JSON, without any image."""
     has_file = data.dataset_config is not None and Path(data.dataset_config).is_file()
     reading = load_dataset_config(data) if has_file else None
     problems = [*problems, *(reading.problems if reading else [])]
@@ -123,65 +127,63 @@ def _format_resolved_datasets(data: DataConfig, problems: list[str]) -> str:
         raise ConfigError(list(dict.fromkeys(problems)))
     records = []
     for dataset, settings in zip(reading.datasets, convert_to_sd_scripts(reading.datasets), strict=True):
-        further = collect_extra_keys(dataset)
-        records.append({"resolved": settings, **({"beyond": further} if further else {})})
+        extra_keys = collect_extra_keys(dataset)
+        records.append({"resolved": settings, **({"beyond": extra_keys} if extra_keys else {})})
     return json.dumps({"datasets": records}, indent=1)
 
 
 def _split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words for the tool and those for training; a misspelt option goes to the one that it resembles."""
+    """Split into the tool's arguments and those of training; a misspelt option goes to the one that it resembles."""
     own = {option.name for option in iter_options(_Arguments)}
     training = {*(option.name for option in iter_options(RunConfig)), *KOHYA_OPTIONS, *COMMAND_OPTIONS}
-    mine: list[str] = []
-    theirs: list[str] = []
-    words = theirs
+    tool_argv, training_argv = list[str](), list[str]()
+    target = training_argv
     for word in argv:
         if word.startswith("--"):
             name = word[2:].partition("=")[0].removeprefix("no-")
-            near = get_close_matches(name, [name] if name in training else [*own, *training], n=1, cutoff=0.7)
-            words = mine if near and near[0] in own else theirs
-        words.append(word)
-    return mine, theirs
+            closest = get_close_matches(name, [name] if name in training else [*own, *training], n=1, cutoff=0.7)
+            target = tool_argv if closest and closest[0] in own else training_argv
+        target.append(word)
+    return tool_argv, training_argv
 
 
-def _validate_options(options: PlanOptions, explicit_options: frozenset[str]) -> Iterator[str]:
+def _validate_options(options: PlanOptions, explicit: frozenset[str]) -> Iterator[str]:
     if options.resolve_only and not options.json:
-        yield "--resolve_only: is told as JSON; add --json"
-    if options.resolve_only and options.preview is not None:
-        yield "--preview: needs the pictures, which --resolve_only does not look at; take one of the two out"
-    if options.resolve_only and "world_size" in explicit_options:
-        yield "--world_size: means nothing to --resolve_only, which plans nothing; take one of the two out"
-    if options.resolve_only and options.gpu_memory is not None:
-        yield "--gpu_memory: needs the pictures, which --resolve_only does not look at; take one of the two out"
+        yield "--resolve_only: prints JSON only; add --json"
+    if options.resolve_only:
+        for name in ("preview", "gpu_memory"):
+            if getattr(options, name) is not None:
+                yield f"--{name}: needs the images, which --resolve_only does not read; remove one of the two"
+        if "world_size" in explicit:
+            yield "--world_size: no effect with --resolve_only; remove one of the two"
     for name in ("gpu_tflops", "link_speed"):
-        if name in explicit_options and options.gpu_memory is None:
+        if name in explicit and options.gpu_memory is None:
             yield f"--{name}: no effect without --gpu_memory"
-    if "preview_limit" in explicit_options and options.preview is None:
-        yield "--preview_limit: there is no preview; name a file with --preview"
+    if "preview_limit" in explicit and options.preview is None:
+        yield "--preview_limit: no effect without --preview"
 
 
 def _validate_preview_path(path: Path, data: DataConfig) -> Iterator[str]:
-    """Told before the pictures are looked at, which takes its time."""
     if path.suffix.lower() not in PREVIEW_SUFFIXES:
-        yield f"--preview: {path}: expected a file that ends in {', '.join(PREVIEW_SUFFIXES)}"
+        yield f"--preview: {path}: expected a file name ending in {', '.join(PREVIEW_SUFFIXES)}"
     elif path.is_dir():
-        yield f"--preview: {path} is a folder; name a file in it"
+        yield f"--preview: {path} is a folder; give a file name"
     if not path.absolute().parent.is_dir():
-        yield f"--preview: {path.absolute().parent} is no folder; make it first"
+        yield f"--preview: {path.absolute().parent}: no such folder"
     if data.dataset_config is None or not Path(data.dataset_config).is_file():
         return
-    target = path.resolve().parent
-    subsets = [subset for dataset in load_dataset_config(data).datasets for subset in dataset.subsets]
-    folders = [
-        (folder.resolve(), subset.recursive) for subset in subsets if (folder := subset.resolve_image_dir()) is not None
-    ]
-    if any(target == folder or (deep and folder in target.parents) for folder, deep in folders):
-        yield f"--preview: {path} lies among the pictures and would be trained next time; name another folder"
+    folder = path.resolve().parent
+    for subset in (subset for dataset in load_dataset_config(data).datasets for subset in dataset.subsets):
+        image_dir = subset.resolve_image_dir()
+        if image_dir is None:
+            continue
+        if folder == image_dir.resolve() or (subset.recursive and image_dir.resolve() in folder.parents):
+            yield f"--preview: {path} is in an image folder, so the next run would train on it; use another folder"
+            return
 
 
 def _format_help() -> str:
-    """Of the options of training only that they exist: they have their own page."""
-    lines = [USAGE, "", "What would be trained, without training. Every option of training is understood, and:", ""]
+    lines = [USAGE, "", "Print what would be trained, without training. Takes every training option, and:", ""]
     for option in iter_options(_Arguments):
         value = "" if option.value_type is bool else f" {option.syntax}"
         lines.append(f"  {'--' + option.name + value:<24} {option.help}")

@@ -231,7 +231,9 @@ def build_objective(config: RunConfig, family: Family, pipe: Any) -> Objective:
     # Small files need not tell what a model predicts, so this is certain only now that it is loaded.
     problems = [
         f"--{names[0]}: {problem}"
-        for names, problem in validate_objective_for_model(config, family.facts.title, process.prediction_type)
+        for names, problem in validate_objective_for_model(
+            config.noise, config.loss, family.facts.title, process.prediction_type
+        )
     ]
     problems += [
         f"--{name}: the model's last time has no signal, and so a weight without end; leave it out"
@@ -240,7 +242,7 @@ def build_objective(config: RunConfig, family: Family, pipe: Any) -> Objective:
     if problems:
         raise ConfigError(problems)
     times = config.noise.flow_timestep_sampling if isinstance(process, FlowMatchingProcess) else "uniform"
-    settings = "".join(f", {name} {value}" for name, value in find_active_options(config).items())
+    settings = "".join(f", {name} {value}" for name, value in find_active_options(config.noise, config.loss).items())
     logger.info("the model predicts %s; times are %s%s", process.prediction_type, times, settings)
     return Objective(process, config.noise, config.loss)
 

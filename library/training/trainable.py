@@ -205,7 +205,9 @@ def check_adapter_targets(config: RunConfig, family: Family, detected: DetectedM
 
 
 def _check_adapter_options(config: RunConfig, facts: FamilyFacts) -> None:
-    problems = validate_adapter_for_model(config, facts.name, facts.title, facts.text_encoders, facts.t5_encoder)
+    problems = validate_adapter_for_model(
+        config.adapter, config.optim, facts.name, facts.title, facts.text_encoders, facts.t5_encoder
+    )
     if found := [f"--{names[0]}: {problem}" for names, problem in problems]:
         raise ConfigError(found)
 

@@ -349,9 +349,7 @@ def test_affinity_is_not_for_devices_that_accelerate_would_count_wrongly(monkeyp
 
     assert find_numa_affinity_problem("cuda", {}) == ""
     assert find_numa_affinity_problem("cuda", {"CUDA_VISIBLE_DEVICES": "0,1"}) == ""
-    assert "ignores CUDA_VISIBLE_DEVICES=4,5" in find_numa_affinity_problem(
-        "cuda", {"CUDA_VISIBLE_DEVICES": "4,5"}
-    )
+    assert "ignores CUDA_VISIBLE_DEVICES=4,5" in find_numa_affinity_problem("cuda", {"CUDA_VISIBLE_DEVICES": "4,5"})
     assert "CUDA devices only" in find_numa_affinity_problem("cpu", {})
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from rank_processes import on_ranks
+from rank_processes import free_port, on_ranks
 from training_runs import pictures
 
 from library.cache.build import describe_shared_disks
@@ -17,8 +17,9 @@ from library.config.options import flatten_config
 from library.distributed import config_agreement
 from library.distributed.config_agreement import RankReport, find_disagreements, format_rank_placement
 from library.distributed.process_group import KeyValueStore
-from library.distributed.rendezvous import compute_connect_timeout, set_torchrun_variables
+from library.distributed.rendezvous import compute_connect_timeout, join_process_group, set_torchrun_variables
 from library.distributed.world import World
+from library.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +160,14 @@ def test_those_that_do_not_come_are_named_in_time():
     with pytest.raises(Exception, match=r"3 of 4 processes have not connected: ranks 0, 2, 3 within 0 s") as caught:
         config_agreement.exchange_rank_reports(KeyValueStore("x", store), 1, 4, RankReport("a", {}), 0.3)
     assert not caught.value.is_reported
+
+
+def test_rank_0_opens_the_store_before_the_others_start_and_reports_who_is_missing(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    world = World(world_size=2, rank=0, local_rank=0, local_world_size=2)
+    with pytest.raises(UserError, match="1 of 2 processes have not connected: rank 1 within 1 s"):
+        join_process_group(world, 1 / 60, RankReport("a", {}))
 
 
 def test_every_setting_is_compared_but_for_places_and_the_machines_own(data, tmp_path):

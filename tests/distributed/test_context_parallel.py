@@ -47,14 +47,16 @@ TRANSFORMERS = ("sd3", "flux", "z_image", "qwen_image")
 )
 def test_context_parallel_trains_the_adapter_of_one_process(model, name, precision, flags, tmp_path):
     data, flags = dataset(tmp_path), ("--mixed_precision", precision, *flags)
-    (tmp_path / "pictures" / "03.txt").write_text("a picture " * 30)  # so long that others are padded, and masked
+    (tmp_path / "pictures" / "03.txt").write_text(
+        "a picture " * 30
+    )  # long enough that other captions are padded and masked
     one = trained(REFERENCE, model, data, tmp_path, *flags)
     assert difference(one, trained(name, model, data, tmp_path, *flags)) < BOUNDS[precision]
 
 
 @pytest.mark.long
 def test_heads_are_split_by_tensor_and_context_parallel(tmp_path):
-    """By tensor parallel, and in each part by who shares the tokens; where pictures also look at themselves alone."""
+    """Also with dual attention layers, in which the image attends to itself alone."""
     pipe = FAMILIES.get("sd3")().load("random:sd3:tiny", torch.float32)
     old = pipe.transformer
     heads = {"num_attention_heads": 4, "attention_head_dim": old.config.attention_head_dim // 2}
@@ -72,32 +74,37 @@ def test_heads_are_split_by_tensor_and_context_parallel(tmp_path):
 
 
 def compare_sharded_attention(lengths: dict[str, int], streams: list[str], masked: bool) -> tuple[float, float]:
-    """How far output and gradients of six heads are from those of one process."""
-    cut = ContextParallel(ProcessGroupAllToAll(dist.group.WORLD))
-    cut._shards = SequenceShards(lengths, cut.rank, cut.size)
-    cut.parallel_plan = ParallelPlan(BlockSequence((), tuple(lengths)))
-    cut._token_maps = {
-        each: cut._shards.build_token_map(each, torch.device("cpu")) for each in cut._list_attended_streams()
+    """Return the largest difference of output and of gradients to attention on one process, for six heads."""
+    context_parallel = ContextParallel(ProcessGroupAllToAll(dist.group.WORLD))
+    context_parallel._shards = SequenceShards(lengths, context_parallel.rank, context_parallel.size)
+    context_parallel.parallel_plan = ParallelPlan(BlockSequence((), tuple(lengths)))
+    context_parallel._token_maps = {
+        each: context_parallel._shards.build_token_map(each, torch.device("cpu"))
+        for each in context_parallel._list_attended_streams()
     }
     draw, count = torch.Generator().manual_seed(3), sum(lengths[stream] for stream in streams)
-    whole = [torch.randn(2, 6, count, 4, generator=draw, requires_grad=True) for _ in range(3)]
-    wanted = torch.randn(2, 6, count, 4, generator=draw)
+    full = [torch.randn(2, 6, count, 4, generator=draw, requires_grad=True) for _ in range(3)]
+    target = torch.randn(2, 6, count, 4, generator=draw)
     mask = torch.rand(2, 1, 1, count, generator=draw) > 0.4 if masked else None
-    said = functional.scaled_dot_product_attention(*whole, attn_mask=mask)
-    gradients = torch.autograd.grad((said * wanted).sum(), whole)
+    output = functional.scaled_dot_product_attention(*full, attn_mask=mask)
+    gradients = torch.autograd.grad((output * target).sum(), full)
 
-    own = cut.shards.compute_token_positions(streams, torch.device("cpu"))
-    parts = [each.detach()[:, :, own].requires_grad_() for each in whole]
-    ours, _ = cut.compute_sharded_attention(None, *parts, attn_mask=None if mask is None else mask[..., own])
-    found = torch.autograd.grad((ours * wanted[:, :, own]).sum(), parts)
-    apart = max((a - b[:, :, own]).abs().max().item() for a, b in zip(found, gradients, strict=True) if len(own))
-    return (ours - said[:, :, own]).abs().max().item() if len(own) else 0.0, apart
+    own = context_parallel.shards.compute_token_positions(streams, torch.device("cpu"))
+    parts = [each.detach()[:, :, own].requires_grad_() for each in full]
+    ours, _ = context_parallel.compute_sharded_attention(
+        None, *parts, attn_mask=None if mask is None else mask[..., own]
+    )
+    found = torch.autograd.grad((ours * target[:, :, own]).sum(), parts)
+    gradient_difference = max(
+        (a - b[:, :, own]).abs().max().item() for a, b in zip(found, gradients, strict=True) if len(own)
+    )
+    return (ours - output[:, :, own]).abs().max().item() if len(own) else 0.0, gradient_difference
 
 
 CASES = [
-    ({"text": 5, "picture": 7}, ["text", "picture"], True),
-    ({"text": 5, "picture": 7}, ["picture"], False),
-    ({"text": 1, "picture": 4}, ["text", "picture"], True),
+    ({"text": 5, "image": 7}, ["text", "image"], True),
+    ({"text": 5, "image": 7}, ["image"], False),
+    ({"text": 1, "image": 4}, ["text", "image"], True),
 ]
 
 
@@ -113,10 +120,10 @@ def test_sharded_attention_is_attention_over_all_tokens():
 
 
 def test_a_block_with_its_own_attention_kernel_is_refused():
-    cut, block = ContextParallel.__new__(ContextParallel), nn.Linear(2, 2)
-    cut.size, cut.parallel_plan = 2, ParallelPlan()
+    context_parallel, block = ContextParallel.__new__(ContextParallel), nn.Linear(2, 2)
+    context_parallel.size, context_parallel.parallel_plan = 2, ParallelPlan()
     with pytest.raises(UserError, match="DIFFUSERS_ATTN_BACKEND"):
-        cut._run_block(inspect.signature(block.forward), block, (torch.ones(1, 2),), {})
+        context_parallel._run_block(inspect.signature(block.forward), block, (torch.ones(1, 2),), {})
 
 
 # who has which tokens
@@ -124,9 +131,9 @@ def test_a_block_with_its_own_attention_kernel_is_refused():
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_tokens_are_sharded_evenly_and_none_is_lost(size):
-    lengths = {"text": 5, "picture": 26}
+    lengths = {"text": 5, "image": 26}
     rows = torch.arange(31).view(1, 31)
-    for streams in (["text"], ["picture"], ["text", "picture"]):
+    for streams in (["text"], ["image"], ["text", "image"]):
         count = sum(lengths[stream] for stream in streams)
         shares = [SequenceShards(lengths, rank, size) for rank in range(size)]
         places = [share.compute_token_positions(streams, torch.device("cpu")).tolist() for share in shares]
@@ -138,7 +145,7 @@ def test_tokens_are_sharded_evenly_and_none_is_lost(size):
 
 
 class CreatedTensors(TorchDispatchMode):
-    """What operations make, which copies of lists to a device are not."""
+    """Records tensors that operations create; copies of lists to a device are none."""
 
     def __init__(self):
         super().__init__()
@@ -150,13 +157,13 @@ class CreatedTensors(TorchDispatchMode):
 
 
 def test_token_positions_are_created_on_the_device():
-    with CreatedTensors() as made:
+    with CreatedTensors() as created:
         places = (
-            SequenceShards({"text": 5, "picture": 26}, 1, 2)
-            .build_token_map(("text", "picture"), torch.device("meta"))
+            SequenceShards({"text": 5, "image": 26}, 1, 2)
+            .build_token_map(("text", "image"), torch.device("meta"))
             .positions
         )
-    assert places.shape == (16,) and any(each is places for each in made.tensors)
+    assert places.shape == (16,) and any(each is places for each in created.tensors)
 
 
 @pytest.mark.parametrize("model", TRANSFORMERS)
@@ -175,7 +182,7 @@ def test_the_token_streams_of_every_layer_are_known(model):
     first.register_forward_pre_hook(begin, with_kwargs=True)
     for name, layer in denoiser.named_modules():
         if isinstance(layer, nn.Linear) and name in known:
-            layer.register_forward_hook(lambda _, given, made, name=name: seen.update({name: given[0].shape}))
+            layer.register_forward_hook(lambda _, given, created, name=name: seen.update({name: given[0].shape}))
     with torch.no_grad():
         family.predict(pipe, denoiser, tiny.batch.latents, torch.full((2,), 500.0), tiny.batch)
 
@@ -184,30 +191,30 @@ def test_the_token_streams_of_every_layer_are_known(model):
     for name, value in given.items():
         values = [each for each in (value if isinstance(value, tuple) else (value,)) if isinstance(each, torch.Tensor)]
         found = [(axis, size) for each in values for axis, size in enumerate(each.shape) if size in counts]
-        told = [
+        expected = [
             (axis, sum(lengths[stream] for stream in streams))
             for axis, streams in family.block_token_args.get(name, ((1, (name,)),) if name in lengths else ())
         ]
-        assert found == (told if values else []), name
+        assert found == (expected if values else []), name
     for name, shape in seen.items():
         if len(shape) == 3:
             assert shape[1] == sum(lengths[stream] for stream in known[name]), name
 
 
 def test_dropout_depends_on_the_position_of_a_token_in_the_full_sequence():
-    dropout, said = LoraDropout(0.5, 0.3, 0.3), torch.ones(4, 9, 3)
+    dropout, output = LoraDropout(0.5, 0.3, 0.3), torch.ones(4, 9, 3)
     dropout.sample_keys = torch.arange(4) * 7919
-    whole, places = dropout.apply(said, 5, -1), torch.tensor([1, 2, 6, 7, 8])
-    assert torch.equal(dropout.apply(said[:, places], 5, -1, places), whole[:, places])
-    assert not torch.equal(dropout.apply(said[:, places], 5, -1), whole[:, places])
+    full, places = dropout.apply(output, 5, -1), torch.tensor([1, 2, 6, 7, 8])
+    assert torch.equal(dropout.apply(output[:, places], 5, -1, places), full[:, places])
+    assert not torch.equal(dropout.apply(output[:, places], 5, -1), full[:, places])
 
 
 def test_layers_outside_of_the_blocks_see_all_tokens():
-    cut, down = ContextParallel.__new__(ContextParallel), nn.Linear(2, 2)
-    down.token_streams = ("picture",)
-    cut._token_maps = {
-        down.token_streams: SequenceShards({"picture": 5}, 1, 2).build_token_map(("picture",), torch.device("cpu"))
+    context_parallel, down = ContextParallel.__new__(ContextParallel), nn.Linear(2, 2)
+    down.token_streams = ("image",)
+    context_parallel._token_maps = {
+        down.token_streams: SequenceShards({"image": 5}, 1, 2).build_token_map(("image",), torch.device("cpu"))
     }
-    assert cut.get_token_positions(nn.Linear(2, 2)) is None
-    assert cut.get_token_positions(down).tolist() == [2, 3, 4]
-    assert cut._token_maps[down.token_streams].owner_ranks.tolist() == [0, 0, 1, 1, 1]
+    assert context_parallel.get_token_positions(nn.Linear(2, 2)) is None
+    assert context_parallel.get_token_positions(down).tolist() == [2, 3, 4]
+    assert context_parallel._token_maps[down.token_streams].owner_ranks.tolist() == [0, 0, 1, 1, 1]

@@ -17,26 +17,26 @@ from library.parallel.ulysses import ProcessGroupAllToAll
 
 LONG = pytest.mark.long
 WIDTH, HEADS = 12, 6
-FLOW = ("text", "picture")
+FLOW = ("text", "image")
 LENGTHS = [(5, 12), (5, 9), (5, 17), (5, 30), (5, 11), (5, 31)]
 
 
 class Block(nn.Module):
-    """Text and picture look at each other, and the picture at itself once more."""
+    """Joint attention of text and image, and a second attention of the image (as SD3.5)."""
 
     def __init__(self):
         super().__init__()
         self.both, self.alone = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
 
-    def forward(self, text, picture):
-        both = torch.cat((text, picture), 1)
-        said = attention(self.both(both))
-        text, picture = (both + said).split([text.shape[1], picture.shape[1]], 1)
-        return text, picture + attention(self.alone(picture))
+    def forward(self, text, image):
+        both = torch.cat((text, image), 1)
+        output = attention(self.both(both))
+        text, image = (both + output).split([text.shape[1], image.shape[1]], 1)
+        return text, image + attention(self.alone(image))
 
 
-def attention(given):
-    query, key, value = (each.unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in given.chunk(3, -1))
+def attention(qkv):
+    query, key, value = (each.unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in qkv.chunk(3, -1))
     return functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
 
 
@@ -47,14 +47,14 @@ class Model(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(4))
 
-    def forward(self, text, picture):
+    def forward(self, text, image):
         for block in self.blocks:
-            text, picture = block(text, picture)
-        return torch.cat((text, picture), 1)
+            text, image = block(text, image)
+        return torch.cat((text, image), 1)
 
 
-def learnt(backend: str | None, dynamic: str):
-    """Results and mean gradients for pictures of several sizes; how many graphs they took, and how many came late."""
+def train_steps(backend: str | None, dynamic: str):
+    """Return outputs and mean gradients for several sizes, graphs per block class, and the number of recompiles."""
     if dist.is_available() and not dist.is_initialized():
         dist.init_process_group("gloo")
     torch.manual_seed(0)
@@ -65,48 +65,48 @@ def learnt(backend: str | None, dynamic: str):
     if backend is not None:
         compilation = Compilation(dynamic, {"backend": backend})
         compilation.compile_blocks(model)
-    told = compilation.mark_dynamic if compilation else lambda tensor: None
-    cut = ContextParallel(ProcessGroupAllToAll(dist.group.WORLD), told)
-    cut.wrap_blocks(model, structure)
-    cut.wrap_sequence_ends()
+    mark_dynamic = compilation.mark_dynamic if compilation else lambda tensor: None
+    context_parallel = ContextParallel(ProcessGroupAllToAll(dist.group.WORLD), mark_dynamic)
+    context_parallel.wrap_blocks(model, structure)
+    context_parallel.wrap_sequence_ends()
     for block in model.blocks:  # as if all layers were adapters' first matrices
         block.both.token_streams, block.alone.token_streams = FLOW, FLOW[1:]
-    dropout.token_positions = cut.get_token_positions
+    dropout.token_positions = context_parallel.get_token_positions
     dropout.attach(layer for block in model.blocks for layer in (block.both, block.alone))
     if compilation:
         with compilation.record_shapes(), torch.no_grad():
             for lengths in (min(LENGTHS), max(LENGTHS)):
-                model(*given(lengths))
+                model(*build_inputs(lengths))
         compilation.choose_dynamic_shapes(len(LENGTHS), texts_vary=False)
     found = []
     for number, lengths in enumerate(LENGTHS * 2):
         if compilation and number == len(LENGTHS):
             compilation.finish_warmup()
         model.zero_grad()
-        said = model(*given(lengths))
-        said.square().mean().backward()
+        output = model(*build_inputs(lengths))
+        output.square().mean().backward()
         gradients = torch.cat([item.grad.flatten() for item in model.parameters()])
         dist.all_reduce(gradients)
-        found.append((said.detach(), gradients / dist.get_world_size()))
+        found.append((output.detach(), gradients / dist.get_world_size()))
     graphs = {kind.name: kind.graph_count for kind in compilation.block_compilers.values()} if compilation else {}
     return found, graphs, compilation.recompile_count if compilation else 0
 
 
-def given(lengths):
+def build_inputs(lengths):
     draw = torch.Generator().manual_seed(sum(lengths))
     return [torch.randn(2, length, WIDTH, generator=draw) for length in lengths]
 
 
 def compiled(backend, dynamic):
-    """How many graphs, those that came late, and how far results and gradients are from uncompiled ones."""
-    plain, _, _ = learnt(None, "")
-    found, graphs, late = learnt(backend, dynamic)
-    apart = max(
+    """Return the number of graphs and recompiles, and the largest difference to eager outputs and gradients."""
+    plain, _, _ = train_steps(None, "")
+    found, graphs, recompiles = train_steps(backend, dynamic)
+    max_difference = max(
         (ours - theirs).abs().max().item()
         for one, other in zip(found, plain, strict=True)
         for ours, theirs in zip(one, other, strict=True)
     )
-    return sum(graphs.values()), late, apart
+    return sum(graphs.values()), recompiles, max_difference
 
 
 @pytest.mark.parametrize(
@@ -118,9 +118,9 @@ def compiled(backend, dynamic):
     ],
 )
 def test_a_compiled_context_parallel_block_is_one_graph_and_equals_eager(backend, dynamic, ranks, most):
-    for graphs, late, apart in on_ranks(ranks, compiled, backend, dynamic):
-        assert 1 <= graphs <= most and late == 0
-        assert apart < 1e-6
+    for graphs, recompiles, max_difference in on_ranks(ranks, compiled, backend, dynamic):
+        assert 1 <= graphs <= most and recompiles == 0
+        assert max_difference < 1e-6
 
 
 @LONG
@@ -147,5 +147,5 @@ def test_six_sizes_need_few_graphs_per_block_class_and_no_recompiles(family, bac
     plain = trained(tmp_path / "plain", family, data, *(flag for flag in flags if "fullgraph" not in flag), ranks=2)
     assert found.is_dynamic and found.late == 0
     assert max(found.kinds.values()) <= (2 if family in ("sd3", "flux") else 4)
-    assert found.graphs == sum(found.kinds.values()), "nothing is compiled beside the blocks"
+    assert found.graphs == sum(found.kinds.values()), "only blocks are compiled"
     assert difference(plain.lora, found.lora) < 1e-4

@@ -33,7 +33,7 @@ def zero(stage: int) -> tuple[str, ...]:
 def launch_with_config_file(folder: Path, **more) -> dict[str, str]:
     """What the launcher says for stage 3 by a file of one's own.
 
-    By default weights that come again soon are kept, and of a tiny model all do, which takes long to find out.
+    Without ``stage3_max_reuse_distance`` DeepSpeed keeps all weights of a tiny model gathered.
     """
     (folder / "ds.json").write_text(
         json.dumps({"zero_optimization": {"stage": 3, "stage3_max_reuse_distance": 0, **more}})
@@ -50,10 +50,10 @@ def even(tmp_path_factory) -> Path:
     return pictures(tmp_path_factory.mktemp("even"), {(96, 64): 8, (64, 96): 4})
 
 
-def learnt(
+def train_adapter(
     folder: Path, data: Path, ranks: int, batch: int, *flags: str, environment: dict[str, str] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Four pictures a step, text encoder and all."""
+    """Train on four images per step, text encoder included."""
     files = on_ranks(
         ranks,
         train,
@@ -80,20 +80,22 @@ OPTIMIZERS = {
 
 @pytest.fixture(scope="module")
 def references(even, tmp_path_factory):
-    return {name: learnt(tmp_path_factory.mktemp(name), even, 1, 4, *flags) for name, flags in OPTIMIZERS.items()}
+    return {
+        name: train_adapter(tmp_path_factory.mktemp(name), even, 1, 4, *flags) for name, flags in OPTIMIZERS.items()
+    }
 
 
 @pytest.mark.long
 def test_zero_1_and_2_train_the_adapter_of_one_process(even, references, tmp_path):
-    found = learnt(tmp_path, even, 2, 2, *OPTIMIZERS["AdamW"], *zero(1))
+    found = train_adapter(tmp_path, even, 2, 2, *OPTIMIZERS["AdamW"], *zero(1))
     assert difference(references["AdamW"], found) < 1e-4
 
-    found = learnt(tmp_path, even, 2, 1, *OPTIMIZERS["SGD"], *zero(2), "--offload_optimizer_device", "cpu")
+    found = train_adapter(tmp_path, even, 2, 1, *OPTIMIZERS["SGD"], *zero(2), "--offload_optimizer_device", "cpu")
     assert difference(references["SGD"], found) < 1e-4
 
 
 def test_zero_3_with_cpu_offload_trains_the_adapter_of_one_process(even, references, tmp_path):
-    found = learnt(
+    found = train_adapter(
         tmp_path,
         even,
         2,
@@ -108,7 +110,9 @@ def test_zero_3_with_cpu_offload_trains_the_adapter_of_one_process(even, referen
 
 
 def test_zero_3_with_one_process_trains_the_same_adapter(even, references, tmp_path):
-    found = learnt(tmp_path, even, 1, 4, *OPTIMIZERS["SGD"], environment=launch_with_config_file(tmp_path, **HOST))
+    found = train_adapter(
+        tmp_path, even, 1, 4, *OPTIMIZERS["SGD"], environment=launch_with_config_file(tmp_path, **HOST)
+    )
 
     assert difference(references["SGD"], found) < 1e-4
 
@@ -118,7 +122,7 @@ def test_zero_3_with_one_process_trains_the_same_adapter(even, references, tmp_p
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory) -> dict[str, Path]:
-    """The folders of two runs with everything on; three batches are measured by two processes."""
+    """The output directories of two runs with all options, with DDP and with ZeRO 3."""
     folder = tmp_path_factory.mktemp("both")
     flags = (
         *all_options_run.flags(folder),
@@ -139,12 +143,12 @@ def test_max_norm_and_ema_equal_those_of_ddp(both, name):
 
 @pytest.mark.long
 def test_previews_and_validation_losses_equal_those_of_ddp(both):
-    """But for rounding, which depends on where in memory weights lie, and these were fetched."""
+    """Up to rounding, which depends on the memory layout of gathered weights."""
     drawn = [sorted((folder / "sample").glob("*.png")) for folder in both.values()]
     assert [len(paths) for paths in drawn] == [6, 6]
     for ddp, zero3 in [pair for pair in zip(*drawn, strict=True) if "_000000_" in pair[0].name]:
-        apart = ImageChops.difference(Image.open(ddp), Image.open(zero3)).getextrema()
-        assert max(most for _, most in apart) <= 2
+        difference_by_channel = ImageChops.difference(Image.open(ddp), Image.open(zero3)).getextrema()
+        assert max(most for _, most in difference_by_channel) <= 2
 
     ddp, zero3 = (measured(folder) for folder in both.values())
     assert len(ddp) == len(zero3) == 3
@@ -154,7 +158,7 @@ def test_previews_and_validation_losses_equal_those_of_ddp(both):
 
 @pytest.mark.long
 def test_a_nan_step_on_one_rank_is_skipped_on_all(even, tmp_path):
-    """With plain SGD that is the same as a learning rate of 0 in that step."""
+    """With SGD that equals a learning rate of 0 in that step."""
     flags = (
         "--dataset_config",
         str(even),
@@ -197,13 +201,13 @@ def test_resume_is_exact_and_works_across_strategies(even, tmp_path):
             "--save_state --auto_resume"
         ).split(),
     )
-    one = learnt(tmp_path / "one", even, 1, 4, *flags)
-    two = learnt(cut(tmp_path / "one", tmp_path / "two", 1), even, 2, 2, *flags, *zero(2))
-    again = learnt(cut(tmp_path / "two", tmp_path / "again", 2), even, 2, 2, *flags, *zero(2))
-    three = learnt(
+    one = train_adapter(tmp_path / "one", even, 1, 4, *flags)
+    two = train_adapter(cut(tmp_path / "one", tmp_path / "two", 1), even, 2, 2, *flags, *zero(2))
+    again = train_adapter(cut(tmp_path / "two", tmp_path / "again", 2), even, 2, 2, *flags, *zero(2))
+    three = train_adapter(
         cut(tmp_path / "two", tmp_path / "three", 2), even, 2, 2, *flags, environment=launch_with_config_file(tmp_path)
     )
-    ddp = learnt(cut(tmp_path / "three", tmp_path / "ddp", 3), even, 2, 2, *flags)
+    ddp = train_adapter(cut(tmp_path / "three", tmp_path / "ddp", 3), even, 2, 2, *flags)
 
     assert difference(two, again) == 0.0
     assert max(difference(one, found) for found in (two, three, ddp)) < 1e-4
@@ -212,8 +216,8 @@ def test_resume_is_exact_and_works_across_strategies(even, tmp_path):
 # memory
 
 
-def held(stage: int) -> tuple[int, int, int]:
-    """Bytes of all frozen weights, of those in memory here, and of what the optimizer remembers here."""
+def measure_memory(stage: int) -> tuple[int, int, int]:
+    """Return the bytes of all frozen weights, of those on this rank, and of surplus master weights."""
     from library.distributed.accelerator import prepare_accelerator
     from library.distributed.communicator import Communicator
     from library.distributed.deepspeed_settings import DeepSpeedSettings
@@ -242,7 +246,7 @@ def held(stage: int) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_each_rank_holds_its_shard_of_the_frozen_model(size):
-    found = on_ranks(size, held, 3)
+    found = on_ranks(size, measure_memory, 3)
 
     for whole, here, more_than_its_part in found:
         assert here < 1.05 * whole / size
@@ -253,7 +257,7 @@ def test_each_rank_holds_its_shard_of_the_frozen_model(size):
 
 
 def clip_offloaded_gradient(stage: int) -> tuple[str, list[float]]:
-    """DeepSpeed's own way to shorten a gradient that it keeps in host memory, while the run is on another device."""
+    """Clip an offloaded gradient with DeepSpeed's own function while the run is on another device."""
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory) -> dict[str, Path]:
-    """The folders of two runs with everything on, by DDP and by FSDP; three batches are measured by two processes."""
+    """The output directories of two runs with all options, with DDP and with FSDP."""
     folder = tmp_path_factory.mktemp("both")
     common = (*all_options_run.flags(folder), "--no-network_train_unet_only")
     for name, more in {"ddp": (), "fsdp": ("--fsdp",)}.items():
@@ -94,8 +94,8 @@ def test_resume_is_exact_and_works_across_strategies(ranks, fsdp, tmp_path):
 # memory
 
 
-def held(parts: int, *flags: str) -> tuple[int, int, int]:
-    """Bytes of all frozen weights, of those in memory here, and of what learns."""
+def measure_memory(parts: int, *flags: str) -> tuple[int, int, int]:
+    """Return the bytes of all frozen weights, of those on this rank, and of the adapter."""
     from library.distributed.accelerator import prepare_accelerator
     from library.distributed.communicator import Communicator
     from library.distributed.fsdp_settings import FSDPSettings
@@ -108,13 +108,13 @@ def held(parts: int, *flags: str) -> tuple[int, int, int]:
     strategy = FSDPStrategy(Communicator(prepare_accelerator(config)), StrategySettings(fsdp=FSDPSettings(1, parts)))
     family = FAMILIES.get("sdxl")()
     trained, _ = build_trainable_modules(config, family, family.load("random:sdxl:tiny", torch.float32))
-    learnt = [parameter for parameter in trained.parameters() if parameter.requires_grad]
+    trainable = [parameter for parameter in trained.parameters() if parameter.requires_grad]
     whole = sum(each.nbytes for each in trained.parameters() if not each.requires_grad)
-    strategy.wrap(trained, torch.optim.SGD(learnt))
+    strategy.wrap(trained, torch.optim.SGD(trainable))
     frozen = [each.to_local() for each in trained.parameters() if not each.requires_grad]
     here = sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in frozen}.values())
     strategy.comm.destroy_process_group()
-    return whole, here, sum(each.untyped_storage().nbytes() for each in learnt)
+    return whole, here, sum(each.untyped_storage().nbytes() for each in trainable)
 
 
 @pytest.mark.parametrize("parts", [1, 2, pytest.param(4, marks=pytest.mark.long)])
@@ -126,10 +126,10 @@ def test_each_rank_holds_its_shard_of_the_frozen_model_and_the_full_adapter(part
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
     }
-    found = on_ranks(parts, held, parts, environment=alone if parts == 1 else None)
-    whole, _, learnt = found[0]
+    found = on_ranks(parts, measure_memory, parts, environment=alone if parts == 1 else None)
+    whole, _, trainable = found[0]
 
-    assert {(every, same) for every, _, same in found} == {(whole, learnt)} and learnt > 0
+    assert {(every, same) for every, _, same in found} == {(whole, trainable)} and trainable > 0
     assert all(here < 1.02 * whole / parts for _, here, _ in found)
     assert sum(here for _, here, _ in found) >= whole
 
@@ -177,7 +177,7 @@ def test_accelerate_launch_with_fsdp_shards_the_model(tmp_path):
 
 
 def run_scaled_step(infinite_on: int) -> tuple[float, float]:
-    """A step with scaled losses, when one process's gradient is infinite: what became of weight and scale."""
+    """Return weight and loss scale after an fp16 step in which one rank may have an infinite gradient."""
     from library.distributed.accelerator import prepare_accelerator
     from library.parallel.gradient_sync import FlatGradients
 
@@ -224,18 +224,18 @@ def test_a_preview_that_cannot_be_written_does_not_end_the_run(tmp_path):
 
 
 def run_with_failing_previews(who: list[int], folder: Path, flags: tuple[str, ...]) -> str:
-    """What came of a preview that these processes cannot draw, on this one."""
+    """Train with previews that fail on these ranks; return the LoRA file or the error."""
     from library.training import preview
 
     preview.ALL_RANKS_TIMEOUT_SECONDS = 2.0
     honest = preview.Preview._generate_image
 
-    def picture(self, run, index, prompt):
+    def generate_image(self, run, index, prompt):
         if run.strategy.comm.rank in who:
             raise RuntimeError("cannot be drawn here")
         return honest(self, run, index, prompt)
 
-    preview.Preview._generate_image = picture
+    preview.Preview._generate_image = generate_image
     try:
         return train(*flags, "--output_dir", str(folder))
     except Exception as error:

@@ -54,9 +54,9 @@ def test_model_parallel_trains_the_adapter_of_one_process(model, name, precision
     data, more = dataset(tmp_path), ("--mixed_precision", precision)
     texts = [flag for flag in flags if "train_unet" in flag]
     one = trained(REFERENCE, model, data, tmp_path, *more, *texts)
-    apart = trained(name, model, data, tmp_path, *more, *flags)
+    sharded = trained(name, model, data, tmp_path, *more, *flags)
 
-    assert difference(one, apart) < BOUNDS[precision]
+    assert difference(one, sharded) < BOUNDS[precision]
 
 
 # all that belongs to a run
@@ -99,9 +99,9 @@ def test_losses_by_bucket_and_timestep_equal_those_of_one_process(both):
         [json.loads(line) for line in (folder / "lora.metrics.jsonl").read_text().splitlines()]
         for folder in both.values()
     )
-    told = [{name: value for name, value in line.items() if name.startswith("loss/")} for line in one]
-    assert len(one) == len(several) and sum(map(len, told)) > 20
-    for ours, theirs in zip(told, several, strict=True):
+    expected = [{name: value for name, value in line.items() if name.startswith("loss/")} for line in one]
+    assert len(one) == len(several) and sum(map(len, expected)) > 20
+    for ours, theirs in zip(expected, several, strict=True):
         assert {name: theirs[name] for name in ours} == pytest.approx(ours, rel=1e-4)
 
 
@@ -149,7 +149,8 @@ def test_the_largest_pipeline_stage_is_minimal():
         found = partition_blocks(weights, stages)
         assert found[0] == 0 and found[-1] == len(weights) and all(a < b for a, b in pairwise(found))
         assert max(sum(weights[a:b]) for a, b in pairwise(found)) == min(
-            max(sum(weights[a:b]) for a, b in pairwise(way)) for way in list_all_partitions(len(weights), stages)
+            max(sum(weights[a:b]) for a, b in pairwise(partition))
+            for partition in list_all_partitions(len(weights), stages)
         )
 
 
@@ -157,7 +158,9 @@ def list_all_partitions(blocks: int, stages: int) -> list[list[int]]:
     if stages == 1:
         return [[0, blocks]]
     return [
-        [*way[:-1], last, blocks] for last in range(stages - 1, blocks) for way in list_all_partitions(last, stages - 1)
+        [*partition[:-1], last, blocks]
+        for last in range(stages - 1, blocks)
+        for partition in list_all_partitions(last, stages - 1)
     ]
 
 
@@ -200,7 +203,7 @@ def test_parallel_dims_divide_the_world_size():
 
 
 @pytest.mark.parametrize(
-    ("model", "flags", "said"),
+    ("model", "flags", "message"),
     [
         (
             "sdxl",
@@ -218,35 +221,38 @@ def test_parallel_dims_divide_the_world_size():
         ("flux", ("--tp_size", "3"), "--tp_size 3: 2 heads of attention cannot be dealt out evenly; use 2"),
     ],
 )
-def test_a_model_that_cannot_be_sharded_is_refused_before_it_is_loaded(model, flags, said):
+def test_a_model_that_cannot_be_sharded_is_refused_before_it_is_loaded(model, flags, message):
     loaded = parse_config(
         ["--dataset_config", __file__, "--pretrained_model_name_or_path", f"random:{model}:tiny", *flags]
     )
     config = loaded.config
     with pytest.raises(ConfigError) as caught:
         check_model_parallel(config, FAMILIES.get(model)(config.model), detect_model(config.model))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
-        (("--pp_schedule", "gpipe"), "--pp_schedule: there is no pipeline; set pp_size"),
+        (("--pp_schedule", "gpipe"), "--pp_schedule: no effect without pp_size above 1"),
         (
             ("--tp_size", "2", "--network_module", "lycoris.kohya", "--network_args", "algo=loha"),
-            "of kind loha cannot be",
+            "not loha; use pp_size, cp_size or fsdp",
         ),
         (
             ("--tp_size", "2", "--network_args", "use_dora=True"),
-            "of kind dora cannot be cut; use pp_size, cp_size or fsdp",
+            "tensor parallelism supports lora only, not dora; use pp_size, cp_size or fsdp",
         ),
-        (("--pp_size", "2", "--torch_compile", "--no-dynamo_use_regional_compilation"), "is compiled block by block"),
-        (("--pp_size", "2", "--deepspeed"), "not together with --pp_size; use --fsdp with --tp_size"),
-        (("--cp_size", "2", "--deepspeed"), "not together with --cp_size; use --fsdp with --cp_size"),
-        (("--cp_size", "2", "--attn_mode", "flash"), "only torch's own attention can be shared; use sdpa or cudnn"),
+        (
+            ("--pp_size", "2", "--torch_compile", "--no-dynamo_use_regional_compilation"),
+            "is always compiled block by block",
+        ),
+        (("--pp_size", "2", "--deepspeed"), "cannot be combined with pp_size; use fsdp with tp_size"),
+        (("--cp_size", "2", "--deepspeed"), "cannot be combined with cp_size; use fsdp with cp_size"),
+        (("--cp_size", "2", "--attn_mode", "flash"), "context parallelism does not support flash; use sdpa or cudnn"),
     ],
 )
-def test_incompatible_options_are_refused(flags, said):
+def test_incompatible_options_are_refused(flags, message):
     with pytest.raises(ConfigError) as caught:
         parse_config(["--dataset_config", __file__, *flags]).require_valid()
-    assert said in str(caught.value)
+    assert message in str(caught.value)

@@ -31,7 +31,7 @@ from library.training.shutdown import suggest_oom_fixes
 
 
 def run(folder: Path, ranks: int, *flags: str) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """What is learnt by plain gradient descent from pictures of two sizes, and all figures, the last of each kind."""
+    """Train with SGD on images of two sizes; return the adapter and the last value of each metric."""
     data = folder / "dataset.toml"
     words = (
         "--pretrained_model_name_or_path",
@@ -52,26 +52,28 @@ def run(folder: Path, ranks: int, *flags: str) -> tuple[dict[str, torch.Tensor],
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_a_step_may_have_any_number_of_micro_batches_of_any_sizes(sizes, schedule, tmp_path):
     pictures(tmp_path, sizes)
-    one, told = run(tmp_path, 1)
-    piped, also_told = run(tmp_path, 2, "--pp_size", "2", "--pp_schedule", schedule)
+    one, metrics = run(tmp_path, 1)
+    pipelined, pipeline_metrics = run(tmp_path, 2, "--pp_size", "2", "--pp_schedule", schedule)
 
-    assert difference(one, piped) < BOUNDS["no"]
-    kinds = [name for name in told if name.startswith(("loss/time/", "loss/bucket/"))]
+    assert difference(one, pipelined) < BOUNDS["no"]
+    kinds = [name for name in metrics if name.startswith(("loss/time/", "loss/bucket/"))]
     assert len(kinds) > len(sizes)
-    one_by_one, under_way = ({name: figures.get(name) for name in kinds} for figures in (told, also_told))
-    assert under_way == pytest.approx(one_by_one, rel=1e-3)
+    one_by_one, pipelined_values = (
+        {name: values.get(name) for name in kinds} for values in (metrics, pipeline_metrics)
+    )
+    assert pipelined_values == pytest.approx(one_by_one, rel=1e-3)
 
 
 def test_recomputation_repeats_dropout(tmp_path):
     data, flags = dataset(tmp_path), ("--network_dropout", "0.4", "--gradient_checkpointing")
     one = trained(REFERENCE, "flux", data, tmp_path, *flags)
-    piped = trained("PP 2, gpipe", "flux", data, tmp_path, *flags)
+    pipelined = trained("PP 2, gpipe", "flux", data, tmp_path, *flags)
 
-    assert difference(one, piped) < BOUNDS["no"]
+    assert difference(one, pipelined) < BOUNDS["no"]
 
 
 class Blocks(nn.Module):
-    """Four of them, with checkpoints of a way that was set from outside."""
+    """Four blocks, and a checkpointing function that is set from outside."""
 
     def __init__(self):
         super().__init__()
@@ -85,7 +87,7 @@ class Block(nn.Linear):
 
 
 def alone() -> PipelineStrategy:
-    """All stages in this process, which is in no group."""
+    """A pipeline with all stages in this process, without a process group."""
     pipeline = PipelineStrategy.__new__(PipelineStrategy)
     pipeline.dims, pipeline.schedule, pipeline.pipeline_stage, pipeline.is_last_stage = ParallelDims(), "1f1b", 0, True
     pipeline.device, pipeline.tensor_parallel, pipeline.stage_group = torch.device("cpu"), None, None
@@ -138,7 +140,7 @@ def test_the_grad_scaler_can_unscale_gradients_on_every_stage():
 def test_flops_of_a_micro_batch_are_counted_once():
     model, calls, job = nn.Identity(), DenoiserCalls(), PipelineStep(None, None, ["first", "second"])
     with calls.record(model):
-        for number in (0, 0, 1, 0, 1):  # the first to prepare it, the last two on the way through a second stage
+        for number in (0, 0, 1, 0, 1):  # shape inference first, a second stage last
             with job.start_micro_batch(number) as batch:
                 model(torch.ones(1))
                 assert batch == job.batches[number]
@@ -156,17 +158,17 @@ def test_profiled_flops_of_a_pipeline_are_per_device(tmp_path):
 
 
 def test_profiled_flops_are_divided_by_the_model_parallel_size(tmp_path):
-    profiler, told = StepProfiler(StepRange(2, 6), tmp_path / "trace.json.gz"), {}
+    profiler, metrics = StepProfiler(StepRange(2, 6), tmp_path / "trace.json.gz"), {}
     profiler.calls, profiler.seconds = SimpleNamespace(count_flops=lambda denoiser: 4e12), 1.0
     run = SimpleNamespace(
         strategy=SimpleNamespace(model_parallel_size=2, device=torch.device("cpu"), mixed_precision="bf16"),
         task=SimpleNamespace(pipe=SimpleNamespace(unet=None), family=SimpleNamespace(denoiser_name="unet")),
-        metric_logger=SimpleNamespace(log_values=lambda run, metrics: told.update(metrics)),
+        metric_logger=SimpleNamespace(log_values=lambda run, values: metrics.update(values)),
     )
     with torch.profiler.profile() as profile, record_phase("other"):
         pass
     profiler._report(run, profile)
-    assert told["profile/step_teraflop"] == 2.0
+    assert metrics["profile/step_teraflop"] == 2.0
 
 
 def test_oom_advice_for_context_parallel_includes_offload_and_quantization():
@@ -185,24 +187,24 @@ def test_oom_advice_omits_options_that_would_be_refused(flags):
 
 @pytest.mark.parametrize("model", ["sd1", "sdxl"])
 def test_unet_stages_compute_the_same_as_the_full_unet(model):
-    """Also of sizes that do not halve evenly, where its last blocks look at what is still to come."""
+    """Also for sizes that do not halve evenly, for which up blocks read the size of the next skip connection."""
     tiny = TINY[model]()
     unet, batch = tiny.pipe.unet, tiny.batch
     latents = torch.randn(2, batch.latents.shape[1], 9, 13, generator=torch.Generator().manual_seed(1))
     predict = partial(FAMILIES.get(tiny.family)().predict, tiny.pipe, unet, latents, torch.full((2,), 0.5), batch)
     with torch.no_grad():
         whole = predict()
-        passage = StageRunner(UNetBlockSequence.from_unet(unet))
-        ends = [0, 1, 2, 3, 4, len(passage.block_sequence.blocks)]
-        arrived = None
+        runner = StageRunner(UNetBlockSequence.from_unet(unet))
+        ends = [0, 1, 2, 3, 4, len(runner.block_sequence.blocks)]
+        received = None
         for first, end in pairwise(ends):
-            passage.run_stage(first, end, arrived)
+            runner.run_stage(first, end, received)
             try:
                 said = predict()
-            except StageBoundary as departed:
-                arrived = departed.activations
+            except StageBoundary as boundary:
+                received = boundary.activations
         assert len(ends) == 6 and torch.equal(said, whole)
-        passage.run_all_stages(range(len(passage.block_sequence.blocks)), lambda place, flow: flow)
+        runner.run_all_stages(range(len(runner.block_sequence.blocks)), lambda place, flow: flow)
         assert torch.equal(predict(), whole)
 
 

@@ -1,4 +1,4 @@
-"""Dataset files mean what they mean to sd-scripts, and mistakes in them are told all at once with their lines."""
+"""Dataset files resolve to the values of sd-scripts, and all their mistakes are reported at once with their lines."""
 
 import json
 from pathlib import Path
@@ -43,7 +43,7 @@ def test_every_golden_file_resolves_to_the_values_of_sd_scripts_or_is_rejected_a
 GOOD = "[[datasets]]\nresolution = 512\n[[datasets.subsets]]\nimage_dir = 'a'\n"
 
 
-def test_every_mistake_is_told_at_once_with_file_line_and_key(tmp_path):
+def test_all_mistakes_are_reported_at_once_with_file_line_and_key(tmp_path):
     text = """\
 [general]
 enable_buckets = true
@@ -67,17 +67,17 @@ train_batch_size = 2
     assert problems(tmp_path, text) == [
         "set.toml:18: extra: unknown table; expected [general] or [[datasets]]",
         "set.toml:2: enable_buckets: unknown key; did you mean enable_bucket?",
-        "set.toml:3: flip_aug: expected true or false, got the text 'true'; write true without quotes",
+        "set.toml:3: flip_aug: expected true or false, got 'true'; write true without quotes",
         "set.toml:4: image_dir: belongs in [[datasets.subsets]], not in [general]",
-        "set.toml:7: batch_size: expected a whole number, got the text '4'; write 4 without quotes",
-        "set.toml:8: keep_tokens: -1 is too small; at least 0",
+        "set.toml:7: batch_size: expected an integer, got '4'; write 4 without quotes",
+        "set.toml:8: keep_tokens: must be at least 0, got -1",
         "set.toml:9: prior_loss_weight: not a key of dataset files; set it for the run: --prior_loss_weight",
         "set.toml:10: train_batch_size: unknown key; in dataset files it is called batch_size",
         "set.toml:12: resolution: belongs in [general] or [[datasets]], not in [[datasets.subsets]]",
-        "set.toml:13: num_repeats: 0 is too small; at least 1",
-        "set.toml:14: caption_dropout_rate: 1.5 is too large; at most 1",
+        "set.toml:13: num_repeats: must be at least 1, got 0",
+        "set.toml:14: caption_dropout_rate: must be at most 1, got 1.5",
         "set.toml:11: image_dir: missing; set the folder of images: image_dir = 'FOLDER'",
-        "set.toml:16: image_dir: expected a text, got ['a']",
+        "set.toml:16: image_dir: expected a string, got ['a']",
         "set.toml:17: face_crop_aug_range: expected two numbers, such as [2.0, 4.0]",
         "set.toml:6: resolution: missing; set it here, in [general] or with --resolution, such as 512 or [512, 768]",
     ]
@@ -118,18 +118,18 @@ train_batch_size = 2
         "a = = 1": "set.toml:1: not valid TOML: Invalid value",
     }.items(),
 )
-def test_a_mistake_is_told_with_the_way_out(tmp_path, text: str, expected: str):
+def test_each_mistake_is_reported_with_a_fix(tmp_path, text: str, expected: str):
     assert problems(tmp_path, text) == [expected]
 
 
-def test_a_misspelt_table_of_subsets_is_told_by_its_name(tmp_path):
+def test_a_misspelled_subsets_table_is_reported(tmp_path):
     assert problems(tmp_path, GOOD.replace(".subsets", ".subset")) == [
         "set.toml:3: subset: unknown key; did you mean subsets?",
         "set.toml:1: no [[datasets.subsets]]; add one with image_dir = 'FOLDER'",
     ]
 
 
-def test_whole_numbers_and_mixed_arrays_are_taken_for_numbers(tmp_path):
+def test_integers_and_mixed_arrays_are_accepted_as_numbers(tmp_path):
     text = "general.network_multiplier = 1\ngeneral.face_crop_aug_range = [2, 4.0]\n" + GOOD.replace("512", "'512,768'")
     (dataset,) = read(tmp_path, text + "caption_dropout_rate = 1").require_valid()
     assert dataset.network_multiplier == 1.0 and dataset.resolution == Resolution(512, 768)
@@ -153,27 +153,31 @@ def test_the_value_nearest_to_the_subset_wins_even_when_it_is_false(tmp_path):
 def test_a_flat_dataset_of_musubi_tuner_is_a_dataset_with_one_subset(tmp_path):
     text = "[general]\nresolution = [960, 544]\ncaption_extension = '.txt'\nbatch_size = 2\n"
     folders = "[[datasets]]\nimage_directory = 'a'\nnum_repeats = 3\n[[datasets]]\nimage_jsonl_file = 'b.jsonl'\n"
-    one, other = read(tmp_path, text + folders).require_valid()
-    assert (one.kind, one.batch_size, one.resolution) == ("dreambooth", 2, Resolution(960, 544))
-    assert (one.subsets[0].image_dir, one.subsets[0].num_repeats) == ("a", 3)
-    assert (other.kind, other.subsets[0].metadata_file, other.subsets[0].image_dir) == ("finetuning", "b.jsonl", None)
+    first, second = read(tmp_path, text + folders).require_valid()
+    assert (first.kind, first.batch_size, first.resolution) == ("dreambooth", 2, Resolution(960, 544))
+    assert (first.subsets[0].image_dir, first.subsets[0].num_repeats) == ("a", 3)
+    assert (second.kind, second.subsets[0].metadata_file, second.subsets[0].image_dir) == (
+        "finetuning",
+        "b.jsonl",
+        None,
+    )
 
 
-def test_missing_folders_are_told_with_what_is_there_instead(tmp_path):
-    (tmp_path / "pictures").mkdir()
+def test_missing_folders_are_reported_with_what_exists_instead(tmp_path):
+    (tmp_path / "images").mkdir()
     (tmp_path / "file").write_text("")
     text = "[[datasets]]\nresolution = 512\n" + "".join(
-        f"[[datasets.subsets]]\nimage_dir = '{tmp_path / name}'\n" for name in ("pictrues/deep", "file", "pictures")
+        f"[[datasets.subsets]]\nimage_dir = '{tmp_path / name}'\n" for name in ("imgaes/deep", "file", "images")
     )
     found = [line.replace(f"{tmp_path}/", "") for line in validate_paths(read(tmp_path, text).require_valid())]
     assert found == [
-        f"set.toml:4: image_dir: '{tmp_path}/pictrues/deep' not found; {tmp_path} contains file, set.toml, pictures/;"
-        " did you mean pictures?".replace(f"{tmp_path}/", ""),
+        f"set.toml:4: image_dir: '{tmp_path}/imgaes/deep' not found; {tmp_path} contains file, set.toml, images/;"
+        " did you mean images?".replace(f"{tmp_path}/", ""),
         "set.toml:6: image_dir: file is a file, not a folder",
     ]
 
 
-def test_a_relative_folder_is_looked_for_here_first_and_then_beside_the_file(tmp_path, monkeypatch):
+def test_a_relative_folder_is_resolved_from_the_working_directory_and_then_from_the_file(tmp_path, monkeypatch):
     home, work = tmp_path / "home", tmp_path / "work"
     (home / "a").mkdir(parents=True)
     work.mkdir()
@@ -184,7 +188,7 @@ def test_a_relative_folder_is_looked_for_here_first_and_then_beside_the_file(tmp
     assert dataset.subsets[0].resolve_image_dir() == Path("a")
 
 
-def test_what_training_cannot_do_yet_is_refused_by_name(tmp_path):
+def test_unsupported_features_are_rejected_by_name(tmp_path):
     text = """\
 [general]
 color_aug = true
@@ -214,7 +218,7 @@ color_aug = false
     assert list(validate_supported_features(read(tmp_path, GOOD).require_valid())) == []
 
 
-def test_attributes_are_refused_where_they_would_mean_something_and_noted_where_not(tmp_path):
+def test_custom_attributes_with_an_effect_in_sd_scripts_are_rejected_and_others_are_noted(tmp_path):
     def subset(attributes: str) -> tuple:
         return read(tmp_path, GOOD + f"custom_attributes = {{ {attributes} }}").require_valid()
 
@@ -244,7 +248,7 @@ JSON = """{
 }"""
 
 
-def test_a_dataset_file_in_json_means_what_it_means_in_toml(tmp_path):
+def test_a_dataset_file_in_json_equals_the_same_file_in_toml(tmp_path):
     (tmp_path / "set.json").write_text(JSON, encoding="utf-8-sig")
     text = "[general]\nenable_bucket = true\ncaption_extension = ['.caption', '.txt']\n"
     text += "[[datasets]]\nresolution = [512, 768]\nweight = 2\n[[datasets.subsets]]\nimage_dir = 'a'\n"
@@ -260,12 +264,12 @@ def test_a_dataset_file_in_json_means_what_it_means_in_toml(tmp_path):
         (
             '"num_repeats": 3',
             '"num_repeats": "3"',
-            ": datasets[0].subsets[0]: num_repeats: expected a whole number, got the text '3'; write 3",
+            ": datasets[0].subsets[0]: num_repeats: expected an integer, got '3'; write 3",
         ),
         (
             '"num_repeats": 3',
             '"num_repeats": null',
-            ": datasets[0].subsets[0]: num_repeats: expected a whole number, got null",
+            ": datasets[0].subsets[0]: num_repeats: expected an integer, got null",
         ),
         (
             '"keep_tokens"',
@@ -320,7 +324,7 @@ def test_a_json_file_that_does_not_exist_is_reported(tmp_path):
         GOOD + "include = ['a', '']": "5: include: is empty; set at least one value, or remove it",
         GOOD + "exclude = '[z-a]'": "5: exclude: '[z-a]' is not a valid pattern: bad character range z-a",
         GOOD + "include = 'a{1..99999999}'": "5: include: {1..99999999} expands to more than 1000000 names",
-        GOOD + "recursive = 'yes'": "5: recursive: expected true or false, got the text 'yes'",
+        GOOD + "recursive = 'yes'": "5: recursive: expected true or false, got 'yes'",
         GOOD + "recursif = true": "5: recursif: unknown key; did you mean recursive?",
         GOOD + "weight = 2": "5: weight: belongs in [general] or [[datasets]], not in [[datasets.subsets]]",
         GOOD.replace("512", "512\nweight = 0"): "3: weight: 0 would exclude the dataset; set a"
@@ -336,25 +340,25 @@ def test_a_json_file_that_does_not_exist_is_reported(tmp_path):
         " supported yet: control images, for editing models; remove it",
     }.items(),
 )
-def test_a_mistake_in_keys_that_sd_scripts_does_not_know_is_told_with_the_way_out(tmp_path, text: str, expected: str):
+def test_each_mistake_in_our_own_keys_is_reported_with_a_fix(tmp_path, text: str, expected: str):
     file = f"{tmp_path}/set.toml"
     assert read(tmp_path, text).problems == [f"{file}:{expected.replace('{file}', file)}"]
 
 
-def test_further_keys_above_the_subsets_may_miss_some_of_them(tmp_path):
+def test_our_own_keys_above_the_subsets_need_to_apply_to_only_one_of_them(tmp_path):
     text = "general.exclude = 'x'\ngeneral.recursive = true\n" + GOOD + "[[datasets.subsets]]\nparquet = 'b'\n"
     (dataset,) = read(tmp_path, text).require_valid()
     assert [subset.recursive for subset in dataset.subsets] == [True, True] and dataset.kind == "dreambooth"
 
 
-def test_what_goes_beyond_sd_scripts_is_told_beside_its_values(tmp_path):
+def test_our_own_keys_are_listed_apart_from_those_of_sd_scripts(tmp_path):
     text = "general.recursive = true\n" + GOOD.replace("512", "512\nweight = 2") + "include = '*.png'\n"
     (plain,), (dataset,) = read(tmp_path, GOOD).require_valid(), read(tmp_path, text).require_valid()
     assert convert_to_sd_scripts([plain]) == convert_to_sd_scripts([dataset]) and collect_extra_keys(plain) == {}
     assert collect_extra_keys(dataset) == {"weight": 2.0, "subsets": [{"recursive": True, "include": ["*.png"]}]}
 
 
-def test_several_caption_extensions_stand_in_the_file_or_behind_the_flag(tmp_path):
+def test_several_caption_extensions_can_be_set_in_the_file_or_by_flag(tmp_path):
     (dataset,) = read(tmp_path, GOOD + "caption_extension = ['cap', '.txt']").require_valid()
     assert dataset.subsets[0].normalized_caption_extensions == (".cap", ".txt")
     assert convert_to_sd_scripts([dataset])[0]["subsets"][0]["caption_extension"] == ["cap", ".txt"]
@@ -366,8 +370,8 @@ def test_several_caption_extensions_stand_in_the_file_or_behind_the_flag(tmp_pat
     assert convert_to_sd_scripts([dataset])[0]["subsets"][0]["caption_extension"] == "txt"
 
 
-def test_every_key_of_musubi_tuner_for_pictures_is_known(tmp_path):
-    """Its image schema, but for the keys that are refused by name."""
+def test_every_image_key_of_musubi_tuner_is_known(tmp_path):
+    """Its image schema; the keys at the end are rejected by name."""
     text = """\
 [general]
 resolution = [960, 544]

@@ -25,7 +25,7 @@ def test_24_sizes_need_two_graphs_per_block_class_and_no_recompiles(family, tmp_
 
     assert len(SIZES) == 24 and found.is_dynamic and not found.marks
     assert len(found.kinds) == 2 and max(found.kinds.values()) <= 2 and found.late == 0
-    assert found.graphs == sum(found.kinds.values()), "nothing is compiled beside the blocks"
+    assert found.graphs == sum(found.kinds.values()), "only blocks are compiled"
     assert difference(plain.lora, found.lora) < 1e-4
     assert max(float(tensor.abs().max()) for name, tensor in found.lora.items() if "B" in name or "up" in name) > 1e-4
 
@@ -35,7 +35,7 @@ def test_all_text_lengths_are_compiled_before_the_first_step(tmp_path):
     recorded = ("--dynamo_mode", "reduce-overhead", "--gradient_accumulation_steps", "2")
     found = trained(tmp_path / "out", "z_image", data, "--max_train_epochs", "2", *COMPILED, *recorded)
     assert found.late == 0 and found.is_dynamic
-    assert found.marks == found.begun, "what is recorded learns where a step begins, and is told of nothing else"
+    assert found.marks == found.begun, "CUDA graphs are told each begin of a step, and nothing else"
 
 
 @pytest.mark.long
@@ -149,7 +149,7 @@ def test_equal_blocks_share_graphs_even_if_the_first_input_is_square():
 
 
 class AttentionBlock(Block):
-    """As diffusers' attention: what computes is an object beside the weights, and is asked what it takes."""
+    """As diffusers' attention: a processor object computes, and its signature is inspected."""
 
     class Processor:
         def __init__(self, factor):

@@ -350,15 +350,3 @@ def test_a_process_is_known_again_when_the_clock_was_set(monkeypatch):
     monkeypatch.setattr(psutil._psplatform, "boot_time", lambda: boot() + 3600)
     assert me.is_alive() and me.is_on_this_machine and ProcessIdentity.from_json(me.to_json()) == me
     assert not ProcessIdentity(me.host, me.system, me.pid, me.began - 60).is_alive()
-
-
-def test_the_page_about_faults_names_tests_that_exist():
-    page = (ROOT / "docs" / "faults.md").read_text("utf-8")
-    named = re.findall(r"`(test_\w+)\.(test_\w+)`", page)
-    assert len(named) > 15
-    missing = [
-        f"{file}.{name}"
-        for file, name in named
-        if f"def {name}(" not in (ROOT / "tests" / f"{file}.py").read_text("utf-8")
-    ]
-    assert not missing

@@ -98,15 +98,15 @@ def test_a_frozen_layer_equals_a_layer_with_the_dequantized_weight(kind, autocas
         layer.weight.data = packed.dequantize(torch.bfloat16 if autocast else torch.float32).float()
         given = torch.randn(shape, requires_grad=True)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            said = layer(given)
-        wanted = torch.autograd.grad(said.float().square().sum(), given)[0]
+            output = layer(given)
+        wanted = torch.autograd.grad(output.float().square().sum(), given)[0]
         assert can_convert_frozen_layer(layer)
         convert_frozen_layer(layer, lambda packed=packed: packed)
         kept = []
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast), saved_tensors_hooks(kept.append, lambda _: None):
             found = layer(given)
         assert (
-            torch.equal(found, said) and not kept and not can_convert_frozen_layer(layer)
+            torch.equal(found, output) and not kept and not can_convert_frozen_layer(layer)
         )  # nothing waits for the backward pass
         assert [name for name, _ in layer.named_parameters()] == ["bias"][: layer.bias is not None]
         torch.testing.assert_close(torch.autograd.grad(found.float().square().sum(), given)[0], wanted)
@@ -212,7 +212,7 @@ def test_blocks_are_spread_evenly():
 
 
 def gradients(folder: Path, cases):
-    """Of each case loss and gradients of one step in which every weight of the adapter has something to say."""
+    """Return loss and gradients of one step for each case, with no adapter weight at zero."""
     found = []
     for number, words in enumerate(cases):
         (own := folder / str(number)).mkdir()
@@ -253,7 +253,7 @@ def test_memory_options_do_not_change_gradients(model, same, kinds, tmp_path):
     plain, *found = map(torch.from_numpy, on_ranks(1, gradients, tmp_path, cases)[0])
     for more, one in zip(same, found, strict=False):
         torch.testing.assert_close(one, plain, msg=str(more))
-        assert more not in BUDGETS or torch.equal(one, plain), "what is kept is what would be computed again"
+        assert more not in BUDGETS or torch.equal(one, plain), "the budget only decides what is recomputed"
     for number, kind in enumerate(kinds):
         one, swapped = found[len(same) + 2 * number :][:2]
         off = float((one[1:] - plain[1:]).norm() / plain[1:].norm())
@@ -311,6 +311,6 @@ def test_invalid_memory_options_are_reported_before_loading(even, tmp_path):
             "--gradient_checkpointing_every --cpu_offload_checkpointing --blocks_to_swap --profile_steps"
         ).split(),
     ]
-    (told,) = on_ranks(1, refused, *words, "--blocks_to_swap", "99", "--quiet")
-    assert len(told) == 1 and told[0].startswith("--blocks_to_swap: 99; this model has ")
+    (problems,) = on_ranks(1, refused, *words, "--blocks_to_swap", "99", "--quiet")
+    assert len(problems) == 1 and problems[0].startswith("--blocks_to_swap: 99; this model has ")
     assert parse_config([*words, "--fp8_base"]).config.model.quantize_base == "fp8"

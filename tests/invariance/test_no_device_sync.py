@@ -70,9 +70,9 @@ class FakeScalarQueue:
 def move_to_meta_device(run):
     """The run as it would be on the device."""
     model = run.strategy.unwrap_model(run.model).to(DEVICE)
-    learnt = get_trainable_parameters(model)
-    run.param_groups = [type(group)(group.name, learnt, group.lr) for group in run.param_groups]
-    run.optimizer = torch.optim.AdamW(learnt, lr=1e-4, foreach=True)
+    trainable = get_trainable_parameters(model)
+    run.param_groups = [type(group)(group.name, trainable, group.lr) for group in run.param_groups]
+    run.optimizer = torch.optim.AdamW(trainable, lr=1e-4, foreach=True)
     run.strategy.device = run.strategy.accelerator.state.device = DEVICE
     run.task.to_device = CopyStream(DEVICE)
     run.strategy._stop_flags = FakeScalarQueue()
@@ -172,10 +172,10 @@ def record_copies(folder):
     words = [
         *"--resolution 64 --network_dim 2 --gradient_accumulation_steps 2 --network_dropout 0.1".split(),
     ]
-    held = Counter()
+    recorded = Counter()
     with run_on_meta_device(folder, *words) as run, pytest.MonkeyPatch.context() as patch:
         streams = Streams()
-        patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: held.update([tuple(tensor.shape)]))
+        patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.update([tuple(tensor.shape)]))
         run.task.to_device = CopyStream(DEVICE, streams)
         batch = next(run.loader.iter_steps(0)).micro_batches[0]
         own = [
@@ -188,7 +188,7 @@ def record_copies(folder):
         with Clocks(streams) as clocks:
             loop.train(run)
     mine = Counter(tuple(tensor.shape) for tensor in own for _ in range(2 * run.state.step))
-    assert clocks.copied == mine == held, (clocks.copied, mine, held)
+    assert clocks.copied == mine == recorded, (clocks.copied, mine, recorded)
     assert set(map(type, streams.computing.waited_for)) == {Streams.Stream}
     (side,) = set(streams.computing.waited_for)
     assert not side.waited_for, "a copy waits for nothing"

@@ -129,9 +129,9 @@ def test_datasets_come_and_go(tmp_path):
 
 
 WRONG = {
-    "resolution_schedule = '256,512'": "x.toml:2: resolution_schedule: 256 has no number of steps",
-    "resolution_schedule = '256:0'": "x.toml:2: resolution_schedule: '256:0' is no size with steps",
-    "resolution_schedule = 'big:3'": "x.toml:2: resolution_schedule: 'big:3' is no size with steps",
+    "resolution_schedule = '256,512'": "x.toml:2: resolution_schedule: 256 needs a number of steps, such as 256:1000",
+    "resolution_schedule = '256:0'": "x.toml:2: resolution_schedule: expected SIZE:STEPS",
+    "resolution_schedule = 'big:3'": "x.toml:2: resolution_schedule: expected SIZE:STEPS",
     "resolution_schedule = '64:9,native'": "x.toml:2: resolution_schedule: native needs buckets",
     "resolution_schedule = '64:9,96:90'": "the last stage ends at step 99, but the run has 100 steps",
     "resolution_schedule = '64:9,96:92'": "the last stage ends at step 101, but the run has only 100 steps",
@@ -145,7 +145,7 @@ WRONG = {
     "resolution = 64\nfrom_step = 5\nto_step = 5": "x.toml:4: to_step: 5 is not above from_step 5",
     "resolution = 64\nfrom_step = 5": "x.toml:3: from_step: no dataset to train on from step 0 to 5",
     "resolution = 64\nto_step = 5": "x.toml:3: to_step: the last stage ends at step 5, but the run has 100 steps",
-    "resolution = 64\nfrom_step = -1": "x.toml:3: from_step: -1 is too small",
+    "resolution = 64\nfrom_step = -1": "x.toml:3: from_step: must be at least 0, got -1",
 }
 
 

@@ -308,10 +308,10 @@ def test_settings_of_how_and_where_may_change():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--resume", "latest", "--auto_resume"], "not both"),
+        (["--resume", "latest", "--auto_resume"], "cannot be combined with auto_resume"),
         (["--resume", "nowhere"], "no such folder"),
-        (["--resume", ""], "empty: no such folder"),
-        (["--force_resume"], "nothing is resumed"),
+        (["--resume", ""], "no such folder: ''; give"),
+        (["--force_resume"], "no effect without resume or auto_resume"),
         (["--save_last_n_steps_state", "3"], "set save_state"),
     ],
 )

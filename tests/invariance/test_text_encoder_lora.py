@@ -130,7 +130,9 @@ def test_a_rate_of_0_leaves_an_encoder_out():
 
 
 def test_three_rates_for_two_encoders_are_an_error():
-    with pytest.raises(ConfigError, match="3 rates; give one for all, or one for each of text_encoder, text_encoder_2"):
+    with pytest.raises(
+        ConfigError, match="3 learning rates; give one for all, or one for each of text_encoder, text_encoder_2"
+    ):
         trained("sdxl", *BOTH, "--text_encoder_lr", "1", "2", "3")
     with pytest.raises(ConfigError, match="the text encoders of Z-Image cannot be trained"):
         trained("z_image", *BOTH)

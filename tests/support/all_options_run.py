@@ -13,7 +13,7 @@ a green square --w 64 --h 64 --d 3 --s 2 --l 1
 
 
 def flags(folder: Path) -> tuple[str, ...]:
-    """Previews, an average, limited norms, Prodigy, and validation, whose three batches are measured by all."""
+    """Previews, EMA, max norm, Prodigy, and validation with three batches."""
     data = pictures(folder, {(96, 64): 7, (64, 96): 3})
     data.write_text(data.read_text().replace("[[datasets]]", "[[datasets]]\nvalidation_split = 0.5"))
     (folder / "prompts.txt").write_text(PROMPTS)

@@ -13,7 +13,7 @@ SIZES = [(16 * width, 16 * height) for width in range(2, 9) for height in range(
 
 
 def dataset(folder, sizes, pictures=(1, 2)):
-    """A dataset of each size, in turns with so many pictures; batches are of two."""
+    """Write a dataset with images of each size, alternating between these counts; the batch size is 2."""
     text = ["[general]\ncaption_extension = '.txt'\n"]
     for number, (width, height) in enumerate(sizes):
         place = folder / f"{number:02d}"
@@ -34,7 +34,7 @@ def dataset(folder, sizes, pictures=(1, 2)):
 
 
 def counted(*flags):
-    """A run in this process: its LoRA, and what was compiled for it."""
+    """Train in this process; return the LoRA file and what was compiled."""
     from library.training import run as running
     from library.training import warmup
 
@@ -48,12 +48,14 @@ def counted(*flags):
     ).require_valid()
     running.run_training(settings)
     found = jobs[0].compilation
-    told = {} if found is None else {compiler.name: compiler.graph_count for compiler in found.block_compilers.values()}
+    graph_counts = (
+        {} if found is None else {compiler.name: compiler.graph_count for compiler in found.block_compilers.values()}
+    )
     counters = torch._dynamo.utils.counters
     hits = {name: counters["inductor"][f"fxgraph_cache_{name}"] for name in ("hit", "miss")}
     lora = f"{settings.save.output_dir}/{settings.save.output_name}.safetensors"
     return SimpleNamespace(
-        kinds=told,
+        kinds=graph_counts,
         late=found.recompile_count if found else 0,
         is_dynamic=found and found.has_dynamic_shapes,
         begun=len(tried) + jobs[0].state.step,

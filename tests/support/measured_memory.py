@@ -1,7 +1,7 @@
-"""The memory of real training steps, by torch's allocator, for comparison with its estimate.
+"""Memory of real training steps, by torch's allocator, for comparison with the estimate.
 
-``PYTHONPATH=.:tests python tests/support/measured_memory.py random:sd1 512 1 --option ...`` prints both; with
-``--processes 2`` for two processes, with gathered weights and communication buffers.
+``PYTHONPATH=.:tests python tests/support/measured_memory.py random:sd1 512 1 --option ...`` prints both;
+with ``--processes 2``, for two processes, gathered weights and communication buffers included.
 """
 
 import os
@@ -20,7 +20,7 @@ from library.config import RunConfig
 from library.estimate.layout_search import Devices, LayoutEstimate, estimate_layouts
 from library.estimate.memory_estimate import MemoryEstimate
 from library.estimate.meta_run import LargestBatch
-from library.estimate.parallel_layouts import find_layouts
+from library.estimate.parallel_layouts import LayoutFinder
 from library.models.detect import DetectedModel, detect_model
 from library.training.loop import train
 
@@ -29,8 +29,8 @@ PARTS = ("weights", "adapters", "gradients", "optimizer")
 
 def load_config(*flags: str) -> tuple[RunConfig, frozenset[str], DetectedModel]:
     """Settings of a run on synthetic images, the options that are set, and the model."""
-    config, given = load_training_options(flags)
-    return config, given, detect_model(config.model)
+    config, explicit = load_training_options(flags)
+    return config, explicit, detect_model(config.model)
 
 
 def build_run(folder: Path, steps: int, *flags: str) -> AbstractContextManager[Any]:
@@ -42,25 +42,25 @@ def estimate(
     world_size: int, *flags: str, batch: LargestBatch, names: tuple[str, ...] = (), link_speed: float = 25e9
 ) -> list[LayoutEstimate]:
     """All layouts that the flags allow, or those with these names."""
-    config, given, model = load_config(*flags)
-    layouts, _ = find_layouts(config, given, world_size, model)
+    config, explicit, model = load_config(*flags)
+    layouts, _ = LayoutFinder(config, explicit, model, world_size).find_layouts()
     layouts = [layout for layout in layouts if not names or layout.name in names]
     return estimate_layouts(layouts, model, batch, Devices(world_size, 2**40, link_speed=link_speed))
 
 
 def estimate_step(world_size: int, *flags: str) -> int:
     """Activations, gathered weights and buffers of the first layout that the flags allow."""
-    config, given, model = load_config(*flags)
+    config, explicit, model = load_config(*flags)
     assert config.data.resolution is not None
     captions = (CAPTION.format(1),) * config.data.train_batch_size
     batch = LargestBatch((config.data.resolution.width, config.data.resolution.height), captions)
-    first = find_layouts(config, given, world_size, model)[0][0].name
+    first = LayoutFinder(config, explicit, model, world_size).find_layouts()[0][0].name
     memory: MemoryEstimate = estimate(world_size, *flags, batch=batch, names=(first,))[0].memory
     return memory.activations + memory.gathered + memory.buffers
 
 
 def measure_step(folder: Path, *flags: str) -> int:
-    """Bytes in the worst moment of forward and backward, without weights and gradients that exist beforehand."""
+    """Peak bytes of forward and backward, without weights and gradients that exist beforehand."""
     folder = folder / os.environ.get("RANK", "0")
     folder.mkdir()
     train_config = load_config(*flags)[0].train

@@ -1,4 +1,4 @@
-"""Picture files that no program would write: PNG files put together by hand."""
+"""PNG files assembled chunk by chunk, which no program would write."""
 
 import struct
 import zlib
@@ -9,7 +9,7 @@ def chunk(name: bytes, data: bytes) -> bytes:
 
 
 def png(width: int, height: int, *chunks: bytes, bits: int = 8, colour: int = 2, rows: bytes | None = None) -> bytes:
-    """With ``chunks`` before the pixels, of which there are none unless ``rows`` brings them."""
+    """Encode a PNG with ``chunks`` before its pixel data, which is missing without ``rows``."""
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, 0))
     pixels = chunk(b"IDAT", zlib.compress(rows)) if rows is not None else b""
     return b"\x89PNG\r\n\x1a\n" + header + b"".join(chunks) + pixels + chunk(b"IEND", b"")

@@ -142,7 +142,7 @@ if __name__ == "__main__":
         for model in [model for model in MODELS if model in words] or MODELS:
             for twice in (False, True):
                 flags = ("--mixed_precision", precision, *(["--gradient_checkpointing"] if twice else []))
-                for name, apart in table(model, words - {*MODELS}, *flags):
-                    row = (model, precision, "twice" if twice else "once", name, apart)
+                for name, max_difference in table(model, words - {*MODELS}, *flags):
+                    row = (model, precision, "twice" if twice else "once", name, max_difference)
                     sys.stdout.write(f"| {' | '.join(row)} |\n")
                     sys.stdout.flush()

@@ -94,7 +94,7 @@ def test_a_lora_kind_is_not_written_where_nobody_would_read_it():
     state, alphas, parts = draw_state("sd1", "loha")
     with pytest.raises(UserError, match="diffusers does not load loha; take save_format auto or comfy"):
         convert_to_file_format(state, alphas, parts, "diffusers")
-    assert "turns what goes into a layer" in validate_save_format(["oft"], "kohya")[0] and not validate_save_format(
+    assert "rotates a layer's input" in validate_save_format(["oft"], "kohya")[0] and not validate_save_format(
         ["boft"], "diffusers"
     )
 
@@ -272,8 +272,8 @@ def test_the_tool_says_what_is_no_lora_and_overwrites_nothing(tmp_path, capsys):
     )
     (tmp_path / "text.safetensors").write_text("no")
     for name, message in (
-        ("model.safetensors", "is no LoRA file: it holds 1 tensors, and no name is that of an adapter's"),
-        ("lora.safetensors", "is a LoRA file of a model that is not known here; among its 2 keys is lora_unet_x"),
+        ("model.safetensors", "not a LoRA file: none of its 1 tensors has the name of a LoRA weight; the first is first.weight"),
+        ("lora.safetensors", "LoRA of an unknown model; one of its 2 keys is lora_unet_x"),
         ("text.safetensors", "cannot be read as safetensors"),
         ("none.safetensors", "no such file"),
     ):
@@ -281,7 +281,7 @@ def test_the_tool_says_what_is_no_lora_and_overwrites_nothing(tmp_path, capsys):
         assert message in capsys.readouterr().err
     assert run_tool(["convert", str(model), str(adapter), "--to", "kohyo", "--fast"]) == 2
     said = capsys.readouterr().err
-    assert "no format 'kohyo'; did you mean kohya?" in said and "is not overwritten" in said and "--fast" in said
+    assert "unknown format 'kohyo'; did you mean kohya?" in said and "is not overwritten" in said and "--fast" in said
     assert not (tmp_path / "out.safetensors").exists()
 
 

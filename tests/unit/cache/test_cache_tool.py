@@ -98,8 +98,8 @@ def test_captions_are_built_when_they_are_asked_for(tmp_path):
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["biuld"], "no command 'biuld'; did you mean build?"),
-        (["verify", "--yes"], "--yes: belongs to prune"),
+        (["biuld"], "unknown command 'biuld'; did you mean build?"),
+        (["verify", "--yes"], "--yes: only with prune"),
         (["build", "--dataset_config", "nowhere.toml", "--cache_dirr", "x"], "--cache_dirr: unknown option"),
     ],
 )
@@ -128,8 +128,8 @@ def test_what_cannot_be_kept_is_refused_while_settings_are_read_naming_both_side
     for switch in ("--no-network_train_unet_only", "--network_train_text_encoder_only"):
         (said,) = problems(tmp_path, "--cache_text_encoder_outputs", switch)
         assert said.startswith("--cache_text_encoder_outputs: ") and switch.removeprefix("--no-").strip("-") in said
-    assert problems(tmp_path, "--skip_cache_check", "--cache_latents")[0].startswith("--skip_cache_check: nothing is")
-    assert problems(tmp_path, "--cache_precision", "fp16")[0].startswith("--cache_precision: no latents are kept")
+    assert problems(tmp_path, "--skip_cache_check", "--cache_latents")[0].startswith("--skip_cache_check: there is no disk cache")
+    assert problems(tmp_path, "--cache_precision", "fp16")[0].startswith("--cache_precision: latents are not cached")
 
 
 def test_nothing_heavy_is_imported_to_refuse(tmp_path):

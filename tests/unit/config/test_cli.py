@@ -154,7 +154,7 @@ def test_mistakes_of_all_kinds_are_told_together_before_torch_is_imported(tmp_pa
 
     assert done.stdout.strip() == "2 []"
     for part in (
-        "--network_dim: expected a whole number",
+        "--network_dim: expected an integer",
         "data.toml:2: resolutoin: ",
         "prompts.txt:1: --w: 100 is no",
         "pretrained_model_name_or_path: /no/where: no such file",

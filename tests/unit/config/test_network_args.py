@@ -295,20 +295,20 @@ def test_parts_of_one_module_cannot_have_two_ranks(sites):
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        ("conv_dm=4", "--network_args: no argument 'conv_dm'; did you mean conv_dim?"),
-        ("conv_dim", "--network_args: 'conv_dim' is not name=value"),
-        ("conv_dim=4.5", "--network_args: conv_dim: expected a whole number, got '4.5'"),
+        ("conv_dm=4", "--network_args: conv_dm: unknown argument; did you mean conv_dim?"),
+        ("conv_dim", "--network_args: 'conv_dim': expected name=value"),
+        ("conv_dim=4.5", "--network_args: conv_dim: expected an integer, got '4.5'"),
         ("rank_dropout=1", "--network_args: rank_dropout: expected 0 to 0.999, got '1'"),
         ("use_dora=maybe", "--network_args: use_dora: expected True or False, got 'maybe'"),
-        ("split_qkv=True", "--network_args: split_qkv: queries, keys and values always share"),
-        ("factor=0", "--network_args: factor: expected 1 or more, or -1 for as even as can be"),
-        ("factor=4", "--network_args: factor: lora does not have it, only lokr"),
-        ("conv_alpha=4", "--network_args: conv_alpha: no convolutions are trained; add conv_dim"),
+        ("split_qkv=True", "--network_args: split_qkv: not supported: q, k and v share one down matrix"),
+        ("factor=0", "--network_args: factor: expected 1 or more, or -1 for the most even factorization"),
+        ("factor=4", "--network_args: factor: not supported for lora, only for lokr"),
+        ("conv_alpha=4", "--network_args: conv_alpha: convolutions are not trained; add conv_dim"),
         (
             "train_t5xxl=True",
-            "--network_args: train_t5xxl: text encoders are not trained; write network_train_unet_only",
+            "--network_args: train_t5xxl: text encoders are not trained; set network_train_unet_only = false",
         ),
-        ("algo=loha", "--network_args: algo belongs to network_module lycoris.kohya"),
+        ("algo=loha", "--network_args: algo: only for network_module lycoris.kohya"),
         ("exclude_patterns=['(']", "--network_args: exclude_patterns: expected a list of regular expressions"),
         ("train_blocks=some", "--network_args: train_blocks: expected one of all, double, single, got 'some'"),
     ],
@@ -321,8 +321,8 @@ def test_mistakes_are_told_when_settings_are_read(words, problem):
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("networks.dylora", "ranks that are trained in turns (DyLoRA) are not supported; write networks.lora"),
-        ("networks.lra", "no adapter 'networks.lra'; did you mean networks.lora?"),
+        ("networks.dylora", "DyLoRA is not supported; use networks.lora"),
+        ("networks.lra", "unknown network module 'networks.lra'; did you mean networks.lora?"),
     ],
 )
 def test_a_module_that_is_not_there_is_refused_with_a_reason(name, problem):
@@ -332,10 +332,10 @@ def test_a_module_that_is_not_there_is_refused_with_a_reason(name, problem):
 @pytest.mark.parametrize(
     ("name", "words", "problem"),
     [
-        ("sdxl", ["img_attn_dim=4"], "img_attn_dim means nothing for Stable Diffusion XL; leave it out"),
-        ("flux", ["conv_dim=4"], "conv_dim means nothing for FLUX.1; leave it out"),
-        ("sdxl", ["block_dims=4,4"], "block_dims: 2 values for 23 blocks"),
-        ("sd1", ["mid_lr_weight=1,1"], "mid_lr_weight: 2 values for 1 blocks"),
+        ("sdxl", ["img_attn_dim=4"], "img_attn_dim: not applicable to Stable Diffusion XL; remove it"),
+        ("flux", ["conv_dim=4"], "conv_dim: not applicable to FLUX.1; remove it"),
+        ("sdxl", ["block_dims=4,4"], "block_dims: 2 values, expected 23 (one per block)"),
+        ("sd1", ["mid_lr_weight=1,1"], "mid_lr_weight: 2 values, expected 1 (one per block)"),
     ],
 )
 def test_what_a_model_does_not_have_is_told(name, words, problem):
@@ -345,7 +345,7 @@ def test_what_a_model_does_not_have_is_told(name, words, problem):
     assert [
         text
         for _, text in validate_adapter_for_model(
-            config_of(*words), name, facts.title, facts.text_encoders, facts.t5_encoder
+            config_of(*words).adapter, OptimConfig(), name, facts.title, facts.text_encoders, facts.t5_encoder
         )
     ] == [problem]
 
@@ -358,8 +358,10 @@ def test_modules_of_another_family_are_refused_and_those_of_lycoris_known():
     config = config_of(network_module="networks.lora_flux")
     assert [
         text
-        for _, text in validate_adapter_for_model(config, "sdxl", facts.title, facts.text_encoders, facts.t5_encoder)
-    ] == ["networks.lora_flux is not for Stable Diffusion XL; write networks.lora"]
+        for _, text in validate_adapter_for_model(
+            config.adapter, config.optim, "sdxl", facts.title, facts.text_encoders, facts.t5_encoder
+        )
+    ] == ["networks.lora_flux does not support Stable Diffusion XL; use networks.lora"]
     for algorithm, kind in {"locon": "lora", "diag-oft": "oft", "boft": "boft", "lokr": "lokr"}.items():
         assert (
             get_adapter_type(AdapterConfig(network_module="lycoris.kohya", network_args=(f"algo={algorithm}",))) == kind

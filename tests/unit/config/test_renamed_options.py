@@ -109,7 +109,7 @@ def test_current_names_give_no_notice(tmp_path):
 
 def test_an_invalid_value_of_an_old_name_is_a_problem_of_the_option():
     (problem,) = parse_config([*DATA, "--base_storage", "int3"]).problems
-    assert problem == "--base_storage: the text 'int3' is not one of none, fp8, int8, nf4"
+    assert problem == "--base_storage: 'int3' is not one of none, fp8, int8, nf4"
 
 
 def test_the_notice_is_printed_once_and_training_is_planned():

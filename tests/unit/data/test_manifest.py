@@ -333,7 +333,7 @@ def test_check_tells_all_of_the_file_without_torch_or_pillow(tmp_path):
     )
     found = [line.replace(f"{tmp_path}/", "").partition(";")[0] for line in validate_dataset_config(settings)]
     assert found == [
-        "set.toml:5: batch_size: expected a whole number, got the text 'x'",
+        "set.toml:5: batch_size: expected an integer, got 'x'",
         "set.toml:10: image_dir: 'b' not found (also searched next to set.toml)",
         "set.toml:8: face_crop_aug_range: not supported yet: cropping around faces",
     ]

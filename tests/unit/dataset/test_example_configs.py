@@ -1,4 +1,4 @@
-"""Every example of dataset_configs is planned as it stands, and docs/datasets.md knows it, and every key."""
+"""Every example in dataset_configs can be planned, and docs/datasets.md documents every example and every key."""
 
 import importlib.util
 import json
@@ -24,7 +24,7 @@ RUNS = {
     "flux_run.toml": ("flux.toml", "random:flux"),
     "several_machines_run.toml": ("sdxl.toml", "random:sdxl"),
 }
-"""Settings of runs, each with a dataset and the model it is for."""
+"""Run files, each with its dataset and model."""
 
 
 def examples() -> list[Path]:
@@ -33,7 +33,7 @@ def examples() -> list[Path]:
     )
 
 
-def planned(path: Path) -> PreparedData:
+def prepare_example(path: Path) -> PreparedData:
     if "parquet" in path.read_text(encoding="utf-8") and importlib.util.find_spec("pyarrow") is None:
         pytest.skip("needs pyarrow")
     words = ["--dataset_config", str(path)]
@@ -45,9 +45,9 @@ def planned(path: Path) -> PreparedData:
 
 
 @pytest.mark.parametrize("path", examples(), ids=lambda path: path.name)
-def test_an_example_is_planned_from_wherever_one_is(path: Path, tmp_path, monkeypatch):
+def test_an_example_can_be_planned_from_any_working_directory(path: Path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    prepared = planned(path)
+    prepared = prepare_example(path)
     plan = prepared.build_batch_plan(2, TrainConfig())
     assert prepared.format_summary(plan, 10).startswith("dataset 1, ")
     samples = prepared.manifest.samples
@@ -86,12 +86,12 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_an_example_means_what_it_says(name: str):
-    assert {sample.key: sample.repeats for sample in planned(FOLDER / name).manifest.samples} == EXPECTED[name]
+def test_an_example_has_the_expected_images_and_repeats(name: str):
+    assert {sample.key: sample.repeats for sample in prepare_example(FOLDER / name).manifest.samples} == EXPECTED[name]
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_settings_of_a_run_fit_their_data_and_model(name: str, tmp_path, monkeypatch):
+def test_a_run_file_fits_its_dataset_and_model(name: str, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     data, model = RUNS[name]
     words = [
@@ -112,21 +112,21 @@ def test_settings_of_a_run_fit_their_data_and_model(name: str, tmp_path, monkeyp
     assert {path.name for path in FOLDER.glob("*_run.toml")} == {*RUNS, "demo_run.toml"}
 
 
-def test_the_file_for_several_machines_is_one_that_the_launcher_reads():
+def test_accelerate_reads_the_launch_config_for_several_machines():
     launcher = pytest.importorskip("accelerate.commands.config.config_args")
     config = launcher.load_config_from_file(str(FOLDER / "several_machines.yaml"))
     assert (config.num_machines, config.num_processes, config.mixed_precision) == (3, 24, "bf16")
     assert config.dynamo_config["dynamo_use_regional_compilation"] is True
 
 
-def test_the_page_names_every_key_and_every_example():
+def test_the_documentation_lists_every_key_and_every_example():
     named = set(re.findall(r"`([a-z_]+)`", PAGE))
     written = {key.name for key in DATASET_KEYS.values() if key.tables}
     assert written - named == set() and set(MUSUBI_SUBSET_KEYS) - named == set()
     assert [path.name for path in examples() if path.name not in PAGE] == []
 
 
-def test_the_toml_of_the_page_is_right(tmp_path):
+def test_the_toml_examples_of_the_documentation_have_valid_keys(tmp_path):
     texts = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
     assert len(texts) > 5
     for text in texts:

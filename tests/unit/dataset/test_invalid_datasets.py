@@ -1,4 +1,4 @@
-"""A zoo of bad inputs: every one is named in one report, with the way out, before anything is loaded."""
+"""Every unusable file, entry and setting is listed in one report with its fix, before anything is loaded."""
 
 import io
 import json
@@ -59,7 +59,7 @@ def captioned(caption: bytes) -> Maker:
 
 
 def sparse(path: Path) -> None:
-    """Larger than any picture that is read, and empty on disk."""
+    """A file over the size limit that takes no space on disk."""
     with path.open("wb") as file:
         file.truncate(2**30 + 1)
 
@@ -80,87 +80,97 @@ def unreadable(path: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Bad:
-    """A file, what has to be said of it, and what to do."""
+class InvalidFile:
+    """A file that cannot be used, with the expected problem and fix."""
 
     name: str
     make: Maker
     problem: str
-    way_out: str
+    fix: str
 
 
 COPY = "copy it again"
 FILES = [
-    Bad("empty.png", put(b""), "is empty", COPY),
-    Bad("half_1.png", put(half("PNG")), "is truncated", COPY),
-    Bad("half_2.jpg", put(half("JPEG")), "is truncated", COPY),
-    Bad("half_3.webp", put(half("WEBP")), "is truncated", COPY),
-    Bad("half_4.bmp", put(half("BMP")), "is truncated", COPY),
-    Bad("tail_5.jpg", put(encoded("JPEG")[:-30]), "is truncated", COPY),
-    Bad("gif_6.png", put(half("GIF")), "is truncated", COPY),
-    Bad("tiff_7.png", put(half("TIFF")), "is truncated", COPY),
-    Bad("jpeg2000_8.png", put(half("JPEG2000")), "is truncated", COPY),
-    Bad("head.jpg", put(encoded("JPEG")[:20]), "is a damaged JPEG", COPY),
-    Bad("checksum.png", put(encoded("PNG")[:40] + b"\1" + encoded("PNG")[41:]), "is a damaged PNG", COPY),
-    Bad("hole.png", put(with_hole()), "cannot be decoded: broken data stream", COPY),
-    Bad("no_width.png", put(png(0, 10, rows=b"")), "is a damaged PNG", COPY),
-    Bad("text.png", put(b"not a picture"), "is not an image that Pillow can read", "convert it to PNG or JPEG"),
-    Bad("junk.jpg", put(NOISE.tobytes()[:999]), "is not an image that Pillow can read", "convert it to PNG or JPEG"),
-    Bad("zeros.jpg", put(bytes(500)), "is only zero bytes", COPY),
-    Bad("page.jpg", put(b"\n<!DOCTYPE html>\n<html>404"), "is a web page", "download the image itself"),
-    Bad("drawing.png", put(b"<?xml version='1.0'?>\n<!-- x -->\n<svg/>"), "is an SVG drawing", "export it as PNG"),
-    Bad("paper.png", put(b"%PDF-1.7"), "is a PDF document", "export its pages as PNG"),
-    Bad("layers.png", put(b"8BPS\0\1" + bytes(20)), "is a Photoshop document", "export it as PNG"),
-    Bad("script.png", put(encoded("EPS")), "is a PostScript file", "export it as PNG"),
-    Bad("archive.png", put(b"PK\3\4" + bytes(20)), "is a zip archive", "unpack it"),
-    Bad("packed.png", put(b"\x1f\x8b\x08" + bytes(20)), "is compressed with gzip", "unpack it"),
-    Bad("film.jpg", put(box(b"isom")), "is a video", "extract frames"),
-    Bad("film.webp", put(b"\x1aE\xdf\xa3" + bytes(20)), "is a video", "extract frames"),
-    Bad("phone.jpg", put(box(b"heic")), "is HEIC, which this version of Pillow", "convert it to PNG or JPEG"),
-    Bad("camera.jpg", put(box(b"crx ")), "is a camera raw file", "develop it"),
-    Bad("coming.jxl", put(b"\xff\x0a" + bytes(50)), "is JPEG XL, which this version of Pillow cannot read", "djxl"),
-    Bad("pointer.png", put(b"version https://git-lfs.github.com/spec/v1\noid"), "git-lfs pointer", "git lfs pull"),
-    Bad("bomb.png", put(png(60_000, 60_000)), "is too large: 3,600,000,000 pixels", "make it smaller"),
-    Bad("firework.png", put(png(15_000, 12_000)), "is too large: 180,000,000 pixels", "make it smaller"),
-    Bad("novel.png", put(png(80, 70, chunk(b"zTXt", b"k\0\0" + LONG), rows=ROWS)), "more metadata", "without metadata"),
-    Bad(
+    InvalidFile("empty.png", put(b""), "is empty", COPY),
+    InvalidFile("half_1.png", put(half("PNG")), "is truncated", COPY),
+    InvalidFile("half_2.jpg", put(half("JPEG")), "is truncated", COPY),
+    InvalidFile("half_3.webp", put(half("WEBP")), "is truncated", COPY),
+    InvalidFile("half_4.bmp", put(half("BMP")), "is truncated", COPY),
+    InvalidFile("tail_5.jpg", put(encoded("JPEG")[:-30]), "is truncated", COPY),
+    InvalidFile("gif_6.png", put(half("GIF")), "is truncated", COPY),
+    InvalidFile("tiff_7.png", put(half("TIFF")), "is truncated", COPY),
+    InvalidFile("jpeg2000_8.png", put(half("JPEG2000")), "is truncated", COPY),
+    InvalidFile("head.jpg", put(encoded("JPEG")[:20]), "is a damaged JPEG", COPY),
+    InvalidFile("checksum.png", put(encoded("PNG")[:40] + b"\1" + encoded("PNG")[41:]), "is a damaged PNG", COPY),
+    InvalidFile("hole.png", put(with_hole()), "cannot be decoded: broken data stream", COPY),
+    InvalidFile("no_width.png", put(png(0, 10, rows=b"")), "is a damaged PNG", COPY),
+    InvalidFile("text.png", put(b"not an image"), "is not an image that Pillow can read", "convert it to PNG or JPEG"),
+    InvalidFile(
+        "junk.jpg", put(NOISE.tobytes()[:999]), "is not an image that Pillow can read", "convert it to PNG or JPEG"
+    ),
+    InvalidFile("zeros.jpg", put(bytes(500)), "is only zero bytes", COPY),
+    InvalidFile("page.jpg", put(b"\n<!DOCTYPE html>\n<html>404"), "is a web page", "download the image itself"),
+    InvalidFile(
+        "drawing.png", put(b"<?xml version='1.0'?>\n<!-- x -->\n<svg/>"), "is an SVG drawing", "export it as PNG"
+    ),
+    InvalidFile("paper.png", put(b"%PDF-1.7"), "is a PDF document", "export its pages as PNG"),
+    InvalidFile("layers.png", put(b"8BPS\0\1" + bytes(20)), "is a Photoshop document", "export it as PNG"),
+    InvalidFile("script.png", put(encoded("EPS")), "is a PostScript file", "export it as PNG"),
+    InvalidFile("archive.png", put(b"PK\3\4" + bytes(20)), "is a zip archive", "unpack it"),
+    InvalidFile("packed.png", put(b"\x1f\x8b\x08" + bytes(20)), "is compressed with gzip", "unpack it"),
+    InvalidFile("film.jpg", put(box(b"isom")), "is a video", "extract frames"),
+    InvalidFile("film.webp", put(b"\x1aE\xdf\xa3" + bytes(20)), "is a video", "extract frames"),
+    InvalidFile("phone.jpg", put(box(b"heic")), "is HEIC, which this version of Pillow", "convert it to PNG or JPEG"),
+    InvalidFile("camera.jpg", put(box(b"crx ")), "is a camera raw file", "develop it"),
+    InvalidFile(
+        "coming.jxl", put(b"\xff\x0a" + bytes(50)), "is JPEG XL, which this version of Pillow cannot read", "djxl"
+    ),
+    InvalidFile(
+        "pointer.png", put(b"version https://git-lfs.github.com/spec/v1\noid"), "git-lfs pointer", "git lfs pull"
+    ),
+    InvalidFile("bomb.png", put(png(60_000, 60_000)), "is too large: 3,600,000,000 pixels", "make it smaller"),
+    InvalidFile("firework.png", put(png(15_000, 12_000)), "is too large: 180,000,000 pixels", "make it smaller"),
+    InvalidFile(
+        "novel.png", put(png(80, 70, chunk(b"zTXt", b"k\0\0" + LONG), rows=ROWS)), "more metadata", "without metadata"
+    ),
+    InvalidFile(
         "story.png",
         put(png(80, 70, chunk(b"iTXt", b"k\0\1\0\0\0" + LONG), rows=ROWS)),
         "more metadata",
         "without metadata",
     ),
-    Bad(
+    InvalidFile(
         "profile.png",
         put(png(80, 70, chunk(b"iCCP", b"k\0\0" + LONG), rows=ROWS)),
         "color profile",
         "without metadata",
     ),
-    Bad("huge.png", sparse, "is too large: 1.0 GiB", "make it smaller"),
-    Bad(
+    InvalidFile("huge.png", sparse, "is too large: 1.0 GiB", "make it smaller"),
+    InvalidFile(
         "gone.png", lambda path: path.symlink_to("nowhere.png"), "is a broken link to nowhere.png", "restore that file"
     ),
-    Bad("circle.png", lambda path: path.symlink_to("circle.png"), "a link to itself", "remove it"),
-    Bad(
+    InvalidFile("circle.png", lambda path: path.symlink_to("circle.png"), "a link to itself", "remove it"),
+    InvalidFile(
         "ring.png",
         lambda path: (path.symlink_to("ring_2"), path.with_name("ring_2").symlink_to("ring.png")),
         "a link to itself",
         "remove it",
     ),
-    Bad("pipe.png", os.mkfifo, "is a named pipe, not a file", "remove it"),
-    Bad("listener.png", listener, "is a socket, not a file", "remove it"),
-    Bad("locked.png", unreadable, "cannot be read: Permission denied", "change its permissions"),
-    Bad("thin.png", put(encoded("PNG", Image.new("RGB", (5000, 3)))), "leave no bucket", "allow upscaling"),
-    Bad("latin.txt", captioned(b"caf\xe9"), "is not UTF-8 (byte 3)", "save the file as UTF-8"),
-    Bad("wide.txt", captioned("a cat".encode("utf-16")), "is UTF-16 or UTF-32", "save the file as UTF-8"),
-    Bad("blank.txt", captioned(b" \n\t\n"), "is empty", "write a caption, or delete the file"),
-    Bad("binary.txt", captioned(b"a\0b"), "contains zero bytes", "save the file as UTF-8"),
-    Bad(
+    InvalidFile("pipe.png", os.mkfifo, "is a named pipe, not a file", "remove it"),
+    InvalidFile("listener.png", listener, "is a socket, not a file", "remove it"),
+    InvalidFile("locked.png", unreadable, "cannot be read: Permission denied", "change its permissions"),
+    InvalidFile("thin.png", put(encoded("PNG", Image.new("RGB", (5000, 3)))), "leave no bucket", "allow upscaling"),
+    InvalidFile("latin.txt", captioned(b"caf\xe9"), "is not UTF-8 (byte 3)", "save the file as UTF-8"),
+    InvalidFile("wide.txt", captioned("a cat".encode("utf-16")), "is UTF-16 or UTF-32", "save the file as UTF-8"),
+    InvalidFile("blank.txt", captioned(b" \n\t\n"), "is empty", "write a caption, or delete the file"),
+    InvalidFile("binary.txt", captioned(b"a\0b"), "contains zero bytes", "save the file as UTF-8"),
+    InvalidFile(
         "drain.txt",
         lambda path: (path.with_suffix(".png").write_bytes(encoded("PNG")), os.mkfifo(path)),
         "is empty",
         "write a caption, or delete the file",
     ),
-    Bad(
+    InvalidFile(
         "lost.txt",
         lambda path: (path.with_suffix(".png").write_bytes(encoded("PNG")), path.symlink_to("nowhere")),
         "cannot be read: No such file",
@@ -178,8 +188,8 @@ GOOD = {"猫 🐈.png": "PNG", "zebra.jpg": "JPEG", "okapi.webp": "WEBP"}
 
 
 @pytest.fixture(scope="module")
-def zoo(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("zoo")
+def invalid_files(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("invalid")
     (folder / "a").mkdir()
     for bad in FILES:
         bad.make(folder / "a" / bad.name)
@@ -204,32 +214,32 @@ def prepared(folder: Path, **options) -> PreparedData:
 
 
 @pytest.fixture(scope="module")
-def report(zoo) -> str:
+def report(invalid_files) -> str:
     with pytest.raises(ConfigError) as caught:
-        prepared(zoo)
+        prepared(invalid_files)
     return "\n".join(caught.value.problems)
 
 
-def can_be_made(bad: Bad) -> bool:
-    """The administrator may read everything, and not every Pillow writes everything."""
+def is_invalid_here(bad: InvalidFile) -> bool:
+    """Whether the file is unreadable for this user: root reads everything."""
     return bad.name != "locked.png" or os.geteuid() != 0
 
 
 @pytest.mark.parametrize("bad", FILES, ids=lambda bad: bad.name)
-def test_every_bad_file_is_named_with_a_way_out(zoo, report, bad):
-    if not can_be_made(bad):
-        pytest.skip("nothing is closed to the administrator")
-    (line,) = [line for line in report.splitlines() if line.startswith(f"{zoo}/a/{bad.name}: ")]
-    assert bad.problem in line and bad.way_out in line
+def test_every_invalid_file_is_reported_with_a_fix(invalid_files, report, bad):
+    if not is_invalid_here(bad):
+        pytest.skip("root can read every file")
+    (line,) = [line for line in report.splitlines() if line.startswith(f"{invalid_files}/a/{bad.name}: ")]
+    assert bad.problem in line and bad.fix in line
 
 
 @pytest.mark.parametrize(("number", "problem"), enumerate((problem for _, problem in ENTRIES), start=2))
-def test_every_bad_entry_is_named_with_its_line(zoo, report, number, problem):
-    assert f"{zoo}/m/m.jsonl:{number}: {problem}" in report
+def test_every_invalid_entry_is_reported_with_its_line(invalid_files, report, number, problem):
+    assert f"{invalid_files}/m/m.jsonl:{number}: {problem}" in report
 
 
-def test_the_report_names_nothing_else_and_says_how_to_go_on(zoo, report):
-    bad = len([bad for bad in FILES if can_be_made(bad)]) + len(ENTRIES)
+def test_the_report_lists_nothing_else_and_ends_with_a_summary(invalid_files, report):
+    bad = len([bad for bad in FILES if is_invalid_here(bad)]) + len(ENTRIES)
     assert bad >= 45
     lines = report.splitlines()
     assert len(lines) == bad + 1
@@ -240,16 +250,16 @@ def test_the_report_names_nothing_else_and_says_how_to_go_on(zoo, report):
     assert not any(name in report for name in GOOD)
 
 
-def test_without_the_bad_ones_the_good_ones_remain(zoo, report):
-    left = prepared(zoo, on_invalid_images="skip")
-    locked = [f"a/{bad.name}" for bad in FILES if not can_be_made(bad)]
+def test_with_skip_the_valid_images_remain(invalid_files, report):
+    left = prepared(invalid_files, on_invalid_images="skip")
+    locked = [f"a/{bad.name}" for bad in FILES if not is_invalid_here(bad)]
     assert sorted(sample.key for sample in left.manifest.samples) == sorted(
         [*(f"a/{name}" for name in GOOD), "m/m.png", *locked]
     )
-    told = left.manifest.notes[-1].splitlines()
-    assert [line.strip() for line in told[1:]] == report.splitlines()[:-1]
-    assert told[0].startswith(f"{len(told) - 1} images skipped (1")
-    assert "19 not an image, 9 caption, 8 truncated, " in told[0]
+    lines = left.manifest.notes[-1].splitlines()
+    assert [line.strip() for line in lines[1:]] == report.splitlines()[:-1]
+    assert lines[0].startswith(f"{len(lines) - 1} images skipped (1")
+    assert "19 not an image, 9 caption, 8 truncated, " in lines[0]
 
 
 @pytest.mark.parametrize("kind", ["WEBP", "JPEG2000"])
@@ -258,13 +268,13 @@ def test_a_file_shorter_than_its_header_says_is_truncated(kind):
     assert is_truncated(encoded(kind)[:-1]) and not is_truncated(encoded(kind)) and not is_truncated(half("PNG"))
 
 
-def test_a_second_look_says_the_same(zoo, report):
+def test_a_second_scan_reports_the_same(invalid_files, report):
     with pytest.raises(ConfigError) as caught:
-        prepared(zoo)
+        prepared(invalid_files)
     assert "\n".join(caught.value.problems) == report
 
 
-def test_hundreds_of_bad_files_are_counted_and_listed_in_a_file(tmp_path):
+def test_hundreds_of_invalid_files_are_counted_and_listed_in_a_file(tmp_path):
     (tmp_path / "a").mkdir()
     for number in range(101):
         (tmp_path / "a" / f"{number:03}.png").write_bytes(half("PNG") if number % 3 else b"")
@@ -296,26 +306,26 @@ shuffle_caption = 1                                # expected true or false, got
 image_dir = "nowhere"                              # belongs in [[datasets.subsets]], not in [general]
 prior_loss_weight = 0.5                            # set it for the run: --prior_loss_weight
 skip_corrupted_cache = true                        # not supported yet: this key of musubi-tuner
-keep_tokens = -1                                   # -1 is too small; at least 0
+keep_tokens = -1                                   # must be at least 0, got -1
 [[datasets]]                                       # subsets of different types in one dataset
 resolution = [512, 512, 512]                       # expected
 batch_size = "2"                                   # write 2 without quotes
 train_batch_size = 2                               # in dataset files it is called batch_size
-min_bucket_reso = 0                                # 0 is too small; at least 1
+min_bucket_reso = 0                                # must be at least 1, got 0
 bucket_mode = "square"                             # is not one of kohya, symmetric
 enable_bucket = "true"                             # write true without quotes
 network_multiplier = 2                             # not supported yet: values other than 1
-validation_split = 1.5                             # 1.5 is too large; at most 1
+validation_split = 1.5                             # must be at most 1, got 1.5
   [[datasets.subsets]]
-  image_dir = "zoo/nothing"                        # 'zoo/nothing' not found
-  caption_dropout_rate = 2                         # 2.0 is too large; at most 1
+  image_dir = "images/nothing"                        # 'images/nothing' not found
+  caption_dropout_rate = 2                         # must be at most 1, got 2.0
   caption_separator = ""                           # must not be empty; the default is ','
   num_repeat = 10                                  # unknown key; did you mean num_repeats?
   resize_interpolation = "cubic spline"            # is not one of
   [[datasets.subsets]]                             # image_dir: missing; set the folder of images
-  num_repeats = 0                                  # 0 is too small; at least 1
+  num_repeats = 0                                  # must be at least 1, got 0
   [[datasets.subsets]]
-  metadata_file = "zoo/none.json"                  # 'zoo/none.json' not found
+  metadata_file = "images/none.json"                  # 'images/none.json' not found
   class_tokens = "x"                               # not supported with metadata_file
 [[datasets]]                                       # no [[datasets.subsets]]; add one
 resolution = 512
@@ -325,22 +335,22 @@ enable_bucket = true
 min_bucket_reso = 1024                             # is above
 bucket_max_crop = 0.5                              # needs bucket_mode symmetric
   [[datasets.subsets]]
-  image_dir = "zoo"
+  image_dir = "images"
   is_reg = true
   [[datasets.subsets]]
-  image_dir = "./zoo"                              # is already set in
+  image_dir = "./images"                              # is already set in
   is_reg = true
 [[datasets]]                                       # resolution: missing
 [[datasets.subsets]]
-image_dir = "zoo"
+image_dir = "images"
 [model]                                            # unknown table; expected [general] or [[datasets]]
 """
-"""A comment is what has to be said of its line."""
+"""Each comment is part of the message about its line."""
 
 
-def test_every_bad_setting_is_named_with_its_line_in_one_report(tmp_path, monkeypatch):
+def test_every_invalid_setting_is_reported_with_its_line_in_one_report(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "zoo").mkdir()
+    (tmp_path / "images").mkdir()
     (tmp_path / "set.toml").write_text(SETTINGS, encoding="utf-8")
     found = validate_dataset_config(DataConfig(dataset_config="set.toml"))
     wanted = {
@@ -356,7 +366,7 @@ def test_every_bad_setting_is_named_with_its_line_in_one_report(tmp_path, monkey
 
 
 def odd(folder: Path) -> None:
-    """Pictures that can be used, and about which there is something to say."""
+    """Write usable images that lead to notes."""
     image = Image.fromarray(NOISE)
     files = {
         "twin_1.png": encoded("PNG"),
@@ -398,7 +408,7 @@ def oddities(tmp_path) -> Path:
     return tmp_path
 
 
-def test_what_is_odd_and_usable_is_noted(oddities):
+def test_unusual_but_usable_images_are_noted(oddities):
     manifest = prepared(oddities).manifest
     assert len(manifest.samples) == 16
     assert {sample.key: sample.size for sample in manifest.samples}["a/turned.jpg"] == (70, 80)
@@ -420,7 +430,7 @@ def test_what_is_odd_and_usable_is_noted(oddities):
     assert again.notes == manifest.notes and again.samples == manifest.samples
 
 
-def test_names_that_are_not_shown_stand_in_a_file(oddities):
+def test_names_that_are_not_shown_are_written_to_a_file(oddities):
     for number in range(4):
         (oddities / "a" / f"more_{number}.png").write_bytes(encoded("PNG"))
     notes = prepared(oddities).manifest.notes
@@ -439,8 +449,8 @@ def test_avif_is_read_where_pillow_reads_it(oddities):
     assert "cut.avif: is a damaged AVIF" in prepared_.manifest.notes[-1]
 
 
-def test_where_warnings_are_errors_pillows_do_not_end_the_look(oddities, monkeypatch, recwarn):
-    """Of the damaged EXIF data, and of a picture of more pixels than Pillow likes."""
+def test_pillow_warnings_as_errors_do_not_stop_the_scan(oddities, monkeypatch, recwarn):
+    """About damaged EXIF data and an image with more pixels than ``MAX_IMAGE_PIXELS``."""
     import warnings
 
     warnings.simplefilter("error")
@@ -448,7 +458,7 @@ def test_where_warnings_are_errors_pillows_do_not_end_the_look(oddities, monkeyp
     assert len(prepared(oddities).manifest.samples) == 16
 
 
-def test_a_bad_file_of_two_datasets_is_named_once(tmp_path):
+def test_an_invalid_file_of_two_datasets_is_reported_once(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "bad.png").write_bytes(half("PNG"))
     (tmp_path / "a" / "good.png").write_bytes(encoded("PNG"))

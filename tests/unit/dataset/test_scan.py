@@ -337,8 +337,8 @@ def test_a_cached_result_takes_little_memory():
 
 def test_a_cache_reads_the_entries_that_it_wrote(tmp_path):
     entry = CachedScan((1, 2, 3), "0" * 32, [64, 48, 1, ""])
-    cache = ScanCache(tmp_path, None, "pictures", "version")
+    cache = ScanCache(tmp_path, None, "images", "version")
     cache.update("1.png", entry)
     assert cache.write() is None
-    assert ScanCache(tmp_path, None, "pictures", "version").entries == {"1.png": entry}
-    assert ScanCache(tmp_path, None, "pictures", "another version").entries == {}
+    assert ScanCache(tmp_path, None, "images", "version").entries == {"1.png": entry}
+    assert ScanCache(tmp_path, None, "images", "another version").entries == {}

@@ -244,7 +244,7 @@ def test_flow_families_train_as_they_draw_unless_they_are_told_otherwise(source)
 
     told = build_objective(RunConfig(noise=NoiseConfig(timestep_sampling="uniform")), family, pipe)
     torch.testing.assert_close(told.compute_timesteps(u, shape).double() / 1000, u, rtol=0, atol=1e-6)
-    with pytest.raises(ConfigError, match=f"min_snr_gamma: means nothing for {family.facts.title}"):
+    with pytest.raises(ConfigError, match=f"min_snr_gamma: not applicable to {family.facts.title}"):
         build_objective(RunConfig(loss=LossConfig(min_snr_gamma=5.0)), family, pipe)
 
 

@@ -27,54 +27,57 @@ def problems(*flags):
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        ("--noise_offset_random_strength", "--noise_offset_random_strength: needs noise_offset; set it above 0"),
-        ("--adaptive_noise_scale 0.1", "--adaptive_noise_scale: needs noise_offset; set it above 0"),
-        ("--ip_noise_gamma_random_strength", "--ip_noise_gamma_random_strength: needs ip_noise_gamma; set it above 0"),
+        (
+            "--noise_offset_random_strength",
+            "--noise_offset_random_strength: no effect without noise_offset; set it above 0",
+        ),
+        ("--adaptive_noise_scale 0.1", "--adaptive_noise_scale: no effect without noise_offset; set it above 0"),
+        (
+            "--ip_noise_gamma_random_strength",
+            "--ip_noise_gamma_random_strength: no effect without ip_noise_gamma; set it above 0",
+        ),
         (
             "--multires_noise_discount 0.5",
-            "--multires_noise_discount: there are no layers to make fainter; set "
-            "multires_noise_iterations, 6 to 10 are usual",
+            "--multires_noise_discount: no effect without multires_noise_iterations; 6 to 10 are usual",
         ),
-        ("--huber_c 0.2", "--huber_c: loss_type l2 has no threshold; set loss_type huber or smooth_l1"),
+        ("--huber_c 0.2", "--huber_c: no effect with loss_type l2; set loss_type huber or smooth_l1"),
         (
             "--loss_type l1 --huber_schedule constant",
-            "--huber_schedule: loss_type l1 has no threshold; set loss_type huber or smooth_l1",
+            "--huber_schedule: no effect with loss_type l1; set loss_type huber or smooth_l1",
         ),
-        ("--loss_type huber --huber_c 0", "--huber_c: 0 is too small; it must be above 0"),
-        ("--loss_type huber --huber_scale 0", "--huber_scale: 0 is too small; it must be above 0"),
-        ("--discrete_flow_shift 0", "--discrete_flow_shift: 0 is too small; it must be above 0"),
-        ("--training_shift -1", "--training_shift: -1 is too small; it must be above 0"),
+        ("--loss_type huber --huber_c 0", "--huber_c: must be above 0, got 0"),
+        ("--loss_type huber --huber_scale 0", "--huber_scale: must be above 0, got 0"),
+        ("--discrete_flow_shift 0", "--discrete_flow_shift: must be above 0, got 0"),
+        ("--training_shift -1", "--training_shift: must be above 0, got -1"),
         ("--min_timestep 500 --max_timestep 500", "--min_timestep: min_timestep 500 is not below max_timestep 500"),
-        ("--max_timestep 0", "--max_timestep: 0 is too small; at least 1"),
-        ("--mode_scale 1.8 --weighting_scheme mode", "--mode_scale: 1.8 is too large; at most 1.75"),
-        ("--logit_mean 0.5", "--logit_mean: only weighting_scheme logit_normal reads it"),
-        ("--logit_std 0 --weighting_scheme mode", "--logit_std: only weighting_scheme logit_normal reads it"),
-        ("--mode_scale 0", "--mode_scale: only weighting_scheme mode reads it"),
+        ("--max_timestep 0", "--max_timestep: must be at least 1, got 0"),
+        ("--mode_scale 1.8 --weighting_scheme mode", "--mode_scale: must be at most 1.75, got 1.8"),
+        ("--logit_mean 0.5", "--logit_mean: only used by weighting_scheme logit_normal"),
+        ("--logit_std 0 --weighting_scheme mode", "--logit_std: only used by weighting_scheme logit_normal"),
+        ("--mode_scale 0", "--mode_scale: only used by weighting_scheme mode"),
         (
             "--weighting_scheme mode --timestep_sampling shift",
-            "--weighting_scheme: mode chooses times, and so does timestep_sampling shift; leave one out",
+            "--weighting_scheme: mode samples timesteps, and so does timestep_sampling shift; remove one of them",
         ),
         (
             "--weighting_scheme cosmap --sigmoid_scale 2",
-            "--sigmoid_scale: times are chosen by sigma, which does not read "
-            "it; leave it out, or set timestep_sampling to sigmoid or shift or flux_shift",
+            "--sigmoid_scale: not used by timestep_sampling sigma; remove it, or use sigmoid or shift or flux_shift",
         ),
         (
             "--timestep_sampling flux_shift --discrete_flow_shift 3",
-            "--discrete_flow_shift: times are chosen by flux_shift, "
-            "which does not read it; leave it out, or set timestep_sampling to shift or sigma",
+            "--discrete_flow_shift: not used by timestep_sampling flux_shift; remove it, or use shift or sigma",
         ),
         (
             "--timestep_sampling nextdit_shift",
-            "--timestep_sampling: the text 'nextdit_shift' is not one of uniform, sigmoid, shift, flux_shift, sigma",
+            "--timestep_sampling: 'nextdit_shift' is not one of uniform, sigmoid, shift, flux_shift, sigma",
         ),
         (
             "--model_prediction_type sigma_scaled",
-            "--model_prediction_type: the model's answer is compared as it is, in the form it was made with",
+            "--model_prediction_type: not supported: the loss is computed on the raw prediction",
         ),
         (
             f"--zero_terminal_snr --sample_sampler heun --sample_prompts {ROOT / 'pyproject.toml'}",
-            "--sample_sampler: heun cannot draw with zero_terminal_snr; use ddim",
+            "--sample_sampler: heun does not support zero_terminal_snr; use ddim",
         ),
     ],
 )
@@ -101,7 +104,8 @@ def test_what_belongs_together_is_taken(flags):
 
 
 def unfit(prediction, *flags):
-    found = validate_objective_for_model(parse_config([*DATA, *flags]).config, "test", prediction)
+    config = parse_config([*DATA, *flags]).config
+    found = validate_objective_for_model(config.noise, config.loss, "test", prediction)
     return {names[0]: problem for names, problem in found}
 
 
@@ -120,7 +124,7 @@ VALUES = {
 def test_what_means_nothing_for_flow_matching_is_refused_for_it(name):
     flags = [f"--{name}", *VALUES.get(name, [])]
     (problem,) = unfit("flow", *flags).values()
-    assert problem.startswith("means nothing for test, which is trained by flow matching")
+    assert problem.startswith("not applicable to test, a flow-matching model: ")
     assert name not in unfit("v" if name != "v_pred_like_loss" else "epsilon", *flags)
 
 
@@ -128,9 +132,7 @@ def test_what_means_nothing_for_flow_matching_is_refused_for_it(name):
 @pytest.mark.parametrize("name", FLOW_ONLY_OPTIONS)
 def test_what_is_for_flow_matching_is_refused_for_others(name, prediction):
     flags = [f"--{name}", *VALUES[name]]
-    assert unfit(prediction, *flags) == {
-        name: "means nothing for test: it is for models trained by flow matching; leave it out"
-    }
+    assert unfit(prediction, *flags) == {name: "not applicable to test: only for flow-matching models; remove it"}
     assert unfit("flow", *flags) == {}
 
 
@@ -154,8 +156,7 @@ def test_values_that_ask_for_what_is_done_anyway_are_taken():
 def test_what_a_model_predicts_decides_and_the_option_goes_before_its_file():
     for name in ("zero_terminal_snr", "scale_v_pred_loss_like_noise_pred"):
         assert unfit("epsilon", f"--{name}") == {
-            name: "needs a model that predicts v, and this one of test predicts the noise; set v_parameterization to "
-            "make it one"
+            name: "needs a model that predicts v, but this test model predicts the noise; set v_parameterization"
         }
         assert unfit("v", f"--{name}") == unfit("epsilon", f"--{name}", "--v_parameterization") == {}
         assert name in unfit("v", f"--{name}", "--no-v_parameterization")
@@ -194,7 +195,8 @@ def test_only_what_asks_for_something_counts():
         "--loss_type",
         "l1",
     ]
-    assert find_active_options(parse_config([*DATA, *flags]).config) == {"sigmoid_scale": 0.0, "loss_type": "l1"}
+    config = parse_config([*DATA, *flags]).config
+    assert find_active_options(config.noise, config.loss) == {"sigmoid_scale": 0.0, "loss_type": "l1"}
 
 
 def test_a_misfit_is_told_with_its_place_before_anything_is_loaded(tmp_path):
@@ -220,5 +222,5 @@ def test_a_misfit_is_told_with_its_place_before_anything_is_loaded(tmp_path):
     assert done.returncode == 2
     lines = [line.strip() for line in done.stderr.splitlines()]
     assert lines[0] == "train_lora: stopped. 2 problems:"
-    assert lines[1].startswith(f"{path}:2: discrete_flow_shift: means nothing for Stable Diffusion 1: ")
+    assert lines[1].startswith(f"{path}:2: discrete_flow_shift: not applicable to Stable Diffusion 1: ")
     assert lines[2].startswith(f"{path}:4: scale_v_pred_loss_like_noise_pred: needs a model that predicts v")

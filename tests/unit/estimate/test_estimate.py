@@ -24,13 +24,13 @@ from library.estimate.layout_search import Devices, estimate_layouts, get_partit
 from library.estimate.memory_estimate import count_in_flight, estimate_optimizer_state, split_model
 from library.estimate.memory_meter import AutocastEmulation, MemoryMeter, run_backward
 from library.estimate.meta_run import LargestBatch, MetaRun, StepMemory
-from library.estimate.parallel_layouts import find_layouts
+from library.estimate.parallel_layouts import LayoutFinder
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
 from library.optim.optimizers import ParamGroup, build_optimizer
 from library.training.activation_checkpointing import BlockCheckpointing
 
-SMALL, MEDIUM = LargestBatch((64, 64), ("a picture",)), LargestBatch((256, 256), ("a picture",))
+SMALL, MEDIUM = LargestBatch((64, 64), ("an image",)), LargestBatch((256, 256), ("an image",))
 MODEL = "--pretrained_model_name_or_path"
 SD3, FLUX = (MODEL, "random:sd3:tiny"), (MODEL, "random:flux:tiny")
 RUN = (*SD3, "--resolution", "64", "--gradient_accumulation_steps", "2")
@@ -46,8 +46,8 @@ def long(*values):
 
 def split(*flags: str, world_size: int = 1, batch: LargestBatch = SMALL):
     """The meta run of the first layout that the flags allow, and the parts of its devices."""
-    config, given, model = load_config(*flags)
-    layout = find_layouts(config, given, world_size, model)[0][0]
+    config, explicit, model = load_config(*flags)
+    layout = LayoutFinder(config, explicit, model, world_size).find_layouts()[0][0]
     meta_run = MetaRun(layout.config, model, batch, *get_partition(layout, model))
     return meta_run, split_model(meta_run, layout, world_size, 2**40)
 
@@ -100,7 +100,7 @@ def test_real_processes_hold_the_estimated_weights_gradients_and_optimizer_state
         ("Adafactor", ("relative_step=False", "scale_parameter=False")),
     ],
 )
-def test_the_optimizer_state_of_one_tensor_of_each_shape_tells_that_of_all(name, arguments):
+def test_optimizer_state_is_measured_on_one_tensor_of_each_shape(name, arguments):
     if name in ("Prodigy", "AdamWScheduleFree"):
         pytest.importorskip("pytorch_optimizer")
     config = OptimConfig(optimizer_type=name, optimizer_args=arguments, learning_rate=0.1)
@@ -231,14 +231,14 @@ def test_memory_counts_until_its_last_tensor_is_freed():
     assert meter.read_and_reset() == (40, 440, 40) and meter.read_and_reset() == (40, 40, 0)
 
 
-def test_parts_of_a_step_add_up_to_its_worst_moment_in_forward_or_backward():
+def test_the_peaks_of_parts_add_up_to_the_peak_of_the_step():
     one, two = StepMemory(100, 150, 80, 1), StepMemory(20, 30, 5, 2)
     assert (one + two) == StepMemory(120, 150, 60, 3) and (one + two).peak == 180  # the first part's backward
     assert (two + one) == StepMemory(120, 170, 80, 3) and (two + one).peak == 200
     assert (one + two) + one == one + (two + one)
 
 
-def test_stages_together_compute_what_the_model_computes_and_a_tp_rank_more_than_its_share():
+def test_pipeline_stages_together_have_the_flops_of_the_model_and_a_tp_rank_more_than_half():
     whole, halves, cut = (
         split(*RUN, *more, world_size=size)
         for size, more in ((1, ()), (2, ("--pp_size", "2")), (2, ("--tp_size", "2")))
@@ -267,7 +267,7 @@ def test_context_parallel_stages_split_tokens_before_a_block_is_checkpointed(mon
 @pytest.mark.parametrize(
     ("schedule", "expected"), [("gpipe", [8, 8, 8, 8]), ("1f1b", [4, 3, 2, 1]), ("interleaved", [11, 9, 7, 5])]
 )
-def test_as_many_micro_batches_are_in_flight_as_the_schedule_has_it(schedule, expected):
+def test_the_schedule_determines_how_many_micro_batches_are_in_flight(schedule, expected):
     assert [count_in_flight(schedule, 4, stage, 8) for stage in range(4)] == expected
 
 
@@ -293,7 +293,7 @@ NVME = ("--deepspeed", "--zero_stage", "3", "--offload_optimizer_device", "nvme"
 def find(world_size: int, *flags: str) -> tuple[set[str], list[str]]:
     loaded = parse_config(["--dataset_config", "dataset_configs/demo.toml", *flags])
     model = detect_model(loaded.config.model)
-    layouts, reasons = find_layouts(loaded.config, frozenset(loaded.locations), world_size, model)
+    layouts, reasons = LayoutFinder(loaded.config, frozenset(loaded.locations), model, world_size).find_layouts()
     return {layout.name for layout in layouts}, reasons
 
 
@@ -377,12 +377,13 @@ def test_layouts_that_send_more_are_slower_on_slow_links():
 
 def suggest(*flags: str, world_size: int = 1, memory=lambda smallest: smallest.total - smallest.activations // 2):
     """What is suggested on devices with as much memory as is computed from the first layout's."""
-    batch = LargestBatch((512, 512), ("a picture",))
-    config, given, model = load_config(*FLUX, "--resolution", "128", *flags)
-    layouts, _ = find_layouts(config, given, world_size, model)
+    batch = LargestBatch((512, 512), ("an image",))
+    config, explicit, model = load_config(*FLUX, "--resolution", "128", *flags)
+    finder = LayoutFinder(config, explicit, model, world_size)
+    layouts, _ = finder.find_layouts()
     estimates = estimate_layouts(layouts[:1], model, batch, Devices(world_size, 2**40))
     devices = Devices(world_size, memory(estimates[0].memory))
-    return suggest_savings(config, given, model, batch, devices, estimates), devices
+    return suggest_savings(finder, batch, devices, estimates), devices
 
 
 @pytest.mark.parametrize(("world_size", "flags", "name"), [(1, (), "one device"), (2, ("--cp_size", "2"), "CP 2")])
@@ -398,7 +399,7 @@ def test_options_that_contradict_the_run_are_not_suggested():
 
 
 @pytest.mark.long
-def test_where_no_option_is_enough_all_that_help_are_named():
+def test_where_no_option_is_enough_all_that_help_are_suggested():
     suggestion, devices = suggest(memory=lambda memory: memory.reserved + memory.adapters)
     assert suggestion.memory.total > devices.memory
     assert "--quantize_base nf4" in suggestion.flags and "int8" not in suggestion.flags

@@ -79,7 +79,7 @@ def test_a_picture_is_drawn_with_long_captions(name):
 
 def test_the_settings_are_checked_with_all_others(tmp_path):
     problems = parse_config(["--max_token_length", "100", "--clip_skip", "0"]).problems
-    assert "--max_token_length: 100: CLIP reads 75, 150 or 225 tokens" in problems
+    assert "--max_token_length: expected 75, 150 or 225, got 100" in problems
     assert any(line.startswith("--clip_skip: ") and "at least 1" in line for line in problems)
 
 

@@ -24,10 +24,10 @@ def config(*flags: str):
     return parse_config([*flags]).config
 
 
-def launched(**said: str) -> World:
+def launched(**variables: str) -> World:
     names = {
         name if name == "ACCELERATE_GRADIENT_CLIPPING" else f"ACCELERATE_DEEPSPEED_{name}": value
-        for name, value in said.items()
+        for name, value in variables.items()
     }
     return replace(TWO, engines=("DeepSpeed",), launcher_variables=names)
 

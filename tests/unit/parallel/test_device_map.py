@@ -44,25 +44,25 @@ def test_weights_are_balanced_or_placed_sequentially():
     model = empty_denoiser("flux")
     size = sum(tensor.nbytes for tensor in model.parameters())
 
-    def held(way: str, free: int) -> list[int]:
+    def count_bytes(preset: str, free: int) -> list[int]:
         found = [0, 0]
-        for _, tensor, number in iter_weight_devices(model, build_device_map(model, DeviceMap(way), [free, free])):
+        for _, tensor, number in iter_weight_devices(model, build_device_map(model, DeviceMap(preset), [free, free])):
             found[number] += tensor.nbytes
         return found
 
-    even, first = held("auto", size), held("sequential", 2 * size)
+    even, first = count_bytes("auto", size), count_bytes("sequential", 2 * size)
     assert sum(even) == sum(first) == size
     assert min(even) > 0.25 * size and first[0] > 0.7 * size
     with pytest.raises(ConfigError, match=r"--device_map sequential: 0\.0 GiB of weights do not fit into 0\.0 \+ 0\.0"):
-        held("sequential", size // 2)
+        count_bytes("sequential", size // 2)
 
 
 @pytest.mark.parametrize(("model", "count"), [*((model, 2) for model in MODELS), ("sdxl", 3), ("flux", 4)])
 def test_inputs_of_every_layer_are_on_its_device(model, count):
     tiny = TINY[model]()
     family, batch, first = FAMILIES.get(tiny.family)(), tiny.batch, torch.device(DEVICE_TYPE, 0)
-    with dispatch_to_fake_devices(tiny.pipe, family.denoiser_name, count) as held:
-        assert len(held) == count
+    with dispatch_to_fake_devices(tiny.pipe, family.denoiser_name, count) as devices:
+        assert len(devices) == count
         moved = replace(
             batch,
             latents=move(first, batch.latents),
@@ -71,9 +71,9 @@ def test_inputs_of_every_layer_are_on_its_device(model, count):
             loss_weights=move(first, batch.loss_weights),
         )
         t = torch.full((len(batch.latents),), 0.5, device=first)
-        said = family.predict(tiny.pipe, getattr(tiny.pipe, family.denoiser_name), moved.latents, t, moved)
-        assert said.device == first and said.shape == batch.latents.shape
-        said.sum().backward()
+        output = family.predict(tiny.pipe, getattr(tiny.pipe, family.denoiser_name), moved.latents, t, moved)
+        assert output.device == first and output.shape == batch.latents.shape
+        output.sum().backward()
         weights = getattr(tiny.pipe, family.denoiser_name).named_parameters()
         reached = {weight.device for name, weight in weights if weight.grad is not None}
         assert reached == {torch.device(DEVICE_TYPE, number) for number in range(count)}
@@ -90,13 +90,15 @@ def test_update_norms_of_several_devices_are_read_in_one_copy():
                 for name, weight in list(module.named_parameters(recurse=False)):
                     fake = torch.empty(weight.shape, device=torch.device(DEVICE_TYPE, number))
                     module.register_parameter(name, nn.Parameter(fake))
-        with pytest.raises(DataDependentOutputException):  # there are no numbers, and nothing else is in the way
+        with pytest.raises(
+            DataDependentOutputException
+        ):  # fake tensors have no data, and nothing fails before they are read
             compute_layer_update_norms(layers)
         assert mode is not None
 
 
 @pytest.mark.parametrize(
-    ("model", "written", "said"),
+    ("model", "written", "expected"),
     [
         (
             "flux",
@@ -111,24 +113,27 @@ def test_update_norms_of_several_devices_are_read_in_one_copy():
         ),
     ],
 )
-def test_a_device_map_that_does_not_match_the_model_is_refused(model, written, said):
+def test_a_device_map_that_does_not_match_the_model_is_refused(model, written, expected):
     (problem,) = validate_device_map(empty_denoiser(model), DeviceMap.parse(written))
-    assert said in problem
+    assert expected in problem
 
 
 @pytest.mark.parametrize(
-    ("written", "said"),
+    ("written", "expected"),
     [
-        ("even", "expected auto, balanced, sequential, or a JSON object"),
+        ("even", "expected auto, balanced, sequential, or JSON such as"),
         ("{}", "expected auto, balanced"),
-        ('{"a": "cpu"}', "'a': 'cpu' is no number of a device (0, 1, ...); for weights in host memory there is"),
-        ('{"a": -1}', "'a': -1 is no number of a device"),
-        ('{"a": true}', "'a': True is no number of a device"),
+        (
+            '{"a": "cpu"}',
+            "'a': expected a device index (0, 1, ...), got 'cpu'; to keep weights in CPU memory, use blocks_to_swap",
+        ),
+        ('{"a": -1}', "'a': expected a device index (0, 1, ...), got -1"),
+        ('{"a": true}', "'a': expected a device index (0, 1, ...), got True"),
     ],
 )
-def test_invalid_device_maps_are_refused(written, said):
+def test_invalid_device_maps_are_refused(written, expected):
     problems = parse_config(["--device_map", written]).problems
-    assert any(said in problem for problem in problems), problems
+    assert any(expected in problem for problem in problems), problems
 
 
 def test_device_maps_are_refused_with_other_engines_and_too_few_devices():
@@ -145,12 +150,12 @@ def test_device_maps_are_refused_with_other_engines_and_too_few_devices():
     assert "and this process sees 1; remove it" in problems("auto", count=1)[0]
     assert "there is no device 2; this process sees devices 0 to 1" in problems('{"": 0, "a": 2}')[0]
     both = parse_config(["--dataset_config", __file__, "--device_map", "auto", "--tp_size", "2", "--fsdp"]).problems
-    told = [f"--device_map: not together with --{other}; take one of the two out" for other in ("tp_size", "fsdp")]
-    assert both == told
+    reported = [f"--device_map: cannot be combined with {other}; remove one of them" for other in ("tp_size", "fsdp")]
+    assert both == reported
 
 
 def train_with_device_map_on_cpu(*flags: str) -> str:
-    """Training with a map of two devices, both of which are this processor; every hook is there."""
+    """Train with a device map of two devices that are both the CPU, with all dispatch hooks."""
     from library.distributed import preflight
     from library.parallel import device_map
     from library.training import metrics
@@ -191,8 +196,8 @@ def test_training_and_previews_with_a_device_map_equal_those_without(model, writ
     )
     assert difference(load_file(one), load_file(two)) == 0.0
     lines = map(json.loads, (tmp_path / "two" / "lora.metrics.jsonl").read_text().splitlines())
-    told = {line["memory/peak_gb"] for line in lines if "memory/peak_gb" in line}
-    assert told == {7}, "the device that held the most is told"
+    reported = {line["memory/peak_gb"] for line in lines if "memory/peak_gb" in line}
+    assert reported == {7}, "the device with the largest peak is reported"
     drawn = [[path.read_bytes() for path in (tmp_path / name / "sample").glob("*.png")] for name in ("one", "two")]
     assert drawn[0] == drawn[1] and len(drawn[0]) == more.count("--sample_at_first")
 

@@ -46,9 +46,9 @@ def config(*flags: str):
     return parse_config([*flags]).config
 
 
-def launched(**said: str) -> World:
-    engines = ("FSDP", "a parallelism config") if any(name.startswith("PARA") for name in said) else ("FSDP",)
-    return replace(FOUR, engines=engines, launcher_variables={**EXPORTED, **said})
+def launched(**variables: str) -> World:
+    engines = ("FSDP", "a parallelism config") if any(name.startswith("PARA") for name in variables) else ("FSDP",)
+    return replace(FOUR, engines=engines, launcher_variables={**EXPORTED, **variables})
 
 
 @pytest.mark.parametrize(

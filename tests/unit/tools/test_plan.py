@@ -1,4 +1,4 @@
-"""``python -m library plan`` says what a run would do, as text, as JSON and as a sheet of pictures."""
+"""``python -m library plan`` prints the plan of a run as text, as JSON and as a contact sheet."""
 
 import io
 import json
@@ -32,12 +32,12 @@ def plan(*words, cwd=ROOT):
     )
 
 
-def plan_beside_torch(*words) -> tuple[int, str, str]:
-    """Exit code, answer and messages, from a process that need not import torch first."""
-    return on_ranks(1, _planned, *map(str, words))[0]
+def run_plan_in_process(*words) -> tuple[int, str, str]:
+    """Run the tool in a forked process that has torch imported; return exit code, stdout and stderr."""
+    return on_ranks(1, _run_plan, *map(str, words))[0]
 
 
-def _planned(*words: str) -> tuple[int, str, str]:
+def _run_plan(*words: str) -> tuple[int, str, str]:
     from library.cli import run_tool
 
     with redirect_stdout(io.StringIO()) as answer, redirect_stderr(io.StringIO()) as messages:
@@ -45,15 +45,15 @@ def _planned(*words: str) -> tuple[int, str, str]:
     return code, answer.getvalue(), messages.getvalue()
 
 
-def as_json(*words):
+def run_plan_as_json(*words):
     done = plan(*words, "--json")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 @pytest.fixture
-def pictures(tmp_path) -> list[str]:
-    """Two datasets with pictures of many shapes, one of them turned by EXIF, and repeats; as options."""
+def dataset(tmp_path) -> list[str]:
+    """Options of a run with two datasets of images of many sizes, one rotated by EXIF, and repeats."""
     draw = np.random.default_rng(3)
     shapes = {
         "a": [(200, 90), (80, 80), (70, 160), (90, 90), (120, 80), (64, 64), (130, 60)],
@@ -78,11 +78,12 @@ def pictures(tmp_path) -> list[str]:
     return ["--dataset_config", str(tmp_path / "set.toml")]
 
 
-def of_a_run(options: list[str], ranks: int):
-    """The pictures and the plan as training makes them."""
+def prepare_run(options: list[str], world_size: int):
+    """Prepare dataset and plan as training does."""
     config = parse_config(options).require_valid()
     prepared = prepare_data(config.data, detect_model(None).size_multiple)
-    return prepared, RunPlan.from_config(prepared.build_batch_plan(ranks, config.train), config.train, config.optim)
+    batch_plan = prepared.build_batch_plan(world_size, config.train)
+    return prepared, RunPlan.from_config(batch_plan, config.train, config.optim)
 
 
 @pytest.mark.parametrize("golden", sorted(GOLDEN.glob("*.json")), ids=lambda path: path.stem)
@@ -99,18 +100,18 @@ def test_resolve_only_prints_the_values_of_sd_scripts_without_any_folder(golden:
 
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("length", [["--max_train_epochs", "5"], ["--max_train_steps", "17"]])
-def test_the_steps_are_those_of_a_run_on_as_many_processes(pictures, ranks, length):
-    options = [*pictures, *length, "--gradient_accumulation_steps", "2", "--seed", "5"]
-    said = as_json(*options, "--world_size", ranks)
-    _, run = of_a_run(options, ranks)
-    assert said["ranks"] == ranks == run.batch_plan.dp_size and said["gradient_accumulation_steps"] == 2
-    assert (said["steps"], said["epochs"]) == (run.steps, run.num_epochs)
-    assert said["steps_per_epoch"] == run.batch_plan.steps_per_epoch
-    assert said["micro_batches_per_epoch"] == run.batch_plan.micro_batches_per_epoch
-    assert said["samples_per_epoch"] == 7 * 3 + 2 and said["pictures_per_epoch"] == 9
+def test_the_steps_are_those_of_a_run_on_as_many_processes(dataset, ranks, length):
+    options = [*dataset, *length, "--gradient_accumulation_steps", "2", "--seed", "5"]
+    plan_json = run_plan_as_json(*options, "--world_size", ranks)
+    _, run = prepare_run(options, ranks)
+    assert plan_json["ranks"] == ranks == run.batch_plan.dp_size and plan_json["gradient_accumulation_steps"] == 2
+    assert (plan_json["steps"], plan_json["epochs"]) == (run.steps, run.num_epochs)
+    assert plan_json["steps_per_epoch"] == run.batch_plan.steps_per_epoch
+    assert plan_json["micro_batches_per_epoch"] == run.batch_plan.micro_batches_per_epoch
+    assert plan_json["samples_per_epoch"] == 7 * 3 + 2 and plan_json["pictures_per_epoch"] == 9
     shown = [run.batch_plan.get_micro_batch(position) for position in range(run.batch_plan.micro_batches_per_epoch)]
-    assert said["padding_per_epoch"] == sum(batch.is_real.count(False) for batch in shown)
-    buckets = [bucket for dataset in said["datasets"] for bucket in dataset["buckets"]]
+    assert plan_json["padding_per_epoch"] == sum(batch.is_real.count(False) for batch in shown)
+    buckets = [bucket for dataset in plan_json["datasets"] for bucket in dataset["buckets"]]
     for index, bucket in enumerate(buckets):
         mine = [batch for batch in shown if batch.bucket_index == index]
         assert bucket["size"] == list(run.batch_plan.buckets[index].resolution)
@@ -120,18 +121,18 @@ def test_the_steps_are_those_of_a_run_on_as_many_processes(pictures, ranks, leng
         assert bucket["remainder"] == bucket["samples"] % (bucket["batch_size"] * ranks * 2)
 
 
-def test_every_picture_is_listed_as_it_is_trained(pictures):
-    said = as_json(*pictures)
-    prepared, _ = of_a_run(pictures, 1)
-    listed = [sample for dataset in said["datasets"] for sample in dataset["samples"]]
+def test_every_image_is_listed_as_it_is_trained(dataset):
+    plan_json = run_plan_as_json(*dataset)
+    prepared, _ = prepare_run(dataset, 1)
+    listed = [sample for dataset in plan_json["datasets"] for sample in dataset["samples"]]
     assert len(listed) == 9
     for sample, placement, item in zip(prepared.manifest.samples, prepared.assignments, listed, strict=True):
         assert item["image"] == str(sample.image) and item["caption"] == sample.caption
         assert item["repeats"] == (3, 1)[sample.dataset_index]
         assert (item["bucket"], item["resized"]) == (list(placement.bucket_resolution), list(placement.resized_size))
         assert item["crop"] == (None if sample.dataset_index == 1 else list(placement.crop_left_top))
-    assert listed[0]["size"] == [90, 200] and listed[0]["caption"] == "a 0 猫"  # turned by EXIF
-    first = said["datasets"][0]
+    assert listed[0]["size"] == [90, 200] and listed[0]["caption"] == "a 0 猫"  # rotated by EXIF
+    first = plan_json["datasets"][0]
     assert first["resolved"]["params"]["resolution"] == [64, 64] and first["bucket_mode"] == "kohya"
     for bucket in first["buckets"]:
         members = [sample for sample in first["samples"] if sample["bucket"] == bucket["size"]]
@@ -141,7 +142,7 @@ def test_every_picture_is_listed_as_it_is_trained(pictures):
         assert bucket["crop_loss"]["mean"] == pytest.approx(sum(losses.values()) / len(losses))
 
 
-def test_all_mistakes_are_told_together_those_of_the_tool_and_those_of_training(tmp_path):
+def test_problems_of_tool_and_training_options_are_reported_together(tmp_path):
     done = plan(
         "--jsn",
         "--resolve-only",
@@ -163,11 +164,11 @@ def test_all_mistakes_are_told_together_those_of_the_tool_and_those_of_training(
         "--json: takes no value, got '1'",
         "--jsn: unknown option",
         "--resolve-only: unknown option",
-        "--world_size: 0 is too small",
+        "--world_size: must be at least 1, got 0",
         "--preveiw: unknown option",
-        "--preview_limit: there is no preview",
+        "--preview_limit: no effect without --preview",
         "--network_dimm: unknown option",
-        "--resume_from_huggingface: not yet: states of runs on the hub",
+        "--resume_from_huggingface: not yet: training states on the hub",
         "--learning_rate: expected a number, got 'fast'",
         "--dataset_config: missing",
     ]
@@ -175,13 +176,13 @@ def test_all_mistakes_are_told_together_those_of_the_tool_and_those_of_training(
         assert f"did you mean {right}" in done.stderr
 
 
-def test_mistakes_in_the_dataset_file_are_told_with_those_of_the_options(pictures, tmp_path):
+def test_problems_of_the_dataset_file_are_reported_with_those_of_options(dataset, tmp_path):
     text = (tmp_path / "set.toml").read_text(encoding="utf-8").replace("batch_size = 2", "batch_sise = 2")
     (tmp_path / "set.toml").write_text(text.replace("/b'", "/c'"), encoding="utf-8")
-    done = plan(*pictures, "--network_dim", "0", "--world_size", "two")
+    done = plan(*dataset, "--network_dim", "0", "--world_size", "two")
     assert [line.strip().partition(";")[0] for line in done.stderr.splitlines()[1:]] == [
-        "--world_size: expected a whole number, got 'two'",
-        "--network_dim: 0 is too small",
+        "--world_size: expected an integer, got 'two'",
+        "--network_dim: must be at least 1, got 0",
         f"{tmp_path}/set.toml:8: batch_sise: unknown key",
         f"{tmp_path}/set.toml:15: image_dir: '{tmp_path}/c' not found",
     ]
@@ -190,30 +191,30 @@ def test_mistakes_in_the_dataset_file_are_told_with_those_of_the_options(picture
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["--resolve_only"], "--resolve_only: is told as JSON; add --json"),
-        (["--resolve_only", "--json", "--preview", "x.png"], "--preview: needs the pictures"),
-        (["--resolve_only", "--json", "--world_size", "2"], "--world_size: means nothing to --resolve_only"),
-        (["--preview", "x.tiff"], "--preview: x.tiff: expected a file that ends in .png"),
-        (["--preview", "nowhere/x.png"], "nowhere is no folder; make it first"),
-        (["--preview", "a/x.png"], "--preview: a/x.png lies among the pictures"),
-        (["--preview", "deep/s/x.png"], "--preview: deep/s/x.png lies among the pictures"),
+        (["--resolve_only"], "--resolve_only: prints JSON only; add --json"),
+        (["--resolve_only", "--json", "--preview", "x.png"], "--preview: needs the images"),
+        (["--resolve_only", "--json", "--world_size", "2"], "--world_size: no effect with --resolve_only"),
+        (["--preview", "x.tiff"], "--preview: x.tiff: expected a file name ending in .png"),
+        (["--preview", "nowhere/x.png"], "nowhere: no such folder"),
+        (["--preview", "a/x.png"], "--preview: a/x.png is in an image folder"),
+        (["--preview", "deep/s/x.png"], "--preview: deep/s/x.png is in an image folder"),
         (["--preview"], "--preview: expects a value"),
-        (["--discrete_flow_shift", "3"], "--discrete_flow_shift: means nothing for Stable Diffusion 1"),
+        (["--discrete_flow_shift", "3"], "--discrete_flow_shift: not applicable to Stable Diffusion 1"),
         (["--pretrained_model_name_or_path", "nowhere.safetensors"], "nowhere.safetensors"),
         (["--bucket_max_crop", "0.5"], "--bucket_max_crop (for {folder}/set.toml:6): needs bucket_mode symmetric"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused_before_pictures_are_looked_at(pictures, tmp_path, words, problem):
-    (tmp_path / "a" / "0.png").write_bytes(b"would be told, too")
+def test_contradicting_options_are_rejected_before_images_are_scanned(dataset, tmp_path, words, problem):
+    (tmp_path / "a" / "0.png").write_bytes(b"would be reported, too")
     (tmp_path / "deep" / "s").mkdir(parents=True)
     with (tmp_path / "set.toml").open("a", encoding="utf-8") as file:
         file.write(f"[[datasets.subsets]]\nimage_dir = '{tmp_path}/deep'\nrecursive = true\n")
-    done = plan(*pictures, *words, cwd=tmp_path)
+    done = plan(*dataset, *words, cwd=tmp_path)
     assert done.returncode == 2 and problem.format(folder=tmp_path) in done.stderr, done.stderr
     assert "0.png" not in done.stderr
 
 
-def test_names_that_are_no_text_are_told_all_the_same(tmp_path):
+def test_file_names_that_are_not_utf8_are_printed_escaped(tmp_path):
     (tmp_path / "a").mkdir()
     Image.new("RGB", (64, 64)).save(tmp_path / "a" / "猫.png")
     (tmp_path / "a" / "猫.png").rename(os.fsdecode(os.fsencode(tmp_path / "a") + b"/\xff.png"))
@@ -224,17 +225,17 @@ def test_names_that_are_no_text_are_told_all_the_same(tmp_path):
     assert done.returncode == 0 and "using an empty caption: \\udcff.png" in done.stdout, done.stderr
 
 
-def test_keys_beyond_sd_scripts_are_resolved_beside_its_values(pictures, tmp_path):
+def test_keys_that_sd_scripts_lacks_are_listed_separately(dataset, tmp_path):
     text = (tmp_path / "set.toml").read_text(encoding="utf-8").replace("[general]\n", "[general]\nweight = 1\n")
     (tmp_path / "set.toml").write_text(text + "recursive = true\n", encoding="utf-8")
-    words = ["--resolve_only", "--json", *pictures]
+    words = ["--resolve_only", "--json", *dataset]
     first, second = json.loads(plan(*words).stdout)["datasets"]
     assert first["beyond"] == {"weight": 1.0} and second["beyond"]["subsets"] == [{"recursive": True}]
     assert "weight" not in first["resolved"]["params"] and "recursive" not in second["resolved"]["subsets"][0]
-    said = as_json(*pictures)
-    assert [dataset["beyond"] for dataset in said["datasets"]] == [first["beyond"], second["beyond"]]
-    assert {sample["repeats"] for sample in said["datasets"][1]["samples"]} == {7 * 3 / 2}
-    assert said["samples_per_epoch"] == 2 * 7 * 3
+    plan_json = run_plan_as_json(*dataset)
+    assert [dataset["beyond"] for dataset in plan_json["datasets"]] == [first["beyond"], second["beyond"]]
+    assert {sample["repeats"] for sample in plan_json["datasets"][1]["samples"]} == {7 * 3 / 2}
+    assert plan_json["samples_per_epoch"] == 2 * 7 * 3
 
 
 def test_help_names_the_options_of_the_tool():
@@ -244,7 +245,7 @@ def test_help_names_the_options_of_the_tool():
         assert name in done.stdout
 
 
-def test_nothing_heavy_is_imported_for_resolving():
+def test_resolve_only_imports_neither_torch_nor_pillow():
     script = (
         "import sys; from library.tools import TOOLS; TOOLS['plan'][1](sys.argv[1:]);"
         "print([name for name in ('torch', 'PIL', 'diffusers', 'accelerate') if name in sys.modules])"
@@ -254,29 +255,29 @@ def test_nothing_heavy_is_imported_for_resolving():
     assert done.stdout.strip() == "[]", done.stderr
 
 
-def test_looking_at_pictures_needs_no_torch(pictures, tmp_path):
+def test_planning_does_not_import_torch(dataset, tmp_path):
     script = (
         "import sys; from library.tools import TOOLS; TOOLS['plan'][1](sys.argv[1:]); print('torch' in sys.modules)"
     )
-    words = [*pictures, "--json", "--preview", str(tmp_path / "x.png")]
+    words = [*dataset, "--json", "--preview", str(tmp_path / "x.png")]
     done = subprocess.run([sys.executable, "-c", script, *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "False", done.stderr
 
 
-def test_the_preview_shows_each_picture_as_the_model_sees_it(pictures, tmp_path):
-    done = plan(*pictures, "--preview", tmp_path / "sheet.png")
+def test_the_contact_sheet_shows_each_image_as_it_is_trained(dataset, tmp_path):
+    done = plan(*dataset, "--preview", tmp_path / "sheet.png")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == f"contact sheet: {tmp_path}/sheet.png, 9 of 9 pictures"
     sheet = np.asarray(Image.open(tmp_path / "sheet.png"))
-    prepared, _ = of_a_run(pictures, 1)
+    prepared, _ = prepare_run(dataset, 1)
     for sample, placement in zip(prepared.manifest.samples, prepared.assignments, strict=True):
         pixels = resize_and_crop(load_rgb_image(sample.image), placement, placement.crop_left_top, None)
         scale = 2 if placement.bucket_resolution[0] * placement.bucket_resolution[1] > 4600 else 3
         wanted = pixels.repeat(scale, axis=0).repeat(scale, axis=1)
-        assert is_in(wanted, sheet), (sample.key, placement)
+        assert contains_image(sheet, wanted), (sample.key, placement)
 
 
-def test_masks_are_listed_counted_and_seen(tmp_path):
+def test_masks_are_listed_counted_and_drawn(tmp_path):
     pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
     mask = np.zeros((64, 64), np.uint8)
     mask[:16] = 255
@@ -286,50 +287,50 @@ def test_masks_are_listed_counted_and_seen(tmp_path):
     text = f"image_dir = '{tmp_path}/p'\nconditioning_data_dir = '{tmp_path}/m'\n"
     (tmp_path / "set.toml").write_text(f"[[datasets]]\nresolution = 64\n[[datasets.subsets]]\n{text}")
     words = ["--dataset_config", tmp_path / "set.toml", "--masked_loss"]
-    (sample,) = as_json(*words)["datasets"][0]["samples"]
+    (sample,) = run_plan_as_json(*words)["datasets"][0]["samples"]
     assert sample["mask"] == {"image": f"{tmp_path}/m/1.png", "is_alpha": False, "share": 0.25}
     done = plan(*words, "--preview", tmp_path / "sheet.png")
     assert f"dataset 1, {tmp_path}/p: 1 image x 1 repeats = 1 per epoch" in done.stdout
     assert ", masks 1/1" in done.stdout
     wanted = overlay_mask(pixels, mask).repeat(3, axis=0).repeat(3, axis=1)
-    assert is_in(wanted, np.asarray(Image.open(tmp_path / "sheet.png")))
+    assert contains_image(np.asarray(Image.open(tmp_path / "sheet.png")), wanted)
     without = plan("--dataset_config", tmp_path / "set.toml")
     assert without.returncode == 2 and "a folder of masks needs --masked_loss" in without.stderr
 
 
-def is_in(part: np.ndarray, whole: np.ndarray) -> bool:
-    height, width = part.shape[:2]
-    corners = np.argwhere((whole[:-height, :-width] == part[0, 0]).all(axis=-1))
-    return any(np.array_equal(whole[y : y + height, x : x + width], part) for y, x in corners)
+def contains_image(sheet: np.ndarray, image: np.ndarray) -> bool:
+    height, width = image.shape[:2]
+    corners = np.argwhere((sheet[:-height, :-width] == image[0, 0]).all(axis=-1))
+    return any(np.array_equal(sheet[y : y + height, x : x + width], image) for y, x in corners)
 
 
-def test_messages_go_beside_what_was_asked_for(pictures, tmp_path):
+def test_log_messages_go_to_stderr(dataset, tmp_path):
     (tmp_path / "a" / ".cache-lorikeet" / "scan").mkdir(parents=True)
     (tmp_path / "a" / ".cache-lorikeet" / "scan" / "images.json").write_text("torn")
-    done = plan(*pictures, "--json")
+    done = plan(*dataset, "--json")
     assert f"{tmp_path}/a/.cache-lorikeet/scan/images.json is damaged" in done.stderr
     assert len(json.loads(done.stdout)["datasets"]) == 2
-    assert plan(*pictures, "--json").stderr == ""
+    assert plan(*dataset, "--json").stderr == ""
 
 
-def test_layouts_that_fit_are_listed_fastest_first_and_others_with_the_memory_they_lack(pictures):
-    devices = [*pictures, "--world_size", "2", "--gpu_memory"]
-    code, answer, messages = plan_beside_torch(*devices, "24GB", "--json")
+def test_layouts_that_fit_are_listed_fastest_first_and_others_with_the_memory_they_lack(dataset):
+    devices = [*dataset, "--world_size", "2", "--gpu_memory"]
+    code, answer, messages = run_plan_in_process(*devices, "24GB", "--json")
     assert code == 0, messages
-    said = json.loads(answer)
-    assert said["gpu_memory"] == 24 * 2**30 and "suggestion" not in said
+    plan_json = json.loads(answer)
+    assert plan_json["gpu_memory"] == 24 * 2**30 and "suggestion" not in plan_json
     assert "estimating memory: step 1 of 2 on the meta device" in messages
-    assert {layout["layout"]: layout["options"] for layout in said["layouts"]}["FSDP 2"] == "--fsdp"
-    speeds = [layout["relative_speed"] for layout in said["layouts"]]
+    assert {layout["layout"]: layout["options"] for layout in plan_json["layouts"]}["FSDP 2"] == "--fsdp"
+    speeds = [layout["relative_speed"] for layout in plan_json["layouts"]]
     assert speeds == sorted(speeds, reverse=True) and speeds[0] == 1
-    for layout in said["layouts"]:
+    for layout in plan_json["layouts"]:
         assert layout["fits"] and layout["bytes"].pop("total") == sum(layout["bytes"].values())
 
-    _, answer, _ = plan_beside_torch(*devices, "24GB", "--device_map", "auto", "--json")
-    said = json.loads(answer)
-    assert [layout["layout"] for layout in said["layouts"]] == ["device map 2"] and said["ranks"] == 1
+    _, answer, _ = run_plan_in_process(*devices, "24GB", "--device_map", "auto", "--json")
+    plan_json = json.loads(answer)
+    assert [layout["layout"] for layout in plan_json["layouts"]] == ["device map 2"] and plan_json["ranks"] == 1
 
-    code, answer, messages = plan_beside_torch(*devices, "700MB")
+    code, answer, messages = run_plan_in_process(*devices, "700MB")
     assert code == 0, messages
     lines = answer.splitlines()
     assert "2 x 0.6836 GB, mixed_precision no, largest micro-batch 2 x 64x64" in lines
@@ -337,16 +338,16 @@ def test_layouts_that_fit_are_listed_fastest_first_and_others_with_the_memory_th
     assert lines[-1].startswith("nothing fits, and no option would change that")
 
 
-def test_sizes_and_speeds_of_devices_are_read_and_belong_together(pictures):
-    done = plan(*pictures, "--gpu_memory", "lots", "--link_speed", "0")
-    assert "--gpu_memory: expected the size of a device's memory, such as 24GB or 512MB" in done.stderr
-    assert "--link_speed: 0.0 is too small" in done.stderr
-    done = plan(*pictures, "--link_speed", "50")
+def test_sizes_and_speeds_of_devices_are_read_and_belong_together(dataset):
+    done = plan(*dataset, "--gpu_memory", "lots", "--link_speed", "0")
+    assert "--gpu_memory: expected a memory size, such as 24GB or 512MB" in done.stderr
+    assert "--link_speed: must be at least 0.001, got 0.0" in done.stderr
+    done = plan(*dataset, "--link_speed", "50")
     assert done.returncode == 2 and "--link_speed: no effect without --gpu_memory" in done.stderr
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "problem"),
     [
         (
             ("--world_size", "3", "--pp_size", "2"),
@@ -354,7 +355,7 @@ def test_sizes_and_speeds_of_devices_are_read_and_belong_together(pictures):
         ),
         (
             ("--optimizer_type", "torch.optim.LBFGS", "--gpu_memory", "24GB"),
-            "its step wants closure, since it computes",
+            "its step() requires closure: it evaluates",
         ),
         (("--gpu_memory", "24GB", "--cp_size", "2"), "--cp_size 2: the world size 1 is not a multiple of 2"),
         (
@@ -367,6 +368,6 @@ def test_sizes_and_speeds_of_devices_are_read_and_belong_together(pictures):
         ),
     ],
 )
-def test_what_training_would_refuse_is_not_planned(pictures, words, said):
-    code, _, messages = plan_beside_torch(*pictures, *words)
-    assert code == 2 and said in " ".join(messages.split())
+def test_settings_that_training_rejects_are_not_planned(dataset, words, problem):
+    code, _, messages = run_plan_in_process(*dataset, *words)
+    assert code == 2 and problem in " ".join(messages.split())

@@ -103,6 +103,6 @@ def test_what_cannot_be_sent_is_told_and_nothing_else_happens(hub, refuses, tmp_
 
 def test_options_without_a_repository_and_names_that_are_none_are_told():
     problems = " ".join(parse_config(["--async_upload", "--huggingface_repo_type", "model"]).problems)
-    assert "async_upload" in problems and "nothing is sent anywhere" in problems
+    assert "async_upload" in problems and "no effect without huggingface_repo_id" in problems
     problems = " ".join(parse_config(["--huggingface_repo_id", "a/b/c", "--huggingface_path_in_repo", "../x"]).problems)
-    assert "is no repository of the hub; write OWNER/NAME" in problems and "leads out of the repository" in problems
+    assert "is not a repository id; expected OWNER/NAME" in problems and "outside the repository" in problems

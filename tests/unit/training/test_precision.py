@@ -146,7 +146,7 @@ def test_half_adapters_train_alike_on_two_ranks_and_near_whole_ones(even, tmp_pa
 
 def test_half_adapters_without_half_computation_are_refused(even, tmp_path):
     assert parse_config([*DATA, "--full_bf16", "--mixed_precision", "no"]).problems == [
-        "--full_bf16: needs mixed_precision bf16, and it is no"
+        "--full_bf16: needs mixed_precision bf16, not no"
     ]
-    with pytest.raises(AssertionError, match="--full_bf16: needs mixed_precision bf16, and it is no"):
+    with pytest.raises(AssertionError, match="--full_bf16: needs mixed_precision bf16, not no"):
         on_ranks(1, train, "--dataset_config", str(even), "--output_dir", str(tmp_path), "--full_bf16")

@@ -36,7 +36,9 @@ def measured(task, *batches):
     micro, first = [], 5
     for batch in batches:
         count = len(batch)
-        micro.append(MicroBatch(0, 0, tuple(range(first, first + count)), (0,) * count, (True,) * count, batch.global_positions))
+        micro.append(
+            MicroBatch(0, 0, tuple(range(first, first + count)), (0,) * count, (True,) * count, batch.global_positions)
+        )
         first += count
     fixed = ValidationBatches((Bucket((WIDTH, HEIGHT), (), (), 1),), tuple(micro))
     run = SimpleNamespace(strategy=SingleProcess(), task=task, model=task.denoiser)
