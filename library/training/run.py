@@ -119,9 +119,8 @@ def _prepare_and_train(
     encoders = EncoderLoader(strategy, family, detected, config.model, config.cache)
     prepared, latents = cache_latents(encoders, prepared)
     if len(prepared.manifest.samples) < pictures:
-        plan = RunPlan.from_config(
-            prepared.build_batch_plan(strategy.data_parallel_size, config.train), config.train, config.optim
-        )
+        batch_plan = prepared.build_batch_plan(strategy.data_parallel_size, config.train)
+        plan = RunPlan.from_config(batch_plan, config.train, config.optim)
     texts = cache_text_encoder_outputs(encoders, prepared, plan, prompts)
     pipe = load_training_pipeline(config, strategy, family, detected, CacheReaders(latents, texts), prompts)
     merge_base_weights(pipe, starts)
