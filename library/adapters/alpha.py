@@ -1,4 +1,4 @@
-"""Alpha multiplied into an update, for files that hold none, and taken out of it again."""
+"""Fold alpha / rank into an update, for files without alphas (diffusers), and unfold it exactly."""
 
 import json
 from collections import Counter
@@ -12,26 +12,23 @@ from ..errors import UserError
 from .state_dict import UP, ModuleUpdate
 
 ALPHAS_KEY = "lorikeet.alphas"
-"""Metadata of a file without alphas: what they were, by module; ``*`` stands for all others."""
-
+"""Metadata key: the alphas that were folded, by module; ``*`` is the default."""
 
 WIDENED_DTYPE_KEY = "lorikeet.widened"
-"""Metadata: the precision of tensors that are float32 in the file because alpha / rank cannot be undone otherwise."""
-
+"""Metadata key: the original dtype of tensors that are float32 in the file, where folding would lose precision."""
 
 ALPHA_DTYPE_KEY = "lorikeet.alpha_dtype"
-"""Metadata: the precision that the alphas had."""
-
+"""Metadata key: the dtype of the alphas."""
 
 ALPHA_METADATA_KEYS = (ALPHAS_KEY, WIDENED_DTYPE_KEY, ALPHA_DTYPE_KEY)
 
 
 _SCALED_TENSORS = (UP, "lokr_w1", "lokr_w1_a", "hada_w1_a")
-"""What alpha / rank is multiplied into."""
+"""The tensor that alpha / rank is folded into."""
 
 
 def fold_alpha(update: ModuleUpdate) -> ModuleUpdate:
-    """The same update with alpha equal to its rank."""
+    """Return the same update with alpha equal to its rank."""
     name = _find_scaled_tensor(update)
     if name is None or update.scale == 1:
         return replace(update, alpha=float(update.rank))
@@ -40,7 +37,7 @@ def fold_alpha(update: ModuleUpdate) -> ModuleUpdate:
 
 
 def change_alpha(update: ModuleUpdate, alpha: float) -> ModuleUpdate:
-    """The same update for another alpha; kinds that have none stay as they are."""
+    """Return the same update with another alpha; adapter types without alpha are unchanged."""
     name = _find_scaled_tensor(update)
     if name is None or alpha == update.alpha:
         return update
@@ -48,33 +45,33 @@ def change_alpha(update: ModuleUpdate, alpha: float) -> ModuleUpdate:
 
 
 def is_fold_exact(update: ModuleUpdate) -> bool:
-    """Whether ``unfolded`` finds every bit of the update again."""
-    name, after = _find_scaled_tensor(update), fold_alpha(update)
+    """Whether ``unfold_alphas`` restores every bit of the update."""
+    name, folded = _find_scaled_tensor(update), fold_alpha(update)
     if name is None:
         return True
     tensor = update.tensors[name]
-    return torch.equal(_unscale_tensor(after.tensors[name], update.scale, tensor.dtype), tensor)
+    return torch.equal(_unscale_tensor(folded.tensors[name], update.scale, tensor.dtype), tensor)
 
 
 def build_alpha_metadata(
     updates: Mapping[str, ModuleUpdate], alpha_dtype: torch.dtype = torch.float32
 ) -> dict[str, str]:
-    """The metadata that ``unfolded`` and ``alpha_dtype_told`` need."""
-    found = {}
+    """Build the metadata that ``unfold_alphas`` and ``read_alpha_dtype`` need."""
+    metadata = {}
     if alpha_dtype != torch.float32:
-        found[ALPHA_DTYPE_KEY] = _format_dtype(alpha_dtype)
+        metadata[ALPHA_DTYPE_KEY] = _format_dtype(alpha_dtype)
     if any(update.scale != 1 and _find_scaled_tensor(update) is not None for update in updates.values()):
-        usual, _ = Counter(update.alpha for update in updates.values()).most_common(1)[0]
-        alphas = {"*": usual, **{module: update.alpha for module, update in updates.items() if update.alpha != usual}}
-        found[ALPHAS_KEY] = json.dumps(alphas)
+        default, _ = Counter(update.alpha for update in updates.values()).most_common(1)[0]
+        others = {module: update.alpha for module, update in updates.items() if update.alpha != default}
+        metadata[ALPHAS_KEY] = json.dumps({"*": default, **others})
         half = {tensor.dtype for update in updates.values() for tensor in update.tensors.values()} - {torch.float32}
         if len(half) == 1:
-            found[WIDENED_DTYPE_KEY] = _format_dtype(half.pop())
-    return found
+            metadata[WIDENED_DTYPE_KEY] = _format_dtype(half.pop())
+    return metadata
 
 
 def read_alpha_dtype(metadata: Mapping[str, str]) -> torch.dtype:
-    """The precision in which the alphas were written before."""
+    """The dtype that the alphas had before folding."""
     dtype = getattr(torch, metadata.get(ALPHA_DTYPE_KEY, "float32"), None)
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
@@ -84,14 +81,14 @@ def _format_dtype(dtype: torch.dtype) -> str:
 
 
 def unfold_alphas(updates: Mapping[str, ModuleUpdate], metadata: Mapping[str, str]) -> dict[str, ModuleUpdate]:
-    """The updates with the alphas that the metadata tells; what they do stays the same whatever it tells."""
+    """Restore the alphas from the metadata; the effect of the updates does not change, whatever it contains."""
     if ALPHAS_KEY not in metadata:
         return dict(updates)
     try:
         alphas = {str(module): float(alpha) for module, alpha in json.loads(metadata[ALPHAS_KEY]).items()}
         narrow = getattr(torch, metadata.get(WIDENED_DTYPE_KEY, "float32"))
     except (ValueError, AttributeError, TypeError):
-        raise UserError(f"its metadata {ALPHAS_KEY} cannot be read: {metadata[ALPHAS_KEY][:60]}") from None
+        raise UserError(f"invalid metadata {ALPHAS_KEY}: {metadata[ALPHAS_KEY][:60]}") from None
     return {
         module: _unfold_alpha(update, alphas.get(module, alphas.get("*")), narrow) for module, update in updates.items()
     }
@@ -111,10 +108,10 @@ def _find_scaled_tensor(update: ModuleUpdate) -> str | None:
 
 
 def _scale_tensor(tensor: Tensor, scale: float) -> Tensor:
-    """In the tensor's own precision where nothing is lost by it, otherwise in float32."""
+    """Scale in the tensor's dtype if that can be undone exactly, otherwise in float32."""
     product = tensor.double() * scale
-    same = product.to(tensor.dtype)
-    return same if torch.equal(_unscale_tensor(same, scale, tensor.dtype), tensor) else product.float()
+    narrow = product.to(tensor.dtype)
+    return narrow if torch.equal(_unscale_tensor(narrow, scale, tensor.dtype), tensor) else product.float()
 
 
 def _unscale_tensor(product: Tensor, scale: float, dtype: torch.dtype) -> Tensor:

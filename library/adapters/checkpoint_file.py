@@ -1,4 +1,4 @@
-"""Whether a file does in each layer what the adapter in memory does there."""
+"""Write LoRA files atomically, and verify them: their tensors, their keys, and their effect in each layer."""
 
 import os
 from collections import OrderedDict
@@ -21,21 +21,21 @@ from .key_names import find_wrapper_names
 from .state_dict import ALPHA, COMFY_SUFFIXES, DOWN, KOHYA_SUFFIXES, PEFT_SUFFIXES, UP, ModuleUpdate, parse_tensor_key
 
 UPDATE_TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-"""How far the update of a layer may be off, as a share of itself, in a file of this precision."""
+"""Tolerated relative error of a layer's update in a file of this dtype."""
 
 
 @torch.no_grad()
 def compare_file_with_model(
     model: nn.Module, contents: AdapterFileContents, alphas: Mapping[str, float]
 ) -> Iterator[str]:
-    """Run each layer on one input, with the weights in memory and with those of the file; say where they differ.
+    """Run each layer on a random input with the weights in memory and with those of the file; yield differences.
 
-    ``trained`` holds the parts of the pipeline as its children, not in training; it is afterwards as it was.
+    ``model`` has the pipeline's components as children and is in eval mode; its weights are restored afterwards.
     """
-    parameters = {name: parameter for name, parameter in lora.iter_adapter_parameters(model)}
+    parameters = dict(lora.iter_adapter_parameters(model))
     ups = {module: parameters.get(f"{module}.{PEFT_SUFFIXES[UP]}") for module in alphas}
     for module in sorted(alphas.keys() ^ contents.alphas.keys()):
-        # What does nothing cannot be told from what is not there, in a file that has one LoRA for several modules.
+        # In files with fused modules, a part whose update is zero is the same as a missing one.
         if module not in alphas or (up := ups[module]) is None or bool(up.any()):
             yield f"{module} is {'missing' if module in alphas else 'not trained'}"
     common = [module for module in alphas if module in contents.alphas]
@@ -44,62 +44,61 @@ def compare_file_with_model(
         for module in common
         if abs(contents.alphas[module] - alphas[module]) > 1e-6 * alphas[module]
     )
-    if strangers := sorted(contents.state_dict.keys() - parameters.keys()):
-        yield f"{strangers[0]} is not trained"
+    if unexpected := sorted(contents.state_dict.keys() - parameters.keys()):
+        yield f"{unexpected[0]} is not trained"
         return
     before = {module: _run_layer(model.get_submodule(module)) for module in common}
-    kept = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    backup = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     try:
         for name, tensor in contents.state_dict.items():
             parameters[name].copy_(tensor)
         after = {module: _run_layer(model.get_submodule(module))[0] for module in common}
     finally:
         for name, parameter in parameters.items():
-            parameter.copy_(kept[name])
-    precision = {tensor.dtype for tensor in contents.state_dict.values()}
-    tolerance = max(UPDATE_TOLERANCE.get(dtype, 1e-4) for dtype in precision)
-    for module, (adapted, plain) in before.items():
-        update, error = (adapted - plain).abs().max(), (after[module] - adapted).abs().max()
-        noise = 16 * torch.finfo(adapted.dtype).eps * adapted.abs().max()
-        if not bool(error <= tolerance * update + noise):
-            yield f"{module} does something else in the file: off by {float(error):.2g}, of {float(update):.2g}"
+            parameter.copy_(backup[name])
+    tolerance = max(UPDATE_TOLERANCE.get(tensor.dtype, 1e-4) for tensor in contents.state_dict.values())
+    for module, (output, base_output) in before.items():
+        update, error = (output - base_output).abs().max(), (after[module] - output).abs().max()
+        rounding = 16 * torch.finfo(output.dtype).eps * output.abs().max()
+        if not bool(error <= tolerance * update + rounding):
+            yield f"{module}: the output differs by {float(error):.2g} (the update is {float(update):.2g})"
 
 
 def _run_layer(layer: nn.Module) -> tuple[Tensor, Tensor]:
-    """What the layer makes of one input with its adapter, and without."""
+    """The outputs of the layer and of its base layer for one random input."""
     base: Any = layer.base_layer
-    frozen = _get_base_weights(layer)
-    weight = frozen.get("base_layer.weight", base.weight)  # one that rests elsewhere is no parameter
-    draw = torch.Generator().manual_seed(weight.numel())
+    base_weights = _get_base_weights(layer)
+    weight = base_weights.get("base_layer.weight", base.weight)  # offloaded weights are not parameters
+    generator = torch.Generator().manual_seed(weight.numel())
     shape = (1, weight.shape[1], *weight.shape[2:]) if weight.dim() == 4 else (1, weight.shape[1])
-    given = torch.randn(shape, generator=draw).to(weight)
-    plain = {name.removeprefix("base_layer."): tensor for name, tensor in frozen.items()}
+    inputs = torch.randn(shape, generator=generator).to(weight)
+    unprefixed = {name.removeprefix("base_layer."): tensor for name, tensor in base_weights.items()}
     with _disable_hooks(layer):
-        return functional_call(layer, frozen, (given,)), functional_call(base, plain, (given,))
+        return functional_call(layer, base_weights, (inputs,)), functional_call(base, unprefixed, (inputs,))
 
 
 def _get_base_weights(layer: nn.Module) -> dict[str, Tensor]:
-    """The weights of the layer itself; where other processes have them, random ones stand in for them.
+    """The base layer's weights, or random ones where they are sharded over ranks.
 
-    Any will do to see whether two adapters do the same, and to fetch the true ones all processes would be needed.
+    Any weights will do to compare two adapters; all-gathering the real ones would need all ranks.
     """
     own = {name: item for name, item in layer.named_parameters() if name.startswith("base_layer.")}
-    whole = {name: _get_full_shape(layer.base_layer, item) for name, item in own.items()}
+    shapes = {name: _get_full_shape(layer.base_layer, item) for name, item in own.items()}
     if all(
-        not item.is_meta and not hasattr(item, "full_tensor") and item.shape == whole[name]
+        not item.is_meta and not hasattr(item, "full_tensor") and item.shape == shapes[name]
         for name, item in own.items()
     ):
         return dict(own)
-    here = next(item.device for name, item in layer.named_parameters() if name not in own)
-    draw = torch.Generator().manual_seed(0)
+    device = next(item.device for name, item in layer.named_parameters() if name not in own)
+    generator = torch.Generator().manual_seed(0)
     return {
-        name: torch.randn(shape, generator=draw).div(shape[1:].numel() ** 0.5).to(here, own[name].dtype)
-        for name, shape in whole.items()
+        name: torch.randn(shape, generator=generator).div(shape[1:].numel() ** 0.5).to(device, own[name].dtype)
+        for name, shape in shapes.items()
     }
 
 
 def _get_full_shape(base: Any, weight: Any) -> torch.Size:
-    """That of a weight of which perhaps only some rows or columns are here, or, with DeepSpeed, nothing."""
+    """The unsharded shape of a weight (tensor parallelism, FSDP, DeepSpeed)."""
     if isinstance(base, nn.Linear):
         return torch.Size((base.out_features, base.in_features)[: 1 if weight is base.bias else 2])
     shape: torch.Size = getattr(weight, "ds_shape", weight.shape)
@@ -108,30 +107,31 @@ def _get_full_shape(base: Any, weight: Any) -> torch.Size:
 
 @contextmanager
 def _disable_hooks(layer: nn.Module) -> Iterator[None]:
-    """Without hooks, which may fetch weights from processes that do nothing of this kind now."""
-    kept = [(module, module._forward_pre_hooks, module._forward_hooks) for module in layer.modules()]
-    for module, _, _ in kept:
+    """Disable hooks, which may all-gather weights while the other ranks do not take part."""
+    hooks = [(module, module._forward_pre_hooks, module._forward_hooks) for module in layer.modules()]
+    for module, _, _ in hooks:
         module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
     try:
         yield
     finally:
-        for module, before, after in kept:
-            module._forward_pre_hooks, module._forward_hooks = before, after
+        for module, pre_hooks, forward_hooks in hooks:
+            module._forward_pre_hooks, module._forward_hooks = pre_hooks, forward_hooks
 
 
 SAVE_DTYPES = {"float": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def cast_tensors(tensors: Mapping[str, Tensor], precision: str | None) -> dict[str, Tensor]:
-    """Weights in the precision of the file; None leaves them.  Alphas stay float32: they are exact, and tiny."""
+    """Cast weights to ``save_precision`` (None: unchanged); alphas stay float32."""
     if precision is None:
         return dict(tensors)
-    done = {key: each if key.endswith(".alpha") else each.to(SAVE_DTYPES[precision]) for key, each in tensors.items()}
-    for key, tensor in done.items():
+    dtype = SAVE_DTYPES[precision]
+    cast = {key: tensor if key.endswith(".alpha") else tensor.to(dtype) for key, tensor in tensors.items()}
+    for key, tensor in cast.items():
         if not bool(tensor.isfinite().all()) and bool(tensors[key].isfinite().all()):
             largest = tensors[key].abs().max().item()
             raise UserError(f"{key}: {largest:g} is too large for {precision}; use save_precision bf16 or float")
-    return done
+    return cast
 
 
 def write_adapter_file(
@@ -141,15 +141,15 @@ def write_adapter_file(
     is_trained: bool = True,
     check: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write ``tensors`` so that ``path`` is at every moment either the old file or the new one, whole and checked.
+    """Write and verify a file, then move it to ``path``, so that ``path`` is always the old or the new complete file.
 
-    ``check`` raises when it does not like what was written; it gets the file before it has its name.
+    ``check`` may raise to reject the new file; it is called with its temporary path.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         part.touch()
-        mode = part.stat().st_mode  # as the user wants new files to be; safetensors makes private ones
+        mode = part.stat().st_mode  # according to the umask; safetensors creates files with mode 600
         save_file(dict(tensors), part, dict(metadata))
         part.chmod(mode)
         fsync_file(part)
@@ -172,19 +172,18 @@ REQUIRED_TENSORS: Mapping[str, tuple[str, ...]] = {
     "oft": ("oft_R",),
     "boft": ("boft_R", "boft_s"),
 }
-"""What must be there of each kind; halves of a LoKr may be whole or in two."""
-
+"""Required tensors of each adapter type; both factors of a LoKr may be full or decomposed."""
 
 ZERO_INIT_TENSORS = (UP, "hada_w2_b", "lokr_w1", "lokr_w1_a", "oft_R", "boft_R")
-"""What is zero at the start of training."""
+"""Tensors that are zero at the start of training."""
 
 
 class InvalidAdapterFileError(UserError):
-    """A LoRA file that was just written is not what it should be; it was not put in place of an older one."""
+    """A LoRA file failed its verification; an older file of the same name was not replaced."""
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """All tensors of a safetensors file, and its metadata."""
+    """Read all tensors and the metadata of a safetensors file."""
     try:
         with safe_open(path, framework="pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}
@@ -195,77 +194,72 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 def verify_adapter_file(
     path: Path, expected: Mapping[str, Tensor], metadata: Mapping[str, str], is_trained: bool = True
 ) -> None:
-    """Raise unless the file holds exactly ``expected``, loaders will understand it, and it changes the model.
+    """Raise unless the file contains exactly ``expected``, loaders know its keys, and its update is not zero.
 
-    ``trained`` false allows what is zero: a file from before the first step, or of another program, which may have
-    begun with zeros elsewhere.
+    Pass ``is_trained`` False for files that may have zero updates: before the first step, or of other programs.
     """
-    tensors, written = read_safetensors(path)
-    problems = [*_compare_tensors(tensors, expected), *_validate_tensors(tensors, is_trained)]
+    tensors, file_metadata = read_safetensors(path)
+    problems = [*_compare_tensors(tensors, expected), *_find_invalid_tensors(tensors, is_trained)]
     if not problems and is_trained and not _has_nonzero_update(tensors):
         problems.append("every lora_up or lora_B is zero: the LoRA does nothing")
-    if written != metadata:
-        keys = sorted(key for key in {*written, *metadata} if written.get(key) != metadata.get(key))
+    if file_metadata != metadata:
+        keys = sorted(key for key in {*file_metadata, *metadata} if file_metadata.get(key) != metadata.get(key))
         problems.append(f"metadata differs: {', '.join(keys[:3])}")
     if problems:
         more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
-        raise InvalidAdapterFileError(f"{path.name} is not right: {'; '.join(problems[:5])}{more}")
+        raise InvalidAdapterFileError(f"{path.name} failed its verification: {'; '.join(problems[:5])}{more}")
 
 
 def _compare_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Iterator[str]:
-    """Against what was to be written."""
     for key in sorted(expected.keys() - tensors.keys()):
         yield f"{key} is missing"
     for key in sorted(tensors.keys() - expected.keys()):
-        yield f"{key} should not be there"
+        yield f"{key} is unexpected"
     for key in sorted(tensors.keys() & expected.keys()):
-        found, wanted = tensors[key], expected[key]
-        if found.shape != wanted.shape or found.dtype != wanted.dtype:
-            yield f"{key} is {_format_shape(found)} and should be {_format_shape(wanted)}"
-        elif not torch.equal(found, wanted) and bool(wanted.isfinite().all()):
+        actual, wanted = tensors[key], expected[key]
+        if actual.shape != wanted.shape or actual.dtype != wanted.dtype:
+            yield f"{key} is {_format_shape(actual)} instead of {_format_shape(wanted)}"
+        elif not torch.equal(actual, wanted) and bool(wanted.isfinite().all()):
             yield f"{key} has other values than the model in memory"
 
 
-def _validate_tensors(tensors: Mapping[str, Tensor], is_trained: bool) -> Iterator[str]:
-    """Against what any loader needs."""
+def _find_invalid_tensors(tensors: Mapping[str, Tensor], is_trained: bool) -> Iterator[str]:
+    """What a loader would reject or ignore."""
     if not tensors:
-        yield "there is nothing in it"
+        yield "it has no tensors"
     for key in find_wrapper_names(tensors):
-        yield f"{key}: no loader knows this name"
+        yield f"{key}: no loader knows this key"
     modules: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
-        place = parse_tensor_key(key)
-        if place is None:
-            yield f"{key}: no loader knows this name"
+        parsed = parse_tensor_key(key)
+        if parsed is None:
+            yield f"{key}: no loader knows this key"
             continue
-        modules.setdefault(place[0], {})[place[1]] = tensor
+        module, name = parsed
+        modules.setdefault(module, {})[name] = tensor
         if not bool(tensor.isfinite().all()):
-            yield f"{key} has values that are not finite"
-        elif not bool(tensor.any()) and (place[1] == ALPHA or (is_trained and place[1] not in ZERO_INIT_TENSORS)):
+            yield f"{key} has non-finite values"
+        elif not bool(tensor.any()) and (name == ALPHA or (is_trained and name not in ZERO_INIT_TENSORS)):
             yield f"{key} is zero"
-    # A file for diffusers may hold a few modules once more, for ComfyUI; these have sd-scripts' names and no alpha.
-    is_kohya = any(key.endswith(".lora_down.weight") for key in tensors) and not any(
-        key.endswith(".lora_A.weight") for key in tensors
-    )
-    ends = KOHYA_SUFFIXES if is_kohya else COMFY_SUFFIXES
-    has_alphas = ends is KOHYA_SUFFIXES or any(ALPHA in found for found in modules.values())
-    for module, found in sorted(modules.items()):
-        yield from _validate_module(module, found, ends, has_alphas)
+    # A diffusers file may repeat a few modules for ComfyUI, with kohya keys and without alpha.
+    has_kohya, has_peft = (any(key.endswith(end) for key in tensors) for end in (".lora_down.weight", ".lora_A.weight"))
+    suffixes = KOHYA_SUFFIXES if has_kohya and not has_peft else COMFY_SUFFIXES
+    has_alphas = suffixes is KOHYA_SUFFIXES or any(ALPHA in names for names in modules.values())
+    for module, module_tensors in sorted(modules.items()):
+        yield from _find_missing_tensors(module, module_tensors, suffixes, has_alphas)
 
 
-def _validate_module(
+def _find_missing_tensors(
     module: str, tensors: Mapping[str, Tensor], suffixes: Mapping[str, str], has_alphas: bool
 ) -> Iterator[str]:
-    kind = ModuleUpdate(tensors, 0).adapter_type
-    wanted = (
-        [REQUIRED_TENSORS[kind]]
-        if kind != "lokr"
-        else [
-            (f"lokr_{half}",) if f"lokr_{half}" in tensors else (f"lokr_{half}_a", f"lokr_{half}_b")
-            for half in ("w1", "w2")
-        ]
-    )
-    for name in (*(name for names in wanted for name in names), *([ALPHA] if has_alphas else [])):
+    adapter_type = ModuleUpdate(tensors, 0).adapter_type
+    required: list[str] = []
+    if adapter_type == "lokr":
+        for factor in ("lokr_w1", "lokr_w2"):
+            required += [factor] if factor in tensors else [f"{factor}_a", f"{factor}_b"]
+    else:
+        required += REQUIRED_TENSORS[adapter_type]
+    for name in (*required, *([ALPHA] if has_alphas else [])):
         if name not in tensors:
             yield f"{module} has no {suffixes.get(name, name)}"
     down, up = tensors.get(DOWN), tensors.get(UP)
@@ -275,9 +269,9 @@ def _validate_module(
 
 
 def _has_nonzero_update(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether anything in it has left the zero at which training begins."""
-    places = ((parse_tensor_key(key), tensor) for key, tensor in tensors.items())
-    return any(place is not None and place[1] in ZERO_INIT_TENSORS and bool(tensor.any()) for place, tensor in places)
+    """Whether any tensor with zero initialization has changed."""
+    parsed = ((parse_tensor_key(key), tensor) for key, tensor in tensors.items())
+    return any(name is not None and name[1] in ZERO_INIT_TENSORS and bool(tensor.any()) for name, tensor in parsed)
 
 
 def _format_shape(tensor: Tensor) -> str:

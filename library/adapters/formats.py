@@ -1,6 +1,6 @@
-"""LoRA files as sd-scripts, diffusers and ComfyUI write them, from the state of our adapters and back.
+"""Convert a state dict to the LoRA file formats of sd-scripts (kohya), diffusers and ComfyUI, and back.
 
-A state names each tensor ``<part>.<module>.lora_A.weight``, the part being the pipeline's own name for it.
+The keys of a state dict are ``<component>.<module>.lora_A.weight``.
 """
 
 import re
@@ -34,34 +34,31 @@ from .state_dict import (
 
 FileFormat = Literal["kohya", "diffusers", "comfy"]
 
-
 Tensors = Mapping[str, Tensor]
 
-
 _COMFY_TRANSFORMER_PREFIX = "lora_transformer"
-
 
 _LEGACY_ATTENTION_KEY = re.compile(r"\.to_(q|k|v|out)_lora\.")
 
 
 @dataclass(frozen=True)
 class AdapterFileContents:
-    """What is in a LoRA file."""
+    """The contents of a LoRA file."""
 
     state_dict: dict[str, Tensor]
     alphas: dict[str, float]
-    """Of each module of the state, part included."""
+    """By module of the state dict, component included."""
     file_format: FileFormat
     alpha_dtype: torch.dtype = torch.float32
-    """How the file wrote its alphas."""
+    """Dtype of the alphas in the file."""
 
 
 def choose_file_format(adapter_types: Iterable[str], family_format: FileFormat) -> FileFormat:
-    """What most programs read for these kinds of updates; ``family`` is that for LoRA."""
-    found = set(adapter_types)
-    if found & {"oft", "boft"}:
+    """The format that most programs load; ``family_format`` is the one for LoRA."""
+    types = set(adapter_types)
+    if types & {"oft", "boft"}:
         return "diffusers"
-    return family_format if found <= {"lora"} else "comfy"
+    return family_format if types <= {"lora"} else "comfy"
 
 
 def convert_to_file_format(
@@ -71,33 +68,31 @@ def convert_to_file_format(
     file_format: FileFormat,
     alpha_dtype: torch.dtype = torch.float32,
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a file, on the CPU, each in one piece, and the metadata that is needed to undo it.
+    """Return the tensors of a file, contiguous and on the CPU, and the metadata that is needed to read them back.
 
-    Files of sd-scripts and ComfyUI hold alphas.  diffusers' do not: what alpha does is multiplied into the update.
+    Files of sd-scripts and ComfyUI contain alphas; in diffusers files they are folded into the update.
     """
-    if left := find_wrapper_names(state_dict):
-        raise ValueError(f"{len(left)} names of weights are not clean, for example {left[0]}")
+    if wrapped := find_wrapper_names(state_dict):
+        raise ValueError(f"{len(wrapped)} keys contain names of wrappers, for example {wrapped[0]}")
     updates = {module: _move_to_cpu(update) for module, update in group_updates(state_dict, alphas).items()}
     if problems := validate_save_format((update.adapter_type for update in updates.values()), file_format):
         raise UserError("; ".join(problems))
+    prefixes = tuple(f"{component.name}." for component in components)
+    if unknown := [module for module in updates if not module.startswith(prefixes)]:
+        raise ValueError(f"{unknown[0]} is in no component of the pipeline")
     tensors: dict[str, Tensor] = {}
-    for part in components:
-        start = f"{part.name}."
-        own = {module.removeprefix(start): update for module, update in updates.items() if module.startswith(start)}
-        for name, tensor in _format_component(own, part, file_format):
+    for component, prefix in zip(components, prefixes, strict=True):
+        own = {module.removeprefix(prefix): update for module, update in updates.items() if module.startswith(prefix)}
+        for name, tensor in _format_component(own, component, file_format):
             if name in tensors:
-                raise ValueError(f"two tensors are called {name} in the file")
+                raise ValueError(f"duplicate key {name} in the file")
             tensors[name] = tensor.to(alpha_dtype) if name.endswith(f".{ALPHA}") else tensor.contiguous()
-    if strangers := [
-        module for module in updates if not module.startswith(tuple(f"{part.name}." for part in components))
-    ]:
-        raise ValueError(f"{strangers[0]} is in no part that files can hold")
-    # Modules may share a matrix in memory, and a file has it once for each of them.
-    taken: set[int] = set()
+    # Modules may share lora_A in memory, but safetensors rejects shared tensors.
+    pointers: set[int] = set()
     for name, tensor in tensors.items():
-        if tensor.data_ptr() in taken:
+        if tensor.data_ptr() in pointers:
             tensors[name] = tensor.clone()
-        taken.add(tensor.data_ptr())
+        pointers.add(tensor.data_ptr())
     return tensors, build_alpha_metadata(updates, alpha_dtype) if file_format == "diffusers" else {}
 
 
@@ -108,35 +103,35 @@ def _move_to_cpu(update: ModuleUpdate) -> ModuleUpdate:
 def _format_component(
     updates: Mapping[str, ModuleUpdate], component: ComponentKeys, file_format: FileFormat
 ) -> Iterator[tuple[str, Tensor]]:
-    """One part's updates as tensors of a file."""
     if file_format == "diffusers":
         names = component.get_key_map(component.key_style if component.is_text_encoder else "diffusers").renames
         for module, update in updates.items():
-            yield from iter_named_tensors(
-                f"{component.name}.{names.get(module, module)}", fold_alpha(update), DIFFUSERS_SUFFIXES
-            )
+            name = f"{component.name}.{names.get(module, module)}"
+            yield from iter_named_tensors(name, fold_alpha(update), DIFFUSERS_SUFFIXES)
         for group in _find_swapped_groups(updates, component):
-            turned = fold_alpha(fuse_updates([updates[str(group.modules[0])]], group.original))
-            yield from iter_named_tensors(
-                build_kohya_name(str(group.modules[0]), _COMFY_TRANSFORMER_PREFIX), turned, KOHYA_SUFFIXES
-            )
+            module = str(group.modules[0])
+            swapped = fold_alpha(fuse_updates([updates[module]], group.original))
+            yield from iter_named_tensors(build_kohya_name(module, _COMFY_TRANSFORMER_PREFIX), swapped, KOHYA_SUFFIXES)
     elif file_format == "comfy" and not component.is_text_encoder and component.name != "unet":
-        apart = {str(group.modules[0]) for group in _find_swapped_groups(updates, component)}
+        swapped_modules = {str(group.modules[0]) for group in _find_swapped_groups(updates, component)}
         for module, update in updates.items():
-            if module not in apart:
+            if module not in swapped_modules:
                 yield from _format_with_alpha(f"{component.name}.{module}", update, COMFY_SUFFIXES)
-        yield from _format_kohya({module: updates[module] for module in updates if module in apart}, component)
+        yield from _format_kohya(
+            {module: updates[module] for module in updates if module in swapped_modules}, component
+        )
     else:
         yield from _format_kohya(updates, component)
 
 
 def _find_swapped_groups(updates: Mapping[str, ModuleUpdate], component: ComponentKeys) -> list[ModuleGroup]:
-    """Modules whose halves stand in another order than in the original.
+    """Modules whose shift and scale are in another order than in the original model.
 
-    ComfyUI forgets it when it reads diffusers' names of them.  So it gets them by the original name, or, in a file for
-    diffusers, which passes over it, by one that it reads after diffusers' own.
+    ComfyUI ignores this when it maps diffusers keys.  So its files have these modules by their original key; files for
+    diffusers repeat them under a key that diffusers skips and that ComfyUI reads last.
     """
-    groups = component.get_key_map().group_modules(updates) if component.get_key_map().layout else []
+    key_map = component.get_key_map()
+    groups = key_map.group_modules(updates) if key_map.layout else []
     return [
         group
         for group in groups
@@ -146,21 +141,20 @@ def _find_swapped_groups(updates: Mapping[str, ModuleUpdate], component: Compone
 
 def _format_kohya(updates: Mapping[str, ModuleUpdate], component: ComponentKeys) -> Iterator[tuple[str, Tensor]]:
     for group in component.get_key_map().group_modules(updates):
+        parts = [None if module is None else updates[module] for module in group.modules]
         try:
-            whole = fuse_updates(
-                [None if module is None else updates[module] for module in group.modules], group.original
-            )
+            fused = fuse_updates(parts, group.original)
         except FusionError as error:
-            raise UserError(f"{component.name}.{group.name}: {error}; take save_format comfy") from None
-        yield from _format_with_alpha(build_kohya_name(group.name, component.key_prefix), whole, KOHYA_SUFFIXES)
+            raise UserError(f"{component.name}.{group.name}: {error}; use save_format comfy") from None
+        yield from _format_with_alpha(build_kohya_name(group.name, component.key_prefix), fused, KOHYA_SUFFIXES)
 
 
 def _format_with_alpha(name: str, update: ModuleUpdate, suffixes: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
     if update.adapter_type == "lokr" and update.rank == 1 and update.scale != 1:
-        update = fold_alpha(update)  # loaders do not look at the alpha of two full matrices
+        update = fold_alpha(update)  # loaders ignore the alpha of a LoKr of two full matrices
     if update.adapter_type == "dora":
-        scale = update.tensors[MAGNITUDE].reshape(-1, *[1] * (update.tensors[DOWN].dim() - 1))
-        update = ModuleUpdate({**update.tensors, MAGNITUDE: scale}, update.alpha)
+        magnitude = update.tensors[MAGNITUDE].reshape(-1, *[1] * (update.tensors[DOWN].dim() - 1))
+        update = ModuleUpdate({**update.tensors, MAGNITUDE: magnitude}, update.alpha)
     yield from iter_named_tensors(name, update, suffixes)
     yield f"{name}.{ALPHA}", torch.tensor(float(update.alpha))
 
@@ -168,91 +162,87 @@ def _format_with_alpha(name: str, update: ModuleUpdate, suffixes: Mapping[str, s
 def convert_from_file_format(
     tensors: Tensors, metadata: Mapping[str, str], components: Sequence[ComponentKeys]
 ) -> AdapterFileContents:
-    """What a file of any of these programs holds, for a model with these parts."""
-    known = build_key_lookup(components)
-    found, unknown = _group_by_module(tensors, known)
-    for name in [name for name in found if name.startswith(f"{_COMFY_TRANSFORMER_PREFIX}_")]:
-        part, group = known[name]
-        if any(f"{part.name}.{module}" in found for module in group.modules):  # it is there for ComfyUI, once more
-            del found[name]
+    """Read the tensors of a file in any of the formats, for a model with these components."""
+    lookup = build_key_lookup(components)
+    modules, unknown = _group_by_module(tensors, lookup)
+    for name in [name for name in modules if name.startswith(f"{_COMFY_TRANSFORMER_PREFIX}_")]:
+        component, group = lookup[name]
+        if any(f"{component.name}.{module}" in modules for module in group.modules):  # repeated for ComfyUI
+            del modules[name]
     updates: dict[str, ModuleUpdate] = {}
-    for name, whole in found.items():
-        part, group = known[name]
+    for name, module_tensors in modules.items():
+        component, group = lookup[name]
         try:
-            pieces = split_update(_build_update(name, whole), group.original)
+            parts = split_update(_build_update(name, module_tensors), group.original)
         except FusionError as error:
             raise UserError(f"{name}: {error}") from None
-        for module, piece in zip(group.modules, pieces, strict=True):
-            if piece is None:
+        for module, part in zip(group.modules, parts, strict=True):
+            if part is None:
                 continue
             if module is None:
                 unknown.append(name)
-            elif f"{part.name}.{module}" in updates:
-                raise UserError(f"{name}: the file holds {part.name}.{module} twice")
+            elif f"{component.name}.{module}" in updates:
+                raise UserError(f"{name}: the file contains {component.name}.{module} twice")
             else:
-                updates[f"{part.name}.{module}"] = piece
+                updates[f"{component.name}.{module}"] = part
     if unknown:
-        raise UserError(f"{len(unknown)} of {len(tensors)} keys are none of this model's, for example {unknown[0]}")
+        raise UserError(f"{len(unknown)} of {len(tensors)} keys do not belong to this model, for example {unknown[0]}")
     updates = unfold_alphas(updates, metadata)
-    state = {
+    state_dict = {
         key: tensor
         for module, update in updates.items()
         for key, tensor in iter_named_tensors(module, update, PEFT_SUFFIXES)
     }
-    written = {tensor.dtype for key, tensor in tensors.items() if key.endswith(f".{ALPHA}")}
-    dtype = written.pop() if len(written) == 1 else read_alpha_dtype(metadata)
-    return AdapterFileContents(
-        state, {module: update.alpha for module, update in updates.items()}, detect_file_format(tensors), dtype
-    )
+    alphas = {module: update.alpha for module, update in updates.items()}
+    dtypes = {tensor.dtype for key, tensor in tensors.items() if key.endswith(f".{ALPHA}")}
+    alpha_dtype = dtypes.pop() if len(dtypes) == 1 else read_alpha_dtype(metadata)
+    return AdapterFileContents(state_dict, alphas, detect_file_format(tensors), alpha_dtype)
 
 
 def build_key_lookup(components: Iterable[ComponentKeys]) -> dict[str, tuple[ComponentKeys, ModuleGroup]]:
-    """What files call the modules of these parts."""
-    known: dict[str, tuple[ComponentKeys, ModuleGroup]] = {}
-    for part in components:
-        for name, group in part.iter_known_names():
-            known.setdefault(name, (part, group))
-    return known
+    """All known names of modules in files -> the component and its modules."""
+    lookup: dict[str, tuple[ComponentKeys, ModuleGroup]] = {}
+    for component in components:
+        for name, group in component.iter_known_names():
+            lookup.setdefault(name, (component, group))
+    return lookup
 
 
 def detect_file_format(keys: Iterable[str]) -> FileFormat:
-    """Whose file has such keys."""
-    modules = {named[0] for key in keys if (named := parse_tensor_key(upgrade_diffusers_key(key))) is not None}
+    """The format of a file with these keys."""
+    modules = {parsed[0] for key in keys if (parsed := parse_tensor_key(upgrade_diffusers_key(key))) is not None}
     if not any("." in module for module in modules):
         return "kohya"
     return "comfy" if any(key.endswith(f".{ALPHA}") for key in keys) else "diffusers"
 
 
 def upgrade_diffusers_key(key: str) -> str:
-    """A key of older diffusers versions as newer ones write it."""
-    if ".processor." in key or "_lora." in key:
-        key = key.replace(".processor.", ".")
-        ends = (
-            {"q": "q_proj", "k": "k_proj", "v": "v_proj", "out": "out_proj"}
-            if ".self_attn." in key
-            else {"q": "to_q", "k": "to_k", "v": "to_v", "out": "to_out.0"}
-        )
-        return _LEGACY_ATTENTION_KEY.sub(lambda found: f".{ends[found[1]]}.lora.", key)
-    return key
+    """Convert a key of older diffusers versions to that of newer ones."""
+    if ".processor." not in key and "_lora." not in key:
+        return key
+    key = key.replace(".processor.", ".")
+    names = {"q": "to_q", "k": "to_k", "v": "to_v", "out": "to_out.0"}
+    if ".self_attn." in key:
+        names = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "out": "out_proj"}
+    return _LEGACY_ATTENTION_KEY.sub(lambda match: f".{names[match[1]]}.lora.", key)
 
 
 def _group_by_module(
     tensors: Tensors, key_lookup: Mapping[str, object]
 ) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
-    """The tensors by what the file calls a module and what they are; and the keys that are of no module."""
-    found: dict[str, dict[str, Tensor]] = {}
+    """Group the tensors by their module's name in the file; also return the unknown keys."""
+    modules: dict[str, dict[str, Tensor]] = {}
     unknown = []
     for key, tensor in tensors.items():
-        place = parse_tensor_key(upgrade_diffusers_key(key))
-        if place is None or place[0] not in key_lookup:
+        parsed = parse_tensor_key(upgrade_diffusers_key(key))
+        if parsed is None or parsed[0] not in key_lookup:
             unknown.append(key)
         else:
-            found.setdefault(place[0], {})[place[1]] = tensor
-    return found, unknown
+            modules.setdefault(parsed[0], {})[parsed[1]] = tensor
+    return modules, unknown
 
 
 def _build_update(name: str, module_tensors: Tensors) -> ModuleUpdate:
-    """One module's tensors as they stand in a file."""
     tensors = {key: tensor for key, tensor in module_tensors.items() if key != ALPHA}
     update = ModuleUpdate(tensors, 0)
     if update.adapter_type in ("lora", "dora"):
@@ -262,13 +252,13 @@ def _build_update(name: str, module_tensors: Tensors) -> ModuleUpdate:
             tensors[MAGNITUDE] = _reshape_magnitude(name, tensors)
     alpha = float(module_tensors[ALPHA]) if ALPHA in module_tensors else float(update.rank)
     if update.adapter_type == "lokr" and {"lokr_w1", "lokr_w2"} <= tensors.keys():
-        alpha = 1.0  # no loader looks at it
+        alpha = 1.0  # ignored by loaders
     return ModuleUpdate(tensors, alpha)
 
 
 def _reshape_magnitude(name: str, tensors: Tensors) -> Tensor:
-    """As in a model: one number for each output, along the second dimension where it is a convolution."""
-    scale, outputs = tensors[MAGNITUDE], len(tensors[UP])
-    if scale.numel() != outputs or (scale.dim() == 2 and scale.shape[0] != outputs):
-        raise UserError(f"{name}: its dora_scale belongs to inputs, and only one for each output can be used")
-    return scale.reshape(1, -1, 1, 1) if tensors[DOWN].dim() == 4 else scale.flatten()
+    """The magnitude per output in peft's shape, which for convolutions is (1, outputs, 1, 1)."""
+    magnitude, outputs = tensors[MAGNITUDE], len(tensors[UP])
+    if magnitude.numel() != outputs or (magnitude.dim() == 2 and magnitude.shape[0] != outputs):
+        raise UserError(f"{name}: its dora_scale is per input; only one value per output is supported")
+    return magnitude.reshape(1, -1, 1, 1) if tensors[DOWN].dim() == 4 else magnitude.flatten()

@@ -1,7 +1,7 @@
-"""One update for several modules that are one in the original model, and back, without loss.
+"""Fuse the updates of modules that are one in the original model (qkv), and split them again, without loss.
 
-Where the parts share their down matrix, as sd-scripts trains them, the whole has the same rank and the up matrices
-stand one below the other.  Where they do not, the whole has the sum of their ranks, and zeros beside each block.
+If the parts share lora_A, as sd-scripts trains them, the fused update has the same rank and concatenated lora_B.
+Otherwise it has the sum of their ranks, and a block-diagonal lora_B.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,75 +16,72 @@ from .state_dict import DOWN, MAGNITUDE, UP, ModuleUpdate
 
 
 class FusionError(UserError):
-    """Parts that cannot be written as one module; says why, without a name."""
+    """Updates that cannot be fused or split; the message does not name the module."""
 
 
 def fuse_updates(updates: Sequence[ModuleUpdate | None], original: OriginalModule) -> ModuleUpdate:
-    """The update of the original module; None for a part that has none."""
-    there = [part for part in updates if part is not None]
+    """Fuse the updates of all parts of an original module; None for a part without an update."""
+    parts = [part for part in updates if part is not None]
+    first = parts[0]
     if len(original.diffusers_modules) == 1:
-        return _swap_scale_shift(there[0]) if needs_scale_shift_swap(there[0], original) else there[0]
-    kinds = {part.adapter_type for part in there}
-    if not kinds <= {"lora", "dora"}:
+        return _swap_scale_shift(first) if needs_scale_shift_swap(first, original) else first
+    types = {part.adapter_type for part in parts}
+    if not types <= {"lora", "dora"}:
         raise FusionError(
-            f"{len(original.diffusers_modules)} modules trained by {'/'.join(sorted(kinds))} are no single one"
+            f"{'/'.join(sorted(types))} updates of {len(original.diffusers_modules)} modules cannot be fused"
         )
-    if len(kinds) > 1 or ("dora" in kinds and None in updates):
-        raise FusionError("DoRA has to train all parts of the module, or none")
-    first = there[0]
+    if len(types) > 1 or ("dora" in types and None in updates):
+        raise FusionError("DoRA has to train all parts of a fused module, or none")
     inputs = first.tensors[DOWN].shape[1]
     ups = [_get_up_rows(part, inputs * size, first) for part, size in zip(updates, original.output_ratios, strict=True)]
-    if all(_is_same_tensor(part.tensors[DOWN], first.tensors[DOWN]) and part.alpha == first.alpha for part in there):
+    if all(_is_same_tensor(part.tensors[DOWN], first.tensors[DOWN]) and part.alpha == first.alpha for part in parts):
         down, up, alpha = first.tensors[DOWN], torch.cat(ups), first.alpha
     else:
         blocks = [up if part is not None else up[:, :0] for part, up in zip(updates, ups, strict=True)]
-        # More ranks over the same alpha would weaken the update.
-        down, up = torch.cat([part.tensors[DOWN] for part in there]), _build_block_diagonal(blocks)
-        alpha = _compute_fused_alpha(there)
-    whole = {DOWN: down, UP: up}
-    if "dora" in kinds:
-        whole[MAGNITUDE] = torch.cat([part.tensors[MAGNITUDE].flatten() for part in there])
-    return ModuleUpdate(whole, alpha)
+        down, up = torch.cat([part.tensors[DOWN] for part in parts]), _build_block_diagonal(blocks)
+        alpha = _compute_fused_alpha(parts)
+    fused = {DOWN: down, UP: up}
+    if "dora" in types:
+        fused[MAGNITUDE] = torch.cat([part.tensors[MAGNITUDE].flatten() for part in parts])
+    return ModuleUpdate(fused, alpha)
 
 
 def split_update(fused: ModuleUpdate, original: OriginalModule) -> list[ModuleUpdate | None]:
-    """The update of each part, None for one that has none; undoes ``fuse``."""
-    if len(original.diffusers_modules) == 1:
+    """Split the update of an original module into its parts, None for a part without an update."""
+    count = len(original.diffusers_modules)
+    if count == 1:
         return [_swap_scale_shift(fused) if needs_scale_shift_swap(fused, original) else fused]
     if fused.adapter_type not in ("lora", "dora"):
-        raise FusionError(
-            f"a {fused.adapter_type} update of {len(original.diffusers_modules)} modules at once cannot be taken apart"
-        )
+        raise FusionError(f"a fused {fused.adapter_type} update of {count} modules cannot be split")
     down = fused.tensors[DOWN]
     sizes = [down.shape[1] * size for size in original.output_ratios]
     if sum(sizes) != len(fused.tensors[UP]):
-        raise FusionError(f"{len(fused.tensors[UP])} outputs are not {sum(sizes)}, as its parts have together")
+        raise FusionError(f"it has {len(fused.tensors[UP])} outputs instead of {sum(sizes)}")
     ups = _split_rows(fused.tensors[UP], sizes)
     ranks = next((ranks for ranks in _propose_rank_splits(ups) if _is_block_diagonal(ups, ranks)), None)
     if ranks is None:
-        is_told = any(bool(up.any()) for up in ups) and MAGNITUDE not in fused.tensors
-        found: list[dict[str, Tensor] | None] = [
-            None if is_told and not bool(up.any()) else {DOWN: down, UP: up.contiguous()} for up in ups
+        # A part whose lora_B is zero has no update; in DoRA, and if all are zero, every part has one.
+        drops_zeros = any(bool(up.any()) for up in ups) and MAGNITUDE not in fused.tensors
+        parts: list[dict[str, Tensor] | None] = [
+            None if drops_zeros and not bool(up.any()) else {DOWN: down, UP: up.contiguous()} for up in ups
         ]
         alphas = [fused.alpha] * len(ups)
     else:
-        starts = [end - rank for end, rank in zip(accumulate(ranks), ranks, strict=True)]
-        found = [
-            {DOWN: down[start : start + rank].contiguous(), UP: up[:, start : start + rank].contiguous()}
-            if rank
-            else None
-            for up, start, rank in zip(ups, starts, ranks, strict=True)
+        slices = [slice(end - rank, end) for end, rank in zip(accumulate(ranks), ranks, strict=True)]
+        parts = [
+            {DOWN: down[rows].contiguous(), UP: up[:, rows].contiguous()} if rank else None
+            for up, rows, rank in zip(ups, slices, ranks, strict=True)
         ]
         alphas = [fused.alpha * rank / sum(ranks) for rank in ranks]
     if MAGNITUDE in fused.tensors:
-        for part, magnitude in zip(found, _split_rows(fused.tensors[MAGNITUDE].flatten(), sizes), strict=True):
+        for part, magnitude in zip(parts, _split_rows(fused.tensors[MAGNITUDE].flatten(), sizes), strict=True):
             if part is not None:
                 part[MAGNITUDE] = magnitude.contiguous()
-    return [None if part is None else ModuleUpdate(part, alpha) for part, alpha in zip(found, alphas, strict=True)]
+    return [None if part is None else ModuleUpdate(part, alpha) for part, alpha in zip(parts, alphas, strict=True)]
 
 
 def _compute_fused_alpha(updates: Sequence[ModuleUpdate]) -> float:
-    """The alpha of all ranks together."""
+    """The alpha for the sum of the ranks that keeps alpha / rank."""
     if len({part.scale for part in updates}) > 1:
         raise FusionError("its parts have different alpha / rank")
     if len({part.rank for part in updates}) == 1:
@@ -106,9 +103,9 @@ def _is_same_tensor(left: Tensor, right: Tensor) -> bool:
 
 
 def _propose_rank_splits(ups: Sequence[Tensor]) -> Iterator[list[int]]:
-    """The ranks that each part may have of its own: as many as each other part, or those that only it uses."""
+    """Candidates for the rank of each part of a block-diagonal lora_B: equal ranks, or the columns each part uses."""
     rank, used = ups[0].shape[1], [bool(up.any()) for up in ups]
-    if not any(used):  # could be either, and is taken as shared
+    if not any(used):  # ambiguous; treated as a shared lora_A
         return
     if rank % len(ups) == 0:
         yield [rank // len(ups)] * len(ups)
@@ -120,7 +117,7 @@ def _propose_rank_splits(ups: Sequence[Tensor]) -> Iterator[list[int]]:
 
 
 def _is_block_diagonal(ups: Sequence[Tensor], ranks: Sequence[int]) -> bool:
-    """Whether each part uses only ranks of its own."""
+    """Whether each part uses only its own columns."""
     for up, end, rank in zip(ups, accumulate(ranks), ranks, strict=True):
         if bool(up[:, : end - rank].any()) or bool(up[:, end:].any()):
             return False
@@ -128,32 +125,26 @@ def _is_block_diagonal(ups: Sequence[Tensor], ranks: Sequence[int]) -> bool:
 
 
 def needs_scale_shift_swap(update: ModuleUpdate, original: OriginalModule) -> bool:
-    """Whether the module makes just shift and scale, which the original has in the other order."""
+    """Whether the module outputs just shift and scale, which the original has in the other order."""
     outputs, inputs = update.shape
     return original.swaps_scale_shift and 0 < outputs == 2 * inputs
 
 
 def _swap_scale_shift(update: ModuleUpdate) -> ModuleUpdate:
-    """The other order of shift and scale, where the module makes just these two."""
+    """Swap the halves of the output: shift and scale."""
     names = {"loha": ("hada_w1_a", "hada_w2_a"), "lora": (UP,), "dora": (UP, MAGNITUDE)}.get(update.adapter_type, ())
     if update.adapter_type == "lokr":
         names = tuple(name for name in ("lokr_w1", "lokr_w1_a") if name in update.tensors)
     if not names or any(len(update.tensors[name]) % 2 for name in names):
-        raise FusionError(f"shift and scale stand in another order, in which {update.adapter_type} cannot be brought")
-    turned = {name: torch.cat(update.tensors[name].chunk(2)[::-1]) for name in names}
-    return ModuleUpdate({**update.tensors, **turned}, update.alpha)
+        raise FusionError(f"shift and scale of a {update.adapter_type} update cannot be swapped")
+    swapped = {name: torch.cat(update.tensors[name].chunk(2)[::-1]) for name in names}
+    return ModuleUpdate({**update.tensors, **swapped}, update.alpha)
 
 
 def _split_rows(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Rows of a matrix in portions of these sizes."""
     return [tensor[end - size : end] for end, size in zip(accumulate(sizes), sizes, strict=True)]
 
 
 def _build_block_diagonal(blocks: Sequence[Tensor]) -> Tensor:
-    """Blocks from corner to corner, zeros beside them."""
-    whole = blocks[0].new_zeros(sum(len(block) for block in blocks), sum(block.shape[1] for block in blocks))
-    row = column = 0
-    for block in blocks:
-        whole[row : row + block.shape[0], column : column + block.shape[1]] = block
-        row, column = row + block.shape[0], column + block.shape[1]
-    return whole
+    result: Tensor = torch.block_diag(*blocks)  # type: ignore[no-untyped-call]
+    return result

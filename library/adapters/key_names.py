@@ -1,4 +1,4 @@
-"""Names of adapter weights: as modules carry them, and as files call the modules of each part of a pipeline."""
+"""Names of adapter weights: clean parameter names, and the names of each component's modules in LoRA files."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,24 +15,24 @@ _WRAPPER_PATTERN = re.compile(rf"(?:^|[._])(?:module|{'|'.join(_WRAPPER_NAMES)})
 
 
 def clean_parameter_name(name: str) -> str:
-    """The name of a parameter without what wrappers (DDP, compile) and peft add to it."""
+    """Remove from a parameter name what wrappers (DDP, FSDP, compile) and peft add to it."""
     parts = [part for part in name.split(".") if part not in _WRAPPER_NAMES]
-    while parts[0] == "module":  # only in front: a model may have a part of that name
+    while parts[0] == "module":  # only in front: models may have submodules of that name
         parts = parts[1:]
     return ".".join(parts)
 
 
 def find_wrapper_names(names: Iterable[str]) -> list[str]:
-    """The names in which something of a wrapper or of peft is left; no loader would know them."""
+    """The names that contain a wrapper's or peft's names, which no loader knows."""
     return [name for name in names if _WRAPPER_PATTERN.search(name)]
 
 
 NO_KEY_MAP = KeyMap()
-"""Modules keep their names."""
+"""Modules have the same names in files."""
 
 
 def build_key_map(modules: Iterable[str], key_style: str) -> KeyMap:
-    """What kohya's files call a model's modules, trained or not; for the style see ``Family.lora_names``."""
+    """The names of all modules of a model in kohya files; for the style see ``Family.lora_key_style``."""
     if key_style in ORIGINAL_LAYOUTS:
         return KeyMap(layout=ORIGINAL_LAYOUTS[key_style])
     return KeyMap(_KEY_STYLES[key_style]([clean_parameter_name(name) for name in modules]))
@@ -43,7 +43,7 @@ def _keep_names(modules: Iterable[str]) -> Mapping[str, str]:
 
 
 def _add_text_model_prefix(modules: Iterable[str]) -> Mapping[str, str]:
-    """Names in files: with the ``text_model.`` that transformers 5 no longer has in ``CLIPTextModel``."""
+    """Add the ``text_model.`` that ``CLIPTextModel`` of transformers 5 no longer has."""
     return {
         name: name if name.startswith(("text_model.", "text_projection")) else f"text_model.{name}" for name in modules
     }
@@ -64,18 +64,18 @@ def build_kohya_name(module: str, prefix: str) -> str:
 
 @dataclass(frozen=True)
 class ComponentKeys:
-    """A part of a pipeline in which something may be trained, and what files call its modules."""
+    """A trainable component of a pipeline, and how LoRA files name its modules."""
 
     name: str
     """In the pipeline: ``unet``, ``transformer``, ``text_encoder``."""
     modules: tuple[str, ...]
-    """All of them, by their names in the part, containers included."""
+    """Names of all modules, containers included."""
     key_prefix: str
-    """What stands before them in a kohya file."""
+    """Prefix of its keys in kohya files."""
     key_style: str = "diffusers"
-    """What kohya files call them: see ``Family.lora_names``; ``clip`` and ``t5`` for text encoders."""
+    """How kohya files name the modules: see ``Family.lora_key_style``; ``clip`` or ``t5`` for text encoders."""
     other_key_styles: tuple[str, ...] = ()
-    """More styles in which files are met."""
+    """Further key styles that are read."""
 
     @classmethod
     def from_model(
@@ -86,46 +86,40 @@ class ComponentKeys:
         key_style: str = "diffusers",
         other_key_styles: tuple[str, ...] = (),
     ) -> "ComponentKeys":
-        """The part that ``model`` is, wrapped or not, with an adapter or without."""
-        inside = tuple(f"{name}." for name, module in model.named_modules() if hasattr(module, "base_layer"))
-        names = (
-            clean_parameter_name(name) for name, _ in model.named_modules() if name and not name.startswith(inside)
-        )
-        return cls(name, tuple(dict.fromkeys(names)), key_prefix, key_style, other_key_styles)
+        """Describe ``model``, wrapped or not, with or without an adapter."""
+        adapters = tuple(f"{name}." for name, module in model.named_modules() if hasattr(module, "base_layer"))
+        names = (name for name, _ in model.named_modules() if name and not name.startswith(adapters))
+        modules = dict.fromkeys(clean_parameter_name(name) for name in names)
+        return cls(name, tuple(modules), key_prefix, key_style, other_key_styles)
 
     @property
     def is_text_encoder(self) -> bool:
         return self.key_style in ("clip", "t5")
 
     def get_key_map(self, key_style: str | None = None) -> KeyMap:
-        """What its modules are called."""
+        """The names of its modules in kohya files."""
         return build_key_map(self.modules, key_style or self.key_style)
 
     def iter_known_names(self) -> Iterator[tuple[str, ModuleGroup]]:
-        """Every name under which files are known to keep an original module, the usual ones first."""
-        styles = dict.fromkeys((self.key_style, *self.other_key_styles, "diffusers"))
-        for style in styles:
+        """All names of its modules in the files of known programs, the usual ones first."""
+        dotted, underscored = self._list_other_prefixes()
+        for style in dict.fromkeys((self.key_style, *self.other_key_styles, "diffusers")):
             for group in self._group_modules(style):
                 yield build_kohya_name(group.name, self.key_prefix), group
-                for start in self._dotted_prefixes:
-                    yield f"{start}{group.name}", group
-                for start in self._underscored_prefixes:
-                    yield build_kohya_name(group.name, start), group
+                for prefix in dotted:
+                    yield f"{prefix}{group.name}", group
+                for prefix in underscored:
+                    yield build_kohya_name(group.name, prefix), group
 
-    @property
-    def _dotted_prefixes(self) -> tuple[str, ...]:
-        return (
-            (f"{self.name}.",) if self.is_text_encoder else (f"{self.name}.", "diffusion_model.", "base_model.model.")
-        )
-
-    @property
-    def _underscored_prefixes(self) -> tuple[str, ...]:
-        if self.is_text_encoder:  # with one text encoder, sd-scripts and others differ about the number
-            return ("lora_te1",) if self.key_prefix == "lora_te" else ()
-        return ("lora_transformer", "lycoris")
+    def _list_other_prefixes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Prefixes of other programs: for dotted names, and for names with underscores."""
+        if not self.is_text_encoder:
+            return (f"{self.name}.", "diffusion_model.", "base_model.model."), ("lora_transformer", "lycoris")
+        # Of models with one text encoder, sd-scripts writes lora_te and others lora_te1.
+        return (f"{self.name}.",), ("lora_te1",) if self.key_prefix == "lora_te" else ()
 
     def _group_modules(self, key_style: str) -> list[ModuleGroup]:
-        names = self.get_key_map(key_style)
+        key_map = self.get_key_map(key_style)
         containers = {name.rpartition(".")[0] for name in self.modules}
         layers = [name for name in self.modules if name not in containers]
-        return names.group_modules(names.filter_known_modules(layers) if names.layout else layers)
+        return key_map.group_modules(key_map.filter_known_modules(layers) if key_map.layout else layers)

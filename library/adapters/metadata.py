@@ -1,12 +1,12 @@
-"""What a LoRA file says of itself: sd-scripts' ``ss_*`` keys, ModelSpec 1.0.1, and the hashes that web UIs look for.
+"""Metadata of LoRA files: sd-scripts' ``ss_*`` keys, ModelSpec 1.0.1, and the hashes that web UIs look up.
 
-Only what is known to be true is written, and never a path: of every path only the last part.
+Paths are never written: only their last component.
 """
 
 import base64
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -15,13 +15,16 @@ from typing import Any
 from safetensors.torch import save
 from torch import Tensor
 
-from ..config.schema import RunConfig
+from ..config.schema import AdapterConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from ..config.schema_data import DataConfig
+from ..config.schema_objective import LossConfig, NoiseConfig
+from ..config.schema_output import SaveConfig
 from ..config.validate import THUMBNAIL_TYPES
 
 
 @dataclass(frozen=True)
 class BaseModelMetadata:
-    """What the family knows of the model that was trained on."""
+    """The base model, as its family describes it."""
 
     base_model_version: str  # sd_v1
     architecture: str  # stable-diffusion-v1
@@ -31,7 +34,7 @@ class BaseModelMetadata:
 
 @dataclass(frozen=True)
 class RunMetadata:
-    """What the run knows of itself when a file is written."""
+    """The state of the run when a file is written."""
 
     step: int
     epoch: int
@@ -40,41 +43,49 @@ class RunMetadata:
     started_at: float  # seconds since 1970
     saved_at: float
     session_id: int
-    num_train_images: int  # with repeats, without regularisation
+    num_train_images: int  # with repeats, without regularization images
     num_reg_images: int
     num_batches_per_epoch: int
     resolution: tuple[int, int]  # width, height
-    dataset_metadata: Mapping[str, str]  # what is told of the pictures
-    model_metadata: Mapping[str, str]  # what is told of the model's files
-    rank: int | str  # a word where modules differ because a file says so
+    dataset_metadata: Mapping[str, str]  # ss_ keys of the dataset
+    model_metadata: Mapping[str, str]  # ss_ keys of the model files
+    rank: int | str  # text where modules differ
     alpha: float | str
     optimizer: str  # module.Class(name=value,...)
-    mixed_precision: str  # as it came out of flags, launcher and accelerate's own file
+    mixed_precision: str  # as resolved from options and launcher
 
 
 def build_metadata(config: RunConfig, model: BaseModelMetadata, run: RunMetadata, software: str) -> dict[str, str]:
-    """The metadata of one file, without hashes; ``software`` is a name and a version, ``name/1.0``."""
-    least = _build_minimum_metadata(config, model, run)
+    """Build the metadata of one file, without hashes; ``software`` is ``name/version``."""
+    minimum = _build_minimum_metadata(config.adapter, model, run)
     if config.save.no_metadata:
-        return _convert_values_to_str(least)
-    spec = build_modelspec_metadata(
-        config, model.architecture, model.implementation, model.prediction_type, software, run.saved_at, run.resolution
-    )
+        return _convert_values_to_str(minimum)
+    objective = _build_objective_metadata(config.noise, config.loss)
+    if model.prediction_type == "flow":
+        objective |= _build_flow_metadata(config.noise, config.model)
     return _convert_values_to_str(
         {
-            **least,
+            **minimum,
             **run.model_metadata,
             **run.dataset_metadata,
-            **_build_training_metadata(config, run),
-            **_build_objective_metadata(config, model),
-            **spec,
+            **_build_run_metadata(run),
+            **_build_optim_metadata(config.optim),
+            **_build_options_metadata(config.train, config.data, config.model),
+            "ss_output_name": config.save.output_name,
+            "ss_training_comment": config.save.training_comment,
+            "ss_network_dropout": config.adapter.network_dropout or None,
+            "ss_scale_weight_norms": config.adapter.scale_weight_norms,
+            "ss_cache_latents": config.cache.caches_latents,
+            **objective,
+            **_build_modelspec_metadata(config.save, config.noise, model, run, software),
+            "modelspec.encoder_layer": str(config.model.clip_skip or 1),
         }
     )
 
 
 def add_model_hashes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, str]:
-    """``metadata`` with sd-scripts' two hashes of the tensors as they are going to be saved."""
-    # Only ss_ keys count: they never change, while titles and the like may be edited.
+    """Add sd-scripts' two hashes of the tensors as they will be saved."""
+    # Only ss_ keys are hashed: titles and the like may be edited later.
     payload = save(dict(tensors), {key: value for key, value in metadata.items() if key.startswith("ss_")})
     start = 8 + int.from_bytes(payload[:8], "little")
     return {
@@ -84,35 +95,26 @@ def add_model_hashes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str])
     }
 
 
-def _build_minimum_metadata(config: RunConfig, model: BaseModelMetadata, run: RunMetadata) -> dict[str, Any]:
-    """What loaders and UIs read."""
+def _build_minimum_metadata(config: AdapterConfig, model: BaseModelMetadata, run: RunMetadata) -> dict[str, Any]:
+    """What loaders and web UIs need, even with ``no_metadata``."""
+    arguments = (arg.partition("=") for arg in config.network_args)
     return {
         "ss_v2": model.base_model_version.startswith("sd_v2"),
         "ss_base_model_version": model.base_model_version,
-        "ss_network_module": config.adapter.network_module,
+        "ss_network_module": config.network_module,
         "ss_network_dim": run.rank,
         "ss_network_alpha": run.alpha,
-        "ss_network_args": json.dumps(dict(_split_network_arg(word) for word in config.adapter.network_args)),
+        "ss_network_args": json.dumps({name.strip(): value.strip() for name, _, value in arguments}),
     }
 
 
-def _build_training_metadata(config: RunConfig, run: RunMetadata) -> dict[str, Any]:
-    optim, train, data = config.optim, config.train, config.data
+def _build_run_metadata(run: RunMetadata) -> dict[str, Any]:
     return {
         "ss_session_id": run.session_id,
         "ss_training_started_at": run.started_at,
         "ss_training_finished_at": run.saved_at,
-        "ss_output_name": config.save.output_name,
-        "ss_learning_rate": optim.learning_rate,
-        "ss_unet_lr": optim.unet_lr,
-        "ss_text_encoder_lr": _format_learning_rates(optim.text_encoder_lr),
-        "ss_network_dropout": config.adapter.network_dropout or None,
-        "ss_scale_weight_norms": config.adapter.scale_weight_norms,
-        "ss_cache_latents": config.cache.caches_latents,
         "ss_optimizer": run.optimizer,
-        "ss_max_grad_norm": optim.max_grad_norm,
-        "ss_lr_scheduler": optim.lr_scheduler,
-        "ss_lr_warmup_steps": optim.lr_warmup_steps,
+        "ss_mixed_precision": run.mixed_precision,
         "ss_steps": run.step,
         "ss_max_train_steps": run.max_train_steps,
         "ss_epoch": run.epoch,
@@ -120,35 +122,38 @@ def _build_training_metadata(config: RunConfig, run: RunMetadata) -> dict[str, A
         "ss_num_train_images": run.num_train_images,
         "ss_num_reg_images": run.num_reg_images,
         "ss_num_batches_per_epoch": run.num_batches_per_epoch,
+    }
+
+
+def _build_optim_metadata(optim: OptimConfig) -> dict[str, Any]:
+    rates = list(optim.text_encoder_lr)
+    return {
+        "ss_learning_rate": optim.learning_rate,
+        "ss_unet_lr": optim.unet_lr,
+        "ss_text_encoder_lr": rates if len(rates) > 1 else rates[0] if rates else None,  # as in sd-scripts
+        "ss_max_grad_norm": optim.max_grad_norm,
+        "ss_lr_scheduler": optim.lr_scheduler,
+        "ss_lr_warmup_steps": optim.lr_warmup_steps,
+    }
+
+
+def _build_options_metadata(train: TrainConfig, data: DataConfig, model: ModelConfig) -> dict[str, Any]:
+    return {
         "ss_gradient_accumulation_steps": train.gradient_accumulation_steps,
         "ss_gradient_checkpointing": train.gradient_checkpointing,
         "ss_seed": train.seed,
-        "ss_mixed_precision": run.mixed_precision,
         "ss_prior_loss_weight": data.prior_loss_weight,
         "ss_caption_dropout_rate": data.caption_dropout_rate,
         "ss_caption_dropout_every_n_epochs": data.caption_dropout_every_n_epochs,
         "ss_caption_tag_dropout_rate": data.caption_tag_dropout_rate,
         "ss_resize_interpolation": data.resize_interpolation,
-        "ss_clip_skip": config.model.clip_skip,
-        "ss_max_token_length": config.model.max_token_length if config.model.max_token_length > 75 else None,
-        "ss_training_comment": config.save.training_comment,
+        "ss_clip_skip": model.clip_skip,
+        "ss_max_token_length": model.max_token_length if model.max_token_length > 75 else None,
     }
 
 
-def _split_network_arg(arg: str) -> tuple[str, str]:
-    name, _, value = arg.partition("=")
-    return name.strip(), value.strip()
-
-
-def _format_learning_rates(rates: Sequence[float]) -> Any:
-    """As sd-scripts writes it: nothing, a number, or a list."""
-    return list(rates) if len(rates) > 1 else rates[0] if rates else None
-
-
-def _build_objective_metadata(config: RunConfig, model: BaseModelMetadata) -> dict[str, Any]:
-    """Noise, times and loss; like sd-scripts, those of flow matching only for models that are trained by it."""
-    noise, loss = config.noise, config.loss
-    always = {
+def _build_objective_metadata(noise: NoiseConfig, loss: LossConfig) -> dict[str, Any]:
+    return {
         "ss_noise_offset": noise.noise_offset or None,
         "ss_noise_offset_random_strength": noise.noise_offset_random_strength,
         "ss_adaptive_noise_scale": noise.adaptive_noise_scale,
@@ -164,10 +169,11 @@ def _build_objective_metadata(config: RunConfig, model: BaseModelMetadata) -> di
         "ss_huber_c": loss.huber_c,
         "ss_huber_scale": loss.huber_scale,
     }
-    if model.prediction_type != "flow":
-        return always
+
+
+def _build_flow_metadata(noise: NoiseConfig, model: ModelConfig) -> dict[str, Any]:
+    """Written for flow-matching models only, as by sd-scripts."""
     return {
-        **always,
         "ss_timestep_sampling": noise.flow_timestep_sampling,
         "ss_sigmoid_scale": noise.sigmoid_scale,
         "ss_discrete_flow_shift": noise.discrete_flow_shift,
@@ -176,7 +182,7 @@ def _build_objective_metadata(config: RunConfig, model: BaseModelMetadata) -> di
         "ss_logit_std": noise.logit_std,
         "ss_mode_scale": noise.mode_scale,
         "ss_model_prediction_type": "raw",
-        "ss_guidance_scale": config.model.guidance_scale,
+        "ss_guidance_scale": model.guidance_scale,
     }
 
 
@@ -194,40 +200,31 @@ MODELSPEC_USER_KEYS = (
     "trigger_phrase",
     "preprocessor",
 )
-"""What a user may say; each ``metadata_...`` option has the name of its key."""
+"""Keys set by the user, each with an option ``metadata_KEY``."""
 
 
-def build_modelspec_metadata(
-    config: RunConfig,
-    architecture: str,
-    implementation: str,
-    prediction_type: str,
-    software: str,
-    saved_at: float,
-    resolution: tuple[int, int],
+def _build_modelspec_metadata(
+    save: SaveConfig, noise: NoiseConfig, model: BaseModelMetadata, run: RunMetadata, software: str
 ) -> dict[str, Any]:
-    """The keys of one file."""
-    save, noise, (width, height) = config.save, config.noise, resolution
-    told = {
+    width, height = run.resolution
+    values = {
         "sai_model_spec": "1.0.1",
-        "architecture": f"{architecture}/lora",
-        "implementation": implementation,
+        "architecture": f"{model.architecture}/lora",
+        "implementation": model.implementation,
         "implementation_version": software,
         "title": save.metadata_title or save.output_name,
-        "date": datetime.fromtimestamp(int(saved_at), tz=timezone.utc).isoformat(),
+        "date": datetime.fromtimestamp(int(run.saved_at), tz=timezone.utc).isoformat(),
         "resolution": f"{width}x{height}",
-        "prediction_type": prediction_type,
-        "encoder_layer": str(config.model.clip_skip or 1),
+        "prediction_type": model.prediction_type,
     }
-    told |= {name: value for name in MODELSPEC_USER_KEYS if (value := getattr(save, f"metadata_{name}")) is not None}
+    values |= {name: value for name in MODELSPEC_USER_KEYS if (value := getattr(save, f"metadata_{name}")) is not None}
     if save.metadata_thumbnail is not None:
-        told["thumbnail"] = _encode_data_url(Path(save.metadata_thumbnail).expanduser())
+        values["thumbnail"] = _encode_data_url(Path(save.metadata_thumbnail).expanduser())
     if noise.min_timestep is not None or noise.max_timestep is not None:
-        least, most = noise.min_timestep or 0, 1000 if noise.max_timestep is None else noise.max_timestep
-        told["timestep_range"] = f"{least},{most}"
-    return {f"modelspec.{key}": value for key, value in told.items()}
+        low, high = noise.min_timestep or 0, 1000 if noise.max_timestep is None else noise.max_timestep
+        values["timestep_range"] = f"{low},{high}"
+    return {f"modelspec.{key}": value for key, value in values.items()}
 
 
 def _encode_data_url(path: Path) -> str:
-    """A picture as text."""
     return f"data:{THUMBNAIL_TYPES[path.suffix.lower()]};base64,{base64.b64encode(path.read_bytes()).decode()}"

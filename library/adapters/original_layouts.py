@@ -1,6 +1,6 @@
-"""How the original programs name the modules of a model, and which of them diffusers has cut into several.
+"""The module names of the original model code, and which of its fused modules diffusers has split.
 
-sd-scripts names LoRA weights after the original modules, and gives one LoRA to queries, keys and values together.
+sd-scripts names LoRA weights after the original modules, with one LoRA for a fused qkv.
 """
 
 import re
@@ -10,20 +10,20 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class OriginalModule:
-    """One module of the original model; ``{}`` in names is the number of the block."""
+    """A module of the original model; ``{}`` in names is the block index."""
 
     name: str
     diffusers_modules: tuple[str, ...]
     """Its modules in diffusers, in the order of their outputs."""
     output_ratios: tuple[int, ...] = (1, 1, 1)
-    """Outputs of each part as a multiple of the inputs; only looked at where there are several parts."""
+    """Output features of each part as a multiple of the inputs, for fused modules."""
     swaps_scale_shift: bool = False
-    """Its two outputs for each input, if it has no more, are shift and scale; in diffusers, scale and shift."""
+    """If it has two outputs per input, these are shift and scale, but scale and shift in diffusers."""
 
 
 @dataclass(frozen=True)
 class ModuleGroup:
-    """One module of the original model and what is trained of it; None for a part that is not."""
+    """A module of the original model and its trained parts; None for a part that is not trained."""
 
     name: str
     modules: tuple[str | None, ...]
@@ -31,15 +31,15 @@ class ModuleGroup:
 
 
 def _build_stream(original: str, blocks: str, parts: Sequence[str], names: Sequence[str]) -> tuple[OriginalModule, ...]:
-    """One stream, of picture or text, in blocks with two: attention, its output, the MLP, and the modulation."""
-    *attention, out, inner, outer, modulation = (f"{blocks}.{{}}.{part}" for part in parts)
-    qkv, proj, first, second, modulating = (f"{original}{name}" for name in names)
+    """The image or text stream of double-stream blocks: attention, its output, the MLP, and the modulation."""
+    *attention, out, mlp_in, mlp_out, modulation = (f"{blocks}.{{}}.{part}" for part in parts)
+    qkv, proj, first, second, original_modulation = (f"{original}{name}" for name in names)
     return (
         OriginalModule(qkv, tuple(attention)),
         OriginalModule(proj, (out,)),
-        OriginalModule(first, (inner,)),
-        OriginalModule(second, (outer,)),
-        OriginalModule(modulating, (modulation,), swaps_scale_shift=True),
+        OriginalModule(first, (mlp_in,)),
+        OriginalModule(second, (mlp_out,)),
+        OriginalModule(original_modulation, (modulation,), swaps_scale_shift=True),
     )
 
 
@@ -119,7 +119,7 @@ Z_IMAGE_LAYOUT: tuple[OriginalModule, ...] = tuple(
         OriginalModule(f"{blocks}.{{}}.attention.out", (f"{blocks}.{{}}.attention.to_out.0",)),
     )
 )
-"""What is called otherwise in the original Z-Image; everything else keeps its name."""
+"""The modules with other names in the original Z-Image."""
 
 
 ORIGINAL_LAYOUTS: Mapping[str, tuple[OriginalModule, ...]] = {
@@ -127,20 +127,20 @@ ORIGINAL_LAYOUTS: Mapping[str, tuple[OriginalModule, ...]] = {
     "sd3": SD3_LAYOUT,
     "z_image": Z_IMAGE_LAYOUT,
 }
-"""Style of names -> the modules of the original model, where some of them are several in diffusers."""
+"""Key style -> the modules of the original model, where diffusers has split some."""
 
 
 @dataclass(frozen=True)
 class KeyMap:
-    """What sd-scripts' files call the modules of a model."""
+    """The names of a model's modules in sd-scripts' files."""
 
     renames: Mapping[str, str] = field(default_factory=dict)
-    """For modules that are the same in both; one that is not in it keeps its name."""
+    """Module -> its name in files, if it differs."""
     layout: tuple[OriginalModule, ...] = ()
-    """Or all original modules, where some are several."""
+    """Alternatively the original modules, where diffusers has split some."""
 
     def group_modules(self, modules: Iterable[str]) -> list[ModuleGroup]:
-        """The original modules that these modules are, or are parts of, in the order in which they are met."""
+        """Group modules by the original module that they are, or are parts of, in order of first occurrence."""
         if self.layout:
             return group_by_original_module(modules, self.layout)
         return [
@@ -149,23 +149,25 @@ class KeyMap:
         ]
 
     def filter_known_modules(self, modules: Iterable[str]) -> list[str]:
-        """Those that have a name in the layout."""
+        """The modules that the layout lists."""
         patterns = {part for original in self.layout for part in original.diffusers_modules}
         return [module for module in modules if _split_block_index(module)[0] in patterns]
 
 
 def group_by_original_module(modules: Iterable[str], layout: Sequence[OriginalModule]) -> list[ModuleGroup]:
-    """The original modules that these modules are parts of."""
-    places = {part: (original, number) for original in layout for number, part in enumerate(original.diffusers_modules)}
-    found: dict[str, tuple[OriginalModule, list[str | None]]] = {}
+    """Group diffusers modules by the original module that they are parts of."""
+    positions = {
+        part: (original, index) for original in layout for index, part in enumerate(original.diffusers_modules)
+    }
+    groups: dict[str, tuple[OriginalModule, list[str | None]]] = {}
     for module in modules:
         pattern, block = _split_block_index(module)
-        if pattern not in places:
+        if pattern not in positions:
             raise ValueError(f"{module} has no name in the files of sd-scripts")
-        original, number = places[pattern]
+        original, index = positions[pattern]
         name = original.name.format(block)
-        found.setdefault(name, (original, [None] * len(original.diffusers_modules)))[1][number] = module
-    return [ModuleGroup(name, tuple(parts), original) for name, (original, parts) in found.items()]
+        groups.setdefault(name, (original, [None] * len(original.diffusers_modules)))[1][index] = module
+    return [ModuleGroup(name, tuple(parts), original) for name, (original, parts) in groups.items()]
 
 
 def _split_block_index(module: str) -> tuple[str, str]:
@@ -197,37 +199,31 @@ _LDM_OUTER_NAMES = {
 
 
 def map_to_ldm_names(modules: Iterable[str]) -> Mapping[str, str]:
-    """Names of all modules of a diffusers UNet -> the original names; what is not in a block keeps its own."""
-    known = list(modules)
-    places = dict(_find_ldm_block_names(known))
-    return {name: _rename_to_ldm(name, places) for name in known}
+    """Map the module names of a diffusers UNet to those of the original LDM code."""
+    names = list(modules)
+    block_names = dict(_find_ldm_block_names(names))
+    return {name: _rename_to_ldm(name, block_names) for name in names}
 
 
 def _find_ldm_block_names(modules: list[str]) -> Iterator[tuple[str, str]]:
-    """Where each resnet, attention and sampler stands: ``down_blocks.1.attentions.0`` -> ``input_blocks.4.1``."""
-    found = {match[0] for name in modules if (match := re.match(r"(?:down|up)_blocks\.\d+\.\w+\.\d+(?=\.|$)", name))}
-    per_block = {
-        side: 1
-        + max(
-            (int(name.split(".")[3]) for name in found if name.startswith(f"{side}_blocks.") and ".resnets." in name),
-            default=0,
-        )
-        for side in ("down", "up")
-    }
-    for name in found:
-        side, block, kind, number = re.sub("_blocks", "", name).split(".")
-        # The original counts layer after layer; a sampler is a layer of its own going down, and a part of one going up.
+    """Map resnets, attentions and samplers: ``down_blocks.1.attentions.0`` -> ``input_blocks.4.1``."""
+    units = {match[0] for name in modules if (match := re.match(r"(?:down|up)_blocks\.\d+\.\w+\.\d+(?=\.|$)", name))}
+    resnets_per_block = {}
+    for side in ("down", "up"):
+        resnets = (name for name in units if name.startswith(f"{side}_blocks.") and ".resnets." in name)
+        resnets_per_block[side] = 1 + max((int(name.split(".")[3]) for name in resnets), default=0)
+    for name in units:
+        side, block, unit_type, index = re.sub("_blocks", "", name).split(".")
+        per_block = resnets_per_block[side]
+        # LDM numbers layers consecutively; a downsampler is a layer of its own, an upsampler belongs to the last layer.
         if side == "down":
-            first = 1 + int(block) * (per_block["down"] + 1)
-            at, inner = (first + int(number), "1" if kind == "attentions" else "0")
-            if kind == "downsamplers":
-                at = first + per_block["down"]
-            yield name, f"input_blocks.{at}.{inner}"
+            layer = 1 + int(block) * (per_block + 1) + (per_block if unit_type == "downsamplers" else int(index))
+            yield name, f"input_blocks.{layer}.{1 if unit_type == 'attentions' else 0}"
         else:
-            at = int(block) * per_block["up"] + (per_block["up"] - 1 if kind == "upsamplers" else int(number))
-            has_attention = f"up_blocks.{block}.attentions.0" in found
-            inner = {"resnets": "0", "attentions": "1", "upsamplers": "2" if has_attention else "1"}[kind]
-            yield name, f"output_blocks.{at}.{inner}"
+            layer = int(block) * per_block + (per_block - 1 if unit_type == "upsamplers" else int(index))
+            has_attention = f"up_blocks.{block}.attentions.0" in units
+            position = {"resnets": "0", "attentions": "1", "upsamplers": "2" if has_attention else "1"}[unit_type]
+            yield name, f"output_blocks.{layer}.{position}"
     yield from (
         ("mid_block.resnets.0", "middle_block.0"),
         ("mid_block.attentions.0", "middle_block.1"),

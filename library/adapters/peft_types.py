@@ -1,4 +1,4 @@
-"""The kinds of adapters that peft has, behind one door: put into a model, made to start from a seed, measured."""
+"""Adapter types of peft (LoRA, DoRA, LoHa, LoKr, OFT, BOFT): inject them into a model, initialized from a seed."""
 
 import math
 import re
@@ -18,7 +18,7 @@ from ..randomness import derive_seed
 ADAPTER_WEIGHT_PATTERN = (
     r"\.(?:lora_[AB]|lora_magnitude_vector|hada_[wt]\d|lokr_[wt]\d|oft_R|boft_[Rs])(?:_[ab])?(?:\.|$)"
 )
-"""What stands between the name of a module and that of a weight of its adapter."""
+"""Separates the name of a module from the name of a weight of its adapter."""
 
 
 RANDOM_INIT_WEIGHTS = (
@@ -31,7 +31,7 @@ RANDOM_INIT_WEIGHTS = (
     "lokr_w2_a",
     "lokr_w2_b",
 )
-"""Weights that start at random; another one of their adapter starts at zero, so that it does nothing."""
+"""Weights with random initialization; another weight of the adapter is zero, so that the update is zero."""
 
 
 TYPES_WITH_ALPHA = ("lora", "dora", "loha", "lokr")
@@ -39,7 +39,7 @@ TYPES_WITH_ALPHA = ("lora", "dora", "loha", "lokr")
 
 @dataclass(frozen=True)
 class RankAlpha:
-    """How large the adapter of one module is: its update is scaled by ``alpha / rank``."""
+    """Rank and alpha of one module's adapter; its update is scaled by ``alpha / rank``."""
 
     rank: int
     alpha: float
@@ -53,13 +53,13 @@ def inject_peft_layers(
     seed_names: Mapping[str, str],
     seed: int,
 ) -> dict[str, RankAlpha]:
-    """Give each named module an adapter, in float32, and return what they became.
+    """Give each listed module an adapter in float32, and return the effective ranks and alphas.
 
-    ``seeds`` are the names by which the modules draw their start, so that it is the same on every process.
+    ``seed_names`` are the names that the modules' initial weights are derived from, so that every rank has the same.
     """
     if not rank_alphas:
         return {}
-    # On the meta device peft draws no random numbers; the weights are made below.
+    # low_cpu_mem_usage: peft creates the weights on the meta device without random numbers; they are initialized below.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Failed to load the CUDA extension|Setting boft_n_butterfly_factor")
         for settings in _build_peft_configs(model, adapter_type, network_args, rank_alphas):
@@ -106,7 +106,7 @@ def _group_by_value(values: Mapping[str, Any]) -> list[tuple[Any, list[str]]]:
 
 
 def _build_pattern_map(values: Mapping[str, Any]) -> dict[str, Any]:
-    """One pattern for all modules that have the same value: peft looks through all patterns for each module."""
+    """One pattern per value: peft searches all patterns for each module."""
     return {f"^{_build_alternation(names)}": value for value, names in _group_by_value(values)}
 
 
@@ -114,53 +114,35 @@ def _build_alternation(names: Iterable[str]) -> str:
     return f"(?:{'|'.join(map(re.escape, names))})"
 
 
-def _count_input_features(layer: nn.Module) -> int:
+def count_input_features(layer: nn.Module) -> int:
     weight: Any = layer.weight
     return int(weight[0].numel())
 
 
 def _choose_oft_block_count(model: nn.Module, name: str, max_blocks: int) -> int:
-    """Blocks are alike in size: as many as wanted, or the next smaller number that divides the inputs."""
-    inputs = _count_input_features(model.get_submodule(name))
+    """The largest number of blocks up to ``max_blocks`` that divides the input features."""
+    inputs = count_input_features(model.get_submodule(name))
     return max(count for count in range(1, min(max_blocks, inputs) + 1) if inputs % count == 0)
 
 
-def validate_boft_ranks(model: nn.Module, adapter_type: str, rank_alphas: Mapping[str, RankAlpha]) -> list[str]:
-    """Why adapters of these sizes cannot be put into a model: BOFT has one size of blocks for all its layers."""
-    if adapter_type != "boft" or not rank_alphas:
-        return []
-    found = sorted({size.rank for size in rank_alphas.values()})
-    if len(found) > 1:
-        return [f"--network_args: boft has one size for all layers, and here there are {', '.join(map(str, found))}"]
-    if found[0] % 2:
-        return [f"--network_dim: boft needs an even number, and {found[0]} is none"]
-    inputs = {name: _count_input_features(model.get_submodule(name)) for name in rank_alphas}
-    odd = [name for name, count in inputs.items() if count % found[0]]
-    return (
-        [f"--network_dim: {found[0]} does not divide the {inputs[odd[0]]} inputs of {odd[0]}, as boft needs it"]
-        if odd
-        else []
-    )
-
-
 def _init_adapter_weights(layer: Any, name: str, seed: int) -> None:
-    """Make the weights of one adapter, which does nothing yet."""
-    place = layer.get_base_layer().weight.device
-    for kind in layer.adapter_layer_names:
-        holder = getattr(layer, kind, None)
-        if holder is None or "default" not in holder:
+    """Replace the meta weights of one adapter by initialized ones on the base layer's device."""
+    device = layer.get_base_layer().weight.device
+    for weight_name in layer.adapter_layer_names:
+        container = getattr(layer, weight_name, None)
+        if container is None or "default" not in container:
             continue
-        empty = holder["default"]
+        empty = container["default"]
         weight = empty if isinstance(empty, nn.Parameter) else empty.weight
-        fresh = nn.Parameter(_init_weight(layer, kind, weight.shape, name, seed).to(place))
+        parameter = nn.Parameter(_init_weight(layer, weight_name, weight.shape, name, seed).to(device))
         if weight is empty:
-            holder["default"] = fresh
+            container["default"] = parameter
         else:
-            empty.weight = fresh
+            empty.weight = parameter
     for child in layer.modules():
         if child is not layer.get_base_layer():
             for key, buffer in child.named_buffers(recurse=False):
-                child.register_buffer(key, buffer.to(place), persistent=False)
+                child.register_buffer(key, buffer.to(device), persistent=False)
 
 
 def _init_weight(layer: Any, weight_name: str, shape: torch.Size, name: str, seed: int) -> torch.Tensor:
@@ -172,19 +154,19 @@ def _init_weight(layer: Any, weight_name: str, shape: torch.Size, name: str, see
         return torch.ones(shape)
     if weight_name not in RANDOM_INIT_WEIGHTS:
         return torch.zeros(shape)
-    # As nn.Linear makes its own.
     purpose = "lora" if weight_name == "lora_A" else weight_name
     generator = torch.Generator().manual_seed(derive_seed(seed, f"{purpose}/{name}"))
-    drawn: torch.Tensor = nn.init.kaiming_uniform_(torch.empty(shape), a=math.sqrt(5), generator=generator)
-    return drawn
+    # As nn.Linear initializes its weight.
+    weight: torch.Tensor = nn.init.kaiming_uniform_(torch.empty(shape), a=math.sqrt(5), generator=generator)
+    return weight
 
 
 def _read_rank_alpha(layer: Any, adapter_type: str, requested: RankAlpha) -> RankAlpha:
-    """Rank and alpha of which the scale is made: one over the other, whatever it was computed from."""
+    """Rank and alpha that give the layer's actual scale as ``alpha / rank``, also for rsLoRA."""
     if adapter_type not in TYPES_WITH_ALPHA:
         return RankAlpha(layer.r["default"] if adapter_type == "oft" else requested.rank, 1.0)
     if adapter_type == "lokr" and "default" in layer.lokr_w1 and "default" in layer.lokr_w2:
-        # Two whole matrices have no rank; other programs do not scale them either.
+        # Two full matrices have no rank, and no loader scales them.
         layer.scaling["default"] = 1.0
         return RankAlpha(1, 1.0)
     return RankAlpha(requested.rank, float(layer.scaling["default"] * requested.rank))

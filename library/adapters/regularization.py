@@ -1,7 +1,7 @@
-"""Dropout of adapters, as a function of seed, step and place: the same on every device and however a step is split.
+"""LoRA dropout, max-norm regularization, and the norms of updates.
 
-torch's own draws from a global generator, and for a whole batch at once.  Here each number is a hash of the sample's
-key, the module and the place in the module.
+Dropout is stateless: each random number is a hash of the sample's key, the module and the element, so it is the same
+on every device and for any partition of the batch.  torch's dropout draws from a global generator per batch.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,78 +18,73 @@ _UINT32_MASK = 0xFFFFFFFF
 
 
 SEQUENCE_NDIM = 3
-"""Axes where a layer is given one token after the other."""
+"""Dimensions of activations with a token axis."""
 
 
 class LoraDropout:
-    """Leaves out parts of what the down matrices of a LoRA say, while the model is in training."""
+    """Dropout, rank dropout and module dropout on the outputs of lora_A, while the model is in training mode."""
 
     def __init__(self, dropout: float, rank_dropout: float, module_dropout: float):
         self.dropout, self.rank_dropout, self.module_dropout = dropout, rank_dropout, module_dropout
         self.sample_keys: Tensor | None = None
-        """One number for each sample of the batch; without it nothing is left out."""
+        """One number per sample of the batch; None disables dropout."""
         self.token_positions: Callable[[nn.Module], Tensor | None] = lambda down: None
-        """Which of all tokens a down matrix is given, where others are given the rest."""
+        """The positions of a layer's tokens in the sequence, where context parallelism shards it."""
 
     def attach(self, down_layers: Iterable[nn.Module]) -> None:
-        """Down matrices that modules share are met once and speak alike for all of them."""
-        for number, down in enumerate({id(down): down for down in down_layers}.values()):
-            down.register_forward_hook(self._make_hook(torch.tensor(number)))
+        """Register the forward hooks; a lora_A that modules share gets one hook."""
+        for index, down in enumerate({id(down): down for down in down_layers}.values()):
+            down.register_forward_hook(self._make_hook(torch.tensor(index)))
 
     def _make_hook(self, layer_index: Tensor) -> Any:
-        # As a tensor, it is not part of what is compiled, which would be compiled for each module otherwise.
-        def apply_dropout(module: nn.Module, given: Any, said: Tensor) -> Tensor:
+        # A tensor: torch.compile would specialize on an int and compile every module anew.
+        def apply_dropout(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
             if not module.training or self.sample_keys is None:
-                return said
+                return output
             if isinstance(module, nn.Conv2d):
-                return self.apply(said, layer_index, axis=1)
-            places = self.token_positions(module) if said.dim() == SEQUENCE_NDIM else None
-            return self.apply(said, layer_index, axis=-1, positions=places)
+                return self.apply(output, layer_index, axis=1)
+            positions = self.token_positions(module) if output.dim() == SEQUENCE_NDIM else None
+            return self.apply(output, layer_index, axis=-1, positions=positions)
 
         return apply_dropout
 
     def apply(
         self, activations: Tensor, layer_index: int | Tensor, axis: int, positions: Tensor | None = None
     ) -> Tensor:
-        """``said`` (B, ..., rank), or (B, rank, height, width), with what is left out at zero and the rest larger."""
+        """Apply dropout to activations (B, ..., rank), or (B, rank, height, width), whose rank axis is ``axis``."""
         if self.sample_keys is None:
             raise AssertionError("the samples have no keys")
-        pieces, left = divmod(
-            len(activations), len(self.sample_keys)
-        )  # a long caption is read in pieces, one after the other
-        if left:
+        chunks, remainder = divmod(len(activations), len(self.sample_keys))  # long captions are encoded in chunks
+        if remainder:
             raise AssertionError(f"{len(activations)} rows of {len(self.sample_keys)} samples")
-        keys = self.sample_keys.to(activations.device).repeat_interleave(pieces)
+        device, keys = activations.device, self.sample_keys.to(activations.device).repeat_interleave(chunks)
         if self.dropout:
-            columns = torch.arange(activations[0].numel(), device=activations.device)
+            columns = torch.arange(activations[0].numel(), device=device)
             if positions is not None:
-                columns = (
-                    positions.to(activations.device)[:, None] * activations.shape[-1] + columns[: activations.shape[-1]]
-                ).flatten()
-            kept = hash_to_uniform(keys, 3 * layer_index, columns).view(activations.shape) >= self.dropout
-            activations = activations * kept / (1 - self.dropout)
+                width = activations.shape[-1]
+                columns = (positions.to(device)[:, None] * width + columns[:width]).flatten()
+            mask = hash_to_uniform(keys, 3 * layer_index, columns).view(activations.shape) >= self.dropout
+            activations = activations * mask / (1 - self.dropout)
         shape = [len(keys)] + [1] * (activations.dim() - 1)
-        if self.module_dropout:  # not made up for, as in sd-scripts
-            activations = activations * (
-                hash_to_uniform(keys, 3 * layer_index + 1, torch.zeros_like(keys[:1])).view(shape)
-                >= self.module_dropout
-            )
+        if self.module_dropout:  # not rescaled, as in sd-scripts
+            uniform = hash_to_uniform(keys, 3 * layer_index + 1, torch.zeros_like(keys[:1])).view(shape)
+            activations = activations * (uniform >= self.module_dropout)
         if self.rank_dropout:
             shape[axis] = activations.shape[axis]
-            columns = torch.arange(activations.shape[axis], device=activations.device)
-            kept = hash_to_uniform(keys, 3 * layer_index + 2, columns).view(shape) >= self.rank_dropout
-            activations = activations * kept / (1 - self.rank_dropout)
+            columns = torch.arange(activations.shape[axis], device=device)
+            mask = hash_to_uniform(keys, 3 * layer_index + 2, columns).view(shape) >= self.rank_dropout
+            activations = activations * mask / (1 - self.rank_dropout)
         return activations
 
 
 def hash_to_uniform(keys: Tensor, stream: int | Tensor, columns: Tensor) -> Tensor:
-    """(B, columns) numbers from 0 to 1, each a function of its row's key, the stream and the column."""
+    """Uniform numbers (B, columns) in [0, 1), each a function of the row's key, the stream and the column."""
     rows = _mix_bits(_mix_bits(keys & _UINT32_MASK) + (keys >> 32 & _UINT32_MASK) + stream * 0x9E3779B1)
     return _mix_bits(rows[:, None] + columns * 0x85EBCA6B).float().div(2**32).clamp_max(1 - 2**-24)
 
 
 def _mix_bits(values: Tensor) -> Tensor:
-    """A hash of 32 bits; products that overflow 64 bits are right in the 32 that are kept."""
+    """A 32-bit integer hash; int64 products may overflow, but their low 32 bits are right."""
     values = values & _UINT32_MASK
     values = (values ^ values >> 16) * 0x7FEB352D & _UINT32_MASK
     values = (values ^ values >> 15) * 0x846CA68B & _UINT32_MASK
@@ -97,7 +92,7 @@ def _mix_bits(values: Tensor) -> Tensor:
 
 
 class MaxNormRegularizer:
-    """After each step, makes updates shorter that have become too long; nobody waits for the device."""
+    """Scale updates down to a maximum norm after each step (``scale_weight_norms``), without synchronizing."""
 
     def __init__(self, model: nn.Module, adapter: Adapter, max_norm: float):
         self.max_norm = max_norm
@@ -105,7 +100,7 @@ class MaxNormRegularizer:
         for name, size in adapter.rank_alphas.items():
             layer = model.get_submodule(name)
             down, up = (getattr(layer, half)["default"].weight for half in ("lora_A", "lora_B"))
-            # What is one module in the original model shares its down matrix, and is as long as a whole.
+            # Modules that are fused in the original model share lora_A and count as one.
             self.groups.setdefault(id(down), (down, size.alpha / size.rank, []))[2].append(up)
 
     @torch.no_grad()
@@ -117,19 +112,19 @@ class MaxNormRegularizer:
 
 
 def compute_lora_norm(down: Tensor, ups: Sequence[Tensor], scale: float) -> Tensor:
-    """The norm of ``scale * up @ down``, by way of small matrices of rank x rank."""
+    """The Frobenius norm of ``scale * up @ down``, from Gram matrices of rank x rank."""
     inner = down.flatten(1) @ down.flatten(1).T
     outer = sum((up.flatten(1).T @ up.flatten(1) for up in ups), torch.zeros_like(inner))
     return (inner * outer).sum().clamp_min(0).sqrt() * scale
 
 
 def find_adapter_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Those with an adapter, by name."""
+    """The layers with an adapter, by name."""
     return {clean_parameter_name(name): layer for name, layer in model.named_modules() if _is_adapter_layer(layer)}
 
 
 def compute_update_norms(model: nn.Module) -> dict[str, float]:
-    """Name of a layer -> the norm; 0 where nothing was learnt.  It waits for the device once."""
+    """Layer -> norm of its update; 0 if untrained.  Synchronizes with the device once."""
     return compute_layer_update_norms(find_adapter_layers(model))
 
 
@@ -139,14 +134,14 @@ def _is_adapter_layer(layer: nn.Module) -> bool:
 
 @torch.no_grad()
 def compute_layer_update_norms(layers: Mapping[str, nn.Module]) -> dict[str, float]:
-    """The same of layers that were looked up before, which takes longer than to compute their norms."""
-    found = [_compute_update_norm(layer) for layer in layers.values()]
-    norms = torch.stack([norm.to(found[0].device) for norm in found])  # layers may be on several devices
-    return dict(zip(layers, norms.tolist(), strict=True))
+    """The same for given layers; finding them takes longer than computing their norms."""
+    norms = [_compute_update_norm(layer) for layer in layers.values()]
+    stacked = torch.stack([norm.to(norms[0].device) for norm in norms])  # layers may be on several devices
+    return dict(zip(layers, stacked.tolist(), strict=True))
 
 
 def _compute_update_norm(layer: Any) -> Tensor:
-    """Of ``scale * up @ down`` by products of the size of the rank; of other kinds as peft makes the update."""
+    """The norm of a LoRA update from Gram matrices; of other adapter types from peft's delta weight."""
     weights = layer.adapter_layer_names
     if "lora_A" in weights:
         down, up = (getattr(layer, name)["default"].weight.flatten(1).float() for name in ("lora_A", "lora_B"))
@@ -154,6 +149,6 @@ def _compute_update_norm(layer: Any) -> Tensor:
         return square.sqrt().mul(layer.scaling["default"])
     if {"hada_w1_a", "lokr_w1"} & set(weights):
         update: Tensor = layer.get_delta_weight("default")
-    else:  # rotations begin with weights of zero, which stand for none
+    else:  # OFT and BOFT: zero weights are the identity rotation
         update = torch.cat([weight.flatten() for name, weight in layer.named_parameters() if "default" in name])
     return update.float().square().sum().sqrt()

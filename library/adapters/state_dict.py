@@ -1,4 +1,4 @@
-"""What is trained of one module: LoRA or DoRA, LoHa, LoKr, OFT, BOFT; and what peft and files call its tensors."""
+"""The update of one module (LoRA, DoRA, LoHa, LoKr, OFT, BOFT), and the keys of its tensors in peft and in files."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,11 +11,10 @@ TENSOR_NAMES: Mapping[str, tuple[str, ...]] = {
     "oft": ("oft_R",),
     "boft": ("boft_R", "boft_s"),
 }
-"""Kinds that are called the same everywhere, as far as they can be written at all."""
-
+"""Adapter types whose tensors have the same names in all formats."""
 
 DOWN, UP, MAGNITUDE = "down", "up", "magnitude"
-
+ALPHA = "alpha"
 
 PEFT_SUFFIXES = {
     DOWN: "lora_A.weight",
@@ -23,20 +22,11 @@ PEFT_SUFFIXES = {
     MAGNITUDE: "lora_magnitude_vector.weight",
     "oft_R": "oft_R.weight",
 }
-"""What a LoRA's tensors are called in a state, which is as in the model."""
-
+"""Key suffixes in the model and in a state dict."""
 
 KOHYA_SUFFIXES = {DOWN: "lora_down.weight", UP: "lora_up.weight", MAGNITUDE: "dora_scale"}
-
-
 COMFY_SUFFIXES = {DOWN: "lora_A.weight", UP: "lora_B.weight", MAGNITUDE: "dora_scale"}
-
-
 DIFFUSERS_SUFFIXES = {**PEFT_SUFFIXES, MAGNITUDE: "lora_magnitude_vector"}
-
-
-ALPHA = "alpha"
-
 
 _SUFFIX_TO_TENSOR_NAME: Mapping[str, str] = {
     **{end: name for ends in (PEFT_SUFFIXES, KOHYA_SUFFIXES, DIFFUSERS_SUFFIXES) for name, end in ends.items()},
@@ -50,29 +40,29 @@ _SUFFIX_TO_TENSOR_NAME: Mapping[str, str] = {
     "oft_R.weight": "oft_R",
     ALPHA: ALPHA,
 }
-"""How a tensor's name may end -> what it is."""
+"""Key suffix in any format -> tensor name."""
 
 
 @dataclass(frozen=True)
 class ModuleUpdate:
-    """What is added to one module, or done to it."""
+    """The adapter tensors of one module."""
 
     tensors: Mapping[str, Tensor]
-    """``down``, ``up`` and, for DoRA, ``magnitude``; or the names of another kind."""
+    """``down``, ``up`` and, for DoRA, ``magnitude``; or the ``TENSOR_NAMES`` of another adapter type."""
     alpha: float
     """The update is scaled by alpha / rank."""
 
     @property
     def adapter_type(self) -> str:
         """lora, dora, loha, lokr, oft or boft."""
-        for kind, ends in TENSOR_NAMES.items():
-            if any(end in self.tensors for end in ends):
-                return kind
+        for adapter_type, names in TENSOR_NAMES.items():
+            if any(name in self.tensors for name in names):
+                return adapter_type
         return "dora" if MAGNITUDE in self.tensors else "lora"
 
     @property
     def rank(self) -> int:
-        """What alpha is divided by; 1 for a LoKr of two full matrices, which has none."""
+        """The divisor of alpha; 1 for a LoKr of two full matrices."""
         for name, axis in ((DOWN, 0), ("hada_w1_b", 0), ("lokr_w2_b", 0), ("lokr_w1_b", 0)):
             if name in self.tensors:
                 return int(self.tensors[name].shape[axis])
@@ -80,16 +70,18 @@ class ModuleUpdate:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Outputs and inputs of the module; zeros where they cannot be told."""
-        found = self.tensors
+        """Output and input features of the module; zeros if the tensors do not tell."""
+        tensors = self.tensors
         if self.adapter_type in ("lora", "dora"):
-            return len(found[UP]), found[DOWN].shape[1]
+            return len(tensors[UP]), tensors[DOWN].shape[1]
         if self.adapter_type == "loha":
-            return len(found["hada_w1_a"]), found["hada_w1_b"].shape[1]
+            return len(tensors["hada_w1_a"]), tensors["hada_w1_b"].shape[1]
         if self.adapter_type == "lokr":
             sizes = [
-                found[half].shape[:2] if half in found else (len(found[f"{half}_a"]), found[f"{half}_b"].shape[1])
-                for half in ("lokr_w1", "lokr_w2")
+                tensors[name].shape[:2]
+                if name in tensors
+                else (len(tensors[f"{name}_a"]), tensors[f"{name}_b"].shape[1])
+                for name in ("lokr_w1", "lokr_w2")
             ]
             return sizes[0][0] * sizes[1][0], sizes[0][1] * sizes[1][1]
         return 0, 0
@@ -100,27 +92,27 @@ class ModuleUpdate:
 
 
 def parse_tensor_key(key: str) -> tuple[str, str] | None:
-    """``a.b.lora_A.weight`` -> ``a.b`` and ``down``; None for what is no tensor of an update."""
-    pieces = key.split(".")
+    """``a.b.lora_A.weight`` -> ``a.b`` and ``down``; None if the key is not of an adapter."""
+    parts = key.split(".")
     for count in (3, 2, 1):
-        end = ".".join(pieces[-count:])
-        if len(pieces) > count and end in _SUFFIX_TO_TENSOR_NAME:
-            return ".".join(pieces[:-count]), _SUFFIX_TO_TENSOR_NAME[end]
+        suffix = ".".join(parts[-count:])
+        if len(parts) > count and suffix in _SUFFIX_TO_TENSOR_NAME:
+            return ".".join(parts[:-count]), _SUFFIX_TO_TENSOR_NAME[suffix]
     return None
 
 
 def group_updates(state_dict: Mapping[str, Tensor], alphas: Mapping[str, float]) -> dict[str, ModuleUpdate]:
-    """The updates in a state by their modules' names, in its order; ``alphas`` by the same names."""
-    found: dict[str, dict[str, Tensor]] = {}
+    """Group a state dict by module; ``alphas`` are by module, too."""
+    groups: dict[str, dict[str, Tensor]] = {}
     for key, tensor in state_dict.items():
-        named = parse_tensor_key(key)
-        if named is None:
-            raise ValueError(f"{key} is no tensor of an adapter")
-        found.setdefault(named[0], {})[named[1]] = tensor
-    return {module: ModuleUpdate(tensors, alphas[module]) for module, tensors in found.items()}
+        parsed = parse_tensor_key(key)
+        if parsed is None:
+            raise ValueError(f"{key} is not a tensor of an adapter")
+        groups.setdefault(parsed[0], {})[parsed[1]] = tensor
+    return {module: ModuleUpdate(tensors, alphas[module]) for module, tensors in groups.items()}
 
 
 def iter_named_tensors(module: str, update: ModuleUpdate, suffixes: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of an update with their names in a file or a state."""
+    """The tensors of an update with their keys in a file or a state dict."""
     for name, tensor in update.tensors.items():
         yield f"{module}.{suffixes.get(name, name)}", tensor

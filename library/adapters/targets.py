@@ -1,12 +1,11 @@
-"""Where adapters can be put: the layers of each part of a pipeline that may be trained, and what files call them."""
+"""The layers that get an adapter, and the rank and alpha of each, from the targets and ``network_args``."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
-from ..config.network_arg_types import LAST_BLOCK
 from ..config.network_args import (
     UNET_FAMILIES,
     NetworkArgs,
@@ -16,25 +15,25 @@ from ..config.network_args import (
     get_unet_block_index,
 )
 from ..config.schema import AdapterConfig
-from ..errors import ConfigError
+from ..errors import UserError
 from .key_names import build_key_map, build_kohya_name
 from .peft_types import RankAlpha
 
 
 @dataclass(frozen=True)
 class TargetComponent:
-    """A model of the pipeline, and what in it gets an adapter."""
+    """A component of the pipeline, and which of its modules get an adapter."""
 
     name: str
-    """The pipeline's attribute, such as ``unet`` or ``text_encoder_2``; it stands before the names in a state."""
+    """Name in the pipeline, such as ``unet`` or ``text_encoder_2``; the prefix of keys in a state dict."""
     model: nn.Module
     target_modules: Sequence[str]
     key_style: str = "diffusers"
-    """``Family.lora_names``, or ``Family.text_style``."""
+    """``Family.lora_key_style`` or ``Family.get_text_key_style``."""
     key_prefix: str = "lora_unet"
-    """What stands before the names of its modules in sd-scripts' files."""
+    """Prefix of its keys in kohya files."""
     unused_layers: Sequence[str] = ()
-    """Layers that no gradient reaches; they get no adapter."""
+    """Layers without gradient, which get no adapter."""
 
     @property
     def is_text_encoder(self) -> bool:
@@ -48,58 +47,50 @@ class TargetLayer:
     component: str
     module: str
     kohya_name: str
-    """Its name in sd-scripts' files; there, several sites may be one."""
+    """Name in kohya files, which several fused layers may share."""
     is_spatial_conv: bool
-    """A convolution over more than one pixel, which has a rank of its own."""
+    """A convolution with a kernel larger than 1x1, for which ``conv_dim`` applies."""
     is_text_encoder: bool
 
     @property
     def name(self) -> str:
-        """As a state names it."""
+        """Name in a state dict."""
         return f"{self.component}.{self.module}"
 
 
 def find_target_layers(component: TargetComponent) -> list[TargetLayer]:
-    """All layers of a part that its targets name, in the model's own order."""
-    modules = [
-        name
-        for name in match_target_modules(component.model, component.target_modules)
-        if name not in set(component.unused_layers)
-    ]
-    files = build_key_map((name for name, _ in component.model.named_modules()), component.key_style)
-    original = {
+    """All target layers of a component, in the model's order."""
+    model, unused = component.model, set(component.unused_layers)
+    modules = [name for name in match_target_modules(model, component.target_modules) if name not in unused]
+    key_map = build_key_map((name for name, _ in model.named_modules()), component.key_style)
+    kohya_names = {
         module: build_kohya_name(group.name, component.key_prefix)
-        for group in files.group_modules(modules)
+        for group in key_map.group_modules(modules)
         for module in group.modules
         if module is not None
     }
+    spatial_convs = {name for name in modules if _is_spatial_conv(model.get_submodule(name))}
     return [
-        TargetLayer(
-            component.name,
-            module,
-            original[module],
-            _is_spatial_conv(component.model.get_submodule(module)),
-            component.is_text_encoder,
-        )
-        for module in modules
+        TargetLayer(component.name, name, kohya_names[name], name in spatial_convs, component.is_text_encoder)
+        for name in modules
     ]
 
 
 def match_target_modules(model: nn.Module, target_modules: Sequence[str]) -> tuple[str, ...]:
-    """Names of the linear layers and convolutions that a target names; a target without any is an error."""
+    """Names of the linear layers and convolutions that match a target; every target has to match."""
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
-    idle = [target for target in target_modules if not any(_matches_suffix(name, target) for name in names)]
-    if idle or not target_modules:
-        found = ", ".join(map(repr, idle)) or "no target"
-        raise ConfigError([f"LoRA targets: {found} matches no layer of {type(model).__name__}"])
+    unmatched = [target for target in target_modules if not any(_matches_suffix(name, target) for name in names)]
+    if unmatched or not target_modules:
+        targets = ", ".join(map(repr, unmatched)) or "no target"
+        raise UserError(f"LoRA targets: {targets} matches no layer of {type(model).__name__}")
     return tuple(name for name in names if any(_matches_suffix(name, target) for target in target_modules))
 
 
 def _matches_suffix(name: str, target: str) -> bool:
-    """Whether the last parts of a name are those of a target, in which ``*`` is any one part."""
-    parts, wanted = name.split("."), target.split(".")
-    return len(parts) >= len(wanted) and all(
-        want in ("*", part) for part, want in zip(parts[::-1], wanted[::-1], strict=False)
+    """Whether the last dotted parts of a name equal the target, in which ``*`` is any one part."""
+    parts, expected = name.split(".")[::-1], target.split(".")[::-1]
+    return len(parts) >= len(expected) and all(
+        pattern in ("*", part) for part, pattern in zip(parts, expected, strict=False)
     )
 
 
@@ -127,7 +118,7 @@ LAYER_TYPE_RANK_ARGS: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("x_mod_dim", "x_block_adaLN"),
     ),
 }
-"""Family -> arguments that name the rank of a type of layers, and a pattern for their original names."""
+"""Family -> argument with the rank of a type of layer, and the pattern of their kohya names."""
 
 
 OUTER_LAYER_RANK_ARGS: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -144,7 +135,7 @@ OUTER_LAYER_RANK_ARGS: Mapping[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
 }
-"""Family -> the argument with ranks for layers outside of the blocks, and the layers in its order."""
+"""Family -> argument with the ranks of the layers outside of the blocks, and these layers in order."""
 
 
 BLOCK_INDEX_ARGS = (
@@ -155,20 +146,10 @@ BLOCK_INDEX_ARGS = (
 
 
 def assign_ranks(layers: Sequence[TargetLayer], config: AdapterConfig, family: str) -> dict[str, RankAlpha]:
-    """Of each site that gets an adapter, by its name in a state, in the order of the sites."""
+    """Rank and alpha of each layer that gets an adapter, by its name in a state dict."""
     arguments = get_network_args(config)
-    problems = [*_find_unmatched_patterns(layers, arguments), *_find_missing_blocks(layers, arguments)]
-    found = {}
-    for site in layers:
-        size = _resolve_rank_alpha(site, config, arguments, family)
-        if size.rank:
-            found[site.name] = size
-    problems += _find_unequal_fused_ranks(layers, found)
-    if not found and not problems:
-        problems = ["network_args leave nothing that is trained"]
-    if problems:
-        raise ConfigError([f"--network_args: {problem}" for problem in problems])
-    return found
+    resolved = ((layer.name, _resolve_rank_alpha(layer, config, arguments, family)) for layer in layers)
+    return {name: rank_alpha for name, rank_alpha in resolved if rank_alpha.rank}
 
 
 def _resolve_rank_alpha(layer: TargetLayer, config: AdapterConfig, network_args: NetworkArgs, family: str) -> RankAlpha:
@@ -186,9 +167,9 @@ def _resolve_rank_alpha(layer: TargetLayer, config: AdapterConfig, network_args:
         if matches_pattern(pattern, layer):
             rank = value
             break
-    if any(_matches_full_name(pattern, layer) for pattern in network_args.exclude_patterns):
-        rank = rank if any(_matches_full_name(pattern, layer) for pattern in network_args.include_patterns) else 0
-    return RankAlpha(rank, float(alpha or rank))  # sd-scripts: an alpha of 0 stands for the rank
+    if any(matches_full_name(pattern, layer) for pattern in network_args.exclude_patterns):
+        rank = rank if any(matches_full_name(pattern, layer) for pattern in network_args.include_patterns) else 0
+    return RankAlpha(rank, float(alpha or rank))  # as in sd-scripts, alpha 0 means the rank
 
 
 def _resolve_block_rank_alpha(
@@ -209,15 +190,10 @@ def _resolve_block_rank_alpha(
 def _resolve_layer_type_rank(target_layer: TargetLayer, network_args: NetworkArgs, family: str, rank: int) -> int:
     if family in OUTER_LAYER_RANK_ARGS and not re.search(r"(double|single|joint)_blocks_", target_layer.kohya_name):
         argument, layers = OUTER_LAYER_RANK_ARGS[family]
-        ranks = getattr(network_args, argument)
-        return next(
-            (
-                value
-                for layer, value in zip(layers, ranks or (), strict=False)
-                if target_layer.kohya_name.startswith(f"lora_unet_{layer}")
-            ),
-            0,
-        )
+        for layer, value in zip(layers, getattr(network_args, argument) or (), strict=False):
+            if target_layer.kohya_name.startswith(f"lora_unet_{layer}"):
+                return int(value)
+        return 0
     for argument, pattern in LAYER_TYPE_RANK_ARGS.get(family, ()):
         value = getattr(network_args, argument)
         if value is not None and re.search(pattern, target_layer.kohya_name):
@@ -225,62 +201,22 @@ def _resolve_layer_type_rank(target_layer: TargetLayer, network_args: NetworkArg
     return rank
 
 
-def _find_missing_blocks(layers: Sequence[TargetLayer], network_args: NetworkArgs) -> Iterator[str]:
-    """Blocks that were asked for and that this model does not have."""
-    for argument, pattern in BLOCK_INDEX_ARGS:
-        matches_of = [re.search(pattern, site.kohya_name) for site in layers]
-        last = max((int(found[1]) for found in matches_of if found is not None), default=-1)
-        asked = [end for pair in getattr(network_args, argument) or () for end in pair if end != LAST_BLOCK]
-        if asked and max(asked) > last:
-            yield f"{argument}: there is no block {max(asked)}; the last one is {last}"
-
-
 def _is_selected_block(layer: TargetLayer, network_args: NetworkArgs) -> bool:
     if network_args.train_blocks != "all" and re.search(r"(double|single)_blocks_", layer.kohya_name):
         if f"{network_args.train_blocks}_blocks_" not in layer.kohya_name:
             return False
     for argument, pattern in BLOCK_INDEX_ARGS:
-        chosen, found = getattr(network_args, argument), re.search(pattern, layer.kohya_name)
-        if chosen is not None and found is not None:
-            return any(first <= int(found[1]) <= last for first, last in chosen)
+        ranges, match = getattr(network_args, argument), re.search(pattern, layer.kohya_name)
+        if ranges is not None and match is not None:
+            return any(first <= int(match[1]) <= last for first, last in ranges)
     return True
 
 
 def matches_pattern(pattern: str, layer: TargetLayer) -> bool:
-    """Whether a pattern is somewhere in a site's name, as files have it or as the model has it."""
+    """Whether a pattern occurs in the layer's kohya name or its name in the model."""
     return any(re.search(pattern, name) for name in (layer.kohya_name, layer.name))
 
 
-def _matches_full_name(pattern: str, layer: TargetLayer) -> bool:
-    """Whether a pattern is the whole of such a name."""
+def matches_full_name(pattern: str, layer: TargetLayer) -> bool:
+    """Whether a pattern matches one of the layer's names completely."""
     return any(re.fullmatch(pattern, name) for name in (layer.kohya_name, layer.name, layer.module))
-
-
-def _find_unmatched_patterns(layers: Sequence[TargetLayer], network_args: NetworkArgs) -> Iterator[str]:
-    for argument in ("network_reg_dims", "network_reg_lrs"):
-        for pattern, _ in getattr(network_args, argument):
-            if not any(matches_pattern(pattern, site) for site in layers):
-                yield f"{argument}: {pattern!r} matches no module, of which {_format_example(layers)} is one"
-    for argument in ("exclude_patterns", "include_patterns"):
-        for pattern in getattr(network_args, argument):
-            if not any(_matches_full_name(pattern, site) for site in layers):
-                yield (
-                    f"{argument}: {pattern!r} is the whole name of no module, of which {_format_example(layers)} is one; "
-                    ".* stands for anything"
-                )
-
-
-def _format_example(layers: Sequence[TargetLayer]) -> str:
-    return f"{layers[0].name} ({layers[0].kohya_name})"
-
-
-def _find_unequal_fused_ranks(layers: Sequence[TargetLayer], rank_alphas: Mapping[str, RankAlpha]) -> Iterator[str]:
-    """Modules that are one in the original model share a matrix, and cannot have different ranks."""
-    ranks: dict[str, set[RankAlpha]] = {}
-    for site in layers:
-        if site.name in rank_alphas:
-            ranks.setdefault(site.kohya_name, set()).add(rank_alphas[site.name])
-    for original, found in ranks.items():
-        if len(found) > 1:
-            several = " and ".join(str(rank) for rank in sorted({size.rank for size in found}))
-            yield f"{original} is one module in sd-scripts, and its parts would have ranks {several}"

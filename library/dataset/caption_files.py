@@ -118,15 +118,21 @@ def split_lines(text: str) -> list[str]:
 
 def resolve_caption_column(columns: Sequence[str], caption_column: str | None) -> str:
     """Return the column of captions; raise ``ValueError`` with the existing columns if it is missing or ambiguous."""
-    if caption_column is not None:
-        return require_column(columns, caption_column, "caption_column")
-    candidates = [name for name in CAPTION_COLUMNS if name in columns]
+    return resolve_column(columns, "caption_column", caption_column, CAPTION_COLUMNS)
+
+
+def resolve_column(columns: Sequence[str], key: str, value: str | None, default_names: Sequence[str]) -> str:
+    """Return the column that ``key`` is set to, or else the only one with a default name; raise ``ValueError``."""
+    if value is not None:
+        return require_column(columns, value, key)
+    candidates = [name for name in default_names if name in columns]
     if len(candidates) == 1:
         return candidates[0]
     if candidates:
-        raise ValueError(f"several caption columns: {', '.join(candidates)}; set caption_column = {candidates[0]!r}")
-    names = format_choices(CAPTION_COLUMNS)
-    raise ValueError(f"no column {names}; columns are {format_columns(columns)}; set caption_column = 'NAME'")
+        kind = key.removesuffix("_column")
+        raise ValueError(f"several {kind} columns: {', '.join(candidates)}; set {key} = {candidates[0]!r}")
+    names = format_choices(default_names)
+    raise ValueError(f"no column {names}; columns are {format_columns(columns)}; set {key} = 'NAME'")
 
 
 def require_column(columns: Sequence[str], name: str, key: str) -> str:
@@ -148,13 +154,13 @@ def format_columns(columns: Sequence[str]) -> str:
     return ", ".join(columns) or "none"
 
 
-def parse_caption_cell(cell: Any) -> list[str]:
+def parse_caption_cell(cell: Any, column: str) -> list[str]:
     """Split a caption, or each caption of a list, into lines; a cell without text has none."""
     texts = cell if isinstance(cell, Iterable) and not isinstance(cell, (str, bytes, dict)) else [cell]
     lines: list[str] = []
     for text in texts:
         if text is not None and not isinstance(text, str):
-            raise ValueError(f"is not a string: {text!r:.80}")
+            raise ValueError(f"{column} is not a string: {text!r:.80}")
         lines += split_lines(text or "")
     return lines
 
@@ -192,6 +198,6 @@ class JsonCaptionReader:
             except ValueError as error:
                 raise CaptionColumnError(f"{location}: {error}") from None
         try:
-            return parse_caption_cell(values.get(self.column))
+            return parse_caption_cell(values.get(self.column), self.column)
         except ValueError as error:
-            raise ValueError(f"{location}: {self.column} {error}") from None
+            raise ValueError(f"{location}: {error}") from None

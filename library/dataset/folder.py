@@ -23,7 +23,7 @@ from .caption_files import (
 from .file_discovery import DirectoryTree, select_paths, walk_directory
 from .image_ref import ImageRef
 from .listing import IMAGE_EXTENSIONS, ImageCaption, SubsetListing, format_count, format_first_names, is_image_file
-from .metadata_file import TABLE_EXTENSIONS, read_metadata_table, read_text_file, resolve_file_column
+from .metadata_file import TABLE_EXTENSIONS, read_metadata_table, read_utf8_file, resolve_file_column
 from .schema import SubsetConfig
 
 METADATA_NAMES = tuple(f"metadata{extension}" for extension in TABLE_EXTENSIONS)
@@ -115,7 +115,7 @@ def _read_caption(folder: Path, name: str, extension: str, json_reader: JsonCapt
     path = os.path.join(folder, name)
     if extension.lower() == JSON_EXTENSION:
         try:
-            return ImageCaption(json_reader.read_lines(read_text_file(Path(path)), path), extension)
+            return ImageCaption(json_reader.read_lines(read_utf8_file(Path(path)), path), extension)
         except ValueError as error:
             return ImageCaption((), extension, str(error))
     try:
@@ -212,9 +212,9 @@ def _read_folder_table(
 
 def _parse_table_caption(values: Mapping[str, Any], column: str, source: str, location: str) -> ImageCaption:
     try:
-        return ImageCaption(parse_caption_cell(values.get(column)), source)
+        return ImageCaption(parse_caption_cell(values.get(column), column), source)
     except ValueError as error:
-        return ImageCaption((), source, f"{location}: {column} {error}")
+        return ImageCaption((), source, f"{location}: {error}")
 
 
 def _suggest_caption_extension(folder: Path, tree: DirectoryTree, files: CaptionFiles, listing: SubsetListing) -> None:

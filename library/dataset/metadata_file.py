@@ -10,12 +10,10 @@ from typing import Any
 from .caption_files import (
     CAPTION_COLUMNS,
     decode_utf8,
-    format_choices,
-    format_columns,
     parse_caption_cell,
     parse_json_object,
-    require_column,
     resolve_caption_column,
+    resolve_column,
     split_lines,
 )
 from .image_ref import ImageRef
@@ -59,7 +57,7 @@ def read_metadata_table(path: Path, wanted: Collection[str]) -> MetadataTable:
     return table
 
 
-def read_text_file(path: Path) -> str:
+def read_utf8_file(path: Path) -> str:
     """Read a UTF-8 file; raise ``ValueError`` with the path if that fails."""
     try:
         return decode_utf8(path.read_bytes())
@@ -70,13 +68,13 @@ def read_text_file(path: Path) -> str:
 
 
 def _read_jsonl_rows(path: Path, wanted: Collection[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number, line in enumerate(read_text_file(path).split("\n"), start=1):
+    for number, line in enumerate(read_utf8_file(path).split("\n"), start=1):
         if line.strip():
             yield number, parse_json_object(line, f"{path}:{number}")
 
 
 def _read_csv_rows(path: Path, wanted: Collection[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    reader = csv.reader(io.StringIO(read_text_file(path), newline=""), strict=True)
+    reader = csv.reader(io.StringIO(read_utf8_file(path), newline=""), strict=True)
     try:
         header = [name.strip() for name in next(reader, [])]
         if len(set(header)) < len(header):
@@ -165,19 +163,10 @@ def _read_metadata(subset: SubsetConfig, path: Path) -> _Metadata:
 
 def resolve_file_column(table: MetadataTable, image_column: str | None) -> str:
     """Return the column of file names; raise ``ValueError`` if it is missing or ambiguous."""
-    if image_column is not None:
-        try:
-            return require_column(table.columns, image_column, "image_column")
-        except ValueError as error:
-            raise ValueError(f"{table.path}: {error}") from None
-    candidates = [name for name in FILE_COLUMNS if name in table.columns]
-    if len(candidates) == 1:
-        return candidates[0]
-    if candidates:
-        names = ", ".join(candidates)
-        raise ValueError(f"{table.path}: several image columns: {names}; set image_column = {candidates[0]!r}")
-    names, columns = format_choices(FILE_COLUMNS), format_columns(table.columns)
-    raise ValueError(f"{table.path}: no column {names}; columns are {columns}; set image_column = 'NAME'")
+    try:
+        return resolve_column(table.columns, "image_column", image_column, FILE_COLUMNS)
+    except ValueError as error:
+        raise ValueError(f"{table.path}: {error}") from None
 
 
 def _resolve_captions(columns: Sequence[str], subset: SubsetConfig, path: Path) -> str | None:
@@ -193,7 +182,7 @@ def _resolve_captions(columns: Sequence[str], subset: SubsetConfig, path: Path) 
 
 
 def _read_json_entries(path: Path) -> Iterator[_Entry]:
-    for name, values in parse_json_object(read_text_file(path), str(path)).items():
+    for name, values in parse_json_object(read_utf8_file(path), str(path)).items():
         if not isinstance(values, dict):
             raise ValueError(f"{path}: {name!r}: expected an object with caption or tags")
         yield _Entry(name, values, str(path))
@@ -223,10 +212,7 @@ def _parse_caption(values: Mapping[str, Any], column: str | None, subset: Subset
     """Return the lines of the caption; raise ``ValueError`` if there are none."""
     if column is None:
         return _join_caption_and_tags(values, subset)
-    try:
-        lines = parse_caption_cell(values.get(column))
-    except ValueError as error:
-        raise ValueError(f"{column} {error}") from None
+    lines = parse_caption_cell(values.get(column), column)
     if not lines:
         raise ValueError(f"no text in {column}")
     return lines
@@ -242,9 +228,6 @@ def _join_caption_and_tags(values: Mapping[str, Any], subset: SubsetConfig) -> l
 
 
 def _parse_text(values: Mapping[str, Any], name: str) -> str:
-    try:
-        parse_caption_cell(values.get(name))
-    except ValueError as error:
-        raise ValueError(f"{name} {error}") from None
+    parse_caption_cell(values.get(name), name)  # raises for other types
     cell = values.get(name) or ""
     return (cell if isinstance(cell, str) else "\n".join(filter(None, cell))).strip()

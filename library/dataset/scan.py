@@ -49,9 +49,8 @@ def stat_file(path: str) -> FileStamp | ImageDefect:
         return describe_read_error(error)
     if not stat.S_ISREG(status.st_mode):
         kinds = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
-        return ImageDefect(
-            "unreadable", f"is {kinds.get(stat.S_IFMT(status.st_mode), 'a device')}, not a file; remove it"
-        )
+        kind = kinds.get(stat.S_IFMT(status.st_mode), "a device")
+        return ImageDefect("unreadable", f"is {kind}, not a file; remove it")
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 

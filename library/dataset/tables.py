@@ -306,9 +306,9 @@ def _read_rows(
         files = batch.column(columns.image).to_pylist() if columns.has_paths else [None] * len(texts)
         for text, file in zip(texts, files, strict=True):
             try:
-                caption = ImageCaption(parse_caption_cell(text), columns.caption)
+                caption = ImageCaption(parse_caption_cell(text, columns.caption), columns.caption)
             except ValueError as error:
-                caption = ImageCaption(problem=f"{path}: row {row}: {columns.caption} {error}")
+                caption = ImageCaption(problem=f"{path}: row {row}: {error}")
             yield caption, file or None
             row += 1
 

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Model families, and loading, detecting and sampling their diffusers pipelines."""

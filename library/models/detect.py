@@ -1,13 +1,13 @@
-"""Which family a model belongs to, and why, read from its small JSON files or the header of its single file.
+"""Detect the family of a model from its JSON files, or from the header of its single-file checkpoint.
 
-Loads no weights and no torch, so that a wrong model is told before anything slow begins.
+Imports no torch and loads no weights, so that a wrong model is reported at once.
 """
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ..config.schema import ModelConfig
 from ..demo import built_in
@@ -48,46 +48,45 @@ SourceType = Literal["folder", "hub", "file", "random"]
 
 @dataclass(frozen=True)
 class DetectedModel:
-    """What can be known of a model before it is loaded; ``Family.load`` takes it."""
+    """What is known of a model before it is loaded; the input of ``Family.load``."""
 
     family: str
     reason: str
     size_multiple: int
-    """Sides of training pictures are multiples of this."""
+    """Width and height of training images are multiples of this."""
     prediction_type: str = "epsilon"
-    """What the model was made to predict: ``epsilon``, ``v`` or ``flow``."""
+    """``epsilon``, ``v`` or ``flow``."""
     has_guidance_embeds: bool = False
-    """Whether the denoiser is told how strong the guidance is to be."""
+    """Whether the denoiser takes the guidance scale as an input (FLUX.1 dev)."""
     source_type: SourceType = "folder"
     path_or_id: str = ""
     """The folder, hub id or file."""
     bundled_config: str | None = None
-    """Name of the shipped configuration, for a single file and for random weights."""
+    """Name of the bundled config, for single files and random weights."""
     single_file_components: tuple[str, ...] = ()
-    """Parts whose weights are in a single file."""
+    """Components contained in the single file."""
     component_sources: Mapping[str, ComponentSource] = field(default_factory=dict)
-    """Parts that come from files of their own."""
+    """Components that are loaded from elsewhere (``--vae``, ``--clip_l`` ...)."""
     scheduler_overrides: Mapping[str, object] = field(default_factory=dict)
-    """Settings in the place of those of the model's scheduler."""
+    """Values that replace those of the scheduler config."""
 
 
 def detect_model(model: ModelConfig | str | None) -> DetectedModel:
-    """Look at a model; a path or hub id alone is enough, and None is the built-in model."""
+    """Detect a model by its options, its path or its hub id; None is the built-in demo model."""
     if not isinstance(model, ModelConfig):
         model = ModelConfig(pretrained_model_name_or_path=model)
     if model.pretrained_model_name_or_path is None and model.family is None:
-        found = _detect_built_in()
-    else:
-        try:
-            found = _detect_source(model)
-        except ModelError as problem:
-            place = model.pretrained_model_name_or_path
-            raise ConfigError([f"pretrained_model_name_or_path: {place}: {problem}"]) from None
-    return _apply_options(found, model)
+        return _apply_options(_detect_built_in(), model)
+    try:
+        detected = _detect_source(model)
+    except ModelError as problem:
+        name = model.pretrained_model_name_or_path
+        raise ConfigError([f"pretrained_model_name_or_path: {name}: {problem}"]) from None
+    return _apply_options(detected, model)
 
 
 def get_family_facts(family: str) -> FamilyFacts:
-    """The facts of a family by its name, or of the user's own ``package.module:Class``."""
+    """The facts of a family by its registered name or its import path ``package.module:Class``."""
     if family in FAMILY_FACTS:
         return FAMILY_FACTS[family]
     try:
@@ -95,30 +94,29 @@ def get_family_facts(family: str) -> FamilyFacts:
     except ConfigError as error:
         raise ConfigError([f"family: {line}" for line in error.problems]) from None
     if not isinstance(facts, FamilyFacts):
-        raise ConfigError([f"family: {family} is no model family; subclass library.families.base.Family"])
+        raise ConfigError([f"family: {family} is not a model family; subclass library.models.base.Family"])
     return facts
 
 
 def _detect_built_in() -> DetectedModel:
-    reason = "no model is named, so the built-in one is used, which draws 64 emoji and nothing else"
-    return replace(
-        _detect_from_configs(build_folder_reader(built_in.FOLDER), "folder", str(built_in.FOLDER), None), reason=reason
-    )
+    reason = "no model is set; using the built-in demo model, which generates 64 emoji only"
+    folder = built_in.FOLDER
+    return replace(_detect_from_configs(build_folder_reader(folder), "folder", str(folder), None), reason=reason)
 
 
 def _detect_source(model_config: ModelConfig) -> DetectedModel:
-    place = model_config.pretrained_model_name_or_path
-    if place is None:
-        raise ModelError("missing; --family is of no use without a model")
-    if place.startswith("random:"):
-        return _detect_random(place, model_config.family)
-    path = Path(place).expanduser()  # a path from a file has not been through a shell
+    name = model_config.pretrained_model_name_or_path
+    if name is None:
+        raise ModelError("missing; --family needs a model")
+    if name.startswith("random:"):
+        return _detect_random(name, model_config.family)
+    path = Path(name).expanduser()  # paths from TOML files may have a tilde
     if path.is_dir():
         return _detect_from_configs(build_folder_reader(path), "folder", str(path), model_config.family)
     if path.is_file():
         return _detect_single_file(path, model_config.family)
-    if _REPO_ID_PATTERN.fullmatch(place) and not place.endswith((".safetensors", ".ckpt")):
-        return _detect_from_configs(build_hub_reader(place), "hub", place, model_config.family)
+    if _REPO_ID_PATTERN.fullmatch(name) and not name.endswith((".safetensors", ".ckpt")):
+        return _detect_from_configs(build_hub_reader(name), "hub", name, model_config.family)
     raise ModelError(f"no such file or folder (looked in {path.absolute().parent}), and no hub id such as owner/name")
 
 
@@ -128,35 +126,49 @@ def _detect_from_configs(
     index = read("model_index.json")
     if index is None:
         raise ModelError(
-            "no model_index.json in it, so it is no diffusers model; name the folder that has one"
+            "no model_index.json in it, so it is not a diffusers model; give the folder that has one"
             + _hint_single_component(read)
         )
     name = index.get("_class_name")
-    for family in (
-        [family_option]
-        if family_option
-        else [key for key, facts in FAMILY_FACTS.items() if facts.pipeline_class == name]
-    ):
+    candidates = (
+        [family_option] if family_option else [key for key in FAMILY_FACTS if FAMILY_FACTS[key].pipeline_class == name]
+    )
+    for family in candidates:
         facts = get_family_facts(family)
-        look = facts.match_configs(read)
-        if look is None:
+        match = facts.match_configs(read)
+        if match is None:
             continue
-        for part in facts.components:
-            read_required(read, f"{part}/{'tokenizer_config' if part.startswith('tokenizer') else 'config'}.json")
-        why = f"--family says so; model_index.json says {name}" if family_option else f"model_index.json says {name}"
-        reason = f"{why}, and {look.reason}"
-        return DetectedModel(
-            family, reason, look.size_multiple, look.prediction_type, look.has_guidance_embeds, source_type, path_or_id
+        for component in facts.components:
+            file = "tokenizer_config.json" if component.startswith("tokenizer") else "config.json"
+            read_required(read, f"{component}/{file}")
+        reason = f"model_index.json has {name}, and {match.reason}"
+        return _build_detected(
+            family, f"set by --family; {reason}" if family_option else reason, match, source_type, path_or_id
         )
     if family_option:
         raise ModelError(f"its files are not those of family {family_option}")
-    raise ModelError(f"its model_index.json says {name}; not yet: this version trains {_list_family_titles()}")
+    raise ModelError(f"its pipeline class {name} is not supported; supported: {_list_family_titles()}")
+
+
+def _build_detected(
+    family: str, reason: str, match: FamilyMatch, source_type: SourceType, path_or_id: str, **more: Any
+) -> DetectedModel:
+    return DetectedModel(
+        family,
+        reason,
+        match.size_multiple,
+        match.prediction_type,
+        match.has_guidance_embeds,
+        source_type,
+        path_or_id,
+        **more,
+    )
 
 
 def _hint_single_component(read: ConfigReader) -> str:
     config = read("config.json")
-    kind = config and (config.get("_class_name") or (config.get("architectures") or [None])[0])
-    return f"; this one holds only {kind}" if kind else ""
+    class_name = config and (config.get("_class_name") or (config.get("architectures") or [None])[0])
+    return f"; this one holds only {class_name}" if class_name else ""
 
 
 def _list_family_titles() -> str:
@@ -178,11 +190,11 @@ def _detect_single_file(path: Path, family_option: str | None) -> DetectedModel:
             return _build_single_file_model(path, header, family, config, family_option is not None)
     if candidates:
         raise ModelError(
-            f"looks like {get_family_facts(candidates[0]).title}, but of sizes that are not known; use the model as "
+            f"looks like {get_family_facts(candidates[0]).title}, but of unknown sizes; use the model as "
             "a diffusers folder"
         )
     if family_option and any(has_denoiser(header, facts) for facts in FAMILY_FACTS.values()):
-        raise ModelError(f"has not the weights of family {family_option}; leave --family out to see what it is")
+        raise ModelError(f"does not contain weights of family {family_option}; leave --family out to detect it")
     raise ModelError(_describe_unknown_file(header))
 
 
@@ -190,115 +202,95 @@ def _build_single_file_model(
     path: Path, header: SafetensorsHeader, family: str, config: str, has_family_option: bool
 ) -> DetectedModel:
     facts = get_family_facts(family)
-    look = _require_match(facts, build_bundled_reader(load_bundled_config(config)))
-    found = DetectedModel(
+    match = _match_bundled_config(facts, config)
+    prediction_type, overrides = match.prediction_type, dict[str, object]()
+    if prediction_type != "flow":
+        declared = header.metadata.get("modelspec.prediction_type", "")
+        if declared.startswith("v") or "v_pred" in header.shapes:
+            prediction_type, overrides = "v", {"prediction_type": "v_prediction"}
+        elif declared.startswith("eps"):
+            prediction_type, overrides = "epsilon", {"prediction_type": "epsilon"}
+    if "ztsnr" in header.shapes:  # a marker key in SDXL models by NovelAI and others
+        overrides["rescale_betas_zero_snr"] = True
+    key = facts.single_file_keys[-1]
+    reason = "set by --family" if has_family_option else f"the file has {key} with the shape of {facts.title}"
+    return _build_detected(
         family,
-        "",
-        look.size_multiple,
-        look.prediction_type,
-        look.has_guidance_embeds,
+        f"{reason} (config {config})",
+        replace(match, prediction_type=prediction_type),
         "file",
         str(path),
-        config,
-        find_component_names(header, facts),
+        bundled_config=config,
+        single_file_components=find_component_names(header, facts),
+        scheduler_overrides=overrides,
     )
-    told = header.metadata.get("modelspec.prediction_type", "")
-    if found.prediction_type != "flow" and (told.startswith("v") or "v_pred" in header.shapes):
-        found = _override_prediction_type(found, "v")
-    elif found.prediction_type != "flow" and told.startswith("eps"):
-        found = _override_prediction_type(found, "epsilon")
-    if "ztsnr" in header.shapes:  # SDXL models by NovelAI and others are marked so
-        found = replace(found, scheduler_overrides={**found.scheduler_overrides, "rescale_betas_zero_snr": True})
-    why = (
-        "--family says so"
-        if has_family_option
-        else f"the file holds {facts.single_file_keys[-1]} with the sizes of {facts.title}"
-    )
-    return replace(found, reason=f"{why} (configuration {config})")
 
 
-def _require_match(facts: FamilyFacts, read: ConfigReader) -> FamilyMatch:
-    look = facts.match_configs(read)
-    if look is None:
+def _match_bundled_config(facts: FamilyFacts, config: str) -> FamilyMatch:
+    match = facts.match_configs(build_bundled_reader(load_bundled_config(config)))
+    if match is None:
         raise ModelError(f"its files are not those of {facts.title}")
-    return look
+    return match
 
 
 def _describe_unknown_file(header: SafetensorsHeader) -> str:
     pieces = [describe_signature(piece) for piece in find_component_signatures(header)]
     if pieces:
-        return f"is no whole model; it holds a {' and a '.join(pieces)}"
+        return f"is not a complete model; it holds a {' and a '.join(pieces)}"
     example = next(iter(header.shapes), None)
-    return f"is no model that is known; it holds {len(header.shapes)} weights, the first is {example}"
+    return f"is not a known model; it holds {len(header.shapes)} weights, the first is {example}"
 
 
 def _detect_random(model_name: str, family_option: str | None) -> DetectedModel:
-    """``random:FAMILY`` has the published sizes, ``random:FAMILY:VARIANT`` those of another shipped configuration."""
-    wanted = model_name.removeprefix("random:")
-    config = wanted.replace(":", "_")
-    family = wanted.partition(":")[0]
+    """``random:FAMILY`` has the published sizes, ``random:FAMILY:VARIANT`` those of another bundled config."""
+    family_and_variant = model_name.removeprefix("random:")
+    config = family_and_variant.replace(":", "_")
+    family = family_and_variant.partition(":")[0]
     if config not in list_bundled_configs() or family not in FAMILY_FACTS:
         known = [
             f"random:{name}"
             for family in FAMILY_FACTS
             for name in (each.replace(f"{family}_", f"{family}:", 1) for each in list_family_configs(family))
         ]
-        raise ModelError(
-            f"there is no such model{suggest_name(model_name, known) or '; there are: ' + ', '.join(known)}"
-        )
+        raise ModelError(f"no such model{suggest_name(model_name, known) or '; available: ' + ', '.join(known)}")
     if family_option not in (None, family):
-        raise ModelError(f"is of family {family} and not {family_option}; leave --family out")
-    look = _require_match(FAMILY_FACTS[family], build_bundled_reader(load_bundled_config(config)))
-    reason = f"{model_name} was asked for: random weights from the seed, in the sizes of {config}"
-    return DetectedModel(
-        family, reason, look.size_multiple, look.prediction_type, look.has_guidance_embeds, "random", model_name, config
-    )
+        raise ModelError(f"is of family {family}, not {family_option}; leave --family out")
+    match = _match_bundled_config(FAMILY_FACTS[family], config)
+    reason = f"random weights in the sizes of {config}"
+    return _build_detected(family, reason, match, "random", model_name, bundled_config=config)
 
 
 def _apply_options(detected: DetectedModel, model_config: ModelConfig) -> DetectedModel:
-    """Check the options for parts and for the family, and take them in; all problems together."""
-    facts, problems = get_family_facts(detected.family), []
-    pieces = {}
+    """Resolve the component options and check the options of the family; all problems are raised together."""
+    facts, problems, read = get_family_facts(detected.family), list[str](), get_config_reader(detected)
+    sources = {}
     for option in ("vae", "clip_l", "clip_g", "t5xxl", "ae", "text_encoder"):
-        place = getattr(model_config, option)
-        if place is None:
+        path_or_id = getattr(model_config, option)
+        if path_or_id is None:
             continue
-        part = facts.component_options.get(option)
-        if part is None:
-            problems.append(f"{option}: {facts.title} has no such part")
+        component = facts.component_options.get(option)
+        if component is None:
+            problems.append(f"{option}: {facts.title} has no such component")
             continue
         try:
-            pieces[part] = resolve_component_source(place, part, get_config_reader(detected))
+            sources[component] = resolve_component_source(path_or_id, component, read)
         except ModelError as problem:
-            problems.append(f"{option}: {place}: {problem}")
-    problems += [
-        *_find_unsupported_options(model_config, facts),
-        *facts.validate_options(get_config_reader(detected), model_config),
-    ]
+            problems.append(f"{option}: {path_or_id}: {problem}")
+    problems += [*_find_unsupported_options(model_config, facts), *facts.validate_options(read, model_config)]
     if detected.source_type == "file":
-        problems += _find_missing_components(detected, facts, pieces)
+        problems += _find_missing_components(detected, facts, sources)
     if model_config.v2 and detected.family != "sd2":
         problems.append(f"v2: the model is {facts.title}; leave this option out")
     if problems:
         raise ConfigError(problems)
-    return replace(detected, component_sources=pieces)
-
-
-def _override_prediction_type(detected: DetectedModel, prediction_type: str) -> DetectedModel:
-    """The same model, said to predict this."""
-    kinds = {"v": "v_prediction", "epsilon": "epsilon"}
-    return replace(
-        detected,
-        prediction_type=prediction_type,
-        scheduler_overrides={**detected.scheduler_overrides, "prediction_type": kinds[prediction_type]},
-    )
+    return replace(detected, component_sources=sources)
 
 
 def _find_unsupported_options(model_config: ModelConfig, facts: FamilyFacts) -> list[str]:
-    """Options that only other families have, and that are set."""
+    """Options of other families that are set."""
     special = {option for each in FAMILY_FACTS.values() for option in each.extra_options} - set(facts.extra_options)
     return [
-        f"{option}: means nothing for {facts.title}; leave this option out"
+        f"{option}: does not apply to {facts.title}; leave this option out"
         for option in sorted(special)
         if getattr(model_config, option) != getattr(ModelConfig, option)
     ]
@@ -307,28 +299,20 @@ def _find_unsupported_options(model_config: ModelConfig, facts: FamilyFacts) -> 
 def _find_missing_components(
     detected: DetectedModel, facts: FamilyFacts, component_sources: Mapping[str, ComponentSource]
 ) -> list[str]:
-    """Parts that neither the single file nor another one has."""
-    options = {part: option for option, part in facts.component_options.items()}
-    lacks = [
-        part
-        for part in facts.components
-        if part not in detected.single_file_components
-        and part not in component_sources
-        and not part.startswith("tokenizer")
-    ]
+    options = {component: option for option, component in facts.component_options.items()}
+    available = {*detected.single_file_components, *component_sources}
+    missing = [name for name in facts.components if name not in available and not name.startswith("tokenizer")]
     return [
-        f"pretrained_model_name_or_path: {detected.path_or_id}: the file has no {part}"
-        + (f"; name one with --{options[part]}" if part in options else "")
-        for part in lacks
+        f"pretrained_model_name_or_path: {detected.path_or_id}: the file has no {name}"
+        + (f"; give one with --{options[name]}" if name in options else "")
+        for name in missing
     ]
 
 
 def get_config_reader(model: DetectedModel) -> ConfigReader:
-    """The JSON files of the model itself."""
+    """Reader of the model's JSON files."""
     if model.bundled_config is not None:
         return build_bundled_reader(load_bundled_config(model.bundled_config))
-    return (
-        build_hub_reader(model.path_or_id)
-        if model.source_type == "hub"
-        else build_folder_reader(Path(model.path_or_id))
-    )
+    if model.source_type == "hub":
+        return build_hub_reader(model.path_or_id)
+    return build_folder_reader(Path(model.path_or_id))

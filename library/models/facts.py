@@ -1,4 +1,4 @@
-"""What is known of a family before its code is imported: its parts, its options, how its files look; no torch."""
+"""The static facts of a model family, known without torch: how it is detected, its components and its options."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -6,57 +6,59 @@ from dataclasses import dataclass, field
 from ..config.schema import ModelConfig
 from .model_configs import ConfigReader
 
+TORCH_ATTENTION_MODES = ("sdpa", "torch")
+"""Values of ``attn_mode`` for torch's ``scaled_dot_product_attention``, which every denoiser supports."""
+
 
 @dataclass(frozen=True)
 class FamilyMatch:
-    """What the JSON files of a model say."""
+    """What the JSON files of a model tell."""
 
     reason: str
     size_multiple: int
-    """Sides of training pictures are multiples of this."""
+    """Width and height of training images are multiples of this."""
     prediction_type: str
-    """What the model predicts: ``epsilon``, ``v`` or ``flow``."""
+    """``epsilon``, ``v`` or ``flow``."""
     has_guidance_embeds: bool = False
-    """Whether the denoiser is told how strong the guidance is to be."""
+    """Whether the denoiser takes the guidance scale as an input (FLUX.1 dev)."""
 
 
 @dataclass(frozen=True)
 class FamilyFacts:
-    """One family."""
+    """The facts of one family."""
 
     title: str
-    """Its name in messages."""
+    """Name in messages."""
     pipeline_class: str
     """Name of the diffusers pipeline class."""
     denoiser_name: str
-    """The part that is trained."""
+    """The component that is trained."""
     components: tuple[str, ...]
-    """Folders that a complete model has, beside the scheduler's."""
+    """Subfolders of a complete model, apart from the scheduler's."""
     match_configs: Callable[[ConfigReader], FamilyMatch | None]
-    """What the JSON files say; None when they are those of another family with the same pipeline class."""
+    """Detect the model from its JSON files; None for another family with the same pipeline class."""
     component_options: Mapping[str, str] = field(default_factory=dict)
-    """Options that name a file or folder for one part -> that part."""
+    """Option that sets the file or folder of one component -> that component."""
     name: str = ""
-    """Its name in ``network_args``' rules and among the families; one of the user's own needs none."""
+    """Name in the registry, used for ``network_args``; may be empty for a user's own family."""
     text_encoders: tuple[str, ...] = ()
     """The text encoders that can be trained."""
     t5_encoder: str | None = None
-    """Of these the T5, which is so large that it is trained only when somebody asks for it."""
+    """The T5 among them, which is large and therefore trained only on request."""
     extra_options: tuple[str, ...] = ()
-    """Further options of ``ModelConfig`` that mean something for this family and not for every one."""
+    """Options of ``ModelConfig`` that apply to this family, but not to all."""
     validate_options: Callable[[ConfigReader, ModelConfig], Iterator[str]] = lambda read, options: iter(())
-    """Options that this very model cannot honour, in words."""
+    """Yield a problem for each option that this model does not support."""
     attention_modes: tuple[str, ...] = ("xformers",)
-    """Values of ``attn_mode`` beside torch's own that the denoiser can be switched to."""
+    """Values of ``attn_mode`` that the denoiser supports, in addition to ``TORCH_ATTENTION_MODES``."""
     single_file_prefixes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Part -> what stands before the names of its weights in a single file; the first that is there counts."""
+    """Component -> possible prefixes of its keys in a single-file checkpoint."""
     single_file_keys: tuple[str, ...] = ()
-    """Names of weights, without prefix, that the denoiser has in a single file."""
+    """Keys, without prefix, that identify the denoiser in a single-file checkpoint."""
     diffusers_keys: Mapping[str, str] = field(default_factory=dict)
-    """Such a name -> diffusers' own, which files of the denoiser alone may have, too."""
+    """Such a key -> its name in diffusers, which files with only the denoiser may use."""
     shape_checks: Mapping[tuple[str, int | None], tuple[str | int, ...]] = field(default_factory=dict)
-    """Name of such a weight and an axis -> where a shipped configuration says its length.
+    """Such a key and an axis -> path of its length in the bundled config, to tell families and variants apart.
 
-    Without an axis: whether the weight is there at all.  This tells families and variants apart:
-    ``("x_embedder.weight", 0): ("transformer", "hidden_size")``.
+    For example ``("x_embedder.weight", 0): ("transformer", "hidden_size")``; without an axis: whether the key exists.
     """

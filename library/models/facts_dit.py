@@ -1,4 +1,4 @@
-"""Facts of the families that learn by flow matching: Stable Diffusion 3, FLUX.1, Z-Image and Qwen-Image."""
+"""Facts of the flow-matching transformers (DiT): Stable Diffusion 3, FLUX.1, Z-Image and Qwen-Image."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -8,37 +8,38 @@ from .facts import FamilyFacts, FamilyMatch
 from .model_configs import ConfigReader, JsonDict, ModelError, read_required
 
 _CHECKPOINT_PREFIXES = ("model.diffusion_model.",)
-"""What stands before the transformer in whole checkpoints; a file of the transformer alone has nothing there."""
+"""Prefix of the transformer in full checkpoints; files with only the transformer have none."""
 
 
 def _match_flow_model(read: ConfigReader, channels_per_latent: int, reason: str) -> FamilyMatch:
-    """The checks that all share; ``channels`` are those of the transformer's input for each of the VAE's."""
+    """The checks of all these families; the transformer's input has ``channels_per_latent`` per latent channel."""
     transformer, vae, scheduler = (
         read_required(read, file)
         for file in ("transformer/config.json", "vae/config.json", "scheduler/scheduler_config.json")
     )
-    takes, makes = transformer.get("in_channels"), vae.get("latent_channels", vae.get("z_dim"))
-    if isinstance(takes, int) and isinstance(makes, int) and takes != makes * channels_per_latent:
-        raise ModelError(
-            f"its transformer takes {takes} channels and not {makes * channels_per_latent}; models that fill in, edit "
-            "or follow a drawing cannot be trained"
-        )
+    channels, latent_channels = transformer.get("in_channels"), vae.get("latent_channels", vae.get("z_dim"))
+    if isinstance(channels, int) and isinstance(latent_channels, int):
+        expected = latent_channels * channels_per_latent
+        if channels != expected:
+            raise ModelError(
+                f"its transformer has {channels} input channels instead of {expected}; inpainting, editing and control "
+                "models cannot be trained"
+            )
     name, steps = scheduler.get("_class_name", ""), scheduler.get("num_train_timesteps", 1000)
     if "FlowMatch" not in name:
-        raise ModelError(f"its scheduler is {name}, and only flow matching fits {reason}")
+        raise ModelError(f"its scheduler is {name}; only flow matching is supported for this model")
     if steps != 1000:
-        raise ModelError(f"its scheduler says num_train_timesteps {steps}; only 1000 is supported")
-    # The VAE divides sizes by 8 or what its blocks say, and the transformer reads patches of 2 x 2.
-    return FamilyMatch(reason, _get_vae_scale_factor(vae) * 2, "flow")
+        raise ModelError(f"its scheduler has num_train_timesteps {steps}; only 1000 is supported")
+    return FamilyMatch(reason, _get_vae_scale_factor(vae) * 2, "flow")  # patches of 2 x 2 latents
 
 
 def _get_vae_scale_factor(vae: JsonDict) -> int:
-    halvings = vae.get("temperal_downsample")  # Qwen-Image's spelling
-    if isinstance(halvings, list):
-        return int(2 ** len(halvings))
+    downsamples = vae.get("temperal_downsample")  # spelled so by Qwen-Image
+    if isinstance(downsamples, list):
+        return int(2 ** len(downsamples))
     blocks = vae.get("block_out_channels")
     if not isinstance(blocks, list) or not blocks:
-        raise ModelError("the config.json of its VAE names no block_out_channels; the file is damaged")
+        raise ModelError("the config.json of its VAE has no block_out_channels; the file is damaged")
     return int(2 ** (len(blocks) - 1))
 
 
@@ -48,15 +49,15 @@ def _match_sd3(read: ConfigReader) -> FamilyMatch:
 
 
 def _match_flux(read: ConfigReader) -> FamilyMatch:
-    guided = read_required(read, "transformer/config.json").get("guidance_embeds", False)
-    kind = "a guidance, so it is dev" if guided else "no guidance, so it is schnell"
-    return replace(_match_flow_model(read, 4, f"the transformer is told {kind}"), has_guidance_embeds=bool(guided))
+    has_guidance = bool(read_required(read, "transformer/config.json").get("guidance_embeds", False))
+    variant = "has a guidance embedding (dev)" if has_guidance else "has no guidance embedding (schnell)"
+    return replace(_match_flow_model(read, 4, f"the transformer {variant}"), has_guidance_embeds=has_guidance)
 
 
 def _match_z_image(read: ConfigReader) -> FamilyMatch:
     config = read_required(read, "transformer/config.json")
     if config.get("siglip_feat_dim") is not None:
-        raise ModelError("it is Z-Image-Omni, which reads pictures, too; use Z-Image or Z-Image-Turbo")
+        raise ModelError("it is Z-Image-Omni, which takes images as input; use Z-Image or Z-Image-Turbo")
     return _match_flow_model(read, 1, f"the transformer has {config.get('n_layers')} blocks")
 
 
@@ -68,9 +69,9 @@ def _match_qwen_image(read: ConfigReader) -> FamilyMatch:
 
 
 def _validate_flux_guidance(read: ConfigReader, options: ModelConfig) -> Iterator[str]:
-    guided = (read("transformer/config.json") or {}).get("guidance_embeds", False)
-    if not guided and options.guidance_scale != ModelConfig.guidance_scale:
-        yield "guidance_scale: FLUX.1 schnell is told no guidance; leave this option out"
+    has_guidance = (read("transformer/config.json") or {}).get("guidance_embeds", False)
+    if not has_guidance and options.guidance_scale != ModelConfig.guidance_scale:
+        yield "guidance_scale: FLUX.1 schnell has no guidance embedding; leave this option out"
 
 
 _CLIP_PREFIXES: Mapping[str, tuple[str, ...]] = {
@@ -117,7 +118,7 @@ SD3_FACTS = FamilyFacts(
 
 
 _MASKED_ATTENTION_MODES = ("xformers", "efficient", "cudnn", "math")
-"""Ways to compute attention that can leave out the padding of texts."""
+"""Attention backends that support masks, as padded texts need."""
 
 
 FLUX_FACTS = FamilyFacts(

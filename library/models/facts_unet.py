@@ -1,4 +1,4 @@
-"""What the families with a UNet have in common: the noise process, and the layers that get a LoRA."""
+"""Facts of the UNet families (Stable Diffusion 1, 2 and XL), and the UNet layers that get a LoRA."""
 
 from .facts import FamilyFacts, FamilyMatch
 from .model_configs import ConfigReader, JsonDict, ModelError, read_required
@@ -24,34 +24,32 @@ UNET_CONV_LORA_TARGET_MODULES = (
     "downsamplers.*.conv",
     "upsamplers.*.conv",
 )
-"""What gets a LoRA besides when convolutions are to have one: all layers between the transformers."""
+"""The remaining layers, trained when convolutions get a LoRA, too: resnets and samplers."""
 
 
 def _match_unet_model(read: ConfigReader) -> FamilyMatch:
-    """The checks that all three share."""
+    """The checks of all UNet families."""
     unet, vae, scheduler = (
         read_required(read, file) for file in ("unet/config.json", "vae/config.json", "scheduler/scheduler_config.json")
     )
     if unet.get("in_channels", 4) != 4:
         raise ModelError(
-            f"its UNet takes {unet['in_channels']} channels and not 4; inpainting and editing models cannot be trained"
+            f"its UNet has {unet['in_channels']} input channels instead of 4; inpainting and editing models cannot be "
+            "trained"
         )
-    predicts, steps = scheduler.get("prediction_type", "epsilon"), scheduler.get("num_train_timesteps", 1000)
-    if predicts not in ("epsilon", "v_prediction"):
+    prediction, steps = scheduler.get("prediction_type", "epsilon"), scheduler.get("num_train_timesteps", 1000)
+    if prediction not in ("epsilon", "v_prediction"):
         raise ModelError(
-            f"its scheduler says prediction_type {predicts!r}; only epsilon and v_prediction can be trained"
+            f"its scheduler has prediction_type {prediction!r}; only epsilon and v_prediction are supported"
         )
     if steps != 1000:
-        raise ModelError(f"its scheduler says num_train_timesteps {steps}; only 1000 is supported")
-    return FamilyMatch(
-        f"the UNet reads text of width {unet.get('cross_attention_dim')}",
-        _get_downscale_factor(vae) * _get_downscale_factor(unet),
-        "v" if predicts == "v_prediction" else "epsilon",
-    )
+        raise ModelError(f"its scheduler has num_train_timesteps {steps}; only 1000 is supported")
+    reason = f"the UNet has cross_attention_dim {unet.get('cross_attention_dim')}"
+    size_multiple = _get_downscale_factor(vae) * _get_downscale_factor(unet)
+    return FamilyMatch(reason, size_multiple, "v" if prediction == "v_prediction" else "epsilon")
 
 
 def match_sd1(read: ConfigReader) -> FamilyMatch | None:
-    """Everything with this pipeline class that is not Stable Diffusion 2."""
     return None if _is_sd2(read) else _match_unet_model(read)
 
 
@@ -63,10 +61,10 @@ def match_sdxl(read: ConfigReader) -> FamilyMatch | None:
     unet = read_required(read, "unet/config.json")
     if unet.get("addition_embed_type") != "text_time":
         raise ModelError(
-            "its UNet takes no sizes (addition_embed_type is not text_time), so it is no Stable Diffusion XL"
+            "its UNet has no size conditioning (addition_embed_type text_time), as Stable Diffusion XL has"
         )
     if unet.get("projection_class_embeddings_input_dim") == 2560:
-        raise ModelError("it is the refiner of Stable Diffusion XL; LoRAs are trained on the base model")
+        raise ModelError("it is the refiner of Stable Diffusion XL; train a LoRA on the base model")
     return _match_unet_model(read)
 
 
@@ -76,10 +74,10 @@ def _is_sd2(read: ConfigReader) -> bool:
 
 
 def _get_downscale_factor(config: JsonDict) -> int:
-    """By what a VAE's or UNet's sizes are divided: every block but the last halves them."""
+    """Downscale factor of a VAE or UNet: every block but the last halves the resolution."""
     blocks = config.get("block_out_channels")
     if not isinstance(blocks, list) or not blocks:
-        raise ModelError("the config.json of its UNet or VAE names no block_out_channels; the file is damaged")
+        raise ModelError("the config.json of its UNet or VAE has no block_out_channels; the file is damaged")
     return int(2 ** (len(blocks) - 1))
 
 

@@ -1,4 +1,4 @@
-"""Models without weights, and what fills them."""
+"""Load the components of a diffusers pipeline: from folders, the hub, single files, or with random weights."""
 
 import importlib
 import logging
@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from ..errors import ConfigError
 from .detect import DetectedModel, detect_model, get_config_reader
+from .facts import TORCH_ATTENTION_MODES
 from .model_configs import ConfigReader, JsonDict, read_required
 from .single_file import load_single_file_component
 from .tokenizers import build_byte_tokenizer, load_cached_tokenizer, load_pretrained_tokenizer
@@ -28,20 +29,19 @@ if TYPE_CHECKING:
 def load_pretrained_component(
     component_class: Any, path_or_id: str, subfolder: str, dtype: torch.dtype, device: torch.device | None
 ) -> Any:
-    """Load the part in ``subfolder`` of a folder or hub id."""
+    """Load the component in ``subfolder`` of a folder or hub repository."""
     if not issubclass(component_class, nn.Module):
         return load_pretrained_tokenizer(component_class, path_or_id, subfolder)
     options: dict[str, Any] = {"dtype": dtype, **({} if device is None else {"device_map": {"": device}})}
-    # Safetensors only: reading a pickle would run code from the file.
+    # Safetensors only: unpickling can run code from the file.
     options |= {"subfolder": subfolder, "use_safetensors": True}
     if Path(path_or_id).is_dir():
-        return component_class.from_pretrained(
-            path_or_id, variant=_detect_variant(Path(path_or_id, subfolder)), **options
-        ).eval()
+        variant = _detect_variant(Path(path_or_id, subfolder))
+        return component_class.from_pretrained(path_or_id, variant=variant, **options).eval()
     try:
         return component_class.from_pretrained(path_or_id, **options).eval()
     except OSError as error:
-        try:  # many hub models have their weights in half precision alone
+        try:  # some hub models have fp16 weights only
             return component_class.from_pretrained(path_or_id, variant="fp16", **options).eval()
         except OSError:
             raise error from None
@@ -66,44 +66,58 @@ def load_pipeline(
     pipe: Any,
     device: torch.device | None,
 ) -> Any:
-    """A pipeline with ``parts`` and the scheduler, or ``into`` with them added; see ``Family.load``."""
+    """Load a pipeline with these components and the scheduler, or add them to ``pipe``; see ``Family.load``."""
     if not isinstance(model, DetectedModel):
         model = detect_model(model)
     read = get_config_reader(model)
     index = read_required(read, "model_index.json")
-    loaded = {}
+    loaded: dict[str, Any] = {}
     logger.info("loading %s of %s", ", ".join(components), model.path_or_id)
-    for part in components:
-        with _raise_config_error(model, part), _disable_progress_bars():
-            # The VAE of SD 1.x and SDXL overflows in half precision; it is small and runs once for each picture.
-            precision = torch.float32 if part == "vae" else dtype
-            loaded[part] = _load_component(
-                family, model, read, import_model_class(*index[part]), part, precision, device
-            )
+    for name in components:
+        with _raise_config_error(model, name), _disable_progress_bars():
+            # The VAEs of SD 1.x and SDXL overflow in half precision; they are small and run once per image.
+            precision = torch.float32 if name == "vae" else dtype
+            component_class = import_model_class(*index[name])
+            loaded[name] = _load_component(family, model, read, component_class, name, precision, device)
     with _raise_config_error(model, "scheduler"):
-        settings = {**read_required(read, "scheduler/scheduler_config.json"), **model.scheduler_overrides}
-        loaded["scheduler"] = import_model_class(*index["scheduler"]).from_config(settings)
-    return _merge_into_pipeline(pipe, _build_pipeline(family.facts.pipeline_class, index, loaded), None)
+        loaded["scheduler"] = _load_scheduler(model, read, index)
+    return _merge_into_pipeline(pipe, _build_pipeline(family.facts.pipeline_class, index, loaded))
 
 
 def load_pipeline_on_meta(family: "Family", model: DetectedModel, dtype: torch.dtype) -> Any:
-    """The whole pipeline as ``load`` makes it, on the meta device: all sizes are right, and there are no numbers."""
+    """Build the whole pipeline on the meta device: shapes and dtypes without weights."""
+    read = get_config_reader(model)
+    index = read_required(read, "model_index.json")
+    loaded: dict[str, Any] = {"scheduler": _load_scheduler(model, read, index)}
+    for name in family.components:
+        component_class = import_model_class(*index[name])
+        with _raise_config_error(model, name), _disable_progress_bars():
+            if name.startswith("tokenizer"):
+                loaded[name] = _load_component(family, model, read, component_class, name, dtype, None)
+                continue
+            component = build_empty_model(component_class, read_required(read, f"{name}/config.json"))
+        for parameter in component.parameters():
+            parameter.data = parameter.data.to(torch.float32 if name == "vae" else dtype)
+        loaded[name] = component.to("meta")
+    return _build_pipeline(family.facts.pipeline_class, index, loaded)
+
+
+def load_components_on_meta(model: DetectedModel, components: Sequence[str]) -> Any:
+    """Build these components on the meta device, as attributes of a namespace."""
     read = get_config_reader(model)
     index = read_required(read, "model_index.json")
     loaded = {}
-    for part in family.components:
-        cls = import_model_class(*index[part])
-        with _raise_config_error(model, part), _disable_progress_bars():
-            if part.startswith("tokenizer"):
-                loaded[part] = _load_component(family, model, read, cls, part, dtype, None)
-                continue
-            made = build_empty_model(cls, read_required(read, f"{part}/config.json"))
-        for weight in made.parameters():
-            weight.data = weight.data.to(torch.float32 if part == "vae" else dtype)
-        loaded[part] = made.to("meta")
-    settings = {**read_required(read, "scheduler/scheduler_config.json"), **model.scheduler_overrides}
-    loaded["scheduler"] = import_model_class(*index["scheduler"]).from_config(settings)
-    return _build_pipeline(family.facts.pipeline_class, index, loaded)
+    for name in components:
+        config = dict(read_required(read, f"{name}/config.json"))
+        if "pos_embed_max_size" in config:
+            config["pos_embed_max_size"] = 8  # avoids computing a large position table, which affects no module
+        loaded[name] = build_empty_model(import_model_class(*index[name]), config)
+    return SimpleNamespace(**loaded)
+
+
+def _load_scheduler(model: DetectedModel, read: ConfigReader, index: JsonDict) -> Any:
+    config = {**read_required(read, "scheduler/scheduler_config.json"), **model.scheduler_overrides}
+    return import_model_class(*index["scheduler"]).from_config(config)
 
 
 def _load_component(
@@ -115,7 +129,7 @@ def _load_component(
     dtype: torch.dtype,
     device: torch.device | None,
 ) -> Any:
-    """One part from where it is."""
+    """Load one component from its own source, the model's single file, the model's folder, or at random."""
     separate = model.component_sources.get(component)
     if separate is not None and separate.source_type != "file":
         return load_pretrained_component(component_class, separate.path_or_id, separate.subfolder, dtype, device)
@@ -124,94 +138,103 @@ def _load_component(
     if component.startswith("tokenizer"):
         if model.source_type == "random":
             return build_byte_tokenizer(component_class, read_required(read, f"{component}/tokenizer_config.json"))
-        settings = read_required(read, f"{component}/tokenizer_config.json")
-        return load_cached_tokenizer(
-            component_class, settings, family.tokenizer_repo_ids[component], family.model_config.tokenizer_cache_dir
+        settings, cache_dir = (
+            read_required(read, f"{component}/tokenizer_config.json"),
+            family.model_config.tokenizer_cache_dir,
         )
+        return load_cached_tokenizer(component_class, settings, family.tokenizer_repo_ids[component], cache_dir)
     config = read_required(read, f"{component}/config.json")
     if separate is None and model.source_type == "random":
         return build_random_component(component_class, config, component, dtype, device)
-    place = model.path_or_id if separate is None else separate.path_or_id
-    return load_single_file_component(
-        component_class, place, config, family.facts.single_file_prefixes.get(component, ()), dtype, device
-    )
+    path = model.path_or_id if separate is None else separate.path_or_id
+    prefixes = family.facts.single_file_prefixes.get(component, ())
+    return load_single_file_component(component_class, path, config, prefixes, dtype, device)
 
 
 def import_model_class(library: str, name: str) -> Any:
-    """What model_index.json names."""
+    """Import a class listed in model_index.json; only diffusers and transformers are trusted."""
     if library not in ("diffusers", "transformers"):
-        raise ValueError(f"model_index.json names {name} of {library}, and only diffusers and transformers are used")
+        raise ValueError(f"model_index.json lists {name} of {library}; only diffusers and transformers are supported")
     return getattr(importlib.import_module(library), name)
 
 
 def _build_pipeline(name: str, index: JsonDict, loaded: dict[str, Any]) -> Any:
-    """The pipeline around what is loaded; everything else in it is None."""
-    cls = import_model_class("diffusers", name)
-    modules, settings = cls._get_signature_keys(cls)
-    wanted = {key: value for key, value in index.items() if key in settings and not isinstance(value, list)}
-    if "requires_safety_checker" in settings:
-        wanted["requires_safety_checker"] = False
-    return cls(**{**dict.fromkeys(modules), **loaded, **wanted})
+    """Build a pipeline with the loaded components; all others are None."""
+    pipeline_class = import_model_class("diffusers", name)
+    modules, setting_names = pipeline_class._get_signature_keys(pipeline_class)
+    settings = {key: value for key, value in index.items() if key in setting_names and not isinstance(value, list)}
+    if "requires_safety_checker" in setting_names:
+        settings["requires_safety_checker"] = False
+    return pipeline_class(**{**dict.fromkeys(modules), **loaded, **settings})
 
 
-def _merge_into_pipeline(pipe: Any, loaded_pipe: Any, device: torch.device | None) -> Any:
-    """``into`` with the parts of ``fresh`` beside its own."""
-    if device is not None:
-        loaded_pipe.to(device)
+def _merge_into_pipeline(pipe: Any, loaded_pipe: Any) -> Any:
+    """Add the components of ``loaded_pipe`` to ``pipe``."""
     if pipe is None:
         return loaded_pipe
-    own = {name: part for name, part in pipe.components.items() if part is not None}
-    _, settings = type(pipe)._get_signature_keys(pipe)
-    settings = {key: pipe.config[key] for key in settings if key in pipe.config}
-    # Made anew around its parts: a pipeline measures them when it is made.
+    own = {name: component for name, component in pipe.components.items() if component is not None}
+    _, setting_names = type(pipe)._get_signature_keys(pipe)
+    settings = {key: pipe.config[key] for key in setting_names if key in pipe.config}
+    # Run __init__ again: it derives values such as vae_scale_factor from the components.
     type(pipe).__init__(pipe, **{**loaded_pipe.components, **own, **settings})
     return pipe
 
 
+DIFFUSERS_ATTENTION_BACKENDS = {
+    "math": "_native_math",
+    "efficient": "_native_efficient",
+    "cudnn": "_native_cudnn",
+    "flash": "flash",
+    "flash3": "_flash_3",
+    "xformers": "xformers",
+}
+"""``attn_mode`` -> name of the attention backend in diffusers."""
+
+
+def set_attention_mode(denoiser: Any, mode: str) -> None:
+    """Set diffusers' attention backend; models without backends only have the older switch for xformers."""
+    from diffusers import attention_backend
+
+    if mode in TORCH_ATTENTION_MODES:
+        return
+    if not any(hasattr(getattr(module, "processor", None), "_attention_backend") for module in denoiser.modules()):
+        denoiser.enable_xformers_memory_efficient_attention()
+        return
+    # diffusers also makes the backend the global default; the context restores the one before.
+    with attention_backend("native"):  # type: ignore[no-untyped-call]
+        denoiser.set_attention_backend(DIFFUSERS_ATTENTION_BACKENDS[mode])
+
+
 @contextmanager
 def _raise_config_error(model: DetectedModel, component: str) -> Iterator[None]:
-    """What damaged or missing files raise becomes the user's to mend."""
+    """Report damaged or missing files as one line."""
     try:
         yield
-    except torch.OutOfMemoryError:  # of which nothing in these files is at fault
+    except torch.OutOfMemoryError:  # a RuntimeError that is not the files' fault
         raise
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
-        place = (
+        path = (
             model.component_sources[component].path_or_id if component in model.component_sources else model.path_or_id
         )
-        raise ConfigError(
-            [f"pretrained_model_name_or_path: {place}: its {component} cannot be loaded: {_summarize_error(error)}"]
-        ) from error
+        cause = f"its {component} cannot be loaded: {_summarize_error(error)}"
+        raise ConfigError([f"pretrained_model_name_or_path: {path}: {cause}"]) from error
 
 
 @contextmanager
 def _disable_progress_bars() -> Iterator[None]:
-    """No progress bars of other libraries for as long as this lasts: every process would draw its own."""
-    shown = [each for each in (diffusers_logging, transformers_logging) if each.is_progress_bar_enabled()]
-    for each in shown:
+    """Disable the progress bars of diffusers and transformers, which every process would draw."""
+    enabled = [each for each in (diffusers_logging, transformers_logging) if each.is_progress_bar_enabled()]
+    for each in enabled:
         each.disable_progress_bar()
     try:
         yield
     finally:
-        for each in shown:
+        for each in enabled:
             each.enable_progress_bar()
 
 
 def _summarize_error(error: Exception) -> str:
     text = str(error).strip().split("\n")[0]
-    if "use_safetensors" in text:  # transformers' way out, which is none here
-        return "it has no .safetensors weights; pickles (.bin) can run code when they are opened and are never read"
+    if "use_safetensors" in text:  # transformers suggests use_safetensors=False
+        return "it has no .safetensors weights; pickles (.bin) can run code when they are loaded and are never read"
     return text
-
-
-def load_components_on_meta(model: DetectedModel, components: Sequence[str]) -> Any:
-    """What has these parts as attributes, as the pipeline will have them, on the meta device."""
-    read = get_config_reader(model)
-    index = read_required(read, "model_index.json")
-    found = {}
-    for part in components:
-        settings = dict(read_required(read, f"{part}/config.json"))
-        if "pos_embed_max_size" in settings:
-            settings["pos_embed_max_size"] = 8  # a large grid of places is computed from it, which no name depends on
-        found[part] = build_empty_model(import_model_class(*index[part]), settings)
-    return SimpleNamespace(**found)

@@ -1,4 +1,4 @@
-"""A part of a model from a single .safetensors file, in diffusers' or the original names."""
+"""Load a component from a single .safetensors file with diffusers or original keys."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -19,39 +19,35 @@ def load_single_file_component(
     dtype: torch.dtype,
     device: torch.device | None,
 ) -> Any:
-    """Make the part of ``config`` and fill it from a file, where its weights' names may begin with a prefix."""
+    """Build a component from its config and load its weights; its keys in the file may have one of ``prefixes``."""
     prefix, tensors = _read_tensors(path, prefixes)
     model = build_empty_model(component_class, config)
-    rename = (
-        _convert_text_encoder_keys
-        if component_class.__module__.startswith("transformers.")
-        else _convert_diffusers_keys
-    )
+    is_text_encoder = component_class.__module__.startswith("transformers.")
+    convert_keys = _convert_text_encoder_keys if is_text_encoder else _convert_diffusers_keys
     try:
-        missing = load_tensors(model, rename(model, tensors, prefix), dtype, device)
+        missing = load_tensors(model, convert_keys(model, tensors, prefix), dtype, device)
     except KeyError as error:
         missing = [str(error.args[0])]
     if missing:
-        raise ValueError(f"{len(missing)} weights are missing in the file, for example {missing[0]}")
+        raise ValueError(f"the file lacks {len(missing)} weights, for example {missing[0]}")
     return model
 
 
 def _read_tensors(path: str, prefixes: Sequence[str]) -> tuple[str, dict[str, Tensor]]:
-    """The weights that begin with one of the prefixes, and with which; all of them when none does."""
     with safe_open(path, framework="pt") as file:
         prefix, names = select_component_keys(file.keys(), prefixes)
         return prefix, {name: file.get_tensor(name) for name in names}
 
 
 def select_component_keys(keys: Iterable[str], prefixes: Sequence[str]) -> tuple[str, list[str]]:
-    """The names that begin with one of the prefixes, and with which; all of them when none does."""
-    every = list(keys)
-    prefix = next((each for each in prefixes if any(name.startswith(each) for name in every)), "")
-    return prefix, [name for name in every if name.startswith(prefix)]
+    """The first of the prefixes that is used, and the keys with it; an empty prefix and all keys if none is."""
+    keys = list(keys)
+    prefix = next((prefix for prefix in prefixes if any(key.startswith(prefix) for key in keys)), "")
+    return prefix, [key for key in keys if key.startswith(prefix)]
 
 
 def _convert_diffusers_keys(model: Any, tensors: dict[str, Tensor], prefix: str) -> Mapping[str, Tensor]:
-    """diffusers knows the original names of its models; it only wants to see a UNet's prefix."""
+    """Convert original keys with diffusers' own mapping, which requires the prefix of UNets."""
     from diffusers.loaders import single_file_model
 
     bare = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
@@ -59,24 +55,24 @@ def _convert_diffusers_keys(model: Any, tensors: dict[str, Tensor], prefix: str)
         return bare
     if "input_blocks.0.0.weight" in tensors:
         tensors = {DENOISER_PREFIX + name: tensor for name, tensor in tensors.items()}
-    kind = _CONVERSION_CLASSES.get(type(model).__name__, type(model).__name__)
-    table: Any = single_file_model.SINGLE_FILE_LOADABLE_CLASSES
-    renamed: Mapping[str, Tensor] = table[kind]["checkpoint_mapping_fn"](
-        checkpoint=bare if kind in _PREFIXLESS_CLASSES else tensors, config=dict(model.config)
-    )
-    return renamed
+    class_name = _CONVERSION_CLASSES.get(type(model).__name__, type(model).__name__)
+    classes: Any = single_file_model.SINGLE_FILE_LOADABLE_CLASSES
+    convert = classes[class_name]["checkpoint_mapping_fn"]
+    checkpoint = bare if class_name in _PREFIXLESS_CLASSES else tensors
+    converted: Mapping[str, Tensor] = convert(checkpoint=checkpoint, config=dict(model.config))
+    return converted
 
 
 _CONVERSION_CLASSES: Mapping[str, str] = {"AutoencoderKLQwenImage": "AutoencoderKLWan"}
-"""Qwen-Image's VAE is Wan's with other weights, and files name them alike."""
+"""Qwen-Image's VAE has the architecture and the keys of Wan's."""
 
 
 _PREFIXLESS_CLASSES = {"AutoencoderKLWan", "QwenImageTransformer2DModel"}
-"""diffusers does not expect a prefix in these."""
+"""Classes whose mapping in diffusers expects keys without a prefix."""
 
 
 def _convert_text_encoder_keys(model: Any, tensors: dict[str, Tensor], prefix: str) -> Mapping[str, Tensor]:
-    """Names as the installed transformers has them."""
+    """Convert to the keys of the installed transformers, which differ between versions."""
     from diffusers.loaders import single_file_utils
 
     tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
@@ -84,17 +80,16 @@ def _convert_text_encoder_keys(model: Any, tensors: dict[str, Tensor], prefix: s
         convert: Any = single_file_utils.convert_open_clip_checkpoint
         tensors = convert(model, tensors, prefix="")
     known = model.state_dict()
-    places = {_strip_wrapper_modules(name): name for name in known}
-    named = {places.get(_strip_wrapper_modules(name), name): tensor for name, tensor in tensors.items()}
-    if "text_projection.weight" in known and "text_projection.weight" not in named:
-        named["text_projection.weight"] = torch.eye(len(known["text_projection.weight"]))  # files of SD3 leave it out
-    if "lm_head.weight" in known and "lm_head.weight" not in named:  # says the next word, which nobody asks for
-        named["lm_head.weight"] = torch.zeros(1).expand(known["lm_head.weight"].shape)
-    return named
+    own_keys = {_strip_wrapper_modules(name): name for name in known}
+    converted = {own_keys.get(_strip_wrapper_modules(name), name): tensor for name, tensor in tensors.items()}
+    if "text_projection.weight" in known and "text_projection.weight" not in converted:  # SD3 checkpoints lack it
+        converted["text_projection.weight"] = torch.eye(len(known["text_projection.weight"]))
+    if "lm_head.weight" in known and "lm_head.weight" not in converted:  # unused: only hidden states are
+        converted["lm_head.weight"] = torch.zeros(1).expand(known["lm_head.weight"].shape)
+    return converted
 
 
 def _strip_wrapper_modules(name: str) -> str:
-    """A weight's name without the models around its own, which differ between versions of transformers."""
     parts = name.split(".")
     while parts[0] in ("model", "text_model", "language_model"):
         parts = parts[1:]

@@ -1,4 +1,4 @@
-"""Tokenizers for models that bring none: single files, and models with random weights."""
+"""Tokenizers for models that contain none: single-file checkpoints, and models with random weights."""
 
 import json
 import tempfile
@@ -22,54 +22,53 @@ _CHAT_TEMPLATE = (
 
 
 _MIN_VOCAB_SIZE = 150
-"""Tokens that every vocabulary has; transformers makes an empty one, silently, where it finds no files."""
+"""transformers silently builds an empty vocabulary where files are missing; every real one is larger than this."""
 
 
 def load_pretrained_tokenizer(tokenizer_class: Any, path_or_id: str, subfolder: str = "", **options: Any) -> Any:
-    """The tokenizer in a folder or hub id, which must have a vocabulary."""
+    """Load a tokenizer from a folder or the hub, and check that it has a vocabulary."""
     tokenizer = tokenizer_class.from_pretrained(path_or_id, subfolder=subfolder, **options)
     if len(tokenizer) < _MIN_VOCAB_SIZE:
-        raise OSError("there is no vocabulary in it (vocab.json and merges.txt, or tokenizer.json)")
+        raise OSError("it has no vocabulary (vocab.json and merges.txt, or tokenizer.json)")
     return tokenizer
 
 
 def load_cached_tokenizer(tokenizer_class: Any, config: Mapping[str, Any], repo_id: str, cache_dir: str | None) -> Any:
-    """The tokenizer of a published model, from sd-scripts' kind of cache folder, or from the hub and into it.
+    """Load a published tokenizer from ``tokenizer_cache_dir`` as sd-scripts does, or from the hub and cache it there.
 
-    ``hub_id`` may name a folder in it: ``owner/name:tokenizer``.  What ``config`` says of padding and length counts.
+    ``repo_id`` may have a subfolder: ``owner/name:tokenizer``.  Padding and length are taken from ``config``.
     """
     options = {name: config[name] for name in ("pad_token", "model_max_length") if name in config}
     repository, _, subfolder = repo_id.partition(":")
     name = repository.replace("/", "_")
-    kept = Path(cache_dir).expanduser() / name if cache_dir else None
-    if kept is not None and kept.is_dir():
-        return load_pretrained_tokenizer(tokenizer_class, str(kept), **options)
+    cached = Path(cache_dir).expanduser() / name if cache_dir else None
+    if cached is not None and cached.is_dir():
+        return load_pretrained_tokenizer(tokenizer_class, str(cached), **options)
     try:
         tokenizer = load_pretrained_tokenizer(tokenizer_class, repository, subfolder, **options)
     except (OSError, ValueError):
         raise OSError(
-            f"a single file brings no tokenizer, and {repository} cannot be reached on the hub; with a network it is "
-            f"downloaded once; without one, put it into FOLDER/{name} and use --tokenizer_cache_dir FOLDER, or use "
-            "the model as a diffusers folder"
+            f"a single file contains no tokenizer, and {repository} cannot be downloaded from the hub; without "
+            f"network, put it into FOLDER/{name} and set --tokenizer_cache_dir FOLDER, or use a diffusers folder"
         ) from None
-    if kept is not None:
-        tokenizer.save_pretrained(str(kept))
+    if cached is not None:
+        tokenizer.save_pretrained(str(cached))
     return tokenizer
 
 
 def build_byte_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any:
-    """A token for each byte of the text, for a model with random weights, which has no words to know."""
-    makers = {
+    """Build a tokenizer with one token per byte, for models with random weights."""
+    builders = {
         "CLIPTokenizer": _build_clip_tokenizer,
         "T5Tokenizer": _build_t5_tokenizer,
         "T5TokenizerFast": _build_t5_tokenizer,
         "Qwen2Tokenizer": _build_qwen_tokenizer,
     }
-    return makers[tokenizer_class.__name__](tokenizer_class, config)
+    return builders[tokenizer_class.__name__](tokenizer_class, config)
 
 
 def _build_clip_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any:
-    # Through files, since versions of transformers differ in what the constructor takes.
+    # Built from files, because the constructor's arguments differ between versions of transformers.
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "vocab.json").write_text(json.dumps(build_byte_vocabulary()), encoding="utf-8")
         Path(folder, "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
@@ -79,14 +78,14 @@ def _build_clip_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> An
 
 
 def build_byte_vocabulary() -> dict[str, int]:
-    """A token for each letter of byte-level text, inside and at the end of a word, and two special ones."""
+    """CLIP's byte-level alphabet, inside and at the end of a word, and the two special tokens."""
     letters = sorted(ByteLevel.alphabet())
     tokens = [*letters, *(f"{letter}</w>" for letter in letters), START_TOKEN, END_TOKEN]
-    return {token: number for number, token in enumerate(tokens)}
+    return {token: index for index, token in enumerate(tokens)}
 
 
 def _build_t5_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any:
-    """A token for each letter of Western languages; all others are one unknown token."""
+    """One token per Latin-1 letter; all others are unknown."""
     letters = [_METASPACE, *map(chr, [*range(33, 127), *range(161, 256)])]
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -2.0), *((letter, -3.0) for letter in letters)]
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=2))
@@ -108,7 +107,6 @@ def _build_t5_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any:
 
 
 def _build_qwen_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any:
-    """A token for each byte of the text, and Qwen's marks of who speaks."""
     settings = {
         "tokenizer_class": "Qwen2Tokenizer",
         "unk_token": None,

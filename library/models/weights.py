@@ -1,7 +1,7 @@
-"""Models of any size with random weights, quick to make and the same on every device.
+"""Build empty models and fill them: with tensors of a checkpoint, or with random weights.
 
-All weights are cut from one block of random numbers, each from a place of its own.  So a model of many billions is
-filled as fast as memory can be written, and nothing depends on which parts are made or where.
+Random weights are slices of one block of random numbers at different offsets: fast for billions of parameters, and
+independent of the device and of which components are built.
 """
 
 from collections.abc import Mapping
@@ -14,32 +14,31 @@ from torch import Tensor, nn
 from ..randomness import derive_seed
 
 _NOISE_LENGTH = 4_194_301
-"""Length of the block: a prime, so that the rows of a matrix are never cut from the same place twice."""
+"""Length of the block: a prime, so that no two rows of a matrix begin at the same offset."""
 
 
 def build_empty_model(model_class: Any, config: Mapping[str, Any]) -> Any:
-    """A diffusers or transformers model whose parameters are on the meta device, and its buffers are not."""
+    """Build a diffusers or transformers model with parameters on the meta device and real buffers."""
     with init_empty_weights(include_buffers=False):
         if not model_class.__module__.startswith("transformers."):
             return model_class.from_config(dict(config)).eval()
         model = model_class(model_class.config_class(**config)).eval()
-    model.tie_weights()  # each has become a weight of its own on the way to the meta device
+    model.tie_weights()  # init_empty_weights unties them
     return model
 
 
 def load_tensors(
     model: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device | None
 ) -> list[str]:
-    """Put tensors into an empty model, one by one; returns the names of weights that are still missing.
-
-    Tensors that the model does not know are left out.
-    """
-    known = model.state_dict()
+    """Load tensors into an empty model and return the names of missing weights; unexpected tensors are ignored."""
+    own = model.state_dict()
     for name, tensor in tensors.items():
-        if name in known and tensor.shape != known[name].shape:
-            raise ValueError(f"{name} is {list(tensor.shape)} in the file and {list(known[name].shape)} in the model")
-    ready = {name: tensor.to(device=device, dtype=dtype) for name, tensor in tensors.items() if name in known}
-    model.load_state_dict(ready, strict=False, assign=True)
+        if name in own and tensor.shape != own[name].shape:
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)} in the file and {list(own[name].shape)} in the model"
+            )
+    state_dict = {name: tensor.to(device=device, dtype=dtype) for name, tensor in tensors.items() if name in own}
+    model.load_state_dict(state_dict, strict=False, assign=True)
     if hasattr(model, "tie_weights"):
         model.tie_weights()
     if device is not None:
@@ -57,24 +56,24 @@ def build_random_component(
     device: torch.device | None,
     seed: int = 0,
 ) -> Any:
-    """One part with the sizes of ``config``; parameters are made in their dtype and where they belong."""
+    """Build a component with random weights, directly in its dtype and on its device."""
     model = build_empty_model(component_class, config)
-    numbers = torch.randn(_NOISE_LENGTH, generator=torch.Generator().manual_seed(derive_seed(seed, "random weights")))
-    numbers = numbers.to(device=device, dtype=dtype)
-    made: dict[int, nn.Parameter] = {}  # by the empty one: some layers share theirs
+    generator = torch.Generator().manual_seed(derive_seed(seed, "random weights"))
+    noise = torch.randn(_NOISE_LENGTH, generator=generator).to(device=device, dtype=dtype)
+    parameters: dict[int, nn.Parameter] = {}  # by the id of the empty parameter, so that tied weights stay tied
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-        if id(parameter) not in made:
+        if id(parameter) not in parameters:
             weight = torch.empty(parameter.shape, dtype=dtype, device=device)
-            _fill_weight(weight, name, numbers, derive_seed(seed, f"{component}/{name}"))
-            made[id(parameter)] = nn.Parameter(weight)
+            _fill_weight(weight, name, noise, derive_seed(seed, f"{component}/{name}"))
+            parameters[id(parameter)] = nn.Parameter(weight)
         owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, made[id(parameter)])
+        setattr(model.get_submodule(owner), leaf, parameters[id(parameter)])
     _reduce_vae_variance(model)
     return model
 
 
 def _fill_weight(weight: Tensor, name: str, noise: Tensor, offset: int) -> None:
-    """As layers begin: matrices keep the size of what they are multiplied with, norms are one and biases zero."""
+    """Initialize a weight: matrices preserve the variance of their input, norms are one and biases zero."""
     if weight.ndim < 2:
         weight.fill_(0.0 if name.endswith("bias") else 1.0)
         return
@@ -88,11 +87,7 @@ def _fill_weight(weight: Tensor, name: str, noise: Tensor, offset: int) -> None:
 
 @torch.no_grad()
 def _reduce_vae_variance(model: nn.Module) -> None:
-    """Let a VAE be as sure of its latents as trained ones are.
-
-    The second half of the encoder's output is the log variance.  Without training it is near 0, and its noise would
-    bury the picture.
-    """
+    """Set the bias of a VAE's log variance, which is near 0 in an untrained model: its noise would hide the image."""
     weights = dict(model.named_parameters())
     bias = weights.get("quant_conv.bias", weights.get("encoder.conv_out.bias"))
     if bias is not None:

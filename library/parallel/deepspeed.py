@@ -17,12 +17,12 @@ from ..distributed.communicator import Communicator
 from ..distributed.deepspeed_settings import DeepSpeedSettings
 from ..distributed.devices import HOST
 from ..distributed.process_group import select_backend
-from ..errors import ConfigError, UserError
+from ..errors import UserError
 from .blocks import ParallelPlan
 from .deepspeed_nvme import NVMeOffload
 from .deepspeed_optimizer import DeepSpeedOptimizer
 from .gradient_sync import scale_loss
-from .preflight import validate_zero_config
+from .preflight import raise_problems, validate_zero_config
 from .strategy import LossFunction, Strategy, StrategySettings
 
 logger = logging.getLogger(__name__)
@@ -42,8 +42,7 @@ class DeepSpeedStrategy(Strategy):
         super().__init__(comm, settings)
         self.settings = zero = settings.deepspeed or DeepSpeedSettings()
         _import_deepspeed(self.device)
-        if problems := list(validate_zero_config(zero)):
-            raise ConfigError(problems)
+        raise_problems(validate_zero_config(zero))
         self._engine: Any = None
         self._has_set_local_rank = False
         self.has_collective_forward = zero.stage == 3
@@ -54,10 +53,8 @@ class DeepSpeedStrategy(Strategy):
             self._nvme = NVMeOffload(zero.offload_param_path or "", comm.all_gather_object)
 
     def check_batch_sizes(self, batch_sizes: Collection[int], gradient_accumulation_steps: int) -> None:
-        if problems := self.settings.validate_batch_sizes(
-            batch_sizes, gradient_accumulation_steps, self.comm.world_size
-        ):
-            raise ConfigError(problems)
+        world_size = self.comm.world_size
+        raise_problems(self.settings.validate_batch_sizes(batch_sizes, gradient_accumulation_steps, world_size))
 
     def wrap(self, model: nn.Module, optimizer: Optimizer, plan: ParallelPlan | None = None) -> tuple[nn.Module, Any]:
         deepspeed = _import_deepspeed(self.device)

@@ -5,7 +5,7 @@ import logging
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,22 +14,27 @@ import torch
 from torch import Tensor, nn
 
 from ..distributed.watchdog import ProcessIdentity
-from ..errors import ConfigError, UserError
-from .preflight import NVME_OPTION, validate_disk_space, validate_libaio, validate_offload_buffers
+from ..errors import UserError
+from .preflight import (
+    NVME_OPTION,
+    AllGather,
+    raise_problems,
+    validate_disk_space,
+    validate_libaio,
+    validate_offload_buffers,
+)
 
 logger = logging.getLogger(__name__)
 
 
 DIR_PREFIX, OWNER_FILE = "lorikeet-weights-", "process.json"
 
-AllGather = Callable[[list[str]], Sequence[list[str]]]
-
 
 class NVMeOffload:
     """The directory with this rank's partitions, which exists as long as it trains."""
 
     def __init__(self, path: str, all_gather: AllGather):
-        _raise_gathered_problems(all_gather, validate_libaio())
+        raise_problems(validate_libaio(), all_gather)
         self._all_gather = all_gather
         remove_stale_dirs(Path(path))
         self.directory = Path(tempfile.mkdtemp(prefix=DIR_PREFIX, dir=path))
@@ -58,7 +63,7 @@ class NVMeOffload:
             *validate_offload_buffers(deepspeed_config.zero_config.offload_param, sizes, trainable_numel, dtype),
             *validate_disk_space(self.directory, sum(sizes) * dtype.itemsize * ranks_per_machine),
         ]
-        _raise_gathered_problems(self._all_gather, problems)
+        raise_problems(problems, self._all_gather)
 
         cpu_offload = {name: value for name, value in offload.items() if name != "nvme_path"} | {"device": "cpu"}
         cpu_config = {**config, "zero_optimization": {**zero, "offload_param": cpu_offload}}
@@ -98,13 +103,6 @@ def _find_common_dtype(parameters: Collection[nn.Parameter]) -> torch.dtype:
     for parameter in parameters:
         sizes[parameter.dtype] += parameter.numel()
     return sizes.most_common(1)[0][0]
-
-
-def _raise_gathered_problems(all_gather: AllGather, problems: Iterable[str]) -> None:
-    """Raise the problems of any rank on all ranks: machines have their own disks and packages."""
-    gathered = dict.fromkeys(problem for rank_problems in all_gather(list(problems)) for problem in rank_problems)
-    if gathered:
-        raise ConfigError(list(gathered))
 
 
 def build_param_swapper(deepspeed_config: Any, dtype: torch.dtype) -> Any:

@@ -18,6 +18,7 @@ from ..distributed.fsdp_settings import FSDPSettings
 from ..errors import ConfigError
 from .blocks import ParallelPlan
 from .model_parallel import ModelParallelStrategy
+from .preflight import raise_problems, validate_fsdp_classes
 from .strategy import StrategySettings
 
 logger = logging.getLogger(__name__)
@@ -55,11 +56,7 @@ class FSDPStrategy(ModelParallelStrategy):
         return self.model, self.optimizer
 
     def _partition_model(self, model: nn.Module, plan: ParallelPlan) -> None:
-        classes = {type(module).__name__ for module in model.modules()}
-        if unknown := ",".join(name for name in self.settings.block_classes if name not in classes):
-            option = "the launcher's fsdp_transformer_layer_cls_to_wrap"
-            problem = f"{option} {unknown}: this model has no such class; remove the setting to use diffusers' classes"
-            raise ConfigError([problem])
+        raise_problems(validate_fsdp_classes(model, self.settings.block_classes))
         for child in model.children():
             self.shard_module(child)
 

@@ -4,7 +4,7 @@ import ctypes
 import logging
 import mmap
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 
 from ..config.types import DeviceMap
 from ..distributed.deepspeed_settings import DeepSpeedSettings
+from ..errors import ConfigError
 from .device_map import iter_parent_names, list_unsplit_modules
 
 logger = logging.getLogger(__name__)
@@ -21,6 +22,16 @@ logger = logging.getLogger(__name__)
 NVME_OPTION = "--offload_param_device nvme"
 
 LIBAIO_FIX = "apt install libaio-dev g++ (dnf: libaio-devel gcc-c++) and pip install ninja, or use cpu"
+
+
+AllGather = Callable[[list[str]], Sequence[list[str]]]
+
+
+def raise_problems(problems: Iterable[str], all_gather: AllGather = lambda problems: [problems]) -> None:
+    """Raise if there are any; with ``all_gather``, those of any rank on all ranks (machines have their own disks)."""
+    gathered = dict.fromkeys(problem for rank_problems in all_gather(list(problems)) for problem in rank_problems)
+    if gathered:
+        raise ConfigError(list(gathered))
 
 
 def validate_device_map(model: nn.Module, device_map: DeviceMap) -> Iterator[str]:
@@ -39,6 +50,16 @@ def validate_device_map(model: nn.Module, device_map: DeviceMap) -> Iterator[str
         yield (
             f'--device_map: {len(missing)} parameters have no device, such as {missing[0]}; add "": 0 for all modules'
             " that are not listed"
+        )
+
+
+def validate_fsdp_classes(model: nn.Module, class_names: Sequence[str]) -> Iterator[str]:
+    """Check the launcher's classes to wrap against the modules of the model."""
+    known = {type(module).__name__ for module in model.modules()}
+    if unknown := ",".join(name for name in class_names if name not in known):
+        yield (
+            f"the launcher's fsdp_transformer_layer_cls_to_wrap {unknown}: this model has no such class; remove the"
+            " setting to use diffusers' classes"
         )
 
 

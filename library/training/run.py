@@ -23,11 +23,10 @@ from ..distributed.trackers import Trackers
 from ..errors import ConfigError, UserError
 from ..estimate.dry_run import format_plan
 from ..log import ProgressBar
-from ..models.attention import validate_attention_mode
 from ..models.base import Family
 from ..models.detect import DetectedModel, detect_model
 from ..models.families import FAMILIES
-from ..models.preflight import validate_prompts
+from ..models.preflight import validate_attention_mode, validate_prompts
 from ..optim.preflight import validate_elementwise_optimizer, validate_lr_schedule, validate_optimizer
 from ..optim.schedules import build_lr_schedule
 from ..parallel.strategy import Strategy
@@ -89,8 +88,8 @@ def _prepare_and_train(
         logger.warning("%s", line)
     detected = detect_model(config.model)
     logger.info("model family %s: %s", detected.family, detected.reason)
-    if problem := validate_attention_mode(config.distributed.attn_mode, detected):
-        raise ConfigError([f"--attn_mode: {problem}"])
+    if problems := [*validate_attention_mode(config.distributed.attn_mode, detected)]:
+        raise ConfigError(f"--attn_mode: {problem}" for problem in problems)
     family: Family = FAMILIES.get(detected.family)(config.model)
     check_adapter_targets(config, family, detected)
     check_model_parallel(config, family, detected)
@@ -231,7 +230,7 @@ def _save_partial_adapter(save_adapter: SaveAdapter, run: TrainingRun) -> None:
 def _read_prompts(preview: PreviewConfig, detected: DetectedModel) -> list[Prompt]:
     """The prompts of previews, all of which this model can draw."""
     prompts = load_preview_prompts(preview)
-    if problems := validate_prompts(prompts, preview.sample_sampler, detected):
+    if problems := [*validate_prompts(prompts, preview.sample_sampler, detected)]:
         raise ConfigError(problems)
     return prompts
 

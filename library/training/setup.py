@@ -29,9 +29,9 @@ from ..distributed.async_copy import CopyStream
 from ..distributed.communicator import Communicator
 from ..distributed.devices import HOST, MIXED_PRECISION_DTYPES
 from ..errors import ConfigError
-from ..models.attention import set_attention_mode
 from ..models.base import Family
 from ..models.detect import DetectedModel
+from ..models.loading import set_attention_mode
 from ..models.parallel_plan import build_tensor_parallel_plan, map_layer_token_streams
 from ..models.schedulers import override_scheduler
 from ..optim import optimizers, schedules

@@ -235,7 +235,7 @@ def test_a_shared_matrix_that_has_learnt_nothing_yet_stays_whole():
 
 def test_a_file_of_another_model_or_half_a_file_is_refused():
     part = names_of(*tiny_denoiser("flux"))
-    with pytest.raises(UserError, match="1 of 1 keys are none of this model's, for example lora_unet_joint"):
+    with pytest.raises(UserError, match="1 of 1 keys do not belong to this model, for example lora_unet_joint"):
         convert_from_file_format({"lora_unet_joint_blocks_0_x_block_attn_qkv.alpha": torch.tensor(1.0)}, {}, [part])
     half = {"lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight": torch.ones(2, 32)}
     with pytest.raises(UserError, match="one of lora_down and lora_up is missing"):

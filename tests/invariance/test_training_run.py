@@ -145,7 +145,7 @@ def test_the_run_says_what_it_does_and_where_the_files_are(demo):
     folder, said = demo
 
     assert "Traceback" not in said
-    assert "no model is named, so the built-in one is used" in said
+    assert "using the built-in demo model" in said
     assert "training 12/12" in said
     assert f"LoRA file: {folder / 'out' / 'demo.safetensors'}" in said
     assert f"pictures: {folder / 'out' / 'sample'}" in said

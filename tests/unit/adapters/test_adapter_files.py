@@ -96,7 +96,7 @@ def changed(tensors, change):
         case "wrong value":
             planted[up] = planted[up].clone()
             planted[up].view(-1)[3] += 1e-3
-        case "not finite":
+        case "non-finite":
             planted[up] = planted[up].clone()
             planted[up].view(-1)[3] = float("nan")
         case "zero alpha":
@@ -116,12 +116,12 @@ IN_MEMORY = {
     "lost key": "has no lora_up.weight",
     "lost alpha": "has no alpha",
     "wrong shape": "rank 6 in lora_down, 5 in lora_up",
-    "not finite": "not finite",
+    "non-finite": "non-finite",
     "zero alpha": "alpha is zero",
     "zero down": "lora_down.weight is zero",
     "dead": "the LoRA does nothing",
-    "wrapped name": "no loader knows this name",
-    "empty": "nothing in it",
+    "wrapped name": "no loader knows this key",
+    "empty": "it has no tensors",
 }
 
 
@@ -139,11 +139,11 @@ def test_what_no_loader_could_use_is_not_written_and_the_older_file_stays(tmp_pa
 ON_DISK = {
     "lost key": "lora_up.weight is missing",
     "lost alpha": "alpha is missing",
-    "extra key": "lora_unet_more.alpha should not be there",
-    "wrong shape": r"is \[\d+, 5.*\] float32 and should be \[\d+, 6",
-    "wrong dtype": "float16 and should be",
+    "extra key": "lora_unet_more.alpha is unexpected",
+    "wrong shape": r"is \[\d+, 5.*\] float32 instead of \[\d+, 6",
+    "wrong dtype": "float16 instead of",
     "wrong value": "other values than the model in memory",
-    "not finite": "not finite",
+    "non-finite": "non-finite",
     "zero alpha": "other values",
     "dead": "other values",
     "wrapped name": "is missing",
@@ -273,5 +273,5 @@ def test_files_of_other_kinds_are_looked_at_piece_by_piece(kind, tmp_path):
             write_adapter_file(
                 path, {key: tensor for key, tensor in whole.items() if not key.endswith(f".{end}")}, META
             )
-    with pytest.raises(InvalidAdapterFileError, match="no loader knows this name"):
+    with pytest.raises(InvalidAdapterFileError, match="no loader knows this key"):
         write_adapter_file(path, {**whole, "lora_unet_a.hada_w3": torch.ones(1)}, META)

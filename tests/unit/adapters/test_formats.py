@@ -89,7 +89,7 @@ def test_diffusers_computes_with_the_file_what_a_model_with_merged_weights_does(
 
 def test_a_lora_kind_is_not_written_where_nobody_would_read_it():
     state, alphas, parts = draw_state("flux", "lokr")
-    with pytest.raises(UserError, match=r"transformer\.double_blocks.* lokr .*take save_format comfy"):
+    with pytest.raises(UserError, match=r"transformer\.double_blocks.* lokr .*use save_format comfy"):
         convert_to_file_format(state, alphas, parts, "kohya")
     state, alphas, parts = draw_state("sd1", "loha")
     with pytest.raises(UserError, match="diffusers does not load loha; take save_format auto or comfy"):

@@ -9,7 +9,7 @@ from torch import nn
 from library.adapters import lora
 from library.adapters.targets import match_target_modules
 from library.config.schema import AdapterConfig
-from library.errors import ConfigError
+from library.errors import UserError
 
 
 def test_the_real_unet_gets_a_lora_on_192_modules():
@@ -90,9 +90,9 @@ def test_alpha_zero_stands_for_the_rank_as_in_sd_scripts():
 
 
 def test_a_target_that_matches_nothing_is_an_error_that_names_it():
-    with pytest.raises(ConfigError, match="'to_qq' matches no layer of UNet2DConditionModel"):
+    with pytest.raises(UserError, match="'to_qq' matches no layer of UNet2DConditionModel"):
         lora.inject_into_model(unet(), CONFIG, (*TARGETS, "to_qq"), seed=1)
-    with pytest.raises(ConfigError, match="no target"):
+    with pytest.raises(UserError, match="no target"):
         lora.inject_into_model(unet(), CONFIG, (), seed=1)
 
 

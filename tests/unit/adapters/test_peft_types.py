@@ -104,11 +104,11 @@ def test_the_magnitude_of_dora_is_the_length_of_each_row():
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        (["--network_dim", "6"], r"--network_dim: 6 does not divide the \d+ inputs of"),
-        (["--network_dim", "5"], "--network_dim: boft needs an even number, and 5 is none"),
+        (["--network_dim", "6"], r"--network_dim: boft needs a divisor of the \d+ input features of .*, not 6"),
+        (["--network_dim", "5"], "--network_dim: 5 is odd, but boft needs an even number"),
         (
             ["--network_dim", "4", "--network_args", "algo=boft", "network_reg_dims=ff=8"],
-            "--network_args: boft has one size for all layers, and here there are 4, 8",
+            "--network_args: boft needs the same rank for all layers, but there are 4, 8",
         ),
     ],
 )

@@ -9,6 +9,7 @@ from data_paths import DATA
 from torch import nn
 
 from library.adapters import lora
+from library.adapters.preflight import validate_ranks
 from library.adapters.targets import assign_ranks
 from library.config import parse_config
 from library.config.network_args import NetworkArgs, compute_block_lr_weights, get_unet_block_index, parse_network_args
@@ -58,7 +59,11 @@ def sites():
 
 
 def sizes(sites, name, *words, **options):
-    return assign_ranks(sites[name], config_of(*words, **options).adapter, name)
+    config = config_of(*words, **options).adapter
+    ranks = assign_ranks(sites[name], config, name)
+    if problems := [*validate_ranks(sites[name], ranks, config)]:
+        raise ConfigError(problems)
+    return ranks
 
 
 def originals(sites, name, *words, **options):
@@ -274,9 +279,9 @@ def test_up_matrices_are_a_group_of_their_own():
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["network_reg_dims=nowhere=4"], "network_reg_dims: 'nowhere' matches no module, of which unet.down_blocks"),
-        (["exclude_patterns=['ff']"], "exclude_patterns: 'ff' is the whole name of no module"),
-        (["exclude_patterns=['.*']"], "leave nothing that is trained"),
+        (["network_reg_dims=nowhere=4"], "network_reg_dims: 'nowhere' matches no module, for example unet.down_blocks"),
+        (["exclude_patterns=['ff']"], "exclude_patterns: 'ff' matches no full module name"),
+        (["exclude_patterns=['.*']"], "no layer is left to train"),
     ],
 )
 def test_a_pattern_that_matches_nothing_is_an_error(sites, words, problem):
@@ -286,9 +291,7 @@ def test_a_pattern_that_matches_nothing_is_an_error(sites, words, problem):
 
 
 def test_parts_of_one_module_cannot_have_two_ranks(sites):
-    with pytest.raises(
-        ConfigError, match=r"attn_qkv is one module in sd-scripts, and its parts would have ranks 3 and"
-    ):
+    with pytest.raises(ConfigError, match=r"attn_qkv is one module in sd-scripts, but its parts have ranks 3 and"):
         sizes(sites, "flux", r"network_reg_dims=transformer_blocks\.0\.attn\.to_q=3")
 
 

@@ -153,17 +153,17 @@ def test_what_a_model_cannot_draw_is_told_with_its_place(tmp_path):
     path = tmp_path / "p.txt"
     path.write_text("a --w 72 --h 8 --g 3 --fs 2 --ss ddim\nb --w 64 --h 48 --ss euler\n", "utf-8")
     prompts = load_prompts(path)
-    assert validate_prompts(prompts, None, detect_model("random:flux:tiny")) == [
-        f"{path}:1: --w: 72 is no multiple of 16, as FLUX.1 needs it; write 80 or 64",
-        f"{path}:1: --h: 8 is no multiple of 16, as FLUX.1 needs it; write 16",
-        f"{path}:1: --ss: ddim is not for flow matching, by which FLUX.1 works; use euler",
+    assert [*validate_prompts(prompts, None, detect_model("random:flux:tiny"))] == [
+        f"{path}:1: --w: 72 is not a multiple of 16 (FLUX.1); use 80 or 64",
+        f"{path}:1: --h: 8 is not a multiple of 16 (FLUX.1); use 16",
+        f"{path}:1: --ss: ddim is not for flow-matching models such as FLUX.1; use euler",
     ]
-    assert validate_prompts(prompts[1:], "pndm", detect_model("random:sd3:tiny")) == [
-        "sample_sampler: pndm is not for flow matching, by which Stable Diffusion 3 works; use euler"
+    assert [*validate_prompts(prompts[1:], "pndm", detect_model("random:sd3:tiny"))] == [
+        "sample_sampler: pndm is not for flow-matching models such as Stable Diffusion 3; use euler"
     ]
-    assert validate_prompts(prompts, "pndm", detect_model(None)) == [
-        f"{path}:1: --fs: only flow-matching models have it, and Stable Diffusion 1 is none; leave it out",
-        f"{path}:1: --g: only FLUX.1 dev is told a guidance; use --l for this model",
+    assert [*validate_prompts(prompts, "pndm", detect_model(None))] == [
+        f"{path}:1: --fs: for flow-matching models only, not for Stable Diffusion 1; leave it out",
+        f"{path}:1: --g: only FLUX.1 dev has a guidance embedding; use --l for this model",
     ]
     assert [
         line.split(": ")[1] for line in validate_prompts(prompts[:1], None, detect_model("random:flux:schnell:tiny"))

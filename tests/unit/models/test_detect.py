@@ -78,11 +78,11 @@ def test_the_built_in_model_is_what_its_saved_files_say(tmp_path):
 
 
 def test_other_models_are_named_and_refused(tmp_path):
-    assert "KolorsPipeline; not yet: this version trains Stable Diffusion 1, " in problem(
+    assert "KolorsPipeline is not supported; supported: Stable Diffusion 1, " in problem(
         model(tmp_path / "a", name="KolorsPipeline")
     )
-    assert "takes 9 channels" in problem(model(tmp_path / "c", unet={"in_channels": 9}))
-    assert "takes no sizes" in problem(model(tmp_path / "d", name="StableDiffusionXLPipeline"))
+    assert "has 9 input channels" in problem(model(tmp_path / "c", unet={"in_channels": 9}))
+    assert "has no size conditioning" in problem(model(tmp_path / "d", name="StableDiffusionXLPipeline"))
     refiner = {"addition_embed_type": "text_time", "projection_class_embeddings_input_dim": 2560}
     assert "refiner" in problem(model(tmp_path / "e", name="StableDiffusionXLPipeline", unet=refiner))
 
@@ -95,8 +95,8 @@ def test_what_is_no_model_is_told_with_the_way_out(tmp_path):
     assert "no such file or folder (looked in" in problem("absent.safetensors")
     assert "did you mean random:sdxl:tiny?" in problem("random:sdxl:tini")
     assert "did you mean random:sd" in problem("random:sd")
-    assert "there are: random:" in problem("random:what")
-    assert "--family is of no use without a model" in problem(None, family="sdxl")
+    assert "available: random:" in problem("random:what")
+    assert "--family needs a model" in problem(None, family="sdxl")
     broken = tmp_path / "broken"
     model(broken)
     (broken / "unet/config.json").write_text("{")
@@ -166,20 +166,20 @@ def test_what_a_single_file_predicts_is_taken_from_its_own_word(tmp_path):
 
 
 OTHERS = {
-    "a LoRA file and no model": {"lora_unet_x.lora_down.weight": [4, 4]},
+    "a LoRA file, not a model": {"lora_unet_x.lora_down.weight": [4, 4]},
     "a LoRA file": {"transformer.blocks.0.to_q.lora_A.weight": [4, 4]},
     "a textual inversion": {"emb_params": [2, 768]},
     "textual inversion": {"clip_l": [2, 768], "clip_g": [2, 1280]},
     "a ControlNet": {"control_model.input_blocks.0.0.weight": [320, 4, 3, 3]},
     "an IP-Adapter": {"image_proj.proj.weight": [4, 4]},
-    "scaled fp8": {**XL, "scaled_fp8": [0]},
+    "scaled-fp8": {**XL, "scaled_fp8": [0]},
     "a VAE with 4 latent channels": {"decoder.conv_in.weight": [512, 4, 3, 3]},
     "a CLIP text encoder of width 1280": {"text_model.embeddings.token_embedding.weight": [49408, 1280]},
     "a T5 text encoder of width 4096": {"encoder.block.0.layer.0.SelfAttention.q.weight": [4096, 4096]},
     "an inpainting model": {**ONE, f"{UNET}input_blocks.0.0.weight": [320, 9, 3, 3]},
     "the refiner": {**XL, f"{UNET}label_emb.0.0.weight": [1280, 2560]},
-    "of sizes that are not known": {**XL, f"{UNET}input_blocks.0.0.weight": [640, 4, 3, 3]},
-    "no model that is known; it holds 1 weights, the first is bias": {"bias": [3]},
+    "of unknown sizes": {**XL, f"{UNET}input_blocks.0.0.weight": [640, 4, 3, 3]},
+    "not a known model; it holds 1 weights, the first is bias": {"bias": [3]},
 }
 
 
@@ -193,10 +193,10 @@ BROKEN = {
     "is a pickle (.ckpt, .pt, .bin), which can run code": b"PK\x03\x04" + bytes(100),
     "is a pickle": b"\x80\x02" + bytes(100),
     "is a GGUF file": b"GGUF" + bytes(100),
-    "is only a pointer of git-lfs; run": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+    "is a git-lfs pointer; run": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
     "is a web page": b"<!DOCTYPE html><html>Sign in</html>",
-    "is no safetensors file": b"Hello, this is some text",
-    "is cut off": (500).to_bytes(8, "little") + b'{"a":',
+    "is not a safetensors file": b"Hello, this is some text",
+    "is truncated": (500).to_bytes(8, "little") + b'{"a":',
     "is a damaged safetensors file": (20).to_bytes(8, "little") + b'{"a": {"shape": [1]}' + b"}",
 }
 
@@ -208,33 +208,33 @@ def test_a_file_that_is_no_safetensors_file_is_named_by_what_it_is(words, tmp_pa
 
 
 def test_a_file_whose_end_is_missing_is_told_before_it_is_loaded(tmp_path):
-    assert "is cut off: " in problem(header_only(tmp_path / "model.safetensors", XL, cut=10))
+    assert "is truncated: " in problem(header_only(tmp_path / "model.safetensors", XL, cut=10))
 
 
 def test_the_family_can_be_named_and_must_fit(tmp_path):
     folder = model(tmp_path / "one", config="sdxl", name="")
     found = detect_model(ModelConfig(folder, family="sdxl"))
-    assert found.family == "sdxl" and "--family says so" in found.reason
+    assert found.family == "sdxl" and "set by --family" in found.reason
     assert problem(folder, family="sdxll") == "family: unknown model family 'sdxll'; did you mean sdxl?"
-    assert "pathlib:Path is no model family" in problem(folder, family="pathlib:Path")
+    assert "pathlib:Path is not a model family" in problem(folder, family="pathlib:Path")
     assert "its files are not those of family sd2" in problem(model(tmp_path / "b"), family="sd2")
     own = detect_model(ModelConfig(folder, family="library.models.families.sdxl:StableDiffusionXL"))
     assert own.family == "library.models.families.sdxl:StableDiffusionXL"
     assert FAMILIES.get(own.family).denoiser_name == "unet"
     file = header_only(tmp_path / "model.safetensors", XL)
-    assert "has not the weights of family sd1" in problem(file, family="sd1")
-    assert "is of family sdxl and not sd1" in problem("random:sdxl:tiny", family="sd1")
+    assert "does not contain weights of family sd1" in problem(file, family="sd1")
+    assert "is of family sdxl, not sd1" in problem("random:sdxl:tiny", family="sd1")
 
 
 def test_options_of_other_families_are_refused_all_together(tmp_path):
     with pytest.raises(ConfigError) as caught:
         detect_model(ModelConfig(model(tmp_path), clip_g="x", ae="y", v2=True))
     assert caught.value.problems == [
-        "clip_g: Stable Diffusion 1 has no such part",
-        "ae: Stable Diffusion 1 has no such part",
+        "clip_g: Stable Diffusion 1 has no such component",
+        "ae: Stable Diffusion 1 has no such component",
         "v2: the model is Stable Diffusion 1; leave this option out",
     ]
-    assert "clip_skip: means nothing for Stable Diffusion XL; leave this option out" in problem(
+    assert "clip_skip: does not apply to Stable Diffusion XL; leave this option out" in problem(
         "random:sdxl:tiny", clip_skip=2
     )
     assert detect_model(ModelConfig("random:sd2:tiny", v2=True, clip_skip=2)).family == "sd2"
@@ -277,7 +277,7 @@ def test_a_model_that_lacks_a_part_is_told_before_it_is_loaded(part, tmp_path):
 def test_what_training_cannot_use_is_told_before_it_is_loaded(tmp_path):
     assert "predict" in problem(model(tmp_path / "a", scheduler={"prediction_type": "sample"}))
     assert "num_train_timesteps 500" in problem(model(tmp_path / "b", scheduler={"num_train_timesteps": 500}))
-    assert "names no block_out_channels" in problem(model(tmp_path / "c", unet={"block_out_channels": None}))
+    assert "has no block_out_channels" in problem(model(tmp_path / "c", unet={"block_out_channels": None}))
 
 
 def test_a_damaged_file_of_weights_is_told_in_one_line_and_a_tilde_is_the_home(tmp_path, monkeypatch):

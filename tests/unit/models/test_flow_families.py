@@ -106,12 +106,16 @@ def test_files_say_which_model_they_are_for():
 @pytest.mark.parametrize(
     "name, changed, words",
     [
-        ("flux", {"transformer/config.json": {"in_channels": 384}}, "takes 384 channels and not 64"),
-        ("sd3", {"scheduler/scheduler_config.json": {"_class_name": "DDIMScheduler"}}, "only flow matching fits"),
+        ("flux", {"transformer/config.json": {"in_channels": 384}}, "has 384 input channels instead of 64"),
+        (
+            "sd3",
+            {"scheduler/scheduler_config.json": {"_class_name": "DDIMScheduler"}},
+            "only flow matching is supported",
+        ),
         ("sd3", {"scheduler/scheduler_config.json": {"num_train_timesteps": 500}}, "only 1000 is supported"),
         ("qwen_image", {"transformer/config.json": {"zero_cond_t": True}}, "Qwen-Image-Edit"),
         ("z_image", {"transformer/config.json": {"siglip_feat_dim": 1152}}, "Z-Image-Omni"),
-        ("flux", {"vae/config.json": {"block_out_channels": None}}, "names no block_out_channels"),
+        ("flux", {"vae/config.json": {"block_out_channels": None}}, "has no block_out_channels"),
     ],
 )
 def test_kindred_models_that_cannot_be_trained_are_named(name, changed, words, tmp_path):

@@ -91,7 +91,7 @@ def test_a_tokenizer_without_its_vocabulary_is_told(plain, tmp_path):
     for path in (tmp_path / part).iterdir():
         if path.name != "tokenizer_config.json":
             path.unlink()
-    with pytest.raises(ConfigError, match=f"its {part} cannot be loaded: there is no vocabulary in it"):
+    with pytest.raises(ConfigError, match=f"its {part} cannot be loaded: it has no vocabulary"):
         family.load(str(tmp_path), torch.float32, (part,))
 
 

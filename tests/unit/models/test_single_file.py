@@ -85,21 +85,19 @@ def test_a_file_that_lacks_weights_is_told(single):
     lost = [name for name in tensors if name.startswith("model.diffusion_model.") and name.endswith("bias")][-1]
     del tensors[lost]
     save_file(tensors, path)
-    with pytest.raises(
-        ConfigError, match=f"its {family.denoiser_name} cannot be loaded: 1 weights are missing in the fi"
-    ):
+    with pytest.raises(ConfigError, match=f"its {family.denoiser_name} cannot be loaded: the file lacks 1 weights"):
         family.load(detect_model(str(path)), torch.float32, (family.denoiser_name,))
     text = next(name for name in tensors if re.search(r"(ln_1|layer_norm1|post_attention_layernorm).weight", name))
     del tensors[text]
     save_file(tensors, path)
-    with pytest.raises(ConfigError, match=r"weights are missing in the file, for example .*(norm1|layernorm)"):
+    with pytest.raises(ConfigError, match=r"the file lacks .* weights, for example .*(norm1|layernorm)"):
         family.load(detect_model(str(path)), torch.float32, ("text_encoder",))
 
 
 def test_without_network_and_cache_the_tokenizers_way_out_is_told(single):
     family, _, path = single
     strict = type(family)(ModelConfig())
-    with pytest.raises(ConfigError, match=r"brings no tokenizer.* --tokenizer_cache_dir FOLDER"):
+    with pytest.raises(ConfigError, match=r"contains no tokenizer.* --tokenizer_cache_dir FOLDER"):
         strict.load(str(path), torch.float32, ("tokenizer",))
 
 
@@ -113,9 +111,9 @@ def test_the_denoiser_alone_needs_the_other_parts_and_takes_them(tmp_path, cache
     with pytest.raises(ConfigError) as caught:
         detect_model(alone)
     assert [line.split("the file has ")[1] for line in caught.value.problems] == [
-        "no vae; name one with --vae",
-        "no text_encoder; name one with --clip_l",
-        "no text_encoder_2; name one with --clip_g",
+        "no vae; give one with --vae",
+        "no text_encoder; give one with --clip_l",
+        "no text_encoder_2; give one with --clip_g",
     ]
     options = ModelConfig(alone, vae=vae, clip_l=clip_l, clip_g=clip_g, tokenizer_cache_dir=str(cache))
     family = FAMILIES.get("sdxl")(options)
@@ -160,22 +158,22 @@ def test_a_wrong_part_is_named_by_what_it_is(tmp_path):
     path = str(tmp_path / "part.safetensors")
     save_file(original_checkpoints.ldm_vae(tiny.pipe.vae), path)
     assert wrong(tmp_path, clip_l=path).endswith(
-        "is a VAE with 4 latent channels, where the model has a CLIP text encoder of width 16"
+        "is a VAE with 4 latent channels, but the model has a CLIP text encoder of width 16"
     )
     save_file(original_checkpoints.clip(tiny.pipe.text_encoder_2), path)
     assert wrong(tmp_path, clip_l=path).endswith(
-        "is a CLIP text encoder of width 24, where the model has a CLIP text encoder of width 16"
+        "is a CLIP text encoder of width 24, but the model has a CLIP text encoder of width 16"
     )
     assert wrong(tmp_path, vae=path).endswith(
-        "is a CLIP text encoder of width 24, where the model has a VAE with 4 latent channels"
+        "is a CLIP text encoder of width 24, but the model has a VAE with 4 latent channels"
     )
     save_file({"one.weight": torch.ones(1)}, path)
-    assert wrong(tmp_path, vae=path).endswith("holds nothing that could be the vae")
+    assert wrong(tmp_path, vae=path).endswith("contains no vae")
     save_file({"lora_unet_x.lora_down.weight": torch.ones(1)}, path)
-    assert "is a LoRA file and no model" in wrong(tmp_path, vae=path)
+    assert "is a LoRA file, not a model" in wrong(tmp_path, vae=path)
     assert "no such file or folder" in wrong(tmp_path, vae=str(tmp_path / "absent"))
     assert "no config.json in it" in wrong(tmp_path, vae=str(tmp_path))
-    assert wrong(tmp_path, ae=path) == "ae: Stable Diffusion XL has no such part"
+    assert wrong(tmp_path, ae=path) == "ae: Stable Diffusion XL has no such component"
 
 
 def test_flux_comes_in_four_files_and_its_transformer_in_diffusers_own_names(tmp_path, cache):
@@ -187,12 +185,12 @@ def test_flux_comes_in_four_files_and_its_transformer_in_diffusers_own_names(tmp
     save_file(original_checkpoints.text(tiny.pipe.text_encoder_2), files["t5xxl"])
     with pytest.raises(ConfigError) as caught:
         detect_model(files["flux"])
-    assert [line.split("; name one with ")[1] for line in caught.value.problems] == ["--vae", "--clip_l", "--t5xxl"]
+    assert [line.split("; give one with ")[1] for line in caught.value.problems] == ["--vae", "--clip_l", "--t5xxl"]
     options = ModelConfig(files.pop("flux"), **files, tokenizer_cache_dir=str(cache))
     family, found = FAMILIES.get("flux")(options), detect_model(options)
     assert (found.family, found.bundled_config) == ("flux", "flux_schnell_tiny")
     same_weights(family, family.load(found, torch.float32), tiny.pipe)
-    with pytest.raises(ConfigError, match=r"guidance_scale: FLUX.1 schnell is told no guidance"):
+    with pytest.raises(ConfigError, match=r"guidance_scale: FLUX.1 schnell has no guidance embedding"):
         detect_model(replace(options, guidance_scale=3.5))
 
 

@@ -124,7 +124,7 @@ def test_a_file_that_does_not_fit_is_told_and_the_way_out(tmp_path):
     with pytest.raises(ConfigError, match="is of kind lora, and dora is to be trained"):
         read_initial_weights(config, family, model)
     saved(path, "sdxl", "kohya")
-    with pytest.raises(ConfigError, match=r"--network_weights: .*lora.safetensors: \d+ of \d+ keys are none of this"):
+    with pytest.raises(ConfigError, match=r"--network_weights: .*lora.safetensors: \d+ of \d+ keys do not belong to this"):
         read_initial_weights(config, family, model)
 
 

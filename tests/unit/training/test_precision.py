@@ -13,13 +13,10 @@ from training_runs import difference, even, train, trained
 from library.config import parse_config
 from library.distributed.preflight import validate_attention_support
 from library.distributed.world import World
-from library.models.attention import (
-    DIFFUSERS_ATTENTION_BACKENDS,
-    TORCH_ATTENTION_MODES,
-    set_attention_mode,
-    validate_attention_mode,
-)
+from library.models.facts import TORCH_ATTENTION_MODES
 from library.models.families import FAMILIES, FAMILY_FACTS
+from library.models.loading import DIFFUSERS_ATTENTION_BACKENDS, set_attention_mode
+from library.models.preflight import validate_attention_mode
 
 __all__ = ["even"]  # a fixture
 
@@ -52,11 +49,10 @@ def test_another_way_to_compute_attention_gives_the_same_and_ends_with_its_model
 def test_a_family_has_only_what_its_denoiser_can_be_switched_to():
     for name, facts in FAMILY_FACTS.items():
         for mode in (*TORCH_ATTENTION_MODES, *DIFFUSERS_ATTENTION_BACKENDS):
-            problem = validate_attention_mode(mode, SimpleNamespace(family=name))
-            assert (problem is None) == (mode in (*TORCH_ATTENTION_MODES, *facts.attention_modes)), (name, mode)
-    assert "flash cannot be chosen for Stable Diffusion 3; it has sdpa, xformers" in str(
-        validate_attention_mode("flash", SimpleNamespace(family="sd3"))
-    )
+            problems = [*validate_attention_mode(mode, SimpleNamespace(family=name))]
+            assert (not problems) == (mode in (*TORCH_ATTENTION_MODES, *facts.attention_modes)), (name, mode)
+    (problem,) = validate_attention_mode("flash", SimpleNamespace(family="sd3"))
+    assert "flash is not supported for Stable Diffusion 3, only sdpa, xformers" in problem
 
 
 def test_what_this_machine_has_not_is_told_with_the_way_out():
@@ -83,7 +79,7 @@ def test_the_switches_of_sd_scripts_choose_a_way(flag, mode, tmp_path):
 def test_a_run_is_refused_before_a_model_is_loaded(even, tmp_path):
     with pytest.raises(AssertionError, match=r"--attn_mode xformers: not installed.*\n.*needs a CUDA"):
         on_ranks(1, train, "--dataset_config", str(even), "--output_dir", str(tmp_path), "--xformers")
-    with pytest.raises(AssertionError, match="--attn_mode: math cannot be chosen for Stable Diffusion 1"):
+    with pytest.raises(AssertionError, match="--attn_mode: math is not supported for Stable Diffusion 1"):
         on_ranks(1, train, "--dataset_config", str(even), "--output_dir", str(tmp_path), "--attn_mode", "math")
 
 

@@ -121,7 +121,9 @@ def test_what_is_done_between_steps_is_no_part_of_them(tmp_path):
         state=SimpleNamespace(step=0),
         plan=SimpleNamespace(steps=9),
         callbacks=[],
-        strategy=SimpleNamespace(device=HOST, comm=SimpleNamespace(is_main=True), model_parallel_size=1, mixed_precision="no"),
+        strategy=SimpleNamespace(
+            device=HOST, comm=SimpleNamespace(is_main=True), model_parallel_size=1, mixed_precision="no"
+        ),
         task=SimpleNamespace(pipe=SimpleNamespace(unet=model), family=SimpleNamespace(denoiser_name="unet")),
     )
 
@@ -155,8 +157,12 @@ def test_steps_that_are_taken_back_are_profiled_when_they_come_again(tmp_path):
         state=SimpleNamespace(step=0),
         plan=SimpleNamespace(steps=9),
         callbacks=[],
-        strategy=SimpleNamespace(device=HOST, comm=SimpleNamespace(is_main=True), model_parallel_size=1, mixed_precision="no"),
-        task=SimpleNamespace(pipe=SimpleNamespace(unet=torch.nn.Identity()), family=SimpleNamespace(denoiser_name="unet")),
+        strategy=SimpleNamespace(
+            device=HOST, comm=SimpleNamespace(is_main=True), model_parallel_size=1, mixed_precision="no"
+        ),
+        task=SimpleNamespace(
+            pipe=SimpleNamespace(unet=torch.nn.Identity()), family=SimpleNamespace(denoiser_name="unet")
+        ),
     )
     told = []
     run.metric_logger = SimpleNamespace(log_values=lambda run, figures: told.append(run.state.step))

@@ -21,7 +21,8 @@ __all__ = ["task"]  # a fixture
 def test_the_loss_of_a_sample_is_its_mean_times_the_weight_of_its_time_times_its_own(task):
     losses = task(pixels((0, 1, 2), [1.0, 0.25, 0.0]), step=5)
     draws = [
-        torch.Generator().manual_seed(generator.initial_seed()) for generator in task.build_generators("noise", 5, (0, 1, 2))
+        torch.Generator().manual_seed(generator.initial_seed())
+        for generator in task.build_generators("noise", 5, (0, 1, 2))
     ]
     for row, draw in enumerate(draws):
         t = torch.randint(0, 1000, (1,), generator=draw)
