@@ -7,9 +7,9 @@ import library
 
 if Path(library.__file__ or ".").resolve().parent != Path(__file__).resolve().parent / "library":
     print(
-        f"train_lora: nothing was started: the name 'library' belongs to {library.__file__ or library.__path__} here.\n"
-        "  Another project (sd-scripts?) has it in this environment.  Use a virtual environment of its own,\n"
-        f"  or start with PYTHONPATH={Path(__file__).resolve().parent}",
+        f"train_lora: nothing was started: 'import library' finds {library.__file__ or library.__path__}.\n"
+        "  Another project (sd-scripts?) is installed in this environment. Use a separate virtual environment,\n"
+        f"  or set PYTHONPATH={Path(__file__).resolve().parent}",
         file=sys.stderr,
     )
     raise SystemExit(2)

@@ -1,4 +1,4 @@
-"""``python -m library NAME ...``: the tools beside training."""
+"""``python -m library NAME ...``: run a tool."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""From a command line to a run; the only module that prints, and that decides the exit code."""
+"""Entry points of training and tools: the only module that prints to stdout and decides the exit code."""
 
 import gc
 import os
@@ -10,11 +10,7 @@ from pathlib import Path
 from .errors import ConfigError, CrashError, RunInterrupted, UserError, format_error, write_traceback
 
 EXIT_BUG = 1
-
-
 EXIT_USER_ERROR = 2
-
-
 EXIT_INTERRUPTED = 130
 
 
@@ -43,11 +39,10 @@ def main(argv: Sequence[str]) -> int:
             _report_crash("train_lora", str(crash))
         return EXIT_BUG
     except Exception as error:
-        # Nobody knows the others yet; what breaks so early breaks on all of them.
+        # The process group does not exist yet; an error this early occurs on all ranks.
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            _report_crash(
-                "train_lora", f"{format_error(error)}\n{write_traceback(error, Path('train_lora.error.txt'))}"
-            )
+            report = write_traceback(error, Path("train_lora.error.txt"))
+            _report_crash("train_lora", f"{format_error(error)}\n{report}")
         return EXIT_BUG
 
 
@@ -60,7 +55,7 @@ def run_tool(argv: Sequence[str]) -> int:
         tools = "\n".join(f"  {name:<10} {what}" for name, (what, _) in TOOLS.items())
         _print_text(
             f"usage: python -m library TOOL ...\n\n{tools}\n\n"
-            "Training is started with: accelerate launch train_lora.py --dataset_config x.toml"
+            "To train: accelerate launch train_lora.py --dataset_config x.toml"
         )
         return 0
     name, *rest = argv
@@ -72,7 +67,7 @@ def run_tool(argv: Sequence[str]) -> int:
         return EXIT_USER_ERROR
     try:
         result = TOOLS[name][1](rest)
-        text, code = result if isinstance(result, tuple) else ("", _say_lines(result))
+        text, code = result if isinstance(result, tuple) else ("", _print_lines(result))
     except UserError as error:
         if not _is_reported(error):
             print(f"library {name}:\n{_indent_lines(error)}", file=sys.stderr)
@@ -117,11 +112,10 @@ def _run_training(argv: Sequence[str]) -> int:
     )
     loaded.log_notices()
     if config.train.dry_run:
-        from .estimate.dry_run import format_dry_run
+        from .estimate.dry_run import build_dry_run
 
-        text = format_dry_run(
-            config, max(1, int(os.environ.get("WORLD_SIZE", "1")) // config.parallel.model_parallel_size)
-        )
+        dp_size = max(1, int(os.environ.get("WORLD_SIZE", "1")) // config.parallel.model_parallel_size)
+        text = build_dry_run(config, dp_size).format_summary()
         if rank == 0:
             _print_text(text)
         return 0
@@ -134,10 +128,7 @@ def _run_training(argv: Sequence[str]) -> int:
 
 @contextmanager
 def _pause_garbage_collection() -> Iterator[None]:
-    """Python looks for garbage again and again while libraries are imported, for a fifth of the time that this takes.
-
-    What they made stays for good, so that afterwards it is not looked at any more.
-    """
+    """Disable garbage collection while libraries are imported, which saves a fifth of the time, then freeze it."""
     gc.disable()
     try:
         yield
@@ -148,11 +139,11 @@ def _pause_garbage_collection() -> Iterator[None]:
 
 
 def _write_config(path: Path | None, text: str, problems: list[str]) -> int:
-    """``--output_config``: keep the settings as a file instead of training, as in sd-scripts."""
+    """``--output_config``: write the settings to a file and exit, as in sd-scripts."""
     if path is None:
         problems = [*problems, "--output_config: needs --config_file, the file to write"]
     elif path.exists():
-        problems = [*problems, f"--output_config: {path} is there already; it is not overwritten"]
+        problems = [*problems, f"--output_config: {path} already exists; it is not overwritten"]
     problems = [problem for problem in problems if not problem.startswith("--dataset_config: missing")]
     if path is None or problems:
         raise ConfigError(problems)
@@ -165,16 +156,16 @@ def _write_config(path: Path | None, text: str, problems: list[str]) -> int:
 
 
 def _print_text(text: str) -> None:
-    """File names may hold bytes that are no text, which some terminals refuse."""
+    """Print text; file names may hold bytes that the terminal cannot encode."""
     encoding = sys.stdout.encoding or "utf-8"
     try:
         print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
-    except BrokenPipeError:  # the reader, such as head, has read enough; nobody is there for the rest
+    except BrokenPipeError:  # the reader, such as head, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _say_lines(lines: Generator[str, None, int]) -> int:
-    """Print each line as soon as it is there; return what the generator returns."""
+def _print_lines(lines: Generator[str, None, int]) -> int:
+    """Print each line as soon as it is yielded; return the exit code that the generator returns."""
     while True:
         try:
             _print_text(next(lines))
@@ -183,7 +174,7 @@ def _say_lines(lines: Generator[str, None, int]) -> int:
 
 
 def _is_reported(error: UserError) -> bool:
-    """Mistakes in settings are found by all processes and told by one on each machine; others by the one they hit."""
+    """Config errors occur on all ranks and are printed by one per node; other errors by the rank where they occur."""
     return error.is_reported or (isinstance(error, ConfigError) and int(os.environ.get("LOCAL_RANK", "0")) != 0)
 
 
@@ -197,14 +188,14 @@ def _report_user_error(error: UserError) -> None:
 
 
 def _print_error(*lines: str) -> None:
-    """The last lines of this program, though not always of what started it."""
+    """Print to stderr; accelerate launch adds a traceback of its own below."""
     if "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by accelerate launch for the programs it starts
-        lines += ("(accelerate launch reports below that this program ended; the cause is told above.)",)
+        lines += ("(accelerate launch reports below that this program ended; the cause is above.)",)
     print("\n".join(lines), file=sys.stderr, flush=True)
 
 
 def _report_crash(program: str, text: str) -> None:
-    """The last lines that a user sees: the cause, where, what was kept, what to do."""
+    """Print the cause, the rank, what was saved and what to do."""
     rank = int(os.environ.get("RANK", "0"))
     where = f" on rank {rank}" if rank else ""
     _print_error(f"{program}: ended{where} by an error.", _indent_lines(text))

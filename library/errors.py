@@ -1,4 +1,4 @@
-"""The errors a user can cause; the command line shows them as plain lines, without a traceback."""
+"""Exceptions that end a run, and how errors are reported to the user."""
 
 import platform
 import sys
@@ -8,23 +8,24 @@ from pathlib import Path
 
 from . import __version__
 
+MAX_MESSAGE_LENGTH = 400
+
 
 class UserError(Exception):
-    """Something outside our code has to change; the message says what, where, and how."""
+    """An error that the user can fix; printed without a traceback. The message says what, where, and how."""
 
     is_reported = False
-    """Whether another process tells it, so that the user does not read it once for each process."""
+    """Whether another rank has printed it."""
 
 
 class CrashError(Exception):
-    """An error that nobody foresaw ended the run; the message says what, where, what was kept, and what to do."""
+    """An unexpected error; the message says what, where, what was saved, and what to do."""
 
     is_reported = False
-    """As for ``UserError``."""
 
 
 class RunInterrupted(Exception):
-    """A signal ended the run after a whole step; the message says what was kept and how to go on."""
+    """A signal ended the run after a complete step; the message says what was saved and how to resume."""
 
     def __init__(self, message: str, exit_code: int):
         super().__init__(message)
@@ -32,28 +33,25 @@ class RunInterrupted(Exception):
 
 
 class ConfigError(UserError):
-    """The settings are wrong: one line for each problem, all of them together."""
+    """Invalid settings: all problems, one line each."""
 
     def __init__(self, problems: Iterable[str]):
         self.problems = list(problems)
         super().__init__("\n".join(self.problems))
 
     def __reduce__(self) -> tuple[type, tuple[list[str]]]:
-        """An exception is sent to other processes by what it was made from, and that is not its text."""
+        """Pickle the problems and not the message, which is what ``Exception`` would do."""
         return type(self), (self.problems,)
 
 
-MAX_MESSAGE_LENGTH = 400
-
-
 def format_error(error: BaseException) -> str:
-    """Its kind and the first line of what it says."""
+    """Format the type and the first line of the message."""
     first = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {first[:MAX_MESSAGE_LENGTH]}" if first else type(error).__name__
 
 
 def write_traceback(error: BaseException, path: Path) -> str:
-    """Where the traceback is now, as a sentence; when no file can be written, it follows itself."""
+    """Write the traceback to a file; return a sentence that says where it is, or the traceback if writing fails."""
     text = "".join(traceback.format_exception(error))
     versions = f"lorikeet {__version__}, Python {platform.python_version()}, {sys.platform}\n"
     try:

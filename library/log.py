@@ -1,4 +1,4 @@
-"""Messages and progress for the person who waits: one set-up, rank 0 speaks, progress stays on one line."""
+"""Logging and progress bars: one configuration, messages of rank 0 only, progress on one line."""
 
 import logging
 import sys
@@ -12,11 +12,8 @@ from tqdm import tqdm
 from .errors import ConfigError
 
 ROOT_LOGGER_NAME = __name__.rpartition(".")[0]
-
-
 PROGRESS_LOG_INTERVAL = 15.0
-"""How often progress is told where there is no terminal to draw a bar on."""
-
+"""Seconds between progress lines when there is no terminal to draw a bar on."""
 
 _LEVEL_COLORS = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m", logging.CRITICAL: "\033[31m"}
 
@@ -24,7 +21,7 @@ _LEVEL_COLORS = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m", logging
 def configure_logging(
     *, level: str = "INFO", file: str | None = None, simple: bool = False, quiet: bool = False, rank: int = 0
 ) -> None:
-    """Send this package's messages to the terminal or a file; ranks other than 0 tell only errors."""
+    """Send this package's messages to the terminal or a file; ranks other than 0 log only errors."""
     logger = logging.getLogger(ROOT_LOGGER_NAME)
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
@@ -35,7 +32,7 @@ def configure_logging(
     logger.addHandler(handler)
     logger.setLevel(logging.ERROR if rank else "WARNING" if quiet else level)
     logger.propagate = False
-    # It would send users after a package that nothing here needs.
+    # It recommends torchvision, which nothing here needs.
     logging.getLogger("transformers.utils.import_utils").addFilter(_drop_torchvision_messages)
 
 
@@ -52,12 +49,12 @@ def _open_log_file(path: Path) -> logging.Handler:
 
 
 class _TqdmHandler(logging.Handler):
-    """Writes above a progress bar instead of into it."""
+    """Write above the progress bar instead of into it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             tqdm.write(self.format(record), file=sys.stderr)
-        except Exception:  # as every handler does: a message that cannot be written must not end the run
+        except Exception:  # a message that cannot be written must not end the run
             self.handleError(record)
 
 
@@ -72,12 +69,15 @@ class _LogFormatter(logging.Formatter):
             text = f"{record.levelname.lower()}: {text}"
         if self.rank:
             text = f"[rank {self.rank}] {text}"
-        colour = _LEVEL_COLORS.get(record.levelno) if self.use_color else None
-        return f"{colour}{text}\033[0m" if colour else text
+        color = _LEVEL_COLORS.get(record.levelno) if self.use_color else None
+        return f"{color}{text}\033[0m" if color else text
 
 
 class ProgressBar:
-    """A bar on a terminal, now and then a line elsewhere, nothing when it is not wanted."""
+    """A progress bar on a terminal, and log lines elsewhere.
+
+    ``log_first_and_last`` logs a line for the first and the last update, whatever the time.
+    """
 
     def __init__(
         self,
@@ -89,19 +89,14 @@ class ProgressBar:
         unit: str = "step",
         log_first_and_last: bool = True,
     ):
-        """Without ``ends``, the first and the last of all get no line of their own, as for what is mostly quick."""
-        self.total, self.completed, self.description, self.log_first_and_last = (
-            total,
-            initial,
-            description,
-            log_first_and_last,
-        )
+        self.total, self.completed, self.description = total, initial, description
+        self.log_first_and_last = log_first_and_last
         self.logger = logging.getLogger(f"{ROOT_LOGGER_NAME}.progress")
         self.started_at, self.initial = time.monotonic(), initial
         self.last_logged_at = self.started_at
-        shown = enabled and self.logger.isEnabledFor(logging.INFO)
-        self.draws_bar = shown and sys.stderr.isatty()
-        self.logs_lines = shown and not self.draws_bar
+        is_shown = enabled and self.logger.isEnabledFor(logging.INFO)
+        self.draws_bar = is_shown and sys.stderr.isatty()
+        self.logs_lines = is_shown and not self.draws_bar
         self.bar = tqdm(total=total, initial=initial, unit=unit, disable=not self.draws_bar, dynamic_ncols=True)
         self.bar.set_description(description)
 
@@ -112,11 +107,10 @@ class ProgressBar:
         self.bar.close()
 
     def set_total(self, total: int) -> None:
-        """There is more, or less, to do than was thought."""
         self.total = self.bar.total = total
 
     def update(self, metrics: Mapping[str, str], count: int = 1) -> None:
-        """One or more further; ``figures`` stand beside the bar."""
+        """Advance by ``count``, and show the metrics next to the bar."""
         if not count:
             return
         is_end = self.completed == self.initial or self.completed + count == self.total
@@ -135,7 +129,7 @@ class ProgressBar:
 
 
 def format_duration(seconds: float) -> str:
-    """``1:02:03`` for a length of time."""
-    minutes, rest = divmod(round(seconds), 60)
+    """Format seconds as ``1:02:03``."""
+    minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

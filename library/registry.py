@@ -1,4 +1,4 @@
-"""Names for things that are imported only when they are asked for."""
+"""Registries: tables of names whose objects are imported on first use."""
 
 import importlib
 from collections.abc import Iterable, Mapping
@@ -11,13 +11,13 @@ Entry = TypeVar("Entry")
 
 
 def suggest_name(name: str, known_names: Iterable[str], prefix: str = "") -> str:
-    """``"; did you mean network_dim?"`` when something is near, otherwise nothing."""
+    """Return ``"; did you mean network_dim?"``, or an empty string if no known name is close."""
     near = get_close_matches(name, list(known_names), n=1, cutoff=0.7)
     return f"; did you mean {prefix}{near[0]}?" if near else ""
 
 
 class Registry(Generic[Entry]):
-    """A fixed table of names; a user's own ``package.module:attribute`` works in the place of a name."""
+    """A fixed table of names; users can give their own ``package.module:attribute`` instead of a name."""
 
     def __init__(self, label: str, package: str, entries: Mapping[str, str]):
         self.label, self.package, self.entries = label, package, dict(entries)
@@ -26,7 +26,7 @@ class Registry(Generic[Entry]):
         return sorted(self.entries)
 
     def get(self, name: str) -> Entry:
-        """Import and return what ``name`` stands for."""
+        """Import and return the object of a name."""
         target = self.entries.get(name, name if ":" in name else None)
         if target is None:
             hint = suggest_name(name, self.entries) or f"; there are: {', '.join(self.list_names())}"

@@ -18,7 +18,7 @@ from ..distributed.communicator import Communicator
 from ..distributed.process_group import KeyValueStore
 from ..errors import UserError
 from ..log import ProgressBar
-from .format import KeyArray, get_key_bytes
+from .keys import KeyArray, get_key_bytes
 from .paths import check_disk_space, check_writable, format_bytes
 from .store import CacheStore
 from .writer import CacheWriter

@@ -2,7 +2,7 @@
 
 import json
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import save
 from torch import Tensor
+
+from .keys import KEY_BYTES
 
 ByteArray = NDArray[np.uint8]
 
@@ -99,8 +101,6 @@ def _view_as_tensor(buffer: Tensor, span: TensorSpan) -> Tensor:
     return buffer.view(span.dtype).view(len(buffer), *span.shape)
 
 
-KEY_BYTES = 16
-
 FORMAT_VERSION = 1
 """Incremented when old files can no longer be read; files of another version are ignored."""
 
@@ -125,24 +125,11 @@ RECORD_DTYPE: np.dtype[Any] = np.dtype(
 RecordArray = NDArray[np.void]
 
 
-KeyArray = NDArray[np.bytes_]
-
-
 _NUM_CHECKED_WORDS = RECORD_DTYPE.itemsize // 8 - 1
 
 _CHECKSUM_FACTORS = np.array(
     [(0x9E3779B97F4A7C15 * (2 * index + 1)) % 2**64 | 1 for index in range(_NUM_CHECKED_WORDS)], np.uint64
 )
-
-
-def stack_keys(keys: Iterable[bytes]) -> KeyArray:
-    """Put keys into an array."""
-    return np.array(list(keys), f"S{KEY_BYTES}")
-
-
-def get_key_bytes(key: np.bytes_) -> bytes:
-    """Convert a key of an array to bytes; numpy strips trailing zeros."""
-    return bytes(key).ljust(KEY_BYTES, b"\0")
 
 
 def add_checksums(records: RecordArray) -> RecordArray:

@@ -13,7 +13,19 @@ from ..data.buckets import BucketAssignment
 from ..data.images import CropParams
 from ..data.manifest import Sample
 from ..dataset.schema import SubsetConfig
-from .format import KEY_BYTES, KeyArray, stack_keys
+
+KeyArray = NDArray[np.bytes_]
+KEY_BYTES = 16
+
+
+def stack_keys(keys: Iterable[bytes]) -> KeyArray:
+    """Stack keys to one array."""
+    return np.array(list(keys), f"S{KEY_BYTES}")
+
+
+def get_key_bytes(key: np.bytes_) -> bytes:
+    """Restore the trailing zero bytes of a key, which numpy strips."""
+    return bytes(key).ljust(KEY_BYTES, b"\0")
 
 
 def collect_run_captions(

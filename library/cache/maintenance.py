@@ -20,7 +20,7 @@ from ..models.families import FAMILIES
 from ..parallel.strategy_registry import build_strategy
 from .build import CacheEncoder, CacheSpec, fill_cache
 from .encode import EncoderLoader
-from .format import KeyArray, get_key_bytes
+from .keys import KeyArray, get_key_bytes
 from .paths import format_bytes, resolve_cache_dirs
 from .precompute import (
     build_latent_cache,

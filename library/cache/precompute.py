@@ -9,9 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from ..config.schema import ModelConfig
 from ..config.schema_data import CacheConfig
@@ -22,9 +19,8 @@ from ..distributed.communicator import Communicator
 from ..distributed.devices import MIXED_PRECISION_DTYPES
 from ..errors import ConfigError
 from ..models.detect import get_config_reader
-from ..models.model_configs import EncodedSizes
 from .build import CacheSpec, fill_cache
-from .encode import CACHE_DTYPES, CaptionEncoder, EncoderLoader, LatentEncoder
+from .encode import CaptionEncoder, EncoderLoader, LatentEncoder
 from .keys import (
     build_latent_keys,
     build_text_keys,
@@ -33,7 +29,7 @@ from .keys import (
     find_varying_caption_keys,
 )
 from .model_fingerprint import FileHashCache, compute_component_fingerprints
-from .paths import LATENTS_DIR_NAME, TEXTS_DIR_NAME, format_bytes, get_temporary_cache_dir, resolve_cache_dirs
+from .paths import LATENTS_DIR_NAME, TEXTS_DIR_NAME, get_temporary_cache_dir, resolve_cache_dirs
 from .readers import LatentReader, TextReader
 from .store import CacheStore
 
@@ -226,55 +222,3 @@ def _collect_captions(prepared: PreparedData, run_plan: RunPlan, prompts: Sequen
     augmenter = prepared.merge_validation().build_augmenter(run_plan.batch_plan, run_plan.steps)
     texts = [text for prompt in prompts for text in (prompt.text, prompt.negative_prompt)]
     return collect_run_captions(augmenter, run_plan.batch_plan, run_plan.steps, texts)
-
-
-@dataclass(frozen=True)
-class CacheEstimate:
-    """Number and size of the entries of one cache."""
-
-    name: str
-    num_entries: int
-    num_bytes: int | None  # None if the model's config files do not tell
-    is_upper_bound: bool
-    directories: Sequence[Path]  # empty for a cache that only this run uses
-
-    def format_text(self) -> str:
-        """Format as one line."""
-        size = "size unknown" if self.num_bytes is None else format_bytes(self.num_bytes)
-        bound = "at most " if self.is_upper_bound and self.num_bytes is not None else ""
-        place = f"in {self.directories[0]}" if self.directories else "for this run only"
-        more = f" and {len(self.directories) - 1} more" if len(self.directories) > 1 else ""
-        return f"cached {self.name}: {self.num_entries}, {bound}{size}, {place}{more}"
-
-    def to_json(self) -> dict[str, Any]:
-        """Export as JSON."""
-        return {"entries": self.num_entries, "bytes": self.num_bytes, "folders": list(map(str, self.directories))}
-
-
-def estimate_caches(
-    cache: CacheConfig,
-    prepared: PreparedData,
-    run_plan: RunPlan,
-    prompts: Sequence[Prompt],
-    sizes: EncodedSizes | None,
-    text_element_size: int,
-) -> list[CacheEstimate]:
-    """Estimate the caches that are enabled; ``text_element_size`` is that of a text-encoder output, in bytes."""
-    merged, estimates = prepared.merge_validation(), []
-    directories = list(dict.fromkeys(resolve_cache_dirs(merged.manifest, cache)))
-    if cache.caches_latents:
-        latent_keys = build_latent_keys(merged.build_static_augmenter(), "")
-        unique = np.unique(latent_keys.keys, return_index=True)[1]
-        resolutions = [merged.assignments[sample].bucket_resolution for sample in latent_keys.sample_indices[unique]]
-        num_bytes = None
-        if sizes is not None:
-            num_elements = sum(map(sizes.count_moment_elements, resolutions))
-            num_bytes = CACHE_DTYPES[cache.cache_precision].itemsize * num_elements
-        places = directories if cache.cache_latents_to_disk else ()
-        estimates.append(CacheEstimate("latents", len(unique), num_bytes, False, places))
-    if cache.caches_text_outputs:
-        count = len(_collect_captions(prepared, run_plan, prompts))
-        num_bytes = None if sizes is None else count * sizes.text_elements * text_element_size
-        places = directories if cache.cache_text_encoder_outputs_to_disk else ()
-        estimates.append(CacheEstimate("captions", count, num_bytes, True, places))
-    return estimates

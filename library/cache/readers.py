@@ -24,8 +24,8 @@ from ..data.loader import (
 from ..data.prepare import PreparedData
 from ..data.worker_pool import prefetch_in_threads
 from ..errors import UserError
-from .format import ByteArray, deserialize_tensors, read_tensor_spans, stack_keys, stack_tensors
-from .keys import LatentKeys, compute_text_key
+from .format import ByteArray, deserialize_tensors, read_tensor_spans, stack_tensors
+from .keys import LatentKeys, compute_text_key, stack_keys
 from .store import CacheStore
 
 MOMENTS_TENSOR, MASK_TENSOR = "moments", "mask"

@@ -17,11 +17,11 @@ from .format import (
     RECORD_DTYPE,
     TOMBSTONE_RECORD,
     ByteArray,
-    KeyArray,
     RecordArray,
     is_valid_header,
     verify_checksums,
 )
+from .keys import KeyArray
 from .writer import get_index_path, get_shard_path
 
 RowIndices = NDArray[np.int64]

@@ -1,4 +1,4 @@
-"""Settings: ``load_options(argv)`` turns flags and TOML into one frozen ``RunConfig``."""
+"""Configuration: ``parse_config(argv)`` parses flags and the run TOML into a frozen ``RunConfig``."""
 
 from .parser import ParsedConfig, parse_config
 from .schema import RunConfig

@@ -27,7 +27,7 @@ class DataConfig:
     bucket_no_upscale: bool = define_option(False, "never upscale images; buckets follow the image sizes")
     bucket_mode: Literal["kohya", "symmetric"] = define_option(
         "kohya",
-        "kohya: buckets of sd-scripts; symmetric: buckets of equal area, the same for portrait and landscape, chosen by "
+        "kohya: buckets of sd-scripts; symmetric: buckets of equal area for portrait and landscape alike, chosen by "
         "log aspect ratio",
     )
     bucket_max_crop: float = define_option(

@@ -1,7 +1,7 @@
 """DeepSpeed settings, resolved from our options, the launcher and the user's DeepSpeed JSON file; no torch."""
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,19 +83,6 @@ class DeepSpeedSettings:
             if device
         ]
         return f"DeepSpeed: ZeRO stage {self.stage}, world size {world_size}{''.join(offloaded)}"
-
-    def validate_batch_sizes(
-        self, batch_sizes: Collection[int], gradient_accumulation_steps: int, world_size: int
-    ) -> list[str]:
-        """Compare the JSON file's batch sizes with the batch plan; ``batch_sizes`` are those of the datasets."""
-        factors = zip(BATCH_SIZE_KEYS, (1, gradient_accumulation_steps * world_size), strict=True)
-        planned = {name: sorted({size * factor for size in batch_sizes}) for name, factor in factors}
-        return [
-            f"DeepSpeed's file: {name} is {value}, but the batch plan has {' and '.join(map(str, planned[name]))}; set"
-            ' it to "auto"'
-            for name, value in self.batch_sizes.items()
-            if planned[name] != [value]
-        ]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Pre-flight checks of FSDP and DeepSpeed settings, and of what does not work together with them."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ from ..config import RunConfig
 from ..config.schema import TrainConfig
 from ..config.schema_distributed import ShardingConfig
 from .deepspeed_settings import (
+    BATCH_SIZE_KEYS,
     FORBIDDEN_SECTIONS,
     PRECISION_SECTIONS,
     ZERO_OPTION_KEYS,
@@ -176,6 +177,20 @@ def _validate_config_values(
     clipping = variables.get("GRADIENT_CLIPPING", "auto")
     if clipping not in ("auto", "none") and float(clipping) != max_grad_norm:
         yield f"accelerate's gradient_clipping is {clipping}, but --max_grad_norm is {max_grad_norm}; remove it"
+
+
+def validate_deepspeed_batch_sizes(
+    settings: DeepSpeedSettings, batch_sizes: Collection[int], gradient_accumulation_steps: int, world_size: int
+) -> list[str]:
+    """Compare the JSON file's batch sizes with the batch plan; ``batch_sizes`` are those of the datasets."""
+    factors = zip(BATCH_SIZE_KEYS, (1, gradient_accumulation_steps * world_size), strict=True)
+    planned = {name: sorted({size * factor for size in batch_sizes}) for name, factor in factors}
+    return [
+        f"DeepSpeed's file: {name} is {value}, but the batch plan has {' and '.join(map(str, planned[name]))}; set"
+        ' it to "auto"'
+        for name, value in settings.batch_sizes.items()
+        if planned[name] != [value]
+    ]
 
 
 def _validate_offload(settings: DeepSpeedSettings) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Keyword arguments written as ``name=value`` (``optimizer_args``, ``lr_scheduler_args``), and classes by their path."""
+"""Keyword arguments written as ``name=value`` (``optimizer_args``, ``lr_scheduler_args``), and import of classes."""
 
 import ast
 import importlib

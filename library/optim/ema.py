@@ -1,4 +1,7 @@
-"""Exponential moving average (EMA) of the adapter weights."""
+"""Exponential moving average (EMA) of the adapter weights, enabled by ``ema_decay``.
+
+Validation and saved files use the average; training goes on with the weights themselves.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -17,6 +17,7 @@ from ..distributed.communicator import Communicator
 from ..distributed.deepspeed_settings import DeepSpeedSettings
 from ..distributed.devices import HOST
 from ..distributed.process_group import select_backend
+from ..distributed.validate_sharding import validate_deepspeed_batch_sizes
 from ..errors import UserError
 from .blocks import ParallelPlan
 from .deepspeed_nvme import NVMeOffload
@@ -53,8 +54,8 @@ class DeepSpeedStrategy(Strategy):
             self._nvme = NVMeOffload(zero.offload_param_path or "", comm.all_gather_object)
 
     def check_batch_sizes(self, batch_sizes: Collection[int], gradient_accumulation_steps: int) -> None:
-        world_size = self.comm.world_size
-        raise_problems(self.settings.validate_batch_sizes(batch_sizes, gradient_accumulation_steps, world_size))
+        sizes = batch_sizes, gradient_accumulation_steps, self.comm.world_size
+        raise_problems(validate_deepspeed_batch_sizes(self.settings, *sizes))
 
     def wrap(self, model: nn.Module, optimizer: Optimizer, plan: ParallelPlan | None = None) -> tuple[nn.Module, Any]:
         deepspeed = _import_deepspeed(self.device)

@@ -17,7 +17,7 @@ from ..diffusion.objective import Objective
 from ..distributed.async_copy import CopyStream
 from ..distributed.memory import record_phase
 from ..models.base import Family
-from ..randomness import derive_seed
+from ..randomness import derive_generator, derive_seed
 
 
 @dataclass(frozen=True)
@@ -172,6 +172,4 @@ class DiffusionTask:
 
         So one device with four micro-steps, four devices with one, and a resumed run all draw the same.
         """
-        return [
-            torch.Generator().manual_seed(derive_seed(self.seed, purpose, step, place)) for place in global_positions
-        ]
+        return [derive_generator(self.seed, purpose, step, place) for place in global_positions]

@@ -61,14 +61,14 @@ def handler(world: World, kind: type, *flags: str):
         (replace(ALONE, local_rank=0), "gloo", None),
     ],
 )
-def test_the_process_group_fits_system_and_device(world, backend, init_method):
+def test_the_backend_depends_on_operating_system_and_device(world, backend, init_method):
     group = build_process_group_kwargs(world, None)
 
     assert (group.backend, group.init_method) == (backend, init_method)
 
 
 @pytest.mark.parametrize("world", [ALONE, replace(ALONE, device_type="cuda", machine=Machine("cuda", device_count=8))])
-def test_one_process_forms_no_group_however_many_devices_there_are(world):
+def test_a_single_process_has_no_process_group(world):
     assert build_process_group_kwargs(world, 5) is None
     assert kwargs(world, "--ddp_timeout", "5", "--ddp_static_graph")["kwargs_handlers"] == []
     assert build_partial_state_kwargs(world, 5) == {"cpu": world.device_type == "cpu"}
@@ -251,13 +251,13 @@ def test_nothing_steps_the_schedule_and_accumulation_is_handed_on():
         ),
     ],
 )
-def test_what_cannot_work_is_told_before_joining_the_others(world, flags, expected):
+def test_invalid_launch_settings_are_refused_before_the_rendezvous(world, flags, expected):
     (problem,) = validate_distributed(config(*flags), world)
 
     assert expected in problem
 
 
-def test_what_can_work_is_not_stopped():
+def test_valid_launch_settings_pass():
     for world in (
         ALONE,
         TWO,
@@ -287,7 +287,7 @@ CAME = AcceleratorFacts(
 )
 
 
-def test_what_came_as_asked_is_no_problem():
+def test_an_accelerator_that_matches_its_settings_passes():
     assert validate_accelerator(config().distributed, 1, TWO, CAME) == []
 
 
@@ -304,7 +304,7 @@ def test_what_came_as_asked_is_no_problem():
         (("--no-torch_compile",), replace(CAME, dynamo_backend="eager"), "dynamo backend: expected no"),
     ],
 )
-def test_what_did_not_come_as_asked_stops_the_run(flags, came, expected):
+def test_an_accelerator_that_differs_from_its_settings_stops_the_run(flags, came, expected):
     (problem,) = validate_accelerator(config(*flags).distributed, 1, TWO, came)
 
     assert expected in problem
@@ -313,7 +313,7 @@ def test_what_did_not_come_as_asked_stops_the_run(flags, came, expected):
 # NUMA
 
 
-def test_affinity_is_switched_on_where_it_helps_and_is_possible_and_nobody_has_decided():
+def test_numa_affinity_is_the_default_where_it_is_supported_and_not_set():
     several = replace(CUDA, machine=Machine("cuda", 4, numa_nodes=2))
 
     assert should_bind_to_numa_node(several)
@@ -324,7 +324,7 @@ def test_affinity_is_switched_on_where_it_helps_and_is_possible_and_nobody_has_d
     )
 
 
-def test_a_run_goes_on_where_it_cannot_be_bound_to_a_node_of_processors(monkeypatch, caplog):
+def test_a_failed_numa_binding_is_only_a_warning(monkeypatch, caplog):
     def refuse(local_rank):
         raise OSError(22, f"Invalid argument, of process {local_rank}")
 
@@ -334,7 +334,7 @@ def test_a_run_goes_on_where_it_cannot_be_bound_to_a_node_of_processors(monkeypa
     assert "not bound to the NUMA node of its device: [Errno 22] Invalid argument, of process 3" in caplog.text
 
 
-def test_numa_nodes_with_processors_are_counted(tmp_path):
+def test_numa_nodes_with_cpus_are_counted(tmp_path):
     for name, cpus in {"node0": "0-3\n", "node1": "4-7\n", "node2": "\n"}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "cpulist").write_text(cpus)
@@ -344,7 +344,7 @@ def test_numa_nodes_with_processors_are_counted(tmp_path):
     assert count_numa_nodes(tmp_path / "nothing") == 1
 
 
-def test_affinity_is_not_for_devices_that_accelerate_would_count_wrongly(monkeypatch):
+def test_numa_affinity_is_off_for_devices_that_accelerate_would_miscount(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
 
     assert find_numa_affinity_problem("cuda", {}) == ""
@@ -356,7 +356,7 @@ def test_affinity_is_not_for_devices_that_accelerate_would_count_wrongly(monkeyp
 # the world
 
 
-def test_the_world_is_read_from_what_launchers_set():
+def test_the_world_is_read_from_the_launchers_variables():
     world = World.from_environment(
         {
             "WORLD_SIZE": "6",
@@ -386,7 +386,7 @@ def test_the_world_is_read_from_what_launchers_set():
     )
 
 
-def test_an_mpi_launcher_is_understood():
+def test_mpi_variables_are_read():
     world = World.from_environment(
         {
             "OMPI_COMM_WORLD_SIZE": "4",
@@ -408,11 +408,11 @@ def test_an_mpi_launcher_is_understood():
         ({"ACCELERATE_TORCH_DEVICE": "xpu:1", "ACCELERATE_USE_CPU": "1"}, "xpu"),
     ],
 )
-def test_the_device_is_what_there_is_unless_the_environment_says_otherwise(environment, device):
+def test_the_device_type_is_detected_unless_the_environment_overrides_it(environment, device):
     assert select_device_type(environment, Machine("cuda", 1)) == device
 
 
-def test_a_number_that_is_none_is_a_line_and_no_traceback():
+def test_an_invalid_number_in_a_variable_is_a_config_error():
     with pytest.raises(ConfigError, match="WORLD_SIZE: expected a whole number, got 'two'"):
         World.from_environment({"WORLD_SIZE": "two"})
 
@@ -473,7 +473,7 @@ def stopped(*flags: str) -> str:
     return "not stopped"
 
 
-def test_what_the_launcher_compiles_with_is_kept_without_torch_compile():
+def test_the_launchers_dynamo_backend_is_used_without_torch_compile():
     environment = {"ACCELERATE_DYNAMO_BACKEND": "AOT_EAGER", "ACCELERATE_DYNAMO_USE_DYNAMIC": "False"}
     ((_, _, launcher, _),) = on_ranks(1, prepared, environment=environment)
     ((_, _, ours, _),) = on_ranks(1, prepared, "--torch_compile", "--dynamo_backend", "eager", environment=environment)

@@ -1,4 +1,4 @@
-"""Before anything slow: a process that is about to do something else than the others is named; one that hangs, too."""
+"""Config agreement and rendezvous: ranks that differ, are missing or hang are reported before anything slow."""
 
 import contextlib
 import io
@@ -25,24 +25,12 @@ from library.errors import UserError
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> list[str]:
     dataset = pictures(tmp_path_factory.mktemp("roll_call"), {(64, 64): 4})
-    return [
-        "--dataset_config",
-        str(dataset),
-        "--pretrained_model_name_or_path",
-        "random:sd1:tiny",
-        "--network_dim",
-        "2",
-        "--max_train_steps",
-        "2",
-        "--mixed_precision",
-        "no",
-        "--max_data_loader_n_workers",
-        "0",
-    ]
+    flags = "--pretrained_model_name_or_path random:sd1:tiny --network_dim 2 --max_train_steps 2 --mixed_precision no"
+    return ["--dataset_config", str(dataset), *flags.split(), "--max_data_loader_n_workers", "0"]
 
 
 def started(others: dict[int, list[str]], host: str, *words: str) -> tuple[int, str, float]:
-    """Exit code, messages and seconds of a run in which some ranks get other words, and the last has another name."""
+    """Exit code, messages and seconds of a run in which some ranks get other flags, and the last another hostname."""
     import socket
 
     from library.cli import main
@@ -57,7 +45,7 @@ def started(others: dict[int, list[str]], host: str, *words: str) -> tuple[int, 
     return code, text.getvalue(), time.monotonic() - began
 
 
-def test_another_setting_on_one_rank_stops_all_before_the_model_and_is_told_once(data, tmp_path):
+def test_a_different_setting_on_one_rank_stops_all_before_the_model_is_loaded_and_is_reported_once(data, tmp_path):
     others = {2: ["--learning_rate", "2e-4", "--network_dropout", "0.5"]}
     ends = on_ranks(3, started, others, "gpu-b", *data, "--output_dir", str(tmp_path), "--learning_rate", "1e-4")
     assert [code for code, _, _ in ends] == [2, 2, 2], ends
@@ -67,7 +55,7 @@ def test_another_setting_on_one_rank_stops_all_before_the_model_and_is_told_once
     assert ends[1][1] == ends[2][1] == "" and not list(tmp_path.iterdir())
 
 
-def test_places_may_be_others_and_what_is_found_there_may_not(data, tmp_path):
+def test_paths_may_differ_between_ranks_but_not_the_contents(data, tmp_path):
     for name, text in (("one", "a b --d 1\n"), ("other", "a c --d 1\n")):
         (tmp_path / f"{name}.txt").write_text(text)
     prompts = ["--output_dir", str(tmp_path), "--sample_prompts", str(tmp_path / "one.txt")]
@@ -79,15 +67,15 @@ def test_places_may_be_others_and_what_is_found_there_may_not(data, tmp_path):
     assert [code for code, _, _ in ends] == [2, 2] and not ends[1][1]
 
 
-def test_a_process_that_cannot_start_says_so_to_those_that_could(data, tmp_path):
+def test_a_rank_that_cannot_start_reports_its_problem_to_the_others(data, tmp_path):
     others = {1: ["--mixed_precision", "fp16"]}
     ends = on_ranks(2, started, others, "gpu-b", *data, "--output_dir", str(tmp_path))
     assert [code for code, _, _ in ends] == [2, 2] and not ends[1][1]
     assert "rank 1 (on gpu-b): --mixed_precision fp16: not supported on a CPU" in ends[0][1]
 
 
-def without_an_exchange(data: list[str], folder: str) -> tuple[int, str]:
-    """One of the two never comes to the first exchange."""
+def hang_in_test_all_reduce(data: list[str], folder: str) -> tuple[int, str]:
+    """Rank 1 never reaches the test all-reduce."""
     from library.distributed import rendezvous, watchdog
 
     read, write = os.pipe()
@@ -106,16 +94,16 @@ def without_an_exchange(data: list[str], folder: str) -> tuple[int, str]:
     os._exit(main([*data, "--output_dir", folder]))
 
 
-def test_a_hang_in_the_first_exchange_ends_with_the_usual_ways_out_told_once(data, tmp_path):
+def test_a_hanging_test_all_reduce_is_aborted_with_suggestions_reported_once(data, tmp_path):
     began = time.monotonic()
-    ends = on_ranks(2, without_an_exchange, data, str(tmp_path))
+    ends = on_ranks(2, hang_in_test_all_reduce, data, str(tmp_path))
     assert [code for code, _ in ends] == [2, 2] and time.monotonic() - began < 25
     said = "".join(text for _, text in ends)
     assert said.count("a test all-reduce did not finish within 1 s") == 1, said
     assert "GLOO_SOCKET_IFNAME" in said and "firewall" in said and "Traceback" not in said
 
 
-def test_mpi_is_understood_beside_an_accelerator_too(monkeypatch):
+def test_mpi_variables_are_translated_to_torchrun_variables(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "")  # so that it is taken back afterwards
         monkeypatch.delenv(name)
@@ -132,7 +120,7 @@ def test_mpi_is_understood_beside_an_accelerator_too(monkeypatch):
     assert os.environ["LOCAL_RANK"] == "1"
 
 
-def test_hundreds_may_take_longer_to_connect():
+def test_the_connect_timeout_grows_with_the_world_size():
     assert compute_connect_timeout(2) == 60 and compute_connect_timeout(512) > 180
 
 
@@ -140,7 +128,7 @@ def build_reports(*says: dict) -> list[RankReport]:
     return [RankReport("ab"[rank // 2], item) for rank, item in enumerate(says)]
 
 
-def test_most_are_right_and_rank_0_where_there_is_no_most():
+def test_the_majority_is_the_reference_and_rank_0_in_a_tie():
     one, other = {"seed": 1, "code": "x"}, {"seed": None, "code": "y"}
     assert find_disagreements(build_reports(one, one, one)) == []
     assert find_disagreements(build_reports(other, one, one, one)) == [
@@ -155,7 +143,7 @@ def test_most_are_right_and_rank_0_where_there_is_no_most():
     )
 
 
-def test_those_that_do_not_come_are_named_in_time():
+def test_missing_ranks_are_reported_after_the_timeout():
     store = dist.HashStore()
     with pytest.raises(Exception, match=r"3 of 4 processes have not connected: ranks 0, 2, 3 within 0 s") as caught:
         config_agreement.exchange_rank_reports(KeyValueStore("x", store), 1, 4, RankReport("a", {}), 0.3)
@@ -170,7 +158,7 @@ def test_rank_0_opens_the_store_before_the_others_start_and_reports_who_is_missi
         join_process_group(world, 1 / 60, RankReport("a", {}))
 
 
-def test_every_setting_is_compared_but_for_places_and_the_machines_own(data, tmp_path):
+def test_every_setting_is_compared_except_paths_and_per_machine_options(data, tmp_path):
     config = parse_config([*data, "--output_dir", str(tmp_path)]).config
     settings = config_agreement.collect_agreed_settings(flatten_config(config))
     known = {name for name in flatten_config(parse_config([]).config)}
@@ -182,7 +170,7 @@ def test_every_setting_is_compared_but_for_places_and_the_machines_own(data, tmp
     assert settings["output_dir"] is True and settings["sample_prompts"] is False and settings["network_dim"] == 2
 
 
-def test_a_changed_line_of_code_is_another_version_and_line_ends_are_not(tmp_path, monkeypatch):
+def test_the_code_version_depends_on_the_source_but_not_on_line_endings(tmp_path, monkeypatch):
     monkeypatch.setattr(config_agreement, "PACKAGE_DIR", tmp_path)
     source = Path(tmp_path / "a.py")
     source.write_bytes(b"one\ntwo\n")
@@ -193,14 +181,14 @@ def test_a_changed_line_of_code_is_another_version_and_line_ends_are_not(tmp_pat
     assert config_agreement.compute_code_version() != before
 
 
-def test_the_words_of_a_process_hold_no_place(data, tmp_path):
+def test_a_rank_report_contains_no_paths(data, tmp_path):
     config = parse_config([*data, "--output_dir", str(tmp_path)]).config
     assert str(tmp_path) not in str(
         config_agreement.build_rank_report(flatten_config(config), World(world_size=2)).settings
     )
 
 
-def test_it_is_said_which_machines_share_a_disk():
+def test_machines_that_share_a_disk_are_described():
     folders = [Path("/data/a"), Path("/data/b")]
     assert describe_shared_disks([0, 1], ["a", "a"], folders) == describe_shared_disks([0, 1], ["a", "b"], []) == ""
     assert describe_shared_disks([0, 1], ["a", "b"], folders) == (

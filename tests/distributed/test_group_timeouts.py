@@ -1,4 +1,4 @@
-"""Nobody is waited for less long than was said, and whoever leaves does not wait for those who wait for it."""
+"""Timeouts of process groups, and their teardown when a run ends or fails."""
 
 from datetime import timedelta
 
@@ -13,7 +13,7 @@ ERRORS = {"bug": ValueError("bug"), "asked": RunInterrupted("asked", 0)}
 
 
 def left_behind(backend: str, end: str) -> tuple[bool, str]:
-    """Whether the group is there after a run that ended so; with nccl its end is a wait for all others."""
+    """Whether the group still exists after the run; nccl's teardown waits for all ranks."""
     import torch.distributed as dist
 
     comm, said = join_ranks(20), ""
@@ -41,17 +41,17 @@ def left_behind(backend: str, end: str) -> tuple[bool, str]:
         ("nccl", "bug", True),
     ],
 )
-def test_a_group_that_waits_for_the_others_is_ended_only_when_all_end_it(backend, end, is_there):
+def test_a_group_whose_teardown_waits_is_destroyed_only_when_all_ranks_destroy_it(backend, end, is_there):
     assert on_ranks(2, left_behind, backend, end) == [(is_there, end)] * 2
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_others_are_waited_for_equally_long_with_every_backend(device):
+def test_the_default_timeout_is_the_same_for_every_backend(device):
     assert build_process_group_kwargs(World(world_size=2, device_type=device), None).timeout == timedelta(minutes=30)
 
 
-def patience(*words: str) -> set[timedelta]:
-    """Of every group, how long a message in it may take."""
+def read_timeouts(*words: str) -> set[timedelta]:
+    """The timeout of every process group."""
     import torch
     import torch.distributed as dist
 
@@ -67,5 +67,5 @@ def patience(*words: str) -> set[timedelta]:
 
 
 @pytest.mark.parametrize("words", [("--tp_size", "2"), ("--fsdp",)])
-def test_every_group_waits_as_long_as_was_said(words):
-    assert on_ranks(2, patience, *words) == [{timedelta(minutes=7)}] * 2
+def test_ddp_timeout_reaches_every_process_group(words):
+    assert on_ranks(2, read_timeouts, *words) == [{timedelta(minutes=7)}] * 2

@@ -70,7 +70,7 @@ def assert_two_that_work_together(results: list[dict], said: str) -> None:
     ], said
 
 
-def test_the_command_that_works_gives_two_processes_in_one_folder(start):
+def test_accelerate_launch_multi_gpu_starts_two_processes_with_one_logging_dir(start):
     command = f"{ACCELERATE} --multi_gpu --num_processes 2 --mixed_precision bf16 {port()}"
     results, said = start(command, "--logging_dir", "logs", ACCELERATE_USE_CPU="true")
 
@@ -79,13 +79,13 @@ def test_the_command_that_works_gives_two_processes_in_one_folder(start):
     assert {(one["precision"], one["computes"]) for one in results} == {("bf16", "torch.bfloat16")}
 
 
-def test_torchrun_gives_two_processes_without_any_variable(start):
+def test_torchrun_starts_two_processes(start):
     results, said = start(f"{TORCHRUN} --standalone --nproc_per_node 2")
 
     assert_two_that_work_together(results, said)
 
 
-def test_the_obvious_command_that_gives_one_process_stops_and_names_one_that_works(start, tmp_path):
+def test_num_processes_without_multi_gpu_stops_and_suggests_a_working_command(start, tmp_path):
     results, said = start(f"{ACCELERATE} --cpu --num_processes 2", "--seed", "3")
     (working,) = [line.strip() for line in said.splitlines() if line.strip().startswith("ACCELERATE_USE_CPU=true")]
 
@@ -98,14 +98,14 @@ def test_the_obvious_command_that_gives_one_process_stops_and_names_one_that_wor
     assert_two_that_work_together(*start(command, "--seed", "3", **dict([variable.split("=")])))
 
 
-def test_a_file_that_asks_for_several_cpu_processes_stops_too(start, tmp_path):
+def test_a_config_file_with_several_cpu_processes_stops_too(start, tmp_path):
     path = write_accelerate_config(tmp_path / "home", distributed_type="MULTI_CPU", num_processes=2, use_cpu=True)
     results, said = start(ACCELERATE)
 
     assert results == [] and f"num_processes: 2 ({path}), but accelerate launch starts 1" in said
 
 
-def test_accumulation_said_to_accelerate_only_stops(start):
+def test_gradient_accumulation_set_only_for_accelerate_stops(start):
     results, said = start(f"{ACCELERATE} --gradient_accumulation_steps 4")
 
     assert (
@@ -116,7 +116,7 @@ def test_accumulation_said_to_accelerate_only_stops(start):
     assert results == [] and "ACCELERATE_GRADIENT_ACCUMULATION_STEPS is 4" in said
 
 
-def test_fp16_on_a_cpu_is_said(start):
+def test_fp16_on_a_cpu_is_refused_or_warned_about(start):
     results, said = start(sys.executable, "--mixed_precision", "fp16")
     assert results == [] and "STOPPED --mixed_precision fp16: not supported on a CPU" in said
 

@@ -1,4 +1,4 @@
-"""One process on each machine looks at the pictures, however long it takes; the others wait without a time limit."""
+"""One process per machine scans the images, however long it takes; the others wait without a timeout."""
 
 import time
 from pathlib import Path
@@ -29,7 +29,7 @@ def slow_work(folder: str) -> tuple[bool, bool]:
     return result
 
 
-def test_others_wait_longer_than_the_time_limit_of_the_group_and_then_find_the_work_done(tmp_path):
+def test_other_ranks_wait_longer_than_the_group_timeout_for_the_local_main_process(tmp_path):
     assert on_ranks(2, slow_work, str(tmp_path)) == [(True, False), (False, True)]
 
 
@@ -50,7 +50,7 @@ def failing_work() -> tuple[list[str], bool, int]:
         comm.destroy_process_group()
 
 
-def test_what_fails_on_one_fails_on_all_with_the_same_words_and_is_told_once():
+def test_an_error_on_one_rank_is_raised_on_all_and_reported_once():
     problems = ["a.png: is empty", "b.png: is truncated"]
     assert on_ranks(2, failing_work) == [(problems, False, 1), (problems, True, 0)]
 

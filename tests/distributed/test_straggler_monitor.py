@@ -1,4 +1,4 @@
-"""What processes send each other is counted, and the one that the others wait for is named."""
+"""Bytes communicated in a step, and straggler detection."""
 
 import json
 import os
@@ -66,7 +66,7 @@ def sent(*words: str) -> tuple[float, int, dict[str, float]]:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_a_step_sends_the_adapters_gradients_around_the_ring_and_hardly_anything_else(data, tmp_path, ranks):
+def test_a_step_communicates_the_lora_gradients_and_hardly_anything_else(data, tmp_path, ranks):
     ends = on_ranks(
         ranks,
         sent,
@@ -85,7 +85,7 @@ def test_a_step_sends_the_adapters_gradients_around_the_ring_and_hardly_anything
         assert ring <= in_a_step <= 1.05 * ring, (in_a_step / ring, adapter, kinds)
 
 
-def with_a_slow_one(who: int, *words: str) -> list[dict]:
+def train_with_a_straggler(who: int, *words: str) -> list[dict]:
     from library.training.task import DiffusionTask
 
     call = DiffusionTask.__call__
@@ -100,10 +100,10 @@ def with_a_slow_one(who: int, *words: str) -> list[dict]:
     return [json.loads(line) for line in (path.parent / "lora.metrics.jsonl").read_text().splitlines()]
 
 
-def test_the_process_that_the_others_wait_for_is_named_with_what_it_costs(data, tmp_path):
+def test_the_slowest_rank_is_reported_with_the_time_it_costs(data, tmp_path):
     lines = on_ranks(
         2,
-        with_a_slow_one,
+        train_with_a_straggler,
         1,
         *data,
         "--train_batch_size",
@@ -120,12 +120,12 @@ def test_the_process_that_the_others_wait_for_is_named_with_what_it_costs(data, 
     assert told[0]["speed/slowest_rank"] == 1 and 0.2 < told[0]["speed/lost_to_slowest"] < 1, told
 
 
-def test_lost_is_what_the_others_wait_on_average():
+def test_lost_fraction_is_the_average_waiting_time_of_the_others():
     assert find_straggler([(1.0, 4.0), (3.0, 4.0), (2.0, 4.0)]) == Straggler(1, (3.0 - 1.5) / 4.0)
     assert find_straggler([(1.0, 4.0)]) is None and find_straggler([(0.0, 0.0), (0.0, 0.0)]) is None
 
 
-def test_the_step_after_a_reading_is_left_out(monkeypatch):
+def test_the_step_after_a_reading_is_skipped(monkeypatch):
     clock = iter(range(100))
     monkeypatch.setattr("library.distributed.straggler.time.perf_counter", lambda: float(next(clock)))
     pace = StragglerMonitor(torch.device("cpu"), world_size=2)

@@ -1,6 +1,6 @@
-"""Two machines, as far as one can be two: the LoRA is that of one machine with two processes.
+"""Two machines in network namespaces train the same LoRA as one machine with two processes.
 
-``python tests/support/two_machines.py`` does the rest: slow and far networks, and one that is cut.
+``python tests/support/two_machines.py`` measures slow and high-latency networks, and one that is cut.
 """
 
 import pytest
@@ -12,24 +12,13 @@ from training_runs import pictures, train
 
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
-def test_two_machines_train_what_one_does_and_send_nothing_of_the_frozen_model(tmp_path):
+def test_two_machines_train_the_same_lora_as_one_and_send_nothing_of_the_frozen_model(tmp_path):
     dataset = pictures(tmp_path / "data", {(96, 64): 5, (64, 64): 3})
-    settings = [
-        "--dataset_config",
-        str(dataset),
-        "--pretrained_model_name_or_path",
-        "random:sd1:tiny",
-        "--network_dim",
-        "2",
-        "--max_train_steps",
-        "4",
-        "--learning_rate",
-        "1e-2",
-        "--mixed_precision",
-        "no",
-        "--max_data_loader_n_workers",
-        "0",
-    ]
+    flags = (
+        "--pretrained_model_name_or_path random:sd1:tiny --network_dim 2 --max_train_steps 4 --learning_rate 1e-2 "
+        "--mixed_precision no --max_data_loader_n_workers 0"
+    )
+    settings = ["--dataset_config", str(dataset), *flags.split()]
     with Machines() as machines:
         codes, texts = launch(
             machines, ["train_lora.py", *settings, "--output_dir", str(tmp_path / "two")], tmp_path, free_port()

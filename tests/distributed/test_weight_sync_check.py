@@ -1,4 +1,4 @@
-"""Weights that are no longer the same on every process are found before they are saved, and the process is named."""
+"""Weights that differ between ranks are detected before they are saved, and the rank is reported."""
 
 import contextlib
 import io
@@ -16,23 +16,11 @@ from library.training.callbacks import hash_tensors
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> list[str]:
     dataset = pictures(tmp_path_factory.mktemp("same"), {(64, 64): 4})
-    return [
-        "--dataset_config",
-        str(dataset),
-        "--pretrained_model_name_or_path",
-        "random:sd1:tiny",
-        "--network_dim",
-        "2",
-        "--max_train_steps",
-        "8",
-        "--save_every_n_steps",
-        "3",
-        "--save_state",
-        "--mixed_precision",
-        "no",
-        "--max_data_loader_n_workers",
-        "0",
-    ]
+    flags = (
+        "--pretrained_model_name_or_path random:sd1:tiny --network_dim 2 --max_train_steps 8 --save_every_n_steps 3 "
+        "--save_state --mixed_precision no --max_data_loader_n_workers 0"
+    )
+    return ["--dataset_config", str(dataset), *flags.split()]
 
 
 def with_a_flipped_bit(who: int, when: int, *words: str) -> tuple[int, str, int]:
@@ -86,14 +74,14 @@ def test_one_bit_on_one_rank_stops_the_run_before_it_is_saved(data, tmp_path, ra
     ]
 
 
-def test_an_undisturbed_run_is_compared_at_the_beginning_and_at_each_save(data, tmp_path):
+def test_weights_are_compared_at_the_start_and_before_each_save(data, tmp_path):
     ends = on_ranks(2, with_a_flipped_bit, 9, 0, *data, "--output_dir", str(tmp_path))
     assert [(code, looks) for code, _, looks in ends] == [(0, 4)] * 2, ends
     assert (tmp_path / "lora.safetensors").is_file()
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
-def test_every_bit_counts_and_so_does_its_place(kind):
+def test_the_hash_depends_on_every_bit_and_its_position(kind):
     one = [torch.arange(6, dtype=kind).view(2, 3), torch.tensor(3, dtype=kind)]
     assert hash_tensors(one) == hash_tensors([item.clone() for item in one])
     for place in range(6):

@@ -56,42 +56,14 @@ class Machines:
             self._forwarder = threading.Thread(target=self._forward, args=files, daemon=True)
             self._forwarder.start()
         else:
-            run(
-                "ip",
-                "link",
-                "add",
-                "va",
-                "netns",
-                self.spaces[0],
-                "type",
-                "veth",
-                "peer",
-                "name",
-                "vb",
-                "netns",
-                self.spaces[1],
-            )
+            first, second = self.spaces
+            run(*f"ip link add va netns {first} type veth peer name vb netns {second}".split())
         for space, link, address in zip(self.spaces, self.links, self.addresses, strict=True):
             run("ip", "-n", space, "addr", "add", f"{address}/24", "dev", link)
             run("ip", "-n", space, "link", "set", link, "up")
             if self.rate:
-                run(
-                    "tc",
-                    "-n",
-                    space,
-                    "qdisc",
-                    "add",
-                    "dev",
-                    link,
-                    "root",
-                    "tbf",
-                    "rate",
-                    self.rate,
-                    "burst",
-                    "32kbit",
-                    "latency",
-                    "400ms",
-                )
+                limit = f"tbf rate {self.rate} burst 32kbit latency 400ms"
+                run(*f"tc -n {space} qdisc add dev {link} root {limit}".split())
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -106,20 +78,9 @@ class Machines:
         """A program there, in a session of its own; what it says goes into ``log``."""
         name, interface = NAMES[machine], self.interface or self.links[machine]
         with log.open("wb") as file:
+            inside = f"ip netns exec {self.spaces[machine]} unshare --uts sh -c".split()
             return subprocess.Popen(
-                [
-                    "ip",
-                    "netns",
-                    "exec",
-                    self.spaces[machine],
-                    "unshare",
-                    "--uts",
-                    "sh",
-                    "-c",
-                    f'hostname {name}; exec "$@"',
-                    "sh",
-                    *command,
-                ],
+                [*inside, f'hostname {name}; exec "$@"', "sh", *command],
                 cwd=ROOT,
                 stdout=file,
                 stderr=file,
@@ -184,24 +145,11 @@ During = Callable[[list[subprocess.Popen[bytes]]], None]
 
 def by_flags(machine: int, address: str, port: int) -> list[str]:
     """``accelerate launch``, with one process on each machine."""
-    return [
-        *accelerate_launch(),
-        "--multi_gpu",
-        "--num_machines",
-        "2",
-        "--machine_rank",
-        str(machine),
-        "--num_processes",
-        "2",
-        "--main_process_ip",
-        address,
-        "--main_process_port",
-        str(port),
-        "--mixed_precision",
-        "no",
-        "--dynamo_backend",
-        "no",
-    ]
+    flags = (
+        f"--multi_gpu --num_machines 2 --machine_rank {machine} --num_processes 2 --main_process_ip {address} "
+        f"--main_process_port {port} --mixed_precision no --dynamo_backend no"
+    )
+    return [*accelerate_launch(), *flags.split()]
 
 
 def accelerate_launch() -> list[str]:

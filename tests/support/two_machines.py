@@ -1,4 +1,4 @@
-"""What two machines do on a good, a slow, a far and a cut network; run by hand: python tests/support/two_machines.py [NAME]."""
+"""Two machines on a good, slow, high-latency and cut network; run by hand: tests/support/two_machines.py [NAME]."""
 
 import json
 import logging
@@ -13,24 +13,10 @@ from rank_processes import free_port, on_ranks
 from safetensors.torch import load_file
 from training_runs import pictures, train
 
-SETTINGS = [
-    "--pretrained_model_name_or_path",
-    "random:sd1:tiny",
-    "--max_train_steps",
-    "12",
-    "--network_dim",
-    "16",
-    "--learning_rate",
-    "1e-2",
-    "--train_batch_size",
-    "2",
-    "--mixed_precision",
-    "no",
-    "--max_data_loader_n_workers",
-    "0",
-    "--seed",
-    "3",
-]
+SETTINGS = (
+    "--pretrained_model_name_or_path random:sd1:tiny --max_train_steps 12 --network_dim 16 --learning_rate 1e-2 "
+    "--train_batch_size 2 --mixed_precision no --max_data_loader_n_workers 0 --seed 3"
+).split()
 SECONDS_UNTIL_IT_TRAINS = 240.0
 logger = logging.getLogger("two_machines")
 
@@ -63,19 +49,8 @@ def by_file(folder: Path) -> Launcher:
 
 def by_torchrun(machine: int, address: str, port: int) -> list[str]:
     """Machines that find their numbers themselves."""
-    return [
-        str(Path(sys.executable).parent / "torchrun"),
-        "--nnodes",
-        "2",
-        "--nproc_per_node",
-        "1",
-        "--rdzv_backend",
-        "c10d",
-        "--rdzv_id",
-        "7",
-        "--rdzv_endpoint",
-        f"{address}:{port}",
-    ]
+    flags = f"--nnodes 2 --nproc_per_node 1 --rdzv_backend c10d --rdzv_id 7 --rdzv_endpoint {address}:{port}"
+    return [str(Path(sys.executable).parent / "torchrun"), *flags.split()]
 
 
 def compared(

@@ -1,4 +1,4 @@
-"""One set-up of messages: rank 0 speaks, warnings are named, progress is a line now and then without a terminal."""
+"""Logging: levels, ranks and files; progress bars and progress lines."""
 
 import logging
 
@@ -9,14 +9,14 @@ from library.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
-def as_before():
+def restore_logger():
     logger = logging.getLogger("library")
     before = (list(logger.handlers), logger.level, logger.propagate)
     yield
     logger.handlers[:], logger.level, logger.propagate = before
 
 
-def said(capsys, **settings):
+def log_messages(capsys, **settings):
     log.configure_logging(**settings)
     logger = logging.getLogger("library.some.module")
     logger.info("for your information")
@@ -25,8 +25,8 @@ def said(capsys, **settings):
     return capsys.readouterr().err
 
 
-def test_messages_go_to_the_terminal_with_their_time(capsys):
-    lines = said(capsys).splitlines()
+def test_messages_are_logged_with_the_time(capsys):
+    lines = log_messages(capsys).splitlines()
 
     assert [line.split("  ", 1)[1] for line in lines if not line.startswith(("warning", "error"))] == [
         "for your information"
@@ -34,50 +34,50 @@ def test_messages_go_to_the_terminal_with_their_time(capsys):
     assert lines[1].startswith("warning: ") and lines[1].endswith("  look out")
 
 
-def test_simple_messages_are_the_message_alone(capsys):
-    assert said(capsys, simple=True) == "for your information\nwarning: look out\nerror: broken\n"
+def test_simple_messages_have_no_time(capsys):
+    assert log_messages(capsys, simple=True) == "for your information\nwarning: look out\nerror: broken\n"
 
 
-def test_quiet_leaves_warnings_and_errors(capsys):
-    assert said(capsys, simple=True, quiet=True) == "warning: look out\nerror: broken\n"
+def test_quiet_logs_warnings_and_errors_only(capsys):
+    assert log_messages(capsys, simple=True, quiet=True) == "warning: look out\nerror: broken\n"
 
 
-def test_the_level_decides(capsys):
-    assert said(capsys, simple=True, level="ERROR") == "error: broken\n"
+def test_the_level_filters_messages(capsys):
+    assert log_messages(capsys, simple=True, level="ERROR") == "error: broken\n"
 
 
-def test_other_ranks_tell_errors_only_and_say_who_they_are(capsys):
-    assert said(capsys, simple=True, rank=3) == "[rank 3] error: broken\n"
+def test_other_ranks_log_errors_only_with_their_rank(capsys):
+    assert log_messages(capsys, simple=True, rank=3) == "[rank 3] error: broken\n"
 
 
-def test_messages_can_go_to_a_file_instead(capsys, tmp_path):
+def test_messages_can_be_logged_to_a_file(capsys, tmp_path):
     path = tmp_path / "logs" / "run.log"
 
-    assert said(capsys, simple=True, file=str(path)) == ""
+    assert log_messages(capsys, simple=True, file=str(path)) == ""
     assert path.read_text() == "for your information\nwarning: look out\nerror: broken\n"
 
 
-def test_a_file_that_cannot_be_written_is_a_mistake_of_the_user(tmp_path):
+def test_an_unwritable_log_file_is_a_config_error(tmp_path):
     for path in (tmp_path, tmp_path / "file" / "run.log"):
         (tmp_path / "file").touch()
         with pytest.raises(ConfigError, match=r"--console_log_file: .* cannot be written"):
             log.configure_logging(file=str(path))
 
 
-def test_setting_up_twice_does_not_say_things_twice(capsys):
+def test_configuring_twice_does_not_log_twice(capsys):
     log.configure_logging(simple=True)
 
-    assert said(capsys, simple=True).count("look out") == 1
+    assert log_messages(capsys, simple=True).count("look out") == 1
 
 
-def test_other_packages_are_left_alone():
+def test_the_root_logger_is_not_changed():
     before = (list(logging.getLogger().handlers), logging.getLogger().level)
     log.configure_logging()
 
     assert (list(logging.getLogger().handlers), logging.getLogger().level) == before
 
 
-def test_progress_without_a_terminal_is_first_and_last_line_when_it_is_quick(capsys):
+def test_fast_progress_without_a_terminal_logs_the_first_and_last_step(capsys):
     log.configure_logging(simple=True)
     with log.ProgressBar(5, 0, "training", enabled=True) as progress:
         for step in range(5):
@@ -88,7 +88,7 @@ def test_progress_without_a_terminal_is_first_and_last_line_when_it_is_quick(cap
     assert "loss 0.4" in lines[1] and lines[1].endswith("0:00 left")
 
 
-def test_progress_may_go_several_at_a_time_and_say_nothing_when_it_is_quick(capsys):
+def test_progress_can_advance_by_several_and_log_no_first_and_last_line(capsys):
     log.configure_logging(simple=True)
     for ends in (True, False):
         with log.ProgressBar(50, 0, "looking", enabled=True, unit="file", log_first_and_last=ends) as progress:
@@ -99,7 +99,7 @@ def test_progress_may_go_several_at_a_time_and_say_nothing_when_it_is_quick(caps
         assert progress.completed == 50
 
 
-def test_a_length_of_time_passed_is_told_in_lines(capsys, monkeypatch):
+def test_progress_is_logged_after_each_interval(capsys, monkeypatch):
     log.configure_logging(simple=True)
     monkeypatch.setattr(log, "PROGRESS_LOG_INTERVAL", 0.0)
     with log.ProgressBar(30, 0, "looking", enabled=True, log_first_and_last=False) as progress:
@@ -112,15 +112,15 @@ def test_a_length_of_time_passed_is_told_in_lines(capsys, monkeypatch):
     ]
 
 
-def test_progress_of_other_ranks_and_of_quiet_runs_is_not_shown(capsys):
-    for settings, wanted in (({"simple": True}, False), ({"quiet": True}, True)):
+def test_disabled_and_quiet_progress_is_not_shown(capsys):
+    for settings, enabled in (({"simple": True}, False), ({"quiet": True}, True)):
         log.configure_logging(**settings)
-        with log.ProgressBar(1, 0, "training", enabled=wanted) as progress:
+        with log.ProgressBar(1, 0, "training", enabled=enabled) as progress:
             progress.update({})
 
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize(("seconds", "shown"), [(0, "0:00"), (59.6, "1:00"), (3599, "59:59"), (3723, "1:02:03")])
-def test_a_length_of_time_is_shown_as_on_a_clock(seconds, shown):
-    assert log.format_duration(seconds) == shown
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3599, "59:59"), (3723, "1:02:03")])
+def test_durations_are_formatted_as_on_a_clock(seconds, text):
+    assert log.format_duration(seconds) == text

@@ -1,4 +1,4 @@
-"""Names that are imported on demand, and randomness as a function."""
+"""Registries, and randomness as a function of seed, purpose and indices."""
 
 import pickle
 
@@ -11,12 +11,12 @@ from library.registry import Registry, suggest_name
 TABLE = Registry("thing", "library", {"size": ".config.types:Resolution", "gone": ".config.types:Gone"})
 
 
-def test_a_name_is_imported_when_it_is_asked_for():
+def test_a_name_is_imported_on_first_use():
     assert TABLE.get("size").__name__ == "Resolution"
     assert TABLE.list_names() == ["gone", "size"]
 
 
-def test_the_user_may_name_a_module_of_their_own():
+def test_users_can_give_a_module_of_their_own():
     assert TABLE.get("json:loads")("[1]") == [1]
 
 
@@ -29,19 +29,19 @@ def test_the_user_may_name_a_module_of_their_own():
         ("nowhere:x", "No module named 'nowhere'"),
     ],
 )
-def test_a_wrong_name_is_a_mistake_of_the_user(name, message):
+def test_an_unknown_name_is_a_config_error(name, message):
     with pytest.raises(ConfigError, match="thing") as caught:
         TABLE.get(name)
 
     assert message in str(caught.value)
 
 
-def test_what_is_far_from_every_name_gets_no_suggestion():
+def test_there_is_no_suggestion_without_a_close_name():
     assert suggest_name("zzz", ["network_dim"]) == ""
 
 
-def test_seeds_are_fixed_for_all_time():
-    """Other numbers here would change every run that anybody ever repeats."""
+def test_derived_seeds_never_change():
+    """Other values would change every run that is repeated or resumed."""
     assert derive_seed(42, "noise", 0, 0) == 9021838629864829297
     assert derive_seed(0, "lora/conv", 7) == 7839284545616139800
 
@@ -63,11 +63,11 @@ def test_every_argument_of_a_seed_matters():
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_a_generator_is_its_own():
+def test_generators_of_different_indices_are_independent():
     first = [derive_rng(1, "caption", 2).random() for _ in range(2)]
 
     assert first[0] == first[1] != derive_rng(1, "caption", 3).random()
 
 
-def test_problems_survive_the_way_to_another_process():
+def test_config_errors_can_be_pickled():
     assert pickle.loads(pickle.dumps(ConfigError(["one", "two"]))).problems == ["one", "two"]

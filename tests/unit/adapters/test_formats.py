@@ -272,7 +272,10 @@ def test_the_tool_says_what_is_no_lora_and_overwrites_nothing(tmp_path, capsys):
     )
     (tmp_path / "text.safetensors").write_text("no")
     for name, message in (
-        ("model.safetensors", "not a LoRA file: none of its 1 tensors has the name of a LoRA weight; the first is first.weight"),
+        (
+            "model.safetensors",
+            "not a LoRA file: none of its 1 tensors has the name of a LoRA weight; the first is first.weight",
+        ),
         ("lora.safetensors", "LoRA of an unknown model; one of its 2 keys is lora_unet_x"),
         ("text.safetensors", "cannot be read as safetensors"),
         ("none.safetensors", "no such file"),

@@ -13,7 +13,8 @@ import pytest
 import torch
 from rank_processes import CONTEXT
 
-from library.cache.format import KEY_BYTES, RECORD_DTYPE, deserialize_tensors, stack_keys, stack_tensors
+from library.cache.format import RECORD_DTYPE, deserialize_tensors, stack_tensors
+from library.cache.keys import KEY_BYTES, stack_keys
 from library.cache.maintenance import find_orphan_files, list_writer_files, prune_writer_files, select_prunable_files
 from library.cache.model_fingerprint import FileHashCache
 from library.cache.store import CacheStore

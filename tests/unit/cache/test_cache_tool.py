@@ -161,7 +161,7 @@ def test_a_plan_tells_how_much_will_be_kept_and_where(tmp_path):
         "--max_train_steps",
         "3",
     ]
-    said = json.loads(plan(*words, "--json").stdout)["kept"]
+    said = json.loads(plan(*words, "--json").stdout)["caches"]
     latents = 2 * 4 * 10 * 6 * 4
     assert said["latents"] == {
         "entries": 12,

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: one program, plain messages, exit codes that mean something."""
+"""The command line: messages and exit codes."""
 
 import gc
 import os
@@ -34,7 +34,7 @@ def foreign(tmp_path):
     return tmp_path / "site"
 
 
-def test_a_mistake_ends_with_code_2_and_one_line_for_each_problem(tmp_path):
+def test_config_errors_exit_with_code_2_and_one_line_per_problem(tmp_path):
     done = call(TRAIN, "--network_dimm", "4", "--dataset_config", tmp_path / "none.toml")
 
     assert done.returncode == 2
@@ -46,7 +46,7 @@ def test_a_mistake_ends_with_code_2_and_one_line_for_each_problem(tmp_path):
     ]
 
 
-def test_a_mistake_is_told_once_for_each_machine():
+def test_config_errors_are_printed_once_per_node():
     argv = (TRAIN, "--network_dimm", "4")
 
     assert "network_dimm" in call(*argv, RANK="0", LOCAL_RANK="0", WORLD_SIZE="4").stderr
@@ -55,18 +55,18 @@ def test_a_mistake_is_told_once_for_each_machine():
     assert call(*argv, RANK="1", LOCAL_RANK="1", WORLD_SIZE="4").returncode == 2
 
 
-def test_under_accelerate_launch_it_is_said_that_its_own_report_is_not_the_cause():
+def test_under_accelerate_launch_its_own_report_is_explained():
     done = call(TRAIN, "--network_dimm", "4", ACCELERATE_MIXED_PRECISION="no")
 
     assert done.stderr.splitlines()[-1].startswith("(accelerate launch reports below")
 
 
-def test_it_runs_from_another_folder(tmp_path):
+def test_help_works_from_another_directory(tmp_path):
     assert call(TRAIN, "--help", cwd=tmp_path).returncode == 0
 
 
 @pytest.mark.parametrize("words", [(TRAIN, "--help"), ("-m", "library", "options")])
-def test_a_reader_that_has_read_enough_is_no_error(words):
+def test_a_closed_pipe_is_not_an_error(words):
     """As ``head`` does; the pipe is closed before anything is written to it."""
     reader, writer = os.pipe()
     os.close(reader)
@@ -89,7 +89,7 @@ def test_a_foreign_library_that_comes_first_is_named(foreign):
     done = call("-c", script)
 
     assert done.returncode == 2
-    assert f"the name 'library' belongs to {foreign}/library/__init__.py here" in done.stderr
+    assert f"'import library' finds {foreign}/library/__init__.py" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -104,35 +104,35 @@ def test_a_foreign_library_without_a_file_is_named(tmp_path):
     assert done.returncode == 2 and "nothing was started" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_tool_that_is_not_there_is_answered_with_the_nearest():
+def test_an_unknown_tool_is_answered_with_a_suggestion():
     done = call("-m", "library", "docter")
 
     assert done.returncode == 2
     assert done.stderr == f"library: no tool 'docter'; did you mean doctor?; there are: {', '.join(TOOLS)}\n"
 
 
-def test_a_tool_tells_mistakes_as_training_does():
+def test_tools_report_config_errors_as_training_does():
     done = call("-m", "library", "plan", "--network_dimm", "4")
 
     assert done.returncode == 2
     assert "  --network_dimm: unknown option; did you mean --network_dim?" in done.stderr.splitlines()
 
 
-def test_what_only_one_process_runs_into_is_told_by_that_process(monkeypatch, capsys):
+def test_an_error_on_one_rank_is_printed_by_that_rank(monkeypatch, capsys):
     from library import cli
     from library.errors import ConfigError, UserError
 
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    told_elsewhere = UserError("the disk is full")
-    told_elsewhere.is_reported = True
-    for error in (UserError("a.png: broken"), told_elsewhere, ConfigError(["network_dimm: unknown"])):
+    reported_elsewhere = UserError("the disk is full")
+    reported_elsewhere.is_reported = True
+    for error in (UserError("a.png: broken"), reported_elsewhere, ConfigError(["network_dimm: unknown"])):
         cli._report_user_error(error)
 
     assert capsys.readouterr().err == "train_lora: stopped on rank 3.\n  a.png: broken\n"
 
 
-def test_mistakes_of_all_kinds_are_told_together_before_torch_is_imported(tmp_path):
+def test_all_problems_are_reported_together_before_torch_is_imported(tmp_path):
     (tmp_path / "prompts.txt").write_text("a cat --w 100\n")
     (tmp_path / "data.toml").write_text("[[datasets]]\nresolutoin = 512\n[[datasets.subsets]]\nimage_dir = 'nowhere'\n")
     script = (
@@ -163,7 +163,7 @@ def test_mistakes_of_all_kinds_are_told_together_before_torch_is_imported(tmp_pa
         assert part in done.stderr, (part, done.stderr)
 
 
-def test_a_tool_that_is_interrupted_says_so_and_nothing_else(monkeypatch, capsys):
+def test_an_interrupted_tool_prints_one_line(monkeypatch, capsys):
     def interrupted(argv):
         raise KeyboardInterrupt
 
@@ -172,7 +172,7 @@ def test_a_tool_that_is_interrupted_says_so_and_nothing_else(monkeypatch, capsys
     assert capsys.readouterr().err == "library plan: interrupted\n"
 
 
-def test_garbage_is_looked_for_again_whatever_happened_while_libraries_were_imported():
+def test_garbage_collection_is_enabled_again_after_a_failed_import():
     with pytest.raises(KeyError), cli._pause_garbage_collection():
         assert not gc.isenabled()
         raise KeyError

@@ -1,4 +1,4 @@
-"""Settings: defaults < file < flags, and every mistake told at once with its place and the way out."""
+"""Configuration: defaults < run TOML < flags; all problems are reported at once, with location and fix."""
 
 import dataclasses
 import json
@@ -38,7 +38,7 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
     assert loaded.locations["learning_rate"] == f"{path}:3: learning_rate"
 
 
-def test_a_file_with_five_mistakes_of_five_kinds_gives_five_lines(tmp_path):
+def test_five_problems_of_five_kinds_are_five_lines(tmp_path):
     path = run_file(
         tmp_path,
         f"""\
@@ -101,7 +101,7 @@ dataset_config = '{DATA[1]}'
         ),
     ],
 )
-def test_a_mistake_on_the_command_line_is_named(argv, problem):
+def test_a_problem_of_a_flag_is_reported(argv, problem):
     assert parse_config([*DATA, *argv]).problems == [problem]
 
 
@@ -122,7 +122,7 @@ def test_a_mistake_on_the_command_line_is_named(argv, problem):
         ("config_file = 'b'", "config_file: only allowed on the command line"),
     ],
 )
-def test_a_mistake_in_the_file_is_named_with_its_line(tmp_path, line, problem):
+def test_a_problem_of_the_run_toml_is_reported_with_its_line(tmp_path, line, problem):
     path = run_file(tmp_path, line)
     number = line.count("\n") + 1
 
@@ -131,7 +131,7 @@ def test_a_mistake_in_the_file_is_named_with_its_line(tmp_path, line, problem):
     assert f"{path}:{number}: {problem}" in problems
 
 
-def test_a_dataset_file_given_as_config_file_is_recognised(tmp_path):
+def test_a_dataset_toml_given_as_config_file_is_recognized(tmp_path):
     path = run_file(tmp_path, "[[datasets]]\nresolution = 512\n")
 
     assert parse_config([*DATA, "--config_file", path]).problems == [
@@ -140,7 +140,7 @@ def test_a_dataset_file_given_as_config_file_is_recognised(tmp_path):
     ]
 
 
-def test_a_file_that_is_not_there_or_no_toml_is_one_line(tmp_path):
+def test_a_missing_or_invalid_toml_is_one_problem(tmp_path):
     missing = tmp_path / "none.toml"
     broken = run_file(tmp_path, "a = 1\nb = = 2\n")
 
@@ -150,7 +150,7 @@ def test_a_file_that_is_not_there_or_no_toml_is_one_line(tmp_path):
     assert parse_config([*DATA, "--config_file", broken]).problems == [f"{broken}:2: not valid TOML: Invalid value"]
 
 
-def test_the_name_of_the_file_may_lack_its_ending_as_in_sd_scripts(tmp_path):
+def test_config_file_needs_no_extension_as_in_sd_scripts(tmp_path):
     path = run_file(tmp_path, "network_dim = 8\n")
 
     assert parse_config([*DATA, "--config_file", path.removesuffix(".toml")]).require_valid().adapter.network_dim == 8
@@ -195,7 +195,7 @@ def test_a_refused_option_is_never_accepted_in_silence(name, tmp_path):
     assert parse_config([*DATA, "--config_file", value]).problems == [f"{value}:1: {name}: {verdict.reason}"]
 
 
-def test_a_refused_option_may_ask_for_what_happens_anyway(tmp_path):
+def test_an_unsupported_option_may_ask_for_what_happens_anyway(tmp_path):
     path = run_file(
         tmp_path, "cache_latents = false\nsdpa = true\nloss_type = 'l2'\nmin_timestep = 0\nnoise_offset = 0.0"
     )
@@ -220,7 +220,7 @@ def test_aliases_set_the_option_they_stand_for(tmp_path):
     }
 
 
-def test_not_yet_is_said_in_these_words():
+def test_reasons_of_planned_options_begin_with_not_yet():
     assert all(
         verdict.reason.startswith("not yet: ") == isinstance(verdict, NotYetSupported)
         for verdict in KOHYA_OPTIONS.values()
@@ -287,7 +287,7 @@ def test_output_config_writes_the_file_and_starts_nothing(tmp_path):
 
     assert first.returncode == 0, first.stderr
     assert path.read_text() == "[adapter]\nnetwork_dim = 9\n"
-    assert again.returncode == 2 and "is there already; it is not overwritten" in again.stderr
+    assert again.returncode == 2 and "already exists; it is not overwritten" in again.stderr
 
 
 def test_the_page_of_options_is_fresh():
@@ -302,7 +302,7 @@ def test_help_names_every_option():
     assert [option.name for option in iter_options(RunConfig) if f"--{option.name}" not in text] == []
 
 
-def test_flat_is_the_other_direction_of_build():
+def test_flatten_config_is_the_inverse_of_build_config():
     config = parse_config([*DATA, "--network_dim", "9"]).require_valid()
 
     assert flatten_config(config)["network_dim"] == 9
@@ -310,18 +310,18 @@ def test_flat_is_the_other_direction_of_build():
 
 
 @pytest.mark.parametrize(("written", "steps"), [("0", 0), (100, 100), ("100", 100), (0.1, 20), ("10%", 20), ("0%", 0)])
-def test_a_share_is_steps_or_a_part_of_the_run(written, steps):
+def test_steps_can_be_a_number_or_a_ratio_of_the_run(written, steps):
     assert StepsOrRatio.parse(written).to_steps(200) == steps
 
 
 @pytest.mark.parametrize("written", [-1, "-5%", "150%", 1.5, True, None, [1], "many", "inf"])
-def test_what_is_no_share_is_refused(written):
+def test_invalid_steps_are_refused(written):
     with pytest.raises(ValueError, match="expected steps"):
         StepsOrRatio.parse(written)
 
 
 @pytest.mark.parametrize(("written", "size"), [(512, (512, 512)), ("512,768", (512, 768)), ([640, 384], (640, 384))])
-def test_a_size_is_width_and_height(written, size):
+def test_a_resolution_is_width_and_height(written, size):
     assert (Resolution.parse(written).width, Resolution.parse(written).height) == size
 
 
@@ -333,7 +333,7 @@ def test_problems_of_one_run_are_one_exception():
 
 
 @pytest.mark.parametrize("name", KOHYA["train_network"])
-def test_what_sd_scripts_does_by_default_may_be_written_down(name, tmp_path):
+def test_defaults_of_sd_scripts_can_be_set_explicitly(name, tmp_path):
     value = KOHYA["train_network"][name]
     if value is None or name in ("config_file", "output_config"):
         return
@@ -426,11 +426,11 @@ def test_a_zero_is_not_taken_for_a_switch_that_is_off(tmp_path):
         ),
     ],
 )
-def test_more_mistakes_on_the_command_line_are_named(argv, problem):
+def test_more_problems_of_flags_are_reported(argv, problem):
     assert parse_config([*DATA, *argv]).problems == [problem]
 
 
-def test_arguments_for_a_tracker_that_is_not_used_are_named(tmp_path):
+def test_arguments_of_an_unused_tracker_are_reported(tmp_path):
     path = tmp_path / "tracker.toml"
     path.write_text("[tensorbord]\nflush_secs = 3\n")
     argv = [*DATA, "--logging_dir", str(tmp_path), "--log_tracker_config", str(path)]
@@ -447,7 +447,7 @@ def test_arguments_for_a_tracker_that_is_not_used_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("text", ['C:\\xyz "quoted"\nnext line', "\\x41", "tab\tand \x7f", "漢字 🦜", "'''", '"""'])
-def test_any_text_survives_being_written_to_a_file(text, tmp_path):
+def test_any_string_survives_a_round_trip_through_toml(text, tmp_path):
     config = parse_config(
         [
             *DATA,
@@ -473,7 +473,7 @@ def test_a_key_with_escapes_is_the_key_it_stands_for(tmp_path):
     ]
 
 
-def test_settings_that_cannot_be_written_say_so(tmp_path):
+def test_output_config_reports_an_unwritable_path(tmp_path):
     command = [sys.executable, "train_lora.py", "--output_config", "--config_file", str(tmp_path / "no" / "x.toml")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
 
@@ -481,7 +481,7 @@ def test_settings_that_cannot_be_written_say_so(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_a_section_that_is_called_like_an_option_is_read_again(tmp_path):
+def test_a_section_can_have_the_name_of_an_option(tmp_path):
     """``deepspeed`` is both."""
     given = parse_config(["--dataset_config", __file__, "--deepspeed", "--zero_stage", "3"]).config
     (tmp_path / "run.toml").write_text(format_config_as_toml(given), "utf-8")

@@ -227,7 +227,7 @@ def test_types_and_blocks_of_sd3(sites):
         ("sd3", ["train_block_indices=24"], "train_block_indices: there is no block 24; the last one is 23"),
     ],
 )
-def test_a_block_that_the_model_does_not_have_is_an_error(sites, family, words, problem):
+def test_an_unknown_block_index_is_an_error(sites, family, words, problem):
     with pytest.raises(ConfigError) as caught:
         sizes(sites, family, *words)
     assert problem in str(caught.value)
@@ -254,7 +254,7 @@ def test_patterns_choose_modules_ranks_and_rates(sites):
     assert {rate[module] for module in rate if "mid_block" not in module} == {1e-4}
 
 
-def test_lora_plus_speeds_up_the_up_matrices(sites):
+def test_lora_plus_multiplies_the_learning_rate_of_up_matrices(sites):
     text, image = (next(site for site in sites["sd1"] if site.is_text_encoder == is_text) for is_text in (True, False))
     both, _ = parse_network_args(["loraplus_lr_ratio=4", "loraplus_text_encoder_lr_ratio=2"])
     assert (
@@ -316,7 +316,7 @@ def test_parts_of_one_module_cannot_have_two_ranks(sites):
         ("train_blocks=some", "--network_args: train_blocks: expected one of all, double, single, got 'some'"),
     ],
 )
-def test_mistakes_are_told_when_settings_are_read(words, problem):
+def test_problems_are_reported_when_options_are_parsed(words, problem):
     (found,) = parse_config([*DATA, "--network_args", words]).problems
     assert found.startswith(problem)
 
@@ -328,7 +328,7 @@ def test_mistakes_are_told_when_settings_are_read(words, problem):
         ("networks.lra", "unknown network module 'networks.lra'; did you mean networks.lora?"),
     ],
 )
-def test_a_module_that_is_not_there_is_refused_with_a_reason(name, problem):
+def test_an_unsupported_network_module_is_refused_with_a_reason(name, problem):
     assert parse_config([*DATA, "--network_module", name]).problems == [f"--network_module: {problem}"]
 
 
@@ -341,7 +341,7 @@ def test_a_module_that_is_not_there_is_refused_with_a_reason(name, problem):
         ("sd1", ["mid_lr_weight=1,1"], "mid_lr_weight: 2 values, expected 1 (one per block)"),
     ],
 )
-def test_what_a_model_does_not_have_is_told(name, words, problem):
+def test_arguments_that_do_not_apply_to_a_family_are_reported(name, words, problem):
     from library.config.validate_adapter import validate_adapter_for_model
 
     facts = FAMILY_FACTS[name]
@@ -372,7 +372,7 @@ def test_modules_of_another_family_are_refused_and_those_of_lycoris_known():
     assert get_adapter_type(AdapterConfig(network_args=("dora_wd=True",))) == "dora"
 
 
-def test_t5_is_trained_when_that_is_asked():
+def test_train_t5xxl_trains_t5():
     config = config_of("train_t5xxl=True", network_dim=2)
     family = FAMILIES.get("flux")()
     model, adapter = build_trainable_modules(config, family, family.load("random:flux:tiny", torch.float32))

@@ -346,8 +346,8 @@ def test_a_value_of_the_run_file_is_named_with_its_line(home):
         (
             "accelerate launch --cpu --num_processes 2 t.py --seed 1",
             {},
-            "num_processes: 2 (accelerate launch --num_processes), but accelerate launch starts 1; several processes need "
-            "--multi_gpu, on a CPU together with ACCELERATE_USE_CPU=true:\n"
+            "num_processes: 2 (accelerate launch --num_processes), but accelerate launch starts 1; several processes "
+            "need --multi_gpu, on a CPU together with ACCELERATE_USE_CPU=true:\n"
             "  ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 t.py --seed 1",
         ),
         ("accelerate launch t.py --mixed_precision fp16", {}, "use bf16 or no"),
@@ -373,7 +373,7 @@ def test_a_value_of_the_run_file_is_named_with_its_line(home):
         ("accelerate launch --use_megatron_lm --num_processes 2 t.py", {}, "Megatron-LM"),
     ],
 )
-def test_what_would_stop_training_is_a_problem(command, variables, expected, home, monkeypatch):
+def test_invalid_launch_commands_are_problems(command, variables, expected, home, monkeypatch):
     use_environment(monkeypatch, home, **variables)
 
     assert expected in check(command)[1]
@@ -400,7 +400,7 @@ def test_what_would_stop_training_is_a_problem(command, variables, expected, hom
         ("torchrun --nproc_per_node 1 t.py", {"PET_NPROC_PER_NODE": "2"}, "num_processes", "PET_NPROC_PER_NODE"),
     ],
 )
-def test_what_is_allowed_but_ignored_is_a_warning(command, variables, name, expected, home, monkeypatch):
+def test_overridden_settings_are_warnings(command, variables, name, expected, home, monkeypatch):
     use_environment(monkeypatch, home, **variables)
     settings, problems = check(f"{command} --dataset_config dataset_configs/demo.toml")
 

@@ -11,7 +11,7 @@ from training_runs import train
 from library.config import parse_config
 from library.distributed.deepspeed_settings import DeepSpeedSettings, resolve_deepspeed
 from library.distributed.preflight import validate_distributed
-from library.distributed.validate_sharding import validate_deepspeed
+from library.distributed.validate_sharding import validate_deepspeed, validate_deepspeed_batch_sizes
 from library.distributed.world import World
 from library.optim.preflight import validate_elementwise_optimizer
 
@@ -105,8 +105,8 @@ def test_a_deepspeed_config_file_is_completed_and_passed_on(file):
     }
     assert handed["steps_per_print"] == 50 and handed["gradient_accumulation_steps"] == 1
     assert not {"bf16", "fp16", "train_batch_size"} & handed.keys()
-    assert settings.validate_batch_sizes([4], 2, 2) == []
-    micro, whole = settings.validate_batch_sizes([4, 8], 2, 2)
+    assert validate_deepspeed_batch_sizes(settings, [4], 2, 2) == []
+    micro, whole = validate_deepspeed_batch_sizes(settings, [4, 8], 2, 2)
     assert "train_micro_batch_size_per_gpu is 4, but the batch plan has 4 and 8" in micro
     assert "train_batch_size is 16, but the batch plan has 16 and 32" in whole
 

@@ -108,7 +108,7 @@ def test_the_steps_are_those_of_a_run_on_as_many_processes(dataset, ranks, lengt
     assert (plan_json["steps"], plan_json["epochs"]) == (run.steps, run.num_epochs)
     assert plan_json["steps_per_epoch"] == run.batch_plan.steps_per_epoch
     assert plan_json["micro_batches_per_epoch"] == run.batch_plan.micro_batches_per_epoch
-    assert plan_json["samples_per_epoch"] == 7 * 3 + 2 and plan_json["pictures_per_epoch"] == 9
+    assert plan_json["samples_per_epoch"] == 7 * 3 + 2 and plan_json["images_per_epoch"] == 9
     shown = [run.batch_plan.get_micro_batch(position) for position in range(run.batch_plan.micro_batches_per_epoch)]
     assert plan_json["padding_per_epoch"] == sum(batch.is_real.count(False) for batch in shown)
     buckets = [bucket for dataset in plan_json["datasets"] for bucket in dataset["buckets"]]

@@ -1,4 +1,4 @@
-"""Previews and trackers accompany a run: they see all of it, change nothing in it, and cannot end it."""
+"""Previews and trackers change nothing in a run, and their failures do not end it."""
 
 import io
 import json
@@ -79,14 +79,14 @@ def events(folder: Path):
     return found
 
 
-def test_previews_and_trackers_change_nothing_in_what_is_learnt(accompanied, data, tmp_path):
+def test_previews_and_trackers_do_not_change_the_trained_weights(accompanied, data, tmp_path):
     on_ranks(2, train, *flags(data, tmp_path))
 
     alone, together = (load_file(folder / "lora.safetensors") for folder in (tmp_path, accompanied))
     assert difference(alone, together) == 0.0
 
 
-def test_the_tracker_has_the_pictures_of_all_processes(accompanied):
+def test_the_tracker_gets_the_images_of_all_ranks(accompanied):
     tracker = events(accompanied)
 
     assert sorted(tracker.Tags()["images"]) == ["preview/00", "preview/01"]
@@ -99,7 +99,7 @@ def test_the_tracker_has_the_pictures_of_all_processes(accompanied):
             assert (seen == np.asarray(Image.open(path))).all()
 
 
-def test_the_tracker_and_the_file_of_metrics_have_every_figure(accompanied):
+def test_the_tracker_and_the_metrics_file_get_every_metric(accompanied):
     tags = events(accompanied).Tags()["scalars"]
     lines = [json.loads(line) for line in (accompanied / "lora.metrics.jsonl").read_text().splitlines()]
     written = {name for line in lines for name in line}
@@ -123,7 +123,7 @@ def dying(method: str, *rest) -> str:
 
 
 @pytest.mark.parametrize("method", ["log", "log_images", "end_training"])
-def test_a_tracker_that_dies_is_told_once_and_the_run_goes_on(method, data, tmp_path):
+def test_a_failing_tracker_is_reported_once_and_training_continues(method, data, tmp_path):
     (said,) = on_ranks(
         1,
         dying,

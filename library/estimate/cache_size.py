@@ -1,0 +1,84 @@
+"""Estimate entries and disk space of cached latents and text-encoder outputs, before anything is encoded (no torch)."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..cache.keys import build_latent_keys, collect_run_captions
+from ..cache.paths import format_bytes, resolve_cache_dirs
+from ..config.schema_data import CacheConfig
+from ..data.augment import Augmenter
+from ..data.prepare import PreparedData
+from ..data.prompts import load_prompts
+from ..data.run_plan import RunPlan
+from ..models.model_configs import EncodedSizes
+
+BYTES_PER_ELEMENT = {"float": 4, "fp16": 2, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class CacheEstimate:
+    """Number and size of cached latents or text-encoder outputs."""
+
+    name: str
+    num_entries: int
+    num_bytes: int | None
+    """None if the model's config files do not determine it."""
+    is_upper_bound: bool
+    directories: Sequence[Path]
+    """Empty if cached for this run only."""
+
+    def format_text(self) -> str:
+        size = "unknown size"
+        if self.num_bytes is not None:
+            size = f"{'at most ' if self.is_upper_bound else ''}{format_bytes(self.num_bytes)}"
+        location = f"in {self.directories[0]}" if self.directories else "for this run only"
+        others = f" and {len(self.directories) - 1} more" if len(self.directories) > 1 else ""
+        return f"cached {self.name}: {self.num_entries}, {size}, {location}{others}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {"entries": self.num_entries, "bytes": self.num_bytes, "folders": list(map(str, self.directories))}
+
+
+def estimate_latent_cache(
+    cache: CacheConfig, prepared: PreparedData, seed: int, run_plan: RunPlan, sizes: EncodedSizes | None
+) -> CacheEstimate:
+    """Estimate the latents of all images, validation images included."""
+    prepared = prepared.merge_validation()
+    latent_keys = build_latent_keys(Augmenter(prepared.manifest, prepared.assignments, seed, run_plan.steps), "")
+    distinct = np.unique(latent_keys.keys, return_index=True)[1]
+    num_bytes = None
+    if sizes is not None:
+        resolutions = [prepared.assignments[index].bucket_resolution for index in latent_keys.sample_indices[distinct]]
+        num_bytes = BYTES_PER_ELEMENT[cache.cache_precision] * sum(map(sizes.count_moment_elements, resolutions))
+    directories = _list_directories(cache, prepared) if cache.cache_latents_to_disk else ()
+    return CacheEstimate("latents", len(distinct), num_bytes, False, directories)
+
+
+def estimate_caption_cache(
+    cache: CacheConfig,
+    prepared: PreparedData,
+    seed: int,
+    run_plan: RunPlan,
+    sizes: EncodedSizes | None,
+    sample_prompts: str | None,
+    mixed_precision: str | None,
+) -> CacheEstimate:
+    """Estimate the text-encoder outputs of every caption and preview prompt of the run."""
+    prepared = prepared.merge_validation()
+    augmenter = Augmenter(prepared.manifest, prepared.assignments, seed, run_plan.steps)
+    prompts = load_prompts(Path(sample_prompts)) if sample_prompts else []
+    texts = [text for prompt in prompts for text in (prompt.text, prompt.negative_prompt)]
+    count = len(collect_run_captions(augmenter, run_plan.batch_plan, run_plan.steps, texts))
+    precision = mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    num_bytes = None if sizes is None else count * sizes.text_elements * (4 if precision == "no" else 2)
+    directories = _list_directories(cache, prepared) if cache.cache_text_encoder_outputs_to_disk else ()
+    return CacheEstimate("captions", count, num_bytes, True, directories)
+
+
+def _list_directories(cache: CacheConfig, prepared: PreparedData) -> list[Path]:
+    return list(dict.fromkeys(resolve_cache_dirs(prepared.manifest, cache)))
