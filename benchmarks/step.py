@@ -117,6 +117,7 @@ def prepare_batches(run: "TrainingRun") -> Iterator[Batch]:
 class LoopComparison:
     """Callback that gives the bare loop as many steps, from the same weights, after every ``steps`` of ours."""
 
+    id = "loop_comparison"
     is_deferrable = False
 
     def __init__(self, run: "TrainingRun", steps: int):
@@ -129,6 +130,8 @@ class LoopComparison:
 
     def should_run(self, run: "TrainingRun") -> bool:
         return run.state.step % self.steps == 0
+
+    def on_train_begin(self, run: "TrainingRun") -> None: ...
 
     def __call__(self, run: "TrainingRun") -> None:
         is_warmup = run.state.step == self.steps

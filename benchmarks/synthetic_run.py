@@ -95,28 +95,27 @@ def _assemble_run(config: RunConfig, strategy: "Strategy", directory: Path) -> "
     """Do what ``library.training.run`` does up to the first step, without saving and resuming."""
     from library.cache.encode import EncoderLoader
     from library.cache.precompute import CacheReaders, cache_latents, cache_text_encoder_outputs
+    from library.checkpoint.init_weights import read_initial_weights
     from library.data.run_plan import RunPlan
     from library.distributed.trackers import Trackers
     from library.log import ProgressBar
     from library.models.detect import detect_model
     from library.models.families import FAMILIES
-    from library.training.init_weights import read_initial_weights
     from library.training.metrics import MetricsFile, TrainingLogger
-    from library.training.preflight import check_model_parallel, check_quantize_offload
+    from library.training.preflight import RunFacts, check_run_settings
     from library.training.setup import build_run, load_training_pipeline, prepare_dataset
 
     detected = detect_model(config.model)
     family = FAMILIES.get(detected.family)(config.model)
-    check_model_parallel(config, family, detected)
-    starts = read_initial_weights(config, family, detected)
-    prepared = prepare_dataset(config, strategy.comm, detected.size_multiple)
+    check_run_settings(config, RunFacts.from_strategy(strategy, family, detected))
+    starts = read_initial_weights(config.adapter, family, detected)
+    prepared = prepare_dataset(config.data, config.cache, strategy.comm, detected.size_multiple)
     plan = RunPlan.from_config(
         prepared.build_batch_plan(strategy.data_parallel_size, config.train), config.train, config.optim
     )
     encoders = EncoderLoader(strategy, family, detected, config.model, config.cache)
     prepared, latents = cache_latents(encoders, prepared)
     cached = CacheReaders(latents, cache_text_encoder_outputs(encoders, prepared, plan, ()))
-    check_quantize_offload(config, strategy, family, detected)
     pipe = load_training_pipeline(config, strategy, family, detected, cached, ())
     run, _ = build_run(config, strategy, family, pipe, prepared, plan, cached, starts)
     metrics = MetricsFile(directory / "metrics.jsonl", 0) if strategy.comm.is_main else None

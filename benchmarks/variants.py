@@ -67,6 +67,7 @@ def measure_steps(run: "TrainingRun", steps: int) -> dict[str, Any]:
 class StepTimer:
     """Callback that reads clock, images, bytes sent and peak memory every ``steps`` steps."""
 
+    id = "step_timer"
     is_deferrable = False
 
     def __init__(self, steps: int):
@@ -75,6 +76,8 @@ class StepTimer:
 
     def should_run(self, run: "TrainingRun") -> bool:
         return run.state.step % self.steps == 0
+
+    def on_train_begin(self, run: "TrainingRun") -> None: ...
 
     def __call__(self, run: "TrainingRun") -> None:
         device = run.strategy.device

@@ -87,19 +87,14 @@ def run_tool(argv: Sequence[str]) -> int:
 def _run_training(argv: Sequence[str]) -> int:
     from .config import parse_config
     from .config.help import format_config_as_toml
-    from .dataset.validate import validate_dataset_config
     from .log import configure_logging
-    from .models.preflight import validate_model_options
+    from .training.preflight import find_settings_problems
 
     loaded = parse_config(argv)
     if loaded.output_config:
         return _write_config(loaded.config_file, format_config_as_toml(loaded.config), loaded.problems)
     config = loaded.config
-    problems = [
-        *loaded.problems,
-        *validate_dataset_config(config.data, config.cache, config.validate, config.train, loaded.invalid_options),
-        *validate_model_options(config, loaded.locations),
-    ]
+    problems = find_settings_problems(loaded)
     if problems:
         raise ConfigError(problems)
     log, rank = config.log, int(os.environ.get("RANK", "0"))

@@ -24,11 +24,17 @@ SEQUENCE_NDIM = 3
 class LoraDropout:
     """Dropout, rank dropout and module dropout on the outputs of lora_A, while the model is in training mode."""
 
-    def __init__(self, dropout: float, rank_dropout: float, module_dropout: float):
+    def __init__(
+        self,
+        dropout: float,
+        rank_dropout: float,
+        module_dropout: float,
+        get_token_positions: Callable[[nn.Module], Tensor | None] | None = None,
+    ):
         self.dropout, self.rank_dropout, self.module_dropout = dropout, rank_dropout, module_dropout
         self.sample_keys: Tensor | None = None
         """One number per sample of the batch; None disables dropout."""
-        self.token_positions: Callable[[nn.Module], Tensor | None] = lambda down: None
+        self.token_positions = get_token_positions or (lambda lora_a: None)
         """The positions of a layer's tokens in the sequence, where context parallelism shards it."""
 
     def attach(self, down_layers: Iterable[nn.Module]) -> None:

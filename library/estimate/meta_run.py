@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..adapters.lora import cast_trainable_parameters
+from ..checkpoint.init_weights import read_initial_weights
 from ..config import RunConfig
 from ..data.batch import Cond, Moments, PixelBatch
 from ..distributed.async_copy import CopyStream
@@ -30,7 +31,6 @@ from ..parallel.offload import is_quantized_or_offloaded, quantize_and_offload_b
 from ..parallel.pipeline_stages import StageRunner
 from ..parallel.quantize import FrozenConv2d, FrozenLinear, QuantizedWeight
 from ..parallel.tensor_parallel import TensorParallel
-from ..training.init_weights import read_initial_weights
 from ..training.setup import build_objective, build_parallel_plan
 from ..training.task import DiffusionTask
 from ..training.trainable import (
@@ -213,7 +213,7 @@ class MetaRun:
         self._models = [part for part in self.pipe.components.values() if isinstance(part, nn.Module)]
         for part in self._models:
             part.requires_grad_(False)
-        rank_alphas = read_initial_weights(config, self.family, model).rank_alphas
+        rank_alphas = read_initial_weights(config.adapter, self.family, model).rank_alphas
         self.trained, self.adapter = build_trainable_modules(config, self.family, self.pipe, rank_alphas)
         if config.distributed.full_bf16:
             cast_trainable_parameters(self.trained, torch.bfloat16)
@@ -250,14 +250,16 @@ class MetaRun:
     @property
     def frozen_encoders(self) -> list[nn.Module]:
         """Frozen VAE and text encoders that stay on the device, as their outputs are not cached."""
-        cache, trained = self.config.cache, select_trained_text_encoders(self.config, self.family.facts)
+        config, facts = self.config, self.family.facts
+        cache, trained = config.cache, select_trained_text_encoders(config.adapter, config.optim, facts)
         names = [] if cache.caches_latents else ["vae"]
         if not cache.caches_text_outputs:
             names += [name for name in self.family.text_components if name not in trained]
         return [part for name in names if isinstance(part := getattr(self.pipe, name), nn.Module)]
 
     def build_param_groups(self) -> list[ParamGroup]:
-        return build_param_groups(self.trained, self.adapter, self.config, self.family.facts)
+        config = self.config
+        return build_param_groups(self.trained, self.adapter, config.adapter, config.optim, self.family.facts)
 
     def _partition(self, tp_group: FakeGroup, cp_group: FakeGroup, pipeline: bool) -> None:
         """Apply TP, CP and PP in the order of training, in which the last wrapper of a block is the outermost."""

@@ -22,7 +22,7 @@ from ..models.detect import DetectedModel
 from ..models.families import FAMILIES
 from ..optim.preflight import validate_elementwise_optimizer, validate_optimizer
 from ..parallel.deepspeed import DeepSpeedStrategy
-from ..training.preflight import validate_model_parallel, validate_quantize_offload
+from ..training.validate_model import validate_model_parallel, validate_quantize_offload
 
 SIZE_OPTIONS = {"pp_size": "PP", "tp_size": "TP", "cp_size": "CP"}
 LAYOUT_OPTIONS = (

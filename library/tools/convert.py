@@ -19,6 +19,7 @@ from ..adapters.formats import (
 from ..adapters.key_names import ComponentKeys
 from ..adapters.metadata import add_model_hashes
 from ..adapters.state_dict import DOWN, UP, group_updates, parse_tensor_key
+from ..checkpoint.component_keys import build_component_keys, list_adaptable_components
 from ..errors import ConfigError, UserError
 from ..models.base import Family
 from ..models.detect import DetectedModel, detect_model
@@ -26,7 +27,6 @@ from ..models.families import FAMILIES, FAMILY_FACTS
 from ..models.loading import load_components_on_meta
 from ..models.model_configs import list_family_configs
 from ..registry import suggest_name
-from ..training.trainable import _list_adaptable_components, build_component_keys
 
 USAGE = "usage: python -m library convert IN.safetensors OUT.safetensors --to kohya|diffusers|comfy"
 FORMAT_DESCRIPTIONS = {
@@ -199,6 +199,6 @@ def _has_matching_shapes(contents: AdapterFileContents, models: Mapping[str, nn.
 
 def load_meta_components(family: type[Family], detected: DetectedModel) -> dict[str, nn.Module]:
     """Load the modules that can have a LoRA on the meta device."""
-    names = _list_adaptable_components(family)
+    names = list_adaptable_components(family)
     pipe = load_components_on_meta(detected, names)
     return {name: getattr(pipe, name) for name in names}

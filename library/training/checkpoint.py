@@ -1,4 +1,4 @@
-"""Saving the state of a run: copied at once, written in the background, an older one never lost."""
+"""Checkpoints: capture and restore the state of a run (adapter, EMA, optimizer, counters), and the callback."""
 
 import logging
 import shutil
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from ..adapters.key_names import clean_parameter_name
+from ..checkpoint import checkpoint_dir
 from ..config.schema_output import StateConfig
 from ..distributed.async_copy import HostSnapshot
 from ..errors import UserError, format_error
 from ..optim.optimizers import load_optimizer_state
-from . import checkpoint_dir
 from .export import SaveAdapter
 from .state import SkippedStep, TrainingRun, TrainState
 
@@ -24,8 +24,12 @@ logger = logging.getLogger(__name__)
 
 
 class SaveCheckpoint:
-    """Comes last among the actions of a run: what is kept is a step with which everything was done."""
+    """Save a checkpoint: copy the state to host memory, then write it in a background thread.
 
+    The last callback of a run, so that a checkpoint is of a step whose callbacks are done.
+    """
+
+    id = "save_checkpoint"
     is_deferrable = False
 
     def __init__(self, config: StateConfig, save_adapter: SaveAdapter, output_dir: Path, metadata: Mapping[str, Any]):
@@ -40,25 +44,24 @@ class SaveCheckpoint:
             return self.config.save_state or self.config.save_state_on_train_end
         return self.config.save_state and self.save_adapter.should_run(run)
 
+    def on_train_begin(self, run: TrainingRun) -> None: ...
+
     def __call__(self, run: TrainingRun) -> None:
-        self.save(
-            run,
-            self.save_adapter.list_due_names(run)[-1],
-            [name for name in run.pending_callbacks if name != type(self).__name__],
-        )
+        pending = [name for name in run.pending_callbacks if name != self.id]
+        self.save(run, self.save_adapter.list_due_names(run)[-1], pending)
 
     def save(self, run: TrainingRun, name: str, pending: Sequence[str] = ()) -> None:
-        """Begin to write the state; one process does, for all have the same."""
-        tree = capture_state(run)  # by all, for where a strategy divides it, all have to give their parts
+        """Start writing a checkpoint on the main rank."""
+        tree = capture_state(run)  # collective with a sharded optimizer state
         if run.strategy.comm.is_main:
             self._start_writing(run, tree, name, pending)
 
     def save_on_this_rank(self, run: TrainingRun, name: str, pending: Sequence[str] = ()) -> Path:
-        """Write the state on this process, whichever it is, and wait until it is on disk; talk to nobody."""
+        """Write a checkpoint on this rank and wait until it is on disk, without any collective."""
         path = self.output_dir / f"{name}-state"
-        there = checkpoint_dir.read_checkpoint_info(path)
-        if not isinstance(there, str) and there.metadata.get("run") == self.metadata["run"]:
-            return path  # another process of this run wrote it
+        existing = checkpoint_dir.read_checkpoint_info(path)
+        if not isinstance(existing, str) and existing.metadata.get("run") == self.metadata["run"]:
+            return path  # another rank of this run wrote it
         self._start_writing(run, capture_state(run), name, pending)
         self._finish_writing()
         return path
@@ -66,16 +69,16 @@ class SaveCheckpoint:
     def _start_writing(self, run: TrainingRun, tree: dict[str, Any], name: str, pending: Sequence[str]) -> None:
         self._join_writer()
         if self._error is not None:
-            logger.warning("%s; training goes on, and the next state is tried when it is due", self._error)
+            logger.warning("%s; training continues, and the next checkpoint is saved when it is due", self._error)
         self._snapshot.capture(tree)
-        facts = {**self.metadata, **collect_state_metadata(run), "owed": list(pending), "saved_at": time.time()}
-        facts["files"] = self.save_adapter.retention.to_json() if self.save_adapter.retention is not None else [[], []]
+        metadata = {**self.metadata, **collect_state_metadata(run), "pending": list(pending), "saved_at": time.time()}
+        metadata["files"] = self.save_adapter.retention.to_json()
         path = self.output_dir / f"{name}-state"
-        self._writer = threading.Thread(target=self._write_checkpoint, args=(path, facts, run), daemon=False)
+        self._writer = threading.Thread(target=self._write_checkpoint, args=(path, metadata, run), daemon=False)
         self._writer.start()
 
     def wait_until_written(self, run: TrainingRun) -> None:
-        """Wait until the last state is on disk; if it is not, every process ends with the reason."""
+        """Wait until the last checkpoint is on disk; raise on all ranks if it could not be written."""
         run.strategy.comm.run_on_main(self._finish_writing)
 
     def _finish_writing(self) -> None:
@@ -93,15 +96,15 @@ class SaveCheckpoint:
             tree, tensors = serialize_state(self._snapshot.wait())
             checkpoint_dir.write_checkpoint(path, {**metadata, "tree": tree}, tensors)
             self._error, self.latest_path = None, path
-            logger.info("state saved: %s", path)
+            logger.info("checkpoint saved: %s", path)
             self._remove_old_checkpoints(metadata["step"], run)
-        except Exception as error:  # whatever ends this thread must reach the one that waits for it
-            why = error if isinstance(error, UserError) else getattr(error, "strerror", None) or format_error(error)
-            self._error = f"{path}: the state cannot be saved: {why}"
+        except Exception as error:  # must reach the thread that waits for this one
+            cause = error if isinstance(error, UserError) else getattr(error, "strerror", None) or format_error(error)
+            self._error = f"{path}: the checkpoint cannot be saved: {cause}"
             checkpoint_dir.remove_partial_checkpoint(path)
 
     def _remove_old_checkpoints(self, step: int, run: TrainingRun) -> None:
-        """As for LoRA files: of epochs so many, of steps those that are not older."""
+        """Delete checkpoints beyond ``save_last_n_epochs_state`` and ``save_last_n_steps_state``."""
         name, config, done = run.config.save.output_name, self.config, run.plan.count_completed_epochs(step)
         for path in checkpoint_dir.find_checkpoints(self.output_dir, name):
             number = path.name.removeprefix(name).removesuffix("-state").removeprefix("-")
@@ -115,7 +118,7 @@ class SaveCheckpoint:
 
 
 def flatten_state(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """What JSON can hold of ``tree``; its tensors go into ``tensors`` under names that begin with ``name``."""
+    """Convert ``tree`` to JSON and move its tensors into ``tensors``, named by their path from ``name`` on."""
     if isinstance(tree, Tensor):
         tensors[name] = tree
         return {"tensor": name}
@@ -126,11 +129,11 @@ def flatten_state(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         return items if isinstance(tree, list) else {"tuple": items}
     if tree is None or type(tree) in (bool, int, float, str):
         return tree
-    raise TypeError(f"{name} is a {type(tree).__name__}, which cannot be kept in a file")
+    raise TypeError(f"{name} is a {type(tree).__name__}, which a checkpoint cannot hold")
 
 
 def unflatten_state(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The other way round."""
+    """Rebuild what ``flatten_state`` took apart."""
     if isinstance(tree, list):
         return [unflatten_state(item, tensors) for item in tree]
     if not isinstance(tree, dict):
@@ -144,42 +147,42 @@ def unflatten_state(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def capture_state(run: TrainingRun) -> dict[str, Any]:
-    """Everything on the device that the next step depends on, and the program's own small words beside it."""
+    """Collect adapter, EMA, optimizer and gradient scaler. Collective with a sharded optimizer state."""
     names = _name_parameters(run)
-    values = dict(zip(names.values(), run.ema.shadow_params, strict=True)) if run.ema is not None else {}
+    ema_params = dict(zip(names.values(), run.ema.shadow_params, strict=True)) if run.ema is not None else {}
     scaler = run.strategy.accelerator.scaler
     return {
         "adapter": {name: parameter.detach() for parameter, name in names.items()},
-        "average": values,
+        "average": ema_params,
         "optimizer": _export_optimizer_state(run, names),
         "scaler": scaler.state_dict() if scaler is not None else {},
     }
 
 
 def collect_state_metadata(run: TrainingRun) -> dict[str, Any]:
-    """What else the next step depends on."""
-    bad = [[item.step, str(item.loss), str(item.grad_norm)] for item in run.nan_guard.skipped_steps]
+    """Collect the counters and lists of a run that belong in a checkpoint."""
+    skipped = [[item.step, str(item.loss), str(item.grad_norm)] for item in run.nan_guard.skipped_steps]
     return {
         "step": run.state.step,
         "samples": run.state.samples,
-        "has_learnt": run.state.has_trained,
-        "bad_steps": bad,
-        "bad_pictures": run.bad_samples.problems,
+        "has_trained": run.state.has_trained,
+        "skipped_steps": skipped,
+        "bad_samples": run.bad_samples.problems,
         "optimizer_defaults": flatten_state(_select_plain_values(run.optimizer.defaults), "", {}),
     }
 
 
 def serialize_state(state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
-    """A tree as JSON and tensors."""
+    """Split the state into JSON and named tensors."""
     tensors: dict[str, Tensor] = {}
     try:
         return {name: flatten_state(part, name, tensors) for name, part in state.items()}, tensors
     except TypeError as error:
-        raise UserError(f"--save_state: the state of this optimizer cannot be kept: {error}") from None
+        raise UserError(f"--save_state: the state of this optimizer cannot be saved: {error}") from None
 
 
 def restore_state(run: TrainingRun, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Make ``run`` what it was when the state was saved."""
+    """Load a checkpoint into ``run``."""
     tree = {name: unflatten_state(part, tensors) for name, part in metadata["tree"].items()}
     names = _name_parameters(run)
     _check_shapes(names, tree["adapter"])
@@ -187,28 +190,28 @@ def restore_state(run: TrainingRun, metadata: Mapping[str, Any], tensors: Mappin
         for parameter, name in names.items():
             parameter.copy_(tree["adapter"][name])
         run.strategy.sync_optimizer_copies()
-        if run.ema is not None:  # one that nobody asked for before begins where the state ends
+        if run.ema is not None:  # an EMA that is new in this run starts from the checkpoint's weights
             for mine, name in zip(run.ema.shadow_params, names.values(), strict=True):
                 mine.copy_((tree["average"] or tree["adapter"])[name])
     if metadata["settings"]["optimizer_type"] == run.config.optim.optimizer_type:
         _restore_optimizer(run, names, tree["optimizer"], unflatten_state(metadata["optimizer_defaults"], {}))
     else:
-        logger.warning("another optimizer: it begins without memory of the steps before")
+        logger.warning("the optimizer differs from the checkpoint's; its state starts from scratch")
     if run.strategy.accelerator.scaler is not None and tree["scaler"]:
         run.strategy.accelerator.scaler.load_state_dict(tree["scaler"])
-    run.state = TrainState(metadata["step"], metadata["samples"], metadata["has_learnt"])
+    run.state = TrainState(metadata["step"], metadata["samples"], metadata["has_trained"])
     run.nan_guard.skipped_steps = [
-        SkippedStep(step, float(loss), float(norm)) for step, loss, norm in metadata["bad_steps"]
+        SkippedStep(step, float(loss), float(norm)) for step, loss, norm in metadata["skipped_steps"]
     ]
-    run.bad_samples.problems = dict(metadata["bad_pictures"])
+    run.bad_samples.problems = dict(metadata["bad_samples"])
 
 
 def _name_parameters(run: TrainingRun) -> dict[nn.Parameter, str]:
-    """What learns, each once, by the first name that it has in the model."""
-    found: dict[nn.Parameter, str] = {}
+    """Name each trainable parameter once, by its first name in the model."""
+    first_names: dict[nn.Parameter, str] = {}
     for name, parameter in run.strategy.unwrap_model(run.model).named_parameters():
-        found.setdefault(parameter, clean_parameter_name(name))
-    return {parameter: found[parameter] for parameter in run.parameters}
+        first_names.setdefault(parameter, clean_parameter_name(name))
+    return {parameter: first_names[parameter] for parameter in run.parameters}
 
 
 def _check_shapes(names: Mapping[nn.Parameter, str], saved: Mapping[str, Tensor]) -> None:
@@ -217,20 +220,21 @@ def _check_shapes(names: Mapping[nn.Parameter, str], saved: Mapping[str, Tensor]
     if own != theirs:
         different = sorted(name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name))
         raise UserError(
-            f"--resume: the adapter of the state is another one: {len(different)} of {len(own)} weights"
-            f" differ in name or size, for example {different[0]}:"
-            f" {theirs.get(different[0], 'none')} in the state,"
+            f"--resume: {len(different)} of {len(own)} adapter weights differ from the checkpoint in name or shape,"
+            f" for example {different[0]}: {theirs.get(different[0], 'none')} in the checkpoint,"
             f" {own.get(different[0], 'none')} now"
         )
 
 
 def _export_optimizer_state(run: TrainingRun, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
-    """An optimizer knows parameters by numbers, which are another model's as soon as anything is added."""
-    told = dict(run.optimizer.state_dict())
-    numbers = _map_parameter_names(run, names, told["param_groups"])
-    state = {numbers[number]: value for number, value in told.pop("state").items()}
-    groups = [{**group, "params": [numbers[number] for number in group["params"]]} for group in told["param_groups"]]
-    return {**told, "state": state, "param_groups": groups}
+    """Name parameters in the optimizer state, whose own indices would shift when a parameter is added."""
+    exported = dict(run.optimizer.state_dict())
+    numbers = _map_parameter_names(run, names, exported["param_groups"])
+    state = {numbers[number]: value for number, value in exported.pop("state").items()}
+    groups = [
+        {**group, "params": [numbers[number] for number in group["params"]]} for group in exported["param_groups"]
+    ]
+    return {**exported, "state": state, "param_groups": groups}
 
 
 def _map_parameter_names(run: TrainingRun, names: Mapping[nn.Parameter, str], groups: Any) -> dict[int, str]:
@@ -244,7 +248,7 @@ def _map_parameter_names(run: TrainingRun, names: Mapping[nn.Parameter, str], gr
 def _restore_optimizer(
     run: TrainingRun, names: Mapping[nn.Parameter, str], saved: dict[str, Any], defaults: Mapping[str, Any]
 ) -> None:
-    """Its memory is that of the state; settings that were changed since are those of now."""
+    """Load the optimizer state; hyperparameters that were changed since keep their new values."""
     own = run.optimizer.state_dict()
     number_names = _map_parameter_names(run, names, own["param_groups"])
     numbers = {name: number for number, name in number_names.items()}
@@ -255,7 +259,7 @@ def _restore_optimizer(
     groups = []
     for mine in own["param_groups"]:
         members = frozenset(number_names[number] for number in mine["params"])
-        theirs = before.get(members, {})  # none where rates are now given to other parts of the adapter
+        theirs = before.get(members, {})  # empty if parameters are grouped differently now
         groups.append(
             {**mine, **{key: value for key, value in theirs.items() if key not in changed}, "params": mine["params"]}
         )
@@ -264,7 +268,7 @@ def _restore_optimizer(
 
 
 def _select_plain_values(defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of an optimizer that are numbers, words and the like."""
+    """Select the hyperparameters that JSON can hold."""
     return {
         key: value
         for key, value in defaults.items()

@@ -1,4 +1,7 @@
-"""The training loop: all that happens in a run happens here, in this order."""
+"""The training loop: load data, compute gradients, clip, step the optimizer, log, run the callbacks that are due.
+
+Everything it calls by name is in state.py, task.py, step_guards.py and warmup.py.
+"""
 
 import time
 from collections.abc import Iterator
@@ -14,7 +17,7 @@ from .warmup import check_later_stages_fit, probe_gradients, warm_up_compilation
 
 
 def train(run: TrainingRun) -> None:
-    """Run every step from the state's on to the last; what goes wrong is taken back and left out."""
+    """Train from the current step to the last one; steps with a non-finite loss are rolled back and skipped."""
     if run.state.step >= run.plan.steps:
         return
     while not _train_until_roll_back(run):
@@ -22,66 +25,73 @@ def train(run: TrainingRun) -> None:
 
 
 def _train_until_roll_back(run: TrainingRun) -> bool:
-    """Go on to the end, or to where something turned out to have gone wrong, which is undone by then."""
-    first, unread = run.state.step, list[StepMetrics]()
+    """Train to the last step and return True, or False after rolling back to the last snapshot."""
+    first_step, unchecked = run.state.step, list[StepMetrics]()
     run.nan_guard.take_snapshot(run)
-    for work, waited in _time_data_loading(run.loader.iter_steps(first)):
-        run.step_batches, run.pending_callbacks = work, ()
+    for step_batches, data_wait_seconds in _time_data_loading(run.loader.iter_steps(first_step)):
+        run.step_batches, run.pending_callbacks = step_batches, ()
         if not run.is_warmed_up:
-            if run.compilation is not None:
-                warm_up_compilation(run, run.compilation, work.micro_batches[0])
-            else:
-                check_later_stages_fit(run, work.micro_batches[0])
-            run.oom_recovery.run_until_fits(run.strategy, work.micro_batches[0], first, partial(probe_gradients, run))
-            run.is_warmed_up = True
-        unread.append(_run_step(run, work, waited))
-        run.bad_samples.add(work.bad_samples)
+            _warm_up(run, step_batches, first_step)
+        unchecked.append(_run_step(run, step_batches, data_wait_seconds))
+        run.bad_samples.add(step_batches.bad_samples)
         run.metric_logger.advance_progress(run)
-        due = [action for action in run.callbacks if action.should_run(run)]
+        due = [callback for callback in run.callbacks if callback.should_run(run)]
         is_last = run.state.step >= run.plan.steps
-        must_end = run.strategy.should_stop() and not is_last
-        if due or is_last or must_end or run.state.step == 1 or len(unread) >= CHECK_INTERVAL_STEPS:
-            if not run.nan_guard.check_or_roll_back(run, unread):
+        must_stop = run.strategy.should_stop() and not is_last
+        # Reading metrics waits for the device, so they are read only now and then, and before every callback.
+        if due or is_last or must_stop or run.state.step == 1 or len(unchecked) >= CHECK_INTERVAL_STEPS:
+            if not run.nan_guard.check_or_roll_back(run, unchecked):
                 return False
             run.bad_samples.sync_across_ranks(run.strategy)
-            run.metric_logger.log_steps(run, unread)
-            unread = []
+            run.metric_logger.log_steps(run, unchecked)
+            unchecked = []
             if not is_last:
                 run.nan_guard.take_snapshot(run)
-                run.pending_callbacks = tuple(type(action).__name__ for action in due)
-        for action in due:
-            if not (must_end and action.is_deferrable):
-                action(run)
-                run.pending_callbacks = tuple(name for name in run.pending_callbacks if name != type(action).__name__)
-        if must_end:
+                run.pending_callbacks = tuple(callback.id for callback in due)
+        for callback in due:
+            if not (must_stop and callback.is_deferrable):
+                callback(run)
+                run.pending_callbacks = tuple(name for name in run.pending_callbacks if name != callback.id)
+        if must_stop:
             raise StopRequested(run.pending_callbacks)
         if is_last:
             return True
-    raise AssertionError("the loader goes on without end")
+    raise AssertionError("the loader has no end")
+
+
+def _warm_up(run: TrainingRun, step_batches: StepBatches, first_step: int) -> None:
+    """Before the first step: compile, try the largest batch, and check that every parameter gets a gradient."""
+    batch = step_batches.micro_batches[0]
+    if run.compilation is not None:
+        warm_up_compilation(run, run.compilation, batch)
+    else:
+        check_later_stages_fit(run, batch)
+    run.oom_recovery.run_until_fits(run.strategy, batch, first_step, partial(probe_gradients, run))
+    run.is_warmed_up = True
 
 
 def _time_data_loading(steps: Iterator[StepBatches]) -> Iterator[tuple[StepBatches, float]]:
-    """Each step's work with the seconds that it was waited for."""
+    """Yield the batches of each step with the seconds spent waiting for the data loader."""
     while True:
         started = time.perf_counter()
         with record_phase("data"):
-            work = next(steps)
-        yield work, time.perf_counter() - started
+            step_batches = next(steps)
+        yield step_batches, time.perf_counter() - started
 
 
 def _run_step(run: TrainingRun, step_batches: StepBatches, data_wait_seconds: float) -> StepMetrics:
-    """One optimizer step; nothing in it waits for the device."""
+    """Run one optimizer step; nothing in it waits for the device."""
     state, strategy = run.state, run.strategy
-    factor = run.lr_schedule(state.step)
-    set_learning_rates(run.optimizer, [group.lr for group in run.param_groups], factor)
+    lr_factor = run.lr_schedule(state.step)
+    set_learning_rates(run.optimizer, [group.lr for group in run.param_groups], lr_factor)
     if run.compilation is not None:
         run.compilation.mark_step_begin()
     loss = run.oom_recovery.compute_gradients(strategy, run.task, step_batches, state.step)
     with record_phase("optimizer"):
-        norm = strategy.clip_grad_norm(run.parameters, run.config.optim.max_grad_norm)
-    figures = StepMetrics(state.step, loss, norm, {}, tuple(run.task.micro_batch_stats), data_wait_seconds)
-    learns = run.nan_guard.should_step(run, step_batches, figures)
-    if learns:
+        grad_norm = strategy.clip_grad_norm(run.parameters, run.config.optim.max_grad_norm)
+    metrics = StepMetrics(state.step, loss, grad_norm, {}, tuple(run.task.micro_batch_stats), data_wait_seconds)
+    should_step = run.nan_guard.should_step(run, step_batches, metrics)
+    if should_step:
         with record_phase("optimizer"):
             run.optimizer.step()
             if run.max_norm_regularizer is not None:
@@ -90,8 +100,8 @@ def _run_step(run: TrainingRun, step_batches: StepBatches, data_wait_seconds: fl
     run.optimizer.zero_grad(set_to_none=True)
     state.step += 1
     state.samples += step_batches.num_global_samples
-    state.has_trained |= learns and factor > 0 and any(group.lr for group in run.param_groups)
-    if learns and run.ema is not None:
+    state.has_trained |= should_step and lr_factor > 0 and any(group.lr for group in run.param_groups)
+    if should_step and run.ema is not None:
         run.ema.update(state.step)
-    rates = get_learning_rates(run.optimizer, [group.name for group in run.param_groups])
-    return replace(figures, learning_rates=rates, is_skipped=not learns)
+    learning_rates = get_learning_rates(run.optimizer, [group.name for group in run.param_groups])
+    return replace(metrics, learning_rates=learning_rates, is_skipped=not should_step)

@@ -1,4 +1,4 @@
-"""Every figure of a run in one file, a line of JSON for each step, whatever trackers there are."""
+"""Metrics of a run: the .metrics.jsonl file, the progress bar, and losses by timestep, bucket and dataset."""
 
 import json
 import logging
@@ -24,16 +24,16 @@ logger = logging.getLogger(__name__)
 
 
 class MetricsFile:
-    """Appends; a run that goes on from step n keeps the lines up to there and writes what follows anew."""
+    """One JSON line per step; a run resumed after step n keeps the lines up to n and appends."""
 
     def __init__(self, path: Path, from_step: int):
         self.path, self.is_writable = path, True
         self.previous_losses: list[float] = []
-        """Those of the steps before, in a run that goes on, but for steps that were left out."""
+        """Losses of the steps before, in a resumed run, without skipped steps."""
         self._try_write(lambda: self._start_file(from_step))
 
     def write_step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """One line, complete when this returns.  A file that cannot be written is told once and left behind."""
+        """Append a line; a file that cannot be written is given up with one warning."""
         values = {name: _to_json_value(value) for name, value in metrics.items()}
         line = json.dumps({"step": step, **values}, ensure_ascii=False) + "\n"
         if self.is_writable:
@@ -56,55 +56,52 @@ class MetricsFile:
             function()
         except OSError as error:
             self.is_writable = False
-            logger.warning("%s: cannot be written and is left behind: %s", self.path, error.strerror)
+            logger.warning("%s: cannot be written and is given up: %s", self.path, error.strerror)
 
 
 def _to_json_value(value: Any) -> Any:
-    """JSON has no word for what is no number."""
+    """Return None for NaN and Inf, which JSON lacks."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 TIMESTEP_BINS = 10
 
 
-def compute_grouped_losses(run: "TrainingRun", metrics: Sequence["StepMetrics"]) -> Mapping[str, float]:
-    """Mean loss of the pictures of these steps, over all processes; every process has to call this.
+def compute_grouped_losses(run: TrainingRun, metrics: Sequence[StepMetrics]) -> Mapping[str, float]:
+    """Compute the mean loss by timestep, bucket and dataset over the images of these steps; collective.
 
-    Which picture is of which bucket is known to all from the plan, so only times and losses travel.
+    All ranks know from the plan which image is in which bucket, so only timesteps and losses are gathered.
     """
     strategy = run.strategy
     if strategy.has_loss:
-        mine = [
-            torch.stack([seen.timesteps.float(), seen.losses.float()])
-            for item in metrics
-            for seen in item.micro_batches
-        ]
-        table = torch.cat(mine, dim=1).T.contiguous()
-    else:  # as large as what the others have
+        stats = [stats for item in metrics for stats in item.micro_batches]
+        table = torch.cat([torch.stack([each.timesteps.float(), each.losses.float()]) for each in stats], dim=1)
+        table = table.T.contiguous()
+    else:  # a pipeline stage without the loss gathers a table of the same size
         count = sum(len(batch.sample_indices) for item in metrics for batch in run.plan.batch_plan.get_step(item.step))
         table = torch.zeros(count // strategy.data_parallel_size, 2, device=strategy.device)
-    everybody = strategy.comm.all_gather_tensor(table).tolist()
-    tellers, each = strategy.loss_ranks, len(everybody) // strategy.comm.world_size
-    sums: defaultdict[str, list[float]] = defaultdict(list)
-    place = 0
+    rows = strategy.comm.all_gather_tensor(table).tolist()
+    loss_ranks, rows_per_rank = strategy.loss_ranks, len(rows) // strategy.comm.world_size
+    groups: defaultdict[str, list[float]] = defaultdict(list)
+    start = 0
     for item in metrics:
         for batch in run.plan.batch_plan.get_step(item.step):
             bucket = run.plan.batch_plan.buckets[batch.bucket_index]
-            share = len(batch.sample_indices) // len(tellers)
+            shard_size = len(batch.sample_indices) // len(loss_ranks)
             for index, is_real in enumerate(batch.is_real):
-                rank, offset = divmod(index, share)
-                time, loss = everybody[tellers[rank] * each + place + offset]
+                rank, offset = divmod(index, shard_size)
+                timestep, loss = rows[loss_ranks[rank] * rows_per_rank + start + offset]
                 if is_real and math.isfinite(loss):
-                    low = min(int(time * TIMESTEP_BINS), TIMESTEP_BINS - 1)
-                    sums[f"loss/time/{low / TIMESTEP_BINS:.1f}-{(low + 1) / TIMESTEP_BINS:.1f}"].append(loss)
-                    sums[f"loss/bucket/{bucket.resolution[0]}x{bucket.resolution[1]}"].append(loss)
-                    sums[f"loss/dataset/{bucket.dataset_number + 1}"].append(loss)
-            place += share
-    return {name: sum(values) / len(values) for name, values in sorted(sums.items())}
+                    low = min(int(timestep * TIMESTEP_BINS), TIMESTEP_BINS - 1)
+                    groups[f"loss/time/{low / TIMESTEP_BINS:.1f}-{(low + 1) / TIMESTEP_BINS:.1f}"].append(loss)
+                    groups[f"loss/bucket/{bucket.resolution[0]}x{bucket.resolution[1]}"].append(loss)
+                    groups[f"loss/dataset/{bucket.dataset_number + 1}"].append(loss)
+            start += shard_size
+    return {name: sum(values) / len(values) for name, values in sorted(groups.items())}
 
 
 class TrainingLogger:
-    """Shows each step when it is sent on its way, and tells its figures when they are known."""
+    """Log metrics to the progress bar, the metrics file and the trackers."""
 
     def __init__(self, progress: ProgressBar, metrics_file: MetricsFile | None, trackers: Trackers, samples: int = 0):
         self.progress, self.metrics_file, self.trackers = progress, metrics_file, trackers
@@ -120,31 +117,30 @@ class TrainingLogger:
         return self.trackers.has_trackers
 
     def advance_progress(self, run: TrainingRun) -> None:
-        """The bar goes on, or back where steps were taken back."""
+        """Advance the progress bar, or move it back after a rollback."""
         self.progress.update(self.progress_fields, run.state.step - self.progress.completed)
 
     def log_steps(self, run: TrainingRun, metrics: Sequence[StepMetrics]) -> None:
-        """Tell the figures of these steps; every process has to call this."""
+        """Log the metrics of these steps; collective."""
         self.adapted_layers = self.adapted_layers or find_adapter_layers(run.strategy.unwrap_model(run.model))
-        length = combine_norms(compute_layer_update_norms(self.adapted_layers).values())
-        slowest = run.strategy.find_straggler()
-        read = {**compute_grouped_losses(run, metrics), **self._measure_throughput(run, metrics), "update/norm": length}
-        if slowest is not None:
-            read |= {"speed/slowest_rank": slowest.rank, "speed/lost_to_slowest": slowest.lost_fraction}
+        update_norm = combine_norms(compute_layer_update_norms(self.adapted_layers).values())
+        straggler = run.strategy.find_straggler()
+        latest = {**compute_grouped_losses(run, metrics), **self._measure_throughput(run, metrics)}
+        latest["update/norm"] = update_norm
+        if straggler is not None:
+            latest |= {"speed/slowest_rank": straggler.rank, "speed/lost_to_slowest": straggler.lost_fraction}
         for item in metrics:
             values = self._build_step_values(run, item)
             if item is metrics[-1]:
-                values |= read
+                values |= latest
             self._write_values(run, values, item.step + 1)
-        self.progress_fields = self._format_progress_fields(metrics[-1], read)
-        if slowest is not None:
-            host = run.strategy.comm.hostnames[slowest.rank]
-            self.progress_fields["slowest"] = (
-                f"rank {slowest.rank} on {host} ({slowest.lost_fraction:.0%} of the time lost)"
-            )
+        self.progress_fields = self._format_progress_fields(metrics[-1], latest)
+        if straggler is not None:
+            host, lost = run.strategy.comm.hostnames[straggler.rank], straggler.lost_fraction
+            self.progress_fields["slowest"] = f"rank {straggler.rank} on {host} ({lost:.0%} of the time lost)"
 
     def log_values(self, run: TrainingRun, values: Mapping[str, float]) -> None:
-        """Figures that are not of each step; what has no end is left out."""
+        """Log finite values at the current step."""
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
         self._write_values(run, finite, run.state.step)
 
@@ -155,7 +151,7 @@ class TrainingLogger:
 
     def _build_step_values(self, run: TrainingRun, metrics: StepMetrics) -> dict[str, Any]:
         loss = float(metrics.loss)
-        if math.isfinite(loss):  # what was left out is in no mean
+        if math.isfinite(loss):  # skipped steps are not averaged
             self.recent_losses.append(loss)
         return {
             "loss/current": loss,
@@ -192,5 +188,5 @@ class TrainingLogger:
         }
 
     def log_images(self, run: TrainingRun, images: Mapping[str, bytes]) -> None:
-        """Previews go to trackers; their files are there anyway."""
+        """Log previews to the trackers; their files are on disk anyway."""
         self.trackers.log_images(images, run.state.step)

@@ -1,113 +1,126 @@
-"""Whether a model can be taken apart as it was asked, known before it is loaded."""
+"""Pre-flight checks: the list of all checks of settings. All problems are reported at once, before a model is loaded.
 
-import math
-from collections.abc import Iterator
-from typing import Any
+Three tables, by what a check needs. To add a check, write ``validate_*`` in the preflight.py or validate*.py of its
+package and add a line here.
 
-from torch import nn
+- ``list_settings_checks``: options, dataset TOML, model files, prompts. No torch, so a typo is reported in a second.
+- Launch checks (devices, launcher, engines, mixed precision) are in ``distributed.preflight``: prepare_accelerator runs
+  them on every rank and reports the problems of all ranks together.
+- ``list_run_checks``: optimizer, adapter targets and parallelism on a model without weights, as the strategy needs it.
+"""
 
-from ..config import RunConfig
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..atomic_files import find_write_error
+from ..config import ParsedConfig, RunConfig
+from ..config.validate_objective import validate_objective_for_model
 from ..errors import ConfigError
-from ..models.base import Family
-from ..models.detect import DetectedModel
-from ..models.loading import load_components_on_meta
-from ..models.parallel_plan import build_tensor_parallel_plan
-from ..optim.optimizers import resolve_optimizer
-from ..parallel.offload import find_innermost_blocks, is_quantized_or_offloaded
-from ..parallel.preflight import validate_device_map
-from ..parallel.strategy import Strategy
-from .setup import build_block_sequence
+
+if TYPE_CHECKING:
+    from ..diffusion.process import NoiseProcess
+    from ..models.base import Family
+    from ..models.detect import DetectedModel
+    from ..parallel.strategy import Strategy
 
 
-def check_model_parallel(config: RunConfig, family: Family, detected: DetectedModel) -> None:
-    """Raise with what does not fit, and what would."""
-    wanted = config.parallel.model_parallel_size > 1 or config.parallel.device_map is not None
-    if wanted and (problems := [*validate_model_parallel(config, family, detected)]):
+@dataclass(frozen=True)
+class RunFacts:
+    """What checks of a run need to know besides the settings."""
+
+    family: "Family"
+    detected: "DetectedModel"
+    has_full_model: bool = True
+    is_compile_enabled: bool = False
+    optimizer_sharding_engine: str = ""
+
+    @classmethod
+    def from_strategy(cls, strategy: "Strategy", family: "Family", detected: "DetectedModel") -> "RunFacts":
+        return cls(
+            family,
+            detected,
+            strategy.has_full_model,
+            strategy.is_compile_enabled,
+            strategy.optimizer_sharding_engine,
+        )
+
+
+SettingsCheck = Callable[[ParsedConfig], Iterable[str]]
+RunCheck = Callable[[RunConfig, RunFacts], Iterable[str]]
+
+
+def list_settings_checks() -> Sequence[SettingsCheck]:
+    """List the checks that need neither torch nor a model."""
+    from ..dataset.validate import validate_dataset_config
+    from ..models.preflight import validate_model_options
+
+    return (
+        lambda loaded: loaded.problems,  # of config.parser and config.validate
+        lambda loaded: validate_dataset_config(
+            loaded.config.data,
+            loaded.config.cache,
+            loaded.config.validate,
+            loaded.config.train,
+            loaded.invalid_options,
+        ),
+        lambda loaded: validate_model_options(loaded.config, loaded.locations),
+    )
+
+
+def list_run_checks() -> Sequence[RunCheck]:
+    """List the checks that need torch or a model on the meta device."""
+    from ..optim.preflight import validate_elementwise_optimizer, validate_lr_schedule, validate_optimizer
+    from . import validate_model
+
+    return (
+        lambda config, _: validate_optimizer(config.optim),
+        lambda config, _: validate_lr_schedule(config.optim),
+        lambda config, facts: (
+            validate_elementwise_optimizer(config.optim, facts.optimizer_sharding_engine)
+            if facts.optimizer_sharding_engine
+            else ()
+        ),
+        lambda config, facts: validate_model.validate_attention(config.distributed.attn_mode, facts.detected),
+        lambda config, facts: validate_model.validate_adapter_targets(config, facts.family, facts.detected),
+        lambda config, facts: validate_model.validate_model_parallel(config, facts.family, facts.detected),
+        lambda config, facts: validate_model.validate_quantize_offload(config, facts.has_full_model),
+        lambda config, facts: validate_model.validate_block_swap(
+            config.train.blocks_to_swap, facts.family, facts.detected, facts.is_compile_enabled
+        ),
+    )
+
+
+def validate_objective(config: RunConfig, family: "Family", process: "NoiseProcess") -> Iterator[str]:
+    """Check the objective against the prediction type, which is certain only when the model is loaded."""
+    from ..diffusion.weighting import find_unbounded_weightings
+
+    for names, problem in validate_objective_for_model(
+        config.noise, config.loss, family.facts.title, process.prediction_type
+    ):
+        yield f"--{names[0]}: {problem}"
+    for name in find_unbounded_weightings(process, config.loss):
+        yield f"--{name}: the model's last timestep has zero SNR, so its loss weight is infinite; remove the option"
+
+
+def find_settings_problems(loaded: ParsedConfig) -> list[str]:
+    """Run the checks of the settings of a command line."""
+    return [problem for check in list_settings_checks() for problem in check(loaded)]
+
+
+def check_run_settings(config: RunConfig, facts: RunFacts) -> None:
+    """Run the checks of a run and raise with all problems."""
+    if problems := [problem for check in list_run_checks() for problem in check(config, facts)]:
         raise ConfigError(problems)
 
 
-def validate_model_parallel(config: RunConfig, family: Family, detected: DetectedModel) -> Iterator[str]:
-    """What does not fit, and what would."""
-    denoiser = getattr(load_components_on_meta(detected, (family.denoiser_name,)), family.denoiser_name)
-    if config.parallel.device_map is not None:
-        yield from validate_device_map(denoiser, config.parallel.device_map)
-        if resolve_optimizer(config.optim.optimizer_type).is_lr_free:
-            yield (
-                f"--device_map: {config.optim.optimizer_type} adds up numbers of all weights, which would be on"
-                " several devices; use another optimizer, or --pp_size"
-            )
-    yield from _validate_pipeline(config, family, denoiser)
-    if config.parallel.cp_size > 1 and not family.block_lists:
-        size, title = config.parallel.cp_size, family.facts.title
-        yield (
-            f"--cp_size {size}: {title} has convolutions, which look at more than a part of a picture; use --tp_size"
-            f" {size}, or --fsdp"
-        )
-        return
-    yield from _validate_attention_heads(config, denoiser)
-
-
-def _validate_pipeline(config: RunConfig, family: Family, denoiser: nn.Module) -> Iterator[str]:
-    """A pipeline needs blocks that follow each other, and enough of them."""
-    stages, title = config.parallel.pp_size, family.facts.title
-    if stages > 1:
-        blocks = len(build_block_sequence(family, denoiser).blocks)
-        each = 2 if config.parallel.pp_schedule == "interleaved" else 1
-        if blocks < stages * each:
-            why = f" with {each} stages each" if each > 1 else ""
-            yield (
-                f"--pp_size {stages}: {title} has {blocks} blocks, too few for {stages} devices{why}; use"
-                f" {max(1, blocks // each)}"
-            )
-
-
-def _validate_attention_heads(config: RunConfig, denoiser: Any) -> Iterator[str]:
-    """Whoever shares layers or tokens has some of the heads each in attention."""
-    asked = {
-        name: size for name, size in config.parallel.model_parallel_sizes.items() if name != "pp_size" and size > 1
-    }
-    parts = math.prod(asked.values())
-    heads = {
-        denoiser.get_submodule(name.rpartition(".")[0]).heads
-        for name in build_tensor_parallel_plan(denoiser)
-        if name.endswith(".to_q")
-    }
-    if odd := sorted(number for number in heads if number % parts):
-        fits = [size for size in range(2, parts + 8) if not any(number % size for number in heads)]
-        instead = f"use {' or '.join(map(str, fits))}" if fits else "use --fsdp"
-        said = " ".join(f"--{name} {size}" for name, size in asked.items())
-        to, in_all = (f" to {parts}", " in all" if fits else "") if len(asked) > 1 else ("", "")
-        yield f"{said}: {odd[0]} heads of attention cannot be dealt out evenly{to}; {instead}{in_all}"
-
-
-def validate_quantize_offload(config: RunConfig, has_full_model: bool) -> list[str]:
-    """Only a process that has all frozen weights can let them rest."""
-    if has_full_model or not is_quantized_or_offloaded(config.model, config.train):
-        return []
-    name = "blocks_to_swap" if config.train.blocks_to_swap else "quantize_base"
-    return [
-        f"--{name}: this run spreads the frozen weights over processes, which are then not where they could rest;"
-        " take one of the two"
+def check_output_dirs(directories: Mapping[str, Path]) -> None:
+    """Raise if a directory, by option, cannot be written to; for the rank that writes."""
+    problems = [
+        f"--{option}: cannot write to {directory}: {error}"
+        for option, directory in directories.items()
+        if (error := find_write_error(directory))
     ]
-
-
-def check_quantize_offload(config: RunConfig, strategy: Strategy, family: Family, detected: DetectedModel) -> None:
-    """Whether it can be done is known before anything is loaded."""
-    wanted = config.train.blocks_to_swap
-    if problems := validate_quantize_offload(config, strategy.has_full_model):
+    if problems:
         raise ConfigError(problems)
-    if wanted and strategy.is_compile_enabled:
-        raise ConfigError(
-            [
-                "--blocks_to_swap: weights that come and go cannot be compiled, and accelerate's settings"
-                " ask for that; --no-torch_compile switches it off"
-            ]
-        )
-    if wanted:
-        there = len(
-            find_innermost_blocks(
-                getattr(load_components_on_meta(detected, (family.denoiser_name,)), family.denoiser_name)
-            )
-        )
-        if wanted > there:
-            raise ConfigError([f"--blocks_to_swap: {wanted}; this model has {there} blocks"])

@@ -1,4 +1,4 @@
-"""Pictures drawn while training, to see what the LoRA has learnt so far; shared over the processes."""
+"""The preview callback: generate sample images during training, with the prompts distributed over the ranks."""
 
 import io
 import logging
@@ -24,25 +24,25 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-
 ALL_RANKS_TIMEOUT_SECONDS = 60.0
-"""Processes that draw together fail at the same place, if it is the picture's fault."""
+"""How long to wait for the other ranks to fail at the same image, which tells a bad prompt from a broken rank."""
 
 
 @contextmanager
 def move_temporarily(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Have ``module`` on the device for a while, and back where it rests."""
-    home = next(module.parameters()).device
+    """Move ``module`` to ``device`` inside the block."""
+    original_device = next(module.parameters()).device
     module.to(device)
     try:
         yield
     finally:
-        module.to(home)
+        module.to(original_device)
 
 
 class Preview:
-    """Draws the prompts of a file when they are due."""
+    """Generate an image for each prompt of ``--sample_prompts`` every n steps or epochs."""
 
+    id = "preview"
     is_deferrable = True
 
     def __init__(self, config: PreviewConfig, prompts: Sequence[Prompt], output_dir: Path, name: str):
@@ -58,13 +58,12 @@ class Preview:
         self.generate_previews(run)
 
     def on_train_begin(self, run: TrainingRun) -> None:
-        """Draw before the first step, if that was asked for."""
         if self.config.sample_at_first and not run.state.step:
             self.generate_previews(run)
 
     @torch.no_grad()
     def generate_previews(self, run: TrainingRun) -> None:
-        """Draw the prompts, each process its share; a picture that fails is a warning and no more."""
+        """Generate the images of all prompts; an image that fails is skipped with a warning."""
         with use_eval_weights(run.optimizer), use_eval_mode(run.strategy.unwrap_model(run.model)):
             drawn = self._generate_for_rank(run)
         if run.metric_logger.has_trackers:
@@ -72,22 +71,22 @@ class Preview:
             run.metric_logger.log_images(run, {f"preview/{index:02d}": image for index, image in images})
 
     def _generate_for_rank(self, run: TrainingRun) -> list[tuple[int, bytes]]:
-        """The numbers of prompts, and the pictures as PNG files."""
+        """Generate the images of this rank; return them as PNG files with the index of their prompt."""
         drawn = []
         for index, prompt in enumerate(self.prompts):
             is_mine = index % run.strategy.comm.world_size == run.strategy.comm.rank
             if not (is_mine or run.strategy.has_collective_forward):
                 continue
-            picture = None
+            image = None
             try:
-                picture, seed = self._generate_image(run, index, prompt)
+                image, seed = self._generate_image(run, index, prompt)
                 if is_mine:
-                    drawn.append((index, self._save_image(run, index, picture, seed)))
-            except Exception as error:  # out of memory, a sampler's limits: nothing here may end a training run
-                is_exchanged = run.strategy.has_collective_forward and picture is None
-                if is_exchanged and not self._has_failed_on_all_ranks(run, index):
-                    raise  # the others wait for this process's part of this picture
-                logger.warning("preview %d (%s) failed and is left out: %s", index, prompt.text, error)
+                    drawn.append((index, self._save_image(run, index, image, seed)))
+            except Exception as error:  # such as out of memory, or a limit of the sampler
+                is_collective = run.strategy.has_collective_forward and image is None
+                if is_collective and not self._has_failed_on_all_ranks(run, index):
+                    raise  # the other ranks wait in a collective of this image
+                logger.warning("preview %d (%s) failed and is skipped: %s", index, prompt.text, error)
         return drawn
 
     def _has_failed_on_all_ranks(self, run: TrainingRun, index: int) -> bool:
@@ -96,7 +95,7 @@ class Preview:
         )
 
     def _generate_image(self, run: TrainingRun, index: int, prompt: Prompt) -> "tuple[Image, int]":
-        """With the seed that it was drawn from."""
+        """Return the image and its seed."""
         task, seed = run.task, prompt.seed
         if seed is None:
             seed = derive_seed(run.config.train.seed, "preview", index) % 2**32
@@ -108,7 +107,7 @@ class Preview:
                 return task.family.generate_image(task.pipe, prompt, cond, negative, generator, sampler), seed
 
     def _save_image(self, run: TrainingRun, index: int, image: "Image", seed: int) -> bytes:
-        """The file, and what is in it."""
+        """Write the PNG file and return its content."""
         epoch = run.plan.get_epoch_ended_at(run.state.step)
         when = f"e{epoch:06d}" if self.config.sample_every_n_epochs and epoch else f"{run.state.step:06d}"
         path = self.output_dir / f"{self.name}_{when}_{index:02d}_{time.strftime('%Y%m%d%H%M%S')}_{seed}.png"

@@ -7,9 +7,8 @@ waits for the device, so that its time includes the device's work.
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,30 +30,37 @@ from .state import Callback, TrainingRun
 
 logger = logging.getLogger(__name__)
 
-
 MOST_PROFILED = 3
 """A trace of more steps is too large for viewers."""
 
-
 PHASES = ("data", "encode", "forward", "backward", "communication", "optimizer", "other")
-
 
 META = torch.device("meta")
 
 
-@dataclass
-class _Callback:
-    """Done between steps, before or after all that is done there."""
+class _StepBoundary:
+    """A callback that runs before or after all others."""
 
-    is_wanted: Callable[[TrainingRun], bool]
-    work: Callable[[TrainingRun], None]
-    is_deferrable: bool = False
+    is_deferrable = False
+
+    def __init__(
+        self,
+        id: str,
+        should_run: Callable[[TrainingRun], bool],
+        function: Callable[[TrainingRun], None],
+        on_train_begin: Callable[[TrainingRun], None] | None = None,
+    ) -> None:
+        self.id, self._should_run, self._function, self._on_train_begin = id, should_run, function, on_train_begin
 
     def should_run(self, run: TrainingRun) -> bool:
-        return self.is_wanted(run)
+        return self._should_run(run)
+
+    def on_train_begin(self, run: TrainingRun) -> None:
+        if self._on_train_begin is not None:
+            self._on_train_begin(run)
 
     def __call__(self, run: TrainingRun) -> None:
-        self.work(run)
+        self._function(run)
 
 
 class StepProfiler:
@@ -70,22 +76,25 @@ class StepProfiler:
         self._profile: profile | None = None
         self._step = ExitStack()
 
-    def wrap(self, run: TrainingRun) -> list[Callback]:
-        """Return the callbacks of the run, between two that end and begin the steps to measure."""
-        if run.state.step >= self.boundaries[0] or self.steps.last > run.plan.steps:
-            given, first, last = self.steps, run.state.step + 1, run.plan.steps
-            logger.warning(
-                "--profile_steps %s: incomplete, because this run goes from step %d to %d", given, first, last
-            )
-        others = run.callbacks
+    def wrap(self, callbacks: Sequence[Callback]) -> list[Callback]:
+        """Return the callbacks between two that end and begin the steps to measure."""
 
-        def is_due(
-            run: TrainingRun,
-        ) -> bool:  # the same on all ranks, which read their losses together when anything is due
+        def is_due(run: TrainingRun) -> bool:  # the same on all ranks: when a callback is due, all read their metrics
             is_inside = self.boundaries[0] < run.state.step < self.steps.last
-            return run.state.step in self.boundaries or (is_inside and any(other.should_run(run) for other in others))
+            return run.state.step in self.boundaries or (
+                is_inside and any(callback.should_run(run) for callback in callbacks)
+            )
 
-        return [_Callback(is_due, lambda run: self._step.close()), *others, _Callback(is_due, self._begin_step)]
+        end = _StepBoundary("profiler_step_end", is_due, lambda run: self._step.close(), self.warn_if_incomplete)
+        begin = _StepBoundary("profiler_step_begin", is_due, self._begin_step)
+        return [end, *callbacks, begin]
+
+    def warn_if_incomplete(self, run: TrainingRun) -> None:
+        first, last = run.state.step + 1, run.plan.steps
+        if run.state.step >= self.boundaries[0] or self.steps.last > last:
+            logger.warning(
+                "--profile_steps %s: incomplete, because this run goes from step %d to %d", self.steps, first, last
+            )
 
     def _begin_step(self, run: TrainingRun) -> None:
         if not run.strategy.comm.is_main:

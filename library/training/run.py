@@ -1,19 +1,25 @@
-"""A training run as a whole: check, plan, load, train, say where the files are."""
+"""A training run from start to end: check settings, plan, cache, load the model, train, save, log output paths."""
 
 import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ..atomic_files import find_write_error
+from ..adapters import lora
 from ..cache.encode import EncoderLoader
 from ..cache.model_fingerprint import compute_quick_file_fingerprint, compute_quick_model_fingerprint
 from ..cache.precompute import CacheReaders, cache_latents, cache_text_encoder_outputs
 from ..cache.readers import build_validation_reader
+from ..checkpoint import checkpoint_dir
+from ..checkpoint.init_weights import merge_base_weights, read_initial_weights
+from ..checkpoint.output_lock import hold_output_lock
 from ..config import RunConfig
 from ..config.options import flatten_config
-from ..config.schema_output import PreviewConfig
+from ..config.schema import AdapterConfig
+from ..config.schema_output import PreviewConfig, SaveConfig
 from ..data.prepare import PreparedData
 from ..data.prompts import Prompt, load_preview_prompts
 from ..data.run_plan import RunPlan
@@ -21,59 +27,49 @@ from ..distributed.launcher_settings import find_overridden_settings
 from ..distributed.signals import StopSignals
 from ..distributed.trackers import Trackers
 from ..errors import ConfigError, UserError
-from ..estimate.dry_run import format_plan
 from ..log import ProgressBar
 from ..models.base import Family
 from ..models.detect import DetectedModel, detect_model
 from ..models.families import FAMILIES
-from ..models.preflight import validate_attention_mode, validate_prompts
-from ..optim.preflight import validate_elementwise_optimizer, validate_lr_schedule, validate_optimizer
+from ..models.preflight import validate_prompts
 from ..optim.schedules import build_lr_schedule
 from ..parallel.strategy import Strategy
 from ..parallel.strategy_registry import build_strategy
 from ..report import preview_grid
-from . import checkpoint_dir
 from .callbacks import SaveReport, UpdateNorms, WeightsDiverged, WeightSyncCheck
 from .checkpoint import SaveCheckpoint
 from .export import SaveAdapter
-from .init_weights import merge_base_weights, read_initial_weights
 from .loop import train
 from .metrics import MetricsFile, TrainingLogger
-from .output_lock import hold_output_lock
-from .preflight import check_model_parallel, check_quantize_offload
+from .preflight import RunFacts, check_output_dirs, check_run_settings
 from .preview import Preview
 from .resume import Resume
 from .setup import build_run, load_training_pipeline, prepare_dataset
 from .shutdown import FailureHandler
-from .state import StopRequested, TrainingRun
+from .state import Callback, StopRequested, TrainingRun
 from .step_guards import TooManyFailures
-from .trainable import check_adapter_targets
 from .validation import Validation
+
+if TYPE_CHECKING:
+    from .profiler import StepProfiler
 
 logger = logging.getLogger(__name__)
 
 
 def run_training(config: RunConfig, locations: Mapping[str, str] | None = None) -> None:
-    """Train from beginning to end; ``locations`` says where each option was written."""
+    """Train a LoRA; ``locations`` says where each option was set, for messages."""
     started_at = time.time()
-    if problems := [*validate_optimizer(config.optim), *validate_lr_schedule(config.optim)]:
-        raise ConfigError(problems)
     signals = StopSignals()
     strategy = build_strategy(config, lambda: signals.received is not None)
-    folder, name = Path(config.save.output_dir), config.save.output_name
-    with strategy.comm.process_group_scope(), closing(strategy):
-        divider = strategy.optimizer_sharding_engine
-        if divider and (problems := [*validate_elementwise_optimizer(config.optim, divider)]):
-            raise ConfigError(problems)
-        with ExitStack() as held:
-            strategy.comm.run_on_main(lambda: _prepare_output_dir(config, folder, name, held))
-            ending = FailureHandler(strategy.comm, config)
-            try:
-                _prepare_and_train(config, locations or {}, strategy, started_at, ending, signals)
-            except Exception as error:
-                if (end := ending.build_final_error(error)) is error:
-                    raise
-                raise end from error
+    with strategy.comm.process_group_scope(), closing(strategy), ExitStack() as stack:
+        strategy.comm.run_on_main(lambda: _prepare_output_dir(config.save, config.distributed.compile_cache_dir, stack))
+        failure_handler = FailureHandler(strategy.comm, config)
+        try:
+            _prepare_and_train(config, locations or {}, strategy, started_at, failure_handler, signals)
+        except Exception as error:
+            if (final_error := failure_handler.build_final_error(error)) is error:
+                raise
+            raise final_error from error
 
 
 def _prepare_and_train(
@@ -84,70 +80,63 @@ def _prepare_and_train(
     failure_handler: FailureHandler,
     signals: StopSignals,
 ) -> None:
+    comm = strategy.comm
     for line in find_overridden_settings(config, locations):
         logger.warning("%s", line)
     detected = detect_model(config.model)
     logger.info("model family %s: %s", detected.family, detected.reason)
-    if problems := [*validate_attention_mode(config.distributed.attn_mode, detected)]:
-        raise ConfigError(f"--attn_mode: {problem}" for problem in problems)
     family: Family = FAMILIES.get(detected.family)(config.model)
-    check_adapter_targets(config, family, detected)
-    check_model_parallel(config, family, detected)
-    check_quantize_offload(config, strategy, family, detected)
-    starts = read_initial_weights(config, family, detected)
-    prompts = _read_prompts(config.preview, detected)
-    strategy.comm.assert_equal_across_ranks(_compute_input_fingerprints(config, detected, prompts))
-    prepared = prepare_dataset(config, strategy.comm, detected.size_multiple)
-    plan = RunPlan.from_config(
-        prepared.build_batch_plan(strategy.data_parallel_size, config.train), config.train, config.optim
+    check_run_settings(config, RunFacts.from_strategy(strategy, family, detected))
+    initial_weights = read_initial_weights(
+        config.adapter, family, detected, caches_text_outputs=config.cache.caches_text_outputs
     )
-    strategy.comm.assert_equal_across_ranks(
-        {"steps": plan.steps, "batch sizes": sorted({bucket.batch_size for bucket in plan.batch_plan.buckets})}
-    )
-    strategy.check_batch_sizes(
-        {bucket.batch_size for bucket in plan.batch_plan.buckets}, plan.batch_plan.accumulation_steps
-    )
-    for line in format_plan(prepared, plan, strategy.data_parallel_size).splitlines():
+    prompts = _load_prompts(config.preview, detected)
+    comm.assert_equal_across_ranks(_compute_input_fingerprints(config.adapter, detected, prompts))
+    prepared = prepare_dataset(config.data, config.cache, comm, detected.size_multiple)
+
+    def build_plan() -> RunPlan:
+        batch_plan = prepared.build_batch_plan(strategy.data_parallel_size, config.train)
+        return RunPlan.from_config(batch_plan, config.train, config.optim)
+
+    plan = build_plan()
+    batch_sizes = {bucket.batch_size for bucket in plan.batch_plan.buckets}
+    comm.assert_equal_across_ranks({"steps": plan.steps, "batch sizes": sorted(batch_sizes)})
+    strategy.check_batch_sizes(batch_sizes, plan.batch_plan.accumulation_steps)
+    for line in prepared.format_summary(plan.batch_plan, plan.steps).splitlines():
         logger.info("%s", line)
     build_lr_schedule(config.optim, plan.steps)  # some schedulers fail for this number of steps
-    going_on = Resume(config, strategy.comm, detected, prepared, plan, started_at)
-    if going_on.is_complete(plan):
+    resume = Resume(config, comm, detected, prepared, plan, started_at)
+    if resume.is_complete(plan):
         return
 
-    pictures = len(prepared.manifest.samples)
+    num_images = len(prepared.manifest.samples)
     encoders = EncoderLoader(strategy, family, detected, config.model, config.cache)
     prepared, latents = cache_latents(encoders, prepared)
-    if len(prepared.manifest.samples) < pictures:
-        batch_plan = prepared.build_batch_plan(strategy.data_parallel_size, config.train)
-        plan = RunPlan.from_config(batch_plan, config.train, config.optim)
+    if len(prepared.manifest.samples) < num_images:  # images that could not be read were dropped
+        plan = build_plan()
     texts = cache_text_encoder_outputs(encoders, prepared, plan, prompts)
-    pipe = load_training_pipeline(config, strategy, family, detected, CacheReaders(latents, texts), prompts)
-    merge_base_weights(pipe, starts)
-    job, adapter = build_run(config, strategy, family, pipe, prepared, plan, CacheReaders(latents, texts), starts)
-    strategy.comm.log_all_reduce_time(sum(parameter.nbytes for parameter in job.parameters))
-    preview = _build_preview(config, prompts)
-    export = SaveAdapter(adapter, prepared, strategy.data_parallel_size, going_on.started_at)
-    strategy.comm.run_on_main(lambda: export.prepare(job))
-    going_on.restore(job)
-    validation = _build_validation(config, prepared, CacheReaders(latents, texts))
-    told = format_plan(prepared, plan, strategy.data_parallel_size)
-    _train_and_save(
-        job,
-        failure_handler,
-        signals,
-        export,
-        going_on,
-        [*validation, preview],
-        told,
-        [prompt.text for prompt in prompts],
-    )
+    readers = CacheReaders(latents, texts)
+    pipe = load_training_pipeline(config, strategy, family, detected, readers, prompts)
+    merge_base_weights(pipe, initial_weights)
+    run, adapter = build_run(config, strategy, family, pipe, prepared, plan, readers, initial_weights)
+    comm.log_all_reduce_time(sum(parameter.nbytes for parameter in run.parameters))
+    resume.restore(run)
+    callbacks = _build_callbacks(run, adapter, prepared, readers, prompts, resume)
+    _train_and_save(run, callbacks, failure_handler, signals, resume, [prompt.text for prompt in prompts])
+
+
+def _load_prompts(preview: PreviewConfig, detected: DetectedModel) -> list[Prompt]:
+    """Load the preview prompts and check that this model can generate them."""
+    prompts = load_preview_prompts(preview)
+    if problems := [*validate_prompts(prompts, preview.sample_sampler, detected)]:
+        raise ConfigError(problems)
+    return prompts
 
 
 def _compute_input_fingerprints(
-    config: RunConfig, detected: DetectedModel, prompts: Sequence[Prompt]
+    adapter: AdapterConfig, detected: DetectedModel, prompts: Sequence[Prompt]
 ) -> dict[str, str]:
-    """What files hold that may lie elsewhere on each machine; pictures take longer and come after."""
-    adapter = config.adapter
+    """Fingerprint input files, which may be elsewhere on each machine; images take longer and are compared later."""
     return {
         "model": compute_quick_model_fingerprint(detected),
         "network_weights": compute_quick_file_fingerprint([adapter.network_weights] if adapter.network_weights else []),
@@ -156,128 +145,160 @@ def _compute_input_fingerprints(
     }
 
 
+def _prepare_output_dir(save: SaveConfig, compile_cache_dir: str | None, stack: ExitStack) -> None:
+    """Check that the output can be written, lock the output name, and remove files of a killed run."""
+    output_dir = Path(save.output_dir)
+    directories = {"output_dir": output_dir}
+    if compile_cache_dir is not None:
+        directories["compile_cache_dir"] = Path(compile_cache_dir).expanduser()
+    check_output_dirs(directories)
+    stack.enter_context(hold_output_lock(output_dir, save.output_name))
+    checkpoint_dir.remove_leftover_files(output_dir, save.output_name)
+
+
+@dataclass(frozen=True)
+class RunCallbacks:
+    """The callbacks of a run, in the order in which they run after a step."""
+
+    weight_sync_check: WeightSyncCheck
+    validation: Validation | None  # None without validation images
+    preview: Preview
+    update_norms: UpdateNorms
+    save_adapter: SaveAdapter
+    save_report: SaveReport
+    save_checkpoint: SaveCheckpoint
+    profiler: "StepProfiler | None"
+
+    def list_all(self) -> list[Callback]:
+        callbacks: list[Callback] = [
+            self.weight_sync_check,
+            *([] if self.validation is None else [self.validation]),
+            self.preview,
+            self.update_norms,
+            self.save_adapter,
+            self.save_report,
+            self.save_checkpoint,
+        ]
+        return callbacks if self.profiler is None else self.profiler.wrap(callbacks)
+
+
+def _build_callbacks(
+    run: TrainingRun,
+    adapter: lora.Adapter,
+    prepared: PreparedData,
+    readers: CacheReaders,
+    prompts: Sequence[Prompt],
+    resume: Resume,
+) -> RunCallbacks:
+    config, output_dir, name = run.config, Path(run.config.save.output_dir), run.config.save.output_name
+    plan_text = prepared.format_summary(run.plan.batch_plan, run.plan.steps)
+    validation = build_validation_reader(
+        prepared, config.validate.max_validation_steps, readers.latent_reader, readers.text_reader
+    )
+    save_adapter = SaveAdapter(config.save, adapter, prepared, resume.started_at, resume.restore_retention())
+    save_checkpoint = SaveCheckpoint(config.state, save_adapter, output_dir, resume.metadata)
+    profiler = None
+    if config.train.profile_steps is not None:
+        from .profiler import StepProfiler
+
+        profiler = StepProfiler(config.train.profile_steps, output_dir / f"{name}.trace.json.gz")
+    return RunCallbacks(
+        WeightSyncCheck(config.distributed.check_sync_every_n_steps, [save_adapter, save_checkpoint]),
+        None if validation is None else Validation(config.validate, *validation),
+        Preview(config.preview, prompts, output_dir / "sample", name),
+        UpdateNorms(),
+        save_adapter,
+        SaveReport(
+            save_adapter,
+            plan_text,
+            [prompt.text for prompt in prompts],
+            _get_metrics_path(config.save),
+            resume.started_at,
+        ),
+        save_checkpoint,
+        profiler,
+    )
+
+
+def _get_metrics_path(save: SaveConfig) -> Path:
+    return Path(save.output_dir) / f"{save.output_name}.metrics.jsonl"
+
+
 def _train_and_save(
     run: TrainingRun,
+    callbacks: RunCallbacks,
     failure_handler: FailureHandler,
     signals: StopSignals,
-    save_adapter: SaveAdapter,
     resume: Resume,
-    evaluation_callbacks: Sequence[Validation | Preview],
-    plan_text: str,
     prompts: Sequence[str],
 ) -> None:
-    """From the first step to the last, with all that is done between steps, and what is told in the end."""
-    config, strategy, folder = run.config, run.strategy, Path(run.config.save.output_dir)
-    metrics = folder / f"{config.save.output_name}.metrics.jsonl"
-    keeper = SaveCheckpoint(config.state, save_adapter, folder, resume.metadata)
-    report, learnt = SaveReport(save_adapter, plan_text, prompts, metrics, resume.started_at), UpdateNorms()
-    guard = WeightSyncCheck(config.distributed.check_sync_every_n_steps, [save_adapter, keeper])
-    trackers, wanted = Trackers(strategy.comm), strategy.comm.is_main
-    trackers.init_trackers(config.log, flatten_config(config))
-    with signals, ProgressBar(run.plan.steps, run.state.step, "training", enabled=wanted) as progress:
-        file = MetricsFile(metrics, run.state.step) if wanted else None
-        run.metric_logger = TrainingLogger(progress, file, trackers, run.state.samples)
-        run.callbacks = [guard, *evaluation_callbacks, learnt, save_adapter, report, keeper]
-        if (profiled := config.train.profile_steps) is not None:
-            from .profiler import StepProfiler
-
-            run.callbacks = StepProfiler(profiled, folder / f"{config.save.output_name}.trace.json.gz").wrap(run)
-        for look in evaluation_callbacks:
-            look.on_train_begin(run)
-        guard.on_train_begin(run)
+    """Train to the last step, save when the run stops or fails, and log where the files are."""
+    comm = run.strategy.comm
+    trackers = Trackers(comm)
+    trackers.init_trackers(run.config.log, flatten_config(run.config))
+    first_step, is_main, metrics_path = run.state.step, comm.is_main, _get_metrics_path(run.config.save)
+    with signals, ProgressBar(run.plan.steps, first_step, "training", enabled=is_main) as progress:
+        metrics_file = MetricsFile(metrics_path, first_step) if is_main else None
+        metric_logger = TrainingLogger(progress, metrics_file, trackers, run.state.samples)
+        run = replace(run, metric_logger=metric_logger, callbacks=callbacks.list_all())
+        for callback in run.callbacks:
+            callback.on_train_begin(run)
         resume.run_pending_callbacks(run)
         try:
-            _train_and_check_sync(run, guard)
+            _train_and_check_sync(run, callbacks.weight_sync_check)
         except WeightsDiverged:
             signals.ignore_sigterm()
             raise
         except TooManyFailures:
-            _save_partial_adapter(save_adapter, run)
+            _save_partial_adapter(callbacks.save_adapter, run)
             raise
-        except StopRequested as end:
-            raise resume.save_and_exit(run, keeper, end.pending, signals) from None
+        except StopRequested as stop:
+            raise resume.save_and_exit(run, callbacks.save_checkpoint, stop.pending, signals) from None
         except Exception as error:
             signals.ignore_sigterm()
-            raise failure_handler.build_final_error(error, run, keeper) from error
-    keeper.wait_until_written(run)
+            raise failure_handler.build_final_error(error, run, callbacks.save_checkpoint) from error
+    callbacks.save_checkpoint.wait_until_written(run)
     run.bad_samples.log_summary()
     trackers.end_training()
-    sheet = _write_preview_grid(config, prompts, resume.started_at) if strategy.comm.is_main else None
-    previews = folder / "sample"
-    _log_output_paths(save_adapter.saved_paths, previews if previews.is_dir() else None, sheet, report.path)
-    learnt.fail_if_zero(run)
+    grid = _write_preview_grid(run.config.save, prompts, resume.started_at) if is_main else None
+    _log_output_paths(callbacks, grid)
+    callbacks.update_norms.fail_if_zero(run)
 
 
-def _train_and_check_sync(run: TrainingRun, sync_check: WeightSyncCheck) -> None:
-    """To the last step, or to where the run is asked to end; what is saved there is the same everywhere."""
+def _train_and_check_sync(run: TrainingRun, weight_sync_check: WeightSyncCheck) -> None:
+    """Train; before a stopped run saves its checkpoint, check that all ranks hold the same weights."""
     try:
         train(run)
     except StopRequested:
-        sync_check.on_train_begin(run)
+        weight_sync_check.check(run)
         raise
 
 
 def _save_partial_adapter(save_adapter: SaveAdapter, run: TrainingRun) -> None:
-    """What was learnt until a run could not go on; why it could not is what the user has to read."""
+    """Save what was trained so far; a failure must not hide why the run ended."""
     if not run.state.has_trained:
         return
     try:
         save_adapter.save(run, f"{run.config.save.output_name}-step{run.state.step:08d}.safetensors")
     except UserError as error:
-        logger.warning("what was learnt so far is not saved: %s", error)
+        logger.warning("the LoRA trained so far cannot be saved: %s", error)
 
 
-def _read_prompts(preview: PreviewConfig, detected: DetectedModel) -> list[Prompt]:
-    """The prompts of previews, all of which this model can draw."""
-    prompts = load_preview_prompts(preview)
-    if problems := [*validate_prompts(prompts, preview.sample_sampler, detected)]:
-        raise ConfigError(problems)
-    return prompts
-
-
-def _prepare_output_dir(config: RunConfig, output_dir: Path, name: str, held: ExitStack) -> None:
-    """That files can be written, and by this run alone, is known before training, not after it."""
-    named = config.distributed.compile_cache_dir
-    places = {"output_dir": output_dir} | ({"compile_cache_dir": Path(named).expanduser()} if named is not None else {})
-    if problems := [
-        f"--{option}: {place} cannot be written to: {why}"
-        for option, place in places.items()
-        if (why := find_write_error(place))
-    ]:
-        raise ConfigError(problems)
-    held.enter_context(hold_output_lock(output_dir, name))
-    checkpoint_dir.remove_leftover_files(output_dir, name)
-
-
-def _build_preview(config: RunConfig, prompts: Sequence[Prompt]) -> Preview:
-    settings: PreviewConfig = config.preview
-    return Preview(settings, prompts, Path(config.save.output_dir) / "sample", config.save.output_name)
-
-
-def _build_validation(config: RunConfig, prepared: PreparedData, cache_readers: CacheReaders) -> list[Validation]:
-    """One, where pictures are kept for it."""
-    found = build_validation_reader(
-        prepared, config.validate.max_validation_steps, cache_readers.latent_reader, cache_readers.text_reader
-    )
-    return [] if found is None else [Validation(config.validate, *found)]
-
-
-def _write_preview_grid(config: RunConfig, prompts: Sequence[str], started_at: float) -> Path | None:
-    """All previews of the run side by side; that they cannot be drawn does not spoil the run."""
-    folder, name = Path(config.save.output_dir), config.save.output_name
-    path = folder / f"{name}.before_after.png"
+def _write_preview_grid(save: SaveConfig, prompts: Sequence[str], started_at: float) -> Path | None:
+    """Write all previews of the run as one image."""
+    output_dir, name = Path(save.output_dir), save.output_name
+    path = output_dir / f"{name}.before_after.png"
     try:
-        return preview_grid.write_preview_grid(folder / "sample", name, prompts, started_at, path)
+        return preview_grid.write_preview_grid(output_dir / "sample", name, prompts, started_at, path)
     except OSError as error:
-        logger.warning("%s could not be written: %s", path, error)
+        logger.warning("%s: cannot be written: %s", path, error)
         return None
 
 
-def _log_output_paths(files: Sequence[Path], previews: Path | None, preview_grid: Path | None, report: Path) -> None:
-    """The last lines: what to open."""
-    logger.info("LoRA file: %s", files[-1])
-    if previews is not None:
-        logger.info("pictures: %s", previews)
-    if preview_grid is not None:
-        logger.info("before and after, side by side: %s", preview_grid)
-    logger.info("all about this run: %s", report)
+def _log_output_paths(callbacks: RunCallbacks, grid: Path | None) -> None:
+    logger.info("LoRA file: %s", callbacks.save_adapter.saved_paths[-1])
+    if callbacks.preview.output_dir.is_dir():
+        logger.info("previews: %s", callbacks.preview.output_dir)
+    if grid is not None:
+        logger.info("previews side by side, before and after: %s", grid)
+    logger.info("report: %s", callbacks.save_report.path)

@@ -1,4 +1,4 @@
-"""From settings to a run that is ready: the model's parts loaded, adapters put in, optimizer and loader made."""
+"""Build a training run from settings: load the pipeline, inject adapters, build optimizer, task and data loader."""
 
 import logging
 from collections.abc import Sequence
@@ -17,14 +17,16 @@ from ..atomic_files import find_write_error
 from ..cache.paths import resolve_cache_dirs
 from ..cache.precompute import CacheReaders
 from ..cache.readers import build_step_loader
+from ..checkpoint.init_weights import InitialWeights, load_network_weights
 from ..config import RunConfig
-from ..config.validate_objective import find_active_options, validate_objective_for_model
+from ..config.schema import OptimConfig, TrainConfig
+from ..config.schema_data import CacheConfig, DataConfig
+from ..config.validate_objective import find_active_options
 from ..data.prepare import PreparedData, prepare_data
 from ..data.prompts import Prompt
 from ..data.run_plan import RunPlan
 from ..diffusion.objective import Objective
 from ..diffusion.process import FlowMatchingProcess
-from ..diffusion.weighting import find_unbounded_weightings
 from ..distributed.async_copy import CopyStream
 from ..distributed.communicator import Communicator
 from ..distributed.devices import HOST, MIXED_PRECISION_DTYPES
@@ -41,11 +43,12 @@ from ..parallel.blocks import BlockSequence, ParallelPlan, UNetBlockSequence
 from ..parallel.offload import is_quantized_or_offloaded, quantize_and_offload_base
 from ..parallel.strategy import Strategy
 from .activation_checkpointing import enable_activation_checkpointing
-from .init_weights import InitialWeights, load_network_weights
+from .preflight import validate_objective
 from .state import NullMetricLogger, TrainingRun
 from .step_guards import BadSamples, NanGuard, OomRecovery
 from .task import DiffusionTask
 from .trainable import (
+    TrainableModules,
     build_lora_dropout,
     build_param_groups,
     build_trainable_modules,
@@ -65,33 +68,35 @@ def load_training_pipeline(
     cache_readers: CacheReaders,
     prompts: Sequence[Prompt],
 ) -> Any:
-    """The parts that training needs, on the device; what was kept needs no encoder any more.
+    """Load the components that training needs; with cached latents or text embeddings no VAE or text encoder.
 
-    What is trained is where the strategy wants it.  A VAE that only previews need rests in host memory between them.
+    Trained components go where the strategy wants them. A VAE that only previews need stays on the CPU in between.
     """
     needed = [
-        part
-        for part in family.components
-        if part == family.denoiser_name
-        or part.startswith("tokenizer")
-        or (cache_readers.latent_reader is None if part == "vae" else cache_readers.text_reader is None)
+        name
+        for name in family.components
+        if name == family.denoiser_name
+        or name.startswith("tokenizer")
+        or (cache_readers.latent_reader is None if name == "vae" else cache_readers.text_reader is None)
     ]
     dtype = MIXED_PRECISION_DTYPES[strategy.mixed_precision]
-    trained = {family.denoiser_name, *select_trained_text_encoders(config, family.facts)}
-    homes = {part: strategy.base_load_device if part in trained else strategy.device for part in needed}
+    encoders = select_trained_text_encoders(config.adapter, config.optim, family.facts)
+    trained = {family.denoiser_name, *encoders}
+    devices = {name: strategy.base_load_device if name in trained else strategy.device for name in needed}
     if is_quantized_or_offloaded(config.model, config.train):  # the full weights might not fit on the device
-        homes[family.denoiser_name] = HOST
+        devices[family.denoiser_name] = HOST
     pipe = None
-    for home in dict.fromkeys(homes.values()):
-        pipe = family.load(detected, dtype, [part for part in needed if homes[part] == home], pipe=pipe, device=home)
+    for device in dict.fromkeys(devices.values()):
+        names = [name for name in needed if devices[name] == device]
+        pipe = family.load(detected, dtype, names, pipe=pipe, device=device)
     if "vae" not in needed and prompts:
         pipe = family.load(detected, dtype, ("vae",), pipe=pipe)
-    for part in family.components:
-        module = getattr(pipe, part)
+    for name in family.components:
+        module = getattr(pipe, name)
         if isinstance(module, torch.nn.Module):
             module.requires_grad_(False)
-            if part in needed:
-                module.to(homes[part])
+            if name in needed:
+                module.to(devices[name])
     return pipe
 
 
@@ -105,30 +110,30 @@ def build_run(
     cache_readers: CacheReaders,
     initial_weights: InitialWeights,
 ) -> tuple[TrainingRun, lora.Adapter]:
-    """Put the adapters into the model, and hand both to the strategy."""
+    """Inject the adapters, build optimizer, task and loader, and wrap the model; without callbacks and logger yet."""
     objective = build_objective(config, family, pipe)
     set_attention_mode(getattr(pipe, family.denoiser_name), config.distributed.attn_mode)
     trained, adapter = build_trainable_modules(config, family, pipe, initial_weights.rank_alphas)
     load_network_weights(trained, adapter, initial_weights)
     if config.distributed.full_bf16:
         cast_trainable_parameters(trained, torch.bfloat16)
-    for parameter in get_trainable_parameters(trained):  # before an optimizer looks where they are
+    for parameter in get_trainable_parameters(trained):  # before the optimizer is built, as some allocate state at once
         parameter.data = parameter.data.to(strategy.device)
     for line in format_trainable_summary(trained, adapter):
         logger.info("%s", line)
     if is_quantized_or_offloaded(config.model, config.train):
         quantize_and_offload_base(trained.denoiser, strategy.device, config.model, config.train)
-    groups = build_param_groups(trained, adapter, config, family.facts)
-    optimizer = _build_optimizer(config, groups)
+    groups = build_param_groups(trained, adapter, config.adapter, config.optim, family.facts)
+    optimizer = _build_optimizer(config.optim, groups)
     compilation = strategy.compile(list(trained.children()), trained.denoiser, config.distributed.compile_dynamic)
     if compilation is not None:
-        _configure_compile_cache(config, prepared)
+        _configure_compile_cache(config.distributed.compile_cache_dir, config.cache, prepared)
         compilation.set_activation_memory_budget(config.train.activation_memory_budget)
-    wrapped, optimizer = strategy.wrap(trained, optimizer, build_parallel_plan(family, trained.denoiser))
+    model, optimizer = strategy.wrap(trained, optimizer, build_parallel_plan(family, trained.denoiser))
     task = DiffusionTask(
         family,
         pipe,
-        wrapped,
+        model,
         objective,
         config.train.seed,
         CopyStream(strategy.device),
@@ -137,7 +142,7 @@ def build_run(
         config.cache.text_encoder_batch_size,
         cache_readers.text_reader,
         config.adapter.trains_text_encoders,
-        build_lora_dropout(config.adapter, trained, adapter),
+        build_lora_dropout(config.adapter, trained, adapter, strategy.get_token_positions),
         pads_texts=config.parallel.pp_size > 1,
     )
     loader = build_step_loader(
@@ -149,113 +154,89 @@ def build_run(
         latent_reader=cache_readers.latent_reader,
         text_reader=cache_readers.text_reader,
     )
-    if task.dropout is not None:
-        task.dropout.token_positions = strategy.get_token_positions
     if strategy.comm.is_main:
         _warn_truncated_captions(family, pipe, prepared.list_first_epoch_captions(plan.batch_plan, plan.steps))
-    schedule = schedules.build_lr_schedule(config.optim, plan.steps)
-    watch = NanGuard(config.train.max_nan_steps)
-    bad_samples = BadSamples(
-        config.data.max_invalid_images, len({sample.image for sample in prepared.manifest.samples})
-    )
-    job = TrainingRun(
+    lr_schedule = schedules.build_lr_schedule(config.optim, plan.steps)
+    max_norm, ema_decay = config.adapter.scale_weight_norms, config.optim.ema_decay
+    parameters = [parameter for group in groups for parameter in group.parameters]
+    run = TrainingRun(
         config,
         plan,
         strategy,
         task,
         loader,
-        wrapped,
+        model,
         groups,
         optimizer,
-        schedule,
-        watch,
-        _build_oom_recovery(config, trained),
-        bad_samples,
+        lr_schedule,
+        NanGuard(config.train.max_nan_steps),
+        _build_oom_recovery(config.train, trained),
+        BadSamples(config.data.max_invalid_images, len({sample.image for sample in prepared.manifest.samples})),
         NullMetricLogger(),
-        compilation=compilation,
+        None if ema_decay is None else AdapterEMA(parameters, ema_decay),
+        None if max_norm is None else MaxNormRegularizer(trained, adapter, max_norm),
+        compilation,
     )
-    if config.adapter.scale_weight_norms is not None:
-        job.max_norm_regularizer = MaxNormRegularizer(trained, adapter, config.adapter.scale_weight_norms)
-    if config.optim.ema_decay is not None:
-        job.ema = AdapterEMA(job.parameters, config.optim.ema_decay)
-    if callable(getattr(optimizer, "train", None)):  # schedule-free ones have two sets of weights
+    if callable(getattr(optimizer, "train", None)):  # schedule-free optimizers hold two sets of weights
         optimizer.train()
-    return job, adapter
+    return run, adapter
 
 
-def _build_oom_recovery(config: RunConfig, trainable: Any) -> OomRecovery:
-    """What can be done when memory is out; activations can be computed twice, unless they are already."""
-    can_save = partial(enable_activation_checkpointing, list(trainable.children()), trainable.denoiser, config.train)
-    return OomRecovery(config.train.on_oom == "recover", None if config.train.gradient_checkpointing else can_save)
+def _build_oom_recovery(config: TrainConfig, trainable: TrainableModules) -> OomRecovery:
+    enable = partial(enable_activation_checkpointing, list(trainable.children()), trainable.denoiser, config)
+    return OomRecovery(config.on_oom == "recover", None if config.gradient_checkpointing else enable)
 
 
-def _build_optimizer(config: RunConfig, groups: Sequence[optimizers.ParamGroup]) -> torch.optim.Optimizer:
-    for line in find_learning_rate_warnings(config.optim, groups):
+def _build_optimizer(config: OptimConfig, groups: Sequence[optimizers.ParamGroup]) -> torch.optim.Optimizer:
+    for line in find_learning_rate_warnings(config, groups):
         logger.warning("%s", line)
-    optimizer = optimizers.build_optimizer(config.optim, groups)
+    optimizer = optimizers.build_optimizer(config, groups)
     logger.info("optimizer: %s", optimizers.describe_optimizer(optimizer))
     return optimizer
 
 
-def _configure_compile_cache(config: RunConfig, prepared: PreparedData) -> None:
-    """In the folder that was named, or else where other things of these pictures are kept, if that can be written."""
+def _configure_compile_cache(compile_cache_dir: str | None, cache: CacheConfig, prepared: PreparedData) -> None:
+    """Cache compiled graphs in ``--compile_cache_dir``, by default next to the cached latents."""
     from ..parallel.compile import set_compile_cache_dir
 
-    named = config.distributed.compile_cache_dir
-    one = replace(prepared.manifest, samples=prepared.manifest.samples[:1])
-    folder = resolve_cache_dirs(one, config.cache)[0] / "compiled" if named is None else Path(named).expanduser()
-    if why := find_write_error(folder):
-        logger.warning(
-            "what is compiled is not kept in %s: %s; name another folder with --compile_cache_dir", folder, why
-        )
+    if compile_cache_dir is not None:
+        directory = Path(compile_cache_dir).expanduser()
     else:
-        set_compile_cache_dir(folder.absolute(), override=named is not None)
+        first_image = replace(prepared.manifest, samples=prepared.manifest.samples[:1])
+        directory = resolve_cache_dirs(first_image, cache)[0] / "compiled"
+    if error := find_write_error(directory):
+        logger.warning("cannot cache compiled graphs in %s: %s; set --compile_cache_dir", directory, error)
+    else:
+        set_compile_cache_dir(directory.absolute(), override=compile_cache_dir is not None)
 
 
 def _warn_truncated_captions(family: Family, pipe: Any, captions: Sequence[str]) -> None:
-    """Captions of which the model reads only the beginning."""
-    if found := family.find_truncated_prompts(pipe, captions):
-        logger.warning(
-            "%d of %d captions are longer than what the text encoder reads; their ends are left out, for "
-            "example of: %s",
-            len(found),
-            len(captions),
-            found[0],
-        )
+    if truncated := family.find_truncated_prompts(pipe, captions):
+        message = "%d of %d captions are longer than the text encoder's limit and are truncated, for example: %s"
+        logger.warning(message, len(truncated), len(captions), truncated[0])
 
 
 def build_objective(config: RunConfig, family: Family, pipe: Any) -> Objective:
-    """What the model is asked; from here on its scheduler, which draws previews, follows the options, too."""
+    """Build the training objective; the pipeline's scheduler, which previews use, follows the same options."""
     pipe.scheduler = override_scheduler(pipe.scheduler, config.noise)
     process = family.build_noise_process(pipe)
-    # Small files need not tell what a model predicts, so this is certain only now that it is loaded.
-    problems = [
-        f"--{names[0]}: {problem}"
-        for names, problem in validate_objective_for_model(
-            config.noise, config.loss, family.facts.title, process.prediction_type
-        )
-    ]
-    problems += [
-        f"--{name}: the model's last time has no signal, and so a weight without end; leave it out"
-        for name in find_unbounded_weightings(process, config.loss)
-    ]
-    if problems:
+    if problems := list(validate_objective(config, family, process)):
         raise ConfigError(problems)
-    times = config.noise.flow_timestep_sampling if isinstance(process, FlowMatchingProcess) else "uniform"
+    sampling = config.noise.flow_timestep_sampling if isinstance(process, FlowMatchingProcess) else "uniform"
     settings = "".join(f", {name} {value}" for name, value in find_active_options(config.noise, config.loss).items())
-    logger.info("the model predicts %s; times are %s%s", process.prediction_type, times, settings)
+    logger.info("prediction type: %s; timestep sampling: %s%s", process.prediction_type, sampling, settings)
     return Objective(process, config.noise, config.loss)
 
 
 def build_block_sequence(family: Family, denoiser: Any) -> BlockSequence:
-    """The denoiser's blocks in the order in which they run."""
+    """Return the denoiser's blocks in the order in which they run."""
     if family.has_skip_connections:
         return UNetBlockSequence.from_unet(denoiser)
     return BlockSequence.from_lists(denoiser, family.block_lists, family.block_activation_args)
 
 
 def build_parallel_plan(family: Family, denoiser: nn.Module) -> ParallelPlan:
-    """How the denoiser can be taken apart."""
+    """Describe how the denoiser can be split over processes."""
     return ParallelPlan(
         build_block_sequence(family, denoiser),
         build_tensor_parallel_plan(denoiser),
@@ -265,13 +246,14 @@ def build_parallel_plan(family: Family, denoiser: nn.Module) -> ParallelPlan:
     )
 
 
-def prepare_dataset(config: RunConfig, comm: Communicator, pixel_step: int) -> PreparedData:
-    """One process of each machine looks at the pictures; the others read what it found out, beside the pictures."""
-    prepared = comm.run_local_main_first(lambda: prepare_data(config.data, pixel_step, config.cache.cache_dir))
+def prepare_dataset(data: DataConfig, cache: CacheConfig, comm: Communicator, size_multiple: int) -> PreparedData:
+    """Scan the dataset on one rank per machine; the others read the manifest that it writes next to the images."""
+    prepared = comm.run_local_main_first(lambda: prepare_data(data, size_multiple, cache.cache_dir))
+    fingerprint = prepared.manifest.compute_fingerprint()
     comm.assert_equal_across_ranks(
         {
-            "number of pictures": len(prepared.manifest.samples),
-            "images, captions or dataset settings": prepared.manifest.compute_fingerprint(),
+            "number of images": len(prepared.manifest.samples),
+            "images, captions or dataset settings": fingerprint,
         }
     )
     return prepared

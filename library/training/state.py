@@ -1,4 +1,4 @@
-"""What a run consists of, and what may be done to it from outside of the loop."""
+"""What the training loop works on: the run and its state, step metrics, the protocols of callbacks and loggers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,72 +18,54 @@ from .task import DiffusionTask, MicroBatchStats
 
 if TYPE_CHECKING:
     from ..parallel.compile import Compilation
-    from .step_guards import BadSamples, OomRecovery
+    from .step_guards import BadSamples, NanGuard, OomRecovery
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """What a step was like; the tensors stay on the device until somebody has to read them."""
+    """The metrics of one optimizer step; tensors stay on the device until they are logged."""
 
     step: int  # from 0
     loss: Tensor
     grad_norm: Tensor
-    learning_rates: Mapping[str, Any]  # of each group that has one
-    micro_batches: tuple[MicroBatchStats, ...]  # the micro-batches of this process
-    data_wait_seconds: float  # seconds until the loader had them
-    is_skipped: bool = False  # it changed nothing, because something in it was no number
+    learning_rates: Mapping[str, Any]  # by parameter group
+    micro_batches: tuple[MicroBatchStats, ...]  # of this rank
+    data_wait_seconds: float  # time spent waiting for the data loader
+    is_skipped: bool = False  # the optimizer step was skipped: loss or gradient was NaN or Inf
 
 
 class MetricLogger(Protocol):
-    """Gets to know how the run goes."""
+    """Logs the metrics of a run."""
+
+    def advance_progress(self, run: "TrainingRun") -> None:
+        """Advance the progress bar; the metrics of the step are not known yet."""
+
+    def log_steps(self, run: "TrainingRun", metrics: Sequence["StepMetrics"]) -> None:
+        """Log the metrics of finished steps. Collective: all ranks must call it."""
+
+    def log_values(self, run: "TrainingRun", values: Mapping[str, float]) -> None:
+        """Log metrics of the run at the current step."""
 
     @property
     def has_trackers(self) -> bool:
-        """Whether images go anywhere; the same on all ranks."""
-
-    def advance_progress(self, run: "TrainingRun") -> None:
-        """A step was sent on its way; nobody knows yet how it went."""
-
-    def log_steps(self, run: "TrainingRun", metrics: Sequence["StepMetrics"]) -> None:
-        """These steps are done, and their figures may be read."""
-
-    def log_values(self, run: "TrainingRun", values: Mapping[str, float]) -> None:
-        """What else was found out about the run as it is now."""
+        """Whether images go anywhere but to disk; the same on all ranks."""
 
     def log_images(self, run: "TrainingRun", images: Mapping[str, bytes]) -> None:
-        """Previews of all processes, as PNG files."""
+        """Log previews of all ranks, given as PNG files."""
 
 
 @dataclass(frozen=True)
 class SkippedStep:
-    """A step whose update was left out."""
+    """A step whose update was skipped because its loss or gradient was NaN or Inf."""
 
     step: int  # from 0
     loss: float
     grad_norm: float
 
 
-class StepGuard(Protocol):
-    """Knows the run as it was when it was last seen to be well, and which steps were left out."""
-
-    skipped_steps: list[SkippedStep]
-
-    def take_snapshot(self, run: "TrainingRun") -> None:
-        """This is how the run was when it was last seen to be well."""
-
-    def check_or_roll_back(self, run: "TrainingRun", metrics: Sequence[StepMetrics]) -> bool:
-        """Read what the device computed; when it is not well, take everything back to the last reading."""
-
-    def roll_back(self, run: "TrainingRun") -> None:
-        """Make ``run`` what it was when it was remembered."""
-
-    def should_step(self, run: "TrainingRun", step_batches: StepBatches, metrics: StepMetrics) -> bool:
-        """Whether this step may change the weights, as far as that is known; a bad one is told and counted."""
-
-
 @dataclass
 class TrainState:
-    """What must be known to go on, besides adapter and optimizer."""
+    """Counters that a checkpoint holds besides adapter, EMA and optimizer state."""
 
     step: int = 0
     samples: int = 0
@@ -91,52 +73,58 @@ class TrainState:
 
 
 class Callback(Protocol):
-    """Something that is done between steps; it knows itself when it is due."""
+    """Work between two steps: validation, previews, saving."""
 
+    id: str
+    """Its name in checkpoints, which list the callbacks that a stopped run has still to run."""
     is_deferrable: bool
-    """Whether a run that is told to end may leave it to the run that goes on."""
+    """Whether a run that is stopped by a signal leaves it to the resumed run."""
 
-    def should_run(self, run: "TrainingRun") -> bool: ...
+    def should_run(self, run: "TrainingRun") -> bool:
+        """Whether it is due after the step just done; the same on all ranks."""
+
+    def on_train_begin(self, run: "TrainingRun") -> None:
+        """Called on all ranks before the first step of a new or resumed run."""
 
     def __call__(self, run: "TrainingRun") -> None: ...
 
 
 @dataclass
 class TrainingRun:
-    """Everything a run consists of."""
+    """All parts of a training run."""
 
     config: RunConfig
     plan: RunPlan
     strategy: Strategy
     task: DiffusionTask
     loader: StepLoader
-    model: nn.Module  # the denoiser with its adapters, as wrapped by the strategy
-    param_groups: Sequence[ParamGroup]  # the parameters that learn
+    model: nn.Module  # denoiser and trained text encoders with their adapters, as wrapped by the strategy
+    param_groups: Sequence[ParamGroup]  # the trainable parameters
     optimizer: Any
     lr_schedule: LRSchedule
-    nan_guard: StepGuard
+    nan_guard: "NanGuard"
     oom_recovery: "OomRecovery"
     bad_samples: "BadSamples"
     metric_logger: MetricLogger
     ema: AdapterEMA | None = None
-    max_norm_regularizer: MaxNormRegularizer | None = None  # on the length of updates
+    max_norm_regularizer: MaxNormRegularizer | None = None
     compilation: "Compilation | None" = None
     callbacks: Sequence[Callback] = ()
     state: TrainState = field(default_factory=TrainState)
     is_warmed_up: bool = False
     step_batches: StepBatches | None = None
-    """What the step that is being done consists of."""
+    """The batches of the current step."""
     pending_callbacks: tuple[str, ...] = ()
-    """What is due after the step that was just done, and is not done yet."""
+    """The ids of callbacks that are due after the step just done and have not run yet."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Everything that learns."""
+        """All trainable parameters."""
         return [parameter for group in self.param_groups for parameter in group.parameters]
 
 
 class StopRequested(Exception):
-    """The run was asked to end; the step is whole, and what was left to do at it is ``owed``."""
+    """The run was asked to stop; the step is complete, and ``pending`` callbacks are left to the resumed run."""
 
     def __init__(self, pending: Sequence[str]):
         super().__init__()
@@ -144,7 +132,7 @@ class StopRequested(Exception):
 
 
 class NullMetricLogger:
-    """Tells nobody."""
+    """Logs nothing."""
 
     has_trackers = False
 
@@ -158,7 +146,7 @@ class NullMetricLogger:
 
 
 def is_interval_reached(plan: RunPlan, step: int, every_steps: int | None, every_epochs: int | None) -> bool:
-    """Whether something that happens every n epochs, or else every n steps, happens after ``step`` steps."""
+    """Whether an interval in epochs, or else in steps, ends with step ``step`` (counted from 1)."""
     if every_epochs is not None:
         return plan.count_completed_epochs(step) // every_epochs > plan.count_completed_epochs(step - 1) // every_epochs
     return every_steps is not None and step % every_steps == 0

@@ -1,4 +1,4 @@
-"""Pictures that became unreadable during a run: told once each, the same on all ranks, and too many of them end it."""
+"""What guards the training loop: roll back and skip NaN steps, recover from out of memory, report bad images."""
 
 import json
 import logging
@@ -28,61 +28,60 @@ logger = logging.getLogger(__name__)
 
 
 class TooManyFailures(UserError):
-    """Too many pictures or steps went wrong; the weights are still those of the last good step."""
+    """Too many images could not be read, or too many steps were NaN; the weights are those of the last good step."""
 
 
 @dataclass
 class BadSamples:
-    """What could not be read so far, by name."""
+    """Images that became unreadable during the run, by name; too many of them end it."""
 
     max_invalid_images: int  # --max_invalid_images
-    num_images: int  # that the run has
+    num_images: int
     problems: dict[str, str] = field(default_factory=dict)
-    unreported: list[BadSample] = field(default_factory=list)  # of this rank, since the last time all talked about it
+    unreported: list[BadSample] = field(default_factory=list)  # of this rank, since the last synchronization
 
     def add(self, problems: Sequence[BadSample]) -> None:
-        """Take in what this rank met with in a step."""
+        """Add the unreadable images of this rank."""
         self.unreported += problems
 
     def sync_across_ranks(self, strategy: Strategy) -> None:
-        """Every rank calls this at the same steps: all learn what any of them met with, and all stop together."""
+        """Share unreadable images across ranks; all warn of the same ones and stop at the same step. Collective."""
         mine, self.unreported = self.unreported, []
         if not strategy.comm.all_reduce_sum(len(mine)):
             return
         by_rank = strategy.comm.all_gather_object(mine)
-        if (half := _find_partial_failure(by_rank, strategy.model_parallel_size)) is not None:
-            error = UserError(half)
+        if (message := _find_partial_failure(by_rank, strategy.model_parallel_size)) is not None:
+            error = UserError(message)
             error.is_reported = not strategy.comm.is_main
             raise error
         for bad in chain(*by_rank):
             if bad.name not in self.problems:
                 self.problems[bad.name] = bad.problem
-                logger.warning("%s: %s; what stands in its place weighs nothing", bad.name, bad.problem)
+                logger.warning("%s: %s; excluded from the loss", bad.name, bad.problem)
         if len(self.problems) > self.max_invalid_images or 2 * len(self.problems) >= self.num_images:
             error = TooManyFailures(self._format_limit_error())
             error.is_reported = not strategy.comm.is_main
             raise error
 
     def log_summary(self) -> None:
-        """At the end of a run, once more."""
         if self.problems:
-            said = "%d pictures became unreadable and were not trained from then on: %s"
-            logger.warning(said, len(self.problems), ", ".join(self.problems))
+            message = "%d images became unreadable during the run and were no longer trained: %s"
+            logger.warning(message, len(self.problems), ", ".join(self.problems))
 
     def _format_limit_error(self) -> str:
         lines = "".join(f"\n{name}: {problem}" for name, problem in self.problems.items())
         limit = (
             f"max_invalid_images is {self.max_invalid_images}"
             if len(self.problems) > self.max_invalid_images
-            else "that is half of them or more"
+            else "at least half of the dataset"
         )
-        return f"{len(self.problems)} of {self.num_images} pictures cannot be read any more; {limit}:{lines}"
+        return f"{len(self.problems)} of {self.num_images} images can no longer be read; {limit}:{lines}"
 
 
 def _find_partial_failure(by_rank: Sequence[Sequence[BadSample]], model_parallel_size: int) -> str | None:
-    """What is to be told when not all processes that work on a picture missed it: each saw another one."""
+    """Find an image that only some ranks of a model-parallel group could read: their data differs."""
     for first in range(0, len(by_rank), model_parallel_size):
-        # Machines may have their pictures under other folders.
+        # Machines may have the images in different directories.
         group = [
             {Path(bad.name).parts[-2:]: bad for bad in problems}
             for problems in by_rank[first : first + model_parallel_size]
@@ -91,9 +90,8 @@ def _find_partial_failure(by_rank: Sequence[Sequence[BadSample]], model_parallel
             for name, bad in missed.items():
                 if not all(name in others for others in group):
                     return (
-                        f"{bad.name}: {bad.problem}. That is so for rank {first + number}, while others that work"
-                        " on the same picture could read it. What was learnt of it is taken back; look at that"
-                        " machine's disk, and go on"
+                        f"{bad.name}: {bad.problem}: only on rank {first + number}; other ranks of its model-parallel"
+                        " group could read it. The step was rolled back; check that machine's disk, then resume"
                     )
     return None
 
@@ -102,26 +100,26 @@ CHECK_INTERVAL_STEPS = 10
 
 
 class NanGuard:
-    """Knows the run as it was at the last reading, and which steps were left out."""
+    """Snapshot the run at every check; roll back when a loss or gradient was NaN or Inf, and skip that step."""
 
     def __init__(self, max_nan_steps: int):
         self.max_nan_steps = max_nan_steps
         self.skipped_steps: list[SkippedStep] = []
         self.check_each_step_until = 0
-        """Steps before this one are looked at one by one."""
+        """After a rollback: check every step before this one, to find the bad one."""
         self.snapshot_step = 0
         self._snapshot = HostSnapshot()
 
     def take_snapshot(self, run: TrainingRun) -> None:
-        """This is how the run was when it was last seen to be well."""
+        """Copy adapter, EMA and optimizer state to host memory, without waiting for the device."""
         self.snapshot_step = run.state.step
-        average = run.ema.shadow_params if run.ema is not None else []
+        ema_params = run.ema.shadow_params if run.ema is not None else []
         parameters = [parameter.detach() for parameter in run.parameters]
-        self._snapshot.capture({"parameters": parameters, "average": average, "optimizer": run.optimizer.state_dict()})
+        self._snapshot.capture({"parameters": parameters, "ema": ema_params, "optimizer": run.optimizer.state_dict()})
         self._snapshot_state = replace(run.state)
 
     def check_or_roll_back(self, run: TrainingRun, metrics: Sequence[StepMetrics]) -> bool:
-        """Read what the device computed; when it is not well, take everything back to the last reading."""
+        """Wait for the metrics of the steps since the snapshot; roll back and return False if any is NaN or Inf."""
         if all(item.is_skipped or is_finite(run, item) for item in metrics):
             return True
         self.check_each_step_until = run.state.step
@@ -129,20 +127,20 @@ class NanGuard:
         return False
 
     def roll_back(self, run: TrainingRun) -> None:
-        """Make ``run`` what it was when it was remembered."""
-        kept = self._snapshot.wait()
-        for parameter, value in zip(run.parameters, kept["parameters"], strict=True):
+        """Restore the snapshot."""
+        snapshot = self._snapshot.wait()
+        for parameter, value in zip(run.parameters, snapshot["parameters"], strict=True):
             parameter.data.copy_(value)
         run.strategy.sync_optimizer_copies()
         if run.ema is not None:
-            for mine, value in zip(run.ema.shadow_params, kept["average"], strict=True):
+            for mine, value in zip(run.ema.shadow_params, snapshot["ema"], strict=True):
                 mine.copy_(value)
-        load_optimizer_state(run.optimizer, kept["optimizer"])
+        load_optimizer_state(run.optimizer, snapshot["optimizer"])
         run.optimizer.zero_grad(set_to_none=True)
         run.state = replace(self._snapshot_state)
 
     def should_step(self, run: TrainingRun, step_batches: StepBatches, metrics: StepMetrics) -> bool:
-        """Whether this step may change the weights, as far as that is known; a bad one is told and counted."""
+        """Whether to apply the update; after a rollback, skip and report the steps that are NaN or Inf."""
         step = run.state.step
         if step >= self.check_each_step_until or is_finite(run, metrics):
             return True
@@ -154,35 +152,38 @@ class NanGuard:
         logger.warning("step %d skipped: %s. Images on this rank: %s. Details: %s", step + 1, what, images, report)
         if len(self.skipped_steps) >= self.max_nan_steps:
             raise TooManyFailures(
-                f"{len(self.skipped_steps)} steps had a loss or gradient that is no number, which is the limit that"
-                f" --max_nan_steps sets.\nThe weights are those before step {step + 1}. Try a lower"
-                " learning_rate, or mixed_precision bf16 in the place of fp16."
+                f"{len(self.skipped_steps)} steps had a NaN or Inf loss or gradient, the limit of --max_nan_steps.\n"
+                f"The weights are those before step {step + 1}. Try a lower learning_rate, or mixed_precision bf16"
+                " instead of fp16."
             )
         return False
 
 
 def is_finite(run: TrainingRun, metrics: StepMetrics) -> bool:
-    """Loss and gradient norm are numbers.  With gradient scaling (fp16) an infinite gradient is how the scaler finds
-    its scale; it skips that update itself."""
+    """Whether loss and gradient norm are finite.
+
+    With a gradient scaler (fp16) only the loss counts: the scaler finds its scale by overflowing, and skips those
+    updates itself.
+    """
     return math.isfinite(float(metrics.loss)) and (
         run.strategy.has_grad_scaler or math.isfinite(float(metrics.grad_norm))
     )
 
 
-def _write_nan_report(run: TrainingRun, work: StepBatches, bad: SkippedStep) -> Path:
+def _write_nan_report(run: TrainingRun, step_batches: StepBatches, bad: SkippedStep) -> Path:
     """Write the images, captions, timesteps and losses of this rank in a skipped step as JSON.
 
-    Noise is a function of seed, step and place, so this is enough to compute the step again.
+    Noise is a function of seed, step and position, so this is enough to compute the step again.
     """
     save, rank = run.config.save, run.strategy.comm.rank
     path = Path(save.output_dir) / f"{save.output_name}.nan-step{bad.step + 1:08d}-rank{rank}.json"
     samples: dict[int, tuple[float, float]] = {}
-    for seen in run.task.micro_batch_stats:
+    for stats in run.task.micro_batch_stats:
         samples |= zip(
-            seen.global_positions, zip(seen.timesteps.tolist(), seen.losses.tolist(), strict=True), strict=True
+            stats.global_positions, zip(stats.timesteps.tolist(), stats.losses.tolist(), strict=True), strict=True
         )
     images = []
-    for batch in work.micro_batches:
+    for batch in step_batches.micro_batches:
         height, width = batch.size_conditioning[0, 4:].int().tolist()
         for name, caption, place in zip(batch.sample_keys, batch.captions, batch.global_positions, strict=True):
             timestep, loss = samples.get(place, (math.nan, math.nan))
@@ -198,7 +199,7 @@ def _write_nan_report(run: TrainingRun, work: StepBatches, bad: SkippedStep) -> 
     }
     try:
         path.write_text(json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False), "utf-8")
-    except OSError as error:  # a report that cannot be written ends no run
+    except OSError as error:  # a missing report is no reason to end a run
         logger.warning("%s: cannot be written: %s", path, error.strerror or error)
     return path
 
@@ -209,40 +210,42 @@ def _to_json(number: float) -> Any:
 
 
 class OomRecovery:
-    """How far a run went down to fit; all processes go down together, since all have batches of the same sizes."""
+    """``--on_oom recover``: split micro-batches, then enable gradient checkpointing, until a step fits into memory.
+
+    All ranks do the same, since all have batches of the same shapes.
+    """
 
     def __init__(self, is_enabled: bool, enable_checkpointing: Callable[[], None] | None):
-        """``compute_twice`` switches gradient checkpointing on; without it, it is on already."""
         self.is_enabled, self._enable_checkpointing = is_enabled, enable_checkpointing
         self.num_splits = 1
-        """So many make up a micro-batch."""
+        """Into how many parts each micro-batch is split."""
 
     def compute_gradients(
         self, strategy: Strategy, task: DiffusionTask, step_batches: StepBatches, step: int
     ) -> Tensor:
-        """Those of one step; return its loss."""
+        """Compute the gradients of a step, and return its loss."""
         if not self.is_enabled:
             return strategy.compute_gradients(task, step_batches.micro_batches, step_batches.num_global_samples, step)
         while True:
-            found = strategy.compute_gradients_catching_oom(
+            result = strategy.compute_gradients_catching_oom(
                 task, self._split_batches(step_batches.micro_batches), step_batches.num_global_samples, step
             )
-            if not isinstance(found, OutOfMemory):
-                return found
+            if not isinstance(result, OutOfMemory):
+                return result
             task.reset_stats()
-            self._reduce_memory(found, step_batches.micro_batches, step)
+            self._reduce_memory(result, step_batches.micro_batches, step)
 
     def run_until_fits(
         self, strategy: Strategy, batch: PixelBatch, step: int, function: Callable[[PixelBatch], Any]
     ) -> None:
-        """``work`` with as many of the pictures as fit."""
+        """Call ``function`` with ``batch``, or with as many of its images as fit."""
         if not self.is_enabled:
             function(batch)
             return
         while (
-            found := strategy.run_catching_oom(lambda: _run_and_discard(self._split_batches([batch])[0], function))
+            error := strategy.run_catching_oom(lambda: _run_and_discard(self._split_batches([batch])[0], function))
         ) is not None:
-            self._reduce_memory(found, [batch], step)
+            self._reduce_memory(error, [batch], step)
 
     def _split_batches(self, batches: Sequence[PixelBatch]) -> list[PixelBatch]:
         return [part for batch in batches for part in batch.split(-(-len(batch) // self.num_splits))]
@@ -250,21 +253,14 @@ class OomRecovery:
     def _reduce_memory(self, error: OutOfMemory, batches: Sequence[PixelBatch], step: int) -> None:
         if self.num_splits < max(len(batch) for batch in batches):
             self.num_splits *= 2
-            change = (
-                f"micro-batches are cut in {self.num_splits} parts from now on, which changes nothing in the result"
-            )
+            change = f"splitting micro-batches into {self.num_splits} parts from now on (same result)"
         elif self._enable_checkpointing is not None:
             self._enable_checkpointing()
             self._enable_checkpointing = None
-            change = "gradient_checkpointing is switched on, which takes more time and changes nothing in the result"
+            change = "enabling gradient_checkpointing (slower, same result)"
         else:
             raise error
-        logger.warning(
-            "step %d ran out of memory (%s); --on_oom recover: %s, and the step comes again",
-            step + 1,
-            error.phase,
-            change,
-        )
+        logger.warning("step %d: out of memory (%s); %s, then retrying the step", step + 1, error.phase, change)
 
 
 def _run_and_discard(batch: PixelBatch, function: Callable[[PixelBatch], Any]) -> None:

@@ -1,14 +1,12 @@
-"""Which learning rate every trained weight has."""
+"""The trainable modules: which components get adapters, their parameter groups with learning rates, LoRA dropout."""
 
-import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..adapters import lora
-from ..adapters.key_names import ComponentKeys
 from ..adapters.peft_types import RankAlpha
 from ..adapters.regularization import LoraDropout
 from ..adapters.targets import TargetComponent, TargetLayer, matches_pattern
@@ -20,67 +18,56 @@ from ..config.network_args import (
     get_unet_block_index,
 )
 from ..config.schema import AdapterConfig, OptimConfig, RunConfig
-from ..config.validate_adapter import validate_adapter_for_model
-from ..errors import ConfigError
 from ..models.base import Family
-from ..models.detect import DetectedModel
 from ..models.facts import FamilyFacts
-from ..models.loading import load_components_on_meta
 from ..optim.optimizers import ParamGroup
 from .activation_checkpointing import enable_activation_checkpointing
 
 
 def build_param_groups(
-    model: nn.Module, adapter: lora.Adapter, config: RunConfig, facts: FamilyFacts
+    model: nn.Module, adapter: lora.Adapter, config: AdapterConfig, optim: OptimConfig, facts: FamilyFacts
 ) -> list[ParamGroup]:
-    """The trained weights by learning rate; a weight that modules share is in one group, once."""
-    arguments = get_network_args(config.adapter)
-    sites = {site.name: site for site in adapter.target_layers}
-    found: dict[tuple[str, float], list[nn.Parameter]] = {}
+    """Group the trainable parameters by learning rate; a parameter shared by modules is in one group, once."""
+    network_args = get_network_args(config)
+    layers = {layer.name: layer for layer in adapter.target_layers}
+    groups: dict[tuple[str, float], list[nn.Parameter]] = {}
     for name, parameter in _iter_unique_parameters(model):
-        site = sites[lora.parse_module_name(name)]
-        label, rate = _get_layer_lr(site, config.optim, arguments, facts)
-        plus = _get_loraplus_ratio(site, arguments)
-        if plus is not None and ".lora_B." in name:
-            label, rate = f"{label}_plus", rate * plus
-        found.setdefault((label, rate), []).append(parameter)
-    return [ParamGroup(label, parameters, rate) for (label, rate), parameters in found.items()]
+        layer = layers[lora.parse_module_name(name)]
+        label, lr = _get_layer_lr(layer, optim, network_args, facts)
+        ratio = _get_loraplus_ratio(layer, network_args)
+        if ratio is not None and ".lora_B." in name:
+            label, lr = f"{label}_plus", lr * ratio
+        groups.setdefault((label, lr), []).append(parameter)
+    return [ParamGroup(label, parameters, lr) for (label, lr), parameters in groups.items()]
 
 
 def _get_layer_lr(
-    target_layer: TargetLayer, config: OptimConfig, network_args: NetworkArgs, facts: FamilyFacts
+    layer: TargetLayer, config: OptimConfig, network_args: NetworkArgs, facts: FamilyFacts
 ) -> tuple[str, float]:
-    """What figures call the group of a site, and its rate."""
-    label, rate = (
-        target_layer.component if target_layer.is_text_encoder else "unet",
-        get_component_lr(target_layer.component, config, facts),
-    )
-    for number, (pattern, own) in enumerate(network_args.network_reg_lrs):
-        if matches_pattern(pattern, target_layer):
-            return f"{label}_reg{number}", own
-    if (
-        facts.name in UNET_FAMILIES
-        and not target_layer.is_text_encoder
-        and (weights := compute_block_lr_weights(network_args, facts.name)) is not None
-    ):
-        block = get_unet_block_index(target_layer.kohya_name, facts.name)
-        if block is not None:
-            return f"{label}_block{block}", rate * weights[block]
-    return label, rate
+    """Return the group label of a layer, under which its learning rate is logged, and its peak learning rate."""
+    label = layer.component if layer.is_text_encoder else "unet"
+    lr = get_component_lr(layer.component, config, facts)
+    for number, (pattern, pattern_lr) in enumerate(network_args.network_reg_lrs):
+        if matches_pattern(pattern, layer):
+            return f"{label}_reg{number}", pattern_lr
+    if facts.name in UNET_FAMILIES and not layer.is_text_encoder:
+        weights = compute_block_lr_weights(network_args, facts.name)
+        block = None if weights is None else get_unet_block_index(layer.kohya_name, facts.name)
+        if weights is not None and block is not None:
+            return f"{label}_block{block}", lr * weights[block]
+    return label, lr
 
 
-def _get_loraplus_ratio(target_layer: TargetLayer, network_args: NetworkArgs) -> float | None:
-    """LoRA+: how much faster than the down matrices the up matrices learn."""
-    own = (
-        network_args.loraplus_text_encoder_lr_ratio
-        if target_layer.is_text_encoder
-        else network_args.loraplus_unet_lr_ratio
-    )
-    return network_args.loraplus_lr_ratio if own is None else own
+def _get_loraplus_ratio(layer: TargetLayer, network_args: NetworkArgs) -> float | None:
+    """Return the LoRA+ ratio of the learning rates of B and A."""
+    ratio = network_args.loraplus_unet_lr_ratio
+    if layer.is_text_encoder:
+        ratio = network_args.loraplus_text_encoder_lr_ratio
+    return network_args.loraplus_lr_ratio if ratio is None else ratio
 
 
 def get_component_lr(component: str, config: OptimConfig, facts: FamilyFacts) -> float:
-    """The peak learning rate of a part of the pipeline."""
+    """Return the peak learning rate of the denoiser or of a text encoder."""
     if component not in facts.text_encoders:
         return config.learning_rate if config.unet_lr is None else config.unet_lr
     rates = config.text_encoder_lr or (config.learning_rate,)
@@ -88,42 +75,18 @@ def get_component_lr(component: str, config: OptimConfig, facts: FamilyFacts) ->
 
 
 def _iter_unique_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    met = set()
+    seen = set()
     for name, parameter in lora.iter_adapter_parameters(model):
-        if id(parameter) not in met:
-            met.add(id(parameter))
+        if id(parameter) not in seen:
+            seen.add(id(parameter))
             yield name, parameter
 
 
-def collect_component_keys(family: Family | type[Family], pipe: Any) -> list[ComponentKeys]:
-    """Those parts of a pipeline that are loaded and may be trained."""
-    found = [(name, getattr(pipe, name, None)) for name in _list_adaptable_components(family)]
-    return [build_component_keys(family, name, module) for name, module in found if isinstance(module, nn.Module)]
-
-
-def _list_adaptable_components(family: Family | type[Family]) -> tuple[str, ...]:
-    return (family.denoiser_name, *family.text_lora_prefixes)
-
-
-def build_component_keys(family: Family | type[Family], component: str, model: nn.Module) -> ComponentKeys:
-    """Those of one part."""
-    if component == family.denoiser_name:
-        return ComponentKeys.from_model(
-            model, component, family.lora_prefix, family.lora_key_style, family.lora_other_key_styles
-        )
-    return ComponentKeys.from_model(
-        model, component, family.text_lora_prefixes[component], family.get_text_key_style(component)
-    )
-
-
-logger = logging.getLogger(__name__)
-
-
 class TrainableModules(nn.Module):
-    """The denoiser with the text encoders that are trained beside it.
+    """The denoiser and the text encoders that are trained with it, as one module for DDP.
 
-    To call it is to call the denoiser.  Text encoders are called through the pipeline, before it: their gradients
-    are known to DDP because their parameters are in here, wherever their forward happens.
+    Calling it calls the denoiser. Text encoders are called through the pipeline before; DDP reduces their gradients
+    because their parameters are registered here.
     """
 
     def __init__(self, denoiser_name: str, components: Mapping[str, nn.Module]):
@@ -140,24 +103,22 @@ class TrainableModules(nn.Module):
         return self.get_submodule(self._denoiser_name)(*args, **kwargs)
 
 
-def select_trained_text_encoders(config: RunConfig, facts: FamilyFacts) -> tuple[str, ...]:
-    """The text encoders that get an adapter; a rate of 0 leaves one out."""
-    if not config.adapter.trains_text_encoders:
+def select_trained_text_encoders(config: AdapterConfig, optim: OptimConfig, facts: FamilyFacts) -> tuple[str, ...]:
+    """Select the text encoders that get an adapter; a learning rate of 0 excludes one."""
+    if not config.trains_text_encoders:
         return ()
-    with_t5 = get_network_args(config.adapter).train_t5xxl
+    with_t5 = get_network_args(config).train_t5xxl
     parts = [part for part in facts.text_encoders if with_t5 or part != facts.t5_encoder]
-    return tuple(
-        part for part in parts if not config.optim.text_encoder_lr or get_component_lr(part, config.optim, facts)
-    )
+    return tuple(part for part in parts if not optim.text_encoder_lr or get_component_lr(part, optim, facts))
 
 
 def select_target_components(
-    config: RunConfig, family: Family, pipe: Any, *, all_layers: bool = False
+    config: AdapterConfig, optim: OptimConfig, family: Family, pipe: Any, *, all_layers: bool = False
 ) -> list[TargetComponent]:
-    """The parts of the pipeline that get an adapter, with the layers that are asked for, or all that could be."""
+    """Select the components that get an adapter, with the target modules of the settings, or all possible ones."""
     parts = []
-    if config.adapter.trains_denoiser:
-        denoiser, arguments = getattr(pipe, family.denoiser_name), get_network_args(config.adapter)
+    if config.trains_denoiser:
+        denoiser, arguments = getattr(pipe, family.denoiser_name), get_network_args(config)
         has_wide = all_layers or arguments.conv_dim is not None
         has_outside = all_layers or (arguments.in_dims or arguments.emb_dims) is not None
         targets = (
@@ -175,7 +136,7 @@ def select_target_components(
                 family.get_unused_layers(denoiser),
             )
         )
-    for name in select_trained_text_encoders(config, family.facts):
+    for name in select_trained_text_encoders(config, optim, family.facts):
         encoder = getattr(pipe, name)
         parts.append(
             TargetComponent(
@@ -190,34 +151,11 @@ def select_target_components(
     return parts
 
 
-def check_adapter_targets(config: RunConfig, family: Family, detected: DetectedModel) -> None:
-    """Choose what gets an adapter for nothing, so that a mistake in it shows before anything is loaded."""
-    _check_adapter_options(config, family.facts)
-    if config.adapter.network_args:
-        parts = select_target_components(
-            config,
-            family,
-            load_components_on_meta(
-                detected, (family.denoiser_name, *select_trained_text_encoders(config, family.facts))
-            ),
-        )
-        lora.select_target_layers(parts, config.adapter, family.facts.name)
-
-
-def _check_adapter_options(config: RunConfig, facts: FamilyFacts) -> None:
-    problems = validate_adapter_for_model(
-        config.adapter, config.optim, facts.name, facts.title, facts.text_encoders, facts.t5_encoder
-    )
-    if found := [f"--{names[0]}: {problem}" for names, problem in problems]:
-        raise ConfigError(found)
-
-
 def build_trainable_modules(
     config: RunConfig, family: Family, pipe: Any, rank_alphas: Mapping[str, RankAlpha] | None = None
 ) -> tuple[TrainableModules, lora.Adapter]:
-    """Give the pipeline its adapters, or those of ``given`` sizes, and make it ready to be trained."""
-    _check_adapter_options(config, family.facts)
-    parts = select_target_components(config, family, pipe, all_layers=rank_alphas is not None)
+    """Inject the adapters, with the ranks of a file if given, freeze the rest, and switch to training mode."""
+    parts = select_target_components(config.adapter, config.optim, family, pipe, all_layers=rank_alphas is not None)
     denoiser = getattr(pipe, family.denoiser_name)
     denoiser.requires_grad_(False)
     adapter = lora.inject_adapters(parts, config.adapter, config.train.seed, family.facts.name, rank_alphas)
@@ -233,20 +171,25 @@ def build_trainable_modules(
     return trained, adapter
 
 
-def build_lora_dropout(config: AdapterConfig, trainable: TrainableModules, adapter: lora.Adapter) -> LoraDropout | None:
-    """What leaves out parts of the adapter, if anything is to be left out."""
+def build_lora_dropout(
+    config: AdapterConfig,
+    trainable: TrainableModules,
+    adapter: lora.Adapter,
+    get_token_positions: Callable[[nn.Module], Tensor | None] | None = None,
+) -> LoraDropout | None:
+    """Build the dropout of the adapter; None if all rates are 0."""
     arguments = get_network_args(config)
     rates = config.network_dropout, arguments.rank_dropout, arguments.module_dropout
     if not any(rates):
         return None
-    dropout = LoraDropout(*rates)
+    dropout = LoraDropout(*rates, get_token_positions)
     layers: list[Any] = [trainable.get_submodule(name) for name in adapter.modules]
     dropout.attach(layer.lora_A["default"] for layer in layers)
     return dropout
 
 
 def _disable_dropout(encoder: nn.Module) -> None:
-    """Checkpointing needs a model in training; T5 would then leave out a tenth of what it computes, at random."""
+    """Disable the encoder's own dropout, as T5's of 0.1, which training mode would enable."""
     for module in encoder.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -255,7 +198,7 @@ def _disable_dropout(encoder: nn.Module) -> None:
 
 
 def format_trainable_summary(trainable: TrainableModules, adapter: lora.Adapter) -> list[str]:
-    """What is trained, in words: modules by kind, parameters, share of the model."""
+    """Describe what is trained: layers by type, rank, number of parameters."""
     lines = []
     for name, part in trainable.named_children():
         kinds = Counter(_classify_layer(part, site) for site in adapter.target_layers if site.component == name)
@@ -264,13 +207,12 @@ def format_trainable_summary(trainable: TrainableModules, adapter: lora.Adapter)
         ranks = sorted(
             {adapter.rank_alphas[site.name].rank for site in adapter.target_layers if site.component == name}
         )
-        own = [parameter for parameter in part.parameters() if parameter.requires_grad]
         modules = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-        whole = sum(parameter.numel() for parameter in part.parameters())
-        learnt = sum(parameter.numel() for parameter in own)
+        total = sum(parameter.numel() for parameter in part.parameters())
+        trainable_count = sum(parameter.numel() for parameter in get_trainable_parameters(part))
         lines.append(
-            f"training {name} ({type(part).__name__}): {modules}, rank {_format_range(ranks)}; {learnt:,} numbers, "
-            f"{100 * learnt / whole:.2f} % of it"
+            f"training {name} ({type(part).__name__}): {modules}, rank {_format_range(ranks)},"
+            f" {trainable_count:,} trainable parameters ({100 * trainable_count / total:.2f} %)"
         )
     return lines
 
@@ -287,5 +229,5 @@ def _format_range(values: list[int]) -> str:
 
 
 def get_trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that learn, in the model's order."""
+    """List the trainable parameters in the model's order."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]

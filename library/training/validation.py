@@ -1,4 +1,4 @@
-"""What a model loses on fixed pictures at fixed times with fixed noise: equal to the bit whenever it is equal."""
+"""The validation callback: loss on validation images at fixed timesteps with fixed noise, next to the base model."""
 
 import logging
 import math
@@ -22,58 +22,52 @@ from .task import DiffusionTask
 
 logger = logging.getLogger(__name__)
 
-
 TIMESTEP_QUANTILES = tuple(number / 10 for number in range(1, 10))
-"""Of the times that the model is trained at."""
-
+"""Quantiles of the training timestep distribution."""
 
 VALIDATION_SEED = 0
-"""The noise does not depend on the seed of the run, so that runs can be compared."""
-
+"""Independent of the run's seed, so that runs can be compared."""
 
 SampleLosses = Mapping[int, tuple[float, ...]]
-"""Number of a sample -> its loss at each quantile."""
+"""Sample index -> its loss at each quantile."""
 
 
 @torch.no_grad()
 def compute_validation_losses(run: TrainingRun, batches: ValidationBatches, read_batch: ReadBatch) -> SampleLosses:
-    """The losses of all samples, on every process; each works on every n-th batch, and all have to call this."""
+    """Compute the losses of all validation samples, distributed over the ranks; collective, same result on all."""
     strategy = run.strategy
-    model = strategy.unwrap_model(run.model)  # nothing is exchanged and nothing new is compiled
+    model = strategy.unwrap_model(run.model)  # without DDP's collectives and without compiling new shapes
     task = replace(run.task, denoiser=model, seed=VALIDATION_SEED)
     mine = range(strategy.data_parallel_rank, len(batches.micro_batches), strategy.data_parallel_size)
-    # Where others have one more and need this process to compute theirs, it does any batch once more.
-    company = (
-        [0]
-        if strategy.has_collective_forward and len(mine) * strategy.data_parallel_size < len(batches.micro_batches)
-        else []
-    )
+    # Where the forward pass is collective, a rank with one batch less repeats a batch to keep the others going.
+    is_short = len(mine) * strategy.data_parallel_size < len(batches.micro_batches)
+    extra = [0] if strategy.has_collective_forward and is_short else []
     samples, losses = list[Tensor](), list[Tensor]()
     with use_eval_mode(model):
-        for number, pixels in zip([*mine, *company], prefetch_batches(read_batch, [*mine, *company]), strict=True):
+        for number, pixel_batch in zip([*mine, *extra], prefetch_batches(read_batch, [*mine, *extra]), strict=True):
             with strategy.accelerator.autocast():
-                measured = _compute_quantile_losses(task, pixels)
+                quantile_losses = _compute_quantile_losses(task, pixel_batch)
             if len(losses) < len(mine):
-                samples.append(_mask_unusable_samples(batches.micro_batches[number].sample_indices, pixels))
-                losses.append(measured)
+                samples.append(_mask_unusable_samples(batches.micro_batches[number].sample_indices, pixel_batch))
+                losses.append(quantile_losses)
     return _gather_losses(run, batches, samples, losses)
 
 
 def _mask_unusable_samples(samples: Sequence[int], pixel_batch: PixelBatch) -> Tensor:
-    """Their numbers; -1 for what cannot be measured."""
+    """Return the sample indices, with -1 for images that could not be read."""
     for problem in pixel_batch.bad_samples:
-        logger.warning("%s: %s; it is not measured", problem.name, problem.problem)
+        logger.warning("%s: %s; excluded from this validation", problem.name, problem.problem)
     return torch.tensor(samples).where(pixel_batch.loss_weights > 0, torch.tensor(-1))
 
 
 def _compute_quantile_losses(task: DiffusionTask, pixel_batch: PixelBatch) -> Tensor:
-    """(B, quantiles)."""
+    """Compute the losses (B, quantiles) of a batch."""
     batch = task.encode(pixel_batch, 0)
     return torch.stack([_compute_losses(task, batch, number) for number in range(len(TIMESTEP_QUANTILES))], dim=1)
 
 
 def _compute_losses(task: DiffusionTask, batch: Batch, quantile_index: int) -> Tensor:
-    """As in training, but for noise that is only random, and for time and noise that never change."""
+    """Compute the training loss at a fixed timestep with fixed plain noise."""
     latents, objective = batch.latents, task.objective
     u = torch.full((len(batch),), TIMESTEP_QUANTILES[quantile_index], dtype=torch.float64)
     t = objective.compute_timesteps(u, latents.shape).to(latents.device)
@@ -90,10 +84,10 @@ def _compute_losses(task: DiffusionTask, batch: Batch, quantile_index: int) -> T
 def _gather_losses(
     run: TrainingRun, batches: ValidationBatches, samples: list[Tensor], losses: list[Tensor]
 ) -> SampleLosses:
-    """Every process hands over equally many rows; those that only fill up are of no sample."""
+    """All-gather the losses; ranks pad to the same number of rows with sample index -1."""
     strategy = run.strategy
-    shares = [batches.micro_batches[rank :: strategy.data_parallel_size] for rank in range(strategy.data_parallel_size)]
-    most = max(sum(len(batch.sample_indices) for batch in share) for share in shares)
+    shards = [batches.micro_batches[rank :: strategy.data_parallel_size] for rank in range(strategy.data_parallel_size)]
+    most = max(sum(len(batch.sample_indices) for batch in shard) for shard in shards)
     numbers = torch.full((most,), -1, device=strategy.device)
     rows = torch.zeros(most, len(TIMESTEP_QUANTILES), device=strategy.device)
     if samples:
@@ -106,22 +100,21 @@ def _gather_losses(
 
 
 _T_QUANTILES = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622)
-"""The 97.5 % quantile for 1 to 9 degrees of freedom."""
-
+"""97.5 % quantiles of Student's t for 1 to 9 degrees of freedom."""
 
 _NORMAL_QUANTILE = 1.959964
 
 
 @dataclass(frozen=True)
 class MeanEstimate:
-    """A mean, and how far the true one may be from it; endless where a single number tells nothing of that."""
+    """A mean and the half-width of its 95 % confidence interval, which is infinite for a single value."""
 
     value: float
     interval: float
 
     @classmethod
     def from_values(cls, values: Sequence[float]) -> "MeanEstimate":
-        """Of at least one number; the sum is exact, so it does not depend on their order."""
+        """Estimate from at least one value; ``fsum`` is exact, so the order does not matter."""
         count = len(values)
         mean = math.fsum(values) / count
         if count == 1:
@@ -137,7 +130,7 @@ class MeanEstimate:
 
 
 def student_t_quantile(degrees_of_freedom: int) -> float:
-    """The 97.5 % quantile of Student's t; from 10 degrees on by its expansion around the normal one."""
+    """Compute the 97.5 % quantile of Student's t; from 10 degrees on by its Cornish-Fisher expansion."""
     if degrees_of_freedom <= len(_T_QUANTILES):
         return _T_QUANTILES[degrees_of_freedom - 1]
     z = _NORMAL_QUANTILE
@@ -149,10 +142,10 @@ def student_t_quantile(degrees_of_freedom: int) -> float:
 
 @dataclass(frozen=True)
 class ValidationResult:
-    """What an evaluation says; each gain is a mean over the pictures' own gains."""
+    """Mean validation loss, and the mean over images of the reduction against the base model."""
 
     loss: MeanEstimate
-    gain: MeanEstimate  # by how much it is below the base model's
+    gain: MeanEstimate  # loss of the base model minus loss with the LoRA
 
     @classmethod
     def compare(cls, base_losses: SampleLosses, losses: SampleLosses) -> "ValidationResult":
@@ -165,28 +158,29 @@ class ValidationResult:
 
     @property
     def is_better(self) -> bool:
-        """Than the base model, by more than chance explains."""
+        """Whether the gain is significant."""
         return self.gain.value > self.gain.interval
 
     def __str__(self) -> str:
         loss, gain = self.loss, self.gain
         if not math.isfinite(loss.value):
-            return "the loss is no number"
+            return "the loss is NaN or Inf"
         if math.isinf(gain.interval):
-            how = "one picture tells nothing of chance"
+            how = "one image gives no confidence interval"
         elif self.is_better:
-            how = "better than the base model by more than the interval"
+            how = "significantly better than the base model"
         elif gain.value < -gain.interval:
-            how = "worse than the base model by more than the interval"
+            how = "significantly worse than the base model"
         else:
-            how = "not to be told from the base model"
+            how = "no significant difference"
         word = "above" if gain.value < 0 else "below"
         return f"loss {loss}, {MeanEstimate(abs(gain.value), gain.interval)} {word} the base model's: {how}"
 
 
 class Validation:
-    """Measures the base model once, and then the adapter when it is due."""
+    """Compute the validation loss of the base model once, and of the LoRA every n steps or epochs and at the end."""
 
+    id = "validation"
     is_deferrable = True
 
     def __init__(self, config: ValidateConfig, batches: ValidationBatches, read_batch: ReadBatch):
@@ -206,14 +200,14 @@ class Validation:
         )
 
     def on_train_begin(self, run: TrainingRun) -> None:
-        """Measure the model without what is learnt."""
+        """Compute the loss of the base model, with the adapters disabled."""
         with disable_adapters(run.strategy.unwrap_model(run.model)):
             self.base_losses = compute_validation_losses(run, self.batches, self.read_batch)
         if not self.base_losses:
-            logger.warning("validation: none of the pictures can be used")
+            logger.warning("validation: none of the images can be read")
             return
         mean = MeanEstimate.from_values([_compute_mean(values) for values in self.base_losses.values()])
-        logger.info("validation: the base model's loss is %s on %d pictures", mean, len(self.base_losses))
+        logger.info("validation loss of the base model: %s (%d images)", mean, len(self.base_losses))
         if not run.state.step:
             run.metric_logger.log_values(
                 run, {"validation/base": mean.value, **self._break_down_losses(self.base_losses, "validation/base")}
@@ -222,32 +216,32 @@ class Validation:
     def __call__(self, run: TrainingRun) -> None:
         averaged = nullcontext() if run.ema is None else run.ema.swap_parameters()
         with use_eval_weights(run.optimizer), averaged:
-            now = compute_validation_losses(run, self.batches, self.read_batch)
-        if not set(now) & set(self.base_losses):
+            losses = compute_validation_losses(run, self.batches, self.read_batch)
+        if not set(losses) & set(self.base_losses):
             return
-        verdict = ValidationResult.compare(self.base_losses, now)
-        self.results.append((run.state.step, verdict))
-        what = "validation" if run.ema is None else "validation of the averaged weights"
-        logger.info("%s after step %d: %s", what, run.state.step, verdict)
-        figures = {
-            "validation/loss": verdict.loss.value,
-            "validation/interval": verdict.loss.interval,
-            "validation/gain": verdict.gain.value,
-            "validation/gain_interval": verdict.gain.interval,
-            "validation/base": verdict.loss.value + verdict.gain.value,
+        result = ValidationResult.compare(self.base_losses, losses)
+        self.results.append((run.state.step, result))
+        what = "validation" if run.ema is None else "validation of the EMA weights"
+        logger.info("%s after step %d: %s", what, run.state.step, result)
+        values = {
+            "validation/loss": result.loss.value,
+            "validation/interval": result.loss.interval,
+            "validation/gain": result.gain.value,
+            "validation/gain_interval": result.gain.interval,
+            "validation/base": result.loss.value + result.gain.value,
         }
-        run.metric_logger.log_values(run, {**figures, **self._break_down_losses(now, "validation")})
+        run.metric_logger.log_values(run, values | self._break_down_losses(losses, "validation"))
 
     def _break_down_losses(self, losses: SampleLosses, name: str) -> dict[str, float]:
-        """The means at each time and, of several, in each dataset."""
-        found = {
+        """Compute the mean loss per timestep quantile and, with several datasets, per dataset."""
+        values = {
             f"{name}/time/{u:.1f}": _compute_mean([row[place] for row in losses.values()])
             for place, u in enumerate(TIMESTEP_QUANTILES)
         }
         by_dataset = self._average_by_dataset(losses)
         if len(by_dataset) > 1:
-            found |= {f"{name}/dataset/{number + 1}": mean for number, mean in by_dataset.items()}
-        return found
+            values |= {f"{name}/dataset/{number + 1}": mean for number, mean in by_dataset.items()}
+        return values
 
     def _average_by_dataset(self, losses: SampleLosses) -> dict[int, float]:
         datasets = self.batches.dataset_numbers

@@ -1,4 +1,4 @@
-"""Before the first step: does a gradient reach every weight that is to learn?"""
+"""Before the first step: compile all batch shapes, try the largest, and check that gradients reach every parameter."""
 
 import logging
 import time
@@ -24,19 +24,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-
 MAX_PARAMETERS_SHOWN = 5
 
-
 PERTURBATION_STD = 1e-2
-"""Half of a LoRA starts at zero, which keeps the gradient from the other half; the probe stirs it this much."""
+"""LoRA B starts at zero, which makes the gradient of A zero; the probe adds noise with this deviation."""
 
 
 def probe_gradients(run: TrainingRun, batch: PixelBatch) -> None:
-    """One forward and backward that changes nothing; what no gradient reaches is named."""
+    """Run one forward and backward pass, warn of parameters without a gradient, and restore all parameters."""
     model = run.strategy.unwrap_model(run.model)
     weights = {name: item for name, item in model.named_parameters() if item.requires_grad}
-    kept = {name: item.detach().clone() for name, item in weights.items()}
+    original = {name: item.detach().clone() for name, item in weights.items()}
     generator = derive_generator(run.config.train.seed, "probe")
     try:
         with torch.no_grad():
@@ -48,7 +46,7 @@ def probe_gradients(run: TrainingRun, batch: PixelBatch) -> None:
     finally:
         with torch.no_grad():
             for name, item in weights.items():
-                item.copy_(kept[name])
+                item.copy_(original[name])
                 item.grad = None
 
 
@@ -57,16 +55,16 @@ def _check_gradients(loss: float, gradients: dict[str, torch.Tensor | None]) -> 
     broken = [name for name in reached if not bool(torch.isfinite(gradients[name]).all())]  # type: ignore[arg-type]
     if not torch.isfinite(torch.tensor(loss)) or broken:
         raise UserError(
-            f"before the first step: the loss is {loss:g} and {len(broken)} of {len(gradients)} gradients"
-            " hold something that is no number, though nothing was learnt yet; the model, its VAE or the"
-            f" precision is at fault. Try mixed_precision bf16 or no.{_format_names(broken)}"
+            f"before the first step: the loss is {loss:g} and {len(broken)} of {len(gradients)} gradients have NaN or"
+            " Inf. Cause: the model, its VAE or the precision. Try mixed_precision bf16 or"
+            f" no.{_format_names(broken)}"
         )
     if not reached:
-        raise UserError("before the first step: no gradient reaches any of the weights that are to learn")
+        raise UserError("before the first step: no trainable parameter gets a gradient")
     idle = [name for name in gradients if name not in set(reached)]
     if idle:
         logger.warning(
-            "%d of %d tensors that are to learn get no gradient and will stay as they are:%s",
+            "%d of %d trainable parameters get no gradient and will not be trained:%s",
             len(idle),
             len(gradients),
             _format_names(idle),
@@ -79,39 +77,39 @@ def _format_names(names: Sequence[str]) -> str:
 
 
 BatchShapes = list[tuple[tuple[int, int], int]]
-"""Width and height of pictures, and how many of them come at once."""
+"""Width and height of images, and the batch size."""
 
 
 def list_batch_shapes(plan: MicroBatchSchedule) -> BatchShapes:
-    """All that a plan holds, the largest first: what does not fit into memory shows at once."""
+    """List the batch shapes of a plan, the largest first, so that out of memory shows at once."""
     sizes = {(bucket.resolution, bucket.batch_size) for bucket in plan.buckets}
     return sorted(sizes, key=lambda each: (each[0][0] * each[0][1] * each[1], each), reverse=True)
 
 
 def run_forward_backward(run: TrainingRun, batch: PixelBatch) -> torch.Tensor:
-    """Forward and backward, with all samples counted; the loss."""
+    """Run forward and backward with all loss weights at 1; return the loss."""
     task = replace(run.task, denoiser=run.strategy.unwrap_model(run.model), micro_batch_stats=[])
     if run.compilation is not None:
         run.compilation.mark_step_begin()
     with record_phase("forward", batch), run.strategy.accelerator.autocast():
-        whole = replace(batch, loss_weights=torch.ones_like(batch.loss_weights), mask=None)
-        loss = task(whole, run.state.step).mean()
+        unweighted = replace(batch, loss_weights=torch.ones_like(batch.loss_weights), mask=None)
+        loss = task(unweighted, run.state.step).mean()
     with record_phase("backward", batch):
         run.strategy.backward(loss)
     return loss.detach()
 
 
 def run_trial_step(run: TrainingRun, batch: PixelBatch) -> None:
-    """The same, as far down the ladder as it takes; its gradients are dropped."""
+    """Run forward and backward with OOM recovery, and drop the gradients."""
     run.oom_recovery.run_until_fits(run.strategy, batch, run.state.step, partial(run_forward_backward, run))
     run.optimizer.zero_grad(set_to_none=True)
 
 
 def check_later_stages_fit(run: TrainingRun, first_batch: PixelBatch) -> None:
-    """The largest batch of all stages to come, if it is larger than those that the run begins with.
+    """Try the largest batch of later resolution stages, if it is larger than those of the current stage.
 
-    Where the machine's own memory would be out, nobody is told of it, so there it is not tried.  Nor with a ladder:
-    it would go down for all steps before, and goes down by itself when the size comes.
+    Not on CPUs, where out of memory kills the process, nor with OOM recovery, which would slow down all earlier steps
+    and recovers by itself when the shape comes.
     """
     if run.oom_recovery.is_enabled:
         return
@@ -127,7 +125,7 @@ def check_later_stages_fit(run: TrainingRun, first_batch: PixelBatch) -> None:
     try:
         run_trial_step(run, first_batch.build_dummy_batch(size, count))
     except OutOfMemory as error:
-        when = f"{error.reason}; they come from step {largest.first_step + 1} on, and were tried beforehand"
+        when = f"{error.reason}; this batch shape comes from step {largest.first_step + 1} on and was tried in advance"
         raise OutOfMemory(error.phase, error.batch, when.removeprefix("; ")) from None
 
 
@@ -137,14 +135,14 @@ def _count_pixels(stage: PlannedStage) -> int:
 
 
 RECORDING_BATCH_SIZE = 2
-"""Pictures in a batch that is only looked at: with two of them, texts of two lengths meet."""
+"""Batch size when recording shapes: two images can have texts of two lengths."""
 
 
 TEXT_LENGTHS: tuple[TextLength, ...] = ("same", "longer", "shorter")
 
 
 def warm_up_compilation(run: TrainingRun, compilation: "Compilation", first_batch: PixelBatch) -> None:
-    """Forward and backward of black pictures of every size; nothing is learnt, and nothing drawn but by place."""
+    """Compile by running forward and backward on black images of every batch shape; no parameter changes."""
     started, sizes = time.perf_counter(), list_batch_shapes(run.plan.batch_plan)
     texts_vary = _record_input_shapes(run, compilation, first_batch, sizes)
     batches = [
@@ -161,13 +159,13 @@ def warm_up_compilation(run: TrainingRun, compilation: "Compilation", first_batc
     compilation.finish_warmup()
     seconds = time.perf_counter() - started
     run.metric_logger.log_values(run, {"compile/seconds": seconds, "compile/graphs": compilation.graph_count})
-    logger.info("compiled for %d sizes in %.1f s: %s", len(sizes), seconds, compilation)
+    logger.info("compiled %d batch shapes in %.1f s: %s", len(sizes), seconds, compilation)
 
 
 def _record_input_shapes(
     run: TrainingRun, compilation: "Compilation", first_batch: PixelBatch, shapes: BatchShapes
 ) -> bool:
-    """See what changes with the text and what with the size, before anything is compiled for it; whether texts do."""
+    """Record which dimensions vary with the text and with the image size; return whether text lengths vary."""
     count = min(len(first_batch), RECORDING_BATCH_SIZE)
     with torch.no_grad(), run.strategy.accelerator.autocast(), compilation.record_shapes():
         task = replace(run.task, denoiser=run.strategy.unwrap_model(run.model), micro_batch_stats=[])
@@ -186,7 +184,7 @@ def _record_input_shapes(
 
 
 def _vary_text_lengths(batch: PixelBatch, texts_vary: bool) -> list[PixelBatch]:
-    """The batch; where texts differ in length, with texts of one length, and with longer and shorter ones beside it."""
+    """Return the batch, or copies of it with texts of equal, longer and shorter lengths if text lengths vary."""
     if not texts_vary:
         return [batch]
     ways: list[list[TextLength]] = [["same"] * len(batch)]
@@ -196,6 +194,6 @@ def _vary_text_lengths(batch: PixelBatch, texts_vary: bool) -> list[PixelBatch]:
 
 
 def _select_extreme_sizes(sizes: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The smallest and the largest in every way: between them, whatever changes has changed."""
+    """Select the smallest and largest sizes by width, height and area, so that every dimension varies."""
     ways = (lambda size: size[0], lambda size: size[1], lambda size: size[0] * size[1])
     return sorted({most(sizes, key=way) for way in ways for most in (min, max)})

@@ -69,7 +69,7 @@ def pictures_of_a_run(dataset: str, other: str, folder: str) -> tuple[int, str, 
     if dataset != other:
         comm.run_local_main_first = lambda work: work()  # each is the first on its machine
     try:
-        prepare_dataset(config, comm, 8)
+        prepare_dataset(config.data, config.cache, comm, 8)
         return len(count), "", False
     except UserError as error:
         return len(count), str(error), error.is_reported

@@ -24,7 +24,7 @@ from library.errors import ConfigError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
 from library.parallel.pipeline_stages import partition_blocks
-from library.training.preflight import check_model_parallel
+from library.training.preflight import RunFacts, check_run_settings
 
 LONG = pytest.mark.long
 
@@ -208,17 +208,17 @@ def test_parallel_dims_divide_the_world_size():
         (
             "sdxl",
             ("--cp_size", "2"),
-            "has convolutions, which look at more than a part of a picture; use --tp_size 2, or --fsdp",
+            "has convolutions, which cannot be split by tokens; use --tp_size 2, or --fsdp",
         ),
         (
             "flux",
             ("--cp_size", "2", "--tp_size", "2"),
-            "--tp_size 2 --cp_size 2: 2 heads of attention cannot be dealt out evenly to 4; use 2 in all",
+            "--tp_size 2 --cp_size 2: 2 attention heads are not divisible by 4; use 2 in total",
         ),
-        ("z_image", ("--cp_size", "3"), "--cp_size 3: 2 heads of attention cannot be dealt out evenly; use 2"),
+        ("z_image", ("--cp_size", "3"), "--cp_size 3: 2 attention heads are not divisible; use 2"),
         ("sd3", ("--pp_size", "3"), "has 2 blocks, too few for 3 devices; use 2"),
         ("flux", ("--pp_size", "4", "--pp_schedule", "interleaved"), "with 2 stages each; use 2"),
-        ("flux", ("--tp_size", "3"), "--tp_size 3: 2 heads of attention cannot be dealt out evenly; use 2"),
+        ("flux", ("--tp_size", "3"), "--tp_size 3: 2 attention heads are not divisible; use 2"),
     ],
 )
 def test_a_model_that_cannot_be_sharded_is_refused_before_it_is_loaded(model, flags, message):
@@ -227,7 +227,7 @@ def test_a_model_that_cannot_be_sharded_is_refused_before_it_is_loaded(model, fl
     )
     config = loaded.config
     with pytest.raises(ConfigError) as caught:
-        check_model_parallel(config, FAMILIES.get(model)(config.model), detect_model(config.model))
+        check_run_settings(config, RunFacts(FAMILIES.get(model)(config.model), detect_model(config.model)))
     assert message in str(caught.value)
 
 

@@ -97,7 +97,7 @@ def test_too_many_lost_pictures_end_the_run_on_all_ranks_in_the_same_step(masked
 
     assert step == other_step < 30 and said == other_said and (told, other_told) == (False, True)
     first, *lines = said.splitlines()
-    assert first == "3 of 8 pictures cannot be read any more; max_invalid_images is 2:"
+    assert first == "3 of 8 images can no longer be read; max_invalid_images is 2:"
     folder = masked.parent / "pictures"
     assert sorted(lines) == [
         f"{folder / name}: was readable at the start of the run, cannot be read now: the disk is gone" for name in lost
@@ -107,8 +107,8 @@ def test_too_many_lost_pictures_end_the_run_on_all_ranks_in_the_same_step(masked
 @pytest.mark.parametrize(
     ("lost", "limit", "said"),
     [
-        (("02.png",), "0", "1 of 8 pictures cannot be read any more; max_invalid_images is 0:"),
-        (("01.png", "02.png", "03.png", "04.png"), "10", "4 of 8 pictures cannot be read any more; that is half of"),
+        (("02.png",), "0", "1 of 8 images can no longer be read; max_invalid_images is 0:"),
+        (("01.png", "02.png", "03.png", "04.png"), "10", "4 of 8 images can no longer be read; at least half of"),
     ],
 )
 def test_the_first_ends_the_run_when_none_is_allowed_and_half_of_all_in_any_case(masked, tmp_path, lost, limit, said):
@@ -123,7 +123,7 @@ def test_what_was_learnt_is_kept_when_the_last_step_shows_that_too_many_are_lost
     flags = run_of(tmp_path, masked, 1, 8, "--max_train_steps", "2", "--max_invalid_images", "0")
     ((step, found, _),) = on_ranks(1, losing, lost, *flags)
 
-    assert step <= 1 and "pictures cannot be read any more" in found
+    assert step <= 1 and "images can no longer be read" in found
     kept = [f"r1-step{step + 1:08d}.safetensors"] if len(lost) == 1 else []  # of nothing nothing is learnt
     assert [path.name for path in tmp_path.glob("*.safetensors")] == kept
 

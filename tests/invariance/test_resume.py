@@ -13,7 +13,7 @@ from training_runs import train
 from library.config import parse_config
 from library.config.schema_output import StateConfig
 from library.errors import ConfigError, UserError
-from library.training import checkpoint_dir
+from library.checkpoint import checkpoint_dir
 from library.training.resume import find_changes, select_checkpoint, serialize_settings
 
 __all__ = ["dataset", "whole"]  # fixtures
@@ -115,11 +115,11 @@ def test_a_complete_run_says_so_and_a_longer_one_goes_on(whole, dataset, tmp_pat
     shutil.copytree(whole / "lora-state", folder / "lora-state")
     before = sorted(path.name for path in folder.iterdir())
     text = on_ranks(1, told, *flags(dataset, folder, "--auto_resume"))[0]
-    assert "the run is complete: 12 of 12 steps" in text and "loading" not in text
+    assert "training is complete: 12 of 12 steps" in text and "loading" not in text
     assert sorted(path.name for path in folder.iterdir()) == sorted([*before, "log"])
 
     text = on_ranks(1, told, *flags(dataset, folder, "--auto_resume", "--max_train_steps", "14"))[0]
-    assert "since the state was saved: max_train_steps: 12 -> 14" in text and "going on after step 12" in text
+    assert "changed since the checkpoint was saved: max_train_steps: 12 -> 14" in text and "resuming after step 12" in text
     assert steps_done(folder) == 14 and (folder / "lora-state").is_dir()
 
 
@@ -171,7 +171,7 @@ def test_rates_for_other_parts_and_an_average_may_begin_later(whole, dataset, tm
 
 def test_an_adapter_of_another_size_is_refused_with_its_name(whole, dataset, tmp_path):
     folder = cut(whole, tmp_path / "cut", 3)
-    with pytest.raises(AssertionError, match=r"the adapter of the state is another one: 96 of 96 weights differ"):
+    with pytest.raises(AssertionError, match=r"96 of 96 adapter weights differ from the checkpoint"):
         on_ranks(1, train, *flags(dataset, folder, "--resume", "latest", "--network_dim", "3", "--force_resume"))
 
 
@@ -185,16 +185,16 @@ def test_broken_states_are_named_and_passed_over(whole, dataset, tmp_path):
     (folder / ".lora-step00000012-state.new").mkdir()
 
     text = on_ranks(1, told, *flags(dataset, folder, "--auto_resume"))[0]
-    assert "lora-step00000009-state is passed over: tensors.safetensors is damaged" in text
-    assert "lora-step00000006-state is passed over: state.json is missing" in text
-    assert "going on after step 3" in text
+    assert "lora-step00000009-state: tensors.safetensors is damaged" in text
+    assert "lora-step00000006-state: state.json is missing" in text
+    assert "resuming after step 3" in text
     same_files(whole, folder)
     assert not list(folder.glob(".lora*"))
     with pytest.raises(
-        AssertionError, match=r"is no whole state: files\.json is missing; in .* there are lora-state, "
+        AssertionError, match=r"is not a complete checkpoint: files\.json is missing; checkpoints in .*: lora-state, "
     ):
         on_ranks(1, train, *flags(dataset, folder, "--resume", str(tmp_path)))
-    with pytest.raises(UserError, match=r"is no whole state: .* there are lora-state, "):  # the folder that has them
+    with pytest.raises(UserError, match=r"is not a complete checkpoint: .* checkpoints in .*: lora-state, "):  # the folder that has them
         select_checkpoint(StateConfig(resume=str(folder)), tmp_path / "another", "lora")
 
 
@@ -209,15 +209,15 @@ def test_a_run_that_began_anew_goes_on_from_its_own_states(whole, dataset, tmp_p
             dataset, folder, "--seed", "4", "--max_train_steps", "3", "--no-save_state", "--save_state_on_train_end"
         ),
     )[0]
-    assert "holds states of an earlier run, and this one begins anew" in text
+    assert "has checkpoints of an earlier run, but this run starts from scratch" in text
     text = on_ranks(1, told, *flags(dataset, folder, "--seed", "4", "--max_train_steps", "4", "--auto_resume"))[0]
-    assert "going on after step 3" in text
+    assert "resuming after step 3" in text
 
 
 def test_no_state_is_an_error_for_latest_and_a_beginning_for_auto(dataset, tmp_path):
-    with pytest.raises(AssertionError, match="there is no state called lora"):
+    with pytest.raises(AssertionError, match=r"no checkpoint lora\*-state in"):
         on_ranks(1, train, *flags(dataset, tmp_path, "--resume", "latest"))
-    assert "no state in" in on_ranks(1, told, *flags(dataset, tmp_path, "--auto_resume", "--max_train_steps", "3"))[0]
+    assert "no checkpoint in" in on_ranks(1, told, *flags(dataset, tmp_path, "--auto_resume", "--max_train_steps", "3"))[0]
 
 
 def test_old_states_go(dataset, tmp_path):
@@ -329,14 +329,14 @@ def test_options_that_do_not_fit_are_told(words, said):
 )
 def test_a_state_that_cannot_be_written_is_told_and_the_run_goes_on(dataset, tmp_path, error, said):
     (text,) = on_ranks(1, with_a_broken_disk, error, *flags(dataset, tmp_path))
-    assert text.count(f"the state cannot be saved: {said}") == 1 and "training goes on" in text
+    assert text.count(f"the checkpoint cannot be saved: {said}") == 1 and "training continues" in text
     assert (tmp_path / "lora-state").is_dir() and (tmp_path / "lora.safetensors").is_file()
     assert not (tmp_path / "lora-step00000003-state").exists() and not list(tmp_path.glob(".lora*"))
 
 
 def with_a_broken_disk(error: Exception, *words: str) -> str:
     """The messages of a run whose first state cannot be written."""
-    from library.training import checkpoint_dir
+    from library.checkpoint import checkpoint_dir
 
     honest, calls = checkpoint_dir.save_file, []
 
@@ -386,3 +386,16 @@ def test_it_is_told_when_steps_are_put_together_in_another_way(whole, dataset, t
     folder = cut(whole, tmp_path / "cut", 9)
     text = on_ranks(1, told, *flags(dataset, folder, *batch, "--max_train_steps", "9", "--auto_resume"))[0]
     assert ("come twice or not at all" in text) is is_told
+
+
+def test_a_checkpoint_of_the_first_edition_is_read_with_its_names(tmp_path):
+    names = ["SameWeights", "Validation", "Preview", "Learnt", "Export", "Report", "KeepState"]
+    old = {"step": 3, "has_learnt": True, "bad_steps": [[1, "nan", "1.0"]], "bad_pictures": {"a": "b"}, "owed": names}
+    checkpoint_dir.write_checkpoint(tmp_path / "a-state", old, {"x": torch.zeros(1)})
+    metadata = checkpoint_dir.read_checkpoint_info(tmp_path / "a-state").metadata
+    assert metadata["has_trained"] is True and metadata["skipped_steps"] == [[1, "nan", "1.0"]]
+    assert metadata["bad_samples"] == {"a": "b"} and not old.keys() & metadata.keys() - {"step"}
+    assert metadata["pending"] == [
+        *("weight_sync_check", "validation", "preview", "update_norms"),
+        *("save_adapter", "save_report", "save_checkpoint"),
+    ]

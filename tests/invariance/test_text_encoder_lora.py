@@ -110,7 +110,10 @@ def test_two_text_encoders_do_not_start_alike_and_the_denoiser_starts_as_alone()
 
 def rates(case, **options):
     config = RunConfig(optim=OptimConfig(**options))
-    return {group.name: group.lr for group in build_param_groups(case.model, case.adapter, config, case.family.facts)}
+    return {
+        group.name: group.lr
+        for group in build_param_groups(case.model, case.adapter, config.adapter, config.optim, case.family.facts)
+    }
 
 
 def test_each_part_has_its_rate():
@@ -120,7 +123,8 @@ def test_each_part_has_its_rate():
     assert rates(case, unet_lr=2e-3) == {**same, "unet": 2e-3}
     assert rates(case, text_encoder_lr=(5e-5,)) == {**same, "text_encoder": 5e-5, "text_encoder_2": 5e-5}
     assert rates(case, text_encoder_lr=(5e-5, 6e-5)) == {**same, "text_encoder": 5e-5, "text_encoder_2": 6e-5}
-    groups = build_param_groups(case.model, case.adapter, RunConfig(), case.family.facts)
+    config = RunConfig()
+    groups = build_param_groups(case.model, case.adapter, config.adapter, config.optim, case.family.facts)
     assert sum(len(group.parameters) for group in groups) == len(lora.get_adapter_state_dict(case.model))
 
 

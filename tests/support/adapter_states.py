@@ -5,7 +5,7 @@ from tiny_pipelines import TINY
 
 from library.adapters.targets import match_target_modules
 from library.models.families import FAMILIES
-from library.training.trainable import collect_component_keys
+from library.checkpoint.component_keys import collect_component_keys
 
 
 def draw_state(name, kind="lora", dtype=torch.float32, seed=0, pipe=None, scale=None, with_t5=True):

@@ -222,7 +222,7 @@ def test_what_shows_only_in_the_loaded_model_is_refused_then():
     first, second = caught.value.problems
     assert first.startswith("--scale_v_pred_loss_like_noise_pred: needs a model that predicts v")
     assert second == (
-        "--debiased_estimation_loss: the model's last time has no signal, and so a weight without end; leave it out"
+        "--debiased_estimation_loss: the model's last timestep has zero SNR, so its loss weight is infinite; remove the option"
     )
 
 

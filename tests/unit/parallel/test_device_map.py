@@ -29,7 +29,7 @@ from library.models.families import FAMILIES
 from library.models.loading import load_components_on_meta
 from library.parallel.device_map import build_device_map, iter_weight_devices
 from library.parallel.preflight import validate_device_map
-from library.training.preflight import check_model_parallel
+from library.training.preflight import RunFacts, check_run_settings
 
 MODELS = ("sd1", "sdxl", "sd3", "flux", "z_image", "qwen_image")
 
@@ -211,5 +211,5 @@ def test_lr_free_optimizers_are_refused_with_a_device_map():
             ).split(),
         ]
     ).config
-    with pytest.raises(ConfigError, match="Prodigy adds up numbers of all weights"):
-        check_model_parallel(config, FAMILIES.get("flux")(), detect_model(config.model))
+    with pytest.raises(ConfigError, match="Prodigy sums over all parameters"):
+        check_run_settings(config, RunFacts(FAMILIES.get("flux")(), detect_model(config.model)))

@@ -8,9 +8,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from library.checkpoint.hub_upload import HubUploader
 from library.config import parse_config
 from library.config.schema_output import SaveConfig
-from library.training.hub_upload import HubUploader
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -94,7 +94,7 @@ def test_what_cannot_be_sent_is_told_and_nothing_else_happens(hub, refuses, tmp_
         upload.create_repo()
         upload.upload([path])
         upload.wait()
-    assert not hub.files and "training goes on" in caplog.text and "hf_test" not in caplog.text
+    assert not hub.files and "training continues" in caplog.text and "hf_test" not in caplog.text
     hub.refuses = ""
     upload.upload([path])
     upload.wait()

@@ -16,13 +16,14 @@ from library.adapters.checkpoint_file import compare_file_with_model
 from library.adapters.formats import convert_from_file_format, convert_to_file_format
 from library.adapters.merge import merge_update as merge_one
 from library.adapters.state_dict import group_updates
+from library.checkpoint.component_keys import collect_component_keys
+from library.checkpoint.init_weights import load_network_weights, merge_base_weights, read_initial_weights
 from library.config import parse_config
 from library.config.schema import AdapterConfig, RunConfig
 from library.errors import ConfigError, UserError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
-from library.training.init_weights import load_network_weights, merge_base_weights, read_initial_weights
-from library.training.trainable import build_trainable_modules, collect_component_keys
+from library.training.trainable import build_trainable_modules
 
 
 def scene(name, **adapter):
@@ -52,7 +53,7 @@ def test_base_weights_are_in_the_model_at_their_strength(name, form, kind, tmp_p
     state, alphas = saved(one, name, form, kind)
     more, its = saved(other, name, "comfy", seed=7)
     tiny, family, config, model = scene(name, base_weights=(str(one), str(other)), base_weights_multiplier=(1.0, -0.5))
-    merge_base_weights(tiny.pipe, read_initial_weights(config, family, model))
+    merge_base_weights(tiny.pipe, read_initial_weights(config.adapter, family, model))
     wanted = TINY[name]().pipe
     merge(wanted, state, alphas)
     merge(wanted, more, {module: -0.5 * alpha for module, alpha in its.items()})
@@ -75,7 +76,7 @@ def test_the_adapter_starts_where_the_file_ends_whatever_its_alphas(name, form, 
         del alphas[f"{denoiser}{module}"], state[f"{denoiser}{module}.lora_A.weight"]
         del state[f"{denoiser}{module}.lora_B.weight"]
     tiny, family, config, model = scene(name, network_weights=str(path), dim_from_weights=True)
-    starts = read_initial_weights(config, family, model)
+    starts = read_initial_weights(config.adapter, family, model)
     trained, adapter = build_trainable_modules(config, family, tiny.pipe, starts.rank_alphas)
     load_network_weights(trained, adapter, starts)
     assert (
@@ -100,7 +101,7 @@ def test_another_alpha_does_not_change_what_the_adapter_starts_with(kind, tmp_pa
     source = {name: torch.randn(tensor.shape) for name, tensor in lora.get_adapter_state_dict(trained).items()}
     alphas = {name: 1.0 if size.rank == 1 else 0.7 for name, size in adapter.rank_alphas.items()}
     save_file(convert_to_file_format(source, alphas, collect_component_keys(family, tiny.pipe), "comfy")[0], path)
-    load_network_weights(trained, adapter, read_initial_weights(config, family, model))
+    load_network_weights(trained, adapter, read_initial_weights(config.adapter, family, model))
     for module, update in group_updates(source, alphas).items():
         layer = trained.get_submodule(module)
         expected = torch.zeros_like(layer.get_base_layer().weight)
@@ -112,20 +113,21 @@ def test_a_file_that_does_not_fit_is_told_and_the_way_out(tmp_path):
     path = tmp_path / "lora.safetensors"
     saved(path, "sd1", "kohya", parts="unet.")
     tiny, family, config, model = scene("sd1", network_weights=str(path), network_dim=4, network_args=("conv_dim=4",))
-    starts = read_initial_weights(config, family, model)
+    starts = read_initial_weights(config.adapter, family, model)
     with pytest.raises(ConfigError) as error:
         load_network_weights(*build_trainable_modules(config, family, tiny.pipe, starts.rank_alphas), starts)
-    assert "has rank 3 in it and 4 here; add dim_from_weights" in str(error.value) and "... and" in str(error.value)
+    assert "has rank 3 in the file and 4 in this run; add dim_from_weights" in str(error.value)
+    assert "... and" in str(error.value)
     saved(path, "sd1", "kohya")
-    starts = replace(read_initial_weights(config, family, model), is_dim_from_weights=True)
+    starts = replace(read_initial_weights(config.adapter, family, model), is_dim_from_weights=True)
     with pytest.raises(ConfigError, match="it trains text_encoder"):
         build_trainable_modules(config, family, TINY["sd1"]().pipe, starts.rank_alphas)
     tiny, family, config, model = scene("sd1", network_weights=str(path), network_args=("use_dora=True",))
-    with pytest.raises(ConfigError, match="is of kind lora, and dora is to be trained"):
-        read_initial_weights(config, family, model)
+    with pytest.raises(ConfigError, match="has type lora, but this run trains dora"):
+        read_initial_weights(config.adapter, family, model)
     saved(path, "sdxl", "kohya")
-    with pytest.raises(ConfigError, match=r"--network_weights: .*lora.safetensors: \d+ of \d+ keys do not belong to this"):
-        read_initial_weights(config, family, model)
+    with pytest.raises(ConfigError, match=r"network_weights: .*: \d+ of \d+ keys do not belong to this"):
+        read_initial_weights(config.adapter, family, model)
 
 
 def test_rotations_are_no_base_and_that_is_told_before_the_model_is_loaded(tmp_path):
@@ -140,16 +142,16 @@ def test_rotations_are_no_base_and_that_is_told_before_the_model_is_loaded(tmp_p
         path,
     )
     _, family, config, model = scene("sd1", base_weights=(str(path),))
-    with pytest.raises(ConfigError, match=r"--base_weights: .*oft.safetensors: is of kind oft, which cannot be merged"):
-        read_initial_weights(config, family, model)
+    with pytest.raises(ConfigError, match=r"--base_weights: .*oft.safetensors: has type oft, which cannot be merged"):
+        read_initial_weights(config.adapter, family, model)
 
 
 def test_parts_that_share_a_matrix_here_cannot_start_with_several(tmp_path):
     path = tmp_path / "lora.safetensors"
     saved(path, "flux", "diffusers", parts="transformer.")
     tiny, family, config, model = scene("flux", network_weights=str(path), dim_from_weights=True)
-    starts = read_initial_weights(config, family, model)
-    with pytest.raises(UserError, match="cannot be represented here: modules that share a matrix"):
+    starts = read_initial_weights(config.adapter, family, model)
+    with pytest.raises(UserError, match="cannot be loaded: modules that share lora_A"):
         load_network_weights(*build_trainable_modules(config, family, tiny.pipe, starts.rank_alphas), starts)
 
 
@@ -168,7 +170,7 @@ def test_a_file_without_some_of_the_parts_that_share_a_matrix_is_a_start(tmp_pat
 
     other, family, config, model = scene("flux", network_weights=str(path), network_dim=3)
     trained, sizes = build_trainable_modules(replace(config, train=replace(config.train, seed=5)), family, other.pipe)
-    load_network_weights(trained, sizes, read_initial_weights(config, family, model))
+    load_network_weights(trained, sizes, read_initial_weights(config.adapter, family, model))
     for (name, one), (_, two) in zip(
         lora.iter_adapter_parameters(source), lora.iter_adapter_parameters(trained), strict=True
     ):
@@ -190,10 +192,10 @@ def test_options_that_contradict_each_other_are_told(tmp_path):
     ]
     problems = " ".join(parse_config(words).problems)
     for text in (
-        "needs network_weights",
+        "no file that could say",
         "no such file",
-        "2 multipliers for 1 base_weights",
-        "reads it from the file; remove one of them",
+        "2 strengths for 1 files",
+        "takes it from the file; give",
         "conv_dim: dim_from_weights",
     ):
         assert text in problems, text

@@ -134,7 +134,7 @@ def test_steps_are_taken_back_as_often_as_needed(more, dataset, tmp_path):
 def test_too_many_bad_steps_end_the_run_with_the_last_good_weights(dataset, tmp_path):
     flags = ("--dataset_config", str(dataset), *SETTINGS, "--train_batch_size", "4", "--output_dir", str(tmp_path))
 
-    with pytest.raises(AssertionError, match="3 steps had a loss or gradient that is no number"):
+    with pytest.raises(AssertionError, match="3 steps had a NaN or Inf loss or gradient"):
         on_ranks(1, train_with_a_spoilt_step, 0, -6, False, *flags, "--output_name", "stopped", "--max_nan_steps", "3")
 
     on_ranks(1, train, *flags, "--output_name", "good", "--save_every_n_steps", "6")
@@ -170,12 +170,12 @@ def test_the_probe_names_what_is_idle_or_broken(caplog):
     fine, idle, broken = torch.ones(2), torch.zeros(2), torch.tensor([1.0, float("inf")])
 
     _check_gradients(0.5, {"a": fine, "b": idle, "c": None})
-    assert "2 of 3 tensors that are to learn get no gradient and will stay as they are: b, c" in caplog.text
+    assert "2 of 3 trainable parameters get no gradient and will not be trained: b, c" in caplog.text
     with pytest.raises(UserError, match=r"1 of 2 gradients hold .*: ?b|b$"):
         _check_gradients(0.5, {"a": fine, "b": broken})
     with pytest.raises(UserError, match="the loss is nan"):
         _check_gradients(float("nan"), {"a": fine})
-    with pytest.raises(UserError, match="no gradient reaches any"):
+    with pytest.raises(UserError, match="no trainable parameter gets a gradient"):
         _check_gradients(0.5, {"a": idle})
 
 

@@ -120,7 +120,6 @@ def test_what_is_done_between_steps_is_no_part_of_them(tmp_path):
     run = SimpleNamespace(
         state=SimpleNamespace(step=0),
         plan=SimpleNamespace(steps=9),
-        callbacks=[],
         strategy=SimpleNamespace(
             device=HOST, comm=SimpleNamespace(is_main=True), model_parallel_size=1, mixed_precision="no"
         ),
@@ -128,18 +127,18 @@ def test_what_is_done_between_steps_is_no_part_of_them(tmp_path):
     )
 
     class Drawing:
-        is_deferrable = True
+        id, is_deferrable = "drawing", True
         should_run = staticmethod(lambda run: True)
 
         def __call__(self, run):
             model(torch.ones(1))
             time.sleep(0.02)
 
-    run.callbacks, told, profiled = [Drawing()], {}, StepProfiler(StepRange(2, 7), tmp_path / "trace.json")
+    told, profiled = {}, StepProfiler(StepRange(2, 7), tmp_path / "trace.json")
     assert profiled.timed == 2 and profiled.profiled == 3
     run.metric_logger = SimpleNamespace(log_values=lambda run, figures: told.update(figures))
     profiled.calls.count_flops = lambda denoiser: sum(profiled.calls.counts.values())
-    callbacks = profiled.wrap(run)
+    callbacks = profiled.wrap([Drawing()])
     for step in range(1, 10):
         with memory.record_phase("forward"):
             model(torch.ones(1))
@@ -156,7 +155,6 @@ def test_steps_that_are_taken_back_are_profiled_when_they_come_again(tmp_path):
     run = SimpleNamespace(
         state=SimpleNamespace(step=0),
         plan=SimpleNamespace(steps=9),
-        callbacks=[],
         strategy=SimpleNamespace(
             device=HOST, comm=SimpleNamespace(is_main=True), model_parallel_size=1, mixed_precision="no"
         ),
@@ -166,7 +164,7 @@ def test_steps_that_are_taken_back_are_profiled_when_they_come_again(tmp_path):
     )
     told = []
     run.metric_logger = SimpleNamespace(log_values=lambda run, figures: told.append(run.state.step))
-    callbacks = StepProfiler(StepRange(2, 6), tmp_path / "trace.json").wrap(run)
+    callbacks = StepProfiler(StepRange(2, 6), tmp_path / "trace.json").wrap([])
     for step in (1, 2, 1, 2, 3, 4, 3, 4, 5, 6, 5, 6, 7):
         run.state.step = step
         for callback in [callback for callback in callbacks if callback.should_run(run)]:
@@ -176,6 +174,7 @@ def test_steps_that_are_taken_back_are_profiled_when_they_come_again(tmp_path):
 
 @pytest.mark.parametrize(("begins", "ends", "said"), [(0, 9, ""), (3, 9, "step 4 to 9"), (0, 5, "step 1 to 5")])
 def test_a_run_without_all_of_the_steps_is_told(begins, ends, said, tmp_path, caplog):
-    run = SimpleNamespace(state=SimpleNamespace(step=begins), plan=SimpleNamespace(steps=ends), callbacks=[])
-    StepProfiler(StepRange(2, 7), tmp_path / "trace").wrap(run)
+    run = SimpleNamespace(state=SimpleNamespace(step=begins), plan=SimpleNamespace(steps=ends))
+    for callback in StepProfiler(StepRange(2, 7), tmp_path / "trace").wrap([]):
+        callback.on_train_begin(run)
     assert said in caplog.text and bool(said) is bool(caplog.text)

@@ -91,7 +91,7 @@ def test_a_layer_that_learnt_nothing_is_named_and_all_of_them_are_a_failure(capl
     learnt(run)
     learnt.fail_if_zero(run)
 
-    assert "1 of 4 layers learnt nothing: blocks.1.b" in caplog.text
+    assert "1 of 4 LoRA layers were not updated: blocks.1.b" in caplog.text
     assert said["update/dead_layers"] == 1 and said["update/kind/a"] > 0
 
 
@@ -99,7 +99,7 @@ def test_a_run_without_a_learning_rate_ends_with_an_error_after_it_wrote_everyth
     data = pictures(tmp_path, {(64, 64): 2})
     with pytest.raises(
         AssertionError,
-        match=r"UserError: the LoRA does nothing: its update is zero in all \d+ layers "
+        match=r"UserError: the LoRA has no effect: its update is zero in all \d+ layers "
         r"after 2 steps .*learning rate was 0",
     ):
         on_ranks(

@@ -1,4 +1,4 @@
-"""LoRA files sent to the Hugging Face hub as they are written; what cannot be sent is told, and training goes on."""
+"""Upload LoRA files to the Hugging Face hub as they are saved; a failed upload is a warning."""
 
 import logging
 import os
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class HubUploader:
-    """Sends files to one repository, one after the other; the token is HF_TOKEN's or that of ``hf auth login``."""
+    """Upload files to one repository, one at a time; the token is ``HF_TOKEN`` or that of ``hf auth login``."""
 
     def __init__(self, config: SaveConfig, repo_id: str):
         self.config, self.repo_id = config, repo_id
@@ -25,18 +25,18 @@ class HubUploader:
         self.is_repo_ready = False
 
     def create_repo(self) -> None:
-        """Make sure that the repository is there; it is private unless it is said to be public."""
+        """Create the repository if it does not exist; private unless ``huggingface_repo_visibility`` is public."""
         disable_progress_bars()
         is_private = self.config.huggingface_repo_visibility != "public"
         self.is_repo_ready = self._try_or_warn(
-            "cannot be opened",
+            "cannot be created",
             lambda: self.api.create_repo(
                 self.repo_id, repo_type=self.config.huggingface_repo_type, private=is_private, exist_ok=True
             ),
         )
 
     def upload(self, paths: Iterable[Path]) -> None:
-        """Send these files, at once or in the background."""
+        """Upload files, in the background with ``async_upload``."""
         for path in paths:
             if self.executor is None:
                 self._upload_file(path)
@@ -44,9 +44,9 @@ class HubUploader:
                 self.pending.append(self.executor.submit(self._upload_file, path))
 
     def wait(self) -> None:
-        """Wait for what is still under way."""
-        for each in self.pending:
-            each.result()
+        """Wait for uploads in progress."""
+        for future in self.pending:
+            future.result()
         self.pending.clear()
 
     def _upload_file(self, path: Path) -> None:
@@ -54,7 +54,7 @@ class HubUploader:
             self.create_repo()
         name = "/".join([*(self.config.huggingface_path_in_repo or "").strip("/").split("/"), path.name]).lstrip("/")
         done = self.is_repo_ready and self._try_or_warn(
-            f"does not get {path.name}",
+            f"cannot receive {path.name}",
             lambda: self.api.upload_file(
                 path_or_fileobj=path,
                 path_in_repo=name,
@@ -69,10 +69,10 @@ class HubUploader:
     def _try_or_warn(self, failure: str, action: Callable[[], object]) -> bool:
         try:
             action()
-        except Exception as error:  # the hub, the network and the library have errors of many kinds
+        except Exception as error:  # hub, network and library raise errors of many types
             first = next(iter(str(error).strip().splitlines()), "")
             logger.warning(
-                "huggingface_repo_id: %s %s: %s: %s; the file stays on this machine, and training goes on",
+                "huggingface_repo_id: %s %s: %s: %s; the file stays on disk, and training continues",
                 self.repo_id,
                 failure,
                 type(error).__name__,

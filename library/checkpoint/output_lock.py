@@ -1,4 +1,4 @@
-"""Lock on an output name: two runs never write checkpoints and LoRA files of one output_name to one output_dir.
+"""The lock on an output name, so that two runs never write the same checkpoints and LoRA files.
 
 filelock's lease is a file created exclusively and refreshed by a heartbeat, so it also works on network file systems
 without flock (Lustre mounted noflock, NFS with nolock).
@@ -15,10 +15,8 @@ from ..errors import UserError
 
 logger = logging.getLogger(__name__)
 
-
 LEASE_SECONDS = 60.0
 """Without a heartbeat for this long, a run on another machine or in another container is taken for dead."""
-
 
 HEARTBEAT_SECONDS = 5.0
 """How often the lease is refreshed, and so how long a second run waits at most until it is refused."""

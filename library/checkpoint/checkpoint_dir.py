@@ -1,6 +1,6 @@
-"""The state of a run on disk: a folder that is either whole or does not count.
+"""The checkpoint directory: state.json, tensors.safetensors, and files.json with the size and SHA-256 of both.
 
-It is written under another name, every file to the disk, a list of the files with their hashes last, and renamed.
+A checkpoint is written to a temporary directory, synced to disk and renamed, so that it is complete or absent.
 """
 
 import json
@@ -21,13 +21,32 @@ from ..atomic_files import compute_sha256, fsync_dir, fsync_file
 
 CHECKPOINT_FORMAT_VERSION = 1
 
-
 TENSORS_FILE, METADATA_FILE, FILE_LIST = "tensors.safetensors", "state.json", "files.json"
+
+
+FIRST_EDITION_KEYS = {
+    "owed": "pending",
+    "has_learnt": "has_trained",
+    "bad_steps": "skipped_steps",
+    "bad_pictures": "bad_samples",
+}
+"""Keys of state.json as the first edition wrote them -> today's."""
+
+FIRST_EDITION_CALLBACKS = {
+    "Export": "save_adapter",
+    "KeepState": "save_checkpoint",
+    "Learnt": "update_norms",
+    "Report": "save_report",
+    "SameWeights": "weight_sync_check",
+    "Preview": "preview",
+    "Validation": "validation",
+}
+"""Class names that the first edition wrote for pending callbacks -> callback ids."""
 
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A state as its list of files describes it."""
+    """A complete checkpoint: its directory and what state.json holds."""
 
     path: Path
     metadata: dict[str, Any]
@@ -38,12 +57,12 @@ class CheckpointInfo:
 
     @property
     def sort_key(self) -> tuple[int, int, float]:
-        """Grows from state to state; no clock is asked, unless all else is the same."""
+        """Grows from checkpoint to checkpoint; the clock, which may run backwards, only breaks ties."""
         return int(self.metadata.get("run", 0)), self.step, float(self.metadata["saved_at"])
 
 
 def write_checkpoint(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """``path`` is at every moment the old state or the new one; ``OSError`` and ``SafetensorError`` come through."""
+    """Replace ``path`` atomically; raises ``OSError`` or ``SafetensorError``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new, old = _get_partial_path(path), path.with_name(f".{path.name}.old")
     shutil.rmtree(new, ignore_errors=True)
@@ -70,24 +89,32 @@ def write_checkpoint(path: Path, metadata: Mapping[str, Any], tensors: Mapping[s
 
 
 def read_checkpoint_info(path: Path) -> CheckpointInfo | str:
-    """A state whose files all are what its list says, or what is wrong with it."""
+    """Verify the files of a checkpoint and read state.json; return what is wrong with it if it is not complete."""
     try:
         listed = json.loads((path / FILE_LIST).read_text("utf-8"))
-        for name, told in listed.items():
-            if (path / name).stat().st_size != told["size"] or compute_sha256(path / name) != told["sha256"]:
+        for name, entry in listed.items():
+            if (path / name).stat().st_size != entry["size"] or compute_sha256(path / name) != entry["sha256"]:
                 return f"{name} is damaged"
-        facts = json.loads((path / METADATA_FILE).read_text("utf-8"))
+        metadata = json.loads((path / METADATA_FILE).read_text("utf-8"))
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"it cannot be read: {error}"
-    if facts["format"] != CHECKPOINT_FORMAT_VERSION:
-        return f"it is in format {facts['format']}, and this version reads format {CHECKPOINT_FORMAT_VERSION}"
-    return CheckpointInfo(path, facts)
+        return f"cannot be read: {error}"
+    if metadata["format"] != CHECKPOINT_FORMAT_VERSION:
+        return f"has format {metadata['format']}; this version reads format {CHECKPOINT_FORMAT_VERSION}"
+    return CheckpointInfo(path, _upgrade_metadata(metadata))
+
+
+def _upgrade_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Rename what the first edition called differently."""
+    upgraded = {FIRST_EDITION_KEYS.get(key, key): value for key, value in metadata.items()}
+    if "pending" in upgraded:
+        upgraded["pending"] = [FIRST_EDITION_CALLBACKS.get(name, name) for name in upgraded["pending"]]
+    return upgraded
 
 
 def load_checkpoint_tensors(checkpoint: CheckpointInfo) -> dict[str, Tensor]:
-    """Everything that was kept as tensors."""
+    """Load tensors.safetensors."""
     try:
         return load_file(checkpoint.path / TENSORS_FILE)
     except SafetensorError as error:
@@ -95,7 +122,7 @@ def load_checkpoint_tensors(checkpoint: CheckpointInfo) -> dict[str, Tensor]:
 
 
 def find_checkpoints(output_dir: Path, name: str) -> Iterator[Path]:
-    """Folders that may be states of the runs called ``name``; one that was being replaced counts, too."""
+    """List directories that may be checkpoints of ``output_name``, with one that was being replaced when killed."""
     pattern = re.compile(rf"\.?{_build_name_pattern(name)}-state(\.old)?")
     try:
         yield from sorted(path for path in output_dir.iterdir() if pattern.fullmatch(path.name) and path.is_dir())
@@ -104,7 +131,7 @@ def find_checkpoints(output_dir: Path, name: str) -> Iterator[Path]:
 
 
 def compute_next_run_number(output_dir: Path, name: str) -> int:
-    """The number of a run that begins now: one more than that of any whose state is there, whole or not."""
+    """Number a new run: one more than any run that left a checkpoint here, complete or not."""
     numbers = [0]
     for path in find_checkpoints(output_dir, name):
         with suppress(OSError, ValueError, AttributeError, TypeError):
@@ -113,24 +140,24 @@ def compute_next_run_number(output_dir: Path, name: str) -> int:
 
 
 def _build_name_pattern(name: str) -> str:
-    """A pattern for what runs called ``name`` write, and not for what those of a longer name do."""
+    """Match the files of ``output_name``, but not those of a longer name that begins alike."""
     return rf"{re.escape(name)}(-\d{{6}}|-step\d{{8}})?"
 
 
 def remove_partial_checkpoint(path: Path) -> None:
-    """What this process had begun to write at ``path``."""
+    """Remove what this process had written so far for ``path``."""
     shutil.rmtree(_get_partial_path(path), ignore_errors=True)
 
 
 def _get_partial_path(path: Path) -> Path:
-    """When a run fails, any of its processes may be the one that writes."""
+    # When a run fails, any of its ranks may be the one that writes.
     return path.with_name(f".{path.name}.{os.getpid()}.new")
 
 
 def remove_leftover_files(output_dir: Path, name: str) -> None:
-    """What a run that was killed had begun to write."""
-    begun = _build_name_pattern(name)
-    pattern = re.compile(rf"\.{begun}(-state(\.\d+)?\.new|(-ema)?\.safetensors\.\d+\.part)")
+    """Remove files that a killed run had not finished writing."""
+    partial = _build_name_pattern(name)
+    pattern = re.compile(rf"\.{partial}(-state(\.\d+)?\.new|(-ema)?\.safetensors\.\d+\.part)")
     for path in [path for path in output_dir.iterdir() if pattern.fullmatch(path.name)]:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
