@@ -55,7 +55,7 @@ def with_a_flipped_bit(who: int, when: int, *words: str) -> tuple[int, str, int]
 @pytest.mark.parametrize(
     ("ranks", "more", "found", "last"),
     [
-        pytest.param(3, [], 6, 3, marks=pytest.mark.long),
+        pytest.param(3, [], 6, 3, marks=pytest.mark.slow),
         (2, ["--check_sync_every_n_steps", "2"], 4, 3),
     ],
 )

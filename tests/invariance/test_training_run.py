@@ -264,7 +264,7 @@ def test_an_output_folder_that_cannot_be_written_is_known_before_training(tmp_pa
 
 @pytest.mark.parametrize(
     "flags",
-    [pytest.param(("--no-dynamo_use_regional_compilation",), marks=pytest.mark.long), ()],
+    [pytest.param(("--no-dynamo_use_regional_compilation",), marks=pytest.mark.slow), ()],
     ids=["whole", "by blocks"],
 )
 def test_a_compiled_model_trains_the_same_and_is_saved_under_the_same_names(flags, even, reference, tmp_path):
