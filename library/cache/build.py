@@ -1,14 +1,13 @@
-"""Filling a cache: what is missing or damaged is made, by all processes together, and found by all of them after."""
+"""Fill a cache: all ranks that share its disk encode a part of the missing or damaged entries each."""
 
 import logging
 import os
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol
 
 import numpy as np
@@ -26,24 +25,24 @@ from .writer import CacheWriter
 
 logger = logging.getLogger(__name__)
 
-
 VISIBILITY_TIMEOUT_SECONDS = 60.0
-"""How long a shared disk may take to show what another machine wrote."""
-
+"""A shared file system may take this long to show what another machine wrote."""
 
 REFRESH_INTERVAL_SECONDS = 2.0
+POLL_INTERVAL_SECONDS = 0.2
 
+STALL_TIMEOUT_SECONDS = 30 * 60
+"""Without progress of any rank for this long, waiting ranks give up."""
 
 MAX_NAMES_SHOWN = 5
 
-
 EntryIndices = NDArray[np.int64]
-"""Which of the wanted entries."""
+"""Positions in ``CacheSpec.keys``."""
 
 
 @dataclass(frozen=True)
 class EncodedEntry:
-    """One entry, made."""
+    """The tensors of one cache entry."""
 
     index: int
     tensors: dict[str, Tensor]
@@ -52,130 +51,120 @@ class EncodedEntry:
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """What is to be in a cache, and where."""
+    """What a cache has to contain, and where."""
 
     name: str  # "latents"
-    unit: str  # "picture"
-    option: str  # the option that asks for it, for messages
+    unit: str  # "image"
+    option: str  # that enables the cache, for messages
     keys: KeyArray
     directories: Sequence[Path]  # of each key
-    relative_sizes: Sequence[int]  # how much room each takes compared with the others
-    disk_full_hint: str  # what to do when there is too little room
+    relative_sizes: Sequence[int]  # of each entry, in any unit
+    disk_full_hint: str  # what to do when the disk is too small
+
+    @property
+    def unique_directories(self) -> list[Path]:
+        """Every directory once."""
+        return list(dict.fromkeys(self.directories))
 
 
 class CacheEncoder(Protocol):
-    """Makes entries; loads what it needs for that when the first is asked for."""
+    """Encodes entries; loads its model when the first batch is requested."""
 
     failures: dict[int, str]
-    """What could not be made, and why."""
+    """Entries that could not be encoded, with the reason."""
 
     def make_batches(self, indices: Sequence[int]) -> list[list[int]]:
-        """The entries with these numbers, in portions that are made at once."""
+        """Group entries to batches that are encoded at once."""
 
     def encode_batches(self, batches: Iterator[list[int]]) -> Iterator[tuple[int, list[EncodedEntry]]]:
-        """Portion by portion how many were asked for, and those that could be made."""
+        """Yield the size of each batch and its entries, without those that failed."""
 
 
 def fill_cache(
     comm: Communicator, spec: CacheSpec, encoder: CacheEncoder, *, verify_existing: bool
 ) -> tuple[CacheStore, dict[int, str]]:
-    """Make what ``shelf`` lacks, in shares; return the cache and why some entries could not be made."""
-    folders = list(dict.fromkeys(spec.directories))
-    share = partition_by_shared_disk(comm, folders)
-    store = CacheStore(folders)
-    mine = np.unique(spec.keys, return_index=True)[1][share.index :: share.count]
-    rows = store.find_rows(spec.keys[mine])
-    missing = mine[rows < 0]
-    with _WriterPool() as writers:
+    """Encode what is missing; return the cache, and the entries that could not be encoded with the reason."""
+    partition = partition_by_shared_disk(comm, spec.unique_directories)
+    store = CacheStore(spec.unique_directories)
+    own = np.unique(spec.keys, return_index=True)[1][partition.index :: partition.count]
+    rows = store.find_rows(spec.keys[own])
+    missing = own[rows < 0]
+    with ExitStack() as stack:
+        writers = _Writers(stack)
         if verify_existing:
             damaged = store.find_damaged(rows[rows >= 0].tolist())
-            missing = np.concatenate([missing, mine[np.isin(rows, damaged)]])
+            missing = np.concatenate([missing, own[np.isin(rows, damaged)]])
             _drop_damaged(store, damaged, spec, writers)
-        with track_shared_progress(comm, share, spec.name, len(missing), spec.unit) as shared:
+        with track_shared_progress(comm, partition, spec.name, len(missing), spec.unit) as progress:
             if len(missing):
-                _encode_missing(store, spec, encoder, missing, writers, shared, share)
-    mine_failed = {bytes(spec.keys[number]): why for number, why in encoder.failures.items()}
-    failed = {key: why for part in comm.all_gather_object(mine_failed) for key, why in part.items()}
-    bad = {number: failed[bytes(key)] for number, key in enumerate(spec.keys) if key in failed} if failed else {}
-    _wait_until_visible(store, spec, bad)
-    return store, bad
+                _encode_missing(store, spec, encoder, missing, writers, progress, partition)
+    own_failures = {bytes(spec.keys[index]): reason for index, reason in encoder.failures.items()}
+    failed = {key: reason for failures in comm.all_gather_object(own_failures) for key, reason in failures.items()}
+    failures = {index: failed[bytes(key)] for index, key in enumerate(spec.keys) if key in failed} if failed else {}
+    _wait_until_visible(store, spec, failures)
+    return store, failures
 
 
-class _WriterPool:
-    """A writer for each folder that something is put into."""
+class _Writers:
+    """One writer for each directory that is written to, closed with ``stack``."""
 
-    def __init__(self) -> None:
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
         self._writers: dict[Path, CacheWriter] = {}
 
-    def __enter__(self) -> "_WriterPool":
-        return self
-
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for writer in self._writers.values():
-            writer.close()
-
     def get_writer(self, directory: Path) -> CacheWriter:
-        """The one for ``folder``."""
         if directory not in self._writers:
-            self._writers[directory] = CacheWriter(directory)
+            self._writers[directory] = self._stack.enter_context(CacheWriter(directory))
         return self._writers[directory]
 
     def flush(self) -> None:
-        """Announce everything, in all folders."""
         for writer in self._writers.values():
             writer.flush()
 
 
-def _drop_damaged(store: CacheStore, damaged_rows: Sequence[int], spec: CacheSpec, writers: "_WriterPool") -> None:
-    """Nobody is to use these rows any more."""
+def _drop_damaged(store: CacheStore, damaged_rows: Sequence[int], spec: CacheSpec, writers: _Writers) -> None:
+    """Mark damaged entries as unusable for every reader."""
     if not damaged_rows:
         return
     names = ", ".join(store.read_name(row) for row in damaged_rows[:MAX_NAMES_SHOWN])
-    logger.warning(
-        "%s: %d kept entries are damaged and are made anew: %s%s",
-        spec.name,
-        len(damaged_rows),
-        names,
-        ", ..." if len(damaged_rows) > MAX_NAMES_SHOWN else "",
-    )
+    more = ", ..." if len(damaged_rows) > MAX_NAMES_SHOWN else ""
+    logger.warning("%s: encoding %d damaged entries again: %s%s", spec.name, len(damaged_rows), names, more)
     for row in damaged_rows:
         writers.get_writer(store.get_directory(row)).drop(store.entries[[row]])
     store.refresh()
 
 
 class SharedProgress:
-    """Tells how far all processes are, and waits for them."""
+    """The progress of all ranks, through a key-value store: no collective, so that no rank times out while waiting."""
 
-    def __init__(self, comm: Communicator, key_value_store: KeyValueStore, progress: ProgressBar):
-        self.comm, self.key_value_store, self.progress = comm, key_value_store, progress
+    def __init__(self, comm: Communicator, key_value_store: KeyValueStore, progress_bar: ProgressBar):
+        self.comm, self.key_value_store, self.progress_bar = comm, key_value_store, progress_bar
 
     def add_done(self, count: int) -> None:
-        """``count`` more pieces of this process's share are done."""
+        """Report ``count`` more entries of this rank as done."""
         self._update_progress(self.key_value_store.add("done", count))
         self._raise_remote_failure()
 
     def wait_for_all_ranks(self) -> None:
-        """Return when every process has done its share; what fails on one fails on all."""
+        """Wait until every rank is done; raise if one has failed."""
         finished = self.key_value_store.add("finished", 1)
-        news, since = (-1, finished), time.monotonic()
+        last_state, changed_at = (-1, finished), time.monotonic()
         while finished < self.comm.world_size:
             self._raise_remote_failure()
             time.sleep(POLL_INTERVAL_SECONDS)
             done, finished = self.key_value_store.read_counter("done"), self.key_value_store.read_counter("finished")
             self._update_progress(done)
-            if (done, finished) != news:
-                news, since = (done, finished), time.monotonic()
-            elif time.monotonic() - since > STALL_TIMEOUT_SECONDS:
+            if (done, finished) != last_state:
+                last_state, changed_at = (done, finished), time.monotonic()
+            elif time.monotonic() - changed_at > STALL_TIMEOUT_SECONDS:
                 raise UserError(
-                    f"{self.comm.world_size - finished} of {self.comm.world_size} processes have done nothing for"
-                    f" {STALL_TIMEOUT_SECONDS // 60} minutes, while this one waited for their share"
+                    f"no progress for {STALL_TIMEOUT_SECONDS // 60} minutes on {self.comm.world_size - finished} of"
+                    f" {self.comm.world_size} processes, while this one waited for their part of the cache"
                 )
 
     def _update_progress(self, num_done: int) -> None:
-        self.progress.set_total(self.key_value_store.read_counter("total"))
-        self.progress.update({}, num_done - self.progress.completed)
+        self.progress_bar.set_total(self.key_value_store.read_counter("total"))
+        self.progress_bar.update({}, num_done - self.progress_bar.completed)
 
     def _raise_remote_failure(self) -> None:
         failure = self.key_value_store.get("failed")
@@ -187,12 +176,12 @@ class SharedProgress:
 
 @dataclass(frozen=True)
 class WorkPartition:
-    """What a process does of work in pieces: those whose number leaves ``place`` when divided by ``of``."""
+    """This rank encodes every ``count``-th entry, from ``index`` on."""
 
     index: int
     count: int
     run_token: str
-    """The same on all processes, and another in each run."""
+    """Equal on all ranks, and different in every run."""
 
 
 def _encode_missing(
@@ -200,26 +189,25 @@ def _encode_missing(
     spec: CacheSpec,
     encoder: CacheEncoder,
     missing_indices: EntryIndices,
-    writers: "_WriterPool",
+    writers: _Writers,
     progress: SharedProgress,
     partition: WorkPartition,
 ) -> None:
-    """Make entries and put them where they belong."""
-    for folder in dict.fromkeys(spec.directories[number] for number in missing_indices):
-        check_writable(folder, spec.option)
-    groups = encoder.make_batches(missing_indices.tolist())
-    # Who works on the same folder and knows nothing of us begins somewhere else, and we meet in the middle.
-    start = secrets.randbelow(len(groups))
-    still = _skip_finished(store, spec.keys, [*groups[start:], *groups[:start]], progress)
+    """Encode entries and write each into its directory."""
+    for directory in dict.fromkeys(spec.directories[index] for index in missing_indices):
+        check_writable(directory, spec.option)
+    batches = encoder.make_batches(missing_indices.tolist())
+    # an unrelated program that fills the same directory starts elsewhere, so that both meet halfway
+    start = secrets.randbelow(len(batches))
+    remaining = _skip_finished(store, spec.keys, [*batches[start:], *batches[:start]], progress)
     is_first = True
-    for count, entries in encoder.encode_batches(still):
+    for count, entries in encoder.encode_batches(remaining):
         if entries and is_first:
             _check_required_space(spec, missing_indices, entries[0], partition)
             is_first = False
         for entry in entries:
-            writers.get_writer(spec.directories[entry.index]).put(
-                get_key_bytes(spec.keys[entry.index]), entry.tensors, entry.name
-            )
+            writer = writers.get_writer(spec.directories[entry.index])
+            writer.put(get_key_bytes(spec.keys[entry.index]), entry.tensors, entry.name)
         progress.add_done(count)
     writers.flush()
 
@@ -227,88 +215,76 @@ def _encode_missing(
 def _skip_finished(
     store: CacheStore, keys: KeyArray, batches: Sequence[list[int]], progress: SharedProgress
 ) -> Iterator[list[int]]:
-    """The groups without what somebody else has made in the meantime."""
-    looked_at = time.monotonic()
-    for group in batches:
-        now = time.monotonic()
-        if now - looked_at > REFRESH_INTERVAL_SECONDS:
+    """Yield the batches without the entries that another program has written in the meantime."""
+    refreshed_at = time.monotonic()
+    for batch in batches:
+        if time.monotonic() - refreshed_at > REFRESH_INTERVAL_SECONDS:
             store.refresh()
-            looked_at = time.monotonic()
-        rest = [number for number, row in zip(group, store.find_rows(keys[group]), strict=True) if row < 0]
-        if len(rest) < len(group):
-            progress.add_done(len(group) - len(rest))
-        if rest:
-            yield rest
+            refreshed_at = time.monotonic()
+        missing = [index for index, row in zip(batch, store.find_rows(keys[batch]), strict=True) if row < 0]
+        if len(missing) < len(batch):
+            progress.add_done(len(batch) - len(missing))
+        if missing:
+            yield missing
 
 
 def _check_required_space(
     spec: CacheSpec, missing_indices: EntryIndices, first_entry: EncodedEntry, partition: WorkPartition
 ) -> None:
-    """What all of it will take, told by the first; stop now if there is too little room."""
+    """Estimate the size of all entries from the first one; raise ``UserError`` if a disk is too small."""
     unit = sum(tensor.nbytes for tensor in first_entry.tensors.values()) / spec.relative_sizes[first_entry.index]
-    for folder in dict.fromkeys(spec.directories[number] for number in missing_indices):
-        costs = [spec.relative_sizes[number] for number in missing_indices if spec.directories[number] == folder]
-        wanted = round(unit * sum(costs) * partition.count)
-        count = len(costs) * partition.count
-        logger.info("%s of about %d %ss are made: %s in %s", spec.name, count, spec.unit, format_bytes(wanted), folder)
-        check_disk_space(folder, wanted, f"{spec.name} of {count} {spec.unit}s", spec.disk_full_hint)
+    for directory in dict.fromkeys(spec.directories[index] for index in missing_indices):
+        sizes = [spec.relative_sizes[index] for index in missing_indices if spec.directories[index] == directory]
+        num_bytes, count = round(unit * sum(sizes) * partition.count), len(sizes) * partition.count
+        entries = f"{spec.name} of {count} {spec.unit}{'s' * (count != 1)}"
+        logger.info("caching %s (%s) in %s", entries, format_bytes(num_bytes), directory)
+        check_disk_space(directory, num_bytes, entries, spec.disk_full_hint)
 
 
 def _wait_until_visible(store: CacheStore, spec: CacheSpec, failures: dict[int, str]) -> None:
-    """Everything that was made, by whom ever, is there; disks of several machines may take a while to show it."""
-    wanted = np.setdiff1d(np.arange(len(spec.keys)), list(failures))
+    """Wait until this machine sees all entries, whichever machine wrote them."""
+    expected = np.setdiff1d(np.arange(len(spec.keys)), list(failures))
     deadline = time.monotonic() + VISIBILITY_TIMEOUT_SECONDS
     store.refresh()
-    while (absent := wanted[store.find_rows(spec.keys[wanted]) < 0]).size:
+    while (absent := expected[store.find_rows(spec.keys[expected]) < 0]).size:
         if time.monotonic() > deadline:
             raise UserError(
-                f"{spec.name}: {len(absent)} entries were made and cannot be found in"
-                f" {spec.directories[absent[0]]}; do all machines see the same disk?"
+                f"{spec.name}: {len(absent)} entries were written, but are not in {spec.directories[absent[0]]};"
+                " do all machines see the same disk there?"
             )
         time.sleep(1)
         store.refresh()
 
 
-POLL_INTERVAL_SECONDS = 0.2
-
-
-STALL_TIMEOUT_SECONDS = 30 * 60
-"""After this long without anything done by anybody, something is wrong that nobody told."""
-
-
 def partition_by_shared_disk(comm: Communicator, directories: Sequence[Path]) -> WorkPartition:
-    """Find the processes with which this one has all ``folders`` in common; a short collective."""
+    """Find the ranks that share all ``directories`` with this one, and divide the work among them; a collective."""
     token = comm.all_gather_object(secrets.token_hex(4))[0]
-    marks = [folder / f".here-{token}-{comm.rank}" for folder in directories]
-    can_write = all([_create_marker(mark) for mark in marks])
-    writes = comm.all_gather_object(can_write)
+    markers = [directory / f".here-{token}-{comm.rank}" for directory in directories]
+    can_write = comm.all_gather_object(all([_create_marker(marker) for marker in markers]))
     seen = {
         rank
         for rank in range(comm.world_size)
-        if writes[rank] and all((folder / f".here-{token}-{rank}").exists() for folder in directories)
+        if can_write[rank] and all((directory / f".here-{token}-{rank}").exists() for directory in directories)
     }
-    comm.barrier()  # nobody takes a mark away before all have looked
-    for mark in marks:
+    comm.barrier()  # markers stay until all ranks have looked
+    for marker in markers:
         with suppress(OSError):
-            mark.unlink()
+            marker.unlink()
     peers = sorted(seen) if comm.rank in seen else [comm.rank]
-    if found := describe_shared_disks(peers, comm.hostnames, directories):
-        logger.info("%s", found)
+    if message := describe_shared_disks(peers, comm.hostnames, directories):
+        logger.info("%s", message)
     return WorkPartition(peers.index(comm.rank), len(peers), token)
 
 
 def describe_shared_disks(peer_ranks: Sequence[int], hostnames: Sequence[str], directories: Sequence[Path]) -> str:
-    """What several machines have in common, as one of the ``peers`` on a disk sees it."""
+    """Say which machines share the disk of the cache; empty on a single machine."""
     if len(set(hostnames)) == 1 or not directories:
         return ""
     where = f"{directories[0]}{f' and {len(directories) - 1} more' if len(directories) > 1 else ''}"
     if len(peer_ranks) == len(hostnames):
-        return f"all machines see the same disk in {where}: they share the work"
-    here = sorted({hostnames[rank] for rank in peer_ranks})
-    return (
-        f"{where} is another disk on other machines than {', '.join(here)}: each disk gets all of it, from those"
-        " that see it"
-    )
+        return f"all machines share the disk of {where}: the work is divided among them"
+    here = ", ".join(sorted({hostnames[rank] for rank in peer_ranks}))
+    return f"{where} is not shared between {here} and the other machines: each disk gets a full cache"
 
 
 def _create_marker(marker: Path) -> bool:
@@ -325,14 +301,14 @@ def _create_marker(marker: Path) -> bool:
 def track_shared_progress(
     comm: Communicator, partition: WorkPartition, name: str, num_entries: int, unit: str
 ) -> Iterator[SharedProgress]:
-    """Work of which ``mine`` pieces are this process's share; on leaving, all processes have done theirs."""
+    """Show the progress of all ranks; on leaving, wait until all of them have encoded their entries."""
     board = comm.open_key_value_store(f"{partition.run_token}/{name}")
-    with ProgressBar(board.add("total", num_entries), 0, name, enabled=comm.is_main, unit=unit) as progress:
-        shared = SharedProgress(comm, board, progress)
+    with ProgressBar(board.add("total", num_entries), 0, name, enabled=comm.is_main, unit=unit) as progress_bar:
+        progress = SharedProgress(comm, board, progress_bar)
         try:
-            yield shared
+            yield progress
         except Exception as error:
             if board.get("failed") is None:
                 board.set("failed", str(error))
             raise
-        shared.wait_for_all_ranks()
+        progress.wait_for_all_ranks()

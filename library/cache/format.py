@@ -1,4 +1,4 @@
-"""Named tensors as bytes, in the form of a safetensors file, and back without copying what is not asked for."""
+"""The cache file format: entries are safetensors blobs in shards, found through fixed-size index records."""
 
 import json
 import struct
@@ -36,7 +36,7 @@ _SAFETENSORS_DTYPES = {
 
 @dataclass(frozen=True)
 class TensorSpan:
-    """Where one tensor stands among the bytes, and what it is."""
+    """Dtype, shape and byte range of one tensor of a blob."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -45,17 +45,17 @@ class TensorSpan:
 
 
 def serialize_tensors(tensors: Mapping[str, Tensor]) -> bytes:
-    """The tensors as one piece."""
+    """Serialize tensors in the safetensors format."""
     return save({name: tensor.detach().contiguous() for name, tensor in tensors.items()})
 
 
 def read_tensor_spans(blob: ByteArray) -> dict[str, TensorSpan]:
-    """What is in the blob, in the order of names."""
+    """Read dtype, shape and position of the tensors of a blob, sorted by name."""
     return _parse_header(_read_header(blob))
 
 
 def _read_header(blob: ByteArray) -> bytes:
-    """The part that describes the rest; equal for tensors of equal names, kinds and shapes."""
+    """Read the length and the JSON header; equal for blobs with equal names, dtypes and shapes."""
     (length,) = _HEADER_LENGTH.unpack(blob[: _HEADER_LENGTH.size].tobytes())
     return blob[: _HEADER_LENGTH.size + length].tobytes()
 
@@ -74,29 +74,25 @@ def _parse_header(header: bytes) -> dict[str, TensorSpan]:
 
 
 def deserialize_tensors(blob: ByteArray) -> dict[str, Tensor]:
-    """All tensors, copied."""
-    return {
-        name: _copy_tensor(blob[place.start : place.end][None], place)[0]
-        for name, place in read_tensor_spans(blob).items()
-    }
+    """Copy all tensors of a blob."""
+    return {name: _copy_tensor(blob, span) for name, span in read_tensor_spans(blob).items()}
 
 
 def stack_tensors(blobs: Sequence[ByteArray], name: str) -> Tensor | list[Tensor]:
-    """The tensor of this name from each blob: in one, copied once; or as a list where they differ in shape."""
-    heads = [_read_header(blob) for blob in blobs]
-    layouts = {head: _parse_header(head)[name] for head in set(heads)}
-    places = [layouts[head] for head in heads]
-    if len({(place.dtype, place.shape) for place in layouts.values()}) > 1:
-        return [deserialize_tensors(blob)[name] for blob in blobs]
-    room = torch.empty((len(blobs), places[0].end - places[0].start), dtype=torch.uint8)
-    rows = room.numpy()
-    for row, blob, place in zip(rows, blobs, places, strict=True):
-        row[:] = blob[place.start : place.end]
-    return _view_as_tensor(room, places[0])
+    """Stack the tensors of this name, copying once; return a list if they differ in shape."""
+    headers = [_read_header(blob) for blob in blobs]
+    by_header = {header: _parse_header(header)[name] for header in set(headers)}
+    spans = [by_header[header] for header in headers]
+    if len({(span.dtype, span.shape) for span in by_header.values()}) > 1:
+        return [_copy_tensor(blob, span) for blob, span in zip(blobs, spans, strict=True)]
+    buffer = torch.empty((len(blobs), spans[0].end - spans[0].start), dtype=torch.uint8)
+    for row, blob, span in zip(buffer.numpy(), blobs, spans, strict=True):
+        row[:] = blob[span.start : span.end]
+    return _view_as_tensor(buffer, spans[0])
 
 
-def _copy_tensor(rows: ByteArray, span: TensorSpan) -> Tensor:
-    return _view_as_tensor(torch.from_numpy(rows.copy()), span)
+def _copy_tensor(blob: ByteArray, span: TensorSpan) -> Tensor:
+    return _view_as_tensor(torch.from_numpy(blob[span.start : span.end][None].copy()), span)[0]
 
 
 def _view_as_tensor(buffer: Tensor, span: TensorSpan) -> Tensor:
@@ -106,12 +102,10 @@ def _view_as_tensor(buffer: Tensor, span: TensorSpan) -> Tensor:
 
 
 FORMAT_VERSION = 1
-"""Raised when old files cannot be read any more; files of another format are left alone."""
-
+"""Incremented when old files can no longer be read; files of another version are ignored."""
 
 HEADER_RECORD, ENTRY_RECORD, TOMBSTONE_RECORD = 1, 2, 3
-"""Kinds of records: the first of a file; where an entry lies; that the entry at a place is not to be used any more."""
-
+"""Kinds of records: the first of a file; the location of an entry; an entry that must no longer be used."""
 
 RECORD_DTYPE: np.dtype[Any] = np.dtype(
     [
@@ -119,11 +113,11 @@ RECORD_DTYPE: np.dtype[Any] = np.dtype(
         ("kind", "<u4"),
         ("part", "<u4"),  # which of the writer's shards
         ("offset", "<u8"),  # of the entry in it
-        ("length", "<u8"),  # of the tensors; the name of the picture or caption lies behind them
+        ("length", "<u8"),  # of the blob; the name of the image or caption follows it
         ("name_length", "<u4"),
-        ("checksum", "<u4"),  # of tensors and name
-        ("writer", "<u8"),  # whose entry it is: the file's own, except in DROPPED
-        ("check", "<u8"),  # of all that stands before it
+        ("checksum", "<u4"),  # of blob and name
+        ("writer", "<u8"),  # whose entry it is: the file's own, except in a tombstone
+        ("check", "<u8"),  # of all fields above
     ]
 )
 
@@ -133,34 +127,33 @@ RecordArray = NDArray[np.void]
 
 _NUM_CHECKED_WORDS = RECORD_DTYPE.itemsize // 8 - 1
 
-
 _CHECKSUM_FACTORS = np.array(
     [(0x9E3779B97F4A7C15 * (2 * index + 1)) % 2**64 | 1 for index in range(_NUM_CHECKED_WORDS)], np.uint64
 )
 
 
 def add_checksums(records: RecordArray) -> RecordArray:
-    """The same records with their checks."""
-    whole = records.copy()
-    whole["check"] = _compute_checksums(whole)
-    return whole
+    """Return the records with their checksums."""
+    checked = records.copy()
+    checked["check"] = _compute_checksums(checked)
+    return checked
 
 
 def verify_checksums(records: RecordArray) -> NDArray[np.bool_]:
-    """Which of the records are as they were written."""
+    """Return which records are intact."""
     sums: NDArray[np.bool_] = records["check"] == _compute_checksums(records)
     return sums
 
 
 def build_header(writer_id: int) -> RecordArray:
-    """The first record of an index file."""
+    """Build the first record of an index file."""
     record = np.zeros(1, RECORD_DTYPE)
     record["kind"], record["part"], record["writer"] = HEADER_RECORD, FORMAT_VERSION, writer_id
     return add_checksums(record)
 
 
 def is_valid_header(record: RecordArray) -> bool:
-    """Whether a file that begins so can be read."""
+    """Whether a file that starts with this record can be read."""
     return bool(
         len(record)
         and verify_checksums(record[:1])[0]
@@ -170,11 +163,7 @@ def is_valid_header(record: RecordArray) -> bool:
 
 
 def _compute_checksums(records: RecordArray) -> NDArray[np.uint64]:
-    """An odd multiple of each word, summed: no change of a single word leaves the sum as it was."""
-    words = (
-        np.ascontiguousarray(records)
-        .view(np.uint64)
-        .reshape(len(records), _NUM_CHECKED_WORDS + 1)[:, :_NUM_CHECKED_WORDS]
-    )
+    """Sum an odd multiple of each word, so that a change of any single word changes the sum."""
+    words = np.ascontiguousarray(records).view(np.uint64).reshape(len(records), -1)[:, :_NUM_CHECKED_WORDS]
     sums: NDArray[np.uint64] = (words * _CHECKSUM_FACTORS).sum(axis=1, dtype=np.uint64)
-    return sums ^ (sums >> np.uint64(29)) ^ np.uint64(0x4C6F72696B656574)  # nothing but zeros is no record
+    return sums ^ (sums >> np.uint64(29)) ^ np.uint64(0x4C6F72696B656574)  # a record of zeros is invalid

@@ -1,4 +1,4 @@
-"""Every caption that a run will show: known beforehand, because how a sample is shown follows from the plan."""
+"""Cache keys: a hash of everything that decides the latents of an image or the text-encoder output of a caption."""
 
 import hashlib
 from collections.abc import Iterable
@@ -31,30 +31,27 @@ def get_key_bytes(key: np.bytes_) -> bytes:
 def collect_run_captions(
     augmenter: Augmenter, batch_plan: MicroBatchSchedule, total_steps: int, extra_captions: Iterable[str] = ()
 ) -> dict[str, int]:
-    """Each caption that any rank shows in ``steps`` steps, the empty one and ``also`` among them, with its sample.
+    """Collect every caption of ``total_steps`` steps on any rank, the empty one included, each with a sample using it.
 
-    Where captions never change, a look at each sample is enough; else the plan is gone through step by step.
+    Captions are drawn by a stateless generator, so the batch plan tells them before training.  Only samples whose
+    captions vary need a walk through the plan.
     """
-    found = dict.fromkeys(["", *extra_captions], 0)
-    changing = {
-        index
-        for index in range(len(augmenter.manifest.samples))
-        if find_varying_caption_keys(augmenter.get_subset(index))
-    }
-    for index in range(len(augmenter.manifest.samples)):
-        if index not in changing:
-            found.setdefault(augmenter.draw_caption(SampleView(0, 0, index, 0)), index)
-    for position in range(total_steps * batch_plan.accumulation_steps if changing else 0):
-        for visit in augmenter.list_views(
-            batch_plan.get_micro_batch(position), position // batch_plan.accumulation_steps
-        ):
-            if visit.sample_index in changing:
-                found.setdefault(augmenter.draw_caption(visit), visit.sample_index)
-    return found
+    captions = dict.fromkeys(["", *extra_captions], 0)
+    samples = range(len(augmenter.manifest.samples))
+    varying = {index for index in samples if find_varying_caption_keys(augmenter.get_subset(index))}
+    for index in samples:
+        if index not in varying:
+            captions.setdefault(augmenter.draw_caption(SampleView(0, 0, index, 0)), index)
+    for position in range(total_steps * batch_plan.accumulation_steps if varying else 0):
+        step = position // batch_plan.accumulation_steps
+        for view in augmenter.list_views(batch_plan.get_micro_batch(position), step):
+            if view.sample_index in varying:
+                captions.setdefault(augmenter.draw_caption(view), view.sample_index)
+    return captions
 
 
 def find_varying_caption_keys(subset: SubsetConfig) -> tuple[str, ...]:
-    """The keys by which a caption of this subset may be another one each time it is shown."""
+    """Return the keys that make captions of this subset vary from view to view."""
     return tuple(key for key in _VARYING_CAPTION_KEYS if getattr(subset, key))
 
 
@@ -69,17 +66,16 @@ _VARYING_CAPTION_KEYS = (
 
 
 LATENT_KEY_VERSION = 1
-"""Raised when the same picture, placement and VAE would give other latents than before."""
-
+"""Incremented when the same image, crop and VAE would give different latents than before."""
 
 TEXT_KEY_VERSION = 1
-"""Raised when the same caption and text encoder would give another encoding than before."""
+"""Incremented when the same caption and text encoder would give different outputs than before."""
 
 
 def compute_latent_key(
     sample: Sample, assignment: BucketAssignment, crop_params: CropParams, *, encoder_fingerprint: str
 ) -> bytes:
-    """The latents of one picture as it is cut, with its mask; ``encoder`` stands for the VAE and the kept precision."""
+    """Hash one crop of an image and its mask; the fingerprint stands for the VAE and ``--cache_precision``."""
     mask = () if sample.mask is None else ("alpha" if sample.mask.is_alpha else "mask", sample.mask.content_hash)
     return _hash_facts(
         "latents",
@@ -96,12 +92,12 @@ def compute_latent_key(
 
 
 def compute_text_key(caption: str, encoder_fingerprint: str) -> bytes:
-    """One caption as it is shown; ``encoder`` stands for everything that turns it into numbers."""
+    """Hash one caption as the text encoder gets it."""
     return _hash_facts("text", TEXT_KEY_VERSION, encoder_fingerprint, caption)
 
 
 def compute_encoder_fingerprint(*facts: str) -> str:
-    """One short text for several facts, none of which can be mistaken for a part of another."""
+    """Hash several facts to one short text, unambiguous about where each of them ends."""
     return _hash_facts(*facts).hex()
 
 
@@ -112,7 +108,7 @@ def _hash_facts(*facts: str | int) -> bytes:
 
 @dataclass(frozen=True)
 class LatentKeys:
-    """Every picture as often as it is kept: once, or once more mirrored."""
+    """Cached latents: one entry for each sample, and another one if it may be flipped."""
 
     sample_indices: NDArray[np.int64]
     flipped: NDArray[np.bool_]
@@ -124,10 +120,10 @@ class LatentKeys:
 
 @dataclass(frozen=True)
 class TextKeys:
-    """Captions, each once."""
+    """Cached text-encoder outputs: one entry for each caption."""
 
     captions: tuple[str, ...]
-    owner_indices: tuple[int, ...]  # a sample that shows the caption, which decides in whose folder it is kept
+    owner_indices: tuple[int, ...]  # a sample with this caption, which decides about the directory
     keys: KeyArray
 
     def __len__(self) -> int:
@@ -135,27 +131,25 @@ class TextKeys:
 
 
 def build_latent_keys(augmenter: Augmenter, encoder_fingerprint: str) -> LatentKeys:
-    """The samples in their order, first as they are, then mirrored where ``flip_aug`` asks for it."""
-    every = range(len(augmenter.manifest.samples))
-    places = [
-        *((index, False) for index in every),
-        *((index, True) for index in every if augmenter.get_subset(index).flip_aug),
-    ]
+    """Build the keys of all samples in order, then those of the flipped ones of subsets with ``flip_aug``."""
+    samples = range(len(augmenter.manifest.samples))
+    views = [(index, False) for index in samples]
+    views += [(index, True) for index in samples if augmenter.get_subset(index).flip_aug]
     keys = [
         compute_latent_key(
             augmenter.manifest.samples[index],
             augmenter.assignments[index],
-            get_cached_crop(augmenter, index, is_flipped=is_mirrored),
+            get_cached_crop(augmenter, index, is_flipped=is_flipped),
             encoder_fingerprint=encoder_fingerprint,
         )
-        for index, is_mirrored in places
+        for index, is_flipped in views
     ]
-    samples = np.array([index for index, _ in places], np.int64)
-    return LatentKeys(samples, np.array([is_mirrored for _, is_mirrored in places], np.bool_), stack_keys(keys))
+    sample_indices = np.array([index for index, _ in views], np.int64)
+    return LatentKeys(sample_indices, np.array([is_flipped for _, is_flipped in views], np.bool_), stack_keys(keys))
 
 
 def get_cached_crop(augmenter: Augmenter, sample_index: int, *, is_flipped: bool) -> CropParams:
-    """How a picture is cut whose latents are kept: always in the same place."""
+    """Return the crop of cached latents: always the one of the bucket assignment."""
     return CropParams(
         augmenter.assignments[sample_index].crop_left_top,
         is_flipped,
@@ -164,6 +158,6 @@ def get_cached_crop(augmenter: Augmenter, sample_index: int, *, is_flipped: bool
 
 
 def build_text_keys(captions: dict[str, int], encoder_fingerprint: str) -> TextKeys:
-    """``captions`` are those of a run, each with a sample that shows it."""
+    """Build the keys of captions, each given with a sample that uses it."""
     keys = stack_keys(compute_text_key(caption, encoder_fingerprint) for caption in captions)
     return TextKeys(tuple(captions), tuple(captions.values()), keys)

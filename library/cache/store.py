@@ -1,4 +1,4 @@
-"""Reading a cache: which entries there are, and their bytes straight from the files, as far as they are asked for."""
+"""Read a cache: find entries by key through the index files, and map their bytes from the shards."""
 
 import mmap
 import os
@@ -25,28 +25,26 @@ from .keys import KeyArray
 from .writer import get_index_path, get_shard_path
 
 RowIndices = NDArray[np.int64]
-"""Positions in ``Store.entries``; -1 where there is no entry."""
-
+"""Positions in ``CacheStore.entries``; -1 where there is no entry."""
 
 MAX_THREADS = 8
-
 
 _NO_RECORDS = np.zeros(0, RECORD_DTYPE)
 
 
 @dataclass
 class IndexFile:
-    """What one writer announced."""
+    """What has been read of one writer's index."""
 
     directory: Path
-    num_bytes_read: int = 0  # bytes
+    num_bytes_read: int = 0
     is_valid: bool = True
-    num_entries: int = 0  # that it ever announced
-    tombstoned_writers: frozenset[int] = frozenset()  # writers of whose entries it said that they are damaged
+    num_entries: int = 0  # ever written, damaged ones included
+    tombstoned_writers: frozenset[int] = frozenset()  # writers of entries it marked as damaged
 
 
 class CacheStore:
-    """The entries of several cache folders together, as they were at the last ``refresh``."""
+    """The entries of several cache directories, as of the last ``refresh``."""
 
     def __init__(self, directories: Sequence[Path]):
         self.directories = tuple(dict.fromkeys(directories))
@@ -62,10 +60,7 @@ class CacheStore:
         return len(self.entries)
 
     def refresh(self) -> bool:
-        """Look for what was announced since the last time; whether there was anything.
-
-        Rows that were found before are not valid any more when there was.
-        """
+        """Read new index records; return whether there were any, in which case earlier rows are invalid."""
         fresh = [
             records for writer, path in self._iter_index_files() if len(records := self._read_new_records(writer, path))
         ]
@@ -79,61 +74,60 @@ class CacheStore:
         return True
 
     def find_rows(self, keys: KeyArray) -> RowIndices:
-        """Where the entries with these keys are."""
+        """Find the entries with these keys."""
         rows = np.full(len(keys), -1, np.int64)
         if not len(self.entries) or not len(keys):
             return rows
-        wanted, there = _split_keys(keys), _split_keys(self.entries["key"])
-        at = np.searchsorted(self._sorted_key_prefixes, wanted[:, 0])
-        open_ones = np.flatnonzero(at < len(self._sorted_key_prefixes))
-        while len(open_ones):  # once, but for keys whose first halves are alike
-            places = at[open_ones]
-            candidates = self._sort_order[places]
-            alike = self._sorted_key_prefixes[places] == wanted[open_ones, 0]
-            hit = alike & (there[candidates, 1] == wanted[open_ones, 1])
-            rows[open_ones[hit]] = candidates[hit]
-            open_ones = open_ones[alike & ~hit]
-            at[open_ones] += 1
-            open_ones = open_ones[at[open_ones] < len(self._sorted_key_prefixes)]
+        halves, entry_halves = _split_keys(keys), _split_keys(self.entries["key"])
+        positions = np.searchsorted(self._sorted_key_prefixes, halves[:, 0])
+        pending = np.flatnonzero(positions < len(self._sorted_key_prefixes))
+        while len(pending):  # one pass, unless keys share their first half
+            candidates = self._sort_order[positions[pending]]
+            same_prefix = self._sorted_key_prefixes[positions[pending]] == halves[pending, 0]
+            hit = same_prefix & (entry_halves[candidates, 1] == halves[pending, 1])
+            rows[pending[hit]] = candidates[hit]
+            pending = pending[same_prefix & ~hit]
+            positions[pending] += 1
+            pending = pending[positions[pending] < len(self._sorted_key_prefixes)]
         return rows
 
     def read_blob(self, row: int) -> ByteArray:
-        """The tensors of an entry, as bytes that lie in the file."""
+        """Return the tensors of an entry as bytes mapped from the file."""
         entry = self.entries[row]
         return self._read_span(entry, int(entry["length"]))
 
     def read_name(self, row: int) -> str:
-        """What the entry was called when it was written."""
-        entry = self.entries[row]
-        whole = self._read_span(entry, int(entry["length"]) + int(entry["name_length"]))
-        return whole[int(entry["length"]) :].tobytes().decode(errors="replace")
+        """Return the name the entry was written with."""
+        return self._read_blob_and_name(row)[int(self.entries[row]["length"]) :].tobytes().decode(errors="replace")
 
     def is_intact(self, row: int) -> bool:
-        """Whether the bytes are those that were written."""
+        """Whether the checksum of the entry is right."""
+        return zlib.crc32(self._read_blob_and_name(row).data) == int(self.entries[row]["checksum"])
+
+    def _read_blob_and_name(self, row: int) -> ByteArray:
         entry = self.entries[row]
-        whole = self._read_span(entry, int(entry["length"]) + int(entry["name_length"]))
-        return zlib.crc32(whole.data) == int(entry["checksum"])
+        return self._read_span(entry, int(entry["length"]) + int(entry["name_length"]))
 
     def find_damaged(self, rows: Iterable[int]) -> list[int]:
-        """Those of the rows whose bytes are not what was written; several at a time."""
+        """Return the rows whose checksum is wrong; several threads read."""
         rows = list(rows)
         for row in rows:  # mapped here, so that the threads only read
             self.read_blob(row)
         with ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_THREADS)) as pool:
-            right = list(pool.map(self.is_intact, rows, chunksize=64))
-        return [row for row, is_right in zip(rows, right, strict=True) if not is_right]
+            intact = list(pool.map(self.is_intact, rows, chunksize=64))
+        return [row for row, is_intact in zip(rows, intact, strict=True) if not is_intact]
 
     def open_all_shards(self) -> None:
-        """Open the files of all entries, so that they can be read even when the files' names are taken away."""
+        """Map all shards, so that they stay readable after the files are deleted."""
         for row in np.unique(self.entries[["writer", "part"]], return_index=True)[1].tolist():
             self.read_blob(row)
 
     def get_directory(self, row: int) -> Path:
-        """The cache folder that an entry is in."""
+        """Return the cache directory of an entry."""
         return self._index_files[int(self.entries["writer"][row])].directory
 
     def get_index_files(self) -> dict[int, IndexFile]:
-        """Everybody who announced something, and what."""
+        """Return the valid index files by writer."""
         return {writer: file for writer, file in self._index_files.items() if file.is_valid}
 
     def _iter_index_files(self) -> Iterable[tuple[int, Path]]:
@@ -153,7 +147,7 @@ class CacheStore:
                 yield writer, folder
 
     def _read_new_records(self, writer_id: int, directory: Path) -> RecordArray:
-        """The whole and sound records that an index file got since the last time."""
+        """Read the complete and intact records that were appended since the last time."""
         file = self._index_files[writer_id]
         try:
             with get_index_path(directory, writer_id).open("rb") as opened:
@@ -173,12 +167,11 @@ class CacheStore:
         return records
 
     def _filter_usable(self, records: RecordArray) -> RecordArray:
-        """Entries that nobody dropped and whose shards are long enough to hold them."""
+        """Keep entries without a tombstone whose shards are long enough."""
         entries: RecordArray = records[records["kind"] == ENTRY_RECORD]
         dropped = records[records["kind"] == TOMBSTONE_RECORD]
         if len(dropped):
-            gone = np.isin(_compute_locations(entries), _compute_locations(dropped))
-            entries = entries[~gone]
+            entries = entries[~np.isin(_compute_locations(entries), _compute_locations(dropped))]
         if not len(entries):
             return entries
         ends = entries["offset"] + entries["length"] + entries["name_length"]
@@ -196,16 +189,16 @@ class CacheStore:
             return 0
 
     def _read_span(self, entry: np.void, length: int) -> ByteArray:
-        place, first = (int(entry["writer"]), int(entry["part"])), int(entry["offset"])
+        place, start = (int(entry["writer"]), int(entry["part"])), int(entry["offset"])
         mapped = self._mmaps.get(place)
-        if mapped is None or len(mapped) < first + length:  # it has grown since
+        if mapped is None or len(mapped) < start + length:  # the shard has grown since
             mapped = self._mmaps[place] = self._map_shard(*place)
-        if len(mapped) < first + length:
+        if len(mapped) < start + length:
             raise UserError(
-                f"{self._index_files[place[0]].directory}: a file has become shorter; start again, and what is"
-                " missing is made anew"
+                f"{self._index_files[place[0]].directory}: a cache file was truncated; start again to encode the"
+                " missing entries"
             )
-        return mapped[first : first + length]
+        return mapped[start : start + length]
 
     def _map_shard(self, writer_id: int, shard_number: int) -> ByteArray:
         path = get_shard_path(self._index_files[writer_id].directory, writer_id, shard_number)
@@ -221,7 +214,7 @@ def _split_keys(keys: KeyArray) -> NDArray[np.uint64]:
 
 
 def _compute_locations(records: RecordArray) -> NDArray[np.void]:
-    """Where entries lie, as one value each."""
+    """Pack writer, shard and offset of each entry into one comparable value."""
     place = np.zeros(len(records), [("writer", "<u8"), ("part", "<u8"), ("offset", "<u8")])
     for name in ("writer", "part", "offset"):
         place[name] = records[name]

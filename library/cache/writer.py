@@ -1,9 +1,8 @@
-"""Adding entries to a cache: files of one's own, append only, so that any number of processes write at once.
+"""Append entries to a cache; every process writes its own files, so that any number of them can write without locks.
 
-Nothing is locked and nobody waits.  An entry is announced in the index only after its bytes were handed to the disk
-(fsync), which happens every ``SYNC_BYTES`` or ``SYNC_SECONDS``; whatever ends the program or the machine in between
-leaves entries that nobody announced, and those are no entries.  A writer whose disk is full stops at once and for good:
-nothing is ever written behind a torn record.
+An entry is added to the index only after its bytes are on disk (fsync every ``SYNC_BYTES`` or ``SYNC_SECONDS``), so a
+crash leaves unindexed bytes and no broken entries.  After a write error a writer refuses further entries: nothing is
+written behind a torn record.
 """
 
 import os
@@ -18,6 +17,7 @@ from typing import IO
 import numpy as np
 from torch import Tensor
 
+from ..atomic_files import fsync_dir
 from ..errors import UserError
 from .format import (
     ENTRY_RECORD,
@@ -31,28 +31,25 @@ from .format import (
 
 MAX_SHARD_BYTES = 2**32
 
-
 SYNC_BYTES = 2**26
 
-
 SYNC_SECONDS = 2.0
-
 
 ALIGNMENT = 64
 
 
 def get_index_path(directory: Path, writer_id: int) -> Path:
-    """Where a writer announces its entries."""
+    """Return the index file of a writer."""
     return directory / f"{writer_id:016x}.index"
 
 
 def get_shard_path(directory: Path, writer_id: int, shard_number: int) -> Path:
-    """Where a writer keeps the entries themselves."""
+    """Return a shard of a writer, which holds entries."""
     return directory / f"{writer_id:016x}-{shard_number:04d}.shard"
 
 
 class CacheWriter:
-    """One process's own files in a cache folder, made when there is something to write."""
+    """Writes the index and shards of one process in a cache directory; creates them with the first entry."""
 
     def __init__(
         self,
@@ -81,21 +78,21 @@ class CacheWriter:
         self.close()
 
     def put(self, key: bytes, tensors: Mapping[str, Tensor], name: str) -> None:
-        """Keep ``tensors`` under ``key``; ``name`` is what messages call the entry."""
+        """Add an entry; ``name`` is for messages."""
         self.put_serialized(key, serialize_tensors(tensors), name)
 
     def put_serialized(self, key: bytes, blob: bytes, name: str) -> None:
-        """The same for tensors that are in one piece already."""
+        """Add an entry that is serialized already."""
         self._run_or_fail(lambda: self._append_entry(key, blob, name.encode()))
 
     def drop(self, entries: RecordArray) -> None:
-        """Say of entries, whoever wrote them, that they are not to be used any more."""
+        """Write tombstones for entries of any writer."""
         records = entries.copy()
         records["kind"] = TOMBSTONE_RECORD
         self._run_or_fail(lambda: self._write_index(records))
 
     def flush(self) -> None:
-        """Hand everything to the disk, and announce it."""
+        """Sync the shard, and add its entries to the index."""
         self._run_or_fail(self._sync)
 
     def close(self) -> None:
@@ -111,14 +108,14 @@ class CacheWriter:
 
     def _run_or_fail(self, operation: Callable[[], None]) -> None:
         if self._has_failed:
-            raise UserError(f"{self.directory}: could not be written to before, and is not tried again")
+            raise UserError(f"{self.directory}: not written to after an earlier write error")
         try:
             operation()
         except OSError as error:
             self._has_failed = True
             raise UserError(
-                f"{self.directory} cannot be written to: {error.strerror}; the entries that are there already stay and"
-                " will be used; make room, or name another folder with --cache_dir"
+                f"{self.directory}: write error: {error.strerror}; existing entries stay valid; free disk space, or"
+                " set another directory with --cache_dir"
             ) from None
 
     def _append_entry(self, key: bytes, blob: bytes, label: bytes) -> None:
@@ -126,12 +123,8 @@ class CacheWriter:
         _write_all(shard, blob)
         _write_all(shard, label)
         record = np.zeros(1, RECORD_DTYPE)
-        record["key"], record["kind"], record["part"], record["writer"] = (
-            key,
-            ENTRY_RECORD,
-            self._shard_number,
-            self.writer_id,
-        )
+        record["key"], record["kind"] = key, ENTRY_RECORD
+        record["part"], record["writer"] = self._shard_number, self.writer_id
         record["offset"], record["length"], record["name_length"] = self._offset, len(blob), len(label)
         record["checksum"] = zlib.crc32(label, zlib.crc32(blob))
         self._pending_records.append(record)
@@ -141,16 +134,15 @@ class CacheWriter:
             self._sync()
 
     def _open_shard_for(self, length: int) -> IO[bytes]:
-        """The shard, at a place where an entry may begin."""
+        """Return the shard file, at an aligned offset, or a new one if the entry does not fit."""
         if self._shard_file is None or (self._offset and self._offset + length > self.max_shard_bytes):
             self._sync()
             if self._shard_file is not None:
                 self._shard_file.close()
             self.directory.mkdir(parents=True, exist_ok=True)
             self._shard_number, self._offset = self._shard_number + 1, 0
-            self._shard_file = get_shard_path(self.directory, self.writer_id, self._shard_number).open(
-                "xb", buffering=0
-            )
+            path = get_shard_path(self.directory, self.writer_id, self._shard_number)
+            self._shard_file = path.open("xb", buffering=0)
         gap = -self._offset % ALIGNMENT
         _write_all(self._shard_file, bytes(gap))
         self._offset += gap
@@ -169,25 +161,13 @@ class CacheWriter:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._index_file = get_index_path(self.directory, self.writer_id).open("xb", buffering=0)
             _write_all(self._index_file, build_header(self.writer_id).tobytes())
-            _fsync_directory(self.directory)
+            fsync_dir(self.directory)
         _write_all(self._index_file, add_checksums(records).tobytes())
         os.fsync(self._index_file.fileno())
 
 
 def _write_all(file: IO[bytes], data: bytes) -> None:
-    """All of it: a system may take a part and say so."""
-    rest = memoryview(data)
-    while rest:
-        rest = rest[file.write(rest) :]
-
-
-def _fsync_directory(directory: Path) -> None:
-    """That the files are there survives a power cut, too, where a system can promise it."""
-    try:
-        handle = os.open(directory, os.O_RDONLY)
-    except OSError:  # Windows opens no folders
-        return
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    """Write all bytes: an unbuffered file may take only some of them."""
+    remaining = memoryview(data)
+    while remaining:
+        remaining = remaining[file.write(remaining) :]

@@ -1,16 +1,15 @@
-"""Which sample is trained where, in every step of a run: a pure function of samples, batch layout and seed.
+"""The batch plan: which sample is in which batch, as a pure function of the buckets, the batch layout and the seed.
 
-The unit is the *global micro-batch*: batch x ranks samples of one bucket, of which each rank takes its own stretch.
-In each epoch the samples of a bucket (as often as their repeats say) are shuffled, so that two copies of one sample
-come into one step only where there is no other way, and cut into *blocks* of batch x ranks x accumulation.  A block
-is the work of one optimizer step, so it does not matter how it is split over batch, ranks and accumulation.  What
-remains of a bucket is cut into global micro-batches, the last of them filled up to full size with samples of the same
-bucket that weigh nothing.  These are shuffled over all buckets and put together to steps.  Blocks and such steps come
-in random order.
+The unit is the *global micro-batch*: batch size x data-parallel size samples of one bucket, of which each rank takes
+a contiguous slice.  In each epoch the samples of a bucket (each ``repeats`` times) are shuffled, so that two copies of
+one sample are in one step only if that is unavoidable, and split into *blocks* of batch size x data-parallel size x
+accumulation steps.  A block is one optimizer step, so the same samples are trained together however the global batch is
+split.  The remainder of a bucket is split into global micro-batches, the last one padded with samples of weight 0.
+These micro-batches are shuffled over all buckets and grouped to steps; blocks and grouped steps come in random order.
 
-Every step has exactly ``accumulation`` micro-batches and may cross the end of an epoch: micro-batches without a block
-come first, to complete the step that the epoch before left open, and last.  When there are too few of them, one block
-is broken up.  With ``one_bucket_per_step`` the remainder of a bucket is filled up to a whole step instead.
+Every step has exactly ``accumulation_steps`` micro-batches and may cross an epoch boundary: micro-batches outside of
+blocks come first, to complete the step that the previous epoch left open, and last.  If there are too few of them, one
+block is broken up.  With ``one_bucket_per_step`` the remainder of a bucket is padded to a full step instead.
 """
 
 from bisect import bisect_right
@@ -25,10 +24,7 @@ from .repeats import IndexArray, build_bucket_repeats, draw_permutation, draw_ra
 
 @dataclass(frozen=True)
 class Bucket:
-    """The samples of one dataset that are trained at one size, each as often in an epoch as its repeats say.
-
-    With repeats of 2.5 some are shown twice and some three times, in turns from epoch to epoch.
-    """
+    """The samples of one dataset trained at one resolution; repeats of 2.5 alternate between 2 and 3 over epochs."""
 
     resolution: tuple[int, int]
     sample_indices: Sequence[int]
@@ -39,31 +35,31 @@ class Bucket:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Samples of one bucket: of all ranks together, or of one of them."""
+    """Samples of one bucket, of all ranks or of one."""
 
     bucket_index: int  # index into the plan's buckets
     epoch: int
     sample_indices: tuple[int, ...]
     repeat_indices: tuple[int, ...]  # which of the sample's repeats in this epoch
-    is_real: tuple[bool, ...]  # False for those that only fill up
-    global_positions: tuple[int, ...]  # in the whole optimizer step, however it is split
+    is_real: tuple[bool, ...]  # False for padding
+    global_positions: tuple[int, ...]  # in the optimizer step, independent of how it is split
 
     def shard(self, rank: int, dp_size: int) -> "MicroBatch":
-        """What ``rank`` trains."""
+        """Return the slice of one rank."""
         size = len(self.sample_indices) // dp_size
-        mine = slice(rank * size, (rank + 1) * size)
+        own = slice(rank * size, (rank + 1) * size)
         return MicroBatch(
             self.bucket_index,
             self.epoch,
-            self.sample_indices[mine],
-            self.repeat_indices[mine],
-            self.is_real[mine],
-            self.global_positions[mine],
+            self.sample_indices[own],
+            self.repeat_indices[own],
+            self.is_real[own],
+            self.global_positions[own],
         )
 
 
 class MicroBatchSchedule(Protocol):
-    """Whatever says which samples are in which micro-batch."""
+    """What maps positions to micro-batches: a batch plan, or the fixed batches of validation."""
 
     @property
     def buckets(self) -> tuple[Bucket, ...]: ...
@@ -73,16 +69,16 @@ class MicroBatchSchedule(Protocol):
     def accumulation_steps(self) -> int: ...
 
     def get_micro_batch(self, position: int) -> MicroBatch:
-        """The samples of all ranks."""
+        """Return a global micro-batch."""
 
     def count_real_samples(self, step: int) -> int:
-        """Samples in a step over all ranks, without those that only fill up."""
+        """Count the samples of a step over all ranks, without padding."""
 
 
 class _EpochLayout(NamedTuple):
-    """One epoch laid out; micro-batch k is ``real[k]`` entries of ``entries[buckets[k]]`` from ``starts[k]`` on."""
+    """Micro-batch k of an epoch is ``real_counts[k]`` of ``entries[bucket_indices[k]]``, from ``starts[k]`` on."""
 
-    sample_indices: list[IndexArray]  # of each bucket, in the order of its repeats
+    sample_indices: list[IndexArray]  # of each bucket, in the order of its ``repeats``
     entries: list[IndexArray]
     bucket_indices: IndexArray
     starts: IndexArray
@@ -90,7 +86,7 @@ class _EpochLayout(NamedTuple):
 
 
 class BatchPlan:
-    """Every step of a run; epochs and positions are without end, and only the epochs asked for are laid out."""
+    """The batches of every step, without end; an epoch is computed when one of its batches is requested."""
 
     def __init__(
         self,
@@ -101,17 +97,13 @@ class BatchPlan:
         *,
         one_bucket_per_step: bool = False,
     ):
-        self.buckets, self.dp_size, self.accumulation_steps, self.seed = (
-            tuple(buckets),
-            dp_size,
-            accumulation_steps,
-            seed,
-        )
+        self.buckets, self.dp_size = tuple(buckets), dp_size
+        self.accumulation_steps, self.seed = accumulation_steps, seed
         self.one_bucket_per_step = one_bucket_per_step
         self._bucket_repeats = build_bucket_repeats(
             [bucket.repeats for bucket in buckets], [bucket.dataset_number for bucket in buckets]
         )
-        self._repeats = [turns.repeats for turns in self._bucket_repeats]
+        self._repeats = [item.repeats for item in self._bucket_repeats]
         self._sample_indices = [np.asarray(bucket.sample_indices, np.int64) for bucket in self.buckets]
         self._global_micro_batch_sizes = np.asarray([bucket.batch_size * dp_size for bucket in self.buckets], np.int64)
         self._entries_per_epoch = np.asarray([int(repeats.sum()) for repeats in self._repeats], np.int64)
@@ -123,56 +115,54 @@ class BatchPlan:
             remainders = remainders * 0
         self._num_leftover_batches = -(-remainders // self._global_micro_batch_sizes)
         self.samples_per_epoch = int(self._entries_per_epoch.sum())
-        self.micro_batches_per_epoch = int(self._num_blocks.sum()) * accumulation_steps + int(
-            self._num_leftover_batches.sum()
-        )
+        num_leftover = int(self._num_leftover_batches.sum())
+        self.micro_batches_per_epoch = int(self._num_blocks.sum()) * accumulation_steps + num_leftover
         if not self.micro_batches_per_epoch:
-            raise ValueError("a plan needs at least one sample")
+            raise ValueError("a batch plan needs at least one sample")
         self._epoch_cache: dict[int, _EpochLayout] = {}
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps that an epoch reaches into, rounded up."""
+        """Optimizer steps of an epoch, rounded up."""
         return self.count_steps_for_epochs(1)
 
     @property
     def has_remainders(self) -> bool:
-        """Whether buckets do not fill whole steps, so that it matters how a step is split."""
+        """Whether a bucket does not fill its last step, so that the batch layout decides what is trained together."""
         return bool(self._num_leftover_batches.any())
 
     def count_steps_for_epochs(self, epochs: int) -> int:
-        """Steps after which ``epochs`` epochs are complete."""
+        """Count the steps after which ``epochs`` epochs are complete."""
         return -(-epochs * self.micro_batches_per_epoch // self.accumulation_steps)
 
     def get_epoch(self, step: int) -> int:
-        """The epoch in which a step begins."""
+        """Return the epoch in which a step begins."""
         return step * self.accumulation_steps // self.micro_batches_per_epoch
 
     def count_completed_epochs(self, step: int) -> int:
-        """Whole epochs after so many steps."""
+        """Count the epochs that are complete after ``step`` steps."""
         return step * self.accumulation_steps // self.micro_batches_per_epoch
 
     def count_padding(self, bucket_index: int) -> int:
-        """Samples that weigh nothing, in one epoch of a bucket."""
-        return self.count_micro_batches(bucket_index) * int(self._global_micro_batch_sizes[bucket_index]) - int(
-            self._entries_per_epoch[bucket_index]
-        )
+        """Count the padding samples of a bucket in one epoch."""
+        size = int(self._global_micro_batch_sizes[bucket_index])
+        return self.count_micro_batches(bucket_index) * size - int(self._entries_per_epoch[bucket_index])
 
     def count_samples(self, bucket_index: int) -> int:
-        """Samples of a bucket in one epoch, repeats counted."""
+        """Count the samples of a bucket in one epoch, with repeats."""
         return int(self._entries_per_epoch[bucket_index])
 
     def count_micro_batches(self, bucket_index: int) -> int:
-        """Global micro-batches of a bucket in one epoch."""
+        """Count the global micro-batches of a bucket in one epoch."""
         return int(self._num_blocks[bucket_index] * self.accumulation_steps + self._num_leftover_batches[bucket_index])
 
     def get_micro_batch(self, position: int) -> MicroBatch:
-        """Global micro-batch ``position``, counted from the start of the run, with the samples of all ranks."""
+        """Return global micro-batch ``position``, counted from the start of the run."""
         number, k = divmod(position, self.micro_batches_per_epoch)
         epoch = self._get_epoch_layout(number)
         bucket, start, real = int(epoch.bucket_indices[k]), int(epoch.starts[k]), int(epoch.real_counts[k])
         size = int(self._global_micro_batch_sizes[bucket])
-        # behind the end of the bucket it begins anew, to fill up
+        # padding: past its end, a bucket is read from its start
         entries = epoch.entries[bucket].take(np.arange(start, start + size), mode="wrap")
         owners = np.searchsorted(self._repeat_ends[bucket], entries, side="right")
         copies = entries - (self._repeat_ends[bucket] - self._repeats[bucket])[owners]
@@ -187,15 +177,15 @@ class BatchPlan:
         )
 
     def get_step(self, step: int) -> tuple[MicroBatch, ...]:
-        """The global micro-batches of an optimizer step."""
+        """Return the global micro-batches of an optimizer step."""
         return tuple(self.get_micro_batch(position) for position in self._get_step_positions(step))
 
     def get_rank_step(self, step: int, rank: int) -> tuple[MicroBatch, ...]:
-        """What one rank trains in an optimizer step."""
+        """Return one rank's micro-batches of an optimizer step."""
         return tuple(batch.shard(rank, self.dp_size) for batch in self.get_step(step))
 
     def count_real_samples(self, step: int) -> int:
-        """Samples in a step over all ranks, without those that only fill up."""
+        """Count the samples of a step over all ranks, without padding."""
         return sum(
             int(self._get_epoch_layout(number).real_counts[k])
             for number, k in map(self._split_position, self._get_step_positions(step))
@@ -216,49 +206,45 @@ class BatchPlan:
 
     def _get_epoch_layout(self, epoch: int) -> _EpochLayout:
         if epoch not in self._epoch_cache:
-            kept = self.accumulation_steps // self.micro_batches_per_epoch + 2  # as many as one step can reach into
-            while len(self._epoch_cache) >= kept:
+            max_epochs = self.accumulation_steps // self.micro_batches_per_epoch + 2  # what one step can reach into
+            while len(self._epoch_cache) >= max_epochs:
                 del self._epoch_cache[next(iter(self._epoch_cache))]
             self._epoch_cache[epoch] = self._build_epoch_layout(epoch)
         return self._epoch_cache[epoch]
 
     def _build_epoch_layout(self, epoch: int) -> _EpochLayout:
-        entries, cuts = [], []
+        entries, micro_batches = [], []
         for bucket, repeats in enumerate(self._repeats):
             size = int(self._global_micro_batch_sizes[bucket])
-            whole = size * self.accumulation_steps
-            dealt = shuffle_with_repeats(repeats, whole, self.seed, "spread", epoch, bucket)
-            tail = int(self._entries_per_epoch[bucket]) // whole * whole
-            entries.append(np.concatenate([dealt[:tail], self._spread_remainder(dealt[tail:], bucket, epoch)]))
+            block_size = size * self.accumulation_steps
+            shuffled = shuffle_with_repeats(repeats, block_size, self.seed, "spread", epoch, bucket)
+            tail = int(self._entries_per_epoch[bucket]) // block_size * block_size
+            entries.append(np.concatenate([shuffled[:tail], self._spread_remainder(shuffled[tail:], bucket, epoch)]))
             count = self.count_micro_batches(bucket)
             starts = np.arange(count, dtype=np.int64) * size
             real = np.clip(self._entries_per_epoch[bucket] - starts, 0, size)
-            cuts.append(np.stack([np.full(count, bucket, np.int64), starts, real]))
-        table = np.concatenate(cuts, axis=1)[:, self._order_micro_batches(epoch)]
+            micro_batches.append(np.stack([np.full(count, bucket, np.int64), starts, real]))
+        table = np.concatenate(micro_batches, axis=1)[:, self._order_micro_batches(epoch)]
         samples = [
-            mine[turns.get_positions(epoch, self.seed, bucket)] if turns.groups else mine
-            for bucket, (mine, turns) in enumerate(zip(self._sample_indices, self._bucket_repeats, strict=True))
+            indices[repeats.get_positions(epoch, self.seed, bucket)] if repeats.groups else indices
+            for bucket, (indices, repeats) in enumerate(zip(self._sample_indices, self._bucket_repeats, strict=True))
         ]
         return _EpochLayout(samples, entries, table[0], table[1], table[2])
 
     def _spread_remainder(self, entries: IndexArray, bucket_index: int, epoch: int) -> IndexArray:
-        """What is left over after the blocks, with copies spread over its micro-batches, too."""
-        if self.one_bucket_per_step:  # one step trains them all, in whatever order
+        """Spread the copies of each sample over the micro-batches of the remainder, too."""
+        if self.one_bucket_per_step:  # all of it is in one step, where order does not matter
             return entries
-        owners, counts = np.unique(
-            np.searchsorted(self._repeat_ends[bucket_index], entries, side="right"), return_counts=True
-        )
-        if len(owners) == len(entries):
+        owners = np.searchsorted(self._repeat_ends[bucket_index], entries, side="right")
+        counts = np.unique(owners, return_counts=True)[1]
+        if len(counts) == len(entries):
             return entries
-        by_owner = np.sort(entries)  # copies of one sample are neighbours
-        return by_owner[
-            shuffle_with_repeats(
-                counts, int(self._global_micro_batch_sizes[bucket_index]), self.seed, "remainder", epoch, bucket_index
-            )
-        ]
+        size = int(self._global_micro_batch_sizes[bucket_index])
+        by_owner = np.sort(entries)  # copies of one sample are adjacent
+        return by_owner[shuffle_with_repeats(counts, size, self.seed, "remainder", epoch, bucket_index)]
 
     def _order_micro_batches(self, epoch: int) -> IndexArray:
-        """The order of an epoch's micro-batches, which are counted bucket by bucket, blocks first."""
+        """Order an epoch's micro-batches; they are numbered bucket by bucket, blocks first."""
         per_bucket = self._num_blocks * self.accumulation_steps + self._num_leftover_batches
         first = np.cumsum(per_bucket) - per_bucket
         blocks = np.concatenate(
@@ -273,12 +259,11 @@ class BatchPlan:
                 for bucket, count in enumerate(self._num_leftover_batches)
             ]
         )
-        # the keys of blocks do not depend on anything else, so that their order is that of every other split, too
+        # the keys of blocks depend on nothing else, so that blocks have the same order for every batch layout
         block_keys = draw_random_keys(len(blocks), self.seed, "blocks", epoch)
         within = np.arange(self.accumulation_steps)
-        missing = (
-            -epoch * self.micro_batches_per_epoch % self.accumulation_steps
-        )  # in the step that the epoch before left open
+        # micro-batches missing in the step that the previous epoch left open
+        missing = -epoch * self.micro_batches_per_epoch % self.accumulation_steps
         if len(singles) < missing and len(blocks):
             broken = int(np.argmax(block_keys))
             singles = np.concatenate([singles, blocks[broken] + within])
@@ -296,7 +281,7 @@ class BatchPlan:
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """The steps from ``first`` up to ``end``, which is left out."""
+    """The batch plan of the steps from ``first_step`` up to, excluding, ``end_step``."""
 
     first_step: int
     end_step: int | None
@@ -306,53 +291,50 @@ class PlannedStage:
 
     @property
     def num_epochs(self) -> int:
-        """How many epochs it reaches into."""
+        """Epochs the stage reaches into; 0 without an end."""
         if self.end_step is None:
             return 0
-        return -(
-            -(self.end_step - self.first_step)
-            * self.batch_plan.accumulation_steps
-            // self.batch_plan.micro_batches_per_epoch
-        )
+        num_micro_batches = (self.end_step - self.first_step) * self.batch_plan.accumulation_steps
+        return -(-num_micro_batches // self.batch_plan.micro_batches_per_epoch)
 
 
 class StagedBatchPlan:
-    """Like a ``BatchPlan``, and that of the last stage goes on without end."""
+    """Batch plans that follow each other; the last one has no end."""
 
     def __init__(self, stages: Sequence[tuple[int, int | None, BatchPlan]]):
-        found: list[PlannedStage] = []
+        planned: list[PlannedStage] = []
         bucket = epoch = 0
         for first, end, plan in stages:
-            found.append(PlannedStage(first, end, plan, bucket, epoch))
-            bucket, epoch = bucket + len(plan.buckets), epoch + found[-1].num_epochs
-        self.stages = tuple(found)
-        self.buckets: tuple[Bucket, ...] = tuple(bucket for stage in found for bucket in stage.batch_plan.buckets)
-        start = found[0].batch_plan
+            planned.append(PlannedStage(first, end, plan, bucket, epoch))
+            bucket, epoch = bucket + len(plan.buckets), epoch + planned[-1].num_epochs
+        self.stages = tuple(planned)
+        self.buckets: tuple[Bucket, ...] = tuple(bucket for stage in planned for bucket in stage.batch_plan.buckets)
+        start = planned[0].batch_plan
         self.dp_size, self.accumulation_steps, self.seed = start.dp_size, start.accumulation_steps, start.seed
-        self._first_steps = [stage.first_step for stage in found]
+        self._first_steps = [stage.first_step for stage in planned]
 
     def get_stage(self, step: int) -> PlannedStage:
-        """The one that a step belongs to."""
+        """Return the stage of a step."""
         return self.stages[bisect_right(self._first_steps, step) - 1]
 
     def count_steps_for_epochs(self, epochs: int) -> int:
-        """Steps after which ``epochs`` epochs are complete, or cut off."""
+        """Count the steps after which ``epochs`` epochs are complete, or cut off by the end of a stage."""
         stage = [stage for stage in self.stages if stage.first_epoch < epochs][-1]
         steps = stage.first_step + stage.batch_plan.count_steps_for_epochs(epochs - stage.first_epoch)
         return steps if stage.end_step is None or stage is self.stages[-1] else min(steps, stage.end_step)
 
     def get_epoch(self, step: int) -> int:
-        """The epoch in which a step begins."""
+        """Return the epoch in which a step begins."""
         stage = self.get_stage(step)
         return stage.first_epoch + stage.batch_plan.get_epoch(step - stage.first_step)
 
     def count_completed_epochs(self, step: int) -> int:
-        """Epochs that are complete, or cut off, after so many steps."""
+        """Count the epochs that are complete, or cut off, after ``step`` steps."""
         stage = self.get_stage(step)
         return stage.first_epoch + stage.batch_plan.count_completed_epochs(step - stage.first_step)
 
     def get_micro_batch(self, position: int) -> MicroBatch:
-        """Global micro-batch ``position``, counted from the start of the run, with the samples of all ranks."""
+        """Return global micro-batch ``position``, counted from the start of the run."""
         stage = self.get_stage(position // self.accumulation_steps)
         batch = stage.batch_plan.get_micro_batch(position - stage.first_step * self.accumulation_steps)
         return replace(
@@ -360,13 +342,13 @@ class StagedBatchPlan:
         )
 
     def get_step(self, step: int) -> tuple[MicroBatch, ...]:
-        """The global micro-batches of an optimizer step."""
+        """Return the global micro-batches of an optimizer step."""
         return tuple(
             self.get_micro_batch(step * self.accumulation_steps + number) for number in range(self.accumulation_steps)
         )
 
     def count_real_samples(self, step: int) -> int:
-        """Samples in a step over all ranks, without those that only fill up."""
+        """Count the samples of a step over all ranks, without padding."""
         stage = self.get_stage(step)
         return stage.batch_plan.count_real_samples(step - stage.first_step)
 
@@ -375,5 +357,5 @@ AnyBatchPlan = BatchPlan | StagedBatchPlan
 
 
 def get_planned_stages(batch_plan: AnyBatchPlan) -> tuple[PlannedStage, ...]:
-    """Those of a plan; one without any is a single one."""
+    """Return the stages of a plan; a plain ``BatchPlan`` is one stage."""
     return batch_plan.stages if isinstance(batch_plan, StagedBatchPlan) else (PlannedStage(0, None, batch_plan),)

@@ -1,4 +1,4 @@
-"""At which size a picture is trained: to the bit the buckets of sd-scripts, and the crop that is really made."""
+"""Aspect-ratio buckets: exactly sd-scripts' (``bucket_mode kohya``), symmetric ones, and merging of small ones."""
 
 import math
 from bisect import bisect_left
@@ -13,7 +13,7 @@ from .manifest import Sample
 
 @dataclass(frozen=True, slots=True)
 class BucketAssignment:
-    """A picture is resized, then the bucket is cut out of it; (width, height), and (left, top) of the cut."""
+    """The size to which an image is resized, and the bucket cropped from it; (width, height) and (left, top)."""
 
     bucket_resolution: tuple[int, int]
     resized_size: tuple[int, int]
@@ -21,7 +21,7 @@ class BucketAssignment:
 
     @classmethod
     def center_crop(cls, bucket_resolution: tuple[int, int], resized_size: tuple[int, int]) -> "BucketAssignment":
-        """With the cut in the middle, as sd-scripts makes it without random_crop."""
+        """Crop in the center, as sd-scripts does without random_crop."""
         return cls(
             bucket_resolution,
             resized_size,
@@ -30,23 +30,23 @@ class BucketAssignment:
 
     @property
     def cropped_fraction(self) -> float:
-        """The share of the resized picture that is cut away; on which sides is another matter."""
+        """Fraction of the resized image that is cropped away."""
         return 1 - self.bucket_resolution[0] * self.bucket_resolution[1] / (self.resized_size[0] * self.resized_size[1])
 
 
 BucketAssigner = Callable[[int, int], BucketAssignment]
-"""From the width and height of a picture; ``ValueError`` says why it fits nowhere."""
+"""Maps the width and height of an image to a bucket; ``ValueError`` if it fits none."""
 
 
 def build_bucket_assigner(dataset: DatasetConfig) -> BucketAssigner:
-    """How the pictures of a dataset are placed; all of one size have one and the same place."""
-    place = _build_uncached_assigner(dataset)
-    known: dict[tuple[int, int], BucketAssignment] = {}
+    """Build the function that assigns images of a dataset to buckets, cached by image size."""
+    assign = _build_uncached_assigner(dataset)
+    assigned: dict[tuple[int, int], BucketAssignment] = {}
 
     def assign_cached(width: int, height: int) -> BucketAssignment:
-        if (width, height) not in known:
-            known[width, height] = place(width, height)
-        return known[width, height]
+        if (width, height) not in assigned:
+            assigned[width, height] = assign(width, height)
+        return assigned[width, height]
 
     return assign_cached
 
@@ -65,7 +65,7 @@ def _build_uncached_assigner(dataset: DatasetConfig) -> BucketAssigner:
 
 
 def make_bucket_resolutions(resolution: Resolution, min_size: int, max_size: int, step: int) -> list[tuple[int, int]]:
-    """The sizes around the area of ``resolution``; ``smallest`` is rounded down to steps and ``largest`` up."""
+    """Make sd-scripts' buckets of at most the area of ``resolution``; ``min_size`` is rounded down, ``max_size`` up."""
     area = resolution.width * resolution.height
     min_size -= min_size % step
     max_size += -max_size % step
@@ -86,7 +86,7 @@ def _assign_nearest_bucket(
         bucket = (width, height)
     else:
         errors = [abs(candidate - ratio) for candidate in aspect_ratios]
-        bucket = bucket_resolutions[errors.index(min(errors))]  # the first of equals, as numpy's argmin
+        bucket = bucket_resolutions[errors.index(min(errors))]  # the first minimum, as numpy's argmin
     return BucketAssignment.center_crop(
         bucket, _compute_covering_size_kohya(width, height, bucket, ratio > bucket[0] / bucket[1])
     )
@@ -95,7 +95,7 @@ def _assign_nearest_bucket(
 def _compute_covering_size_kohya(
     width: int, height: int, bucket_resolution: tuple[int, int], is_wider: bool
 ) -> tuple[int, int]:
-    """The size at which the picture just covers the bucket."""
+    """Scale the image so that it just covers the bucket."""
     scale = bucket_resolution[1] / height if is_wider else bucket_resolution[0] / width
     return int(width * scale + 0.5), int(height * scale + 0.5)
 
@@ -119,8 +119,8 @@ def _assign_without_upscaling(width: int, height: int, area: int, step: int) -> 
     bucket = (resized[0] - resized[0] % step, resized[1] - resized[1] % step)
     if 0 in bucket:
         raise ValueError(
-            f"{width}x{height} pixels leave no bucket with bucket_no_upscale and bucket_reso_steps {step}; each side"
-            f" has to keep {step} pixels: use a larger or less narrow picture, or allow enlarging"
+            f"{width}x{height} pixels leave no bucket with bucket_no_upscale and bucket_reso_steps {step}: each side"
+            f" needs {step} pixels; use a larger or less narrow image, or allow upscaling"
         )
     return BucketAssignment.center_crop(bucket, resized)
 
@@ -131,32 +131,33 @@ def _round_down_to_step(side: float, step: int) -> int:
 
 
 def _build_symmetric_assigner(dataset: DatasetConfig) -> BucketAssigner:
-    """The nearest bucket by log aspect ratio, if it leaves enough of the picture."""
+    """Assign to the bucket nearest by log aspect ratio, if it does not crop too much."""
     resolution, step = dataset.resolution, dataset.bucket_reso_steps
     sizes = make_landscape_resolutions(
         resolution.width * resolution.height, dataset.min_bucket_reso, dataset.max_bucket_reso, step
     )
 
     def assign_symmetric(width: int, height: int) -> BucketAssignment:
-        placement = assign_to_bucket((width, height), find_nearest_bucket(width, height, sizes))
-        if placement.cropped_fraction > dataset.bucket_max_crop:
+        assignment = assign_to_bucket((width, height), find_nearest_bucket(width, height, sizes))
+        if assignment.cropped_fraction > dataset.bucket_max_crop:
+            bucket = _format_resolution(assignment.bucket_resolution)
             raise ValueError(
-                f"{width}x{height} pixels would lose {placement.cropped_fraction:.1%} in the nearest bucket"
-                f" {placement.bucket_resolution[0]}x{placement.bucket_resolution[1]}, more than bucket_max_crop {dataset.bucket_max_crop:g}"
-                " allows; cut the picture, or raise max_bucket_reso or bucket_max_crop"
+                f"{width}x{height} pixels would lose {assignment.cropped_fraction:.1%} in the nearest bucket {bucket},"
+                f" more than bucket_max_crop {dataset.bucket_max_crop:g} allows; crop the image, or raise"
+                " max_bucket_reso or bucket_max_crop"
             )
-        return placement
+        return assignment
 
     return assign_symmetric
 
 
 def assign_to_bucket(image_size: tuple[int, int], bucket_resolution: tuple[int, int]) -> BucketAssignment:
-    """A picture in a bucket of ``bucket_mode symmetric``."""
+    """Assign an image to a given bucket of ``bucket_mode symmetric``."""
     return BucketAssignment.center_crop(bucket_resolution, compute_covering_size(image_size, bucket_resolution))
 
 
 def _assign_single_resolution(width: int, height: int, resolution: Resolution) -> BucketAssignment:
-    """Without buckets each picture covers the one size, as sd-scripts does when it caches latents."""
+    """Crop every image to ``resolution``, as sd-scripts does without buckets when it caches latents."""
     bucket = (resolution.width, resolution.height)
     if (width, height) == bucket:
         return BucketAssignment.center_crop(bucket, bucket)
@@ -168,43 +169,42 @@ def _assign_single_resolution(width: int, height: int, resolution: Resolution) -
 def merge_small_buckets(
     samples: Sequence[Sample], assignments: Sequence[BucketAssignment], datasets: Sequence[DatasetConfig]
 ) -> tuple[tuple[BucketAssignment, ...], list[str]]:
-    """The placements after merging, and what was merged.
+    """Merge buckets with fewer than ``bucket_min_images`` images; return the assignments and a note for each bucket.
 
-    Pictures are counted, not their repeats.  Of the buckets below ``bucket_min_images``, the one with the fewest
-    pictures joins the bucket nearest to it by log aspect ratio, until none is left that can.  A bucket stays when one
-    of its pictures would lose more than ``bucket_max_crop``.
+    Images are counted without repeats.  The smallest bucket first joins the one nearest by log aspect ratio.  A bucket
+    stays if one of its images would lose more than ``bucket_max_crop``.
     """
-    found, notes = list(assignments), []
+    merged, notes = list(assignments), []
     for number, dataset in enumerate(datasets):
         if dataset.bucket_min_images == 1:
             continue
         members: defaultdict[WidthHeight, list[int]] = defaultdict(list)
         for index, sample in enumerate(samples):
             if sample.dataset_index == number:
-                members[found[index].bucket_resolution].append(index)
+                members[merged[index].bucket_resolution].append(index)
         stays: set[WidthHeight] = set()
         while (small := _find_smallest_bucket(members, dataset.bucket_min_images, stays)) is not None and len(
             members
         ) > 1:
             target = _find_nearest_neighbor(small, members)
             moved = {index: assign_to_bucket(samples[index].size, target) for index in members[small]}
-            worst = max(placement.cropped_fraction for placement in moved.values())
+            worst = max(assignment.cropped_fraction for assignment in moved.values())
             what = (
-                f"dataset {number + 1}: bucket {_format_resolution(small)} has fewer pictures ({len(moved)}) than"
+                f"dataset {number + 1}: bucket {_format_resolution(small)} has fewer images ({len(moved)}) than"
                 f" bucket_min_images {dataset.bucket_min_images}"
             )
             if worst > dataset.bucket_max_crop:
                 stays.add(small)
                 notes.append(
-                    f"{what}, and stays: in {_format_resolution(target)} one of them would lose {worst:.1%}, more than"
+                    f"{what}, and stays: in {_format_resolution(target)} an image would lose {worst:.1%}, more than"
                     f" bucket_max_crop {dataset.bucket_max_crop:g}"
                 )
                 continue
-            for index, placement in moved.items():
-                found[index] = placement
+            for index, assignment in moved.items():
+                merged[index] = assignment
             members[target] += members.pop(small)
-            notes.append(f"{what}; they join {_format_resolution(target)}, where they lose at most {worst:.1%}")
-    return tuple(found), notes
+            notes.append(f"{what}; merged into {_format_resolution(target)}, where images lose at most {worst:.1%}")
+    return tuple(merged), notes
 
 
 WidthHeight = tuple[int, int]
@@ -213,7 +213,7 @@ WidthHeight = tuple[int, int]
 def _find_smallest_bucket(
     bucket_members: dict[WidthHeight, list[int]], min_images: int, unmergeable: set[WidthHeight]
 ) -> WidthHeight | None:
-    """Of equals the one farthest from the square."""
+    """Find the bucket with the fewest images; of equal ones the one farthest from the square."""
     small = [
         bucket for bucket in bucket_members if len(bucket_members[bucket]) < min_images and bucket not in unmergeable
     ]
@@ -234,12 +234,9 @@ def _find_nearest_neighbor(small_bucket: WidthHeight, bucket_members: dict[Width
 
 
 def _compute_signed_log_ratio(resolution: WidthHeight) -> float:
-    """Lying is positive, upright negative."""
-    return (
-        compute_log_aspect_ratio(resolution)
-        if resolution[0] >= resolution[1]
-        else -compute_log_aspect_ratio(resolution)
-    )
+    """Positive for landscape, negative for portrait."""
+    ratio = compute_log_aspect_ratio(resolution)
+    return ratio if resolution[0] >= resolution[1] else -ratio
 
 
 def _format_resolution(resolution: WidthHeight) -> str:
@@ -247,18 +244,16 @@ def _format_resolution(resolution: WidthHeight) -> str:
 
 
 AREA_TOLERANCE = 0.02
-"""How far the area of a bucket may be from the one that was set, as a share of it."""
-
+"""Relative deviation of a bucket's area from that of ``resolution``."""
 
 MAX_GAP_IN_PITCHES = 1.5
 
-
 MIN_DISTANCE_IN_PITCHES = 0.5
-"""In pitches: what lies nearer to a bucket than this does not help to close a gap."""
+"""A candidate nearer to a bucket than this does not close a gap."""
 
 
 def make_landscape_resolutions(area: int, min_size: int, max_size: int, step: int) -> list[WidthHeight]:
-    """The square and all lying buckets, by their ratio; turned by a quarter they are the upright ones."""
+    """Make the square and the landscape buckets, sorted by aspect ratio; portrait buckets are their transposes."""
     min_size -= min_size % step
     max_size += -max_size % step
     side = max(step, round(math.sqrt(area) / step) * step)
@@ -284,7 +279,7 @@ def make_landscape_resolutions(area: int, min_size: int, max_size: int, step: in
 
 
 def find_nearest_bucket(width: int, height: int, landscape_resolutions: Sequence[WidthHeight]) -> WidthHeight:
-    """The bucket of a picture; of two at equal distance the one nearer to the square."""
+    """Find the bucket of an image; of two equally near ones the one closer to the square."""
     ratio = compute_log_aspect_ratio((width, height))
     at = bisect_left(landscape_resolutions, ratio, key=compute_log_aspect_ratio)
     if at == len(landscape_resolutions) or (
@@ -298,7 +293,7 @@ def find_nearest_bucket(width: int, height: int, landscape_resolutions: Sequence
 
 
 def compute_covering_size(image_size: WidthHeight, bucket_resolution: WidthHeight) -> WidthHeight:
-    """The size at which the picture just covers the bucket; in whole numbers, so that turning it changes nothing."""
+    """Scale the image so that it just covers the bucket, in integers: transposing the image transposes the result."""
     width, height = image_size
     if width * bucket_resolution[1] >= height * bucket_resolution[0]:
         return max(bucket_resolution[0], _divide_rounded(width * bucket_resolution[1], height)), bucket_resolution[1]
@@ -306,17 +301,16 @@ def compute_covering_size(image_size: WidthHeight, bucket_resolution: WidthHeigh
 
 
 def compute_log_aspect_ratio(resolution: WidthHeight) -> float:
-    """The log aspect ratio, never negative."""
+    """Compute the absolute log aspect ratio."""
     return math.log(max(resolution) / min(resolution))
 
 
 def _divide_rounded(dividend: int, divisor: int) -> int:
-    """Rounded to the nearest whole number."""
     return (2 * dividend + divisor) // (2 * divisor)
 
 
 def _list_candidate_resolutions(area: int, max_size: int, step: int) -> Iterable[WidthHeight]:
-    """For every length of one side the two of the other between which the area lies."""
+    """For every length of one side, list the two lengths of the other around the wanted area."""
     sizes = set()
     for side in range(step, max_size + 1, step):
         other = area // side // step * step
@@ -327,7 +321,7 @@ def _list_candidate_resolutions(area: int, max_size: int, step: int) -> Iterable
 def _fill_gaps(
     resolutions: Sequence[WidthHeight], candidates_by_error: Sequence[tuple[float, WidthHeight]], pitch: float
 ) -> list[WidthHeight]:
-    """``sizes`` and what is needed between them; behind the last one there is nothing to be near to."""
+    """Add the best candidate between neighbors that are too far apart."""
     closed = [resolutions[0]]
     waiting = list(reversed(resolutions[1:]))
     while waiting:

@@ -1,4 +1,4 @@
-"""What the model is shown of a caption: text in, text out, and a generator decides chance."""
+"""Process captions as sd-scripts does: prefix and suffix, dropout, wildcards, tag shuffle, token warmup."""
 
 import math
 import random
@@ -12,10 +12,7 @@ _WILDCARD_PATTERN = re.compile(r"\{([^}]+)\}")
 def process_caption(
     caption: str, subset: SubsetConfig, rng: random.Random, *, epoch: int, step: int, total_steps: int
 ) -> str:
-    """The caption as it is shown in ``epoch`` and optimizer ``step`` (both from 0) of a run of ``steps``.
-
-    The order is that of sd-scripts: prefix and suffix, dropout, wildcards, tags, secondary separator.
-    """
+    """Draw the caption for an epoch and optimizer step, both counted from 0; the order is that of sd-scripts."""
     if subset.caption_prefix:
         caption = f"{subset.caption_prefix} {caption}"
     if subset.caption_suffix:
@@ -33,9 +30,9 @@ def process_caption(
 
 
 def _resolve_wildcards(caption: str, rng: random.Random) -> str:
-    """One of several lines, and one of ``{a|b}``; ``{{`` and ``}}`` are plain braces."""
+    """Choose one line, and one of each ``{a|b}``; ``{{`` and ``}}`` are literal braces."""
     caption = rng.choice(caption.split("\n"))
-    caption = caption.replace("{{", "\0(").replace("}}", "\0)")  # a caption with a zero byte is not read
+    caption = caption.replace("{{", "\0(").replace("}}", "\0)")  # captions with a zero byte are rejected when read
     caption = _WILDCARD_PATTERN.sub(lambda match: rng.choice(match[1].split("|")), caption)
     return caption.replace("\0(", "{").replace("\0)", "}")
 
@@ -47,11 +44,11 @@ def _process_tags(caption: str, subset: SubsetConfig, rng: random.Random, step: 
         rng.shuffle(flexible)
     if subset.caption_tag_dropout_rate > 0:
         flexible = [tag for tag in flexible if rng.random() >= subset.caption_tag_dropout_rate]
-    return ", ".join([*fixed, *flexible, *suffix])  # whatever caption_separator is, as in sd-scripts
+    return ", ".join([*fixed, *flexible, *suffix])  # not caption_separator, as in sd-scripts
 
 
 def _split_tags(caption: str, subset: SubsetConfig) -> tuple[list[str], list[str], list[str]]:
-    """Tags that stay at the start, tags that are shuffled and dropped, tags that stay at the end."""
+    """Split into fixed tags at the start, tags to shuffle and drop, and fixed tags at the end."""
     mark, separator = subset.keep_tokens_separator, subset.caption_separator
     if mark and mark in caption:
         first, _, rest = caption.partition(mark)
@@ -65,7 +62,7 @@ def _split_tags(caption: str, subset: SubsetConfig) -> tuple[list[str], list[str
 
 
 def _count_warmed_up_tags(num_tags: int, subset: SubsetConfig, step: int, total_steps: int) -> int:
-    """How many of ``count`` tags a token warm-up shows; a length below 1 is a share of the run."""
+    """Count the tags used so far by the token warmup; a ``token_warmup_step`` below 1 is a fraction of the run."""
     length = subset.token_warmup_step
     length = math.floor(length * total_steps) if length < 1 else length
     if not length or step >= length:

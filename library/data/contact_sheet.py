@@ -24,36 +24,26 @@ if TYPE_CHECKING:
 MAX_IMAGES = 480
 """On one sheet; with many buckets, each shows fewer."""
 
-
 SHEET_WIDTH = 1600
-
 
 THUMBNAIL_AREA = 200 * 200
 
-
 MAX_THUMBNAIL_SIDE = 420  # side of a thumbnail
-
 
 TITLE_WIDTH = 480
 
-
 MIN_CELL_WIDTH = 160  # of a cell, for the text
-
 
 CELL_GAP, MARGIN, BLOCK_GAP = 14, 24, 36
 
-
 LINE_HEIGHT, HEADING_HEIGHT = 17, 56
 
-
 CAPTION_LINES = 2
-
 
 BACKGROUND_COLOR, MUTED_COLOR, WARNING_COLOR = (250, 250, 248), (105, 105, 105), (190, 40, 20)
 
 
 CROPPED_FRACTION_IN_RED = 0.2
-
 
 MASK_COLOR, MASK_OPACITY = (205, 40, 160), 0.6
 """What a mask leaves out is covered with this colour, to this degree."""

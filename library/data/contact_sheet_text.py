@@ -48,7 +48,6 @@ PREFERRED_FONTS = (
 )
 """How the file names of fonts with many characters begin, in the order in which they are tried."""
 
-
 _UNASSIGNED_CHARACTER = "\U0010fffe"  # never assigned: what a font draws for it stands for all that it lacks
 
 
@@ -134,7 +133,6 @@ TEXT_COLOR, LINE_COLOR = (25, 25, 25), (200, 200, 195)
 
 
 MAX_CHARACTERS = 400
-
 
 ELLIPSIS = "..."
 

@@ -1,4 +1,4 @@
-"""What the model sees of a picture and of its mask: read, resized, cut out and mirrored alike."""
+"""Load, resize, crop and flip an image together with its mask, as sd-scripts resizes."""
 
 import random
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BadSample:
-    """A picture that was fine when it was looked at, and cannot be used now."""
+    """An image that was valid when the dataset was scanned, and cannot be used now."""
 
     name: str
     problem: str
@@ -27,9 +27,9 @@ class BadSample:
 
 @dataclass(frozen=True)
 class CropParams:
-    """One way in which a picture is shown."""
+    """Crop position, flip and resampling filter of one view."""
 
-    left_top: tuple[int, int]  # left, top in the resized picture
+    left_top: tuple[int, int]  # left, top in the resized image
     is_flipped: bool
     interpolation: str | None
 
@@ -37,20 +37,17 @@ class CropParams:
 def load_sample_pixels(
     sample: Sample, assignment: BucketAssignment, crop_params: CropParams, color_rng: random.Random | None = None
 ) -> tuple[Pixels, MaskPixels | None] | BadSample:
-    """The pixels, and those of the mask; with ``colours`` they are changed a little, as it draws."""
+    """Load the pixels of the bucket and of the mask; ``color_rng`` enables ``color_aug``."""
     try:
         image, values = load_image_and_mask(sample.image, sample.mask)
-        mask = (
-            values
-            if sample.mask is None or values is None
-            else resize_and_crop_mask(
-                sample.mask, values, assignment, crop_params.left_top, is_flipped=crop_params.is_flipped
-            )
-        )
-    except Exception as error:  # decoders raise whatever they like on broken data
-        return BadSample(str(sample.image), f"was fine at the start and cannot be read now: {error}")
+        mask = None
+        if sample.mask is not None and values is not None:
+            left_top, is_flipped = crop_params.left_top, crop_params.is_flipped
+            mask = resize_and_crop_mask(sample.mask, values, assignment, left_top, is_flipped=is_flipped)
+    except Exception as error:  # Pillow's decoders raise almost anything on damaged data
+        return BadSample(str(sample.image), f"was readable at the start of the run, cannot be read now: {error}")
     if image.size != sample.size:
-        return BadSample(str(sample.image), f"was {sample.size} at the start of the run, now it is {image.size}")
+        return BadSample(str(sample.image), f"was {sample.size} at the start of the run, is {image.size} now")
     pixels = resize_and_crop(image, assignment, crop_params.left_top, crop_params.interpolation)
     if color_rng is not None:
         pixels = augment_color(pixels, color_rng)
@@ -71,15 +68,15 @@ _PILLOW_FILTERS = {
 def resize_and_crop(
     image: "Image", assignment: BucketAssignment, crop_left_top: tuple[int, int], interpolation: str | None
 ) -> Pixels:
-    """The bucket's pixels, cut out at ``crop`` (left, top) after resizing."""
-    whole = resize_image(image, assignment.resized_size, interpolation)
+    """Resize, then crop the bucket at ``crop_left_top``."""
+    resized = resize_image(image, assignment.resized_size, interpolation)
     left, top = crop_left_top
     width, height = assignment.bucket_resolution
-    return whole[top : top + height, left : left + width]
+    return resized[top : top + height, left : left + width]
 
 
 def resize_image(image: "Image", size: tuple[int, int], interpolation: str | None) -> Pixels:
-    """As sd-scripts: without ``interpolation``, area when no side grows and Lanczos when one does."""
+    """Resize as sd-scripts does; by default with area averaging, with Lanczos if a side grows."""
     from PIL import Image
 
     if image.size == size:
@@ -88,15 +85,15 @@ def resize_image(image: "Image", size: tuple[int, int], interpolation: str | Non
     interpolation = interpolation or ("area" if shrinks else "lanczos")
     if interpolation == "area" and shrinks:
         return resize_area(np.asarray(image), size)
-    # OpenCV, which sd-scripts uses here, takes area as bilinear when a side grows
+    # OpenCV, which sd-scripts uses here, treats area as bilinear when a side grows
     name = _PILLOW_FILTERS["bilinear" if interpolation == "area" else interpolation]
     return np.asarray(image.resize(size, Image.Resampling[name]))
 
 
 def resize_area(image: Pixels, size: tuple[int, int]) -> Pixels:
-    """Each pixel is the mean of the area it covers, parts of pixels counted as parts.
+    """Average the area of each target pixel, with fractional weights at its borders.
 
-    Pillow's box filter counts whole pixels only, which makes pictures coarser unless sizes divide evenly.
+    Pillow's box filter uses whole pixels only, which aliases unless the sizes divide evenly.
     """
     height, width, channels = image.shape
     rows = _average_rows(image.reshape(height, -1), size[1]).reshape(size[1], width, channels)
@@ -105,27 +102,24 @@ def resize_area(image: Pixels, size: tuple[int, int]) -> Pixels:
 
 
 def _average_rows(image: NDArray[np.uint8] | NDArray[np.float32], num_rows: int) -> NDArray[np.float32]:
-    """``count`` rows in the place of those of ``image``, which are more."""
+    """Average the rows of ``image`` to ``num_rows``, which are fewer."""
     edges = np.linspace(0, len(image), num_rows + 1)
     starts, ends = edges[:-1, None], edges[1:, None]
     first = np.floor(starts).astype(np.int64)
     rows = first + np.arange(int((np.ceil(ends) - first).max()))
-    shares = np.clip(np.minimum(rows + 1, ends) - np.maximum(rows, starts), 0, None)
-    shares = (shares / shares.sum(axis=1, keepdims=True)).astype(np.float32)
+    weights = np.clip(np.minimum(rows + 1, ends) - np.maximum(rows, starts), 0, None)
+    weights = (weights / weights.sum(axis=1, keepdims=True)).astype(np.float32)
     rows = np.minimum(rows, len(image) - 1)
     averaged = np.zeros((num_rows, image.shape[1]), np.float32)
     for index in range(rows.shape[1]):
-        averaged += image[rows[:, index]] * shares[:, index, None]
+        averaged += image[rows[:, index]] * weights[:, index, None]
     return averaged
 
 
 def load_resized_mask(
     mask: Mask, assignment: BucketAssignment, crop_left_top: tuple[int, int], *, is_flipped: bool
 ) -> MaskPixels:
-    """The mask of what the model sees: resized, cut out at ``crop`` (left, top) and mirrored as its picture is.
-
-    ``ValueError`` when the file is not what it was when it was looked at, ``OSError`` when it cannot be read.
-    """
+    """Load a mask, resized, cropped and flipped like its image; ``ValueError`` if its size has changed."""
     values = load_alpha_channel(mask.image) if mask.is_alpha else load_red_channel(mask.image)
     return resize_and_crop_mask(mask, values, assignment, crop_left_top, is_flipped=is_flipped)
 
@@ -133,18 +127,18 @@ def load_resized_mask(
 def resize_and_crop_mask(
     mask: Mask, values: MaskPixels, assignment: BucketAssignment, crop_left_top: tuple[int, int], *, is_flipped: bool
 ) -> MaskPixels:
-    """The same for a mask that has been read."""
+    """Resize, crop and flip a mask like its image; ``ValueError`` if its size has changed."""
     size = (values.shape[1], values.shape[0])
     if size != mask.size:
-        raise ValueError(f"the mask {mask.image} was {mask.size} at the start of the run, now it is {size}")
+        raise ValueError(f"the mask {mask.image} was {mask.size} at the start of the run, is {size} now")
     left, top = crop_left_top
     width, height = assignment.bucket_resolution
-    cut = resize_mask(values, assignment.resized_size)[top : top + height, left : left + width]
-    return np.ascontiguousarray(cut[:, ::-1] if is_flipped else cut)
+    cropped = resize_mask(values, assignment.resized_size)[top : top + height, left : left + width]
+    return np.ascontiguousarray(cropped[:, ::-1] if is_flipped else cropped)
 
 
 def resize_mask(values: MaskPixels, size: tuple[int, int]) -> MaskPixels:
-    """Averaged over areas when shrinking, else bilinear: whatever the picture's filter, edges do not ring."""
+    """Resize with area averaging, bilinear if a side grows; filters of images would ring at the edges of a mask."""
     from PIL import Image
 
     height, width = values.shape

@@ -1,4 +1,4 @@
-"""Batches that are the same at every evaluation and on any number of processes: all pictures once, in a fixed order."""
+"""Load image batches of a rank with DataLoader workers, and the fixed batches of validation."""
 
 import itertools
 import os
@@ -26,12 +26,12 @@ PREFETCH_BATCHES = 2
 
 
 ReadBatch = Callable[[int], PixelBatch]
-"""From the number of a batch to the batch."""
+"""Maps the index of a batch to the batch."""
 
 
 @dataclass(frozen=True)
 class ValidationBatches:
-    """What is read is what stands here, whole: it is shared over processes batch by batch."""
+    """The batches of every validation, equal for any number of ranks, which take whole batches."""
 
     buckets: tuple[Bucket, ...]
     micro_batches: tuple[MicroBatch, ...]
@@ -39,12 +39,12 @@ class ValidationBatches:
     accumulation_steps: int = 1
 
     def get_micro_batch(self, position: int) -> MicroBatch:
-        """The batch with this number."""
+        """Return a batch."""
         return self.micro_batches[position]
 
     @property
     def dataset_numbers(self) -> dict[int, int]:
-        """The dataset of each sample."""
+        """The dataset number of each sample."""
         return {
             sample: self.buckets[batch.bucket_index].dataset_number
             for batch in self.micro_batches
@@ -52,28 +52,28 @@ class ValidationBatches:
         }
 
     def count_real_samples(self, step: int) -> int:
-        """The pictures in it; none only fills up."""
+        """Count the images of a batch; there is no padding."""
         return len(self.micro_batches[step].sample_indices)
 
 
 def build_validation_batches(
     manifest: Manifest, assignments: Sequence[BucketAssignment], first_index: int, max_batches: int | None
 ) -> ValidationBatches:
-    """All samples, bucket by bucket in batches of their datasets' size; they are counted from ``first`` on.
+    """Batch all samples bucket by bucket; sample indices start at ``first_index``.
 
-    Of more than ``most`` batches those are taken that a hash of their first picture chooses.  The place of a sample,
-    from which its random numbers follow, comes from its picture alone.
+    Of more than ``max_batches``, a hash of the first image of each chooses.  A sample's global position, which seeds
+    its noise, is a hash of its image, so that it does not depend on the other images.
     """
     members: defaultdict[tuple[int, tuple[int, int]], list[int]] = defaultdict(list)
     for index in range(len(manifest.samples)):
         members[manifest.samples[index].dataset_index, assignments[index].bucket_resolution].append(index)
     buckets, batches = [], []
     for number, ((dataset, size), samples) in enumerate(sorted(members.items())):
-        at_once = manifest.datasets[dataset].batch_size
-        buckets.append(Bucket(size, samples, [1.0] * len(samples), at_once, dataset))
+        batch_size = manifest.datasets[dataset].batch_size
+        buckets.append(Bucket(size, samples, [1.0] * len(samples), batch_size, dataset))
         batches += [
-            _build_micro_batch(manifest, number, samples[start : start + at_once], first_index)
-            for start in range(0, len(samples), at_once)
+            _build_micro_batch(manifest, number, samples[start : start + batch_size], first_index)
+            for start in range(0, len(samples), batch_size)
         ]
     chosen = sorted(
         range(len(batches)), key=lambda number: derive_seed(0, "measured", batches[number].global_positions[0])
@@ -89,39 +89,44 @@ def prefetch_batches(read_batch: ReadBatch, batch_indices: Sequence[int]) -> Ite
 def _build_micro_batch(
     manifest: Manifest, bucket_index: int, sample_indices: Sequence[int], first_index: int
 ) -> MicroBatch:
-    places = tuple(derive_seed(0, f"place/{manifest.samples[index].content_hash}") for index in sample_indices)
+    positions = tuple(derive_seed(0, f"place/{manifest.samples[index].content_hash}") for index in sample_indices)
     count = len(sample_indices)
     return MicroBatch(
-        bucket_index, 0, tuple(first_index + index for index in sample_indices), (0,) * count, (True,) * count, places
+        bucket_index,
+        0,
+        tuple(first_index + index for index in sample_indices),
+        (0,) * count,
+        (True,) * count,
+        positions,
     )
 
 
 BatchDataset = Dataset[PixelBatch | WorkerFailure]
-"""Position of the plan -> this rank's batch: a function of nothing else, so that anybody may read anything ahead."""
+"""Maps a position of the batch plan to this rank's batch, statelessly, so that any worker can prefetch any batch."""
 
 
 @dataclass(frozen=True)
 class StepBatches:
-    """What this rank does in one optimizer step."""
+    """This rank's micro-batches of one optimizer step."""
 
     micro_batches: tuple[PixelBatch, ...]
-    num_global_samples: int  # in the step as it was planned, over all ranks, without those that only fill up
+    num_global_samples: int  # planned, over all ranks, without padding
 
     @property
     def bad_samples(self) -> tuple[BadSample, ...]:
-        """Pictures that could not be used."""
+        """Images that could not be loaded."""
         return tuple(problem for batch in self.micro_batches for problem in batch.bad_samples)
 
 
 class StepLoader(Protocol):
-    """Whatever hands out the work of steps."""
+    """What yields the batches of every step."""
 
     def iter_steps(self, first_step: int) -> Iterator[StepBatches]:
-        """The work of each step from ``from_step`` on, without end."""
+        """Yield the batches of each optimizer step from ``first_step`` on, without end."""
 
 
 class ImageLoader:
-    """This rank's part of every step; the number of workers changes nothing in it."""
+    """This rank's batches from image files; the number of workers does not change them."""
 
     def __init__(
         self,
@@ -135,14 +140,11 @@ class ImageLoader:
     ):
         self.dataset, self.batch_plan = dataset, batch_plan
         self.num_workers = min(num_workers, _count_usable_cpus())
-        self.prefetch_factor, self.pin_memory, self.multiprocessing_context = (
-            prefetch_factor,
-            pin_memory,
-            multiprocessing_context,
-        )
+        self.prefetch_factor, self.pin_memory = prefetch_factor, pin_memory
+        self.multiprocessing_context = multiprocessing_context
 
     def iter_steps(self, first_step: int) -> Iterator[StepBatches]:
-        """The work of each step from ``from_step`` on, without end; workers live as long as the iterator."""
+        """Yield the batches of each optimizer step from ``first_step`` on; workers live as long as the iterator."""
         items: PrefetchIterator[PixelBatch] = PrefetchIterator(
             self.dataset,
             first_step * self.batch_plan.accumulation_steps,
@@ -160,13 +162,13 @@ class ImageLoader:
 
 
 def _count_usable_cpus() -> int:
-    """Those that this process may use, which in a container may be few of those that there are."""
+    """Count the CPUs this process may use, which in a container may be fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True)
 class LoadedImage:
-    """A picture as it is shown once."""
+    """An image, cropped and augmented."""
 
     pixels: Pixels
     mask: MaskPixels | None
@@ -174,11 +176,11 @@ class LoadedImage:
 
 
 class MicroBatchDataset(Dataset[PixelBatch | WorkerFailure]):
-    """Batches of pixels.
+    """Batches of pixels, by position in the batch plan.
 
-    A picture that cannot be used any more is replaced by its nearest neighbour in the batch, or by black where there is
-    none, and weighs nothing.  The loss of the step is divided by its samples as planned all the same: that needs no
-    word between processes, and the others weigh as they would have.
+    An image that cannot be loaded is replaced by its nearest neighbor in the batch, or by black, with loss weight 0.
+    The loss of the step is still divided by the planned number of samples: this needs no communication, and the other
+    samples keep their weight.
     """
 
     def __init__(
@@ -195,71 +197,72 @@ class MicroBatchDataset(Dataset[PixelBatch | WorkerFailure]):
 
     def __getitem__(self, position: int) -> PixelBatch:
         batch = self.batch_plan.get_micro_batch(position).shard(self.rank, self.batch_plan.dp_size)
-        visits = self.augmenter.list_views(batch, position // self.batch_plan.accumulation_steps)
-        rows = [self._load_view(visit) for visit in visits]
-        stand_ins = [_find_replacement(rows, row) for row in range(len(rows))]
-        visits = [visits[row] for row in stand_ins]
-        pictures = [
-            self._replace_bad_with_black(rows[row], visit.sample_index)
-            for row, visit in zip(stand_ins, visits, strict=True)
+        views = self.augmenter.list_views(batch, position // self.batch_plan.accumulation_steps)
+        rows = [self._load_view(view) for view in views]
+        replacements = [_find_replacement(rows, row) for row in range(len(rows))]
+        views = [views[row] for row in replacements]
+        images = [
+            self._replace_bad_with_black(rows[row], view.sample_index)
+            for row, view in zip(replacements, views, strict=True)
         ]
-        samples = [self.augmenter.manifest.samples[visit.sample_index] for visit in visits]
+        samples = [self.augmenter.manifest.samples[view.sample_index] for view in views]
+        resolution = self.batch_plan.buckets[batch.bucket_index].resolution
         weights = [
             sample.loss_weight * real * isinstance(row, LoadedImage)
             for sample, real, row in zip(samples, batch.is_real, rows, strict=True)
         ]
         return PixelBatch(
-            pixels=torch.from_numpy(np.stack([picture.pixels.transpose(2, 0, 1) for picture in pictures])),
-            captions=tuple(map(self.augmenter.draw_caption, visits)),
-            size_conditioning=torch.tensor([picture.size_conditioning for picture in pictures], dtype=torch.float32),
+            pixels=torch.from_numpy(np.stack([image.pixels.transpose(2, 0, 1) for image in images])),
+            captions=tuple(map(self.augmenter.draw_caption, views)),
+            size_conditioning=torch.tensor([image.size_conditioning for image in images], dtype=torch.float32),
             loss_weights=torch.tensor(weights, dtype=torch.float32),
             global_positions=batch.global_positions,
             sample_keys=tuple(sample.key for sample in samples),
-            mask=_stack_masks(
-                [picture.mask for picture in pictures], self.batch_plan.buckets[batch.bucket_index].resolution
-            ),
+            mask=_stack_masks([image.mask for image in images], resolution),
             bad_samples=tuple(row for row in rows if isinstance(row, BadSample)),
         )
 
     def load_image(self, epoch: int, sample_index: int, repeat_index: int) -> LoadedImage | BadSample:
-        """The picture as it is shown this time."""
+        """Load one view of a sample."""
         return self._load_view(SampleView(epoch, 0, sample_index, repeat_index))
 
     def get_caption(self, epoch: int, step: int, sample_index: int, repeat_index: int) -> str:
-        """As it is shown this time."""
+        """Draw the caption of one view of a sample."""
         return self.augmenter.draw_caption(SampleView(epoch, step, sample_index, repeat_index))
 
     def _load_view(self, view: SampleView) -> LoadedImage | BadSample:
-        showing, index = self.augmenter, view.sample_index
-        subset = showing.get_subset(index)
-        way = CropParams(showing.draw_crop(view), showing.is_flipped(view), subset.resize_interpolation)
-        colours = None
+        augmenter, index = self.augmenter, view.sample_index
+        subset = augmenter.get_subset(index)
+        crop = CropParams(augmenter.draw_crop(view), augmenter.is_flipped(view), subset.resize_interpolation)
+        color_rng = None
         if subset.color_aug:
-            colours = derive_rng(showing.seed, "colour", view.epoch, index, view.repeat_index)
-        found = load_sample_pixels(showing.manifest.samples[index], showing.assignments[index], way, colours)
-        if isinstance(found, BadSample):
-            return found
-        return LoadedImage(*found, showing.compute_size_conditioning(index, way.left_top, is_flipped=way.is_flipped))
+            color_rng = derive_rng(augmenter.seed, "colour", view.epoch, index, view.repeat_index)
+        loaded = load_sample_pixels(augmenter.manifest.samples[index], augmenter.assignments[index], crop, color_rng)
+        if isinstance(loaded, BadSample):
+            return loaded
+        conditioning = augmenter.compute_size_conditioning(index, crop.left_top, is_flipped=crop.is_flipped)
+        return LoadedImage(*loaded, conditioning)
 
     def _replace_bad_with_black(self, item: LoadedImage | BadSample, sample_index: int) -> LoadedImage:
-        """The row, or black of the right size."""
         if isinstance(item, LoadedImage):
             return item
-        placement = self.augmenter.assignments[sample_index]
-        width, height = placement.bucket_resolution
-        frame = self.augmenter.compute_size_conditioning(sample_index, placement.crop_left_top, is_flipped=False)
-        return LoadedImage(np.zeros((height, width, 3), np.uint8), None, frame)
+        assignment = self.augmenter.assignments[sample_index]
+        width, height = assignment.bucket_resolution
+        conditioning = self.augmenter.compute_size_conditioning(
+            sample_index, assignment.crop_left_top, is_flipped=False
+        )
+        return LoadedImage(np.zeros((height, width, 3), np.uint8), None, conditioning)
 
 
 def _find_replacement(items: Sequence[LoadedImage | BadSample], index: int) -> int:
-    """The row itself, or the nearest that can be used; itself again when there is none."""
+    """Find the nearest usable row, ``index`` itself if it is usable or none is."""
     usable = [other for other, item in enumerate(items) if isinstance(item, LoadedImage)]
     return min(usable, key=lambda other: abs(other - index), default=index)
 
 
 def _stack_masks(masks: Sequence[MaskPixels | None], resolution: tuple[int, int]) -> torch.Tensor | None:
-    """The masks of a batch; of a picture without one everything counts."""
+    """Stack masks, with 255 everywhere for images without one; None if no image has one."""
     if all(mask is None for mask in masks):
         return None
-    whole = np.full((resolution[1], resolution[0]), 255, np.uint8)
-    return torch.from_numpy(np.stack([whole if mask is None else mask for mask in masks])[:, None])
+    full = np.full((resolution[1], resolution[0]), 255, np.uint8)
+    return torch.from_numpy(np.stack([full if mask is None else mask for mask in masks])[:, None])

@@ -1,4 +1,4 @@
-"""A picture as it is trained: where it is, what is said of it, and how much it counts."""
+"""The samples of a run: image, caption, mask, repeats and weight of each, and a fingerprint of all."""
 
 import hashlib
 from dataclasses import dataclass, fields
@@ -11,16 +11,16 @@ from ..dataset.schema import DatasetConfig, SubsetConfig
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One picture of one subset."""
+    """One image of one subset."""
 
-    key: str  # folder and file name; unique, and free of the rest of the path
+    key: str  # folder and file name, unique; the rest of the path is left out
     image: ImageRef
-    size: tuple[int, int]  # (width, height) as it is seen, after EXIF orientation
+    size: tuple[int, int]  # (width, height) after EXIF orientation
     caption: str  # lines are alternatives
     dataset_index: int
     subset_index: int
-    repeats: float  # in an epoch; 2.5 is twice and three times, in turns
-    loss_weight: float  # of its loss
+    repeats: float  # in an epoch; 2.5 alternates between 2 and 3
+    loss_weight: float  # factor of its loss
     is_reg: bool
     content_hash: str  # hash of the file
     mask: Mask | None = None
@@ -28,20 +28,20 @@ class Sample:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The pictures of a run and what has to be said about them."""
+    """The samples of a run, and notes for the log."""
 
     datasets: tuple[DatasetConfig, ...]
     samples: tuple[Sample, ...]
     notes: tuple[str, ...]
     caption_counts: tuple[
         tuple[int, int, str, int, int], ...
-    ]  # dataset, subset, caption ending, captions found, pictures
-    validation_samples: tuple[Sample, ...] = ()  # for validation; none of them is trained on
+    ]  # dataset, subset, caption extension, captions found, images
+    validation_samples: tuple[Sample, ...] = ()  # not trained on
 
     def compute_fingerprint(self) -> str:
-        """Changes when anything changes that training sees: pictures, masks, captions, repeats, weights, settings.
+        """Hash everything that training depends on: images, masks, captions, repeats, weights, settings.
 
-        Where files lie does not count, and neither does the batch size, in which processes may divide the work anew.
+        Paths are left out, and so is the batch size, so that a run can resume with another batch layout.
         """
         digest = hashlib.blake2b(digest_size=16)
         for dataset in self.datasets:
@@ -90,8 +90,7 @@ _FINGERPRINT_EXCLUDED = {
     *("class_tokens", "cache_info", "cache_directory"),
     *("weight", "num_repeats", "is_reg", "prior_loss_weight"),
 }
-"""Fields of datasets and subsets that change nothing beside what their samples say."""
-
+"""Fields of datasets and subsets whose effect is in the samples already."""
 
 _FINGERPRINT_NAMES = {"bucket_min_images": "bucket_min_pictures", "join_caption_lines": "joins_lines"}
 """Former names of fields, which stay in the fingerprint so that checkpoints of the last release can be resumed."""

@@ -1,4 +1,4 @@
-"""Every picture that will be trained, looked at once: decoded, measured, with its caption, or named as unusable."""
+"""Build the manifest: list and inspect all images, report those that cannot be used, assign the rest to buckets."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,10 +34,10 @@ from .validation_split import split_validation_samples
 def build_manifest(
     datasets: Sequence[DatasetConfig], on_invalid_images: Literal["fail", "skip"], cache_dir: Path | None = None
 ) -> Manifest:
-    """Look at every picture and caption; all that cannot be used are named together, or skipped and noted.
+    """Inspect every image and caption; unusable ones are reported all together, or skipped with a notice.
 
-    Datasets with a schedule of resolutions are in the manifest as they are in the end.
-    What was found out is kept in ``cache_dir``, or else beside the pictures.
+    A dataset with a resolution schedule has its last resolution in the manifest.  Scan results are cached in
+    ``cache_dir``, by default next to the images.
     """
     broken: list[str] = []
     notes = list(dict.fromkeys(find_unused_keys(datasets)))
@@ -61,17 +61,16 @@ def build_manifest(
     sorted_out = _build_samples(stages, found, audit.images, masks)
     bad += sorted_out.problems
     unusable = len(found) - len(sorted_out.samples) + len(bad) - len(sorted_out.problems)
-    if broken or ((bad or masks.unmatched) and on_invalid_images == "fail"):  # a folder as a whole is nothing to skip
+    if broken or ((bad or masks.unmatched) and on_invalid_images == "fail"):  # whole folders are not skipped
         raise ConfigError([*broken, *_format_bad_data(bad, masks.unmatched, unusable, total, audit.cache_folders)])
     notices = collect_notices(datasets, sorted_out.samples, sorted_out.assignments, audit.images)
-    notes = list(dict.fromkeys(notes))  # two datasets may show the same folder
+    notes = list(dict.fromkeys(notes))  # two datasets may use the same folder
     notes += dict.fromkeys([*audit.notes, *masks.notes, *(notice.text for notice in notices)])
     if is_summary_truncated(bad, notices) and (where := write_full_report(bad, notices, audit.cache_folders)):
-        notes.append(f"not all names are shown above{where}")
+        notes.append(f"not all names are listed above{where}")
     if bad:
-        notes.append(
-            "\n  ".join([f"{unusable} pictures are skipped ({format_problem_counts(bad)}):", *summarize_problems(bad)])
-        )
+        skipped = f"{_count_images(unusable)} skipped ({format_problem_counts(bad)}):"
+        notes.append("\n  ".join([skipped, *summarize_problems(bad)]))
     notes += masks.unmatched
     parts = split_validation_samples(sorted_out.samples, datasets)
     samples = list(parts.train_samples)
@@ -80,8 +79,8 @@ def build_manifest(
         samples, more = balance_regularization_images(samples, number)
         notes += more
     if not any(not sample.is_reg for sample in samples):
-        why = "; validation_split keeps all of them for validation" if parts.validation_samples else ""
-        raise ConfigError([*summarize_problems(bad), f"no picture is left to train on{why}"])
+        why = "; validation_split takes all of them" if parts.validation_samples else ""
+        raise ConfigError([*summarize_problems(bad), f"no images left to train on{why}"])
     if maskless := find_subsets_without_masks(
         datasets, [sample.mask for sample in (*samples, *parts.validation_samples)]
     ):
@@ -91,7 +90,7 @@ def build_manifest(
 
 @dataclass
 class _BuiltSamples:
-    """What was found, as samples with their places; and a line for each that cannot be one."""
+    """The samples with their bucket assignments, and the problems of images that cannot be one."""
 
     samples: list[Sample] = field(default_factory=list)
     assignments: list[BucketAssignment] = field(default_factory=list)
@@ -105,20 +104,22 @@ def _build_samples(
     mask_scan: MaskScanResult,
 ) -> _BuiltSamples:
     result = _BuiltSamples()
-    places = [list(map(build_bucket_assigner, pieces)) for pieces in dataset_stages]
+    assigners = [list(map(build_bucket_assigner, stages)) for stages in dataset_stages]
     names: Counter[str] = Counter()
-    told: set[tuple[ImageRef, str]] = set()
+    reported: set[tuple[ImageRef, str]] = set()
     for item in found_images:
-        picture = inspected[item.image]
-        flaw, placement = picture.defect, None
+        image = inspected[item.image]
+        defect, placement = image.defect, None
         try:
-            for place in places[item.dataset] if flaw is None else ():  # it has to fit in all; the last one counts
-                placement = place(*picture.size)
+            for assign in (
+                assigners[item.dataset] if defect is None else ()
+            ):  # it has to fit the buckets of all stages; the last one counts
+                placement = assign(*image.size)
         except ValueError as error:
-            flaw, placement = ImageDefect("of a size that fits no bucket", str(error)), None
-        if flaw is not None and (item.image, flaw.text) not in told:
-            told.add((item.image, flaw.text))
-            result.problems.append(DataProblem(flaw.kind, f"{item.image}: {flaw.text}"))
+            defect, placement = ImageDefect("of a size that fits no bucket", str(error)), None
+        if defect is not None and (item.image, defect.text) not in reported:
+            reported.add((item.image, defect.text))
+            result.problems.append(DataProblem(defect.kind, f"{item.image}: {defect.text}"))
         mask = (item.dataset, item.subset, item.image)
         if reason := mask_scan.problems.get(mask):
             result.problems.append(DataProblem("mask", f"{item.image}: {reason}"))
@@ -136,14 +137,14 @@ def _build_samples(
             Sample(
                 key,
                 item.image,
-                picture.size,
+                image.size,
                 item.caption,
                 item.dataset,
                 item.subset,
                 subset.num_repeats,
                 weight,
                 subset.is_reg,
-                picture.content_hash,
+                image.content_hash,
                 mask_scan.masks.get(mask),
             )
         )
@@ -158,11 +159,11 @@ def _format_bad_data(
     total: int,
     directories: Sequence[Path],
 ) -> list[str]:
-    """The report of a run that does not start."""
+    """Format the error of a run that does not start."""
     if not problems:
         return list(unmatched_masks)
     end = (
-        f"{num_unusable} of {total} pictures cannot be used; mend or remove them, or leave them out with"
+        f"{num_unusable} of {_count_images(total)} cannot be used; fix or remove them, or skip them with"
         " --on_invalid_images skip"
     )
     if is_summary_truncated(problems, []):
@@ -173,7 +174,7 @@ def _format_bad_data(
 def assign_buckets(
     manifest: Manifest, datasets: Sequence[DatasetConfig]
 ) -> tuple[Manifest, tuple[BucketAssignment, ...]]:
-    """The manifest with the datasets of all stages, one stage after the other, and where each picture is placed."""
+    """Expand the manifest to the datasets of all stages, in order, and assign each image to a bucket."""
     stages = build_stages(datasets)
     whole = replace(manifest, datasets=(), samples=())
     placements: list[BucketAssignment] = []
@@ -197,16 +198,20 @@ def assign_buckets(
     return whole, tuple(placements)
 
 
+def _count_images(count: int) -> str:
+    return f"{count} image{'s' * (count != 1)}"
+
+
 def check_stages_not_empty(manifest: Manifest) -> None:
-    """Pictures may all be kept for validation, or be left out."""
+    """Raise ``ConfigError`` if a stage has no images, as all of them are used for validation or skipped."""
     used = {manifest.datasets[sample.dataset_index].from_step for sample in manifest.samples if not sample.is_reg}
     if empty := {dataset.from_step for dataset in manifest.datasets} - used:
         when = f" from step {min(empty)} on" if max(empty) else ""
-        raise ConfigError([f"no picture is left to train on{when}"])
+        raise ConfigError([f"no images left to train on{when}"])
 
 
 def _assign_stage_buckets(manifest: Manifest, stage: Stage) -> tuple[Manifest, tuple[BucketAssignment, ...]]:
-    """The pictures of one stage, with datasets as they are counted in the file."""
+    """Assign the images of one stage; dataset indices are those of the file."""
     here = {dataset.dataset_number: dataset for dataset in stage.datasets}
     datasets = [here.get(number, dataset) for number, dataset in enumerate(manifest.datasets)]
     places = {number: build_bucket_assigner(dataset) for number, dataset in here.items()}

@@ -60,6 +60,11 @@ def load_prompts(path: Path) -> list[Prompt]:
     return prompts
 
 
+def load_preview_prompts(preview: PreviewConfig) -> list[Prompt]:
+    """Load ``--sample_prompts``, if set."""
+    return load_prompts(Path(preview.sample_prompts)) if preview.sample_prompts else []
+
+
 def _parse_int(value: Any, minimum: int, maximum: int | None = None) -> int:
     if type(value) is not int:
         raise _InvalidValue(f"expected a whole number, got {value!r}")

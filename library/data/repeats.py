@@ -1,4 +1,4 @@
-"""Every picture that will be trained, looked at once: decoded, measured, with its caption, or named as unusable."""
+"""Repeats: regularization balance, dataset weights, fractional repeats, and the shuffle that spreads copies."""
 
 import math
 from collections import defaultdict
@@ -15,38 +15,38 @@ from .manifest import Sample
 
 
 def balance_regularization_images(samples: Sequence[Sample], dataset_index: int) -> tuple[list[Sample], list[str]]:
-    """As many regularisation pictures as training pictures in a dataset, repeats counted, as sd-scripts does it.
+    """Use as many regularization as training images in a dataset, repeats counted, as sd-scripts does.
 
-    They are taken in turn: first each with its repeats, then each once more, until there are enough.
+    First each is used with its own repeats, then each once more, until there are enough.
     """
     mine = [sample for sample in samples if sample.dataset_index == dataset_index]
-    regularisation = [sample for sample in mine if sample.is_reg]
+    reg_samples = [sample for sample in mine if sample.is_reg]
     wanted = sum(sample.repeats for sample in mine if not sample.is_reg)
-    if not regularisation:
+    if not reg_samples:
         return list(samples), []
     repeats: list[float] = []
     have = 0.0
-    for sample in regularisation:
+    for sample in reg_samples:
         if have >= wanted:
             break
         repeats.append(sample.repeats)
         have += sample.repeats
-    rounds, rest = divmod(int(max(wanted - have, 0)), len(regularisation))
+    rounds, rest = divmod(int(max(wanted - have, 0)), len(reg_samples))
     repeats = [count + rounds + (index < rest) for index, count in enumerate(repeats)]
-    used = {sample.key: count for sample, count in zip(regularisation, repeats, strict=False)}
-    left_out = {sample.key for sample in regularisation[len(used) :]}
+    used = {sample.key: count for sample, count in zip(reg_samples, repeats, strict=False)}
+    left_out = {sample.key for sample in reg_samples[len(used) :]}
     kept = [
         replace(sample, repeats=used.get(sample.key, sample.repeats))
         for sample in samples
         if sample.key not in left_out
     ]
-    dropped = len(regularisation) - len(used)
+    dropped = len(reg_samples) - len(used)
     note = (
-        f"dataset {dataset_index + 1}: {len(used)} regularisation pictures, shown {sum(repeats)} times an epoch beside"
-        f" {wanted} training pictures"
+        f"dataset {dataset_index + 1}: {len(used)} regularization images, {sum(repeats)} times an epoch for"
+        f" {wanted} training images"
     )
     if dropped:
-        note += f"; {dropped} more are not needed and not used, the first of them {regularisation[len(used)].image}"
+        note += f"; {dropped} more are not used, the first of them {reg_samples[len(used)].image}"
     return kept, [note]
 
 
@@ -57,22 +57,22 @@ RandomKeys = NDArray[np.uint64]
 
 
 def draw_random_keys(count: int, seed: int, purpose: str, *numbers: int) -> RandomKeys:
-    """``count`` random numbers; the raw output of Philox is fixed by its definition, unlike numpy's permutations."""
+    """Draw random numbers as raw Philox output, which never changes, unlike numpy's permutations."""
     return np.random.Philox(key=derive_seed(seed, purpose, *numbers)).random_raw(count)
 
 
 def draw_permutation(count: int, seed: int, purpose: str, *numbers: int) -> IndexArray:
-    """A permutation of ``range(count)``."""
+    """Draw a permutation of ``range(count)``."""
     return np.argsort(draw_random_keys(count, seed, purpose, *numbers), kind="stable")
 
 
 def shuffle_with_repeats(repeats: IndexArray, chunk_size: int, seed: int, purpose: str, *numbers: int) -> IndexArray:
-    """Entries, in which copy c of sample i is ``sum(repeats[:i]) + c``, in the order of chunks of ``chunk`` entries.
+    """Shuffle entries so that copies of a sample are in different chunks; copy c of i is ``sum(repeats[:i]) + c``.
 
-    The samples are dealt like cards: shuffled, with the copies of a sample one after the other, a card to each chunk
-    in turn, in a new order of chunks each round.  A sample whose copies lie in two rounds must not meet a chunk
-    twice, so the order of the second round is mended.  The last chunk is the shorter one and leaves the game early;
-    samples that need even that chunk are dealt first.
+    Entries are dealt like cards: samples are shuffled, with the copies of each adjacent, and every round gives one
+    entry to each chunk, in a new order of chunks.  If the copies of a sample cross two rounds, the order of the second
+    one is corrected, so that no chunk gets two of them.  The last, shorter chunk drops out early; samples with a copy
+    for every chunk are dealt first.
     """
     chunks, rest = divmod(int(repeats.sum()), chunk_size)
     needs_all = repeats > chunks
@@ -107,7 +107,7 @@ def shuffle_with_repeats(repeats: IndexArray, chunk_size: int, seed: int, purpos
 def _separate_repeats(
     chunk_order: IndexArray, previous_chunks: IndexArray, entry_owners: IndexArray, start: int
 ) -> None:
-    """Give the copies at the start of this round other chunks than their siblings at the end of the round before."""
+    """Give the copies at the start of this round other chunks than those at the end of the previous round."""
     if not len(previous_chunks) or entry_owners[start] != entry_owners[start - 1]:
         return
     first, last = (
@@ -124,13 +124,13 @@ def _separate_repeats(
 
 @dataclass(frozen=True)
 class FractionalRepeatGroup:
-    """Samples of one bucket that share repeats of n + a part: ``extra`` of them are shown n + 1 times in an epoch."""
+    """Samples of one bucket with equal fractional repeats: ``num_extra`` of them get one repeat more in an epoch."""
 
-    slots: IndexArray  # positions in the bucket; the first ``extra`` are those shown once more
+    slots: IndexArray  # positions in the bucket; the first ``num_extra`` get one repeat more
     num_extra: int
 
     def assign_slots(self, epoch: int, seed: int, bucket_index: int) -> IndexArray:
-        """Which position of the bucket stands in each slot; over the epochs each stands in each equally often."""
+        """Assign positions of the bucket to slots; over the epochs each position gets each slot equally often."""
         first = int(self.slots[0])
         mixed = self.slots[draw_permutation(len(self.slots), seed, "turns", bucket_index, first)]
         return np.roll(mixed, -(epoch * self.num_extra) % len(mixed))
@@ -138,13 +138,13 @@ class FractionalRepeatGroup:
 
 @dataclass(frozen=True)
 class BucketRepeats:
-    """A bucket with whole repeats: what each slot is shown in an epoch, and which samples take turns in them."""
+    """Integer repeats of each slot of a bucket, and the samples that alternate between slots."""
 
     repeats: IndexArray
     groups: tuple[FractionalRepeatGroup, ...]
 
     def get_positions(self, epoch: int, seed: int, bucket_index: int) -> IndexArray:
-        """Slot -> position in the bucket."""
+        """Return the position in the bucket of each slot."""
         found = np.arange(len(self.repeats))
         for group in self.groups:
             found[group.slots] = group.assign_slots(epoch, seed, bucket_index)
@@ -152,8 +152,8 @@ class BucketRepeats:
 
 
 def build_bucket_repeats(repeats: Sequence[Sequence[float]], dataset_numbers: Sequence[int]) -> list[BucketRepeats]:
-    """For each bucket; what a dataset is shown in all is its sum of repeats, rounded once."""
-    rest: defaultdict[int, float] = defaultdict(float)  # of each dataset: what is due, and not yet shown
+    """Round the repeats of each bucket to integers, so that each dataset's total is rounded only once."""
+    rest: defaultdict[int, float] = defaultdict(float)  # of each dataset: the rounding error so far
     found = []
     for values, dataset in zip(repeats, dataset_numbers, strict=True):
         whole = np.floor(np.asarray(values, np.float64)).astype(np.int64)
@@ -173,16 +173,15 @@ def build_bucket_repeats(repeats: Sequence[Sequence[float]], dataset_numbers: Se
 
 
 MAX_SAMPLES_PER_EPOCH = 100_000_000
-"""In an epoch; a weight far out of proportion asks for more."""
+"""Weights far out of proportion are rejected above this."""
 
 
 def apply_dataset_weights(
     samples: Sequence[Sample], datasets: Sequence[DatasetConfig]
 ) -> tuple[tuple[Sample, ...], list[str]]:
-    """The samples with the repeats that give each dataset its share, and what came of it.
+    """Scale repeats so that each dataset gets its share of an epoch; return the samples and a note for each dataset.
 
-    No picture is shown less often than its own repeats say: the dataset that has most of them for its weight stays as
-    it is, and the others are shown more often.
+    Repeats are never reduced: the dataset with the most samples for its weight stays as it is, the others get more.
     """
     weights = [dataset.weight for dataset in datasets]
     shown = [0.0] * len(datasets)
@@ -197,8 +196,8 @@ def apply_dataset_weights(
         heaviest = max(present, key=lambda item: item[1] / shown[item[0]])[0]
         raise ConfigError(
             [
-                f"{datasets[heaviest].locate('weight')}: weight: for these shares an epoch would show {total:.3g} pictures,"
-                f" repeats counted; at most {MAX_SAMPLES_PER_EPOCH}: choose weights nearer to each other"
+                f"{datasets[heaviest].locate('weight')}: weight: an epoch would have {total:.3g} images with repeats,"
+                f" more than {MAX_SAMPLES_PER_EPOCH}; choose less different weights"
             ]
         )
     factors = {number: weight * scale / shown[number] for number, weight in present}
@@ -206,14 +205,14 @@ def apply_dataset_weights(
         replace(sample, repeats=_scale_repeats(sample.repeats, factors[sample.dataset_index])) for sample in samples
     )
     notes = [
-        f"dataset {number + 1}: weight {weight:g} is {weight * scale / total:.1%} of an epoch: pictures are shown"
-        f" {factors[number]:.4g} times as often as by their repeats"
+        f"dataset {number + 1}: weight {weight:g} is {weight * scale / total:.1%} of an epoch: repeats are multiplied"
+        f" by {factors[number]:.4g}"
         for number, weight in present
     ]
     return found, notes
 
 
 def _scale_repeats(repeats: float, factor: float) -> float:
-    """A whole number where only the arithmetic of floats is in the way of one."""
+    """Multiply, and round to an integer if only the float error differs."""
     exact = repeats * factor
     return round(exact) if abs(exact - round(exact)) < 1e-9 * exact else exact

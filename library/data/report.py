@@ -1,4 +1,4 @@
-"""What cannot be used, told in one report: the first of each kind, how many there are, and where all of them stand."""
+"""Report images that cannot be used, and notices about those that can: a summary, and a file with all of them."""
 
 import os
 from collections import Counter, defaultdict
@@ -18,34 +18,32 @@ if TYPE_CHECKING:
 
 
 MAX_LISTED_PROBLEMS = 100
-"""So many lines are told in full."""
-
+"""Up to this number, all problems are listed."""
 
 MAX_LISTED_PER_KIND = 5
-"""Of one kind, when there are more."""
-
+"""Of each kind, if there are more problems."""
 
 REPORT_FILENAME = "report.txt"
 
 
 @dataclass(frozen=True, slots=True)
 class DataProblem:
-    """Something that keeps a picture from being used."""
+    """Why an image cannot be used."""
 
-    kind: str  # such as "truncated"; of the same kind are those with the same way out
+    kind: str  # such as "truncated"; problems of one kind have the same fix
     message: str
 
 
 @dataclass(frozen=True, slots=True)
 class DataNotice:
-    """Something to know about pictures that are used."""
+    """A notice about images that are used."""
 
     text: str
-    names: tuple[str, ...] = ()  # of all of them, when the text holds only the first
+    names: tuple[str, ...] = ()  # of all images, if the text has only the first ones
 
 
 def summarize_problems(problems: Sequence[DataProblem]) -> list[str]:
-    """All lines, kind by kind; of very many the first of each kind, and how many more there are of it."""
+    """List problems by kind; of many, the first ones of each kind and a count."""
     by_kind: defaultdict[str, list[str]] = defaultdict(list)
     for problem in problems:
         by_kind[problem.kind].append(problem.message)
@@ -64,7 +62,7 @@ def format_problem_counts(problems: Iterable[DataProblem]) -> str:
 
 
 def is_summary_truncated(problems: Sequence[DataProblem], notices: Sequence[DataNotice]) -> bool:
-    """Whether there is more than what is told."""
+    """Whether the summary leaves something out."""
     most = max(Counter(problem.kind for problem in problems).values(), default=0)
     return (len(problems) > MAX_LISTED_PROBLEMS and most > MAX_LISTED_PER_KIND) or any(
         notice.names for notice in notices
@@ -74,7 +72,7 @@ def is_summary_truncated(problems: Sequence[DataProblem], notices: Sequence[Data
 def write_full_report(
     problems: Sequence[DataProblem], notices: Sequence[DataNotice], directories: Sequence[Path]
 ) -> str:
-    """Write everything into the first of ``folders`` that takes it; returns the words that say where it stands."""
+    """Write the full report to the first writable directory; return a suffix for messages that says where it is."""
     lines = [problem.message for problem in problems]
     for notice in notices:
         lines += ["", notice.text, *(f"  {name}" for name in notice.names)] if notice.names else []
@@ -84,26 +82,23 @@ def write_full_report(
             write_atomic(path, ("\n".join(lines) + "\n").encode("utf-8", "backslashreplace"))
         except OSError:
             continue
-        return f"; all of them stand in {path}"
+        return f"; full list in {path}"
     return ""
 
 
 MAX_NAMES_SHOWN = 3
 
-
 UPSCALE_WARNING_FACTOR = 2.0
-"""From this factor on, a picture counts as small."""
-
+"""From this factor on, upscaling is reported."""
 
 CROP_WARNING_FRACTION = 1 / 3
-"""From this share on, a picture counts as narrow."""
-
+"""From this fraction on, cropping is reported."""
 
 UNSUPPORTED_EXTENSIONS = (
     *(".heic", ".heif", ".tif", ".tiff", ".gif", ".jfif", ".jpe", ".jp2", ".psd", ".svg", ".tga", ".ico", ".exr"),
     *(".raw", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".raf"),
 )
-"""Endings of pictures that are not looked for."""
+"""Image formats that are not read."""
 
 
 def collect_notices(
@@ -112,7 +107,7 @@ def collect_notices(
     assignments: Sequence[BucketAssignment],
     inspected: Mapping[ImageRef, InspectedImage],
 ) -> list[DataNotice]:
-    """Everything that is worth knowing, a line each."""
+    """Collect notices about the images, a line each."""
     return [
         *_find_unsupported_files(samples),
         *_find_shared_caption_files(datasets, samples),
@@ -124,7 +119,7 @@ def collect_notices(
 
 
 def _find_unsupported_files(samples: "Sequence[Sample]") -> Iterator[DataNotice]:
-    """Files beside the pictures that look like pictures, of kinds that are not looked for."""
+    """Find image files of unsupported formats next to the images."""
     places = dict.fromkeys(
         (sample.image.folder, sample.image.file.rpartition("/")[0]) for sample in samples if sample.image.part is None
     )
@@ -134,12 +129,12 @@ def _find_unsupported_files(samples: "Sequence[Sample]") -> Iterator[DataNotice]
         except OSError:
             continue
         yield from _build_notice(
-            names, f"{folder}: {{}} of kinds that are not read, left out; convert to PNG or JPEG", "file"
+            names, f"{folder}: {{}} in unsupported formats ignored; convert to PNG or JPEG", "file"
         )
 
 
 def _find_shared_caption_files(datasets: Sequence[DatasetConfig], samples: "Sequence[Sample]") -> Iterator[DataNotice]:
-    """Pictures that share a caption file."""
+    """Find images that share a caption file."""
     by_stem: defaultdict[tuple[int, int, Path, str], list[Sample]] = defaultdict(list)
     for sample in samples:
         if (
@@ -149,33 +144,31 @@ def _find_shared_caption_files(datasets: Sequence[DatasetConfig], samples: "Sequ
             stem = sample.image.file.rpartition(".")[0]
             by_stem[sample.dataset_index, sample.subset_index, sample.image.folder, stem].append(sample)
     groups = [" and ".join(sample.image.name for sample in group) for group in by_stem.values() if len(group) > 1]
-    yield from _build_notice(groups, "{} shared by pictures whose names differ only in their endings", "caption file")
+    yield from _build_notice(groups, "{} shared by images whose names differ only in the extension", "caption file")
 
 
 def _find_duplicate_images(datasets: Sequence[DatasetConfig], samples: "Sequence[Sample]") -> Iterator[DataNotice]:
-    """The same bytes several times in one dataset."""
+    """Find identical files in one dataset."""
     for number in range(len(datasets)):
         by_content: defaultdict[str, list[Sample]] = defaultdict(list)
         for sample in samples:
             if sample.dataset_index == number:
                 by_content[sample.content_hash].append(sample)
         twins = [f"{sample.key} = {group[0].key}" for group in by_content.values() for sample in group[1:]]
-        yield from _build_notice(
-            twins, f"dataset {number + 1}: {{}} too many, byte for byte the same as another", "picture"
-        )
+        yield from _build_notice(twins, f"dataset {number + 1}: {{}} identical to another image", "image")
 
 
 def _find_unusual_images(
     datasets: Sequence[DatasetConfig], samples: "Sequence[Sample]", inspected: Mapping[ImageRef, InspectedImage]
 ) -> Iterator[DataNotice]:
-    """Transparency and the like; opacity that is a mask is no matter."""
+    """Find transparency and other traits; an alpha channel that is used as a mask is not reported."""
     by_trait: defaultdict[str, dict[ImageRef, str]] = defaultdict(dict)
     for sample in samples:
         for trait in inspected[sample.image].traits:
             if trait != "transparent" or not datasets[sample.dataset_index].subsets[sample.subset_index].alpha_mask:
                 by_trait[trait][sample.image] = sample.key
     for trait, what in TRAIT_DESCRIPTIONS.items():
-        yield from _build_notice(list(by_trait[trait].values()), f"{{}} {what}", "picture")
+        yield from _build_notice(list(by_trait[trait].values()), f"{{}} {what}", "image")
 
 
 def _find_upscaled_images(samples: "Sequence[Sample]", assignments: Sequence[BucketAssignment]) -> Iterator[DataNotice]:
@@ -186,14 +179,14 @@ def _find_upscaled_images(samples: "Sequence[Sample]", assignments: Sequence[Buc
     small = sorted((item for item in factors if item[0] >= UPSCALE_WARNING_FACTOR), key=lambda item: -item[0])
     names = [f"{sample.key} ({sample.size[0]}x{sample.size[1]}, {factor:.3g} times)" for factor, sample in small]
     yield from _build_notice(
-        names, f"{{}} enlarged {UPSCALE_WARNING_FACTOR:g} times or more, and blurred by that", "small picture"
+        names, f"{{}} upscaled {UPSCALE_WARNING_FACTOR:g} times or more, and blurred by that", "small image"
     )
 
 
 def _find_heavily_cropped_images(
     datasets: Sequence[DatasetConfig], samples: "Sequence[Sample]", assignments: Sequence[BucketAssignment]
 ) -> Iterator[DataNotice]:
-    """Extreme aspect ratios, as far as they matter."""
+    """Find images with extreme aspect ratios that lose much to cropping."""
     for number, dataset in enumerate(datasets):
         losses = (
             (placement.cropped_fraction, sample)
@@ -202,14 +195,12 @@ def _find_heavily_cropped_images(
         )
         narrow = sorted((item for item in losses if item[0] >= CROP_WARNING_FRACTION), key=lambda item: -item[0])
         names = [f"{sample.key} ({sample.size[0]}x{sample.size[1]}, {loss:.0%})" for loss, sample in narrow]
-        way_out = "cut them yourself" if dataset.enable_bucket else "set enable_bucket = true, or cut them yourself"
-        yield from _build_notice(
-            names, f"dataset {number + 1}: cropping takes a third or more of {{}}; {way_out}", "picture"
-        )
+        fix = "crop them yourself" if dataset.enable_bucket else "set enable_bucket = true, or crop them yourself"
+        yield from _build_notice(names, f"dataset {number + 1}: cropping takes a third or more of {{}}; {fix}", "image")
 
 
 def _build_notice(names: Sequence[str], text: str, noun: str) -> Iterator[DataNotice]:
-    """``text`` with how many there are of ``what``, and the first of them."""
+    """Build a notice with a count of ``noun`` and the first names, if there are any."""
     if names:
         shown = ", ".join(names[:MAX_NAMES_SHOWN]) + (", ..." if len(names) > MAX_NAMES_SHOWN else "")
         counted = f"{len(names)} {noun}" + ("" if len(names) == 1 else "s")

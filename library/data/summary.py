@@ -1,4 +1,4 @@
-"""What there is to say about each bucket of a plan: numbers for the table, for JSON and for the contact sheet."""
+"""Summarize datasets and buckets of a batch plan: a table for the log, JSON, and rows for the contact sheet."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -22,21 +22,21 @@ class BucketSummary:
     samples_per_epoch: int  # with repeats
     batch_size: int
     num_micro_batches: int  # of all ranks together
-    remainder: int  # what does not fill whole steps
-    padding: int  # samples that weigh nothing
-    mean_cropped_fraction: float  # share of a picture that is cut away
-    most_cropped_sample: int  # position in the manifest of the picture that loses most
+    remainder: int  # samples that do not fill a step
+    padding: int  # samples of weight 0
+    mean_cropped_fraction: float  # fraction of an image
+    most_cropped_sample: int  # position in the manifest
     max_cropped_fraction: float
     from_step: int = 0  # of its stage
 
 
 def summarize_buckets(assignments: Sequence[BucketAssignment], batch_plan: AnyBatchPlan) -> list[BucketSummary]:
-    """In the order of the plan's buckets."""
+    """Summarize all buckets, in the order of the plan."""
     return [facts for stage in get_planned_stages(batch_plan) for facts in summarize_stage_buckets(assignments, stage)]
 
 
 def summarize_stage_buckets(assignments: Sequence[BucketAssignment], stage: PlannedStage) -> list[BucketSummary]:
-    """Of one stage alone."""
+    """Summarize the buckets of one stage."""
     found, plan = [], stage.batch_plan
     for index, bucket in enumerate(plan.buckets):
         losses = [assignments[sample].cropped_fraction for sample in bucket.sample_indices]
@@ -61,7 +61,7 @@ def summarize_stage_buckets(assignments: Sequence[BucketAssignment], stage: Plan
 
 
 def export_bucket(manifest: Manifest, summary: BucketSummary) -> dict[str, object]:
-    """For JSON."""
+    """Export a bucket as JSON."""
     return {
         "size": list(summary.resolution),
         "pictures": len(summary.sample_indices),
@@ -81,7 +81,7 @@ def export_bucket(manifest: Manifest, summary: BucketSummary) -> dict[str, objec
 def format_data_summary(
     manifest: Manifest, assignments: Sequence[BucketAssignment], batch_plan: AnyBatchPlan, total_steps: int
 ) -> str:
-    """The pictures, the buckets and the arithmetic of a run of ``steps`` optimizer steps, as text."""
+    """Format images, buckets and the number of steps of a run as text."""
     stages = get_planned_stages(batch_plan)
     lines = [_format_subsets(manifest), *manifest.notes]
     for number, stage in enumerate(stages, 1):
@@ -90,9 +90,8 @@ def format_data_summary(
             lines.append(f"stage {number} of {len(stages)}: steps {stage.first_step + 1} to {end}")
         lines += [_format_bucket_table(manifest, summarize_stage_buckets(assignments, stage)), _format_epoch(stage)]
         what = "the run" if len(stages) == 1 else "the stage"
-        lines.append(
-            f"{what}: {end - stage.first_step} steps = {_format_number((end - stage.first_step) / _compute_steps_per_epoch(stage))} epochs"
-        )
+        steps = end - stage.first_step
+        lines.append(f"{what}: {steps} steps = {_format_number(steps / _compute_steps_per_epoch(stage))} epochs")
     return "\n".join(lines if len(stages) == 1 else [*lines, f"the run: {total_steps} steps in {len(stages)} stages"])
 
 
@@ -106,12 +105,12 @@ def _format_subsets(manifest: Manifest) -> str:
     for number, index, ending, captions, found in manifest.caption_counts:
         subset = manifest.datasets[number].subsets[index]
         mine = repeats[number, index]
-        kind = "regularisation picture" if subset.is_reg else "picture"
+        kind = "regularization image" if subset.is_reg else "image"
         masked = f", masks {masks[number, index]}/{len(mine)}" if get_mask_source(subset) else ""
         name = f"dataset {manifest.datasets[number].dataset_number + 1}"
         lines.append(
             f"{name}, {subset.source}: {_format_count(len(mine), kind)}{_format_repeats(mine)}, captions"
-            f" found {captions}/{found} ({ending or 'no ending'}){masked}"
+            f" found {captions}/{found} ({ending or 'no extension'}){masked}"
         )
     return "\n".join(lines)
 
@@ -125,29 +124,18 @@ def _format_number(value: float) -> str:
 
 
 def _format_repeats(repeats: Sequence[float]) -> str:
-    """Regularisation, and weights of datasets, give pictures of one subset different repeats, or parts of them."""
+    """Regularization and dataset weights may give images of one subset different or fractional repeats."""
     if not repeats:
         return ""
     least, most = min(repeats), max(repeats)
     times = f"{least:.4g}" if least == most else f"{least:.4g} to {most:.4g}"
-    return f" x {times} repeats = {_format_number(sum(repeats))} in an epoch"
+    return f" x {times} repeats = {_format_number(sum(repeats))} per epoch"
 
 
 def _format_bucket_table(manifest: Manifest, buckets: Sequence[BucketSummary]) -> str:
-    """A line a bucket; the remainder is what does not fill whole steps, padding weighs nothing."""
-    head = (
-        "dataset",
-        "bucket",
-        "pictures",
-        "x repeats",
-        "batch size",
-        "micro-batches",
-        "remainder",
-        "padding",
-        "mean crop",
-        "worst crop",
-    )
-    rows: list[tuple[str, ...]] = [head]
+    """Format a line for each bucket; the remainder does not fill a step, padding has weight 0."""
+    head = "dataset,bucket,images,x repeats,batch size,micro-batches,remainder,padding,mean crop,worst crop"
+    rows: list[tuple[str, ...]] = [tuple(head.split(","))]
     for bucket in buckets:
         cells = (
             bucket.dataset_number + 1,
@@ -165,7 +153,7 @@ def _format_bucket_table(manifest: Manifest, buckets: Sequence[BucketSummary]) -
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     worst = [
-        "worst picture",
+        "worst image",
         *(
             manifest.samples[bucket.most_cropped_sample].key if bucket.max_cropped_fraction else ""
             for bucket in buckets
@@ -175,11 +163,7 @@ def _format_bucket_table(manifest: Manifest, buckets: Sequence[BucketSummary]) -
 
 
 def _format_padding(padding: int, total_with_padding: int) -> str:
-    return (
-        f", and {padding} that fill up the last batches of buckets and weigh nothing: {total_with_padding}"
-        if padding
-        else ""
-    )
+    return f", and {padding} padding samples of weight 0: {total_with_padding}" if padding else ""
 
 
 def _compute_steps_per_epoch(stage: PlannedStage) -> float:
@@ -189,15 +173,14 @@ def _compute_steps_per_epoch(stage: PlannedStage) -> float:
 def _format_epoch(stage: PlannedStage) -> str:
     plan = stage.batch_plan
     batch = " or ".join(map(str, sorted({bucket.batch_size for bucket in plan.buckets})))
-    pictures = sum(len(bucket.sample_indices) for bucket in plan.buckets)
+    images = sum(len(bucket.sample_indices) for bucket in plan.buckets)
     padding = sum(map(plan.count_padding, range(len(plan.buckets))))
     filled = plan.samples_per_epoch + padding
-    return "\n".join(
-        [
-            f"one epoch: {_format_count(pictures, 'picture')}, with repeats {plan.samples_per_epoch}{_format_padding(padding, filled)}",
-            f"  {filled} / (batch {batch} x {plan.dp_size} process{'es' * (plan.dp_size != 1)}"
-            f" x accumulation {plan.accumulation_steps}) = {_format_number(_compute_steps_per_epoch(stage))} steps",
-        ]
+    samples = f"{plan.samples_per_epoch}{_format_padding(padding, filled)}"
+    return (
+        f"one epoch: {_format_count(images, 'image')}, with repeats {samples}\n"
+        f"  {filled} / (batch {batch} x {plan.dp_size} process{'es' * (plan.dp_size != 1)}"
+        f" x accumulation {plan.accumulation_steps}) = {_format_number(_compute_steps_per_epoch(stage))} steps"
     )
 
 
@@ -207,7 +190,7 @@ JsonObject = dict[str, Any]
 def export_datasets(
     manifest: Manifest, assignments: Sequence[BucketAssignment], batch_plan: AnyBatchPlan
 ) -> list[JsonObject]:
-    """Each dataset: its settings in sd-scripts' names, our own beside them, its buckets, and every picture."""
+    """Export each dataset: settings by sd-scripts' names and our own, buckets, and every image."""
     facts = summarize_buckets(assignments, batch_plan)
     records = []
     for number, (dataset, settings) in enumerate(
@@ -243,7 +226,7 @@ def _export_sample(manifest: Manifest, assignments: Sequence[BucketAssignment], 
         "size": list(sample.size),
         "bucket": list(placement.bucket_resolution),
         "resized": list(placement.resized_size),
-        "crop": None if subset.random_crop else list(placement.crop_left_top),  # drawn anew each time
+        "crop": None if subset.random_crop else list(placement.crop_left_top),  # drawn for each view
         "crop_loss": placement.cropped_fraction,
         "caption": sample.caption,
         "repeats": sample.repeats,
@@ -255,5 +238,5 @@ def _export_sample(manifest: Manifest, assignments: Sequence[BucketAssignment], 
 
 
 def _export_mask(mask: Mask) -> JsonObject:
-    """Its file, which is the picture itself where its opacity is the mask, and how much of the picture counts."""
+    """Export its file (the image itself for an alpha mask) and the fraction of the image that is trained."""
     return {"image": str(mask.image), "is_alpha": mask.is_alpha, "share": mask.coverage}

@@ -1,4 +1,4 @@
-"""Which pictures are kept for validation: decided for each by what is in it, so that other pictures change nothing."""
+"""Split off the validation set: a hash of each image decides, independent of the other images."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -11,12 +11,12 @@ from .captions import process_caption
 from .manifest import Sample
 
 DEFAULT_VALIDATION_SEED = 0
-"""Of the choice where no ``validation_seed`` says another: the same pictures whatever the seed of training is."""
+"""Without ``validation_seed``: the same split for every training seed."""
 
 
 @dataclass(frozen=True)
 class ValidationSplit:
-    """The pictures to train on, those to validate on, and what has to be said about them."""
+    """Training and validation samples, and notes for the log."""
 
     train_samples: tuple[Sample, ...]
     validation_samples: tuple[Sample, ...]
@@ -24,12 +24,12 @@ class ValidationSplit:
 
 
 def split_validation_samples(samples: Sequence[Sample], datasets: Sequence[DatasetConfig]) -> ValidationSplit:
-    """Keep ``validation_split`` of each subset, but no regularisation picture; nothing that is kept is trained on.
+    """Split ``validation_split`` off each subset, except for regularization images.
 
-    A picture is drawn by a hash of its file, so that all its copies share its lot and its name does not matter.  A
-    dataset that is to be split and is so small that chance would leave one side empty gives it one picture.
+    The hash of the file decides, so that copies of an image are on one side and names do not matter.  If chance leaves
+    one side of a small dataset empty, it gets one image.
     """
-    held: dict[tuple[int, str], Sample] = {}  # each picture once in a dataset
+    held: dict[tuple[int, str], Sample] = {}  # each image once in a dataset
     for number, dataset in enumerate(datasets):
         if not any(subset.validation_split for subset in dataset.subsets):
             continue
@@ -49,7 +49,7 @@ def split_validation_samples(samples: Sequence[Sample], datasets: Sequence[Datas
 
 
 def disable_augmentations(dataset: DatasetConfig) -> DatasetConfig:
-    """The same with everything off that shows a picture or a caption in more than one way."""
+    """Turn off everything that varies an image or a caption from view to view."""
     return replace(
         dataset,
         subsets=tuple(
@@ -76,11 +76,11 @@ _BAKED_IN_CAPTION_SETTINGS: Mapping[str, Any] = {
     "caption_suffix": None,
     "secondary_separator": None,
 }
-"""What these do is in the caption of a picture that is held out, once and for all."""
+"""Already applied to the captions of validation images."""
 
 
 def _select_validation_samples(samples: Sequence[Sample], dataset: DatasetConfig) -> list[Sample]:
-    """Those whose number lies below the split, of which no side may be empty that chance alone would empty."""
+    """Select the samples with a hash below the split, correcting a side that is empty only by chance."""
     shares = [dataset.subsets[sample.subset_index].validation_split for sample in samples]
     numbers = [_hash_to_unit_interval(sample.content_hash, dataset) for sample in samples]
     drawn = [sample for sample, share, number in zip(samples, shares, numbers, strict=True) if number < share]
@@ -100,7 +100,7 @@ def _select_validation_samples(samples: Sequence[Sample], dataset: DatasetConfig
 
 
 def _hash_to_unit_interval(content_hash: str, dataset: DatasetConfig) -> float:
-    """From 0 to 1, and the same for this content whatever else there is."""
+    """Map an image to 0..1."""
     return derive_seed(_get_validation_seed(dataset), f"held out/{content_hash}") / 2**63
 
 
@@ -109,7 +109,7 @@ def _get_validation_seed(dataset: DatasetConfig) -> int:
 
 
 def _freeze_sample(sample: Sample, datasets: Sequence[DatasetConfig]) -> Sample:
-    """The sample as it is always shown: once, in full weight, with one caption."""
+    """Fix a validation sample: one repeat, weight 1, one caption."""
     dataset = datasets[sample.dataset_index]
     subset: SubsetConfig = dataset.subsets[sample.subset_index]
     settled = replace(subset, **_RANDOM_SETTINGS_OFF)
@@ -132,10 +132,10 @@ def _format_notes(
     notes = []
     for number in range(len(datasets)):
         if count := sum(dataset == number for dataset, _ in validation_samples):
-            notes.append(f"dataset {number + 1}: {count} of {found[number]} pictures are kept for validation")
+            notes.append(f"dataset {number + 1}: {count} of {found[number]} images are used for validation")
         if elsewhere[number]:
             notes.append(
-                f"dataset {number + 1}: {elsewhere[number]} pictures are not trained on, because they are kept"
-                " for validation in another dataset"
+                f"dataset {number + 1}: {elsewhere[number]} images are not trained on, because they are used for"
+                " validation in another dataset"
             )
     return notes

@@ -1,4 +1,4 @@
-"""Processes that read ahead: started once for a run, deaf to signals, never awaited in vain and never left behind."""
+"""Prefetching: DataLoader workers that survive signals, are noticed when they die and always end; and threads."""
 
 import atexit
 import itertools
@@ -17,21 +17,20 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from ..errors import UserError
 
 SHUTDOWN_TIMEOUT_SECONDS = 10.0
-"""Workers that have not ended by then are killed."""
+"""Workers that are alive after this are killed."""
 
-
-_EXIT_TIMEOUT_SECONDS = 1.0  # between the first sign of a death and its being known
+_EXIT_TIMEOUT_SECONDS = 1.0  # between a closed sentinel and a known exit code
 
 
 class SharedMemoryItem(Protocol):
-    """What a reader makes: it can move to memory that other processes see."""
+    """What a dataset returns: it can move to shared memory."""
 
     def share_memory(self) -> "SharedMemoryItem": ...
 
 
 @dataclass(frozen=True)
 class WorkerFailure:
-    """What a reader hands over in the place of a batch; it ends the run."""
+    """Returned by a worker instead of a batch; it ends the run."""
 
     problem: str
 
@@ -42,7 +41,7 @@ Loaded = TypeVar("Loaded")
 
 
 class PrefetchIterator(Generic[Item]):
-    """``reader[first]``, ``reader[first + 1]`` and so on, without end, in this order whatever the number of workers."""
+    """``dataset[first_position]``, ``dataset[first_position + 1]`` ..., in order for any number of workers."""
 
     def __init__(
         self,
@@ -59,7 +58,7 @@ class PrefetchIterator(Generic[Item]):
         )
         loader: DataLoader[Item | WorkerFailure] = DataLoader(
             dataset,
-            batch_size=None,  # the plan made the batches
+            batch_size=None,  # the batch plan has made the batches
             sampler=_PositionSampler(first_position),
             num_workers=num_workers,
             prefetch_factor=prefetch_factor if num_workers else None,
@@ -72,7 +71,7 @@ class PrefetchIterator(Generic[Item]):
             self.data_iterator: Any = iter(loader)
         self.is_shut_down = False
         self.workers: list[Any] = list(getattr(self.data_iterator, "_workers", ()))
-        atexit.register(self.shutdown)  # a traceback that somebody keeps is enough for an iterator never to be closed
+        atexit.register(self.shutdown)  # a kept traceback may keep the iterator alive
 
     def __iter__(self) -> "PrefetchIterator[Item]":
         return self
@@ -86,24 +85,24 @@ class PrefetchIterator(Generic[Item]):
                 raise
             self.shutdown(kill=True)
             raise UserError(_format_worker_death(dead[0].pid, dead[0].exitcode, self.settings_hint)) from error
-        if isinstance(item, WorkerFailure):  # raised here and not in a worker, whose traceback would become part of it
+        if isinstance(item, WorkerFailure):  # raised here: a worker's traceback would become part of it
             raise UserError(item.problem)
         return item
 
     def _find_dead_workers(self) -> list[Any]:
-        """Workers that ended by themselves, which none should."""
+        """Find workers that have exited, which none should."""
         sentinels = {worker.sentinel: worker for worker in self.workers}
         for gone in multiprocessing.connection.wait(list(sentinels), _EXIT_TIMEOUT_SECONDS):
-            sentinels[gone].join(_EXIT_TIMEOUT_SECONDS)  # what it had open is closed a moment before its end is known
+            sentinels[gone].join(_EXIT_TIMEOUT_SECONDS)  # the sentinel closes a moment before the exit code is known
         return [worker for worker in self.workers if worker.exitcode is not None]
 
     def shutdown(self, *, kill: bool = False) -> None:
-        """End all workers; those that do not end, or all of them ``at_once``, are killed.
+        """Stop all workers, and kill those that do not stop, or all with ``kill``.
 
-        They ignore SIGTERM, with which Python ends what is left of them at its own end, and it would wait for ever.
-        A worker that was killed may have held a lock for which the orderly end would wait, too.
+        Workers ignore SIGTERM, which Python sends at exit, so it would wait forever.  With ``kill``, an orderly
+        shutdown could wait for a lock that a dead worker held.
         """
-        if self.is_shut_down:  # when the interpreter goes it closes what it finds, and much is gone by then
+        if self.is_shut_down:  # called again while the interpreter exits
             return
         self.is_shut_down = True
         atexit.unregister(self.shutdown)
@@ -117,11 +116,11 @@ class PrefetchIterator(Generic[Item]):
         if end is None:  # there are no workers
             return
         for queue in (self.data_iterator._worker_result_queue, *self.data_iterator._index_queues):
-            queue.cancel_join_thread()  # what is still in them interests nobody
+            queue.cancel_join_thread()  # nothing in them is needed
         thread = threading.Thread(target=end, daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # the interpreter goes, and some releases of Python 3.12 start no thread then
+        except RuntimeError:  # some releases of Python 3.12 start no thread while the interpreter exits
             return
         thread.join(SHUTDOWN_TIMEOUT_SECONDS)
 
@@ -148,7 +147,7 @@ def prefetch_in_threads(
 
 
 class _PositionSampler:
-    """Every position from ``first`` on."""
+    """Every position from ``first_position`` on."""
 
     def __init__(self, first_position: int):
         self.first_position = first_position
@@ -158,34 +157,34 @@ class _PositionSampler:
 
 
 def _move_to_shared_memory(item: Any) -> Any:
-    """Moved to shared memory by the worker itself.
+    """Move a batch to shared memory in the worker.
 
-    Otherwise the thread that sends it does so, which prints an error and goes on when there is no memory, while the
-    main process waits for a batch that never comes.
+    Otherwise the queue's feeder thread does so; without memory it prints an error, and the main process waits for a
+    batch that never comes.
     """
     if get_worker_info() is None or isinstance(item, WorkerFailure):
         return item
     try:
         return item.share_memory()
     except RuntimeError as error:
-        return WorkerFailure(f"no shared memory left for pictures that are read ahead; {_SHARED_MEMORY_HINT}: {error}")
+        return WorkerFailure(f"no shared memory left for prefetched images; {_SHARED_MEMORY_HINT}: {error}")
 
 
-_SHARED_MEMORY_HINT = "give the container more of it (docker run --shm-size 8g, or --ipc host), or use fewer workers"
+_SHARED_MEMORY_HINT = "give the container more (docker run --shm-size 8g, or --ipc host), or use fewer workers"
 
 
 def _ignore_signals(worker_id: int) -> None:
-    """A signal goes to the whole process group; the main process decides what it means, and needs its workers."""
+    """Ignore signals in workers: they go to the process group, and the main process still needs its workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 @contextmanager
 def _keep_sigchld_handler() -> Iterator[None]:
-    """Keep torch's handler of SIGCHLD out.
+    """Remove torch's SIGCHLD handler again.
 
-    It raises when a worker dies, in the middle of whatever the main thread is doing.  Without it the death is found
-    within seconds when the next batch is wanted, which is where something can be said about it.
+    It raises when a worker dies, in the middle of whatever the main thread does.  Without it the death is noticed
+    within seconds when the next batch is requested, where it can be reported.
     """
     if not hasattr(signal, "SIGCHLD") or threading.current_thread() is not threading.main_thread():
         yield
@@ -198,14 +197,14 @@ def _keep_sigchld_handler() -> Iterator[None]:
 
 
 def _format_worker_death(pid: int, exit_code: int, settings_hint: str) -> str:
-    """What became of a worker, and what can be done."""
-    who = f"a process that reads pictures (pid {pid})"
+    """Format how a worker died, and what to do."""
+    worker = f"DataLoader worker (pid {pid})"
     if exit_code == -signal.SIGKILL:
         return (
-            f"{who} was killed, most likely by the system because memory ran out; lower {settings_hint}, or give the job"
-            " more memory"
+            f"{worker} was killed, probably because the system ran out of memory; lower {settings_hint}, or give the"
+            " job more memory"
         )
     if exit_code == -signal.SIGBUS:
-        return f"{who} found no shared memory left; {_SHARED_MEMORY_HINT}"
-    how = f"died of {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with exit code {exit_code}"
-    return f"{who} {how}; with --max_data_loader_n_workers 0 the main process reads, and shows where it happens"
+        return f"{worker}: no shared memory left; {_SHARED_MEMORY_HINT}"
+    how = f"died of {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exited with code {exit_code}"
+    return f"{worker} {how}; --max_data_loader_n_workers 0 loads images in the main process and shows where it fails"

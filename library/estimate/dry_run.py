@@ -84,7 +84,3 @@ def build_dry_run(config: RunConfig, data_parallel_size: int) -> DryRun:
         prompts, precision = config.preview.sample_prompts, config.distributed.mixed_precision
         estimates.append(estimate_caption_cache(*arguments, prompts, precision))
     return DryRun(detected, prepared, plan, estimates)
-
-
-def format_plan(prepared: PreparedData, plan: RunPlan, ranks: int) -> str:
-    return prepared.format_summary(plan.batch_plan, plan.steps)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..adapters import lora
+from ..cache.encode import EncoderLoader
 from ..cache.model_fingerprint import compute_quick_file_fingerprint, compute_quick_model_fingerprint
 from ..cache.precompute import CacheReaders, cache_latents, cache_text_encoder_outputs
 from ..cache.readers import build_validation_reader
@@ -20,7 +21,7 @@ from ..config.options import flatten_config
 from ..config.schema import AdapterConfig
 from ..config.schema_output import PreviewConfig, SaveConfig
 from ..data.prepare import PreparedData
-from ..data.prompts import Prompt, load_prompts
+from ..data.prompts import Prompt, load_preview_prompts
 from ..data.run_plan import RunPlan
 from ..distributed.launcher_settings import find_overridden_settings
 from ..distributed.signals import StopSignals
@@ -109,10 +110,11 @@ def _prepare_and_train(
         return
 
     num_images = len(prepared.manifest.samples)
-    prepared, latents = cache_latents(config, strategy, family, detected, prepared)
+    encoders = EncoderLoader(strategy, family, detected, config.model, config.cache)
+    prepared, latents = cache_latents(encoders, prepared)
     if len(prepared.manifest.samples) < num_images:  # images that could not be read were dropped
         plan = build_plan()
-    texts = cache_text_encoder_outputs(config, strategy, family, detected, prepared, plan, prompts)
+    texts = cache_text_encoder_outputs(encoders, prepared, plan, prompts)
     readers = CacheReaders(latents, texts)
     pipe = load_training_pipeline(config, strategy, family, detected, readers, prompts)
     merge_base_weights(pipe, initial_weights)
@@ -125,7 +127,7 @@ def _prepare_and_train(
 
 def _load_prompts(preview: PreviewConfig, detected: DetectedModel) -> list[Prompt]:
     """Load the preview prompts and check that this model can generate them."""
-    prompts = load_prompts(Path(preview.sample_prompts)) if preview.sample_prompts else []
+    prompts = load_preview_prompts(preview)
     if problems := [*validate_prompts(prompts, preview.sample_sampler, detected)]:
         raise ConfigError(problems)
     return prompts

@@ -192,7 +192,7 @@ def test_machines_that_share_a_disk_are_described():
     folders = [Path("/data/a"), Path("/data/b")]
     assert describe_shared_disks([0, 1], ["a", "a"], folders) == describe_shared_disks([0, 1], ["a", "b"], []) == ""
     assert describe_shared_disks([0, 1], ["a", "b"], folders) == (
-        "all machines see the same disk in /data/a and 1 more: they share the work"
+        "all machines share the disk of /data/a and 1 more: the work is divided among them"
     )
     said = describe_shared_disks([0, 1], ["a", "a", "b"], folders[:1])
-    assert said.startswith("/data/a is another disk on other machines than a: each disk gets all of it")
+    assert said.startswith("/data/a is not shared between a and the other machines: each disk gets a full cache")

@@ -357,10 +357,10 @@ def with_a_picture_that_breaks(dataset_file: str, on_invalid_images: str) -> Any
 
     honest = cache_family.cache_latents
 
-    def breaking(config, strategy, *others):
-        strategy.comm.barrier()  # all have looked at the pictures
+    def breaking(encoders, prepared):
+        encoders.strategy.comm.barrier()  # all have looked at the pictures
         (Path(dataset_file).parent / "pictures" / "03.png").write_bytes(b"broken since")
-        return honest(config, strategy, *others)
+        return honest(encoders, prepared)
 
     cache_family.cache_latents = breaking
     try:
@@ -386,7 +386,7 @@ def test_a_picture_that_broke_in_the_meantime_goes_the_way_of_bad_data_on_every_
     file = dataset(tmp_path)
     problems = on_ranks(2, with_a_picture_that_breaks, file, "fail")
     assert problems[0] == problems[1] and len(problems[0]) == 2
-    assert "03.png: was fine at the start and cannot be read now" in problems[0][0]
+    assert "03.png: was readable at the start of the run, cannot be read now" in problems[0][0]
 
     (tmp_path / "pictures" / "03.png").write_bytes(whole)
     results = on_ranks(2, with_a_picture_that_breaks, file, "skip")

@@ -100,7 +100,7 @@ def test_too_many_lost_pictures_end_the_run_on_all_ranks_in_the_same_step(masked
     assert first == "3 of 8 images can no longer be read; max_invalid_images is 2:"
     folder = masked.parent / "pictures"
     assert sorted(lines) == [
-        f"{folder / name}: was fine at the start and cannot be read now: the disk is gone" for name in lost
+        f"{folder / name}: was readable at the start of the run, cannot be read now: the disk is gone" for name in lost
     ]
 
 
@@ -139,5 +139,5 @@ def test_a_picture_that_only_one_of_two_with_the_same_pictures_lost_ends_the_run
 
     assert other_said in said and "the state after step" in said
     assert (told, other_told) == (False, True)
-    assert "03.png: was fine at the start" in said and "so for rank 1, while others that work on the same" in said
+    assert "03.png: was readable at the start" in said and "so for rank 1, while others that work on the same" in said
     assert not [*tmp_path.glob("*.safetensors")]

@@ -72,12 +72,9 @@ def some(loader: ImageLoader, count: int, first: int = 0) -> list[StepBatches]:
 
 
 def are_equal(one: PixelBatch, other: PixelBatch) -> bool:
-    plain = [
-        name for name in ("captions", "global_positions", "sample_keys") if getattr(one, name) != getattr(other, name)
-    ]
-    return not plain and all(
-        torch.equal(getattr(one, name), getattr(other, name))
-        for name in ("pixels", "size_conditioning", "loss_weights")
+    fields, tensors = ("captions", "global_positions", "sample_keys"), ("pixels", "size_conditioning", "loss_weights")
+    return all(getattr(one, name) == getattr(other, name) for name in fields) and all(
+        torch.equal(getattr(one, name), getattr(other, name)) for name in tensors
     )
 
 

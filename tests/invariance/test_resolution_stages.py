@@ -220,7 +220,7 @@ def test_a_stage_whose_pictures_are_all_kept_for_validation_is_refused(tmp_path)
     text = f"[[datasets]]\nresolution = 64\nto_step = 5\n{SUBSET}[[datasets]]\nresolution = 64\nfrom_step = 5\n"
     text += f"validation_split = 1\n{SUBSET.replace('circles', 'squares')}"
     (tmp_path / "x.toml").write_text(text, "utf-8")
-    with pytest.raises(ConfigError, match="no picture is left to train on from step 5 on"):
+    with pytest.raises(ConfigError, match="no images left to train on from step 5 on"):
         prepare_data(DataConfig(dataset_config=str(tmp_path / "x.toml")), 8, str(tmp_path))
 
 

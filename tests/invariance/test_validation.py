@@ -130,7 +130,7 @@ is_reg = true
 
     assert {sample.dataset_index for sample in prepared.validation.manifest.samples} == {0}
     assert not [sample for sample in prepared.manifest.samples if sample.content_hash in kept]
-    assert any("kept for validation in another dataset" in note for note in prepared.manifest.notes)
+    assert any("used for validation in another dataset" in note for note in prepared.manifest.notes)
 
 
 def test_a_dataset_of_its_own_is_one_that_is_kept_as_a_whole(data, tmp_path):

@@ -94,10 +94,11 @@ class Kept:
         self.strategy = strategy or DDPStrategy(Communicator(prepare_accelerator(self.config)), StrategySettings())
         self.prepared: PreparedData = prepare_data(self.config.data, 8)
         model = detect_model(self.config.model)
-        self.prepared, self.latents = cache_latents(self.config, self.strategy, family, model, self.prepared)
+        encoders = encode.EncoderLoader(self.strategy, family, model, self.config.model, self.config.cache)
+        self.prepared, self.latents = cache_latents(encoders, self.prepared)
         batches = self.prepared.build_batch_plan(self.strategy.comm.world_size, self.config.train)
         self.plan = RunPlan.from_config(batches, self.config.train, self.config.optim)
-        self.texts = cache_text_encoder_outputs(self.config, self.strategy, family, model, self.prepared, self.plan, [])
+        self.texts = cache_text_encoder_outputs(encoders, self.prepared, self.plan, [])
 
     def loader(self) -> Any:
         return build_step_loader(

@@ -59,18 +59,18 @@ def test_a_cache_is_built_verified_repaired_and_pruned(tmp_path):
     texts, codes = [text for text, _ in said], [code for _, code in said]
 
     assert codes == [0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0]
-    assert texts[0].splitlines()[0] == "latents: 0 of 6 wanted are there"
-    assert texts[1] == "latents: 6 of 6 wanted are there"
-    assert texts[2] == "latents: 6 entries read, 0 damaged; 6 of 6 wanted are there"
-    assert texts[3].splitlines()[1].startswith(f"  {cache}/latents: 6 entries, 6 of them wanted, ")
-    assert "6 entries read, 1 damaged" in texts[4] and "  damaged: pictures/0" in texts[4]
-    assert texts[5].splitlines()[-1] == "latents: 6 of 6 wanted are there"
-    assert texts[6] == "latents: 6 entries read, 0 damaged; 6 of 6 wanted are there"
-    assert re.search(r"[12] of 6 latents not wanted", texts[7])  # the deleted picture's, and the damaged one
+    assert texts[0].splitlines()[0] == "latents: 0 of 6 cached"
+    assert texts[1] == "latents: 6 of 6 cached"
+    assert texts[2] == "latents: 6 entries, 0 damaged; 6 of 6 cached"
+    assert texts[3].splitlines()[1].startswith(f"  {cache}/latents: 6 entries, 6 of them needed, ")
+    assert "6 entries, 1 damaged" in texts[4] and "  damaged: pictures/0" in texts[4]
+    assert texts[5].splitlines()[-1] == "latents: 6 of 6 cached"
+    assert texts[6] == "latents: 6 entries, 0 damaged; 6 of 6 cached"
+    assert re.search(r"[12] of 6 latents not needed", texts[7])  # the deleted picture's, and the damaged one
     assert texts[7].splitlines()[-1] == "nothing was removed; add --yes to remove it"
     assert texts[8].splitlines()[-1] == "removed"
-    assert texts[9].splitlines()[1].startswith(f"  {cache}/latents: 5 entries, 5 of them wanted, ")
-    assert texts[10] == "latents: 5 entries read, 0 damaged; 5 of 5 wanted are there"
+    assert texts[9].splitlines()[1].startswith(f"  {cache}/latents: 5 entries, 5 of them needed, ")
+    assert texts[10] == "latents: 5 entries, 0 damaged; 5 of 5 cached"
 
 
 def texts_built(file: str, cache: str) -> tuple[list[tuple[str, int]], list[str]]:
@@ -90,9 +90,9 @@ def texts_built(file: str, cache: str) -> tuple[list[tuple[str, int]], list[str]
 def test_captions_are_built_when_they_are_asked_for(tmp_path):
     numbered(tmp_path, 3)
     ((said, names),) = on_ranks(1, texts_built, dataset(tmp_path), str(tmp_path / "cache"))
-    count = int(said[0][0].split()[1])
-    assert 4 < count <= 7 and said[0][0] == f"captions: {count} of {count} wanted are there"
-    assert "latents: 0 of 3 wanted" in said[1][0] and {"latents", "texts"} & {*names} == {"texts"}
+    count = int(said[0][0].split()[2])
+    assert 4 < count <= 7 and said[0][0] == f"text-encoder outputs: {count} of {count} cached"
+    assert "latents: 0 of 3 cached" in said[1][0] and {"latents", "texts"} & {*names} == {"texts"}
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,9 @@ def test_a_folder_that_cannot_be_written_to_is_told_before_a_model_is_loaded(tmp
     (tmp_path / "file").touch()
     (said,) = on_ranks(1, kept_where_nothing_can_be_written, dataset(tmp_path), str(tmp_path / "file" / "cache"))
     for option, line in zip(("cache_latents_to_disk", "cache_text_encoder_outputs_to_disk"), said, strict=False):
-        assert line.startswith(f"--{option}: {tmp_path}/file/cache/") and "name another folder with --cache_dir" in line
+        assert (
+            line.startswith(f"--{option}: {tmp_path}/file/cache/") and "set another directory with --cache_dir" in line
+        )
     assert said[2] == "[]"  # but for a look at what the model is made of
 
 
@@ -206,7 +208,7 @@ def kept_on_a_small_disk(file: str) -> str:
 
     from library.errors import UserError
 
-    shutil.disk_usage = lambda path: SimpleNamespace(free=400)
+    shutil.disk_usage = lambda path: SimpleNamespace(free=100)  # less than any estimate, even from the empty caption
     try:
         Kept(Plain(), "--dataset_config", file, "--cache_text_encoder_outputs", "--shuffle_caption")
     except UserError as error:
@@ -217,9 +219,9 @@ def kept_on_a_small_disk(file: str) -> str:
 def test_captions_that_are_too_many_for_the_disk_are_told_with_the_way_out(tmp_path):
     numbered(tmp_path, 5)
     (said,) = on_ranks(1, kept_on_a_small_disk, dataset(tmp_path))
-    assert re.search(r"captions of \d+ captions need about \d+ bytes, and 400 bytes are free in", said)
-    assert "there are fewer of them without shuffle_caption (--shuffle_caption)" in said
-    assert "take --cache_text_encoder_outputs out" in said
+    assert re.search(r"text-encoder outputs of \d+ captions: about \d+ bytes needed, 100 bytes free in", said)
+    assert "fewer captions without shuffle_caption (--shuffle_caption)" in said
+    assert "encode captions during training without --cache_text_encoder_outputs" in said
 
 
 def kept_apart(file: str, cache: str) -> list[tuple[str, int]]:
@@ -253,5 +255,5 @@ def built(file: str, cache: str) -> list[tuple[str, int]]:
 def test_several_processes_build_together_and_one_of_them_tells(tmp_path):
     numbered(tmp_path, 6)
     said = on_ranks(2, built, dataset(tmp_path), str(tmp_path / "cache"))
-    assert said == [[("latents: 6 of 6 wanted are there", 0)], [("", 0)]]
+    assert said == [[("latents: 6 of 6 cached", 0)], [("", 0)]]
     assert len(CacheStore([tmp_path / "cache" / "latents"]).get_index_files()) == 2

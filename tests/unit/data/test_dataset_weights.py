@@ -122,12 +122,12 @@ def test_a_dataset_has_the_share_of_its_weight_and_none_is_shown_less_than_its_r
 def test_the_plan_says_what_came_of_the_weights(tmp_path):
     ready = prepare_subsets(tmp_path, head=two_datasets(tmp_path, "weight = 3", "weight = 2")[0])
     assert ready.manifest.notes[-2:] == (
-        "dataset 1: weight 3 is 60.0% of an epoch: pictures are shown 1 times as often as by their repeats",
-        "dataset 2: weight 2 is 40.0% of an epoch: pictures are shown 2.667 times as often as by their repeats",
+        "dataset 1: weight 3 is 60.0% of an epoch: repeats are multiplied by 1",
+        "dataset 2: weight 2 is 40.0% of an epoch: repeats are multiplied by 2.667",
     )
     plan = ready.build_batch_plan(1, TrainConfig())
     text = ready.format_summary(plan, 5)
-    assert "12 pictures x 1 repeats = 12 in an epoch" in text and "3 pictures x 2.667 repeats = 8 in an epoch" in text
+    assert "12 images x 1 repeats = 12 per epoch" in text and "3 images x 2.667 repeats = 8 per epoch" in text
     records = ready.to_json(plan)
     assert [record["beyond"] for record in records] == [{"weight": 3.0}, {"weight": 2.0}]
     assert records[0]["samples"][0]["repeats"] == 1 and records[1]["samples"][0]["repeats"] == pytest.approx(8 / 3)
@@ -161,9 +161,7 @@ def test_regularisation_pictures_count_into_the_share(tmp_path):
 
 def test_weights_out_of_all_proportion_are_refused(tmp_path):
     head = two_datasets(tmp_path, "weight = 1", f"weight = {MAX_SAMPLES_PER_EPOCH}")[0]
-    with pytest.raises(
-        ConfigError, match=r"set.toml:9: weight: for these shares an epoch would show 1.2e\+09 pictures"
-    ):
+    with pytest.raises(ConfigError, match=r"set.toml:9: weight: an epoch would have 1.2e\+09 images with repeats"):
         prepare_data(make_config(tmp_path, head=head), 8)
 
 

@@ -48,7 +48,7 @@ def truncated(path: Path) -> str:
 
 def of_another_size(path: Path) -> str:
     Image.open(path).resize((64, 65)).save(path)
-    return "was (64, 64) at the start of the run, now it is (64, 65)"
+    return "was (64, 64) at the start of the run, is (64, 65) now"
 
 
 def no_picture(path: Path) -> str:
@@ -58,7 +58,7 @@ def no_picture(path: Path) -> str:
 
 def without_its_alpha(path: Path) -> str:
     Image.open(path).convert("RGB").resize((64, 65)).save(path)
-    return "now it is (64, 65)"
+    return "is (64, 65) now"
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def test_all_that_cannot_be_used_is_named_in_one_report(tmp_path):
         "a/empty.txt: is empty; write a caption, or del",
         "a/latin.txt: is not UTF-8 (byte 3); save the f",
         "a/thin.png: 5000x3 pixels leave no bucket with",
-        "4 of 5 pictures cannot be used; mend or remove",
+        "4 of 5 images cannot be used; fix or remove th",
     ]
 
 
@@ -135,10 +135,10 @@ def test_bad_pictures_are_skipped_and_noted_when_that_is_asked_for(tmp_path):
     (tmp_path / "a" / "bad.png").write_bytes(b"bad")
     prepared = made(tmp_path, "image_dir = 'a'\ncaption_extension = 'txt'", on_invalid_images="skip")
     assert [sample.key for sample in prepared.manifest.samples] == ["a/good.png"]
-    assert prepared.manifest.notes[-1].startswith("1 pictures are skipped (1 not an image):\n  ")
+    assert prepared.manifest.notes[-1].startswith("1 image skipped (1 not an image):\n  ")
     assert "bad.png: is not an image" in prepared.manifest.notes[-1]
     (tmp_path / "a" / "good.png").write_bytes(b"bad")
-    with pytest.raises(ConfigError, match="no picture is left to train on"):
+    with pytest.raises(ConfigError, match="no images left to train on"):
         made(tmp_path, "image_dir = 'a'", on_invalid_images="skip")
 
 
@@ -175,7 +175,7 @@ def test_regularisation_pictures_are_shown_in_turn_until_they_are_as_many(tmp_pa
     assert [sample.key for sample in regularisation] == [f"r/{number}.png" for number in range(len(expected))]
     assert prepared.images_per_epoch == (train, sum(expected))
     note = prepared.manifest.notes[-1]
-    assert ("are not needed and not used" in note) == (reg > len(expected))
+    assert ("more are not used" in note) == (reg > len(expected))
 
 
 def test_metadata_files_name_pictures_and_captions(tmp_path):
@@ -206,7 +206,7 @@ def test_mistakes_in_metadata_files_are_named_with_their_lines(tmp_path):
         f"m.jsonl:2: 'b.png' not found in {Path.cwd()}, {tmp_path}",
         "m.jsonl:1: 'a.png': no caption and no tags",
         "m.jsonl:3: 'a.png': caption is not a string: 3",
-        "3 of 3 pictures cannot be used; mend or remove them, or leave them out with --on_invalid_images skip",
+        "3 of 3 images cannot be used; fix or remove them, or skip them with --on_invalid_images skip",
     ]
     for text, problem in {"{": "not valid JSON", "[]": "expected an object", "": "no images listed"}.items():
         (tmp_path / "m.jsonl").write_text(text)
@@ -353,8 +353,8 @@ def test_the_description_tells_pictures_buckets_and_the_arithmetic(tmp_path):
     prepared = made(tmp_path, "image_dir = 'a'\nnum_repeats = 2", head="batch_size = 5\nbucket_reso_steps = 32")
     plan = prepared.build_batch_plan(2, TrainConfig(gradient_accumulation_steps=2, seed=1))
     lines = prepared.format_summary(plan, 9).splitlines()
-    assert lines[0] == "dataset 1, a: 6 pictures x 2 repeats = 12 in an epoch, captions found 6/6 (.txt)"
-    assert lines[-3].startswith("one epoch: 6 pictures, with repeats 12, and 8 that fill up the last batches")
+    assert lines[0] == "dataset 1, a: 6 images x 2 repeats = 12 per epoch, captions found 6/6 (.txt)"
+    assert lines[-3].startswith("one epoch: 6 images, with repeats 12, and 8 padding samples")
     assert lines[-3].endswith(": 20")
     assert lines[-2] == "  20 / (batch 5 x 2 processes x accumulation 2) = 1 steps"
     assert lines[-1] == "the run: 9 steps = 9 epochs"
@@ -399,5 +399,5 @@ def test_the_table_tells_what_is_cut_away_and_merging_is_noted(tmp_path):
     lines = joined.format_summary(joined.build_batch_plan(1, TrainConfig()), 9).splitlines()
     head, row = next((head, row) for head, row in pairwise(lines) if "worst crop" in head)
     losses = [placement.cropped_fraction for placement in joined.assignments]
-    assert head.split()[-6:] == ["mean", "crop", "worst", "crop", "worst", "picture"]
+    assert head.split()[-6:] == ["mean", "crop", "worst", "crop", "worst", "image"]
     assert row.split()[-3:] == [f"{sum(losses) / 4:.1%}", "50.0%", "a/wide.png"] and max(losses) == 0.5

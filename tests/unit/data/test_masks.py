@@ -120,7 +120,7 @@ def test_the_mask_of_one_sample_is_given_without_torch_or_a_batch(tmp_path):
     assert found.dtype == np.uint8 and (found == values[2:18, 5:37, 0]).all()
     assert (load_resized_mask(mask, placement, (5, 2), is_flipped=True) == found[:, ::-1]).all()
     save(tmp_path / "1.png", noise(40, 31, 1))
-    with pytest.raises(ValueError, match=r"the mask .*1\.png was \(40, 30\) at the start of the run, now it is"):
+    with pytest.raises(ValueError, match=r"the mask .*1\.png was \(40, 30\) at the start of the run, is"):
         load_resized_mask(mask, placement, (5, 2), is_flipped=False)
 
 
@@ -286,7 +286,7 @@ def test_every_mask_that_cannot_be_used_is_named_in_one_report(zoo):
         " without applying the EXIF orientation of the image",
         "m: 1 mask without an image of the same name in p: stray.png; remove them, or ignore them with"
         " --on_invalid_images skip",
-        "6 of 7 pictures cannot be used; mend or remove them, or leave them out with --on_invalid_images skip",
+        "6 of 7 images cannot be used; fix or remove them, or skip them with --on_invalid_images skip",
     ]
     assert found[1].startswith("p/broken.png: its mask m/broken.png is truncated: ")
     assert found[3] == "p/missing.png: has no mask: no missing.png, or with another image extension, in m"
@@ -296,7 +296,7 @@ def test_pictures_without_a_good_mask_are_skipped_and_noted_when_that_is_asked_f
     prepared = prepare_data(config(zoo, dataset(FOLDER), masked_loss=True, on_invalid_images="skip"), 8)
     assert [sample.key for sample in prepared.manifest.samples] == ["p/good.png"]
     notes = "\n".join(prepared.manifest.notes)
-    assert "6 pictures are skipped (6 mask)" in notes and "1 mask without an image of the same name" in notes
+    assert "6 images skipped (6 mask)" in notes and "1 mask without an image of the same name" in notes
 
 
 def test_a_run_that_asks_for_masks_does_not_go_on_without_any(zoo):

@@ -233,13 +233,13 @@ def test_small_buckets_join_the_nearest_by_log_ratio_and_pictures_are_counted_wi
     assert Counter(placement.bucket_resolution for placement in placements) == {(512, 512): 4, (576, 448): 3}
     assert placements[5] == BucketAssignment((576, 448), (821, 448), (122, 0))
     assert notes == [
-        "dataset 1: bucket 256x1024 has fewer pictures (1) than bucket_min_images 2; they join 512x512, where they"
+        "dataset 1: bucket 256x1024 has fewer images (1) than bucket_min_images 2; merged into 512x512, where images"
         " lose at most 75.0%",
-        "dataset 1: bucket 704x384 has fewer pictures (1) than bucket_min_images 2; they join 576x448, where they"
+        "dataset 1: bucket 704x384 has fewer images (1) than bucket_min_images 2; merged into 576x448, where images"
         " lose at most 29.8%",
     ]
     kept, notes = merge_small_buckets(samples, alone, [replace(dataset, bucket_max_crop=0.5)])
-    assert kept[6] == alone[6] and notes[0].endswith("one of them would lose 75.0%, more than bucket_max_crop 0.5")
+    assert kept[6] == alone[6] and notes[0].endswith("an image would lose 75.0%, more than bucket_max_crop 0.5")
 
 
 GOOD = "[[datasets]]\nresolution = 512\n[[datasets.subsets]]\nimage_dir = 'a'\n"

@@ -161,7 +161,7 @@ def test_a_worker_that_is_killed_is_told_when_its_batch_is_wanted_and_breaks_int
     while len(multiprocessing.active_children()) == 3 and time.monotonic() < deadline:
         time.sleep(0.05)  # torch's handler of SIGCHLD would raise here
     assert len(multiprocessing.active_children()) == 2
-    with pytest.raises(UserError, match=r"^a process that reads pictures \(pid \d+\) was killed, most likely by"):
+    with pytest.raises(UserError, match=r"^DataLoader worker \(pid \d+\) was killed, probably because"):
         for _ in range(20):
             next(steps)
     assert nobody_is_left()
@@ -191,18 +191,18 @@ def test_a_death_is_known_though_what_the_dead_had_open_was_closed_before_it():
     [
         (
             -signal.SIGKILL,
-            "was killed, most likely by the system because memory ran out; lower X, or give the job more",
+            " was killed, probably because the system ran out of memory; lower X, or give the job more",
         ),
-        (-signal.SIGBUS, "found no shared memory left; give the container more of it (docker run --shm-size 8g"),
+        (-signal.SIGBUS, ": no shared memory left; give the container more (docker run --shm-size 8g"),
         (
             -signal.SIGSEGV,
-            "died of SIGSEGV; with --max_data_loader_n_workers 0 the main process reads, and shows where",
+            " died of SIGSEGV; --max_data_loader_n_workers 0 loads images in the main process and shows where",
         ),
-        (3, "ended with exit code 3; with --max_data_loader_n_workers 0 the main process reads, and shows"),
+        (3, " exited with code 3; --max_data_loader_n_workers 0 loads images in the main process and shows"),
     ],
 )
 def test_what_can_be_done_about_a_death_follows_from_its_kind(code, said):
-    assert _format_worker_death(77, code, "X").startswith(f"a process that reads pictures (pid 77) {said}")
+    assert _format_worker_death(77, code, "X").startswith(f"DataLoader worker (pid 77){said}")
 
 
 class Faulty(Numbered):
@@ -240,7 +240,7 @@ class WithoutMemory(Numbered):
 
 def test_full_shared_memory_is_told_and_not_waited_for():
     steps = ImageLoader(WithoutMemory(), PLAN, num_workers=1).iter_steps(0)
-    with pytest.raises(UserError, match=r"^no shared memory left for pictures that are read ahead; give the container"):
+    with pytest.raises(UserError, match=r"^no shared memory left for prefetched images; give the container"):
         for _ in range(5):
             next(steps)
     assert nobody_is_left()
@@ -317,7 +317,8 @@ def test_processes_that_are_started_anew_read_the_same(folder, prepared):
     done = script(
         folder,
         "spawn",
-        "print([(work.micro_batches[0].captions, work.micro_batches[0].pixels.sum().item()) for work in first]); steps.close()",
+        "batches = [work.micro_batches[0] for work in first]\n"
+        "    print([(batch.captions, batch.pixels.sum().item()) for batch in batches]); steps.close()",
     )
     plan = prepared.build_batch_plan(1, TrainConfig())
     reader = MicroBatchDataset(prepared.manifest, prepared.assignments, plan, 0, 5, 100)

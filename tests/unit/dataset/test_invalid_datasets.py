@@ -159,7 +159,7 @@ FILES = [
     InvalidFile("pipe.png", os.mkfifo, "is a named pipe, not a file", "remove it"),
     InvalidFile("listener.png", listener, "is a socket, not a file", "remove it"),
     InvalidFile("locked.png", unreadable, "cannot be read: Permission denied", "change its permissions"),
-    InvalidFile("thin.png", put(encoded("PNG", Image.new("RGB", (5000, 3)))), "leave no bucket", "allow enlarging"),
+    InvalidFile("thin.png", put(encoded("PNG", Image.new("RGB", (5000, 3)))), "leave no bucket", "allow upscaling"),
     InvalidFile("latin.txt", captioned(b"caf\xe9"), "is not UTF-8 (byte 3)", "save the file as UTF-8"),
     InvalidFile("wide.txt", captioned("a cat".encode("utf-16")), "is UTF-16 or UTF-32", "save the file as UTF-8"),
     InvalidFile("blank.txt", captioned(b" \n\t\n"), "is empty", "write a caption, or delete the file"),
@@ -244,8 +244,8 @@ def test_the_report_lists_nothing_else_and_ends_with_a_summary(invalid_files, re
     lines = report.splitlines()
     assert len(lines) == bad + 1
     assert lines[-1] == (
-        f"{bad} of {len(FILES) + len(GOOD) + len(ENTRIES) + 1} pictures cannot be used; mend or remove"
-        " them, or leave them out with --on_invalid_images skip"
+        f"{bad} of {len(FILES) + len(GOOD) + len(ENTRIES) + 1} images cannot be used; fix or remove"
+        " them, or skip them with --on_invalid_images skip"
     )
     assert not any(name in report for name in GOOD)
 
@@ -258,7 +258,7 @@ def test_with_skip_the_valid_images_remain(invalid_files, report):
     )
     lines = left.manifest.notes[-1].splitlines()
     assert [line.strip() for line in lines[1:]] == report.splitlines()[:-1]
-    assert lines[0].startswith(f"{len(lines) - 1} pictures are skipped (1")
+    assert lines[0].startswith(f"{len(lines) - 1} images skipped (1")
     assert "19 not an image, 9 caption, 8 truncated, " in lines[0]
 
 
@@ -290,11 +290,11 @@ def test_hundreds_of_invalid_files_are_counted_and_listed_in_a_file(tmp_path):
         and len(lines) == 12
     )
     path = tmp_path / "a" / ".cache-lorikeet" / "scan" / "report.txt"
-    assert end.endswith(f" (67 truncated, 34 empty); all of them stand in {path}")
+    assert end.endswith(f" (67 truncated, 34 empty); full list in {path}")
     assert [line.partition(": ")[0] for line in path.read_text().splitlines()] == [
         f"{tmp_path}/a/{number:03}.png" for number in range(101)
     ]
-    with pytest.raises(ConfigError, match="no picture is left to train on"):
+    with pytest.raises(ConfigError, match="no images left to train on"):
         prepared(tmp_path, on_invalid_images="skip")
 
 
@@ -414,17 +414,17 @@ def test_unusual_but_usable_images_are_noted(oddities):
     assert {sample.key: sample.size for sample in manifest.samples}["a/turned.jpg"] == (70, 80)
     assert [note.replace(f"{oddities}/", "") for note in manifest.notes] == [
         "a: images in subfolders are not used; set recursive = true to use them: circle/",
-        "a: 2 files of kinds that are not read, left out; convert to PNG or JPEG: left.heic, left.tif",
-        "1 caption file shared by pictures whose names differ only in their endings: same.jpg and same.png",
-        "dataset 1: 1 picture too many, byte for byte the same as another: a/twin_2.png = a/twin_1.png",
-        "1 picture with transparent parts, which are trained as white: a/glass.png",
-        "1 picture in CMYK, converted to RGB without their color profile; convert them yourself for exact colors:"
+        "a: 2 files in unsupported formats ignored; convert to PNG or JPEG: left.heic, left.tif",
+        "1 caption file shared by images whose names differ only in the extension: same.jpg and same.png",
+        "dataset 1: 1 image identical to another image: a/twin_2.png = a/twin_1.png",
+        "1 image with transparent parts, which are trained as white: a/glass.png",
+        "1 image in CMYK, converted to RGB without their color profile; convert them yourself for exact colors:"
         " a/print.jpg",
-        "2 pictures with 16 bits per channel, of which 8 are used: a/deep.png, a/deep_colours.png",
-        "1 picture with a color palette, converted to RGB: a/few.png",
-        "1 picture with several frames, of which only the first is used: a/moving.png",
-        "1 small picture enlarged 2 times or more, and blurred by that: a/tiny.png (20x18, 3.55 times)",
-        "dataset 1: cropping takes a third or more of 1 picture; cut them yourself: a/narrow.png (900x70, 69%)",
+        "2 images with 16 bits per channel, of which 8 are used: a/deep.png, a/deep_colours.png",
+        "1 image with a color palette, converted to RGB: a/few.png",
+        "1 image with several frames, of which only the first is used: a/moving.png",
+        "1 small image upscaled 2 times or more, and blurred by that: a/tiny.png (20x18, 3.55 times)",
+        "dataset 1: cropping takes a third or more of 1 image; crop them yourself: a/narrow.png (900x70, 69%)",
     ]
     again = prepared(oddities).manifest
     assert again.notes == manifest.notes and again.samples == manifest.samples
@@ -435,8 +435,8 @@ def test_names_that_are_not_shown_are_written_to_a_file(oddities):
         (oddities / "a" / f"more_{number}.png").write_bytes(encoded("PNG"))
     notes = prepared(oddities).manifest.notes
     path = oddities / "a" / ".cache-lorikeet" / "scan" / "report.txt"
-    assert notes[-1] == f"not all names are shown above; all of them stand in {path}"
-    assert any("5 pictures too many" in note and note.endswith(", ...") for note in notes)
+    assert notes[-1] == f"not all names are listed above; full list in {path}"
+    assert any("5 images identical to" in note and note.endswith(", ...") for note in notes)
     assert "  a/twin_2.png = a/more_0.png" in path.read_text().splitlines()
 
 
@@ -466,5 +466,5 @@ def test_an_invalid_file_of_two_datasets_is_reported_once(tmp_path):
     (tmp_path / "set.toml").write_text(table.format(64) + table.format(128), encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
         prepared(tmp_path)
-    assert len(caught.value.problems) == 2 and caught.value.problems[1].startswith("2 of 4 pictures cannot be used;")
+    assert len(caught.value.problems) == 2 and caught.value.problems[1].startswith("2 of 4 images cannot be used;")
     assert [sample.dataset_index for sample in prepared(tmp_path, on_invalid_images="skip").manifest.samples] == [0, 1]

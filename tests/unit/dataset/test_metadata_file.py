@@ -117,7 +117,7 @@ def test_all_problems_with_rows_are_reported_with_their_lines(tmp_path):
         "a/metadata.jsonl:3: no file_name",
         "a/metadata.jsonl:5: './2.png' is already listed in a/metadata.jsonl:4; remove one",
         "a/metadata.jsonl:1: text is not a string: 3",
-        "4 of 5 pictures cannot be used; mend or remove them, or leave them out with --on_invalid_images skip",
+        "4 of 5 images cannot be used; fix or remove them, or skip them with --on_invalid_images skip",
     ]
 
 

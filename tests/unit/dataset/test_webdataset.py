@@ -208,7 +208,7 @@ def test_problems_with_members_are_reported_and_can_be_skipped(tmp_path):
         "a.tar: member 'latin.txt' is not UTF-8 (byte 0); save the file as UTF-8",
         "a.tar: member 'blank.txt' is empty; write a caption, or remove it if the image has none",
         "a.tar: member 'wide.txt' is UTF-16 or UTF-32; save the file as UTF-8",
-        "15 of 17 pictures cannot be used; mend or remove them, or leave them out with --on_invalid_images skip",
+        "15 of 17 images cannot be used; fix or remove them, or skip them with --on_invalid_images skip",
     ]
     ready = prepare_subsets(tmp_path, "webdataset = 'a.tar'", on_invalid_images="skip")
     assert [sample.key for sample in ready.manifest.samples] == ["a.tar/good.png", "a.tar/twice.png"]

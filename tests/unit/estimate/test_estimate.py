@@ -338,7 +338,7 @@ def test_layouts_are_combined_and_follow_the_model():
 
 def test_reasons_against_layouts_are_given_once_with_their_names():
     (reason,) = find(2, *SD3, "--tp_size", "2", "--quantize_base", "nf4")[1]
-    assert reason.startswith("--quantize_base: this run spreads the frozen weights over processes")
+    assert reason.startswith("--quantize_base: not available in runs that shard the frozen weights over processes")
     sharded, compiled = find(2, *SD3, "--deepspeed", "--quantize_base", "nf4", "--torch_compile")[1]
     assert sharded.startswith("ZeRO-1 2, ZeRO-1 2, optimizer offload, ZeRO-2 2,") and "torch_compile" in compiled
 

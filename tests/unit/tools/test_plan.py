@@ -290,7 +290,7 @@ def test_masks_are_listed_counted_and_drawn(tmp_path):
     (sample,) = run_plan_as_json(*words)["datasets"][0]["samples"]
     assert sample["mask"] == {"image": f"{tmp_path}/m/1.png", "is_alpha": False, "share": 0.25}
     done = plan(*words, "--preview", tmp_path / "sheet.png")
-    assert f"dataset 1, {tmp_path}/p: 1 picture x 1 repeats = 1 in an epoch" in done.stdout
+    assert f"dataset 1, {tmp_path}/p: 1 image x 1 repeats = 1 per epoch" in done.stdout
     assert ", masks 1/1" in done.stdout
     wanted = overlay_mask(pixels, mask).repeat(3, axis=0).repeat(3, axis=1)
     assert contains_image(np.asarray(Image.open(tmp_path / "sheet.png")), wanted)
@@ -364,7 +364,7 @@ def test_sizes_and_speeds_of_devices_are_read_and_belong_together(dataset):
         ),
         (
             ("--gpu_memory", "24GB", "--world_size", "2", "--fsdp", "--quantize_base", "nf4"),
-            "--quantize_base: this run spreads the frozen weights over processes",
+            "--quantize_base: not available in runs that shard the frozen weights over processes",
         ),
     ],
 )
