@@ -1,1 +1,1 @@
-"""TODO."""
+"""The HTML report of a run: charts, previews, metrics."""
