@@ -1,7 +1,7 @@
 """The training loop: load data, compute gradients, clip, step the optimizer, log, run the callbacks that are due.
 
-Its types and protocols are in state.py, the loss of a batch in task.py, NaN and out-of-memory handling in step_guards.py,
-what runs before the first step in warmup.py; forward, backward and clipping are the strategy's (parallel/strategy.py).
+Its types and protocols are in state.py, the loss of a batch in task.py, NaN and out-of-memory handling in
+step_guards.py, what runs before the first step in warmup.py; forward, backward and clipping in parallel/strategy.py.
 """
 
 import time
