@@ -10,10 +10,10 @@ from resumed_runs import STEPS, cut, dataset, figures, flags, whole
 from safetensors.torch import load_file
 from training_runs import train
 
+from library.checkpoint import checkpoint_dir
 from library.config import parse_config
 from library.config.schema_output import StateConfig
 from library.errors import ConfigError, UserError
-from library.checkpoint import checkpoint_dir
 from library.training.resume import find_changes, select_checkpoint, serialize_settings
 
 __all__ = ["dataset", "whole"]  # fixtures

@@ -192,7 +192,7 @@ def test_options_that_contradict_each_other_are_told(tmp_path):
     ]
     problems = " ".join(parse_config(words).problems)
     for text in (
-        "no file that could say",
+        "dim_from_weights: needs network_weights",
         "no such file",
         "2 strengths for 1 files",
         "takes it from the file; give",
