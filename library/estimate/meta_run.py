@@ -228,7 +228,7 @@ class MetaRun:
             self.family,
             self.pipe,
             self.trained,
-            build_objective(config, self.family, self.pipe),
+            build_objective(config.noise, config.loss, self.family, self.pipe),
             config.train.seed,
             CopyStream(META),
             trains_text_encoders=config.adapter.trains_text_encoders,

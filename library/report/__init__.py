@@ -1,1 +1,1 @@
-"""The HTML report of a run: charts, previews, metrics."""
+"""The HTML report and the preview grid of a run."""
