@@ -312,6 +312,7 @@ def script(folder: Path, method: str, then: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_processes_that_are_started_anew_read_the_same(folder, prepared):
     """As on Windows and macOS, where nothing is inherited."""
     done = script(
@@ -326,6 +327,7 @@ def test_processes_that_are_started_anew_read_the_same(folder, prepared):
     assert done.returncode == 0 and done.stderr == ""
 
 
+@pytest.mark.slow
 def test_a_program_that_dies_with_workers_ends(folder):
     """An exception that nobody catches keeps the iterator alive until the interpreter goes."""
     done = script(folder, "fork", "raise RuntimeError('the end')")
