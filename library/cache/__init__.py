@@ -1,1 +1,1 @@
-"""What was computed once from pictures and captions, kept on disk and found again by what it was computed from."""
+"""Caches of latents and text encoder outputs on disk or in memory, keyed by the content they are computed from."""

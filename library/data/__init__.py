@@ -1,1 +1,1 @@
-"""From folders of pictures and captions to batches."""
+"""From datasets of images and captions to batches of each step."""

@@ -1,1 +1,1 @@
-"""The built-in model and its pictures."""
+"""The built-in demo model and its images."""

@@ -1,4 +1,4 @@
-"""Where the built-in model lies: a diffusers folder like any other."""
+"""Location of the built-in demo model, a diffusers folder."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Charts as SVG text, to stand in a page that needs nothing from anywhere."""
+"""Render line and bar charts as inline SVG, without JavaScript or external files."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -6,13 +6,8 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 640, 240
-
-
 LEFT, RIGHT, TOP, BOTTOM = 64, 12, 12, 30
-
-
 MAX_POINTS = 1500
-
 
 Points = Sequence[tuple[float, float]]
 
@@ -27,7 +22,7 @@ class Curve:
 
 
 def render_line_chart(curves: Sequence[Curve], x_label: str = "step") -> str:
-    """Curves over a common axis; nothing where there is nothing to draw."""
+    """Render curves with common axes; empty if there are no points."""
     curves = [Curve(line.name, _downsample(line.points), line.is_faint) for line in curves if line.points]
     if not curves:
         return ""
@@ -50,7 +45,7 @@ def render_line_chart(curves: Sequence[Curve], x_label: str = "step") -> str:
 
 
 def render_bar_chart(groups: Mapping[str, Sequence[float | None]], names: Sequence[str]) -> str:
-    """For each entry of ``groups`` one bar for each of ``names``, side by side."""
+    """Render for each group one bar for each of ``names``, side by side."""
     values = [value for row in groups.values() for value in row if value is not None]
     if not values:
         return ""
@@ -58,8 +53,8 @@ def render_bar_chart(groups: Mapping[str, Sequence[float | None]], names: Sequen
     parts = _render_grid([], marks, float, to_y)
     bottom, each = to_y(0.0), (WIDTH - LEFT - RIGHT) / len(groups)
     wide = each * 0.8 / len(names)
-    for place, (name, row) in enumerate(groups.items()):
-        left = LEFT + each * (place + 0.1)
+    for index, (name, row) in enumerate(groups.items()):
+        left = LEFT + each * (index + 0.1)
         for number, value in enumerate(row):
             if value is not None:
                 top = to_y(value)
@@ -77,13 +72,13 @@ def _render_figure(parts: Sequence[str], legend: str) -> str:
 
 
 Scale = Callable[[float], float]
-"""From a value to where it is drawn."""
+"""Maps a value to its coordinate."""
 
 
 def _build_scale(
     lowest: float, highest: float, start: float, end: float, *, is_tight: bool = False
 ) -> tuple[Scale, list[float]]:
-    """From values to places, and round values to mark."""
+    """Build the map from values to coordinates, and list the ticks, which are round values."""
     if highest <= lowest:
         lowest, highest = lowest - (abs(lowest) * 0.1 or 0.5), highest + (abs(highest) * 0.1 or 0.5)
     step = _round_tick_step((highest - lowest) / 5)
@@ -94,7 +89,7 @@ def _build_scale(
 
 
 def _round_tick_step(minimum: float) -> float:
-    """1, 2 or 5 times a power of ten, at least ``wanted``."""
+    """Round up to 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(minimum))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= minimum * (1 - 1e-9))
 
@@ -115,7 +110,7 @@ def _render_text(x: float, y: float, text: str, anchor: str) -> str:
 
 
 def _downsample(points: Points) -> Points:
-    """At most so many points that a page stays small; each stands for the mean of those it replaces."""
+    """Average adjacent points so that at most ``MAX_POINTS`` remain."""
     if len(points) <= MAX_POINTS:
         return points
     size = math.ceil(len(points) / MAX_POINTS)

@@ -1,7 +1,4 @@
-"""One picture of a whole run: a row for each prompt, a column for each time previews were drawn, the first on the left.
-
-It is made of the preview files that the run wrote, whichever process wrote them.
-"""
+"""Draw the previews of a run as a grid: a row for each prompt, a column for each step or epoch, from their files."""
 
 import re
 from collections import defaultdict
@@ -17,33 +14,25 @@ if TYPE_CHECKING:
 
 MAX_GRID_COLUMNS, MAX_GRID_ROWS = 6, 16
 
-
 CELL_AREA = 208 * 208
-"""Of each picture on the sheet, in pixels; small ones are enlarged."""
-
+"""Pixels of each image on the grid; small ones are enlarged."""
 
 GRID_MARGIN, GRID_GAP, LABEL_WIDTH, COLUMN_HEADING_HEIGHT, TEXT_LINE_HEIGHT, FONT_SIZE = 20, 8, 170, 34, 20, 15
 
-
 BACKGROUND = (255, 255, 255)
 
-
 PreviewRow = dict[str, Path]
-"""When a picture was drawn, as its file name says it, and the file."""
+"""Step or epoch in the file name, such as ``000010`` or ``e000002``, and the file."""
 
 
 def write_preview_grid(
     preview_dir: Path, name: str, prompts: Sequence[str], newer_than: float, target: Path
 ) -> Path | None:
-    """Draw the sheet of the previews in ``folder`` that are not older than ``since``, if there are at least two times.
-
-    ``name`` is what their file names begin with.
-    """
+    """Draw the previews named ``name`` that are not older than ``newer_than``, if they have at least two columns."""
     rows = find_preview_files(preview_dir, name, newer_than)
-    times = _list_columns(rows)
-    if len(times) < 2:
+    columns = select_evenly_spaced(_list_columns(rows), MAX_GRID_COLUMNS)
+    if len(columns) < 2:
         return None
-    columns = select_evenly_spaced(times, MAX_GRID_COLUMNS)
     sheet = draw_preview_grid([(prompts[index], rows[index]) for index in sorted(rows)[:MAX_GRID_ROWS]], columns)
     target.parent.mkdir(parents=True, exist_ok=True)
     sheet.save(target, optimize=True)
@@ -51,7 +40,7 @@ def write_preview_grid(
 
 
 def find_preview_files(preview_dir: Path, name: str, newer_than: float) -> dict[int, PreviewRow]:
-    """The previews by number of the prompt, each row in the order in which they were drawn."""
+    """List the preview files by prompt number, each row in the order of creation."""
     pattern = re.compile(re.escape(name) + r"_(e?\d{6,})_(\d{2,})_\d{14}_\d+\.png")
     rows: defaultdict[int, PreviewRow] = defaultdict(dict)
     paths = {path: path.stat().st_mtime for path in preview_dir.glob("*.png")}
@@ -62,53 +51,54 @@ def find_preview_files(preview_dir: Path, name: str, newer_than: float) -> dict[
     return dict(rows)
 
 
-def select_evenly_spaced(times: Sequence[str], limit: int) -> list[str]:
-    """The first, the last, and others evenly between them."""
-    if len(times) <= limit:
-        return list(times)
-    return [times[round(number * (len(times) - 1) / (limit - 1))] for number in range(limit)]
+def select_evenly_spaced(columns: Sequence[str], limit: int) -> list[str]:
+    """Select the first, the last, and others evenly spaced between them."""
+    if len(columns) <= limit:
+        return list(columns)
+    return [columns[round(number * (len(columns) - 1) / (limit - 1))] for number in range(limit)]
 
 
 def draw_preview_grid(rows: Sequence[tuple[str, PreviewRow]], columns: Sequence[str]) -> "Image":
-    """Pictures with the prompts at their left and the times above them."""
+    """Draw the images with the prompts on the left and steps or epochs above."""
     from PIL import Image, ImageDraw
 
-    pictures = [{when: _load_resized(row[when]) for when in columns if when in row} for _, row in rows]
-    widths = [max(row[when].width for row in pictures if when in row) for when in columns]
-    heights = [max((picture.height for picture in row.values()), default=TEXT_LINE_HEIGHT) for row in pictures]
+    images = [{column: _load_resized(row[column]) for column in columns if column in row} for _, row in rows]
+    widths = [max(row[column].width for row in images if column in row) for column in columns]
+    heights = [max((image.height for image in row.values()), default=TEXT_LINE_HEIGHT) for row in images]
     size = (
         GRID_MARGIN * 2 + LABEL_WIDTH + sum(widths) + GRID_GAP * len(widths),
         GRID_MARGIN * 2 + COLUMN_HEADING_HEIGHT + sum(heights) + GRID_GAP * len(heights),
     )
     sheet = Image.new("RGB", size, BACKGROUND)
-    pen = TextRenderer(ImageDraw.Draw(sheet))
+    renderer = TextRenderer(ImageDraw.Draw(sheet))
     lefts = [GRID_MARGIN + LABEL_WIDTH + sum(widths[:number]) + GRID_GAP * number for number in range(len(widths))]
-    for when, left, width in zip(columns, lefts, widths, strict=True):
-        title = pen.truncate_text(format_column_label(when), width, FONT_SIZE)
-        pen.draw_text((left + (width - pen.measure_text(title, FONT_SIZE)) // 2, GRID_MARGIN), title, width, FONT_SIZE)
+    for column, left, width in zip(columns, lefts, widths, strict=True):
+        title = renderer.truncate_text(format_column_label(column), width, FONT_SIZE)
+        title_left = left + (width - renderer.measure_text(title, FONT_SIZE)) // 2
+        renderer.draw_text((title_left, GRID_MARGIN), title, width, FONT_SIZE)
     top = GRID_MARGIN + COLUMN_HEADING_HEIGHT
-    for (text, _), row, height in zip(rows, pictures, heights, strict=True):
-        lines = pen.wrap_text(text, LABEL_WIDTH - GRID_GAP, max(1, height // TEXT_LINE_HEIGHT), FONT_SIZE)
+    for (text, _), row, height in zip(rows, images, heights, strict=True):
+        lines = renderer.wrap_text(text, LABEL_WIDTH - GRID_GAP, max(1, height // TEXT_LINE_HEIGHT), FONT_SIZE)
+        text_top = top + (height - len(lines) * TEXT_LINE_HEIGHT) // 2
         for number, line in enumerate(lines):
-            place = GRID_MARGIN, top + (height - len(lines) * TEXT_LINE_HEIGHT) // 2 + number * TEXT_LINE_HEIGHT
-            pen.draw_text(place, line, LABEL_WIDTH - GRID_GAP, FONT_SIZE)
-        for when, left, width in zip(columns, lefts, widths, strict=True):
-            if (picture := row.get(when)) is not None:
-                sheet.paste(picture, (left + (width - picture.width) // 2, top + (height - picture.height) // 2))
+            corner = GRID_MARGIN, text_top + number * TEXT_LINE_HEIGHT
+            renderer.draw_text(corner, line, LABEL_WIDTH - GRID_GAP, FONT_SIZE)
+        for column, left, width in zip(columns, lefts, widths, strict=True):
+            if (image := row.get(column)) is not None:
+                sheet.paste(image, (left + (width - image.width) // 2, top + (height - image.height) // 2))
         top += height + GRID_GAP
     return sheet
 
 
-def format_column_label(when: str) -> str:
-    """What stands above a column."""
-    number = int(when.lstrip("e"))
+def format_column_label(column: str) -> str:
+    number = int(column.lstrip("e"))
     if number == 0:
         return "before"
-    return f"epoch {number}" if when.startswith("e") else f"step {number}"
+    return f"epoch {number}" if column.startswith("e") else f"step {number}"
 
 
 def _list_columns(rows: Mapping[int, PreviewRow]) -> list[str]:
-    """Every time at which anything was drawn, in order; the rows agree about the order."""
+    """List the columns of the longest row; all rows have the same order."""
     longest = max(rows.values(), key=len, default={})
     return list(longest)
 
@@ -117,7 +107,7 @@ def _load_resized(path: Path) -> "Image":
     from PIL import Image
 
     with Image.open(path) as opened:
-        picture = opened.convert("RGB")
-    scale = (CELL_AREA / (picture.width * picture.height)) ** 0.5
-    size = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))
-    return picture.resize(size, Image.Resampling.LANCZOS)
+        image = opened.convert("RGB")
+    scale = (CELL_AREA / (image.width * image.height)) ** 0.5
+    size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
+    return image.resize(size, Image.Resampling.LANCZOS)

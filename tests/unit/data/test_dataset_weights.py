@@ -12,7 +12,8 @@ from image_listings import make_config, prepare_subsets, write_files
 from library.config.schema import TrainConfig
 from library.data.batch_plan import BatchPlan, Bucket
 from library.data.prepare import prepare_data
-from library.data.repeats import MAX_SAMPLES_PER_EPOCH, apply_dataset_weights, build_bucket_repeats
+from library.data.repeats import apply_dataset_weights, build_bucket_repeats, compute_weight_factors
+from library.dataset.validate import MAX_SAMPLES_PER_EPOCH
 from library.errors import ConfigError
 
 REPEATS = st.sampled_from([1, 2, 3, 1.5, 2.25, 1.1, 7 / 3, 1 + 1e-3])
@@ -167,5 +168,6 @@ def test_weights_out_of_all_proportion_are_refused(tmp_path):
 
 def test_datasets_without_pictures_left_do_not_matter(tmp_path):
     ready = prepare_subsets(tmp_path, head=two_datasets(tmp_path, "weight = 1", "weight = 1")[0])
-    samples, notes = apply_dataset_weights(ready.manifest.samples[:12], ready.manifest.datasets)
+    samples, datasets = ready.manifest.samples[:12], ready.manifest.datasets
+    samples, notes = apply_dataset_weights(samples, datasets, compute_weight_factors(samples, datasets))
     assert {sample.repeats for sample in samples} == {1} and len(notes) == 1
