@@ -198,7 +198,7 @@ FAMILY_OF = {"sd15": "sd1", "sdxl": "sdxl", "sd3_medium": "sd3", "flux": "flux"}
 
 @pytest.mark.parametrize(
     "kind, zero, form",
-    [pytest.param("lora", "lora_down.weight", "diffusers", marks=pytest.mark.long), ("lokr", "lokr_w2_b", "comfy")],
+    [pytest.param("lora", "lora_down.weight", "diffusers", marks=pytest.mark.slow), ("lokr", "lokr_w2_b", "comfy")],
 )
 def test_the_tool_converts_files_in_which_a_layer_does_nothing(kind, zero, form, tmp_path):
     """LyCORIS begins with zeros in other places than peft, and leaves them there in layers that nothing reaches."""
@@ -212,7 +212,7 @@ def test_the_tool_converts_files_in_which_a_layer_does_nothing(kind, zero, form,
     assert len(load_file(target)) == len(tensors) - len(alphas) * (form == "diffusers")
 
 
-@pytest.mark.parametrize("name", ["sd15", pytest.param("flux", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["sd15", pytest.param("flux", marks=pytest.mark.slow)])
 def test_the_tool_converts_sd_scripts_files_there_and_back_to_the_bit(name, tmp_path, capsys):
     source = tmp_path / "a.safetensors"
     golden_file(source, name)
