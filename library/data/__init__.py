@@ -1,1 +1,1 @@
-"""From datasets of images and captions to batches of each step."""
+"""Bucketing, batch plan, augmentation and loading: from the images of a dataset to the batch of a step."""
