@@ -182,7 +182,7 @@ def test_identical_files_share_an_entry_and_an_image_may_be_moved(folder):
 
 
 def test_the_pixels_behind_the_keys_do_not_change(tmp_path):
-    """When this fails because images are processed differently: raise LATENT_CODE in cache/keys.py, then
+    """When this fails because images are processed differently: raise LATENT_KEY_VERSION in cache/keys.py, then
     and update the numbers here.  Otherwise latents cached before would be used for the new pixels."""
     from library.data.buckets import BucketAssignment
 
