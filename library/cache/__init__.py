@@ -1,1 +1,1 @@
-"""Caches of latents and text encoder outputs on disk or in memory, keyed by the content they are computed from."""
+"""Disk cache of latents and text-encoder outputs, keyed by content."""

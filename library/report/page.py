@@ -1,4 +1,4 @@
-"""Write the HTML report of a run, one self-contained file: curves, losses, previews, settings, environment."""
+"""The report of a run, one self-contained HTML file: curves, grouped losses, previews, settings, environment."""
 
 import base64
 import io
@@ -21,6 +21,7 @@ from .style import STYLE
 
 SHOWN_PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "safetensors", "numpy", "pillow")
 UPDATE_NORM_PREFIX = "update/kind/"
+TIMESTEP_PREFIX = "validation/time/"
 PREVIEW_WIDTH, MAX_PREVIEW_COLUMNS, MAX_PREVIEW_ROWS = 192, 8, 16
 
 
@@ -35,11 +36,11 @@ class ReportContext:
     started_at: float
     num_processes: int
     mixed_precision: str
-    preview_rows: Sequence[tuple[str, Mapping[str, Path]]]  # prompt, and its preview files by step or epoch
+    preview_rows: Sequence[tuple[str, Mapping[str, Path]]]  # prompt -> its preview files by step or epoch
 
 
 def write_report(context: ReportContext, metrics_file: Path, target: Path) -> None:
-    """Write the report from all metrics logged so far."""
+    """Write the report from all metrics so far, replacing an earlier one."""
     lines = read_metrics(metrics_file)
     parts = [
         _render_header(context, lines),
@@ -59,14 +60,14 @@ def write_report(context: ReportContext, metrics_file: Path, target: Path) -> No
 
 
 def _render_header(context: ReportContext, lines: MetricLines) -> str:
-    done = lines[-1]["step"] if lines else 0
+    step = lines[-1]["step"] if lines else 0
     losses = select_series(lines, "loss/average")
     started = time.strftime("%Y-%m-%d %H:%M", time.localtime(context.started_at))
     loss = f", loss {losses[-1][1]:.4f} (mean of the last 100 steps)" if losses else ""
     num_skipped = sum(line.get("loss/current", 0.0) is None for line in lines)
-    skipped = f"; {num_skipped} steps skipped because their loss was NaN or Inf" if num_skipped else ""
+    skipped = f"; {num_skipped} steps skipped (NaN or Inf)" if num_skipped else ""
     return (
-        f"<h1>{escape(context.name)}</h1><p class=facts>step {done} of {context.steps}{loss}; started {started},"
+        f"<h1>{escape(context.name)}</h1><p class=facts>step {step} of {context.steps}{loss}; started {started},"
         f" {context.num_processes} process{'es' if context.num_processes > 1 else ''}, precision"
         f" {escape(context.mixed_precision)}{skipped}</p>"
     )
@@ -85,9 +86,7 @@ def _render_curves(lines: MetricLines) -> str:
         "Gradient norm": render_line_chart([Curve("gradient norm", select_series(lines, "gradient_norm"))]),
         "Update norm": render_line_chart([Curve("all layers", select_series(lines, "update/norm"))]),
         "Samples per second": render_line_chart([Curve("samples/s", select_series(lines, "speed/samples_per_second"))]),
-        "Seconds waiting for data per step": render_line_chart(
-            [Curve("seconds", select_series(lines, "data_wait_seconds"))]
-        ),
+        "Data wait (s)": render_line_chart([Curve("seconds per step", select_series(lines, "data_wait_seconds"))]),
         "Peak memory (GB)": render_line_chart([Curve("GB", select_series(lines, "memory/peak_gb"))]),
     }
     shown = "".join(f"<div><h3>{escape(title)}</h3>{chart}</div>" for title, chart in charts.items() if chart)
@@ -95,11 +94,11 @@ def _render_curves(lines: MetricLines) -> str:
 
 
 def _render_grouped_losses(lines: MetricLines) -> str:
-    """Compare the losses of the first and second half of the run, by timestep, bucket and dataset."""
+    """Compare the mean losses of the first and second half of the run by noise level, bucket and dataset."""
     halves = (lines[: (len(lines) + 1) // 2], lines[(len(lines) + 1) // 2 :])
     parts = []
     for prefix, title in (
-        ("loss/time/", "Loss by timestep"),
+        ("loss/time/", "Loss by noise level"),
         ("loss/bucket/", "Loss by bucket"),
         ("loss/dataset/", "Loss by dataset"),
     ):
@@ -112,17 +111,17 @@ def _render_grouped_losses(lines: MetricLines) -> str:
 
 
 def _render_update_norms(lines: MetricLines) -> str:
-    """Show the update norm by type of layer, which is logged at the end."""
-    names = find_metric_names(lines, UPDATE_NORM_PREFIX)
-    if not names:
+    """List the update norms, which are computed after the last step."""
+    types = find_metric_names(lines, UPDATE_NORM_PREFIX)
+    if not types:
         return ""
     dead, layers = get_last_value(lines, "update/dead_layers"), get_last_value(lines, "update/layers")
     rows = "".join(
         f"<tr><td>{escape(name.removeprefix(UPDATE_NORM_PREFIX))}</td><td>{get_last_value(lines, name):.3g}</td></tr>"
-        for name in names
+        for name in types
     )
     return (
-        f"<h2>Update norms</h2><p class=facts>by type of layer; {dead:g} of {layers:g} layers have a zero update</p>"
+        f"<h2>Update norms</h2><p class=facts>by layer type; {dead:g} of {layers:g} layers were not updated</p>"
         f"<table>{rows}</table>"
     )
 
@@ -141,14 +140,14 @@ def _get_sort_key(name: str) -> tuple[float, str]:
 
 
 def _render_previews(rows: Sequence[tuple[str, Mapping[str, Path]]]) -> str:
-    times: list[str] = max((list(row) for _, row in rows), key=len, default=[])
-    if not times:
+    columns: list[str] = max((list(row) for _, row in rows), key=len, default=[])
+    if not columns:
         return ""
-    times = select_evenly_spaced(times, MAX_PREVIEW_COLUMNS)
-    head = "".join(f"<th>{escape(format_column_label(when))}</th>" for when in times)
+    columns = select_evenly_spaced(columns, MAX_PREVIEW_COLUMNS)
+    head = "".join(f"<th>{escape(format_column_label(column))}</th>" for column in columns)
     body = ""
     for prompt, row in rows[:MAX_PREVIEW_ROWS]:
-        cells = "".join(f"<td>{_render_image(row[when]) if when in row else ''}</td>" for when in times)
+        cells = "".join(f"<td>{_render_image(row[column]) if column in row else ''}</td>" for column in columns)
         body += f"<tr><td>{escape(prompt)}</td>{cells}</tr>"
     return f"<h2>Previews</h2><div class=previews><table><tr><th></th>{head}</tr>{body}</table></div>"
 
@@ -157,10 +156,10 @@ def _render_image(path: Path) -> str:
     from PIL import Image
 
     try:
-        with Image.open(path) as opened:
-            image = opened.convert("RGB")
+        with Image.open(path) as file:
+            image = file.convert("RGB")
     except OSError:
-        return "(missing)"
+        return "(file not found)"
     image.thumbnail((PREVIEW_WIDTH * 2, PREVIEW_WIDTH * 2))
     data = io.BytesIO()
     image.save(data, "JPEG", quality=88)
@@ -176,21 +175,18 @@ def _render_environment(context: ReportContext) -> str:
     settings = "".join(
         f"<tr><td>{escape(name)}</td><td>{escape(str(value))}</td></tr>" for name, value in context.settings.items()
     )
-    found = {"lorikeet": __version__, "Python": platform.python_version(), "system": platform.platform(terse=True)}
+    versions = {"lorikeet": __version__, "Python": platform.python_version(), "system": platform.platform(terse=True)}
     for package in SHOWN_PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    rows = "".join(f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in found.items())
+    rows = "".join(f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in versions.items())
     return (
-        "<h2>Settings</h2><p class=facts>without texts and paths</p>"
+        "<h2>Settings</h2><p class=facts>without free text and paths</p>"
         f"<details><summary>show</summary><table>{settings}</table></details>"
         f"<h2>Environment</h2><table>{rows}</table>"
     )
-
-
-TIMESTEP_PREFIX = "validation/time/"
 
 
 def render_validation(lines: MetricLines) -> str:
@@ -199,11 +195,11 @@ def render_validation(lines: MetricLines) -> str:
     if not losses:
         return ""
     base, gains = select_series(lines, "validation/base"), select_series(lines, "validation/gain")
-    off = dict(select_series(lines, "validation/gain_interval"))
-    lower, upper = ([(step, gain + sign * off[step]) for step, gain in gains if step in off] for sign in (-1, 1))
+    margins = dict(select_series(lines, "validation/gain_interval"))
+    lower, upper = ([(x, gain + sign * margins[x]) for x, gain in gains if x in margins] for sign in (-1, 1))
     charts = {
-        "Validation loss": render_line_chart([Curve("with the LoRA", losses), Curve("base model", base)]),
-        "Improvement over the base model, with its 95% confidence interval": render_line_chart(
+        "Loss on validation images": render_line_chart([Curve("with the LoRA", losses), Curve("base model", base)]),
+        "Gain over the base model, with 95 % confidence interval": render_line_chart(
             [
                 Curve("lower bound", lower, is_faint=True),
                 Curve("upper bound", upper, is_faint=True),
@@ -233,12 +229,11 @@ def render_validation(lines: MetricLines) -> str:
 
 def _format_result(lines: MetricLines) -> str:
     step, gain = select_series(lines, "validation/gain")[-1]
-    interval, loss = get_last_value(lines, "validation/gain_interval"), get_last_value(lines, "validation/loss")
-    direction = "below" if gain >= 0 else "above"
-    text = f"after step {step}: loss {loss:.5g}, {abs(gain):.3g} {direction} the base model's"
-    if interval is None:
+    margin, loss = get_last_value(lines, "validation/gain_interval"), get_last_value(lines, "validation/loss")
+    text = f"after step {step}: loss {loss:.5g}, {abs(gain):.3g} {'below' if gain >= 0 else 'above'} the base model's"
+    if margin is None:
         return text
-    if abs(gain) <= interval:
-        return f"{text}, within the confidence interval of +- {interval:.2g}: no significant difference"
-    better = "better" if gain > 0 else "worse"
-    return f"{text}, by more than the confidence interval of +- {interval:.2g}: {better} than the base model"
+    if abs(gain) <= margin:
+        return f"{text}, within the confidence interval of +- {margin:.2g}: no significant difference"
+    verdict = f"{'better' if gain > 0 else 'worse'} than the base model"
+    return f"{text}, outside the confidence interval of +- {margin:.2g}: {verdict}"

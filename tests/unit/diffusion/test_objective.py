@@ -207,7 +207,7 @@ def test_a_run_asks_what_the_options_say_and_draws_previews_by_it():
         noise=NoiseConfig(v_parameterization=True, zero_terminal_snr=True, noise_offset=0.1),
         loss=LossConfig(min_snr_gamma=5.0),
     )
-    objective = build_objective(config, family, pipe)
+    objective = build_objective(config.noise, config.loss, family, pipe)
     assert objective.process.prediction_type == "v" and objective.process.snr(torch.tensor([999])) == 0
     assert (objective.noise_config, objective.loss_config) == (config.noise, config.loss)
     assert pipe.scheduler.config.prediction_type == "v_prediction"
@@ -216,13 +216,14 @@ def test_a_run_asks_what_the_options_say_and_draws_previews_by_it():
 def test_what_shows_only_in_the_loaded_model_is_refused_then():
     family, pipe = StableDiffusion1(), stand_in.build(())
     pipe.scheduler = DDIMScheduler(**SD1, rescale_betas_zero_snr=True)
-    wrong = RunConfig(loss=LossConfig(debiased_estimation_loss=True, scale_v_pred_loss_like_noise_pred=True))
+    wrong = LossConfig(debiased_estimation_loss=True, scale_v_pred_loss_like_noise_pred=True)
     with pytest.raises(ConfigError) as caught:
-        build_objective(wrong, family, pipe)
+        build_objective(NoiseConfig(), wrong, family, pipe)
     first, second = caught.value.problems
     assert first.startswith("--scale_v_pred_loss_like_noise_pred: needs a model that predicts v")
     assert second == (
-        "--debiased_estimation_loss: the model's last timestep has zero SNR, so its loss weight is infinite; remove the option"
+        "--debiased_estimation_loss: the model's last timestep has zero SNR, so its loss weight is infinite;"
+        " remove the option"
     )
 
 
@@ -233,7 +234,7 @@ def test_flow_families_train_as_they_draw_unless_they_are_told_otherwise(source)
     model = detect_model(source)
     family = FAMILIES.get(model.family)()
     pipe = family.load(model, torch.float32, ())
-    objective, settings = build_objective(RunConfig(), family, pipe), pipe.scheduler.config
+    objective, settings = build_objective(NoiseConfig(), LossConfig(), family, pipe), pipe.scheduler.config
     u, shape, tokens = torch.linspace(0.1, 0.9, 9, dtype=torch.float64), torch.Size((1, 16, 64, 96)), 32 * 48
     plain = torch.sigmoid(torch.special.ndtri(u))
     expected = settings.shift * plain / (1 + (settings.shift - 1) * plain)
@@ -242,10 +243,10 @@ def test_flow_families_train_as_they_draw_unless_they_are_told_otherwise(source)
         expected = pipe.scheduler.time_shift(calculate_shift(tokens, *(settings[n] for n in names)), 1.0, plain)
     torch.testing.assert_close(objective.compute_timesteps(u, shape).double() / 1000, expected, rtol=0, atol=1e-6)
 
-    told = build_objective(RunConfig(noise=NoiseConfig(timestep_sampling="uniform")), family, pipe)
-    torch.testing.assert_close(told.compute_timesteps(u, shape).double() / 1000, u, rtol=0, atol=1e-6)
+    uniform = build_objective(NoiseConfig(timestep_sampling="uniform"), LossConfig(), family, pipe)
+    torch.testing.assert_close(uniform.compute_timesteps(u, shape).double() / 1000, u, rtol=0, atol=1e-6)
     with pytest.raises(ConfigError, match=f"min_snr_gamma: not applicable to {family.facts.title}"):
-        build_objective(RunConfig(loss=LossConfig(min_snr_gamma=5.0)), family, pipe)
+        build_objective(NoiseConfig(), LossConfig(min_snr_gamma=5.0), family, pipe)
 
 
 def test_a_scheduler_that_says_the_same_is_left_alone(caplog):

@@ -55,7 +55,7 @@ def test_the_page_holds_figures_previews_and_settings_and_no_address(tmp_path):
     for name, colour in (("before", "red"), ("after", "green")):
         Image.new("RGB", (64, 48), colour).save(tmp_path / f"{name}.png")
     rows = [("a <cat>", {"000000": tmp_path / "before.png", "000008": tmp_path / "after.png"}), ("a dog", {})]
-    subject = ReportContext("my & lora", 8, "2 images", {"network_dim": 4}, 0.0, 2, "bf16", rows)
+    subject = ReportContext("my & lora", 8, "2 pictures", {"network_dim": 4}, 0.0, 2, "bf16", rows)
 
     write_report(subject, tmp_path / "m.jsonl", tmp_path / "report.html")
 
@@ -65,12 +65,12 @@ def test_the_page_holds_figures_previews_and_settings_and_no_address(tmp_path):
         "step 8 of 8",
         "loss 0.1250",
         "2 processes",
-        "1 steps skipped",
+        "1 steps skipped (NaN or Inf)",
         "a &lt;cat&gt;",
         "before",
         "step 8",
         "network_dim",
-        "2 images",
+        "2 pictures",
         "0.9-1.0",
         "<th>before</th>",
     ):
