@@ -194,6 +194,7 @@ def write_on_and_on(folder: str, first: int) -> None:
             writer.put(key(number), content(number), f"picture {number}")
 
 
+@pytest.mark.slow
 def test_after_a_kill_each_entry_is_valid_or_missing(tmp_path):
     draw = random.Random(4)
     for attempt in range(20):

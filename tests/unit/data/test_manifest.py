@@ -279,6 +279,7 @@ def test_a_folder_used_by_several_paths_is_scanned_once(tmp_path, monkeypatch):
     assert len((tmp_path / "a/.cache-lorikeet/scan/images.json").read_text().splitlines()[1].split("],[")) == 2
 
 
+@pytest.mark.slow
 def test_an_image_takes_less_than_a_kilobyte_of_memory(tmp_path):
     """With a caption of 100 letters; all that is kept of it, its place and its part in the plan among it."""
     (tmp_path / "a").mkdir()

@@ -312,6 +312,7 @@ def script(folder: Path, method: str, then: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_spawned_workers_read_the_same_batches(folder, prepared):
     """As on Windows and macOS, where nothing is inherited."""
     done = script(
