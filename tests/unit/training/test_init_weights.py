@@ -1,4 +1,4 @@
-"""Runs that start from LoRA files: what the file does is in the model, or in the adapter, before the first step."""
+"""Runs that start from LoRA files: ``base_weights`` merged into the model, ``network_weights`` loaded into the adapter."""
 
 from dataclasses import replace
 
@@ -48,7 +48,7 @@ def saved(path, name, form, kind="lora", parts=None, idle=(), **more):
 @pytest.mark.parametrize("name, form", [("sd1", "kohya"), ("sdxl", "diffusers"), ("sd3", "comfy"), ("flux", "kohya")])
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @torch.no_grad()
-def test_base_weights_are_in_the_model_at_their_strength(name, form, kind, tmp_path):
+def test_base_weights_are_merged_with_their_multiplier(name, form, kind, tmp_path):
     one, other = tmp_path / "one.safetensors", tmp_path / "other.safetensors"
     state, alphas = saved(one, name, form, kind)
     more, its = saved(other, name, "comfy", seed=7)
@@ -67,7 +67,7 @@ def test_base_weights_are_in_the_model_at_their_strength(name, form, kind, tmp_p
 
 @pytest.mark.parametrize("name, form", [("sd1", "kohya"), ("sdxl", "comfy"), ("qwen_image", "diffusers")])
 @torch.no_grad()
-def test_the_adapter_starts_where_the_file_ends_whatever_its_alphas(name, form, tmp_path):
+def test_network_weights_load_with_any_alpha(name, form, tmp_path):
     path = tmp_path / "lora.safetensors"
     denoiser, family = f"{FAMILIES.get(name).denoiser_name}.", FAMILIES.get(name)()
     idle = family.get_unused_layers(getattr(TINY[name]().pipe, family.denoiser_name))
@@ -92,7 +92,7 @@ def test_the_adapter_starts_where_the_file_ends_whatever_its_alphas(name, form, 
 
 @pytest.mark.parametrize("kind", ["lora", "loha", "lokr"])
 @torch.no_grad()
-def test_another_alpha_does_not_change_what_the_adapter_starts_with(kind, tmp_path):
+def test_a_different_alpha_does_not_change_the_loaded_update(kind, tmp_path):
     path = tmp_path / "lora.safetensors"
     tiny, family, config, model = scene(
         "sd1", network_weights=str(path), network_dim=3, network_alpha=2.0, network_module=f"networks.{kind}"
@@ -109,7 +109,7 @@ def test_another_alpha_does_not_change_what_the_adapter_starts_with(kind, tmp_pa
         torch.testing.assert_close(layer.get_delta_weight("default"), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_file_that_does_not_fit_is_told_and_the_way_out(tmp_path):
+def test_a_file_that_does_not_fit_is_reported_with_a_fix(tmp_path):
     path = tmp_path / "lora.safetensors"
     saved(path, "sd1", "kohya", parts="unet.")
     tiny, family, config, model = scene("sd1", network_weights=str(path), network_dim=4, network_args=("conv_dim=4",))
@@ -130,7 +130,7 @@ def test_a_file_that_does_not_fit_is_told_and_the_way_out(tmp_path):
         read_initial_weights(config.adapter, family, model)
 
 
-def test_rotations_are_no_base_and_that_is_told_before_the_model_is_loaded(tmp_path):
+def test_oft_base_weights_are_reported_before_the_model_is_loaded(tmp_path):
     path, tiny, family = tmp_path / "oft.safetensors", TINY["sd1"](), FAMILIES.get("sd1")()
     source, adapter = build_trainable_modules(
         RunConfig(adapter=AdapterConfig(network_module="networks.oft")), family, tiny.pipe
@@ -146,7 +146,7 @@ def test_rotations_are_no_base_and_that_is_told_before_the_model_is_loaded(tmp_p
         read_initial_weights(config.adapter, family, model)
 
 
-def test_parts_that_share_a_matrix_here_cannot_start_with_several(tmp_path):
+def test_layers_that_share_a_down_matrix_cannot_load_several(tmp_path):
     path = tmp_path / "lora.safetensors"
     saved(path, "flux", "diffusers", parts="transformer.")
     tiny, family, config, model = scene("flux", network_weights=str(path), dim_from_weights=True)
@@ -156,7 +156,7 @@ def test_parts_that_share_a_matrix_here_cannot_start_with_several(tmp_path):
 
 
 @torch.no_grad()
-def test_a_file_without_some_of_the_parts_that_share_a_matrix_is_a_start(tmp_path):
+def test_a_file_may_lack_some_layers_that_share_a_down_matrix(tmp_path):
     """As files of sd-scripts have them whose queries learnt nothing."""
     path, tiny, family = tmp_path / "lora.safetensors", TINY["flux"](), FAMILIES.get("flux")()
     source, adapter = build_trainable_modules(RunConfig(adapter=AdapterConfig(network_dim=3)), family, tiny.pipe)
@@ -177,7 +177,7 @@ def test_a_file_without_some_of_the_parts_that_share_a_matrix_is_a_start(tmp_pat
         assert torch.equal(one, two) or not any(module in name for module in content.alphas), name
 
 
-def test_options_that_contradict_each_other_are_told(tmp_path):
+def test_conflicting_options_are_reported(tmp_path):
     words = [
         "--dim_from_weights",
         "--base_weights",
@@ -201,7 +201,7 @@ def test_options_that_contradict_each_other_are_told(tmp_path):
         assert text in problems, text
 
 
-def test_a_run_goes_on_where_the_files_end_and_old_ones_go(tmp_path):
+def test_a_run_starts_from_network_weights_and_deletes_old_files(tmp_path):
     """Of three epochs two stay; a run that learns nothing writes what it started from, in another format."""
     data = pictures(tmp_path / "data", {(64, 64): 4})
     flags = ["--dataset_config", str(data), "--train_batch_size", "2", "--output_dir", str(tmp_path)]
