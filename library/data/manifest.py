@@ -38,6 +38,11 @@ class Manifest:
     ]  # dataset, subset, caption extension, captions found, images
     validation_samples: tuple[Sample, ...] = ()  # not trained on
 
+    @property
+    def trained_datasets(self) -> set[int]:
+        """Indices of the datasets with images that are not regularization images."""
+        return {sample.dataset_index for sample in self.samples if not sample.is_reg}
+
     def compute_fingerprint(self) -> str:
         """Hash everything that training depends on: images, masks, captions, repeats, weights, settings.
 

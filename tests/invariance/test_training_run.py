@@ -377,7 +377,7 @@ def test_an_argument_that_a_tracker_does_not_take_is_a_mistake_of_the_user(even,
 
 
 def test_a_warm_up_longer_than_the_epochs_of_a_run_is_refused(even, tmp_path):
-    with pytest.raises(AssertionError, match="5000 warmup steps do not fit into a run of 12 steps"):
+    with pytest.raises(AssertionError, match="5000 warmup steps, but the run has 12 steps"):
         on_ranks(
             1,
             train,

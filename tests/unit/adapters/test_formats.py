@@ -92,7 +92,7 @@ def test_a_lora_kind_is_not_written_where_nobody_would_read_it():
     with pytest.raises(UserError, match=r"transformer\.double_blocks.* lokr .*use save_format comfy"):
         convert_to_file_format(state, alphas, parts, "kohya")
     state, alphas, parts = draw_state("sd1", "loha")
-    with pytest.raises(UserError, match="diffusers does not load loha; take save_format auto or comfy"):
+    with pytest.raises(UserError, match="diffusers does not load loha; use auto or comfy"):
         convert_to_file_format(state, alphas, parts, "diffusers")
     assert "rotates a layer's input" in validate_save_format(["oft"], "kohya")[0] and not validate_save_format(
         ["boft"], "diffusers"

@@ -77,7 +77,8 @@ def test_the_report_has_metrics_previews_and_settings_and_no_external_links(tmp_
         assert text in page, text
     assert page.count("data:image/jpeg;base64,") == 2
     assert "http" not in page and 'src="/' not in page and str(tmp_path) not in page
-    assert not list(tmp_path.glob("*.new"))
+    names = ["after.png", "before.png", "m.jsonl", "report.html"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
 def test_a_report_can_be_written_before_the_first_step(tmp_path):
