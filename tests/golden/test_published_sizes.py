@@ -102,6 +102,7 @@ def exported(
     return state, tensors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family, config, name", [("sd1", "sd1", "sd15"), ("sdxl", "sdxl", "sdxl")])
 def test_names_and_shapes_of_the_denoiser_are_sd_scripts_own(family, config, name):
     family = FAMILIES.get(family)

@@ -26,6 +26,7 @@ def predicted(family, pipe, batch):
     return family.predict(pipe, getattr(pipe, family.denoiser_name), batch.latents, t, batch)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", ["sd1", "sd2", "sdxl"])
 def test_diffusers_computes_with_the_file_what_the_model_in_memory_does(name, tmp_path):
     tiny, family = TINY[name](), FAMILIES.get(name)()

@@ -224,6 +224,7 @@ def test_the_plan_tool_says_what_the_run_does():
     assert "16" in done.stdout
 
 
+@pytest.mark.quick
 def test_dry_run_writes_nothing_and_imports_no_model(tmp_path):
     script = (
         "import sys; from library.cli import main; code = main(sys.argv[1:]); "

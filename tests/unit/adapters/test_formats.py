@@ -229,6 +229,7 @@ def test_the_tool_converts_sd_scripts_files_there_and_back_to_the_bit(name, tmp_
         assert (hashes[0] == hashes[1]) == (form == "comfy" and name == "sd15"), "they are those of the new tensors"
 
 
+@pytest.mark.slow
 def test_a_model_of_a_size_of_its_own_is_found_by_its_names_and_by_what_the_file_says():
     unet = build_empty_model(
         UNet2DConditionModel,
@@ -264,6 +265,7 @@ def test_a_model_of_a_size_of_its_own_is_found_by_its_names_and_by_what_the_file
     assert (found.family, found.is_known_size) == ("sd1", True)
 
 
+@pytest.mark.slow
 def test_the_tool_says_what_is_no_lora_and_overwrites_nothing(tmp_path, capsys):
     model, adapter = tmp_path / "model.safetensors", tmp_path / "lora.safetensors"
     save_file({"first.weight": torch.ones(2)}, model)

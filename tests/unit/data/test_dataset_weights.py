@@ -29,6 +29,7 @@ def shown(plan: BatchPlan, epoch: int) -> Counter:
     return found
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(st.lists(REPEATS, min_size=1, max_size=7), st.integers(0, 1)), min_size=1, max_size=4),
     st.integers(1, 3),

@@ -124,6 +124,7 @@ def test_pickled_weights_are_never_read(part, tmp_path):
         FAMILIES.get("sdxl")().load(str(tmp_path), torch.float32, (part,))
 
 
+@pytest.mark.slow
 def test_a_hub_id_is_loaded_from_what_was_downloaded_before(tmp_path):
     """As a whole, and in half precision alone."""
     tiny = TINY["sdxl"]()

@@ -62,6 +62,7 @@ def trained_each_way(folder: Path, dataset: Path, ranks: int, ports: list[int]) 
 WAYS = [(f"{length}-{accumulation}", accumulation, length) for accumulation in (1, 3) for length in ("steps", "epochs")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 4))])
 def test_the_table_of_rates_is_one(ranks, twelve, tmp_path):
     on_ranks(ranks, trained_each_way, tmp_path, twelve, ranks, [free_port() for _ in WAYS])

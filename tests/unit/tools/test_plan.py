@@ -313,6 +313,7 @@ def test_log_messages_go_to_stderr(dataset, tmp_path):
     assert plan(*dataset, "--json").stderr == ""
 
 
+@pytest.mark.slow
 def test_layouts_that_fit_are_listed_fastest_first_and_others_with_the_memory_they_lack(dataset):
     devices = [*dataset, "--world_size", "2", "--gpu_memory"]
     code, answer, messages = run_plan_in_process(*devices, "24GB", "--json")

@@ -45,6 +45,7 @@ def saved(path, name, form, kind="lora", parts=None, idle=(), **more):
     return state, alphas
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, form", [("sd1", "kohya"), ("sdxl", "diffusers"), ("sd3", "comfy"), ("flux", "kohya")])
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @torch.no_grad()
@@ -65,6 +66,7 @@ def test_base_weights_are_merged_with_their_multiplier(name, form, kind, tmp_pat
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, form", [("sd1", "kohya"), ("sdxl", "comfy"), ("qwen_image", "diffusers")])
 @torch.no_grad()
 def test_network_weights_load_with_any_alpha(name, form, tmp_path):
@@ -109,6 +111,7 @@ def test_a_different_alpha_does_not_change_the_loaded_update(kind, tmp_path):
         torch.testing.assert_close(layer.get_delta_weight("default"), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_file_that_does_not_fit_is_reported_with_a_fix(tmp_path):
     path = tmp_path / "lora.safetensors"
     saved(path, "sd1", "kohya", parts="unet.")
@@ -201,6 +204,7 @@ def test_conflicting_options_are_reported(tmp_path):
         assert text in problems, text
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_network_weights_and_deletes_old_files(tmp_path):
     """Of three epochs two stay; a run that learns nothing writes what it started from, in another format."""
     data = pictures(tmp_path / "data", {(64, 64): 4})

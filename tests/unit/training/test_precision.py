@@ -37,6 +37,7 @@ def predicted(name: str, mode: str) -> torch.Tensor:
         return family.predict(tiny.pipe, denoiser, tiny.batch.latents, torch.tensor([700.0, 250.0]), tiny.batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["flux", "z_image", "qwen_image"])
 def test_attention_modes_give_the_same_result_and_do_not_affect_other_models(name):
     usual = predicted(name, "sdpa")

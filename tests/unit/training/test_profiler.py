@@ -86,6 +86,7 @@ def test_flops_counted_on_the_meta_device_are_those_of_the_model(twice):
     assert sum(calls.counts.values()) == 3  # nobody counts any more
 
 
+@pytest.mark.slow
 def test_profiling_does_not_change_a_run_and_reports_phases(even, tmp_path):
     words = (
         "--dataset_config",
