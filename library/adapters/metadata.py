@@ -19,6 +19,7 @@ from ..config.schema import AdapterConfig, ModelConfig, OptimConfig, RunConfig, 
 from ..config.schema_data import DataConfig
 from ..config.schema_objective import LossConfig, NoiseConfig
 from ..config.schema_output import SaveConfig
+from ..config.types import split_keyword_args
 from ..config.validate import THUMBNAIL_TYPES
 
 
@@ -97,14 +98,13 @@ def add_model_hashes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str])
 
 def _build_minimum_metadata(config: AdapterConfig, model: BaseModelMetadata, run: RunMetadata) -> dict[str, Any]:
     """What loaders and web UIs need, even with ``no_metadata``."""
-    arguments = (arg.partition("=") for arg in config.network_args)
     return {
         "ss_v2": model.base_model_version.startswith("sd_v2"),
         "ss_base_model_version": model.base_model_version,
         "ss_network_module": config.network_module,
         "ss_network_dim": run.rank,
         "ss_network_alpha": run.alpha,
-        "ss_network_args": json.dumps({name.strip(): value.strip() for name, _, value in arguments}),
+        "ss_network_args": json.dumps({name: value or "" for name, value in split_keyword_args(config.network_args)}),
     }
 
 
