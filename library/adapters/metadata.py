@@ -191,14 +191,8 @@ def _convert_values_to_str(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 MODELSPEC_USER_KEYS = (
-    "author",
-    "description",
-    "license",
-    "tags",
-    "usage_hint",
-    "merged_from",
-    "trigger_phrase",
-    "preprocessor",
+    *("author", "description", "license", "tags"),
+    *("usage_hint", "merged_from", "trigger_phrase", "preprocessor"),
 )
 """Keys set by the user, each with an option ``metadata_KEY``."""
 
@@ -219,12 +213,10 @@ def _build_modelspec_metadata(
     }
     values |= {name: value for name in MODELSPEC_USER_KEYS if (value := getattr(save, f"metadata_{name}")) is not None}
     if save.metadata_thumbnail is not None:
-        values["thumbnail"] = _encode_data_url(Path(save.metadata_thumbnail).expanduser())
+        path = Path(save.metadata_thumbnail).expanduser()
+        encoded = base64.b64encode(path.read_bytes()).decode()
+        values["thumbnail"] = f"data:{THUMBNAIL_TYPES[path.suffix.lower()]};base64,{encoded}"
     if noise.min_timestep is not None or noise.max_timestep is not None:
         low, high = noise.min_timestep or 0, 1000 if noise.max_timestep is None else noise.max_timestep
         values["timestep_range"] = f"{low},{high}"
     return {f"modelspec.{key}": value for key, value in values.items()}
-
-
-def _encode_data_url(path: Path) -> str:
-    return f"data:{THUMBNAIL_TYPES[path.suffix.lower()]};base64,{base64.b64encode(path.read_bytes()).decode()}"

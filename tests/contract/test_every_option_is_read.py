@@ -1,4 +1,4 @@
-"""Accepted means honoured: every option is read by something that acts on it, and all of sd-scripts' have a verdict."""
+"""Every accepted option is read by code that acts on it, and every option of sd-scripts is accounted for."""
 
 import ast
 import functools
@@ -31,7 +31,7 @@ def sources() -> list[tuple[Path, str]]:
 
 
 def reads(files: Iterable[tuple[Path, str]]) -> set[str]:
-    """Names of options that are read; to check or to describe them, as ``config`` does, is not to honour them."""
+    """Names of options that are read; checking or describing them, as in ``config``, does not count."""
     return set().union(*(_read_in(path, source) for path, source in files))
 
 
@@ -57,7 +57,7 @@ def _last(node: ast.AST) -> str:
 
 
 def _tables(tree: ast.AST) -> Iterator[str]:
-    """Names in a module that asks for options by the names in its tables: ``getattr(loss, name)``."""
+    """String constants of a module that reads options by name: ``getattr(loss, name)``."""
     calls = [
         node
         for node in ast.walk(tree)
@@ -80,14 +80,14 @@ def unread(names: Iterable[str], files: Iterable[tuple[Path, str]]) -> list[str]
     return [name for name in names if name not in found and IN_FILES.get(name) not in found]
 
 
-def test_every_option_is_read_by_something_that_acts_on_it():
+def test_every_option_is_read_by_code_that_acts_on_it():
     found = unread([option.name for option in iter_options(RunConfig)], sources())
 
     assert [name for name in found if not _has_one_value_only(name)] == []
 
 
 def _has_one_value_only(name: str) -> bool:
-    """A switch that cannot be moved: the other position is refused."""
+    """Whether the option has one allowed value only."""
     problems = parse_config(["--dataset_config", str(ROOT / "pyproject.toml"), f"--no-{name}"]).problems
     return any(problem.startswith(f"--{name}:") for problem in problems)
 
@@ -106,7 +106,7 @@ def _has_one_value_only(name: str) -> bool:
         "seed",
     ],
 )
-def test_an_option_that_nobody_reads_any_more_is_found(name):
+def test_an_option_that_is_never_read_is_found(name):
     other = IN_FILES.get(name, name)
     word = re.compile(rf"(?<=[.\"])({name}|{other})\b")
     spoilt = [
@@ -118,7 +118,7 @@ def test_an_option_that_nobody_reads_any_more_is_found(name):
 
 
 def fates() -> dict[str, tuple[str, str]]:
-    """What becomes of each of sd-scripts' options for LoRA, and what is to be said of it."""
+    """The status of each LoRA option of sd-scripts, and its note."""
     ours = {option.name for option in iter_options(RunConfig)} | {"config_file", "output_config"}
     found = {}
     for name in KOHYA:
@@ -157,7 +157,7 @@ def page() -> str:
     return "\n".join(lines)
 
 
-def test_all_options_of_sd_scripts_have_a_fate_and_the_page_tells_it():
+def test_every_option_of_sd_scripts_is_accounted_for_and_documented():
     assert len(fates()) == 193
     assert PAGE.read_text("utf-8") == page(), "run: python tests/contract/test_every_option_is_read.py"
 

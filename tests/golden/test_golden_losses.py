@@ -1,6 +1,6 @@
-"""Twenty steps whose losses are known: a change that should not change numbers leaves them alone.
+"""A run of twenty steps has the recorded losses, which change only when numbers are meant to change.
 
-One that should: say why in CHANGELOG.md, then write them anew with ``python tests/golden/test_golden_losses.py``.
+To change them: say why in CHANGELOG.md, then run ``python tests/golden/test_golden_losses.py`` to record new ones.
 """
 
 import json
@@ -62,7 +62,7 @@ def losses(*flags: str) -> list[float]:
     return seen
 
 
-def test_losses_are_those_of_the_golden_run(tmp_path):
+def test_losses_equal_those_of_the_golden_run(tmp_path):
     from rank_processes import on_ranks
 
     (found,) = on_ranks(1, losses, *FLAGS, "--output_dir", str(tmp_path))

@@ -1,4 +1,4 @@
-"""The shipped configurations are the published models: counted, and named as sd-scripts names them."""
+"""The bundled configs have the parameter counts of the published models and the keys of sd-scripts."""
 
 import json
 import re
@@ -62,11 +62,11 @@ COUNTS = {
 
 
 @pytest.mark.parametrize("config, part", COUNTS)
-def test_a_shipped_configuration_has_as_many_parameters_as_the_published_model(config, part):
+def test_a_bundled_config_has_as_many_parameters_as_the_published_model(config, part):
     assert sum(parameter.numel() for parameter in part_of(config, part).parameters()) == COUNTS[config, part]
 
 
-def test_every_configuration_belongs_to_a_family_and_is_complete():
+def test_every_bundled_config_belongs_to_a_family_and_is_complete():
     for name in list_bundled_configs():
         data = load_bundled_config(name)
         (family,) = [family for family in FAMILY_FACTS if name == family or name.startswith(f"{family}_")]
@@ -88,7 +88,7 @@ def of(prefix: str, keys_and_shapes: Mapping[str, list[int]]) -> dict[str, list[
 def exported(
     model: nn.Module, targets, prefix: str, style: str
 ) -> tuple[lora.AdapterStateDict, dict[str, torch.Tensor]]:
-    """The state of a LoRA in a model without weights, and what a kohya file would hold."""
+    """The state dict of a LoRA in a meta model, and the tensors of its kohya file."""
     adapter = lora.inject_into_model(model, AdapterConfig(network_dim=16, network_alpha=8), targets, seed=1)
     state = {name: torch.zeros(tensor.shape) for name, tensor in lora.get_adapter_state_dict(model).items()}
     part = key_names.ComponentKeys.from_model(model, "part", prefix, style)
@@ -103,7 +103,7 @@ def exported(
 
 
 @pytest.mark.parametrize("family, config, name", [("sd1", "sd1", "sd15"), ("sdxl", "sdxl", "sdxl")])
-def test_names_and_shapes_of_the_denoiser_are_sd_scripts_own(family, config, name):
+def test_keys_and_shapes_of_the_denoiser_are_those_of_sd_scripts(family, config, name):
     family = FAMILIES.get(family)
     _, tensors = exported(
         part_of(config, family.denoiser_name), family.lora_target_modules, family.lora_prefix, family.lora_key_style
@@ -115,7 +115,7 @@ def test_names_and_shapes_of_the_denoiser_are_sd_scripts_own(family, config, nam
     "family, config, name",
     [("sd1", "sd1", "sd15"), ("sdxl", "sdxl", "sdxl"), ("sd3", "sd3", "sd3_medium"), ("flux", "flux", "flux")],
 )
-def test_names_and_shapes_of_the_text_encoders_are_sd_scripts_own(family, config, name):
+def test_keys_and_shapes_of_the_text_encoders_are_those_of_sd_scripts(family, config, name):
     family = FAMILIES.get(family)
     trained = {part: prefix for part, prefix in family.text_lora_prefixes.items() if part != family.facts.t5_encoder}
     for part, prefix in trained.items():
@@ -126,8 +126,8 @@ def test_names_and_shapes_of_the_text_encoders_are_sd_scripts_own(family, config
     }
 
 
-def test_original_names_of_convolutions_are_sd_scripts_own():
-    """LoRA on convolutions is not trained yet, but their names are all of the rest that a UNet has."""
+def test_original_names_of_convolutions_are_those_of_sd_scripts():
+    """Convolutions are the remaining modules of a UNet."""
     model = part_of("sdxl", "unet")
     files = key_names.build_key_map((name for name, _ in model.named_modules()), "ldm")
     wanted = {key.split(".")[0] for key in of("lora_unet", golden("sdxl_conv"))}
@@ -162,7 +162,7 @@ TRANSFORMERS = {
 
 
 @pytest.mark.parametrize("config", [name for name in list_bundled_configs() if name.startswith(tuple(TRANSFORMERS))])
-def test_files_of_real_size_are_known_by_their_names_in_either_form(config):
+def test_files_of_published_size_are_detected_with_original_and_diffusers_keys(config):
     family = next(name for name in TRANSFORMERS if config.startswith(name))
     model = part_of(config, "transformer")
     for prefix, tensors in (
@@ -179,8 +179,8 @@ def test_files_of_real_size_are_known_by_their_names_in_either_form(config):
 
 
 @pytest.mark.parametrize("config", ["sd3", "sd3_5_medium", "flux", "flux_schnell", "z_image"])
-def test_original_weights_of_real_size_become_diffusers_own(config):
-    """Names and shapes alone, since diffusers' conversion of FLUX knows no other size."""
+def test_original_weights_of_published_size_are_converted_to_those_of_diffusers(config):
+    """Keys and shapes on the meta device: diffusers' conversion of FLUX supports no other size."""
     family = next(name for name in TRANSFORMERS if config.startswith(name))
     model = part_of(config, "transformer")
     renamed = _convert_diffusers_keys(model, TRANSFORMERS[family](model), "")
@@ -208,7 +208,7 @@ ORIGINAL = {
         ("sdxl", "text_encoder_2", "OpenCLIP"),
     ],
 )
-def test_a_single_file_of_the_real_size_has_every_weight(config, part, original):
+def test_a_single_file_of_published_size_has_every_weight(config, part, original):
     model = part_of(config, part)
     tensors = {name: tensor.to("meta") for name, tensor in ORIGINAL[original](model).items()}
     rename = single_file._convert_text_encoder_keys if part.startswith("text") else single_file._convert_diffusers_keys

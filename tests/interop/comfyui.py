@@ -1,4 +1,4 @@
-"""Our LoRA files in ComfyUI's own loader: how many tensors it takes, and whether it merges what was trained.
+"""Load our LoRA files with ComfyUI's loader: count the loaded tensors, and compare the merged weights.
 
     python tests/interop/comfyui.py FOLDER_OF_COMFYUI [FOLDER_OF_ITS_PACKAGES]
 
@@ -37,7 +37,7 @@ TEXT = {
 
 
 class Log(logging.Handler):
-    """Counts what the loader says it did not take."""
+    """Count the keys that the loader reports as not loaded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def main(comfyui: str, packages: str | None = None) -> None:
 
 
 def stand_in(*names: str) -> None:
-    """ComfyUI imports these for pictures and sound; loading a LoRA needs none of them."""
+    """ComfyUI imports these for images and audio; loading a LoRA needs none of them."""
     for name in names:
         module: Any = ModuleType(name)
         module.__getattr__ = lambda attribute: MagicMock()
@@ -124,7 +124,7 @@ def tried(family: str, kind: str, form: Any) -> str:
 
 
 def small(family: str) -> Any:
-    """The tests' tiny model; ComfyUI takes it for granted that an SD3 of n blocks is 64 n wide."""
+    """The tiny model of the tests; ComfyUI assumes that an SD3 of n blocks has width 64 n."""
     from diffusers import SD3Transformer2DModel
     from tiny_pipelines import TINY
 
@@ -137,7 +137,7 @@ def small(family: str) -> Any:
 
 
 def weights_of(family: str, pipe: Any) -> dict[str, Tensor]:
-    """What ComfyUI calls the weights that may be changed."""
+    """The names of the weights that ComfyUI can patch."""
 
     writers = {
         "sd3": original_checkpoints.sd3_transformer,
@@ -156,7 +156,7 @@ def weights_of(family: str, pipe: Any) -> dict[str, Tensor]:
 
 
 def fake(family: str, weights: dict[str, Tensor], pipe: Any) -> Any:
-    """A model of ComfyUI's own class with these weights, as far as its loader looks at it."""
+    """A model of ComfyUI's class with these weights and the attributes that its loader needs."""
     import comfy.model_base
     import comfy.model_detection
 
@@ -168,7 +168,7 @@ def fake(family: str, weights: dict[str, Tensor], pipe: Any) -> Any:
 
 
 def unet_config(family: str, pipe: Any) -> dict[str, Any]:
-    """What ComfyUI would find out about a model of this size."""
+    """The config that ComfyUI would detect for a model of this size."""
     if hasattr(pipe, "unet"):
         config = pipe.unet.config
         count = len(config.block_out_channels)

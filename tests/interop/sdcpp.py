@@ -1,4 +1,4 @@
-"""Our LoRA files in stable-diffusion.cpp: how many tensors it takes, and whether it draws as with merged weights.
+"""Load our LoRA files with stable-diffusion.cpp: count the loaded tensors, and compare with merged weights.
 
     python tests/interop/sdcpp.py FOLDER_OF_THE_PACKAGE WORK_FOLDER
 
@@ -37,7 +37,7 @@ def main(package: str, work: str) -> None:
 
 @torch.no_grad()
 def written(folder: Path) -> list[str]:
-    """The model, the model with merged weights, and the LoRA in two formats; of all linear layers, encoder included."""
+    """Write the model, the model with merged weights, and the LoRA in two formats, text encoder included."""
     from adapter_states import draw_state
     from adapter_tensors import merge
 

@@ -1,4 +1,4 @@
-"""A LoRA trained on each family works in diffusers: the whole way from pictures to a file, and the file alone."""
+"""A LoRA trained on each family works in diffusers, from images to the file."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def predicted(family, pipe, batch):
 
 
 @pytest.mark.parametrize("name", ["sd1", "sd2", "sdxl"])
-def test_diffusers_computes_with_the_file_what_the_model_in_memory_does(name, tmp_path):
+def test_diffusers_predicts_the_same_with_the_file_as_the_model_in_memory(name, tmp_path):
     tiny, family = TINY[name](), FAMILIES.get(name)()
     denoiser = getattr(tiny.pipe, family.denoiser_name)
     base = predicted(family, tiny.pipe, tiny.batch)
@@ -54,7 +54,7 @@ VERSIONS = {
 
 
 @pytest.mark.parametrize("name", VERSIONS)
-def test_a_run_from_pictures_to_a_file_and_previews(name, tmp_path):
+def test_a_run_from_images_to_a_file_and_previews(name, tmp_path):
     source = f"random:{name}:tiny"
     (tmp_path / "prompts.txt").write_text("a red circle --w 64 --h 96 --s 2\n", encoding="utf-8")
     on_ranks(

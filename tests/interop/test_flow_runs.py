@@ -1,4 +1,4 @@
-"""Whole runs of the flow-matching families: what is written is what diffusers' own pipelines load."""
+"""Runs of the flow-matching families write files that the pipelines of diffusers load."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,7 @@ SOURCES = {
 
 @torch.no_grad()
 def seen(family, pipe, name):
-    """What a model makes of one batch."""
+    """The prediction of a model for one batch."""
     batch = TINY[name]().batch
     cond = family.encode_prompts(pipe, ["a red circle", "a longer text, of blue"])
     denoiser = getattr(pipe, family.denoiser_name).eval()
@@ -34,7 +34,7 @@ def seen(family, pipe, name):
 
 
 def train_and_look(name, *flags):
-    """A run, and what its model in memory makes of the batch when the file is written."""
+    """Train, and return the prediction of the model in memory for the batch when the file is written."""
     from library.training import export
     from library.training.run import run_training
 
@@ -51,7 +51,7 @@ def train_and_look(name, *flags):
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_diffusers_draws_with_the_file_as_the_model_in_memory_does(name, tmp_path):
+def test_diffusers_samples_the_same_with_the_file_as_the_model_in_memory(name, tmp_path):
     source = SOURCES[name]
     (told,) = on_ranks(
         1,
@@ -82,8 +82,8 @@ def test_diffusers_draws_with_the_file_as_the_model_in_memory_does(name, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["sd3", "flux", "qwen_image"])
-def test_one_process_and_two_train_alike(name, even, tmp_path):
-    """Although modules share matrices, and some layers have no say in the result."""
+def test_one_process_and_two_train_the_same_weights(name, even, tmp_path):
+    """Although modules share lora_A, and some layers are unused."""
     flags = (
         "--pretrained_model_name_or_path",
         SOURCES[name],
@@ -98,7 +98,7 @@ def test_one_process_and_two_train_alike(name, even, tmp_path):
     assert difference(one, two) < 1e-4
 
 
-def test_modules_that_are_one_in_the_original_share_a_matrix_to_the_end(even, tmp_path):
+def test_modules_that_are_fused_in_the_original_share_lora_a_to_the_end(even, tmp_path):
     one = trained(tmp_path, 1, 4, 1, "--pretrained_model_name_or_path", SOURCES["flux"], dataset=even)
     name = "transformer.single_transformer_blocks.0"
     down = [one[f"{name}.{part}.lora_A.weight"] for part in ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")]

@@ -1,4 +1,4 @@
-"""A model whose adapters are switched off is the one that was there before."""
+"""With its adapters disabled, a model computes what the base model computes."""
 
 import torch
 from small_unet import CONFIG, TARGETS, call, randomise, unet
@@ -8,7 +8,7 @@ from library.adapters.lora import disable_adapters
 
 
 @torch.no_grad()
-def test_switched_off_the_model_is_what_it_was_and_afterwards_all_learns_again():
+def test_without_adapters_the_base_model_is_computed_and_afterwards_all_weights_are_trainable_again():
     model = unet()
     before = call(model)
     lora.inject_into_model(model, CONFIG, TARGETS, seed=1)

@@ -1,4 +1,4 @@
-"""Files of sd-scripts, diffusers and ComfyUI from one state and back: no bit and no alpha is lost on the way."""
+"""Conversion to the files of sd-scripts, diffusers and ComfyUI and back loses no bit and no alpha."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,7 @@ def equal(one, other):
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_family_goes_to_every_format_and_back_to_the_bit(name, form, dtype):
+def test_every_family_is_converted_to_every_format_and_back_to_the_bit(name, form, dtype):
     # In 16 bits any alpha can be multiplied in and taken out again, in 32 bits powers of two.
     state, alphas, parts = draw_state(name, dtype=dtype, scale=0.5 if dtype == torch.float32 else None)
     tensors, told = convert_to_file_format(state, alphas, parts, form)
@@ -52,7 +52,7 @@ def test_every_family_goes_to_every_format_and_back_to_the_bit(name, form, dtype
 
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("kind, forms", [("dora", FORMATS), ("loha", ("comfy",)), ("lokr", ("comfy",))])
-def test_other_kinds_go_to_the_formats_that_know_them_and_back(name, kind, forms):
+def test_other_adapter_types_are_converted_to_the_formats_that_support_them_and_back(name, kind, forms):
     state, alphas, parts = draw_state(name, kind, scale=0.25)
     for form in forms:
         back = convert_from_file_format(*convert_to_file_format(state, alphas, parts, form), parts)
@@ -64,8 +64,8 @@ IN_DIFFUSERS = [*((name, "lora") for name in EVERY), ("sd1", "dora"), ("sd3", "d
 
 @torch.no_grad()
 @pytest.mark.parametrize("name, kind", IN_DIFFUSERS)
-def test_diffusers_computes_with_the_file_what_a_model_with_merged_weights_does(name, kind, tmp_path):
-    """Text encoders included, but for DoRA, whose magnitudes it leaves out there."""
+def test_diffusers_predicts_the_same_with_the_file_as_with_merged_weights(name, kind, tmp_path):
+    """Includes text encoders, except for DoRA, whose magnitudes diffusers ignores there."""
     tiny, family = TINY[name](), FAMILIES.get(name)()
     state, alphas, parts = draw_state(name, kind, pipe=tiny.pipe, with_t5=False)
     state = {
@@ -87,7 +87,7 @@ def test_diffusers_computes_with_the_file_what_a_model_with_merged_weights_does(
         torch.testing.assert_close(found[what], tensor, rtol=2e-3, atol=2e-3, msg=lambda text, at=what: f"{at}: {text}")
 
 
-def test_a_lora_kind_is_not_written_where_nobody_would_read_it():
+def test_an_adapter_type_is_not_written_in_a_format_without_support():
     state, alphas, parts = draw_state("flux", "lokr")
     with pytest.raises(UserError, match=r"transformer\.double_blocks.* lokr .*use save_format comfy"):
         convert_to_file_format(state, alphas, parts, "kohya")
@@ -99,7 +99,7 @@ def test_a_lora_kind_is_not_written_where_nobody_would_read_it():
     )
 
 
-def test_the_usual_format_is_the_one_that_most_programs_read():
+def test_the_default_format_is_the_one_that_most_programs_load():
     assert choose_file_format(["lora"], "kohya") == "kohya" and choose_file_format(["lora"], "diffusers") == "diffusers"
     assert choose_file_format(["dora"], "diffusers") == choose_file_format(["loha"], "diffusers") == "comfy"
     assert choose_file_format(["oft"], "kohya") == "diffusers"
@@ -107,7 +107,7 @@ def test_the_usual_format_is_the_one_that_most_programs_read():
 
 @pytest.mark.parametrize("rank, alpha", [(3, 1.0), (6, 5.0), (4, 16.0)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_what_alpha_does_can_be_taken_out_again_to_the_bit_where_it_is_no_power_of_two(rank, alpha, dtype):
+def test_a_folded_alpha_that_is_no_power_of_two_is_unfolded_to_the_bit(rank, alpha, dtype):
     part = ComponentKeys("transformer", ("a", "a.b"), "lora_unet")
     draw = torch.Generator().manual_seed(1)
     state = {
@@ -128,7 +128,7 @@ def test_what_alpha_does_can_be_taken_out_again_to_the_bit_where_it_is_no_power_
     )
 
 
-def test_names_of_older_diffusers_of_peft_and_of_other_trainers_are_read():
+def test_keys_of_older_diffusers_of_peft_and_of_other_trainers_are_read():
     state, _, parts = draw_state("sd1")
     module = "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
     down, up = state[f"{module}.lora_A.weight"], state[f"{module}.lora_B.weight"]
@@ -157,7 +157,7 @@ def test_names_of_older_diffusers_of_peft_and_of_other_trainers_are_read():
     assert found.replace("text_model.", "") == text
 
 
-def test_fused_attention_of_z_image_comes_apart():
+def test_fused_attention_of_z_image_is_split():
     model, family = tiny_denoiser("z_image")
     part = names_of(model, family)
     size = model.layers[0].attention.to_q.weight.shape[1]
@@ -178,7 +178,7 @@ def test_fused_attention_of_z_image_comes_apart():
 
 
 def golden_file(path, name, dtype=torch.float16):
-    """As sd-scripts would save it: its names and shapes, alphas in the precision of the weights."""
+    """A file as sd-scripts saves it: its keys and shapes, alphas in the dtype of the weights."""
     draw = torch.Generator().manual_seed(3)
     shapes = json.loads((DATA / f"kohya_keys_{name}.json").read_text())
     few = {key: shape for key, shape in shapes.items() if "s_0_" in key and "single" not in key}
@@ -200,8 +200,8 @@ FAMILY_OF = {"sd15": "sd1", "sdxl": "sdxl", "sd3_medium": "sd3", "flux": "flux"}
     "kind, zero, form",
     [pytest.param("lora", "lora_down.weight", "diffusers", marks=pytest.mark.long), ("lokr", "lokr_w2_b", "comfy")],
 )
-def test_the_tool_converts_files_in_which_a_layer_does_nothing(kind, zero, form, tmp_path):
-    """LyCORIS begins with zeros in other places than peft, and leaves them there in layers that nothing reaches."""
+def test_the_tool_converts_files_with_a_layer_without_effect(kind, zero, form, tmp_path):
+    """LyCORIS initializes other tensors with zeros than peft, and unused layers keep them."""
     source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
     state, alphas, parts = draw_state("sd1", kind)
     tensors = convert_to_file_format(state, alphas, parts, "kohya")[0]
@@ -213,7 +213,7 @@ def test_the_tool_converts_files_in_which_a_layer_does_nothing(kind, zero, form,
 
 
 @pytest.mark.parametrize("name", ["sd15", pytest.param("flux", marks=pytest.mark.long)])
-def test_the_tool_converts_sd_scripts_files_there_and_back_to_the_bit(name, tmp_path, capsys):
+def test_the_tool_converts_sd_scripts_files_to_diffusers_and_back_to_the_bit(name, tmp_path, capsys):
     source = tmp_path / "a.safetensors"
     golden_file(source, name)
     for form in ("diffusers", "comfy"):
@@ -229,7 +229,7 @@ def test_the_tool_converts_sd_scripts_files_there_and_back_to_the_bit(name, tmp_
         assert (hashes[0] == hashes[1]) == (form == "comfy" and name == "sd15"), "they are those of the new tensors"
 
 
-def test_a_model_of_a_size_of_its_own_is_found_by_its_names_and_by_what_the_file_says():
+def test_a_model_of_custom_size_is_identified_by_its_keys_and_by_the_metadata():
     unet = build_empty_model(
         UNet2DConditionModel,
         {
@@ -264,7 +264,7 @@ def test_a_model_of_a_size_of_its_own_is_found_by_its_names_and_by_what_the_file
     assert (found.family, found.is_known_size) == ("sd1", True)
 
 
-def test_the_tool_says_what_is_no_lora_and_overwrites_nothing(tmp_path, capsys):
+def test_the_tool_rejects_files_that_are_no_lora_and_overwrites_nothing(tmp_path, capsys):
     model, adapter = tmp_path / "model.safetensors", tmp_path / "lora.safetensors"
     save_file({"first.weight": torch.ones(2)}, model)
     save_file(
@@ -295,8 +295,8 @@ LATER = {
 
 
 @pytest.mark.parametrize("form, start", LATER.items())
-def test_comfyui_gets_shift_and_scale_of_sd3_in_the_order_of_the_original(form, start):
-    """It reads diffusers' name as if the order were the same; a name that it reads later says it right."""
+def test_comfyui_files_have_shift_and_scale_of_sd3_in_the_original_order(form, start):
+    """It ignores the order for diffusers keys; a key that it reads later has the original order."""
     state, alphas, parts = draw_state("sd3", scale=0.5)
     tensors, _ = convert_to_file_format(state, alphas, parts, form)
     up = state["transformer.transformer_blocks.1.norm1_context.linear.lora_B.weight"]

@@ -1,4 +1,4 @@
-"""LoRA in a model: where it is put, how it starts, what is trained, and how it is read out."""
+"""LoRA injection: target modules, initialization, trainable parameters and state dict."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def test_the_update_is_zero_at_the_start():
 
 
 @torch.no_grad()
-def test_the_update_is_b_times_a_times_alpha_over_rank():
+def test_the_update_is_lora_b_times_lora_a_times_alpha_over_rank():
     model, plain = unet(), unet()
     adapter = lora.inject_into_model(model, CONFIG, TARGETS, seed=1)
     randomise(model)
@@ -44,7 +44,7 @@ def test_the_update_is_b_times_a_times_alpha_over_rank():
     torch.testing.assert_close(call(model), call(plain), rtol=1e-4, atol=1e-5)
 
 
-def test_the_start_depends_on_the_seed_and_the_name_and_on_nothing_else():
+def test_the_initial_weights_depend_on_the_seed_and_the_name_only():
     def start(seed, targets=TARGETS):
         model = unet()
         lora.inject_into_model(model, CONFIG, targets, seed)
@@ -63,7 +63,7 @@ def test_the_start_depends_on_the_seed_and_the_name_and_on_nothing_else():
     assert not torch.equal(first[downs[1]], first[downs[8]])
 
 
-def test_down_is_drawn_as_kaiming_uniform_with_the_bound_of_a_linear_layer():
+def test_lora_a_is_initialized_as_kaiming_uniform_with_the_bound_of_a_linear_layer():
     model = nn.ModuleDict({"to_q": nn.Linear(400, 30), "conv": nn.Conv2d(90, 8, 1)})
     lora.inject_into_model(model, AdapterConfig(network_dim=64), ("to_q", "conv"), seed=0)
     for name, fan_in in (("to_q", 400), ("conv", 90)):
@@ -72,7 +72,7 @@ def test_down_is_drawn_as_kaiming_uniform_with_the_bound_of_a_linear_layer():
         assert down.std().item() == pytest.approx(fan_in**-0.5 / 3**0.5, rel=0.03)
 
 
-def test_only_the_lora_is_trained_and_in_float32_whatever_the_model_is():
+def test_only_the_lora_is_trainable_and_in_float32_whatever_the_dtype_of_the_model():
     model = unet(torch.bfloat16).train()
     lora.inject_into_model(model, CONFIG, TARGETS, seed=1)
     with torch.autocast("cpu", torch.bfloat16):
@@ -85,31 +85,31 @@ def test_only_the_lora_is_trained_and_in_float32_whatever_the_model_is():
     assert all(bool(p.grad.any()) for name, p in trained.items() if "lora_B" in name)
 
 
-def test_alpha_zero_stands_for_the_rank_as_in_sd_scripts():
+def test_alpha_zero_means_the_rank_as_in_sd_scripts():
     assert lora.inject_into_model(unet(), AdapterConfig(network_dim=6, network_alpha=0), TARGETS, seed=1).alpha == 6
 
 
-def test_a_target_that_matches_nothing_is_an_error_that_names_it():
+def test_a_target_that_matches_no_layer_is_reported_by_name():
     with pytest.raises(UserError, match="'to_qq' matches no layer of UNet2DConditionModel"):
         lora.inject_into_model(unet(), CONFIG, (*TARGETS, "to_qq"), seed=1)
     with pytest.raises(UserError, match="no target"):
         lora.inject_into_model(unet(), CONFIG, (), seed=1)
 
 
-def test_a_target_is_the_end_of_a_name_cut_at_a_dot():
+def test_a_target_is_a_suffix_of_a_module_name_that_begins_at_a_dot():
     model = nn.ModuleDict({"to_q": nn.Linear(2, 2), "not_to_q": nn.Linear(2, 2), "norm": nn.LayerNorm(2)})
     assert match_target_modules(model, ("to_q",)) == ("to_q",)
 
 
 class Outer(nn.Module):
-    """Holds a model under ``module``, as DDP does."""
+    """Wrap a model as ``module``, as DDP does."""
 
     def __init__(self, module):
         super().__init__()
         self.module = module
 
 
-def test_names_are_the_same_through_any_wrapper():
+def test_parameter_names_are_the_same_in_any_wrapper():
     model = unet()
     lora.inject_into_model(model, CONFIG, TARGETS, seed=1)
     plain = list(lora.get_adapter_state_dict(model))
@@ -122,7 +122,7 @@ def test_names_are_the_same_through_any_wrapper():
     assert list(lora.get_adapter_state_dict(model)) == plain
 
 
-def test_a_state_is_put_back_and_a_wrong_one_is_refused():
+def test_a_state_dict_is_loaded_and_a_wrong_one_is_rejected():
     model, other = unet(), unet()
     lora.inject_into_model(model, CONFIG, TARGETS, seed=1)
     lora.inject_into_model(other, CONFIG, TARGETS, seed=2)

@@ -1,4 +1,4 @@
-"""What a LoRA file says of itself: true, all text, without paths, with sd-scripts' hashes."""
+"""Metadata of LoRA files: correct, text only, without paths, with the hashes of sd-scripts."""
 
 import dataclasses
 import hashlib
@@ -53,7 +53,7 @@ def described(config=CONFIG):
     return build_metadata(config, MODEL, RUN, "lorikeet-lora/0.1.0")
 
 
-def test_the_keys_that_loaders_read_are_always_there():
+def test_the_keys_that_loaders_read_are_always_written():
     least = {
         "ss_v2": "False",
         "ss_base_model_version": "sd_v1",
@@ -94,7 +94,7 @@ def test_the_run_is_described_with_sd_scripts_keys():
     assert all(type(value) is str for value in found.values())
 
 
-def test_noise_times_and_loss_are_told_and_those_of_flow_matching_for_models_trained_by_it():
+def test_noise_and_loss_options_are_written_and_those_of_flow_matching_for_flow_models():
     config = dataclasses.replace(
         CONFIG,
         noise=NoiseConfig(noise_offset=0.1, ip_noise_gamma=0.0, weighting_scheme="cosmap"),
@@ -132,18 +132,18 @@ def test_noise_times_and_loss_are_told_and_those_of_flow_matching_for_models_tra
         (None, "built-in"),
     ],
 )
-def test_of_a_path_only_the_last_part_is_told(source, name):
+def test_only_the_last_component_of_a_path_is_written(source, name):
     assert build_model_metadata(ModelConfig(source, vae=source)).items() >= {"ss_sd_model_name": name}.items()
     assert "someone" not in json.dumps(build_model_metadata(ModelConfig(source, vae=source)))
 
 
-def test_of_a_relative_path_only_the_last_part_is_told(tmp_path, monkeypatch):
+def test_only_the_last_component_of_a_relative_path_is_written(tmp_path, monkeypatch):
     (tmp_path / "private/sd15").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert build_model_metadata(ModelConfig(os.path.join("private", "sd15"))) == {"ss_sd_model_name": "sd15"}
 
 
-def test_a_single_file_is_told_with_the_two_hashes_that_web_uis_look_for(tmp_path):
+def test_a_single_file_model_is_written_with_the_two_hashes_that_web_uis_look_up(tmp_path):
     content = os.urandom(0x110010)
     (tmp_path / "sd.safetensors").write_bytes(content)
     found = build_model_metadata(ModelConfig(str(tmp_path / "sd.safetensors"), vae=str(tmp_path / "sd.safetensors")))
@@ -158,7 +158,7 @@ def test_a_single_file_is_told_with_the_two_hashes_that_web_uis_look_for(tmp_pat
     }
 
 
-def test_what_the_user_says_of_the_lora_stands_in_the_file(tmp_path):
+def test_the_metadata_options_of_the_user_are_written(tmp_path):
     (tmp_path / "cat.png").write_bytes(b"picture")
     words = {name: f"my {name}" for name in MODELSPEC_USER_KEYS}
     save = dataclasses.replace(
@@ -176,7 +176,7 @@ def test_what_the_user_says_of_the_lora_stands_in_the_file(tmp_path):
     assert "modelspec.author" not in described()
 
 
-def test_the_hashes_follow_sd_scripts_rules(tmp_path):
+def test_the_hashes_are_those_of_sd_scripts(tmp_path):
     tensors = {"lora_unet_a.alpha": torch.tensor(1.0), "lora_unet_a.lora_down.weight": torch.rand(600, 600)}
     found = add_model_hashes(tensors, described())
 
@@ -195,7 +195,7 @@ def test_the_hashes_follow_sd_scripts_rules(tmp_path):
     assert other["sshs_model_hash"] == found["sshs_model_hash"]
 
 
-def test_the_metadata_arrives_in_the_file(tmp_path):
+def test_the_metadata_is_written_to_the_file(tmp_path):
     tensors = {
         "lora_unet_a.alpha": torch.tensor(1.0),
         "lora_unet_a.lora_down.weight": torch.rand(2, 3),

@@ -1,4 +1,4 @@
-"""Masks weigh the loss as sd-scripts weighs it, or by their area; the task brings them to the latents they cover."""
+"""Masked loss: normalized as in sd-scripts or by area, and resized to the latents."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ def test_the_mean_is_over_all_elements_as_in_sd_scripts():
     assert torch.equal(reduce_loss_per_sample(loss, torch.ones_like(mask)), reduce_loss_per_sample(loss, None))
 
 
-def test_by_area_a_constant_loss_is_that_constant_whatever_the_mask():
+def test_normalized_by_area_a_constant_loss_is_that_constant_for_any_mask():
     mask = torch.cat([random(1, 1, 5, 7), random(1, 1, 5, 7, seed=1) * 0.01, torch.ones(1, 1, 5, 7)])
     assert torch.allclose(
         reduce_loss_per_sample(torch.full((3, 4, 5, 7), 2.5), mask, normalize_by_area=True), torch.full((3,), 2.5)
@@ -38,7 +38,7 @@ def test_by_area_a_constant_loss_is_that_constant_whatever_the_mask():
 
 
 @pytest.mark.parametrize("by_area", [False, True])
-def test_a_picture_of_which_nothing_is_left_weighs_nothing_and_has_a_gradient_of_zero(by_area):
+def test_a_fully_masked_image_has_loss_zero_and_gradient_zero(by_area):
     loss = random(2, 4, 3, 3).requires_grad_()
     mask = torch.stack([torch.zeros(1, 3, 3), torch.ones(1, 3, 3)])
     means = reduce_loss_per_sample(loss, mask, normalize_by_area=by_area)
@@ -47,7 +47,7 @@ def test_a_picture_of_which_nothing_is_left_weighs_nothing_and_has_a_gradient_of
     assert (loss.grad[0] == 0).all() and torch.allclose(loss.grad[1], torch.full((4, 3, 3), 1 / 36))
 
 
-def test_a_latent_has_the_share_of_its_pixels_that_count():
+def test_the_mask_of_a_latent_is_the_mean_of_its_pixels():
     mask = torch.zeros(1, 1, 16, 24, dtype=torch.uint8)
     mask[..., :8, :8] = 255
     mask[..., :4, 8:16] = 255
@@ -56,7 +56,7 @@ def test_a_latent_has_the_share_of_its_pixels_that_count():
     assert torch.allclose(resize_mask_to_latents(mask, (2, 3))[0, 0], expected)
 
 
-def test_bytes_become_the_numbers_that_they_always_became():
+def test_uint8_pixels_are_normalized_to_minus_one_to_one():
     every = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16)
     assert torch.equal(normalize_pixels(every), every.float().div(127.5).sub(1))
     assert normalize_pixels(every).min() == -1 and normalize_pixels(every).max() == 1
@@ -76,7 +76,7 @@ def batch(mask: torch.Tensor | None) -> PixelBatch:
 
 
 @torch.no_grad()
-def test_the_losses_of_the_parts_of_a_picture_add_up_to_that_of_the_whole():
+def test_the_losses_of_complementary_masks_add_up_to_the_unmasked_loss():
     left = torch.zeros(2, 1, 64, 96, dtype=torch.uint8)
     left[..., :24] = 255
     train = task()
@@ -89,7 +89,7 @@ def test_the_losses_of_the_parts_of_a_picture_add_up_to_that_of_the_whole():
 
 
 @torch.no_grad()
-def test_a_picture_of_weight_zero_stays_so_whatever_its_mask():
+def test_an_image_of_weight_zero_has_loss_zero_for_any_mask():
     half = torch.zeros(2, 1, 64, 96, dtype=torch.uint8)
     half[..., 32:, :] = 255
     losses = task(normalize_masked_loss=True)(replace(batch(half), loss_weights=torch.tensor([0.0, 1.0])), 3)

@@ -1,4 +1,4 @@
-"""What is added to the noise of a sample: closed forms, and a second computation where there is none."""
+"""Noise offset, multires noise and input perturbation equal closed forms or a second implementation."""
 
 import pytest
 import torch
@@ -22,18 +22,18 @@ def normal(seed, *shape):
 NOISE, LATENTS = normal(1, *SHAPE), normal(2, *SHAPE) * 2 + normal(3, 3, 4, 1, 1)
 
 
-def test_without_options_the_noise_is_left_as_it_is():
+def test_without_options_the_noise_is_unchanged():
     assert apply_noise_options(NOISE, LATENTS, NoiseConfig(), draws) is NOISE
     assert apply_input_perturbation(NOISE, NoiseConfig(), draws) is NOISE
 
 
-def test_an_offset_moves_each_channel_as_a_whole():
+def test_a_noise_offset_shifts_each_channel_by_a_constant():
     moved = apply_noise_options(NOISE, LATENTS, NoiseConfig(noise_offset=0.1), draws) - NOISE
     expected = torch.stack([torch.randn(4, generator=each) for each in draws("noise offset")])
     torch.testing.assert_close(moved, 0.1 * expected[:, :, None, None].expand(SHAPE), rtol=0, atol=1e-6)
 
 
-def test_a_random_strength_is_a_share_between_none_and_all_for_each_sample():
+def test_a_random_strength_is_a_uniform_factor_for_each_sample():
     places = tuple(range(400))
     noise = torch.zeros(400, 4, 1, 1)
     settings = NoiseConfig(noise_offset=0.5, noise_offset_random_strength=True)
@@ -49,7 +49,7 @@ def test_a_random_strength_is_a_share_between_none_and_all_for_each_sample():
 
 
 @pytest.mark.parametrize("scale", [0.7, -0.2])
-def test_an_adaptive_offset_follows_the_mean_of_the_latents_and_does_not_turn_around(scale):
+def test_an_adaptive_offset_scales_with_the_mean_of_the_latents_and_never_changes_sign(scale):
     plain = apply_noise_options(NOISE, LATENTS, NoiseConfig(noise_offset=0.1), draws) - NOISE
     found = (
         apply_noise_options(NOISE, LATENTS, NoiseConfig(noise_offset=0.1, adaptive_noise_scale=scale), draws) - NOISE
@@ -59,7 +59,7 @@ def test_an_adaptive_offset_follows_the_mean_of_the_latents_and_does_not_turn_ar
     assert (strength == 0).any() == (scale < 0)
 
 
-def test_multires_noise_is_coarser_and_coarser_noise_on_top_with_spread_1():
+def test_multires_noise_adds_coarser_and_coarser_noise_and_has_standard_deviation_1():
     settings = NoiseConfig(multires_noise_iterations=6, multires_noise_discount=0.4)
     found = apply_noise_options(NOISE, LATENTS, settings, draws)
 
@@ -77,12 +77,12 @@ def test_multires_noise_is_coarser_and_coarser_noise_on_top_with_spread_1():
     torch.testing.assert_close(found.flatten(1).std(1), torch.ones(3))
 
 
-def test_the_layers_end_with_the_first_that_is_one_pixel_wide():
+def test_multires_noise_ends_with_the_first_layer_of_one_pixel():
     one, many = (apply_noise_options(NOISE, LATENTS, NoiseConfig(multires_noise_iterations=n), draws) for n in (6, 600))
     assert torch.equal(one, many)
 
 
-def test_input_noise_is_added_in_its_own_strength():
+def test_input_perturbation_is_added_with_its_own_strength():
     found = apply_input_perturbation(NOISE, NoiseConfig(ip_noise_gamma=0.1), draws) - NOISE
     expected = torch.stack([torch.randn(SHAPE[1:], generator=each) for each in draws("input noise")])
     torch.testing.assert_close(found, 0.1 * expected, rtol=0, atol=1e-6)
@@ -96,14 +96,14 @@ def test_input_noise_is_added_in_its_own_strength():
     assert all(0 < value < 1 for value in share)
 
 
-def test_offset_and_layers_work_together():
+def test_noise_offset_and_multires_noise_can_be_combined():
     both = NoiseConfig(noise_offset=0.3, multires_noise_iterations=3)
     moved = apply_noise_options(NOISE, LATENTS, NoiseConfig(noise_offset=0.3), draws)
     expected = apply_noise_options(moved, LATENTS, NoiseConfig(multires_noise_iterations=3), draws)
     assert torch.equal(apply_noise_options(NOISE, LATENTS, both, draws), expected)
 
 
-def test_a_sample_has_the_same_noise_whatever_batch_it_is_in():
+def test_the_noise_of_a_sample_does_not_depend_on_its_batch():
     settings = NoiseConfig(
         noise_offset=0.3,
         noise_offset_random_strength=True,

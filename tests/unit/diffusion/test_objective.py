@@ -1,4 +1,4 @@
-"""Noise, times, loss and weights in one: every option does something, and a sample does not see its batch."""
+"""The objective of noise, timesteps, loss and weighting: every option has an effect, and samples are independent."""
 
 import dataclasses
 import logging
@@ -42,7 +42,7 @@ def draws(places):
 
 
 def groups(settings):
-    """The two groups of options with these values."""
+    """The noise and the loss group with these values."""
     return (
         kind(**{name: value for name, value in settings.items() if name in vars(kind())})
         for kind in (NoiseConfig, LossConfig)
@@ -50,7 +50,7 @@ def groups(settings):
 
 
 def result(kind, settings, places=range(5)):
-    """Noisy latents, target, time and loss of each sample, for a model that says what it sees."""
+    """Noisy latents, target, timestep and loss of each sample, for a model that returns its input."""
     noise, loss = groups(settings)
     process = PROCESSES[kind]
     if kind != "flow":
@@ -104,7 +104,7 @@ def test_every_option_changes_what_is_trained(kind, base, change):
     assert all(tensor.isfinite().all() for tensor in after)
 
 
-def test_no_option_is_missing_above():
+def test_every_option_of_the_objective_is_tested_above():
     tried = {name for _, _, change in CASES for name in change}
     assert tried == {option.name for option in iter_options(RunConfig) if option.group in ("noise", "loss")}
 
@@ -122,7 +122,7 @@ EVERYTHING = {
 
 
 @pytest.mark.parametrize("kind", PROCESSES)
-def test_a_sample_is_trained_the_same_whatever_batch_it_is_in(kind):
+def test_the_loss_of_a_sample_does_not_depend_on_its_batch(kind):
     settings = {**INPUT, "weighting_scheme": "cosmap"} if kind == "flow" else EVERYTHING
     together = result(kind, settings)
     for places in ((0,), (3, 1)):
@@ -130,7 +130,7 @@ def test_a_sample_is_trained_the_same_whatever_batch_it_is_in(kind):
             torch.testing.assert_close(alone, all_of_them[list(places)], rtol=1e-5, atol=1e-6)
 
 
-def test_options_of_noise_move_neither_times_nor_the_noise_below():
+def test_noise_options_change_neither_timesteps_nor_the_base_noise():
     plain, moved = result("epsilon", {}), result("epsilon", INPUT | {"loss_type": "l1"})
     assert torch.equal(plain[2], moved[2])
     assert torch.equal(plain[1], moved[1]), "the target does not know of the input's noise"
@@ -141,7 +141,7 @@ def test_options_of_noise_move_neither_times_nor_the_noise_below():
 
 
 @pytest.mark.parametrize("kind", PROCESSES)
-def test_input_noise_is_mixed_in_by_the_process_and_the_target_stays(kind):
+def test_input_perturbation_is_added_to_the_noisy_latents_and_not_to_the_target(kind):
     noisy, target, t, _ = result(kind, INPUT)
     plain, same, _, _ = result(kind, {})
     extra = torch.stack([torch.randn(4, 12, 20, generator=each) for each in draws(range(5))("input noise")])
@@ -152,8 +152,8 @@ def test_input_noise_is_mixed_in_by_the_process_and_the_target_stays(kind):
 
 
 @pytest.mark.parametrize("kind", PROCESSES)
-def test_nothing_waits_for_the_device(kind):
-    """A meta tensor has no numbers, so whatever asks for one of them fails here."""
+def test_the_objective_never_synchronizes_with_the_device(kind):
+    """Meta tensors have no values, so any synchronization fails."""
     settings = {**INPUT, "weighting_scheme": "cosmap"} if kind == "flow" else EVERYTHING
     latents = LATENTS.to("meta")
     objective = Objective(PROCESSES[kind], *groups(settings))
@@ -164,7 +164,7 @@ def test_nothing_waits_for_the_device(kind):
     assert loss.device.type == noised.target.device.type == "meta"
 
 
-def test_given_times_and_noise_are_taken_as_they_are():
+def test_explicit_timesteps_and_noise_are_used_unchanged():
     objective = Objective(PROCESSES["flow"], NoiseConfig(ip_noise_gamma=0.3), LossConfig())
     noise, t = torch.ones_like(LATENTS), torch.tensor([100.0, 200, 300, 400, 500])
     noised = objective.add_noise_at(LATENTS, noise, t)
@@ -176,7 +176,7 @@ def test_given_times_and_noise_are_taken_as_they_are():
 
 @pytest.mark.parametrize("kind", [DDIMScheduler, PNDMScheduler, EulerDiscreteScheduler, DDPMScheduler])
 def test_training_and_every_sampler_follow_the_options(kind, caplog):
-    """Settings that a scheduler's file does not name are dropped by diffusers, unless it is told better."""
+    """diffusers ignores settings that the scheduler config lists in ``_use_default_values``."""
     noise = NoiseConfig(v_parameterization=True, zero_terminal_snr=True)
     with caplog.at_level(logging.WARNING):
         scheduler = override_scheduler(kind(**SD1), noise)
@@ -201,7 +201,7 @@ def test_training_and_every_sampler_follow_the_options(kind, caplog):
         assert artist.timesteps[0] == 999
 
 
-def test_a_run_asks_what_the_options_say_and_draws_previews_by_it():
+def test_a_run_trains_and_previews_with_the_prediction_type_of_the_options():
     family, pipe = StableDiffusion1(), stand_in.build(())
     config = RunConfig(
         noise=NoiseConfig(v_parameterization=True, zero_terminal_snr=True, noise_offset=0.1),
@@ -213,7 +213,7 @@ def test_a_run_asks_what_the_options_say_and_draws_previews_by_it():
     assert pipe.scheduler.config.prediction_type == "v_prediction"
 
 
-def test_what_shows_only_in_the_loaded_model_is_refused_then():
+def test_conflicts_with_the_loaded_scheduler_are_rejected_after_loading():
     family, pipe = StableDiffusion1(), stand_in.build(())
     pipe.scheduler = DDIMScheduler(**SD1, rescale_betas_zero_snr=True)
     wrong = RunConfig(loss=LossConfig(debiased_estimation_loss=True, scale_v_pred_loss_like_noise_pred=True))
@@ -229,7 +229,7 @@ def test_what_shows_only_in_the_loaded_model_is_refused_then():
 @pytest.mark.parametrize(
     "source", ["random:sd3:tiny", "random:flux:tiny", "random:z_image:tiny", "random:qwen_image:tiny"]
 )
-def test_flow_families_train_as_they_draw_unless_they_are_told_otherwise(source):
+def test_flow_models_are_trained_with_the_shift_of_their_scheduler_by_default(source):
     model = detect_model(source)
     family = FAMILIES.get(model.family)()
     pipe = family.load(model, torch.float32, ())
@@ -248,7 +248,7 @@ def test_flow_families_train_as_they_draw_unless_they_are_told_otherwise(source)
         build_objective(RunConfig(loss=LossConfig(min_snr_gamma=5.0)), family, pipe)
 
 
-def test_a_scheduler_that_says_the_same_is_left_alone(caplog):
+def test_a_scheduler_with_the_same_settings_is_not_rebuilt(caplog):
     scheduler = DDIMScheduler(**SD1, prediction_type="v_prediction", rescale_betas_zero_snr=True)
     with caplog.at_level(logging.WARNING):
         assert override_scheduler(scheduler, NoiseConfig(v_parameterization=True, zero_terminal_snr=True)) is scheduler

@@ -1,4 +1,4 @@
-"""Long captions and layers of CLIP, as sd-scripts has them; diffusers' own encoding of each piece is the judge."""
+"""Long captions and clip_skip as in sd-scripts, compared with diffusers' encoding of each chunk."""
 
 import logging
 
@@ -37,7 +37,7 @@ def test_clip_skip_takes_the_nth_last_layer(name, number):
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["sd1", "sd2", "sdxl"])
 @pytest.mark.parametrize("length", [150, 225])
-def test_a_long_caption_is_read_in_pieces_of_75_tokens(name, length):
+def test_a_long_caption_is_encoded_in_chunks_of_75_tokens(name, length):
     pipe = TINY[name]().pipe
     family = FAMILIES.get(name)(ModelConfig(max_token_length=length))
     ours = family.encode_prompts(pipe, [f"{FIRST} {SECOND}", "short"])
@@ -54,7 +54,7 @@ def test_a_long_caption_is_read_in_pieces_of_75_tokens(name, length):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["sd1", "sd2", "sdxl"])
-def test_what_is_too_long_is_cut_off_where_diffusers_cuts_it(name):
+def test_a_caption_that_is_too_long_is_truncated_as_in_diffusers(name):
     pipe, family = TINY[name]().pipe, FAMILIES.get(name)()
     theirs, _ = encoded_by_diffusers(pipe, [f"{FIRST} {SECOND}"])
     torch.testing.assert_close(family.encode_prompts(pipe, [f"{FIRST} {SECOND}"])["embeds"], theirs)
@@ -65,7 +65,7 @@ def test_what_is_too_long_is_cut_off_where_diffusers_cuts_it(name):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["sd1", "sdxl"])
-def test_a_picture_is_drawn_with_long_captions(name):
+def test_an_image_is_sampled_with_long_captions(name):
     from library.data.prompts import Prompt
 
     pipe, family = TINY[name]().pipe, FAMILIES.get(name)(ModelConfig(max_token_length=150))
@@ -77,7 +77,7 @@ def test_a_picture_is_drawn_with_long_captions(name):
     )
 
 
-def test_the_settings_are_checked_with_all_others(tmp_path):
+def test_the_caption_options_are_validated_with_all_others(tmp_path):
     problems = parse_config(["--max_token_length", "100", "--clip_skip", "0"]).problems
     assert "--max_token_length: expected 75, 150 or 225, got 100" in problems
     assert any(line.startswith("--clip_skip: ") and "at least 1" in line for line in problems)
@@ -85,7 +85,7 @@ def test_the_settings_are_checked_with_all_others(tmp_path):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["sd3", "flux", "flux_schnell", "z_image", "qwen_image"])
-def test_the_end_of_a_text_is_read_unless_it_is_told_to_be_too_long(name):
+def test_a_caption_is_encoded_to_its_end_unless_it_is_reported_as_truncated(name):
     tiny = TINY[name]()
     pipe, family = tiny.pipe, FAMILIES.get(tiny.family)()
     lengths = range(1, 1100)
@@ -98,7 +98,7 @@ def test_the_end_of_a_text_is_read_unless_it_is_told_to_be_too_long(name):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["sd3", "flux"])
-def test_the_length_of_t5s_text_is_an_option(name):
+def test_the_max_token_length_of_t5_is_an_option(name):
     tiny = TINY[name]()
     family = FAMILIES.get(name)(ModelConfig(t5xxl_max_token_length=20))
     texts = ["a red circle", "a text of twenty letters"]
@@ -116,8 +116,8 @@ def test_the_length_of_t5s_text_is_an_option(name):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["sd3", "flux"])
-def test_nothing_is_written_about_captions_of_which_clip_reads_a_part(name, caplog, monkeypatch):
-    """It would be, again at each step, on each process; what is lost is what T5 does not read, and that is told."""
+def test_no_warning_is_logged_for_captions_that_clip_truncates(name, caplog, monkeypatch):
+    """They would repeat every step on every rank; only what T5 truncates is lost, and that is reported."""
     pipe, family = TINY[name]().pipe, FAMILIES.get(name)()
     for library in ("diffusers", "transformers"):
         monkeypatch.setattr(logging.getLogger(library), "propagate", True)

@@ -1,4 +1,4 @@
-"""The family of a model is found from its small files, without torch, with a reason; or the message says why not."""
+"""The family of a model is detected from its JSON files or header, without torch and with a reason."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from library.models.model_configs import list_bundled_configs, load_bundled_conf
 
 
 def model(folder, name="StableDiffusionPipeline", unet=None, vae=None, scheduler=None, config=None):
-    """The JSON files of a diffusers folder with the sizes of Stable Diffusion 1.5, or of a shipped configuration."""
+    """Write the JSON files of a diffusers folder: Stable Diffusion 1.5, or a bundled config."""
     if config is not None:
         return written(folder, load_bundled_config(config))
     sizes = {"cross_attention_dim": 768, "block_out_channels": [320, 640, 1280, 1280], "in_channels": 4}
@@ -39,7 +39,7 @@ def problem(source, **options):
     return line
 
 
-def test_a_diffusers_folder_of_stable_diffusion_1_is_known_with_a_reason(tmp_path):
+def test_a_diffusers_folder_of_stable_diffusion_1_is_detected_with_a_reason(tmp_path):
     found = detect_model(model(tmp_path))
     assert found.family == "sd1"
     assert "StableDiffusionPipeline" in found.reason and "768" in found.reason
@@ -47,7 +47,7 @@ def test_a_diffusers_folder_of_stable_diffusion_1_is_known_with_a_reason(tmp_pat
 
 
 @pytest.mark.parametrize("name", list_bundled_configs())
-def test_every_shipped_configuration_is_known_as_what_it_is(name, tmp_path):
+def test_every_bundled_config_is_detected_as_its_family(name, tmp_path):
     (family,) = (each for each in FAMILY_FACTS if name == each or name.startswith(f"{each}_"))
     read, told = (
         detect_model(model(tmp_path, config=name)),
@@ -58,7 +58,7 @@ def test_every_shipped_configuration_is_known_as_what_it_is(name, tmp_path):
     assert FAMILY_FACTS[read.family].pipeline_class in read.reason and f"sizes of {name}" in told.reason
 
 
-def test_steps_and_predictions_are_those_of_the_published_models():
+def test_size_multiples_and_prediction_types_are_those_of_the_published_models():
     found = {name: detect_model(f"random:{name}") for name in ("sd1", "sd2", "sd2:base", "sdxl")}
     assert {name: (each.size_multiple, each.prediction_type) for name, each in found.items()} == {
         "sd1": (64, "epsilon"),
@@ -68,7 +68,7 @@ def test_steps_and_predictions_are_those_of_the_published_models():
     }
 
 
-def test_the_built_in_model_is_what_its_saved_files_say(tmp_path):
+def test_the_built_in_model_is_detected_from_its_files(tmp_path):
     import stand_in
 
     stand_in.build().save_pretrained(tmp_path)
@@ -77,7 +77,7 @@ def test_the_built_in_model_is_what_its_saved_files_say(tmp_path):
     assert "built-in" in told.reason
 
 
-def test_other_models_are_named_and_refused(tmp_path):
+def test_unsupported_models_are_rejected_by_name(tmp_path):
     assert "KolorsPipeline is not supported; supported: Stable Diffusion 1, " in problem(
         model(tmp_path / "a", name="KolorsPipeline")
     )
@@ -87,7 +87,7 @@ def test_other_models_are_named_and_refused(tmp_path):
     assert "refiner" in problem(model(tmp_path / "e", name="StableDiffusionXLPipeline", unet=refiner))
 
 
-def test_what_is_no_model_is_told_with_the_way_out(tmp_path):
+def test_a_path_that_is_no_model_is_reported_with_a_fix(tmp_path):
     assert "no model_index.json" in problem(str(tmp_path))
     (tmp_path / "config.json").write_text('{"_class_name": "AutoencoderKL"}')
     assert "this one holds only AutoencoderKL" in problem(str(tmp_path))
@@ -106,7 +106,7 @@ def test_what_is_no_model_is_told_with_the_way_out(tmp_path):
 
 
 def header_only(path, shapes, metadata=None, cut=0):
-    """A safetensors file with these names and shapes, whose weights take no room on the disk."""
+    """Write a sparse safetensors file with these keys and shapes."""
     head, end = {"__metadata__": metadata} if metadata else {}, 0
     for name, shape in shapes.items():
         size = 2 * math.prod(shape)
@@ -138,7 +138,7 @@ TWO = {**ONE, ATTENTION: [320, 1024], "cond_stage_model.model.token_embedding.we
 
 
 @pytest.mark.parametrize("shapes, family, config", [(ONE, "sd1", "sd1"), (TWO, "sd2", "sd2"), (XL, "sdxl", "sdxl")])
-def test_a_single_file_is_known_by_names_and_sizes(shapes, family, config, tmp_path):
+def test_a_single_file_is_detected_by_its_keys_and_shapes(shapes, family, config, tmp_path):
     found = detect_model(header_only(tmp_path / "model.safetensors", shapes))
     assert (found.family, found.bundled_config, found.source_type) == (family, config, "file")
     assert {*found.single_file_components} == {
@@ -147,7 +147,7 @@ def test_a_single_file_is_known_by_names_and_sizes(shapes, family, config, tmp_p
     assert FAMILY_FACTS[family].title in found.reason
 
 
-def test_what_a_single_file_predicts_is_taken_from_its_own_word(tmp_path):
+def test_the_prediction_type_of_a_single_file_is_read_from_its_metadata(tmp_path):
     def prediction(shapes, metadata=None):
         found = detect_model(header_only(tmp_path / "model.safetensors", shapes, metadata))
         assert (
@@ -184,7 +184,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("words", OTHERS)
-def test_another_single_file_is_named_by_what_it_is(words, tmp_path):
+def test_an_unsupported_single_file_is_rejected_by_its_type(words, tmp_path):
     assert words in problem(header_only(tmp_path / "model.safetensors", OTHERS[words]))
 
 
@@ -202,16 +202,16 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("words", BROKEN)
-def test_a_file_that_is_no_safetensors_file_is_named_by_what_it_is(words, tmp_path):
+def test_a_file_that_is_not_safetensors_is_rejected_by_its_type(words, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(BROKEN[words])
     assert words in problem(str(tmp_path / "model.safetensors"))
 
 
-def test_a_file_whose_end_is_missing_is_told_before_it_is_loaded(tmp_path):
+def test_a_truncated_file_is_reported_before_it_is_loaded(tmp_path):
     assert "is truncated: " in problem(header_only(tmp_path / "model.safetensors", XL, cut=10))
 
 
-def test_the_family_can_be_named_and_must_fit(tmp_path):
+def test_the_family_option_must_match_the_model(tmp_path):
     folder = model(tmp_path / "one", config="sdxl", name="")
     found = detect_model(ModelConfig(folder, family="sdxl"))
     assert found.family == "sdxl" and "set by --family" in found.reason
@@ -226,7 +226,7 @@ def test_the_family_can_be_named_and_must_fit(tmp_path):
     assert "is of family sdxl, not sd1" in problem("random:sdxl:tiny", family="sd1")
 
 
-def test_options_of_other_families_are_refused_all_together(tmp_path):
+def test_options_of_other_families_are_all_rejected_at_once(tmp_path):
     with pytest.raises(ConfigError) as caught:
         detect_model(ModelConfig(model(tmp_path), clip_g="x", ae="y", v2=True))
     assert caught.value.problems == [
@@ -240,12 +240,12 @@ def test_options_of_other_families_are_refused_all_together(tmp_path):
     assert detect_model(ModelConfig("random:sd2:tiny", v2=True, clip_skip=2)).family == "sd2"
 
 
-def test_a_hub_id_without_network_is_one_clear_line():
+def test_a_hub_id_without_network_is_reported_in_one_line():
     assert "the hub cannot be reached" in problem("nobody/nothing")
     assert "the hub says: " in problem("no--body/nothing")
 
 
-def test_looking_at_a_folder_loads_neither_torch_nor_diffusers(tmp_path):
+def test_detecting_a_folder_imports_neither_torch_nor_diffusers(tmp_path):
     script = (
         "import sys; from library.models.detect import detect_model; from library.models.families import FAMILIES;"
         f"detect_model({model(tmp_path / 'a')!r}); detect_model(None); "
@@ -267,20 +267,20 @@ def test_looking_at_a_folder_loads_neither_torch_nor_diffusers(tmp_path):
         "tokenizer/tokenizer_config.json",
     ],
 )
-def test_a_model_that_lacks_a_part_is_told_before_it_is_loaded(part, tmp_path):
+def test_a_model_without_a_component_is_reported_before_it_is_loaded(part, tmp_path):
     source = model(tmp_path)
     (tmp_path / part).unlink()
 
     assert f"{part} is missing; the model is not complete" in problem(source)
 
 
-def test_what_training_cannot_use_is_told_before_it_is_loaded(tmp_path):
+def test_an_untrainable_model_is_reported_before_it_is_loaded(tmp_path):
     assert "predict" in problem(model(tmp_path / "a", scheduler={"prediction_type": "sample"}))
     assert "num_train_timesteps 500" in problem(model(tmp_path / "b", scheduler={"num_train_timesteps": 500}))
     assert "has no block_out_channels" in problem(model(tmp_path / "c", unet={"block_out_channels": None}))
 
 
-def test_a_damaged_file_of_weights_is_told_in_one_line_and_a_tilde_is_the_home(tmp_path, monkeypatch):
+def test_a_damaged_weight_file_is_reported_in_one_line_and_a_tilde_is_expanded(tmp_path, monkeypatch):
     import stand_in
     import torch
 

@@ -1,4 +1,4 @@
-"""What is special to single families of flow matching: guidance, steps, shifts, names."""
+"""Flow-matching families: guidance, steps, shifts and metadata that differ between them."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def drawn(family, pipe, **options):
 
 
 @torch.no_grad()
-def test_flux_is_trained_with_the_guidance_that_is_asked_for_and_with_1_if_none_is():
+def test_flux_is_trained_with_guidance_scale_and_with_1_by_default():
     for options, expected in ((None, 1.0), (ModelConfig(guidance_scale=3.5), 3.5)):
         family, tiny = parts("flux", options)
         record = Recorder(tiny.pipe.transformer)
@@ -38,7 +38,7 @@ def test_flux_is_trained_with_the_guidance_that_is_asked_for_and_with_1_if_none_
         assert record.calls[0]["guidance"].tolist() == [expected, expected]
 
 
-def test_flux_dev_draws_with_guidance_and_schnell_in_four_steps():
+def test_flux_dev_is_sampled_with_guidance_and_schnell_in_four_steps():
     for name, options, guidance, steps in (
         ("flux", {}, 3.5, 20),
         ("flux", {"embedded_guidance": 2.0, "num_inference_steps": 3}, 2.0, 3),
@@ -52,7 +52,7 @@ def test_flux_dev_draws_with_guidance_and_schnell_in_four_steps():
         assert told is None if guidance is None else told.tolist() == [guidance]
 
 
-def test_a_negative_prompt_costs_a_second_look_only_where_it_is_asked_for():
+def test_the_negative_prompt_is_evaluated_only_with_guidance():
     for name, scale, looks in (("flux", None, 1), ("flux", 2.0, 2), ("qwen_image", None, 2), ("qwen_image", 1.0, 1)):
         family, tiny = parts(name)
         record = Recorder(tiny.pipe.transformer)
@@ -61,7 +61,7 @@ def test_a_negative_prompt_costs_a_second_look_only_where_it_is_asked_for():
 
 
 @pytest.mark.parametrize("name", FLOW)
-def test_a_preview_moves_its_times_as_the_model_does_or_as_the_prompt_says(name):
+def test_a_preview_shifts_its_timesteps_as_the_model_or_the_prompt_sets(name):
     family, tiny = parts(name)
     record = Recorder(tiny.pipe.transformer)
     key = "t" if name == "z_image" else "timestep"
@@ -85,14 +85,14 @@ def test_a_preview_moves_its_times_as_the_model_does_or_as_the_prompt_says(name)
     assert moved == pytest.approx(times.tolist(), abs=1e-5)
 
 
-def test_a_sampler_that_is_not_for_flow_matching_is_refused():
+def test_a_sampler_that_does_not_support_flow_matching_is_rejected():
     family, tiny = parts("flux")
     cond = family.encode_prompts(tiny.pipe, ["a"])
     with pytest.raises(UserError, match="sampler ddim: flow-matching models are sampled with euler"):
         family.generate_image(tiny.pipe, Prompt("a"), cond, cond, torch.Generator(), "ddim")
 
 
-def test_files_say_which_model_they_are_for():
+def test_the_metadata_of_a_file_contains_the_base_model():
     titles = {name: parts(name)[0].get_base_model_info(TINY[name]().pipe) for name in FLOW}
     assert {name: (title.base_model_version, title.architecture) for name, title in titles.items()} == {
         "sd3": ("5-medium", "stable-diffusion-3-5-medium"),
@@ -118,7 +118,7 @@ def test_files_say_which_model_they_are_for():
         ("flux", {"vae/config.json": {"block_out_channels": None}}, "has no block_out_channels"),
     ],
 )
-def test_kindred_models_that_cannot_be_trained_are_named(name, changed, words, tmp_path):
+def test_related_models_that_cannot_be_trained_are_rejected_by_name(name, changed, words, tmp_path):
     config = load_bundled_config(name)
     files = {**config, **{path: {**config[path], **new} for path, new in changed.items()}}
     with pytest.raises(ConfigError, match=words):

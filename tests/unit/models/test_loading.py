@@ -1,4 +1,4 @@
-"""Models are loaded in parts, straight to dtype and device, from wherever they are."""
+"""Models are loaded by component, directly to dtype and device, from folders and the hub."""
 
 import os
 import subprocess
@@ -35,7 +35,7 @@ def test_the_vae_stays_in_float32_in_a_bfloat16_run(plain, tmp_path):
         torch.testing.assert_close(family.decode_latents(low, exact), picture)
 
 
-def test_only_the_named_parts_are_loaded_and_others_can_come_later(plain, tmp_path):
+def test_only_the_requested_components_are_loaded_and_others_can_be_added(plain, tmp_path):
     family, tiny = plain
     tiny.pipe.save_pretrained(tmp_path)
     for source in (str(tmp_path), tiny.source):
@@ -55,7 +55,7 @@ def test_only_the_named_parts_are_loaded_and_others_can_come_later(plain, tmp_pa
         same_weights(family, pipe, whole)
 
 
-def test_a_pipeline_measures_a_vae_that_comes_later(tmp_path):
+def test_a_pipeline_derives_its_scale_factor_from_a_vae_that_is_added_later(tmp_path):
     family, tiny = FAMILIES.get("sd1")(), TINY["sd1"]()
     tiny.pipe.save_pretrained(tmp_path)
     kinds = {"down_block_types": ["DownEncoderBlock2D"] * 3, "up_block_types": ["UpDecoderBlock2D"] * 3}
@@ -78,13 +78,13 @@ def test_a_saved_model_loads_with_the_same_weights(plain, tmp_path):
     assert family.build_noise_process(pipe).prediction_type == family.build_noise_process(tiny.pipe).prediction_type
 
 
-def test_a_model_saved_in_half_precision_alone_is_found(plain, tmp_path):
+def test_a_model_with_fp16_weights_only_is_loaded(plain, tmp_path):
     family, tiny = plain
     tiny.pipe.save_pretrained(tmp_path, variant="fp16")
     same_weights(family, family.load(str(tmp_path), torch.float32), tiny.pipe)
 
 
-def test_a_tokenizer_without_its_vocabulary_is_told(plain, tmp_path):
+def test_a_tokenizer_without_vocabulary_is_reported(plain, tmp_path):
     family, tiny = plain
     tiny.pipe.save_pretrained(tmp_path)
     (part, *_) = family.tokenizer_repo_ids
@@ -95,7 +95,7 @@ def test_a_tokenizer_without_its_vocabulary_is_told(plain, tmp_path):
         family.load(str(tmp_path), torch.float32, (part,))
 
 
-def test_a_broken_model_is_the_users_to_mend(plain, tmp_path):
+def test_a_damaged_model_is_a_user_error(plain, tmp_path):
     family, tiny = plain
     tiny.pipe.save_pretrained(tmp_path)
     (tmp_path / family.denoiser_name / "diffusion_pytorch_model.safetensors").unlink()
@@ -103,7 +103,7 @@ def test_a_broken_model_is_the_users_to_mend(plain, tmp_path):
         family.load(str(tmp_path), torch.float32)
 
 
-def test_a_model_that_is_too_large_for_its_device_is_not_broken(monkeypatch):
+def test_out_of_memory_while_loading_is_not_reported_as_a_damaged_model(monkeypatch):
     def part(*given):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 24 GiB.")
 
@@ -113,7 +113,7 @@ def test_a_model_that_is_too_large_for_its_device_is_not_broken(monkeypatch):
 
 
 @pytest.mark.parametrize("part", ["unet", "vae", "text_encoder", "text_encoder_2"])
-def test_pickled_weights_are_never_read(part, tmp_path):
+def test_pickled_weights_are_never_loaded(part, tmp_path):
     tiny = TINY["sdxl"]()
     tiny.pipe.save_pretrained(tmp_path)
     (path,) = (tmp_path / part).glob("*.safetensors")
@@ -124,8 +124,8 @@ def test_pickled_weights_are_never_read(part, tmp_path):
         FAMILIES.get("sdxl")().load(str(tmp_path), torch.float32, (part,))
 
 
-def test_a_hub_id_is_loaded_from_what_was_downloaded_before(tmp_path):
-    """As a whole, and in half precision alone."""
+def test_a_hub_id_is_loaded_from_the_local_hub_cache(tmp_path):
+    """The complete model, and one with fp16 weights only."""
     tiny = TINY["sdxl"]()
     commit = "0" * 40
     for name, variant in (("tiny", None), ("half", "fp16")):

@@ -1,4 +1,4 @@
-"""Single files: the same model as the diffusers folder, known by its names, whole or in parts."""
+"""Single-file checkpoints load the same model as the diffusers folder, complete or by component."""
 
 import re
 from dataclasses import replace
@@ -20,7 +20,7 @@ from library.models.families import FAMILIES
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
-    """A folder of tokenizers as sd-scripts keeps them."""
+    """A ``tokenizer_cache_dir`` as written by sd-scripts."""
     folder = tmp_path_factory.mktemp("tokenizers")
     for name in FAMILIES.list_names():
         family, pipe = FAMILIES.get(name), TINY[name]().pipe
@@ -34,7 +34,7 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(params=["sd1", "sd2", "sdxl", "sd3", "z_image", "qwen_image"])
 def single(request, cache, tmp_path):
-    """A family for single files, a model in memory, and the same in one file."""
+    """A family, a model in memory, and the same model as a single file."""
     tiny = TINY[request.param]()
     path = tmp_path / "model.safetensors"
     save_file(original_checkpoints.checkpoint(request.param, tiny.pipe), path)
@@ -43,7 +43,7 @@ def single(request, cache, tmp_path):
 
 
 @torch.no_grad()
-def test_a_single_file_is_the_same_model_as_the_folder(single):
+def test_a_single_file_loads_the_same_model_as_the_folder(single):
     family, tiny, _ = single
     found = detect_model(family.model_config)
     assert found.family == tiny.family and found.source_type == "file"
@@ -60,7 +60,7 @@ def test_a_single_file_is_the_same_model_as_the_folder(single):
     )
 
 
-def test_only_the_named_parts_of_a_single_file_are_loaded(single):
+def test_only_the_requested_components_of_a_single_file_are_loaded(single):
     family, tiny, _ = single
     found = detect_model(family.model_config)
     pipe = family.load(found, torch.float32, family.text_components)
@@ -69,7 +69,7 @@ def test_only_the_named_parts_of_a_single_file_are_loaded(single):
     same_weights(family, pipe, tiny.pipe)
 
 
-def test_half_precision_in_the_file_becomes_what_is_asked_for(single, tmp_path):
+def test_half_precision_weights_are_cast_to_the_requested_dtype(single, tmp_path):
     family, tiny, path = single
     half = {name: tensor.half() for name, tensor in original_checkpoints.checkpoint(tiny.family, tiny.pipe).items()}
     save_file(half, path)
@@ -79,7 +79,7 @@ def test_half_precision_in_the_file_becomes_what_is_asked_for(single, tmp_path):
     assert family.denoiser_name in dtypes and all(each == {torch.bfloat16} for each in dtypes.values()), dtypes
 
 
-def test_a_file_that_lacks_weights_is_told(single):
+def test_a_file_with_missing_weights_is_reported(single):
     family, tiny, path = single
     tensors = original_checkpoints.checkpoint(tiny.family, tiny.pipe)
     lost = [name for name in tensors if name.startswith("model.diffusion_model.") and name.endswith("bias")][-1]
@@ -94,14 +94,14 @@ def test_a_file_that_lacks_weights_is_told(single):
         family.load(detect_model(str(path)), torch.float32, ("text_encoder",))
 
 
-def test_without_network_and_cache_the_tokenizers_way_out_is_told(single):
+def test_a_tokenizer_without_network_and_cache_is_reported_with_a_fix(single):
     family, _, path = single
     strict = type(family)(ModelConfig())
     with pytest.raises(ConfigError, match=r"contains no tokenizer.* --tokenizer_cache_dir FOLDER"):
         strict.load(str(path), torch.float32, ("tokenizer",))
 
 
-def test_the_denoiser_alone_needs_the_other_parts_and_takes_them(tmp_path, cache):
+def test_a_file_with_only_the_denoiser_needs_the_other_component_options(tmp_path, cache):
     tiny = TINY["sdxl"]()
     alone, vae, clip_l, clip_g = (str(tmp_path / f"{name}.safetensors") for name in ("unet", "vae", "l", "g"))
     save_file(original_checkpoints.ldm_unet(tiny.pipe.unet), alone)
@@ -120,7 +120,7 @@ def test_the_denoiser_alone_needs_the_other_parts_and_takes_them(tmp_path, cache
     same_weights(family, family.load(detect_model(options), torch.float32), tiny.pipe)
 
 
-def test_parts_of_their_own_take_the_place_of_the_models(tmp_path):
+def test_component_options_replace_the_components_of_the_model(tmp_path):
     tiny, family = TINY["sd1"](), FAMILIES.get("sd1")()
     tiny.pipe.save_pretrained(tmp_path / "model")
     for parameter in (*tiny.pipe.vae.parameters(), *tiny.pipe.text_encoder.parameters()):
@@ -153,7 +153,7 @@ def wrong(tmp_path: Path, **options: str) -> str:
     return line
 
 
-def test_a_wrong_part_is_named_by_what_it_is(tmp_path):
+def test_a_component_of_the_wrong_type_is_rejected_by_its_type(tmp_path):
     tiny = TINY["sdxl"]()
     path = str(tmp_path / "part.safetensors")
     save_file(original_checkpoints.ldm_vae(tiny.pipe.vae), path)
@@ -176,7 +176,7 @@ def test_a_wrong_part_is_named_by_what_it_is(tmp_path):
     assert wrong(tmp_path, ae=path) == "ae: Stable Diffusion XL has no such component"
 
 
-def test_flux_comes_in_four_files_and_its_transformer_in_diffusers_own_names(tmp_path, cache):
+def test_flux_is_loaded_from_four_files_and_a_transformer_with_diffusers_keys(tmp_path, cache):
     tiny = TINY["flux_schnell"]()
     files = {name: str(tmp_path / f"{name}.safetensors") for name in ("flux", "ae", "clip_l", "t5xxl")}
     save_file(tiny.pipe.transformer.state_dict(), files["flux"])
@@ -195,7 +195,7 @@ def test_flux_comes_in_four_files_and_its_transformer_in_diffusers_own_names(tmp
 
 
 @pytest.mark.parametrize("name", ["z_image", "qwen_image"])
-def test_text_encoder_and_vae_are_taken_from_files_of_their_own(name, tmp_path, cache):
+def test_text_encoder_and_vae_are_loaded_from_their_own_files(name, tmp_path, cache):
     tiny = TINY[name]()
     transformer = {"z_image": original_checkpoints.z_image_transformer, "qwen_image": torch.nn.Module.state_dict}[name]
     vae = {"z_image": original_checkpoints.ldm_vae, "qwen_image": original_checkpoints.wan_vae}[name]

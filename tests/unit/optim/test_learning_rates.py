@@ -1,4 +1,4 @@
-"""The learning rate is a function of the optimizer step, however a step is split and however the length is said."""
+"""The learning rate is a function of the optimizer step, for any batch split and any way to set the length of a run."""
 
 import json
 import math
@@ -30,7 +30,7 @@ def rates(folder: Path) -> list[tuple[int, float]]:
 
 
 def trained_each_way(folder: Path, dataset: Path, ranks: int, ports: list[int]) -> None:
-    """Four runs one after the other in this process, each in a process group of its own."""
+    """Train four runs in sequence, each with its own process group."""
     from accelerate.state import AcceleratorState, GradientState
 
     for (name, accumulation, length), port in zip(WAYS, ports, strict=True):
@@ -63,7 +63,7 @@ WAYS = [(f"{length}-{accumulation}", accumulation, length) for accumulation in (
 
 
 @pytest.mark.parametrize("ranks", [1, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (2, 4))])
-def test_the_table_of_rates_is_one(ranks, twelve, tmp_path):
+def test_learning_rates_are_the_same_for_any_batch_split_and_any_way_to_set_the_length(ranks, twelve, tmp_path):
     on_ranks(ranks, trained_each_way, tmp_path, twelve, ranks, [free_port() for _ in WAYS])
     for name, _, _ in WAYS:
         found = rates(tmp_path / name)

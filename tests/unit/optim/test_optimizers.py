@@ -1,4 +1,4 @@
-"""Learning rates equal transformers' schedules, optimizers are found by name and step as they should."""
+"""Learning-rate schedules equal those of transformers; optimizers are found by name and take their arguments."""
 
 import importlib.util
 import re
@@ -41,7 +41,7 @@ def rates(config: OptimConfig, count: int = STEPS) -> list[float]:
 
 
 def reference(config: OptimConfig, warmup: int, **specific) -> list[float]:
-    """What transformers gives an optimizer over the run."""
+    """The learning rates of transformers' schedule over the run."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
     specific |= {
         "cosine_with_restarts": {"num_cycles": config.lr_scheduler_num_cycles},
@@ -63,7 +63,7 @@ def walked(optimizer, scheduler) -> list[float]:
 
 @pytest.mark.parametrize("warmup", [0, 5])
 @pytest.mark.parametrize("name", OF_TRANSFORMERS)
-def test_the_learning_rate_is_that_of_transformers(name, warmup):
+def test_the_learning_rates_are_those_of_transformers(name, warmup):
     warmup = 0 if name == "constant" else warmup
     config = OptimConfig(
         learning_rate=3e-4,
@@ -112,7 +112,7 @@ def test_piecewise_constant_is_that_of_diffusers():
     assert rates(config) == pytest.approx(expected, rel=1e-9)
 
 
-def test_rex_is_linear_over_what_is_left_and_the_mean_of_it_and_one():
+def test_rex_has_its_closed_form():
     found = rates(OptimConfig(learning_rate=1.0, lr_scheduler="rex"))
 
     left = [1 - step / STEPS for step in range(STEPS)]
@@ -120,7 +120,7 @@ def test_rex_is_linear_over_what_is_left_and_the_mean_of_it_and_one():
 
 
 @pytest.mark.parametrize("name", ["CosineAnnealingLR", "torch.optim.lr_scheduler.CosineAnnealingLR"])
-def test_a_scheduler_class_is_followed_with_its_arguments(name):
+def test_a_scheduler_class_is_used_with_its_arguments(name):
     config = OptimConfig(learning_rate=3e-4, lr_scheduler_type=name, lr_scheduler_args=("T_max=20", "eta_min=1e-5"))
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-4)
 
@@ -145,7 +145,7 @@ def test_a_scheduler_class_is_followed_with_its_arguments(name):
         ({"lr_scheduler": "piecewise_constant", "lr_scheduler_args": ("rules=1:20,0.1",)}, "takes step_rules"),
     ],
 )
-def test_a_mistake_in_the_schedule_is_named(settings, message):
+def test_a_mistake_in_the_schedule_options_is_reported(settings, message):
     with pytest.raises(UserError, match=r"--lr_scheduler_(type|args): ") as caught:
         build_lr_schedule(OptimConfig(**settings), STEPS)
 
@@ -153,7 +153,7 @@ def test_a_mistake_in_the_schedule_is_named(settings, message):
     assert str(caught.value).splitlines() == [*validate_lr_schedule(OptimConfig(**settings))]
 
 
-def test_the_peak_comes_right_after_the_warm_up():
+def test_the_peak_learning_rate_follows_the_warmup():
     found = rates(OptimConfig(learning_rate=1.0, lr_scheduler="cosine", lr_warmup_steps=StepsOrRatio(0.25, True)), 40)
 
     assert found.index(max(found)) == 10 and found[10] == 1.0
@@ -206,12 +206,12 @@ WALKS = {
 """Learning rates with which each gets down."""
 
 
-def test_every_optimizer_of_the_table_is_tried():
+def test_every_optimizer_of_the_table_is_tested():
     assert set(OPTIMIZERS) <= set(WALKS)
 
 
 @pytest.mark.parametrize("name", WALKS)
-def test_an_optimizer_walks_down_a_quadratic(name):
+def test_every_optimizer_minimizes_a_quadratic(name):
     if not installed(name):
         pytest.skip(f"{OPTIMIZERS[name].pip_package} is not installed")
     weight = torch.nn.Parameter(torch.tensor([[3.0, -2.0], [1.0, 2.5]]))
@@ -232,7 +232,7 @@ def test_an_optimizer_walks_down_a_quadratic(name):
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "SGDNesterov", "Adagrad"])
-def test_fused_steps_are_taken_where_torch_has_them_and_end_where_others_do(name):
+def test_fused_optimizers_are_used_where_torch_has_them_and_give_the_same_weights(name):
     ends, said = [], []
     for words in ((), ("fused=False", "foreach=False")):
         draw = torch.Generator().manual_seed(5)
@@ -262,7 +262,7 @@ def test_optimizer_args_reach_the_optimizer():
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
-def test_prodigy_takes_the_arguments_that_users_of_sd_scripts_write():
+def test_prodigy_accepts_the_usual_arguments_of_sd_scripts():
     words = ("decouple=False", "use_bias_correction=True", "d_coef=2.0", "safeguard_warmup=True", "betas=0.9,0.99")
     config = OptimConfig(optimizer_type="prodigy", learning_rate=1.0, optimizer_args=words)
     group = build_optimizer(config, [ParamGroup("unet", [torch.nn.Parameter(torch.zeros(2))], 1.0)]).param_groups[0]
@@ -270,7 +270,7 @@ def test_prodigy_takes_the_arguments_that_users_of_sd_scripts_write():
     assert group["weight_decouple"] is False and group["bias_correction"] is True and group["d_coef"] == 2.0
 
 
-def test_a_schedule_that_is_too_short_for_the_run_is_told_before_the_model_is_loaded(tmp_path, monkeypatch):
+def test_a_schedule_that_is_too_short_for_the_run_is_reported_before_the_model_is_loaded(tmp_path, monkeypatch):
     def load(*_):
         raise AssertionError("the model is loaded")
 
@@ -292,7 +292,7 @@ def test_a_schedule_that_is_too_short_for_the_run_is_told_before_the_model_is_lo
         )
 
 
-def test_adafactor_finds_its_rate_unless_it_is_told_not_to():
+def test_adafactor_sets_its_learning_rate_unless_relative_step_is_false():
     own = OptimConfig(optimizer_type="Adafactor", learning_rate=0.5)
     ours = OptimConfig(optimizer_type="Adafactor", learning_rate=0.5, optimizer_args=("relative_step=False",))
     groups = [ParamGroup("unet", [torch.nn.Parameter(torch.ones(2, 2))], 0.25)]
@@ -322,13 +322,13 @@ def test_adafactor_finds_its_rate_unless_it_is_told_not_to():
         ("AdamW", ("weight_decay=-1",), "Invalid weight_decay value: -1"),
     ],
 )
-def test_a_mistake_in_the_optimizer_is_named(name, arguments, message):
+def test_a_mistake_in_the_optimizer_options_is_reported(name, arguments, message):
     (problem,) = validate_optimizer(OptimConfig(optimizer_type=name, optimizer_args=arguments))
 
     assert re.match(r"--optimizer_(type|args): ", problem) and message in problem
 
 
-def test_a_missing_package_is_named_with_the_way_to_get_it(monkeypatch):
+def test_a_missing_package_is_reported_with_its_pip_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
 
     (problem,) = validate_optimizer(OptimConfig(optimizer_type="AdamW8bit"))
@@ -336,7 +336,7 @@ def test_a_missing_package_is_named_with_the_way_to_get_it(monkeypatch):
     assert re.search(r"AdamW8bit: .*bitsandbytes.*; pip install bitsandbytes", problem)
 
 
-def test_a_rate_where_a_factor_is_wanted_is_remarked():
+def test_a_learning_rate_in_place_of_a_factor_is_warned_about():
     groups = [ParamGroup("unet", [], 1e-4), ParamGroup("text", [], 1e-5)]
 
     assert len(find_learning_rate_warnings(OptimConfig(optimizer_type="Prodigy"), groups)) == 2
@@ -344,7 +344,7 @@ def test_a_rate_where_a_factor_is_wanted_is_remarked():
     assert find_learning_rate_warnings(OptimConfig(optimizer_type="Prodigy"), [ParamGroup("unet", [], 1.0)]) == []
 
 
-def test_the_rate_reaches_every_group_also_where_it_is_a_tensor():
+def test_the_learning_rate_is_set_in_every_group_even_as_a_tensor():
     first, second = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([{"params": [first], "lr": torch.tensor(1.0)}, {"params": [second]}], lr=1.0)
     kept = optimizer.param_groups[0]["lr"]
@@ -355,7 +355,7 @@ def test_the_rate_reaches_every_group_also_where_it_is_a_tensor():
     assert optimizer.param_groups[1]["lr"] == 0.5
 
 
-def test_schedule_free_weights_are_the_averaged_ones_only_while_they_are_used():
+def test_schedule_free_weights_are_the_averaged_ones_only_in_eval_mode():
     weight = torch.nn.Parameter(torch.tensor([3.0]))
     optimizer = build_optimizer(OptimConfig(optimizer_type="SGDScheduleFree"), [ParamGroup("unet", [weight], 0.1)])
     optimizer.train()
@@ -371,7 +371,7 @@ def test_schedule_free_weights_are_the_averaged_ones_only_while_they_are_used():
     assert used != trained and weight.item() == pytest.approx(trained, rel=1e-6)
 
 
-def test_the_running_average_is_the_closed_form():
+def test_the_ema_has_its_closed_form():
     weight = torch.nn.Parameter(torch.tensor([1.0, -1.0], dtype=torch.bfloat16))
     average = AdapterEMA([weight], decay=0.5)
     expected = weight.detach().float()
