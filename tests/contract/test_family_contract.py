@@ -64,7 +64,7 @@ def test_the_denoiser_is_called_as_the_diffusers_pipeline_calls_it(case):
         num_inference_steps=2,
         output_type="latent",
     )
-    theirs, t = steps[0]
+    reference, t = steps[0]
 
     wrapped = Wrapped(denoiser)
     noisy = batch.latents * getattr(pipe.scheduler, "init_noise_sigma", 1.0)
@@ -73,7 +73,7 @@ def test_the_denoiser_is_called_as_the_diffusers_pipeline_calls_it(case):
     assert wrapped.calls == 1, "predict calls the denoiser it is given, once"
     same_call(record.calls[-1], record.calls[0])
     assert ours.shape == batch.latents.shape
-    torch.testing.assert_close(tiny.packed(ours).double(), theirs.double())
+    torch.testing.assert_close(tiny.packed(ours).double(), reference.double())
 
 
 @torch.no_grad()
@@ -169,9 +169,9 @@ def test_a_text_encoder_can_be_trained_through_the_prompts(case):
 @torch.no_grad()
 def test_pixels_are_encoded_as_by_the_inpainting_pipeline_of_diffusers(case):
     family, tiny = case
-    theirs = tiny.encode(tiny.pipe, pixels(), generators())
+    reference = tiny.encode(tiny.pipe, pixels(), generators())
     ours = family.encode_pixels(tiny.pipe, pixels(), generators())
-    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(ours, reference)
     assert ours.shape == tiny.batch.latents.shape
 
 
@@ -179,10 +179,10 @@ def test_pixels_are_encoded_as_by_the_inpainting_pipeline_of_diffusers(case):
 def test_latents_are_decoded_as_the_diffusers_pipeline_decodes_them(case):
     family, tiny = case
     options = dict(latents=tiny.packed(tiny.batch.latents), num_inference_steps=2, **unguided(tiny), **SIZE)
-    theirs = tiny.pipe(**tiny.call, **options, output_type="pt").images
+    reference = tiny.pipe(**tiny.call, **options, output_type="pt").images
     latents = tiny.pipe(**tiny.call, **options, output_type="latent").images
     ours = family.decode_latents(tiny.pipe, tiny.unpacked(latents))
-    torch.testing.assert_close((ours / 2 + 0.5).clamp(0, 1), theirs)
+    torch.testing.assert_close((ours / 2 + 0.5).clamp(0, 1), reference)
 
 
 @torch.no_grad()
@@ -191,8 +191,8 @@ def test_decoding_inverts_encoding_up_to_the_error_of_the_vae(case):
     vae = tiny.pipe.vae
     back = family.decode_latents(tiny.pipe, family.encode_pixels(tiny.pipe, pixels(1), generators(1)))
     is_for_videos = "temperal_downsample" in vae.config
-    shown = pixels(1).unsqueeze(2) if is_for_videos else pixels(1)
-    alone = vae.decode(vae.encode(shown).latent_dist.sample(generators(1)[0])).sample
+    captured = pixels(1).unsqueeze(2) if is_for_videos else pixels(1)
+    alone = vae.decode(vae.encode(captured).latent_dist.sample(generators(1)[0])).sample
     torch.testing.assert_close(back, alone.squeeze(2) if is_for_videos else alone, rtol=1e-3, atol=1e-4)
 
 
@@ -230,7 +230,7 @@ def test_latents_of_a_sample_do_not_depend_on_the_others_in_the_batch(case):
 
 
 @torch.no_grad()
-def draw(family, pipe, sampler=None, **options):
+def generate(family, pipe, sampler=None, **options):
     prompt = Prompt(
         "a red circle", "blue", width=WIDTH, height=HEIGHT, **{"num_inference_steps": 3, "cfg_scale": 3.0, **options}
     )
@@ -240,7 +240,7 @@ def draw(family, pipe, sampler=None, **options):
 
 def test_a_preview_is_the_image_that_the_diffusers_pipeline_samples(case):
     family, tiny = case
-    theirs = tiny.pipe(
+    reference = tiny.pipe(
         "a red circle",
         negative_prompt="blue",
         **SIZE,
@@ -249,10 +249,10 @@ def test_a_preview_is_the_image_that_the_diffusers_pipeline_samples(case):
         **{tiny.scale: 3.0},
         generator=torch.Generator().manual_seed(1),
     ).images[0]
-    ours = draw(family, tiny.pipe)
+    ours = generate(family, tiny.pipe)
     assert ours.size == (WIDTH, HEIGHT)
-    assert ours.tobytes() == theirs.tobytes()
-    assert ours.tobytes() != draw(family, tiny.pipe, cfg_scale=5.0).tobytes()
+    assert ours.tobytes() == reference.tobytes()
+    assert ours.tobytes() != generate(family, tiny.pipe, cfg_scale=5.0).tobytes()
 
 
 def test_a_preview_changes_no_state(case):
@@ -262,7 +262,7 @@ def test_a_preview_changes_no_state(case):
     resting = list(denoiser.modules())[-1].eval()
     before, scheduler = torch.random.get_rng_state(), tiny.pipe.scheduler
     table = dict(vars(scheduler))
-    draw(family, tiny.pipe, "euler")
+    generate(family, tiny.pipe, "euler")
     assert torch.equal(before, torch.random.get_rng_state())
     assert tiny.pipe.scheduler is scheduler and vars(scheduler) == table
     assert denoiser.training and not resting.training
@@ -276,8 +276,8 @@ def test_a_preview_needs_no_text_encoder_and_works_in_bfloat16(case):
         cond, negative = (family.encode_prompts(pipe, [text]) for text in ("a", ""))
     for part in family.text_components:
         setattr(pipe, part, None)
-    picture = family.generate_image(pipe, prompt, cond, negative, torch.Generator().manual_seed(1), None)
-    assert picture.size == (WIDTH, HEIGHT)
+    image = family.generate_image(pipe, prompt, cond, negative, torch.Generator().manual_seed(1), None)
+    assert image.size == (WIDTH, HEIGHT)
 
 
 def test_every_lora_weight_gets_a_gradient(case):
@@ -286,14 +286,14 @@ def test_every_lora_weight_gets_a_gradient(case):
 
     family, tiny = case
     denoiser = getattr(tiny.pipe, family.denoiser_name)
-    config, draw = AdapterConfig(network_dim=3, network_alpha=2), torch.Generator().manual_seed(0)
+    config, XX(network_dim=3, network_alpha=2), torch.Generator().manual_seed(0)
     lora.inject_into_model(
         denoiser, config, family.lora_target_modules, 0, family.lora_key_style, family.get_unused_layers(denoiser)
     )
     with torch.no_grad():
         for name, weight in lora.iter_adapter_parameters(denoiser):
             if "lora_B" in name:
-                weight.copy_(torch.randn(weight.shape, generator=draw))
+                weight.copy_(torch.randn(weight.shape, generator=generator))
     t = torch.tensor([700.0, 250.0])
     family.predict(tiny.pipe, Wrapped(denoiser), tiny.batch.latents, t, tiny.batch).square().sum().backward()
     without = [

@@ -24,10 +24,10 @@ TURNED = {
     7: "TRANSVERSE",
     8: "ROTATE_270",
 }
-"""How a camera that writes this orientation has turned the picture."""
+"""EXIF orientation -> how the stored image is transposed."""
 
 
-def picture(width: int = 30, height: int = 20) -> Image.Image:
+def build_image(width: int = 30, height: int = 20) -> Image.Image:
     """An image with four different corners."""
     image = Image.new("RGB", (width, height), (90, 90, 90))
     image.paste(RED, (0, 0, width // 2, height // 2))
@@ -39,18 +39,18 @@ def picture(width: int = 30, height: int = 20) -> Image.Image:
 @pytest.mark.parametrize("ending", ["png", "jpg", "webp"])
 def test_all_eight_exif_orientations_are_applied(tmp_path: Path, orientation: int, ending: str):
     method = TURNED[orientation]
-    turned = picture() if method is None else picture().transpose(Image.Transpose[method])
+    turned = build_image() if method is None else build_image().transpose(Image.Transpose[method])
     exif = Image.Exif()
     exif[0x0112] = orientation
     path = tmp_path / f"a.{ending}"
     turned.save(path, exif=exif, quality=100)
     assert inspect_image(path).size == (30, 20) == load_rgb_image(path).size
-    found = np.asarray(load_rgb_image(path)).astype(int)
-    assert np.abs(found - np.asarray(picture())).mean() < 8  # JPEG blurs the edges
+    actual = np.asarray(load_rgb_image(path)).astype(int)
+    assert np.abs(actual - np.asarray(build_image())).mean() < 8  # JPEG blurs the edges
 
 
 def test_transparent_pixels_become_white(tmp_path: Path):
-    half = picture().convert("RGBA")
+    half = build_image().convert("RGBA")
     half.putalpha(Image.linear_gradient("L").resize((30, 20)).point(lambda value: 255 if value > 127 else 0))
     half.save(tmp_path / "rgba.png")
     shown = load_rgb_image(tmp_path / "rgba.png")
@@ -109,14 +109,14 @@ def test_the_image_is_cropped_at_the_requested_position():
 
 
 def test_broken_image_files_are_reported_and_not_raised(tmp_path: Path):
-    picture(300, 200).save(tmp_path / "whole.jpg")
+    build_image(300, 200).save(tmp_path / "whole.jpg")
     data = (tmp_path / "whole.jpg").read_bytes()
     (tmp_path / "cut.jpg").write_bytes(data[: len(data) // 2])
-    picture(300, 200).save(tmp_path / "whole.png")
+    build_image(300, 200).save(tmp_path / "whole.png")
     data = (tmp_path / "whole.png").read_bytes()
     (tmp_path / "cut.png").write_bytes(data[: len(data) // 2])
     (tmp_path / "empty.png").write_bytes(b"")
-    (tmp_path / "text.png").write_text("no picture")
+    (tmp_path / "text.png").write_text("not an image")
     (tmp_path / "gone.png").symlink_to(tmp_path / "nowhere")
     expected = {
         "cut.jpg": "truncated",

@@ -50,7 +50,7 @@ def real(request):
 def test_keys_and_shapes_of_the_published_model_are_those_of_sd_scripts(real):
     model, family, golden = real
     there = {key: torch.zeros(each.shape, dtype=torch.int8) for key, each in lora.get_adapter_state_dict(model).items()}
-    ours = as_kohya(there, 8.0, names_of(model, family))
+    ours = convert_to_kohya(there, 8.0, names_of(model, family))
     assert {key: list(tensor.shape) for key, tensor in ours.items()} == golden
     assert {float(tensor) for key, tensor in ours.items() if key.endswith(".alpha")} == {8.0}
 
@@ -58,29 +58,29 @@ def test_keys_and_shapes_of_the_published_model_are_those_of_sd_scripts(real):
 def test_the_trainable_parameters_are_as_many_as_in_sd_scripts(real):
     model, family, golden = real
     idle = sum(16 * model.get_submodule(name).out_features for name in family.get_unused_layers(family, model))
-    theirs = sum(torch.Size(shape).numel() for key, shape in golden.items() if not key.endswith(".alpha"))
-    assert sum(each.numel() for each in model.parameters() if each.requires_grad) == theirs - idle
+    reference = sum(torch.Size(shape).numel() for key, shape in golden.items() if not key.endswith(".alpha"))
+    assert sum(each.numel() for each in model.parameters() if each.requires_grad) == reference - idle
 
 
-def prefixed(values, part):
+def add_prefix(values, part):
     return {f"{part.name}.{key}": value for key, value in values.items()}
 
 
-def modules_in(state):
+def list_modules(state):
     return dict.fromkeys(key.rsplit(".", 2)[0] for key in state)
 
 
-def as_kohya(state, alpha, part):
+def convert_to_kohya(state, alpha, part):
     return convert_to_file_format(
-        prefixed(state, part), prefixed(dict.fromkeys(modules_in(state), alpha), part), [part], "kohya"
+        add_prefix(state, part), add_prefix(dict.fromkeys(list_modules(state), alpha), part), [part], "kohya"
     )[0]
 
 
-def part_with(modules, style, name="transformer"):
+def build_component(modules, style, name="transformer"):
     return ComponentKeys(name, tuple(modules), "lora_unet", style)
 
 
-def state_of(shapes, layout, rank=3, shared=True, seed=0):
+def build_state(shapes, layout, rank=3, shared=True, seed=0):
     """Random LoRA weights for modules of these shapes (outputs, inputs)."""
     draw = torch.Generator().manual_seed(seed)
     down = {}
@@ -108,10 +108,10 @@ def test_names_are_converted_to_the_original_ones_and_back_without_loss(name, sh
         module: model.get_submodule(module).weight.shape
         for module in match_target_modules(model, family.lora_target_modules)
     }
-    state = state_of(shapes, name, shared=shared)
+    state = build_state(shapes, name, shared=shared)
     part = names_of(model, family)
-    state = prefixed(state, part)
-    alphas = prefixed(dict.fromkeys(shapes, 5.0), part)
+    state = add_prefix(state, part)
+    alphas = add_prefix(dict.fromkeys(shapes, 5.0), part)
     file, _ = convert_to_file_format(state, alphas, [part], "kohya")
     back = convert_from_file_format(file, {}, [part])
     assert back.state_dict.keys() == state.keys() and all(
@@ -142,18 +142,18 @@ def test_diffusers_converts_a_flux_file_to_the_same_updates(shared):
         "norm.linear": (3, 1),
     }.items():
         shapes[f"single_transformer_blocks.0.{part}"] = (size * outputs, size * inputs)
-    state = {key: each.double() for key, each in state_of(shapes, "flux", rank=2, shared=shared).items()}
-    part = part_with(shapes, family.lora_key_style)
-    theirs = _convert_kohya_flux_lora_to_diffusers(as_kohya(state, 3.0, part))
+    state = {key: each.double() for key, each in build_state(shapes, "flux", rank=2, shared=shared).items()}
+    part = build_component(shapes, family.lora_key_style)
+    reference = _convert_kohya_flux_lora_to_diffusers(convert_to_kohya(state, 3.0, part))
     ours, _ = convert_to_file_format(
-        prefixed(state, part), prefixed(dict.fromkeys(shapes, 3.0), part), [part], "diffusers"
+        add_prefix(state, part), add_prefix(dict.fromkeys(shapes, 3.0), part), [part], "diffusers"
     )
-    assert theirs.keys() == ours.keys()
+    assert reference.keys() == ours.keys()
     probe = {inputs: torch.randn(inputs, 1).double() for inputs in (size, 4 * size, 5 * size)}
     for module, (_, inputs) in shapes.items():
         moved = [
             f[f"transformer.{module}.lora_B.weight"] @ (f[f"transformer.{module}.lora_A.weight"] @ probe[inputs])
-            for f in (theirs, ours)
+            for f in (reference, ours)
         ]
         torch.testing.assert_close(*moved, msg=lambda text, module=module: f"{module}: {text}")
 
@@ -166,8 +166,8 @@ def test_an_sd3_file_changes_the_original_weights_as_the_lora_changes_those_of_d
     model, family = tiny_denoiser("sd3")
     modules = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
     shapes = {module: model.get_submodule(module).weight.shape for module in modules}
-    state = state_of(shapes, "sd3", shared=shared)
-    file = as_kohya(state, 4.0, names_of(model, family))
+    state = build_state(shapes, "sd3", shared=shared)
+    file = convert_to_kohya(state, 4.0, names_of(model, family))
     before = original_checkpoints.sd3_transformer(model)
     after = dict(before)
     for group in NAMES["sd3"].group_modules(modules):
@@ -249,6 +249,6 @@ def test_every_layer_that_sd_scripts_can_train_has_an_original_name():
     for name in GOLDEN:
         model, _ = tiny_denoiser(name)
         linear = [module for module, part in model.named_modules() if isinstance(part, nn.Linear)]
-        found = NAMES[name].group_modules(linear)
-        assert sorted(module for group in found for module in group.modules if module) == sorted(linear)
-        assert len({key_names.build_kohya_name(group.name, "") for group in found}) == len(found)
+        actual = NAMES[name].group_modules(linear)
+        assert sorted(module for group in actual for module in group.modules if module) == sorted(linear)
+        assert len({key_names.build_kohya_name(group.name, "") for group in actual}) == len(actual)

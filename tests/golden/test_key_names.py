@@ -27,7 +27,7 @@ def real():
     )
 
 
-def filled(model):
+def fill_weights(model):
     draw = torch.Generator().manual_seed(0)
     return {
         f"unet.{name}": torch.rand(tensor.shape, generator=draw)
@@ -35,7 +35,7 @@ def filled(model):
     }
 
 
-def alphas(adapter):
+def list_alphas(adapter):
     return {f"unet.{name}": adapter.alpha for name in adapter.modules}
 
 
@@ -45,7 +45,7 @@ def names(model):
 
 def test_keys_and_shapes_of_the_published_unet_are_those_of_sd_scripts(real):
     model, adapter = real
-    ours, _ = convert_to_file_format(filled(model), alphas(adapter), [names(model)], "kohya")
+    ours, _ = convert_to_file_format(fill_weights(model), list_alphas(adapter), [names(model)], "kohya")
     golden = {name: shape for name, shape in GOLDEN.items() if name.startswith("lora_unet_")}
     assert {name: list(tensor.shape) for name, tensor in ours.items()} == golden
     assert len(golden) == 3 * 192
@@ -55,13 +55,13 @@ def test_keys_and_shapes_of_the_published_unet_are_those_of_sd_scripts(real):
 @pytest.mark.parametrize("form", ["kohya", "diffusers", "comfy"])
 def test_keys_are_converted_to_the_file_and_back_without_loss(real, form):
     model, adapter = real
-    state = filled(model)
+    state = fill_weights(model)
     back = convert_from_file_format(
-        *convert_to_file_format(state, alphas(adapter), [names(model)], form), [names(model)]
+        *convert_to_file_format(state, list_alphas(adapter), [names(model)], form), [names(model)]
     )
     assert back.state_dict.keys() == state.keys()
     assert all(torch.equal(back.state_dict[name], state[name]) for name in state)
-    assert back.alphas == alphas(adapter)
+    assert back.alphas == list_alphas(adapter)
 
 
 def test_a_file_with_keys_of_another_model_is_rejected(real):

@@ -77,15 +77,15 @@ def test_every_bundled_config_belongs_to_a_family_and_is_complete():
         assert facts.match_configs(data.get) is not None, name
 
 
-def golden(name: str) -> dict[str, list[int]]:
+def read_golden(name: str) -> dict[str, list[int]]:
     return json.loads((DATA / f"kohya_keys_{name}.json").read_text())
 
 
-def of(prefix: str, keys_and_shapes: Mapping[str, list[int]]) -> dict[str, list[int]]:
+def filter_prefix(prefix: str, keys_and_shapes: Mapping[str, list[int]]) -> dict[str, list[int]]:
     return {key: shape for key, shape in keys_and_shapes.items() if key.startswith(f"{prefix}_")}
 
 
-def exported(
+def export_lora(
     model: nn.Module, targets, prefix: str, style: str
 ) -> tuple[lora.AdapterStateDict, dict[str, torch.Tensor]]:
     """The state dict of a LoRA in a meta model, and the tensors of its kohya file."""
@@ -105,10 +105,12 @@ def exported(
 @pytest.mark.parametrize("family, config, name", [("sd1", "sd1", "sd15"), ("sdxl", "sdxl", "sdxl")])
 def test_keys_and_shapes_of_the_denoiser_are_those_of_sd_scripts(family, config, name):
     family = FAMILIES.get(family)
-    _, tensors = exported(
+    _, tensors = export_lora(
         part_of(config, family.denoiser_name), family.lora_target_modules, family.lora_prefix, family.lora_key_style
     )
-    assert {key: list(tensor.shape) for key, tensor in tensors.items()} == of(family.lora_prefix, golden(name))
+    assert {key: list(tensor.shape) for key, tensor in tensors.items()} == filter_prefix(
+        family.lora_prefix, read_golden(name)
+    )
 
 
 @pytest.mark.parametrize(
@@ -119,9 +121,9 @@ def test_keys_and_shapes_of_the_text_encoders_are_those_of_sd_scripts(family, co
     family = FAMILIES.get(family)
     trained = {part: prefix for part, prefix in family.text_lora_prefixes.items() if part != family.facts.t5_encoder}
     for part, prefix in trained.items():
-        _, tensors = exported(part_of(config, part), family.text_lora_target_modules[part], prefix, "clip")
-        assert {key: list(tensor.shape) for key, tensor in tensors.items()} == of(prefix, golden(name))
-    assert {key.split("_")[1] for key in golden(name)} == {
+        _, tensors = export_lora(part_of(config, part), family.text_lora_target_modules[part], prefix, "clip")
+        assert {key: list(tensor.shape) for key, tensor in tensors.items()} == filter_prefix(prefix, read_golden(name))
+    assert {key.split("_")[1] for key in read_golden(name)} == {
         prefix.split("_")[1] for prefix in (family.lora_prefix, *trained.values())
     }
 
@@ -130,24 +132,26 @@ def test_original_names_of_convolutions_are_those_of_sd_scripts():
     """Convolutions are the remaining modules of a UNet."""
     model = part_of("sdxl", "unet")
     files = key_names.build_key_map((name for name, _ in model.named_modules()), "ldm")
-    wanted = {key.split(".")[0] for key in of("lora_unet", golden("sdxl_conv"))}
+    golden_names = {key.split(".")[0] for key in filter_prefix("lora_unet", read_golden("sdxl_conv"))}
     ours = {
         key_names.build_kohya_name(files.renames[name], "lora_unet")
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | nn.Conv2d)
     }
-    assert wanted <= ours
+    assert golden_names <= ours
     assert len({*files.renames.values()}) == len(files.renames), "no two modules have one name"
     outside = {"time_embed", "label_emb", "input_blocks_0_0", "out_2"}
-    assert all(re.sub("^lora_unet_", "", name).startswith(tuple(outside)) for name in ours - wanted)
+    assert all(re.sub("^lora_unet_", "", name).startswith(tuple(outside)) for name in ours - golden_names)
 
 
 def test_sd2_has_the_modules_of_sd1_and_its_projections_are_linear():
     family = FAMILIES.get("sd2")
-    _, tensors = exported(part_of("sd2", "unet"), family.lora_target_modules, family.lora_prefix, family.lora_key_style)
-    assert tensors.keys() == of("lora_unet", golden("sd15")).keys()
+    _, tensors = export_lora(
+        part_of("sd2", "unet"), family.lora_target_modules, family.lora_prefix, family.lora_key_style
+    )
+    assert tensors.keys() == filter_prefix("lora_unet", read_golden("sd15")).keys()
     assert {tensor.ndim for tensor in tensors.values()} == {0, 2}
-    _, text = exported(
+    _, text = export_lora(
         part_of("sd2", "text_encoder"), family.text_lora_target_modules["text_encoder"], "lora_te", "clip"
     )
     assert len(text) == 23 * 6 * 3
@@ -212,6 +216,6 @@ def test_a_single_file_of_published_size_has_every_weight(config, part, original
     model = part_of(config, part)
     tensors = {name: tensor.to("meta") for name, tensor in ORIGINAL[original](model).items()}
     rename = single_file._convert_text_encoder_keys if part.startswith("text") else single_file._convert_diffusers_keys
-    found = rename(model, tensors, "")
+    actual = rename(model, tensors, "")
     known = model.state_dict()
-    assert {name: found[name].shape for name in known} == {name: tensor.shape for name, tensor in known.items()}
+    assert {name: actual[name].shape for name in known} == {name: tensor.shape for name, tensor in known.items()}

@@ -25,7 +25,7 @@ SOURCES = {
 
 
 @torch.no_grad()
-def seen(family, pipe, name):
+def predict(family, pipe, name):
     """The prediction of a model for one batch."""
     batch = TINY[name]().batch
     cond = family.encode_prompts(pipe, ["a red circle", "a longer text, of blue"])
@@ -33,17 +33,17 @@ def seen(family, pipe, name):
     return family.predict(pipe, denoiser, batch.latents, torch.tensor([900.0, 300.0]), replace(batch, cond=cond))
 
 
-def train_and_look(name, *flags):
+def train_and_predict(name, *flags):
     """Train, and return the prediction of the model in memory for the batch when the file is written."""
     from library.training import export
     from library.training.run import run_training
 
     looks = []
-    honest = export.SaveAdapter.save
+    save_adapter = export.SaveAdapter.save
 
     def save(self, job, file):
-        honest(self, job, file)
-        looks.append(seen(job.task.family, job.task.pipe, name))
+        save_adapter(self, job, file)
+        looks.append(predict(job.task.family, job.task.pipe, name))
 
     export.SaveAdapter.save = save
     run_training(parse_config([*flags, "--quiet", "--max_data_loader_n_workers", "0"]).require_valid())
@@ -53,9 +53,9 @@ def train_and_look(name, *flags):
 @pytest.mark.parametrize("name", SOURCES)
 def test_diffusers_samples_the_same_with_the_file_as_the_model_in_memory(name, tmp_path):
     source = SOURCES[name]
-    (told,) = on_ranks(
+    (prediction_in_memory,) = on_ranks(
         1,
-        train_and_look,
+        train_and_predict,
         name,
         "--dataset_config",
         str(ROOT / "dataset_configs/demo.toml"),
@@ -72,13 +72,13 @@ def test_diffusers_samples_the_same_with_the_file_as_the_model_in_memory(name, t
         "--output_dir",
         str(tmp_path),
     )
-    told = torch.tensor(told)
+    prediction_in_memory = torch.tensor(prediction_in_memory)
     family = FAMILIES.get(source.split(":")[1])()
     pipe = family.load(source, torch.float32)
-    base = seen(family, pipe, name)
+    base = predict(family, pipe, name)
     pipe.load_lora_weights(str(tmp_path), weight_name="lora.safetensors")
-    assert (seen(family, pipe, name) - told).abs().max() < 1e-4
-    assert (base - told).abs().max() > 0.02, "the LoRA does much more than the difference"
+    assert (predict(family, pipe, name) - prediction_in_memory).abs().max() < 1e-4
+    assert (base - prediction_in_memory).abs().max() > 0.02, "the LoRA does much more than the difference"
 
 
 @pytest.mark.parametrize("name", ["sd3", "flux", "qwen_image"])

@@ -4,8 +4,8 @@ import torch
 from tiny_pipelines import TINY
 
 from library.adapters.targets import match_target_modules
-from library.models.families import FAMILIES
 from library.checkpoint.component_keys import collect_component_keys
+from library.models.families import FAMILIES
 
 
 def draw_state(name, kind="lora", dtype=torch.float32, seed=0, pipe=None, scale=None, with_t5=True):

@@ -27,7 +27,7 @@ from library.errors import UserError
 META = {"ss_network_dim": "6", "ss_v2": "False"}
 
 
-def trained(seed=0):
+def trained_lora(seed=0):
     """A model with a nonzero LoRA, and the tensors of its file."""
     model = stand_in.build(("unet",)).unet
     adapter = lora.inject_into_model(model, CONFIG, TARGETS, seed=1)
@@ -37,13 +37,13 @@ def trained(seed=0):
 
 @pytest.fixture(scope="module")
 def tensors():
-    return trained()[1]
+    return trained_lora()[1]
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("precision, bound", [(None, 1e-6), ("float", 1e-6), ("fp16", 1e-4), ("bf16", 1e-3)])
 def test_diffusers_loads_the_file_and_predicts_the_same_as_the_model_in_memory(tmp_path, precision, bound):
-    model, tensors = trained()
+    model, tensors = trained_lora()
     write_adapter_file(tmp_path / "lora.safetensors", cast_tensors(tensors, precision), META)
     pipe: StableDiffusionPipeline = stand_in.build()
     base = call(pipe.unet)
@@ -77,7 +77,7 @@ def test_a_weight_too_large_for_fp16_is_reported_by_name(tensors):
     assert cast_tensors(large, "bf16")[key].isfinite().all()
 
 
-def changed(tensors, change):
+def damage_tensors(tensors, change):
     """The tensors with one fault."""
     planted = dict(tensors)
     up = next(key for key in tensors if "lora_up" in key)
@@ -131,7 +131,7 @@ def test_invalid_tensors_are_not_written_and_the_older_file_is_unchanged(tmp_pat
     write_adapter_file(path, tensors, META)
     before = path.read_bytes()
     with pytest.raises(InvalidAdapterFileError, match=message):
-        write_adapter_file(path, changed(tensors, change), META)
+        write_adapter_file(path, damage_tensors(tensors, change), META)
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["lora.safetensors"]
 
@@ -154,7 +154,7 @@ ON_DISK = {
 @pytest.mark.parametrize("change, message", ON_DISK.items())
 def test_a_file_that_differs_from_the_model_in_memory_is_detected(tmp_path, tensors, change, message):
     path = tmp_path / "lora.safetensors"
-    save_file(changed(tensors, change), path, META)
+    save_file(damage_tensors(tensors, change), path, META)
     with pytest.raises(InvalidAdapterFileError, match=message):
         verify_adapter_file(path, tensors, META)
 
@@ -170,7 +170,7 @@ def test_a_truncated_file_and_changed_metadata_are_detected(tmp_path, tensors):
 
 
 def test_an_untrained_file_may_have_zero_updates(tmp_path, tensors):
-    write_adapter_file(tmp_path / "start.safetensors", changed(tensors, "dead"), META, is_trained=False)
+    write_adapter_file(tmp_path / "start.safetensors", damage_tensors(tensors, "dead"), META, is_trained=False)
     assert not any(t.any() for key, t in load_file(tmp_path / "start.safetensors").items() if "lora_up" in key)
 
 
@@ -197,7 +197,7 @@ def test_a_folder_that_cannot_be_created_is_reported_in_one_line(tmp_path, tenso
 
 def lora_in_memory():
     """A trained LoRA in memory, and the contents of its file."""
-    model, tensors = trained()
+    model, tensors = trained_lora()
     part = names_of(model)
     return nn.ModuleDict({"unet": model}), convert_from_file_format(tensors, {}, [part])
 
@@ -238,8 +238,8 @@ def test_a_file_with_another_effect_in_one_layer_is_detected(fault):
         case "more":
             alphas[f"{second}.more"] = 1.0
             first = f"{second}.more"
-    found = list(compare_file_with_model(holder, replace(content, state_dict=state, alphas=alphas), content.alphas))
-    assert found and all(first in line for line in found)
+    actual = list(compare_file_with_model(holder, replace(content, state_dict=state, alphas=alphas), content.alphas))
+    assert actual and all(first in line for line in actual)
 
 
 def test_a_file_that_its_check_rejects_is_not_renamed_to_its_path(tmp_path, tensors):
@@ -264,14 +264,12 @@ PIECES = {
 @pytest.mark.parametrize("kind", PIECES)
 def test_files_of_other_adapter_types_are_verified_by_tensor(kind, tmp_path):
     path = tmp_path / "lora.safetensors"
-    whole = {f"lora_unet_a.{end}": torch.ones(2, 2) for end in PIECES[kind]} | {"lora_unet_a.alpha": torch.tensor(1.0)}
-    write_adapter_file(path, whole, META)
+    data = {f"lora_unet_a.{end}": torch.ones(2, 2) for end in PIECES[kind]} | {"lora_unet_a.alpha": torch.tensor(1.0)}
+    write_adapter_file(path, data, META)
     for end in PIECES[kind]:
         if end == "dora_scale":  # without it, it is a LoRA
             continue
         with pytest.raises(InvalidAdapterFileError, match="has no"):
-            write_adapter_file(
-                path, {key: tensor for key, tensor in whole.items() if not key.endswith(f".{end}")}, META
-            )
+            write_adapter_file(path, {key: tensor for key, tensor in data.items() if not key.endswith(f".{end}")}, META)
     with pytest.raises(InvalidAdapterFileError, match="no loader knows this key"):
-        write_adapter_file(path, {**whole, "lora_unet_a.hada_w3": torch.ones(1)}, META)
+        write_adapter_file(path, {**data, "lora_unet_a.hada_w3": torch.ones(1)}, META)

@@ -31,7 +31,7 @@ EVERY = ("sd1", "sd2", "sdxl", "sd3", "flux", "z_image", "qwen_image")
 FORMATS = ("kohya", "diffusers", "comfy")
 
 
-def equal(one, other):
+def has_same_tensors(one, other):
     return one.keys() == other.keys() and all(
         one[key].dtype == other[key].dtype and torch.equal(one[key], other[key]) for key in one
     )
@@ -43,10 +43,10 @@ def equal(one, other):
 def test_every_family_is_converted_to_every_format_and_back_to_the_bit(name, form, dtype):
     # In 16 bits any alpha can be multiplied in and taken out again, in 32 bits powers of two.
     state, alphas, parts = draw_state(name, dtype=dtype, scale=0.5 if dtype == torch.float32 else None)
-    tensors, told = convert_to_file_format(state, alphas, parts, form)
+    tensors, metadata = convert_to_file_format(state, alphas, parts, form)
     assert all(tensor.is_contiguous() for tensor in tensors.values())
-    back = convert_from_file_format(tensors, told, parts)
-    assert equal(back.state_dict, state) and back.alphas == alphas
+    back = convert_from_file_format(tensors, metadata, parts)
+    assert has_same_tensors(back.state_dict, state) and back.alphas == alphas
     assert back.file_format == ("kohya" if form == "comfy" and parts[0].name == "unet" else form)
 
 
@@ -56,7 +56,7 @@ def test_other_adapter_types_are_converted_to_the_formats_that_support_them_and_
     state, alphas, parts = draw_state(name, kind, scale=0.25)
     for form in forms:
         back = convert_from_file_format(*convert_to_file_format(state, alphas, parts, form), parts)
-        assert equal(back.state_dict, state) and back.alphas == alphas
+        assert has_same_tensors(back.state_dict, state) and back.alphas == alphas
 
 
 IN_DIFFUSERS = [*((name, "lora") for name in EVERY), ("sd1", "dora"), ("sd3", "dora"), ("flux", "dora")]
@@ -75,12 +75,12 @@ def test_diffusers_predicts_the_same_with_the_file_as_with_merged_weights(name, 
     form = choose_file_format([kind], family.lora_format) if kind == "lora" else "diffusers"
     save_file(convert_to_file_format(state, alphas, parts, form)[0], tmp_path / "lora.safetensors")
     base = outputs(family, tiny.pipe, tiny.batch)
-    theirs = family.load(tiny.source, torch.float32)
-    theirs.load_lora_weights(str(tmp_path), weight_name="lora.safetensors")
-    found = outputs(family, theirs, tiny.batch)
+    reference = family.load(tiny.source, torch.float32)
+    reference.load_lora_weights(str(tmp_path), weight_name="lora.safetensors")
+    found = outputs(family, reference, tiny.batch)
     merge(tiny.pipe, state, alphas)
-    wanted = outputs(family, tiny.pipe, tiny.batch)
-    for what, tensor in wanted.items():
+    expected_outputs = outputs(family, tiny.pipe, tiny.batch)
+    for what, tensor in expected_outputs.items():
         if kind == "dora" and what != "denoiser":
             continue
         assert (tensor - base[what]).abs().max() > 1e-2, what
@@ -92,7 +92,7 @@ def test_an_adapter_type_is_not_written_in_a_format_without_support():
     with pytest.raises(UserError, match=r"transformer\.double_blocks.* lokr .*use save_format comfy"):
         convert_to_file_format(state, alphas, parts, "kohya")
     state, alphas, parts = draw_state("sd1", "loha")
-    with pytest.raises(UserError, match="diffusers does not load loha; take save_format auto or comfy"):
+    with pytest.raises(UserError, match="diffusers does not load loha; use auto or comfy"):
         convert_to_file_format(state, alphas, parts, "diffusers")
     assert "rotates a layer's input" in validate_save_format(["oft"], "kohya")[0] and not validate_save_format(
         ["boft"], "diffusers"
@@ -115,14 +115,14 @@ def test_a_folded_alpha_that_is_no_power_of_two_is_unfolded_to_the_bit(rank, alp
         "transformer.a.b.lora_B.weight": torch.randn(400, rank, generator=draw).to(dtype),
     }
     alphas = {"transformer.a.b": alpha}
-    tensors, told = convert_to_file_format(state, alphas, [part], "diffusers", torch.float16)
+    tensors, metadata = convert_to_file_format(state, alphas, [part], "diffusers", torch.float16)
     up, down = tensors["transformer.a.b.lora_B.weight"], tensors["transformer.a.b.lora_A.weight"]
-    wanted = (
+    expected_outputs = (
         alpha / rank * state["transformer.a.b.lora_B.weight"].double() @ state["transformer.a.b.lora_A.weight"].double()
     )
-    torch.testing.assert_close(up.double() @ down.double(), wanted, rtol=1e-6, atol=1e-6)
-    back = convert_from_file_format(tensors, told, [part])
-    assert equal(back.state_dict, state) and back.alphas == alphas and back.alpha_dtype == torch.float16
+    torch.testing.assert_close(up.double() @ down.double(), expected_outputs, rtol=1e-6, atol=1e-6)
+    back = convert_from_file_format(tensors, metadata, [part])
+    assert has_same_tensors(back.state_dict, state) and back.alphas == alphas and back.alpha_dtype == torch.float16
     assert convert_from_file_format(tensors, {}, [part]).alphas == {"transformer.a.b": rank}, (
         "without the metadata it still works"
     )
@@ -148,7 +148,9 @@ def test_keys_of_older_diffusers_of_peft_and_of_other_trainers_are_read():
         ),
     ):
         back = convert_from_file_format({first: down, second: up}, {}, parts)
-        assert equal(back.state_dict, {f"{module}.lora_A.weight": down, f"{module}.lora_B.weight": up}), first
+        assert has_same_tensors(back.state_dict, {f"{module}.lora_A.weight": down, f"{module}.lora_B.weight": up}), (
+            first
+        )
         assert back.alphas == {module: len(down)}
     text = "text_encoder.encoder.layers.0.self_attn.q_proj"
     old = "text_encoder.text_model.encoder.layers.0.self_attn.to_q_lora"
@@ -221,10 +223,10 @@ def test_the_tool_converts_sd_scripts_files_to_diffusers_and_back_to_the_bit(nam
         assert run_tool(["convert", str(source), str(there), "--to", form]) == 0
         assert f"a.safetensors: {FAMILY_OF[name]}, " in capsys.readouterr().out
         assert run_tool(["convert", str(there), str(back), "--to", "kohya"]) == 0
-        assert equal(load_file(back), load_file(source))
-        kept = read_safetensors(back)[1]
-        assert kept["modelspec.title"] == "my LoRA" and kept["ss_network_dim"] == "16"
-        assert not [key for key in kept if key.startswith("lorikeet.")]
+        assert has_same_tensors(load_file(back), load_file(source))
+        converted_metadata = read_safetensors(back)[1]
+        assert converted_metadata["modelspec.title"] == "my LoRA" and converted_metadata["ss_network_dim"] == "16"
+        assert not [key for key in converted_metadata if key.startswith("lorikeet.")]
         hashes = [read_safetensors(path)[1]["sshs_model_hash"] for path in (there, back)]
         assert (hashes[0] == hashes[1]) == (form == "comfy" and name == "sd15"), "they are those of the new tensors"
 
@@ -249,7 +251,7 @@ def test_a_model_of_custom_size_is_identified_by_its_keys_and_by_the_metadata():
     tensors, _ = convert_to_file_format(state, alphas, [names_of(unet)], "kohya")
     found = identify_lora(tensors, {"modelspec.architecture": "stable-diffusion-v2-512/lora"})
     assert (found.family, found.is_known_size) == ("sd2", False)
-    assert equal(found.contents.state_dict, state)
+    assert has_same_tensors(found.contents.state_dict, state)
     built_in = load_components_on_meta(detect_model(None), ("unet",)).unet
     state = {
         f"unet.{name}.lora_{end}.weight": torch.ones(2, 2)
@@ -283,8 +285,12 @@ def test_the_tool_rejects_files_that_are_no_lora_and_overwrites_nothing(tmp_path
         assert run_tool(["convert", str(tmp_path / name), str(tmp_path / "out.safetensors"), "--to", "kohya"]) == 2
         assert message in capsys.readouterr().err
     assert run_tool(["convert", str(model), str(adapter), "--to", "kohyo", "--fast"]) == 2
-    said = capsys.readouterr().err
-    assert "unknown format 'kohyo'; did you mean kohya?" in said and "is not overwritten" in said and "--fast" in said
+    stderr = capsys.readouterr().err
+    assert (
+        "unknown format 'kohyo'; did you mean kohya?" in stderr
+        and "is not overwritten" in stderr
+        and "--fast" in stderr
+    )
     assert not (tmp_path / "out.safetensors").exists()
 
 

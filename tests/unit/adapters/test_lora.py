@@ -45,17 +45,17 @@ def test_the_update_is_lora_b_times_lora_a_times_alpha_over_rank():
 
 
 def test_the_initial_weights_depend_on_the_seed_and_the_name_only():
-    def start(seed, targets=TARGETS):
+    def init_weights(seed, targets=TARGETS):
         model = unet()
         lora.inject_into_model(model, CONFIG, targets, seed)
         return lora.get_adapter_state_dict(model)
 
     torch.manual_seed(1)
     before = torch.random.get_rng_state()
-    first = start(seed=3)
+    first = init_weights(seed=3)
     assert torch.equal(before, torch.random.get_rng_state()), "the global generator is left alone"
     torch.manual_seed(2)
-    again, other, fewer = start(seed=3), start(seed=4), start(3, ("to_q",))
+    again, other, fewer = init_weights(seed=3), init_weights(seed=4), init_weights(3, ("to_q",))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert all(torch.equal(first[name], fewer[name]) for name in fewer)
     downs = [name for name in first if "lora_A" in name]

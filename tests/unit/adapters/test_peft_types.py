@@ -24,7 +24,7 @@ SIZE = ("--network_dim", "4", "--no-network_train_unet_only")
 BOFT = ("--network_dim", "8", "--no-network_train_unet_only")
 
 
-def flags_of(kind):
+def list_flags(kind):
     return (*(BOFT if kind == "boft" else SIZE), *KINDS[kind])
 
 
@@ -41,7 +41,7 @@ def step(case, rate=0.5):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_adapter_starts_as_zero_is_trained_and_is_loaded_again(kind):
-    flags = flags_of(kind)
+    flags = list_flags(kind)
     plain, case, other = trained("sd1"), trained("sd1", *flags), trained("sd1", *flags, "--seed", "7")
     start = lora.get_adapter_state_dict(case.model)
     assert case.adapter.adapter_type == {"rslora": "lora"}.get(kind, kind)
@@ -61,11 +61,11 @@ def test_an_adapter_starts_as_zero_is_trained_and_is_loaded_again(kind):
 def test_the_initial_weights_are_a_function_of_the_seed_and_the_global_generator_is_unchanged(kind):
     torch.manual_seed(1)
     before = torch.random.get_rng_state()
-    one = lora.get_adapter_state_dict(trained("sd1", *flags_of(kind)).model)
+    one = lora.get_adapter_state_dict(trained("sd1", *list_flags(kind)).model)
     assert torch.equal(before, torch.random.get_rng_state())
     torch.manual_seed(2)
     two, other = (
-        lora.get_adapter_state_dict(trained("sd1", *flags_of(kind), *seed).model) for seed in ((), ("--seed", "7"))
+        lora.get_adapter_state_dict(trained("sd1", *list_flags(kind), *seed).model) for seed in ((), ("--seed", "7"))
     )
     assert all(torch.equal(one[name], two[name]) for name in one)
     random = [name for name in one if one[name].unique().numel() > 2 and "magnitude" not in name]
@@ -75,7 +75,7 @@ def test_the_initial_weights_are_a_function_of_the_seed_and_the_global_generator
 
 @pytest.mark.parametrize(("kind", "scale"), [("lora", 1 / 4), ("rslora", 1 / 2), ("loha", 1 / 4)])
 def test_the_update_is_scaled_by_alpha_over_rank(kind, scale):
-    adapter = trained("sd1", *flags_of(kind)).adapter
+    adapter = trained("sd1", *list_flags(kind)).adapter
     narrow = [adapter.rank_alphas[site.name] for site in adapter.target_layers if not site.is_spatial_conv]
     assert {size.alpha / size.rank for size in narrow} == {scale}
     wide = [adapter.rank_alphas[site.name] for site in adapter.target_layers if site.is_spatial_conv]
@@ -85,14 +85,14 @@ def test_the_update_is_scaled_by_alpha_over_rank(kind, scale):
 
 
 def test_a_lokr_of_two_full_matrices_is_not_scaled_as_in_other_programs():
-    case = trained("sd1", *flags_of("lokr"))
+    case = trained("sd1", *list_flags("lokr"))
     for site in case.adapter.target_layers:
         layer, size = case.model.get_submodule(site.name), case.adapter.rank_alphas[site.name]
         assert layer.scaling["default"] == size.alpha / size.rank == (1 if "default" in layer.lokr_w2 else 1 / 4)
 
 
 def test_the_magnitude_of_dora_is_the_norm_of_each_row():
-    case = trained("sd1", *flags_of("dora"))
+    case = trained("sd1", *list_flags("dora"))
     state = lora.get_adapter_state_dict(case.model)
     for site in case.adapter.target_layers:
         weight = case.model.get_submodule(site.name).base_layer.weight
@@ -135,12 +135,12 @@ def test_hashed_uniform_numbers_are_uniform_and_independent_of_their_neighbors()
 def test_dropout_preserves_the_mean(rates):
     dropout = LoraDropout(*rates)
     dropout.sample_keys = torch.arange(4000)
-    said = dropout.apply(torch.ones(4000, 3, 5), 2, axis=-1)
-    assert said.mean().item() == pytest.approx(1 - rates[2], abs=0.02)
+    dropped = dropout.apply(torch.ones(4000, 3, 5), 2, axis=-1)
+    assert dropped.mean().item() == pytest.approx(1 - rates[2], abs=0.02)
     if rates[1] and not rates[0]:
-        assert (said == said[:, :1]).all(), "a rank is left out in all places of a sample"
+        assert (dropped == dropped[:, :1]).all(), "a rank is left out in all places of a sample"
     if rates[2] and not rates[0]:
-        assert ((said != 0).flatten(1).all(1) | (said == 0).flatten(1).all(1)).all()
+        assert ((dropped != 0).flatten(1).all(1) | (dropped == 0).flatten(1).all(1)).all()
 
 
 @pytest.mark.parametrize("rates", [(0.4, 0, 0), (0, 0.4, 0), (0, 0, 0.4)])
@@ -160,8 +160,12 @@ def test_the_dropout_of_a_sample_does_not_depend_on_its_batch_and_is_off_in_eval
 def test_the_chunks_of_a_long_caption_have_the_dropout_of_their_sample():
     dropout = LoraDropout(0, 0.5, 0)
     dropout.sample_keys = torch.tensor([5, 6])
-    said = dropout.apply(torch.ones(6, 8, 40), 0, axis=-1)
-    assert torch.equal(said[0], said[2]) and torch.equal(said[3], said[5]) and not torch.equal(said[2], said[3])
+    dropped = dropout.apply(torch.ones(6, 8, 40), 0, axis=-1)
+    assert (
+        torch.equal(dropped[0], dropped[2])
+        and torch.equal(dropped[3], dropped[5])
+        and not torch.equal(dropped[2], dropped[3])
+    )
 
 
 def test_dropout_is_applied_to_every_lora_module_and_to_shared_ones_once():
@@ -192,15 +196,15 @@ def test_max_norm_scales_large_updates_to_the_limit_and_leaves_small_ones():
     for site in case.adapter.target_layers:
         groups.setdefault(site.kohya_name, []).append(case.model.get_submodule(site.name))
 
-    def norms():
+    def compute_norms():
         return {
             name: torch.cat([layer.get_delta_weight("default") for layer in layers]).norm().item()
             for name, layers in groups.items()
         }
 
-    before = norms()
+    before = compute_norms()
     MaxNormRegularizer(case.model, case.adapter, 0.5)()
-    after = norms()
+    after = compute_norms()
     assert any(norm > 0.5 for norm in before.values()) and any(norm < 0.5 for norm in before.values())
     assert after == pytest.approx({name: min(norm, 0.5) for name, norm in before.items()}, rel=1e-4)
 

@@ -34,14 +34,14 @@ PROCESSES = {
 LATENTS = torch.randn(5, 4, 12, 20, generator=torch.Generator().manual_seed(1))
 
 
-def draws(places):
+def make_generators(places):
     def generators(purpose):
         return [torch.Generator().manual_seed(derive_seed(3, purpose, place)) for place in places]
 
     return generators
 
 
-def groups(settings):
+def build_groups(settings):
     """The noise and the loss group with these values."""
     return (
         kind(**{name: value for name, value in settings.items() if name in vars(kind())})
@@ -49,16 +49,16 @@ def groups(settings):
     )
 
 
-def result(kind, settings, places=range(5)):
+def run_objective(kind, settings, places=range(5)):
     """Noisy latents, target, timestep and loss of each sample, for a model that returns its input."""
-    noise, loss = groups(settings)
+    noise, loss = build_groups(settings)
     process = PROCESSES[kind]
     if kind != "flow":
         predicts = {"epsilon": "epsilon", "v": "v_prediction"}[kind]
         scheduler = override_scheduler(DDIMScheduler(**SD1, prediction_type=predicts), noise)
         process = StableDiffusion1().build_noise_process(SimpleNamespace(scheduler=scheduler))
     objective = Objective(process, noise, loss)
-    noised = objective.add_noise(LATENTS[list(places)], draws(places))
+    noised = objective.add_noise(LATENTS[list(places)], make_generators(places))
     losses = objective.compute_elementwise_loss(noised.latents, noised).flatten(1).mean(
         1
     ) * objective.compute_loss_weights(noised.timesteps)
@@ -99,7 +99,7 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "base", "change"), CASES, ids=str)
 def test_every_option_changes_what_is_trained(kind, base, change):
-    before, after = result(kind, base), result(kind, {**base, **change})
+    before, after = run_objective(kind, base), run_objective(kind, {**base, **change})
     assert any(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
     assert all(tensor.isfinite().all() for tensor in after)
 
@@ -124,27 +124,27 @@ EVERYTHING = {
 @pytest.mark.parametrize("kind", PROCESSES)
 def test_the_loss_of_a_sample_does_not_depend_on_its_batch(kind):
     settings = {**INPUT, "weighting_scheme": "cosmap"} if kind == "flow" else EVERYTHING
-    together = result(kind, settings)
+    together = run_objective(kind, settings)
     for places in ((0,), (3, 1)):
-        for alone, all_of_them in zip(result(kind, settings, places), together, strict=True):
+        for alone, all_of_them in zip(run_objective(kind, settings, places), together, strict=True):
             torch.testing.assert_close(alone, all_of_them[list(places)], rtol=1e-5, atol=1e-6)
 
 
 def test_noise_options_change_neither_timesteps_nor_the_base_noise():
-    plain, moved = result("epsilon", {}), result("epsilon", INPUT | {"loss_type": "l1"})
+    plain, moved = run_objective("epsilon", {}), run_objective("epsilon", INPUT | {"loss_type": "l1"})
     assert torch.equal(plain[2], moved[2])
     assert torch.equal(plain[1], moved[1]), "the target does not know of the input's noise"
     assert not torch.equal(plain[0], moved[0])
-    noise = result("flow", {})[1] + LATENTS
+    noise = run_objective("flow", {})[1] + LATENTS
     for sampling in ("uniform", "sigma", "sigmoid"):
-        torch.testing.assert_close(result("flow", {"timestep_sampling": sampling})[1] + LATENTS, noise)
+        torch.testing.assert_close(run_objective("flow", {"timestep_sampling": sampling})[1] + LATENTS, noise)
 
 
 @pytest.mark.parametrize("kind", PROCESSES)
 def test_input_perturbation_is_added_to_the_noisy_latents_and_not_to_the_target(kind):
-    noisy, target, t, _ = result(kind, INPUT)
-    plain, same, _, _ = result(kind, {})
-    extra = torch.stack([torch.randn(4, 12, 20, generator=each) for each in draws(range(5))("input noise")])
+    noisy, target, t, _ = run_objective(kind, INPUT)
+    plain, same, _, _ = run_objective(kind, {})
+    extra = torch.stack([torch.randn(4, 12, 20, generator=each) for each in make_generators(range(5))("input noise")])
     process = PROCESSES[kind]
     share = process.sigma(t) if kind == "flow" else (1 - TABLE[t.long()]).sqrt()
     torch.testing.assert_close(noisy, plain + 0.2 * share.view(-1, 1, 1, 1) * extra, rtol=1e-4, atol=1e-5)
@@ -156,8 +156,8 @@ def test_the_objective_never_synchronizes_with_the_device(kind):
     """Meta tensors have no values, so any synchronization fails."""
     settings = {**INPUT, "weighting_scheme": "cosmap"} if kind == "flow" else EVERYTHING
     latents = LATENTS.to("meta")
-    objective = Objective(PROCESSES[kind], *groups(settings))
-    noised = objective.add_noise(latents, draws(range(5)))
+    objective = Objective(PROCESSES[kind], *build_groups(settings))
+    noised = objective.add_noise(latents, make_generators(range(5)))
     loss = objective.compute_elementwise_loss(noised.latents, noised).flatten(1).mean(
         1
     ) * objective.compute_loss_weights(noised.timesteps)
@@ -186,8 +186,8 @@ def test_training_and_every_sampler_follow_the_options(kind, caplog):
     assert type(scheduler) is kind
     process = StableDiffusion1().build_noise_process(SimpleNamespace(scheduler=scheduler))
     assert process.prediction_type == "v"
-    theirs = torch.cumprod(1 - rescale_zero_terminal_snr(DDPMScheduler(**SD1).betas), 0)
-    torch.testing.assert_close(process.alphas_cumprod, theirs)
+    reference = torch.cumprod(1 - rescale_zero_terminal_snr(DDPMScheduler(**SD1).betas), 0)
+    torch.testing.assert_close(process.alphas_cumprod, reference)
     assert process.snr(torch.tensor([999.0])) == 0
     for name in SAMPLERS:
         if name in ("heun", "pndm"):
@@ -222,7 +222,8 @@ def test_conflicts_with_the_loaded_scheduler_are_rejected_after_loading():
     first, second = caught.value.problems
     assert first.startswith("--scale_v_pred_loss_like_noise_pred: needs a model that predicts v")
     assert second == (
-        "--debiased_estimation_loss: the model's last timestep has zero SNR, so its loss weight is infinite; remove the option"
+        "--debiased_estimation_loss: the model's last timestep has zero SNR, so its loss weight is infinite; "
+        "remove the option"
     )
 
 
@@ -242,8 +243,8 @@ def test_flow_models_are_trained_with_the_shift_of_their_scheduler_by_default(so
         expected = pipe.scheduler.time_shift(calculate_shift(tokens, *(settings[n] for n in names)), 1.0, plain)
     torch.testing.assert_close(objective.compute_timesteps(u, shape).double() / 1000, expected, rtol=0, atol=1e-6)
 
-    told = build_objective(RunConfig(noise=NoiseConfig(timestep_sampling="uniform")), family, pipe)
-    torch.testing.assert_close(told.compute_timesteps(u, shape).double() / 1000, u, rtol=0, atol=1e-6)
+    uniform = build_objective(RunConfig(noise=NoiseConfig(timestep_sampling="uniform")), family, pipe)
+    torch.testing.assert_close(uniform.compute_timesteps(u, shape).double() / 1000, u, rtol=0, atol=1e-6)
     with pytest.raises(ConfigError, match=f"min_snr_gamma: not applicable to {family.facts.title}"):
         build_objective(RunConfig(loss=LossConfig(min_snr_gamma=5.0)), family, pipe)
 

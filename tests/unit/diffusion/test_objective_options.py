@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[3]
 DATA = ["--dataset_config", str(ROOT / "pyproject.toml")]
 
 
-def problems(*flags):
+def list_problems(*flags):
     return parse_config([*DATA, *flags]).problems
 
 
@@ -82,7 +82,7 @@ def problems(*flags):
     ],
 )
 def test_conflicting_options_are_rejected(flags, problem):
-    assert problems(*flags.split(" ")) == [problem]
+    assert list_problems(*flags.split(" ")) == [problem]
 
 
 @pytest.mark.parametrize(
@@ -100,13 +100,13 @@ def test_conflicting_options_are_rejected(flags, problem):
     ],
 )
 def test_compatible_options_are_accepted(flags):
-    assert problems(*flags.split(" ")) == []
+    assert list_problems(*flags.split(" ")) == []
 
 
-def unfit(prediction, *flags):
+def list_conflicts(prediction, *flags):
     config = parse_config([*DATA, *flags]).config
-    found = validate_objective_for_model(config.noise, config.loss, "test", prediction)
-    return {names[0]: problem for names, problem in found}
+    actual = validate_objective_for_model(config.noise, config.loss, "test", prediction)
+    return {names[0]: problem for names, problem in actual}
 
 
 VALUES = {
@@ -123,17 +123,19 @@ VALUES = {
 @pytest.mark.parametrize("name", DIFFUSION_ONLY_OPTIONS)
 def test_options_without_effect_on_flow_matching_are_rejected_for_it(name):
     flags = [f"--{name}", *VALUES.get(name, [])]
-    (problem,) = unfit("flow", *flags).values()
+    (problem,) = list_conflicts("flow", *flags).values()
     assert problem.startswith("not applicable to test, a flow-matching model: ")
-    assert name not in unfit("v" if name != "v_pred_like_loss" else "epsilon", *flags)
+    assert name not in list_conflicts("v" if name != "v_pred_like_loss" else "epsilon", *flags)
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v"])
 @pytest.mark.parametrize("name", FLOW_ONLY_OPTIONS)
 def test_flow_matching_options_are_rejected_for_other_models(name, prediction):
     flags = [f"--{name}", *VALUES[name]]
-    assert unfit(prediction, *flags) == {name: "not applicable to test: only for flow-matching models; remove it"}
-    assert unfit("flow", *flags) == {}
+    assert list_conflicts(prediction, *flags) == {
+        name: "not applicable to test: only for flow-matching models; remove it"
+    }
+    assert list_conflicts("flow", *flags) == {}
 
 
 def test_values_that_equal_the_default_behavior_are_accepted():
@@ -149,21 +151,21 @@ def test_values_that_equal_the_default_behavior_are_accepted():
         "--multires_noise_iterations",
         "0",
     ]
-    assert unfit("flow", *off) == {}
-    assert unfit("epsilon", *off, "--timestep_sampling", "uniform", "--weighting_scheme", "none") == {}
+    assert list_conflicts("flow", *off) == {}
+    assert list_conflicts("epsilon", *off, "--timestep_sampling", "uniform", "--weighting_scheme", "none") == {}
 
 
 def test_the_prediction_type_decides_and_the_option_overrides_the_scheduler_config():
     for name in ("zero_terminal_snr", "scale_v_pred_loss_like_noise_pred"):
-        assert unfit("epsilon", f"--{name}") == {
+        assert list_conflicts("epsilon", f"--{name}") == {
             name: "needs a model that predicts v, but this test model predicts the noise; set v_parameterization"
         }
-        assert unfit("v", f"--{name}") == unfit("epsilon", f"--{name}", "--v_parameterization") == {}
-        assert name in unfit("v", f"--{name}", "--no-v_parameterization")
+        assert list_conflicts("v", f"--{name}") == list_conflicts("epsilon", f"--{name}", "--v_parameterization") == {}
+        assert name in list_conflicts("v", f"--{name}", "--no-v_parameterization")
     like = ["--v_pred_like_loss", "0.5"]
-    assert unfit("epsilon", *like) == unfit("v", *like, "--no-v_parameterization") == {}
-    assert "predicts v" in unfit("v", *like)["v_pred_like_loss"]
-    assert "v_pred_like_loss" in unfit("epsilon", *like, "--v_parameterization")
+    assert list_conflicts("epsilon", *like) == list_conflicts("v", *like, "--no-v_parameterization") == {}
+    assert "predicts v" in list_conflicts("v", *like)["v_pred_like_loss"]
+    assert "v_pred_like_loss" in list_conflicts("epsilon", *like, "--v_parameterization")
 
 
 def test_every_option_of_these_groups_has_a_check_or_applies_to_every_model():

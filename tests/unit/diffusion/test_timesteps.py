@@ -21,11 +21,11 @@ FLOW = FlowMatchingProcess(FixedShift(2.5))
 DISCRETE = EpsilonProcess(torch.linspace(0.99, 0.01, 1000))
 
 
-def sigmas(process=FLOW, latents=LATENTS, u=U, **settings):
+def sample_sigmas(process=FLOW, latents=LATENTS, u=U, **settings):
     return timesteps.compute_timesteps(u, NoiseConfig(**settings), process, latents).double() / 1000
 
 
-def normal_share_below(x):
+def normal_cdf(x):
     return 0.5 * (1 + torch.erf(x / math.sqrt(2)))
 
 
@@ -33,69 +33,69 @@ def logit(s):
     return torch.log(s / (1 - s))
 
 
-def back(s, factor):
+def unshift(s, factor):
     """Invert a shift."""
     return s / (factor - (factor - 1) * s)
 
 
 def test_uniform_timestep_sampling_is_uniform():
-    torch.testing.assert_close(sigmas(timestep_sampling="uniform"), U, rtol=0, atol=1e-6)
+    torch.testing.assert_close(sample_sigmas(timestep_sampling="uniform"), U, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("scale", [0.5, 1.0, 1.8])
 def test_the_quantile_function_of_each_sigmoid_sampling_is_the_inverse_of_its_distribution(scale):
     for sampling, factor in (("sigmoid", 1.0), ("shift", 2.5), ("flux_shift", FLUX_DEV_SHIFT.compute_factor(TOKENS))):
-        s = back(sigmas(timestep_sampling=sampling, sigmoid_scale=scale), factor)
-        torch.testing.assert_close(normal_share_below(logit(s) / scale), U, rtol=0, atol=2e-4)
+        s = unshift(sample_sigmas(timestep_sampling=sampling, sigmoid_scale=scale), factor)
+        torch.testing.assert_close(normal_cdf(logit(s) / scale), U, rtol=0, atol=2e-4)
 
 
 def test_timesteps_are_shifted_as_by_the_model_unless_an_option_overrides_it():
     growing = FlowMatchingProcess(FLUX_DEV_SHIFT)
-    assert torch.equal(sigmas(growing), sigmas(growing, timestep_sampling="flux_shift"))
+    assert torch.equal(sample_sigmas(growing), sample_sigmas(growing, timestep_sampling="flux_shift"))
     small = torch.Size((1, 16, 32, 32))
-    assert (sigmas(growing) > sigmas(growing, small)).all(), "more noise for larger pictures"
+    assert (sample_sigmas(growing) > sample_sigmas(growing, small)).all(), "more noise for larger images"
     fixed = FlowMatchingProcess(FixedShift(4.0))
-    assert torch.equal(sigmas(fixed), sigmas(FLOW, discrete_flow_shift=4.0))
-    assert torch.equal(sigmas(growing, discrete_flow_shift=4.0), sigmas(fixed))
+    assert torch.equal(sample_sigmas(fixed), sample_sigmas(FLOW, discrete_flow_shift=4.0))
+    assert torch.equal(sample_sigmas(growing, discrete_flow_shift=4.0), sample_sigmas(fixed))
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0])
 def test_sigma_sampling_is_uniform_over_the_sigmas_of_diffusers(shift):
-    theirs = FlowMatchEulerDiscreteScheduler(shift=shift)
-    found = timesteps.compute_timesteps(
+    reference = FlowMatchEulerDiscreteScheduler(shift=shift)
+    actual = timesteps.compute_timesteps(
         U, NoiseConfig(timestep_sampling="sigma"), FlowMatchingProcess(FixedShift(shift)), LATENTS
     )
-    torch.testing.assert_close(found.flip(0), theirs.timesteps)
+    torch.testing.assert_close(actual.flip(0), reference.timesteps)
 
 
 def test_a_weighting_scheme_alone_implies_sigma_sampling():
     """As in sd-scripts; schemes that only weight the loss sample uniformly."""
     for scheme in ("none", "uniform", "sigma_sqrt", "cosmap"):
-        assert torch.equal(sigmas(weighting_scheme=scheme), sigmas(timestep_sampling="sigma"))
-    assert not torch.equal(sigmas(weighting_scheme="mode"), sigmas(timestep_sampling="sigma"))
+        assert torch.equal(sample_sigmas(weighting_scheme=scheme), sample_sigmas(timestep_sampling="sigma"))
+    assert not torch.equal(sample_sigmas(weighting_scheme="mode"), sample_sigmas(timestep_sampling="sigma"))
 
 
 def test_logit_normal_has_its_mean_and_standard_deviation_and_a_positive_mean_gives_more_noise():
-    s = sigmas(FlowMatchingProcess(), weighting_scheme="logit_normal", logit_mean=0.7, logit_std=0.6)
-    torch.testing.assert_close(normal_share_below((logit(s - 0.0005) - 0.7) / 0.6), U, rtol=0, atol=5e-3)
+    s = sample_sigmas(FlowMatchingProcess(), weighting_scheme="logit_normal", logit_mean=0.7, logit_std=0.6)
+    torch.testing.assert_close(normal_cdf((logit(s - 0.0005) - 0.7) / 0.6), U, rtol=0, atol=5e-3)
     assert s.median() > 0.6
 
 
 @pytest.mark.parametrize("scale", [-1.0, 0.5, 1.29, 1.75])
 def test_mode_has_the_density_of_diffusers(scale):
     draw = torch.Generator().manual_seed(2)
-    theirs = compute_density_for_timestep_sampling("mode", 40_000, mode_scale=scale, generator=draw).double()
+    reference = compute_density_for_timestep_sampling("mode", 40_000, mode_scale=scale, generator=draw).double()
     ours = timesteps.mode_quantile(U, NoiseConfig(mode_scale=scale))
     shares = torch.linspace(0.05, 0.95, 19, dtype=torch.float64)
-    torch.testing.assert_close(torch.quantile(ours, shares), torch.quantile(theirs, shares), rtol=0, atol=0.01)
+    torch.testing.assert_close(torch.quantile(ours, shares), torch.quantile(reference, shares), rtol=0, atol=0.01)
 
 
 def test_timesteps_of_discrete_models_are_integers_of_equal_probability():
-    found = timesteps.compute_timesteps(U, NoiseConfig(), DISCRETE, LATENTS)
-    assert found.dtype == torch.float32
-    assert torch.equal(found, torch.arange(1000.0))
-    found = timesteps.compute_timesteps(U, NoiseConfig(min_timestep=200, max_timestep=450), DISCRETE, LATENTS)
-    assert torch.equal(found, torch.arange(200.0, 450.0).repeat_interleave(4))
+    actual = timesteps.compute_timesteps(U, NoiseConfig(), DISCRETE, LATENTS)
+    assert actual.dtype == torch.float32
+    assert torch.equal(actual, torch.arange(1000.0))
+    actual = timesteps.compute_timesteps(U, NoiseConfig(min_timestep=200, max_timestep=450), DISCRETE, LATENTS)
+    assert torch.equal(actual, torch.arange(200.0, 450.0).repeat_interleave(4))
 
 
 @given(
@@ -125,8 +125,8 @@ def test_timesteps_are_in_range_and_increase_with_the_quantile(sampling, low, le
     st.floats(0, 3),
     st.floats(-1, 1.75),
 )
-def test_quantile_functions_are_within_0_and_1_and_increase(scheme, mean, spread, scale):
-    noise = NoiseConfig(weighting_scheme=scheme, logit_mean=mean, logit_std=spread, mode_scale=scale)
+def test_quantile_functions_are_within_0_and_1_and_increase(scheme, mean, std, scale):
+    noise = NoiseConfig(weighting_scheme=scheme, logit_mean=mean, logit_std=std, mode_scale=scale)
     s = timesteps.WEIGHTING_SCHEME_QUANTILES[scheme](U, noise)
     assert s.min() >= 0 and s.max() <= 1
     assert (s.diff() >= -1e-12).all()
@@ -163,7 +163,9 @@ def test_the_quantile_is_never_0_or_1_and_preserves_its_timestep():
 
 def test_sigma_has_a_lower_bound():
     u = torch.tensor([1e-9], dtype=torch.float64)
-    assert sigmas(u=u, timestep_sampling="sigmoid", sigmoid_scale=30.0).item() == pytest.approx(timesteps.MIN_SIGMA)
+    assert sample_sigmas(u=u, timestep_sampling="sigmoid", sigmoid_scale=30.0).item() == pytest.approx(
+        timesteps.MIN_SIGMA
+    )
 
 
 def test_the_quantile_is_uniform():

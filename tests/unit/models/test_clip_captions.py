@@ -15,11 +15,11 @@ FIRST, SECOND = " ".join("abcdefghijklmnopqrstuvwxyz" * 2 + "abcdefghijklmnopqrs
 assert len(FIRST.split()) == 75
 
 
-def encoded_by_diffusers(pipe, text, **options):
-    found = pipe.encode_prompt(
+def encode_with_diffusers(pipe, text, **options):
+    actual = pipe.encode_prompt(
         text, device="cpu", num_images_per_prompt=1, do_classifier_free_guidance=False, **options
     )
-    return found[0], found[2] if len(found) > 2 else None
+    return actual[0], actual[2] if len(actual) > 2 else None
 
 
 @torch.no_grad()
@@ -30,8 +30,8 @@ def test_clip_skip_takes_the_nth_last_layer(name, number):
     if not hasattr(pipe.text_encoder, "text_model"):  # where diffusers 0.42 looks for the last norm
         object.__setattr__(pipe.text_encoder, "text_model", pipe.text_encoder)
     family = FAMILIES.get(name)(ModelConfig(clip_skip=number))
-    theirs, _ = encoded_by_diffusers(pipe, ["a red circle"], clip_skip=number - 1 or None)
-    torch.testing.assert_close(family.encode_prompts(pipe, ["a red circle"])["embeds"], theirs)
+    reference, _ = encode_with_diffusers(pipe, ["a red circle"], clip_skip=number - 1 or None)
+    torch.testing.assert_close(family.encode_prompts(pipe, ["a red circle"])["embeds"], reference)
 
 
 @torch.no_grad()
@@ -44,20 +44,20 @@ def test_a_long_caption_is_encoded_in_chunks_of_75_tokens(name, length):
     embeds = ours["embeds"]
     assert embeds.shape[:2] == (2, length + 2)
     for row, pieces in enumerate([(FIRST, SECOND, ""), ("short", "", "")]):
-        states = [encoded_by_diffusers(pipe, [piece])[0][0] for piece in pieces[: length // 75]]
+        states = [encode_with_diffusers(pipe, [piece])[0][0] for piece in pieces[: length // 75]]
         expected = torch.cat([states[0][:1], *[piece[1:-1] for piece in states], states[-1][-1:]])
         torch.testing.assert_close(embeds[row], expected)
     if "pooled" in ours:
         for row, first in enumerate([FIRST, "short"]):
-            torch.testing.assert_close(ours["pooled"][row], encoded_by_diffusers(pipe, [first])[1][0])
+            torch.testing.assert_close(ours["pooled"][row], encode_with_diffusers(pipe, [first])[1][0])
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["sd1", "sd2", "sdxl"])
 def test_a_caption_that_is_too_long_is_truncated_as_in_diffusers(name):
     pipe, family = TINY[name]().pipe, FAMILIES.get(name)()
-    theirs, _ = encoded_by_diffusers(pipe, [f"{FIRST} {SECOND}"])
-    torch.testing.assert_close(family.encode_prompts(pipe, [f"{FIRST} {SECOND}"])["embeds"], theirs)
+    reference, _ = encode_with_diffusers(pipe, [f"{FIRST} {SECOND}"])
+    torch.testing.assert_close(family.encode_prompts(pipe, [f"{FIRST} {SECOND}"])["embeds"], reference)
     assert family.find_truncated_prompts(pipe, [FIRST, f"{FIRST} {SECOND}", ""]) == [f"{FIRST} {SECOND}"]
     longer = FAMILIES.get(name)(ModelConfig(max_token_length=150))
     assert longer.find_truncated_prompts(pipe, [f"{FIRST} {SECOND}"]) == []
@@ -102,14 +102,14 @@ def test_the_max_token_length_of_t5_is_an_option(name):
     tiny = TINY[name]()
     family = FAMILIES.get(name)(ModelConfig(t5xxl_max_token_length=20))
     texts = ["a red circle", "a text of twenty letters"]
-    theirs = tiny.pipe.encode_prompt(
+    reference = tiny.pipe.encode_prompt(
         texts,
         **{"prompt_2": None, "prompt_3": None} if name == "sd3" else {},
         device=torch.device("cpu"),
         max_sequence_length=20,
     )
     embeds = family.encode_prompts(tiny.pipe, texts)["embeds"]
-    assert torch.equal(embeds, theirs[0])
+    assert torch.equal(embeds, reference[0])
     assert embeds.shape[1] == 20 + (77 if name == "sd3" else 0)
     assert family.find_truncated_prompts(tiny.pipe, texts) == texts[1:]
 
@@ -123,7 +123,7 @@ def test_no_warning_is_logged_for_captions_that_clip_truncates(name, caplog, mon
         monkeypatch.setattr(logging.getLogger(library), "propagate", True)
     for tokenizer in (pipe.tokenizer, pipe.tokenizer_2):
         tokenizer.deprecation_warnings.clear()
-    caplog.clear()  # of what loading said
+    caplog.clear()  # drop the messages of loading
     with caplog.at_level(logging.WARNING):
         family.encode_prompts(pipe, [f"{FIRST} {SECOND}"])
         assert not caplog.records

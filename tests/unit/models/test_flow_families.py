@@ -16,14 +16,14 @@ from library.models.model_configs import load_bundled_config
 FLOW = ["sd3", "flux", "flux_schnell", "z_image", "qwen_image"]
 
 
-def parts(name, options=None):
+def load_family(name, options=None):
     tiny = TINY[name]()
     tiny.pipe.set_progress_bar_config(disable=True)
     return FAMILIES.get(tiny.family)(options), tiny
 
 
 @torch.no_grad()
-def drawn(family, pipe, **options):
+def sample_preview(family, pipe, **options):
     prompt = Prompt("a red circle", "blue", width=WIDTH, height=HEIGHT, **options)
     cond, negative = (family.encode_prompts(pipe, [text]) for text in (prompt.text, prompt.negative_prompt))
     return family.generate_image(pipe, prompt, cond, negative, torch.Generator().manual_seed(1), None)
@@ -32,7 +32,7 @@ def drawn(family, pipe, **options):
 @torch.no_grad()
 def test_flux_is_trained_with_guidance_scale_and_with_1_by_default():
     for options, expected in ((None, 1.0), (ModelConfig(guidance_scale=3.5), 3.5)):
-        family, tiny = parts("flux", options)
+        family, tiny = load_family("flux", options)
         record = Recorder(tiny.pipe.transformer)
         family.predict(tiny.pipe, tiny.pipe.transformer, tiny.batch.latents, torch.tensor([700.0, 250.0]), tiny.batch)
         assert record.calls[0]["guidance"].tolist() == [expected, expected]
@@ -44,34 +44,34 @@ def test_flux_dev_is_sampled_with_guidance_and_schnell_in_four_steps():
         ("flux", {"embedded_guidance": 2.0, "num_inference_steps": 3}, 2.0, 3),
         ("flux_schnell", {}, None, 4),
     ):
-        family, tiny = parts(name)
+        family, tiny = load_family(name)
         record = Recorder(tiny.pipe.transformer)
-        drawn(family, tiny.pipe, **options)
+        sample_preview(family, tiny.pipe, **options)
         assert len(record.calls) == steps
-        told = record.calls[0]["guidance"]
-        assert told is None if guidance is None else told.tolist() == [guidance]
+        guidance_arg = record.calls[0]["guidance"]
+        assert guidance_arg is None if guidance is None else guidance_arg.tolist() == [guidance]
 
 
 def test_the_negative_prompt_is_evaluated_only_with_guidance():
     for name, scale, looks in (("flux", None, 1), ("flux", 2.0, 2), ("qwen_image", None, 2), ("qwen_image", 1.0, 1)):
-        family, tiny = parts(name)
+        family, tiny = load_family(name)
         record = Recorder(tiny.pipe.transformer)
-        drawn(family, tiny.pipe, num_inference_steps=2, cfg_scale=scale)
+        sample_preview(family, tiny.pipe, num_inference_steps=2, cfg_scale=scale)
         assert len(record.calls) == 2 * looks
 
 
 @pytest.mark.parametrize("name", FLOW)
 def test_a_preview_shifts_its_timesteps_as_the_model_or_the_prompt_sets(name):
-    family, tiny = parts(name)
+    family, tiny = load_family(name)
     record = Recorder(tiny.pipe.transformer)
     key = "t" if name == "z_image" else "timestep"
     unguided = {"num_inference_steps": 4, "cfg_scale": tiny.unguided}
-    drawn(family, tiny.pipe, **unguided)
+    sample_preview(family, tiny.pipe, **unguided)
     own = [call[key][0].item() for call in record.calls]
     call = {**tiny.texts, tiny.scale: tiny.unguided, "num_inference_steps": 4}
     tiny.pipe("a red circle", **SIZE, **call)
     assert own == [call[key][0].item() for call in record.calls[4:8]]
-    drawn(family, tiny.pipe, **unguided, flow_shift=5.0)
+    sample_preview(family, tiny.pipe, **unguided, flow_shift=5.0)
     moved = [call[key][0].item() for call in record.calls[8:]]
     assert len(moved) == 4 and moved[1] != own[1]
     scheduler = type(tiny.pipe.scheduler)(shift=5.0, shift_terminal=tiny.pipe.scheduler.config.shift_terminal)
@@ -86,14 +86,14 @@ def test_a_preview_shifts_its_timesteps_as_the_model_or_the_prompt_sets(name):
 
 
 def test_a_sampler_that_does_not_support_flow_matching_is_rejected():
-    family, tiny = parts("flux")
+    family, tiny = load_family("flux")
     cond = family.encode_prompts(tiny.pipe, ["a"])
     with pytest.raises(UserError, match="sampler ddim: flow-matching models are sampled with euler"):
         family.generate_image(tiny.pipe, Prompt("a"), cond, cond, torch.Generator(), "ddim")
 
 
 def test_the_metadata_of_a_file_contains_the_base_model():
-    titles = {name: parts(name)[0].get_base_model_info(TINY[name]().pipe) for name in FLOW}
+    titles = {name: load_family(name)[0].get_base_model_info(TINY[name]().pipe) for name in FLOW}
     assert {name: (title.base_model_version, title.architecture) for name, title in titles.items()} == {
         "sd3": ("5-medium", "stable-diffusion-3-5-medium"),
         "flux": ("flux1", "flux-1-dev"),

@@ -23,7 +23,7 @@ __all__ = ["made", "plain"]  # fixtures
 def test_the_vae_stays_in_float32_in_a_bfloat16_run(plain, tmp_path):
     family, tiny = plain
     exact = family.encode_pixels(tiny.pipe, pixels(), generators())
-    picture = family.decode_latents(tiny.pipe, exact)
+    image = family.decode_latents(tiny.pipe, exact)
     tiny.pipe.save_pretrained(tmp_path)
     low = family.load(str(tmp_path), torch.bfloat16)
     for pipe in (low, family.load(tiny.source, torch.bfloat16)):
@@ -32,14 +32,14 @@ def test_the_vae_stays_in_float32_in_a_bfloat16_run(plain, tmp_path):
         assert all(each == {torch.bfloat16} for each in dtypes.values()), dtypes
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(family.encode_pixels(low, pixels(), generators()), exact)
-        torch.testing.assert_close(family.decode_latents(low, exact), picture)
+        torch.testing.assert_close(family.decode_latents(low, exact), image)
 
 
 def test_only_the_requested_components_are_loaded_and_others_can_be_added(plain, tmp_path):
     family, tiny = plain
     tiny.pipe.save_pretrained(tmp_path)
     for source in (str(tmp_path), tiny.source):
-        whole = family.load(source, torch.float32)
+        full_pipe = family.load(source, torch.float32)
         pipe = family.load(source, torch.float32, family.text_components)
         assert present(family, pipe) == set(family.text_components)
         encoder, scheduler = getattr(pipe, family.text_components[0]), pipe.scheduler
@@ -50,9 +50,9 @@ def test_only_the_requested_components_are_loaded_and_others_can_be_added(plain,
             setattr(pipe, part, None)
         family.load(source, torch.float32, (family.denoiser_name,), pipe=pipe)
         assert present(family, pipe) == {"vae", family.denoiser_name}
-        assert pipe.vae_scale_factor == whole.vae_scale_factor
-        assert dict(pipe.config).keys() == dict(whole.config).keys()
-        same_weights(family, pipe, whole)
+        assert pipe.vae_scale_factor == full_pipe.vae_scale_factor
+        assert dict(pipe.config).keys() == dict(full_pipe.config).keys()
+        same_weights(family, pipe, full_pipe)
 
 
 def test_a_pipeline_derives_its_scale_factor_from_a_vae_that_is_added_later(tmp_path):

@@ -34,13 +34,13 @@ def steps(count: int) -> StepsOrRatio:
     return StepsOrRatio(count, False)
 
 
-def rates(config: OptimConfig, count: int = STEPS) -> list[float]:
+def list_rates(config: OptimConfig, count: int = STEPS) -> list[float]:
     """The learning rate of every step of a run."""
     schedule = build_lr_schedule(config, count)
     return [config.learning_rate * schedule(step) for step in range(count)]
 
 
-def reference(config: OptimConfig, warmup: int, **specific) -> list[float]:
+def list_reference_rates(config: OptimConfig, warmup: int, **specific) -> list[float]:
     """The learning rates of transformers' schedule over the run."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
     specific |= {
@@ -49,16 +49,16 @@ def reference(config: OptimConfig, warmup: int, **specific) -> list[float]:
         "polynomial": {"power": config.lr_scheduler_power},
     }.get(config.lr_scheduler, {})
     scheduler = get_scheduler(config.lr_scheduler, optimizer, warmup, STEPS, scheduler_specific_kwargs=specific)
-    return walked(optimizer, scheduler)
+    return step_scheduler(optimizer, scheduler)
 
 
-def walked(optimizer, scheduler) -> list[float]:
-    found = []
+def step_scheduler(optimizer, scheduler) -> list[float]:
+    actual = []
     for _ in range(STEPS):
-        found.append(optimizer.param_groups[0]["lr"])
+        actual.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         scheduler.step()
-    return found
+    return actual
 
 
 @pytest.mark.parametrize("warmup", [0, 5])
@@ -74,7 +74,7 @@ def test_the_learning_rates_are_those_of_transformers(name, warmup):
         lr_scheduler_min_lr_ratio=0.1,
     )
 
-    assert rates(config) == pytest.approx(reference(config, warmup), rel=1e-9, abs=1e-15)
+    assert list_rates(config) == pytest.approx(list_reference_rates(config, warmup), rel=1e-9, abs=1e-15)
 
 
 @pytest.mark.parametrize(("warmup", "timescale"), [(0, None), (5, None), (5, 12), (0, 12)])
@@ -83,7 +83,7 @@ def test_inverse_sqrt_is_that_of_transformers(warmup, timescale):
         learning_rate=3e-4, lr_scheduler="inverse_sqrt", lr_warmup_steps=steps(warmup), lr_scheduler_timescale=timescale
     )
 
-    assert rates(config) == pytest.approx(reference(config, warmup, timescale=timescale), rel=1e-9)
+    assert list_rates(config) == pytest.approx(list_reference_rates(config, warmup, timescale=timescale), rel=1e-9)
 
 
 @pytest.mark.parametrize(("warmup", "decay", "lowest"), [(0, 0, None), (5, 8, None), (5, 8, 0.2), (0, 37, 0.1)])
@@ -96,27 +96,27 @@ def test_warmup_stable_decay_is_that_of_transformers(warmup, decay, lowest):
         lr_scheduler_min_lr_ratio=lowest,
     )
 
-    expected = reference(config, warmup, num_decay_steps=decay, min_lr_ratio=lowest or 0.0)
+    expected = list_reference_rates(config, warmup, num_decay_steps=decay, min_lr_ratio=lowest or 0.0)
 
-    assert rates(config) == pytest.approx(expected, rel=1e-9, abs=1e-15)
+    assert list_rates(config) == pytest.approx(expected, rel=1e-9, abs=1e-15)
 
 
 def test_piecewise_constant_is_that_of_diffusers():
     rules = "1:10,0.1:20,0.01"
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-4)
-    expected = walked(optimizer, diffusers_scheduler("piecewise_constant", optimizer, step_rules=rules))
+    expected = step_scheduler(optimizer, diffusers_scheduler("piecewise_constant", optimizer, step_rules=rules))
     config = OptimConfig(
         learning_rate=3e-4, lr_scheduler="piecewise_constant", lr_scheduler_args=(f"step_rules={rules}",)
     )
 
-    assert rates(config) == pytest.approx(expected, rel=1e-9)
+    assert list_rates(config) == pytest.approx(expected, rel=1e-9)
 
 
 def test_rex_has_its_closed_form():
-    found = rates(OptimConfig(learning_rate=1.0, lr_scheduler="rex"))
+    actual = list_rates(OptimConfig(learning_rate=1.0, lr_scheduler="rex"))
 
     left = [1 - step / STEPS for step in range(STEPS)]
-    assert found == pytest.approx([rest / (0.5 + 0.5 * rest) for rest in left])
+    assert actual == pytest.approx([rest / (0.5 + 0.5 * rest) for rest in left])
 
 
 @pytest.mark.parametrize("name", ["CosineAnnealingLR", "torch.optim.lr_scheduler.CosineAnnealingLR"])
@@ -124,9 +124,9 @@ def test_a_scheduler_class_is_used_with_its_arguments(name):
     config = OptimConfig(learning_rate=3e-4, lr_scheduler_type=name, lr_scheduler_args=("T_max=20", "eta_min=1e-5"))
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-4)
 
-    expected = walked(optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20, eta_min=1e-5))
+    expected = step_scheduler(optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20, eta_min=1e-5))
 
-    assert rates(config) == pytest.approx(expected, rel=1e-9)
+    assert list_rates(config) == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -154,16 +154,18 @@ def test_a_mistake_in_the_schedule_options_is_reported(settings, message):
 
 
 def test_the_peak_learning_rate_follows_the_warmup():
-    found = rates(OptimConfig(learning_rate=1.0, lr_scheduler="cosine", lr_warmup_steps=StepsOrRatio(0.25, True)), 40)
+    actual = list_rates(
+        OptimConfig(learning_rate=1.0, lr_scheduler="cosine", lr_warmup_steps=StepsOrRatio(0.25, True)), 40
+    )
 
-    assert found.index(max(found)) == 10 and found[10] == 1.0
+    assert actual.index(max(actual)) == 10 and actual[10] == 1.0
 
 
 def test_a_learning_rate_of_zero_has_a_schedule():
-    assert rates(OptimConfig(learning_rate=0.0, lr_scheduler="polynomial"))[3] == 0.0
+    assert list_rates(OptimConfig(learning_rate=0.0, lr_scheduler="polynomial"))[3] == 0.0
 
 
-def installed(name: str) -> bool:
+def is_installed(name: str) -> bool:
     package = OPTIMIZERS[name].import_path.split(".")[0] if name in OPTIMIZERS else "torch"
     return importlib.util.find_spec(package) is not None
 
@@ -212,7 +214,7 @@ def test_every_optimizer_of_the_table_is_tested():
 
 @pytest.mark.parametrize("name", WALKS)
 def test_every_optimizer_minimizes_a_quadratic(name):
-    if not installed(name):
+    if not is_installed(name):
         pytest.skip(f"{OPTIMIZERS[name].pip_package} is not installed")
     weight = torch.nn.Parameter(torch.tensor([[3.0, -2.0], [1.0, 2.5]]))
     arguments = ("relative_step=False", "scale_parameter=False") if name == "Adafactor" else ()
@@ -233,7 +235,7 @@ def test_every_optimizer_minimizes_a_quadratic(name):
 
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "SGDNesterov", "Adagrad"])
 def test_fused_optimizers_are_used_where_torch_has_them_and_give_the_same_weights(name):
-    ends, said = [], []
+    ends, descriptions = [], []
     for words in ((), ("fused=False", "foreach=False")):
         draw = torch.Generator().manual_seed(5)
         weights = [torch.nn.Parameter(torch.randn(3, size, generator=draw)) for size in (1, 40)]
@@ -244,9 +246,9 @@ def test_fused_optimizers_are_used_where_torch_has_them_and_give_the_same_weight
                 item.grad = torch.randn(item.shape, generator=draw) + item.detach()
             optimizer.step()
         ends.append(torch.cat([item.detach().flatten() for item in weights]))
-        said.append(describe_optimizer(optimizer))
+        descriptions.append(describe_optimizer(optimizer))
     torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-6)
-    assert said[0].endswith(" (fused)") and said[1].endswith(" (for-loop)")
+    assert descriptions[0].endswith(" (fused)") and descriptions[1].endswith(" (for-loop)")
     assert describe_optimizer(
         build_optimizer(OptimConfig(optimizer_type="NAdam"), [ParamGroup("all", weights, 0.1)])
     ).endswith(" (foreach if supported)")
@@ -297,12 +299,12 @@ def test_adafactor_sets_its_learning_rate_unless_relative_step_is_false():
     ours = OptimConfig(optimizer_type="Adafactor", learning_rate=0.5, optimizer_args=("relative_step=False",))
     groups = [ParamGroup("unet", [torch.nn.Parameter(torch.ones(2, 2))], 0.25)]
 
-    finding, told = build_optimizer(own, groups), build_optimizer(ours, groups)
+    finding, fixed_rate = build_optimizer(own, groups), build_optimizer(ours, groups)
     set_learning_rates(finding, [0.25], 0.5)
-    set_learning_rates(told, [0.25], 0.5)
+    set_learning_rates(fixed_rate, [0.25], 0.5)
 
     assert finding.param_groups[0]["lr"] is None and get_learning_rates(finding, ["unet"]) == {}
-    assert get_learning_rates(told, ["unet"]) == {"unet": 0.125}
+    assert get_learning_rates(fixed_rate, ["unet"]) == {"unet": 0.125}
 
 
 @pytest.mark.parametrize(
@@ -347,11 +349,11 @@ def test_a_learning_rate_in_place_of_a_factor_is_warned_about():
 def test_the_learning_rate_is_set_in_every_group_even_as_a_tensor():
     first, second = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([{"params": [first], "lr": torch.tensor(1.0)}, {"params": [second]}], lr=1.0)
-    kept = optimizer.param_groups[0]["lr"]
+    lr_tensor = optimizer.param_groups[0]["lr"]
 
     set_learning_rates(optimizer, [0.5, 2.0], 0.25)
 
-    assert optimizer.param_groups[0]["lr"] is kept and kept == 0.125
+    assert optimizer.param_groups[0]["lr"] is lr_tensor and lr_tensor == 0.125
     assert optimizer.param_groups[1]["lr"] == 0.5
 
 
