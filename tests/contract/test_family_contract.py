@@ -286,7 +286,7 @@ def test_every_lora_weight_gets_a_gradient(case):
 
     family, tiny = case
     denoiser = getattr(tiny.pipe, family.denoiser_name)
-    config, XX(network_dim=3, network_alpha=2), torch.Generator().manual_seed(0)
+    config, generator = AdapterConfig(network_dim=3, network_alpha=2), torch.Generator().manual_seed(0)
     lora.inject_into_model(
         denoiser, config, family.lora_target_modules, 0, family.lora_key_style, family.get_unused_layers(denoiser)
     )
