@@ -1,12 +1,13 @@
-# make install   the environment in .venv
-# make demo      train a LoRA on the built-in model
-# make test      the tests, the linter, the types
-# make test-long more of the same, for those who change how work is spread or compiled
+# make install    the environment in .venv
+# make demo       train a LoRA on the built-in model
+# make test       linter, types and the quick tests: before every commit
+# make test-slow  the other tests
+# make test-all   both
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install demo test test-long clean
+.PHONY: install demo test test-slow test-all clean
 
 install: $(VENV)/installed
 
@@ -30,10 +31,12 @@ test: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 3 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-test-long: install
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m long
+test-slow: install
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
+
+test-all: test test-slow
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

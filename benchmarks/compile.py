@@ -49,13 +49,8 @@ def measure_sizes(count: int, options: Namespace, training_options: Sequence[str
     samples: Samples = defaultdict(lambda: defaultdict(list))
     for repetition in range(options.repetitions):
         for mode in options.modes:
-            compiling = [
-                "--torch_compile",
-                "--dynamo_backend",
-                options.backend,
-                "--compile_dynamic",
-                DYNAMIC.get(mode, "auto"),
-            ]
+            compiling = ["--torch_compile", "--dynamo_backend", options.backend]
+            compiling += ["--compile_dynamic", DYNAMIC.get(mode, "auto")]
             compiling += ["--compile_cache_dir", str(directory / f"cache_{mode}_{repetition}")]
             for cache in (COLD,) if mode == "eager" else (COLD, WARM):
                 output = directory / f"{mode}_{cache}_{repetition}"

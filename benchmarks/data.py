@@ -133,15 +133,8 @@ def measure_cache(
     An npz file holds what sd-scripts stores: latents, those of the mirrored image, the original size and the crop.
     """
     directory.mkdir()
-    defaults = [
-        "--resolution",
-        "512",
-        "--train_batch_size",
-        str(BATCH),
-        "--flip_aug",
-        "--no-cache_text_encoder_outputs",
-    ]
-    argv = write_dataset([*defaults, *training_options], directory, 1, min_images=count)
+    defaults = f"--resolution 512 --train_batch_size {BATCH} --flip_aug --no-cache_text_encoder_outputs"
+    argv = write_dataset([*defaults.split(), *training_options], directory, 1, min_images=count)
     with build_run(argv, directory) as run:
         loader: Any = run.loader
         steps, batch_size = loader.iter_steps(0), run.config.data.train_batch_size

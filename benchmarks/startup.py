@@ -79,17 +79,11 @@ def prepare_commands(training_options: Sequence[str], directory: Path) -> Mappin
         torch.save(record_inputs(job, denoiser), model / "inputs.pt")
         precision, dtype = job.strategy.mixed_precision, next(denoiser.parameters()).dtype
     family.load(config.model.pretrained_model_name_or_path, dtype).save_pretrained(model)
-    arguments = [str(model), family.facts.pipeline_class, type(denoiser).__name__, family.denoiser_name]
+    names = [family.facts.pipeline_class, type(denoiser).__name__, family.denoiser_name]
+    arguments = [str(model), *names, str(config.adapter.network_dim), precision, *family.lora_target_modules]
     return {
         "ours": [*TRAIN, *argv, "--pretrained_model_name_or_path", str(model), *CACHE_ON_DISK],
-        "bare": [
-            "-c",
-            BARE_SCRIPT,
-            *arguments,
-            str(config.adapter.network_dim),
-            precision,
-            *family.lora_target_modules,
-        ],
+        "bare": ["-c", BARE_SCRIPT, *arguments],
     }
 
 

@@ -1,6 +1,9 @@
 """Every test runs offline, on the CPU, on one thread, and without the user's own settings."""
 
 import os
+from pathlib import Path
+
+import pytest
 
 for name in ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND", "WANDB_API_KEY"):
     os.environ.pop(name, None)
@@ -17,3 +20,14 @@ from hypothesis import settings  # noqa: E402 - it reads the environment that is
 
 settings.register_profile("house", deadline=None)  # how long an example takes says more of the machine than of the code
 settings.load_profile("house")
+
+SLOW_FOLDERS = {"distributed", "invariance", "interop"}
+"""Tests of whole runs and of several processes; `make test` runs those of them that are marked ``quick``."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    for item in items:
+        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        if folder in SLOW_FOLDERS and item.get_closest_marker("quick") is None:
+            item.add_marker(pytest.mark.slow)

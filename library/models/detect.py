@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..config.schema import ModelConfig
-from ..demo import built_in
+from ..demo import BUILT_IN_MODEL_DIR
 from ..errors import ConfigError
 from ..registry import suggest_name
 from .checkpoint_inspection import (
@@ -99,7 +99,7 @@ def get_family_facts(family: str) -> FamilyFacts:
 
 def _detect_built_in() -> DetectedModel:
     reason = "no model is set; using the built-in demo model, which generates 64 emoji only"
-    folder = built_in.FOLDER
+    folder = BUILT_IN_MODEL_DIR
     return replace(_detect_from_configs(build_folder_reader(folder), "folder", str(folder), None), reason=reason)
 
 

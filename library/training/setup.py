@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ..adapters import lora
 from ..adapters.lora import cast_trainable_parameters
-from ..adapters.regularization import MaxNormRegularizer
+from ..adapters.regularization import LoraDropout, MaxNormRegularizer
 from ..atomic_files import find_write_error
 from ..cache.paths import resolve_cache_dirs
 from ..cache.precompute import CacheReaders
@@ -22,6 +22,7 @@ from ..config import RunConfig
 from ..config.schema import OptimConfig, TrainConfig
 from ..config.schema_data import CacheConfig, DataConfig
 from ..config.validate_objective import find_active_options
+from ..data.loader import StepLoader
 from ..data.prepare import PreparedData, prepare_data
 from ..data.prompts import Prompt
 from ..data.run_plan import RunPlan
@@ -56,6 +57,9 @@ from .trainable import (
     get_trainable_parameters,
     select_trained_text_encoders,
 )
+
+if TYPE_CHECKING:
+    from ..parallel.compile import Compilation
 
 logger = logging.getLogger(__name__)
 
@@ -117,48 +121,23 @@ def build_run(
     load_network_weights(trained, adapter, initial_weights)
     if config.distributed.full_bf16:
         cast_trainable_parameters(trained, torch.bfloat16)
-    for parameter in get_trainable_parameters(trained):  # before the optimizer is built, as some allocate state at once
-        parameter.data = parameter.data.to(strategy.device)
+    _move_trainable_parameters(trained, strategy.device)
     for line in format_trainable_summary(trained, adapter):
         logger.info("%s", line)
     if is_quantized_or_offloaded(config.model, config.train):
         quantize_and_offload_base(trained.denoiser, strategy.device, config.model, config.train)
     groups = build_param_groups(trained, adapter, config.adapter, config.optim, family.facts)
     optimizer = _build_optimizer(config.optim, groups)
-    compilation = strategy.compile(list(trained.children()), trained.denoiser, config.distributed.compile_dynamic)
-    if compilation is not None:
-        _configure_compile_cache(config.distributed.compile_cache_dir, config.cache, prepared)
-        compilation.set_activation_memory_budget(config.train.activation_memory_budget)
+    compilation = _compile(config, strategy, trained, prepared)
     model, optimizer = strategy.wrap(trained, optimizer, build_parallel_plan(family, trained.denoiser))
-    task = DiffusionTask(
-        family,
-        pipe,
-        model,
-        objective,
-        config.train.seed,
-        CopyStream(strategy.device),
-        config.data.masked_loss_normalize,
-        config.cache.vae_batch_size,
-        config.cache.text_encoder_batch_size,
-        cache_readers.text_reader,
-        config.adapter.trains_text_encoders,
-        build_lora_dropout(config.adapter, trained, adapter, strategy.get_token_positions),
-        pads_texts=config.parallel.pp_size > 1,
-    )
-    loader = build_step_loader(
-        prepared,
-        plan.batch_plan,
-        strategy.data_parallel_rank,
-        total_steps=plan.steps,
-        pin_memory=strategy.pins_memory,
-        latent_reader=cache_readers.latent_reader,
-        text_reader=cache_readers.text_reader,
-    )
+    dropout = build_lora_dropout(config.adapter, trained, adapter, strategy.get_token_positions)
+    task = _build_task(config, strategy, family, pipe, model, objective, cache_readers, dropout)
+    loader = _build_loader(strategy, prepared, plan, cache_readers)
     if strategy.comm.is_main:
         _warn_truncated_captions(family, pipe, prepared.list_first_epoch_captions(plan.batch_plan, plan.steps))
     lr_schedule = schedules.build_lr_schedule(config.optim, plan.steps)
     max_norm, ema_decay = config.adapter.scale_weight_norms, config.optim.ema_decay
-    parameters = [parameter for group in groups for parameter in group.parameters]
+    trainable = [parameter for group in groups for parameter in group.parameters]
     run = TrainingRun(
         config,
         plan,
@@ -173,13 +152,68 @@ def build_run(
         _build_oom_recovery(config.train, trained),
         BadSamples(config.data.max_invalid_images, len({sample.image for sample in prepared.manifest.samples})),
         NullMetricLogger(),
-        None if ema_decay is None else AdapterEMA(parameters, ema_decay),
+        None if ema_decay is None else AdapterEMA(trainable, ema_decay),
         None if max_norm is None else MaxNormRegularizer(trained, adapter, max_norm),
         compilation,
     )
     if callable(getattr(optimizer, "train", None)):  # schedule-free optimizers hold two sets of weights
         optimizer.train()
     return run, adapter
+
+
+def _move_trainable_parameters(trained: TrainableModules, device: torch.device) -> None:
+    """Move them before the optimizer is built, as some optimizers allocate their state at once."""
+    for parameter in get_trainable_parameters(trained):
+        parameter.data = parameter.data.to(device)
+
+
+def _compile(
+    config: RunConfig, strategy: Strategy, trained: TrainableModules, prepared: PreparedData
+) -> "Compilation | None":
+    compilation = strategy.compile(list(trained.children()), trained.denoiser, config.distributed.compile_dynamic)
+    if compilation is not None:
+        _configure_compile_cache(config.distributed.compile_cache_dir, config.cache, prepared)
+        compilation.set_activation_memory_budget(config.train.activation_memory_budget)
+    return compilation
+
+
+def _build_loader(strategy: Strategy, prepared: PreparedData, plan: RunPlan, cache_readers: CacheReaders) -> StepLoader:
+    return build_step_loader(
+        prepared,
+        plan.batch_plan,
+        strategy.data_parallel_rank,
+        total_steps=plan.steps,
+        pin_memory=strategy.pins_memory,
+        latent_reader=cache_readers.latent_reader,
+        text_reader=cache_readers.text_reader,
+    )
+
+
+def _build_task(
+    config: RunConfig,
+    strategy: Strategy,
+    family: Family,
+    pipe: Any,
+    model: nn.Module,
+    objective: Objective,
+    cache_readers: CacheReaders,
+    dropout: LoraDropout | None,
+) -> DiffusionTask:
+    return DiffusionTask(
+        family,
+        pipe,
+        model,
+        objective,
+        config.train.seed,
+        CopyStream(strategy.device),
+        config.data.masked_loss_normalize,
+        config.cache.vae_batch_size,
+        config.cache.text_encoder_batch_size,
+        cache_readers.text_reader,
+        config.adapter.trains_text_encoders,
+        dropout,
+        pads_texts=config.parallel.pp_size > 1,
+    )
 
 
 def _build_oom_recovery(config: TrainConfig, trainable: TrainableModules) -> OomRecovery:

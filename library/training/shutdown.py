@@ -1,4 +1,4 @@
-"""The end of a run that nobody wanted: what was learnt is kept, and one process tells what happened and what to do."""
+"""When a run fails: save an emergency checkpoint, and let one rank report the cause and what to do."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ MAX_IMAGES_SHOWN = 6
 
 
 class FailureHandler:
-    """Turns whatever ended a run into what is to be told about it."""
+    """Turns the exception that ended a run into the message for the user."""
 
     def __init__(self, comm: Communicator, config: RunConfig):
         self.rank, self.config = comm.rank, config
@@ -30,21 +30,21 @@ class FailureHandler:
     def build_final_error(
         self, error: Exception, run: TrainingRun | None = None, save_checkpoint: SaveCheckpoint | None = None
     ) -> Exception:
-        """What is to be raised in the place of ``error``; the same again where that was asked before.
+        """Return the exception to raise in place of ``error``, or ``error`` itself if it was already handled.
 
-        The process that fails first tells, and keeps the state, which is the same on all of them.
+        The rank that fails first reports it and saves the checkpoint, which is the same on all ranks.
         """
         if self._is_handled or isinstance(error, (ConfigError, RunInterrupted)):
             return error
         self._is_handled = True
-        is_told = getattr(error, "is_reported", False) or not self.peers.elect_reporter()
+        is_reported = getattr(error, "is_reported", False) or not self.peers.elect_reporter()
         where = _describe_step(run)
         shown = (
             format_oom_message(error, self.config, run.state.step if run else None) if is_out_of_memory(error) else ""
         )
         kept = (
             self._save_emergency_checkpoint(run, save_checkpoint)
-            if run is not None and save_checkpoint is not None and not is_told
+            if run is not None and save_checkpoint is not None and not is_reported
             else ""
         )
         told: UserError | CrashError
@@ -53,14 +53,14 @@ class FailureHandler:
         else:
             save = self.config.save
             report = write_traceback(error, Path(save.output_dir) / f"{save.output_name}.error-rank{self.rank}.txt")
-            lost = None if is_told else self.peers.describe_lost_peer(error)
+            lost = None if is_reported else self.peers.describe_lost_peer(error)
             todo = "" if lost else "If it comes again, report it together with that file"
             told = CrashError(_join_lines(lost or format_error(error), where, kept, f"{report}. {todo}".rstrip(". ")))
-        told.is_reported = is_told
+        told.is_reported = is_reported
         return told
 
     def _save_emergency_checkpoint(self, run: TrainingRun, save_checkpoint: SaveCheckpoint) -> str:
-        """Keep the run as it was when it was last seen to be well."""
+        """Roll back to the last snapshot and save it."""
         try:
             run.nan_guard.roll_back(run)
             name = f"{self.config.save.output_name}-step{run.state.step:08d}"
@@ -108,7 +108,7 @@ MAX_BATCH_IMAGES_SHOWN = 4
 
 
 def format_oom_message(error: Exception, config: RunConfig, step: int | None) -> str:
-    """Lines for a user; ``step`` counts from 0, and without one the run had not begun."""
+    """Format the message; ``step`` counts from 0, None before the first step."""
     phase, batch, reason = "", None, str(error).partition("\n")[0]
     if isinstance(error, OutOfMemory):
         phase, batch, reason = error.phase, error.batch, error.reason
@@ -129,16 +129,16 @@ def _describe_batch(batch: PixelBatch) -> str:
 
 
 def suggest_oom_fixes(config: RunConfig, phase: str, batch_size: int) -> Iterator[str]:
-    """Settings that save memory and are not set yet: first those that cost nothing, last those that change the LoRA."""
+    """Suggest settings that save memory: first those without cost, last those that change the LoRA."""
     cache, train = config.cache, config.train
     if phase == "encode" and cache.vae_batch_size > 1:
         yield "--vae_batch_size 1"
     if phase == "encode" and cache.text_encoder_batch_size > 1:
         yield "--text_encoder_batch_size 1"
     if not cache.caches_latents:
-        yield "--cache_latents, after which the VAE is not needed"
+        yield "--cache_latents, which frees the VAE"
     if not cache.caches_text_outputs:
-        yield "--cache_text_encoder_outputs, after which the text encoders are not needed"
+        yield "--cache_text_encoder_outputs, which frees the text encoders"
     if config.distributed.mixed_precision == "no":
         yield "--mixed_precision bf16"
     is_cut = config.parallel.pp_size * config.parallel.tp_size > 1

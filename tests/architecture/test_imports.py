@@ -116,7 +116,7 @@ print(json.dumps({name: said for name in sys.argv[2:] if (said := way(name))}))
 """
 
 
-@pytest.mark.parametrize("way", ["together", pytest.param("alone", marks=pytest.mark.long)])
+@pytest.mark.parametrize("way", ["together", pytest.param("alone", marks=pytest.mark.slow)])
 def test_every_module_imports_without_devices_and_network_and_changes_nothing(way):
     """Alone as well, which is the same where nothing is imported in a circle."""
     names = [get_module_name(PurePosixPath(path)) for path in MODULES if path.name != "__main__.py"]

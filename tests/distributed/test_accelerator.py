@@ -434,7 +434,7 @@ def prepared(*flags: str) -> tuple:
     )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_two_processes_write_into_one_folder_though_their_clocks_differ(tmp_path):
     ranks = on_ranks(2, at_another_time, "--logging_dir", str(tmp_path / "logs"), "--log_prefix", "run_")
 

@@ -22,7 +22,7 @@ from library.parallel.blocks import BlockSequence, ParallelPlan
 from library.parallel.context_parallel import ContextParallel, SequenceShards
 from library.parallel.ulysses import ProcessGroupAllToAll
 
-LONG, UNET = pytest.mark.long, ("--network_train_unet_only",)
+LONG, UNET = pytest.mark.slow, ("--network_train_unet_only",)
 TRANSFORMERS = ("sd3", "flux", "z_image", "qwen_image")
 
 
@@ -54,7 +54,7 @@ def test_context_parallel_trains_the_adapter_of_one_process(model, name, precisi
     assert difference(one, trained(name, model, data, tmp_path, *flags)) < BOUNDS[precision]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_heads_are_split_by_tensor_and_context_parallel(tmp_path):
     """Also with dual attention layers, in which the image attends to itself alone."""
     pipe = FAMILIES.get("sd3")().load("random:sd3:tiny", torch.float32)

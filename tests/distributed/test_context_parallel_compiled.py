@@ -15,7 +15,7 @@ from library.parallel.compile import Compilation
 from library.parallel.context_parallel import ContextParallel
 from library.parallel.ulysses import ProcessGroupAllToAll
 
-LONG = pytest.mark.long
+LONG = pytest.mark.slow
 WIDTH, HEADS = 12, 6
 FLOW = ("text", "image")
 LENGTHS = [(5, 12), (5, 9), (5, 17), (5, 30), (5, 11), (5, 31)]

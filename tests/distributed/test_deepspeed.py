@@ -85,7 +85,7 @@ def references(even, tmp_path_factory):
     }
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_zero_1_and_2_train_the_adapter_of_one_process(even, references, tmp_path):
     found = train_adapter(tmp_path, even, 2, 2, *OPTIMIZERS["AdamW"], *zero(1))
     assert difference(references["AdamW"], found) < 1e-4
@@ -134,14 +134,14 @@ def both(tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("name", ["lora", "lora-ema"])
-@pytest.mark.long
+@pytest.mark.slow
 def test_max_norm_and_ema_equal_those_of_ddp(both, name):
     ddp, zero3 = (load_file(folder / f"{name}.safetensors") for folder in both.values())
 
     assert difference(ddp, zero3) < 1e-3
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_previews_and_validation_losses_equal_those_of_ddp(both):
     """Up to rounding, which depends on the memory layout of gathered weights."""
     drawn = [sorted((folder / "sample").glob("*.png")) for folder in both.values()]
@@ -156,7 +156,7 @@ def test_previews_and_validation_losses_equal_those_of_ddp(both):
         assert other == pytest.approx(one, rel=1e-4)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_nan_step_on_one_rank_is_skipped_on_all(even, tmp_path):
     """With SGD that equals a learning rate of 0 in that step."""
     flags = (
@@ -244,7 +244,7 @@ def measure_memory(stage: int) -> tuple[int, int, int]:
     return whole, here, sum(masters.values()) - sum(parameter.nbytes for parameter in own) // strategy.comm.world_size
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_each_rank_holds_its_shard_of_the_frozen_model(size):
     found = on_ranks(size, measure_memory, 3)
 

@@ -80,9 +80,9 @@ def launched(folder: Path, **offload: object) -> dict[str, str]:
     ("ranks", "is_real", "offload"),
     [
         (2, False, {}),
-        pytest.param(1, False, {"buffer_count": 2}, marks=pytest.mark.long),
-        pytest.param(2, False, {"buffer_count": 300}, marks=pytest.mark.long),
-        pytest.param(2, True, {}, marks=pytest.mark.long),
+        pytest.param(1, False, {"buffer_count": 2}, marks=pytest.mark.slow),
+        pytest.param(2, False, {"buffer_count": 300}, marks=pytest.mark.slow),
+        pytest.param(2, True, {}, marks=pytest.mark.slow),
     ],
 )
 def test_nvme_offload_trains_the_adapter_of_one_process(ranks, is_real, offload, tmp_path):
@@ -130,13 +130,13 @@ def test_only_directories_of_dead_processes_are_removed(tmp_path):
             {"buffer_size": 1000},
             r"buffer_size is 1000, and the largest partition has \d+ elements; set",
         ),
-        pytest.param(1, {"buffer_count": 1}, "buffer_count is 1; set at least 2", marks=pytest.mark.long),
-        pytest.param(2, {"max_in_cpu": 10}, r"max_in_cpu is 10, and the adapter has \d+", marks=pytest.mark.long),
+        pytest.param(1, {"buffer_count": 1}, "buffer_count is 1; set at least 2", marks=pytest.mark.slow),
+        pytest.param(2, {"max_in_cpu": 10}, r"max_in_cpu is 10, and the adapter has \d+", marks=pytest.mark.slow),
         pytest.param(
             1,
             {"buffer_size": 10**13},
             r"cannot lock \d+ MiB of memory per process; raise `ulimit -l`",
-            marks=pytest.mark.long,
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -65,7 +65,7 @@ def test_validation_losses_equal_those_of_ddp(both):
 
 @pytest.mark.parametrize(
     ("ranks", "fsdp"),
-    [(2, ("--fsdp",)), pytest.param(4, ("--fsdp", "--dp_replicate_size", "2"), marks=pytest.mark.long)],
+    [(2, ("--fsdp",)), pytest.param(4, ("--fsdp", "--dp_replicate_size", "2"), marks=pytest.mark.slow)],
 )
 def test_resume_is_exact_and_works_across_strategies(ranks, fsdp, tmp_path):
     data = dataset(tmp_path)
@@ -117,7 +117,7 @@ def measure_memory(parts: int, *flags: str) -> tuple[int, int, int]:
     return whole, here, sum(each.untyped_storage().nbytes() for each in trainable)
 
 
-@pytest.mark.parametrize("parts", [1, 2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("parts", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_each_rank_holds_its_shard_of_the_frozen_model_and_the_full_adapter(parts):
     alone = {
         "RANK": "0",
@@ -137,7 +137,7 @@ def test_each_rank_holds_its_shard_of_the_frozen_model_and_the_full_adapter(part
 # a launcher
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_accelerate_launch_with_fsdp_shards_the_model(tmp_path):
     data = dataset(tmp_path)
     launch = shlex.split(
@@ -245,7 +245,7 @@ def run_with_failing_previews(who: list[int], folder: Path, flags: tuple[str, ..
 @pytest.mark.parametrize(
     ("who", "more"),
     [
-        pytest.param([0, 1], ["--fsdp"], marks=pytest.mark.long),
+        pytest.param([0, 1], ["--fsdp"], marks=pytest.mark.slow),
         ([1], ["--fsdp"]),
         ([1], []),
     ],

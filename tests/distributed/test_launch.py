@@ -129,8 +129,8 @@ LAUNCHED_FOR_REAL = [
     ("", "bf16", ""),
     ("bf16", "no", "no"),
     ("no", "bf16", ""),
-    pytest.param("bf16", "", "", marks=pytest.mark.long),
-    pytest.param("", "no", "bf16", marks=pytest.mark.long),
+    pytest.param("bf16", "", "", marks=pytest.mark.slow),
+    pytest.param("", "no", "bf16", marks=pytest.mark.slow),
 ]
 
 

@@ -26,7 +26,7 @@ from library.models.families import FAMILIES
 from library.parallel.pipeline_stages import partition_blocks
 from library.training.preflight import RunFacts, check_run_settings
 
-LONG = pytest.mark.long
+LONG = pytest.mark.slow
 
 # one result
 

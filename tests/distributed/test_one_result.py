@@ -9,8 +9,8 @@ from training_runs import difference
     ("model", "name", "precision", "flags"),
     [
         ("sdxl", "HSDP 2 x 2", "no", ("--gradient_checkpointing",)),
-        pytest.param("flux", "FSDP 2 x 2, CPU offload", "no", (), marks=pytest.mark.long),
-        pytest.param("sd3", "FSDP 2 x 1, 2 accumulated", "bf16", ("--gradient_checkpointing",), marks=pytest.mark.long),
+        pytest.param("flux", "FSDP 2 x 2, CPU offload", "no", (), marks=pytest.mark.slow),
+        pytest.param("sd3", "FSDP 2 x 1, 2 accumulated", "bf16", ("--gradient_checkpointing",), marks=pytest.mark.slow),
     ],
 )
 def test_every_strategy_trains_the_adapter_of_one_process(model, name, precision, flags, tmp_path):

@@ -48,7 +48,7 @@ def run(folder: Path, ranks: int, *flags: str) -> tuple[dict[str, torch.Tensor],
     return load_file(file), {name: value for line in lines for name, value in json.loads(line).items()}
 
 
-@pytest.mark.parametrize("sizes", [pytest.param({(96, 64): 5}, marks=pytest.mark.long), {(96, 64): 3, (64, 96): 2}])
+@pytest.mark.parametrize("sizes", [pytest.param({(96, 64): 5}, marks=pytest.mark.slow), {(96, 64): 3, (64, 96): 2}])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_a_step_may_have_any_number_of_micro_batches_of_any_sizes(sizes, schedule, tmp_path):
     pictures(tmp_path, sizes)
@@ -148,7 +148,7 @@ def test_flops_of_a_micro_batch_are_counted_once():
     assert sum(calls.counts.values()) == 3
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_profiled_flops_of_a_pipeline_are_per_device(tmp_path):
     pictures(tmp_path, {(96, 64): 3, (64, 96): 2})
     words = ("--max_train_steps", "4", "--profile_steps", "2:4")

@@ -65,7 +65,7 @@ def sent(*words: str) -> tuple[float, int, dict[str, float]]:
     return sum(found.values()) / steps, adapter, found
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_step_communicates_the_lora_gradients_and_hardly_anything_else(data, tmp_path, ranks):
     ends = on_ranks(
         ranks,

@@ -61,7 +61,7 @@ class CrossDeviceDetector(TorchDispatchMode):
         return function(*arguments, **(named or {}))
 
 
-@pytest.mark.parametrize("name", ["flux", pytest.param("sdxl", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["flux", pytest.param("sdxl", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_adapters_in_sharded_layers_need_no_host_device_copies(name, rank):
     tiny, family = TINY[name](), FAMILIES.get(name)()
@@ -85,9 +85,9 @@ def test_adapters_in_sharded_layers_need_no_host_device_copies(name, rank):
     [  # SD3 and Qwen-Image do not use the last block's text
         ("sd3", 4 + 4 + 3 + 4),
         ("flux", 2 * (4 + 4) + 2 * (1 + 1)),
-        pytest.param("z_image", 4 * (2 + 2), marks=pytest.mark.long),
-        pytest.param("qwen_image", 2 * (4 + 4) - 1, marks=pytest.mark.long),
-        pytest.param("sdxl", 8 * (3 + 3), marks=pytest.mark.long),
+        pytest.param("z_image", 4 * (2 + 2), marks=pytest.mark.slow),
+        pytest.param("qwen_image", 2 * (4 + 4) - 1, marks=pytest.mark.slow),
+        pytest.param("sdxl", 8 * (3 + 3), marks=pytest.mark.slow),
     ],
 )
 def test_there_is_one_all_reduce_per_input_and_output_of_sharded_layers(name, wanted):

@@ -55,7 +55,7 @@ def with_a_flipped_bit(who: int, when: int, *words: str) -> tuple[int, str, int]
 @pytest.mark.parametrize(
     ("ranks", "more", "found", "last"),
     [
-        pytest.param(3, [], 6, 3, marks=pytest.mark.long),
+        pytest.param(3, [], 6, 3, marks=pytest.mark.slow),
         (2, ["--check_sync_every_n_steps", "2"], 4, 3),
     ],
 )
@@ -66,7 +66,9 @@ def test_one_bit_on_one_rank_stops_the_run_before_it_is_saved(data, tmp_path, ra
     said = "".join(text for _, text, _ in ends)
     rest = "rank 0" if ranks == 2 else "the other 2"
     assert said.count("differ from those of") == 1
-    assert f"after step {found} the weights of rank {who} (on {os.uname().nodename}) differ from those of {rest}" in said
+    assert (
+        f"after step {found} the weights of rank {who} (on {os.uname().nodename}) differ from those of {rest}" in said
+    )
     assert f"since the check after step {last}, where all were equal" in said and "Traceback" not in said
     assert sorted(path.name for path in Path(tmp_path).iterdir() if "step" in path.name) == [
         "lora-step00000003-state",

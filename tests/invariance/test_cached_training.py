@@ -144,7 +144,7 @@ def test_two_processes_share_the_work_and_train_as_without_a_cache(flags, uneven
     assert left - {"files.json"} == ({"latents", "texts"} if flags == ON_DISK else set())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_previews_need_no_text_encoder_and_the_vae_only_while_they_are_drawn(uneven, tmp_path):
     flags = [
         "--dataset_config",
@@ -298,7 +298,7 @@ def slow_on_one(dataset_file: str) -> int:
     return len(set(brightest(Kept(Plain(), "--dataset_config", dataset_file, "--cache_latents_to_disk"))))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_waiting_for_a_slow_process_is_not_ended_by_the_time_limit_of_the_group(tmp_path):
     numbered(tmp_path, 8)
     assert on_ranks(2, slow_on_one, dataset(tmp_path)) == [8, 8]
@@ -379,7 +379,7 @@ def with_a_picture_that_breaks(dataset_file: str, on_invalid_images: str) -> Any
     return names, [round(((value + 1) * 127.5 - 20) / 10) for value in brightest(run)], sorted(planned)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_picture_that_broke_in_the_meantime_goes_the_way_of_bad_data_on_every_process(tmp_path):
     numbered(tmp_path, 8)
     whole = (tmp_path / "pictures" / "03.png").read_bytes()

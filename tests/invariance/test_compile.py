@@ -16,7 +16,7 @@ from library.data.batch import Moments, PixelBatch
 from library.parallel.compile import MAX_RECOMPILES, Compilation, compile_model, find_repeated_blocks
 
 
-@pytest.mark.parametrize("family", [pytest.param("sd1", marks=pytest.mark.long), "flux"])
+@pytest.mark.parametrize("family", [pytest.param("sd1", marks=pytest.mark.slow), "flux"])
 def test_24_sizes_need_two_graphs_per_block_class_and_no_recompiles(family, tmp_path):
     data = dataset(tmp_path / "data", SIZES)
     flags = ("--max_train_epochs", "3", *FAMILIES[family])
@@ -38,7 +38,7 @@ def test_all_text_lengths_are_compiled_before_the_first_step(tmp_path):
     assert found.marks == found.begun, "CUDA graphs are told each begin of a step, and nothing else"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_previews_validation_dropout_and_checkpointing_cause_no_recompiles(tmp_path):
     data = dataset(tmp_path / "data", SIZES[:4])
     found = trained(
@@ -60,7 +60,7 @@ def test_previews_validation_dropout_and_checkpointing_cause_no_recompiles(tmp_p
     assert found.late == 0 and len(found.kinds) == 3
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_activation_memory_budget_trains_the_same_lora(tmp_path):
     data = dataset(tmp_path / "data", SIZES[:3])
     flags = ("--max_train_epochs", "1", "--gradient_checkpointing", "--activation_memory_budget", "0.5")
@@ -69,7 +69,7 @@ def test_an_activation_memory_budget_trains_the_same_lora(tmp_path):
     assert found.late == 0 and found.is_dynamic and difference(plain.lora, found.lora) < 1e-4
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_few_sizes_are_compiled_with_static_shapes_and_two_ranks_train_as_one(tmp_path):
     data = dataset(tmp_path / "data", SIZES[:2], pictures=(4,))
     flags = ("--max_train_steps", "4", "--gradient_accumulation_steps")
@@ -81,7 +81,7 @@ def test_few_sizes_are_compiled_with_static_shapes_and_two_ranks_train_as_one(tm
         assert difference(one.lora, two.lora) < 1e-4
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_second_run_reads_compiled_graphs_from_the_cache(tmp_path):
     data = dataset(tmp_path / "data", SIZES[:1])
     flags = ("--max_train_steps", "1", "--torch_compile", "--compile_cache_dir", str(tmp_path / "kept"))

@@ -75,7 +75,7 @@ WAYS = [
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "more", "victims"), [WAYS[0], *(pytest.param(*way, marks=pytest.mark.long) for way in WAYS[1:])]
+    ("name", "ranks", "more", "victims"), [WAYS[0], *(pytest.param(*way, marks=pytest.mark.slow) for way in WAYS[1:])]
 )
 def test_a_run_that_was_killed_ends_as_if_it_had_not_been(name, ranks, more, victims, tmp_path):
     if name.startswith("ZeRO"):

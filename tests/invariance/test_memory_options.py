@@ -241,7 +241,7 @@ OFF = {"int8": 0.05, "fp8": 0.2, "nf4": 0.5}
 
 @pytest.mark.parametrize(
     ("model", "same", "kinds"),
-    [("random:sd1:tiny", SAME, OFF), pytest.param("random:flux:tiny", SAME[-1:], ["int8"], marks=pytest.mark.long)],
+    [("random:sd1:tiny", SAME, OFF), pytest.param("random:flux:tiny", SAME[-1:], ["int8"], marks=pytest.mark.slow)],
 )
 def test_memory_options_do_not_change_gradients(model, same, kinds, tmp_path):
     fewer = [
@@ -277,7 +277,7 @@ def test_every_nth_block_is_recomputed_from_offloaded_inputs(monkeypatch):
     assert [tuple(tensor.shape) for tensor in sent if tensor.numel()] == [(1, 3)] * 2
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_quantized_offloaded_training_is_the_same_with_two_processes(even, tmp_path):
     flags = ("--quantize_base", "int8", "--blocks_to_swap", "1", "--optimizer_type", "SGD")
     one, two = (trained(tmp_path / str(ranks), ranks, 4 // ranks, 1, *flags, dataset=even) for ranks in (1, 2))

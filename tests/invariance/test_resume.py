@@ -10,10 +10,10 @@ from resumed_runs import STEPS, cut, dataset, figures, flags, whole
 from safetensors.torch import load_file
 from training_runs import train
 
+from library.checkpoint import checkpoint_dir
 from library.config import parse_config
 from library.config.schema_output import StateConfig
 from library.errors import ConfigError, UserError
-from library.checkpoint import checkpoint_dir
 from library.training.resume import find_changes, select_checkpoint, serialize_settings
 
 __all__ = ["dataset", "whole"]  # fixtures
@@ -119,7 +119,9 @@ def test_a_complete_run_says_so_and_a_longer_one_goes_on(whole, dataset, tmp_pat
     assert sorted(path.name for path in folder.iterdir()) == sorted([*before, "log"])
 
     text = on_ranks(1, told, *flags(dataset, folder, "--auto_resume", "--max_train_steps", "14"))[0]
-    assert "changed since the checkpoint was saved: max_train_steps: 12 -> 14" in text and "resuming after step 12" in text
+    assert (
+        "changed since the checkpoint was saved: max_train_steps: 12 -> 14" in text and "resuming after step 12" in text
+    )
     assert steps_done(folder) == 14 and (folder / "lora-state").is_dir()
 
 
@@ -194,7 +196,9 @@ def test_broken_states_are_named_and_passed_over(whole, dataset, tmp_path):
         AssertionError, match=r"is not a complete checkpoint: files\.json is missing; checkpoints in .*: lora-state, "
     ):
         on_ranks(1, train, *flags(dataset, folder, "--resume", str(tmp_path)))
-    with pytest.raises(UserError, match=r"is not a complete checkpoint: .* checkpoints in .*: lora-state, "):  # the folder that has them
+    with pytest.raises(
+        UserError, match=r"is not a complete checkpoint: .* checkpoints in .*: lora-state, "
+    ):  # the folder that has them
         select_checkpoint(StateConfig(resume=str(folder)), tmp_path / "another", "lora")
 
 
@@ -217,7 +221,9 @@ def test_a_run_that_began_anew_goes_on_from_its_own_states(whole, dataset, tmp_p
 def test_no_state_is_an_error_for_latest_and_a_beginning_for_auto(dataset, tmp_path):
     with pytest.raises(AssertionError, match=r"no checkpoint lora\*-state in"):
         on_ranks(1, train, *flags(dataset, tmp_path, "--resume", "latest"))
-    assert "no checkpoint in" in on_ranks(1, told, *flags(dataset, tmp_path, "--auto_resume", "--max_train_steps", "3"))[0]
+    assert (
+        "no checkpoint in" in on_ranks(1, told, *flags(dataset, tmp_path, "--auto_resume", "--max_train_steps", "3"))[0]
+    )
 
 
 def test_old_states_go(dataset, tmp_path):

@@ -169,10 +169,10 @@ def test_the_files_have_the_names_of_sd_scripts(demo):
 def test_diffusers_loads_the_file_and_it_changes_the_picture(demo):
     from diffusers import StableDiffusionPipeline
 
-    from library.demo import built_in
+    from library.demo import BUILT_IN_MODEL_DIR
 
     folder, _ = demo
-    pipe = StableDiffusionPipeline.from_pretrained(built_in.FOLDER)
+    pipe = StableDiffusionPipeline.from_pretrained(BUILT_IN_MODEL_DIR)
     pipe.set_progress_bar_config(disable=True)
     call = {"prompt": "a red circle", "num_inference_steps": 2, "width": 64, "height": 64, "output_type": "pt"}
     before = pipe(**call, generator=torch.Generator().manual_seed(0)).images
@@ -264,7 +264,7 @@ def test_an_output_folder_that_cannot_be_written_is_known_before_training(tmp_pa
 
 @pytest.mark.parametrize(
     "flags",
-    [pytest.param(("--no-dynamo_use_regional_compilation",), marks=pytest.mark.long), ()],
+    [pytest.param(("--no-dynamo_use_regional_compilation",), marks=pytest.mark.slow), ()],
     ids=["whole", "by blocks"],
 )
 def test_a_compiled_model_trains_the_same_and_is_saved_under_the_same_names(flags, even, reference, tmp_path):

@@ -200,7 +200,7 @@ FAMILY_OF = {"sd15": "sd1", "sdxl": "sdxl", "sd3_medium": "sd3", "flux": "flux"}
 
 @pytest.mark.parametrize(
     "kind, zero, form",
-    [pytest.param("lora", "lora_down.weight", "diffusers", marks=pytest.mark.long), ("lokr", "lokr_w2_b", "comfy")],
+    [pytest.param("lora", "lora_down.weight", "diffusers", marks=pytest.mark.slow), ("lokr", "lokr_w2_b", "comfy")],
 )
 def test_the_tool_converts_files_with_a_layer_without_effect(kind, zero, form, tmp_path):
     """LyCORIS initializes other tensors with zeros than peft, and unused layers keep them."""
@@ -214,7 +214,7 @@ def test_the_tool_converts_files_with_a_layer_without_effect(kind, zero, form, t
     assert len(load_file(target)) == len(tensors) - len(alphas) * (form == "diffusers")
 
 
-@pytest.mark.parametrize("name", ["sd15", pytest.param("flux", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["sd15", pytest.param("flux", marks=pytest.mark.slow)])
 def test_the_tool_converts_sd_scripts_files_to_diffusers_and_back_to_the_bit(name, tmp_path, capsys):
     source = tmp_path / "a.safetensors"
     golden_file(source, name)

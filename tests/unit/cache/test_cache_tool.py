@@ -128,7 +128,9 @@ def test_what_cannot_be_kept_is_refused_while_settings_are_read_naming_both_side
     for switch in ("--no-network_train_unet_only", "--network_train_text_encoder_only"):
         (said,) = problems(tmp_path, "--cache_text_encoder_outputs", switch)
         assert said.startswith("--cache_text_encoder_outputs: ") and switch.removeprefix("--no-").strip("-") in said
-    assert problems(tmp_path, "--skip_cache_check", "--cache_latents")[0].startswith("--skip_cache_check: there is no disk cache")
+    assert problems(tmp_path, "--skip_cache_check", "--cache_latents")[0].startswith(
+        "--skip_cache_check: there is no disk cache"
+    )
     assert problems(tmp_path, "--cache_precision", "fp16")[0].startswith("--cache_precision: latents are not cached")
 
 

@@ -40,7 +40,9 @@ def model_of(name):
 def parts(name, config):
     family = FAMILIES.get(name)()
     names = (family.denoiser_name, *(part for part in family.facts.text_encoders if part != family.facts.t5_encoder))
-    return select_target_components(config.adapter, config.optim, family, load_components_on_meta(model_of(name), names))
+    return select_target_components(
+        config.adapter, config.optim, family, load_components_on_meta(model_of(name), names)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -270,7 +272,9 @@ def test_up_matrices_are_a_group_of_their_own():
     config = config_of("loraplus_lr_ratio=4", network_dim=2, network_train_unet_only=True)
     family = FAMILIES.get("sd1")()
     model, adapter = build_trainable_modules(config, family, family.load("random:sd1:tiny", torch.float32))
-    groups = {group.name: group for group in build_param_groups(model, adapter, config.adapter, config.optim, family.facts)}
+    groups = {
+        group.name: group for group in build_param_groups(model, adapter, config.adapter, config.optim, family.facts)
+    }
     assert {name: group.lr for name, group in groups.items()} == {"unet": 1e-4, "unet_plus": 4e-4}
     ups = {id(weight) for name, weight in lora.iter_adapter_parameters(model) if "lora_B" in name}
     assert {id(weight) for weight in groups["unet_plus"].parameters} == ups

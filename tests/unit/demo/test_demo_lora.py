@@ -14,7 +14,7 @@ from diffusers import StableDiffusionPipeline
 from PIL import Image
 
 from library.data.prompts import load_prompts
-from library.demo import built_in
+from library.demo import BUILT_IN_MODEL_DIR
 from library.models.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -58,7 +58,7 @@ def pipes(output):
     """The model in diffusers, without the LoRA and with it."""
     both = []
     for lora in (None, output / "demo.safetensors"):
-        pipe = StableDiffusionPipeline.from_pretrained(built_in.FOLDER)
+        pipe = StableDiffusionPipeline.from_pretrained(BUILT_IN_MODEL_DIR)
         pipe.set_progress_bar_config(disable=True)
         if lora is not None:
             pipe.load_lora_weights(str(lora))

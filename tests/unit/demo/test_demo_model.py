@@ -8,7 +8,7 @@ import torch
 from diffusers import StableDiffusionPipeline
 
 from library.data.prompts import load_prompts
-from library.demo import built_in
+from library.demo import BUILT_IN_MODEL_DIR
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
 from scripts.demo_model.subjects import SUBJECTS
@@ -19,7 +19,7 @@ PROMPTS = Path(__file__).resolve().parents[3] / "dataset_configs" / "demo_prompt
 @pytest.fixture(scope="module")
 def theirs():
     """The model as any other program loads it."""
-    pipe = StableDiffusionPipeline.from_pretrained(built_in.FOLDER)
+    pipe = StableDiffusionPipeline.from_pretrained(BUILT_IN_MODEL_DIR)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -38,17 +38,17 @@ def drawn(pipe, prompts, size=(96, 96), seed=0):
 
 
 def test_it_is_small():
-    assert sum(path.stat().st_size for path in built_in.FOLDER.rglob("*") if path.is_file()) < 12_000_000
+    assert sum(path.stat().st_size for path in BUILT_IN_MODEL_DIR.rglob("*") if path.is_file()) < 12_000_000
 
 
 def test_its_card_names_everything_it_draws():
-    card = (built_in.FOLDER / "README.md").read_text(encoding="utf-8")
+    card = (BUILT_IN_MODEL_DIR / "README.md").read_text(encoding="utf-8")
     assert not [name for name in SUBJECTS if name not in card]
     assert len(SUBJECTS) == len(set(SUBJECTS.values())) == 64
 
 
 def test_it_is_detected_as_any_other_folder():
-    ours, as_folder = detect_model(None), detect_model(str(built_in.FOLDER))
+    ours, as_folder = detect_model(None), detect_model(str(BUILT_IN_MODEL_DIR))
     assert (ours.family, ours.size_multiple) == (as_folder.family, as_folder.size_multiple) == ("sd1", 16)
 
 

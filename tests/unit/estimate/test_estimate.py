@@ -41,7 +41,7 @@ def run(*values):
 
 
 def long(*values):
-    return pytest.param(*values, id=str(values), marks=pytest.mark.long)
+    return pytest.param(*values, id=str(values), marks=pytest.mark.slow)
 
 
 def split(*flags: str, world_size: int = 1, batch: LargestBatch = SMALL):
@@ -117,7 +117,7 @@ def test_optimizer_state_is_measured_on_one_tensor_of_each_shape(name, arguments
     assert found == sum(each.nbytes for each in state)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_half_precision_saves_less_and_swapped_or_quantized_weights_are_not_on_the_device():
     plain, half, quantized, swapped = (
         estimate(1, *FLUX, *flags, batch=SMALL)[0].memory
@@ -162,7 +162,7 @@ def test_a_step_takes_the_estimated_memory(world_size, model, flags, tmp_path):
     assert estimate_step(world_size, *flags) == pytest.approx(measured, rel=0.2)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("size", ["128", "512"])
 def test_only_the_position_tables_of_qwen_image_are_estimated_too_high(size, tmp_path):
     """They move to an accelerator, and are on a processor already."""
@@ -398,7 +398,7 @@ def test_options_that_contradict_the_run_are_not_suggested():
     assert suggestion is not None and "cache_text_encoder_outputs" not in suggestion.savings
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_where_no_option_is_enough_all_that_help_are_suggested():
     suggestion, devices = suggest(memory=lambda memory: memory.reserved + memory.adapters)
     assert suggestion.memory.total > devices.memory

@@ -170,9 +170,9 @@ def train_with_device_map_on_cpu(*flags: str) -> str:
 @pytest.mark.parametrize(
     ("model", "written", "more"),
     [
-        pytest.param("sdxl", '{"": 0, "up_blocks": 1}', ("--gradient_checkpointing",), marks=pytest.mark.long),
+        pytest.param("sdxl", '{"": 0, "up_blocks": 1}', ("--gradient_checkpointing",), marks=pytest.mark.slow),
         ("flux", '{"": 0, "single_transformer_blocks": 1}', ("--sample_at_first",)),
-        pytest.param("sd3", '{"": 0, "transformer_blocks.1": 1}', (), marks=pytest.mark.long),
+        pytest.param("sd3", '{"": 0, "transformer_blocks.1": 1}', (), marks=pytest.mark.slow),
     ],
 )
 def test_training_and_previews_with_a_device_map_equal_those_without(model, written, more, tmp_path):
