@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from family_cases import SIZE, Recorder, Wrapped, case, generators, made, pixels, same_call
+from family_cases import SIZE, Recorder, Wrapped, assert_same_call, build_case, case, generators, pixels
 from tiny_pipelines import HEIGHT, TINY, WIDTH
 from torch import nn
 
@@ -15,7 +15,7 @@ from library.models.base import Family
 from library.models.families import FAMILIES, FAMILY_FACTS
 from library.models.model_configs import build_bundled_reader, load_bundled_config
 
-__all__ = ["case", "made"]  # fixtures
+__all__ = ["build_case", "case"]  # fixtures
 
 
 def test_every_family_has_a_tiny_pipeline():
@@ -71,7 +71,7 @@ def test_the_denoiser_is_called_as_the_diffusers_pipeline_calls_it(case):
     ours = family.predict(pipe, wrapped, noisy, torch.full((len(batch),), float(t)), batch)
 
     assert wrapped.calls == 1, "predict calls the denoiser it is given, once"
-    same_call(record.calls[-1], record.calls[0])
+    assert_same_call(record.calls[-1], record.calls[0])
     assert ours.shape == batch.latents.shape
     torch.testing.assert_close(tiny.packed(ours).double(), reference.double())
 
@@ -114,7 +114,7 @@ def test_prompts_are_encoded_as_the_diffusers_pipeline_encodes_them(case):
     t = torch.full((len(texts),), float(pipe.scheduler.timesteps[0]))
     batch = replace(tiny.batch, cond=family.encode_prompts(pipe, texts))
     family.predict(pipe, denoiser, latents * getattr(pipe.scheduler, "init_noise_sigma", 1.0), t, batch)
-    same_call(record.calls[-1], record.calls[0])
+    assert_same_call(record.calls[-1], record.calls[0])
     for value in batch.cond.values():
         assert len(value) == len(texts)
     assert any(not torch.equal(value[0], value[1]) for value in batch.cond.values())

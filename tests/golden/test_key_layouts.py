@@ -6,11 +6,11 @@ from pathlib import Path
 import original_checkpoints
 import pytest
 import torch
-from adapter_tensors import names_of
+from adapter_tensors import build_component_keys
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from published_configs import part_of
-from tiny_denoiser import tiny_denoiser
+from published_configs import build_component_on_meta
+from tiny_denoiser import build_tiny_denoiser
 from torch import nn
 
 from library.adapters import key_names, lora, original_layouts
@@ -34,7 +34,7 @@ def real(request):
     """The denoiser of a published model on the meta device, with a LoRA of the golden list's rank."""
     name = request.param
     family = FAMILIES.get(name)
-    model = part_of(name, family.denoiser_name)
+    model = build_component_on_meta(name, family.denoiser_name)
     lora.inject_into_model(
         model,
         AdapterConfig(network_dim=16, network_alpha=8),
@@ -50,7 +50,7 @@ def real(request):
 def test_keys_and_shapes_of_the_published_model_are_those_of_sd_scripts(real):
     model, family, golden = real
     there = {key: torch.zeros(each.shape, dtype=torch.int8) for key, each in lora.get_adapter_state_dict(model).items()}
-    ours = convert_to_kohya(there, 8.0, names_of(model, family))
+    ours = convert_to_kohya(there, 8.0, build_component_keys(model, family))
     assert {key: list(tensor.shape) for key, tensor in ours.items()} == golden
     assert {float(tensor) for key, tensor in ours.items() if key.endswith(".alpha")} == {8.0}
 
@@ -103,13 +103,13 @@ def update(state, module, scale, a="lora_A", b="lora_B"):
 @pytest.mark.parametrize("name", GOLDEN)
 @pytest.mark.parametrize("shared", [True, False])
 def test_names_are_converted_to_the_original_ones_and_back_without_loss(name, shared):
-    model, family = tiny_denoiser(name)
+    model, family = build_tiny_denoiser(name)
     shapes = {
         module: model.get_submodule(module).weight.shape
         for module in match_target_modules(model, family.lora_target_modules)
     }
     state = build_state(shapes, name, shared=shared)
-    part = names_of(model, family)
+    part = build_component_keys(model, family)
     state = add_prefix(state, part)
     alphas = add_prefix(dict.fromkeys(shapes, 5.0), part)
     file, _ = convert_to_file_format(state, alphas, [part], "kohya")
@@ -163,11 +163,11 @@ def test_an_sd3_file_changes_the_original_weights_as_the_lora_changes_those_of_d
     """Compared with diffusers' conversion of checkpoints, including the order of parts, shift and scale."""
     from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoint_to_diffusers as convert
 
-    model, family = tiny_denoiser("sd3")
+    model, family = build_tiny_denoiser("sd3")
     modules = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
     shapes = {module: model.get_submodule(module).weight.shape for module in modules}
     state = build_state(shapes, "sd3", shared=shared)
-    file = convert_to_kohya(state, 4.0, names_of(model, family))
+    file = convert_to_kohya(state, 4.0, build_component_keys(model, family))
     before = original_checkpoints.sd3_transformer(model)
     after = dict(before)
     for group in NAMES["sd3"].group_modules(modules):
@@ -234,7 +234,7 @@ def test_a_shared_lora_a_with_zero_updates_is_not_split():
 
 
 def test_a_file_of_another_model_and_an_incomplete_file_are_rejected():
-    part = names_of(*tiny_denoiser("flux"))
+    part = build_component_keys(*build_tiny_denoiser("flux"))
     with pytest.raises(UserError, match="1 of 1 keys do not belong to this model, for example lora_unet_joint"):
         convert_from_file_format({"lora_unet_joint_blocks_0_x_block_attn_qkv.alpha": torch.tensor(1.0)}, {}, [part])
     half = {"lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight": torch.ones(2, 32)}
@@ -247,7 +247,7 @@ def test_a_file_of_another_model_and_an_incomplete_file_are_rejected():
 def test_every_layer_that_sd_scripts_can_train_has_an_original_name():
     """Each linear layer of the two models is in the layout once, under its diffusers and its original name."""
     for name in GOLDEN:
-        model, _ = tiny_denoiser(name)
+        model, _ = build_tiny_denoiser(name)
         linear = [module for module, part in model.named_modules() if isinstance(part, nn.Linear)]
         actual = NAMES[name].group_modules(linear)
         assert sorted(module for group in actual for module in group.modules if module) == sorted(linear)

@@ -8,7 +8,7 @@ from pathlib import Path
 import original_checkpoints
 import pytest
 import torch
-from published_configs import part_of
+from published_configs import build_component_on_meta
 from torch import nn
 
 from library.adapters import key_names, lora
@@ -63,7 +63,10 @@ COUNTS = {
 
 @pytest.mark.parametrize("config, part", COUNTS)
 def test_a_bundled_config_has_as_many_parameters_as_the_published_model(config, part):
-    assert sum(parameter.numel() for parameter in part_of(config, part).parameters()) == COUNTS[config, part]
+    assert (
+        sum(parameter.numel() for parameter in build_component_on_meta(config, part).parameters())
+        == COUNTS[config, part]
+    )
 
 
 def test_every_bundled_config_belongs_to_a_family_and_is_complete():
@@ -106,7 +109,10 @@ def export_lora(
 def test_keys_and_shapes_of_the_denoiser_are_those_of_sd_scripts(family, config, name):
     family = FAMILIES.get(family)
     _, tensors = export_lora(
-        part_of(config, family.denoiser_name), family.lora_target_modules, family.lora_prefix, family.lora_key_style
+        build_component_on_meta(config, family.denoiser_name),
+        family.lora_target_modules,
+        family.lora_prefix,
+        family.lora_key_style,
     )
     assert {key: list(tensor.shape) for key, tensor in tensors.items()} == filter_prefix(
         family.lora_prefix, read_golden(name)
@@ -121,7 +127,9 @@ def test_keys_and_shapes_of_the_text_encoders_are_those_of_sd_scripts(family, co
     family = FAMILIES.get(family)
     trained = {part: prefix for part, prefix in family.text_lora_prefixes.items() if part != family.facts.t5_encoder}
     for part, prefix in trained.items():
-        _, tensors = export_lora(part_of(config, part), family.text_lora_target_modules[part], prefix, "clip")
+        _, tensors = export_lora(
+            build_component_on_meta(config, part), family.text_lora_target_modules[part], prefix, "clip"
+        )
         assert {key: list(tensor.shape) for key, tensor in tensors.items()} == filter_prefix(prefix, read_golden(name))
     assert {key.split("_")[1] for key in read_golden(name)} == {
         prefix.split("_")[1] for prefix in (family.lora_prefix, *trained.values())
@@ -130,7 +138,7 @@ def test_keys_and_shapes_of_the_text_encoders_are_those_of_sd_scripts(family, co
 
 def test_original_names_of_convolutions_are_those_of_sd_scripts():
     """Convolutions are the remaining modules of a UNet."""
-    model = part_of("sdxl", "unet")
+    model = build_component_on_meta("sdxl", "unet")
     files = key_names.build_key_map((name for name, _ in model.named_modules()), "ldm")
     golden_names = {key.split(".")[0] for key in filter_prefix("lora_unet", read_golden("sdxl_conv"))}
     ours = {
@@ -147,12 +155,15 @@ def test_original_names_of_convolutions_are_those_of_sd_scripts():
 def test_sd2_has_the_modules_of_sd1_and_its_projections_are_linear():
     family = FAMILIES.get("sd2")
     _, tensors = export_lora(
-        part_of("sd2", "unet"), family.lora_target_modules, family.lora_prefix, family.lora_key_style
+        build_component_on_meta("sd2", "unet"), family.lora_target_modules, family.lora_prefix, family.lora_key_style
     )
     assert tensors.keys() == filter_prefix("lora_unet", read_golden("sd15")).keys()
     assert {tensor.ndim for tensor in tensors.values()} == {0, 2}
     _, text = export_lora(
-        part_of("sd2", "text_encoder"), family.text_lora_target_modules["text_encoder"], "lora_te", "clip"
+        build_component_on_meta("sd2", "text_encoder"),
+        family.text_lora_target_modules["text_encoder"],
+        "lora_te",
+        "clip",
     )
     assert len(text) == 23 * 6 * 3
 
@@ -168,7 +179,7 @@ TRANSFORMERS = {
 @pytest.mark.parametrize("config", [name for name in list_bundled_configs() if name.startswith(tuple(TRANSFORMERS))])
 def test_files_of_published_size_are_detected_with_original_and_diffusers_keys(config):
     family = next(name for name in TRANSFORMERS if config.startswith(name))
-    model = part_of(config, "transformer")
+    model = build_component_on_meta(config, "transformer")
     for prefix, tensors in (
         ("", TRANSFORMERS[family](model)),
         ("model.diffusion_model.", TRANSFORMERS[family](model)),
@@ -186,7 +197,7 @@ def test_files_of_published_size_are_detected_with_original_and_diffusers_keys(c
 def test_original_weights_of_published_size_are_converted_to_those_of_diffusers(config):
     """Keys and shapes on the meta device: diffusers' conversion of FLUX supports no other size."""
     family = next(name for name in TRANSFORMERS if config.startswith(name))
-    model = part_of(config, "transformer")
+    model = build_component_on_meta(config, "transformer")
     renamed = _convert_diffusers_keys(model, TRANSFORMERS[family](model), "")
     known = {name: tensor.shape for name, tensor in model.state_dict().items()}
     assert {name: tensor.shape for name, tensor in renamed.items()} == known
@@ -213,7 +224,7 @@ ORIGINAL = {
     ],
 )
 def test_a_single_file_of_published_size_has_every_weight(config, part, original):
-    model = part_of(config, part)
+    model = build_component_on_meta(config, part)
     tensors = {name: tensor.to("meta") for name, tensor in ORIGINAL[original](model).items()}
     rename = single_file._convert_text_encoder_keys if part.startswith("text") else single_file._convert_diffusers_keys
     actual = rename(model, tensors, "")

@@ -86,14 +86,14 @@ def stub_modules(*names: str) -> None:
 @torch.no_grad()
 def load_file(family: str, kind: str, form: Any) -> str:
     import comfy.lora
-    from adapter_states import draw_state
+    from adapter_states import build_random_state
     from adapter_tensors import merge
 
     from library.adapters.formats import convert_to_file_format
     from library.errors import UserError
 
     pipe = build_tiny_model(family)
-    state, alphas, parts = draw_state(family, kind, pipe=pipe, with_t5=False)
+    state, alphas, parts = build_random_state(family, kind, pipe=pipe, with_t5=False)
     try:
         file, _ = convert_to_file_format(state, alphas, parts, form)
     except UserError as error:

@@ -38,14 +38,14 @@ def main(package: str, work: str) -> None:
 @torch.no_grad()
 def write_models(folder: Path) -> list[str]:
     """Write the model, the model with merged weights, and the LoRA in two formats, text encoder included."""
-    from adapter_states import draw_state
+    from adapter_states import build_random_state
     from adapter_tensors import merge
 
     from library.adapters.formats import convert_to_file_format
     from library.models.families import FAMILIES
 
     pipe = FAMILIES.get("sd1")().load("random:sd1", torch.float32)
-    state, alphas, parts = draw_state("sd1", pipe=pipe)
+    state, alphas, parts = build_random_state("sd1", pipe=pipe)
     state = {key: 0.02 * tensor for key, tensor in state.items()}
     forms: dict[str, Any] = {"kohya": "kohya", "diffusers": "diffusers"}
     for name, form in forms.items():

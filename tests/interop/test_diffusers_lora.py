@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapter_tensors import kohya
+from adapter_tensors import convert_adapter_to_kohya
 from family_runs import train
 from PIL import Image
 from rank_processes import on_ranks
 from safetensors import safe_open
-from small_unet import randomise
+from small_unet import randomize_lora_b
 from tiny_pipelines import TINY
 
 from library.adapters import lora
@@ -34,8 +34,8 @@ def test_diffusers_predicts_the_same_with_the_file_as_the_model_in_memory(name, 
     adapter = lora.inject_into_model(
         denoiser, AdapterConfig(network_dim=6, network_alpha=2.5), family.lora_target_modules, seed=1
     )
-    randomise(denoiser)
-    write_adapter_file(tmp_path / "lora.safetensors", kohya(denoiser, adapter, family), {})
+    randomize_lora_b(denoiser)
+    write_adapter_file(tmp_path / "lora.safetensors", convert_adapter_to_kohya(denoiser, adapter, family), {})
 
     reference = family.load(tiny.source, torch.float32)
     reference.load_lora_weights(str(tmp_path), weight_name="lora.safetensors")

@@ -4,12 +4,12 @@ import os
 from dataclasses import replace
 
 import pytest
-import stand_in
+import tiny_sd1
 import torch
-from adapter_tensors import kohya, names_of
+from adapter_tensors import build_component_keys, convert_adapter_to_kohya
 from diffusers import StableDiffusionPipeline
 from safetensors.torch import load_file, save_file
-from small_unet import CONFIG, TARGETS, call, randomise
+from small_unet import CONFIG, TARGETS, randomize_lora_b, run_unet
 from torch import nn
 
 from library.adapters import lora
@@ -29,10 +29,10 @@ META = {"ss_network_dim": "6", "ss_v2": "False"}
 
 def trained_lora(seed=0):
     """A model with a nonzero LoRA, and the tensors of its file."""
-    model = stand_in.build(("unet",)).unet
+    model = tiny_sd1.build_pipeline(("unet",)).unet
     adapter = lora.inject_into_model(model, CONFIG, TARGETS, seed=1)
-    randomise(model, seed)
-    return model, kohya(model, adapter)
+    randomize_lora_b(model, seed)
+    return model, convert_adapter_to_kohya(model, adapter)
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +45,12 @@ def tensors():
 def test_diffusers_loads_the_file_and_predicts_the_same_as_the_model_in_memory(tmp_path, precision, bound):
     model, tensors = trained_lora()
     write_adapter_file(tmp_path / "lora.safetensors", cast_tensors(tensors, precision), META)
-    pipe: StableDiffusionPipeline = stand_in.build()
-    base = call(pipe.unet)
+    pipe: StableDiffusionPipeline = tiny_sd1.build_pipeline()
+    base = run_unet(pipe.unet)
     pipe.load_lora_weights(str(tmp_path), weight_name="lora.safetensors")
-    difference = (call(pipe.unet) - call(model)).abs().max().item()
+    difference = (run_unet(pipe.unet) - run_unet(model)).abs().max().item()
     assert difference < bound
-    assert (call(model) - base).abs().max().item() > 50 * bound, "the LoRA does much more than the difference"
+    assert (run_unet(model) - base).abs().max().item() > 50 * bound, "the LoRA does much more than the difference"
 
 
 def test_a_file_is_read_back_as_it_was_written(tmp_path, tensors):
@@ -198,7 +198,7 @@ def test_a_folder_that_cannot_be_created_is_reported_in_one_line(tmp_path, tenso
 def lora_in_memory():
     """A trained LoRA in memory, and the contents of its file."""
     model, tensors = trained_lora()
-    part = names_of(model)
+    part = build_component_keys(model)
     return nn.ModuleDict({"unet": model}), convert_from_file_format(tensors, {}, [part])
 
 

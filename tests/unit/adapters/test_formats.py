@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapter_states import draw_state, outputs, sizes
-from adapter_tensors import merge, names_of
+from adapter_states import build_random_state, compute_outputs, list_tensor_shapes
+from adapter_tensors import build_component_keys, merge
 from diffusers import UNet2DConditionModel
 from safetensors.torch import load_file, save_file
-from tiny_denoiser import tiny_denoiser
+from tiny_denoiser import build_tiny_denoiser
 from tiny_pipelines import TINY
 
 from library.adapters.checkpoint_file import read_safetensors
@@ -42,7 +42,7 @@ def has_same_tensors(one, other):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_family_is_converted_to_every_format_and_back_to_the_bit(name, form, dtype):
     # In 16 bits any alpha can be multiplied in and taken out again, in 32 bits powers of two.
-    state, alphas, parts = draw_state(name, dtype=dtype, scale=0.5 if dtype == torch.float32 else None)
+    state, alphas, parts = build_random_state(name, dtype=dtype, scale=0.5 if dtype == torch.float32 else None)
     tensors, metadata = convert_to_file_format(state, alphas, parts, form)
     assert all(tensor.is_contiguous() for tensor in tensors.values())
     back = convert_from_file_format(tensors, metadata, parts)
@@ -53,7 +53,7 @@ def test_every_family_is_converted_to_every_format_and_back_to_the_bit(name, for
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("kind, forms", [("dora", FORMATS), ("loha", ("comfy",)), ("lokr", ("comfy",))])
 def test_other_adapter_types_are_converted_to_the_formats_that_support_them_and_back(name, kind, forms):
-    state, alphas, parts = draw_state(name, kind, scale=0.25)
+    state, alphas, parts = build_random_state(name, kind, scale=0.25)
     for form in forms:
         back = convert_from_file_format(*convert_to_file_format(state, alphas, parts, form), parts)
         assert has_same_tensors(back.state_dict, state) and back.alphas == alphas
@@ -67,19 +67,19 @@ IN_DIFFUSERS = [*((name, "lora") for name in EVERY), ("sd1", "dora"), ("sd3", "d
 def test_diffusers_predicts_the_same_with_the_file_as_with_merged_weights(name, kind, tmp_path):
     """Includes text encoders, except for DoRA, whose magnitudes diffusers ignores there."""
     tiny, family = TINY[name](), FAMILIES.get(name)()
-    state, alphas, parts = draw_state(name, kind, pipe=tiny.pipe, with_t5=False)
+    state, alphas, parts = build_random_state(name, kind, pipe=tiny.pipe, with_t5=False)
     state = {
         key: 0.1 * each if "lora_B" in key else each.abs() if "magnitude" in key else each
         for key, each in state.items()
     }
     form = choose_file_format([kind], family.lora_format) if kind == "lora" else "diffusers"
     save_file(convert_to_file_format(state, alphas, parts, form)[0], tmp_path / "lora.safetensors")
-    base = outputs(family, tiny.pipe, tiny.batch)
+    base = compute_outputs(family, tiny.pipe, tiny.batch)
     reference = family.load(tiny.source, torch.float32)
     reference.load_lora_weights(str(tmp_path), weight_name="lora.safetensors")
-    found = outputs(family, reference, tiny.batch)
+    found = compute_outputs(family, reference, tiny.batch)
     merge(tiny.pipe, state, alphas)
-    expected_outputs = outputs(family, tiny.pipe, tiny.batch)
+    expected_outputs = compute_outputs(family, tiny.pipe, tiny.batch)
     for what, tensor in expected_outputs.items():
         if kind == "dora" and what != "denoiser":
             continue
@@ -88,10 +88,10 @@ def test_diffusers_predicts_the_same_with_the_file_as_with_merged_weights(name, 
 
 
 def test_an_adapter_type_is_not_written_in_a_format_without_support():
-    state, alphas, parts = draw_state("flux", "lokr")
+    state, alphas, parts = build_random_state("flux", "lokr")
     with pytest.raises(UserError, match=r"transformer\.double_blocks.* lokr .*use save_format comfy"):
         convert_to_file_format(state, alphas, parts, "kohya")
-    state, alphas, parts = draw_state("sd1", "loha")
+    state, alphas, parts = build_random_state("sd1", "loha")
     with pytest.raises(UserError, match="diffusers does not load loha; use auto or comfy"):
         convert_to_file_format(state, alphas, parts, "diffusers")
     assert "rotates a layer's input" in validate_save_format(["oft"], "kohya")[0] and not validate_save_format(
@@ -129,7 +129,7 @@ def test_a_folded_alpha_that_is_no_power_of_two_is_unfolded_to_the_bit(rank, alp
 
 
 def test_keys_of_older_diffusers_of_peft_and_of_other_trainers_are_read():
-    state, _, parts = draw_state("sd1")
+    state, _, parts = build_random_state("sd1")
     module = "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
     down, up = state[f"{module}.lora_A.weight"], state[f"{module}.lora_B.weight"]
     short = module.removeprefix("unet.")
@@ -160,8 +160,8 @@ def test_keys_of_older_diffusers_of_peft_and_of_other_trainers_are_read():
 
 
 def test_fused_attention_of_z_image_is_split():
-    model, family = tiny_denoiser("z_image")
-    part = names_of(model, family)
+    model, family = build_tiny_denoiser("z_image")
+    part = build_component_keys(model, family)
     size = model.layers[0].attention.to_q.weight.shape[1]
     rows = [model.layers[0].attention.get_submodule(end).weight.shape[0] for end in ("to_q", "to_k", "to_v")]
     assert rows == [size] * 3
@@ -205,7 +205,7 @@ FAMILY_OF = {"sd15": "sd1", "sdxl": "sdxl", "sd3_medium": "sd3", "flux": "flux"}
 def test_the_tool_converts_files_with_a_layer_without_effect(kind, zero, form, tmp_path):
     """LyCORIS initializes other tensors with zeros than peft, and unused layers keep them."""
     source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
-    state, alphas, parts = draw_state("sd1", kind)
+    state, alphas, parts = build_random_state("sd1", kind)
     tensors = convert_to_file_format(state, alphas, parts, "kohya")[0]
     idle = next(key for key in tensors if key.endswith(zero))
     save_file({**tensors, idle: torch.zeros_like(tensors[idle])}, source)
@@ -245,10 +245,10 @@ def test_a_model_of_custom_size_is_identified_by_its_keys_and_by_the_metadata():
     family = FAMILIES.get("sd1")
     state, alphas = {}, {}
     for module in match_target_modules(unet, family.lora_target_modules):
-        for end, size in sizes("lora", unet.get_submodule(module).weight.shape, 2).items():
+        for end, size in list_tensor_shapes("lora", unet.get_submodule(module).weight.shape, 2).items():
             state[f"unet.{module}.{end}"] = torch.ones(size)
         alphas[f"unet.{module}"] = 1.0
-    tensors, _ = convert_to_file_format(state, alphas, [names_of(unet)], "kohya")
+    tensors, _ = convert_to_file_format(state, alphas, [build_component_keys(unet)], "kohya")
     found = identify_lora(tensors, {"modelspec.architecture": "stable-diffusion-v2-512/lora"})
     assert (found.family, found.is_known_size) == ("sd2", False)
     assert has_same_tensors(found.contents.state_dict, state)
@@ -261,8 +261,8 @@ def test_a_model_of_custom_size_is_identified_by_its_keys_and_by_the_metadata():
     alphas = {key.removesuffix(".lora_A.weight"): 1.0 for key in state if "lora_A" in key}
     for module in alphas:
         shape = built_in.get_submodule(module.removeprefix("unet.")).weight.shape
-        state |= {f"{module}.{end}": torch.ones(size) for end, size in sizes("lora", shape, 2).items()}
-    found = identify_lora(convert_to_file_format(state, alphas, [names_of(built_in)], "kohya")[0], {})
+        state |= {f"{module}.{end}": torch.ones(size) for end, size in list_tensor_shapes("lora", shape, 2).items()}
+    found = identify_lora(convert_to_file_format(state, alphas, [build_component_keys(built_in)], "kohya")[0], {})
     assert (found.family, found.is_known_size) == ("sd1", True)
 
 
@@ -303,7 +303,7 @@ LATER = {
 @pytest.mark.parametrize("form, start", LATER.items())
 def test_comfyui_files_have_shift_and_scale_of_sd3_in_the_original_order(form, start):
     """It ignores the order for diffusers keys; a key that it reads later has the original order."""
-    state, alphas, parts = draw_state("sd3", scale=0.5)
+    state, alphas, parts = build_random_state("sd3", scale=0.5)
     tensors, _ = convert_to_file_format(state, alphas, parts, form)
     up = state["transformer.transformer_blocks.1.norm1_context.linear.lora_B.weight"]
     factor = 0.5 if form == "diffusers" else 1.0

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from diffusers import UNet2DConditionModel
-from small_unet import CONFIG, TARGETS, call, randomise, unet
+from small_unet import CONFIG, TARGETS, build_unet, randomize_lora_b, run_unet
 from torch import nn
 
 from library.adapters import lora
@@ -23,30 +23,30 @@ def test_the_real_unet_gets_a_lora_on_192_modules():
 
 @torch.no_grad()
 def test_the_update_is_zero_at_the_start():
-    model = unet()
-    before = call(model)
+    model = build_unet()
+    before = run_unet(model)
     lora.inject_into_model(model, CONFIG, TARGETS, seed=1)
-    assert torch.equal(call(model), before)
-    randomise(model)
-    assert not torch.allclose(call(model), before)
+    assert torch.equal(run_unet(model), before)
+    randomize_lora_b(model)
+    assert not torch.allclose(run_unet(model), before)
 
 
 @torch.no_grad()
 def test_the_update_is_lora_b_times_lora_a_times_alpha_over_rank():
-    model, plain = unet(), unet()
+    model, plain = build_unet(), build_unet()
     adapter = lora.inject_into_model(model, CONFIG, TARGETS, seed=1)
-    randomise(model)
+    randomize_lora_b(model)
     state = lora.get_adapter_state_dict(model)
     for name in adapter.modules:
         down, up = (state[f"{name}.lora_{half}.weight"].flatten(1) for half in "AB")
         weight = plain.get_submodule(name).weight
         weight += (up @ down * (2.5 / 6)).view_as(weight)
-    torch.testing.assert_close(call(model), call(plain), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(run_unet(model), run_unet(plain), rtol=1e-4, atol=1e-5)
 
 
 def test_the_initial_weights_depend_on_the_seed_and_the_name_only():
     def init_weights(seed, targets=TARGETS):
-        model = unet()
+        model = build_unet()
         lora.inject_into_model(model, CONFIG, targets, seed)
         return lora.get_adapter_state_dict(model)
 
@@ -73,10 +73,10 @@ def test_lora_a_is_initialized_as_kaiming_uniform_with_the_bound_of_a_linear_lay
 
 
 def test_only_the_lora_is_trainable_and_in_float32_whatever_the_dtype_of_the_model():
-    model = unet(torch.bfloat16).train()
+    model = build_unet(torch.bfloat16).train()
     lora.inject_into_model(model, CONFIG, TARGETS, seed=1)
     with torch.autocast("cpu", torch.bfloat16):
-        call(model).square().mean().backward()
+        run_unet(model).square().mean().backward()
     trained = dict(lora.iter_adapter_parameters(model))
     assert {id(p) for p in trained.values()} == {id(p) for p in model.parameters() if p.requires_grad}
     assert {p.dtype for p in trained.values()} == {torch.float32}
@@ -86,14 +86,16 @@ def test_only_the_lora_is_trainable_and_in_float32_whatever_the_dtype_of_the_mod
 
 
 def test_alpha_zero_means_the_rank_as_in_sd_scripts():
-    assert lora.inject_into_model(unet(), AdapterConfig(network_dim=6, network_alpha=0), TARGETS, seed=1).alpha == 6
+    assert (
+        lora.inject_into_model(build_unet(), AdapterConfig(network_dim=6, network_alpha=0), TARGETS, seed=1).alpha == 6
+    )
 
 
 def test_a_target_that_matches_no_layer_is_reported_by_name():
     with pytest.raises(UserError, match="'to_qq' matches no layer of UNet2DConditionModel"):
-        lora.inject_into_model(unet(), CONFIG, (*TARGETS, "to_qq"), seed=1)
+        lora.inject_into_model(build_unet(), CONFIG, (*TARGETS, "to_qq"), seed=1)
     with pytest.raises(UserError, match="no target"):
-        lora.inject_into_model(unet(), CONFIG, (), seed=1)
+        lora.inject_into_model(build_unet(), CONFIG, (), seed=1)
 
 
 def test_a_target_is_a_suffix_of_a_module_name_that_begins_at_a_dot():
@@ -110,7 +112,7 @@ class Outer(nn.Module):
 
 
 def test_parameter_names_are_the_same_in_any_wrapper():
-    model = unet()
+    model = build_unet()
     lora.inject_into_model(model, CONFIG, TARGETS, seed=1)
     plain = list(lora.get_adapter_state_dict(model))
     assert plain[0] == "down_blocks.0.attentions.0.proj_in.lora_A.weight"
@@ -123,10 +125,10 @@ def test_parameter_names_are_the_same_in_any_wrapper():
 
 
 def test_a_state_dict_is_loaded_and_a_wrong_one_is_rejected():
-    model, other = unet(), unet()
+    model, other = build_unet(), build_unet()
     lora.inject_into_model(model, CONFIG, TARGETS, seed=1)
     lora.inject_into_model(other, CONFIG, TARGETS, seed=2)
-    randomise(model)
+    randomize_lora_b(model)
     lora.load_adapter_state_dict(other, lora.get_adapter_state_dict(model))
     assert all(
         torch.equal(a, b)

@@ -5,7 +5,7 @@ import logging
 from types import SimpleNamespace
 
 import pytest
-import stand_in
+import tiny_sd1
 import torch
 from diffusers import DDIMScheduler, DDPMScheduler, EulerDiscreteScheduler, PNDMScheduler
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
@@ -202,7 +202,7 @@ def test_training_and_every_sampler_follow_the_options(kind, caplog):
 
 
 def test_a_run_trains_and_previews_with_the_prediction_type_of_the_options():
-    family, pipe = StableDiffusion1(), stand_in.build(())
+    family, pipe = StableDiffusion1(), tiny_sd1.build_pipeline(())
     config = RunConfig(
         noise=NoiseConfig(v_parameterization=True, zero_terminal_snr=True, noise_offset=0.1),
         loss=LossConfig(min_snr_gamma=5.0),
@@ -214,7 +214,7 @@ def test_a_run_trains_and_previews_with_the_prediction_type_of_the_options():
 
 
 def test_conflicts_with_the_loaded_scheduler_are_rejected_after_loading():
-    family, pipe = StableDiffusion1(), stand_in.build(())
+    family, pipe = StableDiffusion1(), tiny_sd1.build_pipeline(())
     pipe.scheduler = DDIMScheduler(**SD1, rescale_betas_zero_snr=True)
     wrong = RunConfig(loss=LossConfig(debiased_estimation_loss=True, scale_v_pred_loss_like_noise_pred=True))
     with pytest.raises(ConfigError) as caught:

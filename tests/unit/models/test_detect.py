@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from model_files import written
+from model_files import write_json_files
 
 from library.config.schema import ModelConfig
 from library.errors import ConfigError
@@ -18,7 +18,7 @@ from library.models.model_configs import list_bundled_configs, load_bundled_conf
 def write_model_folder(folder, name="StableDiffusionPipeline", unet=None, vae=None, scheduler=None, config=None):
     """Write the JSON files of a diffusers folder: Stable Diffusion 1.5, or a bundled config."""
     if config is not None:
-        return written(folder, load_bundled_config(config))
+        return write_json_files(folder, load_bundled_config(config))
     sizes = {"cross_attention_dim": 768, "block_out_channels": [320, 640, 1280, 1280], "in_channels": 4}
     files = {
         "model_index.json": {"_class_name": name},
@@ -28,7 +28,7 @@ def write_model_folder(folder, name="StableDiffusionPipeline", unet=None, vae=No
         "text_encoder/config.json": {},
         "tokenizer/tokenizer_config.json": {},
     }
-    return written(folder, files)
+    return write_json_files(folder, files)
 
 
 def detect_problem(source, **options):
@@ -69,9 +69,9 @@ def test_size_multiples_and_prediction_types_are_those_of_the_published_models()
 
 
 def test_the_built_in_model_is_detected_from_its_files(tmp_path):
-    import stand_in
+    import tiny_sd1
 
-    stand_in.build().save_pretrained(tmp_path)
+    tiny_sd1.build_pipeline().save_pretrained(tmp_path)
     read, detected = detect_model(str(tmp_path)), detect_model(None)
     assert (read.family, read.size_multiple) == (detected.family, detected.size_multiple) == ("sd1", 16)
     assert "built-in" in detected.reason
@@ -289,13 +289,13 @@ def test_an_untrainable_model_is_reported_before_it_is_loaded(tmp_path):
 
 
 def test_a_damaged_weight_file_is_reported_in_one_line_and_a_tilde_is_expanded(tmp_path, monkeypatch):
-    import stand_in
+    import tiny_sd1
     import torch
 
     from library.models.families.sd1 import StableDiffusion1
 
     monkeypatch.setenv("HOME", str(tmp_path))
-    stand_in.build().save_pretrained(tmp_path / "model")
+    tiny_sd1.build_pipeline().save_pretrained(tmp_path / "model")
     assert StableDiffusion1().load("~/model", torch.float32, ["vae"]).vae is not None
     (tmp_path / "model" / "vae" / "diffusion_pytorch_model.safetensors").write_bytes(b"no weights")
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from family_cases import SIZE, Recorder
-from model_files import written
+from model_files import write_json_files
 from tiny_pipelines import HEIGHT, TINY, WIDTH
 
 from library.config.schema import ModelConfig
@@ -122,4 +122,4 @@ def test_related_models_that_cannot_be_trained_are_rejected_by_name(name, change
     config = load_bundled_config(name)
     files = {**config, **{path: {**config[path], **new} for path, new in changed.items()}}
     with pytest.raises(ConfigError, match=words):
-        detect_model(written(tmp_path, files))
+        detect_model(write_json_files(tmp_path, files))

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import AutoencoderKL
-from family_cases import generators, made, modules_of, pixels, plain
-from loaded_weights import present, same_weights
+from family_cases import build_case, each_family, generators, get_modules, pixels
+from loaded_weights import assert_same_weights, list_loaded_components
 from safetensors.torch import load_file
 from tiny_pipelines import TINY
 
@@ -17,17 +17,17 @@ from library.errors import ConfigError
 from library.models import loading
 from library.models.families import FAMILIES
 
-__all__ = ["made", "plain"]  # fixtures
+__all__ = ["build_case", "each_family"]  # fixtures
 
 
-def test_the_vae_stays_in_float32_in_a_bfloat16_run(plain, tmp_path):
-    family, tiny = plain
+def test_the_vae_stays_in_float32_in_a_bfloat16_run(each_family, tmp_path):
+    family, tiny = each_family
     exact = family.encode_pixels(tiny.pipe, pixels(), generators())
     image = family.decode_latents(tiny.pipe, exact)
     tiny.pipe.save_pretrained(tmp_path)
     low = family.load(str(tmp_path), torch.bfloat16)
     for pipe in (low, family.load(tiny.source, torch.bfloat16)):
-        dtypes = {name: {p.dtype for p in part.parameters()} for name, part in modules_of(family, pipe).items()}
+        dtypes = {name: {p.dtype for p in part.parameters()} for name, part in get_modules(family, pipe).items()}
         assert dtypes.pop("vae") == {torch.float32}
         assert all(each == {torch.bfloat16} for each in dtypes.values()), dtypes
     with torch.autocast("cpu", torch.bfloat16):
@@ -35,24 +35,24 @@ def test_the_vae_stays_in_float32_in_a_bfloat16_run(plain, tmp_path):
         torch.testing.assert_close(family.decode_latents(low, exact), image)
 
 
-def test_only_the_requested_components_are_loaded_and_others_can_be_added(plain, tmp_path):
-    family, tiny = plain
+def test_only_the_requested_components_are_loaded_and_others_can_be_added(each_family, tmp_path):
+    family, tiny = each_family
     tiny.pipe.save_pretrained(tmp_path)
     for source in (str(tmp_path), tiny.source):
         full_pipe = family.load(source, torch.float32)
         pipe = family.load(source, torch.float32, family.text_components)
-        assert present(family, pipe) == set(family.text_components)
+        assert list_loaded_components(family, pipe) == set(family.text_components)
         encoder, scheduler = getattr(pipe, family.text_components[0]), pipe.scheduler
         assert family.load(source, torch.float32, ("vae",), pipe=pipe) is pipe
-        assert present(family, pipe) == {*family.text_components, "vae"}
+        assert list_loaded_components(family, pipe) == {*family.text_components, "vae"}
         assert getattr(pipe, family.text_components[0]) is encoder and pipe.scheduler is scheduler
         for part in family.text_components:
             setattr(pipe, part, None)
         family.load(source, torch.float32, (family.denoiser_name,), pipe=pipe)
-        assert present(family, pipe) == {"vae", family.denoiser_name}
+        assert list_loaded_components(family, pipe) == {"vae", family.denoiser_name}
         assert pipe.vae_scale_factor == full_pipe.vae_scale_factor
         assert dict(pipe.config).keys() == dict(full_pipe.config).keys()
-        same_weights(family, pipe, full_pipe)
+        assert_same_weights(family, pipe, full_pipe)
 
 
 def test_a_pipeline_derives_its_scale_factor_from_a_vae_that_is_added_later(tmp_path):
@@ -67,25 +67,25 @@ def test_a_pipeline_derives_its_scale_factor_from_a_vae_that_is_added_later(tmp_
 
 
 @torch.no_grad()
-def test_a_saved_model_loads_with_the_same_weights(plain, tmp_path):
-    family, tiny = plain
+def test_a_saved_model_loads_with_the_same_weights(each_family, tmp_path):
+    family, tiny = each_family
     tiny.pipe.save_pretrained(tmp_path)
     pipe = family.load(str(tmp_path), torch.float32)
-    same_weights(family, pipe, tiny.pipe)
-    assert not any(part.training for part in modules_of(family, pipe).values())
+    assert_same_weights(family, pipe, tiny.pipe)
+    assert not any(part.training for part in get_modules(family, pipe).values())
     for name in family.tokenizer_repo_ids:
         assert getattr(pipe, name)("a red circle").input_ids == getattr(tiny.pipe, name)("a red circle").input_ids
     assert family.build_noise_process(pipe).prediction_type == family.build_noise_process(tiny.pipe).prediction_type
 
 
-def test_a_model_with_fp16_weights_only_is_loaded(plain, tmp_path):
-    family, tiny = plain
+def test_a_model_with_fp16_weights_only_is_loaded(each_family, tmp_path):
+    family, tiny = each_family
     tiny.pipe.save_pretrained(tmp_path, variant="fp16")
-    same_weights(family, family.load(str(tmp_path), torch.float32), tiny.pipe)
+    assert_same_weights(family, family.load(str(tmp_path), torch.float32), tiny.pipe)
 
 
-def test_a_tokenizer_without_vocabulary_is_reported(plain, tmp_path):
-    family, tiny = plain
+def test_a_tokenizer_without_vocabulary_is_reported(each_family, tmp_path):
+    family, tiny = each_family
     tiny.pipe.save_pretrained(tmp_path)
     (part, *_) = family.tokenizer_repo_ids
     for path in (tmp_path / part).iterdir():
@@ -95,8 +95,8 @@ def test_a_tokenizer_without_vocabulary_is_reported(plain, tmp_path):
         family.load(str(tmp_path), torch.float32, (part,))
 
 
-def test_a_damaged_model_is_a_user_error(plain, tmp_path):
-    family, tiny = plain
+def test_a_damaged_model_is_a_user_error(each_family, tmp_path):
+    family, tiny = each_family
     tiny.pipe.save_pretrained(tmp_path)
     (tmp_path / family.denoiser_name / "diffusion_pytorch_model.safetensors").unlink()
     with pytest.raises(ConfigError, match=f"its {family.denoiser_name} cannot be loaded"):

@@ -7,8 +7,8 @@ from pathlib import Path
 import original_checkpoints
 import pytest
 import torch
-from family_cases import modules_of
-from loaded_weights import present, same_weights
+from family_cases import get_modules
+from loaded_weights import assert_same_weights, list_loaded_components
 from safetensors.torch import save_file
 from tiny_pipelines import TINY
 
@@ -49,7 +49,7 @@ def test_a_single_file_loads_the_same_model_as_the_folder(single_file):
     assert actual.family == tiny.family and actual.source_type == "file"
     assert family.facts.title in actual.reason and actual.size_multiple == detect_model(tiny.source).size_multiple
     pipe = family.load(actual, torch.float32)
-    same_weights(family, pipe, tiny.pipe)
+    assert_same_weights(family, pipe, tiny.pipe)
     ours, reference = (family.encode_prompts(each, ["a red circle", "7"]) for each in (pipe, tiny.pipe))
     for key, value in reference.items():
         assert all(torch.equal(a, b) for a, b in zip(ours[key], value, strict=True))
@@ -64,9 +64,9 @@ def test_only_the_requested_components_of_a_single_file_are_loaded(single_file):
     family, tiny, _ = single_file
     actual = detect_model(family.model_config)
     pipe = family.load(actual, torch.float32, family.text_components)
-    assert present(family, pipe) == set(family.text_components)
+    assert list_loaded_components(family, pipe) == set(family.text_components)
     family.load(actual, torch.float32, ("vae", family.denoiser_name), pipe=pipe)
-    same_weights(family, pipe, tiny.pipe)
+    assert_same_weights(family, pipe, tiny.pipe)
 
 
 def test_half_precision_weights_are_cast_to_the_requested_dtype(single_file, tmp_path):
@@ -74,7 +74,7 @@ def test_half_precision_weights_are_cast_to_the_requested_dtype(single_file, tmp
     half = {name: tensor.half() for name, tensor in original_checkpoints.checkpoint(tiny.family, tiny.pipe).items()}
     save_file(half, path)
     pipe = family.load(detect_model(str(path)), torch.bfloat16)
-    dtypes = {part: {p.dtype for p in module.parameters()} for part, module in modules_of(family, pipe).items()}
+    dtypes = {part: {p.dtype for p in module.parameters()} for part, module in get_modules(family, pipe).items()}
     assert dtypes.pop("vae") == {torch.float32}
     assert family.denoiser_name in dtypes and all(each == {torch.bfloat16} for each in dtypes.values()), dtypes
 
@@ -117,7 +117,7 @@ def test_a_file_with_only_the_denoiser_needs_the_other_component_options(tmp_pat
     ]
     options = ModelConfig(alone, vae=vae, clip_l=clip_l, clip_g=clip_g, tokenizer_cache_dir=str(tokenizer_cache))
     family = FAMILIES.get("sdxl")(options)
-    same_weights(family, family.load(detect_model(options), torch.float32), tiny.pipe)
+    assert_same_weights(family, family.load(detect_model(options), torch.float32), tiny.pipe)
 
 
 def test_component_options_replace_the_components_of_the_model(tmp_path):
@@ -143,7 +143,7 @@ def test_component_options_replace_the_components_of_the_model(tmp_path):
         pipe = family.load(detect_model(options), torch.float32, ("vae", "text_encoder"))
         if clip_l is None:
             pipe.text_encoder = None
-        same_weights(family, pipe, tiny.pipe)
+        assert_same_weights(family, pipe, tiny.pipe)
 
 
 def load_problem(tmp_path: Path, **options: str) -> str:
@@ -189,7 +189,7 @@ def test_flux_is_loaded_from_four_files_and_a_transformer_with_diffusers_keys(tm
     options = ModelConfig(files.pop("flux"), **files, tokenizer_cache_dir=str(tokenizer_cache))
     family, actual = FAMILIES.get("flux")(options), detect_model(options)
     assert (actual.family, actual.bundled_config) == ("flux", "flux_schnell_tiny")
-    same_weights(family, family.load(actual, torch.float32), tiny.pipe)
+    assert_same_weights(family, family.load(actual, torch.float32), tiny.pipe)
     with pytest.raises(ConfigError, match=r"guidance_scale: FLUX.1 schnell has no guidance embedding"):
         detect_model(replace(options, guidance_scale=3.5))
 

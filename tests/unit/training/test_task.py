@@ -1,4 +1,4 @@
-"""What one batch means in training, on the stand-in's real parts."""
+"""The training loss of one batch, with the components of a tiny Stable Diffusion 1."""
 
 from dataclasses import replace
 from inspect import signature
