@@ -1,4 +1,8 @@
-"""Fold alpha / rank into an update, for files without alphas (diffusers), and unfold it exactly."""
+"""Fold alpha / rank into an update, for files without alphas (diffusers), and unfold it exactly.
+
+The alpha of each layer is chosen in ``targets``; a missing alpha in a file is read in ``formats``; peft applies the
+scale.
+"""
 
 import json
 from collections import Counter
@@ -14,13 +18,13 @@ from .state_dict import UP, ModuleUpdate
 ALPHAS_KEY = "lorikeet.alphas"
 """Metadata key: the alphas that were folded, by module; ``*`` is the default."""
 
-WIDENED_DTYPE_KEY = "lorikeet.widened"
+UPCAST_FROM_DTYPE_KEY = "lorikeet.widened"
 """Metadata key: the original dtype of tensors that are float32 in the file, where folding would lose precision."""
 
 ALPHA_DTYPE_KEY = "lorikeet.alpha_dtype"
 """Metadata key: the dtype of the alphas."""
 
-ALPHA_METADATA_KEYS = (ALPHAS_KEY, WIDENED_DTYPE_KEY, ALPHA_DTYPE_KEY)
+ALPHA_METADATA_KEYS = (ALPHAS_KEY, UPCAST_FROM_DTYPE_KEY, ALPHA_DTYPE_KEY)
 
 _SCALED_TENSORS = (UP, "lokr_w1", "lokr_w1_a", "hada_w1_a")
 """The tensor that alpha / rank is folded into."""
@@ -65,7 +69,7 @@ def build_alpha_metadata(
         metadata[ALPHAS_KEY] = json.dumps({"*": default, **others})
         half = {tensor.dtype for update in updates.values() for tensor in update.tensors.values()} - {torch.float32}
         if len(half) == 1:
-            metadata[WIDENED_DTYPE_KEY] = _format_dtype(half.pop())
+            metadata[UPCAST_FROM_DTYPE_KEY] = _format_dtype(half.pop())
     return metadata
 
 
@@ -85,7 +89,7 @@ def unfold_alphas(updates: Mapping[str, ModuleUpdate], metadata: Mapping[str, st
         return dict(updates)
     try:
         alphas = {str(module): float(alpha) for module, alpha in json.loads(metadata[ALPHAS_KEY]).items()}
-        narrow = getattr(torch, metadata.get(WIDENED_DTYPE_KEY, "float32"))
+        narrow = getattr(torch, metadata.get(UPCAST_FROM_DTYPE_KEY, "float32"))
     except (ValueError, AttributeError, TypeError):
         raise UserError(f"invalid metadata {ALPHAS_KEY}: {metadata[ALPHAS_KEY][:60]}") from None
     return {

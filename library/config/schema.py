@@ -47,7 +47,8 @@ class ModelConfig:
     )
     quantize_base: Literal["none", "fp8", "int8", "nf4"] = define_option(
         "none",
-        "quantize the frozen weights of the denoiser's blocks to save memory; computation stays in full precision",
+        "quantize the frozen weights of the denoiser's blocks to save memory; each matmul dequantizes them to the dtype of "
+        "mixed_precision",
     )
     guidance_scale: float = define_option(1.0, "guidance embedding while training FLUX.1 dev", minimum=0)
 
@@ -62,7 +63,9 @@ class AdapterConfig:
         "network_args",
     )
     network_dim: int = define_option(4, "rank of the adapter", minimum=1)
-    network_alpha: float = define_option(1.0, "scale of the adapter: alpha / rank; equal to the rank for 1", minimum=0)
+    network_alpha: float = define_option(
+        1.0, "LoRA alpha: the update is multiplied by alpha / rank; 0: the same as the rank", minimum=0
+    )
     network_dropout: float = define_option(
         0.0, "LoRA dropout: probability of zeroing each output of the down matrix", minimum=0, maximum=0.999
     )
@@ -171,7 +174,7 @@ class TrainConfig:
         maximum=1,
     )
     cpu_offload_checkpointing: bool = define_option(
-        False, "gradient_checkpointing: offload the denoiser's checkpoints to CPU memory"
+        False, "gradient_checkpointing: offload the saved activations to CPU memory"
     )
     blocks_to_swap: int = define_option(
         0, "number of denoiser blocks whose frozen weights are kept in CPU memory and prefetched when needed", minimum=0

@@ -1,1 +1,1 @@
-"""From folders of pictures and captions to batches."""
+"""Bucketing, batch plan, augmentation and loading: from the images of a dataset to the batch of a step."""

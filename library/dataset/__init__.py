@@ -1,1 +1,1 @@
-"""What the images of a dataset are: the dataset file, where images and captions come from, and their inspection."""
+"""The dataset file, the discovery of images, captions and masks, and their inspection."""

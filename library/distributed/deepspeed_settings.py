@@ -16,7 +16,7 @@ ZERO_OPTION_KEYS = {
     "offload_param_device": ("offload_param", "device"),
     "offload_param_nvme_path": ("offload_param", "nvme_path"),
 }
-"""accelerate's options and their keys in ``zero_optimization`` of the JSON file; all but one are ours as well."""
+"""accelerate's options and their keys in ``zero_optimization`` of the JSON file."""
 
 BATCH_SIZE_KEYS = ("train_micro_batch_size_per_gpu", "train_batch_size")
 
@@ -47,14 +47,14 @@ class DeepSpeedSettings:
     offload_optimizer_path: str | None = None
     offload_param_device: str | None = None
     offload_param_path: str | None = None
-    config_file: Mapping[str, Any] = field(default_factory=dict)
-    """The other keys of the user's JSON file."""
+    passthrough_config: Mapping[str, Any] = field(default_factory=dict)
+    """The other keys of the user's JSON file, passed to DeepSpeed as they are."""
     batch_sizes: Mapping[str, int] = field(default_factory=dict)
     """The batch sizes in that file."""
 
     def build_config(self, *, pin_memory: bool) -> dict[str, Any]:
         """Build DeepSpeed's config; to DeepSpeed every micro-batch is a step, with the boundary set on each."""
-        zero = {**self.config_file.get("zero_optimization", {}), "stage": self.stage}
+        zero = {**self.passthrough_config.get("zero_optimization", {}), "stage": self.stage}
         for section, device, path in (
             ("offload_optimizer", self.offload_optimizer_device, self.offload_optimizer_path),
             ("offload_param", self.offload_param_device, self.offload_param_path),
@@ -64,14 +64,14 @@ class DeepSpeedSettings:
                 nvme_path = {"nvme_path": path} if path is not None else {}
                 zero[section] = {"pin_memory": pin_memory, **from_file, "device": device, **nvme_path}
         return {
-            **self.config_file,
+            **self.passthrough_config,
             "zero_optimization": zero,
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
             "gradient_clipping": 0.0,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
-            "steps_per_print": self.config_file.get("steps_per_print"),
+            "steps_per_print": self.passthrough_config.get("steps_per_print"),
         }
 
     def format_summary(self, world_size: int) -> str:
@@ -135,8 +135,8 @@ class DeepSpeedSources:
     def resolve(self) -> DeepSpeedSettings:
         """Take the first source of each option."""
         values = {name: next((value for _, value in self.find_values(name)), None) for name in ZERO_OPTION_KEYS}
-        ours = (*FORBIDDEN_SECTIONS, *PRECISION_SECTIONS, *BATCH_SIZE_KEYS)
-        passed = {name: value for name, value in self.content.items() if name not in ours}
+        handled_keys = (*FORBIDDEN_SECTIONS, *PRECISION_SECTIONS, *BATCH_SIZE_KEYS)
+        passed = {name: value for name, value in self.content.items() if name not in handled_keys}
         batch_sizes = {name: self.content[name] for name in BATCH_SIZE_KEYS if isinstance(self.content.get(name), int)}
         return DeepSpeedSettings(
             stage=2 if values["zero_stage"] is None else values["zero_stage"],
@@ -144,7 +144,7 @@ class DeepSpeedSources:
             offload_optimizer_path=values["offload_optimizer_nvme_path"],
             offload_param_device=_parse_device(values["offload_param_device"]),
             offload_param_path=values["offload_param_nvme_path"],
-            config_file=_drop_auto_values(passed),
+            passthrough_config=_drop_auto_values(passed),
             batch_sizes=batch_sizes,
         )
 

@@ -201,7 +201,7 @@ def _shard_by_fsdp(run: MetaRun, frozen: int, sharding: FSDPSettings) -> tuple[i
 
 def _shard_by_zero3(run: MetaRun, frozen: int, zero: DeepSpeedSettings, ranks: int) -> tuple[int, int]:
     """Count sharded and gathered bytes: small tensors stay replicated, gathered ones stay live up to a limit."""
-    limits: dict[str, Any] = {**ZERO_DEFAULTS, **zero.config_file.get("zero_optimization", {})}
+    limits: dict[str, Any] = {**ZERO_DEFAULTS, **zero.passthrough_config.get("zero_optimization", {})}
     threshold, max_live = (int(limits[name]) for name in ZERO_DEFAULTS)
     large = [each for each in run.frozen if each.numel() > threshold]
     shards = sum(-(-each.numel() // ranks) * each.element_size() for each in run.frozen)
@@ -212,7 +212,7 @@ def _shard_by_zero3(run: MetaRun, frozen: int, zero: DeepSpeedSettings, ranks: i
 
 def _count_zero_buckets(zero: DeepSpeedSettings, elements: int) -> int:
     """Count DeepSpeed's gradient buckets, which it allocates in full however few gradients there are."""
-    settings: dict[str, Any] = dict(zero.config_file.get("zero_optimization", {}))
+    settings: dict[str, Any] = dict(zero.passthrough_config.get("zero_optimization", {}))
     count = 2 if settings.get("overlap_comm") and zero.stage < 3 else 1
     return 4 * count * int(settings.get("reduce_bucket_size", elements))
 

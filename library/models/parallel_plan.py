@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 TEXT_LAYER_PATTERN = re.compile(r"\.(add_[qkv]_proj|to_add_out|ff_context|norm1_context|txt_)")
-JOINT_LAYER_PATTERN = re.compile(r"^single_transformer_blocks\.")
+SINGLE_STREAM_PATTERN = re.compile(r"^single_transformer_blocks\.")
 
 COLWISE_PATTERN = re.compile(r"\.(to_[qkv]|add_[qkv]_proj|proj_mlp|w1|w3|net\.0\.proj)$")
 ROWWISE_PATTERN = re.compile(r"\.(to_out\.0|to_add_out|w2|net\.2)$")
@@ -25,7 +25,7 @@ def map_layer_token_streams(
     streams = {}
     for blocks in block_lists:
         for name, _ in denoiser.get_submodule(blocks).named_modules(prefix=blocks):
-            if JOINT_LAYER_PATTERN.search(name):
+            if SINGLE_STREAM_PATTERN.search(name):
                 streams[name] = tuple(stream_args)
             else:
                 streams[name] = (stream_args[0 if TEXT_LAYER_PATTERN.search(name) else -1],)

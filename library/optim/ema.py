@@ -1,6 +1,7 @@
 """Exponential moving average (EMA) of the adapter weights, enabled by ``ema_decay``.
 
-Validation and saved files use the average; training goes on with the weights themselves.
+Validation uses the average, which is saved as a file of its own (``NAME-ema.safetensors``); training goes on with the
+weights themselves.
 """
 
 from collections.abc import Iterator, Sequence

@@ -160,7 +160,7 @@ class DeepSpeedStrategy(Strategy):
         norm: Tensor = self.optimizer.compute_grad_norm(max_norm)
         return norm
 
-    def sync_optimizer_copies(self) -> None:
+    def sync_master_weights(self) -> None:
         self.optimizer.copy_parameters_to_shards()
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:

@@ -1,25 +1,28 @@
-"""Gradient synchronisation: everything that all-reduces, scales or divides LoRA gradients, for every engine.
+"""Gradient synchronisation: everything that all-reduces, scales or divides LoRA gradients, for every strategy.
 
 The loss of a micro-batch is the sum over its samples, divided by the samples of the whole optimizer step (of all ranks
-and micro-batches).  So gradients are summed over micro-batches and ranks.  Where an engine averages them instead,
+and micro-batches).  So gradients are summed over micro-batches and ranks.  Where accelerate, DDP or DeepSpeed
+average them instead,
 ``scale_loss`` multiplies the loss beforehand:
 
-| engine                  | all-reduce                               | loss times         | gradients divided by   |
+| strategy                | all-reduce                               | loss multiplied by | gradients divided by   |
 |-------------------------|------------------------------------------|--------------------|------------------------|
-| single process          | none                                     | accumulation steps | the same (accelerate)  |
-| DDP                     | in backward of the last micro-batch,     | accumulation steps | the same (accelerate), |
-|                         | per bucket                               | x world size       | world size (DDP)       |
-| DDP, --on_oom recover   | flat, after the last micro-batch,        | as DDP             | the same (accelerate), |
-|                         | when no rank ran out of memory           |                    | world size             |
-| FSDP, tensor parallel,  | flat, over all ranks, after the last     | as DDP             | the same (accelerate), |
-| context parallel        | micro-batch (adapters are replicated)    |                    | world size x cp (*)    |
+| single process          | none                                     | accumulation steps | accumulation steps (a) |
+| DDP                     | in backward of the last micro-batch,     | accumulation steps | accumulation steps (a) |
+|                         | per bucket                               | x world size       | x world size (DDP)     |
+| DDP, --on_oom recover   | flat, after the last micro-batch,        | as DDP             | accumulation steps (a) |
+|                         | when no rank ran out of memory           |                    | x world size           |
+| FSDP, tensor parallel,  | flat, over all ranks, after the last     | as DDP             | accumulation steps (a) |
+| context parallel        | micro-batch (adapters are replicated)    |                    | x world size x cp (*)  |
 | pipeline                | flat, over all ranks, after the schedule | 1                  | cp (*)                 |
-| DeepSpeed               | in backward, by DeepSpeed                | world size         | the same (DeepSpeed)   |
+| DeepSpeed               | in backward, by DeepSpeed                | world size         | world size (DeepSpeed) |
 | gradient probe, warm-up | none with DDP and DeepSpeed,             | 1 (0 before the    | dp x cp (*)            |
 | (``Strategy.backward``) | otherwise flat, over all ranks           | last stage)        |                        |
 
+(a) By accelerate, in ``Accelerator.backward``.
 (*) Tensor parallel: gradients that are complete on every rank of a group are divided by tp first; those of adapters in
-sharded layers are partial.  Context parallel: gathered tokens multiply their gradient by cp (``ulysses``).
+sharded layers are partial.  Context parallel: the backward of the all-gather of tokens sums over
+cp ranks, hence the factor cp (``ulysses``).
 """
 
 from collections.abc import Callable, Container

@@ -65,7 +65,7 @@ class Strategy(ABC):
     """Wraps model and optimizer, and computes the gradients of a step on all ranks."""
 
     optimizer_sharding_engine = ""
-    """The engine that gives optimizers flat slices of tensors, if any."""
+    """The engine that shards optimizer state over flattened parameters (DeepSpeed ZeRO), if any."""
     has_collective_forward = False
     """Whether a forward contains collectives, so that all ranks have to run each of them."""
     has_full_model = True
@@ -239,8 +239,8 @@ class Strategy(ABC):
         """Return the positions of the tokens that an adapter's down matrix sees on this rank; ``None``: all."""
         return None
 
-    def sync_optimizer_copies(self) -> None:  # noqa: B027
-        """Update copies of the trainable parameters that the engine keeps; call it after writing to them."""
+    def sync_master_weights(self) -> None:  # noqa: B027
+        """Copy the trainable parameters to the engine's master weights; call it after writing to them."""
 
     def close(self) -> None:  # noqa: B027
         """Release files and environment variables of the engine; call it before the process group is destroyed."""

@@ -189,7 +189,7 @@ def restore_state(run: TrainingRun, metadata: Mapping[str, Any], tensors: Mappin
     with torch.no_grad():
         for parameter, name in names.items():
             parameter.copy_(tree["adapter"][name])
-        run.strategy.sync_optimizer_copies()
+        run.strategy.sync_master_weights()
         if run.ema is not None:  # an EMA that is new in this run starts from the checkpoint's weights
             for mine, name in zip(run.ema.shadow_params, names.values(), strict=True):
                 mine.copy_((tree["average"] or tree["adapter"])[name])

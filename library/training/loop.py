@@ -96,7 +96,7 @@ def _run_step(run: TrainingRun, step_batches: StepBatches, data_wait_seconds: fl
             run.optimizer.step()
             if run.max_norm_regularizer is not None:
                 run.max_norm_regularizer()
-                strategy.sync_optimizer_copies()
+                strategy.sync_master_weights()
     run.optimizer.zero_grad(set_to_none=True)
     state.step += 1
     state.samples += step_batches.num_global_samples

@@ -131,7 +131,7 @@ class NanGuard:
         snapshot = self._snapshot.wait()
         for parameter, value in zip(run.parameters, snapshot["parameters"], strict=True):
             parameter.data.copy_(value)
-        run.strategy.sync_optimizer_copies()
+        run.strategy.sync_master_weights()
         if run.ema is not None:
             for mine, value in zip(run.ema.shadow_params, snapshot["ema"], strict=True):
                 mine.copy_(value)
