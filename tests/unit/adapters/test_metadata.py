@@ -169,7 +169,7 @@ def test_the_metadata_options_of_the_user_are_written(tmp_path):
     )
     adapter = dataclasses.replace(CONFIG.adapter, network_args=("conv_dim=4", "verbose = True"))
     actual = build_run_metadata(dataclasses.replace(CONFIG, save=save, adapter=adapter))
-    assert actual["modelspec.title"] == "Cat" and actual["modelspec.thumbnail"] == "data:image/png;base64,cGljdHVyZQ=="
+    assert actual["modelspec.title"] == "Cat" and actual["modelspec.thumbnail"] == "data:image/png;base64,aW1hZ2U="
     assert {name: actual[f"modelspec.{name}"] for name in words} == words
     assert json.loads(actual["ss_network_args"]) == {"conv_dim": "4", "verbose": "True"}
     assert (
