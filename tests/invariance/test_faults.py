@@ -74,7 +74,9 @@ def told(*words: str) -> tuple[int, str]:
     from library.cli import main
 
     with contextlib.redirect_stderr(io.StringIO()) as text:
-        code = main(["--pretrained_model_name_or_path", get_tiny_sd1_folder(), *words, "--max_data_loader_n_workers", "0"])
+        code = main(
+            ["--pretrained_model_name_or_path", get_tiny_sd1_folder(), *words, "--max_data_loader_n_workers", "0"]
+        )
     return code, text.getvalue()
 
 
