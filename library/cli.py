@@ -63,7 +63,7 @@ def run_tool(argv: Sequence[str]) -> int:
         print("library bench: the benchmarks have moved; run python -m benchmarks NAME in a checkout", file=sys.stderr)
         return EXIT_USER_ERROR
     if name not in TOOLS:
-        print(f"library: no tool {name!r}{suggest_name(name, TOOLS)}; there are: {', '.join(TOOLS)}", file=sys.stderr)
+        print(f"library: no tool {name!r}{suggest_name(name, TOOLS)}; available: {', '.join(TOOLS)}", file=sys.stderr)
         return EXIT_USER_ERROR
     try:
         result = TOOLS[name][1](rest)

@@ -29,7 +29,7 @@ class Registry(Generic[Entry]):
         """Import and return the object of a name."""
         target = self.entries.get(name, name if ":" in name else None)
         if target is None:
-            hint = suggest_name(name, self.entries) or f"; there are: {', '.join(self.list_names())}"
+            hint = suggest_name(name, self.entries) or f"; available: {', '.join(self.list_names())}"
             raise ConfigError([f"unknown {self.label} {name!r}{hint}"])
         module_name, _, attribute = target.partition(":")
         try:

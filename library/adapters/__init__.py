@@ -1,1 +1,1 @@
-"""What is trained inside a frozen model, and the files it is kept in."""
+"""LoRA and other adapters: injection, file formats and metadata."""

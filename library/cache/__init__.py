@@ -1,1 +1,1 @@
-"""What was computed once from pictures and captions, kept on disk and found again by what it was computed from."""
+"""Disk cache of latents and text-encoder outputs, keyed by content."""

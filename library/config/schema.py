@@ -47,8 +47,7 @@ class ModelConfig:
     )
     quantize_base: Literal["none", "fp8", "int8", "nf4"] = define_option(
         "none",
-        "quantize the frozen weights of the denoiser's blocks to save memory; each matmul dequantizes them to the dtype of "
-        "mixed_precision",
+        "quantize the frozen weights of the denoiser's blocks; each matmul dequantizes them to mixed_precision's dtype",
     )
     guidance_scale: float = define_option(1.0, "guidance embedding while training FLUX.1 dev", minimum=0)
 

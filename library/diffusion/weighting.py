@@ -2,7 +2,8 @@
 
 To add a weighting: write ``(snr, value, prediction_type) -> weight`` (or ``sigmas -> weight`` for flow matching), list
 it in ``SNR_WEIGHTINGS`` under the name of its option (or in ``FLOW_WEIGHTINGS`` under its ``weighting_scheme``), and
-add that option to ``LossConfig`` (or ``NoiseConfig``) in ``config/schema_objective.py``.  Nothing else has to change.
+add that option to ``LossConfig`` (or ``NoiseConfig``) in ``config/schema_objective.py``, the models that it is for in
+``config/validate_objective.py``, and a value to try in ``tests/unit/diffusion/test_objective_options.py``.
 
 ``snr`` is the signal-to-noise ratio; the losses of ``epsilon`` and ``v`` prediction differ by the factor ``snr + 1``.
 """

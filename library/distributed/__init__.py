@@ -1,1 +1,1 @@
-"""How one run is spread over processes; nothing above this floor knows which strategy is used."""
+"""Processes: accelerator, launcher settings, rendezvous, communicator, watchdog, trackers."""

@@ -228,7 +228,7 @@ class MetaRun:
             self.family,
             self.pipe,
             self.trained,
-            build_objective(config, self.family, self.pipe),
+            build_objective(config.noise, config.loss, self.family, self.pipe),
             config.train.seed,
             CopyStream(META),
             trains_text_encoders=config.adapter.trains_text_encoders,
@@ -276,7 +276,7 @@ class MetaRun:
         if getattr(self.denoiser, "gradient_checkpointing", False):  # UNets checkpoint inside of their blocks
             self.denoiser.gradient_checkpointing = False
             runner.checkpoint_function = self.denoiser._gradient_checkpointing_func
-        runner.run_all_stages(range(len(self.chain.blocks)), self._leave_block)
+        runner.set_full_forward(range(len(self.chain.blocks)), self._leave_block)
         if context is not None and pipeline:
             context.wrap_sequence_ends()
         for index, block in enumerate(self.chain.blocks):

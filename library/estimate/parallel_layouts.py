@@ -109,7 +109,8 @@ class LayoutFinder:
         return set(validate_config(self.config, self.explicit))
 
     def _validate_model(self, config: RunConfig) -> Iterator[str]:
-        return iter(validate_model_parallel(config, FAMILIES.get(self.model.family)(config.model), self.model))
+        family = FAMILIES.get(self.model.family)(config.model)
+        return iter(validate_model_parallel(config.parallel, config.optim.optimizer_type, family, self.model))
 
     def _validate_layout(self, layout: ParallelLayout) -> Iterator[str]:
         for problem in validate_config(layout.config, self.explicit | set(layout.options)):
@@ -118,7 +119,7 @@ class LayoutFinder:
         yield from validate_parallelism(layout.config, self._build_world(layout.config.parallel))
         is_replicated = layout.sharding is None and layout.zero is None
         has_whole_model = is_replicated and layout.dims.cp == layout.dims.model_parallel_size
-        yield from validate_quantize_offload(layout.config, has_whole_model)
+        yield from validate_quantize_offload(layout.config.model, layout.config.train, has_whole_model)
         if layout.zero is not None:
             yield from validate_elementwise_optimizer(layout.config.optim, DeepSpeedStrategy.optimizer_sharding_engine)
 

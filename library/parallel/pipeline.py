@@ -84,7 +84,7 @@ class PipelineStrategy(ModelParallelStrategy):
 
     def use_full_forward(self) -> None:
         """Make each forward of the model run all stages in turn, with the output of each broadcast to all."""
-        self.stage_runner.run_all_stages(self._local_blocks, self._broadcast_stage_output)
+        self.stage_runner.set_full_forward(self._local_blocks, self._broadcast_stage_output)
 
     def _broadcast_stage_output(self, index: int, activations: Activations) -> Activations:
         """Broadcast the output of a block that is the last of its stage."""
@@ -224,7 +224,7 @@ class StageModule(nn.Module):
         step = self._schedules.step
         assert step is not None
         inputs = None if self._is_first else tuple(map(_ContiguousGradient.apply, received))
-        self._stage_runner.run_stage(self._first, self._end, inputs)
+        self._stage_runner.set_stage_forward(self._first, self._end, inputs)
         try:
             with step.start_micro_batch(int(index)) as batch, record_phase("forward", batch):
                 loss = step.compute_loss(batch)

@@ -62,13 +62,13 @@ class StageRunner:
         for index, block in enumerate(block_sequence.blocks):
             block_sequence.hooks.wrap(block, partial(self._handle_block, index, signature(block.forward)))
 
-    def run_all_stages(
+    def set_full_forward(
         self, active_blocks: Collection[int], broadcast: Callable[[int, Activations], Activations]
     ) -> None:
         """Make each forward one over all stages; ``broadcast`` is called after each block with its output."""
         self.active_blocks, self._broadcast, self._received, self._stop_before = active_blocks, broadcast, None, None
 
-    def run_stage(self, first: int, end: int, received: Activations | None) -> None:
+    def set_stage_forward(self, first: int, end: int, received: Activations | None) -> None:
         """Make the next forward one of a single stage; ``received`` is its input unless it is the first."""
         self.active_blocks, self._broadcast, self._received = range(first, end), None, received
         self._stop_before = end

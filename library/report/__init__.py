@@ -1,1 +1,1 @@
-"""TODO."""
+"""The HTML report and the preview grid of a run."""

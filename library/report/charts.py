@@ -1,4 +1,4 @@
-"""Charts as SVG text, to stand in a page that needs nothing from anywhere."""
+"""Line and bar charts as inline SVG, for the self-contained HTML report."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -6,13 +6,8 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 640, 240
-
-
 LEFT, RIGHT, TOP, BOTTOM = 64, 12, 12, 30
-
-
 MAX_POINTS = 1500
-
 
 Points = Sequence[tuple[float, float]]
 
@@ -23,19 +18,19 @@ class Curve:
 
     name: str
     points: Points
-    is_faint: bool = False  # behind the others
+    is_faint: bool = False  # drawn in grey, in the background
 
 
 def render_line_chart(curves: Sequence[Curve], x_label: str = "step") -> str:
-    """Curves over a common axis; nothing where there is nothing to draw."""
+    """Draw curves over a common x axis; empty without points."""
     curves = [Curve(line.name, _downsample(line.points), line.is_faint) for line in curves if line.points]
     if not curves:
         return ""
     xs = [x for line in curves for x, _ in line.points]
     ys = [y for line in curves for _, y in line.points]
-    to_x, x_marks = _build_scale(min(xs), max(xs), LEFT, WIDTH - RIGHT, is_tight=True)
-    to_y, y_marks = _build_scale(min(ys), max(ys), HEIGHT - BOTTOM, TOP)
-    parts = [*_render_grid(x_marks, y_marks, to_x, to_y), _render_text(WIDTH - RIGHT, HEIGHT - 2, x_label, "end")]
+    to_x, x_ticks = _build_scale(min(xs), max(xs), LEFT, WIDTH - RIGHT, is_tight=True)
+    to_y, y_ticks = _build_scale(min(ys), max(ys), HEIGHT - BOTTOM, TOP)
+    parts = [*_render_grid(x_ticks, y_ticks, to_x, to_y), _render_text(WIDTH - RIGHT, HEIGHT - 2, x_label, "end")]
     for number, line in enumerate(curves):
         path = " ".join(f"{to_x(x):.1f},{to_y(y):.1f}" for x, y in line.points)
         style = "faint" if line.is_faint else f"line colour{number % 5}"
@@ -50,23 +45,23 @@ def render_line_chart(curves: Sequence[Curve], x_label: str = "step") -> str:
 
 
 def render_bar_chart(groups: Mapping[str, Sequence[float | None]], names: Sequence[str]) -> str:
-    """For each entry of ``groups`` one bar for each of ``names``, side by side."""
+    """Draw one bar for each of ``names`` in each group; empty without values."""
     values = [value for row in groups.values() for value in row if value is not None]
     if not values:
         return ""
-    to_y, marks = _build_scale(0.0, max(values), HEIGHT - BOTTOM, TOP)
-    parts = _render_grid([], marks, float, to_y)
-    bottom, each = to_y(0.0), (WIDTH - LEFT - RIGHT) / len(groups)
-    wide = each * 0.8 / len(names)
-    for place, (name, row) in enumerate(groups.items()):
-        left = LEFT + each * (place + 0.1)
+    to_y, ticks = _build_scale(0.0, max(values), HEIGHT - BOTTOM, TOP)
+    parts = _render_grid([], ticks, float, to_y)
+    bottom, group_width = to_y(0.0), (WIDTH - LEFT - RIGHT) / len(groups)
+    bar_width = group_width * 0.8 / len(names)
+    for position, (name, row) in enumerate(groups.items()):
+        left = LEFT + group_width * (position + 0.1)
         for number, value in enumerate(row):
             if value is not None:
                 top = to_y(value)
-                frame = f'x="{left + number * wide:.1f}" y="{top:.1f}" width="{wide:.1f}" height="{bottom - top:.1f}"'
+                x, size = left + number * bar_width, f'width="{bar_width:.1f}" height="{bottom - top:.1f}"'
                 title = f"<title>{escape(name)}: {value:.4g}</title>"
-                parts.append(f'<rect class="bar{number}" {frame}>{title}</rect>')
-        parts.append(_render_text(left + each * 0.4, HEIGHT - BOTTOM + 16, name, "middle"))
+                parts.append(f'<rect class="bar{number}" x="{x:.1f}" y="{top:.1f}" {size}>{title}</rect>')
+        parts.append(_render_text(left + group_width * 0.4, HEIGHT - BOTTOM + 16, name, "middle"))
     legend = " ".join(f'<span class="key bar{number}">{escape(name)}</span>' for number, name in enumerate(names))
     return _render_figure(parts, legend)
 
@@ -77,36 +72,35 @@ def _render_figure(parts: Sequence[str], legend: str) -> str:
 
 
 Scale = Callable[[float], float]
-"""From a value to where it is drawn."""
+"""Maps a value to an SVG coordinate."""
 
 
 def _build_scale(
     lowest: float, highest: float, start: float, end: float, *, is_tight: bool = False
 ) -> tuple[Scale, list[float]]:
-    """From values to places, and round values to mark."""
+    """Build the scale of an axis, and its ticks at round values; ``is_tight`` does not extend it to the next tick."""
     if highest <= lowest:
         lowest, highest = lowest - (abs(lowest) * 0.1 or 0.5), highest + (abs(highest) * 0.1 or 0.5)
     step = _round_tick_step((highest - lowest) / 5)
     if not is_tight:
         lowest, highest = math.floor(lowest / step) * step, math.ceil(highest / step) * step
-    marks = [step * number for number in range(math.ceil(lowest / step - 1e-9), math.floor(highest / step + 1e-9) + 1)]
-    return lambda value: start + (value - lowest) / (highest - lowest) * (end - start), marks
+    ticks = [step * number for number in range(math.ceil(lowest / step - 1e-9), math.floor(highest / step + 1e-9) + 1)]
+    return lambda value: start + (value - lowest) / (highest - lowest) * (end - start), ticks
 
 
 def _round_tick_step(minimum: float) -> float:
-    """1, 2 or 5 times a power of ten, at least ``wanted``."""
+    """Return 1, 2 or 5 times a power of ten that is at least ``minimum``."""
     power = 10.0 ** math.floor(math.log10(minimum))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= minimum * (1 - 1e-9))
 
 
-def _render_grid(x_marks: Sequence[float], y_marks: Sequence[float], to_x: Scale, to_y: Scale) -> list[str]:
+def _render_grid(x_ticks: Sequence[float], y_ticks: Sequence[float], to_x: Scale, to_y: Scale) -> list[str]:
     parts = []
-    for value in y_marks:
-        parts.append(
-            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{to_y(value):.1f}" y2="{to_y(value):.1f}"/>'
-        )
-        parts.append(_render_text(LEFT - 6, to_y(value) + 4, f"{value:.4g}", "end"))
-    parts += [_render_text(to_x(value), HEIGHT - BOTTOM + 16, f"{value:.6g}", "middle") for value in x_marks]
+    for value in y_ticks:
+        y = to_y(value)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(_render_text(LEFT - 6, y + 4, f"{value:.4g}", "end"))
+    parts += [_render_text(to_x(value), HEIGHT - BOTTOM + 16, f"{value:.6g}", "middle") for value in x_ticks]
     return parts
 
 
@@ -115,7 +109,7 @@ def _render_text(x: float, y: float, text: str, anchor: str) -> str:
 
 
 def _downsample(points: Points) -> Points:
-    """At most so many points that a page stays small; each stands for the mean of those it replaces."""
+    """Reduce to at most ``MAX_POINTS`` means of neighbouring points, so that the page stays small."""
     if len(points) <= MAX_POINTS:
         return points
     size = math.ceil(len(points) / MAX_POINTS)

@@ -1,4 +1,4 @@
-"""How the page about a run looks."""
+"""Style sheet of the HTML report."""
 
 STYLE = """
   body { font: 15px/1.5 system-ui, sans-serif; color: #1d2430; background: #fafafa; max-width: 1320px; margin: 2em auto;

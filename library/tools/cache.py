@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from ..config import parse_config
 from ..config.schema_data import CacheConfig
-from ..dataset.validate import validate_dataset_config
 from ..errors import ConfigError
 from ..registry import suggest_name
+from ..training.preflight import find_settings_problems
 
 USAGE = "usage: python -m library cache build|verify|repair|prune|info --dataset_config FILE [--option value ...]"
 COMMANDS = {
@@ -30,18 +30,10 @@ def run_cache(argv: Sequence[str]) -> tuple[str, int]:
         hint = suggest_name(command, COMMANDS) or f"; choose from {', '.join(COMMANDS)}"
         raise ConfigError([f"cache: unknown command {command!r}{hint}"])
     loaded = parse_config([word for word in training_argv if word != CONFIRM_FLAG])
-    problems = list(loaded.problems)
-    is_confirmed = CONFIRM_FLAG in training_argv
-    if is_confirmed and command != "prune":
-        problems.append(f"{CONFIRM_FLAG}: only with prune")
-    from ..models.preflight import validate_model_options
-
     config = replace(loaded.config, cache=_enable_disk_cache(loaded.config.cache))
-    problems += [
-        *validate_dataset_config(config.data, config.cache, config.validate, config.train, loaded.invalid_options),
-        *validate_model_options(config, loaded.locations),
-    ]
-    if problems:
+    is_confirmed = CONFIRM_FLAG in training_argv
+    problems = [f"{CONFIRM_FLAG}: only with prune"] if is_confirmed and command != "prune" else []
+    if problems := [*find_settings_problems(replace(loaded, config=config)), *problems]:
         raise ConfigError(list(dict.fromkeys(problems)))
     from ..log import configure_logging
 

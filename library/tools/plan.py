@@ -14,9 +14,9 @@ from ..config.parser import COMMAND_OPTIONS
 from ..config.schema_data import DataConfig
 from ..config.types import MemorySize
 from ..dataset.dataset_config import collect_extra_keys, convert_to_sd_scripts, load_dataset_config
-from ..dataset.validate import validate_dataset_config
 from ..errors import ConfigError
 from ..log import configure_logging
+from ..training.preflight import find_settings_problems
 
 if TYPE_CHECKING:
     from ..config.parser import ParsedConfig
@@ -64,15 +64,10 @@ def run_plan(argv: Sequence[str]) -> tuple[str, int]:
     own, training = parse_config(tool_argv, _Arguments), parse_config(training_argv)
     options: PlanOptions = cast(Any, own.config).plan
     data = training.config.data
-    problems = [*own.problems, *_validate_options(options, frozenset(own.locations)), *training.problems]
+    problems = [*own.problems, *_validate_options(options, frozenset(own.locations))]
     if options.resolve_only:
-        return _format_resolved_datasets(data, problems), 0
-    from ..models.preflight import validate_model_options
-
-    problems += validate_dataset_config(
-        data, training.config.cache, training.config.validate, training.config.train, training.invalid_options
-    )
-    problems += validate_model_options(training.config, training.locations)
+        return _format_resolved_datasets(data, [*problems, *training.problems]), 0
+    problems += find_settings_problems(training)
     if options.preview:
         problems += _validate_preview_path(Path(options.preview).expanduser(), data)
     if not problems and "world_size" in own.locations and training.config.parallel.model_parallel_size > 1:

@@ -1,4 +1,4 @@
-"""Activation checkpointing: which blocks are recomputed in the backward pass, what of them is saved, and where."""
+"""Activation checkpointing: every n-th block, offloaded to the host, or selective with a memory budget."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,24 +21,24 @@ from ..distributed.memory import is_out_of_memory
 from ..parallel.compile import is_compiled
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-"""Around the forward pass of a block, and around its recomputation."""
+"""Contexts of the forward pass of a block and of its recomputation."""
 
 
 def enable_activation_checkpointing(models: Iterable[nn.Module], denoiser: nn.Module, train: TrainConfig) -> None:
-    """Switch checkpointing on in all models; the options on blocks, budget and offloading are the denoiser's."""
+    """Enable checkpointing in all models; block interval, budget and offloading apply to the denoiser."""
     for model in models:
         if model is denoiser:
             every, budget = train.gradient_checkpointing_every, train.activation_memory_budget
             blocks = BlockCheckpointing(every, offload=train.cpu_offload_checkpointing, budget=budget)
             model.enable_gradient_checkpointing(blocks)  # type: ignore[operator]
             continue
-        # transformers 5.20, the last one for Python 3.10, has the old name alone, which later ones deprecate.
+        # transformers 5.20, the last version for Python 3.10, has only the old name, which later versions deprecate.
         enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
 
 
 class BlockCheckpointing:
-    """Call a block under torch's checkpointing; diffusers' models take this as their checkpointing function."""
+    """The checkpointing function of diffusers models: calls a block with ``torch.utils.checkpoint``."""
 
     def __init__(self, every: int, *, offload: bool, budget: float = 0.0):
         self.every, self._context = every, _offload_saved_tensors if offload else nullcontext
@@ -46,11 +46,11 @@ class BlockCheckpointing:
         self._numbers: dict[Any, int] = {}
 
     def __call__(self, block: Any, *args: Any, **kwargs: Any) -> Any:
-        """Blocks are numbered in the order of their first call, and every n-th is checkpointed."""
+        """Checkpoint every n-th block, in the order of their first call."""
         if self._numbers.setdefault(block, len(self._numbers)) % self.every:
             return block(*args, **kwargs)
         if self._selection is not None:
-            if is_compiled(block):  # where the budget is torch's own activation_memory_budget
+            if is_compiled(block):  # torch.compile applies the budget itself (activation_memory_budget)
                 return block(*args, **kwargs)
             kwargs["context_fn"] = self._selection.build_context_fn(block, (args, kwargs))
         with self._context():
@@ -59,9 +59,9 @@ class BlockCheckpointing:
 
 @contextmanager
 def _offload_saved_tensors() -> Iterator[None]:
-    """Keep what is saved for the backward pass in pinned host memory, without waiting for the copies.
+    """Offload tensors saved for the backward pass to pinned host memory with asynchronous copies.
 
-    torch 2.11's ``save_on_cpu`` waits for each.
+    torch 2.11's ``save_on_cpu`` synchronizes after each copy.
     """
 
     def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
@@ -80,24 +80,24 @@ class ExpensiveOp:
     """One call of a matrix multiplication, convolution or attention in a block."""
 
     flops: float
-    size: int  # of its result, in bytes
+    size: int  # bytes of the output
     is_mutated: bool = False
-    """Whether its result is written into afterwards, so that it cannot be saved."""
+    """Whether the output is modified in place later, so that it cannot be saved."""
 
 
 @dataclass
 class OpSelection:
-    """Which results of expensive operations are saved, for each block and each set of input shapes.
+    """Selects the expensive operations whose outputs are saved, for each block and each set of input shapes.
 
-    The first backward pass saves nothing and records what is recomputed: torch stops the recomputation as soon as it
-    has all that gradients need, so results that no gradient needs are not among the candidates.
+    The first forward pass saves nothing, and its recomputation is recorded. torch stops recomputing once all saved
+    tensors are restored, so outputs that the backward pass does not need are not candidates.
     """
 
-    budget: float  # the share of their bytes that may be saved
+    budget: float  # fraction of the output bytes that may be saved
     _saved: dict[Hashable, frozenset[int]] = field(default_factory=dict)
 
     def build_context_fn(self, block: Any, inputs: Any) -> Callable[[], Contexts]:
-        """Build what ``torch.utils.checkpoint`` takes as ``context_fn`` for this call of the block."""
+        """Build the ``context_fn`` of ``torch.utils.checkpoint`` for this call of the block."""
         shapes = tuple(tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in tree_leaves(inputs))
         key = block, shapes
         if key in self._saved:
@@ -109,7 +109,7 @@ class OpSelection:
 
 
 def select_ops_to_save(ops: Sequence[ExpensiveOp], budget: float) -> frozenset[int]:
-    """Select by FLOPs per byte until the budget is spent; a larger budget saves all that a smaller one does."""
+    """Select by FLOPs per byte until the budget is used up; a larger budget selects a superset of a smaller one."""
 
     def rank(number: int) -> tuple[float, int, int]:
         return -ops[number].flops / max(ops[number].size, 1), ops[number].size, number
@@ -125,8 +125,8 @@ def select_ops_to_save(ops: Sequence[ExpensiveOp], budget: float) -> frozenset[i
 
 
 def _build_selective_contexts(saved: frozenset[int]) -> Contexts:
-    """Build torch's selective checkpointing with a policy that goes by the number of an expensive operation."""
-    numbers = count(), count()  # in the forward pass; in the recomputation, where torch 2.11 asks the policy again
+    """Build torch's selective checkpointing contexts with a policy by the index of an expensive operation."""
+    numbers = count(), count()  # forward pass; recomputation, where torch 2.11 calls the policy again
 
     def policy(context: Any, *_: Any, **__: Any) -> CheckpointPolicy:
         is_saved = next(numbers[context.is_recompute]) in saved
@@ -137,10 +137,10 @@ def _build_selective_contexts(saved: frozenset[int]) -> Contexts:
 
 
 class _ExpensiveOpsOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Show a mode of torch's selective checkpointing nothing but expensive operations.
+    """Hide all but expensive operations from a dispatch mode of torch's selective checkpointing.
 
-    It demands that all it sees comes again in the same order. Fetching swapped, quantized or sharded weights differs
-    from call to call.
+    The mode requires the same operations in the same order in the recomputation, but those that fetch swapped,
+    quantized or sharded weights vary between calls.
     """
 
     def __init__(self, mode: Any):
@@ -154,11 +154,11 @@ class _ExpensiveOpsOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Record the expensive operations of a recomputation, and hand them over at its end."""
+    """Record the expensive operations of a recomputation and pass them to ``on_exit``."""
 
-    def __init__(self, hand_over: Callable[[Sequence[ExpensiveOp]], None]):
+    def __init__(self, on_exit: Callable[[Sequence[ExpensiveOp]], None]):
         super().__init__()  # type: ignore[no-untyped-call]
-        self.hand_over = hand_over
+        self.on_exit = on_exit
         self.calls: list[tuple[float, list[tuple[Tensor, int]]]] = []
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -171,17 +171,17 @@ class _OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
         calls, self.calls = self.calls, []
-        if isinstance(error, Exception) and is_out_of_memory(error):  # with any other error torch stops early
+        if isinstance(error, Exception) and is_out_of_memory(error):  # others end it early on purpose
             return
         ops = []
         for flops, tensors in calls:
             is_mutated = any(tensor._version != version for tensor, version in tensors)
             ops.append(ExpensiveOp(flops, sum(tensor.nbytes for tensor, _ in tensors), is_mutated))
-        self.hand_over(ops)
+        self.on_exit(ops)
 
 
 def _is_expensive(op: Any) -> bool:
-    """torch's table of FLOPs lacks attention on CPUs and on devices that bring their own."""
+    """Whether torch counts FLOPs of the operation, or it is attention on a CPU or a device that torch's table lacks."""
     packet = op.overloadpacket
     return packet in flop_registry or str(packet).startswith("aten._scaled_dot_product_")
 

@@ -1,6 +1,7 @@
 """The training loop: load data, compute gradients, clip, step the optimizer, log, run the callbacks that are due.
 
-Everything it calls by name is in state.py, task.py, step_guards.py and warmup.py.
+Its types and protocols are in state.py, the loss of a batch in task.py, NaN and out-of-memory handling in
+step_guards.py, what runs before the first step in warmup.py; forward, backward and clipping in parallel/strategy.py.
 """
 
 import time
@@ -56,7 +57,7 @@ def _train_until_roll_back(run: TrainingRun) -> bool:
             raise StopRequested(run.pending_callbacks)
         if is_last:
             return True
-    raise AssertionError("the loader has no end")
+    raise AssertionError("the data loader ended before the last step")
 
 
 def _warm_up(run: TrainingRun, step_batches: StepBatches, first_step: int) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from ..atomic_files import find_write_error
 from ..config import ParsedConfig, RunConfig
+from ..config.schema_objective import LossConfig, NoiseConfig
 from ..config.validate_objective import validate_objective_for_model
 from ..errors import ConfigError
 
@@ -71,6 +72,8 @@ def list_settings_checks() -> Sequence[SettingsCheck]:
 
 def list_run_checks() -> Sequence[RunCheck]:
     """List the checks that need torch or a model on the meta device."""
+    from ..data.prompts import load_preview_prompts
+    from ..models.preflight import validate_prompts
     from ..optim.preflight import validate_elementwise_optimizer, validate_lr_schedule, validate_optimizer
     from . import validate_model
 
@@ -83,24 +86,33 @@ def list_run_checks() -> Sequence[RunCheck]:
             else ()
         ),
         lambda config, facts: validate_model.validate_attention(config.distributed.attn_mode, facts.detected),
-        lambda config, facts: validate_model.validate_adapter_targets(config, facts.family, facts.detected),
-        lambda config, facts: validate_model.validate_model_parallel(config, facts.family, facts.detected),
-        lambda config, facts: validate_model.validate_quantize_offload(config, facts.has_full_model),
+        lambda config, facts: validate_model.validate_adapter_targets(
+            config.adapter, config.optim, facts.family, facts.detected
+        ),
+        lambda config, facts: validate_model.validate_model_parallel(
+            config.parallel, config.optim.optimizer_type, facts.family, facts.detected
+        ),
+        lambda config, facts: validate_model.validate_quantize_offload(
+            config.model, config.train, facts.has_full_model
+        ),
+        lambda config, facts: validate_prompts(
+            load_preview_prompts(config.preview), config.preview.sample_sampler, facts.detected
+        ),
         lambda config, facts: validate_model.validate_block_swap(
             config.train.blocks_to_swap, facts.family, facts.detected, facts.is_compile_enabled
         ),
     )
 
 
-def validate_objective(config: RunConfig, family: "Family", process: "NoiseProcess") -> Iterator[str]:
+def validate_objective(
+    noise: NoiseConfig, loss: LossConfig, family: "Family", process: "NoiseProcess"
+) -> Iterator[str]:
     """Check the objective against the prediction type, which is certain only when the model is loaded."""
     from ..diffusion.weighting import find_unbounded_weightings
 
-    for names, problem in validate_objective_for_model(
-        config.noise, config.loss, family.facts.title, process.prediction_type
-    ):
+    for names, problem in validate_objective_for_model(noise, loss, family.facts.title, process.prediction_type):
         yield f"--{names[0]}: {problem}"
-    for name in find_unbounded_weightings(process, config.loss):
+    for name in find_unbounded_weightings(process, loss):
         yield f"--{name}: the model's last timestep has zero SNR, so its loss weight is infinite; remove the option"
 
 
@@ -112,6 +124,20 @@ def find_settings_problems(loaded: ParsedConfig) -> list[str]:
 def check_run_settings(config: RunConfig, facts: RunFacts) -> None:
     """Run the checks of a run and raise with all problems."""
     if problems := [problem for check in list_run_checks() for problem in check(config, facts)]:
+        raise ConfigError(problems)
+
+
+def check_objective(noise: NoiseConfig, loss: LossConfig, family: "Family", process: "NoiseProcess") -> None:
+    """Run the checks that need the scheduler of the loaded model and raise with all problems."""
+    if problems := list(validate_objective(noise, loss, family, process)):
+        raise ConfigError(problems)
+
+
+def check_setting_changes(changes: Iterable[object], force_resume: bool) -> None:
+    """Raise if settings that change the result differ from the checkpoint's, unless ``--force_resume`` is given."""
+    hint = "this changes the result; restore the old value, or add --force_resume"
+    problems = [f"--resume: {change}; {hint}" for change in changes]
+    if problems and not force_resume:
         raise ConfigError(problems)
 
 

@@ -1,7 +1,7 @@
-"""``--profile_steps``: a table of where the time of a step goes, its FLOPs, and a torch.profiler trace.
+"""``--profile_steps``: time of each phase of a step, FLOPs, MFU, and a torch.profiler trace.
 
-The first of the steps run undisturbed, and only their pace is taken. In the last few, which are profiled, each phase
-waits for the device, so that its time includes the device's work.
+The first steps run without the profiler and give the time per step. The last few are profiled: each phase synchronizes
+the device, so that its time includes the device's work.
 """
 
 import logging
@@ -30,8 +30,8 @@ from .state import Callback, TrainingRun
 
 logger = logging.getLogger(__name__)
 
-MOST_PROFILED = 3
-"""A trace of more steps is too large for viewers."""
+MAX_PROFILED_STEPS = 3
+"""Traces of more steps are too large for viewers."""
 
 PHASES = ("data", "encode", "forward", "backward", "communication", "optimizer", "other")
 
@@ -64,22 +64,22 @@ class _StepBoundary:
 
 
 class StepProfiler:
-    """Times and profiles steps on the main rank; what other callbacks do between two steps is no part of either."""
+    """Times and profiles steps on the main rank, without the time of other callbacks between steps."""
 
     def __init__(self, steps: StepRange, trace: Path):
         self.steps, self.trace = steps, trace
-        self.profiled = min(MOST_PROFILED, steps.last - steps.first - 1)
-        self.timed = steps.last - steps.first - self.profiled  # one step between the two warms the profiler up
-        self.boundaries = (steps.first - 1, *range(steps.first - 1 + self.timed, steps.last + 1))
-        self.crossed = 0
+        self.num_profiled = min(MAX_PROFILED_STEPS, steps.last - steps.first - 1)
+        self.num_timed = steps.last - steps.first - self.num_profiled  # one step in between is the profiler's warmup
+        self.boundaries = (steps.first - 1, *range(steps.first - 1 + self.num_timed, steps.last + 1))
+        self.num_reached = 0
         self.calls, self.seconds = DenoiserCalls(), 0.0
         self._profile: profile | None = None
         self._step = ExitStack()
 
     def wrap(self, callbacks: Sequence[Callback]) -> list[Callback]:
-        """Return the callbacks between two that end and begin the steps to measure."""
+        """Add a callback before all others, which ends the measured step, and one after them, which begins the next."""
 
-        def is_due(run: TrainingRun) -> bool:  # the same on all ranks: when a callback is due, all read their metrics
+        def is_due(run: TrainingRun) -> bool:  # equal on all ranks: they synchronize metrics before callbacks
             is_inside = self.boundaries[0] < run.state.step < self.steps.last
             return run.state.step in self.boundaries or (
                 is_inside and any(callback.should_run(run) for callback in callbacks)
@@ -93,29 +93,29 @@ class StepProfiler:
         first, last = run.state.step + 1, run.plan.steps
         if run.state.step >= self.boundaries[0] or self.steps.last > last:
             logger.warning(
-                "--profile_steps %s: incomplete, because this run goes from step %d to %d", self.steps, first, last
+                "--profile_steps %s: incomplete, because this run trains steps %d to %d", self.steps, first, last
             )
 
     def _begin_step(self, run: TrainingRun) -> None:
         if not run.strategy.comm.is_main:
             return
-        if self.crossed < len(self.boundaries) and run.state.step == self.boundaries[self.crossed]:
-            self.crossed += 1
+        if self.num_reached < len(self.boundaries) and run.state.step == self.boundaries[self.num_reached]:
+            self.num_reached += 1
             self._switch(run)
         if self._profile is not None:
             self._step.enter_context(_synchronized_step(run.strategy.device))
-        elif self.crossed == 1:
+        elif self.num_reached == 1:
             self._step.enter_context(self._timed_steps(run))
 
     def _switch(self, run: TrainingRun) -> None:
-        """Start, advance or end the profile, as this boundary has it."""
-        if self.crossed == 2:
-            plan = schedule(wait=0, warmup=1, active=self.profiled, repeat=1)
+        """Start, advance or stop the profiler at this boundary."""
+        if self.num_reached == 2:
+            plan = schedule(wait=0, warmup=1, active=self.num_profiled, repeat=1)
             self._profile = profile(schedule=plan, on_trace_ready=partial(self._report, run), acc_events=True)
             self._profile.start()
         elif self._profile is not None:
             self._profile.step()
-            if self.crossed == len(self.boundaries):
+            if self.num_reached == len(self.boundaries):
                 self._profile.stop()
                 self._profile = None
 
@@ -123,49 +123,47 @@ class StepProfiler:
     def _timed_steps(self, run: TrainingRun) -> Iterator[None]:
         with self.calls.record(get_denoiser(run)):
             synchronize(run.strategy.device)
-            started = time.perf_counter()
+            start = time.perf_counter()
             yield
             synchronize(run.strategy.device)
-        self.seconds += time.perf_counter() - started
+        self.seconds += time.perf_counter() - start
 
     def _report(self, run: TrainingRun, profile: Any) -> None:
         events = profile.events()
-        phases = {name: seconds / self.profiled for name, seconds in sum_phase_seconds(events).items()}
+        phases = {name: seconds / self.num_profiled for name, seconds in sum_phase_seconds(events).items()}
         collectives = sum(event.time_range.elapsed_us() for event in events if _is_collective(event)) / 1e6
-        step, flops = self.seconds / self.timed, self.calls.count_flops(get_denoiser(run)) / self.timed
+        step, flops = self.seconds / self.num_timed, self.calls.count_flops(get_denoiser(run)) / self.num_timed
         flops /= run.strategy.model_parallel_size
-        peak = (
-            measure_peak_flops(run.strategy.device, MIXED_PRECISION_DTYPES[run.strategy.mixed_precision])
-            if flops
-            else None
-        )
+        dtype = MIXED_PRECISION_DTYPES[run.strategy.mixed_precision]
+        peak = measure_peak_flops(run.strategy.device, dtype) if flops else None
         metrics = {f"profile/{name}_seconds": phases.get(name, 0.0) for name in PHASES}
-        metrics |= {"profile/step_seconds": step, "profile/collectives_seconds": collectives / self.profiled}
+        metrics |= {"profile/step_seconds": step, "profile/collectives_seconds": collectives / self.num_profiled}
         metrics |= {"profile/step_teraflop": flops / 1e12} if flops else {}
         metrics |= {"profile/mfu": flops / step / peak} if peak else {}
         run.metric_logger.log_values(run, metrics)
-        profiled = f"steps {self.steps.last - self.profiled + 1} to {self.steps.last}"
-        logger.info("%s, profiled, where each phase waits for the device:", profiled)
+        profiled = f"steps {self.steps.last - self.num_profiled + 1} to {self.steps.last}"
+        logger.info("%s, profiled, with a device synchronization after each phase:", profiled)
         total = sum(phases.values())
         for name, seconds in {**dict.fromkeys(PHASES, 0.0), **phases, "total": total}.items():
             logger.info("  %-14s%10.4g ms %6.1f %%", name, 1e3 * seconds, 100 * seconds / total)
-        logger.info("  collectives, with those overlapped by computation: %.4g ms", 1e3 * collectives / self.profiled)
-        logger.info("steps %d to %d, undisturbed: %.4g ms per step", self.steps.first, self.boundaries[1], 1e3 * step)
+        collectives_ms, step_ms = 1e3 * collectives / self.num_profiled, 1e3 * step
+        logger.info("  collectives, including those that overlap with computation: %.4g ms", collectives_ms)
+        logger.info("steps %d to %d, unprofiled: %.4g ms per step", self.steps.first, self.boundaries[1], step_ms)
         if flops:
             logger.info("denoiser: %.4g TFLOP per step, %.4g TFLOP/s", flops / 1e12, flops / step / 1e12)
         if peak:
-            share = f"{100 * flops / step / peak:.1f} % of {peak / 1e12:.4g} TFLOP/s"
-            logger.info("MFU: %s, which a large matrix multiplication reaches on this device", share)
+            mfu, peak_teraflops = 100 * flops / step / peak, peak / 1e12
+            logger.info("MFU: %.1f %% of %.4g TFLOP/s, measured on a large matrix multiplication", mfu, peak_teraflops)
         try:
             profile.export_chrome_trace(str(self.trace))
             logger.info("trace of %s: %s", profiled, self.trace)
-        except (OSError, RuntimeError) as error:  # a trace that cannot be written ends no run
+        except (OSError, RuntimeError) as error:  # training continues without the trace
             logger.warning("%s: cannot be written: %s", self.trace, error)
 
 
 @contextmanager
 def _synchronized_step(device: torch.device) -> Iterator[None]:
-    """Let phases wait for the device, inside of a span for what is in none of them."""
+    """Make phases synchronize the device; time outside of the phases is recorded as "other"."""
     token = SYNCHRONIZE.set(partial(synchronize, device))
     try:
         with record_phase("other"):
@@ -175,17 +173,17 @@ def _synchronized_step(device: torch.device) -> Iterator[None]:
 
 
 def sum_phase_seconds(events: Iterable[Any]) -> dict[str, float]:
-    """Sum the time of each phase in a profile, without that of phases inside of it."""
+    """Sum the time of each phase in a profile, excluding nested phases."""
     seconds: defaultdict[str, float] = defaultdict(float)
     spans = [event for event in events if event.name.startswith(PHASE) and event.device_type == DeviceType.CPU]
     parents: list[tuple[str, float]] = []
     for span in sorted(spans, key=lambda span: (span.time_range.start, -span.time_range.end)):
         while parents and parents[-1][1] <= span.time_range.start:
             parents.pop()
-        length, name = span.time_range.elapsed_us() / 1e6, span.name.removeprefix(PHASE)
+        duration, name = span.time_range.elapsed_us() / 1e6, span.name.removeprefix(PHASE)
         if parents:
-            seconds[parents[-1][0]] -= length
-        seconds[name] += length
+            seconds[parents[-1][0]] -= duration
+        seconds[name] += duration
         parents.append((name, span.time_range.end))
     return dict(seconds)
 
@@ -195,15 +193,15 @@ def _is_collective(event: Any) -> bool:
 
 
 def get_denoiser(run: TrainingRun) -> nn.Module:
-    """Return the denoiser as the pipeline has it, which every engine calls in the end."""
+    """Return the pipeline's denoiser, which every strategy calls inside its wrappers."""
     model: nn.Module = getattr(run.task.pipe, run.task.family.denoiser_name)
     return model
 
 
 class DenoiserCalls:
-    """Calls of the denoiser by the shapes of their inputs, whose FLOPs are counted on a copy without weights.
+    """Counts denoiser calls by input shapes, and their FLOPs on a copy on the meta device.
 
-    So they are the same with every engine, compiler and activation checkpointing; adapters do not count.
+    So the FLOPs do not depend on strategy, torch.compile and activation checkpointing; adapters are not counted.
     """
 
     def __init__(self) -> None:
@@ -212,7 +210,7 @@ class DenoiserCalls:
 
     @contextmanager
     def record(self, denoiser: nn.Module) -> Iterator[None]:
-        """Record the calls inside the block."""
+        """Record the calls inside the context."""
         hook = denoiser.register_forward_pre_hook(self._record, with_kwargs=True)
         try:
             yield
@@ -227,11 +225,12 @@ class DenoiserCalls:
                 self.inputs[shapes] = tree_map(_to_meta, inputs)
 
     def count_flops(self, denoiser: nn.Module) -> int:
-        """Count the forward pass, and the backward pass to the inputs: frozen weights need no gradient."""
+        """Count the forward pass and the backward pass to the inputs; frozen weights need no gradient."""
         if not self.counts:
             return 0
         own: Any = denoiser
-        cls = next(each for each in type(denoiser).__mro__ if each.__module__.startswith("diffusers."))  # not FSDP's
+        # FSDP2 replaces the class by a subclass.
+        cls = next(base for base in type(denoiser).__mro__ if base.__module__.startswith("diffusers."))
         model, total = build_empty_model(cls, own.config).requires_grad_(False).to(META), 0
         for shapes, (args, kwargs) in self.inputs.items():
             with FlopCounterMode(display=False) as counter, torch.enable_grad():
@@ -246,14 +245,14 @@ def _to_meta(item: Any) -> Any:
         return item
     if not item.is_floating_point():
         return torch.empty_like(item, device=META)
-    has_gradient = item.ndim > 2  # latents and text embeddings; timesteps and the like depend on nothing trainable
+    has_gradient = item.ndim > 2  # latents and text embeddings; timesteps do not need one
     return torch.empty_like(item, device=META, dtype=torch.float32, requires_grad=has_gradient)
 
 
 def measure_peak_flops(device: torch.device, dtype: torch.dtype, size: int = 8192) -> float | None:
     """Measure the FLOP/s of a large matrix multiplication; None on a CPU, or without memory for it.
 
-    torch knows the data sheets of a few devices only, and torch 2.11 has some of them with sparsity.
+    torch 2.11's table of peak FLOP/s has few devices, some with the value for sparse matrices.
     """
     if device.type == HOST.type:
         return None

@@ -22,10 +22,11 @@ from ..data.prepare import PreparedData
 from ..data.run_plan import RunPlan
 from ..distributed.communicator import Communicator
 from ..distributed.signals import StopSignals
-from ..errors import ConfigError, RunInterrupted, UserError
+from ..errors import RunInterrupted, UserError
 from ..models.detect import DetectedModel
 from .checkpoint import SaveCheckpoint, restore_state
 from .export import AdapterRetention
+from .preflight import check_setting_changes
 from .state import TrainingRun
 
 logger = logging.getLogger(__name__)
@@ -136,7 +137,7 @@ class Resume:
         if (checkpoint := self.checkpoint) is None:
             return
         self.metadata["started_at"] = checkpoint.metadata["started_at"]
-        comm.run_on_main(lambda: check_changes(checkpoint, self.metadata, config.state))
+        comm.run_on_main(lambda: _check_changes(checkpoint, self.metadata, config.state.force_resume))
         saved_split = checkpoint.metadata.get("split", self.metadata["split"])
         has_remainders = any(stage.batch_plan.has_remainders for stage in get_planned_stages(batches))
         if saved_split[1] != batches.accumulation_steps and has_remainders:
@@ -239,12 +240,9 @@ def _list_checkpoint_names(output_dir: Path, name: str) -> list[str]:
     return [path.name for path in find_checkpoints(output_dir, name)]
 
 
-def check_changes(checkpoint: CheckpointInfo, current: Mapping[str, Any], config: StateConfig) -> None:
+def _check_changes(checkpoint: CheckpointInfo, current: Mapping[str, Any], force_resume: bool) -> None:
     """Warn of every changed setting; raise if one changes the result, unless ``--force_resume`` is given."""
     changes = list(find_changes(checkpoint.metadata, current))
     for change in changes:
         logger.warning("changed since the checkpoint was saved: %s", change)
-    breaking = [str(change) for change in changes if change.changes_result]
-    if breaking and not config.force_resume:
-        hint = "this changes the result; restore the old value, or add --force_resume"
-        raise ConfigError([f"--resume: {change}; {hint}" for change in breaking])
+    check_setting_changes([change for change in changes if change.changes_result], force_resume)

@@ -19,19 +19,18 @@ from ..checkpoint.output_lock import hold_output_lock
 from ..config import RunConfig
 from ..config.options import flatten_config
 from ..config.schema import AdapterConfig
-from ..config.schema_output import PreviewConfig, SaveConfig
+from ..config.schema_output import SaveConfig
 from ..data.prepare import PreparedData
 from ..data.prompts import Prompt, load_preview_prompts
 from ..data.run_plan import RunPlan
 from ..distributed.launcher_settings import find_overridden_settings
 from ..distributed.signals import StopSignals
 from ..distributed.trackers import Trackers
-from ..errors import ConfigError, UserError
+from ..errors import UserError
 from ..log import ProgressBar
 from ..models.base import Family
 from ..models.detect import DetectedModel, detect_model
 from ..models.families import FAMILIES
-from ..models.preflight import validate_prompts
 from ..optim.schedules import build_lr_schedule
 from ..parallel.strategy import Strategy
 from ..parallel.strategy_registry import build_strategy
@@ -90,7 +89,7 @@ def _prepare_and_train(
     initial_weights = read_initial_weights(
         config.adapter, family, detected, caches_text_outputs=config.cache.caches_text_outputs
     )
-    prompts = _load_prompts(config.preview, detected)
+    prompts = load_preview_prompts(config.preview)
     comm.assert_equal_across_ranks(_compute_input_fingerprints(config.adapter, detected, prompts))
     prepared = prepare_dataset(config.data, config.cache, comm, detected.size_multiple)
 
@@ -123,14 +122,6 @@ def _prepare_and_train(
     resume.restore(run)
     callbacks = _build_callbacks(run, adapter, prepared, readers, prompts, resume)
     _train_and_save(run, callbacks, failure_handler, signals, resume, [prompt.text for prompt in prompts])
-
-
-def _load_prompts(preview: PreviewConfig, detected: DetectedModel) -> list[Prompt]:
-    """Load the preview prompts and check that this model can generate them."""
-    prompts = load_preview_prompts(preview)
-    if problems := [*validate_prompts(prompts, preview.sample_sampler, detected)]:
-        raise ConfigError(problems)
-    return prompts
 
 
 def _compute_input_fingerprints(

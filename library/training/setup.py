@@ -21,6 +21,8 @@ from ..checkpoint.init_weights import InitialWeights, load_network_weights
 from ..config import RunConfig
 from ..config.schema import OptimConfig, TrainConfig
 from ..config.schema_data import CacheConfig, DataConfig
+from ..config.schema_distributed import DistributedConfig
+from ..config.schema_objective import LossConfig, NoiseConfig
 from ..config.validate_objective import find_active_options
 from ..data.loader import StepLoader
 from ..data.prepare import PreparedData, prepare_data
@@ -31,7 +33,6 @@ from ..diffusion.process import FlowMatchingProcess
 from ..distributed.async_copy import CopyStream
 from ..distributed.communicator import Communicator
 from ..distributed.devices import HOST, MIXED_PRECISION_DTYPES
-from ..errors import ConfigError
 from ..models.base import Family
 from ..models.detect import DetectedModel
 from ..models.loading import set_attention_mode
@@ -44,7 +45,7 @@ from ..parallel.blocks import BlockSequence, ParallelPlan, UNetBlockSequence
 from ..parallel.offload import is_quantized_or_offloaded, quantize_and_offload_base
 from ..parallel.strategy import Strategy
 from .activation_checkpointing import enable_activation_checkpointing
-from .preflight import validate_objective
+from .preflight import check_objective
 from .state import NullMetricLogger, TrainingRun
 from .step_guards import BadSamples, NanGuard, OomRecovery
 from .task import DiffusionTask
@@ -115,7 +116,7 @@ def build_run(
     initial_weights: InitialWeights,
 ) -> tuple[TrainingRun, lora.Adapter]:
     """Inject the adapters, build optimizer, task and loader, and wrap the model; without callbacks and logger yet."""
-    objective = build_objective(config, family, pipe)
+    objective = build_objective(config.noise, config.loss, family, pipe)
     set_attention_mode(getattr(pipe, family.denoiser_name), config.distributed.attn_mode)
     trained, adapter = build_trainable_modules(config, family, pipe, initial_weights.rank_alphas)
     load_network_weights(trained, adapter, initial_weights)
@@ -128,7 +129,7 @@ def build_run(
         quantize_and_offload_base(trained.denoiser, strategy.device, config.model, config.train)
     groups = build_param_groups(trained, adapter, config.adapter, config.optim, family.facts)
     optimizer = _build_optimizer(config.optim, groups)
-    compilation = _compile(config, strategy, trained, prepared)
+    compilation = _compile(config.distributed, config.train, config.cache, strategy, trained, prepared)
     model, optimizer = strategy.wrap(trained, optimizer, build_parallel_plan(family, trained.denoiser))
     dropout = build_lora_dropout(config.adapter, trained, adapter, strategy.get_token_positions)
     task = _build_task(config, strategy, family, pipe, model, objective, cache_readers, dropout)
@@ -168,12 +169,17 @@ def _move_trainable_parameters(trained: TrainableModules, device: torch.device) 
 
 
 def _compile(
-    config: RunConfig, strategy: Strategy, trained: TrainableModules, prepared: PreparedData
+    distributed: DistributedConfig,
+    train: TrainConfig,
+    cache: CacheConfig,
+    strategy: Strategy,
+    trained: TrainableModules,
+    prepared: PreparedData,
 ) -> "Compilation | None":
-    compilation = strategy.compile(list(trained.children()), trained.denoiser, config.distributed.compile_dynamic)
+    compilation = strategy.compile(list(trained.children()), trained.denoiser, distributed.compile_dynamic)
     if compilation is not None:
-        _configure_compile_cache(config.distributed.compile_cache_dir, config.cache, prepared)
-        compilation.set_activation_memory_budget(config.train.activation_memory_budget)
+        _configure_compile_cache(distributed.compile_cache_dir, cache, prepared)
+        compilation.set_activation_memory_budget(train.activation_memory_budget)
     return compilation
 
 
@@ -250,16 +256,15 @@ def _warn_truncated_captions(family: Family, pipe: Any, captions: Sequence[str])
         logger.warning(message, len(truncated), len(captions), truncated[0])
 
 
-def build_objective(config: RunConfig, family: Family, pipe: Any) -> Objective:
+def build_objective(noise: NoiseConfig, loss: LossConfig, family: Family, pipe: Any) -> Objective:
     """Build the training objective; the pipeline's scheduler, which previews use, follows the same options."""
-    pipe.scheduler = override_scheduler(pipe.scheduler, config.noise)
+    pipe.scheduler = override_scheduler(pipe.scheduler, noise)
     process = family.build_noise_process(pipe)
-    if problems := list(validate_objective(config, family, process)):
-        raise ConfigError(problems)
-    sampling = config.noise.flow_timestep_sampling if isinstance(process, FlowMatchingProcess) else "uniform"
-    settings = "".join(f", {name} {value}" for name, value in find_active_options(config.noise, config.loss).items())
+    check_objective(noise, loss, family, process)
+    sampling = noise.flow_timestep_sampling if isinstance(process, FlowMatchingProcess) else "uniform"
+    settings = "".join(f", {name} {value}" for name, value in find_active_options(noise, loss).items())
     logger.info("prediction type: %s; timestep sampling: %s%s", process.prediction_type, sampling, settings)
-    return Objective(process, config.noise, config.loss)
+    return Objective(process, noise, loss)
 
 
 def build_block_sequence(family: Family, denoiser: Any) -> BlockSequence:

@@ -1,6 +1,9 @@
-"""When a run fails: save an emergency checkpoint, and let one rank report the cause and what to do."""
+"""Failure handling: save an emergency checkpoint, and let one rank report the cause and what to do.
 
-from collections.abc import Iterator
+Out-of-memory errors are reported with the phase, the batch and the settings that save memory.
+"""
+
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ..config import RunConfig
@@ -13,6 +16,16 @@ from .checkpoint import SaveCheckpoint
 from .state import TrainingRun
 
 MAX_IMAGES_SHOWN = 6
+
+PHASE_DESCRIPTIONS = {
+    "data": "while loading images",
+    "encode": "while encoding images and captions",
+    "forward": "in the forward pass",
+    "backward": "in the backward pass",
+    "optimizer": "in the optimizer step",
+    "communication": "while all-reducing gradients",
+    "another process": "on another rank",
+}
 
 
 class FailureHandler:
@@ -38,26 +51,35 @@ class FailureHandler:
             return error
         self._is_handled = True
         is_reported = getattr(error, "is_reported", False) or not self.peers.elect_reporter()
-        where = _describe_step(run)
-        shown = (
-            format_oom_message(error, self.config, run.state.step if run else None) if is_out_of_memory(error) else ""
-        )
-        kept = (
-            self._save_emergency_checkpoint(run, save_checkpoint)
-            if run is not None and save_checkpoint is not None and not is_reported
-            else ""
-        )
-        told: UserError | CrashError
-        if isinstance(error, UserError) or shown:
-            told = UserError(_join_lines(shown or str(error), kept))
+        where = _describe_step(run)  # before the checkpoint rolls back to an earlier step
+        oom_message = self._format_oom_message(error, run) if is_out_of_memory(error) else ""
+        saved = ""
+        if run is not None and save_checkpoint is not None and not is_reported:
+            saved = self._save_emergency_checkpoint(run, save_checkpoint)
+        final_error: UserError | CrashError
+        if isinstance(error, UserError) or oom_message:
+            final_error = UserError(_join_lines(oom_message or str(error), saved))
         else:
             save = self.config.save
             report = write_traceback(error, Path(save.output_dir) / f"{save.output_name}.error-rank{self.rank}.txt")
             lost = None if is_reported else self.peers.describe_lost_peer(error)
-            todo = "" if lost else "If it comes again, report it together with that file"
-            told = CrashError(_join_lines(lost or format_error(error), where, kept, f"{report}. {todo}".rstrip(". ")))
-        told.is_reported = is_reported
-        return told
+            hint = "" if lost else ". If the error recurs, report it together with that file"
+            lines = lost or format_error(error), where, saved, f"{report}{hint}"
+            final_error = CrashError(_join_lines(*lines))
+        final_error.is_reported = is_reported
+        return final_error
+
+    def _format_oom_message(self, error: Exception, run: TrainingRun | None) -> str:
+        phase, batch, reason = "", None, str(error).partition("\n")[0]
+        if isinstance(error, OutOfMemory):
+            phase, batch, reason = error.phase, error.batch, error.reason
+        when = "before the first step"
+        if run is not None:
+            when = f"in step {run.state.step + 1} {PHASE_DESCRIPTIONS.get(phase, '')}".rstrip()
+        images = "" if batch is None else f", with {_describe_batch(batch)}"
+        first, *others = suggest_oom_fixes(self.config, phase, 1 if batch is None else len(batch))
+        more = f"\nIf that is not enough: {'; '.join(others)}." if others else ""
+        return f"out of memory {when}{images}{f' ({reason})' if reason else ''}.\nTry next: {first}.{more}"
 
     def _save_emergency_checkpoint(self, run: TrainingRun, save_checkpoint: SaveCheckpoint) -> str:
         """Roll back to the last snapshot and save it."""
@@ -65,67 +87,40 @@ class FailureHandler:
             run.nan_guard.roll_back(run)
             name = f"{self.config.save.output_name}-step{run.state.step:08d}"
             path = save_checkpoint.save_on_this_rank(run, name, run.pending_callbacks) if run.state.step else None
-        except Exception as failure:  # the device may be in no state to give anything back
-            why = str(failure) if isinstance(failure, UserError) else format_error(failure)
-            return f"the state after step {run.state.step} cannot be kept: {why}"
+        except Exception as failure:  # after some errors the device cannot be read
+            reason = str(failure) if isinstance(failure, UserError) else format_error(failure)
+            return f"the checkpoint after step {run.state.step} cannot be saved: {reason}"
         if path is None:
-            return "nothing was learnt yet"
-        return f"the state after step {run.state.step} is in {path}; the same command with --auto_resume goes on"
+            return "no step was trained yet, so there is no checkpoint"
+        return f"the checkpoint after step {run.state.step} is in {path}; to resume, add --auto_resume"
 
 
 def _describe_step(run: TrainingRun | None) -> str:
     if run is None or run.step_batches is None:
         return ""
-    names = [name for batch in run.step_batches.micro_batches for name in batch.sample_keys]
-    more = f" and {len(names) - MAX_IMAGES_SHOWN} more" if len(names) > MAX_IMAGES_SHOWN else ""
-    sizes = sorted(
-        {
-            "{1:.0f}x{0:.0f}".format(*batch.size_conditioning[0, -2:].tolist())
-            for batch in run.step_batches.micro_batches
-        }
-    )
-    done = run.state.step >= run.plan.steps
-    when = f"after the last step, {run.plan.steps}" if done else f"in step {run.state.step + 1} of {run.plan.steps}"
-    return f"{when}, with pictures of {' and '.join(sizes)}: {', '.join(names[:MAX_IMAGES_SHOWN])}{more}"
+    step, steps, batches = run.state.step, run.plan.steps, run.step_batches.micro_batches
+    when = f"after the last step, {steps}" if step >= steps else f"in step {step + 1} of {steps}"
+    sizes = " and ".join(sorted({_format_size(batch) for batch in batches}))
+    return f"{when}, with images of {sizes}: {_format_keys([key for batch in batches for key in batch.sample_keys])}"
+
+
+def _describe_batch(batch: PixelBatch) -> str:
+    count = "1 image" if len(batch) == 1 else f"{len(batch)} images"
+    return f"{count} of {_format_size(batch)}: {_format_keys(batch.sample_keys)}"
+
+
+def _format_size(batch: PixelBatch) -> str:
+    height, width = batch.size_conditioning[0, -2:].tolist()
+    return f"{width:.0f}x{height:.0f}"
+
+
+def _format_keys(keys: Sequence[str]) -> str:
+    more = f" and {len(keys) - MAX_IMAGES_SHOWN} more" if len(keys) > MAX_IMAGES_SHOWN else ""
+    return ", ".join(keys[:MAX_IMAGES_SHOWN]) + more
 
 
 def _join_lines(*lines: str) -> str:
     return "\n".join(line for line in lines if line)
-
-
-PHASE_DESCRIPTIONS = {
-    "data": "while pictures were read",
-    "encode": "while pictures and captions were encoded",
-    "forward": "in the forward pass",
-    "backward": "in the backward pass",
-    "optimizer": "while the optimizer changed the weights",
-    "communication": "while gradients were put together for the other processes",
-    "another process": "on another process",
-}
-
-
-MAX_BATCH_IMAGES_SHOWN = 4
-
-
-def format_oom_message(error: Exception, config: RunConfig, step: int | None) -> str:
-    """Format the message; ``step`` counts from 0, None before the first step."""
-    phase, batch, reason = "", None, str(error).partition("\n")[0]
-    if isinstance(error, OutOfMemory):
-        phase, batch, reason = error.phase, error.batch, error.reason
-    when = (
-        "before the first step" if step is None else f"in step {step + 1} {PHASE_DESCRIPTIONS.get(phase, '')}".rstrip()
-    )
-    what = f", with {_describe_batch(batch)}" if batch is not None else ""
-    first, *others = suggest_oom_fixes(config, phase, len(batch) if batch is not None else 1)
-    rest = f"\nIf that is not enough: {'; '.join(others)}." if others else ""
-    return f"out of memory {when}{what}{f' ({reason})' if reason else ''}.\nTry next: {first}.{rest}"
-
-
-def _describe_batch(batch: PixelBatch) -> str:
-    height, width = (int(number) for number in batch.size_conditioning[0, -2:].tolist())
-    more = f" and {len(batch) - MAX_BATCH_IMAGES_SHOWN} more" if len(batch) > MAX_BATCH_IMAGES_SHOWN else ""
-    count = "1 picture" if len(batch) == 1 else f"{len(batch)} pictures"
-    return f"{count} of {width}x{height}: {', '.join(batch.sample_keys[:MAX_BATCH_IMAGES_SHOWN])}{more}"
 
 
 def suggest_oom_fixes(config: RunConfig, phase: str, batch_size: int) -> Iterator[str]:
@@ -141,24 +136,19 @@ def suggest_oom_fixes(config: RunConfig, phase: str, batch_size: int) -> Iterato
         yield "--cache_text_encoder_outputs, which frees the text encoders"
     if config.distributed.mixed_precision == "no":
         yield "--mixed_precision bf16"
-    is_cut = config.parallel.pp_size * config.parallel.tp_size > 1
-    is_whole = not (is_cut or config.sharding.fsdp or config.deepspeed.deepspeed)
-    if (
-        is_whole
-        and config.parallel.model_parallel_size == 1
-        and train.on_oom == "fail"
-        and batch_size > 1
-        and phase != "optimizer"
-    ):
-        yield "--on_oom recover, which cuts batches in parts as far as needed, with the same result"
+    is_split = config.parallel.pp_size * config.parallel.tp_size > 1
+    has_full_model = not (is_split or config.sharding.fsdp or config.deepspeed.deepspeed)
+    can_recover = has_full_model and config.parallel.model_parallel_size == 1 and phase != "optimizer"
+    if can_recover and train.on_oom == "fail" and batch_size > 1:
+        yield "--on_oom recover, which splits micro-batches as far as needed, with the same result"
     if not train.gradient_checkpointing:
-        yield "--gradient_checkpointing, which computes activations twice"
+        yield "--gradient_checkpointing, which recomputes activations in the backward pass"
     elif not train.cpu_offload_checkpointing:
-        yield "--cpu_offload_checkpointing, which keeps what is computed twice in host memory"
-    if is_whole and not train.blocks_to_swap and not config.distributed.torch_compile:
-        yield "--blocks_to_swap, which keeps frozen weights of so many blocks in host memory"
-    if is_whole and config.model.quantize_base == "none":
-        yield "--quantize_base int8, which keeps frozen weights in half as many bits as bf16"
+        yield "--cpu_offload_checkpointing, which offloads checkpointed activations to host memory"
+    if has_full_model and not train.blocks_to_swap and not config.distributed.torch_compile:
+        yield "--blocks_to_swap N, which offloads the frozen weights of N blocks to host memory"
+    if has_full_model and config.model.quantize_base == "none":
+        yield "--quantize_base int8, which halves the memory of the frozen weights compared to bf16"
     if config.optim.optimizer_type.lower() in ("adamw", "adam"):
         yield "--optimizer_type AdamW8bit"
     yield "a smaller resolution in the dataset file, or a smaller --network_dim"

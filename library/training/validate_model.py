@@ -7,7 +7,8 @@ from typing import Any
 from torch import nn
 
 from ..adapters import lora
-from ..config import RunConfig
+from ..config.schema import AdapterConfig, ModelConfig, OptimConfig, TrainConfig
+from ..config.schema_distributed import ParallelConfig
 from ..config.validate_adapter import validate_adapter_for_model
 from ..errors import ConfigError
 from ..models.base import Family
@@ -26,57 +27,59 @@ def validate_attention(mode: str, detected: DetectedModel) -> Iterator[str]:
     yield from (f"--attn_mode: {problem}" for problem in validate_attention_mode(mode, detected))
 
 
-def validate_adapter_targets(config: RunConfig, family: Family, detected: DetectedModel) -> Iterator[str]:
+def validate_adapter_targets(
+    adapter: AdapterConfig, optim: OptimConfig, family: Family, detected: DetectedModel
+) -> Iterator[str]:
     """Check the adapter options, and that the patterns of ``network_args`` match layers."""
     facts = family.facts
-    options = validate_adapter_for_model(
-        config.adapter, config.optim, facts.name, facts.title, facts.text_encoders, facts.t5_encoder
-    )
+    options = validate_adapter_for_model(adapter, optim, facts.name, facts.title, facts.text_encoders, facts.t5_encoder)
     problems = [f"--{names[0]}: {problem}" for names, problem in options]
     yield from problems
-    if not problems and config.adapter.network_args:
-        encoders = select_trained_text_encoders(config.adapter, config.optim, facts)
+    if not problems and adapter.network_args:
+        encoders = select_trained_text_encoders(adapter, optim, facts)
         pipe = load_components_on_meta(detected, (family.denoiser_name, *encoders))
-        components = select_target_components(config.adapter, config.optim, family, pipe)
+        components = select_target_components(adapter, optim, family, pipe)
         try:
-            lora.select_target_layers(components, config.adapter, facts.name)
+            lora.select_target_layers(components, adapter, facts.name)
         except ConfigError as error:
             yield from error.problems
 
 
-def validate_model_parallel(config: RunConfig, family: Family, detected: DetectedModel) -> Iterator[str]:
+def validate_model_parallel(
+    parallel: ParallelConfig, optimizer_type: str, family: Family, detected: DetectedModel
+) -> Iterator[str]:
     """Check that the denoiser can be split as ``--pp_size``, ``--tp_size``, ``--cp_size`` or ``--device_map`` ask."""
-    if config.parallel.model_parallel_size == 1 and config.parallel.device_map is None:
+    if parallel.model_parallel_size == 1 and parallel.device_map is None:
         return
     denoiser = _load_denoiser_on_meta(family, detected)
-    if config.parallel.device_map is not None:
-        yield from validate_device_map(denoiser, config.parallel.device_map)
-        if resolve_optimizer(config.optim.optimizer_type).is_lr_free:
+    if parallel.device_map is not None:
+        yield from validate_device_map(denoiser, parallel.device_map)
+        if resolve_optimizer(optimizer_type).is_lr_free:
             yield (
-                f"--device_map: {config.optim.optimizer_type} sums over all parameters, which would be on several"
+                f"--device_map: {optimizer_type} sums over all parameters, which would be on several"
                 " devices; use another optimizer, or --pp_size"
             )
-    yield from _validate_pipeline(config, family, denoiser)
-    if config.parallel.cp_size > 1 and not family.block_lists:
-        size = config.parallel.cp_size
+    yield from _validate_pipeline(parallel, family, denoiser)
+    if parallel.cp_size > 1 and not family.block_lists:
+        size = parallel.cp_size
         yield (
             f"--cp_size {size}: {family.facts.title} has convolutions, which cannot be split by tokens; use --tp_size"
             f" {size}, or --fsdp"
         )
         return
-    yield from _validate_attention_heads(config, denoiser)
+    yield from _validate_attention_heads(parallel, denoiser)
 
 
 def _load_denoiser_on_meta(family: Family, detected: DetectedModel) -> Any:
     return getattr(load_components_on_meta(detected, (family.denoiser_name,)), family.denoiser_name)
 
 
-def _validate_pipeline(config: RunConfig, family: Family, denoiser: nn.Module) -> Iterator[str]:
-    devices = config.parallel.pp_size
+def _validate_pipeline(parallel: ParallelConfig, family: Family, denoiser: nn.Module) -> Iterator[str]:
+    devices = parallel.pp_size
     if devices == 1:
         return
     blocks = len(build_block_sequence(family, denoiser).blocks)
-    stages_per_device = 2 if config.parallel.pp_schedule == "interleaved" else 1
+    stages_per_device = 2 if parallel.pp_schedule == "interleaved" else 1
     if blocks < devices * stages_per_device:
         stages = f" with {stages_per_device} stages each" if stages_per_device > 1 else ""
         yield (
@@ -85,9 +88,9 @@ def _validate_pipeline(config: RunConfig, family: Family, denoiser: nn.Module) -
         )
 
 
-def _validate_attention_heads(config: RunConfig, denoiser: Any) -> Iterator[str]:
+def _validate_attention_heads(parallel: ParallelConfig, denoiser: Any) -> Iterator[str]:
     """Tensor and context parallelism split the attention heads, whose number they must divide."""
-    sizes = {name: size for name, size in config.parallel.model_parallel_sizes.items() if name != "pp_size"}
+    sizes = {name: size for name, size in parallel.model_parallel_sizes.items() if name != "pp_size"}
     sizes = {name: size for name, size in sizes.items() if size > 1}
     total = math.prod(sizes.values())
     heads = {
@@ -103,10 +106,10 @@ def _validate_attention_heads(config: RunConfig, denoiser: Any) -> Iterator[str]
         yield f"{options}: {indivisible[0]} attention heads are not divisible{by}; {fix}{in_total}"
 
 
-def validate_quantize_offload(config: RunConfig, has_full_model: bool) -> Iterator[str]:
+def validate_quantize_offload(model: ModelConfig, train: TrainConfig, has_full_model: bool) -> Iterator[str]:
     """Quantizing and offloading the base need all frozen weights in one process."""
-    if not has_full_model and is_quantized_or_offloaded(config.model, config.train):
-        name = "blocks_to_swap" if config.train.blocks_to_swap else "quantize_base"
+    if not has_full_model and is_quantized_or_offloaded(model, train):
+        name = "blocks_to_swap" if train.blocks_to_swap else "quantize_base"
         yield f"--{name}: not available in runs that shard the frozen weights over processes; use one of the two"
 
 

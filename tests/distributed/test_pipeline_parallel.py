@@ -104,7 +104,7 @@ def test_every_nth_block_is_checkpointed_by_the_models_own_function(every, monke
         activation_checkpointing, "checkpoint", lambda call, *given, **named: made.append(call) or call(*given)
     )
     pipeline._partition_model(model, ParallelPlan(BlockSequence.from_lists(model, ["row"], ["hidden_states"])))
-    pipeline.stage_runner.run_stage(0, 4, None)
+    pipeline.stage_runner.set_stage_forward(0, 4, None)
     for _ in range(2):
         given = torch.ones(1, 2)
         for block in model.row:
@@ -198,13 +198,13 @@ def test_unet_stages_compute_the_same_as_the_full_unet(model):
         ends = [0, 1, 2, 3, 4, len(runner.block_sequence.blocks)]
         received = None
         for first, end in pairwise(ends):
-            runner.run_stage(first, end, received)
+            runner.set_stage_forward(first, end, received)
             try:
                 said = predict()
             except StageBoundary as boundary:
                 received = boundary.activations
         assert len(ends) == 6 and torch.equal(said, whole)
-        runner.run_all_stages(range(len(runner.block_sequence.blocks)), lambda place, flow: flow)
+        runner.set_full_forward(range(len(runner.block_sequence.blocks)), lambda place, flow: flow)
         assert torch.equal(predict(), whole)
 
 

@@ -151,13 +151,13 @@ def test_without_the_ladder_it_is_told_where_it_was_and_what_to_try(dataset, who
     text = ends[-1][1]
     assert ends[-1][0] == 2 and "CUDA out of memory. Tried to allocate 2.00 GiB." in text
     where = {
-        "encode": "while pictures and captions were encoded",
+        "encode": "while encoding images and captions",
         "backward": "in the backward pass",
-        "optimizer": "while the optimizer changed the weights",
+        "optimizer": "in the optimizer step",
     }[phase]
     assert f"out of memory in step {STEP + 1} {where}" in text
     if phase != "optimizer":
-        assert re.search(rf"with {4 // ranks} pictures of 80x48: pictures/\d\d\.png, ", text)
+        assert re.search(rf"with {4 // ranks} images of 80x48: pictures/\d\d\.png, ", text)
     assert "Try next: --cache_latents, which frees the VAE" in text and "Traceback" not in text
     assert ("--on_oom recover" in text) == (phase != "optimizer")
     if ranks == 2:
@@ -176,7 +176,7 @@ def goes_on_exactly(dataset: Path, whole: dict[int, Path], folder: Path, ranks: 
 def test_at_the_foot_of_the_ladder_the_run_ends(dataset, tmp_path):
     ((code, text),) = on_ranks(1, without_memory, "forward", 0, -1, *flags(dataset, tmp_path, 1, "--on_oom", "recover"))
     assert code == 2 and "enabling gradient_checkpointing" in text, text
-    assert f"out of memory in step {STEP + 1} in the forward pass, with 1 picture of 80x48" in text
+    assert f"out of memory in step {STEP + 1} in the forward pass, with 1 image of 80x48" in text
     assert list(tmp_path.glob("lora-step*-state"))
 
 
@@ -230,10 +230,10 @@ def test_a_bug_is_told_once_with_cause_place_and_what_to_do(dataset, whole, tmp_
     last = told_by[told_by.index("train_lora: ended") :].splitlines()
     assert last[0] == ("train_lora: ended by an error." if ranks == 1 else "train_lora: ended on rank 1 by an error.")
     assert last[1] == "  ValueError: the parrot is no more"
-    assert last[2].startswith(f"  in step {STEP + 1} of 13, with pictures of 80x48: pictures/")
-    assert last[3].startswith("  the state after step ") and "--auto_resume goes on" in last[3]
+    assert last[2].startswith(f"  in step {STEP + 1} of 13, with images of 80x48: pictures/")
+    assert last[3].startswith("  the checkpoint after step ") and "to resume, add --auto_resume" in last[3]
     report = tmp_path / f"lora.error-rank{who}.txt"
-    assert last[4] == f"  the traceback is in {report}. If it comes again, report it together with that file"
+    assert last[4] == f"  the traceback is in {report}. If the error recurs, report it together with that file"
     assert "has ceased to be" in report.read_text("utf-8") and "Traceback" in report.read_text("utf-8")
     assert "Traceback" not in told_by + quiet and "ended" not in quiet
     goes_on_exactly(dataset, whole, tmp_path, ranks)
@@ -275,7 +275,7 @@ def test_a_process_that_is_killed_is_named_and_the_others_end(dataset, tmp_path)
     code, text = ended(run)
     assert code == 1
     assert re.search(rf"rank 1 \(process {victim.pid} on .*\) died without an error message: killed", text), text
-    assert text.count("train_lora: ended") == 1 and "--auto_resume goes on" in text
+    assert text.count("train_lora: ended") == 1 and "to resume, add --auto_resume" in text
     assert len(list(tmp_path.glob("lora-step*-state"))) == 1
 
 
@@ -297,7 +297,7 @@ def test_a_disk_that_is_too_small_for_the_lora_ends_the_run_and_old_files_stay(d
     size = (tmp_path / "lora.safetensors").stat().st_size
     ((code, text),) = on_ranks(1, on_a_small_disk, size // 2, *words, "--auto_resume")
     assert code == 2 and "lora-step00000012.safetensors: cannot be written: " in text and "File too large" in text
-    assert re.search(r"the state after step \d+ cannot be kept: .*File too large", text), text
+    assert re.search(r"the checkpoint after step \d+ cannot be saved: .*File too large", text), text
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*.safetensors")}
     assert not list(tmp_path.glob(".lora*")) and "Traceback" not in text
 

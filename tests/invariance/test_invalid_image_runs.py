@@ -137,7 +137,7 @@ def test_a_picture_that_only_one_of_two_with_the_same_pictures_lost_ends_the_run
     flags = run_of(tmp_path, masked, 2, 8, "--max_train_steps", "20", "--tp_size", "2")
     (_, said, told), (_, other_said, other_told) = on_ranks(2, losing_on, 1, *flags)
 
-    assert other_said in said and "the state after step" in said
+    assert other_said in said and "the checkpoint after step" in said
     assert (told, other_told) == (False, True)
     assert "03.png: was readable at the start" in said and "so for rank 1, while others that work on the same" in said
     assert not [*tmp_path.glob("*.safetensors")]

@@ -177,7 +177,8 @@ def test_sizes_that_a_model_cannot_take_are_told_with_the_key_that_says_them(tmp
     with pytest.raises(ConfigError) as error:
         prepare_data(DataConfig(dataset_config=str(path)), 8, str(tmp_path))
     assert error.value.problems == [
-        f"{path}:2: resolution_schedule: 36,36 is not a multiple of 8 on each side, which this model needs; set [32, 32]"
+        f"{path}:2: resolution_schedule: 36,36 is not a multiple of 8 on each side, which this model needs;"
+        " set [32, 32]"
     ]
 
 
@@ -330,9 +331,8 @@ def test_the_largest_size_to_come_is_tried_before_the_first_step_and_nothing_is_
     shutil.copytree(out / "lora-step00000003-state", other / "lora-step00000003-state")
     ((seen, told),) = on_ranks(1, tried, 48 * 48, *words, "--output_dir", str(other), "--auto_resume")
     assert seen == [(3, 2, 64, 96)]
-    assert (
-        "with 2 pictures of 96x64" in told and "this batch shape comes from step 8 on and was tried in advance" in told
-    )
+    assert "with 2 images of 96x64" in told
+    assert "this batch shape comes from step 8 on and was tried in advance" in told
 
     ladder = ("--auto_resume", "--on_oom", "recover")
     ((seen, _),) = on_ranks(1, tried, 48 * 48, *words, "--output_dir", str(other), *ladder)

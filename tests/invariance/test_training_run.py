@@ -11,7 +11,9 @@ from PIL import Image
 from rank_processes import on_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file
-from training_runs import difference, pictures, prompts, train, trained
+from training_runs import difference, even, pictures, prompts, train, trained
+
+__all__ = ["even"]  # a fixture
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -148,9 +150,9 @@ def test_the_run_says_what_it_does_and_where_the_files_are(demo):
     assert "using the built-in demo model" in said
     assert "training 12/12" in said
     assert f"LoRA file: {folder / 'out' / 'demo.safetensors'}" in said
-    assert f"pictures: {folder / 'out' / 'sample'}" in said
+    assert f"previews: {folder / 'out' / 'sample'}" in said
     sheet = folder / "out" / "demo.before_after.png"
-    assert f"before and after, side by side: {sheet}" in said and sheet.is_file()
+    assert f"previews side by side, before and after: {sheet}" in said and sheet.is_file()
 
 
 def test_the_files_have_the_names_of_sd_scripts(demo):

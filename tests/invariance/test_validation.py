@@ -152,7 +152,7 @@ include = ["1*"]
 
     assert {sample.dataset_index for sample in prepared.manifest.samples} == {0}
     assert len(prepared.manifest.samples) == 9 and len(prepared.validation.manifest.samples) == 8
-    with pytest.raises(ConfigError, match="validation_split keeps all of them for validation"):
+    with pytest.raises(ConfigError, match="validation_split takes all of them"):
         prepare_data(DataConfig(dataset_config=str(data), validation_split=1.0), 8)
 
 

@@ -24,7 +24,7 @@ def test_users_can_give_a_module_of_their_own():
     ("name", "message"),
     [
         ("sise", "unknown thing 'sise'; did you mean size?"),
-        ("other", "unknown thing 'other'; there are: gone, size"),
+        ("other", "unknown thing 'other'; available: gone, size"),
         ("gone", "module .config.types has no 'Gone'"),
         ("nowhere:x", "No module named 'nowhere'"),
     ],

@@ -4,7 +4,7 @@ How to add a family, say ``foo``:
 
 1. ``families/foo.py``: a subclass of ``models.base.Family`` that wraps the diffusers pipeline (copy the nearest one).
 2. Its ``FOO_FACTS`` in ``facts_unet.py`` or ``facts_dit.py``: how the model is detected, its components and options.
-3. One line each in ``FAMILY_FACTS`` and ``FAMILIES`` below.
+3. The import of the facts, and one line each in ``FAMILY_FACTS`` and ``FAMILIES`` below.
 4. ``configs/foo.json`` and ``configs/foo_tiny.json``: the JSON files of the published model, and of a tiny one.
 5. A tiny pipeline in ``tests/support/tiny_pipelines.py``; ``tests/contract/test_family_contract.py`` then compares
    the family with diffusers' own pipeline.

@@ -108,7 +108,7 @@ def test_an_unknown_tool_is_answered_with_a_suggestion():
     done = call("-m", "library", "docter")
 
     assert done.returncode == 2
-    assert done.stderr == f"library: no tool 'docter'; did you mean doctor?; there are: {', '.join(TOOLS)}\n"
+    assert done.stderr == f"library: no tool 'docter'; did you mean doctor?; available: {', '.join(TOOLS)}\n"
 
 
 def test_tools_report_config_errors_as_training_does():

@@ -257,7 +257,7 @@ GOOD = "[[datasets]]\nresolution = 512\n[[datasets.subsets]]\nimage_dir = 'a'\n"
             {},
             ["set.toml:2: bucket_mode: symmetric buckets all have the same area"],
         ),
-        ("bucket_mode = 'square'", {}, ["set.toml:2: bucket_mode: the text 'square' is not one of kohya, symmetric"]),
+        ("bucket_mode = 'square'", {}, ["set.toml:2: bucket_mode: 'square' is not one of kohya, symmetric"]),
         ("bucket_max_crop = 1.5", {}, ["set.toml:2: bucket_max_crop: must be at most 1, got 1.5"]),
         ("enable_bucket = true", {"bucket_mode": "symmetric", "bucket_max_crop": 0.1, "bucket_min_images": 2}, []),
         ("bucket_max_crop = 1", {}, []),

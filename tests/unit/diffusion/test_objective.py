@@ -207,7 +207,7 @@ def test_a_run_trains_and_previews_with_the_prediction_type_of_the_options():
         noise=NoiseConfig(v_parameterization=True, zero_terminal_snr=True, noise_offset=0.1),
         loss=LossConfig(min_snr_gamma=5.0),
     )
-    objective = build_objective(config, family, pipe)
+    objective = build_objective(config.noise, config.loss, family, pipe)
     assert objective.process.prediction_type == "v" and objective.process.snr(torch.tensor([999])) == 0
     assert (objective.noise_config, objective.loss_config) == (config.noise, config.loss)
     assert pipe.scheduler.config.prediction_type == "v_prediction"
@@ -216,14 +216,14 @@ def test_a_run_trains_and_previews_with_the_prediction_type_of_the_options():
 def test_conflicts_with_the_loaded_scheduler_are_rejected_after_loading():
     family, pipe = StableDiffusion1(), tiny_sd1.build_pipeline(())
     pipe.scheduler = DDIMScheduler(**SD1, rescale_betas_zero_snr=True)
-    wrong = RunConfig(loss=LossConfig(debiased_estimation_loss=True, scale_v_pred_loss_like_noise_pred=True))
+    wrong = LossConfig(debiased_estimation_loss=True, scale_v_pred_loss_like_noise_pred=True)
     with pytest.raises(ConfigError) as caught:
-        build_objective(wrong, family, pipe)
+        build_objective(NoiseConfig(), wrong, family, pipe)
     first, second = caught.value.problems
     assert first.startswith("--scale_v_pred_loss_like_noise_pred: needs a model that predicts v")
     assert second == (
-        "--debiased_estimation_loss: the model's last timestep has zero SNR, so its loss weight is infinite; "
-        "remove the option"
+        "--debiased_estimation_loss: the model's last timestep has zero SNR, so its loss weight is infinite;"
+        " remove the option"
     )
 
 
@@ -234,7 +234,7 @@ def test_flow_models_are_trained_with_the_shift_of_their_scheduler_by_default(so
     model = detect_model(source)
     family = FAMILIES.get(model.family)()
     pipe = family.load(model, torch.float32, ())
-    objective, settings = build_objective(RunConfig(), family, pipe), pipe.scheduler.config
+    objective, settings = build_objective(NoiseConfig(), LossConfig(), family, pipe), pipe.scheduler.config
     u, shape, tokens = torch.linspace(0.1, 0.9, 9, dtype=torch.float64), torch.Size((1, 16, 64, 96)), 32 * 48
     plain = torch.sigmoid(torch.special.ndtri(u))
     expected = settings.shift * plain / (1 + (settings.shift - 1) * plain)
@@ -243,10 +243,10 @@ def test_flow_models_are_trained_with_the_shift_of_their_scheduler_by_default(so
         expected = pipe.scheduler.time_shift(calculate_shift(tokens, *(settings[n] for n in names)), 1.0, plain)
     torch.testing.assert_close(objective.compute_timesteps(u, shape).double() / 1000, expected, rtol=0, atol=1e-6)
 
-    uniform = build_objective(RunConfig(noise=NoiseConfig(timestep_sampling="uniform")), family, pipe)
+    uniform = build_objective(NoiseConfig(timestep_sampling="uniform"), LossConfig(), family, pipe)
     torch.testing.assert_close(uniform.compute_timesteps(u, shape).double() / 1000, u, rtol=0, atol=1e-6)
     with pytest.raises(ConfigError, match=f"min_snr_gamma: not applicable to {family.facts.title}"):
-        build_objective(RunConfig(loss=LossConfig(min_snr_gamma=5.0)), family, pipe)
+        build_objective(NoiseConfig(), LossConfig(min_snr_gamma=5.0), family, pipe)
 
 
 def test_a_scheduler_with_the_same_settings_is_not_rebuilt(caplog):

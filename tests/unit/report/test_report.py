@@ -65,7 +65,7 @@ def test_the_page_holds_figures_previews_and_settings_and_no_address(tmp_path):
         "step 8 of 8",
         "loss 0.1250",
         "2 processes",
-        "1 steps left out",
+        "1 steps skipped (NaN or Inf)",
         "a &lt;cat&gt;",
         "before",
         "step 8",
@@ -85,7 +85,7 @@ def test_a_page_can_be_made_before_anything_was_learnt(tmp_path):
 
     write_report(subject, tmp_path / "none.jsonl", tmp_path / "report.html")
 
-    assert "no step is done yet" in (tmp_path / "report.html").read_text("utf-8")
+    assert "no steps yet" in (tmp_path / "report.html").read_text("utf-8")
 
 
 def test_the_page_says_whether_validation_is_better_than_the_base_and_by_more_than_chance():
@@ -104,7 +104,7 @@ def test_the_page_says_whether_validation_is_better_than_the_base_and_by_more_th
     page = render_validation([base, line])
     assert "0.1 below the base model" in page and "better than the base model" in page
     assert ">0.9: 0.8<" in page and ">0.9: 0.65<" in page and "By dataset" not in page
-    assert "not to be told from it" in render_validation([base, line | {"validation/gain_interval": 0.2}])
+    assert "no significant difference" in render_validation([base, line | {"validation/gain_interval": 0.2}])
     worse = line | {"validation/gain": -0.1, "validation/dataset/1": 0.4}
     assert "0.1 above" in render_validation([base, worse]) and "worse than the base model" in render_validation(
         [base, worse]

@@ -192,10 +192,10 @@ def test_options_that_contradict_each_other_are_told(tmp_path):
     ]
     problems = " ".join(parse_config(words).problems)
     for text in (
-        "no file that could say",
+        "dim_from_weights: needs network_weights",
         "no such file",
-        "2 strengths for 1 files",
-        "takes it from the file; give",
+        "2 multipliers for 1 base_weights",
+        "network_dim: dim_from_weights reads it from the file; remove one",
         "conv_dim: dim_from_weights",
     ):
         assert text in problems, text

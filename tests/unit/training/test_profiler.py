@@ -135,7 +135,7 @@ def test_what_is_done_between_steps_is_no_part_of_them(tmp_path):
             time.sleep(0.02)
 
     told, profiled = {}, StepProfiler(StepRange(2, 7), tmp_path / "trace.json")
-    assert profiled.timed == 2 and profiled.profiled == 3
+    assert profiled.num_timed == 2 and profiled.num_profiled == 3
     run.metric_logger = SimpleNamespace(log_values=lambda run, figures: told.update(figures))
     profiled.calls.count_flops = lambda denoiser: sum(profiled.calls.counts.values())
     callbacks = profiled.wrap([Drawing()])
@@ -172,7 +172,7 @@ def test_steps_that_are_taken_back_are_profiled_when_they_come_again(tmp_path):
     assert told == [6] and (tmp_path / "trace.json").is_file()
 
 
-@pytest.mark.parametrize(("begins", "ends", "said"), [(0, 9, ""), (3, 9, "step 4 to 9"), (0, 5, "step 1 to 5")])
+@pytest.mark.parametrize(("begins", "ends", "said"), [(0, 9, ""), (3, 9, "steps 4 to 9"), (0, 5, "steps 1 to 5")])
 def test_a_run_without_all_of_the_steps_is_told(begins, ends, said, tmp_path, caplog):
     run = SimpleNamespace(state=SimpleNamespace(step=begins), plan=SimpleNamespace(steps=ends))
     for callback in StepProfiler(StepRange(2, 7), tmp_path / "trace").wrap([]):

@@ -9,7 +9,7 @@ from tiny_pipelines import TINY
 from training_task import HEIGHT, WIDTH, pixels, task
 
 from library.adapters.regularization import LoraDropout
-from library.config import parse_config
+from library.config.schema_objective import LossConfig, NoiseConfig
 from library.distributed.async_copy import CopyStream
 from library.models.families import FAMILIES
 from library.training.setup import build_objective
@@ -80,7 +80,7 @@ CAPTIONS = ["a", "a lorikeet", "a lorikeet on a branch", " ".join(["a lorikeet o
 def test_batches_are_of_one_shape_where_blocks_are_given_tensors_of_one_shape(name, evens):
     family, pipe, given = FAMILIES.get(name)(), TINY[name]().pipe, []
     denoiser = getattr(pipe, family.denoiser_name)
-    objective = build_objective(parse_config([]).config, family, pipe)
+    objective = build_objective(NoiseConfig(), LossConfig(), family, pipe)
     task = DiffusionTask(family, pipe, denoiser, objective, 7, CopyStream(torch.device("cpu")), pads_texts=evens)
     first = denoiser.get_submodule(family.block_lists[0])[0]
     form = signature(first.forward)
