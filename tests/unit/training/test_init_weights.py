@@ -249,7 +249,9 @@ def test_a_run_goes_on_where_the_files_end_and_old_ones_go(tmp_path):
         "--save_format",
         "diffusers",
     )
-    parts = collect_component_keys(FAMILIES.get("sd1"), FAMILIES.get("sd1")().load(get_tiny_sd1_folder(), torch.float32))
+    parts = collect_component_keys(
+        FAMILIES.get("sd1"), FAMILIES.get("sd1")().load(get_tiny_sd1_folder(), torch.float32)
+    )
     told = []
     for path in (first, second):
         with safe_open(path, "pt") as file:
